@@ -1,0 +1,102 @@
+"""RLHF in JAX as pure functions: a frozen reference, a KL penalty, PPO.
+
+`ORDER` is the house: a module imports only modules that stand before it. Every
+module below is importable from here (`from rlhf_jax import kl, losses, ppo`) and is
+loaded on first use, so that the arithmetic needs neither transformers nor orbax.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (
+        "functional",
+        (
+            "checks",
+            "masked",
+            "logprobs",
+            "kl",
+            "kl_control",
+            "token_rewards",
+            "advantages",
+            "losses",
+        ),
+    ),
+    (
+        "models",
+        (
+            "config",
+            "blocks",
+            "decoder",
+            "heads",
+            "keys",
+            "gpt2",
+            "llama",
+            "sampling",
+            "decode",
+        ),
+    ),
+    (
+        "roles",
+        (
+            "storage",
+            "fingerprint",
+            "frozen",
+            "drift",
+            "policy",
+            "critic",
+            "rewards",
+        ),
+    ),
+    (
+        "stages",
+        (
+            "batch",
+            "state",
+            "rollout",
+            "score",
+            "experience",
+            "ppo_config",
+            "ppo",
+            "self_check",
+            "sft",
+            "train_reward",
+        ),
+    ),
+    (
+        "runtime",
+        (
+            "data",
+            "encoding",
+            "batches",
+            "shards",
+            "hf",
+            "pretrained",
+            "snapshot",
+            "run_folder",
+            "metrics",
+            "report",
+            "cli",
+            "run",
+        ),
+    ),
+)
+
+_FOLDER_OF = {module: folder for folder, modules in ORDER for module in modules}
+__all__ = ["ORDER", "__version__", *_FOLDER_OF]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FOLDER_OF:
+        raise AttributeError(
+            f"rlhf_jax has no module {name!r}; it has {', '.join(_FOLDER_OF)}"
+        )
+    return importlib.import_module(f"rlhf_jax.{_FOLDER_OF[name]}.{name}")
+
+
+def __dir__() -> list[str]:
+    return __all__

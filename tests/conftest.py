@@ -1,0 +1,55 @@
+"""Eight CPU devices, warnings as errors (pyproject), no silent rank promotion."""
+
+import os
+
+# The time of these tests is the compiler's: machine code is not optimised, while the
+# programs that XLA makes of ours stay those of a real run.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "")
+    + " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+)
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from pathlib import Path
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of real inputs; a test that needs it is skipped without it."""
+    if not SHARED_DATA.is_dir():
+        pytest.skip(f"real inputs are not at {SHARED_DATA}")
+    return SHARED_DATA
+
+
+@pytest.fixture
+def strict_dtypes():
+    """Implicit dtype promotion raises (the tests of functional/ ask for this)."""
+    with jax.numpy_dtype_promotion("strict"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def quick_compilation(tmp_path_factory):
+    """For tests that compile far more than they run, often the same programs again.
+
+    Processes that a test starts take part.
+    """
+    here = {
+        "jax_disable_most_optimizations": (True, False),
+        "jax_compilation_cache_dir": (str(tmp_path_factory.mktemp("cache")), None),
+        "jax_persistent_cache_min_compile_time_secs": (0.0, 1.0),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, (value, _) in here.items():
+            patch.setenv(name.upper(), str(value))
+            jax.config.update(name, value)
+        yield
+    for name, (_, default) in here.items():
+        jax.config.update(name, default)
