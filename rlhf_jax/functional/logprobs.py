@@ -1,0 +1,190 @@
+"""Logits or hidden states -> log-probs of the tokens, and entropy.
+
+This is one of the places where columns shift by one. Position t-1 predicts token t:
+
+    column            0    1    2    3
+    tokens            a    b    c    d
+    logits[:, t]      of b of c of d of ·
+    logprobs[:, t]    0    of b of c of d
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.functional import checks
+
+Array = jax.Array
+
+
+def token_logprobs(logits: Array, tokens: Array, *, temperature: float = 1.0) -> Array:
+    """log softmax(logits[:, t-1] / temperature)[tokens[:, t]], column 0 being 0.
+
+    Args:
+      logits: floats[B, S, V] of any precision; the log-softmax is taken in float32.
+      tokens: i32[B, S].
+      temperature: divides the logits, dimensionless; the same in every role.
+
+    Returns:
+      f32[B, S], nats; column t is about tokens[:, t].
+
+    Raises:
+      ValueError: shapes do not belong together or temperature is not positive.
+      TypeError: logits are not floats or tokens not int32.
+    """
+    checks.shape((None, None), tokens=tokens)
+    checks.shape((*tokens.shape, None), logits=logits)
+    checks.floating(logits=logits)
+    checks.int32(tokens=tokens)
+    checks.positive(temperature=temperature)
+    logprobs = jax.nn.log_softmax(logits[:, :-1].astype(jnp.float32) / temperature)
+    return jnp.pad(_pick(logprobs, tokens[:, 1:]), ((0, 0), (1, 0)))
+
+
+def entropy(logits: Array, *, temperature: float = 1.0) -> Array:
+    """-Σ_v π(v) log π(v) with π = softmax(logits / temperature) and 0·log 0 = 0.
+
+    Nothing is shifted: entry t is about the token *after* tokens[:, t].
+
+    Args:
+      logits: floats[..., V] of any precision; taken to float32.
+      temperature: divides the logits, dimensionless.
+
+    Returns:
+      f32[...], nats per logit position.
+
+    Raises:
+      ValueError: temperature is not positive. TypeError: logits are not floats.
+    """
+    checks.floating(logits=logits)
+    checks.positive(temperature=temperature)
+    return _entropy(jax.nn.log_softmax(logits.astype(jnp.float32) / temperature))
+
+
+def token_logprobs_from_hidden(
+    hidden: Array,
+    head: Array,
+    tokens: Array,
+    *,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    first_column: int = 1,
+    max_logits: int = 2**24,
+) -> tuple[Array, Array]:
+    """`token_logprobs` and `entropy` of logits = hidden·headᵀ, never holding [B, S, V].
+
+    Columns are taken a few at a time, whole batch each, so that a batch which is
+    sharded stays so; the backward pass computes their logits again. The product is
+    taken in hidden's dtype and accumulated in float32.
+
+    Args:
+      hidden: floats[B, S, D], the last layer's output after its norm.
+      head: floats[V', D], rows from `vocab_size` on being padding.
+      tokens: i32[B, S].
+      temperature: divides the logits, dimensionless; the same in every role.
+      vocab_size: V, the true vocabulary; None when no row is padding.
+      first_column: the first column that is wanted; earlier ones are not computed
+        and come back as 0. The prompt's width P gives the response alone.
+      max_logits: logits to hold at a time; one column (B·V') is the least.
+
+    Returns:
+      f32[B, S] log-probs and f32[B, S] entropies, nats; column t of both is about the
+      distribution that tokens[:, t] was drawn from. Column 0 is 0.
+
+    Raises:
+      ValueError: shapes do not belong together, temperature is not positive, or
+      vocab_size, first_column or max_logits is out of range. TypeError: hidden or
+      head are not floats or tokens not int32.
+    """
+    checks.shape((None, None), tokens=tokens)
+    checks.shape((*tokens.shape, None), hidden=hidden)
+    checks.shape((None, hidden.shape[-1]), head=head)
+    checks.floating(hidden=hidden, head=head)
+    checks.int32(tokens=tokens)
+    checks.positive(
+        temperature=temperature, first_column=first_column, max_logits=max_logits
+    )
+    batch, columns = tokens.shape
+    padded = head.shape[0]
+    vocab_size = padded if vocab_size is None else vocab_size
+    if not 0 < vocab_size <= padded:
+        raise checks.InputError(
+            f"vocab_size: expected 1 to {padded} (the rows of head), got {vocab_size}; "
+            "pass the size of the true vocabulary"
+        )
+
+    def of_columns(hidden: Array, tokens: Array) -> tuple[Array, Array]:
+        # The cast stands in here so that the gradients of the chunks add up in
+        # head's own dtype.
+        logits = jnp.einsum(
+            "btd,vd->btv",
+            hidden,
+            head.astype(hidden.dtype),
+            preferred_element_type=jnp.float32,
+        )
+        real = jnp.arange(padded) < vocab_size
+        logits = jnp.where(real[None, None, :], logits / temperature, -jnp.inf)
+        logprobs = jax.nn.log_softmax(logits)
+        return _pick(logprobs, tokens), _entropy(logprobs)
+
+    found = map_columns(
+        of_columns,
+        hidden[:, first_column - 1 : -1],
+        tokens[:, first_column:],
+        chunk=max(1, max_logits // (batch * padded)),
+    )
+    before = ((0, 0), (min(first_column, columns), 0))
+    logprobs, entropies = (jnp.pad(array, before) for array in found)
+    return logprobs, entropies
+
+
+def map_columns(
+    function: Callable[..., tuple[Array, ...]], *arrays: Array, chunk: int
+) -> tuple[Array, ...]:
+    """function(*arrays), for a function that treats every column alone, in chunks.
+
+    Holds what `function` needs inside for about `chunk` columns at a time, in the
+    forward and, by computing it again, in the backward pass.
+
+    Args:
+      function: [B, t, ...] arrays -> tuple of [B, t, ...] arrays, for any t.
+      arrays: [B, T, ...].
+      chunk: columns at a time; T or more calls `function` once.
+
+    Returns:
+      Tuple of [B, T, ...].
+    """
+    columns = arrays[0].shape[1]
+    num_chunks = -(-columns // chunk)
+    if num_chunks <= 1:
+        return function(*arrays)
+    chunk = -(-columns // num_chunks)  # even chunks leave the least padding
+
+    def split(array: Array) -> Array:
+        padding = [(0, 0)] * array.ndim
+        padding[1] = (0, num_chunks * chunk - columns)
+        batch, _, *rest = array.shape
+        chunks = jnp.pad(array, padding).reshape(batch, num_chunks, chunk, *rest)
+        return jnp.moveaxis(chunks, 1, 0)
+
+    def join(chunks: Array) -> Array:
+        _, batch, _, *rest = chunks.shape
+        joined = jnp.moveaxis(chunks, 0, 1).reshape(batch, num_chunks * chunk, *rest)
+        return joined[:, :columns]
+
+    # A scan separates the passes by itself; barriers against CSE would only cost.
+    step = jax.checkpoint(lambda chunks: function(*chunks), prevent_cse=False)
+    found = jax.lax.map(step, tuple(split(array) for array in arrays))
+    return tuple(join(array) for array in found)
+
+
+def _pick(logprobs: Array, tokens: Array) -> Array:
+    return jnp.take_along_axis(logprobs, tokens[..., None], axis=-1)[..., 0]
+
+
+def _entropy(logprobs: Array) -> Array:
+    possible = jnp.where(logprobs > -jnp.inf, logprobs, 0.0)
+    return -jnp.sum(jnp.exp(logprobs) * possible, axis=-1)

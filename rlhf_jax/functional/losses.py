@@ -1,0 +1,247 @@
+"""Losses: (loss f32[], stats), the gradient reaching only the arguments it names.
+
+A loss is a sum over the mask divided by a count. Given the count of the whole minibatch
+(`num_tokens`, `num_pairs`), the losses of its micro-batches *add up* to its loss, and
+so do their gradients. Stats are (sum, weight) pairs over the micro-batch alone and add
+up too (`masked.add_stats`); no gradient flows into them.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.functional import checks, masked
+
+Array = jax.Array
+Stats = masked.Stats
+
+
+def policy_loss(
+    *,
+    logprobs: Array,
+    old_logprobs: Array,
+    advantages: Array,
+    mask: Array,
+    clip_range: float,
+    num_tokens: Array | None = None,
+) -> tuple[Array, Stats]:
+    """PPO surrogate, (1/N) Σ m·max(-ρA, -clip(ρ, 1-ε, 1+ε)A).
+
+    ρ = exp(logprobs - old_logprobs).
+
+    Args:
+      logprobs, old_logprobs: f32[B, S], nats; column t is about tokens[:, t].
+      advantages: f32[B, S], reward units.
+      mask: bool[B, S], response tokens, EOS included.
+      clip_range: ε, dimensionless.
+      num_tokens: f32[], N of the whole minibatch when this is a micro-batch; None
+        counts mask.
+
+    Returns:
+      f32[] loss and {name: (sum, weight)}. The gradient reaches `logprobs` only.
+      `loss/policy`: the loss. `policy/approxkl`: ½(log ρ)², nats per token, k2 of the
+      update (not of the reference). `policy/clipfrac`: share of tokens where the
+      clipped term is the larger one. `policy/ratio_mean`, `policy/ratio_max`: of ρ.
+
+    Raises:
+      ValueError: shapes differ or clip_range is not positive. TypeError: floats are
+      not f32 or mask is not bool.
+
+    Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7.
+    """
+    _check(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
+    checks.positive(clip_range=clip_range)
+    advantages = jax.lax.stop_gradient(jnp.where(mask, advantages, 0.0))
+    log_ratio = jnp.where(mask, logprobs - jax.lax.stop_gradient(old_logprobs), 0.0)
+    ratio = jnp.exp(log_ratio)
+    unclipped = -ratio * advantages
+    clipped = -jnp.clip(ratio, 1.0 - clip_range, 1.0 + clip_range) * advantages
+    surrogate = jnp.maximum(unclipped, clipped)
+    stats = _token_stats(
+        mask,
+        {
+            "loss/policy": surrogate,
+            "policy/approxkl": 0.5 * jnp.square(log_ratio),
+            "policy/clipfrac": (clipped > unclipped).astype(jnp.float32),
+            "policy/ratio_mean": ratio,
+        },
+    )
+    largest = jnp.max(ratio, where=mask, initial=0.0)
+    stats["policy/ratio_max"] = (jax.lax.stop_gradient(largest), None)
+    return _per_token(surrogate, mask, num_tokens), stats
+
+
+def value_loss(
+    *,
+    values: Array,
+    old_values: Array,
+    returns: Array,
+    mask: Array,
+    clip_range: float | None,
+    num_tokens: Array | None = None,
+) -> tuple[Array, Stats]:
+    """Half the larger square, (1/N) Σ m·½ max((V-R)², (V_clip-R)²).
+
+    V_clip = clip(V, V_old - ε, V_old + ε).
+
+    Args:
+      values, old_values, returns: f32[B, S], reward units; column t is the state
+        just before tokens[:, t].
+      mask: bool[B, S], response tokens, EOS included.
+      clip_range: ε, reward units; None does not clip.
+      num_tokens: f32[], N of the whole minibatch when this is a micro-batch; None
+        counts mask.
+
+    Returns:
+      f32[] loss and {name: (sum, weight)}. The gradient reaches `values` only.
+      `loss/value`: the loss. `value/clipfrac`: share of tokens where the clipped
+      square is the larger one, so that no gradient comes from them.
+
+    Raises:
+      ValueError: shapes differ or clip_range is not positive. TypeError: floats are
+      not f32 or mask is not bool.
+
+    Source: `PPOTrainer.loss` of openai/lm-human-preferences.
+    """
+    _check(mask, values=values, old_values=old_values, returns=returns)
+    values = jnp.where(mask, values, 0.0)
+    old_values = jax.lax.stop_gradient(jnp.where(mask, old_values, 0.0))
+    returns = jax.lax.stop_gradient(jnp.where(mask, returns, 0.0))
+    clipped_values = values
+    if clip_range is not None:
+        checks.positive(clip_range=clip_range)
+        # Not old_values + clip(move): inside the range this returns values to the bit.
+        clipped_values = jnp.clip(
+            values, old_values - clip_range, old_values + clip_range
+        )
+    unclipped = 0.5 * jnp.square(values - returns)
+    clipped = 0.5 * jnp.square(clipped_values - returns)
+    squares = jnp.maximum(unclipped, clipped)
+    stats = _token_stats(
+        mask,
+        {
+            "loss/value": squares,
+            "value/clipfrac": (clipped > unclipped).astype(jnp.float32),
+        },
+    )
+    return _per_token(squares, mask, num_tokens), stats
+
+
+def explained_variance(*, values: Array, returns: Array, mask: Array) -> Stats:
+    """1 - Var(R - V) / Var(R), as sums: (Σ(R-R̄)² - Σ(E-Ē)², Σ(R-R̄)²), E = R - V.
+
+    Variances are about the mean of what is passed in, so pass the whole rollout, never
+    a micro-batch. Parts that are added keep each its own mean.
+
+    Args:
+      values, returns: f32[B, S], reward units.
+      mask: bool[B, S], response tokens, EOS included.
+
+    Returns:
+      `value/explained_variance`: 1 is a perfect critic, 0 no better than a constant,
+      below 0 worse. No gradient.
+
+    Raises:
+      ValueError: shapes differ. TypeError: floats are not f32 or mask is not bool.
+    """
+    _check(mask, values=values, returns=returns)
+    returns = jnp.where(mask, returns, 0.0)
+    errors = returns - jnp.where(mask, values, 0.0)
+    count = jnp.sum(mask, dtype=jnp.float32)
+    spread = count * masked.masked_var(returns, mask=mask)
+    unexplained = count * masked.masked_var(errors, mask=mask)
+    pair = jax.lax.stop_gradient((spread - unexplained, spread))
+    return {"value/explained_variance": pair}
+
+
+def pairwise_loss(
+    *,
+    chosen: Array,
+    rejected: Array,
+    margin: Array | None = None,
+    num_pairs: Array | None = None,
+) -> tuple[Array, Stats]:
+    """Bradley-Terry, -(1/N) Σ log σ(chosen - rejected - margin).
+
+    Args:
+      chosen, rejected: f32[B], reward units, scores of the two answers of a pair.
+      margin: f32[B], reward units by which chosen should lead; None is 0.
+      num_pairs: f32[], N of the whole minibatch when this is a micro-batch; None
+        is B.
+
+    Returns:
+      f32[] loss and {name: (sum, weight)}. The gradient reaches `chosen` and
+      `rejected`. `loss/pairwise`: the loss. `pairwise/accuracy`: share of pairs with
+      chosen > rejected, margin aside; a tie is a miss. `pairwise/lead`: chosen -
+      rejected, reward units.
+
+    Raises:
+      ValueError: shapes differ. TypeError: not f32.
+
+    Source: Stiennon et al. 2020, arXiv:2009.01325, section 3.4; the margin is
+    Touvron et al. 2023, arXiv:2307.09288, eq. 2.
+    """
+    checks.shape((None,), chosen=chosen)
+    margin = jnp.zeros_like(chosen) if margin is None else margin
+    every_pair = jnp.ones(chosen.shape, jnp.bool_)
+    _check(every_pair, chosen=chosen, rejected=rejected, margin=margin)
+    lead = chosen - rejected
+    losses = -jax.nn.log_sigmoid(lead - jax.lax.stop_gradient(margin))
+    stats = _token_stats(
+        every_pair,
+        {
+            "loss/pairwise": losses,
+            "pairwise/accuracy": (lead > 0).astype(jnp.float32),
+            "pairwise/lead": lead,
+        },
+    )
+    return _per_token(losses, every_pair, num_pairs), stats
+
+
+def language_model_loss(
+    *, logprobs: Array, mask: Array, num_tokens: Array | None = None
+) -> tuple[Array, Stats]:
+    """Cross-entropy, -(1/N) Σ m·logprobs.
+
+    Args:
+      logprobs: f32[B, S], nats; column t is about tokens[:, t].
+      mask: bool[B, S], tokens that are trained on.
+      num_tokens: f32[], N of the whole minibatch when this is a micro-batch; None
+        counts mask.
+
+    Returns:
+      f32[] loss, nats per token, and {name: (sum, weight)}. The gradient reaches
+      `logprobs`. `loss/language_model`: the loss.
+
+    Raises:
+      ValueError: shapes differ. TypeError: logprobs is not f32 or mask is not bool.
+    """
+    _check(mask, logprobs=logprobs)
+    losses = -logprobs
+    stats = _token_stats(mask, {"loss/language_model": losses})
+    return _per_token(losses, mask, num_tokens), stats
+
+
+def _check(mask: Array, **floats: Array) -> None:
+    checks.same_shape(**floats, mask=mask)
+    checks.float32(**floats)
+    checks.boolean(mask=mask)
+
+
+def _per_token(x: Array, mask: Array, count: Array | None) -> Array:
+    """Σ m·x / count, the count of the mask where None."""
+    if count is None:
+        return masked.masked_mean(x, mask=mask)
+    checks.shape((), count=count)
+    count = jnp.asarray(count, jnp.float32)
+    return masked.masked_sum(x, mask=mask) / jnp.maximum(count, 1.0)
+
+
+def _token_stats(mask: Array, columns: dict[str, Array]) -> Stats:
+    """{name: (Σ m·x, Σ m)}, without gradient."""
+    weight = jnp.sum(mask, dtype=jnp.float32)
+    return {
+        name: (jax.lax.stop_gradient(masked.masked_sum(x, mask=mask)), weight)
+        for name, x in columns.items()
+    }

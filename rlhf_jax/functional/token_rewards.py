@@ -1,0 +1,53 @@
+"""One score per response and one KL per token -> one reward per token."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.functional import checks
+
+Array = jax.Array
+
+
+def token_rewards(
+    *, scores: Array, kl: Array | None, mask: Array, kl_coef: Array | float
+) -> Array:
+    """r_t = -β·kl_t on every response token, plus the score on the last one.
+
+        column     0    1    2    3    4    5
+        tokens     ·   The  cat  sat  EOS   ·
+        mask       0    0    1    1    1    0
+        kl         ·    ·    2    1    3    ·
+        rewards    0    0   -2β  -β  -3β+s  0
+
+    Args:
+      scores: f32[B], reward units, one per response.
+      kl: f32[B, S], nats per token by any estimator; None is no penalty.
+      mask: bool[B, S], response tokens, EOS included.
+      kl_coef: β, f32[] or float, reward units per nat.
+
+    Returns:
+      f32[B, S], reward units, 0 outside the mask. A row whose mask is empty gets
+      nothing, not even its score.
+
+    Raises:
+      ValueError: shapes do not belong together or kl_coef is a negative number.
+      TypeError: floats are not f32 or mask is not bool.
+
+    Source: Ziegler et al. 2019, arXiv:1909.08593, eq. 2.
+    """
+    checks.shape((None, None), mask=mask)
+    checks.boolean(mask=mask)
+    checks.shape((mask.shape[0],), scores=scores)
+    checks.float32(scores=scores)
+    checks.non_negative(kl_coef=kl_coef)
+
+    columns = jnp.arange(mask.shape[1], dtype=jnp.int32)[None, :]
+    last = jnp.max(columns, axis=1, where=mask, initial=-1, keepdims=True)
+    score_rewards = jnp.where(columns == last, scores[:, None], 0.0)
+    if kl is None:
+        return score_rewards
+    checks.same_shape(kl=kl, mask=mask)
+    checks.float32(kl=kl)
+    return score_rewards - kl_coef * jnp.where(mask, kl, 0.0)

@@ -1,0 +1,388 @@
+"""What the arithmetic should be: float64 NumPy loops over single tokens, no jax."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+Array = np.ndarray
+
+
+def entries(mask: Array) -> list[tuple[int, ...]]:
+    """Index of every True entry."""
+    return [tuple(int(i) for i in index) for index in np.argwhere(mask)]
+
+
+def masked_mean(x: Array, mask: Array) -> float:
+    total, count = 0.0, 0
+    for index in entries(mask):
+        total += float(x[index])
+        count += 1
+    return total / count if count else 0.0
+
+
+def masked_var(x: Array, mask: Array, ddof: int = 0) -> float:
+    mean = masked_mean(x, mask)
+    total = sum((float(x[index]) - mean) ** 2 for index in entries(mask))
+    return total / max(len(entries(mask)) - ddof, 1)
+
+
+def masked_whiten(
+    x: Array, mask: Array, shift_mean: bool = True, ddof: int = 0
+) -> Array:
+    mean, std = masked_mean(x, mask), math.sqrt(masked_var(x, mask, ddof) + 1e-8)
+    whitened = np.zeros(x.shape)
+    for index in entries(mask):
+        whitened[index] = (float(x[index]) - mean) / std + (0.0 if shift_mean else mean)
+    return whitened
+
+
+def log_softmax(logits: Array, temperature: float = 1.0) -> list[float]:
+    """Of one vector; -inf is a word that cannot come."""
+    scaled = [float(logit) / temperature for logit in logits]
+    largest = max(scaled)
+    total = largest + math.log(sum(math.exp(z - largest) for z in scaled))
+    return [z - total for z in scaled]
+
+
+def token_logprobs(logits: Array, tokens: Array, temperature: float = 1.0) -> Array:
+    found = np.zeros(tokens.shape)
+    for b in range(tokens.shape[0]):
+        for t in range(1, tokens.shape[1]):
+            found[b, t] = log_softmax(logits[b, t - 1], temperature)[tokens[b, t]]
+    return found
+
+
+def entropy(logits: Array, temperature: float = 1.0) -> Array:
+    found = np.zeros(logits.shape[:-1])
+    for index in np.ndindex(*found.shape):
+        for logprob in log_softmax(logits[index], temperature):
+            if logprob > -math.inf:
+                found[index] -= math.exp(logprob) * logprob
+    return found
+
+
+def logits_from_hidden(hidden: Array, head: Array) -> Array:
+    return np.asarray(hidden, np.float64) @ np.asarray(head, np.float64).T
+
+
+def k1(logprobs: Array, ref_logprobs: Array) -> Array:
+    return np.asarray(logprobs, np.float64) - np.asarray(ref_logprobs, np.float64)
+
+
+def k2(logprobs: Array, ref_logprobs: Array) -> Array:
+    return k1(logprobs, ref_logprobs) ** 2 / 2
+
+
+def k3(logprobs: Array, ref_logprobs: Array) -> Array:
+    ratio = np.exp(-k1(logprobs, ref_logprobs))  # π_ref / π
+    return ratio - 1 - np.log(ratio)
+
+
+def exact_kl(logits: Array, ref_logits: Array, temperature: float = 1.0) -> Array:
+    found = np.zeros(logits.shape[:-1])
+    for index in np.ndindex(*found.shape):
+        policy = log_softmax(logits[index], temperature)
+        reference = log_softmax(ref_logits[index], temperature)
+        for p, q in zip(policy, reference, strict=True):
+            if p > -math.inf:
+                found[index] += math.exp(p) * (p - q)
+    return found
+
+
+def adaptive_kl_coef(
+    kl_coef: float, kl: float, num_episodes: int, target: float, horizon: int
+) -> float:
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return kl_coef * (1 + error * num_episodes / horizon)
+
+
+def token_rewards(
+    scores: Array, kl: Array | None, mask: Array, kl_coef: float
+) -> Array:
+    rewards = np.zeros(mask.shape)
+    for b in range(mask.shape[0]):
+        columns = [t for t in range(mask.shape[1]) if mask[b, t]]
+        for t in columns:
+            rewards[b, t] = 0.0 if kl is None else -kl_coef * float(kl[b, t])
+        if columns:
+            rewards[b, columns[-1]] += float(scores[b])
+    return rewards
+
+
+def gae(
+    rewards: Array, values: Array, mask: Array, gamma: float, lam: float
+) -> tuple[Array, Array]:
+    """As a sum, A_t = Σ_l (γλ)^l δ_{t+l}, not as the recursion."""
+    advantages, returns = np.zeros(mask.shape), np.zeros(mask.shape)
+    for b in range(mask.shape[0]):
+        columns = [t for t in range(mask.shape[1]) if mask[b, t]]
+        deltas = []
+        for t in columns:
+            following = float(values[b, t + 1]) if t != columns[-1] else 0.0
+            deltas.append(
+                float(rewards[b, t]) + gamma * following - float(values[b, t])
+            )
+        for i, t in enumerate(columns):
+            advantages[b, t] = sum(
+                (gamma * lam) ** (j - i) * deltas[j] for j in range(i, len(deltas))
+            )
+            returns[b, t] = advantages[b, t] + float(values[b, t])
+    return advantages, returns
+
+
+def policy_terms(
+    logprobs: Array, old_logprobs: Array, advantages: Array, mask: Array, clip: float
+) -> dict[str, list[float]]:
+    """One number per response token for the loss and for each statistic."""
+    terms: dict[str, list[float]] = {
+        "loss": [],
+        "approxkl": [],
+        "clipped": [],
+        "ratio": [],
+    }
+    for index in entries(mask):
+        log_ratio = float(logprobs[index]) - float(old_logprobs[index])
+        ratio, advantage = math.exp(log_ratio), float(advantages[index])
+        free = ratio * advantage
+        bound = min(max(ratio, 1 - clip), 1 + clip) * advantage
+        terms["loss"].append(-min(free, bound))
+        terms["approxkl"].append(log_ratio**2 / 2)
+        terms["clipped"].append(float(bound < free))
+        terms["ratio"].append(ratio)
+    return terms
+
+
+def value_terms(
+    values: Array, old_values: Array, returns: Array, mask: Array, clip: float | None
+) -> dict[str, list[float]]:
+    """One number per response token for the loss and for the clipped fraction."""
+    terms: dict[str, list[float]] = {"loss": [], "clipped": []}
+    for index in entries(mask):
+        value, target = float(values[index]), float(returns[index])
+        free = (value - target) ** 2
+        bound = free
+        if clip is not None:
+            old = float(old_values[index])
+            bound = (min(max(value, old - clip), old + clip) - target) ** 2
+        terms["loss"].append(max(free, bound) / 2)
+        terms["clipped"].append(float(bound > free))
+    return terms
+
+
+def explained_variance(values: Array, returns: Array, mask: Array) -> float:
+    error = np.asarray(returns, np.float64) - np.asarray(values, np.float64)
+    return 1 - masked_var(error, mask) / masked_var(returns, mask)
+
+
+def pairwise_losses(chosen: Array, rejected: Array, margin: Array) -> list[float]:
+    return [
+        -math.log(1 / (1 + math.exp(-(float(c) - float(r) - float(m)))))
+        for c, r, m in zip(chosen, rejected, margin, strict=True)
+    ]
+
+
+def language_model_loss(logprobs: Array, mask: Array) -> float:
+    return -masked_mean(logprobs, mask)
+
+
+def numerical_gradient(
+    function: Callable[[Array], float], x: Array, step: float = 1e-6
+) -> Array:
+    """Central differences in float64."""
+    x = np.array(x, np.float64)
+    gradient = np.zeros(x.shape)
+    for index in np.ndindex(*x.shape):
+        middle = x[index]
+        x[index] = middle + step
+        above = function(x)
+        x[index] = middle - step
+        below = function(x)
+        x[index] = middle
+        gradient[index] = (above - below) / (2 * step)
+    return gradient
+
+
+def poison(x: Array, mask: Array) -> Array:
+    """x with NaN, inf, -inf and a huge number in turn wherever the mask is False."""
+    poisoned = np.array(x)
+    outside = np.argwhere(~np.asarray(mask))
+    for i, index in enumerate(outside):
+        poisoned[tuple(index)] = (np.nan, np.inf, -np.inf, 3e38)[i % 4]
+    return poisoned
+
+
+def decoder_logits(params: dict, model, tokens: list[int]) -> Array:
+    """Logits after every token of one text without padding, [S, V].
+
+    Args:
+      params: the decoder's tree, its leaves NumPy arrays.
+      model: anything with the fields of a ModelConfig.
+    """
+    tree = _float64(params)
+    states = [np.array(tree["embed"]["tokens"][token]) for token in tokens]
+    if model.positions == "learned":
+        for t in range(len(tokens)):
+            states[t] += tree["embed"]["positions"][t]
+    for layer in range(model.num_layers):
+        weights = _layer(tree["layers"], layer)
+        attended = _attention(
+            [_norm(x, weights["attention_norm"], model) for x in states],
+            weights["attention"],
+            model,
+        )
+        states = [x + y for x, y in zip(states, attended, strict=True)]
+        for t, x in enumerate(states):
+            y = _norm(x, weights["mlp_norm"], model)
+            states[t] = x + _mlp(y, weights["mlp"], model)
+    head = tree["embed"]["tokens"] if model.tied_head else tree["head"]["kernel"]
+    final = [_norm(x, tree["final_norm"], model) for x in states]
+    return np.array(final) @ head[: model.vocab_size].T
+
+
+def _float64(tree):
+    if isinstance(tree, dict):
+        return {name: _float64(leaf) for name, leaf in tree.items()}
+    return np.asarray(tree, np.float64)
+
+
+def _layer(tree, layer: int):
+    if isinstance(tree, dict):
+        return {name: _layer(leaf, layer) for name, leaf in tree.items()}
+    return tree[layer]
+
+
+def _linear(x: Array, weights: dict) -> Array:
+    return x @ weights["kernel"] + weights.get("bias", 0.0)
+
+
+def _norm(x: Array, weights: dict, model) -> Array:
+    if model.norm == "layernorm":
+        x = x - sum(x) / len(x)
+    size = math.sqrt(sum(x**2) / len(x) + model.norm_eps)
+    return x / size * weights["scale"] + weights.get("bias", 0.0)
+
+
+def _attention(states: list[Array], weights: dict, model) -> list[Array]:
+    hd, group = model.head_dim, model.num_heads // model.num_kv_heads
+    out = []
+    queries, keys, values = (
+        [_linear(x, weights[name]) for x in states]
+        for name in ("query", "key", "value")
+    )
+    for t in range(len(states)):
+        heads = []
+        for head in range(model.num_heads):
+            mine = slice(head * hd, head * hd + hd)
+            shared = slice(head // group * hd, head // group * hd + hd)
+            query = _rotate(queries[t][mine], t, model)
+            scores = [
+                float(query @ _rotate(keys[s][shared], s, model)) / math.sqrt(hd)
+                for s in range(t + 1)
+            ]
+            weight = np.exp(log_softmax(np.array(scores)))
+            heads.append(sum(weight[s] * values[s][shared] for s in range(t + 1)))
+        out.append(_linear(np.concatenate(heads), weights["output"]))
+    return out
+
+
+def _rotate(x: Array, position: int, model) -> Array:
+    """Pairs (x[i], x[i + half]) as complex numbers, turned by position · frequency."""
+    if model.positions != "rope":
+        return x
+    half = len(x) // 2
+    turned = [
+        complex(x[i], x[i + half])
+        * complex(math.cos(position * frequency), math.sin(position * frequency))
+        for i, frequency in enumerate(rope_frequencies(model))
+    ]
+    return np.array([z.real for z in turned] + [z.imag for z in turned])
+
+
+def rope_frequencies(model) -> list[float]:
+    """Case by case, as in the code released with Llama 3.1."""
+    found = []
+    for i in range(model.head_dim // 2):
+        frequency = model.rope_theta ** (-2 * i / model.head_dim)
+        scaling = model.rope_scaling
+        if scaling is not None and scaling.kind == "linear":
+            frequency /= scaling.factor
+        elif scaling is not None:
+            wavelength = 2 * math.pi / frequency
+            longest = scaling.original_max_positions / scaling.low_freq_factor
+            shortest = scaling.original_max_positions / scaling.high_freq_factor
+            if wavelength > longest:
+                frequency /= scaling.factor
+            elif wavelength >= shortest:
+                smooth = (
+                    scaling.original_max_positions / wavelength
+                    - scaling.low_freq_factor
+                ) / (scaling.high_freq_factor - scaling.low_freq_factor)
+                frequency *= (1 - smooth) / scaling.factor + smooth
+        found.append(frequency)
+    return found
+
+
+def _mlp(x: Array, weights: dict, model) -> Array:
+    activation = {
+        "silu": lambda z: z / (1 + math.exp(-z)),
+        "gelu": lambda z: z * (1 + math.erf(z / math.sqrt(2))) / 2,
+        "gelu_tanh": lambda z: (
+            z * (1 + math.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))) / 2
+        ),
+    }[model.activation]
+    up = _linear(x, weights["up"])
+    if model.gated_mlp:
+        gate = _linear(x, weights["gate"])
+        return _linear(np.array([activation(z) for z in gate]) * up, weights["down"])
+    return _linear(np.array([activation(z) for z in up]), weights["down"])
+
+
+def kept_tokens(
+    logits: Array, top_k: int | None, top_p: float | None, min_p: float | None
+) -> list[bool]:
+    """Which tokens of one vector survive top-k, then top-p, then min-p; no ties."""
+    kept = [t for t in range(len(logits)) if logits[t] > -math.inf]
+    kept.sort(key=lambda t: -logits[t])
+
+    def probs() -> list[float]:
+        return [math.exp(z) for z in log_softmax(logits[kept])]
+
+    if top_k is not None:
+        kept = kept[:top_k]
+    if top_p is not None:
+        total, count = 0.0, 0
+        for p in probs():
+            if total < top_p:
+                total, count = total + p, count + 1
+        kept = kept[:count]
+    if min_p is not None:
+        largest = max(probs())
+        kept = [t for t, p in zip(kept, probs(), strict=True) if p >= min_p * largest]
+    return [t in kept for t in range(len(logits))]
+
+
+def digest(leaf: Array, path: str) -> tuple[int, int]:
+    """Both words of a leaf's digest, an element at a time in Python's integers."""
+    identity = f"{path}|{leaf.shape}|{leaf.dtype}".encode()
+    seeds = hashlib.sha256(identity).digest()[:8]
+    words = []
+    for start in (0, 4):
+        total = 0
+        for index in np.ndindex(*leaf.shape):
+            place = int.from_bytes(seeds[start : start + 4], "little")
+            for i in index:
+                place = _murmur(place ^ i)
+            bits = int.from_bytes(leaf[index].tobytes(), "little")
+            total += _murmur(bits ^ place)
+        words.append(total % 2**32)
+    return words[0], words[1]
+
+
+def _murmur(x: int) -> int:
+    x = (x ^ x >> 16) * 0x85EBCA6B % 2**32
+    x = (x ^ x >> 13) * 0xC2B2AE35 % 2**32
+    return x ^ x >> 16
