@@ -1,0 +1,221 @@
+"""Linen modules of one decoder layer, and the rotary table they read.
+
+A module holds no state and knows nothing of its neighbours: `decoder.py` owns the loop
+over layers, the cache and the masks. Shapes: B rows, T new tokens, S tokens attended
+to, D hidden, H query heads, K key-value heads, F the MLP's width.
+"""
+
+from __future__ import annotations
+
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.models.config import ModelConfig, RopeScaling
+
+Array = jax.Array
+KeyValue = tuple[Array, Array]  # each [B, S, K, head_dim], in the compute dtype
+
+INIT_STD = 0.02  # Radford et al. 2019
+
+
+class Linear(nn.Module):
+    """x W (+ b), in x's dtype. W is [in, out]."""
+
+    features: int
+    use_bias: bool
+    init_std: float = INIT_STD
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        kernel = self.param(
+            "kernel",
+            nn.initializers.normal(self.init_std),
+            (x.shape[-1], self.features),
+            jnp.float32,
+        )
+        # Two dimensions: XLA:CPU contracts the weight gradient of a 3-D dot far
+        # more slowly than that of a matrix product.
+        y = x.reshape(-1, x.shape[-1]) @ kernel.astype(x.dtype)
+        if self.use_bias:
+            bias = self.param(
+                "bias", nn.initializers.zeros, (self.features,), jnp.float32
+            )
+            y = y + bias.astype(x.dtype)[None, :]
+        return y.reshape(*x.shape[:-1], self.features)
+
+
+class Norm(nn.Module):
+    """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang & Sennrich 2019), in float32."""
+
+    model: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        centred = self.model.norm == "layernorm"
+        broadcast = (None,) * (x.ndim - 1)
+        scale = self.param(
+            "scale", nn.initializers.ones, (x.shape[-1],), jnp.float32
+        ).astype(jnp.float32)
+        y = x.astype(jnp.float32)
+        if centred:
+            y = y - y.mean(-1, keepdims=True)
+        y = y * jax.lax.rsqrt(
+            jnp.square(y).mean(-1, keepdims=True) + self.model.norm_eps
+        )
+        y = y * scale[broadcast]
+        if centred:
+            bias = self.param(
+                "bias", nn.initializers.zeros, (x.shape[-1],), jnp.float32
+            ).astype(jnp.float32)
+            y = y + bias[broadcast]
+        return y.astype(x.dtype)
+
+
+def rotary_table(positions: Array, *, model: ModelConfig) -> KeyValue:
+    """cos and sin of position × frequency, f32[B, T, 1, head_dim / 2] each.
+
+    Frequency i is θ^(-2i / head_dim), stretched as `model.rope_scaling` says.
+
+    Source: Su et al. 2021, arXiv:2104.09864, eq. 15.
+    """
+    half = model.head_dim // 2
+    exponent = jnp.arange(half, dtype=jnp.float32) / half
+    frequency = model.rope_theta**-exponent
+    if model.rope_scaling is not None:
+        frequency = _stretch(frequency, scaling=model.rope_scaling)
+    angle = (
+        positions.astype(jnp.float32)[:, :, None, None] * frequency[None, None, None]
+    )
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def _stretch(frequency: Array, *, scaling: RopeScaling) -> Array:
+    if scaling.kind == "linear":
+        return frequency / scaling.factor
+    turns = scaling.original_max_positions * frequency / (2 * math.pi)
+    blend = (turns - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    blend = jnp.clip(blend, 0.0, 1.0)  # 0: long waves, divided; 1: short, kept
+    return (1 - blend) * frequency / scaling.factor + blend * frequency
+
+
+def rotate(x: Array, table: KeyValue) -> Array:
+    """Rotates the pairs (x[i], x[i + head_dim/2]) of every head by its angle."""
+    cos, sin = table
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped queries (Ainslie et al. 2023)."""
+
+    model: ModelConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Array,
+        *,
+        attend: Array,
+        rotary: KeyValue | None,
+        cache: KeyValue | None,
+        column: Array | int,
+    ) -> tuple[Array, KeyValue]:
+        model = self.model
+
+        def heads(name: str, count: int) -> Array:
+            y = Linear(count * model.head_dim, model.attention_bias, name=name)(x)
+            return y.reshape(*x.shape[:-1], count, model.head_dim)
+
+        query = heads("query", model.num_heads)
+        key = heads("key", model.num_kv_heads)
+        value = heads("value", model.num_kv_heads)
+        if rotary is not None:
+            query, key = rotate(query, rotary), rotate(key, rotary)
+        if cache is not None:
+            key, value = (
+                jax.lax.dynamic_update_slice_in_dim(old, new, column, axis=1)
+                for old, new in zip(cache, (key, value), strict=True)
+            )
+        y = jax.nn.dot_product_attention(query, key, value, mask=attend[:, None])
+        y = Linear(
+            x.shape[-1],
+            model.attention_output_bias,
+            init_std=INIT_STD / math.sqrt(2 * model.num_layers),
+            name="output",
+        )(y.reshape(*x.shape[:-1], -1))
+        return y, (key, value)
+
+
+ACTIVATIONS = {
+    "gelu_tanh": lambda x: nn.gelu(x, approximate=True),
+    "gelu": lambda x: nn.gelu(x, approximate=False),
+    "silu": nn.silu,
+}
+
+
+class MLP(nn.Module):
+    """down(act(up x)), or down(act(gate x) · up x) (Shazeer 2020, SwiGLU)."""
+
+    model: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        model = self.model
+        activation = ACTIVATIONS[model.activation]
+        up = Linear(model.intermediate_size, model.mlp_bias, name="up")(x)
+        if model.gated_mlp:
+            gate = Linear(model.intermediate_size, model.mlp_bias, name="gate")(x)
+            hidden = activation(gate) * up
+        else:
+            hidden = activation(up)
+        return Linear(
+            x.shape[-1],
+            model.mlp_bias,
+            init_std=INIT_STD / math.sqrt(2 * model.num_layers),
+            name="down",
+        )(hidden)
+
+
+class Block(nn.Module):
+    """x + attention(norm x), then x + mlp(norm x).
+
+    Args of a call:
+      x: [B, T, D], in the compute dtype.
+      attend: bool[B, T, S], which tokens each new token may see.
+      rotary: `rotary_table` of the new tokens' positions; None for learned ones.
+      cache: keys and values of all S columns, or None when S = T.
+      column: i32[], where in the cache the T new tokens stand.
+
+    Returns:
+      [B, T, D], and the keys and values that were attended to.
+    """
+
+    model: ModelConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Array,
+        *,
+        attend: Array,
+        rotary: KeyValue | None,
+        cache: KeyValue | None = None,
+        column: Array | int = 0,
+    ) -> tuple[Array, KeyValue]:
+        y, key_value = Attention(self.model, name="attention")(
+            Norm(self.model, name="attention_norm")(x),
+            attend=attend,
+            rotary=rotary,
+            cache=cache,
+            column=column,
+        )
+        x = x + y
+        return x + MLP(self.model, name="mlp")(
+            Norm(self.model, name="mlp_norm")(x)
+        ), key_value

@@ -1,0 +1,176 @@
+"""The shape of a decoder: a hashable value, static under `jax.jit`.
+
+A family (GPT-2, Llama) is nothing but a mapping from its Hugging Face config to one of
+these and a table of tensor names; the decoder reads only the fields below.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.checks import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched beyond the length of pre-training.
+
+    `linear` divides every frequency by `factor` (Chen et al. 2023, arXiv:2306.15595).
+    `llama3` divides only wavelengths above `original_max_positions / low_freq_factor`
+    and blends up to `original_max_positions / high_freq_factor` (Llama 3.1).
+    """
+
+    kind: Literal["linear", "llama3"]
+    factor: float  # dimensionless, >= 1
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 8192  # tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A pre-norm causal decoder."""
+
+    family: str  # which key table names its tensors; read by runtime/hf.py alone
+    vocab_size: int  # the true vocabulary
+    hidden_size: int  # D
+    num_layers: int  # L
+    num_heads: int  # H, query heads
+    num_kv_heads: int  # K, key and value heads; divides H
+    head_dim: int
+    intermediate_size: int  # F, width of the MLP
+    max_positions: int  # longest sequence, in tokens
+    norm: Literal["layernorm", "rmsnorm"]
+    norm_eps: float
+    positions: Literal["learned", "rope"]
+    activation: Literal["gelu_tanh", "gelu", "silu"]
+    gated_mlp: bool  # down(act(gate x) * up x) instead of down(act(up x))
+    attention_bias: bool  # on query, key and value
+    attention_output_bias: bool
+    mlp_bias: bool
+    tied_head: bool  # the output head is the token embedding
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    vocab_multiple: int = 128  # embedding rows are padded to a multiple of this
+    dtype: str = "float32"  # of activations; parameters keep their own
+
+    def __post_init__(self) -> None:
+        checks.positive(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            intermediate_size=self.intermediate_size,
+            max_positions=self.max_positions,
+        )
+        if self.num_heads % self.num_kv_heads:
+            raise InputError(
+                f"expected num_kv_heads to divide num_heads, got "
+                f"{self.num_kv_heads} and {self.num_heads}; change either"
+            )
+        if self.positions == "rope" and self.head_dim % 2:
+            raise InputError(
+                f"rotary positions rotate pairs: expected an even head_dim, got "
+                f"{self.head_dim}"
+            )
+        if self.dtype not in ("float32", "bfloat16"):
+            raise InputError(
+                f"expected dtype float32 or bfloat16, got {self.dtype!r}; float16 is "
+                f"for stored parameters, its range being too small for activations"
+            )
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding; those from `vocab_size` on are never predicted."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+
+def gpt2(
+    *,
+    vocab_size: int,
+    hidden_size: int,
+    num_layers: int,
+    num_heads: int,
+    max_positions: int,
+    intermediate_size: int | None = None,
+    dtype: str = "float32",
+) -> ModelConfig:
+    """A GPT-2 of any size (Radford et al. 2019)."""
+    return ModelConfig(
+        family="gpt2",
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=_head_dim(hidden_size, num_heads),
+        intermediate_size=(
+            4 * hidden_size if intermediate_size is None else intermediate_size
+        ),
+        max_positions=max_positions,
+        norm="layernorm",
+        norm_eps=1e-5,
+        positions="learned",
+        activation="gelu_tanh",
+        gated_mlp=False,
+        attention_bias=True,
+        attention_output_bias=True,
+        mlp_bias=True,
+        tied_head=True,
+        dtype=dtype,
+    )
+
+
+def llama(
+    *,
+    vocab_size: int,
+    hidden_size: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    intermediate_size: int,
+    max_positions: int,
+    head_dim: int | None = None,
+    tied_head: bool = False,
+    rope_theta: float = 10_000.0,
+    rope_scaling: RopeScaling | None = None,
+    dtype: str = "float32",
+) -> ModelConfig:
+    """A Llama of any size (Touvron et al. 2023, arXiv:2302.13971)."""
+    return ModelConfig(
+        family="llama",
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=_head_dim(hidden_size, num_heads) if head_dim is None else head_dim,
+        intermediate_size=intermediate_size,
+        max_positions=max_positions,
+        norm="rmsnorm",
+        norm_eps=1e-6,
+        positions="rope",
+        activation="silu",
+        gated_mlp=True,
+        attention_bias=False,
+        attention_output_bias=False,
+        mlp_bias=False,
+        tied_head=tied_head,
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        dtype=dtype,
+    )
+
+
+def _head_dim(hidden_size: int, num_heads: int) -> int:
+    checks.positive(num_heads=num_heads)
+    if hidden_size % num_heads:
+        raise InputError(
+            f"expected num_heads to divide hidden_size, got {num_heads} and "
+            f"{hidden_size}; change either, or give a head_dim where the family has one"
+        )
+    return hidden_size // num_heads

@@ -1,0 +1,221 @@
+"""The decoder as pure functions: parameters in, hidden states out.
+
+    {"embed": {"tokens": [V', D], "positions": [N, D]},    learned positions only
+     "layers": {...},                                      every leaf [L, ...]
+     "final_norm": {"scale": [D], "bias": [D]},
+     "head": {"kernel": [V', D]}}                          untied heads only
+
+V' is the vocabulary padded to `model.vocab_multiple`. The loop over layers is here and
+nowhere else: `lax.scan` over the stacked layers, or a Python loop over layers that
+`unstack` took apart (cached decoding, where slicing at every token costs more than the
+layer itself). The price of that is a second copy of the layers while tokens are drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models import blocks
+from rlhf_jax.models.config import ModelConfig
+
+Array = jax.Array
+Params = Any  # nested dict of arrays
+
+
+def init(key: Array, *, model: ModelConfig) -> Params:
+    """Random float32 parameters: normal(0.02), residual outputs / sqrt(2 L).
+
+    Source: Radford et al. 2019 (GPT-2), section 2.3.
+    """
+    embed_key, position_key, layer_key, norm_key, head_key = jax.random.split(key, 5)
+    x = jnp.zeros((1, 1, model.hidden_size), jnp.float32)
+    norm = blocks.Norm(model)
+
+    def normal(key: Array, rows: int) -> Array:
+        shape = (rows, model.hidden_size)
+        return blocks.INIT_STD * jax.random.normal(key, shape, jnp.float32)
+
+    def layer(key: Array) -> Params:
+        attend = jnp.ones((1, 1, 1), bool)
+        rotary = _rotary(jnp.zeros((1, 1), jnp.int32), model=model)
+        return blocks.Block(model).init(key, x, attend=attend, rotary=rotary)["params"]
+
+    params = {
+        "embed": {"tokens": normal(embed_key, model.padded_vocab_size)},
+        "layers": jax.vmap(layer)(jax.random.split(layer_key, model.num_layers)),
+        "final_norm": norm.init(norm_key, x)["params"],
+    }
+    if model.positions == "learned":
+        params["embed"]["positions"] = normal(position_key, model.max_positions)
+    if not model.tied_head:
+        params["head"] = {"kernel": normal(head_key, model.padded_vocab_size)}
+    return params
+
+
+def num_parameters(model: ModelConfig) -> int:
+    """Number of parameters with the true vocabulary; allocates none of them."""
+    shapes = jax.eval_shape(lambda key: init(key, model=model), jax.random.key(0))
+    padding = (model.padded_vocab_size - model.vocab_size) * model.hidden_size
+    copies = 1 if model.tied_head else 2
+    return sum(leaf.size for leaf in jax.tree.leaves(shapes)) - copies * padding
+
+
+def positions_of(mask: Array) -> Array:
+    """How many tokens stand before each column; padding does not count.
+
+        mask         0  0  1  1  1  0
+        positions    0  0  0  1  2  3
+
+    Args:
+      mask: bool[B, S], True at tokens.
+
+    Returns:
+      i32[B, S].
+    """
+    count = jnp.cumsum(mask, axis=1, dtype=jnp.int32)
+    return count - mask.astype(jnp.int32)
+
+
+def hidden_states(
+    params: Params, *, model: ModelConfig, tokens: Array, mask: Array
+) -> Array:
+    """Hidden states after the final norm.
+
+    Args:
+      params: as above (a head is not read).
+      tokens: i32[B, S], padded on either side; what stands at padding is not read.
+      mask: bool[B, S], True at tokens.
+
+    Returns:
+      [B, S, D] in `model.dtype`; `hidden[:, t]` has seen `tokens[:, :t + 1]`. Finite
+      and without meaning at padding.
+
+    Raises:
+      InputError: tokens and mask differ in shape, or there are more columns than
+        learned positions.
+    """
+    hidden, _ = prefill(params, model=model, tokens=tokens, mask=mask)
+    return hidden
+
+
+def prefill(
+    params: Params, *, model: ModelConfig, tokens: Array, mask: Array
+) -> tuple[Array, blocks.KeyValue]:
+    """`hidden_states`, and the keys and values of every layer, to be cached.
+
+    Returns:
+      [B, S, D], and keys and values [L, B, S, K, head_dim] each, in `model.dtype`.
+
+    Args, Raises: as `hidden_states`.
+    """
+    if tokens.ndim != 2 or tokens.shape != mask.shape:
+        raise InputError(
+            f"expected tokens and mask of one shape [B, S], got {tokens.shape} and "
+            f"{mask.shape}"
+        )
+    if model.positions == "learned" and tokens.shape[1] > model.max_positions:
+        raise InputError(
+            f"expected at most {model.max_positions} columns (the model's learned "
+            f"positions), got {tokens.shape[1]}; shorten prompts or responses"
+        )
+    positions = positions_of(mask)
+    size = tokens.shape[1]
+    causal = jnp.tril(jnp.ones((size, size), bool))
+    attend = causal[None] & mask[:, None, :]
+    rotary = _rotary(positions, model=model)
+
+    def layer(x: Array, params: Params) -> tuple[Any, Any]:
+        return blocks.Block(model).apply(
+            {"params": params}, x, attend=attend, rotary=rotary
+        )
+
+    # Padding may hold any id: one out of range would be NaN, which no mask undoes.
+    tokens = jnp.where(mask, tokens, 0)
+    x = _embed(params, model=model, tokens=tokens, positions=positions)
+    x, key_values = jax.lax.scan(layer, x, params["layers"])
+    return _final_norm(params, x, model=model), key_values
+
+
+def unstack(tree: Any, *, num_layers: int) -> tuple[Any, ...]:
+    """Takes stacked layers (or caches) apart, once, before a decode loop.
+
+    Args:
+      tree: pytree whose leaves are [L, ...].
+      num_layers: L.
+
+    Returns:
+      L pytrees of [...] leaves.
+    """
+    return tuple(
+        jax.tree.map(lambda leaf, i=layer: leaf[i], tree) for layer in range(num_layers)
+    )
+
+
+def decode_step(
+    params: Params,
+    *,
+    layers: Sequence[Params],
+    model: ModelConfig,
+    tokens: Array,
+    positions: Array,
+    attend: Array,
+    caches: Sequence[blocks.KeyValue],
+    column: Array,
+) -> tuple[Array, tuple[blocks.KeyValue, ...]]:
+    """One token for every row, against the cache.
+
+    Args:
+      params: the parameters; their stacked "layers" are not read.
+      layers: `unstack(params["layers"])`.
+      tokens, positions: i32[B], the new token and how many stand before it.
+      attend: bool[B, S], cached columns that the new token may see, its own included.
+      caches: per layer the keys and values, [B, S, K, head_dim] in `model.dtype`.
+      column: i32[], the new token's column.
+
+    Returns:
+      Hidden states [B, D] after the final norm, in `model.dtype`, and the caches with
+      the new column written.
+    """
+    rotary = _rotary(positions[:, None], model=model)
+    x = _embed(
+        params, model=model, tokens=tokens[:, None], positions=positions[:, None]
+    )
+    updated = []
+    for layer, cache in zip(layers, caches, strict=True):
+        x, cache = blocks.Block(model).apply(
+            {"params": layer},
+            x,
+            attend=attend[:, None],
+            rotary=rotary,
+            cache=cache,
+            column=column,
+        )
+        updated.append(cache)
+    return _final_norm(params, x, model=model)[:, 0], tuple(updated)
+
+
+def _embed(
+    params: Params, *, model: ModelConfig, tokens: Array, positions: Array
+) -> Array:
+    x = params["embed"]["tokens"][tokens].astype(model.dtype)
+    if model.positions == "learned":
+        # Right padding counts past the last token; its rows are never read.
+        within = jnp.minimum(positions, model.max_positions - 1)
+        x = x + params["embed"]["positions"][within].astype(model.dtype)
+    return x
+
+
+def _rotary(positions: Array, *, model: ModelConfig) -> blocks.KeyValue | None:
+    if model.positions == "learned":
+        return None
+    return blocks.rotary_table(positions, model=model)
+
+
+def _final_norm(params: Params, x: Array, *, model: ModelConfig) -> Array:
+    y: Any = blocks.Norm(model).apply({"params": params["final_norm"]}, x)
+    return y

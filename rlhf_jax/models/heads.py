@@ -1,0 +1,69 @@
+"""From hidden states to logits over the vocabulary, or to one number."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.models.config import ModelConfig
+
+Array = jax.Array
+Params = Any
+
+
+def vocabulary_head(params: Params, *, model: ModelConfig) -> Array:
+    """[V', D], the output head: the token embedding when the two are tied."""
+    return params["embed"]["tokens"] if model.tied_head else params["head"]["kernel"]
+
+
+def logits(params: Params, hidden: Array, *, model: ModelConfig) -> Array:
+    """f32[..., V] over the true vocabulary, accumulated in float32.
+
+    Args:
+      params: the decoder's.
+      hidden: [..., D], after the final norm.
+    """
+    head = vocabulary_head(params, model=model).astype(hidden.dtype)
+    padded = jnp.matmul(
+        hidden.reshape(-1, hidden.shape[-1]),
+        head.T,
+        preferred_element_type=jnp.float32,
+    )
+    return padded[:, : model.vocab_size].reshape(*hidden.shape[:-1], model.vocab_size)
+
+
+def init_score(key: Array, *, model: ModelConfig) -> Params:
+    """A scalar head ~ N(0, 1/(D+1)), bias 0, for a reward model.
+
+    Source: Stiennon et al. 2020, arXiv:2009.01325, appendix B.1.
+    """
+    std = 1 / math.sqrt(model.hidden_size + 1)
+    kernel = std * jax.random.normal(key, (model.hidden_size,), jnp.float32)
+    return {"kernel": kernel, "bias": jnp.zeros((), jnp.float32)}
+
+
+def zero_score(*, model: ModelConfig) -> Params:
+    """A scalar head of zeros, for a critic that starts at value 0 everywhere.
+
+    Source: Ziegler et al. 2019, arXiv:1909.08593 (lm-human-preferences).
+    """
+    return {
+        "kernel": jnp.zeros((model.hidden_size,), jnp.float32),
+        "bias": jnp.zeros((), jnp.float32),
+    }
+
+
+def scores(params: Params, hidden: Array) -> Array:
+    """f32[...]: hidden · kernel + bias, in float32.
+
+    Args:
+      params: {"kernel": [D], "bias": []}.
+      hidden: [..., D].
+    """
+    kernel = params["kernel"].astype(jnp.float32)
+    rows = hidden.astype(jnp.float32).reshape(-1, hidden.shape[-1])
+    flat = rows @ kernel + params["bias"].astype(jnp.float32)
+    return flat.reshape(hidden.shape[:-1])

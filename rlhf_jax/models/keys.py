@@ -1,0 +1,295 @@
+"""How a family of Hugging Face checkpoints maps onto the decoder.
+
+A `Family` translates a config both ways and has a `Table`: a line for each tensor,
+naming it there and here. Reading, writing and checking all follow from that one table:
+
+    Key("layers.{layer}.up_proj.weight", ("layers/mlp/up/kernel",), "transposed")
+
+says that our leaf [L, D, F] is stacked from L tensors [F, D]. `leaves` below is the
+parameter tree flattened to {"layers/mlp/up/kernel": leaf}.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models.config import ModelConfig
+
+FLOATS = {  # dtypes of safetensors that we read
+    "F32": jnp.dtype("float32"),
+    "F16": jnp.dtype("float16"),
+    "BF16": jnp.dtype("bfloat16"),
+}
+
+Activation = Literal["gelu_tanh", "gelu", "silu"]
+Layout = Literal["same", "transposed", "vocabulary", "row"]
+
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu": "gelu",
+    "silu": "silu",
+    "swish": "silu",
+}
+ACTIVATIONS_TO_HF = {"gelu_tanh": "gelu_new", "gelu": "gelu", "silu": "silu"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Header:
+    """What a safetensors file says of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str  # "F32", "BF16", ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """A Hugging Face tensor and the leaf, or leaves, of ours that it holds.
+
+    Layouts, theirs -> ours:
+      same        [in, out] -> [in, out]   (biases, norms, the Conv1D of GPT-2)
+      transposed  [out, in] -> [in, out]   (Linear)
+      vocabulary  [V, D] -> [V', D]        (rows padded with zeros)
+      row         [1, D] -> [D]            (the head of a scalar model)
+    """
+
+    name: str  # with {layer} where there is one tensor a layer
+    paths: tuple[str, ...]  # several are fused in that tensor, along their last axis
+    layout: Layout = "same"
+
+    @property
+    def stacked(self) -> bool:
+        return "{layer}" in self.name
+
+    def names(self, num_layers: int) -> list[str]:
+        if not self.stacked:
+            return [self.name]
+        return [self.name.format(layer=layer) for layer in range(num_layers)]
+
+    def shape(self, leaves: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
+        """The shape of their tensor, of one layer, from the shapes of our leaves."""
+        first, *_ = shapes = [
+            leaves[path].shape[1 if self.stacked else 0 :] for path in self.paths
+        ]
+        fused = (*first[:-1], sum(shape[-1] for shape in shapes))
+        match self.layout:
+            case "transposed":
+                return fused[::-1]
+            case "vocabulary":
+                return (vocab_size, *fused[1:])
+            case "row":
+                return (1, *fused)
+            case _:
+                return fused
+
+    def from_hf(self, tensor: np.ndarray, widths: list[int]) -> list[np.ndarray]:
+        """Theirs -> ours; `widths` are the last axes of our leaves."""
+        match self.layout:
+            case "transposed":
+                tensor = tensor.T
+            case "row":
+                tensor = tensor[0]
+        return np.split(tensor, np.cumsum(widths)[:-1], axis=-1)
+
+    def to_hf(self, parts: list[np.ndarray], vocab_size: int) -> np.ndarray:
+        """Ours -> theirs."""
+        tensor = np.concatenate(parts, axis=-1)
+        match self.layout:
+            case "transposed":
+                tensor = tensor.T
+            case "vocabulary":
+                tensor = tensor[:vocab_size]
+            case "row":
+                tensor = tensor[None]
+        return np.ascontiguousarray(tensor)
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Every tensor of a model, in the order in which it is written."""
+
+    prefix: str  # of the trunk; a checkpoint of the trunk alone leaves it out
+    keys: tuple[Key, ...]
+    ignored: tuple[str, ...] = ()  # tensors of theirs that hold nothing of the model
+
+    def bare(self) -> Table:
+        """The same table as a checkpoint without the prefix names it."""
+        return dataclasses.replace(
+            self,
+            keys=tuple(
+                dataclasses.replace(key, name=key.name.removeprefix(self.prefix))
+                for key in self.keys
+            ),
+            ignored=tuple(name.removeprefix(self.prefix) for name in self.ignored),
+        )
+
+    def scalar(self) -> Table:
+        """The table of {"trunk", "score"}: the trunk, and a score instead of a head."""
+        trunk = [
+            dataclasses.replace(key, paths=tuple(f"trunk/{path}" for path in key.paths))
+            for key in self.keys
+            if not key.paths[0].startswith("head/")
+        ]
+        score = Key("score.weight", ("score/kernel",), "row")
+        return dataclasses.replace(self, keys=(*trunk, score))
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """What reading and writing a checkpoint needs to know of a family."""
+
+    name: str  # `model_type` in config.json
+    causal: str  # architecture with a language-model head
+    classifier: str  # architecture with a score
+    config_from_hf: Callable[[Mapping[str, Any]], ModelConfig]
+    config_to_hf: Callable[[ModelConfig], dict[str, Any]]
+    key_table: Callable[[ModelConfig], Table]
+
+
+def linear(
+    name: str, *paths: str, bias: bool, layout: Layout = "transposed"
+) -> tuple[Key, ...]:
+    """The kernel of a linear layer, and its bias if it has one."""
+    kernel = Key(f"{name}.weight", tuple(f"{path}/kernel" for path in paths), layout)
+    if not bias:
+        return (kernel,)
+    return kernel, Key(f"{name}.bias", tuple(f"{path}/bias" for path in paths))
+
+
+def norm(name: str, path: str, *, bias: bool) -> tuple[Key, ...]:
+    """The scale of a normalisation, and its bias if it has one."""
+    scale = Key(f"{name}.weight", (f"{path}/scale",))
+    return (scale, Key(f"{name}.bias", (f"{path}/bias",))) if bias else (scale,)
+
+
+def required(config: Mapping[str, Any], option: str) -> Any:
+    """`config[option]`, or an InputError that names it."""
+    if config.get(option) is None:
+        raise InputError(
+            f"config.json: expected a value for {option!r}, got none; "
+            f"the model's shape depends on it"
+        )
+    return config[option]
+
+
+def only(config: Mapping[str, Any], supported: Mapping[str, Any]) -> None:
+    """Raises InputError for an option that is set to anything but what we implement."""
+    for option, value in supported.items():
+        if config.get(option, value) != value:
+            raise InputError(
+                f"config.json: expected {option} = {value!r}, got {config[option]!r}; "
+                f"the decoder implements nothing else, use another checkpoint"
+            )
+
+
+def activation(config: Mapping[str, Any], option: str, default: str) -> Activation:
+    """Our name of an activation."""
+    name = config.get(option, default)
+    if name not in ACTIVATIONS:
+        raise InputError(
+            f"config.json: expected {option} to be one of {', '.join(ACTIVATIONS)}; "
+            f"got {name!r}; use another checkpoint"
+        )
+    return ACTIVATIONS[name]
+
+
+def check(
+    table: Table,
+    *,
+    model: ModelConfig,
+    leaves: Mapping[str, Any],
+    headers: Mapping[str, Header],
+) -> None:
+    """Raises InputError with every tensor that is missing, unknown or misshapen.
+
+    Args:
+      leaves: anything with a shape, one for each path of the table.
+      headers: what the checkpoint holds.
+    """
+    expected = {
+        name: (key.shape(leaves, model.vocab_size), key)
+        for key in table.keys
+        for name in key.names(model.num_layers)
+    }
+    ignored = {
+        name.format(layer=layer)
+        for name in table.ignored
+        for layer in range(model.num_layers)
+    }
+    problems = [f"missing: {name}" for name in expected if name not in headers]
+    for name, header in headers.items():
+        if name not in expected:
+            if name not in ignored:
+                problems.append(f"unknown: {name} {list(header.shape)}")
+            continue
+        shape, key = expected[name]
+        if header.shape != shape:
+            hint = (
+                " (rows are the vocabulary: config.json's vocab_size disagrees)"
+                if key.layout == "vocabulary" and header.shape[1:] == shape[1:]
+                else ""
+            )
+            problems.append(
+                f"misshapen: {name}, expected {list(shape)}, got "
+                f"{list(header.shape)}{hint}"
+            )
+        elif header.dtype not in FLOATS:
+            problems.append(
+                f"misshapen: {name}, expected {', '.join(FLOATS)}, got {header.dtype}"
+            )
+    if problems:
+        raise InputError(
+            f"expected the {len(expected)} tensors of a {model.family} with "
+            f"{model.num_layers} layers, got {len(headers)} tensors with "
+            f"{len(problems)} problems; do config.json and the weights belong "
+            "together?\n  " + "\n  ".join(problems)
+        )
+
+
+def read(
+    table: Table,
+    *,
+    model: ModelConfig,
+    leaves: Mapping[str, Any],
+    headers: Mapping[str, Header],
+    tensor: Callable[[str], np.ndarray],
+    dtype: np.dtype | None,
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields our leaves, each filled tensor by tensor, so that one at a time is held.
+
+    Args:
+      leaves, headers: as for `check`, which has passed.
+      tensor: reads a tensor of theirs by name.
+      dtype: of the leaves; None keeps the checkpoint's.
+    """
+    for key in table.keys:
+        names = key.names(model.num_layers)
+        stored = jnp.result_type(*(FLOATS[headers[name].dtype] for name in names))
+        shapes = [leaves[path].shape for path in key.paths]
+        # Zeros: rows of the vocabulary's padding stay so.
+        filled = [
+            np.zeros(shape, stored if dtype is None else dtype) for shape in shapes
+        ]
+        for layer, name in enumerate(names):
+            parts = key.from_hf(tensor(name), [shape[-1] for shape in shapes])
+            for leaf, part in zip(filled, parts, strict=True):
+                (leaf[layer] if key.stacked else leaf)[: len(part)] = part
+        yield from zip(key.paths, filled, strict=True)
+
+
+def write(
+    table: Table, *, model: ModelConfig, leaves: Mapping[str, jax.Array]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields their tensors, contiguous, in the dtype of our leaves."""
+    for key in table.keys:
+        parts = [np.asarray(leaves[path]) for path in key.paths]
+        for layer, name in enumerate(key.names(model.num_layers)):
+            of_layer = [part[layer] for part in parts] if key.stacked else parts
+            yield name, key.to_hf(of_layer, model.vocab_size)

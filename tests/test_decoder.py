@@ -1,0 +1,250 @@
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+import tiny
+
+from rlhf_jax import config, decoder, heads, policy
+from rlhf_jax.functional.checks import InputError
+
+hidden_states = jax.jit(decoder.hidden_states, static_argnames="model")
+logits_of = jax.jit(policy.logits, static_argnames="model")
+LENGTHS = (7, 4, 1)
+SIZE = 7
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def priced(params, *, model, tokens, mask):
+    """((a loss, (log-probs, entropies)), its gradient)."""
+
+    def loss(params):
+        found, entropy = policy.logprobs_and_entropy(
+            params, model=model, tokens=tokens, mask=mask, temperature=0.7
+        )
+        return (found - 0.1 * entropy).sum(), (found, entropy)
+
+    return jax.value_and_grad(loss, has_aux=True)(params)
+
+
+each_family = pytest.mark.parametrize("model", tiny.BOTH, ids=tiny.NAMES)
+
+VARIANTS = {
+    "gpt2": tiny.GPT2,
+    "llama": tiny.LLAMA,
+    "linear rope, exact gelu, every bias": dataclasses.replace(
+        tiny.LLAMA,
+        rope_scaling=config.RopeScaling("linear", 2.0),
+        activation="gelu",
+        attention_bias=True,
+        attention_output_bias=True,
+        mlp_bias=True,
+        tied_head=True,
+    ),
+    "one key-value head, wide heads": dataclasses.replace(
+        tiny.LLAMA, num_kv_heads=1, head_dim=12, rope_scaling=None
+    ),
+}
+
+
+@pytest.mark.parametrize("model", VARIANTS.values(), ids=VARIANTS.keys())
+def test_logits_match_the_oracle(model):
+    params = tiny.params(model)
+    tokens, mask = tiny.batch(LENGTHS, SIZE, side="right")
+    found = np.asarray(logits_of(params, model=model, tokens=tokens, mask=mask))
+    assert found.dtype == np.float32
+    assert found.shape == (3, SIZE, tiny.VOCAB)
+    for row, length in enumerate(LENGTHS):
+        expected = oracles.decoder_logits(params, model, list(tokens[row, :length]))
+        np.testing.assert_allclose(found[row, :length], expected, atol=1e-5)
+
+
+def test_the_rope_of_the_tests_has_a_frequency_of_every_kind():
+    plain = dataclasses.replace(tiny.LLAMA, rope_scaling=None)
+    kept = np.divide(
+        oracles.rope_frequencies(tiny.LLAMA), oracles.rope_frequencies(plain)
+    )
+    assert kept[0] == 1
+    assert 0.25 < kept[1] < 1
+    np.testing.assert_allclose(kept[2:], 0.25)
+
+
+@each_family
+@pytest.mark.parametrize("padding", [0, -1, 2**31 - 1, tiny.VOCAB])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_nothing(model, side, padding):
+    params = tiny.with_rows_of_padding(tiny.params(model), model, np.nan)
+    tokens, mask = tiny.batch(LENGTHS, SIZE, side="right")
+    expected = np.asarray(hidden_states(params, model=model, tokens=tokens, mask=mask))
+    padded, where = tiny.batch(LENGTHS, SIZE + 4, side=side, padding=padding)
+    found = np.asarray(hidden_states(params, model=model, tokens=padded, mask=where))
+    np.testing.assert_allclose(found[where], expected[mask], atol=2e-6)
+    assert np.isfinite(found).all()
+
+
+@each_family
+def test_a_token_changes_nothing_before_it(model):
+    params = tiny.params(model)
+    tokens, mask = tiny.batch((SIZE,), SIZE, side="right")
+    before = np.asarray(logits_of(params, model=model, tokens=tokens, mask=mask))
+    for t in range(SIZE):
+        changed = tokens.copy()
+        changed[0, t] = (changed[0, t] + 1) % tiny.VOCAB
+        after = np.asarray(logits_of(params, model=model, tokens=changed, mask=mask))
+        np.testing.assert_array_equal(after[0, :t], before[0, :t])
+        assert (np.abs(after[0, t:] - before[0, t:]).max(axis=-1) > 1e-4).all()
+
+
+def test_positions_count_tokens():
+    mask = np.array([[0, 0, 1, 1, 1, 0], [1, 0, 1, 0, 0, 1]], bool)
+    found = decoder.positions_of(mask)
+    assert found.dtype == jnp.int32
+    np.testing.assert_array_equal(found, [[0, 0, 0, 1, 2, 3], [0, 1, 1, 2, 2, 2]])
+
+
+@each_family
+def test_bfloat16_is_close_and_logits_stay_float32(model):
+    params = tiny.params(model)
+    tokens, mask = tiny.batch(LENGTHS, SIZE, side="left")
+    exact = np.asarray(logits_of(params, model=model, tokens=tokens, mask=mask))
+    half = tiny.bfloat16(model)
+    hidden = jax.eval_shape(
+        lambda: decoder.hidden_states(params, model=half, tokens=tokens, mask=mask)
+    )
+    assert hidden.dtype == jnp.bfloat16
+    found = logits_of(params, model=half, tokens=tokens, mask=mask)
+    assert found.dtype == jnp.float32
+    error = np.abs(np.asarray(found) - exact)[mask]
+    assert 0 < error.mean() < 0.02 * exact[mask].std()
+
+
+@each_family
+def test_a_layer_is_compiled_once(model):
+    """The program of eight layers has the size of that of two."""
+
+    def program(num_layers):
+        deep = dataclasses.replace(model, num_layers=num_layers)
+        shapes = jax.eval_shape(lambda: decoder.init(jax.random.key(0), model=deep))
+        tokens = jax.ShapeDtypeStruct((2, SIZE), jnp.int32)
+        mask = jax.ShapeDtypeStruct((2, SIZE), bool)
+        return jax.make_jaxpr(
+            lambda p, t, m: decoder.hidden_states(p, model=deep, tokens=t, mask=m)
+        )(shapes, tokens, mask)
+
+    eight = program(8)
+    scans = [eqn for eqn in eight.eqns if eqn.primitive.name == "scan"]
+    assert [eqn.params["length"] for eqn in scans] == [8]
+    assert len(str(eight).splitlines()) == len(str(program(2)).splitlines())
+
+
+@each_family
+def test_the_vocabulary_s_padding_never_matters(model):
+    params = tiny.params(model)
+    tokens, mask = tiny.batch(LENGTHS, SIZE, side="left")
+
+    (_, clean), _ = priced(params, model=model, tokens=tokens, mask=mask)
+    for value in (np.nan, np.inf, 1e30):
+        dirty = tiny.with_rows_of_padding(params, model, value)
+        (_, found), gradient = priced(dirty, model=model, tokens=tokens, mask=mask)
+        for array, expected in zip(found, clean, strict=True):
+            np.testing.assert_array_equal(array, expected)
+        np.testing.assert_array_equal(
+            logits_of(dirty, model=model, tokens=tokens, mask=mask),
+            logits_of(params, model=model, tokens=tokens, mask=mask),
+        )
+        if np.isfinite(value):
+            head = heads.vocabulary_head(gradient, model=model)
+            np.testing.assert_array_equal(head[model.vocab_size :], 0.0)
+            assert np.abs(np.asarray(head[: model.vocab_size])).min() > 0
+            for leaf in jax.tree.leaves(gradient):
+                assert np.isfinite(np.asarray(leaf)).all()
+
+
+@each_family
+def test_the_gradient_does_not_see_padding(model):
+    params = tiny.params(model)
+
+    right, mask = tiny.batch(LENGTHS, SIZE, side="right")
+    _, plain = priced(params, model=model, tokens=right, mask=mask)
+    left, mask = tiny.batch(LENGTHS, SIZE, side="left", padding=-1)
+    _, padded = priced(params, model=model, tokens=left, mask=mask)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+        padded,
+        plain,
+    )
+
+
+def test_initial_parameters_are_normal_and_smaller_where_they_are_added():
+    model = dataclasses.replace(tiny.LLAMA, hidden_size=128, num_layers=8)
+    layers = jax.jit(decoder.init, static_argnames="model")(
+        jax.random.key(0), model=model
+    )["layers"]
+    for (block, linear), expected in {
+        ("attention", "query"): 0.02,
+        ("mlp", "gate"): 0.02,
+        ("attention", "output"): 0.02 / 4,
+        ("mlp", "down"): 0.02 / 4,
+    }.items():
+        kernel = np.asarray(layers[block][linear]["kernel"])
+        assert kernel.std() == pytest.approx(expected, rel=0.05)
+        assert len({float(layer[0, 0]) for layer in kernel}) == 8
+    np.testing.assert_array_equal(layers["mlp_norm"]["scale"], 1.0)
+
+
+def test_parameter_counts():
+    small = config.gpt2(
+        vocab_size=50257,
+        hidden_size=768,
+        num_layers=12,
+        num_heads=12,
+        max_positions=1024,
+    )
+    assert decoder.num_parameters(small) == 124_439_808
+    llama2 = config.llama(
+        vocab_size=32000,
+        hidden_size=4096,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=32,
+        intermediate_size=11008,
+        max_positions=4096,
+    )
+    assert decoder.num_parameters(llama2) == 6_738_415_616
+    for model in tiny.BOTH:
+        shapes = jax.eval_shape(
+            lambda m=model: decoder.init(jax.random.key(0), model=m)
+        )
+        held = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+        tables = 1 if model.tied_head else 2
+        padding = tables * (128 - tiny.VOCAB) * model.hidden_size
+        assert held - padding == decoder.num_parameters(model)
+
+
+def test_bad_shapes_and_configs_are_named():
+    params = tiny.params(tiny.GPT2)
+    with pytest.raises(InputError, match=r"one shape .* got \(2, 5\) and \(2, 4\)"):
+        decoder.hidden_states(
+            params,
+            model=tiny.GPT2,
+            tokens=np.zeros((2, 5), np.int32),
+            mask=np.ones((2, 4), bool),
+        )
+    with pytest.raises(InputError, match=r"at most 24 columns .* got 25; shorten"):
+        decoder.hidden_states(
+            params,
+            model=tiny.GPT2,
+            tokens=np.zeros((1, 25), np.int32),
+            mask=np.ones((1, 25), bool),
+        )
+    for change, message in [
+        ({"num_kv_heads": 3}, "num_kv_heads to divide num_heads, got 3 and 4"),
+        ({"head_dim": 7}, "expected an even head_dim, got 7"),
+        ({"dtype": "float64"}, "expected dtype float32 or bfloat16, got 'float64'"),
+        ({"dtype": "float16"}, "got 'float16'; float16 is for stored parameters"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            dataclasses.replace(tiny.LLAMA, **change)

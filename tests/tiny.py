@@ -1,0 +1,72 @@
+"""Models and batches small enough to compile in a moment."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlhf_jax.models import config, decoder
+
+VOCAB = 13
+GPT2 = config.gpt2(
+    vocab_size=VOCAB, hidden_size=16, num_layers=2, num_heads=4, max_positions=24
+)
+# Grouped queries, and rotary positions of which one wavelength is kept, one is blended
+# and two are divided.
+LLAMA = config.llama(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    intermediate_size=24,
+    max_positions=24,
+    rope_theta=500.0,
+    rope_scaling=config.RopeScaling("llama3", 4.0, 0.2, 1.2, 8),
+)
+BOTH = [GPT2, LLAMA]
+NAMES = ["gpt2", "llama"]
+
+
+def bfloat16(model: config.ModelConfig) -> config.ModelConfig:
+    return dataclasses.replace(model, dtype="bfloat16")
+
+
+@functools.cache
+def params(model: config.ModelConfig, seed: int = 0):
+    """Large random numbers on every leaf, so that none could be lost unseen."""
+    rng = np.random.default_rng(seed)
+
+    def draw(path, leaf):
+        centre = 1.0 if path[-1].key == "scale" else 0.0
+        return jnp.asarray(centre + 0.2 * rng.normal(size=leaf.shape), jnp.float32)
+
+    shapes = jax.eval_shape(lambda: decoder.init(jax.random.key(0), model=model))
+    return jax.tree.map_with_path(draw, shapes)
+
+
+def with_rows_of_padding(params, model: config.ModelConfig, value: float):
+    """Every row of the vocabulary's padding set to one value."""
+
+    def fill(rows):
+        return rows.at[model.vocab_size :].set(value)
+
+    embed = {**params["embed"], "tokens": fill(params["embed"]["tokens"])}
+    filled = {**params, "embed": embed}
+    if not model.tied_head:
+        filled["head"] = {"kernel": fill(params["head"]["kernel"])}
+    return filled
+
+
+def batch(lengths, size: int, *, side: str, seed: int = 0, padding: int = 0):
+    """Random texts; the same ones whatever the size, the side and the padding's id."""
+    rng = np.random.default_rng(seed)
+    tokens = np.full((len(lengths), size), padding, np.int32)
+    mask = np.zeros((len(lengths), size), bool)
+    for row, length in enumerate(lengths):
+        columns = slice(size - length, size) if side == "left" else slice(length)
+        tokens[row, columns] = rng.integers(0, VOCAB, length)
+        mask[row, columns] = True
+    return tokens, mask

@@ -1,0 +1,113 @@
+"""Models, prompts and rollouts small enough to check by hand."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlhf_jax import batch, config, decoder, frozen, policy, rollout
+from rlhf_jax.models.config import ModelConfig
+
+GPT2 = config.gpt2(
+    vocab_size=13, hidden_size=16, num_layers=1, num_heads=2, max_positions=24
+)
+LLAMA = config.llama(
+    vocab_size=13,
+    hidden_size=16,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    intermediate_size=24,
+    max_positions=24,
+)
+FAMILIES = {"gpt2": GPT2, "llama": LLAMA}
+STOP = (1, 2)  # token ids that end a response
+SIZE = 5  # response columns
+
+# Tests compile far more than they run.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+@functools.cache
+def params(model: ModelConfig = GPT2, *, seed: int = 0, scale: float = 0.3):
+    """Parameters spread enough that no two predictions are alike."""
+    start = jit(decoder.init, static_argnames=("model",))(
+        jax.random.key(seed), model=model
+    )
+    return perturbed(start, seed=seed + 100, scale=scale)
+
+
+def perturbed(tree, *, seed: int, scale: float):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda leaf: leaf + jnp.asarray(rng.normal(0, scale, leaf.shape), leaf.dtype),
+        tree,
+    )
+
+
+def prompts(lengths=(4, 2, 3, 1), *, width: int = 4) -> batch.Prompts:
+    """Left-padded prompts of words that do not stop a response."""
+    rng = np.random.default_rng(7)
+    mask = np.arange(width)[None, :] >= width - np.array(lengths)[:, None]
+    tokens = rng.integers(3, GPT2.vocab_size, mask.shape)
+    return batch.Prompts(
+        tokens=jnp.asarray(np.where(mask, tokens, 0), jnp.int32),
+        mask=jnp.asarray(mask),
+        index=jnp.arange(len(lengths), dtype=jnp.int32),
+        sample=jnp.zeros(len(lengths), jnp.int32),
+    )
+
+
+sample = jit(
+    rollout.rollout,
+    static_argnames=("model", "max_new_tokens", "stop_ids", "temperature"),
+)
+
+
+# Compiled, since an operation at a time costs more than the copy under jit.
+freeze = jit(frozen.freeze)
+logits = jit(policy.logits, static_argnames=("model",))
+
+
+def sampled(
+    params, *, model: ModelConfig = GPT2, temperature: float = 0.7, seed: int = 5, **to
+) -> batch.Rollout:
+    return sample(
+        params,
+        model=model,
+        prompts=prompts(**to),
+        key=jax.random.key(seed),
+        max_new_tokens=SIZE,
+        stop_ids=STOP,
+        temperature=temperature,
+    )
+
+
+def experience(rollout: batch.Rollout, *, seed: int = 0) -> batch.Experience:
+    """Of numbers that no policy or critic said, so that clips and ratios bite."""
+    rng = np.random.default_rng(seed)
+
+    def noise(scale: float) -> jax.Array:
+        normal = rng.normal(0, scale, rollout.tokens.shape)
+        return jnp.asarray(normal * np.asarray(rollout.response_mask), jnp.float32)
+
+    return batch.Experience(
+        tokens=rollout.tokens,
+        mask=rollout.mask,
+        response_mask=rollout.response_mask,
+        old_logprobs=rollout.old_logprobs + noise(0.3),
+        ref_logprobs=rollout.old_logprobs + noise(0.3),
+        old_values=noise(0.5),
+        token_rewards=noise(1.0),
+        advantages=noise(1.0),
+        returns=noise(1.0),
+    )
+
+
+def leaves_equal(left, right) -> bool:
+    """To the bit, NaN being equal to NaN."""
+    pairs = zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)
+    return all(np.array_equal(a, b, equal_nan=True) for a, b in pairs)
