@@ -1,0 +1,1 @@
+"""Forward passes of the four models: policy, critic, reference, reward."""

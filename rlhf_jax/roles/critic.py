@@ -1,0 +1,57 @@
+"""The critic: the value of every state a response passes through.
+
+    {"trunk": a decoder's parameters (a head is not read),
+     "score": {"kernel": [D], "bias": []}}
+
+A reward model has the same parameters and reads the last token alone (`rewards.py`), so
+either can start from the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.models import decoder, heads
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.roles import storage
+
+Array = jax.Array
+Params = Any
+
+
+def from_policy(params: Params, *, model: ModelConfig) -> Params:
+    """A critic on a copy of the policy's trunk whose values start at 0 (OAI)."""
+    trunk = {name: params[name] for name in ("embed", "layers", "final_norm")}
+    return {"trunk": storage.store(trunk), "score": heads.zero_score(model=model)}
+
+
+def from_reward_model(params: Params) -> Params:
+    """A critic that starts as a copy of the reward model (N+)."""
+    return storage.store(params)
+
+
+def values(params: Params, *, model: ModelConfig, tokens: Array, mask: Array) -> Array:
+    """Value of the state just before each token.
+
+        column    0    1    2    3
+        tokens    ·   The  cat  sat
+        values    0    0  V(The) V(The cat)
+
+    Args:
+      params: as above.
+      tokens: i32[B, S], padded on either side.
+      mask: bool[B, S], True at tokens.
+
+    Returns:
+      f32[B, S], reward units; 0 at padding and before the first token of a row.
+    """
+    hidden = decoder.hidden_states(
+        params["trunk"], model=model, tokens=tokens, mask=mask
+    )
+    after = heads.scores(params["score"], hidden)  # column t has seen tokens[:, t]
+    before = jnp.pad(after[:, :-1], ((0, 0), (1, 0)))
+    known = mask & jnp.pad(mask[:, :-1], ((0, 0), (1, 0)))
+    return jnp.where(known, before, 0.0)

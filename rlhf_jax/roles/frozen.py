@@ -1,0 +1,89 @@
+"""Parameters that nothing moves: the reference and the reward model.
+
+A `Frozen` is made by copying, is always an argument (a closure would bake it into the
+program), is never donated, and is read under `stop_gradient`. Digests of its parameters
+stand beside them, as arrays: a static field would retrace every program at a reset.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.struct
+import jax
+import numpy as np
+
+from rlhf_jax.functional.checks import InputError, StopError
+from rlhf_jax.roles import fingerprint, storage
+
+Array = jax.Array
+Params = Any
+
+
+class ReferenceMovedError(StopError):
+    """A frozen model's parameters are not the ones that were frozen."""
+
+
+@flax.struct.dataclass
+class Frozen:
+    """A forward-only model. A pytree: pass it to `jit` as an argument."""
+
+    stored: Params  # in the storage dtype and sharding
+    source_digests: Array  # u32[N, 2], of the parameters that were frozen
+    stored_digests: Array  # u32[N, 2], of `stored`; as above unless the dtype differs
+
+
+def freeze(params: Params, *, dtype: Any = None, sharding: Any = None) -> Frozen:
+    """Copies parameters into a frozen model.
+
+    Args:
+      params: pytree of arrays; may be donated or overwritten afterwards.
+      dtype: storage dtype of floating-point leaves; None keeps each leaf's own.
+      sharding: of the copy; None keeps each leaf's own.
+
+    Raises:
+      InputError: there is nothing to freeze.
+    """
+    if not jax.tree.leaves(params):
+        raise InputError(
+            "expected parameters to freeze, got an empty tree; pass a model's params"
+        )
+    stored = storage.store(params, dtype=dtype, sharding=sharding)
+    return Frozen(
+        stored=stored,
+        source_digests=fingerprint.digests(params),
+        stored_digests=fingerprint.digests(stored),
+    )
+
+
+def read(frozen: Frozen) -> Params:
+    """The parameters for a forward pass; no gradient flows into them."""
+    return jax.lax.stop_gradient(frozen.stored)
+
+
+def fingerprint_of(frozen: Frozen) -> fingerprint.Fingerprint:
+    """The fingerprint recorded when the model was frozen, of its stored form."""
+    return fingerprint.named(frozen.stored, frozen.stored_digests)
+
+
+def verify(frozen: Frozen) -> None:
+    """Computes the digests again and compares them with those taken at freezing.
+
+    Raises:
+      ReferenceMovedError: names every leaf that moved.
+    """
+    found = np.asarray(fingerprint.digests(frozen.stored))
+    expected = np.asarray(frozen.stored_digests)
+    if found.shape != expected.shape:
+        raise ReferenceMovedError(
+            f"expected the {len(expected)} leaves that were frozen, got {len(found)}; "
+            f"start again from the last verified snapshot"
+        )
+    moved = (found != expected).any(axis=1)
+    if moved.any():
+        names = np.asarray(fingerprint.paths(frozen.stored))[moved]
+        raise ReferenceMovedError(
+            f"expected the parameters that were frozen (fingerprint "
+            f"{fingerprint_of(frozen).root}), got others in {', '.join(names)}. "
+            f"Something wrote to them: start again from the last verified snapshot"
+        )

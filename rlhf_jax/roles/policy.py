@@ -1,0 +1,93 @@
+"""The policy's forward pass, and so the reference's: both are the same function.
+
+policy.logprobs(state.policy, ...)              with gradient
+policy.logprobs(frozen.read(reference), ...)    without
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.functional import logprobs as logprobs_
+from rlhf_jax.models import decoder, heads
+from rlhf_jax.models.config import ModelConfig
+
+Array = jax.Array
+Params = Any
+
+
+def logits(params: Params, *, model: ModelConfig, tokens: Array, mask: Array) -> Array:
+    """Logits over the true vocabulary, for inspection and tests.
+
+    Training never holds them: see `logprobs`.
+
+    Args:
+      params: the decoder's.
+      tokens: i32[B, S], padded on either side.
+      mask: bool[B, S], True at tokens.
+
+    Returns:
+      f32[B, S, V]; entry t is about the token after tokens[:, t].
+    """
+    hidden = decoder.hidden_states(params, model=model, tokens=tokens, mask=mask)
+    return heads.logits(params, hidden, model=model)
+
+
+def logprobs(
+    params: Params,
+    *,
+    model: ModelConfig,
+    tokens: Array,
+    mask: Array,
+    temperature: float = 1.0,
+    first_column: int = 1,
+) -> Array:
+    """log π(tokens[t] | tokens[<t]), the first result of `logprobs_and_entropy`."""
+    return logprobs_and_entropy(
+        params,
+        model=model,
+        tokens=tokens,
+        mask=mask,
+        temperature=temperature,
+        first_column=first_column,
+    )[0]
+
+
+def logprobs_and_entropy(
+    params: Params,
+    *,
+    model: ModelConfig,
+    tokens: Array,
+    mask: Array,
+    temperature: float = 1.0,
+    first_column: int = 1,
+) -> tuple[Array, Array]:
+    """Log-probability of each token and entropy of the distribution it came from.
+
+    Args:
+      params: the decoder's.
+      tokens: i32[B, S], padded on either side.
+      mask: bool[B, S], True at tokens.
+      temperature: divides the logits; the same in every role.
+      first_column: columns before it are not priced and are 0; the prompt's width
+        prices the response alone.
+
+    Returns:
+      f32[B, S] each, nats; column t is about tokens[:, t]. 0 at padding and at the
+      first token of a row, which nothing predicts.
+    """
+    hidden = decoder.hidden_states(params, model=model, tokens=tokens, mask=mask)
+    priced = logprobs_.token_logprobs_from_hidden(
+        hidden,
+        heads.vocabulary_head(params, model=model),
+        tokens,
+        temperature=temperature,
+        vocab_size=model.vocab_size,
+        first_column=first_column,
+    )
+    predicted = mask & jnp.pad(mask[:, :-1], ((0, 0), (1, 0)))
+    found, entropy = (jnp.where(predicted, array, 0.0) for array in priced)
+    return found, entropy

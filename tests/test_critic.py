@@ -1,0 +1,102 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from rlhf_jax import critic, policy, rewards
+
+LENGTHS, SIZE = (6, 4, 1), 6
+MODEL = tiny.GPT2
+values_of = jax.jit(critic.values, static_argnames="model")
+
+
+def params():
+    rng = np.random.default_rng(5)
+    head = {
+        "kernel": jnp.asarray(rng.normal(size=MODEL.hidden_size), jnp.float32),
+        "bias": jnp.float32(0.25),
+    }
+    return {"trunk": tiny.params(MODEL), "score": head}
+
+
+def test_a_value_is_the_head_of_the_state_before_its_token():
+    tokens, mask = tiny.batch(LENGTHS, SIZE, side="left")
+    found = np.asarray(values_of(params(), model=MODEL, tokens=tokens, mask=mask))
+    assert found.dtype == np.float32
+    # The reward model reads the last token: of a text cut just before column t.
+    score = jax.jit(rewards.sequence_scores, static_argnames="model")
+    for t in range(1, SIZE):
+        seen = mask & (np.arange(SIZE) < t)[None, :]
+        before = np.asarray(score(params(), model=MODEL, tokens=tokens, mask=seen))
+        known = mask[:, t] & mask[:, t - 1]
+        np.testing.assert_allclose(found[known, t], before[known], atol=1e-5)
+        assert not found[~known, t].any()
+    assert not found[:, 0].any()
+
+
+def test_a_value_does_not_see_its_own_token():
+    tokens, mask = tiny.batch((SIZE,), SIZE, side="left")
+    before = np.asarray(values_of(params(), model=MODEL, tokens=tokens, mask=mask))
+    for t in range(SIZE - 1):
+        changed = tokens.copy()
+        changed[0, t] = (changed[0, t] + 1) % tiny.VOCAB
+        after = np.asarray(values_of(params(), model=MODEL, tokens=changed, mask=mask))
+        np.testing.assert_array_equal(after[0, : t + 1], before[0, : t + 1])
+        assert (np.abs(after - before)[0, t + 1 :] > 1e-5).all()
+
+
+def test_padding_on_either_side_changes_no_value():
+    found = {}
+    for side in ("left", "right"):
+        tokens, mask = tiny.batch(LENGTHS, SIZE, side=side, padding=-1)
+        values = values_of(params(), model=MODEL, tokens=tokens, mask=mask)
+        found[side] = np.asarray(values)[mask]
+    np.testing.assert_allclose(found["left"], found["right"], atol=1e-5)
+
+
+def test_a_critic_of_the_policy_starts_at_0_and_learns():
+    start = critic.from_policy(tiny.params(MODEL), model=MODEL)
+    tokens, mask = tiny.batch(LENGTHS, SIZE, side="left")
+    found = values_of(start, model=MODEL, tokens=tokens, mask=mask)
+    np.testing.assert_array_equal(found, 0.0)
+
+    def error(head):
+        values = critic.values(
+            {**start, "score": head}, model=MODEL, tokens=tokens, mask=mask
+        )
+        return ((values - 1.0) ** 2).sum()
+
+    gradient = jax.jit(jax.grad(error))(start["score"])
+    assert np.asarray(gradient["kernel"]).any()
+    assert float(gradient["bias"]) != 0
+    assert set(start["trunk"]) == {"embed", "layers", "final_norm"}
+
+
+@pytest.mark.parametrize("origin", ["policy", "reward model"])
+def test_a_critic_is_a_copy(origin):
+    source = jax.tree.map(jnp.copy, params())
+    if origin == "policy":
+        made = critic.from_policy(source["trunk"], model=MODEL)
+        expected = {"trunk": params()["trunk"]}
+    else:
+        made = critic.from_reward_model(source)
+        expected = params()
+    jax.jit(lambda tree: jax.tree.map(jnp.negative, tree), donate_argnums=0)(source)
+    assert source["trunk"]["embed"]["tokens"].is_deleted()
+    for name, leaves in expected.items():
+        jax.tree.map(np.testing.assert_array_equal, made[name], leaves)
+
+
+def test_an_untied_policy_leaves_its_head_behind():
+    made = critic.from_policy(tiny.params(tiny.LLAMA), model=tiny.LLAMA)
+    assert "head" not in made["trunk"]
+    assert "head" in tiny.params(tiny.LLAMA)
+    tokens, mask = tiny.batch(LENGTHS, SIZE, side="left")
+    shapes = [
+        jax.eval_shape(
+            lambda f=f, p=p: f(p, model=tiny.LLAMA, tokens=tokens, mask=mask)
+        )
+        for f, p in [(critic.values, made), (policy.logprobs, tiny.params(tiny.LLAMA))]
+    ]
+    assert shapes[0] == shapes[1]

@@ -1,0 +1,239 @@
+"""Storage, fingerprints and frozen models: what could move them, and that it shows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracles
+import pytest
+import tiny
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from rlhf_jax import fingerprint, frozen, storage
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.roles.frozen import ReferenceMovedError
+
+RNG = np.random.default_rng(0)
+digests = jax.jit(fingerprint.digests)
+
+
+def small():
+    """Fresh arrays at every call, some of which the tests donate or break."""
+    rng = np.random.default_rng(0)
+    return {
+        "embed": jnp.asarray(rng.normal(size=(16, 8)), jnp.float32),
+        "layers": {
+            "a": jnp.asarray(rng.normal(size=(2, 8, 8)), jnp.float32),
+            "b": jnp.asarray(rng.normal(size=(2, 8, 8)), jnp.float32),
+        },
+        "half": jnp.asarray(rng.normal(size=(8,)), jnp.bfloat16),
+        "count": jnp.arange(8, dtype=jnp.int32),
+        "scalar": jnp.float32(0.5),
+    }
+
+
+def on_host(tree):
+    return jax.tree.map(np.array, tree)
+
+
+def assert_equal(found, expected):
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def mesh_of(*shape):
+    names = ("x", "y")[: len(shape)]
+    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(shape))
+
+
+@pytest.mark.parametrize("dtype", [None, "float32", "bfloat16"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_copy_outlives_the_donation_of_its_source(dtype, sharded):
+    source = small()
+    sharding = None
+    if sharded:  # the very sharding that the source has
+        sharding = NamedSharding(mesh_of(8), PartitionSpec())
+        source = jax.device_put(source, sharding)
+    expected = on_host(storage.store(source, dtype=dtype))
+    held = frozen.freeze(source, dtype=dtype, sharding=sharding)
+    jax.jit(lambda tree: jax.tree.map(lambda x: x + x, tree), donate_argnums=0)(source)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(source))
+    assert_equal(on_host(held.stored), expected)
+    frozen.verify(held)
+
+
+def test_a_copy_of_numpy_does_not_see_writes_to_it():
+    # Aligned as XLA likes it, so that a zero-copy view would be taken if one could.
+    buffer = np.zeros(4096 + 64, np.uint8)
+    start = -buffer.ctypes.data % 64
+    source = {"w": buffer[start : start + 4096].view(np.float32)}
+    held = frozen.freeze(source)
+    source["w"][:] = 7.0
+    np.testing.assert_array_equal(held.stored["w"], 0.0)
+    frozen.verify(held)
+
+
+def test_storage_dtype_is_of_floats_alone():
+    held = storage.store(small(), dtype="bfloat16")
+    assert held["embed"].dtype == held["half"].dtype == jnp.bfloat16
+    assert held["count"].dtype == jnp.int32
+    assert_equal(held["count"], small()["count"])
+    np.testing.assert_allclose(
+        np.asarray(held["embed"], np.float32), small()["embed"], rtol=2**-8
+    )
+    expected = 2 * (16 * 8 + 2 * 2 * 8 * 8 + 8 + 1) + 4 * 8
+    assert storage.nbytes(held) == expected
+
+
+def test_storage_has_a_sharding_of_its_own():
+    rows = NamedSharding(mesh_of(8), PartitionSpec("x"))
+    source = {"w": jnp.arange(16.0)}
+    held = frozen.freeze(source, sharding=rows)
+    assert held.stored["w"].sharding == rows
+    assert frozen.freeze(held.stored).stored["w"].sharding == rows
+    assert frozen.fingerprint_of(held) == fingerprint.fingerprint(source)
+    frozen.verify(held)
+
+
+def test_nothing_to_freeze():
+    with pytest.raises(InputError, match="expected parameters to freeze, got an empty"):
+        frozen.freeze({})
+
+
+def test_no_gradient_reaches_a_frozen_model():
+    floats = {"w": jnp.arange(1.0, 4.0), "half": jnp.ones(3, jnp.bfloat16)}
+    held = frozen.freeze(floats)
+
+    def objective(trained, stored):
+        read = frozen.read(held.replace(stored=stored))
+        return jnp.sum(trained * read["w"] * read["half"].astype(jnp.float32))
+
+    ours, theirs = jax.grad(objective, (0, 1))(jnp.ones(3), floats)
+    np.testing.assert_array_equal(ours, [1.0, 2.0, 3.0])
+    assert not any(np.asarray(leaf, np.float32).any() for leaf in theirs.values())
+
+
+def test_training_the_source_leaves_the_reference():
+    """Tied embeddings, weight decay and donation: the policy moves, nothing else."""
+    model = tiny.GPT2
+    optimizer = optax.adamw(0.1, weight_decay=0.1)
+    trained = storage.store(tiny.params(model))
+    held = frozen.freeze(trained)
+    before = on_host(held.stored)
+
+    def step(params, opt):
+        grads = jax.tree.map(jnp.ones_like, params)
+        updates, opt = optimizer.update(grads, opt, params)
+        return optax.apply_updates(params, updates), opt
+
+    trained, _ = jax.jit(step, donate_argnums=(0, 1))(trained, optimizer.init(trained))
+    assert_equal(on_host(held.stored), before)
+    frozen.verify(held)
+    with pytest.raises(ReferenceMovedError, match="got others in embed/positions, emb"):
+        frozen.verify(held.replace(stored=trained))
+
+
+def flip_a_bit(leaf, place, bit):
+    raw = np.array(leaf)
+    raw.view(np.uint8).reshape(-1)[place] ^= np.uint8(1 << bit)
+    return jnp.asarray(raw)
+
+
+CHANGES = {
+    "the last bit of a float32": ("embed", lambda x: flip_a_bit(x, 4 * 37, 0)),
+    "a sign": ("layers/a", lambda x: flip_a_bit(x, 4 * 5 + 3, 7)),
+    "a bit of a bfloat16": ("half", lambda x: flip_a_bit(x, 2 * 3, 0)),
+    "an integer": ("count", lambda x: x.at[2].add(1)),
+    "a scalar": ("scalar", lambda x: x + 1e-7),
+    "two elements swapped": (
+        "embed",
+        lambda x: x.at[0, 0].set(x[0, 1]).at[0, 1].set(x[0, 0]),
+    ),
+    "rows turned": ("embed", lambda x: jnp.roll(x, 1, axis=0)),
+    "layers swapped": ("layers/b", lambda x: x[::-1]),
+    "a shape": ("embed", lambda x: x.reshape(8, 16)),
+    "a dtype": ("count", lambda x: x.astype(jnp.uint32)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_verify_names_the_leaf_that_moved(change):
+    path, move = change
+    held = frozen.freeze(small())
+    moved = {**held.stored, "layers": dict(held.stored["layers"])}
+    *above, name = path.split("/")
+    owner = moved[above[0]] if above else moved
+    owner[name] = move(owner[name])
+    with pytest.raises(ReferenceMovedError) as error:
+        frozen.verify(held.replace(stored=moved))
+    assert f"got others in {path}. Something wrote" in str(error.value)
+    assert frozen.fingerprint_of(held).root in str(error.value)
+
+
+def test_verify_sees_swapped_and_missing_leaves():
+    held = frozen.freeze(small())
+    layers = held.stored["layers"]
+    swapped = {**held.stored, "layers": {"a": layers["b"], "b": layers["a"]}}
+    with pytest.raises(ReferenceMovedError, match="got others in layers/a, layers/b"):
+        frozen.verify(held.replace(stored=swapped))
+    fewer = {name: leaf for name, leaf in held.stored.items() if name != "half"}
+    with pytest.raises(ReferenceMovedError, match=r"expected the 6 leaves .* got 5"):
+        frozen.verify(held.replace(stored=fewer))
+
+
+def test_a_cast_has_a_digest_of_its_own_and_keeps_the_source_s():
+    params = {"w": jnp.asarray(RNG.normal(size=(4, 4)), jnp.float32)}
+    held = frozen.freeze(params, dtype="bfloat16")
+    np.testing.assert_array_equal(held.source_digests, digests(params))
+    assert (held.stored_digests != held.source_digests).any()
+    same = frozen.freeze(params)
+    np.testing.assert_array_equal(same.stored_digests, same.source_digests)
+
+
+def test_a_fingerprint_is_the_same_under_any_sharding():
+    leaf = jnp.asarray(RNG.normal(size=(8, 16, 8)), jnp.float32)
+    expected = fingerprint.fingerprint({"w": leaf})
+    one, two = mesh_of(8), mesh_of(2, 4)
+    for mesh, spec in [
+        (one, PartitionSpec()),
+        (one, PartitionSpec("x")),
+        (one, PartitionSpec(None, "x")),
+        (one, PartitionSpec(None, None, "x")),
+        (two, PartitionSpec("x", "y")),
+        (two, PartitionSpec(("y", "x"))),
+    ]:
+        sharded = jax.device_put(leaf, NamedSharding(mesh, spec))
+        assert fingerprint.fingerprint({"w": sharded}) == expected
+    words = np.asarray(digests({"w": sharded}))
+    assert fingerprint.named({"w": leaf}, words) == expected
+
+
+def test_a_digest_gathers_nothing():
+    rows = NamedSharding(mesh_of(8), PartitionSpec("x"))
+    shape = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=rows)
+    program = digests.lower({"w": shape}).compile().as_text()
+    assert "all-gather" not in program
+    assert "all-reduce" in program
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool"])
+@pytest.mark.parametrize("shape", [(), (5,), (3, 2, 4)])
+def test_a_digest_is_the_oracle_s(dtype, shape):
+    """Snapshots hold fingerprints: another hash would break the resume of old runs."""
+    leaf = np.asarray(jnp.asarray(RNG.integers(-99, 99, shape), dtype))
+    words = oracles.digest(leaf, "layers/w")
+    np.testing.assert_array_equal(digests({"layers": {"w": leaf}})[0], words)
+    found = fingerprint.fingerprint({"layers": {"w": leaf}})
+    assert found.leaves == {"layers/w": f"{words[0]:08x}{words[1]:08x}"}
+
+
+def test_another_reference_of_one_shape_does_not_retrace():
+    traces = []
+
+    @jax.jit
+    def first(held):
+        traces.append(1)
+        return jax.tree.leaves(frozen.read(held))[0]
+
+    first(frozen.freeze(small()))
+    first(frozen.freeze(jax.tree.map(lambda leaf: leaf + leaf, small())))
+    assert len(traces) == 1

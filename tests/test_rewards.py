@@ -1,0 +1,220 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from rlhf_jax import frozen, rewards
+from rlhf_jax.functional.checks import InputError
+
+MODEL = tiny.GPT2
+LENGTHS, SIZE = (6, 4, 1, 5), 6
+score_of = jax.jit(rewards.sequence_scores, static_argnames="model")
+
+
+@dataclasses.dataclass
+class Answers:
+    """What a reward reads of a rollout."""
+
+    tokens: np.ndarray
+    mask: np.ndarray
+    response_mask: np.ndarray
+    index: np.ndarray
+
+
+def params(seed=0):
+    rng = np.random.default_rng(seed)
+    head = {
+        "kernel": jnp.asarray(rng.normal(size=MODEL.hidden_size), jnp.float32),
+        "bias": jnp.float32(0.25),
+    }
+    return {"trunk": tiny.params(MODEL, seed), "score": head}
+
+
+def answers():
+    """Prompts in 3 columns and responses in 4, the last of which is free."""
+    tokens = np.array(
+        [[0, 1, 2, 3, 4, 0, 0], [1, 2, 3, 4, 5, 6, 0], [0, 0, 5, 6, 0, 0, 0]], np.int32
+    )
+    mask = np.array(
+        [[0, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 0], [0, 0, 1, 1, 0, 0, 0]], bool
+    )
+    response_mask = mask & (np.arange(7) >= 3)[None, :]
+    return Answers(tokens, mask, response_mask, np.array([2, 0, 1], np.int32))
+
+
+def test_the_score_is_that_of_the_last_token_wherever_it_stands():
+    """Alone, padded left or right, and as prompt (left) with response (right)."""
+    found = {}
+    for side in ("left", "right"):
+        tokens, mask = tiny.batch(LENGTHS, SIZE, side=side, padding=-1)
+        found[side] = np.asarray(
+            score_of(params(), model=MODEL, tokens=tokens, mask=mask)
+        )
+    assert found["left"].dtype == np.float32
+    np.testing.assert_allclose(found["left"], found["right"], atol=1e-5)
+    tokens, mask = tiny.batch(LENGTHS, SIZE, side="left")
+    both = score_of(
+        params(),
+        model=MODEL,
+        tokens=np.pad(tokens, ((0, 0), (2, 3)), constant_values=9),
+        mask=np.pad(mask, ((0, 0), (2, 3))),
+    )
+    np.testing.assert_allclose(both, found["left"], atol=1e-5)
+    for row, length in enumerate(LENGTHS):
+        if length < SIZE:
+            continue
+        changed = tokens.copy()
+        changed[row, -1] = (changed[row, -1] + 1) % tiny.VOCAB
+        moved = score_of(params(), model=MODEL, tokens=changed, mask=mask)
+        assert abs(float(moved[row]) - found["left"][row]) > 1e-3
+
+
+def test_a_reward_model_starts_from_a_copy_under_a_random_head():
+    trunk = jax.tree.map(jnp.copy, tiny.params(tiny.LLAMA))
+    made = rewards.init(jax.random.key(0), trunk, model=tiny.LLAMA)
+    jax.jit(lambda tree: jax.tree.map(jnp.negative, tree), donate_argnums=0)(trunk)
+    assert "head" not in made["trunk"]
+    for name, leaves in made["trunk"].items():
+        jax.tree.map(
+            np.testing.assert_array_equal, leaves, tiny.params(tiny.LLAMA)[name]
+        )
+    wide = dataclasses.replace(MODEL, hidden_size=4095)
+    head = rewards.init(jax.random.key(1), tiny.params(MODEL), model=wide)["score"]
+    assert float(head["kernel"].std()) == pytest.approx(1 / 64, rel=0.05)
+    assert float(head["bias"]) == 0
+
+
+def test_a_frozen_reward_model_is_a_pytree_that_does_not_retrace():
+    traces = []
+
+    @jax.jit
+    def priced(reward, tokens, mask):
+        traces.append(1)
+        return reward(Answers(tokens, mask, mask, jnp.arange(3)))
+
+    batch = answers()
+    for seed in (0, 1):
+        held = frozen.freeze(params(seed))
+        reward = rewards.from_model(held, model=MODEL)
+        assert len(jax.tree.leaves(reward)) == len(jax.tree.leaves(held))
+        found = priced(reward, batch.tokens, batch.mask)
+        expected = score_of(
+            params(seed), model=MODEL, tokens=batch.tokens, mask=batch.mask
+        )
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+    assert len(traces) == 1
+
+
+def test_normalise_gives_the_mean_and_std_asked_for():
+    tokens, mask = tiny.batch((6, 5, 4, 3, 2, 1), SIZE, side="left")
+    scores = score_of(params(), model=MODEL, tokens=tokens, mask=mask)
+    for mean, std in ((0.0, 1.0), (-2.0, 0.5)):
+        made = rewards.normalise(params(), scores=scores, mean=mean, std=std)
+        found = np.asarray(score_of(made, model=MODEL, tokens=tokens, mask=mask))
+        assert found.mean() == pytest.approx(mean, abs=1e-5)
+        assert found.std() == pytest.approx(std, abs=1e-5)
+        np.testing.assert_array_equal(np.argsort(found), np.argsort(scores))
+
+
+@pytest.mark.parametrize("scores", [[1.0, 1.0], [1.0, np.nan], [1.0, np.inf]])
+def test_scores_that_cannot_be_normalised(scores):
+    with pytest.raises(InputError, match=r"scores that vary .* got 2 scores with"):
+        rewards.normalise(params(), scores=jnp.asarray(scores))
+
+
+@pytest.mark.parametrize("cuts", [[], [1], [4, 5, 29], list(range(1, 30))])
+def test_running_moments_are_those_of_all_scores_in_any_split(cuts):
+    scores = np.random.default_rng(0).normal(3.0, 2.0, 30).astype(np.float32)
+    update = jax.jit(rewards.update_moments)
+    moments = rewards.no_moments()
+    for part in np.split(scores, cuts):
+        moments = update(moments, part)
+    assert float(moments.count) == 30
+    assert float(moments.mean) == pytest.approx(np.float64(scores).mean(), rel=1e-5)
+    assert float(moments.variance) == pytest.approx(np.float64(scores).var(), rel=1e-4)
+
+
+def test_running_moments_leave_out_what_is_not_finite():
+    scores = jnp.array([1.0, jnp.nan, 3.0, jnp.inf])
+    moments = rewards.update_moments(rewards.no_moments(), scores)
+    assert [float(x) for x in jax.tree.leaves(moments)] == [2.0, 2.0, 1.0]
+    again = rewards.update_moments(moments, jnp.array([jnp.nan, -jnp.inf]))
+    assert [float(x) for x in jax.tree.leaves(again)] == [2.0, 2.0, 1.0]
+
+
+ROWS = [{"gold": 10}, {"gold": 20}, {"gold": 30}]
+
+
+def text_reward(function):
+    return rewards.TextReward(
+        function=function, decode=lambda ids: "".join(map(str, ids)), rows=ROWS
+    )
+
+
+def test_a_python_function_sees_texts_and_rows_without_padding():
+    def function(prompts, responses, rows):
+        assert prompts == ["12", "123", "5"]
+        assert responses == ["34", "456", "6"]
+        return [len(r) + row["gold"] for r, row in zip(responses, rows, strict=True)]
+
+    found = text_reward(function)(answers())
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, [32.0, 13.0, 21.0])
+
+
+def only_for(prompt, effect):
+    """1.0 for every response but those to one prompt."""
+
+    def function(prompts, responses, rows):
+        return [effect() if p == prompt else 1.0 for p in prompts]
+
+    return function
+
+
+def broken():
+    raise KeyError("gold")
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (
+            only_for("123", lambda: float("nan")),
+            r"expected finite scores, got nan for prompt '123' \(row 0 of the data\)",
+        ),
+        (
+            only_for("5", lambda: None),
+            r"expected finite scores, got nan for prompt '5' \(row 1 of the data\)",
+        ),
+        (
+            only_for("12", lambda: 1e39),
+            r"expected finite scores, got inf for prompt '12' \(row 2 of the data\)",
+        ),
+        (
+            only_for("5", broken),
+            r"raised KeyError: 'gold' for prompt '5' \(row 1 of the data\) and "
+            r"response '6'; mend it",
+        ),
+        (lambda p, r, rows: [1.0, 2.0], r"return 3 numbers, one a response, got .*2,"),
+        (lambda p, r, rows: np.ones((3, 1)), r"return 3 numbers, .* got shape \(3, 1"),
+        (lambda p, r, rows: 1.0, r"return 3 numbers, one a response, got shape \(\)"),
+        (lambda p, r, rows: None, r"return 3 numbers"),
+        (lambda p, r, rows: ["good"] * 3, r"return 3 numbers, got list: could not"),
+        (
+            lambda p, r, rows: broken() if len(p) > 1 else [1.0],
+            r"raised KeyError: 'gold' for a batch of 3, though for none of its resp",
+        ),
+    ],
+)
+def test_a_function_that_fails_is_told_where(function, message):
+    with pytest.raises(InputError, match=message):
+        text_reward(function)(answers())
+
+
+def test_the_function_s_own_error_is_the_cause():
+    with pytest.raises(InputError) as error:
+        text_reward(only_for("12", broken))(answers())
+    assert isinstance(error.value.__cause__, KeyError)
