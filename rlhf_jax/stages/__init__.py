@@ -1,0 +1,1 @@
+"""What a batch becomes on its way from prompts to an updated state."""

@@ -1,0 +1,119 @@
+"""Scored -> Experience: rewards per token, advantages and returns."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.functional import advantages as advantages_
+from rlhf_jax.functional import kl, masked, token_rewards
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.stages.batch import Experience, Scored
+
+Array = jax.Array
+Whiten = Literal["rollout", "minibatch"] | None
+
+
+def experience(
+    scored: Scored,
+    *,
+    kl_coef: Array | float,
+    gamma: float,
+    lam: float,
+    whiten_advantages: Whiten = "rollout",
+) -> Experience:
+    """Score and KL become token rewards; with the values, GAE makes them advantages.
+
+    Args:
+      scored: Scored[B, S], with values.
+      kl_coef: f32[], reward units per nat.
+      gamma, lam: of GAE, dimensionless.
+      whiten_advantages: "rollout" here, over all response tokens; "minibatch" leaves
+        it to the update; None is off.
+
+    Returns:
+      Experience[B, S].
+
+    Raises:
+      InputError: there are no values to take advantages over.
+    """
+    if scored.values is None:
+        raise InputError(
+            "expected a rollout scored by a critic, got one without values; pass "
+            "critic to score, or take advantages over a group of responses instead"
+        )
+    mask = scored.rollout.response_mask
+    rewards = token_rewards.token_rewards(
+        scores=scored.scores, kl=scored.kl, mask=mask, kl_coef=kl_coef
+    )
+    advantages, returns = advantages_.gae(
+        rewards=rewards, values=scored.values, mask=mask, gamma=gamma, lam=lam
+    )
+    if whiten_advantages == "rollout":
+        advantages = masked.masked_whiten(advantages, mask=mask)
+    return Experience(
+        tokens=scored.rollout.tokens,
+        mask=scored.rollout.mask,
+        response_mask=mask,
+        old_logprobs=scored.rollout.old_logprobs,
+        ref_logprobs=scored.ref_logprobs,
+        old_values=scored.values,
+        token_rewards=rewards,
+        advantages=advantages,
+        returns=returns,
+    )
+
+
+def objective_stats(scored: Scored, *, kl_coef: Array, ended: Array) -> masked.Stats:
+    """What the iteration achieved, before its update; the README's glossary has units.
+
+    Args:
+      scored: Scored[B, S], with the scores to report.
+      kl_coef: f32[], reward units per nat.
+      ended: bool[B], the response holds a stop token.
+
+    Returns:
+      {name: (sum, weight)} over responses or response tokens; no `objective/kl` and
+      `objective/kl_k3` without a reference.
+    """
+    mask = scored.rollout.response_mask
+    ones = jnp.ones(scored.scores.shape, jnp.float32)
+
+    def per_response(values: Array) -> tuple[Array, Array]:
+        return values.sum(), ones.sum()
+
+    def per_token(values: Array) -> tuple[Array, Array]:
+        return masked.masked_sum(values, mask=mask), mask.sum(dtype=jnp.float32)
+
+    stats: masked.Stats = {
+        "objective/scores": per_response(scored.scores),
+        "objective/kl_coef": (kl_coef, jnp.ones((), jnp.float32)),
+        "objective/entropy": per_token(scored.rollout.entropy),
+        "response/length": per_response(mask.sum(axis=1, dtype=jnp.float32)),
+        "response/eos_fraction": per_response(ended.astype(jnp.float32)),
+        "response/distinct_fraction": per_response(_first_of_its_kind(scored)),
+    }
+    penalty = jnp.zeros_like(ones)
+    if scored.ref_logprobs is not None:
+        pair = scored.rollout.old_logprobs, scored.ref_logprobs
+        stats["objective/kl"] = per_response(
+            masked.masked_sum(kl.k1(*pair), mask=mask, axis=1)
+        )
+        stats["objective/kl_k3"] = per_response(
+            masked.masked_sum(kl.k3(*pair), mask=mask, axis=1)
+        )
+    if scored.kl is not None:
+        penalty = -kl_coef * masked.masked_sum(scored.kl, mask=mask, axis=1)
+    stats["objective/non_score_reward"] = per_response(penalty)
+    stats["objective/rlhf_reward"] = per_response(scored.scores + penalty)
+    return stats
+
+
+def _first_of_its_kind(scored: Scored) -> Array:
+    """f32[B]: 1 where no earlier row of the batch holds the same response."""
+    mask = scored.rollout.response_mask
+    responses = jnp.where(mask, scored.rollout.tokens, -1)
+    same = (responses[:, None, :] == responses[None, :, :]).all(axis=-1)
+    return (~jnp.tril(same, k=-1).any(axis=1)).astype(jnp.float32)

@@ -1,0 +1,108 @@
+"""Rollout -> Scored: what the reward, the reference and the critic say of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.functional import checks
+from rlhf_jax.functional import kl as kl_
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.roles import critic as critic_
+from rlhf_jax.roles import frozen
+from rlhf_jax.roles import policy as policy_
+from rlhf_jax.roles.frozen import Frozen
+from rlhf_jax.stages.batch import Rollout, Scored
+
+Array = jax.Array
+Params = Any
+
+
+def score(
+    rollout: Rollout,
+    *,
+    scores: Array,
+    reference: Frozen | None,
+    model: ModelConfig,
+    critic: Params | None,
+    critic_model: ModelConfig | None,
+    max_new_tokens: int,
+    temperature: float,
+    kl_estimator: Callable[[Array, Array], Array] = kl_.k1,
+) -> Scored:
+    """Prices a rollout with the frozen models, once, before the epochs.
+
+    Args:
+      rollout: Rollout[B, S].
+      scores: f32[B], reward units, one a response.
+      reference: None is never run, and leaves `ref_logprobs` and `kl` None.
+      model: shape of the policy and so of the reference.
+      critic, critic_model: None leaves `values` None.
+      max_new_tokens: R, the response columns; the others are not priced.
+      temperature: the rollout's.
+      kl_estimator: per-token KL from (logprobs, ref_logprobs), for the reward.
+
+    Returns:
+      Scored[B, S]; every per-token array is 0 outside the response.
+
+    Raises:
+      ValueError: scores is not one number a row, or the critic has no shape.
+      TypeError: scores is not f32.
+    """
+    checks.shape((rollout.tokens.shape[0],), scores=scores)
+    checks.float32(scores=scores)
+    ref_logprobs = kl = values = None
+    if reference is not None:
+        priced = policy_.logprobs(
+            frozen.read(reference),
+            model=model,
+            tokens=rollout.tokens,
+            mask=rollout.mask,
+            temperature=temperature,
+            first_column=rollout.tokens.shape[1] - max_new_tokens,
+        )
+        ref_logprobs = jnp.where(rollout.response_mask, priced, 0.0)
+        kl = kl_estimator(rollout.old_logprobs, ref_logprobs)
+    if critic is not None:
+        if critic_model is None:
+            raise InputError("expected the critic's shape with the critic, got None")
+        values = critic_.values(
+            critic, model=critic_model, tokens=rollout.tokens, mask=rollout.mask
+        )
+        values = jnp.where(rollout.response_mask, values, 0.0)
+    return Scored(
+        rollout=rollout,
+        scores=scores,
+        values=values,
+        ref_logprobs=ref_logprobs,
+        kl=kl,
+    )
+
+
+def penalise_missing_stop(
+    scores: Array, *, rollout: Rollout, stop_ids: tuple[int, ...], score: float
+) -> Array:
+    """The score of a response that never stopped is replaced (the "EOS trick").
+
+    Args:
+      scores: f32[B], reward units.
+      rollout: Rollout[B, S].
+      stop_ids: tokens that end a response.
+      score: reward units; -1 in N+.
+
+    Returns:
+      f32[B].
+
+    Source: Huang et al. 2024, arXiv:2403.17031, detail 7.
+    """
+    return jnp.where(ended(rollout, stop_ids=stop_ids), scores, score)
+
+
+def ended(rollout: Rollout, *, stop_ids: tuple[int, ...]) -> Array:
+    """bool[B]: the response holds a stop token."""
+    stops = jnp.isin(rollout.tokens, jnp.asarray(stop_ids, jnp.int32))
+    return (stops & rollout.response_mask).any(axis=1)

@@ -1,0 +1,706 @@
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracles
+import pytest
+import toys
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from rlhf_jax import (
+    batch,
+    checks,
+    critic,
+    frozen,
+    kl,
+    kl_control,
+    masked,
+    policy,
+    ppo,
+    rewards,
+    state,
+)
+
+LR = 0.1
+POLICY = toys.params()
+CRITIC = rewards.init(jax.random.key(1), toys.params(seed=1), model=toys.GPT2)
+BASE = ppo.PPO(
+    model=toys.GPT2,
+    critic_model=toys.GPT2,
+    policy_optimizer=optax.sgd(LR),
+    critic_optimizer=optax.sgd(LR),
+    max_new_tokens=toys.SIZE,
+    stop_ids=toys.STOP,
+    num_epochs=1,
+)
+ITERATION = dataclasses.replace(BASE, num_epochs=2, num_minibatches=2)
+ALONE = dataclasses.replace(BASE, num_minibatches=4)  # of one row each
+KEY = jax.random.key(9)
+
+update = toys.jit(ppo.update, static_argnames=("ppo",))
+learn = toys.jit(ppo.learn, static_argnames=("ppo",))
+
+
+def fresh(
+    settings: ppo.PPO = BASE, *, controller=None, policy=POLICY
+) -> state.TrainState:
+    return state.ppo_state(
+        policy=jax.tree.map(jnp.copy, policy),
+        critic=jax.tree.map(jnp.copy, CRITIC),
+        policy_optimizer=settings.policy_optimizer,
+        critic_optimizer=settings.critic_optimizer,
+        kl=kl_control.fixed(0.1) if controller is None else controller,
+    )
+
+
+def reward(rollout: batch.Rollout) -> jax.Array:
+    """Share of response tokens that are even."""
+    even = (rollout.tokens % 2 == 0).astype(jnp.float32)
+    return masked.masked_mean(even, mask=rollout.response_mask, axis=1)
+
+
+def close(left, right, *, rtol=1e-4, atol=1e-6):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), left, right
+    )
+
+
+def weights(current: state.TrainState):
+    return current.policy, current.critic
+
+
+def distance(left, right) -> float:
+    return float(optax.tree.norm(jax.tree.map(jnp.subtract, left, right)))
+
+
+@pytest.fixture(scope="module")
+def rollout():
+    return toys.sampled(POLICY)
+
+
+@pytest.fixture(scope="module")
+def experience(rollout):
+    return toys.experience(rollout)
+
+
+@pytest.fixture(scope="module")
+def updated(experience):
+    """One epoch of one minibatch."""
+    return update(fresh(), experience=experience, key=KEY, ppo=BASE)
+
+
+# One update, by hand.
+
+
+def by_hand(params, experience):
+    """PPO's loss from all logits, over every token at once; and its parts."""
+    policy_params, critic_params = params
+    e = experience
+    logits = policy.logits(policy_params, model=toys.GPT2, tokens=e.tokens, mask=e.mask)
+    chances = jax.nn.softmax(logits / 0.7)[:, :-1]
+    picked = (jax.nn.one_hot(e.tokens[:, 1:], 13) * chances).sum(-1)
+    m = e.response_mask[:, 1:].astype(jnp.float32)
+    ratio = jnp.where(m > 0, picked / jnp.exp(e.old_logprobs[:, 1:]), 1.0)
+    gain = jnp.minimum(
+        ratio * e.advantages[:, 1:], jnp.clip(ratio, 0.8, 1.2) * e.advantages[:, 1:]
+    )
+    v = critic.values(critic_params, model=toys.GPT2, tokens=e.tokens, mask=e.mask)
+    v, old, target = v[:, 1:], e.old_values[:, 1:], e.returns[:, 1:]
+    near = jnp.minimum(jnp.maximum(v, old - 0.2), old + 0.2)
+    squares = jnp.maximum((v - target) ** 2, (near - target) ** 2) / 2
+    policy_part = -(gain * m).sum() / m.sum()
+    value_part = (squares * m).sum() / m.sum()
+    return policy_part + 0.1 * value_part, (policy_part, value_part, ratio, m)
+
+
+@pytest.fixture(scope="module")
+def hand_made(experience):
+    gradient = toys.jit(jax.value_and_grad(by_hand, has_aux=True))
+    return gradient((POLICY, CRITIC), experience)
+
+
+def test_an_update_is_one_step_down_the_gradient(updated, hand_made):
+    after, _ = updated
+    _, grads = hand_made
+    expected = jax.tree.map(lambda w, g: w - LR * g, (POLICY, CRITIC), grads)
+    close(weights(after), expected, rtol=1e-4, atol=2e-6)
+    assert distance(after.policy, POLICY) > 0.01
+    assert distance(after.critic, CRITIC) > 0.001
+    assert int(after.step) == 1
+
+
+def test_the_stats_of_an_update(updated, hand_made, experience):
+    (_, (policy_part, value_part, ratio, m)), grads = hand_made
+    found = masked.mean_stats(updated[1])
+    inside = np.asarray(m) > 0
+    ratios = np.asarray(ratio, np.float64)[inside]
+    advantages = np.asarray(experience.advantages)[:, 1:][inside]
+    clipped = np.clip(ratios, 0.8, 1.2) * advantages < ratios * advantages
+    expected = {
+        "loss/policy": policy_part,
+        "loss/value": value_part,
+        "policy/approxkl": (np.log(ratios) ** 2 / 2).mean(),
+        "policy/clipfrac": clipped.mean(),
+        "policy/ratio_mean": ratios.mean(),
+        "policy/ratio_max": ratios.max(),
+        "policy/sampler_mismatch": np.abs(np.log(ratios)).mean(),
+        "policy/grad_norm": optax.tree.norm(grads[0]),
+        "critic/grad_norm": optax.tree.norm(grads[1]),
+        "update/skipped": 0.0,
+        "update/skipped_in_a_row": 0.0,
+    }
+    assert 0 < clipped.mean() < 1
+    assert found.keys() == {*expected, "value/clipfrac"}
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-3, err_msg=name)
+
+
+def test_before_any_update_the_ratio_is_one(rollout, experience):
+    """approxkl 0, whatever was sampled, since nothing has moved yet."""
+    own = dataclasses.replace(experience, old_logprobs=rollout.old_logprobs)
+    _, stats = update(fresh(), experience=own, key=KEY, ppo=BASE)
+    found = masked.mean_stats(stats)
+    np.testing.assert_allclose(found["policy/ratio_mean"], 1.0, atol=1e-5)
+    np.testing.assert_allclose(found["policy/ratio_max"], 1.0, atol=1e-5)
+    np.testing.assert_allclose(found["policy/approxkl"], 0.0, atol=1e-9)
+    assert found["policy/clipfrac"] == 0
+
+
+# What must not matter.
+
+
+def test_rows_may_come_in_any_order(updated, experience):
+    order = jnp.asarray([2, 0, 3, 1])
+    shuffled = jax.tree.map(lambda leaf: leaf[order], experience)
+    after, stats = update(fresh(), experience=shuffled, key=KEY, ppo=BASE)
+    close(weights(after), weights(updated[0]))
+    close(masked.mean_stats(stats), masked.mean_stats(updated[1]))
+
+
+def test_garbage_under_the_masks_changes_nothing(updated, experience):
+    response = np.asarray(experience.response_mask)
+    names = ("old_logprobs", "ref_logprobs", "old_values", "advantages", "returns")
+    poisoned = {
+        name: jnp.asarray(oracles.poison(getattr(experience, name), response))
+        for name in (*names, "token_rewards")
+    }
+    tokens = jnp.where(experience.mask, experience.tokens, 11)
+    after, stats = update(
+        fresh(),
+        experience=dataclasses.replace(experience, tokens=tokens, **poisoned),
+        key=KEY,
+        ppo=BASE,
+    )
+    assert toys.leaves_equal(after.policy, updated[0].policy)
+    assert toys.leaves_equal(after.critic, updated[0].critic)
+    assert toys.leaves_equal(stats, updated[1])
+
+
+def test_wider_padding_changes_nothing(updated, experience):
+    wider = jax.tree.map(lambda leaf: jnp.pad(leaf, ((0, 0), (3, 0))), experience)
+    after, stats = update(fresh(), experience=wider, key=KEY, ppo=BASE)
+    close(weights(after), weights(updated[0]))
+    close(masked.mean_stats(stats), masked.mean_stats(updated[1]))
+
+
+def test_micro_batches_change_nothing(updated, experience):
+    parts = dataclasses.replace(BASE, micro_batch_size=1)
+    after, stats = update(fresh(), experience=experience, key=KEY, ppo=parts)
+    close(weights(after), weights(updated[0]))
+    close(masked.mean_stats(stats), masked.mean_stats(updated[1]))
+
+
+# Epochs and minibatches. Rows are named by their tokens; no model runs.
+
+
+def visits(monkeypatch, *, key, num_epochs=3, num_minibatches=2, rows=8):
+    """rows[epoch, minibatch, row], as the update takes them."""
+    seen = []
+
+    def record(current, *, minibatch, ppo):
+        del ppo
+        jax.debug.callback(
+            lambda rows: seen.append(np.asarray(rows)),
+            minibatch.tokens[:, 0],
+            ordered=True,
+        )
+        return current, {"policy/sampler_mismatch": (jnp.zeros(()), jnp.ones(()))}
+
+    monkeypatch.setattr(ppo, "_step", record)
+    per_token = jnp.zeros((rows, 2))
+    index = jnp.arange(rows, dtype=jnp.int32)
+    numbered = batch.Experience(
+        tokens=jnp.stack([index, index], axis=1),
+        mask=per_token == 0,
+        response_mask=per_token == 0,
+        old_logprobs=per_token,
+        ref_logprobs=None,
+        old_values=per_token,
+        token_rewards=per_token,
+        advantages=per_token,
+        returns=per_token,
+    )
+    settings = dataclasses.replace(
+        BASE, num_epochs=num_epochs, num_minibatches=num_minibatches
+    )
+    ppo.update(fresh(), experience=numbered, key=key, ppo=settings)
+    jax.effects_barrier()
+    return np.array(seen).reshape(num_epochs, num_minibatches, -1)
+
+
+def test_every_epoch_visits_every_row_once_in_an_order_of_its_own(monkeypatch):
+    seen = visits(monkeypatch, key=KEY)
+    for epoch in seen:
+        assert sorted(epoch.ravel()) == list(range(8))
+    orders = {tuple(epoch.ravel()) for epoch in seen}
+    orders |= {tuple(e.ravel()) for e in visits(monkeypatch, key=jax.random.key(1))}
+    assert len(orders) == 6
+
+
+def test_each_random_key_is_used_once(monkeypatch):
+    """Rows and positions of the sampler, epochs of the update, over several steps."""
+    used = []
+
+    def recorded(draw):
+        def drawn(key, *args):
+            data = jax.random.key_data(key)
+            jax.debug.callback(lambda key: used.append(tuple(key.tolist())), data)
+            return draw(key, *args)
+
+        return drawn
+
+    for name in ("uniform", "permutation"):
+        monkeypatch.setattr(jax.random, name, recorded(getattr(jax.random, name)))
+    mismatch = {"policy/sampler_mismatch": (jnp.zeros(()), jnp.ones(()))}
+    monkeypatch.setattr(ppo, "_step", lambda state, **_: (state, mismatch))
+
+    @toys.jit
+    def step(current, experience, key):
+        rollout = ppo.sample(
+            current.policy, prompts=toys.prompts(), key=key, ppo=ITERATION
+        )
+        update = ppo.update(current, experience=experience, key=key, ppo=ITERATION)
+        return rollout, update
+
+    num_positions = 0
+    current, experience = fresh(), toys.experience(toys.sampled(POLICY))
+    for number in range(3):
+        rollout, _ = step(current, experience, jax.random.fold_in(KEY, number))
+        jax.effects_barrier()
+        longest = rollout.response_mask.sum(axis=1).max()
+        num_positions += int(longest)
+    assert len(used) == 4 * num_positions + 3 * ITERATION.num_epochs
+    assert len(set(used)) == len(used)
+
+
+# The whole iteration.
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return toys.freeze(POLICY)
+
+
+def adaptive():
+    return kl_control.adaptive(0.3, target=0.8, horizon=40)
+
+
+@pytest.fixture(scope="module")
+def iteration(reference):
+    """Compiled once, for a policy that has left the reference; donates its state."""
+    compiled = (
+        toys.jit(
+            ppo.iteration,
+            static_argnames=("ppo", "reward"),
+            donate_argnames=("state",),
+        )
+        .lower(
+            away(),
+            prompts=toys.prompts(),
+            reference=reference,
+            reward=reward,
+            key=KEY,
+            ppo=ITERATION,
+        )
+        .compile()
+    )
+
+    def run(current, key=KEY):
+        return compiled(current, prompts=toys.prompts(), reference=reference, key=key)
+
+    run.compiled = compiled
+    return run
+
+
+def away() -> state.TrainState:
+    moved = toys.perturbed(POLICY, seed=2, scale=0.05)
+    return fresh(ITERATION, controller=adaptive(), policy=moved)
+
+
+def test_an_iteration_is_sample_then_reward_then_learn(iteration, reference):
+    after, stats, scored = iteration(away())
+    sample = toys.jit(ppo.sample, static_argnames=("ppo",))
+    current = away()
+    rollout = sample(current.policy, prompts=toys.prompts(), key=KEY, ppo=ITERATION)
+    parts, part_stats, part_scored = learn(
+        current,
+        rollout=rollout,
+        scores=reward(rollout),
+        reference=reference,
+        key=KEY,
+        ppo=ITERATION,
+    )
+    np.testing.assert_array_equal(scored.rollout.tokens, part_scored.rollout.tokens)
+    close(after, parts, atol=1e-6)
+    close(masked.mean_stats(stats), masked.mean_stats(part_stats), atol=1e-5)
+
+
+def test_the_state_is_donated_and_the_reference_is_not(iteration, reference):
+    memory = iteration.compiled.memory_analysis()
+    current = away()
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(current))
+    assert memory.alias_size_in_bytes >= size * 0.9
+    iteration(current)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(current.policy))
+    frozen.verify(reference)
+
+
+def test_a_reference_frozen_from_the_donated_policy_stands_still(reference):
+    """A copy, not an alias: the policy's buffers are overwritten by its update."""
+    own = jax.tree.map(jnp.copy, POLICY)
+    kept = frozen.freeze(own)
+    start = fresh()
+    start = dataclasses.replace(start, policy=own)
+
+    @functools.partial(jax.jit, donate_argnames=("state",))
+    def overwrite(state):
+        return jax.tree.map(lambda leaf: leaf + 1, state)
+
+    overwrite(start)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(own))
+    frozen.verify(kept)
+    assert toys.leaves_equal(kept.stored, reference.stored)
+
+
+def test_the_same_key_gives_the_same_bits_and_another_does_not(iteration):
+    first, again = iteration(away()), iteration(away())
+    other = iteration(away(), jax.random.key(10))
+    assert toys.leaves_equal(first, again)
+    assert not toys.leaves_equal(first[2].rollout.tokens, other[2].rollout.tokens)
+    assert distance(first[0].policy, other[0].policy) > 1e-4
+
+
+def test_the_controller_moves_by_its_formula(iteration):
+    after, stats, scored = iteration(away())
+    response = np.asarray(scored.rollout.response_mask)
+    x = oracles.k1(scored.rollout.old_logprobs, scored.ref_logprobs)
+    seen = x[response].sum() / 4
+    assert abs(seen) > 0.01
+    expected = oracles.adaptive_kl_coef(0.3, seen, 4, target=0.8, horizon=40)
+    np.testing.assert_allclose(after.kl.kl_coef, expected, rtol=1e-5)
+    means = masked.mean_stats(stats)
+    np.testing.assert_allclose(means["objective/kl_coef"], 0.3, rtol=1e-6)  # as used
+    np.testing.assert_allclose(means["objective/kl"], seen, rtol=1e-3)
+
+
+def test_the_scores_moments_count_every_score(iteration):
+    one, _, first = iteration(away())
+    two, _, second = iteration(one, jax.random.key(10))
+    both = np.concatenate([first.scores, second.scores])
+    assert float(two.scores.count) == 8
+    np.testing.assert_allclose(two.scores.mean, both.mean(), rtol=1e-5)
+    np.testing.assert_allclose(two.scores.variance, both.var(), rtol=1e-4)
+
+
+# Options.
+
+
+def test_whitening_over_the_minibatch(experience):
+    """Of one row each, so every row is whitened by itself."""
+    settings = dataclasses.replace(ALONE, whiten_advantages="minibatch")
+    found, _ = update(fresh(), experience=experience, key=KEY, ppo=settings)
+    advantages, mask = (
+        np.array(a) for a in (experience.advantages, experience.response_mask)
+    )
+    for b in range(4):
+        advantages[b] = oracles.masked_whiten(advantages[b], mask[b])
+    by_hand = dataclasses.replace(experience, advantages=jnp.asarray(advantages))
+    expected, _ = update(fresh(), experience=by_hand, key=KEY, ppo=ALONE)
+    close(weights(found), weights(expected))
+
+
+def test_scores_are_normalised_then_the_missing_stop_is_scored(rollout, reference):
+    settings = dataclasses.replace(
+        BASE, normalise_scores=True, missing_stop_score=-1.0, reprice=True
+    )
+    off = dataclasses.replace(rollout, old_logprobs=rollout.old_logprobs - 0.25)
+    scores = jnp.asarray([1.0, 2.0, 3.0, 6.0], jnp.float32)
+    after, stats, scored = learn(
+        fresh(),
+        rollout=off,
+        scores=scores,
+        reference=reference,
+        key=KEY,
+        ppo=settings,
+    )
+    found = masked.mean_stats(stats)
+    # Mean 3, variance 3.5; rows 2 and 3 never stopped.
+    normal = (np.array([1.0, 2.0, 3.0, 6.0]) - 3) / 3.5**0.5
+    np.testing.assert_allclose(scored.scores, [*normal[:2], -1.0, -1.0], rtol=1e-5)
+    np.testing.assert_allclose(found["objective/scores"], 3.0)  # as the reward said
+    np.testing.assert_allclose(found["response/eos_fraction"], 0.5)
+    # The trainer's prices are used; how far the sampler's were is logged.
+    np.testing.assert_allclose(found["policy/sampler_mismatch"], 0.25, rtol=1e-4)
+    np.testing.assert_allclose(found["policy/ratio_mean"], 1.0, atol=1e-5)
+    np.testing.assert_allclose(scored.kl, 0.0, atol=2e-5)
+
+    broken, broken_stats, _ = learn(
+        after,
+        rollout=off,
+        scores=scores.at[1].set(jnp.nan),
+        reference=reference,
+        key=KEY,
+        ppo=settings,
+    )
+    assert toys.leaves_equal(weights(broken), weights(after))
+    assert toys.leaves_equal(broken.scores, after.scores)
+    assert int(broken.skipped) == 1
+    assert int(broken.step) == 2
+    assert masked.mean_stats(broken_stats)["update/skipped"] == 1
+
+
+def test_a_broken_minibatch_is_skipped_alone(experience):
+    """Row 2 is broken: its minibatch of one changes nothing, the other three do."""
+    broken = dataclasses.replace(
+        experience, returns=experience.returns.at[2].set(jnp.inf)
+    )
+    after, stats = update(fresh(), experience=broken, key=KEY, ppo=ALONE)
+    found = masked.mean_stats(stats)
+    assert found["update/skipped"] == 0.25
+    assert found["update/skipped_in_a_row"] == 1
+    assert all(np.isfinite(value) for value in found.values())
+    response = np.asarray(experience.response_mask)
+    kept = response.sum() - response[2].sum()
+    assert float(stats["loss/policy"][1]) == kept
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after))
+    assert distance(after.policy, POLICY) > 0.01
+
+
+# Every field of the configuration changes something.
+
+CHANGED = {
+    "gamma": 0.9,
+    "lam": 0.5,
+    "clip_range": 0.05,
+    "value_clip_range": 100.0,
+    "vf_coef": 0.5,
+    "missing_stop_score": -1.0,
+    "temperature": 0.9,
+}
+REBUILT = {
+    "model": dataclasses.replace(toys.GPT2, norm_eps=0.1),
+    "critic_model": dataclasses.replace(toys.GPT2, norm_eps=0.1),
+    "policy_optimizer": optax.sgd(2 * LR),
+    "critic_optimizer": optax.sgd(2 * LR),
+    "max_new_tokens": 4,
+    "stop_ids": (5, 6),
+    "kl_estimator": kl.k2,
+    "normalise_scores": True,
+    "whiten_advantages": None,
+    "num_epochs": 1,
+    "num_minibatches": 1,
+}
+
+
+ABOVE = {"reprice", "micro_batch_size"}  # one by its stats; one must change nothing
+
+
+def test_no_field_is_forgotten_here():
+    fields = {field.name for field in dataclasses.fields(ppo.PPO)}
+    assert {*CHANGED, *REBUILT, *ABOVE} == fields
+
+
+@pytest.fixture(scope="module")
+def numbers(rollout, reference):
+    """learn's weights and scores, compiled once for every number of the config."""
+
+    @toys.jit
+    def compiled(changed, policy_lr, critic_lr):
+        settings = dataclasses.replace(
+            ITERATION,
+            policy_optimizer=optax.sgd(policy_lr),
+            critic_optimizer=optax.sgd(critic_lr),
+            **changed,
+        )
+        after, _, _ = ppo.learn(
+            fresh(settings),
+            rollout=rollout,
+            scores=3 * reward(rollout),
+            reference=reference,
+            key=KEY,
+            ppo=settings,
+        )
+        return after
+
+    def run(changed, *, policy_lr=LR, critic_lr=LR):
+        return compiled(changed, policy_lr, critic_lr)
+
+    plain = {name: getattr(ITERATION, name) for name in CHANGED}
+    plain["missing_stop_score"] = 5.0
+    return run, plain
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_no_number_of_the_config_is_inert(numbers, name):
+    run, plain = numbers
+    before, after = run(plain), run(plain | {name: CHANGED[name]})
+    assert distance(weights(before), weights(after)) > 1e-5
+
+
+def test_each_role_has_an_optimizer_of_its_own(numbers):
+    """Where one stands still, the other moves as it would."""
+    run, plain = numbers
+    both = run(plain)
+    policy_still, critic_still = run(plain, policy_lr=0.0), run(plain, critic_lr=0.0)
+    assert toys.leaves_equal(policy_still.policy, POLICY)
+    assert toys.leaves_equal(critic_still.critic, CRITIC)
+    close(policy_still.critic, both.critic)
+    close(critic_still.policy, both.policy)
+    assert distance(both.policy, POLICY) > 1e-3
+    assert distance(both.critic, CRITIC) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REBUILT)
+def test_no_other_field_of_the_config_is_inert(name, reference):
+    def run(settings):
+        return toys.jit(ppo.iteration, static_argnames=("ppo", "reward"))(
+            away(),
+            prompts=toys.prompts(),
+            reference=reference,
+            reward=reward,
+            key=KEY,
+            ppo=settings,
+        )
+
+    before = run(ITERATION)
+    after = run(dataclasses.replace(ITERATION, **{name: REBUILT[name]}))
+    assert distance(weights(before[0]), weights(after[0])) > 1e-6
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_minibatches": 3}, "num_minibatches to divide the 4 rows of a batch, go"),
+        ({"num_minibatches": 8}, "num_minibatches to divide the 4 rows of a batch, go"),
+        (
+            {"num_minibatches": 2, "micro_batch_size": 4},
+            "micro_batch_size to divide the 2 rows of a minibatch .4 rows / 2 minib",
+        ),
+        ({"micro_batch_size": 0}, "micro_batch_size to divide the 4 rows"),
+    ],
+)
+def test_sizes_that_do_not_divide_stop_before_sampling(changes, message, experience):
+    settings = dataclasses.replace(BASE, **changes)
+    with pytest.raises(checks.InputError, match=message):
+        ppo.sample(None, prompts=toys.prompts(), key=KEY, ppo=settings)
+    with pytest.raises(checks.InputError, match=message):
+        ppo.update(fresh(), experience=experience, key=KEY, ppo=settings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"temperature": 0.0}, "temperature: expected a finite number above 0"),
+        ({"num_epochs": 0}, "num_epochs: expected"),
+        ({"gamma": -0.1}, "gamma: expected a number from 0 to 1, got -0.1"),
+        ({"lam": 9.5}, r"lam: expected a number from 0 to 1, got 9\.5"),
+        ({"vf_coef": -0.1}, "vf_coef: expected"),
+        ({"value_clip_range": 0.0}, "value_clip_range: expected"),
+        ({"whiten_advantages": "batch"}, "expected 'rollout', 'minibatch' or None"),
+        ({"missing_stop_score": -1.0, "stop_ids": ()}, "stop_ids to look for, got no"),
+    ],
+)
+def test_settings_that_cannot_be(changes, message):
+    with pytest.raises(checks.InputError, match=message):
+        dataclasses.replace(BASE, **changes)
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (), (3,)])
+def test_a_reward_of_another_shape(rollout, shape):
+    with pytest.raises(checks.InputError, match="expected the reward to return 4 numb"):
+        ppo.learn(
+            fresh(),
+            rollout=rollout,
+            scores=jnp.zeros(shape),
+            reference=None,
+            key=KEY,
+            ppo=BASE,
+        )
+
+
+# It learns, and the penalty holds it back.
+
+
+@pytest.fixture(scope="module")
+def train(reference):
+    optimizer = optax.adam(1e-2, eps=1e-5)
+    settings = dataclasses.replace(
+        BASE,
+        num_epochs=2,
+        policy_optimizer=optimizer,
+        critic_optimizer=optimizer,
+    )
+    step = toys.jit(ppo.iteration, static_argnames=("ppo", "reward"))
+
+    def run(kl_coef: float, num_steps: int = 15):
+        current, rows = fresh(settings, controller=kl_control.fixed(kl_coef)), []
+        many = toys.prompts(lengths=(4, 2, 3, 1) * 4)
+        for number in range(num_steps):
+            current, stats, _ = step(
+                current,
+                prompts=many,
+                reference=reference,
+                reward=reward,
+                key=jax.random.fold_in(KEY, number),
+                ppo=settings,
+            )
+            rows.append(jax.device_get(masked.mean_stats(stats)))
+        return rows
+
+    return run
+
+
+def test_ppo_raises_the_reward_and_a_higher_penalty_holds_the_kl(train):
+    free, held = train(0.0), train(1.0)
+    scores = [row["objective/scores"] for row in free]
+    assert np.mean(scores[:2]) < 0.5
+    assert np.mean(scores[-5:]) > 0.8
+    assert abs(free[0]["objective/kl"]) < 1e-3
+    assert held[-1]["objective/kl"] < 0.5 * free[-1]["objective/kl"]
+
+
+@pytest.mark.slow
+def test_an_iteration_is_the_same_on_eight_devices(reference):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    whole = NamedSharding(mesh, PartitionSpec())
+    by_rows = NamedSharding(mesh, PartitionSpec("data"))
+    many = toys.prompts(lengths=(4, 2, 3, 1) * 4)
+    step = jax.jit(ppo.iteration, static_argnames=("ppo", "reward"))
+    fixed = {"reward": reward, "key": KEY, "ppo": ITERATION}
+    one = step(away(), prompts=many, reference=reference, **fixed)
+    eight = step(
+        jax.device_put(away(), whole),
+        prompts=jax.device_put(many, by_rows),
+        reference=jax.device_put(reference, whole),
+        **fixed,
+    )
+    np.testing.assert_array_equal(one[2].rollout.tokens, eight[2].rollout.tokens)
+    close(one[0], eight[0], atol=1e-5)
+    close(masked.mean_stats(one[1]), masked.mean_stats(eight[1]), atol=1e-5)

@@ -1,0 +1,121 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+import toys
+
+from rlhf_jax import batch, checks, rollout
+
+
+@pytest.fixture(
+    scope="module",
+    params=["gpt2", pytest.param("llama", marks=pytest.mark.slow)],
+)
+def model(request):
+    return toys.FAMILIES[request.param]
+
+
+@pytest.fixture(scope="module")
+def params(model):
+    return toys.params(model)
+
+
+@pytest.fixture(scope="module")
+def sampled(params, model):
+    return toys.sampled(params, model=model)
+
+
+def test_the_shape_of_a_rollout(sampled):
+    """Prompts stay where they are; a response ends with its first stop token."""
+    prompts = toys.prompts()
+    tokens, mask, response = (
+        np.asarray(a) for a in (sampled.tokens, sampled.mask, sampled.response_mask)
+    )
+    np.testing.assert_array_equal(tokens[:, :4], prompts.tokens)
+    np.testing.assert_array_equal(mask[:, :4], prompts.mask)
+    assert not response[:, :4].any()
+    np.testing.assert_array_equal(mask[:, 4:], response[:, 4:])
+    for b in range(4):
+        stops = np.flatnonzero(np.isin(tokens[b, 4:], toys.STOP) & response[b, 4:])
+        length = stops[0] + 1 if stops.size else toys.SIZE
+        np.testing.assert_array_equal(response[b, 4:], np.arange(toys.SIZE) < length)
+    np.testing.assert_array_equal(sampled.index, prompts.index)
+    np.testing.assert_array_equal(sampled.sample, prompts.sample)
+
+
+def test_old_logprobs_and_entropy_are_of_what_was_drawn_from(sampled, params, model):
+    logits = toys.logits(params, model=model, tokens=sampled.tokens, mask=sampled.mask)
+    response = np.asarray(sampled.response_mask)
+    logits, tokens = np.asarray(logits, np.float64), np.asarray(sampled.tokens)
+    expected = oracles.token_logprobs(logits, tokens, temperature=0.7)
+    np.testing.assert_allclose(
+        sampled.old_logprobs, np.where(response, expected, 0.0), atol=1e-5
+    )
+    entropy = np.roll(oracles.entropy(logits, temperature=0.7), 1, axis=1)
+    np.testing.assert_allclose(
+        sampled.entropy, np.where(response, entropy, 0.0), atol=1e-5
+    )
+
+
+def test_reprice_takes_the_trainers_logprobs(sampled, params, model):
+    wrong = dataclasses.replace(sampled, old_logprobs=sampled.old_logprobs - 1.0)
+    repriced = rollout.reprice(
+        wrong, params, model=model, max_new_tokens=toys.SIZE, temperature=0.7
+    )
+    np.testing.assert_allclose(repriced.old_logprobs, sampled.old_logprobs, atol=1e-5)
+    other = dataclasses.replace(repriced, old_logprobs=wrong.old_logprobs)
+    assert toys.leaves_equal(other, wrong)
+
+
+def test_truncate_ends_a_response_after_its_first_stop():
+    response = np.array([[0, 0, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
+    response_mask = jnp.asarray(response, bool)
+    long = batch.Rollout(
+        tokens=jnp.asarray(
+            # A stop token in the prompt ends nothing.
+            [[1, 5, 6, 2, 7, 1], [3, 4, 5, 6, 7, 8], [3, 4, 1, 1, 1, 1]],
+            jnp.int32,
+        ),
+        mask=jnp.ones((3, 6), bool),
+        response_mask=response_mask,
+        old_logprobs=jnp.where(response_mask, -1.5, 0.0),
+        entropy=jnp.where(response_mask, 2.5, 0.0),
+        index=jnp.arange(3),
+        sample=jnp.zeros(3, jnp.int32),
+    )
+    short = rollout.truncate(long, stop_ids=toys.STOP)
+    expected = np.array([[0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1], [0, 0, 1, 0, 0, 0]])
+    np.testing.assert_array_equal(short.response_mask, expected)
+    np.testing.assert_array_equal(short.mask, expected | [1, 1, 0, 0, 0, 0])
+    np.testing.assert_array_equal(short.old_logprobs, expected * -1.5)
+    np.testing.assert_array_equal(short.entropy, expected * 2.5)
+    assert toys.leaves_equal(rollout.truncate(long, stop_ids=()), long)
+
+
+def test_fixed_length_then_truncated_is_stopping(params, model, sampled):
+    """One key a position: what comes after the stop does not change what was before."""
+    long = toys.sample(
+        params,
+        model=model,
+        prompts=toys.prompts(),
+        key=jax.random.key(5),
+        max_new_tokens=toys.SIZE,
+        stop_ids=(),
+        temperature=0.7,
+    )
+    assert np.asarray(long.response_mask)[:, 4:].all()
+    short = rollout.truncate(long, stop_ids=toys.STOP)
+    np.testing.assert_array_equal(short.response_mask, sampled.response_mask)
+    kept = np.asarray(sampled.mask)
+    np.testing.assert_array_equal(
+        np.where(kept, short.tokens, 0), np.where(kept, sampled.tokens, 0)
+    )
+    np.testing.assert_allclose(short.old_logprobs, sampled.old_logprobs, atol=1e-6)
+
+
+def test_a_temperature_that_cannot_be(params, model):
+    with pytest.raises(checks.InputError, match="temperature > 0, got 0"):
+        toys.sampled(params, model=model, temperature=0.0)

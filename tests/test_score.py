@@ -1,0 +1,149 @@
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+import toys
+
+from rlhf_jax import checks, critic, kl, rewards, score
+
+SCORES = jnp.asarray([1.0, -0.5, 0.25, 2.0], jnp.float32)
+POLICY = toys.params()
+REFERENCE = toys.freeze(toys.params(seed=5))
+CRITIC = rewards.init(jax.random.key(3), toys.params(seed=6), model=toys.GPT2)
+
+price = functools.partial(
+    score.score,
+    scores=SCORES,
+    model=toys.GPT2,
+    critic_model=toys.GPT2,
+    max_new_tokens=toys.SIZE,
+    temperature=0.7,
+)
+
+
+@pytest.fixture(scope="module")
+def rollout():
+    return toys.sampled(POLICY)
+
+
+@pytest.fixture(scope="module")
+def scored(rollout):
+    return toys.jit(price)(rollout, reference=REFERENCE, critic=CRITIC)
+
+
+def test_every_number_of_a_scored_rollout(scored, rollout):
+    response, tokens = np.asarray(rollout.response_mask), np.asarray(rollout.tokens)
+    logits = toys.logits(
+        REFERENCE.stored, model=toys.GPT2, tokens=rollout.tokens, mask=rollout.mask
+    )
+    expected = oracles.token_logprobs(np.asarray(logits, np.float64), tokens, 0.7)
+    expected = np.where(response, expected, 0.0)
+    np.testing.assert_allclose(scored.ref_logprobs, expected, atol=1e-5)
+    for b, t in oracles.entries(response):  # k1 by hand
+        np.testing.assert_allclose(
+            scored.kl[b, t],
+            float(rollout.old_logprobs[b, t]) - expected[b, t],
+            atol=1e-5,
+        )
+    assert np.abs(scored.kl).max() > 0.1
+    np.testing.assert_array_equal(np.where(response, 0.0, scored.kl), 0.0)
+    # The value at a token has seen what is to its left.
+    tail = dataclasses.replace(
+        rollout, tokens=rollout.tokens.at[:, -1].set(12), mask=rollout.mask
+    )
+    moved = toys.jit(price)(tail, reference=None, critic=CRITIC)
+    np.testing.assert_allclose(moved.values, scored.values, atol=1e-6)
+    np.testing.assert_array_equal(scored.scores, SCORES)
+    assert scored.rollout.tokens.shape == rollout.tokens.shape
+
+
+def test_values_are_the_critics_and_masked(scored, rollout):
+    values = critic.values(
+        CRITIC, model=toys.GPT2, tokens=rollout.tokens, mask=rollout.mask
+    )
+    response = np.asarray(rollout.response_mask)
+    assert np.abs(values)[~response].max() > 0.01  # there was something to mask
+    expected = np.where(response, values, 0.0)
+    np.testing.assert_allclose(scored.values, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.3, 0.7, 1.0, 1.5])
+def test_kl_of_a_policy_to_itself_is_zero_at_every_temperature(temperature):
+    """Through the real path: cached decoding, then the reference's full forward."""
+    rollout = toys.sampled(POLICY, temperature=temperature)
+    scored = toys.jit(
+        functools.partial(price, temperature=temperature, critic_model=None)
+    )(rollout, reference=toys.freeze(POLICY), critic=None)
+    np.testing.assert_allclose(scored.kl, 0.0, atol=2e-5)
+    assert int(rollout.response_mask.sum()) > 4
+
+
+def test_without_reference_and_critic_nothing_runs(rollout):
+    """All matrix products of the program are the models', and there is none."""
+
+    def operations(reference, critic):
+        jaxpr = jax.make_jaxpr(price)(rollout, reference=reference, critic=critic)
+        return str(jaxpr).count("dot_general")
+
+    assert operations(None, None) == 0
+    assert 0 < operations(REFERENCE, None) < operations(REFERENCE, CRITIC)
+    bare = price(rollout, reference=None, critic=None)
+    assert (bare.ref_logprobs, bare.kl, bare.values) == (None, None, None)
+
+
+def test_no_gradient_reaches_the_reference(rollout):
+    def total(stored):
+        reference = dataclasses.replace(REFERENCE, stored=stored)
+        scored = price(rollout, reference=reference, critic=None)
+        return (scored.ref_logprobs * scored.kl).sum()
+
+    grads = toys.jit(jax.grad(total))(REFERENCE.stored)
+    assert all(not np.asarray(leaf).any() for leaf in jax.tree.leaves(grads))
+
+
+def test_the_estimator_is_the_callers(scored, rollout):
+    cubed = toys.jit(functools.partial(price, kl_estimator=kl.k3))(
+        rollout, reference=REFERENCE, critic=None
+    )
+    expected = oracles.k3(rollout.old_logprobs, scored.ref_logprobs)
+    np.testing.assert_allclose(cubed.kl, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_missing_stop_is_penalised(rollout):
+    tokens, response = np.asarray(rollout.tokens), np.asarray(rollout.response_mask)
+    stopped = [bool(set(tokens[b][response[b]]) & set(toys.STOP)) for b in range(4)]
+    assert True in stopped
+    assert False in stopped
+    ended = score.ended(rollout, stop_ids=toys.STOP)
+    np.testing.assert_array_equal(ended, stopped)
+    penalised = score.penalise_missing_stop(
+        SCORES, rollout=rollout, stop_ids=toys.STOP, score=-1.0
+    )
+    np.testing.assert_array_equal(penalised, np.where(stopped, SCORES, -1.0))
+    assert not score.ended(rollout, stop_ids=()).any()
+
+
+def test_a_stop_token_in_the_prompt_or_the_padding_ends_nothing(rollout):
+    everywhere = jnp.where(rollout.response_mask, 5, toys.STOP[0]).astype(jnp.int32)
+    rollout = dataclasses.replace(rollout, tokens=everywhere)
+    assert not score.ended(rollout, stop_ids=toys.STOP).any()
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (3,), ()])
+def test_scores_of_another_shape(rollout, shape):
+    with pytest.raises(ValueError, match=r"scores: expected shape \(4\), got"):
+        price(rollout, scores=jnp.zeros(shape), reference=None, critic=None)
+
+
+def test_scores_cut_to_integers(rollout):
+    with pytest.raises(TypeError, match="scores: expected float32, got int32"):
+        price(rollout, scores=SCORES.astype(jnp.int32), reference=None, critic=None)
+
+
+def test_a_critic_without_its_shape(rollout):
+    with pytest.raises(checks.InputError, match="the critic's shape with the critic"):
+        price(rollout, reference=None, critic=CRITIC, critic_model=None)

@@ -1,0 +1,101 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracles
+import pytest
+import toys
+
+from rlhf_jax import batch, checks, masked, sft, state
+
+OPTIMIZER = optax.adam(3e-2)
+PARAMS = toys.params()
+update = toys.jit(
+    sft.update, static_argnames=("model", "optimizer", "micro_batch_size")
+)
+
+
+@pytest.fixture(scope="module")
+def texts():
+    """Prompts of 2 tokens, but for row 3: all of it is trained on."""
+    mask = masked.lengths_to_mask(jnp.asarray([6, 3, 5, 4], jnp.int32), size=6)
+    tokens = np.random.default_rng(3).integers(0, 13, (4, 6))
+    starts = jnp.asarray([2, 2, 2, 0])
+    return batch.Sequences(
+        tokens=jnp.asarray(tokens, jnp.int32),
+        mask=mask,
+        response_mask=mask & (jnp.arange(6)[None, :] >= starts[:, None]),
+    )
+
+
+@toys.jit
+def loss(params, texts):
+    return sft.loss(
+        params,
+        texts,
+        model=toys.GPT2,
+        num_tokens=sft.predicted(texts).sum(dtype=jnp.float32),
+    )
+
+
+def test_the_loss_is_of_response_tokens_alone(texts):
+    logits = toys.logits(PARAMS, model=toys.GPT2, tokens=texts.tokens, mask=texts.mask)
+    found = oracles.token_logprobs(
+        np.asarray(logits, np.float64), np.asarray(texts.tokens)
+    )
+    trained = np.array(  # nothing predicts the first token of row 3
+        [[0, 0, 1, 1, 1, 1], [0, 0, 1, 0, 0, 0], [0, 0, 1, 1, 1, 0], [0, 1, 1, 1, 0, 0]]
+    ).astype(bool)
+    np.testing.assert_array_equal(sft.predicted(texts), trained)
+    value, stats = loss(PARAMS, texts)
+    expected = oracles.language_model_loss(found, trained)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    total, weight = stats["loss/language_model"]
+    np.testing.assert_allclose(total / weight, expected, rtol=1e-5)
+    assert int(weight) == trained.sum()
+
+
+def test_the_loss_falls(texts):
+    current, losses = state.supervised_state(PARAMS, optimizer=OPTIMIZER), []
+    for _ in range(30):
+        current, stats = update(
+            current, batch=texts, model=toys.GPT2, optimizer=OPTIMIZER
+        )
+        losses.append(float(masked.mean_stats(stats)["loss/language_model"]))
+    assert losses[-1] < 0.2 * losses[0]
+    assert int(current.step) == 30
+    assert stats.keys() == {
+        "loss/language_model",
+        "update/grad_norm",
+        "update/skipped",
+        "update/skipped_in_a_row",
+    }
+
+
+def test_padding_and_prompts_are_not_learned(texts):
+    """Other tokens under the padding change nothing; on either side, neither."""
+    other = dataclasses.replace(texts, tokens=jnp.where(texts.mask, texts.tokens, 12))
+    value, _ = loss(PARAMS, texts)
+    np.testing.assert_array_equal(loss(PARAMS, other)[0], value)
+    left = jax.tree.map(
+        lambda leaf: jnp.stack(
+            [jnp.roll(leaf[b], 6 - n) for b, n in enumerate((6, 3, 5, 4))]
+        ),
+        texts,
+    )
+    np.testing.assert_allclose(loss(PARAMS, left)[0], value, rtol=1e-5)
+
+
+def test_a_micro_batch_size_that_does_not_divide(texts):
+    with pytest.raises(
+        checks.InputError, match="divide the 4 rows of an update, got 3"
+    ):
+        update(
+            state.supervised_state(PARAMS, optimizer=OPTIMIZER),
+            batch=texts,
+            model=toys.GPT2,
+            optimizer=OPTIMIZER,
+            micro_batch_size=3,
+        )
