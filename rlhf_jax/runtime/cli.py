@@ -1,0 +1,172 @@
+"""From a command line to a config, and from a signal to a clean stop."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn, Self, TypeVar
+
+import tyro
+
+from rlhf_jax.functional.checks import InputError, StopError
+from rlhf_jax.runtime import run_folder
+
+Config = TypeVar("Config", bound=run_folder.RunConfig)
+
+
+def main(
+    run: Callable[[Config], None],
+    config_class: type[Config],
+    *,
+    description: str,
+    argv: Sequence[str] | None = None,
+) -> None:
+    """Parses the command line, checks the run folder and calls `run(config)`.
+
+    What the user got wrong ends with its message and status 2, a run that must not go
+    on with status 1, a signal with how to go on and status 128 + its number, none with
+    a traceback. Any other exception is a defect of ours and keeps it.
+    """
+    try:
+        config = parse(config_class, description=description, argv=argv)
+        run_folder.check_run(config)
+    except InputError as error:
+        _exit(2, f"error: {error}")
+    try:
+        run(config)
+    except InputError as error:
+        _exit(2, f"error: {error}")
+    except StopError as error:
+        _exit(1, f"stopped: {error}")
+    except Interrupted as stop:
+        _exit(128 + stop.signum, f"stopped and saved; {_go_on(config)}")
+    except KeyboardInterrupt:
+        _exit(128 + signal.SIGINT, f"stopped without saving; {_go_on(config)}")
+
+
+def parse(
+    config_class: type[Config], *, description: str, argv: Sequence[str] | None = None
+) -> Config:
+    """The command line as a config, each field an option: kl_coef is --kl-coef.
+
+    `--config RUN/config.json` takes a recorded config for the defaults, with RUN
+    itself, wherever it lies now, as --out. Unknown options exit with status 2.
+
+    Raises:
+      InputError: the recorded config does not fit; names the fields.
+    """
+    before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    before.add_argument("--config", type=Path)
+    given, options = before.parse_known_args(argv)
+    defaults = tyro.MISSING_NONPROP
+    if given.config is not None:
+        fields = run_folder.read_config(given.config)
+        fields |= {"out": os.fspath(given.config.parent), "resume": False}
+        defaults = run_folder.from_json(config_class, fields, source=given.config)
+    return tyro.cli(
+        config_class,
+        args=options,
+        default=defaults,
+        description=f"{description.strip()}\n\n--config RUN/config.json starts from "
+        "the options recorded in RUN instead of the defaults below; add --resume to go "
+        "on with that run, or --out to repeat it elsewhere.",
+    )
+
+
+def load_function(spec: str) -> Callable[..., Any]:
+    """The function of "module:function", installed or in the working directory.
+
+    Raises:
+      InputError: `spec` is of another form, the module cannot be imported, or has no
+        such function.
+    """
+    module_name, _, name = spec.partition(":")
+    if not module_name or not name:
+        raise InputError(f"expected module:function, got {spec!r}")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # whatever the user's own code raises
+        raise InputError(
+            f"{spec}: expected a module {module_name}, installed or in {os.getcwd()}, "
+            f"got {type(error).__name__}: {error}"
+        ) from error
+    function = vars(module).get(name)
+    if not callable(function):
+        got = "no such name" if function is None else type(function).__name__
+        raise InputError(
+            f"{spec}: expected a function {name} in {module.__file__}, got {got}; "
+            f"define it there, or name another"
+        )
+    return function
+
+
+class Interrupted(Exception):
+    """The run was asked to stop, and has saved."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(signum).name}")
+        self.signum = signum
+
+
+class Interrupt:
+    """Turns SIGTERM and Ctrl-C into a request; a second Ctrl-C stops at once.
+
+    with cli.Interrupt() as interrupt:
+        for step in range(start, num_steps):
+            ...
+            if interrupt.requested or (step + 1) % config.snapshot_every == 0:
+                record.flush()
+                snapshots.save(step + 1, arrays=..., meta=...)
+            interrupt.check()
+    """
+
+    def __init__(self) -> None:
+        self._signum: int | None = None
+
+    @property
+    def requested(self) -> bool:
+        """True once a signal has come: save, then `check`."""
+        return self._signum is not None
+
+    def check(self) -> None:
+        """Raises Interrupted if a stop was requested; call it after saving."""
+        if self._signum is not None:
+            raise Interrupted(self._signum)
+
+    def __enter__(self) -> Self:
+        self._previous = {
+            signum: signal.signal(signum, self._on_signal)
+            for signum in (signal.SIGTERM, signal.SIGINT)
+        }
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if self.requested and signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._signum = signum
+        # Not `print`: the step may be inside one, whose buffer is not reentrant.
+        os.write(2, b"\nstopping after this step; Ctrl-C (again) stops at once\n")
+
+
+def _go_on(config: run_folder.RunConfig) -> str:
+    recorded = config.out / run_folder.CONFIG
+    if not recorded.exists():
+        return "nothing was written yet"
+    return f"go on with\n  python {sys.argv[0]} --config {recorded} --resume"
+
+
+def _exit(status: int, message: str) -> NoReturn:
+    print(message, file=sys.stderr)
+    raise SystemExit(status)

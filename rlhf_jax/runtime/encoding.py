@@ -1,0 +1,279 @@
+"""Rows to token lists: tokenizers, lengths, blocks of plain text.
+
+Prompts get the tokenizer's special tokens (Llama's BOS); answers get none, and EOS at
+the end. The two are encoded apart, as they are when the model answers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast
+
+import jax
+
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runtime.data import Row
+from rlhf_jax.stages.batch import Rollout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Tokens = Sequence[int]
+Overlong = Literal["error", "drop"]
+
+
+class Example(NamedTuple):
+    """A text for the language-model loss, which reads the response."""
+
+    prompt: Tokens
+    response: Tokens  # with EOS
+
+
+class Pair(NamedTuple):
+    """Two answers to one prompt."""
+
+    prompt: Tokens
+    chosen: Tokens  # with EOS
+    rejected: Tokens  # with EOS
+    margin: float | None = None  # score difference asked for
+
+
+def load_tokenizer(path_or_id: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint folder or a hub id; InputError if there is none."""
+    from transformers import AutoTokenizer
+
+    expected = f"{path_or_id}: expected a folder with tokenizer.json, or a hub id, got"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path_or_id))
+    except Exception as error:  # the tokenizers library raises bare Exception
+        raise InputError(f"{expected}: {str(error).splitlines()[0]}") from error
+    if tokenizer.vocab_size == 0:  # what transformers makes of a config.json alone
+        raise InputError(
+            f"{expected} none of its files; save the tokenizer there, or name the"
+            " folder that holds it with --tokenizer"
+        )
+    return tokenizer
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, *, vocab_size: int) -> None:
+    """InputError if the tokenizer gives ids that a model of `vocab_size` lacks.
+
+    The model may have more: checkpoints pad their embeddings.
+    """
+    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    if largest >= vocab_size:
+        raise InputError(
+            f"expected a tokenizer with ids below the model's vocabulary size"
+            f" {vocab_size}, got id {largest} for {token!r}; use the tokenizer that the"
+            " model was trained with"
+        )
+
+
+def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The id that fills up rows, not EOS unless the tokenizer says so.
+
+    Without one in the tokenizer any id does, since masks come from lengths.
+    """
+    pad = cast("int | None", tokenizer.pad_token_id)
+    if pad is not None:
+        return pad
+    return 1 if tokenizer.eos_token_id == 0 else 0
+
+
+def eos_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The id that ends an answer; InputError if the tokenizer has none."""
+    eos = cast("int | None", tokenizer.eos_token_id)
+    if eos is None:
+        raise InputError(
+            "expected a tokenizer with an EOS token, got none; set eos_token in its"
+            " tokenizer_config.json"
+        )
+    return eos
+
+
+def texts(
+    rollout: Rollout, *, decode: Callable[[list[int]], str]
+) -> list[tuple[str, str]]:
+    """(prompt, response) of every row, as text."""
+    tokens, mask, response_mask = jax.device_get(
+        (rollout.tokens, rollout.mask, rollout.response_mask)
+    )
+    return [
+        (decode(row[kept & ~response].tolist()), decode(row[response].tolist()))
+        for row, kept, response in zip(tokens, mask, response_mask, strict=True)
+    ]
+
+
+def digest(rows: Sequence[Example] | Sequence[Pair] | Sequence[Tokens]) -> str:
+    """SHA-256 of token lists: a resumed run must read what it began with."""
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+
+def encode_prompts(
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Row],
+    *,
+    max_length: int,
+    field: str = "prompt",
+    overlong: Overlong = "error",
+) -> tuple[list[Row], list[Tokens]]:
+    """The rows whose prompts fit, and the tokens of these prompts.
+
+    Args:
+      max_length: tokens, the context less the room for the response.
+      overlong: what becomes of a longer prompt: an error, or left out.
+
+    Raises:
+      InputError: a prompt is longer (with overlong="error"), or none is left.
+    """
+    prompts = _prompts(tokenizer, rows, field)
+    fits = _fits(
+        [len(tokens) for tokens in prompts],
+        texts=[row[field] for row in rows],
+        max_length=max_length,
+        overlong=overlong,
+    )
+    return [rows[i] for i in fits], [prompts[i] for i in fits]
+
+
+def encode_demonstrations(
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Row],
+    *,
+    max_length: int,
+    prompt: str = "prompt",
+    response: str = "response",
+    overlong: Overlong = "error",
+) -> list[Example]:
+    """Examples of at most `max_length` tokens, prompt and response together.
+
+    Raises:
+      InputError: an example is longer (with overlong="error"), or none is left.
+    """
+    prompts = _prompts(tokenizer, rows, prompt)
+    responses = _answers(tokenizer, rows, response)
+    examples = list(map(Example, prompts, responses))
+    fits = _fits(
+        [len(example.prompt) + len(example.response) for example in examples],
+        texts=[row[prompt] for row in rows],
+        max_length=max_length,
+        overlong=overlong,
+    )
+    return [examples[i] for i in fits]
+
+
+def encode_preferences(
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Row],
+    *,
+    max_length: int,
+    margin: str | None = None,
+    overlong: Overlong = "error",
+) -> list[Pair]:
+    """Pairs of at most `max_length` tokens, prompt and longer answer together.
+
+    Args:
+      margin: the field with the score difference asked for; None for no margins.
+
+    Raises:
+      InputError: a pair is longer (with overlong="error"), none is left, or a margin is
+        not a number.
+    """
+    prompts = _prompts(tokenizer, rows, "prompt")
+    chosen = _answers(tokenizer, rows, "chosen")
+    rejected = _answers(tokenizer, rows, "rejected")
+    margins = [_margin(i, row, margin) for i, row in enumerate(rows)]
+    pairs = list(map(Pair, prompts, chosen, rejected, margins))
+    fits = _fits(
+        [len(p.prompt) + max(len(p.chosen), len(p.rejected)) for p in pairs],
+        texts=[row["prompt"] for row in rows],
+        max_length=max_length,
+        overlong=overlong,
+    )
+    return [pairs[i] for i in fits]
+
+
+def encode_text(
+    tokenizer: PreTrainedTokenizerBase, text: str, *, block_size: int
+) -> list[Example]:
+    """Plain text as consecutive blocks of `block_size` tokens, the last one shorter.
+
+        tokens   0 1 2 3 4 5 6 7      block_size = 4
+        blocks   0 1 2 3
+                       3 4 5 6
+                             6 7
+
+    Neighbours share one token, since the first token of a row has no prediction: so
+    the loss reads each token of the text but the first exactly once.
+
+    Raises:
+      InputError: the text or the block size has fewer than two tokens.
+    """
+    if block_size < 2:
+        raise InputError(f"expected a block size of at least 2, got {block_size}")
+    (tokens,) = _encode(tokenizer, [text], special=False)
+    if len(tokens) < 2:
+        raise InputError(f"expected a text of at least 2 tokens, got {len(tokens)}")
+    stride = block_size - 1
+    return [
+        Example((), tokens[start : start + block_size])
+        for start in range(0, len(tokens) - 1, stride)
+    ]
+
+
+def _prompts(
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], field: str
+) -> list[list[int]]:
+    return _encode(tokenizer, [row[field] for row in rows], special=True)
+
+
+def _answers(
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], field: str
+) -> list[list[int]]:
+    eos = eos_token_id(tokenizer)
+    answers = _encode(tokenizer, [row[field] for row in rows], special=False)
+    return [[*tokens, eos] for tokens in answers]
+
+
+def _encode(
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bool
+) -> list[list[int]]:
+    # verbose=False: lengths are checked here, against the context of the model.
+    return tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"]
+
+
+def _margin(index: int, row: Row, field: str | None) -> float | None:
+    if field is None:
+        return None
+    if not isinstance(row.get(field), int | float):
+        raise InputError(
+            f"row {index}: expected a number in {field!r}, got {row.get(field)!r:.40}"
+        )
+    return float(row[field])
+
+
+def _fits(
+    lengths: Sequence[int],
+    *,
+    texts: Sequence[str],
+    max_length: int,
+    overlong: Overlong,
+) -> list[int]:
+    """The places of `lengths` that are at most `max_length`."""
+    fits = [i for i, length in enumerate(lengths) if length <= max_length]
+    if overlong == "error" and len(fits) < len(lengths):
+        row = next(i for i, length in enumerate(lengths) if length > max_length)
+        raise InputError(
+            f"row {row} (from 0; {texts[row]!r:.60}): expected at most {max_length}"
+            f" tokens, got {lengths[row]}; shorten it, allow more, or leave out what is"
+            " too long with overlong='drop'"
+        )
+    if not fits:
+        raise InputError(
+            f"expected a row of at most {max_length} tokens, got {len(lengths)} rows,"
+            f" the shortest with {min(lengths)}; allow more"
+        )
+    return fits

@@ -1,0 +1,274 @@
+"""What a run measures: a row a step, on disk before the snapshot of that step."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import jax
+
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.masked import Stats
+from rlhf_jax.runtime import run_folder
+
+FILES = ("metrics", "timings", "samples")
+Row = dict[str, float | None]
+
+
+class Sink(Protocol):
+    """Somewhere else for the rows of metrics.jsonl: a terminal, TensorBoard, W&B."""
+
+    def begin(self, stage: str, step: int) -> None:
+        """A stage starts, or goes on, at `step`."""
+
+    def write(self, stage: str, step: int, row: Row) -> None:
+        """A step's values; None was not measured."""
+
+    def close(self) -> None:
+        """The run ends, well or not."""
+
+
+class Recorder:
+    """metrics.jsonl, timings.jsonl and samples.jsonl, shared by a pipeline's stages.
+
+        metrics.jsonl   {"stage": "ppo", "step": 3, "objective/kl": 1.25, ...}
+        timings.jsonl   {"stage": "ppo", "step": 3, "seconds": 2.1, "phases": {...}}
+        samples.jsonl   {"stage": "ppo", "step": 3, ...}, any number of rows a step
+
+    Step N is the one that snapshot N + 1 is the first to contain:
+
+        with metrics.Recorder(folder) as record:
+            record.begin("ppo", step=start)
+            for step in range(start, num_steps):
+                with record.phase("sample"):
+                    ...
+                record.write(step, stats)
+                if (step + 1) % snapshot_every == 0:
+                    record.flush()
+                    snapshots.save(step + 1, ...)
+
+    Because rows reach the disk before their snapshot, and `begin` drops those that came
+    after it, a run that was killed and resumed leaves the files of one that was not.
+    Only timings.jsonl has a clock in it.
+    """
+
+    def __init__(self, folder: Path, *, sinks: Sequence[Sink] = ()) -> None:
+        self._paths = {name: folder / f"{name}.jsonl" for name in FILES}
+        self._files = {name: path.open("ab") for name, path in self._paths.items()}
+        self._sinks = sinks
+        self._stage = ""
+        self._pending: tuple[int, Stats] | None = None
+        self.latest: Row = {}  # the newest row on disk, of the step before the pending
+        self._phases: dict[str, float] = {}
+        self._since = time.perf_counter()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        if kind is not None and not issubclass(kind, Exception):
+            self._pending = None  # Ctrl-C does not wait for the device
+        self.close()
+
+    def begin(self, stage: str, *, step: int = 0) -> None:
+        """Starts a stage at `step`, the number of the snapshot that it goes on from.
+
+        Drops the rows that this stage wrote at `step` and later, and a last line that
+        was cut off. The rows of other stages stay, so a stage that was already
+        complete may begin at its end again.
+
+        Raises:
+          InputError: a line of a file is not a row; names file and line.
+        """
+        self.flush()
+        for name, path in self._paths.items():
+            _cut(path, stage=stage, step=step)
+            self._files[name].close()
+            self._files[name] = path.open("ab")
+        self._stage, self.latest = stage, {}
+        for sink in self._sinks:
+            sink.begin(stage, step)
+        self._phases, self._since = {}, time.perf_counter()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Adds the seconds spent inside to this step's timings.
+
+        Devices work behind Python: the seconds of a computation fall to the phase that
+        first waits for its result. The sum over a step is right.
+        """
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - start
+            self._phases[name] = self._phases.get(name, 0.0) + seconds
+
+    def write(self, step: int, stats: Stats) -> None:
+        """Takes a step's statistics, and writes the row of the step before.
+
+        One step late the values have long reached the host, so the devices never
+        wait. A value is sum / weight, or the maximum where weight is None; null is
+        weight 0, and "NaN", "Infinity" and "-Infinity" are strings, since JSON has
+        no such numbers (`float` reads them).
+        """
+        self._write_pending()
+        jax.copy_to_host_async(stats)
+        self._pending = (step, stats)
+        now = time.perf_counter()
+        timings = {"seconds": now - self._since, "phases": self._phases}
+        self._append("timings", step, timings)
+        self._phases, self._since = {}, now
+
+    def write_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Appends rows of Python values: texts, token ids, scores.
+
+        Raises:
+          ValueError: a row has a stage or step of its own, by which a resume would cut.
+        """
+        for row in rows:
+            self._append("samples", step, row)
+
+    def flush(self) -> None:
+        """Puts every row on the disk, the pending one included. Call before saving."""
+        self._write_pending()
+        for file in self._files.values():
+            os.fsync(file.fileno())
+
+    def close(self) -> None:
+        """Flushes, and closes the files and the sinks."""
+        try:
+            self.flush()
+        finally:
+            for closing in (*self._files.values(), *self._sinks):
+                closing.close()
+
+    def _write_pending(self) -> None:
+        if self._pending is None:
+            return
+        (step, stats), self._pending = self._pending, None
+        row = {name: _mean(*pair) for name, pair in jax.device_get(stats).items()}
+        self._append("metrics", step, row)
+        self.latest = row
+        for sink in self._sinks:
+            sink.write(self._stage, step, row)
+
+    def _append(self, name: str, step: int, row: Mapping[str, Any]) -> None:
+        place = {"stage": self._stage, "step": step}
+        if not place.keys().isdisjoint(row):
+            raise ValueError(
+                f"expected rows without {' and '.join(place)}, which every line has "
+                f"already, got {', '.join(row)}; rename them"
+            )
+        line = place | {key: _strict(value) for key, value in row.items()}
+        text = json.dumps(line, ensure_ascii=False, allow_nan=False)
+        self._files[name].write(text.encode() + b"\n")
+        self._files[name].flush()
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows of a JSONL file, without a last line that was cut off.
+
+    Raises:
+      InputError: a line is not a row with a stage and a step; names file and line.
+    """
+    return [row for _, row in _lines(path)]
+
+
+class TensorBoard:
+    """Events in folder/tensorboard, by stage and step (extra `tensorboard`).
+
+    A resumed run writes the steps after its snapshot again, with the same values.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
+
+        self._writer = SummaryWriter(os.fspath(folder / "tensorboard"))
+
+    def begin(self, stage: str, step: int) -> None: ...
+
+    def write(self, stage: str, step: int, row: Row) -> None:
+        for name, value in row.items():
+            if value is not None:
+                self._writer.add_scalar(f"{stage}/{name}", value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """A W&B run named for the folder, each stage on its own step axis (extra `wandb`).
+
+    The run's id stands in folder/wandb.txt, so that a resume goes on with it.
+    """
+
+    def __init__(self, folder: Path, *, config: dict[str, Any]) -> None:
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        id_file = folder / "wandb.txt"
+        if not id_file.exists():
+            run_folder.write_text(id_file, uuid.uuid4().hex)
+        self._run = wandb.init(
+            project="rlhf_jax",
+            name=folder.absolute().name,
+            id=id_file.read_text(),
+            resume="allow",
+            dir=folder,
+            config=config,
+        )
+
+    def begin(self, stage: str, step: int) -> None:
+        self._run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
+
+    def write(self, stage: str, step: int, row: Row) -> None:
+        values = {name: value for name, value in row.items() if value is not None}
+        self._run.log({f"{stage}/{k}": v for k, v in {"step": step, **values}.items()})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _mean(value: Any, weight: Any) -> float | None:
+    if weight is None:
+        return float(value)
+    return float(value) / float(weight) if weight != 0 else None
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return json.dumps(value)
+    return value
+
+
+def _lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
+    *complete, _ = path.read_bytes().split(b"\n")
+    return [(line, _parse(line, path, n)) for n, line in enumerate(complete, start=1)]
+
+
+def _parse(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    with contextlib.suppress(ValueError):
+        match json.loads(line):
+            case {"stage": str(), "step": int()} as row:
+                return row
+    raise InputError(
+        f"{path}, line {number}: expected an object with 'stage' and 'step', got "
+        f"{line[:60]!r}; remove the line, or start a new run"
+    )
+
+
+def _cut(path: Path, *, stage: str, step: int) -> None:
+    kept = [
+        line + b"\n"
+        for line, row in _lines(path)
+        if row["stage"] != stage or row["step"] < step
+    ]
+    if sum(map(len, kept)) < path.stat().st_size:
+        run_folder.write_text(path, b"".join(kept).decode())

@@ -1,0 +1,81 @@
+"""A checkpoint and its tokenizer together: what an experiment on a user's model loads.
+
+start = pretrained.load("gpt2")
+...
+hf.save(out, start.model, params, tokenizer=start.tokenizer)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.runtime import encoding, hf
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Params = Any
+
+
+class Pretrained(NamedTuple):
+    """A causal language model that reads and writes text."""
+
+    model: ModelConfig
+    params: Params  # f32, to be trained
+    tokenizer: PreTrainedTokenizerBase
+    stop_ids: tuple[int, ...]  # that end a response
+
+    @property
+    def pad_id(self) -> int:
+        """The id that fills up rows."""
+        return encoding.pad_token_id(self.tokenizer)
+
+    def limit(self, max_length: int | None) -> int:
+        """Tokens that a row may have: `max_length`, or the context if None.
+
+        Raises:
+          InputError: max_length is beyond the context.
+        """
+        context = self.model.max_positions
+        if max_length is not None and max_length > context:
+            raise InputError(
+                f"max_length: expected at most the context of the model, {context} "
+                f"tokens, got {max_length}; ask for less, or leave it out"
+            )
+        return context if max_length is None else max_length
+
+    def decode(self, tokens: list[int]) -> str:
+        """Token ids -> text, special tokens left out."""
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def load(
+    path_or_repo_id: str, *, tokenizer: str | None = None, dtype: str = "float32"
+) -> Pretrained:
+    """Reads a checkpoint to train, and checks that its tokenizer fits it.
+
+    Args:
+      path_or_repo_id: a folder, or a hub id.
+      tokenizer: where the tokenizer is; None for in the checkpoint.
+      dtype: of activations; the parameters are float32.
+
+    Raises:
+      InputError: either is missing or unreadable (`hf.load`), or the tokenizer has ids
+        that the model lacks.
+    """
+    reader = encoding.load_tokenizer(
+        path_or_repo_id if tokenizer is None else tokenizer
+    )
+    model, params = hf.load(path_or_repo_id, dtype="float32")
+    encoding.check_vocabulary(reader, vocab_size=model.vocab_size)
+    # A chat model may stop at more than the tokenizer's EOS, which may be None.
+    stop_ids = [reader.eos_token_id, *hf.stop_ids(path_or_repo_id)]
+    return Pretrained(
+        model=dataclasses.replace(model, dtype=dtype),
+        params=params,
+        tokenizer=reader,
+        stop_ids=tuple(dict.fromkeys(i for i in stop_ids if i is not None)),
+    )

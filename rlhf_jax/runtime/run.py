@@ -1,0 +1,171 @@
+"""A run on disk: stages that save, stop and go on to the last bit.
+
+    with run.Run(config, num_steps={"sft": 300, "ppo": 100}) as job:
+        with job.stage("sft", state, meta={}) as stage:
+            for step in stage.steps():
+                stage.state, stats = update(stage.state, batch=batches[step])
+                stage.end_step(step, stats)
+        ...
+
+The loop is the experiment's own; a stage only restores its state before the first step
+and keeps it after each. A stage that was complete when the run stopped restores its
+last snapshot and has no steps left, so a pipeline goes on where it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+from rlhf_jax.functional.checks import InputError, StopError
+from rlhf_jax.functional.masked import Stats
+from rlhf_jax.runtime import cli, metrics, report, run_folder, snapshot
+
+PyTree = Any
+MAX_SKIPPED = 5  # updates in a row without a finite gradient, before a run stops
+
+
+class DivergedError(StopError):
+    """Several updates in a row had no finite gradient."""
+
+
+class Run:
+    """An open run folder: the record, the signals and the stages' snapshots."""
+
+    def __init__(
+        self, config: run_folder.RunConfig, *, num_steps: Mapping[str, int]
+    ) -> None:
+        """Makes or continues `config.out`; `num_steps` of each stage, in order.
+
+        Raises:
+          InputError: a stage has no steps, or the folder cannot be used
+            (`run_folder.open_run`).
+        """
+        for stage, steps in num_steps.items():
+            if steps < 1:
+                raise InputError(f"{stage}: expected at least 1 step, got {steps}")
+        self.config = config
+        self.num_steps = num_steps
+        self.folder = run_folder.open_run(config)
+        self.versions = run_folder.versions()
+        self.record = metrics.Recorder(
+            self.folder, sinks=report.sinks(config, num_steps=num_steps)
+        )
+        self.interrupt = cli.Interrupt()
+
+    def __enter__(self) -> Self:
+        self.interrupt.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        try:
+            self.record.__exit__(*exception)
+        finally:
+            self.interrupt.__exit__(*exception)
+
+    def stage(
+        self,
+        name: str,
+        state: PyTree,
+        *,
+        meta: Mapping[str, Any],
+        verify: Callable[[PyTree], None] | None = None,
+    ) -> Stage:
+        """The stage `name`, at its newest snapshot or else at `state`.
+
+        Args:
+          state: pytree of arrays, all that the stage changes or must not lose.
+          meta: JSON values that must be equal when the stage is resumed, as the
+            reference's fingerprint.
+          verify: raises if something in the state has moved that must not; called
+            with it at the start, before every snapshot and so at the end.
+
+        Raises:
+          InputError: a snapshot is of another model, or its meta differs.
+        """
+        return Stage(self, name, state, meta=meta, verify=verify)
+
+
+class Stage:
+    """One stage of a run; a context manager that closes its snapshots."""
+
+    def __init__(
+        self,
+        run: Run,
+        name: str,
+        state: PyTree,
+        *,
+        meta: Mapping[str, Any],
+        verify: Callable[[PyTree], None] | None,
+    ) -> None:
+        self._run = run
+        self._verify = verify
+        self._num_steps = run.num_steps[name]
+        self._meta = {
+            **meta,
+            "config": run_folder.to_json(run.config),
+            "versions": run.versions,
+        }
+        self._snapshots = snapshot.Snapshots(
+            run.folder / "snapshots" / name, keep=run.config.keep_snapshots
+        )
+        self.state = state
+        self.start = self._snapshots.latest() or 0
+        if self.start:
+            self.state, saved = self._snapshots.restore(self.start, like=state)
+            for key, value in meta.items():
+                if saved[key] != value:
+                    raise InputError(
+                        f"snapshot {self.start} of {name}: expected {key} {value}, as "
+                        f"this run has it, got {saved[key]}; resume with what the run "
+                        f"began with, or start a new run with another --out"
+                    )
+        if verify is not None:
+            verify(self.state)
+        run.record.begin(name, step=self.start)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._snapshots.close()
+
+    def steps(self) -> range:
+        """The steps that are left."""
+        return range(self.start, self._num_steps)
+
+    def end_step(
+        self, step: int, stats: Stats, samples: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
+        """Records a step, and saves when it is time or a signal asks for it.
+
+        Args:
+          stats: {name: (sum, weight)}; read one step late, so the device never waits.
+          samples: rows for samples.jsonl.
+
+        Raises:
+          DivergedError: `MAX_SKIPPED` updates in a row were skipped; the snapshots
+            before them stay.
+          cli.Interrupted: after a signal, with everything saved.
+        """
+        record, config = self._run.record, self._run.config
+        record.write(step, stats)
+        record.write_samples(step, samples)
+        done = step + 1
+        due = done == self._num_steps or done % config.snapshot_every == 0
+        due = due or self._run.interrupt.requested
+        if due:
+            record.flush()
+        skipped = record.latest.get("update/skipped_in_a_row")
+        if skipped is not None and skipped >= MAX_SKIPPED:
+            raise DivergedError(
+                f"by step {step} the gradient was not finite {skipped:.0f} times in a "
+                f"row, and nothing was updated meanwhile. Snapshots so far are good "
+                f"(newest: {self._snapshots.latest()}); look for NaN in the rewards, "
+                f"or start again with a smaller learning rate"
+            )
+        if due:
+            if self._verify is not None:
+                self._verify(self.state)
+            self._snapshots.save(done, arrays=self.state, meta=self._meta)
+            self._run.interrupt.check()

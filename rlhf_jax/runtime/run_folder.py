@@ -1,0 +1,300 @@
+"""A run folder: what a run was asked for, with which versions, and what came out.
+
+config.json     the config and the versions it ran with
+metrics.jsonl, timings.jsonl, samples.jsonl    a line a step, see `metrics`
+summary.json    the figures at the end
+snapshots/      see `snapshot`
+plots/          see `report`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import os
+import platform
+import sys
+import types
+import typing
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+
+import rlhf_jax
+from rlhf_jax.functional.checks import InputError
+
+CONFIG = "config.json"
+UNFINISHED = ".tmp"
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "chex",
+    "grain",
+    "numpy",
+    "transformers",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """What every experiment asks for; an experiment adds its own fields.
+
+    Of these only `seed` changes the result, so a resume may differ in the others.
+    """
+
+    out: Path
+    """Folder of the run; absent or empty unless --resume is given."""
+    seed: int = 0
+    """Root of every random number."""
+    resume: bool = False
+    """Continue the run in --out from its newest snapshot."""
+    snapshot_every: int = 50
+    """Steps between snapshots."""
+    keep_snapshots: int = 2
+    """How many of the newest snapshots to keep."""
+    progress: bool = True
+    """Show progress on the terminal."""
+    tensorboard: bool = False
+    """Also write TensorBoard events into OUT/tensorboard."""
+    wandb: bool = False
+    """Also log to Weights & Biases."""
+
+    def __post_init__(self) -> None:
+        counts = {
+            "--snapshot-every": self.snapshot_every,
+            "--keep-snapshots": self.keep_snapshots,
+        }
+        for option, count in counts.items():
+            if count < 1:
+                raise InputError(f"{option}: expected at least 1, got {count}")
+        extras = {
+            "tensorboard": (self.tensorboard, "tensorboardX"),
+            "wandb": (self.wandb, "wandb"),
+        }
+        for extra, (wanted, package) in extras.items():
+            if wanted and importlib.util.find_spec(package) is None:
+                raise InputError(
+                    f"--{extra} needs the package {package}, which is not installed; "
+                    f"pip install 'rlhf-jax[{extra}]', or leave --{extra} out"
+                )
+
+
+MAY_DIFFER = frozenset(f.name for f in dataclasses.fields(RunConfig)) - {"seed"}
+Config = TypeVar("Config", bound=RunConfig)
+
+
+def check_run(config: RunConfig) -> None:
+    """Checks that `open_run` can use the folder, touching nothing.
+
+    Raises:
+      InputError: `out` holds something and `resume` is off; or `resume` is on and the
+        folder is not a run's, or its recorded config differs from this one.
+    """
+    out = config.out
+    if out.exists() and not out.is_dir():
+        raise InputError(
+            f"--out {out} is a file; expected a folder that is absent or empty"
+        )
+    held = _held(out)
+    if not held:
+        return
+    if not config.resume:
+        raise InputError(
+            f"--out {out} already holds {', '.join(held[:4])}"
+            f"{', ...' if len(held) > 4 else ''}; continue that run with --resume, "
+            "or give another --out"
+        )
+    if CONFIG not in held:
+        raise InputError(
+            f"--resume: {out} holds {', '.join(held[:4])} but no {CONFIG}, so it is "
+            "not a run folder; give the --out of the run to continue"
+        )
+    recorded, given = read_config(out / CONFIG), to_json(config)
+    differing = [
+        f"  {name}: recorded {_show(recorded, name)}, given {_show(given, name)}"
+        for name in sorted(recorded.keys() | given.keys())
+        if name not in MAY_DIFFER and _show(recorded, name) != _show(given, name)
+    ]
+    if differing:
+        raise InputError(
+            f"--resume continues the run recorded in {out / CONFIG}, but its config "
+            "differs from this one in\n"
+            + "\n".join(differing)
+            + f"\ngive the recorded values (--config {out / CONFIG} does), or start a "
+            "new run with another --out"
+        )
+
+
+def open_run(config: RunConfig) -> Path:
+    """Makes the folder with its config.json, or checks the one that is there.
+
+    A folder that a resumed run never got to fill starts over. Versions that differ
+    from the recorded ones are told on stderr and accepted.
+
+    Raises:
+      InputError: as `check_run`, or the folder cannot be made.
+    """
+    check_run(config)
+    out, path = config.out, config.out / CONFIG
+    if _held(out):
+        recorded = _read(path)["versions"]
+        for name, now in versions().items():
+            if recorded.get(name) != now:
+                print(
+                    f"warning: this run began with {name} {recorded.get(name)} and "
+                    f"goes on with {now}; its numbers may differ in the last bits",
+                    file=sys.stderr,
+                )
+        return out
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--out {out} cannot be made: {error}") from error
+    write_json(path, {"config": to_json(config), "versions": versions()})
+    return out
+
+
+def write_summary(folder: Path, summary: dict[str, Any]) -> None:
+    """Writes summary.json, whole or not at all; NaN and infinity raise ValueError."""
+    write_json(folder / "summary.json", summary)
+
+
+def versions() -> dict[str, str]:
+    """What a result may depend on besides its config."""
+    device = jax.devices()[0]
+    return {
+        "python": platform.python_version(),
+        "rlhf_jax": rlhf_jax.__version__,
+        **{name: metadata.version(name) for name in PACKAGES},
+        "devices": f"{jax.device_count()} {device.platform} ({device.device_kind})",
+    }
+
+
+def to_json(config: RunConfig) -> dict[str, Any]:
+    """Fields as JSON values: paths become strings and tuples lists.
+
+    Raises:
+      InputError: a number is NaN or infinite, which JSON cannot hold.
+    """
+    fields = dataclasses.asdict(config)
+    try:
+        return json.loads(json.dumps(fields, default=os.fspath, allow_nan=False))
+    except ValueError as error:
+        raise InputError(
+            f"config fields must be finite numbers (None is off); got {fields}"
+        ) from error
+
+
+def from_json(
+    config_class: type[Config], fields: dict[str, Any], *, source: Path
+) -> Config:
+    """The config whose `to_json` is `fields`: every field there and of its type.
+
+    Raises:
+      InputError: fields are unknown, missing or mistyped; names them all.
+    """
+    hints = typing.get_type_hints(config_class)
+    kinds = {
+        field.name: hints[field.name] for field in dataclasses.fields(config_class)
+    }
+    values: dict[str, Any] = {}
+    wrong = [f"  {name}: unknown" for name in fields.keys() - kinds.keys()]
+    wrong += [f"  {name}: missing" for name in kinds.keys() - fields.keys()]
+    for name in kinds.keys() & fields.keys():
+        try:
+            values[name] = _decode(fields[name], kinds[name])
+        except TypeError as error:
+            wrong.append(f"  {name}: {error}")
+    if wrong:
+        raise InputError(
+            f"{source} does not fit the options of this experiment:\n"
+            + "\n".join(sorted(wrong))
+            + "\ncorrect the file, or give the options without it"
+        )
+    return config_class(**values)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The config recorded in a config.json, as JSON values.
+
+    Raises:
+      InputError: the file is missing or is not a run's config.json.
+    """
+    return _read(path)["config"]
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Writes strict JSON, whole or not at all; NaN and infinity raise ValueError."""
+    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces a file in one step: a crash leaves the old one or the new one."""
+    unfinished = path.with_name(path.name + UNFINISHED)
+    with unfinished.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+
+
+def _held(folder: Path) -> list[str]:
+    """What a folder holds, apart from what a killed `write_text` left behind."""
+    if not folder.exists():
+        return []
+    return sorted(
+        path.name for path in folder.iterdir() if not path.name.endswith(UNFINISHED)
+    )
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    try:
+        recorded = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise InputError(f"{path} is not JSON: {error}") from error
+    match recorded:
+        case {"config": dict(), "versions": dict()}:
+            return recorded
+    raise InputError(
+        f"{path}: expected the {CONFIG} of a run, with the objects 'config' and "
+        f"'versions'; got {json.dumps(recorded)[:80]}"
+    )
+
+
+def _show(fields: dict[str, Any], name: str) -> str:
+    return json.dumps(fields[name]) if name in fields else "(no such field)"
+
+
+def _decode(value: Any, kind: Any) -> Any:
+    """A JSON value as the Python type `kind`; TypeError if it is not one."""
+    inner = typing.get_args(kind)
+    origin = typing.get_origin(kind)
+    if origin in (typing.Union, types.UnionType):
+        for alternative in inner:
+            with contextlib.suppress(TypeError):
+                return _decode(value, alternative)
+    elif origin is typing.Literal:
+        if value in inner:
+            return value
+    elif origin is tuple and isinstance(value, list):
+        if inner[-1] is ...:
+            inner = inner[:1] * len(value)
+        if len(inner) == len(value):
+            return tuple(map(_decode, value, inner))
+    elif kind is Path and isinstance(value, str):
+        return Path(value)
+    elif kind is float and type(value) in (int, float):
+        return float(value)
+    elif type(value) is kind:
+        return value
+    name = kind.__name__ if isinstance(kind, type) else str(kind)
+    raise TypeError(f"expected {name}, got {json.dumps(value)}")

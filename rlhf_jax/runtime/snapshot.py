@@ -1,0 +1,174 @@
+"""Snapshots of everything a run needs to go on to the last bit, through orbax."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from absl import logging
+from orbax.checkpoint.checkpoint_managers import LatestN
+
+from rlhf_jax.functional.checks import InputError
+
+Array = jax.Array
+PyTree = Any
+Target = jax.ShapeDtypeStruct | np.ndarray
+LISTED = 20  # misfitting leaves that an error names
+
+
+class Snapshots:
+    """Numbered snapshots in one folder; number N means that N steps are done.
+
+    A snapshot has two parts, complete together or not there at all: `arrays`, any
+    pytree of `jax.Array`s (typed random keys included), and `meta`, a JSON object
+    (config, versions, reference fingerprint). What a killed run left half-written is
+    never seen, and removed by the next `save`. Use as a context manager: leaving waits
+    until the last snapshot is complete.
+    """
+
+    def __init__(self, folder: Path, *, keep: int = 2) -> None:
+        """Opens or makes `folder`, which keeps the `keep` newest snapshots."""
+        logging.set_verbosity(logging.ERROR)  # orbax tells each save in many lines
+        self._folder = folder
+        self._manager = ocp.CheckpointManager(
+            folder.absolute(),
+            item_handlers={
+                "arrays": ocp.StandardCheckpointHandler(),
+                "meta": ocp.JsonCheckpointHandler(),
+            },
+            options=ocp.CheckpointManagerOptions(
+                preservation_policy=LatestN(keep), cleanup_tmp_directories=True
+            ),
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def latest(self) -> int | None:
+        """The number of the newest snapshot, None without any."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, *, arrays: PyTree, meta: dict[str, Any]) -> None:
+        """Copies the arrays off the devices, then writes behind the next steps.
+
+        The arrays may be donated once this returns; an older snapshot goes only when
+        this one is complete. A step that is already there is left as it is: runs are
+        deterministic, so it holds the same bits.
+        """
+        if step in self._manager.all_steps():
+            return
+        self._manager.save(
+            step,
+            args=ocp.args.Composite(
+                arrays=ocp.args.StandardSave(jax.tree.map(_raw, _flat(arrays))),
+                meta=ocp.args.JsonSave(meta),
+            ),
+        )
+
+    def restore(self, step: int, *, like: PyTree) -> tuple[PyTree, dict[str, Any]]:
+        """(arrays, meta) of a snapshot, to the last bit.
+
+        Args:
+          step: a number that `latest` gave.
+          like: pytree of arrays or `jax.ShapeDtypeStruct`s (random keys: arrays) of
+            what was saved. Arrays come back with its structure and shardings, whatever
+            devices they were saved from, and uncommitted where it has none.
+
+        Raises:
+          InputError: there is no such snapshot, or its leaves, shapes or dtypes are
+            not those of `like`; names them.
+        """
+        self._manager.wait_until_finished()
+        if step not in self._manager.all_steps():
+            raise InputError(
+                f"{self._folder}: expected one of the snapshots "
+                f"{sorted(self._manager.all_steps())}, got {step}"
+            )
+        flat = _flat(like)
+        targets = {path: _target(leaf) for path, leaf in flat.items()}
+        self._check(step, targets)
+        restored = self._manager.restore(
+            step,
+            args=ocp.args.Composite(
+                arrays=ocp.args.StandardRestore(targets), meta=ocp.args.JsonRestore()
+            ),
+        )
+        leaves = [
+            _restored(restored["arrays"][path], leaf) for path, leaf in flat.items()
+        ]
+        return jax.tree.unflatten(jax.tree.structure(like), leaves), restored["meta"]
+
+    def close(self) -> None:
+        """Waits until the last snapshot is complete; raises what its writing raised."""
+        self._manager.close()
+
+    def _check(self, step: int, targets: Mapping[str, Target]) -> None:
+        saved = self._manager.item_metadata(step)["arrays"].tree
+        expected = {path: _describe(leaf) for path, leaf in targets.items()}
+        got = {path: _describe(leaf) for path, leaf in saved.items()}
+        misfits = [
+            f"  {path}: expected {expected.get(path, 'no such leaf')}, "
+            f"got {got.get(path, 'no such leaf')}"
+            for path in sorted(expected.keys() | got.keys())
+            if expected.get(path) != got.get(path)
+        ]
+        if misfits:
+            more = len(misfits) - LISTED
+            raise InputError(
+                f"snapshot {self._folder / str(step)} does not fit this run:\n"
+                + "\n".join(misfits[:LISTED])
+                + (f"\n  and {more} more" if more > 0 else "")
+                + "\nresume with the models and options it was written with"
+            )
+
+
+def _flat(tree: PyTree) -> dict[str, Any]:
+    """{path: leaf}, in the order of `jax.tree.leaves`: what orbax stores.
+
+    Paths are names enough for any pytree; orbax would have to be taught about tuples
+    of optax states, None and records.
+    """
+    leaves = jax.tree.leaves_with_path(tree)
+    flat = {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in leaves}
+    assert len(flat) == len(leaves), "two leaves have one path"
+    return flat
+
+
+def _is_key(leaf: Array | jax.ShapeDtypeStruct) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _raw(leaf: Array) -> Array:
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+
+def _target(leaf: Array | jax.ShapeDtypeStruct) -> Target:
+    """What orbax makes of a leaf: a host array where `like` is tied to no device.
+
+    An array that orbax puts on a device is committed to it, and jit would refuse it
+    beside arrays that are sharded over several.
+    """
+    raw = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
+    tied = leaf.committed if isinstance(leaf, Array) else leaf.sharding is not None
+    if tied:
+        return jax.ShapeDtypeStruct(raw.shape, raw.dtype, sharding=leaf.sharding)
+    return np.empty(raw.shape, raw.dtype)
+
+
+def _restored(raw: Array | np.ndarray, like: Array) -> Array:
+    leaf = jnp.array(raw) if isinstance(raw, np.ndarray) else raw
+    if _is_key(like):
+        return jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(like))
+    return leaf
+
+
+def _describe(leaf: Any) -> str:
+    return f"{np.dtype(leaf.dtype).name}[{','.join(map(str, leaf.shape))}]"

@@ -1,0 +1,211 @@
+"""Files to rows: what is read, and what each malformed file is told."""
+
+import json
+import sys
+import types
+
+import pytest
+
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runtime import data
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(name, *lines):
+        path = tmp_path / name
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        return path
+
+    return write
+
+
+def test_jsonl_rows_keep_all_fields_and_blank_lines_count(write):
+    path = write("rows.jsonl", '{"prompt": "a", "answer": 7}', "", '{"prompt": "é"}')
+    assert data.read_jsonl(path) == [{"prompt": "a", "answer": 7}, {"prompt": "é"}]
+    assert data.read_prompts(path) == [{"prompt": "a", "answer": 7}, {"prompt": "é"}]
+
+
+def test_a_line_separator_inside_a_string_is_no_line_end(write):
+    path = write("rows.jsonl", json.dumps({"prompt": "a\u2028b"}, ensure_ascii=False))
+    assert data.read_prompts(path) == [{"prompt": "a\u2028b"}]
+
+
+def test_text_prompts_are_lines(write):
+    path = write("prompts.txt", "first", "", "  second")
+    assert data.read_prompts(path) == [{"prompt": "first"}, {"prompt": "  second"}]
+    assert data.read_prompts(path, field="question") == [
+        {"question": "first"},
+        {"question": "  second"},
+    ]
+
+
+def test_demonstrations_by_other_names(write):
+    path = write("gsm.jsonl", '{"question": "1+1?", "answer": "2"}')
+    rows = data.read_demonstrations(path, prompt="question", response="answer")
+    assert rows == [{"question": "1+1?", "answer": "2"}]
+
+
+def test_preferences_with_a_prompt_stay_as_they_are(write):
+    row = {"prompt": "p", "chosen": "a", "rejected": "b", "margin": 0.5}
+    assert data.read_preferences(write("pairs.jsonl", json.dumps(row))) == [row]
+
+
+def test_dialogues_are_cut_at_the_last_shared_turn(write):
+    shared = "\n\nHuman: hi\n\nAssistant: yes\n\nHuman: why\n\nAssistant:"
+    row = {"chosen": f"{shared} Because.", "rejected": f"{shared} But\n\nAssistant: no"}
+    assert data.read_preferences(write("pairs.jsonl", json.dumps(row))) == [
+        {"prompt": shared, "chosen": " Because.", "rejected": " But\n\nAssistant: no"}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("read", "lines", "message"),
+    [
+        (
+            data.read_jsonl,
+            ['{"a": 1}', "", '{"a": 1,}'],
+            r"rows.jsonl:3: expected one JSON object a line, got '{\"a\": 1,}'",
+        ),
+        (
+            data.read_jsonl,
+            ["[1, 2]"],
+            r"rows.jsonl:1: expected a JSON object, got list '\[1, 2\]'",
+        ),
+        (
+            data.read_jsonl,
+            ["", "  "],
+            r"rows.jsonl: expected at least one row, got an empty file",
+        ),
+        (
+            data.read_prompts,
+            ['{"prompt": "a"}', '{"question": "b", "id": 1}'],
+            r"rows.jsonl:2: expected a field 'prompt', got 'question', 'id'; add it",
+        ),
+        (
+            data.read_prompts,
+            ['{"prompt": ["a"]}'],
+            r"rows.jsonl:1: expected text in 'prompt', got list \['a'\]",
+        ),
+        (
+            data.read_prompts,
+            ['{"prompt": " "}'],
+            r"rows.jsonl:1: expected a prompt in 'prompt', got an empty text; remove",
+        ),
+        (
+            data.read_demonstrations,
+            ['{"prompt": "a"}'],
+            r"rows.jsonl:1: expected a field 'response', got 'prompt'; add it",
+        ),
+        (
+            data.read_preferences,
+            ['{"prompt": "a", "chosen": "b"}'],
+            r"rows.jsonl:1: expected a field 'rejected', got 'prompt', 'chosen'",
+        ),
+        (
+            data.read_preferences,
+            ['{"prompt": "a", "chosen": "b", "rejected": "b"}'],
+            r"rows.jsonl:1: expected two different answers, got equal 'chosen'",
+        ),
+        (
+            data.read_preferences,
+            ['{"prompt": 3, "chosen": "b", "rejected": "c"}'],
+            r"rows.jsonl:1: expected text in 'prompt', got int 3",
+        ),
+        (
+            data.read_preferences,
+            ['{"chosen": "b", "rejected": "c"}'],
+            r"rows.jsonl:1: expected a field 'prompt', or dialogues that share a",
+        ),
+    ],
+)
+def test_malformed_rows_name_file_and_line(write, read, lines, message):
+    with pytest.raises(InputError, match=message):
+        read(write("rows.jsonl", *lines))
+
+
+def test_unreadable_files(tmp_path):
+    with pytest.raises(
+        InputError, match=r"no.jsonl: expected a readable file, got No such file"
+    ):
+        data.read_jsonl(tmp_path / "no.jsonl")
+    with pytest.raises(InputError, match="got Is a directory; check the path"):
+        data.read_prompts(tmp_path)
+    latin = tmp_path / "latin.txt"
+    latin.write_bytes(b"caf\xe9\n")
+    with pytest.raises(InputError, match="expected UTF-8 text, got byte 0xe9 at off"):
+        data.read_prompts(latin)
+    empty = tmp_path / "empty.txt"
+    empty.write_text("\n")
+    with pytest.raises(InputError, match=r"empty.txt: expected at least one row"):
+        data.read_prompts(empty)
+    with pytest.raises(
+        InputError, match=r"empty.txt: expected text, got an empty file"
+    ):
+        data.read_text(empty)
+
+
+def test_hub_rows(monkeypatch):
+    asked = []
+
+    def load_dataset(name, split):
+        asked.append((name, split))
+        if name == "nobody/nothing":
+            raise FileNotFoundError("no such data set")
+        return [{"prompt": "a", "id": 1}] if split == "train" else [{"id": 2}]
+
+    stub = types.SimpleNamespace(load_dataset=load_dataset)
+    monkeypatch.setitem(sys.modules, "datasets", stub)
+    assert data.read_prompts("hf:some/set") == [{"prompt": "a", "id": 1}]
+    with pytest.raises(InputError, match=r"hf:some/set:test\[0\]: expected a field"):
+        data.read_prompts("hf:some/set:test")
+    with pytest.raises(InputError, match=r"hf:nobody/nothing: .*no such data set"):
+        data.read_prompts("hf:nobody/nothing")
+    assert asked[:2] == [("some/set", "train"), ("some/set", "test")]
+
+
+def test_hub_rows_without_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(InputError, match=r"run `pip install 'rlhf-jax\[datasets\]'`"):
+        data.read_prompts("hf:some/set")
+
+
+def test_human_preferences(shared_data):
+    rows = data.read_preferences(shared_data / "hh-rlhf-harmless" / "pairs.jsonl")
+    assert len(rows) == 1800
+    assert rows[1] == {
+        "prompt": "\n\nHuman: call me a bad name\n\nAssistant:",
+        "chosen": " Sorry, that’s out of bounds",
+        "rejected": " I didn’t catch that. I don’t have a call to make right now, so I"
+        " just can’t speak right now",
+    }
+    assert all(row["prompt"].endswith("\n\nAssistant:") for row in rows)
+
+
+def test_questions_and_plays(shared_data):
+    rows = data.read_prompts(shared_data / "gsm8k" / "test.jsonl", field="question")
+    assert len(rows) == 1319
+    assert rows[0]["answer"].endswith("#### 18")
+    text = data.read_text(shared_data / "tinyshakespeare.txt")
+    assert text.startswith("First Citizen:\nBefore we proceed")
+    assert len(text) == 1115394
+
+
+def test_held_out_rows_are_a_share_drawn_by_the_seed():
+    rows = list("abcdefghij")
+    kept, held = data.hold_out(rows, share=0.3, seed=0)
+    assert len(held) == 3
+    assert sorted(kept + held) == rows
+    assert kept == sorted(kept)
+    assert held == sorted(held)
+    assert data.hold_out(rows, share=0.3, seed=0) == (kept, held)
+    draws = {tuple(data.hold_out(rows, share=0.3, seed=seed)[1]) for seed in range(9)}
+    assert len(draws) > 3
+    assert data.hold_out(rows, share=0, seed=0) == (rows, [])
+    assert len(data.hold_out(rows, share=0.01, seed=0)[1]) == 1
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.0, 0.99])
+def test_a_share_that_leaves_nothing_is_refused(share):
+    with pytest.raises(InputError, match=r"expected (a share|rows to train on)"):
+        data.hold_out(["a", "b"], share=share, seed=0)

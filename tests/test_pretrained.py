@@ -1,0 +1,51 @@
+"""A checkpoint with its tokenizer."""
+
+import jax.numpy as jnp
+import pytest
+import toy_files
+
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runtime import hf, pretrained
+
+
+def test_a_checkpoint_comes_with_its_tokenizer(tmp_path):
+    start = pretrained.load(str(toy_files.checkpoint(tmp_path / "model")))
+    assert start.model == toy_files.MODEL
+    assert start.params["embed"]["tokens"].dtype == jnp.float32
+    assert (start.pad_id, start.stop_ids) == (0, (1,))
+    assert start.decode([2, 4, 1, 0]) == "the cat"
+
+
+def test_the_compute_dtype_leaves_the_parameters(tmp_path):
+    model = str(toy_files.checkpoint(tmp_path / "model"))
+    start = pretrained.load(model, dtype="bfloat16")
+    assert start.model.dtype == "bfloat16"
+    assert start.params["embed"]["tokens"].dtype == jnp.float32
+
+
+def test_stop_ids_are_those_of_the_tokenizer_and_of_the_checkpoint(tmp_path):
+    folder = tmp_path / "model"
+    reader = toy_files.tokenizer()
+    hf.save(
+        *(folder, toy_files.MODEL, toy_files.params()),
+        tokenizer=reader,
+        stop_ids=(20, 1, 21),
+    )
+    assert pretrained.load(str(folder)).stop_ids == (1, 20, 21)
+
+
+def test_a_tokenizer_from_elsewhere_must_fit(tmp_path):
+    model = str(toy_files.checkpoint(tmp_path / "model"))
+    more = [*toy_files.WORDS, "bird"]
+    toy_files.tokenizer(more).save_pretrained(tmp_path / "more")
+    with pytest.raises(InputError, match=r"vocabulary size 24, got id 24 for 'bird'"):
+        pretrained.load(model, tokenizer=str(tmp_path / "more"))
+
+
+def test_the_limit_of_a_row(tmp_path):
+    start = pretrained.load(str(toy_files.checkpoint(tmp_path / "model")))
+    assert start.limit(None) == 16
+    assert start.limit(16) == 16
+    assert start.limit(3) == 3
+    with pytest.raises(InputError, match="at most the context of the model, 16"):
+        start.limit(17)

@@ -1,0 +1,209 @@
+"""What is printed and drawn holds the numbers of the run."""
+
+import dataclasses
+import io
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import matplotlib.image
+import numpy as np
+import pytest
+from rich.console import Console
+
+from rlhf_jax.runtime import metrics, report, run_folder
+
+
+def plain(width: int = 120) -> Console:
+    return Console(file=io.StringIO(), width=width)
+
+
+def printed(console: Console) -> list[str]:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+def test_progress_off_a_terminal_is_a_line_now_and_then():
+    console = plain()
+    progress = report.Progress({"sft": 50, "ppo": 3}, console=console)
+    progress.begin("sft", 0)
+    for step in range(50):
+        progress.write("sft", step, {"loss/language_model": 2.5 - step / 100, "x": 1.0})
+    progress.begin("ppo", 1)
+    progress.write("ppo", 1, {"objective/scores": None, "objective/kl": 1.23456})
+    progress.write("ppo", 2, {"objective/scores": 0.5, "objective/kl": 2.0})
+    progress.close()
+    assert printed(console) == [
+        "sft 1/50  language_model 2.5",
+        "sft 50/50  language_model 2.01",
+        "ppo 2/3  scores —  kl 1.235",
+        "ppo 3/3  scores 0.5  kl 2",
+    ]
+
+
+def test_progress_lines_tell_the_time_left(monkeypatch):
+    console = plain()
+    clock = [0.0]
+    progress = report.Progress(
+        {"ppo": 100}, shown=(), seconds_between_lines=30.0, console=console
+    )
+    monkeypatch.setattr(progress._bars, "get_time", lambda: clock[0])
+    monkeypatch.setattr(report.time, "monotonic", lambda: clock[0])
+    progress.begin("ppo", 0)
+    clock[0] = 500.0  # the first step compiles
+    for step in range(7):
+        progress.write("ppo", step, {})
+        clock[0] += 10.0
+    assert [line.strip() for line in printed(console)] == [
+        "ppo 1/100",
+        "ppo 4/100  0:16:00 left",
+        "ppo 7/100  0:15:30 left",
+    ]
+
+
+def test_progress_on_a_terminal_shows_the_latest_numbers():
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=100, color_system=None)
+    progress = report.Progress({"ppo": 8}, shown=("objective/kl",), console=console)
+    progress.begin("ppo", 5)
+    progress.write("ppo", 5, {"objective/kl": 4.25, "loss/policy": 9.0})
+    progress.close()
+    last = file.getvalue().split("ppo")[-1]
+    assert "6/8" in last
+    assert "kl 4.25" in last
+    assert "9.0" not in file.getvalue()
+
+
+def test_a_run_gets_the_sinks_it_asks_for(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr(metrics, "TensorBoard", lambda folder: made.append(folder))
+    monkeypatch.setattr(
+        metrics, "Wandb", lambda folder, config: made.append((folder, config["seed"]))
+    )
+    quiet = run_folder.RunConfig(out=tmp_path, progress=False)
+    assert report.sinks(quiet, num_steps={"ppo": 1}) == []
+    (progress,) = report.sinks(run_folder.RunConfig(out=tmp_path), num_steps={"ppo": 1})
+    assert isinstance(progress, report.Progress)
+    both = dataclasses.replace(quiet, seed=5, tensorboard=True, wandb=True)
+    assert len(report.sinks(both, num_steps={})) == 2
+    assert made == [tmp_path, (tmp_path, 5)]
+
+
+def test_a_table_formats_its_cells(capsys):
+    rows = [("score", 0.123456, True), ("[bold]count[/]", 12345, None)]
+    report.table("Result", ("measure", "policy", "verified"), rows)
+    text = capsys.readouterr().out
+    for cell in (
+        "Result",
+        "measure",
+        "0.1235",
+        "12,345",
+        "[bold]count[/]",
+        "True",
+        "—",
+    ):
+        assert cell in text
+
+
+def test_samples_stand_side_by_side_as_they_are(capsys):
+    report.side_by_side([{"prompt": "a [red]film", "policy": "was\nfine"}] * 2)
+    text = capsys.readouterr().out
+    assert text.count("a [red]film") == 2
+    assert text.index("prompt") < text.index("policy")
+
+
+def test_models_are_counted(capsys):
+    policy = {"w": jnp.zeros((1000, 3)), "b": jnp.zeros(5)}
+    reference = {"w": jax.ShapeDtypeStruct((2**20, 3), jnp.int8), "s": jnp.zeros(4)}
+    report.model_table(
+        [
+            ("policy", policy, True),
+            ("critic", policy, True),
+            ("reference", reference, False),
+            ("reward", None, False),
+        ]
+    )
+    text = capsys.readouterr().out
+    assert text.splitlines()[-1] == "6,010 trainable, 3,145,732 frozen"
+    row = next(line for line in text.splitlines() if "reference" in line)
+    cells = [cell.strip() for cell in row.strip("│").split("│")]
+    assert cells == ["reference", "3,145,732", "3", "float32, int8", "frozen"]
+
+
+def write_rows(folder: Path, rows: list[dict]) -> None:
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "metrics.jsonl").write_text(text)
+
+
+def ppo_row(step: int) -> dict:
+    names = {
+        name
+        for panels in report.PLOTS.values()
+        for lines in panels.values()
+        for name in lines
+        if not name.endswith(("model", "pairwise", "accuracy"))
+    }
+    return {"stage": "ppo", "step": step} | dict.fromkeys(sorted(names), step / 10)
+
+
+def test_every_figure_of_a_pipeline_is_drawn(tmp_path):
+    sft = {"stage": "sft", "step": 0, "loss/language_model": 1.0}
+    reward = {
+        "stage": "reward",
+        "step": 0,
+        "loss/pairwise": 1.0,
+        "pairwise/accuracy": 0,
+    }
+    write_rows(tmp_path, [sft, reward, *map(ppo_row, range(60))])
+    drawn = report.plots(tmp_path)
+    assert [path.stem for path in drawn] == list(report.PLOTS)
+    assert sorted(drawn) == sorted((tmp_path / "plots").iterdir())
+    for path in drawn:
+        image = matplotlib.image.imread(path)
+        assert min(image.shape[:2]) > 300
+        assert len(np.unique(image)) > 10
+
+
+def test_only_what_was_measured_is_drawn(tmp_path):
+    write_rows(tmp_path, [{"stage": "ppo", "step": 0, "objective/entropy": 1.0}])
+    assert [path.name for path in report.plots(tmp_path)] == ["entropy.png"]
+
+
+@pytest.mark.parametrize("count", [4, 60])
+def test_a_line_follows_the_rows(count):
+    values = [0.5 * step for step in range(count)]
+    rows = [
+        {"stage": "ppo", "step": 10 + step, "objective/kl": value}
+        for step, value in enumerate(values)
+    ]
+    rows[2]["objective/kl"] = None
+    rows[3]["objective/kl"] = "Infinity"
+    figure = report._draw(rows, {"KL": {"objective/kl": "k1"}})
+    (axis,) = figure.axes
+    bold = axis.lines[0]
+    gap = [not np.isfinite(y) for y in bold.get_ydata()]
+    assert gap == [step in (2, 3) for step in range(count)]
+    assert bold.get_xdata()[0] == 10
+    assert axis.get_ylabel() == "KL"
+    # A running mean of a straight line is the line, away from gaps and ends.
+    np.testing.assert_allclose(bold.get_ydata()[6:-3], values[6:-3])
+    if count == 60:
+        assert axis.get_xlabel() == "step of ppo (bold: mean of 3 steps)"
+        np.testing.assert_allclose(axis.lines[1].get_ydata()[4:], values[4:])
+
+
+def test_two_stages_are_two_lines():
+    rows = [{"stage": s, "step": 0, "objective/kl": 1.0} for s in ("warm", "ppo")]
+    figure = report._draw(rows, {"KL": {"objective/kl": "k1"}})
+    labels = [line.get_label() for line in figure.axes[0].lines]
+    assert labels == ["warm: k1", "ppo: k1"]
+
+
+def test_plots_read_what_a_recorder_writes(tmp_path):
+    with metrics.Recorder(tmp_path) as record:
+        record.begin("ppo")
+        record.write(0, {"loss/value": (jnp.float32(jnp.nan), jnp.float32(1))})
+        record.write(1, {"loss/value": (jnp.float32(0), jnp.float32(0))})
+    assert [path.name for path in report.plots(tmp_path)] == ["losses.png"]

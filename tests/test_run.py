@@ -1,0 +1,89 @@
+"""A run's stages: what stops them, and what a resume insists on."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runtime import metrics, run, run_folder, snapshot
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(run_folder.RunConfig):
+    num_steps: int = 10
+    snapshot_every: int = 2
+    progress: bool = False
+
+
+def one(value):
+    return jnp.float32(value), jnp.float32(1)
+
+
+def skips(count):
+    return {"update/skipped_in_a_row": (jnp.float32(count), None), "loss": one(count)}
+
+
+def play(config, *, meta, skipped=lambda step: 0, stop=None):
+    """Adds the step to a sum; `skipped(step)` is what the update says of itself."""
+    steps = []
+    initial = {"sum": jnp.float32(0)}
+    with (
+        run.Run(config, num_steps={"only": config.num_steps}) as job,
+        job.stage("only", initial, meta=meta) as stage,
+    ):
+        for step in stage.steps():
+            if step == stop:
+                break
+            stage.state = {"sum": stage.state["sum"] + step}
+            stage.end_step(step, skips(skipped(step)))
+            steps.append(step)
+    return stage.state, steps
+
+
+def test_a_stage_goes_on_at_its_newest_snapshot(tmp_path):
+    config = Config(out=tmp_path / "run")
+    play(config, meta={"reference": "a"}, stop=7)
+    again = dataclasses.replace(config, resume=True)
+    state, steps = play(again, meta={"reference": "a"})
+    assert steps == [6, 7, 8, 9]
+    assert float(state["sum"]) == sum(range(10))
+    rows = metrics.read(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(10))
+    state, steps = play(again, meta={"reference": "a"})
+    assert steps == []
+    assert float(state["sum"]) == sum(range(10))
+
+
+def test_a_resume_with_another_reference_is_refused(tmp_path):
+    config = Config(out=tmp_path / "run")
+    play(config, meta={"reference": "a"}, stop=4)
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    again = dataclasses.replace(config, resume=True)
+    with pytest.raises(InputError, match=r"expected reference b.*got a; resume with"):
+        play(again, meta={"reference": "b"})
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_skips_in_a_row_stop_the_run_and_leave_the_last_good_snapshot(tmp_path):
+    config = Config(out=tmp_path / "run")
+    with pytest.raises(run.DivergedError, match="not finite 5 times in a row"):
+        play(config, meta={}, skipped=lambda step: max(0, step - 2))
+    # The fifth skip, of step 7, is read when step 7 is about to be saved.
+    with snapshot.Snapshots(tmp_path / "run" / "snapshots" / "only") as snapshots:
+        assert snapshots.latest() == 6
+    state, steps = play(dataclasses.replace(config, resume=True), meta={})
+    assert steps == [6, 7, 8, 9]
+    assert float(state["sum"]) == sum(range(10))
+
+
+def test_fewer_skips_do_not_stop_it(tmp_path):
+    config = Config(out=tmp_path / "run")
+    _, steps = play(config, meta={}, skipped=lambda step: step % 5)
+    assert steps == list(range(10))
+
+
+def test_a_stage_without_steps_is_refused_before_the_folder_is_made(tmp_path):
+    with pytest.raises(InputError, match="only: expected at least 1 step, got 0"):
+        play(Config(out=tmp_path / "run", num_steps=0), meta={})
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,218 @@
+"""The run folder: made once, checked on resume, never touched by a refused run."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runtime import run_folder
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(run_folder.RunConfig):
+    num_steps: int = 10
+    kl_coef: float | None = 0.05
+    buckets: tuple[int, ...] = (8, 16)
+    betas: tuple[float, float] = (0.9, 0.999)
+    prompts: Path | None = None
+    estimator: Literal["k1", "k2", "k3"] = "k1"
+
+
+def tree(folder: Path) -> dict[str, bytes | None]:
+    """Every path under a folder with its bytes; None for folders."""
+    return {
+        str(path.relative_to(folder)): None if path.is_dir() else path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def refused(config: Config, folder: Path) -> str:
+    """The message with which a run is refused, before and at opening."""
+    before = tree(folder)
+    with pytest.raises(InputError) as error:
+        run_folder.open_run(config)
+    with pytest.raises(InputError) as early:
+        run_folder.check_run(config)
+    assert tree(folder) == before
+    assert str(early.value) == str(error.value)
+    return str(error.value)
+
+
+def test_a_new_run_records_its_config_and_versions(tmp_path):
+    config = Config(out=tmp_path / "a" / "b", seed=7, kl_coef=None)
+    folder = run_folder.open_run(config)
+    recorded = json.loads((folder / "config.json").read_text())
+    assert recorded["config"]["kl_coef"] is None
+    assert recorded["config"]["seed"] == 7
+    assert recorded["config"]["buckets"] == [8, 16]
+    assert recorded["versions"]["jax"]
+    assert recorded["versions"]["orbax-checkpoint"]
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+
+
+def test_a_config_survives_json(tmp_path):
+    config = Config(
+        out=tmp_path,
+        kl_coef=0.1 + 0.2,
+        buckets=(),
+        betas=(0, 1e-30),
+        prompts=Path("a b.jsonl"),
+        estimator="k3",
+    )
+    fields = json.loads(json.dumps(run_folder.to_json(config)))
+    again = run_folder.from_json(Config, fields, source=Path("config.json"))
+    assert again == config
+    assert isinstance(again.prompts, Path)
+    assert isinstance(again.buckets, tuple)
+
+
+def test_a_config_must_be_finite(tmp_path):
+    with pytest.raises(InputError, match="finite"):
+        run_folder.to_json(Config(out=tmp_path, kl_coef=float("inf")))
+
+
+def test_misfit_fields_are_named_together():
+    fields = run_folder.to_json(Config(out=Path("runs/a")))
+    del fields["seed"]
+    fields |= {
+        "kl_koef": 0.1,
+        "num_steps": 1.5,
+        "resume": 0,
+        "betas": [0.9],
+        "estimator": "k4",
+    }
+    with pytest.raises(InputError) as error:
+        run_folder.from_json(Config, fields, source=Path("c.json"))
+    message = str(error.value)
+    assert message.startswith("c.json does not fit")
+    for line in (
+        "kl_koef: unknown",
+        "seed: missing",
+        "num_steps: expected int, got 1.5",
+        "resume: expected bool, got 0",
+        "betas: expected tuple[float, float], got [0.9]",
+        "estimator: expected typing.Literal['k1', 'k2', 'k3'], got \"k4\"",
+    ):
+        assert f"\n  {line}\n" in message
+    assert "kl_coef" not in message
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{", "is not JSON"),
+        ("[1]", "expected the config.json of a run"),
+        ('{"config": 3, "versions": {}}', "expected the config.json of a run"),
+    ],
+)
+def test_a_file_that_is_not_a_config_is_refused(tmp_path, text, expected):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(InputError, match=expected):
+        run_folder.read_config(tmp_path / "config.json")
+    assert expected in refused(Config(out=tmp_path, resume=True), tmp_path)
+
+
+def test_a_missing_config_file_is_refused(tmp_path):
+    with pytest.raises(InputError, match="No such file"):
+        run_folder.read_config(tmp_path / "config.json")
+
+
+def test_an_existing_run_needs_resume(tmp_path):
+    config = Config(out=tmp_path / "run")
+    run_folder.open_run(config)
+    message = refused(config, tmp_path)
+    assert str(config.out) in message
+    assert "config.json" in message
+    assert "--resume" in message
+    assert "--out" in message
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path):
+    (tmp_path / "run").write_text("mine")
+    assert "is a file" in refused(Config(out=tmp_path / "run"), tmp_path)
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot be made"):
+        run_folder.open_run(Config(out=tmp_path / "file" / "run"))
+
+
+def test_resume_does_not_adopt_a_folder_that_is_not_a_run(tmp_path):
+    (tmp_path / "thesis.tex").write_text("mine")
+    message = refused(Config(out=tmp_path, resume=True), tmp_path)
+    assert "thesis.tex" in message
+    assert "not a run folder" in message
+
+
+def test_resume_of_nothing_starts_over(tmp_path):
+    config = Config(out=tmp_path / "run", resume=True)
+    assert (run_folder.open_run(config) / "config.json").exists()
+    # Killed while it wrote its config: nothing of the run is there yet.
+    config.out.joinpath("config.json").rename(config.out / "config.json.tmp")
+    assert (run_folder.open_run(config) / "config.json").exists()
+
+
+def test_resume_with_another_config_lists_the_differences(tmp_path):
+    config = Config(out=tmp_path)
+    run_folder.open_run(config)
+    message = refused(
+        dataclasses.replace(config, resume=True, seed=1, kl_coef=None), tmp_path
+    )
+    assert "\n  kl_coef: recorded 0.05, given null\n" in message
+    assert "\n  seed: recorded 0, given 1\n" in message
+    assert "num_steps" not in message
+
+
+def test_resume_with_a_field_the_run_never_had(tmp_path):
+    run_folder.open_run(run_folder.RunConfig(out=tmp_path))
+    message = refused(Config(out=tmp_path, resume=True), tmp_path)
+    assert "\n  num_steps: recorded (no such field), given 10\n" in message
+
+
+def test_resume_may_differ_in_what_does_not_change_the_result(tmp_path, capsys):
+    config = Config(out=tmp_path)
+    run_folder.open_run(config)
+    before = tree(tmp_path)
+    again = dataclasses.replace(
+        config, resume=True, snapshot_every=3, keep_snapshots=9, progress=False
+    )
+    assert run_folder.open_run(again) == tmp_path
+    assert tree(tmp_path) == before
+    assert capsys.readouterr().err == ""
+
+
+def test_resume_with_other_versions_warns(tmp_path, capsys):
+    config = Config(out=tmp_path)
+    path = run_folder.open_run(config) / "config.json"
+    recorded = json.loads(path.read_text())
+    recorded["versions"]["optax"] = "0.0.1"
+    path.write_text(json.dumps(recorded))
+    run_folder.open_run(dataclasses.replace(config, resume=True))
+    warning = capsys.readouterr().err
+    assert warning.count("\n") == 1
+    assert "optax 0.0.1" in warning
+    assert "last bits" in warning
+
+
+def test_a_summary_is_strict_json_or_nothing(tmp_path):
+    run_folder.write_summary(tmp_path, {"kl": 1.5})
+    with pytest.raises(ValueError, match="JSON compliant"):
+        run_folder.write_summary(tmp_path, {"kl": float("nan")})
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"kl": 1.5}
+
+
+@pytest.mark.parametrize("field", ["snapshot_every", "keep_snapshots"])
+def test_counts_are_at_least_one(field):
+    with pytest.raises(InputError, match="at least 1, got 0"):
+        Config(out=Path("x"), **{field: 0})
+
+
+@pytest.mark.parametrize("extra", ["tensorboard", "wandb"])
+def test_an_extra_that_is_not_installed_is_named(monkeypatch, extra):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(InputError, match=rf"pip install 'rlhf-jax\[{extra}\]'"):
+        Config(out=Path("x"), **{extra: True})
