@@ -1,0 +1,249 @@
+"""Supervised fine-tuning on your own texts, from a checkpoint or from nothing.
+
+    python experiments/sft.py --model gpt2 --data demonstrations.jsonl --out runs/sft
+    python experiments/sft.py --tokenizer gpt2 --data book.txt --learning-rate 1e-3 \\
+        --num-steps 160 --out runs/fresh
+
+--data holds {"prompt": ..., "response": ...} a line, of which the responses are
+learned, or, as a .txt file, plain text that is cut into blocks. OUT/model is a Hugging
+Face checkpoint with its tokenizer, for `reward_model.py` and `ppo_from_checkpoint.py`.
+
+One device that holds the parameters in float32 four times over (GPT-2 small: 2 GiB).
+The second command, a fresh model of 7.2 million parameters on tiny Shakespeare, takes
+about 5 minutes on 2 laptop cores and brings the held-out loss from 10.8 to 5.9 nats per
+token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import optax
+
+from rlhf_jax import (
+    batches,
+    checks,
+    cli,
+    config,
+    data,
+    decoder,
+    encoding,
+    hf,
+    pretrained,
+    report,
+    run,
+    run_folder,
+    sft,
+    state,
+)
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runtime.encoding import Example
+from rlhf_jax.runtime.pretrained import Pretrained
+from rlhf_jax.stages.batch import Sequences
+
+Params = Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(run_folder.RunConfig):
+    data: str
+    """JSONL, .txt, or hf:NAME:SPLIT."""
+    model: str | None = None
+    """Checkpoint folder or hub id; None is a fresh model of GPT-2's shape."""
+    tokenizer: str | None = None
+    """Folder or hub id; None takes the one in --model."""
+    fresh_hidden_size: int = 128
+    """Width of a fresh model."""
+    fresh_num_layers: int = 4
+    """Depth of a fresh model."""
+    fresh_num_heads: int = 4
+    """Attention heads of a fresh model."""
+    fresh_max_positions: int = 128
+    """Context of a fresh model, tokens."""
+    prompt_field: str = "prompt"
+    """Name of the prompts in --data."""
+    response_field: str = "response"
+    """Name of the responses in --data."""
+    max_length: int | None = None
+    """Tokens of the longest example, or of a block of text; None is the context."""
+    overlong: Literal["error", "drop"] = "error"
+    """What becomes of longer examples."""
+    buckets: tuple[int, ...] | None = None
+    """Widths a batch may be padded to, tokens; None is the longest example."""
+    held_out: float = 0.05
+    """Share of the examples that measures the loss and is not trained on."""
+    num_steps: int | None = None
+    """Updates; None is one pass over the data."""
+    batch_size: int = 16
+    """Examples an update."""
+    micro_batch_size: int | None = None
+    """Examples held at once; None is all of an update."""
+    learning_rate: float = 1e-4
+    """Peak, after the warm-up; falls to 0 along a cosine."""
+    warmup: float = 0.05
+    """Share of the updates over which the learning rate rises from 0."""
+    weight_decay: float = 0.01
+    """Of AdamW."""
+    max_grad_norm: float = 1.0
+    """Gradients of a larger norm are scaled down to it."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of activations; parameters stay float32."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_steps is not None:
+            checks.positive(num_steps=self.num_steps)
+        checks.positive(
+            batch_size=self.batch_size,
+            learning_rate=self.learning_rate,
+            max_grad_norm=self.max_grad_norm,
+        )
+        checks.non_negative(weight_decay=self.weight_decay)
+        if not 0 <= self.warmup < 1:
+            raise InputError(f"warmup: expected a share in [0, 1), got {self.warmup}")
+        if self.model is None and self.tokenizer is None:
+            raise InputError(
+                "expected --model, or --tokenizer for a fresh model, got neither"
+            )
+
+
+def starting_point(options: Config) -> Pretrained:
+    """The checkpoint, or a fresh model of the tokenizer's vocabulary."""
+    if options.model is not None:
+        return pretrained.load(
+            options.model, tokenizer=options.tokenizer, dtype=options.dtype
+        )
+    assert options.tokenizer is not None  # checked by Config
+    tokenizer = encoding.load_tokenizer(options.tokenizer)
+    model = config.gpt2(
+        vocab_size=1 + max(tokenizer.get_vocab().values()),
+        hidden_size=options.fresh_hidden_size,
+        num_layers=options.fresh_num_layers,
+        num_heads=options.fresh_num_heads,
+        max_positions=options.fresh_max_positions,
+        dtype=options.dtype,
+    )
+    init = jax.jit(decoder.init, static_argnames=("model",))
+    return Pretrained(
+        model=model,
+        params=init(jax.random.key(options.seed), model=model),
+        tokenizer=tokenizer,
+        stop_ids=(encoding.eos_token_id(tokenizer),),
+    )
+
+
+def read_examples(options: Config, start: Pretrained) -> list[Example]:
+    """Responses to prompts, or blocks of plain text."""
+    longest = start.limit(options.max_length)
+    if options.data.endswith(".txt"):
+        text = data.read_text(options.data)
+        return encoding.encode_text(start.tokenizer, text, block_size=longest)
+    rows = data.read_demonstrations(
+        options.data, prompt=options.prompt_field, response=options.response_field
+    )
+    return encoding.encode_demonstrations(
+        start.tokenizer,
+        rows,
+        max_length=longest,
+        prompt=options.prompt_field,
+        response=options.response_field,
+        overlong=options.overlong,
+    )
+
+
+def mean_loss(
+    params: Params, held_out: list[Sequences], *, measure: Callable[..., Any]
+) -> float | None:
+    """Cross-entropy over all of the batches, nats per token; None without any."""
+    if not held_out:
+        return None
+    sums = [measure(params, batch)[1]["loss/language_model"] for batch in held_out]
+    total, weight = map(math.fsum, zip(*jax.device_get(sums), strict=True))
+    return total / weight
+
+
+def main(options: Config) -> None:
+    started = time.perf_counter()
+    start = starting_point(options)
+    model = start.model
+    examples, held_out = data.hold_out(
+        read_examples(options, start), share=options.held_out, seed=options.seed
+    )
+    demonstrations = batches.sequence_batches(
+        examples,
+        batch_size=options.batch_size,
+        seed=options.seed,
+        pad_id=start.pad_id,
+        buckets=options.buckets,
+    )
+    num_steps = options.num_steps
+    if num_steps is None:
+        num_steps = demonstrations.steps_per_epoch
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, options.learning_rate, int(options.warmup * num_steps), num_steps
+    )
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(options.max_grad_norm),
+        optax.adamw(schedule, weight_decay=options.weight_decay),
+    )
+    update = jax.jit(
+        functools.partial(
+            sft.update,
+            model=model,
+            optimizer=optimizer,
+            micro_batch_size=options.micro_batch_size,
+        ),
+        donate_argnames=("state",),
+    )
+    initial = state.supervised_state(start.params, optimizer=optimizer)
+    # What does not fit is told here, before there is a run folder.
+    jax.eval_shape(update, initial, batch=demonstrations[0])
+
+    measure = jax.jit(functools.partial(sft.loss, model=model, num_tokens=1.0))
+    in_order = batches.sequences_in_order(
+        held_out, batch_size=options.batch_size, pad_id=start.pad_id
+    )
+    before = mean_loss(start.params, in_order, measure=measure)
+    with run.Run(options, num_steps={"sft": num_steps}) as job:
+        report.model_table([("policy", initial.params, True)])
+        meta = {"data_digest": encoding.digest(examples)}
+        with job.stage("sft", initial, meta=meta) as stage:
+            for step in stage.steps():
+                stage.state, stats = update(stage.state, batch=demonstrations[step])
+                stage.end_step(step, stats)
+    trained = stage.state.params
+
+    saved = job.folder / "model"
+    if not saved.exists():  # it is there, and whole, when a finished run is resumed
+        hf.save(
+            saved,
+            model,
+            trained,
+            tokenizer=start.tokenizer,
+            stop_ids=start.stop_ids,
+        )
+    after = mean_loss(trained, in_order, measure=measure)
+    report.table(
+        "Loss [nats per token]",
+        ("", "before", "after"),
+        [(f"{len(held_out)} held-out examples", before, after)],
+    )
+    report.plots(job.folder)
+    summary = {
+        "held_out_loss_before": before,
+        "held_out_loss": after,
+        "held_out_examples": len(held_out),
+        "seconds": time.perf_counter() - started,
+    }
+    run_folder.write_summary(job.folder, summary)
+    print(f"{summary['seconds']:.0f} s; go on with --model {saved}")
+
+
+if __name__ == "__main__":
+    cli.main(main, Config, description=__doc__)

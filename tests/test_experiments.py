@@ -1,0 +1,467 @@
+"""The experiments on a user's files: what comes out, and what each mistake is told."""
+
+import dataclasses
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import new_algorithm
+import numpy as np
+import ppo_from_checkpoint
+import pytest
+import reward_model
+import sft
+import toy_files
+import toys
+
+from rlhf_jax import data, fingerprint, rewards
+from rlhf_jax.runtime import cli, encoding, hf, metrics
+
+PAIR = {"prompt": "the cat", "chosen": "sat very good .", "rejected": "ran bad ."}
+ANSWERS = [
+    {"prompt": "the cat", "response": "sat on a dog and it was good ."},
+    {"prompt": "a dog", "response": "ran by the cat so it was bad ."},
+]
+PROMPTS = ("the cat", "a dog was")
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+TOY_PPO = ("--batch-size=4", "--max-new-tokens=4", "--num-minibatches=1")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A folder with a checkpoint, a reward model and data that are in order."""
+    folder = tmp_path_factory.mktemp("files")
+    toy_files.checkpoint(folder / "model")
+    hf.save_reward(
+        folder / "scorer",
+        toy_files.MODEL,
+        rewards.init(jax.random.key(1), toy_files.params(), model=toy_files.MODEL),
+        tokenizer=toy_files.tokenizer(),
+    )
+    toy_files.jsonl(folder / "answers.jsonl", *ANSWERS * 6)
+    toy_files.jsonl(folder / "pairs.jsonl", *[PAIR] * 12)
+    toy_files.jsonl(
+        folder / "prompts.jsonl",
+        *({"prompt": prompt} for prompt in PROMPTS),
+    )
+    return folder
+
+
+def play(experiment, out, *argv):
+    """Runs an experiment as its command line does; the summary."""
+    words = ["--out", str(out), "--no-progress", *map(str, argv)]
+    cli.main(experiment.main, experiment.Config, description="", argv=words)
+    summary = out / "summary.json"
+    return json.loads(summary.read_text()) if summary.exists() else None
+
+
+def ppo(out, files, *argv):
+    return play(
+        ppo_from_checkpoint,
+        out,
+        *("--model", files / "model", "--prompts", files / "prompts.jsonl"),
+        *(*TOY_PPO, *argv),
+    )
+
+
+def contents(folder):
+    """Every file but those with a clock in them."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+        and path.name not in ("timings.jsonl", "summary.json")
+        and "plots" not in path.parts
+    }
+
+
+def test_a_new_algorithm_learns(tmp_path):
+    play(new_algorithm, tmp_path / "run", "--num-steps=20", "--batch-size=32")
+    rows = metrics.read(tmp_path / "run" / "metrics.jsonl")
+    assert rows[0]["objective/kl"] == pytest.approx(0, abs=1e-4)
+    assert rows[0]["objective/scores"] < 1
+    assert rows[-1]["objective/scores"] > rows[0]["objective/scores"] + 2
+    assert 0.1 < rows[-1]["objective/kl"] < 15
+
+
+def test_sft_from_nothing_leaves_a_checkpoint(files, tmp_path):
+    out = tmp_path / "run"
+    argv = (
+        *("--tokenizer", files / "model", "--data", files / "answers.jsonl"),
+        *("--fresh-hidden-size=16", "--fresh-num-layers=1", "--fresh-num-heads=2"),
+        *("--fresh-max-positions=16", "--batch-size=4", "--num-steps=40"),
+        *("--learning-rate=3e-2", "--micro-batch-size=2", "--held-out=0.5"),
+    )
+    summary = play(sft, out, *argv)
+    model, params = hf.load(out / "model")
+    assert model.vocab_size == len(toy_files.WORDS) + 2
+    # Two texts of 9 and 10 tokens; which were held out is the seed's choice.
+    _, held_out = data.hold_out(ANSWERS * 6, share=0.5, seed=0)
+    losses = np.concatenate([losses_of(out, model, params, row) for row in held_out])
+    assert summary["held_out_examples"] == 6
+    assert summary["held_out_loss"] == pytest.approx(losses.mean(), abs=1e-4)
+    assert summary["held_out_loss"] < 1 < summary["held_out_loss_before"]
+    before = contents(out)
+    again = play(sft, out, *argv, "--resume")  # nothing is left to do
+    assert contents(out) == before
+    assert again["held_out_loss"] == summary["held_out_loss"]
+
+
+def losses_of(out, model, params, row):
+    """-log p of every token of the response, from logits of the saved checkpoint."""
+    reader = encoding.load_tokenizer(out / "model")
+    prompt, response = reader(row["prompt"])["input_ids"], reader(row["response"])
+    tokens = jnp.array([[*prompt, *response["input_ids"], reader.eos_token_id]])
+    logits = toys.logits(
+        params, model=model, tokens=tokens, mask=jnp.ones_like(tokens, bool)
+    )
+    logprobs = jax.nn.log_softmax(logits)[0, :-1]
+    picked = np.asarray(logprobs)[np.arange(tokens.shape[1] - 1), tokens[0, 1:]]
+    return -picked[len(prompt) - 1 :]
+
+
+def test_a_reward_model_learns_the_pairs(files, tmp_path):
+    out = tmp_path / "run"
+    argv = ("--model", files / "model", "--data", files / "pairs.jsonl")
+    summary = play(
+        *(reward_model, out, *argv, "--batch-size=4", "--max-new-tokens=4"),
+        *("--num-samples=8", "--num-steps=6", "--learning-rate=1e-2"),
+    )
+    assert summary["held_out_accuracy"] == 1
+    rows = metrics.read(out / "metrics.jsonl")
+    assert rows[-1]["loss/pairwise"] < rows[0]["loss/pairwise"] - 0.1
+    _, params = hf.load_reward(out / "model")
+    # Normalised: the kernel that was trained, over the deviation of its scores.
+    assert summary["sample_std"] != pytest.approx(1, abs=0.1)
+    bias = (0 - summary["sample_mean"]) / summary["sample_std"]
+    assert float(params["score"]["bias"]) == pytest.approx(bias, abs=1e-3)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """The working directory, where modules with rewards lie."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return tmp_path
+
+
+COUNT = """
+def count(prompts, responses, rows):
+    pairs = zip(responses, rows, strict=True)
+    return [response.split().count(row["wanted"]) for response, row in pairs]
+"""
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A PPO run with a Python reward: its folder and its options."""
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "wanted_words.py").write_text(COUNT)
+    rows = [{"prompt": prompt, "wanted": "good"} for prompt in PROMPTS]
+    argv = (
+        *("--model", toy_files.checkpoint(folder / "model")),
+        *("--prompts", toy_files.jsonl(folder / "prompts.jsonl", *rows)),
+        *("--reward=wanted_words:count", "--num-steps=10", "--batch-size=16"),
+        *("--policy-learning-rate=3e-2", "--kl-coef=0", "--sample-every=3"),
+        *("--num-shown=2", "--num-epochs=2"),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "path", [*sys.path])
+        play(ppo_from_checkpoint, folder / "run", *TOY_PPO, *argv)
+    return folder, argv
+
+
+def test_ppo_improves_a_python_reward(finished):
+    folder, _ = finished
+    out = folder / "run"
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["score_last"] > summary["score_first"] + 0.5
+    assert summary["kl_first"] == pytest.approx(0, abs=1e-4)
+    assert summary["kl_last"] > 0.1  # a coefficient of 0 still measures it
+    assert summary["drift_relative"] > 0
+    assert summary["reference_verified"] is True
+    start = fingerprint.fingerprint(hf.load(folder / "model")[1])
+    assert summary["reference_fingerprint"] == start.root
+    samples = metrics.read(out / "samples.jsonl")
+    assert [row["step"] for row in samples] == [0, 0, 3, 3, 6, 6, 9, 9]
+    for row in samples:
+        assert row["score"] == row["response"].split().count("good")
+        assert row["prompt"] == PROMPTS[row["row"]]
+    model, params = hf.load(out / "model")
+    assert model == toy_files.MODEL
+    assert fingerprint.fingerprint(params) != start
+    assert (out / "plots" / "kl.png").exists()
+
+
+# --- what a user may get wrong ------------------------------------------------
+
+
+def refused(capsys, tmp_path, run):
+    """The message of a refusal, with status 2 and no run folder."""
+    with pytest.raises(SystemExit) as exit_:
+        run(tmp_path / "run")
+    assert exit_.value.code == 2
+    assert not (tmp_path / "run").exists()
+    return " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ((), "expected one of --reward and --reward-model, got neither"),
+        (("--reward=m:f", "--reward-model=x"), "--reward-model, got both"),
+        (("--reward=m:f", "--critic-from=reward_model"), "got a Python reward"),
+        (("--reward=m:f", "--batch-size=0"), "batch_size: expected a finite number"),
+        (("--reward=m:f", "--kl-coef=-1"), "kl_coef: expected a finite number, 0 or"),
+        (("--reward=m:f", "--sample-every=0"), "sample_every: expected"),
+        (("--reward=m:f", "--kl-cof=1"), "--kl-cof"),
+        (("--reward=score",), "expected module:function, got 'score'"),
+        (("--reward=no_such:f",), "got ModuleNotFoundError: No module named 'no_such'"),
+        (("--reward=json:no_such",), "expected a function no_such in"),
+        (("--reward=json:__doc__",), "json/__init__.py, got str; define it there"),
+        (
+            ("--reward=json:dumps", "--batch-size=6", "--num-minibatches=4"),
+            "expected num_minibatches to divide the 6 rows of a batch, got 4",
+        ),
+        (
+            ("--reward=json:dumps", "--micro-batch-size=3"),
+            "expected micro_batch_size to divide the 4 rows of a minibatch",
+        ),
+        (
+            ("--reward=json:dumps", "--max-new-tokens=14"),
+            "row 1 (from 0; 'a dog was'): expected at most 2 tokens, got 3",
+        ),
+        (
+            ("--reward=json:dumps", "--buckets", "2", "13"),
+            "--buckets: expected at most 12 tokens, the context of 16 less",
+        ),
+        (("--reward=json:dumps", "--buckets=2"), "2 tokens, the largest bucket, got 3"),
+        (("--reward=json:dumps", "--temperature=0"), "temperature: expected a finite"),
+        (("--reward=json:dumps", "--kl-target=-1"), "target: expected a finite number"),
+        (("--reward=json:dumps", "--num-steps=0"), "num_steps: expected a finite"),
+    ],
+)
+def test_options_that_ppo_refuses(files, tmp_path, capsys, argv, message):
+    run = lambda out: ppo(out, files, *argv)  # noqa: E731
+    assert message in refused(capsys, tmp_path, run)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return [0.0]", "to return 4 numbers, one a response, got shape (1,)"),
+        ("return [float('nan')] * len(prompts)", "expected finite scores, got nan for"),
+        ("return ['good'] * len(prompts)", "to return 4 numbers, got list: could not"),
+        (
+            "return [1 / (prompt != 'a dog was') for prompt in prompts]",
+            "raised ZeroDivisionError: division by zero for prompt 'a dog was' (row 1",
+        ),
+    ],
+)
+def test_a_reward_that_fails_is_told_before_anything_is_written(
+    files, here, capsys, monkeypatch, body, message
+):
+    (here / "failing.py").write_text(f"def f(prompts, responses, rows): {body}\n")
+    monkeypatch.delitem(sys.modules, "failing", raising=False)
+    run = lambda out: ppo(out, files, "--reward=failing:f")  # noqa: E731
+    assert message in refused(capsys, here, run)
+
+
+def test_a_reward_module_that_cannot_be_imported(files, here, capsys):
+    (here / "broken_reward.py").write_text("def f(:\n")
+    run = lambda out: ppo(out, files, "--reward=broken_reward:f")  # noqa: E731
+    assert "got SyntaxError: invalid syntax" in refused(capsys, here, run)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "prompts.jsonl: expected at least one row, got an empty file"),
+        ('{"prompt": "a"}\n{"prompt"\n', "prompts.jsonl:2: expected one JSON object"),
+        ('{"text": "a"}\n', "prompts.jsonl:1: expected a field 'prompt', got 'text'"),
+        (None, "prompts.jsonl: expected a readable file, got No such file"),
+    ],
+)
+def test_prompts_that_ppo_refuses(files, tmp_path, capsys, content, message):
+    prompts = tmp_path / "prompts.jsonl"
+    if content is not None:
+        prompts.write_text(content)
+    argv = ("--reward=json:dumps", "--prompts", prompts)
+    run = lambda out: ppo(out, files, *argv)  # noqa: E731
+    assert message in refused(capsys, tmp_path, run)
+
+
+def unsupported(folder):
+    (folder / "config.json").write_text('{"model_type": "bert"}')
+
+
+def truncated(folder):
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+def without_weights(folder):
+    (folder / "model.safetensors").unlink()
+
+
+def without_tokenizer(folder):
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").unlink()
+
+
+def with_another_shape(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"n_embd": 32}))
+
+
+def with_more_layers(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"n_layer": 2}))
+
+
+def with_more_words(folder):
+    toy_files.tokenizer([*toy_files.WORDS, "bird"]).save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (unsupported, "expected model_type to be one of gpt2, llama; got 'bert'"),
+        (truncated, "it is truncated, fetch it again"),
+        (without_weights, "expected model.safetensors or"),
+        (without_tokenizer, "expected a folder with tokenizer.json, or a hub id, got"),
+        (with_another_shape, "misshapen"),
+        (with_more_layers, "missing"),
+        (with_more_words, "below the model's vocabulary size 24, got id 24 for 'bird'"),
+    ],
+)
+def test_checkpoints_that_every_stage_refuses(tmp_path, files, capsys, spoil, message):
+    model = toy_files.checkpoint(tmp_path / "model")
+    spoil(model)
+    for experiment, argv in (
+        (sft, ("--data", files / "answers.jsonl")),
+        (reward_model, ("--data", files / "pairs.jsonl")),
+        (
+            ppo_from_checkpoint,
+            ("--prompts", files / "prompts.jsonl", "--reward=json:dumps"),
+        ),
+    ):
+        run = lambda out, e=experiment, a=argv: play(e, out, "--model", model, *a)  # noqa: E731
+        assert message in refused(capsys, tmp_path, run)
+
+
+def test_a_checkpoint_that_is_not_there(files, tmp_path, capsys):
+    argv = ("--reward=json:dumps", "--model", tmp_path / "no" / "such")
+    run = lambda out: ppo(out, files, *argv)  # noqa: E731
+    assert "no/such" in refused(capsys, tmp_path, run)
+
+
+def other_scorer(folder, *, words):
+    model = dataclasses.replace(toy_files.MODEL, vocab_size=len(words) + 2)
+    trunk = toy_files.params(model)
+    scorer = rewards.init(jax.random.key(1), trunk, model=model)
+    hf.save_reward(folder, model, scorer, tokenizer=toy_files.tokenizer(words))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (toy_files.WORDS[1:], "expected the policy's vocabulary of 24 ids, got 23"),
+        (toy_files.WORDS[::-1], "expected the policy's tokenizer, got one that gives"),
+    ],
+)
+def test_a_reward_model_with_other_words(files, tmp_path, capsys, words, message):
+    scorer = other_scorer(tmp_path / "scorer", words=words)
+    run = lambda out: ppo(out, files, "--reward-model", scorer)  # noqa: E731
+    assert message in refused(capsys, tmp_path, run)
+
+
+def test_models_in_the_wrong_place(files, tmp_path, capsys):
+    run = lambda out: ppo(out, files, "--reward-model", files / "model")  # noqa: E731
+    assert "read it with hf.load" in refused(capsys, tmp_path, run)
+    smaller = dataclasses.replace(toy_files.MODEL, intermediate_size=8)
+    other = toy_files.checkpoint(tmp_path / "other", model=smaller)
+    argv = ("--reward-model", files / "scorer", "--reference", other)
+    run = lambda out: ppo(out, files, *argv)  # noqa: E731
+    assert "expected a model of the policy's shape" in refused(capsys, tmp_path, run)
+
+
+@pytest.mark.parametrize(
+    ("row", "argv", "message"),
+    [
+        (PAIR | {"rejected": PAIR["chosen"]}, (), "pairs.jsonl:1: expected two diff"),
+        ({"prompt": "a", "chosen": "b"}, (), "pairs.jsonl:1: expected a field 'rej"),
+        (PAIR, ("--margin-field=by",), "row 0: expected a number in 'by', got None"),
+        (PAIR, ("--max-length=5",), "expected at most 5 tokens, got 7"),
+        (PAIR, ("--max-length=17",), "at most the context of the model, 16 tokens"),
+        (PAIR, ("--micro-batch-size=3",), "micro_batch_size to divide the 4 rows"),
+        (PAIR, ("--held-out=1",), "expected a share to hold out in [0, 1), got 1.0"),
+        (PAIR, ("--held-out=0.9",), "expected rows to train on beside 2 held out"),
+        (
+            PAIR,
+            ("--max-new-tokens=15",),
+            "expected a prompt of at most 1 tokens to sam",
+        ),
+        (PAIR, ("--temperature=0",), "expected temperature > 0, got 0"),
+    ],
+)
+def test_pairs_that_the_reward_model_refuses(
+    files, tmp_path, capsys, row, argv, message
+):
+    pairs = toy_files.jsonl(tmp_path / "pairs.jsonl", row, row)
+    argv = ("--data", pairs, "--batch-size=4", "--max-new-tokens=4", *argv)
+    argv = ("--model", files / "model", *argv)
+    run = lambda out: play(reward_model, out, *argv)  # noqa: E731
+    assert message in refused(capsys, tmp_path, run)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ((), "expected --model, or --tokenizer for a fresh model, got neither"),
+        (("--tokenizer=MODEL", "--fresh-num-heads=3"), "num_heads to divide hidden_si"),
+        (("--model=MODEL", "--max-length=5"), "expected at most 5 tokens, got 12"),
+        (("--model=MODEL", "--warmup=1"), "warmup: expected a share in [0, 1)"),
+        (("--model=MODEL", "--micro-batch-size=3"), "micro_batch_size to divide the 4"),
+        (
+            ("--model=MODEL", "--prompt-field=question"),
+            "answers.jsonl:1: expected a fi",
+        ),
+        (("--model=MODEL", "--num-steps=0"), "num_steps: expected a finite"),
+    ],
+)
+def test_options_that_sft_refuses(files, tmp_path, capsys, argv, message):
+    argv = [word.replace("MODEL", str(files / "model")) for word in argv]
+    argv = ("--data", files / "answers.jsonl", "--batch-size=4", *argv)
+    run = lambda out: play(sft, out, *argv)  # noqa: E731
+    assert message in refused(capsys, tmp_path, run)
+
+
+def test_a_run_folder_that_may_not_be_continued(finished, capsys, monkeypatch):
+    """In use without --resume, or resumed with other options, data or reference."""
+    folder, argv = finished
+    out = folder / "run"
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = contents(out)
+
+    def refusal(*more):
+        with pytest.raises(SystemExit) as exit_:
+            play(ppo_from_checkpoint, out, *TOY_PPO, *argv, *more)
+        assert exit_.value.code == 2
+        assert contents(out) == before
+        return capsys.readouterr().err
+
+    assert "continue that run with --resume" in refusal()
+    assert "kl_coef: recorded 0.0, given 0.5" in refusal("--resume", "--kl-coef=0.5")
+    prompts = (folder / "prompts.jsonl").read_text()
+    (folder / "prompts.jsonl").write_text(prompts.replace("cat", "dog"))
+    assert "expected data_digest" in refusal("--resume")
+    (folder / "prompts.jsonl").write_text(prompts)
+    for file in (folder / "model").iterdir():
+        file.unlink()
+    toy_files.checkpoint(folder / "model", seed=1)
+    assert "expected reference_fingerprint" in refusal("--resume")
