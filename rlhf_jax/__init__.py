@@ -30,6 +30,7 @@ ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (
         "models",
         (
             "config",
+            "leaves",
             "blocks",
             "decoder",
             "heads",

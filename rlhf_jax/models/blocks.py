@@ -22,7 +22,7 @@ INIT_STD = 0.02  # Radford et al. 2019
 
 
 class Linear(nn.Module):
-    """x W (+ b), in x's dtype. W is [in, out]."""
+    """x W (+ b) (+ x A B), in x's dtype. W is [in, out]; A B a low-rank adapter."""
 
     features: int
     use_bias: bool
@@ -38,7 +38,12 @@ class Linear(nn.Module):
         )
         # Two dimensions: XLA:CPU contracts the weight gradient of a 3-D dot far
         # more slowly than that of a matrix product.
-        y = x.reshape(-1, x.shape[-1]) @ kernel.astype(x.dtype)
+        flat = x.reshape(-1, x.shape[-1])
+        y = flat @ kernel.astype(x.dtype)
+        if self.has_variable("params", "lora_a"):  # put there by `lora.attach`
+            down: Array = self.get_variable("params", "lora_a")
+            up: Array = self.get_variable("params", "lora_b")
+            y = y + (flat @ down.astype(x.dtype)) @ up.astype(x.dtype)
         if self.use_bias:
             bias = self.param(
                 "bias", nn.initializers.zeros, (self.features,), jnp.float32

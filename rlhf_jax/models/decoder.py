@@ -5,10 +5,12 @@
      "final_norm": {"scale": [D], "bias": [D]},
      "head": {"kernel": [V', D]}}                          untied heads only
 
-V' is the vocabulary padded to `model.vocab_multiple`. The loop over layers is here and
-nowhere else: `lax.scan` over the stacked layers, or a Python loop over layers that
-`unstack` took apart (cached decoding, where slicing at every token costs more than the
-layer itself). The price of that is a second copy of the layers while tokens are drawn.
+V' is the vocabulary padded to `model.vocab_multiple`. A leaf may also be stored in
+int8 or in host memory (`leaves.py`): each layer is read when its turn comes. The loop
+over layers is here and nowhere else: `lax.scan` over the stacked layers, or a Python
+loop over layers that `unstack` took apart (cached decoding, where slicing at every
+token costs more than the layer itself). The price of that is a second copy of the
+layers while tokens are drawn.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models import blocks
+from rlhf_jax.models import blocks, leaves
 from rlhf_jax.models.config import ModelConfig
 
 Array = jax.Array
@@ -131,7 +133,7 @@ def prefill(
 
     def layer(x: Array, params: Params) -> tuple[Any, Any]:
         return blocks.Block(model).apply(
-            {"params": params}, x, attend=attend, rotary=rotary
+            {"params": leaves.read(params)}, x, attend=attend, rotary=rotary
         )
 
     # Padding may hold any id: one out of range would be NaN, which no mask undoes.
@@ -188,7 +190,7 @@ def decode_step(
     updated = []
     for layer, cache in zip(layers, caches, strict=True):
         x, cache = blocks.Block(model).apply(
-            {"params": layer},
+            {"params": leaves.read(layer)},
             x,
             attend=attend[:, None],
             rotary=rotary,
@@ -202,11 +204,12 @@ def decode_step(
 def _embed(
     params: Params, *, model: ModelConfig, tokens: Array, positions: Array
 ) -> Array:
-    x = params["embed"]["tokens"][tokens].astype(model.dtype)
+    embed = params["embed"]
+    x = leaves.rows(embed["tokens"], tokens).astype(model.dtype)
     if model.positions == "learned":
         # Right padding counts past the last token; its rows are never read.
         within = jnp.minimum(positions, model.max_positions - 1)
-        x = x + params["embed"]["positions"][within].astype(model.dtype)
+        x = x + leaves.rows(embed["positions"], within).astype(model.dtype)
     return x
 
 
@@ -217,5 +220,6 @@ def _rotary(positions: Array, *, model: ModelConfig) -> blocks.KeyValue | None:
 
 
 def _final_norm(params: Params, x: Array, *, model: ModelConfig) -> Array:
-    y: Any = blocks.Norm(model).apply({"params": params["final_norm"]}, x)
+    norm = leaves.read(params["final_norm"])
+    y: Any = blocks.Norm(model).apply({"params": norm}, x)
     return y

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rlhf_jax.models import leaves
 from rlhf_jax.models.config import ModelConfig
 
 Array = jax.Array
@@ -16,7 +17,8 @@ Params = Any
 
 def vocabulary_head(params: Params, *, model: ModelConfig) -> Array:
     """[V', D], the output head: the token embedding when the two are tied."""
-    return params["embed"]["tokens"] if model.tied_head else params["head"]["kernel"]
+    head = params["embed"]["tokens"] if model.tied_head else params["head"]["kernel"]
+    return leaves.read(head)
 
 
 def logits(params: Params, hidden: Array, *, model: ModelConfig) -> Array:
@@ -63,6 +65,7 @@ def scores(params: Params, hidden: Array) -> Array:
       params: {"kernel": [D], "bias": []}.
       hidden: [..., D].
     """
+    params = leaves.read(params)
     kernel = params["kernel"].astype(jnp.float32)
     rows = hidden.astype(jnp.float32).reshape(-1, hidden.shape[-1])
     flat = rows @ kernel + params["bias"].astype(jnp.float32)

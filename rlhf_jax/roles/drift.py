@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rlhf_jax.models import leaves
 from rlhf_jax.roles.fingerprint import paths
 
 Array = jax.Array
@@ -19,7 +20,8 @@ def weight_drift(params: Params, reference: Params) -> dict[str, Any]:
     A stacked leaf (one under "layers") is L tensors, one a layer, as in a checkpoint.
 
     Args:
-      params, reference: trees of one structure; leaves of any float dtype.
+      params: pytree of arrays of any float dtype.
+      reference: of the same structure, stored in any way (`storage.store`).
 
     Returns:
       "absolute" f32[]: the sum; "relative" f32[]: the sum / Σ_p ‖ref_p‖₂,
@@ -29,17 +31,18 @@ def weight_drift(params: Params, reference: Params) -> dict[str, Any]:
     Raises:
       ValueError: the trees differ in structure.
     """
-    if jax.tree.structure(params) != jax.tree.structure(reference):
+    anchors, structure = jax.tree.flatten(reference, is_leaf=leaves.is_stored)
+    if jax.tree.structure(params) != structure:
         raise ValueError(
             f"expected trees of one structure, got leaves {paths(params)} and "
             f"{paths(reference)}; compare a model with what was frozen of it"
         )
     moved, size, modules = [], [], {}
     for path, leaf, anchor in zip(
-        paths(params), jax.tree.leaves(params), jax.tree.leaves(reference), strict=True
+        paths(params), jax.tree.leaves(params), anchors, strict=True
     ):
         stacked = "layers" in path.split("/")
-        anchor = anchor.astype(jnp.float32)
+        anchor = leaves.read(anchor).astype(jnp.float32)
         distance = _norm(leaf.astype(jnp.float32) - anchor, stacked=stacked)
         norm = _norm(anchor, stacked=stacked)
         moved.append(distance.sum())

@@ -12,6 +12,7 @@ from typing import Any
 import flax.struct
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.roles import fingerprint, storage
@@ -28,27 +29,36 @@ class ReferenceMovedError(StopError):
 class Frozen:
     """A forward-only model. A pytree: pass it to `jit` as an argument."""
 
-    stored: Params  # in the storage dtype and sharding
+    stored: Params  # as `storage.store` made it; forward passes take `read`
     source_digests: Array  # u32[N, 2], of the parameters that were frozen
     stored_digests: Array  # u32[N, 2], of `stored`; as above unless the dtype differs
 
 
-def freeze(params: Params, *, dtype: Any = None, sharding: Any = None) -> Frozen:
+def freeze(
+    params: Params,
+    *,
+    dtype: Any = None,
+    embeddings: Any = None,
+    memory: storage.Memory = "device",
+    sharding: Any = None,
+) -> Frozen:
     """Copies parameters into a frozen model.
 
     Args:
       params: pytree of arrays; may be donated or overwritten afterwards.
-      dtype: storage dtype of floating-point leaves; None keeps each leaf's own.
-      sharding: of the copy; None keeps each leaf's own.
+      dtype, embeddings, memory, sharding: how the copy is stored, as `storage.store`;
+        left out, it is a copy of the same dtype in the same place.
 
     Raises:
-      InputError: there is nothing to freeze.
+      InputError: there is nothing to freeze, or as `storage.store`.
     """
     if not jax.tree.leaves(params):
         raise InputError(
             "expected parameters to freeze, got an empty tree; pass a model's params"
         )
-    stored = storage.store(params, dtype=dtype, sharding=sharding)
+    stored = storage.store(
+        params, dtype=dtype, embeddings=embeddings, memory=memory, sharding=sharding
+    )
     return Frozen(
         stored=stored,
         source_digests=fingerprint.digests(params),
@@ -59,6 +69,29 @@ def freeze(params: Params, *, dtype: Any = None, sharding: Any = None) -> Frozen
 def read(frozen: Frozen) -> Params:
     """The parameters for a forward pass; no gradient flows into them."""
     return jax.lax.stop_gradient(frozen.stored)
+
+
+def beside(frozen: Frozen, batch: Any) -> Any:
+    """The batch on the devices of a frozen model, to be read by it there.
+
+    Explicit and asynchronous. A reference on the CPU, or on devices of its own:
+
+        there = frozen.beside(reference, rollout)
+        ref_logprobs = price(reference, rollout=there)      jitted, runs beside
+        ref_logprobs = jax.device_put(ref_logprobs, rollout.old_logprobs.sharding)
+
+    Args:
+      batch: pytree of arrays.
+
+    Returns:
+      The batch, replicated over those devices; itself where it is there already.
+    """
+    sharding = jax.tree.leaves(frozen.stored)[0].sharding
+    if isinstance(sharding, NamedSharding):
+        place = NamedSharding(sharding.mesh, PartitionSpec())
+    else:
+        place = sharding.with_memory_kind("device")
+    return jax.device_put(batch, place)
 
 
 def fingerprint_of(frozen: Frozen) -> fingerprint.Fingerprint:

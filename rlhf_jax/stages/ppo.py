@@ -104,11 +104,12 @@ def learn(
     reference: Frozen | None,
     key: Array,
     ppo: PPO,
+    ref_logprobs: Array | None = None,
 ) -> tuple[TrainState, masked.Stats, Scored]:
     """An iteration from the scores on; `iteration` with the reward taken out.
 
     Args, Returns, Raises: as `iteration`, with the rollout of `sample` and its scores
-    f32[B], reward units.
+    f32[B], reward units; ref_logprobs as `score.score`.
     """
     rows = rollout.tokens.shape[0]
     if scores.shape != (rows,):
@@ -137,6 +138,7 @@ def learn(
         max_new_tokens=ppo.max_new_tokens,
         temperature=ppo.temperature,
         kl_estimator=ppo.kl_estimator,
+        ref_logprobs=ref_logprobs,
     )
     experience = experience_.experience(
         scored,

@@ -33,6 +33,7 @@ def score(
     max_new_tokens: int,
     temperature: float,
     kl_estimator: Callable[[Array, Array], Array] = kl_.k1,
+    ref_logprobs: Array | None = None,
 ) -> Scored:
     """Prices a rollout with the frozen models, once, before the epochs.
 
@@ -45,6 +46,8 @@ def score(
       max_new_tokens: R, the response columns; the others are not priced.
       temperature: the rollout's.
       kl_estimator: per-token KL from (logprobs, ref_logprobs), for the reward.
+      ref_logprobs: f32[B, S], nats, where `reference_logprobs` ran before, on devices
+        of its own; it then is what the KL is taken to, and `reference` is not run.
 
     Returns:
       Scored[B, S]; every per-token array is 0 outside the response.
@@ -55,17 +58,16 @@ def score(
     """
     checks.shape((rollout.tokens.shape[0],), scores=scores)
     checks.float32(scores=scores)
-    ref_logprobs = kl = values = None
-    if reference is not None:
-        priced = policy_.logprobs(
-            frozen.read(reference),
+    kl = values = None
+    if reference is not None and ref_logprobs is None:
+        ref_logprobs = reference_logprobs(
+            reference,
+            rollout=rollout,
             model=model,
-            tokens=rollout.tokens,
-            mask=rollout.mask,
+            max_new_tokens=max_new_tokens,
             temperature=temperature,
-            first_column=rollout.tokens.shape[1] - max_new_tokens,
         )
-        ref_logprobs = jnp.where(rollout.response_mask, priced, 0.0)
+    if ref_logprobs is not None:
         kl = kl_estimator(rollout.old_logprobs, ref_logprobs)
     if critic is not None:
         if critic_model is None:
@@ -81,6 +83,40 @@ def score(
         ref_logprobs=ref_logprobs,
         kl=kl,
     )
+
+
+def reference_logprobs(
+    reference: Frozen,
+    *,
+    rollout: Rollout,
+    model: ModelConfig,
+    max_new_tokens: int,
+    temperature: float,
+) -> Array:
+    """log π_ref of the response tokens, once a rollout, before the epochs.
+
+    It is `score`'s own step, and a program by itself where the reference has devices
+    of its own (`frozen.beside` takes the rollout there).
+
+    Args:
+      reference: the frozen policy, however it is stored.
+      rollout: Rollout[B, S].
+      model: shape of the policy and so of the reference.
+      max_new_tokens: R, the response columns; the others are not priced.
+      temperature: the rollout's.
+
+    Returns:
+      f32[B, S], nats; 0 outside the response. No gradient reaches the reference.
+    """
+    priced = policy_.logprobs(
+        frozen.read(reference),
+        model=model,
+        tokens=rollout.tokens,
+        mask=rollout.mask,
+        temperature=temperature,
+        first_column=rollout.tokens.shape[1] - max_new_tokens,
+    )
+    return jnp.where(rollout.response_mask, priced, 0.0)
 
 
 def penalise_missing_stop(

@@ -1,0 +1,67 @@
+"""Parameters that are not plain arrays on the device: in int8, or in host memory.
+
+Either stands in a parameter tree where an array would, and is a pytree itself, so that
+`lax.scan` slices it by layer as it slices an array. The decoder reads each layer as it
+comes to it: what is held is small or far, and one layer at a time is neither.
+
+    {"kernel": Int8(values i8[L, in, out], scales f32[L, 1, out])}  --scan-->  read
+    {"kernel": OnHost(f32[L, in, out])}                             --scan-->  read
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+
+
+@flax.struct.dataclass
+class Int8:
+    """Weight-only int8, symmetric: parameter = values · scales."""
+
+    values: Array  # i8[...], -127 to 127
+    scales: Array  # f32, 1 along the axis that shares a scale, else as `values`
+
+    def read(self) -> Array:
+        """f32[...], the parameters."""
+        return self.values.astype(jnp.float32) * self.scales
+
+    def rows(self, index: Array) -> Array:
+        """f32[*index.shape, D]: rows of a table; no other row is read."""
+        return self.values[index].astype(jnp.float32) * self.scales[index]
+
+
+@flax.struct.dataclass
+class OnHost:
+    """A leaf, or an `Int8`, that lives in the host's memory."""
+
+    held: Any
+
+    def read(self) -> Array:
+        """The parameters, brought to the device."""
+        return read(jax.device_put(self.held, jax.memory.Space.Device))
+
+    def rows(self, index: Array) -> Array:
+        """Rows of a table, which is brought to the device whole."""
+        return rows(jax.device_put(self.held, jax.memory.Space.Device), index)
+
+
+def is_stored(leaf: Any) -> bool:
+    """True for a leaf that has to be read before it is an array."""
+    return isinstance(leaf, Int8 | OnHost)
+
+
+def read(tree: Any) -> Any:
+    """The tree with every leaf a plain array on the device."""
+    return jax.tree.map(
+        lambda leaf: leaf.read() if is_stored(leaf) else leaf, tree, is_leaf=is_stored
+    )
+
+
+def rows(table: Any, index: Array) -> Array:
+    """[*index.shape, D]: rows of an embedding, however it is stored."""
+    return table.rows(index) if is_stored(table) else table[index]
