@@ -84,9 +84,7 @@ def digests(params: Params) -> Array:
 def _digest(leaf: Array, path: str) -> Array:
     identity = f"{path}|{leaf.shape}|{leaf.dtype}".encode()
     seeds = np.frombuffer(hashlib.sha256(identity).digest()[:8], np.uint32)
-    leaf = jax.device_put(
-        leaf, jax.memory.Space.Device
-    )  # from the host, if it is there
+    leaf = jax.device_put(leaf, jax.memory.Space.Device)  # it may be on the host
     # A scan is one fused program even outside `jit`, where every operation below would
     # otherwise write a whole leaf; its body is a named function to be compiled once.
     return jax.lax.scan(_word, leaf, jnp.asarray(seeds))[1]

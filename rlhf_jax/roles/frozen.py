@@ -39,7 +39,7 @@ def freeze(
     *,
     dtype: Any = None,
     embeddings: Any = None,
-    memory: storage.Memory = "device",
+    memory: storage.Memory | None = None,
     sharding: Any = None,
 ) -> Frozen:
     """Copies parameters into a frozen model.

@@ -32,7 +32,7 @@ def store(
     *,
     dtype: Any = None,
     embeddings: Any = None,
-    memory: Memory = "device",
+    memory: Memory | None = None,
     sharding: Any = None,
 ) -> Params:
     """A copy that shares no buffer with `params`.
@@ -47,7 +47,7 @@ def store(
         embedding or an output head); norms, biases and a scalar head are float32.
       embeddings: dtype of embeddings and output head where `dtype` is int8; None is
         int8 too.
-      memory: "pinned_host" keeps the copy in the host's memory.
+      memory: "pinned_host" keeps the copy in the host's memory; None is "device".
       sharding: a Sharding, or a pytree of them as `params`, for the copy; None keeps
         each leaf's.
 
@@ -78,7 +78,7 @@ def store(
     copied = jax.tree.map_with_path(copy, params)
     if sharding is not None:
         copied = jax.device_put(copied, sharding)
-    return copied if memory == "device" else _to_host(copied)
+    return _to_host(copied) if memory == "pinned_host" else copied
 
 
 def quantise(x: Array, *, axis: int) -> Int8:
