@@ -14,8 +14,15 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runtime import cli, run_folder
 
 
+@dataclasses.dataclass(frozen=True)
+class Group:
+    rank: int = 8
+    """Of the adapters."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(run_folder.RunConfig):
+    lora: Group = Group()
     num_steps: int = 10
     """PPO steps."""
     kl_coef: float | None = 0.05
@@ -33,7 +40,7 @@ def parse(*argv: object) -> Config:
 def test_every_field_is_an_option():
     config = parse(
         *("--out", "run", "--seed", 3, "--kl-coef", "1e-3", "--buckets", 4, 5, 6),
-        *("--resume", "--no-progress", "--estimator", "k3"),
+        *("--resume", "--no-progress", "--estimator", "k3", "--lora.rank", 2),
     )
     assert config == Config(
         out=Path("run"),
@@ -43,6 +50,7 @@ def test_every_field_is_an_option():
         resume=True,
         progress=False,
         estimator="k3",
+        lora=Group(rank=2),
     )
     assert parse("--out", "run", "--kl-coef", "None").kl_coef is None
 

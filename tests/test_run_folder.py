@@ -11,8 +11,15 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runtime import run_folder
 
 
+@dataclasses.dataclass(frozen=True)
+class Lifecycle:
+    kl_every: int = 1
+    rate: float | None = None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(run_folder.RunConfig):
+    lifecycle: Lifecycle = Lifecycle()  # a group of options
     num_steps: int = 10
     kl_coef: float | None = 0.05
     buckets: tuple[int, ...] = (8, 16)
@@ -61,6 +68,7 @@ def test_a_config_survives_json(tmp_path):
         betas=(0, 1e-30),
         prompts=Path("a b.jsonl"),
         estimator="k3",
+        lifecycle=Lifecycle(kl_every=3, rate=0.5),
     )
     fields = json.loads(json.dumps(run_folder.to_json(config)))
     again = run_folder.from_json(Config, fields, source=Path("config.json"))
@@ -83,6 +91,7 @@ def test_misfit_fields_are_named_together():
         "resume": 0,
         "betas": [0.9],
         "estimator": "k4",
+        "lifecycle": {"kl_every": "3", "rat": 0.1},
     }
     with pytest.raises(InputError) as error:
         run_folder.from_json(Config, fields, source=Path("c.json"))
@@ -93,6 +102,9 @@ def test_misfit_fields_are_named_together():
         "seed: missing",
         "num_steps: expected int, got 1.5",
         "resume: expected bool, got 0",
+        'lifecycle.kl_every: expected int, got "3"',
+        "lifecycle.rat: unknown",
+        "lifecycle.rate: missing",
         "betas: expected tuple[float, float], got [0.9]",
         "estimator: expected typing.Literal['k1', 'k2', 'k3'], got \"k4\"",
     ):
@@ -160,8 +172,17 @@ def test_resume_with_another_config_lists_the_differences(tmp_path):
     config = Config(out=tmp_path)
     run_folder.open_run(config)
     message = refused(
-        dataclasses.replace(config, resume=True, seed=1, kl_coef=None), tmp_path
+        dataclasses.replace(
+            config,
+            resume=True,
+            seed=1,
+            kl_coef=None,
+            lifecycle=Lifecycle(kl_every=2),
+        ),
+        tmp_path,
     )
+    assert "\n  lifecycle.kl_every: recorded 1, given 2\n" in message
+    assert "lifecycle.rate" not in message
     assert "\n  kl_coef: recorded 0.05, given null\n" in message
     assert "\n  seed: recorded 0, given 1\n" in message
     assert "num_steps" not in message

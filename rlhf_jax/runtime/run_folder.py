@@ -116,7 +116,7 @@ def check_run(config: RunConfig) -> None:
             f"--resume: {out} holds {', '.join(held[:4])} but no {CONFIG}, so it is "
             "not a run folder; give the --out of the run to continue"
         )
-    recorded, given = read_config(out / CONFIG), to_json(config)
+    recorded, given = _flat(read_config(out / CONFIG)), _flat(to_json(config))
     differing = [
         f"  {name}: recorded {_show(recorded, name)}, given {_show(given, name)}"
         for name in sorted(recorded.keys() | given.keys())
@@ -200,18 +200,7 @@ def from_json(
     Raises:
       InputError: fields are unknown, missing or mistyped; names them all.
     """
-    hints = typing.get_type_hints(config_class)
-    kinds = {
-        field.name: hints[field.name] for field in dataclasses.fields(config_class)
-    }
-    values: dict[str, Any] = {}
-    wrong = [f"  {name}: unknown" for name in fields.keys() - kinds.keys()]
-    wrong += [f"  {name}: missing" for name in kinds.keys() - fields.keys()]
-    for name in kinds.keys() & fields.keys():
-        try:
-            values[name] = _decode(fields[name], kinds[name])
-        except TypeError as error:
-            wrong.append(f"  {name}: {error}")
+    values, wrong = _decode_fields(fields, config_class, prefix="")
     if wrong:
         raise InputError(
             f"{source} does not fit the options of this experiment:\n"
@@ -272,6 +261,41 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
 
 def _show(fields: dict[str, Any], name: str) -> str:
     return json.dumps(fields[name]) if name in fields else "(no such field)"
+
+
+def _flat(fields: dict[str, Any]) -> dict[str, Any]:
+    """Groups of fields taken apart, as the command line names them: "lora.rank"."""
+    flat: dict[str, Any] = {}
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            flat |= {f"{name}.{inner}": x for inner, x in _flat(value).items()}
+        else:
+            flat[name] = value
+    return flat
+
+
+def _decode_fields(
+    fields: dict[str, Any], kind: Any, *, prefix: str
+) -> tuple[dict[str, Any], list[str]]:
+    """The fields of a dataclass by name, and what is wrong with them; groups too."""
+    hints = typing.get_type_hints(kind)
+    kinds = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+    values: dict[str, Any] = {}
+    wrong = [f"  {prefix}{name}: unknown" for name in fields.keys() - kinds.keys()]
+    wrong += [f"  {prefix}{name}: missing" for name in kinds.keys() - fields.keys()]
+    for name in kinds.keys() & fields.keys():
+        field, value = kinds[name], fields[name]
+        if dataclasses.is_dataclass(field) and isinstance(value, dict):
+            inner, amiss = _decode_fields(value, field, prefix=f"{prefix}{name}.")
+            wrong += amiss
+            if not amiss:
+                values[name] = typing.cast(Any, field)(**inner)
+            continue
+        try:
+            values[name] = _decode(value, field)
+        except TypeError as error:
+            wrong.append(f"  {prefix}{name}: {error}")
+    return values, wrong
 
 
 def _decode(value: Any, kind: Any) -> Any:
