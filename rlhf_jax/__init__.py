@@ -47,6 +47,7 @@ ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (
             "storage",
             "fingerprint",
             "frozen",
+            "lifecycle",
             "drift",
             "policy",
             "critic",

@@ -77,11 +77,15 @@ def digests(params: Params) -> Array:
     """
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(params)]
     return jnp.stack(
-        [_digest(leaf, path) for path, leaf in zip(paths(params), leaves, strict=True)]
+        [
+            digest(leaf, path=path)
+            for path, leaf in zip(paths(params), leaves, strict=True)
+        ]
     )
 
 
-def _digest(leaf: Array, path: str) -> Array:
+def digest(leaf: Array, *, path: str) -> Array:
+    """u32[2], the row of `digests` for the leaf that stands at `path`."""
     identity = f"{path}|{leaf.shape}|{leaf.dtype}".encode()
     seeds = np.frombuffer(hashlib.sha256(identity).digest()[:8], np.uint32)
     leaf = jax.device_put(leaf, jax.memory.Space.Device)  # it may be on the host

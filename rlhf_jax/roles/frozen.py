@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rlhf_jax.functional.checks import InputError, StopError
+from rlhf_jax.models import leaves
 from rlhf_jax.roles import fingerprint, storage
 
 Array = jax.Array
@@ -97,6 +98,16 @@ def beside(frozen: Frozen, batch: Any) -> Any:
 def fingerprint_of(frozen: Frozen) -> fingerprint.Fingerprint:
     """The fingerprint recorded when the model was frozen, of its stored form."""
     return fingerprint.named(frozen.stored, frozen.stored_digests)
+
+
+def source_fingerprint_of(frozen: Frozen) -> fingerprint.Fingerprint:
+    """The fingerprint of the parameters that were frozen, before they were stored."""
+    one_a_parameter = jax.tree.map(
+        lambda leaf: 0,
+        frozen.stored,
+        is_leaf=leaves.is_stored,
+    )
+    return fingerprint.named(one_a_parameter, frozen.source_digests)
 
 
 def verify(frozen: Frozen) -> None:

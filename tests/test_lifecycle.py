@@ -1,0 +1,241 @@
+"""A reference that moves moves as its lifecycle says, and stays stored as it was."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toys
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from rlhf_jax import drift, fingerprint, frozen, lifecycle, storage
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models import leaves
+from rlhf_jax.roles.lifecycle import Lifecycle
+
+POLICY = toys.params(seed=1)
+START = toys.params()
+
+
+def mesh():
+    return jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+
+
+STORED = {
+    "float32": dict,
+    "bfloat16": lambda: {"dtype": "bfloat16"},
+    "int8": lambda: {"dtype": "int8"},
+    "int8 with bf16 tables": lambda: {"dtype": "int8", "embeddings": "bfloat16"},
+    "host": lambda: {"memory": "pinned_host"},
+    "int8 on the host": lambda: {"dtype": "int8", "memory": "pinned_host"},
+    "eight devices": lambda: {"sharding": NamedSharding(mesh(), PartitionSpec())},
+    "another device": lambda: {
+        "sharding": jax.sharding.SingleDeviceSharding(jax.devices()[3])
+    },
+}
+each_storage = pytest.mark.parametrize("how", STORED.values(), ids=STORED.keys())
+
+
+def places(tree):
+    """Where and as what every array of a tree is held."""
+    return [(x.sharding, x.dtype, x.committed) for x in jax.tree.leaves(tree)]
+
+
+def same_bits(left, right):
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    jax.tree.map(np.testing.assert_array_equal, left, right)
+
+
+@each_storage
+def test_a_reset_is_a_freeze_of_the_policy_in_the_same_storage(how):
+    held = frozen.freeze(START, **how())
+    moved = lifecycle.reset(held, POLICY)
+    same_bits(moved, frozen.freeze(POLICY, **how()))
+    assert places(moved.stored) == places(held.stored)
+    frozen.verify(moved)
+    same_bits(held, frozen.freeze(START, **how()))  # a value: the old one stands
+
+
+@each_storage
+def test_a_mixture_by_hand_in_every_storage(how):
+    held = frozen.freeze(START, **how())
+    moved = lifecycle.mix(held, POLICY, rate=0.25)
+    anchors = jax.tree.leaves(leaves.read(held.stored))
+    expected = [
+        0.25 * np.asarray(leaf, np.float64) + 0.75 * np.asarray(anchor, np.float64)
+        for leaf, anchor in zip(jax.tree.leaves(POLICY), anchors, strict=True)
+    ]
+    found = jax.tree.leaves(leaves.read(moved.stored))
+    options = how()
+    coarse = 2**-8 if "bfloat16" in options.values() else 1e-6
+    for value, array in zip(expected, found, strict=True):
+        step = np.abs(value).max() / 127 if options.get("dtype") == "int8" else 1e-7
+        np.testing.assert_allclose(
+            np.asarray(array, np.float64), value, rtol=coarse, atol=0.51 * step
+        )
+    assert places(moved.stored) == places(held.stored)
+    frozen.verify(moved)
+    frozen.verify(held)
+
+
+def test_the_source_digests_of_a_mixture_are_of_what_was_stored():
+    """In float32 nothing is lost, so source and stored are one; in int8 they differ."""
+    moved = lifecycle.mix(frozen.freeze(START), POLICY, rate=0.25)
+    np.testing.assert_array_equal(moved.source_digests, moved.stored_digests)
+    small = lifecycle.mix(frozen.freeze(START, dtype="bfloat16"), POLICY, rate=0.25)
+    assert (small.source_digests != small.stored_digests).any(axis=1).all()
+    names = frozen.source_fingerprint_of(
+        lifecycle.reset(frozen.freeze(START, dtype="int8"), POLICY)
+    )
+    assert names == fingerprint.fingerprint(POLICY)
+
+
+def test_a_rate_of_one_is_a_reset_and_of_zero_nothing():
+    held = frozen.freeze(START)
+    same_bits(lifecycle.mix(held, POLICY, rate=1.0), lifecycle.reset(held, POLICY))
+    same_bits(lifecycle.mix(held, POLICY, rate=0.0), held)
+
+
+def test_mixtures_close_in_on_the_policy_geometrically():
+    held = frozen.freeze(START)
+    first = float(drift.weight_drift(POLICY, held.stored)["absolute"])
+    for _ in range(3):
+        held = lifecycle.mix(held, POLICY, rate=0.5)
+    last = float(drift.weight_drift(POLICY, held.stored)["absolute"])
+    assert last == pytest.approx(first / 8, rel=1e-4)
+
+
+def test_a_small_rate_rounds_away_in_few_bits():
+    """As the docstring warns; in float32 it does not."""
+    ones = {"w": jnp.ones(4)}
+    more = {"w": jnp.full(4, 2.0)}
+    for dtype, moves in {"float32": True, "bfloat16": False}.items():
+        held = frozen.freeze(ones, dtype=dtype)
+        moved = lifecycle.mix(held, more, rate=1e-3)
+        assert bool((moved.stored["w"] != held.stored["w"]).all()) is moves
+
+
+@pytest.mark.parametrize("move", [lifecycle.reset, lifecycle.mix])
+def test_a_moved_reference_outlives_the_donation_of_the_policy(move):
+    rate = {"rate": 1.0} if move is lifecycle.mix else {}
+    policy = jax.tree.map(jnp.copy, POLICY)
+    moved = move(frozen.freeze(START), policy, **rate)
+    jax.jit(lambda tree: jax.tree.map(lambda x: x + x, tree), donate_argnums=0)(policy)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(policy))
+    frozen.verify(moved)
+    same_bits(moved.stored, POLICY)
+
+
+def test_a_moved_reference_does_not_retrace():
+    traces = []
+
+    @jax.jit
+    def first(held):
+        traces.append(1)
+        return jax.tree.leaves(frozen.read(held))[0]
+
+    held = frozen.freeze(START, dtype="int8")
+    for _ in range(2):
+        first(held)
+        held = lifecycle.reset(held, POLICY)
+        first(held)
+        held = lifecycle.mix(held, START, rate=0.1)
+    assert len(traces) == 1
+    assert first._cache_size() == 1  # nor does it compile again for another placement
+
+
+def test_which_steps_move_and_which_take_the_kl():
+    """Steps from 0: moves end a step, a KL starts one."""
+    held = frozen.freeze({"w": jnp.zeros(2)})
+
+    def moves(plan):
+        return [
+            step
+            for step in range(9)
+            if lifecycle.after_step(held, {"w": jnp.ones(2)}, step=step, lifecycle=plan)
+            is not held
+        ]
+
+    assert moves(Lifecycle()) == []
+    assert moves(Lifecycle(kl_every=2)) == []
+    assert moves(Lifecycle(reset_every=3)) == [2, 5, 8]
+    assert moves(Lifecycle(mix_every=4, mix_rate=0.5)) == [3, 7]
+    plan = Lifecycle(mix_every=1, mix_rate=0.5)
+    mixed = lifecycle.after_step(held, {"w": jnp.ones(2)}, step=0, lifecycle=plan)
+    np.testing.assert_array_equal(mixed.stored["w"], [0.5, 0.5])
+    taken = [step for step in range(7) if Lifecycle(kl_every=3).prices(step)]
+    assert taken == [0, 3, 6]
+    assert all(map(Lifecycle().prices, range(5)))
+
+
+def test_what_the_defaults_say_of_themselves():
+    assert not Lifecycle(kl_every=5).moves
+    assert Lifecycle(reset_every=1).moves
+    assert Lifecycle(mix_every=1, mix_rate=0.0).moves
+    assert Lifecycle(kl_every=4).kl_scale == 1
+    assert Lifecycle(kl_every=4, scale_kl_coef=True).kl_scale == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"reset_every": 0}, "reset_every: expected a number of steps, 1 or more, got"),
+        ({"reset_every": -3}, "reset_every: expected .* got -3; choose reset_every"),
+        ({"mix_every": 0, "mix_rate": 0.5}, "mix_every: expected a number of steps"),
+        ({"kl_every": 0}, "kl_every: expected a number of steps, 1 or more, got 0"),
+        ({"mix_every": 5, "mix_rate": 1.1}, "mix_rate: expected a number from 0 to 1"),
+        ({"mix_every": 5, "mix_rate": -0.1}, "mix_rate: expected a number from 0 to"),
+        ({"mix_every": 5}, "mix_every and mix_rate together, got 5 and None"),
+        ({"mix_rate": 0.5}, "mix_every and mix_rate together, got None and 0.5"),
+        (
+            {"reset_every": 2, "mix_every": 5, "mix_rate": 0.5},
+            "one of reset_every and mix_every, got 2 and 5",
+        ),
+        ({"scale_kl_coef": True}, "scale_kl_coef: expected a kl_every above 1"),
+    ],
+)
+def test_lifecycles_that_cannot_be(options, message):
+    with pytest.raises(InputError, match=message):
+        Lifecycle(**options)
+
+
+def test_a_rate_outside_is_refused_by_the_function_too():
+    with pytest.raises(InputError, match="rate: expected a number from 0 to 1, got 2"):
+        lifecycle.mix(frozen.freeze(START), POLICY, rate=2)
+
+
+def test_adapters_are_not_mixed():
+    with pytest.raises(InputError, match="mixing adapters does not mix the weights"):
+        Lifecycle(mix_every=5, mix_rate=0.5).refuse_mixing_adapters()
+    Lifecycle(reset_every=5).refuse_mixing_adapters()
+
+
+@pytest.mark.parametrize("dtype", [None, "int8"])
+def test_another_model_is_refused(dtype):
+    held = frozen.freeze(START, dtype=dtype)
+    wider = toys.params(dataclasses.replace(toys.GPT2, hidden_size=32))
+    fewer = {name: leaf for name, leaf in POLICY.items() if name != "embed"}
+    for move in (lifecycle.reset, functools.partial(lifecycle.mix, rate=0.5)):
+        with pytest.raises(InputError, match="of the reference's structure"):
+            move(held, fewer)
+        with pytest.raises(
+            InputError, match=r"embed/positions: expected .* \(24, 16\), got \(24, 32\)"
+        ):
+            move(held, wider)
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 5), (2, 1, 5), (2, 4, 1), (2, 1, 1)])
+def test_matrices_of_one_row_or_column_keep_their_int8_axis(shape):
+    """The axis is read off the scales, which axes of size 1 could confuse."""
+    rng = np.random.default_rng(0)
+    old, new = (
+        {
+            "layers": {"kernel": jnp.asarray(rng.normal(size=shape), jnp.float32)},
+            "embed": {"tokens": jnp.asarray(rng.normal(size=shape[1:]), jnp.float32)},
+        }
+        for _ in range(2)
+    )
+    moved = lifecycle.reset(frozen.freeze(old, dtype="int8"), new)
+    same_bits(moved.stored, storage.store(new, dtype="int8"))
