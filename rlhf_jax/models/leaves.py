@@ -26,6 +26,11 @@ class Int8:
     values: Array  # i8[...], -127 to 127
     scales: Array  # f32, 1 along the axis that shares a scale, else as `values`
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the parameters."""
+        return self.values.shape
+
     def read(self) -> Array:
         """f32[...], the parameters."""
         return self.values.astype(jnp.float32) * self.scales
@@ -40,6 +45,11 @@ class OnHost:
     """A leaf, or an `Int8`, that lives in the host's memory."""
 
     held: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the parameters."""
+        return self.held.shape
 
     def read(self) -> Array:
         """The parameters, brought to the device."""

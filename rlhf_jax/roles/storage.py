@@ -8,15 +8,18 @@
 | pinned host memory | memory "pinned_host": each layer is read when its turn comes |
 | own sharding, own devices, the CPU | sharding |
 
-Every way is a copy, and is read by the decoder through `leaves`.
+Every way is a copy, is read by the decoder through `leaves`, and goes with the others.
+int8 is our own ten lines and not qwix, which replaces operations inside a module's
+call: here a leaf is a plain pytree that the scan slices and the host streams.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import leaves
@@ -25,6 +28,7 @@ from rlhf_jax.models.leaves import Int8, OnHost
 Array = jax.Array
 Params = Any
 Memory = Literal["device", "pinned_host"]
+FLOATS = ("float32", "bfloat16", "float16")
 
 
 def store(
@@ -39,49 +43,90 @@ def store(
 
     `jnp.asarray`, `astype` to the same dtype and `device_put` to the same sharding all
     alias, and an alias dies when the original is donated; an explicit copy does not.
+    Leaves are copied one at a time: what is bound for the host or for other devices
+    takes the room of one leaf where `params` are.
 
     Args:
-      params: pytree of arrays (NumPy or JAX), a decoder's or {"trunk", "score"}.
+      params: pytree of arrays (NumPy or JAX), a decoder's or {"trunk", "score"}; or
+        what an earlier `store` made.
       dtype: of the copy's floating-point leaves; None keeps each leaf's own. int8 is
         for matrices: symmetric, a scale for every output channel (for every row of an
         embedding or an output head); norms, biases and a scalar head are float32.
       embeddings: dtype of embeddings and output head where `dtype` is int8; None is
         int8 too.
-      memory: "pinned_host" keeps the copy in the host's memory; None is "device".
-      sharding: a Sharding, or a pytree of them as `params`, for the copy; None keeps
-        each leaf's.
+      memory: "pinned_host" keeps the copy in the host's memory, "device" on the
+        device; None keeps each leaf's.
+      sharding: a Sharding, or a tree of them that is a prefix of `params`, for the
+        copy; None keeps each leaf's.
 
     Raises:
-      InputError: `embeddings` without int8, or a memory that these devices lack.
+      InputError: a dtype that is not among these, int8 without a matrix, `embeddings`
+        without int8, a memory that the devices lack, or a sharding that does not fit;
+        names the leaf.
     """
-    int8 = dtype is not None and jnp.dtype(dtype) == jnp.int8
-    if embeddings is not None and not int8:
+    dtype = None if dtype is None else _dtype("dtype", dtype, among=(*FLOATS, "int8"))
+    if memory not in (None, *get_args(Memory)):
         raise InputError(
-            f"embeddings: expected None where dtype is {dtype}, got {embeddings}; they "
-            f"have a dtype of their own beside int8 only"
+            f"memory: expected {' or '.join(get_args(Memory))}, got {memory!r}"
+        )
+    if embeddings is not None:
+        embeddings = _dtype("embeddings", embeddings, among=FLOATS)
+        if dtype != jnp.int8:
+            raise InputError(
+                f"embeddings: expected None where dtype is {dtype}, got {embeddings}; "
+                f"they have a dtype of their own beside int8 only"
+            )
+    with_path, structure = jax.tree.flatten_with_path(params, is_leaf=leaves.is_stored)
+    if dtype == jnp.int8 and not any(_matrix_axis(*item) for item in with_path):
+        raise InputError(
+            "dtype: int8 is for matrices under embed, head or layers, and there are "
+            "none here; pass a decoder's parameters, or choose a float dtype"
         )
 
-    def copy(path: Any, leaf: Array) -> Any:
-        leaf = jnp.asarray(leaf)
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            return jnp.array(leaf, copy=True)
-        if not int8:
-            return jnp.array(leaf, dtype=dtype, copy=True)
-        names = [entry.key for entry in path]
-        table = "embed" in names or "head" in names
-        if table and embeddings is not None:
-            return jnp.array(leaf, dtype=embeddings, copy=True)
-        if table or ("layers" in names and leaf.ndim == 3):
-            return quantise(leaf, axis=-1 if table else -2)
-        return jnp.array(leaf, dtype=jnp.float32, copy=True)
+    def copy(path: Any, leaf: Any, place: Sharding | None) -> Any:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        to_host = memory == "pinned_host"
+        if isinstance(leaf, OnHost):
+            to_host = memory != "device"
+            leaf = jax.device_put(leaf.held, jax.memory.Space.Device)
+        copied = _cast(path, leaf, dtype=dtype, embeddings=embeddings)
+        if place is not None:
+            copied = _place(name, copied, place)
+        return _to_host(copied) if to_host else copied
 
-    copied = jax.tree.map_with_path(copy, params)
-    if sharding is not None:
-        copied = jax.device_put(copied, sharding)
-    return _to_host(copied) if memory == "pinned_host" else copied
+    places = _broadcast(sharding, params, count=len(with_path))
+    return jax.tree.unflatten(
+        structure,
+        [
+            copy(path, leaf, place)
+            for (path, leaf), place in zip(with_path, places, strict=True)
+        ],
+    )
 
 
-def quantise(x: Array, *, axis: int) -> Int8:
+def store_as(params: Params, *, held: Params) -> Params:
+    """A copy of `params`, each leaf in the dtype, memory and place of its like.
+
+    Args:
+      params: pytree of arrays.
+      held: what `store` made of a tree of the same structure and shapes.
+
+    Raises:
+      InputError: the trees differ in structure or shapes.
+    """
+    old, structure = jax.tree.flatten(held, is_leaf=leaves.is_stored)
+    new = jax.tree.leaves(params)
+    shapes = [leaf.shape for leaf in old]
+    if jax.tree.structure(params) != structure or shapes != [x.shape for x in new]:
+        raise InputError(
+            f"expected parameters of the structure and shapes of those stored before, "
+            f"{structure} of {shapes}, got {jax.tree.structure(params)} of "
+            f"{[x.shape for x in new]}; pass parameters of the same model"
+        )
+    return jax.tree.unflatten(structure, map(_copy_as, new, old))
+
+
+def quantise(x: Array, *, axis: int | tuple[int, ...]) -> Int8:
     """Symmetric int8: scale = max|x| / 127 along `axis`, values = round(x / scale).
 
     Args:
@@ -99,26 +144,121 @@ def quantise(x: Array, *, axis: int) -> Int8:
     return Int8(values=values.astype(jnp.int8), scales=scales)
 
 
-def _to_host(copied: Params) -> Params:
-    def move(leaf: Any) -> OnHost:
-        placed = jax.tree.map(
-            lambda array: jax.device_put(
-                array, array.sharding.with_memory_kind("pinned_host")
-            ),
-            leaf,
-        )
-        return OnHost(placed)
-
-    for device in jax.tree.leaves(copied)[0].sharding.device_set:
-        kinds = [memory.kind for memory in device.addressable_memories()]
-        if "pinned_host" not in kinds:
-            raise InputError(
-                f"memory: expected one that {device.device_kind} has "
-                f"({', '.join(kinds)}), got pinned_host; store on the device"
-            )
-    return jax.tree.map(move, copied, is_leaf=leaves.is_stored)
-
-
 def nbytes(params: Params) -> int:
-    """Bytes that the leaves hold, over all devices' shards counted once."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    """Bytes of the leaves, arrays or shapes; a leaf on many devices counts once."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
+
+
+def _dtype(name: str, given: Any, *, among: tuple[str, ...]) -> Any:
+    try:
+        found = jnp.dtype(given)
+    except TypeError:
+        found = None
+    if found is None or found.name not in among:
+        raise InputError(
+            f"{name}: expected None or one of {', '.join(among)}, got {given!r}"
+        )
+    return found
+
+
+def _matrix_axis(path: Any, leaf: Any) -> int | None:
+    """The axis of a matrix that shares a scale; None for what is no matrix."""
+    names = [jax.tree_util.keystr((entry,), simple=True) for entry in path]
+    if "embed" in names or "head" in names:
+        return -1
+    return -2 if "layers" in names and len(leaf.shape) == 3 else None
+
+
+def _cast(path: Any, leaf: Any, *, dtype: Any, embeddings: Any) -> Any:
+    """A copy in the dtype asked for, where the leaf is."""
+    axis = _matrix_axis(path, leaf)
+    if dtype == jnp.int8 and axis is None:
+        dtype = jnp.float32
+    elif axis == -1 and embeddings is not None:
+        dtype = embeddings
+    if isinstance(leaf, Int8):
+        if dtype is None or dtype == jnp.int8:
+            return jax.tree.map(lambda array: jnp.array(array, copy=True), leaf)
+        leaf = leaf.read()
+    leaf = jnp.asarray(leaf)
+    if dtype is None or not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return jnp.array(leaf, copy=True)
+    if dtype == jnp.int8 and axis is not None:
+        return quantise(leaf, axis=axis)
+    return jnp.array(leaf, dtype=dtype, copy=True)
+
+
+def _copy_as(leaf: Array, like: Any) -> Any:
+    if isinstance(like, OnHost):
+        return OnHost(_copy_as(leaf, like.held))
+    if isinstance(like, Int8):
+        # Axes of one element share a scale in any case.
+        shared = tuple(i for i, size in enumerate(like.scales.shape) if size == 1)
+        copied = quantise(jnp.asarray(leaf), axis=shared)
+    else:
+        copied = jnp.array(leaf, dtype=like.dtype, copy=True)
+    return jax.tree.map(
+        lambda new, old: jax.device_put(new, old.sharding) if old.committed else new,
+        copied,
+        like,
+    )
+
+
+def _broadcast(sharding: Any, params: Params, *, count: int) -> list[Any]:
+    if sharding is None:
+        return [None] * count
+    try:
+        whole = jax.tree.broadcast(sharding, params, is_leaf=leaves.is_stored)
+    except ValueError as error:
+        raise InputError(
+            f"sharding: expected a Sharding, or a tree of them that is a prefix of the "
+            f"parameters', got another structure: {error}"
+        ) from error
+    return jax.tree.leaves(whole)
+
+
+def _place(name: str, copied: Any, place: Sharding) -> Any:
+    if place.memory_kind == "pinned_host":
+        raise InputError(
+            f"sharding: expected the device's memory, got pinned_host for {name}; say "
+            f"memory='pinned_host', so that the decoder knows to fetch it"
+        )
+    if isinstance(copied, Int8):
+        scales = _of_scales(place, copied.scales)
+        places = Int8(values=place, scales=scales)  # pyright: ignore[reportArgumentType]
+    else:
+        places = place
+    try:
+        return jax.device_put(copied, places)
+    except ValueError as error:
+        raise InputError(
+            f"sharding: expected one that divides {name} {copied.shape}, got {place}; "
+            f"replicate this leaf, or shard another axis: {error}"
+        ) from error
+
+
+def _of_scales(place: Sharding, scales: Array) -> Sharding:
+    """Where an Int8's scales belong: the axis of one is on every device."""
+    if not isinstance(place, NamedSharding):
+        return place
+    spec = zip(scales.shape, place.spec, strict=False)  # a spec may be shorter
+    names = [None if size == 1 else axis for size, axis in spec]
+    return NamedSharding(place.mesh, PartitionSpec(*names))
+
+
+def _to_host(copied: Any) -> OnHost:
+    for array in jax.tree.leaves(copied):
+        if not isinstance(array, jax.core.Tracer):  # then the compiler says so
+            for device in array.sharding.device_set:
+                _check_memory(device)
+    return OnHost(jax.device_put(copied, jax.memory.Space.Host))
+
+
+def _check_memory(device: Any) -> None:
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if "pinned_host" not in kinds:
+        raise InputError(
+            f"memory: expected one that {device.device_kind} has ({', '.join(kinds)}), "
+            f"got pinned_host; leave memory out, or store on the CPU's devices with "
+            f"sharding"
+        )
