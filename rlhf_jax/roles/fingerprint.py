@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlhf_jax.models import leaves
+
 Array = jax.Array
 Params = Any
 
@@ -46,21 +48,29 @@ def named(params: Params, words: Array) -> Fingerprint:
       params: the tree they were taken of; only its paths are read.
       words: u32[N, 2], from `digests`.
     """
-    leaves = {
+    by_path = {
         path: f"{first:08x}{second:08x}"
         for path, (first, second) in zip(
             paths(params), jax.device_get(words), strict=True
         )
     }
-    listing = "\n".join(f"{path} {leaves[path]}" for path in sorted(leaves))
+    listing = "\n".join(f"{path} {by_path[path]}" for path in sorted(by_path))
     return Fingerprint(
-        root=hashlib.sha256(listing.encode()).hexdigest()[:32], leaves=leaves
+        root=hashlib.sha256(listing.encode()).hexdigest()[:32], leaves=by_path
     )
 
 
 def paths(params: Params) -> list[str]:
-    """The path of every leaf, as in "layers/mlp/up/kernel"."""
-    with_path = jax.tree_util.tree_flatten_with_path(params)[0]
+    """The path of every leaf, as in "layers/mlp/up/kernel".
+
+    Which memory a leaf is in is not part of it, as its devices are not.
+    """
+    placed = jax.tree.map(
+        lambda leaf: leaf.held if isinstance(leaf, leaves.OnHost) else leaf,
+        params,
+        is_leaf=leaves.is_stored,
+    )
+    with_path = jax.tree_util.tree_flatten_with_path(placed)[0]
     return [
         jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in with_path
     ]
@@ -75,11 +85,11 @@ def digests(params: Params) -> Array:
     Returns:
       u32[N, 2], a row for every leaf in the order of `paths`.
     """
-    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(params)]
+    arrays = [jnp.asarray(leaf) for leaf in jax.tree.leaves(params)]
     return jnp.stack(
         [
             digest(leaf, path=path)
-            for path, leaf in zip(paths(params), leaves, strict=True)
+            for path, leaf in zip(paths(params), arrays, strict=True)
         ]
     )
 

@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from rlhf_jax.functional.checks import InputError
@@ -131,7 +132,7 @@ def quantise(x: Array, *, axis: int | tuple[int, ...]) -> Int8:
 
     Args:
       x: floats[...].
-      axis: the one that shares a scale: a matrix's inputs, a row's columns.
+      axis: what shares a scale: a matrix's inputs, a row's columns.
 
     Returns:
       Int8; |values · scales - x| <= scale / 2. A scale of zeros is 0.
@@ -248,7 +249,7 @@ def _of_scales(place: Sharding, scales: Array) -> Sharding:
 
 def _to_host(copied: Any) -> OnHost:
     for array in jax.tree.leaves(copied):
-        if not isinstance(array, jax.core.Tracer):  # then the compiler says so
+        if not isinstance(array, Tracer):  # then the compiler says so
             for device in array.sharding.device_set:
                 _check_memory(device)
     return OnHost(jax.device_put(copied, jax.memory.Space.Host))
