@@ -35,6 +35,7 @@ ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (
             "decoder",
             "heads",
             "lora",
+            "lora",
             "keys",
             "gpt2",
             "llama",

@@ -136,6 +136,11 @@ def prefill(
             {"params": leaves.read(params)}, x, attend=attend, rotary=rotary
         )
 
+    if leaves.any_stored(params["layers"]):
+        # A gradient (to adapters beside such a base) would keep what every layer was
+        # read as, which is the whole model; it reads them again instead.
+        layer = jax.checkpoint(layer, prevent_cse=False)
+
     # Padding may hold any id: one out of range would be NaN, which no mask undoes.
     tokens = jnp.where(mask, tokens, 0)
     x = _embed(params, model=model, tokens=tokens, positions=positions)

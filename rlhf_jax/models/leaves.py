@@ -65,6 +65,11 @@ def is_stored(leaf: Any) -> bool:
     return isinstance(leaf, Int8 | OnHost)
 
 
+def any_stored(tree: Any) -> bool:
+    """True if a leaf of the tree has to be read."""
+    return any(map(is_stored, jax.tree.leaves(tree, is_leaf=is_stored)))
+
+
 def read(tree: Any) -> Any:
     """The tree with every leaf a plain array on the device."""
     return jax.tree.map(

@@ -1,0 +1,228 @@
+"""Low-rank adapters: y = x W + (alpha / rank) · x A B, with W frozen and A, B trained.
+
+    {"layers": {"attention": {"query": {"lora_a": f32[L, in, r],
+                                        "lora_b": f32[L, r, out]}}}}
+
+`attach` puts them beside the kernels that they adapt, whose leaves may be stored in any
+way (`leaves.py`); the decoder does the rest. A scalar model's are {"trunk": adapters,
+"score": ...}: the score is trained whole, over the same base.
+
+Source: Hu et al. 2021, arXiv:2106.09685, section 4.1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import traverse_util
+
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models import decoder, leaves
+from rlhf_jax.models.config import ModelConfig
+
+Array = jax.Array
+Params = Any
+Flat = dict[str, Any]  # Params by path, "layers/mlp/up/kernel"
+
+_LAYERS, _KERNEL = "layers/", "/kernel"
+
+
+@dataclasses.dataclass(frozen=True)
+class LoRA:
+    """Which linear layers are adapted, and how; there is no dropout."""
+
+    rank: int = 16
+    """Columns of A and rows of B."""
+    alpha: float = 32.0
+    """The product A B is scaled by alpha / rank."""
+    modules: tuple[str, ...] = ("*",)
+    """Layers to adapt, as in "attention/query" or "mlp/*"; all of them by default."""
+
+    def __post_init__(self) -> None:
+        checks.positive(rank=self.rank, alpha=self.alpha)
+        if not self.modules:
+            raise InputError(
+                "modules: expected at least one pattern of layers to adapt, got none; "
+                "'*' adapts every linear layer"
+            )
+
+    @property
+    def scale(self) -> float:
+        """alpha / rank, dimensionless."""
+        return self.alpha / self.rank
+
+
+def targets(*, model: ModelConfig, lora: LoRA) -> dict[str, tuple[int, int]]:
+    """The layers that are adapted, {"attention/query": (in, out)}.
+
+    Raises:
+      InputError: a pattern matches no linear layer of this model; lists what there is.
+    """
+    shapes = jax.eval_shape(
+        lambda key: decoder.init(key, model=model), jax.random.key(0)
+    )
+    linear = {
+        path.removeprefix(_LAYERS).removesuffix(_KERNEL): leaf.shape[1:]
+        for path, leaf in _flat(shapes).items()
+        if path.startswith(_LAYERS) and path.endswith(_KERNEL)
+    }
+    for pattern in lora.modules:
+        if not fnmatch.filter(linear, pattern):
+            raise InputError(
+                f"modules: expected patterns of the linear layers of this "
+                f"{model.family}, {', '.join(sorted(linear))}; got {pattern!r}, which "
+                f"matches none"
+            )
+    return {
+        path: shape
+        for path, shape in linear.items()
+        if any(fnmatch.fnmatchcase(path, pattern) for pattern in lora.modules)
+    }
+
+
+def init(key: Array, *, model: ModelConfig, lora: LoRA) -> Params:
+    """Adapters that change nothing yet: A ~ U(-1/sqrt(in), 1/sqrt(in)), B = 0.
+
+    Args:
+      key: key[], draws A.
+
+    Returns:
+      f32 pytree, as above.
+
+    Raises:
+      InputError: as `targets`.
+    """
+    adapted = targets(model=model, lora=lora)
+    adapters: Flat = {}
+    keys = jax.random.split(key, len(adapted))
+    for one, (path, (size_in, size_out)) in zip(keys, adapted.items(), strict=True):
+        down = (model.num_layers, size_in, lora.rank)
+        up = (model.num_layers, lora.rank, size_out)
+        bound = 1 / math.sqrt(size_in)
+        adapters[f"{_LAYERS}{path}/lora_a"] = jax.random.uniform(
+            one, down, jnp.float32, minval=-bound, maxval=bound
+        )
+        adapters[f"{_LAYERS}{path}/lora_b"] = jnp.zeros(up, jnp.float32)
+    return _nested(adapters)
+
+
+def attach(base: Params, adapters: Params, *, lora: LoRA) -> Params:
+    """The parameters of the adapted model, for a forward pass.
+
+    Args:
+      base: a decoder's, stored in any way; the result shares its leaves.
+      adapters: a decoder's, or a scalar model's {"trunk", "score"}.
+      lora: that they were made by.
+
+    Returns:
+      base with `lora_a` and scaled `lora_b` beside the adapted kernels; for a scalar
+      model {"trunk": that, "score": score}.
+
+    Raises:
+      InputError: the adapters do not fit this base or `lora`; names every one.
+    """
+    if "score" in adapters:
+        trunk = attach(base, adapters["trunk"], lora=lora)
+        return {"trunk": trunk, "score": adapters["score"]}
+    _check(base, adapters, lora=lora)
+    scaled = {
+        path: lora.scale * leaf if path.endswith("/lora_b") else leaf
+        for path, leaf in _flat(adapters).items()
+    }
+    return _nested(_flat(base) | scaled)
+
+
+def merge(base: Params, adapters: Params, *, lora: LoRA) -> Params:
+    """Plain parameters W + (alpha / rank) · A B, as `hf.save` writes them.
+
+    Args, Raises: as `attach`.
+
+    Returns:
+      Arrays on the device, of the dtypes that base is read in. Leaves that are not
+      adapted are the base's own where it holds plain arrays: copy before donating.
+    """
+    if "score" in adapters:
+        trunk = merge(base, adapters["trunk"], lora=lora)
+        return {"trunk": trunk, "score": adapters["score"]}
+    return _moved(base, adapters, lora=lora, scale=lora.scale)
+
+
+def unmerge(merged: Params, adapters: Params, *, lora: LoRA) -> Params:
+    """The base that `merge` was given, up to rounding: W - (alpha / rank) · A B.
+
+    Args, Raises: as `attach`, with what `merge` returned for base.
+
+    Returns:
+      A decoder's parameters, without a score.
+    """
+    if "score" in adapters:
+        return unmerge(merged["trunk"], adapters["trunk"], lora=lora)
+    return _moved(merged, adapters, lora=lora, scale=-lora.scale)
+
+
+def changes_nothing(adapters: Params) -> Array:
+    """bool[]: every B is 0, so that the adapted model is its base."""
+    flat = _flat(adapters)
+    ups = [(leaf == 0).all() for path, leaf in flat.items() if path.endswith("lora_b")]
+    return jnp.stack(ups).all()
+
+
+def paths(adapters: Params) -> list[str]:
+    """The adapted layers, as in "attention/query"."""
+    suffix = "/lora_a"
+    return [
+        path.removeprefix(_LAYERS).removesuffix(suffix)
+        for path in _flat(adapters)
+        if path.endswith(suffix)
+    ]
+
+
+def _moved(base: Params, adapters: Params, *, lora: LoRA, scale: float) -> Params:
+    _check(base, adapters, lora=lora)
+    moved, held = _flat(leaves.read(base)), _flat(adapters)
+    for path in paths(adapters):
+        at = f"{_LAYERS}{path}"
+        kernel = moved[at + _KERNEL]
+        change = jnp.matmul(
+            held[f"{at}/lora_a"], held[f"{at}/lora_b"], precision="highest"
+        )
+        moved[at + _KERNEL] = (kernel + scale * change).astype(kernel.dtype)
+    return _nested(moved)
+
+
+def _check(base: Params, adapters: Params, *, lora: LoRA) -> None:
+    kernels, held = _flat(base), _flat(adapters)
+    expected = {}
+    for path in paths(adapters):
+        at = f"{_LAYERS}{path}"
+        if at + _KERNEL in kernels:
+            kernel = jax.eval_shape(leaves.read, kernels[at + _KERNEL])
+            layers, size_in, size_out = kernel.shape
+            expected[f"{at}/lora_a"] = (layers, size_in, lora.rank)
+            expected[f"{at}/lora_b"] = (layers, lora.rank, size_out)
+    problems = [f"unknown: {path}" for path in held if path not in expected]
+    for path, shape in expected.items():
+        got = held[path].shape if path in held else None
+        if got != shape:
+            problems.append(f"{path}: expected {shape}, got {got}")
+    if problems:
+        raise InputError(
+            f"expected adapters of rank {lora.rank} for the layers of this base, got "
+            f"others; were they made for another model or with another LoRA?\n  "
+            + "\n  ".join(problems)
+        )
+
+
+def _flat(tree: Params) -> Flat:
+    flat: Any = traverse_util.flatten_dict(tree, sep="/")
+    return flat
+
+
+def _nested(flat: Flat) -> Params:
+    return traverse_util.unflatten_dict(flat, sep="/")
