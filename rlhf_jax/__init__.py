@@ -35,7 +35,6 @@ ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (
             "decoder",
             "heads",
             "lora",
-            "lora",
             "keys",
             "gpt2",
             "llama",
