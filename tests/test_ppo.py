@@ -23,6 +23,7 @@ from rlhf_jax import (
     rewards,
     state,
 )
+from rlhf_jax.roles.lifecycle import Lifecycle
 
 LR = 0.1
 POLICY = toys.params()
@@ -508,6 +509,7 @@ REBUILT = {
     "max_new_tokens": 4,
     "stop_ids": (5, 6),
     "kl_estimator": kl.k2,
+    "lifecycle": Lifecycle(kl_every=4, scale_kl_coef=True),
     "normalise_scores": True,
     "whiten_advantages": None,
     "num_epochs": 1,

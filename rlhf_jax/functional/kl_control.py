@@ -28,7 +28,7 @@ class FixedKL:
 
     kl_coef: Array  # f32[], reward units per nat
 
-    def update(self, *, kl: Array, num_episodes: int) -> FixedKL:
+    def update(self, *, kl: Array | None, num_episodes: int) -> FixedKL:
         """Itself, whatever was seen."""
         del kl, num_episodes
         return self
@@ -42,7 +42,7 @@ class ScheduledKL:
     step: Array  # i32[], iterations done
     schedule: Schedule = flax.struct.field(pytree_node=False)  # i32[] -> f32[]
 
-    def update(self, *, kl: Array, num_episodes: int) -> ScheduledKL:
+    def update(self, *, kl: Array | None, num_episodes: int) -> ScheduledKL:
         """The coefficient of the next iteration; what was seen plays no part."""
         del kl, num_episodes
         step = self.step + 1
@@ -59,19 +59,22 @@ class AdaptiveKL:
     target: float = flax.struct.field(pytree_node=False)  # nats per response
     horizon: int = flax.struct.field(pytree_node=False)  # episodes
 
-    def update(self, *, kl: Array, num_episodes: int) -> AdaptiveKL:
+    def update(self, *, kl: Array | None, num_episodes: int) -> AdaptiveKL:
         """β·(1 + e·n/horizon) with e = clip(kl/target - 1, -0.2, 0.2).
 
         Args:
           kl: f32[], mean over responses of the KL summed over tokens, nats per
-            response. NaN or inf (a broken batch) leaves the coefficient as it is.
-          num_episodes: n, responses since the last update.
+            response. NaN or inf (a broken batch) leaves the coefficient as it is, and
+            so does None, an iteration in which no KL was taken.
+          num_episodes: n, responses since the last KL that was taken.
 
         Raises:
           ValueError: kl is not a scalar, or n is so large that β could reach 0.
 
         Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
         """
+        if kl is None:
+            return self
         checks.shape((), kl=kl)
         if _LARGEST_ERROR * num_episodes >= self.horizon:
             raise checks.InputError(

@@ -101,13 +101,15 @@ def fingerprint_of(frozen: Frozen) -> fingerprint.Fingerprint:
 
 
 def source_fingerprint_of(frozen: Frozen) -> fingerprint.Fingerprint:
-    """The fingerprint of the parameters that were frozen, before they were stored."""
-    one_a_parameter = jax.tree.map(
-        lambda leaf: 0,
-        frozen.stored,
-        is_leaf=leaves.is_stored,
-    )
-    return fingerprint.named(one_a_parameter, frozen.source_digests)
+    """The fingerprint of the parameters that were frozen, before they were stored.
+
+    What was frozen of a stored model, whose leaves have no path here, is numbered.
+    """
+    tree = jax.tree.map(lambda leaf: 0, frozen.stored, is_leaf=leaves.is_stored)
+    count = len(frozen.source_digests)
+    if len(jax.tree.leaves(tree)) != count:
+        tree = [0] * count
+    return fingerprint.named(tree, frozen.source_digests)
 
 
 def verify(frozen: Frozen) -> None:

@@ -96,6 +96,9 @@ class Lifecycle:
             )
 
 
+FROZEN = Lifecycle()  # for the run, and priced at every step
+
+
 def after_step(
     frozen: Frozen, params: Params, *, step: int, lifecycle: Lifecycle
 ) -> Frozen:

@@ -110,6 +110,9 @@ def learn(
 
     Args, Returns, Raises: as `iteration`, with the rollout of `sample` and its scores
     f32[B], reward units; ref_logprobs as `score.score`.
+
+    In a step that does not take the KL (`Lifecycle.prices`) both `reference` and
+    `ref_logprobs` are None: a program of its own, without the penalty and its metrics.
     """
     rows = rollout.tokens.shape[0]
     if scores.shape != (rows,):
@@ -118,6 +121,7 @@ def learn(
             f"{scores.shape}"
         )
     _, shuffle_key = jax.random.split(key)
+    kl_coef = ppo.lifecycle.kl_scale * state.kl.kl_coef
     used, moments = _used_scores(state.scores, scores=scores, rollout=rollout, ppo=ppo)
     priced = rollout
     if ppo.reprice:
@@ -142,14 +146,14 @@ def learn(
     )
     experience = experience_.experience(
         scored,
-        kl_coef=state.kl.kl_coef,
+        kl_coef=kl_coef,
         gamma=ppo.gamma,
         lam=ppo.lam,
         whiten_advantages=ppo.whiten_advantages,
     )
     stats = experience_.objective_stats(
         dataclasses.replace(scored, scores=scores),  # as the reward gave them
-        kl_coef=state.kl.kl_coef,
+        kl_coef=kl_coef,
         ended=score_.ended(rollout, stop_ids=ppo.stop_ids),
     )
     stats |= losses.explained_variance(
@@ -220,11 +224,11 @@ def update(
     state, stats = jax.lax.scan(step, state, order.reshape(-1, minibatch_size))
     first = jax.tree.map(lambda leaf: leaf[0], stats["policy/sampler_mismatch"])
     stats = masked.total_stats(stats) | {"policy/sampler_mismatch": first}
-    kl = state.kl
+    seen = None
     if experience.ref_logprobs is not None:
         seen = kl_.k1(experience.old_logprobs, experience.ref_logprobs)
         seen = masked.masked_sum(seen, mask=experience.response_mask) / rows
-        kl = kl.update(kl=seen, num_episodes=rows)
+    kl = state.kl.update(kl=seen, num_episodes=rows * ppo.lifecycle.kl_every)
     return dataclasses.replace(state, kl=kl, step=state.step + 1), stats
 
 

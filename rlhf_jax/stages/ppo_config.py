@@ -10,6 +10,7 @@ import jax
 from rlhf_jax.functional import checks, kl
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.roles.lifecycle import FROZEN, Lifecycle
 from rlhf_jax.stages import experience
 from rlhf_jax.stages.state import Optimizer
 
@@ -28,6 +29,7 @@ class PPO:
     stop_ids: tuple[int, ...]  # tokens that end a response; () never stops
     temperature: float = 0.7  # in every role
     kl_estimator: Callable[[Array, Array], Array] = kl.k1  # in the reward
+    lifecycle: Lifecycle = FROZEN  # of the reference; the caller's loop moves it
     missing_stop_score: float | None = None  # of responses that never stopped
     normalise_scores: bool = False  # by the moments of every score so far
     reprice: bool = False  # old_logprobs from the trainer, not the sampler
