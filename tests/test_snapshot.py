@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import toys
 from jax.sharding import NamedSharding, PartitionSpec
 
+from rlhf_jax import frozen
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runtime.snapshot import Snapshots
 
@@ -199,3 +201,43 @@ def test_meta_is_plain_json_on_disk(tmp_path):
         snapshots.save(1, arrays={"x": jnp.ones(1)}, meta=META)
     file = tmp_path / "1" / "meta" / "metadata"
     assert json.loads(file.read_text(encoding="utf-8")) == META
+
+
+def mesh():
+    return jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+STORED = {
+    "copy": dict,
+    "bfloat16": lambda: {"dtype": "bfloat16"},
+    "int8": lambda: {"dtype": "int8"},
+    "int8 with bf16 tables": lambda: {"dtype": "int8", "embeddings": "bfloat16"},
+    "host": lambda: {"memory": "pinned_host"},
+    "int8 on the host": lambda: {"dtype": "int8", "memory": "pinned_host"},
+    "eight devices": lambda: {"sharding": NamedSharding(mesh(), PartitionSpec())},
+    "eight hosts": lambda: {
+        "sharding": NamedSharding(mesh(), PartitionSpec()),
+        "memory": "pinned_host",
+    },
+    "another device": lambda: {
+        "sharding": jax.sharding.SingleDeviceSharding(jax.devices()[3])
+    },
+}
+
+
+@pytest.mark.parametrize("how", STORED.values(), ids=STORED.keys())
+def test_a_frozen_model_comes_back_as_it_is_stored(tmp_path, how):
+    """Its bits, memory, devices, and whether it is tied to these, in every storage."""
+    held = frozen.freeze(toys.params(), **how())
+    other = frozen.freeze(toys.params(seed=1), **how())
+    with Snapshots(tmp_path) as snapshots:
+        snapshots.save(1, arrays={"reference": held}, meta={})
+    with Snapshots(tmp_path) as snapshots:
+        restored, _ = snapshots.restore(1, like={"reference": other})
+    found = restored["reference"]
+    assert jax.tree.structure(found) == jax.tree.structure(held)
+    assert bits(found) == bits(held) != bits(other)
+    for new, old in zip(jax.tree.leaves(found), jax.tree.leaves(held), strict=True):
+        assert new.sharding == old.sharding  # with its memory kind
+        assert new.committed == old.committed
+    frozen.verify(found)
