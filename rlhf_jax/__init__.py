@@ -85,6 +85,7 @@ ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (
             "alarms",
             "metrics",
             "report",
+            "plan",
             "cli",
             "run",
         ),

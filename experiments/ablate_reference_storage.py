@@ -1,0 +1,387 @@
+"""What every storage of the reference costs, and how far its numbers are off.
+
+    python experiments/ablate_reference_storage.py --text tinyshakespeare.txt \\
+        --out runs/storage
+    python experiments/ablate_reference_storage.py --text held_out.txt --model gpt2 \\
+        --max-length 256 --out runs/storage_gpt2
+
+The reference is trained, never at its initial weights, whose log-probs no rounding
+would move: the first command trains a byte-level GPT-2 of 4.8 million parameters on
+the text, the second takes a checkpoint. A policy is trained on from it, on other
+blocks of the text, and samples responses. Every storage then prices the same responses
+and the same held-out text: device bytes held, peak bytes of the scoring program as the
+compiler reports them (its arguments and temporaries), seconds a batch, and the error
+against float32 of log-probs (mean over held-out tokens) and of the KL from policy to
+reference (mean over responses).
+
+Beside `plan.WAYS` the table has `cpu`, where the reference's forward runs on the CPU's
+devices, `lora-base`, where it is the base that a policy of adapters reads anyway, and
+`none`, which is never loaded and never run. OUT/storage.json and OUT/plots/storage.png
+hold the table.
+
+EXPECTED
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import SingleDeviceSharding
+from matplotlib.figure import Figure
+
+from rlhf_jax import (
+    batches,
+    checks,
+    cli,
+    config,
+    data,
+    decoder,
+    encoding,
+    frozen,
+    plan,
+    policy,
+    pretrained,
+    report,
+    rollout,
+    run,
+    run_folder,
+    score,
+    sft,
+    state,
+    storage,
+)
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.roles.frozen import Frozen
+from rlhf_jax.runtime.encoding import Example
+from rlhf_jax.stages.batch import Prompts, Rollout, Scored, Sequences
+
+Params = Any
+Row = dict[str, Any]
+COLUMNS = {
+    "held_mib": "held [MiB]",
+    "share": "of float32",
+    "peak_mib": "peak [MiB]",
+    "seconds": "s per batch",
+    "logprob_error": "|Δ log-prob| [nats per token]",
+    "kl": "KL [nats per response]",
+    "kl_error": "|Δ KL| [nats per response]",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(run_folder.RunConfig):
+    text: str
+    """A .txt file: trained on unless --model is given, and held out from."""
+    model: str | None = None
+    """A trained checkpoint, a folder or a hub id; None trains one on bytes."""
+    hidden_size: int = 256
+    """Width of the model that is trained."""
+    num_layers: int = 6
+    """Depth of the model that is trained."""
+    num_heads: int = 4
+    """Attention heads of the model that is trained."""
+    num_steps: int = 500
+    """Updates that train it."""
+    learning_rate: float = 2e-3
+    """Peak; falls to 0 along a cosine."""
+    nudge_steps: int = 20
+    """Updates on other blocks that make the policy out of the reference."""
+    nudge_learning_rate: float = 2e-4
+    """Of those, constant."""
+    batch_size: int = 16
+    """Blocks of text an update."""
+    max_length: int = 128
+    """Tokens of a block, and of prompt and response together."""
+    max_new_tokens: int = 64
+    """Tokens of a response."""
+    responses: int = 32
+    """Responses of the batch that is priced."""
+    temperature: float = 1.0
+    """Of sampling and pricing."""
+    held_out: float = 0.05
+    """Share of the blocks that measures log-probs; as many more make the policy."""
+    repeats: int = 5
+    """Times a batch is priced for the seconds, of which the median counts."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.positive(
+            num_steps=self.num_steps,
+            nudge_steps=self.nudge_steps,
+            learning_rate=self.learning_rate,
+            nudge_learning_rate=self.nudge_learning_rate,
+            max_new_tokens=self.max_new_tokens,
+            responses=self.responses,
+            temperature=self.temperature,
+            held_out=self.held_out,
+            repeats=self.repeats,
+        )
+        if self.max_new_tokens >= self.max_length:
+            raise InputError(
+                f"max_new_tokens: expected less than max_length, {self.max_length}, "
+                f"so that there is a prompt, got {self.max_new_tokens}"
+            )
+
+
+def blocks(options: Config) -> tuple[ModelConfig, Params, list[Example]]:
+    """The model as it is before any update here, and the text in its tokens."""
+    text = data.read_text(options.text)
+    size = options.max_length
+    if options.model is not None:
+        start = pretrained.load(options.model)
+        start.limit(size)
+        examples = encoding.encode_text(start.tokenizer, text, block_size=size)
+        return start.model, start.params, examples
+    model = config.gpt2(
+        vocab_size=256,
+        hidden_size=options.hidden_size,
+        num_layers=options.num_layers,
+        num_heads=options.num_heads,
+        max_positions=size,
+    )
+    tokens = list(text.encode())
+    examples = [
+        Example((), tokens[first : first + size])
+        for first in range(0, len(tokens) - 1, size - 1)
+    ]
+    init = jax.jit(decoder.init, static_argnames=("model",))
+    return model, init(jax.random.key(options.seed), model=model), examples
+
+
+def train(
+    job: run.Run,
+    name: str,
+    params: Params,
+    *,
+    model: ModelConfig,
+    examples: list[Example],
+    schedule: optax.Schedule,
+) -> Params:
+    """The parameters after the stage `name`, next-token prediction on the examples."""
+    options: Any = job.config
+    stream = batches.sequence_batches(
+        examples, batch_size=options.batch_size, seed=options.seed, pad_id=0
+    )
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
+    update = jax.jit(
+        functools.partial(sft.update, model=model, optimizer=optimizer),
+        donate_argnames=("state",),
+    )
+    initial = state.supervised_state(storage.store(params), optimizer=optimizer)
+    meta = {"data_digest": encoding.digest(examples)}
+    with job.stage(name, initial, meta=meta) as stage:
+        for step in stage.steps():
+            stage.state, stats = update(stage.state, batch=stream[step])
+            stage.end_step(step, stats)
+    return stage.state.params
+
+
+def sample(
+    options: Config, params: Params, *, model: ModelConfig, texts: list[Example]
+) -> Rollout:
+    """The policy goes on from the beginnings of texts."""
+    width = options.max_length - options.max_new_tokens
+    tokens = [text.response[:width] for text in texts if len(text.response) >= width]
+    if not tokens:
+        raise InputError(
+            f"{options.text}: expected a held-out block of at least {width} tokens, "
+            f"got none; give a longer text, or a smaller max_length"
+        )
+    rows = [tokens[row % len(tokens)] for row in range(options.responses)]
+    numbers = jnp.arange(options.responses, dtype=jnp.int32)
+    prompts = Prompts(
+        tokens=jnp.asarray(rows, jnp.int32),
+        mask=jnp.ones((options.responses, width), bool),
+        index=numbers,
+        sample=jnp.zeros_like(numbers),
+    )
+    draw = jax.jit(
+        functools.partial(
+            rollout.rollout,
+            model=model,
+            max_new_tokens=options.max_new_tokens,
+            stop_ids=(),
+            temperature=options.temperature,
+        )
+    )
+    key = jax.random.fold_in(jax.random.key(options.seed), 1)
+    return draw(params, prompts=prompts, key=key)
+
+
+def measure(
+    options: Config,
+    reference: Frozen | None,
+    *,
+    model: ModelConfig,
+    responses: Rollout,
+    held_out: list[Sequences],
+) -> tuple[Row, Any]:
+    """Cost of a storage, and what it says: held-out log-probs and KL a response."""
+    programs = Programs(options, model)
+    there = responses if reference is None else frozen.beside(reference, responses)
+    program = programs.score.lower(reference, there).compile()
+    scored: Scored = program(reference, there)
+    seconds = []
+    for _ in range(options.repeats):
+        began = time.perf_counter()
+        there = responses if reference is None else frozen.beside(reference, responses)
+        jax.block_until_ready(program(reference, there))
+        seconds.append(time.perf_counter() - began)
+    memory = program.memory_analysis()
+    row: Row = {
+        "held_mib": 0.0,
+        "peak_mib": (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**20,
+        "host_mib": memory.host_argument_size_in_bytes / 2**20,
+        "seconds": statistics.median(seconds),
+    }
+    if reference is None:
+        return row, None
+    row["held_mib"] = storage.nbytes(reference.stored) / 2**20
+    said = [
+        np.asarray(programs.logprobs(reference, frozen.beside(reference, batch)))[
+            np.asarray(batch.response_mask)
+        ]
+        for batch in held_out
+    ]
+    frozen.verify(reference)
+    return row, (np.concatenate(said), np.asarray(scored.kl).sum(axis=1))
+
+
+class Programs:
+    """What is compiled for a storage."""
+
+    def __init__(self, options: Config, model: ModelConfig) -> None:
+        @jax.jit
+        def priced(reference: Frozen | None, responses: Rollout) -> Scored:
+            return score.score(
+                responses,
+                scores=jnp.zeros(options.responses, jnp.float32),
+                reference=reference,
+                model=model,
+                critic=None,
+                critic_model=None,
+                max_new_tokens=options.max_new_tokens,
+                temperature=options.temperature,
+            )
+
+        @jax.jit
+        def logprobs(reference: Frozen, batch: Sequences) -> jax.Array:
+            return policy.logprobs(
+                frozen.read(reference),
+                model=model,
+                tokens=batch.tokens,
+                mask=batch.mask,
+            )
+
+        self.score = priced
+        self.logprobs = logprobs
+
+
+def ways(params: Params) -> dict[str, Callable[[], Frozen | None]]:
+    """Every storage by name, made when its turn comes."""
+    chosen: dict[str, Callable[[], Frozen | None]] = {
+        name: functools.partial(frozen.freeze, params, **how)
+        for name, how in plan.WAYS.items()
+    }
+    cpu = SingleDeviceSharding(jax.devices("cpu")[0])
+    chosen["cpu"] = functools.partial(frozen.freeze, params, sharding=cpu)
+    chosen["lora-base"] = functools.partial(frozen.freeze, params)
+    chosen["none"] = lambda: None
+    return chosen
+
+
+def draw(rows: list[Row]) -> Figure:
+    """A panel a column of the table, a bar a storage."""
+    shown = ("held_mib", "peak_mib", "seconds", "logprob_error", "kl_error")
+    figure = Figure(figsize=(3 * len(shown), 3.6), layout="constrained")
+    axes = figure.subplots(1, len(shown), sharey=True)
+    for axis, column in zip(axes, shown, strict=True):
+        values = [row[column] for row in rows]
+        bars = axis.barh([row["way"] for row in rows], [v or 0.0 for v in values])
+        labels = ["—" if v is None else f"{v:.3g}" for v in values]
+        axis.bar_label(bars, labels, padding=2, fontsize=8)
+        axis.set_title(COLUMNS[column], fontsize=9)
+        axis.margins(x=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].invert_yaxis()
+    return figure
+
+
+def main(options: Config) -> None:
+    started = time.perf_counter()
+    model, params, examples = blocks(options)
+    share, seed = options.held_out, options.seed
+    trained, held_out = data.hold_out(examples, share=share, seed=seed)
+    trained, other = data.hold_out(trained, share=share, seed=seed)
+    in_order = batches.sequences_in_order(
+        held_out, batch_size=options.batch_size, pad_id=0
+    )
+    num_steps = {"sft": options.num_steps, "nudge": options.nudge_steps}
+    if options.model is not None:
+        del num_steps["sft"]
+    with run.Run(options, num_steps=num_steps) as job:
+        if options.model is None:
+            schedule = optax.warmup_cosine_decay_schedule(
+                0.0, options.learning_rate, options.num_steps // 20, options.num_steps
+            )
+            params = train(
+                job, "sft", params, model=model, examples=trained, schedule=schedule
+            )
+        nudged = train(
+            *(job, "nudge", params),
+            model=model,
+            examples=other,
+            schedule=optax.constant_schedule(options.nudge_learning_rate),
+        )
+    responses = sample(options, nudged, model=model, texts=held_out)
+
+    rows: list[Row] = []
+    exact: Any = None
+    for name, make in ways(params).items():
+        row, said = measure(
+            options, make(), model=model, responses=responses, held_out=in_order
+        )
+        if exact is None:
+            exact, held = said, row["held_mib"]
+        if name == "lora-base":
+            row["held_mib"] = 0.0  # the policy reads the same arrays
+        elif name.startswith("host"):
+            row["host_mib"], row["held_mib"] = row["held_mib"], 0.0
+        row |= {"share": row["held_mib"] / held, "kl": None, "kl_error": None}
+        row["logprob_error"] = None
+        if said is not None:
+            row["logprob_error"] = float(np.abs(said[0] - exact[0]).mean())
+            row["kl"] = float(said[1].mean())
+            row["kl_error"] = float(np.abs(said[1] - exact[1]).mean())
+        rows.append({"way": name, **row})
+    loss = float(-exact[0].mean())
+    report.table(
+        f"Storages of a reference with a held-out loss of {loss:.3f} nats per token",
+        ("storage", *COLUMNS.values()),
+        [(row["way"], *(row[column] for column in COLUMNS)) for row in rows],
+    )
+    report.plots(job.folder)
+    draw(rows).savefig(job.folder / "plots" / "storage.png", dpi=110)
+    run_folder.write_json(job.folder / "storage.json", {"rows": rows})
+    summary = {
+        "held_out_loss": loss,
+        "held_out_tokens": len(exact[0]),
+        "parameters": decoder.num_parameters(model),
+        "seconds": time.perf_counter() - started,
+    }
+    run_folder.write_summary(job.folder, summary)
+    print(f"{summary['seconds']:.0f} s; the table is in {job.folder / 'storage.json'}")
+
+
+if __name__ == "__main__":
+    cli.main(main, Config, description=__doc__)
