@@ -21,8 +21,8 @@ class Memory:
     def begin(self, stage, step):
         self.calls.append(("begin", stage, step))
 
-    def write(self, stage, step, row):
-        self.calls.append((stage, step, row))
+    def write(self, stage, step, row, active=()):
+        self.calls.append((stage, step, row, *active))
 
     def close(self):
         self.calls.append("closed")
@@ -41,7 +41,8 @@ def run(folder: Path, *, stage: str, start: int, stop: int) -> None:
     with metrics.Recorder(folder) as record:
         record.begin(stage, step=start)
         for step in range(start, stop):
-            record.write(step, stats(step / 3))
+            sums, counts = jnp.array([step, 2.0, 0.0]), jnp.array([3.0, 1.0, 0.0])
+            record.write(step, stats(step / 3), positions={"k1": (sums, counts)})
             record.write_samples(step, [{"text": f"{stage} {step} é\u2028\n"}])
 
 
@@ -54,6 +55,78 @@ def test_a_row_is_sum_over_weight(tmp_path):
         '{"stage": "ppo", "step": 0, "loss": 0.75}',
         '{"stage": "ppo", "step": 1, "ratio_max": 1.5}',
     ]
+
+
+def test_positions_are_means_a_place(tmp_path):
+    run(tmp_path, stage="ppo", start=1, stop=3)
+    with metrics.Recorder(tmp_path) as record:
+        record.begin("ppo", step=3)
+        record.write(3, stats(1))
+        weights = jnp.array([1.0, 0.0])
+        vectors = {"k1": (jnp.array([jnp.nan, 1.0]), weights), "n": (weights, weights)}
+        record.write(4, stats(1), positions=vectors)
+    assert lines(tmp_path, "positions") == [
+        '{"stage": "ppo", "step": 1, "k1": [0.3333333333333333, 2.0, null]}',
+        '{"stage": "ppo", "step": 2, "k1": [0.6666666666666666, 2.0, null]}',
+        '{"stage": "ppo", "step": 4, "k1": ["NaN", null], "n": [1.0, null]}',
+    ]
+    assert len(lines(tmp_path, "metrics")) == 4
+
+
+def large(rows):
+    """Two alarms, on the latest x and on the mean of all."""
+    values = [float(row["x"]) for row in rows]
+    found = {"high": f"x is {values[-1]}"} if values[-1] > 2 else {}
+    mean = sum(values) / len(values)
+    return found | ({"mean": f"mean is {mean}"} if mean > 1.5 else {})
+
+
+def test_a_row_names_the_alarms_that_are_active_at_it(tmp_path):
+    memory = Memory()
+    with metrics.Recorder(tmp_path, sinks=[memory], check=large) as record:
+        record.begin("sft")
+        record.write(0, stats(1))
+        record.begin("ppo")  # whose rows are another history
+        for step, value in enumerate([1, 3, 4, 0]):
+            record.write(step, stats(value))
+        assert not record.alarms["sft"]
+    assert lines(tmp_path, "metrics")[1:] == [
+        '{"stage": "ppo", "step": 0, "x": 1.0}',
+        '{"stage": "ppo", "step": 1, "x": 3.0, "alarms": ["high", "mean"]}',
+        '{"stage": "ppo", "step": 2, "x": 4.0, "alarms": ["high", "mean"]}',
+        '{"stage": "ppo", "step": 3, "x": 0.0, "alarms": ["mean"]}',
+    ]
+    high, mean = ("high", 1, "x is 3.0"), ("mean", 1, "mean is 2.0")
+    assert record.alarms == {"sft": [], "ppo": [high, mean]}
+    assert memory.calls[-4:] == [
+        ("ppo", 1, {"x": 3.0}, high, mean),
+        ("ppo", 2, {"x": 4.0}, high, mean),
+        ("ppo", 3, {"x": 0.0}, mean),
+        "closed",
+    ]
+
+
+@pytest.mark.parametrize("died_after", [2, 3, 5, 6])
+def test_a_resumed_run_raises_the_same_alarms(tmp_path, died_after):
+    values = [1.0, 0.5, 3.0, jnp.nan, 1 / 3, 7.0, 0.1, 5.0]
+
+    def play(folder, *, start, stop):
+        folder.mkdir(exist_ok=True)
+        with metrics.Recorder(folder, check=large) as record:
+            record.begin("sft")
+            record.begin("ppo", step=start)
+            for step in range(start, stop):
+                record.write(step, stats(values[step]))
+        return record.alarms
+
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    expected = play(whole, start=0, stop=8)
+    assert [alarm.step for alarm in expected["ppo"]] == [2, 5, 7]
+    play(parts, start=0, stop=died_after)
+    assert play(parts, start=2, stop=8) == expected
+    assert play(parts, start=8, stop=8) == expected  # nothing is left to do
+    names = [folder / "metrics.jsonl" for folder in (whole, parts)]
+    assert names[0].read_bytes() == names[1].read_bytes()
 
 
 @pytest.mark.parametrize("name", ["stage", "step"])
@@ -140,7 +213,7 @@ def test_resumed_files_equal_those_of_a_run_that_never_stopped(tmp_path, died_af
     # The snapshot of step 3 is the newest; the complete stage begins at its end.
     run(parts, stage="sft", start=5, stop=5)
     run(parts, stage="ppo", start=3, stop=9)
-    for name in ("metrics", "samples"):
+    for name in ("metrics", "samples", "positions"):
         files = [folder / f"{name}.jsonl" for folder in (whole, parts)]
         assert files[0].read_bytes() == files[1].read_bytes()
     timed = [(r["stage"], r["step"]) for r in metrics.read(parts / "timings.jsonl")]
@@ -210,16 +283,30 @@ def test_tensorboard_gets_what_was_measured(tmp_path, monkeypatch):
         def add_scalar(self, *scalar):
             written.append(scalar)
 
+        def add_text(self, *text):
+            written.append(text)
+
         def close(self):
             written.append("closed")
 
     module = types.ModuleType("tensorboardX")
     module.SummaryWriter = SummaryWriter
     monkeypatch.setitem(sys.modules, "tensorboardX", module)
-    with metrics.Recorder(tmp_path, sinks=[metrics.TensorBoard(tmp_path)]) as record:
+    sinks = [metrics.TensorBoard(tmp_path)]
+    with metrics.Recorder(tmp_path, sinks=sinks, check=large) as record:
         record.begin("ppo")
-        record.write(2, stats(1.5) | {"none": (jnp.float32(0), jnp.float32(0))})
-    assert written == [str(tmp_path / "tensorboard"), ("ppo/x", 1.5, 2), "closed"]
+        record.write(2, stats(1.25) | {"none": (jnp.float32(0), jnp.float32(0))})
+        record.write(3, stats(2.5))
+        record.write(4, stats(2.5))
+    assert written == [
+        str(tmp_path / "tensorboard"),
+        ("ppo/x", 1.25, 2),
+        ("ppo/x", 2.5, 3),
+        ("ppo/alarms/high", "x is 2.5", 3),
+        ("ppo/alarms/mean", "mean is 1.875", 3),
+        ("ppo/x", 2.5, 4),
+        "closed",
+    ]
 
 
 def test_wandb_goes_on_with_its_run(tmp_path, monkeypatch):
@@ -231,6 +318,9 @@ def test_wandb_goes_on_with_its_run(tmp_path, monkeypatch):
 
         def log(self, row):
             logged.append(row)
+
+        def alert(self, *, title, text):
+            logged.append((title, text))
 
         def finish(self):
             logged.append("finished")
@@ -244,14 +334,16 @@ def test_wandb_goes_on_with_its_run(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", module)
     for _ in range(2):
         sink = metrics.Wandb(tmp_path, config={"seed": 1})
-        with metrics.Recorder(tmp_path, sinks=[sink]) as record:
-            record.begin("ppo")
-            record.write(2, stats(1.5))
+        with metrics.Recorder(tmp_path, sinks=[sink], check=large) as record:
+            record.begin("ppo", step=2)
+            record.write(2, stats(2.5))
     assert asked[0] == asked[1]
     assert asked[0]["config"] == {"seed": 1}
     assert asked[0]["id"]
-    assert logged[:3] == [
+    assert logged[:5] == [
         ("ppo/*", {"step_metric": "ppo/step"}),
-        {"ppo/step": 2, "ppo/x": 1.5},
+        {"ppo/step": 2, "ppo/x": 2.5},
+        ("ppo step 2: high", "x is 2.5"),
+        ("ppo step 2: mean", "mean is 2.5"),
         "finished",
     ]

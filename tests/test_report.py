@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -13,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from rlhf_jax.runtime import metrics, report, run_folder
+from rlhf_jax.runtime.alarms import Alarm
 
 
 def plain(width: int = 120) -> Console:
@@ -60,6 +62,39 @@ def test_progress_lines_tell_the_time_left(monkeypatch):
         "ppo 4/100  0:16:00 left",
         "ppo 7/100  0:15:30 left",
     ]
+
+
+DRIFT = Alarm("weight_drift", 1, "drift [0.6] is over 0.5; " + "raise kl_coef " * 9)
+KL = Alarm("kl", 2, "KL 9 is over 8; lower it")
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_tells_an_alarm_once_and_its_name_while_it_lasts(terminal):
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=terminal, width=150, color_system=None)
+    progress = report.Progress(
+        {"ppo": 9}, shown=(), seconds_between_lines=0.0, console=console
+    )
+    progress.begin("ppo", 0)
+    for step, active in enumerate(([], [DRIFT], [DRIFT, KL], [KL], [])):
+        progress.write("ppo", step, {}, active)
+    progress.close()
+    told = [
+        line.strip() for line in file.getvalue().splitlines() if "ALARM ppo" in line
+    ]
+    assert [line[line.index("ALARM") :] for line in told] == [
+        f"ALARM ppo step 1: weight_drift: {DRIFT.message}".strip(),
+        f"ALARM ppo step 2: kl: {KL.message}",
+    ]
+    if not terminal:
+        lines = [re.sub(r"  \S+ left", "", line) for line in printed(console)]
+        assert [line.strip() for line in lines if line[:3] == "ppo"] == [
+            "ppo 1/9",
+            "ppo 2/9  ALARM weight_drift",
+            "ppo 3/9  ALARM weight_drift kl",
+            "ppo 4/9  ALARM kl",
+            "ppo 5/9",
+        ]
 
 
 def test_progress_on_a_terminal_shows_the_latest_numbers():

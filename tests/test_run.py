@@ -24,20 +24,23 @@ def skips(count):
     return {"update/skipped_in_a_row": (jnp.float32(count), None), "loss": one(count)}
 
 
-def play(config, *, meta, skipped=lambda step: 0, stop=None):
+def play(config, *, meta, skipped=lambda step: 0, stop=None, check=None, found=None):
     """Adds the step to a sum; `skipped(step)` is what the update says of itself."""
     steps = []
     initial = {"sum": jnp.float32(0)}
     with (
-        run.Run(config, num_steps={"only": config.num_steps}) as job,
+        run.Run(config, num_steps={"only": config.num_steps}, check=check) as job,
         job.stage("only", initial, meta=meta) as stage,
     ):
         for step in stage.steps():
             if step == stop:
                 break
             stage.state = {"sum": stage.state["sum"] + step}
-            stage.end_step(step, skips(skipped(step)))
+            at = {"k1": (jnp.full(2, step), jnp.ones(2))} if step % 3 == 0 else None
+            stage.end_step(step, skips(skipped(step)), positions=at)
             steps.append(step)
+    if found is not None:
+        found += job.alarms
     return stage.state, steps
 
 
@@ -53,6 +56,28 @@ def test_a_stage_goes_on_at_its_newest_snapshot(tmp_path):
     state, steps = play(again, meta={"reference": "a"})
     assert steps == []
     assert float(state["sum"]) == sum(range(10))
+
+
+def test_a_run_tells_its_alarms_and_positions(tmp_path):
+    def check(rows):
+        return {"late": f"{len(rows)} rows"} if len(rows) in (4, 5, 8) else {}
+
+    config = Config(out=tmp_path / "run")
+    expected = [
+        {"stage": "only", "name": "late", "step": step, "message": f"{step + 1} rows"}
+        for step in (3, 7)
+    ]
+    play(config, meta={}, check=check, stop=7)
+    found = []
+    again = dataclasses.replace(config, resume=True)
+    play(again, meta={}, check=check, found=found)
+    assert found == expected
+    rows = metrics.read(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows if "alarms" in row] == [3, 4, 7]
+    positions = metrics.read(tmp_path / "run" / "positions.jsonl")
+    assert [(row["step"], row["k1"]) for row in positions] == [
+        (step, [step, step]) for step in (0, 3, 6, 9)
+    ]
 
 
 def test_a_resume_with_another_reference_is_refused(tmp_path):

@@ -88,6 +88,11 @@ class Watch:
         return self._active
 
 
+def begun(active: Sequence[Alarm], *, step: int) -> list[Alarm]:
+    """Those that began at this step, to be told once."""
+    return [alarm for alarm in active if alarm.step == step]
+
+
 def check(
     rows: Sequence[Row], *, limits: Limits, kl_target: float | None = None
 ) -> dict[str, str]:

@@ -16,9 +16,10 @@ import jax
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.masked import Stats
-from rlhf_jax.runtime import run_folder
+from rlhf_jax.runtime import alarms, run_folder
+from rlhf_jax.runtime.alarms import Alarm
 
-FILES = ("metrics", "timings", "samples")
+FILES = ("metrics", "timings", "samples", "positions")
 Row = dict[str, float | None]
 
 
@@ -28,19 +29,24 @@ class Sink(Protocol):
     def begin(self, stage: str, step: int) -> None:
         """A stage starts, or goes on, at `step`."""
 
-    def write(self, stage: str, step: int, row: Row) -> None:
-        """A step's values; None was not measured."""
+    def write(
+        self, stage: str, step: int, row: Row, active: Sequence[Alarm] = ()
+    ) -> None:
+        """A step's values, None where not measured, and the alarms that are active."""
 
     def close(self) -> None:
         """The run ends, well or not."""
 
 
 class Recorder:
-    """metrics.jsonl, timings.jsonl and samples.jsonl, shared by a pipeline's stages.
+    """The JSONL files of a run folder, shared by a pipeline's stages.
 
         metrics.jsonl   {"stage": "ppo", "step": 3, "objective/kl": 1.25, ...}
         timings.jsonl   {"stage": "ppo", "step": 3, "seconds": 2.1, "phases": {...}}
         samples.jsonl   {"stage": "ppo", "step": 3, ...}, any number of rows a step
+        positions.jsonl {"stage": "ppo", "step": 3, "k1": [0.1, 0.0, ...], ...}
+
+    A row of metrics.jsonl that an alarm is active at names it: "alarms": ["kl"].
 
     Step N is the one that snapshot N + 1 is the first to contain:
 
@@ -59,12 +65,22 @@ class Recorder:
     Only timings.jsonl has a clock in it.
     """
 
-    def __init__(self, folder: Path, *, sinks: Sequence[Sink] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        sinks: Sequence[Sink] = (),
+        check: alarms.Check | None = None,
+    ) -> None:
+        """Opens the files; `check` decides on alarms, None on none."""
+        self._check = check
+        self._watch: alarms.Watch | None = None
+        self.alarms: dict[str, list[Alarm]] = {}  # of each stage, when they began
         self._paths = {name: folder / f"{name}.jsonl" for name in FILES}
         self._files = {name: path.open("ab") for name, path in self._paths.items()}
         self._sinks = sinks
         self._stage = ""
-        self._pending: tuple[int, Stats] | None = None
+        self._pending: tuple[int, Stats, Stats] | None = None
         self.latest: Row = {}  # the newest row on disk, of the step before the pending
         self._phases: dict[str, float] = {}
         self._since = time.perf_counter()
@@ -93,6 +109,12 @@ class Recorder:
             self._files[name].close()
             self._files[name] = path.open("ab")
         self._stage, self.latest = stage, {}
+        if self._check is not None:
+            self._watch = alarms.Watch(self._check)
+            self.alarms[stage] = self._watch.raised
+            for row in read(self._paths["metrics"]):
+                if row["stage"] == stage:
+                    self._watch.see(row["step"], row)
         for sink in self._sinks:
             sink.begin(stage, step)
         self._phases, self._since = {}, time.perf_counter()
@@ -111,17 +133,23 @@ class Recorder:
             seconds = time.perf_counter() - start
             self._phases[name] = self._phases.get(name, 0.0) + seconds
 
-    def write(self, step: int, stats: Stats) -> None:
-        """Takes a step's statistics, and writes the row of the step before.
+    def write(self, step: int, stats: Stats, *, positions: Stats | None = None) -> None:
+        """Takes a step's statistics, and writes the rows of the step before.
 
         One step late the values have long reached the host, so the devices never
         wait. A value is sum / weight, or the maximum where weight is None; null is
         weight 0, and "NaN", "Infinity" and "-Infinity" are strings, since JSON has
         no such numbers (`float` reads them).
+
+        Args:
+          stats: {name: (sum, weight)}, scalars; for metrics.jsonl.
+          positions: the same of vectors, as `experience.kl_by_position`; for
+            positions.jsonl. None writes no row there.
         """
         self._write_pending()
-        jax.copy_to_host_async(stats)
-        self._pending = (step, stats)
+        vectors = {} if positions is None else positions
+        jax.copy_to_host_async((stats, vectors))
+        self._pending = (step, stats, vectors)
         now = time.perf_counter()
         timings = {"seconds": now - self._since, "phases": self._phases}
         self._append("timings", step, timings)
@@ -153,12 +181,21 @@ class Recorder:
     def _write_pending(self) -> None:
         if self._pending is None:
             return
-        (step, stats), self._pending = self._pending, None
-        row = {name: _mean(*pair) for name, pair in jax.device_get(stats).items()}
-        self._append("metrics", step, row)
+        (step, *pending), self._pending = self._pending, None
+        stats, vectors = jax.device_get(pending)
+        row = {name: _mean(*pair) for name, pair in stats.items()}
+        active = [] if self._watch is None else self._watch.see(step, row)
+        names = {"alarms": [alarm.name for alarm in active]} if active else {}
+        self._append("metrics", step, row | names)
+        if vectors:
+            means = {
+                name: [_mean(*pair) for pair in zip(*pairs, strict=True)]
+                for name, pairs in vectors.items()
+            }
+            self._append("positions", step, means)
         self.latest = row
         for sink in self._sinks:
-            sink.write(self._stage, step, row)
+            sink.write(self._stage, step, row, active)
 
     def _append(self, name: str, step: int, row: Mapping[str, Any]) -> None:
         place = {"stage": self._stage, "step": step}
@@ -195,10 +232,14 @@ class TensorBoard:
 
     def begin(self, stage: str, step: int) -> None: ...
 
-    def write(self, stage: str, step: int, row: Row) -> None:
+    def write(
+        self, stage: str, step: int, row: Row, active: Sequence[Alarm] = ()
+    ) -> None:
         for name, value in row.items():
             if value is not None:
                 self._writer.add_scalar(f"{stage}/{name}", value, step)
+        for alarm in alarms.begun(active, step=step):
+            self._writer.add_text(f"{stage}/alarms/{alarm.name}", alarm.message, step)
 
     def close(self) -> None:
         self._writer.close()
@@ -228,9 +269,14 @@ class Wandb:
     def begin(self, stage: str, step: int) -> None:
         self._run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
 
-    def write(self, stage: str, step: int, row: Row) -> None:
+    def write(
+        self, stage: str, step: int, row: Row, active: Sequence[Alarm] = ()
+    ) -> None:
         values = {name: value for name, value in row.items() if value is not None}
         self._run.log({f"{stage}/{k}": v for k, v in {"step": step, **values}.items()})
+        for alarm in alarms.begun(active, step=step):
+            title = f"{stage} step {step}: {alarm.name}"
+            self._run.alert(title=title, text=alarm.message)
 
     def close(self) -> None:
         self._run.finish()
@@ -243,6 +289,8 @@ def _mean(value: Any, weight: Any) -> float | None:
 
 
 def _strict(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_strict(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return json.dumps(value)
     return value

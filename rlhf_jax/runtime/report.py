@@ -20,7 +20,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rlhf_jax.runtime import metrics, run_folder
+from rlhf_jax.runtime import alarms, metrics, run_folder
+from rlhf_jax.runtime.alarms import Alarm
 
 PyTree = Any
 SHOWN = (
@@ -45,6 +46,7 @@ PLOTS: dict[str, dict[str, dict[str, str]]] = {
             "objective/scores": "score",
             "objective/rlhf_reward": "score minus KL penalty",
         },
+        "held-out judge\n[its own units]": {"judge/score": "judge"},
     },
     "kl": {
         "KL to the reference\n[nats per response]": {
@@ -54,6 +56,19 @@ PLOTS: dict[str, dict[str, dict[str, str]]] = {
         "KL coefficient\n[reward units per nat]": {"objective/kl_coef": "coefficient"},
     },
     "entropy": {"entropy\n[nats per token]": {"objective/entropy": "policy"}},
+    "drift": {
+        "weight drift\n[share of the reference]": {
+            "drift/relative": "Σ‖Δ‖ / Σ‖ref‖",
+            "drift/global_norm": "‖Δ‖ / ‖ref‖",
+        },
+    },
+    "perplexity": {
+        "log perplexity\n[nats per token]": {
+            "objective/ref_nll": "responses, under the reference",
+            "eval/held_out_nll": "held-out text, under the policy",
+            "eval/out_of_domain_nll": "out-of-domain text, under the policy",
+        },
+    },
     "losses": {
         "policy loss\n[reward units]": {"loss/policy": "policy"},
         "value loss\n[reward units²]": {"loss/value": "value"},
@@ -73,7 +88,7 @@ class Progress:
     """A sink of `metrics.Recorder`: a bar a stage, time left, the numbers that matter.
 
     Where the output is not a terminal: a line every few seconds, and one at the end of
-    each stage.
+    each stage. An alarm is a line of its own when it begins, and a name while active.
     """
 
     def __init__(
@@ -107,12 +122,24 @@ class Progress:
         )
         self._last_line = -math.inf
 
-    def write(self, stage: str, step: int, row: metrics.Row) -> None:
-        numbers = "  ".join(
+    def write(
+        self,
+        stage: str,
+        step: int,
+        row: metrics.Row,
+        active: Sequence[Alarm] = (),
+    ) -> None:
+        for alarm in alarms.begun(active, step=step):
+            line = f"ALARM {stage} step {step}: {alarm.name}: {alarm.message}"
+            self._console.print(Text(line, style="bold red"), soft_wrap=True)
+        shown = [
             f"{name.rpartition('/')[-1]} {_cell(row[name])}"
             for name in self._shown
             if name in row
-        )
+        ]
+        if active:
+            shown.append(f"ALARM {' '.join(alarm.name for alarm in active)}")
+        numbers = "  ".join(shown)
         self._bars.update(self._bar, completed=step + 1, numbers=numbers)
         now, ended = time.monotonic(), step + 1 == self._num_steps[stage]
         due = ended or now - self._last_line >= self._between

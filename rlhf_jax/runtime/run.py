@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.functional.masked import Stats
-from rlhf_jax.runtime import cli, metrics, report, run_folder, snapshot
+from rlhf_jax.runtime import alarms, cli, metrics, report, run_folder, snapshot
 
 PyTree = Any
 MAX_SKIPPED = 5  # updates in a row without a finite gradient, before a run stops
@@ -33,9 +33,18 @@ class Run:
     """An open run folder: the record, the signals and the stages' snapshots."""
 
     def __init__(
-        self, config: run_folder.RunConfig, *, num_steps: Mapping[str, int]
+        self,
+        config: run_folder.RunConfig,
+        *,
+        num_steps: Mapping[str, int],
+        check: alarms.Check | None = None,
     ) -> None:
-        """Makes or continues `config.out`; `num_steps` of each stage, in order.
+        """Makes or continues `config.out`.
+
+        Args:
+          num_steps: of each stage, in order.
+          check: decides on alarms from a stage's rows, as `alarms.check` does with its
+            limits bound; None raises none.
 
         Raises:
           InputError: a stage has no steps, or the folder cannot be used
@@ -49,7 +58,9 @@ class Run:
         self.folder = run_folder.open_run(config)
         self.versions = run_folder.versions()
         self.record = metrics.Recorder(
-            self.folder, sinks=report.sinks(config, num_steps=num_steps)
+            self.folder,
+            sinks=report.sinks(config, num_steps=num_steps),
+            check=check,
         )
         self.interrupt = cli.Interrupt()
 
@@ -62,6 +73,18 @@ class Run:
             self.record.__exit__(*exception)
         finally:
             self.interrupt.__exit__(*exception)
+
+    @property
+    def alarms(self) -> list[dict[str, Any]]:
+        """All alarms raised, for the summary: stage, name, first step and message.
+
+        Whole once the run is closed, since rows are read a step late.
+        """
+        return [
+            {"stage": stage, **alarm._asdict()}
+            for stage, raised in self.record.alarms.items()
+            for alarm in raised
+        ]
 
     def stage(
         self,
@@ -135,13 +158,20 @@ class Stage:
         return range(self.start, self._num_steps)
 
     def end_step(
-        self, step: int, stats: Stats, samples: Sequence[Mapping[str, Any]] = ()
+        self,
+        step: int,
+        stats: Stats,
+        samples: Sequence[Mapping[str, Any]] = (),
+        *,
+        positions: Stats | None = None,
     ) -> None:
         """Records a step, and saves when it is time or a signal asks for it.
 
         Args:
           stats: {name: (sum, weight)}; read one step late, so the device never waits.
           samples: rows for samples.jsonl.
+          positions: {name: (sums, weights)} by position in the response, for
+            positions.jsonl; read as late as stats.
 
         Raises:
           DivergedError: `MAX_SKIPPED` updates in a row were skipped; the snapshots
@@ -149,7 +179,7 @@ class Stage:
           cli.Interrupted: after a signal, with everything saved.
         """
         record, config = self._run.record, self._run.config
-        record.write(step, stats)
+        record.write(step, stats, positions=positions)
         record.write_samples(step, samples)
         done = step + 1
         due = done == self._num_steps or done % config.snapshot_every == 0

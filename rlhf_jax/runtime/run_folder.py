@@ -1,7 +1,7 @@
 """A run folder: what a run was asked for, with which versions, and what came out.
 
 config.json     the config and the versions it ran with
-metrics.jsonl, timings.jsonl, samples.jsonl    a line a step, see `metrics`
+metrics.jsonl, timings.jsonl, samples.jsonl, positions.jsonl    see `metrics`
 summary.json    the figures at the end
 snapshots/      see `snapshot`
 plots/          see `report`
