@@ -42,11 +42,20 @@ def test_drift_is_a_sum_of_norms_over_the_tensors_of_a_checkpoint():
     size = sum(np.linalg.norm(np.float64(b)) for b in tensors(reference))
     assert float(found["absolute"]) == pytest.approx(moved, rel=1e-5)
     assert float(found["relative"]) == pytest.approx(moved / size, rel=1e-5)
+    # As one vector of 20 + 48 + 4 numbers: 16 of them moved by 0.3 and one by 2.
+    vector = np.concatenate([np.ravel(tensor) for tensor in tensors(reference)])
+    expected = np.sqrt(16 * 0.3**2 + 2.0**2) / np.linalg.norm(np.float64(vector))
+    assert float(found["global_norm"]) == pytest.approx(expected, rel=1e-5)
     modules = found["modules"]
     assert list(modules) == ["embed/tokens", "final_norm/bias", "layers/kernel"]
-    expected = 1.2 / np.linalg.norm(reference["layers"]["kernel"][1])
-    np.testing.assert_allclose(modules["layers/kernel"], [0, expected, 0], rtol=1e-5)
-    assert float(modules["final_norm/bias"]) == 0
+    kernel = modules["layers/kernel"]
+    sizes = [np.linalg.norm(layer) for layer in reference["layers"]["kernel"]]
+    np.testing.assert_allclose(kernel["absolute"], [0, 1.2, 0], rtol=1e-5)
+    np.testing.assert_allclose(kernel["size"], sizes, rtol=1e-5)
+    np.testing.assert_allclose(kernel["relative"], [0, 1.2 / sizes[1], 0], rtol=1e-5)
+    assert float(modules["embed/tokens"]["absolute"]) == pytest.approx(2, rel=1e-5)
+    for name in ("absolute", "relative", "size"):
+        assert float(modules["final_norm/bias"][name]) == 0
 
 
 def test_equal_trees_have_not_drifted_and_a_scaled_one_by_its_scale():
@@ -54,7 +63,9 @@ def test_equal_trees_have_not_drifted_and_a_scaled_one_by_its_scale():
     assert float(drift.weight_drift(reference, reference)["absolute"]) == 0
     scaled = drift.weight_drift(as_jax(tree(1.25)), reference)
     assert float(scaled["relative"]) == pytest.approx(0.25, rel=1e-5)
-    np.testing.assert_allclose(scaled["modules"]["layers/kernel"], 0.25, rtol=1e-5)
+    assert float(scaled["global_norm"]) == pytest.approx(0.25, rel=1e-5)
+    kernel = scaled["modules"]["layers/kernel"]
+    np.testing.assert_allclose(kernel["relative"], 0.25, rtol=1e-5)
 
 
 def test_a_moved_tensor_of_zeros_and_a_bfloat16_reference():
@@ -62,7 +73,7 @@ def test_a_moved_tensor_of_zeros_and_a_bfloat16_reference():
     params["final_norm"]["bias"] = jnp.ones(4)
     reference["embed"]["tokens"] = reference["embed"]["tokens"].astype(jnp.bfloat16)
     found = drift.weight_drift(params, reference)
-    assert np.isinf(found["modules"]["final_norm/bias"])
+    assert np.isinf(found["modules"]["final_norm/bias"]["relative"])
     assert found["absolute"].dtype == jnp.float32
     assert 2.0 < float(found["absolute"]) < 2.05
 

@@ -112,7 +112,7 @@ def stats_of(found: batch.Scored) -> dict[str, float]:
 
 @pytest.mark.parametrize("garbage", [False, True])
 def test_objective_stats_against_loops(garbage):
-    k1s, k3s, lengths, entropies = [], [], [], []
+    k1s, k3s, lengths, entropies, ref_nlls = [], [], [], [], []
     for b in range(5):
         columns = [t for t in range(6) if MASK[b, t]]
         x = [float(OLD[b, t]) - float(REF[b, t]) for t in columns]
@@ -120,12 +120,14 @@ def test_objective_stats_against_loops(garbage):
         k3s.append(sum(math.exp(-x) - 1 + x for x in x))
         lengths.append(len(columns))
         entropies += [float(ENTROPY[b, t]) for t in columns]
+        ref_nlls += [-float(REF[b, t]) for t in columns]
     expected = {
         "objective/scores": 0.5,  # (1 - 2 + 0.5 + 0 + 3) / 5
         "objective/kl_coef": 0.2,
         "objective/kl": sum(k1s) / 5,
         "objective/kl_k3": sum(k3s) / 5,
         "objective/entropy": sum(entropies) / len(entropies),  # a mean over tokens
+        "objective/ref_nll": sum(ref_nlls) / len(ref_nlls),
         "objective/non_score_reward": -0.2 * sum(k1s) / 5,
         "objective/rlhf_reward": 0.5 - 0.2 * sum(k1s) / 5,
         "response/length": sum(lengths) / 5,
@@ -142,6 +144,7 @@ def test_objective_stats_without_a_reference():
     found = stats_of(scored(kl=None, ref_logprobs=None))
     assert "objective/kl" not in found
     assert "objective/kl_k3" not in found
+    assert "objective/ref_nll" not in found
     assert found["objective/non_score_reward"] == 0
     assert found["objective/rlhf_reward"] == 0.5
 
@@ -155,3 +158,43 @@ def test_the_penalty_is_the_estimators_not_k1():
     np.testing.assert_allclose(
         found["objective/kl"], ((OLD - REF) * MASK).sum() / 5, rtol=1e-4
     )
+
+
+@pytest.mark.parametrize("garbage", [False, True])
+def test_kl_by_position_against_loops(garbage):
+    """Columns 2 to 5 are positions 0 to 3; 5, 4, 4 and 2 rows reach them."""
+    found = experience.kl_by_position(scored(garbage=garbage), max_new_tokens=4)
+    counts, k1s, k3s = [0.0] * 4, [0.0] * 4, [0.0] * 4
+    for b in range(5):
+        for t in range(6):
+            if MASK[b, t]:
+                x = float(OLD[b, t]) - float(REF[b, t])
+                counts[t - 2] += 1
+                k1s[t - 2] += x
+                k3s[t - 2] += math.exp(-x) - 1 + x
+    assert counts == [5, 4, 4, 2]
+    for name, sums in (("k1", k1s), ("k3", k3s)):
+        np.testing.assert_allclose(found[name][0], sums, rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(found[name][1], counts)
+    np.testing.assert_array_equal(found["responses"][0], counts)
+    np.testing.assert_array_equal(found["responses"][1], 1)
+
+
+def test_kl_by_position_adds_up_to_the_kl_of_a_response():
+    found = experience.kl_by_position(scored(), max_new_tokens=4)
+    stats = experience.objective_stats(
+        scored(), kl_coef=jnp.float32(0.2), ended=jnp.zeros(5, bool)
+    )
+    for name, metric in (("k1", "objective/kl"), ("k3", "objective/kl_k3")):
+        np.testing.assert_allclose(found[name][0].sum(), stats[metric][0], rtol=1e-5)
+
+
+def test_positions_that_nothing_reaches_have_weight_0():
+    found = experience.kl_by_position(scored(), max_new_tokens=6)
+    np.testing.assert_array_equal(found["k1"][1], [0, 0, 5, 4, 4, 2])
+    assert masked.mean_stats(found)["k1"][0] == 0
+
+
+def test_kl_by_position_needs_a_reference():
+    with pytest.raises(checks.InputError, match="expected a rollout priced by a ref"):
+        experience.kl_by_position(scored(kl=None, ref_logprobs=None), max_new_tokens=4)

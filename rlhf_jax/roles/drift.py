@@ -24,9 +24,12 @@ def weight_drift(params: Params, reference: Params) -> dict[str, Any]:
       reference: of the same structure, stored in any way (`storage.store`).
 
     Returns:
-      "absolute" f32[]: the sum; "relative" f32[]: the sum / Σ_p ‖ref_p‖₂,
-      dimensionless; "modules" {path: f32[L] where stacked, else f32[]}:
-      ‖θ_p - ref_p‖ / ‖ref_p‖ of every tensor, inf where a tensor of zeros has moved.
+      "absolute" f32[]: the sum; "relative" f32[]: the sum / Σ_p ‖ref_p‖₂;
+      "global_norm" f32[]: ‖θ - ref‖₂ / ‖ref‖₂ of all tensors as one vector. "modules"
+      {path: {...}} of each leaf, f32[L] where it is stacked, else f32[]: "absolute"
+      ‖θ_p - ref_p‖₂, "size" ‖ref_p‖₂, and "relative", their ratio, which is inf where
+      a tensor of zeros has moved. Absolute is in the parameters' own unit, the others
+      are shares.
 
     Raises:
       ValueError: the trees differ in structure.
@@ -37,21 +40,27 @@ def weight_drift(params: Params, reference: Params) -> dict[str, Any]:
             f"expected trees of one structure, got leaves {paths(params)} and "
             f"{paths(reference)}; compare a model with what was frozen of it"
         )
-    moved, size, modules = [], [], {}
+    modules = {}
     for path, leaf, anchor in zip(
         paths(params), jax.tree.leaves(params), anchors, strict=True
     ):
         stacked = "layers" in path.split("/")
         anchor = leaves.read(anchor).astype(jnp.float32)
-        distance = _norm(leaf.astype(jnp.float32) - anchor, stacked=stacked)
-        norm = _norm(anchor, stacked=stacked)
-        moved.append(distance.sum())
-        size.append(norm.sum())
-        modules[path] = jnp.where(distance > 0, distance / norm, 0.0)
-    absolute = jnp.stack(moved).sum()
+        moved = _norm(leaf.astype(jnp.float32) - anchor, stacked=stacked)
+        size = _norm(anchor, stacked=stacked)
+        modules[path] = {
+            "absolute": moved,
+            "relative": jnp.where(moved == 0, 0.0, moved / size),
+            "size": size,
+        }
+    moved, size = (
+        jnp.concatenate([module[name].ravel() for module in modules.values()])
+        for name in ("absolute", "size")
+    )
     return {
-        "absolute": absolute,
-        "relative": absolute / jnp.stack(size).sum(),
+        "absolute": moved.sum(),
+        "relative": moved.sum() / size.sum(),
+        "global_norm": jnp.linalg.norm(moved) / jnp.linalg.norm(size),
         "modules": modules,
     }
 

@@ -75,8 +75,9 @@ def objective_stats(scored: Scored, *, kl_coef: Array, ended: Array) -> masked.S
       ended: bool[B], the response holds a stop token.
 
     Returns:
-      {name: (sum, weight)} over responses or response tokens; no `objective/kl` and
-      `objective/kl_k3` without a reference.
+      {name: (sum, weight)} over responses or response tokens; no `objective/kl`,
+      `objective/kl_k3` and `objective/ref_nll` without a reference. The last is
+      -log π_ref a token, nats: perplexity is exp of its mean, so it is not taken here.
     """
     mask = scored.rollout.response_mask
     ones = jnp.ones(scored.scores.shape, jnp.float32)
@@ -104,11 +105,46 @@ def objective_stats(scored: Scored, *, kl_coef: Array, ended: Array) -> masked.S
         stats["objective/kl_k3"] = per_response(
             masked.masked_sum(kl.k3(*pair), mask=mask, axis=1)
         )
+        stats["objective/ref_nll"] = per_token(-scored.ref_logprobs)
     if scored.kl is not None:
         penalty = -kl_coef * masked.masked_sum(scored.kl, mask=mask, axis=1)
     stats["objective/non_score_reward"] = per_response(penalty)
     stats["objective/rlhf_reward"] = per_response(scored.scores + penalty)
     return stats
+
+
+def kl_by_position(scored: Scored, *, max_new_tokens: int) -> masked.Stats:
+    """KL at each position of the response: where along it the policy has moved.
+
+        column        0  1  2  3  4  5  6      P = 3 prompt columns
+        position      ·  ·  ·  0  1  2  3      R = 4
+
+    Args:
+      scored: Scored[B, S], with a reference.
+      max_new_tokens: R.
+
+    Returns:
+      {name: (f32[R] sums, f32[R] weights)}, which add up over batches. "k1" and "k3":
+      nats per token, means over the responses that reach the position. "responses":
+      how many do.
+
+    Raises:
+      InputError: the rollout was not priced by a reference.
+    """
+    if scored.ref_logprobs is None:
+        raise InputError(
+            "expected a rollout priced by a reference, got one without ref_logprobs; "
+            "ask for its KL at steps where the reference is run"
+        )
+    response = (slice(None), slice(-max_new_tokens, None))
+    mask = scored.rollout.response_mask[response]
+    pair = scored.rollout.old_logprobs[response], scored.ref_logprobs[response]
+    count = mask.sum(axis=0, dtype=jnp.float32)
+    return {
+        "k1": (masked.masked_sum(kl.k1(*pair), mask=mask, axis=0), count),
+        "k3": (masked.masked_sum(kl.k3(*pair), mask=mask, axis=0), count),
+        "responses": (count, jnp.ones_like(count)),
+    }
 
 
 def _first_of_its_kind(scored: Scored) -> Array:
