@@ -1,6 +1,7 @@
 """A checkpoint with its tokenizer."""
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import toy_files
 
@@ -49,3 +50,42 @@ def test_the_limit_of_a_row(tmp_path):
     assert start.limit(3) == 3
     with pytest.raises(InputError, match="at most the context of the model, 16"):
         start.limit(17)
+
+
+def test_texts_to_watch(tmp_path):
+    """Blocks of plain text share a token; of demonstrations the responses are read."""
+    start = pretrained.load(str(toy_files.checkpoint(tmp_path / "model")))
+    plain = tmp_path / "plain.txt"
+    plain.write_text("the cat sat\na dog ran so it was good")
+    ids = start.tokenizer("the cat sat a dog ran so it was good")["input_ids"]
+    found = pretrained.read_texts(
+        start, str(plain), batch_size=2, max_rows=3, max_length=4
+    )
+    rows = [ids[0:4], ids[3:7], ids[6:10], [start.pad_id, 0, 0, 0]]
+    np.testing.assert_array_equal(found.tokens, np.reshape(rows, (2, 2, 4)))
+    read = np.ones((4, 4), bool) & [False, True, True, True]
+    read[3] = False
+    np.testing.assert_array_equal(found.response_mask, read.reshape(2, 2, 4))
+
+    answers = toy_files.jsonl(
+        tmp_path / "answers.jsonl",
+        {"prompt": "the cat", "response": "sat"},
+        {"prompt": "the cat", "response": "sat so it was good"},
+        {"prompt": "a", "response": "dog ran"},
+    )
+    found = pretrained.read_texts(
+        start, str(answers), batch_size=1, max_rows=9, max_length=4
+    )
+    reader = start.tokenizer
+    rows = [
+        [*reader("the cat sat")["input_ids"], reader.eos_token_id],
+        [*reader("a dog ran")["input_ids"], reader.eos_token_id],
+    ]
+    np.testing.assert_array_equal(found.tokens[:, 0], rows)
+    np.testing.assert_array_equal(
+        found.response_mask[:, 0], [[0, 0, 1, 1], [0, 1, 1, 1]]
+    )
+    with pytest.raises(InputError, match=r"answers\.jsonl|at most 2 tokens"):
+        pretrained.read_texts(
+            start, str(answers), batch_size=1, max_rows=9, max_length=2
+        )

@@ -10,9 +10,13 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax
+import numpy as np
+
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.runtime import encoding, hf
+from rlhf_jax.runtime import batches, data, encoding, hf
+from rlhf_jax.stages.batch import Sequences
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -79,3 +83,44 @@ def load(
         tokenizer=reader,
         stop_ids=tuple(dict.fromkeys(i for i in stop_ids if i is not None)),
     )
+
+
+def read_texts(
+    start: Pretrained,
+    source: str,
+    *,
+    batch_size: int,
+    max_rows: int,
+    max_length: int | None = None,
+) -> Sequences:
+    """Texts to watch the policy's perplexity on, `evaluation.text_stats`.
+
+    Args:
+      source: plain text (.txt), cut into blocks, or demonstrations (JSONL), whose
+        responses are read; longer ones than `max_length` are left out.
+      batch_size: rows held at a time.
+      max_rows: blocks or demonstrations, from the beginning.
+      max_length: tokens of a row; None is the context.
+
+    Returns:
+      Sequences[M, batch_size, S] of NumPy arrays.
+
+    Raises:
+      InputError: the file is unreadable, empty or has no row that is short enough.
+    """
+    longest = start.limit(max_length)
+    if source.endswith(".txt"):
+        examples = encoding.encode_text(
+            start.tokenizer, data.read_text(source), block_size=longest
+        )
+    else:
+        examples = encoding.encode_demonstrations(
+            start.tokenizer,
+            data.read_demonstrations(source),
+            max_length=longest,
+            overlong="drop",
+        )
+    rows = batches.sequences_in_order(
+        examples[:max_rows], batch_size=batch_size, pad_id=start.pad_id
+    )
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *rows)

@@ -1,0 +1,81 @@
+"""Perplexity of fixed texts and a judge's mean, against loops over logits."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toys
+
+from rlhf_jax import batch, batches, evaluation, masked
+from rlhf_jax.runtime.encoding import Example
+
+PARAMS = toys.params()
+EXAMPLES = [
+    Example((3, 4), (5, 6, 1)),
+    Example((), (7, 8, 9, 3)),  # nothing predicts its first token
+    Example((9,), (4, 2)),
+]
+text_stats = toys.jit(evaluation.text_stats, static_argnames=("model",))
+
+
+def texts(*, batch_size: int, examples=EXAMPLES) -> batch.Sequences:
+    rows = batches.sequences_in_order(examples, batch_size=batch_size, pad_id=0)
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
+
+
+def surprise(tokens: list[int], *, first: int) -> list[float]:
+    """-log π of tokens[first:], from logits of this text alone."""
+    row = jnp.asarray([tokens], jnp.int32)
+    logits = np.asarray(
+        toys.logits(PARAMS, model=toys.GPT2, tokens=row, mask=jnp.ones_like(row, bool)),
+        np.float64,
+    )[0]
+    probabilities = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
+    return [-np.log(probabilities[t - 1, tokens[t]]) for t in range(first, len(tokens))]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+def test_perplexity_is_a_mean_over_tokens_however_they_are_batched(batch_size):
+    found = text_stats(
+        PARAMS,
+        {
+            "held_out": texts(batch_size=batch_size),
+            "out_of_domain": texts(batch_size=batch_size, examples=EXAMPLES[2:]),
+        },
+        model=toys.GPT2,
+    )
+    expected = [
+        surprise([3, 4, 5, 6, 1], first=2),
+        surprise([7, 8, 9, 3], first=1),
+        surprise([9, 4, 2], first=1),
+    ]
+    total, weight = found["eval/held_out_nll"]
+    assert float(weight) == 8
+    assert float(total) == pytest.approx(sum(map(sum, expected)), rel=1e-5)
+    total, weight = found["eval/out_of_domain_nll"]
+    assert float(weight) == 2
+    assert float(total) == pytest.approx(sum(expected[2]), rel=1e-5)
+    assert found.keys() == {"eval/held_out_nll", "eval/out_of_domain_nll"}
+
+
+def test_padding_does_not_count():
+    clean = texts(batch_size=3)
+    dirty = dataclasses.replace(clean, tokens=np.where(clean.mask, clean.tokens, 7))
+    assert not np.array_equal(clean.tokens, dirty.tokens)
+    found = [
+        text_stats(PARAMS, {"held_out": each}, model=toys.GPT2)["eval/held_out_nll"]
+        for each in (clean, dirty)
+    ]
+    assert float(found[0][0]) == float(found[1][0])
+
+
+def test_a_judges_mean():
+    stats = evaluation.judge_stats(jnp.asarray([1.0, -2.5, 3.0], jnp.float32))
+    assert float(masked.mean_stats(stats)["judge/score"]) == 0.5
+    assert float(stats["judge/score"][1]) == 3
+    with pytest.raises(TypeError, match="scores"):
+        evaluation.judge_stats(jnp.asarray([1, 2], jnp.int32))
+    with pytest.raises(ValueError, match="scores: expected shape"):
+        evaluation.judge_stats(jnp.ones((2, 1)))
