@@ -87,6 +87,8 @@ ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (
             "alarms",
             "metrics",
             "report",
+            "drift_report",
+            "token_kl",
             "plan",
             "cli",
             "run",

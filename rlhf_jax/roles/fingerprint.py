@@ -48,16 +48,26 @@ def named(params: Params, words: Array) -> Fingerprint:
       params: the tree they were taken of; only its paths are read.
       words: u32[N, 2], from `digests`.
     """
-    by_path = {
-        path: f"{first:08x}{second:08x}"
-        for path, (first, second) in zip(
-            paths(params), jax.device_get(words), strict=True
-        )
-    }
+    return of_leaves(
+        {
+            path: in_hex(pair)
+            for path, pair in zip(paths(params), jax.device_get(words), strict=True)
+        }
+    )
+
+
+def of_leaves(by_path: dict[str, str]) -> Fingerprint:
+    """The fingerprint with these digests, each in hex; the root is hashed over them."""
     listing = "\n".join(f"{path} {by_path[path]}" for path in sorted(by_path))
     return Fingerprint(
         root=hashlib.sha256(listing.encode()).hexdigest()[:32], leaves=by_path
     )
+
+
+def in_hex(words: Any) -> str:
+    """A digest, u32[2], as it stands in a `Fingerprint`."""
+    first, second = words
+    return f"{first:08x}{second:08x}"
 
 
 def paths(params: Params) -> list[str]:

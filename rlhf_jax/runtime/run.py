@@ -14,12 +14,21 @@ last snapshot and has no steps left, so a pipeline goes on where it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Self
 
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.functional.masked import Stats
-from rlhf_jax.runtime import alarms, cli, metrics, report, run_folder, snapshot
+from rlhf_jax.roles.frozen import Frozen
+from rlhf_jax.runtime import (
+    alarms,
+    cli,
+    metrics,
+    proof,
+    report,
+    run_folder,
+    snapshot,
+)
 
 PyTree = Any
 MAX_SKIPPED = 5  # updates in a row without a finite gradient, before a run stops
@@ -93,8 +102,14 @@ class Run:
         *,
         meta: Mapping[str, Any],
         verify: Callable[[PyTree], None] | None = None,
+        beside: Mapping[str, Frozen] | None = None,
+        moving: Collection[str] = (),
     ) -> Stage:
         """The stage `name`, at its newest snapshot or else at `state`.
+
+        Every `Frozen` in the state, and those `beside` it, is verified at the start,
+        before every snapshot and so at the end; their fingerprints stand in the meta
+        of each snapshot, and must be those the stage began with unless `moving`.
 
         Args:
           state: pytree of arrays, all that the stage changes or must not lose.
@@ -102,11 +117,23 @@ class Run:
             reference's fingerprint.
           verify: raises if something in the state has moved that must not; called
             with it at the start, before every snapshot and so at the end.
+          beside: frozen models by name that the stage reads and its state does not
+            hold, as the reward model.
+          moving: names of those in the state that a lifecycle replaces.
 
         Raises:
-          InputError: a snapshot is of another model, or its meta differs.
+          InputError: a snapshot is of another model, or its meta or the frozen models
+            it began with differ.
+          ReferenceMovedError: a frozen model in a snapshot is not what was frozen.
         """
-        return Stage(self, name, state, meta=meta, verify=verify)
+        return Stage(
+            self,
+            name,
+            state,
+            meta=meta,
+            verify=verify,
+            frozen=proof.Proof(state, beside=beside or {}, moving=moving),
+        )
 
 
 class Stage:
@@ -120,9 +147,11 @@ class Stage:
         *,
         meta: Mapping[str, Any],
         verify: Callable[[PyTree], None] | None,
+        frozen: proof.Proof,
     ) -> None:
         self._run = run
         self._verify = verify
+        self._frozen = frozen
         self._num_steps = run.num_steps[name]
         self._meta = {
             **meta,
@@ -143,6 +172,11 @@ class Stage:
                         f"this run has it, got {saved[key]}; resume with what the run "
                         f"began with, or start a new run with another --out"
                     )
+            frozen.check_resumed(
+                saved[proof.META], self.state, where=f"snapshot {self.start} of {name}"
+            )
+        else:
+            frozen.check(self.state)
         if verify is not None:
             verify(self.state)
         run.record.begin(name, step=self.start)
@@ -197,5 +231,6 @@ class Stage:
         if due:
             if self._verify is not None:
                 self._verify(self.state)
-            self._snapshots.save(done, arrays=self.state, meta=self._meta)
+            meta = {**self._meta, proof.META: self._frozen.check(self.state)}
+            self._snapshots.save(done, arrays=self.state, meta=meta)
             self._run.interrupt.check()

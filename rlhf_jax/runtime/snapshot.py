@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,7 +14,7 @@ import orbax.checkpoint as ocp
 from absl import logging
 from orbax.checkpoint.checkpoint_managers import LatestN
 
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.checks import InputError, StopError
 
 Array = jax.Array
 PyTree = Any
@@ -128,6 +129,81 @@ class Snapshots:
                 + (f"\n  and {more} more" if more > 0 else "")
                 + "\nresume with the models and options it was written with"
             )
+
+
+def numbers(folder: Path) -> list[int]:
+    """The numbers of the snapshots in a folder, in order; nothing is written there."""
+    with _reader(folder) as manager:
+        return sorted(manager.all_steps())
+
+
+def read_meta(folder: Path, step: int) -> dict[str, Any]:
+    """The meta of a snapshot, one of `numbers`.
+
+    Raises:
+      StopError: the snapshot is damaged.
+    """
+    with _reader(folder) as manager, _damage_told(folder / str(step)):
+        restored = manager.restore(
+            step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())
+        )
+    return restored["meta"]
+
+
+def read_arrays(
+    folder: Path, step: int, *, wanted: Callable[[str], bool]
+) -> dict[str, np.ndarray]:
+    """Some of a snapshot's arrays by path, without what they were saved of.
+
+    Args:
+      step: one of `numbers`.
+      wanted: path -> True for the arrays to read, as "policy/layers/mlp/up/kernel".
+
+    Returns:
+      Arrays of the host's; nothing is put on a device.
+
+    Raises:
+      StopError: the snapshot is damaged.
+    """
+    with _reader(folder) as manager, _damage_told(folder / str(step)):
+        saved = manager.item_metadata(step)["arrays"].tree
+        targets = {
+            path: np.empty(leaf.shape, leaf.dtype)
+            for path, leaf in saved.items()
+            if wanted(path)
+        }
+        if not targets:
+            return {}
+        as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
+        arrays = ocp.args.PyTreeRestore(
+            targets,
+            restore_args=dict.fromkeys(targets, as_numpy),
+            partial_restore=True,
+        )
+        return manager.restore(step, args=ocp.args.Composite(arrays=arrays))["arrays"]
+
+
+@contextlib.contextmanager
+def _damage_told(where: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # whatever orbax and its formats raise
+        raise StopError(
+            f"{where}: expected a whole snapshot, got {type(error).__name__}: "
+            f"{str(error).splitlines()[0]:.200}; go on from an older one"
+        ) from error
+
+
+def _reader(folder: Path) -> ocp.CheckpointManager:
+    logging.set_verbosity(logging.ERROR)
+    return ocp.CheckpointManager(
+        folder.absolute(),
+        item_handlers={
+            "arrays": ocp.PyTreeCheckpointHandler(),
+            "meta": ocp.JsonCheckpointHandler(),
+        },
+        options=ocp.CheckpointManagerOptions(read_only=True, create=False),
+    )
 
 
 def _flat(tree: PyTree) -> dict[str, Any]:

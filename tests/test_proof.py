@@ -1,0 +1,359 @@
+"""The proof that a run carries of its frozen models, while it runs and from disk."""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlhf_jax import drift, frozen, lifecycle, proof, run, snapshot
+from rlhf_jax.functional.checks import InputError, StopError
+from rlhf_jax.models import leaves
+from rlhf_jax.roles.frozen import ReferenceMovedError
+from rlhf_jax.roles.lifecycle import Lifecycle
+from rlhf_jax.runtime import run_folder
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(run_folder.RunConfig):
+    num_steps: int = 8
+    snapshot_every: int = 2
+    keep_snapshots: int = 9
+    progress: bool = False
+
+
+def weights(seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = {"a": (2, 4, 3), "b": (2, 3, 4)}
+    layers = {
+        name: jnp.asarray(rng.normal(size=shape), jnp.float32)
+        for name, shape in shapes.items()
+    }
+    return {"embed": {"tokens": jnp.ones((5, 3))}, "layers": layers}
+
+
+JUDGE = frozen.freeze({"score": jnp.arange(3.0)})
+REFERENCE = frozen.freeze(weights())
+MIXED = Lifecycle(mix_every=3, mix_rate=0.25)
+LIVES = {
+    "frozen": lifecycle.FROZEN,
+    "reset": Lifecycle(reset_every=3),
+    "mixed": MIXED,
+}
+
+
+@jax.jit
+def train(policy, reference, key):
+    """Moves with the reference and with noise, as an update with a penalty would."""
+    keys = iter(jax.random.split(key, 8))
+    return jax.tree.map(
+        lambda w, r: w + 0.1 * (r - w) + 0.1 * jax.random.normal(next(keys), w.shape),
+        policy,
+        leaves.read(frozen.read(reference)),
+    )
+
+
+def play(
+    out,
+    *,
+    life=lifecycle.FROZEN,
+    reference=REFERENCE,
+    judge=JUDGE,
+    stop=None,
+    meddle=lambda step, held: held,
+    **config,
+):
+    """A run without a model: a policy that moves, and a reference that lives."""
+    key = jax.random.key(3)
+    policy = jax.tree.map(jnp.copy, weights())
+    state = {"policy": policy, "reference": reference, "root_key": key}
+    config = Config(out=out, **config)
+    with (
+        run.Run(config, num_steps={"ppo": config.num_steps}) as job,
+        job.stage(
+            "ppo",
+            state,
+            meta={},
+            beside={"judge": judge},
+            moving=("reference",) if life.moves else (),
+        ) as stage,
+    ):
+        for step in stage.steps():
+            if step == stop:
+                break
+            policy, reference = stage.state["policy"], stage.state["reference"]
+            policy = train(policy, reference, jax.random.fold_in(key, step))
+            moved = drift.weight_drift(policy, reference.stored)["absolute"]
+            reference = lifecycle.after_step(
+                reference, policy, step=step, lifecycle=life
+            )
+            stage.state |= {"policy": policy, "reference": meddle(step, reference)}
+            stage.end_step(step, {"drift": (moved, jnp.ones(()))})
+    return stage.state
+
+
+def rooted(out):
+    """What verify finds: {step: (fingerprint, verdict)} of the reference."""
+    rows = proof.check_run(out)
+    assert {row.stage for row in rows} == {"ppo"}
+    assert all(row.moved is None for row in rows)
+    return {
+        row.step: (row.fingerprint, row.verdict)
+        for row in rows
+        if row.model == "reference"
+    }
+
+
+def bits(state):
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(state) if x.ndim]
+
+
+@pytest.mark.parametrize("how", [{}, {"dtype": "int8", "memory": "pinned_host"}])
+@pytest.mark.parametrize("life", LIVES.values(), ids=LIVES.keys())
+def test_a_run_that_was_stopped_goes_on_to_the_last_bit(tmp_path, life, how):
+    reference = frozen.freeze(weights(), **how)
+    whole = play(tmp_path / "whole", life=life, reference=reference)
+    play(tmp_path / "parts", life=life, reference=reference, stop=5)
+    # What is given on resume is the initial reference again, not what it has become.
+    again = play(tmp_path / "parts", life=life, reference=reference, resume=True)
+    assert bits(again["policy"]) == bits(whole["policy"])
+    assert bits(again["reference"]) == bits(whole["reference"])
+    metrics = [
+        (tmp_path / name / "metrics.jsonl").read_bytes() for name in ("whole", "parts")
+    ]
+    assert metrics[0] == metrics[1]
+    assert (bits(whole["reference"]) != bits(reference)) is life.moves
+    assert rooted(tmp_path / "whole") == rooted(tmp_path / "parts")
+
+
+def test_what_verify_says_of_each_life(tmp_path):
+    start = frozen.fingerprint_of(REFERENCE).root
+    for name, life in LIVES.items():
+        play(tmp_path / name, life=life)
+    still = (start, "as it began")
+    assert rooted(tmp_path / "frozen") == dict.fromkeys((2, 4, 6, 8), still)
+    for name in ("reset", "mixed"):
+        found = rooted(tmp_path / name)
+        assert found[2] == (start, "as it began")  # the first move ends step 2
+        assert found[4][0] != start
+        assert len({root for root, _ in found.values()}) == 3  # after 3 and 6 steps
+        assert {found[step][1] for step in (4, 6, 8)} == {"moved by its lifecycle"}
+    judged = [
+        row for row in proof.check_run(tmp_path / "mixed") if row.model == "judge"
+    ]
+    assert len(judged) == 4
+    for row in judged:
+        assert row.fingerprint == frozen.fingerprint_of(JUDGE).root
+        assert row.verdict == "as it began, held outside"
+
+
+def test_the_meta_of_a_snapshot_holds_every_leaf(tmp_path):
+    end = play(tmp_path, life=MIXED)["reference"]
+    meta = json.loads((tmp_path / "snapshots/ppo/8/meta/metadata").read_text())
+    said = meta["frozen"]["reference"]
+    names = ["embed/tokens", "layers/a", "layers/b"]
+    for form, words in (("source", end.source_digests), ("stored", end.stored_digests)):
+        found = said["now"][form]["leaves"]
+        assert list(found) == names
+        expected = ["".join(f"{word:08x}" for word in row) for row in np.asarray(words)]
+        assert list(found.values()) == expected
+    start = dataclasses.asdict(frozen.fingerprint_of(REFERENCE))
+    assert said["initial"] == {"source": start, "stored": start}
+    assert said["moves"] is True
+    assert meta["frozen"]["judge"]["moves"] is False
+
+
+# While it runs.
+
+
+def test_mixing_when_no_lifecycle_asks_for_it_stops_the_run(tmp_path):
+    """The new digests are right, so only the beginning tells."""
+
+    def meddle(step, held):
+        return lifecycle.mix(held, weights(1), rate=0.5) if step == 4 else held
+
+    with pytest.raises(
+        ReferenceMovedError,
+        match=r"reference: .* others in layers/a, layers/b, and no lifecycle moves it",
+    ):
+        play(tmp_path, meddle=meddle)
+    assert sorted(rooted(tmp_path)) == [2, 4]  # the good ones stay
+
+
+@pytest.mark.parametrize("life", LIVES.values(), ids=LIVES.keys())
+def test_a_write_into_the_reference_stops_the_run_under_every_life(tmp_path, life):
+    def meddle(step, held):
+        if step < 5:
+            return held
+        layers = {**held.stored["layers"]}
+        layers["b"] = layers["b"].at[1, 2, 3].add(1e-6)
+        return held.replace(stored={**held.stored, "layers": layers})
+
+    with pytest.raises(ReferenceMovedError, match=r"others in layers/b\. Something"):
+        play(tmp_path, life=life, meddle=meddle)
+    assert sorted(rooted(tmp_path)) == [2, 4]
+
+
+def test_a_reward_model_that_moves_stops_the_run(tmp_path):
+    writable = np.arange(3, dtype=np.float32)
+    judge = frozen.freeze({"score": writable}).replace(stored={"score": writable})
+
+    def meddle(step, held):
+        writable[1] += step == 3
+        return held
+
+    with pytest.raises(ReferenceMovedError, match="got others in score"):
+        play(tmp_path, judge=judge, meddle=meddle)
+
+
+# On resume.
+
+
+def test_a_resume_with_other_models_is_refused(tmp_path):
+    play(tmp_path, life=MIXED, stop=5)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+
+    def refusal(**changes):
+        with pytest.raises(InputError) as error:
+            play(tmp_path, resume=True, **{"life": MIXED, **changes})
+        assert (tmp_path / "metrics.jsonl").read_bytes() == before
+        return str(error.value)
+
+    other = frozen.freeze({**weights(), "layers": weights(1)["layers"]})
+    assert "snapshot 4 of ppo: reference, as source: " in refusal(reference=other)
+    assert "others in layers/a, layers/b; resume with what" in refusal(reference=other)
+    judge = frozen.freeze({"score": jnp.arange(3.0) + 1})
+    assert "others in score; resume" in refusal(judge=judge)
+    message = "expected reference to be frozen for the run, as this run has it"
+    assert message in refusal(life=lifecycle.FROZEN)
+    with pytest.raises(InputError, match="only a snapshot's own can move"):
+        proof.Proof({}, beside={"judge": JUDGE}, moving=("judge",))
+
+
+def test_the_source_is_checked_where_the_stored_form_cannot_tell(tmp_path):
+    """A last bit of float32 that bfloat16 rounds away is another checkpoint's."""
+    start = weights()
+    nudged = jax.tree.map(lambda x: jnp.nextafter(x, jnp.inf), start)
+    one, two = (frozen.freeze(tree, dtype="bfloat16") for tree in (start, nudged))
+    np.testing.assert_array_equal(one.stored_digests, two.stored_digests)
+    play(tmp_path, reference=one, stop=5)
+    with pytest.raises(InputError, match="reference, as source: expected fingerprint"):
+        play(tmp_path, reference=two, resume=True)
+
+
+# From disk.
+
+
+def tampered(source, out, change, *, step=8):
+    """A copy of a run whose newest snapshot was saved again with other arrays."""
+    shutil.copytree(source, out)
+    folder = out / "snapshots" / "ppo"
+    arrays = snapshot.read_arrays(folder, step, wanted=lambda path: True)
+    meta = snapshot.read_meta(folder, step)
+    shutil.rmtree(folder / str(step))
+    arrays = {path: np.array(array) for path, array in arrays.items()}
+    change(arrays, meta)
+    with snapshot.Snapshots(folder, keep=9) as snapshots:
+        snapshots.save(step, arrays=jax.tree.map(jnp.asarray, arrays), meta=meta)
+    return out
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    out = tmp_path_factory.mktemp("finished") / "run"
+    play(out, reference=frozen.freeze(weights(), dtype="int8", memory="pinned_host"))
+    return out
+
+
+def flip(path):
+    def change(arrays, meta):
+        arrays[path].view(np.uint8).reshape(-1)[5] ^= 1
+
+    return change
+
+
+def swap_digests(arrays, meta):
+    arrays["reference/stored_digests"] = arrays["reference/stored_digests"][::-1]
+
+
+def consistent_replacement(arrays, meta):
+    """Arrays, digests and meta all agree, but on a model that the run never had."""
+    model = frozen.freeze(weights(1), dtype="int8", memory="pinned_host")
+    saved = {"reference": model}
+    arrays.update(
+        {path: np.asarray(leaf) for path, leaf in snapshot._flat(saved).items()}
+    )
+    said = proof.Proof(saved, beside={}).check(saved)["reference"]
+    meta["frozen"]["reference"]["now"] = said["now"]
+
+
+def another_beginning(arrays, meta):
+    consistent_replacement(arrays, meta)
+    said = meta["frozen"]["reference"]
+    said["initial"] = said["now"]
+
+
+@pytest.mark.parametrize(
+    ("change", "moved"),
+    [
+        (flip("reference/stored/layers/a/held/values"), "others in layers/a/values"),
+        (flip("reference/stored/layers/b/held/scales"), "others in layers/b/scales"),
+        (flip("reference/source_digests"), "expected the source digests"),
+        (swap_digests, "expected the stored digests"),
+        (
+            consistent_replacement,
+            "others in layers/a/values, layers/a/scales, layers/b",
+        ),
+        (another_beginning, "others in layers/a/values, layers/a/scales, layers/b"),
+    ],
+)
+def test_verify_names_what_was_tampered_with(finished, tmp_path, change, moved):
+    out = tampered(finished, tmp_path / "run", change)
+    rows = proof.check_run(out)
+    assert [row.step for row in rows if row.moved is not None] == [8]
+    (row,) = [row for row in rows if row.moved is not None]
+    assert row.model == "reference"
+    assert moved in row.moved
+    assert row.verdict == "MOVED"
+
+
+def test_verify_sees_nothing_amiss_where_nothing_is(finished, tmp_path):
+    out = tampered(finished, tmp_path / "run", lambda arrays, meta: None)
+    assert rooted(out) == rooted(finished)
+    # The policy is no business of its.
+    out = tampered(finished, tmp_path / "other", flip("policy/layers/a"))
+    assert rooted(out) == rooted(finished)
+
+
+def test_verify_writes_nothing(finished):
+    def contents():
+        return {path: path.stat().st_mtime_ns for path in sorted(finished.rglob("*"))}
+
+    before = contents()
+    proof.check_run(finished)
+    assert contents() == before
+
+
+@pytest.mark.parametrize("file", ["meta/metadata", "arrays/_METADATA"])
+def test_a_damaged_snapshot_is_told(finished, tmp_path, file):
+    out = tmp_path / "run"
+    shutil.copytree(finished, out)
+    damaged = out / "snapshots/ppo/4" / file
+    damaged.write_bytes(damaged.read_bytes()[:-9])
+    with pytest.raises(StopError, match="ppo/4: expected a whole snapshot, got JSON"):
+        proof.check_run(out)
+
+
+def test_folders_that_cannot_be_verified(tmp_path):
+    with pytest.raises(InputError, match="snapshots/STAGE/, got no such folder"):
+        proof.check_run(tmp_path / "none")
+    with pytest.raises(InputError, match="snapshots/STAGE/, got none; give the --out"):
+        proof.check_run(tmp_path)
+    folder = tmp_path / "snapshots" / "sft"
+    with snapshot.Snapshots(folder) as snapshots:
+        snapshots.save(1, arrays={"x": jnp.ones(1)}, meta={})
+    with pytest.raises(InputError, match="a frozen model, got none in the stages sft"):
+        proof.check_run(tmp_path)
