@@ -15,7 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.models import decoder, heads
+from rlhf_jax.models import lora as lora_
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.lora import LoRA
 from rlhf_jax.roles import storage
 
 Array = jax.Array
@@ -31,6 +33,22 @@ def from_policy(params: Params, *, model: ModelConfig) -> Params:
 def from_reward_model(params: Params) -> Params:
     """A critic that starts as a copy of the reward model (N+)."""
     return storage.store(params)
+
+
+def from_base(key: Array, *, model: ModelConfig, lora: LoRA) -> Params:
+    """A critic of adapters over the policy's base, whose values start at 0.
+
+    Args:
+      key: key[], draws the adapters.
+
+    Returns:
+      {"trunk": adapters, "score": ...}, to be run with its base (`adapted.params`).
+
+    Raises:
+      InputError: as `lora.targets`.
+    """
+    trunk = lora_.init(key, model=model, lora=lora)
+    return {"trunk": trunk, "score": heads.zero_score(model=model)}
 
 
 def values(params: Params, *, model: ModelConfig, tokens: Array, mask: Array) -> Array:

@@ -24,8 +24,10 @@ import numpy as np
 from rlhf_jax.functional import masked
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import decoder, heads
+from rlhf_jax.models import lora as lora_
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.roles import frozen, storage
+from rlhf_jax.models.lora import LoRA
+from rlhf_jax.roles import adapted, frozen, storage
 from rlhf_jax.roles.frozen import Frozen
 
 Array = jax.Array
@@ -64,6 +66,25 @@ def init(key: Array, trunk: Params, *, model: ModelConfig) -> Params:
     }
 
 
+def from_base(key: Array, *, model: ModelConfig, lora: LoRA) -> Params:
+    """Reward-model parameters over a base: adapters that change nothing, a fresh head.
+
+    Args:
+      key: key[], draws the adapters and the head.
+
+    Returns:
+      {"trunk": adapters, "score": ...}, to be run with its base (`adapted.params`).
+
+    Raises:
+      InputError: as `lora.targets`.
+    """
+    trunk_key, score_key = jax.random.split(key)
+    return {
+        "trunk": lora_.init(trunk_key, model=model, lora=lora),
+        "score": heads.init_score(score_key, model=model),
+    }
+
+
 def sequence_scores(
     params: Params, *, model: ModelConfig, tokens: Array, mask: Array
 ) -> Array:
@@ -87,23 +108,36 @@ def sequence_scores(
     return heads.scores(params["score"], final)
 
 
-def from_model(reference: Frozen, *, model: ModelConfig) -> jax.tree_util.Partial:
+def from_model(
+    reference: Frozen,
+    *,
+    model: ModelConfig,
+    base: Frozen | None = None,
+    lora: LoRA | None = None,
+) -> jax.tree_util.Partial:
     """A frozen reward model as `reward(rollout)`: a callable that is a pytree.
 
     Pass it to `jit` as an argument; its parameters then are arguments too.
+
+    Args:
+      reference: of its parameters, or of adapters and score over `base`.
+      base, lora: with adapters, else None (`adapted.params`).
     """
-    return jax.tree_util.Partial(_Scores(model), reference)
+    return jax.tree_util.Partial(_Scores(model, lora), reference, base)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Scores:
-    """Hashable by its model, so that equal reward models share one program."""
+    """Hashable by its options, so that equal reward models share one program."""
 
     model: ModelConfig
+    lora: LoRA | None
 
-    def __call__(self, reference: Frozen, rollout: Responses) -> Array:
+    def __call__(
+        self, reference: Frozen, base: Frozen | None, rollout: Responses
+    ) -> Array:
         return sequence_scores(
-            frozen.read(reference),
+            adapted.params(frozen.read(reference), base=base, lora=self.lora),
             model=self.model,
             tokens=rollout.tokens,
             mask=rollout.mask,

@@ -20,9 +20,9 @@ import optax
 from rlhf_jax.functional import kl as kl_
 from rlhf_jax.functional import losses, masked
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.roles import adapted, rewards
 from rlhf_jax.roles import critic as critic_
 from rlhf_jax.roles import policy as policy_
-from rlhf_jax.roles import rewards
 from rlhf_jax.roles.frozen import Frozen
 from rlhf_jax.roles.rewards import RunningMoments
 from rlhf_jax.stages import experience as experience_
@@ -47,6 +47,7 @@ def iteration(
     reward: Reward,
     key: Array,
     ppo: PPO,
+    base: Frozen | None = None,
 ) -> tuple[TrainState, masked.Stats, Scored]:
     """One PPO iteration: answer the prompts, score the answers, learn from them.
 
@@ -59,15 +60,18 @@ def iteration(
       reward: rollout -> f32[B], in JAX.
       key: of this step, `fold_in(root, step)`.
       ppo: static.
+      base: with `ppo.lora` what the state's adapters adapt, and mostly the reference
+        too; never donated, nothing flows into it. None without.
 
     Returns:
       The next state, stats {name: (sum, weight)}, and the scored rollout for the
       record, its scores as the advantages saw them.
 
     Raises:
-      InputError: batch sizes do not divide, or the reward is not one number a row.
+      InputError: batch sizes do not divide, the reward is not one number a row, or
+        there is one of `base` and `ppo.lora` without the other.
     """
-    rollout = sample(state.policy, prompts=prompts, key=key, ppo=ppo)
+    rollout = sample(state.policy, prompts=prompts, key=key, ppo=ppo, base=base)
     return learn(
         state,
         rollout=rollout,
@@ -75,18 +79,26 @@ def iteration(
         reference=reference,
         key=key,
         ppo=ppo,
+        base=base,
     )
 
 
-def sample(policy: Params, *, prompts: Prompts, key: Array, ppo: PPO) -> Rollout:
+def sample(
+    policy: Params,
+    *,
+    prompts: Prompts,
+    key: Array,
+    ppo: PPO,
+    base: Frozen | None = None,
+) -> Rollout:
     """The rollout of an iteration, under the first of the two keys split from `key`.
 
-    Args, Raises: as `iteration`, with the policy's parameters.
+    Args, Raises: as `iteration`, with the policy's parameters or adapters.
     """
     ppo.minibatch_size(prompts.tokens.shape[0])  # before any work is done in vain
     sample_key, _ = jax.random.split(key)
     return rollout_.rollout(
-        policy,
+        adapted.params(policy, base=base, lora=ppo.lora),
         model=ppo.model,
         prompts=prompts,
         key=sample_key,
@@ -105,6 +117,7 @@ def learn(
     key: Array,
     ppo: PPO,
     ref_logprobs: Array | None = None,
+    base: Frozen | None = None,
 ) -> tuple[TrainState, masked.Stats, Scored]:
     """An iteration from the scores on; `iteration` with the reward taken out.
 
@@ -127,7 +140,7 @@ def learn(
     if ppo.reprice:
         priced = rollout_.reprice(
             rollout,
-            state.policy,
+            adapted.params(state.policy, base=base, lora=ppo.lora),
             model=ppo.model,
             max_new_tokens=ppo.max_new_tokens,
             temperature=ppo.temperature,
@@ -137,7 +150,7 @@ def learn(
         scores=used,
         reference=reference,
         model=ppo.model,
-        critic=state.critic,
+        critic=adapted.params(state.critic, base=base, lora=ppo.lora),
         critic_model=ppo.critic_model,
         max_new_tokens=ppo.max_new_tokens,
         temperature=ppo.temperature,
@@ -162,7 +175,9 @@ def learn(
         mask=experience.response_mask,
     )
     state = dataclasses.replace(state, scores=moments)
-    state, update_stats = update(state, experience=experience, key=shuffle_key, ppo=ppo)
+    state, update_stats = update(
+        state, experience=experience, key=shuffle_key, ppo=ppo, base=base
+    )
     if ppo.reprice:  # the update compared the trainer with itself
         update_stats["policy/sampler_mismatch"] = _mean_distance(
             priced.old_logprobs, rollout.old_logprobs, mask=rollout.response_mask
@@ -190,7 +205,12 @@ def _used_scores(
 
 
 def update(
-    state: TrainState, *, experience: Experience, key: Array, ppo: PPO
+    state: TrainState,
+    *,
+    experience: Experience,
+    key: Array,
+    ppo: PPO,
+    base: Frozen | None = None,
 ) -> tuple[TrainState, masked.Stats]:
     """Epochs over reshuffled minibatches, one optimizer step each, in one program.
 
@@ -199,6 +219,7 @@ def update(
       experience: Experience[B, S].
       key: shuffles; epoch e uses fold_in(key, e).
       ppo: static.
+      base: as `iteration`.
 
     Returns:
       The state of the next iteration and stats over all minibatches. A minibatch whose
@@ -207,7 +228,7 @@ def update(
       minibatch, before anything has moved, nats per token.
 
     Raises:
-      InputError: batch sizes do not divide.
+      InputError: batch sizes do not divide, or as `adapted.params`.
     """
     rows = experience.tokens.shape[0]
     minibatch_size = ppo.minibatch_size(rows)
@@ -219,7 +240,7 @@ def update(
 
     def step(state: TrainState, chosen: Array) -> tuple[TrainState, masked.Stats]:
         minibatch = jax.tree.map(lambda leaf: leaf[chosen], experience)
-        return _step(state, minibatch=minibatch, ppo=ppo)
+        return _step(state, minibatch=minibatch, ppo=ppo, base=base)
 
     state, stats = jax.lax.scan(step, state, order.reshape(-1, minibatch_size))
     first = jax.tree.map(lambda leaf: leaf[0], stats["policy/sampler_mismatch"])
@@ -233,7 +254,7 @@ def update(
 
 
 def _step(
-    state: TrainState, *, minibatch: Experience, ppo: PPO
+    state: TrainState, *, minibatch: Experience, ppo: PPO, base: Frozen | None
 ) -> tuple[TrainState, masked.Stats]:
     mask = minibatch.response_mask
     if ppo.whiten_advantages == "minibatch":
@@ -244,7 +265,9 @@ def _step(
     def loss(
         trained: tuple[Params, Params], part: Experience
     ) -> tuple[Array, masked.Stats]:
-        return ppo_loss(*trained, experience=part, num_tokens=num_tokens, ppo=ppo)
+        return ppo_loss(
+            *trained, experience=part, num_tokens=num_tokens, ppo=ppo, base=base
+        )
 
     (policy_grads, critic_grads), stats = state_.accumulate(
         loss,
@@ -292,24 +315,28 @@ def ppo_loss(
     experience: Experience,
     num_tokens: Array,
     ppo: PPO,
+    base: Frozen | None = None,
 ) -> tuple[Array, masked.Stats]:
     """policy_loss + vf_coef · value_loss of a (micro-)batch.
 
     Args:
-      policy, critic: parameters; the gradient reaches both.
+      policy, critic: parameters, or adapters of `base`; the gradient reaches both,
+        and nothing else.
       experience: Experience[b, S].
       num_tokens: f32[], response tokens of the whole minibatch.
       ppo: static.
+      base: as `iteration`.
 
     Returns:
       f32[] and the stats of both losses and `policy/sampler_mismatch`.
 
     Raises:
       ValueError: there are no columns before the `max_new_tokens` of the response.
+      InputError: as `adapted.params`.
     """
     mask = experience.response_mask
     logprobs = policy_.logprobs(
-        policy,
+        adapted.params(policy, base=base, lora=ppo.lora),
         model=ppo.model,
         tokens=experience.tokens,
         mask=experience.mask,
@@ -325,7 +352,7 @@ def ppo_loss(
         num_tokens=num_tokens,
     )
     values = critic_.values(
-        critic,
+        adapted.params(critic, base=base, lora=ppo.lora),
         model=ppo.critic_model,
         tokens=experience.tokens,
         mask=experience.mask,

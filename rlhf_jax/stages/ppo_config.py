@@ -9,7 +9,9 @@ import jax
 
 from rlhf_jax.functional import checks, kl
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models import lora as lora_
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.lora import LoRA
 from rlhf_jax.roles.lifecycle import FROZEN, Lifecycle
 from rlhf_jax.stages import experience
 from rlhf_jax.stages.state import Optimizer
@@ -42,6 +44,9 @@ class PPO:
     num_epochs: int = 4
     num_minibatches: int = 1  # an epoch
     micro_batch_size: int | None = None  # rows held at once; None a whole minibatch
+    # Policy and critic are adapters made by this one, and a score, over one base; None
+    # trains every parameter of both.
+    lora: LoRA | None = None
 
     def __post_init__(self) -> None:
         checks.positive(
@@ -60,6 +65,14 @@ class PPO:
                 f"whiten_advantages: expected 'rollout', 'minibatch' or None, got "
                 f"{self.whiten_advantages!r}; choose one"
             )
+        if self.lora is not None:
+            lora_.targets(model=self.model, lora=self.lora)  # raises for a bad pattern
+            if self.critic_model != self.model:
+                raise InputError(
+                    f"expected one shape of policy and critic with lora, as they share "
+                    f"a base, got {self.model} and {self.critic_model}; pass the "
+                    f"policy's as critic_model, or leave lora out"
+                )
         if self.missing_stop_score is not None and not self.stop_ids:
             raise InputError(
                 "missing_stop_score: expected stop_ids to look for, got none, so that "

@@ -16,8 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax.functional.checks import StopError
+from rlhf_jax.models import lora as lora_
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.roles import fingerprint, frozen
+from rlhf_jax.models.lora import LoRA
+from rlhf_jax.roles import adapted, fingerprint, frozen
 from rlhf_jax.roles import policy as policy_
 from rlhf_jax.roles.frozen import Frozen
 from rlhf_jax.stages.batch import Rollout
@@ -54,6 +56,8 @@ def measure(
     model: ModelConfig,
     max_new_tokens: int,
     temperature: float,
+    base: Frozen | None = None,
+    lora: LoRA | None = None,
 ) -> Measured:
     """Prices the rollout once more by policy and reference; pure, so jittable.
 
@@ -62,6 +66,10 @@ def measure(
       rollout: Rollout[B, S].
       reference: None has no KL to check.
       model, max_new_tokens, temperature: the rollout's.
+      base, lora: with adapters as the policy, else None (`adapted.params`).
+
+    Raises:
+      InputError: as `adapted.params`.
     """
 
     def price(params: Params) -> Array:
@@ -74,11 +82,16 @@ def measure(
             first_column=rollout.tokens.shape[1] - max_new_tokens,
         )
 
+    params = adapted.params(policy, base=base, lora=lora)
     equal = jnp.zeros((), bool)
     if reference is not None:
-        equal = (fingerprint.digests(policy) == reference.source_digests).all()
+        if base is None:
+            digests, unmoved = fingerprint.digests(policy), True
+        else:
+            digests, unmoved = base.source_digests, lora_.changes_nothing(policy)
+        equal = (digests == reference.source_digests).all() & unmoved
     return Measured(
-        trainer=price(policy),
+        trainer=price(params),
         sampler=rollout.old_logprobs,
         reference=None if reference is None else price(frozen.read(reference)),
         mask=rollout.response_mask,

@@ -9,7 +9,10 @@ import jax.numpy as jnp
 
 from rlhf_jax.functional import losses, masked
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.lora import LoRA
+from rlhf_jax.roles import adapted
 from rlhf_jax.roles import policy as policy_
+from rlhf_jax.roles.frozen import Frozen
 from rlhf_jax.stages import state as state_
 from rlhf_jax.stages.batch import Sequences
 from rlhf_jax.stages.state import Optimizer, SupervisedState
@@ -52,24 +55,32 @@ def update(
     model: ModelConfig,
     optimizer: Optimizer,
     micro_batch_size: int | None = None,
+    base: Frozen | None = None,
+    lora: LoRA | None = None,
 ) -> tuple[SupervisedState, masked.Stats]:
     """One optimizer step.
 
     Args:
       state: donated by the caller's `jit`.
       batch: Sequences[B, S].
-      model, optimizer: static.
+      model, optimizer, lora: static.
       micro_batch_size: rows held at a time; None takes all at once.
+      base, lora: with adapters as the state's parameters, else None.
 
     Returns:
       The next state and the stats of `loss` and `state.supervised_step`.
 
     Raises:
-      InputError: micro_batch_size does not divide B.
+      InputError: micro_batch_size does not divide B, or as `adapted.params`.
     """
     num_tokens = predicted(batch).sum(dtype=jnp.float32)
     grads, stats = state_.accumulate(
-        lambda params, part: loss(params, part, model=model, num_tokens=num_tokens),
+        lambda trained, part: loss(
+            adapted.params(trained, base=base, lora=lora),
+            part,
+            model=model,
+            num_tokens=num_tokens,
+        ),
         state.params,
         batch,
         micro_batch_size=micro_batch_size,

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 
 from rlhf_jax.functional import checks, losses, masked
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.roles import rewards
+from rlhf_jax.models.lora import LoRA
+from rlhf_jax.roles import adapted, rewards
+from rlhf_jax.roles.frozen import Frozen
 from rlhf_jax.stages import state as state_
 from rlhf_jax.stages.batch import Preferences
 from rlhf_jax.stages.state import Optimizer, SupervisedState
@@ -59,24 +61,33 @@ def update(
     model: ModelConfig,
     optimizer: Optimizer,
     micro_batch_size: int | None = None,
+    base: Frozen | None = None,
+    lora: LoRA | None = None,
 ) -> tuple[SupervisedState, masked.Stats]:
     """One optimizer step.
 
     Args:
       state: donated by the caller's `jit`.
       batch: Preferences[B, S].
-      model, optimizer: static.
+      model, optimizer, lora: static.
       micro_batch_size: pairs held at a time; None takes all at once.
+      base, lora: with adapters and score as the state's parameters, else None.
 
     Returns:
       The next state and the stats of `loss` and `state.supervised_step`.
 
     Raises:
-      InputError: micro_batch_size does not divide B. ValueError: as `loss`.
+      InputError: micro_batch_size does not divide B, or as `adapted.params`.
+      ValueError: as `loss`.
     """
     num_pairs = jnp.asarray(batch.chosen.tokens.shape[0], jnp.float32)
     grads, stats = state_.accumulate(
-        lambda params, part: loss(params, part, model=model, num_pairs=num_pairs),
+        lambda trained, part: loss(
+            adapted.params(trained, base=base, lora=lora),
+            part,
+            model=model,
+            num_pairs=num_pairs,
+        ),
         state.params,
         batch,
         micro_batch_size=micro_batch_size,
