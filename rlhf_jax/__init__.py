@@ -88,10 +88,12 @@ ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (
             "metrics",
             "report",
             "drift_report",
+            "token_prices",
             "token_kl",
             "plan",
             "cli",
             "run",
+            "main",
         ),
     ),
 )

@@ -3,13 +3,15 @@
 import dataclasses
 import json
 import shutil
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_jax import drift, frozen, lifecycle, proof, run, snapshot
+from rlhf_jax import drift, frozen, lifecycle, main, proof, run, snapshot
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.models import leaves
 from rlhf_jax.roles.frozen import ReferenceMovedError
@@ -345,6 +347,55 @@ def test_a_damaged_snapshot_is_told(finished, tmp_path, file):
     damaged.write_bytes(damaged.read_bytes()[:-9])
     with pytest.raises(StopError, match="ppo/4: expected a whole snapshot, got JSON"):
         proof.check_run(out)
+
+
+# The command.
+
+
+def verified(capsys, out, status):
+    """(stdout, stderr) of `rlhf-jax verify OUT`, which ends with this status."""
+    if status == 0:
+        main.main(["verify", str(out)])
+    else:
+        with pytest.raises(SystemExit) as exit_:
+            main.main(["verify", str(out)])
+        assert exit_.value.code == status
+    return capsys.readouterr()
+
+
+def test_verify_exits_with_0_1_or_2(finished, tmp_path, capsys):
+    told, _ = verified(capsys, finished, 0)
+    root = rooted(finished)[8][0]
+    assert told.count(root[:12]) == 4
+    assert "8 verified, none moved" in told
+    path = "reference/stored/layers/a/held/values"
+    out = tampered(finished, tmp_path / "run", flip(path))
+    told, error = verified(capsys, out, 1)
+    assert told.count("MOVED") == 1
+    expected = f"ppo, snapshot 8, reference: expected fingerprint {root}, got "
+    assert error.startswith(f"stopped: {expected}")
+    assert error.endswith(", others in layers/a/values\n")
+    _, error = verified(capsys, tmp_path / "none", 2)
+    assert "expected a run folder" in error
+
+
+@pytest.mark.slow
+def test_the_console_script_tells_of_damaged_arrays(finished, tmp_path):
+    """In a process of its own: orbax leaves threads behind that end in errors."""
+    out = tmp_path / "run"
+    shutil.copytree(finished, out)
+    for file in (out / "snapshots/ppo/4/arrays").rglob("*"):
+        if file.is_file() and file.parent.name == "d":
+            file.write_bytes(file.read_bytes()[:-9])
+    command = "import sys; from rlhf_jax.runtime.main import main; main(sys.argv[1:])"
+    done = subprocess.run(
+        [sys.executable, "-c", command, "verify", str(out)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "ppo/4: expected a whole snapshot, got" in done.stderr
 
 
 def test_folders_that_cannot_be_verified(tmp_path):
