@@ -150,6 +150,17 @@ def nbytes(params: Params) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
 
 
+def check_memory(device: Any) -> None:
+    """InputError, with what there is, unless the device can hold pinned_host."""
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if "pinned_host" not in kinds:
+        raise InputError(
+            f"memory: expected one that {device.device_kind} has ({', '.join(kinds)}), "
+            f"got pinned_host; leave memory out, or store on the CPU's devices with "
+            f"sharding"
+        )
+
+
 def _dtype(name: str, given: Any, *, among: tuple[str, ...]) -> Any:
     try:
         found = jnp.dtype(given)
@@ -251,15 +262,5 @@ def _to_host(copied: Any) -> OnHost:
     for array in jax.tree.leaves(copied):
         if not isinstance(array, Tracer):  # then the compiler says so
             for device in array.sharding.device_set:
-                _check_memory(device)
+                check_memory(device)
     return OnHost(jax.device_put(copied, jax.memory.Space.Host))
-
-
-def _check_memory(device: Any) -> None:
-    kinds = [memory.kind for memory in device.addressable_memories()]
-    if "pinned_host" not in kinds:
-        raise InputError(
-            f"memory: expected one that {device.device_kind} has ({', '.join(kinds)}), "
-            f"got pinned_host; leave memory out, or store on the CPU's devices with "
-            f"sharding"
-        )

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rlhf_jax.models import leaves
 from rlhf_jax.runtime import alarms, metrics, run_folder
 from rlhf_jax.runtime.alarms import Alarm
 
@@ -200,15 +201,19 @@ def model_table(roles: Sequence[tuple[str, PyTree | None, bool]]) -> None:
     """Prints what each (role, params, trainable) holds, and what is trained in all.
 
     The sum below the table reads "124,439,808 trainable, 248,880,385 frozen". Params
-    may be arrays or shapes; None is a role without parameters of its own.
+    may be arrays or shapes, stored in any way: the scales of int8 take room, but are
+    not counted as parameters. None is a role without parameters of its own.
     """
     counts = {True: 0, False: 0}
     rows = []
     for role, params, trainable in roles:
-        leaves = jax.tree.leaves(params)
-        count = sum(math.prod(leaf.shape) for leaf in leaves)
-        size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
-        dtypes = sorted({np.dtype(leaf.dtype).name for leaf in leaves})
+        whole = jax.tree.leaves(params, is_leaf=leaves.is_stored)
+        count = sum(math.prod(leaf.shape) for leaf in whole)
+        arrays = jax.tree.leaves(params)
+        size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in arrays)
+        dtypes = sorted({np.dtype(leaf.dtype).name for leaf in arrays})
+        if any(isinstance(leaf, leaves.OnHost) for leaf in whole):
+            dtypes.append("on the host")
         counts[trainable] += count
         rows.append(
             (
