@@ -54,6 +54,26 @@ def write_json(file: Path, content: dict[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
+def open_file(file: Path) -> safe_open:
+    """A safetensors file, of which the header has been read.
+
+    Raises:
+      InputError: it is not there, not readable, or truncated.
+    """
+    try:
+        return safe_open(file, framework="numpy")
+    except OSError as error:
+        raise InputError(
+            f"expected {file.name} to be readable, got: {error}; check the file "
+            f"and its permissions"
+        ) from error
+    except SafetensorError as error:
+        raise InputError(
+            f"expected safetensors in {file.name}, got {file.stat().st_size} bytes "
+            f"of something else ({error}); it is truncated, fetch it again"
+        ) from error
+
+
 def read(
     folder: Path,
 ) -> tuple[dict[str, keys.Header], Callable[[str], np.ndarray]]:
@@ -65,18 +85,7 @@ def read(
     """
     headers, shard_of = {}, {}
     for file in _files(folder):
-        try:
-            shard = safe_open(file, framework="numpy")
-        except OSError as error:
-            raise InputError(
-                f"expected {file.name} to be readable, got: {error}; check the file "
-                f"and its permissions"
-            ) from error
-        except SafetensorError as error:
-            raise InputError(
-                f"expected safetensors in {file.name}, got {file.stat().st_size} bytes "
-                f"of something else ({error}); it is truncated, fetch it again"
-            ) from error
+        shard = open_file(file)
         for name in shard.keys():  # noqa: SIM118 (not a dict, and not iterable)
             header = shard.get_slice(name)
             headers[name] = keys.Header(tuple(header.get_shape()), header.get_dtype())
