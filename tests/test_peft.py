@@ -322,7 +322,8 @@ def test_only_the_model_s_own_adapters_are_saved(tmp_path, bases):
         save(tmp_path / "out", adapters, model=model, options=options, base=base)
 
 
-# Live, where PEFT is installed.
+# Live, where PEFT is installed (extra `parity`); it warns of itself.
+quiet = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 def their_logits(model, name):
@@ -336,6 +337,7 @@ def their_logits(model, name):
         ).logits.numpy()
 
 
+@quiet
 @pytest.mark.parametrize(
     "modules", [("*",), ("attention/query", "attention/value", "mlp/down")]
 )
@@ -364,6 +366,7 @@ def test_peft_computes_the_same_from_what_we_save(tmp_path, bases, name, modules
         np.testing.assert_allclose(their_logits(found, name)[mask], expected, atol=1e-4)
 
 
+@quiet
 def test_peft_gives_the_scores_of_a_reward_model_that_we_save(tmp_path, bases):
     torch = pytest.importorskip("torch")
     theirs = pytest.importorskip("peft")
