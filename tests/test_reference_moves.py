@@ -1,0 +1,242 @@
+"""Every way in which a reference might be moved: it is not, or the move is told."""
+
+import ctypes
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import toys
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from rlhf_jax import frozen, kl_control, lifecycle, masked, ppo, rewards, state
+from rlhf_jax.models import leaves
+from rlhf_jax.roles.frozen import ReferenceMovedError
+
+MODEL = toys.GPT2
+assert MODEL.tied_head  # one table is read at both ends
+
+
+def mesh():
+    return jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+
+
+STORED = {
+    "copy": dict,
+    "bfloat16": lambda: {"dtype": "bfloat16"},
+    "float16": lambda: {"dtype": "float16"},
+    "int8": lambda: {"dtype": "int8"},
+    "int8 with bf16 tables": lambda: {"dtype": "int8", "embeddings": "bfloat16"},
+    "host": lambda: {"memory": "pinned_host"},
+    "int8 on the host": lambda: {"dtype": "int8", "memory": "pinned_host"},
+    "eight devices": lambda: {"sharding": NamedSharding(mesh(), PartitionSpec())},
+    "its own place again": lambda: {
+        "sharding": jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    },
+}
+each_storage = pytest.mark.parametrize("how", STORED.values(), ids=STORED.keys())
+
+
+def on_host(tree):
+    return jax.tree.map(np.array, tree)
+
+
+def assert_stands(held, before):
+    jax.tree.map(np.testing.assert_array_equal, on_host(held.stored), before)
+    frozen.verify(held)
+
+
+# The buffers.
+
+
+@each_storage
+def test_nothing_of_the_policy_is_shared(how):
+    """An alias of any leaf, the tied table among them, would die or change with it."""
+    policy = jax.tree.map(jnp.copy, toys.params())
+    held = frozen.freeze(policy, **how())
+    before = on_host(held.stored)
+    buffers = [
+        {
+            shard.data.unsafe_buffer_pointer()
+            for leaf in jax.tree.leaves(tree)
+            for shard in leaf.addressable_shards
+        }
+        for tree in (policy, held.stored)
+    ]
+    assert not buffers[0] & buffers[1]
+    overwrite = jax.jit(lambda t: jax.tree.map(lambda x: x * 0, t), donate_argnums=0)
+    overwrite(policy)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(policy))
+    assert_stands(held, before)
+
+
+@each_storage
+def test_writes_into_the_source_s_numpy_buffer_do_not_reach_it(how):
+    """Aligned as XLA likes it, so that a view would be taken if one could."""
+    buffer = np.zeros(4 * 64 * 32 + 64, np.uint8)
+    start = -buffer.ctypes.data % 64
+    matrix = buffer[start : start + 4 * 64 * 32].view(np.float32).reshape(2, 32, 32)
+    matrix[:] = np.random.default_rng(0).normal(size=matrix.shape)
+    held = frozen.freeze({"layers": {"kernel": matrix}}, **how())
+    before = on_host(held.stored)
+    matrix[:] = 7.0
+    assert_stands(held, before)
+
+
+@each_storage
+def test_numpy_views_of_it_are_read_only(how):
+    held = frozen.freeze(toys.params(), **how())
+    for leaf in jax.tree.leaves(held.stored):
+        with pytest.raises(ValueError, match="read-only"):
+            np.asarray(leaf).reshape(-1)[0] = 0
+
+
+@each_storage
+def test_a_write_past_all_guards_is_told(how):
+    """One byte in the buffer itself, as a library in C could write it."""
+    held = frozen.freeze(toys.params(), **how())
+    leaf = jax.tree.leaves(held.stored)[-1]
+    jax.block_until_ready(held)
+    address = leaf.addressable_shards[0].data.unsafe_buffer_pointer()
+    byte = ctypes.cast(address, ctypes.POINTER(ctypes.c_uint8))
+    byte[1] ^= 1
+    with pytest.raises(ReferenceMovedError, match="got others in layers/mlp_norm/sca"):
+        frozen.verify(held)
+    byte[1] ^= 1
+    frozen.verify(held)
+
+
+# The optimizer.
+
+
+@pytest.mark.parametrize("name", ["copy", "bfloat16", "host"])
+def test_an_optimizer_over_a_tree_that_contains_it_is_told(name):
+    """Its gradient is zero, but weight decay needs none."""
+    held = frozen.freeze(toys.params(), **STORED[name]())
+    trained = {"policy": toys.params(), "reference": leaves.read(held.stored)}
+    optimizer = optax.adamw(0.1, weight_decay=0.1)
+
+    @jax.jit
+    def step(tree):
+        def loss(tree):
+            read = frozen.read(held.replace(stored=tree["reference"]))
+            apart = jax.tree.map(
+                lambda a, b: ((a - b) ** 2).sum(), tree["policy"], read
+            )
+            return sum(jax.tree.leaves(apart))
+
+        grads = jax.grad(loss)(tree)
+        updates, _ = optimizer.update(grads, optimizer.init(tree), tree)
+        return grads["reference"], optax.apply_updates(tree, updates)["reference"]
+
+    grads, moved = step(trained)
+    assert not any(
+        np.asarray(leaf, np.float32).any() for leaf in jax.tree.leaves(grads)
+    )
+    with pytest.raises(ReferenceMovedError, match="got others in embed/positions, emb"):
+        frozen.verify(frozen.freeze(held.stored).replace(stored=moved))
+
+
+BASE = ppo.PPO(
+    model=MODEL,
+    critic_model=MODEL,
+    policy_optimizer=optax.adamw(0.1, weight_decay=0.1),
+    critic_optimizer=optax.adamw(0.1, weight_decay=0.1),
+    max_new_tokens=toys.SIZE,
+    stop_ids=toys.STOP,
+    num_epochs=1,
+)
+
+
+def begin(settings: ppo.PPO = BASE) -> state.TrainState:
+    """The policy starts with the very parameters that are frozen."""
+    return state.ppo_state(
+        policy=jax.tree.map(jnp.copy, toys.params()),
+        critic=rewards.init(jax.random.key(1), toys.params(seed=1), model=MODEL),
+        policy_optimizer=settings.policy_optimizer,
+        critic_optimizer=settings.critic_optimizer,
+        kl=kl_control.fixed(0.1),
+    )
+
+
+def scores(rollout):
+    even = (rollout.tokens % 2 == 0).astype(jnp.float32)
+    return masked.masked_mean(even, mask=rollout.response_mask, axis=1)
+
+
+@pytest.fixture(scope="module")
+def rollout():
+    return toys.sampled(toys.params())
+
+
+@pytest.mark.parametrize(
+    "name", ["copy", pytest.param("int8 on the host", marks=pytest.mark.slow)]
+)
+def test_ppo_with_weight_decay_and_donation_moves_the_policy_alone(rollout, name):
+    current = begin()
+    held = frozen.freeze(current.policy, **STORED[name]())
+    before, start = on_host(held.stored), on_host(current.policy)
+    learn = toys.jit(ppo.learn, static_argnames=("ppo",), donate_argnames=("state",))
+    for number in range(2):
+        last = current
+        current, _, _ = learn(
+            current,
+            rollout=rollout,
+            scores=scores(rollout),
+            reference=held,
+            key=jax.random.key(number),
+            ppo=BASE,
+        )
+        held_next = lifecycle.after_step(
+            held, current.policy, step=number, lifecycle=BASE.lifecycle
+        )
+        assert held_next is held  # nothing asked for a reset or a mixture
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(last.policy))
+    assert_stands(held, before)
+    for new, old in zip(
+        jax.tree.leaves(current.policy), jax.tree.leaves(start), strict=True
+    ):
+        assert (np.asarray(new) != old).any()
+
+
+# The gradient.
+
+
+@pytest.mark.parametrize("name", ["copy", "int8 with bf16 tables"])
+def test_no_gradient_reaches_it_through_an_iteration(rollout, monkeypatch, name):
+    """Of everything that `learn` returns: next state, metrics, scored rollout."""
+    held = frozen.freeze(toys.params(seed=5), **STORED[name]())
+    settings = dataclasses.replace(
+        BASE, policy_optimizer=optax.sgd(0.1), critic_optimizer=optax.sgd(0.1)
+    )
+
+    start = begin(settings)
+
+    def everything(reference):
+        found = ppo.learn(
+            start,
+            rollout=rollout,
+            scores=scores(rollout),
+            reference=reference,
+            key=jax.random.key(0),
+            ppo=settings,
+        )
+        floats = [
+            leaf
+            for leaf in jax.tree.leaves(found)
+            if jnp.issubdtype(leaf.dtype, jnp.floating)
+        ]
+        return sum(jnp.sin(leaf).sum() for leaf in floats)
+
+    def gradient():
+        grads = toys.jit(jax.grad(everything, allow_int=True))(held)
+        floats = [g for g in jax.tree.leaves(grads) if g.dtype != jax.dtypes.float0]
+        assert floats
+        return max(np.abs(np.asarray(g, np.float32)).max() for g in floats)
+
+    assert gradient() == 0
+    # And it would, were it not for the one line in `frozen.read`.
+    monkeypatch.setattr(frozen, "read", lambda held: held.stored)
+    assert gradient() > 1e-3
