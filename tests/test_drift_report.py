@@ -34,7 +34,7 @@ def test_the_table_is_sorted_and_names_the_layer(capsys):
         if line.startswith("│")
     ]
     assert rows == [
-        ["layers/kernel", "1.4", "0.1167", "0", "0.5"],  # 1.4 / 12
+        ["layers/kernel", "1.4", "0.1167", "0.5", "0"],  # 1.4 / 12
         ["embed/tokens", "0.4", "0.05", "—", "—"],
         ["final_norm/bias", "1.5", "—", "—", "—"],
         ["all", "3.3", "0.165", "—", "—"],  # 3.3 / 20
@@ -57,7 +57,7 @@ def test_a_line_a_module_over_the_layers():
     assert line.get_label() == "kernel"
     np.testing.assert_allclose(line.get_ydata(), [0.5, 0.1, 0.0], rtol=1e-5)
     title = axis.get_title(loc="left")
-    assert title == ("outside of the layers: embed/tokens: 0.05,  final_norm/bias: 0")
+    assert title == ("outside of the layers: embed/tokens 0.05, final_norm/bias 0")
 
 
 def position_row(step):

@@ -7,7 +7,6 @@ drift_report.plots(folder, found)       from what the run recorded, too
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,21 +30,21 @@ def table(drift: Drift) -> None:
     for path, module in drift["modules"].items():
         moved, size = (float(np.sum(module[name])) for name in ("absolute", "size"))
         relative = np.ravel(module["relative"])
-        most = None if relative.size == 1 else int(np.argmax(relative))
+        most = (float(relative.max()), int(relative.argmax()))
+        one_by_one = relative.size > 1 and size > 0
         rows.append(
             (
                 path,
                 moved,
                 moved / size if size > 0 else None,
-                most,
-                None if most is None else float(relative[most]),
+                *(most if one_by_one else (None, None)),
             )
         )
     rows.sort(key=lambda row: -1.0 if row[2] is None else row[2], reverse=True)
     rows.append(("all", float(drift["absolute"]), float(drift["relative"]), None, None))
     report.table(
         "Weight drift",
-        ("module", "absolute", "relative", "layer that moved most", "its relative"),
+        ("module", "absolute", "relative", "at most", "in layer"),
         rows,
     )
     print(f"as one vector, ‖Δ‖ / ‖ref‖: {float(drift['global_norm']):.4g}")
@@ -72,22 +71,18 @@ def _by_layer(drift: Drift) -> Figure:
     """A line a module over the layers; what stands outside of them in the margin."""
     figure = Figure(figsize=(8, 5.5), layout="constrained")
     axis = figure.subplots()
-    outside = []
-    styles = itertools.product(("-", "--", ":"), range(10))
-    for (path, module), (style, colour) in zip(
-        drift["modules"].items(), itertools.cycle(styles), strict=False
-    ):
-        relative = np.asarray(module["relative"])
-        relative = np.where(np.isfinite(relative), relative, np.nan)
-        if relative.ndim == 0:
-            outside.append(f"{path}: {float(module['relative']):.3g}")
-            continue
+    relative = {
+        path: np.asarray(module["relative"])
+        for path, module in drift["modules"].items()
+        if np.isfinite(module["relative"]).any()  # of zeros there is no share
+    }
+    layers = {path: values for path, values in relative.items() if values.ndim}
+    for number, (path, values) in enumerate(layers.items()):
         axis.plot(
-            range(len(relative)),
-            relative,
-            linestyle=style,
-            color=f"C{colour}",
-            marker="o" if len(relative) <= 25 else None,
+            np.where(np.isfinite(values), values, np.nan),
+            linestyle=("-", "--", ":")[number // 10 % 3],
+            color=f"C{number % 10}",
+            marker="o" if len(values) <= 25 else None,
             markersize=3,
             label=path.removeprefix("layers/"),
         )
@@ -98,7 +93,12 @@ def _by_layer(drift: Drift) -> Figure:
     axis.grid(alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
-    note = "outside of the layers: " + ",  ".join(outside)
+    outside = [
+        f"{path} {float(values):.3g}"
+        for path, values in relative.items()
+        if not values.ndim
+    ]
+    note = f"outside of the layers: {', '.join(outside)}"
     axis.set_title(note, fontsize=8, loc="left", wrap=True)
     return figure
 

@@ -179,7 +179,8 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> 
     grid = Table(title=title, title_justify="left")
     for number, column in enumerate(columns):
         texts = all(isinstance(row[number], str) for row in rows)
-        grid.add_column(column, justify="left" if texts else "right")
+        side = "left" if texts else "right"
+        grid.add_column(column, justify=side, overflow="fold")
     for row in rows:
         grid.add_row(*(Text(_cell(value)) for value in row))
     Console().print(grid)
