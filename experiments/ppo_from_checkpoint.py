@@ -14,6 +14,13 @@ of my_rewards.py in the working directory; rows are those of --prompts. The poli
 maximises the score less kl_coef times its KL to the frozen --reference. OUT/model is a
 Hugging Face checkpoint with its tokenizer.
 
+--lora.rank 16 trains adapters of policy and critic over one frozen base, which is the
+reference too; OUT/adapter then is a PEFT adapter and OUT/model is merged.
+--reference-storage.dtype int8 (or .memory pinned_host, or cpu) makes the reference
+cheaper, --lifecycle.* moves it, --no-measure-kl with --kl-coef 0 leaves it out.
+--held-out and --out-of-domain texts and a --judge are watched every --eval-every steps,
+and --alarms.* are the limits beyond which the run tells you to look.
+
 One device that holds policy and critic in float32 four times each, reference and reward
 model once: GPT-2 small 4.7 GiB. With the small models of `sft.py` and
 `reward_model.py`, an iteration of 16 answers with 24 tokens takes 4 seconds on 2 laptop
@@ -28,7 +35,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -36,39 +43,73 @@ import jax.numpy as jnp
 import optax
 
 from rlhf_jax import (
+    adapted,
+    alarms,
     batches,
     checks,
     cli,
     critic,
     data,
     drift,
+    drift_report,
     encoding,
+    evaluation,
+    experience,
     frozen,
+    frozen_models,
     hf,
     kl_control,
+    lifecycle,
     metrics,
+    peft,
     ppo,
     pretrained,
     report,
     rewards,
     run,
     run_folder,
+    score,
     self_check,
     state,
     storage,
 )
+from rlhf_jax import lora as lora_
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl_control import KLController
+from rlhf_jax.functional.masked import Stats
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.lora import LoRA
 from rlhf_jax.roles.frozen import Frozen
+from rlhf_jax.roles.lifecycle import Lifecycle
+from rlhf_jax.runtime.alarms import Limits
 from rlhf_jax.runtime.batches import Batches
 from rlhf_jax.runtime.data import Row
+from rlhf_jax.runtime.frozen_models import RewardModel, Storage
 from rlhf_jax.runtime.pretrained import Pretrained
-from rlhf_jax.stages.batch import Prompts, Rollout
+from rlhf_jax.stages.batch import Prompts, Rollout, Sequences
 from rlhf_jax.stages.state import TrainState
 
 Array = jax.Array
 Params = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapters:
+    """LoRA of policy and critic over one base."""
+
+    rank: int | None = None
+    """Of the adapters; None trains every parameter."""
+    alpha: float = 32.0
+    """What is added to a layer is scaled by alpha / rank."""
+    modules: tuple[str, ...] = ("*",)
+    """Layers to adapt, as in attention/query or mlp/*."""
+
+    @property
+    def lora(self) -> LoRA | None:
+        """What the library takes."""
+        if self.rank is None:
+            return None
+        return LoRA(rank=self.rank, alpha=self.alpha, modules=self.modules)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,14 +178,36 @@ class Config(run_folder.RunConfig):
     """Whose trunk the critic starts with; values start at 0 from the policy."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of activations; trained parameters stay float32."""
-    reference_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """In which the reference and the reward model are stored."""
+    reference_storage: Storage = frozen_models.COPY
+    """How the reference is held; with LoRA it is the base."""
+    reward_storage: Storage = frozen_models.COPY
+    """How the reward model is held."""
+    lifecycle: Lifecycle = lifecycle.FROZEN
+    """What becomes of the reference during the run."""
+    measure_kl: bool = True
+    """Off, with kl_coef 0, there is no reference: never loaded, never run."""
+    lora: Adapters = Adapters()
+    """Adapters instead of all parameters."""
     reprice: bool = False
     """Log-probs of the answers from the trainer, not the sampler (for bfloat16)."""
     sample_every: int = 10
     """Iterations between rows of samples.jsonl."""
     num_shown: int = 4
     """Answers in samples.jsonl each time."""
+    drift_every: int = 1
+    """Iterations between measurements of the weight drift."""
+    held_out: str | None = None
+    """Text or demonstrations like those of SFT; its perplexity shows forgetting."""
+    out_of_domain: str | None = None
+    """Text of another kind; its perplexity shows the alignment tax."""
+    judge: str | None = None
+    """A second reward that is not trained on, module:function; shows reward hacking."""
+    eval_every: int = 10
+    """Iterations between looks at held_out, out_of_domain and judge."""
+    eval_rows: int = 64
+    """Rows of each text to look at."""
+    alarms: Limits = alarms.LIMITS
+    """When to ask for a look."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -163,10 +226,40 @@ class Config(run_folder.RunConfig):
             critic_learning_rate=self.critic_learning_rate,
             max_grad_norm=self.max_grad_norm,
             sample_every=self.sample_every,
+            drift_every=self.drift_every,
+            eval_every=self.eval_every,
+            eval_rows=self.eval_rows,
         )
         checks.non_negative(kl_coef=self.kl_coef, num_shown=self.num_shown)
+        if not self.measure_kl and (
+            self.kl_coef or self.kl_target is not None or self.lifecycle.moves
+        ):
+            raise InputError(
+                "--no-measure-kl: expected --kl-coef 0 and neither --kl-target nor a "
+                "lifecycle, as there is no reference then; leave one or the other out"
+            )
+        if self.lora.lora is not None:
+            self.lifecycle.refuse_mixing_adapters()
+            if self.reference_storage.memory == "cpu":
+                raise InputError(
+                    "--reference-storage.memory: expected device or pinned_host with "
+                    "--lora.rank, got cpu; the reference is the policy's base then, "
+                    "which runs with it"
+                )
+            if self.reference is not None and self.lifecycle.moves:
+                raise InputError(
+                    "--reference: expected none with --lora.rank and a lifecycle, as a "
+                    f"reset makes the reference adapters of the base, got "
+                    f"{self.reference}; leave one of them out"
+                )
+            if self.critic_from == "reward_model":
+                raise InputError(
+                    "--critic-from: expected policy with --lora.rank, got reward_model;"
+                    " the critic's adapters are over the policy's base"
+                )
 
 
+ADAPTERS = 2**32 - 1  # folded into the root key where a step is, which none reaches
 MEASURED = {
     "objective/scores": "score",
     "objective/kl": "KL to the reference [nats]",
@@ -177,50 +270,58 @@ MEASURED = {
 }
 
 
-class RewardModel(NamedTuple):
-    """A frozen reward model with its shape."""
+class Models(NamedTuple):
+    """What is held during the run."""
 
-    model: ModelConfig
-    frozen: Frozen
+    algorithm: ppo.PPO
+    train: TrainState
+    base: Frozen | None  # that policy and critic adapt, with LoRA
+    reference: Frozen | None
+    reward: RewardModel | None
+
+    @property
+    def adapters_are_the_reference(self) -> bool:
+        """The reference is adapters over the base, as it is to be reset."""
+        return self.base is not None and self.algorithm.lifecycle.moves
 
 
-def load_reference(options: Config, policy: Pretrained) -> Frozen:
-    """A frozen copy of the policy as it starts, or of another model of its shape."""
-    dtype = options.reference_dtype
-    if options.reference is None:
-        return frozen.freeze(policy.params, dtype=dtype)
-    model, params = hf.load(options.reference, dtype="float32")
-    if dataclasses.replace(model, dtype=options.dtype) != policy.model:
-        raise InputError(
-            f"--reference {options.reference}: expected a model of the policy's shape, "
-            f"{policy.model}, got {model}; the KL is between two models of one shape"
+def make_models(options: Config, policy: Pretrained) -> Models:
+    """Policy and critic to train, reference and reward model frozen."""
+    lora, model, reward = options.lora.lora, policy.model, None
+    if options.reward_model is not None:
+        reward = frozen_models.load_reward_model(
+            options.reward_model, policy=policy, storage=options.reward_storage
         )
-    return frozen.freeze(params, dtype=dtype)
-
-
-def load_reward_model(options: Config, name: str, *, policy: Pretrained) -> RewardModel:
-    """The reward model, which must read the policy's tokens as they are."""
-    model, params = hf.load_reward(name, dtype="float32")
-    if model.vocab_size < policy.model.vocab_size:
-        raise InputError(
-            f"--reward-model {name}: expected the policy's vocabulary of "
-            f"{policy.model.vocab_size} ids, got {model.vocab_size}; train one on top "
-            f"of this policy (reward_model.py)"
+    base, critic_model = None, model
+    if lora is not None:
+        base = options.reference_storage.freeze(policy.params)
+        policy_key, critic_key = jax.random.split(
+            jax.random.fold_in(jax.random.key(options.seed), ADAPTERS)
         )
-    ids = policy.tokenizer.get_vocab()
-    try:
-        read = encoding.load_tokenizer(name).get_vocab()
-    except InputError:  # it came without one: the sizes must do
-        read = ids
-    if not ids.items() <= read.items():
-        raise InputError(
-            f"--reward-model {name}: expected the policy's tokenizer, got one that "
-            f"gives other ids; train one on top of this policy (reward_model.py)"
+        trained = lora_.init(policy_key, model=model, lora=lora)
+        valued = critic.from_base(critic_key, model=model, lora=lora)
+    elif options.critic_from == "policy":
+        trained, valued = policy.params, critic.from_policy(policy.params, model=model)
+    else:
+        assert reward is not None  # checked by Config
+        trained, critic_model = policy.params, reward.model
+        valued = storage.store(frozen.read(reward.frozen), dtype="float32")
+    algorithm = make_ppo(options, policy=policy, critic_model=critic_model)
+    reference = None
+    if options.measure_kl and base is not None and options.reference is None:
+        reference = frozen.freeze(trained) if options.lifecycle.moves else base
+    elif options.measure_kl:
+        reference = frozen_models.load_reference(
+            options.reference, policy=policy, storage=options.reference_storage
         )
-    return RewardModel(
-        dataclasses.replace(model, dtype=options.dtype),
-        frozen.freeze(params, dtype=options.reference_dtype),
+    train = state.ppo_state(
+        policy=trained,
+        critic=valued,
+        policy_optimizer=algorithm.policy_optimizer,
+        critic_optimizer=algorithm.critic_optimizer,
+        kl=make_kl(options),
     )
+    return Models(algorithm, train, base, reference, reward)
 
 
 def encode_prompts(
@@ -263,6 +364,8 @@ def make_ppo(
         max_new_tokens=options.max_new_tokens,
         stop_ids=policy.stop_ids,
         temperature=options.temperature,
+        lifecycle=options.lifecycle,
+        lora=options.lora.lora,
         missing_stop_score=options.missing_stop_score,
         normalise_scores=options.normalise_scores,
         reprice=options.reprice,
@@ -286,49 +389,116 @@ def make_kl(options: Config) -> KLController:
     )
 
 
+class Programs:
+    """What is compiled: a program an arrow, each with its parameters as arguments."""
+
+    def __init__(self, models: Models) -> None:
+        algorithm = models.algorithm
+        shape = {
+            "model": algorithm.model,
+            "max_new_tokens": algorithm.max_new_tokens,
+            "temperature": algorithm.temperature,
+        }
+        self._models = models
+        self._lora = algorithm.lora if models.adapters_are_the_reference else None
+        self._base = models.base if models.adapters_are_the_reference else None
+        self.sample = jax.jit(functools.partial(ppo.sample, ppo=algorithm))
+        self.learn = jax.jit(
+            functools.partial(ppo.learn, ppo=algorithm, reference=None),
+            donate_argnames=("state",),
+        )
+        self.measure = jax.jit(
+            functools.partial(
+                self_check.measure, reference=None, lora=algorithm.lora, **shape
+            )
+        )
+        self.positions = jax.jit(
+            functools.partial(
+                experience.kl_by_position, max_new_tokens=algorithm.max_new_tokens
+            )
+        )
+        self.evaluate = jax.jit(
+            lambda policy, texts, base: evaluation.text_stats(
+                adapted.params(policy, base=base, lora=algorithm.lora),
+                texts,
+                model=algorithm.model,
+            )
+        )
+        self._price = jax.jit(
+            functools.partial(score.reference_logprobs, lora=self._lora, **shape)
+        )
+        self._drift = jax.jit(self._drift_of)
+
+    def price(self, reference: Frozen, answered: Rollout) -> Array:
+        """The reference's log-probs, taken where the reference is held."""
+        return frozen_models.run_beside(
+            lambda there: self._price(reference, rollout=there, base=self._base),
+            reference,
+            answered,
+        )
+
+    def drift(self, policy: Params, reference: Frozen) -> dict[str, Any]:
+        """`drift.weight_drift` of the policy, merged with its base under LoRA."""
+        there = frozen.beside(reference, policy)
+        return self._drift(there, reference, self._models.base)
+
+    def _drift_of(
+        self, policy: Params, reference: Frozen, base: Frozen | None
+    ) -> dict[str, Any]:
+        lora, anchor = self._models.algorithm.lora, reference.stored
+        if base is None or lora is None:
+            return drift.weight_drift(policy, anchor)
+        start = frozen.read(base)
+        if self._models.adapters_are_the_reference:
+            anchor = lora_.merge(start, anchor, lora=lora)
+        return drift.weight_drift(lora_.merge(start, policy, lora=lora), anchor)
+
+
 def rehearse(
-    train: TrainState,
-    reference: Frozen,
+    models: Models,
+    programs: Programs,
     *,
     prompts: Prompts,
-    sample: Callable[..., Rollout],
     reward: ppo.Reward,
-    learn: Callable[..., Any],
+    judge: ppo.Reward | None,
     key: Array,
-    algorithm: ppo.PPO,
     options: Config,
 ) -> None:
     """The first iteration up to its update, before there is a run folder.
 
     A reward function that fails is told now, and so is whatever does not fit together.
     """
-    answered = sample(train.policy, prompts=prompts, key=key)
+    train, base, reference = models.train, models.base, models.reference
+    answered = programs.sample(train.policy, prompts=prompts, key=key, base=base)
     scores = reward(answered)
+    if judge is not None:
+        judge(answered)
+    priced = None if reference is None else programs.price(reference, answered)
     jax.eval_shape(
-        learn,
+        programs.learn,
         train,
         rollout=answered,
         scores=scores,
-        reference=reference,
+        ref_logprobs=priced,
         key=key,
+        base=base,
     )
-    measure = jax.jit(
-        functools.partial(
-            self_check.measure,
-            model=algorithm.model,
-            max_new_tokens=algorithm.max_new_tokens,
-            temperature=algorithm.temperature,
-        )
-    )
-    tolerance = self_check.TOLERANCE
-    rounding = 0.0
-    if options.reference_dtype != "float32":
-        rounding = tolerance[options.reference_dtype]
     self_check.require(
-        measure(train.policy, rollout=answered, reference=reference),
-        tolerance=tolerance[options.dtype],
-        storage_tolerance=rounding,
+        programs.measure(
+            train.policy, rollout=answered, ref_logprobs=priced, base=base
+        ),
+        tolerance=self_check.TOLERANCE[options.dtype],
+        storage_tolerance=rounding_of(models, options),
+        expect_equal=options.reference is None,
     )
+
+
+def rounding_of(models: Models, options: Config) -> float:
+    """How far the reference may be from the policy it is a copy of, nats per token."""
+    dtype = options.reference_storage.dtype
+    if models.base is not None or dtype == "float32":
+        return 0.0  # under LoRA the two are rounded alike
+    return self_check.TOLERANCE[dtype]
 
 
 def sample_rows(
@@ -348,63 +518,140 @@ def sample_rows(
 
 
 def improve(
-    initial: TrainState,
-    reference: Frozen,
+    models: Models,
+    programs: Programs,
     *,
-    sample: Callable[..., Rollout],
     reward: ppo.Reward,
-    learn: Callable[..., Any],
+    judge: ppo.Reward | None,
+    texts: dict[str, Sequences],
     prompts: Batches[Prompts],
     key: Array,
     job: run.Run,
     meta: dict[str, str],
     policy: Pretrained,
     options: Config,
-) -> Params:
-    """PPO, score - kl_coef · KL to the reference; the policy at the end."""
-    distance = jax.jit(drift.weight_drift)
-    with job.stage(
-        "ppo",
-        {"train": initial, "reference": reference, "root_key": key},
-        meta=meta,
-        verify=lambda held: frozen.verify(held["reference"]),
-    ) as stage:
-        train, reference = stage.state["train"], stage.state["reference"]
+) -> tuple[Params, Frozen | None]:
+    """PPO, score - kl_coef · KL to the reference; policy and reference at the end."""
+    base, reference = models.base, models.reference
+    held: dict[str, Any] = {"train": models.train, "root_key": key}
+    beside = {} if models.reward is None else {"reward": models.reward.frozen}
+    if base is not None:
+        beside["base"] = base
+    if reference is not None and reference is not base:
+        held["reference"] = reference
+    moving = ("reference",) if options.lifecycle.moves else ()
+    with job.stage("ppo", held, meta=meta, beside=beside, moving=moving) as stage:
+        train, reference = stage.state["train"], stage.state.get("reference", base)
+        if models.reference is None:
+            reference = None
         for step in stage.steps():
             step_key = jax.random.fold_in(key, step)
-            answered = sample(train.policy, prompts=prompts[step], key=step_key)
-            scores = reward(answered)
-            train, stats, _ = learn(
+            answered = programs.sample(
+                train.policy, prompts=prompts[step], key=step_key, base=base
+            )
+            scores, priced = reward(answered), None
+            if reference is not None and options.lifecycle.prices(step):
+                priced = programs.price(reference, answered)
+            seen = {}
+            if step % options.eval_every == 0:
+                seen = look(programs, train.policy, texts, base, judge, answered)
+            train, stats, scored = programs.learn(
                 train,
                 rollout=answered,
                 scores=scores,
-                reference=reference,
+                ref_logprobs=priced,
                 key=step_key,
+                base=base,
             )
             stage.state["train"] = train
-            moved = distance(train.policy, reference.stored)["relative"]
-            stats["drift/relative"] = (moved, jnp.ones_like(moved))
-            samples = []
+            stats |= seen
+            if reference is not None and step % options.drift_every == 0:
+                stats |= drift.stats(programs.drift(train.policy, reference))
+            samples, positions = [], None
             if step % options.sample_every == 0:
                 samples = sample_rows(
                     answered, scores, policy=policy, count=options.num_shown
                 )
-            stage.end_step(step, stats, samples)
-    return train.policy
+                positions = None if priced is None else programs.positions(scored)
+            if reference is not None and options.lifecycle.moves:
+                reference = lifecycle.after_step(
+                    reference, train.policy, step=step, lifecycle=options.lifecycle
+                )
+                stage.state["reference"] = reference
+            stage.end_step(step, stats, samples, positions=positions)
+    return train.policy, reference
+
+
+def look(
+    programs: Programs,
+    policy: Params,
+    texts: dict[str, Sequences],
+    base: Frozen | None,
+    judge: ppo.Reward | None,
+    answered: Rollout,
+) -> Stats:
+    """What is watched and not trained on: fixed texts, and a judge of the answers."""
+    stats = programs.evaluate(policy, texts, base)
+    if judge is not None:
+        stats |= evaluation.judge_stats(jnp.asarray(judge(answered)))
+    return stats
+
+
+def text_reward(spec: str, *, policy: Pretrained, rows: list[Row]) -> ppo.Reward:
+    """The Python function module:function as a reward."""
+    function = cli.load_function(spec)
+    return rewards.TextReward(function=function, decode=policy.decode, rows=rows)
+
+
+def model_reward(scorer: RewardModel) -> ppo.Reward:
+    """A reward model, run where it is held."""
+    # An argument of the program: a closure would bake its parameters in.
+    reward = rewards.from_model(scorer.frozen, model=scorer.model)
+    apply = jax.jit(lambda reward, rollout: reward(rollout))
+    return lambda answered: frozen_models.run_beside(
+        lambda there: apply(reward, there), scorer.frozen, answered
+    )
+
+
+def save(
+    folder: Path, trained: Params, *, models: Models, policy: Pretrained, name: str
+) -> None:
+    """OUT/model, which `transformers` loads, and OUT/adapter, which PEFT does."""
+    lora = models.algorithm.lora
+    if models.base is not None and lora is not None:
+        if not (folder / "adapter").exists():
+            peft.save(
+                folder / "adapter",
+                model=policy.model,
+                adapters=trained,
+                lora=lora,
+                base_fingerprint=frozen.source_fingerprint_of(models.base).root,
+                base_name=name,
+            )
+        trained = lora_.merge(frozen.read(models.base), trained, lora=lora)
+    if not (folder / "model").exists():  # it is whole when a finished run is resumed
+        hf.save(
+            folder / "model",
+            policy.model,
+            trained,
+            tokenizer=policy.tokenizer,
+            stop_ids=policy.stop_ids,
+        )
 
 
 def main(options: Config) -> None:
     started = time.perf_counter()
-    function = None if options.reward is None else cli.load_function(options.reward)
+    for spec in (options.reward, options.judge):  # before anything is loaded
+        if spec is not None:
+            cli.load_function(spec)
     rows = data.read_prompts(options.prompts, field=options.prompt_field)
     policy = pretrained.load(
         options.model, tokenizer=options.tokenizer, dtype=options.dtype
     )
-    reference = load_reference(options, policy)
-    judge, context = None, policy.model.max_positions
-    if options.reward_model is not None:
-        judge = load_reward_model(options, options.reward_model, policy=policy)
-        context = min(context, judge.model.max_positions)
+    models = make_models(options, policy)
+    context = policy.model.max_positions
+    if models.reward is not None:
+        context = min(context, models.reward.model.max_positions)
     rows, token_lists = encode_prompts(options, rows, policy=policy, context=context)
     prompts = batches.prompt_batches(
         token_lists,
@@ -413,113 +660,104 @@ def main(options: Config) -> None:
         pad_id=policy.pad_id,
         buckets=options.buckets,
     )
-    if options.critic_from == "reward_model":
-        assert judge is not None  # checked by Config
-        critic_model = judge.model
-        critic_params = storage.store(judge.frozen.stored, dtype="float32")
-    else:
-        critic_model = policy.model
-        critic_params = critic.from_policy(policy.params, model=critic_model)
-    algorithm = make_ppo(options, policy=policy, critic_model=critic_model)
-    initial = state.ppo_state(
-        policy=policy.params,
-        critic=critic_params,
-        policy_optimizer=algorithm.policy_optimizer,
-        critic_optimizer=algorithm.critic_optimizer,
-        kl=make_kl(options),
-    )
-    sample = jax.jit(functools.partial(ppo.sample, ppo=algorithm))
-    learn = jax.jit(
-        functools.partial(ppo.learn, ppo=algorithm), donate_argnames=("state",)
-    )
-    reward: ppo.Reward
-    if function is not None:
-        reward = rewards.TextReward(function=function, decode=policy.decode, rows=rows)
-    else:
-        assert judge is not None  # checked by Config
-        # An argument of the program: a closure would bake its parameters in.
-        reward = functools.partial(
-            jax.jit(lambda model, rollout: model(rollout)),
-            rewards.from_model(judge.frozen, model=judge.model),
+    sources = {"held_out": options.held_out, "out_of_domain": options.out_of_domain}
+    texts = {
+        name: pretrained.read_texts(
+            policy,
+            source,
+            batch_size=min(8, options.eval_rows),
+            max_rows=options.eval_rows,
         )
+        for name, source in sources.items()
+        if source is not None
+    }
+    policy = policy._replace(params=None)  # with LoRA the base is a copy: the only one
+    programs, judge = Programs(models), None
+    if options.judge is not None:
+        judge = text_reward(options.judge, policy=policy, rows=rows)
+    if options.reward is not None:
+        reward = text_reward(options.reward, policy=policy, rows=rows)
+    else:
+        assert models.reward is not None  # checked by Config
+        reward = model_reward(models.reward)
     key = jax.random.key(options.seed)
     rehearse(
-        initial,
-        reference,
+        models,
+        programs,
         prompts=prompts[0],
-        sample=sample,
         reward=reward,
-        learn=learn,
+        judge=judge,
         key=jax.random.fold_in(key, 0),
-        algorithm=algorithm,
         options=options,
     )
 
-    fingerprint = frozen.fingerprint_of(reference).root
-    meta = {
-        "data_digest": encoding.digest(token_lists),
-        "reference_fingerprint": fingerprint,
-    }
-    if judge is not None:
-        meta["reward_fingerprint"] = frozen.fingerprint_of(judge.frozen).root
-    with run.Run(options, num_steps={"ppo": options.num_steps}) as job:
+    check = functools.partial(
+        alarms.check, limits=options.alarms, kl_target=options.kl_target
+    )
+    with run.Run(options, num_steps={"ppo": options.num_steps}, check=check) as job:
+        reference, scorer = models.reference, models.reward
         report.model_table(
             [
-                ("policy", initial.policy, True),
-                ("critic", initial.critic, True),
-                ("reference", reference.stored, False),
-                ("reward", None if judge is None else judge.frozen.stored, False),
+                ("policy", models.train.policy, True),
+                ("critic", models.train.critic, True),
+                ("base", None if models.base is None else models.base.stored, False),
+                (
+                    "reference",
+                    None
+                    if reference is None or reference is models.base
+                    else reference.stored,
+                    False,
+                ),
+                ("reward", None if scorer is None else scorer.frozen.stored, False),
             ]
         )
-        trained = improve(
-            initial,
-            reference,
-            sample=sample,
+        trained, reference = improve(
+            models,
+            programs,
             reward=reward,
-            learn=learn,
+            judge=judge,
+            texts=texts,
             prompts=prompts,
             key=key,
             job=job,
-            meta=meta,
+            meta={"data_digest": encoding.digest(token_lists)},
             policy=policy,
             options=options,
         )
-    frozen.verify(reference)
-    if judge is not None:
-        frozen.verify(judge.frozen)
+    for held in (models.base, reference, None if scorer is None else scorer.frozen):
+        if held is not None:
+            frozen.verify(held)
+    save(job.folder, trained, models=models, policy=policy, name=options.model)
 
-    saved = job.folder / "model"
-    if not saved.exists():  # it is there, and whole, when a finished run is resumed
-        hf.save(
-            saved,
-            policy.model,
-            trained,
-            tokenizer=policy.tokenizer,
-            stop_ids=policy.stop_ids,
-        )
     measured = metrics.read(job.folder / "metrics.jsonl")
     first, last = measured[0], measured[-1]
     report.table(
         "Answers to the prompts",
         ("", "first iteration", "last iteration"),
-        [(name, first[metric], last[metric]) for metric, name in MEASURED.items()],
+        [(name, first.get(at), last.get(at)) for at, name in MEASURED.items()],
     )
-    moved = last["drift/relative"]
-    print(f"reference verified unchanged, fingerprint {fingerprint}")
-    print(f"policy moved, relative weight drift {moved:.3g}")
-    report.plots(job.folder)
-    summary = {
+    summary: dict[str, Any] = {
         "score_first": first["objective/scores"],
         "score_last": last["objective/scores"],
-        "kl_first": first["objective/kl"],
-        "kl_last": last["objective/kl"],
-        "reference_fingerprint": fingerprint,
-        "reference_verified": True,
-        "drift_relative": moved,
-        "seconds": time.perf_counter() - started,
+        "kl_first": first.get("objective/kl"),
+        "kl_last": last.get("objective/kl"),
+        "alarms": job.alarms,
     }
+    if reference is not None:
+        moved = jax.device_get(programs.drift(trained, reference))
+        drift_report.table(moved)
+        drift_report.plots(job.folder, moved)
+        summary |= {
+            "reference_fingerprint": frozen.fingerprint_of(reference).root,
+            "reference_verified": True,
+            "drift_relative": float(moved["relative"]),
+        }
+        print(f"reference verified, fingerprint {summary['reference_fingerprint']}")
+        print(f"policy moved, relative weight drift {moved['relative']:.3g}")
+    report.plots(job.folder)
+    summary["seconds"] = time.perf_counter() - started
     run_folder.write_summary(job.folder, summary)
-    print(f"{summary['seconds']:.0f} s; the policy is in {saved}")
+    print(f"{summary['seconds']:.0f} s; the policy is in {job.folder / 'model'}")
 
 
 if __name__ == "__main__":

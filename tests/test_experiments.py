@@ -464,4 +464,6 @@ def test_a_run_folder_that_may_not_be_continued(finished, capsys, monkeypatch):
     for file in (folder / "model").iterdir():
         file.unlink()
     toy_files.checkpoint(folder / "model", seed=1)
-    assert "expected reference_fingerprint" in refusal("--resume")
+    told = refusal("--resume")
+    assert "reference, as source: expected fingerprint" in told
+    assert "embed/tokens" in told

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rlhf_jax.functional import masked
 from rlhf_jax.models import leaves
 from rlhf_jax.roles.fingerprint import paths
 
@@ -62,6 +63,14 @@ def weight_drift(params: Params, reference: Params) -> dict[str, Any]:
         "relative": moved.sum() / size.sum(),
         "global_norm": jnp.linalg.norm(moved) / jnp.linalg.norm(size),
         "modules": modules,
+    }
+
+
+def stats(drift: dict[str, Any]) -> masked.Stats:
+    """The two figures of `weight_drift` to log, shares of the reference's size."""
+    return {
+        f"drift/{name}": (drift[name], jnp.ones_like(drift[name]))
+        for name in ("relative", "global_norm")
     }
 
 

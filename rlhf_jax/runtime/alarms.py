@@ -24,7 +24,7 @@ Check = Callable[[Sequence[Row]], dict[str, str]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """When to raise alarms; None is off. "The beginning" is the first window."""
+    """When to raise alarms; None is off. "At first" is at the first step measured."""
 
     window: int = 10
     """Values that a mean is taken over: of steps, or of steps with a judge."""
@@ -37,15 +37,16 @@ class Limits:
     hacking: float | None = 2.0
     """Standard errors by which the reward rose and the judge fell within a window."""
     distinct: float | None = 0.8
-    """Distinct responses below this share of what they were at the beginning."""
+    """Distinct responses below this share of what they were at first."""
     entropy: float | None = 0.5
-    """Entropy below this share of what it was at the beginning."""
+    """Entropy below this share of what it was at first."""
     reference_perplexity: float | None = 1.5
-    """Perplexity of responses under the reference, above this many times the first."""
+    """Perplexity of responses under the reference, above this many times it at first.
+    """
     held_out_perplexity: float | None = 1.2
-    """Perplexity of held-out text, above this many times what it first was."""
+    """Perplexity of held-out text above this many times what it was at first."""
     out_of_domain_perplexity: float | None = 1.2
-    """Perplexity of out-of-domain text, above this many times what it first was."""
+    """Perplexity of out-of-domain text above this many times what it was at first."""
 
     def __post_init__(self) -> None:
         if self.window < 4:
@@ -57,6 +58,9 @@ class Limits:
             limit = vars(self)[field.name]
             if limit is not None:
                 checks.positive(**{field.name: limit})
+
+
+LIMITS = Limits()
 
 
 class Alarm(NamedTuple):
@@ -218,15 +222,15 @@ def _reward_hacking(rows: Sequence[Row], limits: Limits) -> str:
 def _fallen(
     rows: Sequence[Row], name: str, what: str, *, share: float | None, window: int
 ) -> str:
-    first, latest = _first(rows, name, window), _last(rows, name, window)
+    latest = _last(rows, name, window)
     if share is None or len(latest) < window:
         return ""
-    now, then = _mean(latest), _mean(first)
+    now, (then,) = _mean(latest), _first(rows, name, 1)
     if not now < share * then:
         return ""
     return (
         f"{what} {now:.4g} (mean of {window} steps) is below {share:g} of the "
-        f"{then:.4g} at the beginning"
+        f"{then:.4g} at first"
     )
 
 
@@ -234,16 +238,16 @@ def _harder(
     rows: Sequence[Row], name: str, what: str, *, factor: float | None, window: int
 ) -> str:
     """Perplexity is exp of a mean in nats per token, so its factor is a difference."""
-    first, latest = _first(rows, name, window), _last(rows, name, window)
+    latest = _last(rows, name, window)
     if factor is None or len(latest) < window:
         return ""
-    now, then = _mean(latest), _mean(first)
+    now, (then,) = _mean(latest), _first(rows, name, 1)
     if not now - then > math.log(factor):
         return ""
     mean = f" (mean of {window} steps)" if window > 1 else ""
     return (
         f"{what} {_exp(now):.4g}{mean} is over {factor:g} times the {_exp(then):.4g} "
-        "at the beginning"
+        "at first"
     )
 
 

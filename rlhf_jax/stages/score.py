@@ -12,8 +12,9 @@ from rlhf_jax.functional import checks
 from rlhf_jax.functional import kl as kl_
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.lora import LoRA
+from rlhf_jax.roles import adapted, frozen
 from rlhf_jax.roles import critic as critic_
-from rlhf_jax.roles import frozen
 from rlhf_jax.roles import policy as policy_
 from rlhf_jax.roles.frozen import Frozen
 from rlhf_jax.stages.batch import Rollout, Scored
@@ -92,6 +93,8 @@ def reference_logprobs(
     model: ModelConfig,
     max_new_tokens: int,
     temperature: float,
+    base: Frozen | None = None,
+    lora: LoRA | None = None,
 ) -> Array:
     """log π_ref of the response tokens, once a rollout, before the epochs.
 
@@ -104,12 +107,13 @@ def reference_logprobs(
       model: shape of the policy and so of the reference.
       max_new_tokens: R, the response columns; the others are not priced.
       temperature: the rollout's.
+      base, lora: where the reference is adapters, else None (`adapted.params`).
 
     Returns:
       f32[B, S], nats; 0 outside the response. No gradient reaches the reference.
     """
     priced = policy_.logprobs(
-        frozen.read(reference),
+        adapted.params(frozen.read(reference), base=base, lora=lora),
         model=model,
         tokens=rollout.tokens,
         mask=rollout.mask,

@@ -30,7 +30,7 @@ Params = Any
 # Largest mean |Δ log-prob| of a response, nats per token. By compute dtype: cached
 # decoding and the full forward sum in different orders. By the dtype that a reference
 # is stored in: its parameters are rounded.
-TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 5e-3}
+TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 5e-3, "int8": 1e-1}
 
 
 class SelfCheckError(StopError):
@@ -58,6 +58,7 @@ def measure(
     temperature: float,
     base: Frozen | None = None,
     lora: LoRA | None = None,
+    ref_logprobs: Array | None = None,
 ) -> Measured:
     """Prices the rollout once more by policy and reference; pure, so jittable.
 
@@ -67,6 +68,9 @@ def measure(
       reference: None has no KL to check.
       model, max_new_tokens, temperature: the rollout's.
       base, lora: with adapters as the policy, else None (`adapted.params`).
+      ref_logprobs: f32[B, S], nats, as `score.score` takes them, from the very program
+        that will price every rollout; `reference` is not run then, and whether the
+        policy starts as it is the caller's to say (`require`).
 
     Raises:
       InputError: as `adapted.params`.
@@ -90,10 +94,12 @@ def measure(
         else:
             digests, unmoved = base.source_digests, lora_.changes_nothing(policy)
         equal = (digests == reference.source_digests).all() & unmoved
+    if reference is not None and ref_logprobs is None:
+        ref_logprobs = price(frozen.read(reference))
     return Measured(
         trainer=price(params),
         sampler=rollout.old_logprobs,
-        reference=None if reference is None else price(frozen.read(reference)),
+        reference=ref_logprobs,
         mask=rollout.response_mask,
         starts_equal=equal,
     )

@@ -1,0 +1,149 @@
+"""Frozen models from checkpoints, and the options that say how they are held.
+
+A reference and a reward model are held in the same ways: `Storage` is a group of
+options, `--reference-storage.dtype int8` on the command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+from jax.sharding import SingleDeviceSharding
+
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.roles import frozen
+from rlhf_jax.roles.frozen import Frozen
+from rlhf_jax.runtime import encoding, hf
+from rlhf_jax.runtime.pretrained import Pretrained
+from rlhf_jax.stages.batch import Rollout
+
+Array = jax.Array
+Params = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage:
+    """How a frozen model is held."""
+
+    dtype: Literal["float32", "bfloat16", "float16", "int8"] = "float32"
+    """Of its parameters; int8 has a scale for every channel."""
+    embeddings: Literal["float32", "bfloat16", "float16"] | None = None
+    """Dtype of embeddings and output head beside int8; None is int8 too."""
+    memory: Literal["device", "pinned_host", "cpu"] = "device"
+    """pinned_host streams it a layer at a time; cpu runs it on the host."""
+
+    def __post_init__(self) -> None:
+        if self.embeddings is not None and self.dtype != "int8":
+            raise InputError(
+                f"embeddings: expected None where dtype is {self.dtype}, got "
+                f"{self.embeddings}; they have a dtype of their own beside int8 only"
+            )
+
+    def freeze(self, params: Params) -> Frozen:
+        """A copy of the parameters, held in this way.
+
+        Raises:
+          InputError: as `storage.store`, or there is no CPU beside the accelerator.
+        """
+        return frozen.freeze(
+            params,
+            dtype=self.dtype,
+            embeddings=self.embeddings,
+            memory="pinned_host" if self.memory == "pinned_host" else None,
+            sharding=_on_cpu() if self.memory == "cpu" else None,
+        )
+
+
+COPY = Storage()  # in float32, where it was read
+
+
+def _on_cpu() -> SingleDeviceSharding:
+    try:
+        return SingleDeviceSharding(jax.devices("cpu")[0])
+    except RuntimeError as error:
+        raise InputError(
+            f"memory: expected cpu among the platforms of JAX, got "
+            f"{jax.default_backend()} alone; unset JAX_PLATFORMS or add cpu to it, or "
+            f"choose device or pinned_host"
+        ) from error
+
+
+def run_beside(
+    program: Callable[[Rollout], Array], model: Frozen, rollout: Rollout
+) -> Array:
+    """A frozen model's program on the devices that hold it; asynchronous throughout.
+
+    Args:
+      program: takes the rollout there.
+
+    Returns:
+      What it returns, back beside the rollout.
+    """
+    there = program(frozen.beside(model, rollout))
+    return jax.device_put(there, rollout.tokens.sharding)
+
+
+class RewardModel(NamedTuple):
+    """A frozen reward model with its shape."""
+
+    model: ModelConfig
+    frozen: Frozen
+
+
+def load_reference(
+    path_or_repo_id: str | None, *, policy: Pretrained, storage: Storage
+) -> Frozen:
+    """The policy as it starts (None), or a checkpoint that can score its tokens.
+
+    Raises:
+      InputError: as `hf.load`, or the checkpoint has another shape or other token ids.
+    """
+    if path_or_repo_id is None:
+        return storage.freeze(policy.params)
+    model, params = hf.load(path_or_repo_id, dtype="float32")
+    if dataclasses.replace(model, dtype=policy.model.dtype) != policy.model:
+        raise InputError(
+            f"reference {path_or_repo_id}: expected a model of the policy's shape, "
+            f"{policy.model}, got {model}; the KL is between two models of one shape"
+        )
+    _check_ids(path_or_repo_id, policy=policy, role="reference")
+    return storage.freeze(params)
+
+
+def load_reward_model(
+    path_or_repo_id: str, *, policy: Pretrained, storage: Storage
+) -> RewardModel:
+    """A reward model, which must read the policy's tokens as they are.
+
+    Raises:
+      InputError: as `hf.load_reward`, or its vocabulary is another.
+    """
+    model, params = hf.load_reward(path_or_repo_id, dtype="float32")
+    if model.vocab_size < policy.model.vocab_size:
+        raise InputError(
+            f"reward model {path_or_repo_id}: expected the policy's vocabulary of "
+            f"{policy.model.vocab_size} ids, got {model.vocab_size}; train one on top "
+            f"of this policy (reward_model.py)"
+        )
+    _check_ids(path_or_repo_id, policy=policy, role="reward model")
+    return RewardModel(
+        dataclasses.replace(model, dtype=policy.model.dtype), storage.freeze(params)
+    )
+
+
+def _check_ids(path_or_repo_id: str, *, policy: Pretrained, role: str) -> None:
+    ids = policy.tokenizer.get_vocab()
+    try:
+        read = encoding.load_tokenizer(path_or_repo_id).get_vocab()
+    except InputError:  # it came without one: the sizes must do
+        return
+    if not ids.items() <= read.items():
+        raise InputError(
+            f"{role} {path_or_repo_id}: expected the policy's tokenizer, got one that "
+            f"gives other ids; both must read the same tokens, so take one that was "
+            f"trained on top of this policy or of its ancestor"
+        )
