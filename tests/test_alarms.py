@@ -117,18 +117,18 @@ def test_the_margin_is_in_standard_errors():
 
 
 def test_mode_collapse():
-    distinct = [1.0, 1.0, 0.9, 0.9, 0.8, 0.8, 0.7, 0.7]  # 0.95, then 0.75
-    entropy = [2.0, 2.0, 2.0, 2.0, 1.5, 1.0, 0.5, 0.5]  # 2, then 0.875
+    distinct = [1.0, 0.5, 0.9, 0.9, 0.9, 0.75, 0.75, 0.75, 0.75]
+    entropy = [2.0, 4.0, 4.0, 4.0, 1.5, 1.5, 1.0, 0.5, 0.5]  # 0.875 at last
     rows = history(response__distinct_fraction=distinct, objective__entropy=entropy)
     assert raised(rows) == {
         "mode_collapse_distinct": "distinct share of responses 0.75 (mean of 4 steps) "
-        "is below 0.8 of the 0.95 at the beginning; read the samples; raise kl_coef, "
+        "is below 0.8 of the 1 at first; read the samples; raise kl_coef, "
         "or take more prompts",
         "mode_collapse_entropy": "entropy [nats per token] 0.875 (mean of 4 steps) is "
-        "below 0.5 of the 2 at the beginning; raise kl_coef or lower the policy's "
+        "below 0.5 of the 2 at first; raise kl_coef or lower the policy's "
         "learning rate",
     }
-    assert raised(rows[:7]) == {}  # 0.8 of 0.95 and 1.25 of 2: not yet
+    assert raised(rows[:7]) == {}  # 0.825 of 1 and 2 of 2: not yet
     assert raised(rows[::-1]) == {}
 
 
@@ -138,7 +138,7 @@ def test_language_degradation():
     rows = history(objective__ref_nll=steps)
     assert raised(rows) == {
         "language_degradation": "perplexity of the responses under the reference 16 "
-        "(mean of 4 steps) is over 1.5 times the 8 at the beginning; read the samples: "
+        "(mean of 4 steps) is over 1.5 times the 8 at first; read the samples: "
         "the reference finds them ever less likely; raise kl_coef"
     }
     assert raised(rows, dataclasses.replace(FOUR, reference_perplexity=2.01)) == {}
@@ -152,7 +152,7 @@ def test_forgetting():
     )
     held_out = {
         "forgetting_held_out": "the policy's perplexity on held-out text 12.5 is over "
-        "1.2 times the 10 at the beginning; raise kl_coef, or mix in a language-model "
+        "1.2 times the 10 at first; raise kl_coef, or mix in a language-model "
         "loss on such text"
     }
     assert raised(rows) == held_out
@@ -160,7 +160,7 @@ def test_forgetting():
     assert raised([*rows, {"eval/held_out_nll": math.log(11)}]) == {}
     assert raised([*rows, {"eval/out_of_domain_nll": math.log(25)}]) == held_out | {
         "forgetting_out_of_domain": "the policy's perplexity on out-of-domain text 25 "
-        "is over 1.2 times the 20 at the beginning; the alignment tax: raise kl_coef, "
+        "is over 1.2 times the 20 at first; the alignment tax: raise kl_coef, "
         "or mix in a language-model loss on such text"
     }
 

@@ -41,8 +41,7 @@ class Limits:
     entropy: float | None = 0.5
     """Entropy below this share of what it was at first."""
     reference_perplexity: float | None = 1.5
-    """Perplexity of responses under the reference, above this many times it at first.
-    """
+    """Perplexity of responses under the reference, likewise above this many times."""
     held_out_perplexity: float | None = 1.2
     """Perplexity of held-out text above this many times what it was at first."""
     out_of_domain_perplexity: float | None = 1.2
