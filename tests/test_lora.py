@@ -470,6 +470,31 @@ def test_policy_adapters_run_as_the_merged_model_does(run):
     np.testing.assert_allclose(over.old_logprobs, whole.old_logprobs, atol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", ["device", "pinned_host"])
+def test_adapters_are_trained_over_a_base_in_int8(memory):
+    """In either memory; the reference is that very base, so KL starts at 0 again."""
+    params = toys.params(toys.LLAMA)
+    base = frozen.freeze(params, dtype="int8", memory=memory)
+    reward = rewards.from_model(judge(), model=toys.LLAMA, base=base, lora=ALL)
+    step = toys.jit(
+        functools.partial(ppo.iteration, ppo=SETTINGS), donate_argnames=("state",)
+    )
+    after, stats, _ = step(
+        start_state(),
+        prompts=toys.prompts(),
+        reference=base,
+        reward=reward,
+        key=KEY,
+        base=base,
+    )
+    found = masked.mean_stats(stats)
+    assert found["objective/kl_k3"] == 0.0
+    assert found["policy/sampler_mismatch"] < 1e-5
+    assert not bool(lora.changes_nothing(after.policy))
+    frozen.verify(base)
+
+
 def test_a_critic_over_the_base_starts_at_zero():
     params = critic.from_base(KEY, model=toys.LLAMA, lora=ALL)
     full = lora.attach(toys.params(toys.LLAMA), params, lora=ALL)
