@@ -316,7 +316,8 @@ DEEP = config.gpt2(
 )
 
 
-@pytest.mark.parametrize("name", ["int8", "bfloat16", "host", "host-int8"])
+# Not bfloat16, which XLA:CPU widens before the loop; the TPU's compiler does not.
+@pytest.mark.parametrize("name", ["int8", "float16", "host", "host-int8"])
 def test_layers_are_read_one_at_a_time(name):
     """No program holds the stacked layers in float32: it would be most of its room."""
     params = zeros(DEEP)

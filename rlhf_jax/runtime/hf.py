@@ -120,6 +120,17 @@ def load_reward(
         return model, _place(leaves, shapes=shapes, sharding=sharding)
 
 
+def model_config(path_or_repo_id: PathLike) -> ModelConfig:
+    """The shape of a causal language model or reward model, from config.json alone.
+
+    Raises:
+      InputError: there is no such checkpoint, or the decoder does not implement it.
+    """
+    with _reading(path_or_repo_id, patterns=[_CONFIG]) as folder:
+        config = shards.read_json(folder / _CONFIG)
+        return _family(config).config_from_hf(config)
+
+
 def stop_ids(path_or_repo_id: PathLike) -> tuple[int, ...]:
     """Ids that end a text: `eos_token_id` of generation_config.json, or config.json.
 
@@ -206,23 +217,27 @@ def save_reward(
 
 
 @contextlib.contextmanager
-def _reading(path_or_repo_id: PathLike) -> Iterator[Path]:
+def _reading(
+    path_or_repo_id: PathLike, *, patterns: Sequence[str] = _DOWNLOADED
+) -> Iterator[Path]:
     """The folder of a checkpoint; every InputError inside begins with its name."""
     folder = Path(path_or_repo_id)
     if not folder.is_dir():
-        folder = _download(str(path_or_repo_id))
+        folder = _download(str(path_or_repo_id), patterns=patterns)
     try:
         yield folder
     except InputError as error:
         raise InputError(f"checkpoint {path_or_repo_id}: {error}") from error.__cause__
 
 
-def _download(repo_id: str) -> Path:
+def _download(repo_id: str, *, patterns: Sequence[str]) -> Path:
     missing = f"expected a folder with a checkpoint or a hub id, got {repo_id!r}"
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", repo_id):
         raise InputError(f"{missing}; there is no such folder")
     try:
-        folder = huggingface_hub.snapshot_download(repo_id, allow_patterns=_DOWNLOADED)
+        folder = huggingface_hub.snapshot_download(
+            repo_id, allow_patterns=list(patterns)
+        )
     except (OSError, HFValidationError) as error:
         raise InputError(
             f"{missing}; there is no such folder, and the hub says: {error}"
