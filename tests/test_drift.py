@@ -2,7 +2,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_jax import drift
+from rlhf_jax import drift, storage
 
 
 def tree(scale=1.0):
@@ -76,6 +76,24 @@ def test_a_moved_tensor_of_zeros_and_a_bfloat16_reference():
     assert np.isinf(found["modules"]["final_norm/bias"]["relative"])
     assert found["absolute"].dtype == jnp.float32
     assert 2.0 < float(found["absolute"]) < 2.05
+
+
+def test_a_reference_in_int8_is_compared_as_it_is_read():
+    """Rounding is drift, too: of a tensor and its int8, and nothing else here."""
+    params = as_jax(tree())
+    stored = storage.store(params, dtype="int8")
+    found = drift.weight_drift(params, stored)
+    kernel = stored["layers"]["kernel"]
+    held = np.float64(kernel.values) * np.float64(kernel.scales)
+    moved = [
+        np.linalg.norm(np.float64(layer) - read)
+        for layer, read in zip(params["layers"]["kernel"], held, strict=True)
+    ]
+    assert min(moved) > 0
+    np.testing.assert_allclose(
+        found["modules"]["layers/kernel"]["absolute"], moved, rtol=1e-4
+    )
+    assert 0 < float(found["relative"]) < 0.01
 
 
 def test_trees_of_two_structures():

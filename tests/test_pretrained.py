@@ -56,7 +56,7 @@ def test_texts_to_watch(tmp_path):
     """Blocks of plain text share a token; of demonstrations the responses are read."""
     start = pretrained.load(str(toy_files.checkpoint(tmp_path / "model")))
     plain = tmp_path / "plain.txt"
-    plain.write_text("the cat sat\na dog ran so it was good")
+    plain.write_text("the cat sat\na dog ran so it was good and very bad")
     ids = start.tokenizer("the cat sat a dog ran so it was good")["input_ids"]
     found = pretrained.read_texts(
         start, str(plain), batch_size=2, max_rows=3, max_length=4
