@@ -105,13 +105,30 @@ def load_reference(
     if path_or_repo_id is None:
         return storage.freeze(policy.params)
     model, params = hf.load(path_or_repo_id, dtype="float32")
-    if dataclasses.replace(model, dtype=policy.model.dtype) != policy.model:
-        raise InputError(
-            f"reference {path_or_repo_id}: expected a model of the policy's shape, "
-            f"{policy.model}, got {model}; the KL is between two models of one shape"
-        )
+    check_reference(path_or_repo_id, model=model, policy=policy.model)
     _check_ids(path_or_repo_id, policy=policy, role="reference")
     return storage.freeze(params)
+
+
+def check_reference(name: str, *, model: ModelConfig, policy: ModelConfig) -> None:
+    """InputError unless a reference of shape `model` scores the policy's rollouts.
+
+    One program reads both, so every field but the compute dtype must be the policy's:
+    the vocabulary, for one KL over the same tokens; the context, for the longest
+    rollout; the rest, for drift and lifecycles to compare the two leaf by leaf.
+    """
+    wanted, got = dataclasses.asdict(policy), dataclasses.asdict(model)
+    differing = [
+        f"{field} {got[field]} for {wanted[field]}"
+        for field in wanted
+        if field != "dtype" and got[field] != wanted[field]
+    ]
+    if differing:
+        raise InputError(
+            f"reference {name}: expected a model of the policy's shape, got "
+            f"{', '.join(differing)}; take the checkpoint that the policy was trained "
+            f"from, or leave it out for the policy as it starts"
+        )
 
 
 def load_reward_model(

@@ -1,0 +1,73 @@
+"""A reference from a checkpoint: it can score the policy's tokens, or is refused."""
+
+import dataclasses
+
+import pytest
+import toy_files
+
+from rlhf_jax import config, fingerprint, frozen, frozen_models, hf, pretrained
+from rlhf_jax.functional.checks import InputError
+
+WORDS = toy_files.WORDS
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    folder = toy_files.checkpoint(tmp_path_factory.mktemp("policy"))
+    return pretrained.load(str(folder), dtype="bfloat16")
+
+
+def load(folder, policy):
+    return frozen_models.load_reference(
+        str(folder), policy=policy, storage=frozen_models.COPY
+    )
+
+
+def test_another_checkpoint_of_the_policy_s_shape_is_taken(tmp_path, policy):
+    """Whatever it computes in, and with a tokenizer or none."""
+    folder = toy_files.checkpoint(tmp_path, seed=1)
+    expected = fingerprint.fingerprint(hf.load(folder)[1])
+    assert expected != fingerprint.fingerprint(policy.params)
+    assert frozen.fingerprint_of(load(folder, policy)) == expected
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    assert frozen.fingerprint_of(load(folder, policy)) == expected
+    own = frozen_models.load_reference(None, policy=policy, storage=frozen_models.COPY)
+    assert frozen.fingerprint_of(own) == fingerprint.fingerprint(policy.params)
+
+
+LLAMA = config.llama(
+    vocab_size=len(WORDS) + 2,
+    hidden_size=16,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=2,
+    intermediate_size=64,
+    max_positions=16,
+)
+
+
+def gpt2(**changes):
+    return dataclasses.replace(toy_files.MODEL, **changes)
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "message"),
+    [
+        (gpt2(vocab_size=23), WORDS[1:], "got vocab_size 23 for 24; take the checkp"),
+        (gpt2(vocab_size=25), [*WORDS, "bird"], "got vocab_size 25 for 24; take the"),
+        (gpt2(max_positions=8), WORDS, "got max_positions 8 for 16; take the"),
+        (gpt2(num_layers=2), WORDS, "got num_layers 2 for 1; take the"),
+        (LLAMA, WORDS, "got family llama for gpt2, "),
+        (gpt2(), WORDS[::-1], "expected the policy's tokenizer, got one that gives"),
+        (gpt2(), [*WORDS[:-1], "bird"], "expected the policy's tokenizer, got one"),
+    ],
+)
+def test_a_reference_that_cannot_score_the_policy_s_tokens(
+    tmp_path, policy, model, words, message
+):
+    folder = toy_files.checkpoint(tmp_path, model=model, words=words)
+    with pytest.raises(InputError) as error:
+        load(folder, policy)
+    assert str(error.value).startswith(f"reference {folder}: expected")
+    assert message in str(error.value)
