@@ -168,6 +168,18 @@ def test_the_meta_of_a_snapshot_holds_every_leaf(tmp_path):
     assert meta["frozen"]["judge"]["moves"] is False
 
 
+def test_a_model_frozen_of_a_stored_one_is_on_record_too(tmp_path):
+    """Leaves of an int8 source have no path in float32, so they are numbered."""
+    source = frozen.freeze(weights(), dtype="int8").stored
+    held = frozen.freeze(source, dtype="float32")
+    play(tmp_path, reference=held, num_steps=2)
+    (row,) = [row for row in proof.check_run(tmp_path) if row.model == "reference"]
+    assert (row.moved, row.leaves) == (None, 3)
+    said = snapshot.read_meta(tmp_path / "snapshots" / "ppo", 2)["frozen"]
+    names = list(said["reference"]["now"]["source"]["leaves"])
+    assert names == ["0", "1", "2", "3", "4", "5"]
+
+
 # While it runs.
 
 

@@ -2,39 +2,33 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import tyro
 
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.roles.frozen import ReferenceMovedError
-from rlhf_jax.runtime import proof, report
+from rlhf_jax.runtime import plan, proof, report, token_kl
 
 SHOWN = 12  # digits of a fingerprint, so that a table fits 80 columns
 
 
-@dataclasses.dataclass(frozen=True)
-class Verify:
-    """Check from a run's snapshots that its frozen models are what they were."""
+def verify(run: tyro.conf.Positional[Path]) -> None:
+    """Check from a run's snapshots that its frozen models are what they were.
 
-    run: tyro.conf.Positional[Path]
-    """The run folder, an experiment's --out."""
-
-
-def verify(options: Verify) -> None:
-    """Prints what every snapshot holds of every frozen model.
+    Args:
+      run: The run folder, an experiment's --out.
 
     Raises:
       InputError, StopError: as `proof.check_run`.
       ReferenceMovedError: one moved, other than by its lifecycle; names the leaves.
     """
-    rows = proof.check_run(options.run)
+    rows = proof.check_run(run)
     report.table(
-        f"Frozen models in {options.run}",
+        f"Frozen models in {run}",
         ("stage", "step", "model", "fingerprint", "leaves", "verdict"),
         [row._replace(fingerprint=row.fingerprint[:SHOWN])[:-1] for row in rows],
     )
@@ -48,22 +42,25 @@ def verify(options: Verify) -> None:
     print(f"{len(rows)} verified, none moved")
 
 
-COMMANDS: dict[str, tuple[type, Callable[[Any], None]]] = {
-    "verify": (Verify, verify),
-}
+def memory(options: Annotated[plan.Options, tyro.conf.arg(name="")]) -> None:
+    """What PPO on a model will take of a device's memory, before anything is run."""
+    plan.run(options)
+
+
+def kl(options: Annotated[token_kl.Options, tyro.conf.arg(name="")]) -> None:
+    """KL of a text between two models, token by token, on the terminal or as HTML."""
+    token_kl.run(options)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs one command: status 2 for what the user got wrong, 1 for a bad result."""
     try:
-        options = tyro.extras.subcommand_cli_from_dict(
-            {name: kind for name, (kind, _) in COMMANDS.items()},
+        tyro.extras.subcommand_cli_from_dict(
+            {"verify": verify, "memory": memory, "kl": kl},
             prog="rlhf-jax",
             description=__doc__,
             args=argv,
         )
-        run = dict(COMMANDS.values())[type(options)]
-        run(options)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
