@@ -10,9 +10,10 @@ would move: the first command trains a byte-level GPT-2 of 4.8 million parameter
 the text, the second takes a checkpoint. A policy is trained on from it, on other
 blocks of the text, and samples responses. Every storage then prices the same responses
 and the same held-out text: device bytes held, peak bytes of the scoring program as the
-compiler reports them (its arguments and temporaries), seconds a batch, and the error
-against float32 of log-probs (mean over held-out tokens) and of the KL from policy to
-reference (mean over responses).
+compiler reports them (its arguments and temporaries; with --topology also as a TPU's
+compiler does, which keeps host memory apart), seconds a batch, and the error against
+float32 of log-probs (nats, mean over held-out tokens) and of the KL from policy to
+reference (nats, mean over responses).
 
 Beside `plan.WAYS` the table has `cpu`, where the reference's forward runs on the CPU's
 devices, `lora-base`, where it is the base that a policy of adapters reads anyway, and
@@ -42,6 +43,7 @@ from rlhf_jax import (
     batches,
     checks,
     cli,
+    compiled,
     config,
     data,
     decoder,
@@ -67,14 +69,18 @@ from rlhf_jax.stages.batch import Prompts, Rollout, Scored, Sequences
 
 Params = Any
 Row = dict[str, Any]
-COLUMNS = {
+MIB = 2**20
+COST = {
     "held_mib": "held [MiB]",
-    "share": "of float32",
-    "peak_mib": "peak [MiB]",
-    "seconds": "s per batch",
-    "logprob_error": "|Δ log-prob| [nats per token]",
-    "kl": "KL [nats per response]",
-    "kl_error": "|Δ KL| [nats per response]",
+    "host_mib": "on the host",
+    "peak_mib": "peak",
+    "tpu_peak_mib": "peak on a TPU",
+    "seconds": "seconds a batch",
+}
+ERROR = {
+    "logprob_error": "|Δ log-prob| a token",
+    "kl": "KL a response",
+    "kl_error": "|Δ KL| a response",
 }
 
 
@@ -112,6 +118,8 @@ class Config(run_folder.RunConfig):
     """Share of the blocks that measures log-probs; as many more make the policy."""
     repeats: int = 5
     """Times a batch is priced for the seconds, of which the median counts."""
+    topology: str | None = None
+    """A TPU whose compiler is asked too, as v5e:2x2 (extra plan); None is no TPU."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -218,73 +226,78 @@ def sample(
     return draw(params, prompts=prompts, key=key)
 
 
-def measure(
-    options: Config,
-    reference: Frozen | None,
-    *,
-    model: ModelConfig,
-    responses: Rollout,
-    held_out: list[Sequences],
-) -> tuple[Row, Any]:
-    """Cost of a storage, and what it says: held-out log-probs and KL a response."""
-    programs = Programs(options, model)
-    there = responses if reference is None else frozen.beside(reference, responses)
-    program = programs.score.lower(reference, there).compile()
-    scored: Scored = program(reference, there)
+def scoring(options: Config, *, model: ModelConfig) -> Callable[..., Scored]:
+    """The program whose cost is measured: KL of the policy's responses."""
+
+    def scored(reference: Frozen | None, responses: Rollout) -> Scored:
+        return score.score(
+            responses,
+            scores=jnp.zeros(options.responses, jnp.float32),
+            reference=reference,
+            model=model,
+            critic=None,
+            critic_model=None,
+            max_new_tokens=options.max_new_tokens,
+            temperature=options.temperature,
+        )
+
+    return scored
+
+
+def cost(
+    options: Config, reference: Frozen | None, *, model: ModelConfig, responses: Rollout
+) -> tuple[Row, Scored]:
+    """What a storage takes: bytes held, bytes at most while it scores, and seconds."""
+
+    def there() -> Rollout:
+        return responses if reference is None else frozen.beside(reference, responses)
+
+    price = scoring(options, model=model)
+    program = jax.jit(price).lower(reference, there()).compile()
+    scored = program(reference, there())
     seconds = []
     for _ in range(options.repeats):
         began = time.perf_counter()
-        there = responses if reference is None else frozen.beside(reference, responses)
-        jax.block_until_ready(program(reference, there))
+        jax.block_until_ready(program(reference, there()))
         seconds.append(time.perf_counter() - began)
-    memory = program.memory_analysis()
+    held = 0 if reference is None else storage.nbytes(reference.stored)
     row: Row = {
-        "held_mib": 0.0,
-        "peak_mib": (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**20,
-        "host_mib": memory.host_argument_size_in_bytes / 2**20,
+        "held_mib": held / MIB,
+        "host_mib": 0.0,
+        "peak_mib": peak(program.memory_analysis()),
+        "tpu_peak_mib": None,
         "seconds": statistics.median(seconds),
     }
-    if reference is None:
-        return row, None
-    row["held_mib"] = storage.nbytes(reference.stored) / 2**20
+    if options.topology is not None:
+        device = compiled.target(options.topology)
+        memory = compiled.memory(price, reference, responses, device=device)
+        row["tpu_peak_mib"] = peak(memory)
+    return row, scored
+
+
+def peak(memory: Any) -> float:
+    """MiB of a program's arguments and temporaries on the device."""
+    return (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / MIB
+
+
+def held_out_logprobs(
+    reference: Frozen, held_out: list[Sequences], *, model: ModelConfig
+) -> np.ndarray:
+    """Log-probs of all held-out tokens, nats."""
+
+    @jax.jit
+    def logprobs(reference: Frozen, batch: Sequences) -> jax.Array:
+        return policy.logprobs(
+            frozen.read(reference), model=model, tokens=batch.tokens, mask=batch.mask
+        )
+
     said = [
-        np.asarray(programs.logprobs(reference, frozen.beside(reference, batch)))[
+        np.asarray(logprobs(reference, frozen.beside(reference, batch)))[
             np.asarray(batch.response_mask)
         ]
         for batch in held_out
     ]
-    frozen.verify(reference)
-    return row, (np.concatenate(said), np.asarray(scored.kl).sum(axis=1))
-
-
-class Programs:
-    """What is compiled for a storage."""
-
-    def __init__(self, options: Config, model: ModelConfig) -> None:
-        @jax.jit
-        def priced(reference: Frozen | None, responses: Rollout) -> Scored:
-            return score.score(
-                responses,
-                scores=jnp.zeros(options.responses, jnp.float32),
-                reference=reference,
-                model=model,
-                critic=None,
-                critic_model=None,
-                max_new_tokens=options.max_new_tokens,
-                temperature=options.temperature,
-            )
-
-        @jax.jit
-        def logprobs(reference: Frozen, batch: Sequences) -> jax.Array:
-            return policy.logprobs(
-                frozen.read(reference),
-                model=model,
-                tokens=batch.tokens,
-                mask=batch.mask,
-            )
-
-        self.score = priced
-        self.logprobs = logprobs
+    return np.concatenate(said)
 
 
 def ways(params: Params) -> dict[str, Callable[[], Frozen | None]]:
@@ -302,15 +315,16 @@ def ways(params: Params) -> dict[str, Callable[[], Frozen | None]]:
 
 def draw(rows: list[Row]) -> Figure:
     """A panel a column of the table, a bar a storage."""
-    shown = ("held_mib", "peak_mib", "seconds", "logprob_error", "kl_error")
+    wanted = ("held_mib", "peak_mib", "tpu_peak_mib", "logprob_error", "kl_error")
+    shown = [name for name in wanted if rows[0][name] is not None]
     figure = Figure(figsize=(3 * len(shown), 3.6), layout="constrained")
     axes = figure.subplots(1, len(shown), sharey=True)
     for axis, column in zip(axes, shown, strict=True):
         values = [row[column] for row in rows]
-        bars = axis.barh([row["way"] for row in rows], [v or 0.0 for v in values])
+        bars = axis.barh([row["storage"] for row in rows], [v or 0.0 for v in values])
         labels = ["—" if v is None else f"{v:.3g}" for v in values]
         axis.bar_label(bars, labels, padding=2, fontsize=8)
-        axis.set_title(COLUMNS[column], fontsize=9)
+        axis.set_title((COST | ERROR)[column], fontsize=9)
         axis.margins(x=0.25)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].invert_yaxis()
@@ -346,36 +360,44 @@ def main(options: Config) -> None:
     responses = sample(options, nudged, model=model, texts=held_out)
 
     rows: list[Row] = []
-    exact: Any = None
+    exact = frozen.freeze(params)
+    exact_logprobs = held_out_logprobs(exact, in_order, model=model)
+    exact_kl = None
     for name, make in ways(params).items():
-        row, said = measure(
-            options, make(), model=model, responses=responses, held_out=in_order
-        )
-        if exact is None:
-            exact, held = said, row["held_mib"]
+        reference = make()
+        row, scored = cost(options, reference, model=model, responses=responses)
+        row |= {"logprob_error": None, "kl": None, "kl_error": None}
         if name == "lora-base":
             row["held_mib"] = 0.0  # the policy reads the same arrays
         elif name.startswith("host"):
             row["host_mib"], row["held_mib"] = row["held_mib"], 0.0
-        row |= {"share": row["held_mib"] / held, "kl": None, "kl_error": None}
-        row["logprob_error"] = None
-        if said is not None:
-            row["logprob_error"] = float(np.abs(said[0] - exact[0]).mean())
-            row["kl"] = float(said[1].mean())
-            row["kl_error"] = float(np.abs(said[1] - exact[1]).mean())
-        rows.append({"way": name, **row})
-    loss = float(-exact[0].mean())
-    report.table(
-        f"Storages of a reference with a held-out loss of {loss:.3f} nats per token",
-        ("storage", *COLUMNS.values()),
-        [(row["way"], *(row[column] for column in COLUMNS)) for row in rows],
-    )
+        if reference is not None:
+            assert scored.kl is not None  # as there is a reference
+            kl = np.asarray(scored.kl).sum(axis=1)
+            exact_kl = kl if exact_kl is None else exact_kl
+            found = held_out_logprobs(reference, in_order, model=model)
+            row["logprob_error"] = float(np.abs(found - exact_logprobs).mean())
+            row["kl"] = float(kl.mean())
+            row["kl_error"] = float(np.abs(kl - exact_kl).mean())
+            frozen.verify(reference)
+        rows.append({"storage": name, **row})
+    loss = float(-exact_logprobs.mean())
+    for title, columns in {
+        "Cost of a reference's storage": COST,
+        f"Error at a held-out loss of {loss:.3f} nats per token [nats]": ERROR,
+    }.items():
+        shown = [name for name in columns if rows[0][name] is not None]
+        report.table(
+            title,
+            ("storage", *(columns[name] for name in shown)),
+            [(row["storage"], *(row[name] for name in shown)) for row in rows],
+        )
     report.plots(job.folder)
     draw(rows).savefig(job.folder / "plots" / "storage.png", dpi=110)
     run_folder.write_json(job.folder / "storage.json", {"rows": rows})
     summary = {
         "held_out_loss": loss,
-        "held_out_tokens": len(exact[0]),
+        "held_out_tokens": len(exact_logprobs),
         "parameters": decoder.num_parameters(model),
         "seconds": time.perf_counter() - started,
     }
