@@ -1,0 +1,199 @@
+"""PPO from a checkpoint, with its reference held and treated in every way.
+
+Each way runs whole, and again stopped by a signal and resumed: the same bits come out.
+"""
+
+import json
+import signal
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import ppo_from_checkpoint
+import pytest
+import toy_files
+import toys
+from safetensors.numpy import load_file
+
+from rlhf_jax import fingerprint, frozen, lora
+from rlhf_jax.runtime import cli, hf, metrics, peft
+from rlhf_jax.runtime import main as command
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+STEPS = 6
+REWARD = """
+import signal
+calls = 0
+
+def score(prompts, responses, rows):
+    return [float(len(set(response.split()))) for response in responses]
+
+def stopping(prompts, responses, rows):
+    global calls
+    calls += 1
+    if calls == 4:  # the rehearsal is a call too
+        signal.raise_signal(signal.SIGTERM)
+    return score(prompts, responses, rows)
+
+def judge(prompts, responses, rows):
+    return [-float(len(response)) for response in responses]
+"""
+BASICS = (
+    *("--batch-size=4", "--max-new-tokens=4", "--num-minibatches=1", "--num-epochs=1"),
+    *(f"--num-steps={STEPS}", "--snapshot-every=4", "--sample-every=2"),
+    *("--policy-learning-rate=1e-2", "--critic-learning-rate=1e-2", "--kl-coef=0.1"),
+)
+LORA = ("--lora.rank=2", "--lora.modules", "attention/query", "mlp/*")
+WAYS = {
+    "int8": (
+        *("--reference-storage.dtype=int8", "--reference-storage.embeddings=bfloat16"),
+    ),
+    "on the host": ("--reference-storage.memory=pinned_host", "--drift-every=3"),
+    "on the CPU": ("--reference-storage.memory=cpu",),
+    "mixed, every third KL": (
+        *("--lifecycle.mix-every=2", "--lifecycle.mix-rate=0.5"),
+        *("--lifecycle.kl-every=3", "--lifecycle.scale-kl-coef"),
+    ),
+    "adapters": LORA,
+    "adapters over int8": (*LORA, "--reference-storage.dtype=int8"),
+    "adapters, reset": (*LORA, "--lifecycle.reset-every=2"),
+    "none": ("--no-measure-kl", "--kl-coef=0"),
+}
+QUICK = ("adapters, reset",)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "distinct_words.py").write_text(REWARD)
+    toy_files.checkpoint(folder / "model")
+    rows = [{"prompt": prompt} for prompt in ("the cat", "a dog was")]
+    toy_files.jsonl(folder / "prompts.jsonl", *rows)
+    (folder / "held_out.txt").write_text("the cat sat on a dog . " * 20)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [*sys.path, str(folder)])
+        yield folder
+
+
+def play(files, out, *argv, reward="score"):
+    words = [
+        *("--out", out, "--no-progress", "--model", files / "model"),
+        *("--prompts", files / "prompts.jsonl", "--reward", f"distinct_words:{reward}"),
+        *(*BASICS, *argv),
+    ]
+    cli.main(
+        ppo_from_checkpoint.main,
+        ppo_from_checkpoint.Config,
+        description="",
+        argv=list(map(str, words)),
+    )
+    return json.loads((out / "summary.json").read_text())
+
+
+def result(out):
+    """What must not depend on a stop: the record, and the model that came out."""
+    names = ("metrics.jsonl", "samples.jsonl", "positions.jsonl")
+    record = {name: (out / name).read_bytes() for name in names}
+    for file in sorted(out.glob("*/*.safetensors")):  # metadata has no order
+        for key, tensor in load_file(file).items():
+            record[f"{file.parent.name} {key}"] = tensor.tobytes()
+    return record
+
+
+def ways():
+    return [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+        for name in WAYS
+    ]
+
+
+@pytest.mark.parametrize("name", ways())
+def test_a_stopped_run_goes_on_to_the_last_bit(name, files, tmp_path, capsys):
+    options, whole, parts = WAYS[name], tmp_path / "whole", tmp_path / "parts"
+    # The reward's name is recorded, so both have the one that may stop; its count of
+    # calls is beyond 4 in the second run.
+    module = sys.modules.get("distinct_words")
+    if module is not None:
+        module.calls = 0
+    with pytest.raises(SystemExit) as exit_:
+        play(files, parts, *options, reward="stopping")
+    assert exit_.value.code == 128 + signal.SIGTERM
+    assert len(metrics.read(parts / "metrics.jsonl")) < STEPS
+    play(files, parts, *options, "--resume", reward="stopping")
+    summary = play(files, whole, *options, reward="stopping")
+    assert result(parts) == result(whole)
+    rows = metrics.read(whole / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(STEPS))
+    CHECKS[name](summary, rows, whole, files)
+    if name != "none":
+        capsys.readouterr()
+        command.main(["verify", str(parts)])
+        assert "none moved" in capsys.readouterr().out
+
+
+def check_copy(summary, rows, out, files):
+    assert abs(rows[0]["objective/kl"]) < 0.05  # rounding of the storage alone
+    assert rows[-1]["objective/kl_k3"] > 0.01
+    assert summary["reference_verified"] is True
+    assert summary["drift_relative"] > 0
+
+
+def check_reset(summary, rows, out, files):
+    """Right after a reset the policy is the reference again."""
+    kl = [row["objective/kl_k3"] for row in rows]
+    after = [abs(kl[step]) for step in (0, 2, 4)]
+    assert max(after) < 1e-9 < 1e-6 < min(kl[1], kl[3], kl[5])
+    drift = [row["drift/relative"] for row in rows]
+    assert drift[2] < drift[1]
+
+
+def check_mixed(summary, rows, out, files):
+    measured = [row["step"] for row in rows if "objective/kl" in row]
+    assert measured == [0, 3]
+    for row in rows:  # scaled by kl_every, so that it weighs the same in the end
+        assert row["objective/kl_coef"] == pytest.approx(0.3)
+    assert summary["drift_relative"] > 0
+
+
+def check_adapters(summary, rows, out, files):
+    kl = [row["objective/kl_k3"] for row in rows]
+    assert kl[0] < 1e-9 < 1e-5 < kl[-1]
+    model, base = hf.load(files / "model")
+    held = frozen.freeze(base)
+    made, adapters = peft.load(out / "adapter", model=model, base=held)
+    _, saved = hf.load(out / "model")
+    tokens = jnp.asarray(np.arange(8)[None, :] % model.vocab_size, jnp.int32)
+    mask = jnp.ones_like(tokens, bool)
+    attached = lora.attach(base, adapters, lora=made)
+    np.testing.assert_allclose(
+        toys.logits(saved, model=model, tokens=tokens, mask=mask),
+        toys.logits(attached, model=model, tokens=tokens, mask=mask),
+        atol=1e-4,
+    )
+    root = fingerprint.fingerprint(base).root
+    assert summary["reference_fingerprint"] == root
+
+
+def check_adapters_over_int8(summary, rows, out, files):
+    kl = [row["objective/kl_k3"] for row in rows]
+    assert kl[0] < 1e-9 < 1e-5 < kl[-1]  # both read the same rounded base
+    assert summary["reference_verified"] is True
+
+
+def check_none(summary, rows, out, files):
+    assert not any(name.startswith("drift") for row in rows for name in row)
+    assert not any("objective/kl" in row for row in rows)
+    assert "reference_fingerprint" not in summary
+    assert summary["kl_last"] is None
+
+
+CHECKS = {
+    "int8": check_copy,
+    "on the host": check_copy,
+    "on the CPU": check_copy,
+    "mixed, every third KL": check_mixed,
+    "adapters": check_adapters,
+    "adapters over int8": check_adapters_over_int8,
+    "adapters, reset": check_reset,
+    "none": check_none,
+}
