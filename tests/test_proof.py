@@ -304,6 +304,29 @@ def consistent_replacement(arrays, meta):
     meta["frozen"]["reference"]["now"] = said["now"]
 
 
+def another_model(arrays, meta):
+    """Arrays with digests of their own; the meta alone knows better."""
+    saved = {"reference": frozen.freeze(weights(1))}
+    arrays.update(
+        {path: np.asarray(leaf) for path, leaf in snapshot._flat(saved).items()}
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "moved"),
+    [
+        (another_model, "snapshot 8 of ppo: reference: .* others in layers/a, layers"),
+        (flip("reference/stored/layers/b"), "got others in layers/b. Something wrote"),
+    ],
+)
+def test_a_tampered_snapshot_is_not_resumed(tmp_path, change, moved):
+    """Under a lifecycle too, where the beginning cannot tell."""
+    play(tmp_path / "run", life=MIXED)
+    out = tampered(tmp_path / "run", tmp_path / "tampered", change)
+    with pytest.raises(ReferenceMovedError, match=moved):
+        play(out, life=MIXED, resume=True)
+
+
 def another_beginning(arrays, meta):
     consistent_replacement(arrays, meta)
     said = meta["frozen"]["reference"]
