@@ -25,8 +25,14 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def found():
     script = Path(__file__).with_name("compile_for_tpu.py")
-    # No machine is asked what it is, and XLA is left as a real run has it.
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
+    # No machine is asked what it is, another process may compile too, and XLA is left
+    # as a real run has it.
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }
     environment.pop("XLA_FLAGS", None)
     done = subprocess.run(
         [sys.executable, script], env=environment, capture_output=True, text=True
