@@ -29,6 +29,7 @@ import optax
 import reviews
 
 from rlhf_jax import (
+    alarms,
     batches,
     checks,
     cli,
@@ -36,7 +37,9 @@ from rlhf_jax import (
     critic,
     decoder,
     drift,
+    drift_report,
     encoding,
+    experience,
     frozen,
     kl_control,
     ppo,
@@ -324,11 +327,16 @@ def improve(
     )
     stage_state = {"train": initial, "reference": reference, "root_key": key}
     distance = jax.jit(drift.weight_drift)
+    by_position = jax.jit(
+        functools.partial(
+            experience.kl_by_position, max_new_tokens=algorithm.max_new_tokens
+        )
+    )
     with job.stage(
         "ppo",
         stage_state,
-        meta={"reference_fingerprint": frozen.fingerprint_of(reference).root},
-        verify=lambda held: frozen.verify(held["reference"]),
+        meta={},
+        beside={"reward model": reward_model},
     ) as stage:
         train, reference = stage.state["train"], stage.state["reference"]
         for step in stage.steps():
@@ -344,10 +352,10 @@ def improve(
                 key=step_key,
             )
             stage.state["train"] = train
-            moved = distance(train.policy, reference.stored)["relative"]
-            stats["drift/relative"] = (moved, jnp.ones_like(moved))
-            samples = []
+            stats |= drift.stats(distance(train.policy, reference.stored))
+            samples, positions = [], None
             if step % options.sample_every == 0:
+                positions = by_position(scored)
                 texts = answers_in(answered)[:SHOWN]
                 samples = [
                     {"prompt": prompt, "response": response, "score": float(value)}
@@ -355,7 +363,7 @@ def improve(
                         texts, scored.scores[:SHOWN], strict=True
                     )
                 ]
-            stage.end_step(step, stats, samples)
+            stage.end_step(step, stats, samples, positions=positions)
     return train.policy
 
 
@@ -480,7 +488,8 @@ def main(options: Config) -> None:
         "reward_model": options.reward_steps,
         "ppo": options.num_steps,
     }
-    with run.Run(options, num_steps=num_steps) as job:
+    check = functools.partial(alarms.check, limits=alarms.LIMITS)
+    with run.Run(options, num_steps=num_steps, check=check) as job:
         tuned = fine_tune(
             decoder.init(init_key, model=model), job=job, model=model, options=options
         )
@@ -526,7 +535,10 @@ def main(options: Config) -> None:
             for (prompt, old), (_, new) in shown
         ]
     )
-    moved = float(drift.weight_drift(trained, frozen.read(reference))["relative"])
+    found = jax.device_get(drift.weight_drift(trained, reference.stored))
+    moved = float(found["relative"])
+    drift_report.table(found)
+    drift_report.plots(job.folder, found)
     fingerprint = frozen.fingerprint_of(reference).root
     print(f"reference verified unchanged, fingerprint {fingerprint}")
     print(f"policy moved, relative weight drift {moved:.4f}")
@@ -541,6 +553,7 @@ def main(options: Config) -> None:
         "reference_fingerprint": fingerprint,
         "reference_verified": True,
         "drift_relative": moved,
+        "alarms": job.alarms,
         "seconds": time.perf_counter() - started,
     }
     run_folder.write_summary(job.folder, summary)

@@ -14,7 +14,7 @@ last snapshot and has no steps left, so a pipeline goes on where it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Self
 
 from rlhf_jax.functional.checks import InputError, StopError
@@ -101,7 +101,6 @@ class Run:
         state: PyTree,
         *,
         meta: Mapping[str, Any],
-        verify: Callable[[PyTree], None] | None = None,
         beside: Mapping[str, Frozen] | None = None,
         moving: Collection[str] = (),
     ) -> Stage:
@@ -115,8 +114,6 @@ class Run:
           state: pytree of arrays, all that the stage changes or must not lose.
           meta: JSON values that must be equal when the stage is resumed, as the
             reference's fingerprint.
-          verify: raises if something in the state has moved that must not; called
-            with it at the start, before every snapshot and so at the end.
           beside: frozen models by name that the stage reads and its state does not
             hold, as the reward model.
           moving: names of those in the state that a lifecycle replaces.
@@ -131,7 +128,6 @@ class Run:
             name,
             state,
             meta=meta,
-            verify=verify,
             frozen=proof.Proof(state, beside=beside or {}, moving=moving),
         )
 
@@ -146,11 +142,9 @@ class Stage:
         state: PyTree,
         *,
         meta: Mapping[str, Any],
-        verify: Callable[[PyTree], None] | None,
         frozen: proof.Proof,
     ) -> None:
         self._run = run
-        self._verify = verify
         self._frozen = frozen
         self._num_steps = run.num_steps[name]
         self._meta = {
@@ -177,8 +171,6 @@ class Stage:
             )
         else:
             frozen.check(self.state)
-        if verify is not None:
-            verify(self.state)
         run.record.begin(name, step=self.start)
 
     def __enter__(self) -> Self:
@@ -229,8 +221,6 @@ class Stage:
                 f"or start again with a smaller learning rate"
             )
         if due:
-            if self._verify is not None:
-                self._verify(self.state)
             meta = {**self._meta, proof.META: self._frozen.check(self.state)}
             self._snapshots.save(done, arrays=self.state, meta=meta)
             self._run.interrupt.check()
