@@ -54,6 +54,8 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
+    """A PPO run, as far as its memory goes."""
+
     model: str | None = None
     """Checkpoint folder or hub id, of which only config.json is read; None is a GPT-2
     of the shape below."""
