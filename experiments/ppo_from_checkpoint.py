@@ -71,7 +71,6 @@ from rlhf_jax import (
     score,
     self_check,
     state,
-    storage,
 )
 from rlhf_jax import lora as lora_
 from rlhf_jax.functional.checks import InputError
@@ -232,12 +231,26 @@ class Config(run_folder.RunConfig):
         )
         checks.non_negative(kl_coef=self.kl_coef, num_shown=self.num_shown)
         if not self.measure_kl and (
-            self.kl_coef or self.kl_target is not None or self.lifecycle.moves
+            self.kl_coef
+            or self.kl_target is not None
+            or self.reference is not None
+            or self.lifecycle != lifecycle.FROZEN
         ):
             raise InputError(
-                "--no-measure-kl: expected --kl-coef 0 and neither --kl-target nor a "
-                "lifecycle, as there is no reference then; leave one or the other out"
+                "--no-measure-kl: expected --kl-coef 0 and neither --kl-target, "
+                "--reference nor a lifecycle, as there is no reference then; leave one "
+                "or the other out"
             )
+        if self.lora.lora is None and self.lora != Adapters():
+            raise InputError(
+                f"--lora.rank: expected a number with --lora.alpha {self.lora.alpha:g} "
+                f"and --lora.modules {' '.join(self.lora.modules)}, got none, which "
+                f"trains every parameter; give a rank, or leave them out"
+            )
+        if not self.measure_kl and self.lora.lora is None:
+            _refuse_unused("--reference-storage", self.reference_storage)
+        if self.reward_model is None:
+            _refuse_unused("--reward-storage", self.reward_storage)
         if self.lora.lora is not None:
             self.lifecycle.refuse_mixing_adapters()
             if self.reference_storage.memory == "cpu":
@@ -257,6 +270,14 @@ class Config(run_folder.RunConfig):
                     "--critic-from: expected policy with --lora.rank, got reward_model;"
                     " the critic's adapters are over the policy's base"
                 )
+
+
+def _refuse_unused(option: str, given: Storage) -> None:
+    if given != frozen_models.COPY:
+        raise InputError(
+            f"{option}: expected none where no such model is held, got {given}; leave "
+            f"it out"
+        )
 
 
 ADAPTERS = 2**32 - 1  # folded into the root key where a step is, which none reaches
@@ -303,9 +324,11 @@ def make_models(options: Config, policy: Pretrained) -> Models:
     elif options.critic_from == "policy":
         trained, valued = policy.params, critic.from_policy(policy.params, model=model)
     else:
-        assert reward is not None  # checked by Config
+        assert options.reward_model is not None  # checked by Config
+        assert reward is not None  # of it
+        # Read again: what is frozen may be rounded, or be on the host.
+        _, valued = hf.load_reward(options.reward_model, dtype="float32")
         trained, critic_model = policy.params, reward.model
-        valued = storage.store(frozen.read(reward.frozen), dtype="float32")
     algorithm = make_ppo(options, policy=policy, critic_model=critic_model)
     reference = None
     if options.measure_kl and base is not None and options.reference is None:
@@ -321,6 +344,9 @@ def make_models(options: Config, policy: Pretrained) -> Models:
         critic_optimizer=algorithm.critic_optimizer,
         kl=make_kl(options),
     )
+    # Tied to its device, as what comes back from a frozen model is: a state that is not
+    # would be after its first step, and `jit` would compile everything again.
+    train = jax.device_put(train, jax.devices()[0])
     return Models(algorithm, train, base, reference, reward)
 
 
@@ -730,10 +756,11 @@ def main(options: Config) -> None:
     save(job.folder, trained, models=models, policy=policy, name=options.model)
 
     measured = metrics.read(job.folder / "metrics.jsonl")
-    first, last = measured[0], measured[-1]
+    first = measured[0]
+    last = functools.reduce(dict.__or__, measured)  # not every step takes the KL
     report.table(
         "Answers to the prompts",
-        ("", "first iteration", "last iteration"),
+        ("", "first iteration", "last measured"),
         [(name, first.get(at), last.get(at)) for at, name in MEASURED.items()],
     )
     summary: dict[str, Any] = {

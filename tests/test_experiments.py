@@ -15,8 +15,8 @@ import sft
 import toy_files
 import toys
 
-from rlhf_jax import data, fingerprint, rewards
-from rlhf_jax.runtime import cli, encoding, hf, metrics
+from rlhf_jax import data, fingerprint, frozen_models, rewards
+from rlhf_jax.runtime import cli, encoding, hf, metrics, pretrained
 
 PAIR = {"prompt": "the cat", "chosen": "sat very good .", "rejected": "ran bad ."}
 ANSWERS = [
@@ -207,6 +207,9 @@ def refused(capsys, tmp_path, run):
     return " ".join(capsys.readouterr().err.replace("│", " ").split())
 
 
+NO_KL = ("--reward=m:f", "--no-measure-kl", "--kl-coef=0", "--reference=x")
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -241,6 +244,47 @@ def refused(capsys, tmp_path, run):
         (("--reward=json:dumps", "--temperature=0"), "temperature: expected a finite"),
         (("--reward=json:dumps", "--kl-target=-1"), "target: expected a finite number"),
         (("--reward=json:dumps", "--num-steps=0"), "num_steps: expected a finite"),
+        (("--reward=m:f", "--no-measure-kl"), "expected --kl-coef 0 and neither"),
+        (NO_KL, "expected --kl-coef 0 and neither --kl-target, --reference nor"),
+        (
+            (*NO_KL[:3], "--reference-storage.dtype=int8"),
+            "--reference-storage: expected none where no such model is held, got",
+        ),
+        (
+            ("--reward=m:f", "--reward-storage.memory=cpu"),
+            "--reward-storage: expected none where no such model is held, got",
+        ),
+        (
+            ("--reward=m:f", "--lora.modules", "mlp/*"),
+            "--lora.rank: expected a number with --lora.alpha 32 and --lora.modules ml",
+        ),
+        (
+            ("--reward=json:dumps", "--lora.rank=2", "--lora.modules", "mlp/gate"),
+            "got 'mlp/gate', which matches none",
+        ),
+        (
+            ("--reward=m:f", "--lora.rank=2", "--reference-storage.memory=cpu"),
+            "expected device or pinned_host with --lora.rank, got cpu",
+        ),
+        (
+            (
+                *("--reward=m:f", "--lora.rank=2", "--lifecycle.mix-every=2"),
+                "--lifecycle.mix-rate=0.5",
+            ),
+            "mixing adapters does not mix the weights",
+        ),
+        (
+            (
+                *("--reward=m:f", "--lora.rank=2", "--lifecycle.reset-every=2"),
+                "--reference=x",
+            ),
+            "--reference: expected none with --lora.rank and a lifecycle",
+        ),
+        (
+            ("--reward-model=x", "--lora.rank=2", "--critic-from=reward_model"),
+            "--critic-from: expected policy with --lora.rank, got reward_model",
+        ),
+        (("--reward=m:f", "--lifecycle.kl-every=0"), "kl_every: expected a number of"),
     ],
 )
 def test_options_that_ppo_refuses(files, tmp_path, capsys, argv, message):
@@ -377,6 +421,25 @@ def test_a_reward_model_with_other_words(files, tmp_path, capsys, words, message
     scorer = other_scorer(tmp_path / "scorer", words=words)
     run = lambda out: ppo(out, files, "--reward-model", scorer)  # noqa: E731
     assert message in refused(capsys, tmp_path, run)
+
+
+def test_a_critic_starts_as_the_reward_model_however_that_is_held(files, tmp_path):
+    """Neither rounded nor on the host, as the frozen one is."""
+    folder = other_scorer(tmp_path, words=toy_files.WORDS)
+    options = ppo_from_checkpoint.Config(
+        out=tmp_path / "run",
+        model=str(files / "model"),
+        prompts="",
+        reward_model=str(folder),
+        critic_from="reward_model",
+        reward_storage=frozen_models.Storage(dtype="int8", memory="pinned_host"),
+    )
+    made = ppo_from_checkpoint.make_models(options, pretrained.load(options.model))
+    _, expected = hf.load_reward(folder)
+    assert toys.leaves_equal(made.train.critic, expected)
+    for leaf in jax.tree.leaves(made.train):
+        assert leaf.committed, "or every program is compiled again at its second step"
+        assert leaf.sharding.memory_kind == "device"
 
 
 def test_models_in_the_wrong_place(files, tmp_path, capsys):
