@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import leaves
-from rlhf_jax.models.leaves import Int8, OnHost
 from rlhf_jax.roles import fingerprint, storage
 from rlhf_jax.roles.frozen import Frozen
 
@@ -127,7 +126,8 @@ def reset(frozen: Frozen, params: Params) -> Frozen:
     """
     held, structure = _held(frozen, params)
     pairs = zip(held, jax.tree.leaves(params), strict=True)
-    stored = jax.tree.unflatten(structure, [_as_held(old, leaf) for old, leaf in pairs])
+    copied = [storage.copy_as(leaf, like=old) for old, leaf in pairs]
+    stored = jax.tree.unflatten(structure, copied)
     return Frozen(
         stored=stored,
         source_digests=fingerprint.digests(params),
@@ -159,7 +159,7 @@ def mix(frozen: Frozen, params: Params, *, rate: float) -> Frozen:
         fingerprint.paths(params), held, jax.tree.leaves(params), strict=True
     ):
         mixed = _mixed(leaves.read(old), leaf, rate=rate)
-        stored.append(_as_held(old, mixed))
+        stored.append(storage.copy_as(mixed, like=old))
         digests.append(fingerprint.digest(mixed, path=path))
     tree = jax.tree.unflatten(structure, stored)
     return Frozen(
@@ -172,7 +172,7 @@ def mix(frozen: Frozen, params: Params, *, rate: float) -> Frozen:
 def _mixed(anchor: Array, leaf: Array, *, rate: float) -> Array:
     if not jnp.issubdtype(anchor.dtype, jnp.floating):
         return leaf
-    leaf = _beside(anchor, leaf).astype(jnp.float32)
+    leaf = storage.place_as(leaf, anchor).astype(jnp.float32)
     return rate * leaf + (1.0 - rate) * anchor.astype(jnp.float32)
 
 
@@ -195,22 +195,3 @@ def _held(frozen: Frozen, params: Params) -> tuple[list[Any], Any]:
                 f"reference becomes, or is mixed with, a later state of its own model"
             )
     return held, structure
-
-
-def _as_held(old: Any, leaf: Array) -> Any:
-    """A copy of a leaf in the dtype, the memory and on the devices of `old`."""
-    return jax.tree.map(_beside, old, _cast(old, leaf))
-
-
-def _cast(old: Any, leaf: Array) -> Any:
-    if isinstance(old, OnHost):
-        return OnHost(_cast(old.held, leaf))
-    if isinstance(old, Int8):
-        by_row = old.scales.shape == (*old.values.shape[:-1], 1)
-        return storage.quantise(leaf, axis=-1 if by_row else -2)
-    return jnp.array(leaf, dtype=old.dtype, copy=True)
-
-
-def _beside(old: Array, new: Array) -> Array:
-    # One that is tied to no device stays so: `jit` compiles again for a tied one.
-    return jax.device_put(new, old.sharding) if old.committed else new

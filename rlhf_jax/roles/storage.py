@@ -105,26 +105,30 @@ def store(
     )
 
 
-def store_as(params: Params, *, held: Params) -> Params:
-    """A copy of `params`, each leaf in the dtype, memory and place of its like.
+def copy_as(leaf: Array, *, like: Any) -> Any:
+    """A copy of a leaf in the dtype, the memory and the place of another.
 
     Args:
-      params: pytree of arrays.
-      held: what `store` made of a tree of the same structure and shapes.
-
-    Raises:
-      InputError: the trees differ in structure or shapes.
+      leaf: an array.
+      like: a leaf that `store` made of one of the same shape.
     """
-    old, structure = jax.tree.flatten(held, is_leaf=leaves.is_stored)
-    new = jax.tree.leaves(params)
-    shapes = [leaf.shape for leaf in old]
-    if jax.tree.structure(params) != structure or shapes != [x.shape for x in new]:
-        raise InputError(
-            f"expected parameters of the structure and shapes of those stored before, "
-            f"{structure} of {shapes}, got {jax.tree.structure(params)} of "
-            f"{[x.shape for x in new]}; pass parameters of the same model"
-        )
-    return jax.tree.unflatten(structure, map(_copy_as, new, old))
+    if isinstance(like, OnHost):
+        return OnHost(copy_as(leaf, like=like.held))
+    if isinstance(like, Int8):
+        # Axes of one element share a scale in any case.
+        shared = tuple(i for i, size in enumerate(like.scales.shape) if size == 1)
+        copied = quantise(leaf, axis=shared)
+    else:
+        copied = jnp.array(leaf, dtype=like.dtype, copy=True)
+    return jax.tree.map(place_as, copied, like)
+
+
+def place_as(leaf: Array, like: Array) -> Array:
+    """A leaf where another is, the same bits.
+
+    One that is tied to no device stays so: `jit` compiles again for a tied one.
+    """
+    return jax.device_put(leaf, like.sharding) if like.committed else leaf
 
 
 def quantise(x: Array, *, axis: int | tuple[int, ...]) -> Int8:
@@ -198,22 +202,6 @@ def _cast(path: Any, leaf: Any, *, dtype: Any, embeddings: Any) -> Any:
     if dtype == jnp.int8 and axis is not None:
         return quantise(leaf, axis=axis)
     return jnp.array(leaf, dtype=dtype, copy=True)
-
-
-def _copy_as(leaf: Array, like: Any) -> Any:
-    if isinstance(like, OnHost):
-        return OnHost(_copy_as(leaf, like.held))
-    if isinstance(like, Int8):
-        # Axes of one element share a scale in any case.
-        shared = tuple(i for i, size in enumerate(like.scales.shape) if size == 1)
-        copied = quantise(jnp.asarray(leaf), axis=shared)
-    else:
-        copied = jnp.array(leaf, dtype=like.dtype, copy=True)
-    return jax.tree.map(
-        lambda new, old: jax.device_put(new, old.sharding) if old.committed else new,
-        copied,
-        like,
-    )
 
 
 def _broadcast(sharding: Any, params: Params, *, count: int) -> list[Any]:
