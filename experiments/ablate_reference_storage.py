@@ -16,9 +16,11 @@ float32 of log-probs (nats, mean over held-out tokens) and of the KL from policy
 reference (nats, mean over responses).
 
 Beside `plan.WAYS` the table has `cpu`, where the reference's forward runs on the CPU's
-devices, `lora-base`, where it is the base that a policy of adapters reads anyway, and
-`none`, which is never loaded and never run. OUT/storage.json and OUT/plots/storage.png
-hold the table.
+devices, `lora-base`, where it is the base that a policy of adapters holds anyway,
+`none`, which is never loaded and never run, and `precomputed`, which is read from the
+disk as for a data set that does not change. Bytes held are those of the arrays that
+come to live when a storage is made. OUT/storage.json and OUT/plots/storage.png hold
+the table.
 
 The first command takes 10 to 15 minutes on 2 CPU cores that do other work too. Its
 model reaches a held-out loss of 1.87 nats per byte, and the policy a KL of 2.0 nats
@@ -35,7 +37,8 @@ import functools
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +59,7 @@ from rlhf_jax import (
     frozen,
     plan,
     policy,
+    precomputed,
     pretrained,
     report,
     rollout,
@@ -74,6 +78,15 @@ from rlhf_jax.stages.batch import Prompts, Rollout, Scored, Sequences
 
 Params = Any
 Row = dict[str, Any]
+
+
+class Exact(NamedTuple):
+    """What the copy in float32 says, that the others are held against."""
+
+    logprobs: np.ndarray  # f32[N], nats, of the held-out tokens
+    kl: np.ndarray  # f32[responses], nats
+
+
 MIB = 2**20
 COST = {
     "held_mib": "held [MiB]",
@@ -252,7 +265,7 @@ def scoring(options: Config, *, model: ModelConfig) -> Callable[..., Scored]:
 def cost(
     options: Config, reference: Frozen | None, *, model: ModelConfig, responses: Rollout
 ) -> tuple[Row, Scored]:
-    """What a storage takes: bytes held, bytes at most while it scores, and seconds."""
+    """What scoring with a storage takes: bytes at most and seconds."""
 
     def there() -> Rollout:
         return responses if reference is None else frozen.beside(reference, responses)
@@ -265,10 +278,7 @@ def cost(
         began = time.perf_counter()
         jax.block_until_ready(program(reference, there()))
         seconds.append(time.perf_counter() - began)
-    held = 0 if reference is None else storage.nbytes(reference.stored)
     row: Row = {
-        "held_mib": held / MIB,
-        "host_mib": 0.0,
         "peak_mib": peak(program.memory_analysis()),
         "tpu_peak_mib": None,
         "seconds": statistics.median(seconds),
@@ -305,17 +315,92 @@ def held_out_logprobs(
     return np.concatenate(said)
 
 
-def ways(params: Params) -> dict[str, Callable[[], Frozen | None]]:
-    """Every storage by name, made when its turn comes."""
+def ways(params: Params, *, base: Frozen) -> dict[str, Callable[[], Frozen | None]]:
+    """Every storage by name, made when its turn comes.
+
+    Args:
+      base: that a policy of adapters holds in any case, and is its reference.
+    """
     chosen: dict[str, Callable[[], Frozen | None]] = {
         name: functools.partial(frozen.freeze, params, **how)
         for name, how in plan.WAYS.items()
     }
     cpu = SingleDeviceSharding(jax.devices("cpu")[0])
     chosen["cpu"] = functools.partial(frozen.freeze, params, sharding=cpu)
-    chosen["lora-base"] = functools.partial(frozen.freeze, params)
+    chosen["lora-base"] = lambda: base
     chosen["none"] = lambda: None
     return chosen
+
+
+def live_mib() -> tuple[float, float]:
+    """MiB of all arrays that live, on the devices and in the host's pinned memory."""
+    sizes = {True: 0, False: 0}
+    for array in jax.live_arrays():
+        sizes[array.sharding.memory_kind == "pinned_host"] += array.nbytes
+    return sizes[False] / MIB, sizes[True] / MIB
+
+
+def errors(logprobs: np.ndarray, kl: np.ndarray, *, exact: Exact) -> Row:
+    """Distance from what the copy in float32 says."""
+    return {
+        "logprob_error": float(np.abs(logprobs - exact.logprobs).mean()),
+        "kl": float(kl.mean()),
+        "kl_error": float(np.abs(kl - exact.kl).mean()),
+    }
+
+
+def from_disk(
+    options: Config,
+    reference: Frozen,
+    *,
+    folder: Path,
+    model: ModelConfig,
+    responses: Rollout,
+    held_out: list[Sequences],
+    exact: Exact,
+) -> Row:
+    """Log-probs priced once and read back: for a data set that does not change."""
+    price = functools.partial(
+        precomputed.load_or_compute,
+        folder,
+        reference=reference,
+        model=model,
+        pad_id=0,
+        progress=options.progress,
+    )
+    texts = [
+        (tokens[mask].tolist(), trained[mask])
+        for batch in jax.device_get(held_out)
+        for tokens, mask, trained in zip(
+            batch.tokens, batch.mask, batch.response_mask, strict=True
+        )
+        if mask.any()
+    ]
+    said = price([tokens for tokens, _ in texts], batch_size=options.batch_size)
+    logprobs = np.concatenate(
+        [said.row(i)[trained] for i, (_, trained) in enumerate(texts)]
+    )
+    tokens = np.asarray(responses.tokens).tolist()
+    price = functools.partial(
+        price, tokens, batch_size=len(tokens), temperature=options.temperature
+    )
+    found = price().padded(range(len(tokens)), width=len(tokens[0]))
+    before, seconds = live_mib(), []
+    for _ in range(options.repeats):
+        began = time.perf_counter()
+        price().padded(range(len(tokens)), width=len(tokens[0]))
+        seconds.append(time.perf_counter() - began)
+    after = live_mib()
+    log_ratio = np.asarray(responses.old_logprobs) - found
+    kl = np.where(np.asarray(responses.response_mask), log_ratio, 0.0).sum(axis=1)
+    return {
+        "held_mib": after[0] - before[0],
+        "host_mib": after[1] - before[1],
+        "peak_mib": None,  # no program runs
+        "tpu_peak_mib": None,
+        "seconds": statistics.median(seconds),
+        **errors(logprobs, kl, exact=exact),
+    }
 
 
 def draw(rows: list[Row]) -> Figure:
@@ -367,30 +452,35 @@ def main(options: Config) -> None:
     responses = sample(options, nudged, model=model, texts=held_out)
 
     rows: list[Row] = []
-    exact = frozen.freeze(params)
-    exact_logprobs = held_out_logprobs(exact, in_order, model=model)
-    exact_kl = None
-    for name, make in ways(params).items():
+    base, exact = frozen.freeze(params), None
+    for name, make in ways(params, base=base).items():
+        before = live_mib()
         reference = make()
+        device, host = (b - a for a, b in zip(before, live_mib(), strict=True))
         row, scored = cost(options, reference, model=model, responses=responses)
+        row = {"storage": name, "held_mib": device, "host_mib": host, **row}
         row |= {"logprob_error": None, "kl": None, "kl_error": None}
-        if name == "lora-base":
-            row["held_mib"] = 0.0  # the policy reads the same arrays
-        elif name == "cpu":
+        if name == "cpu":
             row["tpu_peak_mib"] = None  # it is not there
-        elif name.startswith("host"):
-            row["host_mib"], row["held_mib"] = row["held_mib"], 0.0
         if reference is not None:
             assert scored.kl is not None  # as there is a reference
             kl = np.asarray(scored.kl).sum(axis=1)
-            exact_kl = kl if exact_kl is None else exact_kl
             found = held_out_logprobs(reference, in_order, model=model)
-            row["logprob_error"] = float(np.abs(found - exact_logprobs).mean())
-            row["kl"] = float(kl.mean())
-            row["kl_error"] = float(np.abs(kl - exact_kl).mean())
+            exact = Exact(found, kl) if exact is None else exact  # the copy is first
+            row |= errors(found, kl, exact=exact)
             frozen.verify(reference)
-        rows.append({"storage": name, **row})
-    loss = float(-exact_logprobs.mean())
+        rows.append(row)
+    assert exact is not None
+    read = from_disk(
+        *(options, base),
+        folder=job.folder / "precomputed",
+        model=model,
+        responses=responses,
+        held_out=in_order,
+        exact=exact,
+    )
+    rows.append({"storage": "precomputed", **read})
+    loss = float(-exact.logprobs.mean())
     for title, columns in {
         "Cost of a reference's storage": COST,
         f"Error at a held-out loss of {loss:.3f} nats per token": ERROR,
@@ -406,7 +496,7 @@ def main(options: Config) -> None:
     run_folder.write_json(job.folder / "storage.json", {"rows": rows})
     summary = {
         "held_out_loss": loss,
-        "held_out_tokens": len(exact_logprobs),
+        "held_out_tokens": len(exact.logprobs),
         "parameters": decoder.num_parameters(model),
         "seconds": time.perf_counter() - started,
     }

@@ -1,6 +1,7 @@
 """The ablation of storages at toy size: its table against figures taken another way."""
 
 import dataclasses
+import functools
 import json
 
 import ablate_reference_storage
@@ -40,22 +41,29 @@ def test_a_checkpoint_s_storages(tmp_path, capsys):
     by_name = {row["storage"]: row for row in rows}
     _, params = hf.load(model)
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / 2**20
-    assert by_name["copy"]["held_mib"] == pytest.approx(whole)
-    assert by_name["float16"]["held_mib"] == pytest.approx(whole / 2)
+    near = functools.partial(pytest.approx, abs=5e-4)  # digests: 8 bytes a leaf, twice
+    assert by_name["copy"]["held_mib"] == near(whole)
+    assert by_name["float16"]["held_mib"] == near(whole / 2)
     eight = storage.nbytes(storage.store(params, dtype="int8")) / 2**20
-    assert by_name["int8"]["held_mib"] == pytest.approx(eight)
-    assert by_name["host"]["held_mib"] == by_name["lora-base"]["held_mib"] == 0
-    assert by_name["host"]["host_mib"] == pytest.approx(whole)
+    assert by_name["int8"]["held_mib"] == near(eight)
+    assert by_name["host"]["held_mib"] == near(0)
+    assert by_name["host"]["host_mib"] == near(whole)
+    assert by_name["lora-base"]["held_mib"] == 0  # the very arrays of the base
     exact = ("copy", "host", "cpu", "lora-base")
     for name in exact:
         assert by_name[name]["logprob_error"] == by_name[name]["kl_error"] == 0
         assert by_name[name]["kl"] == by_name["copy"]["kl"] > 1e-3
-    for name in by_name.keys() - {*exact, "none"}:
+    said = by_name["precomputed"]
+    assert said["logprob_error"] < 1e-5
+    assert said["kl_error"] < 1e-5
+    assert said["held_mib"] == said["host_mib"] == 0
+    for name in by_name.keys() - {*exact, "none", "precomputed"}:
         row = by_name[name]
         assert 0 < row["logprob_error"] < 0.02
         assert abs(row["kl"] - by_name["copy"]["kl"]) <= row["kl_error"] < 0.1
     assert by_name["none"]["kl"] is None
-    assert all(row["peak_mib"] > row["held_mib"] for row in rows)
+    ran = [row for row in rows if row["storage"] != "precomputed"]
+    assert all(row["peak_mib"] > row["held_mib"] for row in ran)
     assert by_name["none"]["peak_mib"] < 0.1 * by_name["copy"]["peak_mib"]
     summary = json.loads((out / "summary.json").read_text())
     assert summary["held_out_loss"] == pytest.approx(loss_of(out, params), abs=0.05)
