@@ -71,3 +71,12 @@ def test_a_reference_that_cannot_score_the_policy_s_tokens(
         load(folder, policy)
     assert str(error.value).startswith(f"reference {folder}: expected")
     assert message in str(error.value)
+
+
+def test_a_machine_without_the_cpu_s_platform_is_told(policy, monkeypatch):
+    def none(platform):
+        raise RuntimeError(f"Unknown backend {platform}")
+
+    monkeypatch.setattr(frozen_models.jax, "devices", none)
+    with pytest.raises(InputError, match="expected cpu among the platforms of JAX, go"):
+        frozen_models.Storage(memory="cpu").freeze(policy.params)
