@@ -454,6 +454,7 @@ def main(options: Config) -> None:
     rows: list[Row] = []
     base, exact = frozen.freeze(params), None
     for name, make in ways(params, base=base).items():
+        reference = scored = None  # what the one before held goes first
         before = live_mib()
         reference = make()
         device, host = (b - a for a, b in zip(before, live_mib(), strict=True))
