@@ -19,7 +19,7 @@ from rlhf_jax import fingerprint, frozen, lora
 from rlhf_jax.runtime import cli, hf, metrics, peft
 from rlhf_jax.runtime import main as command
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.slow]
 STEPS = 6
 REWARD = """
 import signal
@@ -59,7 +59,6 @@ WAYS = {
     "adapters, reset": (*LORA, "--lifecycle.reset-every=2"),
     "none": ("--no-measure-kl", "--kl-coef=0"),
 }
-QUICK = ("adapters, reset",)
 
 
 @pytest.fixture(scope="module")
@@ -100,14 +99,7 @@ def result(out):
     return record
 
 
-def ways():
-    return [
-        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
-        for name in WAYS
-    ]
-
-
-@pytest.mark.parametrize("name", ways())
+@pytest.mark.parametrize("name", WAYS)
 def test_a_stopped_run_goes_on_to_the_last_bit(name, files, tmp_path, capsys):
     options, whole, parts = WAYS[name], tmp_path / "whole", tmp_path / "parts"
     # The reward's name is recorded, so both have the one that may stop; its count of
