@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import pytest
 import toy_files
 
@@ -71,6 +73,25 @@ def test_a_reference_that_cannot_score_the_policy_s_tokens(
         load(folder, policy)
     assert str(error.value).startswith(f"reference {folder}: expected")
     assert message in str(error.value)
+
+
+def test_a_model_is_held_as_its_options_say(policy):
+    far = jax.devices()[3]
+    params = jax.device_put(policy.params, far)
+    copy = frozen_models.COPY.freeze(params).stored
+    for leaf in jax.tree.leaves(copy):
+        assert (leaf.dtype, leaf.sharding.device_set) == (jnp.float32, {far})
+        assert leaf.sharding.memory_kind == "device"
+    beside = frozen_models.Storage(dtype="float16", memory="cpu").freeze(params).stored
+    for leaf in jax.tree.leaves(beside):
+        assert leaf.dtype == jnp.float16
+        assert leaf.sharding.device_set == {jax.devices("cpu")[0]}
+    options = {"dtype": "int8", "embeddings": "bfloat16", "memory": "pinned_host"}
+    small = frozen_models.Storage(**options).freeze(params).stored
+    for leaf in jax.tree.leaves(small):
+        assert leaf.sharding.memory_kind == "pinned_host"
+    assert small["embed"]["tokens"].held.dtype == jnp.bfloat16
+    assert small["layers"]["mlp"]["up"]["kernel"].held.values.dtype == jnp.int8
 
 
 def test_a_machine_without_the_cpu_s_platform_is_told(policy, monkeypatch):
