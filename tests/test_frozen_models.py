@@ -4,8 +4,11 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import toy_files
+import toys
+from jax.sharding import SingleDeviceSharding
 
 from rlhf_jax import config, fingerprint, frozen, frozen_models, hf, pretrained
 from rlhf_jax.functional.checks import InputError
@@ -92,6 +95,22 @@ def test_a_model_is_held_as_its_options_say(policy):
         assert leaf.sharding.memory_kind == "pinned_host"
     assert small["embed"]["tokens"].held.dtype == jnp.bfloat16
     assert small["layers"]["mlp"]["up"]["kernel"].held.values.dtype == jnp.int8
+
+
+def test_a_program_runs_where_its_model_is_and_its_result_comes_back(policy):
+    near, far = jax.devices()[:2]
+    held = frozen.freeze(policy.params, sharding=SingleDeviceSharding(far))
+    rollout = jax.device_put(toys.sampled(toys.params()), near)
+    seen = []
+
+    def program(there):
+        seen.append(there.tokens.sharding.device_set)
+        return there.old_logprobs * 2
+
+    found = frozen_models.run_beside(program, held, rollout)
+    assert seen == [{far}]
+    assert found.sharding.device_set == {near}
+    np.testing.assert_array_equal(found, np.asarray(rollout.old_logprobs) * 2)
 
 
 def test_a_machine_without_the_cpu_s_platform_is_told(policy, monkeypatch):

@@ -223,6 +223,17 @@ def test_a_reward_model_that_moves_stops_the_run(tmp_path):
         play(tmp_path, judge=judge, meddle=meddle)
 
 
+def test_a_model_that_moved_before_its_stage_stops_it_at_once(tmp_path):
+    reference, judge = (
+        held.replace(stored=jax.tree.map(lambda x: x + 1, held.stored))
+        for held in (REFERENCE, JUDGE)
+    )
+    for moved in ({"reference": reference}, {"judge": judge}):
+        with pytest.raises(ReferenceMovedError, match="the parameters that were froz"):
+            play(tmp_path / next(iter(moved)), **moved)
+        assert not (tmp_path / next(iter(moved)) / "metrics.jsonl").read_bytes()
+
+
 # On resume.
 
 
