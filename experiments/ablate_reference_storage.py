@@ -22,7 +22,7 @@ disk as for a data set that does not change. Bytes held are those of the arrays 
 come to live when a storage is made. OUT/storage.json and OUT/plots/storage.png hold
 the table.
 
-The first command takes 10 to 15 minutes on 2 CPU cores that do other work too. Its
+The first command takes 10 to 20 minutes on 2 CPU cores that do other work too. Its
 model reaches a held-out loss of 1.87 nats per byte, and the policy a KL of 2.0 nats
 per response; of log-probs bfloat16 is off by 0.002 nats a token, float16 by 0.0002 and
 int8 by 0.005 (0.003 with embeddings in bfloat16), every other way by nothing. The peak
