@@ -160,6 +160,7 @@ def test_attached_and_merged_are_w_plus_a_b(model, options):
     np.testing.assert_allclose(merged, expected, atol=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "way"),
     [
@@ -323,6 +324,7 @@ def sequences(seed):
     )
 
 
+@pytest.mark.slow
 def test_sft_trains_adapters():
     start = lora.init(KEY, model=toys.GPT2, lora=ALL)
     after, rows = small_update(sft.update, start, batch=sequences(0))

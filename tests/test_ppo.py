@@ -679,6 +679,7 @@ def train(reference):
     return run
 
 
+@pytest.mark.slow
 def test_ppo_raises_the_reward_and_a_higher_penalty_holds_the_kl(train):
     free, held = train(0.0), train(1.0)
     scores = [row["objective/scores"] for row in free]

@@ -113,6 +113,7 @@ def bits(state):
     return [np.asarray(x).tobytes() for x in jax.tree.leaves(state) if x.ndim]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{}, {"dtype": "int8", "memory": "pinned_host"}])
 @pytest.mark.parametrize("life", LIVES.values(), ids=LIVES.keys())
 def test_a_run_that_was_stopped_goes_on_to_the_last_bit(tmp_path, life, how):

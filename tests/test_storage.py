@@ -212,6 +212,7 @@ def tensor_parallel(params, mesh):
     return jax.tree.map_with_path(rule, params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["copy", "int8", "host-int8"])
 def test_a_reference_on_devices_of_its_own_says_the_same(name):
     """Policy on device 0; the reference on 5, or split over 4 and 6."""
@@ -260,6 +261,7 @@ def test_log_probs_priced_beside_give_the_score_to_the_bit():
     assert np.abs(scored(None, back).kl).max() > 0.01
 
 
+@pytest.mark.slow
 def test_other_rules_than_the_policy_s_say_the_same():
     """The policy split by rows over eight devices, its reference by columns over two
     of them and copied to the other four pairs."""
