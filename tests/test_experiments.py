@@ -76,6 +76,7 @@ def contents(folder):
     }
 
 
+@pytest.mark.slow
 def test_a_new_algorithm_learns(tmp_path):
     play(new_algorithm, tmp_path / "run", "--num-steps=20", "--batch-size=32")
     rows = metrics.read(tmp_path / "run" / "metrics.jsonl")
@@ -85,6 +86,7 @@ def test_a_new_algorithm_learns(tmp_path):
     assert 0.1 < rows[-1]["objective/kl"] < 15
 
 
+@pytest.mark.slow
 def test_sft_from_nothing_leaves_a_checkpoint(files, tmp_path):
     out = tmp_path / "run"
     argv = (

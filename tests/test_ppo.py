@@ -418,6 +418,7 @@ def test_the_scores_moments_count_every_score(iteration):
 # Options.
 
 
+@pytest.mark.slow
 def test_whitening_over_the_minibatch(experience):
     """Of one row each, so every row is whitened by itself."""
     settings = dataclasses.replace(ALONE, whiten_advantages="minibatch")
@@ -432,6 +433,7 @@ def test_whitening_over_the_minibatch(experience):
     close(weights(found), weights(expected))
 
 
+@pytest.mark.slow
 def test_scores_are_normalised_then_the_missing_stop_is_scored(rollout, reference):
     settings = dataclasses.replace(
         BASE, normalise_scores=True, missing_stop_score=-1.0, reprice=True
