@@ -1,12 +1,15 @@
 """Losses: (loss f32[], stats), the gradient reaching only the arguments it names.
 
 A loss is a sum over the mask divided by a count. Given the count of the whole minibatch
-(`num_tokens`, `num_pairs`), the losses of its micro-batches *add up* to its loss, and
-so do their gradients. Stats are (sum, weight) pairs over the micro-batch alone and add
-up too (`masked.add_stats`); no gradient flows into them.
+(`num_tokens`, `num_responses`, `num_pairs`), the losses of its micro-batches *add up*
+to its loss, and so do their gradients. Stats are (sum, weight) pairs over the
+micro-batch alone and add up too (`masked.add_stats`); no gradient flows into them.
 """
 
 from __future__ import annotations
+
+import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +19,49 @@ from rlhf_jax.functional import checks, masked
 Array = jax.Array
 Stats = masked.Stats
 
+Aggregation = Literal["token_mean", "sequence_mean"]
+"""What a loss is the mean of: tokens, (1/N) Σ m·x, so that a long response weighs more,
+or responses, (1/B) Σ_b (1/len_b) Σ_t m·x, so that all weigh the same."""
+
+
+def token_weights(
+    mask: Array,
+    *,
+    aggregation: Aggregation = "token_mean",
+    num_tokens: Array | None = None,
+    num_responses: Array | None = None,
+) -> Array:
+    """w with loss = Σ w·x: m/N, or m/(B·len_b) where responses weigh the same.
+
+        mask     1  1  1  0      token_mean     1/4  1/4  1/4   0
+                 1  0  0  0                     1/4   0    0    0
+                 0  0  0  0                      0    0    0    0
+
+                                 sequence_mean  1/6  1/6  1/6   0
+                                                1/2   0    0    0
+                                                 0    0    0    0
+
+    Args:
+      mask: bool[B, S], response tokens, EOS included. A row without any is not
+        counted.
+      aggregation: what the loss is the mean of.
+      num_tokens: f32[], N of the whole minibatch when this is a micro-batch; None
+        counts mask. Read by token_mean.
+      num_responses: f32[], rows with a response token in the whole minibatch; None
+        counts mask. Read by sequence_mean.
+
+    Returns:
+      f32[B, S], dimensionless, 0 outside the mask. Over a whole minibatch it sums to 1,
+      in whatever parts it is taken.
+
+    Raises:
+      ValueError: a count is not a scalar, or only the count that is not read is given.
+      TypeError: mask is not bool. InputError: no such aggregation.
+    """
+    checks.boolean(mask=mask)
+    weights, weight = _weights(mask, aggregation)
+    return weights / _count(weight, aggregation, num_tokens, num_responses)
+
 
 def policy_loss(
     *,
@@ -24,52 +70,84 @@ def policy_loss(
     advantages: Array,
     mask: Array,
     clip_range: float,
+    clip_range_high: float | None = None,
+    dual_clip: float | None = None,
+    aggregation: Aggregation = "token_mean",
     num_tokens: Array | None = None,
+    num_responses: Array | None = None,
 ) -> tuple[Array, Stats]:
-    """PPO surrogate, (1/N) Σ m·max(-ρA, -clip(ρ, 1-ε, 1+ε)A).
+    """PPO surrogate, the mean over tokens or responses of max(-ρA, -clip(ρ)A).
 
-    ρ = exp(logprobs - old_logprobs).
+    ρ = exp(logprobs - old_logprobs), clip(ρ) = clip(ρ, 1 - ε, 1 + ε_high). The dual
+    clip bounds the loss of a bad token that has become likely: it is at most -cA where
+    A < 0, so that such a token stops pulling once ρ > c.
 
     Args:
       logprobs, old_logprobs: f32[B, S], nats; column t is about tokens[:, t].
       advantages: f32[B, S], reward units.
       mask: bool[B, S], response tokens, EOS included.
       clip_range: ε, dimensionless.
-      num_tokens: f32[], N of the whole minibatch when this is a micro-batch; None
-        counts mask.
+      clip_range_high: ε_high, dimensionless; None is ε. DAPO: 0.28 with an ε of 0.2.
+      dual_clip: c, a ratio above 1; None is off. 3 in the source, 10 in DAPO's code.
+      aggregation, num_tokens, num_responses: as `token_weights`.
 
     Returns:
       f32[] loss and {name: (sum, weight)}. The gradient reaches `logprobs` only.
-      `loss/policy`: the loss. `policy/approxkl`: ½(log ρ)², nats per token, k2 of the
-      update (not of the reference). `policy/clipfrac`: share of tokens where the
-      clipped term is the larger one. `policy/ratio_mean`, `policy/ratio_max`: of ρ.
+      `loss/policy`: the loss, by `aggregation`. Means over tokens, whatever the loss
+      is a mean of: `policy/approxkl`: ½(log ρ)², nats per token, k2 of the update (not
+      of the reference). `policy/clipfrac`: share of tokens where the clipped term is
+      the larger one. `policy/dual_clipfrac`, with a dual clip: share of tokens that it
+      bounds. `policy/ratio_mean`, `policy/ratio_max`: of ρ.
 
     Raises:
-      ValueError: shapes differ or clip_range is not positive. TypeError: floats are
-      not f32 or mask is not bool.
+      ValueError: shapes differ, a range is not positive, dual_clip is not above 1, or
+      as `token_weights`. TypeError: floats are not f32 or mask is not bool.
 
-    Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7.
+    Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7; clip-higher is Yu et al.
+    2025, arXiv:2503.14476, eq. 10; the dual clip is Ye et al. 2019, arXiv:1912.09729,
+    eq. 5.
     """
     _check(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     checks.positive(clip_range=clip_range)
+    if clip_range_high is None:
+        clip_range_high = clip_range
+    checks.positive(clip_range_high=clip_range_high)
     advantages = jax.lax.stop_gradient(jnp.where(mask, advantages, 0.0))
     log_ratio = jnp.where(mask, logprobs - jax.lax.stop_gradient(old_logprobs), 0.0)
+    moved = jax.lax.stop_gradient(log_ratio)
+    true_ratio = jnp.exp(moved)
+    shares = {}
+    if dual_clip is not None:
+        _check_dual_clip(dual_clip)
+        bound = math.log(dual_clip)
+        ruled = (advantages < 0) & (log_ratio > bound)
+        # Before exp, so that a ratio of inf, the very case, has no NaN for a gradient.
+        log_ratio = jnp.where(ruled, bound, log_ratio)
+        shares["policy/dual_clipfrac"] = ruled.astype(jnp.float32)
     ratio = jnp.exp(log_ratio)
     unclipped = -ratio * advantages
-    clipped = -jnp.clip(ratio, 1.0 - clip_range, 1.0 + clip_range) * advantages
+    clipped = -jnp.clip(ratio, 1.0 - clip_range, 1.0 + clip_range_high) * advantages
     surrogate = jnp.maximum(unclipped, clipped)
-    stats = _token_stats(
+    shares["policy/clipfrac"] = (clipped > unclipped).astype(jnp.float32)
+    loss, stats = _aggregate(
+        "loss/policy",
+        surrogate,
+        mask,
+        aggregation=aggregation,
+        num_tokens=num_tokens,
+        num_responses=num_responses,
+    )
+    stats |= _token_stats(
         mask,
         {
-            "loss/policy": surrogate,
-            "policy/approxkl": 0.5 * jnp.square(log_ratio),
-            "policy/clipfrac": (clipped > unclipped).astype(jnp.float32),
-            "policy/ratio_mean": ratio,
+            "policy/approxkl": 0.5 * jnp.square(moved),
+            "policy/ratio_mean": true_ratio,
+            **shares,
         },
     )
-    largest = jnp.max(ratio, where=mask, initial=0.0)
-    stats["policy/ratio_max"] = (jax.lax.stop_gradient(largest), None)
-    return _per_token(surrogate, mask, num_tokens), stats
+    largest = jnp.max(true_ratio, where=mask, initial=0.0)
+    stats["policy/ratio_max"] = (largest, None)
+    return loss, stats
 
 
 def value_loss(
@@ -79,9 +157,11 @@ def value_loss(
     returns: Array,
     mask: Array,
     clip_range: float | None,
+    aggregation: Aggregation = "token_mean",
     num_tokens: Array | None = None,
+    num_responses: Array | None = None,
 ) -> tuple[Array, Stats]:
-    """Half the larger square, (1/N) Σ m·½ max((V-R)², (V_clip-R)²).
+    """Half the larger square, the mean of ½ max((V-R)², (V_clip-R)²).
 
     V_clip = clip(V, V_old - ε, V_old + ε).
 
@@ -90,17 +170,16 @@ def value_loss(
         just before tokens[:, t].
       mask: bool[B, S], response tokens, EOS included.
       clip_range: ε, reward units; None does not clip.
-      num_tokens: f32[], N of the whole minibatch when this is a micro-batch; None
-        counts mask.
+      aggregation, num_tokens, num_responses: as `token_weights`, of this mask.
 
     Returns:
       f32[] loss and {name: (sum, weight)}. The gradient reaches `values` only.
-      `loss/value`: the loss. `value/clipfrac`: share of tokens where the clipped
-      square is the larger one, so that no gradient comes from them.
+      `loss/value`: the loss, by `aggregation`. `value/clipfrac`: share of tokens where
+      the clipped square is the larger one, so that no gradient comes from them.
 
     Raises:
-      ValueError: shapes differ or clip_range is not positive. TypeError: floats are
-      not f32 or mask is not bool.
+      ValueError: shapes differ, clip_range is not positive, or as `token_weights`.
+      TypeError: floats are not f32 or mask is not bool.
 
     Source: `PPOTrainer.loss` of openai/lm-human-preferences.
     """
@@ -117,15 +196,52 @@ def value_loss(
         )
     unclipped = 0.5 * jnp.square(values - returns)
     clipped = 0.5 * jnp.square(clipped_values - returns)
-    squares = jnp.maximum(unclipped, clipped)
-    stats = _token_stats(
+    loss, stats = _aggregate(
+        "loss/value",
+        jnp.maximum(unclipped, clipped),
         mask,
-        {
-            "loss/value": squares,
-            "value/clipfrac": (clipped > unclipped).astype(jnp.float32),
-        },
+        aggregation=aggregation,
+        num_tokens=num_tokens,
+        num_responses=num_responses,
     )
-    return _per_token(squares, mask, num_tokens), stats
+    clipfrac = (clipped > unclipped).astype(jnp.float32)
+    return loss, stats | _token_stats(mask, {"value/clipfrac": clipfrac})
+
+
+def entropy_bonus(
+    *,
+    entropy: Array,
+    mask: Array,
+    aggregation: Aggregation = "token_mean",
+    num_tokens: Array | None = None,
+    num_responses: Array | None = None,
+) -> tuple[Array, Stats]:
+    """Minus the mean entropy: times a coefficient, a loss that keeps a policy broad.
+
+    Args:
+      entropy: f32[B, S], of the distribution tokens[:, t] was drawn from, nats.
+      mask: bool[B, S], response tokens, EOS included.
+      aggregation, num_tokens, num_responses: as `token_weights`.
+
+    Returns:
+      f32[] loss, nats per token, and {name: (sum, weight)}. The gradient reaches
+      `entropy`. `loss/entropy`: the loss, by `aggregation`, before any coefficient.
+
+    Raises:
+      ValueError: shapes differ, or as `token_weights`. TypeError: entropy is not f32
+      or mask is not bool.
+
+    Source: Schulman et al. 2017, arXiv:1707.06347, eq. 9.
+    """
+    _check(mask, entropy=entropy)
+    return _aggregate(
+        "loss/entropy",
+        -entropy,
+        mask,
+        aggregation=aggregation,
+        num_tokens=num_tokens,
+        num_responses=num_responses,
+    )
 
 
 def explained_variance(*, values: Array, returns: Array, mask: Array) -> Stats:
@@ -229,6 +345,14 @@ def _check(mask: Array, **floats: Array) -> None:
     checks.boolean(mask=mask)
 
 
+def _check_dual_clip(dual_clip: float) -> None:
+    if not 1 < dual_clip < math.inf:
+        raise checks.InputError(
+            f"dual_clip: expected a finite ratio above 1, got {dual_clip}; choose 3 or "
+            f"10, or leave it out"
+        )
+
+
 def _per_token(x: Array, mask: Array, count: Array | None) -> Array:
     """Σ m·x / count, the count of the mask where None."""
     if count is None:
@@ -236,6 +360,60 @@ def _per_token(x: Array, mask: Array, count: Array | None) -> Array:
     checks.shape((), count=count)
     count = jnp.asarray(count, jnp.float32)
     return masked.masked_sum(x, mask=mask) / jnp.maximum(count, 1.0)
+
+
+def _aggregate(
+    name: str,
+    x: Array,
+    mask: Array,
+    *,
+    aggregation: Aggregation,
+    num_tokens: Array | None,
+    num_responses: Array | None,
+) -> tuple[Array, Stats]:
+    """Σ w·x of `token_weights`, and {name: (sum, weight)} of this part alone."""
+    weights, weight = _weights(mask, aggregation)
+    count = _count(weight, aggregation, num_tokens, num_responses)
+    total = masked.masked_sum(weights * x, mask=mask)
+    return total / count, {name: jax.lax.stop_gradient((total, weight))}
+
+
+def _weights(mask: Array, aggregation: Aggregation) -> tuple[Array, Array]:
+    """(f32[B, S], f32[]): what each token weighs here, and what all of them do."""
+    weights = mask.astype(jnp.float32)
+    if aggregation == "token_mean":
+        return weights, jnp.sum(weights)
+    if aggregation != "sequence_mean":
+        raise checks.InputError(
+            f"aggregation: expected 'token_mean' or 'sequence_mean', got "
+            f"{aggregation!r}; choose one"
+        )
+    checks.shape((None, None), mask=mask)
+    lengths = jnp.sum(weights, axis=1, keepdims=True)
+    responses = jnp.sum(lengths > 0, dtype=jnp.float32)
+    return weights / jnp.maximum(lengths, 1.0), responses
+
+
+def _count(
+    weight: Array,
+    aggregation: Aggregation,
+    num_tokens: Array | None,
+    num_responses: Array | None,
+) -> Array:
+    """f32[], what a loss divides by: the given count, or what this part weighs."""
+    read, other = "num_tokens", "num_responses"
+    count, unread = num_tokens, num_responses
+    if aggregation == "sequence_mean":
+        read, other, count, unread = other, read, unread, count
+    if count is None:
+        if unread is not None:
+            raise ValueError(
+                f"{read}: expected the count of the whole minibatch, which "
+                f"{aggregation} divides by, got {other} alone; give {read} or neither"
+            )
+        return jnp.maximum(weight, 1.0)
+    checks.shape((), **{read: count})
+    return jnp.maximum(jnp.asarray(count, jnp.float32), 1.0)
 
 
 def _token_stats(mask: Array, columns: dict[str, Array]) -> Stats:
