@@ -1,94 +1,220 @@
-"""The KL coefficient β as a value in the training state: fixed, scheduled or adaptive.
+"""The KL coefficient β as a value in the training state: fixed, scheduled or held.
 
-A controller is a record with a `kl_coef` and an `update` that returns the next record;
-it is part of every snapshot. Make one with `fixed`, `scheduled` or `adaptive`, which
-check what they are given. The usual range of β is 0.02-0.1 reward units per nat.
+A controller is a record with a `kl_coef`, in reward units per nat, and an `update` that
+returns the next record; it is part of every snapshot. Make one with `fixed`,
+`scheduled`, `adaptive`, `pi` or `lagrangian`, which check what they are given, or, from
+the options of a command line, with `Control`. The last three hold the KL at a target
+and say in which unit the target is: nats per response, or nats per token.
+
+The usual range of β is 0.02-0.1 reward units per nat.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Literal
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from rlhf_jax.functional import checks
 
 Array = jax.Array
 Schedule = Callable[[Array], Array]
 
+Unit = Literal["response", "token"]
+"""Of a target: nats per response, or per token: those of all responses together over
+their tokens."""
+
 _LARGEST_ERROR = 0.2  # of the proportional controller, as in OAI
 
 
 @flax.struct.dataclass
 class FixedKL:
-    """KL coefficient that stays."""
+    """KL coefficient that stays. It has no target, and so reads no unit."""
 
     kl_coef: Array  # f32[], reward units per nat
 
-    def update(self, *, kl: Array | None, num_episodes: int) -> FixedKL:
+    def update(
+        self,
+        *,
+        kl: Array | None,
+        num_episodes: int,
+        mean_length: Array | None = None,
+    ) -> FixedKL:
         """Itself, whatever was seen."""
-        del kl, num_episodes
+        del kl, num_episodes, mean_length
         return self
 
 
 @flax.struct.dataclass
 class ScheduledKL:
-    """KL coefficient that is a function of the iteration, as `optax` schedules are."""
+    """KL coefficient that is a function of the iteration, as `optax` schedules are.
+
+    It has no target, and so reads no unit.
+    """
 
     kl_coef: Array  # f32[], reward units per nat, schedule(step)
     step: Array  # i32[], iterations done
     schedule: Schedule = flax.struct.field(pytree_node=False)  # i32[] -> f32[]
+    num_steps: int = flax.struct.field(pytree_node=False)  # iterations it was read for
 
-    def update(self, *, kl: Array | None, num_episodes: int) -> ScheduledKL:
-        """The coefficient of the next iteration; what was seen plays no part."""
-        del kl, num_episodes
+    def update(
+        self,
+        *,
+        kl: Array | None,
+        num_episodes: int,
+        mean_length: Array | None = None,
+    ) -> ScheduledKL:
+        """The coefficient of the next iteration; what was seen plays no part.
+
+        After the last of its steps it stays: only what was read at the start is used.
+        """
+        del kl, num_episodes, mean_length
         step = self.step + 1
-        return dataclasses.replace(
-            self, kl_coef=_scalar(self.schedule(step)), step=step
-        )
+        kl_coef = self.schedule(jnp.minimum(step, self.num_steps - 1))
+        return dataclasses.replace(self, kl_coef=_scalar(kl_coef), step=step)
 
 
 @flax.struct.dataclass
 class AdaptiveKL:
-    """KL coefficient that chases a target (Ziegler et al. 2019)."""
+    """KL coefficient that chases a target by its own rate (Ziegler et al. 2019)."""
 
     kl_coef: Array  # f32[], reward units per nat
-    target: float = flax.struct.field(pytree_node=False)  # nats per response
+    target: float = flax.struct.field(pytree_node=False)  # nats per unit
+    unit: Unit = flax.struct.field(pytree_node=False)
     horizon: int = flax.struct.field(pytree_node=False)  # episodes
 
-    def update(self, *, kl: Array | None, num_episodes: int) -> AdaptiveKL:
+    def update(
+        self,
+        *,
+        kl: Array | None,
+        num_episodes: int,
+        mean_length: Array | None = None,
+    ) -> AdaptiveKL:
         """β·(1 + e·n/horizon) with e = clip(kl/target - 1, -0.2, 0.2).
 
         Args:
           kl: f32[], mean over responses of the KL summed over tokens, nats per
-            response. NaN or inf (a broken batch) leaves the coefficient as it is, and
-            so does None, an iteration in which no KL was taken.
+            response, whatever the unit of the target. NaN or inf (a broken batch)
+            leaves the coefficient as it is, and so does None, an iteration in which no
+            KL was taken.
           num_episodes: n, responses since the last KL that was taken.
+          mean_length: f32[], mean over the same responses of their tokens; read where
+            the unit is the token.
 
         Raises:
-          ValueError: kl is not a scalar, or n is so large that β could reach 0.
+          ValueError: kl is not a scalar, n is so large that β could reach 0, or the
+          unit is the token and mean_length is None.
 
         Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
         """
         if kl is None:
             return self
-        checks.shape((), kl=kl)
         if _LARGEST_ERROR * num_episodes >= self.horizon:
             raise checks.InputError(
                 f"num_episodes: expected below {self.horizon / _LARGEST_ERROR:g} (5 "
                 f"times the horizon of {self.horizon}), got {num_episodes}; one step "
                 "could make the coefficient negative, so raise the horizon"
             )
-        error = jnp.clip(kl / self.target - 1.0, -_LARGEST_ERROR, _LARGEST_ERROR)
-        error = jnp.where(jnp.isfinite(kl), error, 0.0)
+        seen = _in_unit(kl, mean_length, unit=self.unit)
+        error = jnp.clip(seen / self.target - 1.0, -_LARGEST_ERROR, _LARGEST_ERROR)
+        error = jnp.where(jnp.isfinite(seen), error, 0.0)
         growth = 1.0 + error * (num_episodes / self.horizon)
         return dataclasses.replace(self, kl_coef=self.kl_coef * growth)
 
 
-KLController = FixedKL | ScheduledKL | AdaptiveKL
+@flax.struct.dataclass
+class ProportionalIntegralKL:
+    """KL coefficient that holds a target by a PI controller of log β."""
+
+    kl_coef: Array  # f32[], reward units per nat
+    error: Array  # f32[], e of the last update, dimensionless
+    target: float = flax.struct.field(pytree_node=False)  # nats per unit
+    unit: Unit = flax.struct.field(pytree_node=False)
+    proportional: float = flax.struct.field(pytree_node=False)  # kp, per unit of error
+    integral: float = flax.struct.field(pytree_node=False)  # ki, and per update
+    max_error: float = flax.struct.field(pytree_node=False)  # of e, dimensionless
+
+    def update(
+        self,
+        *,
+        kl: Array | None,
+        num_episodes: int,
+        mean_length: Array | None = None,
+    ) -> ProportionalIntegralKL:
+        """log β += kp·(e - e_before) + ki·e with e = clip(kl/target - 1, ±max_error).
+
+        The steps of a run add up to log β = log β_0 + kp·e + ki·Σe. A gain is that of
+        an update in which a KL was taken, however many responses it was taken over.
+
+        Args:
+          kl, mean_length: as in `AdaptiveKL.update`.
+          num_episodes: not read.
+
+        Raises:
+          ValueError: kl is not a scalar, or the unit is the token and mean_length is
+          None.
+        """
+        del num_episodes
+        if kl is None:
+            return self
+        seen = _in_unit(kl, mean_length, unit=self.unit)
+        error = jnp.clip(seen / self.target - 1.0, -self.max_error, self.max_error)
+        move = self.proportional * (error - self.error) + self.integral * error
+        usable = jnp.isfinite(seen)
+        return dataclasses.replace(
+            self,
+            kl_coef=jnp.where(usable, self.kl_coef * jnp.exp(move), self.kl_coef),
+            error=jnp.where(usable, error, self.error),
+        )
+
+
+@flax.struct.dataclass
+class LagrangianKL:
+    """KL coefficient that is the multiplier of max E[r] such that KL <= target.
+
+    Where the policy stays within its budget by itself, it falls to 0.
+    """
+
+    kl_coef: Array  # f32[], reward units per nat
+    target: float = flax.struct.field(pytree_node=False)  # nats per unit
+    unit: Unit = flax.struct.field(pytree_node=False)
+    # η, reward units per nat, for each nat (per unit) of excess
+    learning_rate: float = flax.struct.field(pytree_node=False)
+
+    def update(
+        self,
+        *,
+        kl: Array | None,
+        num_episodes: int,
+        mean_length: Array | None = None,
+    ) -> LagrangianKL:
+        """β = max(0, β + η·(kl - target)), a step of dual gradient ascent.
+
+        Args:
+          kl, mean_length: as in `AdaptiveKL.update`.
+          num_episodes: not read.
+
+        Raises:
+          ValueError: kl is not a scalar, or the unit is the token and mean_length is
+          None.
+        """
+        del num_episodes
+        if kl is None:
+            return self
+        seen = _in_unit(kl, mean_length, unit=self.unit)
+        excess = jnp.where(jnp.isfinite(seen), seen - self.target, 0.0)
+        moved = jnp.maximum(self.kl_coef + self.learning_rate * excess, 0.0)
+        return dataclasses.replace(self, kl_coef=moved)
+
+
+KLController = (
+    FixedKL | ScheduledKL | AdaptiveKL | ProportionalIntegralKL | LagrangianKL
+)
 
 
 def fixed(kl_coef: float) -> FixedKL:
@@ -101,32 +227,278 @@ def fixed(kl_coef: float) -> FixedKL:
     return FixedKL(kl_coef=_scalar(kl_coef))
 
 
-def scheduled(schedule: Schedule) -> ScheduledKL:
+def scheduled(schedule: Schedule, *, num_steps: int) -> ScheduledKL:
     """A coefficient that follows `schedule`, iteration -> reward units per nat.
 
-    `schedule` is compared by identity when programs are cached: build it once.
+    Args:
+      schedule: i32[] -> f32[]; compared by identity when programs are cached, so build
+        it once.
+      num_steps: iterations of the run; each is read here.
 
     Raises:
-      ValueError: schedule(0) is not one number, or is negative, NaN or infinite.
+      ValueError: the schedule does not give one number, or gives one that is negative,
+      NaN or infinite; names the step.
     """
+    checks.positive(num_steps=num_steps)
     first = _scalar(schedule(jnp.zeros((), jnp.int32)))
     checks.shape((), **{"schedule(0)": first})
-    checks.non_negative(**{"schedule(0)": float(first)})
-    return ScheduledKL(kl_coef=first, step=jnp.zeros((), jnp.int32), schedule=schedule)
+    steps = jnp.arange(num_steps, dtype=jnp.int32)
+    for step, kl_coef in enumerate(
+        np.asarray(jax.lax.map(lambda step: _scalar(schedule(step)), steps))
+    ):
+        checks.non_negative(**{f"schedule({step})": float(kl_coef)})
+    return ScheduledKL(
+        kl_coef=first,
+        step=jnp.zeros((), jnp.int32),
+        schedule=schedule,
+        num_steps=num_steps,
+    )
 
 
-def adaptive(kl_coef: float, *, target: float, horizon: int) -> AdaptiveKL:
+def adaptive(
+    kl_coef: float, *, target: float, unit: Unit | None = None, horizon: int
+) -> AdaptiveKL:
     """A coefficient that starts at `kl_coef` and holds the KL at `target`.
 
     OAI: 0.15 reward units per nat, 6 nats per response, 10000 episodes.
 
+    Args:
+      kl_coef: reward units per nat, above 0: it is multiplied.
+      target: nats per `unit`.
+      unit: of the target.
+      horizon: episodes; β moves by at most a factor of 1.2 over as many.
+
     Raises:
-      ValueError: an argument is not positive and finite (a coefficient of 0 could
-      never move, as it is multiplied).
+      ValueError: an argument is not positive and finite, or there is no unit.
     """
     checks.positive(kl_coef=kl_coef, target=target, horizon=horizon)
-    return AdaptiveKL(kl_coef=_scalar(kl_coef), target=target, horizon=horizon)
+    return AdaptiveKL(
+        kl_coef=_scalar(kl_coef),
+        target=target,
+        unit=_known_unit(unit, target=target),
+        horizon=horizon,
+    )
+
+
+def pi(
+    kl_coef: float,
+    *,
+    target: float,
+    unit: Unit | None = None,
+    proportional: float,
+    integral: float,
+    max_error: float = 1.0,
+) -> ProportionalIntegralKL:
+    """A coefficient that starts at `kl_coef` and holds the KL at `target`.
+
+    Args:
+      kl_coef: reward units per nat, above 0: it is multiplied.
+      target: nats per `unit`.
+      unit: of the target.
+      proportional: kp, change of log β for an error of 1; it damps. 0 is off.
+      integral: ki, change of log β an update for an error of 1; it brings the error
+        to 0.
+      max_error: error beyond which the controller pulls no harder; 1 is a KL of 0
+        below the target, and of twice the target above it.
+
+    Raises:
+      ValueError: proportional is negative, another number is not positive and finite,
+      or there is no unit.
+    """
+    checks.positive(
+        kl_coef=kl_coef, target=target, integral=integral, max_error=max_error
+    )
+    checks.non_negative(proportional=proportional)
+    return ProportionalIntegralKL(
+        kl_coef=_scalar(kl_coef),
+        error=_scalar(0.0),
+        target=target,
+        unit=_known_unit(unit, target=target),
+        proportional=proportional,
+        integral=integral,
+        max_error=max_error,
+    )
+
+
+def lagrangian(
+    kl_coef: float, *, target: float, unit: Unit | None = None, learning_rate: float
+) -> LagrangianKL:
+    """A coefficient that starts at `kl_coef` and holds the KL at or below `target`.
+
+    Args:
+      kl_coef: reward units per nat, 0 or more: it is added to.
+      target: nats per `unit`.
+      unit: of the target.
+      learning_rate: η, reward units per nat for each nat (per unit) of excess.
+
+    Raises:
+      ValueError: kl_coef is negative, another number is not positive and finite, or
+      there is no unit.
+    """
+    checks.non_negative(kl_coef=kl_coef)
+    checks.positive(target=target, learning_rate=learning_rate)
+    return LagrangianKL(
+        kl_coef=_scalar(kl_coef),
+        target=target,
+        unit=_known_unit(unit, target=target),
+        learning_rate=learning_rate,
+    )
+
+
+def require_covers(controller: KLController, *, num_steps: int) -> None:
+    """InputError if a schedule has fewer steps than the run's `num_steps`."""
+    if isinstance(controller, ScheduledKL) and controller.num_steps < num_steps:
+        raise checks.InputError(
+            f"the schedule of kl_coef: expected the {num_steps} steps of the run, got "
+            f"{controller.num_steps}; make it with num_steps={num_steps}, or run fewer"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Control:
+    """How the KL coefficient moves; by default it stays."""
+
+    kind: Literal["fixed", "linear", "adaptive", "pi", "lagrangian"] = "fixed"
+    """linear goes to `end`; the last three hold the KL at `target`."""
+    target: float | None = None
+    """Nats of KL to hold, per `unit`."""
+    unit: Unit | None = None
+    """Whether `target` is nats per response or per token."""
+    horizon: int = 10_000
+    """adaptive: responses over which the coefficient moves by a factor of 1.2."""
+    proportional: float = 0.3
+    """pi: change of the coefficient's logarithm for an error of 1."""
+    integral: float = 0.05
+    """pi: the same for each iteration that the error lasts."""
+    max_error: float = 1.0
+    """pi: relative error beyond which it pulls no harder."""
+    learning_rate: float = 1e-3
+    """lagrangian: reward units per nat for each nat of excess."""
+    end: float | None = None
+    """linear: coefficient of the last iteration, reward units per nat."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in _READ_BY:
+            raise checks.InputError(
+                f"kind: expected one of {', '.join(_READ_BY)}, got {self.kind!r}; "
+                f"choose one"
+            )
+        read = _READ_BY[self.kind]
+        given = dataclasses.asdict(self)
+        for field in dataclasses.fields(self):
+            value = given[field.name]
+            if field.name in ("kind", *read):
+                if value is None and field.name != "unit":
+                    raise checks.InputError(
+                        f"{field.name}: expected a number with kind {self.kind}, got "
+                        f"none; give {field.name}"
+                    )
+            elif value != field.default:
+                users = [
+                    kind for kind, names in _READ_BY.items() if field.name in names
+                ]
+                raise checks.InputError(
+                    f"{field.name}: expected none with kind {self.kind}, which does "
+                    f"not read it, got {value}; leave it out, or choose kind "
+                    f"{' or '.join(users)}"
+                )
+        checks.positive(
+            horizon=self.horizon,
+            integral=self.integral,
+            max_error=self.max_error,
+            learning_rate=self.learning_rate,
+        )
+        checks.non_negative(proportional=self.proportional)
+        if self.end is not None:
+            checks.non_negative(end=self.end)
+        if self.target is not None:
+            checks.positive(target=self.target)
+            _known_unit(self.unit, target=self.target)
+
+    def controller(self, kl_coef: float, *, num_steps: int) -> KLController:
+        """The controller that starts at `kl_coef`, for a run of `num_steps` iterations.
+
+        Raises:
+          InputError: kl_coef is negative, NaN or infinite, or 0 where it is multiplied.
+        """
+        match self.kind:
+            case "fixed":
+                return fixed(kl_coef)
+            case "linear":
+                assert self.end is not None  # checked above, as is every target
+                checks.non_negative(kl_coef=kl_coef, end=self.end)
+                line = _Line(start=kl_coef, end=self.end, num_steps=num_steps)
+                return scheduled(line, num_steps=num_steps)
+            case "adaptive":
+                assert self.target is not None
+                return adaptive(
+                    kl_coef, target=self.target, unit=self.unit, horizon=self.horizon
+                )
+            case "pi":
+                assert self.target is not None
+                return pi(
+                    kl_coef,
+                    target=self.target,
+                    unit=self.unit,
+                    proportional=self.proportional,
+                    integral=self.integral,
+                    max_error=self.max_error,
+                )
+            case "lagrangian":
+                assert self.target is not None
+                return lagrangian(
+                    kl_coef,
+                    target=self.target,
+                    unit=self.unit,
+                    learning_rate=self.learning_rate,
+                )
+
+
+_READ_BY = {
+    "fixed": (),
+    "linear": ("end",),
+    "adaptive": ("target", "unit", "horizon"),
+    "pi": ("target", "unit", "proportional", "integral", "max_error"),
+    "lagrangian": ("target", "unit", "learning_rate"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Line:
+    """start at step 0, end at the last; equal lines share one program."""
+
+    start: float
+    end: float
+    num_steps: int
+
+    def __call__(self, step: Array) -> Array:
+        share = step.astype(jnp.float32) / max(self.num_steps - 1, 1)
+        return self.start + share * (self.end - self.start)
+
+
+def _in_unit(kl: Array, mean_length: Array | None, *, unit: Unit) -> Array:
+    """A KL in nats per response, as it is or per token; f32[]."""
+    checks.shape((), kl=kl)
+    if unit == "response":
+        return kl
+    if mean_length is None:
+        raise checks.InputError(
+            "mean_length: expected the mean tokens of a response, as the target is in "
+            "nats per token, got none; pass mean_length, or a target per response"
+        )
+    checks.shape((), mean_length=mean_length)
+    return kl / mean_length
+
+
+def _known_unit(unit: Unit | None, *, target: float) -> Unit:
+    if unit not in ("response", "token"):
+        raise checks.InputError(
+            f"target: expected a unit with the target of {target:g} nats, got "
+            f"unit={unit!r}; say unit='response' (nats per response) or 'token'"
+        )
+    return unit
 
 
 def _scalar(number: float | Array) -> Array:
-    return jnp.asarray(number, jnp.float32)
+    """A buffer of its own, as the state that it becomes part of is donated."""
+    return jnp.array(number, jnp.float32)
