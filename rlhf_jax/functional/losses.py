@@ -88,7 +88,7 @@ def policy_loss(
       mask: bool[B, S], response tokens, EOS included.
       clip_range: ε, dimensionless.
       clip_range_high: ε_high, dimensionless; None is ε. DAPO: 0.28 with an ε of 0.2.
-      dual_clip: c, a ratio above 1; None is off. 3 in the source, 10 in DAPO's code.
+      dual_clip: c, a ratio above 1; None is off. 3 in the source.
       aggregation, num_tokens, num_responses: as `token_weights`.
 
     Returns:
@@ -104,8 +104,8 @@ def policy_loss(
       as `token_weights`. TypeError: floats are not f32 or mask is not bool.
 
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7; clip-higher is Yu et al.
-    2025, arXiv:2503.14476, eq. 10; the dual clip is Ye et al. 2019, arXiv:1912.09729,
-    eq. 5.
+    2025, arXiv:2503.14476, section 3.1; the dual clip is Ye et al. 2019,
+    arXiv:1912.09729.
     """
     _check(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     checks.positive(clip_range=clip_range)

@@ -145,23 +145,35 @@ class _Scores:
 
 
 def normalise(
-    params: Params, *, scores: Array, mean: float = 0.0, std: float = 1.0
+    params: Params, *, scores: Array, mean: float = 0.0, std: float | None = 1.0
 ) -> Params:
     """Folds gain and bias into the head so that `scores` get the mean and std given.
 
     Args:
       params: reward-model parameters.
-      scores: f32[N], what this model says of samples of the reference.
-      mean, std: wanted, reward units.
+      scores: f32[N], what this model says of samples of the reference (OAI), or of
+        demonstrations, whose mean alone is moved (N+).
+      mean: wanted, reward units.
+      std: wanted, reward units; None keeps the spread and moves the bias alone.
 
     Returns:
       The parameters with another head; the trunk is shared, not copied.
 
     Raises:
-      InputError: the scores do not vary, so that no gain can help, or are not finite.
+      InputError: the scores are not finite, or do not vary, so that no gain can help.
 
-    Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.1.
+    Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.1; the bias alone is Huang
+    et al. 2024, arXiv:2403.17031.
     """
+    head = params["score"]
+    if std is None:
+        centre = float(scores.mean())
+        if not math.isfinite(centre):
+            raise InputError(
+                f"expected finite scores to normalise by, got {scores.size} scores "
+                f"with mean {centre}; is the reward model trained?"
+            )
+        return {**params, "score": {**head, "bias": head["bias"] + (mean - centre)}}
     spread = float(scores.std())
     if not 0 < spread < math.inf:
         raise InputError(
@@ -170,7 +182,6 @@ def normalise(
         )
     gain = std / spread
     bias = mean - gain * scores.mean()
-    head = params["score"]
     score = {"kernel": gain * head["kernel"], "bias": gain * head["bias"] + bias}
     return {**params, "score": score}
 
