@@ -135,25 +135,49 @@ def gae(
 
 
 def policy_terms(
-    logprobs: Array, old_logprobs: Array, advantages: Array, mask: Array, clip: float
+    logprobs: Array,
+    old_logprobs: Array,
+    advantages: Array,
+    mask: Array,
+    clip: float,
+    clip_high: float | None = None,
+    dual_clip: float | None = None,
 ) -> dict[str, list[float]]:
     """One number per response token for the loss and for each statistic."""
     terms: dict[str, list[float]] = {
         "loss": [],
         "approxkl": [],
         "clipped": [],
+        "dual_clipped": [],
         "ratio": [],
     }
+    highest = 1 + (clip if clip_high is None else clip_high)
     for index in entries(mask):
         log_ratio = float(logprobs[index]) - float(old_logprobs[index])
         ratio, advantage = math.exp(log_ratio), float(advantages[index])
         free = ratio * advantage
-        bound = min(max(ratio, 1 - clip), 1 + clip) * advantage
-        terms["loss"].append(-min(free, bound))
+        bound = min(max(ratio, 1 - clip), highest) * advantage
+        objective = min(free, bound)
+        ruled = False
+        if dual_clip is not None and advantage < 0:
+            ruled = objective < dual_clip * advantage
+            objective = max(objective, dual_clip * advantage)
+        terms["loss"].append(-objective)
         terms["approxkl"].append(log_ratio**2 / 2)
         terms["clipped"].append(float(bound < free))
+        terms["dual_clipped"].append(float(ruled))
         terms["ratio"].append(ratio)
     return terms
+
+
+def aggregate(terms: list[float], mask: Array, aggregation: str) -> float:
+    """The mean over tokens, or over rows of the mean over a row's tokens."""
+    rows: dict[int, list[float]] = {}
+    for index, term in zip(entries(mask), terms, strict=True):
+        rows.setdefault(index[0], []).append(term)
+    if aggregation == "token_mean":
+        return sum(terms) / len(terms)
+    return sum(sum(row) / len(row) for row in rows.values()) / len(rows)
 
 
 def value_terms(

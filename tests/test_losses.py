@@ -1,10 +1,14 @@
+import functools
+import itertools
+from types import MappingProxyType
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
 
-from rlhf_jax import losses, masked
+from rlhf_jax import checks, losses, masked
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
 
@@ -31,28 +35,67 @@ VALUE = {
     "returns": normal(1.0, 4, 6),
 }
 LANGUAGE = {"logprobs": OLD}
+ENTROPY = {"entropy": np.abs(normal(2.0, 4, 6))}
 PAIRS = {"chosen": normal(1.0, 5), "rejected": normal(1.0, 5)}
 MARGIN = np.array([0.0, 0.5, 1.0, 0.1, 0.0], np.float32)
 
 
-def policy_loss(mask=MASK, num_tokens=None, **arrays):
-    return losses.policy_loss(
-        **arrays, mask=mask, clip_range=0.2, num_tokens=num_tokens
+def of_counts(loss, mask, num_tokens, num_responses, options, arrays):
+    return loss(
+        **arrays,
+        **options,
+        mask=mask,
+        num_tokens=num_tokens,
+        num_responses=num_responses,
     )
 
 
-def value_loss(mask=MASK, num_tokens=None, **arrays):
-    return losses.value_loss(**arrays, mask=mask, clip_range=0.2, num_tokens=num_tokens)
+def policy_loss(mask=MASK, *counts, options=MappingProxyType({}), **arrays):
+    options = {"clip_range": 0.2, **options}
+    return of_counts(losses.policy_loss, mask, *both(counts), options, arrays)
 
 
-def language_model_loss(mask=MASK, num_tokens=None, **arrays):
-    return losses.language_model_loss(**arrays, mask=mask, num_tokens=num_tokens)
+def value_loss(mask=MASK, *counts, options=MappingProxyType({}), **arrays):
+    options = {"clip_range": 0.2, **options}
+    return of_counts(losses.value_loss, mask, *both(counts), options, arrays)
 
+
+def entropy_bonus(mask=MASK, *counts, options=MappingProxyType({}), **arrays):
+    return of_counts(losses.entropy_bonus, mask, *both(counts), options, arrays)
+
+
+def language_model_loss(mask=MASK, *counts, **arrays):
+    return losses.language_model_loss(**arrays, mask=mask, num_tokens=both(counts)[0])
+
+
+def both(counts):
+    """Of tokens and of responses; None counts the mask."""
+    return counts or (None, None)
+
+
+BY_RESPONSE = {"aggregation": "sequence_mean"}
+BOUNDED = {"clip_range_high": 0.28, "dual_clip": 1.3, **BY_RESPONSE}
 
 # The loss, its arrays and the one argument that a gradient may reach.
 PER_TOKEN = {
     "policy": (policy_loss, POLICY, "logprobs"),
+    "policy_bounded": (
+        functools.partial(policy_loss, options=BOUNDED),
+        POLICY,
+        "logprobs",
+    ),
     "value": (value_loss, VALUE, "values"),
+    "value_by_response": (
+        functools.partial(value_loss, options=BY_RESPONSE),
+        VALUE,
+        "values",
+    ),
+    "entropy": (entropy_bonus, ENTROPY, "entropy"),
+    "entropy_by_response": (
+        functools.partial(entropy_bonus, options=BY_RESPONSE),
+        ENTROPY,
+        "entropy",
+    ),
     "language_model": (language_model_loss, LANGUAGE, "logprobs"),
 }
 
@@ -61,34 +104,132 @@ def means(stats: masked.Stats) -> dict[str, float]:
     return {name: float(x) for name, x in masked.mean_stats(stats).items()}
 
 
-def test_policy_loss_matches_the_oracle():
-    loss, stats = policy_loss(**POLICY)
-    terms = oracles.policy_terms(**POLICY, mask=MASK, clip=0.2)
-    assert 0 < sum(terms["clipped"]) < 8  # both sides of the clip are visited
-    assert float(loss) == pytest.approx(np.mean(terms["loss"]), rel=1e-5)
-    assert means(stats) == pytest.approx(
-        {
-            "loss/policy": np.mean(terms["loss"]),
-            "policy/approxkl": np.mean(terms["approxkl"]),
-            "policy/clipfrac": np.mean(terms["clipped"]),
-            "policy/ratio_mean": np.mean(terms["ratio"]),
-            "policy/ratio_max": np.max(terms["ratio"]),
-        },
-        rel=1e-5,
-    )
+MEANS = ("token_mean", "sequence_mean")
+
+
+def cuts(rows: int):
+    """Every way to cut so many rows into neighbouring parts."""
+    for marks in itertools.product((False, True), repeat=rows - 1):
+        ends = [0, *(i + 1 for i, cut in enumerate(marks) if cut), rows]
+        yield [slice(a, b) for a, b in itertools.pairwise(ends)]
+
+
+def test_token_weights_by_hand():
+    """The drawing of the docstring: 3, 1 and 0 tokens."""
+    mask = np.array([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]], bool)
+    found = losses.token_weights(mask)
+    np.testing.assert_allclose(found, mask / 4, rtol=1e-6)
+    found = losses.token_weights(mask, aggregation="sequence_mean")
+    rows = np.array([[1 / 6], [1 / 2], [0]])
+    np.testing.assert_allclose(found, mask * rows, rtol=1e-6)
+    assert not losses.token_weights(np.zeros_like(mask)).any()
+
+
+@pytest.mark.parametrize("aggregation", MEANS)
+def test_token_weights_of_any_parts_are_those_of_the_whole(aggregation):
+    counts = {"num_tokens": jnp.float32(8), "num_responses": jnp.float32(3)}
+    whole = np.asarray(losses.token_weights(MASK, aggregation=aggregation))
+    assert whole.sum() == pytest.approx(1.0, rel=1e-6)
+    for parts in cuts(len(MASK)):
+        found = [
+            losses.token_weights(MASK[rows], aggregation=aggregation, **counts)
+            for rows in parts
+        ]
+        np.testing.assert_array_equal(np.concatenate(found), whole)
+
+
+def test_responses_of_one_length_weigh_the_same_either_way():
+    """And of unequal lengths they do not: the short one counts for more."""
+    even = np.tile(np.array([0, 1, 1, 1, 0, 0], bool), (4, 1))
+    for options in ({}, BY_RESPONSE):
+        found = [policy_loss(m, options=options, **POLICY)[0] for m in (even, MASK)]
+        if not options:
+            by_token = found
+        else:
+            assert float(found[0]) == pytest.approx(float(by_token[0]), rel=1e-5)
+            assert abs(float(found[1] - by_token[1])) > 1e-2
 
 
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "gradient"),
+    "options",
     [
-        (1.5, 1.0, -1.2, 0.0),  # good and already likelier: clipped, no pull
-        (1.5, -1.0, 1.5, 1.5),  # bad and likelier: the full pull back
-        (0.5, 1.0, -0.5, -0.5),  # good and less likely: the full pull back
-        (0.5, -1.0, 0.8, 0.0),  # bad and already less likely: clipped
-        (1.1, 2.0, -2.2, -2.2),  # inside: -ρA
+        {},
+        BY_RESPONSE,
+        {"clip_range": 0.1, "clip_range_high": 0.28},
+        {"clip_range": 0.3, "clip_range_high": 0.05},
+        {"dual_clip": 1.3},
+        {"dual_clip": 1e3},
+        BOUNDED,
+    ],
+    ids=lambda options: " ".join(options) or "plain",
+)
+def test_policy_loss_matches_the_oracle(options):
+    arguments = {"clip_range": 0.2, **options}
+    loss, stats = losses.policy_loss(**POLICY, mask=MASK, **arguments)
+    terms = oracles.policy_terms(**POLICY, mask=MASK, **for_oracle(arguments))
+    assert 0 < sum(terms["clipped"]) < 8  # both sides of the clip are visited
+    expected = oracles.aggregate(
+        terms["loss"], MASK, options.get("aggregation", "token_mean")
+    )
+    assert float(loss) == pytest.approx(expected, rel=1e-5)
+    # Diagnostics are means over tokens, whatever the loss is a mean of.
+    logged = {
+        "loss/policy": expected,
+        "policy/approxkl": np.mean(terms["approxkl"]),
+        "policy/clipfrac": np.mean(terms["clipped"]),
+        "policy/ratio_mean": np.mean(terms["ratio"]),
+        "policy/ratio_max": np.max(terms["ratio"]),
+    }
+    if "dual_clip" in options:
+        share = np.mean(terms["dual_clipped"])
+        assert (share > 0) == (options["dual_clip"] < 2)
+        logged["policy/dual_clipfrac"] = share
+    assert means(stats) == pytest.approx(logged, rel=1e-5)
+
+
+def for_oracle(options):
+    """The names of the oracle."""
+    found = {"clip": options["clip_range"]}
+    if "clip_range_high" in options:
+        found["clip_high"] = options["clip_range_high"]
+    if "dual_clip" in options:
+        found["dual_clip"] = options["dual_clip"]
+    return found
+
+
+HIGH = {"clip_range_high": 0.28}
+DUAL = {"dual_clip": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "options", "loss", "gradient"),
+    [
+        (1.5, 1.0, {}, -1.2, 0.0),  # good and already likelier: clipped, no pull
+        (1.5, -1.0, {}, 1.5, 1.5),  # bad and likelier: the full pull back
+        (0.5, 1.0, {}, -0.5, -0.5),  # good and less likely: the full pull back
+        (0.5, -1.0, {}, 0.8, 0.0),  # bad and already less likely: clipped
+        (1.1, 2.0, {}, -2.2, -2.2),  # inside: -ρA
+        (1.25, 1.0, HIGH, -1.25, -1.25),  # clip-higher: still inside
+        (1.5, 1.0, HIGH, -1.28, 0.0),  # and its upper end
+        (0.5, -1.0, HIGH, 0.8, 0.0),  # the lower end is ε's
+        (0.75, -1.0, HIGH, 0.8, 0.0),
+        (2.9, -1.0, DUAL, 2.9, 2.9),  # bad and likelier, up to c
+        (5.0, -1.0, DUAL, 3.0, 0.0),  # beyond c: bounded, no pull
+        (5.0, -2.0, DUAL, 6.0, 0.0),
+        (5.0, 1.0, DUAL, -1.2, 0.0),  # a good one is none of its business
+        (0.5, -1.0, DUAL, 0.8, 0.0),
+        (1e30, -1.0, DUAL, 3.0, 0.0),
     ],
 )
-def test_the_five_cases_of_the_clip(ratio, advantage, loss, gradient):
+def test_the_cases_of_the_clip(ratio, advantage, options, loss, gradient):
+    found, slope = surrogate(np.log(ratio), advantage, options)
+    assert float(found) == pytest.approx(loss, rel=1e-5)
+    assert float(slope) == pytest.approx(gradient, rel=1e-5)
+
+
+def surrogate(log_ratio, advantage, options):
+    """The loss of one token, and its slope in the token's log-prob."""
+
     def of(logprobs):
         return losses.policy_loss(
             logprobs=logprobs,
@@ -96,11 +237,16 @@ def test_the_five_cases_of_the_clip(ratio, advantage, loss, gradient):
             advantages=jnp.full((1, 1), advantage),
             mask=jnp.ones((1, 1), jnp.bool_),
             clip_range=0.2,
+            **options,
         )[0]
 
-    found, slope = jax.value_and_grad(of)(jnp.log(jnp.full((1, 1), ratio)))
-    assert float(found) == pytest.approx(loss, rel=1e-5)
-    assert float(slope[0, 0]) == pytest.approx(gradient, rel=1e-5)
+    found, slope = jax.value_and_grad(of)(jnp.full((1, 1), log_ratio, jnp.float32))
+    return found, slope[0, 0]
+
+
+def test_the_dual_clip_holds_where_the_ratio_itself_overflows():
+    found, slope = surrogate(200.0, -2.0, DUAL)
+    assert (float(found), float(slope)) == (pytest.approx(6.0), 0.0)
 
 
 def test_before_any_update_the_policy_loss_is_the_policy_gradient():
@@ -197,11 +343,50 @@ def test_language_model_loss_matches_the_oracle():
     assert float(uniform[0]) == pytest.approx(np.log(50), rel=1e-6)
 
 
+def policy_oracle(options, aggregation):
+    def value(arrays):
+        terms = oracles.policy_terms(**arrays, mask=MASK, **options)["loss"]
+        return oracles.aggregate(terms, MASK, aggregation)
+
+    return value
+
+
+def value_oracle(aggregation):
+    def value(arrays):
+        terms = oracles.value_terms(**arrays, mask=MASK, clip=0.2)["loss"]
+        return oracles.aggregate(terms, MASK, aggregation)
+
+    return value
+
+
+def entropy_oracle(aggregation):
+    def value(arrays):
+        terms = [-float(arrays["entropy"][i]) for i in oracles.entries(MASK)]
+        return oracles.aggregate(terms, MASK, aggregation)
+
+    return value
+
+
 ORACLES = {
-    "policy": lambda a: np.mean(oracles.policy_terms(**a, mask=MASK, clip=0.2)["loss"]),
-    "value": lambda a: np.mean(oracles.value_terms(**a, mask=MASK, clip=0.2)["loss"]),
+    "policy": policy_oracle({"clip": 0.2}, "token_mean"),
+    "policy_bounded": policy_oracle(
+        {"clip": 0.2, "clip_high": 0.28, "dual_clip": 1.3}, "sequence_mean"
+    ),
+    "value": value_oracle("token_mean"),
+    "value_by_response": value_oracle("sequence_mean"),
+    "entropy": entropy_oracle("token_mean"),
+    "entropy_by_response": entropy_oracle("sequence_mean"),
     "language_model": lambda a: oracles.language_model_loss(**a, mask=MASK),
 }
+LOGGED = {name: f"loss/{name.split('_b')[0]}" for name in PER_TOKEN}
+
+
+@pytest.mark.parametrize("name", PER_TOKEN)
+def test_the_loss_is_what_is_logged_of_it(name: str):
+    loss, arrays, _ = PER_TOKEN[name]
+    found, stats = loss(**arrays)
+    assert float(found) == pytest.approx(ORACLES[name](arrays), rel=1e-5)
+    assert means(stats)[LOGGED[name]] == pytest.approx(float(found), rel=1e-6)
 
 
 @pytest.mark.parametrize("name", PER_TOKEN)
@@ -231,19 +416,19 @@ def test_no_gradient_flows_into_the_statistics(name: str):
 def test_garbage_changes_neither_value_nor_gradient(name: str):
     loss, arrays, _ = PER_TOKEN[name]
     dirty = {key: oracles.poison(x, MASK) for key, x in arrays.items()}
-    both = jax.jit(jax.value_and_grad(lambda a: loss(**a), has_aux=True))
-    jax.tree.map(np.testing.assert_array_equal, both(dirty), both(arrays))
+    pair = jax.jit(jax.value_and_grad(lambda a: loss(**a), has_aux=True))
+    jax.tree.map(np.testing.assert_array_equal, pair(dirty), pair(arrays))
 
 
 @pytest.mark.parametrize("name", PER_TOKEN)
 def test_micro_batches_add_up_to_the_minibatch(name: str):
     """Unequal parts, one of them without a single response token."""
     loss, arrays, trained = PER_TOKEN[name]
-    both = jax.jit(jax.value_and_grad(lambda a, m, n: loss(m, n, **a), has_aux=True))
-    (whole, stats), gradient = both(arrays, MASK, None)
-    count = jnp.sum(MASK)
+    pair = jax.jit(jax.value_and_grad(lambda a, m, *n: loss(m, *n, **a), has_aux=True))
+    (whole, stats), gradient = pair(arrays, MASK)
+    counts = jnp.sum(MASK), jnp.sum(MASK.any(axis=1))
     parts = [
-        both({k: x[rows] for k, x in arrays.items()}, MASK[rows], count)
+        pair({k: x[rows] for k, x in arrays.items()}, MASK[rows], *counts)
         for rows in (slice(0, 2), slice(2, 3), slice(3, 4))
     ]
     assert float(sum(part[0][0] for part in parts)) == pytest.approx(
@@ -329,8 +514,42 @@ def test_wrong_input_says_what_to_do():
     with pytest.raises(ValueError, match=r"clip_range: expected .* above 0, got 0"):
         losses.value_loss(**VALUE, mask=MASK, clip_range=0.0)
     with pytest.raises(ValueError, match=r"count: expected shape \(\), got \(4,\)"):
-        language_model_loss(MASK, jnp.ones(4), **LANGUAGE)
+        language_model_loss(MASK, jnp.ones(4), None, **LANGUAGE)
+    with pytest.raises(ValueError, match=r"num_tokens: expected shape \(\), got \(4,"):
+        policy_loss(MASK, jnp.ones(4), None, **POLICY)
     with pytest.raises(ValueError, match=r"chosen \(5,\), rejected \(4,\), margin"):
         losses.pairwise_loss(chosen=PAIRS["chosen"], rejected=PAIRS["rejected"][1:])
     with pytest.raises(ValueError, match=r"chosen: expected shape \(any\), got \(5, 1"):
         losses.pairwise_loss(**{k: x[:, None] for k, x in PAIRS.items()})
+
+
+@pytest.mark.parametrize("bad", [0.0, -0.1, float("nan")])
+def test_clip_ranges_that_are_none(bad: float):
+    for name in ("clip_range", "clip_range_high"):
+        with pytest.raises(
+            ValueError, match=rf"{name}: expected .* above 0, got {bad}"
+        ):
+            policy_loss(options={name: bad}, **POLICY)
+
+
+@pytest.mark.parametrize("bad", [1.0, 0.5, -3.0, float("nan"), float("inf")])
+def test_a_dual_clip_is_above_1(bad: float):
+    with pytest.raises(
+        checks.InputError, match=r"dual_clip: .* above 1, got .*; choose"
+    ):
+        policy_loss(options={"dual_clip": bad}, **POLICY)
+
+
+def test_aggregations_that_cannot_be():
+    with pytest.raises(checks.InputError, match=r"aggregation: .* got 'mean'; choose"):
+        losses.token_weights(MASK, aggregation="mean")
+    with pytest.raises(
+        ValueError, match=r"mask: expected shape \(any, any\), got \(6,"
+    ):
+        losses.token_weights(MASK[0], aggregation="sequence_mean")
+    # A micro-batch that is given the one count which is not read would not add up.
+    one = jnp.float32(8)
+    with pytest.raises(ValueError, match=r"num_responses: .* sequence_mean divides by"):
+        losses.token_weights(MASK, aggregation="sequence_mean", num_tokens=one)
+    with pytest.raises(ValueError, match=r"num_tokens: .* got num_responses alone; "):
+        losses.token_weights(MASK, num_responses=one)
