@@ -1,0 +1,473 @@
+"""The KL penalty: which estimator, where it acts, and what its gradient is.
+
+With x_t = logprobs_t - ref_logprobs_t (reverse) or ref_logprobs_t - logprobs_t
+(forward), an estimate k(x) from `kl` acts in two places:
+
+    in the reward  token_rewards takes -β·k(x_t): the policy gradient multiplies it by
+                   ∇log π, and nothing is differentiated through k
+    in the loss    the loss gets β Σ_t weights_t·k(x_t), which is differentiated
+
+The value of an estimator says nothing about its gradient. `Penalty.gradient` names the
+expected gradient of a choice, on-policy, with weights of 1, before clipping, at lam = 1
+and without whitening. "full" is the gradient of the KL of sequence distributions;
+"fixed-state" is Σ_t E_prefix ∇KL at that prefix, which misses how the policy's choices
+change the prefixes that it visits.
+
+                                      in the loss                 in the reward
+    reverse  k1, token or response    zero                        full reverse
+             k2, token                fixed-state reverse         mean k2 - that
+             k2, response             full reverse                mean k2 - that
+             k3, token                fixed-state forward         full reverse - that
+             k3, response             full forward                full reverse - that
+             exact                    fixed-state reverse         full reverse - that
+
+An estimate that is unbiased for every policy (k1, k3, exact) therefore has the full
+gradient when the same one stands in both places. What forward gives, where samples
+carry weights π_ref/π, stands at `Penalty.gradient`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.functional import checks, kl, masked
+from rlhf_jax.functional.checks import InputError
+
+Array = jax.Array
+Stats = masked.Stats
+Estimator = Literal["k1", "k2", "k3", "exact"]
+
+FULL_REVERSE = "full reverse"
+FULL_FORWARD = "full forward"
+FIXED_REVERSE = "fixed-state reverse"
+FIXED_FORWARD = "fixed-state forward"
+_KLS = (FULL_REVERSE, FULL_FORWARD, FIXED_REVERSE, FIXED_FORWARD)
+
+
+@dataclasses.dataclass(frozen=True)
+class Penalty:
+    """By default the estimate k1 per token in the reward, as in Ziegler et al. 2019."""
+
+    value_estimator: Estimator = "k1"
+    """The number that is penalised in the reward, and shown for the loss."""
+    grad_estimator: Estimator | None = None
+    """What the loss differentiates; None is value_estimator."""
+    placement: Literal["reward", "loss", "both"] | None = "reward"
+    """Where the penalty acts; None measures it and leaves the policy alone."""
+    direction: kl.Direction = "reverse"
+    """reverse is KL(policy, reference), forward is KL(reference, policy)."""
+    per: Literal["token", "response", "length"] = "token"
+    """An estimate of each token; one of the whole response, on its last token; or each
+    token's, divided by the length of its response."""
+    importance_weights: Literal["token", "prefix"] | None = None
+    """Weights for samples of another policy than the one the KL is about: of the token
+    alone, or of everything up to it (per response: of the whole response)."""
+    clip: float | None = None
+    """Largest size of one estimate, its weight included, in nats; None is no limit."""
+    top_k: int | None = None
+    """Exact KL over the policy's so many likeliest words and one bucket of all others;
+    None is over every word."""
+
+    def __post_init__(self) -> None:
+        self._check_names()
+        if self.grad_estimator is not None and not self.in_loss:
+            raise InputError(
+                f"grad_estimator: expected None where nothing is in the loss "
+                f"(placement {self.placement}), got {self.grad_estimator}; choose "
+                f"placement loss or both, or leave it out"
+            )
+        if self.clip is not None:
+            checks.positive(clip=self.clip)
+        if self.top_k is not None and (self.top_k < 1 or not self.needs_logits):
+            raise InputError(
+                f"top_k: expected 1 word or more, and an exact estimator, got "
+                f"{self.top_k} with {' and '.join(self._estimators)}; choose "
+                f"value_estimator exact, or leave top_k out"
+            )
+        self._check_weights()
+
+    def _check_names(self) -> None:
+        for name, value, known in (
+            ("value_estimator", self.value_estimator, get_args(Estimator)),
+            ("grad_estimator", self.grad_estimator, (None, *get_args(Estimator))),
+            ("placement", self.placement, (None, "reward", "loss", "both")),
+            ("direction", self.direction, get_args(kl.Direction)),
+            ("per", self.per, ("token", "response", "length")),
+            ("importance_weights", self.importance_weights, (None, "token", "prefix")),
+        ):
+            if value not in known:
+                raise InputError(
+                    f"{name}: expected one of {', '.join(map(str, known))}, got "
+                    f"{value!r}; choose one of them"
+                )
+
+    def _check_weights(self) -> None:
+        sampled = [each for each in self._estimators if each != "exact"]
+        if self.direction == "forward" and self.importance_weights is None and sampled:
+            raise InputError(
+                f"importance_weights: expected token or prefix for {sampled[0]} of a "
+                f"forward KL, which is a mean over samples of the reference, got none "
+                f"for samples of the policy; choose importance_weights, the exact "
+                f"estimator, or direction reverse"
+            )
+        if self.importance_weights is None:
+            return
+        if self.direction == "reverse" and not self.in_loss:
+            raise InputError(
+                f"importance_weights: expected none where a reverse KL is only in the "
+                f"reward, got {self.importance_weights}; the policy that samples is "
+                f"the one that is priced there, so that each weight is 1"
+            )
+        if self.importance_weights == "token" and (
+            self.per == "response" or not sampled
+        ):
+            what = "one response" if self.per == "response" else "an exact estimator"
+            raise InputError(
+                f"importance_weights: expected prefix or none for {what}, got token; a "
+                f"token's own weight says nothing about what stands before it"
+            )
+
+    @property
+    def in_reward(self) -> bool:
+        """True if the value is a part of the reward."""
+        return self.placement in ("reward", "both")
+
+    @property
+    def in_loss(self) -> bool:
+        """True if the estimate is a term of the loss."""
+        return self.placement in ("loss", "both")
+
+    @property
+    def in_gradient(self) -> Estimator:
+        """The estimator that the loss differentiates."""
+        return self.grad_estimator or self.value_estimator
+
+    @property
+    def needs_logits(self) -> bool:
+        """True if the exact KL is wanted somewhere: log-probs alone do not do."""
+        return "exact" in self._estimators
+
+    @property
+    def reward_needs_logits(self) -> bool:
+        """True if `reward_kl` takes the exact KL."""
+        return self.value_estimator == "exact"
+
+    @property
+    def loss_needs_logits(self) -> bool:
+        """True if `kl_loss` takes the exact KL, and the update so the reference."""
+        return self.in_loss and self.needs_logits
+
+    @property
+    def _estimators(self) -> tuple[Estimator, ...]:
+        both = (self.value_estimator, self.in_gradient)
+        return both[:1] if both[0] == both[1] else both
+
+    @property
+    def terms(self) -> dict[str, int]:
+        """The expected gradient as a sum: {name of a gradient: how many of it}."""
+        total: dict[str, int] = {}
+        parts = [self._reward_terms] if self.in_reward else []
+        parts += [self._loss_terms(self.in_gradient)] if self.in_loss else []
+        for part in parts:
+            for name, times in part.items():
+                total[name] = total.get(name, 0) + times
+        return {name: times for name, times in total.items() if times != 0}
+
+    @property
+    def _reward_terms(self) -> dict[str, int]:
+        """∇E[k] less what a loss would see: the half that goes through ∇log π."""
+        estimator = self.value_estimator
+        if self.direction == "forward" and self.importance_weights is not None:
+            return {f"score half of weighted {estimator}": 1}
+        if self.direction == "forward":
+            whole = "own-prefix forward"
+        else:
+            whole = "mean k2" if estimator == "k2" else FULL_REVERSE
+        direct = self._loss_terms(estimator)
+        whole = f"top-k {whole}" if self._is_bucketed(estimator) else whole
+        return {whole: 1} | {name: -times for name, times in direct.items()}
+
+    def _loss_terms(self, estimator: Estimator) -> dict[str, int]:
+        whole_response = self.per == "response"
+        if self.direction == "forward":
+            # Everything up to a token is weighted: then the reference's own prefixes.
+            full = self.importance_weights == "prefix"
+            if estimator == "k2":
+                return {"reference's mean k2" if full else "fixed-state k2": 1}
+            name = FULL_FORWARD if full else FIXED_FORWARD
+            return {f"top-k {name}" if self._is_bucketed(estimator) else name: 1}
+        match estimator:
+            case "k1":
+                return {}
+            case "k2":
+                return {FULL_REVERSE if whole_response else FIXED_REVERSE: 1}
+            case "k3":
+                return {FULL_FORWARD if whole_response else FIXED_FORWARD: 1}
+            case "exact":
+                top_k = self._is_bucketed(estimator)
+                return {f"top-k {FIXED_REVERSE}" if top_k else FIXED_REVERSE: 1}
+
+    def _is_bucketed(self, estimator: Estimator) -> bool:
+        return estimator == "exact" and self.top_k is not None
+
+    @property
+    def gradient(self) -> str:
+        """The name of the expected gradient on-policy, as the module says it."""
+        if self.placement is None:
+            return "none"
+        terms = self.terms
+        if not terms:
+            return "zero"
+        signed = []
+        for name, times in sorted(terms.items(), key=lambda term: -term[1]):
+            factor = "" if abs(times) == 1 else f"{abs(times)} × "
+            signed.append(f"{'-' if times < 0 else '+'} {factor}{name}")
+        named = " ".join(signed).removeprefix("+ ")
+        if self.per == "length":
+            named += ", each response's divided by its length"
+        return named
+
+    @property
+    def warning(self) -> str | None:
+        """What to say, once, where this gradient is that of no KL; None where it is."""
+        if self.placement is None:
+            return None
+        terms = self.terms
+        is_kl = len(terms) == 1 and all(
+            times > 0 and name.removeprefix("top-k ") in _KLS
+            for name, times in terms.items()
+        )
+        if is_kl and self.per != "length":
+            return None
+        places = [f"{self.value_estimator} in the reward"] if self.in_reward else []
+        places += [f"{self.in_gradient} in the loss"] if self.in_loss else []
+        what = f"{' and '.join(places)}, {self.direction}, per {self.per}"
+        if not terms:
+            return (
+                f"KL penalty ({what}): its expected gradient is zero, so that it does "
+                f"not hold the policy; choose k2 in the loss, or k1 in the reward"
+            )
+        return (
+            f"KL penalty ({what}): its expected gradient is that of no KL, it is "
+            f"{self.gradient}; k1 in the reward gives full reverse"
+        )
+
+
+IN_REWARD = Penalty()
+
+
+def reward_kl(
+    *,
+    penalty: Penalty,
+    logprobs: Array,
+    ref_logprobs: Array,
+    mask: Array,
+    exact: Array | None = None,
+) -> tuple[Array, Stats]:
+    """The value that `token_rewards` multiplies by -β.
+
+    Args:
+      penalty: which estimate; its placement is not read here.
+      logprobs: f32[B, S], nats, of the policy that sampled; column t is about
+        tokens[:, t].
+      ref_logprobs: f32[B, S], nats, of the reference.
+      mask: bool[B, S], response tokens, EOS included.
+      exact: f32[B, S], nats, of `kl.exact_from_hidden` in the penalty's direction;
+        wanted where value_estimator is exact.
+
+    Returns:
+      f32[B, S], nats, 0 outside the mask, without gradient, and {name: (sum, weight)}:
+      where clip is set `penalty/clipfrac`, the share of estimates that it cut.
+
+    Raises:
+      InputError: exact is wanted and not there. ValueError: shapes differ.
+      TypeError: floats are not f32 or mask is not bool.
+    """
+    _check(mask, exact, logprobs=logprobs, ref_logprobs=ref_logprobs)
+    log_ratio = _log_ratio(penalty.direction, logprobs, ref_logprobs)
+    # Of the policy that samples: only a forward KL has weights here, π_ref/π.
+    weighted = penalty.direction == "forward" and penalty.importance_weights is not None
+    found = _estimates(
+        penalty,
+        log_ratio=log_ratio,
+        log_weights=log_ratio if weighted else None,
+        mask=mask,
+        exact=exact,
+        estimator=penalty.value_estimator,
+    )
+    stats: Stats = {} if penalty.clip is None else {"penalty/clipfrac": found.clipfrac}
+    return jax.lax.stop_gradient((found.kl * _share(penalty, mask), stats))
+
+
+def kl_loss(
+    *,
+    penalty: Penalty,
+    logprobs: Array,
+    old_logprobs: Array,
+    ref_logprobs: Array,
+    mask: Array,
+    weights: Array,
+    exact: Array | None = None,
+) -> tuple[Array, Stats]:
+    """Σ weights·kl with kl = w·(g + stop_gradient(v - g)); β is the caller's factor.
+
+    v is the value estimator, g the gradient estimator and w the importance weight
+    (reverse π/π_old, forward π_ref/π_old), which is not differentiated.
+
+    Args:
+      penalty: which estimates; its placement is not read here.
+      logprobs: f32[B, S], nats, of the policy now; column t is about tokens[:, t].
+      old_logprobs: f32[B, S], nats, of the policy that sampled.
+      ref_logprobs: f32[B, S], nats, of the reference.
+      mask: bool[B, S], response tokens, EOS included.
+      weights: f32[B, S], dimensionless, of `losses.token_weights`; those of a whole
+        minibatch sum to 1, so that its micro-batches add up. An estimate of a whole
+        response takes the weight of the last token.
+      exact: f32[B, S], nats, of `kl.exact_from_hidden` in the penalty's direction and
+        with its gradient; wanted where an estimator is exact.
+
+    Returns:
+      f32[] loss, nats, and {name: (sum, weight)}. The gradient reaches `logprobs` and
+      `exact`; none comes from an estimate that was clipped. `loss/kl`: the values
+      (weighted by w, clipped, not divided by a length), nats per token. Where clip is
+      set `loss/kl_clipfrac`: the share of estimates that it cut.
+
+    Raises:
+      InputError: exact is wanted and not there. ValueError: shapes differ.
+      TypeError: floats are not f32 or mask is not bool.
+
+    Source: Schulman 2020, joschu.net/blog/kl-approx; Tang and Munos 2025,
+    arXiv:2506.09477, on what their gradients are.
+    """
+    floats = {"logprobs": logprobs, "old_logprobs": old_logprobs}
+    floats |= {"ref_logprobs": ref_logprobs, "weights": weights}
+    _check(mask, exact, **floats)
+    fixed, old_logprobs = jax.lax.stop_gradient((ref_logprobs, old_logprobs))
+    log_weights = None
+    if penalty.importance_weights is not None:
+        target = logprobs if penalty.direction == "reverse" else fixed
+        log_weights = target - old_logprobs
+    found = _estimates(
+        penalty,
+        log_ratio=_log_ratio(penalty.direction, logprobs, fixed),
+        log_weights=log_weights,
+        mask=mask,
+        exact=exact,
+        estimator=penalty.in_gradient,
+    )
+    weights = jax.lax.stop_gradient(jnp.where(mask, weights, 0.0))
+    loss = jnp.sum(weights * found.kl * _share(penalty, mask))
+    num_tokens = jnp.sum(mask, dtype=jnp.float32)
+    stats: Stats = {"loss/kl": (jnp.sum(found.kl), num_tokens)}
+    if penalty.clip is not None:
+        stats["loss/kl_clipfrac"] = found.clipfrac
+    return loss, jax.lax.stop_gradient(stats)
+
+
+class _Estimates(NamedTuple):
+    kl: Array  # f32[B, S], nats, 0 where no estimate stands
+    clipfrac: tuple[Array, Array]  # estimates that were clipped, estimates
+
+
+def _estimates(
+    penalty: Penalty,
+    *,
+    log_ratio: Array,
+    log_weights: Array | None,
+    mask: Array,
+    exact: Array | None,
+    estimator: Estimator,
+) -> _Estimates:
+    """The values, with the gradient of `estimator`."""
+    cells = _last(mask) if penalty.per == "response" else mask
+    x = _placed(penalty, log_ratio, mask, cells)
+    if exact is not None:
+        exact = _placed(penalty, exact, mask, cells)
+    importance = _importance(penalty, log_weights, mask, cells)
+    value = importance * _estimate(penalty.value_estimator, x, exact)
+    kept = cells
+    if penalty.clip is not None:
+        kept = cells & (jnp.abs(value) <= penalty.clip)
+        value = jnp.clip(value, -penalty.clip, penalty.clip)
+        # Selected before the estimator: an infinite slope times 0 would be NaN.
+        x = jnp.where(kept, x, 0.0)
+        exact = None if exact is None else jnp.where(kept, exact, 0.0)
+    slope = _estimate(estimator, x, exact)
+    slope = jnp.where(kept, importance * (slope - jax.lax.stop_gradient(slope)), 0.0)
+    clipped = jnp.sum(cells & ~kept, dtype=jnp.float32)
+    return _Estimates(
+        kl=jax.lax.stop_gradient(value) + slope,
+        clipfrac=(clipped, jnp.sum(cells, dtype=jnp.float32)),
+    )
+
+
+def _estimate(estimator: Estimator, x: Array, exact: Array | None) -> Array:
+    match estimator:
+        case "k1":
+            return x
+        case "k2":
+            return kl.k2(x, jnp.zeros_like(x))
+        case "k3":
+            return kl.k3(x, jnp.zeros_like(x))
+        case "exact":
+            if exact is None:
+                raise InputError(
+                    "exact: expected the exact KL f32[B, S] for the exact estimator, "
+                    "got log-probs only; pass kl.exact_from_hidden of both models' "
+                    "hidden states, or choose k1, k2 or k3"
+                )
+            return exact
+
+
+def _log_ratio(direction: kl.Direction, logprobs: Array, ref_logprobs: Array) -> Array:
+    """x with E[x] the KL of this direction, under samples of its first distribution."""
+    if direction == "reverse":
+        return kl.k1(logprobs, ref_logprobs)
+    return kl.k1(ref_logprobs, logprobs)
+
+
+def _importance(
+    penalty: Penalty, log_weights: Array | None, mask: Array, cells: Array
+) -> Array:
+    """f32[B, S], 1 where no weights are asked for."""
+    if log_weights is None:
+        return jnp.ones(mask.shape, jnp.float32)
+    log_weights = jax.lax.stop_gradient(log_weights)
+    if penalty.importance_weights == "prefix" and penalty.per != "response":
+        log_weights = jnp.cumsum(jnp.where(mask, log_weights, 0.0), axis=1)
+    return jnp.exp(_placed(penalty, log_weights, mask, cells))
+
+
+def _placed(penalty: Penalty, x: Array, mask: Array, cells: Array) -> Array:
+    """x where an estimate stands, there its sum over the response if that is asked."""
+    if penalty.per == "response":
+        x = masked.masked_sum(x, mask=mask, axis=1)[:, None]
+    return jnp.where(cells, x, 0.0)
+
+
+def _share(penalty: Penalty, mask: Array) -> Array:
+    """f32[B, 1]: what an estimate is multiplied by, 1 or 1 / response length."""
+    length = jnp.sum(mask, axis=1, dtype=jnp.float32, keepdims=True)
+    if penalty.per != "length":
+        return jnp.ones_like(length)
+    return 1.0 / jnp.maximum(length, 1.0)
+
+
+def _last(mask: Array) -> Array:
+    """bool[B, S], the last True of each row alone."""
+    columns = jnp.arange(mask.shape[1], dtype=jnp.int32)[None, :]
+    last = jnp.max(columns, axis=1, where=mask, initial=-1, keepdims=True)
+    return columns == last
+
+
+def _check(mask: Array, exact: Array | None, **floats: Array) -> None:
+    checks.shape((None, None), mask=mask)
+    if exact is not None:
+        floats["exact"] = exact
+    checks.same_shape(**floats, mask=mask)
+    checks.float32(**floats)
+    checks.boolean(mask=mask)
