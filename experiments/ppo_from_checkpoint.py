@@ -18,6 +18,7 @@ Hugging Face checkpoint with its tokenizer.
 reference too; OUT/adapter then is a PEFT adapter and OUT/model is merged.
 --reference-storage.dtype int8 (or .memory pinned_host, or cpu) makes the reference
 cheaper, --lifecycle.* moves it, --no-measure-kl with --kl-coef 0 leaves it out.
+--preset openai-2019 or n-plus starts from a published recipe.
 --held-out and --out-of-domain texts and a --judge are watched every --eval-every steps,
 and --alarms.* are the limits beyond which the run tells you to look.
 
@@ -27,7 +28,7 @@ model once: GPT-2 small 4.7 GiB. With the small models of `sft.py` and
 cores, and 10 of them at --policy-learning-rate 1e-4 raise the score from -0.1 to 0.4 at
 2 nats. Expect the score to rise and the KL to stay in single digits [nats per
 response]; if the KL runs away while the score soars, the policy has found a hole in the
-reward: raise --kl-coef or set --kl-target.
+reward: raise --kl-coef, or hold the KL with --kl-control.kind adaptive.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ import dataclasses
 import functools
 import time
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+import tyro
 
 from rlhf_jax import (
     adapted,
@@ -61,8 +63,10 @@ from rlhf_jax import (
     kl_control,
     lifecycle,
     metrics,
+    optimizers,
     peft,
     ppo,
+    ppo_config,
     pretrained,
     report,
     rewards,
@@ -74,7 +78,7 @@ from rlhf_jax import (
 )
 from rlhf_jax import lora as lora_
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.functional.kl_control import KLController
+from rlhf_jax.functional.kl_control import Control
 from rlhf_jax.functional.masked import Stats
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import LoRA
@@ -86,10 +90,14 @@ from rlhf_jax.runtime.data import Row
 from rlhf_jax.runtime.frozen_models import RewardModel, Storage
 from rlhf_jax.runtime.pretrained import Pretrained
 from rlhf_jax.stages.batch import Prompts, Rollout, Sequences
+from rlhf_jax.stages.ppo_config import Recipe
 from rlhf_jax.stages.state import TrainState
 
 Array = jax.Array
 Params = Any
+
+
+RECIPE = Recipe(num_minibatches=4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,42 +145,26 @@ class Config(run_folder.RunConfig):
     """Answers an iteration."""
     max_new_tokens: int = 48
     """Longest response, tokens."""
-    temperature: float = 0.7
-    """Divides the logits in every role."""
     kl_coef: float = 0.05
     """Reward units per nat of KL to the reference; 0 still measures it."""
-    kl_target: float | None = None
-    """Nats per response that kl_coef is adapted to; None leaves kl_coef fixed."""
-    kl_horizon: int = 10_000
-    """Answers over which an adaptive kl_coef moves."""
-    gamma: float = 1.0
-    """Discount a token."""
-    lam: float = 0.95
-    """Of GAE: 1 trusts the returns, 0 the critic."""
-    whiten_advantages: Literal["rollout", "minibatch"] | None = "rollout"
-    """Over which rows advantages get mean 0 and variance 1."""
-    normalise_scores: bool = False
-    """Scores less their running mean, over their running standard deviation."""
-    missing_stop_score: float | None = None
-    """Score of a response that never ended; None scores it like any other."""
-    clip_range: float = 0.2
-    """Of the probability ratio around 1."""
-    value_clip_range: float | None = 0.2
-    """Of the values around the old ones, reward units; None is off."""
-    vf_coef: float = 0.1
-    """Weight of the value loss."""
-    num_epochs: int = 4
-    """Passes over each batch."""
-    num_minibatches: int = 4
-    """Optimizer steps a pass."""
-    micro_batch_size: int | None = None
-    """Answers held at once in an update; None is a minibatch."""
+    kl_control: Control = kl_control.CONSTANT
+    """What becomes of kl_coef during the run."""
+    ppo: Annotated[Recipe, tyro.conf.arg(name="")] = RECIPE
+    """The coefficients and choices of PPO, options without a prefix."""
+    ptx: str | None = None
+    """Text or demonstrations mixed in with --ptx-coef."""
+    ptx_batch_size: int = 16
+    """Rows of --ptx an iteration."""
+    ptx_max_length: int | None = None
+    """Longest row of --ptx, tokens; None is the model's context."""
     policy_learning_rate: float = 3e-6
     """Falls to 0 linearly."""
     critic_learning_rate: float = 1e-5
     """Falls to 0 linearly."""
     max_grad_norm: float = 1.0
     """Gradients of a larger norm are scaled down to it, policy and critic apart."""
+    adam: optimizers.Style = "standard"
+    """Where Adam's eps stands: outside the bias correction in "tf" (OAI)."""
     critic_from: Literal["policy", "reward_model"] = "policy"
     """Whose trunk the critic starts with; values start at 0 from the policy."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -187,8 +179,6 @@ class Config(run_folder.RunConfig):
     """Off, with kl_coef 0, there is no reference: never loaded, never run."""
     lora: Adapters = Adapters()
     """Adapters instead of all parameters."""
-    reprice: bool = False
-    """Log-probs of the answers from the trainer, not the sampler (for bfloat16)."""
     sample_every: int = 10
     """Iterations between rows of samples.jsonl."""
     num_shown: int = 4
@@ -230,16 +220,34 @@ class Config(run_folder.RunConfig):
             eval_rows=self.eval_rows,
         )
         checks.non_negative(kl_coef=self.kl_coef, num_shown=self.num_shown)
+        self.kl_control.controller(self.kl_coef, num_steps=self.num_steps)  # or raises
         if not self.measure_kl and (
             self.kl_coef
-            or self.kl_target is not None
+            or self.kl_control != kl_control.CONSTANT
             or self.reference is not None
             or self.lifecycle != lifecycle.FROZEN
         ):
             raise InputError(
-                "--no-measure-kl: expected --kl-coef 0 and neither --kl-target, "
+                "--no-measure-kl: expected --kl-coef 0 and neither --kl-control, "
                 "--reference nor a lifecycle, as there is no reference then; leave one "
                 "or the other out"
+            )
+        if (self.ptx is None) != (self.ppo.ptx_coef == 0):
+            raise InputError(
+                f"expected --ptx and --ptx-coef together, got {self.ptx} and "
+                f"{self.ppo.ptx_coef:g}; give both, or neither"
+            )
+        if self.ppo.shared_trunk and self.critic_from != "policy":
+            raise InputError(
+                f"--critic-from: expected policy with --shared-trunk, where the critic "
+                f"is a head on the policy, got {self.critic_from}; leave one of them "
+                f"out"
+            )
+        if self.ppo.penalty.needs_logits and self.reference_storage.memory == "cpu":
+            raise InputError(
+                "--reference-storage.memory: expected device or pinned_host for exact "
+                "KL, which needs the hidden states of policy and reference in one "
+                "program, got cpu; choose another, or an estimator k1, k2 or k3"
             )
         if self.lora.lora is None and self.lora != Adapters():
             raise InputError(
@@ -253,6 +261,11 @@ class Config(run_folder.RunConfig):
             _refuse_unused("--reward-storage", self.reward_storage)
         if self.lora.lora is not None:
             self.lifecycle.refuse_mixing_adapters()
+            if self.ppo.penalty.needs_logits and self.lifecycle.moves:
+                raise InputError(
+                    "--penalty: expected k1, k2 or k3 with --lora.rank and a lifecycle "
+                    "that moves the reference, got exact KL; leave one of them out"
+                )
             if self.reference_storage.memory == "cpu":
                 raise InputError(
                     "--reference-storage.memory: expected device or pinned_host with "
@@ -280,6 +293,28 @@ def _refuse_unused(option: str, given: Storage) -> None:
         )
 
 
+PRESETS: dict[str, dict[str, Any]] = {
+    "openai-2019": {
+        "ppo": ppo_config.OPENAI_2019,
+        "kl_coef": 0.15,
+        "kl_control": Control(
+            kind="adaptive", target=6.0, unit="response", horizon=10_000
+        ),
+        "adam": "tf",
+        "batch_size": 512,
+        "policy_learning_rate": 1e-5,
+        "critic_learning_rate": 1e-5,
+    },
+    "n-plus": {
+        "ppo": ppo_config.N_PLUS,
+        "kl_coef": 0.05,
+        "critic_from": "reward_model",
+        "batch_size": 512,
+        "policy_learning_rate": 3e-6,
+        "critic_learning_rate": 3e-6,
+    },
+}
+"""--preset NAME: what the published runs set, where it differs from the defaults."""
 ADAPTERS = 2**32 - 1  # folded into the root key where a step is, which none reaches
 MEASURED = {
     "objective/scores": "score",
@@ -329,6 +364,8 @@ def make_models(options: Config, policy: Pretrained) -> Models:
         # Read again: what is frozen may be rounded, or be on the host.
         _, valued = hf.load_reward(options.reward_model, dtype="float32")
         trained, critic_model = policy.params, reward.model
+    if options.ppo.shared_trunk:
+        valued = critic.on_policy_trunk(model=model)
     algorithm = make_ppo(options, policy=policy, critic_model=critic_model)
     reference = None
     if options.measure_kl and base is not None and options.reference is None:
@@ -342,7 +379,7 @@ def make_models(options: Config, policy: Pretrained) -> Models:
         critic=valued,
         policy_optimizer=algorithm.policy_optimizer,
         critic_optimizer=algorithm.critic_optimizer,
-        kl=make_kl(options),
+        kl=options.kl_control.controller(options.kl_coef, num_steps=options.num_steps),
     )
     # Tied to its device, as what comes back from a frozen model is: a state that is not
     # would be after its first step, and `jit` would compile everything again.
@@ -373,45 +410,26 @@ def make_ppo(
     options: Config, *, policy: Pretrained, critic_model: ModelConfig
 ) -> ppo.PPO:
     """What is fixed during the run."""
-    updates = options.num_steps * options.num_epochs * options.num_minibatches
+    recipe = options.ppo
+    updates = options.num_steps * recipe.num_epochs * recipe.num_minibatches
 
     def adam(learning_rate: float) -> optax.GradientTransformation:
         schedule = optax.linear_schedule(learning_rate, 0.0, updates)
         return optax.chain(
             optax.clip_by_global_norm(options.max_grad_norm),
-            optax.adam(schedule, eps=1e-5),
+            optimizers.adam(schedule, eps=1e-5, style=options.adam),
         )
 
     return ppo.PPO(
+        **vars(recipe),
         model=policy.model,
         critic_model=critic_model,
         policy_optimizer=adam(options.policy_learning_rate),
         critic_optimizer=adam(options.critic_learning_rate),
         max_new_tokens=options.max_new_tokens,
         stop_ids=policy.stop_ids,
-        temperature=options.temperature,
         lifecycle=options.lifecycle,
         lora=options.lora.lora,
-        missing_stop_score=options.missing_stop_score,
-        normalise_scores=options.normalise_scores,
-        reprice=options.reprice,
-        gamma=options.gamma,
-        lam=options.lam,
-        whiten_advantages=options.whiten_advantages,
-        clip_range=options.clip_range,
-        value_clip_range=options.value_clip_range,
-        vf_coef=options.vf_coef,
-        num_epochs=options.num_epochs,
-        num_minibatches=options.num_minibatches,
-        micro_batch_size=options.micro_batch_size,
-    )
-
-
-def make_kl(options: Config) -> KLController:
-    if options.kl_target is None:
-        return kl_control.fixed(options.kl_coef)
-    return kl_control.adaptive(
-        options.kl_coef, target=options.kl_target, horizon=options.kl_horizon
     )
 
 
@@ -430,7 +448,7 @@ class Programs:
         self._base = models.base if models.adapters_are_the_reference else None
         self.sample = jax.jit(functools.partial(ppo.sample, ppo=algorithm))
         self.learn = jax.jit(
-            functools.partial(ppo.learn, ppo=algorithm, reference=None),
+            functools.partial(ppo.learn, ppo=algorithm),
             donate_argnames=("state",),
         )
         self.measure = jax.jit(
@@ -454,6 +472,10 @@ class Programs:
             functools.partial(score.reference_logprobs, lora=self._lora, **shape)
         )
         self._drift = jax.jit(self._drift_of)
+
+    def inside(self, reference: Frozen | None) -> Frozen | None:
+        """The reference where `learn` runs it again, for exact KL; else None."""
+        return reference if self._models.algorithm.penalty.needs_logits else None
 
     def price(self, reference: Frozen, answered: Rollout) -> Array:
         """The reference's log-probs, taken where the reference is held."""
@@ -485,6 +507,7 @@ def rehearse(
     programs: Programs,
     *,
     prompts: Prompts,
+    ptx: Batches[Sequences] | None,
     reward: ppo.Reward,
     judge: ppo.Reward | None,
     key: Array,
@@ -505,9 +528,11 @@ def rehearse(
         train,
         rollout=answered,
         scores=scores,
+        reference=programs.inside(reference),
         ref_logprobs=priced,
         key=key,
         base=base,
+        ptx=None if ptx is None else ptx[0],
     )
     self_check.require(
         programs.measure(
@@ -551,6 +576,7 @@ def improve(
     judge: ppo.Reward | None,
     texts: dict[str, Sequences],
     prompts: Batches[Prompts],
+    ptx: Batches[Sequences] | None,
     key: Array,
     job: run.Run,
     meta: dict[str, str],
@@ -585,9 +611,11 @@ def improve(
                 train,
                 rollout=answered,
                 scores=scores,
+                reference=None if priced is None else programs.inside(reference),
                 ref_logprobs=priced,
                 key=step_key,
                 base=base,
+                ptx=None if ptx is None else ptx[step],
             )
             stage.state["train"] = train
             stats |= seen
@@ -697,6 +725,16 @@ def main(options: Config) -> None:
         for name, source in sources.items()
         if source is not None
     }
+    ptx = None
+    if options.ptx is not None:
+        ptx = batches.sequence_batches(
+            pretrained.read_examples(
+                policy, options.ptx, max_length=options.ptx_max_length
+            ),
+            batch_size=options.ptx_batch_size,
+            seed=options.seed,
+            pad_id=policy.pad_id,
+        )
     policy = policy._replace(params=None)  # with LoRA the base is a copy: the only one
     programs, judge = Programs(models), None
     if options.judge is not None:
@@ -711,6 +749,7 @@ def main(options: Config) -> None:
         models,
         programs,
         prompts=prompts[0],
+        ptx=ptx,
         reward=reward,
         judge=judge,
         key=jax.random.fold_in(key, 0),
@@ -718,7 +757,9 @@ def main(options: Config) -> None:
     )
 
     check = functools.partial(
-        alarms.check, limits=options.alarms, kl_target=options.kl_target
+        alarms.check,
+        limits=options.alarms,
+        kl_target=options.kl_control.target_per_response,
     )
     with run.Run(options, num_steps={"ppo": options.num_steps}, check=check) as job:
         reference, scorer = models.reference, models.reward
@@ -744,6 +785,7 @@ def main(options: Config) -> None:
             judge=judge,
             texts=texts,
             prompts=prompts,
+            ptx=ptx,
             key=key,
             job=job,
             meta={"data_digest": encoding.digest(token_lists)},
@@ -788,4 +830,4 @@ def main(options: Config) -> None:
 
 
 if __name__ == "__main__":
-    cli.main(main, Config, description=__doc__)
+    cli.main(main, Config, description=__doc__, presets=PRESETS)

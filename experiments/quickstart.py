@@ -59,6 +59,7 @@ from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.frozen import Frozen
 from rlhf_jax.runtime.encoding import Example, Pair
 from rlhf_jax.stages.batch import Rollout
+from rlhf_jax.stages.score_shaping import ScoreShaping
 
 Array = jax.Array
 Params = Any
@@ -154,7 +155,7 @@ def algorithm_of(options: Config) -> ppo.PPO:
         max_new_tokens=RESPONSE_COLUMNS,
         stop_ids=STOP_IDS,
         temperature=options.temperature,
-        missing_stop_score=options.missing_stop_score,
+        scores=ScoreShaping(missing_stop_score=options.missing_stop_score),
         num_epochs=options.num_epochs,
         num_minibatches=options.num_minibatches,
     )

@@ -28,6 +28,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compilation")]
 FIXTURES = Path(__file__).parent / "fixtures"
 
 
+ADAPTIVE = (
+    *("--kl-control.kind=adaptive", "--kl-control.target=1"),
+    "--kl-control.unit=response",
+)
+
+
 @pytest.fixture(scope="module")
 def rewards_folder(tmp_path_factory):
     """The working directory, with a Python reward in it."""
@@ -124,10 +130,10 @@ def judged(tuned, scorer, prompts, tmp_path_factory):
     summary = play(
         *(ppo_from_checkpoint, out, "--model", tuned[0] / "model"),
         *("--prompts", prompts, "--reward-model", scorer[0] / "model"),
-        *("--critic-from=reward_model", "--kl-target=1", "--buckets", 4, 8),
+        *("--critic-from=reward_model", *ADAPTIVE, "--buckets", 4, 8),
         *("--max-new-tokens=6", "--batch-size=8", "--num-minibatches=2"),
         *("--micro-batch-size=2", "--num-steps=3", "--policy-learning-rate=1e-3"),
-        *("--missing-stop-score=-1", "--normalise-scores", "--num-epochs=2"),
+        *("--scores.missing-stop-score=-1", "--scores.normalise", "--num-epochs=2"),
     )
     return out, summary
 
@@ -237,7 +243,7 @@ def killable(tmp_path_factory, rewards_folder):
         *("--prompts", str(folder / "prompts.jsonl"), "--batch-size=4"),
         *("--max-new-tokens=4", "--num-minibatches=2", "--num-steps=8"),
         *("--snapshot-every=2", "--sample-every=1", "--policy-learning-rate=1e-2"),
-        *("--normalise-scores", "--kl-target=1"),
+        *("--scores.normalise", *ADAPTIVE),
     ]
 
 

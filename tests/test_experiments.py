@@ -244,10 +244,16 @@ NO_KL = ("--reward=m:f", "--no-measure-kl", "--kl-coef=0", "--reference=x")
         ),
         (("--reward=json:dumps", "--buckets=2"), "2 tokens, the largest bucket, got 3"),
         (("--reward=json:dumps", "--temperature=0"), "temperature: expected a finite"),
-        (("--reward=json:dumps", "--kl-target=-1"), "target: expected a finite number"),
+        (
+            (
+                *("--reward=m:f", "--kl-control.kind=adaptive"),
+                *("--kl-control.target=-1", "--kl-control.unit=response"),
+            ),
+            "target: expected a finite number",
+        ),
         (("--reward=json:dumps", "--num-steps=0"), "num_steps: expected a finite"),
         (("--reward=m:f", "--no-measure-kl"), "expected --kl-coef 0 and neither"),
-        (NO_KL, "expected --kl-coef 0 and neither --kl-target, --reference nor"),
+        (NO_KL, "expected --kl-coef 0 and neither --kl-control, --reference"),
         (
             (*NO_KL[:3], "--reference-storage.dtype=int8"),
             "--reference-storage: expected none where no such model is held, got",

@@ -89,7 +89,7 @@ def test_a_step_between_is_one_without_a_penalty(step):
 
 @pytest.mark.slow
 def test_the_adaptive_coefficient_moves_where_a_kl_was_seen(step):
-    controller = kl_control.adaptive(0.3, target=0.8, horizon=40)
+    controller = kl_control.adaptive(0.3, target=0.8, unit="response", horizon=40)
     after, stats, _ = step(controller, THIRD, with_reference=True)
     seen = float(masked.mean_stats(stats)["objective/kl"])
     # Twelve responses since the KL before: four a step, of which one in three sees it.
@@ -102,7 +102,7 @@ def test_the_adaptive_coefficient_moves_where_a_kl_was_seen(step):
 
 def test_a_schedule_goes_on_between():
     schedule = optax.linear_schedule(0.2, 0.0, transition_steps=4)
-    controller = kl_control.scheduled(schedule)
+    controller = kl_control.scheduled(schedule, num_steps=20)
     for expected in (0.15, 0.1):
         controller = controller.update(kl=None, num_episodes=4)
         assert float(controller.kl_coef) == pytest.approx(expected)

@@ -59,7 +59,7 @@ def play(config, *, stop=None, **how):
         critic=rewards.init(jax.random.key(1), toys.params(seed=1), model=toys.GPT2),
         policy_optimizer=ADAM,
         critic_optimizer=ADAM,
-        kl=kl_control.adaptive(0.1, target=0.05, horizon=80),
+        kl=kl_control.adaptive(0.1, target=0.05, unit="response", horizon=80),
     )
     reference = frozen.freeze(toys.params(), **how)
     held = {"train": initial, "reference": reference, "root_key": KEY}

@@ -15,7 +15,6 @@ from rlhf_jax import (
     checks,
     critic,
     frozen,
-    kl,
     kl_control,
     masked,
     policy,
@@ -23,7 +22,9 @@ from rlhf_jax import (
     rewards,
     state,
 )
+from rlhf_jax.functional.kl_penalty import Penalty
 from rlhf_jax.roles.lifecycle import Lifecycle
+from rlhf_jax.stages.score_shaping import ScoreShaping
 
 LR = 0.1
 POLICY = toys.params()
@@ -227,7 +228,8 @@ def visits(monkeypatch, *, key, num_epochs=3, num_minibatches=2, rows=8):
             minibatch.tokens[:, 0],
             ordered=True,
         )
-        return current, {"policy/sampler_mismatch": (jnp.zeros(()), jnp.ones(()))}
+        nothing = {"policy/sampler_mismatch": (jnp.zeros(()), jnp.ones(()))}
+        return current, jnp.bool_(False), nothing
 
     monkeypatch.setattr(ppo, "_step", record)
     per_token = jnp.zeros((rows, 2))
@@ -236,6 +238,7 @@ def visits(monkeypatch, *, key, num_epochs=3, num_minibatches=2, rows=8):
         tokens=jnp.stack([index, index], axis=1),
         mask=per_token == 0,
         response_mask=per_token == 0,
+        value_mask=per_token == 0,
         old_logprobs=per_token,
         ref_logprobs=None,
         old_values=per_token,
@@ -275,7 +278,7 @@ def test_each_random_key_is_used_once(monkeypatch):
     for name in ("uniform", "permutation"):
         monkeypatch.setattr(jax.random, name, recorded(getattr(jax.random, name)))
     mismatch = {"policy/sampler_mismatch": (jnp.zeros(()), jnp.ones(()))}
-    monkeypatch.setattr(ppo, "_step", lambda state, **_: (state, mismatch))
+    monkeypatch.setattr(ppo, "_step", lambda state, **_: (state, False, mismatch))
 
     @toys.jit
     def step(current, experience, key):
@@ -305,7 +308,7 @@ def reference():
 
 
 def adaptive():
-    return kl_control.adaptive(0.3, target=0.8, horizon=40)
+    return kl_control.adaptive(0.3, target=0.8, unit="response", horizon=40)
 
 
 @pytest.fixture(scope="module")
@@ -436,7 +439,9 @@ def test_whitening_over_the_minibatch(experience):
 @pytest.mark.slow
 def test_scores_are_normalised_then_the_missing_stop_is_scored(rollout, reference):
     settings = dataclasses.replace(
-        BASE, normalise_scores=True, missing_stop_score=-1.0, reprice=True
+        BASE,
+        scores=ScoreShaping(normalise=True, missing_stop_score=-1.0),
+        reprice=True,
     )
     off = dataclasses.replace(rollout, old_logprobs=rollout.old_logprobs - 0.25)
     scores = jnp.asarray([1.0, 2.0, 3.0, 6.0], jnp.float32)
@@ -497,9 +502,9 @@ CHANGED = {
     "gamma": 0.9,
     "lam": 0.5,
     "clip_range": 0.05,
+    "clip_range_high": 0.05,
     "value_clip_range": 100.0,
     "vf_coef": 0.5,
-    "missing_stop_score": -1.0,
     "temperature": 0.9,
 }
 REBUILT = {
@@ -509,17 +514,28 @@ REBUILT = {
     "critic_optimizer": optax.sgd(2 * LR),
     "max_new_tokens": 4,
     "stop_ids": (5, 6),
-    "kl_estimator": kl.k2,
+    "penalty": Penalty(value_estimator="k3", placement="loss"),
     "lifecycle": Lifecycle(kl_every=4, scale_kl_coef=True),
-    "normalise_scores": True,
+    "scores": ScoreShaping(normalise=True),
+    "whiten_rewards": "rollout",
     "whiten_advantages": None,
+    "whiten_ddof": 1,
+    "value_after_stop": True,
+    "fixed_length": True,
+    "entropy_coef": 0.1,
+    "aggregation": "sequence_mean",
+    "critic_warmup": 1,
     "num_epochs": 1,
     "num_minibatches": 1,
 }
 
 
-# One by its stats; one must change nothing; one is of test_lora.py.
-ABOVE = {"reprice", "micro_batch_size", "lora"}
+# One by its stats; one must change nothing; one is of test_lora.py, the others of
+# test_ppo_details.py.
+ABOVE = {
+    *("reprice", "micro_batch_size", "lora", "truncate_after", "dual_clip"),
+    *("ptx_coef", "shared_trunk", "stop_approxkl", "max_ratio_mean"),
+}
 
 
 def test_no_field_is_forgotten_here():
@@ -553,7 +569,7 @@ def numbers(rollout, reference):
         return compiled(changed, policy_lr, critic_lr)
 
     plain = {name: getattr(ITERATION, name) for name in CHANGED}
-    plain["missing_stop_score"] = 5.0
+    plain["clip_range_high"] = plain["clip_range"]
     return run, plain
 
 
@@ -627,8 +643,35 @@ def test_sizes_that_do_not_divide_stop_before_sampling(changes, message, experie
         ({"lam": 9.5}, r"lam: expected a number from 0 to 1, got 9\.5"),
         ({"vf_coef": -0.1}, "vf_coef: expected"),
         ({"value_clip_range": 0.0}, "value_clip_range: expected"),
-        ({"whiten_advantages": "batch"}, "expected 'rollout', 'minibatch' or None"),
-        ({"missing_stop_score": -1.0, "stop_ids": ()}, "stop_ids to look for, got no"),
+        (
+            {"whiten_advantages": "batch"},
+            "expected one of 'rollout', 'minibatch', None",
+        ),
+        (
+            {"scores": ScoreShaping(missing_stop_score=-1.0), "stop_ids": ()},
+            "stop_ids to look for, got no",
+        ),
+        ({"fixed_length": True, "stop_ids": ()}, "fixed_length: expected stop_ids"),
+        ({"truncate_after": 3}, "truncate_after: expected fixed_length with it"),
+        ({"dual_clip": 1.0}, "dual_clip: expected a finite number above 1"),
+        ({"max_ratio_mean": 0.5}, "max_ratio_mean: expected a finite number above 1"),
+        ({"stop_approxkl": 0.0}, "stop_approxkl: expected a finite number above 0"),
+        ({"clip_range_high": -0.2}, "clip_range_high: expected a finite number above"),
+        ({"entropy_coef": -0.1}, "entropy_coef: expected a finite number, 0 or more"),
+        ({"ptx_coef": float("nan")}, "ptx_coef: expected a finite number, 0 or more"),
+        ({"aggregation": "mean"}, "aggregation: expected one of 'token_mean', 'seque"),
+        ({"whiten_ddof": 2}, "whiten_ddof: expected one of 0, 1, got 2"),
+        (
+            {"whiten_rewards": "minibatch", "whiten_advantages": "rollout"},
+            "whiten_rewards: expected 'rollout' or None where advantages are whitened",
+        ),
+        (
+            {
+                "shared_trunk": True,
+                "critic_model": dataclasses.replace(toys.GPT2, norm_eps=0.1),
+            },
+            "one shape of policy and critic with shared_trunk",
+        ),
     ],
 )
 def test_settings_that_cannot_be(changes, message):

@@ -8,7 +8,8 @@ import oracles
 import pytest
 import toys
 
-from rlhf_jax import checks, critic, kl, rewards, score
+from rlhf_jax import checks, critic, rewards, score
+from rlhf_jax.functional.kl_penalty import Penalty
 
 SCORES = jnp.asarray([1.0, -0.5, 0.25, 2.0], jnp.float32)
 POLICY = toys.params()
@@ -106,9 +107,11 @@ def test_no_gradient_reaches_the_reference(rollout):
 
 
 def test_the_estimator_is_the_callers(scored, rollout):
-    cubed = toys.jit(functools.partial(price, kl_estimator=kl.k3))(
-        rollout, reference=REFERENCE, critic=None
-    )
+    cubed = toys.jit(
+        functools.partial(
+            price, penalty=Penalty(value_estimator="k3", placement="both")
+        )
+    )(rollout, reference=REFERENCE, critic=None)
     expected = oracles.k3(rollout.old_logprobs, scored.ref_logprobs)
     np.testing.assert_allclose(cubed.kl, expected, rtol=1e-4, atol=1e-6)
 

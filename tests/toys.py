@@ -98,6 +98,7 @@ def experience(rollout: batch.Rollout, *, seed: int = 0) -> batch.Experience:
         tokens=rollout.tokens,
         mask=rollout.mask,
         response_mask=rollout.response_mask,
+        value_mask=rollout.response_mask,
         old_logprobs=rollout.old_logprobs + noise(0.3),
         ref_logprobs=rollout.old_logprobs + noise(0.3),
         old_values=noise(0.5),

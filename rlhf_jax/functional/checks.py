@@ -116,6 +116,15 @@ def non_negative(**numbers: float | Array) -> None:
             )
 
 
+def finite(**numbers: float | Array) -> None:
+    """Raises InputError unless every number is finite; arrays pass unread."""
+    for name, number in numbers.items():
+        if isinstance(number, int | float) and not math.isfinite(number):
+            raise InputError(
+                f"{name}: expected a finite number, got {number}; choose another"
+            )
+
+
 def fraction(**numbers: float | Array) -> None:
     """Raises InputError unless every number is from 0 to 1; arrays pass unread."""
     for name, number in numbers.items():

@@ -415,6 +415,11 @@ class Control:
             checks.positive(target=self.target)
             _known_unit(self.unit, target=self.target)
 
+    @property
+    def target_per_response(self) -> float | None:
+        """The target where it is in nats per response, else None."""
+        return self.target if self.unit == "response" else None
+
     def controller(self, kl_coef: float, *, num_steps: int) -> KLController:
         """The controller that starts at `kl_coef`, for a run of `num_steps` iterations.
 
@@ -461,6 +466,7 @@ _READ_BY = {
     "pi": ("target", "unit", "proportional", "integral", "max_error"),
     "lagrangian": ("target", "unit", "learning_rate"),
 }
+CONSTANT = Control()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,12 @@ Array = jax.Array
 
 
 def token_rewards(
-    *, scores: Array, kl: Array | None, mask: Array, kl_coef: Array | float
+    *,
+    scores: Array,
+    kl: Array | None,
+    mask: Array,
+    kl_coef: Array | float,
+    score_mask: Array | None = None,
 ) -> Array:
     """r_t = -β·kl_t on every response token, plus the score on the last one.
 
@@ -26,6 +31,8 @@ def token_rewards(
       kl: f32[B, S], nats per token by any estimator; None is no penalty.
       mask: bool[B, S], response tokens, EOS included.
       kl_coef: β, f32[] or float, reward units per nat.
+      score_mask: bool[B, S], on whose last True the score lands; None is `mask`. N+
+        passes one that is a column longer.
 
     Returns:
       f32[B, S], reward units, 0 outside the mask. A row whose mask is empty gets
@@ -44,7 +51,10 @@ def token_rewards(
     checks.non_negative(kl_coef=kl_coef)
 
     columns = jnp.arange(mask.shape[1], dtype=jnp.int32)[None, :]
-    last = jnp.max(columns, axis=1, where=mask, initial=-1, keepdims=True)
+    score_mask = mask if score_mask is None else score_mask
+    checks.same_shape(score_mask=score_mask, mask=mask)
+    checks.boolean(score_mask=score_mask)
+    last = jnp.max(columns, axis=1, where=score_mask, initial=-1, keepdims=True)
     score_rewards = jnp.where(columns == last, scores[:, None], 0.0)
     if kl is None:
         return score_rewards

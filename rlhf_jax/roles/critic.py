@@ -30,6 +30,15 @@ def from_policy(params: Params, *, model: ModelConfig) -> Params:
     return {"trunk": storage.store(trunk), "score": heads.zero_score(model=model)}
 
 
+def on_policy_trunk(*, model: ModelConfig) -> Params:
+    """A critic that is a head alone, on the policy's trunk; values start at 0 (OAI).
+
+    {"score": {"kernel": [D], "bias": []}}: the trunk is the policy's own, and the value
+    loss trains it too.
+    """
+    return {"score": heads.zero_score(model=model)}
+
+
 def from_reward_model(params: Params) -> Params:
     """A critic that starts as a copy of the reward model (N+)."""
     return storage.store(params)
@@ -52,11 +61,11 @@ def from_base(key: Array, *, model: ModelConfig, lora: LoRA) -> Params:
 
 
 def values(params: Params, *, model: ModelConfig, tokens: Array, mask: Array) -> Array:
-    """Value of the state just before each token.
+    """Value of the state just before each token, and of the finished response.
 
-        column    0    1    2    3
-        tokens    ·   The  cat  sat
-        values    0    0  V(The) V(The cat)
+        column    0    1    2    3    4
+        tokens    ·   The  cat  sat   ·
+        values    0    0  V(The) V(The cat) V(The cat sat)
 
     Args:
       params: as above.
@@ -64,12 +73,27 @@ def values(params: Params, *, model: ModelConfig, tokens: Array, mask: Array) ->
       mask: bool[B, S], True at tokens.
 
     Returns:
-      f32[B, S], reward units; 0 at padding and before the first token of a row.
+      f32[B, S], reward units; 0 where no token stands just before.
     """
     hidden = decoder.hidden_states(
         params["trunk"], model=model, tokens=tokens, mask=mask
     )
-    after = heads.scores(params["score"], hidden)  # column t has seen tokens[:, t]
-    before = jnp.pad(after[:, :-1], ((0, 0), (1, 0)))
-    known = mask & jnp.pad(mask[:, :-1], ((0, 0), (1, 0)))
+    return values_of_hidden(params["score"], hidden, mask=mask)
+
+
+def values_of_hidden(score: Params, hidden: Array, *, mask: Array) -> Array:
+    """`values` from hidden states that are at hand, as under a shared trunk.
+
+    Args:
+      score: {"kernel": [D], "bias": []}.
+      hidden: floats[B, S, D], the trunk's.
+      mask: bool[B, S], True at tokens.
+
+    Returns:
+      f32[B, S], as `values`.
+    """
+    after = heads.scores(score, hidden)  # column t has seen tokens[:, t]
+    before, known = (
+        jnp.pad(array[:, :-1], ((0, 0), (1, 0))) for array in (after, mask)
+    )
     return jnp.where(known, before, 0.0)

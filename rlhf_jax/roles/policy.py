@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rlhf_jax.functional import kl as kl_
 from rlhf_jax.functional import logprobs as logprobs_
 from rlhf_jax.models import decoder, heads
 from rlhf_jax.models.config import ModelConfig
@@ -80,6 +81,33 @@ def logprobs_and_entropy(
       first token of a row, which nothing predicts.
     """
     hidden = decoder.hidden_states(params, model=model, tokens=tokens, mask=mask)
+    return price_hidden(
+        params,
+        hidden,
+        model=model,
+        tokens=tokens,
+        mask=mask,
+        temperature=temperature,
+        first_column=first_column,
+    )
+
+
+def price_hidden(
+    params: Params,
+    hidden: Array,
+    *,
+    model: ModelConfig,
+    tokens: Array,
+    mask: Array,
+    temperature: float = 1.0,
+    first_column: int = 1,
+) -> tuple[Array, Array]:
+    """`logprobs_and_entropy` from hidden states that are at hand.
+
+    Args:
+      hidden: floats[B, S, D], `decoder.hidden_states` of the same params, tokens, mask.
+      The others, Returns: as `logprobs_and_entropy`.
+    """
     priced = logprobs_.token_logprobs_from_hidden(
         hidden,
         heads.vocabulary_head(params, model=model),
@@ -88,6 +116,69 @@ def logprobs_and_entropy(
         vocab_size=model.vocab_size,
         first_column=first_column,
     )
-    predicted = mask & jnp.pad(mask[:, :-1], ((0, 0), (1, 0)))
+    predicted = _predicted(mask)
     found, entropy = (jnp.where(predicted, array, 0.0) for array in priced)
     return found, entropy
+
+
+def exact_kl(
+    params: Params,
+    hidden: Array,
+    ref_params: Params,
+    ref_hidden: Array,
+    *,
+    model: ModelConfig,
+    mask: Array,
+    temperature: float = 1.0,
+    first_column: int = 1,
+    direction: kl_.Direction = "reverse",
+    top_k: int | None = None,
+) -> Array:
+    """KL over the vocabulary at every position, from hidden states that are at hand.
+
+    Args:
+      params, hidden: the policy's, as `price_hidden`.
+      ref_params, ref_hidden: the reference's; no gradient reaches them.
+      mask: bool[B, S], True at tokens.
+      temperature: divides the logits of both.
+      first_column: columns before it are 0.
+      direction: "reverse" is KL(π ‖ π_ref), "forward" KL(π_ref ‖ π).
+      top_k: words of the policy to take one by one, the rest being one bucket, so that
+        the KL is a lower bound; None takes every word.
+
+    Returns:
+      f32[B, S], nats; column t is about the distribution tokens[:, t] was drawn from.
+      0 at padding and at the first token of a row.
+    """
+    head = heads.vocabulary_head(params, model=model)
+    ref_head = jax.lax.stop_gradient(heads.vocabulary_head(ref_params, model=model))
+    ref_hidden = jax.lax.stop_gradient(ref_hidden)
+    if top_k is None:
+        found = kl_.exact_from_hidden(
+            hidden,
+            head,
+            ref_hidden,
+            ref_head,
+            temperature=temperature,
+            vocab_size=model.vocab_size,
+            first_column=first_column,
+            direction=direction,
+        )
+    else:
+        found = kl_.top_k_from_hidden(
+            hidden,
+            head,
+            ref_hidden,
+            ref_head,
+            k=top_k,
+            temperature=temperature,
+            vocab_size=model.vocab_size,
+            first_column=first_column,
+            direction=direction,
+        )
+    return jnp.where(_predicted(mask), found, 0.0)
+
+
+def _predicted(mask: Array) -> Array:
+    """bool[B, S]: tokens but a row's first, which nothing predicts."""
+    return mask & jnp.pad(mask[:, :-1], ((0, 0), (1, 0)))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+import typing
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, Self, TypeVar
@@ -18,6 +20,7 @@ from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.runtime import run_folder
 
 Config = TypeVar("Config", bound=run_folder.RunConfig)
+Presets = Mapping[str, Mapping[str, Any]]  # {name: {field: default}}
 
 
 def main(
@@ -25,6 +28,7 @@ def main(
     config_class: type[Config],
     *,
     description: str,
+    presets: Presets | None = None,
     argv: Sequence[str] | None = None,
 ) -> None:
     """Parses the command line, checks the run folder and calls `run(config)`.
@@ -34,7 +38,9 @@ def main(
     a traceback. Any other exception is a defect of ours and keeps it.
     """
     try:
-        config = parse(config_class, description=description, argv=argv)
+        config = parse(
+            config_class, description=description, presets=presets, argv=argv
+        )
         run_folder.check_run(config)
     except InputError as error:
         _exit(2, f"error: {error}")
@@ -51,24 +57,47 @@ def main(
 
 
 def parse(
-    config_class: type[Config], *, description: str, argv: Sequence[str] | None = None
+    config_class: type[Config],
+    *,
+    description: str,
+    presets: Presets | None = None,
+    argv: Sequence[str] | None = None,
 ) -> Config:
     """The command line as a config, each field an option: kl_coef is --kl-coef.
 
     `--config RUN/config.json` takes a recorded config for the defaults, with RUN
-    itself, wherever it lies now, as --out. Unknown options exit with status 2.
+    itself, wherever it lies now, as --out. `--preset NAME` takes other defaults, those
+    of `presets`. Unknown options exit with status 2.
 
     Raises:
-      InputError: the recorded config does not fit; names the fields.
+      InputError: the recorded config does not fit; names the fields. There is no such
+        preset, or it is asked for with --config.
     """
+    presets = {} if presets is None else presets
     before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     before.add_argument("--config", type=Path)
+    if presets:
+        before.add_argument("--preset")
     given, options = before.parse_known_args(argv)
+    preset = given.preset if presets else None
     defaults = tyro.MISSING_NONPROP
+    if preset is not None:
+        if preset not in presets or given.config is not None:
+            got = "--config too" if preset in presets else preset
+            raise InputError(
+                f"--preset: expected one of {', '.join(presets)}, without --config, "
+                f"got {got}; the options of a recorded run hold those of its preset"
+            )
+        config_class = _with_defaults(config_class, presets[preset])
     if given.config is not None:
         fields = run_folder.read_config(given.config)
         fields |= {"out": os.fspath(given.config.parent), "resume": False}
         defaults = run_folder.from_json(config_class, fields, source=given.config)
+    if presets:
+        description = (
+            f"{description.strip()}\n\n--preset {'|'.join(presets)} starts from the "
+            "options of a published recipe."
+        )
     return tyro.cli(
         config_class,
         args=options,
@@ -76,6 +105,23 @@ def parse(
         description=f"{description.strip()}\n\n--config RUN/config.json starts from "
         "the options recorded in RUN instead of the defaults below; add --resume to go "
         "on with that run, or --out to repeat it elsewhere.",
+    )
+
+
+def _with_defaults(
+    config_class: type[Config], defaults: Mapping[str, Any]
+) -> type[Config]:
+    """The same config with other defaults, which --help shows."""
+    types = typing.get_type_hints(config_class, include_extras=True)
+    return dataclasses.make_dataclass(
+        config_class.__name__,
+        [
+            (name, types[name], dataclasses.field(default=value))
+            for name, value in defaults.items()
+        ],
+        bases=(config_class,),
+        frozen=True,
+        kw_only=True,
     )
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.runtime import batches, data, encoding, hf
+from rlhf_jax.runtime.encoding import Example
 from rlhf_jax.stages.batch import Sequences
 
 if TYPE_CHECKING:
@@ -85,6 +86,30 @@ def load(
     )
 
 
+def read_examples(
+    start: Pretrained, source: str, *, max_length: int | None = None
+) -> list[Example]:
+    """Plain text (.txt), cut into blocks, or demonstrations (JSONL).
+
+    Args:
+      source: a file; demonstrations longer than `max_length` are left out.
+      max_length: tokens of a row; None is the context.
+
+    Raises:
+      InputError: the file is unreadable, empty or has no row that is short enough.
+    """
+    longest = start.limit(max_length)
+    if source.endswith(".txt"):
+        text = data.read_text(source)
+        return encoding.encode_text(start.tokenizer, text, block_size=longest)
+    return encoding.encode_demonstrations(
+        start.tokenizer,
+        data.read_demonstrations(source),
+        max_length=longest,
+        overlong="drop",
+    )
+
+
 def read_texts(
     start: Pretrained,
     source: str,
@@ -96,30 +121,17 @@ def read_texts(
     """Texts to watch the policy's perplexity on, `evaluation.text_stats`.
 
     Args:
-      source: plain text (.txt), cut into blocks, or demonstrations (JSONL), whose
-        responses are read; longer ones than `max_length` are left out.
+      source, max_length: as `read_examples`; responses are read.
       batch_size: rows held at a time.
       max_rows: blocks or demonstrations, from the beginning.
-      max_length: tokens of a row; None is the context.
 
     Returns:
       Sequences[M, batch_size, S] of NumPy arrays.
 
     Raises:
-      InputError: the file is unreadable, empty or has no row that is short enough.
+      InputError: as `read_examples`.
     """
-    longest = start.limit(max_length)
-    if source.endswith(".txt"):
-        examples = encoding.encode_text(
-            start.tokenizer, data.read_text(source), block_size=longest
-        )
-    else:
-        examples = encoding.encode_demonstrations(
-            start.tokenizer,
-            data.read_demonstrations(source),
-            max_length=longest,
-            overlong="drop",
-        )
+    examples = read_examples(start, source, max_length=max_length)
     rows = batches.sequences_in_order(
         examples[:max_rows], batch_size=batch_size, pad_id=start.pad_id
     )

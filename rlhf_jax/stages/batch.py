@@ -18,6 +18,8 @@ from __future__ import annotations
 import flax.struct
 import jax
 
+from rlhf_jax.functional import masked
+
 Array = jax.Array
 
 
@@ -52,7 +54,8 @@ class Scored:
     scores: Array  # f32[B], reward units, one per response
     values: Array | None  # f32[B, S], reward units; None without a critic
     ref_logprobs: Array | None  # f32[B, S], nats; None without a reference
-    kl: Array | None  # f32[B, S], nats, by the chosen estimator; None as above
+    kl: Array | None  # f32[B, S], nats, that goes into the reward; None if none does
+    kl_stats: masked.Stats = flax.struct.field(default_factory=dict)  # of its clipping
 
 
 @flax.struct.dataclass
@@ -62,6 +65,7 @@ class Experience:
     tokens: Array  # i32[B, S]
     mask: Array  # bool[B, S]
     response_mask: Array  # bool[B, S]
+    value_mask: Array  # bool[B, S], states with a value; a column longer in N+
     old_logprobs: Array  # f32[B, S], nats
     ref_logprobs: Array | None  # f32[B, S], nats
     old_values: Array  # f32[B, S], reward units

@@ -21,16 +21,15 @@ from rlhf_jax.functional import kl as kl_
 from rlhf_jax.functional import losses, masked
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles import adapted, rewards
-from rlhf_jax.roles import critic as critic_
-from rlhf_jax.roles import policy as policy_
 from rlhf_jax.roles.frozen import Frozen
-from rlhf_jax.roles.rewards import RunningMoments
 from rlhf_jax.stages import experience as experience_
 from rlhf_jax.stages import rollout as rollout_
 from rlhf_jax.stages import score as score_
+from rlhf_jax.stages import score_shaping, sft
 from rlhf_jax.stages import state as state_
-from rlhf_jax.stages.batch import Experience, Prompts, Rollout, Scored
+from rlhf_jax.stages.batch import Experience, Prompts, Rollout, Scored, Sequences
 from rlhf_jax.stages.ppo_config import PPO
+from rlhf_jax.stages.ppo_loss import mean_distance, ppo_loss
 from rlhf_jax.stages.state import TrainState
 
 Array = jax.Array
@@ -48,6 +47,7 @@ def iteration(
     key: Array,
     ppo: PPO,
     base: Frozen | None = None,
+    ptx: Sequences | None = None,
 ) -> tuple[TrainState, masked.Stats, Scored]:
     """One PPO iteration: answer the prompts, score the answers, learn from them.
 
@@ -62,6 +62,8 @@ def iteration(
       ppo: static.
       base: with `ppo.lora` what the state's adapters adapt, and mostly the reference
         too; never donated, nothing flows into it. None without.
+      ptx: Sequences[M, S'], texts whose language-model loss is mixed in with
+        `ppo.ptx_coef`, shared out over the minibatches of an epoch.
 
     Returns:
       The next state, stats {name: (sum, weight)}, and the scored rollout for the
@@ -69,7 +71,8 @@ def iteration(
 
     Raises:
       InputError: batch sizes do not divide, the reward is not one number a row, or
-        there is one of `base` and `ppo.lora` without the other.
+        there is one of `base` and `ppo.lora`, or of `ptx` and `ppo.ptx_coef`, without
+        the other.
     """
     rollout = sample(state.policy, prompts=prompts, key=key, ppo=ppo, base=base)
     return learn(
@@ -80,6 +83,7 @@ def iteration(
         key=key,
         ppo=ppo,
         base=base,
+        ptx=ptx,
     )
 
 
@@ -97,15 +101,18 @@ def sample(
     """
     ppo.minibatch_size(prompts.tokens.shape[0])  # before any work is done in vain
     sample_key, _ = jax.random.split(key)
-    return rollout_.rollout(
+    rollout = rollout_.rollout(
         adapted.params(policy, base=base, lora=ppo.lora),
         model=ppo.model,
         prompts=prompts,
         key=sample_key,
         max_new_tokens=ppo.max_new_tokens,
-        stop_ids=ppo.stop_ids,
+        stop_ids=() if ppo.fixed_length else ppo.stop_ids,
         temperature=ppo.temperature,
     )
+    if not ppo.fixed_length:
+        return rollout
+    return rollout_.truncate(rollout, stop_ids=ppo.stop_ids, after=ppo.truncate_after)
 
 
 def learn(
@@ -118,6 +125,7 @@ def learn(
     ppo: PPO,
     ref_logprobs: Array | None = None,
     base: Frozen | None = None,
+    ptx: Sequences | None = None,
 ) -> tuple[TrainState, masked.Stats, Scored]:
     """An iteration from the scores on; `iteration` with the reward taken out.
 
@@ -134,35 +142,57 @@ def learn(
             f"{scores.shape}"
         )
     _, shuffle_key = jax.random.split(key)
-    kl_coef = ppo.lifecycle.kl_scale * state.kl.kl_coef
-    used, moments = _used_scores(state.scores, scores=scores, rollout=rollout, ppo=ppo)
+    params = adapted.params(state.policy, base=base, lora=ppo.lora)
+    # A batch with a score that is not finite is skipped, so it does not count either.
+    moments = jax.tree.map(
+        lambda new, old: jnp.where(jnp.isfinite(scores).all(), new, old),
+        rewards.update_moments(state.scores, scores),
+        state.scores,
+    )
+    shaped = score_shaping.shape(
+        scores,
+        moments=moments,
+        rollout=rollout,
+        stop_ids=ppo.stop_ids,
+        shaping=ppo.scores,
+    )
     priced = rollout
     if ppo.reprice:
         priced = rollout_.reprice(
             rollout,
-            adapted.params(state.policy, base=base, lora=ppo.lora),
+            params,
             model=ppo.model,
             max_new_tokens=ppo.max_new_tokens,
             temperature=ppo.temperature,
         )
+    if ppo.shared_trunk:
+        critic = {"trunk": params, "score": state.critic["score"]}
+    else:
+        critic = adapted.params(state.critic, base=base, lora=ppo.lora)
     scored = score_.score(
         priced,
-        scores=used,
+        scores=shaped,
         reference=reference,
         model=ppo.model,
-        critic=adapted.params(state.critic, base=base, lora=ppo.lora),
+        critic=critic,
         critic_model=ppo.critic_model,
         max_new_tokens=ppo.max_new_tokens,
         temperature=ppo.temperature,
-        kl_estimator=ppo.kl_estimator,
+        penalty=ppo.penalty,
+        policy=params,
         ref_logprobs=ref_logprobs,
+        value_after_stop=ppo.value_after_stop,
     )
+    kl_coef = _kl_coef(state, ppo)
     experience = experience_.experience(
         scored,
         kl_coef=kl_coef,
         gamma=ppo.gamma,
         lam=ppo.lam,
+        whiten_rewards=ppo.whiten_rewards,
         whiten_advantages=ppo.whiten_advantages,
+        whiten_ddof=ppo.whiten_ddof,
+        value_after_stop=ppo.value_after_stop,
     )
     stats = experience_.objective_stats(
         dataclasses.replace(scored, scores=scores),  # as the reward gave them
@@ -176,32 +206,19 @@ def learn(
     )
     state = dataclasses.replace(state, scores=moments)
     state, update_stats = update(
-        state, experience=experience, key=shuffle_key, ppo=ppo, base=base
+        state,
+        experience=experience,
+        key=shuffle_key,
+        ppo=ppo,
+        base=base,
+        reference=reference,
+        ptx=ptx,
     )
     if ppo.reprice:  # the update compared the trainer with itself
-        update_stats["policy/sampler_mismatch"] = _mean_distance(
+        update_stats["policy/sampler_mismatch"] = mean_distance(
             priced.old_logprobs, rollout.old_logprobs, mask=rollout.response_mask
         )
     return state, stats | update_stats, scored
-
-
-def _used_scores(
-    moments: RunningMoments, *, scores: Array, rollout: Rollout, ppo: PPO
-) -> tuple[Array, RunningMoments]:
-    """The scores that go into the rewards, and the moments with them counted in."""
-    # A batch with a score that is not finite is skipped, so it does not count either.
-    moments = jax.tree.map(
-        lambda new, old: jnp.where(jnp.isfinite(scores).all(), new, old),
-        rewards.update_moments(moments, scores),
-        moments,
-    )
-    if ppo.normalise_scores:
-        scores = (scores - moments.mean) * jax.lax.rsqrt(moments.variance + 1e-8)
-    if ppo.missing_stop_score is not None:
-        scores = score_.penalise_missing_stop(
-            scores, rollout=rollout, stop_ids=ppo.stop_ids, score=ppo.missing_stop_score
-        )
-    return scores, moments
 
 
 def update(
@@ -211,6 +228,8 @@ def update(
     key: Array,
     ppo: PPO,
     base: Frozen | None = None,
+    reference: Frozen | None = None,
+    ptx: Sequences | None = None,
 ) -> tuple[TrainState, masked.Stats]:
     """Epochs over reshuffled minibatches, one optimizer step each, in one program.
 
@@ -219,54 +238,130 @@ def update(
       experience: Experience[B, S].
       key: shuffles; epoch e uses fold_in(key, e).
       ppo: static.
-      base: as `iteration`.
+      base, ptx: as `iteration`.
+      reference: read for exact KL in the loss alone.
 
     Returns:
-      The state of the next iteration and stats over all minibatches. A minibatch whose
-      gradient is not finite changes nothing but `state.skipped`.
+      The state of the next iteration and stats over all minibatches that were used. A
+      minibatch whose gradient is not finite changes nothing but `state.skipped`; one
+      that `ppo.max_ratio_mean` leaves out, or that comes after `ppo.stop_approxkl` has
+      ended the updates, changes nothing at all.
       `policy/sampler_mismatch` is mean |log π_trainer - log π_sampler| over the first
       minibatch, before anything has moved, nats per token.
 
     Raises:
-      InputError: batch sizes do not divide, or as `adapted.params`.
+      InputError: batch sizes do not divide, or as `iteration`.
     """
     rows = experience.tokens.shape[0]
     minibatch_size = ppo.minibatch_size(rows)
+    texts = _shared_out(ptx, ppo)
 
     def shuffled(epoch: Array) -> Array:
         return jax.random.permutation(jax.random.fold_in(key, epoch), rows)
 
-    order = jax.vmap(shuffled)(jnp.arange(ppo.num_epochs))
+    order = jax.vmap(shuffled)(jnp.arange(ppo.num_epochs)).reshape(-1, minibatch_size)
 
-    def step(state: TrainState, chosen: Array) -> tuple[TrainState, masked.Stats]:
-        minibatch = jax.tree.map(lambda leaf: leaf[chosen], experience)
-        return _step(state, minibatch=minibatch, ppo=ppo, base=base)
+    def step(
+        carry: tuple[TrainState, Array], turn: tuple[Array, Array]
+    ) -> tuple[tuple[TrainState, Array], masked.Stats]:
+        number, chosen = turn
 
-    state, stats = jax.lax.scan(step, state, order.reshape(-1, minibatch_size))
+        def take(state: TrainState) -> tuple[TrainState, Array, masked.Stats]:
+            part = number % ppo.num_minibatches
+            return _step(
+                state,
+                minibatch=jax.tree.map(lambda leaf: leaf[chosen], experience),
+                ppo=ppo,
+                base=base,
+                reference=reference,
+                ptx=jax.tree.map(lambda leaf: leaf[part], texts),
+            )
+
+        def leave(state: TrainState) -> tuple[TrainState, Array, masked.Stats]:
+            _, _, stats = jax.eval_shape(take, state)
+            nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), stats)
+            one = jnp.ones((), jnp.float32)
+            return state, jnp.bool_(True), nothing | {"update/stopped": (one, one)}
+
+        state, stopped = carry
+        if ppo.stop_approxkl is None:
+            state, _, stats = take(state)
+        else:
+            state, stopped, stats = jax.lax.cond(stopped, leave, take, state)
+        return (state, stopped), stats
+
+    turns = jnp.arange(len(order)), order
+    (state, _), stats = jax.lax.scan(step, (state, jnp.bool_(False)), turns)
     first = jax.tree.map(lambda leaf: leaf[0], stats["policy/sampler_mismatch"])
     stats = masked.total_stats(stats) | {"policy/sampler_mismatch": first}
     seen = None
+    mask = experience.response_mask
     if experience.ref_logprobs is not None:
         seen = kl_.k1(experience.old_logprobs, experience.ref_logprobs)
-        seen = masked.masked_sum(seen, mask=experience.response_mask) / rows
-    kl = state.kl.update(kl=seen, num_episodes=rows * ppo.lifecycle.kl_every)
+        seen = masked.masked_sum(seen, mask=mask) / rows
+    kl = state.kl.update(
+        kl=seen,
+        mean_length=mask.sum(dtype=jnp.float32) / rows,
+        num_episodes=rows * ppo.lifecycle.kl_every,
+    )
     return dataclasses.replace(state, kl=kl, step=state.step + 1), stats
 
 
+def _kl_coef(state: TrainState, ppo: PPO) -> Array:
+    return ppo.lifecycle.kl_scale * state.kl.kl_coef
+
+
+def _shared_out(ptx: Sequences | None, ppo: PPO) -> Sequences | None:
+    """Sequences[num_minibatches, M / num_minibatches, S']."""
+    if (ptx is None) != (ppo.ptx_coef == 0):
+        given = "none" if ptx is None else "some"
+        raise InputError(
+            f"expected ptx texts if, and only if, ptx_coef is above 0, got {given} "
+            f"with ptx_coef {ppo.ptx_coef:g}; give both or neither"
+        )
+    if ptx is None:
+        return None
+    rows, count = ptx.tokens.shape[0], ppo.num_minibatches
+    if rows % count:
+        raise InputError(
+            f"expected num_minibatches to divide the {rows} rows of ptx, got {count}; "
+            f"change either"
+        )
+    return jax.tree.map(
+        lambda leaf: leaf.reshape(count, rows // count, *leaf.shape[1:]), ptx
+    )
+
+
 def _step(
-    state: TrainState, *, minibatch: Experience, ppo: PPO, base: Frozen | None
-) -> tuple[TrainState, masked.Stats]:
+    state: TrainState,
+    *,
+    minibatch: Experience,
+    ppo: PPO,
+    base: Frozen | None,
+    reference: Frozen | None,
+    ptx: Sequences | None,
+) -> tuple[TrainState, Array, masked.Stats]:
+    """One optimizer step, or none; True where the updates of this batch are to end."""
+    minibatch = _estimated(minibatch, ppo)
+    kl_coef = _kl_coef(state, ppo)
     mask = minibatch.response_mask
-    if ppo.whiten_advantages == "minibatch":
-        whitened = masked.masked_whiten(minibatch.advantages, mask=mask)
-        minibatch = dataclasses.replace(minibatch, advantages=whitened)
     num_tokens = mask.sum(dtype=jnp.float32)
+    num_values = minibatch.value_mask.sum(dtype=jnp.float32)
+    num_responses = mask.any(axis=1).sum(dtype=jnp.float32)
 
     def loss(
         trained: tuple[Params, Params], part: Experience
     ) -> tuple[Array, masked.Stats]:
         return ppo_loss(
-            *trained, experience=part, num_tokens=num_tokens, ppo=ppo, base=base
+            *trained,
+            experience=part,
+            kl_coef=kl_coef,
+            num_tokens=num_tokens,
+            num_values=num_values,
+            num_responses=num_responses,
+            ppo=ppo,
+            base=base,
+            reference=reference,
         )
 
     (policy_grads, critic_grads), stats = state_.accumulate(
@@ -275,26 +370,32 @@ def _step(
         minibatch,
         micro_batch_size=ppo.micro_batch_size,
     )
+    if ptx is not None:
+        grads, ptx_stats = _ptx_gradient(state.policy, ptx, ppo=ppo, base=base)
+        policy_grads = jax.tree.map(jnp.add, policy_grads, grads)
+        stats |= ptx_stats
     policy_norm = optax.tree.norm(policy_grads)
     critic_norm = optax.tree.norm(critic_grads)
     finite = jnp.isfinite(policy_norm) & jnp.isfinite(critic_norm)
+    kept, stopped, guard_stats = _guards(stats, ppo)
     stats |= {
         "policy/grad_norm": (policy_norm, jnp.ones_like(policy_norm)),
         "critic/grad_norm": (critic_norm, jnp.ones_like(critic_norm)),
     }
+    warm = state.step >= ppo.critic_warmup
     policy, policy_opt = state_.apply_gradients(
         state.policy,
         state.policy_opt,
         policy_grads,
         optimizer=ppo.policy_optimizer,
-        finite=finite,
+        finite=finite & kept & warm,
     )
     critic, critic_opt = state_.apply_gradients(
         state.critic,
         state.critic_opt,
         critic_grads,
         optimizer=ppo.critic_optimizer,
-        finite=finite,
+        finite=finite & kept,
     )
     skipped, stats = state_.count_skips(state.skipped, stats, finite=finite)
     state = dataclasses.replace(
@@ -305,72 +406,63 @@ def _step(
         critic_opt=critic_opt,
         skipped=skipped,
     )
-    return state, stats
+    return state, stopped, stats | guard_stats
 
 
-def ppo_loss(
-    policy: Params,
-    critic: Params,
-    *,
-    experience: Experience,
-    num_tokens: Array,
-    ppo: PPO,
-    base: Frozen | None = None,
-) -> tuple[Array, masked.Stats]:
-    """policy_loss + vf_coef · value_loss of a (micro-)batch.
+def _estimated(minibatch: Experience, ppo: PPO) -> Experience:
+    """Whitened over the minibatch, rewards (and so GAE again) or advantages."""
+    if ppo.whiten_rewards == "minibatch":
+        return experience_.estimate(
+            minibatch,
+            gamma=ppo.gamma,
+            lam=ppo.lam,
+            whiten_rewards=True,
+            whiten_advantages=ppo.whiten_advantages == "minibatch",
+            whiten_ddof=ppo.whiten_ddof,
+        )
+    if ppo.whiten_advantages != "minibatch":
+        return minibatch
+    whitened = masked.masked_whiten(
+        minibatch.advantages, mask=minibatch.response_mask, ddof=ppo.whiten_ddof
+    )
+    return dataclasses.replace(minibatch, advantages=whitened)
 
-    Args:
-      policy, critic: parameters, or adapters of `base`; the gradient reaches both,
-        and nothing else.
-      experience: Experience[b, S].
-      num_tokens: f32[], response tokens of the whole minibatch.
-      ppo: static.
-      base: as `iteration`.
 
-    Returns:
-      f32[] and the stats of both losses and `policy/sampler_mismatch`.
+def _ptx_gradient(
+    policy: Params, texts: Sequences, *, ppo: PPO, base: Frozen | None
+) -> tuple[Params, masked.Stats]:
+    """ptx_coef · gradient of the language-model loss at temperature 1.
 
-    Raises:
-      ValueError: there are no columns before the `max_new_tokens` of the response.
-      InputError: as `adapted.params`.
+    Source: Ouyang et al. 2022, arXiv:2203.02155, eq. 2.
     """
-    mask = experience.response_mask
-    logprobs = policy_.logprobs(
-        adapted.params(policy, base=base, lora=ppo.lora),
-        model=ppo.model,
-        tokens=experience.tokens,
-        mask=experience.mask,
-        temperature=ppo.temperature,
-        first_column=experience.tokens.shape[1] - ppo.max_new_tokens,
-    )
-    policy_loss, stats = losses.policy_loss(
-        logprobs=logprobs,
-        old_logprobs=experience.old_logprobs,
-        advantages=experience.advantages,
-        mask=mask,
-        clip_range=ppo.clip_range,
-        num_tokens=num_tokens,
-    )
-    values = critic_.values(
-        adapted.params(critic, base=base, lora=ppo.lora),
-        model=ppo.critic_model,
-        tokens=experience.tokens,
-        mask=experience.mask,
-    )
-    value_loss, value_stats = losses.value_loss(
-        values=values,
-        old_values=experience.old_values,
-        returns=experience.returns,
-        mask=mask,
-        clip_range=ppo.value_clip_range,
-        num_tokens=num_tokens,
-    )
-    stats["policy/sampler_mismatch"] = _mean_distance(
-        jax.lax.stop_gradient(logprobs), experience.old_logprobs, mask=mask
-    )
-    return policy_loss + ppo.vf_coef * value_loss, stats | value_stats
+    num_tokens = sft.predicted(texts).sum(dtype=jnp.float32)
+
+    def loss(trained: Params, part: Sequences) -> tuple[Array, masked.Stats]:
+        found, stats = sft.loss(
+            adapted.params(trained, base=base, lora=ppo.lora),
+            part,
+            model=ppo.model,
+            num_tokens=num_tokens,
+        )
+        return ppo.ptx_coef * found, {"loss/ptx": stats["loss/language_model"]}
+
+    held = ppo.micro_batch_size
+    if held is not None and held >= texts.tokens.shape[0]:
+        held = None
+    return state_.accumulate(loss, policy, texts, micro_batch_size=held)
 
 
-def _mean_distance(left: Array, right: Array, *, mask: Array) -> tuple[Array, Array]:
-    distance = masked.masked_sum(jnp.abs(left - right), mask=mask)
-    return distance, mask.sum(dtype=jnp.float32)
+def _guards(stats: masked.Stats, ppo: PPO) -> tuple[Array, Array, masked.Stats]:
+    """(apply this minibatch, end the updates of this batch, what to log of it)."""
+    kept, stopped = jnp.bool_(True), jnp.bool_(False)
+    logged: masked.Stats = {}
+    one = jnp.ones((), jnp.float32)
+    means = masked.mean_stats(stats)
+    if ppo.max_ratio_mean is not None:
+        kept &= means["policy/ratio_mean"] <= ppo.max_ratio_mean
+        logged["update/guarded"] = ((~kept).astype(jnp.float32), one)
+    if ppo.stop_approxkl is not None:
+        stopped = means["policy/approxkl"] > ppo.stop_approxkl
+        kept &= ~stopped
+        logged["update/stopped"] = (stopped.astype(jnp.float32), one)
+    return kept, stopped, logged

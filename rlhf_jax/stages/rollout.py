@@ -67,23 +67,28 @@ def rollout(
     )
 
 
-def truncate(rollout: Rollout, *, stop_ids: tuple[int, ...]) -> Rollout:
+def truncate(rollout: Rollout, *, stop_ids: tuple[int, ...], after: int = 0) -> Rollout:
     """Ends every response after its first stop token, for fixed-length sampling.
 
         column          0    1    2    3    4    5
         tokens          ·   The  cat  EOS  sat  EOS
         response_mask   0    0    1    1    1    1
         truncated       0    0    1    1    0    0
+        after = 2       0    0    1    1    1    1
 
     Args:
       rollout: Rollout[B, S], sampled with `stop_ids=()`.
       stop_ids: tokens that end a response, themselves kept.
+      after: response tokens among which none ends it; 16 in OAI.
 
     Returns:
       Rollout[B, S]; `tokens` keep what is masked now.
+
+    Source: `truncate_after` of openai/lm-human-preferences.
     """
     stops = jnp.isin(rollout.tokens, jnp.asarray(stop_ids, jnp.int32))
-    stops = stops & rollout.response_mask
+    position = jnp.cumsum(rollout.response_mask, axis=1) - 1  # in the response, from 0
+    stops = stops & rollout.response_mask & (position >= after)
     before = jnp.cumsum(stops, axis=1) - stops  # stop tokens to the left of a column
     kept = before == 0
     response_mask = rollout.response_mask & kept

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.functional import checks
-from rlhf_jax.functional import kl as kl_
+from rlhf_jax.functional import checks, kl_penalty
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.kl_penalty import Penalty
+from rlhf_jax.models import decoder
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import LoRA
 from rlhf_jax.roles import adapted, frozen
@@ -33,8 +33,10 @@ def score(
     critic_model: ModelConfig | None,
     max_new_tokens: int,
     temperature: float,
-    kl_estimator: Callable[[Array, Array], Array] = kl_.k1,
+    penalty: Penalty = kl_penalty.IN_REWARD,
+    policy: Params | None = None,
     ref_logprobs: Array | None = None,
+    value_after_stop: bool = False,
 ) -> Scored:
     """Prices a rollout with the frozen models, once, before the epochs.
 
@@ -46,20 +48,38 @@ def score(
       critic, critic_model: None leaves `values` None.
       max_new_tokens: R, the response columns; the others are not priced.
       temperature: the rollout's.
-      kl_estimator: per-token KL from (logprobs, ref_logprobs), for the reward.
+      penalty: how the KL acts; what of it goes into the reward is priced here.
+      policy: its parameters, where that is exact KL, which needs the hidden states of
+        both models (`Penalty.reward_needs_logits`); not read else.
       ref_logprobs: f32[B, S], nats, where `reference_logprobs` ran before, on devices
-        of its own; it then is what the KL is taken to, and `reference` is not run.
+        of its own; `reference` then is run for exact KL alone.
+      value_after_stop: value the state after the last token too (N+).
 
     Returns:
       Scored[B, S]; every per-token array is 0 outside the response.
 
     Raises:
-      ValueError: scores is not one number a row, or the critic has no shape.
+      ValueError: scores is not one number a row. InputError: the critic has no shape,
+        or exact KL is to be taken without `policy` or `reference`.
       TypeError: scores is not f32.
     """
     checks.shape((rollout.tokens.shape[0],), scores=scores)
     checks.float32(scores=scores)
-    kl = values = None
+    mask = rollout.response_mask
+    kl, kl_stats, values, exact = None, {}, None, None
+    measured = reference is not None or ref_logprobs is not None
+    if measured and penalty.in_reward and penalty.reward_needs_logits:
+        exact, exact_ref_logprobs = _exact_kl(
+            rollout,
+            policy=policy,
+            reference=reference,
+            model=model,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            penalty=penalty,
+        )
+        if ref_logprobs is None:
+            ref_logprobs = exact_ref_logprobs
     if reference is not None and ref_logprobs is None:
         ref_logprobs = reference_logprobs(
             reference,
@@ -68,22 +88,101 @@ def score(
             max_new_tokens=max_new_tokens,
             temperature=temperature,
         )
-    if ref_logprobs is not None:
-        kl = kl_estimator(rollout.old_logprobs, ref_logprobs)
+    if ref_logprobs is not None and penalty.in_reward:
+        kl, kl_stats = kl_penalty.reward_kl(
+            penalty=penalty,
+            logprobs=rollout.old_logprobs,
+            ref_logprobs=ref_logprobs,
+            mask=mask,
+            exact=exact,
+        )
     if critic is not None:
         if critic_model is None:
             raise InputError("expected the critic's shape with the critic, got None")
         values = critic_.values(
             critic, model=critic_model, tokens=rollout.tokens, mask=rollout.mask
         )
-        values = jnp.where(rollout.response_mask, values, 0.0)
+        known = value_mask(rollout, after_stop=value_after_stop)
+        values = jnp.where(known, values, 0.0)
     return Scored(
         rollout=rollout,
         scores=scores,
         values=values,
         ref_logprobs=ref_logprobs,
         kl=kl,
+        kl_stats=kl_stats,
     )
+
+
+def _exact_kl(
+    rollout: Rollout,
+    *,
+    policy: Params | None,
+    reference: Frozen | None,
+    model: ModelConfig,
+    max_new_tokens: int,
+    temperature: float,
+    penalty: Penalty,
+) -> tuple[Array, Array]:
+    """Exact KL and the reference's log-probs, from one forward pass of each model."""
+    if policy is None or reference is None:
+        missing = "policy" if policy is None else "reference"
+        raise InputError(
+            f"expected policy and reference for exact KL, got no {missing}: it needs "
+            f"the hidden states of both, log-probs of the sampled tokens are not "
+            f"enough. Run the reference beside the policy, or choose k1, k2 or k3"
+        )
+    ref_params, first_column = (
+        frozen.read(reference),
+        rollout.tokens.shape[1] - max_new_tokens,
+    )
+    hidden, ref_hidden = (
+        decoder.hidden_states(
+            params, model=model, tokens=rollout.tokens, mask=rollout.mask
+        )
+        for params in (policy, ref_params)
+    )
+    exact = policy_.exact_kl(
+        policy,
+        hidden,
+        ref_params,
+        ref_hidden,
+        model=model,
+        mask=rollout.mask,
+        temperature=temperature,
+        first_column=first_column,
+        direction=penalty.direction,
+        top_k=penalty.top_k,
+    )
+    ref_logprobs, _ = policy_.price_hidden(
+        ref_params,
+        ref_hidden,
+        model=model,
+        tokens=rollout.tokens,
+        mask=rollout.mask,
+        temperature=temperature,
+        first_column=first_column,
+    )
+    kept = rollout.response_mask
+    return jnp.where(kept, exact, 0.0), jnp.where(kept, ref_logprobs, 0.0)
+
+
+def value_mask(rollout: Rollout, *, after_stop: bool) -> Array:
+    """bool[B, S]: the states that have a value.
+
+        column          0    1    2    3    4    5
+        tokens          ·   The  cat  sat  EOS   ·
+        response_mask   0    0    1    1    1    0
+        after_stop      0    0    1    1    1    1
+
+    Args:
+      after_stop: count the finished response as a state, where there is a column left
+        for it; the score lands there then (N+).
+
+    Source: `padding_mask_p1` of summarize_from_feedback_details (Huang et al. 2024).
+    """
+    mask = rollout.response_mask
+    return mask | jnp.pad(mask[:, :-1], ((0, 0), (1, 0))) if after_stop else mask
 
 
 def reference_logprobs(
@@ -143,6 +242,9 @@ def penalise_missing_stop(
 
 
 def ended(rollout: Rollout, *, stop_ids: tuple[int, ...]) -> Array:
-    """bool[B]: the response holds a stop token."""
+    """bool[B]: the response's last token is a stop token."""
+    columns = jnp.arange(rollout.tokens.shape[1], dtype=jnp.int32)[None, :]
+    mask = rollout.response_mask
+    last = jnp.max(columns, axis=1, where=mask, initial=-1, keepdims=True)
     stops = jnp.isin(rollout.tokens, jnp.asarray(stop_ids, jnp.int32))
-    return (stops & rollout.response_mask).any(axis=1)
+    return (stops & (columns == last)).any(axis=1)
