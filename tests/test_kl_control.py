@@ -1,3 +1,6 @@
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -5,53 +8,183 @@ import optax
 import oracles
 import pytest
 
-from rlhf_jax import kl_control
+from rlhf_jax import checks, kl_control
+from rlhf_jax.functional.kl_control import Control
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
 
+adaptive = functools.partial(kl_control.adaptive, target=6.0, unit="response")
+pi = functools.partial(kl_control.pi, target=6.0, unit="response")
+lagrangian = functools.partial(kl_control.lagrangian, target=6.0, unit="response")
+OAI = {"horizon": 10_000}
+GAINS = {"proportional": 0.3, "integral": 0.05}
+PER_RESPONSE = {
+    "adaptive": adaptive(0.15, **OAI),
+    "pi": pi(0.15, **GAINS),
+    "lagrangian": lagrangian(0.15, learning_rate=1e-3),
+}
+LENGTH = 48.0
+PER_TOKEN = {
+    name: dataclasses.replace(controller, unit="token", target=6.0 / LENGTH)
+    for name, controller in PER_RESPONSE.items()
+}
+HOLDING = pytest.mark.parametrize("name", PER_RESPONSE)
 
-def run(controller, kls, num_episodes: int = 512) -> list[float]:
+
+def run(controller, kls, num_episodes: int = 512, length=None) -> list[float]:
     """Coefficients before the first update and after each, from one jitted step."""
-    step = jax.jit(lambda c, kl: c.update(kl=kl, num_episodes=num_episodes))
+    step = jax.jit(
+        lambda c, kl, length: c.update(
+            kl=kl, num_episodes=num_episodes, mean_length=length
+        )
+    )
+    length = None if length is None else jnp.float32(length)
     coefficients = [float(controller.kl_coef)]
     for kl in kls:
-        controller = step(controller, jnp.float32(kl))
+        controller = step(controller, jnp.float32(kl), length)
         assert controller.kl_coef.dtype == jnp.float32
         coefficients.append(float(controller.kl_coef))
     return coefficients
 
 
-def test_adaptive_matches_the_oracle():
+@pytest.mark.parametrize("length", [None, 1.0, 23.5])
+def test_adaptive_matches_the_oracle(length):
+    """Nats per token are those of the responses together over their tokens."""
     kls = [0.0, 3.0, 5.9, 6.0, 7.0, 100.0]
+    unit, tokens = ("response", 1.0) if length is None else ("token", length)
     expected = [0.15]
     for kl in kls:
-        expected.append(oracles.adaptive_kl_coef(expected[-1], kl, 512, 6.0, 10000))
-    found = run(
-        kl_control.adaptive(0.15, target=6.0, unit="response", horizon=10000), kls
-    )
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+        expected.append(
+            oracles.adaptive_kl_coef(expected[-1], kl / tokens, 512, 0.5, 10000)
+        )
+    controller = kl_control.adaptive(0.15, target=0.5, unit=unit, horizon=10000)
+    np.testing.assert_allclose(run(controller, kls, 512, length), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kl", "kl_coef"),
+    [
+        (0.0, 0.148464),  # -0.2 over 512 of 10000 episodes: 1.024 % less
+        (4.8, 0.148464),  # 0.8 of the target, where the clip begins
+        (5.4, 0.149232),  # 0.9 of it: half as much
+        (6.0, 0.15),
+        (6.6, 0.150768),
+        (7.2, 0.151536),
+        (100.0, 0.151536),  # the other end of the clip
+    ],
+)
+def test_adaptive_by_hand_with_the_numbers_of_oai(kl, kl_coef):
+    assert run(adaptive(0.15, **OAI), [kl])[1] == pytest.approx(kl_coef, rel=1e-6)
 
 
 def test_adaptive_by_hand():
     # Error 0.1 over 1000 of 10000 episodes: 1 % more. Twice the target is cut to 0.2.
-    controller = kl_control.adaptive(0.1, target=6.0, unit="response", horizon=10000)
+    controller = adaptive(0.1, **OAI)
     assert run(controller, [6.6], 1000)[1] == pytest.approx(0.101, rel=1e-6)
     assert run(controller, [12.0], 1000)[1] == pytest.approx(0.102, rel=1e-6)
     assert run(controller, [6.0], 1000)[1] == pytest.approx(0.1, rel=1e-6)
 
 
-def test_adaptive_settles_where_the_kl_meets_the_target():
-    # A policy whose KL falls as the coefficient rises: kl = 0.6 / kl_coef.
-    controller = kl_control.adaptive(0.02, target=6.0, unit="response", horizon=1000)
-    for _ in range(100):
-        controller = controller.update(kl=0.6 / controller.kl_coef, num_episodes=512)
-    assert float(controller.kl_coef) == pytest.approx(0.1, rel=1e-3)
+@pytest.mark.parametrize(
+    ("proportional", "integral", "max_error"),
+    [(0.3, 0.05, 1.0), (0.0, 0.2, 1.0), (1.0, 0.01, 1.0), (0.3, 0.05, 0.2)],
+)
+def test_pi_adds_up_to_its_position_form(proportional, integral, max_error):
+    """log β = log β_0 + kp·e + ki·Σe, in float64 and from its errors alone."""
+    kls = [0.0, 3.0, 5.4, 6.0, 9.0, 30.0, 6.0]
+    errors = np.clip(np.array(kls) / 6 - 1, -max_error, max_error)
+    expected = 0.15 * np.exp(proportional * errors + integral * np.cumsum(errors))
+    controller = pi(
+        0.15, proportional=proportional, integral=integral, max_error=max_error
+    )
+    np.testing.assert_allclose(run(controller, kls)[1:], expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("kl", [np.nan, np.inf, -np.inf])
-def test_a_broken_batch_does_not_move_the_coefficient(kl: float):
-    controller = kl_control.adaptive(0.15, target=6.0, unit="response", horizon=10000)
-    assert run(controller, [kl])[1] == pytest.approx(0.15)
+def test_pi_rests_at_its_target():
+    """From a start, and once the pull of the last error is taken back."""
+    assert run(pi(0.15, **GAINS), [6.0] * 3) == pytest.approx([0.15] * 4, rel=1e-7)
+    first, *rest = run(pi(0.15, **GAINS), [9.0, 6.0, 6.0, 6.0])[1:]
+    assert first == pytest.approx(0.15 * np.exp(0.3 * 0.5 + 0.05 * 0.5), rel=1e-6)
+    assert rest == pytest.approx([0.15 * np.exp(0.05 * 0.5)] * 3, rel=1e-6)
+
+
+def test_lagrangian_by_hand():
+    """β + η·(kl - target), never below 0, and up again from there."""
+    found = run(lagrangian(0.01, learning_rate=0.002), [8.0, 0.0, 0.0, 1.0, 7.0, 6.0])
+    expected = [0.01, 0.014, 0.002, 0.0, 0.0, 0.002, 0.002]
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+@HOLDING
+def test_a_target_per_token_is_one_per_response_over_the_length(name):
+    kls = [0.0, 3.0, 7.0, 50.0, 6.0]
+    by_token = run(PER_TOKEN[name], kls, length=LENGTH)
+    if name == "lagrangian":  # its rate is for an excess per unit
+        controller = dataclasses.replace(PER_TOKEN[name], learning_rate=1e-3 * LENGTH)
+        by_token = run(controller, kls, length=LENGTH)
+    expected = run(PER_RESPONSE[name], kls)
+    assert by_token == pytest.approx(expected, rel=1e-5)
+    # The length counts: the same nats over twice the tokens are half as many a token.
+    longer = run(PER_TOKEN[name], [6.0], length=2 * LENGTH)
+    assert longer[1] < run(PER_TOKEN[name], [6.0], length=LENGTH)[1]
+    # And counts for nothing where the target is per response.
+    assert run(PER_RESPONSE[name], kls, length=LENGTH) == expected
+
+
+def simulate(controller, *, lag: float, num_steps: int = 600, length: float = 10.0):
+    """KL per response of a policy that goes to 3/β, and is measured with 10 % noise."""
+    noise = np.random.default_rng(0).normal(1.0, 0.1, num_steps).astype(np.float32)
+
+    def step(carry, noise):
+        controller, kl = carry
+        kl = kl + lag * (jnp.minimum(3.0 / controller.kl_coef, 50.0) - kl)
+        controller = controller.update(
+            kl=kl * noise, num_episodes=64, mean_length=jnp.float32(length)
+        )
+        return (controller, kl), kl
+
+    return jax.lax.scan(step, (controller, jnp.float32(0.0)), noise)[1]
+
+
+PLANT = {
+    "adaptive": adaptive(0.1, horizon=400),
+    "pi": pi(0.1, **GAINS),
+    "lagrangian": lagrangian(0.1, learning_rate=1e-3),
+}
+
+
+@HOLDING
+@pytest.mark.parametrize("lag", [0.5, 0.05])
+@pytest.mark.parametrize("unit", ["response", "token"])
+def test_a_lagging_policy_is_held_at_the_target(name, lag, unit):
+    controller = PLANT[name]
+    if unit == "token":
+        controller = dataclasses.replace(controller, unit="token", target=0.6)
+    if unit == "token" and name == "lagrangian":
+        controller = dataclasses.replace(controller, learning_rate=1e-2)
+    last = simulate(controller, lag=lag)[-150:]
+    assert float(last.mean()) == pytest.approx(6.0, rel=0.05)
+    assert float(jnp.std(last)) < 0.3  # it rests there, rather than swings about it
+    start = simulate(kl_control.fixed(0.1), lag=lag)[-150:]
+    assert float(start.mean()) == pytest.approx(30.0, rel=0.01)  # without it
+
+
+@HOLDING
+@pytest.mark.parametrize("kl", [np.nan, np.inf, -np.inf, None])
+def test_a_batch_without_a_kl_changes_nothing(name, kl):
+    """Broken, or of an iteration in which none was taken."""
+    for controller in (PER_RESPONSE[name], PER_TOKEN[name]):
+        arguments = {"num_episodes": 512, "mean_length": jnp.float32(LENGTH)}
+        before = controller.update(kl=jnp.float32(7.0), **arguments)
+        kl = None if kl is None else jnp.float32(kl)
+        after = before.update(kl=kl, **arguments)
+        jax.tree.map(np.testing.assert_array_equal, after, before)
+
+
+@HOLDING
+def test_responses_without_a_token_change_nothing(name):
+    found = run(PER_TOKEN[name], [0.0], length=0.0)
+    assert found[1] == found[0]
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.05])
@@ -60,46 +193,304 @@ def test_fixed_stays(kl_coef: float):
     assert found == pytest.approx([kl_coef] * 3)
 
 
-def test_scheduled_follows_the_iteration():
-    schedule = optax.linear_schedule(0.2, 0.0, transition_steps=4)
-    found = run(kl_control.scheduled(schedule, num_steps=6), [9.0] * 5)
-    np.testing.assert_allclose(found, [0.2, 0.15, 0.1, 0.05, 0.0, 0.0], atol=1e-7)
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        optax.linear_schedule(0.2, 0.0, transition_steps=4),
+        optax.cosine_decay_schedule(0.2, decay_steps=5, alpha=0.1),
+        optax.piecewise_constant_schedule(0.1, {2: 0.5}),
+        optax.warmup_exponential_decay_schedule(0.0, 0.1, 2, 3, 0.5),
+        lambda step: 0.03,
+    ],
+    ids=["linear", "cosine", "piecewise", "warmup", "number"],
+)
+def test_scheduled_follows_the_iteration(schedule):
+    with jax.numpy_dtype_promotion("standard"):  # as optax needs it
+        found = run(kl_control.scheduled(schedule, num_steps=6), [9.0] * 8)
+        expected = [float(schedule(jnp.int32(step))) for step in range(6)]
+    # After its last step it stays, since nothing beyond was looked at.
+    np.testing.assert_allclose(found, expected + expected[-1:] * 3, rtol=1e-6)
 
 
-def test_records_go_through_scan_and_keep_their_leaves():
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (
+            optax.linear_schedule(0.1, -0.1, 10),
+            r"schedule\(6\): .* got -0.02.*; choose",
+        ),
+        (
+            lambda step: jnp.log(3.5 - step.astype(jnp.float32)),
+            r"schedule\(3\): .* -0.",
+        ),
+        (
+            lambda step: jnp.where(step == 8, jnp.nan, 1.0),
+            r"schedule\(8\): .* got nan;",
+        ),
+        (lambda step: jnp.float32(np.inf), r"schedule\(0\): expected .*, got inf;"),
+        (lambda step: jnp.zeros(2), r"schedule\(0\): expected shape \(\), got \(2,\)"),
+    ],
+)
+def test_every_step_of_a_schedule_is_read_at_the_start(schedule, message):
+    with pytest.raises(ValueError, match=message):
+        kl_control.scheduled(schedule, num_steps=9)
+
+
+def test_only_the_steps_of_the_run_are_read():
+    schedule = optax.linear_schedule(0.1, -0.1, 10)
+    assert run(kl_control.scheduled(schedule, num_steps=6), [1.0] * 9)[-1] >= 0
+    with pytest.raises(checks.InputError, match=r"num_steps: expected .* got 0"):
+        kl_control.scheduled(schedule, num_steps=0)
+
+
+def test_a_schedule_shorter_than_the_run():
+    short = kl_control.scheduled(optax.constant_schedule(0.1), num_steps=5)
+    kl_control.require_covers(short, num_steps=5)
+    kl_control.require_covers(short, num_steps=4)
+    for controller in (*PER_RESPONSE.values(), kl_control.fixed(0.1)):
+        kl_control.require_covers(controller, num_steps=10**6)
+    message = r"kl_coef: expected the 6 steps .*, got 5; make it with num_steps=6, or"
+    with pytest.raises(checks.InputError, match=message):
+        kl_control.require_covers(short, num_steps=6)
+
+
+EVERY = {
+    **PER_RESPONSE,
+    "fixed": kl_control.fixed(0.15),
+    "linear": Control(kind="linear", end=0.05).controller(0.15, num_steps=3),
+}
+LEAVES = {"adaptive": 1, "pi": 2, "lagrangian": 1, "fixed": 1, "linear": 2}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_records_are_donated_scanned_and_put_together_again(name):
     """Part of every snapshot: the arrays are leaves, the settings are not."""
-    adaptive = kl_control.adaptive(0.15, target=6.0, unit="response", horizon=10000)
-    assert len(jax.tree.leaves(adaptive)) == 1
-    schedule = optax.constant_schedule(0.1)
-    assert len(jax.tree.leaves(kl_control.scheduled(schedule, num_steps=6))) == 2
+    controller = EVERY[name]
+    leaves, structure = jax.tree.flatten(controller)
+    assert len(leaves) == LEAVES[name]
+    again = jax.tree.unflatten(structure, leaves)
+    assert jax.tree.structure(again) == structure
 
     def step(controller, kl):
         return controller.update(kl=kl, num_episodes=64), controller.kl_coef
 
     kls = jnp.array([1.0, 8.0, 6.5])
-    _, coefficients = jax.lax.scan(step, adaptive, kls)
-    np.testing.assert_allclose(coefficients, run(adaptive, kls, 64)[:-1], rtol=1e-6)
+    expected = run(controller, kls, 64)
+    _, coefficients = jax.lax.scan(step, again, kls)
+    np.testing.assert_allclose(coefficients, expected[:-1], rtol=1e-6)
+
+    donated = jax.jit(step, donate_argnums=0)
+    state = jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), controller)
+    for kl, kl_coef in zip(kls, expected[1:], strict=True):
+        state, _ = donated(state, kl)
+        assert float(state.kl_coef) == pytest.approx(kl_coef, rel=1e-6)
+
+
+def test_what_is_made_may_be_donated():
+    """No buffer of the caller's, and none twice, is in a controller."""
+    mine = jnp.float32(0.1)
+    makers = {
+        "fixed": lambda: kl_control.fixed(mine),
+        "adaptive": lambda: adaptive(mine, **OAI),
+        "pi": lambda: pi(mine, **GAINS),
+        "lagrangian": lambda: lagrangian(mine, learning_rate=1e-3),
+        "scheduled": lambda: kl_control.scheduled(lambda step: mine, num_steps=2),
+    }
+    for make in makers.values():
+        update = jax.jit(lambda c: c.update(kl=mine, num_episodes=1), donate_argnums=0)
+        update(update(make()))
+        assert float(mine) == pytest.approx(0.1)
+
+
+def test_controllers_are_mapped_over_their_coefficient():
+    """As a sweep over β does."""
+    coefficients = jnp.array([0.02, 0.1, 0.5])
+    for make in (
+        functools.partial(adaptive, **OAI),
+        functools.partial(pi, **GAINS),
+        functools.partial(lagrangian, learning_rate=1e-3),
+    ):
+        step = functools.partial(_after, make=make)
+        found = jax.vmap(step)(coefficients)
+        expected = [run(make(float(c)), [7.0])[1] for c in coefficients]
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def _after(kl_coef, *, make):
+    return make(kl_coef).update(kl=jnp.float32(7.0), num_episodes=512).kl_coef
 
 
 @pytest.mark.parametrize("bad", [-0.1, float("nan"), float("inf")])
 def test_bad_coefficients(bad: float):
-    with pytest.raises(ValueError, match=r"kl_coef: expected .* 0 or more, got .*;"):
-        kl_control.fixed(bad)
+    for make in (kl_control.fixed, functools.partial(lagrangian, learning_rate=0.1)):
+        with pytest.raises(
+            ValueError, match=r"kl_coef: expected .* 0 or more, got .*;"
+        ):
+            make(bad)
+    for make in (functools.partial(adaptive, **OAI), functools.partial(pi, **GAINS)):
+        with pytest.raises(ValueError, match=r"kl_coef: expected .* above 0, got .*;"):
+            make(bad)
     with pytest.raises(ValueError, match=r"schedule\(0\): expected .*, got .*; choose"):
         kl_control.scheduled(lambda step: jnp.float32(bad), num_steps=1)
-    with pytest.raises(ValueError, match=r"kl_coef: expected .* above 0, got .*;"):
-        kl_control.adaptive(bad, target=6.0, unit="response", horizon=10000)
 
 
-def test_bad_settings_of_adaptive():
-    with pytest.raises(ValueError, match=r"kl_coef: expected .* above 0, got 0"):
-        kl_control.adaptive(0.0, target=6.0, unit="response", horizon=10000)
-    with pytest.raises(ValueError, match=r"target: expected .* above 0, got -6"):
-        kl_control.adaptive(0.1, target=-6.0, unit="response", horizon=10000)
-    with pytest.raises(ValueError, match=r"horizon: expected .* above 0, got 0"):
-        kl_control.adaptive(0.1, target=6.0, unit="response", horizon=0)
-    controller = kl_control.adaptive(0.1, target=6.0, unit="response", horizon=100)
+def test_a_coefficient_of_0_can_be_added_to_but_not_multiplied():
+    assert run(lagrangian(0.0, learning_rate=0.1), [7.0])[1] == pytest.approx(0.1)
+    for make in (functools.partial(adaptive, **OAI), functools.partial(pi, **GAINS)):
+        with pytest.raises(ValueError, match=r"kl_coef: expected .* above 0, got 0"):
+            make(0.0)
+
+
+REST = {"adaptive": OAI, "pi": GAINS, "lagrangian": {"learning_rate": 1e-3}}
+MAKE = {
+    "adaptive": kl_control.adaptive,
+    "pi": kl_control.pi,
+    "lagrangian": kl_control.lagrangian,
+}
+
+
+@HOLDING
+@pytest.mark.parametrize("unit", [None, "sequence"])
+def test_a_target_without_a_unit(name, unit):
+    message = (
+        r"target: expected a unit with the target of 6 nats, got unit=.*; say unit"
+    )
+    with pytest.raises(checks.InputError, match=message):
+        MAKE[name](0.1, target=6.0, unit=unit, **REST[name])
+    with pytest.raises(checks.InputError, match=message):
+        Control(kind=name, target=6.0, unit=unit)
+
+
+@HOLDING
+def test_a_target_per_token_asks_for_the_length(name):
+    with pytest.raises(checks.InputError, match=r"mean_length: .*per token, got none;"):
+        PER_TOKEN[name].update(kl=jnp.float32(1.0), num_episodes=4)
+    with pytest.raises(ValueError, match=r"mean_length: expected shape \(\), got \(3,"):
+        PER_TOKEN[name].update(
+            kl=jnp.float32(1.0), num_episodes=4, mean_length=jnp.ones(3)
+        )
+    with pytest.raises(ValueError, match=r"kl: expected shape \(\), got \(3,\); pass"):
+        PER_RESPONSE[name].update(kl=jnp.ones(3), num_episodes=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        *(("adaptive", {"target": -6.0}), ("adaptive", {"horizon": 0})),
+        *(("pi", {"target": 0.0}), ("pi", {"integral": 0.0})),
+        *(("pi", {"max_error": float("nan")}), ("lagrangian", {"target": np.nan})),
+        *(("lagrangian", {"learning_rate": 0.0}), ("lagrangian", {"target": np.inf})),
+    ],
+)
+def test_bad_settings(name, setting):
+    field = next(iter(setting))
+    message = rf"{field}: expected .* above 0, got .*; choose {field} > 0"
+    arguments = {"target": 6.0, "unit": "response", **REST[name], **setting}
+    with pytest.raises(checks.InputError, match=message):
+        MAKE[name](0.1, **arguments)
+    with pytest.raises(checks.InputError, match=message):
+        Control(kind=name, **arguments)
+
+
+def test_gains_that_would_push_the_wrong_way():
+    with pytest.raises(checks.InputError, match=r"proportional: .* 0 or more, got -1"):
+        pi(0.1, proportional=-1.0, integral=0.1)
+    with pytest.raises(checks.InputError, match=r"proportional: .* 0 or more, got -1"):
+        Control(kind="pi", target=6.0, unit="token", proportional=-1.0)
+
+
+def test_an_adaptive_step_that_could_turn_the_sign():
+    controller = adaptive(0.1, horizon=100)
     with pytest.raises(ValueError, match=r"num_episodes: expected below 500 .*raise"):
         controller.update(kl=jnp.float32(1.0), num_episodes=512)
-    with pytest.raises(ValueError, match=r"kl: expected shape \(\), got \(3,\); pass"):
-        controller.update(kl=jnp.ones(3), num_episodes=4)
+
+
+HELD = {"target": 6.0, "unit": "response"}
+OPTIONS = {
+    "fixed": (Control(), kl_control.fixed(0.2)),
+    "adaptive": (
+        Control(kind="adaptive", **HELD, horizon=900),
+        adaptive(0.2, horizon=900),
+    ),
+    "pi": (
+        Control(kind="pi", **HELD, proportional=0.1, integral=0.2, max_error=0.3),
+        pi(0.2, proportional=0.1, integral=0.2, max_error=0.3),
+    ),
+    "lagrangian": (
+        Control(kind="lagrangian", **HELD, learning_rate=0.5),
+        lagrangian(0.2, learning_rate=0.5),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_options_make_the_controller_that_they_name(kind):
+    """Every option that a kind reads is one that its controller holds."""
+    options, expected = OPTIONS[kind]
+    made = options.controller(0.2, num_steps=7)
+    assert jax.tree.structure(made) == jax.tree.structure(expected)
+    assert jax.tree.leaves(made) == jax.tree.leaves(expected)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 5])
+def test_a_line_goes_from_the_coefficient_to_its_end(num_steps):
+    made = Control(kind="linear", end=0.1).controller(0.3, num_steps=num_steps)
+    found = run(made, [1.0] * (num_steps - 1))
+    expected = np.linspace(0.3, 0.1, num_steps)
+    assert found == pytest.approx(list(expected), rel=1e-5)
+    kl_control.require_covers(made, num_steps=num_steps)
+    # Made again, as by a run that resumes, it is the same program.
+    again = Control(kind="linear", end=0.1).controller(0.3, num_steps=num_steps)
+    assert jax.tree.structure(again) == jax.tree.structure(made)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"kind": "adaptive"},
+            r"target: expected a number with kind adaptive, got none",
+        ),
+        (
+            {"kind": "linear"},
+            r"end: expected a number with kind linear, got none; give",
+        ),
+        (
+            {"kind": "cosine"},
+            r"kind: expected one of fixed, linear, .*, got 'cosine'; ",
+        ),
+        ({"kind": "linear", "end": -1.0}, r"end: .* 0 or more, got -1.0; choose end"),
+        (
+            HELD,
+            r"target: expected none with kind fixed, .*, got 6.0; leave it out, or ",
+        ),
+        ({"unit": "token"}, r"unit: .* got token; .* adaptive or pi or lagrangian"),
+        ({"horizon": 5}, r"horizon: expected none with kind fixed, .* kind adaptive$"),
+        ({"kind": "pi", **HELD, "horizon": 5}, r"horizon: expected none with kind pi"),
+        (
+            {"kind": "adaptive", **HELD, "integral": 1.0},
+            r"integral: .* choose kind pi$",
+        ),
+        ({"kind": "pi", **HELD, "learning_rate": 1.0}, r"learning_rate: expected none"),
+        ({"kind": "lagrangian", **HELD, "max_error": 2.0}, r"max_error: expected none"),
+        (
+            {"kind": "linear", "end": 0.1, "target": 6.0},
+            r"target: .* kind linear, which",
+        ),
+        (
+            {"end": 0.0},
+            r"end: expected none with kind fixed, .* or choose kind linear$",
+        ),
+    ],
+)
+def test_options_that_cannot_be(options, message):
+    with pytest.raises(checks.InputError, match=message):
+        Control(**options)
+
+
+@pytest.mark.parametrize("bad", [-0.1, float("nan")])
+@pytest.mark.parametrize("kind", [*OPTIONS, "linear"])
+def test_options_with_a_bad_coefficient(kind, bad):
+    options = Control(kind="linear", end=0.1) if kind == "linear" else OPTIONS[kind][0]
+    with pytest.raises(checks.InputError, match=rf"kl_coef: expected .*, got {bad}; "):
+        options.controller(bad, num_steps=3)
