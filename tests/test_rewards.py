@@ -119,6 +119,31 @@ def test_normalise_gives_the_mean_and_std_asked_for():
         np.testing.assert_array_equal(np.argsort(found), np.argsort(scores))
 
 
+@pytest.mark.parametrize("mean", [0.0, -2.0])
+def test_normalise_without_a_std_moves_the_bias_alone(mean):
+    """N+: demonstrations get the mean asked for, and every lead stays."""
+    tokens, mask = tiny.batch((6, 5, 4, 3, 2, 1), SIZE, side="left")
+    before = params()
+    scores = np.asarray(score_of(before, model=MODEL, tokens=tokens, mask=mask))
+    made = rewards.normalise(before, scores=jnp.asarray(scores), mean=mean, std=None)
+    found = np.asarray(score_of(made, model=MODEL, tokens=tokens, mask=mask))
+    assert found.mean() == pytest.approx(mean, abs=1e-6)
+    np.testing.assert_allclose(found - scores, mean - scores.mean(), atol=1e-6)
+    np.testing.assert_array_equal(made["score"]["kernel"], before["score"]["kernel"])
+    assert made["trunk"] is before["trunk"]
+    # A bias needs no spread: a single demonstration will do.
+    one = rewards.normalise(before, scores=jnp.array([1.5]), mean=mean, std=None)
+    assert float(one["score"]["bias"]) == pytest.approx(0.25 + mean - 1.5)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_bias_needs_finite_scores(bad):
+    with pytest.raises(
+        InputError, match=r"expected finite scores .* got 2 scores with"
+    ):
+        rewards.normalise(params(), scores=jnp.array([1.0, bad]), std=None)
+
+
 @pytest.mark.parametrize("scores", [[1.0, 1.0], [1.0, np.nan], [1.0, np.inf]])
 def test_scores_that_cannot_be_normalised(scores):
     with pytest.raises(InputError, match=r"scores that vary .* got 2 scores with"):

@@ -1,0 +1,180 @@
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from rlhf_jax import checks, optimizers
+
+RNG = np.random.default_rng(0)
+# Large, near eps and far below it, where the place of eps is all that counts.
+SIZES = {"large": 1.0, "near": 1e-4, "tiny": 1e-7}
+START = {name: RNG.normal(size=(2, 3)).astype(np.float32) for name in SIZES}
+
+
+def gradients(num_steps: int, seed: int = 1) -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(seed)
+    return [
+        {
+            name: rng.normal(0, size, (2, 3)).astype(np.float32)
+            for name, size in SIZES.items()
+        }
+        for _ in range(num_steps)
+    ]
+
+
+def oracle(grads, *, rate, b1, b2, eps, style) -> list[dict[str, np.ndarray]]:
+    """The update of every step, float64, element by element."""
+    found = []
+    m = {name: np.zeros((2, 3)) for name in SIZES}
+    v = {name: np.zeros((2, 3)) for name in SIZES}
+    for t, grad in enumerate(grads, start=1):
+        update = {}
+        for name, g in grad.items():
+            update[name] = np.zeros((2, 3))
+            for index in np.ndindex(2, 3):
+                one = float(g[index])
+                m[name][index] = b1 * m[name][index] + (1 - b1) * one
+                v[name][index] = b2 * v[name][index] + (1 - b2) * one**2
+                if style == "tf":
+                    lr_t = rate(t - 1) * math.sqrt(1 - b2**t) / (1 - b1**t)
+                    step = lr_t * m[name][index] / (math.sqrt(v[name][index]) + eps)
+                else:
+                    mean = m[name][index] / (1 - b1**t)
+                    size = math.sqrt(v[name][index] / (1 - b2**t))
+                    step = rate(t - 1) * mean / (size + eps)
+                update[name][index] = -step
+        found.append(update)
+    return found
+
+
+def run(optimizer, grads) -> list[dict[str, np.ndarray]]:
+    """The update of every step, each jitted with its state donated."""
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def step(grad, opt, params):
+        return optimizer.update(grad, opt, params)
+
+    params = jax.tree.map(jnp.asarray, START)
+    opt, found = optimizer.init(params), []
+    for grad in grads:
+        update, opt = step(grad, opt, params)
+        params = optax.apply_updates(params, update)
+        found.append(jax.device_get(update))
+    return found
+
+
+def assert_close(found, expected, rtol=1e-5):
+    for mine, other in zip(found, expected, strict=True):
+        for name in SIZES:
+            np.testing.assert_allclose(
+                mine[name], other[name], rtol=rtol, atol=0, err_msg=name
+            )
+
+
+@pytest.mark.parametrize("style", ["standard", "tf"])
+@pytest.mark.parametrize(
+    ("b1", "b2", "eps"), [(0.9, 0.999, 1e-5), (0.9, 0.95, 1e-8), (0.0, 0.0, 1e-5)]
+)
+def test_adam_matches_the_oracle(style, b1, b2, eps):
+    grads = gradients(7)
+    made = optimizers.adam(0.01, b1=b1, b2=b2, eps=eps, style=style)
+    settings = {"b1": b1, "b2": b2, "eps": eps, "style": style}
+    expected = oracle(grads, rate=lambda step: 0.01, **settings)
+    # optax takes 1 - b2^t in float32, with 4 digits of it at t = 1.
+    assert_close(run(made, grads), expected, rtol=1e-4 if style == "standard" else 1e-5)
+
+
+def test_standard_is_optax_s_own_to_the_bit():
+    grads = gradients(5)
+    schedule = optax.linear_schedule(0.1, 0.0, 5)
+    found = run(optimizers.adam(schedule), grads)
+    expected = run(optax.adam(schedule, eps=1e-5), grads)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_tf_is_adam_with_another_eps_in_every_step():
+    """eps/sqrt(1 - b2^t): 32 times as much in the first step."""
+    factor = 1 / math.sqrt(1 - 0.999)
+    assert factor == pytest.approx(31.6, abs=0.03)
+    grads = gradients(3)
+    found = run(optimizers.adam(0.01, style="tf"), grads)
+    for t in range(1, 4):
+        eps = 1e-5 / math.sqrt(1 - 0.999**t)
+        expected = run(optax.adam(0.01, eps=eps), grads[:t])
+        assert_close(found[t - 1 : t], expected[-1:], rtol=1e-4)
+
+
+def test_tf_holds_small_gradients_back_early_and_agrees_late():
+    """With a constant gradient g: lr·g/(g + eps) against lr·g/(g + 31.6 eps)."""
+    grads = [{name: np.full((2, 3), 1e-5, np.float32) for name in SIZES}] * 2
+    standard = run(optimizers.adam(1.0), grads)
+    tf = run(optimizers.adam(1.0, style="tf"), grads)
+    assert float(standard[0]["near"][0, 0]) == pytest.approx(-1 / 2, rel=1e-4)
+    assert float(tf[0]["near"][0, 0]) == pytest.approx(-1 / 32.6, rel=1e-3)
+    # Late in a run the two corrections are 1, and the steps the same.
+    params = {"x": jnp.ones(3)}
+    late = optax.ScaleByAdamState(
+        count=jnp.int32(20_000),
+        mu={"x": jnp.full(3, 1e-5)},
+        nu={"x": jnp.full(3, 1e-9)},
+    )
+    found = {}
+    for style in ("standard", "tf"):
+        made = optimizers.adam(0.01, style=style)
+        state = (late, *made.init(params)[1:])
+        found[style] = made.update({"x": jnp.full(3, 1e-5)}, state, params)[0]["x"]
+    np.testing.assert_allclose(found["tf"], found["standard"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("style", ["standard", "tf"])
+def test_schedules_chains_and_states(style):
+    """The rate falls by its own count; clipping by norm stands before it."""
+    schedule = optax.linear_schedule(0.1, 0.0, 4)
+    made = optimizers.adam(schedule, style=style)
+    grads = gradients(5)
+    settings = {"b1": 0.9, "b2": 0.999, "eps": 1e-5, "style": style}
+    expected = oracle(grads, rate=lambda t: 0.1 * max(1 - t / 4, 0.0), **settings)
+    found = run(made, grads)
+    assert_close(found[:4], expected[:4], rtol=1e-4)
+    assert not any(leaf.any() for leaf in found[4].values())
+
+    clipped = [{name: g / norm(grad) for name, g in grad.items()} for grad in grads]
+    chain = optax.chain(optax.clip_by_global_norm(1.0), made)
+    assert min(norm(grad) for grad in grads) > 1
+    assert_close(run(chain, grads)[:4], run(made, clipped)[:4], rtol=1e-4)
+
+    opt = made.init(START)
+    moments = opt[0]
+    assert isinstance(moments, optax.ScaleByAdamState)
+    _, opt = made.update(grads[0], opt, START)
+    assert int(opt[0].count) == int(opt[1].count) == 1
+    other = optimizers.adam(schedule, style="tf").init(START)
+    assert jax.tree.structure(other) == jax.tree.structure(opt)
+
+
+def norm(tree) -> float:
+    return math.sqrt(sum(float((np.float64(x) ** 2).sum()) for x in tree.values()))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"style": "torch"},
+            r"style: expected 'standard' or 'tf', got 'torch'; choose",
+        ),
+        ({"eps": 0.0}, r"eps: expected .* above 0, got 0"),
+        ({"b1": 1.0}, r"b1: expected a number from 0 to below 1, got 1.0; choose"),
+        ({"b2": -0.1}, r"b2: expected a number from 0 to below 1, got -0.1; choose"),
+        ({"b2": float("nan")}, r"b2: expected .* got nan"),
+        ({"learning_rate": -1.0}, r"learning_rate: expected .* 0 or more, got -1"),
+        ({"learning_rate": float("nan")}, r"learning_rate: expected .* got nan"),
+    ],
+)
+def test_options_that_cannot_be(options, message):
+    with pytest.raises(checks.InputError, match=message):
+        optimizers.adam(**{"learning_rate": 0.1, **options})
