@@ -20,7 +20,7 @@ PURE = [
 PURE_IMPORTS = {
     *("__future__", "collections", "dataclasses", "fnmatch", "functools", "hashlib"),
     "math",
-    *("typing", "chex", "flax", "jax", "numpy", "optax", "rlhf_jax"),
+    *("typing", "warnings", "chex", "flax", "jax", "numpy", "optax", "rlhf_jax"),
 }
 IMPURE_CALLS = {
     *("open", "print", "input", "exec", "eval"),
