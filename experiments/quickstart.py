@@ -55,6 +55,7 @@ from rlhf_jax import (
     storage,
     train_reward,
 )
+from rlhf_jax.functional.kl_control import Control
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.frozen import Frozen
 from rlhf_jax.runtime.encoding import Example, Pair
@@ -79,6 +80,8 @@ class Config(run_folder.RunConfig):
     """PPO iterations."""
     kl_coef: float = 0.2
     """Reward units per nat of KL to the reference; 0 lets the policy go."""
+    kl_control: Control = kl_control.CONSTANT
+    """What becomes of kl_coef during the run."""
     temperature: float = 0.7
     """Divides the logits in every role."""
     sft_steps: int = 400
@@ -120,7 +123,7 @@ class Config(run_folder.RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.non_negative(kl_coef=self.kl_coef)
+        self.kl_control.controller(self.kl_coef, num_steps=self.num_steps)  # or raises
         checks.positive(
             label_noise=self.label_noise,
             sft_batch_size=self.sft_batch_size,
@@ -309,7 +312,7 @@ def improve(
         critic=critic.from_policy(params, model=algorithm.critic_model),
         policy_optimizer=algorithm.policy_optimizer,
         critic_optimizer=algorithm.critic_optimizer,
-        kl=kl_control.fixed(options.kl_coef),
+        kl=options.kl_control.controller(options.kl_coef, num_steps=options.num_steps),
     )
     report.model_table(
         [
@@ -489,7 +492,11 @@ def main(options: Config) -> None:
         "reward_model": options.reward_steps,
         "ppo": options.num_steps,
     }
-    check = functools.partial(alarms.check, limits=alarms.LIMITS)
+    check = functools.partial(
+        alarms.check,
+        limits=alarms.LIMITS,
+        kl_target=options.kl_control.target_per_response,
+    )
     with run.Run(options, num_steps=num_steps, check=check) as job:
         tuned = fine_tune(
             decoder.init(init_key, model=model), job=job, model=model, options=options

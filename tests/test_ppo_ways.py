@@ -1,8 +1,9 @@
-"""PPO from a checkpoint, with its reference held and treated in every way.
+"""PPO from a checkpoint, with reference and KL coefficient treated in every way.
 
 Each way runs whole, and again stopped by a signal and resumed: the same bits come out.
 """
 
+import itertools
 import json
 import signal
 import sys
@@ -58,6 +59,19 @@ WAYS = {
     "adapters over int8": (*LORA, "--reference-storage.dtype=int8"),
     "adapters, reset": (*LORA, "--lifecycle.reset-every=2"),
     "none": ("--no-measure-kl", "--kl-coef=0"),
+    "exact KL held by PI": (
+        *("--penalty.value-estimator=exact", "--penalty.placement=both"),
+        *("--kl-control.kind=pi", "--kl-control.target=0.05"),
+        *("--kl-control.unit=token", "--scores.normalise", "--shared-trunk"),
+    ),
+    "k2 in the loss, a Lagrangian and texts": (
+        *("--penalty.grad-estimator=k2", "--penalty.placement=loss"),
+        *("--kl-control.kind=lagrangian", "--kl-control.target=0.1"),
+        *("--kl-control.unit=response", "--kl-control.learning-rate=0.5"),
+        *("--ptx=TEXTS", "--ptx-coef=0.5", "--ptx-batch-size=2", "--ptx-max-length=8"),
+        "--critic-warmup=2",
+    ),
+    "a schedule": ("--kl-control.kind=linear", "--kl-control.end=0.4"),
 }
 
 
@@ -80,6 +94,7 @@ def play(files, out, *argv, reward="score"):
         *("--prompts", files / "prompts.jsonl", "--reward", f"distinct_words:{reward}"),
         *(*BASICS, *argv),
     ]
+    words = [str(word).replace("TEXTS", str(files / "held_out.txt")) for word in words]
     cli.main(
         ppo_from_checkpoint.main,
         ppo_from_checkpoint.Config,
@@ -179,7 +194,40 @@ def check_none(summary, rows, out, files):
     assert summary["kl_last"] is None
 
 
+def coefficients(rows):
+    return [row["objective/kl_coef"] for row in rows]
+
+
+def check_pi(summary, rows, out, files):
+    """The coefficient goes on rising while the KL is above its target, and so on."""
+    moves = np.sign(np.diff(np.log(coefficients(rows))))
+    assert len(set(coefficients(rows))) == STEPS
+    per_token = [row["objective/kl"] / row["response/length"] for row in rows]
+    assert per_token[0] < 1e-4  # far below 0.05, so that the first move is down
+    assert moves[0] == -1
+    assert all("loss/kl" in row for row in rows)
+    assert rows[-1]["loss/kl"] > 0
+
+
+def check_lagrangian(summary, rows, out, files):
+    for now, then in itertools.pairwise(rows):
+        moved = now["objective/kl_coef"] + 0.5 * (now["objective/kl"] - 0.1)
+        assert then["objective/kl_coef"] == pytest.approx(max(moved, 0.0), abs=1e-6)
+    # The policy stands still in two steps, and its KL is noted in the next one.
+    assert [row["objective/kl_k3"] > 1e-9 for row in rows[:4]] == [False] * 3 + [True]
+    assert all(row["loss/ptx"] > 0 for row in rows)
+
+
+def check_schedule(summary, rows, out, files):
+    np.testing.assert_allclose(
+        coefficients(rows), np.linspace(0.1, 0.4, STEPS), rtol=1e-6
+    )
+
+
 CHECKS = {
+    "exact KL held by PI": check_pi,
+    "k2 in the loss, a Lagrangian and texts": check_lagrangian,
+    "a schedule": check_schedule,
     "int8": check_copy,
     "on the host": check_copy,
     "on the CPU": check_copy,
