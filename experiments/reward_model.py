@@ -4,11 +4,12 @@
         --out runs/reward
 
 --data holds {"prompt": ..., "chosen": ..., "rejected": ...} a line, or dialogues as in
-hh-rlhf that share their beginning. The trunk of --model gets a fresh head, learns the
-pairs by Bradley-Terry, and is normalised to mean 0 and standard deviation 1 on answers
-that --model itself, the reference of PPO, samples to the prompts of the pairs.
-OUT/model is a Hugging Face checkpoint (sequence classification with one label) for
-`ppo_from_checkpoint.py --reward-model`.
+hh-rlhf that share their beginning. The trunk of --model gets a fresh head and learns
+the pairs by Bradley-Terry. Before and after, it is normalised to mean 0 and standard
+deviation 1 on answers that --model itself, the reference of PPO, samples to the prompts
+of the pairs. With --normalise demonstrations --demonstrations FILE it gets, afterwards
+and by a bias alone, mean 0 on what people wrote. OUT/model is a Hugging Face checkpoint
+(sequence classification with one label) for `ppo_from_checkpoint.py --reward-model`.
 
 One device that holds the parameters in float32 five times over (GPT-2 small: 2.4 GiB).
 Fewer than about 2,000 pairs leave the accuracy near chance: on top of the second model
@@ -21,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -46,10 +47,9 @@ from rlhf_jax import (
     train_reward,
 )
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runtime.batches import Batches
 from rlhf_jax.runtime.encoding import Example, Pair
 from rlhf_jax.runtime.pretrained import Pretrained
-from rlhf_jax.stages.batch import Prompts
+from rlhf_jax.stages.batch import Rollout, Sequences
 
 Array = jax.Array
 Params = Any
@@ -68,7 +68,7 @@ class Config(run_folder.RunConfig):
     max_length: int | None = None
     """Tokens of the longest prompt and answer; None is the context."""
     overlong: Literal["error", "drop"] = "error"
-    """What becomes of longer pairs."""
+    """What becomes of longer pairs and demonstrations."""
     buckets: tuple[int, ...] | None = None
     """Widths a batch may be padded to, tokens; None is the longest pair."""
     held_out: float = 0.1
@@ -83,8 +83,12 @@ class Config(run_folder.RunConfig):
     """Falls to 0 linearly."""
     max_grad_norm: float = 1.0
     """Gradients of a larger norm are scaled down to it."""
+    normalise: Literal["samples", "demonstrations"] | None = "samples"
+    """On what the scores get mean 0 (and on samples standard deviation 1)."""
+    demonstrations: str | None = None
+    """As for `sft.py`, JSONL or hf:NAME:SPLIT; read by --normalise demonstrations."""
     num_samples: int = 256
-    """Answers of --model that the reward is normalised on, in whole batches."""
+    """Answers of --model to normalise on, in whole batches."""
     max_new_tokens: int = 48
     """Of these answers."""
     temperature: float = 0.7
@@ -103,12 +107,29 @@ class Config(run_folder.RunConfig):
             num_samples=self.num_samples,
             max_new_tokens=self.max_new_tokens,
         )
+        if (self.normalise == "demonstrations") != (self.demonstrations is not None):
+            raise InputError(
+                f"expected --normalise demonstrations and --demonstrations together, "
+                f"got {self.normalise} and {self.demonstrations}; give both, or neither"
+            )
+        given = dataclasses.asdict(self)
+        for field in dataclasses.fields(self):
+            unread = field.name in SAMPLING and self.normalise != "samples"
+            if unread and given[field.name] != field.default:
+                raise InputError(
+                    f"{field.name}: expected none with --normalise {self.normalise}, "
+                    f"for which nothing is sampled, got {given[field.name]}; leave it "
+                    f"out"
+                )
 
 
-def prompts_to_answer(
-    pairs: list[Pair], *, options: Config, start: Pretrained
-) -> Batches[Prompts]:
-    """The prompts of the pairs that leave room for an answer."""
+SAMPLING = ("num_samples", "max_new_tokens", "temperature")
+
+
+def sampled_answers(
+    pairs: list[Pair], *, key: Array, options: Config, start: Pretrained
+) -> list[Rollout]:
+    """What --model says to those prompts of the pairs that leave room for an answer."""
     room = start.model.max_positions - options.max_new_tokens
     short = [pair.prompt for pair in pairs if len(pair.prompt) <= room]
     if not short:
@@ -117,9 +138,51 @@ def prompts_to_answer(
             f"context of {start.model.max_positions} less --max-new-tokens), got none; "
             f"ask for fewer new tokens"
         )
-    return batches.prompt_batches(
+    prompts = batches.prompt_batches(
         short, batch_size=options.batch_size, seed=options.seed, pad_id=start.pad_id
     )
+    sample = jax.jit(
+        functools.partial(
+            rollout.rollout,
+            model=start.model,
+            max_new_tokens=options.max_new_tokens,
+            stop_ids=start.stop_ids,
+            temperature=options.temperature,
+        )
+    )
+    num_batches = -(-options.num_samples // options.batch_size)
+    return [
+        sample(start.params, prompts=prompts[i], key=key) for i in range(num_batches)
+    ]
+
+
+def demonstrations_to_score(
+    options: Config, start: Pretrained
+) -> tuple[list[Sequences], int]:
+    """What people wrote, in batches, and how many rows of them count."""
+    assert options.demonstrations is not None  # checked by Config
+    examples = encoding.encode_demonstrations(
+        start.tokenizer,
+        data.read_demonstrations(options.demonstrations),
+        max_length=start.limit(options.max_length),
+        overlong=options.overlong,
+    )
+    texts = batches.sequences_in_order(
+        examples, batch_size=options.batch_size, pad_id=start.pad_id
+    )
+    return texts, len(examples)
+
+
+def scores_of(
+    params: Params,
+    texts: Sequence[Sequences | Rollout],
+    *,
+    rows: int,
+    score: Callable[..., Array],
+) -> np.ndarray:
+    """f32[rows], a score a text; batches may be filled up beyond that."""
+    scored = [score(params, tokens=text.tokens, mask=text.mask) for text in texts]
+    return np.concatenate(jax.device_get(scored))[:rows]
 
 
 def accuracy(
@@ -135,15 +198,11 @@ def accuracy(
         return None
     chosen = [Example(pair.prompt, pair.chosen) for pair in pairs]
     rejected = [Example(pair.prompt, pair.rejected) for pair in pairs]
-    scored = [
-        score(params, tokens=batch.tokens, mask=batch.mask)
-        for batch in batches.sequences_in_order(
-            chosen + rejected, batch_size=batch_size, pad_id=pad_id
-        )
-    ]
-    left, right, _ = np.split(
-        np.concatenate(jax.device_get(scored)), (len(pairs), 2 * len(pairs))
+    texts = batches.sequences_in_order(
+        chosen + rejected, batch_size=batch_size, pad_id=pad_id
     )
+    scores = scores_of(params, texts, rows=2 * len(pairs), score=score)
+    left, right = np.split(scores, 2)
     return float((left > right).mean())
 
 
@@ -161,7 +220,6 @@ def main(options: Config) -> None:
         margin=options.margin_field,
         overlong=options.overlong,
     )
-    prompts = prompts_to_answer(everything, options=options, start=start)
     pairs, held_out = data.hold_out(
         everything, share=options.held_out, seed=options.seed
     )
@@ -190,15 +248,6 @@ def main(options: Config) -> None:
         ),
         donate_argnames=("state",),
     )
-    sample = jax.jit(
-        functools.partial(
-            rollout.rollout,
-            model=model,
-            max_new_tokens=options.max_new_tokens,
-            stop_ids=start.stop_ids,
-            temperature=options.temperature,
-        )
-    )
     score = jax.jit(functools.partial(rewards.sequence_scores, model=model))
     head_key, sample_key = jax.random.split(jax.random.key(options.seed))
     initial = state.supervised_state(
@@ -206,7 +255,18 @@ def main(options: Config) -> None:
     )
     # What does not fit is told here, before there is a run folder.
     jax.eval_shape(update, initial, batch=preferences[0])
-    jax.eval_shape(sample, start.params, prompts=prompts[0], key=sample_key)
+    texts, rows, untrained = [], 0, None  # to normalise on
+    if options.normalise == "samples":
+        texts = sampled_answers(
+            everything, key=sample_key, options=options, start=start
+        )
+        rows = sum(len(text.tokens) for text in texts)
+        untrained = scores_of(initial.params, texts, rows=rows, score=score)
+        initial = initial.replace(
+            params=rewards.normalise(initial.params, scores=jnp.asarray(untrained))
+        )
+    elif options.normalise == "demonstrations":
+        texts, rows = demonstrations_to_score(options, start)
 
     with run.Run(options, num_steps={"reward_model": num_steps}) as job:
         report.model_table([("reward model", initial.params, True)])
@@ -217,14 +277,10 @@ def main(options: Config) -> None:
                 stage.end_step(step, stats)
     trained = stage.state.params
 
-    answers = [
-        sample(start.params, prompts=prompts[i], key=sample_key)
-        for i in range(-(-options.num_samples // options.batch_size))
-    ]
-    scores = [score(trained, tokens=a.tokens, mask=a.mask) for a in answers]
-    sampled = jnp.concatenate(scores)
-    mean, std = float(sampled.mean()), float(sampled.std())
-    trained = rewards.normalise(trained, scores=sampled)
+    scores = scores_of(trained, texts, rows=rows, score=score) if texts else None
+    if scores is not None:
+        std = 1.0 if options.normalise == "samples" else None
+        trained = rewards.normalise(trained, scores=jnp.asarray(scores), std=std)
     saved = job.folder / "model"
     if not saved.exists():  # it is there, and whole, when a finished run is resumed
         hf.save_reward(
@@ -242,23 +298,17 @@ def main(options: Config) -> None:
         batch_size=options.batch_size,
         pad_id=start.pad_id,
     )
-    report.table(
-        "Reward model",
-        ("", "value"),
-        [
-            (f"accuracy on {len(held_out)} held-out pairs", agreed),
-            (f"mean on {sampled.size} samples, before it was made 0", mean),
-            ("standard deviation on them, before it was made 1", std),
-        ],
-    )
+    shown = [(f"accuracy on {len(held_out)} held-out pairs", agreed)]
+    summary = {"held_out_accuracy": agreed, "held_out_pairs": len(held_out)}
+    for when, seen in (("untrained", untrained), ("trained", scores)):
+        if seen is not None:
+            of = f"of {rows} {options.normalise}, {when}, before normalising"
+            mean, std = float(seen.mean()), float(seen.std())
+            shown += [(f"mean {of}", mean), (f"standard deviation {of}", std)]
+            summary |= {f"{when}_mean": mean, f"{when}_std": std}
+    report.table("Reward model", ("", "value"), shown)
     report.plots(job.folder)
-    summary = {
-        "held_out_accuracy": agreed,
-        "held_out_pairs": len(held_out),
-        "sample_mean": mean,
-        "sample_std": std,
-        "seconds": time.perf_counter() - started,
-    }
+    summary["seconds"] = time.perf_counter() - started
     run_folder.write_summary(job.folder, summary)
     print(f"{summary['seconds']:.0f} s; go on with --reward-model {saved}")
 

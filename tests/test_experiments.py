@@ -134,9 +134,10 @@ def test_a_reward_model_learns_the_pairs(files, tmp_path):
     rows = metrics.read(out / "metrics.jsonl")
     assert rows[-1]["loss/pairwise"] < rows[0]["loss/pairwise"] - 0.1
     _, params = hf.load_reward(out / "model")
-    # Normalised: the kernel that was trained, over the deviation of its scores.
-    assert summary["sample_std"] != pytest.approx(1, abs=0.1)
-    bias = (0 - summary["sample_mean"]) / summary["sample_std"]
+    # Normalised before and after; a bias says nothing about pairs and is not trained.
+    before = -summary["untrained_mean"] / summary["untrained_std"]
+    assert summary["trained_std"] != pytest.approx(1, abs=0.1)
+    bias = (before - summary["trained_mean"]) / summary["trained_std"]
     assert float(params["score"]["bias"]) == pytest.approx(bias, abs=1e-3)
 
 

@@ -1,0 +1,110 @@
+"""What the scores of `experiments/reward_model.py` are normalised on."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+import reward_model
+import toy_files
+
+from rlhf_jax import batches, cli, encoding, hf, rewards
+
+PAIR = {"prompt": "the cat", "chosen": "is very good .", "rejected": "was bad"}
+WRITTEN = [
+    {"prompt": "the dog", "response": "sat on a cat ."},
+    {"prompt": "a cat", "response": "ran"},
+    {"prompt": "the cat and the dog", "response": "was very very good"},
+]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    toy_files.checkpoint(folder / "model")
+    toy_files.jsonl(folder / "pairs.jsonl", *[PAIR] * 12)
+    toy_files.jsonl(folder / "written.jsonl", *WRITTEN)
+    return folder
+
+
+def play(out, files, *argv):
+    words = [
+        *("--out", out, "--no-progress", "--model", files / "model"),
+        *("--data", files / "pairs.jsonl", "--batch-size=4", "--num-steps=3"),
+        *argv,
+    ]
+    cli.main(
+        reward_model.main,
+        reward_model.Config,
+        description="",
+        argv=[str(word) for word in words],
+    )
+    return json.loads((out / "summary.json").read_text())
+
+
+def scores_of_written(folder):
+    model, params = hf.load_reward(folder)
+    reader = encoding.load_tokenizer(folder)
+    examples = encoding.encode_demonstrations(reader, WRITTEN, max_length=16)
+    [texts] = batches.sequences_in_order(examples, batch_size=3, pad_id=0)
+    score = jax.jit(rewards.sequence_scores, static_argnames="model")
+    return np.asarray(score(params, model=model, tokens=texts.tokens, mask=texts.mask))
+
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+@pytest.mark.slow
+def test_samples_are_normalised_before_and_after(files, tmp_path):
+    """Where training moves nothing, what it finds and what it leaves is standard."""
+    argv = ("--max-new-tokens=4", "--num-samples=8", "--learning-rate=1e-12")
+    found = play(tmp_path / "run", files, *argv)
+    assert found["untrained_std"] != pytest.approx(1, abs=0.1)
+    assert found["trained_mean"] == pytest.approx(0, abs=1e-5)
+    assert found["trained_std"] == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_demonstrations_get_mean_0_by_a_bias_alone(files, tmp_path):
+    argv = ("--learning-rate=1e-2", "--normalise", "demonstrations")
+    found = play(
+        tmp_path / "run", files, *argv, "--demonstrations", files / "written.jsonl"
+    )
+    scores = scores_of_written(tmp_path / "run" / "model")
+    assert scores.mean() == pytest.approx(0, abs=1e-5)
+    assert scores.std() == pytest.approx(found["trained_std"], rel=1e-4)
+    assert abs(found["trained_mean"]) > 1e-2
+    assert "untrained_mean" not in found
+
+    left = play(tmp_path / "none", files, "--learning-rate=1e-2", "--normalise=None")
+    assert "trained_mean" not in left
+    raw = scores_of_written(tmp_path / "none" / "model")
+    assert raw.mean() == pytest.approx(found["trained_mean"], rel=1e-4)
+    np.testing.assert_allclose(raw - raw.mean(), scores, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            ("--normalise=demonstrations",),
+            "expected --normalise demonstrations and --de",
+        ),
+        (
+            ("--demonstrations=x.jsonl",),
+            "got samples and x.jsonl; give both, or neither",
+        ),
+        (
+            ("--normalise=None", "--num-samples=8"),
+            "num_samples: expected none with --no",
+        ),
+        (("--normalise=None", "--temperature=1"), "nothing is sampled, got 1.0; leave"),
+        (("--num-samples=0",), "num_samples: expected a finite number above 0, got 0"),
+    ],
+)
+def test_options_that_cannot_be(files, tmp_path, capsys, argv, message):
+    with pytest.raises(SystemExit) as exit_:
+        play(tmp_path / "run", files, *argv)
+    assert exit_.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "run").exists()
