@@ -432,6 +432,14 @@ def test_options_make_the_controller_that_they_name(kind):
     assert jax.tree.leaves(made) == jax.tree.leaves(expected)
 
 
+def test_a_target_per_response_is_told_and_no_other():
+    assert kl_control.CONSTANT == Control()
+    assert Control().target_per_response is None
+    assert Control(kind="pi", **HELD).target_per_response == 6.0
+    by_token = Control(kind="pi", target=0.1, unit="token")
+    assert by_token.target_per_response is None
+
+
 @pytest.mark.parametrize("num_steps", [1, 2, 5])
 def test_a_line_goes_from_the_coefficient_to_its_end(num_steps):
     made = Control(kind="linear", end=0.1).controller(0.3, num_steps=num_steps)
