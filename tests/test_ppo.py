@@ -19,6 +19,7 @@ from rlhf_jax import (
     masked,
     policy,
     ppo,
+    ppo_update,
     rewards,
     state,
 )
@@ -231,7 +232,7 @@ def visits(monkeypatch, *, key, num_epochs=3, num_minibatches=2, rows=8):
         nothing = {"policy/sampler_mismatch": (jnp.zeros(()), jnp.ones(()))}
         return current, jnp.bool_(False), nothing
 
-    monkeypatch.setattr(ppo, "_step", record)
+    monkeypatch.setattr(ppo_update, "_step", record)
     per_token = jnp.zeros((rows, 2))
     index = jnp.arange(rows, dtype=jnp.int32)
     numbered = batch.Experience(
@@ -278,7 +279,9 @@ def test_each_random_key_is_used_once(monkeypatch):
     for name in ("uniform", "permutation"):
         monkeypatch.setattr(jax.random, name, recorded(getattr(jax.random, name)))
     mismatch = {"policy/sampler_mismatch": (jnp.zeros(()), jnp.ones(()))}
-    monkeypatch.setattr(ppo, "_step", lambda state, **_: (state, False, mismatch))
+    monkeypatch.setattr(
+        ppo_update, "_step", lambda state, **_: (state, False, mismatch)
+    )
 
     @toys.jit
     def step(current, experience, key):
