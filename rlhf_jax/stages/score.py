@@ -96,6 +96,9 @@ def score(
             mask=mask,
             exact=exact,
         )
+        if exact is not None and penalty.direction == "reverse" and not penalty.top_k:
+            rows = jnp.asarray(exact.shape[0], jnp.float32)
+            kl_stats |= {"objective/kl_exact": (exact.sum(), rows)}
     if critic is not None:
         if critic_model is None:
             raise InputError("expected the critic's shape with the critic, got None")
