@@ -26,6 +26,7 @@ ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (
             "kl_control",
             "token_rewards",
             "advantages",
+            "aggregation",
             "losses",
         ),
     ),
