@@ -47,9 +47,10 @@ from rlhf_jax import (
     train_reward,
 )
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runtime.batches import Batches
 from rlhf_jax.runtime.encoding import Example, Pair
 from rlhf_jax.runtime.pretrained import Pretrained
-from rlhf_jax.stages.batch import Rollout, Sequences
+from rlhf_jax.stages.batch import Prompts, Rollout, Sequences
 
 Array = jax.Array
 Params = Any
@@ -126,10 +127,10 @@ class Config(run_folder.RunConfig):
 SAMPLING = ("num_samples", "max_new_tokens", "temperature")
 
 
-def sampled_answers(
-    pairs: list[Pair], *, key: Array, options: Config, start: Pretrained
-) -> list[Rollout]:
-    """What --model says to those prompts of the pairs that leave room for an answer."""
+def prompts_to_answer(
+    pairs: list[Pair], *, options: Config, start: Pretrained
+) -> Batches[Prompts]:
+    """The prompts of the pairs that leave room for an answer."""
     room = start.model.max_positions - options.max_new_tokens
     short = [pair.prompt for pair in pairs if len(pair.prompt) <= room]
     if not short:
@@ -138,22 +139,9 @@ def sampled_answers(
             f"context of {start.model.max_positions} less --max-new-tokens), got none; "
             f"ask for fewer new tokens"
         )
-    prompts = batches.prompt_batches(
+    return batches.prompt_batches(
         short, batch_size=options.batch_size, seed=options.seed, pad_id=start.pad_id
     )
-    sample = jax.jit(
-        functools.partial(
-            rollout.rollout,
-            model=start.model,
-            max_new_tokens=options.max_new_tokens,
-            stop_ids=start.stop_ids,
-            temperature=options.temperature,
-        )
-    )
-    num_batches = -(-options.num_samples // options.batch_size)
-    return [
-        sample(start.params, prompts=prompts[i], key=key) for i in range(num_batches)
-    ]
 
 
 def demonstrations_to_score(
@@ -248,6 +236,15 @@ def main(options: Config) -> None:
         ),
         donate_argnames=("state",),
     )
+    sample = jax.jit(
+        functools.partial(
+            rollout.rollout,
+            model=model,
+            max_new_tokens=options.max_new_tokens,
+            stop_ids=start.stop_ids,
+            temperature=options.temperature,
+        )
+    )
     score = jax.jit(functools.partial(rewards.sequence_scores, model=model))
     head_key, sample_key = jax.random.split(jax.random.key(options.seed))
     initial = state.supervised_state(
@@ -255,20 +252,27 @@ def main(options: Config) -> None:
     )
     # What does not fit is told here, before there is a run folder.
     jax.eval_shape(update, initial, batch=preferences[0])
-    texts, rows, untrained = [], 0, None  # to normalise on
+    texts, num_texts = [], 0  # to normalise on
+    prompts = None
     if options.normalise == "samples":
-        texts = sampled_answers(
-            everything, key=sample_key, options=options, start=start
-        )
-        rows = sum(len(text.tokens) for text in texts)
-        untrained = scores_of(initial.params, texts, rows=rows, score=score)
-        initial = initial.replace(
-            params=rewards.normalise(initial.params, scores=jnp.asarray(untrained))
-        )
+        prompts = prompts_to_answer(everything, options=options, start=start)
+        jax.eval_shape(sample, start.params, prompts=prompts[0], key=sample_key)
     elif options.normalise == "demonstrations":
-        texts, rows = demonstrations_to_score(options, start)
+        texts, num_texts = demonstrations_to_score(options, start)
 
     with run.Run(options, num_steps={"reward_model": num_steps}) as job:
+        untrained = None
+        if prompts is not None:
+            num_batches = -(-options.num_samples // options.batch_size)
+            num_texts = num_batches * options.batch_size
+            texts = [
+                sample(start.params, prompts=prompts[i], key=sample_key)
+                for i in range(num_batches)
+            ]
+            untrained = scores_of(initial.params, texts, rows=num_texts, score=score)
+            initial = initial.replace(
+                params=rewards.normalise(initial.params, scores=jnp.asarray(untrained))
+            )
         report.model_table([("reward model", initial.params, True)])
         meta = {"data_digest": encoding.digest(pairs)}
         with job.stage("reward_model", initial, meta=meta) as stage:
@@ -277,8 +281,9 @@ def main(options: Config) -> None:
                 stage.end_step(step, stats)
     trained = stage.state.params
 
-    scores = scores_of(trained, texts, rows=rows, score=score) if texts else None
-    if scores is not None:
+    scores = None
+    if texts:
+        scores = scores_of(trained, texts, rows=num_texts, score=score)
         std = 1.0 if options.normalise == "samples" else None
         trained = rewards.normalise(trained, scores=jnp.asarray(scores), std=std)
     saved = job.folder / "model"
@@ -302,7 +307,7 @@ def main(options: Config) -> None:
     summary = {"held_out_accuracy": agreed, "held_out_pairs": len(held_out)}
     for when, seen in (("untrained", untrained), ("trained", scores)):
         if seen is not None:
-            of = f"of {rows} {options.normalise}, {when}, before normalising"
+            of = f"of {num_texts} {options.normalise}, {when}, before normalising"
             mean, std = float(seen.mean()), float(seen.std())
             shown += [(f"mean {of}", mean), (f"standard deviation {of}", std)]
             summary |= {f"{when}_mean": mean, f"{when}_std": std}
