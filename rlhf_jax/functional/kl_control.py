@@ -82,7 +82,7 @@ def adaptive(
       kl_coef: reward units per nat, above 0: it is multiplied.
       target: nats per `unit`.
       unit: of the target.
-      horizon: episodes; β moves by at most a factor of 1.2 over as many.
+      horizon: episodes; over as many, β moves by a fifth or so at most.
 
     Raises:
       ValueError: an argument is not positive and finite, or there is no unit.
@@ -181,7 +181,7 @@ class Control:
     unit: Unit | None = None
     """Whether `target` is nats per response or per token."""
     horizon: int = 10_000
-    """adaptive: responses over which the coefficient moves by a factor of 1.2."""
+    """adaptive: responses over which the coefficient moves by a fifth at most."""
     proportional: float = 0.3
     """pi: change of the coefficient's logarithm for an error of 1."""
     integral: float = 0.05
