@@ -269,8 +269,8 @@ def _from_hidden(
         head,
         ref_hidden[:, first_column - 1 : -1],
         ref_head,
-        kl_chunks.Plan(
-            temperature=temperature,
+        temperature=temperature,
+        plan=kl_chunks.Plan(
             vocab_size=vocab_size,
             chunk=_chunk(vocab_size, max_logits // (2 * batch * columns)),
             forward=direction == "forward",

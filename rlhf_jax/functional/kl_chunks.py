@@ -3,16 +3,18 @@
 Nothing here shifts columns: position t is about the distribution that hidden[:, t]
 gives. `kl.exact_from_hidden` and `kl.top_k_from_hidden` are the public names.
 
-With z, y the logits / temperature of policy and reference, P, Q their softmax, and
-L_v = log(P_b / Q_b) of the bucket b that holds word v (a bucket of its own, unless v is
-in the tail of a top-k KL), the gradient with respect to z_v is
+With z, y the logits / temperature of policy and reference, P, Q their softmax and
+d_v = z_v - y_v of a word (or of the bucket of all words beside a top k, from its
+log-sum-exps), the KL and its gradient with respect to z_v are
 
-    reverse  Σ_b P_b log(P_b/Q_b)    P_v (L_v - KL)
-    forward  Σ_b Q_b log(Q_b/P_b)    P_v (1 - exp(-L_v))
+    level    log Σ exp(z) - log Σ exp(y)
+    reverse  KL = E_P[d] - level    P_v (d_v - E_P[d])
+    forward  KL = level - E_Q[d]    P_v - exp(z_v - d_v) / Σ exp(y)
 
-so the backward pass needs the two log-sum-exps and the KL of a position, and computes
-the logits of a chunk again. Chunks are slices of equal size of the true vocabulary; the
-last one starts early enough to be whole, and words that were seen before are left out.
+E[d] goes along with the two sums in one pass over the words; of equal models d is 0 to
+the bit, and so is the KL. The backward pass computes the logits of a chunk again.
+Chunks are slices of equal size of the true vocabulary; the last one starts early enough
+to be whole, and words that were seen before are left out.
 """
 
 from __future__ import annotations
@@ -29,168 +31,197 @@ Array = jax.Array
 class Plan(NamedTuple):
     """What is fixed at trace time."""
 
-    temperature: float  # divides the logits, dimensionless
     vocab_size: int  # words; rows of a head from here on are padding and never read
     chunk: int  # words at a time, 1 to vocab_size
     forward: bool  # KL(ref ‖ π) and not KL(π ‖ ref)
     k: int | None  # words of the policy one by one, the rest in one bucket; None is all
 
 
-class _Tail(NamedTuple):
-    """The buckets of a top-k KL."""
+class _Model(NamedTuple):
+    hidden: Array  # floats[B, T, D]
+    head: Array  # floats[V', D]
+    temperature: Array  # f32[], divides the logits, dimensionless
 
-    ids: Array  # i32[B, T, k], words that are a bucket each
-    log_ratio: Array  # f32[B, T], L of the bucket of all other words
+
+class _Sum(NamedTuple):
+    """Σ exp(x) = exp(largest)·total, in parts that do not overflow."""
+
+    largest: Array  # f32[B, T]
+    total: Array  # f32[B, T]
+
+    @property
+    def log(self) -> Array:
+        return self.largest + jnp.log(self.total)
+
+
+class _Rest(NamedTuple):
+    """What tells the buckets of a top-k KL apart."""
+
+    alone: Array  # i32[B, T, k], words that are a bucket each
+    difference: Array  # f32[B, T], d of the bucket of all other words
+
+
+class _Found(NamedTuple):
+    kl: Array  # f32[B, T], nats
+    log_sum: Array  # f32[B, T], of the policy's logits
+    ref_log_sum: Array  # f32[B, T]
+    mean: Array  # f32[B, T], E[d]
+    rest: _Rest | None  # None where every word stands alone
 
 
 def divergence(
-    hidden: Array, head: Array, ref_hidden: Array, ref_head: Array, plan: Plan
+    hidden: Array,
+    head: Array,
+    ref_hidden: Array,
+    ref_head: Array,
+    *,
+    temperature: float | Array,
+    plan: Plan,
 ) -> Array:
     """KL of softmax(hidden·headᵀ / T) and softmax(ref_hidden·ref_headᵀ / T).
 
     Args:
       hidden: floats[B, T, D]. head: floats[V', D].
       ref_hidden: floats[B, T, D']. ref_head: floats[V'', D'].
+      temperature: T, dimensionless; not differentiated.
       plan: direction, buckets, chunks.
 
     Returns:
       f32[B, T], nats. The gradient reaches `hidden` and `head` only; a position whose
       cotangent is 0 plays no part in it, whatever stands there.
     """
-    with_gradient = jax.custom_vjp(_value, nondiff_argnums=(4,))
+    scale = jnp.asarray(temperature, jnp.float32)
+    with_gradient = jax.custom_vjp(_value, nondiff_argnums=(2,))
     with_gradient.defvjp(_forward, _backward)
-    return jnp.asarray(with_gradient(hidden, head, ref_hidden, ref_head, plan))
+    policy = _Model(hidden, head, scale)
+    return jnp.asarray(with_gradient(policy, _Model(ref_hidden, ref_head, scale), plan))
 
 
-def _value(
-    hidden: Array, head: Array, ref_hidden: Array, ref_head: Array, plan: Plan
-) -> Array:
-    return _forward(hidden, head, ref_hidden, ref_head, plan)[0]
+def _value(policy: _Model, reference: _Model, plan: Plan) -> Array:
+    return _forward(policy, reference, plan)[0]
 
 
-def _forward(
-    hidden: Array, head: Array, ref_hidden: Array, ref_head: Array, plan: Plan
-) -> tuple[Array, Any]:
-    policy, reference = (hidden, head), (ref_hidden, ref_head)
-    if plan.k is None:
-        first, second = (reference, policy) if plan.forward else (policy, reference)
-        kl, log_sum, other_log_sum = _exact(first, second, plan)
-        sums = (other_log_sum, log_sum) if plan.forward else (log_sum, other_log_sum)
-        return kl, (policy, reference, kl, sums, None)
-    kl, sums, tail = _top_k(policy, reference, plan)
-    return kl, (policy, reference, kl, sums, tail)
+def _forward(policy: _Model, reference: _Model, plan: Plan) -> tuple[Array, Any]:
+    one_pass = _exact if plan.k is None else _top_k
+    found = one_pass(policy, reference, plan)
+    return found.kl, (policy, reference, found)
 
 
-def _exact(
-    first: tuple[Array, Array], second: tuple[Array, Array], plan: Plan
-) -> tuple[Array, Array, Array]:
-    """KL(first ‖ second) and the log-sum-exp of both, in one pass.
-
-    Σ_v e^(z_v - max)(z_v - y_v) goes along with the two sums; of equal models it is 0
-    to the bit, and so is the KL.
-    """
-
-    def step(carry: tuple[Array, ...], index: Array) -> tuple[Array, ...]:
-        largest, total, other_largest, other_total, moment = carry
+def _exact(policy: _Model, reference: _Model, plan: Plan) -> _Found:
+    def step(carry: tuple[_Sum, _Sum, Array], index: Array) -> tuple[Any, ...]:
+        total, ref_total, moment = carry
         start, fresh = _words(index, plan)
-        z, y = _logits(*first, start, plan), _logits(*second, start, plan)
+        z, y = _logits(policy, start, plan), _logits(reference, start, plan)
         difference = jnp.where(fresh, z - y, 0.0)
-        z, y = jnp.where(fresh, z, -jnp.inf), jnp.where(fresh, y, -jnp.inf)
-        top = jnp.maximum(largest, jnp.max(z, axis=-1))
-        weights = jnp.exp(z - top[..., None])
-        shrink = jnp.exp(largest - top)
-        other_top = jnp.maximum(other_largest, jnp.max(y, axis=-1))
-        other_sum = jnp.sum(jnp.exp(y - other_top[..., None]), axis=-1)
-        return (
-            top,
-            total * shrink + jnp.sum(weights, axis=-1),
-            other_top,
-            other_total * jnp.exp(other_largest - other_top) + other_sum,
-            moment * shrink + jnp.sum(weights * difference, axis=-1),
+        grown, terms, shrink = _add(total, jnp.where(fresh, z, -jnp.inf))
+        ref_grown, ref_terms, ref_shrink = _add(
+            ref_total, jnp.where(fresh, y, -jnp.inf)
         )
+        if plan.forward:
+            terms, shrink = ref_terms, ref_shrink
+        moment = moment * shrink + jnp.sum(terms * difference, axis=-1)
+        return grown, ref_grown, moment
 
-    shape = first[0].shape[:2]
+    shape = policy.hidden.shape[:2]
     zero, nothing = jnp.zeros(shape, jnp.float32), jnp.full(shape, -jnp.inf)
-    largest, total, other_largest, other_total, moment = _loop(
-        step, (nothing, zero, nothing, zero, zero), plan
-    )
-    log_total, other_log_total = jnp.log(total), jnp.log(other_total)
-    # Differences before sums: a level that both logits share would cost digits.
-    level = (largest - other_largest) + (log_total - other_log_total)
-    return moment / total - level, largest + log_total, other_largest + other_log_total
+    empty = _Sum(nothing, zero)
+    total, ref_total, moment = _loop(step, (empty, empty, zero), plan)
+    mean = moment / (ref_total if plan.forward else total).total
+    return _found(total, ref_total, mean, None, plan)
 
 
-def _top_k(
-    policy: tuple[Array, Array], reference: tuple[Array, Array], plan: Plan
-) -> tuple[Array, tuple[Array, Array], _Tail]:
-    """KL over the k likeliest words of the policy and a bucket, found in one pass.
+def _top_k(policy: _Model, reference: _Model, plan: Plan) -> _Found:
+    """Over the k likeliest words of the policy and a bucket.
 
     A word that a likelier one drives out joins the bucket then, so that the mass of the
     bucket is a sum of its own words and never 1 minus the others.
     """
     assert plan.k is not None
-    k, shape = plan.k, policy[0].shape[:2]
+    k, shape = plan.k, policy.hidden.shape[:2]
 
     def step(carry: tuple[Array, ...], index: Array) -> tuple[Array, ...]:
-        top_z, top_y, ids, tail_z, tail_y = carry
+        top_z, top_y, ids, rest_z, rest_y = carry
         start, fresh = _words(index, plan)
-        z, y = _logits(*policy, start, plan), _logits(*reference, start, plan)
-        here = jnp.broadcast_to(
-            start + jnp.arange(plan.chunk, dtype=jnp.int32), z.shape
-        )
+        z, y = _logits(policy, start, plan), _logits(reference, start, plan)
+        here = start + jnp.arange(plan.chunk, dtype=jnp.int32)
         z = jnp.concatenate([top_z, jnp.where(fresh, z, -jnp.inf)], axis=-1)
         y = jnp.concatenate([top_y, jnp.where(fresh, y, -jnp.inf)], axis=-1)
+        here = jnp.broadcast_to(here[None, None, :], (*shape, plan.chunk))
         ids = jnp.concatenate([ids, here], axis=-1)
         top_z, at = jax.lax.top_k(z, k)
         kept = marked(at, size=z.shape[-1])
 
-        def with_dropped(tail: Array, logits: Array) -> Array:
+        def with_dropped(rest: Array, logits: Array) -> Array:
             dropped = jnp.where(kept, -jnp.inf, logits)
-            return jnp.logaddexp(tail, jax.nn.logsumexp(dropped, axis=-1))
+            return jnp.logaddexp(rest, jax.nn.logsumexp(dropped, axis=-1))
 
         return (
             top_z,
             jnp.take_along_axis(y, at, axis=-1),
             jnp.take_along_axis(ids, at, axis=-1),
-            with_dropped(tail_z, z),
-            with_dropped(tail_y, y),
+            with_dropped(rest_z, z),
+            with_dropped(rest_y, y),
         )
 
-    none, no_tail = jnp.full((*shape, k), -jnp.inf), jnp.full(shape, -jnp.inf)
+    none, no_rest = jnp.full((*shape, k), -jnp.inf), jnp.full(shape, -jnp.inf)
     no_ids = jnp.zeros((*shape, k), jnp.int32)
-    top_z, top_y, ids, tail_z, tail_y = _loop(
-        step, (none, none, no_ids, no_tail, no_tail), plan
+    top_z, top_y, ids, rest_z, rest_y = _loop(
+        step, (none, none, no_ids, no_rest, no_rest), plan
     )
-    z = jnp.concatenate([top_z, tail_z[..., None]], axis=-1)
-    y = jnp.concatenate([top_y, tail_y[..., None]], axis=-1)
-    sums = jax.nn.logsumexp(z, axis=-1), jax.nn.logsumexp(y, axis=-1)
-    z, y = z - sums[0][..., None], y - sums[1][..., None]
-    kl = of_buckets(y, z) if plan.forward else of_buckets(z, y)
-    # Without a word in the bucket nothing will read its ratio, -inf - -inf.
-    return kl, sums, _Tail(ids=ids, log_ratio=z[..., -1] - y[..., -1])
+    z = jnp.concatenate([top_z, rest_z[..., None]], axis=-1)
+    y = jnp.concatenate([top_y, rest_y[..., None]], axis=-1)
+    # The bucket of k = V holds no word: -inf in both.
+    difference = jnp.where(z > -jnp.inf, z - y, 0.0)
+    empty = _Sum(no_rest, jnp.zeros(shape, jnp.float32))
+    total, terms, _ = _add(empty, z)
+    ref_total, ref_terms, _ = _add(empty, y)
+    if plan.forward:
+        mean = jnp.sum(ref_terms * difference, axis=-1) / ref_total.total
+    else:
+        mean = jnp.sum(terms * difference, axis=-1) / total.total
+    return _found(total, ref_total, mean, _Rest(ids, difference[..., -1]), plan)
 
 
-def _backward(plan: Plan, residuals: Any, cotangent: Array) -> tuple[Any, ...]:
-    (hidden, head), (ref_hidden, ref_head), kl, sums, tail = residuals
-    log_sum, ref_log_sum = sums
+def _add(total: _Sum, logits: Array) -> tuple[_Sum, Array, Array]:
+    """The sum with f32[B, T, ...] logits; their terms in it; the old terms' factor."""
+    largest = jnp.maximum(total.largest, jnp.max(logits, axis=-1))
+    terms = jnp.exp(logits - largest[..., None])
+    shrink = jnp.exp(total.largest - largest)
+    grown = total.total * shrink + jnp.sum(terms, axis=-1)
+    return _Sum(largest, grown), terms, shrink
+
+
+def _found(
+    total: _Sum, ref_total: _Sum, mean: Array, rest: _Rest | None, plan: Plan
+) -> _Found:
+    # Differences before sums: a level that both logits share would cost digits.
+    level = jnp.log(total.total) - jnp.log(ref_total.total)
+    level += total.largest - ref_total.largest
+    kl = level - mean if plan.forward else mean - level
+    return _Found(kl, total.log, ref_total.log, mean, rest)
+
+
+def _backward(plan: Plan, residuals: Any, cotangent: Array) -> tuple[Any, None]:
+    policy, reference, found = residuals
+    hidden, head, temperature = policy
     live = cotangent != 0
-    scale = (cotangent / plan.temperature)[..., None]
+    scale = (cotangent / temperature)[..., None]
     seen = jnp.where(live[..., None], hidden, jnp.zeros_like(hidden))
 
     def step(carry: tuple[Array, Array], index: Array) -> tuple[Array, Array]:
         for_hidden, for_head = carry
         start, fresh = _words(index, plan)
-        logprobs = _logits(hidden, head, start, plan) - log_sum[..., None]
-        ref_logprobs = _logits(ref_hidden, ref_head, start, plan)
-        ref_logprobs -= ref_log_sum[..., None]
-        log_ratio = logprobs - ref_logprobs
-        if tail is not None:
-            alone = marked(tail.ids - start, size=plan.chunk)
-            log_ratio = jnp.where(alone, log_ratio, tail.log_ratio[..., None])
+        z = _logits(policy, start, plan)
+        difference = z - _logits(reference, start, plan)
+        if found.rest is not None:
+            alone = marked(found.rest.alone - start, size=plan.chunk)
+            rest = found.rest.difference[..., None]
+            difference = jnp.where(alone, difference, rest)
+        for_logits = jnp.exp(z - found.log_sum[..., None])
         if plan.forward:
-            for_logits = jnp.exp(logprobs) - jnp.exp(logprobs - log_ratio)
+            for_logits -= jnp.exp(z - difference - found.ref_log_sum[..., None])
         else:
-            for_logits = jnp.exp(logprobs) * (log_ratio - kl[..., None])
+            for_logits *= difference - found.mean[..., None]
         for_logits = jnp.where(live[..., None] & fresh, for_logits * scale, 0.0)
         for_logits = for_logits.astype(hidden.dtype)
         words = jax.lax.dynamic_slice_in_dim(head, start, plan.chunk)
@@ -211,7 +242,10 @@ def _backward(plan: Plan, residuals: Any, cotangent: Array) -> tuple[Any, ...]:
 
     empty = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros_like(head)
     for_hidden, for_head = _loop(step, empty, plan)
-    return for_hidden.astype(hidden.dtype), for_head, None, None
+    for_policy = _Model(
+        for_hidden.astype(hidden.dtype), for_head, jnp.zeros_like(temperature)
+    )
+    return for_policy, None
 
 
 def of_buckets(logprobs: Array, ref_logprobs: Array) -> Array:
@@ -247,16 +281,16 @@ def _words(index: Array, plan: Plan) -> tuple[Array, Array]:
     return start, fresh[None, None, :]
 
 
-def _logits(hidden: Array, head: Array, start: Array, plan: Plan) -> Array:
+def _logits(model: _Model, start: Array, plan: Plan) -> Array:
     """f32[B, T, chunk], divided by the temperature."""
-    words = jax.lax.dynamic_slice_in_dim(head, start, plan.chunk)
+    words = jax.lax.dynamic_slice_in_dim(model.head, start, plan.chunk)
     logits = jnp.einsum(
         "btd,vd->btv",
-        hidden,
-        words.astype(hidden.dtype),
+        model.hidden,
+        words.astype(model.hidden.dtype),
         preferred_element_type=jnp.float32,
     )
-    return logits / plan.temperature
+    return logits / model.temperature
 
 
 def marked(at: Array, *, size: int) -> Array:
