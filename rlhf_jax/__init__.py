@@ -21,6 +21,7 @@ ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (
             "logprobs",
             "kl_chunks",
             "kl",
+            "kl_gradients",
             "kl_penalty",
             "kl_controllers",
             "kl_control",

@@ -7,23 +7,14 @@ With x_t = logprobs_t - ref_logprobs_t (reverse) or ref_logprobs_t - logprobs_t
                    ∇log π, and nothing is differentiated through k
     in the loss    the loss gets β Σ_t weights_t·k(x_t), which is differentiated
 
-The value of an estimator says nothing about its gradient. `Penalty.gradient` names the
-expected gradient of a choice, on-policy, with weights of 1, before clipping, at lam = 1
-and without whitening. "full" is the gradient of the KL of sequence distributions;
-"fixed-state" is Σ_t E_prefix ∇KL at that prefix, which misses how the policy's choices
-change the prefixes that it visits.
+Which of the two, and which estimate, decides what the penalty does to the policy:
+`Penalty.gradient` says it in the words of `kl_gradients`, and `Penalty.warning` speaks
+up where it is not what any KL would do.
 
-                                      in the loss                 in the reward
-    reverse  k1, token or response    zero                        full reverse
-             k2, token                fixed-state reverse         mean k2 - that
-             k2, response             full reverse                mean k2 - that
-             k3, token                fixed-state forward         full reverse - that
-             k3, response             full forward                full reverse - that
-             exact                    fixed-state reverse         full reverse - that
-
-An estimate that is unbiased for every policy (k1, k3, exact) therefore has the full
-gradient when the same one stands in both places. What forward gives, where samples
-carry weights π_ref/π, stands at `Penalty.gradient`.
+    per        column    0   1   2   3   4      a response of three tokens
+    token      kl        0  k1  k2  k3   0      k(x_t), an estimate of each
+    length     kl        0  k1  k2  k3   0      each a third of that
+    response   kl        0   0   0  k    0      k(x_1 + x_2 + x_3) of all
 """
 
 from __future__ import annotations
@@ -34,18 +25,15 @@ from typing import Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.functional import checks, kl, masked
+from rlhf_jax.functional import checks, kl, kl_gradients, masked
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.kl_gradients import Estimator
 
 Array = jax.Array
 Stats = masked.Stats
-Estimator = Literal["k1", "k2", "k3", "exact"]
 
-FULL_REVERSE = "full reverse"
-FULL_FORWARD = "full forward"
-FIXED_REVERSE = "fixed-state reverse"
-FIXED_FORWARD = "fixed-state forward"
-_KLS = (FULL_REVERSE, FULL_FORWARD, FIXED_REVERSE, FIXED_FORWARD)
+FULL_REVERSE, FULL_FORWARD = kl_gradients.FULL_REVERSE, kl_gradients.FULL_FORWARD
+FIXED_REVERSE, FIXED_FORWARD = kl_gradients.FIXED_REVERSE, kl_gradients.FIXED_FORWARD
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +132,9 @@ class Penalty:
     @property
     def in_gradient(self) -> Estimator:
         """The estimator that the loss differentiates."""
-        return self.grad_estimator or self.value_estimator
+        if self.grad_estimator is None:
+            return self.value_estimator
+        return self.grad_estimator
 
     @property
     def needs_logits(self) -> bool:
@@ -168,85 +158,41 @@ class Penalty:
 
     @property
     def terms(self) -> dict[str, int]:
-        """The expected gradient as a sum: {name of a gradient: how many of it}."""
-        total: dict[str, int] = {}
-        parts = [self._reward_terms] if self.in_reward else []
-        parts += [self._loss_terms(self.in_gradient)] if self.in_loss else []
-        for part in parts:
-            for name, times in part.items():
-                total[name] = total.get(name, 0) + times
-        return {name: times for name, times in total.items() if times != 0}
-
-    @property
-    def _reward_terms(self) -> dict[str, int]:
-        """∇E[k] less what a loss would see: the half that goes through ∇log π."""
-        estimator = self.value_estimator
-        if self.direction == "forward" and self.importance_weights is not None:
-            return {f"score half of weighted {estimator}": 1}
-        if self.direction == "forward":
-            whole = "own-prefix forward"
-        else:
-            whole = "mean k2" if estimator == "k2" else FULL_REVERSE
-        direct = self._loss_terms(estimator)
-        whole = f"top-k {whole}" if self._is_bucketed(estimator) else whole
-        return {whole: 1} | {name: -times for name, times in direct.items()}
-
-    def _loss_terms(self, estimator: Estimator) -> dict[str, int]:
-        whole_response = self.per == "response"
-        if self.direction == "forward":
-            # Everything up to a token is weighted: then the reference's own prefixes.
-            full = self.importance_weights == "prefix"
-            if estimator == "k2":
-                return {"reference's mean k2" if full else "fixed-state k2": 1}
-            name = FULL_FORWARD if full else FIXED_FORWARD
-            return {f"top-k {name}" if self._is_bucketed(estimator) else name: 1}
-        match estimator:
-            case "k1":
-                return {}
-            case "k2":
-                return {FULL_REVERSE if whole_response else FIXED_REVERSE: 1}
-            case "k3":
-                return {FULL_FORWARD if whole_response else FIXED_FORWARD: 1}
-            case "exact":
-                top_k = self._is_bucketed(estimator)
-                return {f"top-k {FIXED_REVERSE}" if top_k else FIXED_REVERSE: 1}
-
-    def _is_bucketed(self, estimator: Estimator) -> bool:
-        return estimator == "exact" and self.top_k is not None
+        """The expected gradient as a sum, {name: how many of it}; {} is zero."""
+        return kl_gradients.terms(
+            in_reward=self.value_estimator if self.in_reward else None,
+            in_loss=self.in_gradient if self.in_loss else None,
+            direction=self.direction,
+            per_response=self.per == "response",
+            importance_weights=self.importance_weights,
+            top_k=self.top_k is not None,
+        )
 
     @property
     def gradient(self) -> str:
-        """The name of the expected gradient on-policy, as the module says it."""
+        """The name of the expected gradient on-policy, as `kl_gradients` has it.
+
+        With weights "prefix" it is that on samples of an older policy too. With "token"
+        a fixed-state gradient is at the older policy's prefixes.
+        """
         if self.placement is None:
             return "none"
-        terms = self.terms
-        if not terms:
-            return "zero"
-        signed = []
-        for name, times in sorted(terms.items(), key=lambda term: -term[1]):
-            factor = "" if abs(times) == 1 else f"{abs(times)} × "
-            signed.append(f"{'-' if times < 0 else '+'} {factor}{name}")
-        named = " ".join(signed).removeprefix("+ ")
+        name = kl_gradients.name(self.terms)
         if self.per == "length":
-            named += ", each response's divided by its length"
-        return named
+            name += ", each response's divided by its length"
+        return name
 
     @property
     def warning(self) -> str | None:
         """What to say, once, where this gradient is that of no KL; None where it is."""
         if self.placement is None:
             return None
-        terms = self.terms
-        is_kl = len(terms) == 1 and all(
-            times > 0 and name.removeprefix("top-k ") in _KLS
-            for name, times in terms.items()
-        )
-        if is_kl and self.per != "length":
+        if kl_gradients.is_kl(self.terms) and self.per != "length":
             return None
         places = [f"{self.value_estimator} in the reward"] if self.in_reward else []
         places += [f"{self.in_gradient} in the loss"] if self.in_loss else []
         what = f"{' and '.join(places)}, {self.direction}, per {self.per}"
-        if not terms:
+        if not self.terms and self.per != "length":
             return (
                 f"KL penalty ({what}): its expected gradient is zero, so that it does "
                 f"not hold the policy; choose k2 in the loss, or k1 in the reward"
