@@ -296,7 +296,7 @@ def kl_loss(
     log_weights = None
     if penalty.importance_weights is not None:
         target = logprobs if penalty.direction == "reverse" else fixed
-        log_weights = target - old_logprobs
+        log_weights = kl.k1(target, old_logprobs)
     found = _estimates(
         penalty,
         log_ratio=_log_ratio(penalty.direction, logprobs, fixed),
