@@ -290,6 +290,18 @@ def gold(response: Sequence[str]) -> float:
     return 2 * math.tanh(opinion / 4) - 0.5 * ((len(words) - 12) / 6) ** 2
 
 
+UNREADABLE = -2.0  # gold units: of the worst opinion, at the best length
+
+
+def careful_gold(prompt: Sequence[str], response: Sequence[str]) -> float:
+    """`gold` of a response that parses, UNREADABLE of any other; gold units.
+
+    `gold` reads words alone, so that a heap of praise pleases it. This judge reads
+    sentences: what does not answer the prompt in the language has said nothing.
+    """
+    return gold(response) if parses(prompt, response) else UNREADABLE
+
+
 def noisy_preferences(
     rng: np.random.Generator,
     gold_a: npt.NDArray[np.floating],
