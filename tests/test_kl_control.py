@@ -433,7 +433,7 @@ def test_options_make_the_controller_that_they_name(kind):
 
 
 def test_a_target_per_response_is_told_and_no_other():
-    assert kl_control.CONSTANT == Control()
+    assert Control() == kl_control.CONSTANT
     assert Control().target_per_response is None
     assert Control(kind="pi", **HELD).target_per_response == 6.0
     by_token = Control(kind="pi", target=0.1, unit="token")
