@@ -20,11 +20,11 @@ reference, and a perturbed copy of it, the policy.
 2 laptop cores take about a minute. Picture 1 is 0.0041, 0.2541 and 2.6733 nats. Over
 seeds 0 to 2 a response of 64 tokens has a KL of 9.4 to 13.5 nats. One sample of it is
 off by 4.5 - 5.4 nats with k1, 2.3 - 3.7 with k3 and 1.2 - 1.6 with exact, whose noise
-is that of the prefixes alone; k2 is 10 - 14% too high. Of the whole response k2 is wrong
-by a factor of 6 to 8 and k3, unbiased, has tails too heavy for 4096 responses. A prefix
-of four words from 32 raises the measured KL by 29 - 30% or lowers it by 14 - 15% on the
-same responses (on own ones 27 - 31% and 13 - 17%); one that is merely unlikely moves it
-by -8% to +18%.
+is that of the prefixes alone; k2 is 10 - 14% too high. Of the whole response k2 is too
+high by a factor of 6 to 8, and k3, unbiased, has tails too heavy for 4096 responses. A
+prefix of four words from 32 raises the measured KL by 29 - 30% or lowers it by 14 - 15%
+on the same responses (on own ones 27 - 31% and 13 - 17%); one that is merely unlikely
+moves it by -8% to +18%.
 """
 
 from __future__ import annotations
