@@ -134,6 +134,54 @@ def gae(
     return advantages, returns
 
 
+def oai_truncated(responses: Array, stop: int, after: int) -> Array:
+    """`get_mask` of lm_tasks.py in lm-human-preferences; True is cut off."""
+    mask = (responses == stop).astype(np.int32)
+    mask = np.concatenate([np.zeros_like(mask)[:, :after], mask[:, after:]], axis=1)
+    return (np.cumsum(mask, axis=1) - mask).astype(bool)
+
+
+def oai_valid(responses: Array, stop: int, after: int) -> Array:
+    """`filter` of lm_tasks.py in lm-human-preferences; others score -1."""
+    return (responses[:, after:] == stop).any(axis=-1)
+
+
+def n_plus(
+    kl: Array,
+    scores: Array,
+    values: Array,
+    last: Array,
+    *,
+    kl_coef: float,
+    lam: float,
+    whiten_rewards: bool = False,
+) -> tuple[Array, Array, Array]:
+    """ppo.py of summarize_from_feedback_details, steps 4 to 6, on response columns.
+
+    `last` is its sequence_lengths, the index of the last token; what stands beyond it
+    is not read. Whitened advantages, returns, and where values count.
+    """
+    columns = np.arange(kl.shape[1])[None, :]
+    padding_mask = columns > last[:, None]
+    padding_mask_p1 = columns > last[:, None] + 1
+    kl = np.where(padding_mask, 0.0, kl)  # both log-probs are INVALID_LOGPROB there
+    values = np.where(padding_mask_p1, 0.0, values)
+    rewards = -kl_coef * kl
+    end = np.where(last + 1 < kl.shape[1], last + 1, last)
+    rewards[np.arange(len(kl)), end] += scores
+    if whiten_rewards:
+        rewards = masked_whiten(rewards, ~padding_mask_p1, shift_mean=False)
+    found, advantage = [], 0.0
+    for t in reversed(range(kl.shape[1])):
+        following = values[:, t + 1] if t < kl.shape[1] - 1 else 0.0
+        delta = rewards[:, t] + following - values[:, t]
+        advantage = delta + lam * advantage
+        found.append(advantage)
+    advantages = np.stack(found[::-1], axis=1)
+    returns = advantages + values
+    return masked_whiten(advantages, ~padding_mask), returns, ~padding_mask_p1
+
+
 def policy_terms(
     logprobs: Array,
     old_logprobs: Array,
