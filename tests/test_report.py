@@ -128,10 +128,11 @@ def test_a_run_gets_the_sinks_it_asks_for(tmp_path, monkeypatch):
 
 def test_a_table_formats_its_cells(capsys):
     rows = [("score", 0.123456, True), ("[bold]count[/]", 12345, None)]
-    report.table("Result", ("measure", "policy", "verified"), rows)
+    report.table("Result [nats]", ("measure", "policy", "verified [x]"), rows)
     text = capsys.readouterr().out
     for cell in (
-        "Result",
+        "Result [nats]",
+        "verified [x]",
         "measure",
         "0.1235",
         "12,345",

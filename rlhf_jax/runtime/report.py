@@ -176,11 +176,11 @@ def sinks(
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     """Prints rows of texts (left) and numbers (right, four digits); None is a dash."""
     rows = list(rows)
-    grid = Table(title=title, title_justify="left")
+    grid = Table(title=Text(title), title_justify="left")
     for number, column in enumerate(columns):
         texts = all(isinstance(row[number], str) for row in rows)
         side = "left" if texts else "right"
-        grid.add_column(column, justify=side, overflow="fold")
+        grid.add_column(Text(column), justify=side, overflow="fold")
     for row in rows:
         grid.add_row(*(Text(_cell(value)) for value in row))
     Console().print(grid)
@@ -190,9 +190,9 @@ def side_by_side(
     samples: Sequence[Mapping[str, str]], *, title: str = "Samples"
 ) -> None:
     """Prints texts for reading, a sample a row and a model a column."""
-    grid = Table(title=title, title_justify="left", show_lines=True)
+    grid = Table(title=Text(title), title_justify="left", show_lines=True)
     for column in samples[0]:
-        grid.add_column(column, overflow="fold", ratio=1)
+        grid.add_column(Text(column), overflow="fold", ratio=1)
     for sample in samples:
         grid.add_row(*(Text(text) for text in sample.values()))
     Console().print(grid)
