@@ -432,7 +432,7 @@ def measured(
             "kl_coef": kl_coef,
             "score": _mean_of(stats["objective/scores"], s, b, k),
             "kl": _mean_of(stats["objective/kl"], s, b, k),
-            **judged(pick(rollouts, s, b, k)),
+            **judged(pick(rollouts, s, b, k), batch_size=options.batch_size),
         }
         for (s, seed), (b, kl_coef) in runs
     ]
@@ -490,22 +490,35 @@ def evaluate(
         for rows, kl_coef, policy in of_seed:
             key = keys_of(seed)[4]
             answered, mean, kl = answer(policy, reference, scorer, prompts, key)
-            row = {"seed": seed, "kl_coef": kl_coef, "score": float(mean)}
-            rows.append({**row, "kl": float(kl), **judged(answered)})
+            rows.append(
+                {
+                    "seed": seed,
+                    "kl_coef": kl_coef,
+                    "score": float(mean),
+                    "kl": float(kl),
+                    **judged(answered, batch_size=options.batch_size),
+                }
+            )
     return before, after
 
 
-def judged(answered: Rollout) -> Row:
-    """What judge and grammar say of a batch, and one response of it."""
+def judged(answered: Rollout, *, batch_size: int) -> Row:
+    """What judge and grammar say of some responses, and one of them.
+
+    "distinct" is a mean over batches, as of more responses fewer are.
+    """
     answers = quickstart.answers_in(answered)
     split = [(prompt.split(), response.split()) for prompt, response in answers]
-    prompt, response = answers[0]
+    responses = [response for _, response in answers]
+    of_batches = [
+        responses[at : at + batch_size] for at in range(0, len(answers), batch_size)
+    ]
     return {
         "gold": float(np.mean([reviews.careful_gold(*pair) for pair in split])),
         "fluency": float(np.mean([reviews.parses(*pair) for pair in split])),
-        "distinct": len({response for _, response in answers}) / len(answers),
-        "prompt": prompt,
-        "response": response,
+        "distinct": float(np.mean([len(set(said)) / len(said) for said in of_batches])),
+        "prompt": answers[0][0],
+        "response": responses[0],
     }
 
 

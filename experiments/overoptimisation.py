@@ -26,7 +26,7 @@ MEASURED = {
     "gold": "gold score [gold units]",
     "score": "reward-model score [std in the reference]",
     "fluency": "fluency [share that parses]",
-    "distinct": "distinct [share of responses]",
+    "distinct": "distinct [share of the responses of a batch]",
 }
 FAILURES = {
     "hacking": "score up, gold down",
@@ -142,15 +142,15 @@ def tell(found: Mapping[str, Any]) -> None:
     reference, of_betas = found["reference"], found["kl_coefs"]
     seeds = found["num_seeds"]
     report.table(
-        f"Responses to held-out prompts, mean ± standard deviation of {seeds} seeds",
+        f"Responses to held-out prompts, mean ± deviation of {seeds} seeds",
         ("", "KL [nats]", "gold", "score", "fluent", "distinct"),
         [
-            ("reference", *(f"{reference[name]:.3f}" for name in ("kl", *MEASURED))),
+            ("reference", *(f"{reference[name]:.2f}" for name in ("kl", *MEASURED))),
             *(
                 (
                     f"β = {kl_coef}",
                     *(
-                        f"{of[name]:.3f} ± {np.std(of['of_seeds'][name]):.3f}"
+                        f"{of[name]:.2f} ±{np.std(of['of_seeds'][name]):.2f}"
                         for name in ("kl", *MEASURED)
                     ),
                 )
@@ -159,7 +159,7 @@ def tell(found: Mapping[str, Any]) -> None:
         ],
     )
     report.table(
-        "Net objectives, and the fit gold(d) - gold(0) = d (α - β' log d), d = √KL",
+        "Net objectives, and gold(d) - gold(0) = d (α - β' log d), d = √KL",
         ("", "gold - βKL", "score - βKL", "α", "β'", "R²"),
         [
             (f"β = {kl_coef}", of["net_gold"], of["net_score"], *_fitted(of["fit"]))
@@ -225,9 +225,9 @@ def _frontier(rows: Sequence[Row], found: Mapping[str, Any]) -> Figure:
         d = np.linspace(1e-3, np.sqrt(max(row["kl"] for row in rows)), 200)
         curve = found["reference"]["gold"] + d * (of.alpha - of.beta * np.log(d))
         axes[0, 0].plot(d, curve, "k--", linewidth=1, label="d (α - β' log d)")
-    axes[0, 0].legend(frameon=False, fontsize="small")
+    axes[0, 0].legend(frameon=False, fontsize="small", title="thin: a seed, bold: mean")
     for axis in axes[1]:
-        axis.set_xlabel("d = √KL to the reference [√nat]; thin: seeds, bold: mean")
+        axis.set_xlabel("d = √KL to the reference [√nat]")
     return figure
 
 

@@ -117,6 +117,26 @@ def test_a_judge_who_tells_nothing_apart_is_told(tmp_path):
         labels_by(lambda prompt, response: reviews.UNREADABLE, tmp_path)
 
 
+def test_what_is_said_of_responses_by_hand():
+    prompts = kl_frontier.prompts_of(quickstart.TRAIN_PROMPTS, batch_size=6, seed=0)[0]
+    found = kl_frontier.judged(
+        two_answers(None, prompts=prompts, key=None), batch_size=4
+    )
+    assert found["distinct"] == pytest.approx((2 / 4 + 2 / 2) / 2)
+    # "it" is an answer to what is about one thing alone.
+    one = [
+        not {*reviews.NOUNS.split()}.isdisjoint(reviews.decode(row))
+        for row in prompts.tokens
+    ]
+    assert 0 < sum(one) < 6
+    assert found["fluency"] == pytest.approx(np.mean(one))
+    of_words = [reviews.gold(words(f"i {verb} it .")) for verb in ("like", "love")] * 3
+    expected = np.where(one, of_words, reviews.UNREADABLE).mean()
+    assert found["gold"] == pytest.approx(expected)
+    assert found["response"] == "i like it . <eos>"
+    assert found["prompt"].startswith("review : the ")
+
+
 # --- the fit and the figures ------------------------------------------------------
 
 
