@@ -1,0 +1,361 @@
+"""The presets hold what was published, on the command line as in the library."""
+
+import dataclasses
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracles
+import ppo_from_checkpoint
+import pytest
+import reward_model
+import toy_files
+
+from rlhf_jax import checks, kl_control, ppo_config, rewards
+from rlhf_jax.functional.kl_control import Control
+from rlhf_jax.functional.kl_penalty import Penalty
+from rlhf_jax.runtime import cli, hf, metrics, pretrained
+from rlhf_jax.stages.score_shaping import ScoreShaping
+
+PRESETS = ppo_from_checkpoint.PRESETS
+NEEDED = ("--model=m", "--prompts=p", "--out=never")
+
+# What both papers share. The name of OAI's option stands behind where it is another.
+SHARED = {
+    "temperature": 0.7,  # policy.temperature
+    "fixed_length": True,
+    "penalty": Penalty(value_estimator="k1", placement="reward"),
+    "scores": ScoreShaping(missing_stop_score=-1.0),  # penalty_reward_value
+    "reprice": False,
+    "gamma": 1.0,
+    "lam": 0.95,
+    "whiten_advantages": "minibatch",
+    "whiten_ddof": 0,  # tf.nn.moments; masked_var(..., unbiased=False)
+    "clip_range": 0.2,  # cliprange
+    "value_clip_range": 0.2,  # cliprange_value
+    "vf_coef": 0.1,
+    "num_epochs": 4,  # noptepochs
+    "num_minibatches": 1,  # nminibatches
+    "aggregation": "token_mean",
+    # Nothing that came later.
+    "clip_range_high": None,
+    "dual_clip": None,
+    "entropy_coef": 0.0,
+    "ptx_coef": 0.0,
+    "critic_warmup": 0,
+    "stop_approxkl": None,
+    "max_ratio_mean": None,
+    "micro_batch_size": None,
+}
+PUBLISHED = {
+    # launch.py: books_task, sentiment; train_policy.py: PpoHParams.
+    "openai-2019": SHARED
+    | {
+        "truncate_after": 16,
+        "whiten_rewards": "minibatch",
+        "value_after_stop": False,
+        "shared_trunk": True,
+    },
+    # ppo.py of summarize_from_feedback_details: Args, PpoHParams.
+    "n-plus": SHARED
+    | {
+        "truncate_after": 0,
+        "whiten_rewards": None,
+        "value_after_stop": True,
+        "shared_trunk": False,
+    },
+}
+
+
+def parse(*argv, presets=PRESETS):
+    return cli.parse(
+        ppo_from_checkpoint.Config, description="", presets=presets, argv=argv
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [("openai-2019", ppo_config.OPENAI_2019), ("n-plus", ppo_config.N_PLUS)],
+)
+def test_a_recipe_holds_what_was_published(name, recipe):
+    assert vars(recipe) == PUBLISHED[name]
+    assert PRESETS[name]["ppo"] is recipe
+
+
+def test_around_the_recipes_too():
+    openai, n_plus = PRESETS["openai-2019"], PRESETS["n-plus"]
+    assert (openai["kl_coef"], n_plus["kl_coef"]) == (0.15, 0.05)
+    controller = openai["kl_control"].controller(0.15, num_steps=1)
+    assert controller == kl_control.adaptive(
+        0.15, target=6.0, unit="response", horizon=10_000
+    )
+    assert "kl_control" not in n_plus  # which is fixed by default
+    assert (openai["adam"], n_plus.get("adam")) == ("tf", None)
+    assert openai["batch_size"] == n_plus["batch_size"] == 512
+    rates = ("policy_learning_rate", "critic_learning_rate")
+    assert [openai[rate] for rate in rates] == [1e-5, 1e-5]
+    assert [n_plus[rate] for rate in rates] == [3e-6, 3e-6]
+    assert n_plus["critic_from"] == "reward_model"
+
+
+def test_the_defaults_are_those_of_both():
+    """Detail 13, and the rest of what a recipe is where nothing is asked for."""
+    default = vars(ppo_config.Recipe())
+    same = set(SHARED) - {"fixed_length", "scores", "whiten_advantages"}
+    assert {name: default[name] for name in same} == {
+        name: SHARED[name] for name in same
+    }
+    assert default["whiten_advantages"] == "rollout"
+
+
+# --- on the command line ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "argv"),
+    [("openai-2019", ("--reward=m:f",)), ("n-plus", ("--reward-model=r",))],
+)
+def test_a_preset_is_other_defaults(name, argv):
+    given = vars(parse(f"--preset={name}", *NEEDED, *argv))
+    assert given == vars(parse(*NEEDED, *argv)) | PRESETS[name]
+
+
+def test_what_the_user_asks_for_wins():
+    found = parse(
+        *("--kl-coef=0.3", "--preset", "n-plus", *NEEDED, "--reward=m:f"),
+        *("--critic-from=policy", "--lam=0.9", "--no-value-after-stop"),
+        *("--scores.missing-stop-score=-3", "--policy-learning-rate=1e-4"),
+    )
+    expected = dataclasses.replace(
+        ppo_config.N_PLUS,
+        lam=0.9,
+        value_after_stop=False,
+        scores=ScoreShaping(missing_stop_score=-3.0),
+    )
+    assert found.ppo == expected
+    assert (found.kl_coef, found.critic_from) == (0.3, "policy")
+    assert (found.policy_learning_rate, found.critic_learning_rate) == (1e-4, 3e-6)
+    # And a whole group of a preset may be taken back.
+    found = parse(
+        *("--preset=openai-2019", *NEEDED, "--reward=m:f", "--kl-control.kind=fixed"),
+        *("--kl-control.target=None", "--kl-control.unit=None"),
+    )
+    assert found.kl_control == Control()
+
+
+@pytest.mark.parametrize(
+    ("argv", "got"),
+    [
+        (("--preset=openai-2017",), "got openai-2017"),
+        (("--preset=n-plus", "--config=run/config.json"), "got --config too"),
+    ],
+)
+def test_a_preset_that_cannot_be(argv, got, capsys):
+    message = f"--preset: expected one of openai-2019, n-plus, without --config, {got}"
+    with pytest.raises(checks.InputError, match=message):
+        parse(*argv, *NEEDED)
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(
+            pytest.fail,
+            ppo_from_checkpoint.Config,
+            description="",
+            presets=PRESETS,
+            argv=[*argv, *NEEDED],
+        )
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_presets_there_is_no_such_option(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        parse("--preset=n-plus", *NEEDED, "--reward=m:f", presets=None)
+    assert exit_.value.code == 2
+    assert "--preset" in capsys.readouterr().err
+
+
+def test_help_shows_the_presets_and_their_values(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        parse("--preset", "openai-2019", "--help")
+    assert exit_.value.code == 0
+    text = re.sub(r"[\s│]+", " ", capsys.readouterr().out)
+    assert "--preset openai-2019|n-plus starts from the options of a published" in text
+    for option, value in {
+        "--kl-coef FLOAT": "0.15",
+        "--batch-size INT": "512",
+        "--adam {standard,tf}": "tf",
+        "--truncate-after INT": "16",
+        "--kl-control.target {None}|FLOAT": "6.0",
+    }.items():
+        start = text.index(option)
+        assert re.search(r"\(default: (\S+)\)", text[start:])[1] == value
+
+
+def test_a_critic_of_the_reward_model_needs_one(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        parse("--preset=n-plus", *NEEDED, "--reward=m:f")
+    assert exit_.value.code == 2
+    said = re.sub(r"[\s│]+", " ", capsys.readouterr().err)
+    assert "--critic-from reward_model: expected a --reward-model" in said
+
+
+# --- learning rates and Adam --------------------------------------------------
+
+
+def optimizers(**options):
+    """(policy's, critic's) of a run, as the command line makes them."""
+    config = parse(*NEEDED, "--reward=m:f")
+    config = dataclasses.replace(config, num_steps=3, **options)
+    policy = pretrained.Pretrained(toy_files.MODEL, None, None, stop_ids=(1,))
+    made = ppo_from_checkpoint.make_ppo(
+        config, policy=policy, critic_model=toy_files.MODEL
+    )
+    return made.policy_optimizer, made.critic_optimizer
+
+
+def steps_of(optimizer, gradient: float, *, count: int, size: int = 1) -> list[float]:
+    """How far a parameter goes in each update under a gradient that stays."""
+    params = {"w": jnp.zeros(size)}
+    grads, opt, moved = {"w": jnp.full(size, gradient)}, optimizer.init(params), []
+    update = jax.jit(optimizer.update)
+    for _ in range(count):
+        updates, opt = update(grads, opt, params)
+        moved.append(-float(updates["w"][0]))
+    return moved
+
+
+@pytest.mark.parametrize("role", [0, 1])
+def test_the_learning_rate_falls_to_0_over_all_updates(role):
+    """3 iterations of 2 epochs of 2 minibatches; Adam's step is then lr·g/(g + eps)."""
+    made = optimizers(
+        ppo=ppo_config.Recipe(num_epochs=2, num_minibatches=2),
+        policy_learning_rate=0.1,
+        critic_learning_rate=0.3,
+    )[role]
+    expected = (0.1, 0.3)[role] * (1 - np.arange(12) / 12) * 0.5 / (0.5 + 1e-5)
+    found = steps_of(made, 0.5, count=14)
+    np.testing.assert_allclose(found[:12], expected, rtol=1e-3)
+    assert found[12:] == pytest.approx([0.0, 0.0], abs=1e-7)
+
+
+@pytest.mark.parametrize("style", ["standard", "tf"])
+def test_the_place_of_eps_is_an_option(style):
+    """A gradient of the size of eps: half a step, or 1/32.6 of one at first."""
+    made, _ = optimizers(adam=style, policy_learning_rate=1.0)
+    share = {"standard": 1 / 2, "tf": 1 / (1 + 1 / np.sqrt(1 - 0.999))}[style]
+    assert steps_of(made, 1e-5, count=1) == pytest.approx([share], rel=1e-3)
+
+
+@pytest.mark.parametrize("role", [0, 1])
+def test_gradients_are_scaled_down_to_a_norm(role):
+    """Four entries of 4, a norm of 8, become half of eps each, as Adam's step shows."""
+    scaled = optimizers(
+        max_grad_norm=1e-5, policy_learning_rate=1.0, critic_learning_rate=1.0
+    )[role]
+    found = steps_of(scaled, 4.0, count=1, size=4)
+    assert found == pytest.approx([0.5 / 1.5], rel=1e-3)
+
+
+def test_the_reward_model_s_falls_to_0_too(tmp_path, monkeypatch):
+    """Over one pass of the pairs, the default."""
+
+    class Seen(Exception):
+        pass
+
+    def spy(*given):
+        raise Seen(given)
+
+    monkeypatch.setattr(optax, "linear_schedule", spy)
+    pair = {"prompt": "the cat", "chosen": "sat .", "rejected": "ran ."}
+    config = cli.parse(
+        reward_model.Config,
+        description="",
+        argv=[
+            *("--model", str(toy_files.checkpoint(tmp_path / "model"))),
+            *("--data", str(toy_files.jsonl(tmp_path / "pairs", *[pair] * 10))),
+            *("--out", str(tmp_path / "run"), "--held-out=0", "--batch-size=2"),
+            "--learning-rate=0.25",
+        ],
+    )
+    with pytest.raises(Seen) as seen:
+        reward_model.main(config)
+    assert seen.value.args == ((0.25, 0.0, 5),)
+
+
+# --- runs ---------------------------------------------------------------------
+
+REWARD = """
+def score(prompts, responses, rows):
+    return [float(len(set(response.split()))) for response in responses]
+"""
+SMALL = (
+    *("--num-steps=2", "--batch-size=8", "--max-new-tokens=6", "--no-progress"),
+    *("--sample-every=1", "--num-shown=8"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("name", PRESETS)
+def test_each_preset_runs(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "distinct_words.py").write_text(REWARD)
+    toy_files.checkpoint(tmp_path / "model")
+    toy_files.jsonl(tmp_path / "prompts.jsonl", {"prompt": "the cat"}, {"prompt": "a"})
+    scorer = rewards.init(jax.random.key(1), toy_files.params(), model=toy_files.MODEL)
+    hf.save_reward(
+        tmp_path / "scorer", toy_files.MODEL, scorer, tokenizer=toy_files.tokenizer()
+    )
+    own = {
+        "openai-2019": ("--reward=distinct_words:score", "--truncate-after=2"),
+        "n-plus": ("--reward-model=scorer",),
+    }[name]
+
+    def play(*argv):
+        cli.main(
+            ppo_from_checkpoint.main,
+            ppo_from_checkpoint.Config,
+            description="",
+            presets=PRESETS,
+            argv=[*argv],
+        )
+
+    play(
+        *(f"--preset={name}", "--model=model", "--prompts=prompts.jsonl"),
+        *("--out=run", *SMALL, *own),
+    )
+    recorded = json.loads((tmp_path / "run" / "config.json").read_text())["config"]
+    assert recorded["ppo"]["lam"] == 0.95
+    assert recorded["kl_coef"] == PRESETS[name]["kl_coef"]
+    first, second = metrics.read(tmp_path / "run" / "metrics.jsonl")
+    assert first["objective/kl"] == pytest.approx(0, abs=1e-4)
+    assert first["objective/kl_coef"] == pytest.approx(PRESETS[name]["kl_coef"])
+    expected = PRESETS[name]["kl_coef"]
+    if name == "openai-2019":
+        expected = oracles.adaptive_kl_coef(
+            0.15, first["objective/kl"], 8, target=6.0, horizon=10_000
+        )
+        assert expected == pytest.approx(0.15 * (1 - 0.2 * 8 / 10_000))
+    assert second["objective/kl_coef"] == pytest.approx(expected, rel=1e-6)
+    assert first["policy/ratio_max"] < 1.5
+    assert second["update/skipped"] == 0
+    # The score as the reward gave it, of what was left after truncation.
+    samples = metrics.read(tmp_path / "run" / "samples.jsonl")
+    assert len(samples) == 16
+    for row in samples if name == "openai-2019" else ():
+        assert row["score"] == len(set(row["response"].split()))
+    # The options of a recorded run hold those of its preset.
+    again = parse("--config=run/config.json")
+    assert vars(again)["ppo"] == dataclasses.replace(
+        PRESETS[name]["ppo"], truncate_after=2 if name == "openai-2019" else 0
+    )
+    play("--config=run/config.json", "--resume")
+    play("--config=run/config.json", "--out=repeated")
+    left, right = (
+        (tmp_path / folder / "metrics.jsonl").read_bytes()
+        for folder in ("run", "repeated")
+    )
+    assert left == right
