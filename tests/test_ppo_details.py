@@ -427,3 +427,11 @@ def test_a_penalty_that_is_no_kl_is_told_once():
             **FIXED,
             penalty=Penalty(value_estimator="k3", placement="loss", per="length"),
         )
+
+
+def test_a_truncation_that_no_token_could_make():
+    whole = {**FIXED, "fixed_length": True}
+    ppo.PPO(**whole, truncate_after=7)
+    message = "truncate_after: expected less than the 8 tokens of max_new_tokens, got 8"
+    with pytest.raises(checks.InputError, match=message):
+        ppo.PPO(**whole, truncate_after=8)

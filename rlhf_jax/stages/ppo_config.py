@@ -164,6 +164,12 @@ class PPO(Recipe):
                     f"{name}: expected stop_ids to look for, got none, so that no "
                     f"response would ever have stopped; name stop_ids or leave it out"
                 )
+        if self.truncate_after >= self.max_new_tokens:
+            raise InputError(
+                f"truncate_after: expected less than the {self.max_new_tokens} tokens "
+                f"of max_new_tokens, got {self.truncate_after}, after which no token "
+                f"is left that could end a response; lower it, or sample longer"
+            )
         if self.shared_trunk and self.critic_model != self.model:
             raise InputError(
                 f"expected one shape of policy and critic with shared_trunk, got "
