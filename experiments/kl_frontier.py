@@ -6,6 +6,12 @@ PPO on the language of the quickstart under six β and from three seeds, as one 
 `ppo.iteration`, scanned over steps and mapped over seeds and β. The judge is a careful
 one (`reviews.careful_gold`), for whom nonsense stays nonsense however it praises. The
 labels that the reward models learn from are this judge's: nobody else is measured.
+
+Two idle CPU cores take about 21 minutes. Expect, as of seed 0, that without the penalty
+the reward-model score rises by 2.4 standard deviations while gold falls from -0.2 to
+-2.0, that fluency falls from 0.93 to 0.01 and that most responses are copies, at 38
+nats of KL. β = 0.1 and above keep gold up by 0.9 or more, and nearly all responses
+distinct; gold - β KL peaks at about β = 0.2.
 """
 
 from __future__ import annotations
