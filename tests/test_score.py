@@ -116,6 +116,23 @@ def test_the_estimator_is_the_callers(scored, rollout):
     np.testing.assert_allclose(cubed.kl, expected, rtol=1e-4, atol=1e-6)
 
 
+def test_a_penalty_that_acts_nowhere_is_measured(rollout):
+    def under(placement):
+        penalty = Penalty(value_estimator="exact", placement=placement, clip=0.1)
+        return toys.jit(functools.partial(price, penalty=penalty))(
+            rollout, reference=REFERENCE, critic=None, policy=POLICY
+        )
+
+    acting, idle = under("reward"), under(None)
+    assert acting.kl is not None
+    assert idle.kl is None
+    assert set(idle.kl_stats) == {"objective/kl_exact", "penalty/clipfrac"}
+    for name, (total, weight) in idle.kl_stats.items():
+        np.testing.assert_array_equal((total, weight), acting.kl_stats[name])
+        assert total > 0
+    np.testing.assert_array_equal(idle.ref_logprobs, acting.ref_logprobs)
+
+
 def test_a_missing_stop_is_penalised(rollout):
     tokens, response = np.asarray(rollout.tokens), np.asarray(rollout.response_mask)
     stopped = [bool(set(tokens[b][response[b]]) & set(toys.STOP)) for b in range(4)]

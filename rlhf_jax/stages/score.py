@@ -48,7 +48,8 @@ def score(
       critic, critic_model: None leaves `values` None.
       max_new_tokens: R, the response columns; the others are not priced.
       temperature: the rollout's.
-      penalty: how the KL acts; what of it goes into the reward is priced here.
+      penalty: how the KL acts; what of it goes into the reward is priced here, and
+        measured alone (`kl_stats`) where it acts nowhere.
       policy: its parameters, where that is exact KL, which needs the hidden states of
         both models (`Penalty.reward_needs_logits`); not read else.
       ref_logprobs: f32[B, S], nats, where `reference_logprobs` ran before, on devices
@@ -68,7 +69,9 @@ def score(
     mask = rollout.response_mask
     kl, kl_stats, values, exact = None, {}, None, None
     measured = reference is not None or ref_logprobs is not None
-    if measured and penalty.in_reward and penalty.reward_needs_logits:
+    # What acts nowhere is measured all the same, where the reward would be.
+    estimated = penalty.in_reward or penalty.placement is None
+    if measured and estimated and penalty.reward_needs_logits:
         exact, exact_ref_logprobs = _exact_kl(
             rollout,
             policy=policy,
@@ -88,14 +91,15 @@ def score(
             max_new_tokens=max_new_tokens,
             temperature=temperature,
         )
-    if ref_logprobs is not None and penalty.in_reward:
-        kl, kl_stats = kl_penalty.reward_kl(
+    if ref_logprobs is not None and estimated:
+        estimate, kl_stats = kl_penalty.reward_kl(
             penalty=penalty,
             logprobs=rollout.old_logprobs,
             ref_logprobs=ref_logprobs,
             mask=mask,
             exact=exact,
         )
+        kl = estimate if penalty.in_reward else None
         if exact is not None and penalty.direction == "reverse" and not penalty.top_k:
             rows = jnp.asarray(exact.shape[0], jnp.float32)
             kl_stats |= {"objective/kl_exact": (exact.sum(), rows)}
