@@ -51,7 +51,6 @@ from rlhf_jax import (
 )
 from rlhf_jax.roles.frozen import Frozen
 from rlhf_jax.runtime.batches import Batches
-from rlhf_jax.runtime.encoding import Pair
 from rlhf_jax.stages.batch import Prompts, Rollout
 from rlhf_jax.stages.state import TrainState
 
@@ -182,7 +181,7 @@ def prepare(
         tuned = quickstart.fine_tune(
             decoder.init(init_key, model=model), job=job, model=model, options=options
         )
-        pairs, held_out = label_pairs(
+        pairs, held_out = quickstart.label_pairs(
             tuned,
             generate,
             judge=reviews.careful_gold,
@@ -198,51 +197,6 @@ def prepare(
         )
     scorer, accuracy = quickstart.measure_reward_model(scorer, held_out, model=model)
     return Prepared(tuned, scorer, accuracy)
-
-
-def label_pairs(
-    params: Params,
-    generate: Callable[..., Rollout],
-    *,
-    judge: Callable[[Sequence[str], Sequence[str]], float],
-    key: Array,
-    options: quickstart.Config,
-) -> tuple[list[Pair], list[Pair]]:
-    """As `quickstart.label_pairs`, by a judge who sees the prompt as well.
-
-    Raises:
-      InputError: the judge tells no held-out pair apart.
-    """
-    prompts = prompts_of(
-        quickstart.TRAIN_PROMPTS,
-        batch_size=options.num_evaluated,
-        samples_per_prompt=2,
-        seed=options.seed,
-    )
-    sampled: list[tuple[str, str]] = []
-    while len(sampled) < 2 * options.num_pairs:
-        batch = prompts[len(sampled) // options.num_evaluated]
-        sampled += quickstart.answers_in(generate(params, prompts=batch, key=key))
-    gold = np.array([judge(prompt.split(), said.split()) for prompt, said in sampled])
-    labels = reviews.noisy_preferences(
-        np.random.default_rng(options.seed), gold[::2], gold[1::2], options.label_noise
-    )
-    pairs = []
-    for number, first_is_chosen in enumerate(labels[: options.num_pairs]):
-        chosen = 2 * number + (not first_is_chosen)
-        rejected = 2 * number + first_is_chosen
-        (prompt, better), (_, worse) = sampled[chosen], sampled[rejected]
-        if better != worse:
-            texts = map(quickstart.ids_of, (prompt, better, worse))
-            pairs.append(Pair(*texts, margin=float(gold[chosen] - gold[rejected])))
-    held_out = pairs[: len(pairs) // 8]
-    if not any(pair.margin for pair in held_out):
-        raise checks.InputError(
-            f"expected pairs of responses that the judge tells apart, got "
-            f"{len(held_out)} of equal gold, as where nothing parses; give more "
-            f"--sft-steps or --num-pairs"
-        )
-    return [pair._replace(margin=None) for pair in pairs[len(held_out) :]], held_out
 
 
 # --- PPO: every run in one program ------------------------------------------------

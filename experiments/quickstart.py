@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -196,13 +197,21 @@ def fine_tune(
 
 
 def label_pairs(
-    params: Params, generate: Any, *, key: Array, options: Config
+    params: Params,
+    generate: Any,
+    *,
+    judge: Callable[[Sequence[str], Sequence[str]], float],
+    key: Array,
+    options: Config,
 ) -> tuple[list[Pair], list[Pair]]:
-    """Two samples to a prompt, labelled by the noisy gold judge.
+    """Two samples to a prompt, labelled by a noisy judge of prompt and response.
 
     Returns:
       Pairs to train on, and held-out pairs whose margin is the noise-free gold lead of
       their chosen side (below 0 where the noise decided).
+
+    Raises:
+      InputError: the judge tells no held-out pair apart.
     """
     prompts = batches.prompt_batches(
         TRAIN_PROMPTS,
@@ -212,26 +221,30 @@ def label_pairs(
         pad_id=reviews.PAD_ID,
         buckets=(PROMPT_COLUMNS,),
     )
-    sampled = []
+    sampled: list[tuple[str, str]] = []
     while len(sampled) < 2 * options.num_pairs:
         batch = prompts[len(sampled) // options.num_evaluated]
         sampled += answers_in(generate(params, prompts=batch, key=key))
-    gold = np.array([reviews.gold(response.split()) for _, response in sampled])
+    gold = np.array([judge(prompt.split(), said.split()) for prompt, said in sampled])
     labels = reviews.noisy_preferences(
         np.random.default_rng(options.seed), gold[::2], gold[1::2], options.label_noise
     )
     pairs = []
     for number, first_is_chosen in enumerate(labels[: options.num_pairs]):
-        chosen, rejected = 2 * number, 2 * number + 1
-        if not first_is_chosen:
-            chosen, rejected = rejected, chosen
-        prompt, response = sampled[chosen]
-        texts = (prompt, response, sampled[rejected][1])
-        lead = float(gold[chosen] - gold[rejected])
-        pairs.append(Pair(*map(ids_of, texts), margin=lead))
-    distinct = [pair for pair in pairs if pair.chosen != pair.rejected]
-    held_out = distinct[: len(distinct) // 8]
-    return [pair._replace(margin=None) for pair in distinct[len(held_out) :]], held_out
+        chosen = 2 * number + (not first_is_chosen)
+        rejected = 2 * number + first_is_chosen
+        (prompt, better), (_, worse) = sampled[chosen], sampled[rejected]
+        if better != worse:
+            texts = map(ids_of, (prompt, better, worse))
+            pairs.append(Pair(*texts, margin=float(gold[chosen] - gold[rejected])))
+    held_out = pairs[: len(pairs) // 8]
+    if not any(pair.margin for pair in held_out):
+        raise checks.InputError(
+            f"expected pairs of responses that the judge tells apart, got "
+            f"{len(held_out)} of equal gold, as where nothing parses; give more "
+            f"--sft-steps or --num-pairs"
+        )
+    return [pair._replace(margin=None) for pair in pairs[len(held_out) :]], held_out
 
 
 def train_reward_model(
@@ -501,7 +514,13 @@ def main(options: Config) -> None:
         tuned = fine_tune(
             decoder.init(init_key, model=model), job=job, model=model, options=options
         )
-        pairs, held_out = label_pairs(tuned, generate, key=pair_key, options=options)
+        pairs, held_out = label_pairs(
+            tuned,
+            generate,
+            judge=lambda _, response: reviews.gold(response),
+            key=pair_key,
+            options=options,
+        )
         reward_params = rewards.init(head_key, tuned, model=model)
         reward_params = train_reward_model(
             reward_params, pairs, job=job, model=model, options=options

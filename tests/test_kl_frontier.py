@@ -91,7 +91,7 @@ def two_answers(params, *, prompts, key):
 
 def labels_by(judge, folder):
     options = options_in(folder, label_noise=0.01).of_seed(0)
-    return kl_frontier.label_pairs(
+    return quickstart.label_pairs(
         None, two_answers, judge=judge, key=None, options=options
     )
 
