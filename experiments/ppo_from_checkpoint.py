@@ -61,6 +61,7 @@ from rlhf_jax import (
     frozen_models,
     hf,
     kl_control,
+    kl_penalty,
     lifecycle,
     metrics,
     optimizers,
@@ -161,8 +162,9 @@ class Config(run_folder.RunConfig):
     """Falls to 0 linearly."""
     critic_learning_rate: float = 1e-5
     """Falls to 0 linearly."""
-    max_grad_norm: float = 1.0
-    """Gradients of a larger norm are scaled down to it, policy and critic apart."""
+    max_grad_norm: float | None = 1.0
+    """Gradients of a larger norm are scaled down to it, policy and critic apart; None
+    leaves them."""
     adam: optimizers.Style = "standard"
     """Where Adam's eps stands: outside the bias correction in "tf" (OAI)."""
     critic_from: Literal["policy", "reward_model"] = "policy"
@@ -213,24 +215,40 @@ class Config(run_folder.RunConfig):
             batch_size=self.batch_size,
             policy_learning_rate=self.policy_learning_rate,
             critic_learning_rate=self.critic_learning_rate,
-            max_grad_norm=self.max_grad_norm,
             sample_every=self.sample_every,
             drift_every=self.drift_every,
             eval_every=self.eval_every,
             eval_rows=self.eval_rows,
         )
         checks.non_negative(kl_coef=self.kl_coef, num_shown=self.num_shown)
+        if self.max_grad_norm is not None:
+            checks.positive(max_grad_norm=self.max_grad_norm)
         self.kl_control.controller(self.kl_coef, num_steps=self.num_steps)  # or raises
         if not self.measure_kl and (
             self.kl_coef
             or self.kl_control != kl_control.CONSTANT
             or self.reference is not None
             or self.lifecycle != lifecycle.FROZEN
+            or self.ppo.penalty != kl_penalty.IN_REWARD
         ):
             raise InputError(
                 "--no-measure-kl: expected --kl-coef 0 and neither --kl-control, "
-                "--reference nor a lifecycle, as there is no reference then; leave one "
-                "or the other out"
+                "--reference, --penalty nor a lifecycle, as there is no reference "
+                "then; leave one or the other out"
+            )
+        if self.ppo.penalty.placement is None and (
+            self.kl_coef or self.kl_control != kl_control.CONSTANT
+        ):
+            raise InputError(
+                f"--penalty.placement None: expected --kl-coef 0 and no --kl-control, "
+                f"as the KL is measured then and acts nowhere, got {self.kl_coef:g} "
+                f"and {self.kl_control.kind}; place the penalty, or leave them out"
+            )
+        if self.ppo.critic_warmup >= self.num_steps:
+            raise InputError(
+                f"--critic-warmup: expected less than the {self.num_steps} of "
+                f"--num-steps, got {self.ppo.critic_warmup}; the policy would never "
+                f"learn"
             )
         if (self.ptx is None) != (self.ppo.ptx_coef == 0):
             raise InputError(
@@ -304,6 +322,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "batch_size": 512,
         "policy_learning_rate": 1e-5,
         "critic_learning_rate": 1e-5,
+        "max_grad_norm": None,
     },
     "n-plus": {
         "ppo": ppo_config.N_PLUS,
@@ -312,6 +331,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "batch_size": 512,
         "policy_learning_rate": 3e-6,
         "critic_learning_rate": 3e-6,
+        "max_grad_norm": None,
     },
 }
 """--preset NAME: what the published runs set, where it differs from the defaults."""
@@ -355,7 +375,13 @@ def make_models(options: Config, policy: Pretrained) -> Models:
             jax.random.fold_in(jax.random.key(options.seed), ADAPTERS)
         )
         trained = lora_.init(policy_key, model=model, lora=lora)
-        valued = critic.from_base(critic_key, model=model, lora=lora)
+        valued = (
+            critic.on_policy_trunk(model=model)
+            if options.ppo.shared_trunk
+            else critic.from_base(critic_key, model=model, lora=lora)
+        )
+    elif options.ppo.shared_trunk:
+        trained, valued = policy.params, critic.on_policy_trunk(model=model)
     elif options.critic_from == "policy":
         trained, valued = policy.params, critic.from_policy(policy.params, model=model)
     else:
@@ -364,8 +390,6 @@ def make_models(options: Config, policy: Pretrained) -> Models:
         # Read again: what is frozen may be rounded, or be on the host.
         _, valued = hf.load_reward(options.reward_model, dtype="float32")
         trained, critic_model = policy.params, reward.model
-    if options.ppo.shared_trunk:
-        valued = critic.on_policy_trunk(model=model)
     algorithm = make_ppo(options, policy=policy, critic_model=critic_model)
     reference = None
     if options.measure_kl and base is not None and options.reference is None:
@@ -411,21 +435,24 @@ def make_ppo(
 ) -> ppo.PPO:
     """What is fixed during the run."""
     recipe = options.ppo
-    updates = options.num_steps * recipe.num_epochs * recipe.num_minibatches
+    updates = recipe.num_epochs * recipe.num_minibatches  # an iteration
 
-    def adam(learning_rate: float) -> optax.GradientTransformation:
-        schedule = optax.linear_schedule(learning_rate, 0.0, updates)
-        return optax.chain(
-            optax.clip_by_global_norm(options.max_grad_norm),
-            optimizers.adam(schedule, eps=1e-5, style=options.adam),
-        )
+    def adam(learning_rate: float, iterations: int) -> optax.GradientTransformation:
+        schedule = optax.linear_schedule(learning_rate, 0.0, iterations * updates)
+        optimizer = optimizers.adam(schedule, eps=1e-5, style=options.adam)
+        if options.max_grad_norm is None:
+            return optimizer
+        clip = optax.clip_by_global_norm(options.max_grad_norm)
+        return optax.chain(clip, optimizer)
 
     return ppo.PPO(
         **vars(recipe),
         model=policy.model,
         critic_model=critic_model,
-        policy_optimizer=adam(options.policy_learning_rate),
-        critic_optimizer=adam(options.critic_learning_rate),
+        policy_optimizer=adam(
+            options.policy_learning_rate, options.num_steps - recipe.critic_warmup
+        ),
+        critic_optimizer=adam(options.critic_learning_rate, options.num_steps),
         max_new_tokens=options.max_new_tokens,
         stop_ids=policy.stop_ids,
         lifecycle=options.lifecycle,

@@ -124,7 +124,10 @@ class Config(run_folder.RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.kl_control.controller(self.kl_coef, num_steps=self.num_steps)  # or raises
+        # They raise now what would be found after two stages of training.
+        control = self.kl_control.controller(self.kl_coef, num_steps=self.num_steps)
+        one = jnp.ones((), jnp.float32)
+        control.update(kl=one, mean_length=one, num_episodes=self.batch_size)
         checks.positive(
             label_noise=self.label_noise,
             sft_batch_size=self.sft_batch_size,

@@ -143,7 +143,7 @@ def learn(
         )
     _, shuffle_key = jax.random.split(key)
     params = adapted.params(state.policy, base=base, lora=ppo.lora)
-    # A batch with a score that is not finite is skipped, so it does not count either.
+    # A batch with a score that is not finite does not count: a NaN would stay.
     moments = jax.tree.map(
         lambda new, old: jnp.where(jnp.isfinite(scores).all(), new, old),
         rewards.update_moments(state.scores, scores),
