@@ -1,0 +1,578 @@
+"""Certificates of KL and PPO on a world where every response can be enumerated.
+
+    python experiments/certify.py --out runs/certify
+
+Four words, four columns, 256 responses (`enumerable.py`), so that nothing has to be
+believed of a sample. Three things are shown, and the exit status is 1 if one fails:
+
+gradients  Every KL estimator, placement and unit does to the policy what its name says
+           (`certified_gradients.py`): expected gradients within 1e-5 of autodiff.
+optimum    PPO as it always runs (sampler, critic, GAE, clipping) reaches
+           π* ∝ π_ref exp(r/β), KL(π ‖ π*) <= 0.01 nats, with β annealed down from 1.
+           β fixed from the start is reported beside it: it tends to lose modes of π*.
+frontier   The reward that it reaches at its KL is the most that there is.
+
+Rewards are drawn from printed seeds, a world each, so far from the reference that
+KL(π_ref ‖ π*) is 3.5 nats at β = 0.1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import certified_gradients
+import enumerable
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from certified_gradients import Claim, Finding
+from enumerable import Float64, World
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+
+from rlhf_jax import (
+    checks,
+    cli,
+    critic,
+    kl_control,
+    masked,
+    optimizers,
+    ppo,
+    report,
+    run,
+    run_folder,
+    state,
+    storage,
+)
+from rlhf_jax.roles.frozen import Frozen
+from rlhf_jax.stages.state import TrainState
+
+Array = jax.Array
+
+NATS = 0.01  # KL(π ‖ π*) of a policy that has reached the optimum
+IDENTITY = 1e-5  # of J(π*) - J(π) = β·KL(π ‖ π*), reward units
+FARTHEST = 3.0  # KL(π_ref ‖ π*) at the smallest β is at least this, nats
+FIXED = (0.3, 0.1)  # β from the start, beside those that are annealed to
+ITERATIONS_A_STEP = 25  # of a stage, in one program
+SLIDE = 0.5  # share of a β's iterations in which it comes down from the last
+HOLD = 0.7  # share of them in which learning rates stay, before they fall
+LAST = 0.01  # what is left of them at the end
+MISSED = 0.1  # a mode is lost where π(y) is below this share of π*(y)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(run_folder.RunConfig):
+    num_worlds: int = 3
+    """Worlds, each of a seed of its own: --seed, the next, ..."""
+    betas: tuple[float, ...] = (1.0, 0.55, 0.3, 0.17, 0.1)
+    """Reward units per nat, falling; the policy of each starts the next."""
+    iterations: int = 400
+    """PPO iterations at each beta; divides by 25."""
+    fixed: bool = True
+    """Also run at a beta of 0.3 and 0.1 from the start, and report it."""
+    gradients: Literal["all", "table", "none"] = "all"
+    """Every penalty at two temperatures, those of the literature's table at one, or
+    none: PPO alone."""
+    distance: float = 3.5
+    """KL from the reference to the optimum at a beta of 0.1, nats; scales rewards."""
+    hidden_size: int = 32
+    """Width of policy, reference and critic."""
+    batch_size: int = 512
+    """Responses an iteration."""
+    num_epochs: int = 2
+    """Passes over each batch."""
+    num_minibatches: int = 1
+    """Optimizer steps a pass."""
+    policy_learning_rate: float = 3e-3
+    """At the start of each beta."""
+    critic_learning_rate: float = 1e-2
+    """At the start of each beta."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.positive(
+            num_worlds=self.num_worlds,
+            iterations=self.iterations,
+            distance=self.distance,
+            batch_size=self.batch_size,
+            policy_learning_rate=self.policy_learning_rate,
+            critic_learning_rate=self.critic_learning_rate,
+            **{f"betas[{i}]": beta for i, beta in enumerate(self.betas)},
+        )
+        falling = all(high > low for high, low in itertools.pairwise(self.betas))
+        if not self.betas or not falling:
+            raise checks.InputError(
+                f"betas: expected one or more, each below the last, as the policy is "
+                f"annealed along them, got {self.betas}; order them"
+            )
+        if self.iterations % ITERATIONS_A_STEP:
+            raise checks.InputError(
+                f"iterations: expected a multiple of {ITERATIONS_A_STEP}, the "
+                f"iterations of one program, got {self.iterations}"
+            )
+
+    @property
+    def claims(self) -> list[tuple[Claim, float]]:
+        """What is claimed of gradients, and at what temperature."""
+        table, others = certified_gradients.TABLE, certified_gradients.OTHERS
+        match self.gradients:
+            case "all":
+                groups = [(0.7, table + others), (1.0, table)]
+            case "table":
+                groups = [(0.7, table)]
+            case "none":
+                groups = []
+        return [(claim, heat) for heat, claims in groups for claim in claims]
+
+    @property
+    def fixed_betas(self) -> tuple[float, ...]:
+        """What is run at a fixed β: of `FIXED` those that are annealed to as well."""
+        return tuple(beta for beta in FIXED if self.fixed and beta in self.betas)
+
+    def iterations_until(self, beta: float) -> int:
+        """PPO iterations, from the reference to the end of `beta`."""
+        return self.iterations * (1 + self.betas.index(beta))
+
+
+class Certificate(NamedTuple):
+    """One thing that is shown, or not."""
+
+    name: str
+    holds: bool
+
+
+def algorithm_of(options: Config) -> ppo.PPO:
+    """PPO with every part of it at work, but nothing that biases its optimum."""
+    model = enumerable.model(hidden_size=options.hidden_size)
+    updates = options.num_epochs * options.num_minibatches
+
+    def falling(learning_rate: float) -> optax.Schedule:
+        def schedule(update: Any) -> Any:
+            share = (update // updates) % options.iterations / options.iterations
+            return learning_rate * LAST ** jnp.clip((share - HOLD) / (1 - HOLD), 0, 1)
+
+        return schedule
+
+    algorithm = ppo.PPO(
+        model=model,
+        critic_model=model,
+        policy_optimizer=optimizers.adam(
+            falling(options.policy_learning_rate), eps=1e-8
+        ),
+        critic_optimizer=optimizers.adam(
+            falling(options.critic_learning_rate), eps=1e-8
+        ),
+        max_new_tokens=enumerable.LENGTH,
+        stop_ids=(),
+        temperature=1.0,
+        # Where the policy is optimal r - β log(π/π_ref) is the same for every
+        # response: with a critic that knows it no noise is left, unless it is whitened.
+        whiten_advantages=None,
+        value_clip_range=None,
+        vf_coef=0.5,
+        num_epochs=options.num_epochs,
+        num_minibatches=options.num_minibatches,
+    )
+    algorithm.minibatch_size(options.batch_size)
+    return algorithm
+
+
+def annealing(options: Config) -> kl_control.ScheduledKL:
+    """β, which slides down to each of `betas` and stays there."""
+    betas = jnp.asarray(options.betas, jnp.float32)
+    before = jnp.asarray(options.betas[:1] + options.betas[:-1], jnp.float32)
+
+    def schedule(iteration: Array) -> Array:
+        level = jnp.minimum(iteration // options.iterations, len(options.betas) - 1)
+        share = (iteration - level * options.iterations) / options.iterations
+        way = jnp.clip(share / SLIDE, 0.0, 1.0).astype(jnp.float32)
+        return before[level] ** (1 - way) * betas[level] ** way
+
+    num_steps = options.iterations * len(options.betas)
+    return kl_control.scheduled(schedule, num_steps=num_steps)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("algorithm", "batch_size"), donate_argnames=("train",)
+)
+def advance(
+    train: TrainState,
+    *,
+    reference: Frozen,
+    table: Array,
+    key: Array,
+    algorithm: ppo.PPO,
+    batch_size: int,
+) -> tuple[TrainState, masked.Stats]:
+    """Some iterations of PPO in one program, and their stats together."""
+
+    def iterate(train: TrainState, _: None) -> tuple[TrainState, masked.Stats]:
+        train, stats, _ = ppo.iteration(
+            train,
+            prompts=enumerable.prompts(batch_size),
+            reference=reference,
+            reward=enumerable.reward_of(table),
+            key=jax.random.fold_in(key, train.step),
+            ppo=algorithm,
+        )
+        return train, stats
+
+    train, stats = jax.lax.scan(iterate, train, None, length=ITERATIONS_A_STEP)
+    return train, masked.total_stats(stats)
+
+
+def improve(
+    world: World,
+    *,
+    name: str,
+    betas: Sequence[float],
+    controller: kl_control.KLController,
+    key: Array,
+    job: run.Run,
+    algorithm: ppo.PPO,
+    options: Config,
+) -> list[Float64]:
+    """PPO from the reference: log π(y) at the end of each of `betas`.
+
+    They are as long as each other, whatever the controller makes of them.
+    """
+    train = state.ppo_state(
+        policy=storage.store(world.start),
+        critic=critic.from_policy(world.start, model=algorithm.critic_model),
+        policy_optimizer=algorithm.policy_optimizer,
+        critic_optimizer=algorithm.critic_optimizer,
+        kl=controller,
+    )
+    table = jnp.asarray(world.rewards, jnp.float32)
+    reached = jnp.zeros((len(betas), enumerable.NUM_RESPONSES), jnp.float32)
+    held = {"train": train, "reference": world.reference, "reached": reached}
+    with job.stage(name, held, meta={}) as stage:
+        for step in stage.steps():
+            stage.state["train"], stats = advance(
+                stage.state["train"],
+                reference=stage.state["reference"],
+                table=table,
+                key=key,
+                algorithm=algorithm,
+                batch_size=options.batch_size,
+            )
+            level = step * ITERATIONS_A_STEP // options.iterations
+            found = enumerable.known(
+                stage.state["train"].policy,
+                model=algorithm.model,
+                temperature=algorithm.temperature,
+            )
+            stage.state["reached"] = (
+                stage.state["reached"].at[level].set(jnp.asarray(found, jnp.float32))
+            )
+            best = world.optimum(betas[level]).log_policy
+            distance = jnp.float32(enumerable.divergence(found, best))
+            stats["exact/kl_to_optimum"] = (distance, jnp.ones((), jnp.float32))
+            stage.end_step(step, stats)
+        return [*np.asarray(stage.state["reached"], np.float64)]
+
+
+class Reached(NamedTuple):
+    """What a policy is worth in its world, at the β that it was trained with."""
+
+    seed: int  # of the world
+    beta: float  # reward units per nat
+    start: float  # KL(π_ref ‖ π*), nats
+    distance: float  # KL(π ‖ π*), nats
+    missed: float  # share of π* on responses that π hardly gives
+    identity: float  # |J(π*) - J(π) - β·KL(π ‖ π*)|, reward units
+    kl: float  # KL(π ‖ π_ref), nats
+    reward: float  # E_π[r], reward units
+    below: float  # what it lacks to the frontier at this KL, reward units
+
+
+def measure(log_policy: Float64, *, world: World, seed: int, beta: float) -> Reached:
+    """The figures of one policy, sums over all responses."""
+    best = world.optimum(beta)
+    distance = enumerable.divergence(log_policy, best.log_policy)
+    missing = log_policy < best.log_policy + math.log(MISSED)
+    return Reached(
+        seed=seed,
+        beta=beta,
+        start=enumerable.divergence(world.log_ref, best.log_policy),
+        distance=distance,
+        missed=float(np.exp(best.log_policy)[missing].sum()),
+        identity=abs(best.value - world.objective(log_policy, beta) - beta * distance),
+        kl=enumerable.divergence(log_policy, world.log_ref),
+        reward=enumerable.expected_reward(log_policy, world.rewards),
+        below=world.below_frontier(log_policy),
+    )
+
+
+def certify_gradients(job: run.Run, options: Config) -> list[Finding]:
+    """Every claim about a gradient; a stage, so that it shows how far it is."""
+    claims = options.claims
+    case = certified_gradients.draw(options.seed)
+    held = {"figures": jnp.zeros((len(claims), len(Finding._fields) - 2), jnp.float32)}
+    with job.stage("gradients", held, meta={}) as stage:
+        left = claims[stage.start :]
+        findings = itertools.chain.from_iterable(
+            certified_gradients.certify(
+                case, [claim for claim, _ in group], temperature=temperature
+            )
+            for temperature, group in itertools.groupby(left, key=lambda each: each[1])
+        )
+        for step, finding in zip(stage.steps(), findings, strict=True):
+            figures = jnp.asarray(finding[2:], jnp.float32)
+            stage.state["figures"] = stage.state["figures"].at[step].set(figures)
+            error = (jnp.float32(finding.error), jnp.ones((), jnp.float32))
+            stage.end_step(step, {"exact/gradient_error": error})
+        figures = np.asarray(stage.state["figures"])
+    return [
+        Finding(claim, temperature, *map(float, row))
+        for (claim, temperature), row in zip(claims, figures, strict=True)
+    ]
+
+
+def show_gradients(findings: Sequence[Finding]) -> list[Certificate]:
+    """Prints the table, and says what of it holds.
+
+    Columns beside the error: how far the gradient is from the nearest of the KLs' and
+    zero, and how far the mean of the estimates from KL(π ‖ π_ref), nats.
+    """
+    report.table(
+        f"Expected gradient of each penalty (error at most "
+        f"{certified_gradients.TOLERANCE:g} of its largest entry)",
+        ("estimator", "in, per", "T", "gradient of", "error", "to KLs", "bias", ""),
+        [
+            (
+                finding.estimator,
+                finding.place,
+                f"{finding.temperature:g}",
+                finding.claim.gradient or finding.claim.penalty.gradient,
+                f"{finding.error:.0e}",
+                f"{finding.nearest:.0e}",
+                "" if math.isnan(finding.bias) else f"{finding.bias:.0e}",
+                _verdict(finding.holds),
+            )
+            for finding in findings
+        ],
+    )
+    return [
+        Certificate(
+            f"gradient: {finding.estimator}, in {finding.place}, T "
+            f"{finding.temperature:g}",
+            finding.holds,
+        )
+        for finding in findings
+    ]
+
+
+def show_optimum(
+    annealed: Sequence[Reached], fixed: Sequence[Reached]
+) -> list[Certificate]:
+    """Prints how near PPO came to each optimum, and says what of it holds.
+
+    Columns: KL(. ‖ π*) of the reference, of the annealed policy and of that with β
+    fixed; the share of π* on responses that the two have lost; and the error of
+    J(π*) - J(π) = β·KL(π ‖ π*), reward units.
+    """
+    beside = {(found.seed, found.beta): found for found in fixed}
+    rows, certificates = [], []
+    for found in annealed:
+        same = beside.get((found.seed, found.beta))
+        where = f"seed {found.seed}, beta {found.beta:g}"
+        verdicts = {
+            f"optimum: {where}": found.distance <= NATS,
+            f"identity: {where}": found.identity <= IDENTITY,
+        }
+        if found.beta == enumerable.SMALLEST_BETA:
+            verdicts[f"world: {where}"] = found.start >= FARTHEST
+        certificates += itertools.starmap(Certificate, verdicts.items())
+        rows.append(
+            (
+                str(found.seed),
+                f"{found.beta:g}",
+                f"{found.start:.3f}",
+                f"{found.distance:.4f}",
+                f"{same.distance:.4f}" if same else "",
+                f"{found.missed:.1%}",
+                f"{same.missed:.1%}" if same else "",
+                f"{found.identity:.0e}",
+                _verdict(all(verdicts.values())),
+            )
+        )
+    report.table(
+        f"PPO and the optimum: KL(π ‖ π*) [nats] at most {NATS:g}",
+        ("seed", "β", "π_ref", "π", "β fixed", "lost", "β fixed", "error", ""),
+        rows,
+    )
+    return certificates
+
+
+def show_frontier(annealed: Sequence[Reached]) -> list[Certificate]:
+    """Prints how far below the frontier PPO is, and says what of it holds.
+
+    A policy at a distance of d nats from the optimum is at most β·d below.
+    """
+    rows, certificates = [], []
+    for found in annealed:
+        limit = found.beta * NATS
+        holds = -IDENTITY <= found.below <= limit
+        where = f"seed {found.seed}, beta {found.beta:g}"
+        certificates.append(Certificate(f"frontier: {where}", holds))
+        row = (
+            f"{number:.4f}" for number in (found.kl, found.reward, found.below, limit)
+        )
+        rows.append((str(found.seed), f"{found.beta:g}", *row, _verdict(holds)))
+    report.table(
+        "PPO and the frontier of reward and KL",
+        ("seed", "β", "KL [nats]", "reward", "below", "at most", ""),
+        rows,
+    )
+    return certificates
+
+
+def plot(
+    path: Path,
+    worlds: dict[int, World],
+    annealed: Sequence[Reached],
+    fixed: Sequence[Reached],
+) -> None:
+    """The exact frontier of each world, and what PPO reached."""
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axis = figure.subplots()
+    for number, (seed, world) in enumerate(worlds.items()):
+        colour = colormaps["tab10"](number % 10)
+        kl = np.array([found.kl for found in annealed if found.seed == seed])
+        within = world.frontier.kl <= 1.2 * kl.max(initial=1.0)
+        axis.plot(
+            world.frontier.kl[within],
+            world.frontier.reward[within],
+            color=colour,
+            linewidth=1,
+            label=f"exact, seed {seed}",
+        )
+        for found, marker, face in (
+            *((found, "o", colour) for found in annealed if found.seed == seed),
+            *((found, "s", "none") for found in fixed if found.seed == seed),
+        ):
+            axis.plot(
+                found.kl,
+                found.reward,
+                marker,
+                color=colour,
+                markerfacecolor=face,
+                markersize=5,
+            )
+    axis.plot([], [], "o", color="grey", label="PPO, β annealed")
+    axis.plot([], [], "s", color="grey", markerfacecolor="none", label="PPO, β fixed")
+    axis.set_xlabel("KL(π ‖ π_ref) [nats per response]")
+    axis.set_ylabel("expected reward [reward units]")
+    axis.grid(alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False)
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def _verdict(holds: bool) -> str:
+    return "holds" if holds else "FAILS"
+
+
+def _or_none(number: float) -> float | None:
+    return None if math.isnan(number) else number
+
+
+def main(options: Config) -> None:
+    started = time.perf_counter()
+    algorithm = algorithm_of(options)
+    seeds = range(options.seed, options.seed + options.num_worlds)
+    worlds = {
+        seed: enumerable.draw(seed, model=algorithm.model, distance=options.distance)
+        for seed in seeds
+    }
+    steps_of = {
+        f"annealed-{seed}": options.iterations_until(options.betas[-1])
+        for seed in seeds
+    } | {
+        f"fixed-{beta:g}-{seed}": options.iterations_until(beta)
+        for beta in options.fixed_betas
+        for seed in seeds
+    }
+    num_steps = {name: count // ITERATIONS_A_STEP for name, count in steps_of.items()}
+    if options.claims:
+        num_steps = {"gradients": len(options.claims)} | num_steps
+    schedule = annealing(options)
+    annealed, fixed = [], []
+    with run.Run(options, num_steps=num_steps) as job:
+        findings = certify_gradients(job, options) if options.claims else []
+        train = functools.partial(
+            improve, job=job, algorithm=algorithm, options=options
+        )
+        for seed, world in worlds.items():
+            key = jax.random.fold_in(jax.random.key(seed), 1)
+            policies = train(
+                world,
+                name=f"annealed-{seed}",
+                betas=options.betas,
+                controller=jax.tree.map(jnp.copy, schedule),
+                key=key,
+            )
+            annealed += [
+                measure(log_policy, world=world, seed=seed, beta=beta)
+                for beta, log_policy in zip(options.betas, policies, strict=True)
+            ]
+        for beta, (seed, world) in itertools.product(
+            options.fixed_betas, worlds.items()
+        ):
+            policies = train(
+                world,
+                name=f"fixed-{beta:g}-{seed}",
+                betas=(beta,) * (1 + options.betas.index(beta)),
+                controller=kl_control.fixed(beta),
+                key=jax.random.fold_in(jax.random.key(seed), 1),
+            )
+            fixed.append(measure(policies[-1], world=world, seed=seed, beta=beta))
+    certificates = [
+        *(show_gradients(findings) if findings else []),
+        *show_optimum(annealed, fixed),
+        *show_frontier(annealed),
+    ]
+    plot(job.folder / "plots" / "frontier.png", worlds, annealed, fixed)
+    failed = [each.name for each in certificates if not each.holds]
+    summary = {
+        "certificates": len(certificates),
+        "failed": failed,
+        "gradients": [
+            {
+                "estimator": finding.estimator,
+                "place": finding.place,
+                "temperature": finding.temperature,
+                "gradient": finding.claim.gradient or finding.claim.penalty.gradient,
+                "error": finding.error,
+                "nearest": finding.nearest,
+                "value": _or_none(finding.value),
+                "bias": _or_none(finding.bias),
+            }
+            for finding in findings
+        ],
+        "annealed": [found._asdict() for found in annealed],
+        "fixed": [found._asdict() for found in fixed],
+        "seconds": time.perf_counter() - started,
+    }
+    run_folder.write_summary(job.folder, summary)
+    print(f"{len(certificates) - len(failed)} of {len(certificates)} certificates hold")
+    print(f"{summary['seconds']:.0f} s; figures and plots in {job.folder}")
+    if failed:
+        raise checks.StopError(
+            f"{len(failed)} of {len(certificates)} certificates fail: "
+            f"{'; '.join(failed)}"
+        )
+
+
+if __name__ == "__main__":
+    cli.main(main, Config, description=__doc__)

@@ -1,0 +1,254 @@
+"""A world small enough to know everything about: 4 words, 4 columns, 256 responses.
+
+    column          0     1  2  3  4
+    tokens          0     y1 y2 y3 y4      y in {0, 1, 2, 3}⁴, the prompt is one 0
+    index           64·y1 + 16·y2 + 4·y3 + y4
+
+The reference is a random decoder, the reward one number a response. So the
+probability of every response is known, and with it whatever PPO can only sample:
+
+    J(π)   = E_π[r] - β·KL(π ‖ π_ref)
+    π*     ∝ π_ref·exp(r/β),  J(π*) = β log E_ref[exp(r/β)]
+    J(π*) - J(π) = β·KL(π ‖ π*)
+
+Models, rollouts and rewards are those of any other run; sums over all responses are
+float64 NumPy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from rlhf_jax import batch, checks, config, decoder, frozen, policy
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.roles.frozen import Frozen
+
+Array = jax.Array
+Float64 = npt.NDArray[np.float64]
+Params = Any
+
+VOCABULARY = 4
+LENGTH = 4  # response columns; no word ends a response
+PROMPT = 1  # prompt columns
+RESPONSES = np.array([*itertools.product(range(VOCABULARY), repeat=LENGTH)], np.int32)
+NUM_RESPONSES = len(RESPONSES)
+SMALLEST_BETA = 0.1  # of the certificates, where the optimum is farthest
+
+
+def model(*, hidden_size: int) -> ModelConfig:
+    """One layer of GPT-2, with rows of padding in its vocabulary as any model has."""
+    shape = config.gpt2(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden_size,
+        num_layers=1,
+        num_heads=2,
+        max_positions=PROMPT + LENGTH,
+    )
+    return dataclasses.replace(shape, vocab_multiple=8)
+
+
+def init(key: Array, *, model: ModelConfig, scale: float = 0.12) -> Params:
+    """A decoder whose leaves all hold noise, so that no two words are as likely."""
+    init_key, noise_key = jax.random.split(key)
+    params = decoder.init(init_key, model=model)
+    leaves, structure = jax.tree.flatten(params)
+    keys = jax.random.split(noise_key, len(leaves))
+    return jax.tree.unflatten(
+        structure,
+        [
+            leaf + scale * jax.random.normal(key, leaf.shape, leaf.dtype)
+            for leaf, key in zip(leaves, keys, strict=True)
+        ],
+    )
+
+
+def prompts(rows: int) -> batch.Prompts:
+    """The one prompt, `rows` times; each row draws another sample of it."""
+    return batch.Prompts(
+        tokens=jnp.zeros((rows, PROMPT), jnp.int32),
+        mask=jnp.ones((rows, PROMPT), bool),
+        index=jnp.zeros(rows, jnp.int32),
+        sample=jnp.arange(rows, dtype=jnp.int32),
+    )
+
+
+def every_tokens() -> Array:
+    """i32[256, 5]: prompt and response of each response."""
+    return jnp.pad(jnp.asarray(RESPONSES), ((0, 0), (PROMPT, 0)))
+
+
+def every_response(
+    params: Params, *, model: ModelConfig, temperature: float
+) -> batch.Rollout:
+    """Each response once, in the order of its index, as if the policy had sampled it.
+
+    Its entropy, which only logs read, is 0.
+    """
+    tokens = every_tokens()
+    mask = jnp.ones(tokens.shape, bool)
+    return batch.Rollout(
+        tokens=tokens,
+        mask=mask,
+        response_mask=mask.at[:, :PROMPT].set(False),
+        old_logprobs=policy.logprobs(
+            params,
+            model=model,
+            tokens=tokens,
+            mask=mask,
+            temperature=temperature,
+            first_column=PROMPT,
+        ),
+        entropy=jnp.zeros(tokens.shape, jnp.float32),
+        index=jnp.zeros(NUM_RESPONSES, jnp.int32),
+        sample=jnp.arange(NUM_RESPONSES, dtype=jnp.int32),
+    )
+
+
+def log_probabilities(
+    params: Params, *, model: ModelConfig, temperature: float
+) -> Array:
+    """f32[256]: log π(y) of every response, nats; differentiable."""
+    rollout = every_response(params, model=model, temperature=temperature)
+    return rollout.old_logprobs.sum(axis=1)
+
+
+def index_of(tokens: Array) -> Array:
+    """i32[B]: which of the responses each row of i32[B, 5] holds."""
+    place = VOCABULARY ** np.arange(LENGTH - 1, -1, -1, dtype=np.int32)
+    return (tokens[:, PROMPT:] * place[None, :]).sum(axis=1)
+
+
+def reward_of(table: Array) -> jax.tree_util.Partial:
+    """The reward as `reward(rollout)`; its f32[256] is an argument of the program."""
+    return jax.tree_util.Partial(_look_up, table)
+
+
+def _look_up(table: Array, rollout: batch.Rollout) -> Array:
+    return table[index_of(rollout.tokens)]
+
+
+class Optimum(NamedTuple):
+    """The best there is at one β."""
+
+    log_policy: Float64  # [256], log π*(y), nats
+    value: float  # J(π*) = β log E_ref[exp(r/β)], reward units
+
+
+class Frontier(NamedTuple):
+    """What reward can be had at what KL; no policy lies above it."""
+
+    kl: Float64  # [N], KL(π* ‖ π_ref), nats, rising as β falls
+    reward: Float64  # [N], E_π*[r], reward units, rising and concave in kl
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """A reference and rewards; everything about their optimum follows."""
+
+    start: Params  # of the reference, and where the policy starts
+    reference: Frozen
+    rewards: Float64  # [256], reward units, to the bit the float32 of training
+    log_ref: Float64  # [256], log π_ref(y), nats
+
+    def optimum(self, beta: float) -> Optimum:
+        """The best policy at one β, and its objective."""
+        return optimum(self.log_ref, self.rewards, beta=beta)
+
+    def objective(self, log_policy: Float64, beta: float) -> float:
+        """J(π) = E_π[r] - β·KL(π ‖ π_ref), reward units."""
+        penalty = beta * divergence(log_policy, self.log_ref)
+        return expected_reward(log_policy, self.rewards) - penalty
+
+    @functools.cached_property
+    def frontier(self) -> Frontier:
+        """(KL*, r*) of the optima from β = 100 down to 0.01, 4000 of them."""
+        optima = [
+            self.optimum(beta).log_policy for beta in np.geomspace(100, 0.01, 4000)
+        ]
+        return Frontier(
+            np.array([divergence(best, self.log_ref) for best in optima]),
+            np.array([expected_reward(best, self.rewards) for best in optima]),
+        )
+
+    def below_frontier(self, log_policy: Float64) -> float:
+        """r*(KL) - E_π[r] at the KL of π: the reward it leaves at its distance.
+
+        Reward units. Never negative; the tangent of the frontier at the optimum of any
+        β bounds it by β·KL(π ‖ π*).
+        """
+        kl = divergence(log_policy, self.log_ref)
+        best = np.interp(kl, self.frontier.kl, self.frontier.reward)
+        return float(best - expected_reward(log_policy, self.rewards))
+
+
+def draw(
+    seed: int, *, model: ModelConfig, distance: float, temperature: float = 1.0
+) -> World:
+    """A random reference, and random rewards of a spread that is asked for.
+
+    Args:
+      seed: of both.
+      distance: KL(π_ref ‖ π*) at `SMALLEST_BETA`, nats; the rewards are normal
+        numbers scaled to it.
+      temperature: of the policies that are to be known.
+
+    Raises:
+      InputError: distance is not positive.
+    """
+    checks.positive(distance=distance)
+    start = jax.jit(functools.partial(init, model=model))(jax.random.key(seed))
+    log_ref = known(start, model=model, temperature=temperature)
+    normal = np.random.default_rng(seed).normal(size=NUM_RESPONSES)
+
+    def reached(scale: float) -> float:
+        best = optimum(log_ref, scale * normal, beta=SMALLEST_BETA)
+        return divergence(log_ref, best.log_policy)
+
+    low, high = 0.0, 1.0
+    while reached(high) < distance:
+        high *= 2.0
+    for _ in range(60):
+        middle = 0.5 * (low + high)
+        low, high = (middle, high) if reached(middle) < distance else (low, middle)
+    rewards = (high * normal).astype(np.float32).astype(np.float64)
+    return World(start, frozen.freeze(start), rewards, log_ref)
+
+
+def known(params: Params, *, model: ModelConfig, temperature: float) -> Float64:
+    """f64[256]: log π(y), for the sums below; float32 until here."""
+    found = _log_probabilities(params, model=model, temperature=temperature)
+    return np.asarray(found, np.float64)
+
+
+_log_probabilities = jax.jit(
+    log_probabilities, static_argnames=("model", "temperature")
+)
+
+
+def divergence(log_p: Float64, log_q: Float64) -> float:
+    """KL(p ‖ q) = Σ p·(log p - log q), nats."""
+    return float(np.sum(np.exp(log_p) * (log_p - log_q)))
+
+
+def expected_reward(log_policy: Float64, rewards: Float64) -> float:
+    """E_π[r], reward units."""
+    return float(np.exp(log_policy) @ rewards)
+
+
+def optimum(log_ref: Float64, rewards: Float64, *, beta: float) -> Optimum:
+    """π* ∝ π_ref·exp(r/β) and J(π*).
+
+    Source: Ziegler et al. 2019, arXiv:1909.08593, section 2; Korbak et al. 2022,
+    arXiv:2205.11275, eq. 3.
+    """
+    tilted = log_ref + rewards / beta
+    log_partition = np.logaddexp.reduce(tilted)
+    return Optimum(tilted - log_partition, float(beta * log_partition))
