@@ -365,6 +365,25 @@ def test_updates_end_with_the_approximate_kl(seen):
     assert float(again.critic) == pytest.approx(-0.8)
 
 
+def test_a_minibatch_of_a_large_mean_ratio_is_left_out_alone(seen):
+    """Of the four rows one was sampled with log-probs 3 lower: e³ = 20 is above 10."""
+    settings = dataclasses.replace(BASE, num_minibatches=4, max_ratio_mean=10.0)
+    given = numbered()
+    lower = given.old_logprobs - 3.0 * (jnp.arange(4)[:, None] == 2)
+    after, stats = ppo.update(
+        two_numbers(settings),
+        experience=dataclasses.replace(given, old_logprobs=lower),
+        key=KEY,
+        ppo=settings,
+    )
+    assert len(seen) == 4
+    assert float(after.policy) == pytest.approx(-0.3)
+    assert float(after.critic) == pytest.approx(-0.3)
+    assert int(after.skipped) == 0
+    assert float(masked.mean_stats(stats)["update/guarded"]) == 0.25
+    assert "update/stopped" not in stats
+
+
 def test_the_critic_is_warmed_up_alone(seen):
     adam = optax.adam(0.5)
     settings = dataclasses.replace(
