@@ -319,6 +319,8 @@ PRESETS: dict[str, dict[str, Any]] = {
             kind="adaptive", target=6.0, unit="response", horizon=10_000
         ),
         "adam": "tf",
+        "num_steps": 1954,
+        "max_new_tokens": 24,
         "batch_size": 512,
         "policy_learning_rate": 1e-5,
         "critic_learning_rate": 1e-5,
@@ -328,6 +330,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "ppo": ppo_config.N_PLUS,
         "kl_coef": 0.05,
         "critic_from": "reward_model",
+        "num_steps": 1953,
+        "max_new_tokens": 53,
         "batch_size": 512,
         "policy_learning_rate": 3e-6,
         "critic_learning_rate": 3e-6,
@@ -546,9 +550,10 @@ def rehearse(
     """
     train, base, reference = models.train, models.base, models.reference
     answered = programs.sample(train.policy, prompts=prompts, key=key, base=base)
-    scores = reward(answered)
+    seen = ppo.judged(answered, ppo=models.algorithm)
+    scores = reward(seen)
     if judge is not None:
-        judge(answered)
+        judge(seen)
     priced = None if reference is None else programs.price(reference, answered)
     jax.eval_shape(
         programs.learn,
@@ -628,12 +633,13 @@ def improve(
             answered = programs.sample(
                 train.policy, prompts=prompts[step], key=step_key, base=base
             )
-            scores, priced = reward(answered), None
+            shown = ppo.judged(answered, ppo=models.algorithm)
+            scores, priced = reward(shown), None
             if reference is not None and options.lifecycle.prices(step):
                 priced = programs.price(reference, answered)
             seen = {}
             if step % options.eval_every == 0:
-                seen = look(programs, train.policy, texts, base, judge, answered)
+                seen = look(programs, train.policy, texts, base, judge, shown)
             train, stats, scored = programs.learn(
                 train,
                 rollout=answered,
@@ -651,7 +657,7 @@ def improve(
             samples, positions = [], None
             if step % options.sample_every == 0:
                 samples = sample_rows(
-                    answered, scores, policy=policy, count=options.num_shown
+                    shown, scores, policy=policy, count=options.num_shown
                 )
                 positions = None if priced is None else programs.positions(scored)
             if reference is not None and options.lifecycle.moves:

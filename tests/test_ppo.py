@@ -534,9 +534,10 @@ REBUILT = {
 
 
 # One by its stats; one must change nothing; one is of test_lora.py, the others of
-# test_ppo_details.py.
+# test_ppo_details.py and test_ppo_by_hand.py.
 ABOVE = {
     *("reprice", "micro_batch_size", "lora", "truncate_after", "dual_clip"),
+    "truncate_reward_only",
     *("ptx_coef", "shared_trunk", "stop_approxkl", "max_ratio_mean"),
 }
 

@@ -82,9 +82,11 @@ def step(params, grads):
 
 
 @pytest.fixture(scope="module")
-def sampled():
-    """Sampled whole, cut after its first stop token at response index 3 or later."""
-    settings = dataclasses.replace(BASE, fixed_length=True, truncate_after=3)
+def untruncated():
+    """Sampled whole, whatever stands in it."""
+    settings = dataclasses.replace(
+        BASE, fixed_length=True, truncate_after=3, truncate_reward_only=True
+    )
     sample = toys.jit(ppo.sample, static_argnames=("ppo",))
     return sample(
         POLICY,
@@ -94,7 +96,22 @@ def sampled():
     )
 
 
-def test_a_response_of_fixed_length_goes_on_after_a_stop_token(sampled):
+@pytest.fixture(scope="module")
+def sampled(untruncated):
+    """The same, cut after its first stop token at response index 3 or later."""
+    return rollout.truncate(untruncated, stop_ids=toys.STOP, after=3)
+
+
+def test_a_response_of_fixed_length_goes_on_after_a_stop_token(untruncated, sampled):
+    settings = dataclasses.replace(BASE, fixed_length=True, truncate_after=3)
+    cut = toys.jit(ppo.sample, static_argnames=("ppo",))(
+        POLICY,
+        prompts=toys.prompts(lengths=(4, 2, 3, 1)),
+        key=jax.random.key(3),
+        ppo=settings,
+    )
+    assert toys.leaves_equal(cut, sampled)
+    assert np.asarray(untruncated.response_mask)[:, 4:].all()
     responses = np.asarray(sampled.tokens)[:, 4:]
     stops = np.isin(responses, toys.STOP)
     expected = ~oracles.oai_truncated(stops, True, 3)
@@ -386,26 +403,31 @@ def as_experience(found: batch.Scored, **numbers) -> batch.Experience:
     )
 
 
-def test_openai_2019_by_hand(sampled):
-    """Rewards whitened in the minibatch, GAE there, a critic that is a head."""
+def test_openai_2019_by_hand(untruncated, sampled):
+    """Rewards whitened in the minibatch, GAE there, a critic that is a head.
+
+    The reward sees truncated responses; all else is of every token.
+    """
     settings = recipe(ppo_config.OPENAI_2019, truncate_after=3)  # as was sampled
+    assert toys.leaves_equal(ppo.judged(untruncated, ppo=settings), sampled)
     head = {"score": CRITIC["score"]}
     after, stats, found = learn(
         fresh(settings, critic=head, kl_coef=0.15),
-        rollout=sampled,
+        rollout=untruncated,
         scores=jnp.asarray(SCORES),
         reference=REFERENCE,
         key=KEY,
         ppo=settings,
     )
-    mask = np.asarray(sampled.response_mask)
+    mask = np.asarray(untruncated.response_mask)
     ended = np.asarray(score.ended(sampled, stop_ids=toys.STOP))
     assert 0 < ended.sum() < 4
     np.testing.assert_allclose(found.scores, np.where(ended, SCORES, -1.0))
+    assert mask[:, 4:].all()
     trunk = {name: POLICY[name] for name in CRITIC["trunk"]}
     shared = {"trunk": trunk, "score": CRITIC["score"]}
     values = values_of(
-        shared, model=toys.GPT2, tokens=sampled.tokens, mask=sampled.mask
+        shared, model=toys.GPT2, tokens=untruncated.tokens, mask=untruncated.mask
     )
     close(found.values, np.where(mask, values, 0.0), atol=1e-5)
     token_rewards = oracles.token_rewards(found.scores, response_kl(found), mask, 0.15)

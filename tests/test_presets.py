@@ -55,6 +55,7 @@ PUBLISHED = {
     "openai-2019": SHARED
     | {
         "truncate_after": 16,
+        "truncate_reward_only": True,
         "whiten_rewards": "minibatch",
         "value_after_stop": False,
         "shared_trunk": True,
@@ -63,6 +64,7 @@ PUBLISHED = {
     "n-plus": SHARED
     | {
         "truncate_after": 0,
+        "truncate_reward_only": False,
         "whiten_rewards": None,
         "value_after_stop": True,
         "shared_trunk": False,
@@ -95,6 +97,9 @@ def test_around_the_recipes_too():
     assert "kl_control" not in n_plus  # which is fixed by default
     assert (openai["adam"], n_plus.get("adam")) == ("tf", None)
     assert openai["batch_size"] == n_plus["batch_size"] == 512
+    assert (openai["num_steps"], n_plus["num_steps"]) == (1954, 1953)  # 10⁶ episodes
+    assert (openai["max_new_tokens"], n_plus["max_new_tokens"]) == (24, 53)
+    assert openai["max_grad_norm"] is n_plus["max_grad_norm"] is None
     rates = ("policy_learning_rate", "critic_learning_rate")
     assert [openai[rate] for rate in rates] == [1e-5, 1e-5]
     assert [n_plus[rate] for rate in rates] == [3e-6, 3e-6]

@@ -30,7 +30,7 @@ from rlhf_jax.stages.ppo_loss import mean_distance, ppo_loss
 from rlhf_jax.stages.ppo_update import update
 from rlhf_jax.stages.state import TrainState
 
-__all__ = ["PPO", "iteration", "learn", "ppo_loss", "sample", "update"]
+__all__ = ["PPO", "iteration", "judged", "learn", "ppo_loss", "sample", "update"]
 
 Array = jax.Array
 Params = Any
@@ -78,7 +78,7 @@ def iteration(
     return learn(
         state,
         rollout=rollout,
-        scores=reward(rollout),
+        scores=reward(judged(rollout, ppo=ppo)),
         reference=reference,
         key=key,
         ppo=ppo,
@@ -110,7 +110,18 @@ def sample(
         stop_ids=() if ppo.fixed_length else ppo.stop_ids,
         temperature=ppo.temperature,
     )
-    if not ppo.fixed_length:
+    if not ppo.fixed_length or ppo.truncate_reward_only:
+        return rollout
+    return rollout_.truncate(rollout, stop_ids=ppo.stop_ids, after=ppo.truncate_after)
+
+
+def judged(rollout: Rollout, *, ppo: PPO) -> Rollout:
+    """What a reward is to see of the rollout of `sample`: mostly the same.
+
+    With `ppo.truncate_reward_only` the responses end at their first stop token here,
+    while the policy is trained on all they have.
+    """
+    if not ppo.truncate_reward_only:
         return rollout
     return rollout_.truncate(rollout, stop_ids=ppo.stop_ids, after=ppo.truncate_after)
 
@@ -129,8 +140,8 @@ def learn(
 ) -> tuple[TrainState, masked.Stats, Scored]:
     """An iteration from the scores on; `iteration` with the reward taken out.
 
-    Args, Returns, Raises: as `iteration`, with the rollout of `sample` and its scores
-    f32[B], reward units; ref_logprobs as `score.score`.
+    Args, Returns, Raises: as `iteration`, with the rollout of `sample` and the scores
+    f32[B], reward units, of what was `judged` of it; ref_logprobs as `score.score`.
 
     In a step that does not take the KL (`Lifecycle.prices`) both `reference` and
     `ref_logprobs` are None: a program of its own, without the penalty and its metrics.
@@ -149,10 +160,11 @@ def learn(
         rewards.update_moments(state.scores, scores),
         state.scores,
     )
+    seen = judged(rollout, ppo=ppo)
     shaped = score_shaping.shape(
         scores,
         moments=moments,
-        rollout=rollout,
+        rollout=seen,
         stop_ids=ppo.stop_ids,
         shaping=ppo.scores,
     )
@@ -197,7 +209,7 @@ def learn(
     stats = experience_.objective_stats(
         dataclasses.replace(scored, scores=scores),  # as the reward gave them
         kl_coef=kl_coef,
-        ended=score_.ended(rollout, stop_ids=ppo.stop_ids),
+        ended=score_.ended(seen, stop_ids=ppo.stop_ids),
     )
     stats |= losses.explained_variance(
         values=experience.old_values,

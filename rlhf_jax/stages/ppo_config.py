@@ -29,6 +29,9 @@ class Recipe:
     """Sample every response to its full length, then truncate it at a stop token."""
     truncate_after: int = 0
     """With fixed_length: tokens of a response among which none ends it; 16 in OAI."""
+    truncate_reward_only: bool = False
+    """With fixed_length: only the reward sees the truncated response; the policy is
+    trained on all of it, and its score lands on the last token (OAI)."""
     penalty: Penalty = kl_penalty.IN_REWARD
     """How the KL acts."""
     scores: ScoreShaping = score_shaping.AS_THEY_ARE
@@ -124,12 +127,16 @@ class Recipe:
                 "whitened over the rollout, got 'minibatch': they do not exist before "
                 "the minibatch then; set whiten_advantages='minibatch'"
             )
-        if self.truncate_after and not self.fixed_length:
-            raise InputError(
-                f"truncate_after: expected fixed_length with it, got "
-                f"{self.truncate_after} without, where the sampler ends a response at "
-                f"its first stop token; set fixed_length, or leave it out"
-            )
+        for name, given in {
+            "truncate_after": self.truncate_after,
+            "truncate_reward_only": self.truncate_reward_only,
+        }.items():
+            if given and not self.fixed_length:
+                raise InputError(
+                    f"{name}: expected fixed_length with it, got {given} without, "
+                    f"where the sampler ends a response at its first stop token; set "
+                    f"fixed_length, or leave it out"
+                )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -223,6 +230,7 @@ OPENAI_2019 = Recipe(
     temperature=0.7,
     fixed_length=True,
     truncate_after=16,
+    truncate_reward_only=True,
     scores=ScoreShaping(missing_stop_score=-1.0),
     gamma=1.0,
     lam=0.95,
