@@ -7,11 +7,12 @@ PPO on the language of the quickstart under six β and from three seeds, as one 
 one (`reviews.careful_gold`), for whom nonsense stays nonsense however it praises. The
 labels that the reward models learn from are this judge's: nobody else is measured.
 
-Two idle CPU cores take about 21 minutes. Expect, as of seed 0, that without the penalty
-the reward-model score rises by 2.4 standard deviations while gold falls from -0.2 to
--2.0, that fluency falls from 0.93 to 0.01 and that most responses are copies, at 38
-nats of KL. β = 0.1 and above keep gold up by 0.9 or more, and nearly all responses
-distinct; gold - β KL peaks at about β = 0.2.
+On two CPU cores the sweep takes 20 minutes, its three preparations and the evaluation
+about 6 more. Expect, over seeds 0 to 2 (± deviation), that without the penalty the
+reward-model score rises to 2.9 ± 0.4 while gold falls from -0.2 to -2.0, fluency from
+0.94 to 0 and distinct responses to 0.55 ± 0.16, at 80 ± 32 nats of KL. β = 0.1 and above
+keep gold at 0.64 - 0.85, fluency at 0.85 or more and all responses distinct; gold - β KL
+peaks at β = 0.2. Recorded in `recorded/kl_frontier`.
 """
 
 from __future__ import annotations
