@@ -62,8 +62,8 @@ IDENTITY = 1e-5  # of J(π*) - J(π) = β·KL(π ‖ π*), reward units
 FARTHEST = 3.0  # KL(π_ref ‖ π*) at the smallest β is at least this, nats
 FIXED = (0.3, 0.1)  # β from the start, beside those that are annealed to
 ITERATIONS_A_STEP = 25  # of a stage, in one program
-SLIDE = 0.5  # share of a β's iterations in which it comes down from the last
-HOLD = 0.7  # share of them in which learning rates stay, before they fall
+SLIDE = 0.4  # share of a β's iterations in which it comes down from the last
+HOLD = 0.5  # share of them in which learning rates stay, before they fall
 LAST = 0.01  # what is left of them at the end
 MISSED = 0.1  # a mode is lost where π(y) is below this share of π*(y)
 
@@ -87,9 +87,9 @@ class Config(run_folder.RunConfig):
     """Width of policy, reference and critic."""
     batch_size: int = 512
     """Responses an iteration."""
-    num_epochs: int = 2
+    num_epochs: int = 1
     """Passes over each batch."""
-    num_minibatches: int = 1
+    num_minibatches: int = 2
     """Optimizer steps a pass."""
     policy_learning_rate: float = 3e-3
     """At the start of each beta."""
