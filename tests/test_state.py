@@ -67,7 +67,15 @@ def ppo_case():
 
     def loss(params, part):
         tokens = experience.response_mask.sum(dtype=jnp.float32)
-        return ppo.ppo_loss(*params, experience=part, num_tokens=tokens, ppo=settings)
+        return ppo.ppo_loss(
+            *params,
+            experience=part,
+            kl_coef=0.1,
+            num_tokens=tokens,
+            num_values=tokens,
+            num_responses=jnp.float32(4),
+            ppo=settings,
+        )
 
     return loss, (policy, critic), experience
 

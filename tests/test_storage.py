@@ -29,6 +29,7 @@ from rlhf_jax import (
     storage,
 )
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.kl_penalty import Penalty
 
 CPUS = jax.devices()
 TOKENS, MASK = tiny.batch([5, 8], 8, side="left")
@@ -370,6 +371,7 @@ def test_no_loss_moves_the_reference(name):
         critic_optimizer=optimizer,
         max_new_tokens=toys.SIZE,
         stop_ids=toys.STOP,
+        penalty=Penalty(value_estimator="exact", placement="both"),
     )
     critic = {
         "trunk": toys.params(seed=3),
@@ -377,15 +379,18 @@ def test_no_loss_moves_the_reference(name):
     }
 
     def losses(policy_params, stored):
+        reference = dataclasses.replace(held, stored=stored)
         scored = score.score(
             rollout,
             scores=jnp.arange(4.0),
-            reference=dataclasses.replace(held, stored=stored),
+            reference=reference,
             model=model,
             critic=critic,
             critic_model=model,
             max_new_tokens=toys.SIZE,
             temperature=0.7,
+            penalty=options.penalty,
+            policy=policy_params,
         )
         learned = experience.experience(
             scored, kl_coef=jnp.float32(0.3), gamma=1.0, lam=0.95
@@ -394,8 +399,12 @@ def test_no_loss_moves_the_reference(name):
         loss, _ = ppo.ppo_loss(
             *(policy_params, critic),
             experience=learned,
+            kl_coef=0.3,
             num_tokens=num_tokens,
+            num_values=num_tokens,
+            num_responses=jnp.float32(4),
             ppo=options,
+            reference=reference,
         )
         read = (loss, learned.token_rewards, learned.advantages, scored.kl)
         return jnp.stack([array.sum() for array in read])
