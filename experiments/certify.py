@@ -74,7 +74,7 @@ class Config(run_folder.RunConfig):
     """Worlds, each of a seed of its own: --seed, the next, ..."""
     betas: tuple[float, ...] = (1.0, 0.55, 0.3, 0.17, 0.1)
     """Reward units per nat, falling; the policy of each starts the next."""
-    iterations: int = 400
+    iterations: int = 600
     """PPO iterations at each beta; divides by 25."""
     fixed: bool = True
     """Also run at a beta of 0.3 and 0.1 from the start, and report it."""
