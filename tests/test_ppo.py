@@ -524,7 +524,6 @@ REBUILT = {
     "whiten_advantages": None,
     "whiten_ddof": 1,
     "value_after_stop": True,
-    "fixed_length": True,
     "entropy_coef": 0.1,
     "aggregation": "sequence_mean",
     "critic_warmup": 1,
@@ -537,7 +536,7 @@ REBUILT = {
 # test_ppo_details.py and test_ppo_by_hand.py.
 ABOVE = {
     *("reprice", "micro_batch_size", "lora", "truncate_after", "dual_clip"),
-    "truncate_reward_only",
+    *("fixed_length", "truncate_reward_only"),  # the first must change nothing too
     *("ptx_coef", "shared_trunk", "stop_approxkl", "max_ratio_mean"),
 }
 
