@@ -10,9 +10,9 @@ labels that the reward models learn from are this judge's: nobody else is measur
 On two CPU cores the sweep takes 20 minutes, its three preparations and the evaluation
 about 6 more. Expect, over seeds 0 to 2 (± deviation), that without the penalty the
 reward-model score rises to 2.9 ± 0.4 while gold falls from -0.2 to -2.0, fluency from
-0.94 to 0 and distinct responses to 0.55 ± 0.16, at 80 ± 32 nats of KL. β = 0.1 and above
-keep gold at 0.64 - 0.85, fluency at 0.85 or more and all responses distinct; gold - β KL
-peaks at β = 0.2. Recorded in `recorded/kl_frontier`.
+0.94 to 0 and distinct responses to 0.55 ± 0.16, at 80 ± 32 nats of KL. β = 0.1 and
+above keep gold at 0.64 - 0.85, fluency at 0.85 or more and all responses distinct;
+gold - β KL peaks at β = 0.2. Recorded in `recorded/kl_frontier`.
 """
 
 from __future__ import annotations
