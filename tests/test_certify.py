@@ -267,5 +267,5 @@ def test_beta_slides_down_and_stays(tmp_path):
         controller = controller.update(kl=None, num_episodes=1)
         betas.append(float(controller.kl_coef))
     np.testing.assert_allclose(betas[:101], 1.0)
-    assert betas[125] == pytest.approx(0.1**0.5)
-    np.testing.assert_allclose(betas[150:], 0.1, rtol=1e-6)
+    assert betas[120] == pytest.approx(0.1**0.5)
+    np.testing.assert_allclose(betas[140:], 0.1, rtol=1e-6)
