@@ -5,7 +5,8 @@
 
 The first goes through the code of a run: `score`, `experience` (lam = 1, no whitening,
 score 0, β = 1) and `ppo_loss`, a row at a time, before anything is clipped. The
-critic's values are noise, as a baseline must not matter. The second reads logits alone.
+critic's values are noise, as a baseline must not matter. The second reads logits alone
+(`expected_gradients`). The claims are in `penalty_claims`.
 """
 
 from __future__ import annotations
@@ -20,149 +21,30 @@ from concurrent import futures
 from typing import Any, NamedTuple
 
 import enumerable
+import expected_gradients
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 import optax
+from penalty_claims import KLS, NONE, ZERO, Claim
 
-from rlhf_jax import critic, experience, frozen, policy, ppo, ppo_loss, score
-from rlhf_jax.functional.kl_penalty import (
-    FIXED_FORWARD,
-    FIXED_REVERSE,
-    FULL_FORWARD,
-    FULL_REVERSE,
-    Penalty,
-)
+from rlhf_jax import critic, experience, frozen, ppo, ppo_loss, score
+from rlhf_jax.functional.kl_gradients import FULL_REVERSE
+from rlhf_jax.functional.kl_penalty import Penalty
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.frozen import Frozen
 from rlhf_jax.stages.batch import Experience, Scored
 
 Array = jax.Array
 Params = Any
-Key = tuple[str, bool]  # name of a gradient, True where it is of whole responses
-Gradients = dict[Key, Any]
 Flat = npt.NDArray[np.float64]
 
 # Of the largest entry of the expected gradient, or of the full reverse KL's where that
 # is larger (some are 0, some what is left of a difference); for a mean, of the KL.
 TOLERANCE = 1e-5
 APART = 1e-2  # of the same: how far from every KL's a gradient of none of them keeps
-ZERO = "zero"
-NONE = "none of these"
-KLS = (FULL_REVERSE, FULL_FORWARD, FIXED_REVERSE, FIXED_FORWARD)
-TOP_K = 2  # of the 4 words
 OPTIMIZER = optax.sgd(1.0)  # a PPO has one; none is run here
-
-
-class Claim(NamedTuple):
-    """A penalty and the gradient it is said to have."""
-
-    penalty: Penalty
-    gradient: str | None = None  # one of KLS, ZERO or NONE; None: `Penalty.terms` alone
-    older: bool = False  # the samples are an older policy's
-
-
-def _reverse(estimator: Any, placement: Any, per: Any, gradient: str) -> Claim:
-    chosen = Penalty(value_estimator=estimator, placement=placement, per=per)
-    return Claim(chosen, gradient)
-
-
-def _weighted(
-    direction: Any, estimator: Any, per: Any, weights: Any, gradient: str
-) -> Claim:
-    chosen = Penalty(
-        value_estimator=estimator,
-        placement="loss",
-        direction=direction,
-        per=per,
-        importance_weights=weights,
-    )
-    # A reverse KL has no weights but where the policy has moved on from its samples.
-    return Claim(chosen, gradient, older=direction == "reverse")
-
-
-TABLE = (
-    _reverse("k1", "reward", "token", FULL_REVERSE),
-    _reverse("k1", "reward", "response", FULL_REVERSE),
-    _reverse("k1", "loss", "token", ZERO),
-    _reverse("k1", "loss", "response", ZERO),
-    _reverse("k1", "both", "token", FULL_REVERSE),
-    _reverse("k1", "both", "response", FULL_REVERSE),
-    _reverse("k2", "reward", "token", NONE),
-    _reverse("k2", "reward", "response", NONE),
-    _reverse("k2", "loss", "token", FIXED_REVERSE),
-    _reverse("k2", "loss", "response", FULL_REVERSE),
-    _reverse("k2", "both", "token", NONE),
-    _reverse("k2", "both", "response", NONE),
-    _reverse("k3", "reward", "token", NONE),
-    _reverse("k3", "reward", "response", NONE),
-    _reverse("k3", "loss", "token", FIXED_FORWARD),
-    _reverse("k3", "loss", "response", FULL_FORWARD),
-    _reverse("k3", "both", "token", FULL_REVERSE),
-    _reverse("k3", "both", "response", FULL_REVERSE),
-    _reverse("exact", "reward", "token", NONE),
-    _reverse("exact", "reward", "response", NONE),
-    _reverse("exact", "loss", "token", FIXED_REVERSE),
-    _reverse("exact", "loss", "response", FIXED_REVERSE),
-    _reverse("exact", "both", "token", FULL_REVERSE),
-    _reverse("exact", "both", "response", FULL_REVERSE),
-)
-"""Every estimator, placement, and token or response, of a reverse KL on-policy.
-
-In the reward alone and in the loss alone this is what the literature says. In both, the
-two halves add up to the gradient of the estimator's mean, which is the KL itself where
-the estimator has no bias."""
-
-OTHERS = (
-    # One estimator for the number, another for the gradient.
-    Claim(
-        Penalty(value_estimator="k1", grad_estimator="k2", placement="loss"),
-        FIXED_REVERSE,
-    ),
-    Claim(
-        Penalty(
-            value_estimator="k3", grad_estimator="k2", placement="loss", per="response"
-        ),
-        FULL_REVERSE,
-    ),
-    Claim(Penalty(value_estimator="k1", grad_estimator="k2", placement="both"), NONE),
-    # Nowhere, and each response's share divided by its length.
-    Claim(Penalty(placement=None)),
-    Claim(Penalty(per="length")),
-    Claim(Penalty(value_estimator="k2", placement="loss", per="length")),
-    # A forward KL, exact.
-    Claim(Penalty(value_estimator="exact", direction="forward"), NONE),
-    Claim(
-        Penalty(value_estimator="exact", direction="forward", placement="loss"),
-        FIXED_FORWARD,
-    ),
-    Claim(
-        Penalty(value_estimator="exact", direction="forward", placement="both"), NONE
-    ),
-    # A forward KL from samples of the policy, weighted.
-    _weighted("forward", "k1", "token", "token", FIXED_FORWARD),
-    _weighted("forward", "k1", "token", "prefix", FULL_FORWARD),
-    _weighted("forward", "k1", "response", "prefix", FULL_FORWARD),
-    _weighted("forward", "k2", "token", "token", NONE),
-    _weighted("forward", "k2", "token", "prefix", NONE),
-    _weighted("forward", "k2", "response", "prefix", NONE),
-    _weighted("forward", "k3", "token", "token", FIXED_FORWARD),
-    _weighted("forward", "k3", "token", "prefix", FULL_FORWARD),
-    _weighted("forward", "k3", "response", "prefix", FULL_FORWARD),
-    # With weights the samples of an older policy give what its own would.
-    _weighted("reverse", "k1", "response", "prefix", ZERO),
-    _weighted("reverse", "k2", "token", "prefix", FIXED_REVERSE),
-    _weighted("reverse", "k2", "response", "prefix", FULL_REVERSE),
-    _weighted("reverse", "k3", "token", "prefix", FIXED_FORWARD),
-    _weighted("reverse", "k3", "response", "prefix", FULL_FORWARD),
-    _weighted("reverse", "exact", "token", "prefix", FIXED_REVERSE),
-    # The likeliest words, and one bucket for the rest.
-    Claim(Penalty(value_estimator="exact", placement="reward", top_k=TOP_K)),
-    Claim(Penalty(value_estimator="exact", placement="loss", top_k=TOP_K)),
-    Claim(Penalty(value_estimator="exact", placement="both", top_k=TOP_K)),
-)
-"""Claims beside the table; those without a name are held to `Penalty.terms`."""
 
 
 class Finding(NamedTuple):
@@ -243,8 +125,13 @@ def certify(
 
     Several are compiled at once.
     """
-    known = expected_gradients(case, temperature=temperature)
-    values = expected_values(case, temperature=temperature)
+    reference = frozen.read(case.reference)
+    known = expected_gradients.gradients(
+        case.policy, reference, model=case.model, temperature=temperature
+    )
+    values = expected_gradients.means(
+        case.policy, reference, model=case.model, temperature=temperature
+    )
     claims = tuple(claims)
     samples = {
         older: _sample(case, older=older, temperature=temperature)
@@ -285,7 +172,7 @@ def _finding(
     found: Flat,
     value: float,
     temperature: float,
-    known: Gradients,
+    known: dict[expected_gradients.Key, Params],
     values: dict[str, float],
 ) -> Finding:
     chosen = claim.penalty
@@ -438,135 +325,6 @@ def measure(
         if algorithm.penalty.per == "length":
             value = value * enumerable.LENGTH
     return gradient, value
-
-
-class _Tables(NamedTuple):
-    """What the sums below are made of; y runs over responses, t and v over words."""
-
-    words: Array  # f32[256, 4, 4], log π(v | what stands before t in y), nats
-    ref_words: Array  # the same of the reference
-    taken: Array  # f32[256, 4], of the word that is there
-    ref_taken: Array
-
-
-def expected_gradients(case: Case, *, temperature: float) -> Gradients:
-    """The gradients that `Penalty.terms` names, each of a sum over all responses."""
-    return _expected_gradients(
-        case.policy,
-        frozen.read(case.reference),
-        model=case.model,
-        temperature=temperature,
-    )
-
-
-@functools.partial(jax.jit, static_argnames=("model", "temperature"))
-def _expected_gradients(
-    params: Params, ref_params: Params, *, model: ModelConfig, temperature: float
-) -> Gradients:
-    def sums(params: Params) -> dict[Key, Array]:
-        tables = _tables(params, ref_params, model=model, temperature=temperature)
-        return {
-            (name, whole): value
-            for whole in (False, True)
-            for name, value in _sums(tables, whole=whole).items()
-        }
-
-    values, pull = jax.vjp(sums, params)
-    names = list(values)
-
-    def of(one_hot: Array) -> Params:
-        return pull(dict(zip(names, one_hot, strict=True)))[0]
-
-    # One after the other: under `vmap` (and so in `jax.jacrev`) JAX 0.10.2 pulls such
-    # a dict of one-hot cotangents back through a scan wrongly.
-    found = jax.lax.map(of, jnp.eye(len(names)))
-    return {
-        name: jax.tree.map(lambda leaf, i=i: leaf[i], found)
-        for i, name in enumerate(names)
-    }
-
-
-def _sums(tables: _Tables, *, whole: bool) -> dict[str, Array]:
-    """{name: f32[], nats}, to be differentiated; `whole` matters to k2 alone."""
-    words, ref_words, taken, ref_taken = tables
-    own = jnp.exp(taken.sum(axis=1))  # π(y), which moves
-    fixed = jax.lax.stop_gradient(own)
-    reference = jnp.exp(ref_taken.sum(axis=1))
-    x = taken - ref_taken
-    log_ratio = x.sum(axis=1)
-    squares = log_ratio**2 if whole else (x**2).sum(axis=1)
-    reverse = (jnp.exp(words) * (words - ref_words)).sum(axis=(1, 2))
-    forward = (jnp.exp(ref_words) * (ref_words - words)).sum(axis=(1, 2))
-    square = (jnp.exp(ref_words) * 0.5 * (words - ref_words) ** 2).sum(axis=(1, 2))
-    bucketed = _bucketed(words, ref_words).sum(axis=1)
-    return {
-        FULL_REVERSE: own @ log_ratio,
-        FULL_FORWARD: -(reference @ log_ratio),
-        FIXED_REVERSE: fixed @ reverse,
-        FIXED_FORWARD: fixed @ forward,
-        "mean k2": 0.5 * (own @ squares),
-        "own-prefix forward": own @ forward,
-        "reference's mean k2": 0.5 * (reference @ squares),
-        "fixed-state k2": fixed @ square,
-        f"top-k {FULL_REVERSE}": own @ bucketed,
-        f"top-k {FIXED_REVERSE}": fixed @ bucketed,
-    }
-
-
-def _bucketed(words: Array, ref_words: Array) -> Array:
-    """f32[256, 4]: reverse KL over the TOP_K likeliest words and one bucket."""
-    order = jnp.argsort(-jax.lax.stop_gradient(words), axis=-1)
-    p, q = (
-        jnp.take_along_axis(jnp.exp(table), order, axis=-1)
-        for table in (words, ref_words)
-    )
-    p, q = (
-        jnp.concatenate(
-            [each[..., :TOP_K], each[..., TOP_K:].sum(axis=-1, keepdims=True)], axis=-1
-        )
-        for each in (p, q)
-    )
-    return (p * jnp.log(p / q)).sum(axis=-1)
-
-
-def _tables(
-    params: Params, ref_params: Params, *, model: ModelConfig, temperature: float
-) -> _Tables:
-    tokens = enumerable.every_tokens()
-    words, ref_words = (
-        jax.nn.log_softmax(
-            policy.logits(
-                each, model=model, tokens=tokens, mask=jnp.ones(tokens.shape, bool)
-            )[:, :-1]
-            / temperature
-        )
-        for each in (params, ref_params)
-    )
-    chosen = tokens[:, enumerable.PROMPT :, None]
-    taken, ref_taken = (
-        jnp.take_along_axis(each, chosen, axis=-1)[..., 0]
-        for each in (words, ref_words)
-    )
-    return _Tables(words, ref_words, taken, ref_taken)
-
-
-def expected_values(case: Case, *, temperature: float) -> dict[str, float]:
-    """Means under the policy, nats per response, as float64 sums."""
-    tables = jax.jit(_tables, static_argnames=("model", "temperature"))(
-        case.policy,
-        frozen.read(case.reference),
-        model=case.model,
-        temperature=temperature,
-    )
-    taken, ref_taken = (
-        np.asarray(each, np.float64) for each in (tables.taken, tables.ref_taken)
-    )
-    probabilities, x = np.exp(taken.sum(axis=1)), taken - ref_taken
-    return {
-        "kl": float(probabilities @ x.sum(axis=1)),
-        "k2": float(probabilities @ (0.5 * x**2).sum(axis=1)),
-        "k2 of responses": float(probabilities @ (0.5 * x.sum(axis=1) ** 2)),
-    }
 
 
 def _flat(gradient: Params) -> Flat:

@@ -14,6 +14,13 @@ frontier   The reward that it reaches at its KL is the most that there is.
 
 Rewards are drawn from printed seeds, a world each, so far from the reference that
 KL(π_ref ‖ π*) is 3.5 nats at β = 0.1.
+
+On two CPU cores it takes 9 minutes: 1 for the gradients, 0.8 for each world's annealed
+run. Expect all 123 certificates to hold. Of 75 gradients the largest error is 2.8e-6;
+over seeds 0 to 2 the annealed policy ends 0.003 - 0.004 nats from π* at β = 0.1 and at
+most 0.004 above it, the identity holds to 3e-8. With β fixed it ends at most 0.001 away
+at 0.3, but 0.014, 0.27 and 0.18 nats at 0.1, where 1 - 23% of the mass of π* lies on
+responses that it has lost. Recorded in `recorded/certify`.
 """
 
 from __future__ import annotations
@@ -24,19 +31,18 @@ import itertools
 import math
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
+import certificates
 import certified_gradients
 import enumerable
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from certified_gradients import Claim, Finding
+from certified_gradients import Finding
 from enumerable import Float64, World
-from matplotlib import colormaps
-from matplotlib.figure import Figure
+from penalty_claims import OTHERS, TABLE, Claim
 
 from rlhf_jax import (
     checks,
@@ -46,7 +52,6 @@ from rlhf_jax import (
     masked,
     optimizers,
     ppo,
-    report,
     run,
     run_folder,
     state,
@@ -57,15 +62,11 @@ from rlhf_jax.stages.state import TrainState
 
 Array = jax.Array
 
-NATS = 0.01  # KL(π ‖ π*) of a policy that has reached the optimum
-IDENTITY = 1e-5  # of J(π*) - J(π) = β·KL(π ‖ π*), reward units
-FARTHEST = 3.0  # KL(π_ref ‖ π*) at the smallest β is at least this, nats
 FIXED = (0.3, 0.1)  # β from the start, beside those that are annealed to
 ITERATIONS_A_STEP = 25  # of a stage, in one program
 SLIDE = 0.4  # share of a β's iterations in which it comes down from the last
 HOLD = 0.5  # share of them in which learning rates stay, before they fall
 LAST = 0.01  # what is left of them at the end
-MISSED = 0.1  # a mode is lost where π(y) is below this share of π*(y)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,12 +123,11 @@ class Config(run_folder.RunConfig):
     @property
     def claims(self) -> list[tuple[Claim, float]]:
         """What is claimed of gradients, and at what temperature."""
-        table, others = certified_gradients.TABLE, certified_gradients.OTHERS
         match self.gradients:
             case "all":
-                groups = [(0.7, table + others), (1.0, table)]
+                groups = [(0.7, TABLE + OTHERS), (1.0, TABLE)]
             case "table":
-                groups = [(0.7, table)]
+                groups = [(0.7, TABLE)]
             case "none":
                 groups = []
         return [(claim, heat) for heat, claims in groups for claim in claims]
@@ -140,13 +140,6 @@ class Config(run_folder.RunConfig):
     def iterations_until(self, beta: float) -> int:
         """PPO iterations, from the reference to the end of `beta`."""
         return self.iterations * (1 + self.betas.index(beta))
-
-
-class Certificate(NamedTuple):
-    """One thing that is shown, or not."""
-
-    name: str
-    holds: bool
 
 
 def algorithm_of(options: Config) -> ppo.PPO:
@@ -280,38 +273,6 @@ def improve(
         return [*np.asarray(stage.state["reached"], np.float64)]
 
 
-class Reached(NamedTuple):
-    """What a policy is worth in its world, at the β that it was trained with."""
-
-    seed: int  # of the world
-    beta: float  # reward units per nat
-    start: float  # KL(π_ref ‖ π*), nats
-    distance: float  # KL(π ‖ π*), nats
-    missed: float  # share of π* on responses that π hardly gives
-    identity: float  # |J(π*) - J(π) - β·KL(π ‖ π*)|, reward units
-    kl: float  # KL(π ‖ π_ref), nats
-    reward: float  # E_π[r], reward units
-    below: float  # what it lacks to the frontier at this KL, reward units
-
-
-def measure(log_policy: Float64, *, world: World, seed: int, beta: float) -> Reached:
-    """The figures of one policy, sums over all responses."""
-    best = world.optimum(beta)
-    distance = enumerable.divergence(log_policy, best.log_policy)
-    missing = log_policy < best.log_policy + math.log(MISSED)
-    return Reached(
-        seed=seed,
-        beta=beta,
-        start=enumerable.divergence(world.log_ref, best.log_policy),
-        distance=distance,
-        missed=float(np.exp(best.log_policy)[missing].sum()),
-        identity=abs(best.value - world.objective(log_policy, beta) - beta * distance),
-        kl=enumerable.divergence(log_policy, world.log_ref),
-        reward=enumerable.expected_reward(log_policy, world.rewards),
-        below=world.below_frontier(log_policy),
-    )
-
-
 def certify_gradients(job: run.Run, options: Config) -> list[Finding]:
     """Every claim about a gradient; a stage, so that it shows how far it is."""
     claims = options.claims
@@ -335,152 +296,6 @@ def certify_gradients(job: run.Run, options: Config) -> list[Finding]:
         Finding(claim, temperature, *map(float, row))
         for (claim, temperature), row in zip(claims, figures, strict=True)
     ]
-
-
-def show_gradients(findings: Sequence[Finding]) -> list[Certificate]:
-    """Prints the table, and says what of it holds.
-
-    Columns beside the error: how far the gradient is from the nearest of the KLs' and
-    zero, and how far the mean of the estimates from KL(π ‖ π_ref), nats.
-    """
-    report.table(
-        f"Expected gradient of each penalty (error at most "
-        f"{certified_gradients.TOLERANCE:g} of its largest entry)",
-        ("estimator", "in, per", "T", "gradient of", "error", "to KLs", "bias", ""),
-        [
-            (
-                finding.estimator,
-                finding.place,
-                f"{finding.temperature:g}",
-                finding.claim.gradient or finding.claim.penalty.gradient,
-                f"{finding.error:.0e}",
-                f"{finding.nearest:.0e}",
-                "" if math.isnan(finding.bias) else f"{finding.bias:.0e}",
-                _verdict(finding.holds),
-            )
-            for finding in findings
-        ],
-    )
-    return [
-        Certificate(
-            f"gradient: {finding.estimator}, in {finding.place}, T "
-            f"{finding.temperature:g}",
-            finding.holds,
-        )
-        for finding in findings
-    ]
-
-
-def show_optimum(
-    annealed: Sequence[Reached], fixed: Sequence[Reached]
-) -> list[Certificate]:
-    """Prints how near PPO came to each optimum, and says what of it holds.
-
-    Columns: KL(. ‖ π*) of the reference, of the annealed policy and of that with β
-    fixed; the share of π* on responses that the two have lost; and the error of
-    J(π*) - J(π) = β·KL(π ‖ π*), reward units.
-    """
-    beside = {(found.seed, found.beta): found for found in fixed}
-    rows, certificates = [], []
-    for found in annealed:
-        same = beside.get((found.seed, found.beta))
-        where = f"seed {found.seed}, beta {found.beta:g}"
-        verdicts = {
-            f"optimum: {where}": found.distance <= NATS,
-            f"identity: {where}": found.identity <= IDENTITY,
-        }
-        if found.beta == enumerable.SMALLEST_BETA:
-            verdicts[f"world: {where}"] = found.start >= FARTHEST
-        certificates += itertools.starmap(Certificate, verdicts.items())
-        rows.append(
-            (
-                str(found.seed),
-                f"{found.beta:g}",
-                f"{found.start:.3f}",
-                f"{found.distance:.4f}",
-                f"{same.distance:.4f}" if same else "",
-                f"{found.missed:.1%}",
-                f"{same.missed:.1%}" if same else "",
-                f"{found.identity:.0e}",
-                _verdict(all(verdicts.values())),
-            )
-        )
-    report.table(
-        f"PPO and the optimum: KL(π ‖ π*) [nats] at most {NATS:g}",
-        ("seed", "β", "π_ref", "π", "β fixed", "lost", "β fixed", "error", ""),
-        rows,
-    )
-    return certificates
-
-
-def show_frontier(annealed: Sequence[Reached]) -> list[Certificate]:
-    """Prints how far below the frontier PPO is, and says what of it holds.
-
-    A policy at a distance of d nats from the optimum is at most β·d below.
-    """
-    rows, certificates = [], []
-    for found in annealed:
-        limit = found.beta * NATS
-        holds = -IDENTITY <= found.below <= limit
-        where = f"seed {found.seed}, beta {found.beta:g}"
-        certificates.append(Certificate(f"frontier: {where}", holds))
-        row = (
-            f"{number:.4f}" for number in (found.kl, found.reward, found.below, limit)
-        )
-        rows.append((str(found.seed), f"{found.beta:g}", *row, _verdict(holds)))
-    report.table(
-        "PPO and the frontier of reward and KL",
-        ("seed", "β", "KL [nats]", "reward", "below", "at most", ""),
-        rows,
-    )
-    return certificates
-
-
-def plot(
-    path: Path,
-    worlds: dict[int, World],
-    annealed: Sequence[Reached],
-    fixed: Sequence[Reached],
-) -> None:
-    """The exact frontier of each world, and what PPO reached."""
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axis = figure.subplots()
-    for number, (seed, world) in enumerate(worlds.items()):
-        colour = colormaps["tab10"](number % 10)
-        kl = np.array([found.kl for found in annealed if found.seed == seed])
-        within = world.frontier.kl <= 1.2 * kl.max(initial=1.0)
-        axis.plot(
-            world.frontier.kl[within],
-            world.frontier.reward[within],
-            color=colour,
-            linewidth=1,
-            label=f"exact, seed {seed}",
-        )
-        for found, marker, face in (
-            *((found, "o", colour) for found in annealed if found.seed == seed),
-            *((found, "s", "none") for found in fixed if found.seed == seed),
-        ):
-            axis.plot(
-                found.kl,
-                found.reward,
-                marker,
-                color=colour,
-                markerfacecolor=face,
-                markersize=5,
-            )
-    axis.plot([], [], "o", color="grey", label="PPO, β annealed")
-    axis.plot([], [], "s", color="grey", markerfacecolor="none", label="PPO, β fixed")
-    axis.set_xlabel("KL(π ‖ π_ref) [nats per response]")
-    axis.set_ylabel("expected reward [reward units]")
-    axis.grid(alpha=0.25)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False)
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, dpi=150)
-
-
-def _verdict(holds: bool) -> str:
-    return "holds" if holds else "FAILS"
 
 
 def _or_none(number: float) -> float | None:
@@ -523,7 +338,7 @@ def main(options: Config) -> None:
                 key=key,
             )
             annealed += [
-                measure(log_policy, world=world, seed=seed, beta=beta)
+                certificates.measure(log_policy, world=world, seed=seed, beta=beta)
                 for beta, log_policy in zip(options.betas, policies, strict=True)
             ]
         for beta, (seed, world) in itertools.product(
@@ -536,16 +351,18 @@ def main(options: Config) -> None:
                 controller=kl_control.fixed(beta),
                 key=jax.random.fold_in(jax.random.key(seed), 1),
             )
-            fixed.append(measure(policies[-1], world=world, seed=seed, beta=beta))
-    certificates = [
-        *(show_gradients(findings) if findings else []),
-        *show_optimum(annealed, fixed),
-        *show_frontier(annealed),
+            fixed.append(
+                certificates.measure(policies[-1], world=world, seed=seed, beta=beta)
+            )
+    shown = [
+        *(certificates.show_gradients(findings) if findings else []),
+        *certificates.show_optimum(annealed, fixed),
+        *certificates.show_frontier(annealed),
     ]
-    plot(job.folder / "plots" / "frontier.png", worlds, annealed, fixed)
-    failed = [each.name for each in certificates if not each.holds]
+    certificates.plot(job.folder / "plots" / "frontier.png", worlds, annealed, fixed)
+    failed = [each.name for each in shown if not each.holds]
     summary = {
-        "certificates": len(certificates),
+        "certificates": len(shown),
         "failed": failed,
         "gradients": [
             {
@@ -565,12 +382,11 @@ def main(options: Config) -> None:
         "seconds": time.perf_counter() - started,
     }
     run_folder.write_summary(job.folder, summary)
-    print(f"{len(certificates) - len(failed)} of {len(certificates)} certificates hold")
+    print(f"{len(shown) - len(failed)} of {len(shown)} certificates hold")
     print(f"{summary['seconds']:.0f} s; figures and plots in {job.folder}")
     if failed:
         raise checks.StopError(
-            f"{len(failed)} of {len(certificates)} certificates fail: "
-            f"{'; '.join(failed)}"
+            f"{len(failed)} of {len(shown)} certificates fail: {'; '.join(failed)}"
         )
 
 

@@ -9,17 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from certified_gradients import (
-    FULL_REVERSE,
-    NONE,
-    OTHERS,
-    TABLE,
-    ZERO,
-    Claim,
-)
+from penalty_claims import NONE, OTHERS, TABLE, ZERO, Claim
 
 from rlhf_jax import policy, rollout
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.kl_gradients import FULL_REVERSE
 from rlhf_jax.functional.kl_penalty import Penalty
 from rlhf_jax.runtime import cli
 

@@ -32,9 +32,6 @@ from rlhf_jax.functional.kl_gradients import Estimator
 Array = jax.Array
 Stats = masked.Stats
 
-FULL_REVERSE, FULL_FORWARD = kl_gradients.FULL_REVERSE, kl_gradients.FULL_FORWARD
-FIXED_REVERSE, FIXED_FORWARD = kl_gradients.FIXED_REVERSE, kl_gradients.FIXED_FORWARD
-
 
 @dataclasses.dataclass(frozen=True)
 class Penalty:

@@ -1,0 +1,149 @@
+"""The gradients that a penalty may have, by autodiff of sums over all responses.
+
+Nothing here goes through the code of a run: it reads logits and adds up, so that
+`certified_gradients` has two sides to compare.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import enumerable
+import jax
+import jax.numpy as jnp
+import numpy as np
+from penalty_claims import TOP_K
+
+from rlhf_jax import policy
+from rlhf_jax.functional import kl_gradients
+from rlhf_jax.models.config import ModelConfig
+
+Array = jax.Array
+Params = Any
+Key = tuple[str, bool]  # name of a gradient, True where it is of whole responses
+
+
+class _Tables(NamedTuple):
+    """What the sums below are made of; y runs over responses, t and v over words."""
+
+    words: Array  # f32[256, 4, 4], log π(v | what stands before t in y), nats
+    ref_words: Array  # the same of the reference
+    taken: Array  # f32[256, 4], of the word that is there
+    ref_taken: Array
+
+
+@functools.partial(jax.jit, static_argnames=("model", "temperature"))
+def gradients(
+    params: Params, ref_params: Params, *, model: ModelConfig, temperature: float
+) -> dict[Key, Params]:
+    """The gradients by `params` that `Penalty.terms` names.
+
+    Args:
+      params, ref_params: of policy and reference.
+      model, temperature: static.
+    """
+
+    def sums(params: Params) -> dict[Key, Array]:
+        tables = _tables(params, ref_params, model=model, temperature=temperature)
+        return {
+            (name, whole): value
+            for whole in (False, True)
+            for name, value in _sums(tables, whole=whole).items()
+        }
+
+    values, pull = jax.vjp(sums, params)
+    names = list(values)
+
+    def of(one_hot: Array) -> Params:
+        return pull(dict(zip(names, one_hot, strict=True)))[0]
+
+    # One after the other: under `vmap` (and so in `jax.jacrev`) JAX 0.10.2 pulls such
+    # a dict of one-hot cotangents back through a scan wrongly.
+    found = jax.lax.map(of, jnp.eye(len(names)))
+    return {
+        name: jax.tree.map(lambda leaf, i=i: leaf[i], found)
+        for i, name in enumerate(names)
+    }
+
+
+def _sums(tables: _Tables, *, whole: bool) -> dict[str, Array]:
+    """{name: f32[], nats}, to be differentiated; `whole` matters to k2 alone."""
+    words, ref_words, taken, ref_taken = tables
+    own = jnp.exp(taken.sum(axis=1))  # π(y), which moves
+    fixed = jax.lax.stop_gradient(own)
+    reference = jnp.exp(ref_taken.sum(axis=1))
+    x = taken - ref_taken
+    log_ratio = x.sum(axis=1)
+    squares = log_ratio**2 if whole else (x**2).sum(axis=1)
+    reverse = (jnp.exp(words) * (words - ref_words)).sum(axis=(1, 2))
+    forward = (jnp.exp(ref_words) * (ref_words - words)).sum(axis=(1, 2))
+    square = (jnp.exp(ref_words) * 0.5 * (words - ref_words) ** 2).sum(axis=(1, 2))
+    bucketed = _bucketed(words, ref_words).sum(axis=1)
+    return {
+        kl_gradients.FULL_REVERSE: own @ log_ratio,
+        kl_gradients.FULL_FORWARD: -(reference @ log_ratio),
+        kl_gradients.FIXED_REVERSE: fixed @ reverse,
+        kl_gradients.FIXED_FORWARD: fixed @ forward,
+        kl_gradients.MEAN_K2: 0.5 * (own @ squares),
+        kl_gradients.OWN_PREFIX_FORWARD: own @ forward,
+        kl_gradients.REFERENCE_MEAN_K2: 0.5 * (reference @ squares),
+        kl_gradients.FIXED_K2: fixed @ square,
+        kl_gradients.TOP_K + kl_gradients.FULL_REVERSE: own @ bucketed,
+        kl_gradients.TOP_K + kl_gradients.FIXED_REVERSE: fixed @ bucketed,
+    }
+
+
+def _bucketed(words: Array, ref_words: Array) -> Array:
+    """f32[256, 4]: reverse KL over the TOP_K likeliest words and one bucket."""
+    order = jnp.argsort(-jax.lax.stop_gradient(words), axis=-1)
+    p, q = (
+        jnp.take_along_axis(jnp.exp(table), order, axis=-1)
+        for table in (words, ref_words)
+    )
+    p, q = (
+        jnp.concatenate(
+            [each[..., :TOP_K], each[..., TOP_K:].sum(axis=-1, keepdims=True)], axis=-1
+        )
+        for each in (p, q)
+    )
+    return (p * jnp.log(p / q)).sum(axis=-1)
+
+
+def _tables(
+    params: Params, ref_params: Params, *, model: ModelConfig, temperature: float
+) -> _Tables:
+    tokens = enumerable.every_tokens()
+    words, ref_words = (
+        jax.nn.log_softmax(
+            policy.logits(
+                each, model=model, tokens=tokens, mask=jnp.ones(tokens.shape, bool)
+            )[:, :-1]
+            / temperature
+        )
+        for each in (params, ref_params)
+    )
+    chosen = tokens[:, enumerable.PROMPT :, None]
+    taken, ref_taken = (
+        jnp.take_along_axis(each, chosen, axis=-1)[..., 0]
+        for each in (words, ref_words)
+    )
+    return _Tables(words, ref_words, taken, ref_taken)
+
+
+def means(
+    params: Params, ref_params: Params, *, model: ModelConfig, temperature: float
+) -> dict[str, float]:
+    """Means under the policy, nats per response, as float64 sums."""
+    tables = jax.jit(_tables, static_argnames=("model", "temperature"))(
+        params, ref_params, model=model, temperature=temperature
+    )
+    taken, ref_taken = (
+        np.asarray(each, np.float64) for each in (tables.taken, tables.ref_taken)
+    )
+    probabilities, x = np.exp(taken.sum(axis=1)), taken - ref_taken
+    return {
+        "kl": float(probabilities @ x.sum(axis=1)),
+        "k2": float(probabilities @ (0.5 * x**2).sum(axis=1)),
+        "k2 of responses": float(probabilities @ (0.5 * x.sum(axis=1) ** 2)),
+    }

@@ -1,0 +1,128 @@
+"""What is claimed of the gradient of each penalty; `certified_gradients` checks it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from rlhf_jax.functional.kl_gradients import (
+    FIXED_FORWARD,
+    FIXED_REVERSE,
+    FULL_FORWARD,
+    FULL_REVERSE,
+)
+from rlhf_jax.functional.kl_penalty import Penalty
+
+ZERO = "zero"
+NONE = "none of these"
+KLS = (FULL_REVERSE, FULL_FORWARD, FIXED_REVERSE, FIXED_FORWARD)
+TOP_K = 2  # of the 4 words
+
+
+class Claim(NamedTuple):
+    """A penalty and the gradient it is said to have."""
+
+    penalty: Penalty
+    gradient: str | None = None  # one of KLS, ZERO or NONE; None: `Penalty.terms` alone
+    older: bool = False  # the samples are an older policy's
+
+
+def _reverse(estimator: Any, placement: Any, per: Any, gradient: str) -> Claim:
+    chosen = Penalty(value_estimator=estimator, placement=placement, per=per)
+    return Claim(chosen, gradient)
+
+
+def _weighted(
+    direction: Any, estimator: Any, per: Any, weights: Any, gradient: str
+) -> Claim:
+    chosen = Penalty(
+        value_estimator=estimator,
+        placement="loss",
+        direction=direction,
+        per=per,
+        importance_weights=weights,
+    )
+    # A reverse KL has no weights but where the policy has moved on from its samples.
+    return Claim(chosen, gradient, older=direction == "reverse")
+
+
+TABLE = (
+    _reverse("k1", "reward", "token", FULL_REVERSE),
+    _reverse("k1", "reward", "response", FULL_REVERSE),
+    _reverse("k1", "loss", "token", ZERO),
+    _reverse("k1", "loss", "response", ZERO),
+    _reverse("k1", "both", "token", FULL_REVERSE),
+    _reverse("k1", "both", "response", FULL_REVERSE),
+    _reverse("k2", "reward", "token", NONE),
+    _reverse("k2", "reward", "response", NONE),
+    _reverse("k2", "loss", "token", FIXED_REVERSE),
+    _reverse("k2", "loss", "response", FULL_REVERSE),
+    _reverse("k2", "both", "token", NONE),
+    _reverse("k2", "both", "response", NONE),
+    _reverse("k3", "reward", "token", NONE),
+    _reverse("k3", "reward", "response", NONE),
+    _reverse("k3", "loss", "token", FIXED_FORWARD),
+    _reverse("k3", "loss", "response", FULL_FORWARD),
+    _reverse("k3", "both", "token", FULL_REVERSE),
+    _reverse("k3", "both", "response", FULL_REVERSE),
+    _reverse("exact", "reward", "token", NONE),
+    _reverse("exact", "reward", "response", NONE),
+    _reverse("exact", "loss", "token", FIXED_REVERSE),
+    _reverse("exact", "loss", "response", FIXED_REVERSE),
+    _reverse("exact", "both", "token", FULL_REVERSE),
+    _reverse("exact", "both", "response", FULL_REVERSE),
+)
+"""Every estimator, placement, and token or response, of a reverse KL on-policy.
+
+In the reward alone and in the loss alone this is what the literature says. In both, the
+two halves add up to the gradient of the estimator's mean, which is the KL itself where
+the estimator has no bias."""
+
+OTHERS = (
+    # One estimator for the number, another for the gradient.
+    Claim(
+        Penalty(value_estimator="k1", grad_estimator="k2", placement="loss"),
+        FIXED_REVERSE,
+    ),
+    Claim(
+        Penalty(
+            value_estimator="k3", grad_estimator="k2", placement="loss", per="response"
+        ),
+        FULL_REVERSE,
+    ),
+    Claim(Penalty(value_estimator="k1", grad_estimator="k2", placement="both"), NONE),
+    # Nowhere, and each response's share divided by its length.
+    Claim(Penalty(placement=None)),
+    Claim(Penalty(per="length")),
+    Claim(Penalty(value_estimator="k2", placement="loss", per="length")),
+    # A forward KL, exact.
+    Claim(Penalty(value_estimator="exact", direction="forward"), NONE),
+    Claim(
+        Penalty(value_estimator="exact", direction="forward", placement="loss"),
+        FIXED_FORWARD,
+    ),
+    Claim(
+        Penalty(value_estimator="exact", direction="forward", placement="both"), NONE
+    ),
+    # A forward KL from samples of the policy, weighted.
+    _weighted("forward", "k1", "token", "token", FIXED_FORWARD),
+    _weighted("forward", "k1", "token", "prefix", FULL_FORWARD),
+    _weighted("forward", "k1", "response", "prefix", FULL_FORWARD),
+    _weighted("forward", "k2", "token", "token", NONE),
+    _weighted("forward", "k2", "token", "prefix", NONE),
+    _weighted("forward", "k2", "response", "prefix", NONE),
+    _weighted("forward", "k3", "token", "token", FIXED_FORWARD),
+    _weighted("forward", "k3", "token", "prefix", FULL_FORWARD),
+    _weighted("forward", "k3", "response", "prefix", FULL_FORWARD),
+    # With weights the samples of an older policy give what its own would.
+    _weighted("reverse", "k1", "response", "prefix", ZERO),
+    _weighted("reverse", "k2", "token", "prefix", FIXED_REVERSE),
+    _weighted("reverse", "k2", "response", "prefix", FULL_REVERSE),
+    _weighted("reverse", "k3", "token", "prefix", FIXED_FORWARD),
+    _weighted("reverse", "k3", "response", "prefix", FULL_FORWARD),
+    _weighted("reverse", "exact", "token", "prefix", FIXED_REVERSE),
+    # The likeliest words, and one bucket for the rest.
+    Claim(Penalty(value_estimator="exact", placement="reward", top_k=TOP_K)),
+    Claim(Penalty(value_estimator="exact", placement="loss", top_k=TOP_K)),
+    Claim(Penalty(value_estimator="exact", placement="both", top_k=TOP_K)),
+)
+"""Claims beside the table; those without a name are held to `Penalty.terms`."""
