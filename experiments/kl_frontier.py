@@ -7,11 +7,12 @@ PPO on the language of the quickstart under six β and from three seeds, as one 
 one (`reviews.careful_gold`), for whom nonsense stays nonsense however it praises. The
 labels that the reward models learn from are this judge's: nobody else is measured.
 
-On two CPU cores it takes 24 minutes, the sweep 18 of them. Expect, over seeds 0 to 2 (± deviation), that without the penalty the
-reward-model score rises to 2.9 ± 0.4 while gold falls from -0.2 to -2.0, fluency from
-0.94 to 0 and distinct responses to 0.55 ± 0.16, at 80 ± 32 nats of KL. β = 0.1 and
-above keep gold at 0.64 - 0.85, fluency at 0.85 or more and all responses distinct;
-gold - β KL peaks at β = 0.2. Recorded in `recorded/kl_frontier`.
+On two CPU cores it takes 24 minutes, the sweep 18 of them. Expect, over seeds 0 to 2 (±
+deviation), that without the penalty the reward-model score rises to 2.9 ± 0.4 while
+gold falls from -0.2 to -2.0, fluency from 0.94 to 0 and distinct responses to 0.55 ±
+0.16, at 80 ± 32 nats of KL. β = 0.1 and above keep gold at 0.64 - 0.85, fluency at 0.85
+or more and all responses distinct; gold - β KL peaks at β = 0.2. Recorded in
+`recorded/kl_frontier`.
 """
 
 from __future__ import annotations
