@@ -58,7 +58,9 @@ ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (
             "adapted",
             "policy",
             "critic",
+            "text_rewards",
             "rewards",
+            "verifiers",
         ),
     ),
     (

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tiny
 
-from rlhf_jax import frozen, rewards
+from rlhf_jax import frozen, masked, rewards
 from rlhf_jax.functional.checks import InputError
 
 MODEL = tiny.GPT2
@@ -243,3 +243,104 @@ def test_the_function_s_own_error_is_the_cause():
     with pytest.raises(InputError) as error:
         text_reward(only_for("12", broken))(answers())
     assert isinstance(error.value.__cause__, KeyError)
+
+
+# --- several rewards as one ---------------------------------------------------
+
+
+def lengths(rollout):
+    """f32[B], tokens of the response; as a function that `jit` can trace."""
+    return jnp.sum(rollout.response_mask, axis=1, dtype=jnp.float32)
+
+
+def constant(value):
+    return lambda rollout: np.full(3, value, np.float32)
+
+
+def test_numbers_alone_are_scores_without_parts():
+    plain = rewards.scores_of(np.array([1.0, 2.0], np.float32))
+    assert plain.parts == {}
+    assert rewards.part_stats(plain) == {}
+    assert rewards.scores_of(plain) is plain
+
+
+def test_a_weighted_sum_names_its_parts():
+    """2, 3 and 1 response tokens; the text's reward is length plus gold."""
+
+    def function(prompts, responses, rows):
+        return [len(r) + row["gold"] for r, row in zip(responses, rows, strict=True)]
+
+    reward = rewards.weighted(
+        {
+            "length": (-0.5, lengths),
+            "text": (2.0, text_reward(function)),
+            "watched": (0.0, constant(7.0)),
+        }
+    )
+    scores = reward(answers())
+    assert scores.total.dtype == jnp.float32
+    np.testing.assert_array_equal(scores.total, [63.0, 24.5, 41.5])
+    assert list(scores.parts) == ["length", "text", "watched"]
+    np.testing.assert_array_equal(scores.parts["text"], [32.0, 13.0, 21.0])
+    means = masked.mean_stats(rewards.part_stats(scores))
+    assert {name: float(mean) for name, mean in means.items()} == {
+        "reward/length": 2.0,
+        "reward/text": 22.0,
+        "reward/watched": 7.0,
+    }
+
+
+def test_parts_of_parts_are_named_for_both():
+    inner = rewards.weighted({"a": (1.0, constant(1.0)), "b": (3.0, constant(2.0))})
+    outer = rewards.weighted({"inner": (10.0, inner), "c": (1.0, constant(0.5))})
+    scores = outer(answers())
+    np.testing.assert_array_equal(scores.total, [70.5] * 3)
+    parts = {name: float(part[0]) for name, part in scores.parts.items()}
+    assert parts == {"inner": 7.0, "inner/a": 1.0, "inner/b": 2.0, "c": 0.5}
+
+
+def test_a_sum_of_frozen_models_is_a_pytree_that_does_not_retrace():
+    traces = []
+
+    @jax.jit
+    def priced(reward, tokens, mask):
+        traces.append(1)
+        return reward(Answers(tokens, mask, mask, jnp.arange(3)))
+
+    batch = answers()
+    for seed in (0, 1):
+        held = frozen.freeze(params(seed))
+        modelled = rewards.from_model(held, model=MODEL)
+        counted = jax.tree_util.Partial(lengths)
+        reward = rewards.weighted({"model": (2.0, modelled), "long": (-1.0, counted)})
+        assert len(jax.tree.leaves(reward)) == len(jax.tree.leaves(held))
+        found = priced(reward, batch.tokens, batch.mask)
+        alone = score_of(
+            params(seed), model=MODEL, tokens=batch.tokens, mask=batch.mask
+        )
+        np.testing.assert_allclose(found.parts["model"], alone, atol=1e-6)
+        expected = 2 * np.asarray(alone) - batch.mask.sum(axis=1)
+        np.testing.assert_allclose(found.total, expected, atol=1e-5)
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({}, "expected at least one reward to weigh, got none"),
+        ({"a": (np.inf, lengths)}, "weight of 'a': expected a finite number, got inf"),
+        ({"a": (np.nan, lengths)}, "weight of 'a': expected a finite number, got nan"),
+    ],
+)
+def test_weights_that_make_no_sum(parts, message):
+    with pytest.raises(InputError, match=message):
+        rewards.weighted(parts)
+
+
+def test_parts_of_other_sizes_are_not_broadcast():
+    def one(rollout):
+        return np.ones(1, np.float32)
+
+    reward = rewards.weighted({"a": (1.0, constant(1.0)), "b": (1.0, one)})
+    with pytest.raises(ValueError, match=r"one shape, got a \(3,\), b \(1,\)"):
+        reward(answers())

@@ -1,27 +1,32 @@
 """Rewards: anything that maps a rollout to one score a response.
 
-    reward(rollout) -> f32[B], reward units
+    reward(rollout) -> f32[B], reward units, or Scores
 
 A trained reward model, a JAX function of tokens and a Python function of decoded texts
 all have this shape, so that swapping one for another is one line. The first two are
 pytrees or plain functions and run inside `jit`; `TextReward` runs on the host between
-two programs.
+two programs. `weighted` adds several up and names them in the metrics:
+
+    reward = rewards.weighted({"correct": (1.0, verified), "liked": (0.5, modelled)})
+    scores = rewards.scores_of(reward(rollout))     Scores, whatever the reward returns
+    stats |= rewards.part_stats(scores)             reward/correct, reward/liked
+
+Running normalisation, clipping, a charge for length and what a missing stop costs act
+on the total and come later (`stages/score_shaping.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from rlhf_jax.functional import masked
+from rlhf_jax.functional import checks, masked
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import decoder, heads
 from rlhf_jax.models import lora as lora_
@@ -29,24 +34,87 @@ from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import LoRA
 from rlhf_jax.roles import adapted, frozen, storage
 from rlhf_jax.roles.frozen import Frozen
+from rlhf_jax.roles.text_rewards import Responses
+from rlhf_jax.roles.text_rewards import TextReward as TextReward
 
 Array = jax.Array
 Params = Any
-Row = Mapping[str, Any]  # one row of the user's data, every field of it
-TextFunction = Callable[[list[str], list[str], list[Row]], Sequence[float]]
 
 
-class Responses(Protocol):
-    """What a reward reads of `batch.Rollout`."""
+@flax.struct.dataclass
+class Scores:
+    """What a reward says of a batch, and what that is made of."""
 
-    @property
-    def tokens(self) -> Array: ...  # i32[B, S]
-    @property
-    def mask(self) -> Array: ...  # bool[B, S], not padding
-    @property
-    def response_mask(self) -> Array: ...  # bool[B, S]
-    @property
-    def index(self) -> Array: ...  # i32[B], row of the data set
+    total: Array  # f32[B], reward units, one a response; what is maximised
+    # f32[B] each, in units of their own, by their names in the metrics.
+    parts: dict[str, Array] = flax.struct.field(default_factory=dict)
+
+
+Reward = Callable[[Any], Array | Scores]  # of `Responses`
+
+
+def scores_of(returned: Array | Scores) -> Scores:
+    """What any reward returned, as a record: bare numbers have no parts."""
+    return returned if isinstance(returned, Scores) else Scores(total=returned)
+
+
+def part_stats(scores: Scores) -> masked.Stats:
+    """{"reward/NAME": (sum, weight)}, the mean of each part over the responses."""
+    return {
+        f"reward/{name}": (
+            jnp.asarray(part).sum(),
+            jnp.asarray(jnp.size(part), jnp.float32),
+        )
+        for name, part in scores.parts.items()
+    }
+
+
+def weighted(parts: Mapping[str, tuple[float, Reward]]) -> jax.tree_util.Partial:
+    """Σ_k w_k · reward_k, as a reward whose parts are named.
+
+    A pytree of the rewards in it: pass it to `jit` as an argument where all of them are
+    pytrees (`from_model`, or a function in a `jax.tree_util.Partial`), close over it
+    where all run inside `jit`, and call it between two programs where one of them runs
+    on the host.
+
+    Args:
+      parts: {name: (weight, reward)}; with weight 0.0 a part is logged and counts
+        nothing.
+
+    Returns:
+      rollout -> Scores. `parts` are the rewards as they come, before their weights;
+      those of a part are named for it, as in "correct/failed".
+
+    Raises:
+      InputError: there are no parts, or a weight is not finite.
+    """
+    if not parts:
+        raise checks.InputError("expected at least one reward to weigh, got none")
+    weights = {name: weight for name, (weight, _) in parts.items()}
+    checks.finite(**{f"weight of {name!r}": w for name, w in weights.items()})
+    sum_of = _WeightedSum(tuple(weights.items()))
+    return jax.tree_util.Partial(sum_of, *(reward for _, reward in parts.values()))
+
+
+@dataclasses.dataclass(frozen=True)
+class _WeightedSum:
+    """Hashable by its weights, so that equal sums share one program."""
+
+    weights: tuple[tuple[str, float], ...]
+
+    def __call__(self, *rewards_and_rollout: Any) -> Scores:
+        *rewards, rollout = rewards_and_rollout
+        scored = {
+            name: scores_of(reward(rollout))
+            for (name, _), reward in zip(self.weights, rewards, strict=True)
+        }
+        checks.same_shape(**{name: scores.total for name, scores in scored.items()})
+        total = sum(weight * scored[name].total for name, weight in self.weights)
+        parts: dict[str, Array] = {}
+        for name, scores in scored.items():
+            parts[name] = scores.total
+            parts |= {f"{name}/{part}": of for part, of in scores.parts.items()}
+        return Scores(total=jnp.asarray(total, jnp.float32), parts=parts)
 
 
 def init(key: Array, trunk: Params, *, model: ModelConfig) -> Params:
@@ -225,99 +293,3 @@ def update_moments(moments: RunningMoments, scores: Array) -> RunningMoments:
         mean=moments.mean + share * delta,
         variance=(1 - share) * (moments.variance + share * delta**2) + share * spread,
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class TextReward:
-    """A Python function of decoded texts and data rows, run on the host.
-
-    Args:
-      function: (prompts, responses, rows) -> one number a response; the three lists
-        have one entry a response, and rows hold every field of the user's data.
-      decode: token ids -> text; the tokenizer's, with special tokens left out.
-      rows: the data set that `rollout.index` points into.
-    """
-
-    function: TextFunction
-    decode: Callable[[list[int]], str]
-    rows: Sequence[Row]
-
-    def __call__(self, rollout: Responses) -> np.ndarray:
-        """f32[B].
-
-        Raises:
-          InputError: the function raised, or returned anything but B finite numbers;
-            names the prompt.
-        """
-        tokens, mask, response_mask, index = (
-            np.asarray(array)
-            for array in jax.device_get(
-                (rollout.tokens, rollout.mask, rollout.response_mask, rollout.index)
-            )
-        )
-        prompts = _decode_rows(self.decode, tokens, mask & ~response_mask)
-        responses = _decode_rows(self.decode, tokens, response_mask)
-        rows = [self.rows[i] for i in index]
-        call = functools.partial(_call, self.function)
-        try:
-            returned = call(prompts, responses, rows)
-            return _checked(returned, prompts=prompts, index=index)
-        except _RewardFailed as failure:
-            # One at a time, to find which prompt it was.
-            for i, one in enumerate(zip(prompts, responses, rows, strict=True)):
-                try:
-                    call(*([item] for item in one))
-                except _RewardFailed as single:
-                    raise InputError(
-                        f"the reward function raised {single} for prompt "
-                        f"{_show(prompts[i], index[i])} and response {responses[i]!r}; "
-                        f"mend it, or return a score for such a response"
-                    ) from single.__cause__
-            raise InputError(
-                f"the reward function raised {failure} for a batch of {len(prompts)}, "
-                f"though for none of its responses alone; mend it"
-            ) from failure.__cause__
-
-
-class _RewardFailed(Exception):
-    pass
-
-
-def _call(function: TextFunction, *lists: Any) -> Any:
-    try:
-        return function(*lists)
-    except Exception as error:
-        raise _RewardFailed(f"{type(error).__name__}: {error}") from error
-
-
-def _checked(returned: Any, *, prompts: list[str], index: np.ndarray) -> np.ndarray:
-    try:
-        with np.errstate(over="ignore"):  # too large is inf, which is named below
-            scores = np.asarray(returned, np.float32)
-    except (TypeError, ValueError) as error:
-        raise InputError(
-            f"expected the reward function to return {len(prompts)} numbers, got "
-            f"{type(returned).__name__}: {error}"
-        ) from error
-    if scores.shape != (len(prompts),):
-        raise InputError(
-            f"expected the reward function to return {len(prompts)} numbers, one a "
-            f"response, got shape {scores.shape}; return a list or a 1-D array"
-        )
-    if not np.isfinite(scores).all():
-        bad = int(np.flatnonzero(~np.isfinite(scores))[0])
-        raise InputError(
-            f"expected finite scores, got {scores[bad]} for prompt "
-            f"{_show(prompts[bad], index[bad])}; return a number for every response"
-        )
-    return scores
-
-
-def _decode_rows(
-    decode: Callable[[list[int]], str], tokens: np.ndarray, mask: np.ndarray
-) -> list[str]:
-    return [decode(row[keep].tolist()) for row, keep in zip(tokens, mask, strict=True)]
-
-
-def _show(prompt: str, index: Any) -> str:
-    return f"{prompt!r} (row {int(index)} of the data)"

@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -21,7 +21,10 @@ from rlhf_jax.functional.checks import InputError
 Row = dict[str, Any]
 Item = TypeVar("Item")
 
+Blank = Literal["keep", "drop", "error"]
+
 ASSISTANT = "\n\nAssistant:"  # hh-rlhf: what stands before each answer
+HUMAN = "\n\nHuman:"  # and before each turn of the other side
 
 
 def read_jsonl(source: str | Path) -> list[Row]:
@@ -34,7 +37,33 @@ def read_jsonl(source: str | Path) -> list[Row]:
     Raises:
       InputError: names the file and line that cannot be read.
     """
-    return [row for _, row in _located_rows(source)]
+    return [row for _, row in read_located(source)]
+
+
+def read_located(source: str | Path) -> list[tuple[str, Row]]:
+    """(where it stands, row) of `read_jsonl`, so that a message can name the place.
+
+    Raises:
+      InputError: as `read_jsonl`.
+    """
+    if str(source).startswith("hf:"):
+        return _hub_rows(str(source))
+    located = []
+    for where, line in _lines(Path(source)):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise InputError(
+                f"{where}: expected one JSON object a line, got {line[:40]!r}"
+                f" ({error.msg}, column {error.colno})"
+            ) from None
+        if not isinstance(row, dict):
+            raise InputError(
+                f"{where}: expected a JSON object, got {type(row).__name__}"
+                f" {line[:40]!r}"
+            )
+        located.append((where, row))
+    return located
 
 
 def read_prompts(source: str | Path, *, field: str = "prompt") -> list[Row]:
@@ -46,7 +75,7 @@ def read_prompts(source: str | Path, *, field: str = "prompt") -> list[Row]:
     if str(source).endswith(".txt"):
         located = [(where, {field: line}) for where, line in _lines(Path(source))]
     else:
-        located = _located_rows(source)
+        located = read_located(source)
     for where, row in located:
         if not _text(where, row, field).strip():
             raise InputError(
@@ -64,24 +93,41 @@ def read_demonstrations(
     Raises:
       InputError: the file is empty or malformed, or a row lacks one of the texts.
     """
-    located = _located_rows(source)
+    located = read_located(source)
     for where, row in located:
         _text(where, row, prompt)
         _text(where, row, response)
     return [row for _, row in located]
 
 
-def read_preferences(source: str | Path) -> list[Row]:
+def read_preferences(source: str | Path, *, blank: Blank = "keep") -> list[Row]:
     """Rows with the texts prompt, chosen and rejected.
 
     Rows without a prompt are dialogues as in hh-rlhf: the prompt is what the two sides
     share, up to and including the last "\\n\\nAssistant:" in it.
 
+    Args:
+      blank: what becomes of a pair with an answer of nothing but white space.
+
     Raises:
       InputError: the file is empty or malformed, a text is missing, the sides are
-        equal, or two dialogues share no prompt.
+        equal, or an answer is blank (with blank="error"); two dialogues share no
+        prompt, or go on with other turns of the human; or no pair is left.
     """
-    return [_preference(where, row) for where, row in _located_rows(source)]
+    pairs = []
+    for where, row in read_located(source):
+        pair = _preference(where, row)
+        empty = [side for side in ("chosen", "rejected") if not pair[side].strip()]
+        if empty and blank == "error":
+            raise InputError(
+                f"{where}: expected an answer in {empty[0]!r}, got an empty text;"
+                " remove the pair, or leave out all such pairs with blank='drop'"
+            )
+        if not empty or blank == "keep":
+            pairs.append(pair)
+    if not pairs:
+        raise InputError(f"{source}: expected a pair of two answers, got empty ones")
+    return pairs
 
 
 def read_text(path: str | Path) -> str:
@@ -135,6 +181,13 @@ def _preference(where: str, row: Row) -> Row:
             f" up to {ASSISTANT!r}, got neither; add the field"
         )
     cut = turn + len(ASSISTANT)
+    for side in ("chosen", "rejected"):
+        if HUMAN in row[side][cut:]:
+            raise InputError(
+                f"{where}: expected dialogues that differ in the last answer alone, as"
+                f" both answer one prompt, got another turn of the human in {side!r}"
+                f" after they part; cut the dialogues there, or remove the pair"
+            )
     return row | {
         "prompt": chosen[:cut],
         "chosen": chosen[cut:],
@@ -154,28 +207,6 @@ def _text(where: str, row: Row, field: str) -> str:
             f" {row[field]!r:.40}"
         )
     return row[field]
-
-
-def _located_rows(source: str | Path) -> list[tuple[str, Row]]:
-    """(where it stands, row), so that a message can name the place."""
-    if str(source).startswith("hf:"):
-        return _hub_rows(str(source))
-    located = []
-    for where, line in _lines(Path(source)):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise InputError(
-                f"{where}: expected one JSON object a line, got {line[:40]!r}"
-                f" ({error.msg}, column {error.colno})"
-            ) from None
-        if not isinstance(row, dict):
-            raise InputError(
-                f"{where}: expected a JSON object, got {type(row).__name__}"
-                f" {line[:40]!r}"
-            )
-        located.append((where, row))
-    return located
 
 
 def _lines(path: Path) -> list[tuple[str, str]]:
