@@ -98,6 +98,8 @@ ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (
             "proof",
             "run_folder",
             "precomputed",
+            "code_runner",
+            "code_verifier",
             "alarms",
             "metrics",
             "report",

@@ -1,0 +1,258 @@
+import json
+import os
+
+import pytest
+
+from rlhf_jax import data, verifiers
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runtime import code_verifier
+from rlhf_jax.runtime.code_verifier import PythonTests, run_tests
+
+ADD = "def add(a, b):\n    return a + b\n"
+TESTS = ["assert add(2, 3) == 5", "assert add(-1, 1) == 0", "assert add(0, 0) == 0"]
+
+
+@pytest.mark.parametrize(
+    ("response", "code"),
+    [
+        ("so\n```python\nx = 1\n```\nor\n```python\nx = 2\n```\nbye", "x = 2\n"),
+        ("```py\nx = 1\n```\n```\nnot this\n```", "x = 1\n"),
+        ("```Python3 title\nif x:\n    y\n```", "if x:\n    y\n"),
+        ("  ```python\n  x = 1\n  ```", "  x = 1\n"),
+        ("```python\nx = 1\ny = '```'\n```", "x = 1\ny = '```'\n"),
+        ("```python\nx = 1", "x = 1"),  # cut off
+        ("```python\n```", ""),
+        ("x = 1", None),
+        ("```pythonic\nx\n```", None),
+        ("```\nx = 1\n```", None),
+    ],
+)
+def test_the_last_block_of_python(response, code):
+    assert code_verifier.last_block(response) == code
+
+
+def test_right_code_wrong_code_and_none():
+    row = {"tests": TESTS}
+    verify = PythonTests()
+    assert verify("p", f"Sure!\n```python\n{ADD}```\nDone.", row) == 1
+    assert verify("p", f"```python\n{ADD.replace('+', '-')}```", row) == 0
+    assert verify("p", ADD, row) == 0
+    assert PythonTests(extract="whole")("p", ADD, row) == 1
+
+
+def test_tests_of_one_text_and_a_field_of_another_name():
+    row = {"check": "def check(f):\n    assert f(2, 3) == 5\ncheck(add)"}
+    assert PythonTests("check", extract="whole")("p", ADD, row) == 1
+
+
+FORGED = {
+    "exit": "import sys\nsys.exit(0)",
+    "exit at once": "import os\nos._exit(0)",
+    "exit in a function": "import os\ndef add(a, b):\n    os._exit(0)",
+    "an error that ends processes": "def add(a, b):\n    raise SystemExit(0)",
+    "at exit": "import atexit, os\natexit.register(os._exit, 0)\nraise SystemExit",
+    "printed": "print('ready', 'passed', 3)\ndef add(a, b):\n    print('3')",
+    "written to every descriptor": (
+        "import os\nfor n in range(1, 64):\n    try:\n        os.write(n, b'x 3 ')\n"
+        "    except OSError:\n        pass\n"
+    ),
+    "descriptors closed": f"import os\nos.closerange(0, 64)\n{ADD}",
+    "builtins replaced": (
+        "import builtins, json, os\nbuiltins.exec = lambda *a: None\n"
+        "builtins.compile = lambda *a, **k: None\nbuiltins.AssertionError = KeyError\n"
+        "builtins.all = builtins.len = lambda x: True\nos.write = print\n"
+        "os._exit = print\njson.dumps = lambda x: '{}'\ndef add(a, b):\n    return 9\n"
+    ),
+    "a hook for errors": "import sys\nsys.excepthook = print\nraise ValueError",
+    "a thread": "import threading\nthreading.Thread(target=print).start()",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", FORGED.values(), ids=FORGED)
+def test_a_verdict_cannot_be_forged(code):
+    assert not run_tests(code, TESTS).right
+    if "builtins" in code:  # its tests do not use what was replaced
+        assert not run_tests(code, ["assert all([add(2, 3) == 5])"]).right
+
+
+def test_every_test_must_have_run():
+    """The second ends the process, the third would pass."""
+    ending = [TESTS[0], "import os; os._exit(0)", TESTS[2]]
+    assert run_tests(ADD, ending)[:2] == (0, 3)
+    failing = [TESTS[0], "assert add(1, 1) == 3, 'no'", TESTS[2]]
+    assert run_tests(ADD, failing) == (1, 3, "AssertionError: no")
+
+
+REFUSED = {
+    "a socket": ("import socket\nsocket.socket()", "socket.__new__ is not allowed"),
+    "an address": (
+        "import urllib.request\nurllib.request.urlopen('http://example.com')",
+        "socket.getaddrinfo is not allowed",
+    ),
+    "a file to read": ("open('/etc/hostname')", "is outside the folder of this code"),
+    "its environment": ("open('/proc/self/environ')", "is outside the folder"),
+    "a file above": ("open('../x', 'w')", "is outside the folder"),
+    "a file by descriptor": (
+        "import os\nos.open('/etc/hostname', os.O_RDONLY)",
+        "is outside the folder",
+    ),
+    "a link out": (
+        "import os\nos.symlink('/etc/hostname', 'x')\nopen('x')",
+        "is outside the folder",
+    ),
+    "a folder": ("import os\nos.listdir('/home')", "is outside the folder"),
+    "a folder to make": ("import os\nos.mkdir('/tmp/made')", "is outside the folder"),
+    "a file to move": ("import os\nos.rename('/etc/x', 'x')", "is outside the folder"),
+    "a place to go": ("import os\nos.chdir('/')", "is outside the folder"),
+    "a database": (
+        "import sqlite3\nsqlite3.connect('/tmp/base')",
+        "is outside the folder",
+    ),
+    "a program": ("import os\nos.system('true')", "os.system is not allowed"),
+    "a process": (
+        "import subprocess\nsubprocess.run(['true'])",
+        "subprocess.Popen is not allowed",
+    ),
+    "a process by hand": (
+        "import _posixsubprocess\n_posixsubprocess.fork_exec(1)",
+        "processes and threads are not allowed",
+    ),
+    "a fork": ("import os\nos.fork()", "os.fork is not allowed"),
+    "another program": ("import os\nos.execv('/bin/true', ['t'])", "os.exec is not"),
+    "a signal": ("import os\nos.kill(os.getppid(), 9)", "os.kill is not allowed"),
+    "a thread": (
+        "import threading\nthreading.Thread(target=print).start()",
+        "processes and threads are not allowed",
+    ),
+    "ctypes": ("import ctypes", "ctypes is not there"),
+    "limits": (
+        "import resource as r\nr.setrlimit(r.RLIMIT_AS, (-1, -1))",
+        "resource.setrlimit is not allowed",
+    ),
+    "objects of the runner": ("import gc\ngc.get_objects()", "gc.get_objects is not"),
+    "memory": ("x = b'x' * 2**34", "MemoryError"),
+    "a large file": (
+        "with open('x', 'wb') as f:\n    f.write(b'x' * 2**25)\n",
+        "File too large",
+    ),
+    "a package": ("import numpy", "No module named 'numpy'"),
+    "a mistake": ("def add(:", "SyntaxError: invalid syntax"),
+    "an error of its own": (
+        "class E(Exception):\n    def __str__(self):\n        raise self\nraise E",
+        "an error that cannot be shown",
+    ),
+    "depth": ("def f():\n    f()\nf()", "RecursionError: maximum recursion depth"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("code", "why"), REFUSED.values(), ids=REFUSED)
+def test_what_the_code_may_not_do(code, why):
+    verdict = run_tests(f"{code}\n{ADD}", TESTS)
+    assert verdict[:2] == (0, 3)
+    assert why in verdict.why
+
+
+ALLOWED = """
+import asyncio, collections, dataclasses, datetime, decimal, json, os, pickle, random
+import re, sqlite3, statistics, sys, tempfile, typing, unittest
+
+@dataclasses.dataclass
+class Pair:
+    a: int
+
+assert pickle.loads(pickle.dumps(Pair(3))).a == 3
+Point = collections.namedtuple("Point", "x y")
+os.makedirs("made/here")
+with open("made/here/x", "w") as file:
+    print("written", file=file)
+os.rename("made/here/x", "x")
+assert os.listdir(".") == ["made", "x"] or os.listdir(".") == ["x", "made"]
+assert open("x").read() == "written\\n"
+with tempfile.NamedTemporaryFile() as file:
+    assert file.name.startswith(os.getcwd())
+assert sqlite3.connect("base").execute("select 1").fetchall() == [(1,)]
+
+async def later():
+    await asyncio.sleep(0)
+    return 0
+
+assert not [name for name in os.environ if name != "LC_CTYPE"]
+assert sys.stdin.read() == "" and sys.argv[1:] == []
+assert __name__ != "__main__"
+random.seed(0)
+
+def add(a, b):
+    return a + b + asyncio.run(later())
+"""
+
+
+@pytest.mark.slow
+def test_what_the_code_may_do(monkeypatch):
+    monkeypatch.setenv("SECRET", "1")
+    assert run_tests(ALLOWED, TESTS) == (3, 3, "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("while True:\n    pass", "took longer than 1 s"),
+        ("import time\ntime.sleep(1000)", "took longer than 1 s"),
+        ("x = 9**9**9", "its process ended before the tests did"),  # never lets go
+    ],
+)
+def test_time_ends(code, why):
+    verdict = run_tests(code, TESTS, seconds=1.0)
+    assert verdict == (0, 3, why)
+
+
+@pytest.mark.slow
+def test_nothing_is_left_behind(tmp_path, monkeypatch):
+    """Neither its folder nor its process, though it hangs."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    started = []
+    popen = code_verifier.subprocess.Popen
+    monkeypatch.setattr(
+        code_verifier.subprocess,
+        "Popen",
+        lambda *a, **k: started.append(popen(*a, **k)) or started[-1],
+    )
+    code = "import time\nopen('x', 'w').close()\ntime.sleep(1000)"
+    assert not run_tests(code, TESTS, seconds=0.5).right
+    assert list(tmp_path.iterdir()) == []
+    assert not os.path.exists(f"/proc/{started[0].pid}")
+
+
+def test_a_process_that_does_not_start_is_no_verdict(tmp_path, monkeypatch):
+    broken = tmp_path / "runner.py"
+    broken.write_text("raise SystemExit('no such limit')")
+    monkeypatch.setattr(code_verifier, "RUNNER", broken)
+    with pytest.raises(RuntimeError, match=r"did not start .*: no such limit"):
+        run_tests(ADD, TESTS)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "a"}, "expected a field 'tests', got 'prompt'; add it"),
+        ({"tests": 3}, "expected a text or a list of texts in 'tests', got 3"),
+        ({"tests": ["a", 3]}, "expected a text or a list of texts in 'tests'"),
+        ({"tests": []}, r"expected a test in 'tests', got \[\]"),
+        ({"tests": " "}, "expected a test in 'tests', got ' '"),
+        ({"tests": ["assert ("]}, r"expected Python in 'tests', got 'assert \('"),
+    ],
+)
+def test_tests_that_cannot_be_run_are_named_with_file_and_line(tmp_path, row, message):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(each) + "\n" for each in ({"tests": "1"}, row)))
+    with pytest.raises(InputError, match=f"rows.jsonl:2: {message}"):
+        verifiers.check_answers(data.read_located(file), verifier=PythonTests())
+
+
+@pytest.mark.parametrize("option", ["seconds", "memory", "file_size"])
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf")])
+def test_limits_that_are_none(option, value):
+    with pytest.raises(InputError, match=f"{option}: expected a finite number above 0"):
+        PythonTests(**{option: value})
