@@ -100,6 +100,8 @@ ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (
             "precomputed",
             "code_runner",
             "code_verifier",
+            "verifier_worker",
+            "verification",
             "alarms",
             "metrics",
             "report",

@@ -1,0 +1,225 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy_verifier
+
+import rlhf_jax
+from rlhf_jax import masked, rewards, verification, verifiers
+from rlhf_jax.functional.checks import InputError, StopError
+from rlhf_jax.roles.text_rewards import Texts
+
+
+def texts(*responses, row=None):
+    return Texts(
+        prompts=[f"prompt {i}" for i in range(len(responses))],
+        responses=list(responses),
+        rows=[{} if row is None else row] * len(responses),
+        index=np.arange(len(responses)) + 10,
+    )
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with verification.VerifierPool(
+        toy_verifier.check, num_workers=2, timeout=60.0
+    ) as made:
+        yield made
+
+
+def test_each_response_has_its_own_score(pool, capsys):
+    wanted = np.random.default_rng(0).normal(size=20).astype(np.float32)
+    found = pool.submit(texts(*map(str, wanted))).collect()
+    np.testing.assert_array_equal(found.total, wanted)
+    assert found.total.dtype == np.float32
+    assert not found.parts["failed"].any()
+    assert not found.parts["timed_out"].any()
+    assert capsys.readouterr().err == ""
+
+
+FAILURES = [
+    ("raise", "raised KeyError: 'gold'"),
+    ("exit", "raised SystemExit: 3"),
+    ("nan", "returned nan"),
+    ("inf", "returned inf"),
+    ("text", "returned 'good', which is not a number"),
+    ("nothing", "returned None, which is not a number"),
+]
+
+
+@pytest.mark.parametrize(("response", "why"), FAILURES, ids=dict(FAILURES))
+def test_a_failure_is_a_zero_that_is_counted_and_told_once(pool, capsys, response, why):
+    found = pool.submit(texts("2", response, response, "3")).collect()
+    np.testing.assert_array_equal(found.total, [2.0, 0.0, 0.0, 3.0])
+    np.testing.assert_array_equal(found.parts["failed"], [0.0, 1.0, 1.0, 0.0])
+    means = masked.mean_stats(rewards.part_stats(found))
+    assert float(means["reward/failed"]) == 0.5
+    assert float(means["reward/timed_out"]) == 0.0
+    told = capsys.readouterr().err.splitlines()
+    assert told == [
+        f"warning: 2 of 4 responses could not be verified and score 0; the verifier "
+        f"{why} for prompt 'prompt 1' (row 11 of the data) and response {response!r}"
+    ]
+
+
+def test_the_caller_goes_on_while_processes_verify(pool, tmp_path):
+    """They wait for a file that is only made after a program has run."""
+    row = {"until": str(tmp_path / "file")}
+    pending = pool.submit(texts("wait", "wait", "wait", row=row))
+    product = jax.jit(jnp.dot)(jnp.ones((64, 64)), jnp.ones((64, 64)))
+    assert float(product[0, 0]) == 64.0
+    assert not pending.done()
+    Path(row["until"]).touch()
+    np.testing.assert_array_equal(pending.collect().total, [1.0, 1.0, 1.0])
+    assert pending.done()
+
+
+def test_processes_do_not_load_jax(pool):
+    np.testing.assert_array_equal(pool.submit(texts("loaded")).collect().total, [0.0])
+
+
+def test_a_row_that_cannot_be_sent_stops_the_run(pool):
+    pending = pool.submit(texts("row", row={"score": lambda: 1}))
+    with pytest.raises(StopError, match=r"processes that verify do not work: .*pickle"):
+        pending.collect()
+    # The pool is as good as before.
+    found = pool.submit(texts("row", row={"score": np.float32(0.25)})).collect()
+    np.testing.assert_array_equal(found.total, [0.25])
+
+
+class Answers:
+    """Two prompts of one token, which are rows 1 and 0, and their responses."""
+
+    tokens = np.array([[7, 1, 2], [8, 3, 0]], np.int32)
+    mask = np.array([[1, 1, 1], [1, 1, 0]], bool)
+    response_mask = np.array([[0, 1, 1], [0, 1, 0]], bool)
+    index = np.array([1, 0], np.int32)
+
+
+def decode(ids):
+    return "".join(map(str, ids))
+
+
+@pytest.mark.slow
+def test_a_verifier_as_a_reward_among_others():
+    rows = [{"answer": "3"}, {"answer": "11"}]
+    with verification.VerifierPool(verifiers.LastInteger(), num_workers=1) as pool:
+        reward = pool.reward(decode=decode, rows=rows)
+        np.testing.assert_array_equal(reward(Answers()).total, [0.0, 1.0])
+        # The same processes verify the answers to other rows.
+        other = pool.reward(decode=decode, rows=[{"answer": "4"}, {"answer": "12"}])
+        both = rewards.weighted({"here": (1.0, reward), "there": (0.5, other)})
+        scores = both(Answers())
+    np.testing.assert_array_equal(scores.total, [0.5, 1.0])
+    assert list(scores.parts) == [
+        *("here", "here/failed", "here/timed_out"),
+        *("there", "there/failed", "there/timed_out"),
+    ]
+
+
+@pytest.mark.slow
+def test_what_hangs_or_dies_is_ended_and_the_others_go_on(capsys):
+    """In Python or asleep; and a process that is gone without a word."""
+    with verification.VerifierPool(
+        toy_verifier.check, num_workers=2, timeout=1.0
+    ) as pool:
+        found = pool.submit(texts("hang", "1", "spin", "2", "die", "3")).collect()
+        np.testing.assert_array_equal(found.total, [0.0, 1.0, 0.0, 2.0, 0.0, 3.0])
+        np.testing.assert_array_equal(found.parts["failed"], [1, 0, 1, 0, 1, 0])
+        np.testing.assert_array_equal(found.parts["timed_out"], [1, 0, 1, 0, 0, 0])
+        (told,) = capsys.readouterr().err.splitlines()
+        assert "3 of 6 responses" in told
+        assert "the verifier took longer than 1 s for prompt 'prompt 0' (row 10" in told
+        found = pool.submit(texts("die", "die quietly", "4")).collect()
+        np.testing.assert_array_equal(found.total, [0.0, 0.0, 4.0])
+        np.testing.assert_array_equal(found.parts["timed_out"], [0, 1, 0])
+        assert "ended its process (status 3)" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("response", "why"),
+    [
+        ("raise", "raised KeyError: 'gold'"),
+        ("nan", "returned nan"),
+        ("hang", "took longer than 1 s"),
+        ("die", r"ended its process \(status 3\)"),
+    ],
+)
+def test_a_failure_may_stop_the_run(response, why):
+    with (
+        pytest.raises(
+            StopError,
+            match=rf"the verifier {why} for prompt 'prompt 1' \(row 11 of the data\) "
+            rf"and response '{response}'; mend it, or let",
+        ),
+        verification.VerifierPool(
+            toy_verifier.check, num_workers=2, timeout=1.0, on_failure="stop"
+        ) as pool,
+    ):
+        pool.submit(texts("1", response, *["hang"] * 20)).collect()
+
+
+SCRIPT = """
+print("imported", flush=True)
+import numpy as np, toy_verifier
+from rlhf_jax import verification
+from rlhf_jax.roles.text_rewards import Texts
+from rlhf_jax.functional.checks import InputError
+
+def ours(prompt, response, row):
+    return 1.0
+
+try:
+    verification.VerifierPool(ours)
+except InputError as error:
+    print(error)
+with verification.VerifierPool(toy_verifier.check, num_workers=2) as pool:
+    print(pool.submit(Texts(["p"], ["1"], [{}], np.zeros(1))).collect().total)
+"""
+
+
+@pytest.mark.slow
+def test_processes_do_not_import_the_script_that_was_started(tmp_path):
+    """Which needs no `if __name__ == "__main__"`, and may not hold the verifier."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    places = [Path(rlhf_jax.__file__).parents[1], Path(toy_verifier.__file__).parent]
+    done = subprocess.run(
+        [sys.executable, tmp_path / "script.py"],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": ":".join(map(str, places)), "JAX_PLATFORMS": "cpu"},
+    )
+    first, refusal, total = done.stdout.splitlines()
+    assert (first, total) == ("imported", "[1.]")
+    assert "ours" in refusal
+    assert "of the script that was started; move it to a module" in refusal
+    assert done.stderr == ""
+
+
+def test_a_pool_that_never_started_ends_at_once():
+    with verification.VerifierPool(toy_verifier.check):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_workers": 0}, "num_workers: expected a finite number above 0, got 0"),
+        ({"timeout": 0.0}, "timeout: expected a finite number above 0, got 0.0"),
+        ({"timeout": float("inf")}, "timeout: expected a finite number above 0"),
+        ({"on_failure": "ignore"}, "on_failure: expected 'zero' or 'stop', got 'ign"),
+    ],
+)
+def test_options_that_make_no_pool(options, message):
+    with pytest.raises(InputError, match=message):
+        verification.VerifierPool(toy_verifier.check, **options)
+
+
+def test_a_verifier_that_cannot_be_sent():
+    with pytest.raises(InputError, match=r"processes can import: .* got <function"):
+        verification.VerifierPool(lambda prompt, response, row: 1.0)
