@@ -458,3 +458,23 @@ def _murmur(x: int) -> int:
     x = (x ^ x >> 16) * 0x85EBCA6B % 2**32
     x = (x ^ x >> 13) * 0xC2B2AE35 % 2**32
     return x ^ x >> 16
+
+
+def dpo_pairs(
+    leads: Array, beta: float, kind: str, smoothing: Array
+) -> tuple[list[float], list[float]]:
+    """The loss of each pair by its lead h, nats, and its slope in h."""
+    losses, slopes = [], []
+    for h, eps in zip(leads, smoothing, strict=True):
+        right = 1 / (1 + math.exp(-beta * h))  # σ(βh)
+        wrong = 1 / (1 + math.exp(beta * h))
+        if kind == "sigmoid":
+            losses.append(-(1 - eps) * math.log(right) - eps * math.log(wrong))
+            slopes.append(beta * (eps * right - (1 - eps) * wrong))
+        elif kind == "ipo":
+            losses.append((h - 1 / (2 * beta)) ** 2)
+            slopes.append(2 * (h - 1 / (2 * beta)))
+        elif kind == "hinge":
+            losses.append(max(0.0, 1 - beta * h))
+            slopes.append(-beta if beta * h < 1 else 0.0)
+    return losses, slopes

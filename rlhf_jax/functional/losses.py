@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from rlhf_jax.functional import checks, masked
 from rlhf_jax.functional.aggregation import Aggregation, aggregate
 from rlhf_jax.functional.aggregation import token_weights as token_weights  # for users
+from rlhf_jax.functional.preference_losses import dpo_loss as dpo_loss
+from rlhf_jax.functional.preference_losses import pairwise_loss as pairwise_loss
 
 Array = jax.Array
 Stats = masked.Stats
@@ -95,13 +97,13 @@ def policy_loss(
         num_tokens=num_tokens,
         num_responses=num_responses,
     )
-    stats |= _token_stats(
-        mask,
+    stats |= masked.sum_stats(
         {
             "policy/approxkl": 0.5 * jnp.square(moved),
             "policy/ratio_mean": true_ratio,
             **shares,
         },
+        mask=mask,
     )
     largest = jnp.max(true_ratio, where=mask, initial=0.0)
     stats["policy/ratio_max"] = (largest, None)
@@ -163,7 +165,7 @@ def value_loss(
         num_responses=num_responses,
     )
     clipfrac = (clipped > unclipped).astype(jnp.float32)
-    return loss, stats | _token_stats(mask, {"value/clipfrac": clipfrac})
+    return loss, stats | masked.sum_stats({"value/clipfrac": clipfrac}, mask=mask)
 
 
 def entropy_bonus(
@@ -229,50 +231,6 @@ def explained_variance(*, values: Array, returns: Array, mask: Array) -> Stats:
     return {"value/explained_variance": pair}
 
 
-def pairwise_loss(
-    *,
-    chosen: Array,
-    rejected: Array,
-    margin: Array | None = None,
-    num_pairs: Array | None = None,
-) -> tuple[Array, Stats]:
-    """Bradley-Terry, -(1/N) Σ log σ(chosen - rejected - margin).
-
-    Args:
-      chosen, rejected: f32[B], reward units, scores of the two answers of a pair.
-      margin: f32[B], reward units by which chosen should lead; None is 0.
-      num_pairs: f32[], N of the whole minibatch when this is a micro-batch; None
-        is B.
-
-    Returns:
-      f32[] loss and {name: (sum, weight)}. The gradient reaches `chosen` and
-      `rejected`. `loss/pairwise`: the loss. `pairwise/accuracy`: share of pairs with
-      chosen > rejected, margin aside; a tie is a miss. `pairwise/lead`: chosen -
-      rejected, reward units.
-
-    Raises:
-      ValueError: shapes differ. TypeError: not f32.
-
-    Source: Stiennon et al. 2020, arXiv:2009.01325, section 3.4; the margin is
-    Touvron et al. 2023, arXiv:2307.09288, eq. 2.
-    """
-    checks.shape((None,), chosen=chosen)
-    margin = jnp.zeros_like(chosen) if margin is None else margin
-    every_pair = jnp.ones(chosen.shape, jnp.bool_)
-    _check(every_pair, chosen=chosen, rejected=rejected, margin=margin)
-    lead = chosen - rejected
-    losses = -jax.nn.log_sigmoid(lead - jax.lax.stop_gradient(margin))
-    stats = _token_stats(
-        every_pair,
-        {
-            "loss/pairwise": losses,
-            "pairwise/accuracy": (lead > 0).astype(jnp.float32),
-            "pairwise/lead": lead,
-        },
-    )
-    return _per_token(losses, every_pair, num_pairs), stats
-
-
 def language_model_loss(
     *, logprobs: Array, mask: Array, num_tokens: Array | None = None
 ) -> tuple[Array, Stats]:
@@ -293,7 +251,7 @@ def language_model_loss(
     """
     _check(mask, logprobs=logprobs)
     losses = -logprobs
-    stats = _token_stats(mask, {"loss/language_model": losses})
+    stats = masked.sum_stats({"loss/language_model": losses}, mask=mask)
     return _per_token(losses, mask, num_tokens), stats
 
 
@@ -318,12 +276,3 @@ def _per_token(x: Array, mask: Array, count: Array | None) -> Array:
     checks.shape((), count=count)
     count = jnp.asarray(count, jnp.float32)
     return masked.masked_sum(x, mask=mask) / jnp.maximum(count, 1.0)
-
-
-def _token_stats(mask: Array, columns: dict[str, Array]) -> Stats:
-    """{name: (Σ m·x, Σ m)}, without gradient."""
-    weight = jnp.sum(mask, dtype=jnp.float32)
-    return {
-        name: (jax.lax.stop_gradient(masked.masked_sum(x, mask=mask)), weight)
-        for name, x in columns.items()
-    }

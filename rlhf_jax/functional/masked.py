@@ -123,6 +123,23 @@ def masked_whiten(
     return whitened if shift_mean else jnp.where(mask, whitened + mean, 0.0)
 
 
+def sum_stats(columns: dict[str, Array], *, mask: Array) -> Stats:
+    """{name: (Σ m·x, Σ m)} of each column, without gradient.
+
+    Args:
+      columns: f32[...] by name.
+      mask: bool, of their shape.
+
+    Raises:
+      ValueError: shapes differ. TypeError: a column is not f32 or mask is not bool.
+    """
+    weight = jnp.sum(mask, dtype=jnp.float32)
+    return {
+        name: (jax.lax.stop_gradient(masked_sum(x, mask=mask)), weight)
+        for name, x in columns.items()
+    }
+
+
 def add_stats(left: Stats, right: Stats) -> Stats:
     """The statistics of two parts (micro-batches, steps) together.
 
