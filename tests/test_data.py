@@ -117,6 +117,25 @@ def test_dialogues_are_cut_at_the_last_shared_turn(write):
             ['{"chosen": "b", "rejected": "c"}'],
             r"rows.jsonl:1: expected a field 'prompt', or dialogues that share a",
         ),
+        (
+            data.read_preferences,
+            [
+                '{"chosen": "\\n\\nHuman: hi\\n\\nAssistant: yes",'
+                ' "rejected": "\\n\\nHuman: ho\\n\\nAssistant: yes"}'
+            ],
+            r"rows.jsonl:1: expected a field 'prompt', or dialogues that share a",
+        ),
+        (
+            data.read_preferences,
+            [
+                '{"prompt": "a", "chosen": "b", "rejected": "c"}',
+                '{"chosen": "\\n\\nHuman: hi\\n\\nAssistant: yes\\n\\nHuman: why'
+                '\\n\\nAssistant: so",'
+                ' "rejected": "\\n\\nHuman: hi\\n\\nAssistant: no"}',
+            ],
+            r"rows.jsonl:2: expected dialogues that differ in the last answer alone, .*"
+            r" another turn of the human in 'chosen' after they part; cut",
+        ),
     ],
 )
 def test_malformed_rows_name_file_and_line(write, read, lines, message):
@@ -180,6 +199,29 @@ def test_human_preferences(shared_data):
         " just can’t speak right now",
     }
     assert all(row["prompt"].endswith("\n\nAssistant:") for row in rows)
+
+
+def test_answers_of_nothing(write):
+    """Kept, unless the reader asks otherwise: EOS alone is an answer too."""
+    rows = [
+        {"prompt": "a", "chosen": "b", "rejected": "c"},
+        {"prompt": "d", "chosen": " \n", "rejected": "c"},
+    ]
+    path = write("pairs.jsonl", *map(json.dumps, rows))
+    assert data.read_preferences(path) == rows
+    assert data.read_preferences(path, blank="drop") == rows[:1]
+    told = r"pairs.jsonl:2: expected an answer in 'chosen', got an empty text; remove"
+    with pytest.raises(InputError, match=told):
+        data.read_preferences(path, blank="error")
+    with pytest.raises(InputError, match="a pair of two answers, got empty ones"):
+        data.read_preferences(write("no.jsonl", json.dumps(rows[1])), blank="drop")
+
+
+def test_human_preferences_hold_answers_of_nothing(shared_data):
+    path = shared_data / "hh-rlhf-harmless" / "pairs.jsonl"
+    assert len(data.read_preferences(path, blank="drop")) == 1797
+    with pytest.raises(InputError, match=r"pairs.jsonl:398: expected an answer in 'ch"):
+        data.read_preferences(path, blank="error")
 
 
 def test_questions_and_plays(shared_data):

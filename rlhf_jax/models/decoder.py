@@ -84,29 +84,50 @@ def positions_of(mask: Array) -> Array:
 
 
 def hidden_states(
-    params: Params, *, model: ModelConfig, tokens: Array, mask: Array
+    params: Params,
+    *,
+    model: ModelConfig,
+    tokens: Array,
+    mask: Array,
+    segments: Array | None = None,
 ) -> Array:
     """Hidden states after the final norm.
+
+        tokens       a  b  c  d  e  ·        two texts packed into one row
+        segments     1  1  2  2  2  0
+        positions    0  1  0  1  2  0
+        c attends          c
+        e attends          c  d  e
 
     Args:
       params: as above (a head is not read).
       tokens: i32[B, S], padded on either side; what stands at padding is not read.
       mask: bool[B, S], True at tokens.
+      segments: i32[B, S], which text of the row a token is of, 0 at padding: each text
+        is read as if it stood alone. None is one text a row.
 
     Returns:
-      [B, S, D] in `model.dtype`; `hidden[:, t]` has seen `tokens[:, :t + 1]`. Finite
-      and without meaning at padding.
+      [B, S, D] in `model.dtype`; `hidden[:, t]` has seen `tokens[:, :t + 1]`, of its
+      segment alone. Finite and without meaning at padding.
 
     Raises:
-      InputError: tokens and mask differ in shape, or there are more columns than
-        learned positions.
+      InputError: tokens, mask and segments differ in shape, or there are more columns
+        than learned positions. With segments that is not known here: of a longer text
+        the tokens beyond all take the last position.
     """
-    hidden, _ = prefill(params, model=model, tokens=tokens, mask=mask)
+    hidden, _ = prefill(
+        params, model=model, tokens=tokens, mask=mask, segments=segments
+    )
     return hidden
 
 
 def prefill(
-    params: Params, *, model: ModelConfig, tokens: Array, mask: Array
+    params: Params,
+    *,
+    model: ModelConfig,
+    tokens: Array,
+    mask: Array,
+    segments: Array | None = None,
 ) -> tuple[Array, blocks.KeyValue]:
     """`hidden_states`, and the keys and values of every layer, to be cached.
 
@@ -120,15 +141,26 @@ def prefill(
             f"expected tokens and mask of one shape [B, S], got {tokens.shape} and "
             f"{mask.shape}"
         )
-    if model.positions == "learned" and tokens.shape[1] > model.max_positions:
+    if segments is not None and segments.shape != tokens.shape:
+        raise InputError(
+            f"expected segments of the shape of tokens, {tokens.shape}, got "
+            f"{segments.shape}"
+        )
+    learned = model.positions == "learned" and segments is None
+    if learned and tokens.shape[1] > model.max_positions:
         raise InputError(
             f"expected at most {model.max_positions} columns (the model's learned "
             f"positions), got {tokens.shape[1]}; shorten prompts or responses"
         )
-    positions = positions_of(mask)
     size = tokens.shape[1]
     causal = jnp.tril(jnp.ones((size, size), bool))
     attend = causal[None] & mask[:, None, :]
+    if segments is None:
+        positions = positions_of(mask)
+    else:
+        attend &= segments[:, :, None] == segments[:, None, :]
+        # What a token attends to, less itself, is what stands before it in its text.
+        positions = attend.sum(axis=-1, dtype=jnp.int32) - mask.astype(jnp.int32)
     rotary = _rotary(positions, model=model)
 
     def layer(x: Array, params: Params) -> tuple[Any, Any]:

@@ -45,6 +45,7 @@ def logprobs(
     mask: Array,
     temperature: float = 1.0,
     first_column: int = 1,
+    segments: Array | None = None,
 ) -> Array:
     """log π(tokens[t] | tokens[<t]), the first result of `logprobs_and_entropy`."""
     return logprobs_and_entropy(
@@ -54,6 +55,7 @@ def logprobs(
         mask=mask,
         temperature=temperature,
         first_column=first_column,
+        segments=segments,
     )[0]
 
 
@@ -65,6 +67,7 @@ def logprobs_and_entropy(
     mask: Array,
     temperature: float = 1.0,
     first_column: int = 1,
+    segments: Array | None = None,
 ) -> tuple[Array, Array]:
     """Log-probability of each token and entropy of the distribution it came from.
 
@@ -75,12 +78,16 @@ def logprobs_and_entropy(
       temperature: divides the logits; the same in every role.
       first_column: columns before it are not priced and are 0; the prompt's width
         prices the response alone.
+      segments: i32[B, S], texts packed into one row (`decoder.hidden_states`); None is
+        one text a row.
 
     Returns:
       f32[B, S] each, nats; column t is about tokens[:, t]. 0 at padding and at the
-      first token of a row, which nothing predicts.
+      first token of a text, which nothing predicts.
     """
-    hidden = decoder.hidden_states(params, model=model, tokens=tokens, mask=mask)
+    hidden = decoder.hidden_states(
+        params, model=model, tokens=tokens, mask=mask, segments=segments
+    )
     return price_hidden(
         params,
         hidden,
@@ -89,6 +96,7 @@ def logprobs_and_entropy(
         mask=mask,
         temperature=temperature,
         first_column=first_column,
+        segments=segments,
     )
 
 
@@ -101,11 +109,13 @@ def price_hidden(
     mask: Array,
     temperature: float = 1.0,
     first_column: int = 1,
+    segments: Array | None = None,
 ) -> tuple[Array, Array]:
     """`logprobs_and_entropy` from hidden states that are at hand.
 
     Args:
-      hidden: floats[B, S, D], `decoder.hidden_states` of the same params, tokens, mask.
+      hidden: floats[B, S, D], `decoder.hidden_states` of the same params, tokens, mask
+        and segments.
       The others, Returns: as `logprobs_and_entropy`.
     """
     priced = logprobs_.token_logprobs_from_hidden(
@@ -117,6 +127,9 @@ def price_hidden(
         first_column=first_column,
     )
     predicted = _predicted(mask)
+    if segments is not None:
+        before = jnp.pad(segments[:, :-1], ((0, 0), (1, 0)))
+        predicted &= segments == before
     found, entropy = (jnp.where(predicted, array, 0.0) for array in priced)
     return found, entropy
 

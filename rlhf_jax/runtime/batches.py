@@ -87,7 +87,7 @@ def prompt_batches(
                 " remove the row"
             )
     widths = _widths([len(tokens) for tokens in prompts], buckets)
-    mine = _slice(batch_size, process_index, process_count)
+    mine = slice_of(batch_size, process_index, process_count)
 
     def collate(visits: Sequence[Visit]) -> Prompts:
         width = _width(max(len(prompts[visit.row]) for visit in visits), widths)
@@ -99,12 +99,12 @@ def prompt_batches(
             ][mine],
             np.int32,
         ).T
-        tokens, mask = _pad(
+        tokens, mask = pad(
             [prompts[row] for row in index], width=width, pad_id=pad_id, left=True
         )
         return Prompts(tokens=tokens, mask=mask, index=index, sample=sample)
 
-    return _batches(
+    return shuffled(
         len(prompts), batch_size // samples_per_prompt, seed=seed, collate=collate
     )
 
@@ -125,14 +125,14 @@ def sequence_batches(
     `prompt_batches`, with the width that of prompt and response together.
     """
     widths = _widths([len(p) + len(r) for p, r in examples], buckets)
-    mine = _slice(batch_size, process_index, process_count)
+    mine = slice_of(batch_size, process_index, process_count)
 
     def collate(visits: Sequence[Visit]) -> Sequences:
         rows = [examples[visit.row] for visit in visits]
         width = _width(max(len(p) + len(r) for p, r in rows), widths)
         return _sequences(rows[mine], width=width, pad_id=pad_id)
 
-    return _batches(len(examples), batch_size, seed=seed, collate=collate)
+    return shuffled(len(examples), batch_size, seed=seed, collate=collate)
 
 
 def preference_batches(
@@ -161,7 +161,7 @@ def preference_batches(
         return len(pair.prompt) + max(len(pair.chosen), len(pair.rejected))
 
     widths = _widths([length(pair) for pair in pairs], buckets)
-    mine = _slice(batch_size, process_index, process_count)
+    mine = slice_of(batch_size, process_index, process_count)
 
     def collate(visits: Sequence[Visit]) -> Preferences:
         rows = [pairs[visit.row] for visit in visits]
@@ -177,7 +177,7 @@ def preference_batches(
             margin=margin,
         )
 
-    return _batches(len(pairs), batch_size, seed=seed, collate=collate)
+    return shuffled(len(pairs), batch_size, seed=seed, collate=collate)
 
 
 def sequences_in_order(
@@ -197,13 +197,14 @@ def sequences_in_order(
     ]
 
 
-def _batches(
+def shuffled(
     num_rows: int,
     rows_per_step: int,
     *,
     seed: int,
     collate: Callable[[Sequence[Visit]], Batch],
 ) -> Batches[Batch]:
+    """Batches of the stream above, made by `collate` of the rows that are due."""
     stream = grain.MapDataset.range(num_rows).seed(seed).shuffle().repeat()
     visits = stream.map_with_index(lambda place, row: Visit(row, place // num_rows))
     return Batches(
@@ -220,7 +221,8 @@ def _check_divides(batch_size: int, parts: int, name: str) -> None:
         )
 
 
-def _slice(batch_size: int, process_index: int, process_count: int) -> slice:
+def slice_of(batch_size: int, process_index: int, process_count: int) -> slice:
+    """The rows of the global batch that are one process's; InputError if uneven."""
     _check_divides(batch_size, process_count, "process_count")
     rows = batch_size // process_count
     return slice(process_index * rows, (process_index + 1) * rows)
@@ -243,7 +245,7 @@ def _width(longest: int, widths: Sequence[int]) -> int:
 
 
 def _sequences(examples: Sequence[Example], *, width: int, pad_id: int) -> Sequences:
-    tokens, mask = _pad(
+    tokens, mask = pad(
         [[*prompt, *response] for prompt, response in examples],
         width=width,
         pad_id=pad_id,
@@ -254,7 +256,7 @@ def _sequences(examples: Sequence[Example], *, width: int, pad_id: int) -> Seque
     return Sequences(tokens=tokens, mask=mask, response_mask=response_mask)
 
 
-def _pad(
+def pad(
     rows: Sequence[Tokens], *, width: int, pad_id: int, left: bool
 ) -> tuple[HostArray, HostArray]:
     """i32[B, width] tokens and bool[B, width] mask, from the lengths."""

@@ -12,10 +12,13 @@ fingerprint of the model as stored, its shape, the tokens and the temperature.
         cache, [[*p.prompt, *p.chosen] for p in pairs], reference=reference, ...
     )
     ref_chosen_logprobs = chosen.padded(rows, width=batch.chosen.tokens.shape[1])
+
+Rows may hold several texts that do not see each other, as those of `packing` do.
 """
 
 from __future__ import annotations
 
+import collections
 import functools
 import hashlib
 import json
@@ -34,6 +37,7 @@ from rlhf_jax.roles import policy as policy_
 from rlhf_jax.roles.frozen import Frozen
 from rlhf_jax.runtime import batches, encoding, run_folder
 from rlhf_jax.runtime.encoding import Example, Tokens
+from rlhf_jax.stages.batch import Sequences
 
 Array = jax.Array
 HostArray = np.ndarray[Any, Any]
@@ -52,11 +56,16 @@ class Precomputed(NamedTuple):
     def padded(self, rows: Sequence[int] | HostArray, *, width: int) -> HostArray:
         """f32[len(rows), width], right-padded with 0 as `Sequences` are.
 
+        Args:
+          rows: places in the data set; -1 is a row of nothing but padding.
+
         Raises:
           ValueError: a row is longer than `width`.
         """
         filled = np.zeros((len(rows), width), np.float32)
         for place, index in enumerate(rows):
+            if index < 0:
+                continue
             values = self.row(int(index))
             filled[place, : len(values)] = values
         return filled
@@ -70,6 +79,7 @@ def load_or_compute(
     model: ModelConfig,
     batch_size: int,
     pad_id: int,
+    segments: Sequence[Sequence[int]] | None = None,
     temperature: float = 1.0,
     progress: bool = True,
 ) -> Precomputed:
@@ -84,6 +94,8 @@ def load_or_compute(
       rows: token lists, prompt and response together.
       reference: frozen, stored in any way; verified first.
       batch_size: rows priced at once, all padded to the longest.
+      segments: which text of its row each token is of, from 1, where rows hold several
+        (`decoder.hidden_states`); None is one text a row.
       temperature: divides the logits, as the policy's.
 
     Raises:
@@ -92,7 +104,7 @@ def load_or_compute(
       ReferenceMovedError: the reference is not what was frozen.
       StopError: a log-prob is not finite.
     """
-    _check(rows, model=model)
+    _check(rows, segments, model=model)
     frozen.verify(reference)
     of = {
         "fingerprint": frozen.fingerprint_of(reference).root,
@@ -100,6 +112,8 @@ def load_or_compute(
         "data": encoding.digest(rows),
         "temperature": temperature,
     }
+    if segments is not None:
+        of["segments"] = encoding.digest(segments)
     name = hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:32]
     values, about = folder / f"{name}.npy", folder / f"{name}.json"
     starts = np.cumsum([0, *map(len, rows)])
@@ -108,6 +122,7 @@ def load_or_compute(
         _compute(
             values,
             rows,
+            segments,
             reference=reference,
             price=functools.partial(_price, model=model, temperature=temperature),
             batch_size=batch_size,
@@ -126,6 +141,7 @@ def _price(
     *,
     tokens: Array,
     mask: Array,
+    segments: Array | None,
     model: ModelConfig,
     temperature: float,
 ) -> Array:
@@ -135,12 +151,14 @@ def _price(
         tokens=tokens,
         mask=mask,
         temperature=temperature,
+        segments=segments,
     )
 
 
 def _compute(
     path: Path,
     rows: Sequence[Tokens],
+    segments: Sequence[Sequence[int]] | None,
     *,
     reference: Frozen,
     price: Callable[..., Array],
@@ -155,15 +173,23 @@ def _compute(
     held = np.lib.format.open_memmap(
         unfinished, mode="w+", dtype=np.float32, shape=(total,)
     )
-    examples = [Example((), row) for row in rows]
+
+    def padded(rows: Sequence[Sequence[int]], *, fill: int) -> list[Sequences]:
+        examples = [Example((), row) for row in rows]
+        return batches.sequences_in_order(examples, batch_size=batch_size, pad_id=fill)
+
+    in_order = padded(rows, fill=pad_id)
+    of_texts = [None] * len(in_order)
+    if segments is not None:
+        of_texts = [batch.tokens for batch in padded(segments, fill=0)]
     done = 0
-    for batch in track(
-        batches.sequences_in_order(examples, batch_size=batch_size, pad_id=pad_id),
+    for batch, of_text in track(
+        list(zip(in_order, of_texts, strict=True)),
         description="reference log-probs",
         disable=not progress,
     ):
-        tokens, mask = frozen.beside(reference, (batch.tokens, batch.mask))
-        logprobs = np.asarray(price(reference, tokens=tokens, mask=mask))
+        given = {"tokens": batch.tokens, "mask": batch.mask, "segments": of_text}
+        logprobs = np.asarray(price(reference, **frozen.beside(reference, given)))
         found = logprobs[np.asarray(batch.mask)][: total - done]  # fillers come last
         if not np.isfinite(found).all():
             raise StopError(
@@ -176,14 +202,27 @@ def _compute(
     unfinished.replace(path)
 
 
-def _check(rows: Sequence[Tokens], *, model: ModelConfig) -> None:
+def _check(
+    rows: Sequence[Tokens],
+    segments: Sequence[Sequence[int]] | None,
+    *,
+    model: ModelConfig,
+) -> None:
     if not rows:
         raise InputError("expected at least one row to price, got none")
     for place, row in enumerate(rows):
-        if not 1 <= len(row) <= model.max_positions:
+        longest = len(row)
+        if segments is not None and longest:
+            if len(segments[place]) != longest:
+                raise ValueError(
+                    f"row {place} (from 0): expected a segment for each of its "
+                    f"{longest} tokens, got {len(segments[place])}"
+                )
+            longest = max(collections.Counter(segments[place]).values())
+        if not 1 <= longest <= model.max_positions:
             raise InputError(
                 f"row {place} (from 0): expected 1 to {model.max_positions} tokens, "
-                f"the reference's context, got {len(row)}; shorten or remove it"
+                f"the reference's context, got {longest}; shorten or remove it"
             )
         if not 0 <= min(row) <= max(row) < model.vocab_size:
             raise InputError(

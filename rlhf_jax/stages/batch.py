@@ -90,3 +90,28 @@ class Preferences:
     chosen: Sequences
     rejected: Sequences
     margin: Array | None = None  # f32[B], score difference asked for; None is 0
+
+
+@flax.struct.dataclass
+class PackedPreferences:
+    """Pairs laid end to end, up to K to a row; both texts of a pair in the same row.
+
+    column           0   1   2   3   4   5   6   7   8   9
+    tokens           p   c  EOS  p   r   r  EOS  q   c  ...
+    segments         1   1   1   2   2   2   2   3   3  ...
+    response_mask    0   1   1   0   1   1   1   0   1  ...
+
+    Pair k of a row is its segments 2k + 1, prompt and chosen answer, and 2k + 2, the
+    same prompt and the rejected one: texts that do not see each other.
+    """
+
+    tokens: Array  # i32[B, S]
+    segments: Array  # i32[B, S], 0 at padding
+    response_mask: Array  # bool[B, S], tokens of the answers, EOS included
+    pairs: Array  # bool[B, K], True where the row has a pair of that number
+    index: Array  # i32[B], row of the packed data set
+
+    @property
+    def mask(self) -> Array:
+        """bool[B, S], not padding."""
+        return self.segments > 0

@@ -1,0 +1,178 @@
+"""Texts packed into one row are read as if each stood alone."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from rlhf_jax import decoder, policy
+from rlhf_jax.functional.checks import InputError
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+LENGTHS = (5, 1, 7, 3)
+ROWS, WIDTH = ((0, 2), (1, 3)), 14  # texts of each row
+RNG = np.random.default_rng(4)
+TEXTS = [RNG.integers(0, tiny.VOCAB, length) for length in LENGTHS]
+WEIGHTS = [RNG.normal(size=length).astype(np.float32) for length in LENGTHS]
+each_family = pytest.mark.parametrize("model", tiny.BOTH, ids=tiny.NAMES)
+
+
+def packed(columns, *, rows=ROWS, width=WIDTH, fill=0):
+    """[rows, width] of one number a token, and which text each is of, from 1."""
+    array = np.full((len(rows), width), fill, columns[0].dtype)
+    segments = np.zeros((len(rows), width), np.int32)
+    for row, texts in enumerate(rows):
+        start = 0
+        for number, text in enumerate(texts, start=1):
+            stop = start + len(columns[text])
+            array[row, start:stop] = columns[text]
+            segments[row, start:stop] = number
+            start = stop
+    return array, segments
+
+
+ALONE = tuple((text,) for text in range(len(TEXTS)))
+
+
+@functools.partial(jax.jit, static_argnames=("model",))
+def priced(params, *, model, tokens, segments, weights, mask=None):
+    """(Σ w·(log-prob + entropy), both), and the gradient."""
+
+    def total(params):
+        found = policy.logprobs_and_entropy(
+            params,
+            model=model,
+            tokens=tokens,
+            mask=segments > 0 if mask is None else mask,
+            segments=segments if mask is None else None,
+            temperature=0.7,
+        )
+        return (weights * (found[0] + found[1])).sum(), found
+
+    return jax.value_and_grad(total, has_aux=True)(params)
+
+
+def price(model, tokens, *, rows=ROWS, width=WIDTH, segmented=True):
+    array, segments = packed(tokens, rows=rows, width=width)
+    weights, _ = packed(WEIGHTS, rows=rows, width=width)
+    return priced(
+        tiny.params(model),
+        model=model,
+        tokens=jnp.asarray(array, jnp.int32),
+        segments=segments,
+        weights=weights,
+        mask=None if segmented else segments > 0,
+    )
+
+
+def by_text(array, *, rows=ROWS, width=WIDTH):
+    """A [rows, width] array taken apart, text by text."""
+    _, segments = packed(TEXTS, rows=rows, width=width)
+    found = {}
+    for row, texts in enumerate(rows):
+        for number, text in enumerate(texts, start=1):
+            found[text] = np.asarray(array)[row][segments[row] == number]
+    return [found[text] for text in range(len(TEXTS))]
+
+
+@each_family
+def test_packed_texts_have_the_log_probs_and_gradients_of_texts_alone(model):
+    """The texts alone without segments, by the program that everything else uses."""
+    (_, together), gradient = price(model, TEXTS)
+    (_, apart), expected = price(model, TEXTS, rows=ALONE, width=7, segmented=False)
+    for left, right in zip(together, apart, strict=True):
+        for mine, other in zip(
+            by_text(left), by_text(right, rows=ALONE, width=7), strict=True
+        ):
+            np.testing.assert_allclose(mine, other, atol=1e-5)
+            assert mine[0] == 0  # which nothing predicts
+            assert (np.abs(mine[1:]) > 1e-3).all()
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5),
+        gradient,
+        expected,
+    )
+
+
+@each_family
+def test_one_segment_to_a_row_is_no_segments(model):
+    (_, with_them), _ = price(model, TEXTS, rows=ALONE, width=7)
+    (_, without), _ = price(model, TEXTS, rows=ALONE, width=7, segmented=False)
+    for left, right in zip(with_them, without, strict=True):
+        np.testing.assert_allclose(left, right, atol=1e-6)
+
+
+@each_family
+def test_a_text_does_not_see_its_neighbours(model):
+    """Not by a bit, whatever they say, before or after it."""
+    (_, before), _ = price(model, TEXTS)
+    for changed in range(len(TEXTS)):
+        others = [(text + 1) % tiny.VOCAB for text in TEXTS]
+        texts = [others[i] if i == changed else TEXTS[i] for i in range(len(TEXTS))]
+        (_, after), _ = price(model, texts)
+        for left, right in zip(before, after, strict=True):
+            for i, (old, new) in enumerate(
+                zip(by_text(left), by_text(right), strict=True)
+            ):
+                if i != changed:
+                    np.testing.assert_array_equal(new, old)
+                elif len(old) > 1:
+                    assert np.abs(new - old).max() > 1e-4
+
+
+@each_family
+def test_what_stands_at_padding_is_not_read(model):
+    array, segments = packed(TEXTS)
+    weights, _ = packed(WEIGHTS)
+    expected, gradient = price(model, TEXTS)
+    for fill in (-1, 2**31 - 1, tiny.VOCAB):
+        spoilt = jnp.asarray(np.where(segments > 0, array, fill), jnp.int32)
+        found, other = priced(
+            tiny.params(model),
+            model=model,
+            tokens=spoilt,
+            segments=segments,
+            weights=weights,
+        )
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+        jax.tree.map(np.testing.assert_array_equal, other, gradient)
+
+
+def test_rows_may_be_wider_than_the_learned_positions():
+    """A text has the context of the model, however many stand before it in its row."""
+    model = tiny.GPT2
+    count = model.max_positions  # 24
+    text = RNG.integers(0, tiny.VOCAB, count)
+    row = np.concatenate([text, text, text])[None]
+    segments = np.repeat([1, 2, 3], count)[None].astype(np.int32)
+    found = policy.logprobs(
+        tiny.params(model),
+        model=model,
+        tokens=jnp.asarray(row, jnp.int32),
+        mask=segments > 0,
+        segments=segments,
+    )
+    first, *others = np.split(np.asarray(found)[0], 3)
+    for other in others:
+        np.testing.assert_allclose(other, first, atol=1e-5)
+    alone = policy.logprobs(
+        tiny.params(model),
+        model=model,
+        tokens=jnp.asarray(text[None], jnp.int32),
+        mask=np.ones((1, count), bool),
+    )
+    np.testing.assert_allclose(first, alone[0], atol=1e-5)
+
+
+def test_segments_of_another_shape():
+    with pytest.raises(InputError, match=r"segments of the shape of tokens, \(2, 5\)"):
+        decoder.hidden_states(
+            tiny.params(tiny.GPT2),
+            model=tiny.GPT2,
+            tokens=np.zeros((2, 5), np.int32),
+            mask=np.ones((2, 5), bool),
+            segments=np.ones((2, 4), np.int32),
+        )
