@@ -1,6 +1,7 @@
 """GRPO on GSM8K at toy size: it learns, resumes to the bit, and refuses in time."""
 
-import json
+import dataclasses
+import functools
 import shutil
 
 import grpo_gsm8k
@@ -8,8 +9,8 @@ import pytest
 import toy_files
 from test_experiments import contents, play, refused
 
-from rlhf_jax import config, hf
-from rlhf_jax.runtime import encoding, metrics
+from rlhf_jax import config, grpo, hf
+from rlhf_jax.runtime import cli, encoding, metrics
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 WORDS = [*("what", "is", "one", "and", "two", "?", "####"), *map(str, range(10))]
@@ -148,8 +149,21 @@ def test_an_answer_without_a_number_is_named_by_file_and_line(
     assert "bad.jsonl:3: expected #### and a number at the end of 'answer'" in told
 
 
-def test_presets_are_those_of_the_library():
-    assert set(grpo_gsm8k.PRESETS) == {"deepseekmath", "rloo", "reinforce++"}
-    config = json.loads(json.dumps(grpo_gsm8k.PRESETS["deepseekmath"], default=vars))
-    assert config["kl_coef"] == 0.04
-    assert config["grpo"]["group_size"] == 64
+@pytest.mark.parametrize(
+    ("preset", "recipe"),
+    [
+        ("deepseekmath", grpo.PUBLISHED),
+        ("rloo", grpo.RLOO),
+        ("reinforce++", grpo.REINFORCE_PLUS_PLUS),
+    ],
+)
+def test_presets_are_those_of_the_library(preset, recipe):
+    needed = ("--out=x", "--model=x", "--data=x", "--held-out=x")
+    parse = functools.partial(
+        cli.parse, grpo_gsm8k.Config, description="", presets=grpo_gsm8k.PRESETS
+    )
+    parsed = parse(argv=[*needed, "--preset", preset])
+    assert parsed.grpo == recipe
+    assert parsed.beta == (0.04 if preset == "deepseekmath" else grpo_gsm8k.KL_COEF)
+    changed = parse(argv=[*needed, "--preset", preset, "--clip-range=0.1"])
+    assert changed.grpo == dataclasses.replace(recipe, clip_range=0.1)
