@@ -51,7 +51,6 @@ from rlhf_jax import (
     policy_gradient,
     pretrained,
     report,
-    rewards,
     rollout,
     run,
     run_folder,
@@ -303,7 +302,7 @@ def improve(
         train, stats, _ = programs.learn(
             train,
             rollout=answered,
-            scores=scores.total,
+            scores=scores,
             # Run again there only for exact KL, which needs its hidden states.
             reference=reference if options.grpo.penalty.needs_logits else None,
             ref_logprobs=priced,
@@ -321,7 +320,7 @@ def improve(
                     strict=True,
                 )
             ]
-        stage.end_step(step, stats | rewards.part_stats(scores), samples)
+        stage.end_step(step, stats, samples)
     return train.policy
 
 

@@ -134,6 +134,28 @@ def gae(
     return advantages, returns
 
 
+def group_relative(scores: Array, group_size: int, normalise: bool) -> Array:
+    found = np.zeros(len(scores))
+    for i, score in enumerate(scores):
+        first = i // group_size * group_size
+        group = [float(each) for each in scores[first : first + group_size]]
+        mean = sum(group) / group_size
+        found[i] = float(score) - mean
+        if normalise:
+            squares = sum((each - mean) ** 2 for each in group)
+            found[i] /= math.sqrt(squares / (group_size - 1)) + 1e-6
+    return found
+
+
+def leave_one_out(scores: Array, group_size: int) -> Array:
+    found = np.zeros(len(scores))
+    for i, score in enumerate(scores):
+        first = i // group_size * group_size
+        others = [float(scores[j]) for j in range(first, first + group_size) if j != i]
+        found[i] = float(score) - sum(others) / len(others)
+    return found
+
+
 def oai_truncated(responses: Array, stop: int, after: int) -> Array:
     """`get_mask` of lm_tasks.py in lm-human-preferences; True is cut off."""
     mask = (responses == stop).astype(np.int32)

@@ -18,8 +18,8 @@ from rlhf_jax import (
     kl_control,
     masked,
     policy,
+    policy_update,
     ppo,
-    ppo_update,
     rewards,
     state,
 )
@@ -232,7 +232,7 @@ def visits(monkeypatch, *, key, num_epochs=3, num_minibatches=2, rows=8):
         nothing = {"policy/sampler_mismatch": (jnp.zeros(()), jnp.ones(()))}
         return current, jnp.bool_(False), nothing
 
-    monkeypatch.setattr(ppo_update, "_step", record)
+    monkeypatch.setattr(policy_update, "_step", record)
     per_token = jnp.zeros((rows, 2))
     index = jnp.arange(rows, dtype=jnp.int32)
     numbered = batch.Experience(
@@ -280,7 +280,7 @@ def test_each_random_key_is_used_once(monkeypatch):
         monkeypatch.setattr(jax.random, name, recorded(getattr(jax.random, name)))
     mismatch = {"policy/sampler_mismatch": (jnp.zeros(()), jnp.ones(()))}
     monkeypatch.setattr(
-        ppo_update, "_step", lambda state, **_: (state, False, mismatch)
+        policy_update, "_step", lambda state, **_: (state, False, mismatch)
     )
 
     @toys.jit

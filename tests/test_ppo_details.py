@@ -24,7 +24,6 @@ from rlhf_jax import (
     masked,
     ppo,
     ppo_config,
-    ppo_update,
     rewards,
     rollout,
     score,
@@ -272,7 +271,7 @@ def seen(monkeypatch):
         }
         return share * (policy + critic), stats
 
-    monkeypatch.setattr(ppo_update, "ppo_loss", loss)
+    monkeypatch.setattr(ppo, "ppo_loss", loss)
     return calls
 
 

@@ -1,4 +1,4 @@
-"""Advantages: how much better an action was than the critic expected."""
+"""Advantages: how much better an action was than a critic, or its group, expected."""
 
 from __future__ import annotations
 
@@ -56,3 +56,91 @@ def gae(
     end = jnp.zeros_like(deltas[:, 0])
     _, advantages = jax.lax.scan(step, end, (deltas.T, mask.T), reverse=True)
     return advantages.T, advantages.T + values
+
+
+def group_relative(
+    scores: Array, *, group_size: int, normalise: bool = True, eps: float = 1e-6
+) -> Array:
+    """A_i = (s_i - mean(s)) / (std(s) + eps) over the responses to one prompt.
+
+        row        0  1  2 | 3  4  5       group_size = 3: rows g·G to g·G + G - 1
+        scores     1  0  2 | 4  4  4
+        A          0 -1  1 | 0  0  0       equal scores have no advantage
+
+    The mean holds the response itself: without the std the policy gradient is
+    (G - 1)/G of the true one. With it, its direction is biased: a prompt whose scores
+    hardly differ pulls as hard as one whose scores differ much.
+
+    Args:
+      scores: f32[B], reward units, the groups in neighbouring rows.
+      group_size: G, 2 or more; divides B.
+      normalise: divide by the standard deviation of the group (ddof 1), as published.
+      eps: added to the deviation, reward units.
+
+    Returns:
+      f32[B], standard deviations, or reward units where not normalised.
+
+    Raises:
+      InputError: the groups do not divide the rows, or are of one.
+      ValueError: scores is not one axis. TypeError: scores is not f32.
+
+    Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.2; without the std: Liu et
+    al. 2025, arXiv:2503.20783, section 3.2.
+    """
+    groups = _groups(scores, group_size)
+    centred = groups - jnp.mean(groups, axis=1, keepdims=True)
+    # Equal scores may leave a rounding error of their mean, which is no advantage.
+    centred = jnp.where(_all_equal(groups), 0.0, centred)
+    if normalise:
+        std = jnp.std(groups, axis=1, ddof=1, keepdims=True)
+        centred = centred / (std + eps)
+    return centred.reshape(scores.shape)
+
+
+def leave_one_out(scores: Array, *, group_size: int) -> Array:
+    """A_i = s_i - mean of the other responses' scores to the same prompt.
+
+        row        0     1    2            group_size = 3
+        scores     1     0    2
+        A          0  -1.5  1.5            0 = 1 - (0 + 2)/2
+
+    The baseline does not hold the response itself, so the policy gradient is unbiased.
+    It is G/(G - 1) times the advantage over the mean of the whole group.
+
+    Args:
+      scores: f32[B], reward units, the groups in neighbouring rows.
+      group_size: G, 2 or more; divides B.
+
+    Returns:
+      f32[B], reward units.
+
+    Raises:
+      As `group_relative`.
+
+    Source: Kool, van Hoof and Welling 2019; Ahmadian et al. 2024, arXiv:2402.14740,
+    eq. 8.
+    """
+    groups = _groups(scores, group_size)
+    others = jnp.sum(groups, axis=1, keepdims=True) - groups
+    found = groups - others / (group_size - 1)
+    return jnp.where(_all_equal(groups), 0.0, found).reshape(scores.shape)
+
+
+def equal_groups(scores: Array, *, group_size: int) -> Array:
+    """bool[B / G]: groups whose scores are all the same, so that nothing is learned.
+
+    Args, Raises: as `group_relative`.
+    """
+    return _all_equal(_groups(scores, group_size))[:, 0]
+
+
+def _groups(scores: Array, group_size: int) -> Array:
+    checks.shape((None,), scores=scores)
+    checks.float32(scores=scores)
+    checks.groups(scores.shape[0], group_size=group_size, least=2)
+    return scores.reshape(-1, group_size)
+
+
+def _all_equal(groups: Array) -> Array:
+    """bool[B / G, 1]."""
+    return (groups == groups[:, :1]).all(axis=1, keepdims=True)

@@ -133,3 +133,17 @@ def fraction(**numbers: float | Array) -> None:
                 f"{name}: expected a number from 0 to 1, got {number}; "
                 f"choose 0 <= {name} <= 1"
             )
+
+
+def groups(rows: int, *, group_size: int, least: int = 1) -> None:
+    """Raises InputError unless `rows` are whole groups of at least `least`."""
+    if group_size < least:
+        raise InputError(
+            f"group_size: expected at least {least}, got {group_size}; sample more "
+            f"responses to each prompt"
+        )
+    if rows % group_size:
+        raise InputError(
+            f"group_size: expected to divide the {rows} rows of a batch, got "
+            f"{group_size}; change either"
+        )

@@ -201,6 +201,7 @@ class Penalty:
 
 
 IN_REWARD = Penalty()
+IN_LOSS = Penalty(grad_estimator="k2", placement="loss")
 
 
 def reward_kl(

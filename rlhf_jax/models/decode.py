@@ -18,6 +18,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import decoder, heads
 from rlhf_jax.models.blocks import KeyValue
@@ -80,6 +81,7 @@ def generate(
     stop_ids: tuple[int, ...],
     temperature: float = 1.0,
     shaping: Shaping | None = None,
+    group_size: int = 1,
 ) -> Generated:
     """Samples a response to every prompt from softmax(logits / temperature).
 
@@ -95,13 +97,14 @@ def generate(
         the loop with the last row. Empty: every response has R tokens.
       temperature: > 0, divides the logits, dimensionless.
       shaping: for evaluation only; None samples from the policy itself.
+      group_size: G, rows g·G to g·G + G - 1 hold the same prompt, which is run once.
 
     Returns:
       Generated, with 0 in `logprobs` and `entropy` outside the response.
 
     Raises:
-      InputError: temperature <= 0, no new tokens, a prompt of no columns, or more
-        columns than the model has positions.
+      InputError: temperature <= 0, no new tokens, a prompt of no columns, more
+        columns than the model has positions, or groups that do not divide the rows.
     """
     state = start(
         params,
@@ -113,6 +116,7 @@ def generate(
         stop_ids=stop_ids,
         temperature=temperature,
         shaping=shaping,
+        group_size=group_size,
     )
     return finish(
         params,
@@ -136,6 +140,7 @@ def start(
     stop_ids: tuple[int, ...],
     temperature: float = 1.0,
     shaping: Shaping | None = None,
+    group_size: int = 1,
 ) -> Decoding:
     """Runs the prompts once, fills the cache and draws the first response token.
 
@@ -146,11 +151,18 @@ def start(
     """
     _check(model, tokens=tokens, max_new_tokens=max_new_tokens, temperature=temperature)
     rows, prompt_size = tokens.shape
+    checks.groups(rows, group_size=group_size)
     size = prompt_size + max_new_tokens
     room = ((0, 0), (0, max_new_tokens))
-    hidden, key_values = decoder.prefill(params, model=model, tokens=tokens, mask=mask)
+    hidden, key_values = decoder.prefill(
+        params, model=model, tokens=tokens[::group_size], mask=mask[::group_size]
+    )
+    last = jnp.repeat(hidden[:, -1], group_size, axis=0)
     caches = jax.tree.map(
-        lambda leaf: jnp.pad(leaf, ((0, 0), *room, (0, 0), (0, 0))), key_values
+        lambda leaf: jnp.pad(
+            jnp.repeat(leaf, group_size, axis=1), ((0, 0), *room, (0, 0), (0, 0))
+        ),
+        key_values,
     )
     state = Decoding(
         generated=Generated(
@@ -167,7 +179,7 @@ def start(
     )
     return _append(
         state,
-        heads.logits(params, hidden[:, -1], model=model),
+        heads.logits(params, last, model=model),
         keys=keys,
         stop_ids=stop_ids,
         temperature=temperature,

@@ -59,18 +59,24 @@ class Scored:
 
 
 @flax.struct.dataclass
-class Experience:
-    """What the update reads; fixed while the epochs run."""
+class PolicyExperience:
+    """What a policy gradient reads; fixed while the epochs run."""
 
     tokens: Array  # i32[B, S]
     mask: Array  # bool[B, S]
     response_mask: Array  # bool[B, S]
-    value_mask: Array  # bool[B, S], states with a value; a column longer in N+
     old_logprobs: Array  # f32[B, S], nats
     ref_logprobs: Array | None  # f32[B, S], nats
-    old_values: Array  # f32[B, S], reward units
     token_rewards: Array  # f32[B, S], reward units
-    advantages: Array  # f32[B, S], reward units (or unit variance if whitened)
+    advantages: Array  # f32[B, S], reward units (or unit variance if normalised)
+
+
+@flax.struct.dataclass
+class Experience(PolicyExperience):
+    """What an update of PPO reads, the critic's part included."""
+
+    value_mask: Array  # bool[B, S], states with a value; a column longer in N+
+    old_values: Array  # f32[B, S], reward units
     returns: Array  # f32[B, S], reward units
 
 

@@ -10,32 +10,37 @@ between two programs, `sample` and `learn`. Both ways give the same numbers.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from rlhf_jax.functional import losses, masked
-from rlhf_jax.functional.checks import InputError
-from rlhf_jax.roles import adapted, rewards
+from rlhf_jax.roles import adapted
 from rlhf_jax.roles.frozen import Frozen
+from rlhf_jax.roles.rewards import Scores
 from rlhf_jax.stages import experience as experience_
-from rlhf_jax.stages import ppo_update, score_shaping
-from rlhf_jax.stages import rollout as rollout_
-from rlhf_jax.stages import score as score_
-from rlhf_jax.stages.batch import Prompts, Rollout, Scored, Sequences
+from rlhf_jax.stages import policy_gradient, policy_update
+from rlhf_jax.stages.batch import Experience, Prompts, Rollout, Scored, Sequences
+from rlhf_jax.stages.policy_gradient import Reward
 from rlhf_jax.stages.ppo_config import PPO
-from rlhf_jax.stages.ppo_loss import mean_distance, ppo_loss
-from rlhf_jax.stages.ppo_update import update
-from rlhf_jax.stages.state import TrainState
+from rlhf_jax.stages.ppo_loss import ppo_loss
+from rlhf_jax.stages.state import LossFunction, TrainState
 
-__all__ = ["PPO", "iteration", "judged", "learn", "ppo_loss", "sample", "update"]
+__all__ = [
+    "PPO",
+    "Reward",
+    "iteration",
+    "judged",
+    "learn",
+    "ppo_loss",
+    "sample",
+    "update",
+]
 
 Array = jax.Array
 Params = Any
-# rollout -> f32[B]; a pytree (`rewards.from_model`) if it holds parameters.
-Reward = Callable[[Rollout], Array]
 
 
 def iteration(
@@ -57,7 +62,7 @@ def iteration(
       state: donated by the caller's `jit`.
       prompts: Prompts[B, P].
       reference: the frozen policy; None takes no KL at all.
-      reward: rollout -> f32[B], in JAX.
+      reward: rollout -> f32[B] or `rewards.Scores`, in JAX.
       key: of this step, `fold_in(root, step)`.
       ppo: static.
       base: with `ppo.lora` what the state's adapters adapt, and mostly the reference
@@ -99,38 +104,21 @@ def sample(
 
     Args, Raises: as `iteration`, with the policy's parameters or adapters.
     """
-    ppo.minibatch_size(prompts.tokens.shape[0])  # before any work is done in vain
-    sample_key, _ = jax.random.split(key)
-    rollout = rollout_.rollout(
-        adapted.params(policy, base=base, lora=ppo.lora),
-        model=ppo.model,
-        prompts=prompts,
-        key=sample_key,
-        max_new_tokens=ppo.max_new_tokens,
-        stop_ids=() if ppo.fixed_length else ppo.stop_ids,
-        temperature=ppo.temperature,
+    return policy_gradient.sample(
+        policy, prompts=prompts, key=key, algorithm=ppo, base=base
     )
-    if not ppo.fixed_length or ppo.truncate_reward_only:
-        return rollout
-    return rollout_.truncate(rollout, stop_ids=ppo.stop_ids, after=ppo.truncate_after)
 
 
 def judged(rollout: Rollout, *, ppo: PPO) -> Rollout:
-    """What a reward is to see of the rollout of `sample`: mostly the same.
-
-    With `ppo.truncate_reward_only` the responses end at their first stop token here,
-    while the policy is trained on all they have.
-    """
-    if not ppo.truncate_reward_only:
-        return rollout
-    return rollout_.truncate(rollout, stop_ids=ppo.stop_ids, after=ppo.truncate_after)
+    """What a reward is to see of the rollout of `sample`: mostly the same."""
+    return policy_gradient.judged(rollout, algorithm=ppo)
 
 
 def learn(
     state: TrainState,
     *,
     rollout: Rollout,
-    scores: Array,
+    scores: Array | Scores,
     reference: Frozen | None,
     key: Array,
     ppo: PPO,
@@ -141,61 +129,28 @@ def learn(
     """An iteration from the scores on; `iteration` with the reward taken out.
 
     Args, Returns, Raises: as `iteration`, with the rollout of `sample` and the scores
-    f32[B], reward units, of what was `judged` of it; ref_logprobs as `score.score`.
+    of what was `judged` of it, f32[B], reward units, or `rewards.Scores`, whose parts
+    are logged as `reward/NAME`; ref_logprobs as `score.score`.
 
     In a step that does not take the KL (`Lifecycle.prices`) both `reference` and
     `ref_logprobs` are None: a program of its own, without the penalty and its metrics.
     """
-    rows = rollout.tokens.shape[0]
-    if scores.shape != (rows,):
-        raise InputError(
-            f"expected the reward to return {rows} numbers, one a response, got shape "
-            f"{scores.shape}"
-        )
     _, shuffle_key = jax.random.split(key)
-    params = adapted.params(state.policy, base=base, lora=ppo.lora)
-    # A batch with a score that is not finite does not count: a NaN would stay.
-    moments = jax.tree.map(
-        lambda new, old: jnp.where(jnp.isfinite(scores).all(), new, old),
-        rewards.update_moments(state.scores, scores),
-        state.scores,
-    )
-    seen = judged(rollout, ppo=ppo)
-    shaped = score_shaping.shape(
-        scores,
-        moments=moments,
-        rollout=seen,
-        stop_ids=ppo.stop_ids,
-        shaping=ppo.scores,
-    )
-    priced = rollout
-    if ppo.reprice:
-        priced = rollout_.reprice(
-            rollout,
-            params,
-            model=ppo.model,
-            max_new_tokens=ppo.max_new_tokens,
-            temperature=ppo.temperature,
-        )
     if ppo.shared_trunk:
-        critic = {"trunk": params, "score": state.critic["score"]}
+        trunk = adapted.params(state.policy, base=base, lora=ppo.lora)
+        critic = {"trunk": trunk, "score": state.critic["score"]}
     else:
         critic = adapted.params(state.critic, base=base, lora=ppo.lora)
-    scored = score_.score(
-        priced,
-        scores=shaped,
+    scored, state, kl_coef, stats, mismatch = policy_gradient.price(
+        state,
+        rollout=rollout,
+        scores=scores,
         reference=reference,
-        model=ppo.model,
-        critic=critic,
-        critic_model=ppo.critic_model,
-        max_new_tokens=ppo.max_new_tokens,
-        temperature=ppo.temperature,
-        penalty=ppo.penalty,
-        policy=params,
+        algorithm=ppo,
+        critic=policy_gradient.Critic(critic, ppo.critic_model, ppo.value_after_stop),
         ref_logprobs=ref_logprobs,
-        value_after_stop=ppo.value_after_stop,
+        base=base,
     )
-    kl_coef = ppo_update.kl_coef(state, ppo=ppo)
     experience = experience_.experience(
         scored,
         kl_coef=kl_coef,
@@ -206,17 +161,11 @@ def learn(
         whiten_ddof=ppo.whiten_ddof,
         value_after_stop=ppo.value_after_stop,
     )
-    stats = experience_.objective_stats(
-        dataclasses.replace(scored, scores=scores),  # as the reward gave them
-        kl_coef=kl_coef,
-        ended=score_.ended(seen, stop_ids=ppo.stop_ids),
-    )
     stats |= losses.explained_variance(
         values=experience.old_values,
         returns=experience.returns,
         mask=experience.response_mask,
     )
-    state = dataclasses.replace(state, scores=moments)
     state, update_stats = update(
         state,
         experience=experience,
@@ -226,8 +175,77 @@ def learn(
         reference=reference,
         ptx=ptx,
     )
-    if ppo.reprice:  # the update compared the trainer with itself
-        update_stats["policy/sampler_mismatch"] = mean_distance(
-            priced.old_logprobs, rollout.old_logprobs, mask=rollout.response_mask
-        )
+    if mismatch is not None:  # the update compared the trainer with itself
+        update_stats["policy/sampler_mismatch"] = mismatch
     return state, stats | update_stats, scored
+
+
+def update(
+    state: TrainState,
+    *,
+    experience: Experience,
+    key: Array,
+    ppo: PPO,
+    base: Frozen | None = None,
+    reference: Frozen | None = None,
+    ptx: Sequences | None = None,
+) -> tuple[TrainState, masked.Stats]:
+    """Epochs over reshuffled minibatches, one optimizer step each, in one program.
+
+    Args:
+      state: donated by the caller's `jit`.
+      experience: Experience[B, S].
+      key: shuffles; epoch e uses fold_in(key, e).
+      ppo: static.
+      base, ptx: as `iteration`.
+      reference: read for exact KL in the loss alone.
+
+    Returns, Raises: as `policy_update.update`.
+    """
+    kl_coef = policy_update.kl_coef(state, algorithm=ppo)
+
+    def loss_of(minibatch: Experience) -> tuple[Experience, LossFunction]:
+        minibatch = _estimated(minibatch, ppo)
+        mask, value_mask = minibatch.response_mask, minibatch.value_mask
+        loss = functools.partial(
+            ppo_loss,
+            kl_coef=kl_coef,
+            num_tokens=mask.sum(dtype=jnp.float32),
+            num_values=value_mask.sum(dtype=jnp.float32),
+            num_responses=mask.any(axis=1).sum(dtype=jnp.float32),
+            ppo=ppo,
+            base=base,
+            reference=reference,
+        )
+        return minibatch, lambda trained, part: loss(*trained, experience=part)
+
+    return policy_update.update(
+        state,
+        experience=experience,
+        key=key,
+        algorithm=ppo,
+        loss_of=loss_of,
+        critic_optimizer=ppo.critic_optimizer,
+        base=base,
+        ptx=ptx,
+        hold_policy=state.step < ppo.critic_warmup,
+    )
+
+
+def _estimated(minibatch: Experience, ppo: PPO) -> Experience:
+    """Whitened over the minibatch, rewards (and so GAE again) or advantages."""
+    if ppo.whiten_rewards == "minibatch":
+        return experience_.estimate(
+            minibatch,
+            gamma=ppo.gamma,
+            lam=ppo.lam,
+            whiten_rewards=True,
+            whiten_advantages=ppo.whiten_advantages == "minibatch",
+            whiten_ddof=ppo.whiten_ddof,
+        )
+    if ppo.whiten_advantages != "minibatch":
+        return minibatch
+    whitened = masked.masked_whiten(
+        minibatch.advantages, mask=minibatch.response_mask, ddof=ppo.whiten_ddof
+    )
+    return dataclasses.replace(minibatch, advantages=whitened)

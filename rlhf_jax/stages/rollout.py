@@ -27,6 +27,7 @@ def rollout(
     stop_ids: tuple[int, ...],
     temperature: float,
     shaping: decode.Shaping | None = None,
+    group_size: int = 1,
 ) -> Rollout:
     """Samples one response to every row of prompts.
 
@@ -38,6 +39,7 @@ def rollout(
       stop_ids: tokens that end a response; empty for responses of R tokens.
       temperature: divides the logits, here and wherever the rollout is priced.
       shaping: for evaluation samples only.
+      group_size: neighbouring rows that hold the same prompt, which is run once.
 
     Returns:
       Rollout[B, P + R]; `old_logprobs` are of the logits the tokens were drawn from.
@@ -55,6 +57,7 @@ def rollout(
         stop_ids=stop_ids,
         temperature=temperature,
         shaping=shaping,
+        group_size=group_size,
     )
     return Rollout(
         tokens=generated.tokens,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -24,12 +25,12 @@ LossFunction = Callable[[Params, Any], tuple[Array, masked.Stats]]
 
 @flax.struct.dataclass
 class TrainState:
-    """All that PPO changes; donate it to the update."""
+    """All that a policy gradient changes; donate it to the update."""
 
     step: Array  # i32[], iterations done
     policy: Params
     policy_opt: optax.OptState
-    critic: Params
+    critic: Params  # None where there is none, and so its optimizer's state
     critic_opt: optax.OptState
     kl: KLController
     scores: RunningMoments  # of every score so far
@@ -65,13 +66,27 @@ def ppo_state(
     Raises:
       TypeError: a parameter is not f32; names the leaf.
     """
-    _check_float32({"policy": policy, "critic": critic})
+    _check_float32({"critic": critic})
+    state = grpo_state(policy=policy, policy_optimizer=policy_optimizer, kl=kl)
+    return dataclasses.replace(
+        state, critic=critic, critic_opt=critic_optimizer.init(critic)
+    )
+
+
+def grpo_state(
+    *, policy: Params, policy_optimizer: Optimizer, kl: KLController
+) -> TrainState:
+    """The state before the first iteration of an algorithm without a critic.
+
+    Args, Raises: as `ppo_state`.
+    """
+    _check_float32({"policy": policy})
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         policy=policy,
         policy_opt=policy_optimizer.init(policy),
-        critic=critic,
-        critic_opt=critic_optimizer.init(critic),
+        critic=None,
+        critic_opt=None,
         kl=kl,
         scores=rewards.no_moments(),
         skipped=jnp.zeros((), jnp.int32),

@@ -1,0 +1,126 @@
+"""Advantages over a group of responses, against loops, identities and by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+
+from rlhf_jax import advantages
+from rlhf_jax.functional.checks import InputError
+
+pytestmark = pytest.mark.usefixtures("strict_dtypes")
+
+SCORES = np.random.default_rng(0).normal(0.3, 2.0, 24).astype(np.float32)
+
+
+@pytest.mark.parametrize("group_size", [2, 3, 8, 24])
+@pytest.mark.parametrize("normalise", [True, False])
+def test_group_relative_matches_the_oracle(group_size, normalise):
+    found = advantages.group_relative(
+        SCORES, group_size=group_size, normalise=normalise
+    )
+    assert found.dtype == jnp.float32
+    expected = oracles.group_relative(SCORES, group_size, normalise)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("group_size", [2, 3, 8, 24])
+def test_leave_one_out_matches_the_oracle(group_size):
+    found = advantages.leave_one_out(SCORES, group_size=group_size)
+    expected = oracles.leave_one_out(SCORES, group_size)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_by_hand():
+    scores = jnp.array([1.0, 0.0, 2.0, 4.0, 4.0, 4.0])
+    plain = advantages.group_relative(scores, group_size=3, normalise=False)
+    np.testing.assert_array_equal(plain, [0, -1, 1, 0, 0, 0])
+    # The deviation of 1, 0, 2 with one degree of freedom less is 1.
+    scaled = advantages.group_relative(scores, group_size=3, eps=1e-12)
+    np.testing.assert_allclose(scaled, [0, -1, 1, 0, 0, 0], atol=1e-6)
+    others = advantages.leave_one_out(scores, group_size=3)
+    np.testing.assert_array_equal(others, [0, -1.5, 1.5, 0, 0, 0])
+
+
+def test_the_two_baselines_differ_by_a_factor():
+    """s - mean of the others = G/(G - 1) · (s - mean of all)."""
+    for group_size in (2, 3, 8):
+        group = advantages.group_relative(
+            SCORES, group_size=group_size, normalise=False
+        )
+        others = advantages.leave_one_out(SCORES, group_size=group_size)
+        factor = group_size / (group_size - 1)
+        np.testing.assert_allclose(others, factor * group, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("score", [0.1, 1e6, -3.3333333])
+def test_equal_scores_have_no_advantage(score):
+    """Though the mean of equal numbers need not be that number in float32."""
+    scores = jnp.full(7, score, jnp.float32)
+    for found in (
+        advantages.group_relative(scores, group_size=7),
+        advantages.group_relative(scores, group_size=7, normalise=False),
+        advantages.leave_one_out(scores, group_size=7),
+    ):
+        np.testing.assert_array_equal(found, np.zeros(7))
+    assert advantages.equal_groups(scores, group_size=7).tolist() == [True]
+
+
+def test_groups_keep_to_themselves():
+    """A group does not move with another's scores, be they infinite or NaN."""
+    poisoned = np.concatenate([SCORES[:4], np.full(4, np.nan), SCORES[8:]])
+    poisoned[5] = np.inf
+    alone = np.r_[0:4, 8:24]
+    for function in (advantages.group_relative, advantages.leave_one_out):
+        clean = np.asarray(function(SCORES, group_size=4))
+        dirty = np.asarray(function(poisoned.astype(np.float32), group_size=4))
+        np.testing.assert_array_equal(dirty[alone], clean[alone])
+        assert np.isnan(dirty[4:8]).all()
+    equal = advantages.equal_groups(jnp.array([1.0, 1.0, 2.0, 1.0]), group_size=2)
+    assert equal.tolist() == [True, False]
+
+
+def test_shifts_do_nothing_and_normalised_scales_neither():
+    for normalise in (True, False):
+        here, there = (
+            advantages.group_relative(
+                jnp.asarray(scores, jnp.float32), group_size=4, normalise=normalise
+            )
+            for scores in (SCORES, SCORES + 5)
+        )
+        np.testing.assert_allclose(here, there, atol=1e-5)
+    doubled = advantages.group_relative(2 * SCORES, group_size=4)
+    np.testing.assert_allclose(
+        doubled, advantages.group_relative(SCORES, group_size=4), rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize("group_size", [1, 0, -2])
+def test_groups_of_one_are_refused(group_size):
+    for function in (
+        advantages.group_relative,
+        advantages.leave_one_out,
+        advantages.equal_groups,
+    ):
+        with pytest.raises(InputError, match="expected at least 2"):
+            function(SCORES, group_size=group_size)
+
+
+def test_groups_that_do_not_divide_are_refused():
+    with pytest.raises(InputError, match="expected to divide the 24 rows"):
+        advantages.leave_one_out(SCORES, group_size=5)
+    with pytest.raises(ValueError, match="scores"):
+        advantages.group_relative(SCORES[None], group_size=2)
+    with pytest.raises(TypeError, match="float32"):
+        advantages.group_relative(jnp.arange(4), group_size=2)
+
+
+def test_they_run_under_jit():
+    jitted = jax.jit(advantages.leave_one_out, static_argnames=("group_size",))
+    np.testing.assert_allclose(
+        jitted(SCORES, group_size=3),
+        advantages.leave_one_out(SCORES, group_size=3),
+        rtol=1e-6,
+        atol=1e-6,
+    )

@@ -1,0 +1,410 @@
+"""GRPO, RLOO and REINFORCE++ against loops, by hand and by what they must not do."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracles
+import pytest
+import toys
+
+from rlhf_jax import (
+    batch,
+    grpo,
+    kl_control,
+    masked,
+    policy,
+    rewards,
+    rollout,
+    score,
+    state,
+)
+from rlhf_jax.functional.checks import InputError
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+LR = 0.1
+POLICY, OTHER = toys.params(), toys.params(seed=3)
+KEY = jax.random.key(9)
+BASE = grpo.GRPO(
+    model=toys.GPT2,
+    policy_optimizer=optax.sgd(LR),
+    max_new_tokens=toys.SIZE,
+    stop_ids=toys.STOP,
+    group_size=4,
+)
+
+update = toys.jit(grpo.update, static_argnames=("grpo",))
+iterate = toys.jit(grpo.iteration, static_argnames=("grpo",))
+
+
+def groups(*, num_prompts: int = 2, group_size: int = 4) -> batch.Prompts:
+    """Each of a few prompts in neighbouring rows."""
+    single = toys.prompts((4, 2)[:num_prompts])
+    repeated = jax.tree.map(lambda leaf: jnp.repeat(leaf, group_size, axis=0), single)
+    sample = jnp.tile(jnp.arange(group_size, dtype=jnp.int32), num_prompts)
+    return dataclasses.replace(repeated, sample=sample)
+
+
+def shifted(shift: jax.Array, answered: batch.Rollout) -> jax.Array:
+    """Share of response tokens that are even, and a number f32[B]."""
+    found = (answered.tokens % 2 == 0).astype(jnp.float32)
+    return shift + masked.masked_mean(found, mask=answered.response_mask, axis=1)
+
+
+# An argument of the program, so that it is compiled once for all shifts.
+even = jax.tree_util.Partial(shifted, jnp.zeros(8))
+broken = jax.tree_util.Partial(shifted, jnp.zeros(8).at[3].set(jnp.nan))
+
+
+def fresh(settings: grpo.GRPO = BASE, *, kl_coef: float = 0.1) -> state.TrainState:
+    return state.grpo_state(
+        policy=jax.tree.map(jnp.copy, POLICY),
+        policy_optimizer=settings.policy_optimizer,
+        kl=kl_control.fixed(kl_coef),
+    )
+
+
+def run(reward=even):
+    return iterate(
+        fresh(),
+        prompts=groups(),
+        reference=toys.freeze(OTHER),
+        reward=reward,
+        key=KEY,
+        grpo=BASE,
+    )
+
+
+def distance(left, right) -> float:
+    return float(optax.tree.norm(jax.tree.map(jnp.subtract, left, right)))
+
+
+@pytest.fixture(scope="module")
+def scored():
+    """Of a policy that is not the reference, with k1 in the reward."""
+    sample = toys.jit(grpo.sample, static_argnames=("grpo",))
+    answered = sample(POLICY, prompts=groups(), key=KEY, grpo=BASE)
+    price = toys.jit(
+        score.score, static_argnames=("model", "max_new_tokens", "temperature")
+    )
+    return price(
+        answered,
+        scores=even(answered),
+        reference=toys.freeze(OTHER),
+        model=toys.GPT2,
+        critic=None,
+        critic_model=None,
+        max_new_tokens=toys.SIZE,
+        temperature=0.7,
+    )
+
+
+# Groups
+
+
+def test_a_group_s_prompt_is_run_once_and_gives_the_same_samples():
+    options = {
+        "model": toys.GPT2,
+        "prompts": groups(),
+        "key": KEY,
+        "max_new_tokens": toys.SIZE,
+        "stop_ids": toys.STOP,
+        "temperature": 0.7,
+    }
+    sample = toys.jit(
+        rollout.rollout,
+        static_argnames=(
+            *("model", "max_new_tokens", "stop_ids", "temperature", "group_size"),
+        ),
+    )
+    alone = sample(POLICY, **options)
+    together = sample(POLICY, **options, group_size=4)
+    np.testing.assert_array_equal(together.tokens, alone.tokens)
+    np.testing.assert_array_equal(together.response_mask, alone.response_mask)
+    np.testing.assert_allclose(together.old_logprobs, alone.old_logprobs, atol=1e-5)
+    with pytest.raises(InputError, match="divide the 8 rows"):
+        rollout.rollout(POLICY, **options, group_size=3)
+    # Two rows run through the layers, not eight.
+    flops = [
+        sample.lower(POLICY, **options, group_size=size).compile().cost_analysis()
+        for size in (1, 4)
+    ]
+    assert flops[1]["flops"] < flops[0]["flops"]
+
+
+@pytest.mark.parametrize(
+    ("baseline", "normalise"),
+    [
+        ("group", None),
+        ("group", "group"),
+        ("group", "rollout"),
+        ("leave_one_out", None),
+        (None, None),
+        (None, "rollout"),
+    ],
+)
+def test_group_experience_against_loops(scored, baseline, normalise):
+    found, stats = grpo.group_experience(
+        scored, kl_coef=0.3, group_size=4, baseline=baseline, normalise=normalise
+    )
+    mask = np.asarray(scored.rollout.response_mask)
+    rewards = oracles.token_rewards(
+        np.asarray(scored.scores), np.asarray(scored.kl), mask, 0.3
+    )
+    np.testing.assert_allclose(found.token_rewards, rewards, atol=1e-6)
+    totals = np.array(
+        [row[kept].sum() for row, kept in zip(rewards, mask, strict=True)]
+    )
+    expected = np.zeros(mask.shape)
+    for b, t in oracles.entries(mask):
+        if baseline is None:
+            expected[b, t] = sum(rewards[b, u] for u in range(t, mask.shape[1]))
+        elif baseline == "group":
+            relative = oracles.group_relative(totals, 4, normalise == "group")
+            expected[b, t] = relative[b]
+        else:
+            expected[b, t] = oracles.leave_one_out(totals, 4)[b]
+    if normalise == "rollout":
+        expected = oracles.masked_whiten(expected, mask)
+    np.testing.assert_allclose(found.advantages, expected, rtol=1e-4, atol=1e-5)
+    if baseline is None:
+        assert stats == {}
+    else:
+        means = masked.mean_stats(stats)
+        spread = totals.reshape(2, 4).std(axis=1, ddof=1).mean()
+        assert float(means["group/std"]) == pytest.approx(spread, rel=1e-4)
+        assert float(means["group/equal_fraction"]) == 0.0
+
+
+@pytest.mark.parametrize("baseline", ["group", "leave_one_out"])
+def test_equal_groups_teach_nothing_and_are_counted(scored, baseline):
+    scores = scored.scores.at[:4].set(0.7)
+    found, stats = grpo.group_experience(
+        dataclasses.replace(scored, scores=scores, kl=None),
+        kl_coef=0.3,
+        group_size=4,
+        baseline=baseline,
+        normalise="group" if baseline == "group" else None,
+    )
+    np.testing.assert_array_equal(found.advantages[:4], 0.0)
+    assert float(jnp.abs(found.advantages[4:]).max()) > 0.1
+    means = masked.mean_stats(stats)
+    assert float(means["group/equal_fraction"]) == 0.5
+    spread = np.asarray(scores[4:]).std(ddof=1) / 2
+    assert float(means["group/std"]) == pytest.approx(spread, abs=1e-5)
+
+
+# One update, by hand.
+
+
+def by_hand(params, seen, *, kl_coef, sequence_mean):
+    """The surrogate and k2, from all logits, over every token at once."""
+    logits = policy.logits(params, model=toys.GPT2, tokens=seen.tokens, mask=seen.mask)
+    chances = jax.nn.softmax(logits / 0.7)[:, :-1]
+    picked = (jax.nn.one_hot(seen.tokens[:, 1:], 13) * chances).sum(-1)
+    m = seen.response_mask[:, 1:].astype(jnp.float32)
+    chance = jnp.where(m > 0, picked, 1.0)
+    ratio = chance / jnp.exp(seen.old_logprobs[:, 1:])
+    advantage = seen.advantages[:, 1:]
+    gain = jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage)
+    x = jnp.log(chance) - seen.ref_logprobs[:, 1:]
+    of_tokens = (-gain + kl_coef * 0.5 * x**2) * m
+    if sequence_mean:
+        return (of_tokens.sum(axis=1) / m.sum(axis=1)).mean()
+    return of_tokens.sum() / m.sum()
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_an_update_is_one_step_down_the_gradient(scored, aggregation):
+    seen, _ = grpo.group_experience(
+        dataclasses.replace(scored, kl=None),
+        kl_coef=0.3,
+        group_size=4,
+        baseline="group",
+        normalise="group",
+    )
+    # As if the policy had moved since it sampled, so that some ratios are clipped.
+    noise = np.random.default_rng(0).normal(0, 0.3, seen.tokens.shape)
+    moved = seen.old_logprobs + jnp.where(seen.response_mask, noise, 0.0)
+    seen = dataclasses.replace(seen, old_logprobs=moved.astype(jnp.float32))
+    settings = dataclasses.replace(BASE, aggregation=aggregation)
+    after, stats = update(fresh(kl_coef=0.3), experience=seen, key=KEY, grpo=settings)
+    grads = toys.jit(jax.grad(by_hand), static_argnames=("sequence_mean",))(
+        POLICY, seen, kl_coef=0.3, sequence_mean=aggregation == "sequence_mean"
+    )
+    expected = jax.tree.map(lambda p, g: p - LR * g, POLICY, grads)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+        after.policy,
+        expected,
+    )
+    norm = float(optax.tree.norm(grads))
+    assert float(stats["policy/grad_norm"][0]) == pytest.approx(norm, rel=1e-4)
+    assert int(after.step) == 1
+    # There is no critic, in memory or in the logs.
+    assert after.critic is None
+    assert after.critic_opt is None
+    assert not any(
+        name.startswith(("critic/", "value/", "loss/value")) for name in stats
+    )
+
+
+def test_micro_batches_change_nothing(scored):
+    seen, _ = grpo.group_experience(
+        scored, kl_coef=0.3, group_size=4, baseline="leave_one_out", normalise=None
+    )
+    whole, whole_stats = update(fresh(), experience=seen, key=KEY, grpo=BASE)
+    cut = dataclasses.replace(BASE, micro_batch_size=2)
+    parts, part_stats = update(fresh(), experience=seen, key=KEY, grpo=cut)
+    assert distance(whole.policy, parts.policy) < 1e-6
+    assert distance(whole.policy, POLICY) > 1e-3
+    whole_means, part_means = (
+        masked.mean_stats(stats) for stats in (whole_stats, part_stats)
+    )
+    assert whole_means.keys() == part_means.keys()
+    for name, value in whole_means.items():
+        np.testing.assert_allclose(part_means[name], value, rtol=1e-4, atol=1e-5)
+
+
+# An iteration
+
+
+@pytest.fixture(scope="module")
+def usual():
+    return run()
+
+
+def test_an_iteration_moves_the_policy_towards_the_reward(usual):
+    after, stats, scored = usual
+    means = masked.mean_stats(stats)
+    expected = float(even(scored.rollout).mean())
+    assert float(means["objective/scores"]) == pytest.approx(expected, rel=1e-5)
+    assert float(means["objective/kl"]) > 0
+    assert float(means["loss/kl"]) > 0
+    assert 0 <= float(means["group/equal_fraction"]) <= 1
+    assert distance(after.policy, POLICY) > 1e-3
+    current, first = fresh(), float("nan")
+    for number in range(12):
+        current, stats, _ = iterate(
+            current,
+            prompts=groups(),
+            reference=toys.freeze(POLICY),
+            reward=even,
+            key=jax.random.fold_in(KEY, number),
+            grpo=BASE,
+        )
+        mean = float(masked.mean_stats(stats)["objective/scores"])
+        first = mean if number == 0 else first
+    assert mean > first + 0.2
+
+
+def test_a_score_that_is_not_a_number_skips_the_update():
+    after, stats, _ = run(broken)
+    assert toys.leaves_equal(after.policy, POLICY)
+    assert int(after.skipped) == 1
+    assert float(masked.mean_stats(stats)["update/skipped"]) == 1.0
+
+
+def test_without_a_reference_no_kl_is_taken():
+    _, stats, scored = jax.eval_shape(
+        functools.partial(grpo.iteration, grpo=BASE),
+        fresh(kl_coef=0.0),
+        prompts=groups(),
+        reference=None,
+        reward=even,
+        key=KEY,
+    )
+    assert scored.ref_logprobs is None
+    assert not {"objective/kl", "loss/kl"} & set(stats)
+    assert "loss/policy" in stats
+
+
+@pytest.mark.parametrize(
+    "recipe", [grpo.PUBLISHED, grpo.RLOO, grpo.REINFORCE_PLUS_PLUS]
+)
+def test_every_option_reaches_the_function_that_reads_it(monkeypatch, recipe):
+    """Whose effects are tested above; nothing is compiled here."""
+    read = {}
+
+    def record(function):
+        def recorded(*args, **options):
+            read.update(options)
+            return function(*args, **options)
+
+        return recorded
+
+    for name in ("group_experience", "policy_terms"):
+        monkeypatch.setattr(grpo, name, record(getattr(grpo, name)))
+    settings = dataclasses.replace(BASE, **vars(recipe))
+    settings = dataclasses.replace(settings, group_size=4 if recipe.baseline else 1)
+    _, stats, _ = jax.eval_shape(
+        functools.partial(grpo.iteration, grpo=settings),
+        fresh(),
+        prompts=groups(),
+        reference=toys.freeze(OTHER),
+        reward=even,
+        key=KEY,
+    )
+    assert read["baseline"] == recipe.baseline
+    assert read["normalise"] == recipe.normalise
+    assert read["group_size"] == settings.group_size
+    assert read["algorithm"] == settings
+    assert ("loss/kl" in stats) == recipe.penalty.in_loss
+    assert ("group/std" in stats) == (recipe.baseline is not None)
+
+
+def test_the_parts_of_a_reward_are_logged_by_name():
+    parts = {"even": (1.0, even), "late": (0.5, broken)}
+    _, stats, _ = jax.eval_shape(
+        functools.partial(grpo.iteration, grpo=BASE),
+        fresh(),
+        prompts=groups(),
+        reference=toys.freeze(OTHER),
+        reward=rewards.weighted(parts),
+        key=KEY,
+    )
+    assert {"reward/even", "reward/late", "objective/scores"} <= set(stats)
+
+
+# What they are called
+
+
+def test_each_recipe_has_the_gradient_of_its_paper():
+    assert grpo.GroupRecipe().penalty.gradient == "fixed-state reverse"
+    assert grpo.PUBLISHED.penalty.gradient == "fixed-state forward"
+    assert grpo.RLOO.penalty.gradient == "full reverse"
+    assert grpo.REINFORCE_PLUS_PLUS.penalty.gradient == "full reverse"
+    for recipe in (grpo.PUBLISHED, grpo.RLOO, grpo.REINFORCE_PLUS_PLUS):
+        made = grpo.GRPO(
+            **vars(recipe),
+            model=toys.GPT2,
+            policy_optimizer=optax.sgd(LR),
+            max_new_tokens=toys.SIZE,
+            stop_ids=toys.STOP,
+        )
+        assert hash(made) == hash(dataclasses.replace(made))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"group_size": 1}, "expected at least 2"),
+        ({"group_size": 0, "baseline": None}, "expected at least 1"),
+        ({"baseline": "mean"}, "baseline: expected one of"),
+        ({"normalise": "std"}, "normalise: expected one of"),
+        ({"normalise": "group", "baseline": "leave_one_out"}, "not taken off"),
+        ({"clip_range": -0.1}, "clip_range"),
+    ],
+)
+def test_recipes_that_mean_nothing_are_refused(options, told):
+    with pytest.raises(InputError, match=told):
+        grpo.GroupRecipe(**options)
+
+
+def test_groups_that_do_not_divide_the_batch_are_refused():
+    settings = dataclasses.replace(BASE, group_size=3)
+    with pytest.raises(InputError, match="divide the 8 rows"):
+        grpo.sample(POLICY, prompts=groups(), key=KEY, grpo=settings)
