@@ -98,9 +98,13 @@ def show_gradients(findings: Sequence[Finding]) -> list[Certificate]:
 
 
 def show_optimum(
-    annealed: Sequence[Reached], fixed: Sequence[Reached]
+    annealed: Sequence[Reached],
+    fixed: Sequence[Reached] = (),
+    *,
+    name: str = "PPO",
+    nats: float = NATS,
 ) -> list[Certificate]:
-    """Prints how near PPO came to each optimum, and says what of it holds.
+    """Prints how near an algorithm came to each optimum, and says what of it holds.
 
     Columns: KL(. ‖ π*) of the reference, of the annealed policy and of that with β
     fixed; the share of π* on responses that the two have lost; and the error of
@@ -110,9 +114,9 @@ def show_optimum(
     rows, certificates = [], []
     for found in annealed:
         same = beside.get((found.seed, found.beta))
-        where = f"seed {found.seed}, beta {found.beta:g}"
+        where = f"{name}, seed {found.seed}, beta {found.beta:g}"
         verdicts = {
-            f"optimum: {where}": found.distance <= NATS,
+            f"optimum: {where}": found.distance <= nats,
             f"identity: {where}": found.identity <= IDENTITY,
         }
         if found.beta == enumerable.SMALLEST_BETA:
@@ -132,7 +136,7 @@ def show_optimum(
             )
         )
     report.table(
-        f"PPO and the optimum: KL(π ‖ π*) [nats] at most {NATS:g}",
+        f"{name} and the optimum: KL(π ‖ π*) [nats] at most {nats:g}",
         ("seed", "β", "π_ref", "π", "β fixed", "lost", "β fixed", "error", ""),
         rows,
     )

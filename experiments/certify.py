@@ -30,7 +30,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import certificates
@@ -57,10 +57,13 @@ from rlhf_jax import (
     state,
     storage,
 )
+from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.frozen import Frozen
 from rlhf_jax.stages.state import TrainState
 
 Array = jax.Array
+# `ppo.iteration` or another's, its options given.
+Iteration = Callable[..., tuple[TrainState, masked.Stats, Any]]
 
 FIXED = (0.3, 0.1)  # β from the start, beside those that are annealed to
 ITERATIONS_A_STEP = 25  # of a stage, in one program
@@ -101,24 +104,12 @@ class Config(run_folder.RunConfig):
         super().__post_init__()
         checks.positive(
             num_worlds=self.num_worlds,
-            iterations=self.iterations,
             distance=self.distance,
             batch_size=self.batch_size,
             policy_learning_rate=self.policy_learning_rate,
             critic_learning_rate=self.critic_learning_rate,
-            **{f"betas[{i}]": beta for i, beta in enumerate(self.betas)},
         )
-        falling = all(high > low for high, low in itertools.pairwise(self.betas))
-        if not self.betas or not falling:
-            raise checks.InputError(
-                f"betas: expected one or more, each below the last, as the policy is "
-                f"annealed along them, got {self.betas}; order them"
-            )
-        if self.iterations % ITERATIONS_A_STEP:
-            raise checks.InputError(
-                f"iterations: expected a multiple of {ITERATIONS_A_STEP}, the "
-                f"iterations of one program, got {self.iterations}"
-            )
+        check_annealing(self.betas, iterations=self.iterations)
 
     @property
     def claims(self) -> list[tuple[Claim, float]]:
@@ -142,27 +133,50 @@ class Config(run_folder.RunConfig):
         return self.iterations * (1 + self.betas.index(beta))
 
 
+def check_annealing(betas: Sequence[float], *, iterations: int) -> None:
+    """Raises InputError unless there are steps to anneal along."""
+    checks.positive(iterations=iterations)
+    checks.positive(**{f"betas[{i}]": beta for i, beta in enumerate(betas)})
+    falls = all(high > low for high, low in itertools.pairwise(betas))
+    if not betas or not falls:
+        raise checks.InputError(
+            f"betas: expected one or more, each below the last, as the policy is "
+            f"annealed along them, got {betas}; order them"
+        )
+    if iterations % ITERATIONS_A_STEP:
+        raise checks.InputError(
+            f"iterations: expected a multiple of {ITERATIONS_A_STEP}, the iterations "
+            f"of one program, got {iterations}"
+        )
+
+
+def falling(learning_rate: float, *, updates: int, iterations: int) -> optax.Schedule:
+    """A learning rate that stays, and then falls, within the iterations of each β.
+
+    Args:
+      updates: of an iteration.
+    """
+
+    def schedule(update: Any) -> Any:
+        share = (update // updates) % iterations / iterations
+        return learning_rate * LAST ** jnp.clip((share - HOLD) / (1 - HOLD), 0, 1)
+
+    return schedule
+
+
 def algorithm_of(options: Config) -> ppo.PPO:
     """PPO with every part of it at work, but nothing that biases its optimum."""
     model = enumerable.model(hidden_size=options.hidden_size)
-    updates = options.num_epochs * options.num_minibatches
-
-    def falling(learning_rate: float) -> optax.Schedule:
-        def schedule(update: Any) -> Any:
-            share = (update // updates) % options.iterations / options.iterations
-            return learning_rate * LAST ** jnp.clip((share - HOLD) / (1 - HOLD), 0, 1)
-
-        return schedule
-
+    rate = functools.partial(
+        falling,
+        updates=options.num_epochs * options.num_minibatches,
+        iterations=options.iterations,
+    )
     algorithm = ppo.PPO(
         model=model,
         critic_model=model,
-        policy_optimizer=optimizers.adam(
-            falling(options.policy_learning_rate), eps=1e-8
-        ),
-        critic_optimizer=optimizers.adam(
-            falling(options.critic_learning_rate), eps=1e-8
-        ),
+        policy_optimizer=optimizers.adam(rate(options.policy_learning_rate), eps=1e-8),
+        critic_optimizer=optimizers.adam(rate(options.critic_learning_rate), eps=1e-8),
         max_new_tokens=enumerable.LENGTH,
         stop_ids=(),
         temperature=1.0,
@@ -178,23 +192,35 @@ def algorithm_of(options: Config) -> ppo.PPO:
     return algorithm
 
 
-def annealing(options: Config) -> kl_control.ScheduledKL:
+def annealing(betas: Sequence[float], *, iterations: int) -> kl_control.ScheduledKL:
     """β, which slides down to each of `betas` and stays there."""
-    betas = jnp.asarray(options.betas, jnp.float32)
-    before = jnp.asarray(options.betas[:1] + options.betas[:-1], jnp.float32)
+    levels = jnp.asarray(betas, jnp.float32)
+    before = jnp.concatenate([levels[:1], levels[:-1]])
 
     def schedule(iteration: Array) -> Array:
-        level = jnp.minimum(iteration // options.iterations, len(options.betas) - 1)
-        share = (iteration - level * options.iterations) / options.iterations
+        level = jnp.minimum(iteration // iterations, len(betas) - 1)
+        share = (iteration - level * iterations) / iterations
         way = jnp.clip(share / SLIDE, 0.0, 1.0).astype(jnp.float32)
-        return before[level] ** (1 - way) * betas[level] ** way
+        return before[level] ** (1 - way) * levels[level] ** way
 
-    num_steps = options.iterations * len(options.betas)
-    return kl_control.scheduled(schedule, num_steps=num_steps)
+    return kl_control.scheduled(schedule, num_steps=iterations * len(betas))
+
+
+def start(
+    world: World, algorithm: ppo.PPO, controller: kl_control.KLController
+) -> TrainState:
+    """Policy and critic as the reference."""
+    return state.ppo_state(
+        policy=storage.store(world.start),
+        critic=critic.from_policy(world.start, model=algorithm.critic_model),
+        policy_optimizer=algorithm.policy_optimizer,
+        critic_optimizer=algorithm.critic_optimizer,
+        kl=controller,
+    )
 
 
 @functools.partial(
-    jax.jit, static_argnames=("algorithm", "batch_size"), donate_argnames=("train",)
+    jax.jit, static_argnames=("iteration", "batch_size"), donate_argnames=("train",)
 )
 def advance(
     train: TrainState,
@@ -202,19 +228,18 @@ def advance(
     reference: Frozen,
     table: Array,
     key: Array,
-    algorithm: ppo.PPO,
+    iteration: Iteration,
     batch_size: int,
 ) -> tuple[TrainState, masked.Stats]:
-    """Some iterations of PPO in one program, and their stats together."""
+    """Some iterations in one program, and their stats together."""
 
     def iterate(train: TrainState, _: None) -> tuple[TrainState, masked.Stats]:
-        train, stats, _ = ppo.iteration(
+        train, stats, _ = iteration(
             train,
             prompts=enumerable.prompts(batch_size),
             reference=reference,
             reward=enumerable.reward_of(table),
             key=jax.random.fold_in(key, train.step),
-            ppo=algorithm,
         )
         return train, stats
 
@@ -226,24 +251,19 @@ def improve(
     world: World,
     *,
     name: str,
+    train: TrainState,
+    iteration: Iteration,
     betas: Sequence[float],
-    controller: kl_control.KLController,
     key: Array,
     job: run.Run,
-    algorithm: ppo.PPO,
-    options: Config,
+    model: ModelConfig,
+    iterations: int,
+    batch_size: int,
 ) -> list[Float64]:
-    """PPO from the reference: log π(y) at the end of each of `betas`.
+    """A policy gradient from the reference: log π(y) at the end of each of `betas`.
 
-    They are as long as each other, whatever the controller makes of them.
+    They are as long as each other, whatever the state's controller makes of them.
     """
-    train = state.ppo_state(
-        policy=storage.store(world.start),
-        critic=critic.from_policy(world.start, model=algorithm.critic_model),
-        policy_optimizer=algorithm.policy_optimizer,
-        critic_optimizer=algorithm.critic_optimizer,
-        kl=controller,
-    )
     table = jnp.asarray(world.rewards, jnp.float32)
     reached = jnp.zeros((len(betas), enumerable.NUM_RESPONSES), jnp.float32)
     held = {"train": train, "reference": world.reference, "reached": reached}
@@ -254,14 +274,12 @@ def improve(
                 reference=stage.state["reference"],
                 table=table,
                 key=key,
-                algorithm=algorithm,
-                batch_size=options.batch_size,
+                iteration=iteration,
+                batch_size=batch_size,
             )
-            level = step * ITERATIONS_A_STEP // options.iterations
+            level = step * ITERATIONS_A_STEP // iterations
             found = enumerable.known(
-                stage.state["train"].policy,
-                model=algorithm.model,
-                temperature=algorithm.temperature,
+                stage.state["train"].policy, model=model, temperature=1.0
             )
             stage.state["reached"] = (
                 stage.state["reached"].at[level].set(jnp.asarray(found, jnp.float32))
@@ -321,20 +339,25 @@ def main(options: Config) -> None:
     num_steps = {name: count // ITERATIONS_A_STEP for name, count in steps_of.items()}
     if options.claims:
         num_steps = {"gradients": len(options.claims)} | num_steps
-    schedule = annealing(options)
+    schedule = annealing(options.betas, iterations=options.iterations)
     annealed, fixed = [], []
     with run.Run(options, num_steps=num_steps) as job:
         findings = certify_gradients(job, options) if options.claims else []
         train = functools.partial(
-            improve, job=job, algorithm=algorithm, options=options
+            improve,
+            iteration=functools.partial(ppo.iteration, ppo=algorithm),
+            job=job,
+            model=algorithm.model,
+            iterations=options.iterations,
+            batch_size=options.batch_size,
         )
         for seed, world in worlds.items():
             key = jax.random.fold_in(jax.random.key(seed), 1)
             policies = train(
                 world,
                 name=f"annealed-{seed}",
+                train=start(world, algorithm, jax.tree.map(jnp.copy, schedule)),
                 betas=options.betas,
-                controller=jax.tree.map(jnp.copy, schedule),
                 key=key,
             )
             annealed += [
@@ -347,8 +370,8 @@ def main(options: Config) -> None:
             policies = train(
                 world,
                 name=f"fixed-{beta:g}-{seed}",
+                train=start(world, algorithm, kl_control.fixed(beta)),
                 betas=(beta,) * (1 + options.betas.index(beta)),
-                controller=kl_control.fixed(beta),
                 key=jax.random.fold_in(jax.random.key(seed), 1),
             )
             fixed.append(

@@ -181,10 +181,9 @@ def test_gradients_are_those_of_the_table(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0.7, 1.3])
-def test_every_gradient_is_what_it_is_said_to_be(case, temperature):
-    claims = TABLE + OTHERS
-    for finding in certified_gradients.certify(case, claims, temperature=temperature):
+def test_every_gradient_of_the_table_is_what_it_is_said_to_be(case):
+    """At a temperature that `certify.py`, which does all of them, has not."""
+    for finding in certified_gradients.certify(case, TABLE, temperature=1.3):
         assert finding.holds, finding
 
 
@@ -213,7 +212,7 @@ def test_a_policy_that_does_not_learn_fails_by_name(tmp_path, monkeypatch, capsy
     assert stopped.value.code == 1
     told = capsys.readouterr()
     assert "certificates fail" in told.err
-    assert "optimum: seed 0, beta 0.1" in told.err
+    assert "optimum: PPO, seed 0, beta 0.1" in told.err
     assert "FAILS" in told.out
     summary = json.loads((out / "summary.json").read_text())
     # The reference is on the frontier too, at its very start.
@@ -253,9 +252,8 @@ def test_what_cannot_be_annealed_is_refused(tmp_path, options, told):
         certify.Config(out=tmp_path, **options)
 
 
-def test_beta_slides_down_and_stays(tmp_path):
-    options = certify.Config(out=tmp_path, betas=(1.0, 0.1), iterations=100)
-    controller = certify.annealing(options)
+def test_beta_slides_down_and_stays():
+    controller = certify.annealing((1.0, 0.1), iterations=100)
     betas = [float(controller.kl_coef)]
     for _ in range(199):
         controller = controller.update(kl=None, num_episodes=1)
