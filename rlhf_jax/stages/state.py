@@ -30,8 +30,8 @@ class TrainState:
     step: Array  # i32[], iterations done
     policy: Params
     policy_opt: optax.OptState
-    critic: Params  # None where there is none, and so its optimizer's state
-    critic_opt: optax.OptState
+    critic: Params  # None where there is none
+    critic_opt: optax.OptState | None
     kl: KLController
     scores: RunningMoments  # of every score so far
     skipped: Array  # i32[], updates skipped in a row for a gradient not finite
