@@ -404,6 +404,15 @@ def test_recipes_that_mean_nothing_are_refused(options, told):
         grpo.GroupRecipe(**options)
 
 
+def test_a_state_with_a_critic_is_refused(scored):
+    seen, _ = grpo.group_experience(
+        scored, kl_coef=0.3, group_size=4, baseline="group", normalise=None
+    )
+    other = dataclasses.replace(fresh(), critic=POLICY, critic_opt=())
+    with pytest.raises(InputError, match="a critic where it has none"):
+        grpo.update(other, experience=seen, key=KEY, grpo=BASE)
+
+
 def test_groups_that_do_not_divide_the_batch_are_refused():
     settings = dataclasses.replace(BASE, group_size=3)
     with pytest.raises(InputError, match="divide the 8 rows"):

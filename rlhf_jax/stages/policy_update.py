@@ -67,8 +67,15 @@ def update(
       minibatch, before anything has moved, nats per token.
 
     Raises:
-      InputError: batch sizes do not divide, or as `ppo.iteration`.
+      InputError: batch sizes do not divide, the state has a critic where the
+        algorithm has none or the other way round, or as `ppo.iteration`.
     """
+    if (critic_optimizer is None) != (state.critic_opt is None):
+        has, needs = ("no critic", "one") if critic_optimizer else ("a critic", "none")
+        raise InputError(
+            f"expected a state of the algorithm's own kind, got one with {has} where "
+            f"it has {needs}; make it by state.ppo_state, or by grpo_state without"
+        )
     rows = experience.tokens.shape[0]
     minibatch_size = algorithm.minibatch_size(rows)
     texts = _shared_out(ptx, algorithm)
@@ -194,7 +201,7 @@ def _step(
         finite=moves if hold_policy is None else moves & ~hold_policy,
     )
     critic, critic_opt = state.critic, state.critic_opt
-    if critic_optimizer is not None:
+    if critic_optimizer is not None and critic_opt is not None:
         critic, critic_opt = state_.apply_gradients(
             critic,
             critic_opt,
