@@ -31,6 +31,13 @@ class Certificate(NamedTuple):
     holds: bool
 
 
+class Policy(NamedTuple):
+    """What is known of a policy."""
+
+    log_policy: Float64  # [256], log π(y), nats
+    kl: float  # KL(π ‖ π_ref), nats, as `score` prices it
+
+
 class Reached(NamedTuple):
     """What a policy is worth in its world, at the β that it was trained with."""
 
@@ -45,8 +52,12 @@ class Reached(NamedTuple):
     below: float  # what it lacks to the frontier at this KL, reward units
 
 
-def measure(log_policy: Float64, *, world: World, seed: int, beta: float) -> Reached:
-    """The figures of one policy, sums over all responses."""
+def measure(policy: Policy, *, world: World, seed: int, beta: float) -> Reached:
+    """The figures of one policy, sums over all responses.
+
+    The KL in J(π) is the library's own, so that the identity holds it against π*.
+    """
+    log_policy = policy.log_policy
     best = world.optimum(beta)
     distance = enumerable.divergence(log_policy, best.log_policy)
     missing = log_policy < best.log_policy + math.log(MISSED)
@@ -56,7 +67,11 @@ def measure(log_policy: Float64, *, world: World, seed: int, beta: float) -> Rea
         start=enumerable.divergence(world.log_ref, best.log_policy),
         distance=distance,
         missed=float(np.exp(best.log_policy)[missing].sum()),
-        identity=abs(best.value - world.objective(log_policy, beta) - beta * distance),
+        identity=abs(
+            best.value
+            - (enumerable.expected_reward(log_policy, world.rewards) - beta * policy.kl)
+            - beta * distance
+        ),
         kl=enumerable.divergence(log_policy, world.log_ref),
         reward=enumerable.expected_reward(log_policy, world.rewards),
         below=world.below_frontier(log_policy),
@@ -145,6 +160,9 @@ def show_optimum(
 
 def show_frontier(annealed: Sequence[Reached]) -> list[Certificate]:
     """Prints how far below the frontier PPO is, and says what of it holds.
+
+    No policy can be above it, and one that has reached the optimum is on it: this is
+    the optimum seen from the side of reward and KL, for the plot.
 
     A policy at a distance of d nats from the optimum is at most β·d below.
     """

@@ -4,7 +4,7 @@
     expected  the gradient of a KL, by autodiff of a sum over the same responses
 
 The first goes through the code of a run: `score`, `experience` (lam = 1, no whitening,
-score 0, β = 1) and `ppo_loss`, a row at a time, before anything is clipped. The
+score 0, β = 0.3) and `ppo_loss`, a row at a time, before anything is clipped. The
 critic's values are noise, as a baseline must not matter. The second reads logits alone
 (`expected_gradients`). The claims are in `penalty_claims`.
 """
@@ -44,6 +44,7 @@ Flat = npt.NDArray[np.float64]
 # is larger (some are 0, some what is left of a difference); for a mean, of the KL.
 TOLERANCE = 1e-5
 APART = 1e-2  # of the same: how far from every KL's a gradient of none of them keeps
+BETA = 0.3  # β of the penalty: neither 0 nor 1, so that it cannot be forgotten
 OPTIMIZER = optax.sgd(1.0)  # a PPO has one; none is run here
 
 
@@ -177,7 +178,7 @@ def _finding(
 ) -> Finding:
     chosen = claim.penalty
     nothing = np.zeros_like(found)
-    share = 1 / enumerable.LENGTH if chosen.per == "length" else 1.0
+    share = BETA / enumerable.LENGTH if chosen.per == "length" else BETA
 
     def expected(name: str) -> Flat:
         return share * _flat(known[name, chosen.per == "response"])
@@ -201,6 +202,8 @@ def _finding(
         if chosen.value_estimator == "k2":
             name = "k2 of responses" if chosen.per == "response" else "k2"
         bias, value_error = value - values["kl"], abs(value - values[name])
+        if chosen.placement is not None and math.isnan(value):
+            value_error = math.inf  # nothing took it, though something should have
     return Finding(
         claim=claim,
         temperature=temperature,
@@ -276,7 +279,7 @@ def measure(
       algorithm: static.
 
     Returns:
-      The gradient by `params` of β·penalty at β = 1, whichever way it comes, and f32[],
+      The gradient by `params` of β·penalty, whichever way it comes, and f32[],
       E of the value estimator, nats per response, NaN if nothing takes it.
     """
     values = scored.values
@@ -295,7 +298,7 @@ def measure(
     )
     scored = dataclasses.replace(scored, values=values)
     seen = experience.experience(
-        scored, kl_coef=1.0, gamma=1.0, lam=1.0, whiten_advantages=None
+        scored, kl_coef=BETA, gamma=1.0, lam=1.0, whiten_advantages=None
     )
     probabilities = jnp.exp(scored.rollout.old_logprobs.sum(axis=1))
     one = jnp.ones((), jnp.float32)
@@ -305,7 +308,7 @@ def measure(
             params,
             critic,
             experience=jax.tree.map(lambda leaf: leaf[None], row),
-            kl_coef=1.0,
+            kl_coef=BETA,
             num_tokens=one,  # so that losses are sums over the response
             num_values=one,
             num_responses=one,

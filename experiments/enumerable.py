@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from rlhf_jax import batch, checks, config, decoder, frozen, policy
+from rlhf_jax import batch, checks, config, decoder, frozen, policy, score
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.frozen import Frozen
 
@@ -41,6 +41,7 @@ PROMPT = 1  # prompt columns
 RESPONSES = np.array([*itertools.product(range(VOCABULARY), repeat=LENGTH)], np.int32)
 NUM_RESPONSES = len(RESPONSES)
 SMALLEST_BETA = 0.1  # of the certificates, where the optimum is farthest
+FRONTIER_BETAS = (0.01, 100.0)  # from where to where the exact frontier is drawn
 
 
 def model(*, hidden_size: int) -> ModelConfig:
@@ -169,9 +170,10 @@ class World:
 
     @functools.cached_property
     def frontier(self) -> Frontier:
-        """(KL*, r*) of the optima from β = 100 down to 0.01, 4000 of them."""
+        """(KL*, r*) of the optima from the largest β down to the smallest, 4000."""
+        low, high = FRONTIER_BETAS
         optima = [
-            self.optimum(beta).log_policy for beta in np.geomspace(100, 0.01, 4000)
+            self.optimum(beta).log_policy for beta in np.geomspace(high, low, 4000)
         ]
         return Frontier(
             np.array([divergence(best, self.log_ref) for best in optima]),
@@ -226,6 +228,33 @@ def known(params: Params, *, model: ModelConfig, temperature: float) -> Float64:
     """f64[256]: log π(y), for the sums below; float32 until here."""
     found = _log_probabilities(params, model=model, temperature=temperature)
     return np.asarray(found, np.float64)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "temperature"))
+def _priced_kl(
+    params: Params, reference: Frozen, *, model: ModelConfig, temperature: float
+) -> tuple[Array, Array]:
+    rollout = every_response(params, model=model, temperature=temperature)
+    scored = score.score(
+        rollout,
+        scores=jnp.zeros(NUM_RESPONSES, jnp.float32),
+        reference=reference,
+        model=model,
+        critic=None,
+        critic_model=None,
+        max_new_tokens=LENGTH,
+        temperature=temperature,
+    )
+    assert scored.kl is not None
+    return rollout.old_logprobs.sum(axis=1), scored.kl.sum(axis=1)
+
+
+def priced_kl(
+    params: Params, reference: Frozen, *, model: ModelConfig, temperature: float
+) -> float:
+    """E_π[Σ_t kl_t], nats, the kl_t that a run would take off the reward."""
+    logprobs, kl = _priced_kl(params, reference, model=model, temperature=temperature)
+    return float(np.exp(np.asarray(logprobs, np.float64)) @ np.asarray(kl, np.float64))
 
 
 _log_probabilities = jax.jit(

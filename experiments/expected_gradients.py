@@ -1,7 +1,7 @@
 """The gradients that a penalty may have, by autodiff of sums over all responses.
 
-Nothing here goes through the code of a run: it reads logits and adds up, so that
-`certified_gradients` has two sides to compare.
+Nothing after the logits is the code of a run here: these are read and added up, so
+that `certified_gradients` has two sides to compare.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ def gradients(
     def of(one_hot: Array) -> Params:
         return pull(dict(zip(names, one_hot, strict=True)))[0]
 
-    # One after the other: under `vmap` (and so in `jax.jacrev`) JAX 0.10.2 pulls such
-    # a dict of one-hot cotangents back through a scan wrongly.
+    # One after the other: where many cotangents are mapped over one x (`vmap`, and so
+    # `jax.jacrev`) XLA for CPU, as of JAX 0.10.2, compiles the gradient of a
+    # normalisation wrongly.
     found = jax.lax.map(of, jnp.eye(len(names)))
     return {
         name: jax.tree.map(lambda leaf, i=i: leaf[i], found)

@@ -11,8 +11,8 @@ On two CPU cores it takes 24 minutes, the sweep 18 of them. Expect, over seeds 0
 deviation), that without the penalty the reward-model score rises to 2.9 ± 0.4 while
 gold falls from -0.2 to -2.0, fluency from 0.94 to 0 and distinct responses to 0.55 ±
 0.16, at 80 ± 32 nats of KL. β = 0.1 and above keep gold at 0.64 - 0.85, fluency at 0.85
-or more and all responses distinct; gold - β KL peaks at β = 0.2. Recorded in
-`recorded/kl_frontier`.
+- 0.95 and 0.99 or more of the responses distinct, as means of seeds; gold - β KL peaks
+at β = 0.2. Recorded in `recorded/kl_frontier`.
 """
 
 from __future__ import annotations
@@ -107,10 +107,11 @@ class Config(run_folder.RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.kl_coefs or len(set(self.kl_coefs)) < len(self.kl_coefs):
+        shown = {f"{kl_coef:g}" for kl_coef in self.kl_coefs}  # their names in records
+        if not shown or len(shown) < len(self.kl_coefs):
             raise checks.InputError(
-                f"--kl-coefs: expected at least one β and each once, got "
-                f"{self.kl_coefs}; every β has a run of each seed already"
+                f"--kl-coefs: expected at least one β and each once, to six digits, "
+                f"got {self.kl_coefs}; every β has a run of each seed already"
             )
         for kl_coef in self.kl_coefs:
             checks.non_negative(kl_coefs=kl_coef)
@@ -189,6 +190,7 @@ def prepare(
             key=pair_key,
             options=options,
         )
+        job.interrupt.check()  # no step of a stage may come to notice
         scorer = quickstart.train_reward_model(
             rewards.init(head_key, tuned, model=model),
             pairs,

@@ -74,6 +74,10 @@ class RunConfig:
         for option, count in counts.items():
             if count < 1:
                 raise InputError(f"{option}: expected at least 1, got {count}")
+        if not 0 <= self.seed < 2**32:
+            raise InputError(
+                f"--seed: expected 0 to 4294967295, got {self.seed}; choose another"
+            )
         extras = {
             "tensorboard": (self.tensorboard, "tensorboardX"),
             "wandb": (self.wandb, "wandb"),
