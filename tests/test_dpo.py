@@ -103,7 +103,7 @@ measure = toys.jit(dpo.measure, static_argnames=("dpo",))
     ("family", "kind", "smoothing", "free"),
     [
         ("gpt2", "sigmoid", 0.0, False),
-        ("llama", "sigmoid", 0.1, True),
+        pytest.param("llama", "sigmoid", 0.1, True, marks=pytest.mark.slow),
         pytest.param("gpt2", "ipo", 0.0, False, marks=pytest.mark.slow),
         pytest.param("llama", "hinge", 0.0, False, marks=pytest.mark.slow),
     ],
@@ -201,6 +201,7 @@ def test_garbage_changes_nothing(packed, reference):
     np.testing.assert_array_equal(loss(packed, dirty), expected)
 
 
+@pytest.mark.slow
 def test_the_base_of_adapters_is_the_reference(packed):
     """To the bit as if it were given; and the first loss is log 2."""
     adapter = lora.LoRA(rank=2, alpha=4.0)
@@ -222,16 +223,10 @@ def test_the_base_of_adapters_is_the_reference(packed):
     assert not toys.leaves_equal(mine, elsewhere)
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        {},
-        pytest.param({"dtype": "int8"}, marks=pytest.mark.slow),
-        pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [{}, {"dtype": "int8"}])
 def test_precomputed_and_live_are_one_training_run(tmp_path, how):
-    """To the bit, in batches that are shuffled, and inside the update too."""
+    """To the bit, in batches that are shuffled, and as priced inside the update."""
     reference = frozen.freeze(OTHER, **how)
     rows = packing.pack(PAIRS, width=WIDTH)
     stream = packing.packed_batches(rows, batch_size=2, seed=3, pad_id=0)

@@ -98,14 +98,6 @@ def test_packed_texts_have_the_log_probs_and_gradients_of_texts_alone(model):
 
 
 @each_family
-def test_one_segment_to_a_row_is_no_segments(model):
-    (_, with_them), _ = price(model, TEXTS, rows=ALONE, width=7)
-    (_, without), _ = price(model, TEXTS, rows=ALONE, width=7, segmented=False)
-    for left, right in zip(with_them, without, strict=True):
-        np.testing.assert_allclose(left, right, atol=1e-6)
-
-
-@each_family
 def test_a_text_does_not_see_its_neighbours(model):
     """Not by a bit, whatever they say, before or after it."""
     (_, before), _ = price(model, TEXTS)

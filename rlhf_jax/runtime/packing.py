@@ -139,12 +139,13 @@ class _Collate:
         response_mask[mask] = np.concatenate([row.response for row in rows])
         counts = np.array([len(row.pairs) for row in rows])
         pairs: HostArray = np.arange(self._most)[None, :] < counts[:, None]
+        index: HostArray = np.array(places, np.int32)
         return PackedPreferences(
             tokens=tokens,
             segments=segments,
             response_mask=response_mask,
             pairs=pairs,
-            index=np.array(places, np.int32),
+            index=index,
         )
 
 

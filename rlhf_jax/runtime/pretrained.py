@@ -2,20 +2,25 @@
 
 start = pretrained.load("gpt2")
 ...
-hf.save(out, start.model, params, tokenizer=start.tokenizer)
+pretrained.save(out, params, start=start, base=None, lora=None, name="gpt2")
 """
 
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
 
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models import lora as lora_
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.runtime import batches, data, encoding, hf
+from rlhf_jax.models.lora import LoRA
+from rlhf_jax.roles import frozen
+from rlhf_jax.roles.frozen import Frozen
+from rlhf_jax.runtime import batches, data, encoding, hf, peft
 from rlhf_jax.runtime.encoding import Example
 from rlhf_jax.stages.batch import Sequences
 
@@ -84,6 +89,46 @@ def load(
         tokenizer=reader,
         stop_ids=tuple(dict.fromkeys(i for i in stop_ids if i is not None)),
     )
+
+
+def save(
+    folder: Path,
+    trained: Params,
+    *,
+    start: Pretrained,
+    base: Frozen | None,
+    lora: LoRA | None,
+    name: str,
+) -> None:
+    """FOLDER/model, which `transformers` loads, and FOLDER/adapter, which PEFT does.
+
+    What is there already is left: it is whole, as a finished run is resumed.
+
+    Args:
+      trained: parameters, or adapters with a base.
+      start: what they were trained from; its params are not read.
+      base, lora: of the adapters, else None. The model is written with them merged.
+      name: folder or hub id of the base, where PEFT is to look for it.
+    """
+    if base is not None and lora is not None:
+        if not (folder / "adapter").exists():
+            peft.save(
+                folder / "adapter",
+                model=start.model,
+                adapters=trained,
+                lora=lora,
+                base_fingerprint=frozen.source_fingerprint_of(base).root,
+                base_name=name,
+            )
+        trained = lora_.merge(frozen.read(base), trained, lora=lora)
+    if not (folder / "model").exists():
+        hf.save(
+            folder / "model",
+            start.model,
+            trained,
+            tokenizer=start.tokenizer,
+            stop_ids=start.stop_ids,
+        )
 
 
 def read_examples(

@@ -29,6 +29,9 @@ SHOWN = (
     "loss/language_model",
     "loss/pairwise",
     "pairwise/accuracy",
+    "loss/dpo",
+    "dpo/accuracy",
+    "dpo/margin",
     "objective/scores",
     "objective/kl",
     "objective/kl_coef",
@@ -41,6 +44,18 @@ PLOTS: dict[str, dict[str, dict[str, str]]] = {
     "reward_model": {
         "loss\n[nats per pair]": {"loss/pairwise": "loss"},
         "accuracy\n[share of pairs]": {"pairwise/accuracy": "accuracy"},
+    },
+    "dpo": {
+        "loss\n[a pair]": {"loss/dpo": "loss"},
+        "accuracy\n[share of pairs]": {"dpo/accuracy": "accuracy"},
+        "implicit reward\n[reward units]": {
+            "dpo/chosen_reward": "chosen",
+            "dpo/rejected_reward": "rejected",
+        },
+        "log-probability\n[nats per response]": {
+            "dpo/chosen_logprob": "chosen",
+            "dpo/rejected_logprob": "rejected",
+        },
     },
     "reward": {
         "reward\n[reward units per response]": {

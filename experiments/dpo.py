@@ -1,0 +1,352 @@
+"""DPO: a policy from your own preference pairs, without a reward model.
+
+    python experiments/dpo.py --model runs/sft/model --data pairs.jsonl --out runs/dpo
+    python experiments/dpo.py --model gpt2 --data pairs.jsonl --lora.rank 16 \\
+        --learning-rate 1e-4 --row-width 2048 --out runs/dpo_lora
+
+--data holds {"prompt": ..., "chosen": ..., "rejected": ...} a line, or dialogues as in
+hh-rlhf that share their beginning. The reference is --model as it starts, or
+--reference; with --lora.rank it is the base, held once for both. --precompute takes its
+log-probs once, before the first update, and lets it go; they are those of a live
+reference to the bit, and so is the run. --row-width packs pairs into rows, where one
+text does not see another. --reference-free is there to be compared with.
+
+Start from a model that has learned answers like these (`sft.py`). OUT/model is a
+Hugging Face checkpoint, with LoRA OUT/adapter is one of PEFT.
+
+One device that holds the parameters in float32 five times over, four times with
+--precompute (GPT-2 small: 2.4 and 2 GiB).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import jax
+import numpy as np
+import optax
+import tyro
+from ppo_from_checkpoint import Adapters
+
+from rlhf_jax import (
+    checks,
+    cli,
+    data,
+    dpo,
+    encoding,
+    frozen,
+    frozen_models,
+    masked,
+    packing,
+    precomputed,
+    pretrained,
+    report,
+    run,
+    run_folder,
+    state,
+)
+from rlhf_jax import lora as lora_
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.roles.frozen import Frozen
+from rlhf_jax.runtime.data import Blank
+from rlhf_jax.runtime.frozen_models import Storage
+from rlhf_jax.runtime.packing import PackedRow
+from rlhf_jax.runtime.pretrained import Pretrained
+from rlhf_jax.stages.batch import PackedPreferences
+from rlhf_jax.stages.dpo import DPO, DPORecipe
+
+Array = jax.Array
+Params = Any
+# The reference's log-probs of a batch, None without a reference.
+Priced = Callable[[PackedPreferences], Any]
+RECIPE = DPORecipe()
+ALL_PARAMETERS = Adapters()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(run_folder.RunConfig):
+    model: str
+    """Policy to start from, a checkpoint folder or hub id."""
+    data: str
+    """Preference pairs: JSONL, or hf:NAME:SPLIT."""
+    reference: str | None = None
+    """Checkpoint folder or hub id; None is --model, as it starts."""
+    tokenizer: str | None = None
+    """Folder or hub id; None takes the one in --model."""
+    dpo: Annotated[DPORecipe, tyro.conf.arg(name="")] = RECIPE
+    """The coefficients and choices of DPO, options without a prefix."""
+    max_length: int | None = None
+    """Tokens of the longest prompt and answer; None is the context."""
+    overlong: Literal["error", "drop"] = "error"
+    """What becomes of longer pairs."""
+    blank: Blank = "error"
+    """What becomes of pairs with an answer of nothing but white space."""
+    row_width: int | None = None
+    """Tokens of a row, into which pairs are packed with both of their texts; None is a
+    row for each pair."""
+    held_out: float = 0.1
+    """Share of the pairs that measures the loss and is not trained on."""
+    num_steps: int | None = None
+    """Updates; None is one pass over the pairs."""
+    batch_size: int = 16
+    """Rows an update."""
+    learning_rate: float = 1e-6
+    """Peak, after the warm-up; falls to 0 along a cosine. 1e-4 with LoRA."""
+    warmup: float = 0.1
+    """Share of the updates over which the learning rate rises from 0."""
+    max_grad_norm: float = 1.0
+    """Gradients of a larger norm are scaled down to it."""
+    precompute: bool = False
+    """Take the reference's log-probs once, before the first update."""
+    reference_storage: Storage = frozen_models.COPY
+    """How the reference is held; with LoRA it is the base."""
+    lora: Adapters = ALL_PARAMETERS
+    """Adapters instead of all parameters."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of activations; trained parameters stay float32."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        counts = {"num_steps": self.num_steps, "row_width": self.row_width}
+        checks.positive(
+            batch_size=self.batch_size,
+            learning_rate=self.learning_rate,
+            max_grad_norm=self.max_grad_norm,
+            **{name: count for name, count in counts.items() if count is not None},
+        )
+        if not 0 <= self.warmup < 1:
+            raise InputError(f"warmup: expected a share in [0, 1), got {self.warmup}")
+        adapters = self.lora.lora is not None
+        if not adapters and self.lora != ALL_PARAMETERS:
+            raise InputError(
+                f"--lora.rank: expected a number with --lora.alpha {self.lora.alpha:g} "
+                f"and --lora.modules {' '.join(self.lora.modules)}, got none, which "
+                f"trains every parameter; give a rank, or leave them out"
+            )
+        if adapters and self.reference_storage.memory == "cpu":
+            raise InputError(
+                "--reference-storage.memory: expected device or pinned_host with "
+                "--lora.rank, got cpu; the reference is the policy's base then, which "
+                "runs with it"
+            )
+        stored = self.reference_storage != frozen_models.COPY and not adapters
+        for option, given in {
+            "--reference": self.reference is not None,
+            "--precompute": self.precompute,
+            "--reference-storage": stored,
+        }.items():
+            if given and self.dpo.reference_free:
+                raise InputError(
+                    f"{option}: expected none with --reference-free, where there is no "
+                    f"reference; leave one of them out"
+                )
+
+
+def make_models(
+    options: Config, start: Pretrained
+) -> tuple[Params, Frozen | None, Frozen | None]:
+    """What is trained, the base that it adapts if it does, and the reference."""
+    trained, base, reference = start.params, None, None
+    if options.lora.lora is not None:
+        base = options.reference_storage.freeze(start.params)
+        key = jax.random.key(options.seed)
+        trained = lora_.init(key, model=start.model, lora=options.lora.lora)
+    if base is not None and options.reference is None:
+        reference = None if options.dpo.reference_free else base
+    elif not options.dpo.reference_free:
+        reference = frozen_models.load_reference(
+            options.reference, policy=start, storage=options.reference_storage
+        )
+    return trained, base, reference
+
+
+def make_dpo(options: Config, start: Pretrained, *, num_steps: int) -> DPO:
+    """What is fixed during the run."""
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, options.learning_rate, int(options.warmup * num_steps), num_steps
+    )
+    return DPO(
+        **vars(options.dpo),
+        model=start.model,
+        optimizer=optax.chain(
+            optax.clip_by_global_norm(options.max_grad_norm), optax.adam(schedule)
+        ),
+        lora=options.lora.lora,
+    )
+
+
+def live(reference: Frozen | None, *, algorithm: DPO) -> Priced:
+    """Prices each batch when it is due, where the reference is held."""
+    price = jax.jit(functools.partial(dpo.reference_logprobs, dpo=algorithm))
+
+    def priced(batch: PackedPreferences) -> Array | None:
+        if reference is None:
+            return None
+        there = price(reference, batch=frozen.beside(reference, batch))
+        return jax.device_put(there, jax.devices()[0])
+
+    return priced
+
+
+def from_cache(
+    folder: Path,
+    rows: list[PackedRow],
+    *,
+    reference: Frozen,
+    algorithm: DPO,
+    batch_size: int,
+    pad_id: int,
+    progress: bool,
+) -> Priced:
+    """Prices every row once, into a folder, or finds them there."""
+    if not rows:
+        return lambda batch: None
+    found = precomputed.load_or_compute(
+        folder,
+        [row.tokens for row in rows],
+        segments=[row.segments for row in rows],
+        reference=reference,
+        model=algorithm.model,
+        batch_size=batch_size,
+        pad_id=pad_id,
+        temperature=algorithm.temperature,
+        progress=progress,
+    )
+    return lambda batch: found.padded(
+        np.asarray(batch.index), width=batch.tokens.shape[1]
+    )
+
+
+def evaluate(
+    trained: Params,
+    held_out: list[PackedPreferences],
+    *,
+    measure: Callable[..., masked.Stats],
+    priced: Priced,
+    base: Frozen | None,
+) -> dict[str, float]:
+    """Means over all pairs; nothing without any."""
+    parts = [
+        measure(trained, batch=batch, ref_logprobs=priced(batch), base=base)
+        for batch in held_out
+    ]
+    if not parts:
+        return {}
+    means = masked.mean_stats(functools.reduce(masked.add_stats, parts))
+    return {name: float(mean) for name, mean in jax.device_get(means).items()}
+
+
+def main(options: Config) -> None:
+    started = time.perf_counter()
+    texts = data.read_preferences(options.data, blank=options.blank)
+    start = pretrained.load(
+        options.model, tokenizer=options.tokenizer, dtype=options.dtype
+    )
+    pairs, others = data.hold_out(
+        encoding.encode_preferences(
+            start.tokenizer,
+            texts,
+            max_length=start.limit(options.max_length),
+            overlong=options.overlong,
+        ),
+        share=options.held_out,
+        seed=options.seed,
+    )
+    rows = packing.pack(pairs, width=options.row_width)
+    other_rows = packing.pack(others, width=options.row_width) if others else []
+    shape = {"batch_size": options.batch_size, "pad_id": start.pad_id}
+    preferences = packing.packed_batches(rows, seed=options.seed, **shape)
+    held_out = packing.packed_in_order(other_rows, **shape)
+    num_steps = options.num_steps
+    if num_steps is None:
+        num_steps = preferences.steps_per_epoch
+    algorithm = make_dpo(options, start, num_steps=num_steps)
+    trained, base, reference = make_models(options, start)
+    update = jax.jit(
+        functools.partial(dpo.update, dpo=algorithm), donate_argnames=("state",)
+    )
+    measure = jax.jit(functools.partial(dpo.measure, dpo=algorithm))
+    # Tied to its device, as what a frozen model says is: a state that is not would be
+    # after its first step, and `jit` would compile everything again.
+    initial = jax.device_put(
+        state.supervised_state(trained, optimizer=algorithm.optimizer),
+        jax.devices()[0],
+    )
+    start = start._replace(params=None)  # with LoRA the base is a copy: the only one
+    # What does not fit is told here, before there is a run folder.
+    first = preferences[0]
+    priced = jax.ShapeDtypeStruct(first.tokens.shape, np.float32)
+    given = None if reference is None else priced
+    jax.eval_shape(update, initial, batch=first, ref_logprobs=given, base=base)
+
+    meta: dict[str, Any] = {"data_digest": encoding.digest(pairs)}
+    if reference is not None:
+        meta["reference"] = frozen.fingerprint_of(reference).root
+    with run.Run(options, num_steps={"dpo": num_steps}) as job:
+        beside = {} if base is None else {"base": base}
+        if reference is not None and reference is not base:
+            beside["reference"] = reference
+        held = [(name, model.stored, False) for name, model in beside.items()]
+        report.model_table([("policy", initial.params, True), *held])
+        price = price_other = live(reference, algorithm=algorithm)
+        if options.precompute and reference is not None:
+            price, price_other = (
+                from_cache(
+                    job.folder / "reference",
+                    each,
+                    reference=reference,
+                    algorithm=algorithm,
+                    progress=options.progress,
+                    **shape,
+                )
+                for each in (rows, other_rows)
+            )
+            beside.pop("reference", None)
+        reference = None  # its functions hold it, if it is still needed
+        look = functools.partial(
+            evaluate,
+            held_out=held_out,
+            measure=measure,
+            priced=price_other,
+            base=base,
+        )
+        before = look(initial.params)
+        with job.stage("dpo", initial, meta=meta, beside=beside) as stage:
+            for step in stage.steps():
+                batch = preferences[step]
+                stage.state, stats = update(
+                    stage.state, batch=batch, ref_logprobs=price(batch), base=base
+                )
+                stage.end_step(step, stats)
+    trained = stage.state.params
+    lora = algorithm.lora
+    pretrained.save(
+        job.folder, trained, start=start, base=base, lora=lora, name=options.model
+    )
+    after = look(trained)
+    report.table(
+        f"{len(others)} held-out pairs",
+        ("", "before", "after"),
+        [(name, before[name], after[name]) for name in after],
+    )
+    report.plots(job.folder)
+    summary: dict[str, Any] = {
+        "pairs": len(pairs),
+        "rows": len(rows),
+        "held_out_pairs": len(others),
+        "held_out_before": before,
+        "held_out": after,
+        "reference_fingerprint": meta.get("reference"),
+        "seconds": time.perf_counter() - started,
+    }
+    run_folder.write_summary(job.folder, summary)
+    print(f"{summary['seconds']:.0f} s; the policy is in {job.folder / 'model'}")
+
+
+if __name__ == "__main__":
+    cli.main(main, Config, description=__doc__)
