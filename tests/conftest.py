@@ -7,6 +7,7 @@ import os
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    + " --xla_llvm_disable_expensive_passes=true"
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -37,17 +38,18 @@ def strict_dtypes():
 
 @pytest.fixture(scope="module")
 def quick_compilation(tmp_path_factory):
-    """For tests that compile far more than they run, often the same programs again.
+    """For tests that compile the same programs again and again.
 
     Processes that a test starts take part.
     """
-    here = {"jax_disable_most_optimizations": (True, False)}
     # JAX 0.12.0 crashes now and then as it writes a program to its cache.
-    if jax.__version_info__ < (0, 11):
-        here |= {
-            "jax_compilation_cache_dir": (str(tmp_path_factory.mktemp("cache")), None),
-            "jax_persistent_cache_min_compile_time_secs": (0.0, 1.0),
-        }
+    if jax.__version_info__ >= (0, 11):
+        yield
+        return
+    here = {
+        "jax_compilation_cache_dir": (str(tmp_path_factory.mktemp("cache")), None),
+        "jax_persistent_cache_min_compile_time_secs": (0.0, 1.0),
+    }
     with pytest.MonkeyPatch.context() as patch:
         for name, (value, _) in here.items():
             patch.setenv(name.upper(), str(value))
