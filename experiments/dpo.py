@@ -271,8 +271,7 @@ def main(options: Config) -> None:
         functools.partial(dpo.update, dpo=algorithm), donate_argnames=("state",)
     )
     measure = jax.jit(functools.partial(dpo.measure, dpo=algorithm))
-    # Tied to its device, as what a frozen model says is: a state that is not would be
-    # after its first step, and `jit` would compile everything again.
+    # Tied to its device, as what a frozen model says is, or `jit` would compile twice.
     initial = jax.device_put(
         state.supervised_state(trained, optimizer=algorithm.optimizer),
         jax.devices()[0],
@@ -280,8 +279,7 @@ def main(options: Config) -> None:
     start = start._replace(params=None)  # with LoRA the base is a copy: the only one
     # What does not fit is told here, before there is a run folder.
     first = preferences[0]
-    priced = jax.ShapeDtypeStruct(first.tokens.shape, np.float32)
-    given = None if reference is None else priced
+    given = None if reference is None else np.zeros(first.tokens.shape, np.float32)
     jax.eval_shape(update, initial, batch=first, ref_logprobs=given, base=base)
 
     meta: dict[str, Any] = {"data_digest": encoding.digest(pairs)}
@@ -323,8 +321,7 @@ def main(options: Config) -> None:
                     stage.state, batch=batch, ref_logprobs=price(batch), base=base
                 )
                 stage.end_step(step, stats)
-    trained = stage.state.params
-    lora = algorithm.lora
+    trained, lora = stage.state.params, algorithm.lora
     pretrained.save(
         job.folder, trained, start=start, base=base, lora=lora, name=options.model
     )

@@ -9,23 +9,21 @@ import pytest
 import toys
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-MODEL = enumerable.model(hidden_size=32)
+RNG = np.random.default_rng(3)
+LOGITS = RNG.normal(size=256)
+LOG_REF = LOGITS - np.logaddexp.reduce(LOGITS)
+REWARDS = RNG.normal(0, 0.3, 256)
 
 
-@pytest.fixture(scope="module")
-def world():
-    return enumerable.draw(3, model=MODEL, distance=3.5)
-
-
-def all_pairs(world, beta):
+def all_pairs(beta):
     """log π -> (loss, gradient)."""
     of = toys.jit(jax.value_and_grad(certified_dpo.loss, has_aux=True))
 
     def loss(log_policy):
         (found, stats), gradient = of(
             jnp.asarray(log_policy, jnp.float32),
-            log_ref=jnp.asarray(world.log_ref, jnp.float32),
-            rewards=jnp.asarray(world.rewards, jnp.float32),
+            log_ref=jnp.asarray(LOG_REF, jnp.float32),
+            rewards=jnp.asarray(REWARDS, jnp.float32),
             beta=beta,
         )
         assert float(stats["loss/dpo"][1]) == 256 * 255 / 2
@@ -35,15 +33,15 @@ def all_pairs(world, beta):
 
 
 @pytest.mark.parametrize("beta", [0.1, 1.0])
-def test_the_optimum_of_the_loss_is_that_of_ppo(world, beta):
+def test_the_optimum_of_the_loss_is_that_of_ppo(beta):
     """No gradient at π* ∝ π_ref exp(r/β), and no lower loss: the labels' entropy."""
-    loss = all_pairs(world, beta)
-    best = world.optimum(beta).log_policy
-    start, slope = loss(world.log_ref)
+    loss = all_pairs(beta)
+    best = enumerable.optimum(LOG_REF, REWARDS, beta=beta).log_policy
+    start, slope = loss(LOG_REF)
     assert start == pytest.approx(np.log(2), rel=1e-6)
     found, flat = loss(best)
     assert np.abs(flat).max() < 1e-3 * np.abs(slope).max()
-    lead = world.rewards[:, None] - world.rewards[None, :]
+    lead = REWARDS[:, None] - REWARDS[None, :]
     better = 1 / (1 + np.exp(-lead[np.triu_indices(256, 1)]))
     entropy = -better * np.log(better) - (1 - better) * np.log(1 - better)
     assert found == pytest.approx(entropy.mean(), rel=1e-5)
@@ -54,9 +52,11 @@ def test_the_optimum_of_the_loss_is_that_of_ppo(world, beta):
 
 
 @pytest.mark.slow
-def test_dpo_reaches_the_optimum(world):
+def test_dpo_reaches_the_optimum():
+    model = enumerable.model(hidden_size=32)
+    world = enumerable.draw(3, model=model, distance=3.5)
     best = world.optimum(0.3).log_policy
     assert enumerable.divergence(world.log_ref, best) > 0.2
-    reached = certified_dpo.reach(world, beta=0.3, model=MODEL, steps=1000)
+    reached = certified_dpo.reach(world, beta=0.3, model=model, steps=1000)
     assert np.exp(reached).sum() == pytest.approx(1, abs=1e-5)
     assert enumerable.divergence(reached, best) <= certified_dpo.NATS

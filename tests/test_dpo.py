@@ -280,8 +280,6 @@ def test_log_probs_of_packed_rows_are_kept_apart_from_those_of_others(tmp_path):
     assert two.row(0)[2] == 0
     assert one.row(0)[1] == pytest.approx(two.row(0)[1], abs=1e-6)
     np.testing.assert_array_equal(two.padded([0, -1], width=5)[1], 0)
-    wide = [[3] * 48], [[1] * 24 + [2] * 24]  # two texts of the whole context
-    precomputed.load_or_compute(tmp_path, wide[0], segments=wide[1], **options)
     with pytest.raises(InputError, match=r"expected 1 to 24 tokens, .* got 25"):
         precomputed.load_or_compute(
             tmp_path, [[3] * 48], segments=[[1] * 25 + [2] * 23], **options

@@ -75,6 +75,7 @@ def finished(files, tmp_path_factory):
     return out, argv, play(out, files, *argv)
 
 
+@pytest.mark.slow
 def test_it_learns_the_pairs(files, finished):
     out, _, summary = finished
     assert summary["pairs"] == 12
