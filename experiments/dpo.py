@@ -5,17 +5,20 @@
         --learning-rate 1e-4 --row-width 2048 --out runs/dpo_lora
 
 --data holds {"prompt": ..., "chosen": ..., "rejected": ...} a line, or dialogues as in
-hh-rlhf that share their beginning. The reference is --model as it starts, or
---reference; with --lora.rank it is the base, held once for both. --precompute takes its
-log-probs once, before the first update, and lets it go; they are those of a live
-reference to the bit, and so is the run. --row-width packs pairs into rows, where one
-text does not see another. --reference-free is there to be compared with.
-
-Start from a model that has learned answers like these (`sft.py`). OUT/model is a
-Hugging Face checkpoint, with LoRA OUT/adapter is one of PEFT.
+hh-rlhf that share their beginning. The reference is --model as it starts, which should
+have learned answers like these (`sft.py`), or --reference; with --lora.rank it is the
+base, held once for both. --precompute takes its log-probs before the first update and
+lets it go: they, and the run, are those of a live reference to the bit. --row-width
+packs pairs into rows, where one text does not see another. OUT/model is a Hugging Face
+checkpoint, with LoRA OUT/adapter is one of PEFT.
 
 One device that holds the parameters in float32 five times over, four times with
---precompute (GPT-2 small: 2.4 and 2 GiB).
+--precompute (GPT-2 small: 2.4 and 2 GiB). On a model of 3.3 million parameters after 40
+updates of `sft.py` on tiny Shakespeare, one pass over the 655 pairs of hh-rlhf
+(harmless, first 1,800; --overlong drop --blank drop) that fit into 128 tokens, in 181
+rows of 512, at a learning rate of 1e-4, takes 2 minutes of CPU time. On 73 held-out
+pairs the loss falls from 0.693 to 0.685, accuracy is 0.56 (standard error 0.06), and
+both answers become unlikelier, the rejected one more so.
 """
 
 from __future__ import annotations
@@ -307,11 +310,7 @@ def main(options: Config) -> None:
             beside.pop("reference", None)
         reference = None  # its functions hold it, if it is still needed
         look = functools.partial(
-            evaluate,
-            held_out=held_out,
-            measure=measure,
-            priced=price_other,
-            base=base,
+            evaluate, held_out=held_out, measure=measure, priced=price_other, base=base
         )
         before = look(initial.params)
         with job.stage("dpo", initial, meta=meta, beside=beside) as stage:
