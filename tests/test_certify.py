@@ -216,7 +216,7 @@ def test_a_policy_that_does_not_learn_fails_by_name(tmp_path, monkeypatch, capsy
     assert "FAILS" in told.out
     summary = json.loads((out / "summary.json").read_text())
     # The reference is on the frontier too, at its very start.
-    optima = [f"optimum: seed 0, beta {beta}" for beta in (0.3, 0.1)]
+    optima = [f"optimum: PPO, seed 0, beta {beta}" for beta in (0.3, 0.1)]
     assert summary["failed"] == optima
     (reached,) = (each for each in summary["annealed"] if each["beta"] == 0.1)
     assert reached["distance"] == pytest.approx(3.5, rel=1e-3)
