@@ -11,7 +11,9 @@ that β = kl_coef has the optimum of the others), and takes as many updates on t
 Best-of-n draws none for training and n for every answer at test time: it is what a
 policy has to beat at its KL.
 
-TIME AND RESULT
+Expect of seed 0 (three seeds are to be recorded): best-of-n's gold rises from -0.22 to
+0.96 at n = 64, at the KL that theory says to a tenth of a nat; PPO, GRPO and RLOO come
+to 0.7 - 0.9 at 2.3 - 2.8 nats, where best-of-32 has 0.91; DPO is at 0.5 and 1.5 nats.
 """
 
 from __future__ import annotations
