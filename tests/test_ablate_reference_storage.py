@@ -26,7 +26,7 @@ def play(*argv):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_checkpoint_s_storages(tmp_path, capsys):
     model = toy_files.checkpoint(tmp_path / "model")
     (tmp_path / "text.txt").write_text(TEXT)

@@ -51,7 +51,7 @@ def test_the_optimum_of_the_loss_is_that_of_ppo(beta):
         assert loss(best + noise)[0] > found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_dpo_reaches_the_optimum():
     model = enumerable.model(hidden_size=32)
     world = enumerable.draw(3, model=model, distance=3.5)

@@ -180,7 +180,7 @@ def test_gradients_are_those_of_the_table(case):
         )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_gradient_of_the_table_is_what_it_is_said_to_be(case):
     """At a temperature that `certify.py`, which does all of them, has not."""
     for finding in certified_gradients.certify(case, TABLE, temperature=1.3):
@@ -224,7 +224,7 @@ def test_a_policy_that_does_not_learn_fails_by_name(tmp_path, monkeypatch, capsy
     assert (out / "plots" / "frontier.png").stat().st_size > 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ppo_reaches_the_optimum_at_beta_1(tmp_path):
     summary = play(
         tmp_path / "run",

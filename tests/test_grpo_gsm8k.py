@@ -76,7 +76,7 @@ def test_it_learns_the_answers_and_resumes_to_the_bit(files, tmp_path):
         assert (again / name).read_bytes() == left
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_real_files_without_a_reference(shared_data, tmp_path):
     """GPT-2's tokenizer; a tiny model that knows nothing solves nothing."""
     tokenizer = encoding.load_tokenizer(shared_data / "gpt2-tokenizer")

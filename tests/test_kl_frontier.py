@@ -395,7 +395,7 @@ def test_the_experiment_leaves_figures_and_plots(whole):
     assert {of["stage"] for of in prepared} == {"sft", "reward_model"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_stopped_by_a_signal_and_by_a_crash_it_goes_on_to_the_last_bit(
     whole, tmp_path, monkeypatch
 ):

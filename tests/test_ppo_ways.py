@@ -113,7 +113,13 @@ def result(out):
     return record
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] * (name in ("adapters", "none")))
+        for name in WAYS
+    ],
+)
 def test_a_stopped_run_goes_on_to_the_last_bit(name, files, tmp_path, capsys):
     options, whole, parts = WAYS[name], tmp_path / "whole", tmp_path / "parts"
     # The reward's name is recorded, so both have the one that may stop; its count of

@@ -71,7 +71,7 @@ def test_every_stage_leaves_its_rows(toy):
     assert samples[0]["prompt"].startswith("review : the ")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_other_seeds_are_other_files(toy, tmp_path):
     """That equal seeds are equal files shows below, with kills in between."""
     out, _ = toy
@@ -80,7 +80,7 @@ def test_other_seeds_are_other_files(toy, tmp_path):
     assert all(ours[name] != theirs[name] for name in ours)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_killed_at_random_steps_it_goes_on_to_the_last_bit(toy, tmp_path):
     """SIGKILL once in every stage, each time resumed."""
     out, _ = toy
