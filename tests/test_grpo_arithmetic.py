@@ -61,7 +61,7 @@ def play(out, *argv):
     return json.loads((out / "summary.json").read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_toy_run_leaves_its_figures(tmp_path):
     summary = play(tmp_path / "run")
     for name in ("reference", "policy", "train"):

@@ -285,7 +285,7 @@ def runs(tmp_path_factory):
     return algorithm, start, given, alone
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("mapped", ["map", "vmap"])
 def test_the_mapped_runs_are_single_runs(runs, mapped):
     """The same tokens, and metrics within 1e-4, of each seed and β for 5 iterations."""
@@ -321,7 +321,7 @@ def test_the_mapped_runs_are_single_runs(runs, mapped):
             np.testing.assert_allclose(ours, expected, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_runs_of_a_seed_begin_alike_and_part(runs):
     _, _, _, alone = runs
     first = [alone[seed, b, 0][1].tokens for seed in SEEDS for b in range(2)]
@@ -363,7 +363,7 @@ def whole(tmp_path_factory, lenient):
     return out, play(out)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_experiment_leaves_figures_and_plots(whole):
     out, summary = whole
     assert list(summary["kl_coefs"]) == ["0", "0.5"]

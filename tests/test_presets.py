@@ -303,7 +303,9 @@ SMALL = (
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compilation")
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize(
+    "name", ["openai-2019", pytest.param("n-plus", marks=pytest.mark.long)]
+)
 def test_each_preset_runs(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
