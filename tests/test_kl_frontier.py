@@ -285,7 +285,7 @@ def runs(tmp_path_factory):
     return algorithm, start, given, alone
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("mapped", ["map", "vmap"])
 def test_the_mapped_runs_are_single_runs(runs, mapped):
     """The same tokens, and metrics within 1e-4, of each seed and β for 5 iterations."""

@@ -57,6 +57,7 @@ WAYS = {
         *("--lifecycle.kl-every=3", "--lifecycle.scale-kl-coef"),
     ),
     "adapters": LORA,
+    "adapters over int8": (*LORA, "--reference-storage.dtype=int8"),
     "adapters, reset": (*LORA, "--lifecycle.reset-every=2"),
     "none": ("--no-measure-kl", "--kl-coef=0"),
     "exact KL held by PI": (
@@ -72,6 +73,9 @@ WAYS = {
         "--critic-warmup=2",
     ),
 }
+
+
+LONG = ("adapters", "adapters over int8", "none")
 
 
 @pytest.fixture(scope="module")
@@ -115,10 +119,7 @@ def result(out):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.long] * (name in ("adapters", "none")))
-        for name in WAYS
-    ],
+    [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in WAYS],
 )
 def test_a_stopped_run_goes_on_to_the_last_bit(name, files, tmp_path, capsys):
     options, whole, parts = WAYS[name], tmp_path / "whole", tmp_path / "parts"
@@ -189,6 +190,12 @@ def check_adapters(summary, rows, out, files):
     assert summary["reference_fingerprint"] == root
 
 
+def check_adapters_over_int8(summary, rows, out, files):
+    kl = [row["objective/kl_k3"] for row in rows]
+    assert kl[0] < 1e-9 < 1e-5 < kl[-1]  # both read the same rounded base
+    assert summary["reference_verified"] is True
+
+
 def check_none(summary, rows, out, files):
     assert not any(name.startswith("drift") for row in rows for name in row)
     assert not any("objective/kl" in row for row in rows)
@@ -226,6 +233,7 @@ CHECKS = {
     "on the CPU, a schedule": check_scheduled_copy,
     "int8 on the host, mixed, every third KL": check_mixed,
     "adapters": check_adapters,
+    "adapters over int8": check_adapters_over_int8,
     "adapters, reset": check_reset,
     "none": check_none,
 }

@@ -72,9 +72,10 @@ def test_every_stage_leaves_its_rows(toy):
 
 
 @pytest.mark.long
-def test_other_seeds_are_other_files(toy, tmp_path):
-    """That equal seeds are equal files shows below, with kills in between."""
+def test_equal_seeds_are_equal_files_and_other_seeds_are_not(toy, tmp_path):
     out, _ = toy
+    play(tmp_path / "same")
+    assert outcome(tmp_path / "same") == outcome(out)
     play(tmp_path / "other", "--seed", "1")
     ours, theirs = outcome(out), outcome(tmp_path / "other")
     assert all(ours[name] != theirs[name] for name in ours)
