@@ -34,7 +34,6 @@ import jax
 import numpy as np
 import optax
 import tyro
-from ppo_from_checkpoint import Adapters
 
 from rlhf_jax import (
     checks,
@@ -59,7 +58,7 @@ from rlhf_jax.roles.frozen import Frozen
 from rlhf_jax.runtime.data import Blank
 from rlhf_jax.runtime.frozen_models import Storage
 from rlhf_jax.runtime.packing import PackedRow
-from rlhf_jax.runtime.pretrained import Pretrained
+from rlhf_jax.runtime.pretrained import Adapters, Pretrained
 from rlhf_jax.stages.batch import PackedPreferences
 from rlhf_jax.stages.dpo import DPO, DPORecipe
 
@@ -68,7 +67,6 @@ Params = Any
 # The reference's log-probs of a batch, None without a reference.
 Priced = Callable[[PackedPreferences], Any]
 RECIPE = DPORecipe()
-ALL_PARAMETERS = Adapters()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,7 +106,7 @@ class Config(run_folder.RunConfig):
     """Take the reference's log-probs once, before the first update."""
     reference_storage: Storage = frozen_models.COPY
     """How the reference is held; with LoRA it is the base."""
-    lora: Adapters = ALL_PARAMETERS
+    lora: Adapters = pretrained.ALL_PARAMETERS
     """Adapters instead of all parameters."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of activations; trained parameters stay float32."""
@@ -125,12 +123,6 @@ class Config(run_folder.RunConfig):
         if not 0 <= self.warmup < 1:
             raise InputError(f"warmup: expected a share in [0, 1), got {self.warmup}")
         adapters = self.lora.lora is not None
-        if not adapters and self.lora != ALL_PARAMETERS:
-            raise InputError(
-                f"--lora.rank: expected a number with --lora.alpha {self.lora.alpha:g} "
-                f"and --lora.modules {' '.join(self.lora.modules)}, got none, which "
-                f"trains every parameter; give a rank, or leave them out"
-            )
         if adapters and self.reference_storage.memory == "cpu":
             raise InputError(
                 "--reference-storage.memory: expected device or pinned_host with "

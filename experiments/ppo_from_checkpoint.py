@@ -36,11 +36,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 import tyro
 
@@ -65,7 +63,6 @@ from rlhf_jax import (
     lifecycle,
     metrics,
     optimizers,
-    peft,
     ppo,
     ppo_config,
     pretrained,
@@ -82,14 +79,14 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl_control import Control
 from rlhf_jax.functional.masked import Stats
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.lora import LoRA
 from rlhf_jax.roles.frozen import Frozen
 from rlhf_jax.roles.lifecycle import Lifecycle
+from rlhf_jax.roles.rewards import Scores
 from rlhf_jax.runtime.alarms import Limits
 from rlhf_jax.runtime.batches import Batches
 from rlhf_jax.runtime.data import Row
 from rlhf_jax.runtime.frozen_models import RewardModel, Storage
-from rlhf_jax.runtime.pretrained import Pretrained
+from rlhf_jax.runtime.pretrained import Adapters, Pretrained
 from rlhf_jax.stages.batch import Prompts, Rollout, Sequences
 from rlhf_jax.stages.ppo_config import Recipe
 from rlhf_jax.stages.state import TrainState
@@ -99,25 +96,6 @@ Params = Any
 
 
 RECIPE = Recipe(num_minibatches=4)
-
-
-@dataclasses.dataclass(frozen=True)
-class Adapters:
-    """LoRA of policy and critic over one base."""
-
-    rank: int | None = None
-    """Of the adapters; None trains every parameter."""
-    alpha: float = 32.0
-    """What is added to a layer is scaled by alpha / rank."""
-    modules: tuple[str, ...] = ("*",)
-    """Layers to adapt, as in attention/query or mlp/*."""
-
-    @property
-    def lora(self) -> LoRA | None:
-        """What the library takes."""
-        if self.rank is None:
-            return None
-        return LoRA(rank=self.rank, alpha=self.alpha, modules=self.modules)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -179,7 +157,7 @@ class Config(run_folder.RunConfig):
     """What becomes of the reference during the run."""
     measure_kl: bool = True
     """Off, with kl_coef 0, there is no reference: never loaded, never run."""
-    lora: Adapters = Adapters()
+    lora: Adapters = pretrained.ALL_PARAMETERS
     """Adapters instead of all parameters."""
     sample_every: int = 10
     """Iterations between rows of samples.jsonl."""
@@ -266,12 +244,6 @@ class Config(run_folder.RunConfig):
                 "--reference-storage.memory: expected device or pinned_host for exact "
                 "KL, which needs the hidden states of policy and reference in one "
                 "program, got cpu; choose another, or an estimator k1, k2 or k3"
-            )
-        if self.lora.lora is None and self.lora != Adapters():
-            raise InputError(
-                f"--lora.rank: expected a number with --lora.alpha {self.lora.alpha:g} "
-                f"and --lora.modules {' '.join(self.lora.modules)}, got none, which "
-                f"trains every parameter; give a rank, or leave them out"
             )
         if not self.measure_kl and self.lora.lora is None:
             _refuse_unused("--reference-storage", self.reference_storage)
@@ -585,15 +557,16 @@ def rounding_of(models: Models, options: Config) -> float:
 
 
 def sample_rows(
-    answered: Rollout, scores: Array, *, policy: Pretrained, count: int
+    answered: Rollout, scores: Array | Scores, *, policy: Pretrained, count: int
 ) -> list[dict[str, Any]]:
     """The first answers of a batch, for samples.jsonl."""
     shown = jax.tree.map(lambda leaf: leaf[:count], answered)
+    total = rewards.scores_of(scores).total
     return [
         {"row": int(row), "prompt": prompt, "response": response, "score": float(score)}
         for row, score, (prompt, response) in zip(
             shown.index,
-            scores[:count],
+            total[:count],
             encoding.texts(shown, decode=policy.decode),
             strict=True,
         )
@@ -680,7 +653,7 @@ def look(
     """What is watched and not trained on: fixed texts, and a judge of the answers."""
     stats = programs.evaluate(policy, texts, base)
     if judge is not None:
-        stats |= evaluation.judge_stats(jnp.asarray(judge(answered)))
+        stats |= evaluation.judge_stats(rewards.scores_of(judge(answered)).total)
     return stats
 
 
@@ -698,32 +671,6 @@ def model_reward(scorer: RewardModel) -> ppo.Reward:
     return lambda answered: frozen_models.run_beside(
         lambda there: apply(reward, there), scorer.frozen, answered
     )
-
-
-def save(
-    folder: Path, trained: Params, *, models: Models, policy: Pretrained, name: str
-) -> None:
-    """OUT/model, which `transformers` loads, and OUT/adapter, which PEFT does."""
-    lora = models.algorithm.lora
-    if models.base is not None and lora is not None:
-        if not (folder / "adapter").exists():
-            peft.save(
-                folder / "adapter",
-                model=policy.model,
-                adapters=trained,
-                lora=lora,
-                base_fingerprint=frozen.source_fingerprint_of(models.base).root,
-                base_name=name,
-            )
-        trained = lora_.merge(frozen.read(models.base), trained, lora=lora)
-    if not (folder / "model").exists():  # it is whole when a finished run is resumed
-        hf.save(
-            folder / "model",
-            policy.model,
-            trained,
-            tokenizer=policy.tokenizer,
-            stop_ids=policy.stop_ids,
-        )
 
 
 def main(options: Config) -> None:
@@ -828,7 +775,14 @@ def main(options: Config) -> None:
     for held in (models.base, reference, None if scorer is None else scorer.frozen):
         if held is not None:
             frozen.verify(held)
-    save(job.folder, trained, models=models, policy=policy, name=options.model)
+    pretrained.save(
+        job.folder,
+        trained,
+        start=policy,
+        base=models.base,
+        lora=models.algorithm.lora,
+        name=options.model,
+    )
 
     measured = metrics.read(job.folder / "metrics.jsonl")
     first = measured[0]

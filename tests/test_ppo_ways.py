@@ -22,9 +22,11 @@ from rlhf_jax.runtime import main as command
 
 pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.slow]
 STEPS = 6
-REWARD = """
+REWARD = r"""
 import signal
+from rlhf_jax import verifiers
 calls = 0
+says_good = verifiers.each(verifiers.Matches(r"\bgood\b"))
 
 def score(prompts, responses, rows):
     return [float(len(set(response.split()))) for response in responses]
@@ -142,6 +144,21 @@ def test_a_stopped_run_goes_on_to_the_last_bit(name, files, tmp_path, capsys):
         capsys.readouterr()
         command.main(["verify", str(parts)])
         assert "none moved" in capsys.readouterr().out
+
+
+def test_a_verifier_for_the_reward_and_no_reference_are_an_option_each(files, tmp_path):
+    options = ("--num-steps=2", "--sample-every=1", "--num-shown=4", *WAYS["none"])
+    summary = play(files, tmp_path / "run", *options, reward="says_good")
+    rows = metrics.read(tmp_path / "run" / "metrics.jsonl")
+    samples = metrics.read(tmp_path / "run" / "samples.jsonl")
+    right = [float("good" in row["response"].split()) for row in samples]
+    assert [row["score"] for row in samples] == right
+    assert [row["objective/scores"] for row in rows] == [
+        pytest.approx(np.mean(right[:4])),
+        pytest.approx(np.mean(right[4:])),
+    ]
+    assert 0 < sum(right) < len(right)
+    assert summary["kl_last"] is None
 
 
 def check_scheduled_copy(summary, rows, out, files):

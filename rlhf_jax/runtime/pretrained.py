@@ -62,6 +62,36 @@ class Pretrained(NamedTuple):
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
 
+@dataclasses.dataclass(frozen=True)
+class Adapters:
+    """What of a checkpoint is trained; an option group of a command line."""
+
+    rank: int | None = None
+    """Of LoRA's adapters over a frozen base; None trains every parameter."""
+    alpha: float = 32.0
+    """What is added to a layer is scaled by alpha / rank."""
+    modules: tuple[str, ...] = ("*",)
+    """Layers to adapt, as in attention/query or mlp/*."""
+
+    def __post_init__(self) -> None:
+        if self.rank is None and (self.alpha, self.modules) != (32.0, ("*",)):
+            raise InputError(
+                f"--lora.rank: expected a number with --lora.alpha {self.alpha:g} and "
+                f"--lora.modules {' '.join(self.modules)}, got none, which trains "
+                f"every parameter; give a rank, or leave them out"
+            )
+
+    @property
+    def lora(self) -> LoRA | None:
+        """What the library takes."""
+        if self.rank is None:
+            return None
+        return LoRA(rank=self.rank, alpha=self.alpha, modules=self.modules)
+
+
+ALL_PARAMETERS = Adapters()
+
+
 def load(
     path_or_repo_id: str, *, tokenizer: str | None = None, dtype: str = "float32"
 ) -> Pretrained:
