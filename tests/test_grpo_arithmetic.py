@@ -1,6 +1,7 @@
 """The task of three digits, its verifier, and GRPO on it at toy size."""
 
 import json
+import signal
 
 import grpo_arithmetic
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 
 from rlhf_jax import batch, metrics
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runtime import cli
+from rlhf_jax.runtime import cli, run
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -74,6 +75,32 @@ def test_a_toy_run_leaves_its_figures(tmp_path):
     assert learned[0]["objective/kl_k3"] < 1e-6 < learned[-1]["objective/kl_k3"]
     assert all(0 <= row["objective/scores"] <= 1 for row in learned)
     assert all(0 <= row["group/equal_fraction"] <= 1 for row in learned)
+
+
+@pytest.mark.long
+def test_stopped_in_both_stages_a_run_is_the_same_to_the_last_bit(
+    tmp_path, monkeypatch
+):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    expected = play(whole)
+    steps, end_step = [], run.Stage.end_step
+
+    def stopping(stage, step, *args):
+        steps.append(step)
+        if len(steps) in (11, 33):  # the stages have 30 steps and 6
+            signal.raise_signal(signal.SIGTERM)
+        return end_step(stage, step, *args)
+
+    monkeypatch.setattr(run.Stage, "end_step", stopping)
+    for resume in ((), ("--resume",)):
+        with pytest.raises(SystemExit) as exit_:
+            play(parts, *resume)
+        assert exit_.value.code == 128 + signal.SIGTERM
+    found = play(parts, "--resume")
+    assert steps == [*range(30), *range(6)]
+    metrics_of = {out: (out / "metrics.jsonl").read_bytes() for out in (whole, parts)}
+    assert metrics_of[parts] == metrics_of[whole]
+    assert found | {"seconds": None} == expected | {"seconds": None}
 
 
 @pytest.mark.parametrize(

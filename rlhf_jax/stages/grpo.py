@@ -131,7 +131,7 @@ def learn(
     Args, Returns, Raises: as `ppo.learn` and `iteration`.
     """
     _, shuffle_key = jax.random.split(key)
-    scored, state, kl_coef, stats, mismatch = policy_gradient.price(
+    scored, state, kl_coef, stats = policy_gradient.price(
         state,
         rollout=rollout,
         scores=scores,
@@ -157,9 +157,7 @@ def learn(
         reference=reference,
         ptx=ptx,
     )
-    if mismatch is not None:  # the update compared the trainer with itself
-        update_stats["policy/sampler_mismatch"] = mismatch
-    return state, stats | group_stats | update_stats, scored
+    return state, update_stats | stats | group_stats, scored
 
 
 def update(

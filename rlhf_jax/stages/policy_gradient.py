@@ -98,9 +98,9 @@ class Priced(NamedTuple):
     scored: Scored
     state: TrainState  # with the moments of these scores in
     kl_coef: Array  # β of this iteration, f32[], reward units per nat
+    # To be laid over the update's: with `reprice` `policy/sampler_mismatch` is here,
+    # as the update compares the trainer with itself.
     stats: masked.Stats
-    # With `reprice`: how far the trainer's log-probs are from the sampler's.
-    mismatch: tuple[Array, Array] | None
 
 
 def price(
@@ -140,7 +140,7 @@ def price(
         stop_ids=algorithm.stop_ids,
         shaping=algorithm.scores,
     )
-    priced, mismatch = rollout, None
+    priced, mismatch = rollout, {}
     if algorithm.reprice:
         priced = rollout_.reprice(
             rollout,
@@ -149,7 +149,7 @@ def price(
             max_new_tokens=algorithm.max_new_tokens,
             temperature=algorithm.temperature,
         )
-        mismatch = mean_distance(
+        mismatch["policy/sampler_mismatch"] = mean_distance(
             priced.old_logprobs, rollout.old_logprobs, mask=rollout.response_mask
         )
     scored = score_.score(
@@ -172,6 +172,6 @@ def price(
         kl_coef=kl_coef,
         ended=score_.ended(seen, stop_ids=algorithm.stop_ids),
     )
-    stats |= rewards.part_stats(given)
+    stats |= rewards.part_stats(given) | mismatch
     state = dataclasses.replace(state, scores=moments)
-    return Priced(scored, state, kl_coef, stats, mismatch)
+    return Priced(scored, state, kl_coef, stats)

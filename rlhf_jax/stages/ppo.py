@@ -141,7 +141,7 @@ def learn(
         critic = {"trunk": trunk, "score": state.critic["score"]}
     else:
         critic = adapted.params(state.critic, base=base, lora=ppo.lora)
-    scored, state, kl_coef, stats, mismatch = policy_gradient.price(
+    scored, state, kl_coef, stats = policy_gradient.price(
         state,
         rollout=rollout,
         scores=scores,
@@ -175,9 +175,7 @@ def learn(
         reference=reference,
         ptx=ptx,
     )
-    if mismatch is not None:  # the update compared the trainer with itself
-        update_stats["policy/sampler_mismatch"] = mismatch
-    return state, stats | update_stats, scored
+    return state, update_stats | stats, scored
 
 
 def update(
