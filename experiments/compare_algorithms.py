@@ -39,6 +39,7 @@ from rlhf_jax import (
     cli,
     frozen,
     grpo,
+    kl_control,
     masked,
     metrics,
     ppo,
@@ -73,7 +74,8 @@ class Config(quickstart.Config):
     best_of: tuple[int, ...] = (2, 4, 8, 16, 32, 64)
     """The n of best-of-n; each divides the last."""
     num_prompts: int = 64
-    """Held-out prompts of best-of-n; twice the largest n samples answer each."""
+    """Held-out prompts, the same for all; twice the largest n samples answer each for
+    best-of-n, and --num-evaluated of every policy share them."""
     snapshot_every: int = 20
     """Steps between snapshots."""
     sample_every: int = 5
@@ -96,6 +98,17 @@ class Config(quickstart.Config):
             raise checks.InputError(
                 f"--best-of: expected numbers above 1 that divide the largest of them, "
                 f"got {self.best_of}; choose powers of 2"
+            )
+        if self.num_evaluated % self.num_prompts:
+            raise checks.InputError(
+                f"--num-evaluated: expected a multiple of the {self.num_prompts} of "
+                f"--num-prompts, each answered as often, got {self.num_evaluated}; "
+                f"change either"
+            )
+        if self.kl_control != kl_control.CONSTANT:
+            raise checks.InputError(
+                f"--kl-control: expected none, as one --kl-coef makes the objective "
+                f"that all maximise, got kind {self.kl_control.kind}; leave it out"
             )
         if {"grpo", "rloo"} & {*self.algorithms}:
             checks.groups(self.batch_size, group_size=self.group_size, least=2)
@@ -204,7 +217,10 @@ def train(
 
 
 def looker(algorithm: ppo.PPO, options: Config) -> Callable[..., Row]:
-    """Makes `look(policy, given, num_answers=)`: a row about held-out prompts."""
+    """Makes `look(policy, given, num_answers=)`: a row about held-out prompts.
+
+    to_each is how many of the answers each prompt has, 1 unless said.
+    """
 
     @jax.jit
     def measure(
@@ -232,14 +248,19 @@ def looker(algorithm: ppo.PPO, options: Config) -> Callable[..., Row]:
         kl = masked.masked_sum(scored.kl, mask=answered.response_mask)
         return answered, scores.mean(), kl / scores.size
 
-    def look(policy: Params, given: Given, *, num_answers: int) -> Row:
+    def look(
+        policy: Params, given: Given, *, num_answers: int, to_each: int = 1
+    ) -> Row:
         prompts = kl_frontier.prompts_of(
-            quickstart.HELD_OUT_PROMPTS, batch_size=num_answers, seed=given.seed
+            quickstart.HELD_OUT_PROMPTS,
+            batch_size=num_answers,
+            seed=given.seed,
+            samples_per_prompt=to_each,
         )[0]
         answered, mean, kl = measure(
             policy, given.reference, given.reward, prompts, given.test_key
         )
-        said = kl_frontier.judged(answered, batch_size=options.batch_size)
+        said = judged(answered, num_prompts=num_answers // to_each, options=options)
         return {"score": float(mean), "kl": float(kl), **said}
 
     return look
@@ -272,9 +293,6 @@ def best_of(given: Given, *, draw: Callable[..., Any], options: Config) -> list[
     for n in sorted({*options.best_of}):
         chosen, best = selection.best_of_n(answered, scores=scores, group_size=n)
         stats = selection.kl_stats(best.reshape(len(others), -1), among=others, n=n)
-        # Answers to one prompt apart, so that a batch holds as many as there are.
-        order = np.arange(best.size).reshape(options.num_prompts, -1).T.reshape(-1)
-        chosen = jax.tree.map(lambda leaf, order=order: leaf[order], chosen)
         rows.append(
             {
                 "algorithm": "best_of_n",
@@ -283,10 +301,20 @@ def best_of(given: Given, *, draw: Callable[..., Any], options: Config) -> list[
                 "kl_bound": best_of_n.kl_bound(n),
                 "kl": float(masked.mean_stats(stats)["best_of_n/kl"]),
                 "score": float(best.mean()),
-                **kl_frontier.judged(chosen, batch_size=options.batch_size),
+                **judged(chosen, num_prompts=options.num_prompts, options=options),
             }
         )
     return rows
+
+
+def judged(answered: Rollout, *, num_prompts: int, options: Config) -> Row:
+    """What judge and grammar say, batch by batch, of answers by prompt."""
+    # Answers to one prompt apart, so that a batch holds as many prompts as there are.
+    rows = len(answered.tokens)
+    order = np.arange(rows).reshape(num_prompts, -1).T.reshape(-1)
+    return kl_frontier.judged(
+        jax.tree.map(lambda leaf: leaf[order], answered), batch_size=options.batch_size
+    )
 
 
 def main(options: Config) -> None:
@@ -315,7 +343,10 @@ def main(options: Config) -> None:
             )
             accuracies.append(given.accuracy)
             final = functools.partial(
-                look, given=given, num_answers=options.num_evaluated
+                look,
+                given=given,
+                num_answers=options.num_evaluated,
+                to_each=options.num_evaluated // options.num_prompts,
             )
             reference = given.reference.stored
             before.append({"seed": seed, **final(reference)})

@@ -63,21 +63,21 @@ PROMPT_TOKENS = len("<1+2+3>")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(run_folder.RunConfig):
-    num_steps: int = 300
+    num_steps: int = 1000
     """GRPO iterations."""
     batch_size: int = 512
     """Responses an iteration."""
     group_size: int = 8
     """Responses to each prompt."""
-    kl_coef: float = 0.01
+    kl_coef: float = 0.05
     """β, reward units per nat."""
-    learning_rate: float = 1e-3
+    learning_rate: float = 5e-4
     """Of the policy in GRPO; falls linearly to 0."""
     num_minibatches: int = 2
     """Optimizer steps an iteration."""
     temperature: float = 1.0
     """Divides the logits in every role."""
-    sft_steps: int = 150
+    sft_steps: int = 80
     """Updates of supervised fine-tuning."""
     sft_batch_size: int = 128
     """Worked examples an update."""

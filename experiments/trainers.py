@@ -24,6 +24,7 @@ from rlhf_jax import (
     critic,
     dpo,
     grpo,
+    kl_control,
     masked,
     packing,
     ppo,
@@ -33,7 +34,7 @@ from rlhf_jax import (
     state,
     storage,
 )
-from rlhf_jax.functional.kl_control import KLController
+from rlhf_jax.functional.kl_penalty import Penalty
 from rlhf_jax.roles.frozen import Frozen
 from rlhf_jax.runtime.batches import Batches
 from rlhf_jax.runtime.encoding import Pair
@@ -44,8 +45,13 @@ from rlhf_jax.stages.state import SupervisedState, TrainState
 
 Array = jax.Array
 Params = Any
-# Without the std, by which β would mean another thing in every group; k2 in the loss.
-GRPO = GroupRecipe(baseline="group", normalise=None)
+# Without the std, by which β would mean another thing in every group; of the KLs in a
+# loss k2 of the response, whose gradient is all of the KL's.
+GRPO = GroupRecipe(
+    penalty=Penalty("k2", placement="loss", per="response"),
+    baseline="group",
+    normalise=None,
+)
 
 
 class Given(NamedTuple):
@@ -86,7 +92,7 @@ def by_ppo(algorithm: ppo.PPO, *, options: quickstart.Config) -> Trainer:
             critic=critic.from_policy(reference, model=algorithm.critic_model),
             policy_optimizer=algorithm.policy_optimizer,
             critic_optimizer=algorithm.critic_optimizer,
-            kl=_controller(options),
+            kl=kl_control.fixed(options.kl_coef),
         )
 
     iteration = functools.partial(ppo.iteration, ppo=algorithm)
@@ -117,11 +123,15 @@ def by_groups(
         stop_ids=algorithm.stop_ids,
     )
 
+    # The mean of its group holds the response itself, and so (G - 1)/G of its reward
+    # counts: with as much of β the optimum is that of the others.
+    share = 1 - 1 / group_size if groups.baseline == "group" else 1.0
+
     def start(reference: Params) -> TrainState:
         return state.grpo_state(
             policy=storage.store(reference),
             policy_optimizer=groups.policy_optimizer,
-            kl=_controller(options),
+            kl=kl_control.fixed(share * options.kl_coef),
         )
 
     iteration = functools.partial(grpo.iteration, grpo=groups)
@@ -207,7 +217,8 @@ def pairs_of(
 ) -> list[Pair]:
     """Pairs of the reference's answers, P(a is chosen) = σ(score(a) - score(b))."""
     prompts = _prompts(given, samples_per_prompt=2, options=options)
-    rng, pairs = np.random.default_rng(given.seed), []
+    # A stream of its own: that of the seed labelled the reward model's pairs.
+    rng, pairs = np.random.default_rng((given.seed, 1)), []
     for step in range(options.num_steps):
         answered, scores = draw(
             given.reference.stored,
@@ -266,7 +277,3 @@ def _prompts(
         seed=given.seed,
         samples_per_prompt=samples_per_prompt,
     )
-
-
-def _controller(options: quickstart.Config) -> KLController:
-    return options.kl_control.controller(options.kl_coef, num_steps=options.num_steps)

@@ -19,6 +19,7 @@ import toys
 import trainers
 
 from rlhf_jax import best_of_n, checks, grpo, rewards
+from rlhf_jax.functional.kl_control import Control
 from rlhf_jax.runtime import cli, metrics
 from rlhf_jax.stages.batch import Rollout
 
@@ -252,7 +253,14 @@ def test_trainers_share_what_makes_them_comparable(tmp_path):
         algorithm, options_in(tmp_path, algorithms=("rloo", "best_of_n"))
     )
     assert list(few) == ["rloo"]
-    # One objective for all: no advantage is divided by what varies with the group.
+    # One objective for all: a group's mean leaves 3/4 of the reward, so 3/4 of β.
+    params = toys.params(algorithm.model)
+    kl_coefs = {
+        name: float(made[name].start(params).kl.kl_coef)
+        for name in ("ppo", "grpo", "rloo")
+    }
+    assert kl_coefs == pytest.approx({"ppo": 0.2, "grpo": 0.15, "rloo": 0.2})
+    # Nor is an advantage divided by what varies with the group.
     assert (trainers.GRPO.baseline, trainers.GRPO.normalise) == ("group", None)
     assert (grpo.RLOO.baseline, grpo.RLOO.normalise) == ("leave_one_out", None)
 
@@ -408,6 +416,11 @@ def test_stopped_and_alone_a_run_is_the_same_to_the_last_bit(
         ({"algorithms": ()}, "--algorithms: expected at least one and each once"),
         ({"algorithms": ("ppo", "ppo")}, "--algorithms: expected at least one and ea"),
         ({"num_seeds": 0}, "num_seeds: expected"),
+        ({"num_prompts": 5}, "--num-evaluated: expected a multiple of the 5"),
+        (
+            {"kl_control": Control(kind="linear", end=1.0)},
+            "--kl-control: expected none",
+        ),
         ({"num_prompts": 0}, "num_prompts: expected"),
         ({"dpo_learning_rate": 0.0}, "dpo_learning_rate: expected"),
         ({"group_size": 3}, "group_size: expected to divide the 8 rows of a batch"),
