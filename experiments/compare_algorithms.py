@@ -4,12 +4,13 @@
 
 Reference and reward model are those of the quickstart, the judge is the careful one of
 the β frontier (`reviews.careful_gold`). All maximise the same objective, the score of
-this reward model less kl_coef · KL to the reference, from as many samples: a run of
-PPO, GRPO or RLOO draws num_steps · batch_size responses of its policy; DPO as many of
-the reference, in pairs that the reward model labels (Bradley-Terry of its scores, so
-that β = kl_coef has the optimum of the others), and takes as many updates on them.
-Best-of-n draws none for training and n for every answer at test time: it is what a
-policy has to beat at its KL.
+this reward model less kl_coef · KL to the reference (GRPO by the gradient of a KL per
+token in the loss, which leaves out what a token does to the states behind it), from as
+many samples: a run of PPO, GRPO or RLOO draws num_steps · batch_size responses of its
+policy; DPO as many of the reference, in pairs that the reward model labels
+(Bradley-Terry of its scores, so that β = kl_coef has the optimum of the others), and
+takes as many updates on them. Best-of-n draws none for training and n for every answer
+at test time: it is what a policy has to beat at its KL.
 
 Expect of seed 0 (three seeds are to be recorded): best-of-n's gold rises from -0.22 to
 0.96 at n = 64, at the KL that theory says to a tenth of a nat; PPO, GRPO and RLOO come
