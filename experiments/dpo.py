@@ -284,8 +284,12 @@ def main(options: Config) -> None:
         beside = {} if base is None else {"base": base}
         if reference is not None and reference is not base:
             beside["reference"] = reference
-        held = [(name, model.stored, False) for name, model in beside.items()]
-        report.model_table([("policy", initial.params, True), *held])
+        report.model_table(
+            [
+                ("policy", initial.params, True),
+                *((name, model.stored, False) for name, model in beside.items()),
+            ]
+        )
         price = price_other = live(reference, algorithm=algorithm)
         if options.precompute and reference is not None:
             price, price_other = (
@@ -306,6 +310,7 @@ def main(options: Config) -> None:
         )
         before = look(initial.params)
         with job.stage("dpo", initial, meta=meta, beside=beside) as stage:
+            del initial, trained  # a resumed run has its own
             for step in stage.steps():
                 batch = preferences[step]
                 stage.state, stats = update(

@@ -7,8 +7,15 @@
 A small decoder is fine-tuned on worked examples until it knows the form, and gets some
 of the sums right: that is the reference. Then it answers each prompt eight times, a
 verifier compares the last integer of each answer with the sum, and GRPO raises what
-was right above what was wrong, β·KL from the reference. A fifth of the 1000 triples is
-held out of both stages.
+was right above what was wrong, less β·KL to the reference. A fifth of the 1000 triples
+is held out of both stages.
+
+It takes 5.5 minutes on one CPU core. Expect of seeds 0, 1 and 2, greedy: the reference
+0.29, 0.16 and 0.43 of the held-out triples, the policy 0.995, 0.965 and 0.98, and of
+those it trained on 0.995, 0.96 and 0.998, at a KL of 1.7 to 1.8 nats (log 5 is what it
+costs to say always what was said a fifth of the time). The KL pays for itself: with
+--kl-coef 0.002 groups are all right or all wrong earlier, nothing is learned from them
+any more, and 0.97, 0.93 and 0.91 (0.98, 0.93 and 0.87 in training) is where it ends.
 """
 
 from __future__ import annotations

@@ -159,8 +159,10 @@ PRESETS: dict[str, dict[str, Any]] = {
         "max_new_tokens": 1024,
         "learning_rate": 1e-6,
     },
-    "rloo": {"grpo": grpo.RLOO},
-    "reinforce++": {"grpo": grpo.REINFORCE_PLUS_PLUS},
+    "rloo": {"grpo": dataclasses.replace(grpo.RLOO, temperature=1.0)},
+    "reinforce++": {
+        "grpo": dataclasses.replace(grpo.REINFORCE_PLUS_PLUS, temperature=1.0)
+    },
 }
 """--preset NAME: what was published, where it differs from the defaults."""
 

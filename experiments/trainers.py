@@ -45,8 +45,8 @@ from rlhf_jax.stages.state import SupervisedState, TrainState
 Array = jax.Array
 Params = Any
 # Without the std, by which β would mean another thing in every group; k2 per token in
-# the loss. (Per response it has all of the KL's gradient, but is too noisy for 16 updates
-# on a batch: the KL goes beyond 100 nats within 40 iterations.)
+# the loss. (Per response it has all of the KL's gradient, but is too noisy for 16
+# updates on a batch: the KL goes beyond 100 nats within 40 iterations.)
 GRPO = GroupRecipe(baseline="group", normalise=None)
 
 

@@ -18,7 +18,7 @@ TESTS = ["assert add(2, 3) == 5", "assert add(-1, 1) == 0", "assert add(0, 0) ==
         ("so\n```python\nx = 1\n```\nor\n```python\nx = 2\n```\nbye", "x = 2\n"),
         ("```py\nx = 1\n```\n```\nnot this\n```", "x = 1\n"),
         ("```Python3 title\nif x:\n    y\n```", "if x:\n    y\n"),
-        ("  ```python\n  x = 1\n  ```", "  x = 1\n"),
+        ("1. So\n   ```python\n   if x:\n       y\n   ```", "if x:\n    y\n"),
         ("```python\nx = 1\ny = '```'\n```", "x = 1\ny = '```'\n"),
         ("```python\nx = 1", "x = 1"),  # cut off
         ("```python\n```", ""),
@@ -65,6 +65,12 @@ FORGED = {
     ),
     "a hook for errors": "import sys\nsys.excepthook = print\nraise ValueError",
     "a thread": "import threading\nthreading.Thread(target=print).start()",
+    "the nonce by frames": (
+        "import os, sys\nnonce = sys._getframe(2).f_locals['task']['nonce']\n"
+        "report = f'{nonce} 3 '.encode()\n"
+        "for n in range(3, 64):\n    try:\n        os.write(n, report)\n"
+        "    except OSError:\n        pass\nos._exit(0)\n"
+    ),
 }
 
 
@@ -97,6 +103,11 @@ REFUSED = {
         "import os\nos.open('/etc/hostname', os.O_RDONLY)",
         "is outside the folder",
     ),
+    "a pipe by name": ("import os\nos.mkfifo('../x')", "are not for this code"),
+    "a process by handle": (
+        "import os\nos.pidfd_open(os.getppid())",
+        "are not for this code",
+    ),
     "a link out": (
         "import os\nos.symlink('/etc/hostname', 'x')\nopen('x')",
         "is outside the folder",
@@ -116,14 +127,14 @@ REFUSED = {
     ),
     "a process by hand": (
         "import _posixsubprocess\n_posixsubprocess.fork_exec(1)",
-        "processes and threads are not allowed",
+        "processes, threads and nodes are not for this code",
     ),
     "a fork": ("import os\nos.fork()", "os.fork is not allowed"),
     "another program": ("import os\nos.execv('/bin/true', ['t'])", "os.exec is not"),
     "a signal": ("import os\nos.kill(os.getppid(), 9)", "os.kill is not allowed"),
     "a thread": (
         "import threading\nthreading.Thread(target=print).start()",
-        "processes and threads are not allowed",
+        "processes, threads and nodes are not for this code",
     ),
     "ctypes": ("import ctypes", "ctypes is not there"),
     "limits": (

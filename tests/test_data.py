@@ -46,6 +46,26 @@ def test_demonstrations_by_other_names(write):
     assert rows == [{"question": "1+1?", "answer": "2"}]
 
 
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": " \n"}, "rows.jsonl:1: expected a prompt in 'prompt', got an emp"),
+        (
+            {"chosen": "Why? A.", "rejected": "Why? B."},
+            "rows.jsonl:1: expected answers without their prompt in 'chosen' and",
+        ),
+        (
+            {"rejected": "\n\nHuman: Who?\n\nAssistant: B."},
+            "rows.jsonl:1: expected an answer to 'prompt' in 'rejected', got a dia",
+        ),
+    ],
+)
+def test_sides_that_are_no_answers_to_their_prompt(write, row, message):
+    good = {"prompt": "Why?", "chosen": " A.", "rejected": " B."}
+    with pytest.raises(InputError, match=message):
+        data.read_preferences(write("rows.jsonl", json.dumps(good | row)))
+
+
 def test_preferences_with_a_prompt_stay_as_they_are(write):
     row = {"prompt": "p", "chosen": "a", "rejected": "b", "margin": 0.5}
     assert data.read_preferences(write("pairs.jsonl", json.dumps(row))) == [row]

@@ -301,6 +301,49 @@ def test_an_iteration_moves_the_policy_towards_the_reward(usual):
     assert mean > first + 0.2
 
 
+@pytest.mark.parametrize("baseline", ["group", "leave_one_out"])
+def test_a_group_of_two_prompts_has_no_advantage(scored, baseline):
+    """Its prompt was run once for all of it; the update is skipped."""
+    index = scored.rollout.index.at[1].add(100)
+    rollout_ = dataclasses.replace(scored.rollout, index=index)
+    found, _ = grpo.group_experience(
+        dataclasses.replace(scored, rollout=rollout_),
+        kl_coef=0.3,
+        group_size=4,
+        baseline=baseline,
+        normalise=None,
+    )
+    mask = np.asarray(scored.rollout.response_mask)
+    assert np.isnan(np.asarray(found.advantages)[:4][mask[:4]]).all()
+    assert np.isfinite(np.asarray(found.advantages)[4:]).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [grpo.PUBLISHED, grpo.REINFORCE_PLUS_PLUS])
+def test_a_published_recipe_learns(recipe):
+    size = min(recipe.group_size, 4)
+    fitted = dataclasses.replace(recipe, group_size=size)
+    settings = grpo.GRPO(
+        **vars(fitted),
+        model=toys.GPT2,
+        policy_optimizer=optax.adam(3e-3),
+        max_new_tokens=toys.SIZE,
+        stop_ids=toys.STOP,
+    )
+    current, means = fresh(settings, kl_coef=0.01), []
+    for number in range(20):
+        current, stats, _ = iterate(
+            current,
+            prompts=groups(),
+            reference=toys.freeze(POLICY),
+            reward=even,
+            key=jax.random.fold_in(KEY, number),
+            grpo=settings,
+        )
+        means.append(float(masked.mean_stats(stats)["objective/scores"]))
+    assert np.mean(means[-5:]) > np.mean(means[:5]) + 0.1
+
+
 def test_a_score_that_is_not_a_number_skips_the_update():
     after, stats, _ = run(broken)
     assert toys.leaves_equal(after.policy, POLICY)

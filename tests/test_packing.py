@@ -143,12 +143,12 @@ def test_process_slices_make_up_the_global_batch():
         (
             [PAIRS[0], Pair([], [4, 1], [1])],
             None,
-            r"row 1 \(from 0\): expected a prompt of at least 1 token, got none",
+            r"pair 1 \(from 0, .*\): expected a prompt of at least 1 token, got none",
         ),
         (
             [Pair([3], [1], [1]), Pair([3, 4], [5, 1], [1])],
             6,
-            r"row 1 \(from 0\): expected pairs of at most 6 tokens, .* got 7; make",
+            r"pair 1 \(from 0, .*\): expected at most 6 tokens, .* got 7; make",
         ),
     ],
 )

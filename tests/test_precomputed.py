@@ -105,6 +105,13 @@ def test_any_other_model_data_or_temperature_is_another_file(tmp_path, never):
         load(tmp_path, temperature=0.9)
 
 
+def test_another_batch_size_is_another_file(tmp_path):
+    """Whose numbers may differ in the last bit, and in no other."""
+    found = [load(tmp_path, batch_size=size).logprobs for size in (4, 1)]
+    assert len(list(tmp_path.glob("*.npy"))) == 2
+    np.testing.assert_allclose(*found, atol=1e-5)
+
+
 def test_what_a_killed_run_left_is_not_taken_for_whole(tmp_path, monkeypatch):
     whole = np.array(load(tmp_path / "whole").logprobs)
     calls = []

@@ -278,6 +278,10 @@ def test_a_weighted_sum_names_its_parts():
         }
     )
     scores = reward(answers())
+    broken = rewards.weighted(
+        {"length": (2.0, lengths), "watched": (0.0, constant(np.nan))}
+    )
+    np.testing.assert_array_equal(broken(answers()).total, [4.0, 6.0, 2.0])
     assert scores.total.dtype == jnp.float32
     np.testing.assert_array_equal(scores.total, [63.0, 24.5, 41.5])
     assert list(scores.parts) == ["length", "text", "watched"]
@@ -329,6 +333,7 @@ def test_a_sum_of_frozen_models_is_a_pytree_that_does_not_retrace():
     [
         ({}, "expected at least one reward to weigh, got none"),
         ({"a": (np.inf, lengths)}, "weight of 'a': expected a finite number, got inf"),
+        ({"a": (np.float32("nan"), lengths)}, "weight of 'a': expected a finite"),
         ({"a": (np.nan, lengths)}, "weight of 'a': expected a finite number, got nan"),
     ],
 )

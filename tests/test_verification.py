@@ -1,5 +1,8 @@
+import importlib
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -48,6 +51,10 @@ FAILURES = [
     ("inf", "returned inf"),
     ("text", "returned 'good', which is not a number"),
     ("nothing", "returned None, which is not a number"),
+    ("several", "raised TypeError: only 0-dimensional arrays can be converted to Pyt"),
+    ("huge", "raised OverflowError: int too large to convert to float"),
+    ("large", "returned 1e+39"),
+    ("secretive", "raised Secretive, which cannot be shown"),
 ]
 
 
@@ -59,11 +66,14 @@ def test_a_failure_is_a_zero_that_is_counted_and_told_once(pool, capsys, respons
     means = masked.mean_stats(rewards.part_stats(found))
     assert float(means["reward/failed"]) == 0.5
     assert float(means["reward/timed_out"]) == 0.0
-    told = capsys.readouterr().err.splitlines()
-    assert told == [
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith(
         f"warning: 2 of 4 responses could not be verified and score 0; the verifier "
-        f"{why} for prompt 'prompt 1' (row 11 of the data) and response {response!r}"
-    ]
+        f"{why}"
+    )
+    assert told.endswith(
+        f" for prompt 'prompt 1' (row 11 of the data) and response {response!r}"
+    )
 
 
 def test_the_caller_goes_on_while_processes_verify(pool, tmp_path):
@@ -201,6 +211,67 @@ def test_processes_do_not_import_the_script_that_was_started(tmp_path):
     assert done.stderr == ""
 
 
+LATE = """
+import time
+{body}
+
+def check(prompt, response, row):
+    return float(response)
+"""
+
+
+@pytest.mark.slow
+def test_importing_the_verifier_is_not_in_its_time(tmp_path, monkeypatch):
+    """Nor is a module that cannot be imported any response's fault."""
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "late_verifier.py"
+    file.write_text(LATE.format(body=""))
+    check = importlib.import_module("late_verifier").check
+    file.write_text(LATE.format(body="time.sleep(2)"))
+    with verification.VerifierPool(check, num_workers=1, timeout=1.0) as pool:
+        np.testing.assert_array_equal(pool.submit(texts("3")).collect().total, [3.0])
+    file.write_text(LATE.format(body="raise ImportError('no such library')"))
+    with (
+        verification.VerifierPool(check, num_workers=1) as pool,
+        pytest.raises(StopError, match=r"could not be imported: ImportError: no such"),
+    ):
+        pool.submit(texts("3")).collect()
+
+
+KILLED = """
+import sys, numpy as np, toy_verifier
+from rlhf_jax import verification
+from rlhf_jax.roles.text_rewards import Texts
+
+with verification.VerifierPool(toy_verifier.check, num_workers=1) as pool:
+    row = {"made": sys.argv[1]}
+    pool.submit(Texts(["p"], ["made"], [row], np.zeros(1))).collect()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGINT])
+def test_workers_end_and_clear_away_when_the_run_is_killed(tmp_path, by):
+    made = tmp_path / "made"
+    places = [Path(rlhf_jax.__file__).parents[1], Path(toy_verifier.__file__).parent]
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, made],
+        env={"PYTHONPATH": ":".join(map(str, places)), "JAX_PLATFORMS": "cpu"},
+        stderr=subprocess.DEVNULL,
+    )
+    until(made.exists)
+    process.send_signal(by)
+    process.wait()
+    until(lambda: not made.exists())
+
+
+def until(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
 def test_a_pool_that_never_started_ends_at_once():
     with verification.VerifierPool(toy_verifier.check):
         pass
@@ -210,6 +281,7 @@ def test_a_pool_that_never_started_ends_at_once():
     ("options", "message"),
     [
         ({"num_workers": 0}, "num_workers: expected a finite number above 0, got 0"),
+        ({"num_workers": 1.5}, "num_workers: expected a whole number, got 1.5"),
         ({"timeout": 0.0}, "timeout: expected a finite number above 0, got 0.0"),
         ({"timeout": float("inf")}, "timeout: expected a finite number above 0"),
         ({"on_failure": "ignore"}, "on_failure: expected 'zero' or 'stop', got 'ign"),
@@ -218,6 +290,19 @@ def test_a_pool_that_never_started_ends_at_once():
 def test_options_that_make_no_pool(options, message):
     with pytest.raises(InputError, match=message):
         verification.VerifierPool(toy_verifier.check, **options)
+
+
+def test_long_texts_are_cut_in_messages(pool, capsys):
+    pool.submit(texts("x" * 100_000)).collect()
+    told = capsys.readouterr().err
+    assert "could not convert string to float" in told
+    assert len(told) < 1500
+
+
+def test_a_verifier_may_look_for_main():
+    pattern = verifiers.Matches(r'if __name__ == "__main__"')
+    with verification.VerifierPool(pattern):
+        pass
 
 
 def test_a_verifier_that_cannot_be_sent():

@@ -56,6 +56,12 @@ def test_what_is_not_one_number(text):
         ("I owe 1,200 dollars.", 1200, True),
         ("so x = -5", -5, True),
         ("so x = -5", 5, False),
+        ("so x = - 5", -5, True),
+        ("so x = –5", -5, True),
+        (r"it costs -\$5", -5, True),
+        ("5 - 3", 3, True),
+        (f"-{10**31 + 1}", -(10**31) - 1, True),
+        (f"-{10**31 + 1}", -(10**31) - 2, False),
         ("5-3", 3, True),
         ("(5) -3", -3, True),
         ("page.12", 12, True),
@@ -81,6 +87,16 @@ def test_the_last_integer(response, gold, right):
         ("#### $1,000.00.", True),
         ("#### 1000 clips", True),
         ("#### **1000**", True),
+        (r"#### \$1000", True),
+        ("#### $ 1000", True),
+        ("#### 1000\n2. Then", True),
+        ("#### - 1000", False),
+        ("#### 1000 1/2", False),
+        ("#### 1000 - 3", False),
+        ("#### 1000**3", False),
+        ("#### 1000x10", False),
+        ("#### 1000_000", False),
+        ("#### 1000:30", False),
         ("#### 1000%", True),
         ("#### 7\n#### 1000", True),
         ("#### 1000\n#### 7", False),
@@ -240,7 +256,7 @@ def test_processes_that_verify_load_no_jax():
         "from rlhf_jax.runtime import code_verifier, verifier_worker; "
         "from rlhf_jax.roles import verifiers; "
         f"assert verifier_worker.verify({pickle.dumps(GSM8K)!r}, '', '#### 3', "
-        "{'answer': '#### 3'}) == (1.0, '', False); "
+        "{'answer': '#### 3'}) == (1.0, '', False, True); "
         "print(*sys.modules)"
     )
     done = subprocess.run(

@@ -5,6 +5,15 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
+
+
+class Secretive(Exception):
+    """Of which nothing is to be seen."""
+
+    def __str__(self):
+        raise self
+
 
 def check(prompt, response, row):
     """The number that the response is, or what it says."""
@@ -26,6 +35,20 @@ def check(prompt, response, row):
             return "good"
         case "nothing":
             return None
+        case "several":
+            return np.zeros(2)
+        case "huge":
+            return 10**400
+        case "large":
+            return 1e39
+        case "secretive":
+            raise Secretive
+        case "made":
+            try:
+                Path(row["made"]).touch()
+                time.sleep(1000)
+            finally:
+                Path(row["made"]).unlink()
         case "wait":
             while not Path(row["until"]).exists():
                 time.sleep(0.01)

@@ -5,7 +5,7 @@ broken evenly,
 
     π_n(y) = π_ref(y)·(F(s_y)ⁿ - F⁻(s_y)ⁿ) / (F(s_y) - F⁻(s_y))
 
-    KL(π_n ‖ π_ref) <= log n - (n - 1)/n          equal where no two scores tie
+    KL(π_n ‖ π_ref) <= log n - (n - 1)/n          equal where no two draws ever tie
 
     n        2      4      16     64
     bound    0.193  0.636  1.835  3.175           nats

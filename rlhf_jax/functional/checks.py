@@ -142,7 +142,7 @@ def groups(rows: int, *, group_size: int, least: int = 1) -> None:
             f"group_size: expected at least {least}, got {group_size}; sample more "
             f"responses to each prompt"
         )
-    if rows % group_size:
+    if rows < 1 or rows % group_size:
         raise InputError(
             f"group_size: expected to divide the {rows} rows of a batch, got "
             f"{group_size}; change either"

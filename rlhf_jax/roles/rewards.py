@@ -90,7 +90,7 @@ def weighted(parts: Mapping[str, tuple[float, Reward]]) -> jax.tree_util.Partial
     """
     if not parts:
         raise checks.InputError("expected at least one reward to weigh, got none")
-    weights = {name: weight for name, (weight, _) in parts.items()}
+    weights = {name: float(weight) for name, (weight, _) in parts.items()}
     checks.finite(**{f"weight of {name!r}": w for name, w in weights.items()})
     sum_of = _WeightedSum(tuple(weights.items()))
     return jax.tree_util.Partial(sum_of, *(reward for _, reward in parts.values()))
@@ -109,7 +109,11 @@ class _WeightedSum:
             for (name, _), reward in zip(self.weights, rewards, strict=True)
         }
         checks.same_shape(**{name: scores.total for name, scores in scored.items()})
-        total = sum(weight * scored[name].total for name, weight in self.weights)
+        # A weight of 0 leaves out what is not finite, too.
+        total = sum(
+            (weight * scored[name].total for name, weight in self.weights if weight),
+            start=jnp.zeros_like(next(iter(scored.values())).total),
+        )
         parts: dict[str, Array] = {}
         for name, scores in scored.items():
             parts[name] = scores.total

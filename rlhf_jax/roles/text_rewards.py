@@ -19,6 +19,7 @@ Array = jax.Array
 HostArray = np.ndarray[Any, Any]
 Decode = Callable[[list[int]], str]
 Row = Mapping[str, Any]  # one row of the user's data, every field of it
+SHOWN = 300  # characters of a text in a message
 TextFunction = Callable[[list[str], list[str], list[Row]], Sequence[float]]
 
 
@@ -52,7 +53,11 @@ class Texts:
     def show(self, place: int) -> str:
         """Which prompt it is, for a message."""
         where = f"row {int(self.index[place])} of the data"
-        return f"prompt {self.prompts[place]!r} ({where})"
+        return f"prompt {_cut(self.prompts[place])} ({where})"
+
+    def show_both(self, place: int) -> str:
+        """Which prompt and response."""
+        return f"{self.show(place)} and response {_cut(self.responses[place])}"
 
 
 def read(rollout: Responses, *, decode: Decode, rows: Sequence[Row]) -> Texts:
@@ -95,8 +100,8 @@ class TextReward:
         """f32[B].
 
         Raises:
-          InputError: the function raised, or returned anything but B finite numbers;
-            names the prompt.
+          InputError: the function raised, or a number is not finite, and it names the
+            prompt; or it did not return B numbers.
         """
         texts = read(rollout, decode=self.decode, rows=self.rows)
         call = functools.partial(_call, self.function)
@@ -109,14 +114,18 @@ class TextReward:
                     call(*([item] for item in one))
                 except _RewardFailed as single:
                     raise InputError(
-                        f"the reward function raised {single} for {texts.show(i)} and "
-                        f"response {texts.responses[i]!r}; mend it, or return a score "
-                        f"for such a response"
+                        f"the reward function raised {single} for "
+                        f"{texts.show_both(i)}; mend it, or return a score for such a "
+                        f"response"
                     ) from single.__cause__
             raise InputError(
                 f"the reward function raised {failure} for a batch of "
                 f"{len(texts.prompts)}, though for none of its responses alone; mend it"
             ) from failure.__cause__
+
+
+def _cut(text: str) -> str:
+    return repr(text if len(text) <= SHOWN else f"{text[:SHOWN]}...")
 
 
 class _RewardFailed(Exception):
@@ -127,7 +136,7 @@ def _call(function: TextFunction, *lists: Any) -> Any:
     try:
         return function(*lists)
     except Exception as error:
-        raise _RewardFailed(f"{type(error).__name__}: {error}") from error
+        raise _RewardFailed(f"{type(error).__name__}: {error}"[:SHOWN]) from error
 
 
 def _checked(returned: Any, *, texts: Texts) -> HostArray:
@@ -138,7 +147,7 @@ def _checked(returned: Any, *, texts: Texts) -> HostArray:
     except (TypeError, ValueError) as error:
         raise InputError(
             f"expected the reward function to return {size} numbers, got "
-            f"{type(returned).__name__}: {error}"
+            f"{type(returned).__name__}: {error}; return a list of floats"
         ) from error
     if scores.shape != (size,):
         raise InputError(

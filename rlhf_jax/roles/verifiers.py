@@ -29,17 +29,20 @@ Verifier = Callable[[str, str, Row], float]
 MARKER = "####"  # what GSM8K puts before its answers
 
 _NUMBER = re.compile(
-    # A minus after a word, a digit or a bracket is between two numbers: 5-3.
-    r"(?:(?<![\w)\]}%])(?P<minus>[-−])|\+)?"
-    r"(?:[$€£¥₹](?P<inner>[-−])?)?"
+    # A minus after a word, a digit or a bracket is between two numbers: 5-3. One with a
+    # blank behind it is a sign after = or : alone.
+    r"(?:(?<=[=:])[^\S\n]*(?P<first>[-−–])[^\S\n]+"
+    r"|(?<![\w)\]}%])(?P<minus>[-−–])|\+)?"
+    r"(?:\\?[$€£¥₹][^\S\n]?(?P<inner>[-−–])?)?"
     r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
     r"|(?<![\w.])\.[0-9]+)"
     r"(?P<over>\s*/\s*[0-9][0-9,.]*)?"
 )
 # What may not follow an answer, as then it is another number: 1,2345 or 1.2.3 or 1e5.
 _WHOLE = re.compile(
-    rf"[\s*]*{_NUMBER.pattern}(?![.,]?[0-9]|[eE][-+]?[0-9]"
-    r"|\s*(?:[\^×]|/\s*[0-9]))"
+    rf"[\s*]*(?:(?P<lead>[-−–])[^\S\n]+)?{_NUMBER.pattern}"
+    r"(?![.,]?[0-9]|[eE][-+]?[0-9]|\s*[\^×÷⁄]|[^\S\n]+[0-9]"
+    r"|[^\S\n]*(?:[-−–+*·:/x_'’]|\*\*)[^\S\n]*\(?[0-9])"
 )
 
 
@@ -138,7 +141,7 @@ class Matches:
     r"""1 where a regular expression is found in the response.
 
     With `field`, where its last match has that text of the row in group 1:
-    `Matches(r"\\boxed\{(.*?)\}", field="answer")`.
+    `Matches(r"\\boxed\{([^{}]*)\}", field="answer")`.
 
     Raises:
       InputError: the pattern is none, or has no group to compare with the field.
@@ -183,7 +186,8 @@ class Gsm8k:
     """1 where the number after the response's last #### is the row's.
 
     Separators, signs, decimals, currency and a dot at the end are read as people mean
-    them: "#### $1,000." is 1000. What is no number ("#### about 5", 1/2) is wrong.
+    them: "#### $1,000." is 1000. What is no number ("#### about 5", 1/2, 2 + 3, 12:30)
+    is wrong. Words behind it are not read: "5 apples" is 5, and so is "5 million".
 
     Source: Cobbe et al. 2021, arXiv:2110.14168; openai/grade-school-math.
     """
@@ -234,7 +238,9 @@ def _value(match: re.Match[str]) -> Decimal | None:
     if match["over"]:
         return None
     size = Decimal(match["digits"].replace(",", ""))
-    return -size if match["minus"] or match["inner"] else size
+    signs = ("minus", "first", "inner", "lead")
+    negative = any(match.groupdict().get(sign) for sign in signs)
+    return size.copy_negate() if negative else size  # -size would round
 
 
 def _number_in(row: Row, field: str) -> Decimal:

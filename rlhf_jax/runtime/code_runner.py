@@ -8,7 +8,8 @@ its own, so that nothing the code prints is taken for a verdict:
     NONCE passed [why]        that many tests passed, in order, before one failed
 
 The code runs in a second thread: frames there do not lead to the nonce, which the first
-one holds, and the first one ends the process when the time is up.
+one holds, and the first one ends the process when the time is up. They do lead to the
+count of tests that passed: code that walks up the stack to set it gets its verdict.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import contextlib
 import json
 import os
 import resource
+import signal
 import sys
 import types
 from collections.abc import Callable
@@ -173,14 +175,15 @@ def main() -> None:
         for n, test in enumerate(task["tests"], start=1)
     ]
 
-    outcome: list[Any] = [0, ""]
+    code, outcome = task.pop("code"), [0, ""]
+    del task  # the thread's frames are within reach of the code
     go, done = _thread.allocate_lock(), _thread.allocate_lock()
     go.acquire()
     done.acquire()
 
     def wait_and_run() -> None:
         with go:
-            run(task["code"], compiled, outcome, done)
+            run(code, compiled, outcome, done)
 
     _thread.start_new_thread(wait_and_run, ())
     null = os.open(os.devnull, os.O_RDWR)
@@ -201,15 +204,20 @@ def main() -> None:
 
 
 def forbid_processes() -> None:
-    """No new process or thread, and none by a way that has no audit event."""
+    """What has no audit event: processes, threads, device files, process handles."""
     limit(resource.RLIMIT_NPROC, 0)  # which root does not mind
 
     def refuse(*args: Any, **kwargs: Any) -> int:
-        raise PermissionError("processes and threads are not allowed to this code")
+        raise PermissionError("processes, threads and nodes are not for this code")
 
     _posixsubprocess.__dict__["fork_exec"] = refuse
     for name in ("start_new_thread", "start_new", "start_joinable_thread"):
         _thread.__dict__[name] = refuse
+    modules = (sys.modules.get(name) for name in ("os", "posix", "signal", "_signal"))
+    for module in filter(None, modules):
+        for name in ("mknod", "mkfifo", "pidfd_open", "pidfd_send_signal"):
+            if name in vars(module):
+                module.__dict__[name] = refuse
 
 
 if __name__ == "__main__":

@@ -5,13 +5,16 @@
 What the process may not do: take more time, processor time or memory than it is given,
 start processes or threads, use a network, touch files outside a temporary folder that
 goes with it, or see this process's environment. What cannot earn a verdict: printing,
-exiting (`sys.exit(0)`, `os._exit(0)`, `atexit`) and replacing builtins or the functions
-of a module: only a process that ran all tests knows what to report.
+exiting (`sys.exit(0)`, `os._exit(0)`, `atexit`) and replacing builtins: only a process
+that ran all tests knows what to report.
 
 This stops accidents and naive cheating. It is **no security boundary**: the code and
 its tests share an interpreter, whose audit hook and resource limits a determined
-adversary gets around, and a test of `==` is passed by an object that equals anything.
-Run what you do not trust in a container or a virtual machine besides. Limits and hook
+adversary gets around (by frames, a path below another's descriptor, a database that is
+attached). A test of `==` is passed by an object that equals anything, and one that
+calls `abs` or `math.isclose` by code that has defined or replaced it: compare with
+operators, or read the code first. Run what you do not trust in a container or a
+virtual machine besides. Limits and hook
 are those of Linux; other systems have fewer of them. On Python 3.12 or newer the
 process also leaves the network by a namespace where the system lets it.
 
@@ -31,6 +34,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -134,9 +138,12 @@ class PythonTests:
 
 
 def last_block(response: str) -> str | None:
-    """The code of the last ```python block; one that is cut off counts to its end."""
+    """The code of the last ```python block, without what all its lines are indented by.
+
+    One that is cut off counts to its end.
+    """
     found = _BLOCK.findall(response)
-    return found[-1] if found else None
+    return textwrap.dedent(found[-1]) if found else None
 
 
 def run_tests(

@@ -111,8 +111,9 @@ def read_preferences(source: str | Path, *, blank: Blank = "keep") -> list[Row]:
 
     Raises:
       InputError: the file is empty or malformed, a text is missing, the sides are
-        equal, or an answer is blank (with blank="error"); two dialogues share no
-        prompt, or go on with other turns of the human; or no pair is left.
+        equal, or an answer is blank (with blank="error"); a prompt is blank, or stands
+        in the answers too; two dialogues share no prompt, or go on with other turns of
+        the human; or no pair is left.
     """
     pairs = []
     for where, row in read_located(source):
@@ -170,7 +171,7 @@ def _preference(where: str, row: Row) -> Row:
             " 'rejected'; remove the pair"
         )
     if "prompt" in row:
-        _text(where, row, "prompt")
+        _answers_of(where, row, _text(where, row, "prompt"))
         return row
     # Character by character, which is what is meant here.
     shared = os.path.commonprefix([chosen, rejected])  # noqa: RUF071
@@ -193,6 +194,28 @@ def _preference(where: str, row: Row) -> Row:
         "chosen": chosen[cut:],
         "rejected": rejected[cut:],
     }
+
+
+def _answers_of(where: str, row: Row, prompt: str) -> None:
+    """InputError unless the sides are answers to this prompt, and not whole texts."""
+    if not prompt.strip():
+        raise InputError(
+            f"{where}: expected a prompt in 'prompt', got an empty text; remove the"
+            " pair"
+        )
+    sides = {side: row[side] for side in ("chosen", "rejected")}
+    if all(text.startswith(prompt) for text in sides.values()):
+        raise InputError(
+            f"{where}: expected answers without their prompt in 'chosen' and"
+            " 'rejected', got both with it in front; cut it off"
+        )
+    for side, text in sides.items():
+        if ASSISTANT in text.partition(HUMAN)[2]:
+            raise InputError(
+                f"{where}: expected an answer to 'prompt' in {side!r}, got a dialogue"
+                f" with prompts of its own; leave its last answer, or leave out the"
+                f" field 'prompt' where both sides share it"
+            )
 
 
 def _text(where: str, row: Row, field: str) -> str:

@@ -179,8 +179,8 @@ def encode_preferences(
       margin: the field with the score difference asked for; None for no margins.
 
     Raises:
-      InputError: a pair is longer (with overlong="error"), none is left, or a margin is
-        not a number.
+      InputError: a pair is longer (with overlong="error"), none is left, both answers
+        are the same tokens, or a margin is not a number.
     """
     prompts = _prompts(tokenizer, rows, "prompt")
     chosen = _answers(tokenizer, rows, "chosen")
@@ -193,6 +193,13 @@ def encode_preferences(
         max_length=max_length,
         overlong=overlong,
     )
+    for i in fits:
+        if pairs[i].chosen == pairs[i].rejected:
+            raise InputError(
+                f"row {i}: expected answers that differ in a token, got "
+                f"{rows[i]['chosen']!r:.40} and {rows[i]['rejected']!r:.40}, which the "
+                f"tokenizer reads alike; remove the pair"
+            )
     return [pairs[i] for i in fits]
 
 

@@ -48,8 +48,9 @@ def pack(pairs: Sequence[Pair], *, width: int | None) -> list[PackedRow]:
     for place, pair in enumerate(pairs):
         if len(pair.prompt) == 0:
             raise InputError(
-                f"row {place} (from 0): expected a prompt of at least 1 token, got "
-                f"none, so that nothing predicts how its answers begin; remove the pair"
+                f"pair {place} (from 0, of those to be packed): expected a prompt of "
+                f"at least 1 token, got none, so that nothing predicts how its answers "
+                f"begin; remove the pair"
             )
     sizes = [
         2 * len(pair.prompt) + len(pair.chosen) + len(pair.rejected) for pair in pairs
@@ -58,9 +59,9 @@ def pack(pairs: Sequence[Pair], *, width: int | None) -> list[PackedRow]:
         return [_row(pairs, (place,)) for place in range(len(pairs))]
     if max(sizes) > width:
         raise InputError(
-            f"row {int(np.argmax(sizes))} (from 0): expected pairs of at most {width} "
-            f"tokens, both texts with their prompts, got {max(sizes)}; make rows "
-            f"wider, or leave long pairs out"
+            f"pair {int(np.argmax(sizes))} (from 0, of those to be packed): expected "
+            f"at most {width} tokens, both texts with their prompts, got {max(sizes)}; "
+            f"make rows wider, or leave long pairs out"
         )
     room = np.full(len(pairs), width)
     filled: list[list[int]] = []

@@ -86,8 +86,8 @@ def load_or_compute(
     """log π_ref of every token of every row, from `folder` if they are there.
 
     To the bit what pricing right-padded batches of the same width and number of rows
-    gives on the same devices; other shapes may sum in another order. What a killed run
-    left is never taken for whole: it starts over.
+    gives on the same devices, so each `batch_size` has files of its own. What a killed
+    run left is never taken for whole: it starts over.
 
     Args:
       folder: of such files, made if it is not there; for any models and data sets.
@@ -111,6 +111,7 @@ def load_or_compute(
         "model": repr(model),
         "data": encoding.digest(rows),
         "temperature": temperature,
+        "batch_size": batch_size,  # other shapes may sum in another order
     }
     if segments is not None:
         of["segments"] = encoding.digest(segments)

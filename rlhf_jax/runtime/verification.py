@@ -17,6 +17,7 @@ import dataclasses
 import os
 import pickle
 import sys
+import types
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, Self
@@ -57,7 +58,7 @@ class VerifierPool:
           verifier: (prompt, response, row) -> float; a function or the instance of a
             class at the top of a module that can be imported.
           num_workers: processes; None is one a processor.
-          timeout: seconds a response.
+          timeout: seconds a response, without what it takes to import the verifier.
           on_failure: a response that could not be verified scores 0, with a warning
             that names the first such prompt of a batch; or stops the run.
 
@@ -68,6 +69,10 @@ class VerifierPool:
         if num_workers is None:
             num_workers = os.cpu_count() or 1
         checks.positive(num_workers=num_workers, timeout=timeout)
+        if num_workers != int(num_workers):
+            raise InputError(
+                f"num_workers: expected a whole number, got {num_workers}; choose one"
+            )
         if on_failure not in ("zero", "stop"):
             raise InputError(
                 f"on_failure: expected 'zero' or 'stop', got {on_failure!r}; choose one"
@@ -75,7 +80,10 @@ class VerifierPool:
         self.timeout, self.on_failure = timeout, on_failure
         self._pickled = _pickled(verifier)
         self._pool = pebble.ProcessPool(
-            max_workers=num_workers, context=verifier_worker.Context()
+            max_workers=num_workers,
+            initializer=verifier_worker.prepare,
+            initargs=(self._pickled,),
+            context=verifier_worker.Context(),
         )
 
     def __enter__(self) -> Self:
@@ -147,11 +155,16 @@ class Pending:
 
         Raises:
           StopError: one could not be verified, and the pool is to stop then; names the
-            prompt.
+            prompt. Or the verifier cannot be imported, which is no response's fault.
         """
         answers = []
         for place, future in enumerate(self.futures):
             answer = self._answer(future)
+            if not answer.there:
+                raise StopError(
+                    f"the verifier {answer.why}; expected one that the processes of "
+                    f"the pool can import, so set PYTHONPATH, or mend its module"
+                )
             if answer.why and self.pool.on_failure == "stop":
                 for waiting in self.futures:
                     waiting.cancel()
@@ -192,7 +205,7 @@ class Pending:
             ) from error
 
     def _show(self, place: int) -> str:
-        return f"{self.texts.show(place)} and response {self.texts.responses[place]!r}"
+        return self.texts.show_both(place)
 
 
 def _floats(numbers: Any) -> Any:
@@ -208,7 +221,8 @@ def _pickled(verifier: Verifier) -> bytes:
         pickled = pickle.dumps(verifier)
     except Exception as error:  # whatever its own state raises
         raise InputError(f"{expected}; got {verifier!r:.80}: {error}") from error
-    if b"__main__" in pickled:
+    kind = verifier if isinstance(verifier, types.FunctionType) else type(verifier)
+    if kind.__module__ == "__main__":
         raise InputError(
             f"{expected}; got {verifier!r:.80} of the script that was started; move it "
             f"to a module beside it"

@@ -68,9 +68,7 @@ class DPO(DPORecipe):
 
     model: ModelConfig  # of the policy and the reference
     optimizer: Optimizer
-    # What is trained are adapters made by this one over a base; None trains every
-    # parameter.
-    lora: LoRA | None = None
+    lora: LoRA | None = None  # of adapters over a base; None trains every parameter
 
 
 def reference_logprobs(
@@ -79,8 +77,7 @@ def reference_logprobs(
     """log π_ref of every token of every pair.
 
     Args:
-      reference: the frozen policy, or the base of a policy's adapters; stored in any
-        way.
+      reference: the frozen policy, or the base of adapters; stored in any way.
       batch: PackedPreferences[B, S].
       dpo: static.
 
@@ -189,7 +186,12 @@ def measure(
     ref_logprobs: Array | None = None,
     base: Frozen | None = None,
 ) -> masked.Stats:
-    """The stats of `loss` for pairs that are not trained on; arguments as `update`."""
+    """The stats of `loss` for pairs that are not trained on.
+
+    Args, Raises: as `update`; the reference is `base` where ref_logprobs are None.
+    """
+    if ref_logprobs is None and base is not None and not dpo.reference_free:
+        ref_logprobs = reference_logprobs(base, batch=batch, dpo=dpo)
     params = adapted.params(trained, base=base, lora=dpo.lora)
     return loss(params, batch, ref_logprobs=ref_logprobs, dpo=dpo)[1]
 
@@ -211,8 +213,7 @@ def update(
       dpo: static.
       ref_logprobs: f32[B, S], nats, `reference_logprobs` of this batch, live or
         precomputed; `reference` is not run then.
-      reference: the frozen policy, run here; None with ref_logprobs, without a
-        reference, or where it is `base`.
+      reference: the frozen policy, run here; else None.
       base: with adapters as the state's parameters, else None. It is the reference
         where neither ref_logprobs nor reference is given.
 

@@ -66,6 +66,8 @@ def group_experience(
             of_rows = advantages_.leave_one_out(totals, group_size=group_size)
         advantages = jnp.broadcast_to(of_rows[:, None], mask.shape)
         stats = _group_stats(totals, group_size)
+        one_prompt = _of_one_prompt(scored.rollout.index, group_size)
+        advantages = jnp.where(one_prompt[:, None], advantages, jnp.nan)
     advantages = jnp.where(mask, advantages, 0.0)
     if normalise == "rollout":
         advantages = masked.masked_whiten(advantages, mask=mask)
@@ -79,6 +81,13 @@ def group_experience(
         advantages=advantages,
     )
     return experience, stats
+
+
+def _of_one_prompt(index: Array, group_size: int) -> Array:
+    """bool[B]: all rows of a row's group answer the same prompt."""
+    of_groups = index.reshape(-1, group_size)
+    same = (of_groups == of_groups[:, :1]).all(axis=1)
+    return jnp.repeat(same, group_size)
 
 
 def _group_stats(totals: Array, group_size: int) -> masked.Stats:
