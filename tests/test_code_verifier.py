@@ -108,6 +108,10 @@ REFUSED = {
         "import os\nos.pidfd_open(os.getppid())",
         "are not for this code",
     ),
+    "a signal by handle": (
+        "import signal\nsignal.pidfd_send_signal(0, 9)",
+        "are not for this code",
+    ),
     "a link out": (
         "import os\nos.symlink('/etc/hostname', 'x')\nopen('x')",
         "is outside the folder",

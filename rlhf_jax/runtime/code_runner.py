@@ -21,7 +21,6 @@ import contextlib
 import json
 import os
 import resource
-import signal
 import sys
 import types
 from collections.abc import Callable
