@@ -15,7 +15,7 @@ at test time: it is what a policy has to beat at its KL.
 Two CPU cores take 16 minutes. Expect of seeds 0 to 2: best-of-n's gold rises from -0.23
 to 0.94 at n = 32 and 1.04 at 64, at the KL that theory says to a tenth of a nat; PPO
 comes to 0.88 ± 0.03 at 2.4 nats, GRPO to 0.84 ± 0.01 at 2.7, RLOO to 0.83 ± 0.04 at
-2.4, DPO to 0.48 ± 0.02 at 1.6. None beats best-of-n at its KL: PPO is 0.04 ± 0.05 below.
+2.4, DPO to 0.48 ± 0.02 at 1.6. None beats best-of-n at its KL; PPO is 0.04 ± 0.05 off.
 """
 
 from __future__ import annotations
