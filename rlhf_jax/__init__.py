@@ -37,6 +37,7 @@ ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (
         "models",
         (
             "config",
+            "axes",
             "leaves",
             "blocks",
             "decoder",
@@ -96,6 +97,7 @@ ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "runtime",
         (
+            "sharding",
             "data",
             "encoding",
             "batches",

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models import blocks, leaves
+from rlhf_jax.models import axes, blocks, leaves
 from rlhf_jax.models.config import ModelConfig
 
 Array = jax.Array
@@ -164,9 +164,10 @@ def prefill(
     rotary = _rotary(positions, model=model)
 
     def layer(x: Array, params: Params) -> tuple[Any, Any]:
-        return blocks.Block(model).apply(
+        y, key_value = blocks.Block(model).apply(
             {"params": leaves.read(params)}, x, attend=attend, rotary=rotary
         )
+        return axes.rows_apart(y), key_value
 
     if leaves.any_stored(params["layers"]):
         # A gradient (to adapters beside such a base) would keep what every layer was
@@ -176,6 +177,7 @@ def prefill(
     # Padding may hold any id: one out of range would be NaN, which no mask undoes.
     tokens = jnp.where(mask, tokens, 0)
     x = _embed(params, model=model, tokens=tokens, positions=positions)
+    x = axes.rows_apart(x)
     x, key_values = jax.lax.scan(layer, x, params["layers"])
     return _final_norm(params, x, model=model), key_values
 

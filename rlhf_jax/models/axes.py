@@ -1,0 +1,102 @@
+"""Logical axes: what each dimension of each parameter is, whatever it lies on.
+
+`runtime/sharding.py` maps them to the axes of a mesh. A parameter is known by the end of
+its path, so that the tables hold for a policy, for the trunk of a critic, for adapters,
+for what an optimizer keeps of any of them, and for int8 storage.
+
+    layers/attention/query/kernel   [L, D, H·d]   ("layers", "embed", "heads")
+
+Activations have one rule of their own: rows lie on every axis of the mesh that holds
+rows, the other dimensions on none. `rows_apart` says so to the compiler where it could
+not know: GSPMD must gather weights that are sharded, and not activations.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+from jax.sharding import PartitionSpec
+
+Array = jax.Array
+Names = tuple[str | None, ...]
+
+ROW_AXES = ("data", "fsdp")  # of a mesh, that share the rows of a batch
+
+# By the end of the path; layers are stacked, and so begin with "layers".
+PARAMETERS: dict[tuple[str, ...], Names] = {
+    ("embed", "tokens"): ("vocab", "embed"),
+    ("embed", "positions"): ("positions", "embed"),
+    ("attention", "query", "kernel"): ("layers", "embed", "heads"),
+    ("attention", "query", "bias"): ("layers", "heads"),
+    ("attention", "key", "kernel"): ("layers", "embed", "kv_heads"),
+    ("attention", "key", "bias"): ("layers", "kv_heads"),
+    ("attention", "value", "kernel"): ("layers", "embed", "kv_heads"),
+    ("attention", "value", "bias"): ("layers", "kv_heads"),
+    ("attention", "output", "kernel"): ("layers", "heads", "embed"),
+    ("attention", "output", "bias"): ("layers", None),
+    ("mlp", "up", "kernel"): ("layers", "embed", "mlp"),
+    ("mlp", "up", "bias"): ("layers", "mlp"),
+    ("mlp", "gate", "kernel"): ("layers", "embed", "mlp"),
+    ("mlp", "gate", "bias"): ("layers", "mlp"),
+    ("mlp", "down", "kernel"): ("layers", "mlp", "embed"),
+    ("mlp", "down", "bias"): ("layers", None),
+    ("attention_norm", "scale"): ("layers", None),
+    ("attention_norm", "bias"): ("layers", None),
+    ("mlp_norm", "scale"): ("layers", None),
+    ("mlp_norm", "bias"): ("layers", None),
+    ("final_norm", "scale"): (None,),
+    ("final_norm", "bias"): (None,),
+    ("head", "kernel"): ("vocab", "embed"),
+    ("score", "kernel"): (None,),
+    ("score", "bias"): (),
+}
+LONGEST = max(map(len, PARAMETERS))
+# What stands in a kernel's place: [L, in, r] and [L, r, out], and the parts of int8.
+LORA = {"lora_a": (0, 1, None), "lora_b": (0, None, 2)}
+STORED = ("held", "values", "scales")
+
+
+def of(path: tuple[str, ...]) -> Names | None:
+    """The logical axes of a parameter; None for what is no parameter.
+
+    Args:
+      path: names from any root, as in ("policy", "layers", "mlp", "up", "kernel").
+    """
+    while path and path[-1] in STORED:
+        path = path[:-1]
+    taken = None
+    if path and path[-1] in LORA:
+        path, taken = (*path[:-1], "kernel"), LORA[path[-1]]
+    for length in range(min(LONGEST, len(path)), 1, -1):
+        names = PARAMETERS.get(path[-length:])
+        if names is not None:
+            if taken is None:
+                return names
+            return tuple(None if at is None else names[at] for at in taken)
+    return None
+
+
+def rows_apart(x: Array) -> Array:
+    """The array with its rows on the row axes of the mesh that is set, if one is.
+
+    Args:
+      x: [B, ...].
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return x
+    spec = PartitionSpec(row_axes(dict(mesh.shape), rows=x.shape[0]))
+    return jax.lax.with_sharding_constraint(x, spec)
+
+
+def row_axes(sizes: dict[str, int], *, rows: int) -> tuple[str, ...]:
+    """The axes that rows lie on: those of `ROW_AXES`, as far as they divide them.
+
+    Args:
+      sizes: of the mesh's axes, by name.
+    """
+    held = tuple(axis for axis in ROW_AXES if sizes.get(axis, 1) > 1)
+    while held and rows % math.prod(sizes[axis] for axis in held):
+        held = held[:-1]
+    return held

@@ -1,0 +1,229 @@
+"""Meshes, and where on them parameters, optimizer states and batches lie.
+
+    mesh = MeshShape(data=2, fsdp=4).make()
+    with jax.set_mesh(mesh):
+        state = sharding.create(make_state, mesh=mesh)     never whole on one device
+        batch = sharding.put_rows(batch, mesh=mesh)        each process its own rows
+        state, stats = update(state, batch=batch, ...)     the same function, jitted
+
+| axis | what lies on it |
+|---|---|
+| data | rows of a batch; parameters are copied along it |
+| fsdp | rows of a batch, and a dimension of every large parameter, gathered when read |
+| tensor | heads, MLP width and vocabulary: each device computes its part |
+
+`jax.jit` and GSPMD do the rest: there is no collective in this package.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models import axes
+
+Array = jax.Array
+Tree = TypeVar("Tree")
+Rules = Mapping[str, str | None]
+
+AXES = ("data", "fsdp", "tensor")
+# Logical axes (`models/axes.py`) to axes of the mesh; None is on every device.
+RULES: Rules = {
+    "layers": None,
+    "vocab": "tensor",
+    "positions": "tensor",
+    "embed": "fsdp",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "mlp": "tensor",
+}
+SMALL = 2**20  # elements of a leaf that may be on every device
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshShape:
+    """How many devices share what; an option group of a command line."""
+
+    data: int = 1
+    """Devices that share the rows of a batch."""
+    fsdp: int = 1
+    """Devices that share the rows, and the parameters too."""
+    tensor: int = 1
+    """Devices that share heads, MLP width and vocabulary."""
+
+    def __post_init__(self) -> None:
+        for name, size in dataclasses.asdict(self).items():
+            if size < 1:
+                raise InputError(
+                    f"mesh {name}: expected at least 1 device, got {size}; leave it out"
+                )
+
+    @property
+    def size(self) -> int:
+        """Devices in all."""
+        return math.prod(dataclasses.astuple(self))
+
+    def make(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
+        """The mesh, over all devices unless others are given.
+
+        Raises:
+          InputError: the axes do not multiply to the number of devices.
+        """
+        devices = jax.devices() if devices is None else devices
+        if len(devices) != self.size:
+            raise InputError(
+                f"mesh: expected axes that multiply to the {len(devices)} devices, got "
+                f"data={self.data} · fsdp={self.fsdp} · tensor={self.tensor} = "
+                f"{self.size}; change an axis, or give other devices"
+            )
+        return jax.make_mesh(
+            dataclasses.astuple(self),
+            AXES,
+            axis_types=(AxisType.Auto,) * len(AXES),
+            devices=devices,
+        )
+
+
+def shardings(
+    tree: Tree, *, mesh: Mesh, rules: Rules = RULES, small: int = SMALL
+) -> Tree:
+    """Where every leaf of a model, an optimizer or a training state is to lie.
+
+    Args:
+      tree: arrays or `jax.ShapeDtypeStruct`s, with parameters at any depth.
+      rules: logical axis -> axis of the mesh.
+      small: elements; a leaf that no rule shards may be copied to every device up to
+        this size.
+
+    Returns:
+      A tree of `NamedSharding`s.
+
+    Raises:
+      InputError: two dimensions of a parameter would lie on one axis, an axis does not
+        divide a dimension, or a leaf above `small` would be copied; names the leaf.
+    """
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: NamedSharding(
+            mesh, _spec(_names(path), leaf.shape, mesh=mesh, rules=rules, small=small)
+        ),
+        tree,
+    )
+
+
+def _spec(
+    path: tuple[str, ...],
+    shape: tuple[int, ...],
+    *,
+    mesh: Mesh,
+    rules: Rules,
+    small: int,
+) -> PartitionSpec:
+    where, sizes = "/".join(path), dict(mesh.shape)
+    names = axes.of(path)
+    if names is not None and len(names) != len(shape):
+        names = None  # of another rank: no parameter, nor what is kept of one
+    placed: list[str | None] = []
+    for name, size in zip(names or (None,) * len(shape), shape, strict=True):
+        axis = None if name is None else _axis(name, rules=rules, sizes=sizes)
+        if axis is None or sizes[axis] == 1 or size == 1:  # a scale that is shared
+            placed.append(None)
+            continue
+        if axis in placed:
+            raise InputError(
+                f"{where}: expected one dimension on mesh axis {axis!r}, got two, "
+                f"{names}; map them to different axes"
+            )
+        if size % sizes[axis]:
+            raise InputError(
+                f"{where}: expected mesh axis {axis!r} to divide its {name!r} "
+                f"dimension, got {sizes[axis]} devices and {size} of {shape}; make the "
+                f"axis smaller, or map {name!r} to another"
+            )
+        placed.append(axis)
+    sharded = any(sizes[axis] > 1 for axis in ("fsdp", "tensor"))
+    if sharded and not any(placed) and math.prod(shape) > small:
+        raise InputError(
+            f"{where}: expected at most {small} numbers on every device, got "
+            f"{shape} that no rule shards; give it logical axes in models/axes.py, or "
+            f"raise the limit"
+        )
+    return PartitionSpec(*placed)
+
+
+def _axis(name: str, *, rules: Rules, sizes: dict[str, int]) -> str | None:
+    if name not in rules:
+        raise InputError(
+            f"rules: expected one for {name!r}, got {', '.join(rules)}; add it, None "
+            f"for every device"
+        )
+    axis = rules[name]
+    if axis is not None and axis not in sizes:
+        raise InputError(
+            f"rules: expected an axis of the mesh, {', '.join(sizes)}, for {name!r}, "
+            f"got {axis!r}; name one of them, or None"
+        )
+    return axis
+
+
+def _names(path: Any) -> tuple[str, ...]:
+    keys = (
+        getattr(key, "key", getattr(key, "name", getattr(key, "idx", None)))
+        for key in path
+    )
+    return tuple(map(str, keys))
+
+
+def create(
+    make: Callable[[], Tree], *, mesh: Mesh, rules: Rules = RULES, small: int = SMALL
+) -> Tree:
+    """What `make` returns, made where it is to lie: never whole on one device.
+
+    Args, Raises: as `shardings`.
+    """
+    where = shardings(jax.eval_shape(make), mesh=mesh, rules=rules, small=small)
+    return jax.jit(make, out_shardings=where)()
+
+
+def place(tree: Tree, *, mesh: Mesh, rules: Rules = RULES, small: int = SMALL) -> Tree:
+    """Existing parameters or a state, copied to where they are to lie.
+
+    Args, Raises: as `shardings`.
+    """
+    where = shardings(tree, mesh=mesh, rules=rules, small=small)
+    return jax.device_put(tree, where)
+
+
+def put_rows(batch: Tree, *, mesh: Mesh) -> Tree:
+    """A batch with its rows over the row axes of the mesh.
+
+    Args:
+      batch: arrays [b, ...], this process's rows of the global batch.
+
+    Raises:
+      InputError: the row axes do not divide the rows.
+    """
+    sizes = dict(mesh.shape)
+    count = math.prod(sizes.get(axis, 1) for axis in axes.ROW_AXES)
+    processes = len({device.process_index for device in mesh.devices.flat})
+
+    def put(leaf: Any) -> Array:
+        rows = leaf.shape[0] * processes
+        if rows % count:
+            raise InputError(
+                f"batch: expected rows that the {count} devices of axes "
+                f"{' and '.join(axes.ROW_AXES)} divide, got {rows}; change the batch "
+                f"size or the mesh"
+            )
+        spec = PartitionSpec(axes.row_axes(sizes, rows=rows))
+        return jax.make_array_from_process_local_data(
+            NamedSharding(mesh, spec), np.asarray(leaf)
+        )
+
+    return jax.tree.map(put, batch)

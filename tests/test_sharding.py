@@ -1,0 +1,321 @@
+"""Where things lie on a mesh, and that a program's numbers do not depend on it."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import toys
+from jax.sharding import PartitionSpec
+
+from rlhf_jax import (
+    axes,
+    config,
+    critic,
+    decoder,
+    frozen,
+    kl_control,
+    lora,
+    masked,
+    ppo,
+    rewards,
+    sharding,
+    state,
+    storage,
+)
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runtime.sharding import MeshShape
+
+MODELS = {
+    "gpt2": config.gpt2(
+        vocab_size=13, hidden_size=32, num_layers=2, num_heads=8, max_positions=24
+    ),
+    "llama": config.llama(
+        vocab_size=13,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=8,
+        num_kv_heads=2,
+        intermediate_size=48,
+        max_positions=24,
+    ),
+}
+GPT2 = MODELS["gpt2"]
+MESHES = [
+    MeshShape(data, fsdp, tensor)
+    for data, fsdp, tensor in itertools.product((1, 2, 4, 8), repeat=3)
+    if data * fsdp * tensor == 8
+]
+KEY = jax.random.key(9)
+
+
+def shapes_of(model):
+    return jax.eval_shape(lambda: decoder.init(jax.random.key(0), model=model))
+
+
+# --- logical axes -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_every_parameter_has_axes_of_its_rank(model):
+    scored = {"trunk": shapes_of(model), "score": rewards_head(model)}
+    made = jax.eval_shape(
+        lambda: lora.init(jax.random.key(0), model=model, lora=lora.LoRA(rank=2))
+    )
+    for tree in (shapes_of(model), scored, made):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            names = axes.of(tuple(key.key for key in path))
+            assert names is not None, path
+            assert len(names) == leaf.ndim, path
+
+
+def rewards_head(model):
+    return {
+        "kernel": jax.ShapeDtypeStruct((model.hidden_size,), jnp.float32),
+        "bias": jax.ShapeDtypeStruct((), jnp.float32),
+    }
+
+
+def test_adapters_and_int8_have_the_axes_of_their_kernel():
+    at = ("policy", "layers", "mlp", "down")
+    assert axes.of((*at, "kernel")) == ("layers", "mlp", "embed")
+    assert axes.of((*at, "lora_a")) == ("layers", "mlp", None)
+    assert axes.of((*at, "lora_b")) == ("layers", None, "embed")
+    assert axes.of((*at, "kernel", "held", "scales")) == ("layers", "mlp", "embed")
+    assert axes.of(("kl", "kl_coef")) is None
+    assert axes.of(()) is None
+
+
+def test_rows_lie_on_as_many_axes_as_divide_them():
+    sizes = {"data": 2, "fsdp": 4, "tensor": 3}
+    assert axes.row_axes(sizes, rows=16) == ("data", "fsdp")
+    assert axes.row_axes(sizes, rows=6) == ("data",)
+    assert axes.row_axes(sizes, rows=3) == ()
+    assert axes.row_axes({"data": 1, "fsdp": 4}, rows=4) == ("fsdp",)
+
+
+# --- where things lie -------------------------------------------------------------
+
+
+def fresh(model=GPT2, *, optimizer=None, policy=None):
+    policy = decoder.init(jax.random.key(0), model=model) if policy is None else policy
+    optimizer = optax.adamw(1e-2) if optimizer is None else optimizer
+    return state.ppo_state(
+        policy=policy,
+        critic=critic.from_policy(policy, model=model),
+        policy_optimizer=optimizer,
+        critic_optimizer=optimizer,
+        kl=kl_control.fixed(0.1),
+    )
+
+
+def test_a_training_state_lies_as_the_rules_say():
+    mesh = MeshShape(fsdp=2, tensor=4).make()
+    made = sharding.create(fresh, mesh=mesh, small=64)
+    query = ("layers", "attention", "query", "kernel")
+
+    def spec(tree, path):
+        for name in path:
+            tree = tree[name]
+        return tree.sharding.spec
+
+    wanted = PartitionSpec(None, "fsdp", "tensor")
+    assert spec(made.policy, query) == wanted
+    assert spec(made.critic["trunk"], query) == wanted
+    assert spec(made.policy_opt[0].mu, query) == wanted
+    assert spec(made.critic_opt[0].nu["trunk"], query) == wanted
+    assert spec(made.policy, ("embed", "tokens")) == PartitionSpec("tensor", "fsdp")
+    assert made.step.sharding.is_fully_replicated
+    table = made.policy["embed"]["tokens"]
+    assert {each.data.size for each in table.addressable_shards} == {table.size // 8}
+    placed = sharding.place(fresh(), mesh=mesh, small=64)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7),
+        placed.policy,
+        made.policy,
+    )
+    assert jax.tree.all(
+        jax.tree.map(lambda a, b: a.sharding == b.sharding, placed, made)
+    )
+
+
+def test_frozen_models_stored_in_int8_lie_as_their_parameters():
+    mesh = MeshShape(fsdp=2, tensor=4).make()
+    params = decoder.init(jax.random.key(0), model=GPT2)
+    held = sharding.place(storage.store(params, dtype="int8"), mesh=mesh, small=64)
+    kernel = held["layers"]["mlp"]["down"]["kernel"]
+    assert kernel.values.sharding.spec == PartitionSpec(None, "tensor", "fsdp")
+    assert kernel.scales.sharding.spec == PartitionSpec(None, None, "fsdp")
+
+
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_nothing_large_is_on_every_device_unsaid(model, shape):
+    """The property: above `small` a leaf is sharded, or the rules are refused."""
+    mesh = shape.make()
+    tree = jax.eval_shape(lambda: fresh(model))
+    small = 16 * model.hidden_size
+    placed = sharding.shardings(tree, mesh=mesh, small=small)
+    for leaf, where in zip(
+        jax.tree.leaves(tree), jax.tree.leaves(placed), strict=True
+    ):
+        held = np.prod(where.shard_shape(leaf.shape))
+        if shape.fsdp * shape.tensor > 1 and leaf.size > small:
+            assert held < leaf.size
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"embed": "tensor"}, r"embed/\w+: expected one dimension on mesh axis 'te"),
+        ({"mlp": "rows"}, "rules: expected an axis of the mesh, data, fsdp, tensor, f"),
+        (
+            dict.fromkeys(sharding.RULES),
+            r"embed/\w+: expected at most 64 numbers on every device, got",
+        ),
+    ],
+)
+def test_rules_that_are_refused(rules, message):
+    mesh = MeshShape(fsdp=2, tensor=4).make()
+    with pytest.raises(InputError, match=message):
+        sharding.shardings(
+            shapes_of(GPT2), mesh=mesh, rules={**sharding.RULES, **rules}, small=64
+        )
+
+
+def test_an_axis_that_does_not_divide_names_the_parameter():
+    model = dataclasses.replace(GPT2, intermediate_size=36)
+    mesh = MeshShape(tensor=8).make()
+    with pytest.raises(
+        InputError,
+        match=r"layers/mlp/down/bias|layers/mlp/(down|up)/\w+: expected mesh axis "
+        r"'tensor' to divide its 'mlp' dimension, got 8 devices and 36 of",
+    ):
+        sharding.shardings(shapes_of(model), mesh=mesh)
+
+
+def test_a_rule_that_is_missing():
+    mesh = MeshShape(fsdp=8).make()
+    with pytest.raises(InputError, match=r"rules: expected one for '\w+', got embed"):
+        sharding.shardings(shapes_of(GPT2), mesh=mesh, rules={"embed": "fsdp"})
+
+
+def test_meshes_that_are_refused():
+    with pytest.raises(
+        InputError, match=r"multiply to the 8 devices, got data=2 · fsdp=2 · tensor=1 ="
+    ):
+        MeshShape(data=2, fsdp=2).make()
+    with pytest.raises(InputError, match="mesh fsdp: expected at least 1 device, got 0"):
+        MeshShape(fsdp=0)
+    with pytest.raises(InputError, match="axes data and fsdp divide, got 3; change"):
+        sharding.put_rows(toys.prompts((4, 2, 3)), mesh=MeshShape(data=8).make())
+
+
+# --- the same numbers -------------------------------------------------------------
+
+ALGORITHM = ppo.PPO(
+    model=GPT2,
+    critic_model=GPT2,
+    policy_optimizer=optax.sgd(0.1),
+    critic_optimizer=optax.sgd(0.1),
+    max_new_tokens=toys.SIZE,
+    stop_ids=toys.STOP,
+    num_epochs=2,
+    num_minibatches=2,
+)
+PARAMS = toys.params(GPT2)
+REFERENCE = toys.params(GPT2, seed=3)
+SCORER = rewards.init(jax.random.key(1), toys.params(GPT2, seed=1), model=GPT2)
+LENGTHS = (4, 2, 3, 1) * 4
+
+
+def iterate(settings, *, mesh=None):
+    """One iteration: the scored rollout, means and the parameters after it."""
+    prompts = toys.prompts(LENGTHS)
+    train = fresh(optimizer=settings.policy_optimizer, policy=PARAMS)
+    reference, scorer = toys.freeze(REFERENCE), toys.freeze(SCORER)
+    if mesh is not None:
+        place = functools.partial(sharding.place, mesh=mesh)
+        train, reference, scorer = place(train), place(reference), place(scorer)
+        prompts = sharding.put_rows(prompts, mesh=mesh)
+    after, stats, scored = toys.jit(functools.partial(ppo.iteration, ppo=settings))(
+        train,
+        prompts=prompts,
+        reference=reference,
+        reward=rewards.from_model(scorer, model=GPT2),
+        key=KEY,
+    )
+    return scored, masked.mean_stats(stats), (after.policy, after.critic)
+
+
+@functools.cache
+def alone(optimizer):
+    return iterate(SETTINGS[optimizer])
+
+
+SETTINGS = {
+    "sgd": ALGORITHM,
+    "adam": dataclasses.replace(
+        ALGORITHM,
+        policy_optimizer=optax.adam(1e-3, eps=1e-5),
+        critic_optimizer=optax.adam(1e-3, eps=1e-5),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+@pytest.mark.parametrize("optimizer", SETTINGS)
+def test_an_iteration_is_that_of_one_device(shape, optimizer):
+    mesh = shape.make()
+    with jax.set_mesh(mesh):
+        scored, means, params = iterate(SETTINGS[optimizer], mesh=mesh)
+    wanted_scored, wanted_means, wanted = alone(optimizer)
+    np.testing.assert_array_equal(scored.rollout.tokens, wanted_scored.rollout.tokens)
+    np.testing.assert_allclose(scored.scores, wanted_scored.scores, atol=1e-5)
+    assert means.keys() == wanted_means.keys()
+    for name, value in wanted_means.items():
+        np.testing.assert_allclose(
+            means[name], value, rtol=1e-5, atol=1e-5, err_msg=name
+        )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5),
+        params,
+        wanted,
+    )
+
+
+def test_devices_do_not_change_a_prompt_s_samples():
+    """The first eight prompts alone, on one device, and among 16 on eight."""
+    mesh = MeshShape(data=4, fsdp=2).make()
+    few = toys.sampled(PARAMS, model=GPT2, lengths=LENGTHS[:8])
+    with jax.set_mesh(mesh):
+        many = toys.sample(
+            sharding.place(PARAMS, mesh=mesh),
+            model=GPT2,
+            prompts=sharding.put_rows(toys.prompts(LENGTHS), mesh=mesh),
+            key=jax.random.key(5),
+            max_new_tokens=toys.SIZE,
+            stop_ids=toys.STOP,
+            temperature=0.7,
+        )
+    # The prompts of `toys` depend on how many there are: compare those that are equal.
+    same = np.flatnonzero(
+        (np.asarray(few.tokens)[:, :4] == np.asarray(many.tokens)[:8, :4]).all(axis=1)
+    )
+    assert len(same)
+    np.testing.assert_array_equal(
+        np.asarray(few.tokens)[same], np.asarray(many.tokens)[same]
+    )
+
+
+def test_a_frozen_model_has_one_fingerprint_wherever_it_lies():
+    mesh = MeshShape(fsdp=4, tensor=2).make()
+    held = frozen.freeze(PARAMS)
+    apart = frozen.freeze(sharding.place(PARAMS, mesh=mesh))
+    assert frozen.fingerprint_of(apart).root == frozen.fingerprint_of(held).root
+    frozen.verify(apart)
