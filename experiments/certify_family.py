@@ -72,7 +72,7 @@ class Config(run_folder.RunConfig):
     """What is to reach the optimum."""
     betas: tuple[float, ...] = (1.0, 0.55, 0.3, 0.17, 0.1)
     """Of GRPO and RLOO, reward units per nat, falling: each policy starts the next."""
-    iterations: int = 600
+    iterations: int = 1200
     """Of GRPO and RLOO at each beta; a multiple of 25."""
     dpo_betas: tuple[float, ...] = (1.0, 0.3, 0.1)
     """Of DPO, a run each."""
