@@ -18,8 +18,8 @@ the groups here are of 64. RLOO has the KL in the reward and no such factor.
 
 Two CPU cores take 9 minutes. Expect of seeds 0 to 2 and five β that KL(π ‖ π*) is at
 most 0.0075 nats by GRPO, 0.0053 by RLOO and 0.0012 by DPO, and that the identity holds
-to 1e-7. k2 of responses is noisy: with half the iterations GRPO ended 0.036 nats away in
-one of the worlds, and with twice the batch besides it lost 84% of the optimum's mass.
+to 1e-7. k2 of responses is noisy: with half the iterations GRPO ended 0.036 nats away
+in one of the worlds, and with those and twice the batch it lost 84% of the optimum.
 """
 
 from __future__ import annotations
