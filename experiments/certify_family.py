@@ -15,6 +15,11 @@ optimum     GRPO without the std and RLOO, as they always run, come within 0.03 
 GRPO has k2 of responses in the loss. The mean of its group holds the response itself,
 so that its reward counts (G - 1)/G and its optimum is that of a β larger by as much:
 the groups here are of 64. RLOO has the KL in the reward and no such factor.
+
+Two CPU cores take 9 minutes. Expect of seeds 0 to 2 and five β that KL(π ‖ π*) is at
+most 0.0075 nats by GRPO, 0.0053 by RLOO and 0.0012 by DPO, and that the identity holds
+to 1e-7. k2 of responses is noisy: with half the iterations GRPO ended 0.036 nats away
+in one of the worlds, and with those and twice the batch it lost 84% of the optimum.
 """
 
 from __future__ import annotations
@@ -72,7 +77,7 @@ class Config(run_folder.RunConfig):
     """What is to reach the optimum."""
     betas: tuple[float, ...] = (1.0, 0.55, 0.3, 0.17, 0.1)
     """Of GRPO and RLOO, reward units per nat, falling: each policy starts the next."""
-    iterations: int = 600
+    iterations: int = 1200
     """Of GRPO and RLOO at each beta; a multiple of 25."""
     dpo_betas: tuple[float, ...] = (1.0, 0.3, 0.1)
     """Of DPO, a run each."""
