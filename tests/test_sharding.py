@@ -160,9 +160,7 @@ def test_nothing_large_is_on_every_device_unsaid(model, shape):
     tree = jax.eval_shape(lambda: fresh(model))
     small = 16 * model.hidden_size
     placed = sharding.shardings(tree, mesh=mesh, small=small)
-    for leaf, where in zip(
-        jax.tree.leaves(tree), jax.tree.leaves(placed), strict=True
-    ):
+    for leaf, where in zip(jax.tree.leaves(tree), jax.tree.leaves(placed), strict=True):
         held = np.prod(where.shard_shape(leaf.shape))
         if shape.fsdp * shape.tensor > 1 and leaf.size > small:
             assert held < leaf.size
@@ -209,7 +207,7 @@ def test_meshes_that_are_refused():
         InputError, match=r"multiply to the 8 devices, got data=2 · fsdp=2 · tensor=1 ="
     ):
         MeshShape(data=2, fsdp=2).make()
-    with pytest.raises(InputError, match="mesh fsdp: expected at least 1 device, got 0"):
+    with pytest.raises(InputError, match="mesh fsdp: expected at least 1 device"):
         MeshShape(fsdp=0)
     with pytest.raises(InputError, match="axes data and fsdp divide, got 3; change"):
         sharding.put_rows(toys.prompts((4, 2, 3)), mesh=MeshShape(data=8).make())

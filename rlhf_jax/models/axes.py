@@ -1,8 +1,8 @@
 """Logical axes: what each dimension of each parameter is, whatever it lies on.
 
-`runtime/sharding.py` maps them to the axes of a mesh. A parameter is known by the end of
-its path, so that the tables hold for a policy, for the trunk of a critic, for adapters,
-for what an optimizer keeps of any of them, and for int8 storage.
+`runtime/sharding.py` maps them to the axes of a mesh. A parameter is known by the end
+of its path, so that the tables hold for a policy, for the trunk of a critic, for
+adapters, for what an optimizer keeps of any of them, and for int8 storage.
 
     layers/attention/query/kernel   [L, D, H·d]   ("layers", "embed", "heads")
 
@@ -84,7 +84,7 @@ def rows_apart(x: Array) -> Array:
       x: [B, ...].
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
+    if mesh.empty or mesh.size == 1:
         return x
     spec = PartitionSpec(row_axes(dict(mesh.shape), rows=x.shape[0]))
     return jax.lax.with_sharding_constraint(x, spec)

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rlhf_jax.functional.checks import InputError, StopError
-from rlhf_jax.models import leaves
+from rlhf_jax.models import axes, leaves
 from rlhf_jax.roles import fingerprint, storage
 
 Array = jax.Array
@@ -85,14 +85,22 @@ def beside(frozen: Frozen, batch: Any) -> Any:
       batch: pytree of arrays.
 
     Returns:
-      The batch, replicated over those devices; itself where it is there already.
+      The batch there, its rows over the row axes of a mesh; itself where it is on the
+      very same devices already.
     """
-    sharding = jax.tree.leaves(frozen.stored)[0].sharding
-    if isinstance(sharding, NamedSharding):
-        place = NamedSharding(sharding.mesh, PartitionSpec())
-    else:
-        place = sharding.with_memory_kind("device")
-    return jax.device_put(batch, place)
+    held = jax.tree.leaves(frozen.stored)[0].sharding
+
+    def put(leaf: Array) -> Array:
+        if isinstance(leaf, Array) and leaf.sharding.device_set == held.device_set:
+            return leaf
+        if not isinstance(held, NamedSharding):
+            return jax.device_put(leaf, held.with_memory_kind("device"))
+        rows = leaf.shape[0] if leaf.ndim else 1
+        over = axes.row_axes(dict(held.mesh.shape), rows=rows) if leaf.ndim else ()
+        spec = PartitionSpec(over) if over else PartitionSpec()
+        return jax.device_put(leaf, NamedSharding(held.mesh, spec))
+
+    return jax.tree.map(put, batch)
 
 
 def fingerprint_of(frozen: Frozen) -> fingerprint.Fingerprint:

@@ -47,6 +47,11 @@ class Batches(Generic[Batch]):
         assert batch is not None  # grain's None stands for filtered elements
         return batch
 
+    def map(self, function: Callable[[Batch], Batch]) -> Batches[Batch]:
+        """Every batch after `function`, as `sharding.put_rows` on a mesh."""
+        dataset = self._dataset.map(function)
+        return Batches(dataset, steps_per_epoch=self.steps_per_epoch)
+
 
 def prompt_batches(
     prompts: Sequence[Tokens],

@@ -95,16 +95,23 @@ class RewardModel(NamedTuple):
 
 
 def load_reference(
-    path_or_repo_id: str | None, *, policy: Pretrained, storage: Storage
+    path_or_repo_id: str | None,
+    *,
+    policy: Pretrained,
+    storage: Storage,
+    sharding: Any = None,
 ) -> Frozen:
     """The policy as it starts (None), or a checkpoint that can score its tokens.
+
+    Args:
+      sharding: where a checkpoint is read to, as `hf.load`.
 
     Raises:
       InputError: as `hf.load`, or the checkpoint has another shape or other token ids.
     """
     if path_or_repo_id is None:
         return storage.freeze(policy.params)
-    model, params = hf.load(path_or_repo_id, dtype="float32")
+    model, params = hf.load(path_or_repo_id, dtype="float32", sharding=sharding)
     check_reference(path_or_repo_id, model=model, policy=policy.model)
     _check_ids(path_or_repo_id, policy=policy, role="reference")
     return storage.freeze(params)
@@ -132,14 +139,21 @@ def check_reference(name: str, *, model: ModelConfig, policy: ModelConfig) -> No
 
 
 def load_reward_model(
-    path_or_repo_id: str, *, policy: Pretrained, storage: Storage
+    path_or_repo_id: str,
+    *,
+    policy: Pretrained,
+    storage: Storage,
+    sharding: Any = None,
 ) -> RewardModel:
     """A reward model, which must read the policy's tokens as they are.
+
+    Args:
+      sharding: where it is read to, as `hf.load`.
 
     Raises:
       InputError: as `hf.load_reward`, or its vocabulary is another.
     """
-    model, params = hf.load_reward(path_or_repo_id, dtype="float32")
+    model, params = hf.load_reward(path_or_repo_id, dtype="float32", sharding=sharding)
     if model.vocab_size < policy.model.vocab_size:
         raise InputError(
             f"reward model {path_or_repo_id}: expected the policy's vocabulary of "

@@ -63,7 +63,8 @@ def load(
       dtype: of the parameters ("float32" to train them); None keeps the checkpoint's.
         The compute dtype is `model.dtype`, float32, whatever this is.
       sharding: one `jax.sharding.Sharding` for every leaf, or a tree of them that is a
-        prefix of the parameters'; None is the default device.
+        prefix of the parameters', or what makes one of the parameters' shapes, as
+        `sharding.shardings` does; None is the default device.
 
     Raises:
       InputError: there is no such checkpoint, it is damaged, or the decoder does not
@@ -311,9 +312,10 @@ def _read(
 def _place(
     leaves: Iterable[tuple[str, np.ndarray]], *, shapes: Leaves, sharding: Any
 ) -> Params:
+    tree = traverse_util.unflatten_dict(shapes, sep="/")
     shardings = jax.tree.broadcast(
-        sharding,
-        traverse_util.unflatten_dict(shapes, sep="/"),
+        sharding(tree) if callable(sharding) else sharding,
+        tree,
         is_leaf=lambda node: node is None,
     )
     sharding_of = _flatten(shardings)

@@ -93,7 +93,11 @@ ALL_PARAMETERS = Adapters()
 
 
 def load(
-    path_or_repo_id: str, *, tokenizer: str | None = None, dtype: str = "float32"
+    path_or_repo_id: str,
+    *,
+    tokenizer: str | None = None,
+    dtype: str = "float32",
+    sharding: Any = None,
 ) -> Pretrained:
     """Reads a checkpoint to train, and checks that its tokenizer fits it.
 
@@ -101,6 +105,7 @@ def load(
       path_or_repo_id: a folder, or a hub id.
       tokenizer: where the tokenizer is; None for in the checkpoint.
       dtype: of activations; the parameters are float32.
+      sharding: where the parameters are to lie, as `hf.load`.
 
     Raises:
       InputError: either is missing or unreadable (`hf.load`), or the tokenizer has ids
@@ -109,7 +114,7 @@ def load(
     reader = encoding.load_tokenizer(
         path_or_repo_id if tokenizer is None else tokenizer
     )
-    model, params = hf.load(path_or_repo_id, dtype="float32")
+    model, params = hf.load(path_or_repo_id, dtype="float32", sharding=sharding)
     encoding.check_vocabulary(reader, vocab_size=model.vocab_size)
     # A chat model may stop at more than the tokenizer's EOS, which may be None.
     stop_ids = [reader.eos_token_id, *hf.stop_ids(path_or_repo_id)]

@@ -1,9 +1,8 @@
 """Meshes, and where on them parameters, optimizer states and batches lie.
 
-    mesh = MeshShape(data=2, fsdp=4).make()
-    with jax.set_mesh(mesh):
-        state = sharding.create(make_state, mesh=mesh)     never whole on one device
-        batch = sharding.put_rows(batch, mesh=mesh)        each process its own rows
+    with jax.set_mesh(MeshShape(data=2, fsdp=4).make()):
+        state = sharding.create(make_state)                never whole on one device
+        batch = sharding.put_rows(batch)                   each process its own rows
         state, stats = update(state, batch=batch, ...)     the same function, jitted
 
 | axis | what lies on it |
@@ -18,9 +17,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -70,13 +70,14 @@ class MeshShape:
         """Devices in all."""
         return math.prod(dataclasses.astuple(self))
 
-    def make(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
-        """The mesh, over all devices unless others are given.
+    def make(self, devices: Sequence[Any] | None = None) -> Mesh:
+        """The mesh, over all devices unless others are given; of one, the first.
 
         Raises:
           InputError: the axes do not multiply to the number of devices.
         """
-        devices = jax.devices() if devices is None else devices
+        if devices is None:
+            devices = jax.devices()[:1] if self.size == 1 else jax.devices()
         if len(devices) != self.size:
             raise InputError(
                 f"mesh: expected axes that multiply to the {len(devices)} devices, got "
@@ -91,13 +92,38 @@ class MeshShape:
         )
 
 
+ONE_DEVICE = MeshShape()
+
+
+class HasMesh(Protocol):
+    """The options of an experiment that runs on several devices."""
+
+    @property
+    def mesh(self) -> MeshShape: ...
+
+
+Options = TypeVar("Options", bound=HasMesh)
+
+
+def on_mesh(main: Callable[[Options], None]) -> Callable[[Options], None]:
+    """The `main` of an experiment whose options have a `mesh`, run on that mesh."""
+
+    @functools.wraps(main)
+    def run(options: Options) -> None:
+        with jax.set_mesh(options.mesh.make()):
+            main(options)
+
+    return run
+
+
 def shardings(
-    tree: Tree, *, mesh: Mesh, rules: Rules = RULES, small: int = SMALL
+    tree: Tree, *, mesh: Mesh | None = None, rules: Rules = RULES, small: int = SMALL
 ) -> Tree:
     """Where every leaf of a model, an optimizer or a training state is to lie.
 
     Args:
       tree: arrays or `jax.ShapeDtypeStruct`s, with parameters at any depth.
+      mesh: None is the one that is set (`jax.set_mesh`).
       rules: logical axis -> axis of the mesh.
       small: elements; a leaf that no rule shards may be copied to every device up to
         this size.
@@ -109,12 +135,23 @@ def shardings(
       InputError: two dimensions of a parameter would lie on one axis, an axis does not
         divide a dimension, or a leaf above `small` would be copied; names the leaf.
     """
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: NamedSharding(
-            mesh, _spec(_names(path), leaf.shape, mesh=mesh, rules=rules, small=small)
-        ),
-        tree,
-    )
+    mesh = _mesh(mesh)
+
+    def of(path: Any, leaf: Any) -> NamedSharding:
+        spec = _spec(_names(path), leaf.shape, mesh=mesh, rules=rules, small=small)
+        return NamedSharding(mesh, spec)
+
+    return jax.tree_util.tree_map_with_path(of, tree)
+
+
+def _mesh(given: Mesh | None) -> Mesh:
+    mesh = jax.sharding.get_mesh() if given is None else given
+    if mesh.empty:
+        raise InputError(
+            "mesh: expected one that is given or set, got none; put the call into "
+            "`with jax.set_mesh(mesh):`"
+        )
+    return mesh
 
 
 def _spec(
@@ -181,7 +218,11 @@ def _names(path: Any) -> tuple[str, ...]:
 
 
 def create(
-    make: Callable[[], Tree], *, mesh: Mesh, rules: Rules = RULES, small: int = SMALL
+    make: Callable[[], Tree],
+    *,
+    mesh: Mesh | None = None,
+    rules: Rules = RULES,
+    small: int = SMALL,
 ) -> Tree:
     """What `make` returns, made where it is to lie: never whole on one device.
 
@@ -191,7 +232,9 @@ def create(
     return jax.jit(make, out_shardings=where)()
 
 
-def place(tree: Tree, *, mesh: Mesh, rules: Rules = RULES, small: int = SMALL) -> Tree:
+def place(
+    tree: Tree, *, mesh: Mesh | None = None, rules: Rules = RULES, small: int = SMALL
+) -> Tree:
     """Existing parameters or a state, copied to where they are to lie.
 
     Args, Raises: as `shardings`.
@@ -200,21 +243,24 @@ def place(tree: Tree, *, mesh: Mesh, rules: Rules = RULES, small: int = SMALL) -
     return jax.device_put(tree, where)
 
 
-def put_rows(batch: Tree, *, mesh: Mesh) -> Tree:
+def put_rows(batch: Tree, *, mesh: Mesh | None = None) -> Tree:
     """A batch with its rows over the row axes of the mesh.
 
     Args:
-      batch: arrays [b, ...], this process's rows of the global batch.
+      batch: arrays [b, ...] of NumPy's, this process's rows of the global batch; or
+        of JAX, all of its rows.
+      mesh: None is the one that is set.
 
     Raises:
       InputError: the row axes do not divide the rows.
     """
+    mesh = _mesh(mesh)
     sizes = dict(mesh.shape)
     count = math.prod(sizes.get(axis, 1) for axis in axes.ROW_AXES)
     processes = len({device.process_index for device in mesh.devices.flat})
 
     def put(leaf: Any) -> Array:
-        rows = leaf.shape[0] * processes
+        rows = leaf.shape[0] * (1 if isinstance(leaf, Array) else processes)
         if rows % count:
             raise InputError(
                 f"batch: expected rows that the {count} devices of axes "
@@ -222,8 +268,9 @@ def put_rows(batch: Tree, *, mesh: Mesh) -> Tree:
                 f"size or the mesh"
             )
         spec = PartitionSpec(axes.row_axes(sizes, rows=rows))
-        return jax.make_array_from_process_local_data(
-            NamedSharding(mesh, spec), np.asarray(leaf)
-        )
+        where = NamedSharding(mesh, spec)
+        if isinstance(leaf, Array):
+            return jax.device_put(leaf, where)
+        return jax.make_array_from_process_local_data(where, np.asarray(leaf))
 
     return jax.tree.map(put, batch)
