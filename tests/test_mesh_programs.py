@@ -1,0 +1,223 @@
+"""Programs on a mesh of eight devices give the numbers of one device."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import toys
+
+from rlhf_jax import (
+    batch,
+    config,
+    critic,
+    dpo,
+    frozen,
+    grpo,
+    kl_control,
+    masked,
+    packing,
+    ppo,
+    rewards,
+    score,
+    sft,
+    sharding,
+    state,
+    train_reward,
+)
+from rlhf_jax.runtime.encoding import Pair
+from rlhf_jax.runtime.sharding import MeshShape
+
+pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.slow]
+MODEL = config.llama(
+    vocab_size=13,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    intermediate_size=48,
+    max_positions=24,
+)
+MESH = MeshShape(data=2, fsdp=2, tensor=2)
+PARAMS, REFERENCE = toys.params(MODEL), toys.params(MODEL, seed=3)
+OPTIMIZER = optax.adam(1e-3, eps=1e-5)
+LENGTHS = (4, 2, 3, 1) * 4
+KEY = jax.random.key(9)
+
+
+def texts(seed):
+    rng = np.random.default_rng(seed)
+    mask = np.arange(6)[None, :] < rng.integers(2, 7, 8)[:, None]
+    tokens = np.where(mask, rng.integers(3, 13, mask.shape), 0)
+    return batch.Sequences(
+        tokens=tokens.astype(np.int32), mask=mask, response_mask=mask
+    )
+
+
+def pairs():
+    rng = np.random.default_rng(8)
+
+    def words(count):
+        return rng.integers(3, 13, count).tolist()
+
+    return [Pair(words(2), [*words(i % 4), 1], [*words(3), 2]) for i in range(8)]
+
+
+def supervised(place, params=PARAMS):
+    return place(state.supervised_state(params, optimizer=OPTIMIZER))
+
+
+def run_sft(place, rows):
+    update = toys.jit(functools.partial(sft.update, model=MODEL, optimizer=OPTIMIZER))
+    return update(supervised(place), batch=rows(texts(1)))
+
+
+def run_reward_model(place, rows):
+    head = rewards.init(jax.random.key(2), PARAMS, model=MODEL)
+    update = functools.partial(train_reward.update, model=MODEL, optimizer=OPTIMIZER)
+    chosen = batch.Preferences(chosen=texts(1), rejected=texts(2))
+    return toys.jit(update)(supervised(place, head), batch=rows(chosen))
+
+
+def run_dpo(place, rows):
+    algorithm = dpo.DPO(model=MODEL, optimizer=OPTIMIZER, beta=0.4)
+    [packed] = packing.packed_in_order(
+        packing.pack(pairs(), width=None), batch_size=8, pad_id=0
+    )
+    return toys.jit(functools.partial(dpo.update, dpo=algorithm))(
+        supervised(place),
+        batch=rows(packed),
+        reference=place(toys.freeze(REFERENCE)),
+    )
+
+
+def run_grpo(place, rows):
+    algorithm = grpo.GRPO(
+        model=MODEL,
+        policy_optimizer=OPTIMIZER,
+        max_new_tokens=toys.SIZE,
+        stop_ids=toys.STOP,
+        group_size=4,
+    )
+    single = toys.prompts(LENGTHS[:4])
+    grouped = jax.tree.map(lambda leaf: jnp.repeat(leaf, 4, axis=0), single)
+    grouped = grouped.replace(sample=jnp.tile(jnp.arange(4, dtype=jnp.int32), 4))
+    scorer = rewards.init(jax.random.key(1), toys.params(MODEL, seed=1), model=MODEL)
+    train = state.grpo_state(
+        policy=PARAMS, policy_optimizer=OPTIMIZER, kl=kl_control.fixed(0.1)
+    )
+    after, stats, _ = toys.jit(functools.partial(grpo.iteration, grpo=algorithm))(
+        place(train),
+        prompts=rows(grouped),
+        reference=place(toys.freeze(REFERENCE)),
+        reward=rewards.from_model(place(toys.freeze(scorer)), model=MODEL),
+        key=KEY,
+    )
+    return after, stats
+
+
+@pytest.mark.parametrize("program", [run_sft, run_reward_model, run_dpo, run_grpo])
+def test_a_program_on_a_mesh_is_that_of_one_device(program):
+    wanted, wanted_stats = program(lambda tree: tree, lambda rows: rows)
+    with jax.set_mesh(MESH.make()):
+        found, stats = program(sharding.place, sharding.put_rows)
+    near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+    jax.tree.map(near, found, wanted)
+    means, wanted_means = masked.mean_stats(stats), masked.mean_stats(wanted_stats)
+    assert means.keys() == wanted_means.keys()
+    for name, value in wanted_means.items():
+        near(means[name], value, err_msg=name)
+
+
+# --- a reference with rules, or devices, of its own -------------------------------
+
+ALGORITHM = ppo.PPO(
+    model=MODEL,
+    critic_model=MODEL,
+    policy_optimizer=OPTIMIZER,
+    critic_optimizer=OPTIMIZER,
+    max_new_tokens=toys.SIZE,
+    stop_ids=toys.STOP,
+    num_epochs=1,
+)
+SHAPE = {"model": MODEL, "max_new_tokens": toys.SIZE, "temperature": 0.7}
+price = toys.jit(functools.partial(score.reference_logprobs, **SHAPE))
+sample = toys.jit(functools.partial(ppo.sample, ppo=ALGORITHM))
+learn = toys.jit(functools.partial(ppo.learn, ppo=ALGORITHM))
+
+
+def fresh():
+    return state.ppo_state(
+        policy=PARAMS,
+        critic=critic.from_policy(PARAMS, model=MODEL),
+        policy_optimizer=OPTIMIZER,
+        critic_optimizer=OPTIMIZER,
+        kl=kl_control.fixed(0.1),
+    )
+
+
+def iterate(train, *, prompts, reference, reference_mesh=None):
+    """One iteration, the reference priced by a program of its own."""
+    answered = sample(train.policy, prompts=prompts, key=KEY)
+    there = frozen.beside(reference, answered)
+    if reference_mesh is None:
+        priced = price(reference, rollout=there)
+    else:
+        with jax.set_mesh(reference_mesh):
+            priced = price(reference, rollout=there)
+    priced = jax.device_put(priced, answered.old_logprobs.sharding)
+    scores = answered.response_mask.sum(axis=1).astype(jnp.float32)
+    after, stats, _ = learn(
+        train,
+        rollout=answered,
+        scores=scores,
+        reference=None,
+        ref_logprobs=priced,
+        key=KEY,
+    )
+    return after.policy, masked.mean_stats(stats)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return iterate(
+        fresh(), prompts=toys.prompts(LENGTHS), reference=toys.freeze(REFERENCE)
+    )
+
+
+def check_equal(found, plain):
+    near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+    jax.tree.map(near, jax.device_get(found), jax.device_get(plain))
+
+
+def test_a_reference_by_rules_of_its_own(plain):
+    """On every device but for the vocabulary, where the policy is fully sharded."""
+    rules = {**sharding.RULES, "embed": None, "heads": None, "mlp": None}
+    with jax.set_mesh(MESH.make()):
+        reference = sharding.place(toys.freeze(REFERENCE), rules=rules)
+        up = reference.stored["layers"]["mlp"]["up"]["kernel"]
+        assert up.sharding.is_fully_replicated
+        found = iterate(
+            sharding.place(fresh()),
+            prompts=sharding.put_rows(toys.prompts(LENGTHS)),
+            reference=reference,
+        )
+    check_equal(found, plain)
+
+
+def test_a_reference_on_devices_of_its_own(plain):
+    ours, theirs = np.split(np.array(jax.devices()), 2)
+    own = MeshShape(fsdp=4).make(list(theirs))
+    reference = sharding.place(toys.freeze(REFERENCE), mesh=own)
+    with jax.set_mesh(MeshShape(data=2, tensor=2).make(list(ours))):
+        found = iterate(
+            sharding.place(fresh()),
+            prompts=sharding.put_rows(toys.prompts(LENGTHS)),
+            reference=reference,
+            reference_mesh=own,
+        )
+    held = {d for leaf in jax.tree.leaves(reference) for d in leaf.devices()}
+    assert held == set(theirs)
+    check_equal(found, plain)
