@@ -72,6 +72,7 @@ def check_equal(out, alone):
                 )
 
 
+@pytest.mark.long  # half of it is in the next
 def test_a_run_on_eight_devices_is_that_of_one(files, alone, tmp_path):
     summary = play(files, tmp_path / "run", *WIDE)
     check_equal(tmp_path / "run", alone[0])

@@ -77,7 +77,8 @@ WAYS = {
 }
 
 
-LONG = ("adapters", "adapters over int8", "none")
+LONG = ("adapters", "adapters over int8", "adapters, reset", "none")
+LONG += ("on the CPU, a schedule",)
 
 
 @pytest.fixture(scope="module")

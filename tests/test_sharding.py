@@ -265,10 +265,24 @@ SETTINGS = {
 }
 
 
+IN_CI = [MeshShape(data=8), MeshShape(fsdp=8), MeshShape(tensor=8)]
+IN_CI += [MeshShape(data=2, fsdp=2, tensor=2)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", MESHES, ids=str)
-@pytest.mark.parametrize("optimizer", SETTINGS)
-def test_an_iteration_is_that_of_one_device(shape, optimizer):
+@pytest.mark.parametrize(
+    ("optimizer", "shape"),
+    [
+        pytest.param(
+            *(optimizer, shape),
+            marks=[pytest.mark.long] * (shape not in IN_CI or optimizer == "adam"),
+        )
+        for optimizer in SETTINGS
+        for shape in MESHES
+    ],
+    ids=str,
+)
+def test_an_iteration_is_that_of_one_device(optimizer, shape):
     mesh = shape.make()
     with jax.set_mesh(mesh):
         scored, means, params = iterate(SETTINGS[optimizer], mesh=mesh)
