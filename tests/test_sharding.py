@@ -18,6 +18,8 @@ from rlhf_jax import (
     critic,
     decoder,
     frozen,
+    hf,
+    keys,
     kl_control,
     lora,
     masked,
@@ -323,6 +325,42 @@ def test_devices_do_not_change_a_prompt_s_samples():
     np.testing.assert_array_equal(
         np.asarray(few.tokens)[same], np.asarray(many.tokens)[same]
     )
+
+
+@pytest.mark.parametrize("shape", [MeshShape(fsdp=4, tensor=2), MeshShape(tensor=8)])
+@pytest.mark.parametrize("family", MODELS)
+def test_a_checkpoint_is_read_in_parts_to_where_they_lie(
+    family, shape, tmp_path, monkeypatch
+):
+    """GPT-2 has fused, ours-way-round tensors; both have a padded vocabulary."""
+    model = MODELS[family]
+    whole = toys.params(model)
+    hf.save(tmp_path / "model", model, whole)
+    parts = []
+    read = keys.Unread.__getitem__
+
+    def counted(leaf, index):
+        part = read(leaf, index)
+        parts.append((part.size, np.prod(leaf.shape)))
+        return part
+
+    monkeypatch.setattr(keys.Unread, "__getitem__", counted)
+    small = 24 * model.hidden_size
+    where = functools.partial(sharding.shardings, mesh=shape.make(), small=small)
+    _, found = hf.load(tmp_path / "model", sharding=where)
+    jax.tree.map(np.testing.assert_array_equal, found, without_padding(whole, model))
+    assert all(part < size for part, size in parts if size > small)
+    table = found["embed"]["tokens"]
+    assert table.sharding.spec[0] == "tensor"
+
+
+def without_padding(params, model):
+    """Rows of the vocabulary's padding are not saved, and read as zeros."""
+    kept = jax.tree.map(jnp.copy, params)
+    kept["embed"]["tokens"] = kept["embed"]["tokens"].at[model.vocab_size :].set(0)
+    if not model.tied_head:
+        kept["head"]["kernel"] = kept["head"]["kernel"].at[model.vocab_size :].set(0)
+    return kept
 
 
 def test_a_frozen_model_has_one_fingerprint_wherever_it_lies():

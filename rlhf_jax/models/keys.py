@@ -89,14 +89,29 @@ class Key:
             case _:
                 return fused
 
-    def from_hf(self, tensor: np.ndarray, widths: list[int]) -> list[np.ndarray]:
-        """Theirs -> ours; `widths` are the last axes of our leaves."""
+    def window(self, ours: list[slice], vocab_size: int) -> tuple[slice, ...]:
+        """Where their tensor has a part of ours, fused leaves taken as one."""
         match self.layout:
             case "transposed":
-                tensor = tensor.T
+                return tuple(reversed(ours))
+            case "vocabulary":
+                rows = ours[0]
+                rows = slice(min(rows.start, vocab_size), min(rows.stop, vocab_size))
+                return (rows, *ours[1:])
             case "row":
-                tensor = tensor[0]
-        return np.split(tensor, np.cumsum(widths)[:-1], axis=-1)
+                return (slice(0, 1), *ours)
+            case _:
+                return tuple(ours)
+
+    def from_hf(self, part: np.ndarray) -> np.ndarray:
+        """Theirs -> ours."""
+        match self.layout:
+            case "transposed":
+                return part.T
+            case "row":
+                return part[0]
+            case _:
+                return part
 
     def to_hf(self, parts: list[np.ndarray], vocab_size: int) -> np.ndarray:
         """Ours -> theirs."""
@@ -253,35 +268,77 @@ def check(
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class Unread:
+    """A leaf of ours in a checkpoint: `unread[index]` reads that part of it alone."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    key: Key
+    names: list[str]  # of their tensors, one a layer where the leaf is stacked
+    offset: int  # where the leaf begins in the last axis of a fused tensor
+    vocab_size: int
+    tensor: Callable[[str], Any]  # theirs by name, to be sliced
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        """The part, in our layout and dtype; of their tensors no more is read."""
+        ranges = [
+            slice(*part.indices(size)[:2])
+            for part, size in zip(index, self.shape, strict=True)
+        ]
+        # Zeros: rows of the vocabulary's padding stay so.
+        filled = np.zeros([part.stop - part.start for part in ranges], self.dtype)
+        if not self.key.stacked:
+            self._fill(filled, self.names[0], ranges)
+            return filled
+        for out, name in zip(filled, self.names[ranges[0]], strict=True):
+            self._fill(out, name, ranges[1:])
+        return filled
+
+    def _fill(self, out: np.ndarray, name: str, ranges: list[slice]) -> None:
+        *others, last = ranges
+        fused = slice(last.start + self.offset, last.stop + self.offset)
+        window = self.key.window([*others, fused], self.vocab_size)
+        if all(part.start < part.stop for part in window):
+            part = self.key.from_hf(np.asarray(self.tensor(name)[window]))
+            out[: len(part)] = part
+
+
 def read(
     table: Table,
     *,
     model: ModelConfig,
     leaves: Mapping[str, Any],
     headers: Mapping[str, Header],
-    tensor: Callable[[str], np.ndarray],
+    tensor: Callable[[str], Any],
     dtype: np.dtype | None,
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields our leaves, each filled tensor by tensor, so that one at a time is held.
+) -> Iterator[tuple[str, Unread]]:
+    """Yields our leaves, to be read a part at a time.
 
     Args:
       leaves, headers: as for `check`, which has passed.
-      tensor: reads a tensor of theirs by name.
+      tensor: a tensor of theirs by name, of which slices are read.
       dtype: of the leaves; None keeps the checkpoint's.
     """
     for key in table.keys:
         names = key.names(model.num_layers)
         stored = jnp.result_type(*(FLOATS[headers[name].dtype] for name in names))
-        shapes = [leaves[path].shape for path in key.paths]
-        # Zeros: rows of the vocabulary's padding stay so.
-        filled = [
-            np.zeros(shape, stored if dtype is None else dtype) for shape in shapes
-        ]
-        for layer, name in enumerate(names):
-            parts = key.from_hf(tensor(name), [shape[-1] for shape in shapes])
-            for leaf, part in zip(filled, parts, strict=True):
-                (leaf[layer] if key.stacked else leaf)[: len(part)] = part
-        yield from zip(key.paths, filled, strict=True)
+        offset = 0
+        for path in key.paths:
+            shape = leaves[path].shape
+            yield (
+                path,
+                Unread(
+                    shape=shape,
+                    dtype=stored if dtype is None else dtype,
+                    key=key,
+                    names=names,
+                    offset=offset,
+                    vocab_size=model.vocab_size,
+                    tensor=tensor,
+                ),
+            )
+            offset += shape[-1]
 
 
 def write(

@@ -56,7 +56,8 @@ def load(
     """Reads a causal language model from a folder or the Hugging Face hub.
 
     Every tensor is checked against the family's key table before any is read. Then one
-    leaf at a time is filled in host memory, cast, and placed on the devices.
+    leaf at a time is placed on the devices: of each tensor the slice that a device is
+    to hold is read, and cast, so that host memory holds no more than such a part.
 
     Args:
       path_or_repo_id: a folder with config.json and safetensors, or "owner/name".
@@ -296,7 +297,7 @@ def _read(
     model: ModelConfig,
     shapes: Leaves,
     dtype: DTypeLike | None,
-) -> Iterator[tuple[str, np.ndarray]]:
+) -> Iterator[tuple[str, keys.Unread]]:
     target = None if dtype is None else jnp.dtype(dtype)
     if target is not None and not jnp.issubdtype(target, jnp.floating):
         raise TypeError(f"expected a float dtype for parameters, got {target}")
@@ -310,7 +311,10 @@ def _read(
 
 
 def _place(
-    leaves: Iterable[tuple[str, np.ndarray]], *, shapes: Leaves, sharding: Any
+    leaves: Iterable[tuple[str, keys.Unread | np.ndarray]],
+    *,
+    shapes: Leaves,
+    sharding: Any,
 ) -> Params:
     tree = traverse_util.unflatten_dict(shapes, sep="/")
     shardings = jax.tree.broadcast(
@@ -322,11 +326,12 @@ def _place(
     placed = {}
     for path, leaf in leaves:
         if sharding_of[path] is None:
-            placed[path] = jnp.array(leaf)
+            placed[path] = jnp.array(leaf[(slice(None),) * len(leaf.shape)])
         else:
-            # By callback, so that each process hands over its own part only.
+            # By callback, so that each process reads its own part only.
+            part: Any = leaf.__getitem__
             placed[path] = jax.make_array_from_callback(
-                leaf.shape, sharding_of[path], leaf.__getitem__
+                leaf.shape, sharding_of[path], part
             )
     return traverse_util.unflatten_dict(placed, sep="/")
 

@@ -76,8 +76,8 @@ def open_file(file: Path) -> safe_open:
 
 def read(
     folder: Path,
-) -> tuple[dict[str, keys.Header], Callable[[str], np.ndarray]]:
-    """What the shards hold, from their headers alone, and a reader of one tensor.
+) -> tuple[dict[str, keys.Header], Callable[[str], Any]]:
+    """What the shards hold, from their headers alone, and a tensor to read slices of.
 
     Raises:
       InputError: no safetensors, a shard that the index names is missing, or a shard is
@@ -90,7 +90,7 @@ def read(
             header = shard.get_slice(name)
             headers[name] = keys.Header(tuple(header.get_shape()), header.get_dtype())
             shard_of[name] = shard
-    return headers, lambda name: shard_of[name].get_tensor(name)
+    return headers, lambda name: shard_of[name].get_slice(name)
 
 
 def write(
