@@ -50,7 +50,6 @@ from rlhf_jax import (
     report,
     run,
     run_folder,
-    sharding,
     state,
 )
 from rlhf_jax import lora as lora_
@@ -60,7 +59,6 @@ from rlhf_jax.runtime.data import Blank
 from rlhf_jax.runtime.frozen_models import Storage
 from rlhf_jax.runtime.packing import PackedRow
 from rlhf_jax.runtime.pretrained import Adapters, Pretrained
-from rlhf_jax.runtime.sharding import MeshShape
 from rlhf_jax.stages.batch import PackedPreferences
 from rlhf_jax.stages.dpo import DPO, DPORecipe
 
@@ -112,8 +110,6 @@ class Config(run_folder.RunConfig):
     """Adapters instead of all parameters."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of activations; trained parameters stay float32."""
-    mesh: MeshShape = sharding.ONE_DEVICE
-    """How several devices share parameters and rows."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -159,10 +155,7 @@ def make_models(
         reference = None if options.dpo.reference_free else base
     elif not options.dpo.reference_free:
         reference = frozen_models.load_reference(
-            options.reference,
-            policy=start,
-            storage=options.reference_storage,
-            sharding=sharding.shardings,
+            options.reference, policy=start, storage=options.reference_storage
         )
     return trained, base, reference
 
@@ -190,7 +183,7 @@ def live(reference: Frozen | None, *, algorithm: DPO) -> Priced:
         if reference is None:
             return None
         there = price(reference, batch=frozen.beside(reference, batch))
-        return sharding.put_rows(there)
+        return jax.device_put(there, jax.devices()[0])
 
     return priced
 
@@ -243,15 +236,11 @@ def evaluate(
     return {name: float(mean) for name, mean in jax.device_get(means).items()}
 
 
-@sharding.on_mesh
 def main(options: Config) -> None:
     started = time.perf_counter()
     texts = data.read_preferences(options.data, blank=options.blank)
     start = pretrained.load(
-        options.model,
-        tokenizer=options.tokenizer,
-        dtype=options.dtype,
-        sharding=sharding.shardings,
+        options.model, tokenizer=options.tokenizer, dtype=options.dtype
     )
     pairs, others = data.hold_out(
         encoding.encode_preferences(
@@ -266,9 +255,7 @@ def main(options: Config) -> None:
     rows = packing.pack(pairs, width=options.row_width)
     other_rows = packing.pack(others, width=options.row_width) if others else []
     shape = {"batch_size": options.batch_size, "pad_id": start.pad_id}
-    preferences = packing.packed_batches(rows, seed=options.seed, **shape).map(
-        sharding.put_rows
-    )
+    preferences = packing.packed_batches(rows, seed=options.seed, **shape)
     held_out = packing.packed_in_order(other_rows, **shape)
     num_steps = options.num_steps
     if num_steps is None:
@@ -279,9 +266,10 @@ def main(options: Config) -> None:
         functools.partial(dpo.update, dpo=algorithm), donate_argnames=("state",)
     )
     measure = jax.jit(functools.partial(dpo.measure, dpo=algorithm))
-    # All of it, as what a frozen model says is there, or `jit` would compile twice.
-    initial = sharding.place(
-        state.supervised_state(trained, optimizer=algorithm.optimizer)
+    # Tied to its device, as what a frozen model says is, or `jit` would compile twice.
+    initial = jax.device_put(
+        state.supervised_state(trained, optimizer=algorithm.optimizer),
+        jax.devices()[0],
     )
     start = start._replace(params=None)  # with LoRA the base is a copy: the only one
     # What does not fit is told here, before there is a run folder.

@@ -56,7 +56,6 @@ from rlhf_jax import (
     run_folder,
     score,
     self_check,
-    sharding,
     state,
     verifiers,
 )
@@ -66,7 +65,6 @@ from rlhf_jax.roles.rewards import Scores
 from rlhf_jax.runtime.data import Row
 from rlhf_jax.runtime.encoding import Tokens
 from rlhf_jax.runtime.pretrained import Pretrained
-from rlhf_jax.runtime.sharding import MeshShape
 from rlhf_jax.runtime.verification import PooledReward, VerifierPool
 from rlhf_jax.stages.batch import Prompts, Rollout
 from rlhf_jax.stages.grpo import GroupRecipe
@@ -123,8 +121,6 @@ class Config(run_folder.RunConfig):
     """What becomes of an answer that could not be verified, or of the run."""
     eval_rows: int = 256
     """Held-out questions to answer, from the beginning; GSM8K has 1319."""
-    mesh: MeshShape = sharding.ONE_DEVICE
-    """How several devices share parameters and rows."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -330,15 +326,11 @@ def improve(
     return train.policy
 
 
-@sharding.on_mesh
 def main(options: Config) -> None:
     started = time.perf_counter()
     verifier = verifiers.Gsm8k(options.answer_field, options.unmarked)
     start = pretrained.load(
-        options.model,
-        tokenizer=options.tokenizer,
-        dtype=options.dtype,
-        sharding=sharding.shardings,
+        options.model, tokenizer=options.tokenizer, dtype=options.dtype
     )
     algorithm = make_algorithm(options, start=start)
     (rows, tokens), held_out = (
@@ -351,7 +343,7 @@ def main(options: Config) -> None:
         samples_per_prompt=algorithm.group_size,
         seed=options.seed,
         pad_id=start.pad_id,
-    ).map(sharding.put_rows)
+    )
     reference = None if options.reference == "none" else frozen.freeze(start.params)
     train = state.grpo_state(
         policy=start.params,
@@ -359,8 +351,8 @@ def main(options: Config) -> None:
         kl=kl_control.fixed(options.beta),
     )
     start = start._replace(params=None)  # the first update takes them
-    # All of it, or `jit` would compile everything again after a step.
-    train = sharding.place(train)
+    # Tied to its device, or `jit` would compile everything again after a step.
+    train = jax.device_put(train, jax.devices()[0])
     key, programs = jax.random.key(options.seed), Programs(algorithm)
     with VerifierPool(
         verifier,

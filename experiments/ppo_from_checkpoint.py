@@ -72,7 +72,6 @@ from rlhf_jax import (
     run_folder,
     score,
     self_check,
-    sharding,
     state,
 )
 from rlhf_jax import lora as lora_
@@ -88,7 +87,6 @@ from rlhf_jax.runtime.batches import Batches
 from rlhf_jax.runtime.data import Row
 from rlhf_jax.runtime.frozen_models import RewardModel, Storage
 from rlhf_jax.runtime.pretrained import Adapters, Pretrained
-from rlhf_jax.runtime.sharding import MeshShape
 from rlhf_jax.stages.batch import Prompts, Rollout, Sequences
 from rlhf_jax.stages.ppo_config import Recipe
 from rlhf_jax.stages.state import TrainState
@@ -161,8 +159,6 @@ class Config(run_folder.RunConfig):
     """Off, with kl_coef 0, there is no reference: never loaded, never run."""
     lora: Adapters = pretrained.ALL_PARAMETERS
     """Adapters instead of all parameters."""
-    mesh: MeshShape = sharding.ONE_DEVICE
-    """How several devices share parameters and rows."""
     sample_every: int = 10
     """Iterations between rows of samples.jsonl."""
     num_shown: int = 4
@@ -346,10 +342,7 @@ def make_models(options: Config, policy: Pretrained) -> Models:
     lora, model, reward = options.lora.lora, policy.model, None
     if options.reward_model is not None:
         reward = frozen_models.load_reward_model(
-            options.reward_model,
-            policy=policy,
-            storage=options.reward_storage,
-            sharding=sharding.shardings,
+            options.reward_model, policy=policy, storage=options.reward_storage
         )
     base, critic_model = None, model
     if lora is not None:
@@ -371,9 +364,7 @@ def make_models(options: Config, policy: Pretrained) -> Models:
         assert options.reward_model is not None  # checked by Config
         assert reward is not None  # of it
         # Read again: what is frozen may be rounded, or be on the host.
-        _, valued = hf.load_reward(
-            options.reward_model, dtype="float32", sharding=sharding.shardings
-        )
+        _, valued = hf.load_reward(options.reward_model, dtype="float32")
         trained, critic_model = policy.params, reward.model
     algorithm = make_ppo(options, policy=policy, critic_model=critic_model)
     reference = None
@@ -381,10 +372,7 @@ def make_models(options: Config, policy: Pretrained) -> Models:
         reference = frozen.freeze(trained) if options.lifecycle.moves else base
     elif options.measure_kl:
         reference = frozen_models.load_reference(
-            options.reference,
-            policy=policy,
-            storage=options.reference_storage,
-            sharding=sharding.shardings,
+            options.reference, policy=policy, storage=options.reference_storage
         )
     train = state.ppo_state(
         policy=trained,
@@ -393,9 +381,9 @@ def make_models(options: Config, policy: Pretrained) -> Models:
         critic_optimizer=algorithm.critic_optimizer,
         kl=options.kl_control.controller(options.kl_coef, num_steps=options.num_steps),
     )
-    # All of it, as what comes back from a frozen model is on the mesh: a state that is
-    # not would be after its first step, and `jit` would compile everything again.
-    train = sharding.place(train)
+    # Tied to its device, as what comes back from a frozen model is: a state that is not
+    # would be after its first step, and `jit` would compile everything again.
+    train = jax.device_put(train, jax.devices()[0])
     return Models(algorithm, train, base, reference, reward)
 
 
@@ -685,7 +673,6 @@ def model_reward(scorer: RewardModel) -> ppo.Reward:
     )
 
 
-@sharding.on_mesh
 def main(options: Config) -> None:
     started = time.perf_counter()
     for spec in (options.reward, options.judge):  # before anything is loaded
@@ -693,10 +680,7 @@ def main(options: Config) -> None:
             cli.load_function(spec)
     rows = data.read_prompts(options.prompts, field=options.prompt_field)
     policy = pretrained.load(
-        options.model,
-        tokenizer=options.tokenizer,
-        dtype=options.dtype,
-        sharding=sharding.shardings,
+        options.model, tokenizer=options.tokenizer, dtype=options.dtype
     )
     models = make_models(options, policy)
     context = policy.model.max_positions
@@ -709,7 +693,7 @@ def main(options: Config) -> None:
         seed=options.seed,
         pad_id=policy.pad_id,
         buckets=options.buckets,
-    ).map(sharding.put_rows)
+    )
     sources = {"held_out": options.held_out, "out_of_domain": options.out_of_domain}
     texts = {
         name: pretrained.read_texts(
@@ -730,7 +714,7 @@ def main(options: Config) -> None:
             batch_size=options.ptx_batch_size,
             seed=options.seed,
             pad_id=policy.pad_id,
-        ).map(sharding.put_rows)
+        )
     policy = policy._replace(params=None)  # with LoRA the base is a copy: the only one
     programs, judge = Programs(models), None
     if options.judge is not None:

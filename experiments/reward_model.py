@@ -44,7 +44,6 @@ from rlhf_jax import (
     rollout,
     run,
     run_folder,
-    sharding,
     state,
     train_reward,
 )
@@ -52,7 +51,6 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runtime.batches import Batches
 from rlhf_jax.runtime.encoding import Example, Pair
 from rlhf_jax.runtime.pretrained import Pretrained
-from rlhf_jax.runtime.sharding import MeshShape
 from rlhf_jax.stages.batch import Prompts, Rollout, Sequences
 
 Array = jax.Array
@@ -99,8 +97,6 @@ class Config(run_folder.RunConfig):
     """Of these answers; use PPO's."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of activations; parameters stay float32."""
-    mesh: MeshShape = sharding.ONE_DEVICE
-    """How several devices share parameters and rows."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -199,15 +195,11 @@ def accuracy(
     return float((left > right).mean())
 
 
-@sharding.on_mesh
 def main(options: Config) -> None:
     started = time.perf_counter()
     rows = data.read_preferences(options.data)
     start = pretrained.load(
-        options.model,
-        tokenizer=options.tokenizer,
-        dtype=options.dtype,
-        sharding=sharding.shardings,
+        options.model, tokenizer=options.tokenizer, dtype=options.dtype
     )
     model = start.model
     everything = encoding.encode_preferences(
@@ -226,7 +218,7 @@ def main(options: Config) -> None:
         seed=options.seed,
         pad_id=start.pad_id,
         buckets=options.buckets,
-    ).map(sharding.put_rows)
+    )
     num_steps = options.num_steps
     if num_steps is None:
         num_steps = preferences.steps_per_epoch
@@ -259,7 +251,6 @@ def main(options: Config) -> None:
     initial = state.supervised_state(
         rewards.init(head_key, start.params, model=model), optimizer=optimizer
     )
-    initial = sharding.place(initial)  # the head and the counters too
     # What does not fit is told here, before there is a run folder.
     jax.eval_shape(update, initial, batch=preferences[0])
     texts, num_texts = [], 0  # to normalise on

@@ -40,13 +40,11 @@ from rlhf_jax import (
     run,
     run_folder,
     sft,
-    sharding,
     state,
 )
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runtime.encoding import Example
 from rlhf_jax.runtime.pretrained import Pretrained
-from rlhf_jax.runtime.sharding import MeshShape
 from rlhf_jax.stages.batch import Sequences
 
 Params = Any
@@ -96,8 +94,6 @@ class Config(run_folder.RunConfig):
     """Gradients of a larger norm are scaled down to it."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of activations; parameters stay float32."""
-    mesh: MeshShape = sharding.ONE_DEVICE
-    """How several devices share parameters and rows."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -121,10 +117,7 @@ def starting_point(options: Config) -> Pretrained:
     """The checkpoint, or a fresh model of the tokenizer's vocabulary."""
     if options.model is not None:
         return pretrained.load(
-            options.model,
-            tokenizer=options.tokenizer,
-            dtype=options.dtype,
-            sharding=sharding.shardings,
+            options.model, tokenizer=options.tokenizer, dtype=options.dtype
         )
     assert options.tokenizer is not None  # checked by Config
     tokenizer = encoding.load_tokenizer(options.tokenizer)
@@ -136,10 +129,10 @@ def starting_point(options: Config) -> Pretrained:
         max_positions=options.fresh_max_positions,
         dtype=options.dtype,
     )
-    init = functools.partial(decoder.init, jax.random.key(options.seed), model=model)
+    init = jax.jit(decoder.init, static_argnames=("model",))
     return Pretrained(
         model=model,
-        params=sharding.create(init),
+        params=init(jax.random.key(options.seed), model=model),
         tokenizer=tokenizer,
         stop_ids=(encoding.eos_token_id(tokenizer),),
     )
@@ -175,7 +168,6 @@ def mean_loss(
     return total / weight
 
 
-@sharding.on_mesh
 def main(options: Config) -> None:
     started = time.perf_counter()
     start = starting_point(options)
@@ -189,7 +181,7 @@ def main(options: Config) -> None:
         seed=options.seed,
         pad_id=start.pad_id,
         buckets=options.buckets,
-    ).map(sharding.put_rows)
+    )
     num_steps = options.num_steps
     if num_steps is None:
         num_steps = demonstrations.steps_per_epoch
@@ -210,7 +202,6 @@ def main(options: Config) -> None:
         donate_argnames=("state",),
     )
     initial = state.supervised_state(start.params, optimizer=optimizer)
-    initial = sharding.place(initial)  # the counters too
     # What does not fit is told here, before there is a run folder.
     jax.eval_shape(update, initial, batch=demonstrations[0])
 

@@ -220,4 +220,6 @@ def test_a_reference_on_devices_of_its_own(plain):
         )
     held = {d for leaf in jax.tree.leaves(reference) for d in leaf.devices()}
     assert held == set(theirs)
+    with jax.set_mesh(own):
+        frozen.verify(reference)
     check_equal(found, plain)

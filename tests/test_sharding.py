@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 import toys
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from rlhf_jax import (
     axes,
@@ -215,6 +215,31 @@ def test_meshes_that_are_refused():
         sharding.put_rows(toys.prompts((4, 2, 3)), mesh=MeshShape(data=8).make())
 
 
+def test_a_model_in_pinned_host_memory_stays_there():
+    params = decoder.init(jax.random.key(0), model=GPT2)
+    held = frozen.freeze(params, memory="pinned_host")
+    placed = sharding.place(held, mesh=MeshShape(fsdp=2, tensor=4).make(), small=64)
+    kinds = {
+        leaf.sharding.memory_kind for leaf in jax.tree.leaves(placed.stored["layers"])
+    }
+    assert kinds == {"pinned_host"}
+
+
+def test_meshes_and_batches_that_are_not_ours():
+    explicit = jax.make_mesh((8,), ("data",))
+    if any(kind != AxisType.Auto for kind in explicit.axis_types):
+        with pytest.raises(InputError, match=r"expected axes of AxisType\.Auto, got"):
+            sharding.put_rows(toys.prompts(LENGTHS), mesh=explicit)
+    with pytest.raises(InputError, match="expected one that is given or set, got none"):
+        sharding.shardings(shapes_of(GPT2))
+    with pytest.raises(InputError, match=r"expected arrays .* got the scalar 3"):
+        sharding.put_rows({"step": 3}, mesh=MeshShape(data=8).make())
+    other = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))
+    rules = {**dict.fromkeys(sharding.RULES), "embed": "model"}
+    found = sharding.shardings(shapes_of(GPT2), mesh=other, rules=rules)
+    assert found["embed"]["tokens"].spec == PartitionSpec(None, "model")
+
+
 # --- the same numbers -------------------------------------------------------------
 
 ALGORITHM = ppo.PPO(
@@ -267,8 +292,7 @@ SETTINGS = {
 }
 
 
-IN_CI = [MeshShape(data=8), MeshShape(fsdp=8), MeshShape(tensor=8)]
-IN_CI += [MeshShape(data=2, fsdp=2, tensor=2)]
+IN_CI = [MeshShape(data=2, fsdp=2, tensor=2)]
 
 
 @pytest.mark.slow

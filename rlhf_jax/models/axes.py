@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 Array = jax.Array
 Names = tuple[str | None, ...]
@@ -84,8 +84,8 @@ def rows_apart(x: Array) -> Array:
       x: [B, ...].
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
-        return x
+    if mesh.empty or mesh.size == 1 or mesh.axis_types[0] != AxisType.Auto:
+        return x  # with explicit axes the arrays say it themselves
     spec = PartitionSpec(row_axes(dict(mesh.shape), rows=x.shape[0]))
     return jax.lax.with_sharding_constraint(x, spec)
 

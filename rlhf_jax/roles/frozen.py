@@ -78,26 +78,30 @@ def beside(frozen: Frozen, batch: Any) -> Any:
     Explicit and asynchronous. A reference on the CPU, or on devices of its own:
 
         there = frozen.beside(reference, rollout)
-        ref_logprobs = price(reference, rollout=there)      jitted, runs beside
+        ref_logprobs = price(reference, rollout=there)      jitted, runs beside; where
+            a mesh is set, under `jax.set_mesh` of the reference's own
         ref_logprobs = jax.device_put(ref_logprobs, rollout.old_logprobs.sharding)
 
     Args:
       batch: pytree of arrays.
 
     Returns:
-      The batch there, its rows over the row axes of a mesh; itself where it is on the
-      very same devices already.
+      The batch there, its rows over the row axes of a mesh; itself where it is on
+      that mesh already.
     """
     held = jax.tree.leaves(frozen.stored)[0].sharding
 
     def put(leaf: Array) -> Array:
-        if isinstance(leaf, Array) and leaf.sharding.device_set == held.device_set:
-            return leaf
         if not isinstance(held, NamedSharding):
             return jax.device_put(leaf, held.with_memory_kind("device"))
-        rows = leaf.shape[0] if leaf.ndim else 1
-        over = axes.row_axes(dict(held.mesh.shape), rows=rows) if leaf.ndim else ()
-        spec = PartitionSpec(over) if over else PartitionSpec()
+        if isinstance(leaf, Array):
+            now = leaf.sharding
+            if isinstance(now, NamedSharding) and now.mesh == held.mesh:
+                return leaf
+        spec = PartitionSpec()
+        if np.ndim(leaf):
+            sizes = dict(held.mesh.shape)
+            spec = PartitionSpec(axes.row_axes(sizes, rows=np.shape(leaf)[0]))
         return jax.device_put(leaf, NamedSharding(held.mesh, spec))
 
     return jax.tree.map(put, batch)

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 from huggingface_hub.errors import HFValidationError
+from jax.sharding import SingleDeviceSharding
 from jax.typing import DTypeLike
 
 from rlhf_jax.functional.checks import InputError
@@ -328,10 +329,20 @@ def _place(
         if sharding_of[path] is None:
             placed[path] = jnp.array(leaf[(slice(None),) * len(leaf.shape)])
         else:
-            # By callback, so that each process reads its own part only.
-            part: Any = leaf.__getitem__
-            placed[path] = jax.make_array_from_callback(
-                leaf.shape, sharding_of[path], part
+            # Each process reads what its devices hold, a device after the other.
+            parts = [
+                jax.device_put(
+                    leaf[index],
+                    SingleDeviceSharding(
+                        device, memory_kind=sharding_of[path].memory_kind
+                    ),
+                )
+                for device, index in sharding_of[path]
+                .addressable_devices_indices_map(leaf.shape)
+                .items()
+            ]
+            placed[path] = jax.make_array_from_single_device_arrays(
+                leaf.shape, sharding_of[path], parts
             )
     return traverse_util.unflatten_dict(placed, sep="/")
 

@@ -46,8 +46,7 @@ PACKAGES = (
 class RunConfig:
     """What every experiment asks for; an experiment adds its own fields.
 
-    Of these only `seed` changes the result, so a resume may differ in the others, and
-    in the `mesh` of an experiment that has one.
+    Of these only `seed` changes the result, so a resume may differ in the others.
     """
 
     out: Path
@@ -91,7 +90,7 @@ class RunConfig:
                 )
 
 
-MAY_DIFFER = {f.name for f in dataclasses.fields(RunConfig)} - {"seed"} | {"mesh"}
+MAY_DIFFER = frozenset(f.name for f in dataclasses.fields(RunConfig)) - {"seed"}
 Config = TypeVar("Config", bound=RunConfig)
 
 
@@ -125,8 +124,7 @@ def check_run(config: RunConfig) -> None:
     differing = [
         f"  {name}: recorded {_show(recorded, name)}, given {_show(given, name)}"
         for name in sorted(recorded.keys() | given.keys())
-        if name.partition(".")[0] not in MAY_DIFFER
-        and _show(recorded, name) != _show(given, name)
+        if name not in MAY_DIFFER and _show(recorded, name) != _show(given, name)
     ]
     if differing:
         raise InputError(

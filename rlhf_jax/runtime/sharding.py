@@ -17,10 +17,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -95,27 +94,6 @@ class MeshShape:
 ONE_DEVICE = MeshShape()
 
 
-class HasMesh(Protocol):
-    """The options of an experiment that runs on several devices."""
-
-    @property
-    def mesh(self) -> MeshShape: ...
-
-
-Options = TypeVar("Options", bound=HasMesh)
-
-
-def on_mesh(main: Callable[[Options], None]) -> Callable[[Options], None]:
-    """The `main` of an experiment whose options have a `mesh`, run on that mesh."""
-
-    @functools.wraps(main)
-    def run(options: Options) -> None:
-        with jax.set_mesh(options.mesh.make()):
-            main(options)
-
-    return run
-
-
 def shardings(
     tree: Tree, *, mesh: Mesh | None = None, rules: Rules = RULES, small: int = SMALL
 ) -> Tree:
@@ -139,7 +117,8 @@ def shardings(
 
     def of(path: Any, leaf: Any) -> NamedSharding:
         spec = _spec(_names(path), leaf.shape, mesh=mesh, rules=rules, small=small)
-        return NamedSharding(mesh, spec)
+        kind = leaf.sharding.memory_kind if isinstance(leaf, Array) else None
+        return NamedSharding(mesh, spec, memory_kind=kind)
 
     return jax.tree_util.tree_map_with_path(of, tree)
 
@@ -150,6 +129,11 @@ def _mesh(given: Mesh | None) -> Mesh:
         raise InputError(
             "mesh: expected one that is given or set, got none; put the call into "
             "`with jax.set_mesh(mesh):`"
+        )
+    if any(kind != AxisType.Auto for kind in mesh.axis_types):
+        raise InputError(
+            f"mesh: expected axes of AxisType.Auto, got {mesh.axis_types}; make it by "
+            f"MeshShape, or give axis_types to jax.make_mesh"
         )
     return mesh
 
@@ -184,7 +168,7 @@ def _spec(
                 f"axis smaller, or map {name!r} to another"
             )
         placed.append(axis)
-    sharded = any(sizes[axis] > 1 for axis in ("fsdp", "tensor"))
+    sharded = any(size > 1 for axis, size in sizes.items() if axis != "data")
     if sharded and not any(placed) and math.prod(shape) > small:
         raise InputError(
             f"{where}: expected at most {small} numbers on every device, got "
@@ -235,7 +219,9 @@ def create(
 def place(
     tree: Tree, *, mesh: Mesh | None = None, rules: Rules = RULES, small: int = SMALL
 ) -> Tree:
-    """Existing parameters or a state, copied to where they are to lie.
+    """Existing parameters or a state, moved to where they are to lie.
+
+    What lies there already is shared: do not read the source after donating this.
 
     Args, Raises: as `shardings`.
     """
@@ -260,6 +246,11 @@ def put_rows(batch: Tree, *, mesh: Mesh | None = None) -> Tree:
     processes = len({device.process_index for device in mesh.devices.flat})
 
     def put(leaf: Any) -> Array:
+        if not np.ndim(leaf):
+            raise InputError(
+                f"batch: expected arrays [b, ...], got the scalar {leaf}; put it there "
+                f"by itself"
+            )
         rows = leaf.shape[0] * (1 if isinstance(leaf, Array) else processes)
         if rows % count:
             raise InputError(

@@ -83,14 +83,15 @@ def read(
       InputError: no safetensors, a shard that the index names is missing, or a shard is
         truncated.
     """
-    headers, shard_of = {}, {}
+    headers, file_of = {}, {}
     for file in _files(folder):
         shard = open_file(file)
         for name in shard.keys():  # noqa: SIM118 (not a dict, and not iterable)
             header = shard.get_slice(name)
             headers[name] = keys.Header(tuple(header.get_shape()), header.get_dtype())
-            shard_of[name] = shard
-    return headers, lambda name: shard_of[name].get_slice(name)
+            file_of[name] = file
+    # Opened anew, as what was read through a mapping is held until it is closed.
+    return headers, lambda name: open_file(file_of[name]).get_slice(name)
 
 
 def write(
