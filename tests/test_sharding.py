@@ -9,21 +9,25 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import toy_files
 import toys
 from jax.sharding import AxisType, PartitionSpec
 
 from rlhf_jax import (
     axes,
+    batches,
     config,
     critic,
     decoder,
     frozen,
+    frozen_models,
     hf,
     keys,
     kl_control,
     lora,
     masked,
     ppo,
+    pretrained,
     rewards,
     sharding,
     state,
@@ -376,6 +380,33 @@ def test_a_checkpoint_is_read_in_parts_to_where_they_lie(
     assert all(part < size for part, size in parts if size > small)
     table = found["embed"]["tokens"]
     assert table.sharding.spec[0] == "tensor"
+
+
+def test_models_and_batches_of_an_experiment_lie_on_the_mesh(tmp_path):
+    toy_files.checkpoint(tmp_path / "model")
+    scorer = rewards.init(jax.random.key(1), toy_files.params(), model=toy_files.MODEL)
+    hf.save_reward(
+        tmp_path / "reward", toy_files.MODEL, scorer, tokenizer=toy_files.tokenizer()
+    )
+    mesh = MeshShape(data=4, tensor=2).make()
+    where = functools.partial(sharding.shardings, mesh=mesh)
+    policy = pretrained.load(str(tmp_path / "model"), sharding=where)
+    held = {"policy": policy, "storage": frozen_models.COPY, "sharding": where}
+    reference = frozen_models.load_reference(str(tmp_path / "model"), **held)
+    reward = frozen_models.load_reward_model(str(tmp_path / "reward"), **held)
+    for params in (
+        policy.params,
+        reference.stored,
+        frozen_models.load_reference(None, **held).stored,
+        reward.frozen.stored["trunk"],
+    ):
+        kernel = params["layers"]["mlp"]["up"]["kernel"]
+        assert kernel.sharding.spec == PartitionSpec(None, None, "tensor")
+    plain = batches.prompt_batches([[3], [4, 5], [6]], batch_size=8, seed=0, pad_id=0)
+    placed = plain.map(functools.partial(sharding.put_rows, mesh=mesh))
+    assert placed.steps_per_epoch == plain.steps_per_epoch
+    jax.tree.map(np.testing.assert_array_equal, placed[2], plain[2])
+    assert placed[2].tokens.sharding.spec == PartitionSpec(("data",))
 
 
 def without_padding(params, model):
