@@ -219,6 +219,17 @@ def test_meshes_that_are_refused():
         sharding.put_rows(toys.prompts((4, 2, 3)), mesh=MeshShape(data=8).make())
 
 
+def test_a_mesh_is_one_option_of_a_command_line():
+    assert MeshShape.parse("fsdp=4, tensor=2") == MeshShape(fsdp=4, tensor=2)
+    shape = MeshShape(data=2, fsdp=3, tensor=5)
+    assert MeshShape.parse(str(shape)) == shape
+    for text in ("", "fsdp", "fsdp=2,fsdp=2", "rows=2", "data=-1", "data=2.0"):
+        with pytest.raises(InputError, match="expected sizes of data, fsdp, tensor"):
+            MeshShape.parse(text)
+    with pytest.raises(InputError, match="at least 1 device"):
+        MeshShape.parse("data=0")
+
+
 def test_a_model_in_pinned_host_memory_stays_there():
     params = decoder.init(jax.random.key(0), model=GPT2)
     held = frozen.freeze(params, memory="pinned_host")

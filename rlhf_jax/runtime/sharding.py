@@ -1,6 +1,6 @@
 """Meshes, and where on them parameters, optimizer states and batches lie.
 
-    with jax.set_mesh(MeshShape(data=2, fsdp=4).make()):
+    with jax.set_mesh(MeshShape(data=2, fsdp=4).make()):   --mesh data=2,fsdp=4
         state = sharding.create(make_state)                never whole on one device
         batch = sharding.put_rows(batch)                   each process its own rows
         state, stats = update(state, batch=batch, ...)     the same function, jitted
@@ -19,11 +19,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from tyro.constructors import PrimitiveConstructorSpec
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import axes
@@ -48,7 +49,7 @@ SMALL = 2**20  # elements of a leaf that may be on every device
 
 @dataclasses.dataclass(frozen=True)
 class MeshShape:
-    """How many devices share what; an option group of a command line."""
+    """How many devices share what; on a command line "fsdp=4,tensor=2"."""
 
     data: int = 1
     """Devices that share the rows of a batch."""
@@ -63,6 +64,27 @@ class MeshShape:
                 raise InputError(
                     f"mesh {name}: expected at least 1 device, got {size}; leave it out"
                 )
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The mesh of "data=2,fsdp=4"; an axis that is left out is 1.
+
+        Raises:
+          InputError: of another form, or an axis that there is not.
+        """
+        sizes: dict[str, int] = {}
+        for part in text.split(","):
+            name, _, size = part.strip().partition("=")
+            if name not in AXES or name in sizes or not size.isdecimal():
+                raise InputError(
+                    f"mesh: expected sizes of {', '.join(AXES)}, as data=2,fsdp=4, got "
+                    f"{text!r}; name each axis once"
+                )
+            sizes[name] = int(size)
+        return cls(**sizes)
+
+    def __str__(self) -> str:
+        return ",".join(f"{k}={v}" for k, v in dataclasses.asdict(self).items())
 
     @property
     def size(self) -> int:
@@ -92,6 +114,17 @@ class MeshShape:
 
 
 ONE_DEVICE = MeshShape()
+MeshOption = Annotated[
+    MeshShape,
+    PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="AXIS=SIZE,...",
+        instance_from_str=lambda given: MeshShape.parse(given[0]),
+        is_instance=lambda value: isinstance(value, MeshShape),
+        str_from_instance=lambda value: [str(value)],
+    ),
+]
+"""A MeshShape as one option of a command line."""
 
 
 def shardings(
