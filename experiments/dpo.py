@@ -34,6 +34,7 @@ import jax
 import numpy as np
 import optax
 import tyro
+from jax.sharding import Mesh
 
 from rlhf_jax import (
     checks,
@@ -48,8 +49,10 @@ from rlhf_jax import (
     precomputed,
     pretrained,
     report,
+    row_sharding,
     run,
     run_folder,
+    sharding,
     state,
 )
 from rlhf_jax import lora as lora_
@@ -59,6 +62,7 @@ from rlhf_jax.runtime.data import Blank
 from rlhf_jax.runtime.frozen_models import Storage
 from rlhf_jax.runtime.packing import PackedRow
 from rlhf_jax.runtime.pretrained import Adapters, Pretrained
+from rlhf_jax.runtime.sharding import MeshOption
 from rlhf_jax.stages.batch import PackedPreferences
 from rlhf_jax.stages.dpo import DPO, DPORecipe
 
@@ -110,6 +114,8 @@ class Config(run_folder.RunConfig):
     """Adapters instead of all parameters."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of activations; trained parameters stay float32."""
+    mesh: MeshOption = sharding.ONE_DEVICE
+    """How several devices share rows and parameters."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -123,11 +129,11 @@ class Config(run_folder.RunConfig):
         if not 0 <= self.warmup < 1:
             raise InputError(f"warmup: expected a share in [0, 1), got {self.warmup}")
         adapters = self.lora.lora is not None
-        if adapters and self.reference_storage.memory == "cpu":
+        if adapters and self.reference_storage.apart:
             raise InputError(
-                "--reference-storage.memory: expected device or pinned_host with "
-                "--lora.rank, got cpu; the reference is the policy's base then, which "
-                "runs with it"
+                "--reference-storage: expected it where the policy lies with "
+                "--lora.rank, got memory cpu, a mesh or own_devices; the reference is "
+                "the policy's base then, which runs with it"
             )
         stored = self.reference_storage != frozen_models.COPY and not adapters
         for option, given in {
@@ -143,7 +149,7 @@ class Config(run_folder.RunConfig):
 
 
 def make_models(
-    options: Config, start: Pretrained
+    options: Config, start: Pretrained, *, mesh: Mesh
 ) -> tuple[Params, Frozen | None, Frozen | None]:
     """What is trained, the base that it adapts if it does, and the reference."""
     trained, base, reference = start.params, None, None
@@ -155,7 +161,10 @@ def make_models(
         reference = None if options.dpo.reference_free else base
     elif not options.dpo.reference_free:
         reference = frozen_models.load_reference(
-            options.reference, policy=start, storage=options.reference_storage
+            options.reference,
+            policy=start,
+            storage=options.reference_storage,
+            sharding=functools.partial(sharding.shardings, mesh=mesh),
         )
     return trained, base, reference
 
@@ -175,15 +184,16 @@ def make_dpo(options: Config, start: Pretrained, *, num_steps: int) -> DPO:
     )
 
 
-def live(reference: Frozen | None, *, algorithm: DPO) -> Priced:
+def live(reference: Frozen | None, *, algorithm: DPO, mesh: Mesh) -> Priced:
     """Prices each batch when it is due, where the reference is held."""
-    price = jax.jit(functools.partial(dpo.reference_logprobs, dpo=algorithm))
+    if reference is None:
+        return lambda batch: None
+    price = functools.partial(dpo.reference_logprobs, dpo=algorithm)
+    price = jax.jit(sharding.on(frozen.mesh_of(reference), price))
 
-    def priced(batch: PackedPreferences) -> Array | None:
-        if reference is None:
-            return None
+    def priced(batch: PackedPreferences) -> Array:
         there = price(reference, batch=frozen.beside(reference, batch))
-        return jax.device_put(there, jax.devices()[0])
+        return row_sharding.put_rows(there, mesh=mesh)
 
     return priced
 
@@ -238,9 +248,13 @@ def evaluate(
 
 def main(options: Config) -> None:
     started = time.perf_counter()
+    mesh = frozen_models.policy_mesh(options.mesh, options.reference_storage)
     texts = data.read_preferences(options.data, blank=options.blank)
     start = pretrained.load(
-        options.model, tokenizer=options.tokenizer, dtype=options.dtype
+        options.model,
+        tokenizer=options.tokenizer,
+        dtype=options.dtype,
+        sharding=functools.partial(sharding.shardings, mesh=mesh),
     )
     pairs, others = data.hold_out(
         encoding.encode_preferences(
@@ -255,22 +269,22 @@ def main(options: Config) -> None:
     rows = packing.pack(pairs, width=options.row_width)
     other_rows = packing.pack(others, width=options.row_width) if others else []
     shape = {"batch_size": options.batch_size, "pad_id": start.pad_id}
-    preferences = packing.packed_batches(rows, seed=options.seed, **shape)
+    preferences = packing.packed_batches(
+        rows, seed=options.seed, share=row_sharding.row_share(mesh), **shape
+    ).map(lambda batch: row_sharding.put_rows(batch, mesh=mesh))
     held_out = packing.packed_in_order(other_rows, **shape)
     num_steps = options.num_steps
     if num_steps is None:
         num_steps = preferences.steps_per_epoch
     algorithm = make_dpo(options, start, num_steps=num_steps)
-    trained, base, reference = make_models(options, start)
-    update = jax.jit(
-        functools.partial(dpo.update, dpo=algorithm), donate_argnames=("state",)
-    )
-    measure = jax.jit(functools.partial(dpo.measure, dpo=algorithm))
-    # Tied to its device, as what a frozen model says is, or `jit` would compile twice.
-    initial = jax.device_put(
-        state.supervised_state(trained, optimizer=algorithm.optimizer),
-        jax.devices()[0],
-    )
+    trained, base, reference = make_models(options, start, mesh=mesh)
+    update = functools.partial(dpo.update, dpo=algorithm)
+    update = jax.jit(sharding.on(mesh, update), donate_argnames=("state",))
+    measure = functools.partial(dpo.measure, dpo=algorithm)
+    measure = jax.jit(sharding.on(mesh, measure))
+    # All of it, as what a frozen model says is there, or `jit` would compile twice.
+    initial = state.supervised_state(trained, optimizer=algorithm.optimizer)
+    initial = sharding.place(initial, mesh=mesh)
     start = start._replace(params=None)  # with LoRA the base is a copy: the only one
     # What does not fit is told here, before there is a run folder.
     first = preferences[0]
@@ -290,7 +304,7 @@ def main(options: Config) -> None:
                 *((name, model.stored, False) for name, model in beside.items()),
             ]
         )
-        price = price_other = live(reference, algorithm=algorithm)
+        price = price_other = live(reference, algorithm=algorithm, mesh=mesh)
         if options.precompute and reference is not None:
             price, price_other = (
                 from_cache(

@@ -30,12 +30,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import jax
 import numpy as np
 import optax
 import tyro
+from jax.sharding import Mesh
 
 from rlhf_jax import (
     batches,
@@ -52,10 +54,12 @@ from rlhf_jax import (
     pretrained,
     report,
     rollout,
+    row_sharding,
     run,
     run_folder,
     score,
     self_check,
+    sharding,
     state,
     verifiers,
 )
@@ -65,6 +69,7 @@ from rlhf_jax.roles.rewards import Scores
 from rlhf_jax.runtime.data import Row
 from rlhf_jax.runtime.encoding import Tokens
 from rlhf_jax.runtime.pretrained import Pretrained
+from rlhf_jax.runtime.sharding import MeshOption
 from rlhf_jax.runtime.verification import PooledReward, VerifierPool
 from rlhf_jax.stages.batch import Prompts, Rollout
 from rlhf_jax.stages.grpo import GroupRecipe
@@ -121,6 +126,8 @@ class Config(run_folder.RunConfig):
     """What becomes of an answer that could not be verified, or of the run."""
     eval_rows: int = 256
     """Held-out questions to answer, from the beginning; GSM8K has 1319."""
+    mesh: MeshOption = sharding.ONE_DEVICE
+    """How several devices share rows and parameters."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -209,13 +216,17 @@ def make_algorithm(options: Config, *, start: Pretrained) -> grpo.GRPO:
 class Programs:
     """What is compiled, each with its parameters as arguments."""
 
-    def __init__(self, algorithm: grpo.GRPO) -> None:
+    def __init__(self, algorithm: grpo.GRPO, *, mesh: Mesh) -> None:
         shape = {
             "model": algorithm.model,
             "max_new_tokens": algorithm.max_new_tokens,
             "temperature": algorithm.temperature,
         }
-        jit, bind = jax.jit, functools.partial
+        self._mesh, bind = mesh, functools.partial
+
+        def jit(function: Callable[..., Any], **donated: Any) -> Callable[..., Any]:
+            return jax.jit(sharding.on(mesh, function), **donated)
+
         self.sample = jit(bind(grpo.sample, grpo=algorithm))
         self.price = jit(bind(score.reference_logprobs, **shape))
         self.learn = jit(bind(grpo.learn, grpo=algorithm), donate_argnames=("state",))
@@ -231,11 +242,13 @@ class Programs:
         self, answered: Rollout, *, reference: Frozen | None, reward: PooledReward
     ) -> tuple[Scores, Array | None]:
         """Scores, and the reference's log-probs, taken while processes verify."""
-        pending = reward.submit(self._judged(answered))
+        mine = row_sharding.local_rows(self._judged(answered))
+        pending = reward.submit(mine)
         priced = None
         if reference is not None:
             priced = self.price(reference, rollout=answered)
-        return pending.collect(), priced
+        scores = row_sharding.put_rows(pending.collect(), mesh=self._mesh)
+        return scores, priced
 
 
 def accuracy(
@@ -313,12 +326,13 @@ def improve(
         stage.state["train"] = train
         samples = []
         if step % SAMPLE_EVERY == 0:
-            shown = jax.tree.map(lambda leaf: leaf[:SHOWN], answered)
+            mine, totals = row_sharding.local_rows((answered, scores.total))
+            shown = jax.tree.map(lambda leaf: leaf[:SHOWN], mine)
             samples = [
                 {"question": question, "answer": answer, "score": float(found)}
                 for (question, answer), found in zip(
                     encoding.texts(shown, decode=reward.decode),
-                    scores.total[:SHOWN],
+                    totals[:SHOWN],
                     strict=True,
                 )
             ]
@@ -328,9 +342,13 @@ def improve(
 
 def main(options: Config) -> None:
     started = time.perf_counter()
+    mesh = options.mesh.make()
     verifier = verifiers.Gsm8k(options.answer_field, options.unmarked)
     start = pretrained.load(
-        options.model, tokenizer=options.tokenizer, dtype=options.dtype
+        options.model,
+        tokenizer=options.tokenizer,
+        dtype=options.dtype,
+        sharding=functools.partial(sharding.shardings, mesh=mesh),
     )
     algorithm = make_algorithm(options, start=start)
     (rows, tokens), held_out = (
@@ -343,7 +361,8 @@ def main(options: Config) -> None:
         samples_per_prompt=algorithm.group_size,
         seed=options.seed,
         pad_id=start.pad_id,
-    )
+        share=row_sharding.row_share(mesh),
+    ).map(lambda batch: row_sharding.put_rows(batch, mesh=mesh))
     reference = None if options.reference == "none" else frozen.freeze(start.params)
     train = state.grpo_state(
         policy=start.params,
@@ -351,9 +370,9 @@ def main(options: Config) -> None:
         kl=kl_control.fixed(options.beta),
     )
     start = start._replace(params=None)  # the first update takes them
-    # Tied to its device, or `jit` would compile everything again after a step.
-    train = jax.device_put(train, jax.devices()[0])
-    key, programs = jax.random.key(options.seed), Programs(algorithm)
+    # All of it, or `jit` would compile everything again after a step.
+    train = sharding.place(train, mesh=mesh)
+    key, programs = jax.random.key(options.seed), Programs(algorithm, mesh=mesh)
     with VerifierPool(
         verifier,
         num_workers=options.num_workers,

@@ -36,11 +36,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import optax
 import tyro
+from jax.sharding import Mesh
 
 from rlhf_jax import (
     adapted,
@@ -68,10 +70,12 @@ from rlhf_jax import (
     pretrained,
     report,
     rewards,
+    row_sharding,
     run,
     run_folder,
     score,
     self_check,
+    sharding,
     state,
 )
 from rlhf_jax import lora as lora_
@@ -87,6 +91,7 @@ from rlhf_jax.runtime.batches import Batches
 from rlhf_jax.runtime.data import Row
 from rlhf_jax.runtime.frozen_models import RewardModel, Storage
 from rlhf_jax.runtime.pretrained import Adapters, Pretrained
+from rlhf_jax.runtime.sharding import MeshOption
 from rlhf_jax.stages.batch import Prompts, Rollout, Sequences
 from rlhf_jax.stages.ppo_config import Recipe
 from rlhf_jax.stages.state import TrainState
@@ -159,6 +164,8 @@ class Config(run_folder.RunConfig):
     """Off, with kl_coef 0, there is no reference: never loaded, never run."""
     lora: Adapters = pretrained.ALL_PARAMETERS
     """Adapters instead of all parameters."""
+    mesh: MeshOption = sharding.ONE_DEVICE
+    """How several devices share rows and parameters."""
     sample_every: int = 10
     """Iterations between rows of samples.jsonl."""
     num_shown: int = 4
@@ -239,11 +246,11 @@ class Config(run_folder.RunConfig):
                 f"is a head on the policy, got {self.critic_from}; leave one of them "
                 f"out"
             )
-        if self.ppo.penalty.needs_logits and self.reference_storage.memory == "cpu":
+        if self.ppo.penalty.needs_logits and self.reference_storage.apart:
             raise InputError(
-                "--reference-storage.memory: expected device or pinned_host for exact "
-                "KL, which needs the hidden states of policy and reference in one "
-                "program, got cpu; choose another, or an estimator k1, k2 or k3"
+                "--reference-storage: expected it where the policy lies for exact KL, "
+                "which needs the hidden states of both in one program, got memory cpu, "
+                "a mesh or own_devices; leave it out, or choose k1, k2 or k3"
             )
         if not self.measure_kl and self.lora.lora is None:
             _refuse_unused("--reference-storage", self.reference_storage)
@@ -256,11 +263,11 @@ class Config(run_folder.RunConfig):
                     "--penalty: expected k1, k2 or k3 with --lora.rank and a lifecycle "
                     "that moves the reference, got exact KL; leave one of them out"
                 )
-            if self.reference_storage.memory == "cpu":
+            if self.reference_storage.apart:
                 raise InputError(
-                    "--reference-storage.memory: expected device or pinned_host with "
-                    "--lora.rank, got cpu; the reference is the policy's base then, "
-                    "which runs with it"
+                    "--reference-storage: expected it where the policy lies with "
+                    "--lora.rank, got memory cpu, a mesh or own_devices; the reference "
+                    "is the policy's base then, which runs with it"
                 )
             if self.reference is not None and self.lifecycle.moves:
                 raise InputError(
@@ -325,6 +332,7 @@ MEASURED = {
 class Models(NamedTuple):
     """What is held during the run."""
 
+    mesh: Mesh  # that all lies on but frozen models with devices of their own
     algorithm: ppo.PPO
     train: TrainState
     base: Frozen | None  # that policy and critic adapt, with LoRA
@@ -337,12 +345,24 @@ class Models(NamedTuple):
         return self.base is not None and self.algorithm.lifecycle.moves
 
 
+def mesh_of(options: Config) -> Mesh:
+    """What all lies on but frozen models with devices of their own."""
+    return frozen_models.policy_mesh(
+        options.mesh, options.reference_storage, options.reward_storage
+    )
+
+
 def make_models(options: Config, policy: Pretrained) -> Models:
     """Policy and critic to train, reference and reward model frozen."""
     lora, model, reward = options.lora.lora, policy.model, None
+    mesh = mesh_of(options)
+    over = functools.partial(sharding.shardings, mesh=mesh)
     if options.reward_model is not None:
         reward = frozen_models.load_reward_model(
-            options.reward_model, policy=policy, storage=options.reward_storage
+            options.reward_model,
+            policy=policy,
+            storage=options.reward_storage,
+            sharding=over,
         )
     base, critic_model = None, model
     if lora is not None:
@@ -364,7 +384,7 @@ def make_models(options: Config, policy: Pretrained) -> Models:
         assert options.reward_model is not None  # checked by Config
         assert reward is not None  # of it
         # Read again: what is frozen may be rounded, or be on the host.
-        _, valued = hf.load_reward(options.reward_model, dtype="float32")
+        _, valued = hf.load_reward(options.reward_model, dtype="float32", sharding=over)
         trained, critic_model = policy.params, reward.model
     algorithm = make_ppo(options, policy=policy, critic_model=critic_model)
     reference = None
@@ -372,7 +392,10 @@ def make_models(options: Config, policy: Pretrained) -> Models:
         reference = frozen.freeze(trained) if options.lifecycle.moves else base
     elif options.measure_kl:
         reference = frozen_models.load_reference(
-            options.reference, policy=policy, storage=options.reference_storage
+            options.reference,
+            policy=policy,
+            storage=options.reference_storage,
+            sharding=over,
         )
     train = state.ppo_state(
         policy=trained,
@@ -381,10 +404,10 @@ def make_models(options: Config, policy: Pretrained) -> Models:
         critic_optimizer=algorithm.critic_optimizer,
         kl=options.kl_control.controller(options.kl_coef, num_steps=options.num_steps),
     )
-    # Tied to its device, as what comes back from a frozen model is: a state that is not
-    # would be after its first step, and `jit` would compile everything again.
-    train = jax.device_put(train, jax.devices()[0])
-    return Models(algorithm, train, base, reference, reward)
+    # All of it, as what comes back from a frozen model is on the mesh: a state that is
+    # not would be after its first step, and `jit` would compile everything again.
+    train = sharding.place(train, mesh=mesh)
+    return Models(mesh, algorithm, train, base, reference, reward)
 
 
 def encode_prompts(
@@ -446,15 +469,19 @@ class Programs:
             "max_new_tokens": algorithm.max_new_tokens,
             "temperature": algorithm.temperature,
         }
+        mesh = models.mesh
+
+        def jit(function: Callable[..., Any], **donated: Any) -> Callable[..., Any]:
+            return jax.jit(sharding.on(mesh, function), **donated)
+
         self._models = models
         self._lora = algorithm.lora if models.adapters_are_the_reference else None
         self._base = models.base if models.adapters_are_the_reference else None
-        self.sample = jax.jit(functools.partial(ppo.sample, ppo=algorithm))
-        self.learn = jax.jit(
-            functools.partial(ppo.learn, ppo=algorithm),
-            donate_argnames=("state",),
+        self.sample = jit(functools.partial(ppo.sample, ppo=algorithm))
+        self.learn = jit(
+            functools.partial(ppo.learn, ppo=algorithm), donate_argnames=("state",)
         )
-        self.measure = jax.jit(
+        self.measure = jit(
             functools.partial(
                 self_check.measure, reference=None, lora=algorithm.lora, **shape
             )
@@ -464,14 +491,16 @@ class Programs:
                 experience.kl_by_position, max_new_tokens=algorithm.max_new_tokens
             )
         )
-        self.evaluate = jax.jit(
+        self.evaluate = jit(
             lambda policy, texts, base: evaluation.text_stats(
                 adapted.params(policy, base=base, lora=algorithm.lora),
                 texts,
                 model=algorithm.model,
             )
         )
-        self._price = jax.jit(
+        if models.reference is not None:
+            mesh = frozen.mesh_of(models.reference)
+        self._price = jit(
             functools.partial(score.reference_logprobs, lora=self._lora, **shape)
         )
         self._drift = jax.jit(self._drift_of)
@@ -560,8 +589,10 @@ def sample_rows(
     answered: Rollout, scores: Array | Scores, *, policy: Pretrained, count: int
 ) -> list[dict[str, Any]]:
     """The first answers of a batch, for samples.jsonl."""
+    answered, total = row_sharding.local_rows(
+        (answered, rewards.scores_of(scores).total)
+    )
     shown = jax.tree.map(lambda leaf: leaf[:count], answered)
-    total = rewards.scores_of(scores).total
     return [
         {"row": int(row), "prompt": prompt, "response": response, "score": float(score)}
         for row, score, (prompt, response) in zip(
@@ -657,17 +688,27 @@ def look(
     return stats
 
 
-def text_reward(spec: str, *, policy: Pretrained, rows: list[Row]) -> ppo.Reward:
-    """The Python function module:function as a reward."""
+def text_reward(
+    spec: str, *, policy: Pretrained, rows: list[Row], mesh: Mesh
+) -> ppo.Reward:
+    """The Python function module:function as a reward; each process its own rows."""
     function = cli.load_function(spec)
-    return rewards.TextReward(function=function, decode=policy.decode, rows=rows)
+    reward = rewards.TextReward(function=function, decode=policy.decode, rows=rows)
+
+    def scored(answered: Rollout) -> Array:
+        return row_sharding.put_rows(
+            reward(row_sharding.local_rows(answered)), mesh=mesh
+        )
+
+    return scored
 
 
 def model_reward(scorer: RewardModel) -> ppo.Reward:
     """A reward model, run where it is held."""
     # An argument of the program: a closure would bake its parameters in.
     reward = rewards.from_model(scorer.frozen, model=scorer.model)
-    apply = jax.jit(lambda reward, rollout: reward(rollout))
+    mesh = frozen.mesh_of(scorer.frozen)
+    apply = jax.jit(sharding.on(mesh, lambda reward, rollout: reward(rollout)))
     return lambda answered: frozen_models.run_beside(
         lambda there: apply(reward, there), scorer.frozen, answered
     )
@@ -679,21 +720,27 @@ def main(options: Config) -> None:
         if spec is not None:
             cli.load_function(spec)
     rows = data.read_prompts(options.prompts, field=options.prompt_field)
+    mesh = mesh_of(options)
     policy = pretrained.load(
-        options.model, tokenizer=options.tokenizer, dtype=options.dtype
+        options.model,
+        tokenizer=options.tokenizer,
+        dtype=options.dtype,
+        sharding=functools.partial(sharding.shardings, mesh=mesh),
     )
     models = make_models(options, policy)
     context = policy.model.max_positions
     if models.reward is not None:
         context = min(context, models.reward.model.max_positions)
     rows, token_lists = encode_prompts(options, rows, policy=policy, context=context)
+    put_rows = functools.partial(row_sharding.put_rows, mesh=mesh)
     prompts = batches.prompt_batches(
         token_lists,
         batch_size=options.batch_size,
         seed=options.seed,
         pad_id=policy.pad_id,
         buckets=options.buckets,
-    )
+        share=row_sharding.row_share(mesh),
+    ).map(put_rows)
     sources = {"held_out": options.held_out, "out_of_domain": options.out_of_domain}
     texts = {
         name: pretrained.read_texts(
@@ -714,13 +761,14 @@ def main(options: Config) -> None:
             batch_size=options.ptx_batch_size,
             seed=options.seed,
             pad_id=policy.pad_id,
-        )
+            share=row_sharding.row_share(mesh),
+        ).map(put_rows)
     policy = policy._replace(params=None)  # with LoRA the base is a copy: the only one
     programs, judge = Programs(models), None
     if options.judge is not None:
-        judge = text_reward(options.judge, policy=policy, rows=rows)
+        judge = text_reward(options.judge, policy=policy, rows=rows, mesh=mesh)
     if options.reward is not None:
-        reward = text_reward(options.reward, policy=policy, rows=rows)
+        reward = text_reward(options.reward, policy=policy, rows=rows, mesh=mesh)
     else:
         assert models.reward is not None  # checked by Config
         reward = model_reward(models.reward)

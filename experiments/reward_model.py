@@ -42,8 +42,10 @@ from rlhf_jax import (
     report,
     rewards,
     rollout,
+    row_sharding,
     run,
     run_folder,
+    sharding,
     state,
     train_reward,
 )
@@ -51,6 +53,7 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runtime.batches import Batches
 from rlhf_jax.runtime.encoding import Example, Pair
 from rlhf_jax.runtime.pretrained import Pretrained
+from rlhf_jax.runtime.sharding import MeshOption
 from rlhf_jax.stages.batch import Prompts, Rollout, Sequences
 
 Array = jax.Array
@@ -97,6 +100,8 @@ class Config(run_folder.RunConfig):
     """Of these answers; use PPO's."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of activations; parameters stay float32."""
+    mesh: MeshOption = sharding.ONE_DEVICE
+    """How several devices share rows and parameters."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -197,9 +202,13 @@ def accuracy(
 
 def main(options: Config) -> None:
     started = time.perf_counter()
+    mesh = options.mesh.make()
     rows = data.read_preferences(options.data)
     start = pretrained.load(
-        options.model, tokenizer=options.tokenizer, dtype=options.dtype
+        options.model,
+        tokenizer=options.tokenizer,
+        dtype=options.dtype,
+        sharding=functools.partial(sharding.shardings, mesh=mesh),
     )
     model = start.model
     everything = encoding.encode_preferences(
@@ -218,7 +227,8 @@ def main(options: Config) -> None:
         seed=options.seed,
         pad_id=start.pad_id,
         buckets=options.buckets,
-    )
+        share=row_sharding.row_share(mesh),
+    ).map(lambda batch: row_sharding.put_rows(batch, mesh=mesh))
     num_steps = options.num_steps
     if num_steps is None:
         num_steps = preferences.steps_per_epoch
@@ -228,29 +238,28 @@ def main(options: Config) -> None:
             optax.linear_schedule(options.learning_rate, 0.0, num_steps), eps=1e-5
         ),
     )
-    update = jax.jit(
-        functools.partial(
-            train_reward.update,
-            model=model,
-            optimizer=optimizer,
-            micro_batch_size=options.micro_batch_size,
-        ),
-        donate_argnames=("state",),
+    update = functools.partial(
+        train_reward.update,
+        model=model,
+        optimizer=optimizer,
+        micro_batch_size=options.micro_batch_size,
     )
-    sample = jax.jit(
-        functools.partial(
-            rollout.rollout,
-            model=model,
-            max_new_tokens=options.max_new_tokens,
-            stop_ids=start.stop_ids,
-            temperature=options.temperature,
-        )
+    update = jax.jit(sharding.on(mesh, update), donate_argnames=("state",))
+    sample = functools.partial(
+        rollout.rollout,
+        model=model,
+        max_new_tokens=options.max_new_tokens,
+        stop_ids=start.stop_ids,
+        temperature=options.temperature,
     )
-    score = jax.jit(functools.partial(rewards.sequence_scores, model=model))
+    sample = jax.jit(sharding.on(mesh, sample))
+    score = functools.partial(rewards.sequence_scores, model=model)
+    score = jax.jit(sharding.on(mesh, score))
     head_key, sample_key = jax.random.split(jax.random.key(options.seed))
     initial = state.supervised_state(
         rewards.init(head_key, start.params, model=model), optimizer=optimizer
     )
+    initial = sharding.place(initial, mesh=mesh)  # the head and the counters too
     # What does not fit is told here, before there is a run folder.
     jax.eval_shape(update, initial, batch=preferences[0])
     texts, num_texts = [], 0  # to normalise on

@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 import jax
 import optax
+from jax.sharding import Mesh
 
 from rlhf_jax import (
     batches,
@@ -37,14 +38,17 @@ from rlhf_jax import (
     hf,
     pretrained,
     report,
+    row_sharding,
     run,
     run_folder,
     sft,
+    sharding,
     state,
 )
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runtime.encoding import Example
 from rlhf_jax.runtime.pretrained import Pretrained
+from rlhf_jax.runtime.sharding import MeshOption
 from rlhf_jax.stages.batch import Sequences
 
 Params = Any
@@ -94,6 +98,8 @@ class Config(run_folder.RunConfig):
     """Gradients of a larger norm are scaled down to it."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of activations; parameters stay float32."""
+    mesh: MeshOption = sharding.ONE_DEVICE
+    """How several devices share rows and parameters."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -113,11 +119,14 @@ class Config(run_folder.RunConfig):
             )
 
 
-def starting_point(options: Config) -> Pretrained:
+def starting_point(options: Config, *, mesh: Mesh) -> Pretrained:
     """The checkpoint, or a fresh model of the tokenizer's vocabulary."""
     if options.model is not None:
         return pretrained.load(
-            options.model, tokenizer=options.tokenizer, dtype=options.dtype
+            options.model,
+            tokenizer=options.tokenizer,
+            dtype=options.dtype,
+            sharding=functools.partial(sharding.shardings, mesh=mesh),
         )
     assert options.tokenizer is not None  # checked by Config
     tokenizer = encoding.load_tokenizer(options.tokenizer)
@@ -129,10 +138,10 @@ def starting_point(options: Config) -> Pretrained:
         max_positions=options.fresh_max_positions,
         dtype=options.dtype,
     )
-    init = jax.jit(decoder.init, static_argnames=("model",))
+    init = functools.partial(decoder.init, jax.random.key(options.seed), model=model)
     return Pretrained(
         model=model,
-        params=init(jax.random.key(options.seed), model=model),
+        params=sharding.create(init, mesh=mesh),
         tokenizer=tokenizer,
         stop_ids=(encoding.eos_token_id(tokenizer),),
     )
@@ -170,7 +179,8 @@ def mean_loss(
 
 def main(options: Config) -> None:
     started = time.perf_counter()
-    start = starting_point(options)
+    mesh = options.mesh.make()
+    start = starting_point(options, mesh=mesh)
     model = start.model
     examples, held_out = data.hold_out(
         read_examples(options, start), share=options.held_out, seed=options.seed
@@ -181,7 +191,8 @@ def main(options: Config) -> None:
         seed=options.seed,
         pad_id=start.pad_id,
         buckets=options.buckets,
-    )
+        share=row_sharding.row_share(mesh),
+    ).map(lambda batch: row_sharding.put_rows(batch, mesh=mesh))
     num_steps = options.num_steps
     if num_steps is None:
         num_steps = demonstrations.steps_per_epoch
@@ -192,20 +203,20 @@ def main(options: Config) -> None:
         optax.clip_by_global_norm(options.max_grad_norm),
         optax.adamw(schedule, weight_decay=options.weight_decay),
     )
-    update = jax.jit(
-        functools.partial(
-            sft.update,
-            model=model,
-            optimizer=optimizer,
-            micro_batch_size=options.micro_batch_size,
-        ),
-        donate_argnames=("state",),
+    update = functools.partial(
+        sft.update,
+        model=model,
+        optimizer=optimizer,
+        micro_batch_size=options.micro_batch_size,
     )
+    update = jax.jit(sharding.on(mesh, update), donate_argnames=("state",))
     initial = state.supervised_state(start.params, optimizer=optimizer)
+    initial = sharding.place(initial, mesh=mesh)  # the counters too
     # What does not fit is told here, before there is a run folder.
     jax.eval_shape(update, initial, batch=demonstrations[0])
 
-    measure = jax.jit(functools.partial(sft.loss, model=model, num_tokens=1.0))
+    measure = functools.partial(sft.loss, model=model, num_tokens=1.0)
+    measure = jax.jit(sharding.on(mesh, measure))
     in_order = batches.sequences_in_order(
         held_out, batch_size=options.batch_size, pad_id=start.pad_id
     )

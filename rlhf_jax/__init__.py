@@ -98,6 +98,7 @@ ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (
         "runtime",
         (
             "sharding",
+            "row_sharding",
             "data",
             "encoding",
             "batches",

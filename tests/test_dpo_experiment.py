@@ -216,7 +216,7 @@ def test_real_pairs(real, shared_data, tmp_path):
         (("--lora.alpha=4",), "--lora.rank: expected a number with --lora.alpha 4"),
         (
             ("--lora.rank=2", "--reference-storage.memory=cpu"),
-            "expected device or pinned_host with --lora.rank, got cpu",
+            "expected it where the policy lies with --lora.rank, got memory cpu",
         ),
         (("--warmup=1",), "warmup: expected a share in [0, 1), got 1.0"),
         (("--num-steps=0",), "num_steps: expected a finite number above 0"),

@@ -273,7 +273,7 @@ NO_KL = ("--reward=m:f", "--no-measure-kl", "--kl-coef=0", "--reference=x")
         ),
         (
             ("--reward=m:f", "--lora.rank=2", "--reference-storage.memory=cpu"),
-            "expected device or pinned_host with --lora.rank, got cpu",
+            "expected it where the policy lies with --lora.rank, got memory cpu",
         ),
         (
             (

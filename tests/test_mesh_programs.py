@@ -21,6 +21,7 @@ from rlhf_jax import (
     packing,
     ppo,
     rewards,
+    row_sharding,
     score,
     sft,
     sharding,
@@ -122,7 +123,7 @@ def run_grpo(place, rows):
 def test_a_program_on_a_mesh_is_that_of_one_device(program):
     wanted, wanted_stats = program(lambda tree: tree, lambda rows: rows)
     with jax.set_mesh(MESH.make()):
-        found, stats = program(sharding.place, sharding.put_rows)
+        found, stats = program(sharding.place, row_sharding.put_rows)
     near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
     jax.tree.map(near, found, wanted)
     means, wanted_means = masked.mean_stats(stats), masked.mean_stats(wanted_stats)
@@ -201,7 +202,7 @@ def test_a_reference_by_rules_of_its_own(plain):
         assert up.sharding.is_fully_replicated
         found = iterate(
             sharding.place(fresh()),
-            prompts=sharding.put_rows(toys.prompts(LENGTHS)),
+            prompts=row_sharding.put_rows(toys.prompts(LENGTHS)),
             reference=reference,
         )
     check_equal(found, plain)
@@ -214,7 +215,7 @@ def test_a_reference_on_devices_of_its_own(plain):
     with jax.set_mesh(MeshShape(data=2, tensor=2).make(list(ours))):
         found = iterate(
             sharding.place(fresh()),
-            prompts=sharding.put_rows(toys.prompts(LENGTHS)),
+            prompts=row_sharding.put_rows(toys.prompts(LENGTHS)),
             reference=reference,
             reference_mesh=own,
         )

@@ -7,6 +7,7 @@ import pytest
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runtime import packing
 from rlhf_jax.runtime.encoding import Pair
+from rlhf_jax.runtime.row_sharding import Share
 
 RNG = np.random.default_rng(2)
 
@@ -125,7 +126,7 @@ def test_every_row_once_an_epoch_at_random_access():
 
 def test_process_slices_make_up_the_global_batch():
     whole, _ = stream(batch_size=4)
-    parts = [stream(batch_size=4, process_index=i, process_count=4)[0] for i in (0, 1)]
+    parts = [stream(batch_size=4, share=Share(i, 4))[0] for i in (0, 1)]
     for step in range(3):
         jax.tree.map(
             lambda all_rows, *mine: np.testing.assert_array_equal(

@@ -29,6 +29,7 @@ from rlhf_jax import (
     ppo,
     pretrained,
     rewards,
+    row_sharding,
     sharding,
     state,
     storage,
@@ -216,7 +217,7 @@ def test_meshes_that_are_refused():
     with pytest.raises(InputError, match="mesh fsdp: expected at least 1 device"):
         MeshShape(fsdp=0)
     with pytest.raises(InputError, match="axes data and fsdp divide, got 3; change"):
-        sharding.put_rows(toys.prompts((4, 2, 3)), mesh=MeshShape(data=8).make())
+        row_sharding.put_rows(toys.prompts((4, 2, 3)), mesh=MeshShape(data=8).make())
 
 
 def test_a_mesh_is_one_option_of_a_command_line():
@@ -244,11 +245,11 @@ def test_meshes_and_batches_that_are_not_ours():
     explicit = jax.make_mesh((8,), ("data",))
     if any(kind != AxisType.Auto for kind in explicit.axis_types):
         with pytest.raises(InputError, match=r"expected axes of AxisType\.Auto, got"):
-            sharding.put_rows(toys.prompts(LENGTHS), mesh=explicit)
+            row_sharding.put_rows(toys.prompts(LENGTHS), mesh=explicit)
     with pytest.raises(InputError, match="expected one that is given or set, got none"):
         sharding.shardings(shapes_of(GPT2))
     with pytest.raises(InputError, match=r"expected arrays .* got the scalar 3"):
-        sharding.put_rows({"step": 3}, mesh=MeshShape(data=8).make())
+        row_sharding.put_rows({"step": 3}, mesh=MeshShape(data=8).make())
     other = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))
     rules = {**dict.fromkeys(sharding.RULES), "embed": "model"}
     found = sharding.shardings(shapes_of(GPT2), mesh=other, rules=rules)
@@ -281,7 +282,7 @@ def iterate(settings, *, mesh=None):
     if mesh is not None:
         place = functools.partial(sharding.place, mesh=mesh)
         train, reference, scorer = place(train), place(reference), place(scorer)
-        prompts = sharding.put_rows(prompts, mesh=mesh)
+        prompts = row_sharding.put_rows(prompts, mesh=mesh)
     after, stats, scored = toys.jit(functools.partial(ppo.iteration, ppo=settings))(
         train,
         prompts=prompts,
@@ -350,7 +351,7 @@ def test_devices_do_not_change_a_prompt_s_samples():
         many = toys.sample(
             sharding.place(PARAMS, mesh=mesh),
             model=GPT2,
-            prompts=sharding.put_rows(toys.prompts(LENGTHS), mesh=mesh),
+            prompts=row_sharding.put_rows(toys.prompts(LENGTHS), mesh=mesh),
             key=jax.random.key(5),
             max_new_tokens=toys.SIZE,
             stop_ids=toys.STOP,
@@ -414,7 +415,7 @@ def test_models_and_batches_of_an_experiment_lie_on_the_mesh(tmp_path):
         kernel = params["layers"]["mlp"]["up"]["kernel"]
         assert kernel.sharding.spec == PartitionSpec(None, None, "tensor")
     plain = batches.prompt_batches([[3], [4, 5], [6]], batch_size=8, seed=0, pad_id=0)
-    placed = plain.map(functools.partial(sharding.put_rows, mesh=mesh))
+    placed = plain.map(functools.partial(row_sharding.put_rows, mesh=mesh))
     assert placed.steps_per_epoch == plain.steps_per_epoch
     jax.tree.map(np.testing.assert_array_equal, placed[2], plain[2])
     assert placed[2].tokens.sharding.spec == PartitionSpec(("data",))

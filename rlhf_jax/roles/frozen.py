@@ -12,7 +12,7 @@ from typing import Any
 import flax.struct
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.models import axes, leaves
@@ -77,9 +77,9 @@ def beside(frozen: Frozen, batch: Any) -> Any:
 
     Explicit and asynchronous. A reference on the CPU, or on devices of its own:
 
+        price = jax.jit(sharding.on(frozen.mesh_of(reference), price))
         there = frozen.beside(reference, rollout)
-        ref_logprobs = price(reference, rollout=there)      jitted, runs beside; where
-            a mesh is set, under `jax.set_mesh` of the reference's own
+        ref_logprobs = price(reference, rollout=there)      runs beside
         ref_logprobs = jax.device_put(ref_logprobs, rollout.old_logprobs.sharding)
 
     Args:
@@ -105,6 +105,14 @@ def beside(frozen: Frozen, batch: Any) -> Any:
         return jax.device_put(leaf, NamedSharding(held.mesh, spec))
 
     return jax.tree.map(put, batch)
+
+
+def mesh_of(frozen: Frozen) -> Mesh | None:
+    """The mesh that a frozen model lies on; None for one device."""
+    held = jax.tree.leaves(frozen.stored)[0].sharding
+    if not isinstance(held, NamedSharding) or not isinstance(held.mesh, Mesh):
+        return None
+    return held.mesh
 
 
 def fingerprint_of(frozen: Frozen) -> fingerprint.Fingerprint:

@@ -20,7 +20,9 @@ import grain
 import numpy as np
 
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runtime import row_sharding
 from rlhf_jax.runtime.encoding import Example, Pair, Tokens
+from rlhf_jax.runtime.row_sharding import Share
 from rlhf_jax.stages.batch import Preferences, Prompts, Sequences
 
 # The records name jax.Array; a batch holds the NumPy arrays that become one.
@@ -48,7 +50,7 @@ class Batches(Generic[Batch]):
         return batch
 
     def map(self, function: Callable[[Batch], Batch]) -> Batches[Batch]:
-        """Every batch after `function`, as `sharding.put_rows` on a mesh."""
+        """Every batch after `function`, as `row_sharding.put_rows` on a mesh."""
         dataset = self._dataset.map(function)
         return Batches(dataset, steps_per_epoch=self.steps_per_epoch)
 
@@ -61,8 +63,7 @@ def prompt_batches(
     pad_id: int,
     samples_per_prompt: int = 1,
     buckets: Sequence[int] | None = None,
-    process_index: int = 0,
-    process_count: int = 1,
+    share: Share = row_sharding.WHOLE,
 ) -> Batches[Prompts]:
     """Left-padded prompts, the samples of one prompt in neighbouring rows.
 
@@ -74,7 +75,7 @@ def prompt_batches(
       samples_per_prompt: responses to each prompt of a batch.
       buckets: widths; a batch takes the smallest that holds its longest prompt. None
         is one bucket, the longest prompt of all.
-      process_index, process_count: which slice of the rows to return.
+      share: which part of the rows to return, `row_sharding.row_share`.
 
     Returns:
       `Prompts` of NumPy arrays. `sample` counts on over the epochs, so that a prompt
@@ -92,7 +93,7 @@ def prompt_batches(
                 " remove the row"
             )
     widths = _widths([len(tokens) for tokens in prompts], buckets)
-    mine = slice_of(batch_size, process_index, process_count)
+    mine = slice_of(batch_size, share)
 
     def collate(visits: Sequence[Visit]) -> Prompts:
         width = _width(max(len(prompts[visit.row]) for visit in visits), widths)
@@ -121,8 +122,7 @@ def sequence_batches(
     seed: int,
     pad_id: int,
     buckets: Sequence[int] | None = None,
-    process_index: int = 0,
-    process_count: int = 1,
+    share: Share = row_sharding.WHOLE,
 ) -> Batches[Sequences]:
     """Right-padded examples; `response_mask` is what the language-model loss reads.
 
@@ -130,7 +130,7 @@ def sequence_batches(
     `prompt_batches`, with the width that of prompt and response together.
     """
     widths = _widths([len(p) + len(r) for p, r in examples], buckets)
-    mine = slice_of(batch_size, process_index, process_count)
+    mine = slice_of(batch_size, share)
 
     def collate(visits: Sequence[Visit]) -> Sequences:
         rows = [examples[visit.row] for visit in visits]
@@ -147,8 +147,7 @@ def preference_batches(
     seed: int,
     pad_id: int,
     buckets: Sequence[int] | None = None,
-    process_index: int = 0,
-    process_count: int = 1,
+    share: Share = row_sharding.WHOLE,
 ) -> Batches[Preferences]:
     """Right-padded pairs; both sides have the width that holds the longer one.
 
@@ -166,7 +165,7 @@ def preference_batches(
         return len(pair.prompt) + max(len(pair.chosen), len(pair.rejected))
 
     widths = _widths([length(pair) for pair in pairs], buckets)
-    mine = slice_of(batch_size, process_index, process_count)
+    mine = slice_of(batch_size, share)
 
     def collate(visits: Sequence[Visit]) -> Preferences:
         rows = [pairs[visit.row] for visit in visits]
@@ -226,11 +225,11 @@ def _check_divides(batch_size: int, parts: int, name: str) -> None:
         )
 
 
-def slice_of(batch_size: int, process_index: int, process_count: int) -> slice:
-    """The rows of the global batch that are one process's; InputError if uneven."""
-    _check_divides(batch_size, process_count, "process_count")
-    rows = batch_size // process_count
-    return slice(process_index * rows, (process_index + 1) * rows)
+def slice_of(batch_size: int, share: Share) -> slice:
+    """The rows of the global batch that are a process's share; InputError if uneven."""
+    _check_divides(batch_size, share.count, "share.count")
+    rows = batch_size // share.count
+    return slice(share.index * rows, (share.index + 1) * rows)
 
 
 def _widths(lengths: Sequence[int], buckets: Sequence[int] | None) -> Sequence[int]:

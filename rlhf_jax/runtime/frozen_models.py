@@ -11,14 +11,15 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles import frozen
 from rlhf_jax.roles.frozen import Frozen
-from rlhf_jax.runtime import encoding, hf
+from rlhf_jax.runtime import encoding, hf, sharding
 from rlhf_jax.runtime.pretrained import Pretrained
+from rlhf_jax.runtime.sharding import MeshOption, MeshShape
 from rlhf_jax.stages.batch import Rollout
 
 Array = jax.Array
@@ -35,6 +36,10 @@ class Storage:
     """Dtype of embeddings and output head beside int8; None is int8 too."""
     memory: Literal["device", "pinned_host", "cpu"] = "device"
     """pinned_host streams it a layer at a time; cpu runs it on the host."""
+    mesh: MeshOption | None = None
+    """Another mesh over the policy's devices, or its own; None is the policy's."""
+    own_devices: bool = False
+    """Its mesh is over the last devices, which --mesh leaves free."""
 
     def __post_init__(self) -> None:
         if self.embeddings is not None and self.dtype != "int8":
@@ -43,22 +48,70 @@ class Storage:
                 f"{self.embeddings}; they have a dtype of their own beside int8 only"
             )
 
+        if self.memory == "cpu" and (self.mesh is not None or self.own_devices):
+            raise InputError(
+                "memory: expected device or pinned_host with a mesh or own_devices, "
+                "got cpu; leave one or the other out"
+            )
+
+    @property
+    def apart(self) -> bool:
+        """Whether it lies otherwise than the policy: no program reads both."""
+        return self.memory == "cpu" or self.own_devices or self.mesh is not None
+
+    @property
+    def num_own(self) -> int:
+        """Devices that are its own."""
+        return self._shape.size if self.own_devices else 0
+
+    @property
+    def _shape(self) -> MeshShape:
+        return sharding.ONE_DEVICE if self.mesh is None else self.mesh
+
     def freeze(self, params: Params) -> Frozen:
         """A copy of the parameters, held in this way.
 
         Raises:
-          InputError: as `storage.store`, or there is no CPU beside the accelerator.
+          InputError: as `storage.store`, there is no CPU beside the accelerator, or the
+            mesh does not fit the devices.
         """
         return frozen.freeze(
             params,
             dtype=self.dtype,
             embeddings=self.embeddings,
             memory="pinned_host" if self.memory == "pinned_host" else None,
-            sharding=_on_cpu() if self.memory == "cpu" else None,
+            sharding=self._sharding(params),
         )
+
+    def _sharding(self, params: Params) -> Any:
+        if self.memory == "cpu":
+            return _on_cpu()
+        if not self.apart:
+            return None
+        held = jax.tree.leaves(params)[0].sharding.device_set
+        devices = sorted(held, key=lambda device: device.id)
+        if self.own_devices:
+            devices = jax.devices()[-self.num_own :]
+            if not held.isdisjoint(devices):
+                raise InputError(
+                    f"own_devices: expected the last {self.num_own} of "
+                    f"{jax.device_count()} devices to be free, got a policy on "
+                    f"{len(held)}; make either mesh smaller"
+                )
+        return sharding.shardings(params, mesh=self._shape.make(devices))
 
 
 COPY = Storage()  # in float32, where it was read
+
+
+def policy_mesh(shape: MeshShape, *storages: Storage) -> Mesh:
+    """The policy's mesh: over all devices but those that frozen models have as own.
+
+    Raises:
+      InputError: as `MeshShape.make`.
+    """
+    num_own = max(storage.num_own for storage in storages)
+    return shape.make(jax.devices()[: max(jax.device_count() - num_own, 0)])
 
 
 def _on_cpu() -> SingleDeviceSharding:

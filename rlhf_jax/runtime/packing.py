@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runtime import batches
+from rlhf_jax.runtime import batches, row_sharding
 from rlhf_jax.runtime.batches import Batches, Visit
 from rlhf_jax.runtime.encoding import Pair, Tokens
+from rlhf_jax.runtime.row_sharding import Share
 from rlhf_jax.stages.batch import PackedPreferences
 
 HostArray = Any
@@ -80,20 +81,19 @@ def packed_batches(
     batch_size: int,
     seed: int,
     pad_id: int,
-    process_index: int = 0,
-    process_count: int = 1,
+    share: Share = row_sharding.WHOLE,
 ) -> Batches[PackedPreferences]:
     """Right-padded rows, all as wide as the longest of the data set.
 
     Args:
       rows: of `pack`.
       batch_size: rows, not pairs, of the global batch.
-      seed, pad_id, process_index, process_count: as `batches.prompt_batches`.
+      seed, pad_id, share: as `batches.prompt_batches`.
 
     Raises:
       InputError: no rows, or sizes that do not divide.
     """
-    mine = batches.slice_of(batch_size, process_index, process_count)
+    mine = batches.slice_of(batch_size, share)
     collate = _Collate(rows, pad_id=pad_id)
 
     def of_visits(visits: Sequence[Visit]) -> PackedPreferences:

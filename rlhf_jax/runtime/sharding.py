@@ -1,9 +1,10 @@
 """Meshes, and where on them parameters, optimizer states and batches lie.
 
-    with jax.set_mesh(MeshShape(data=2, fsdp=4).make()):   --mesh data=2,fsdp=4
-        state = sharding.create(make_state)                never whole on one device
-        batch = sharding.put_rows(batch)                   each process its own rows
-        state, stats = update(state, batch=batch, ...)     the same function, jitted
+    mesh = MeshShape(data=2, fsdp=4).make()                --mesh data=2,fsdp=4
+    state = sharding.create(make_state, mesh=mesh)         never whole on one device
+    batch = row_sharding.put_rows(batch, mesh=mesh)        each process its own rows
+    update = jax.jit(sharding.on(mesh, update), ...)       the same function
+    state, stats = update(state, batch=batch, ...)
 
 | axis | what lies on it |
 |---|---|
@@ -11,18 +12,20 @@
 | fsdp | rows of a batch, and a dimension of every large parameter, gathered when read |
 | tensor | heads, MLP width and vocabulary: each device computes its part |
 
-`jax.jit` and GSPMD do the rest: there is no collective in this package.
+`jax.jit` and GSPMD do the rest: there is no collective in this package. Under
+`with jax.set_mesh(mesh):` the `mesh=` and `on` may be left out; but then every program
+there refuses arrays of other devices, as a reference on the CPU.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, ParamSpec, Self, TypeVar
 
 import jax
-import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from tyro.constructors import PrimitiveConstructorSpec
 
@@ -31,6 +34,7 @@ from rlhf_jax.models import axes
 
 Array = jax.Array
 Tree = TypeVar("Tree")
+Args = ParamSpec("Args")
 Rules = Mapping[str, str | None]
 
 AXES = ("data", "fsdp", "tensor")
@@ -92,13 +96,15 @@ class MeshShape:
         return math.prod(dataclasses.astuple(self))
 
     def make(self, devices: Sequence[Any] | None = None) -> Mesh:
-        """The mesh, over all devices unless others are given; of one, the first.
+        """The mesh, over all devices unless others are given; of one, over the first.
 
         Raises:
           InputError: the axes do not multiply to the number of devices.
         """
         if devices is None:
-            devices = jax.devices()[:1] if self.size == 1 else jax.devices()
+            devices = jax.devices()
+        if self.size == 1:
+            devices = devices[:1]
         if len(devices) != self.size:
             raise InputError(
                 f"mesh: expected axes that multiply to the {len(devices)} devices, got "
@@ -127,6 +133,26 @@ MeshOption = Annotated[
 """A MeshShape as one option of a command line."""
 
 
+def on(mesh: Mesh | None, function: Callable[Args, Tree]) -> Callable[Args, Tree]:
+    """The function for arrays that lie on a mesh, to be jitted.
+
+    While it is traced the decoder knows the mesh, and keeps the rows of activations
+    apart (`axes.rows_apart`); nothing else hears of it.
+
+    Args:
+      mesh: None is one device, or the mesh that is set.
+    """
+    if mesh is None:
+        return function
+
+    @functools.wraps(function)
+    def traced(*args: Args.args, **kwargs: Args.kwargs) -> Tree:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return function(*args, **kwargs)
+
+    return traced
+
+
 def shardings(
     tree: Tree, *, mesh: Mesh | None = None, rules: Rules = RULES, small: int = SMALL
 ) -> Tree:
@@ -146,7 +172,7 @@ def shardings(
       InputError: two dimensions of a parameter would lie on one axis, an axis does not
         divide a dimension, or a leaf above `small` would be copied; names the leaf.
     """
-    mesh = _mesh(mesh)
+    mesh = mesh_or_set(mesh)
 
     def of(path: Any, leaf: Any) -> NamedSharding:
         spec = _spec(_names(path), leaf.shape, mesh=mesh, rules=rules, small=small)
@@ -156,7 +182,8 @@ def shardings(
     return jax.tree_util.tree_map_with_path(of, tree)
 
 
-def _mesh(given: Mesh | None) -> Mesh:
+def mesh_or_set(given: Mesh | None) -> Mesh:
+    """The mesh that is given, or else set; InputError without one of Auto axes."""
     mesh = jax.sharding.get_mesh() if given is None else given
     if mesh.empty:
         raise InputError(
@@ -246,7 +273,7 @@ def create(
     Args, Raises: as `shardings`.
     """
     where = shardings(jax.eval_shape(make), mesh=mesh, rules=rules, small=small)
-    return jax.jit(make, out_shardings=where)()
+    return jax.jit(on(mesh, make), out_shardings=where)()
 
 
 def place(
@@ -260,41 +287,3 @@ def place(
     """
     where = shardings(tree, mesh=mesh, rules=rules, small=small)
     return jax.device_put(tree, where)
-
-
-def put_rows(batch: Tree, *, mesh: Mesh | None = None) -> Tree:
-    """A batch with its rows over the row axes of the mesh.
-
-    Args:
-      batch: arrays [b, ...] of NumPy's, this process's rows of the global batch; or
-        of JAX, all of its rows.
-      mesh: None is the one that is set.
-
-    Raises:
-      InputError: the row axes do not divide the rows.
-    """
-    mesh = _mesh(mesh)
-    sizes = dict(mesh.shape)
-    count = math.prod(sizes.get(axis, 1) for axis in axes.ROW_AXES)
-    processes = len({device.process_index for device in mesh.devices.flat})
-
-    def put(leaf: Any) -> Array:
-        if not np.ndim(leaf):
-            raise InputError(
-                f"batch: expected arrays [b, ...], got the scalar {leaf}; put it there "
-                f"by itself"
-            )
-        rows = leaf.shape[0] * (1 if isinstance(leaf, Array) else processes)
-        if rows % count:
-            raise InputError(
-                f"batch: expected rows that the {count} devices of axes "
-                f"{' and '.join(axes.ROW_AXES)} divide, got {rows}; change the batch "
-                f"size or the mesh"
-            )
-        spec = PartitionSpec(axes.row_axes(sizes, rows=rows))
-        where = NamedSharding(mesh, spec)
-        if isinstance(leaf, Array):
-            return jax.device_put(leaf, where)
-        return jax.make_array_from_process_local_data(where, np.asarray(leaf))
-
-    return jax.tree.map(put, batch)
