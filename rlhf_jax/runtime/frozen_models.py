@@ -131,13 +131,13 @@ def run_beside(
     """A frozen model's program on the devices that hold it; asynchronous throughout.
 
     Args:
-      program: takes the rollout there.
+      program: takes the rollout there, returns [B, ...].
 
     Returns:
       What it returns, back beside the rollout.
     """
     there = program(frozen.beside(model, rollout))
-    return jax.device_put(there, rollout.tokens.sharding)
+    return jax.device_put(there, rollout.index.sharding)  # of rows, whatever the rank
 
 
 class RewardModel(NamedTuple):

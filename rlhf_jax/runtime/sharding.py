@@ -235,6 +235,8 @@ def _spec(
             f"{shape} that no rule shards; give it logical axes in models/axes.py, or "
             f"raise the limit"
         )
+    while placed and placed[-1] is None:  # as `jit` says it of what it returns
+        placed.pop()
     return PartitionSpec(*placed)
 
 

@@ -1,0 +1,235 @@
+"""The experiments on meshes of 8 devices, against the same runs on one device.
+
+The record is compared: the same answers are drawn, and every metric agrees.
+"""
+
+import json
+import signal
+import sys
+
+import dpo
+import grpo_gsm8k
+import jax
+import numpy as np
+import ppo_from_checkpoint
+import pytest
+import reward_model
+import sft
+import toy_files
+from safetensors.numpy import load_file
+
+from rlhf_jax import hf, rewards
+from rlhf_jax.runtime import cli, metrics
+
+pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.slow]
+STEPS = 3
+REWARD = """
+import signal
+calls = 0
+
+def score(prompts, responses, rows):
+    return [float(len(set(response.split()))) for response in responses]
+
+def stopping(prompts, responses, rows):
+    global calls
+    calls += 1
+    if calls == 3:  # the rehearsal is a call too
+        signal.raise_signal(signal.SIGTERM)
+    return score(prompts, responses, rows)
+"""
+MESH = "--mesh=data=2,fsdp=2,tensor=2"
+PPO = (
+    *("--batch-size=8", "--max-new-tokens=4", "--num-minibatches=2", "--num-epochs=1"),
+    *(f"--num-steps={STEPS}", "--sample-every=1", "--kl-coef=0.1"),
+    *("--policy-learning-rate=1e-2", "--critic-learning-rate=1e-2"),
+)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "mesh_rewards.py").write_text(REWARD)
+    toy_files.checkpoint(folder / "model")
+    hf.save_reward(
+        folder / "scorer",
+        toy_files.MODEL,
+        rewards.init(jax.random.key(1), toy_files.params(), model=toy_files.MODEL),
+        tokenizer=toy_files.tokenizer(),
+    )
+    rows = [{"prompt": prompt} for prompt in ("the cat", "a dog was", "it is so")]
+    toy_files.jsonl(folder / "prompts.jsonl", *rows)
+    pair = {"prompt": "the cat", "chosen": "sat very good .", "rejected": "ran bad ."}
+    toy_files.jsonl(folder / "pairs.jsonl", *[pair] * 24)
+    answer = {"prompt": "a dog", "response": "ran by the cat so it was bad ."}
+    toy_files.jsonl(folder / "answers.jsonl", *[answer] * 24)
+    asked = {"question": "the cat", "answer": "so it is #### 4"}
+    toy_files.jsonl(folder / "questions.jsonl", *[asked] * 24)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [*sys.path, str(folder)])
+        yield folder
+
+
+def play(experiment, out, files, *argv):
+    words = ("--out", out, "--no-progress", *argv)
+    words = [str(word).replace("FILES", str(files)) for word in words]
+    cli.main(experiment.main, experiment.Config, description="", argv=words)
+    return out
+
+
+def ppo(out, files, *argv, reward=("--reward=mesh_rewards:score",)):
+    source = ("--model=FILES/model", "--prompts=FILES/prompts.jsonl")
+    return play(ppo_from_checkpoint, out, files, *source, *reward, *PPO, *argv)
+
+
+@pytest.fixture(scope="module")
+def alone(files, tmp_path_factory):
+    """PPO on one device."""
+    return ppo(tmp_path_factory.mktemp("alone") / "run", files)
+
+
+def assert_same(found, expected):
+    """The same answers, and numbers that differ by rounding alone."""
+    lines = [(run / "samples.jsonl").read_text() for run in (found, expected)]
+    if expected.joinpath("samples.jsonl").stat().st_size:
+        a, b = ([json.loads(line) for line in text.splitlines()] for text in lines)
+        texts = [[{**row, "score": None} for row in rows] for rows in (a, b)]
+        assert texts[0] == texts[1]
+        np.testing.assert_allclose(
+            [row["score"] for row in a], [row["score"] for row in b], atol=1e-5
+        )
+    a, b = (metrics.read(run / "metrics.jsonl") for run in (found, expected))
+    assert [row.keys() for row in a] == [row.keys() for row in b]
+    for got, wanted in zip(a, b, strict=True):
+        for name, value in wanted.items():
+            if isinstance(value, float):
+                assert got[name] == pytest.approx(value, rel=1e-4, abs=2e-5), name
+    for file in sorted(expected.glob("model/*.safetensors")):
+        model = load_file(found / "model" / file.name)
+        for name, tensor in load_file(file).items():
+            np.testing.assert_allclose(model[name], tensor, atol=1e-4, err_msg=name)
+
+
+def test_ppo_goes_on_with_the_run_on_another_mesh(files, alone, tmp_path):
+    """On (2, 2, 2) until a signal stops it, then on (1, 4, 2)."""
+    stopped = tmp_path / "run"
+    stopping = ("--reward=mesh_rewards:stopping",)
+    with pytest.raises(SystemExit) as stop:
+        ppo(stopped, files, MESH, reward=stopping)
+    assert stop.value.code == 128 + signal.SIGTERM
+    ppo(stopped, files, "--mesh=fsdp=4,tensor=2", "--resume", reward=stopping)
+    assert_same(stopped, alone)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--mesh=data=8",),
+        (MESH, "--reference-storage.memory=cpu"),
+        (MESH, "--reference-storage.mesh=tensor=8"),
+        (
+            *("--mesh=data=2,fsdp=2", "--reference-storage.mesh=fsdp=2,tensor=2"),
+            "--reference-storage.own-devices",
+        ),
+    ],
+)
+@pytest.mark.long
+def test_ppo_with_a_reference_elsewhere(files, alone, argv, tmp_path):
+    assert_same(ppo(tmp_path / "run", files, *argv), alone)
+
+
+WAYS = {
+    "a reward model of its own devices": (
+        *("--reward-model=FILES/scorer", "--reward-storage.mesh=data=4"),
+        "--reward-storage.own-devices",
+    ),
+    "adapters": ("--reward=mesh_rewards:score", "--lora.rank=2"),
+    "exact KL": (
+        *("--reward=mesh_rewards:score", "--penalty.value-estimator=exact"),
+        "--penalty.placement=both",
+    ),
+    "a reference that moves": (
+        *("--reward=mesh_rewards:score", "--lifecycle.mix-every=2"),
+        "--lifecycle.mix-rate=0.5",
+    ),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", WAYS)
+def test_ppo_in_other_ways(files, way, tmp_path):
+    argv = WAYS[way]
+    alone = [word for word in argv if "own-devices" not in word and "mesh=" not in word]
+    mesh = "--mesh=fsdp=2,tensor=2" if "own" in way else MESH
+    assert_same(
+        ppo(tmp_path / "mesh", files, mesh, reward=argv),
+        ppo(tmp_path / "alone", files, reward=alone),
+    )
+
+
+TRAINED = ("--batch-size=8", f"--num-steps={STEPS}", "--held-out=0.25")
+OTHERS = {
+    "sft": (
+        *(sft, "--model=FILES/model", "--data=FILES/answers.jsonl"),
+        *(*TRAINED, "--learning-rate=1e-2", "--micro-batch-size=4"),
+    ),
+    "sft from nothing": (
+        *(sft, "--tokenizer=FILES/model", "--data=FILES/answers.jsonl", *TRAINED),
+        *("--fresh-hidden-size=16", "--fresh-num-layers=1", "--fresh-num-heads=2"),
+        "--fresh-max-positions=16",
+    ),
+    "reward model": (
+        *(reward_model, "--model=FILES/model", "--data=FILES/pairs.jsonl", *TRAINED),
+        *("--max-new-tokens=4", "--num-samples=8"),
+    ),
+    "dpo": (
+        *(dpo, "--model=FILES/model", "--data=FILES/pairs.jsonl", *TRAINED),
+        "--learning-rate=1e-2",
+    ),
+    "grpo": (
+        *(grpo_gsm8k, "--model=FILES/model", "--data=FILES/questions.jsonl"),
+        *("--held-out=FILES/questions.jsonl", "--batch-size=8", "--num-workers=1"),
+        *(f"--num-steps={STEPS}", "--max-new-tokens=4", "--group-size=4"),
+    ),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_other_experiments(files, name, tmp_path):
+    experiment, *argv = OTHERS[name]
+    found = play(experiment, tmp_path / "mesh", files, *argv, MESH)
+    assert_same(found, play(experiment, tmp_path / "alone", files, *argv))
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--mesh=data=3",), "multiply to the 8 devices, got data=3"),
+        (
+            ("--mesh=data=8", "--batch-size=12", "--num-minibatches=1"),
+            "rows that the 8",
+        ),
+        (
+            (MESH, "--reference-storage.own-devices"),
+            "expected axes that multiply to the 7 devices",
+        ),
+        (
+            ("--reference-storage.memory=cpu", "--reference-storage.own-devices"),
+            "device or pinned_host with a mesh or own_devices",
+        ),
+        (
+            (
+                *("--mesh=data=8", "--reference-storage.mesh=data=8"),
+                "--penalty.value-estimator=exact",
+            ),
+            "where the policy lies for exact KL",
+        ),
+    ],
+)
+def test_meshes_that_do_not_fit(files, argv, message, tmp_path, capsys):
+    with pytest.raises(SystemExit) as refused:
+        ppo(tmp_path / "run", files, *argv)
+    assert refused.value.code == 2
+    told = capsys.readouterr().err.replace("│", " ")
+    assert message in " ".join(told.split())
+    assert not (tmp_path / "run").exists()
