@@ -188,8 +188,8 @@ def live(reference: Frozen | None, *, algorithm: DPO, mesh: Mesh) -> Priced:
     """Prices each batch when it is due, where the reference is held."""
     if reference is None:
         return lambda batch: None
-    price = functools.partial(dpo.reference_logprobs, dpo=algorithm)
-    price = jax.jit(sharding.on(frozen.mesh_of(reference), price))
+    price = sharding.on(frozen.mesh_of(reference), dpo.reference_logprobs)
+    price = jax.jit(functools.partial(price, dpo=algorithm))
 
     def priced(batch: PackedPreferences) -> Array:
         there = price(reference, batch=frozen.beside(reference, batch))
@@ -278,10 +278,11 @@ def main(options: Config) -> None:
         num_steps = preferences.steps_per_epoch
     algorithm = make_dpo(options, start, num_steps=num_steps)
     trained, base, reference = make_models(options, start, mesh=mesh)
-    update = functools.partial(dpo.update, dpo=algorithm)
-    update = jax.jit(sharding.on(mesh, update), donate_argnames=("state",))
-    measure = functools.partial(dpo.measure, dpo=algorithm)
-    measure = jax.jit(sharding.on(mesh, measure))
+    update, measure = sharding.on(mesh, dpo.update), sharding.on(mesh, dpo.measure)
+    update = jax.jit(
+        functools.partial(update, dpo=algorithm), donate_argnames=("state",)
+    )
+    measure = jax.jit(functools.partial(measure, dpo=algorithm))
     # All of it, as what a frozen model says is there, or `jit` would compile twice.
     initial = state.supervised_state(trained, optimizer=algorithm.optimizer)
     initial = sharding.place(initial, mesh=mesh)

@@ -30,7 +30,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import jax
@@ -222,19 +221,17 @@ class Programs:
             "max_new_tokens": algorithm.max_new_tokens,
             "temperature": algorithm.temperature,
         }
-        self._mesh, bind = mesh, functools.partial
-
-        def jit(function: Callable[..., Any], **donated: Any) -> Callable[..., Any]:
-            return jax.jit(sharding.on(mesh, function), **donated)
-
-        self.sample = jit(bind(grpo.sample, grpo=algorithm))
-        self.price = jit(bind(score.reference_logprobs, **shape))
-        self.learn = jit(bind(grpo.learn, grpo=algorithm), donate_argnames=("state",))
-        self.measure = jit(bind(self_check.measure, reference=None, **shape))
+        self._mesh = mesh
+        jit, bind, on = jax.jit, functools.partial, functools.partial(sharding.on, mesh)
+        learn = bind(on(grpo.learn), grpo=algorithm)
+        self.sample = jit(bind(on(grpo.sample), grpo=algorithm))
+        self.price = jit(bind(on(score.reference_logprobs), **shape))
+        self.learn = jit(learn, donate_argnames=("state",))
+        self.measure = jit(bind(on(self_check.measure), reference=None, **shape))
         greedy = decode.Shaping(greedy=True)
         stop_ids = algorithm.stop_ids
         self.answer = jit(
-            bind(rollout.rollout, **shape, stop_ids=stop_ids, shaping=greedy)
+            bind(on(rollout.rollout), **shape, stop_ids=stop_ids, shaping=greedy)
         )
         self._judged = bind(policy_gradient.judged, algorithm=algorithm)
 

@@ -36,7 +36,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
@@ -469,21 +468,17 @@ class Programs:
             "max_new_tokens": algorithm.max_new_tokens,
             "temperature": algorithm.temperature,
         }
-        mesh = models.mesh
-
-        def jit(function: Callable[..., Any], **donated: Any) -> Callable[..., Any]:
-            return jax.jit(sharding.on(mesh, function), **donated)
-
+        on = functools.partial(sharding.on, models.mesh)
         self._models = models
         self._lora = algorithm.lora if models.adapters_are_the_reference else None
         self._base = models.base if models.adapters_are_the_reference else None
-        self.sample = jit(functools.partial(ppo.sample, ppo=algorithm))
-        self.learn = jit(
-            functools.partial(ppo.learn, ppo=algorithm), donate_argnames=("state",)
+        self.sample = jax.jit(functools.partial(on(ppo.sample), ppo=algorithm))
+        self.learn = jax.jit(
+            functools.partial(on(ppo.learn), ppo=algorithm), donate_argnames=("state",)
         )
-        self.measure = jit(
+        self.measure = jax.jit(
             functools.partial(
-                self_check.measure, reference=None, lora=algorithm.lora, **shape
+                on(self_check.measure), reference=None, lora=algorithm.lora, **shape
             )
         )
         self.positions = jax.jit(
@@ -491,17 +486,19 @@ class Programs:
                 experience.kl_by_position, max_new_tokens=algorithm.max_new_tokens
             )
         )
-        self.evaluate = jit(
-            lambda policy, texts, base: evaluation.text_stats(
-                adapted.params(policy, base=base, lora=algorithm.lora),
-                texts,
-                model=algorithm.model,
+        self.evaluate = jax.jit(
+            on(
+                lambda policy, texts, base: evaluation.text_stats(
+                    adapted.params(policy, base=base, lora=algorithm.lora),
+                    texts,
+                    model=algorithm.model,
+                )
             )
         )
-        if models.reference is not None:
-            mesh = frozen.mesh_of(models.reference)
-        self._price = jit(
-            functools.partial(score.reference_logprobs, lora=self._lora, **shape)
+        if models.reference is not None:  # it may lie elsewhere
+            on = functools.partial(sharding.on, frozen.mesh_of(models.reference))
+        self._price = jax.jit(
+            functools.partial(on(score.reference_logprobs), lora=self._lora, **shape)
         )
         self._drift = jax.jit(self._drift_of)
 

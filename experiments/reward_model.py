@@ -238,23 +238,26 @@ def main(options: Config) -> None:
             optax.linear_schedule(options.learning_rate, 0.0, num_steps), eps=1e-5
         ),
     )
-    update = functools.partial(
-        train_reward.update,
-        model=model,
-        optimizer=optimizer,
-        micro_batch_size=options.micro_batch_size,
+    on = functools.partial(sharding.on, mesh)
+    update = jax.jit(
+        functools.partial(
+            on(train_reward.update),
+            model=model,
+            optimizer=optimizer,
+            micro_batch_size=options.micro_batch_size,
+        ),
+        donate_argnames=("state",),
     )
-    update = jax.jit(sharding.on(mesh, update), donate_argnames=("state",))
-    sample = functools.partial(
-        rollout.rollout,
-        model=model,
-        max_new_tokens=options.max_new_tokens,
-        stop_ids=start.stop_ids,
-        temperature=options.temperature,
+    sample = jax.jit(
+        functools.partial(
+            on(rollout.rollout),
+            model=model,
+            max_new_tokens=options.max_new_tokens,
+            stop_ids=start.stop_ids,
+            temperature=options.temperature,
+        )
     )
-    sample = jax.jit(sharding.on(mesh, sample))
-    score = functools.partial(rewards.sequence_scores, model=model)
-    score = jax.jit(sharding.on(mesh, score))
+    score = jax.jit(functools.partial(on(rewards.sequence_scores), model=model))
     head_key, sample_key = jax.random.split(jax.random.key(options.seed))
     initial = state.supervised_state(
         rewards.init(head_key, start.params, model=model), optimizer=optimizer

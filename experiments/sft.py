@@ -203,20 +203,22 @@ def main(options: Config) -> None:
         optax.clip_by_global_norm(options.max_grad_norm),
         optax.adamw(schedule, weight_decay=options.weight_decay),
     )
-    update = functools.partial(
-        sft.update,
-        model=model,
-        optimizer=optimizer,
-        micro_batch_size=options.micro_batch_size,
+    update = jax.jit(
+        functools.partial(
+            sharding.on(mesh, sft.update),
+            model=model,
+            optimizer=optimizer,
+            micro_batch_size=options.micro_batch_size,
+        ),
+        donate_argnames=("state",),
     )
-    update = jax.jit(sharding.on(mesh, update), donate_argnames=("state",))
     initial = state.supervised_state(start.params, optimizer=optimizer)
     initial = sharding.place(initial, mesh=mesh)  # the counters too
     # What does not fit is told here, before there is a run folder.
     jax.eval_shape(update, initial, batch=demonstrations[0])
 
-    measure = functools.partial(sft.loss, model=model, num_tokens=1.0)
-    measure = jax.jit(sharding.on(mesh, measure))
+    loss = sharding.on(mesh, sft.loss)
+    measure = jax.jit(functools.partial(loss, model=model, num_tokens=1.0))
     in_order = batches.sequences_in_order(
         held_out, batch_size=options.batch_size, pad_id=start.pad_id
     )

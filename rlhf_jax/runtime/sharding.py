@@ -3,7 +3,7 @@
     mesh = MeshShape(data=2, fsdp=4).make()                --mesh data=2,fsdp=4
     state = sharding.create(make_state, mesh=mesh)         never whole on one device
     batch = row_sharding.put_rows(batch, mesh=mesh)        each process its own rows
-    update = jax.jit(sharding.on(mesh, update), ...)       the same function
+    update = jax.jit(partial(sharding.on(mesh, sft.update), ...), ...)
     state, stats = update(state, batch=batch, ...)
 
 | axis | what lies on it |
@@ -134,7 +134,7 @@ MeshOption = Annotated[
 
 
 def on(mesh: Mesh | None, function: Callable[Args, Tree]) -> Callable[Args, Tree]:
-    """The function for arrays that lie on a mesh, to be jitted.
+    """The same function for arrays that lie on a mesh, to be jitted.
 
     While it is traced the decoder knows the mesh, and keeps the rows of activations
     apart (`axes.rows_apart`); nothing else hears of it.
