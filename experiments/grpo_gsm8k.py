@@ -51,6 +51,7 @@ from rlhf_jax import (
     metrics,
     policy_gradient,
     pretrained,
+    processes,
     report,
     rollout,
     row_sharding,
@@ -267,7 +268,9 @@ def accuracy(
     )
     key = jax.random.key(0)  # the likeliest answer needs none
     pending = [
-        reward.submit(programs.answer(params, prompts=asked[i], key=key))
+        reward.submit(
+            processes.whole(programs.answer(params, prompts=asked[i], key=key))
+        )
         for i in range(-(-count // size))
     ]
     # The last batch goes on with questions that the first ones held.
@@ -290,8 +293,9 @@ def rehearse(
     scores, priced = programs.score(answered, reference=reference, reward=reward)
     batch = {"rollout": answered, "scores": scores.total, "ref_logprobs": priced}
     jax.eval_shape(programs.learn, train, **batch, reference=reference, key=key)
+    measured = programs.measure(train.policy, rollout=answered, ref_logprobs=priced)
     self_check.require(
-        programs.measure(train.policy, rollout=answered, ref_logprobs=priced),
+        processes.whole(measured),
         tolerance=self_check.TOLERANCE[options.dtype],
         expect_equal=True,
     )
@@ -369,7 +373,8 @@ def main(options: Config) -> None:
     start = start._replace(params=None)  # the first update takes them
     # All of it, or `jit` would compile everything again after a step.
     train = sharding.place(train, mesh=mesh)
-    key, programs = jax.random.key(options.seed), Programs(algorithm, mesh=mesh)
+    key = sharding.place(jax.random.key(options.seed), mesh=mesh)
+    programs = Programs(algorithm, mesh=mesh)
     with VerifierPool(
         verifier,
         num_workers=options.num_workers,

@@ -67,6 +67,7 @@ from rlhf_jax import (
     ppo,
     ppo_config,
     pretrained,
+    processes,
     report,
     rewards,
     row_sharding,
@@ -564,10 +565,11 @@ def rehearse(
         base=base,
         ptx=None if ptx is None else ptx[0],
     )
+    measured = programs.measure(
+        train.policy, rollout=answered, ref_logprobs=priced, base=base
+    )
     self_check.require(
-        programs.measure(
-            train.policy, rollout=answered, ref_logprobs=priced, base=base
-        ),
+        processes.whole(measured),
         tolerance=self_check.TOLERANCE[options.dtype],
         storage_tolerance=rounding_of(models, options),
         expect_equal=options.reference is None,
@@ -769,7 +771,7 @@ def main(options: Config) -> None:
     else:
         assert models.reward is not None  # checked by Config
         reward = model_reward(models.reward)
-    key = jax.random.key(options.seed)
+    key = sharding.place(jax.random.key(options.seed), mesh=mesh)
     rehearse(
         models,
         programs,
@@ -845,7 +847,7 @@ def main(options: Config) -> None:
         "alarms": job.alarms,
     }
     if reference is not None:
-        moved = jax.device_get(programs.drift(trained, reference))
+        moved = processes.whole(programs.drift(trained, reference))
         drift_report.table(moved)
         drift_report.plots(job.folder, moved)
         summary |= {

@@ -39,6 +39,7 @@ from rlhf_jax import (
     encoding,
     hf,
     pretrained,
+    processes,
     report,
     rewards,
     rollout,
@@ -176,7 +177,7 @@ def scores_of(
 ) -> np.ndarray:
     """f32[rows], a score a text; batches may be filled up beyond that."""
     scored = [score(params, tokens=text.tokens, mask=text.mask) for text in texts]
-    return np.concatenate(jax.device_get(scored))[:rows]
+    return np.concatenate(processes.whole(scored))[:rows]
 
 
 def accuracy(

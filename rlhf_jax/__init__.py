@@ -97,6 +97,7 @@ ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "runtime",
         (
+            "processes",
             "sharding",
             "row_sharding",
             "data",

@@ -342,11 +342,18 @@ def read(
 
 
 def write(
-    table: Table, *, model: ModelConfig, leaves: Mapping[str, jax.Array]
+    table: Table,
+    *,
+    model: ModelConfig,
+    leaves: Mapping[str, jax.Array],
+    fetch: Callable[[jax.Array], np.ndarray] = np.asarray,
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields their tensors, contiguous, in the dtype of our leaves."""
+    """Yields their tensors, contiguous, in the dtype of our leaves.
+
+    `fetch` brings one of them to the host.
+    """
     for key in table.keys:
-        parts = [np.asarray(leaves[path]) for path in key.paths]
+        parts = [fetch(leaves[path]) for path in key.paths]
         for layer, name in enumerate(key.names(model.num_layers)):
             of_layer = [part[layer] for part in parts] if key.stacked else parts
             yield name, key.to_hf(of_layer, model.vocab_size)

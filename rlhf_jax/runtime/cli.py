@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib
+import json
 import os
 import signal
 import sys
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, Self, TypeVar
 
+import jax
 import tyro
 
 from rlhf_jax.functional.checks import InputError, StopError
-from rlhf_jax.runtime import run_folder
+from rlhf_jax.runtime import processes, run_folder
 
 Config = TypeVar("Config", bound=run_folder.RunConfig)
 Presets = Mapping[str, Mapping[str, Any]]  # {name: {field: default}}
@@ -33,27 +36,72 @@ def main(
 ) -> None:
     """Parses the command line, checks the run folder and calls `run(config)`.
 
+    `--coordinator` and what goes with it join several processes first; the first of
+    them talks, and every one tells its own errors.
+
     What the user got wrong ends with its message and status 2, a run that must not go
     on with status 1, a signal with how to go on and status 128 + its number, none with
     a traceback. Any other exception is a defect of ours and keeps it.
     """
     try:
+        argv = _join(sys.argv[1:] if argv is None else argv)
         config = parse(
             config_class, description=description, presets=presets, argv=argv
         )
-        run_folder.check_run(config)
+        processes.agree("the config", json.dumps(run_folder.to_json(config)))
+        processes.on_first(lambda: run_folder.check_run(config))
     except InputError as error:
         _exit(2, f"error: {error}")
     try:
-        run(config)
+        with _silent_unless_first():
+            run(config)
     except InputError as error:
-        _exit(2, f"error: {error}")
+        _leave(2, f"error: {error}")
     except StopError as error:
-        _exit(1, f"stopped: {error}")
+        _leave(1, f"stopped: {error}")
     except Interrupted as stop:
         _exit(128 + stop.signum, f"stopped and saved; {_go_on(config)}")
     except KeyboardInterrupt:
-        _exit(128 + signal.SIGINT, f"stopped without saving; {_go_on(config)}")
+        _leave(128 + signal.SIGINT, f"stopped without saving; {_go_on(config)}")
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1:
+            raise
+        _leave(
+            1,
+            f"stopped: expected every process to go on, got "
+            f"{str(error).splitlines()[0]:.200}\nA process may be lost: snapshots so "
+            f"far are good; {_go_on(config)}, any number of processes",
+        )
+
+
+def _join(argv: Sequence[str]) -> Sequence[str]:
+    """Joins the processes that the options name; the other options.
+
+    Raises:
+      InputError: as `processes.Group`, or there are options of it without a group.
+    """
+    before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    before.add_argument("--coordinator")
+    before.add_argument("--num-processes", type=int)
+    before.add_argument("--process-id", type=int)
+    given, options = before.parse_known_args(argv)
+    if given.coordinator is not None:
+        processes.Group(**vars(given)).join()
+    elif (given.num_processes, given.process_id) != (None, None):
+        raise InputError(
+            "--num-processes, --process-id: expected --coordinator HOST:PORT with "
+            "them, got none; give it, or leave them out"
+        )
+    return options
+
+
+@contextlib.contextmanager
+def _silent_unless_first() -> Iterator[None]:
+    if processes.is_first():
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        yield
 
 
 def parse(
@@ -104,7 +152,9 @@ def parse(
         default=defaults,
         description=f"{description.strip()}\n\n--config RUN/config.json starts from "
         "the options recorded in RUN instead of the defaults below; add --resume to go "
-        "on with that run, or --out to repeat it elsewhere.",
+        "on with that run, or --out to repeat it elsewhere.\n\n--coordinator "
+        "HOST:PORT --num-processes N --process-id I, or on a TPU pod or Slurm "
+        "--coordinator auto, make this one of the processes of a run.",
     )
 
 
@@ -184,8 +234,12 @@ class Interrupt:
 
     def check(self) -> None:
         """Raises Interrupted if a stop was requested; call it after saving."""
-        if self._signum is not None:
-            raise Interrupted(self._signum)
+        if self.requested:
+            self.stop()
+
+    def stop(self) -> NoReturn:
+        """Raises Interrupted, of the signal that came here or to another process."""
+        raise Interrupted(signal.SIGTERM if self._signum is None else self._signum)
 
     def __enter__(self) -> Self:
         self._previous = {
@@ -211,6 +265,14 @@ def _go_on(config: run_folder.RunConfig) -> str:
     if not recorded.exists():
         return "nothing was written yet"
     return f"go on with\n  python {sys.argv[0]} --config {recorded} --resume"
+
+
+def _leave(status: int, message: str) -> NoReturn:
+    """Ends this process for a reason that the others may not have."""
+    if jax.process_count() > 1:
+        print(message, file=sys.stderr, flush=True)
+        os._exit(status)  # at once: leaving in order would wait for the others
+    _exit(status, message)
 
 
 def _exit(status: int, message: str) -> NoReturn:

@@ -15,7 +15,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from rlhf_jax.runtime import metrics, report
+from rlhf_jax.runtime import metrics, processes, report
 
 Drift = Mapping[str, Any]  # as `drift.weight_drift` returns it, on the host
 
@@ -54,8 +54,11 @@ def plots(folder: Path, drift: Drift) -> list[Path]:
     """Draws plots/drift_by_layer.png and plots/kl_by_position.png.
 
     Returns:
-      The figures drawn: the second needs rows in folder/positions.jsonl.
+      The figures drawn: the second needs rows in folder/positions.jsonl. Of several
+      processes the first draws.
     """
+    if not processes.is_first():
+        return []
     (folder / "plots").mkdir(exist_ok=True)
     drawn = [folder / "plots" / "drift_by_layer.png"]
     _by_layer(drift).savefig(drawn[0], dpi=150)

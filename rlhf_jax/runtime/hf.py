@@ -30,7 +30,7 @@ from jax.typing import DTypeLike
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import decoder, gpt2, heads, keys, llama
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.runtime import shards
+from rlhf_jax.runtime import processes, shards
 
 if TYPE_CHECKING:  # its import announces on the terminal that torch is not there
     from transformers import PreTrainedTokenizerBase
@@ -182,7 +182,8 @@ def save(
         **_special_ids(tokenizer, stop_ids=stop_ids, pad_id=pad_id),
         "dtype": leaves["embed/tokens"].dtype.name,
     }
-    tensors = keys.write(family.key_table(model), model=model, leaves=leaves)
+    table = family.key_table(model)
+    tensors = keys.write(table, model=model, leaves=leaves, fetch=processes.whole)
     _write(path, config, tensors, tokenizer=tokenizer, max_shard_bytes=max_shard_bytes)
 
 
@@ -215,7 +216,7 @@ def save_reward(
         **({"score_bias": bias} if bias != 0.0 else {}),
     }
     table = family.key_table(model).scalar()
-    tensors = keys.write(table, model=model, leaves=leaves)
+    tensors = keys.write(table, model=model, leaves=leaves, fetch=processes.whole)
     _write(path, config, tensors, tokenizer=tokenizer, max_shard_bytes=max_shard_bytes)
 
 
@@ -417,6 +418,10 @@ def _write(
     tokenizer: PreTrainedTokenizerBase | None,
     max_shard_bytes: int,
 ) -> None:
+    if not processes.is_first():
+        for _ in tensors:  # it takes part in bringing them to the first
+            pass
+        return
     with shards.new_folder(Path(path)) as folder:
         shards.write_json(folder / _CONFIG, config)
         shards.write(folder, tensors, max_shard_bytes=max_shard_bytes)

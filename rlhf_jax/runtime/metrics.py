@@ -16,7 +16,7 @@ import jax
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.masked import Stats
-from rlhf_jax.runtime import alarms, run_folder
+from rlhf_jax.runtime import alarms, processes, run_folder
 from rlhf_jax.runtime.alarms import Alarm
 
 FILES = ("metrics", "timings", "samples", "positions")
@@ -62,7 +62,8 @@ class Recorder:
 
     Because rows reach the disk before their snapshot, and `begin` drops those that came
     after it, a run that was killed and resumed leaves the files of one that was not.
-    Only timings.jsonl has a clock in it.
+    Only timings.jsonl has a clock in it. Of several processes the first writes, and
+    decides on alarms.
     """
 
     def __init__(
@@ -73,10 +74,12 @@ class Recorder:
         check: alarms.Check | None = None,
     ) -> None:
         """Opens the files; `check` decides on alarms, None on none."""
-        self._check = check
+        first = processes.is_first()
+        self._check = check if first else None
         self._watch: alarms.Watch | None = None
         self.alarms: dict[str, list[Alarm]] = {}  # of each stage, when they began
-        self._paths = {name: folder / f"{name}.jsonl" for name in FILES}
+        names = FILES if first else ()
+        self._paths = {name: folder / f"{name}.jsonl" for name in names}
         self._files = {name: path.open("ab") for name, path in self._paths.items()}
         self._sinks = sinks
         self._stage = ""
@@ -182,7 +185,7 @@ class Recorder:
         if self._pending is None:
             return
         (step, *pending), self._pending = self._pending, None
-        stats, vectors = jax.device_get(pending)
+        stats, vectors = processes.whole(pending)
         row = {name: _mean(*pair) for name, pair in stats.items()}
         active = [] if self._watch is None else self._watch.see(step, row)
         names = {"alarms": [alarm.name for alarm in active]} if active else {}
@@ -198,6 +201,8 @@ class Recorder:
             sink.write(self._stage, step, row, active)
 
     def _append(self, name: str, step: int, row: Mapping[str, Any]) -> None:
+        if name not in self._files:
+            return
         place = {"stage": self._stage, "step": step}
         if not place.keys().isdisjoint(row):
             raise ValueError(

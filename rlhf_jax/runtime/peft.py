@@ -34,7 +34,7 @@ from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import LoRA
 from rlhf_jax.roles import frozen
 from rlhf_jax.roles.frozen import Frozen
-from rlhf_jax.runtime import hf, shards
+from rlhf_jax.runtime import hf, processes, shards
 from rlhf_jax.runtime.hf import PathLike
 
 Params = Any
@@ -103,6 +103,9 @@ def save(
         lambda key: decoder.init(key, model=model), jax.random.key(0)
     )
     jax.eval_shape(lambda base: lora_.attach(base, adapters, lora=lora), shapes)
+    adapters = processes.whole(adapters)
+    if not processes.is_first():
+        return
     tensors: Tensors = {}
     metadata = {"format": "pt", "base_fingerprint": base_fingerprint}
     trunk = adapters

@@ -100,11 +100,17 @@ def load_or_compute(
 
     Raises:
       InputError: a row has no tokens, more than the context, or ids that the model
-        lacks; or a file is damaged.
+        lacks; a file is damaged; or there are several processes.
       ReferenceMovedError: the reference is not what was frozen.
       StopError: a log-prob is not finite.
     """
     _check(rows, segments, model=model)
+    if jax.process_count() > 1:
+        raise InputError(
+            f"expected one process to precompute a reference, got "
+            f"{jax.process_count()}; run once without --coordinator, or price each "
+            f"batch when it is due"
+        )
     frozen.verify(reference)
     of = {
         "fingerprint": frozen.fingerprint_of(reference).root,

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf_jax.models import leaves
-from rlhf_jax.runtime import alarms, metrics, run_folder
+from rlhf_jax.runtime import alarms, metrics, processes, run_folder
 from rlhf_jax.runtime.alarms import Alarm
 
 PyTree = Any
@@ -176,9 +176,12 @@ def sinks(
 ) -> list[metrics.Sink]:
     """The sinks that a run asks for, for `metrics.Recorder`; makes those on disk.
 
-    `num_steps` holds each stage's number of steps, in their order.
+    `num_steps` holds each stage's number of steps, in their order. Of several processes
+    the first has them.
     """
     chosen: list[metrics.Sink] = []
+    if not processes.is_first():
+        return chosen
     if config.progress:
         chosen.append(Progress(num_steps))
     if config.tensorboard:
@@ -251,8 +254,11 @@ def plots(folder: Path) -> list[Path]:
     steps in a lighter colour. Steps that were not measured are gaps.
 
     Returns:
-      The figures drawn: those of `PLOTS` with a metric that some row holds.
+      The figures drawn: those of `PLOTS` with a metric that some row holds. Of several
+      processes the first draws.
     """
+    if not processes.is_first():
+        return []
     rows = metrics.read(folder / "metrics.jsonl")
     (folder / "plots").mkdir(exist_ok=True)
     drawn = []

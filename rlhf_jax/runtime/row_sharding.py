@@ -125,24 +125,6 @@ def local_rows(batch: Any) -> Any:
     return jax.device_get(jax.tree.map(read, batch))
 
 
-def whole(tree: Any) -> Any:
-    """Arrays as NumPy's on every process, all of them; waits for them.
-
-    With several processes every one of them calls this. The devices hold a leaf whole,
-    one at a time.
-    """
-
-    def read(leaf: Any) -> Any:
-        if not isinstance(leaf, Array) or leaf.is_fully_addressable:
-            return leaf
-        if not leaf.is_fully_replicated:
-            everywhere = NamedSharding(_mesh_of(leaf), PartitionSpec())
-            leaf = jax.device_put(leaf, everywhere)
-        return np.asarray(leaf.addressable_data(0))
-
-    return jax.device_get(jax.tree.map(read, tree))
-
-
 def _mesh_of(leaf: Array) -> Mesh:
     held: Any = leaf.sharding  # of several processes: it has a mesh
     return held.mesh

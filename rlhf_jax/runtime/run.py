@@ -14,6 +14,7 @@ last snapshot and has no steps left, so a pipeline goes on where it was.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Self
 
@@ -24,6 +25,7 @@ from rlhf_jax.runtime import (
     alarms,
     cli,
     metrics,
+    processes,
     proof,
     report,
     run_folder,
@@ -72,6 +74,7 @@ class Run:
             check=check,
         )
         self.interrupt = cli.Interrupt()
+        self.vote = processes.Vote()
 
     def __enter__(self) -> Self:
         self.interrupt.__enter__()
@@ -82,6 +85,8 @@ class Run:
             self.record.__exit__(*exception)
         finally:
             self.interrupt.__exit__(*exception)
+        if exception[0] is None:
+            processes.wait()  # for the first to have written everything
 
     @property
     def alarms(self) -> list[dict[str, Any]]:
@@ -144,6 +149,7 @@ class Stage:
         meta: Mapping[str, Any],
         frozen: proof.Proof,
     ) -> None:
+        processes.agree(f"the data of {name}", json.dumps(meta, sort_keys=True))
         self._run = run
         self._frozen = frozen
         self._num_steps = run.num_steps[name]
@@ -208,8 +214,8 @@ class Stage:
         record.write(step, stats, positions=positions)
         record.write_samples(step, samples)
         done = step + 1
-        due = done == self._num_steps or done % config.snapshot_every == 0
-        due = due or self._run.interrupt.requested
+        stop = self._run.vote(self._run.interrupt.requested)
+        due = stop or done == self._num_steps or done % config.snapshot_every == 0
         if due:
             record.flush()
         skipped = record.latest.get("update/skipped_in_a_row")
@@ -223,4 +229,5 @@ class Stage:
         if due:
             meta = {**self._meta, proof.META: self._frozen.check(self.state)}
             self._snapshots.save(done, arrays=self.state, meta=meta)
-            self._run.interrupt.check()
+        if stop:
+            self._run.interrupt.stop()

@@ -26,6 +26,7 @@ import jax
 
 import rlhf_jax
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runtime import processes
 
 CONFIG = "config.json"
 UNFINISHED = ".tmp"
@@ -145,9 +146,16 @@ def open_run(config: RunConfig) -> Path:
     A folder that a resumed run never got to fill starts over. Versions that differ
     from the recorded ones are told on stderr and accepted.
 
+    Of several processes the first does so, and the others wait for it.
+
     Raises:
       InputError: as `check_run`, or the folder cannot be made.
     """
+    processes.on_first(lambda: _open(config))
+    return config.out
+
+
+def _open(config: RunConfig) -> None:
     check_run(config)
     out, path = config.out, config.out / CONFIG
     if _held(out):
@@ -159,13 +167,12 @@ def open_run(config: RunConfig) -> Path:
                     f"goes on with {now}; its numbers may differ in the last bits",
                     file=sys.stderr,
                 )
-        return out
+        return
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"--out {out} cannot be made: {error}") from error
     write_json(path, {"config": to_json(config), "versions": versions()})
-    return out
 
 
 def write_summary(folder: Path, summary: dict[str, Any]) -> None:
@@ -232,7 +239,12 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces a file in one step: a crash leaves the old one or the new one."""
+    """Replaces a file in one step: a crash leaves the old one or the new one.
+
+    Of several processes the first writes.
+    """
+    if not processes.is_first():
+        return
     unfinished = path.with_name(path.name + UNFINISHED)
     with unfinished.open("w", encoding="utf-8") as file:
         file.write(text)

@@ -26,6 +26,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ParamSpec, Self, TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from tyro.constructors import PrimitiveConstructorSpec
 
@@ -283,9 +285,20 @@ def place(
 ) -> Tree:
     """Existing parameters or a state, moved to where they are to lie.
 
-    What lies there already is shared: do not read the source after donating this.
+    What lies there already is shared: do not read the source after donating this. What
+    every process holds by itself must be the same in all of them.
 
     Args, Raises: as `shardings`.
     """
     where = shardings(tree, mesh=mesh, rules=rules, small=small)
-    return jax.device_put(tree, where)
+    return jax.tree.map(_put, tree, where)
+
+
+def _put(leaf: Array, where: NamedSharding) -> Array:
+    if where.is_fully_addressable or not leaf.is_fully_addressable:
+        return jax.device_put(leaf, where)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = _put(jax.random.key_data(leaf), where)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    held = np.asarray(leaf)
+    return jax.make_array_from_callback(held.shape, where, lambda index: held[index])

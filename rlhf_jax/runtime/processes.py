@@ -1,0 +1,175 @@
+"""Several processes as one run, each with devices of its own (`jax.distributed`).
+
+    python experiments/ppo_from_checkpoint.py ... --mesh data=4 \\
+        --coordinator HOST:PORT --num-processes 2 --process-id 0      and 1 elsewhere
+
+On TPU pods and under Slurm or Open MPI `--coordinator auto` finds out the rest. All
+processes run the same program over the same files: each reads the whole data and takes
+its own rows of every batch, all of them write a snapshot together, and the first one
+alone writes the rest of the run folder and talks. Without `--coordinator` there is one
+process, and nothing here does anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rlhf_jax.functional.checks import InputError
+
+Array = jax.Array
+AUTO = "auto"
+HEARTBEAT = 20  # seconds without a sign of life, after which a process is lost
+STARTED = 120  # seconds that the first process waits for the others
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """How the processes of a run find each other."""
+
+    coordinator: str  # HOST:PORT of the first process, or AUTO
+    num_processes: int | None = None
+    process_id: int | None = None  # from 0
+
+    def __post_init__(self) -> None:
+        given = (self.num_processes, self.process_id)
+        if self.coordinator == AUTO:
+            if given != (None, None):
+                raise InputError(
+                    "--coordinator auto: expected neither --num-processes nor "
+                    "--process-id, which it finds out; leave them out"
+                )
+            return
+        host, _, port = self.coordinator.rpartition(":")
+        if not host or not port.isdecimal():
+            raise InputError(
+                f"--coordinator: expected HOST:PORT of the first process, or auto, got "
+                f"{self.coordinator!r}"
+            )
+        if self.num_processes is None or self.process_id is None:
+            raise InputError(
+                "--coordinator HOST:PORT: expected --num-processes and --process-id "
+                "with it; give both, or --coordinator auto on a TPU pod or Slurm"
+            )
+        if not 0 <= self.process_id < self.num_processes:
+            raise InputError(
+                f"--process-id: expected 0 to {self.num_processes - 1}, got "
+                f"{self.process_id}; number the processes from 0"
+            )
+
+    def join(self) -> None:
+        """Waits for the others; before any other use of JAX.
+
+        Raises:
+          InputError: they do not come, or there is nothing to find them out by.
+        """
+        found = {} if self.coordinator == AUTO else dataclasses.asdict(self)
+        found["coordinator_address"] = found.pop("coordinator", None)
+        try:
+            jax.distributed.initialize(
+                **found,
+                heartbeat_timeout_seconds=HEARTBEAT,
+                initialization_timeout=STARTED,
+            )
+        except (RuntimeError, ValueError) as error:
+            raise InputError(
+                f"--coordinator {self.coordinator}: expected all processes to come "
+                f"within {STARTED} s, got: {str(error).splitlines()[0]}"
+            ) from error
+
+
+def is_first() -> bool:
+    """Whether this process writes the run folder and talks; True without others."""
+    return jax.process_index() == 0
+
+
+def on_first(check: Callable[[], None]) -> None:
+    """Runs a check in the first process; its InputError is raised in all of them."""
+    told = ""
+    if is_first():
+        try:
+            check()
+        except InputError as error:
+            if jax.process_count() == 1:
+                raise
+            told = str(error)
+    if jax.process_count() == 1:
+        return
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(told.encode()))))
+    text = np.frombuffer(told.encode().ljust(size, b"\0"), np.uint8)
+    if size:
+        raise InputError(bytes(multihost_utils.broadcast_one_to_all(text)).decode())
+
+
+def agree(what: str, value: str) -> None:
+    """Checks that every process has the same value.
+
+    Raises:
+      InputError: in all of them, with the processes that differ from the first.
+    """
+    if jax.process_count() == 1:
+        return
+    mine = np.frombuffer(hashlib.sha256(value.encode()).digest(), np.uint8)
+    all_of_them = np.asarray(multihost_utils.process_allgather(mine))
+    others = np.flatnonzero((all_of_them != all_of_them[0]).any(axis=1))
+    if len(others):
+        raise InputError(
+            f"expected {what} to be the same in every process, got another in process "
+            f"{', '.join(map(str, others))} than in process 0; start all with the same "
+            f"command and the same files"
+        )
+
+
+def wait() -> None:
+    """Waits until every process is here: what the first has written can be read."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("rlhf_jax")
+
+
+def whole(tree: Any) -> Any:
+    """Arrays as NumPy's in every process, all of them; waits for them.
+
+    With several processes every one of them calls this. The devices hold a leaf whole,
+    one at a time.
+    """
+
+    def read(leaf: Any) -> Any:
+        if not isinstance(leaf, Array) or leaf.is_fully_addressable:
+            return leaf
+        if not leaf.is_fully_replicated:
+            held: Any = leaf.sharding
+            leaf = jax.device_put(leaf, NamedSharding(held.mesh, PartitionSpec()))
+        return np.asarray(leaf.addressable_data(0))
+
+    return jax.device_get(jax.tree.map(read, tree))
+
+
+class Vote:
+    """Whether any process wants to stop: the same answer in all of them, a call late.
+
+    The answer is computed on the devices behind the step it was asked in, and is read
+    at the next, as metrics are: no step waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._pending: Array | None = None
+        devices = np.array(jax.devices())
+        self._rows = NamedSharding(Mesh(devices, ("device",)), PartitionSpec("device"))
+        everywhere = NamedSharding(self._rows.mesh, PartitionSpec())
+        self._any = jax.jit(lambda wanted: wanted.any(), out_shardings=everywhere)
+
+    def __call__(self, wanted: bool) -> bool:
+        """The answer to the last call; with one process, to this one."""
+        if jax.process_count() == 1:
+            return wanted
+        mine = np.full(jax.local_device_count(), wanted)
+        asked = self._any(jax.make_array_from_process_local_data(self._rows, mine))
+        before, self._pending = self._pending, asked
+        return before is not None and bool(np.asarray(before))
