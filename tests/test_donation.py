@@ -229,12 +229,12 @@ def overwritten(function, donated, given, **options):
 @pytest.mark.parametrize(
     "program",
     [
-        dpo_update,
         decode_finish,
         *(
             pytest.param(program, marks=pytest.mark.long)
             for program in (
                 sft_update,
+                dpo_update,
                 reward_model_update,
                 ppo_learn,
                 ppo_learn_of_adapters,
