@@ -17,7 +17,8 @@ Remat = Literal["none", "dots", "full"]
 
 `none` keeps every activation. `dots` keeps what the projections return (query, key,
 value, output and the MLP's) and computes norms, attention and activation functions
-again. `full` keeps the layer's input alone, for a second forward pass.
+again. `full` keeps the layer's input alone, for a second forward pass; over layers that
+are stored in int8 or on the host `none` is `full`.
 """
 
 
