@@ -3,11 +3,12 @@ import math
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import optax
 import pytest
 
-from rlhf_jax import checks, optimizers
+from rlhf_jax import checks, optimizers, storage
 
 RNG = np.random.default_rng(0)
 # Large, near eps and far below it, where the place of eps is all that counts.
@@ -26,8 +27,10 @@ def gradients(num_steps: int, seed: int = 1) -> list[dict[str, np.ndarray]]:
     ]
 
 
-def oracle(grads, *, rate, b1, b2, eps, style) -> list[dict[str, np.ndarray]]:
-    """The update of every step, float64, element by element."""
+def oracle(
+    grads, *, rate, b1, b2, eps, style, hold=float
+) -> list[dict[str, np.ndarray]]:
+    """The update of every step, float64, element by element; m is held by `hold`."""
     found = []
     m = {name: np.zeros((2, 3)) for name in SIZES}
     v = {name: np.zeros((2, 3)) for name in SIZES}
@@ -47,6 +50,7 @@ def oracle(grads, *, rate, b1, b2, eps, style) -> list[dict[str, np.ndarray]]:
                     size = math.sqrt(v[name][index] / (1 - b2**t))
                     step = rate(t - 1) * mean / (size + eps)
                 update[name][index] = -step
+                m[name][index] = hold(m[name][index])
         found.append(update)
     return found
 
@@ -86,6 +90,50 @@ def test_adam_matches_the_oracle(style, b1, b2, eps):
     expected = oracle(grads, rate=lambda step: 0.01, **settings)
     # optax takes 1 - b2^t in float32, with 4 digits of it at t = 1.
     assert_close(run(made, grads), expected, rtol=1e-4 if style == "standard" else 1e-5)
+
+
+@pytest.mark.parametrize("style", ["standard", "tf"])
+@pytest.mark.parametrize("b1", [0.9, 0.0])
+def test_m_in_bfloat16_is_rounded_once_an_update(style, b1):
+    """And the step is made before."""
+    grads = gradients(7)
+    settings = {"b1": b1, "b2": 0.999, "eps": 1e-5, "style": style}
+    found = run(optimizers.adam(0.01, mu_dtype="bfloat16", **settings), grads)
+    expected = oracle(grads, rate=lambda step: 0.01, hold=bfloat16, **settings)
+    assert_close(found, expected, rtol=1e-4)
+
+
+def bfloat16(x: float) -> float:
+    return float(np.float32(x).astype(ml_dtypes.bfloat16))
+
+
+@pytest.mark.parametrize("style", ["standard", "tf"])
+def test_what_the_moments_take(style):
+    """4 + 4 bytes a parameter, or 2 + 4, beside two counts of updates."""
+    params = {"kernel": jnp.zeros((30, 7)), "bias": jnp.zeros(10)}
+    schedule = optax.linear_schedule(0.1, 0.0, 4)
+    for mu_dtype, each in {"float32": 8, "bfloat16": 6}.items():
+        made = optimizers.adam(schedule, style=style, mu_dtype=mu_dtype)
+        opt = made.init(params)
+        assert storage.nbytes(opt) == 220 * each + 2 * 4
+        _, after = made.update(params, opt, params)
+        shapes = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(opt)]
+        assert [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(after)] == shapes
+
+
+def test_m_nears_a_constant_gradient_and_v_follows_it():
+    """m to the 4% of its rounding; v by the 0.1% that bfloat16 would round away."""
+    made = optimizers.adam(1.0, mu_dtype="bfloat16")
+    grad = {"x": jnp.linspace(1.0, 2.0, 50)}
+    opt = made.init(grad)
+    opt = (opt[0]._replace(nu={"x": jnp.ones(50)}), *opt[1:])
+    for _ in range(100):
+        _, opt = made.update(grad, opt, grad)
+    np.testing.assert_allclose(opt[0].mu["x"].astype(float), grad["x"], rtol=0.04)
+    squares = np.asarray(grad["x"], np.float64) ** 2
+    expected = squares + 0.999**100 * (1 - squares)
+    np.testing.assert_allclose(opt[0].nu["x"], expected, rtol=1e-4)
+    assert bfloat16(0.999 * 1 + 0.001 * 4) == 1
 
 
 def test_standard_is_optax_s_own_to_the_bit():
@@ -166,6 +214,10 @@ def norm(tree) -> float:
         (
             {"style": "torch"},
             r"style: expected 'standard' or 'tf', got 'torch'; choose",
+        ),
+        (
+            {"mu_dtype": "float16"},
+            r"mu_dtype: expected 'float32' or 'bfloat16', got 'float16'; choose",
         ),
         ({"eps": 0.0}, r"eps: expected .* above 0, got 0"),
         ({"b1": 1.0}, r"b1: expected a number from 0 to below 1, got 1.0; choose"),

@@ -368,7 +368,7 @@ def test_the_state_is_donated_and_the_reference_is_not(iteration, reference):
     memory = iteration.compiled.memory_analysis()
     current = away()
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(current))
-    assert memory.alias_size_in_bytes >= size * 0.9
+    assert memory.alias_size_in_bytes >= size
     iteration(current)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(current.policy))
     frozen.verify(reference)
