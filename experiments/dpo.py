@@ -57,6 +57,7 @@ from rlhf_jax import (
 )
 from rlhf_jax import lora as lora_
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models.config import Remat
 from rlhf_jax.roles.frozen import Frozen
 from rlhf_jax.runtime.data import Blank
 from rlhf_jax.runtime.frozen_models import Storage
@@ -114,6 +115,8 @@ class Config(run_folder.RunConfig):
     """Adapters instead of all parameters."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of activations; trained parameters stay float32."""
+    remat: Remat = "none"
+    """What of a layer a gradient computes again, to save memory."""
     mesh: MeshOption = sharding.ONE_DEVICE
     """How several devices share rows and parameters."""
 
@@ -254,6 +257,7 @@ def main(options: Config) -> None:
         options.model,
         tokenizer=options.tokenizer,
         dtype=options.dtype,
+        remat=options.remat,
         sharding=functools.partial(sharding.shardings, mesh=mesh),
     )
     pairs, others = data.hold_out(

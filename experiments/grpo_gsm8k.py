@@ -64,6 +64,7 @@ from rlhf_jax import (
     verifiers,
 )
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models.config import Remat
 from rlhf_jax.roles.frozen import Frozen
 from rlhf_jax.roles.rewards import Scores
 from rlhf_jax.runtime.data import Row
@@ -126,6 +127,8 @@ class Config(run_folder.RunConfig):
     """What becomes of an answer that could not be verified, or of the run."""
     eval_rows: int = 256
     """Held-out questions to answer, from the beginning; GSM8K has 1319."""
+    remat: Remat = "none"
+    """What of a layer a gradient computes again, to save memory."""
     mesh: MeshOption = sharding.ONE_DEVICE
     """How several devices share rows and parameters."""
 
@@ -349,6 +352,7 @@ def main(options: Config) -> None:
         options.model,
         tokenizer=options.tokenizer,
         dtype=options.dtype,
+        remat=options.remat,
         sharding=functools.partial(sharding.shardings, mesh=mesh),
     )
     algorithm = make_algorithm(options, start=start)

@@ -82,7 +82,7 @@ from rlhf_jax import lora as lora_
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl_control import Control
 from rlhf_jax.functional.masked import Stats
-from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.config import ModelConfig, Remat
 from rlhf_jax.roles.frozen import Frozen
 from rlhf_jax.roles.lifecycle import Lifecycle
 from rlhf_jax.roles.rewards import Scores
@@ -150,6 +150,8 @@ class Config(run_folder.RunConfig):
     leaves them."""
     adam: optimizers.Style = "standard"
     """Where Adam's eps stands: outside the bias correction in "tf" (OAI)."""
+    adam_mu_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of Adam's first moment, 2 bytes a parameter less in bfloat16."""
     critic_from: Literal["policy", "reward_model"] = "policy"
     """Whose trunk the critic starts with; values start at 0 from the policy."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -164,6 +166,8 @@ class Config(run_folder.RunConfig):
     """Off, with kl_coef 0, there is no reference: never loaded, never run."""
     lora: Adapters = pretrained.ALL_PARAMETERS
     """Adapters instead of all parameters."""
+    remat: Remat = "none"
+    """What of a layer a gradient computes again, to save memory."""
     mesh: MeshOption = sharding.ONE_DEVICE
     """How several devices share rows and parameters."""
     sample_every: int = 10
@@ -438,7 +442,9 @@ def make_ppo(
 
     def adam(learning_rate: float, iterations: int) -> optax.GradientTransformation:
         schedule = optax.linear_schedule(learning_rate, 0.0, iterations * updates)
-        optimizer = optimizers.adam(schedule, eps=1e-5, style=options.adam)
+        optimizer = optimizers.adam(
+            schedule, eps=1e-5, style=options.adam, mu_dtype=options.adam_mu_dtype
+        )
         if options.max_grad_norm is None:
             return optimizer
         clip = optax.clip_by_global_norm(options.max_grad_norm)
@@ -724,6 +730,7 @@ def main(options: Config) -> None:
         options.model,
         tokenizer=options.tokenizer,
         dtype=options.dtype,
+        remat=options.remat,
         sharding=functools.partial(sharding.shardings, mesh=mesh),
     )
     models = make_models(options, policy)

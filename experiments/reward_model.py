@@ -51,6 +51,7 @@ from rlhf_jax import (
     train_reward,
 )
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models.config import Remat
 from rlhf_jax.runtime.batches import Batches
 from rlhf_jax.runtime.encoding import Example, Pair
 from rlhf_jax.runtime.pretrained import Pretrained
@@ -101,6 +102,8 @@ class Config(run_folder.RunConfig):
     """Of these answers; use PPO's."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of activations; parameters stay float32."""
+    remat: Remat = "none"
+    """What of a layer a gradient computes again, to save memory."""
     mesh: MeshOption = sharding.ONE_DEVICE
     """How several devices share rows and parameters."""
 
@@ -209,6 +212,7 @@ def main(options: Config) -> None:
         options.model,
         tokenizer=options.tokenizer,
         dtype=options.dtype,
+        remat=options.remat,
         sharding=functools.partial(sharding.shardings, mesh=mesh),
     )
     model = start.model

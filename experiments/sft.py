@@ -46,6 +46,7 @@ from rlhf_jax import (
     state,
 )
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models.config import Remat
 from rlhf_jax.runtime.encoding import Example
 from rlhf_jax.runtime.pretrained import Pretrained
 from rlhf_jax.runtime.sharding import MeshOption
@@ -98,6 +99,8 @@ class Config(run_folder.RunConfig):
     """Gradients of a larger norm are scaled down to it."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of activations; parameters stay float32."""
+    remat: Remat = "none"
+    """What of a layer a gradient computes again, to save memory."""
     mesh: MeshOption = sharding.ONE_DEVICE
     """How several devices share rows and parameters."""
 
@@ -126,6 +129,7 @@ def starting_point(options: Config, *, mesh: Mesh) -> Pretrained:
             options.model,
             tokenizer=options.tokenizer,
             dtype=options.dtype,
+            remat=options.remat,
             sharding=functools.partial(sharding.shardings, mesh=mesh),
         )
     assert options.tokenizer is not None  # checked by Config
@@ -137,6 +141,7 @@ def starting_point(options: Config, *, mesh: Mesh) -> Pretrained:
         num_heads=options.fresh_num_heads,
         max_positions=options.fresh_max_positions,
         dtype=options.dtype,
+        remat=options.remat,
     )
     init = functools.partial(decoder.init, jax.random.key(options.seed), model=model)
     return Pretrained(
