@@ -251,7 +251,9 @@ def evaluate(
 
 def main(options: Config) -> None:
     started = time.perf_counter()
-    mesh = frozen_models.policy_mesh(options.mesh, options.reference_storage)
+    mesh = frozen_models.policy_mesh(
+        options.mesh, taken=options.reference_storage.num_own
+    )
     texts = data.read_preferences(options.data, blank=options.blank)
     start = pretrained.load(
         options.model,

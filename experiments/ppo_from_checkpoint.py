@@ -170,6 +170,9 @@ class Config(run_folder.RunConfig):
     """What of a layer a gradient computes again, to save memory."""
     mesh: MeshOption = sharding.ONE_DEVICE
     """How several devices share rows and parameters."""
+    sampling_mesh: MeshOption | None = None
+    """The last devices, which --mesh leaves free: they draw the next answers while
+    these are learned from, one step off-policy. None samples where it learns."""
     sample_every: int = 10
     """Iterations between rows of samples.jsonl."""
     num_shown: int = 4
@@ -249,6 +252,12 @@ class Config(run_folder.RunConfig):
                 f"--critic-from: expected policy with --shared-trunk, where the critic "
                 f"is a head on the policy, got {self.critic_from}; leave one of them "
                 f"out"
+            )
+        if self.sampling_mesh is not None and (self.buckets or self.ppo.reprice):
+            raise InputError(
+                "--sampling-mesh: expected neither --buckets, as a snapshot holds the "
+                "next answers, nor --reprice, which would take the older policy that "
+                "drew them for this one; leave it out, or them"
             )
         if self.ppo.penalty.needs_logits and self.reference_storage.apart:
             raise InputError(
@@ -336,7 +345,8 @@ MEASURED = {
 class Models(NamedTuple):
     """What is held during the run."""
 
-    mesh: Mesh  # that all lies on but frozen models with devices of their own
+    mesh: Mesh  # that all lies on but what has devices of its own
+    sampling: Mesh | None  # the devices that sample, if they are others
     algorithm: ppo.PPO
     train: TrainState
     base: Frozen | None  # that policy and critic adapt, with LoRA
@@ -350,10 +360,12 @@ class Models(NamedTuple):
 
 
 def mesh_of(options: Config) -> Mesh:
-    """What all lies on but frozen models with devices of their own."""
-    return frozen_models.policy_mesh(
-        options.mesh, options.reference_storage, options.reward_storage
-    )
+    """What all lies on but what has devices of its own."""
+    storages = (options.reference_storage, options.reward_storage)
+    taken = max(storage.num_own for storage in storages)
+    if options.sampling_mesh is not None:
+        taken = max(taken, options.sampling_mesh.size)
+    return frozen_models.policy_mesh(options.mesh, taken=taken)
 
 
 def make_models(options: Config, policy: Pretrained) -> Models:
@@ -411,7 +423,11 @@ def make_models(options: Config, policy: Pretrained) -> Models:
     # All of it, as what comes back from a frozen model is on the mesh: a state that is
     # not would be after its first step, and `jit` would compile everything again.
     train = sharding.place(train, mesh=mesh)
-    return Models(mesh, algorithm, train, base, reference, reward)
+    sampling = None
+    if options.sampling_mesh is not None:
+        devices = jax.devices()[-options.sampling_mesh.size :]
+        sampling = options.sampling_mesh.make(devices)
+    return Models(mesh, sampling, algorithm, train, base, reference, reward)
 
 
 def encode_prompts(
@@ -475,11 +491,18 @@ class Programs:
             "max_new_tokens": algorithm.max_new_tokens,
             "temperature": algorithm.temperature,
         }
-        on = functools.partial(sharding.on, models.mesh)
+        on, mesh = functools.partial(sharding.on, models.mesh), models.mesh
         self._models = models
         self._lora = algorithm.lora if models.adapters_are_the_reference else None
         self._base = models.base if models.adapters_are_the_reference else None
-        self.sample = jax.jit(functools.partial(on(ppo.sample), ppo=algorithm))
+        self._sampling = mesh if models.sampling is None else models.sampling
+        self._sample = jax.jit(
+            functools.partial(sharding.on(self._sampling, ppo.sample), ppo=algorithm)
+        )
+        self._sampling_base = models.base
+        if models.base is not None and models.sampling is not None:
+            self._sampling_base = sharding.place(models.base, mesh=models.sampling)
+        self.values = jax.jit(functools.partial(on(ppo.values), ppo=algorithm))
         self.learn = jax.jit(
             functools.partial(on(ppo.learn), ppo=algorithm), donate_argnames=("state",)
         )
@@ -512,6 +535,22 @@ class Programs:
     def inside(self, reference: Frozen | None) -> Frozen | None:
         """The reference where `learn` runs it again, for exact KL; else None."""
         return reference if self._models.algorithm.penalty.needs_logits else None
+
+    def sample(self, policy: Params, *, prompts: Prompts, key: Array) -> Rollout:
+        """Answers where the devices that sample are, brought to where it is learned.
+
+        Asynchronous: what is dispatched next on other devices runs beside it.
+        """
+        if self._models.sampling is None:
+            return self._sample(
+                policy, prompts=prompts, key=key, base=self._sampling_base
+            )
+        policy, key = sharding.place((policy, key), mesh=self._sampling)
+        prompts = row_sharding.put_rows(prompts, mesh=self._sampling)
+        answered = self._sample(
+            policy, prompts=prompts, key=key, base=self._sampling_base
+        )
+        return row_sharding.put_rows(answered, mesh=self._models.mesh)
 
     def price(self, reference: Frozen, answered: Rollout) -> Array:
         """The reference's log-probs, taken where the reference is held."""
@@ -554,7 +593,7 @@ def rehearse(
     A reward function that fails is told now, and so is whatever does not fit together.
     """
     train, base, reference = models.train, models.base, models.reference
-    answered = programs.sample(train.policy, prompts=prompts, key=key, base=base)
+    answered = programs.sample(train.policy, prompts=prompts, key=key)
     seen = ppo.judged(answered, ppo=models.algorithm)
     scores = reward(seen)
     if judge is not None:
@@ -632,6 +671,10 @@ def improve(
         beside["base"] = base
     if reference is not None and reference is not base:
         held["reference"] = reference
+    if models.sampling is not None:  # the answers to learn from next
+        held["rollout"] = programs.sample(
+            models.train.policy, prompts=prompts[0], key=jax.random.fold_in(key, 0)
+        )
     moving = ("reference",) if options.lifecycle.moves else ()
     with job.stage("ppo", held, meta=meta, beside=beside, moving=moving) as stage:
         train, reference = stage.state["train"], stage.state.get("reference", base)
@@ -639,13 +682,26 @@ def improve(
             reference = None
         for step in stage.steps():
             step_key = jax.random.fold_in(key, step)
-            answered = programs.sample(
-                train.policy, prompts=prompts[step], key=step_key, base=base
-            )
+            if models.sampling is None:
+                answered = programs.sample(
+                    train.policy, prompts=prompts[step], key=step_key
+                )
+            else:
+                answered = stage.state["rollout"]
             shown = ppo.judged(answered, ppo=models.algorithm)
-            scores, priced = reward(shown), None
+            priced, values = None, None
             if reference is not None and options.lifecycle.prices(step):
                 priced = programs.price(reference, answered)
+            if models.reward is None:  # the host's turn, beside which the critic runs
+                values = programs.values(train, rollout=answered, base=base)
+            scores = reward(shown)
+            more = step + 1 < options.num_steps
+            if models.sampling is not None and more:  # beside the update of this step
+                stage.state["rollout"] = programs.sample(
+                    train.policy,
+                    prompts=prompts[step + 1],
+                    key=jax.random.fold_in(key, step + 1),
+                )
             seen = {}
             if step % options.eval_every == 0:
                 seen = look(programs, train.policy, texts, base, judge, shown)
@@ -655,6 +711,7 @@ def improve(
                 scores=scores,
                 reference=None if priced is None else programs.inside(reference),
                 ref_logprobs=priced,
+                values=values,
                 key=step_key,
                 base=base,
                 ptx=None if ptx is None else ptx[step],

@@ -3,6 +3,7 @@
 The record is compared: the same answers are drawn, and every metric agrees.
 """
 
+import functools
 import json
 import signal
 import sys
@@ -18,7 +19,8 @@ import sft
 import toy_files
 from safetensors.numpy import load_file
 
-from rlhf_jax import hf, rewards
+from rlhf_jax import batches, data, hf, masked, pretrained, rewards
+from rlhf_jax import ppo as rlhf_ppo
 from rlhf_jax.runtime import cli, metrics
 
 pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.slow]
@@ -70,6 +72,7 @@ def files(tmp_path_factory):
 
 
 def play(experiment, out, files, *argv):
+    sys.modules.pop("mesh_rewards", None)  # it counts its calls
     words = ("--out", out, "--no-progress", *argv)
     words = [str(word).replace("FILES", str(files)) for word in words]
     cli.main(experiment.main, experiment.Config, description="", argv=words)
@@ -135,6 +138,69 @@ def test_ppo_goes_on_with_the_run_on_another_mesh(files, alone, tmp_path):
 @pytest.mark.long
 def test_ppo_with_a_reference_elsewhere(files, alone, argv, tmp_path):
     assert_same(ppo(tmp_path / "run", files, *argv), alone)
+
+
+@pytest.fixture(scope="module")
+def one_step_behind(files):
+    """Every rollout drawn by the policy before the update, on one device, by hand."""
+    argv = ["--out=none", f"--model={files}/model", f"--prompts={files}/prompts.jsonl"]
+    options = cli.parse(
+        ppo_from_checkpoint.Config,
+        description="",
+        argv=[*argv, "--reward=mesh_rewards:score", *PPO],
+    )
+    policy = pretrained.load(options.model)
+    models = ppo_from_checkpoint.make_models(options, policy)
+    rows = data.read_prompts(options.prompts)
+    rows, tokens = ppo_from_checkpoint.encode_prompts(
+        options, rows, policy=policy, context=policy.model.max_positions
+    )
+    prompts = batches.prompt_batches(tokens, batch_size=8, seed=0, pad_id=policy.pad_id)
+    reward = ppo_from_checkpoint.text_reward(
+        options.reward, policy=policy, rows=rows, mesh=models.mesh
+    )
+    sample = jax.jit(functools.partial(rlhf_ppo.sample, ppo=models.algorithm))
+    learn = jax.jit(functools.partial(rlhf_ppo.learn, ppo=models.algorithm))
+    state, found = models.train, []
+    key = jax.random.key(0)
+    older = state.policy
+    for step in range(STEPS):
+        step_key = jax.random.fold_in(key, step)
+        rollout = sample(older, prompts=prompts[step], key=step_key)
+        older = state.policy
+        state, stats, _ = learn(
+            state,
+            rollout=rollout,
+            scores=reward(rollout),
+            reference=models.reference,
+            key=step_key,
+        )
+        found.append(masked.mean_stats(stats))
+    return found, state
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stopped", [False, True])
+def test_rollouts_are_drawn_while_the_last_are_learned_from(
+    files, one_step_behind, stopped, tmp_path
+):
+    argv = ("--mesh=data=2,tensor=2", "--sampling-mesh=fsdp=4")
+    reward = ("--reward=mesh_rewards:score",)
+    if stopped:
+        reward = ("--reward=mesh_rewards:stopping",)
+        with pytest.raises(SystemExit):
+            ppo(tmp_path / "run", files, *argv, reward=reward)
+        argv += ("--resume",)
+    out = ppo(tmp_path / "run", files, *argv, reward=reward)
+    expected, state = one_step_behind
+    for row, stats in zip(metrics.read(out / "metrics.jsonl"), expected, strict=True):
+        for name, value in stats.items():
+            assert row[name] == pytest.approx(float(value), rel=1e-4, abs=2e-5), name
+    assert float(expected[1]["policy/sampler_mismatch"]) > 1e-3  # off-policy it is
+    _, params = hf.load(out / "model")
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), params, state.policy
+    )
 
 
 WAYS = {
@@ -212,6 +278,10 @@ def test_the_other_experiments(files, name, tmp_path):
         (
             (MESH, "--reference-storage.own-devices"),
             "expected axes that multiply to the 7 devices",
+        ),
+        (
+            ("--mesh=data=4", "--sampling-mesh=data=4", "--reprice"),
+            "--sampling-mesh: expected neither --buckets",
         ),
         (
             ("--reference-storage.memory=cpu", "--reference-storage.own-devices"),

@@ -104,14 +104,19 @@ class Storage:
 COPY = Storage()  # in float32, where it was read
 
 
-def policy_mesh(shape: MeshShape, *storages: Storage) -> Mesh:
-    """The policy's mesh: over all devices but those that frozen models have as own.
+def policy_mesh(shape: MeshShape, *, taken: int = 0) -> Mesh:
+    """The policy's mesh: over all devices but the last ones, which others have taken.
 
     Raises:
-      InputError: as `MeshShape.make`.
+      InputError: as `MeshShape.make`, or some are taken and there are several
+        processes, none of which could copy to all of them.
     """
-    num_own = max(storage.num_own for storage in storages)
-    return shape.make(jax.devices()[: max(jax.device_count() - num_own, 0)])
+    if taken and jax.process_count() > 1:
+        raise InputError(
+            f"expected one process where models have devices of their own, got "
+            f"{jax.process_count()}; share the devices, or leave out --coordinator"
+        )
+    return shape.make(jax.devices()[: max(jax.device_count() - taken, 0)])
 
 
 def _on_cpu() -> SingleDeviceSharding:

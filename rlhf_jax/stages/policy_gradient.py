@@ -112,6 +112,7 @@ def price(
     algorithm: PolicyGradient,
     critic: Critic | None,
     ref_logprobs: Array | None = None,
+    values: Array | None = None,
     base: Frozen | None = None,
 ) -> Priced:
     """What reward, reference and critic say of a rollout, before anything is learned.
@@ -164,6 +165,7 @@ def price(
         penalty=algorithm.penalty,
         policy=params,
         ref_logprobs=ref_logprobs,
+        values=values,
         value_after_stop=critic is not None and critic.after_stop,
     )
     kl_coef = kl_coef_(state, algorithm=algorithm)

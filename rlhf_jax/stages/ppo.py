@@ -21,7 +21,7 @@ from rlhf_jax.roles import adapted
 from rlhf_jax.roles.frozen import Frozen
 from rlhf_jax.roles.rewards import Scores
 from rlhf_jax.stages import experience as experience_
-from rlhf_jax.stages import policy_gradient, policy_update
+from rlhf_jax.stages import policy_gradient, policy_update, score
 from rlhf_jax.stages.batch import Experience, Prompts, Rollout, Scored, Sequences
 from rlhf_jax.stages.policy_gradient import Reward
 from rlhf_jax.stages.ppo_config import PPO
@@ -37,6 +37,7 @@ __all__ = [
     "ppo_loss",
     "sample",
     "update",
+    "values",
 ]
 
 Array = jax.Array
@@ -114,6 +115,28 @@ def judged(rollout: Rollout, *, ppo: PPO) -> Rollout:
     return policy_gradient.judged(rollout, algorithm=ppo)
 
 
+def values(
+    state: TrainState, *, rollout: Rollout, ppo: PPO, base: Frozen | None = None
+) -> Array:
+    """The critic's values of a rollout, f32[B, S]: `learn`'s own step.
+
+    As a program by itself it runs while the host computes the scores.
+    """
+    return score.response_values(
+        _critic(state, ppo=ppo, base=base),
+        rollout=rollout,
+        model=ppo.critic_model,
+        after_stop=ppo.value_after_stop,
+    )
+
+
+def _critic(state: TrainState, *, ppo: PPO, base: Frozen | None) -> Params:
+    if ppo.shared_trunk:
+        trunk = adapted.params(state.policy, base=base, lora=ppo.lora)
+        return {"trunk": trunk, "score": state.critic["score"]}
+    return adapted.params(state.critic, base=base, lora=ppo.lora)
+
+
 def learn(
     state: TrainState,
     *,
@@ -123,6 +146,7 @@ def learn(
     key: Array,
     ppo: PPO,
     ref_logprobs: Array | None = None,
+    values: Array | None = None,
     base: Frozen | None = None,
     ptx: Sequences | None = None,
 ) -> tuple[TrainState, masked.Stats, Scored]:
@@ -130,17 +154,14 @@ def learn(
 
     Args, Returns, Raises: as `iteration`, with the rollout of `sample` and the scores
     of what was `judged` of it, f32[B], reward units, or `rewards.Scores`, whose parts
-    are logged as `reward/NAME`; ref_logprobs as `score.score`.
+    are logged as `reward/NAME`; ref_logprobs as `score.score`; values of `values`, None
+    takes them here.
 
     In a step that does not take the KL (`Lifecycle.prices`) both `reference` and
     `ref_logprobs` are None: a program of its own, without the penalty and its metrics.
     """
     _, shuffle_key = jax.random.split(key)
-    if ppo.shared_trunk:
-        trunk = adapted.params(state.policy, base=base, lora=ppo.lora)
-        critic = {"trunk": trunk, "score": state.critic["score"]}
-    else:
-        critic = adapted.params(state.critic, base=base, lora=ppo.lora)
+    critic = _critic(state, ppo=ppo, base=base)
     scored, state, kl_coef, stats = policy_gradient.price(
         state,
         rollout=rollout,
@@ -149,6 +170,7 @@ def learn(
         algorithm=ppo,
         critic=policy_gradient.Critic(critic, ppo.critic_model, ppo.value_after_stop),
         ref_logprobs=ref_logprobs,
+        values=values,
         base=base,
     )
     experience = experience_.experience(

@@ -36,6 +36,7 @@ def score(
     penalty: Penalty = kl_penalty.IN_REWARD,
     policy: Params | None = None,
     ref_logprobs: Array | None = None,
+    values: Array | None = None,
     value_after_stop: bool = False,
 ) -> Scored:
     """Prices a rollout with the frozen models, once, before the epochs.
@@ -54,6 +55,8 @@ def score(
         both models (`Penalty.reward_needs_logits`); not read else.
       ref_logprobs: f32[B, S], nats, where `reference_logprobs` ran before, on devices
         of its own; `reference` then is run for exact KL alone.
+      values: f32[B, S], reward units, where `response_values` ran before, as while the
+        host computed the scores.
       value_after_stop: value the state after the last token too (N+).
 
     Returns:
@@ -67,7 +70,7 @@ def score(
     checks.shape((rollout.tokens.shape[0],), scores=scores)
     checks.float32(scores=scores)
     mask = rollout.response_mask
-    kl, kl_stats, values, exact = None, {}, None, None
+    kl, kl_stats, exact = None, {}, None
     measured = reference is not None or ref_logprobs is not None
     # What acts nowhere is measured all the same, where the reward would be.
     estimated = penalty.in_reward or penalty.placement is None
@@ -103,14 +106,12 @@ def score(
         if exact is not None and penalty.direction == "reverse" and not penalty.top_k:
             rows = jnp.asarray(exact.shape[0], jnp.float32)
             kl_stats |= {"objective/kl_exact": (exact.sum(), rows)}
-    if critic is not None:
+    if critic is not None and values is None:
         if critic_model is None:
             raise InputError("expected the critic's shape with the critic, got None")
-        values = critic_.values(
-            critic, model=critic_model, tokens=rollout.tokens, mask=rollout.mask
+        values = response_values(
+            critic, rollout=rollout, model=critic_model, after_stop=value_after_stop
         )
-        known = value_mask(rollout, after_stop=value_after_stop)
-        values = jnp.where(known, values, 0.0)
     return Scored(
         rollout=rollout,
         scores=scores,
@@ -190,6 +191,26 @@ def value_mask(rollout: Rollout, *, after_stop: bool) -> Array:
     """
     mask = rollout.response_mask
     return mask | jnp.pad(mask[:, :-1], ((0, 0), (1, 0))) if after_stop else mask
+
+
+def response_values(
+    critic: Params, *, rollout: Rollout, model: ModelConfig, after_stop: bool
+) -> Array:
+    """V of the states of a response; `score`'s own step, or a program by itself.
+
+    Args:
+      critic: {"trunk": ..., "score": ...}, as in `critic.py`.
+      rollout: Rollout[B, S].
+      model: the critic's shape.
+      after_stop: as `value_mask`.
+
+    Returns:
+      f32[B, S], reward units; 0 where a state has no value.
+    """
+    values = critic_.values(
+        critic, model=model, tokens=rollout.tokens, mask=rollout.mask
+    )
+    return jnp.where(value_mask(rollout, after_stop=after_stop), values, 0.0)
 
 
 def reference_logprobs(
