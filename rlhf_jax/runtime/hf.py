@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -326,7 +327,8 @@ def _place(
     )
     sharding_of = _flatten(shardings)
     placed = {}
-    for path, leaf in leaves:
+    # The largest first: what is read beside what is placed already is then small.
+    for path, leaf in sorted(leaves, key=lambda item: -math.prod(item[1].shape)):
         if sharding_of[path] is None:
             placed[path] = jnp.array(leaf[(slice(None),) * len(leaf.shape)])
         else:
