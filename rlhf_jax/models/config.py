@@ -7,10 +7,18 @@ these and a table of tensor names; the decoder reads only the fields below.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Literal, get_args
 
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
+
+Remat = Literal["none", "dots", "full"]
+"""What of a layer a gradient does not keep and computes again, from little to all.
+
+`none` keeps every activation. `dots` keeps what the projections return (query, key,
+value, output and the MLP's) and computes norms, attention and activation functions
+again. `full` keeps the layer's input alone, for a second forward pass.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +63,7 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     vocab_multiple: int = 128  # embedding rows are padded to a multiple of this
     dtype: str = "float32"  # of activations; parameters keep their own
+    remat: Remat = "none"  # what of a layer a gradient computes again
 
     def __post_init__(self) -> None:
         checks.positive(
@@ -82,6 +91,11 @@ class ModelConfig:
                 f"expected dtype float32 or bfloat16, got {self.dtype!r}; float16 is "
                 f"for stored parameters, its range being too small for activations"
             )
+        if self.remat not in get_args(Remat):
+            raise InputError(
+                f"expected remat {', '.join(get_args(Remat))}, got {self.remat!r}; "
+                f"choose one, none being the fastest where memory suffices"
+            )
 
     @property
     def padded_vocab_size(self) -> int:
@@ -98,6 +112,7 @@ def gpt2(
     max_positions: int,
     intermediate_size: int | None = None,
     dtype: str = "float32",
+    remat: Remat = "none",
 ) -> ModelConfig:
     """A GPT-2 of any size (Radford et al. 2019)."""
     return ModelConfig(
@@ -122,6 +137,7 @@ def gpt2(
         mlp_bias=True,
         tied_head=True,
         dtype=dtype,
+        remat=remat,
     )
 
 
@@ -139,6 +155,7 @@ def llama(
     rope_theta: float = 10_000.0,
     rope_scaling: RopeScaling | None = None,
     dtype: str = "float32",
+    remat: Remat = "none",
 ) -> ModelConfig:
     """A Llama of any size (Touvron et al. 2023, arXiv:2302.13971)."""
     return ModelConfig(
@@ -163,6 +180,7 @@ def llama(
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         dtype=dtype,
+        remat=remat,
     )
 
 

@@ -15,7 +15,7 @@ layers while tokens are drawn.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,10 +23,18 @@ import jax.numpy as jnp
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import axes, blocks, leaves
-from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.config import ModelConfig, Remat
 
 Array = jax.Array
 Params = Any  # nested dict of arrays
+
+KEPT: dict[Remat, Callable[..., Any]] = {
+    # Every projection is a matrix product; attention's two have batch dimensions. A
+    # layer that is stored in int8 or on the host is read by no product: never kept.
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+"""What a gradient keeps of a layer beside its input, by the name of `model.remat`."""
 
 
 def init(key: Array, *, model: ModelConfig) -> Params:
@@ -169,10 +177,13 @@ def prefill(
         )
         return axes.rows_apart(y), key_value
 
-    if leaves.any_stored(params["layers"]):
+    remat = model.remat
+    if remat == "none" and leaves.any_stored(params["layers"]):
         # A gradient (to adapters beside such a base) would keep what every layer was
         # read as, which is the whole model; it reads them again instead.
-        layer = jax.checkpoint(layer, prevent_cse=False)
+        remat = "full"
+    if remat != "none":
+        layer = jax.checkpoint(layer, policy=KEPT[remat], prevent_cse=False)
 
     # Padding may hold any id: one out of range would be NaN, which no mask undoes.
     tokens = jnp.where(mask, tokens, 0)

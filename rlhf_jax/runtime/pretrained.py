@@ -16,7 +16,7 @@ import numpy as np
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import lora as lora_
-from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.config import ModelConfig, Remat
 from rlhf_jax.models.lora import LoRA
 from rlhf_jax.roles import frozen
 from rlhf_jax.roles.frozen import Frozen
@@ -97,6 +97,7 @@ def load(
     *,
     tokenizer: str | None = None,
     dtype: str = "float32",
+    remat: Remat = "none",
     sharding: Any = None,
 ) -> Pretrained:
     """Reads a checkpoint to train, and checks that its tokenizer fits it.
@@ -105,6 +106,7 @@ def load(
       path_or_repo_id: a folder, or a hub id.
       tokenizer: where the tokenizer is; None for in the checkpoint.
       dtype: of activations; the parameters are float32.
+      remat: what of a layer a gradient computes again.
       sharding: where the parameters are to lie, as `hf.load`.
 
     Raises:
@@ -119,7 +121,7 @@ def load(
     # A chat model may stop at more than the tokenizer's EOS, which may be None.
     stop_ids = [reader.eos_token_id, *hf.stop_ids(path_or_repo_id)]
     return Pretrained(
-        model=dataclasses.replace(model, dtype=dtype),
+        model=dataclasses.replace(model, dtype=dtype, remat=remat),
         params=params,
         tokenizer=reader,
         stop_ids=tuple(dict.fromkeys(i for i in stop_ids if i is not None)),

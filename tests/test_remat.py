@@ -1,0 +1,168 @@
+"""What a gradient computes again: the same numbers, in less memory."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+import toy_files
+
+from rlhf_jax import (
+    adapted,
+    config,
+    decoder,
+    frozen,
+    frozen_models,
+    hf,
+    lora,
+    pretrained,
+    sft,
+    storage,
+)
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.stages.batch import Sequences
+
+REMATS = ["dots", "full"]
+ROWS, SIZE, WIDTH = 8, 64, 64
+GPT2 = config.gpt2(
+    vocab_size=64, hidden_size=WIDTH, num_layers=8, num_heads=2, max_positions=SIZE
+)
+LLAMA = config.llama(
+    vocab_size=64,
+    hidden_size=WIDTH,
+    num_layers=8,
+    num_heads=2,
+    num_kv_heads=1,
+    intermediate_size=3 * WIDTH,
+    max_positions=SIZE,
+)
+
+
+def texts(lengths, size):
+    tokens, mask = tiny.batch(lengths, size, side="right")
+    return Sequences(tokens=tokens, mask=mask, response_mask=mask)
+
+
+def value_and_grad(trained, batch, *, model, base=None, adapters=None):
+    """Of the language-model loss a token."""
+
+    def loss(trained):
+        params = adapted.params(trained, base=base, lora=adapters)
+        num_tokens = sft.predicted(batch).sum(dtype=jnp.float32)
+        return sft.loss(params, batch, model=model, num_tokens=num_tokens)[0]
+
+    return jax.value_and_grad(loss)(trained)
+
+
+def assert_near(found, expected):
+    """To 1e-6 of the largest entry of each leaf."""
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(
+            a, b, rtol=0, atol=1e-6 * float(jnp.abs(b).max())
+        ),
+        found,
+        expected,
+    )
+
+
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(tiny.GPT2, marks=pytest.mark.long), tiny.LLAMA],
+    ids=tiny.NAMES,
+)
+def test_remat_changes_no_number(model):
+    batch, params = texts((7, 4, 1), 7), tiny.params(model)
+    price = jax.jit(value_and_grad, static_argnames="model")
+    expected = price(params, batch, model=model)
+    for remat in REMATS:
+        again = dataclasses.replace(model, remat=remat)
+        assert_near(price(params, batch, model=again), expected)
+
+
+@functools.cache
+def temporaries(model):
+    """Bytes that the program of a gradient needs beside parameters and gradient."""
+    params = jax.eval_shape(lambda: decoder.init(jax.random.key(0), model=model))
+    price = jax.jit(functools.partial(value_and_grad, model=model))
+    program = price.lower(params, texts([SIZE] * ROWS, SIZE)).compile()
+    return program.memory_analysis().temp_size_in_bytes
+
+
+def kept_per_layer(model, *, remat):
+    """What a layer more adds, in arrays f32[ROWS, SIZE, WIDTH]."""
+    eight = dataclasses.replace(model, remat=remat)
+    sixteen = dataclasses.replace(eight, num_layers=16)
+    added = temporaries(sixteen) - temporaries(eight)
+    return added / (8 * 4 * ROWS * SIZE * WIDTH)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "dots"),
+    [
+        # input, query, key, value, output and up (4); down's is only added.
+        (GPT2, 1 + 3 + 1 + 4),
+        # Half a key, half a value; up and gate (3 each).
+        pytest.param(LLAMA, 1 + 2 + 1 + 6, marks=pytest.mark.long),
+    ],
+    ids=["gpt2", "llama"],
+)
+def test_what_a_gradient_keeps_of_a_layer(model, dots):
+    assert kept_per_layer(model, remat="full") == pytest.approx(1, rel=0.01)
+    assert kept_per_layer(model, remat="dots") == pytest.approx(dots, rel=0.01)
+    # And the attention's weights, a head's being [ROWS, SIZE, SIZE]; what attention
+    # returns, both norms (what they return and what they scale) and the activation.
+    least = dots + 2 * SIZE / WIDTH + 1 + 4 + model.intermediate_size / WIDTH
+    assert least < kept_per_layer(model, remat="none") < 4 * least
+
+
+@pytest.mark.long
+def test_a_stored_base_is_not_kept_as_it_was_read():
+    """A gradient to adapters holds its layers in float32 one at a time."""
+    adapters = lora.LoRA(rank=2)
+    small = dataclasses.replace(GPT2, num_layers=32, max_positions=8)
+    params = tiny.params(small)
+    base = frozen.freeze(params, dtype="int8")
+    trained = jax.tree.map(
+        lambda leaf: leaf + 0.1,
+        lora.init(jax.random.key(1), model=small, lora=adapters),
+    )
+    batch = texts((8,), 8)
+    found = {}
+    for remat in ["none", "dots"]:
+        model = dataclasses.replace(small, remat=remat)
+        price = jax.jit(
+            functools.partial(value_and_grad, model=model, adapters=adapters)
+        )
+        program = price.lower(trained, batch, base=base).compile()
+        room = program.memory_analysis().temp_size_in_bytes
+        assert room < storage.nbytes(params["layers"]) / 4
+        found[remat] = program(trained, batch, base=base)
+    assert_near(found["dots"], found["none"])
+
+
+def test_a_name_that_is_none():
+    with pytest.raises(InputError, match=r"remat none, dots, full, got 'all'; choose"):
+        dataclasses.replace(GPT2, remat="all")
+
+
+def test_remat_is_of_a_run_and_not_of_a_checkpoint(tmp_path):
+    folder = str(toy_files.checkpoint(tmp_path / "model"))
+    start = pretrained.load(folder, remat="full")
+    assert start.model == dataclasses.replace(toy_files.MODEL, remat="full")
+    hf.save(tmp_path / "again", start.model, start.params, tokenizer=start.tokenizer)
+    assert hf.model_config(tmp_path / "again") == toy_files.MODEL
+    # The reference has no gradient; a critic may begin as the reward model.
+    held = {"policy": start, "storage": frozen_models.COPY}
+    frozen_models.load_reference(str(tmp_path / "again"), **held)
+    trunk = {name: start.params[name] for name in ("embed", "layers", "final_norm")}
+    score = {"kernel": np.zeros(16, np.float32), "bias": np.float32(0)}
+    hf.save_reward(
+        *(tmp_path / "reward", start.model, {"trunk": trunk, "score": score}),
+        tokenizer=start.tokenizer,
+    )
+    reward = frozen_models.load_reward_model(str(tmp_path / "reward"), **held)
+    assert reward.model == start.model
