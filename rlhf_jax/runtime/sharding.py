@@ -262,6 +262,23 @@ def place(
     return jax.device_put(tree, where)
 
 
+def row_shardings(batch: Tree, *, mesh: Mesh | None = None) -> Tree:
+    """Where a batch is to lie: its rows over the row axes of the mesh.
+
+    Args:
+      batch: arrays or shapes [B, ...], all rows of the global batch.
+      mesh: None is the one that is set.
+
+    Returns:
+      A tree of `NamedSharding`s.
+
+    Raises:
+      InputError: the row axes do not divide the rows.
+    """
+    mesh = _mesh(mesh)
+    return jax.tree.map(lambda leaf: _row_sharding(leaf.shape[0], mesh=mesh), batch)
+
+
 def put_rows(batch: Tree, *, mesh: Mesh | None = None) -> Tree:
     """A batch with its rows over the row axes of the mesh.
 
@@ -274,8 +291,6 @@ def put_rows(batch: Tree, *, mesh: Mesh | None = None) -> Tree:
       InputError: the row axes do not divide the rows.
     """
     mesh = _mesh(mesh)
-    sizes = dict(mesh.shape)
-    count = math.prod(sizes.get(axis, 1) for axis in axes.ROW_AXES)
     processes = len({device.process_index for device in mesh.devices.flat})
 
     def put(leaf: Any) -> Array:
@@ -285,16 +300,21 @@ def put_rows(batch: Tree, *, mesh: Mesh | None = None) -> Tree:
                 f"by itself"
             )
         rows = leaf.shape[0] * (1 if isinstance(leaf, Array) else processes)
-        if rows % count:
-            raise InputError(
-                f"batch: expected rows that the {count} devices of axes "
-                f"{' and '.join(axes.ROW_AXES)} divide, got {rows}; change the batch "
-                f"size or the mesh"
-            )
-        spec = PartitionSpec(axes.row_axes(sizes, rows=rows))
-        where = NamedSharding(mesh, spec)
+        where = _row_sharding(rows, mesh=mesh)
         if isinstance(leaf, Array):
             return jax.device_put(leaf, where)
         return jax.make_array_from_process_local_data(where, np.asarray(leaf))
 
     return jax.tree.map(put, batch)
+
+
+def _row_sharding(rows: int, *, mesh: Mesh) -> NamedSharding:
+    sizes = dict(mesh.shape)
+    count = math.prod(sizes.get(axis, 1) for axis in axes.ROW_AXES)
+    if rows % count:
+        raise InputError(
+            f"batch: expected rows that the {count} devices of axes "
+            f"{' and '.join(axes.ROW_AXES)} divide, got {rows}; change the batch "
+            f"size or the mesh"
+        )
+    return NamedSharding(mesh, PartitionSpec(axes.row_axes(sizes, rows=rows)))
