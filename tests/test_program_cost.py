@@ -204,3 +204,18 @@ def test_the_text_of_a_tpu():
     # The product's result stays on the chip; its arguments are read whole.
     products = 2 * (32 * 1024 * 4096 + 4096 * 4096)
     assert products <= found.bytes < products + 5000
+
+
+GPU = """HloModule jit_g
+
+ENTRY %main.1 (a: bf16[64,256], b: bf16[256,32]) -> (bf16[64,32], s8[4096]) {
+  %a = bf16[64,256]{1,0} parameter(0)
+  %b = bf16[256,32]{1,0} parameter(1)
+  ROOT %gemm.1 = (bf16[64,32]{1,0}, s8[4096]{0}) custom-call(%a, %b), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}
+}
+"""  # noqa: E501
+
+
+def test_the_text_of_a_gpu():
+    """A product that cuBLAS takes over."""
+    assert program_cost.cost(GPU).flops == 2 * 64 * 256 * 32
