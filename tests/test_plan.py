@@ -393,7 +393,6 @@ def test_a_recorded_plan_is_made_again(tmp_path):
     environment = {**os.environ, "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     environment.pop("XLA_FLAGS", None)
     words = shlex.split(before["command"])[1:]
-    words.remove("--find-batch")
     code = "from rlhf_jax.runtime.main import main; main()"
     out = tmp_path / "plan.json"
     done = subprocess.run(
