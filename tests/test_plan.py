@@ -346,6 +346,23 @@ def test_llama_2_7b_fits_64_chips_of_16_gb():
     assert result["held"]["reference"] == pytest.approx(2 * parameters / 64, rel=0.01)
 
 
+def test_llama_2_70b_with_adapters_fits_the_smallest_slice_of_v5p():
+    """One base in bfloat16 for policy, critic and reward model is the reference too."""
+    result = recorded("llama-2-70b-lora-v5p-2x2x1")
+    check(result)
+    assert (result["chips"], result["topology"]) == (4, "v5p:2x2x1")
+    assert result["fits"]
+    options = tyro.cli(Options, args=shlex.split(result["command"])[2:])
+    assert (options.policy, options.reference, options.reward) == (
+        "lora",
+        "base",
+        "base",
+    )
+    assert "reference" not in result["held"]
+    base = 2 * 68_976_648_192 / 4
+    assert result["held"]["base of the adapters"] == pytest.approx(base, rel=0.01)
+
+
 def test_the_flops_of_llama_2_7b_by_hand():
     """2 N a token and attention; a pass forward, or with remat and backward four."""
     result = recorded("llama-2-7b-v5e-8x8")
