@@ -9,7 +9,7 @@ import json
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax import batch, compiled, config, critic, decoder, frozen, plan, score
+from rlhf_jax import batch, compiled, config, critic, decoder, frozen, score, workload
 
 MODEL = config.gpt2(
     vocab_size=50257, hidden_size=768, num_layers=12, num_heads=12, max_positions=1024
@@ -47,7 +47,7 @@ def main():
     for way in ("none", "copy", "int8", "host", "host-int8"):
         reference = None
         if way != "none":
-            freeze = functools.partial(frozen.freeze, **plan.WAYS[way])
+            freeze = functools.partial(frozen.freeze, **workload.WAYS[way])
             reference = jax.eval_shape(freeze, params)
         memory = compiled.memory(
             program, rollout, per_row * 1.0, reference, valued, device=device

@@ -27,6 +27,7 @@ from rlhf_jax import (
     optimizers,
     ppo,
     rewards,
+    row_sharding,
     sft,
     sharding,
     state,
@@ -265,7 +266,7 @@ def on_mesh(tree):
 
 
 def rows_on_mesh(tree):
-    return sharding.put_rows(
+    return row_sharding.put_rows(
         jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)
     )
 

@@ -12,7 +12,7 @@ import compile_for_tpu
 import jax
 import pytest
 
-from rlhf_jax import decoder, plan, storage
+from rlhf_jax import decoder, storage, workload
 
 pytestmark = [
     pytest.mark.slow,
@@ -54,7 +54,7 @@ def peak(memory):
 
 @pytest.mark.parametrize("way", ["host", "host-int8"])
 def test_a_reference_on_the_host_is_a_host_argument(found, params, way):
-    freeze = functools.partial(storage.store, **plan.WAYS[way])
+    freeze = functools.partial(storage.store, **workload.WAYS[way])
     size = storage.nbytes(jax.eval_shape(freeze, params))
     assert size <= found[way]["host_argument"] <= 1.02 * size  # rows of a tile
     assert found[way]["argument"] <= found["none"]["argument"] + 2**14

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_jax import main, plan, token_kl
+from rlhf_jax import main, memory, plan, token_kl
 from rlhf_jax.functional.checks import StopError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.mark.parametrize(
     ("module", "argv", "field", "value"),
     [
-        (plan, ["memory", "--num-layers", "3"], "num_layers", 3),
+        (memory, ["memory", "--num-layers", "3"], "num_layers", 3),
+        (plan, ["plan", "--topology", "v5e:8x8"], "topology", "v5e:8x8"),
         (
             token_kl,
             ["kl", "--policy", "p", "--reference", "r", "--prompt", "the text"],
@@ -52,7 +53,7 @@ def test_a_bad_result_ends_with_status_1(capsys, monkeypatch):
     def stop(options):
         raise StopError("it must not go on")
 
-    monkeypatch.setattr(plan, "run", stop)
+    monkeypatch.setattr(memory, "run", stop)
     with pytest.raises(SystemExit) as exit_:
         main.main(["memory"])
     assert exit_.value.code == 1

@@ -19,6 +19,8 @@ from rlhf_jax.functional import checks
 
 Array = jax.Array
 
+MAX_LOGITS = 2**24  # to hold at a time on one device, 64 MiB
+
 
 def token_logprobs(logits: Array, tokens: Array, *, temperature: float = 1.0) -> Array:
     """log softmax(logits[:, t-1] / temperature)[tokens[:, t]], column 0 being 0.
@@ -72,7 +74,7 @@ def token_logprobs_from_hidden(
     temperature: float = 1.0,
     vocab_size: int | None = None,
     first_column: int = 1,
-    max_logits: int = 2**24,
+    max_logits: int = MAX_LOGITS,
 ) -> tuple[Array, Array]:
     """`token_logprobs` and `entropy` of logits = hidden·headᵀ, never holding [B, S, V].
 
@@ -88,7 +90,8 @@ def token_logprobs_from_hidden(
       vocab_size: V, the true vocabulary; None when no row is padding.
       first_column: the first column that is wanted; earlier ones are not computed
         and come back as 0. The prompt's width P gives the response alone.
-      max_logits: logits to hold at a time; one column (B·V') is the least.
+      max_logits: logits to hold at a time, on all devices together; one column (B·V')
+        is the least.
 
     Returns:
       f32[B, S] log-probs and f32[B, S] entropies, nats; column t of both is about the

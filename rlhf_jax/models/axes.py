@@ -90,6 +90,13 @@ def rows_apart(x: Array) -> Array:
     return jax.lax.with_sharding_constraint(x, spec)
 
 
+def row_devices(rows: int) -> int:
+    """How many devices of the mesh that is set share so many rows; 1 without one."""
+    mesh = jax.sharding.get_abstract_mesh()
+    sizes = dict(mesh.shape)
+    return math.prod(sizes[axis] for axis in row_axes(sizes, rows=rows))
+
+
 def row_axes(sizes: dict[str, int], *, rows: int) -> tuple[str, ...]:
     """The axes that rows lie on: those of `ROW_AXES`, as far as they divide them.
 

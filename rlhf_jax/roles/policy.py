@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from rlhf_jax.functional import kl as kl_
 from rlhf_jax.functional import logprobs as logprobs_
-from rlhf_jax.models import decoder, heads
+from rlhf_jax.models import axes, decoder, heads
 from rlhf_jax.models.config import ModelConfig
 
 Array = jax.Array
@@ -125,6 +125,7 @@ def price_hidden(
         temperature=temperature,
         vocab_size=model.vocab_size,
         first_column=first_column,
+        max_logits=_max_logits(hidden),
     )
     predicted = _predicted(mask)
     if segments is not None:
@@ -176,6 +177,7 @@ def exact_kl(
             vocab_size=model.vocab_size,
             first_column=first_column,
             direction=direction,
+            max_logits=_max_logits(hidden),
         )
     else:
         found = kl_.top_k_from_hidden(
@@ -188,8 +190,14 @@ def exact_kl(
             vocab_size=model.vocab_size,
             first_column=first_column,
             direction=direction,
+            max_logits=_max_logits(hidden),
         )
     return jnp.where(_predicted(mask), found, 0.0)
+
+
+def _max_logits(hidden: Array) -> int:
+    """As many on each device as on one: every chunk gathers a sharded head again."""
+    return logprobs_.MAX_LOGITS * axes.row_devices(hidden.shape[0])
 
 
 def _predicted(mask: Array) -> Array:

@@ -1,4 +1,4 @@
-"""What the compiler says of a program that never runs, for a device not there too.
+"""What the compiler says of a program that never runs, for devices not there too.
 
 device = compiled.target("v5e:2x2")
 compiled.memory(function, shapes, device=device).temp_size_in_bytes
@@ -19,14 +19,25 @@ from rlhf_jax.models import leaves
 PyTree = Any
 
 
+class RefusedError(InputError):
+    """The compiler knows already that a device has too little memory."""
+
+
 def target(topology: str | None) -> Any:
     """The device to compile for: this machine's first, or a TPU's that is not there.
 
     Raises:
       InputError: libtpu is not installed or does not know the topology.
     """
-    if topology is None:
-        return jax.devices()[0]
+    return jax.devices()[0] if topology is None else slice_of(topology)[0]
+
+
+def slice_of(topology: str) -> list[Any]:
+    """The devices of a slice of TPUs that is not there.
+
+    Raises:
+      InputError: as `target`.
+    """
     try:
         found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
     except Exception as error:  # what the plugin raises is its own affair
@@ -34,7 +45,7 @@ def target(topology: str | None) -> Any:
             f"topology: expected a TPU that libtpu knows, as v5e:2x2, got {topology!r} "
             f"({error}); install the extra 'plan', or leave it out"
         ) from error
-    return found.devices[0]
+    return list(found.devices)
 
 
 def memory(
@@ -43,7 +54,7 @@ def memory(
     device: Any,
     donate: tuple[int, ...] = (),
 ) -> Any:
-    """The compiler's account of a program, in bytes; it is compiled and never run.
+    """The compiler's account of a program on one device, in bytes; it never runs.
 
     Args:
       function: of pytrees of arrays, un-jitted.
@@ -56,29 +67,51 @@ def memory(
       `host_argument_size_in_bytes` and others.
 
     Raises:
-      InputError: the compiler knows already that the device has too little memory.
+      RefusedError: the compiler knows already that the device has too little memory.
     """
-    program = jax.jit(function, donate_argnums=donate).lower(*placed(args, device))
+    where = SingleDeviceSharding(device)
+    args = placed(args, jax.tree.map(lambda leaf: where, args))
+    return program(function, *args, device=device, donate=donate).memory_analysis()
+
+
+def program(
+    function: Callable[..., Any],
+    *args: PyTree,
+    device: Any,
+    donate: tuple[int, ...] = (),
+    keep_unused: bool = False,
+) -> Any:
+    """The compiled program, for shapes that are `placed` already.
+
+    Args, Raises: as `memory`, with any of the devices.
+      keep_unused: arguments that the program does not read count all the same.
+    """
+    jitted = jax.jit(function, donate_argnums=donate, keep_unused=keep_unused)
     try:
-        return program.compile().memory_analysis()
+        return jitted.lower(*args).compile()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        raise InputError(
+        raise RefusedError(
             f"expected a program that {device.device_kind} can hold, got: "
             f"{str(error).splitlines()[0]} Lower the batch, the micro-batch or what is "
             f"stored, or take a larger device"
         ) from error
 
 
-def placed(tree: PyTree, device: Any) -> PyTree:
-    """Shapes of the tree on a device, `OnHost` leaves in the host's memory."""
+def placed(tree: PyTree, shardings: PyTree) -> PyTree:
+    """Shapes of the tree where they are to lie, `OnHost` leaves in the host's memory.
 
-    def of(leaf: Any) -> Any:
-        kind = "pinned_host" if isinstance(leaf, leaves.OnHost) else None
-        where = SingleDeviceSharding(device, memory_kind=kind)
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), leaf
-        )
+    Args:
+      shardings: one for every array of the tree, as `sharding.shardings` makes them.
+    """
 
-    return jax.tree.map(of, tree, is_leaf=leaves.is_stored)
+    def of(leaf: Any, where: Any) -> Any:
+        def put(x: Any, place: Any) -> Any:
+            if isinstance(leaf, leaves.OnHost):
+                place = place.with_memory_kind("pinned_host")
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+
+        return jax.tree.map(put, leaf, where)
+
+    return jax.tree.map(of, tree, shardings, is_leaf=leaves.is_stored)

@@ -11,7 +11,9 @@ import tyro
 
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.roles.frozen import ReferenceMovedError
-from rlhf_jax.runtime import plan, proof, report, token_kl
+from rlhf_jax.runtime import memory as memory_
+from rlhf_jax.runtime import plan as plan_
+from rlhf_jax.runtime import proof, report, token_kl, workload
 
 SHOWN = 12  # digits of a fingerprint, so that a table fits 80 columns
 
@@ -42,9 +44,14 @@ def verify(run: tyro.conf.Positional[Path]) -> None:
     print(f"{len(rows)} verified, none moved")
 
 
-def memory(options: Annotated[plan.Options, tyro.conf.arg(name="")]) -> None:
+def memory(options: Annotated[workload.Options, tyro.conf.arg(name="")]) -> None:
     """What PPO on a model will take of a device's memory, before anything is run."""
-    plan.run(options)
+    memory_.run(options)
+
+
+def plan(options: Annotated[plan_.Options, tyro.conf.arg(name="")]) -> None:
+    """Whether PPO on a model fits a slice of TPUs that is not there, and how fast."""
+    plan_.run(options)
 
 
 def kl(options: Annotated[token_kl.Options, tyro.conf.arg(name="")]) -> None:
@@ -56,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs one command: status 2 for what the user got wrong, 1 for a bad result."""
     try:
         tyro.extras.subcommand_cli_from_dict(
-            {"verify": verify, "memory": memory, "kl": kl},
+            {"verify": verify, "memory": memory, "plan": plan, "kl": kl},
             prog="rlhf-jax",
             description=__doc__,
             args=argv,

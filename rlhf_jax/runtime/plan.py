@@ -1,338 +1,284 @@
-"""Memory before anything is allocated: shapes for what is held, the compiler for the
-rest.
+"""Whether a PPO run fits a slice of chips that is not there, and how fast it can be.
 
-    rlhf-jax memory --model gpt2 --reference int8 --policy lora
+    rlhf-jax plan --model llama-2-7b --topology v5e:8x8 --mesh fsdp=64 \\
+        --dtype bfloat16 --remat full --reference bf16 --reward bf16 \\
+        --batch-size 512 --prompt-length 512 --max-new-tokens 512 \\
+        --num-minibatches 4 --json plan.json
 
-Parameters, optimizer states and the KV cache are counted from `jax.eval_shape`. What a
-step needs beside them is the temporaries of its own programs, `ppo.sample`, the reward
-and `ppo.learn`, as the compiler reports them for one device: this machine's, or that of
-a TPU that is not there (`--topology v5e:2x2`, extra `plan`).
+Every program of a step is compiled for the slice (extra `plan`; nothing runs). The
+verdict is over what is alive at the same time: while one program runs, everything that
+it does not read stays where it is.
+
+    alive = what it does not read + its arguments + temporaries + results - aliases
+
+Seconds are a roofline, a lower bound: matrix products at the chip's peak in bfloat16,
+its memory and its links at their peak rates, and all three at once. Sampling goes on
+to the last token. Without a topology this machine's own compiler stands in for the
+chip's (`--chip`); its layouts and fusions are others, and the plan says so.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from typing import Any, Literal, NamedTuple
+import importlib.metadata
+import json
+import math
+import os
+import shlex
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-import optax
 
-from rlhf_jax.functional import checks, kl_control
+from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models import config, decoder, leaves
-from rlhf_jax.models import lora as lora_
-from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.lora import LoRA
-from rlhf_jax.roles import critic as critic_
-from rlhf_jax.roles import frozen, rewards, storage
-from rlhf_jax.roles.frozen import Frozen
-from rlhf_jax.runtime import compiled, hf, report
-from rlhf_jax.stages import ppo as ppo_
-from rlhf_jax.stages import state as state_
-from rlhf_jax.stages.batch import Prompts
+from rlhf_jax.models import decoder
+from rlhf_jax.runtime import measured, plan_tables, report, sharding, workload
+from rlhf_jax.runtime.measured import Alive, Target, Waiting
+from rlhf_jax.runtime.sharding import MeshOption, MeshShape
 from rlhf_jax.stages.ppo_config import PPO
-from rlhf_jax.stages.state import TrainState
 
-PyTree = Any
-Way = Literal[
-    "copy", "bfloat16", "float16", "int8", "int8-bfloat16", "host", "host-int8"
-]
-WAYS: dict[str, dict[str, Any]] = {
-    "copy": {},
-    "bfloat16": {"dtype": "bfloat16"},
-    "float16": {"dtype": "float16"},
-    "int8": {"dtype": "int8"},
-    "int8-bfloat16": {"dtype": "int8", "embeddings": "bfloat16"},
-    "host": {"memory": "pinned_host"},
-    # Not tables in int8: the TPU compiler of jax 0.10 cannot fetch those from the host.
-    "host-int8": {"dtype": "int8", "embeddings": "bfloat16", "memory": "pinned_host"},
-}
-"""Storages by the name a command line has for them, as options of `frozen.freeze`."""
+GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """A PPO run, as far as its memory goes."""
+class Options(workload.Options):
+    """A PPO run and the chips that it is to run on."""
 
-    model: str | None = None
-    """Checkpoint folder or hub id, of which only config.json is read; None is a GPT-2
-    of the shape below."""
-    vocab_size: int = 50257
-    """Of that GPT-2."""
-    hidden_size: int = 768
-    """Of that GPT-2."""
-    num_layers: int = 12
-    """Of that GPT-2."""
-    num_heads: int = 12
-    """Of that GPT-2."""
-    max_positions: int = 1024
-    """Of that GPT-2, tokens."""
-    policy: Literal["full", "lora"] = "full"
-    """Whether policy and critic train every parameter, or adapters over one base."""
-    lora_rank: int = 16
-    """Of the adapters."""
-    reference: Way | Literal["base", "none"] = "copy"
-    """How the reference is stored; base is that of the adapters."""
-    reward: Way | Literal["base", "none"] = "copy"
-    """How the reward model is stored; base is adapters over it, none a function."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of activations and of the KV cache; what is trained is float32."""
-    batch_size: int = 64
-    """Responses of a step."""
-    prompt_length: int = 64
-    """Columns of prompts, tokens."""
-    max_new_tokens: int = 64
-    """Columns of responses, tokens."""
-    num_minibatches: int = 1
-    """Updates of an epoch."""
-    micro_batch_size: int | None = None
-    """Responses held at once while learning; None is all of a minibatch."""
-    topology: str | None = None
-    """A TPU to compile for, as v5e:2x2; None compiles for this machine's device."""
+    mesh: MeshOption = sharding.ONE_DEVICE
+    """How the chips share the work, as fsdp=64 or data=2,fsdp=8,tensor=4."""
+    chip: str | None = None
+    """Without a topology, the chip that this machine's compiler stands in for."""
+    num_epochs: int = 4
+    """Passes over each batch."""
+    find_batch: bool = False
+    """Also look for the largest batch that fits, with some more compiles."""
+    json: Path | None = None
+    """Where to write the plan."""
 
     def __post_init__(self) -> None:
-        checks.positive(
-            lora_rank=self.lora_rank,
-            batch_size=self.batch_size,
-            prompt_length=self.prompt_length,
-            max_new_tokens=self.max_new_tokens,
-            num_minibatches=self.num_minibatches,
-        )
-        if self.policy == "full" and "base" in (self.reference, self.reward):
+        super().__post_init__()
+        checks.positive(num_epochs=self.num_epochs)
+        if self.topology is not None and self.chip is not None:
             raise InputError(
-                "expected --policy lora with a reference or reward that is its base, "
-                "got --policy full, which has no base; store a copy, or train adapters"
+                f"expected --topology or --chip, got {self.topology} and {self.chip}; "
+                f"a topology names its chip"
             )
 
 
-class Line(NamedTuple):
-    """What something takes, bytes."""
-
-    what: str
-    device: int
-    host: int = 0
+def silent(what: str) -> AbstractContextManager[None]:
+    """Shows nothing of what is waited for."""
+    del what
+    return nullcontext()
 
 
-class Held(NamedTuple):
-    """Shapes of all that a run holds, None for what it does not."""
+def plan(options: Options, *, waiting: Waiting = silent) -> dict[str, Any]:
+    """The plan, as `--json` writes it.
 
-    state: TrainState
-    base: Frozen | None
-    reference: Frozen | None
-    reward: Frozen | None
+    Args:
+      waiting: shows what is being compiled.
 
-
-def memory(options: Options) -> list[Line]:
-    """`models`, and what a PPO run needs beside them.
-
-    The last two lines are all that is held, and that with the most that a program of a
-    step needs at a time. Batches, a few numbers a token, are left out.
+    Returns:
+      All bytes are of one chip. `held` is what is alive throughout, `programs` what
+      each takes and does, `alive` the sum while each runs, `peak` the largest of those,
+      `within` what of the temporaries is known from shapes alone.
 
     Raises:
-      InputError: as `models`, or sizes that do not fit.
+      InputError: libtpu or the topology is missing, the mesh does not multiply to the
+        chips, an axis does not divide a dimension or the rows, or as `workload`.
     """
-    device = compiled.target(options.topology)
-    lines = models(options)
-    ppo = _ppo(options)
-    temporaries = _temporaries(options, _shapes(options), ppo=ppo, device=device)
-    columns = options.prompt_length + options.max_new_tokens
-    cache = cache_bytes(ppo.model, rows=options.batch_size, columns=columns)
-    held = sum(line.device for line in lines)
-    host = sum(line.host for line in lines)
-    most = held + max(cache, *temporaries.values())
-    sampling = temporaries.pop("sampling")
-    return [
-        *lines,
-        Line("KV cache", cache),
-        Line("activations of sampling", max(sampling - cache, 0)),
-        *(Line(f"activations of {what}", size) for what, size in temporaries.items()),
-        Line("held throughout", held, host),
-        Line("held at most", most, host),
-    ]
-
-
-def models(options: Options) -> list[Line]:
-    """What the models and optimizers of a PPO run take; nothing is compiled.
-
-    Raises:
-      InputError: there is no such checkpoint or topology, or a storage that the device
-        lacks.
-    """
-    ways = (WAYS.get(way, {}) for way in (options.reference, options.reward))
-    if any("memory" in way for way in ways):
-        storage.check_memory(compiled.target(options.topology))
-    held = _shapes(options)
-    lines = [
-        Line("policy", *_bytes(held.state.policy)),
-        Line("policy's optimizer", *_bytes(held.state.policy_opt)),
-        Line("critic", *_bytes(held.state.critic)),
-        Line("critic's optimizer", *_bytes(held.state.critic_opt)),
-        Line("reference", *_bytes(held.reference)),
-        Line("reward model", *_bytes(held.reward)),
-    ]
-    if options.reference == "base":
-        lines[4] = Line("reference, the base", 0)
-    if held.base is None:
-        return lines
-    return [Line("base of the adapters", *_bytes(held.base)), *lines]
+    there = measured.target(options.topology, chip=options.chip, mesh=options.mesh)
+    ppo = workload.algorithm(options, num_epochs=options.num_epochs)
+    held = measured.held(options, there, ppo=ppo)
+    found = measured.measure(options, there, ppo=ppo, waiting=waiting)
+    alive = [measured.alive(one, held) for one in found]
+    peak = max(alive, key=lambda row: row.total)
+    fits = peak.total <= there.chip.memory and not any(one.refused for one in found)
+    programs = [measured.described(one, there.chip) for one in found]
+    result = {
+        "command": command(options),
+        "versions": _versions(),
+        "compiler": there.compiler,
+        "topology": options.topology,
+        "chips": options.mesh.size,
+        "mesh": dataclasses.asdict(options.mesh),
+        "chip": {"name": there.name, **dataclasses.asdict(there.chip)},
+        "parameters": decoder.num_parameters(ppo.model),
+        "fits": fits,
+        "peak": peak._asdict(),
+        "held": held,
+        "alive": [row._asdict() for row in alive],
+        "within": within(options, ppo=ppo),
+        "seconds": sum(program["seconds"]["bound"] for program in programs),
+        "advice": [] if fits else advice(options, held=held, alive=alive),
+        "programs": programs,
+    }
+    if options.find_batch:
+        result["largest_batch"] = _largest_batch(
+            options,
+            there,
+            held=held,
+            peak=peak.total if fits else None,
+            waiting=waiting,
+        )
+    return result
 
 
 def run(options: Options) -> None:
-    """Prints `memory` as a table."""
-    where = options.topology or compiled.target(None).device_kind
-    name = options.model or f"GPT-2 of {options.num_layers} layers"
-    rows = [
-        (line.what, round(line.device / 2**20), round(line.host / 2**20))
-        for line in memory(options)
+    """Prints `plan` as tables, and writes it where `--json` says."""
+    if options.topology is not None:
+        # Only the compiler is asked, and no machine what it is.
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+        jax.config.update("jax_platforms", "cpu")
+    result = plan(options, waiting=report.waiting)
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    plan_tables.show(result)
+
+
+def command(options: Options) -> str:
+    """The command line that gives these options."""
+    words = ["rlhf-jax", "plan"]
+    for field in dataclasses.fields(options):
+        value, name = getattr(options, field.name), field.name.replace("_", "-")
+        if value == field.default or field.name == "json":
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{name}")
+        elif isinstance(value, MeshShape):
+            sizes = dataclasses.asdict(value).items()
+            text = ",".join(f"{axis}={size}" for axis, size in sizes if size > 1)
+            words += [f"--{name}", text]
+        else:
+            words += [f"--{name}", str(value)]
+    return shlex.join(words)
+
+
+def advice(options: Options, *, held: dict[str, int], alive: list[Alive]) -> list[str]:
+    """What to change, what saves most first: of the models or of the largest program.
+
+    What a change of a program saves is a guess, half of its temporaries; compile again.
+    """
+    peak = max(alive, key=lambda row: row.total)
+    found = [(sum(held.values()) // 2, "twice the chips, all on the fsdp axis")]
+    ways = {"reference": options.reference, "reward model": options.reward}
+    for name, way in ways.items():
+        whole, option = held.get(name, 0), f"--{name.split()[0]}"
+        if way == "copy":
+            found.append((whole // 2, f"{option} bf16"))
+            found.append((whole * 3 // 4, f"{option} int8"))
+        elif way in ("bf16", "fp16"):
+            found.append((whole // 2, f"{option} int8"))
+    if options.policy == "full":
+        optimizers = held["policy's optimizer"] + held["critic's optimizer"]
+        saved = optimizers + held["critic"] + held.get("reference", 0)
+        found.append((saved, "--policy lora --reference base"))
+    half = peak.temporary // 2
+    if options.dtype == "float32":
+        found.append((half, "--dtype bfloat16"))
+    if peak.during == "sampling":
+        found.append((half, f"--batch-size {options.batch_size // 2}"))
+    elif peak.during == "scoring and learning":
+        if options.remat != "full":
+            found.append((half, "--remat full"))
+        rows = options.batch_size // options.num_minibatches
+        micro = options.micro_batch_size or rows
+        if micro > options.mesh.data * options.mesh.fsdp:
+            found.append((half, f"--micro-batch-size {micro // 2}"))
+    return [
+        f"{what}: about {size / GIB:.2f} GiB a chip less"
+        for size, what in sorted(found, reverse=True)
+        if size
     ]
-    title = f"Memory of PPO on {name}, on one {where} [MiB]"
-    report.table(title, ("", "device", "host"), rows)
 
 
-def model_of(options: Options) -> ModelConfig:
-    """The shape of the model; no parameter is read."""
-    if options.model is not None:
-        shape = hf.model_config(options.model)
-        return dataclasses.replace(shape, dtype=options.dtype)
-    return config.gpt2(
-        vocab_size=options.vocab_size,
-        hidden_size=options.hidden_size,
-        num_layers=options.num_layers,
-        num_heads=options.num_heads,
-        max_positions=options.max_positions,
-        dtype=options.dtype,
-    )
+def _largest_batch(
+    options: Options,
+    there: Target,
+    *,
+    held: dict[str, int],
+    peak: int | None,
+    waiting: Waiting,
+) -> dict[str, Any]:
+    """The most rows that fit, by `largest`, in steps that everything divides."""
+    rows = options.mesh.data * options.mesh.fsdp
+    step = options.num_minibatches * math.lcm(rows, options.micro_batch_size or 1)
+    known = {}
+    if peak is not None and options.batch_size % step == 0:
+        known[options.batch_size // step] = peak
+
+    def alive(steps: int) -> int | None:
+        other = dataclasses.replace(options, batch_size=steps * step)
+        ppo = workload.algorithm(other, num_epochs=other.num_epochs)
+        found = measured.measure(other, there, ppo=ppo, waiting=waiting)
+        if any(one.refused for one in found):
+            return None
+        return max(measured.alive(one, held).total for one in found)
+
+    most, exact = largest(alive, limit=there.chip.memory, known=known)
+    return {"rows": most * step, "multiple_of": step, "exact": exact}
 
 
-def cache_bytes(model: ModelConfig, *, rows: int, columns: int) -> int:
-    """Bytes of keys and values of every layer."""
-    shape = (rows, columns)
-    _, key_values = jax.eval_shape(
-        lambda key, tokens, mask: decoder.prefill(
-            decoder.init(key, model=model), model=model, tokens=tokens, mask=mask
-        ),
-        jax.eval_shape(jax.random.key, 0),
-        jax.ShapeDtypeStruct(shape, jnp.int32),
-        jax.ShapeDtypeStruct(shape, jnp.bool_),
-    )
-    return storage.nbytes(key_values)
+def largest(
+    alive: Callable[[int], int | None],
+    *,
+    limit: int,
+    known: dict[int, int],
+    calls: int = 6,
+) -> tuple[int, bool]:
+    """The largest n whose bytes are within a limit, found with few calls.
+
+    Bytes grow about linearly in n: a line through two of them foretells where to look,
+    and halving goes on from there.
+
+    Args:
+      alive: n -> bytes; None is too many to be told.
+      known: what is known already.
+      calls: of `alive`, at the most.
+
+    Returns:
+      n, 0 where not even 1 was seen to fit, and whether n + 1 was seen not to fit.
+    """
+    sizes: dict[int, int | None] = dict(known)
+    for _ in range(calls):
+        told = {n: size for n, size in sizes.items() if size is not None}
+        low = max((n for n, size in told.items() if size <= limit), default=0)
+        high = min((n for n in sizes if n > low), default=None)
+        if high == low + 1:
+            return low, True
+        if len(told) < 2:
+            guess = low * 2 or (1 if high is None else high // 2)
+        else:
+            first, last = min(told), max(told)
+            slope = (told[last] - told[first]) / (last - first)
+            guess = first + int((limit - told[first]) / max(slope, 1.0))
+        top = 4 * max(low, 1) if high is None else high - 1
+        # Next to what is known, so that a good forecast is confirmed from both sides.
+        guess = min(max(guess, low + 1), top)
+        sizes[guess] = alive(guess)
+    told = [n for n, size in sizes.items() if size is not None and size <= limit]
+    low = max(told, default=0)
+    return low, low + 1 in sizes
 
 
-def _ppo(options: Options) -> PPO:
-    model = model_of(options)
-    return PPO(
-        model=model,
-        critic_model=model,
-        policy_optimizer=optax.adamw(1e-5),
-        critic_optimizer=optax.adamw(1e-5),
-        max_new_tokens=options.max_new_tokens,
-        stop_ids=(),
-        num_minibatches=options.num_minibatches,
-        micro_batch_size=options.micro_batch_size,
-        lora=LoRA(rank=options.lora_rank) if options.policy == "lora" else None,
-    )
+def within(options: Options, *, ppo: PPO) -> dict[str, int]:
+    """What of the temporaries is known from shapes, bytes a chip, rows shared out."""
+    columns = options.prompt_length + options.max_new_tokens
+    rows = options.batch_size // (options.mesh.data * options.mesh.fsdp)
+    cache = workload.cache_bytes(ppo.model, rows=rows, columns=columns)
+    # `batch.Experience`: tokens, three masks, and six numbers a token.
+    return {"KV cache": cache, "experience": rows * columns * (4 + 3 * 1 + 6 * 4)}
 
 
-def _shapes(options: Options) -> Held:
-    held = functools.partial(_held, options=options, ppo=_ppo(options))
-    return jax.eval_shape(held, jax.eval_shape(jax.random.key, 0))
-
-
-def _held(key: jax.Array, *, options: Options, ppo: PPO) -> Held:
-    """What a run holds, made as a run makes it; for `jax.eval_shape` alone."""
-    model = ppo.model
-    params = decoder.init(key, model=model)
-    base, policy = None, params
-    critic = critic_.from_policy(params, model=model)
-    if ppo.lora is not None:
-        base = frozen.freeze(params)
-        policy = lora_.init(key, model=model, lora=ppo.lora)
-        critic = critic_.from_base(key, model=model, lora=ppo.lora)
-    reference, reward = base, None
-    if options.reference != "base":
-        reference = _freeze(params, options.reference)
-    if options.reward == "base" and ppo.lora is not None:
-        reward = frozen.freeze(rewards.from_base(key, model=model, lora=ppo.lora))
-    elif options.reward != "base":
-        scorer = rewards.init(key, params, model=model)
-        reward = _freeze(scorer, options.reward)
-    return Held(
-        state=state_.ppo_state(
-            policy=policy,
-            critic=critic,
-            policy_optimizer=ppo.policy_optimizer,
-            critic_optimizer=ppo.critic_optimizer,
-            kl=kl_control.fixed(0.1),
-        ),
-        base=base,
-        reference=reference,
-        reward=reward,
-    )
-
-
-def _freeze(params: PyTree, way: str) -> Frozen | None:
-    return None if way == "none" else frozen.freeze(params, **WAYS[way])
-
-
-def _temporaries(
-    options: Options, held: Held, *, ppo: PPO, device: Any
-) -> dict[str, int]:
-    """Bytes that each program of a step needs beside its arguments and results."""
-    rows = options.batch_size
-    shape = (rows, options.prompt_length)
-    prompts = jax.eval_shape(
-        lambda: Prompts(
-            tokens=jnp.zeros(shape, jnp.int32),
-            mask=jnp.zeros(shape, bool),
-            index=jnp.zeros(rows, jnp.int32),
-            sample=jnp.zeros(rows, jnp.int32),
-        )
-    )
-    key = jax.eval_shape(jax.random.key, 0)
-
-    def sample(policy: PyTree, base: Any, prompts: Prompts, key: Any) -> Any:
-        return ppo_.sample(policy, prompts=prompts, key=key, ppo=ppo, base=base)
-
-    def learn(
-        state: TrainState, reference: Any, base: Any, rollout: Any, key: Any
-    ) -> Any:
-        return ppo_.learn(
-            state,
-            rollout=rollout,
-            scores=jnp.zeros(rows, jnp.float32),
-            reference=reference,
-            key=key,
-            ppo=ppo,
-            base=base,
-        )
-
-    def scored(reward: Frozen, base: Any, rollout: Any) -> Any:
-        lora = ppo.lora if options.reward == "base" else None
-        base = None if lora is None else base
-        return rewards.from_model(reward, model=ppo.model, base=base, lora=lora)(
-            rollout
-        )
-
-    drawn = (held.state.policy, held.base, prompts, key)
-    rollout = jax.eval_shape(sample, *drawn)
-    found = {"sampling": compiled.memory(sample, *drawn, device=device)}
-    if held.reward is not None:
-        args = (held.reward, held.base, rollout)
-        found["the reward model"] = compiled.memory(scored, *args, device=device)
-    learned = (held.state, held.reference, held.base, rollout, key)
-    found["scoring and learning"] = compiled.memory(
-        learn, *learned, device=device, donate=(0,)
-    )
-    return {name: memory.temp_size_in_bytes for name, memory in found.items()}
-
-
-def _bytes(tree: PyTree) -> tuple[int, int]:
-    """On the device and on the host; of a `Frozen` the parameters alone."""
-    stored = tree.stored if isinstance(tree, Frozen) else tree
-    whole = jax.tree.leaves(stored, is_leaf=leaves.is_stored)
-    host = sum(
-        storage.nbytes(leaf) for leaf in whole if isinstance(leaf, leaves.OnHost)
-    )
-    return storage.nbytes(stored) - host, host
+def _versions() -> dict[str, str]:
+    names = ("jax", "jaxlib", "libtpu", "rlhf-jax")
+    found = {}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

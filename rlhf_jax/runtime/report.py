@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,19 @@ def sinks(
     if config.wandb:
         chosen.append(metrics.Wandb(config.out, config=run_folder.to_json(config)))
     return chosen
+
+
+@contextlib.contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Shows on stderr what is being waited for, and afterwards how long it took."""
+    console, began = Console(stderr=True), time.monotonic()
+    if console.is_terminal:
+        with console.status(Text(what)):
+            yield
+    else:
+        yield
+    seconds = time.monotonic() - began
+    console.out(f"{what}: {seconds:.0f} s", highlight=False)
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:

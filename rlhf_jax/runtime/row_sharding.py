@@ -65,6 +65,23 @@ def row_share(mesh: Mesh) -> Share:
     return Share(index=parts.index(frozenset(mine)), count=len(parts))
 
 
+def row_shardings(batch: Tree, *, mesh: Mesh | None = None) -> Tree:
+    """Where a batch is to lie: its rows over the row axes of the mesh.
+
+    Args:
+      batch: arrays or shapes [B, ...], all rows of the global batch.
+      mesh: None is the one that is set.
+
+    Returns:
+      A tree of `NamedSharding`s.
+
+    Raises:
+      InputError: the row axes do not divide the rows.
+    """
+    mesh = sharding.mesh_or_set(mesh)
+    return jax.tree.map(lambda leaf: _divided(mesh, rows=leaf.shape[0]), batch)
+
+
 def put_rows(batch: Tree, *, mesh: Mesh | None = None) -> Tree:
     """A batch with its rows over the row axes of the mesh.
 
@@ -77,8 +94,6 @@ def put_rows(batch: Tree, *, mesh: Mesh | None = None) -> Tree:
       InputError: the row axes do not divide the rows.
     """
     mesh = sharding.mesh_or_set(mesh)
-    sizes = dict(mesh.shape)
-    count = math.prod(sizes.get(axis, 1) for axis in axes.ROW_AXES)
     parts = row_share(mesh).count
 
     def put(leaf: Any) -> Array:
@@ -88,13 +103,7 @@ def put_rows(batch: Tree, *, mesh: Mesh | None = None) -> Tree:
                 f"by itself"
             )
         rows = leaf.shape[0] * (1 if isinstance(leaf, Array) else parts)
-        if rows % count:
-            raise InputError(
-                f"batch: expected rows that the {count} devices of axes "
-                f"{' and '.join(axes.ROW_AXES)} divide, got {rows}; change the batch "
-                f"size or the mesh"
-            )
-        where = _over_rows(mesh, rows=rows)
+        where = _divided(mesh, rows=rows)
         if isinstance(leaf, Array):
             return jax.device_put(leaf, where)
         shape = (rows, *leaf.shape[1:])
@@ -128,6 +137,18 @@ def local_rows(batch: Any) -> Any:
 def _mesh_of(leaf: Array) -> Mesh:
     held: Any = leaf.sharding  # of several processes: it has a mesh
     return held.mesh
+
+
+def _divided(mesh: Mesh, *, rows: int) -> NamedSharding:
+    sizes = dict(mesh.shape)
+    count = math.prod(sizes.get(axis, 1) for axis in axes.ROW_AXES)
+    if rows % count:
+        raise InputError(
+            f"batch: expected rows that the {count} devices of axes "
+            f"{' and '.join(axes.ROW_AXES)} divide, got {rows}; change the batch size "
+            f"or the mesh"
+        )
+    return _over_rows(mesh, rows=rows)
 
 
 def _over_rows(mesh: Mesh, *, rows: int) -> NamedSharding:

@@ -1,0 +1,221 @@
+"""What a program costs, counted from its text: against counts by hand."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+import tiny
+from jax.sharding import NamedSharding, PartitionSpec
+
+from rlhf_jax import decoder, policy, program_cost
+from rlhf_jax.runtime.program_cost import Collective
+from rlhf_jax.runtime.sharding import MeshShape
+
+
+def cost(function, *args, trips=1):
+    text = jax.jit(function).lower(*args).compile().as_text()
+    return program_cost.cost(text, trips=trips)
+
+
+def shape(*sizes):
+    return jax.ShapeDtypeStruct(sizes, jnp.float32)
+
+
+def test_a_product():
+    found = cost(jnp.matmul, shape(8, 16), shape(16, 4))
+    assert found.flops == 2 * 8 * 16 * 4
+    assert found.bytes == 4 * (8 * 16 + 16 * 4 + 8 * 4)
+    assert not found.collectives
+
+
+def test_the_body_of_a_scan_counts_every_turn():
+    def layers(x, weights):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0]
+
+    found = cost(layers, shape(8, 16), shape(50, 16, 16))
+    assert found.flops == 50 * 2 * 8 * 16 * 16
+    assert found.unknown_loops == 0
+    # Each turn reads its own matrix, and not all fifty.
+    assert 50 * 4 * 16 * 16 < found.bytes < 50 * 4 * (10 * 16 * 16)
+
+
+def test_a_loop_of_unknown_length_takes_the_turns_that_are_given():
+    def halve(x, w):
+        return jax.lax.while_loop(lambda x: x.sum() > 1.0, lambda x: x @ w, x)
+
+    found = cost(halve, shape(4, 4), shape(4, 4), trips=7)
+    assert found.flops == 7 * 2 * 4**3
+    assert found.unknown_loops == 1
+
+
+ROWS, COLUMNS = 3, 10
+
+
+def by_hand(model, *, passes):
+    """2 N a token and 4 S D a token of attention, forward; twice as much backward."""
+    size, width = model.hidden_size, model.num_heads * model.head_dim
+    kernels = 2 * size * (width + model.num_kv_heads * model.head_dim)
+    mlp = (3 if model.gated_mlp else 2) * size * model.intermediate_size
+    token = 2 * (kernels + mlp) + 2 * 2 * COLUMNS * width
+    return passes * model.num_layers * ROWS * COLUMNS * token
+
+
+def trained(model, *, passes):
+    """Products of a forward pass, or of one with its gradient."""
+    params = jax.eval_shape(lambda: decoder.init(jax.random.key(0), model=model))
+    tokens = jax.ShapeDtypeStruct((ROWS, COLUMNS), jnp.int32)
+    mask = jax.ShapeDtypeStruct((ROWS, COLUMNS), jnp.bool_)
+
+    def forward(params, tokens, mask):
+        hidden = decoder.hidden_states(params, model=model, tokens=tokens, mask=mask)
+        return hidden.sum()
+
+    function = forward if passes == 1 else jax.grad(forward)
+    return cost(function, params, tokens, mask).flops
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_a_decoder_forward_and_backward(passes):
+    assert trained(tiny.GPT2, passes=passes) == by_hand(tiny.GPT2, passes=passes)
+
+
+@pytest.mark.slow
+def test_a_decoder_of_grouped_queries():
+    assert trained(tiny.LLAMA, passes=3) == by_hand(tiny.LLAMA, passes=3)
+
+
+@pytest.mark.slow
+def test_remat_is_one_more_pass():
+    """But for the last product of a layer, which the gradient does not need."""
+    model = dataclasses.replace(tiny.GPT2, remat="full")
+    most = by_hand(model, passes=4)
+    last = 2 * model.num_layers * ROWS * COLUMNS * 16 * 64
+    assert trained(model, passes=4) == most - last
+
+
+def test_collectives_by_kind_and_size():
+    """Rows over 4 devices, a matrix over 4: gathered in the forward pass."""
+    mesh = MeshShape(fsdp=4).make(jax.devices()[:4])
+
+    def on(*axes):
+        return NamedSharding(mesh, PartitionSpec(*axes))
+
+    x = jax.ShapeDtypeStruct((512, 64), jnp.float32, sharding=on("fsdp"))
+    w = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=on("fsdp"))
+
+    def total(x, w):
+        y = jax.lax.with_sharding_constraint(x @ w, on("fsdp"))
+        return jnp.square(y).sum()
+
+    found = cost(total, x, w)
+    assert found.collectives[Collective("all-gather", 4 * 64 * 32, 4)] == 1
+    assert found.collectives[Collective("all-reduce", 4, 4)] == 1
+    assert found.flops == 2 * 128 * 64 * 32
+    gathered = Collective("all-gather", 4 * 64 * 32, 4).sent
+    assert gathered == 4 * 64 * 32 * 3 / 4
+    assert Collective("all-reduce", 4, 4).sent == 2 * 4 * 3 / 4
+    assert Collective("collective-permute", 12, 2).sent == 12
+    assert found.sent == gathered + 6
+
+
+def test_every_device_holds_as_many_logits_as_one(monkeypatch):
+    """A sharded head is gathered once a chunk: more devices must not be more chunks."""
+    monkeypatch.setattr("rlhf_jax.functional.logprobs.MAX_LOGITS", 2 * 128 * 4)
+    model, columns = tiny.GPT2, 17
+    params = jax.eval_shape(lambda: decoder.init(jax.random.key(0), model=model))
+    assert model.padded_vocab_size == 128
+    times = {}
+    for devices, rows in ((1, 2), (8, 16)):
+        mesh = MeshShape(fsdp=devices).make(jax.devices()[:devices])
+
+        def placed(tree, spec, mesh=mesh):
+            where = NamedSharding(mesh, PartitionSpec(*spec))
+            return jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree
+            )
+
+        tokens = jax.ShapeDtypeStruct((rows, columns), jnp.int32)
+        mask = jax.ShapeDtypeStruct((rows, columns), jnp.bool_)
+
+        def price(params, tokens, mask):
+            return policy.logprobs(params, model=model, tokens=tokens, mask=mask)
+
+        with jax.set_mesh(mesh):
+            args = placed(params, ()), *placed((tokens, mask), ("fsdp",))
+            lowered = jax.jit(price).lower(*args).as_text()
+        times[devices] = f"tensor<{rows}x4x128xf32>" in lowered
+    assert times == {1: True, 8: True}  # 4 columns at a time on both
+
+
+TPU = """HloModule jit_f
+
+%matmul.1 (p.0: bf16[32,1024,4096,1], p.1: bf16[32,128,4096,1]) -> bf16[32,1024,32,128] {
+  %p.0 = bf16[32,1024,4096,1]{2,1,0,3:T(8,128)(2,1)} parameter(0)
+  %p.1 = bf16[32,128,4096,1]{2,0,1,3:T(8,128)(2,1)} parameter(1)
+  ROOT %conv.1 = bf16[32,1024,32,128]{3,1,2,0:T(8,128)(2,1)} convolution(%p.0, %p.1), window={size=1x32 pad=0_0x31_31 rhs_reversal=0x1}, dim_labels=0bf1_1oi0->0b1f
+}
+
+%piece.1 (p.2: bf16[64,8], p.3: bf16[4096,8]) -> (bf16[64,8], bf16[4096,8]) {
+  %p.2 = bf16[64,8]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %p.3 = bf16[4096,8]{1,0:T(8,128)(2,1)} parameter(1)
+  %gather.1 = bf16[4096,8]{1,0:T(8,128)(2,1)} all-gather(%p.2), channel_id=7, replica_groups=mesh['axis_0'=64] {'axis_0'}, dimensions={0}
+  ROOT %both.1 = (bf16[64,8]{1,0}, bf16[4096,8]{1,0}) tuple(%p.2, %gather.1)
+}
+
+%turn.1 (p.4: (u32[], bf16[64,8], bf16[4096,8])) -> (u32[], bf16[64,8], bf16[4096,8]) {
+  %two.1 = u32[]{:T(128)} constant(2)
+  %p.4 = (u32[]{:T(128)}, bf16[64,8]{1,0}, bf16[4096,8]{1,0}) parameter(0)
+  %count.1 = u32[]{:T(128)} get-tuple-element(%p.4), index=0
+  %part.1 = bf16[64,8]{1,0:T(8,128)(2,1)} get-tuple-element(%p.4), index=1
+  %whole.1 = bf16[4096,8]{1,0:T(8,128)(2,1)} get-tuple-element(%p.4), index=2
+  %next.1 = u32[]{:T(128)} add(%count.1, %two.1)
+  %start.1 = (bf16[64,8]{1,0:S(1)}, bf16[4096,8]{1,0}) fusion(%part.1, %whole.1), kind=kCustom, calls=%piece.1
+  %end.1 = (bf16[64,8]{1,0:S(1)}, bf16[4096,8]{1,0}) fusion(%part.1, %whole.1), kind=kCustom, calls=%piece.1
+  ROOT %out.1 = (u32[], bf16[64,8], bf16[4096,8]) tuple(%next.1, %part.1, %whole.1)
+}
+
+%more.1 (p.5: (u32[], bf16[64,8], bf16[4096,8])) -> pred[] {
+  %p.5 = (u32[]{:T(128)}, bf16[64,8]{1,0}, bf16[4096,8]{1,0}) parameter(0)
+  %count.2 = u32[]{:T(128)} get-tuple-element(%p.5), index=0
+  %limit.1 = u32[]{:T(128)} constant(9)
+  ROOT %less.1 = pred[]{:T(512)} compare(%count.2, %limit.1), direction=LT
+}
+
+ENTRY %main.1 (a.0: bf16[32,1024,4096,1], a.1: bf16[32,128,4096,1], a.2: bf16[64,8], a.3: bf16[4096,8]) -> bf16[32,1024,32,128] {
+  %a.0 = bf16[32,1024,4096,1]{2,1,0,3:T(8,128)(2,1)} parameter(0)
+  %a.1 = bf16[32,128,4096,1]{2,0,1,3:T(8,128)(2,1)} parameter(1)
+  %a.2 = bf16[64,8]{1,0:T(8,128)(2,1)} parameter(2)
+  %a.3 = bf16[4096,8]{1,0:T(8,128)(2,1)} parameter(3)
+  %zero.1 = u32[]{:T(128)} constant(0)
+  %begin.1 = (u32[], bf16[64,8], bf16[4096,8]) tuple(%zero.1, %a.2, %a.3)
+  %loop.1 = (u32[], bf16[64,8], bf16[4096,8]) while(%begin.1), condition=%more.1, body=%turn.1
+  ROOT %dot.1 = bf16[32,1024,32,128]{3,1,2,0:T(8,128)(2,1)S(1)} fusion(%a.0, %a.1), kind=kOutput, calls=%matmul.1
+}
+"""  # noqa: E501
+
+
+def test_the_text_of_a_tpu():
+    """A product written as a convolution, a gather in two pieces, a loop by twos."""
+    found = program_cost.cost(TPU)
+    assert found.flops == 2 * 32 * 1024 * 4096 * 4096
+    # 5 turns: 0, 2, 4, 6, 8.
+    assert found.collectives == {Collective("all-gather", 2 * 4096 * 8, 64): 5}
+    # The product's result stays on the chip; its arguments are read whole.
+    products = 2 * (32 * 1024 * 4096 + 4096 * 4096)
+    assert products <= found.bytes < products + 5000
+
+
+GPU = """HloModule jit_g
+
+ENTRY %main.1 (a: bf16[64,256], b: bf16[256,32]) -> (bf16[64,32], s8[4096]) {
+  %a = bf16[64,256]{1,0} parameter(0)
+  %b = bf16[256,32]{1,0} parameter(1)
+  ROOT %gemm.1 = (bf16[64,32]{1,0}, s8[4096]{0}) custom-call(%a, %b), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}
+}
+"""  # noqa: E501
+
+
+def test_the_text_of_a_gpu():
+    """A product that cuBLAS takes over."""
+    assert program_cost.cost(GPU).flops == 2 * 64 * 256 * 32
