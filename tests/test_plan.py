@@ -338,6 +338,9 @@ def test_llama_2_7b_fits_64_chips_of_16_gb():
     )
     assert result["fits"]
     assert result["compiler"].startswith("that of libtpu")
+    most = result["largest_batch"]
+    assert most["rows"] >= 512
+    assert most["rows"] % most["multiple_of"] == 0
     # AdamW's two moments beside the parameters, all float32, on 64 chips.
     parameters = 6_738_415_616
     assert result["held"]["policy"] == pytest.approx(4 * parameters / 64, rel=0.01)
