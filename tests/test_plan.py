@@ -276,7 +276,9 @@ def test_per_device_bytes_fall_as_devices_rise(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_plan_by_this_machine_s_compiler(capsys, tmp_path):
+def test_a_plan_by_this_machine_s_compiler(capsys, tmp_path, monkeypatch):
+    every = workload.programs
+    monkeypatch.setattr(workload, "programs", lambda *a, **k: every(*a, **k)[:2])
     options = Options(**TINY, mesh=MeshShape(fsdp=8), json=tmp_path / "plan.json")
     plan.run(options)
     result = json.loads(options.json.read_text(encoding="utf-8"))
@@ -284,8 +286,7 @@ def test_a_plan_by_this_machine_s_compiler(capsys, tmp_path):
     assert result["compiler"].endswith("whose layouts and fusions are not the chip's")
     names = [one["name"] for one in result["programs"]]
     assert names == [row["during"] for row in result["alive"]]
-    assert names[0] == "sampling"
-    assert names[-1] == "scoring and learning"
+    assert names == ["sampling", "the reward model"]
     # 3 tokens after the first: the sampler's loop does not say how many.
     assert result["programs"][0]["turns"] == 3
     assert result["peak"]["total"] == max(row["total"] for row in result["alive"])
@@ -337,6 +338,9 @@ def test_llama_2_7b_fits_64_chips_of_16_gb():
     )
     assert result["fits"]
     assert result["compiler"].startswith("that of libtpu")
+    most = result["largest_batch"]
+    assert most["rows"] >= 512
+    assert most["rows"] % most["multiple_of"] == 0
     # AdamW's two moments beside the parameters, all float32, on 64 chips.
     parameters = 6_738_415_616
     assert result["held"]["policy"] == pytest.approx(4 * parameters / 64, rel=0.01)

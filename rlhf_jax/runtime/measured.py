@@ -79,10 +79,9 @@ def target(topology: str | None, *, chip: str | None, mesh: MeshShape) -> Target
     if topology is not None:
         devices = compiled.slice_of(topology)
         name = topology.partition(":")[0]
+        found = chips.named(name)
         version = importlib.metadata.version("libtpu")
-        return Target(
-            mesh.make(devices), name, chips.named(name), f"that of libtpu {version}"
-        )
+        return Target(mesh.make(devices), name, found, f"that of libtpu {version}")
     if mesh.size > 1:
         # As many virtual devices as the mesh has, where this machine is a CPU and no
         # program has run yet; else the mesh says what is missing.
