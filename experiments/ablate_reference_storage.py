@@ -15,8 +15,8 @@ compiler does, which keeps host memory apart), seconds a batch, and the error ag
 float32 of log-probs (nats, mean over held-out tokens) and of the KL from policy to
 reference (nats, mean over responses).
 
-Beside `plan.WAYS` the table has `cpu`, where the reference's forward runs on the CPU's
-devices, `lora-base`, where it is the base that a policy of adapters holds anyway,
+Beside `workload.WAYS` the table has `cpu`, where the reference's forward runs on the
+CPU's devices, `lora-base`, where it is the base that a policy of adapters holds anyway,
 `none`, which is never loaded and never run, and `precomputed`, which is read from the
 disk as for a data set that does not change. Bytes held are those of the arrays that
 come to live when a storage is made. OUT/storage.json and OUT/plots/storage.png hold
@@ -57,7 +57,6 @@ from rlhf_jax import (
     decoder,
     encoding,
     frozen,
-    plan,
     policy,
     precomputed,
     pretrained,
@@ -69,6 +68,7 @@ from rlhf_jax import (
     sft,
     state,
     storage,
+    workload,
 )
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
@@ -323,7 +323,7 @@ def ways(params: Params, *, base: Frozen) -> dict[str, Callable[[], Frozen | Non
     """
     chosen: dict[str, Callable[[], Frozen | None]] = {
         name: functools.partial(frozen.freeze, params, **how)
-        for name, how in plan.WAYS.items()
+        for name, how in workload.WAYS.items()
     }
     cpu = SingleDeviceSharding(jax.devices("cpu")[0])
     chosen["cpu"] = functools.partial(frozen.freeze, params, sharding=cpu)

@@ -48,6 +48,7 @@ from rlhf_jax import (
     packing,
     precomputed,
     pretrained,
+    processes,
     report,
     row_sharding,
     run,
@@ -272,6 +273,7 @@ def main(options: Config) -> None:
         share=options.held_out,
         seed=options.seed,
     )
+    processes.agree("the pairs", encoding.digest([*pairs, *others]))
     rows = packing.pack(pairs, width=options.row_width)
     other_rows = packing.pack(others, width=options.row_width) if others else []
     shape = {"batch_size": options.batch_size, "pad_id": start.pad_id}

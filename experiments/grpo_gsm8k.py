@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import time
 from typing import Annotated, Any, Literal
 
@@ -248,7 +249,7 @@ class Programs:
         priced = None
         if reference is not None:
             priced = self.price(reference, rollout=answered)
-        scores = row_sharding.put_rows(pending.collect(), mesh=self._mesh)
+        scores = row_sharding.put_computed(pending.collect(), mesh=self._mesh)
         return scores, priced
 
 
@@ -360,6 +361,7 @@ def main(options: Config) -> None:
         read_questions(source, verifier=verifier, start=start, options=options)
         for source in (options.data, options.held_out)
     )
+    processes.agree("the questions", json.dumps([rows, tokens, held_out]))
     prompts = batches.prompt_batches(
         tokens,
         batch_size=options.batch_size,

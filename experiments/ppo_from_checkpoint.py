@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import time
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -694,14 +695,14 @@ def improve(
                 priced = programs.price(reference, answered)
             if models.reward is None:  # the host's turn, beside which the critic runs
                 values = programs.values(train, rollout=answered, base=base)
-            scores = reward(shown)
             more = step + 1 < options.num_steps
-            if models.sampling is not None and more:  # beside the update of this step
+            if models.sampling is not None and more:  # beside the rest of this step
                 stage.state["rollout"] = programs.sample(
                     train.policy,
                     prompts=prompts[step + 1],
                     key=jax.random.fold_in(key, step + 1),
                 )
+            scores = reward(shown)
             seen = {}
             if step % options.eval_every == 0:
                 seen = look(programs, train.policy, texts, base, judge, shown)
@@ -758,7 +759,7 @@ def text_reward(
     reward = rewards.TextReward(function=function, decode=policy.decode, rows=rows)
 
     def scored(answered: Rollout) -> Array:
-        return row_sharding.put_rows(
+        return row_sharding.put_computed(
             reward(row_sharding.local_rows(answered)), mesh=mesh
         )
 
@@ -795,6 +796,7 @@ def main(options: Config) -> None:
     if models.reward is not None:
         context = min(context, models.reward.model.max_positions)
     rows, token_lists = encode_prompts(options, rows, policy=policy, context=context)
+    processes.agree("the prompts", json.dumps([rows, token_lists]))
     put_rows = functools.partial(row_sharding.put_rows, mesh=mesh)
     prompts = batches.prompt_batches(
         token_lists,

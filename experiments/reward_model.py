@@ -226,6 +226,7 @@ def main(options: Config) -> None:
     pairs, held_out = data.hold_out(
         everything, share=options.held_out, seed=options.seed
     )
+    processes.agree("the pairs", encoding.digest(everything))
     preferences = batches.preference_batches(
         pairs,
         batch_size=options.batch_size,

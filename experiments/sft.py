@@ -37,6 +37,7 @@ from rlhf_jax import (
     encoding,
     hf,
     pretrained,
+    processes,
     report,
     row_sharding,
     run,
@@ -190,6 +191,7 @@ def main(options: Config) -> None:
     examples, held_out = data.hold_out(
         read_examples(options, start), share=options.held_out, seed=options.seed
     )
+    processes.agree("the demonstrations", encoding.digest([*examples, *held_out]))
     demonstrations = batches.sequence_batches(
         examples,
         batch_size=options.batch_size,

@@ -43,7 +43,7 @@ def test_a_checkpoint_s_storages(tmp_path, capsys):
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / 2**20
     near = functools.partial(pytest.approx, abs=5e-4)  # digests: 8 bytes a leaf, twice
     assert by_name["copy"]["held_mib"] == near(whole)
-    assert by_name["float16"]["held_mib"] == near(whole / 2)
+    assert by_name["fp16"]["held_mib"] == near(whole / 2)
     eight = storage.nbytes(storage.store(params, dtype="int8")) / 2**20
     assert by_name["int8"]["held_mib"] == near(eight)
     assert by_name["host"]["held_mib"] == near(0)

@@ -96,7 +96,7 @@ def test_process_slices_make_up_the_global_batch(samples_per_prompt):
     options = {"samples_per_prompt": samples_per_prompt, "buckets": (2, 3, 5)}
     for step in range(4):
         whole = prompts_of(4, **options)[step]
-        parts = [prompts_of(4, share=Share(i, 4), **options)[step] for i in range(4)]
+        parts = [prompts_of(4, share=Share((i,), 4), **options)[step] for i in range(4)]
         jax.tree.map(
             lambda *x: np.testing.assert_array_equal(np.concatenate(x[1:]), x[0]),
             whole,
@@ -140,7 +140,7 @@ def test_margins_go_with_their_pairs():
     np.testing.assert_array_equal(batch.margin, batch.chosen.tokens[:, 1] - 10)
     halves = [
         batches.preference_batches(
-            pairs, batch_size=4, seed=0, pad_id=9, share=Share(i, 2)
+            pairs, batch_size=4, seed=0, pad_id=9, share=Share((i,), 2)
         )[0]
         for i in range(2)
     ]
@@ -161,7 +161,11 @@ def test_margins_go_with_their_pairs():
     ("batch_size", "options", "message"),
     [
         (5, {"samples_per_prompt": 2}, "samples_per_prompt=2 divides, got 5; change"),
-        (6, {"share": Share(0, 4)}, "a batch size that share.count=4 divides, got 6"),
+        (
+            6,
+            {"share": Share((0,), 4)},
+            "4 devices which share its rows divide, got 6",
+        ),
         (0, {}, "samples_per_prompt=1 divides, got 0"),
         (4, {"samples_per_prompt": 0}, "samples_per_prompt=0 divides, got 4"),
     ],

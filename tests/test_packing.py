@@ -126,7 +126,7 @@ def test_every_row_once_an_epoch_at_random_access():
 
 def test_process_slices_make_up_the_global_batch():
     whole, _ = stream(batch_size=4)
-    parts = [stream(batch_size=4, share=Share(i, 4))[0] for i in (0, 1)]
+    parts = [stream(batch_size=4, share=Share((i,), 4))[0] for i in (0, 1)]
     for step in range(3):
         jax.tree.map(
             lambda all_rows, *mine: np.testing.assert_array_equal(

@@ -3,6 +3,7 @@
 What they write is compared with the run of one process on one device.
 """
 
+import importlib.util
 import json
 import os
 import signal
@@ -20,8 +21,9 @@ from test_mesh_runs import assert_same
 
 import rlhf_jax
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runtime import processes, snapshot
+from rlhf_jax.runtime import compiled, processes, row_sharding, snapshot
 from rlhf_jax.runtime.processes import Group
+from rlhf_jax.runtime.sharding import MeshShape
 
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 REWARD = """
@@ -202,7 +204,7 @@ def test_processes_that_disagree(files, tmp_path):
     theirs.mkdir()
     for name in ("model", "their_rewards.py", "answers.jsonl"):
         (theirs / name).symlink_to(files / name)
-    rows = [{"prompt": prompt} for prompt in ("the cat", "a dog was", "so it is")]
+    rows = [{"prompt": prompt} for prompt in ("the cat", "a dog was", "so it is not")]
     toy_files.jsonl(theirs / "prompts.jsonl", *rows)
     running = start(
         *("ppo_from_checkpoint.py", files, tmp_path / "run", *PPO, MESH),
@@ -211,8 +213,57 @@ def test_processes_that_disagree(files, tmp_path):
     for process in running:
         _, error = process.communicate(timeout=300)
         assert process.returncode == 2
-        assert "expected the data of ppo to be the same in every process" in error
+        assert "expected the prompts to be the same in every process" in error
         assert "got another in process 1 than in process 0" in error
+
+
+@pytest.mark.slow
+def test_rows_lie_where_each_process_says(tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    script = Path(__file__).with_name("rows_of_processes.py")
+    environment = os.environ | {
+        "PYTHONPATH": str(Path(rlhf_jax.__file__).parent.parent),
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+    }
+    running = [
+        subprocess.Popen(
+            [sys.executable, script, f"localhost:{port}", str(number)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in (0, 1)
+    ]
+    told = [process.communicate(timeout=100) for process in running]
+    assert [process.returncode for process in running] == [0, 0], told
+    assert "(0, 2) of 4" in told[0][0]
+    assert "(1, 3) of 4" in told[1][0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
+)
+@pytest.mark.parametrize(
+    ("topology", "shape"),
+    [
+        ("v5e:4x4", MeshShape(fsdp=16)),
+        ("v5e:4x4", MeshShape(data=2, fsdp=8)),
+        ("v5e:8x8", MeshShape(fsdp=16, tensor=4)),
+        ("v5p:2x2x4", MeshShape(data=2, fsdp=8)),
+    ],
+)
+def test_every_row_of_a_tpu_slice_has_a_process(topology, shape):
+    """They need not be neighbours: axes follow the torus, not the hosts."""
+    devices = compiled.slice_of(topology)
+    held = row_sharding._blocks(shape.make(devices))
+    assert len(held) == len({device.process_index for device in devices})
+    assert len({len(blocks) for blocks in held.values()}) == 1
+    found = {block for blocks in held.values() for block in blocks}
+    assert found == set(range(shape.data * shape.fsdp))
 
 
 @pytest.mark.parametrize(

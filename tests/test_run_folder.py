@@ -8,7 +8,9 @@ from typing import Literal
 import pytest
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runtime import run_folder
+from rlhf_jax.runtime import frozen_models, run_folder, sharding
+from rlhf_jax.runtime.frozen_models import Storage
+from rlhf_jax.runtime.sharding import MeshShape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,3 +239,16 @@ def test_an_extra_that_is_not_installed_is_named(monkeypatch, extra):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(InputError, match=rf"pip install 'rlhf-jax\[{extra}\]'"):
         Config(out=Path("x"), **{extra: True})
+
+
+def test_a_group_that_may_be_none_is_read_back(tmp_path):
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Config(run_folder.RunConfig):
+        mesh: sharding.MeshOption | None = None
+        storage: frozen_models.Storage = frozen_models.COPY
+
+    hints = {"mesh": MeshShape(fsdp=2), "storage": Storage(mesh=MeshShape(tensor=4))}
+    for given in ({}, hints):
+        config = Config(out=tmp_path, **given)
+        fields = run_folder.to_json(config)
+        assert run_folder.from_json(Config, fields, source=tmp_path) == config

@@ -20,13 +20,13 @@ from rlhf_jax import (
     fingerprint,
     frozen,
     leaves,
-    plan,
     policy,
     ppo,
     report,
     rewards,
     score,
     storage,
+    workload,
 )
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl_penalty import Penalty
@@ -85,7 +85,7 @@ def as_held(params, *, dtype=None, embeddings=None, memory=None):
 
 
 @pytest.mark.parametrize("model", tiny.BOTH, ids=tiny.NAMES)
-@pytest.mark.parametrize("way", plan.WAYS.values(), ids=plan.WAYS.keys())
+@pytest.mark.parametrize("way", workload.WAYS.values(), ids=workload.WAYS.keys())
 def test_every_way_prices_what_it_stands_for(way, model):
     params = tiny.params(model)
     held = toys.freeze(params, **way) if not way else frozen.freeze(params, **way)
@@ -156,7 +156,7 @@ def kinds(tree):
 
 def test_what_is_stored_is_copied_as_it_is():
     """Frozen again without an option: the same integers, in the same memory."""
-    for way in plan.WAYS.values():
+    for way in workload.WAYS.values():
         first = frozen.freeze(tiny.params(tiny.GPT2), **way)
         again = frozen.freeze(first.stored)
         np.testing.assert_array_equal(again.stored_digests, first.stored_digests)
@@ -188,7 +188,7 @@ def test_what_is_stored_is_stored_another_way():
 @pytest.mark.parametrize("name", ["copy", "int8", "host-int8"])
 def test_freezing_inside_jit_is_freezing(name):
     params = tiny.params(tiny.GPT2)
-    way = plan.WAYS[name]
+    way = workload.WAYS[name]
     inside = toys.jit(functools.partial(frozen.freeze, **way))(params)
     outside = frozen.freeze(params, **way)
     np.testing.assert_array_equal(inside.stored_digests, outside.stored_digests)
@@ -219,7 +219,7 @@ def test_a_reference_on_devices_of_its_own_says_the_same(name):
     """Policy on device 0; the reference on 5, or split over 4 and 6."""
     model = tiny.GPT2
     params = jax.device_put(tiny.params(model), CPUS[0])
-    way = plan.WAYS[name]
+    way = workload.WAYS[name]
     here = frozen.freeze(params, **way)
     expected = priced(here, model=model)
     alone = frozen.freeze(params, **way, sharding=SingleDeviceSharding(CPUS[5]))
@@ -320,11 +320,11 @@ DEEP = config.gpt2(
 
 
 # Not bfloat16, which XLA:CPU widens before the loop; the TPU's compiler does not.
-@pytest.mark.parametrize("name", ["int8", "float16", "host", "host-int8"])
+@pytest.mark.parametrize("name", ["int8", "fp16", "host", "host-int8"])
 def test_layers_are_read_one_at_a_time(name):
     """No program holds the stacked layers in float32: it would be most of its room."""
     params = zeros(DEEP)
-    held = frozen.freeze(params, **plan.WAYS[name])
+    held = frozen.freeze(params, **workload.WAYS[name])
     program = jax.jit(
         lambda held: policy.logprobs(
             frozen.read(held), model=DEEP, tokens=TOKENS, mask=MASK
@@ -335,7 +335,7 @@ def test_layers_are_read_one_at_a_time(name):
 
 
 def test_shapes_are_stored_without_an_array():
-    for way in plan.WAYS.values():
+    for way in workload.WAYS.values():
         model = tiny.GPT2
         of_shapes = jax.eval_shape(
             functools.partial(storage.store, **way), tiny.params(model)
@@ -357,11 +357,11 @@ def test_a_table_counts_parameters_not_scales(capsys):
 # --- no gradient --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["copy", "bfloat16"])
+@pytest.mark.parametrize("name", ["copy", "bf16"])
 def test_no_loss_moves_the_reference(name):
     """Through KL, rewards and advantages to PPO's loss, and each of them itself."""
     model = toys.GPT2
-    held = frozen.freeze(toys.params(seed=2), **plan.WAYS[name])
+    held = frozen.freeze(toys.params(seed=2), **workload.WAYS[name])
     rollout = toys.sampled(toys.params())
     optimizer = optax.sgd(0.1)
     options = ppo.PPO(

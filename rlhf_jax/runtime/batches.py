@@ -93,18 +93,16 @@ def prompt_batches(
                 " remove the row"
             )
     widths = _widths([len(tokens) for tokens in prompts], buckets)
-    mine = slice_of(batch_size, share)
+    mine = share.of(batch_size)
 
     def collate(visits: Sequence[Visit]) -> Prompts:
         width = _width(max(len(prompts[visit.row]) for visit in visits), widths)
-        index, sample = np.array(
-            [
-                (visit.row, visit.epoch * samples_per_prompt + k)
-                for visit in visits
-                for k in range(samples_per_prompt)
-            ][mine],
-            np.int32,
-        ).T
+        asked = [
+            (visit.row, visit.epoch * samples_per_prompt + k)
+            for visit in visits
+            for k in range(samples_per_prompt)
+        ]
+        index, sample = np.array([asked[place] for place in mine], np.int32).T
         tokens, mask = pad(
             [prompts[row] for row in index], width=width, pad_id=pad_id, left=True
         )
@@ -130,12 +128,13 @@ def sequence_batches(
     `prompt_batches`, with the width that of prompt and response together.
     """
     widths = _widths([len(p) + len(r) for p, r in examples], buckets)
-    mine = slice_of(batch_size, share)
+    mine = share.of(batch_size)
 
     def collate(visits: Sequence[Visit]) -> Sequences:
         rows = [examples[visit.row] for visit in visits]
         width = _width(max(len(p) + len(r) for p, r in rows), widths)
-        return _sequences(rows[mine], width=width, pad_id=pad_id)
+        held = [rows[place] for place in mine]
+        return _sequences(held, width=width, pad_id=pad_id)
 
     return shuffled(len(examples), batch_size, seed=seed, collate=collate)
 
@@ -165,16 +164,17 @@ def preference_batches(
         return len(pair.prompt) + max(len(pair.chosen), len(pair.rejected))
 
     widths = _widths([length(pair) for pair in pairs], buckets)
-    mine = slice_of(batch_size, share)
+    mine = share.of(batch_size)
 
     def collate(visits: Sequence[Visit]) -> Preferences:
         rows = [pairs[visit.row] for visit in visits]
         width = _width(max(map(length, rows)), widths)
-        chosen = [Example(pair.prompt, pair.chosen) for pair in rows[mine]]
-        rejected = [Example(pair.prompt, pair.rejected) for pair in rows[mine]]
+        held = [rows[place] for place in mine]
+        chosen = [Example(pair.prompt, pair.chosen) for pair in held]
+        rejected = [Example(pair.prompt, pair.rejected) for pair in held]
         margin: HostArray = None
         if with_margin:
-            margin = np.array([pair.margin for pair in rows[mine]], np.float32)
+            margin = np.array([pair.margin for pair in held], np.float32)
         return Preferences(
             chosen=_sequences(chosen, width=width, pad_id=pad_id),
             rejected=_sequences(rejected, width=width, pad_id=pad_id),
@@ -223,13 +223,6 @@ def _check_divides(batch_size: int, parts: int, name: str) -> None:
             f"expected a batch size that {name}={parts} divides, got {batch_size};"
             " change one of them"
         )
-
-
-def slice_of(batch_size: int, share: Share) -> slice:
-    """The rows of the global batch that are a process's share; InputError if uneven."""
-    _check_divides(batch_size, share.count, "share.count")
-    rows = batch_size // share.count
-    return slice(share.index * rows, (share.index + 1) * rows)
 
 
 def _widths(lengths: Sequence[int], buckets: Sequence[int] | None) -> Sequence[int]:

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import traceback
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -48,10 +49,15 @@ def main(
         config = parse(
             config_class, description=description, presets=presets, argv=argv
         )
+        _check_shared(config)
         processes.agree("the config", json.dumps(run_folder.to_json(config)))
         processes.on_first(lambda: run_folder.check_run(config))
     except InputError as error:
-        _exit(2, f"error: {error}")
+        _leave(2, f"error: {error}")
+    except SystemExit as stop:  # an option that there is not, or --help
+        if jax.process_count() == 1:
+            raise
+        _leave(stop.code if isinstance(stop.code, int) else 1, "")
     try:
         with _silent_unless_first():
             run(config)
@@ -63,15 +69,14 @@ def main(
         _exit(128 + stop.signum, f"stopped and saved; {_go_on(config)}")
     except KeyboardInterrupt:
         _leave(128 + signal.SIGINT, f"stopped without saving; {_go_on(config)}")
-    except jax.errors.JaxRuntimeError as error:
+    except BaseException as error:
         if jax.process_count() == 1:
             raise
-        _leave(
-            1,
-            f"stopped: expected every process to go on, got "
-            f"{str(error).splitlines()[0]:.200}\nA process may be lost: snapshots so "
-            f"far are good; {_go_on(config)}, any number of processes",
-        )
+        # The others must not wait for this process, which Python would let them.
+        traceback.print_exc()
+        lost = "a process may be lost, snapshots so far are good"
+        why = lost if isinstance(error, jax.errors.JaxRuntimeError) else "a defect"
+        _leave(1, f"stopped: {why}; {_go_on(config)}")
 
 
 def _join(argv: Sequence[str]) -> Sequence[str]:
@@ -93,6 +98,14 @@ def _join(argv: Sequence[str]) -> Sequence[str]:
             "them, got none; give it, or leave them out"
         )
     return options
+
+
+def _check_shared(config: run_folder.RunConfig) -> None:
+    if jax.process_count() > 1 and "mesh" not in run_folder.to_json(config):
+        raise InputError(
+            f"--coordinator: expected an experiment with --mesh, got one for a single "
+            f"process with {jax.process_count()}; leave it out"
+        )
 
 
 @contextlib.contextmanager

@@ -116,10 +116,20 @@ def policy_mesh(shape: MeshShape, *, taken: int = 0) -> Mesh:
             f"expected one process where models have devices of their own, got "
             f"{jax.process_count()}; share the devices, or leave out --coordinator"
         )
-    return shape.make(jax.devices()[: max(jax.device_count() - taken, 0)])
+    if taken >= jax.device_count():
+        raise InputError(
+            f"expected more than the {taken} devices that models have as their own, "
+            f"got {jax.device_count()}; make their meshes smaller, or share the devices"
+        )
+    return shape.make(jax.devices()[: jax.device_count() - taken])
 
 
 def _on_cpu() -> SingleDeviceSharding:
+    if jax.process_count() > 1:
+        raise InputError(
+            f"memory: expected device or pinned_host with several processes, got cpu "
+            f"with {jax.process_count()}; choose one of them"
+        )
     try:
         return SingleDeviceSharding(jax.devices("cpu")[0])
     except RuntimeError as error:

@@ -333,17 +333,16 @@ def _place(
             placed[path] = jnp.array(leaf[(slice(None),) * len(leaf.shape)])
         else:
             # Each process reads what its devices hold, a device after the other.
-            parts = [
-                jax.device_put(
-                    leaf[index],
-                    SingleDeviceSharding(
-                        device, memory_kind=sharding_of[path].memory_kind
-                    ),
-                )
-                for device, index in sharding_of[path]
-                .addressable_devices_indices_map(leaf.shape)
-                .items()
-            ]
+            held = sharding_of[path].addressable_devices_indices_map(leaf.shape)
+            kind, parts = sharding_of[path].memory_kind, []
+            alike = sorted(held.items(), key=lambda item: str(item[1]))
+            for _, copies in itertools.groupby(alike, key=lambda item: str(item[1])):
+                copies = list(copies)
+                part = leaf[copies[0][1]]
+                for device, _ in copies:
+                    there = SingleDeviceSharding(device, memory_kind=kind)
+                    parts.append(jax.device_put(part, there))
+                del part
             placed[path] = jax.make_array_from_single_device_arrays(
                 leaf.shape, sharding_of[path], parts
             )

@@ -93,11 +93,11 @@ def packed_batches(
     Raises:
       InputError: no rows, or sizes that do not divide.
     """
-    mine = batches.slice_of(batch_size, share)
+    mine = share.of(batch_size)
     collate = _Collate(rows, pad_id=pad_id)
 
     def of_visits(visits: Sequence[Visit]) -> PackedPreferences:
-        return collate([visit.row for visit in visits][mine])
+        return collate([visits[place].row for place in mine])
 
     return batches.shuffled(len(rows), batch_size, seed=seed, collate=of_visits)
 

@@ -67,8 +67,10 @@ class Group:
     def join(self) -> None:
         """Waits for the others; before any other use of JAX.
 
+        Where they do not come in time JAX itself ends the process, with its message.
+
         Raises:
-          InputError: they do not come, or there is nothing to find them out by.
+          InputError: there is nothing to find them out by.
         """
         found = {} if self.coordinator == AUTO else dataclasses.asdict(self)
         found["coordinator_address"] = found.pop("coordinator", None)
@@ -81,7 +83,8 @@ class Group:
         except (RuntimeError, ValueError) as error:
             raise InputError(
                 f"--coordinator {self.coordinator}: expected all processes to come "
-                f"within {STARTED} s, got: {str(error).splitlines()[0]}"
+                f"within {STARTED} s, got: {str(error).splitlines()[0]}; start them "
+                f"all, or name HOST:PORT where auto finds nothing"
             ) from error
 
 
@@ -92,16 +95,15 @@ def is_first() -> bool:
 
 def on_first(check: Callable[[], None]) -> None:
     """Runs a check in the first process; its InputError is raised in all of them."""
+    if jax.process_count() == 1:
+        check()
+        return
     told = ""
     if is_first():
         try:
             check()
-        except InputError as error:
-            if jax.process_count() == 1:
-                raise
-            told = str(error)
-    if jax.process_count() == 1:
-        return
+        except Exception as error:  # the others wait to be told, whatever it is
+            told = str(error) or type(error).__name__
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(told.encode()))))
     text = np.frombuffer(told.encode().ljust(size, b"\0"), np.uint8)
     if size:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlhf_jax.functional.checks import InputError
@@ -29,40 +30,51 @@ Tree = TypeVar("Tree")
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """Which rows of every batch are a process's: part `index` of `count` equal ones."""
+    """Which rows of every batch are a process's: some of `count` equal blocks."""
 
-    index: int
+    blocks: tuple[int, ...]  # ascending, from 0
     count: int
 
+    def of(self, rows: int) -> list[int]:
+        """The places of these rows among all of a batch.
 
-WHOLE = Share(0, 1)
+        Raises:
+          InputError: the blocks do not divide the rows.
+        """
+        if rows < 1 or rows % self.count:
+            raise InputError(
+                f"expected a batch size that the {self.count} devices which share its "
+                f"rows divide, got {rows}; change it, or the mesh"
+            )
+        size = rows // self.count
+        return [block * size + i for block in self.blocks for i in range(size)]
+
+
+WHOLE = Share((0,), 1)
 
 
 def row_share(mesh: Mesh) -> Share:
     """The rows that the devices of this process hold.
 
-    Processes whose devices differ along `tensor` alone hold the same rows.
-
-    Raises:
-      InputError: a process holds more than one part of the rows, or parts overlap.
+    On a TPU slice these need not stand side by side. Processes whose devices differ
+    along `tensor` alone hold the same rows.
     """
-    count = math.prod(dict(mesh.shape).get(axis, 1) for axis in axes.ROW_AXES)
-    where = NamedSharding(mesh, PartitionSpec(axes.ROW_AXES))
+    held = _blocks(mesh)
+    return Share(held[jax.process_index()], _num_blocks(mesh))
+
+
+def _num_blocks(mesh: Mesh) -> int:
+    return math.prod(dict(mesh.shape).get(axis, 1) for axis in axes.ROW_AXES)
+
+
+def _blocks(mesh: Mesh) -> dict[int, tuple[int, ...]]:
+    """The blocks of rows that each process of the mesh holds."""
+    present = tuple(axis for axis in axes.ROW_AXES if axis in mesh.shape)
+    where = NamedSharding(mesh, PartitionSpec(present))
     held: dict[int, set[int]] = {}
-    for device, (rows,) in where.devices_indices_map((count,)).items():
+    for device, (rows,) in where.devices_indices_map((_num_blocks(mesh),)).items():
         held.setdefault(device.process_index, set()).add(rows.start or 0)
-    parts = sorted(set(map(frozenset, held.values())), key=min)
-    size = count // len(parts)
-    if [sorted(part) for part in parts] != [
-        list(range(i, i + size)) for i in range(0, count, size)
-    ]:
-        raise InputError(
-            f"mesh: expected {' and '.join(axes.ROW_AXES)} to give every process one "
-            f"part of the rows, got {[sorted(part) for part in parts]} of {count}; "
-            f"make the size of data x fsdp a multiple of the processes, or divide them"
-        )
-    mine = held.get(jax.process_index(), parts[0])
-    return Share(index=parts.index(frozenset(mine)), count=len(parts))
+    return {process: tuple(sorted(blocks)) for process, blocks in held.items()}
 
 
 def row_shardings(batch: Tree, *, mesh: Mesh | None = None) -> Tree:
@@ -94,7 +106,9 @@ def put_rows(batch: Tree, *, mesh: Mesh | None = None) -> Tree:
       InputError: the row axes do not divide the rows.
     """
     mesh = sharding.mesh_or_set(mesh)
-    parts = row_share(mesh).count
+    share = WHOLE
+    if jax.process_count() > 1:
+        share = row_share(mesh)
 
     def put(leaf: Any) -> Array:
         if not np.ndim(leaf):
@@ -102,14 +116,49 @@ def put_rows(batch: Tree, *, mesh: Mesh | None = None) -> Tree:
                 f"batch: expected arrays [b, ...], got the scalar {leaf}; put it there "
                 f"by itself"
             )
-        rows = leaf.shape[0] * (1 if isinstance(leaf, Array) else parts)
-        where = _divided(mesh, rows=rows)
         if isinstance(leaf, Array):
-            return jax.device_put(leaf, where)
-        shape = (rows, *leaf.shape[1:])
-        return jax.make_array_from_process_local_data(where, np.asarray(leaf), shape)
+            return jax.device_put(leaf, _divided(mesh, rows=leaf.shape[0]))
+        rows = leaf.shape[0] * share.count // len(share.blocks)
+        where, held = _divided(mesh, rows=rows), np.asarray(leaf)
+        place = {row: at for at, row in enumerate(share.of(rows))}
+
+        def part(index: Any) -> Any:
+            start, stop, _ = index[0].indices(rows)
+            return held[place[start] :][: stop - start]
+
+        return jax.make_array_from_callback((rows, *held.shape[1:]), where, part)
 
     return jax.tree.map(put, batch)
+
+
+def put_computed(batch: Tree, *, mesh: Mesh) -> Tree:
+    """`put_rows` of what processes computed for their rows by themselves, as scores.
+
+    Where several hold the same rows, all take what the first of them computed: a
+    reward need not give the same number twice. All call this.
+
+    Args:
+      batch: arrays [b, ...] of NumPy's, of this process's rows.
+
+    Raises:
+      InputError: as `put_rows`.
+    """
+    held = _blocks(mesh)
+    if sum(map(len, held.values())) > _num_blocks(mesh):
+        owner = {
+            block: (process, at)
+            for process in sorted(held, reverse=True)
+            for at, block in enumerate(held[process])
+        }
+        mine = [owner[block] for block in held[jax.process_index()]]
+
+        def first(leaf: Any) -> Any:
+            blocks = np.reshape(leaf, (len(mine), -1, *np.shape(leaf)[1:]))
+            of_all = np.asarray(multihost_utils.process_allgather(blocks))
+            return np.concatenate([of_all[process, at] for process, at in mine])
+
+        batch = jax.tree.map(first, batch)
+    return put_rows(batch, mesh=mesh)
 
 
 def local_rows(batch: Any) -> Any:
@@ -140,8 +189,7 @@ def _mesh_of(leaf: Array) -> Mesh:
 
 
 def _divided(mesh: Mesh, *, rows: int) -> NamedSharding:
-    sizes = dict(mesh.shape)
-    count = math.prod(sizes.get(axis, 1) for axis in axes.ROW_AXES)
+    count = _num_blocks(mesh)
     if rows % count:
         raise InputError(
             f"batch: expected rows that the {count} devices of axes "

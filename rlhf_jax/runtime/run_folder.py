@@ -304,6 +304,7 @@ def _decode_fields(
     wrong += [f"  {prefix}{name}: missing" for name in kinds.keys() - fields.keys()]
     for name in kinds.keys() & fields.keys():
         field, value = kinds[name], fields[name]
+        field = _group(field)
         if dataclasses.is_dataclass(field) and isinstance(value, dict):
             inner, amiss = _decode_fields(value, field, prefix=f"{prefix}{name}.")
             wrong += amiss
@@ -315,6 +316,12 @@ def _decode_fields(
         except TypeError as error:
             wrong.append(f"  {prefix}{name}: {error}")
     return values, wrong
+
+
+def _group(kind: Any) -> Any:
+    """The dataclass of a field that holds one, or None of one; else the kind itself."""
+    parts = [part for part in typing.get_args(kind) if part is not types.NoneType]
+    return parts[0] if len(parts) == 1 and dataclasses.is_dataclass(parts[0]) else kind
 
 
 def _decode(value: Any, kind: Any) -> Any:

@@ -28,6 +28,7 @@ from typing import Annotated, Any, ParamSpec, Self, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from tyro.constructors import PrimitiveConstructorSpec
 
@@ -100,12 +101,14 @@ class MeshShape:
     def make(self, devices: Sequence[Any] | None = None) -> Mesh:
         """The mesh, over all devices unless others are given; of one, over the first.
 
+        Neighbours on an axis are neighbours in a TPU's torus where that can be.
+
         Raises:
           InputError: the axes do not multiply to the number of devices.
         """
         if devices is None:
             devices = jax.devices()
-        if self.size == 1:
+        if self.size == 1 and jax.process_count() == 1:
             devices = devices[:1]
         if len(devices) != self.size:
             raise InputError(
@@ -113,12 +116,14 @@ class MeshShape:
                 f"data={self.data} · fsdp={self.fsdp} · tensor={self.tensor} = "
                 f"{self.size}; change an axis, or give other devices"
             )
-        return jax.make_mesh(
-            dataclasses.astuple(self),
-            AXES,
-            axis_types=(AxisType.Auto,) * len(AXES),
-            devices=devices,
-        )
+        shape = dataclasses.astuple(self)
+        try:
+            laid = mesh_utils.create_device_mesh(
+                shape, devices=devices, allow_split_physical_axes=True
+            )
+        except (NotImplementedError, AssertionError, ValueError):  # a torus in part
+            laid = np.reshape(np.array(devices), shape)
+        return Mesh(laid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 ONE_DEVICE = MeshShape()
