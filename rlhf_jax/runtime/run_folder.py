@@ -304,12 +304,12 @@ def _decode_fields(
     wrong += [f"  {prefix}{name}: missing" for name in kinds.keys() - fields.keys()]
     for name in kinds.keys() & fields.keys():
         field, value = kinds[name], fields[name]
-        field = _group(field)
-        if dataclasses.is_dataclass(field) and isinstance(value, dict):
-            inner, amiss = _decode_fields(value, field, prefix=f"{prefix}{name}.")
+        group = _group(field)
+        if dataclasses.is_dataclass(group) and isinstance(value, dict):
+            inner, amiss = _decode_fields(value, group, prefix=f"{prefix}{name}.")
             wrong += amiss
             if not amiss:
-                values[name] = typing.cast(Any, field)(**inner)
+                values[name] = typing.cast(Any, group)(**inner)
             continue
         try:
             values[name] = _decode(value, field)
