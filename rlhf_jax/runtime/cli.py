@@ -283,7 +283,8 @@ def _go_on(config: run_folder.RunConfig) -> str:
 def _leave(status: int, message: str) -> NoReturn:
     """Ends this process for a reason that the others may not have."""
     if jax.process_count() > 1:
-        print(message, file=sys.stderr, flush=True)
+        if message:
+            print(message, file=sys.stderr, flush=True)
         os._exit(status)  # at once: leaving in order would wait for the others
     _exit(status, message)
 
