@@ -266,6 +266,7 @@ def test_other_seeds_differ(killable, whole, tmp_path):
     assert all(other[name] != whole[name] for name in whole)
 
 
+@pytest.mark.long
 def test_killed_at_a_random_step_it_goes_on_to_the_last_bit(
     killable, whole, rewards_folder, tmp_path
 ):

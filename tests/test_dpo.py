@@ -224,7 +224,9 @@ def test_the_base_of_adapters_is_the_reference(packed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [{}, {"dtype": "int8"}])
+@pytest.mark.parametrize(
+    "how", [{}, pytest.param({"dtype": "int8"}, marks=pytest.mark.long)]
+)
 def test_precomputed_and_live_are_one_training_run(tmp_path, how):
     """To the bit, in batches that are shuffled, and as priced inside the update."""
     reference = frozen.freeze(OTHER, **how)

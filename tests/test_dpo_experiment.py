@@ -116,7 +116,7 @@ def test_precomputed_log_probs_give_the_same_run_to_the_bit(files, finished, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [(), ADAPTERS])
+@pytest.mark.parametrize("how", [(), pytest.param(ADAPTERS, marks=pytest.mark.long)])
 def test_a_run_that_stopped_goes_on_to_the_bit(files, tmp_path, monkeypatch, how):
     """Adapters too, over a rounded base that is the reference."""
     argv = ("--learning-rate=3e-2", "--num-steps=8", "--snapshot-every=2", *how)

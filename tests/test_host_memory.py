@@ -15,7 +15,7 @@ import pytest
 from rlhf_jax import decoder, storage, workload
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.skipif(
         importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
     ),

@@ -124,7 +124,7 @@ def test_what_is_held_adds_up(whole):
     assert whole["held at most"].device == models + max(programs)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_activations_grow_with_the_batch_and_shrink_with_micro_batches(whole):
     learning = "activations of scoring and learning"
     twice = lines(Options(**{**TINY, "batch_size": 16}), of=memory.memory)

@@ -119,7 +119,15 @@ def run_grpo(place, rows):
     return after, stats
 
 
-@pytest.mark.parametrize("program", [run_sft, run_reward_model, run_dpo, run_grpo])
+@pytest.mark.parametrize(
+    "program",
+    [
+        run_sft,
+        run_reward_model,
+        pytest.param(run_dpo, marks=pytest.mark.long),
+        pytest.param(run_grpo, marks=pytest.mark.long),
+    ],
+)
 def test_a_program_on_a_mesh_is_that_of_one_device(program):
     wanted, wanted_stats = program(lambda tree: tree, lambda rows: rows)
     with jax.set_mesh(MESH.make()):

@@ -112,6 +112,7 @@ def assert_same(found, expected):
             np.testing.assert_allclose(model[name], tensor, atol=1e-4, err_msg=name)
 
 
+@pytest.mark.long
 def test_ppo_goes_on_with_the_run_on_another_mesh(files, alone, tmp_path):
     """On (2, 2, 2) until a signal stops it, then on (1, 4, 2)."""
     stopped = tmp_path / "run"
@@ -273,7 +274,7 @@ def test_the_other_experiments(files, name, tmp_path):
         (("--mesh=data=3",), "multiply to the 8 devices, got data=3"),
         (
             ("--mesh=data=8", "--batch-size=12", "--num-minibatches=1"),
-            "rows that the 8",
+            "the 8 devices",
         ),
         (
             (MESH, "--reference-storage.own-devices"),

@@ -79,7 +79,7 @@ PARTS = {"micro_batch_size": 1, "max_ratio_mean": 5.0, "aggregation": "sequence_
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        pytest.param("sgd", {}, marks=pytest.mark.slow),
+        pytest.param("sgd", {}, marks=pytest.mark.long),
         pytest.param("sgd", PARTS, marks=pytest.mark.long),
         pytest.param("adam", {}, marks=pytest.mark.long),
     ],

@@ -737,7 +737,7 @@ def test_ppo_raises_the_reward_and_a_higher_penalty_holds_the_kl(train):
     assert held[-1]["objective/kl"] < 0.5 * free[-1]["objective/kl"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_iteration_is_the_same_on_eight_devices(reference):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     whole = NamedSharding(mesh, PartitionSpec())

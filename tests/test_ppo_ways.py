@@ -78,7 +78,7 @@ WAYS = {
 
 
 LONG = ("adapters", "adapters over int8", "adapters, reset", "none")
-LONG += ("on the CPU, a schedule",)
+LONG += ("on the CPU, a schedule", "k2 in the loss, a Lagrangian and texts")
 
 
 @pytest.fixture(scope="module")
