@@ -180,7 +180,7 @@ def real(shared_data, tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_real_pairs(real, shared_data, tmp_path):
     """Training pairs are learned, packed in rows wider than the model's context."""
     summary = play(

@@ -286,7 +286,9 @@ def runs(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mapped", ["map", "vmap"])
+@pytest.mark.parametrize(
+    "mapped", ["map", pytest.param("vmap", marks=pytest.mark.long)]
+)
 def test_the_mapped_runs_are_single_runs(runs, mapped):
     """The same tokens, and metrics within 1e-4, of each seed and β for 5 iterations."""
     algorithm, start, given, alone = runs

@@ -134,7 +134,7 @@ def test_activations_grow_with_the_batch_and_shrink_with_micro_batches(whole):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("base", ["base", "none"])
+@pytest.mark.parametrize("base", [pytest.param("base", marks=pytest.mark.long), "none"])
 def test_a_run_of_adapters_is_planned(base):
     options = Options(**TINY, policy="lora", lora_rank=2, reference=base, reward=base)
     found = lines(options, of=memory.memory)

@@ -201,6 +201,7 @@ def check_equal(found, plain):
     jax.tree.map(near, jax.device_get(found), jax.device_get(plain))
 
 
+@pytest.mark.long
 def test_a_reference_by_rules_of_its_own(plain):
     """On every device but for the vocabulary, where the policy is fully sharded."""
     rules = {**sharding.RULES, "embed": None, "heads": None, "mlp": None}
@@ -216,6 +217,7 @@ def test_a_reference_by_rules_of_its_own(plain):
     check_equal(found, plain)
 
 
+@pytest.mark.long
 def test_a_reference_on_devices_of_its_own(plain):
     ours, theirs = np.split(np.array(jax.devices()), 2)
     own = MeshShape(fsdp=4).make(list(theirs))
