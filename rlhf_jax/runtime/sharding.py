@@ -121,7 +121,9 @@ class MeshShape:
             laid = mesh_utils.create_device_mesh(
                 shape, devices=devices, allow_split_physical_axes=True
             )
-        except (NotImplementedError, AssertionError, ValueError):  # a torus in part
+        except (NotImplementedError, AssertionError, ValueError):
+            # Part of a torus, or one that these axes do not follow: any order is right,
+            # and the order in which JAX lists the devices costs longer ways at most.
             laid = np.reshape(np.array(devices), shape)
         return Mesh(laid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
