@@ -16,13 +16,15 @@ computes the logits of a chunk again; their gradients, times τ, are
 
 and as both depend on hidden / τ alone, that of τ is -⟨hidden, its gradient⟩ / τ.
 
-Words are dealt to C chunks like cards, word v to chunk v mod C, which is the head seen
-as [V'/C, C, D]: a head that is sharded over words stays so, chunk by chunk, and each
-device computes the logits of its own words.
+The head is seen as blocks of equal size, [A, V'/A, D], and a chunk takes the same few
+places of all of them: a head that is sharded over words stays so, chunk by chunk, and
+each device computes the logits of its own words. The last chunk starts early enough to
+be whole, and words that were seen before are left out, as padding is.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -31,12 +33,16 @@ from jax.custom_derivatives import SymbolicZero
 
 Array = jax.Array
 
+BLOCKS = 16  # devices that words may lie on and stay there, if they divide the head
+
 
 class Plan(NamedTuple):
     """What is fixed at trace time."""
 
     vocab_size: int  # words; rows of the head from here on are padding
-    num_chunks: int  # C, 1 to the rows of the head
+    blocks: int  # A, which divides the rows of the head
+    size: int  # of a block, rows
+    chunk: int  # rows of each block at a time, 1 to size
 
 
 class _Found(NamedTuple):
@@ -60,14 +66,11 @@ class _Saved(NamedTuple):
 
 
 def plan(*, vocab_size: int, rows: int, positions: int, max_logits: int) -> Plan:
-    """As few chunks as leave no more than `max_logits` logits at a time.
-
-    A few more where these deal out the `rows` of the head without remainder, since it
-    must be copied, with padding, for others.
-    """
-    least = -(-rows // max(1, max_logits // positions))
-    even = (count for count in range(least, 4 * least) if rows % count == 0)
-    return Plan(vocab_size=vocab_size, num_chunks=next(even, least))
+    """Chunks of equal size, as few as leave no more than `max_logits` at a time."""
+    blocks = math.gcd(rows, BLOCKS)
+    size = rows // blocks
+    num_chunks = -(-size // max(1, max_logits // (positions * blocks)))
+    return Plan(vocab_size, blocks, size, chunk=-(-size // num_chunks))
 
 
 def price(
@@ -114,35 +117,30 @@ def _forward(
 def _pass(
     hidden: Array, head: Array, tokens: Array, temperature: Array, plan: Plan
 ) -> _Found:
-    dealt = _deal(head, plan)
-
     def step(found: _Found, index: Array) -> tuple[_Found, None]:
-        words, real = _words(dealt, index, plan, hidden.dtype)
+        words, fresh = _words(head, index, plan, hidden.dtype)
         z = _logits(hidden, words, temperature)
         largest = jnp.maximum(
-            found.largest, jnp.max(z, axis=-1, where=real, initial=-jnp.inf)
+            found.largest, jnp.max(z, axis=-1, where=fresh, initial=-jnp.inf)
         )
-        # Nothing was found before the first chunk: it has a real word, number 0.
+        # Nothing is found before the first chunk, which has a word, number 0.
         down = jnp.where(found.total > 0, found.largest - largest, 0.0)
+        above = jnp.where(fresh, z - largest[:, None], 0.0)
+        terms = jnp.where(fresh, jnp.exp(above), 0.0)
         shrink = jnp.exp(down)
-        above = jnp.where(real, z - largest[:, None], 0.0)
-        terms = jnp.where(real, jnp.exp(above), 0.0)
         total = shrink * found.total + jnp.sum(terms, axis=-1)
         moment = shrink * (found.moment + down * found.total)
         moment += jnp.sum(terms * above, axis=-1)
-        row, chunk = jnp.divmod(tokens, plan.num_chunks)
-        own = (chunk == index) & (tokens >= 0) & (tokens < head.shape[0])
-        there = jnp.take_along_axis(
-            z, jnp.where(own, row, 0)[:, None], axis=-1
-        )[:, 0]
-        there = jnp.where(tokens < plan.vocab_size, there, -jnp.inf)
-        picked = jnp.where(own, there, found.picked)
+        at = _drawn(tokens, index, plan)
+        there = jnp.take_along_axis(z, jnp.maximum(at, 0)[:, None], axis=-1)[:, 0]
+        picked = jnp.where(at < 0, found.picked, there)
         return _Found(largest, total, moment, picked), None
 
-    shape = hidden.shape[:1]
-    none = jnp.zeros(shape, jnp.float32)
-    empty = _Found(none - jnp.inf, none, none, none + jnp.nan)
-    return _scan(step, empty, plan)
+    zero = jnp.zeros(hidden.shape[:1], jnp.float32)
+    # A token from V on cannot come; one that is no row of the head is a mistake.
+    row = (tokens >= 0) & (tokens < head.shape[0])
+    absent = jnp.where(row, -jnp.inf, jnp.nan)
+    return _scan(step, _Found(zero - jnp.inf, zero, zero, absent), plan)
 
 
 def _backward(
@@ -161,61 +159,83 @@ def _backward(
     for_logprobs = (for_logprobs / temperature)[:, None]
     log_sum = jnp.where(live, log_sum, 0.0)[:, None]
     seen = jnp.where(live[:, None], hidden, jnp.zeros_like(hidden))
-    dealt = _deal(head, plan)
-    row, chunk = jnp.divmod(tokens, plan.num_chunks)
 
     def step(carry: tuple[Array, Array], index: Array) -> tuple[Any, None]:
         for_hidden, for_head = carry
-        words, real = _words(dealt, index, plan, hidden.dtype)
+        words, fresh = _words(head, index, plan, hidden.dtype)
         z = _logits(seen, words, temperature) - log_sum
         slope = for_logprobs
         if of_entropy:
             slope += for_entropy * (z + entropy)
-        drawn = jnp.where(chunk == index, row, -1)[:, None]
         here = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
-        for_logits = jnp.where(here == drawn, for_logprobs, 0.0) - jnp.exp(z) * slope
-        for_logits = jnp.where(real, for_logits, 0.0).astype(hidden.dtype)
-        for_hidden += jnp.matmul(
-            for_logits, words, preferred_element_type=jnp.float32
-        )
-        for_words = jnp.matmul(
-            for_logits.T, seen, preferred_element_type=jnp.float32
-        ).astype(head.dtype)
-        for_head = jax.lax.dynamic_update_index_in_dim(
-            for_head, for_words, index, axis=1
-        )
-        return (for_hidden, for_head), None
+        drawn = here == _drawn(tokens, index, plan)[:, None]
+        for_logits = jnp.where(drawn, for_logprobs, 0.0) - jnp.exp(z) * slope
+        for_logits = jnp.where(fresh, for_logits, 0.0).astype(hidden.dtype)
+        for_hidden += _product(for_logits, words, 1, 0)
+        for_words = _product(for_logits, seen, 0, 0).astype(head.dtype)
+        # A word is fresh in one chunk, and adds 0 where it is seen again.
+        start = _start(index, plan)
+        for_words = for_words.reshape(plan.blocks, plan.chunk, -1)
+        for_words += jax.lax.dynamic_slice_in_dim(for_head, start, plan.chunk, axis=1)
+        return (
+            for_hidden,
+            jax.lax.dynamic_update_slice_in_dim(for_head, for_words, start, axis=1),
+        ), None
 
-    empty = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros_like(dealt)
+    empty = (
+        jnp.zeros(hidden.shape, jnp.float32),
+        jnp.zeros((plan.blocks, plan.size, head.shape[-1]), head.dtype),
+    )
     for_hidden, for_head = _scan(step, empty, plan)
     for_temperature = -jnp.sum(for_hidden * seen.astype(jnp.float32)) / temperature
-    for_head = for_head.reshape(-1, head.shape[-1])[: head.shape[0]]
-    return for_hidden.astype(hidden.dtype), for_head, None, for_temperature
+    return (
+        for_hidden.astype(hidden.dtype),
+        for_head.reshape(head.shape),
+        None,
+        for_temperature,
+    )
 
 
-def _deal(head: Array, plan: Plan) -> Array:
-    """[V'/C, C, D], padded where C does not divide V'."""
-    rows, width = head.shape
-    missing = -rows % plan.num_chunks
-    head = jnp.pad(head, ((0, missing), (0, 0))) if missing else head
-    return head.reshape(-1, plan.num_chunks, width)
+def _start(index: Array, plan: Plan) -> Array:
+    """The first place of chunk `index` in every block."""
+    return jnp.minimum(index * plan.chunk, plan.size - plan.chunk)
 
 
 def _words(
-    dealt: Array, index: Array, plan: Plan, dtype: jnp.dtype
+    head: Array, index: Array, plan: Plan, dtype: jnp.dtype
 ) -> tuple[Array, Array]:
-    """Words [W, D] of a chunk, padding being 0; bool[1, W], which are none."""
-    words = jax.lax.dynamic_index_in_dim(dealt, index, axis=1, keepdims=False)
-    size = words.shape[0]
-    real = jnp.arange(size, dtype=jnp.int32) * plan.num_chunks + index < plan.vocab_size
-    words = jnp.where(real[:, None], words, jnp.zeros_like(words)).astype(dtype)
-    return words, real[None, :]
+    """Rows [A·chunk, D] of the head, and bool[1, A·chunk]: words not seen before.
+
+    What is none of these is 0, whatever the head holds there.
+    """
+    start = _start(index, plan)
+    blocks = head.reshape(plan.blocks, plan.size, -1)
+    words = jax.lax.dynamic_slice_in_dim(blocks, start, plan.chunk, axis=1)
+    place = start + jnp.arange(plan.chunk, dtype=jnp.int32)[None, :]
+    first = plan.size * jnp.arange(plan.blocks, dtype=jnp.int32)[:, None]
+    fresh = (first + place < plan.vocab_size) & (place >= index * plan.chunk)
+    words = jnp.where(fresh[:, :, None], words, jnp.zeros_like(words)).astype(dtype)
+    return words.reshape(-1, words.shape[-1]), fresh.reshape(1, -1)
+
+
+def _drawn(tokens: Array, index: Array, plan: Plan) -> Array:
+    """i32[N], where in chunk `index` the token is fresh; -1 where it is not."""
+    block, place = jnp.divmod(tokens, plan.size)
+    own = (place // plan.chunk == index) & (tokens >= 0) & (tokens < plan.vocab_size)
+    return jnp.where(own, block * plan.chunk + place - _start(index, plan), -1)
 
 
 def _logits(hidden: Array, words: Array, temperature: Array) -> Array:
-    logits = jnp.matmul(hidden, words.T, preferred_element_type=jnp.float32)
-    return logits / temperature
+    return _product(hidden, words, 1, 1) / temperature
+
+
+def _product(left: Array, right: Array, left_axis: int, right_axis: int) -> Array:
+    """Of two matrices, summed over an axis of each; in their dtype, to float32."""
+    axes = (((left_axis,), (right_axis,)), ((), ()))
+    return jax.lax.dot_general(left, right, axes, preferred_element_type=jnp.float32)
 
 
 def _scan(step: Any, carry: Any, plan: Plan) -> Any:
-    return jax.lax.scan(step, carry, jnp.arange(plan.num_chunks, dtype=jnp.int32))[0]
+    """`step` over the chunks' numbers."""
+    num_chunks = -(-plan.size // plan.chunk)
+    return jax.lax.scan(step, carry, jnp.arange(num_chunks, dtype=jnp.int32))[0]
