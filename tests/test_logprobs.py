@@ -4,19 +4,20 @@ import numpy as np
 import oracles
 import pytest
 
-from rlhf_jax import logprobs
+from rlhf_jax import logprobs, program_cost
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
 
-B, S, D, V, PADDED = 3, 6, 5, 11, 16
+B, S, D, V, PADDED = 3, 6, 5, 43, 48
 RNG = np.random.default_rng(0)
 LOGITS = RNG.normal(0, 3, (B, S, V)).astype(np.float32)
 HIDDEN = RNG.normal(0, 1, (B, S, D)).astype(np.float32)
 HEAD = RNG.normal(0, 1, (PADDED, D)).astype(np.float32)
 TOKENS = RNG.integers(0, V, (B, S)).astype(np.int32)
 
-# Two columns at a time of the five that are priced: three chunks, one column padding.
-TWO_COLUMNS = 2 * B * PADDED
+# The head is 16 blocks of 3 rows. Two of each at a time, for the 5 columns that are
+# priced: two chunks, and a row of each block is seen twice.
+TWO_ROWS = 2 * 16 * B * (S - 1)
 
 
 def from_hidden(hidden=HIDDEN, head=HEAD, tokens=TOKENS, **options):
@@ -93,7 +94,7 @@ def test_gradient_of_logprobs_and_entropy_match_finite_differences():
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("max_logits", [1, TWO_COLUMNS, 2**24])
+@pytest.mark.parametrize("max_logits", [1, TWO_ROWS, 2**24])
 def test_from_hidden_matches_the_oracle(max_logits: int):
     for found, expected in zip(
         from_hidden(max_logits=max_logits), expected_from_hidden(), strict=True
@@ -102,7 +103,7 @@ def test_from_hidden_matches_the_oracle(max_logits: int):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("max_logits", [TWO_COLUMNS, 2**24])
+@pytest.mark.parametrize("max_logits", [TWO_ROWS, 2**24])
 def test_from_hidden_gradient_matches_finite_differences(max_logits: int):
     weights = RNG.normal(size=(2, B, S)).astype(np.float32)
 
@@ -124,11 +125,184 @@ def test_from_hidden_gradient_matches_finite_differences(max_logits: int):
     np.testing.assert_array_equal(for_head[V:], 0.0)
 
 
-def test_padded_rows_of_the_head_play_no_part():
+def weighted(found, weights):
+    return jnp.sum(found[0] * weights[0]) + jnp.sum(found[1] * weights[1])
+
+
+def materialised(hidden, head, tokens, temperature=0.7):
+    """The same by autodiff through all logits."""
+    logits = jnp.einsum("bsd,vd->bsv", hidden, head)
+    logprobs_ = logprobs.token_logprobs(logits, tokens, temperature=temperature)
+    entropy = logprobs.entropy(logits[:, :-1], temperature=temperature)
+    return logprobs_, jnp.pad(entropy, ((0, 0), (1, 0)))
+
+
+@pytest.mark.parametrize("padding", [np.inf, np.nan, 1e3])
+@pytest.mark.parametrize("max_logits", [1, TWO_ROWS, 2**24])
+def test_padded_rows_of_the_head_play_no_part(max_logits: int, padding: float):
+    weights = RNG.normal(size=(2, B, S)).astype(np.float32)
+
+    @jax.jit
+    def both(head):
+        def loss(hidden, head):
+            found = from_hidden(hidden, head, max_logits=max_logits)
+            return weighted(found, weights), found
+
+        return jax.grad(loss, (0, 1), has_aux=True)(HIDDEN, head)
+
     head = HEAD.copy()
-    head[V:] = 1e3
-    for found, expected in zip(from_hidden(head=head), from_hidden(), strict=True):
-        np.testing.assert_array_equal(found, expected)
+    head[V:] = padding
+    jax.tree.map(np.testing.assert_array_equal, both(head), both(HEAD))
+
+
+@pytest.mark.parametrize("words", [1, 2, 13, 16, 30, 96])
+@pytest.mark.parametrize("width", [1, 5])
+def test_sizes_that_do_not_divide(words: int, width: int):
+    """Against autodiff through all logits, at every size of a chunk."""
+    rng = np.random.default_rng(words)
+    hidden = rng.normal(size=(2, 4, width)).astype(np.float32)
+    head = rng.normal(size=(words, width)).astype(np.float32)
+    tokens = rng.integers(0, words, (2, 4)).astype(np.int32)
+    weights = rng.normal(size=(2, 2, 4)).astype(np.float32)
+
+    def chunked(hidden, head, max_logits):
+        found = from_hidden(
+            hidden, head, tokens, vocab_size=None, max_logits=max_logits
+        )
+        return weighted(found, weights), found
+
+    def whole(hidden, head):
+        found = materialised(hidden, head, tokens)
+        return weighted(found, weights), found
+
+    expected = jax.value_and_grad(whole, (0, 1), has_aux=True)(hidden, head)
+    step = jax.jit(jax.value_and_grad(chunked, (0, 1), has_aux=True), static_argnums=2)
+    for max_logits in (1, 2 * 3 * 5, 2 * 3 * 32, 2**24):
+        found = step(hidden, head, max_logits)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5),
+            found,
+            expected,
+        )
+
+
+def test_gradient_of_one_argument_alone_and_its_products():
+    """4 products with the head where both are differentiated, 3 for hidden alone."""
+    weights = RNG.normal(size=(2, B, S)).astype(np.float32)
+
+    def loss(hidden, head):
+        return weighted(from_hidden(hidden, head, max_logits=TWO_ROWS), weights)
+
+    def run(argnums):
+        step = jax.jit(jax.value_and_grad(loss, argnums))
+        compiled = step.lower(HIDDEN, HEAD).compile()
+        # 2 chunks of 2 rows of every block
+        product = 2 * B * (S - 1) * D * (4 * 16)
+        found = program_cost.cost(compiled.as_text())
+        return step(HIDDEN, HEAD)[1], found.flops / product
+
+    (both, products) = run((0, 1))
+    assert products == 4
+    for argnum in (0, 1):
+        alone, products = run(argnum)
+        np.testing.assert_allclose(alone, both[argnum], rtol=1e-6, atol=1e-6)
+        assert products == 3
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_gradient_of_one_result_alone(which: int):
+    weights = np.zeros((2, B, S), np.float32)
+    weights[which] = RNG.normal(size=(B, S))
+
+    def alone(hidden, head):
+        found = from_hidden(hidden, head, max_logits=TWO_ROWS)
+        return jnp.sum(found[which] * weights[which])
+
+    def whole(hidden, head):
+        return weighted(materialised(hidden, head[:V], TOKENS), weights)
+
+    found = jax.jit(jax.grad(alone, (0, 1)))(HIDDEN, HEAD)
+    expected = jax.grad(whole, (0, 1))(HIDDEN, HEAD)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5),
+        found,
+        expected,
+    )
+
+
+def test_gradient_of_the_temperature_matches_finite_differences():
+    weights = RNG.normal(size=(2, B, S)).astype(np.float32)
+
+    def loss(temperature):
+        found = from_hidden(temperature=temperature, max_logits=TWO_ROWS)
+        return weighted(found, weights)
+
+    def oracle(temperature):
+        logits = oracles.logits_from_hidden(HIDDEN, HEAD[:V])
+        found = oracles.token_logprobs(logits, TOKENS, float(temperature[0]))
+        entropy = oracles.entropy(logits, float(temperature[0]))[:, :-1]
+        return float((found * weights[0]).sum() + (entropy * weights[1, :, 1:]).sum())
+
+    expected = oracles.numerical_gradient(oracle, np.array([0.7]))
+    found = jax.jit(jax.grad(loss))(jnp.float32(0.7))
+    np.testing.assert_allclose(found, expected[0], rtol=1e-3)
+
+
+def test_positions_without_a_cotangent_play_no_part_in_the_gradient():
+    mask = RNG.random((B, S)) < 0.5
+    weights = np.where(mask, RNG.normal(size=(2, B, S)), 0.0).astype(np.float32)
+    broken = HIDDEN.copy()
+    broken[:, :-1][~mask[:, 1:]] = np.nan
+
+    def loss(hidden, head):
+        found = from_hidden(hidden, head, max_logits=TWO_ROWS)
+        return weighted([jnp.where(mask, x, 0.0) for x in found], weights)
+
+    step = jax.jit(jax.grad(loss, (0, 1)))
+    found, expected = step(broken, HEAD), step(HIDDEN, HEAD)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_under_vmap():
+    weights = RNG.normal(size=(2, B, S)).astype(np.float32)
+
+    def loss(hidden, head, tokens):
+        found = from_hidden(hidden, head, tokens, max_logits=TWO_ROWS)
+        return weighted(found, weights)
+
+    step = jax.grad(loss, (0, 1))
+    args = [jnp.stack([x, x[::-1]]) for x in (HIDDEN, HEAD, TOKENS)]
+    found = jax.vmap(step)(*args)
+    for i in range(2):
+        expected = step(*(x[i] for x in args))
+        jax.tree.map(
+            lambda a, b, i=i: np.testing.assert_allclose(a[i], b, rtol=1e-5, atol=1e-5),
+            found,
+            expected,
+        )
+
+
+def test_logits_on_a_high_level_keep_their_digits():
+    """A level that all logits of a position share moves nothing."""
+    hidden = np.concatenate([HIDDEN, np.ones((B, S, 1), np.float32)], axis=-1)
+    level = np.full((PADDED, 1), 4096.0, np.float32)
+    head = np.concatenate([np.round(HEAD * 64) / 64, level], axis=-1)
+    hidden[..., :D] = np.round(hidden[..., :D] * 64) / 64
+    found = from_hidden(hidden, head, temperature=1.0, max_logits=TWO_ROWS)
+    head[:, D] = 0.0
+    expected = from_hidden(hidden, head, temperature=1.0, max_logits=TWO_ROWS)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-3)
+
+
+def test_a_token_that_cannot_come_and_one_that_is_none():
+    tokens = TOKENS.copy()
+    tokens[:, 2], tokens[:, 3], tokens[:, 4] = V, PADDED, -1
+    found, _ = from_hidden(tokens=tokens, max_logits=TWO_ROWS)
+    np.testing.assert_array_equal(found[:, 2], -np.inf)
+    np.testing.assert_array_equal(found[:, 3:5], np.nan)
+    expected, _ = expected_from_hidden()
+    np.testing.assert_allclose(found[:, 5], expected[:, 5], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("first_column", [1, 4, S, S + 1])
@@ -148,8 +322,8 @@ def test_columns_before_the_first_are_0(first_column: int, max_logits: int):
 def test_rows_do_not_know_each_other():
     order = np.array([2, 0, 1])
     for found, expected in zip(
-        from_hidden(HIDDEN[order], tokens=TOKENS[order], max_logits=TWO_COLUMNS),
-        from_hidden(max_logits=TWO_COLUMNS),
+        from_hidden(HIDDEN[order], tokens=TOKENS[order], max_logits=TWO_ROWS),
+        from_hidden(max_logits=TWO_ROWS),
         strict=True,
     ):
         np.testing.assert_allclose(found, expected[order], rtol=1e-6, atol=1e-6)
@@ -173,6 +347,16 @@ def test_half_precision_accumulates_in_float32_and_keeps_the_masters_dtype():
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
     assert [g.dtype for g in gradients] == [jnp.bfloat16, jnp.float32]
+
+    def whole(hidden, head):
+        return jnp.sum(materialised(hidden, head, tokens, 50.0)[0])
+
+    wide = hidden.astype(np.float32)
+    for found, expected in zip(
+        gradients, jax.grad(whole, (0, 1))(wide, head), strict=True
+    ):
+        near = 2**-7 * np.abs(expected).max()
+        np.testing.assert_allclose(found.astype(np.float32), expected, atol=near)
 
 
 def test_never_holds_the_logits_of_every_position():
@@ -221,7 +405,7 @@ def test_wrong_input_says_what_to_do():
             logprobs.token_logprobs(LOGITS, TOKENS, temperature=temperature)
     with pytest.raises(ValueError, match=r"head: expected shape \(any, 5\), got"):
         from_hidden(head=HEAD.T)
-    with pytest.raises(ValueError, match=r"vocab_size: expected 1 to 16 .* got 17;"):
-        from_hidden(vocab_size=17)
+    with pytest.raises(ValueError, match=r"vocab_size: expected 1 to 48 .* got 49;"):
+        from_hidden(vocab_size=49)
     with pytest.raises(ValueError, match=r"first_column: expected .* above 0, got 0"):
         from_hidden(first_column=0)

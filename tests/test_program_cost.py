@@ -8,7 +8,7 @@ import pytest
 import tiny
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rlhf_jax import decoder, policy, program_cost
+from rlhf_jax import decoder, logprobs, policy, program_cost
 from rlhf_jax.runtime.program_cost import Collective
 from rlhf_jax.runtime.sharding import MeshShape
 
@@ -143,8 +143,34 @@ def test_every_device_holds_as_many_logits_as_one(monkeypatch):
         with jax.set_mesh(mesh):
             args = placed(params, ()), *placed((tokens, mask), ("fsdp",))
             lowered = jax.jit(price).lower(*args).as_text()
-        times[devices] = f"tensor<{rows}x4x128xf32>" in lowered
-    assert times == {1: True, 8: True}  # 4 columns at a time on both
+        times[devices] = f"tensor<{rows * 16}x32xf32>" in lowered
+    assert times == {1: True, 8: True}  # 32 words at a time on both
+
+
+def test_words_that_are_sharded_are_computed_where_they_lie():
+    """Four products with the head, one device an eighth of each."""
+    rows, columns, width, words = 2, 9, 16, 16 * 8
+    mesh = MeshShape(tensor=8).make()
+
+    def loss(hidden, head, tokens):
+        found = logprobs.token_logprobs_from_hidden(
+            hidden, head, tokens, vocab_size=120, max_logits=words * rows * columns // 2
+        )
+        return jnp.sum(found[0] + found[1])
+
+    def on(*axes):
+        return NamedSharding(mesh, PartitionSpec(*axes))
+
+    step = jax.jit(
+        jax.value_and_grad(loss, (0, 1)),
+        in_shardings=(on(), on("tensor"), on()),
+        out_shardings=(on(), (on(), on("tensor"))),
+    )
+    tokens = jax.ShapeDtypeStruct((rows, columns), jnp.int32)
+    lowered = step.lower(shape(rows, columns, width), shape(words, width), tokens)
+    found = program_cost.cost(lowered.compile().as_text())
+    product = 2 * rows * (columns - 1) * width * words
+    assert found.flops == 4 * product / 8
 
 
 TPU = """HloModule jit_f

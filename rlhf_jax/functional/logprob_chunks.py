@@ -25,6 +25,7 @@ be whole, and words that were seen before are left out, as padding is.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -34,6 +35,7 @@ from jax.custom_derivatives import SymbolicZero
 Array = jax.Array
 
 BLOCKS = 16  # devices that words may lie on and stay there, if they divide the head
+NOWHERE = -1e30  # a logit whose exp is 0, and 0 times it as well
 
 
 class Plan(NamedTuple):
@@ -97,21 +99,23 @@ def price(
 def _price(
     hidden: Array, head: Array, tokens: Array, temperature: Array, plan: Plan
 ) -> tuple[Array, Array]:
-    found = _pass(hidden, head, tokens, temperature, plan)
-    log_total = jnp.log(found.total)
-    logprobs = found.picked - found.largest - log_total
-    return logprobs, log_total - found.moment / found.total
+    return _results(_pass(hidden, head, tokens, temperature, plan))[:2]
 
 
 def _forward(
     hidden: Any, head: Any, tokens: Any, temperature: Any, plan: Plan
 ) -> tuple[tuple[Array, Array], _Saved]:
     arrays = hidden.value, head.value, tokens.value, temperature.value
-    found = _pass(*arrays, plan)
+    logprobs, entropy, log_sum = _results(_pass(*arrays, plan))
+    return (logprobs, entropy), _Saved(*arrays, log_sum, entropy)
+
+
+def _results(found: _Found) -> tuple[Array, Array, Array]:
+    """Log-probs, entropies, log Σ exp(z)."""
     log_total = jnp.log(found.total)
     logprobs = found.picked - found.largest - log_total
     entropy = log_total - found.moment / found.total
-    return (logprobs, entropy), _Saved(*arrays, found.largest + log_total, entropy)
+    return logprobs, entropy, found.largest + log_total
 
 
 def _pass(
@@ -119,14 +123,12 @@ def _pass(
 ) -> _Found:
     def step(found: _Found, index: Array) -> tuple[_Found, None]:
         words, fresh = _words(head, index, plan, hidden.dtype)
-        z = _logits(hidden, words, temperature)
-        largest = jnp.maximum(
-            found.largest, jnp.max(z, axis=-1, where=fresh, initial=-jnp.inf)
-        )
+        z = jnp.where(fresh, _logits(hidden, words, temperature), NOWHERE)
+        largest = jnp.maximum(found.largest, jnp.max(z, axis=-1))
         # Nothing is found before the first chunk, which has a word, number 0.
         down = jnp.where(found.total > 0, found.largest - largest, 0.0)
-        above = jnp.where(fresh, z - largest[:, None], 0.0)
-        terms = jnp.where(fresh, jnp.exp(above), 0.0)
+        above = z - largest[:, None]
+        terms = jnp.exp(above)
         shrink = jnp.exp(down)
         total = shrink * found.total + jnp.sum(terms, axis=-1)
         moment = shrink * (found.moment + down * found.total)
@@ -235,7 +237,9 @@ def _product(left: Array, right: Array, left_axis: int, right_axis: int) -> Arra
     return jax.lax.dot_general(left, right, axes, preferred_element_type=jnp.float32)
 
 
-def _scan(step: Any, carry: Any, plan: Plan) -> Any:
+def _scan(
+    step: Callable[[Any, Array], tuple[Any, None]], carry: Any, plan: Plan
+) -> Any:
     """`step` over the chunks' numbers."""
     num_chunks = -(-plan.size // plan.chunk)
     return jax.lax.scan(step, carry, jnp.arange(num_chunks, dtype=jnp.int32))[0]

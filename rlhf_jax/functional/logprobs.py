@@ -78,24 +78,28 @@ def token_logprobs_from_hidden(
 ) -> tuple[Array, Array]:
     """`token_logprobs` and `entropy` of logits = hidden·headᵀ, never holding [B, S, V].
 
-    Columns are taken a few at a time, whole batch each, so that a batch which is
-    sharded stays so; the backward pass computes their logits again. The product is
-    taken in hidden's dtype and accumulated in float32.
+    Words are taken some at a time, of all positions at once, so that a batch which is
+    sharded stays so; a head which is sharded over words stays so too (on up to 16
+    devices that divide it). The backward pass computes the logits of a chunk again.
+    Products are taken in hidden's dtype and accumulated in float32. Differentiable
+    once, in reverse mode.
 
     Args:
       hidden: floats[B, S, D], the last layer's output after its norm.
-      head: floats[V', D], rows from `vocab_size` on being padding.
+      head: floats[V', D], rows from `vocab_size` on being padding, whatever they hold.
       tokens: i32[B, S].
       temperature: divides the logits, dimensionless; the same in every role.
       vocab_size: V, the true vocabulary; None when no row is padding.
       first_column: the first column that is wanted; earlier ones are not computed
         and come back as 0. The prompt's width P gives the response alone.
-      max_logits: logits to hold at a time, on all devices together; one column (B·V')
-        is the least.
+      max_logits: logits to hold at a time, on all devices together; 16 words of every
+        position are the least (fewer of a head whose rows 16 does not divide).
 
     Returns:
       f32[B, S] log-probs and f32[B, S] entropies, nats; column t of both is about the
-      distribution that tokens[:, t] was drawn from. Column 0 is 0.
+      distribution that tokens[:, t] was drawn from. Column 0 is 0. The gradient
+      reaches `hidden`, `head` and `temperature`; a column whose cotangents are 0
+      (masked out) plays no part in it, whatever its hidden state.
 
     Raises:
       ValueError: shapes do not belong together, temperature is not positive, or
