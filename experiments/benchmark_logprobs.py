@@ -13,7 +13,10 @@ Memory is resident memory above the loaded inputs, results included, the most of
 turn; beside it, for JAX, what the compiler says of temporaries and results. Seconds
 are the fastest step of any turn. The results of all sides are compared as well.
 
-RESULTS
+With --rounds 2 it takes two minutes on 2 CPU cores (AMD EPYC with AVX-512): 3.3 s and
+325 MiB, 277 of them the compiler's figure; all logits in JAX 0.10.2 4.5 s and 1716
+MiB; PyTorch 2.13 4.1 s and 2403 MiB. That is 0.80 of PyTorch's time and 0.14 of its
+memory; the results are 5e-7 apart.
 """
 
 from __future__ import annotations
@@ -154,10 +157,10 @@ def main(options: Config) -> None:
                 "apart": apart,
             }
         )
-    columns = ("side", "version", "seconds", "of the slowest turn", "resident MiB")
+    columns = ("side", "version", "seconds", "slowest", "resident MiB")
     report.table(
         "Log-probs, entropy and their gradient",
-        (*columns, "compiler's MiB", "results apart"),
+        (*columns, "compiler MiB", "apart"),
         [tuple(row.values()) for row in rows],
     )
     last = rows[-1]
