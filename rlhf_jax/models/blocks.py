@@ -17,12 +17,17 @@ from rlhf_jax.models.config import ModelConfig, RopeScaling
 
 Array = jax.Array
 KeyValue = tuple[Array, Array]  # each [B, S, K, head_dim], in the compute dtype
+Cache = tuple[Array, Array]  # each [B, K, W, head_dim], in the compute dtype
 
 INIT_STD = 0.02  # Radford et al. 2019
 
 
 class Linear(nn.Module):
-    """x W (+ b) (+ x A B), in x's dtype. W is [in, out]; A B a low-rank adapter."""
+    """x W (+ b) (+ x A B), in x's dtype. W is [in, out]; A B a low-rank adapter.
+
+    x is [N, in], the tokens of all rows: XLA:CPU contracts the weight gradient of a
+    product of three dimensions far more slowly than that of a matrix product.
+    """
 
     features: int
     use_bias: bool
@@ -36,20 +41,17 @@ class Linear(nn.Module):
             (x.shape[-1], self.features),
             jnp.float32,
         )
-        # Two dimensions: XLA:CPU contracts the weight gradient of a 3-D dot far
-        # more slowly than that of a matrix product.
-        flat = x.reshape(-1, x.shape[-1])
-        y = flat @ kernel.astype(x.dtype)
+        y = x @ kernel.astype(x.dtype)
         if self.has_variable("params", "lora_a"):  # put there by `lora.attach`
             down: Array = self.get_variable("params", "lora_a")
             up: Array = self.get_variable("params", "lora_b")
-            y = y + (flat @ down.astype(x.dtype)) @ up.astype(x.dtype)
+            y = y + (x @ down.astype(x.dtype)) @ up.astype(x.dtype)
         if self.use_bias:
             bias = self.param(
                 "bias", nn.initializers.zeros, (self.features,), jnp.float32
             )
             y = y + bias.astype(x.dtype)[None, :]
-        return y.reshape(*x.shape[:-1], self.features)
+        return y
 
 
 class Norm(nn.Module):
@@ -128,33 +130,75 @@ class Attention(nn.Module):
         *,
         attend: Array,
         rotary: KeyValue | None,
-        cache: KeyValue | None,
+        cache: Cache | None,
         column: Array | int,
-    ) -> tuple[Array, KeyValue]:
+    ) -> tuple[Array, KeyValue | Cache]:
         model = self.model
+        rows = attend.shape[0]
 
         def heads(name: str, count: int) -> Array:
             y = Linear(count * model.head_dim, model.attention_bias, name=name)(x)
-            return y.reshape(*x.shape[:-1], count, model.head_dim)
+            return y.reshape(rows, -1, count, model.head_dim)
 
         query = heads("query", model.num_heads)
         key = heads("key", model.num_kv_heads)
         value = heads("value", model.num_kv_heads)
         if rotary is not None:
             query, key = rotate(query, rotary), rotate(key, rotary)
-        if cache is not None:
-            key, value = (
-                jax.lax.dynamic_update_slice_in_dim(old, new, column, axis=1)
-                for old, new in zip(cache, (key, value), strict=True)
-            )
-        y = jax.nn.dot_product_attention(query, key, value, mask=attend[:, None])
+        if cache is None:
+            seen = key, value
+            y = jax.nn.dot_product_attention(query, key, value, mask=attend[:, None])
+        else:
+            seen = append(cache, (key, value), column=column)
+            y = attend_cache(query, seen, attend=attend)
         y = Linear(
             x.shape[-1],
             model.attention_output_bias,
             init_std=INIT_STD / math.sqrt(2 * model.num_layers),
             name="output",
         )(y.reshape(*x.shape[:-1], -1))
-        return y, (key, value)
+        return y, seen
+
+
+def heads_first(key_value: KeyValue) -> Cache:
+    """Keys and values [..., S, K, head_dim] as a cache, [..., K, S, head_dim].
+
+    One token's attention is a matrix product for every row and head: this way all that
+    it reads lies together, where `KeyValue` would be transposed at every token.
+    """
+    key, value = (jnp.swapaxes(array, -3, -2) for array in key_value)
+    return key, value
+
+
+def append(cache: Cache, new: KeyValue, *, column: Array | int) -> Cache:
+    """The cache with keys and values [B, T, K, head_dim] written from `column` on."""
+    key, value = (
+        jax.lax.dynamic_update_slice_in_dim(old, fresh, column, axis=2)
+        for old, fresh in zip(cache, heads_first(new), strict=True)
+    )
+    return key, value
+
+
+def attend_cache(query: Array, cache: Cache, *, attend: Array) -> Array:
+    """softmax(q·kᵀ / sqrt(head_dim))·v of one new token, over a cache.
+
+    Args:
+      query: [B, 1, H, head_dim].
+      cache: [B, K, W, head_dim] each; every H/K query heads read the same keys.
+      attend: bool[B, 1, W].
+
+    Returns:
+      [B, 1, H, head_dim], in query's dtype; logits and softmax are float32.
+    """
+    key, value = cache
+    rows, kv_heads, _, head_dim = key.shape
+    grouped = query.reshape(rows, kv_heads, -1, head_dim)
+    logits = jnp.einsum(
+        "bkgd,bkwd->bkgw", grouped, key, preferred_element_type=jnp.float32
+    ) / math.sqrt(head_dim)
+    logits = jnp.where(attend[:, None], logits, -0.7 * jnp.finfo(jnp.float32).max)
+    share = jax.nn.softmax(logits, axis=-1).astype(value.dtype)
+    return jnp.einsum("bkgw,bkwd->bkgd", share, value).reshape(query.shape)
 
 
 ACTIVATIONS = {
@@ -194,11 +238,13 @@ class Block(nn.Module):
       x: [B, T, D], in the compute dtype.
       attend: bool[B, T, S], which tokens each new token may see.
       rotary: `rotary_table` of the new tokens' positions; None for learned ones.
-      cache: keys and values of all S columns, or None when S = T.
-      column: i32[], where in the cache the T new tokens stand.
+      cache: keys and values of the columns so far, with room for one more, or None when
+        S = T.
+      column: i32[], where in the cache the one new token stands.
 
     Returns:
-      [B, T, D], and the keys and values that were attended to.
+      [B, T, D], and the keys and values that were attended to: the cache with the new
+      column, or without one KeyValue of the T tokens.
     """
 
     model: ModelConfig
@@ -210,10 +256,12 @@ class Block(nn.Module):
         *,
         attend: Array,
         rotary: KeyValue | None,
-        cache: KeyValue | None = None,
+        cache: Cache | None = None,
         column: Array | int = 0,
-    ) -> tuple[Array, KeyValue]:
-        y, key_value = Attention(self.model, name="attention")(
+    ) -> tuple[Array, KeyValue | Cache]:
+        shape = x.shape
+        x = x.reshape(-1, shape[-1])  # tokens of all rows: one matrix to every layer
+        y, seen = Attention(self.model, name="attention")(
             Norm(self.model, name="attention_norm")(x),
             attend=attend,
             rotary=rotary,
@@ -221,6 +269,5 @@ class Block(nn.Module):
             column=column,
         )
         x = x + y
-        return x + MLP(self.model, name="mlp")(
-            Norm(self.model, name="mlp_norm")(x)
-        ), key_value
+        x = x + MLP(self.model, name="mlp")(Norm(self.model, name="mlp_norm")(x))
+        return x.reshape(shape), seen

@@ -65,6 +65,7 @@ class ModelConfig:
     vocab_multiple: int = 128  # embedding rows are padded to a multiple of this
     dtype: str = "float32"  # of activations; parameters keep their own
     remat: Remat = "none"  # what of a layer a gradient computes again
+    unroll: bool = False  # layers one by one in the program, not as a loop over them
 
     def __post_init__(self) -> None:
         checks.positive(

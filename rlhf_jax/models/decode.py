@@ -6,11 +6,15 @@ response_mask  0    0    0  |  1    1    1    0
 
 `start` runs the prompts and draws column 3 from the logits after column 2. Each turn of
 `finish` runs one token, the last that was drawn, and draws the next column.
+
+The cache is as wide as the columns so far need: a loop fills one window, then the cache
+moves to the next, twice as wide, and the loop after it goes on.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -20,13 +24,15 @@ import jax.numpy as jnp
 
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models import decoder, heads
-from rlhf_jax.models.blocks import KeyValue
+from rlhf_jax.models import blocks, decoder, heads
+from rlhf_jax.models.blocks import Cache
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.sampling import Shaping, sample_token
 
 Array = jax.Array
 Params = Any
+
+WINDOW = 128  # columns of the first cache
 
 
 @flax.struct.dataclass
@@ -45,7 +51,7 @@ class Decoding:
     """Responses under way: all that one more token changes, so donate it."""
 
     generated: Generated  # so far; columns to come are padding
-    caches: tuple[KeyValue, ...]  # of every layer, [B, S, K, head_dim] each
+    caches: tuple[Cache, ...]  # of every layer, [B, K, W, head_dim] each
     finished: Array  # bool[B], the row has drawn a stop token
     step: Array  # i32[], response columns written
     prompt_size: int = flax.struct.field(pytree_node=False)  # P, columns
@@ -159,10 +165,8 @@ def start(
     )
     last = jnp.repeat(hidden[:, -1], group_size, axis=0)
     caches = jax.tree.map(
-        lambda leaf: jnp.pad(
-            jnp.repeat(leaf, group_size, axis=1), ((0, 0), *room, (0, 0), (0, 0))
-        ),
-        key_values,
+        lambda leaf: jnp.repeat(leaf, group_size, axis=0),
+        decoder.unstack(blocks.heads_first(key_values), num_layers=model.num_layers),
     )
     state = Decoding(
         generated=Generated(
@@ -172,7 +176,7 @@ def start(
             logprobs=jnp.zeros((rows, size), jnp.float32),
             entropy=jnp.zeros((rows, size), jnp.float32),
         ),
-        caches=decoder.unstack(caches, num_layers=model.num_layers),
+        caches=_widened(caches, width=windows(size, first=prompt_size)[0]),
         finished=jnp.zeros(rows, bool),
         step=jnp.zeros((), jnp.int32),
         prompt_size=prompt_size,
@@ -206,11 +210,12 @@ def finish(
     """
     layers = decoder.unstack(params["layers"], num_layers=model.num_layers)
 
-    def more(state: Decoding) -> Array:
-        room = state.prompt_size + state.step < state.generated.tokens.shape[1]
+    def more(state: Decoding, width: int) -> Array:
+        written = state.prompt_size + state.step
+        room = (written < state.generated.tokens.shape[1]) & (written <= width)
         return room & ~state.finished.all()
 
-    def advance(state: Decoding) -> Decoding:
+    def advance(state: Decoding, width: int) -> Decoding:
         seen = state.generated
         column = state.prompt_size + state.step - 1
         hidden, caches = decoder.decode_step(
@@ -219,7 +224,7 @@ def finish(
             model=model,
             tokens=jax.lax.dynamic_index_in_dim(seen.tokens, column, 1, keepdims=False),
             positions=seen.mask.sum(axis=1, dtype=jnp.int32) - 1,
-            attend=seen.mask,
+            attend=seen.mask[:, :width],
             caches=state.caches,
             column=column,
         )
@@ -232,7 +237,37 @@ def finish(
             shaping=shaping,
         )
 
-    return jax.lax.while_loop(more, advance, state)
+    size = state.generated.tokens.shape[1]
+    for width in windows(size, first=state.prompt_size):
+        caches = _widened(state.caches, width=width)
+        state = jax.lax.while_loop(
+            functools.partial(more, width=width),
+            functools.partial(advance, width=width),
+            dataclasses.replace(state, caches=caches),
+        )
+    return state
+
+
+def windows(size: int, *, first: int) -> tuple[int, ...]:
+    """Widths of the cache, one after another, for `first` columns and up to `size`.
+
+    Doubling, so that all moves together copy no more than the last cache holds, and
+    attention reads at most twice the columns that are filled.
+    """
+    width, widths = -(-(first + 1) // WINDOW) * WINDOW, []
+    while 5 * width < 4 * size:
+        widths.append(width)
+        width *= 2
+    return (*widths, size)
+
+
+def _widened(caches: Any, *, width: int) -> Any:
+    return jax.tree.map(
+        lambda leaf: jnp.pad(
+            leaf, ((0, 0), (0, 0), (0, width - leaf.shape[2]), (0, 0))
+        ),
+        caches,
+    )
 
 
 def _append(

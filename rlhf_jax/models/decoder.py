@@ -189,7 +189,14 @@ def prefill(
     tokens = jnp.where(mask, tokens, 0)
     x = _embed(params, model=model, tokens=tokens, positions=positions)
     x = axes.rows_apart(x)
-    x, key_values = jax.lax.scan(layer, x, params["layers"])
+    if model.unroll:
+        found = []
+        for one in unstack(params["layers"], num_layers=model.num_layers):
+            x, key_value = layer(x, one)
+            found.append(key_value)
+        key_values = jax.tree.map(lambda *each: jnp.stack(each), *found)
+    else:
+        x, key_values = jax.lax.scan(layer, x, params["layers"])
     return _final_norm(params, x, model=model), key_values
 
 
@@ -203,8 +210,13 @@ def unstack(tree: Any, *, num_layers: int) -> tuple[Any, ...]:
     Returns:
       L pytrees of [...] leaves.
     """
+    leaves, structure = jax.tree.flatten(tree)
+    # Of a split the gradient is one concatenation; of L slices it would be a sum of L
+    # arrays as large as the whole.
+    split = [jax.lax.split(leaf, (1,) * num_layers, axis=0) for leaf in leaves]
     return tuple(
-        jax.tree.map(lambda leaf, i=layer: leaf[i], tree) for layer in range(num_layers)
+        structure.unflatten([jnp.squeeze(part, 0) for part in parts])
+        for parts in zip(*split, strict=True)
     )
 
 
@@ -216,17 +228,17 @@ def decode_step(
     tokens: Array,
     positions: Array,
     attend: Array,
-    caches: Sequence[blocks.KeyValue],
+    caches: Sequence[blocks.Cache],
     column: Array,
-) -> tuple[Array, tuple[blocks.KeyValue, ...]]:
+) -> tuple[Array, tuple[blocks.Cache, ...]]:
     """One token for every row, against the cache.
 
     Args:
       params: the parameters; their stacked "layers" are not read.
       layers: `unstack(params["layers"])`.
       tokens, positions: i32[B], the new token and how many stand before it.
-      attend: bool[B, S], cached columns that the new token may see, its own included.
-      caches: per layer the keys and values, [B, S, K, head_dim] in `model.dtype`.
+      attend: bool[B, W], cached columns that the new token may see, its own included.
+      caches: per layer the keys and values, [B, K, W, head_dim] in `model.dtype`.
       column: i32[], the new token's column.
 
     Returns:
