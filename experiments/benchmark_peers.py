@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -143,7 +144,7 @@ class Participant:
     ) -> None:
         """Starts it; `limit` holds the seconds that an answer may take."""
         self.name, self._workload, self._limit = name, workload, limit
-        self._errors = tempfile.TemporaryFile("w+", errors="replace")
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
             [*command, json.dumps(dataclasses.asdict(workload))],
             stdin=subprocess.PIPE,
@@ -162,10 +163,9 @@ class Participant:
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._errors):
-            try:
-                stream.close()  # pyright: ignore[reportOptionalMemberAccess]
-            except BrokenPipeError:  # what it did not live to read
-                pass
+            assert stream is not None
+            with contextlib.suppress(BrokenPipeError):  # what it did not live to read
+                stream.close()
 
     def ready(self) -> dict[str, Any]:
         """Its first line, after the warm-up."""

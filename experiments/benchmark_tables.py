@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import benchmark_floor
@@ -32,7 +32,7 @@ def paired_ratio(
 
 
 def compile_seconds(run: Mapping[str, Any]) -> float:
-    """Of the iteration's program where it is known, else what the first run cost more."""
+    """Of the iteration's program, or what the first iteration took beyond another."""
     start = run["start"]
     if "compile" in start:
         return start["compile"]["iteration"]
@@ -111,7 +111,6 @@ def workload(
                 if name != OURS
             ],
         )
-    mib: Callable[[float | None], float | None] = lambda n: None if n is None else n / MIB
     report.table(
         "Start and memory (resident, MiB)",
         ("", "start-up [s]", "compile [s]", "before", "peak", "parameters", "idle CPU"),
@@ -130,6 +129,11 @@ def workload(
     )
     if machine["peak_flops"] is not None:
         utilisation(shape, runs, machine=machine)
+
+
+def mib(size: float | None) -> float | None:
+    """Bytes as MiB; None is not known."""
+    return None if size is None else size / MIB
 
 
 def utilisation(

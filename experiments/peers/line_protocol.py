@@ -1,4 +1,4 @@
-"""What the participants of `benchmark.py` share: the workload, and the lines they speak.
+"""What participants of `benchmark.py` share: the workload, and the lines they speak.
 
     driver                            participant
     PYTHON peer.py WORKLOAD  ──────>  builds, runs the warm-up iterations
@@ -149,12 +149,11 @@ def iterations(
             **about,
         }
     )
-    for line in sys.stdin:
+    for number, line in enumerate(sys.stdin):
         if line.strip() != "go":
             break
-        step += 1
         clock.start()
-        yield step
+        yield WARM_UP + number
         wait()
         clock.lap("update")
         say({"iteration": clock.total, **clock.seconds, "checks": check()})

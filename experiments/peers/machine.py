@@ -1,7 +1,7 @@
 """How fast this machine multiplies and copies float32, as one JSON line.
 
 The best of several products of [n, n] matrices, n of 1024 and 2048, and of several
-x + 1 over 256 MiB, read and written. On an accelerator also its maker's peaks, where
+x + 1 over 256 MiB, read and written in place: a fresh result would cost its pages. On an accelerator also its maker's peaks, where
 `runtime/chips.py` has them (products in bfloat16).
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,23 +21,23 @@ REPEATS = 12
 COPIED = 2**26  # numbers
 
 
-def best(program: Callable[..., Any], *arguments: Array) -> float:
-    """Seconds of the fastest of several calls."""
-    jax.block_until_ready(program(*arguments))
+def best(program: Callable[[Array], Array], array: Array) -> float:
+    """Seconds of the fastest of several calls, each on what the last one returned."""
+    array = jax.block_until_ready(program(array))
     found = []
     for _ in range(REPEATS):
         began = time.perf_counter()
-        jax.block_until_ready(program(*arguments))
+        array = jax.block_until_ready(program(array))
         found.append(time.perf_counter() - began)
     return min(found)
 
 
 def main() -> None:
-    product = jax.jit(lambda left, right: left @ right)
-    squares = {n: jax.random.normal(jax.random.key(n), (n, n)) for n in (1024, 2048)}
-    flops = max(2 * n**3 / best(product, x, x) for n, x in squares.items())
-    numbers = jnp.ones(COPIED, jnp.float32)
-    moved = 2 * numbers.nbytes / best(jax.jit(lambda x: x + 1), numbers)
+    product = jax.jit(lambda square: square @ square)
+    squares = {n: jnp.eye(n) for n in (1024, 2048)}  # its powers stay finite
+    flops = max(2 * n**3 / best(product, square) for n, square in squares.items())
+    increment = jax.jit(lambda numbers: numbers + 1, donate_argnums=0)
+    moved = 2 * 4 * COPIED / best(increment, jnp.zeros(COPIED, jnp.float32))
     device = jax.devices()[0]
     chip = chips.of_device(device)
     line = {

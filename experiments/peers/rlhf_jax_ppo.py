@@ -34,7 +34,7 @@ from rlhf_jax import (
     state,
 )
 from rlhf_jax.roles.frozen import Frozen
-from rlhf_jax.stages.batch import Prompts, Rollout
+from rlhf_jax.stages.batch import Prompts, Rollout, Scored
 from rlhf_jax.stages.state import TrainState
 
 Array = jax.Array
@@ -164,10 +164,12 @@ def main(workload: Workload) -> None:
         key=key,
         **prices,
     )
-    scored = stats = None
+    done: list[tuple[masked.Stats, Scored]] = []
 
     def check() -> dict[str, float]:
+        stats, scored = done[-1]
         loss, weight = stats["loss/policy"]
+        assert weight is not None
         after = jax.device_get(train.policy["final_norm"])
         moved = jax.tree.map(lambda new, old: np.abs(new - old).max(), after, before)
         return {
@@ -183,12 +185,11 @@ def main(workload: Workload) -> None:
         versions=line_protocol.versions_of("rlhf-jax", "jax", "jaxlib", "flax"),
         about={"compile": seconds, "parameters": parameters},
         check=check,
-        wait=lambda: jax.block_until_ready(train),
     ):
         prompts = jax.block_until_ready(prompts_of(workload, step=step))
         key = jax.block_until_ready(jax.random.fold_in(jax.random.key(2), step))
         clock.start()
-        train, stats, scored = jax.block_until_ready(
+        train, *_ = jax.block_until_ready(
             iteration(train, prompts=prompts, reference=reference, key=key)
         )
         clock.lap("whole")
@@ -197,15 +198,16 @@ def main(workload: Workload) -> None:
         key = jax.block_until_ready(jax.random.fold_in(key, 0))
         clock.start()
         clock.seconds["iteration"] = whole
-        answered = jax.block_until_ready(
-            sample(train.policy, prompts=prompts, key=key)
-        )
+        answered = jax.block_until_ready(sample(train.policy, prompts=prompts, key=key))
         clock.lap("rollout")
         prices = jax.block_until_ready(
             pricing(train, answered=answered, reference=reference)
         )
         clock.lap("score")
-        train, stats, scored = learn(train, rollout=answered, key=key, **prices)
+        train, stats, scored = jax.block_until_ready(
+            learn(train, rollout=answered, key=key, **prices)
+        )
+        done[:] = [(stats, scored)]
 
 
 if __name__ == "__main__":

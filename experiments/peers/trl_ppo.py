@@ -15,6 +15,7 @@ without weight decay. Advantages count as "score".
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -72,8 +73,8 @@ def main(workload: Workload) -> None:
         attn_pdrop=0.0,
         bos_token_id=None,
         eos_token_id=None,
-        num_labels=1,
     )
+    shape.num_labels = 1
     policy, critic = GPT2LMHeadModel(shape), GPT2ForSequenceClassification(shape)
     reward_model = torch.nn.Module()
     trainer = PPOTrainer(
@@ -174,10 +175,8 @@ def main(workload: Workload) -> None:
         wait=wait,
     )
     trainer.dataloader = Batches(numbers, workload)
-    try:
+    with contextlib.suppress(Finished):
         trainer.train()
-    except Finished:
-        pass
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ responses pass through a tokenizer, here of numbers.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -78,7 +79,7 @@ def model_of(workload: Workload, *, seed: int, tied: bool) -> Qwen2:
     return Qwen2(shape, rngs=nnx.Rngs(seed))
 
 
-def small(model: nnx.Module) -> nnx.Module:
+def small(model: Qwen2) -> Qwen2:
     """Weights of GPT-2's scale: those that Tunix starts with say but one token."""
     state = nnx.state(model, nnx.Param)
     shapes, structure = jax.tree.flatten(state)
@@ -107,12 +108,9 @@ def main(workload: Workload) -> None:
     adamw = functools.partial(
         optax.adamw, workload.learning_rate, weight_decay=workload.weight_decay
     )
-    with mesh:
-        actor = small(model_of(workload, seed=0, tied=True))
-        reference = small(model_of(workload, seed=0, tied=True))
-        critic = utils.create_critic_model(
-            small(model_of(workload, seed=0, tied=False))
-        )
+    actor = small(model_of(workload, seed=0, tied=True))
+    reference = small(model_of(workload, seed=0, tied=True))
+    critic = utils.create_critic_model(small(model_of(workload, seed=0, tied=False)))
     cluster = RLCluster(
         actor=actor,
         critic=critic,
@@ -206,10 +204,8 @@ def main(workload: Workload) -> None:
             yield {"prompts": np.array([" ".join(map(str, row)) for row in rows])}
         raise Finished
 
-    try:
+    with contextlib.suppress(Finished):
         learner.train(batches())
-    except Finished:
-        pass
 
 
 if __name__ == "__main__":
