@@ -1,8 +1,9 @@
 """How fast this machine multiplies and copies float32, as one JSON line.
 
 The best of several products of [n, n] matrices, n of 1024 and 2048, and of several
-x + 1 over 256 MiB, read and written in place: a fresh result would cost its pages. On an accelerator also its maker's peaks, where
-`runtime/chips.py` has them (products in bfloat16).
+x + 1 over 256 MiB, read and written in place: a fresh result would cost its pages.
+On an accelerator also its maker's peaks, where `runtime/chips.py` has them (products in
+bfloat16).
 """
 
 from __future__ import annotations
