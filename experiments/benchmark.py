@@ -240,17 +240,24 @@ def measure(
 def main(options: Config) -> None:
     folder = options.environments.expanduser()
     commands: dict[str, list[str | Path]] = {}
+    left_out: dict[str, str] = {}
     for name in (OURS, *options.peers):
         peer = PEERS[name]
         try:
             python = python_of(peer.environment, folder=folder)
         except PeerError as error:
             print(f"error: {error}", flush=True)
+            left_out[name] = str(error)
         else:
             commands[name] = [python, FOLDER / peer.script]
     this = machine()
     rates = benchmark_floor.Rates(this["matmul_flops"], this["copy_bytes"])
-    results: dict[str, Any] = {"commit": commit(), "machine": this, "workloads": {}}
+    results: dict[str, Any] = {
+        "commit": commit(),
+        "machine": this,
+        "left_out": left_out,
+        "workloads": {},
+    }
     benchmark_tables.machine(this)
     for name in options.workloads:
         workload = WORKLOADS[name]

@@ -173,9 +173,11 @@ def test_one_that_dies_is_told_with_its_last_words(fake):
     ],
 )
 def test_one_that_does_not_do_the_work_is_told(fake, old, new, message):
-    with participant(changed(fake, old, new)) as peer:
-        with pytest.raises(benchmark_peers.PeerError, match=message):
-            one_iteration(peer)
+    with (
+        participant(changed(fake, old, new)) as peer,
+        pytest.raises(benchmark_peers.PeerError, match=message),
+    ):
+        one_iteration(peer)
 
 
 def test_one_that_does_not_answer_is_told(fake):
