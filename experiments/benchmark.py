@@ -8,7 +8,8 @@ prompts without padding, responses that nothing ends, a GPT-2 with random weight
 float32 as policy, and of its size a reference and a critic, AdamW, temperature 1, a
 reward of tokens. They take turns, an iteration each (A B A B), so that what else the
 machine does meets all of them, and a ratio is the median of those within a round.
-While one computes the others wait, all in memory: --peers one at a time takes less.
+While one computes the others wait, all of them in memory: of GPT-2 small each takes up
+to 7.5 GB, so name fewer peers at a time where that is too much.
 
 Peers run in virtual environments that are made where they are missing, from the pinned
 versions in `benchmark_peers.py` (some GB, a few minutes). Without --peers ours runs

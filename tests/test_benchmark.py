@@ -263,7 +263,9 @@ def test_phases_add_up_to_the_iteration():
 
 
 def test_ours_does_an_iteration_at_toy_size():
-    workload = dataclasses.replace(TOY, num_prompts=8, response_length=8)
+    workload = dataclasses.replace(
+        TOY, num_layers=1, num_prompts=8, response_length=8, max_positions=12
+    )
     command = [sys.executable, str(benchmark_peers.FOLDER / "rlhf_jax_ppo.py")]
     with benchmark_peers.Participant(
         "rlhf_jax", command, workload=workload, limit=300.0
