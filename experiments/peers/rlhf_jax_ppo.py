@@ -123,7 +123,7 @@ def main(workload: Workload) -> None:
         kl=kl_control.fixed(workload.kl_coef),
     )
     parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
-    before = jax.device_get(params["final_norm"])
+    before = jax.tree.map(np.array, params["final_norm"])
     key, prompts = jax.random.key(1), prompts_of(workload, step=0)
 
     seconds: dict[str, float] = {}
@@ -137,24 +137,15 @@ def main(workload: Workload) -> None:
         reference=reference,
         key=key,
     )
-    sample = compiled(
-        jax.jit(functools.partial(ppo.sample, ppo=algorithm)),
-        seconds,
-        "rollout",
-        train.policy,
-        prompts=prompts,
-        key=key,
-    )
-    answered = sample(train.policy, prompts=prompts, key=key)
-    pricing = compiled(
-        jax.jit(functools.partial(price, algorithm=algorithm)),
-        seconds,
-        "score",
-        train,
-        answered=answered,
-        reference=reference,
-    )
-    prices = pricing(train, answered=answered, reference=reference)
+    sampling = jax.jit(functools.partial(ppo.sample, ppo=algorithm))
+    pricing = jax.jit(functools.partial(price, algorithm=algorithm))
+    asked = {"prompts": prompts, "key": key}
+    sample = compiled(sampling, seconds, "rollout", train.policy, **asked)
+    # Shapes are enough to compile for; nothing runs before the first iteration.
+    answered = jax.eval_shape(sampling, train.policy, **asked)
+    given = {"answered": answered, "reference": reference}
+    score_all = compiled(pricing, seconds, "score", train, **given)
+    prices = jax.eval_shape(pricing, train, **given)
     learn = compiled(
         donated(functools.partial(ppo.learn, ppo=algorithm, reference=None)),
         seconds,
@@ -201,7 +192,7 @@ def main(workload: Workload) -> None:
         answered = jax.block_until_ready(sample(train.policy, prompts=prompts, key=key))
         clock.lap("rollout")
         prices = jax.block_until_ready(
-            pricing(train, answered=answered, reference=reference)
+            score_all(train, answered=answered, reference=reference)
         )
         clock.lap("score")
         train, stats, scored = jax.block_until_ready(
