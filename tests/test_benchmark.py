@@ -262,6 +262,7 @@ def test_phases_add_up_to_the_iteration():
     assert sum(clock.seconds.values()) == pytest.approx(clock.total)
 
 
+@pytest.mark.slow
 def test_ours_does_an_iteration_at_toy_size():
     workload = dataclasses.replace(
         TOY, num_layers=1, num_prompts=8, response_length=8, max_positions=12
