@@ -1,0 +1,162 @@
+"""What a person reads of `benchmark.py`."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import benchmark_floor
+from benchmark_peers import OURS
+from peers.line_protocol import Workload
+
+from rlhf_jax import report
+
+PHASES = (*benchmark_floor.PHASES, "iteration")
+GB, MIB = 10**9, 2**20
+
+
+def median(rounds: Sequence[Mapping[str, float]], phase: str) -> float:
+    """Seconds."""
+    return statistics.median(line[phase] for line in rounds)
+
+
+def paired_ratio(
+    ours: Sequence[Mapping[str, float]],
+    theirs: Sequence[Mapping[str, float]],
+    phase: str,
+) -> float:
+    """Median over rounds of ours / theirs; below 1 ours is faster."""
+    pairs = zip(ours, theirs, strict=True)
+    return statistics.median(mine[phase] / their[phase] for mine, their in pairs)
+
+
+def compile_seconds(run: Mapping[str, Any]) -> float:
+    """Of the iteration's program, or what the first iteration took beyond another."""
+    start = run["start"]
+    if "compile" in start:
+        return start["compile"]["iteration"]
+    return max(0.0, start["warm_up"][0] - median(run["rounds"], "iteration"))
+
+
+def spread(rounds: Sequence[Mapping[str, float]], phase: str) -> str:
+    """Median, and the least and the most."""
+    found = [line[phase] for line in rounds]
+    low, high = min(found), max(found)
+    return f"{statistics.median(found):.4g} ({low:.4g} - {high:.4g})"
+
+
+def machine(this: Mapping[str, Any]) -> None:
+    """What the floors rest on."""
+    print(
+        f"{this['cpu']}, {this['cores']} cores, {this['backend']} ({this['device']}): "
+        f"{this['matmul_flops'] / GB:.4g} GFLOP/s in products, "
+        f"{this['copy_bytes'] / GB:.4g} GB/s copied",
+        flush=True,
+    )
+
+
+def workload(
+    shape: Workload, measured: Mapping[str, Any], *, machine: Mapping[str, Any]
+) -> None:
+    """Times, ratios and memory of all who took part."""
+    runs, floor = measured["participants"], measured["floor"]
+    if not runs:
+        return
+    tokens = shape.num_prompts * shape.response_length
+    title = (
+        f"{shape.name}: {shape.num_prompts} x ({shape.prompt_length} + "
+        f"{shape.response_length}), {shape.num_epochs} x {shape.num_minibatches}; "
+        f"seconds, median (least - most)"
+    )
+    report.table(
+        title,
+        ("", *PHASES, "tokens/s"),
+        [
+            ("floor", *(f"{floor[phase]:.4g}" for phase in PHASES), None),
+            *(
+                (
+                    name,
+                    *(spread(run["rounds"], phase) for phase in PHASES),
+                    tokens / median(run["rounds"], "iteration"),
+                )
+                for name, run in runs.items()
+            ),
+        ],
+    )
+    report.table(
+        "Seconds / floor",
+        ("", *PHASES),
+        [
+            (
+                name,
+                *(median(run["rounds"], phase) / floor[phase] for phase in PHASES),
+            )
+            for name, run in runs.items()
+        ],
+    )
+    if OURS in runs and len(runs) > 1:
+        report.table(
+            "Ours / peer, median of the rounds' ratios",
+            ("", *PHASES),
+            [
+                (
+                    name,
+                    *(
+                        paired_ratio(runs[OURS]["rounds"], run["rounds"], phase)
+                        for phase in PHASES
+                    ),
+                )
+                for name, run in runs.items()
+                if name != OURS
+            ],
+        )
+    report.table(
+        "Start and memory (resident, MiB)",
+        ("", "start-up [s]", "compile [s]", "before", "peak", "parameters", "idle CPU"),
+        [
+            (
+                name,
+                run["start"]["start_up"],
+                compile_seconds(run),
+                mib(run["start"]["before_bytes"]),
+                mib(run["end"]["peak_bytes"]),
+                run["start"]["parameters"],
+                run["end"]["idle_cpu_seconds"] / max(run["end"]["idle_seconds"], 1e-9),
+            )
+            for name, run in runs.items()
+        ],
+    )
+    if machine["peak_flops"] is not None:
+        utilisation(shape, runs, machine=machine)
+
+
+def mib(size: float | None) -> float | None:
+    """Bytes as MiB; None is not known."""
+    return None if size is None else size / MIB
+
+
+def utilisation(
+    shape: Workload, runs: Mapping[str, Any], *, machine: Mapping[str, Any]
+) -> None:
+    """Shares of the chip's peaks: products of the update, memory in the rollout."""
+    done = {
+        phase: benchmark_floor.total(steps)
+        for phase, steps in benchmark_floor.steps(shape).items()
+    }
+    report.table(
+        "Share of the chip's peak (products in bfloat16)",
+        ("", "MFU of the update", "bandwidth in the rollout"),
+        [
+            (
+                name,
+                done["update"].flops
+                / median(run["rounds"], "update")
+                / machine["peak_flops"],
+                done["rollout"].bytes
+                / median(run["rounds"], "rollout")
+                / machine["peak_bytes"],
+            )
+            for name, run in runs.items()
+        ],
+    )

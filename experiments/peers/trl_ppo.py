@@ -1,0 +1,183 @@
+"""TRL's PPOTrainer, its `train` as it is.
+
+Its batches wait for the driver, and three of the functions that `train` calls are
+timed: "rollout" ends where `batch_generation` returns, "update" begins at the first
+forward pass of policy and critic together. Settings: the whole batch in one pass, one
+optimizer step a minibatch, no gradient checkpointing, float32, no logging, no samples.
+The reward model is replaced by the reward of the tokens.
+
+Beyond what the others do, `train` keeps the logits of every sampled token, runs the
+head at prompt positions as well, keeps every layer's hidden states, takes the entropy
+in each minibatch and collects garbage each iteration. AdamW leaves norms and biases
+without weight decay. Advantages count as "score".
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import line_protocol
+import torch
+from datasets import Dataset
+from line_protocol import Clock, Workload
+from tokenizers import Tokenizer, models
+from transformers import (
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+)
+from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
+
+
+class Finished(Exception):
+    """The driver wants no more iterations."""
+
+
+class Batches:
+    """What `train` takes for its data loader."""
+
+    def __init__(self, numbers: Iterator[int], workload: Workload) -> None:
+        self.numbers, self.workload = numbers, workload
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for step in self.numbers:
+            yield {"input_ids": torch.tensor(self.workload.prompts(step))}
+        raise Finished
+
+
+def tokenizer_of(workload: Workload) -> PreTrainedTokenizerFast:
+    """Words that stand outside of the vocabulary, so that none of them is sampled."""
+    vocabulary = {"<pad>": workload.vocab_size, "<eos>": workload.vocab_size + 1}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>")),
+        pad_token="<pad>",
+        eos_token="<eos>",
+    )
+
+
+def main(workload: Workload) -> None:
+    torch.manual_seed(0)
+    shape = GPT2Config(
+        vocab_size=workload.vocab_size,
+        n_positions=workload.max_positions,
+        n_embd=workload.hidden_size,
+        n_layer=workload.num_layers,
+        n_head=workload.num_heads,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    shape.num_labels = 1
+    policy, critic = GPT2LMHeadModel(shape), GPT2ForSequenceClassification(shape)
+    reward_model = torch.nn.Module()
+    trainer = PPOTrainer(
+        args=PPOConfig(
+            output_dir=tempfile.mkdtemp(),
+            per_device_train_batch_size=workload.num_prompts,
+            gradient_accumulation_steps=1,
+            num_mini_batches=workload.num_minibatches,
+            num_ppo_epochs=workload.num_epochs,
+            local_rollout_forward_batch_size=workload.num_prompts,
+            response_length=workload.response_length,
+            temperature=workload.temperature,
+            total_episodes=10**6 * workload.num_prompts,
+            learning_rate=workload.learning_rate,
+            weight_decay=workload.weight_decay,
+            lr_scheduler_type="constant",
+            kl_coef=workload.kl_coef,
+            gamma=workload.gamma,
+            lam=workload.lam,
+            cliprange=workload.clip_range,
+            vf_coef=workload.vf_coef,
+            stop_token=None,
+            missing_eos_penalty=None,
+            gradient_checkpointing=False,
+            bf16=False,
+            num_sample_generations=0,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        ),
+        processing_class=tokenizer_of(workload),
+        model=policy,
+        ref_model=None,
+        reward_model=reward_model,
+        train_dataset=Dataset.from_dict({"input_ids": workload.prompts(0)}),
+        value_model=critic,
+    )
+    before = policy.transformer.ln_f.weight.detach().clone()
+    clock, seen = Clock(), {}
+
+    def wait() -> None:
+        if trainer.accelerator.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    batch_generation = ppo_trainer.batch_generation
+    forward = ppo_trainer.forward
+    get_reward = ppo_trainer.get_reward
+
+    def timed_generation(*args: Any, **named: Any) -> Any:
+        found = batch_generation(*args, **named)
+        wait()
+        clock.lap("rollout")
+        seen["scored"] = False
+        return found
+
+    def timed_forward(model: Any, *args: Any, **named: Any) -> Any:
+        if model is trainer.model and not seen["scored"]:
+            wait()
+            clock.lap("score")
+            seen["scored"] = True
+        return forward(model, *args, **named)
+
+    def token_reward(model: Any, tokens: Any, pad: int, prompt_length: int) -> Any:
+        if model is not trainer.reward_model:
+            return get_reward(model, tokens, pad, prompt_length)
+        responses = tokens[:, prompt_length:]
+        scores = (responses % line_protocol.DIVISOR == 0).float().mean(1)
+        seen.update(responses=responses, scores=scores)
+        return None, scores, None
+
+    ppo_trainer.batch_generation = timed_generation
+    ppo_trainer.forward = timed_forward
+    ppo_trainer.get_reward = token_reward
+    log = trainer.log
+
+    def kept_log(metrics: dict[str, float], *args: Any) -> None:
+        seen["loss"] = metrics["loss/policy_avg"]
+        log(metrics, *args)
+
+    trainer.log = kept_log
+
+    def check() -> dict[str, float]:
+        return {
+            "response_tokens": seen["responses"].numel(),
+            "mean_score": seen["scores"].mean().item(),
+            "loss": seen["loss"],
+            "moved": (policy.transformer.ln_f.weight.cpu() - before).abs().max().item(),
+        }
+
+    numbers = line_protocol.iterations(
+        clock=clock,
+        versions=line_protocol.versions_of("trl", "torch", "transformers"),
+        about={
+            "parameters": sum(p.numel() for p in policy.parameters()),
+            "threads": torch.get_num_threads(),
+        },
+        check=check,
+        wait=wait,
+    )
+    trainer.dataloader = Batches(numbers, workload)
+    with contextlib.suppress(Finished):
+        trainer.train()
+
+
+if __name__ == "__main__":
+    main(line_protocol.read_workload())

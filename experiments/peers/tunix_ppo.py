@@ -1,0 +1,212 @@
+"""Tunix's PPOLearner over its RLCluster with the vanilla rollout, `train` as it is.
+
+Its batches wait for the driver; the calls that `train` makes of the cluster are timed:
+"rollout" is `generate`, "update" is `update_actor` and `update_critic`, all between is
+"score". float32 on a mesh of one device, no checkpoints, no evaluation.
+
+The work differs. Tunix has no GPT-2: its Qwen2 of the same width, depth and heads runs,
+with a gated MLP of 8/3 the width, so that a layer has the parameters of GPT-2's, a tied
+head, rotary positions and fewer biases. A minibatch is its unit of work: each one is
+sampled and priced by itself, by the policy that the one before it left, and repeated
+for all epochs before the next. Log-probs are taken once more after sampling
+(`get_old_per_token_logps`), the head runs at prompt positions as well, and the critic's
+values are computed an operation at a time, outside of any program. Prompts and
+responses pass through a tokenizer, here of numbers.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import line_protocol
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+from line_protocol import Clock, Workload
+from tunix.models.qwen2.model import ModelConfig, Qwen2
+from tunix.rl import utils
+from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
+from tunix.rl.rl_cluster import ClusterConfig, RLCluster, RLTrainingConfig, Role
+from tunix.rl.rollout.base_rollout import RolloutConfig
+
+
+class Finished(Exception):
+    """The driver wants no more iterations."""
+
+
+class Numbers:
+    """A tokenizer whose words are the numbers of tokens."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def encode(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(map(str, ids))
+
+    def bos_id(self) -> int | None:
+        return None
+
+    def pad_id(self) -> int:
+        return self.vocab_size  # outside of the vocabulary, so that none is sampled
+
+    def eos_id(self) -> int:
+        return self.vocab_size + 1
+
+
+def model_of(workload: Workload, *, seed: int, tied: bool) -> Qwen2:
+    shape = ModelConfig(
+        num_layers=workload.num_layers,
+        vocab_size=workload.vocab_size,
+        embed_dim=workload.hidden_size,
+        hidden_dim=round(8 * workload.hidden_size / 3),
+        num_heads=workload.num_heads,
+        head_dim=workload.hidden_size // workload.num_heads,
+        num_kv_heads=workload.num_heads,
+        rope_theta=10_000,
+        norm_eps=1e-5,
+        use_tied_embedding=tied,
+    )
+    return Qwen2(shape, rngs=nnx.Rngs(seed))
+
+
+def small(model: Qwen2) -> Qwen2:
+    """Weights of GPT-2's scale: those that Tunix starts with say but one token."""
+    state = nnx.state(model, nnx.Param)
+    shapes, structure = jax.tree.flatten(state)
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    nnx.update(
+        model,
+        structure.unflatten(
+            leaf if leaf.ndim < 2 else 0.02 * jax.random.normal(key, leaf.shape)
+            for leaf, key in zip(shapes, keys, strict=True)
+        ),
+    )
+    return model
+
+
+def main(workload: Workload) -> None:
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
+    seen: dict[str, Any] = {"scores": []}
+    clock = Clock()
+
+    def reward(prompts: Any, completions: list[str], **_: Any) -> list[float]:
+        tokens = np.array([[int(w) for w in text.split()] for text in completions])
+        scores = (tokens % line_protocol.DIVISOR == 0).mean(axis=1)
+        seen["scores"].append((scores, tokens.size))
+        return scores.tolist()
+
+    adamw = functools.partial(
+        optax.adamw, workload.learning_rate, weight_decay=workload.weight_decay
+    )
+    actor = small(model_of(workload, seed=0, tied=True))
+    reference = small(model_of(workload, seed=0, tied=True))
+    critic = utils.create_critic_model(small(model_of(workload, seed=0, tied=False)))
+    cluster = RLCluster(
+        actor=actor,
+        critic=critic,
+        reference=reference,
+        tokenizer=Numbers(workload.vocab_size),
+        cluster_config=ClusterConfig(
+            role_to_mesh=dict.fromkeys(Role, mesh),
+            rollout_engine="vanilla",
+            training_config=RLTrainingConfig(
+                actor_optimizer=adamw(),
+                critic_optimizer=adamw(),
+                mini_batch_size=workload.minibatch_size,
+                train_micro_batch_size=workload.minibatch_size,
+                eval_every_n_steps=10**9,
+                max_steps=10**9,
+            ),
+            rollout_config=RolloutConfig(
+                max_tokens_to_generate=workload.response_length,
+                max_prompt_length=workload.prompt_length,
+                kv_cache_size=workload.prompt_length + workload.response_length,
+                temperature=workload.temperature,
+            ),
+        ),
+    )
+    learner = PPOLearner(
+        rl_cluster=cluster,
+        ppo_config=PPOConfig(
+            num_iterations=workload.num_epochs,
+            beta=workload.kl_coef,
+            gamma=workload.gamma,
+            gae_lambda=workload.lam,
+            epsilon=workload.clip_range,
+            clip_range_value=workload.clip_range,
+            kl_method="kl",
+        ),
+        reward_fns=reward,
+    )
+
+    def weights() -> Any:
+        models = cluster.actor_trainer.model, cluster.critic_trainer.model
+        return [nnx.state(model, nnx.Param) for model in models]
+
+    def wait() -> None:
+        jax.block_until_ready(weights())
+
+    def timed(name: str, *, before: str | None, after: str) -> None:
+        """Laps `before` as the cluster's method is called, `after` as it returns."""
+        called: Callable[..., Any] = getattr(cluster, name)
+
+        def method(*args: Any, **named: Any) -> Any:
+            if before is not None:
+                clock.lap(before)
+            found = called(*args, **named)
+            wait()
+            clock.lap(after)
+            return found
+
+        setattr(cluster, name, method)
+
+    timed("generate", before=None, after="rollout")
+    timed("update_actor", before="score", after="update")
+    timed("update_critic", before=None, after="update")
+
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(weights()[0]))
+    before = jax.device_get(actor.final_norm.w[...])
+
+    def check() -> dict[str, float]:
+        scores, counts = zip(*seen["scores"], strict=True)
+        seen["scores"] = []
+        trained = cluster.actor_trainer
+        after = jax.device_get(trained.model.final_norm.w[...])
+        loss = trained._prev_buffered_train_metrics.loss
+        return {
+            "response_tokens": int(sum(counts[-workload.num_minibatches :])),
+            "mean_score": float(np.concatenate(scores).mean()),
+            "loss": float(loss) if math.isfinite(loss) else math.nan,
+            "moved": float(np.abs(after - before).max()),
+        }
+
+    numbers = line_protocol.iterations(
+        clock=clock,
+        versions=line_protocol.versions_of("google-tunix", "jax", "jaxlib", "flax"),
+        about={"parameters": parameters},
+        check=check,
+        wait=wait,
+    )
+
+    def batches() -> Iterator[dict[str, Any]]:
+        for step in numbers:
+            rows = workload.prompts(step)
+            yield {"prompts": np.array([" ".join(map(str, row)) for row in rows])}
+        raise Finished
+
+    with contextlib.suppress(Finished):
+        learner.train(batches())
+
+
+if __name__ == "__main__":
+    main(line_protocol.read_workload())
