@@ -130,24 +130,28 @@ class Attention(nn.Module):
         *,
         attend: Array,
         rotary: KeyValue | None,
+        first: int,
         cache: Cache | None,
         column: Array | int,
     ) -> tuple[Array, KeyValue | Cache]:
         model = self.model
         rows = attend.shape[0]
 
-        def heads(name: str, count: int) -> Array:
+        def heads(name: str, x: Array, count: int) -> Array:
             y = Linear(count * model.head_dim, model.attention_bias, name=name)(x)
             return y.reshape(rows, -1, count, model.head_dim)
 
-        query = heads("query", model.num_heads)
-        key = heads("key", model.num_kv_heads)
-        value = heads("value", model.num_kv_heads)
+        query = heads("query", columns_from(x, first, rows=rows), model.num_heads)
+        key = heads("key", x, model.num_kv_heads)
+        value = heads("value", x, model.num_kv_heads)
         if rotary is not None:
-            query, key = rotate(query, rotary), rotate(key, rotary)
+            cos, sin = rotary
+            query = rotate(query, (cos[:, first:], sin[:, first:]))
+            key = rotate(key, rotary)
         if cache is None:
             seen = key, value
-            y = jax.nn.dot_product_attention(query, key, value, mask=attend[:, None])
+            mask = attend[:, None, first:]
+            y = jax.nn.dot_product_attention(query, key, value, mask=mask)
         else:
             seen = append(cache, (key, value), column=column)
             y = attend_cache(query, seen, attend=attend)
@@ -156,8 +160,15 @@ class Attention(nn.Module):
             model.attention_output_bias,
             init_std=INIT_STD / math.sqrt(2 * model.num_layers),
             name="output",
-        )(y.reshape(*x.shape[:-1], -1))
+        )(y.reshape(-1, model.num_heads * model.head_dim))
         return y, seen
+
+
+def columns_from(x: Array, first: int, *, rows: int) -> Array:
+    """[N', D] of [N, D]: what columns before `first` hold is left out of every row."""
+    if first == 0:
+        return x
+    return x.reshape(rows, -1, x.shape[-1])[:, first:].reshape(-1, x.shape[-1])
 
 
 def heads_first(key_value: KeyValue) -> Cache:
@@ -238,13 +249,14 @@ class Block(nn.Module):
       x: [B, T, D], in the compute dtype.
       attend: bool[B, T, S], which tokens each new token may see.
       rotary: `rotary_table` of the new tokens' positions; None for learned ones.
+      first: how many columns to leave out; they are attended to all the same.
       cache: keys and values of the columns so far, with room for one more, or None when
         S = T.
       column: i32[], where in the cache the one new token stands.
 
     Returns:
-      [B, T, D], and the keys and values that were attended to: the cache with the new
-      column, or without one KeyValue of the T tokens.
+      [B, T - first, D], and the keys and values that were attended to: the cache with
+      the new column, or without one KeyValue of the T tokens.
     """
 
     model: ModelConfig
@@ -256,18 +268,20 @@ class Block(nn.Module):
         *,
         attend: Array,
         rotary: KeyValue | None,
+        first: int = 0,
         cache: Cache | None = None,
         column: Array | int = 0,
     ) -> tuple[Array, KeyValue | Cache]:
-        shape = x.shape
-        x = x.reshape(-1, shape[-1])  # tokens of all rows: one matrix to every layer
+        rows, columns, size = x.shape
+        x = x.reshape(-1, size)  # the tokens of all rows, as `Linear` wants them
         y, seen = Attention(self.model, name="attention")(
             Norm(self.model, name="attention_norm")(x),
             attend=attend,
             rotary=rotary,
+            first=first,
             cache=cache,
             column=column,
         )
-        x = x + y
+        x = columns_from(x, first, rows=rows) + y
         x = x + MLP(self.model, name="mlp")(Norm(self.model, name="mlp_norm")(x))
-        return x.reshape(shape), seen
+        return x.reshape(rows, columns - first, size), seen

@@ -161,7 +161,11 @@ def start(
     size = prompt_size + max_new_tokens
     room = ((0, 0), (0, max_new_tokens))
     hidden, key_values = decoder.prefill(
-        params, model=model, tokens=tokens[::group_size], mask=mask[::group_size]
+        params,
+        model=model,
+        tokens=tokens[::group_size],
+        mask=mask[::group_size],
+        first_column=prompt_size - 1,
     )
     last = jnp.repeat(hidden[:, -1], group_size, axis=0)
     caches = jax.tree.map(

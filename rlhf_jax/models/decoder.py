@@ -15,6 +15,7 @@ layers while tokens are drawn.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -98,6 +99,7 @@ def hidden_states(
     tokens: Array,
     mask: Array,
     segments: Array | None = None,
+    first_column: int = 0,
 ) -> Array:
     """Hidden states after the final norm.
 
@@ -113,6 +115,8 @@ def hidden_states(
       mask: bool[B, S], True at tokens.
       segments: i32[B, S], which text of the row a token is of, 0 at padding: each text
         is read as if it stood alone. None is one text a row.
+      first_column: hidden states of earlier columns are not wanted and come back as 0;
+        with `model.unroll` the last layer does not compute them.
 
     Returns:
       [B, S, D] in `model.dtype`; `hidden[:, t]` has seen `tokens[:, :t + 1]`, of its
@@ -124,7 +128,12 @@ def hidden_states(
         the tokens beyond all take the last position.
     """
     hidden, _ = prefill(
-        params, model=model, tokens=tokens, mask=mask, segments=segments
+        params,
+        model=model,
+        tokens=tokens,
+        mask=mask,
+        segments=segments,
+        first_column=first_column,
     )
     return hidden
 
@@ -136,11 +145,13 @@ def prefill(
     tokens: Array,
     mask: Array,
     segments: Array | None = None,
+    first_column: int = 0,
 ) -> tuple[Array, blocks.KeyValue]:
     """`hidden_states`, and the keys and values of every layer, to be cached.
 
     Returns:
-      [B, S, D], and keys and values [L, B, S, K, head_dim] each, in `model.dtype`.
+      [B, S, D], and keys and values [L, B, S, K, head_dim] each, in `model.dtype`,
+      of all columns.
 
     Args, Raises: as `hidden_states`.
     """
@@ -171,9 +182,13 @@ def prefill(
         positions = attend.sum(axis=-1, dtype=jnp.int32) - mask.astype(jnp.int32)
     rotary = _rotary(positions, model=model)
 
-    def layer(x: Array, params: Params) -> tuple[Any, Any]:
+    def layer(x: Array, params: Params, *, first: int = 0) -> tuple[Any, Any]:
         y, key_value = blocks.Block(model).apply(
-            {"params": leaves.read(params)}, x, attend=attend, rotary=rotary
+            {"params": leaves.read(params)},
+            x,
+            attend=attend,
+            rotary=rotary,
+            first=first,
         )
         return axes.rows_apart(y), key_value
 
@@ -182,22 +197,29 @@ def prefill(
         # A gradient (to adapters beside such a base) would keep what every layer was
         # read as, which is the whole model; it reads them again instead.
         remat = "full"
+    every, final = layer, functools.partial(layer, first=first_column)
     if remat != "none":
-        layer = jax.checkpoint(layer, policy=KEPT[remat], prevent_cse=False)
+        # Only a loop keeps the two passes apart by itself.
+        again = {"policy": KEPT[remat], "prevent_cse": model.unroll}
+        every, final = (jax.checkpoint(run, **again) for run in (every, final))
 
     # Padding may hold any id: one out of range would be NaN, which no mask undoes.
     tokens = jnp.where(mask, tokens, 0)
     x = _embed(params, model=model, tokens=tokens, positions=positions)
     x = axes.rows_apart(x)
     if model.unroll:
+        *before, last = unstack(params["layers"], num_layers=model.num_layers)
         found = []
-        for one in unstack(params["layers"], num_layers=model.num_layers):
-            x, key_value = layer(x, one)
+        for one in before:
+            x, key_value = every(x, one)
             found.append(key_value)
-        key_values = jax.tree.map(lambda *each: jnp.stack(each), *found)
+        x, key_value = final(x, last)
+        key_values = jax.tree.map(lambda *each: jnp.stack(each), *found, key_value)
     else:
-        x, key_values = jax.lax.scan(layer, x, params["layers"])
-    return _final_norm(params, x, model=model), key_values
+        x, key_values = jax.lax.scan(every, x, params["layers"])
+        x = x[:, first_column:]
+    hidden = _final_norm(params, x, model=model)
+    return jnp.pad(hidden, ((0, 0), (first_column, 0), (0, 0))), key_values
 
 
 def unstack(tree: Any, *, num_layers: int) -> tuple[Any, ...]:

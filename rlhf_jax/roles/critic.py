@@ -60,7 +60,14 @@ def from_base(key: Array, *, model: ModelConfig, lora: LoRA) -> Params:
     return {"trunk": trunk, "score": heads.zero_score(model=model)}
 
 
-def values(params: Params, *, model: ModelConfig, tokens: Array, mask: Array) -> Array:
+def values(
+    params: Params,
+    *,
+    model: ModelConfig,
+    tokens: Array,
+    mask: Array,
+    first_column: int = 1,
+) -> Array:
     """Value of the state just before each token, and of the finished response.
 
         column    0    1    2    3    4
@@ -71,12 +78,18 @@ def values(params: Params, *, model: ModelConfig, tokens: Array, mask: Array) ->
       params: as above.
       tokens: i32[B, S], padded on either side.
       mask: bool[B, S], True at tokens.
+      first_column: values of earlier columns are not wanted and are the bias alone; the
+        prompt's width gives those of the response.
 
     Returns:
       f32[B, S], reward units; 0 where no token stands just before.
     """
     hidden = decoder.hidden_states(
-        params["trunk"], model=model, tokens=tokens, mask=mask
+        params["trunk"],
+        model=model,
+        tokens=tokens,
+        mask=mask,
+        first_column=first_column - 1,
     )
     return values_of_hidden(params["score"], hidden, mask=mask)
 

@@ -86,7 +86,12 @@ def logprobs_and_entropy(
       first token of a text, which nothing predicts.
     """
     hidden = decoder.hidden_states(
-        params, model=model, tokens=tokens, mask=mask, segments=segments
+        params,
+        model=model,
+        tokens=tokens,
+        mask=mask,
+        segments=segments,
+        first_column=first_column - 1,
     )
     return price_hidden(
         params,
@@ -115,7 +120,7 @@ def price_hidden(
 
     Args:
       hidden: floats[B, S, D], `decoder.hidden_states` of the same params, tokens, mask
-        and segments.
+        and segments, from column `first_column - 1` on at least.
       The others, Returns: as `logprobs_and_entropy`.
     """
     priced = logprobs_.token_logprobs_from_hidden(

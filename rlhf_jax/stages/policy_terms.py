@@ -65,7 +65,11 @@ def policy_terms(
     first_column = experience.tokens.shape[1] - algorithm.max_new_tokens
     params = adapted.params(policy, base=base, lora=algorithm.lora)
     hidden = decoder.hidden_states(
-        params, model=algorithm.model, tokens=experience.tokens, mask=experience.mask
+        params,
+        model=algorithm.model,
+        tokens=experience.tokens,
+        mask=experience.mask,
+        first_column=first_column - 1,
     )
     logprobs, entropy = policy_.price_hidden(
         params,
@@ -142,11 +146,13 @@ def _exact_kl(
             "alone; pass reference to update, or choose k1, k2 or k3"
         )
     ref_params = frozen.read(reference)
+    first_column = experience.tokens.shape[1] - algorithm.max_new_tokens
     ref_hidden = decoder.hidden_states(
         ref_params,
         model=algorithm.model,
         tokens=experience.tokens,
         mask=experience.mask,
+        first_column=first_column - 1,
     )
     return policy_.exact_kl(
         params,
@@ -156,7 +162,7 @@ def _exact_kl(
         model=algorithm.model,
         mask=experience.mask,
         temperature=algorithm.temperature,
-        first_column=experience.tokens.shape[1] - algorithm.max_new_tokens,
+        first_column=first_column,
         direction=algorithm.penalty.direction,
         top_k=algorithm.penalty.top_k,
     )

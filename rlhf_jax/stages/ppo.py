@@ -126,6 +126,7 @@ def values(
         _critic(state, ppo=ppo, base=base),
         rollout=rollout,
         model=ppo.critic_model,
+        max_new_tokens=ppo.max_new_tokens,
         after_stop=ppo.value_after_stop,
     )
 

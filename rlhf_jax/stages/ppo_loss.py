@@ -74,6 +74,7 @@ def ppo_loss(
             model=ppo.critic_model,
             tokens=experience.tokens,
             mask=experience.mask,
+            first_column=experience.tokens.shape[1] - ppo.max_new_tokens,
         )
     value_loss, value_stats = losses.value_loss(
         values=values,

@@ -110,7 +110,11 @@ def score(
         if critic_model is None:
             raise InputError("expected the critic's shape with the critic, got None")
         values = response_values(
-            critic, rollout=rollout, model=critic_model, after_stop=value_after_stop
+            critic,
+            rollout=rollout,
+            model=critic_model,
+            max_new_tokens=max_new_tokens,
+            after_stop=value_after_stop,
         )
     return Scored(
         rollout=rollout,
@@ -146,7 +150,11 @@ def _exact_kl(
     )
     hidden, ref_hidden = (
         decoder.hidden_states(
-            params, model=model, tokens=rollout.tokens, mask=rollout.mask
+            params,
+            model=model,
+            tokens=rollout.tokens,
+            mask=rollout.mask,
+            first_column=first_column - 1,
         )
         for params in (policy, ref_params)
     )
@@ -194,7 +202,12 @@ def value_mask(rollout: Rollout, *, after_stop: bool) -> Array:
 
 
 def response_values(
-    critic: Params, *, rollout: Rollout, model: ModelConfig, after_stop: bool
+    critic: Params,
+    *,
+    rollout: Rollout,
+    model: ModelConfig,
+    max_new_tokens: int,
+    after_stop: bool,
 ) -> Array:
     """V of the states of a response; `score`'s own step, or a program by itself.
 
@@ -202,13 +215,18 @@ def response_values(
       critic: {"trunk": ..., "score": ...}, as in `critic.py`.
       rollout: Rollout[B, S].
       model: the critic's shape.
+      max_new_tokens: R, the response columns; the others have no value.
       after_stop: as `value_mask`.
 
     Returns:
       f32[B, S], reward units; 0 where a state has no value.
     """
     values = critic_.values(
-        critic, model=model, tokens=rollout.tokens, mask=rollout.mask
+        critic,
+        model=model,
+        tokens=rollout.tokens,
+        mask=rollout.mask,
+        first_column=rollout.tokens.shape[1] - max_new_tokens,
     )
     return jnp.where(value_mask(rollout, after_stop=after_stop), values, 0.0)
 
