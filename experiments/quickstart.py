@@ -43,6 +43,7 @@ from rlhf_jax import (
     experience,
     frozen,
     kl_control,
+    layout,
     ppo,
     report,
     rewards,
@@ -146,12 +147,14 @@ class Config(run_folder.RunConfig):
 
 def algorithm_of(options: Config) -> ppo.PPO:
     """PPO with four models of one shape; finds sizes that do not fit."""
-    model = config.gpt2(
-        vocab_size=len(reviews.VOCABULARY),
-        hidden_size=options.hidden_size,
-        num_layers=options.num_layers,
-        num_heads=options.num_heads,
-        max_positions=PROMPT_COLUMNS + RESPONSE_COLUMNS,
+    model = layout.fastest(
+        config.gpt2(
+            vocab_size=len(reviews.VOCABULARY),
+            hidden_size=options.hidden_size,
+            num_layers=options.num_layers,
+            num_heads=options.num_heads,
+            max_positions=PROMPT_COLUMNS + RESPONSE_COLUMNS,
+        )
     )
     updates = options.num_steps * options.num_epochs * options.num_minibatches
     algorithm = ppo.PPO(

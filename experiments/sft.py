@@ -36,6 +36,7 @@ from rlhf_jax import (
     decoder,
     encoding,
     hf,
+    layout,
     pretrained,
     processes,
     report,
@@ -146,7 +147,7 @@ def starting_point(options: Config, *, mesh: Mesh) -> Pretrained:
     )
     init = functools.partial(decoder.init, jax.random.key(options.seed), model=model)
     return Pretrained(
-        model=model,
+        model=layout.fastest(model),
         params=sharding.create(init, mesh=mesh),
         tokenizer=tokenizer,
         stop_ids=(encoding.eos_token_id(tokenizer),),

@@ -39,6 +39,7 @@ ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (
         (
             "config",
             "axes",
+            "layout",
             "leaves",
             "blocks",
             "decoder",

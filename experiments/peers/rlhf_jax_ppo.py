@@ -28,6 +28,7 @@ from rlhf_jax import (
     decoder,
     frozen,
     kl_control,
+    layout,
     masked,
     ppo,
     score,
@@ -47,12 +48,14 @@ def reward(answered: Rollout) -> Array:
 
 
 def algorithm_of(workload: Workload) -> ppo.PPO:
-    model = config.gpt2(
-        vocab_size=workload.vocab_size,
-        hidden_size=workload.hidden_size,
-        num_layers=workload.num_layers,
-        num_heads=workload.num_heads,
-        max_positions=workload.max_positions,
+    model = layout.fastest(
+        config.gpt2(
+            vocab_size=workload.vocab_size,
+            hidden_size=workload.hidden_size,
+            num_layers=workload.num_layers,
+            num_heads=workload.num_heads,
+            max_positions=workload.max_positions,
+        )
     )
     adamw = functools.partial(
         optax.adamw, workload.learning_rate, weight_decay=workload.weight_decay

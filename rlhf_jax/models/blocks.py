@@ -228,18 +228,23 @@ class MLP(nn.Module):
     def __call__(self, x: Array) -> Array:
         model = self.model
         activation = ACTIVATIONS[model.activation]
+
+        def hidden(up: Array, gate: Array | None) -> Array:
+            return activation(up) if gate is None else activation(gate) * up
+
+        # A gradient keeps what goes in, not the steps in between, which are as large.
+        # Only a loop over layers keeps the two passes apart by itself.
+        hidden = jax.checkpoint(hidden, prevent_cse=model.unroll)
         up = Linear(model.intermediate_size, model.mlp_bias, name="up")(x)
+        gate = None
         if model.gated_mlp:
             gate = Linear(model.intermediate_size, model.mlp_bias, name="gate")(x)
-            hidden = activation(gate) * up
-        else:
-            hidden = activation(up)
         return Linear(
             x.shape[-1],
             model.mlp_bias,
             init_std=INIT_STD / math.sqrt(2 * model.num_layers),
             name="down",
-        )(hidden)
+        )(hidden(up, gate))
 
 
 class Block(nn.Module):

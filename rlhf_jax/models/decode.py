@@ -256,7 +256,7 @@ def windows(size: int, *, first: int) -> tuple[int, ...]:
     """Widths of the cache, one after another, for `first` columns and up to `size`.
 
     Doubling, so that all moves together copy no more than the last cache holds, and
-    attention reads at most twice the columns that are filled.
+    attention reads at most two and a half times the columns that are filled.
     """
     width, widths = -(-(first + 1) // WINDOW) * WINDOW, []
     while 5 * width < 4 * size:

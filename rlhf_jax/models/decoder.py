@@ -207,7 +207,7 @@ def prefill(
     tokens = jnp.where(mask, tokens, 0)
     x = _embed(params, model=model, tokens=tokens, positions=positions)
     x = axes.rows_apart(x)
-    if model.unroll:
+    if model.unroll and not leaves.any_stored(params["layers"]):
         *before, last = unstack(params["layers"], num_layers=model.num_layers)
         found = []
         for one in before:

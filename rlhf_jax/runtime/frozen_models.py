@@ -14,6 +14,7 @@ import jax
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models import layout
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles import frozen
 from rlhf_jax.roles.frozen import Frozen
@@ -188,16 +189,16 @@ def load_reference(
 def check_reference(name: str, *, model: ModelConfig, policy: ModelConfig) -> None:
     """InputError unless a reference of shape `model` scores the policy's rollouts.
 
-    One program reads both, by the policy's compute dtype and remat. Every other field
-    must be the policy's: the vocabulary, for one KL over the same tokens; the context,
-    for the longest rollout; the rest, for drift and lifecycles to compare the two leaf
-    by leaf.
+    One program reads both, by the policy's compute dtype, remat and layout. Every other
+    field must be the policy's: the vocabulary, for one KL over the same tokens; the
+    context, for the longest rollout; the rest, for drift and lifecycles to compare the
+    two leaf by leaf.
     """
     wanted, got = dataclasses.asdict(policy), dataclasses.asdict(model)
     differing = [
         f"{field} {got[field]} for {wanted[field]}"
         for field in wanted
-        if field not in ("dtype", "remat") and got[field] != wanted[field]
+        if field not in ("dtype", "remat", "unroll") and got[field] != wanted[field]
     ]
     if differing:
         raise InputError(
@@ -233,7 +234,7 @@ def load_reward_model(
     # A critic that is trained from it takes this shape, and remat with it.
     ours = policy.model
     model = dataclasses.replace(model, dtype=ours.dtype, remat=ours.remat)
-    return RewardModel(model, storage.freeze(params))
+    return RewardModel(layout.fastest(model), storage.freeze(params))
 
 
 def _check_ids(path_or_repo_id: str, *, policy: Pretrained, role: str) -> None:

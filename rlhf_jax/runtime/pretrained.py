@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models import layout
 from rlhf_jax.models import lora as lora_
 from rlhf_jax.models.config import ModelConfig, Remat
 from rlhf_jax.models.lora import LoRA
@@ -121,7 +122,7 @@ def load(
     # A chat model may stop at more than the tokenizer's EOS, which may be None.
     stop_ids = [reader.eos_token_id, *hf.stop_ids(path_or_repo_id)]
     return Pretrained(
-        model=dataclasses.replace(model, dtype=dtype, remat=remat),
+        model=layout.fastest(dataclasses.replace(model, dtype=dtype, remat=remat)),
         params=params,
         tokenizer=reader,
         stop_ids=tuple(dict.fromkeys(i for i in stop_ids if i is not None)),

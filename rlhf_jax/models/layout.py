@@ -1,0 +1,33 @@
+"""Layouts: choices that change how fast a model runs and nothing of what it computes.
+
+`fastest` makes them by backend, as measured. A `ModelConfig` that is built by hand has
+the layout that every backend runs well and that compiles in the time of one layer.
+
+Seconds of a PPO update by XLA:CPU, 2 cores with AVX-512, jax 0.10, over a loop of layers
+and with layers one by one:
+
+    2 layers, d 64      0.197  0.125    a loop's own work is most of it
+    4 layers, d 256    5.95   4.93     what a loop keeps for the gradient is copied
+    12 layers, d 768   6.3    6.3      and takes 2.5 times as long to compile
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from rlhf_jax.models.config import ModelConfig
+
+UNROLLED = {"cpu": 8}  # most layers that run one by one, by backend; else none
+
+
+def fastest(model: ModelConfig, *, backend: str | None = None) -> ModelConfig:
+    """The same model as it runs fastest on a backend.
+
+    Args:
+      backend: "cpu", "gpu" or "tpu"; None is the default one of this process.
+    """
+    backend = jax.default_backend() if backend is None else backend
+    unroll = model.num_layers <= UNROLLED.get(backend, 0)
+    return dataclasses.replace(model, unroll=unroll)

@@ -1,0 +1,158 @@
+"""Layouts change speed alone: layers one by one, caches in windows, fewer columns."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toys
+
+from rlhf_jax import config, decode, decoder, layout, storage
+
+Array = jax.Array
+PROMPT, NEW = 5, 4
+
+
+def batch(rows: int = 3, columns: int = PROMPT + NEW) -> tuple[Array, Array]:
+    """Left-padded prompts with responses of uneven length, garbage at padding."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, toys.GPT2.vocab_size, (rows, columns))
+    column = np.arange(columns)[None, :]
+    start, end = np.array([[0], [2], [3]]), np.array([[9], [7], [8]])
+    return jnp.asarray(tokens, jnp.int32), jnp.asarray(
+        (column >= start) & (column < end)
+    )
+
+
+def unrolled(model: config.ModelConfig) -> config.ModelConfig:
+    return dataclasses.replace(model, unroll=True)
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+@pytest.mark.parametrize("model", [toys.GPT2, toys.LLAMA], ids=lambda m: m.family)
+def test_layers_one_by_one_are_the_loop(model, remat):
+    params = decoder.init(jax.random.key(0), model=model)
+    tokens, mask = batch()
+    weights = jax.random.normal(jax.random.key(1), (*tokens.shape, model.hidden_size))
+    weights = jnp.where(mask[..., None], weights, 0.0)
+
+    def loss(params, model):
+        hidden = decoder.hidden_states(params, model=model, tokens=tokens, mask=mask)
+        return (hidden * weights).sum(), hidden
+
+    gradient = jax.jit(jax.grad(loss, has_aux=True), static_argnums=1)
+    looped, hidden = gradient(params, model)
+    apart, same = gradient(params, unrolled(dataclasses.replace(model, remat=remat)))
+    kept = np.asarray(mask)
+    np.testing.assert_allclose(hidden[kept], same[kept], rtol=0, atol=1e-5)
+    chex.assert_trees_all_close(looped, apart, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("first", [0, 1, PROMPT - 1, PROMPT + NEW - 1])
+@pytest.mark.parametrize("unroll", [False, True])
+@pytest.mark.parametrize("model", [toys.GPT2, toys.LLAMA], ids=lambda m: m.family)
+def test_earlier_columns_are_zero_and_the_others_as_they_were(model, unroll, first):
+    model = dataclasses.replace(model, unroll=unroll)
+    params = decoder.init(jax.random.key(0), model=model)
+    tokens, mask = batch()
+    run = functools.partial(decoder.prefill, params, model=model)
+    whole, cache = run(tokens=tokens, mask=mask)
+    part, part_cache = run(tokens=tokens, mask=mask, first_column=first)
+    np.testing.assert_array_equal(part[:, :first], 0.0)
+    np.testing.assert_allclose(part[:, first:], whole[:, first:], rtol=0, atol=1e-5)
+    chex.assert_trees_all_close(cache, part_cache, rtol=0, atol=1e-5)
+
+
+def test_the_last_layer_leaves_out_what_nobody_wants():
+    model = unrolled(toys.GPT2)
+    params = decoder.init(jax.random.key(0), model=model)
+    tokens, mask = batch()
+
+    def flops(first: int) -> float:
+        run = functools.partial(decoder.hidden_states, model=model, first_column=first)
+        lowered = jax.jit(run).lower(params, tokens=tokens, mask=mask)
+        return lowered.compile().cost_analysis()["flops"]
+
+    rows, columns = tokens.shape
+    wide, mlp = model.hidden_size, model.intermediate_size
+    # Query and output projections and both of the MLP, at the columns left out.
+    saved = 2 * rows * PROMPT * (2 * wide * wide + 2 * wide * mlp)
+    assert flops(0) - flops(PROMPT) >= saved
+    assert flops(0) - flops(PROMPT) <= 1.5 * saved
+    assert columns > PROMPT
+
+
+def test_stored_layers_are_looped_over_whatever_the_layout():
+    model = toys.GPT2
+    params = decoder.init(jax.random.key(0), model=model)
+    stored = storage.store(params, dtype="int8")
+    tokens, mask = batch()
+    looped, apart = (
+        decoder.hidden_states(stored, model=one, tokens=tokens, mask=mask)
+        for one in (model, unrolled(model))
+    )
+    np.testing.assert_array_equal(looped, apart)
+    text = jax.jit(
+        functools.partial(decoder.hidden_states, model=unrolled(model))
+    ).lower(stored, tokens=tokens, mask=mask)
+    assert "while" in text.as_text()
+
+
+def test_windows_cover_every_column_and_grow_slowly():
+    for first in (1, 16, 127, 128, 500):
+        for new in (1, 48, 128, 512, 1000):
+            size = first + new
+            widths = decode.windows(size, first=first)
+            assert widths[-1] == size
+            assert widths == tuple(sorted(set(widths)))
+            for before, after in itertools.pairwise(widths):
+                assert before % decode.WINDOW == 0
+                assert after <= 2.5 * before
+            assert widths[0] > first
+
+
+@pytest.mark.parametrize("model", [toys.GPT2, toys.LLAMA], ids=lambda m: m.family)
+@pytest.mark.parametrize("stop_ids", [(), (3,)])
+def test_windows_change_no_sample(model, stop_ids, monkeypatch):
+    model = dataclasses.replace(model, max_positions=64)
+    params = decoder.init(jax.random.key(0), model=model)
+    tokens, mask = batch(columns=PROMPT)
+    keys = decode.row_keys(
+        jax.random.key(2), index=jnp.arange(3), sample=jnp.zeros(3, jnp.int32)
+    )
+
+    def sample() -> decode.Generated:
+        return decode.generate(
+            params,
+            model=model,
+            tokens=tokens,
+            mask=mask.at[:, -1].set(True),
+            keys=keys,
+            max_new_tokens=40,
+            stop_ids=stop_ids,
+        )
+
+    assert len(decode.windows(PROMPT + 40, first=PROMPT)) == 1
+    whole = sample()
+    monkeypatch.setattr(decode, "WINDOW", 8)
+    assert decode.windows(PROMPT + 40, first=PROMPT) == (8, 16, 32, 45)
+    narrow = sample()
+    assert (whole.response_mask.sum() == 3 * 40) == (stop_ids == ())
+    for name in ("tokens", "mask", "response_mask"):
+        np.testing.assert_array_equal(getattr(whole, name), getattr(narrow, name))
+    np.testing.assert_allclose(whole.logprobs, narrow.logprobs, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(whole.entropy, narrow.entropy, rtol=0, atol=1e-5)
+
+
+def test_fastest_knows_the_backend_and_the_layers():
+    deep = dataclasses.replace(toys.GPT2, num_layers=layout.UNROLLED["cpu"] + 1)
+    assert layout.fastest(toys.GPT2, backend="cpu") == unrolled(toys.GPT2)
+    assert layout.fastest(toys.GPT2) == unrolled(toys.GPT2)  # tests run on a CPU
+    assert layout.fastest(unrolled(deep), backend="cpu") == deep
+    assert layout.fastest(unrolled(toys.GPT2), backend="tpu") == toys.GPT2
