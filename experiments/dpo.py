@@ -58,7 +58,7 @@ from rlhf_jax import (
 )
 from rlhf_jax import lora as lora_
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models.config import Remat
+from rlhf_jax.models.config import Attention, Remat
 from rlhf_jax.roles.frozen import Frozen
 from rlhf_jax.runtime.data import Blank
 from rlhf_jax.runtime.frozen_models import Storage
@@ -118,6 +118,8 @@ class Config(run_folder.RunConfig):
     """Of activations; trained parameters stay float32."""
     remat: Remat = "none"
     """What of a layer a gradient computes again, to save memory."""
+    attention: Attention = "xla"
+    """Of whole sequences; cudnn is flash attention, on a GPU in bfloat16."""
     mesh: MeshOption = sharding.ONE_DEVICE
     """How several devices share rows and parameters."""
 
@@ -261,6 +263,7 @@ def main(options: Config) -> None:
         tokenizer=options.tokenizer,
         dtype=options.dtype,
         remat=options.remat,
+        attention=options.attention,
         sharding=functools.partial(sharding.shardings, mesh=mesh),
     )
     pairs, others = data.hold_out(

@@ -65,7 +65,7 @@ from rlhf_jax import (
     verifiers,
 )
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models.config import Remat
+from rlhf_jax.models.config import Attention, Remat
 from rlhf_jax.roles.frozen import Frozen
 from rlhf_jax.roles.rewards import Scores
 from rlhf_jax.runtime.data import Row
@@ -130,6 +130,8 @@ class Config(run_folder.RunConfig):
     """Held-out questions to answer, from the beginning; GSM8K has 1319."""
     remat: Remat = "none"
     """What of a layer a gradient computes again, to save memory."""
+    attention: Attention = "xla"
+    """Of whole sequences; cudnn is flash attention, on a GPU in bfloat16."""
     mesh: MeshOption = sharding.ONE_DEVICE
     """How several devices share rows and parameters."""
 
@@ -354,6 +356,7 @@ def main(options: Config) -> None:
         tokenizer=options.tokenizer,
         dtype=options.dtype,
         remat=options.remat,
+        attention=options.attention,
         sharding=functools.partial(sharding.shardings, mesh=mesh),
     )
     algorithm = make_algorithm(options, start=start)

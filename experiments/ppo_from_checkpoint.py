@@ -83,7 +83,7 @@ from rlhf_jax import lora as lora_
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl_control import Control
 from rlhf_jax.functional.masked import Stats
-from rlhf_jax.models.config import ModelConfig, Remat
+from rlhf_jax.models.config import Attention, ModelConfig, Remat
 from rlhf_jax.roles.frozen import Frozen
 from rlhf_jax.roles.lifecycle import Lifecycle
 from rlhf_jax.roles.rewards import Scores
@@ -169,6 +169,8 @@ class Config(run_folder.RunConfig):
     """Adapters instead of all parameters."""
     remat: Remat = "none"
     """What of a layer a gradient computes again, to save memory."""
+    attention: Attention = "xla"
+    """Of whole sequences; cudnn is flash attention, on a GPU in bfloat16."""
     mesh: MeshOption = sharding.ONE_DEVICE
     """How several devices share rows and parameters."""
     sampling_mesh: MeshOption | None = None
@@ -789,6 +791,7 @@ def main(options: Config) -> None:
         tokenizer=options.tokenizer,
         dtype=options.dtype,
         remat=options.remat,
+        attention=options.attention,
         sharding=functools.partial(sharding.shardings, mesh=mesh),
     )
     models = make_models(options, policy)

@@ -51,7 +51,7 @@ from rlhf_jax import (
     train_reward,
 )
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models.config import Remat
+from rlhf_jax.models.config import Attention, Remat
 from rlhf_jax.runtime.batches import Batches
 from rlhf_jax.runtime.encoding import Example, Pair
 from rlhf_jax.runtime.pretrained import Pretrained
@@ -104,6 +104,8 @@ class Config(run_folder.RunConfig):
     """Of activations; parameters stay float32."""
     remat: Remat = "none"
     """What of a layer a gradient computes again, to save memory."""
+    attention: Attention = "xla"
+    """Of whole sequences; cudnn is flash attention, on a GPU in bfloat16."""
     mesh: MeshOption = sharding.ONE_DEVICE
     """How several devices share rows and parameters."""
 
@@ -213,6 +215,7 @@ def main(options: Config) -> None:
         tokenizer=options.tokenizer,
         dtype=options.dtype,
         remat=options.remat,
+        attention=options.attention,
         sharding=functools.partial(sharding.shardings, mesh=mesh),
     )
     model = start.model

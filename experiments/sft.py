@@ -48,7 +48,7 @@ from rlhf_jax import (
     state,
 )
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models.config import Remat
+from rlhf_jax.models.config import Attention, Remat
 from rlhf_jax.runtime.encoding import Example
 from rlhf_jax.runtime.pretrained import Pretrained
 from rlhf_jax.runtime.sharding import MeshOption
@@ -103,6 +103,8 @@ class Config(run_folder.RunConfig):
     """Of activations; parameters stay float32."""
     remat: Remat = "none"
     """What of a layer a gradient computes again, to save memory."""
+    attention: Attention = "xla"
+    """Of whole sequences; cudnn is flash attention, on a GPU in bfloat16."""
     mesh: MeshOption = sharding.ONE_DEVICE
     """How several devices share rows and parameters."""
 
@@ -132,6 +134,7 @@ def starting_point(options: Config, *, mesh: Mesh) -> Pretrained:
             tokenizer=options.tokenizer,
             dtype=options.dtype,
             remat=options.remat,
+            attention=options.attention,
             sharding=functools.partial(sharding.shardings, mesh=mesh),
         )
     assert options.tokenizer is not None  # checked by Config
@@ -147,7 +150,7 @@ def starting_point(options: Config, *, mesh: Mesh) -> Pretrained:
     )
     init = functools.partial(decoder.init, jax.random.key(options.seed), model=model)
     return Pretrained(
-        model=layout.fastest(model),
+        model=layout.fastest(dataclasses.replace(model, attention=options.attention)),
         params=sharding.create(init, mesh=mesh),
         tokenizer=tokenizer,
         stop_ids=(encoding.eos_token_id(tokenizer),),

@@ -156,3 +156,30 @@ def test_fastest_knows_the_backend_and_the_layers():
     assert layout.fastest(toys.GPT2) == unrolled(toys.GPT2)  # tests run on a CPU
     assert layout.fastest(unrolled(deep), backend="cpu") == deep
     assert layout.fastest(unrolled(toys.GPT2), backend="tpu") == toys.GPT2
+
+
+def test_attention_by_cudnn_is_asked_for_and_needs_a_gpu(monkeypatch):
+    with pytest.raises(
+        ValueError, match="bfloat16 with attention cudnn, got 'float32'"
+    ):
+        dataclasses.replace(toys.GPT2, attention="cudnn")
+    with pytest.raises(
+        ValueError, match="expected attention xla or cudnn, got 'flash'"
+    ):
+        dataclasses.replace(toys.GPT2, attention="flash")
+    model = dataclasses.replace(toys.GPT2, dtype="bfloat16", attention="cudnn")
+    with pytest.raises(ValueError, match="expected a GPU for attention cudnn, got the"):
+        layout.fastest(model)
+    assert layout.fastest(model, backend="gpu") == model
+    asked, plain = [], jax.nn.dot_product_attention
+
+    def attention(*args, implementation, **options):
+        asked.append(implementation)
+        return plain(*args, **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
+    params = decoder.init(jax.random.key(0), model=toys.GPT2)
+    asked.clear()
+    tokens, mask = batch()
+    decoder.hidden_states(params, model=model, tokens=tokens, mask=mask)
+    assert set(asked) == {"cudnn"}

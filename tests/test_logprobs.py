@@ -380,19 +380,6 @@ def test_never_holds_the_logits_of_every_position():
     assert memory.temp_size_in_bytes < all_logits / 4
 
 
-def test_map_columns_is_the_function_itself():
-    x = RNG.normal(size=(2, 7, 3)).astype(np.float32)
-    y = np.arange(14, dtype=np.float32).reshape(2, 7)
-
-    def function(x, y):
-        return jnp.sum(x, axis=-1) * y, x * 2.0
-
-    for chunk in (3, 7):
-        summed, doubled = logprobs.map_columns(function, x, y, chunk=chunk)
-        np.testing.assert_allclose(summed, x.sum(-1) * y, rtol=1e-5, atol=1e-6)
-        np.testing.assert_array_equal(doubled, x * 2)
-
-
 def test_wrong_input_says_what_to_do():
     with pytest.raises(ValueError, match=r"logits: expected shape \(3, 6, any\), got"):
         logprobs.token_logprobs(LOGITS[:, 1:], TOKENS)

@@ -10,8 +10,6 @@ This is one of the places where columns shift by one. Position t-1 predicts toke
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 
@@ -145,46 +143,6 @@ def token_logprobs_from_hidden(
         jnp.pad(array.reshape(wanted.shape), before) for array in found
     )
     return logprobs, entropies
-
-
-def map_columns(
-    function: Callable[..., tuple[Array, ...]], *arrays: Array, chunk: int
-) -> tuple[Array, ...]:
-    """function(*arrays), for a function that treats every column alone, in chunks.
-
-    Holds what `function` needs inside for about `chunk` columns at a time, in the
-    forward and, by computing it again, in the backward pass.
-
-    Args:
-      function: [B, t, ...] arrays -> tuple of [B, t, ...] arrays, for any t.
-      arrays: [B, T, ...].
-      chunk: columns at a time; T or more calls `function` once.
-
-    Returns:
-      Tuple of [B, T, ...].
-    """
-    columns = arrays[0].shape[1]
-    num_chunks = -(-columns // chunk)
-    if num_chunks <= 1:
-        return function(*arrays)
-    chunk = -(-columns // num_chunks)  # even chunks leave the least padding
-
-    def split(array: Array) -> Array:
-        padding = [(0, 0)] * array.ndim
-        padding[1] = (0, num_chunks * chunk - columns)
-        batch, _, *rest = array.shape
-        chunks = jnp.pad(array, padding).reshape(batch, num_chunks, chunk, *rest)
-        return jnp.moveaxis(chunks, 1, 0)
-
-    def join(chunks: Array) -> Array:
-        _, batch, _, *rest = chunks.shape
-        joined = jnp.moveaxis(chunks, 0, 1).reshape(batch, num_chunks * chunk, *rest)
-        return joined[:, :columns]
-
-    # A scan separates the passes by itself; barriers against CSE would only cost.
-    step = jax.checkpoint(lambda chunks: function(*chunks), prevent_cse=False)
-    found = jax.lax.map(step, tuple(split(array) for array in arrays))
-    return tuple(join(array) for array in found)
 
 
 def _pick(logprobs: Array, tokens: Array) -> Array:

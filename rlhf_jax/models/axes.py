@@ -22,6 +22,7 @@ Array = jax.Array
 Names = tuple[str | None, ...]
 
 ROW_AXES = ("data", "fsdp")  # of a mesh, that share the rows of a batch
+WORD_AXIS = "tensor"  # of a mesh, that shares the words of a vocabulary
 
 # By the end of the path; layers are stacked, and so begin with "layers".
 PARAMETERS: dict[tuple[str, ...], Names] = {
@@ -95,6 +96,12 @@ def row_devices(rows: int) -> int:
     mesh = jax.sharding.get_abstract_mesh()
     sizes = dict(mesh.shape)
     return math.prod(sizes[axis] for axis in row_axes(sizes, rows=rows))
+
+
+def word_devices(words: int) -> int:
+    """How many devices of the mesh that is set share so many words; 1 without one."""
+    count = dict(jax.sharding.get_abstract_mesh().shape).get(WORD_AXIS, 1)
+    return 1 if words % count else count
 
 
 def row_axes(sizes: dict[str, int], *, rows: int) -> tuple[str, ...]:

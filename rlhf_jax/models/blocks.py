@@ -151,7 +151,9 @@ class Attention(nn.Module):
         if cache is None:
             seen = key, value
             mask = attend[:, None, first:]
-            y = jax.nn.dot_product_attention(query, key, value, mask=mask)
+            y = jax.nn.dot_product_attention(
+                query, key, value, mask=mask, implementation=model.attention
+            )
         else:
             seen = append(cache, (key, value), column=column)
             y = attend_cache(query, seen, attend=attend)

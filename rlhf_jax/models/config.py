@@ -21,6 +21,13 @@ again. `full` keeps the layer's input alone, for a second forward pass; over lay
 are stored in int8 or on the host `none` is `full`.
 """
 
+Attention = Literal["xla", "cudnn"]
+"""What computes the attention of whole sequences (decoding always takes XLA).
+
+`cudnn` is flash attention, which holds no [B, H, S, S]; it needs an NVIDIA GPU and
+activations in bfloat16.
+"""
+
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
@@ -66,6 +73,7 @@ class ModelConfig:
     dtype: str = "float32"  # of activations; parameters keep their own
     remat: Remat = "none"  # what of a layer a gradient computes again
     unroll: bool = False  # layers one by one in the program, not as a loop over them
+    attention: Attention = "xla"  # what computes that of whole sequences
 
     def __post_init__(self) -> None:
         checks.positive(
@@ -92,6 +100,16 @@ class ModelConfig:
             raise InputError(
                 f"expected dtype float32 or bfloat16, got {self.dtype!r}; float16 is "
                 f"for stored parameters, its range being too small for activations"
+            )
+        if self.attention not in get_args(Attention):
+            raise InputError(
+                f"expected attention {' or '.join(get_args(Attention))}, got "
+                f"{self.attention!r}; choose one, xla being on every backend"
+            )
+        if self.attention == "cudnn" and self.dtype != "bfloat16":
+            raise InputError(
+                f"expected dtype bfloat16 with attention cudnn, got {self.dtype!r}; "
+                f"change either"
             )
         if self.remat not in get_args(Remat):
             raise InputError(

@@ -3,8 +3,8 @@
 `fastest` makes them by backend, as measured. A `ModelConfig` that is built by hand has
 the layout that every backend runs well and that compiles in the time of one layer.
 
-Seconds of a PPO update by XLA:CPU, 2 cores with AVX-512, jax 0.10, over a loop of layers
-and with layers one by one:
+Seconds of a PPO update by XLA:CPU, 2 cores with AVX-512, jax 0.10, with a loop over the
+layers and with layers one by one:
 
     2 layers, d 64      0.197  0.125    a loop's own work is most of it
     4 layers, d 256    5.95   4.93     what a loop keeps for the gradient is copied
@@ -17,6 +17,7 @@ import dataclasses
 
 import jax
 
+from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
 
 UNROLLED = {"cpu": 8}  # most layers that run one by one, by backend; else none
@@ -27,7 +28,14 @@ def fastest(model: ModelConfig, *, backend: str | None = None) -> ModelConfig:
 
     Args:
       backend: "cpu", "gpu" or "tpu"; None is the default one of this process.
+
+    Raises:
+      InputError: the backend does not have the attention that the model asks for.
     """
     backend = jax.default_backend() if backend is None else backend
+    if model.attention == "cudnn" and backend != "gpu":
+        raise InputError(
+            f"expected a GPU for attention cudnn, got the backend {backend}; choose xla"
+        )
     unroll = model.num_layers <= UNROLLED.get(backend, 0)
     return dataclasses.replace(model, unroll=unroll)

@@ -123,14 +123,17 @@ def price_hidden(
         and segments, from column `first_column - 1` on at least.
       The others, Returns: as `logprobs_and_entropy`.
     """
+    head = heads.vocabulary_head(params, model=model)
+    # Its chunks hold words of every device that shares the vocabulary.
+    shared = axes.word_devices(head.shape[0])
     priced = logprobs_.token_logprobs_from_hidden(
         hidden,
-        heads.vocabulary_head(params, model=model),
+        head,
         tokens,
         temperature=temperature,
         vocab_size=model.vocab_size,
         first_column=first_column,
-        max_logits=_max_logits(hidden),
+        max_logits=shared * _max_logits(hidden),
     )
     predicted = _predicted(mask)
     if segments is not None:

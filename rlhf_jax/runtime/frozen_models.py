@@ -189,7 +189,7 @@ def load_reference(
 def check_reference(name: str, *, model: ModelConfig, policy: ModelConfig) -> None:
     """InputError unless a reference of shape `model` scores the policy's rollouts.
 
-    One program reads both, by the policy's compute dtype, remat and layout. Every other
+    One program reads both, by the policy's compute dtype, attention, remat and layout. Every other
     field must be the policy's: the vocabulary, for one KL over the same tokens; the
     context, for the longest rollout; the rest, for drift and lifecycles to compare the
     two leaf by leaf.
@@ -198,7 +198,8 @@ def check_reference(name: str, *, model: ModelConfig, policy: ModelConfig) -> No
     differing = [
         f"{field} {got[field]} for {wanted[field]}"
         for field in wanted
-        if field not in ("dtype", "remat", "unroll") and got[field] != wanted[field]
+        if field not in ("dtype", "remat", "unroll", "attention")
+        and got[field] != wanted[field]
     ]
     if differing:
         raise InputError(
@@ -231,9 +232,11 @@ def load_reward_model(
             f"of this policy (reward_model.py)"
         )
     _check_ids(path_or_repo_id, policy=policy, role="reward model")
-    # A critic that is trained from it takes this shape, and remat with it.
+    # A critic that is trained from it takes this shape, and how it computes with it.
     ours = policy.model
-    model = dataclasses.replace(model, dtype=ours.dtype, remat=ours.remat)
+    model = dataclasses.replace(
+        model, dtype=ours.dtype, remat=ours.remat, attention=ours.attention
+    )
     return RewardModel(layout.fastest(model), storage.freeze(params))
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import layout
 from rlhf_jax.models import lora as lora_
-from rlhf_jax.models.config import ModelConfig, Remat
+from rlhf_jax.models.config import Attention, ModelConfig, Remat
 from rlhf_jax.models.lora import LoRA
 from rlhf_jax.roles import frozen
 from rlhf_jax.roles.frozen import Frozen
@@ -99,6 +99,7 @@ def load(
     tokenizer: str | None = None,
     dtype: str = "float32",
     remat: Remat = "none",
+    attention: Attention = "xla",
     sharding: Any = None,
 ) -> Pretrained:
     """Reads a checkpoint to train, and checks that its tokenizer fits it.
@@ -108,11 +109,12 @@ def load(
       tokenizer: where the tokenizer is; None for in the checkpoint.
       dtype: of activations; the parameters are float32.
       remat: what of a layer a gradient computes again.
+      attention: what computes that of whole sequences.
       sharding: where the parameters are to lie, as `hf.load`.
 
     Raises:
-      InputError: either is missing or unreadable (`hf.load`), or the tokenizer has ids
-        that the model lacks.
+      InputError: either is missing or unreadable (`hf.load`), the tokenizer has ids
+        that the model lacks, or this backend has no such attention.
     """
     reader = encoding.load_tokenizer(
         path_or_repo_id if tokenizer is None else tokenizer
@@ -122,7 +124,9 @@ def load(
     # A chat model may stop at more than the tokenizer's EOS, which may be None.
     stop_ids = [reader.eos_token_id, *hf.stop_ids(path_or_repo_id)]
     return Pretrained(
-        model=layout.fastest(dataclasses.replace(model, dtype=dtype, remat=remat)),
+        model=layout.fastest(
+            dataclasses.replace(model, dtype=dtype, remat=remat, attention=attention)
+        ),
         params=params,
         tokenizer=reader,
         stop_ids=tuple(dict.fromkeys(i for i in stop_ids if i is not None)),
