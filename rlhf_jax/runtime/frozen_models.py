@@ -189,10 +189,10 @@ def load_reference(
 def check_reference(name: str, *, model: ModelConfig, policy: ModelConfig) -> None:
     """InputError unless a reference of shape `model` scores the policy's rollouts.
 
-    One program reads both, by the policy's compute dtype, attention, remat and layout. Every other
-    field must be the policy's: the vocabulary, for one KL over the same tokens; the
-    context, for the longest rollout; the rest, for drift and lifecycles to compare the
-    two leaf by leaf.
+    One program reads both, by the policy's compute dtype, attention, remat and layout.
+    Every other field must be the policy's: the vocabulary, for one KL over the same
+    tokens; the context, for the longest rollout; the rest, for drift and lifecycles to
+    compare the two leaf by leaf.
     """
     wanted, got = dataclasses.asdict(policy), dataclasses.asdict(model)
     differing = [
