@@ -117,8 +117,9 @@ def test_windows_cover_every_column_and_grow_slowly():
             assert widths[0] > first
 
 
-@pytest.mark.parametrize("model", [toys.GPT2, toys.LLAMA], ids=lambda m: m.family)
-@pytest.mark.parametrize("stop_ids", [(), (3,)])
+@pytest.mark.parametrize(
+    ("model", "stop_ids"), [(toys.GPT2, ()), (toys.LLAMA, (3,))], ids=["gpt2", "llama"]
+)
 def test_windows_change_no_sample(model, stop_ids, monkeypatch):
     model = dataclasses.replace(model, max_positions=64)
     params = decoder.init(jax.random.key(0), model=model)

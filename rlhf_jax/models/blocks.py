@@ -8,6 +8,7 @@ to, D hidden, H query heads, K key-value heads, F the MLP's width.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import flax.linen as nn
 import jax
@@ -20,6 +21,15 @@ KeyValue = tuple[Array, Array]  # each [B, S, K, head_dim], in the compute dtype
 Cache = tuple[Array, Array]  # each [B, K, W, head_dim], in the compute dtype
 
 INIT_STD = 0.02  # Radford et al. 2019
+
+
+def lean(function: Callable[..., Array], *, model: ModelConfig) -> Callable[..., Array]:
+    """The function, of which a gradient keeps what goes in and computes the rest again.
+
+    For arithmetic between matrix products, whose steps are each as large as its input.
+    Only a loop over the layers keeps the two passes apart by itself.
+    """
+    return jax.checkpoint(function, prevent_cse=model.unroll)
 
 
 class Linear(nn.Module):
@@ -61,24 +71,27 @@ class Norm(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        centred = self.model.norm == "layernorm"
-        broadcast = (None,) * (x.ndim - 1)
-        scale = self.param(
-            "scale", nn.initializers.ones, (x.shape[-1],), jnp.float32
-        ).astype(jnp.float32)
-        y = x.astype(jnp.float32)
+        model, size = self.model, x.shape[-1:]
+        centred = model.norm == "layernorm"
+        scale = self.param("scale", nn.initializers.ones, size, jnp.float32)
+        bias = None
         if centred:
-            y = y - y.mean(-1, keepdims=True)
-        y = y * jax.lax.rsqrt(
-            jnp.square(y).mean(-1, keepdims=True) + self.model.norm_eps
-        )
-        y = y * scale[broadcast]
-        if centred:
-            bias = self.param(
-                "bias", nn.initializers.zeros, (x.shape[-1],), jnp.float32
-            ).astype(jnp.float32)
-            y = y + bias[broadcast]
-        return y.astype(x.dtype)
+            bias = self.param("bias", nn.initializers.zeros, size, jnp.float32)
+
+        def normalised(x: Array, scale: Array, bias: Array | None) -> Array:
+            broadcast = (None,) * (x.ndim - 1)
+            y = x.astype(jnp.float32)
+            if centred:
+                y = y - y.mean(-1, keepdims=True)
+            y = y * jax.lax.rsqrt(
+                jnp.square(y).mean(-1, keepdims=True) + model.norm_eps
+            )
+            y = y * scale.astype(jnp.float32)[broadcast]
+            if bias is not None:
+                y = y + bias.astype(jnp.float32)[broadcast]
+            return y.astype(x.dtype)
+
+        return lean(normalised, model=model)(x, scale, bias)
 
 
 def rotary_table(positions: Array, *, model: ModelConfig) -> KeyValue:
@@ -234,9 +247,6 @@ class MLP(nn.Module):
         def hidden(up: Array, gate: Array | None) -> Array:
             return activation(up) if gate is None else activation(gate) * up
 
-        # A gradient keeps what goes in, not the steps in between, which are as large.
-        # Only a loop over layers keeps the two passes apart by itself.
-        hidden = jax.checkpoint(hidden, prevent_cse=model.unroll)
         up = Linear(model.intermediate_size, model.mlp_bias, name="up")(x)
         gate = None
         if model.gated_mlp:
@@ -246,7 +256,7 @@ class MLP(nn.Module):
             model.mlp_bias,
             init_std=INIT_STD / math.sqrt(2 * model.num_layers),
             name="down",
-        )(hidden(up, gate))
+        )(lean(hidden, model=model)(up, gate))
 
 
 class Block(nn.Module):
