@@ -49,6 +49,7 @@ ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (
             "llama",
             "known",
             "sampling",
+            "slots",
             "decode",
         ),
     ),
