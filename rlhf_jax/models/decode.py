@@ -115,8 +115,8 @@ def generate(
 
     Raises:
       InputError: temperature <= 0, no new tokens, a prompt of no columns, more
-        columns than the model has positions, groups that do not divide the rows, or slots
-        that hold no group or outnumber the rows.
+        columns than the model has positions, groups that do not divide the rows, or
+        slots that hold no group or outnumber the rows.
     """
     if slots is not None:
         _check(

@@ -11,14 +11,15 @@ All slots write the same column of their caches, which is one slice as in `decod
 columns are a ring: a prompt that comes in takes those just before the next column, and
 a mask says which are the row's own.
 
-    column    0    1    2    3    4    5      P = 3, R = 4; column 4 comes next
-    slot 0    ·   The  cat  sat   ·    ·      came in now: column 4 takes its first token
-    slot 1    on   ·    ·   one  two three    came in before: wraps around
+    column    0    1    2    3    4    5     P = 3, R = 4; column 1 comes next
+    slot 0    r0   ·    ·    p0   p1   p2    r1 is drawn, and will be run in column 1
+    slot 1    p2   ·    ·    ·    p0   p1    came in now: so will its r0
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import flax.struct
@@ -127,7 +128,7 @@ def respond(
         )
 
     def prepare(tokens: Array, mask: Array, row: Array, column: Array) -> Slots:
-        """Runs prompts, which then stand before `column`, and draws their first token."""
+        """Runs prompts, in the columns before `column`, and draws a token each."""
         hidden, key_values = decoder.prefill(
             params,
             model=model,
@@ -178,12 +179,20 @@ def respond(
         state = dataclasses.replace(state, attend=attend, caches=caches)
         return draw(heads.logits(params, hidden, model=model), state)
 
+    def answer(state: Slots, column: Array, *, until: Array | int) -> Any:
+        """Advances until at most so many responses go on."""
+        return jax.lax.while_loop(
+            lambda carry: carry[0].alive.sum() > until,
+            lambda carry: (advance(*carry), (carry[1] + 1) % ring),
+            (state, column),
+        )
+
     def turn(
         carry: tuple[Slots, Responses, Array], arrival: tuple[Array, ...]
     ) -> tuple[tuple[Slots, Responses, Array], None]:
         """Lets prompts in, then answers until the next ones can come."""
         state, done, column = carry
-        *prompts, row, needed = arrival
+        *prompts, row, limit = arrival
         [free] = jnp.nonzero(~state.alive, size=arriving, fill_value=slots)
         place = jnp.where(row < rows, free, slots)
         done = _collect(done, state, place=place)
@@ -192,21 +201,21 @@ def respond(
             state,
             prepare(*prompts, row, column),
         )
-        state, column = jax.lax.while_loop(
-            lambda carry: (~carry[0].alive).sum() < needed,
-            lambda carry: (advance(*carry), (carry[1] + 1) % ring),
-            (state, column),
-        )
+        state, column = answer(state, column, until=limit)
         return (state, done, column), None
 
     turns = -(-rows // arriving)
+    sizes = (*fewer_slots(slots), 0)
     row = jnp.arange(turns * arriving, dtype=jnp.int32).reshape(turns, arriving)
     arrivals = (
-        *(array[jnp.minimum(row, rows - 1)] for array in (tokens, mask)),
+        *(jnp.take(array, row, axis=0, mode="clip") for array in (tokens, mask)),
         jnp.minimum(row, rows),
-        # Free slots that the next prompts need; after the last, all of them.
+        # How many may go on when the next prompts come, or when none is left.
         jnp.asarray(
-            [*(min(arriving, rows - n * arriving) for n in range(1, turns)), slots],
+            [
+                *(slots - min(arriving, rows - n * arriving) for n in range(1, turns)),
+                sizes[0],
+            ],
             jnp.int32,
         ),
     )
@@ -216,8 +225,12 @@ def respond(
         rows=rows,
     )
     carry = (state, _none(rows, max_new_tokens), jnp.zeros((), jnp.int32))
-    (state, done, _), _ = jax.lax.scan(turn, carry, arrivals)
-    return _collect(done, state, place=jnp.arange(slots))
+    (state, done, column), _ = jax.lax.scan(turn, carry, arrivals)
+    for size, limit in itertools.pairwise(sizes):
+        done = _collect(done, state, place=jnp.arange(state.row.shape[0]))
+        state = _moved(state, size=size, rows=rows)
+        state, column = answer(state, column, until=limit)
+    return _collect(done, state, place=jnp.arange(state.row.shape[0]))
 
 
 def refill_size(slots: int, *, group_size: int) -> int:
@@ -226,6 +239,11 @@ def refill_size(slots: int, *, group_size: int) -> int:
     Of fewer the matrix products are too small; more leave more slots idle before.
     """
     return group_size * max(1, slots // SHARE // group_size)
+
+
+def fewer_slots(slots: int) -> tuple[int, ...]:
+    """How many slots are left, one after another, once no prompt waits."""
+    return tuple(size for size in (slots // 4, slots // 16) if size)
 
 
 def _none(rows: int, size: int) -> Responses:
@@ -244,6 +262,14 @@ def _empty(shapes: Slots, *, slots: int, rows: int) -> Slots:
         shapes,
     )
     return dataclasses.replace(state, row=jnp.full(slots, rows, jnp.int32))
+
+
+def _moved(state: Slots, *, size: int, rows: int) -> Slots:
+    """The responses that go on, at most `size`, in as many slots."""
+    [going] = jnp.nonzero(state.alive, size=size)  # beyond them 0, which is a copy
+    kept = jnp.arange(size) < state.alive.sum()
+    state = jax.tree.map(lambda leaf: axes.rows_apart(leaf[going]), state)
+    return dataclasses.replace(state, row=jnp.where(kept, state.row, rows), alive=kept)
 
 
 def _before(column: Array, array: Array, *, size: int, axis: int) -> Array:
