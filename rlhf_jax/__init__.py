@@ -50,6 +50,7 @@ ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (
             "llama",
             "known",
             "sampling",
+            "slots",
             "decode",
         ),
     ),

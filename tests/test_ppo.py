@@ -537,6 +537,7 @@ REBUILT = {
 ABOVE = {
     *("reprice", "micro_batch_size", "lora", "truncate_after", "dual_clip"),
     *("fixed_length", "truncate_reward_only"),  # the first must change nothing too
+    "slots",  # must change nothing: test_slots.py
     *("ptx_coef", "shared_trunk", "stop_approxkl", "max_ratio_mean"),
 }
 

@@ -49,6 +49,7 @@ SHARED = {
     "stop_approxkl": None,
     "max_ratio_mean": None,
     "micro_batch_size": None,
+    "slots": None,
 }
 PUBLISHED = {
     # launch.py: books_task, sentiment; train_policy.py: PpoHParams.

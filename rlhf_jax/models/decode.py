@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import blocks, decoder, heads
+from rlhf_jax.models import slots as slots_
 from rlhf_jax.models.blocks import Cache
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.sampling import Shaping, sample_token
@@ -88,6 +89,7 @@ def generate(
     temperature: float = 1.0,
     shaping: Shaping | None = None,
     group_size: int = 1,
+    slots: int | None = None,
 ) -> Generated:
     """Samples a response to every prompt from softmax(logits / temperature).
 
@@ -104,14 +106,43 @@ def generate(
       temperature: > 0, divides the logits, dimensionless.
       shaping: for evaluation only; None samples from the policy itself.
       group_size: G, rows g·G to g·G + G - 1 hold the same prompt, which is run once.
+      slots: rows that are answered at a time; the others wait for one that finishes
+        (`slots.py`). The samples are the same, in less time where their lengths
+        differ and in less memory always. None is a place for every row.
 
     Returns:
       Generated, with 0 in `logprobs` and `entropy` outside the response.
 
     Raises:
       InputError: temperature <= 0, no new tokens, a prompt of no columns, more
-        columns than the model has positions, or groups that do not divide the rows.
+        columns than the model has positions, groups that do not divide the rows, or
+        slots that hold no group or outnumber the rows.
     """
+    if slots is not None:
+        _check(
+            model,
+            tokens=tokens,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+        )
+        checks.groups(tokens.shape[0], group_size=group_size)
+        return _after(
+            slots_.respond(
+                params,
+                model=model,
+                tokens=tokens,
+                mask=mask,
+                keys=keys,
+                slots=slots,
+                max_new_tokens=max_new_tokens,
+                stop_ids=stop_ids,
+                temperature=temperature,
+                shaping=shaping,
+                group_size=group_size,
+            ),
+            tokens=tokens,
+            mask=mask,
+        )
     state = start(
         params,
         model=model,
@@ -271,6 +302,20 @@ def _widened(caches: Any, *, width: int) -> Any:
             leaf, ((0, 0), (0, 0), (0, width - leaf.shape[2]), (0, 0))
         ),
         caches,
+    )
+
+
+def _after(responses: slots_.Responses, *, tokens: Array, mask: Array) -> Generated:
+    """Responses behind their prompts."""
+    prompt, size = tokens.shape[1], responses.tokens.shape[1]
+    room = ((0, 0), (prompt, 0))
+    drawn = jnp.arange(size)[None] < responses.lengths[:, None]
+    return Generated(
+        tokens=jnp.concatenate([jnp.where(mask, tokens, 0), responses.tokens], axis=1),
+        mask=jnp.concatenate([mask, drawn], axis=1),
+        response_mask=jnp.pad(drawn, room),
+        logprobs=jnp.pad(responses.logprobs, room),
+        entropy=jnp.pad(responses.entropy, room),
     )
 
 

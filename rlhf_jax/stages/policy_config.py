@@ -37,6 +37,9 @@ class PolicyRecipe:
     truncate_reward_only: bool = False
     """With fixed_length: only the reward sees the truncated response; the policy is
     trained on all of it, and its score lands on the last token (OAI)."""
+    slots: int | None = None
+    """Responses sampled at a time, a finished one's place going to the next prompt;
+    None is a place for every row of a batch. No sample depends on it."""
     penalty: Penalty = kl_penalty.IN_REWARD
     """How the KL acts."""
     scores: ScoreShaping = score_shaping.AS_THEY_ARE
@@ -93,6 +96,8 @@ class PolicyRecipe:
                     f"{name}: expected a finite number above 1, as it bounds a ratio "
                     f"that starts at 1, got {number}; choose another, or leave it out"
                 )
+        if self.slots is not None:
+            checks.positive(slots=self.slots)
         one_of(aggregation=self.aggregation, among=get_args(losses.Aggregation))
         for name, given in {
             "truncate_after": self.truncate_after,

@@ -63,6 +63,7 @@ def sample(
         stop_ids=() if algorithm.fixed_length else algorithm.stop_ids,
         temperature=algorithm.temperature,
         group_size=group_size,
+        slots=algorithm.slots,
     )
     if not algorithm.fixed_length or algorithm.truncate_reward_only:
         return rollout

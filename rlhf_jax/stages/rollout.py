@@ -28,6 +28,7 @@ def rollout(
     temperature: float,
     shaping: decode.Shaping | None = None,
     group_size: int = 1,
+    slots: int | None = None,
 ) -> Rollout:
     """Samples one response to every row of prompts.
 
@@ -40,6 +41,7 @@ def rollout(
       temperature: divides the logits, here and wherever the rollout is priced.
       shaping: for evaluation samples only.
       group_size: neighbouring rows that hold the same prompt, which is run once.
+      slots: rows answered at a time, others waiting; None is a place for every row.
 
     Returns:
       Rollout[B, P + R]; `old_logprobs` are of the logits the tokens were drawn from.
@@ -58,6 +60,7 @@ def rollout(
         temperature=temperature,
         shaping=shaping,
         group_size=group_size,
+        slots=slots,
     )
     return Rollout(
         tokens=generated.tokens,

@@ -1,0 +1,242 @@
+"""Sampling: a queue of prompts in slots, and what more rows and longer answers cost.
+
+    python experiments/benchmark_decode.py --out runs/benchmark_decode
+
+Three questions, put to a GPT-2 of random weights, in float32:
+
+1. Uneven lengths. So many tokens of the vocabulary stop a response that lengths are
+   geometric, with a mean of a quarter of the most. A queue of prompts is answered in
+   plain batches, each until its longest response ends, and by `slots`
+   (`decode.generate`), where the next prompts take the places of finished rows. Both
+   draw the same tokens, which is checked, and take turns in one process.
+2. Seconds of a decode step against the rows of a batch, which should grow at most as
+   they do.
+3. Seconds of a response against its length, which should grow at most 1.15 times as
+   it does.
+
+Seconds are medians of --repeats after one that is not counted, the prompts' pass
+included; 2 and 3 have no stop tokens.
+
+EXPECTED
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlhf_jax import checks, cli, config, decode, decoder, report, run_folder
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.decode import Generated
+
+Array = jax.Array
+Run = Callable[[], Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(run_folder.RunConfig):
+    num_layers: int = 4
+    """Of the model."""
+    hidden_size: int = 256
+    """Of the model."""
+    num_heads: int = 4
+    """Of the model."""
+    vocab_size: int = 512
+    """Of the model."""
+    prompt_size: int = 16
+    """Tokens of a prompt."""
+    slots: int = 64
+    """Rows answered at a time in 1."""
+    batches: int = 8
+    """Prompts in the queue of 1, in multiples of slots; 0 leaves 1 out."""
+    response_size: int = 64
+    """Most tokens of a response in 1, all of it in 2."""
+    rows: tuple[int, ...] = (8, 16, 32, 64)
+    """Of the batches in 2."""
+    response_sizes: tuple[int, ...] = (64, 128, 256, 512)
+    """Tokens of the responses in 3."""
+    length_rows: tuple[int, ...] = (8, 64)
+    """Of the batches in 3."""
+    repeats: int = 3
+    """Timed turns of each side."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.non_negative(batches=self.batches)
+        checks.positive(
+            prompt_size=self.prompt_size,
+            slots=self.slots,
+            response_size=self.response_size,
+            repeats=self.repeats,
+        )
+
+    @property
+    def model(self) -> ModelConfig:
+        longest = max(self.response_size, *self.response_sizes)
+        model = config.gpt2(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            max_positions=self.prompt_size + longest,
+        )
+        return dataclasses.replace(model, unroll=True)
+
+
+def prompts(rows: int, options: Config) -> dict[str, Array]:
+    """Of random tokens, with the keys of their responses."""
+    rng = np.random.default_rng(options.seed)
+    shape = (rows, options.prompt_size)
+    index = jnp.arange(rows, dtype=jnp.int32)
+    return {
+        "tokens": jnp.asarray(rng.integers(0, options.vocab_size, shape), jnp.int32),
+        "mask": jnp.ones(shape, bool),
+        "keys": decode.row_keys(
+            jax.random.key(options.seed), index=index, sample=jnp.zeros_like(index)
+        ),
+    }
+
+
+def program(params: Any, given: dict[str, Array], **static: Any) -> Any:
+    """`decode.generate`, compiled."""
+    generate = jax.jit(functools.partial(decode.generate, **static))
+    return generate.lower(params, **given).compile()
+
+
+def in_turns(sides: dict[Any, Run], *, repeats: int) -> dict[Any, float]:
+    """Median seconds of each side, the sides one after another in every turn."""
+    seconds: dict[Any, list[float]] = {name: [] for name in sides}
+    for _ in range(1 + repeats):
+        for name, run in sides.items():
+            start = time.perf_counter()
+            jax.block_until_ready(run())
+            seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(taken[1:]) for name, taken in seconds.items()}
+
+
+def uneven(params: Any, options: Config) -> dict[str, Any]:
+    """Slots against plain batches."""
+    size = options.slots
+    queue = prompts(size * options.batches, options)
+    parts = [
+        jax.tree.map(lambda leaf: leaf[n * size : (n + 1) * size], queue)  # noqa: B023
+        for n in range(options.batches)
+    ]
+    share = max(1, 4 * options.vocab_size // options.response_size)
+    static = {
+        "model": options.model,
+        "max_new_tokens": options.response_size,
+        "stop_ids": tuple(range(share)),
+    }
+    plain = program(params, parts[0], **static)
+    slotted = program(params, queue, slots=size, **static)
+
+    def in_batches() -> list[Generated]:
+        return [plain(params, **part) for part in parts]
+
+    def in_slots() -> Generated:
+        return slotted(params, **queue)
+
+    apart = [np.concatenate(leaves) for leaves in zip(*map(tuple_of, in_batches()))]
+    for wanted, found in zip(apart, tuple_of(in_slots()), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    tokens = int(apart[1].sum())
+    seconds = in_turns(
+        {"batches": in_batches, "slots": in_slots}, repeats=options.repeats
+    )
+    return {
+        "mean_length": tokens / len(apart[1]),
+        "tokens_per_second": {name: tokens / took for name, took in seconds.items()},
+        "ratio": seconds["batches"] / seconds["slots"],
+    }
+
+
+def tuple_of(generated: Generated) -> tuple[np.ndarray, np.ndarray]:
+    return np.asarray(generated.tokens), np.asarray(generated.response_mask)
+
+
+def of_length(params: Any, options: Config, *, rows: int, size: int) -> Run:
+    """Responses of `size` tokens each."""
+    given = prompts(rows, options)
+    static = {"model": options.model, "max_new_tokens": size, "stop_ids": ()}
+    compiled = program(params, given, **static)
+    return lambda: compiled(params, **given)
+
+
+def more_rows(params: Any, options: Config) -> list[dict[str, float]]:
+    """Seconds of a step, and how they grow beside the rows."""
+    size = options.response_size
+    seconds = in_turns(
+        {n: of_length(params, options, rows=n, size=size) for n in options.rows},
+        repeats=options.repeats,
+    )
+    first = options.rows[0]
+    return [
+        {
+            "rows": rows,
+            "step_ms": 1e3 * took / size,
+            "growth": took * first / (seconds[first] * rows),
+        }
+        for rows, took in seconds.items()
+    ]
+
+
+def longer(params: Any, options: Config) -> list[dict[str, float]]:
+    """Seconds of a response, and how they grow beside its length."""
+    found = []
+    for rows in options.length_rows:
+        seconds = in_turns(
+            {
+                size: of_length(params, options, rows=rows, size=size)
+                for size in options.response_sizes
+            },
+            repeats=options.repeats,
+        )
+        first = options.response_sizes[0]
+        found += [
+            {
+                "rows": rows,
+                "tokens": size,
+                "seconds": took,
+                "growth": took * first / (seconds[first] * size),
+            }
+            for size, took in seconds.items()
+        ]
+    return found
+
+
+def show(title: str, rows: list[dict[str, Any]]) -> None:
+    if rows:
+        report.table(title, tuple(rows[0]), [tuple(row.values()) for row in rows])
+
+
+def main(options: Config) -> None:
+    folder = run_folder.open_run(options)
+    params = jax.jit(decoder.init, static_argnames="model")(
+        jax.random.key(options.seed), model=options.model
+    )
+    summary: dict[str, Any] = {}
+    if options.batches:
+        summary["uneven"] = found = uneven(params, options)
+        speed = found["tokens_per_second"]
+        show(
+            f"Response tokens a second, of {found['mean_length']:.1f} a response",
+            [{**speed, "slots / batches": found["ratio"]}],
+        )
+    summary["rows"] = more_rows(params, options)
+    show("A step of decoding; growth is beside the rows'", summary["rows"])
+    summary["lengths"] = longer(params, options)
+    show("Responses; growth is beside their length's", summary["lengths"])
+    run_folder.write_summary(folder, summary)
+
+
+if __name__ == "__main__":
+    cli.main(main, Config, description=__doc__)

@@ -1,0 +1,287 @@
+"""A queue of prompts in fewer places: the same samples, in fewer steps."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+import tiny
+import toys
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from rlhf_jax import (
+    decode,
+    decoder,
+    grpo,
+    policy,
+    ppo,
+    row_sharding,
+    sharding,
+    slots,
+)
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models.sampling import Shaping
+from rlhf_jax.runtime.sharding import MeshShape
+
+STATIC = (
+    *("model", "max_new_tokens", "stop_ids", "temperature", "shaping"),
+    *("group_size", "slots"),
+)
+
+
+def compiled():
+    """`decode.generate` that nothing was traced of yet."""
+    return toys.jit(functools.partial(decode.generate), static_argnames=STATIC)
+
+
+generate = compiled()
+prices_of = toys.jit(
+    policy.logprobs_and_entropy, static_argnames=("model", "temperature")
+)
+
+LENGTHS, PROMPT, NEW = (6, 3, 1, 5, 2, 4, 6, 1, 2, 3, 6), 6, 9
+ROWS = len(LENGTHS)
+STOPS = (2, 7)
+each_family = pytest.mark.parametrize("model", tiny.BOTH, ids=tiny.NAMES)
+
+
+def inputs(lengths=LENGTHS):
+    tokens, mask = tiny.batch(lengths, PROMPT, side="left")
+    index = np.arange(len(lengths), dtype=np.int32)
+    keys = decode.row_keys(jax.random.key(0), index=index, sample=index % 3)
+    return {"tokens": tokens, "mask": mask, "keys": keys}
+
+
+def sampled(model, *, generate=generate, **options):
+    given = {"max_new_tokens": NEW, "stop_ids": STOPS, **inputs(), **options}
+    return generate(tiny.params(model), model=model, **given)
+
+
+@functools.cache
+def expected_of(model, stop_ids=STOPS):
+    """Of a place for every row."""
+    return sampled(model, stop_ids=stop_ids)
+
+
+def assert_same(found, expected):
+    for name in ("tokens", "mask", "response_mask"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+    for name in ("logprobs", "entropy"):
+        np.testing.assert_allclose(
+            getattr(found, name), getattr(expected, name), atol=1e-5
+        )
+
+
+@each_family
+@pytest.mark.parametrize("places", [1, 3, ROWS])
+def test_samples_are_those_of_a_place_for_every_row(model, places):
+    expected = expected_of(model)
+    lengths = np.asarray(expected.response_mask).sum(axis=1)
+    assert 1 <= lengths.min() < np.median(lengths) < lengths.max()
+    assert_same(sampled(model, slots=places), expected)
+
+
+@pytest.mark.parametrize(
+    ("places", "arriving", "stop_ids"), [(8, 4, STOPS), (6, 5, ()), (5, 5, STOPS)]
+)
+def test_prompts_come_in_several_at_a_time(places, arriving, stop_ids, monkeypatch):
+    """Whether or not as many divide the slots or the rows; with and without stops."""
+    monkeypatch.setattr(slots, "refill_size", lambda slots, *, group_size: arriving)
+    found = sampled(tiny.GPT2, generate=compiled(), stop_ids=stop_ids, slots=places)
+    assert_same(found, expected_of(tiny.GPT2, stop_ids))
+
+
+def test_the_last_responses_move_together_twice():
+    given = inputs(LENGTHS * 2)
+    assert slots.fewer_slots(16) == (4, 1)
+    assert_same(sampled(tiny.GPT2, **given, slots=16), sampled(tiny.GPT2, **given))
+
+
+@each_family
+def test_prices_are_those_of_a_full_forward(model):
+    found = sampled(model, slots=3, temperature=0.7)
+    logprobs, entropy = prices_of(
+        tiny.params(model),
+        model=model,
+        tokens=found.tokens,
+        mask=found.mask,
+        temperature=0.7,
+    )
+    drawn = np.asarray(found.response_mask)
+    for mine, other in ((found.logprobs, logprobs), (found.entropy, entropy)):
+        np.testing.assert_allclose(mine, np.where(drawn, other, 0.0), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"shaping": Shaping(greedy=True)},
+        {"temperature": 0.3, "shaping": Shaping(top_k=3)},
+        {"max_new_tokens": 1},
+        {"stop_ids": tuple(range(tiny.VOCAB))},
+    ],
+    ids=["greedy", "top_k", "one token", "every token stops"],
+)
+def test_options_act_as_without_slots(options):
+    found = sampled(tiny.GPT2, **options, slots=4)
+    assert_same(found, sampled(tiny.GPT2, **options))
+
+
+def test_layers_one_by_one():
+    model = dataclasses.replace(tiny.GPT2, unroll=True)
+    assert_same(sampled(model, slots=3), expected_of(tiny.GPT2))
+
+
+@pytest.mark.parametrize(
+    ("places", "arriving", "group"), [(3, 3, 3), (8, 3, 3), (16, 2, 2), (7, 1, 1)]
+)
+def test_a_group_comes_in_as_one_prompt(places, arriving, group, monkeypatch):
+    assert slots.refill_size(places, group_size=group) == arriving
+    tokens, mask = tiny.batch(LENGTHS[:6], PROMPT, side="left")
+    given = inputs(LENGTHS[:6] * group)
+    given |= {"tokens": np.repeat(tokens, group, 0), "mask": np.repeat(mask, group, 0)}
+    places = min(places, 6 * group)
+    expected = sampled(tiny.GPT2, **given)
+    run = []
+    prefill = decoder.prefill
+
+    def counted(params, *, tokens, **options):
+        run.append(tokens.shape[0])
+        return prefill(params, tokens=tokens, **options)
+
+    monkeypatch.setattr(decoder, "prefill", counted)
+    fresh = compiled()
+    found = sampled(tiny.GPT2, generate=fresh, **given, slots=places, group_size=group)
+    assert_same(found, expected)
+    assert set(run) == {1}
+
+
+def steps(given, **options):
+    """The samples, and how many rows each call drew for: of prompts and of steps."""
+    seen = []
+    draw = slots.sample_token
+
+    def counted(logits, **options):
+        jax.debug.callback(lambda: seen.append(logits.shape[0]))
+        return draw(logits, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slots, "sample_token", counted)
+        fresh = compiled()
+        found = sampled(tiny.GPT2, generate=fresh, **given, **options)
+        jax.block_until_ready(found)
+        jax.effects_barrier()
+    return found, seen
+
+
+def test_no_slot_waits_while_a_prompt_does():
+    """Steps are as few as a list of lengths in order of arrival allows."""
+    places = 3
+    found, seen = steps(inputs(), slots=places)
+    lengths = np.asarray(found.response_mask).sum(axis=1)
+    ends = [0] * places  # a slot takes the next prompt when it is the first to end
+    for length in lengths:
+        ends[ends.index(min(ends))] += int(length) - 1  # the first comes at once
+    assert seen.count(1) == ROWS
+    assert seen.count(places) == max(ends)
+    assert len(seen) == ROWS + max(ends)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", tiny.BOTH, ids=tiny.NAMES)
+def test_samples_do_not_depend_on_the_devices(model):
+    mesh = jax.make_mesh((8,), ("batch",), axis_types=(AxisType.Auto,))
+    rows = NamedSharding(mesh, PartitionSpec("batch"))
+    given = inputs((*LENGTHS, *LENGTHS[:5]))
+    found = generate(
+        jax.device_put(tiny.params(model), NamedSharding(mesh, PartitionSpec())),
+        model=model,
+        max_new_tokens=NEW,
+        stop_ids=STOPS,
+        slots=8,
+        **jax.device_put(given, rows),
+    )
+    assert_same(found, sampled(model, **given))
+
+
+RECIPE = {
+    "model": toys.LLAMA,
+    "policy_optimizer": optax.sgd(0.1),
+    "max_new_tokens": toys.SIZE,
+    "stop_ids": toys.STOP,
+}
+PPO = ppo.PPO(critic_model=toys.LLAMA, critic_optimizer=optax.sgd(0.1), **RECIPE)
+PLACES = dataclasses.replace(PPO, slots=8)
+sample = toys.jit(ppo.sample, static_argnames="ppo")
+
+
+def test_on_a_mesh():
+    prompts = toys.prompts((4, 2, 3, 1) * 4)
+    params = toys.params(toys.LLAMA)
+    expected = sample(params, prompts=prompts, key=jax.random.key(3), ppo=PPO)
+    with jax.set_mesh(MeshShape(data=2, fsdp=2, tensor=2).make()):
+        found = sample(
+            sharding.place(params),
+            prompts=row_sharding.put_rows(prompts),
+            key=jax.random.key(3),
+            ppo=PLACES,
+        )
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    np.testing.assert_array_equal(found.response_mask, expected.response_mask)
+    np.testing.assert_allclose(found.old_logprobs, expected.old_logprobs, atol=1e-5)
+
+
+def test_a_recipe_passes_its_slots_on(monkeypatch):
+    """No number would show it."""
+    given = []
+    respond = slots.respond
+
+    def seen(*args, slots, group_size, **options):
+        given.append((slots, group_size))
+        return respond(*args, slots=slots, group_size=group_size, **options)
+
+    monkeypatch.setattr(slots, "respond", seen)
+    groups = grpo.GRPO(**RECIPE, group_size=2, slots=2)
+    for run, places in (
+        (functools.partial(ppo.sample, ppo=dataclasses.replace(PPO, slots=3)), 3),
+        (functools.partial(grpo.sample, grpo=groups), 2),
+        (functools.partial(ppo.sample, ppo=PPO), None),
+    ):
+        given.clear()
+        jax.eval_shape(
+            functools.partial(run, prompts=toys.prompts(), key=jax.random.key(3)),
+            toys.params(toys.LLAMA),
+        )
+        assert [taken for taken, _ in given] == ([] if places is None else [places])
+
+
+def test_slots_that_cannot_be():
+    def call(places, **options):
+        given = {"slots": places, "stop_ids": (), "max_new_tokens": 4, **options}
+        jax.eval_shape(
+            lambda params: decode.generate(
+                params, model=tiny.GPT2, **inputs(LENGTHS[:6]), **given
+            ),
+            tiny.params(tiny.GPT2),
+        )
+
+    for places in (0, 7):
+        message = rf"slots: expected from 1 .* to 6 \(all rows\), got {places}; choose"
+        with pytest.raises(InputError, match=message):
+            call(places)
+    with pytest.raises(InputError, match=r"from 3 \(the rows of one prompt\) .* got 2"):
+        call(2, group_size=3)
+    with pytest.raises(InputError, match="group_size"):
+        call(4, group_size=4)
+    with pytest.raises(InputError, match="temperature > 0, got 0"):
+        call(3, temperature=0.0)
+    with pytest.raises(InputError, match="one new token, got 6 and 0"):
+        call(3, max_new_tokens=0)
+    with pytest.raises(InputError, match=r"within 24 positions, got 6 \+ 19"):
+        call(3, max_new_tokens=19)
+    for number in (0, -1):
+        with pytest.raises(InputError, match="slots: expected"):
+            dataclasses.replace(PPO, slots=number)
+    call(6)
