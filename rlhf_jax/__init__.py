@@ -136,6 +136,7 @@ ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (
             "measured",
             "plan_tables",
             "plan",
+            "program_cache",
             "cli",
             "run",
             "main",

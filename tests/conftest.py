@@ -10,11 +10,14 @@ os.environ["XLA_FLAGS"] = (
     + " --xla_llvm_disable_expensive_passes=true"
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# `cli.main` would keep the programs of tests in the user's home.
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 
 from pathlib import Path
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -49,11 +52,14 @@ def quick_compilation(tmp_path_factory):
     here = {
         "jax_compilation_cache_dir": (str(tmp_path_factory.mktemp("cache")), None),
         "jax_persistent_cache_min_compile_time_secs": (0.0, 1.0),
+        "jax_enable_compilation_cache": (True, False),
     }
     with pytest.MonkeyPatch.context() as patch:
         for name, (value, _) in here.items():
             patch.setenv(name.upper(), str(value))
             jax.config.update(name, value)
+        compilation_cache.reset_cache()  # it is on or off from the first program on
         yield
     for name, (_, default) in here.items():
         jax.config.update(name, default)
+    compilation_cache.reset_cache()

@@ -72,7 +72,9 @@ def files(tmp_path_factory):
     return folder
 
 
-def start(script, files, out, *argv, count=2, devices=2, cwds=None, signal_at=None):
+def start(
+    script, files, out, *argv, count=2, devices=2, cwds=None, signal_at=None, cache=None
+):
     """The processes of a run; `signal_at` is call of the reward, process, signal."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -84,6 +86,9 @@ def start(script, files, out, *argv, count=2, devices=2, cwds=None, signal_at=No
         "PYTHONPATH": str(Path(rlhf_jax.__file__).parent.parent),
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
     }
+    if cache is not None:
+        environment["JAX_ENABLE_COMPILATION_CACHE"] = "true"
+        argv = (*argv, f"--compilation-cache={cache}")
     if signal_at is not None:
         environment["SIGNAL_AT"] = ",".join(str(int(part)) for part in signal_at)
     return [
@@ -123,6 +128,20 @@ def test_two_processes_train_as_one_does(files, tmp_path):
     assert_same(tmp_path / "two", tmp_path / "one")
     assert "go on with --model" in told[0][0]
     assert "go on" not in told[1][0]  # the second does not talk
+
+
+@pytest.mark.slow
+def test_two_processes_share_their_compiled_programs(files, tmp_path):
+    cache = tmp_path / "programs"
+    run("sft.py", files, tmp_path / "cold", *SFT, MESH, cache=cache)
+    written = {path.name: path.stat().st_mtime_ns for path in cache.iterdir()}
+    assert any(name.startswith("jit_update-") for name in written)
+    run("sft.py", files, tmp_path / "warm", *SFT, MESH, cache=cache)
+    now = {path.name: path.stat().st_mtime_ns for path in cache.iterdir()}
+    assert now == written
+    for name in ("metrics.jsonl", "model/model.safetensors"):
+        cold, warm = (tmp_path / out / name for out in ("cold", "warm"))
+        assert cold.read_bytes() == warm.read_bytes()
 
 
 OTHERS = {

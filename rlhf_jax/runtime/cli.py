@@ -21,7 +21,7 @@ import jax
 import tyro
 
 from rlhf_jax.functional.checks import InputError, StopError
-from rlhf_jax.runtime import processes, run_folder
+from rlhf_jax.runtime import processes, program_cache, run_folder
 
 Config = TypeVar("Config", bound=run_folder.RunConfig)
 Presets = Mapping[str, Mapping[str, Any]]  # {name: {field: default}}
@@ -38,7 +38,8 @@ def main(
     """Parses the command line, checks the run folder and calls `run(config)`.
 
     `--coordinator` and what goes with it join several processes first; the first of
-    them talks, and every one tells its own errors.
+    them talks, and every one tells its own errors. Compiled programs are kept for the
+    next start, where `--compilation-cache` says.
 
     What the user got wrong ends with its message and status 2, a run that must not go
     on with status 1, a signal with how to go on and status 128 + its number, none with
@@ -46,12 +47,17 @@ def main(
     """
     try:
         argv = _join(sys.argv[1:] if argv is None else argv)
+        cache, argv = _compilation_cache(argv)
         config = parse(
             config_class, description=description, presets=presets, argv=argv
         )
         _check_shared(config)
         processes.agree("the config", json.dumps(run_folder.to_json(config)))
         processes.on_first(lambda: run_folder.check_run(config))
+        if cache is None:
+            program_cache.use_default()
+        else:
+            program_cache.use(None if cache == "None" else Path(cache))
     except InputError as error:
         _leave(2, f"error: {error}")
     except SystemExit as stop:  # an option that there is not, or --help
@@ -98,6 +104,14 @@ def _join(argv: Sequence[str]) -> Sequence[str]:
             "them, got none; give it, or leave them out"
         )
     return options
+
+
+def _compilation_cache(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
+    """What --compilation-cache is given, if it is; the other options."""
+    before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    before.add_argument("--compilation-cache")
+    given, options = before.parse_known_args(argv)
+    return given.compilation_cache, options
 
 
 def _check_shared(config: run_folder.RunConfig) -> None:
@@ -167,7 +181,9 @@ def parse(
         "the options recorded in RUN instead of the defaults below; add --resume to go "
         "on with that run, or --out to repeat it elsewhere.\n\n--coordinator "
         "HOST:PORT --num-processes N --process-id I, or on a TPU pod or Slurm "
-        "--coordinator auto, make this one of the processes of a run.",
+        "--coordinator auto, make this one of the processes of a run.\n\n"
+        "--compilation-cache FOLDER keeps compiled programs there for the next start, "
+        "instead of ~/.cache/rlhf_jax/compiled; None keeps none.",
     )
 
 
