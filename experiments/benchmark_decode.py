@@ -145,7 +145,10 @@ def uneven(params: Any, options: Config) -> dict[str, Any]:
     def in_slots() -> Generated:
         return slotted(params, **queue)
 
-    apart = [np.concatenate(leaves) for leaves in zip(*map(tuple_of, in_batches()))]
+    apart = [
+        np.concatenate(leaves)
+        for leaves in zip(*map(tuple_of, in_batches()), strict=True)
+    ]
     for wanted, found in zip(apart, tuple_of(in_slots()), strict=True):
         np.testing.assert_array_equal(found, wanted)
     tokens = int(apart[1].sum())
