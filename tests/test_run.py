@@ -2,11 +2,12 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runtime import metrics, run, run_folder, snapshot
+from rlhf_jax.runtime import metrics, processes, run, run_folder, snapshot
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,3 +113,30 @@ def test_a_stage_without_steps_is_refused_before_the_folder_is_made(tmp_path):
     with pytest.raises(InputError, match="only: expected at least 1 step, got 0"):
         play(Config(out=tmp_path / "run", num_steps=0), meta={})
     assert not (tmp_path / "run").exists()
+
+
+def test_a_step_is_dispatched_before_the_stats_of_the_last_are_read(
+    tmp_path, monkeypatch
+):
+    config = Config(out=tmp_path / "run", num_steps=4, snapshot_every=9)
+    order = []
+    whole = processes.whole
+
+    def read(tree):
+        order.append(f"read {float(tree[0]['x'][0]):.0f}")
+        return whole(tree)
+
+    monkeypatch.setattr(processes, "whole", read)
+    update = jax.jit(lambda total, step: total + step, donate_argnums=0)
+    with (
+        run.Run(config, num_steps={"only": config.num_steps}) as job,
+        job.stage("only", {"total": jnp.zeros(())}, meta={}) as stage,
+    ):
+        for step in stage.steps():
+            stage.state["total"] = update(stage.state["total"], step)
+            order.append(f"dispatch {step}")
+            stage.end_step(step, {"x": one(step)})
+    assert order == [
+        *("dispatch 0", "dispatch 1", "read 0", "dispatch 2", "read 1"),
+        *("dispatch 3", "read 2", "read 3"),  # the last is flushed
+    ]
