@@ -188,18 +188,19 @@ def respond(
         )
 
     def turn(
-        carry: tuple[Slots, Responses, Array], arrival: tuple[Array, ...]
+        carry: tuple[Slots, Responses, Array],
+        arrival: tuple[Array, Array, Array, Array],
     ) -> tuple[tuple[Slots, Responses, Array], None]:
         """Lets prompts in, then answers until the next ones can come."""
         state, done, column = carry
-        *prompts, row, limit = arrival
+        tokens, mask, row, limit = arrival
         [free] = jnp.nonzero(~state.alive, size=arriving, fill_value=slots)
         place = jnp.where(row < rows, free, slots)
         done = _collect(done, state, place=place)
         state = jax.tree.map(
             lambda old, new: old.at[place].set(new, mode="drop"),
             state,
-            prepare(*prompts, row, column),
+            prepare(tokens, mask, row, column),
         )
         state, column = answer(state, column, until=limit)
         return (state, done, column), None
@@ -220,7 +221,7 @@ def respond(
         ),
     )
     state = _empty(
-        jax.eval_shape(prepare, *jax.tree.map(lambda x: x[0], arrivals[:3]), row[0, 0]),
+        jax.eval_shape(prepare, *(leaf[0] for leaf in arrivals[:3]), row[0, 0]),
         slots=slots,
         rows=rows,
     )

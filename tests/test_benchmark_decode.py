@@ -1,0 +1,24 @@
+"""`experiments/benchmark_decode.py` at toy size: both ways draw the same tokens."""
+
+import json
+
+import benchmark_decode
+import pytest
+
+from rlhf_jax import cli
+
+pytestmark = pytest.mark.slow
+
+
+def test_every_figure_is_there(tmp_path):
+    words = ["--out", str(tmp_path), "--num-layers=1", "--hidden-size=16"]
+    words += ["--num-heads=2", "--vocab-size=32", "--prompt-size=3", "--slots=4"]
+    words += ["--batches=2", "--response-size=8", "--repeats=1"]
+    words += ["--rows", "2", "4", "--response-sizes", "4", "8", "--length-rows", "2"]
+    cli.main(benchmark_decode.main, benchmark_decode.Config, description="", argv=words)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert 1 <= summary["uneven"]["mean_length"] <= 8
+    assert summary["uneven"]["ratio"] > 0
+    assert [row["rows"] for row in summary["rows"]] == [2, 4]
+    assert [row["tokens"] for row in summary["lengths"]] == [4, 8]
+    assert summary["lengths"][0]["growth"] == 1.0
