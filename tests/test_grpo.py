@@ -319,7 +319,13 @@ def test_a_group_of_two_prompts_has_no_advantage(scored, baseline):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", [grpo.PUBLISHED, grpo.REINFORCE_PLUS_PLUS])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        grpo.PUBLISHED,
+        pytest.param(grpo.REINFORCE_PLUS_PLUS, marks=pytest.mark.long),
+    ],
+)
 def test_a_published_recipe_learns(recipe):
     size = min(recipe.group_size, 4)
     fitted = dataclasses.replace(recipe, group_size=size)

@@ -64,7 +64,7 @@ def weights(current):
     return current.policy, current.critic
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_scaled_coefficient_is_n_times_as_large(step):
     plain, plain_stats, _ = step(kl_control.fixed(0.75), EVERY, with_reference=True)
     scaled, stats, _ = step(kl_control.fixed(0.25), THIRD, with_reference=True)

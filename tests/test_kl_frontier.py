@@ -285,10 +285,8 @@ def runs(tmp_path_factory):
     return algorithm, start, given, alone
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "mapped", ["map", pytest.param("vmap", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("mapped", ["map", "vmap"])
 def test_the_mapped_runs_are_single_runs(runs, mapped):
     """The same tokens, and metrics within 1e-4, of each seed and β for 5 iterations."""
     algorithm, start, given, alone = runs

@@ -597,8 +597,20 @@ def test_each_role_has_an_optimizer_of_its_own(numbers):
     assert distance(both.critic, CRITIC) > 1e-3
 
 
+# Of these other tests say what they do, not only that they do something.
+KNOWN = ("model", "critic_optimizer", "policy_optimizer", "penalty", "aggregation")
+KNOWN += ("entropy_coef", "num_epochs", "num_minibatches", "stop_ids", "scores")
+KNOWN += ("critic_warmup", "lifecycle", "max_new_tokens", "value_after_stop")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", REBUILT)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] * (name in KNOWN))
+        for name in REBUILT
+    ],
+)
 def test_no_other_field_of_the_config_is_inert(name, reference):
     def run(settings):
         return toys.jit(ppo.iteration, static_argnames=("ppo", "reward"))(

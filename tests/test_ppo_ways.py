@@ -78,7 +78,11 @@ WAYS = {
 
 
 LONG = ("adapters", "adapters over int8", "adapters, reset", "none")
-LONG += ("on the CPU, a schedule", "k2 in the loss, a Lagrangian and texts")
+LONG += (
+    "int8 on the host, mixed, every third KL",
+    "on the CPU, a schedule",
+    "k2 in the loss, a Lagrangian and texts",
+)
 
 
 @pytest.fixture(scope="module")

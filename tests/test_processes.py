@@ -130,7 +130,7 @@ def test_two_processes_train_as_one_does(files, tmp_path):
     assert "go on" not in told[1][0]  # the second does not talk
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_share_their_compiled_programs(files, tmp_path):
     cache = tmp_path / "programs"
     run("sft.py", files, tmp_path / "cold", *SFT, MESH, cache=cache)

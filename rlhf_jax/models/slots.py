@@ -209,7 +209,8 @@ def respond(
     sizes = (*fewer_slots(slots), 0)
     row = jnp.arange(turns * arriving, dtype=jnp.int32).reshape(turns, arriving)
     arrivals = (
-        *(jnp.take(array, row, axis=0, mode="clip") for array in (tokens, mask)),
+        jnp.take(tokens, row, axis=0, mode="clip"),
+        jnp.take(mask, row, axis=0, mode="clip"),
         jnp.minimum(row, rows),
         # How many may go on when the next prompts come, or when none is left.
         jnp.asarray(
