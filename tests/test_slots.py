@@ -93,6 +93,7 @@ def test_prompts_come_in_several_at_a_time(places, arriving, stop_ids, monkeypat
     assert_same(found, expected_of(tiny.GPT2, stop_ids))
 
 
+@pytest.mark.slow
 def test_the_last_responses_move_together_twice():
     given = inputs(LENGTHS * 2)
     assert slots.fewer_slots(16) == (4, 1)
@@ -217,6 +218,7 @@ PLACES = dataclasses.replace(PPO, slots=8)
 sample = toys.jit(ppo.sample, static_argnames="ppo")
 
 
+@pytest.mark.slow
 def test_on_a_mesh():
     prompts = toys.prompts((4, 2, 3, 1) * 4)
     params = toys.params(toys.LLAMA)
