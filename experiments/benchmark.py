@@ -16,11 +16,11 @@ versions in `benchmark_peers.py` (some GB, a few minutes). Without --peers ours 
 alone. The floor is what the machine's measured rates allow (`benchmark_floor.py`).
 
 Two CPU cores (216 GFLOP/s) with three rounds take 1.5 minutes for tiny and 4 for small
-with three peers, 3.5 for gpt2-small with one. Expect an iteration of ours to take, of
-the time of TRL's, the loop's and Tunix's, 0.26, 0.61 and 0.39 (tiny), 0.93, 1.10 and
-0.78 (small), and 0.95 and 1.12 of TRL's and the loop's (gpt2-small): eager PyTorch
-loses most where programs are small. Compilation comes before: 9 to 11 s, of a start of
-22 to 29.
+with three peers, 3.5 for gpt2-small with one. Before the models' layouts and the
+log-probs' own gradient an iteration of ours took, of the time of TRL's, the loop's and
+Tunix's, 0.26, 0.61 and 0.39 (tiny), 0.93, 1.10 and 0.78 (small), and 0.95 and 1.12 of
+TRL's and the loop's (gpt2-small): eager PyTorch loses most where programs are small.
+Compilation comes before: 9 to 11 s, of a start of 22 to 29.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ def rewards():
     return np.random.default_rng(4).normal(size=256)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_estimators_have_the_gradients_they_are_said_to_have(
     case, rewards, monkeypatch
 ):
@@ -37,7 +37,7 @@ def test_estimators_have_the_gradients_they_are_said_to_have(
     assert published.cosine < 0.999
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_wrong_claim_fails(case, rewards, monkeypatch):
     right = certified_groups.CLAIMS[1]
     wrong = [right._replace(share=0.9)]
@@ -50,7 +50,7 @@ def play(out, *argv):
     cli.main(certify_family.main, certify_family.Config, description="", argv=words)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_policy_that_has_not_learned_fails_by_name(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(certify_family, "certify_estimators", lambda seed: [])
     with pytest.raises(SystemExit) as stopped:

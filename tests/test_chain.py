@@ -164,7 +164,10 @@ def test_ppo_with_a_python_reward(tuned, prompts, rewards_folder, tmp_path):
     saved_is_the_last_snapshot(out, step=2)
 
 
-@pytest.fixture(scope="module", params=["gpt2", "llama_sharded"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("gpt2", marks=pytest.mark.long), "llama_sharded"],
+)
 def theirs(request, prompts, rewards_folder, tmp_path_factory):
     """PPO from a checkpoint that transformers wrote; the tokenizer lies elsewhere.
 

@@ -58,7 +58,7 @@ def test_six_words():
         assert sum(found[name]["contributions"]) == pytest.approx(expected, abs=5e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_estimators_of_a_response(summary):
     short, long = summary["estimators"]
     assert (short["length"], long["length"]) == (1, 3)
@@ -75,7 +75,7 @@ def test_estimators_of_a_response(summary):
         assert long[f"{name} of Σ std"] > long[f"{name} std"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_estimators_are_those_of_the_models(run, summary):
     options, _ = run
     pair = kl_pictures.draw_pair(options)
@@ -83,7 +83,7 @@ def test_estimators_are_those_of_the_models(run, summary):
     assert summary["estimators"][0]["exact mean"] == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_prefix_is_the_best_of_all_and_measured_as_it_is_said(run, summary):
     options, _ = run
     pair = kl_pictures.draw_pair(options)
@@ -119,7 +119,7 @@ def test_a_prefix_is_the_best_of_all_and_measured_as_it_is_said(run, summary):
     assert rows["likeliest"]["ref_logprob"] >= rows["unlikeliest"]["ref_logprob"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_is_drawn(run):
     drawn = sorted(path.name for path in (run[1] / "plots").iterdir())
     assert drawn == ["estimators.png", "prefixes.png", "six_words.png"]

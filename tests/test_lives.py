@@ -122,6 +122,7 @@ def test_a_stopped_run_goes_on_to_the_last_bit(tmp_path):
     assert moved
 
 
+@pytest.mark.long
 def test_after_a_reset_the_kl_starts_again_at_zero(tmp_path):
     play(Config(out=tmp_path, lifecycle=Lifecycle(reset_every=4)))
     kl = [row["objective/kl"] for row in metrics.read(tmp_path / "metrics.jsonl")]

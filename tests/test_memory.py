@@ -133,8 +133,8 @@ def test_activations_grow_with_the_batch_and_shrink_with_micro_batches(whole):
     assert lines(in_parts, of=memory.memory)[learning].device < twice[learning].device
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("base", [pytest.param("base", marks=pytest.mark.long), "none"])
+@pytest.mark.long
+@pytest.mark.parametrize("base", ["base", "none"])
 def test_a_run_of_adapters_is_planned(base):
     options = Options(**TINY, policy="lora", lora_rank=2, reference=base, reward=base)
     found = lines(options, of=memory.memory)

@@ -254,7 +254,7 @@ def test_no_libtpu_and_no_such_topology(monkeypatch):
         plan.plan(Options(topology="v5e:2x2", mesh=MeshShape(fsdp=4)))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_per_device_bytes_fall_as_devices_rise(monkeypatch):
     """Parameters, optimizer states and activations alike: no device holds all rows."""
     options = Options(**{**TINY, "batch_size": 64, "num_layers": 1}, num_epochs=1)

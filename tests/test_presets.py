@@ -302,11 +302,9 @@ SMALL = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("quick_compilation")
-@pytest.mark.parametrize(
-    "name", ["openai-2019", pytest.param("n-plus", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("name", ["openai-2019", "n-plus"])
 def test_each_preset_runs(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
