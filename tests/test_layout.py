@@ -13,7 +13,16 @@ import numpy as np
 import pytest
 import toys
 
-from rlhf_jax import config, decode, decoder, layout, storage
+from rlhf_jax import (
+    config,
+    decode,
+    decoder,
+    layout,
+    logprobs,
+    policy,
+    sharding,
+    storage,
+)
 
 Array = jax.Array
 PROMPT, NEW = 5, 4
@@ -159,6 +168,29 @@ def test_fastest_knows_the_backend_and_the_layers():
     assert layout.fastest(toys.GPT2) == unrolled(toys.GPT2)  # tests run on a CPU
     assert layout.fastest(unrolled(deep), backend="cpu") == deep
     assert layout.fastest(unrolled(toys.GPT2), backend="tpu") == toys.GPT2
+
+
+@pytest.mark.parametrize(
+    ("shape", "times"), [("tensor=4", 4), ("data=2,tensor=4", 8), ("data=8", 8)]
+)
+def test_chunks_of_words_are_as_many_times_larger_as_devices_share_them(
+    shape, times, monkeypatch
+):
+    asked, plain = [], logprobs.token_logprobs_from_hidden
+
+    def priced(*args, max_logits, **options):
+        asked.append(max_logits)
+        return plain(*args, max_logits=max_logits, **options)
+
+    monkeypatch.setattr(logprobs, "token_logprobs_from_hidden", priced)
+    model, (tokens, mask) = toys.GPT2, batch()
+    tokens, mask = (jnp.tile(array[:1], (8, 1)) for array in (tokens, mask))
+    price = functools.partial(policy.logprobs, model=model, tokens=tokens, mask=mask)
+    params = decoder.init(jax.random.key(0), model=model)
+    mesh = sharding.MeshShape.parse(shape).make()
+    jax.eval_shape(price, params)
+    jax.eval_shape(sharding.on(mesh, price), params)
+    assert asked == [logprobs.MAX_LOGITS, times * logprobs.MAX_LOGITS]
 
 
 def test_attention_by_cudnn_is_asked_for_and_needs_a_gpu(monkeypatch):

@@ -27,7 +27,8 @@ def lean(function: Callable[..., Array], *, model: ModelConfig) -> Callable[...,
     """The function, of which a gradient keeps what goes in and computes the rest again.
 
     For arithmetic between matrix products, whose steps are each as large as its input.
-    Only a loop over the layers keeps the two passes apart by itself.
+    Only a loop over the layers keeps the two passes apart by itself; one by one they
+    are asked to stay apart, which XLA:CPU does not heed (as much memory, no more time).
     """
     return jax.checkpoint(function, prevent_cse=model.unroll)
 
