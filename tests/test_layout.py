@@ -171,7 +171,7 @@ def test_fastest_knows_the_backend_and_the_layers():
 
 
 @pytest.mark.parametrize(
-    ("shape", "times"), [("tensor=4", 4), ("data=2,tensor=4", 8), ("data=8", 8)]
+    ("shape", "times"), [("tensor=8", 8), ("data=2,tensor=4", 8), ("data=8", 8)]
 )
 def test_chunks_of_words_are_as_many_times_larger_as_devices_share_them(
     shape, times, monkeypatch
