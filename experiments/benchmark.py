@@ -6,21 +6,17 @@
 Every participant is a process of its own (`peers/`) that runs the same workload: random
 prompts without padding, responses that nothing ends, a GPT-2 with random weights in
 float32 as policy, and of its size a reference and a critic, AdamW, temperature 1, a
-reward of tokens. They take turns, an iteration each (A B A B), so that what else the
-machine does meets all of them, and a ratio is the median of those within a round.
-While one computes the others wait, all of them in memory: of GPT-2 small each takes up
-to 7.5 GB, so name fewer peers at a time where that is too much.
+reward of tokens. They take turns (A B A B), two iterations each, of which the second
+counts, so that what else the machine does meets all of them, and a ratio is the median
+of those within a round. While one computes the others wait, all of them in memory: of
+GPT-2 small each takes up to 7.5 GB, so name fewer peers at a time where that is too
+much. All are given huge pages where glibc has them.
 
 Peers run in virtual environments that are made where they are missing, from the pinned
 versions in `benchmark_peers.py` (some GB, a few minutes). Without --peers ours runs
 alone. The floor is what the machine's measured rates allow (`benchmark_floor.py`).
 
-Two CPU cores (216 GFLOP/s) with three rounds take 1.5 minutes for tiny and 4 for small
-with three peers, 3.5 for gpt2-small with one. Before the models' layouts and the
-log-probs' own gradient an iteration of ours took, of the time of TRL's, the loop's and
-Tunix's, 0.26, 0.61 and 0.39 (tiny), 0.93, 1.10 and 0.78 (small), and 0.95 and 1.12 of
-TRL's and the loop's (gpt2-small): eager PyTorch loses most where programs are small.
-Compilation comes before: 9 to 11 s, of a start of 22 to 29.
+What was measured stands in README.md.
 """
 
 from __future__ import annotations

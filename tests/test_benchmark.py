@@ -1,10 +1,12 @@
 """benchmark: the floor by hand, the lines participants speak, and ours at toy size."""
 
 import dataclasses
+import io
 import json
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import benchmark
 import benchmark_floor
@@ -277,3 +279,20 @@ def test_ours_does_an_iteration_at_toy_size():
     assert times["checks"]["response_tokens"] == 64
     assert all(times[phase] > 0 for phase in benchmark_tables.PHASES)
     assert end["peak_bytes"] >= start["before_bytes"]
+
+
+def test_of_a_turn_the_second_iteration_counts(monkeypatch):
+    """The first brings back what the pause has cost."""
+    said: list[dict[str, Any]] = []
+    monkeypatch.setattr(line_protocol, "say", said.append)
+    monkeypatch.setattr("sys.stdin", io.StringIO("go\ngo\nend\n"))
+    clock, done = line_protocol.Clock(), []
+    for step in line_protocol.iterations(
+        clock=clock, versions={}, about={}, check=lambda: {"step": done[-1]}
+    ):
+        done.append(step)
+        clock.seconds["rollout"] = float(step)
+    assert done == [0, 1, 2, 3, 4, 5]  # two to warm up, then two a turn
+    turns = [line for line in said if "iteration" in line]
+    assert [line["checks"]["step"] for line in turns] == [3, 5]
+    assert [line["rollout"] for line in turns] == [3.0, 5.0]

@@ -284,12 +284,13 @@ def test_under_vmap():
 
 def test_logits_on_a_high_level_keep_their_digits():
     """A level that all logits of a position share moves nothing."""
-    hidden = np.concatenate([HIDDEN, np.ones((B, S, 1), np.float32)], axis=-1)
-    level = np.full((PADDED, 1), 4096.0, np.float32)
-    head = np.concatenate([np.round(HEAD * 64) / 64, level], axis=-1)
-    hidden[..., :D] = np.round(hidden[..., :D] * 64) / 64
-    found = from_hidden(hidden, head, temperature=1.0, max_logits=TWO_ROWS)
-    head[:, D] = 0.0
+    rounded = [np.round(array * 64) / 64 for array in (HIDDEN, HEAD)]
+    hidden, head = (
+        np.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, 1)]) for array in rounded
+    )
+    raised = head.copy()  # what a program under way still reads is not to change
+    hidden[..., D], raised[:, D] = 1.0, 4096.0
+    found = from_hidden(hidden, raised, temperature=1.0, max_logits=TWO_ROWS)
     expected = from_hidden(hidden, head, temperature=1.0, max_logits=TWO_ROWS)
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-3)

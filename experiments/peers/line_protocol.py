@@ -3,7 +3,7 @@
     driver                            participant
     PYTHON peer.py WORKLOAD  ──────>  builds, runs the warm-up iterations
                              <──────  {"versions": {...}, "start_up": s, ...}
-    go                       ──────>  one iteration
+    go                       ──────>  two iterations; of the second
                              <──────  {"rollout": s, "score": s, "update": s,
                                        "iteration": s, "checks": {...}}
     end                      ──────>
@@ -119,6 +119,10 @@ def iterations(
 ) -> Iterator[int]:
     """Yields the number of an iteration that is to be run now; says how long it took.
 
+    A turn is two of them, and the second counts. In a run an iteration follows another
+    one; after a pause memory that went back to the system is slow to come again, which
+    costs most where a program asks for all of its memory at once.
+
     The body of the loop, or the library that pulls these numbers as its batches, laps
     "rollout" and "score"; what follows until it asks for the next one is "update".
 
@@ -152,10 +156,11 @@ def iterations(
     for number, line in enumerate(sys.stdin):
         if line.strip() != "go":
             break
-        clock.start()
-        yield WARM_UP + number
-        wait()
-        clock.lap("update")
+        for step in (2 * number, 2 * number + 1):
+            clock.start()
+            yield WARM_UP + step
+            wait()
+            clock.lap("update")
         say({"iteration": clock.total, **clock.seconds, "checks": check()})
     say({"peak_bytes": resident("VmHWM")})
 

@@ -10,6 +10,7 @@ Everything is compiled ahead; `compile` holds the seconds of each program.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from typing import Any
@@ -35,6 +36,7 @@ from rlhf_jax import (
     state,
 )
 from rlhf_jax.roles.frozen import Frozen
+from rlhf_jax.runtime import run
 from rlhf_jax.stages.batch import Prompts, Rollout, Scored
 from rlhf_jax.stages.state import TrainState
 
@@ -57,6 +59,8 @@ def algorithm_of(workload: Workload) -> ppo.PPO:
             max_positions=workload.max_positions,
         )
     )
+    # Divides the vocabularies of the small workloads, which are then not padded.
+    model = dataclasses.replace(model, vocab_multiple=64)
     adamw = functools.partial(
         optax.adamw, workload.learning_rate, weight_decay=workload.weight_decay
     )
@@ -158,6 +162,7 @@ def main(workload: Workload) -> None:
         key=key,
         **prices,
     )
+    run.give_back_memory()  # as a run does once its programs are compiled
     done: list[tuple[masked.Stats, Scored]] = []
 
     def check() -> dict[str, float]:

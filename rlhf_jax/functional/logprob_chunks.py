@@ -123,7 +123,7 @@ def _pass(
 ) -> _Found:
     def step(found: _Found, index: Array) -> tuple[_Found, None]:
         words, fresh = _words(head, index, plan, hidden.dtype)
-        z = jnp.where(fresh, _logits(hidden, words, temperature), NOWHERE)
+        z = jnp.where(fresh[None], _logits(hidden, words, temperature), NOWHERE)
         largest = jnp.maximum(found.largest, jnp.max(z, axis=-1))
         # Nothing is found before the first chunk, which has a word, number 0.
         down = jnp.where(found.total > 0, found.largest - largest, 0.0)
@@ -165,6 +165,8 @@ def _backward(
     def step(carry: tuple[Array, Array], index: Array) -> tuple[Any, None]:
         for_hidden, for_head = carry
         words, fresh = _words(head, index, plan, hidden.dtype)
+        # Words that play no part may hold anything; times 0 it must be 0.
+        words = jnp.where(fresh[:, None], words, jnp.zeros_like(words))
         z = _logits(seen, words, temperature) - log_sum
         slope = for_logprobs
         if of_entropy:
@@ -172,7 +174,7 @@ def _backward(
         here = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
         drawn = here == _drawn(tokens, index, plan)[:, None]
         for_logits = jnp.where(drawn, for_logprobs, 0.0) - jnp.exp(z) * slope
-        for_logits = jnp.where(fresh, for_logits, 0.0).astype(hidden.dtype)
+        for_logits = jnp.where(fresh[None], for_logits, 0.0).astype(hidden.dtype)
         for_hidden += _product(for_logits, words, 1, 0)
         for_words = _product(for_logits, seen, 0, 0).astype(head.dtype)
         # A word is fresh in one chunk, and adds 0 where it is seen again.
@@ -206,18 +208,14 @@ def _start(index: Array, plan: Plan) -> Array:
 def _words(
     head: Array, index: Array, plan: Plan, dtype: jnp.dtype
 ) -> tuple[Array, Array]:
-    """Rows [A·chunk, D] of the head, and bool[1, A·chunk]: words not seen before.
-
-    What is none of these is 0, whatever the head holds there.
-    """
+    """Rows [A·chunk, D] of the head, and bool[A·chunk]: words not seen before."""
     start = _start(index, plan)
     blocks = head.reshape(plan.blocks, plan.size, -1)
     words = jax.lax.dynamic_slice_in_dim(blocks, start, plan.chunk, axis=1)
     place = start + jnp.arange(plan.chunk, dtype=jnp.int32)[None, :]
     first = plan.size * jnp.arange(plan.blocks, dtype=jnp.int32)[:, None]
     fresh = (first + place < plan.vocab_size) & (place >= index * plan.chunk)
-    words = jnp.where(fresh[:, :, None], words, jnp.zeros_like(words)).astype(dtype)
-    return words.reshape(-1, words.shape[-1]), fresh.reshape(1, -1)
+    return words.astype(dtype).reshape(-1, words.shape[-1]), fresh.reshape(-1)
 
 
 def _drawn(tokens: Array, index: Array, plan: Plan) -> Array:

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from rlhf_jax.models.config import ModelConfig, RopeScaling
 
 Array = jax.Array
-KeyValue = tuple[Array, Array]  # each [B, S, K, head_dim], in the compute dtype
-Cache = tuple[Array, Array]  # each [B, K, W, head_dim], in the compute dtype
+# Heads first: what a head reads for a row lies together. In the compute dtype.
+KeyValue = tuple[Array, Array]  # each [B, K, S, head_dim]
 
 INIT_STD = 0.02  # Radford et al. 2019
 
@@ -95,8 +95,8 @@ class Norm(nn.Module):
         return lean(normalised, model=model)(x, scale, bias)
 
 
-def rotary_table(positions: Array, *, model: ModelConfig) -> KeyValue:
-    """cos and sin of position × frequency, f32[B, T, 1, head_dim / 2] each.
+def rotary_table(positions: Array, *, model: ModelConfig) -> tuple[Array, Array]:
+    """cos and sin of position × frequency, f32[B, 1, T, head_dim / 2] each.
 
     Frequency i is θ^(-2i / head_dim), stretched as `model.rope_scaling` says.
 
@@ -108,7 +108,7 @@ def rotary_table(positions: Array, *, model: ModelConfig) -> KeyValue:
     if model.rope_scaling is not None:
         frequency = _stretch(frequency, scaling=model.rope_scaling)
     angle = (
-        positions.astype(jnp.float32)[:, :, None, None] * frequency[None, None, None]
+        positions.astype(jnp.float32)[:, None, :, None] * frequency[None, None, None]
     )
     return jnp.cos(angle), jnp.sin(angle)
 
@@ -124,7 +124,7 @@ def _stretch(frequency: Array, *, scaling: RopeScaling) -> Array:
     return (1 - blend) * frequency / scaling.factor + blend * frequency
 
 
-def rotate(x: Array, table: KeyValue) -> Array:
+def rotate(x: Array, table: tuple[Array, Array]) -> Array:
     """Rotates the pairs (x[i], x[i + head_dim/2]) of every head by its angle."""
     cos, sin = table
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
@@ -143,40 +143,39 @@ class Attention(nn.Module):
         x: Array,
         *,
         attend: Array,
-        rotary: KeyValue | None,
+        rotary: tuple[Array, Array] | None,
         first: int,
-        cache: Cache | None,
+        cache: KeyValue | None,
         column: Array | int,
-    ) -> tuple[Array, KeyValue | Cache]:
+    ) -> tuple[Array, KeyValue]:
         model = self.model
         rows = attend.shape[0]
 
         def heads(name: str, x: Array, count: int) -> Array:
             y = Linear(count * model.head_dim, model.attention_bias, name=name)(x)
-            return y.reshape(rows, -1, count, model.head_dim)
+            return y.reshape(rows, -1, count, model.head_dim).swapaxes(1, 2)
 
         query = heads("query", columns_from(x, first, rows=rows), model.num_heads)
         key = heads("key", x, model.num_kv_heads)
         value = heads("value", x, model.num_kv_heads)
         if rotary is not None:
             cos, sin = rotary
-            query = rotate(query, (cos[:, first:], sin[:, first:]))
+            query = rotate(query, (cos[:, :, first:], sin[:, :, first:]))
             key = rotate(key, rotary)
-        if cache is None:
-            seen = key, value
-            mask = attend[:, None, first:]
-            y = jax.nn.dot_product_attention(
-                query, key, value, mask=mask, implementation=model.attention
-            )
-        else:
-            seen = append(cache, (key, value), column=column)
-            y = attend_cache(query, seen, attend=attend)
+        seen = key, value
+        if cache is not None:
+            seen = append(cache, seen, column=column)
+        # The library's kernel is for many new tokens at a time.
+        attention = (
+            attend_cudnn if model.attention == "cudnn" and cache is None else attend_to
+        )
+        y = attention(query, seen, attend=attend[:, first:])
         y = Linear(
             x.shape[-1],
             model.attention_output_bias,
             init_std=INIT_STD / math.sqrt(2 * model.num_layers),
             name="output",
-        )(y.reshape(-1, model.num_heads * model.head_dim))
+        )(y.swapaxes(1, 2).reshape(-1, model.num_heads * model.head_dim))
         return y, seen
 
 
@@ -187,45 +186,49 @@ def columns_from(x: Array, first: int, *, rows: int) -> Array:
     return x.reshape(rows, -1, x.shape[-1])[:, first:].reshape(-1, x.shape[-1])
 
 
-def heads_first(key_value: KeyValue) -> Cache:
-    """Keys and values [..., S, K, head_dim] as a cache, [..., K, S, head_dim].
-
-    One token's attention is a matrix product for every row and head: this way all that
-    it reads lies together, where `KeyValue` would be transposed at every token.
-    """
-    key, value = (jnp.swapaxes(array, -3, -2) for array in key_value)
-    return key, value
-
-
-def append(cache: Cache, new: KeyValue, *, column: Array | int) -> Cache:
-    """The cache with keys and values [B, T, K, head_dim] written from `column` on."""
+def append(cache: KeyValue, new: KeyValue, *, column: Array | int) -> KeyValue:
+    """The cache with the keys and values of new tokens written from `column` on."""
     key, value = (
         jax.lax.dynamic_update_slice_in_dim(old, fresh, column, axis=2)
-        for old, fresh in zip(cache, heads_first(new), strict=True)
+        for old, fresh in zip(cache, new, strict=True)
     )
     return key, value
 
 
-def attend_cache(query: Array, cache: Cache, *, attend: Array) -> Array:
-    """softmax(q·kᵀ / sqrt(head_dim))·v of one new token, over a cache.
+def attend_to(query: Array, seen: KeyValue, *, attend: Array) -> Array:
+    """softmax(q·kᵀ / sqrt(head_dim))·v, over those keys that `attend` allows.
 
     Args:
-      query: [B, 1, H, head_dim].
-      cache: [B, K, W, head_dim] each; every H/K query heads read the same keys.
-      attend: bool[B, 1, W].
+      query: [B, H, T, head_dim].
+      seen: [B, K, S, head_dim] each; H/K query heads in a row read the same keys.
+      attend: bool[B, T, S].
 
     Returns:
-      [B, 1, H, head_dim], in query's dtype; logits and softmax are float32.
+      [B, H, T, head_dim], in query's dtype; logits and softmax are float32.
     """
-    key, value = cache
+    key, value = seen
     rows, kv_heads, _, head_dim = key.shape
+    new = query.shape[2]
+    # The query heads of a group stand below each other, as more tokens.
     grouped = query.reshape(rows, kv_heads, -1, head_dim)
     logits = jnp.einsum(
-        "bkgd,bkwd->bkgw", grouped, key, preferred_element_type=jnp.float32
+        "bktd,bksd->bkts", grouped, key, preferred_element_type=jnp.float32
     ) / math.sqrt(head_dim)
-    logits = jnp.where(attend[:, None], logits, -0.7 * jnp.finfo(jnp.float32).max)
-    share = jax.nn.softmax(logits, axis=-1).astype(value.dtype)
-    return jnp.einsum("bkgw,bkwd->bkgd", share, value).reshape(query.shape)
+    allowed = jnp.tile(attend, (1, grouped.shape[2] // new, 1))[:, None]
+    # Not -inf: padding that may attend to nothing would be NaN.
+    lowest = -0.7 * jnp.finfo(jnp.float32).max
+    share = jax.nn.softmax(jnp.where(allowed, logits, lowest), axis=-1)
+    y = jnp.einsum("bkts,bksd->bktd", share.astype(value.dtype), value)
+    return y.reshape(query.shape)
+
+
+def attend_cudnn(query: Array, seen: KeyValue, *, attend: Array) -> Array:
+    """`attend_to` by cuDNN's flash attention, which holds no logits."""
+    key, value = (array.swapaxes(1, 2) for array in seen)
+    y = jax.nn.dot_product_attention(
+        query.swapaxes(1, 2), key, value, mask=attend[:, None], implementation="cudnn"
+    )
+    return y.swapaxes(1, 2)
 
 
 ACTIVATIONS = {
@@ -274,7 +277,7 @@ class Block(nn.Module):
 
     Returns:
       [B, T - first, D], and the keys and values that were attended to: the cache with
-      the new column, or without one KeyValue of the T tokens.
+      the new column, or without one those of the T tokens.
     """
 
     model: ModelConfig
@@ -285,11 +288,11 @@ class Block(nn.Module):
         x: Array,
         *,
         attend: Array,
-        rotary: KeyValue | None,
+        rotary: tuple[Array, Array] | None,
         first: int = 0,
-        cache: Cache | None = None,
+        cache: KeyValue | None = None,
         column: Array | int = 0,
-    ) -> tuple[Array, KeyValue | Cache]:
+    ) -> tuple[Array, KeyValue]:
         rows, columns, size = x.shape
         x = x.reshape(-1, size)  # the tokens of all rows, as `Linear` wants them
         y, seen = Attention(self.model, name="attention")(

@@ -24,9 +24,9 @@ import jax.numpy as jnp
 
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models import blocks, decoder, heads
+from rlhf_jax.models import decoder, heads
 from rlhf_jax.models import slots as slots_
-from rlhf_jax.models.blocks import Cache
+from rlhf_jax.models.blocks import KeyValue
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.sampling import Shaping, sample_token
 
@@ -52,7 +52,7 @@ class Decoding:
     """Responses under way: all that one more token changes, so donate it."""
 
     generated: Generated  # so far; columns to come are padding
-    caches: tuple[Cache, ...]  # of every layer, [B, K, W, head_dim] each
+    caches: tuple[KeyValue, ...]  # of every layer, [B, K, W, head_dim] each
     finished: Array  # bool[B], the row has drawn a stop token
     step: Array  # i32[], response columns written
     prompt_size: int = flax.struct.field(pytree_node=False)  # P, columns
@@ -201,7 +201,7 @@ def start(
     last = jnp.repeat(hidden[:, -1], group_size, axis=0)
     caches = jax.tree.map(
         lambda leaf: jnp.repeat(leaf, group_size, axis=0),
-        decoder.unstack(blocks.heads_first(key_values), num_layers=model.num_layers),
+        decoder.unstack(key_values, num_layers=model.num_layers),
     )
     state = Decoding(
         generated=Generated(

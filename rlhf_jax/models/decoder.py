@@ -150,7 +150,7 @@ def prefill(
     """`hidden_states`, and the keys and values of every layer, to be cached.
 
     Returns:
-      [B, S, D], and keys and values [L, B, S, K, head_dim] each, in `model.dtype`,
+      [B, S, D], and keys and values [L, B, K, S, head_dim] each, in `model.dtype`,
       of all columns.
 
     Args, Raises: as `hidden_states`.
@@ -250,9 +250,9 @@ def decode_step(
     tokens: Array,
     positions: Array,
     attend: Array,
-    caches: Sequence[blocks.Cache],
+    caches: Sequence[blocks.KeyValue],
     column: Array,
-) -> tuple[Array, tuple[blocks.Cache, ...]]:
+) -> tuple[Array, tuple[blocks.KeyValue, ...]]:
     """One token for every row, against the cache.
 
     Args:
@@ -297,7 +297,7 @@ def _embed(
     return x
 
 
-def _rotary(positions: Array, *, model: ModelConfig) -> blocks.KeyValue | None:
+def _rotary(positions: Array, *, model: ModelConfig) -> tuple[Array, Array] | None:
     if model.positions == "learned":
         return None
     return blocks.rotary_table(positions, model=model)

@@ -27,8 +27,8 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models import axes, blocks, decoder, heads
-from rlhf_jax.models.blocks import Cache
+from rlhf_jax.models import axes, decoder, heads
+from rlhf_jax.models.blocks import KeyValue
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.sampling import Shaping, sample_token
 
@@ -56,7 +56,7 @@ class Slots:
     row: Array  # i32[C], which of the N prompts is answered; N before the first
     alive: Array  # bool[C], it goes on
     attend: Array  # bool[C, W], columns of the ring that are the row's own
-    caches: tuple[Cache, ...]  # of every layer, [C, K, W, head_dim] each
+    caches: tuple[KeyValue, ...]  # of every layer, [C, K, W, head_dim] each
 
 
 def respond(
@@ -140,9 +140,7 @@ def respond(
             lambda leaf: jnp.repeat(leaf, group_size, axis=0),
             (
                 hidden[:, -1],
-                decoder.unstack(
-                    blocks.heads_first(key_values), num_layers=model.num_layers
-                ),
+                decoder.unstack(key_values, num_layers=model.num_layers),
             ),
         )
         last, caches = repeated

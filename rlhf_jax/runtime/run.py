@@ -214,7 +214,7 @@ class Stage:
         """
         record, config = self._run.record, self._run.config
         if step == self.start:
-            _give_back()  # whatever a step compiles it has compiled by now
+            give_back_memory()  # whatever a step compiles it has compiled by now
         record.write(step, stats, positions=positions)
         record.write_samples(step, samples)
         done = step + 1
@@ -237,7 +237,7 @@ class Stage:
             self._run.interrupt.stop()
 
 
-def _give_back() -> None:
+def give_back_memory() -> None:
     """Gives memory that the compiler has freed back to the system.
 
     Half of what a small run holds on a CPU. Only glibc keeps it, and can be asked.
