@@ -216,5 +216,11 @@ def test_attention_by_cudnn_is_asked_for_and_needs_a_gpu(monkeypatch):
     params = decoder.init(jax.random.key(0), model=toys.GPT2)
     asked.clear()
     tokens, mask = batch()
-    decoder.hidden_states(params, model=model, tokens=tokens, mask=mask)
+    given = {"tokens": tokens, "mask": mask}
+    found = decoder.hidden_states(params, model=model, **given)
     assert set(asked) == {"cudnn"}
+    model = dataclasses.replace(model, attention="xla")
+    expected = decoder.hidden_states(params, model=model, **given)
+    assert len(asked) == toys.GPT2.num_layers  # nothing more was asked of the library
+    found, expected = (np.asarray(x, np.float32)[mask] for x in (found, expected))
+    np.testing.assert_allclose(found, expected, rtol=0.05, atol=0.05)  # bfloat16's
