@@ -107,9 +107,9 @@ def _complete(python: Path, wanted: Sequence[str]) -> bool:
     pins = [pin.split("==") for pin in wanted if ";" not in pin]
     code = (
         "import sys, json; from importlib.metadata import version\n"
-        "local = '+'  # as in 2.13.0+cpu, the same release\n"
         "pins = json.loads(sys.argv[1])\n"
-        "assert all(version(n).split(local)[0] == v for n, v in pins)"
+        # 2.13.0+cpu is the release 2.13.0, built for CPUs.
+        "assert all(version(n).split('+')[0] == v for n, v in pins)"
     )
     command = [python, "-c", code, json.dumps(pins)]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
@@ -118,20 +118,16 @@ def _complete(python: Path, wanted: Sequence[str]) -> bool:
 def surroundings(environment: str | None) -> dict[str, str]:
     """Variables of a participant's process: no networks, and memory as it is needed.
 
-    Linux is asked for huge pages, which all of them gain from on a CPU, unless the
-    caller has set GLIBC_TUNABLES to something else.
+    glibc is asked for huge pages, for all alike, unless the caller has set its
+    GLIBC_TUNABLES to something else.
     """
-    huge_pages = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-    found = (
-        huge_pages
-        | os.environ
-        | {
-            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-            "HF_HUB_OFFLINE": "1",
-            "TRL_EXPERIMENTAL_SILENCE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-    )
+    found = os.environ | {
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "HF_HUB_OFFLINE": "1",
+        "TRL_EXPERIMENTAL_SILENCE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    found.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
     if environment is not None:  # ours must not shadow what is installed there
         found.pop("PYTHONPATH", None)
     return found
