@@ -170,6 +170,41 @@ def test_fastest_knows_the_backend_and_the_layers():
     assert layout.fastest(unrolled(toys.GPT2), backend="tpu") == toys.GPT2
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_change_if_changes_all_or_nothing(several):
+    """To the bit, whatever the change would have been; of many at once as of one."""
+    tree = {"a": jnp.array([1.5, -0.0, 3.0]), "b": jnp.arange(3)}
+
+    def change(tree):
+        return {"a": tree["a"] / 0.0, "b": tree["b"] + 1}
+
+    def run(flag):
+        return layout.change_if(flag, change, tree)
+
+    flags = jnp.array([True, False])
+    if several:
+        changed, kept = (
+            jax.tree.map(lambda leaf, i=i: leaf[i], jax.jit(jax.vmap(run))(flags))
+            for i in (0, 1)
+        )
+    else:
+        changed, kept = (jax.jit(run)(flag) for flag in flags)
+    np.testing.assert_array_equal(changed["a"], [np.inf, np.nan, np.inf])
+    np.testing.assert_array_equal(changed["b"], [1, 2, 3])
+    chex.assert_trees_all_equal(kept, tree)
+    np.testing.assert_array_equal(np.signbit(kept["a"]), [False, True, False])
+
+
+def test_change_if_branches_on_a_cpu_alone():
+    def run(flag, tree):
+        return layout.change_if(flag, lambda tree: tree * 2.0, tree)
+
+    traced = jax.jit(run).trace(jnp.bool_(True), jnp.ones(3))
+    for platform, selects in {"cpu": False, "cuda": True, "tpu": True}.items():
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert ("stablehlo.select" in text) == selects
+
+
 @pytest.mark.parametrize(
     ("shape", "times"), [("tensor=8", 8), ("data=2,tensor=4", 8), ("data=8", 8)]
 )

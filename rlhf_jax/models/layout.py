@@ -14,11 +14,16 @@ layers and with layers one by one:
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import TypeVar
 
 import jax
+import jax.numpy as jnp
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
+
+Tree = TypeVar("Tree")
 
 UNROLLED = {"cpu": 8}  # most layers that run one by one, by backend; else none
 
@@ -39,3 +44,26 @@ def fastest(model: ModelConfig, *, backend: str | None = None) -> ModelConfig:
         )
     unroll = model.num_layers <= UNROLLED.get(backend, 0)
     return dataclasses.replace(model, unroll=unroll)
+
+
+def change_if(flag: jax.Array, change: Callable[[Tree], Tree], tree: Tree) -> Tree:
+    """change(tree) where the flag is True; elsewhere the tree itself, to the bit.
+
+    On a CPU by a branch, which writes over what is donated, where a choice element by
+    element has XLA:CPU copy every moment of an optimizer first. Elsewhere by such a
+    choice, as a GPU would have to ask its host which branch to launch.
+
+    Args:
+      flag: bool[].
+      change: keeps structure, shapes and dtypes.
+    """
+
+    def branch(flag: jax.Array, tree: Tree) -> Tree:
+        return jax.lax.cond(flag, change, lambda tree: tree, tree)
+
+    def choice(flag: jax.Array, tree: Tree) -> Tree:
+        return jax.tree.map(
+            lambda new, old: jnp.where(flag, new, old), change(tree), tree
+        )
+
+    return jax.lax.platform_dependent(flag, tree, cpu=branch, default=choice)

@@ -14,6 +14,7 @@ import optax
 from rlhf_jax.functional import masked
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl_control import KLController
+from rlhf_jax.models import layout
 from rlhf_jax.roles import fingerprint, rewards
 from rlhf_jax.roles.rewards import RunningMoments
 
@@ -181,13 +182,13 @@ def apply_gradients(
       grads: of the structure of `params`.
       finite: bool[]; where False, `params` and `opt` come back to the bit.
     """
-    updates, new_opt = optimizer.update(grads, opt, params)
-    new_params = optax.apply_updates(params, updates)
-    return jax.tree.map(
-        lambda new, old: jnp.where(finite, new, old),
-        (new_params, new_opt),
-        (params, opt),
-    )
+
+    def step(held: tuple[Params, optax.OptState]) -> tuple[Params, optax.OptState]:
+        params, opt = held
+        updates, opt = optimizer.update(grads, opt, params)
+        return optax.apply_updates(params, updates), opt
+
+    return layout.change_if(finite, step, (params, opt))
 
 
 def count_skips(
