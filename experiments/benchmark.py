@@ -12,6 +12,9 @@ of those within a round. While one computes the others wait, all of them in memo
 GPT-2 small each takes up to 7.5 GB, so name fewer peers at a time where that is too
 much. All are given huge pages where glibc has them.
 
+Every participant is started twice, as what a run compiles the next one finds on disk:
+the first start tells what compiling takes, the second is the one that is measured.
+
 Peers run in virtual environments that are made where they are missing, from the pinned
 versions in `benchmark_peers.py` (some GB, a few minutes). Without --peers ours runs
 alone. The floor is what the machine's measured rates allow (`benchmark_floor.py`).
@@ -28,6 +31,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -185,12 +189,27 @@ def measure(
       commands: {participant: how it is started}.
 
     Returns:
-      {"participants": {name: {"start": its first line, "rounds": [...], "end": its
-      last}}, "failed": {name: why}}; who failed is in the latter alone.
+      {"participants": {name: {"cold": first and last line of its first start, "start":
+      first line of its second, "rounds": [...], "end": last line}}, "failed": {name:
+      why}}; who failed is in the latter alone.
     """
     found: dict[str, Any] = {}
     failed: dict[str, str] = {}
     running: dict[str, Participant] = {}
+    compiled = tempfile.TemporaryDirectory(prefix="rlhf_jax-compiled-")
+
+    def start(name: str) -> Participant:
+        return Participant(
+            name,
+            commands[name],
+            workload=workload,
+            limit=options.limit,
+            variables=surroundings(PEERS[name].environment)
+            | {
+                "JAX_COMPILATION_CACHE_DIR": str(Path(compiled.name) / name),
+                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            },
+        )
 
     def left_out(name: str, error: PeerError) -> None:
         print(f"error: {error}", flush=True)
@@ -199,20 +218,15 @@ def measure(
         found.pop(name, None)
 
     with contextlib.ExitStack() as stack:
-        for name, command in commands.items():
+        stack.enter_context(compiled)
+        for name in commands:
             began = time.perf_counter()
-            participant = stack.enter_context(
-                Participant(
-                    name,
-                    command,
-                    workload=workload,
-                    limit=options.limit,
-                    variables=surroundings(PEERS[name].environment),
-                )
-            )
-            running[name] = participant
             try:
-                found[name] = {"start": participant.ready(), "rounds": []}
+                with start(name) as first:
+                    cold = first.ready() | first.end()
+                running[name] = stack.enter_context(start(name))
+                line = running[name].ready()
+                found[name] = {"cold": cold, "start": line, "rounds": []}
             except PeerError as error:
                 left_out(name, error)
             seconds = time.perf_counter() - began

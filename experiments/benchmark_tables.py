@@ -33,10 +33,10 @@ def paired_ratio(
 
 def compile_seconds(run: Mapping[str, Any]) -> float:
     """Of the iteration's program, or what the first iteration took beyond another."""
-    start = run["start"]
-    if "compile" in start:
-        return start["compile"]["iteration"]
-    return max(0.0, start["warm_up"][0] - median(run["rounds"], "iteration"))
+    cold = run["cold"]
+    if "compile" in cold:
+        return cold["compile"]["iteration"]
+    return max(0.0, cold["warm_up"][0] - median(run["rounds"], "iteration"))
 
 
 def spread(rounds: Sequence[Mapping[str, float]], phase: str) -> str:
@@ -112,17 +112,25 @@ def workload(
             ],
         )
     report.table(
-        "Start and memory (resident, MiB)",
-        ("", "start-up [s]", "compile [s]", "before", "peak", "parameters", "idle CPU"),
+        "Start and memory (resident, MiB); cold is the start that compiles",
+        (
+            "",
+            "cold start [s]",
+            "compile [s]",
+            "cold peak",
+            "start [s]",
+            "peak",
+            "parameters",
+        ),
         [
             (
                 name,
-                run["start"]["start_up"],
+                run["cold"]["start_up"],
                 compile_seconds(run),
-                mib(run["start"]["before_bytes"]),
+                mib(run["cold"]["peak_bytes"]),
+                run["start"]["start_up"],
                 mib(run["end"]["peak_bytes"]),
                 run["start"]["parameters"],
-                run["end"]["idle_cpu_seconds"] / max(run["end"]["idle_seconds"], 1e-9),
             )
             for name, run in runs.items()
         ],

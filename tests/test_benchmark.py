@@ -199,7 +199,10 @@ def test_the_others_go_on_without_one_that_dies(fake, capsys):
     measured = benchmark.measure(TOY, commands=commands, options=options)
     assert list(measured["participants"]) == ["rlhf_jax", "trl"]
     assert "out of luck" in measured["failed"]["torch"]
-    assert len(measured["participants"]["trl"]["rounds"]) == 3
+    trl = measured["participants"]["trl"]
+    assert len(trl["rounds"]) == 3
+    assert trl["cold"]["warm_up"] == [3.0, 1.0]
+    assert trl["cold"]["peak_bytes"] == trl["end"]["peak_bytes"] == 2**21
     json.dumps(measured, allow_nan=False)
 
     rates = Rates(flops=1e9, bytes=1e9)
@@ -229,6 +232,30 @@ def test_the_others_go_on_without_one_that_dies(fake, capsys):
 def test_options_that_are_refused(options, message):
     with pytest.raises(checks.InputError, match=message):
         benchmark.Config(**options)
+
+
+CACHING = """\
+import os, pathlib
+folder = pathlib.Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
+folder.mkdir(exist_ok=True)
+found = len(list(folder.iterdir()))
+(folder / str(found)).touch()
+"""
+
+
+def test_the_second_start_finds_what_the_first_compiled(fake, tmp_path):
+    """Each of its own, and nothing of another workload's."""
+    command = changed(fake, '"parameters": 7', '"parameters": found')
+    script = Path(command[1])
+    script.write_text(CACHING + script.read_text())
+    commands = {"rlhf_jax": command, "trl": command}
+    options = benchmark.Config(rounds=1)
+    for _ in range(2):
+        measured = benchmark.measure(TOY, commands=commands, options=options)
+        for found in measured["participants"].values():
+            assert (found["cold"]["parameters"], found["start"]["parameters"]) == (0, 1)
+    compiled = benchmark_tables.compile_seconds(measured["participants"]["trl"])
+    assert compiled == 3.0 - 2.0
 
 
 def test_an_environment_that_cannot_be_made_is_told(tmp_path):
