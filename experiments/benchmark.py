@@ -19,7 +19,8 @@ Peers run in virtual environments that are made where they are missing, from the
 versions in `benchmark_peers.py` (some GB, a few minutes). Without --peers ours runs
 alone. The floor is what the machine's measured rates allow (`benchmark_floor.py`).
 
-What was measured stands in README.md.
+On 2 CPU cores gpt2-small with two peers takes 14 minutes, small 8, tiny 3. What was
+measured, and on what, stands in README.md.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ class Config:
     output: Path | None = None
     """JSON file of every number, with versions and machine."""
     limit: float = 900.0
-    """Seconds that a participant may take for its start, or for an iteration."""
+    """Seconds that a participant may take for its start, or for a turn."""
 
     def __post_init__(self) -> None:
         checks.positive(rounds=self.rounds, limit=self.limit)
@@ -183,20 +184,21 @@ def commit() -> str | None:
 def measure(
     workload: Workload, *, commands: dict[str, list[str | Path]], options: Config
 ) -> dict[str, Any]:
-    """All participants through one workload, an iteration each in turn.
+    """All participants through one workload, in turns.
 
     Args:
       commands: {participant: how it is started}.
 
     Returns:
       {"participants": {name: {"cold": first and last line of its first start, "start":
-      first line of its second, "rounds": [...], "end": last line}}, "failed": {name:
-      why}}; who failed is in the latter alone.
+      first line of its second, "rounds": [...], "end": last line, and what it used
+      while others had their turns}}, "failed": {name: why}}; who failed is in the
+      latter alone.
     """
     found: dict[str, Any] = {}
     failed: dict[str, str] = {}
     running: dict[str, Participant] = {}
-    compiled = tempfile.TemporaryDirectory(prefix="rlhf_jax-compiled-")
+    folder = tempfile.TemporaryDirectory(prefix="rlhf_jax-benchmark-")
 
     def start(name: str) -> Participant:
         return Participant(
@@ -206,8 +208,9 @@ def measure(
             limit=options.limit,
             variables=surroundings(PEERS[name].environment)
             | {
-                "JAX_COMPILATION_CACHE_DIR": str(Path(compiled.name) / name),
+                "JAX_COMPILATION_CACHE_DIR": str(Path(folder.name) / name),
                 "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+                "TMPDIR": folder.name,  # what it leaves behind goes with it
             },
         )
 
@@ -218,7 +221,7 @@ def measure(
         found.pop(name, None)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(compiled)
+        stack.enter_context(folder)
         for name in commands:
             began = time.perf_counter()
             try:
@@ -229,6 +232,7 @@ def measure(
                 found[name] = {"cold": cold, "start": line, "rounds": []}
             except PeerError as error:
                 left_out(name, error)
+                continue
             seconds = time.perf_counter() - began
             print(f"{workload.name}: {name} ready after {seconds:.0f} s", flush=True)
         for _ in range(options.rounds):

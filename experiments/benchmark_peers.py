@@ -54,7 +54,12 @@ class Peer:
 
 
 PEERS = {
-    OURS: Peer("rlhf_jax_ppo.py", None, "whole iteration in one program; compiled"),
+    OURS: Peer(
+        "rlhf_jax_ppo.py",
+        None,
+        "whole iteration in one program, compiled, and its phases again as three; "
+        "words padded to multiples of 64, which are 128 if nothing is said",
+    ),
     "trl": Peer(
         "trl_ppo.py",
         "trl",

@@ -32,11 +32,12 @@ def paired_ratio(
 
 
 def compile_seconds(run: Mapping[str, Any]) -> float:
-    """Of the iteration's program, or what the first iteration took beyond another."""
+    """Of the iteration's program, or what the first iteration took beyond the next."""
     cold = run["cold"]
     if "compile" in cold:
         return cold["compile"]["iteration"]
-    return max(0.0, cold["warm_up"][0] - median(run["rounds"], "iteration"))
+    first, second = cold["warm_up"]
+    return max(0.0, first - second)
 
 
 def spread(rounds: Sequence[Mapping[str, float]], phase: str) -> str:

@@ -3,9 +3,11 @@
 An iteration is what a user runs: one jitted program, its state donated. The phases are
 the same work cut into three programs, each waited for: `ppo.sample`; reward,
 `score.reference_logprobs` and `ppo.values`; the rest of `ppo.learn`, advantages
-included. A round runs both, so phases need not add up to the iteration.
+included. Every iteration of a turn runs both, so phases need not add up to the
+iteration, and the one that counts follows two where a peer's follows one.
 
-Everything is compiled ahead; `compile` holds the seconds of each program.
+Everything is compiled ahead; `compile` holds the seconds of each program, which in a
+second start are those of reading it.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ def algorithm_of(workload: Workload) -> ppo.PPO:
             max_positions=workload.max_positions,
         )
     )
-    # Divides the vocabularies of the small workloads, which are then not padded.
+    # Divides the vocabulary of tiny, whose head the default of 128 would double.
     model = dataclasses.replace(model, vocab_multiple=64)
     adamw = functools.partial(
         optax.adamw, workload.learning_rate, weight_decay=workload.weight_decay

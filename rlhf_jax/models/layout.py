@@ -1,7 +1,8 @@
-"""Layouts: choices that change how fast a model runs and nothing of what it computes.
+"""Layouts: choices by backend that change how fast something runs, and no number.
 
-`fastest` makes them by backend, as measured. A `ModelConfig` that is built by hand has
+`fastest` makes those of a model, as measured. A `ModelConfig` that is built by hand has
 the layout that every backend runs well and that compiles in the time of one layer.
+`change_if` is how an optimizer's step is made or left out.
 
 Seconds of a PPO update by XLA:CPU, 2 cores with AVX-512, jax 0.10, with a loop over the
 layers and with layers one by one:
@@ -51,11 +52,14 @@ def change_if(flag: jax.Array, change: Callable[[Tree], Tree], tree: Tree) -> Tr
 
     On a CPU by a branch, which writes over what is donated, where a choice element by
     element has XLA:CPU copy every moment of an optimizer first. Elsewhere by such a
-    choice, as a GPU would have to ask its host which branch to launch.
+    choice, as a GPU would have to ask its host which branch to launch; also outside of
+    `jit`, where a branch is compiled at every call, and within `shard_map`, where
+    devices may differ. `vmap` makes a choice of the branch.
 
     Args:
       flag: bool[].
       change: keeps structure, shapes and dtypes.
+      tree: pytree of arrays.
     """
 
     def branch(flag: jax.Array, tree: Tree) -> Tree:
@@ -66,4 +70,7 @@ def change_if(flag: jax.Array, change: Callable[[Tree], Tree], tree: Tree) -> Tr
             lambda new, old: jnp.where(flag, new, old), change(tree), tree
         )
 
+    apart = jax.sharding.get_abstract_mesh().manual_axes
+    if apart or not isinstance(flag, jax.core.Tracer):
+        return choice(flag, tree)
     return jax.lax.platform_dependent(flag, tree, cpu=branch, default=choice)
