@@ -20,6 +20,7 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
@@ -71,6 +72,6 @@ def change_if(flag: jax.Array, change: Callable[[Tree], Tree], tree: Tree) -> Tr
         )
 
     apart = jax.sharding.get_abstract_mesh().manual_axes
-    if apart or not isinstance(flag, jax.core.Tracer):
+    if apart or not isinstance(flag, Tracer):
         return choice(flag, tree)
     return jax.lax.platform_dependent(flag, tree, cpu=branch, default=choice)
