@@ -57,7 +57,7 @@ PEERS = {
     OURS: Peer(
         "rlhf_jax_ppo.py",
         None,
-        "whole iteration in one program, compiled, and its phases again as three; "
+        "whole iteration in one program, compiled, and its phases once more as three; "
         "words padded to multiples of 64, which are 128 if nothing is said",
     ),
     "trl": Peer(

@@ -2,12 +2,12 @@
 
     driver                            participant
     PYTHON peer.py WORKLOAD  ──────>  builds, runs the warm-up iterations
-                             <──────  {"versions": {...}, "start_up": s, ...}
+                             <──────  {"versions": {...}, "peak_bytes": n, ...}
     go                       ──────>  two iterations; of the second
                              <──────  {"rollout": s, "score": s, "update": s,
                                        "iteration": s, "checks": {...}}
     end                      ──────>
-                             <──────  {"peak_bytes": n}
+                             <──────  {"last_peak_bytes": n}
 
 A line is a JSON object. What a library prints goes to stderr. The standard library
 alone, as peers run in environments of their own, without rlhf_jax.
@@ -116,6 +116,7 @@ def iterations(
     about: Mapping[str, Any],
     check: Callable[[], Mapping[str, float]],
     wait: Callable[[], None] = lambda: None,
+    prepare: Callable[[], None] = lambda: None,
 ) -> Iterator[int]:
     """Yields the number of an iteration that is to be run now; says how long it took.
 
@@ -132,6 +133,8 @@ def iterations(
       about: what else the first line shall hold.
       check: after each, outside the times: what shows that the work was done.
       wait: returns when the devices have finished.
+      prepare: after the warm-up and the reading of its peak memory: what the benchmark
+        needs, and a run does not.
     """
     before = resident("VmRSS")
     start_up = time.perf_counter() - STARTED
@@ -142,13 +145,15 @@ def iterations(
         wait()
         clock.lap("update")
         warm_up.append(clock.total)
+    peak = resident("VmHWM")
+    prepare()
     say(
         {
             "versions": {"python": sys.version.split()[0], **versions},
             "start_up": start_up,
             "warm_up": warm_up,
             "before_bytes": before,
-            "warm_up_peak_bytes": resident("VmHWM"),
+            "peak_bytes": peak,
             "checks": check(),
             **about,
         }
@@ -162,7 +167,12 @@ def iterations(
             wait()
             clock.lap("update")
         say({"iteration": clock.total, **clock.seconds, "checks": check()})
-    say({"peak_bytes": resident("VmHWM")})
+    say({"last_peak_bytes": resident("VmHWM")})
+
+
+def counts(step: int) -> bool:
+    """Whether the iteration of this number is the second of a turn."""
+    return step >= WARM_UP and (step - WARM_UP) % 2 == 1
 
 
 def versions_of(*packages: str) -> dict[str, str]:

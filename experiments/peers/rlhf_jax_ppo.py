@@ -3,11 +3,8 @@
 An iteration is what a user runs: one jitted program, its state donated. The phases are
 the same work cut into three programs, each waited for: `ppo.sample`; reward,
 `score.reference_logprobs` and `ppo.values`; the rest of `ppo.learn`, advantages
-included. Every iteration of a turn runs both, so phases need not add up to the
-iteration, and the one that counts follows two where a peer's follows one.
-
-Everything is compiled ahead; `compile` holds the seconds of each program, which in a
-second start are those of reading it.
+included. They run after the iteration that counts, so they need not add up to it, and
+are compiled once the warm-up is over: its memory is that of a run.
 """
 
 from __future__ import annotations
@@ -15,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,8 +34,8 @@ from rlhf_jax import (
     state,
 )
 from rlhf_jax.roles.frozen import Frozen
-from rlhf_jax.runtime import run
-from rlhf_jax.stages.batch import Prompts, Rollout, Scored
+from rlhf_jax.runtime import program_cache
+from rlhf_jax.stages.batch import Prompts, Rollout
 from rlhf_jax.stages.state import TrainState
 
 Array = jax.Array
@@ -111,14 +107,6 @@ def price(
     }
 
 
-def compiled(program: Any, seconds: dict[str, float], name: str, *args, **named) -> Any:
-    """A jitted program for these arguments, the time it took written down."""
-    began = time.perf_counter()
-    executable = program.lower(*args, **named).compile()
-    seconds[name] = time.perf_counter() - began
-    return executable
-
-
 def main(workload: Workload) -> None:
     algorithm = algorithm_of(workload)
     init = jax.jit(decoder.init, static_argnames=("model",))
@@ -133,42 +121,42 @@ def main(workload: Workload) -> None:
     )
     parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
     before = jax.tree.map(np.array, params["final_norm"])
-    key, prompts = jax.random.key(1), prompts_of(workload, step=0)
 
-    seconds: dict[str, float] = {}
     donated = functools.partial(jax.jit, donate_argnames=("state",))
-    iteration = compiled(
-        donated(functools.partial(ppo.iteration, ppo=algorithm, reward=reward)),
-        seconds,
-        "iteration",
+    whole = donated(functools.partial(ppo.iteration, ppo=algorithm, reward=reward))
+    began = time.perf_counter()
+    iteration = whole.lower(
         train,
-        prompts=prompts,
+        prompts=prompts_of(workload, step=0),
         reference=reference,
-        key=key,
-    )
-    sampling = jax.jit(functools.partial(ppo.sample, ppo=algorithm))
-    pricing = jax.jit(functools.partial(price, algorithm=algorithm))
-    asked = {"prompts": prompts, "key": key}
-    sample = compiled(sampling, seconds, "rollout", train.policy, **asked)
-    # Shapes are enough to compile for; nothing runs before the first iteration.
-    answered = jax.eval_shape(sampling, train.policy, **asked)
-    given = {"answered": answered, "reference": reference}
-    score_all = compiled(pricing, seconds, "score", train, **given)
-    prices = jax.eval_shape(pricing, train, **given)
-    learn = compiled(
-        donated(functools.partial(ppo.learn, ppo=algorithm, reference=None)),
-        seconds,
-        "update",
-        train,
-        rollout=answered,
-        key=key,
-        **prices,
-    )
-    run.give_back_memory()  # as a run does once its programs are compiled
-    done: list[tuple[masked.Stats, Scored]] = []
+        key=jax.random.key(1),
+    ).compile()
+    compile_seconds = time.perf_counter() - began
+    program_cache.give_back_memory()  # as a run does once its programs are compiled
+
+    sample = jax.jit(functools.partial(ppo.sample, ppo=algorithm))
+    score_all = jax.jit(functools.partial(price, algorithm=algorithm))
+    learn = donated(functools.partial(ppo.learn, ppo=algorithm, reference=None))
+
+    def phases(train: TrainState, *, prompts: Prompts, key: Array) -> TrainState:
+        answered = jax.block_until_ready(sample(train.policy, prompts=prompts, key=key))
+        clock.lap("rollout")
+        prices = jax.block_until_ready(
+            score_all(train, answered=answered, reference=reference)
+        )
+        clock.lap("score")
+        train, *_ = jax.block_until_ready(
+            learn(train, rollout=answered, key=key, **prices)
+        )
+        clock.lap("update")
+        return train
+
+    def prepare() -> None:
+        nonlocal train
+        train = phases(train, prompts=prompts, key=key)
+        program_cache.give_back_memory()
 
     def check() -> dict[str, float]:
-        stats, scored = done[-1]
         loss, weight = stats["loss/policy"]
         assert weight is not None
         after = jax.device_get(train.policy["final_norm"])
@@ -184,31 +172,23 @@ def main(workload: Workload) -> None:
     for step in line_protocol.iterations(
         clock=clock,
         versions=line_protocol.versions_of("rlhf-jax", "jax", "jaxlib", "flax"),
-        about={"compile": seconds, "parameters": parameters},
+        about={"compile": compile_seconds, "parameters": parameters},
         check=check,
+        prepare=prepare,
     ):
         prompts = jax.block_until_ready(prompts_of(workload, step=step))
         key = jax.block_until_ready(jax.random.fold_in(jax.random.key(2), step))
         clock.start()
-        train, *_ = jax.block_until_ready(
+        train, stats, scored = jax.block_until_ready(
             iteration(train, prompts=prompts, reference=reference, key=key)
         )
-        clock.lap("whole")
-        whole = clock.total
-
-        key = jax.block_until_ready(jax.random.fold_in(key, 0))
-        clock.start()
-        clock.seconds["iteration"] = whole
-        answered = jax.block_until_ready(sample(train.policy, prompts=prompts, key=key))
-        clock.lap("rollout")
-        prices = jax.block_until_ready(
-            score_all(train, answered=answered, reference=reference)
-        )
-        clock.lap("score")
-        train, stats, scored = jax.block_until_ready(
-            learn(train, rollout=answered, key=key, **prices)
-        )
-        done[:] = [(stats, scored)]
+        if line_protocol.counts(step):
+            clock.lap("update")
+            seconds = clock.total
+            key = jax.block_until_ready(jax.random.fold_in(key, 0))
+            clock.start()
+            train = phases(train, prompts=prompts, key=key)
+            clock.seconds["iteration"] = seconds
 
 
 if __name__ == "__main__":

@@ -14,8 +14,6 @@ last snapshot and has no steps left, so a pipeline goes on where it was.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Self
@@ -28,6 +26,7 @@ from rlhf_jax.runtime import (
     cli,
     metrics,
     processes,
+    program_cache,
     proof,
     report,
     run_folder,
@@ -214,7 +213,8 @@ class Stage:
         """
         record, config = self._run.record, self._run.config
         if step == self.start:
-            give_back_memory()  # whatever a step compiles it has compiled by now
+            # Whatever a step compiles it has compiled by now.
+            program_cache.give_back_memory()
         record.write(step, stats, positions=positions)
         record.write_samples(step, samples)
         done = step + 1
@@ -235,12 +235,3 @@ class Stage:
             self._snapshots.save(done, arrays=self.state, meta=meta)
         if stop:
             self._run.interrupt.stop()
-
-
-def give_back_memory() -> None:
-    """Gives memory that the compiler has freed back to the system.
-
-    Half of what a small run holds on a CPU. Only glibc keeps it, and can be asked.
-    """
-    with contextlib.suppress(OSError, TypeError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
