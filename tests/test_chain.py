@@ -24,7 +24,7 @@ from test_experiments import ANSWERS, PAIR, contents, play
 from rlhf_jax import batches, data, policy, rewards, rollout
 from rlhf_jax.runtime import encoding, hf, metrics, pretrained
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compilation")]
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("quick_compilation")]
 FIXTURES = Path(__file__).parent / "fixtures"
 
 
@@ -166,7 +166,7 @@ def test_ppo_with_a_python_reward(tuned, prompts, rewards_folder, tmp_path):
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param("gpt2", marks=pytest.mark.long), "llama_sharded"],
+    params=["gpt2", "llama_sharded"],
 )
 def theirs(request, prompts, rewards_folder, tmp_path_factory):
     """PPO from a checkpoint that transformers wrote; the tokenizer lies elsewhere.
@@ -269,7 +269,6 @@ def test_other_seeds_differ(killable, whole, tmp_path):
     assert all(other[name] != whole[name] for name in whole)
 
 
-@pytest.mark.long
 def test_killed_at_a_random_step_it_goes_on_to_the_last_bit(
     killable, whole, rewards_folder, tmp_path
 ):
