@@ -1,7 +1,8 @@
 """The shape of a decoder: a hashable value, static under `jax.jit`.
 
-A family (GPT-2, Llama) is nothing but a mapping from its Hugging Face config to one of
-these and a table of tensor names; the decoder reads only the fields below.
+A family (GPT-2, Llama, Gemma 2, ...) is nothing but a mapping from its Hugging Face
+config to one of these and a table of tensor names; the decoder reads only the fields
+below.
 """
 
 from __future__ import annotations
@@ -35,19 +36,26 @@ class RopeScaling:
 
     `linear` divides every frequency by `factor` (Chen et al. 2023, arXiv:2306.15595).
     `llama3` divides only wavelengths above `original_max_positions / low_freq_factor`
-    and blends up to `original_max_positions / high_freq_factor` (Llama 3.1).
+    and blends up to `original_max_positions / high_freq_factor` (Llama 3.1). `yarn`
+    divides frequencies that turn less than `beta_slow` times in the original context,
+    keeps those that turn more than `beta_fast` times, blends in between, and multiplies
+    queries and keys by `attention_factor` (Peng et al. 2023, arXiv:2309.00071).
     """
 
-    kind: Literal["linear", "llama3"]
+    kind: Literal["linear", "llama3", "yarn"]
     factor: float  # dimensionless, >= 1
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192  # tokens
+    beta_fast: float = 32.0  # turns
+    beta_slow: float = 1.0  # turns
+    truncate: bool = True  # the blend of yarn begins and ends at whole dimensions
+    attention_factor: float = 1.0  # of yarn, dimensionless
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A pre-norm causal decoder."""
+    """A pre-norm causal decoder; from `rope_theta` on what not every family has."""
 
     family: str  # which key table names its tensors; read by runtime/hf.py alone
     vocab_size: int  # the true vocabulary
@@ -69,6 +77,18 @@ class ModelConfig:
     tied_head: bool  # the output head is the token embedding
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
+    rotary_dim: int | None = None  # dimensions of a head that rotate, the first; None all
+    norm_from_one: bool = False  # norms multiply by 1 + scale (Gemma)
+    query_key_norm: bool = False  # a norm of every head's query and key (Qwen 3)
+    post_norms: bool = False  # norms of what attention and MLP return, before the sum
+    parallel_residual: bool = False  # x + attention(norm x) + mlp(norm' x) (GPT-NeoX)
+    sliding_window: int | None = None  # tokens a local layer sees, its own included
+    local_layers: tuple[bool, ...] = ()  # [L], which have that window; () is none
+    rope_local_theta: float | None = None  # theirs, never scaled; None is as elsewhere
+    query_scale: float | None = None  # of q·k; None is 1 / sqrt(head_dim)
+    attention_softcap: float | None = None  # c: logits of attention are c tanh(x / c)
+    logit_softcap: float | None = None  # the same of the logits over the vocabulary
+    embed_scale: float = 1.0  # of token embeddings as they are read (Gemma)
     vocab_multiple: int = 128  # embedding rows are padded to a multiple of this
     dtype: str = "float32"  # of activations; parameters keep their own
     remat: Remat = "none"  # what of a layer a gradient computes again
@@ -96,6 +116,36 @@ class ModelConfig:
                 f"rotary positions rotate pairs: expected an even head_dim, got "
                 f"{self.head_dim}"
             )
+        if self.rotary_dim is not None and (
+            self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim
+        ):
+            raise InputError(
+                f"rotary positions rotate pairs: expected an even rotary_dim from 2 to "
+                f"head_dim = {self.head_dim}, got {self.rotary_dim}"
+            )
+        if self.local_layers and len(self.local_layers) != self.num_layers:
+            raise InputError(
+                f"expected local_layers to say for each of {self.num_layers} layers "
+                f"whether it is local, got {len(self.local_layers)} entries"
+            )
+        if any(self.local_layers) != (self.sliding_window is not None):
+            raise InputError(
+                f"expected a sliding_window if, and only if, some layer is local, got "
+                f"{self.sliding_window} with {sum(self.local_layers)} local layers"
+            )
+        optional = {
+            "sliding_window": self.sliding_window,
+            "rope_local_theta": self.rope_local_theta,
+            "query_scale": self.query_scale,
+            "attention_softcap": self.attention_softcap,
+            "logit_softcap": self.logit_softcap,
+        }
+        checks.positive(**{k: v for k, v in optional.items() if v is not None})
+        if self.attention == "cudnn" and self.attention_softcap is not None:
+            raise InputError(
+                f"expected attention xla with an attention_softcap "
+                f"({self.attention_softcap:g}), which cudnn does not have"
+            )
         if self.dtype not in ("float32", "bfloat16"):
             raise InputError(
                 f"expected dtype float32 or bfloat16, got {self.dtype!r}; float16 is "
@@ -116,6 +166,10 @@ class ModelConfig:
                 f"expected remat {', '.join(get_args(Remat))}, got {self.remat!r}; "
                 f"choose one, none being the fastest where memory suffices"
             )
+
+    def is_local(self, layer: int) -> bool:
+        """Whether a layer, from 0, sees the sliding window alone."""
+        return bool(self.local_layers) and self.local_layers[layer]
 
     @property
     def padded_vocab_size(self) -> int:
