@@ -141,6 +141,7 @@ def exact_from_hidden(
     *,
     temperature: float = 1.0,
     vocab_size: int | None = None,
+    softcap: float | None = None,
     first_column: int = 1,
     direction: Direction = "reverse",
     max_logits: int = 2**24,
@@ -159,6 +160,8 @@ def exact_from_hidden(
         width and its padding may differ.
       temperature: divides the logits of both, dimensionless.
       vocab_size: V, the true vocabulary; None when no row is padding.
+      softcap: c of logits c·tanh(x / c) of both, before the temperature; None leaves
+        them.
       first_column: the first column that is wanted; earlier ones are not computed
         and come back as 0. The prompt's width P gives the response alone.
       direction: "reverse" is KL(π ‖ π_ref), "forward" KL(π_ref ‖ π).
@@ -184,6 +187,7 @@ def exact_from_hidden(
         k=None,
         temperature=temperature,
         vocab_size=vocab_size,
+        softcap=softcap,
         first_column=first_column,
         direction=direction,
         max_logits=max_logits,
@@ -199,6 +203,7 @@ def top_k_from_hidden(
     k: int,
     temperature: float = 1.0,
     vocab_size: int | None = None,
+    softcap: float | None = None,
     first_column: int = 1,
     direction: Direction = "reverse",
     max_logits: int = 2**24,
@@ -209,8 +214,8 @@ def top_k_from_hidden(
 
     Args:
       k: words that stand alone, 1 to V.
-      hidden, head, ref_hidden, ref_head, temperature, vocab_size, first_column,
-        direction, max_logits: as `exact_from_hidden`.
+      hidden, head, ref_hidden, ref_head, temperature, vocab_size, softcap,
+        first_column, direction, max_logits: as `exact_from_hidden`.
 
     Returns, Raises: as `exact_from_hidden`; ValueError also where k is out of range.
     """
@@ -220,6 +225,7 @@ def top_k_from_hidden(
         k=k,
         temperature=temperature,
         vocab_size=vocab_size,
+        softcap=softcap,
         first_column=first_column,
         direction=direction,
         max_logits=max_logits,
@@ -233,6 +239,7 @@ def _from_hidden(
     k: int | None,
     temperature: float,
     vocab_size: int | None,
+    softcap: float | None,
     first_column: int,
     direction: Direction,
     max_logits: int,
@@ -245,7 +252,10 @@ def _from_hidden(
     checks.shape((None, ref_hidden.shape[-1]), ref_head=ref_head)
     checks.floating(hidden=hidden, head=head, ref_hidden=ref_hidden, ref_head=ref_head)
     checks.positive(
-        temperature=temperature, first_column=first_column, max_logits=max_logits
+        temperature=temperature,
+        first_column=first_column,
+        max_logits=max_logits,
+        softcap=1.0 if softcap is None else softcap,
     )
     padded, ref_padded = head.shape[0], ref_head.shape[0]
     if vocab_size is None and padded != ref_padded:
@@ -275,6 +285,7 @@ def _from_hidden(
             chunk=_chunk(vocab_size, max_logits // (2 * batch * columns)),
             forward=direction == "forward",
             k=k,
+            softcap=softcap,
         ),
     )
     return jnp.pad(found, before)

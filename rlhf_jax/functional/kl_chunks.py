@@ -35,6 +35,7 @@ class Plan(NamedTuple):
     chunk: int  # words at a time, 1 to vocab_size
     forward: bool  # KL(ref ‖ π) and not KL(π ‖ ref)
     k: int | None  # words of the policy one by one, the rest in one bucket; None is all
+    softcap: float | None = None  # c, of c·tanh(logit / c) of both; None leaves logits
 
 
 class _Model(NamedTuple):
@@ -223,6 +224,8 @@ def _backward(plan: Plan, residuals: Any, cotangent: Array) -> tuple[Any, None]:
         else:
             for_logits *= difference - found.mean[..., None]
         for_logits = jnp.where(live[..., None] & fresh, for_logits * scale, 0.0)
+        if plan.softcap is not None:
+            for_logits *= 1 - jnp.square(z * (temperature / plan.softcap))
         for_logits = for_logits.astype(hidden.dtype)
         words = jax.lax.dynamic_slice_in_dim(head, start, plan.chunk)
         for_hidden += jnp.einsum(
@@ -290,6 +293,8 @@ def _logits(model: _Model, start: Array, plan: Plan) -> Array:
         words.astype(model.hidden.dtype),
         preferred_element_type=jnp.float32,
     )
+    if plan.softcap is not None:
+        logits = plan.softcap * jnp.tanh(logits / plan.softcap)
     return logits / model.temperature
 
 

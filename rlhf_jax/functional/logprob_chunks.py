@@ -14,7 +14,9 @@ computes the logits of a chunk again; their gradients, times τ, are
     of log p_a    1[v = a] - p_v
     of H          -p_v (log p_v + H)
 
-and as both depend on hidden / τ alone, that of τ is -⟨hidden, its gradient⟩ / τ.
+and as both depend on hidden / τ alone, that of τ is -⟨hidden, its gradient⟩ / τ. Logits
+x that are soft-capped become c·tanh(x / c) = l before τ divides them: the gradient of x
+is 1 - (l / c)² times that of l, and that of τ is -⟨l, its gradient⟩ / τ.
 
 The head is seen as blocks of equal size, [A, V'/A, D], and a chunk takes the same few
 places of all of them: a head that is sharded over words stays so, chunk by chunk, and
@@ -45,6 +47,7 @@ class Plan(NamedTuple):
     blocks: int  # A, which divides the rows of the head
     size: int  # of a block, rows
     chunk: int  # rows of each block at a time, 1 to size
+    softcap: float | None = None  # c, of c·tanh(logit / c); None leaves logits
 
 
 class _Found(NamedTuple):
@@ -67,12 +70,20 @@ class _Saved(NamedTuple):
     entropy: Array  # f32[N]
 
 
-def plan(*, vocab_size: int, rows: int, positions: int, max_logits: int) -> Plan:
+def plan(
+    *,
+    vocab_size: int,
+    rows: int,
+    positions: int,
+    max_logits: int,
+    softcap: float | None = None,
+) -> Plan:
     """Chunks of equal size, as few as leave no more than `max_logits` at a time."""
     blocks = math.gcd(rows, BLOCKS)
     size = rows // blocks
     num_chunks = -(-size // max(1, max_logits // (positions * blocks)))
-    return Plan(vocab_size, blocks, size, chunk=-(-size // num_chunks))
+    chunk = -(-size // num_chunks)
+    return Plan(vocab_size, blocks, size, chunk=chunk, softcap=softcap)
 
 
 def price(
@@ -123,7 +134,7 @@ def _pass(
 ) -> _Found:
     def step(found: _Found, index: Array) -> tuple[_Found, None]:
         words, fresh = _words(head, index, plan, hidden.dtype)
-        z = jnp.where(fresh[None], _logits(hidden, words, temperature), NOWHERE)
+        z = jnp.where(fresh[None], _logits(hidden, words, temperature, plan), NOWHERE)
         largest = jnp.maximum(found.largest, jnp.max(z, axis=-1))
         # Nothing is found before the first chunk, which has a word, number 0.
         down = jnp.where(found.total > 0, found.largest - largest, 0.0)
@@ -162,19 +173,24 @@ def _backward(
     log_sum = jnp.where(live, log_sum, 0.0)[:, None]
     seen = jnp.where(live[:, None], hidden, jnp.zeros_like(hidden))
 
-    def step(carry: tuple[Array, Array], index: Array) -> tuple[Any, None]:
-        for_hidden, for_head = carry
+    def step(carry: tuple[Array, Array, Array], index: Array) -> tuple[Any, None]:
+        for_hidden, for_head, inner = carry
         words, fresh = _words(head, index, plan, hidden.dtype)
         # Words that play no part may hold anything; times 0 it must be 0.
         words = jnp.where(fresh[:, None], words, jnp.zeros_like(words))
-        z = _logits(seen, words, temperature) - log_sum
+        scaled = _logits(seen, words, temperature, plan)
+        z = scaled - log_sum
         slope = for_logprobs
         if of_entropy:
             slope += for_entropy * (z + entropy)
         here = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
         drawn = here == _drawn(tokens, index, plan)[:, None]
         for_logits = jnp.where(drawn, for_logprobs, 0.0) - jnp.exp(z) * slope
-        for_logits = jnp.where(fresh[None], for_logits, 0.0).astype(hidden.dtype)
+        for_logits = jnp.where(fresh[None], for_logits, 0.0)
+        if plan.softcap is not None:
+            inner += jnp.sum(for_logits * scaled)
+            for_logits *= 1 - jnp.square(scaled * (temperature / plan.softcap))
+        for_logits = for_logits.astype(hidden.dtype)
         for_hidden += _product(for_logits, words, 1, 0)
         for_words = _product(for_logits, seen, 0, 0).astype(head.dtype)
         # A word is fresh in one chunk, and adds 0 where it is seen again.
@@ -184,19 +200,22 @@ def _backward(
         return (
             for_hidden,
             jax.lax.dynamic_update_slice_in_dim(for_head, for_words, start, axis=1),
+            inner,
         ), None
 
     empty = (
         jnp.zeros(hidden.shape, jnp.float32),
         jnp.zeros((plan.blocks, plan.size, head.shape[-1]), head.dtype),
+        jnp.zeros((), jnp.float32),  # ⟨l, its gradient⟩ / τ, of soft-capped logits
     )
-    for_hidden, for_head = _scan(step, empty, plan)
-    for_temperature = -jnp.sum(for_hidden * seen.astype(jnp.float32)) / temperature
+    for_hidden, for_head, inner = _scan(step, empty, plan)
+    if plan.softcap is None:
+        inner = jnp.sum(for_hidden * seen.astype(jnp.float32)) / temperature
     return (
         for_hidden.astype(hidden.dtype),
         for_head.reshape(head.shape),
         None,
-        for_temperature,
+        -inner,
     )
 
 
@@ -225,8 +244,11 @@ def _drawn(tokens: Array, index: Array, plan: Plan) -> Array:
     return jnp.where(own, block * plan.chunk + place - _start(index, plan), -1)
 
 
-def _logits(hidden: Array, words: Array, temperature: Array) -> Array:
-    return _product(hidden, words, 1, 1) / temperature
+def _logits(hidden: Array, words: Array, temperature: Array, plan: Plan) -> Array:
+    logits = _product(hidden, words, 1, 1)
+    if plan.softcap is not None:
+        logits = plan.softcap * jnp.tanh(logits / plan.softcap)
+    return logits / temperature
 
 
 def _product(left: Array, right: Array, left_axis: int, right_axis: int) -> Array:

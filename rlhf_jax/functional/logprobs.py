@@ -71,6 +71,7 @@ def token_logprobs_from_hidden(
     *,
     temperature: float = 1.0,
     vocab_size: int | None = None,
+    softcap: float | None = None,
     first_column: int = 1,
     max_logits: int = MAX_LOGITS,
 ) -> tuple[Array, Array]:
@@ -88,6 +89,8 @@ def token_logprobs_from_hidden(
       tokens: i32[B, S].
       temperature: divides the logits, dimensionless; the same in every role.
       vocab_size: V, the true vocabulary; None when no row is padding.
+      softcap: c of logits c·tanh(x / c), before the temperature (Gemma 2,
+        arXiv:2408.00118); None leaves them.
       first_column: the first column that is wanted; earlier ones are not computed
         and come back as 0. The prompt's width P gives the response alone.
       max_logits: logits to hold at a time, on all devices together; 16 words of every
@@ -110,7 +113,10 @@ def token_logprobs_from_hidden(
     checks.floating(hidden=hidden, head=head)
     checks.int32(tokens=tokens)
     checks.positive(
-        temperature=temperature, first_column=first_column, max_logits=max_logits
+        temperature=temperature,
+        first_column=first_column,
+        max_logits=max_logits,
+        softcap=1.0 if softcap is None else softcap,
     )
     batch, columns = tokens.shape
     padded = head.shape[0]
@@ -137,6 +143,7 @@ def token_logprobs_from_hidden(
             rows=padded,
             positions=wanted.size,
             max_logits=max_logits,
+            softcap=softcap,
         ),
     )
     logprobs, entropies = (

@@ -66,7 +66,11 @@ class Linear(nn.Module):
 
 
 class Norm(nn.Module):
-    """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang & Sennrich 2019), in float32."""
+    """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang & Sennrich 2019), in float32.
+
+    With `model.norm_from_one` a scale is stored as its difference from 1, and 0 at
+    first: weight decay then leaves a norm as it is (Gemma, arXiv:2403.08295).
+    """
 
     model: ModelConfig
 
@@ -74,7 +78,8 @@ class Norm(nn.Module):
     def __call__(self, x: Array) -> Array:
         model, size = self.model, x.shape[-1:]
         centred = model.norm == "layernorm"
-        scale = self.param("scale", nn.initializers.ones, size, jnp.float32)
+        start = nn.initializers.zeros if model.norm_from_one else nn.initializers.ones
+        scale = self.param("scale", start, size, jnp.float32)
         bias = None
         if centred:
             bias = self.param("bias", nn.initializers.zeros, size, jnp.float32)
@@ -87,7 +92,8 @@ class Norm(nn.Module):
             y = y * jax.lax.rsqrt(
                 jnp.square(y).mean(-1, keepdims=True) + model.norm_eps
             )
-            y = y * scale.astype(jnp.float32)[broadcast]
+            scale = scale.astype(jnp.float32)
+            y = y * (1 + scale if model.norm_from_one else scale)[broadcast]
             if bias is not None:
                 y = y + bias.astype(jnp.float32)[broadcast]
             return y.astype(x.dtype)
@@ -95,41 +101,78 @@ class Norm(nn.Module):
         return lean(normalised, model=model)(x, scale, bias)
 
 
-def rotary_table(positions: Array, *, model: ModelConfig) -> tuple[Array, Array]:
-    """cos and sin of position × frequency, f32[B, 1, T, head_dim / 2] each.
+def rotary_table(
+    positions: Array, *, model: ModelConfig, local: bool = False
+) -> tuple[Array, Array]:
+    """cos and sin of position × frequency, f32[B, 1, T, d / 2] each.
 
-    Frequency i is θ^(-2i / head_dim), stretched as `model.rope_scaling` says.
+    Frequency i is θ^(-2i / d), stretched as `model.rope_scaling` says, for the d
+    dimensions of a head that rotate.
+
+    Args:
+      positions: i32[B, T].
+      local: of the layers with a sliding window, where `model.rope_local_theta` may
+        say θ, and nothing is stretched then.
 
     Source: Su et al. 2021, arXiv:2104.09864, eq. 15.
     """
-    half = model.head_dim // 2
+    theta, scaling = model.rope_theta, model.rope_scaling
+    if local and model.rope_local_theta is not None:
+        theta, scaling = model.rope_local_theta, None
+    half = (model.head_dim if model.rotary_dim is None else model.rotary_dim) // 2
     exponent = jnp.arange(half, dtype=jnp.float32) / half
-    frequency = model.rope_theta**-exponent
-    if model.rope_scaling is not None:
-        frequency = _stretch(frequency, scaling=model.rope_scaling)
+    frequency, factor = theta**-exponent, 1.0
+    if scaling is not None:
+        frequency = _stretch(frequency, scaling=scaling, theta=theta)
+        factor = scaling.attention_factor
     angle = (
         positions.astype(jnp.float32)[:, None, :, None] * frequency[None, None, None]
     )
-    return jnp.cos(angle), jnp.sin(angle)
+    return factor * jnp.cos(angle), factor * jnp.sin(angle)
 
 
-def _stretch(frequency: Array, *, scaling: RopeScaling) -> Array:
-    if scaling.kind == "linear":
-        return frequency / scaling.factor
-    turns = scaling.original_max_positions * frequency / (2 * math.pi)
-    blend = (turns - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
-    )
-    blend = jnp.clip(blend, 0.0, 1.0)  # 0: long waves, divided; 1: short, kept
-    return (1 - blend) * frequency / scaling.factor + blend * frequency
+def _stretch(frequency: Array, *, scaling: RopeScaling, theta: float) -> Array:
+    match scaling.kind:
+        case "linear":
+            return frequency / scaling.factor
+        case "llama3":
+            turns = scaling.original_max_positions * frequency / (2 * math.pi)
+            kept = (turns - scaling.low_freq_factor) / (
+                scaling.high_freq_factor - scaling.low_freq_factor
+            )
+        case "yarn":
+            half = frequency.shape[0]
+
+            def dimension(turns: float) -> float:
+                """Where a wave turns so often in the original context."""
+                wavelength = scaling.original_max_positions / (2 * math.pi * turns)
+                return half * math.log(wavelength) / math.log(theta)
+
+            low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+            if scaling.truncate:
+                low, high = math.floor(low), math.ceil(high)
+            low, high = max(low, 0), min(high, 2 * half - 1)
+            high = high + 0.001 if high == low else high  # as theirs
+            kept = 1 - (jnp.arange(half, dtype=jnp.float32) - low) / (high - low)
+    kept = jnp.clip(kept, 0.0, 1.0)  # 0: long waves, divided; 1: short
+    return (1 - kept) * frequency / scaling.factor + kept * frequency
 
 
 def rotate(x: Array, table: tuple[Array, Array]) -> Array:
-    """Rotates the pairs (x[i], x[i + head_dim/2]) of every head by its angle."""
+    """Rotates the pairs (x[i], x[i + d/2]) of every head by its angle.
+
+    Of a head as wide as twice the table all, else its first d dimensions.
+    """
     cos, sin = table
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    half = cos.shape[-1]
+    first, second, rest = (
+        x[..., :half].astype(jnp.float32),
+        x[..., half : 2 * half].astype(jnp.float32),
+        x[..., 2 * half :],
+    )
     rotated = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+    parts = [part.astype(x.dtype) for part in rotated]
+    return jnp.concatenate([*parts, rest] if rest.shape[-1] else parts, axis=-1)
 
 
 class Attention(nn.Module):
@@ -158,6 +201,9 @@ class Attention(nn.Module):
         query = heads("query", columns_from(x, first, rows=rows), model.num_heads)
         key = heads("key", x, model.num_kv_heads)
         value = heads("value", x, model.num_kv_heads)
+        if model.query_key_norm:
+            query = Norm(model, name="query_norm")(query)
+            key = Norm(model, name="key_norm")(key)
         if rotary is not None:
             cos, sin = rotary
             query = rotate(query, (cos[:, :, first:], sin[:, :, first:]))
@@ -169,7 +215,13 @@ class Attention(nn.Module):
         attention = (
             attend_cudnn if model.attention == "cudnn" and cache is None else attend_to
         )
-        y = attention(query, seen, attend=attend[:, first:])
+        y = attention(
+            query,
+            seen,
+            attend=attend[:, first:],
+            scale=model.query_scale,
+            softcap=model.attention_softcap,
+        )
         y = Linear(
             x.shape[-1],
             model.attention_output_bias,
@@ -195,13 +247,23 @@ def append(cache: KeyValue, new: KeyValue, *, column: Array | int) -> KeyValue:
     return key, value
 
 
-def attend_to(query: Array, seen: KeyValue, *, attend: Array) -> Array:
-    """softmax(q·kᵀ / sqrt(head_dim))·v, over those keys that `attend` allows.
+def attend_to(
+    query: Array,
+    seen: KeyValue,
+    *,
+    attend: Array,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> Array:
+    """softmax(scale · q·kᵀ)·v, over those keys that `attend` allows.
 
     Args:
       query: [B, H, T, head_dim].
       seen: [B, K, S, head_dim] each; H/K query heads in a row read the same keys.
       attend: bool[B, T, S].
+      scale: dimensionless; None is 1 / sqrt(head_dim).
+      softcap: c of logits c·tanh(x / c) (Gemma 2, arXiv:2408.00118, section 2); None
+        leaves them.
 
     Returns:
       [B, H, T, head_dim], in query's dtype; logits and softmax are float32.
@@ -215,7 +277,10 @@ def attend_to(query: Array, seen: KeyValue, *, attend: Array) -> Array:
     grouped = query.reshape(rows, kv_heads, group * query.shape[2], head_dim)
     logits = jnp.einsum(
         "bktd,bksd->bkts", grouped, key, preferred_element_type=jnp.float32
-    ) / math.sqrt(head_dim)
+    )
+    logits = logits / math.sqrt(head_dim) if scale is None else logits * scale
+    if softcap is not None:
+        logits = softcap * jnp.tanh(logits / softcap)
     allowed = jnp.tile(attend, (1, group, 1))[:, None]
     # Not -inf: padding that may attend to nothing would be NaN.
     lowest = -0.7 * jnp.finfo(jnp.float32).max
@@ -224,11 +289,23 @@ def attend_to(query: Array, seen: KeyValue, *, attend: Array) -> Array:
     return y.reshape(query.shape)
 
 
-def attend_cudnn(query: Array, seen: KeyValue, *, attend: Array) -> Array:
-    """`attend_to` by cuDNN's flash attention, which holds no logits."""
+def attend_cudnn(
+    query: Array,
+    seen: KeyValue,
+    *,
+    attend: Array,
+    scale: float | None = None,
+    softcap: None = None,
+) -> Array:
+    """`attend_to` by cuDNN's flash attention, which holds no logits, nor a softcap."""
     key, value = (array.swapaxes(1, 2) for array in seen)
     y = jax.nn.dot_product_attention(
-        query.swapaxes(1, 2), key, value, mask=attend[:, None], implementation="cudnn"
+        query.swapaxes(1, 2),
+        key,
+        value,
+        mask=attend[:, None],
+        scale=scale,
+        implementation="cudnn",
     )
     return y.swapaxes(1, 2)
 
@@ -268,6 +345,10 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """x + attention(norm x), then x + mlp(norm x).
 
+    With `model.parallel_residual` x + attention(norm x) + mlp(norm' x), both of the x
+    that came in (Wang & Komatsuzaki 2021, GPT-J). With `model.post_norms` what
+    attention and MLP return is normed before it is added.
+
     Args of a call:
       x: [B, T, D], in the compute dtype.
       attend: bool[B, T, S], which tokens each new token may see.
@@ -305,6 +386,13 @@ class Block(nn.Module):
             cache=cache,
             column=column,
         )
-        x = columns_from(x, first, rows=rows) + y
-        x = x + MLP(self.model, name="mlp")(Norm(self.model, name="mlp_norm")(x))
+        if self.model.post_norms:
+            y = Norm(self.model, name="attention_post_norm")(y)
+        x = columns_from(x, first, rows=rows)
+        attended = x + y
+        read = x if self.model.parallel_residual else attended
+        z = MLP(self.model, name="mlp")(Norm(self.model, name="mlp_norm")(read))
+        if self.model.post_norms:
+            z = Norm(self.model, name="mlp_post_norm")(z)
+        x = attended + z
         return x.reshape(rows, columns - first, size), seen

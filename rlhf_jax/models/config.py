@@ -77,7 +77,9 @@ class ModelConfig:
     tied_head: bool  # the output head is the token embedding
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
-    rotary_dim: int | None = None  # dimensions of a head that rotate, the first; None all
+    rotary_dim: int | None = (
+        None  # dimensions of a head that rotate, the first; None all
+    )
     norm_from_one: bool = False  # norms multiply by 1 + scale (Gemma)
     query_key_norm: bool = False  # a norm of every head's query and key (Qwen 3)
     post_norms: bool = False  # norms of what attention and MLP return, before the sum

@@ -8,7 +8,8 @@ response_mask  0    0    0  |  1    1    1    0
 `finish` runs one token, the last that was drawn, and draws the next column.
 
 The cache is as wide as the columns so far need: a loop fills one window, then the cache
-moves to the next, twice as wide, and the loop after it goes on.
+moves to the next, twice as wide, and the loop after it goes on. That of a layer with a
+sliding window stops growing there (`caches.py`).
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ import jax.numpy as jnp
 
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models import caches as caches_
 from rlhf_jax.models import decoder, heads
 from rlhf_jax.models import slots as slots_
-from rlhf_jax.models.blocks import KeyValue
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.sampling import Shaping, sample_token
 
@@ -52,7 +53,7 @@ class Decoding:
     """Responses under way: all that one more token changes, so donate it."""
 
     generated: Generated  # so far; columns to come are padding
-    caches: tuple[KeyValue, ...]  # of every layer, [B, K, W, head_dim] each
+    caches: caches_.Caches  # of every layer
     finished: Array  # bool[B], the row has drawn a stop token
     step: Array  # i32[], response columns written
     prompt_size: int = flax.struct.field(pytree_node=False)  # P, columns
@@ -211,7 +212,12 @@ def start(
             logprobs=jnp.zeros((rows, size), jnp.float32),
             entropy=jnp.zeros((rows, size), jnp.float32),
         ),
-        caches=_widened(caches, width=windows(size, first=prompt_size)[0]),
+        caches=caches_.placed(
+            caches,
+            model=model,
+            columns=windows(size, first=prompt_size)[0],
+            end=prompt_size,
+        ),
         finished=jnp.zeros(rows, bool),
         step=jnp.zeros((), jnp.int32),
         prompt_size=prompt_size,
@@ -274,7 +280,7 @@ def finish(
 
     size = state.generated.tokens.shape[1]
     for width in windows(size, first=state.prompt_size):
-        caches = _widened(state.caches, width=width)
+        caches = caches_.widened(state.caches, model=model, columns=width)
         state = jax.lax.while_loop(
             functools.partial(more, width=width),
             functools.partial(advance, width=width),
@@ -294,15 +300,6 @@ def windows(size: int, *, first: int) -> tuple[int, ...]:
         widths.append(width)
         width *= 2
     return (*widths, size)
-
-
-def _widened(caches: Any, *, width: int) -> Any:
-    return jax.tree.map(
-        lambda leaf: jnp.pad(
-            leaf, ((0, 0), (0, 0), (0, width - leaf.shape[2]), (0, 0))
-        ),
-        caches,
-    )
 
 
 def _after(responses: slots_.Responses, *, tokens: Array, mask: Array) -> Generated:

@@ -24,10 +24,12 @@ import jax.numpy as jnp
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import axes, blocks, leaves
+from rlhf_jax.models import caches as caches_
 from rlhf_jax.models.config import ModelConfig, Remat
 
 Array = jax.Array
 Params = Any  # nested dict of arrays
+Sight = tuple[Array, Any]  # which tokens are seen, bool[B, T, S], and the rotary table
 
 KEPT: dict[Remat, Callable[..., Any]] = {
     # Every projection is a matrix product; attention's two have batch dimensions. A
@@ -180,9 +182,17 @@ def prefill(
         attend &= segments[:, :, None] == segments[:, None, :]
         # What a token attends to, less itself, is what stands before it in its text.
         positions = attend.sum(axis=-1, dtype=jnp.int32) - mask.astype(jnp.int32)
-    rotary = _rotary(positions, model=model)
+    everything = attend, _rotary(positions, model=model)
+    window = None
+    if model.sliding_window is not None:
+        # The tokens of a text stand side by side, so that columns count them.
+        within = jnp.triu(causal, 1 - model.sliding_window)
+        window = attend & within[None], _rotary(positions, model=model, local=True)
 
-    def layer(x: Array, params: Params, *, first: int = 0) -> tuple[Any, Any]:
+    def layer(
+        x: Array, params: Params, *, local: Array | bool | None, first: int = 0
+    ) -> tuple[Any, Any]:
+        attend, rotary = _choice(local, window, everything)
         y, key_value = blocks.Block(model).apply(
             {"params": leaves.read(params)},
             x,
@@ -197,26 +207,40 @@ def prefill(
         # A gradient (to adapters beside such a base) would keep what every layer was
         # read as, which is the whole model; it reads them again instead.
         remat = "full"
-    every, final = layer, functools.partial(layer, first=first_column)
-    if remat != "none":
+
+    def again(run: Callable[..., Any]) -> Callable[..., Any]:
+        if remat == "none":
+            return run
         # Only a loop keeps the two passes apart by itself.
-        again = {"policy": KEPT[remat], "prevent_cse": model.unroll}
-        every, final = (jax.checkpoint(run, **again) for run in (every, final))
+        return jax.checkpoint(run, policy=KEPT[remat], prevent_cse=model.unroll)
 
     # Padding may hold any id: one out of range would be NaN, which no mask undoes.
     tokens = jnp.where(mask, tokens, 0)
     x = _embed(params, model=model, tokens=tokens, positions=positions)
     x = axes.rows_apart(x)
     if model.unroll and not leaves.any_stored(params["layers"]):
-        *before, last = unstack(params["layers"], num_layers=model.num_layers)
+        *before, last = enumerate(
+            unstack(params["layers"], num_layers=model.num_layers)
+        )
         found = []
-        for one in before:
-            x, key_value = every(x, one)
+        for number, one in before:
+            local = model.is_local(number)
+            x, key_value = again(functools.partial(layer, local=local))(x, one)
             found.append(key_value)
-        x, key_value = final(x, last)
+        number, one = last
+        final = functools.partial(
+            layer, local=model.is_local(number), first=first_column
+        )
+        x, key_value = again(final)(x, one)
         key_values = jax.tree.map(lambda *each: jnp.stack(each), *found, key_value)
     else:
-        x, key_values = jax.lax.scan(every, x, params["layers"])
+        mixed = any(model.local_layers) and not all(model.local_layers)
+        local = jnp.asarray(model.local_layers) if mixed else None
+
+        def scanned(x: Array, one: tuple[Params, Any]) -> tuple[Any, Any]:
+            return layer(x, one[0], local=one[1])
+
+        x, key_values = jax.lax.scan(again(scanned), x, (params["layers"], local))
         x = x[:, first_column:]
     hidden = _final_norm(params, x, model=model)
     return jnp.pad(hidden, ((0, 0), (first_column, 0), (0, 0))), key_values
@@ -260,26 +284,32 @@ def decode_step(
       layers: `unstack(params["layers"])`.
       tokens, positions: i32[B], the new token and how many stand before it.
       attend: bool[B, W], cached columns that the new token may see, its own included.
-      caches: per layer the keys and values, [B, K, W, head_dim] in `model.dtype`.
-      column: i32[], the new token's column.
+      caches: per layer the keys and values, in `model.dtype`, as `caches.py` has them.
+      column: i32[], the number of the new token's column.
 
     Returns:
       Hidden states [B, D] after the final norm, in `model.dtype`, and the caches with
       the new column written.
     """
-    rotary = _rotary(positions[:, None], model=model)
+    at = positions[:, None]
+    everything = attend[:, None], _rotary(at, model=model)
+    window = None
+    if model.sliding_window is not None:
+        seen = caches_.near(attend, window=model.sliding_window, column=column)
+        window = seen[:, None], _rotary(at, model=model, local=True)
     x = _embed(
         params, model=model, tokens=tokens[:, None], positions=positions[:, None]
     )
     updated = []
-    for layer, cache in zip(layers, caches, strict=True):
+    for number, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
+        seen, rotary = _choice(model.is_local(number), window, everything)
         x, cache = blocks.Block(model).apply(
             {"params": leaves.read(layer)},
             x,
-            attend=attend[:, None],
+            attend=seen,
             rotary=rotary,
             cache=cache,
-            column=column,
+            column=column % cache[0].shape[2],
         )
         updated.append(cache)
     return _final_norm(params, x, model=model)[:, 0], tuple(updated)
@@ -290,6 +320,8 @@ def _embed(
 ) -> Array:
     embed = params["embed"]
     x = leaves.rows(embed["tokens"], tokens).astype(model.dtype)
+    if model.embed_scale != 1.0:
+        x = x * jnp.asarray(model.embed_scale, model.dtype)
     if model.positions == "learned":
         # Right padding counts past the last token; its rows are never read.
         within = jnp.minimum(positions, model.max_positions - 1)
@@ -297,10 +329,23 @@ def _embed(
     return x
 
 
-def _rotary(positions: Array, *, model: ModelConfig) -> tuple[Array, Array] | None:
+def _rotary(
+    positions: Array, *, model: ModelConfig, local: bool = False
+) -> tuple[Array, Array] | None:
     if model.positions == "learned":
         return None
-    return blocks.rotary_table(positions, model=model)
+    return blocks.rotary_table(positions, model=model, local=local)
+
+
+def _choice(local: Array | bool | None, window: Sight | None, everything: Sight) -> Any:
+    """What a layer sees: the window if it is local. None is as all layers are."""
+    if window is None:
+        return everything
+    if local is None:
+        return window
+    if isinstance(local, bool):
+        return window if local else everything
+    return jax.tree.map(lambda a, b: jnp.where(local, a, b), window, everything)
 
 
 def _final_norm(params: Params, x: Array, *, model: ModelConfig) -> Array:

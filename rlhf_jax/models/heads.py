@@ -22,7 +22,7 @@ def vocabulary_head(params: Params, *, model: ModelConfig) -> Array:
 
 
 def logits(params: Params, hidden: Array, *, model: ModelConfig) -> Array:
-    """f32[..., V] over the true vocabulary, accumulated in float32.
+    """f32[..., V] over the true vocabulary, accumulated in float32 and soft-capped.
 
     Args:
       params: the decoder's.
@@ -34,7 +34,10 @@ def logits(params: Params, hidden: Array, *, model: ModelConfig) -> Array:
         head.T,
         preferred_element_type=jnp.float32,
     )
-    return padded[:, : model.vocab_size].reshape(*hidden.shape[:-1], model.vocab_size)
+    found = padded[:, : model.vocab_size]
+    if model.logit_softcap is not None:
+        found = model.logit_softcap * jnp.tanh(found / model.logit_softcap)
+    return found.reshape(*hidden.shape[:-1], model.vocab_size)
 
 
 def init_score(key: Array, *, model: ModelConfig) -> Params:

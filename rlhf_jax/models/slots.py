@@ -28,7 +28,8 @@ import jax.numpy as jnp
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import axes, decoder, heads
-from rlhf_jax.models.blocks import KeyValue
+from rlhf_jax.models import caches as caches_
+from rlhf_jax.models.caches import Caches
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.sampling import Shaping, sample_token
 
@@ -56,7 +57,7 @@ class Slots:
     row: Array  # i32[C], which of the N prompts is answered; N before the first
     alive: Array  # bool[C], it goes on
     attend: Array  # bool[C, W], columns of the ring that are the row's own
-    caches: tuple[KeyValue, ...]  # of every layer, [C, K, W, head_dim] each
+    caches: Caches  # of every layer, W columns where it sees all
 
 
 def respond(
@@ -148,17 +149,15 @@ def respond(
             responses=_none(row.shape[0], max_new_tokens),
             row=row,
             alive=jnp.ones(row.shape, bool),
-            attend=_before(column, mask, size=ring, axis=1),
-            caches=jax.tree.map(
-                lambda leaf: _before(column, leaf, size=ring, axis=2), caches
-            ),
+            attend=caches_.at_end(mask, size=ring, end=column, axis=1),
+            caches=caches_.placed(caches, model=model, columns=ring, end=column),
         )
         return draw(heads.logits(params, last, model=model), state)
 
     def advance(state: Slots, column: Array) -> Slots:
         """Runs the token drawn last, in `column`, and draws the next."""
         attend = jax.lax.dynamic_update_slice_in_dim(
-            state.attend, state.alive[:, None], column, axis=1
+            state.attend, state.alive[:, None], column % ring, axis=1
         )
         lengths = state.responses.lengths
         last = jnp.take_along_axis(
@@ -181,7 +180,7 @@ def respond(
         """Advances until at most so many responses go on."""
         return jax.lax.while_loop(
             lambda carry: carry[0].alive.sum() > until,
-            lambda carry: (advance(*carry), (carry[1] + 1) % ring),
+            lambda carry: (advance(*carry), carry[1] + 1),
             (state, column),
         )
 
@@ -270,13 +269,6 @@ def _moved(state: Slots, *, size: int, rows: int) -> Slots:
     kept = jnp.arange(size) < state.alive.sum()
     state = jax.tree.map(lambda leaf: axes.rows_apart(leaf[going]), state)
     return dataclasses.replace(state, row=jnp.where(kept, state.row, rows), alive=kept)
-
-
-def _before(column: Array, array: Array, *, size: int, axis: int) -> Array:
-    """The columns of `array` as those before `column` in a ring of `size`; else 0."""
-    room = [(0, 0)] * array.ndim
-    room[axis] = (0, size - array.shape[axis])
-    return jnp.roll(jnp.pad(array, room), column - array.shape[axis], axis=axis)
 
 
 def _collect(done: Responses, state: Slots, *, place: Array) -> Responses:

@@ -132,6 +132,7 @@ def price_hidden(
         tokens,
         temperature=temperature,
         vocab_size=model.vocab_size,
+        softcap=model.logit_softcap,
         first_column=first_column,
         max_logits=shared * _max_logits(hidden),
     )
@@ -183,6 +184,7 @@ def exact_kl(
             ref_head,
             temperature=temperature,
             vocab_size=model.vocab_size,
+            softcap=model.logit_softcap,
             first_column=first_column,
             direction=direction,
             max_logits=_max_logits(hidden),
@@ -196,6 +198,7 @@ def exact_kl(
             k=top_k,
             temperature=temperature,
             vocab_size=model.vocab_size,
+            softcap=model.logit_softcap,
             first_column=first_column,
             direction=direction,
             max_logits=_max_logits(hidden),

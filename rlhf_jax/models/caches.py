@@ -1,0 +1,91 @@
+"""What decoding keeps of a layer: keys and values of the columns that are seen again.
+
+A column is known by its number, which only grows; a cache of W columns holds number c
+in place c mod W. Where none has left yet that is a plain array of the first W columns.
+A local layer, which sees a sliding window, keeps no more than that:
+
+    window 3, columns so far 0 to 4      place     0  1  2
+                                         holds     3  4  2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.models.blocks import KeyValue
+from rlhf_jax.models.config import ModelConfig
+
+Array = jax.Array
+Caches = tuple[KeyValue, ...]  # of every layer, [B, K, W, head_dim] each
+
+
+def width(model: ModelConfig, layer: int, *, columns: int) -> int:
+    """Places of a layer's cache, where others have `columns`."""
+    if model.sliding_window is None or not model.is_local(layer):
+        return columns
+    return min(columns, model.sliding_window)
+
+
+def placed(
+    caches: Sequence[KeyValue], *, model: ModelConfig, columns: int, end: Array | int
+) -> Caches:
+    """Caches of the columns before number `end`, as they came from the prompts.
+
+    Args:
+      caches: of every layer, [B, K, P, head_dim] each, of columns end - P to end - 1.
+      columns: places of a layer that sees all; P or more.
+      end: i32[].
+    """
+
+    found = []
+    for layer, (key, value) in enumerate(caches):
+        size = width(model, layer, columns=columns)
+
+        def place(leaf: Array, size: int = size) -> Array:
+            return at_end(leaf[:, :, -size:], size=size, end=end, axis=2)
+
+        found.append((place(key), place(value)))
+    return tuple(found)
+
+
+def at_end(array: Array, *, size: int, end: Array | int, axis: int) -> Array:
+    """The columns of `array` as those before number `end`, in `size` places; else 0."""
+    given = array.shape[axis]
+    room = [(0, 0)] * array.ndim
+    room[axis] = (0, size - given)
+    padded = jnp.pad(array, room)
+    if isinstance(end, int) and (end - given) % size == 0:
+        return padded
+    return jnp.roll(padded, end - given, axis=axis)
+
+
+def widened(caches: Caches, *, model: ModelConfig, columns: int) -> Caches:
+    """The caches with more places, none of which has been used twice."""
+
+    found = []
+    for layer, (key, value) in enumerate(caches):
+        more = width(model, layer, columns=columns) - key.shape[2]
+        room = ((0, 0), (0, 0), (0, more), (0, 0))
+        found.append((jnp.pad(key, room), jnp.pad(value, room)))
+    return tuple(found)
+
+
+def near(attend: Array, *, window: int, column: Array) -> Array:
+    """Which places of a local layer's cache a new token may see.
+
+    Args:
+      attend: bool[B, W], places of the others that it may see, its own included.
+      window: columns that are seen, its own included.
+      column: i32[], its number.
+
+    Returns:
+      bool[B, min(W, window)].
+    """
+    columns = attend.shape[1]
+    size = min(columns, window)
+    # The last number that each place was given.
+    number = column - (column - jnp.arange(size, dtype=jnp.int32)) % size
+    return attend[:, number % columns]
