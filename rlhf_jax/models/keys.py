@@ -12,6 +12,7 @@ parameter tree flattened to {"layers/mlp/up/kernel": leaf}.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -39,6 +40,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "swish": "silu",
 }
 ACTIVATIONS_TO_HF = {"gelu_tanh": "gelu_new", "gelu": "gelu", "silu": "silu"}
+SCORE_BIAS = "score.bias"  # [1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +65,7 @@ class Key:
     name: str  # with {layer} where there is one tensor a layer
     paths: tuple[str, ...]  # several are fused in that tensor, along their last axis
     layout: Layout = "same"
+    head_dim: int | None = None  # fused by turns of so many columns; None leaf by leaf
 
     @property
     def stacked(self) -> bool:
@@ -89,8 +92,22 @@ class Key:
             case _:
                 return fused
 
+    def columns(self, width: int) -> np.ndarray:
+        """i64[width]: where each column of our leaves stands in their tensor.
+
+        Two leaves a and b of two heads, a0 a1 b0 b1, are a0 b0 a1 b1 by turns.
+
+        Args:
+          width: of all leaves together, which then are of one width.
+        """
+        columns = np.arange(width)
+        if self.head_dim is None:
+            return columns
+        turns = columns.reshape(-1, len(self.paths), self.head_dim)
+        return turns.swapaxes(0, 1).reshape(-1)
+
     def window(self, ours: list[slice], vocab_size: int) -> tuple[slice, ...]:
-        """Where their tensor has a part of ours, fused leaves taken as one."""
+        """Where their tensor has a part of ours, whose last slice is theirs already."""
         match self.layout:
             case "transposed":
                 return tuple(reversed(ours))
@@ -116,6 +133,8 @@ class Key:
     def to_hf(self, parts: list[np.ndarray], vocab_size: int) -> np.ndarray:
         """Ours -> theirs."""
         tensor = np.concatenate(parts, axis=-1)
+        if self.head_dim is not None:
+            tensor = tensor[..., np.argsort(self.columns(tensor.shape[-1]))]
         match self.layout:
             case "transposed":
                 tensor = tensor.T
@@ -146,14 +165,20 @@ class Table:
         )
 
     def scalar(self) -> Table:
-        """The table of {"trunk", "score"}: the trunk, and a score instead of a head."""
+        """The table of {"trunk", "score"}: the trunk, and a score instead of a head.
+
+        A head that was left in is ignored, and so is a bias of the score, which few
+        checkpoints have: who reads it looks for it.
+        """
+        heads = [key for key in self.keys if key.paths[0].startswith("head/")]
         trunk = [
             dataclasses.replace(key, paths=tuple(f"trunk/{path}" for path in key.paths))
             for key in self.keys
-            if not key.paths[0].startswith("head/")
+            if key not in heads
         ]
         score = Key("score.weight", ("score/kernel",), "row")
-        return dataclasses.replace(self, keys=(*trunk, score))
+        ignored = (*self.ignored, *(head.name for head in heads), SCORE_BIAS)
+        return dataclasses.replace(self, keys=(*trunk, score), ignored=ignored)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,13 +194,19 @@ class Family:
 
 
 def linear(
-    name: str, *paths: str, bias: bool, layout: Layout = "transposed"
+    name: str,
+    *paths: str,
+    bias: bool,
+    layout: Layout = "transposed",
+    head_dim: int | None = None,
 ) -> tuple[Key, ...]:
     """The kernel of a linear layer, and its bias if it has one."""
-    kernel = Key(f"{name}.weight", tuple(f"{path}/kernel" for path in paths), layout)
+    kernels = tuple(f"{path}/kernel" for path in paths)
+    biases = tuple(f"{path}/bias" for path in paths)
+    kernel = Key(f"{name}.weight", kernels, layout, head_dim)
     if not bias:
         return (kernel,)
-    return kernel, Key(f"{name}.bias", tuple(f"{path}/bias" for path in paths))
+    return kernel, Key(f"{name}.bias", biases, "same", head_dim)
 
 
 def norm(name: str, path: str, *, bias: bool) -> tuple[Key, ...]:
@@ -195,9 +226,12 @@ def required(config: Mapping[str, Any], option: str) -> Any:
 
 
 def only(config: Mapping[str, Any], supported: Mapping[str, Any]) -> None:
-    """Raises InputError for an option that is set to anything but what we implement."""
+    """Raises InputError for an option that is set to anything but what we implement.
+
+    None is not set.
+    """
     for option, value in supported.items():
-        if config.get(option, value) != value:
+        if config.get(option) not in (None, value):
             raise InputError(
                 f"config.json: expected {option} = {value!r}, got {config[option]!r}; "
                 f"the decoder implements nothing else, use another checkpoint"
@@ -276,7 +310,7 @@ class Unread:
     dtype: np.dtype
     key: Key
     names: list[str]  # of their tensors, one a layer where the leaf is stacked
-    offset: int  # where the leaf begins in the last axis of a fused tensor
+    columns: np.ndarray  # i64, where each column of the leaf stands in their tensor
     vocab_size: int
     tensor: Callable[[str], Any]  # theirs by name, to be sliced
 
@@ -297,11 +331,15 @@ class Unread:
 
     def _fill(self, out: np.ndarray, name: str, ranges: list[slice]) -> None:
         *others, last = ranges
-        fused = slice(last.start + self.offset, last.stop + self.offset)
-        window = self.key.window([*others, fused], self.vocab_size)
-        if all(part.start < part.stop for part in window):
-            part = self.key.from_hf(np.asarray(self.tensor(name)[window]))
-            out[: len(part)] = part
+        columns, tensor = self.columns[last], self.tensor(name)
+        # Neighbours here that are neighbours there are read together.
+        ends = np.flatnonzero(np.diff(columns, append=-1) != 1) + 1
+        for start, end in itertools.pairwise([0, *ends.tolist()]):
+            run = slice(int(columns[start]), int(columns[end - 1]) + 1)
+            window = self.key.window([*others, run], self.vocab_size)
+            if all(part.start < part.stop for part in window):
+                part = self.key.from_hf(np.asarray(tensor[window]))
+                out[..., start:end][: len(part)] = part
 
 
 def read(
@@ -323,9 +361,10 @@ def read(
     for key in table.keys:
         names = key.names(model.num_layers)
         stored = jnp.result_type(*(FLOATS[headers[name].dtype] for name in names))
-        offset = 0
+        columns = key.columns(sum(leaves[path].shape[-1] for path in key.paths))
         for path in key.paths:
             shape = leaves[path].shape
+            own, columns = columns[: shape[-1]], columns[shape[-1] :]
             yield (
                 path,
                 Unread(
@@ -333,12 +372,11 @@ def read(
                     dtype=stored if dtype is None else dtype,
                     key=key,
                     names=names,
-                    offset=offset,
+                    columns=own,
                     vocab_size=model.vocab_size,
                     tensor=tensor,
                 ),
             )
-            offset += shape[-1]
 
 
 def write(

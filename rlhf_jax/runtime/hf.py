@@ -29,7 +29,20 @@ from jax.sharding import SingleDeviceSharding
 from jax.typing import DTypeLike
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models import decoder, gpt2, heads, keys, llama
+from rlhf_jax.models import (
+    decoder,
+    gemma2,
+    gemma3,
+    gpt2,
+    gpt_neox,
+    heads,
+    keys,
+    llama,
+    mistral,
+    phi3,
+    qwen2,
+    qwen3,
+)
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.runtime import processes, shards
 
@@ -40,8 +53,23 @@ Params = Any  # nested dict of arrays
 Leaves = dict[str, Any]  # Params flattened to {"layers/mlp/up/kernel": leaf}
 PathLike = str | os.PathLike[str]
 
-FAMILIES = {family.name: family for family in (gpt2.FAMILY, llama.FAMILY)}
+FAMILIES = {
+    module.FAMILY.name: module.FAMILY
+    for module in (
+        *(gpt2, gpt_neox, llama, mistral, phi3, qwen2, qwen3, gemma2, gemma3),
+    )
+}
 MAX_SHARD_BYTES = 5_000_000_000
+
+# What a config.json says of a model that no family here is, by option.
+UNSUPPORTED = {
+    "quantization_config": "quantised weights",
+    "vision_config": "a vision tower",
+    "audio_config": "an audio tower",
+    "num_experts": "a mixture of experts",
+    "num_local_experts": "a mixture of experts",
+    "n_routed_experts": "a mixture of experts",
+}
 
 _CONFIG = "config.json"
 _GENERATION = "generation_config.json"
@@ -98,7 +126,8 @@ def load_reward(
 
     Returns:
       The model and {"trunk": ..., "score": {"kernel": [D], "bias": f32[]}}. The bias is
-      config.json's `score_bias`, which `save_reward` writes, or 0.
+      the tensor `score.bias` if there is one, or config.json's `score_bias`, which
+      `save_reward` writes, or 0.
     """
     with _reading(path_or_repo_id) as folder:
         config = shards.read_json(folder / _CONFIG)
@@ -119,7 +148,7 @@ def load_reward(
         table = family.key_table(model).scalar()
         leaves = itertools.chain(
             _read(folder, table, model=model, shapes=shapes, dtype=dtype),
-            [("score/bias", np.array(config.get("score_bias", 0.0), np.float32))],
+            [("score/bias", _score_bias(folder, config))],
         )
         return model, _place(leaves, shapes=shapes, sharding=sharding)
 
@@ -251,11 +280,24 @@ def _download(repo_id: str, *, patterns: Sequence[str]) -> Path:
 
 
 def _family(config: Mapping[str, Any]) -> keys.Family:
+    """The family of a checkpoint. Code that comes with one (`auto_map`) is never run.
+
+    Raises:
+      InputError: it is of none, or has what none has.
+    """
     name = config.get("model_type")
+    for option, feature in UNSUPPORTED.items():
+        if config.get(option):
+            raise InputError(
+                f"{_CONFIG}: expected a dense language model in floating point, got a "
+                f"{name} with {feature} ({option}), which is not supported; use a "
+                f"checkpoint without, of {', '.join(FAMILIES)}"
+            )
     if name not in FAMILIES:
+        code = "; its own code (auto_map) is never run" if "auto_map" in config else ""
         raise InputError(
             f"{_CONFIG}: expected model_type to be one of {', '.join(FAMILIES)}; got "
-            f"{name!r} ({config.get('architectures')}), which is not supported"
+            f"{name!r} ({config.get('architectures')}), which is not supported{code}"
         )
     return FAMILIES[name]
 
@@ -311,6 +353,19 @@ def _read(
     return keys.read(
         table, model=model, leaves=shapes, headers=headers, tensor=tensor, dtype=target
     )
+
+
+def _score_bias(folder: Path, config: Mapping[str, Any]) -> np.ndarray:
+    headers, tensor = shards.read(folder)
+    if keys.SCORE_BIAS not in headers:
+        return np.array(config.get("score_bias", 0.0), np.float32)
+    shape = headers[keys.SCORE_BIAS].shape
+    if shape != (1,):
+        raise InputError(
+            f"expected {keys.SCORE_BIAS} [1], got {list(shape)}; use a checkpoint that "
+            f"was trained to give one score"
+        )
+    return np.asarray(tensor(keys.SCORE_BIAS)[:], np.float32).reshape(())
 
 
 def _place(

@@ -64,7 +64,7 @@ class _Linear:
 
     name: str  # "transformer.h.{layer}.attn.c_attn"
     paths: tuple[str, ...]  # "attention/query", ...
-    layout: keys.Layout
+    key: keys.Key  # of its kernel
 
     @property
     def pattern(self) -> str:
@@ -135,7 +135,7 @@ def save(
         "rank_pattern": {name: n * lora.rank for name, n in fused.items()},
         "alpha_pattern": {name: _number(n * lora.alpha) for name, n in fused.items()},
         "modules_to_save": ["score"] if "score" in adapters else None,
-        "fan_in_fan_out": adapted[0].layout == "same",
+        "fan_in_fan_out": adapted[0].key.layout == "same",
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,
@@ -190,7 +190,7 @@ def _linears(model: ModelConfig) -> list[_Linear]:
         _Linear(
             name=key.name.removesuffix(".weight"),
             paths=tuple(p.removeprefix(prefix).removesuffix(suffix) for p in key.paths),
-            layout=key.layout,
+            key=key,
         )
         for key in hf.FAMILIES[model.family].key_table(model).keys
         if key.paths[0].startswith(prefix) and key.paths[0].endswith(suffix)
@@ -221,6 +221,7 @@ def _to_theirs(
             rows = slice(i * rank, (i + 1) * rank)
             up[:, rows, column : column + block.shape[-1]] = block
             column += block.shape[-1]
+    up = up[..., np.argsort(linear.key.columns(up.shape[-1]))]
     return down.swapaxes(1, 2), up.swapaxes(1, 2)
 
 
@@ -300,6 +301,7 @@ def _read(
         down = np.stack([tensors[name].T for name, _ in names])
         up = np.stack([tensors[name].T for _, name in names])
         widths = [sizes[path][1] for path in linear.paths]
+        up = up[..., linear.key.columns(sum(widths))]
         blocks = _to_ours(down, up, widths=widths, rank=rank)
         for path, pair in zip(linear.paths, blocks, strict=True):
             if pair is not None:

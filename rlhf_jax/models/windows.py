@@ -1,0 +1,55 @@
+"""Sliding windows in a Hugging Face config: which layers see only what is near.
+
+In every family a query at position q of a local layer sees the keys at k with
+q - k < `sliding_window`: that many tokens, its own included (transformers 5,
+`masking_utils.sliding_window_overlay`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models.config import ModelConfig
+
+Local = Callable[[int], bool]  # of a layer, from 0, whether it is local
+
+_LOCAL = {"sliding_attention": True, "full_attention": False}
+_NAMES = {local: name for name, local in _LOCAL.items()}
+
+
+def from_hf(
+    config: Mapping[str, Any],
+    *,
+    num_layers: int,
+    window: int | None,
+    default: Local,
+) -> tuple[int | None, tuple[bool, ...]]:
+    """`sliding_window` and `local_layers` of the decoder.
+
+    Args:
+      config: whose `layer_types` say which layers are local, if it has any.
+      window: of local layers, in tokens; None where the config has switched it off.
+      default: which layers are local in a config without `layer_types`.
+
+    Raises:
+      InputError: a kind of layer that the decoder does not implement.
+    """
+    types = config.get("layer_types")
+    if types is None:
+        local = tuple(window is not None and default(i) for i in range(num_layers))
+    else:
+        unknown = sorted(set(types) - set(_LOCAL))
+        if unknown:
+            raise InputError(
+                f"config.json: expected layer_types of {' and '.join(_LOCAL)}, got "
+                f"{', '.join(unknown)}; use another checkpoint"
+            )
+        local = tuple(_LOCAL[kind] for kind in types)
+    return (window, local) if any(local) else (None, ())
+
+
+def layer_types(model: ModelConfig) -> list[str]:
+    """The option of that name."""
+    return [_NAMES[model.is_local(layer)] for layer in range(model.num_layers)]
