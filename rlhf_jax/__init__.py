@@ -42,6 +42,7 @@ ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (
             "layout",
             "leaves",
             "blocks",
+            "caches",
             "decoder",
             "heads",
             "lora",

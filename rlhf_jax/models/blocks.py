@@ -295,9 +295,10 @@ def attend_cudnn(
     *,
     attend: Array,
     scale: float | None = None,
-    softcap: None = None,
+    softcap: float | None = None,
 ) -> Array:
     """`attend_to` by cuDNN's flash attention, which holds no logits, nor a softcap."""
+    del softcap  # None: `ModelConfig` allows nothing else here
     key, value = (array.swapaxes(1, 2) for array in seen)
     y = jax.nn.dot_product_attention(
         query.swapaxes(1, 2),

@@ -117,12 +117,11 @@ def _yarn(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> RopeScaling:
 
     attention_factor = scaling.get("attention_factor")
     if attention_factor is None:
+        attention_factor = temperature(1.0)
         # DeepSeek's weights; one that is absent or 0 leaves both out.
         above, below = scaling.get("mscale"), scaling.get("mscale_all_dim")
-        both = bool(above) and bool(below)
-        attention_factor = (
-            temperature(above) / temperature(below) if both else temperature(1.0)
-        )
+        if above and below:
+            attention_factor = temperature(above) / temperature(below)
     beta_fast, beta_slow = scaling.get("beta_fast"), scaling.get("beta_slow")
     return RopeScaling(
         "yarn",
