@@ -66,12 +66,12 @@ def test_a_row_by_hand():
 @pytest.mark.parametrize("width", [None, 27, WIDTH, 1000])
 def test_every_pair_is_in_one_row_whole(width):
     rows = packing.pack(PAIRS, width=width)
-    assert sorted(place for row in rows for place in row.pairs) == [*range(len(PAIRS))]
+    assert sorted(place for row in rows for place in row.places) == [*range(len(PAIRS))]
     batches = packing.packed_in_order(rows, batch_size=4, pad_id=0)
     seen = []
     for batch in batches:
         for row, index in enumerate(batch.index):
-            places = rows[index].pairs if index >= 0 else ()
+            places = rows[index].places if index >= 0 else ()
             assert batch.pairs[row].sum() == len(places)
             assert batch.mask[row].sum() == sum(size(PAIRS[place]) for place in places)
             for pair, place in enumerate(places):
@@ -91,9 +91,9 @@ def test_a_pair_goes_where_it_first_fits():
     pairs[4] = Pair([4], [], [])
     rows = packing.pack(pairs, width=12)
     # 8 + 3 | 5 + 2 + 4 | 9: the 2 no longer fits into the first row, the 4 neither.
-    assert [row.pairs for row in rows] == [(0, 2), (1, 4, 5), (3,)]
+    assert [row.places for row in rows] == [(0, 2), (1, 4, 5), (3,)]
     assert packing.pack(pairs, width=12) == rows
-    assert [row.pairs for row in packing.pack(pairs, width=None)] == [
+    assert [row.places for row in packing.pack(pairs, width=None)] == [
         (place,) for place in range(6)
     ]
 

@@ -1,10 +1,10 @@
-"""Encoded pairs to rows that hold several, and those to batches[step].
+"""Encoded pairs or examples to rows that hold several, and those to batches[step].
 
     pairs      8, 5 and 3 tokens, both texts      width 12
     rows       pair 0 (8), pair 2 (3)  |  pair 1 (5)
 
-Each pair goes into the first row that has room (first fit), in the order of the data:
-the rows follow from the data and the width alone. They are shuffled and batched as
+Each goes into the first row that has room (first fit), in the order of the data: the
+rows follow from the data and the width alone. They are shuffled and batched as
 `batches` does it. A pair is packed whole: its row is all that its loss needs.
 """
 
@@ -18,20 +18,20 @@ import numpy as np
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runtime import batches, row_sharding
 from rlhf_jax.runtime.batches import Batches, Visit
-from rlhf_jax.runtime.encoding import Pair, Tokens
+from rlhf_jax.runtime.encoding import Example, Pair, Tokens
 from rlhf_jax.runtime.row_sharding import Share
-from rlhf_jax.stages.batch import PackedPreferences
+from rlhf_jax.stages.batch import PackedPreferences, Sequences
 
 HostArray = Any
 
 
 class PackedRow(NamedTuple):
-    """Pairs laid end to end."""
+    """Examples, or pairs as prompt and chosen, prompt and rejected, end to end."""
 
-    tokens: Tokens  # prompt and chosen answer, prompt and rejected answer, ...
-    segments: Sequence[int]  # 2k + 1 and 2k + 2 for the texts of pair k of the row
-    response: Sequence[bool]  # tokens of answers
-    pairs: tuple[int, ...]  # rows of the data set
+    tokens: Tokens
+    segments: Sequence[int]  # k + 1 for text k of the row; a pair is two texts
+    response: Sequence[bool]  # tokens of answers, but what nothing predicts
+    places: tuple[int, ...]  # of the pairs or examples in the data set
 
 
 def pack(pairs: Sequence[Pair], *, width: int | None) -> list[PackedRow]:
@@ -44,8 +44,6 @@ def pack(pairs: Sequence[Pair], *, width: int | None) -> list[PackedRow]:
     Raises:
       InputError: there are no pairs, one has no prompt or does not fit into a row.
     """
-    if not pairs:
-        raise InputError("expected at least one row of data, got none")
     for place, pair in enumerate(pairs):
         if len(pair.prompt) == 0:
             raise InputError(
@@ -53,26 +51,17 @@ def pack(pairs: Sequence[Pair], *, width: int | None) -> list[PackedRow]:
                 f"at least 1 token, got none, so that nothing predicts how its answers "
                 f"begin; remove the pair"
             )
-    sizes = [
-        2 * len(pair.prompt) + len(pair.chosen) + len(pair.rejected) for pair in pairs
+    texts = [
+        (Example(pair.prompt, pair.chosen), Example(pair.prompt, pair.rejected))
+        for pair in pairs
     ]
-    if width is None:
-        return [_row(pairs, (place,)) for place in range(len(pairs))]
-    if max(sizes) > width:
-        raise InputError(
-            f"pair {int(np.argmax(sizes))} (from 0, of those to be packed): expected "
-            f"at most {width} tokens, both texts with their prompts, got {max(sizes)}; "
-            f"make rows wider, or leave long pairs out"
-        )
-    room = np.full(len(pairs), width)
-    filled: list[list[int]] = []
-    for place, size in enumerate(sizes):
-        row = int(np.argmax(room[: len(filled) + 1] >= size))
-        if row == len(filled):
-            filled.append([])
-        filled[row].append(place)
-        room[row] -= size
-    return [_row(pairs, tuple(places)) for places in filled]
+    return _pack(texts, width=width, of="pair")
+
+
+def pack_examples(examples: Sequence[Example], *, width: int) -> list[PackedRow]:
+    """As `pack`, one text each; without a prompt it is read from its second token."""
+    texts = [(example,) for example in examples]
+    return _pack(texts, width=width, of="example")
 
 
 def packed_batches(
@@ -102,6 +91,30 @@ def packed_batches(
     return batches.shuffled(len(rows), batch_size, seed=seed, collate=of_visits)
 
 
+def sequence_batches(
+    rows: Sequence[PackedRow],
+    *,
+    batch_size: int,
+    seed: int,
+    pad_id: int,
+    share: Share = row_sharding.WHOLE,
+) -> Batches[Sequences]:
+    """As `packed_batches`, of `pack_examples`; `segments` tells the texts apart."""
+    mine = share.of(batch_size)
+    collate = _Collate(rows, pad_id=pad_id)
+
+    def of_visits(visits: Sequence[Visit]) -> Sequences:
+        packed = collate([visits[place].row for place in mine])
+        return Sequences(
+            tokens=packed.tokens,
+            mask=packed.mask,
+            response_mask=packed.response_mask,
+            segments=packed.segments,
+        )
+
+    return batches.shuffled(len(rows), batch_size, seed=seed, collate=of_visits)
+
+
 def packed_in_order(
     rows: Sequence[PackedRow], *, batch_size: int, pad_id: int
 ) -> list[PackedPreferences]:
@@ -124,7 +137,7 @@ class _Collate:
         self._rows = [*rows, PackedRow((), (), (), ())]
         self._pad_id = pad_id
         self._width = max(len(row.tokens) for row in self._rows)
-        self._most = max(len(row.pairs) for row in self._rows)
+        self._most = max(len(row.places) for row in self._rows)
 
     def __call__(self, places: Sequence[int]) -> PackedPreferences:
         rows = [self._rows[place] for place in places]
@@ -138,7 +151,7 @@ class _Collate:
         segments[mask] = np.concatenate([row.segments for row in rows])
         response_mask: HostArray = np.zeros(mask.shape, bool)
         response_mask[mask] = np.concatenate([row.response for row in rows])
-        counts = np.array([len(row.pairs) for row in rows])
+        counts = np.array([len(row.places) for row in rows])
         pairs: HostArray = np.arange(self._most)[None, :] < counts[:, None]
         index: HostArray = np.array(places, np.int32)
         return PackedPreferences(
@@ -150,15 +163,41 @@ class _Collate:
         )
 
 
-def _row(pairs: Sequence[Pair], places: tuple[int, ...]) -> PackedRow:
+def _pack(
+    texts: Sequence[tuple[Example, ...]], *, width: int | None, of: str
+) -> list[PackedRow]:
+    """First fit of what is packed whole, one or two texts."""
+    if not texts:
+        raise InputError("expected at least one row of data, got none")
+    if width is None:
+        return [_row(texts, (place,)) for place in range(len(texts))]
+    sizes = [sum(len(p) + len(r) for p, r in whole) for whole in texts]
+    if max(sizes) > width:
+        raise InputError(
+            f"{of} {int(np.argmax(sizes))} (from 0, of those to be packed): expected "
+            f"at most {width} tokens, prompts and all answers, got {max(sizes)}; "
+            f"make rows wider, or leave long {of}s out"
+        )
+    room = np.full(len(texts), width)
+    filled: list[list[int]] = []
+    for place, size in enumerate(sizes):
+        row = int(np.argmax(room[: len(filled) + 1] >= size))
+        if row == len(filled):
+            filled.append([])
+        filled[row].append(place)
+        room[row] -= size
+    return [_row(texts, tuple(places)) for places in filled]
+
+
+def _row(texts: Sequence[tuple[Example, ...]], places: tuple[int, ...]) -> PackedRow:
     tokens: list[int] = []
     segments: list[int] = []
     response: list[bool] = []
-    for place in places:
-        pair = pairs[place]
-        for answer in (pair.chosen, pair.rejected):
-            number = 1 + (segments[-1] if segments else 0)
-            tokens += [*pair.prompt, *answer]
-            segments += [number] * (len(pair.prompt) + len(answer))
-            response += [False] * len(pair.prompt) + [True] * len(answer)
+    held = [text for place in places for text in texts[place]]
+    for number, (prompt, answer) in enumerate(held, start=1):
+        whole = [*prompt, *answer]
+        given = max(len(prompt), 1)
+        tokens += whole
+        segments += [number] * len(whole)
+        response += [place >= given for place in range(len(whole))]
     return PackedRow(tokens, segments, response, places)

@@ -87,6 +87,8 @@ class Sequences:
     tokens: Array  # i32[B, S]
     mask: Array  # bool[B, S]
     response_mask: Array  # bool[B, S], tokens that are trained on
+    # i32[B, S], which text of its row a token is of, 0 at padding; None is one a row
+    segments: Array | None = None
 
 
 @flax.struct.dataclass

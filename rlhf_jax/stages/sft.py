@@ -36,7 +36,11 @@ def loss(
       f32[] and {"loss/language_model": (sum, weight)}.
     """
     logprobs = policy_.logprobs(
-        params, model=model, tokens=batch.tokens, mask=batch.mask
+        params,
+        model=model,
+        tokens=batch.tokens,
+        mask=batch.mask,
+        segments=batch.segments,
     )
     return losses.language_model_loss(
         logprobs=logprobs, mask=predicted(batch), num_tokens=num_tokens
@@ -44,8 +48,10 @@ def loss(
 
 
 def predicted(batch: Sequences) -> Array:
-    """bool[B, S]: response tokens but a row's first, which nothing predicts."""
-    return batch.response_mask & jnp.pad(batch.mask[:, :-1], ((0, 0), (1, 0)))
+    """bool[B, S]: response tokens but a text's first, which nothing predicts."""
+    text = batch.mask if batch.segments is None else batch.segments
+    before = jnp.pad(text[:, :-1], ((0, 0), (1, 0)))
+    return batch.response_mask & (text == before)
 
 
 def update(
