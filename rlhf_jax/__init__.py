@@ -114,6 +114,7 @@ ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (
             "processes",
             "sharding",
             "row_sharding",
+            "chat",
             "data",
             "encoding",
             "batches",

@@ -105,7 +105,7 @@ def test_dialogues_are_cut_at_the_last_shared_turn(write):
         (
             data.read_prompts,
             ['{"prompt": ["a"]}'],
-            r"rows.jsonl:1: expected text in 'prompt', got list \['a'\]",
+            r"rows.jsonl:1: expected messages as .* in 'prompt', got 'a', whose role",
         ),
         (
             data.read_prompts,
@@ -130,7 +130,7 @@ def test_dialogues_are_cut_at_the_last_shared_turn(write):
         (
             data.read_preferences,
             ['{"prompt": 3, "chosen": "b", "rejected": "c"}'],
-            r"rows.jsonl:1: expected text in 'prompt', got int 3",
+            r"rows.jsonl:1: expected text or messages in 'prompt', got int 3",
         ),
         (
             data.read_preferences,

@@ -2,7 +2,8 @@
 
     file ─data─> rows ─encoding─> token lists ─batches─> batches[step]
 
-A row is a dict that keeps all its fields: a Python reward is given the rows.
+A row is a dict that keeps all its fields: a Python reward is given the rows. What is
+asked and answered is a text, or messages for a chat template (`chat`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runtime import chat
 
 Row = dict[str, Any]
 Item = TypeVar("Item")
@@ -25,6 +27,7 @@ Blank = Literal["keep", "drop", "error"]
 
 ASSISTANT = "\n\nAssistant:"  # hh-rlhf: what stands before each answer
 HUMAN = "\n\nHuman:"  # and before each turn of the other side
+SIDES = ("chosen", "rejected")
 
 
 def read_jsonl(source: str | Path) -> list[Row]:
@@ -67,17 +70,17 @@ def read_located(source: str | Path) -> list[tuple[str, Row]]:
 
 
 def read_prompts(source: str | Path, *, field: str = "prompt") -> list[Row]:
-    """Rows with a text in `field`; a .txt file has one prompt a line.
+    """Rows with a text or messages in `field`; a .txt file has one prompt a line.
 
     Raises:
-      InputError: the file is empty or malformed, or a row has no text in `field`.
+      InputError: the file is empty or malformed, or a row has no prompt in `field`.
     """
     if str(source).endswith(".txt"):
         located = [(where, {field: line}) for where, line in _lines(Path(source))]
     else:
         located = read_located(source)
     for where, row in located:
-        if not _text(where, row, field).strip():
+        if not chat.content(_asked(where, row, field)).strip():
             raise InputError(
                 f"{where}: expected a prompt in {field!r}, got an empty text; remove"
                 " the row"
@@ -88,23 +91,31 @@ def read_prompts(source: str | Path, *, field: str = "prompt") -> list[Row]:
 def read_demonstrations(
     source: str | Path, *, prompt: str = "prompt", response: str = "response"
 ) -> list[Row]:
-    """Rows with texts in the fields named by `prompt` and `response`.
+    """Rows with texts in the fields named by `prompt` and `response`, or messages.
+
+    Rows with a whole conversation in `messages` instead of a response are cut before
+    its last turn, which is the response.
 
     Raises:
-      InputError: the file is empty or malformed, or a row lacks one of the texts.
+      InputError: the file is empty or malformed, a row lacks one of the texts, or its
+        messages are not a prompt and one answer of the assistant.
     """
-    located = read_located(source)
-    for where, row in located:
-        _text(where, row, prompt)
-        _text(where, row, response)
-    return [row for _, row in located]
+    rows = []
+    for where, row in read_located(source):
+        if response not in row and "messages" in row:
+            asked, answer = _last_turn(where, row, "messages")
+            row = row | {prompt: asked, response: answer}
+        _check_answer(where, row, _asked(where, row, prompt), response)
+        rows.append(row)
+    return rows
 
 
 def read_preferences(source: str | Path, *, blank: Blank = "keep") -> list[Row]:
-    """Rows with the texts prompt, chosen and rejected.
+    """Rows with prompt, chosen and rejected: texts, or messages.
 
     Rows without a prompt are dialogues as in hh-rlhf: the prompt is what the two sides
-    share, up to and including the last "\\n\\nAssistant:" in it.
+    share, up to and including the last "\\n\\nAssistant:" in it. Of messages it is all
+    but the last turn.
 
     Args:
       blank: what becomes of a pair with an answer of nothing but white space.
@@ -118,7 +129,7 @@ def read_preferences(source: str | Path, *, blank: Blank = "keep") -> list[Row]:
     pairs = []
     for where, row in read_located(source):
         pair = _preference(where, row)
-        empty = [side for side in ("chosen", "rejected") if not pair[side].strip()]
+        empty = [side for side in SIDES if not chat.content(pair[side]).strip()]
         if empty and blank == "error":
             raise InputError(
                 f"{where}: expected an answer in {empty[0]!r}, got an empty text;"
@@ -164,15 +175,17 @@ def hold_out(
 
 
 def _preference(where: str, row: Row) -> Row:
-    chosen, rejected = _text(where, row, "chosen"), _text(where, row, "rejected")
+    chosen, rejected = (_written(where, row, side) for side in SIDES)
     if chosen == rejected:
         raise InputError(
             f"{where}: expected two different answers, got equal 'chosen' and"
             " 'rejected'; remove the pair"
         )
     if "prompt" in row:
-        _answers_of(where, row, _text(where, row, "prompt"))
+        _answers_of(where, row, _asked(where, row, "prompt"))
         return row
+    if not (isinstance(chosen, str) and isinstance(rejected, str)):
+        return row | _conversations(where, row)
     # Character by character, which is what is meant here.
     shared = os.path.commonprefix([chosen, rejected])  # noqa: RUF071
     turn = shared.rfind(ASSISTANT)
@@ -182,7 +195,7 @@ def _preference(where: str, row: Row) -> Row:
             f" up to {ASSISTANT!r}, got neither; add the field"
         )
     cut = turn + len(ASSISTANT)
-    for side in ("chosen", "rejected"):
+    for side in SIDES:
         if HUMAN in row[side][cut:]:
             raise InputError(
                 f"{where}: expected dialogues that differ in the last answer alone, as"
@@ -196,14 +209,45 @@ def _preference(where: str, row: Row) -> Row:
     }
 
 
-def _answers_of(where: str, row: Row, prompt: str) -> None:
+def _conversations(where: str, row: Row) -> Row:
+    """Two conversations of messages, cut before their last turns."""
+    (asked, chosen), (other, rejected) = (
+        _last_turn(where, row, side) for side in SIDES
+    )
+    if asked != other:
+        raise InputError(
+            f"{where}: expected conversations that differ in their last turn alone, as"
+            " both answer one prompt, got others before it; cut them where they part,"
+            " or remove the pair"
+        )
+    return {"prompt": asked, "chosen": chosen, "rejected": rejected}
+
+
+def _last_turn(where: str, row: Row, field: str) -> tuple[list[Any], list[Any]]:
+    """(prompt, answer) of a whole conversation."""
+    messages = _written(where, row, field)
+    if isinstance(messages, str) or len(messages) < 2:
+        raise InputError(
+            f"{where}: expected a conversation in {field!r}, a prompt and its answer as"
+            f" messages, got {messages!r:.60}; add the field 'prompt', or the messages"
+        )
+    chat.check_answer(messages[-1:], where=where, field=field)
+    chat.check_prompt(messages[:-1], where=where, field=field)
+    return messages[:-1], messages[-1:]
+
+
+def _answers_of(where: str, row: Row, prompt: str | list[Any]) -> None:
     """InputError unless the sides are answers to this prompt, and not whole texts."""
-    if not prompt.strip():
+    if not chat.content(prompt).strip():
         raise InputError(
             f"{where}: expected a prompt in 'prompt', got an empty text; remove the"
             " pair"
         )
-    sides = {side: row[side] for side in ("chosen", "rejected")}
+    for side in SIDES:
+        _check_answer(where, row, prompt, side)
+    if not isinstance(prompt, str):
+        return
+    sides = {side: row[side] for side in SIDES}
     if all(text.startswith(prompt) for text in sides.values()):
         raise InputError(
             f"{where}: expected answers without their prompt in 'chosen' and"
@@ -218,18 +262,43 @@ def _answers_of(where: str, row: Row, prompt: str) -> None:
             )
 
 
-def _text(where: str, row: Row, field: str) -> str:
+def _asked(where: str, row: Row, field: str) -> str | list[Any]:
+    """A prompt; of messages, one that waits for the assistant."""
+    asked = _written(where, row, field)
+    if not isinstance(asked, str):
+        chat.check_prompt(asked, where=where, field=field)
+    return asked
+
+
+def _check_answer(where: str, row: Row, prompt: str | list[Any], field: str) -> None:
+    """InputError unless it is an answer: of messages only to messages."""
+    answer = _written(where, row, field)
+    if isinstance(answer, str):
+        return
+    if isinstance(prompt, str):
+        raise InputError(
+            f"{where}: expected text in {field!r}, as its prompt is one, got messages;"
+            " give both as messages, or leave out the prompt where they hold it"
+        )
+    chat.check_answer(answer, where=where, field=field)
+
+
+def _written(where: str, row: Row, field: str) -> str | list[Any]:
+    """A text, or messages."""
     if field not in row:
         raise InputError(
             f"{where}: expected a field {field!r}, got {', '.join(map(repr, row))};"
             " add it, or name the field that holds it"
         )
-    if not isinstance(row[field], str):
+    value = row[field]
+    if isinstance(value, list):
+        chat.check_messages(value, where=where, field=field)
+    elif not isinstance(value, str):
         raise InputError(
-            f"{where}: expected text in {field!r}, got {type(row[field]).__name__}"
-            f" {row[field]!r:.40}"
+            f"{where}: expected text or messages in {field!r}, got"
+            f" {type(value).__name__} {value!r:.40}"
         )
-    return row[field]
+    return value
 
 
 def _lines(path: Path) -> list[tuple[str, str]]:

@@ -1,11 +1,13 @@
 """Rows to token lists: tokenizers, lengths, blocks of plain text.
 
 Prompts get the tokenizer's special tokens (Llama's BOS); answers get none, and EOS at
-the end. The two are encoded apart, as they are when the model answers.
+the end. The two are encoded apart, as they are when the model answers. Prompts that are
+messages, and their answers, are what the tokenizer's chat template writes (`chat`).
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Sequence
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 import jax
 
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runtime import chat
 from rlhf_jax.runtime.data import Row
 from rlhf_jax.stages.batch import Rollout
 
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Tokens = Sequence[int]
+Written = str | list[chat.Message]  # a text, or messages for the chat template
 Overlong = Literal["error", "drop"]
 
 
@@ -127,9 +131,10 @@ def encode_prompts(
       overlong: what becomes of a longer prompt: an error, or left out.
 
     Raises:
-      InputError: a prompt is longer (with overlong="error"), or none is left.
+      InputError: a prompt is longer (with overlong="error"), or none is left; or it is
+        of messages that the tokenizer has no template for.
     """
-    prompts = _prompts(tokenizer, rows, field)
+    prompts = _prompts(tokenizer, [row[field] for row in rows])
     fits = _fits(
         [len(tokens) for tokens in prompts],
         texts=[row[field] for row in rows],
@@ -146,15 +151,28 @@ def encode_demonstrations(
     max_length: int,
     prompt: str = "prompt",
     response: str = "response",
+    stop_ids: Sequence[int] | None = None,
     overlong: Overlong = "error",
 ) -> list[Example]:
     """Examples of at most `max_length` tokens, prompt and response together.
 
+    Args:
+      prompt, response: fields with texts or messages.
+      stop_ids: tokens that end a response, of which the first is given to a text
+        without one; None is the tokenizer's EOS.
+
     Raises:
-      InputError: an example is longer (with overlong="error"), or none is left.
+      InputError: an example is longer (with overlong="error"), or none is left; or it
+        is of messages that the template does not write as `chat.answer_tokens` asks.
     """
-    prompts = _prompts(tokenizer, rows, prompt)
-    responses = _answers(tokenizer, rows, response)
+    prompts = _prompts(tokenizer, [row[prompt] for row in rows])
+    responses = _answers(
+        tokenizer,
+        [row[response] for row in rows],
+        asked=[row[prompt] for row in rows],
+        prompts=prompts,
+        stop_ids=stop_ids,
+    )
     examples = list(map(Example, prompts, responses))
     fits = _fits(
         [len(example.prompt) + len(example.response) for example in examples],
@@ -171,20 +189,27 @@ def encode_preferences(
     *,
     max_length: int,
     margin: str | None = None,
+    stop_ids: Sequence[int] | None = None,
     overlong: Overlong = "error",
 ) -> list[Pair]:
     """Pairs of at most `max_length` tokens, prompt and longer answer together.
 
     Args:
       margin: the field with the score difference asked for; None for no margins.
+      stop_ids: as `encode_demonstrations`.
 
     Raises:
       InputError: a pair is longer (with overlong="error"), none is left, both answers
-        are the same tokens, or a margin is not a number.
+        are the same tokens, or a margin is not a number; or as
+        `encode_demonstrations`.
     """
-    prompts = _prompts(tokenizer, rows, "prompt")
-    chosen = _answers(tokenizer, rows, "chosen")
-    rejected = _answers(tokenizer, rows, "rejected")
+    asked = [row["prompt"] for row in rows]
+    prompts = _prompts(tokenizer, asked)
+    answers = functools.partial(
+        _answers, tokenizer, asked=asked, prompts=prompts, stop_ids=stop_ids
+    )
+    chosen = answers([row["chosen"] for row in rows])
+    rejected = answers([row["rejected"] for row in rows])
     margins = [_margin(i, row, margin) for i, row in enumerate(rows)]
     pairs = list(map(Pair, prompts, chosen, rejected, margins))
     fits = _fits(
@@ -232,22 +257,57 @@ def encode_text(
 
 
 def _prompts(
-    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], field: str
+    tokenizer: PreTrainedTokenizerBase, asked: Sequence[Written]
 ) -> list[list[int]]:
-    return _encode(tokenizer, [row[field] for row in rows], special=True)
+    texts = [text for text in asked if isinstance(text, str)]
+    chats = [
+        chat.render(tokenizer, messages, where=f"row {i} (from 0)")
+        for i, messages in enumerate(asked)
+        if not isinstance(messages, str)
+    ]
+    # A template writes BOS itself, and so does a text that one was put to by hand.
+    bos = [tokenizer.bos_token_id] * 2
+    of_texts = iter(
+        tokens[1:] if tokens[:2] == bos else tokens
+        for tokens in _encode(tokenizer, texts, special=True)
+    )
+    of_chats = iter(_encode(tokenizer, chats, special=False))
+    return [next(of_texts if isinstance(text, str) else of_chats) for text in asked]
 
 
 def _answers(
-    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], field: str
+    tokenizer: PreTrainedTokenizerBase,
+    written: Sequence[Written],
+    *,
+    asked: Sequence[Written],
+    prompts: Sequence[Tokens],
+    stop_ids: Sequence[int] | None,
 ) -> list[list[int]]:
-    eos = eos_token_id(tokenizer)
-    answers = _encode(tokenizer, [row[field] for row in rows], special=False)
-    return [[*tokens, eos] for tokens in answers]
+    """The answers to `asked`, whose tokens are `prompts`; each ends once."""
+    stops = tuple(stop_ids) if stop_ids else (eos_token_id(tokenizer),)
+    where = [f"row {i} (from 0)" for i in range(len(asked))]
+    texts = [
+        cast("str", answer)  # as `data` has checked
+        if isinstance(prompt, str)
+        else chat.render(tokenizer, chat.answered(prompt, answer), where=row)
+        for prompt, answer, row in zip(asked, written, where, strict=True)
+    ]
+    answers = []
+    for i, tokens in enumerate(_encode(tokenizer, texts, special=False)):
+        if isinstance(asked[i], str):
+            ended = bool(tokens) and tokens[-1] in stops
+            answers.append(tokens if ended else [*tokens, stops[0]])
+        else:
+            of = {"prompt": prompts[i], "stop_ids": stops, "where": where[i]}
+            answers.append(chat.answer_tokens(tokenizer, tokens, **of))
+    return answers
 
 
 def _encode(
     tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bool
 ) -> list[list[int]]:
+    if not texts:  # of which a tokenizer makes an error
+        return []
     # verbose=False: lengths are checked here, against the context of the model.
     return tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"]
 
@@ -265,7 +325,7 @@ def _margin(index: int, row: Row, field: str | None) -> float | None:
 def _fits(
     lengths: Sequence[int],
     *,
-    texts: Sequence[str],
+    texts: Sequence[Written],
     max_length: int,
     overlong: Overlong,
 ) -> list[int]:

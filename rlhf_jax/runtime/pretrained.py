@@ -193,6 +193,7 @@ def read_examples(
         start.tokenizer,
         data.read_demonstrations(source),
         max_length=longest,
+        stop_ids=start.stop_ids,
         overlong="drop",
     )
 

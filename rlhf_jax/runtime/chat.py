@@ -1,0 +1,163 @@
+"""Conversations as messages, and the tokens that a chat template makes of them.
+
+    prompt    [{"role": "user", "content": "Hi"}]
+    answer    [{"role": "assistant", "content": "Hello"}], or "Hello"
+
+    tokens    <|im_start|>user⏎Hi<|im_end|>⏎<|im_start|>assistant⏎Hello<|im_end|>
+              |------------------- prompt -----------------------|--- answer ---|
+
+The tokens are the template's, BOS included, so the tokenizer adds none. An answer ends
+where a sampled one does, with the first of the model's stop ids: what the template
+writes after it (⏎ here) begins the next turn, and no model is asked to write that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rlhf_jax.functional.checks import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = dict[str, Any]  # role and content, and whatever else the template reads
+ASSISTANT = "assistant"
+# Llama 3's template writes today's date unless it is given one: tomorrow the same run
+# would read other prompts. This is the one it falls back to.
+DATE = "26 Jul 2024"
+
+
+def check_messages(value: list[Any], *, where: str, field: str) -> None:
+    """InputError unless every message has a role and a content, both texts."""
+    if not value:
+        raise InputError(
+            f"{where}: expected text or messages in {field!r}, got an empty list;"
+            " remove the row"
+        )
+    for message in value:
+        for key in ("role", "content"):
+            if not isinstance(message, dict) or not isinstance(message.get(key), str):
+                raise InputError(
+                    f'{where}: expected messages as {{"role": "user", "content": '
+                    f'"Hi"}} in {field!r}, got {message!r:.60}, whose {key} is no text'
+                )
+
+
+def check_prompt(messages: Sequence[Message], *, where: str, field: str) -> None:
+    """InputError if there is no turn to answer."""
+    if messages[-1]["role"] == ASSISTANT:
+        raise InputError(
+            f"{where}: expected messages that wait for the assistant in {field!r}, got"
+            " its turn as the last one; move that to a field of its own, as the answer"
+        )
+
+
+def check_answer(messages: Sequence[Message], *, where: str, field: str) -> None:
+    """InputError unless it is one message of the assistant."""
+    roles = [message["role"] for message in messages]
+    if roles != [ASSISTANT]:
+        raise InputError(
+            f"{where}: expected text or one message of the assistant in {field!r}, got"
+            f" {', '.join(roles)}; what it answers stands in the prompt alone"
+        )
+
+
+def content(text: str | list[Message]) -> str:
+    """What a text says, or the last of its messages."""
+    return text if isinstance(text, str) else text[-1]["content"]
+
+
+def answered(
+    prompt: Sequence[Message], answer: str | Sequence[Message]
+) -> list[Message]:
+    """The conversation with the assistant's turn."""
+    if isinstance(answer, str):
+        return [*prompt, {"role": ASSISTANT, "content": answer}]
+    return [*prompt, *answer]
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, where: str
+) -> str:
+    """The template's text; it asks for an answer unless the last message is one.
+
+    Raises:
+      InputError: there is no template, or it does not take such messages.
+    """
+    if tokenizer.chat_template is None:
+        raise InputError(
+            f"{where}: expected a tokenizer with a chat template, as the row holds"
+            " messages, got one without; save the template as chat_template.jinja"
+            " beside tokenizer.json, name a tokenizer that has one with --tokenizer, or"
+            " give texts instead of messages"
+        )
+    try:
+        text = tokenizer.apply_chat_template(
+            list(messages),
+            tokenize=False,
+            add_generation_prompt=messages[-1]["role"] != ASSISTANT,
+            date_string=DATE,
+        )
+    except Exception as error:  # a template raises what it likes
+        roles = ", ".join(message["role"] for message in messages)
+        raise InputError(
+            f"{where}: expected messages that the tokenizer's chat template takes, got"
+            f" the roles {roles}, of which it says: {error}; change the messages, or"
+            " the template"
+        ) from error
+    assert isinstance(text, str)  # of one conversation, not tokenized
+    return text
+
+
+def answer_tokens(
+    tokenizer: PreTrainedTokenizerBase,
+    whole: list[int],
+    *,
+    prompt: Sequence[int],
+    stop_ids: Sequence[int],
+    where: str,
+) -> list[int]:
+    """The answer's part of a conversation, up to its first stop id.
+
+    Args:
+      whole, prompt: tokens of the conversation with the answer, and of the prompt.
+      stop_ids: tokens that end an answer.
+
+    Raises:
+      InputError: the whole does not begin with the prompt, or the answer's turn does
+        not end with a stop id.
+    """
+    answer = list(whole[len(prompt) :])
+    if [*prompt, *answer] != list(whole):
+        parts = next(i for i, token in enumerate(prompt) if [token] != whole[i : i + 1])
+        raise InputError(
+            f"{where}: expected the conversation with its answer to begin with the"
+            f" tokens of its prompt, got {tokenizer.decode(whole[parts:])!r:.60} where"
+            f" the chat template asks for an answer with"
+            f" {tokenizer.decode(prompt[parts:])!r:.60}; begin the answer with a word"
+            " if it begins with white space, or else use a template that writes a turn"
+            " the way it asks for one"
+        )
+    end = next((i for i, token in enumerate(answer, 1) if token in stop_ids), None)
+    if end is None:
+        raise InputError(
+            f"{where}: expected the chat template to end an answer with one of the"
+            f" model's stop ids, {_shown(tokenizer, stop_ids)}, got"
+            f" {tokenizer.decode(answer[-4:])!r} at the end of it, after which no"
+            " sampled answer would stop; set that token as eos_token in"
+            " tokenizer_config.json, or add its id to eos_token_id in"
+            " generation_config.json"
+        )
+    rest = str(tokenizer.decode(answer[end:], skip_special_tokens=True))
+    if rest.strip():
+        raise InputError(
+            f"{where}: expected a stop id at the end of an answer alone, got"
+            f" {_shown(tokenizer, answer[end - 1 : end])} before {rest!r:.60}; remove"
+            " it from the answer"
+        )
+    return answer[:end]
+
+
+def _shown(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    return ", ".join(f"{tokenizer.decode([i])!r} ({i})" for i in ids)
