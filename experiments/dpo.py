@@ -5,12 +5,13 @@
         --learning-rate 1e-4 --row-width 2048 --out runs/dpo_lora
 
 --data holds {"prompt": ..., "chosen": ..., "rejected": ...} a line, or dialogues as in
-hh-rlhf that share their beginning. The reference is --model as it starts, which should
-have learned answers like these (`sft.py`), or --reference; with --lora.rank it is the
-base, held once for both. --precompute takes its log-probs before the first update and
-lets it go: they, and the run, are those of a live reference to the bit. --row-width
-packs pairs into rows, where one text does not see another. OUT/model is a Hugging Face
-checkpoint, with LoRA OUT/adapter is one of PEFT.
+hh-rlhf that share their beginning; either may be of messages, for the tokenizer's chat
+template. The reference is --model as it starts, which should have learned answers like
+these (`sft.py`), or --reference; with --lora.rank it is the base, held once for both.
+--precompute takes its log-probs before the first update and lets it go: they, and the
+run, are those of a live reference to the bit. --row-width packs pairs into rows, where
+one text does not see another. OUT/model is a Hugging Face checkpoint, with LoRA
+OUT/adapter is one of PEFT.
 
 One device that holds the parameters in float32 five times over, four times with
 --precompute (GPT-2 small: 2.4 and 2 GiB). On a model of 3.3 million parameters after 40
@@ -271,6 +272,7 @@ def main(options: Config) -> None:
             start.tokenizer,
             texts,
             max_length=start.limit(options.max_length),
+            stop_ids=start.stop_ids,
             overlong=options.overlong,
         ),
         share=options.held_out,

@@ -14,9 +14,10 @@ no critic. Processes verify one batch while the device prices it by the referenc
 
 --reference none leaves the reference out: never held, never run. --unmarked last_number
 reads the last number of an answer without ####, and --template "Question: {question}
-Answer:" is for models that were not trained on bare questions. --preset deepseekmath,
-rloo or reinforce++ starts from a published recipe. Held-out accuracy, of the likeliest
-answer, is taken before and after. OUT/model is a Hugging Face checkpoint.
+Answer:" is for models that were not trained on bare questions; --chat asks as the user
+of the tokenizer's chat template does. --preset deepseekmath, rloo or reinforce++ starts
+from a published recipe. Held-out accuracy, of the likeliest answer, is taken before and
+after. OUT/model is a Hugging Face checkpoint.
 
 One device that holds the parameters in float32 four times, and once more with a
 reference (GPT-2 small: 2.4 GiB), and the activations of --micro-batch-size answers.
@@ -69,7 +70,7 @@ from rlhf_jax.models.config import Attention, Remat
 from rlhf_jax.roles.frozen import Frozen
 from rlhf_jax.roles.rewards import Scores
 from rlhf_jax.runtime.data import Row
-from rlhf_jax.runtime.encoding import Tokens
+from rlhf_jax.runtime.encoding import Tokens, Written
 from rlhf_jax.runtime.pretrained import Pretrained
 from rlhf_jax.runtime.sharding import MeshOption
 from rlhf_jax.runtime.verification import PooledReward, VerifierPool
@@ -100,6 +101,8 @@ class Config(run_folder.RunConfig):
     """Name of the worked answers, which end in #### and a number."""
     template: str = "{question}"
     """What a question is put to the model as."""
+    chat: bool = False
+    """Put it as a message of the user, by the tokenizer's chat template."""
     unmarked: Literal["wrong", "last_number"] = "wrong"
     """What becomes of an answer without ####."""
     overlong: Literal["error", "drop"] = "drop"
@@ -180,6 +183,16 @@ PRESETS: dict[str, dict[str, Any]] = {
 """--preset NAME: what was published, where it differs from the defaults."""
 
 
+def put(question: Written, *, options: Config) -> Written:
+    """What the model is asked; of a conversation the last message is the question."""
+    if not isinstance(question, str):
+        *before, last = question
+        text = options.template.replace("{question}", last["content"])
+        return [*before, last | {"content": text}]
+    text = options.template.replace("{question}", question)
+    return [{"role": "user", "content": text}] if options.chat else text
+
+
 def read_questions(
     source: str, *, verifier: verifiers.Gsm8k, start: Pretrained, options: Config
 ) -> tuple[list[Row], list[Tokens]]:
@@ -191,7 +204,7 @@ def read_questions(
     verifiers.check_answers(data.read_located(source), verifier=verifier)
     field = options.question_field
     rows = [
-        row | {"asked": options.template.replace("{question}", row[field])}
+        row | {"asked": put(row[field], options=options)}
         for row in data.read_prompts(source, field=field)
     ]
     return encoding.encode_prompts(

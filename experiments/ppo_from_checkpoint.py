@@ -6,7 +6,8 @@
         --prompts prompts.txt --reward my_rewards:score --out runs/ppo
 
 --prompts holds {"prompt": ..., and whatever the reward asks for} a line, or a prompt a
-line in a .txt file. The reward is a checkpoint of `reward_model.py`, or a function
+line in a .txt file; a prompt of messages is put by the tokenizer's chat template. The
+reward is a checkpoint of `reward_model.py`, or a function
 
     def score(prompts: list[str], responses: list[str], rows: list[dict]) -> list[float]
 

@@ -4,12 +4,13 @@
         --out runs/reward
 
 --data holds {"prompt": ..., "chosen": ..., "rejected": ...} a line, or dialogues as in
-hh-rlhf that share their beginning. The trunk of --model gets a fresh head and learns
-the pairs by Bradley-Terry. Before and after, it is normalised to mean 0 and standard
-deviation 1 on answers that --model itself, the reference of PPO, samples to the prompts
-of the pairs. With --normalise demonstrations --demonstrations FILE it gets, afterwards
-and by a bias alone, mean 0 on what people wrote. OUT/model is a Hugging Face checkpoint
-(sequence classification with one label) for `ppo_from_checkpoint.py --reward-model`.
+hh-rlhf that share their beginning; either may be of messages, for the tokenizer's chat
+template. The trunk of --model gets a fresh head and learns the pairs by Bradley-Terry.
+Before and after, it is normalised to mean 0 and standard deviation 1 on answers that
+--model itself, the reference of PPO, samples to the prompts of the pairs. With
+--normalise demonstrations --demonstrations FILE it gets, afterwards and by a bias
+alone, mean 0 on what people wrote. OUT/model is a Hugging Face checkpoint (sequence
+classification with one label) for `ppo_from_checkpoint.py --reward-model`.
 
 One device that holds the parameters in float32 five times over (GPT-2 small: 2.4 GiB).
 Fewer than about 2,000 pairs leave the accuracy near chance: on top of the second model
@@ -165,6 +166,7 @@ def demonstrations_to_score(
         start.tokenizer,
         data.read_demonstrations(options.demonstrations),
         max_length=start.limit(options.max_length),
+        stop_ids=start.stop_ids,
         overlong=options.overlong,
     )
     texts = batches.sequences_in_order(
@@ -223,6 +225,7 @@ def main(options: Config) -> None:
         start.tokenizer,
         rows,
         max_length=start.limit(options.max_length),
+        stop_ids=start.stop_ids,
         margin=options.margin_field,
         overlong=options.overlong,
     )

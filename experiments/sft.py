@@ -5,8 +5,11 @@
         --num-steps 160 --out runs/fresh
 
 --data holds {"prompt": ..., "response": ...} a line, of which the responses are
-learned, or, as a .txt file, plain text that is cut into blocks. OUT/model is a Hugging
-Face checkpoint with its tokenizer, for `reward_model.py` and `ppo_from_checkpoint.py`.
+learned, or, as a .txt file, plain text that is cut into blocks. A prompt may be a list
+of messages, and {"messages": [...]} a conversation whose last turn is learned: both are
+written by the tokenizer's chat template. --row-width packs examples into rows, where
+one text does not see another. OUT/model is a Hugging Face checkpoint with its
+tokenizer, for `reward_model.py` and `ppo_from_checkpoint.py`.
 
 One device that holds the parameters in float32 four times over (GPT-2 small: 2 GiB).
 The second command, a fresh model of 7.2 million parameters on tiny Shakespeare, takes
@@ -37,6 +40,7 @@ from rlhf_jax import (
     encoding,
     hf,
     layout,
+    packing,
     pretrained,
     processes,
     report,
@@ -49,6 +53,7 @@ from rlhf_jax import (
 )
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import Attention, Remat
+from rlhf_jax.runtime.batches import Batches
 from rlhf_jax.runtime.encoding import Example
 from rlhf_jax.runtime.pretrained import Pretrained
 from rlhf_jax.runtime.sharding import MeshOption
@@ -83,14 +88,16 @@ class Config(run_folder.RunConfig):
     """What becomes of longer examples."""
     buckets: tuple[int, ...] | None = None
     """Widths a batch may be padded to, tokens; None is the longest example."""
+    row_width: int | None = None
+    """Tokens of a row, into which examples are packed; None is a row for each."""
     held_out: float = 0.05
     """Share of the examples that measures the loss and is not trained on."""
     num_steps: int | None = None
     """Updates; None is one pass over the data."""
     batch_size: int = 16
-    """Examples an update."""
+    """Rows an update, an example each unless they are packed."""
     micro_batch_size: int | None = None
-    """Examples held at once; None is all of an update."""
+    """Rows held at once; None is all of an update."""
     learning_rate: float = 1e-4
     """Peak, after the warm-up; falls to 0 along a cosine."""
     warmup: float = 0.05
@@ -110,13 +117,18 @@ class Config(run_folder.RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_steps is not None:
-            checks.positive(num_steps=self.num_steps)
+        counts = {"num_steps": self.num_steps, "row_width": self.row_width}
         checks.positive(
             batch_size=self.batch_size,
             learning_rate=self.learning_rate,
             max_grad_norm=self.max_grad_norm,
+            **{name: count for name, count in counts.items() if count is not None},
         )
+        if self.row_width is not None and self.buckets is not None:
+            raise InputError(
+                f"--row-width: expected no --buckets, as all rows are as wide as the "
+                f"fullest, got {self.buckets}; leave one of them out"
+            )
         checks.non_negative(weight_decay=self.weight_decay)
         if not 0 <= self.warmup < 1:
             raise InputError(f"warmup: expected a share in [0, 1), got {self.warmup}")
@@ -172,8 +184,27 @@ def read_examples(options: Config, start: Pretrained) -> list[Example]:
         max_length=longest,
         prompt=options.prompt_field,
         response=options.response_field,
+        stop_ids=start.stop_ids,
         overlong=options.overlong,
     )
+
+
+def make_batches(
+    options: Config, examples: list[Example], *, start: Pretrained, mesh: Mesh
+) -> Batches[Sequences]:
+    """Rows of one example, or of as many as fit."""
+    stream = {
+        "batch_size": options.batch_size,
+        "seed": options.seed,
+        "pad_id": start.pad_id,
+        "share": row_sharding.row_share(mesh),
+    }
+    if options.row_width is None:
+        made = batches.sequence_batches(examples, buckets=options.buckets, **stream)
+    else:
+        rows = packing.pack_examples(examples, width=options.row_width)
+        made = packing.sequence_batches(rows, **stream)
+    return made.map(lambda batch: row_sharding.put_rows(batch, mesh=mesh))
 
 
 def mean_loss(
@@ -196,14 +227,7 @@ def main(options: Config) -> None:
         read_examples(options, start), share=options.held_out, seed=options.seed
     )
     processes.agree("the demonstrations", encoding.digest([*examples, *held_out]))
-    demonstrations = batches.sequence_batches(
-        examples,
-        batch_size=options.batch_size,
-        seed=options.seed,
-        pad_id=start.pad_id,
-        buckets=options.buckets,
-        share=row_sharding.row_share(mesh),
-    ).map(lambda batch: row_sharding.put_rows(batch, mesh=mesh))
+    demonstrations = make_batches(options, examples, start=start, mesh=mesh)
     num_steps = options.num_steps
     if num_steps is None:
         num_steps = demonstrations.steps_per_epoch

@@ -105,6 +105,22 @@ def test_the_real_files_without_a_reference(shared_data, tmp_path):
     assert (tmp_path / "run" / "model" / "tokenizer.json").exists()
 
 
+def test_a_question_is_put_as_text_or_as_a_message(tmp_path):
+    options = grpo_gsm8k.Config(
+        **dict.fromkeys(("model", "data", "held_out"), ""),
+        out=tmp_path,
+        template="Q: {question}",
+    )
+    assert grpo_gsm8k.put("Why?", options=options) == "Q: Why?"
+    asked = [{"role": "user", "content": "Q: Why?"}]
+    chat = dataclasses.replace(options, chat=True)
+    assert grpo_gsm8k.put("Why?", options=chat) == asked
+    system = {"role": "system", "content": "{question}"}
+    question = [system, {"role": "user", "content": "Why?"}]
+    for each in (options, chat):  # a row's own messages stay, but for the last
+        assert grpo_gsm8k.put(question, options=each) == [system, *asked]
+
+
 UNMARKED = {"question": "what is one ?", "answer": "one"}
 
 
@@ -116,6 +132,7 @@ UNMARKED = {"question": "what is one ?", "answer": "one"}
             "expected no --kl-coef, as there is",
         ),
         (("--template=question",), "--template: expected {question} where the quest"),
+        (("--chat",), "row 0 (from 0): expected a tokenizer with a chat template"),
         (("--batch-size=6",), "group_size: expected to divide the 6 rows of a batch"),
         (("--group-size=1",), "group_size: expected at least 2, got 1"),
         (("--kl-coef=-1",), "kl_coef: expected a finite number, 0 or more, got -1"),
