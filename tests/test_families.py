@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
-from rlhf_jax import decode, decoder, frozen, heads, hf, keys, lora, peft
+from rlhf_jax import decode, decoder, frozen, heads, hf, keys, known, lora, peft
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import RopeScaling
 from rlhf_jax.models.sampling import Shaping
@@ -349,6 +349,12 @@ def test_both_forms_of_gemma_3_s_rope_options_are_read():
     bare = model_of(older)
     assert (bare.rope_theta, bare.rope_local_theta) == (1e6, 1e4)
     assert bare.rope_scaling is None
+
+
+@pytest.mark.parametrize("model", known.KNOWN.values(), ids=known.KNOWN)
+def test_known_shapes_are_ones_that_a_config_of_their_family_says(model):
+    family = hf.FAMILIES[model.family]
+    assert family.config_from_hf(family.config_to_hf(model)) == model
 
 
 ROPE = "rope_parameters"

@@ -53,12 +53,8 @@ Params = Any  # nested dict of arrays
 Leaves = dict[str, Any]  # Params flattened to {"layers/mlp/up/kernel": leaf}
 PathLike = str | os.PathLike[str]
 
-FAMILIES = {
-    module.FAMILY.name: module.FAMILY
-    for module in (
-        *(gpt2, gpt_neox, llama, mistral, phi3, qwen2, qwen3, gemma2, gemma3),
-    )
-}
+_MODULES = (gpt2, gpt_neox, llama, mistral, phi3, qwen2, qwen3, gemma2, gemma3)
+FAMILIES = {module.FAMILY.name: module.FAMILY for module in _MODULES}
 MAX_SHARD_BYTES = 5_000_000_000
 
 # What a config.json says of a model that no family here is, by option.
