@@ -28,6 +28,39 @@ LLAMA = config.llama(
 )
 BOTH = [GPT2, LLAMA]
 NAMES = ["gpt2", "llama"]
+# What other families have, all at once: every second layer sees four tokens.
+MIXED = dataclasses.replace(
+    LLAMA,
+    num_layers=3,
+    num_kv_heads=1,
+    head_dim=12,
+    rotary_dim=8,
+    rope_scaling=config.RopeScaling(
+        "yarn", 4.0, original_max_positions=8, beta_fast=2.0, attention_factor=1.1
+    ),
+    rope_local_theta=50.0,
+    norm_from_one=True,
+    query_key_norm=True,
+    post_norms=True,
+    sliding_window=4,
+    local_layers=(True, False, True),
+    query_scale=0.4,
+    attention_softcap=1.5,
+    logit_softcap=2.0,
+    embed_scale=3.0,
+    activation="gelu_tanh",
+    tied_head=True,
+)
+# Every layer local, attention and MLP side by side.
+PARALLEL = dataclasses.replace(
+    GPT2,
+    positions="rope",
+    rotary_dim=2,
+    parallel_residual=True,
+    tied_head=False,
+    sliding_window=4,
+    local_layers=(True, True),
+)
 
 
 def bfloat16(model: config.ModelConfig) -> config.ModelConfig:

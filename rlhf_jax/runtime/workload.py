@@ -20,12 +20,12 @@ import optax
 
 from rlhf_jax.functional import checks, kl_control
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models import config, decoder, known
+from rlhf_jax.models import caches, config, decoder, known
 from rlhf_jax.models import lora as lora_
 from rlhf_jax.models.config import ModelConfig, Remat
 from rlhf_jax.models.lora import LoRA
 from rlhf_jax.roles import critic as critic_
-from rlhf_jax.roles import frozen, rewards, storage
+from rlhf_jax.roles import frozen, rewards
 from rlhf_jax.roles.frozen import Frozen
 from rlhf_jax.runtime import hf
 from rlhf_jax.stages import ppo as ppo_
@@ -273,17 +273,12 @@ def programs(options: Options, held: Held, *, ppo: PPO) -> list[Program]:
 
 
 def cache_bytes(model: ModelConfig, *, rows: int, columns: int) -> int:
-    """Bytes of keys and values of every layer."""
-    shape = (rows, columns)
-    _, key_values = jax.eval_shape(
-        lambda key, tokens, mask: decoder.prefill(
-            decoder.init(key, model=model), model=model, tokens=tokens, mask=mask
-        ),
-        jax.eval_shape(jax.random.key, 0),
-        jax.ShapeDtypeStruct(shape, jnp.int32),
-        jax.ShapeDtypeStruct(shape, jnp.bool_),
+    """Bytes of keys and values of every layer while tokens are drawn."""
+    places = sum(
+        caches.width(model, layer, columns=columns) for layer in range(model.num_layers)
     )
-    return storage.nbytes(key_values)
+    head = model.num_kv_heads * model.head_dim * jnp.dtype(model.dtype).itemsize
+    return 2 * rows * places * head
 
 
 def _shapes_of_prompts(options: Options) -> Prompts:

@@ -1,0 +1,294 @@
+"""What other families have of a decoder, against itself done in another way.
+
+That it is what `transformers` computes is in test_families.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from rlhf_jax import decode, decoder, kl, logprobs, policy
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models import caches
+
+LENGTHS, PROMPT, NEW = (6, 3, 1, 5, 2, 4), 6, 9
+both = pytest.mark.parametrize(
+    "model", [tiny.MIXED, tiny.PARALLEL], ids=["mixed", "parallel"]
+)
+hidden_of = jax.jit(decoder.hidden_states, static_argnames=("model", "first_column"))
+
+
+def compiled():
+    """A function of its own: what is patched is read as it is traced."""
+    return jax.jit(
+        lambda *args, **named: decode.generate(*args, **named),
+        static_argnames=(
+            *("model", "max_new_tokens", "stop_ids", "temperature"),
+            *("group_size", "slots"),
+        ),
+    )
+
+
+def sampled(model, **options):
+    tokens, mask = tiny.batch(LENGTHS, PROMPT, side="left")
+    index = np.arange(len(LENGTHS), dtype=np.int32)
+    given = {"tokens": tokens, "mask": mask, "stop_ids": (2,), "temperature": 0.7}
+    given["keys"] = decode.row_keys(jax.random.key(0), index=index, sample=index)
+    return compiled()(
+        tiny.params(model), model=model, max_new_tokens=NEW, **given | options
+    )
+
+
+# --- cached decoding --------------------------------------------------------------
+
+
+@both
+def test_prices_of_samples_are_those_of_a_full_forward(model, monkeypatch):
+    """Past the window, in caches that grow."""
+    monkeypatch.setattr(decode, "WINDOW", 1)
+    found = sampled(model)
+    assert np.asarray(found.mask).sum(axis=1).max() > 2 * model.sliding_window
+    prices = policy.logprobs_and_entropy(
+        tiny.params(model),
+        model=model,
+        tokens=found.tokens,
+        mask=found.mask,
+        temperature=0.7,
+    )
+    drawn = np.asarray(found.response_mask)
+    for mine, other in zip((found.logprobs, found.entropy), prices, strict=True):
+        np.testing.assert_allclose(mine, np.where(drawn, other, 0.0), atol=2e-5)
+
+
+@both
+def test_slots_draw_the_same_samples(model):
+    found, expected = sampled(model, slots=4), sampled(model)
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=2e-5)
+
+
+def test_a_local_layer_caches_its_window_alone():
+    tokens, mask = tiny.batch(LENGTHS, PROMPT, side="left")
+    index = np.arange(len(LENGTHS), dtype=np.int32)
+    state = jax.eval_shape(
+        functools.partial(
+            decode.start,
+            tiny.params(tiny.MIXED),
+            model=tiny.MIXED,
+            max_new_tokens=NEW,
+            stop_ids=(),
+        ),
+        tokens=tokens,
+        mask=mask,
+        keys=decode.row_keys(jax.random.key(0), index=index, sample=index),
+    )
+    places = [key.shape[2] for key, _ in state.caches]
+    assert places == [4, PROMPT + NEW, 4]
+
+
+def test_places_that_a_new_token_sees():
+    """Column 5 with a window of 3: numbers 3, 4 and 5, of which 3 is not its own."""
+    attend = jnp.array([[False, False, False, False, True, True, False, False]])
+    seen = caches.near(attend, window=3, column=jnp.int32(5))
+    np.testing.assert_array_equal(seen, [[False, True, True]])
+    early = caches.near(attend[:, 3:], window=3, column=jnp.int32(1))
+    np.testing.assert_array_equal(early, [[False, True, False]])
+
+
+# --- whole sequences --------------------------------------------------------------
+
+
+def loss_of(params, *, model):
+    tokens, mask = tiny.batch((9, 4), 9, side="right")
+    hidden = decoder.hidden_states(params, model=model, tokens=tokens, mask=mask)
+    return jnp.square(jnp.where(mask[..., None], hidden, 0.0)).sum()
+
+
+@both
+@pytest.mark.parametrize("how", [{"unroll": True}, {"remat": "full"}])
+def test_value_and_gradient_are_those_of_the_loop(model, how):
+    gradient = jax.jit(jax.value_and_grad(loss_of), static_argnames="model")
+    value, grads = gradient(tiny.params(model), model=model)
+    other = dataclasses.replace(model, **how)
+    other_value, other_grads = gradient(tiny.params(model), model=other)
+    np.testing.assert_allclose(other_value, value, rtol=1e-5)
+    scale = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(grads))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * scale),
+        other_grads,
+        grads,
+    )
+    moved = jax.tree.leaves(grads["layers"])
+    assert all(np.abs(leaf).max() > 0 for leaf in moved)
+
+
+@both
+def test_texts_that_share_a_row_are_read_as_if_alone(model):
+    tokens, mask = tiny.batch((7, 5), 7, side="right")
+    apart = hidden_of(tiny.params(model), model=model, tokens=tokens, mask=mask)
+    together = hidden_of(
+        tiny.params(model),
+        model=model,
+        tokens=np.concatenate([tokens[0], tokens[1, :5]])[None],
+        mask=np.ones((1, 12), bool),
+        segments=np.repeat(np.array([1, 2], np.int32), (7, 5))[None],
+    )
+    np.testing.assert_allclose(together[0, :7], apart[0], atol=1e-5)
+    np.testing.assert_allclose(together[0, 7:], apart[1, :5], atol=1e-5)
+
+
+@both
+def test_a_token_out_of_the_window_is_not_seen(model):
+    """Of one layer: deeper ones see further through it."""
+    window = model.sliding_window
+    one = dataclasses.replace(model, num_layers=1, local_layers=(True,))
+    tokens, mask = tiny.batch((9,), 9, side="right")
+    other = tokens.copy()
+    other[0, 3] = (other[0, 3] + 1) % tiny.VOCAB
+    before, after = (
+        np.asarray(hidden_of(tiny.params(one), model=one, tokens=given, mask=mask))[0]
+        for given in (tokens, other)
+    )
+    moved = np.abs(after - before).max(axis=-1) > 1e-6
+    np.testing.assert_array_equal(np.nonzero(moved)[0], np.arange(3, 3 + window))
+
+
+# --- soft-capped logits -----------------------------------------------------------
+
+CAP, TEMPERATURE = 1.5, 0.7
+
+
+def inputs():
+    rng = np.random.default_rng(0)
+    hidden, ref_hidden = rng.normal(size=(2, 2, 5, 8)).astype(np.float32)
+    head, ref_head = rng.normal(size=(2, 16, 8)).astype(np.float32)
+    tokens = rng.integers(0, 13, (2, 5)).astype(np.int32)
+    return (hidden, head), (ref_hidden, ref_head), tokens
+
+
+def capped(hidden, head):
+    """Of the true vocabulary, 13 words."""
+    logits = jnp.einsum("btd,vd->btv", hidden, head[:13])
+    return CAP * jnp.tanh(logits / CAP)
+
+
+def test_logprobs_and_entropy_of_soft_capped_logits():
+    (hidden, head), _, tokens = inputs()
+    weights = np.random.default_rng(1).normal(size=(2, *tokens.shape))
+
+    def weighed(found):
+        return sum((jnp.asarray(w) * x).sum() for w, x in zip(weights, found, strict=1))
+
+    def chunked(hidden, head, temperature):
+        return weighed(
+            logprobs.token_logprobs_from_hidden(
+                hidden,
+                head,
+                tokens,
+                temperature=temperature,
+                vocab_size=13,
+                softcap=CAP,
+                max_logits=1,
+            )
+        )
+
+    def plain(hidden, head, temperature):
+        logits = capped(hidden, head)[:, :-1] / temperature
+        every = jax.nn.log_softmax(logits)
+        picked = jnp.take_along_axis(every, tokens[:, 1:, None], axis=-1)[..., 0]
+        entropy = -(jnp.exp(every) * every).sum(axis=-1)
+        room = ((0, 0), (1, 0))
+        return weighed((jnp.pad(picked, room), jnp.pad(entropy, room)))
+
+    arguments = hidden, head, jnp.float32(TEMPERATURE)
+    found = jax.value_and_grad(chunked, argnums=(0, 1, 2))(*arguments)
+    expected = jax.value_and_grad(plain, argnums=(0, 1, 2))(*arguments)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6),
+        found,
+        expected,
+    )
+
+
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+@pytest.mark.parametrize("k", [None, 3])
+def test_kl_of_soft_capped_logits(direction, k):
+    policy_, reference, _ = inputs()
+    how = {"direction": direction, "temperature": TEMPERATURE}
+    name = "exact" if k is None else "top_k"
+    how |= {} if k is None else {"k": k}
+
+    def chunked(hidden, head):
+        return getattr(kl, f"{name}_from_hidden")(
+            hidden, head, *reference, vocab_size=13, softcap=CAP, max_logits=1, **how
+        )
+
+    def plain(hidden, head):
+        sides = capped(hidden, head), capped(*reference)
+        if k is not None:
+            found = kl.top_k(*sides, **how)
+        else:
+            sides = sides[::-1] if direction == "forward" else sides
+            found = kl.exact(*sides, temperature=TEMPERATURE)
+        return jnp.pad(found[:, :-1], ((0, 0), (1, 0)))
+
+    weights = np.random.default_rng(1).normal(size=(2, 5)).astype(np.float32)
+    found, expected = (
+        jax.value_and_grad(
+            lambda *args, f=f: (weights * f(*args)).sum(), argnums=(0, 1)
+        )(*policy_)
+        for f in (chunked, plain)
+    )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6),
+        found,
+        expected,
+    )
+    same = getattr(kl, f"{name}_from_hidden")(
+        *policy_, *policy_, vocab_size=13, softcap=CAP, **how
+    )
+    np.testing.assert_array_equal(same, 0.0)
+
+
+def test_exact_kl_of_a_policy_reads_its_soft_cap():
+    params, other = (tiny.params(tiny.MIXED, seed) for seed in (0, 1))
+    tokens, mask = tiny.batch((7, 5), 7, side="right")
+    of = functools.partial(hidden_of, model=tiny.MIXED, tokens=tokens, mask=mask)
+    found = policy.exact_kl(
+        params, of(params), other, of(other), model=tiny.MIXED, mask=mask
+    )
+    logits, ref_logits = (
+        policy.logits(each, model=tiny.MIXED, tokens=tokens, mask=mask)
+        for each in (params, other)
+    )
+    assert np.abs(logits).max() < tiny.MIXED.logit_softcap
+    expected = jnp.pad(kl.exact(logits, ref_logits)[:, :-1], ((0, 0), (1, 0)))
+    np.testing.assert_allclose(found, np.where(mask, expected, 0.0), atol=1e-5)
+
+
+# --- configurations ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rotary_dim": 5}, "an even rotary_dim from 2 to head_dim = 12, got 5"),
+        ({"local_layers": (True,)}, "for each of 3 layers whether .* got 1 entries"),
+        ({"sliding_window": None}, "sliding_window if, and only if, .* None with 2"),
+        ({"local_layers": ()}, "sliding_window if, and only if, .* 4 with 0 local"),
+        ({"sliding_window": 0}, "sliding_window: expected a finite number above 0"),
+        ({"logit_softcap": -1.0}, "logit_softcap: expected a finite number above 0"),
+        (
+            {"attention": "cudnn", "dtype": "bfloat16"},
+            "attention xla with an attention_softcap",
+        ),
+    ],
+)
+def test_configurations_that_are_refused(change, message):
+    with pytest.raises(InputError, match=message):
+        dataclasses.replace(tiny.MIXED, **change)
