@@ -364,13 +364,18 @@ def test_whole_conversations_are_cut_before_their_last_turn(tmp_path):
         ),
         (
             data.read_demonstrations,
+            {"prompt": [user("Hi")], "response": assistant("Yes")},
+            "text or messages in 'response', got dict .*; make it a text, or a list",
+        ),
+        (
+            data.read_demonstrations,
             {"messages": [user("Hi")]},
-            "a conversation in 'messages', a prompt and its answer as messages, got",
+            "a conversation in 'messages' that ends .* the roles user; cut it after",
         ),
         (
             data.read_demonstrations,
             {"messages": [user("Hi"), assistant("Yes"), user("So")]},
-            "text or one message of the assistant in 'messages', got user; what it",
+            "a conversation in 'messages' .* got the roles user, assistant, user; cut",
         ),
         (
             data.read_preferences,
@@ -392,7 +397,7 @@ def test_whole_conversations_are_cut_before_their_last_turn(tmp_path):
         (
             data.read_preferences,
             {"chosen": [user("Hi"), assistant("a")], "rejected": "b"},
-            "a conversation in 'rejected', .* got 'b'; add the field 'prompt'",
+            "a conversation as messages in 'rejected', got the text 'b'; give that",
         ),
     ],
 )
@@ -417,7 +422,8 @@ def tuned(tmp_path_factory):
     summary = play(
         *(sft_experiment, folder / "run", "--model", model, "--row-width=24"),
         *("--data", toy_files.jsonl(folder / "data.jsonl", *turns * 8)),
-        *("--batch-size=4", "--num-steps=100", "--learning-rate=3e-2"),
+        *("--batch-size=4", "--micro-batch-size=2", "--num-steps=100"),
+        "--learning-rate=3e-2",
     )
     return folder / "run" / "model", summary
 

@@ -220,7 +220,7 @@ def test_real_pairs(real, shared_data, tmp_path):
         ),
         (("--warmup=1",), "warmup: expected a share in [0, 1), got 1.0"),
         (("--num-steps=0",), "num_steps: expected a finite number above 0"),
-        (("--row-width=8",), "expected at most 8 tokens, both texts with"),
+        (("--row-width=8",), "expected at most 8 tokens, its texts with"),
         (("--max-length=5",), "expected at most 5 tokens, got 7"),
         (("--micro-batch-size=3",), "micro_batch_size to divide the 4 rows"),
         (("--held-out=0.99",), "expected rows to train on beside 15 held out"),

@@ -226,13 +226,18 @@ def _conversations(where: str, row: Row) -> Row:
 def _last_turn(where: str, row: Row, field: str) -> tuple[list[Any], list[Any]]:
     """(prompt, answer) of a whole conversation."""
     messages = _written(where, row, field)
-    if isinstance(messages, str) or len(messages) < 2:
+    if isinstance(messages, str):
         raise InputError(
-            f"{where}: expected a conversation in {field!r}, a prompt and its answer as"
-            f" messages, got {messages!r:.60}; add the field 'prompt', or the messages"
+            f"{where}: expected a conversation as messages in {field!r}, got the text"
+            f" {messages!r:.40}; give that as messages too, or add the field 'prompt'"
         )
-    chat.check_answer(messages[-1:], where=where, field=field)
-    chat.check_prompt(messages[:-1], where=where, field=field)
+    roles = [message["role"] for message in messages]
+    if roles[-1] != chat.ASSISTANT or roles[-2:-1] in ([], [chat.ASSISTANT]):
+        raise InputError(
+            f"{where}: expected a conversation in {field!r} that ends with an answer of"
+            f" the assistant to another's turn, got the roles {', '.join(roles)}; cut"
+            " it after such an answer, or remove the row"
+        )
     return messages[:-1], messages[-1:]
 
 
@@ -296,7 +301,8 @@ def _written(where: str, row: Row, field: str) -> str | list[Any]:
     elif not isinstance(value, str):
         raise InputError(
             f"{where}: expected text or messages in {field!r}, got"
-            f" {type(value).__name__} {value!r:.40}"
+            f" {type(value).__name__} {value!r:.40}; make it a text, or a list of"
+            ' messages as {"role": "user", "content": "Hi"}'
         )
     return value
 

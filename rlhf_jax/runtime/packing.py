@@ -175,7 +175,7 @@ def _pack(
     if max(sizes) > width:
         raise InputError(
             f"{of} {int(np.argmax(sizes))} (from 0, of those to be packed): expected "
-            f"at most {width} tokens, prompts and all answers, got {max(sizes)}; "
+            f"at most {width} tokens, its texts with their prompts, got {max(sizes)}; "
             f"make rows wider, or leave long {of}s out"
         )
     room = np.full(len(texts), width)
