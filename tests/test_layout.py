@@ -43,7 +43,9 @@ def unrolled(model: config.ModelConfig) -> config.ModelConfig:
     return dataclasses.replace(model, unroll=True)
 
 
-@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+@pytest.mark.parametrize(
+    "remat", ["none", pytest.param("dots", marks=pytest.mark.long), "full"]
+)
 @pytest.mark.parametrize("model", [toys.GPT2, toys.LLAMA], ids=lambda m: m.family)
 def test_layers_one_by_one_are_the_loop(model, remat):
     params = decoder.init(jax.random.key(0), model=model)
@@ -63,7 +65,13 @@ def test_layers_one_by_one_are_the_loop(model, remat):
     chex.assert_trees_all_close(looped, apart, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("first", [0, 1, PROMPT - 1, PROMPT + NEW - 1])
+@pytest.mark.parametrize(
+    "first",
+    [
+        *(pytest.param(n, marks=pytest.mark.long) for n in (0, 1)),
+        *(PROMPT - 1, PROMPT + NEW - 1),
+    ],
+)
 @pytest.mark.parametrize("unroll", [False, True])
 @pytest.mark.parametrize("model", [toys.GPT2, toys.LLAMA], ids=lambda m: m.family)
 def test_earlier_columns_are_zero_and_the_others_as_they_were(model, unroll, first):
@@ -129,7 +137,9 @@ def test_windows_cover_every_column_and_grow_slowly():
 
 
 @pytest.mark.parametrize(
-    ("model", "stop_ids"), [(toys.GPT2, ()), (toys.LLAMA, (3,))], ids=["gpt2", "llama"]
+    ("model", "stop_ids"),
+    [(toys.GPT2, ()), pytest.param(toys.LLAMA, (3,), marks=pytest.mark.long)],
+    ids=["gpt2", "llama"],
 )
 def test_windows_change_no_sample(model, stop_ids, monkeypatch):
     model = dataclasses.replace(model, max_positions=64)

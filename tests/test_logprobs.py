@@ -155,7 +155,10 @@ def test_padded_rows_of_the_head_play_no_part(max_logits: int, padding: float):
     jax.tree.map(np.testing.assert_array_equal, both(head), both(HEAD))
 
 
-@pytest.mark.parametrize("words", [1, 2, 13, 16, 30, 96])
+@pytest.mark.parametrize(
+    "words",
+    [1, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 16, 96)), 13, 30],
+)
 @pytest.mark.parametrize("width", [1, 5])
 def test_sizes_that_do_not_divide(words: int, width: int):
     """Against autodiff through all logits, at every size of a chunk."""

@@ -601,6 +601,7 @@ def test_each_role_has_an_optimizer_of_its_own(numbers):
 KNOWN = ("model", "critic_optimizer", "policy_optimizer", "penalty", "aggregation")
 KNOWN += ("entropy_coef", "num_epochs", "num_minibatches", "stop_ids", "scores")
 KNOWN += ("critic_warmup", "lifecycle", "max_new_tokens", "value_after_stop")
+KNOWN += ("whiten_rewards", "whiten_advantages", "whiten_ddof")
 
 
 @pytest.mark.slow

@@ -506,8 +506,8 @@ def test_n_plus_by_hand(answered):
     "placement",
     [
         "both",
-        pytest.param("reward", marks=pytest.mark.slow),
-        pytest.param("loss", marks=pytest.mark.slow),
+        pytest.param("reward", marks=pytest.mark.long),
+        pytest.param("loss", marks=pytest.mark.long),
     ],
 )
 @pytest.mark.filterwarnings("ignore:KL penalty")  # exact in the reward alone

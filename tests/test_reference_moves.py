@@ -172,7 +172,7 @@ def rollout():
 
 
 @pytest.mark.parametrize(
-    "name", ["copy", pytest.param("int8 on the host", marks=pytest.mark.slow)]
+    "name", ["copy", pytest.param("int8 on the host", marks=pytest.mark.long)]
 )
 def test_ppo_with_weight_decay_and_donation_moves_the_policy_alone(rollout, name):
     current = begin()

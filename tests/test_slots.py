@@ -75,7 +75,7 @@ def assert_same(found, expected):
 
 
 @each_family
-@pytest.mark.parametrize("places", [1, 3, ROWS])
+@pytest.mark.parametrize("places", [1, 3, pytest.param(ROWS, marks=pytest.mark.long)])
 def test_samples_are_those_of_a_place_for_every_row(model, places):
     expected = expected_of(model)
     lengths = np.asarray(expected.response_mask).sum(axis=1)
@@ -84,7 +84,8 @@ def test_samples_are_those_of_a_place_for_every_row(model, places):
 
 
 @pytest.mark.parametrize(
-    ("places", "arriving", "stop_ids"), [(8, 4, STOPS), (6, 5, ()), (5, 5, STOPS)]
+    ("places", "arriving", "stop_ids"),
+    [(8, 4, STOPS), (6, 5, ()), pytest.param(5, 5, STOPS, marks=pytest.mark.long)],
 )
 def test_prompts_come_in_several_at_a_time(places, arriving, stop_ids, monkeypatch):
     """Whether or not as many divide the slots or the rows; with and without stops."""
@@ -119,8 +120,10 @@ def test_prices_are_those_of_a_full_forward(model):
     "options",
     [
         {"shaping": Shaping(greedy=True)},
-        {"temperature": 0.3, "shaping": Shaping(top_k=3)},
-        {"max_new_tokens": 1},
+        pytest.param(
+            {"temperature": 0.3, "shaping": Shaping(top_k=3)}, marks=pytest.mark.long
+        ),
+        pytest.param({"max_new_tokens": 1}, marks=pytest.mark.long),
         {"stop_ids": tuple(range(tiny.VOCAB))},
     ],
     ids=["greedy", "top_k", "one token", "every token stops"],
@@ -136,7 +139,13 @@ def test_layers_one_by_one():
 
 
 @pytest.mark.parametrize(
-    ("places", "arriving", "group"), [(3, 3, 3), (8, 3, 3), (16, 2, 2), (7, 1, 1)]
+    ("places", "arriving", "group"),
+    [
+        (3, 3, 3),
+        pytest.param(8, 3, 3, marks=pytest.mark.long),
+        pytest.param(16, 2, 2, marks=pytest.mark.long),
+        (7, 1, 1),
+    ],
 )
 def test_a_group_comes_in_as_one_prompt(places, arriving, group, monkeypatch):
     assert slots.refill_size(places, group_size=group) == arriving

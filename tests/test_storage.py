@@ -84,7 +84,9 @@ def as_held(params, *, dtype=None, embeddings=None, memory=None):
 # --- what a way says ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", tiny.BOTH, ids=tiny.NAMES)
+@pytest.mark.parametrize(
+    "model", [tiny.GPT2, pytest.param(tiny.LLAMA, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("way", workload.WAYS.values(), ids=workload.WAYS.keys())
 def test_every_way_prices_what_it_stands_for(way, model):
     params = tiny.params(model)
