@@ -41,6 +41,7 @@ ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (
             "axes",
             "layout",
             "leaves",
+            "rotary",
             "blocks",
             "caches",
             "decoder",

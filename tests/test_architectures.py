@@ -50,7 +50,7 @@ def sampled(model, **options):
 @both
 def test_prices_of_samples_are_those_of_a_full_forward(model, monkeypatch):
     """Past the window, in caches that grow."""
-    monkeypatch.setattr(decode, "WINDOW", 1)
+    monkeypatch.setattr(decode, "FIRST_WIDTH", 1)
     found = sampled(model)
     assert np.asarray(found.mask).sum(axis=1).max() > 2 * model.sliding_window
     prices = policy.logprobs_and_entropy(
@@ -166,7 +166,8 @@ CAP, TEMPERATURE = 1.5, 0.7
 def inputs():
     rng = np.random.default_rng(0)
     hidden, ref_hidden = rng.normal(size=(2, 2, 5, 8)).astype(np.float32)
-    head, ref_head = rng.normal(size=(2, 16, 8)).astype(np.float32)
+    head = rng.normal(size=(16, 8)).astype(np.float32)
+    ref_head = rng.normal(size=(19, 8)).astype(np.float32)
     tokens = rng.integers(0, 13, (2, 5)).astype(np.int32)
     return (hidden, head), (ref_hidden, ref_head), tokens
 
@@ -248,6 +249,20 @@ def test_kl_of_soft_capped_logits(direction, k):
         lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6),
         found,
         expected,
+    )
+    # A position that is masked out may hold anything, as words of the padding may.
+    weights[:, 3] = 0.0
+    expected = jax.grad(lambda *args: (weights * plain(*args)).sum(), argnums=(0, 1))
+    wanted = expected(*policy_)
+    broken, head = policy_[0].copy(), policy_[1].copy()
+    broken[:, 2], head[13:], reference[1][13:] = np.nan, np.inf, np.nan
+    masked = jax.grad(lambda *args: (weights * chunked(*args)).sum(), argnums=(0, 1))(
+        broken, head
+    )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6),
+        masked,
+        wanted,
     )
     same = getattr(kl, f"{name}_from_hidden")(
         *policy_, *policy_, vocab_size=13, softcap=CAP, **how

@@ -390,7 +390,7 @@ LISTED = "use a checkpoint without, of gpt2, gpt_neox, llama, mistral, phi3, qwe
             {"model_type": "phi-msft", "auto_map": {"AutoModel": "modeling.Phi"}},
             r"got 'phi-msft' .*its own code \(auto_map\) is never run",
         ),
-        ("phi3", {ROPE: {"rope_type": "longrope"}}, "got 'longrope', which is longr"),
+        ("phi3", {ROPE: {"rope_type": "longrope"}}, "got 'longrope'; use a checkpoint"),
         ("phi3", {ROPE: {"type": "su"}}, "got 'su', which is longrope"),
         ("qwen2", {ROPE: {"rope_type": "dynamic"}}, "yarn, got 'dynamic'; use another"),
         ("qwen2", {"partial_rotary_factor": 0.5}, "expected partial_rotary_factor = 1"),
@@ -402,6 +402,19 @@ LISTED = "use a checkpoint without, of gpt2, gpt_neox, llama, mistral, phi3, qwe
             "expected rope_type = 'default', got 'linear'",
         ),
         ("gpt_neox", {"hidden_act": "relu"}, "expected hidden_act to be one of"),
+        ("gemma2", {"hidden_activation": "relu"}, "hidden_activation to be one of"),
+        ("gemma3", {"sliding_window": None}, "sliding_window in tokens, as layer_typ"),
+        (
+            "gemma2",
+            {"sliding_window": None, "layer_types": None},
+            "expected a value for 'sliding_window', got none",
+        ),
+        (
+            "qwen2",
+            {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 3},
+            "expected sliding_window in tokens",
+        ),
+        ("gpt_neox", {"num_attention_heads": 3}, "num_heads to divide hidden_size, g"),
     ],
 )
 def test_what_is_not_supported_is_named(tmp_path, name, options, message):
@@ -409,6 +422,27 @@ def test_what_is_not_supported_is_named(tmp_path, name, options, message):
     with pytest.raises(InputError, match=message) as error:
         hf.load(folder)
     assert str(folder) in str(error.value)
+
+
+def test_null_is_as_absent():
+    """Where it says nothing of its own."""
+    for name, options in (
+        ("gemma2", ("tie_word_embeddings", "query_pre_attn_scalar", "head_dim")),
+        ("gpt_neox", ("use_parallel_residual", "attention_bias", "layer_norm_eps")),
+    ):
+        config = {k: v for k, v in options_of(name).items() if k not in options}
+        nulls = config | dict.fromkeys(options)
+        assert model_of(nulls) == model_of(config)
+
+
+def test_a_gemma_without_local_layers_is_saved_with_a_window():
+    """Which transformers asks for."""
+    config = options_of("gemma3") | {"layer_types": ["full_attention"] * 4}
+    model = model_of(config)
+    assert (model.sliding_window, model.local_layers) == (None, ())
+    written = hf.FAMILIES["gemma3_text"].config_to_hf(model)
+    assert written["sliding_window"] == 4096
+    assert hf.FAMILIES["gemma3_text"].config_from_hf(written) == model
 
 
 def test_code_that_comes_with_a_checkpoint_is_left_alone(tmp_path):

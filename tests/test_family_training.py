@@ -1,7 +1,7 @@
 """Training on every family: PPO, DPO, adapters and int8, on one device and on eight.
 
-In CI a decoder that has nearly every feature; each family's own, from its recorded
-checkpoint, with `-m long`.
+Of PPO, in CI, a decoder that has nearly every feature and an adapter over one family;
+each family's own, from its recorded checkpoint, with `-m long`.
 """
 
 import functools
@@ -130,7 +130,17 @@ def test_an_iteration_of_ppo_on_one_device_and_on_eight(name):
     assert distance(others.critic, after.critic) < 2e-5
 
 
-@every_model
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("gpt_neox", marks=pytest.mark.slow),
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in (*DECODERS, *NAMES)
+            if name != "gpt_neox"
+        ),
+    ],
+)
 def test_adapters_over_int8(name):
     """The base is the reference, in int8: its KL is that of what is read, 0."""
     after, means, scored, before = first_iteration(
@@ -143,7 +153,8 @@ def test_adapters_over_int8(name):
     assert distance(after.policy, before) > 1e-6
 
 
-@every_model
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*DECODERS, *NAMES])
 def test_a_step_of_dpo(name):
     """From the reference the loss is log 2; the step makes it less."""
     model, params = started(name)

@@ -127,11 +127,11 @@ def test_windows_cover_every_column_and_grow_slowly():
     for first in (1, 16, 127, 128, 500):
         for new in (1, 48, 128, 512, 1000):
             size = first + new
-            widths = decode.windows(size, first=first)
+            widths = decode.cache_widths(size, first=first)
             assert widths[-1] == size
             assert widths == tuple(sorted(set(widths)))
             for before, after in itertools.pairwise(widths):
-                assert before % decode.WINDOW == 0
+                assert before % decode.FIRST_WIDTH == 0
                 assert after <= 2.5 * before
             assert widths[0] > first
 
@@ -160,10 +160,10 @@ def test_windows_change_no_sample(model, stop_ids, monkeypatch):
             stop_ids=stop_ids,
         )
 
-    assert len(decode.windows(PROMPT + 20, first=PROMPT)) == 1
+    assert len(decode.cache_widths(PROMPT + 20, first=PROMPT)) == 1
     whole = sample()
-    monkeypatch.setattr(decode, "WINDOW", 8)
-    assert decode.windows(PROMPT + 20, first=PROMPT) == (8, 16, 25)
+    monkeypatch.setattr(decode, "FIRST_WIDTH", 8)
+    assert decode.cache_widths(PROMPT + 20, first=PROMPT) == (8, 16, 25)
     narrow = sample()
     assert (whole.response_mask.sum() == 3 * 20) == (stop_ids == ())
     for name in ("tokens", "mask", "response_mask"):

@@ -223,9 +223,10 @@ def _backward(plan: Plan, residuals: Any, cotangent: Array) -> tuple[Any, None]:
             for_logits -= jnp.exp(z - difference - found.ref_log_sum[..., None])
         else:
             for_logits *= difference - found.mean[..., None]
-        for_logits = jnp.where(live[..., None] & fresh, for_logits * scale, 0.0)
+        slope = scale
         if plan.softcap is not None:
-            for_logits *= 1 - jnp.square(z * (temperature / plan.softcap))
+            slope = scale * (1 - jnp.square(z * (temperature / plan.softcap)))
+        for_logits = jnp.where(live[..., None] & fresh, for_logits * slope, 0.0)
         for_logits = for_logits.astype(hidden.dtype)
         words = jax.lax.dynamic_slice_in_dim(head, start, plan.chunk)
         for_hidden += jnp.einsum(

@@ -198,7 +198,7 @@ def gpt2(
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_heads,
-        head_dim=_head_dim(hidden_size, num_heads),
+        head_dim=head_dim_of(hidden_size, num_heads),
         intermediate_size=(
             4 * hidden_size if intermediate_size is None else intermediate_size
         ),
@@ -241,7 +241,7 @@ def llama(
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=_head_dim(hidden_size, num_heads) if head_dim is None else head_dim,
+        head_dim=head_dim_of(hidden_size, num_heads) if head_dim is None else head_dim,
         intermediate_size=intermediate_size,
         max_positions=max_positions,
         norm="rmsnorm",
@@ -260,7 +260,8 @@ def llama(
     )
 
 
-def _head_dim(hidden_size: int, num_heads: int) -> int:
+def head_dim_of(hidden_size: int, num_heads: int) -> int:
+    """The width of heads that share the hidden size, or an InputError."""
     checks.positive(num_heads=num_heads)
     if hidden_size % num_heads:
         raise InputError(

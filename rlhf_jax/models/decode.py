@@ -34,7 +34,7 @@ from rlhf_jax.models.sampling import Shaping, sample_token
 Array = jax.Array
 Params = Any
 
-WINDOW = 128  # columns of the first cache
+FIRST_WIDTH = 128  # columns of the first cache
 
 
 @flax.struct.dataclass
@@ -215,7 +215,7 @@ def start(
         caches=caches_.placed(
             caches,
             model=model,
-            columns=windows(size, first=prompt_size)[0],
+            columns=cache_widths(size, first=prompt_size)[0],
             end=prompt_size,
         ),
         finished=jnp.zeros(rows, bool),
@@ -279,7 +279,7 @@ def finish(
         )
 
     size = state.generated.tokens.shape[1]
-    for width in windows(size, first=state.prompt_size):
+    for width in cache_widths(size, first=state.prompt_size):
         caches = caches_.widened(state.caches, model=model, columns=width)
         state = jax.lax.while_loop(
             functools.partial(more, width=width),
@@ -289,13 +289,13 @@ def finish(
     return state
 
 
-def windows(size: int, *, first: int) -> tuple[int, ...]:
+def cache_widths(size: int, *, first: int) -> tuple[int, ...]:
     """Widths of the cache, one after another, for `first` columns and up to `size`.
 
     Doubling, so that all moves together copy no more than the last cache holds, and
     attention reads at most two and a half times the columns that are filled.
     """
-    width, widths = -(-(first + 1) // WINDOW) * WINDOW, []
+    width, widths = -(-(first + 1) // FIRST_WIDTH) * FIRST_WIDTH, []
     while 5 * width < 4 * size:
         widths.append(width)
         width *= 2

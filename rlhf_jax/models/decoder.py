@@ -26,6 +26,7 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import axes, blocks, leaves
 from rlhf_jax.models import caches as caches_
 from rlhf_jax.models.config import ModelConfig, Remat
+from rlhf_jax.models.rotary import rotary_table
 
 Array = jax.Array
 Params = Any  # nested dict of arrays
@@ -183,16 +184,16 @@ def prefill(
         # What a token attends to, less itself, is what stands before it in its text.
         positions = attend.sum(axis=-1, dtype=jnp.int32) - mask.astype(jnp.int32)
     everything = attend, _rotary(positions, model=model)
-    window = None
+    window = everything
     if model.sliding_window is not None:
         # The tokens of a text stand side by side, so that columns count them.
         within = jnp.triu(causal, 1 - model.sliding_window)
         window = attend & within[None], _rotary(positions, model=model, local=True)
 
     def layer(
-        x: Array, params: Params, *, local: Array | bool | None, first: int = 0
+        x: Array, params: Params, *, sight: Sight, first: int = 0
     ) -> tuple[Any, Any]:
-        attend, rotary = _choice(local, window, everything)
+        attend, rotary = sight
         y, key_value = blocks.Block(model).apply(
             {"params": leaves.read(params)},
             x,
@@ -224,13 +225,12 @@ def prefill(
         )
         found = []
         for number, one in before:
-            local = model.is_local(number)
-            x, key_value = again(functools.partial(layer, local=local))(x, one)
+            sight = window if model.is_local(number) else everything
+            x, key_value = again(functools.partial(layer, sight=sight))(x, one)
             found.append(key_value)
         number, one = last
-        final = functools.partial(
-            layer, local=model.is_local(number), first=first_column
-        )
+        sight = window if model.is_local(number) else everything
+        final = functools.partial(layer, sight=sight, first=first_column)
         x, key_value = again(final)(x, one)
         key_values = jax.tree.map(lambda *each: jnp.stack(each), *found, key_value)
     else:
@@ -238,7 +238,13 @@ def prefill(
         local = jnp.asarray(model.local_layers) if mixed else None
 
         def scanned(x: Array, one: tuple[Params, Any]) -> tuple[Any, Any]:
-            return layer(x, one[0], local=one[1])
+            params, local = one
+            sight = window if all(model.local_layers) else everything
+            if local is not None:
+                sight = jax.tree.map(
+                    lambda near, far: jnp.where(local, near, far), window, everything
+                )
+            return layer(x, params, sight=sight)
 
         x, key_values = jax.lax.scan(again(scanned), x, (params["layers"], local))
         x = x[:, first_column:]
@@ -293,7 +299,7 @@ def decode_step(
     """
     at = positions[:, None]
     everything = attend[:, None], _rotary(at, model=model)
-    window = None
+    window = everything
     if model.sliding_window is not None:
         seen = caches_.near(attend, window=model.sliding_window, column=column)
         window = seen[:, None], _rotary(at, model=model, local=True)
@@ -302,7 +308,7 @@ def decode_step(
     )
     updated = []
     for number, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
-        seen, rotary = _choice(model.is_local(number), window, everything)
+        seen, rotary = window if model.is_local(number) else everything
         x, cache = blocks.Block(model).apply(
             {"params": leaves.read(layer)},
             x,
@@ -334,18 +340,7 @@ def _rotary(
 ) -> tuple[Array, Array] | None:
     if model.positions == "learned":
         return None
-    return blocks.rotary_table(positions, model=model, local=local)
-
-
-def _choice(local: Array | bool | None, window: Sight | None, everything: Sight) -> Any:
-    """What a layer sees: the window if it is local. None is as all layers are."""
-    if window is None:
-        return everything
-    if local is None:
-        return window
-    if isinstance(local, bool):
-        return window if local else everything
-    return jax.tree.map(lambda a, b: jnp.where(local, a, b), window, everything)
+    return rotary_table(positions, model=model, local=local)
 
 
 def _final_norm(params: Params, x: Array, *, model: ModelConfig) -> Array:

@@ -64,13 +64,17 @@ def decoder_from_hf(
       InputError: an option that the decoder does not implement, by name.
     """
     keys.only(config, {"use_bidirectional_attention": False})
-    options = DEFAULTS | dict(config)
-    options["hidden_act"] = options.pop("hidden_activation")
-    model = llama.decoder_from_hf(options, family=family)
+    given = {name: value for name, value in config.items() if value is not None}
+    options = DEFAULTS | given
+    model = llama.decoder_from_hf(
+        options, family=family, activation="hidden_activation"
+    )
+    if "layer_types" not in given:  # which local layers there are, null does not say
+        keys.required(DEFAULTS | dict(config), "sliding_window")
     window, local_layers = windows.from_hf(
         config,
         num_layers=model.num_layers,
-        window=options["sliding_window"],
+        window=config.get("sliding_window", DEFAULTS["sliding_window"]),
         default=local,
     )
     return dataclasses.replace(
@@ -98,7 +102,8 @@ def decoder_to_hf(model: ModelConfig) -> dict[str, Any]:
         ),
         "attention_bias": model.attention_bias,
         "query_pre_attn_scalar": whole if whole**-0.5 == scale else scalar,
-        "sliding_window": model.sliding_window,
+        # transformers asks for one even where no layer is local.
+        "sliding_window": model.sliding_window or DEFAULTS["sliding_window"],
         "layer_types": windows.layer_types(model),
     }
 

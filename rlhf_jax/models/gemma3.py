@@ -30,7 +30,7 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     near = nested.get("sliding_attention") or {}
     keys.only(near, {"rope_type": "default"})
     far = dict(nested.get("full_attention") or {}) | (config.get("rope_scaling") or {})
-    pattern = config.get("sliding_window_pattern", 6)
+    pattern = keys.option(config, "sliding_window_pattern", 6)
     model = gemma2.decoder_from_hf(
         {"rope_theta": 1e6, **config, "rope_parameters": far, "rope_scaling": None},
         family="gemma3_text",

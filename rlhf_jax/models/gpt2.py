@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rlhf_jax.models import config as config_
 from rlhf_jax.models import keys
 from rlhf_jax.models.config import ModelConfig
 
@@ -34,18 +35,18 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         num_layers=keys.required(config, "n_layer"),
         num_heads=num_heads,
         num_kv_heads=num_heads,
-        head_dim=hidden_size // num_heads,
+        head_dim=config_.head_dim_of(hidden_size, num_heads),
         intermediate_size=4 * hidden_size if inner is None else inner,
         max_positions=keys.required(config, "n_positions"),
         norm="layernorm",
-        norm_eps=config.get("layer_norm_epsilon", 1e-5),
+        norm_eps=keys.option(config, "layer_norm_epsilon", 1e-5),
         positions="learned",
         activation=keys.activation(config, "activation_function", "gelu_new"),
         gated_mlp=False,
         attention_bias=True,
         attention_output_bias=True,
         mlp_bias=True,
-        tied_head=config.get("tie_word_embeddings", True),
+        tied_head=keys.option(config, "tie_word_embeddings", True),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rlhf_jax.models import config as config_
 from rlhf_jax.models import keys, rope
 from rlhf_jax.models.config import ModelConfig
 
@@ -17,9 +18,9 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """
     hidden_size = keys.required(config, "hidden_size")
     num_heads = keys.required(config, "num_attention_heads")
-    head_dim = hidden_size // num_heads
+    head_dim = config_.head_dim_of(hidden_size, num_heads)
     rope_theta, rope_scaling = rope.from_hf(config, theta="rotary_emb_base")
-    attention_bias = config.get("attention_bias", True)
+    attention_bias = keys.option(config, "attention_bias", True)
     return ModelConfig(
         family="gpt_neox",
         vocab_size=keys.required(config, "vocab_size"),
@@ -31,7 +32,7 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         intermediate_size=keys.required(config, "intermediate_size"),
         max_positions=keys.required(config, "max_position_embeddings"),
         norm="layernorm",
-        norm_eps=config.get("layer_norm_eps", 1e-5),
+        norm_eps=keys.option(config, "layer_norm_eps", 1e-5),
         positions="rope",
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
@@ -40,11 +41,11 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         ),
         activation=keys.activation(config, "hidden_act", "gelu"),
         gated_mlp=False,
-        parallel_residual=config.get("use_parallel_residual", True),
+        parallel_residual=keys.option(config, "use_parallel_residual", True),
         attention_bias=attention_bias,
         attention_output_bias=attention_bias,
         mlp_bias=True,
-        tied_head=config.get("tie_word_embeddings", False),
+        tied_head=keys.option(config, "tie_word_embeddings", False),
     )
 
 

@@ -34,6 +34,7 @@ Layout = Literal["same", "transposed", "vocabulary", "row"]
 
 ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu": "gelu",
     "silu": "silu",
@@ -220,9 +221,15 @@ def required(config: Mapping[str, Any], option: str) -> Any:
     if config.get(option) is None:
         raise InputError(
             f"config.json: expected a value for {option!r}, got none; "
-            f"the model's shape depends on it"
+            f"there is no model without it"
         )
     return config[option]
+
+
+def option(config: Mapping[str, Any], option: str, default: Any) -> Any:
+    """`config[option]`, or the default where it is absent or null."""
+    value = config.get(option)
+    return default if value is None else value
 
 
 def only(config: Mapping[str, Any], supported: Mapping[str, Any]) -> None:

@@ -221,6 +221,7 @@ KNOWN: dict[str, ModelConfig] = {
     # Biderman et al. 2023, arXiv:2304.01373, table 1.
     "pythia-160m": _pythia(hidden_size=768, num_layers=12, num_heads=12),
     "pythia-410m": _pythia(hidden_size=1024, num_layers=24, num_heads=16),
+    "pythia-1b": _pythia(hidden_size=2048, num_layers=16, num_heads=8),
     "pythia-1.4b": _pythia(hidden_size=2048, num_layers=24, num_heads=16),
     "pythia-2.8b": _pythia(hidden_size=2560, num_layers=32, num_heads=32),
     "pythia-6.9b": _pythia(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rlhf_jax.models import config as config_
 from rlhf_jax.models import keys, rope
 from rlhf_jax.models.config import ModelConfig
 
@@ -19,12 +20,17 @@ NORMS = {
 
 
 def decoder_from_hf(
-    config: Mapping[str, Any], *, family: str, partial_rotary: bool = False
+    config: Mapping[str, Any],
+    *,
+    family: str,
+    partial_rotary: bool = False,
+    activation: str = "hidden_act",
 ) -> ModelConfig:
     """The decoder of the options that Llama and its descendants name alike.
 
     Args:
       partial_rotary: whether the family's heads may rotate in part.
+      activation: the option that names the activation.
 
     Raises:
       InputError: an option that the decoder does not implement, by name.
@@ -33,13 +39,15 @@ def decoder_from_hf(
     num_heads = keys.required(config, "num_attention_heads")
     num_kv_heads = config.get("num_key_value_heads")
     head_dim = config.get("head_dim")
-    head_dim = hidden_size // num_heads if head_dim is None else head_dim
+    head_dim = (
+        config_.head_dim_of(hidden_size, num_heads) if head_dim is None else head_dim
+    )
     if not partial_rotary:
         keys.only(config, {"partial_rotary_factor": 1.0})
         keys.only(rope.parameters(config), {"partial_rotary_factor": 1.0})
     rope_theta, rope_scaling = rope.from_hf(config)
     # Theirs is one option for all four projections.
-    attention_bias = config.get("attention_bias", False)
+    attention_bias = keys.option(config, "attention_bias", False)
     return ModelConfig(
         family=family,
         vocab_size=keys.required(config, "vocab_size"),
@@ -51,17 +59,17 @@ def decoder_from_hf(
         intermediate_size=keys.required(config, "intermediate_size"),
         max_positions=keys.required(config, "max_position_embeddings"),
         norm="rmsnorm",
-        norm_eps=config.get("rms_norm_eps", 1e-6),
+        norm_eps=keys.option(config, "rms_norm_eps", 1e-6),
         positions="rope",
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         rotary_dim=rope.rotary_dim(config, head_dim=head_dim),
-        activation=keys.activation(config, "hidden_act", "silu"),
+        activation=keys.activation(config, activation, "silu"),
         gated_mlp=True,
         attention_bias=attention_bias,
         attention_output_bias=attention_bias,
-        mlp_bias=config.get("mlp_bias", False),
-        tied_head=config.get("tie_word_embeddings", False),
+        mlp_bias=keys.option(config, "mlp_bias", False),
+        tied_head=keys.option(config, "tie_word_embeddings", False),
     )
 
 

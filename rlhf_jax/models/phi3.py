@@ -18,10 +18,12 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """
     scaling = rope.parameters(config)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind != "default":  # "su" and "yarn" are theirs for longrope as well
+    if kind != "default":
+        # "su" and "yarn" are theirs for longrope as well.
+        long = ", which is longrope" if kind in ("su", "yarn") else ""
         raise InputError(
-            f"config.json: expected a rope_type of default, got {kind!r}, which is "
-            f"longrope in this family; use a checkpoint of the short context (4k)"
+            f"config.json: expected a rope_type of default in this family, got "
+            f"{kind!r}{long}; use a checkpoint of the short context (4k)"
         )
     # In theirs attention has no bias, whatever an older config says.
     options = {"rms_norm_eps": 1e-5, **config, "attention_bias": False}

@@ -47,6 +47,12 @@ def from_hf(
                 f"{', '.join(unknown)}; use another checkpoint"
             )
         local = tuple(_LOCAL[kind] for kind in types)
+        if any(local) and window is None:
+            raise InputError(
+                "config.json: expected sliding_window in tokens, as layer_types name "
+                "sliding_attention, got none (null, or use_sliding_window false); "
+                "correct either"
+            )
     return (window, local) if any(local) else (None, ())
 
 

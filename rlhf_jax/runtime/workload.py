@@ -273,7 +273,15 @@ def programs(options: Options, held: Held, *, ppo: PPO) -> list[Program]:
 
 
 def cache_bytes(model: ModelConfig, *, rows: int, columns: int) -> int:
-    """Bytes of keys and values of every layer while tokens are drawn."""
+    """2·B·K·d·Σ_l W_l numbers in `model.dtype`: keys and values of every layer.
+
+    Args:
+      rows: B.
+      columns: of prompt and response together; W_l are those that layer l keeps.
+
+    Returns:
+      Bytes.
+    """
     places = sum(
         caches.width(model, layer, columns=columns) for layer in range(model.num_layers)
     )

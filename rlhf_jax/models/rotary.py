@@ -1,0 +1,86 @@
+"""Rotary positions: the table of angles, stretched or not, and the rotation by it."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.models.config import ModelConfig, RopeScaling
+
+Array = jax.Array
+
+
+def rotary_table(
+    positions: Array, *, model: ModelConfig, local: bool = False
+) -> tuple[Array, Array]:
+    """cos and sin of position × frequency, f32[B, 1, T, d / 2] each.
+
+    Frequency i is θ^(-2i / d), stretched as `model.rope_scaling` says, for the d
+    dimensions of a head that rotate.
+
+    Args:
+      positions: i32[B, T].
+      local: of the layers with a sliding window, where `model.rope_local_theta` may
+        say θ, and nothing is stretched then.
+
+    Source: Su et al. 2021, arXiv:2104.09864, eq. 15.
+    """
+    theta, scaling = model.rope_theta, model.rope_scaling
+    if local and model.rope_local_theta is not None:
+        theta, scaling = model.rope_local_theta, None
+    half = (model.head_dim if model.rotary_dim is None else model.rotary_dim) // 2
+    exponent = jnp.arange(half, dtype=jnp.float32) / half
+    frequency, factor = theta**-exponent, 1.0
+    if scaling is not None:
+        frequency = _stretch(frequency, scaling=scaling, theta=theta)
+        factor = scaling.attention_factor
+    angle = (
+        positions.astype(jnp.float32)[:, None, :, None] * frequency[None, None, None]
+    )
+    return factor * jnp.cos(angle), factor * jnp.sin(angle)
+
+
+def _stretch(frequency: Array, *, scaling: RopeScaling, theta: float) -> Array:
+    match scaling.kind:
+        case "linear":
+            return frequency / scaling.factor
+        case "llama3":
+            turns = scaling.original_max_positions * frequency / (2 * math.pi)
+            kept = (turns - scaling.low_freq_factor) / (
+                scaling.high_freq_factor - scaling.low_freq_factor
+            )
+        case "yarn":
+            half = frequency.shape[0]
+
+            def dimension(turns: float) -> float:
+                """Where a wave turns so often in the original context."""
+                wavelength = scaling.original_max_positions / (2 * math.pi * turns)
+                return half * math.log(wavelength) / math.log(theta)
+
+            low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+            if scaling.truncate:
+                low, high = math.floor(low), math.ceil(high)
+            low, high = max(low, 0), min(high, 2 * half - 1)
+            high = high + 0.001 if high == low else high  # as theirs
+            kept = 1 - (jnp.arange(half, dtype=jnp.float32) - low) / (high - low)
+    kept = jnp.clip(kept, 0.0, 1.0)  # 0: long waves, divided; 1: short
+    return (1 - kept) * frequency / scaling.factor + kept * frequency
+
+
+def rotate(x: Array, table: tuple[Array, Array]) -> Array:
+    """Rotates the pairs (x[i], x[i + d/2]) of every head by its angle.
+
+    Of a head as wide as twice the table all, else its first d dimensions.
+    """
+    cos, sin = table
+    half = cos.shape[-1]
+    first, second, rest = (
+        x[..., :half].astype(jnp.float32),
+        x[..., half : 2 * half].astype(jnp.float32),
+        x[..., 2 * half :],
+    )
+    rotated = [first * cos - second * sin, second * cos + first * sin]
+    parts = [part.astype(x.dtype) for part in rotated]
+    return jnp.concatenate([*parts, rest] if rest.shape[-1] else parts, axis=-1)
