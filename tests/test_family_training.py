@@ -153,26 +153,42 @@ def test_adapters_over_int8(name):
     assert distance(after.policy, before) > 1e-6
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*DECODERS, *NAMES])
-def test_a_step_of_dpo(name):
-    """From the reference the loss is log 2; the step makes it less."""
+def two_steps_of_dpo(name, *, mesh=None):
+    """Means of either, the reference being the policy that they begin with."""
     model, params = started(name)
     rng = np.random.default_rng(8)
     words = [rng.integers(3, 13, 4 + i % 3).tolist() for i in range(16)]
     pairs = [
         Pair(words[i][:2], [*words[i][2:], 1], [*words[-1 - i], 2]) for i in range(8)
     ]
-    rows = packing.pack(pairs, width=30)
-    [batch] = packing.packed_in_order(rows, batch_size=len(rows), pad_id=0)
+    rows = packing.pack(pairs, width=18)
+    batch, *_ = packing.packed_in_order(rows, batch_size=4, pad_id=0)
     settings = dpo.DPO(model=model, optimizer=optax.sgd(0.01), beta=0.4)
-    start = state.supervised_state(params, optimizer=settings.optimizer)
-    step = toys.jit(dpo.update, static_argnames=("dpo",))
+    train = state.supervised_state(params, optimizer=settings.optimizer)
     reference = frozen.freeze(params)
-    once, stats = step(start, batch=batch, dpo=settings, reference=reference)
-    _, again = step(once, batch=batch, dpo=settings, reference=reference)
-    before, after = (
-        float(masked.mean_stats(found)["loss/dpo"]) for found in (stats, again)
-    )
-    assert before == pytest.approx(np.log(2), abs=1e-5)
-    assert after < before - 1e-3
+    if mesh is not None:
+        train, reference = (sharding.place(x, mesh=mesh) for x in (train, reference))
+        batch = row_sharding.put_rows(batch, mesh=mesh)
+    step = toys.jit(dpo.update, static_argnames=("dpo",))
+    found = []
+    for _ in range(2):
+        train, stats = step(train, batch=batch, dpo=settings, reference=reference)
+        found.append({k: float(v) for k, v in masked.mean_stats(stats).items()})
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*DECODERS, *NAMES])
+def test_a_step_of_dpo(name):
+    """From the reference the loss is log 2; the step makes it less."""
+    before, after = two_steps_of_dpo(name)
+    assert before["loss/dpo"] == pytest.approx(np.log(2), abs=1e-5)
+    assert after["loss/dpo"] < before["loss/dpo"] - 1e-3
+
+
+@every_model
+def test_a_step_of_dpo_on_eight_devices(name):
+    with jax.set_mesh(mesh := MeshShape(data=2, fsdp=2, tensor=2).make()):
+        found = two_steps_of_dpo(name, mesh=mesh)
+    for mine, other in zip(found, two_steps_of_dpo(name), strict=True):
+        assert mine == pytest.approx(other, abs=2e-5)
