@@ -323,6 +323,7 @@ def test_of_a_turn_the_second_iteration_counts(monkeypatch):
     said: list[dict[str, Any]] = []
     monkeypatch.setattr(line_protocol, "say", said.append)
     monkeypatch.setattr("sys.stdin", io.StringIO("go\ngo\nend\n"))
+    monkeypatch.setattr(line_protocol, "resident", lambda _: len(said))
     clock, done = line_protocol.Clock(), []
     for step in line_protocol.iterations(
         clock=clock,
@@ -336,6 +337,7 @@ def test_of_a_turn_the_second_iteration_counts(monkeypatch):
     assert done == [0, 1, 2, 3, 4, 5]  # two to warm up, then two a turn
     assert [step for step in done if line_protocol.counts(step)] == [3, 5]
     assert said[0] == {"prepared after": 1}
+    assert said[1]["peak_bytes"] == 0  # of before that
     turns = [line for line in said if "iteration" in line]
     assert [line["checks"]["step"] for line in turns] == [3, 5]
     assert [line["rollout"] for line in turns] == [3.0, 5.0]
