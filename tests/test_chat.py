@@ -175,6 +175,20 @@ def test_bos_is_never_doubled():
             assert tokens[1:] == [[bos, *hi], [bos, *hi] if adds else hi]
 
 
+def test_two_in_a_row_are_a_text_s_own_where_the_tokenizer_adds_none():
+    _, [tokens] = encoding.encode_prompts(
+        byte_tokenizer(), [{"prompt": "<bos><bos>Hi"}], max_length=99
+    )
+    assert tokens == [IDS["<bos>"], IDS["<bos>"], *spelt("Hi")]
+
+
+def test_a_prompt_is_the_same_on_another_day():
+    reader = byte_tokenizer("{{ strftime_now('%d %B %Y') }}" + CHATML)
+    row = {"prompt": [user("Hi")]}
+    _, [tokens] = encoding.encode_prompts(reader, [row], max_length=99)
+    assert tokens[:11] == spelt("26 Jul 2024")
+
+
 def test_an_answer_ends_once_with_any_of_the_stop_ids():
     stop_ids = spelt("<eos>", "<|im_end|>")
     texts = ["Yes", "Yes<|im_end|>", "Yes<eos>", "", "<|im_end|>Yes"]
@@ -225,6 +239,16 @@ MESSY = {"prompt": [user("Hi")], "response": "Yes"}
             QWEN,
             MESSY | {"response": "Yes<|im_end|>No"},
             r"row 1 .* got '<\|im_end\|>' \(4\) before 'No\\n'; remove it",
+        ),
+        (
+            byte_tokenizer(
+                CHATML.replace(
+                    "message['content']", "message['content'].split('</t>')[-1]"
+                ),
+                eos="<|im_end|>",
+            ),
+            MESSY | {"response": "Let me see</t>Yes"},
+            r"row 1 .* leaves out a part of 'Let me see</t>Yes'; use a template that",
         ),
     ],
 )

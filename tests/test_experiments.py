@@ -381,7 +381,7 @@ def with_more_words(folder):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (unsupported, r"expected model_type to be one of gpt2, .*; got 'bert'"),
+        (unsupported, "expected model_type to be one of gpt2, gpt_neox, llama, "),
         (truncated, "it is truncated, fetch it again"),
         (without_weights, "expected model.safetensors or"),
         (without_tokenizer, "expected a folder with tokenizer.json, or a hub id, got"),

@@ -428,6 +428,9 @@ def test_null_is_as_absent():
     """Where it says nothing of its own."""
     for name, options in (
         ("gemma2", ("tie_word_embeddings", "query_pre_attn_scalar", "head_dim")),
+        ("gemma3", ("rope_theta", "sliding_window_pattern")),
+        ("qwen3", ("head_dim", "use_sliding_window", "layer_types")),
+        ("phi3", ("rms_norm_eps",)),
         ("gpt_neox", ("use_parallel_residual", "attention_bias", "layer_norm_eps")),
     ):
         config = {k: v for k, v in options_of(name).items() if k not in options}

@@ -32,7 +32,12 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     far = dict(nested.get("full_attention") or {}) | (config.get("rope_scaling") or {})
     pattern = keys.option(config, "sliding_window_pattern", 6)
     model = gemma2.decoder_from_hf(
-        {"rope_theta": 1e6, **config, "rope_parameters": far, "rope_scaling": None},
+        {
+            **config,
+            "rope_theta": keys.option(config, "rope_theta", 1e6),
+            "rope_parameters": far,
+            "rope_scaling": None,
+        },
         family="gemma3_text",
         local=lambda layer: (layer + 1) % pattern != 0,
     )

@@ -26,7 +26,10 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
             f"{kind!r}{long}; use a checkpoint of the short context (4k)"
         )
     # In theirs attention has no bias, whatever an older config says.
-    options = {"rms_norm_eps": 1e-5, **config, "attention_bias": False}
+    options = dict(config) | {
+        "rms_norm_eps": keys.option(config, "rms_norm_eps", 1e-5),
+        "attention_bias": False,
+    }
     return mistral.in_every_layer(
         llama.decoder_from_hf(options, family="phi3", partial_rotary=True),
         window=config.get("sliding_window"),

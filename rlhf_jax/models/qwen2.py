@@ -33,13 +33,13 @@ def config_to_hf(model: ModelConfig) -> dict[str, Any]:
 
 def with_windows(model: ModelConfig, config: Mapping[str, Any]) -> ModelConfig:
     """The model with the sliding windows that Qwen's options say."""
-    first = config.get("max_window_layers", 28)
+    first = keys.option(config, "max_window_layers", 28)
     window, local = windows.from_hf(
         config,
         num_layers=model.num_layers,
         window=(
-            config.get("sliding_window", 4096)
-            if config.get("use_sliding_window", False)
+            keys.option(config, "sliding_window", 4096)
+            if keys.option(config, "use_sliding_window", False)
             else None
         ),
         default=lambda layer: layer >= first,

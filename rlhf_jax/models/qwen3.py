@@ -16,7 +16,8 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     Raises:
       InputError: an option that the decoder does not implement, by name.
     """
-    model = llama.decoder_from_hf({"head_dim": 128, **config}, family="qwen3")
+    options = dict(config) | {"head_dim": keys.option(config, "head_dim", 128)}
+    model = llama.decoder_from_hf(options, family="qwen3")
     return dataclasses.replace(qwen2.with_windows(model, config), query_key_norm=True)
 
 

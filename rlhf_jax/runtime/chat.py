@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]  # role and content, and whatever else the template reads
 ASSISTANT = "assistant"
-# Llama 3's template writes today's date unless it is given one: tomorrow the same run
-# would read other prompts. This is the one it falls back to.
+# Templates write today's date, by a variable (Llama 3) or by a function: tomorrow the
+# same run would read other prompts. This is what Llama's falls back to.
 DATE = "26 Jul 2024"
+FIXED = f"{{% macro strftime_now(format) %}}{DATE}{{% endmacro %}}"
 
 
 def check_messages(value: list[Any], *, where: str, field: str) -> None:
@@ -68,15 +69,6 @@ def content(text: str | list[Message]) -> str:
     return text if isinstance(text, str) else text[-1]["content"]
 
 
-def answered(
-    prompt: Sequence[Message], answer: str | Sequence[Message]
-) -> list[Message]:
-    """The conversation with the assistant's turn."""
-    if isinstance(answer, str):
-        return [*prompt, {"role": ASSISTANT, "content": answer}]
-    return [*prompt, *answer]
-
-
 def render(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, where: str
 ) -> str:
@@ -98,6 +90,7 @@ def render(
             tokenize=False,
             add_generation_prompt=messages[-1]["role"] != ASSISTANT,
             date_string=DATE,
+            chat_template=FIXED + tokenizer.get_chat_template(),
         )
     except Exception as error:  # a template raises what it likes
         roles = ", ".join(message["role"] for message in messages)
@@ -107,6 +100,32 @@ def render(
             " the template"
         ) from error
     assert isinstance(text, str)  # of one conversation, not tokenized
+    return text
+
+
+def render_answered(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Sequence[Message],
+    answer: str | list[Message],
+    *,
+    where: str,
+) -> str:
+    """The template's text of the conversation with the assistant's turn.
+
+    Raises:
+      InputError: as `render`, or the template leaves out a part of the answer.
+    """
+    said = content(answer)
+    turn = (
+        [{"role": ASSISTANT, "content": answer}] if isinstance(answer, str) else answer
+    )
+    text = render(tokenizer, [*prompt, *turn], where=where)
+    if said.strip() not in text:
+        raise InputError(
+            f"{where}: expected a chat template that writes the whole answer, got one"
+            f" that leaves out a part of {said!r:.60}; use a template that keeps it, or"
+            " leave that part out of the answer"
+        )
     return text
 
 
@@ -136,8 +155,9 @@ def answer_tokens(
             f" tokens of its prompt, got {tokenizer.decode(whole[parts:])!r:.60} where"
             f" the chat template asks for an answer with"
             f" {tokenizer.decode(prompt[parts:])!r:.60}; begin the answer with a word"
-            " if it begins with white space, or else use a template that writes a turn"
-            " the way it asks for one"
+            " if it begins with white space, or else use a template that writes a"
+            " conversation with its answer as it writes the prompt, and a turn as it"
+            " asks for one"
         )
     end = next((i for i, token in enumerate(answer, 1) if token in stop_ids), None)
     if end is None:
@@ -149,12 +169,13 @@ def answer_tokens(
             " tokenizer_config.json, or add its id to eos_token_id in"
             " generation_config.json"
         )
-    rest = str(tokenizer.decode(answer[end:], skip_special_tokens=True))
+    later = [token for token in answer[end:] if token not in stop_ids]
+    rest = str(tokenizer.decode(later))
     if rest.strip():
         raise InputError(
             f"{where}: expected a stop id at the end of an answer alone, got"
             f" {_shown(tokenizer, answer[end - 1 : end])} before {rest!r:.60}; remove"
-            " it from the answer"
+            " it from the answer, or use a template that writes it at the end alone"
         )
     return answer[:end]
 

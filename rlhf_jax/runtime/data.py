@@ -102,7 +102,7 @@ def read_demonstrations(
     """
     rows = []
     for where, row in read_located(source):
-        if response not in row and "messages" in row:
+        if row.get(response) is None and "messages" in row:
             asked, answer = _last_turn(where, row, "messages")
             row = row | {prompt: asked, response: answer}
         _check_answer(where, row, _asked(where, row, prompt), response)

@@ -266,9 +266,10 @@ def _prompts(
         if not isinstance(messages, str)
     ]
     # A template writes BOS itself, and so does a text that one was put to by hand.
-    bos = [tokenizer.bos_token_id] * 2
+    bos = [tokenizer.bos_token_id]
+    twice = 2 * bos if _encode(tokenizer, [""], special=True) == [bos] else None
     of_texts = iter(
-        tokens[1:] if tokens[:2] == bos else tokens
+        tokens[1:] if tokens[:2] == twice else tokens
         for tokens in _encode(tokenizer, texts, special=True)
     )
     of_chats = iter(_encode(tokenizer, chats, special=False))
@@ -289,7 +290,7 @@ def _answers(
     texts = [
         cast("str", answer)  # as `data` has checked
         if isinstance(prompt, str)
-        else chat.render(tokenizer, chat.answered(prompt, answer), where=row)
+        else chat.render_answered(tokenizer, prompt, answer, where=row)
         for prompt, answer, row in zip(asked, written, where, strict=True)
     ]
     answers = []
