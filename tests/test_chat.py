@@ -296,12 +296,13 @@ def test_a_packed_conversation_has_the_loss_of_one_alone():
     """And the gradient; without its segments it would have seen its neighbours."""
     answers = ["Yes", "No, never", "So", "Why not?"]
     examples = demonstrate(QWEN, *(MESSY | {"response": text} for text in answers))
-    examples.append(Example((), spelt("a block of text")))
+    # Of a text without a prompt nothing predicts the first token, not even a neighbour.
+    examples += [Example((), spelt(text)) for text in ("a block", "of text")]
     stream = {"seed": 0, "pad_id": 0}
     rows = packing.pack_examples(examples, width=100)
-    assert [row.places for row in rows] == [(0, 1), (2, 3), (4,)]
+    assert [row.places for row in rows] == [(0, 1, 4), (2, 3, 5)]
     packed = packing.sequence_batches(rows, batch_size=len(rows), **stream)[0]
-    alone = batches.sequence_batches(examples, batch_size=5, **stream)[0]
+    alone = batches.sequence_batches(examples, batch_size=6, **stream)[0]
     assert packed.response_mask.sum() == alone.response_mask.sum()
     model = config.gpt2(
         vocab_size=len(IDS), hidden_size=8, num_layers=1, num_heads=2, max_positions=64

@@ -57,6 +57,18 @@ def test_the_loss_is_of_response_tokens_alone(texts):
     assert int(weight) == trained.sum()
 
 
+def test_nothing_predicts_the_first_token_of_a_text_in_a_packed_row():
+    segments = jnp.asarray([[1, 1, 2, 2, 2, 0]], jnp.int32)
+    packed = batch.Sequences(
+        tokens=jnp.ones((1, 6), jnp.int32),
+        mask=segments > 0,
+        response_mask=segments > 0,
+        segments=segments,
+    )
+    found = sft.predicted(packed)
+    np.testing.assert_array_equal(found, [[False, True, False, True, True, False]])
+
+
 def test_the_loss_falls(texts):
     current, losses = state.supervised_state(PARAMS, optimizer=OPTIMIZER), []
     for _ in range(30):
