@@ -39,7 +39,6 @@ def placed(
       columns: places of a layer that sees all; P or more.
       end: i32[].
     """
-
     found = []
     for layer, (key, value) in enumerate(caches):
         size = width(model, layer, columns=columns)
@@ -64,7 +63,6 @@ def at_end(array: Array, *, size: int, end: Array | int, axis: int) -> Array:
 
 def widened(caches: Caches, *, model: ModelConfig, columns: int) -> Caches:
     """The caches with more places, none of which has been used twice."""
-
     found = []
     for layer, (key, value) in enumerate(caches):
         more = width(model, layer, columns=columns) - key.shape[2]

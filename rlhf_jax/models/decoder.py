@@ -303,9 +303,7 @@ def decode_step(
     if model.sliding_window is not None:
         seen = caches_.near(attend, window=model.sliding_window, column=column)
         window = seen[:, None], _rotary(at, model=model, local=True)
-    x = _embed(
-        params, model=model, tokens=tokens[:, None], positions=positions[:, None]
-    )
+    x = _embed(params, model=model, tokens=tokens[:, None], positions=at)
     updated = []
     for number, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
         seen, rotary = window if model.is_local(number) else everything
