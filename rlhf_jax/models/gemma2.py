@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf_jax.models import keys, llama, windows
+from rlhf_jax.models import keys, llama, window_options
 from rlhf_jax.models.config import ModelConfig
 
 # Where a config.json is silent, as transformers 4 left out what was a default of all.
@@ -53,7 +53,7 @@ def config_to_hf(model: ModelConfig) -> dict[str, Any]:
 
 
 def decoder_from_hf(
-    config: Mapping[str, Any], *, family: str, local: windows.Local
+    config: Mapping[str, Any], *, family: str, local: window_options.Local
 ) -> ModelConfig:
     """The decoder of the options that Gemma 2 and 3 name alike.
 
@@ -71,7 +71,7 @@ def decoder_from_hf(
     )
     if "layer_types" not in given:  # which local layers there are, null does not say
         keys.required(DEFAULTS | dict(config), "sliding_window")
-    window, local_layers = windows.from_hf(
+    window, local_layers = window_options.from_hf(
         config,
         num_layers=model.num_layers,
         window=config.get("sliding_window", DEFAULTS["sliding_window"]),
@@ -104,7 +104,7 @@ def decoder_to_hf(model: ModelConfig) -> dict[str, Any]:
         "query_pre_attn_scalar": whole if whole**-0.5 == scale else scalar,
         # transformers asks for one even where no layer is local.
         "sliding_window": model.sliding_window or DEFAULTS["sliding_window"],
-        "layer_types": windows.layer_types(model),
+        "layer_types": window_options.layer_types(model),
     }
 
 

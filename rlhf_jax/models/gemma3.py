@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf_jax.models import gemma2, keys, rope
+from rlhf_jax.models import gemma2, keys, rope_options
 from rlhf_jax.models.config import ModelConfig
 
 
@@ -41,7 +41,7 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         family="gemma3_text",
         local=lambda layer: (layer + 1) % pattern != 0,
     )
-    rope_local_theta, _ = rope.from_hf(
+    rope_local_theta, _ = rope_options.from_hf(
         {**config, "rope_parameters": near, "rope_scaling": None},
         theta="rope_local_base_freq",
     )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf_jax.models import config as config_
-from rlhf_jax.models import keys, rope
+from rlhf_jax.models import keys, rope_options
 from rlhf_jax.models.config import ModelConfig
 
 
@@ -19,7 +19,7 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     hidden_size = keys.required(config, "hidden_size")
     num_heads = keys.required(config, "num_attention_heads")
     head_dim = config_.head_dim_of(hidden_size, num_heads)
-    rope_theta, rope_scaling = rope.from_hf(config, theta="rotary_emb_base")
+    rope_theta, rope_scaling = rope_options.from_hf(config, theta="rotary_emb_base")
     attention_bias = keys.option(config, "attention_bias", True)
     return ModelConfig(
         family="gpt_neox",
@@ -36,7 +36,7 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         positions="rope",
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
-        rotary_dim=rope.rotary_dim(
+        rotary_dim=rope_options.rotary_dim(
             config, head_dim=head_dim, share="rotary_pct", default=0.25
         ),
         activation=keys.activation(config, "hidden_act", "gelu"),
@@ -63,8 +63,8 @@ def config_to_hf(model: ModelConfig) -> dict[str, Any]:
         "use_parallel_residual": model.parallel_residual,
         "attention_bias": model.attention_bias,
         "tie_word_embeddings": model.tied_head,
-        "rotary_pct": rope.share(model),
-        **rope.to_hf(model, theta="rotary_emb_base"),
+        "rotary_pct": rope_options.share(model),
+        **rope_options.to_hf(model, theta="rotary_emb_base"),
     }
 
 

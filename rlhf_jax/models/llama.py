@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf_jax.models import config as config_
-from rlhf_jax.models import keys, rope
+from rlhf_jax.models import keys, rope_options
 from rlhf_jax.models.config import ModelConfig
 
 NORMS = {
@@ -44,8 +44,8 @@ def decoder_from_hf(
     )
     if not partial_rotary:
         keys.only(config, {"partial_rotary_factor": 1.0})
-        keys.only(rope.parameters(config), {"partial_rotary_factor": 1.0})
-    rope_theta, rope_scaling = rope.from_hf(config)
+        keys.only(rope_options.parameters(config), {"partial_rotary_factor": 1.0})
+    rope_theta, rope_scaling = rope_options.from_hf(config)
     # Theirs is one option for all four projections.
     attention_bias = keys.option(config, "attention_bias", False)
     return ModelConfig(
@@ -63,7 +63,7 @@ def decoder_from_hf(
         positions="rope",
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
-        rotary_dim=rope.rotary_dim(config, head_dim=head_dim),
+        rotary_dim=rope_options.rotary_dim(config, head_dim=head_dim),
         activation=keys.activation(config, activation, "silu"),
         gated_mlp=True,
         attention_bias=attention_bias,
@@ -87,7 +87,7 @@ def decoder_to_hf(model: ModelConfig) -> dict[str, Any]:
         "rms_norm_eps": model.norm_eps,
         "hidden_act": keys.ACTIVATIONS_TO_HF[model.activation],
         "tie_word_embeddings": model.tied_head,
-        **rope.to_hf(model),
+        **rope_options.to_hf(model),
     }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models import keys, llama, mistral, rope
+from rlhf_jax.models import keys, llama, mistral, rope_options
 from rlhf_jax.models.config import ModelConfig
 
 
@@ -16,7 +16,7 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     Raises:
       InputError: an option that the decoder does not implement, by name.
     """
-    scaling = rope.parameters(config)
+    scaling = rope_options.parameters(config)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind != "default":
         # "su" and "yarn" are theirs for longrope as well.
@@ -40,7 +40,7 @@ def config_to_hf(model: ModelConfig) -> dict[str, Any]:
     """The `config.json` that `config_from_hf` reads back."""
     return llama.decoder_to_hf(model) | {
         "sliding_window": model.sliding_window,
-        "partial_rotary_factor": rope.share(model),
+        "partial_rotary_factor": rope_options.share(model),
     }
 
 

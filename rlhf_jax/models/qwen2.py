@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf_jax.models import keys, llama, windows
+from rlhf_jax.models import keys, llama, window_options
 from rlhf_jax.models.config import ModelConfig
 
 
@@ -34,7 +34,7 @@ def config_to_hf(model: ModelConfig) -> dict[str, Any]:
 def with_windows(model: ModelConfig, config: Mapping[str, Any]) -> ModelConfig:
     """The model with the sliding windows that Qwen's options say."""
     first = keys.option(config, "max_window_layers", 28)
-    window, local = windows.from_hf(
+    window, local = window_options.from_hf(
         config,
         num_layers=model.num_layers,
         window=(
@@ -55,7 +55,7 @@ def windows_to_hf(model: ModelConfig) -> dict[str, Any]:
         "sliding_window": model.sliding_window,
         # What versions that know no layer_types read.
         "max_window_layers": min(local, default=model.num_layers),
-        "layer_types": windows.layer_types(model),
+        "layer_types": window_options.layer_types(model),
     }
 
 
