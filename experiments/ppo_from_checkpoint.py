@@ -90,13 +90,14 @@ from rlhf_jax.roles.lifecycle import Lifecycle
 from rlhf_jax.roles.rewards import Scores
 from rlhf_jax.runtime.alarms import Limits
 from rlhf_jax.runtime.batches import Batches
+from rlhf_jax.runtime.critic_devices import CriticDevices
 from rlhf_jax.runtime.data import Row
 from rlhf_jax.runtime.frozen_models import RewardModel, Storage
 from rlhf_jax.runtime.pretrained import Adapters, Pretrained
-from rlhf_jax.runtime.sharding import MeshOption
-from rlhf_jax.stages.batch import Prompts, Rollout, Sequences
+from rlhf_jax.runtime.sharding import MeshOption, MeshShape
+from rlhf_jax.stages.batch import Prompts, Rollout, Scored, Sequences
 from rlhf_jax.stages.ppo_config import Recipe
-from rlhf_jax.stages.state import TrainState
+from rlhf_jax.stages.state import SupervisedState, TrainState
 
 Array = jax.Array
 Params = Any
@@ -177,6 +178,9 @@ class Config(run_folder.RunConfig):
     sampling_mesh: MeshOption | None = None
     """The last devices, which --mesh leaves free: they draw the next answers while
     these are learned from, one step off-policy. None samples where it learns."""
+    critic_mesh: MeshOption | None = None
+    """The last devices, which --mesh leaves free: the critic is held and trained there,
+    beside the policy. None holds both where the policy is."""
     sample_every: int = 10
     """Iterations between rows of samples.jsonl."""
     num_shown: int = 4
@@ -263,6 +267,8 @@ class Config(run_folder.RunConfig):
                 "next answers, nor --reprice, which would take the older policy that "
                 "drew them for this one; leave it out, or them"
             )
+        if self.critic_mesh is not None:
+            self.ppo.refuse_critic_apart()
         if self.ppo.penalty.needs_logits and self.reference_storage.apart:
             raise InputError(
                 "--reference-storage: expected it where the policy lies for exact KL, "
@@ -352,7 +358,9 @@ class Models(NamedTuple):
     mesh: Mesh  # that all lies on but what has devices of its own
     sampling: Mesh | None  # the devices that sample, if they are others
     algorithm: ppo.PPO
-    train: TrainState
+    train: TrainState  # without a critic where it has devices of its own
+    critic: SupervisedState | None  # there
+    critic_devices: CriticDevices | None
     base: Frozen | None  # that policy and critic adapt, with LoRA
     reference: Frozen | None
     reward: RewardModel | None
@@ -366,10 +374,15 @@ class Models(NamedTuple):
 def mesh_of(options: Config) -> Mesh:
     """What all lies on but what has devices of its own."""
     storages = (options.reference_storage, options.reward_storage)
-    taken = max(storage.num_own for storage in storages)
-    if options.sampling_mesh is not None:
-        taken = max(taken, options.sampling_mesh.size)
-    return frozen_models.policy_mesh(options.mesh, taken=taken)
+    meshes = (options.sampling_mesh, options.critic_mesh)
+    taken = [storage.num_own for storage in storages]
+    taken += [mesh.size for mesh in meshes if mesh is not None]
+    return frozen_models.policy_mesh(options.mesh, taken=max(taken))
+
+
+def last_devices(shape: MeshShape | None) -> Mesh | None:
+    """The mesh of what has devices of its own; None where there is no shape."""
+    return None if shape is None else shape.make(jax.devices()[-shape.size :])
 
 
 def make_models(options: Config, policy: Pretrained) -> Models:
@@ -417,21 +430,37 @@ def make_models(options: Config, policy: Pretrained) -> Models:
             storage=options.reference_storage,
             sharding=over,
         )
-    train = state.ppo_state(
-        policy=trained,
-        critic=valued,
-        policy_optimizer=algorithm.policy_optimizer,
-        critic_optimizer=algorithm.critic_optimizer,
-        kl=options.kl_control.controller(options.kl_coef, num_steps=options.num_steps),
-    )
+    kl = options.kl_control.controller(options.kl_coef, num_steps=options.num_steps)
+    devices, critic_state = None, None
+    there = last_devices(options.critic_mesh)
+    if there is None:
+        train = state.ppo_state(
+            policy=trained,
+            critic=valued,
+            policy_optimizer=algorithm.policy_optimizer,
+            critic_optimizer=algorithm.critic_optimizer,
+            kl=kl,
+        )
+    else:
+        train = state.grpo_state(
+            policy=trained, policy_optimizer=algorithm.policy_optimizer, kl=kl
+        )
+        devices = CriticDevices(ppo=algorithm, mesh=there, home=mesh, base=base)
+        critic_state = devices.state_of(valued)
     # All of it, as what comes back from a frozen model is on the mesh: a state that is
     # not would be after its first step, and `jit` would compile everything again.
     train = sharding.place(train, mesh=mesh)
-    sampling = None
-    if options.sampling_mesh is not None:
-        devices = jax.devices()[-options.sampling_mesh.size :]
-        sampling = options.sampling_mesh.make(devices)
-    return Models(mesh, sampling, algorithm, train, base, reference, reward)
+    return Models(
+        mesh,
+        last_devices(options.sampling_mesh),
+        algorithm,
+        train,
+        critic_state,
+        devices,
+        base,
+        reference,
+        reward,
+    )
 
 
 def encode_prompts(
@@ -506,10 +535,14 @@ class Programs:
         self._sampling_base = models.base
         if models.base is not None and models.sampling is not None:
             self._sampling_base = sharding.place(models.base, mesh=models.sampling)
-        self.values = jax.jit(functools.partial(on(ppo.values), ppo=algorithm))
-        self.learn = jax.jit(
-            functools.partial(on(ppo.learn), ppo=algorithm), donate_argnames=("state",)
+        self._values = jax.jit(functools.partial(on(ppo.values), ppo=algorithm))
+        self._learn, self._make_experience, self._update = (
+            jax.jit(
+                functools.partial(on(arrow), ppo=algorithm), donate_argnames=("state",)
+            )
+            for arrow in (ppo.learn, ppo.make_experience, ppo.update)
         )
+        self._shuffle_key = jax.jit(ppo.shuffle_key)
         self.measure = jax.jit(
             functools.partial(
                 on(self_check.measure), reference=None, lora=algorithm.lora, **shape
@@ -536,7 +569,7 @@ class Programs:
         )
         self._drift = jax.jit(self._drift_of)
 
-    def inside(self, reference: Frozen | None) -> Frozen | None:
+    def _inside(self, reference: Frozen | None) -> Frozen | None:
         """The reference where `learn` runs it again, for exact KL; else None."""
         return reference if self._models.algorithm.penalty.needs_logits else None
 
@@ -555,6 +588,57 @@ class Programs:
             policy, prompts=prompts, key=key, base=self._sampling_base
         )
         return row_sharding.put_rows(answered, mesh=self._models.mesh)
+
+    def values(
+        self, train: TrainState, critic: SupervisedState | None, answered: Rollout
+    ) -> Array:
+        """The critic's values, taken where the critic is held."""
+        if critic is None:
+            return self._values(train, rollout=answered, base=self._models.base)
+        assert self._models.critic_devices is not None  # as it has them
+        return self._models.critic_devices.values(critic, rollout=answered)
+
+    def learn(
+        self,
+        train: TrainState,
+        critic: SupervisedState | None,
+        *,
+        answered: Rollout,
+        scores: Array | Scores,
+        reference: Frozen | None,
+        ref_logprobs: Array | None,
+        values: Array | None,
+        key: Array,
+        ptx: Sequences | None,
+    ) -> tuple[TrainState, SupervisedState | None, Stats, Scored]:
+        """`ppo.learn`; the critic's update beside it where the critic is held apart."""
+        base, reference = self._models.base, self._inside(reference)
+        seen = {
+            "rollout": answered,
+            "scores": scores,
+            "reference": reference,
+            "ref_logprobs": ref_logprobs,
+            "values": values,
+            "base": base,
+        }
+        if critic is None:
+            train, stats, scored = self._learn(train, **seen, key=key, ptx=ptx)
+            return train, None, stats, scored
+        assert self._models.critic_devices is not None  # as it has them
+        train, experience, stats, scored = self._make_experience(train, **seen)
+        key = self._shuffle_key(key)
+        critic, critic_stats = self._models.critic_devices.update(
+            critic, experience=experience, key=key
+        )
+        train, update_stats = self._update(
+            train,
+            experience=experience,
+            key=key,
+            base=base,
+            reference=reference,
+            ptx=ptx,
+        )
+        return train, critic, update_stats | stats | critic_stats, scored
 
     def price(self, reference: Frozen, answered: Rollout) -> Array:
         """The reference's log-probs, taken where the reference is held."""
@@ -603,15 +687,19 @@ def rehearse(
     if judge is not None:
         judge(seen)
     priced = None if reference is None else programs.price(reference, answered)
+    values = None
+    if models.critic is not None:
+        values = programs.values(train, models.critic, answered)
     jax.eval_shape(
         programs.learn,
         train,
-        rollout=answered,
+        models.critic,
+        answered=answered,
         scores=scores,
-        reference=programs.inside(reference),
+        reference=reference,
         ref_logprobs=priced,
+        values=values,
         key=key,
-        base=base,
         ptx=None if ptx is None else ptx[0],
     )
     measured = programs.measure(
@@ -670,6 +758,8 @@ def improve(
     """PPO, score - kl_coef · KL to the reference; policy and reference at the end."""
     base, reference = models.base, models.reference
     held: dict[str, Any] = {"train": models.train, "root_key": key}
+    if models.critic is not None:
+        held["critic"] = models.critic
     beside = {} if models.reward is None else {"reward": models.reward.frozen}
     if base is not None:
         beside["base"] = base
@@ -681,7 +771,8 @@ def improve(
         )
     moving = ("reference",) if options.lifecycle.moves else ()
     with job.stage("ppo", held, meta=meta, beside=beside, moving=moving) as stage:
-        train, reference = stage.state["train"], stage.state.get("reference", base)
+        train, critic = stage.state["train"], stage.state.get("critic")
+        reference = stage.state.get("reference", base)
         if models.reference is None:
             reference = None
         for step in stage.steps():
@@ -696,8 +787,8 @@ def improve(
             priced, values = None, None
             if reference is not None and options.lifecycle.prices(step):
                 priced = programs.price(reference, answered)
-            if models.reward is None:  # the host's turn, beside which the critic runs
-                values = programs.values(train, rollout=answered, base=base)
+            if models.reward is None or critic is not None:  # beside what comes next
+                values = programs.values(train, critic, answered)
             more = step + 1 < options.num_steps
             if models.sampling is not None and more:  # beside the rest of this step
                 stage.state["rollout"] = programs.sample(
@@ -709,18 +800,20 @@ def improve(
             seen = {}
             if step % options.eval_every == 0:
                 seen = look(programs, train.policy, texts, base, judge, shown)
-            train, stats, scored = programs.learn(
+            train, critic, stats, scored = programs.learn(
                 train,
-                rollout=answered,
+                critic,
+                answered=answered,
                 scores=scores,
-                reference=None if priced is None else programs.inside(reference),
+                reference=None if priced is None else reference,
                 ref_logprobs=priced,
                 values=values,
                 key=step_key,
-                base=base,
                 ptx=None if ptx is None else ptx[step],
             )
             stage.state["train"] = train
+            if critic is not None:
+                stage.state["critic"] = critic
             stats |= seen
             if reference is not None and step % options.drift_every == 0:
                 stats |= drift.stats(programs.drift(train.policy, reference))
@@ -863,7 +956,13 @@ def main(options: Config) -> None:
         report.model_table(
             [
                 ("policy", models.train.policy, True),
-                ("critic", models.train.critic, True),
+                (
+                    "critic",
+                    models.train.critic
+                    if models.critic is None
+                    else models.critic.params,
+                    True,
+                ),
                 ("base", None if models.base is None else models.base.stored, False),
                 (
                     "reference",

@@ -90,8 +90,8 @@ def alone(files, tmp_path_factory):
     return ppo(tmp_path_factory.mktemp("alone") / "run", files)
 
 
-def assert_same(found, expected):
-    """The same answers, and numbers that differ by rounding alone."""
+def assert_same(found, expected, *, extra=frozenset()):
+    """The same answers and metrics, and numbers that differ by rounding alone."""
     lines = [(run / "samples.jsonl").read_text() for run in (found, expected)]
     if expected.joinpath("samples.jsonl").stat().st_size:
         a, b = ([json.loads(line) for line in text.splitlines()] for text in lines)
@@ -101,7 +101,7 @@ def assert_same(found, expected):
             [row["score"] for row in a], [row["score"] for row in b], atol=1e-5
         )
     a, b = (metrics.read(run / "metrics.jsonl") for run in (found, expected))
-    assert [row.keys() for row in a] == [row.keys() for row in b]
+    assert [row.keys() for row in a] == [row.keys() | extra for row in b]
     for got, wanted in zip(a, b, strict=True):
         for name, value in wanted.items():
             if isinstance(value, float):
@@ -139,6 +139,20 @@ def test_ppo_goes_on_with_the_run_on_another_mesh(files, alone, tmp_path):
 @pytest.mark.long
 def test_ppo_with_a_reference_elsewhere(files, alone, argv, tmp_path):
     assert_same(ppo(tmp_path / "run", files, *argv), alone)
+
+
+def test_ppo_with_a_critic_elsewhere(files, alone, tmp_path):
+    """Stopped by a signal and continued, on one device and four of the critic's."""
+    out, argv = tmp_path / "run", ("--critic-mesh=data=2,tensor=2",)
+    stopping = ("--reward=mesh_rewards:stopping",)
+    with pytest.raises(SystemExit) as stop:
+        ppo(out, files, *argv, reward=stopping)
+    assert stop.value.code == 128 + signal.SIGTERM
+    ppo(out, files, *argv, "--resume", reward=stopping)
+    assert_same(out, alone, extra={"critic/skipped", "critic/skipped_in_a_row"})
+    whole = ppo(tmp_path / "whole", files, *argv)
+    for name in ("metrics.jsonl", "samples.jsonl", "model/model.safetensors"):
+        assert (out / name).read_bytes() == (whole / name).read_bytes()
 
 
 @pytest.fixture(scope="module")
@@ -283,6 +297,14 @@ def test_the_other_experiments(files, name, tmp_path):
         (
             ("--mesh=data=4", "--sampling-mesh=data=4", "--reprice"),
             "--sampling-mesh: expected neither --buckets",
+        ),
+        (
+            ("--critic-mesh=data=4", "--max-ratio-mean=10"),
+            "max_ratio_mean: expected none where the critic is trained apart",
+        ),
+        (
+            ("--mesh=data=8", "--critic-mesh=data=4"),
+            "expected axes that multiply to the 4 devices",
         ),
         (
             ("--reference-storage.memory=cpu", "--reference-storage.own-devices"),

@@ -35,6 +35,8 @@ from rlhf_jax.runtime import (
 
 PyTree = Any
 MAX_SKIPPED = 5  # updates in a row without a finite gradient, before a run stops
+# Metrics that count them; the second is of a critic that is trained apart.
+SKIPPED = ("update/skipped_in_a_row", "critic/skipped_in_a_row")
 
 
 class DivergedError(StopError):
@@ -222,8 +224,9 @@ class Stage:
         due = stop or done == self._num_steps or done % config.snapshot_every == 0
         if due:
             record.flush()
-        skipped = record.latest.get("update/skipped_in_a_row")
-        if skipped is not None and skipped >= MAX_SKIPPED:
+        counts = [record.latest.get(name) for name in SKIPPED]
+        skipped = max((count for count in counts if count is not None), default=0)
+        if skipped >= MAX_SKIPPED:
             raise DivergedError(
                 f"by step {step} the gradient was not finite {skipped:.0f} times in a "
                 f"row, and nothing was updated meanwhile. Snapshots so far are good "

@@ -77,15 +77,9 @@ def update(
             f"it has {needs}; make it by state.ppo_state, or by grpo_state without"
         )
     rows = experience.tokens.shape[0]
-    minibatch_size = algorithm.minibatch_size(rows)
     texts = _shared_out(ptx, algorithm)
 
-    def shuffled(epoch: Array) -> Array:
-        return jax.random.permutation(jax.random.fold_in(key, epoch), rows)
-
-    order = jax.vmap(shuffled)(jnp.arange(algorithm.num_epochs)).reshape(
-        -1, minibatch_size
-    )
+    order = minibatches(key, rows=rows, algorithm=algorithm)
 
     def step(
         carry: tuple[TrainState, Array], turn: tuple[Array, Array]
@@ -133,6 +127,29 @@ def update(
         num_episodes=rows * algorithm.lifecycle.kl_every,
     )
     return dataclasses.replace(state, kl=kl, step=state.step + 1), stats
+
+
+def minibatches(key: Array, *, rows: int, algorithm: PolicyGradient) -> Array:
+    """The rows of every minibatch of an update, in turn.
+
+    Args:
+      key: shuffles; epoch e uses fold_in(key, e).
+      rows: B, of the batch.
+      algorithm: static.
+
+    Returns:
+      i32[num_epochs · num_minibatches, B / num_minibatches].
+
+    Raises:
+      InputError: batch sizes do not divide.
+    """
+    size = algorithm.minibatch_size(rows)
+
+    def shuffled(epoch: Array) -> Array:
+        return jax.random.permutation(jax.random.fold_in(key, epoch), rows)
+
+    epochs = jnp.arange(algorithm.num_epochs)
+    return jax.vmap(shuffled)(epochs).reshape(-1, size)
 
 
 def kl_coef(state: TrainState, *, algorithm: PolicyGradient) -> Array:

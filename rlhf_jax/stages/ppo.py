@@ -1,15 +1,15 @@
 """Experience -> TrainState: the PPO update, and the whole iteration as one function.
 
-    rollout ─> reward ─> learn = score ─> experience ─> update
-    └───────────────────── iteration ────────────────────────┘
+    rollout ─> reward ─> learn = make_experience ─> update
+    └─────────────────── iteration ──────────────────────┘
 
 `iteration` is for rewards that run in JAX. A reward that runs on the host stands
-between two programs, `sample` and `learn`. Both ways give the same numbers.
+between two programs, `sample` and `learn`. A critic on devices of its own has programs
+of its own (`critic_apart`). All ways give the same numbers.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.functional import losses, masked
+from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles import adapted
 from rlhf_jax.roles.frozen import Frozen
 from rlhf_jax.roles.rewards import Scores
@@ -25,7 +26,7 @@ from rlhf_jax.stages import policy_gradient, policy_update, score
 from rlhf_jax.stages.batch import Experience, Prompts, Rollout, Scored, Sequences
 from rlhf_jax.stages.policy_gradient import Reward
 from rlhf_jax.stages.ppo_config import PPO
-from rlhf_jax.stages.ppo_loss import ppo_loss
+from rlhf_jax.stages.ppo_loss import ppo_loss, whitened
 from rlhf_jax.stages.state import LossFunction, TrainState
 
 __all__ = [
@@ -34,8 +35,10 @@ __all__ = [
     "iteration",
     "judged",
     "learn",
+    "make_experience",
     "ppo_loss",
     "sample",
+    "shuffle_key",
     "update",
     "values",
 ]
@@ -161,8 +164,61 @@ def learn(
     In a step that does not take the KL (`Lifecycle.prices`) both `reference` and
     `ref_logprobs` are None: a program of its own, without the penalty and its metrics.
     """
-    _, shuffle_key = jax.random.split(key)
-    critic = _critic(state, ppo=ppo, base=base)
+    state, experience, stats, scored = make_experience(
+        state,
+        rollout=rollout,
+        scores=scores,
+        reference=reference,
+        ppo=ppo,
+        ref_logprobs=ref_logprobs,
+        values=values,
+        base=base,
+    )
+    state, update_stats = update(
+        state,
+        experience=experience,
+        key=shuffle_key(key),
+        ppo=ppo,
+        base=base,
+        reference=reference,
+        ptx=ptx,
+    )
+    return state, update_stats | stats, scored
+
+
+def shuffle_key(key: Array) -> Array:
+    """The key of `update` in the iteration of `key`: the second of the two split."""
+    return jax.random.split(key)[1]
+
+
+def make_experience(
+    state: TrainState,
+    *,
+    rollout: Rollout,
+    scores: Array | Scores,
+    reference: Frozen | None,
+    ppo: PPO,
+    ref_logprobs: Array | None = None,
+    values: Array | None = None,
+    base: Frozen | None = None,
+) -> tuple[TrainState, Experience, masked.Stats, Scored]:
+    """`learn` up to its update: what the updates of an iteration read.
+
+    Args, Raises: as `learn`; and InputError where neither values nor a critic are
+      there.
+
+    Returns:
+      The state with the moments of these scores in, Experience[B, S], stats and the
+      scored rollout.
+    """
+    critic = None
+    if values is None:
+        if state.critic is None:
+            raise InputError(
+                "expected values where the critic is apart from the state, got none; "
+                "pass those of critic_apart.values"
+            )
+        critic = _critic(state, ppo=ppo, base=base)
     scored, state, kl_coef, stats = policy_gradient.price(
         state,
         rollout=rollout,
@@ -189,16 +245,7 @@ def learn(
         returns=experience.returns,
         mask=experience.response_mask,
     )
-    state, update_stats = update(
-        state,
-        experience=experience,
-        key=shuffle_key,
-        ppo=ppo,
-        base=base,
-        reference=reference,
-        ptx=ptx,
-    )
-    return state, update_stats | stats, scored
+    return state, experience, stats, scored
 
 
 def update(
@@ -214,19 +261,24 @@ def update(
     """Epochs over reshuffled minibatches, one optimizer step each, in one program.
 
     Args:
-      state: donated by the caller's `jit`.
+      state: donated by the caller's `jit`. One without a critic trains the policy
+        alone, beside `critic_apart.update`.
       experience: Experience[B, S].
       key: shuffles; epoch e uses fold_in(key, e).
       ppo: static.
       base, ptx: as `iteration`.
       reference: read for exact KL in the loss alone.
 
-    Returns, Raises: as `policy_update.update`.
+    Returns, Raises: as `policy_update.update`; and as `PPO.refuse_critic_apart` without
+      a critic.
     """
+    apart = state.critic is None
+    if apart:
+        ppo.refuse_critic_apart()
     kl_coef = policy_update.kl_coef(state, algorithm=ppo)
 
     def loss_of(minibatch: Experience) -> tuple[Experience, LossFunction]:
-        minibatch = _estimated(minibatch, ppo)
+        minibatch = whitened(minibatch, ppo=ppo)
         mask, value_mask = minibatch.response_mask, minibatch.value_mask
         loss = functools.partial(
             ppo_loss,
@@ -246,27 +298,8 @@ def update(
         key=key,
         algorithm=ppo,
         loss_of=loss_of,
-        critic_optimizer=ppo.critic_optimizer,
+        critic_optimizer=None if apart else ppo.critic_optimizer,
         base=base,
         ptx=ptx,
         hold_policy=state.step < ppo.critic_warmup,
     )
-
-
-def _estimated(minibatch: Experience, ppo: PPO) -> Experience:
-    """Whitened over the minibatch, rewards (and so GAE again) or advantages."""
-    if ppo.whiten_rewards == "minibatch":
-        return experience_.estimate(
-            minibatch,
-            gamma=ppo.gamma,
-            lam=ppo.lam,
-            whiten_rewards=True,
-            whiten_advantages=ppo.whiten_advantages == "minibatch",
-            whiten_ddof=ppo.whiten_ddof,
-        )
-    if ppo.whiten_advantages != "minibatch":
-        return minibatch
-    whitened = masked.masked_whiten(
-        minibatch.advantages, mask=minibatch.response_mask, ddof=ppo.whiten_ddof
-    )
-    return dataclasses.replace(minibatch, advantages=whitened)

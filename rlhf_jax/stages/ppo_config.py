@@ -58,6 +58,25 @@ class Recipe(PolicyRecipe):
                 "the minibatch then; set whiten_advantages='minibatch'"
             )
 
+    def refuse_critic_apart(self) -> None:
+        """For critic and policy that are trained in programs of their own.
+
+        Raises:
+          InputError: they share a trunk, or a step of the policy may leave out the
+            critic's, which cannot know of it.
+        """
+        for name, given in {
+            "shared_trunk": self.shared_trunk or None,
+            "stop_approxkl": self.stop_approxkl,
+            "max_ratio_mean": self.max_ratio_mean,
+        }.items():
+            if given is not None:
+                raise InputError(
+                    f"{name}: expected none where the critic is trained apart, got "
+                    f"{given}, which one program for both is needed for; leave it out, "
+                    f"or train them together"
+                )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PPO(Recipe, PolicyGradient):

@@ -1,7 +1,12 @@
-"""What an update of PPO minimises, for the rows of a minibatch or a part of them."""
+"""What an update of PPO minimises, for the rows of a minibatch or a part of them.
+
+minibatch ─whitened─> ppo_loss = policy_terms + critic_loss
+                      critic_loss alone, where the critic is `critic_apart`
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -10,12 +15,35 @@ from rlhf_jax.functional import losses, masked
 from rlhf_jax.roles import adapted
 from rlhf_jax.roles import critic as critic_
 from rlhf_jax.roles.frozen import Frozen
+from rlhf_jax.stages import experience as experience_
 from rlhf_jax.stages.batch import Experience
 from rlhf_jax.stages.policy_terms import policy_terms
 from rlhf_jax.stages.ppo_config import PPO
 
 Array = jax.Array
 Params = Any
+
+
+def whitened(minibatch: Experience, *, ppo: PPO) -> Experience:
+    """A whole minibatch as `ppo` whitens it: rewards (and so GAE again), advantages.
+
+    Nothing is done with what is whitened over the rollout, or not at all.
+    """
+    if ppo.whiten_rewards == "minibatch":
+        return experience_.estimate(
+            minibatch,
+            gamma=ppo.gamma,
+            lam=ppo.lam,
+            whiten_rewards=True,
+            whiten_advantages=ppo.whiten_advantages == "minibatch",
+            whiten_ddof=ppo.whiten_ddof,
+        )
+    if ppo.whiten_advantages != "minibatch":
+        return minibatch
+    advantages = masked.masked_whiten(
+        minibatch.advantages, mask=minibatch.response_mask, ddof=ppo.whiten_ddof
+    )
+    return dataclasses.replace(minibatch, advantages=advantages)
 
 
 def ppo_loss(
@@ -38,7 +66,8 @@ def ppo_loss(
 
     Args:
       policy, critic: parameters, or adapters of `base`; the gradient reaches both,
-        and nothing else. With `ppo.shared_trunk` the critic is a head alone.
+        and nothing else. With `ppo.shared_trunk` the critic is a head alone; None is
+        a critic that is trained apart, and no value loss.
       experience: Experience[b, S].
       kl_coef: β, f32[], reward units per nat; read where the KL is in the loss.
       num_tokens, num_values, num_responses: f32[], response tokens, valued states and
@@ -66,17 +95,55 @@ def ppo_loss(
         base=base,
         reference=reference,
     )
+    if critic is None:
+        return loss, stats
+    counts = {"num_values": num_values, "num_responses": num_responses}
     if ppo.shared_trunk:
         values = critic_.values_of_hidden(critic["score"], hidden, mask=experience.mask)
+        added = _value_loss(values, experience=experience, ppo=ppo, **counts)
     else:
-        values = critic_.values(
-            adapted.params(critic, base=base, lora=ppo.lora),
-            model=ppo.critic_model,
-            tokens=experience.tokens,
-            mask=experience.mask,
-            first_column=experience.tokens.shape[1] - ppo.max_new_tokens,
-        )
-    value_loss, value_stats = losses.value_loss(
+        added = critic_loss(critic, experience=experience, ppo=ppo, base=base, **counts)
+    return loss + added[0], stats | added[1]
+
+
+def critic_loss(
+    critic: Params,
+    *,
+    experience: Experience,
+    num_values: Array,
+    num_responses: Array,
+    ppo: PPO,
+    base: Frozen | None = None,
+) -> tuple[Array, masked.Stats]:
+    """c_v·value_loss of a (micro-)batch, by a critic with a trunk of its own.
+
+    Args, Returns, Raises: as `ppo_loss`.
+    """
+    values = critic_.values(
+        adapted.params(critic, base=base, lora=ppo.lora),
+        model=ppo.critic_model,
+        tokens=experience.tokens,
+        mask=experience.mask,
+        first_column=experience.tokens.shape[1] - ppo.max_new_tokens,
+    )
+    return _value_loss(
+        values,
+        experience=experience,
+        num_values=num_values,
+        num_responses=num_responses,
+        ppo=ppo,
+    )
+
+
+def _value_loss(
+    values: Array,
+    *,
+    experience: Experience,
+    num_values: Array,
+    num_responses: Array,
+    ppo: PPO,
+) -> tuple[Array, masked.Stats]:
+    loss, stats = losses.value_loss(
         values=values,
         old_values=experience.old_values,
         returns=experience.returns,
@@ -86,5 +153,4 @@ def ppo_loss(
         num_tokens=num_values,
         num_responses=num_responses,
     )
-    loss, stats = loss + ppo.vf_coef * value_loss, stats | value_stats
-    return loss, stats
+    return ppo.vf_coef * loss, stats

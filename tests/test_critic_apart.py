@@ -1,0 +1,279 @@
+"""A critic with programs of its own, against PPO as one program."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import toys
+
+from rlhf_jax import (
+    batch,
+    critic_apart,
+    critic_devices,
+    frozen,
+    kl_control,
+    masked,
+    optimizers,
+    ppo,
+    rewards,
+    sharding,
+    state,
+)
+from rlhf_jax import lora as lora_
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models.lora import LoRA
+from rlhf_jax.roles import critic as critic_
+from rlhf_jax.runtime.sharding import MeshShape
+
+LR = 0.1
+POLICY = toys.params()
+CRITIC = rewards.init(jax.random.key(1), toys.params(seed=1), model=toys.GPT2)
+BASE = ppo.PPO(
+    model=toys.GPT2,
+    critic_model=toys.GPT2,
+    policy_optimizer=optax.sgd(LR),
+    critic_optimizer=optax.sgd(LR),
+    max_new_tokens=toys.SIZE,
+    stop_ids=toys.STOP,
+    num_epochs=2,
+    num_minibatches=2,
+)
+KEY = jax.random.key(9)
+OF_THE_CRITIC = {"loss/value", "value/clipfrac", "critic/grad_norm"}
+
+together = toys.jit(ppo.update, static_argnames=("ppo",))
+apart = toys.jit(critic_apart.update, static_argnames=("ppo",))
+
+
+def fresh(settings: ppo.PPO, critic=CRITIC) -> state.TrainState:
+    return state.ppo_state(
+        policy=jax.tree.map(jnp.copy, POLICY),
+        critic=jax.tree.map(jnp.copy, critic),
+        policy_optimizer=settings.policy_optimizer,
+        critic_optimizer=settings.critic_optimizer,
+        kl=kl_control.fixed(0.1),
+    )
+
+
+def fresh_apart(settings: ppo.PPO) -> tuple[state.TrainState, state.SupervisedState]:
+    return state.grpo_state(
+        policy=jax.tree.map(jnp.copy, POLICY),
+        policy_optimizer=settings.policy_optimizer,
+        kl=kl_control.fixed(0.1),
+    ), state.supervised_state(
+        jax.tree.map(jnp.copy, CRITIC), optimizer=settings.critic_optimizer
+    )
+
+
+def close(left, right, *, rtol=1e-4, atol=1e-6):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), left, right
+    )
+
+
+@pytest.fixture(scope="module")
+def experience():
+    return toys.experience(toys.sampled(POLICY))
+
+
+WAYS = {
+    "rewards whitened over the minibatch, in parts": {
+        "whiten_rewards": "minibatch",
+        "whiten_advantages": "minibatch",
+        "lam": 0.5,
+        "micro_batch_size": 1,
+        "aggregation": "sequence_mean",
+    },
+    "clipped and Adam, another weight": {
+        "critic_optimizer": optax.chain(
+            optax.clip_by_global_norm(0.01), optimizers.adam(1e-2)
+        ),
+        "vf_coef": 0.7,
+        "value_clip_range": 0.01,
+    },
+    "the policy waits for the critic": {"critic_warmup": 1, "value_after_stop": True},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_programs_do_what_one_does(experience, way):
+    settings = dataclasses.replace(BASE, **WAYS[way])
+    wanted, wanted_stats = together(
+        fresh(settings), experience=experience, key=KEY, ppo=settings
+    )
+    policy, critic = fresh_apart(settings)
+    policy, stats = together(policy, experience=experience, key=KEY, ppo=settings)
+    critic, critic_stats = apart(critic, experience=experience, key=KEY, ppo=settings)
+    close(policy.policy, wanted.policy)
+    close(policy.policy_opt, wanted.policy_opt)
+    close(critic.params, wanted.critic)
+    close(critic.opt, wanted.critic_opt)
+    assert policy.critic is None
+    assert int(policy.step) == 1
+    assert int(critic.step) == settings.num_epochs * settings.num_minibatches
+    moved = jax.tree.map(lambda a, b: jnp.abs(a - b).max(), critic.params, CRITIC)
+    assert max(jax.tree.leaves(moved)) > 1e-4
+    found = masked.mean_stats(stats | critic_stats)
+    extra = {"critic/skipped", "critic/skipped_in_a_row"}
+    assert found.keys() == wanted_stats.keys() | extra
+    assert not OF_THE_CRITIC & stats.keys()
+    close({name: found[name] for name in wanted_stats}, masked.mean_stats(wanted_stats))
+
+
+def test_values_are_those_of_the_state():
+    rollout = toys.sampled(POLICY)
+    found = critic_apart.values(CRITIC, rollout=rollout, ppo=BASE)
+    close(found, ppo.values(fresh(BASE), rollout=rollout, ppo=BASE))
+    assert jnp.abs(found).max() > 0.1
+
+
+def test_a_gradient_that_is_not_finite_skips_the_critic_alone(experience):
+    row = experience.returns.at[0].set(jnp.nan)
+    broken = dataclasses.replace(experience, returns=row)
+    settings = dataclasses.replace(BASE, num_epochs=1)
+    policy, critic = fresh_apart(settings)
+    critic, stats = apart(critic, experience=broken, key=KEY, ppo=settings)
+    policy, _ = together(policy, experience=broken, key=KEY, ppo=settings)
+    found = masked.mean_stats(stats)
+    assert found["critic/skipped"] == 0.5  # of two minibatches
+    assert found["critic/skipped_in_a_row"] == 1
+    assert np.isfinite(found["loss/value"])
+    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(critic.params))
+    assert int(policy.skipped) == 0
+    wanted, _ = together(
+        fresh_apart(settings)[0], experience=experience, key=KEY, ppo=settings
+    )
+    close(policy.policy, wanted.policy)
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [("shared_trunk", True), ("stop_approxkl", 0.1), ("max_ratio_mean", 10.0)],
+)
+def test_what_needs_one_program_is_refused(experience, name, given):
+    settings = dataclasses.replace(BASE, **{name: given})
+    policy, critic = fresh_apart(settings)
+    refused = pytest.raises(InputError, match=f"{name}: .*got {given}")
+    with refused:
+        ppo.update(policy, experience=experience, key=KEY, ppo=settings)
+    with refused:
+        critic_apart.update(critic, experience=experience, key=KEY, ppo=settings)
+    with refused:
+        critic_devices.CriticDevices(
+            ppo=settings, mesh=MeshShape().make(jax.devices()[:1]), home=None
+        )
+
+
+def test_a_state_without_a_critic_needs_values():
+    with pytest.raises(InputError, match=r"pass those of critic_apart.values"):
+        ppo.learn(
+            fresh_apart(BASE)[0],
+            rollout=toys.sampled(POLICY),
+            scores=jnp.zeros(4),
+            reference=None,
+            key=KEY,
+            ppo=BASE,
+        )
+
+
+# On devices of its own.
+
+PLACES = {
+    "a device each": (MeshShape(), MeshShape(), None),
+    "unlike meshes": (MeshShape(fsdp=2, tensor=2), MeshShape(data=2), None),
+    "adapters": (MeshShape(), MeshShape(fsdp=2), LoRA(rank=2)),
+}
+
+
+def reward(rollout: batch.Rollout) -> jax.Array:
+    even = (rollout.tokens % 2 == 0).astype(jnp.float32)
+    return masked.masked_mean(even, mask=rollout.response_mask, axis=1)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "a device each",
+        pytest.param("unlike meshes", marks=pytest.mark.slow),
+        pytest.param("adapters", marks=pytest.mark.slow),
+    ],
+)
+def test_on_devices_of_its_own(place):
+    """Three iterations beside `ppo.iteration` on one device."""
+    shape, there, lora = PLACES[place]
+    settings = dataclasses.replace(BASE, lora=lora)
+    mesh = shape.make(jax.devices()[: shape.size])
+    mesh_there = there.make(jax.devices()[-there.size :])
+    base, trained, valued = None, POLICY, CRITIC
+    if lora is not None:
+        base = frozen.freeze(POLICY)
+        trained = toys.perturbed(
+            lora_.init(jax.random.key(2), model=toys.GPT2, lora=lora), seed=2, scale=0.1
+        )
+        valued = critic_.from_base(jax.random.key(3), model=toys.GPT2, lora=lora)
+    make = functools.partial(
+        state.ppo_state,
+        policy_optimizer=settings.policy_optimizer,
+        critic_optimizer=settings.critic_optimizer,
+        kl=kl_control.fixed(0.1),
+    )
+    copies = jax.tree.map(jnp.copy, (trained, valued))
+    whole = make(policy=copies[0], critic=copies[1])
+    reference = frozen.freeze(POLICY)
+    prompts = toys.prompts()
+    iteration = toys.jit(functools.partial(ppo.iteration, ppo=settings, reward=reward))
+
+    place_home = functools.partial(sharding.place, mesh=mesh)
+    policy = place_home(
+        state.grpo_state(
+            policy=jax.tree.map(jnp.copy, trained),
+            policy_optimizer=settings.policy_optimizer,
+            kl=kl_control.fixed(0.1),
+        )
+    )
+    home_base = None if base is None else place_home(base)
+    home_reference, home_prompts = place_home(reference), place_home(prompts)
+    on = functools.partial(sharding.on, mesh)
+    sample = toys.jit(functools.partial(on(ppo.sample), ppo=settings))
+    make_experience, update = (
+        toys.jit(functools.partial(on(arrow), ppo=settings), donate_argnames=("state",))
+        for arrow in (ppo.make_experience, ppo.update)
+    )
+    devices = critic_devices.CriticDevices(
+        ppo=settings, mesh=mesh_there, home=mesh, base=home_base
+    )
+    critic = devices.state_of(jax.tree.map(jnp.copy, valued))
+    for step in range(3):
+        key = jax.random.fold_in(KEY, step)
+        whole, wanted, scored = iteration(
+            whole, prompts=prompts, reference=reference, key=key, base=base
+        )
+        key = place_home(key)
+        rollout = sample(policy.policy, prompts=home_prompts, key=key, base=home_base)
+        assert (rollout.tokens == scored.rollout.tokens).all()
+        values = devices.values(critic, rollout=rollout)
+        policy, experience, stats, _ = make_experience(
+            policy,
+            rollout=rollout,
+            scores=jax.jit(reward)(rollout),
+            reference=home_reference,
+            values=values,
+            base=home_base,
+        )
+        key = ppo.shuffle_key(key)
+        critic, critic_stats = devices.update(critic, experience=experience, key=key)
+        policy, update_stats = update(
+            policy, experience=experience, key=key, base=home_base
+        )
+        found = masked.mean_stats(jax.device_get(stats | update_stats | critic_stats))
+        wanted = masked.mean_stats(wanted)
+        close({name: found[name] for name in wanted}, wanted, atol=1e-5)
+    close(policy.policy, whole.policy, atol=1e-5)
+    close(critic.params, whole.critic, atol=1e-5)
+    for leaf in jax.tree.leaves(critic):
+        assert leaf.sharding.device_set == set(mesh_there.devices.flat)
+    assert int(critic.step) == 12
