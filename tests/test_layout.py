@@ -123,6 +123,41 @@ def test_stored_layers_are_looped_over_whatever_the_layout():
     assert "while" in text.as_text()
 
 
+@pytest.mark.parametrize(
+    ("left", "right"), [((6, 3), (3, 5)), ((2, 3, 6, 4), (2, 3, 4, 2))]
+)
+def test_a_product_and_its_gradients(left, right):
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=left), rng.normal(size=right)
+    g = rng.normal(size=(*left[:-1], right[-1]))
+    single = [jnp.asarray(array, jnp.float32) for array in (x, w, g)]
+    y, back = jax.vjp(jax.jit(layout.product), *single[:2])
+    np.testing.assert_allclose(y, np.einsum("...nk,...km->...nm", x, w), atol=1e-5)
+    of_x, of_w = back(single[2])
+    np.testing.assert_allclose(of_x, np.einsum("...nm,...km->...nk", g, w), atol=1e-5)
+    np.testing.assert_allclose(of_w, np.einsum("...nk,...nm->...km", x, g), atol=1e-5)
+    mapped = jax.vmap(jax.grad(lambda w, x: layout.product(x, w).sum(), 0), (None, 0))
+    each = mapped(single[1], jnp.stack([single[0], 2 * single[0]]))
+    ones = np.ones_like(g)
+    summed = np.einsum("...nk,...nm->...km", x, ones)
+    np.testing.assert_allclose(each[1], 2 * summed, atol=1e-5)
+
+
+def test_what_is_laid_out_for_a_cpu_is_so_there_alone():
+    def of_w(w: Array) -> Array:
+        return jax.grad(lambda w: layout.product(jnp.ones((4, 3)), w).sum())(w)
+
+    traced = jax.jit(of_w).trace(jnp.ones((3, 2)))
+    texts = {
+        platform: traced.lower(lowering_platforms=(platform,)).as_text()
+        for platform in ("cpu", "tpu", "cuda")
+    }
+    found = {
+        platform: "optimization_barrier" in text for platform, text in texts.items()
+    }
+    assert found == {"cpu": True, "tpu": False, "cuda": False}
+
+
 def test_windows_cover_every_column_and_grow_slowly():
     for first in (1, 16, 127, 128, 500):
         for new in (1, 48, 128, 512, 1000):

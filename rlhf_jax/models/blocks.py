@@ -14,6 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from rlhf_jax.models import layout
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.rotary import rotate
 
@@ -53,7 +54,7 @@ class Linear(nn.Module):
             (x.shape[-1], self.features),
             jnp.float32,
         )
-        y = x @ kernel.astype(x.dtype)
+        y = layout.product(x, kernel.astype(x.dtype))
         if self.has_variable("params", "lora_a"):  # put there by `lora.attach`
             down: Array = self.get_variable("params", "lora_a")
             up: Array = self.get_variable("params", "lora_b")
@@ -212,7 +213,7 @@ def attend_to(
     # Not -inf: padding that may attend to nothing would be NaN.
     lowest = -0.7 * jnp.finfo(jnp.float32).max
     share = jax.nn.softmax(jnp.where(allowed, logits, lowest), axis=-1)
-    y = jnp.einsum("bkts,bksd->bktd", share.astype(value.dtype), value)
+    y = layout.product(share.astype(value.dtype), value)
     return y.reshape(query.shape)
 
 
