@@ -57,8 +57,9 @@ PEERS = {
     OURS: Peer(
         "rlhf_jax_ppo.py",
         None,
-        "whole iteration in one program, compiled, and its phases once more as three; "
-        "words padded to multiples of 64, which are 128 if nothing is said",
+        "whole iteration in one program, and its phases once more as three; of tiny "
+        "programs on two virtual devices, one the critic's; words padded to multiples "
+        "of 64, which are 128 if nothing is said",
     ),
     "trl": Peer(
         "trl_ppo.py",

@@ -268,7 +268,10 @@ class Config(run_folder.RunConfig):
                 "drew them for this one; leave it out, or them"
             )
         if self.critic_mesh is not None:
-            self.ppo.refuse_critic_apart()
+            try:
+                self.ppo.refuse_critic_apart()
+            except InputError as error:
+                raise InputError(f"--critic-mesh: {error}") from None
         if self.ppo.penalty.needs_logits and self.reference_storage.apart:
             raise InputError(
                 "--reference-storage: expected it where the policy lies for exact KL, "
@@ -397,6 +400,10 @@ def make_models(options: Config, policy: Pretrained) -> Models:
             storage=options.reward_storage,
             sharding=over,
         )
+    there = last_devices(options.critic_mesh)
+    over_critic = functools.partial(
+        sharding.shardings, mesh=mesh if there is None else there
+    )
     base, critic_model = None, model
     if lora is not None:
         base = options.reference_storage.freeze(policy.params)
@@ -412,12 +419,16 @@ def make_models(options: Config, policy: Pretrained) -> Models:
     elif options.ppo.shared_trunk:
         trained, valued = policy.params, critic.on_policy_trunk(model=model)
     elif options.critic_from == "policy":
-        trained, valued = policy.params, critic.from_policy(policy.params, model=model)
+        trained = policy.params
+        seen = trained if there is None else sharding.place(trained, mesh=there)
+        valued = critic.from_policy(seen, model=model)
     else:
         assert options.reward_model is not None  # checked by Config
         assert reward is not None  # of it
         # Read again: what is frozen may be rounded, or be on the host.
-        _, valued = hf.load_reward(options.reward_model, dtype="float32", sharding=over)
+        _, valued = hf.load_reward(
+            options.reward_model, dtype="float32", sharding=over_critic
+        )
         trained, critic_model = policy.params, reward.model
     algorithm = make_ppo(options, policy=policy, critic_model=critic_model)
     reference = None
@@ -432,7 +443,6 @@ def make_models(options: Config, policy: Pretrained) -> Models:
         )
     kl = options.kl_control.controller(options.kl_coef, num_steps=options.num_steps)
     devices, critic_state = None, None
-    there = last_devices(options.critic_mesh)
     if there is None:
         train = state.ppo_state(
             policy=trained,
@@ -540,7 +550,7 @@ class Programs:
             jax.jit(
                 functools.partial(on(arrow), ppo=algorithm), donate_argnames=("state",)
             )
-            for arrow in (ppo.learn, ppo.make_experience, ppo.update)
+            for arrow in (ppo.learn, ppo.make_experience, ppo.update_policy)
         )
         self._shuffle_key = jax.jit(ppo.shuffle_key)
         self.measure = jax.jit(
@@ -763,6 +773,8 @@ def improve(
     beside = {} if models.reward is None else {"reward": models.reward.frozen}
     if base is not None:
         beside["base"] = base
+    if models.critic_devices is not None and models.critic_devices.base is not None:
+        beside["critic_base"] = models.critic_devices.base
     if reference is not None and reference is not base:
         held["reference"] = reference
     if models.sampling is not None:  # the answers to learn from next

@@ -46,6 +46,7 @@ KEY = jax.random.key(9)
 OF_THE_CRITIC = {"loss/value", "value/clipfrac", "critic/grad_norm"}
 
 together = toys.jit(ppo.update, static_argnames=("ppo",))
+policy_alone = toys.jit(ppo.update_policy, static_argnames=("ppo",))
 apart = toys.jit(critic_apart.update, static_argnames=("ppo",))
 
 
@@ -106,7 +107,7 @@ def test_two_programs_do_what_one_does(experience, way):
         fresh(settings), experience=experience, key=KEY, ppo=settings
     )
     policy, critic = fresh_apart(settings)
-    policy, stats = together(policy, experience=experience, key=KEY, ppo=settings)
+    policy, stats = policy_alone(policy, experience=experience, key=KEY, ppo=settings)
     critic, critic_stats = apart(critic, experience=experience, key=KEY, ppo=settings)
     close(policy.policy, wanted.policy)
     close(policy.policy_opt, wanted.policy_opt)
@@ -137,14 +138,14 @@ def test_a_gradient_that_is_not_finite_skips_the_critic_alone(experience):
     settings = dataclasses.replace(BASE, num_epochs=1)
     policy, critic = fresh_apart(settings)
     critic, stats = apart(critic, experience=broken, key=KEY, ppo=settings)
-    policy, _ = together(policy, experience=broken, key=KEY, ppo=settings)
+    policy, _ = policy_alone(policy, experience=broken, key=KEY, ppo=settings)
     found = masked.mean_stats(stats)
     assert found["critic/skipped"] == 0.5  # of two minibatches
     assert found["critic/skipped_in_a_row"] == 1
     assert np.isfinite(found["loss/value"])
     assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(critic.params))
     assert int(policy.skipped) == 0
-    wanted, _ = together(
+    wanted, _ = policy_alone(
         fresh_apart(settings)[0], experience=experience, key=KEY, ppo=settings
     )
     close(policy.policy, wanted.policy)
@@ -159,7 +160,7 @@ def test_what_needs_one_program_is_refused(experience, name, given):
     policy, critic = fresh_apart(settings)
     refused = pytest.raises(InputError, match=f"{name}: .*got {given}")
     with refused:
-        ppo.update(policy, experience=experience, key=KEY, ppo=settings)
+        ppo.update_policy(policy, experience=experience, key=KEY, ppo=settings)
     with refused:
         critic_apart.update(critic, experience=experience, key=KEY, ppo=settings)
     with refused:
@@ -168,8 +169,15 @@ def test_what_needs_one_program_is_refused(experience, name, given):
         )
 
 
-def test_a_state_without_a_critic_needs_values():
-    with pytest.raises(InputError, match=r"pass those of critic_apart.values"):
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (None, r"pass those of critic_apart\.values"),
+        (jnp.zeros((4, 9)), "one with no critic where it has one"),
+    ],
+)
+def test_the_policy_is_never_trained_alone_by_accident(values, message):
+    with pytest.raises(InputError, match=message):
         ppo.learn(
             fresh_apart(BASE)[0],
             rollout=toys.sampled(POLICY),
@@ -177,6 +185,7 @@ def test_a_state_without_a_critic_needs_values():
             reference=None,
             key=KEY,
             ppo=BASE,
+            values=values,
         )
 
 
@@ -241,7 +250,7 @@ def test_on_devices_of_its_own(place):
     sample = toys.jit(functools.partial(on(ppo.sample), ppo=settings))
     make_experience, update = (
         toys.jit(functools.partial(on(arrow), ppo=settings), donate_argnames=("state",))
-        for arrow in (ppo.make_experience, ppo.update)
+        for arrow in (ppo.make_experience, ppo.update_policy)
     )
     devices = critic_devices.CriticDevices(
         ppo=settings, mesh=mesh_there, home=mesh, base=home_base

@@ -143,6 +143,28 @@ def test_a_product_and_its_gradients(left, right):
     np.testing.assert_allclose(each[1], 2 * summed, atol=1e-5)
 
 
+def test_a_product_of_other_shapes_and_in_shard_map():
+    """Where it has no gradient of its own."""
+    x, w = jnp.arange(48.0).reshape(4, 4, 3), jnp.arange(6.0).reshape(3, 2)
+    found = jax.grad(lambda w: layout.product(x, w).sum())(w)
+    np.testing.assert_allclose(found, np.full((3, 2), x.sum((0, 1))[:, None]))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("rows",))
+    rows = jax.sharding.PartitionSpec("rows")
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(jax.sharding.PartitionSpec(), rows),
+        out_specs=rows,
+    )
+    def of_rows(w: Array, x: Array) -> Array:
+        return layout.product(x, w)
+
+    flat = x.reshape(16, 3)
+    same = jax.jit(jax.grad(lambda w: of_rows(w, flat).sum()))(w)
+    np.testing.assert_allclose(same, found)
+
+
 def test_what_is_laid_out_for_a_cpu_is_so_there_alone():
     def of_w(w: Array) -> Array:
         return jax.grad(lambda w: layout.product(jnp.ones((4, 3)), w).sum())(w)

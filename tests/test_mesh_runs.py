@@ -155,6 +155,24 @@ def test_ppo_with_a_critic_elsewhere(files, alone, tmp_path):
         assert (out / name).read_bytes() == (whole / name).read_bytes()
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("way", ["a reward model starts the critic", "adapters"])
+def test_a_critic_elsewhere_in_other_ways(files, way, tmp_path):
+    argv = {
+        "a reward model starts the critic": (
+            *("--reward-model=FILES/scorer", "--critic-from=reward_model"),
+            "--reward-storage.own-devices",
+        ),
+        "adapters": (
+            *("--reward=mesh_rewards:score", "--lora.rank=2"),
+            "--reference-storage.dtype=int8",
+        ),
+    }[way]
+    found = ppo(tmp_path / "apart", files, "--critic-mesh=data=2", reward=argv)
+    extra = {"critic/skipped", "critic/skipped_in_a_row"}
+    assert_same(found, ppo(tmp_path / "alone", files, reward=argv), extra=extra)
+
+
 @pytest.fixture(scope="module")
 def one_step_behind(files):
     """Every rollout drawn by the policy before the update, on one device, by hand."""
@@ -300,7 +318,7 @@ def test_the_other_experiments(files, name, tmp_path):
         ),
         (
             ("--critic-mesh=data=4", "--max-ratio-mean=10"),
-            "max_ratio_mean: expected none where the critic is trained apart",
+            "--critic-mesh: max_ratio_mean: expected none where the critic is trained",
         ),
         (
             ("--mesh=data=8", "--critic-mesh=data=4"),

@@ -21,11 +21,20 @@ def one(value):
     return jnp.float32(value), jnp.float32(1)
 
 
-def skips(count):
-    return {"update/skipped_in_a_row": (jnp.float32(count), None), "loss": one(count)}
+def skips(count, *, of="update"):
+    return {f"{of}/skipped_in_a_row": (jnp.float32(count), None), "loss": one(count)}
 
 
-def play(config, *, meta, skipped=lambda step: 0, stop=None, check=None, found=None):
+def play(
+    config,
+    *,
+    meta,
+    skipped=lambda step: 0,
+    of="update",
+    stop=None,
+    check=None,
+    found=None,
+):
     """Adds the step to a sum; `skipped(step)` is what the update says of itself."""
     steps = []
     initial = {"sum": jnp.float32(0)}
@@ -38,7 +47,7 @@ def play(config, *, meta, skipped=lambda step: 0, stop=None, check=None, found=N
                 break
             stage.state = {"sum": stage.state["sum"] + step}
             at = {"k1": (jnp.full(2, step), jnp.ones(2))} if step % 3 == 0 else None
-            stage.end_step(step, skips(skipped(step)), positions=at)
+            stage.end_step(step, skips(skipped(step), of=of), positions=at)
             steps.append(step)
     if found is not None:
         found += job.alarms
@@ -91,10 +100,20 @@ def test_a_resume_with_another_reference_is_refused(tmp_path):
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
-def test_skips_in_a_row_stop_the_run_and_leave_the_last_good_snapshot(tmp_path):
+@pytest.mark.parametrize(
+    ("of", "told"),
+    [
+        ("update", "and nothing was updated meanwhile"),
+        ("critic", "of the critic's, which was not updated meanwhile, though the"),
+    ],
+)
+def test_skips_in_a_row_stop_the_run_and_leave_the_last_good_snapshot(
+    tmp_path, of, told
+):
     config = Config(out=tmp_path / "run")
-    with pytest.raises(run.DivergedError, match="not finite 5 times in a row"):
-        play(config, meta={}, skipped=lambda step: max(0, step - 2))
+    message = f"not finite 5 times in a row, {told}"
+    with pytest.raises(run.DivergedError, match=message):
+        play(config, meta={}, skipped=lambda step: max(0, step - 2), of=of)
     # The fifth skip, of step 7, is read when step 7 is about to be saved.
     with snapshot.Snapshots(tmp_path / "run" / "snapshots" / "only") as snapshots:
         assert snapshots.latest() == 6

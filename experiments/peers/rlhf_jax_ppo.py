@@ -200,7 +200,7 @@ class Apart:
         self._make_experience = donated(
             functools.partial(ppo.make_experience, ppo=algorithm, reference=None)
         )
-        self._update = donated(functools.partial(ppo.update, ppo=algorithm))
+        self._update = donated(functools.partial(ppo.update_policy, ppo=algorithm))
         self._shuffle_key = jax.jit(ppo.shuffle_key)
 
     def iteration(self, *, prompts: Prompts, key: Array) -> Found:

@@ -5,7 +5,7 @@
     values = devices.values(critic, rollout=rollout)
     train, experience, stats, scored = make_experience(train, ..., values=values)
     critic, critic_stats = devices.update(critic, experience=experience, key=key)
-    train, update_stats = update(train, experience=experience, key=key)
+    train, update_stats = update_policy(train, experience=experience, key=key)
 
 Each call returns when its work is dispatched, so that what comes next on the policy's
 devices runs beside it.
@@ -51,7 +51,7 @@ class CriticDevices:
         """
         ppo.refuse_critic_apart()
         self._ppo, self._mesh, self._home = ppo, mesh, home
-        self._base = None if base is None else sharding.place(base, mesh=mesh)
+        self.base = None if base is None else sharding.place(base, mesh=mesh)
         on = functools.partial(sharding.on, mesh)
         self._values = jax.jit(functools.partial(on(critic_apart.values), ppo=ppo))
         self._update = jax.jit(
@@ -72,7 +72,7 @@ class CriticDevices:
     def values(self, critic: SupervisedState, *, rollout: Rollout) -> Array:
         """`critic_apart.values`, f32[B, S], on the mesh of the policy."""
         there = row_sharding.put_rows(rollout, mesh=self._mesh)
-        found = self._values(critic.params, rollout=there, base=self._base)
+        found = self._values(critic.params, rollout=there, base=self.base)
         return row_sharding.put_rows(found, mesh=self._home)
 
     def update(
@@ -82,4 +82,4 @@ class CriticDevices:
         there = row_sharding.put_rows(experience, mesh=self._mesh)
         # `sharding.place` cannot be traced, as a rehearsal does.
         key = jax.device_put(key, NamedSharding(self._mesh, PartitionSpec()))
-        return self._update(critic, experience=there, key=key, base=self._base)
+        return self._update(critic, experience=there, key=key, base=self.base)

@@ -35,8 +35,16 @@ from rlhf_jax.runtime import (
 
 PyTree = Any
 MAX_SKIPPED = 5  # updates in a row without a finite gradient, before a run stops
-# Metrics that count them; the second is of a critic that is trained apart.
-SKIPPED = ("update/skipped_in_a_row", "critic/skipped_in_a_row")
+# Metrics that count them, and what is to be said; the second is a critic's own.
+SKIPPED = {
+    "update/skipped_in_a_row": (
+        "and nothing was updated meanwhile. Snapshots so far are good"
+    ),
+    "critic/skipped_in_a_row": (
+        "of the critic's, which was not updated meanwhile, though the policy was. "
+        "Snapshots of before the first critic/skipped in metrics.jsonl are good"
+    ),
+}
 
 
 class DivergedError(StopError):
@@ -209,8 +217,8 @@ class Stage:
             positions.jsonl; read as late as stats.
 
         Raises:
-          DivergedError: `MAX_SKIPPED` updates in a row were skipped; the snapshots
-            before them stay.
+          DivergedError: `MAX_SKIPPED` updates in a row were skipped, of all or of the
+            critic alone; the snapshots before them stay.
           cli.Interrupted: after a signal, with everything saved.
         """
         record, config = self._run.record, self._run.config
@@ -224,15 +232,14 @@ class Stage:
         due = stop or done == self._num_steps or done % config.snapshot_every == 0
         if due:
             record.flush()
-        counts = [record.latest.get(name) for name in SKIPPED]
-        skipped = max((count for count in counts if count is not None), default=0)
-        if skipped >= MAX_SKIPPED:
-            raise DivergedError(
-                f"by step {step} the gradient was not finite {skipped:.0f} times in a "
-                f"row, and nothing was updated meanwhile. Snapshots so far are good "
-                f"(newest: {self._snapshots.latest()}); look for NaN in the rewards, "
-                f"or start again with a smaller learning rate"
-            )
+        for name, told in SKIPPED.items():
+            skipped = record.latest.get(name)
+            if skipped is not None and skipped >= MAX_SKIPPED:
+                raise DivergedError(
+                    f"by step {step} the gradient was not finite {skipped:.0f} times "
+                    f"in a row, {told} (newest: {self._snapshots.latest()}); look for "
+                    f"NaN in the rewards, or start again with a smaller learning rate"
+                )
         if due:
             meta = {**self._meta, proof.META: self._frozen.check(self.state)}
             self._snapshots.save(done, arrays=self.state, meta=meta)

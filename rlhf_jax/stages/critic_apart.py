@@ -1,6 +1,6 @@
 """PPO whose critic has programs of its own, which run beside the policy's.
 
-    sample ─┬─> reward, reference ─┬─> ppo.make_experience ─┬─> ppo.update
+    sample ─┬─> reward, reference ─┬─> ppo.make_experience ─┬─> ppo.update_policy
             └─> values ────────────┘                        └─> update ─ ─> values
     above: the policy's devices; below: the critic's
 
@@ -64,12 +64,12 @@ def update(
     ppo: PPO,
     base: Frozen | None = None,
 ) -> tuple[SupervisedState, masked.Stats]:
-    """The critic's share of `ppo.update`: c_v·value_loss over the same minibatches.
+    """The critic's share of `ppo.update`, c_v·value_loss over the same minibatches.
 
     Args:
       critic: donated by the caller's `jit`.
-      experience: Experience[B, S], that of `ppo.update`.
-      key: that of `ppo.update`, `ppo.shuffle_key`.
+      experience: Experience[B, S], that of `ppo.update_policy`.
+      key: that of `ppo.update_policy`, `ppo.shuffle_key`.
       ppo: static.
       base: as `ppo.iteration`.
 

@@ -5,7 +5,8 @@
 
 `iteration` is for rewards that run in JAX. A reward that runs on the host stands
 between two programs, `sample` and `learn`. A critic on devices of its own has programs
-of its own (`critic_apart`). All ways give the same numbers.
+of its own (`critic_apart`). All ways give the same numbers, as long as gradients are
+finite.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from rlhf_jax.stages.batch import Experience, Prompts, Rollout, Scored, Sequence
 from rlhf_jax.stages.policy_gradient import Reward
 from rlhf_jax.stages.ppo_config import PPO
 from rlhf_jax.stages.ppo_loss import ppo_loss, whitened
-from rlhf_jax.stages.state import LossFunction, TrainState
+from rlhf_jax.stages.state import LossFunction, Optimizer, TrainState
 
 __all__ = [
     "PPO",
@@ -40,6 +41,7 @@ __all__ = [
     "sample",
     "shuffle_key",
     "update",
+    "update_policy",
     "values",
 ]
 
@@ -261,20 +263,68 @@ def update(
     """Epochs over reshuffled minibatches, one optimizer step each, in one program.
 
     Args:
-      state: donated by the caller's `jit`. One without a critic trains the policy
-        alone, beside `critic_apart.update`.
+      state: donated by the caller's `jit`.
       experience: Experience[B, S].
       key: shuffles; epoch e uses fold_in(key, e).
       ppo: static.
       base, ptx: as `iteration`.
       reference: read for exact KL in the loss alone.
 
-    Returns, Raises: as `policy_update.update`; and as `PPO.refuse_critic_apart` without
-      a critic.
+    Returns, Raises: as `policy_update.update`.
     """
-    apart = state.critic is None
-    if apart:
-        ppo.refuse_critic_apart()
+    return _update(
+        state,
+        experience=experience,
+        key=key,
+        ppo=ppo,
+        critic_optimizer=ppo.critic_optimizer,
+        base=base,
+        reference=reference,
+        ptx=ptx,
+    )
+
+
+def update_policy(
+    state: TrainState,
+    *,
+    experience: Experience,
+    key: Array,
+    ppo: PPO,
+    base: Frozen | None = None,
+    reference: Frozen | None = None,
+    ptx: Sequences | None = None,
+) -> tuple[TrainState, masked.Stats]:
+    """`update` of a state without a critic, beside `critic_apart.update`.
+
+    Args, Returns: as `update`.
+
+    Raises:
+      InputError: as `update`, and as `PPO.refuse_critic_apart`.
+    """
+    ppo.refuse_critic_apart()
+    return _update(
+        state,
+        experience=experience,
+        key=key,
+        ppo=ppo,
+        critic_optimizer=None,
+        base=base,
+        reference=reference,
+        ptx=ptx,
+    )
+
+
+def _update(
+    state: TrainState,
+    *,
+    experience: Experience,
+    key: Array,
+    ppo: PPO,
+    critic_optimizer: Optimizer | None,
+    base: Frozen | None,
+    reference: Frozen | None,
+    ptx: Sequences | None,
+) -> tuple[TrainState, masked.Stats]:
     kl_coef = policy_update.kl_coef(state, algorithm=ppo)
 
     def loss_of(minibatch: Experience) -> tuple[Experience, LossFunction]:
@@ -298,7 +348,7 @@ def update(
         key=key,
         algorithm=ppo,
         loss_of=loss_of,
-        critic_optimizer=None if apart else ppo.critic_optimizer,
+        critic_optimizer=critic_optimizer,
         base=base,
         ptx=ptx,
         hold_policy=state.step < ppo.critic_warmup,

@@ -65,16 +65,15 @@ class Recipe(PolicyRecipe):
           InputError: they share a trunk, or a step of the policy may leave out the
             critic's, which cannot know of it.
         """
-        for name, given in {
-            "shared_trunk": self.shared_trunk or None,
-            "stop_approxkl": self.stop_approxkl,
-            "max_ratio_mean": self.max_ratio_mean,
-        }.items():
+        for name, given, why in (
+            ("shared_trunk", self.shared_trunk or None, "they are one network"),
+            ("stop_approxkl", self.stop_approxkl, "it ends the updates of both"),
+            ("max_ratio_mean", self.max_ratio_mean, "it leaves out a step of both"),
+        ):
             if given is not None:
                 raise InputError(
-                    f"{name}: expected none where the critic is trained apart, got "
-                    f"{given}, which one program for both is needed for; leave it out, "
-                    f"or train them together"
+                    f"{name}: expected none where the critic is trained apart from the "
+                    f"policy, got {given}: {why}; leave it out, or train them together"
                 )
 
 

@@ -40,7 +40,7 @@ class TrainState:
 
 @flax.struct.dataclass
 class SupervisedState:
-    """All that SFT or reward-model training changes; donate it to the update."""
+    """All that SFT, reward-model training or a critic apart changes; donate it."""
 
     step: Array  # i32[], updates done
     params: Params
@@ -77,7 +77,7 @@ def ppo_state(
 def grpo_state(
     *, policy: Params, policy_optimizer: Optimizer, kl: KLController
 ) -> TrainState:
-    """The state before the first iteration of an algorithm without a critic.
+    """The state before the first iteration without a critic, or beside one apart.
 
     Args, Raises: as `ppo_state`.
     """
