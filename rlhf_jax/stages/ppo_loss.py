@@ -1,7 +1,8 @@
 """What an update of PPO minimises, for the rows of a minibatch or a part of them.
 
-minibatch ─whitened─> ppo_loss = policy_terms + critic_loss
-                      critic_loss alone, where the critic is `critic_apart`
+    minibatch ─whitened─> ppo_loss = policy_terms + critic_loss
+
+A critic that is trained apart (`critic_apart`) minimises `critic_loss` alone.
 """
 
 from __future__ import annotations
