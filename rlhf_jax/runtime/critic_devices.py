@@ -1,10 +1,10 @@
 """A critic on a mesh of its own: `critic_apart` as programs there, and the way there.
 
     devices = CriticDevices(ppo=ppo, mesh=there, home=mesh)
-    critic = devices.state_of(critic.from_policy(params, model=model))
-    values = devices.values(critic, rollout=rollout)
+    valued = devices.state_of(critic.from_policy(params, model=model))
+    values = devices.values(valued, rollout=rollout)
     train, experience, stats, scored = make_experience(train, ..., values=values)
-    critic, critic_stats = devices.update(critic, experience=experience, key=key)
+    valued, critic_stats = devices.update(valued, experience=experience, key=key)
     train, update_stats = update_policy(train, experience=experience, key=key)
 
 Each call returns when its work is dispatched, so that what comes next on the policy's
