@@ -57,7 +57,7 @@ PEERS = {
     OURS: Peer(
         "rlhf_jax_ppo.py",
         None,
-        "whole iteration in one program, and its phases once more as three; of tiny "
+        "whole iteration in one program, and its phases once more as four; of tiny "
         "programs on two virtual devices, one the critic's; words padded to multiples "
         "of 64, which are 128 if nothing is said",
     ),

@@ -1,8 +1,8 @@
 """Ours: `ppo.iteration` as one program, or its arrows as programs on two devices.
 
 An iteration is what a user runs. `Together` is one jitted program, its state donated;
-its phases are the same work cut into three programs, each waited for: `ppo.sample`;
-reward, `score.reference_logprobs` and `ppo.values`; the rest of `ppo.learn`, advantages
+its phases are the same work as programs that are waited for: `ppo.sample`; reward with
+`score.reference_logprobs`, and `ppo.values`; the rest of `ppo.learn`, advantages
 included. They run after the iteration that counts, so they need not add up to it, and
 are compiled once the warm-up is over: its memory is that of a run.
 
