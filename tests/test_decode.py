@@ -307,8 +307,9 @@ def test_sampled_frequencies_are_the_softmax():
     assert ((counts[possible] - expected) ** 2 / expected).sum() < 24.3
 
 
-def test_a_draw_inverts_the_cumulative_distribution():
-    logits = np.random.default_rng(0).normal(0, 2, (64, 11)).astype(np.float32)
+@pytest.mark.parametrize("words", [11, 2 * sampling.BLOCK, 5 * sampling.BLOCK - 3])
+def test_a_draw_inverts_the_cumulative_distribution(words):
+    logits = np.random.default_rng(0).normal(0, 2, (64, words)).astype(np.float32)
     keys = jax.random.split(jax.random.key(0), 64)
     token, logprob, entropy = sample_token(logits, keys=keys, temperature=0.7)
     for row in range(64):
@@ -319,6 +320,36 @@ def test_a_draw_inverts_the_cumulative_distribution():
         )
         np.testing.assert_allclose(logprob[row], expected[int(token[row])], atol=1e-5)
     np.testing.assert_allclose(entropy, oracles.entropy(logits, 0.7), atol=1e-5)
+
+
+def test_the_block_of_a_draw_and_its_place_there():
+    """Weights that are counts: every sum is exact, and every edge of a block met."""
+    rng = np.random.default_rng(0)
+    weights = rng.integers(0, 3, 4 * sampling.BLOCK - 5).astype(np.float32)
+    weights[sampling.BLOCK - 9 : 2 * sampling.BLOCK + 7] = 0  # a block of nothing
+    total = int(weights.sum())
+    share = np.arange(total, dtype=np.float64)
+    expected = np.searchsorted(np.cumsum(weights), share, side="right")
+    # Half of a count above: a share as float32 may be that little off.
+    found = sampling.drawn(
+        jnp.broadcast_to(weights, (total, len(weights))),
+        uniform=jnp.asarray((share + 0.5) / total, jnp.float32),
+    )
+    np.testing.assert_array_equal(found, expected)
+    assert set(expected) == set(np.flatnonzero(weights))
+
+
+@pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-24, 1.0])
+def test_a_token_of_probability_0_is_never_drawn_of_many_words(uniform):
+    weights = np.zeros((4, 3 * sampling.BLOCK + 1), np.float32)
+    weights[0, [sampling.BLOCK, 2 * sampling.BLOCK - 1]] = 0.5
+    weights[1, -1] = 1e-30
+    weights[2, [0, -1]] = [1.0, 1e-30]
+    weights[3, sampling.BLOCK + 1 :: 2] = np.random.default_rng(0).random(256)
+    found = sampling.drawn(jnp.asarray(weights), uniform=jnp.full(4, uniform))
+    assert (weights[np.arange(4), np.asarray(found)] > 0).all()
+    assert int(found[0]) == sampling.BLOCK + (sampling.BLOCK - 1) * (uniform >= 0.5)
+    assert int(found[1]) == 3 * sampling.BLOCK
 
 
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-24, 1.0])

@@ -19,6 +19,7 @@ from rlhf_jax import (
     decoder,
     layout,
     logprobs,
+    lora,
     policy,
     sharding,
     storage,
@@ -229,12 +230,105 @@ def test_windows_change_no_sample(model, stop_ids, monkeypatch):
     np.testing.assert_allclose(whole.entropy, narrow.entropy, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_turned_product_and_its_gradients(dtype):
+    rng = np.random.default_rng(0)
+    x, w, g = (
+        np.asarray(jnp.asarray(rng.normal(size=shape), dtype), np.float64)
+        for shape in ((5, 3), (7, 3), (5, 7))
+    )
+    y, back = jax.vjp(
+        jax.jit(layout.turned_product), jnp.asarray(x, dtype), jnp.asarray(w, dtype)
+    )
+    assert y.dtype == jnp.float32
+    np.testing.assert_allclose(y, x @ w.T, atol=1e-5)
+    of_x, of_w = back(jnp.asarray(g, jnp.float32))
+    tolerance = {"rtol": 1e-2, "atol": 1e-2} if dtype == "bfloat16" else {"atol": 1e-5}
+    np.testing.assert_allclose(of_x.astype(jnp.float32), g @ w, **tolerance)
+    np.testing.assert_allclose(of_w.astype(jnp.float32), g.T @ x, **tolerance)
+
+
+def test_kernels_of_few_rows_are_turned_once_and_what_is_stored_is_not():
+    model = dataclasses.replace(toys.LLAMA, num_layers=2, turned_rows=4)
+    params = toys.params(model)
+    stored = storage.store(params, dtype="int8")
+    many = decoder.layers_to_decode(params, model=model, rows=5)
+    few = decoder.layers_to_decode(params, model=model, rows=4)
+    for number in range(2):
+        up = params["layers"]["mlp"]["up"]["kernel"][number]
+        np.testing.assert_array_equal(many[number]["mlp"]["up"]["kernel"], up)
+        np.testing.assert_array_equal(few[number]["mlp"]["up"]["turned"], up.T)
+        assert set(few[number]["mlp"]["up"]) == {"turned"}
+        scale = params["layers"]["mlp_norm"]["scale"][number]
+        np.testing.assert_array_equal(few[number]["mlp_norm"]["scale"], scale)
+    kept = decoder.layers_to_decode(stored, model=model, rows=4)
+    chex.assert_trees_all_equal(
+        kept, decoder.unstack(stored["layers"], num_layers=2), strict=True
+    )
+
+
+@pytest.mark.parametrize("how", ["plain", "slots", "lora", "bfloat16"])
+@pytest.mark.parametrize("model", [toys.GPT2, toys.LLAMA], ids=lambda m: m.family)
+def test_turned_weights_change_no_sample(model, how, monkeypatch):
+    params = toys.params(model)
+    if how == "bfloat16":
+        model = dataclasses.replace(model, dtype=how)
+    if how == "lora":
+        wanted = lora.LoRA(rank=2)
+        adapters = lora.init(jax.random.key(3), model=model, lora=wanted)
+        moved = toys.perturbed(adapters, seed=4, scale=0.3)
+        params = lora.attach(params, moved, lora=wanted)
+    tokens, mask = batch(columns=PROMPT)
+    products, plain = [], layout.turned_product
+
+    def counted(x: Array, w: Array) -> Array:
+        products.append(w.shape)
+        return plain(x, w)
+
+    monkeypatch.setattr(layout, "turned_product", counted)
+
+    def sample(turned_rows: int) -> decode.Generated:
+        products.clear()
+        return jax.jit(
+            functools.partial(
+                decode.generate,
+                model=dataclasses.replace(model, turned_rows=turned_rows),
+                max_new_tokens=12,
+                stop_ids=(3,),
+                slots=2 if how == "slots" else None,
+            )
+        )(
+            params,
+            tokens=tokens,
+            mask=mask.at[:, -1].set(True),
+            keys=decode.row_keys(
+                jax.random.key(2), index=jnp.arange(3), sample=jnp.zeros(3, jnp.int32)
+            ),
+        )
+
+    expected = sample(0)
+    assert not products
+    found = sample(3)
+    width, words = model.hidden_size, model.padded_vocab_size
+    assert {(words, width), (width, model.intermediate_size)} <= set(products)
+    tolerance = 2e-2 if how == "bfloat16" else 1e-5
+    for name in ("tokens", "mask", "response_mask"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=tolerance)
+    np.testing.assert_allclose(found.entropy, expected.entropy, atol=tolerance)
+
+
 def test_fastest_knows_the_backend_and_the_layers():
     deep = dataclasses.replace(toys.GPT2, num_layers=layout.UNROLLED["cpu"] + 1)
     assert layout.fastest(toys.GPT2, backend="cpu") == unrolled(toys.GPT2)
     assert layout.fastest(toys.GPT2) == unrolled(toys.GPT2)  # tests run on a CPU
     assert layout.fastest(unrolled(deep), backend="cpu") == deep
     assert layout.fastest(unrolled(toys.GPT2), backend="tpu") == toys.GPT2
+    wide = dataclasses.replace(deep, hidden_size=layout.TURNED_SIZE)
+    turned = dataclasses.replace(wide, turned_rows=layout.TURNED_ROWS)
+    assert layout.fastest(wide, backend="cpu") == turned
+    for backend in ("gpu", "tpu"):
+        assert layout.fastest(turned, backend=backend) == wide
 
 
 def on_other_platforms(*args, cpu, default):

@@ -48,13 +48,17 @@ class Linear(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        kernel = self.param(
-            "kernel",
-            nn.initializers.normal(self.init_std),
-            (x.shape[-1], self.features),
-            jnp.float32,
-        )
-        y = layout.product(x, kernel.astype(x.dtype))
+        if self.has_variable("params", "turned"):  # put by `decoder.layers_to_decode`
+            turned: Array = self.get_variable("params", "turned")
+            y = layout.turned_product(x, turned.astype(x.dtype)).astype(x.dtype)
+        else:
+            kernel = self.param(
+                "kernel",
+                nn.initializers.normal(self.init_std),
+                (x.shape[-1], self.features),
+                jnp.float32,
+            )
+            y = layout.product(x, kernel.astype(x.dtype))
         if self.has_variable("params", "lora_a"):  # put there by `lora.attach`
             down: Array = self.get_variable("params", "lora_a")
             up: Array = self.get_variable("params", "lora_b")

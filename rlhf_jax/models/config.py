@@ -96,6 +96,7 @@ class ModelConfig:
     remat: Remat = "none"  # what of a layer a gradient computes again
     unroll: bool = False  # layers one by one in the program, not as a loop over them
     attention: Attention = "xla"  # what computes that of whole sequences
+    turned_rows: int = 0  # most tokens at a time decoded by `layout.turned_product`
 
     def __post_init__(self) -> None:
         checks.positive(
@@ -168,6 +169,11 @@ class ModelConfig:
                 f"expected remat {', '.join(get_args(Remat))}, got {self.remat!r}; "
                 f"choose one, none being the fastest where memory suffices"
             )
+
+    def run_as(self, other: ModelConfig) -> ModelConfig:
+        """This model by the other's compute dtype, attention, remat and layout."""
+        how = ("dtype", "remat", "unroll", "attention", "turned_rows")
+        return dataclasses.replace(self, **{name: getattr(other, name) for name in how})
 
     def is_local(self, layer: int) -> bool:
         """Whether a layer, from 0, sees the sliding window alone."""

@@ -249,7 +249,8 @@ def finish(
         writes into the cache that it was given.
       The others: as `generate`, and the same that `start` was given.
     """
-    layers = decoder.unstack(params["layers"], num_layers=model.num_layers)
+    rows = state.finished.shape[0]
+    layers = decoder.layers_to_decode(params, model=model, rows=rows)
 
     def more(state: Decoding, width: int) -> Array:
         written = state.prompt_size + state.step

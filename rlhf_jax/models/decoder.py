@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import traverse_util
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import axes, blocks, leaves
@@ -272,6 +273,32 @@ def unstack(tree: Any, *, num_layers: int) -> tuple[Any, ...]:
     )
 
 
+def layers_to_decode(
+    params: Params, *, model: ModelConfig, rows: int
+) -> tuple[Params, ...]:
+    """The layers as `decode_step` reads them fastest; once, before its loop.
+
+    Args:
+      params: the decoder's.
+      rows: B, of that step.
+
+    Returns:
+      L layers: for more rows than `model.turned_rows` as they are, for fewer with
+      "turned" [out, in] in the place of every "kernel" [in, out] that is not stored.
+    """
+
+    def turned(layer: Params) -> Params:
+        flat = {}
+        for path, leaf in traverse_util.flatten_dict(layer).items():
+            if path[-1] == "kernel" and not leaves.is_stored(leaf):
+                path, leaf = (*path[:-1], "turned"), leaf.T
+            flat[path] = leaf
+        return traverse_util.unflatten_dict(flat)
+
+    layers = unstack(params["layers"], num_layers=model.num_layers)
+    return layers if rows > model.turned_rows else tuple(map(turned, layers))
+
+
 def decode_step(
     params: Params,
     *,
@@ -287,7 +314,7 @@ def decode_step(
 
     Args:
       params: the parameters; their stacked "layers" are not read.
-      layers: `unstack(params["layers"])`.
+      layers: from `layers_to_decode`.
       tokens, positions: i32[B], the new token and how many stand before it.
       attend: bool[B, W], cached columns that the new token may see, its own included.
       caches: per layer the keys and values, in `model.dtype`, as `caches.py` has them.

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.models import leaves
+from rlhf_jax.models import layout, leaves
 from rlhf_jax.models.config import ModelConfig
 
 Array = jax.Array
@@ -29,11 +29,11 @@ def logits(params: Params, hidden: Array, *, model: ModelConfig) -> Array:
       hidden: [..., D], after the final norm.
     """
     head = vocabulary_head(params, model=model).astype(hidden.dtype)
-    padded = jnp.matmul(
-        hidden.reshape(-1, hidden.shape[-1]),
-        head.T,
-        preferred_element_type=jnp.float32,
-    )
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    if rows.shape[0] <= model.turned_rows:
+        padded = layout.turned_product(rows, head)
+    else:
+        padded = jnp.matmul(rows, head.T, preferred_element_type=jnp.float32)
     found = padded[:, : model.vocab_size]
     if model.logit_softcap is not None:
         found = model.logit_softcap * jnp.tanh(found / model.logit_softcap)

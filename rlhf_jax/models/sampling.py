@@ -13,6 +13,8 @@ from rlhf_jax.functional.checks import InputError
 
 Array = jax.Array
 
+BLOCK = 256  # words
+
 
 @dataclasses.dataclass(frozen=True)
 class Shaping:
@@ -63,18 +65,47 @@ def sample_token(
     if shaping is not None and shaping.greedy:
         token = jnp.argmax(logits, axis=-1)
     else:
-        probs = jnp.exp(logprobs)
-        cumulative = jnp.cumsum(probs, axis=-1)
         uniform = jax.vmap(lambda key: jax.random.uniform(key))(keys)
-        target = (uniform * cumulative[:, -1])[:, None]
-        # Sums round: a token of probability 0 is never drawn, and a target that
-        # rounds up to the total takes the last token that can be.
-        possible = probs > 0
-        reached = (cumulative > target) & possible
-        last = logits.shape[-1] - 1 - jnp.argmax(possible[:, ::-1], axis=-1)
-        token = jnp.where(reached.any(axis=-1), jnp.argmax(reached, axis=-1), last)
+        token = drawn(jnp.exp(logprobs), uniform=uniform)
     logprob = jnp.take_along_axis(logprobs, token[:, None], axis=-1)[:, 0]
     return token.astype(jnp.int32), logprob, entropy
+
+
+def drawn(weights: Array, *, uniform: Array) -> Array:
+    """The index at which the weights reach a uniform share of their total.
+
+    The block first, then within it: no sum runs along all of a large vocabulary.
+
+    Args:
+      weights: f32[B, V], >= 0, and in each row one above.
+      uniform: f32[B], in [0, 1).
+
+    Returns:
+      i32[B], of a weight > 0.
+    """
+    if weights.shape[-1] <= BLOCK:
+        return _reached(weights, target=uniform * weights.sum(axis=-1))[0]
+    room = -weights.shape[-1] % BLOCK
+    blocks = jnp.pad(weights, ((0, 0), (0, room))).reshape(len(weights), -1, BLOCK)
+    totals = blocks.sum(axis=-1)
+    block, rest = _reached(totals, target=uniform * totals.sum(axis=-1))
+    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    return block * BLOCK + _reached(inside, target=rest)[0]
+
+
+def _reached(weights: Array, *, target: Array) -> tuple[Array, Array]:
+    """Where the sum of weights exceeds the target, and the target less those before.
+
+    Sums round: a weight of 0 is never taken, and a target that rounds up to the total
+    takes the last that is above.
+    """
+    cumulative = jnp.cumsum(weights, axis=-1)
+    possible = weights > 0
+    reached = (cumulative > target[:, None]) & possible
+    last = weights.shape[-1] - 1 - jnp.argmax(possible[:, ::-1], axis=-1)
+    index = jnp.where(reached.any(axis=-1), jnp.argmax(reached, axis=-1), last)
+    before = jnp.take_along_axis(cumulative - weights, index[:, None], axis=-1)[:, 0]
+    return index, target - before
 
 
 def shape_logits(logits: Array, *, shaping: Shaping) -> Array:

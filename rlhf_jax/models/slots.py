@@ -96,7 +96,7 @@ def respond(
         )
     arriving = refill_size(slots, group_size=group_size)
     ring = prompt_size + max_new_tokens - 1  # the last token is never run
-    layers = decoder.unstack(params["layers"], num_layers=model.num_layers)
+    layers = decoder.layers_to_decode(params, model=model, rows=slots)
 
     def draw(logits: Array, state: Slots) -> Slots:
         """Appends a token to every response that goes on."""

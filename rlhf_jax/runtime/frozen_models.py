@@ -194,12 +194,12 @@ def check_reference(name: str, *, model: ModelConfig, policy: ModelConfig) -> No
     tokens; the context, for the longest rollout; the rest, for drift and lifecycles to
     compare the two leaf by leaf.
     """
-    wanted, got = dataclasses.asdict(policy), dataclasses.asdict(model)
+    wanted = dataclasses.asdict(policy)
+    got = dataclasses.asdict(model.run_as(policy))
     differing = [
         f"{field} {got[field]} for {wanted[field]}"
         for field in wanted
-        if field not in ("dtype", "remat", "unroll", "attention")
-        and got[field] != wanted[field]
+        if got[field] != wanted[field]
     ]
     if differing:
         raise InputError(

@@ -422,14 +422,10 @@ def _leaves_of(params: Params, *, shapes: Leaves) -> Leaves:
 
 def _config_to_hf(family: keys.Family, model: ModelConfig) -> dict[str, Any]:
     config = family.config_to_hf(model)
-    # What is read back must be this model; these five fields are not of a checkpoint.
+    # What is read back must be this model, but for what is not of a checkpoint.
     read_back = dataclasses.replace(
-        family.config_from_hf(config),
+        family.config_from_hf(config).run_as(model),
         vocab_multiple=model.vocab_multiple,
-        dtype=model.dtype,
-        remat=model.remat,
-        unroll=model.unroll,
-        attention=model.attention,
     )
     before, after = dataclasses.asdict(model), dataclasses.asdict(read_back)
     lost = [
