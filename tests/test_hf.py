@@ -456,6 +456,15 @@ def test_a_model_that_the_config_cannot_express_is_not_saved(tmp_path, changes):
         hf.save(tmp_path / "out", model, params)
 
 
+def test_how_a_model_runs_is_no_part_of_its_checkpoint(tmp_path):
+    model, params = hf.load(FIXTURES / "gpt2")
+    how = {"dtype": "bfloat16", "remat": "full", "unroll": True, "turned_rows": 4}
+    ran = dataclasses.replace(model, **how)
+    assert ran == model.run_as(ran) != model == ran.run_as(model)
+    hf.save(tmp_path / "out", ran, params)
+    assert hf.load(tmp_path / "out")[0] == model
+
+
 @pytest.mark.parametrize("name", [*CAUSAL, *REWARD])
 def test_transformers_computes_the_same_from_what_we_save(tmp_path, name):
     torch = pytest.importorskip("torch")
