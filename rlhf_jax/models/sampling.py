@@ -13,7 +13,7 @@ from rlhf_jax.functional.checks import InputError
 
 Array = jax.Array
 
-BLOCK = 256  # words
+BLOCK = 256  # words, of those that `drawn` adds up at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,7 @@ def drawn(weights: Array, *, uniform: Array) -> Array:
     The block first, then within it: no sum runs along all of a large vocabulary.
 
     Args:
-      weights: f32[B, V], >= 0, and in each row one above.
+      weights: f32[B, V], >= 0, and in each row one above 0.
       uniform: f32[B], in [0, 1).
 
     Returns:
