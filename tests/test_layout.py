@@ -267,7 +267,7 @@ def test_kernels_of_few_rows_are_turned_once_and_what_is_stored_is_not():
     )
 
 
-@pytest.mark.parametrize("how", ["plain", "slots", "lora", "bfloat16"])
+@pytest.mark.parametrize("how", ["plain", "slots", "lora", "bfloat16", "mesh"])
 @pytest.mark.parametrize("model", [toys.GPT2, toys.LLAMA], ids=lambda m: m.family)
 def test_turned_weights_change_no_sample(model, how, monkeypatch):
     params = toys.params(model)
@@ -278,6 +278,11 @@ def test_turned_weights_change_no_sample(model, how, monkeypatch):
         adapters = lora.init(jax.random.key(3), model=model, lora=wanted)
         moved = toys.perturbed(adapters, seed=4, scale=0.3)
         params = lora.attach(params, moved, lora=wanted)
+    on_mesh = functools.partial  # of a function
+    if how == "mesh":
+        mesh = sharding.MeshShape.parse("fsdp=4,tensor=2").make()
+        params = sharding.place(params, mesh=mesh)
+        on_mesh = functools.partial(sharding.on, mesh)
     tokens, mask = batch(columns=PROMPT)
     products, plain = [], layout.turned_product
 
@@ -289,15 +294,14 @@ def test_turned_weights_change_no_sample(model, how, monkeypatch):
 
     def sample(turned_rows: int) -> decode.Generated:
         products.clear()
-        return jax.jit(
-            functools.partial(
-                decode.generate,
-                model=dataclasses.replace(model, turned_rows=turned_rows),
-                max_new_tokens=12,
-                stop_ids=(3,),
-                slots=2 if how == "slots" else None,
-            )
-        )(
+        drawing = functools.partial(
+            decode.generate,
+            model=dataclasses.replace(model, turned_rows=turned_rows),
+            max_new_tokens=12,
+            stop_ids=(3,),
+            slots=2 if how == "slots" else None,
+        )
+        return jax.jit(on_mesh(drawing))(
             params,
             tokens=tokens,
             mask=mask.at[:, -1].set(True),

@@ -288,11 +288,10 @@ def layers_to_decode(
     """
 
     def turned(layer: Params) -> Params:
-        flat = {}
-        for path, leaf in traverse_util.flatten_dict(layer).items():
+        flat: Any = traverse_util.flatten_dict(layer)
+        for path, leaf in tuple(flat.items()):
             if path[-1] == "kernel" and not leaves.is_stored(leaf):
-                path, leaf = (*path[:-1], "turned"), leaf.T
-            flat[path] = leaf
+                flat[*path[:-1], "turned"] = flat.pop(path).T
         return traverse_util.unflatten_dict(flat)
 
     layers = unstack(params["layers"], num_layers=model.num_layers)
