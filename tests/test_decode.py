@@ -352,6 +352,14 @@ def test_a_token_of_probability_0_is_never_drawn_of_many_words(uniform):
     assert int(found[1]) == 3 * sampling.BLOCK
 
 
+def test_a_target_that_rounds_below_its_block_takes_the_first_possible_word():
+    """1 + 7e-8 is 1 + 2^-23, so that 1.2e-7 seems to stand before the second block."""
+    weights = np.zeros((1, 2 * sampling.BLOCK), np.float32)
+    weights[0, [3, sampling.BLOCK + 5]] = [7e-8, 1.0]
+    found = sampling.drawn(jnp.asarray(weights), uniform=jnp.asarray([8e-8]))
+    assert int(found[0]) == sampling.BLOCK + 5
+
+
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-24, 1.0])
 def test_a_token_of_probability_0_is_never_drawn(monkeypatch, uniform):
     monkeypatch.setattr(jax.random, "uniform", lambda key: jnp.float32(uniform))
