@@ -45,7 +45,6 @@ from rlhf_jax import checks, cli, config, decode, decoder, layout, report, run_f
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.decode import Generated
 
-SAME = 0.99  # share of responses; of 512 one at most was found to differ
 Array = jax.Array
 Run = Callable[[], Any]
 
@@ -156,11 +155,13 @@ def uneven(params: Any, options: Config) -> dict[str, Any]:
 
     found = in_slots()
     wanted = jax.tree.map(lambda *leaves: np.concatenate(leaves), *in_batches())
-    same = (found.tokens == wanted.tokens).all(axis=1).mean()
-    if same < SAME:
+    differing = int((found.tokens != wanted.tokens).any(axis=1).sum())
+    allowed = 1 + len(found.tokens) // 100  # of 512 one at most was found to differ
+    if differing > allowed:
         raise RuntimeError(
-            f"expected at least {SAME:.0%} of responses alike in slots and in batches, "
-            f"got {same:.1%}; decoding in slots is at fault"
+            f"expected slots and batches to draw the same responses, but for {allowed} "
+            f"that rounding may change, got {differing} of {len(found.tokens)} that "
+            f"differ; decoding in slots is at fault: please report its config.json"
         )
     tokens = int(wanted.response_mask.sum())
     seconds = in_turns(

@@ -1,4 +1,4 @@
-"""`experiments/benchmark_decode.py` at toy size: both ways draw the same tokens."""
+"""`experiments/benchmark_decode.py` at toy size: every figure is there."""
 
 import json
 

@@ -352,6 +352,21 @@ def test_a_token_of_probability_0_is_never_drawn_of_many_words(uniform):
     assert int(found[1]) == 3 * sampling.BLOCK
 
 
+@pytest.mark.parametrize("words", [5, sampling.BLOCK + 1])
+@pytest.mark.parametrize("what", [np.nan, np.inf, -np.inf])
+def test_a_row_of_no_distribution_draws_a_word_and_is_not_finite(words, what):
+    """What reads the rollout later, the reference for one, stays finite."""
+    logits = np.zeros((2, words), np.float32)
+    logits[1] = what
+    token, logprob, entropy = sample_token(
+        logits, keys=jax.random.split(jax.random.key(0), 2), temperature=1.0
+    )
+    assert 0 <= int(token[0]) < words
+    assert int(token[1]) == words - 1
+    for array in (logprob, entropy):
+        np.testing.assert_array_equal(np.isfinite(array), [True, False])
+
+
 def test_a_target_that_rounds_below_its_block_takes_the_first_possible_word():
     """1 + 7e-8 is 1 + 2^-23, so that 1.2e-7 seems to stand before the second block."""
     weights = np.zeros((1, 2 * sampling.BLOCK), np.float32)

@@ -242,6 +242,8 @@ def test_a_turned_product_and_its_gradients(dtype):
     )
     assert y.dtype == jnp.float32
     np.testing.assert_allclose(y, x @ w.T, atol=1e-5)
+    text = jax.jit(layout.turned_product).lower(x, w).as_text()
+    assert "optimization_barrier" in text  # else it would be x @ w.T
     of_x, of_w = back(jnp.asarray(g, jnp.float32))
     tolerance = {"rtol": 1e-2, "atol": 1e-2} if dtype == "bfloat16" else {"atol": 1e-5}
     np.testing.assert_allclose(of_x.astype(jnp.float32), g @ w, **tolerance)

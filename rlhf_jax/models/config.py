@@ -172,8 +172,14 @@ class ModelConfig:
 
     def run_as(self, other: ModelConfig) -> ModelConfig:
         """This model by the other's compute dtype, attention, remat and layout."""
-        how = ("dtype", "remat", "unroll", "attention", "turned_rows")
-        return dataclasses.replace(self, **{name: getattr(other, name) for name in how})
+        return dataclasses.replace(
+            self,
+            dtype=other.dtype,
+            remat=other.remat,
+            unroll=other.unroll,
+            attention=other.attention,
+            turned_rows=other.turned_rows,
+        )
 
     def is_local(self, layer: int) -> bool:
         """Whether a layer, from 0, sees the sliding window alone."""

@@ -108,8 +108,8 @@ def generate(
       shaping: for evaluation only; None samples from the policy itself.
       group_size: G, rows g·G to g·G + G - 1 hold the same prompt, which is run once.
       slots: rows that are answered at a time; the others wait for one that finishes
-        (`slots.py`). The samples are the same, in less time where their lengths
-        differ and in less memory always. None is a place for every row.
+        (`slots.py`). The samples are the same up to rounding, in less time where
+        their lengths differ and in less memory always. None is a place for every row.
 
     Returns:
       Generated, with 0 in `logprobs` and `entropy` outside the response.

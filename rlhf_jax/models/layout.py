@@ -1,4 +1,4 @@
-"""Layouts: choices by backend that change how fast something runs, and no number.
+"""Layouts: choices by backend that change how fast something runs, and only rounding.
 
 `fastest` makes those of a model, as measured. A `ModelConfig` that is built by hand has
 the layout that every backend runs well and that compiles in the time of one layer.

@@ -81,7 +81,7 @@ def drawn(weights: Array, *, uniform: Array) -> Array:
       uniform: f32[B], in [0, 1).
 
     Returns:
-      i32[B], of a weight > 0.
+      i32[B], of a weight > 0; V - 1 where the weights are not finite.
     """
     if weights.shape[-1] <= BLOCK:
         return _reached(weights, target=uniform * weights.sum(axis=-1))[0]
@@ -90,14 +90,15 @@ def drawn(weights: Array, *, uniform: Array) -> Array:
     totals = blocks.sum(axis=-1)
     block, rest = _reached(totals, target=uniform * totals.sum(axis=-1))
     inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    return block * BLOCK + _reached(inside, target=rest)[0]
+    place = _reached(inside, target=rest)[0]
+    return jnp.minimum(block * BLOCK + place, weights.shape[-1] - 1)
 
 
 def _reached(weights: Array, *, target: Array) -> tuple[Array, Array]:
     """Where the sum of weights exceeds the target, and the target less those before.
 
-    Sums round: a weight of 0 is never taken, and a target that rounds up to the total
-    takes the last that is above.
+    Sums round: a weight of 0 is never taken, a target that rounds up to the total takes
+    the last that is above, and what is left of a target may be a little below 0.
     """
     cumulative = jnp.cumsum(weights, axis=-1)
     possible = weights > 0

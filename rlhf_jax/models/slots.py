@@ -81,8 +81,9 @@ def respond(
       The others: as `decode.generate`, with N rows, and checked there.
 
     Returns:
-      Responses[N, R], the very samples of a place for every row: each is drawn with
-      keys of its own.
+      Responses[N, R], the samples of a place for every row: each is drawn with keys
+      of its own. Products of other sizes round otherwise, which decides a draw that
+      falls between two tokens (of 512 responses one at most was found to differ).
 
     Raises:
       InputError: fewer slots than a group has rows, or more than there are rows.
