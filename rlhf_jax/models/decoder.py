@@ -283,8 +283,8 @@ def layers_to_decode(
       rows: B, of that step.
 
     Returns:
-      L layers: for more rows than `model.turned_rows` as they are, for fewer with
-      "turned" [out, in] in the place of every "kernel" [in, out] that is not stored.
+      L layers: of more rows than `model.turned_rows` as they are, of as many or fewer
+      with "turned" [out, in] in place of every "kernel" [in, out] that is not stored.
     """
 
     def turned(layer: Params) -> Params:
