@@ -3,6 +3,7 @@
 import json
 
 import benchmark_decode
+import numpy as np
 import pytest
 
 from rlhf_jax import cli
@@ -22,3 +23,25 @@ def test_every_figure_is_there(tmp_path):
     assert [row["rows"] for row in summary["rows"]] == [2, 4]
     assert [row["tokens"] for row in summary["lengths"]] == [4, 8]
     assert summary["lengths"][0]["growth"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("places", "good"),
+    [
+        ([], True),
+        ([(3, 2, 1), (3, 3, 7)], True),  # one draw to the next word, and what follows
+        ([(3, 2, -1), (5, 0, 1)], True),
+        ([(3, 2, 2)], False),
+        ([(3, 2, 1), (5, 0, 1), (6, 1, 1)], False),  # of 100 more than two
+    ],
+)
+def test_responses_may_part_by_rounding_alone(places, good):
+    wanted = np.random.default_rng(0).integers(10, 20, (100, 4))
+    found = wanted.copy()
+    for row, column, stride in places:
+        found[row, column] += stride
+    if good:
+        benchmark_decode.check_same(found, wanted)
+    else:
+        with pytest.raises(RuntimeError, match=f"got {len(places)} of 100 that part"):
+            benchmark_decode.check_same(found, wanted)
