@@ -169,6 +169,87 @@ def test_a_lagging_policy_is_held_at_the_target(name, lag, unit):
     assert float(start.mean()) == pytest.approx(30.0, rel=0.01)  # without it
 
 
+# (controller, responses an update, bounds): β 0.2, target 6 nats.
+WOUND_UP = {
+    "pi": (pi(0.2, **GAINS), 512, (0.02, 2.0)),
+    "adaptive": (adaptive(0.2, horizon=2000), 512, (0.02, 2.0)),
+    "lagrangian": (lagrangian(0.2, learning_rate=1e-2), 512, (0.0, 2.0)),
+}
+
+
+@pytest.mark.parametrize("name", WOUND_UP)
+@pytest.mark.parametrize("num_steps", [500, 2000])
+def test_a_run_that_starts_slowly_comes_back_within_50_steps(name, num_steps):
+    """KL stays at 0.5 of 6 nats, then leaves: β is where it started 50 steps later."""
+    controller, num_episodes, (lower, _) = WOUND_UP[name]
+    coefficients = run(controller, [0.5] * num_steps + [12.0] * 50, num_episodes)
+    assert coefficients[num_steps] == pytest.approx(lower, rel=1e-6)
+    assert coefficients[-1] >= 0.2
+
+
+@pytest.mark.parametrize("name", WOUND_UP)
+@pytest.mark.parametrize("num_steps", [500, 2000])
+def test_a_run_far_above_its_target_comes_back_within_50_steps(name, num_steps):
+    controller, num_episodes, (_, upper) = WOUND_UP[name]
+    coefficients = run(controller, [100.0] * num_steps + [0.0] * 50, num_episodes)
+    assert coefficients[num_steps] == pytest.approx(upper, rel=1e-6)
+    assert coefficients[-1] <= 0.2
+
+
+@HOLDING
+def test_a_late_policy_is_held_at_the_target_too(name):
+    """The plant of `simulate`, after 2,000 updates in which it did not move."""
+    controller = PLANT[name]
+    for _ in range(2):
+        controller = jax.lax.fori_loop(
+            0,
+            1000,
+            lambda _, c: c.update(kl=jnp.float32(0.5), num_episodes=64),
+            controller,
+        )
+    assert float(controller.kl_coef) < 0.011
+    last = simulate(controller, lag=0.5)[-150:]
+    assert float(last.mean()) == pytest.approx(6.0, rel=0.05)
+
+
+@HOLDING
+def test_bounds_that_are_asked_for(name):
+    """By hand: each is a coefficient that β reaches and does not pass."""
+    make = functools.partial(MAKE[name], target=6.0, unit="response", **REST[name])
+    bounded = make(0.15, min_kl_coef=0.12, max_kl_coef=0.19)
+    assert run(bounded, [0.0] * 300)[-1] == pytest.approx(0.12, rel=1e-6)
+    assert run(bounded, [50.0] * 300)[-1] == pytest.approx(0.19, rel=1e-6)
+    both = make(0.15, min_kl_coef=0.15, max_kl_coef=0.15)
+    assert run(both, [0.0, 50.0]) == pytest.approx([0.15] * 3, rel=1e-7)
+
+
+@HOLDING
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        ({"min_kl_coef": 0.2}, r"kl_coef: expected from min_kl_coef 0.2 to .* got 0.1"),
+        ({"max_kl_coef": 0.05}, r"kl_coef: .* to max_kl_coef 0.05, got 0.1; start"),
+        ({"min_kl_coef": -0.1}, r"min_kl_coef: expected .* got -0.1; choose"),
+        ({"min_kl_coef": np.nan}, r"min_kl_coef: expected .* got nan; choose"),
+        ({"max_kl_coef": np.inf}, r"max_kl_coef: expected .* got inf; choose"),
+    ],
+)
+def test_bounds_that_cannot_be(name, bounds, message):
+    options = {"target": 6.0, "unit": "response", **REST[name], **bounds}
+    with pytest.raises(checks.InputError, match=message):
+        MAKE[name](0.1, **options)
+    with pytest.raises(checks.InputError, match=message):
+        Control(kind=name, **options).controller(0.1, num_steps=3)
+
+
+def test_bounds_of_a_coefficient_that_starts_at_0():
+    with pytest.raises(checks.InputError, match=r"max_kl_coef: .* kl_coef of 0, .*give"):
+        lagrangian(0.0, learning_rate=0.1)
+    for make in (functools.partial(adaptive, **OAI), functools.partial(pi, **GAINS)):
+        with pytest.raises(checks.InputError, match=r"min_kl_coef: .* above 0, got 0"):
+            make(0.1, min_kl_coef=0.0)
+
+
 @HOLDING
 @pytest.mark.parametrize("kl", [np.nan, np.inf, -np.inf, None])
 def test_a_batch_without_a_kl_changes_nothing(name, kl):
@@ -259,7 +340,7 @@ EVERY = {
     "fixed": kl_control.fixed(0.15),
     "linear": Control(kind="linear", end=0.05).controller(0.15, num_steps=3),
 }
-LEAVES = {"adaptive": 1, "pi": 2, "lagrangian": 1, "fixed": 1, "linear": 2}
+LEAVES = {"adaptive": 3, "pi": 4, "lagrangian": 3, "fixed": 1, "linear": 2}
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -335,7 +416,8 @@ def test_bad_coefficients(bad: float):
 
 
 def test_a_coefficient_of_0_can_be_added_to_but_not_multiplied():
-    assert run(lagrangian(0.0, learning_rate=0.1), [7.0])[1] == pytest.approx(0.1)
+    from_zero = lagrangian(0.0, learning_rate=0.1, max_kl_coef=1.0)
+    assert run(from_zero, [7.0])[1] == pytest.approx(0.1)
     for make in (functools.partial(adaptive, **OAI), functools.partial(pi, **GAINS)):
         with pytest.raises(ValueError, match=r"kl_coef: expected .* above 0, got 0"):
             make(0.0)
@@ -421,6 +503,7 @@ OPTIONS = {
         lagrangian(0.2, learning_rate=0.5),
     ),
 }
+BOUNDS = {"min_kl_coef": 0.1, "max_kl_coef": 0.7}
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
@@ -430,6 +513,12 @@ def test_options_make_the_controller_that_they_name(kind):
     made = options.controller(0.2, num_steps=7)
     assert jax.tree.structure(made) == jax.tree.structure(expected)
     assert jax.tree.leaves(made) == jax.tree.leaves(expected)
+    if kind != "fixed":
+        bounded = dataclasses.replace(options, **BOUNDS).controller(0.2, num_steps=7)
+        expected = dataclasses.replace(
+            expected, **{name: jnp.float32(bound) for name, bound in BOUNDS.items()}
+        )
+        assert jax.tree.leaves(bounded) == jax.tree.leaves(expected)
 
 
 def test_a_target_per_response_is_told_and_no_other():

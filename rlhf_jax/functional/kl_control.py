@@ -3,7 +3,9 @@
 Make a controller with `fixed`, `scheduled`, `adaptive`, `pi` or `lagrangian`, which
 check what they are given, or, from the options of a command line, with `Control`. The
 last three hold the KL at a target that is in nats per response or in nats per token.
-What a controller does in an iteration stands in `kl_controllers`.
+What a controller does in an iteration stands in `kl_controllers`. It keeps β within
+[`min_kl_coef`, `max_kl_coef`]; by default these are a tenth and ten times the
+coefficient that it starts at, and 0 below for the Lagrangian multiplier.
 
 The usual range of β is 0.02-0.1 reward units per nat.
 """
@@ -31,6 +33,8 @@ from rlhf_jax.functional.kl_controllers import (
 )
 
 Array = jax.Array
+
+RANGE = 10.0  # default bounds of β over, and under, the coefficient it starts at
 
 
 def fixed(kl_coef: float) -> FixedKL:
@@ -72,7 +76,13 @@ def scheduled(schedule: Schedule, *, num_steps: int) -> ScheduledKL:
 
 
 def adaptive(
-    kl_coef: float, *, target: float, unit: Unit | None = None, horizon: int
+    kl_coef: float,
+    *,
+    target: float,
+    unit: Unit | None = None,
+    horizon: int,
+    min_kl_coef: float | None = None,
+    max_kl_coef: float | None = None,
 ) -> AdaptiveKL:
     """A coefficient that starts at `kl_coef` and holds the KL at `target`.
 
@@ -83,13 +93,20 @@ def adaptive(
       target: nats per `unit`.
       unit: of the target.
       horizon: episodes; over as many, β moves by a fifth or so at most.
+      min_kl_coef: smallest β, reward units per nat, above 0; None is kl_coef / 10.
+      max_kl_coef: largest β, reward units per nat; None is 10 kl_coef.
 
     Raises:
-      ValueError: an argument is not positive and finite, or there is no unit.
+      ValueError: an argument is not positive and finite, there is no unit, or kl_coef
+      is outside the bounds.
     """
     checks.positive(kl_coef=kl_coef, target=target, horizon=horizon)
+    lower, upper = _bounds(kl_coef, min_kl_coef, max_kl_coef)
+    checks.positive(min_kl_coef=lower)
     return AdaptiveKL(
         kl_coef=scalar(kl_coef),
+        min_kl_coef=scalar(lower),
+        max_kl_coef=scalar(upper),
         target=target,
         unit=_known_unit(unit, target=target),
         horizon=horizon,
@@ -104,6 +121,8 @@ def pi(
     proportional: float,
     integral: float,
     max_error: float = 1.0,
+    min_kl_coef: float | None = None,
+    max_kl_coef: float | None = None,
 ) -> ProportionalIntegralKL:
     """A coefficient that starts at `kl_coef` and holds the KL at `target`.
 
@@ -116,17 +135,26 @@ def pi(
         to 0.
       max_error: error beyond which the controller pulls no harder; 1 is a KL of 0
         below the target, and of twice the target above it.
+      min_kl_coef: smallest β, reward units per nat, above 0; None is kl_coef / 10.
+      max_kl_coef: largest β, reward units per nat; None is 10 kl_coef.
+
+    With the default bounds, β comes back from either of them to where it started
+    within (log 10 - 2 kp) / ki updates of an error of 1: 34 for kp 0.3 and ki 0.05.
 
     Raises:
       ValueError: proportional is negative, another number is not positive and finite,
-      or there is no unit.
+      there is no unit, or kl_coef is outside the bounds.
     """
     checks.positive(
         kl_coef=kl_coef, target=target, integral=integral, max_error=max_error
     )
     checks.non_negative(proportional=proportional)
+    lower, upper = _bounds(kl_coef, min_kl_coef, max_kl_coef)
+    checks.positive(min_kl_coef=lower)
     return ProportionalIntegralKL(
         kl_coef=scalar(kl_coef),
+        min_kl_coef=scalar(lower),
+        max_kl_coef=scalar(upper),
         error=scalar(0.0),
         target=target,
         unit=_known_unit(unit, target=target),
@@ -137,7 +165,13 @@ def pi(
 
 
 def lagrangian(
-    kl_coef: float, *, target: float, unit: Unit | None = None, learning_rate: float
+    kl_coef: float,
+    *,
+    target: float,
+    unit: Unit | None = None,
+    learning_rate: float,
+    min_kl_coef: float | None = None,
+    max_kl_coef: float | None = None,
 ) -> LagrangianKL:
     """A coefficient that starts at `kl_coef` and holds the KL at or below `target`.
 
@@ -146,15 +180,22 @@ def lagrangian(
       target: nats per `unit`.
       unit: of the target.
       learning_rate: η, reward units per nat for each nat (per unit) of excess.
+      min_kl_coef: smallest β, reward units per nat; None is 0.
+      max_kl_coef: largest β, reward units per nat; None is 10 kl_coef, which must then
+        be above 0.
 
     Raises:
-      ValueError: kl_coef is negative, another number is not positive and finite, or
-      there is no unit.
+      ValueError: kl_coef is negative, another number is not positive and finite,
+      there is no unit, or kl_coef is outside the bounds.
     """
     checks.non_negative(kl_coef=kl_coef)
     checks.positive(target=target, learning_rate=learning_rate)
+    lower = 0.0 if min_kl_coef is None else min_kl_coef
+    lower, upper = _bounds(kl_coef, lower, max_kl_coef)
     return LagrangianKL(
         kl_coef=scalar(kl_coef),
+        min_kl_coef=scalar(lower),
+        max_kl_coef=scalar(upper),
         target=target,
         unit=_known_unit(unit, target=target),
         learning_rate=learning_rate,
@@ -190,6 +231,12 @@ class Control:
     """pi: relative error beyond which it pulls no harder."""
     learning_rate: float = 1e-3
     """lagrangian: reward units per nat for each nat of excess."""
+    min_kl_coef: float | None = None
+    """Smallest coefficient that a target may lead to, reward units per nat; None is a
+    tenth of --kl-coef (lagrangian: 0)."""
+    max_kl_coef: float | None = None
+    """Largest coefficient that a target may lead to, reward units per nat; None is ten
+    times --kl-coef."""
     end: float | None = None
     """linear: coefficient of the last iteration, reward units per nat."""
 
@@ -204,7 +251,7 @@ class Control:
         for field in dataclasses.fields(self):
             value = given[field.name]
             if field.name in ("kind", *read):
-                if value is None and field.name != "unit":
+                if value is None and field.name not in _MAY_BE_NONE:
                     raise checks.InputError(
                         f"{field.name}: expected a number with kind {self.kind}, got "
                         f"none; give {field.name}"
@@ -225,8 +272,9 @@ class Control:
             learning_rate=self.learning_rate,
         )
         checks.non_negative(proportional=self.proportional)
-        if self.end is not None:
-            checks.non_negative(end=self.end)
+        for name in ("end", "min_kl_coef", "max_kl_coef"):
+            if given[name] is not None:
+                checks.non_negative(**{name: given[name]})
         if self.target is not None:
             checks.positive(target=self.target)
             _known_unit(self.unit, target=self.target)
@@ -240,7 +288,8 @@ class Control:
         """The controller that starts at `kl_coef`, for a run of `num_steps` iterations.
 
         Raises:
-          InputError: kl_coef is negative, NaN or infinite, or 0 where it is multiplied.
+          InputError: kl_coef is negative, NaN or infinite, outside its bounds, or 0
+            where it is multiplied.
         """
         match self.kind:
             case "fixed":
@@ -253,7 +302,12 @@ class Control:
             case "adaptive":
                 assert self.target is not None
                 return adaptive(
-                    kl_coef, target=self.target, unit=self.unit, horizon=self.horizon
+                    kl_coef,
+                    target=self.target,
+                    unit=self.unit,
+                    horizon=self.horizon,
+                    min_kl_coef=self.min_kl_coef,
+                    max_kl_coef=self.max_kl_coef,
                 )
             case "pi":
                 assert self.target is not None
@@ -264,6 +318,8 @@ class Control:
                     proportional=self.proportional,
                     integral=self.integral,
                     max_error=self.max_error,
+                    min_kl_coef=self.min_kl_coef,
+                    max_kl_coef=self.max_kl_coef,
                 )
             case "lagrangian":
                 assert self.target is not None
@@ -272,15 +328,19 @@ class Control:
                     target=self.target,
                     unit=self.unit,
                     learning_rate=self.learning_rate,
+                    min_kl_coef=self.min_kl_coef,
+                    max_kl_coef=self.max_kl_coef,
                 )
 
 
+_OF_A_TARGET = ("target", "unit", "min_kl_coef", "max_kl_coef")
+_MAY_BE_NONE = ("unit", "min_kl_coef", "max_kl_coef")  # checked or derived elsewhere
 _READ_BY = {
     "fixed": (),
     "linear": ("end",),
-    "adaptive": ("target", "unit", "horizon"),
-    "pi": ("target", "unit", "proportional", "integral", "max_error"),
-    "lagrangian": ("target", "unit", "learning_rate"),
+    "adaptive": (*_OF_A_TARGET, "horizon"),
+    "pi": (*_OF_A_TARGET, "proportional", "integral", "max_error"),
+    "lagrangian": (*_OF_A_TARGET, "learning_rate"),
 }
 CONSTANT = Control()
 
@@ -296,6 +356,33 @@ class _Line:
     def __call__(self, step: Array) -> Array:
         share = step.astype(jnp.float32) / max(self.num_steps - 1, 1)
         return self.start + share * (self.end - self.start)
+
+
+def _bounds(
+    kl_coef: float, lower: float | None, upper: float | None
+) -> tuple[float, float]:
+    """The bounds of β, those that are None derived from where it starts.
+
+    Arrays, as where runs are mapped over their coefficient, pass unread.
+    """
+    lower = kl_coef / RANGE if lower is None else lower
+    upper = kl_coef * RANGE if upper is None else upper
+    checks.non_negative(min_kl_coef=lower)
+    if isinstance(upper, int | float) and upper == 0:
+        raise checks.InputError(
+            f"max_kl_coef: expected a number above 0, got none with a kl_coef of "
+            f"{kl_coef:g}, of which it would be {RANGE:g} times; give max_kl_coef"
+        )
+    checks.positive(max_kl_coef=upper)
+    numbers = (lower, kl_coef, upper)
+    if all(isinstance(number, int | float) for number in numbers) and not (
+        lower <= kl_coef <= upper
+    ):
+        raise checks.InputError(
+            f"kl_coef: expected from min_kl_coef {lower:g} to max_kl_coef {upper:g}, "
+            f"got {kl_coef:g}; start within the bounds, or move them"
+        )
+    return lower, upper
 
 
 def _known_unit(unit: Unit | None, *, target: float) -> Unit:

@@ -4,13 +4,18 @@ A controller has a `kl_coef`, in reward units per nat, and an `update` that retu
 next record, a pure function; it is part of every snapshot. Three of them hold the KL at
 a target, and say in which unit that is. They are made by `kl_control`, which checks
 what it is given.
+
+Those three keep β within [`min_kl_coef`, `max_kl_coef`]. A KL that starts at 0, as that
+of every run does, or that stays above its target for long would otherwise move β
+without limit: the integral winds up, and β = 0 and β = inf are never left again where β
+is multiplied. At a bound β waits, and the first error of the other sign moves it away.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, TypeVar
 
 import flax.struct
 import jax
@@ -80,6 +85,8 @@ class AdaptiveKL:
     """KL coefficient that chases a target by its own rate (Ziegler et al. 2019)."""
 
     kl_coef: Array  # f32[], reward units per nat
+    min_kl_coef: Array  # f32[], reward units per nat
+    max_kl_coef: Array  # f32[], reward units per nat
     target: float = flax.struct.field(pytree_node=False)  # nats per unit
     unit: Unit = flax.struct.field(pytree_node=False)
     horizon: int = flax.struct.field(pytree_node=False)  # episodes
@@ -91,7 +98,7 @@ class AdaptiveKL:
         num_episodes: int,
         mean_length: Array | None = None,
     ) -> AdaptiveKL:
-        """β·(1 + e·n/horizon) with e = clip(kl/target - 1, -0.2, 0.2).
+        """clip(β·(1 + e·n/horizon)) with e = clip(kl/target - 1, -0.2, 0.2).
 
         Args:
           kl: f32[], mean over responses of the KL summed over tokens, nats per
@@ -106,7 +113,7 @@ class AdaptiveKL:
           ValueError: kl is not a scalar, n is so large that β could reach 0, or the
           unit is the token and mean_length is None.
 
-        Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
+        Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2; the bounds are ours.
         """
         if kl is None:
             return self
@@ -120,7 +127,7 @@ class AdaptiveKL:
         error = jnp.clip(seen / self.target - 1.0, -_LARGEST_ERROR, _LARGEST_ERROR)
         error = jnp.where(jnp.isfinite(seen), error, 0.0)
         growth = 1.0 + error * (num_episodes / self.horizon)
-        return dataclasses.replace(self, kl_coef=self.kl_coef * growth)
+        return _moved(self, self.kl_coef * growth)
 
 
 @flax.struct.dataclass
@@ -128,6 +135,8 @@ class ProportionalIntegralKL:
     """KL coefficient that holds a target by a PI controller of log β."""
 
     kl_coef: Array  # f32[], reward units per nat
+    min_kl_coef: Array  # f32[], reward units per nat
+    max_kl_coef: Array  # f32[], reward units per nat
     error: Array  # f32[], e of the last update, dimensionless
     target: float = flax.struct.field(pytree_node=False)  # nats per unit
     unit: Unit = flax.struct.field(pytree_node=False)
@@ -144,8 +153,10 @@ class ProportionalIntegralKL:
     ) -> ProportionalIntegralKL:
         """log β += kp·(e - e_before) + ki·e with e = clip(kl/target - 1, ±max_error).
 
-        The steps of a run add up to log β = log β_0 + kp·e + ki·Σe. A gain is that of
-        an update in which a KL was taken, however many responses it was taken over.
+        Within the bounds the steps of a run add up to log β = log β_0 + kp·e + ki·Σe.
+        At a bound the sum stops: what would lead beyond is not remembered, so that β
+        turns with the error. A gain is that of an update in which a KL was taken,
+        however many responses it was taken over.
 
         Args:
           kl, mean_length: as in `AdaptiveKL.update`.
@@ -163,8 +174,7 @@ class ProportionalIntegralKL:
         move = self.proportional * (error - self.error) + self.integral * error
         usable = jnp.isfinite(seen)
         return dataclasses.replace(
-            self,
-            kl_coef=jnp.where(usable, self.kl_coef * jnp.exp(move), self.kl_coef),
+            _moved(self, self.kl_coef * jnp.where(usable, jnp.exp(move), 1.0)),
             error=jnp.where(usable, error, self.error),
         )
 
@@ -173,10 +183,13 @@ class ProportionalIntegralKL:
 class LagrangianKL:
     """KL coefficient that is the multiplier of max E[r] such that KL <= target.
 
-    Where the policy stays within its budget by itself, it falls to 0.
+    Where the policy stays within its budget by itself, it falls to its lower bound,
+    which is 0 unless another was asked for.
     """
 
     kl_coef: Array  # f32[], reward units per nat
+    min_kl_coef: Array  # f32[], reward units per nat
+    max_kl_coef: Array  # f32[], reward units per nat
     target: float = flax.struct.field(pytree_node=False)  # nats per unit
     unit: Unit = flax.struct.field(pytree_node=False)
     # η, reward units per nat, for each nat (per unit) of excess
@@ -189,7 +202,7 @@ class LagrangianKL:
         num_episodes: int,
         mean_length: Array | None = None,
     ) -> LagrangianKL:
-        """β = max(0, β + η·(kl - target)), a step of dual gradient ascent.
+        """clip(β + η·(kl - target)), a step of projected dual gradient ascent.
 
         Args:
           kl, mean_length: as in `AdaptiveKL.update`.
@@ -204,8 +217,7 @@ class LagrangianKL:
             return self
         seen = _in_unit(kl, mean_length, unit=self.unit)
         excess = jnp.where(jnp.isfinite(seen), seen - self.target, 0.0)
-        moved = jnp.maximum(self.kl_coef + self.learning_rate * excess, 0.0)
-        return dataclasses.replace(self, kl_coef=moved)
+        return _moved(self, self.kl_coef + self.learning_rate * excess)
 
 
 KLController = (
@@ -216,6 +228,15 @@ KLController = (
 def scalar(number: float | Array) -> Array:
     """f32[], a buffer of its own, as the state that it becomes part of is donated."""
     return jnp.array(number, jnp.float32)
+
+
+Held = TypeVar("Held", AdaptiveKL, ProportionalIntegralKL, LagrangianKL)
+
+
+def _moved(controller: Held, kl_coef: Array) -> Held:
+    """The controller with another coefficient, brought within its bounds."""
+    within = jnp.clip(kl_coef, controller.min_kl_coef, controller.max_kl_coef)
+    return dataclasses.replace(controller, kl_coef=within)
 
 
 def _in_unit(kl: Array, mean_length: Array | None, *, unit: Unit) -> Array:
