@@ -486,3 +486,50 @@ def test_bad_options_are_named():
         call(columns=0)
     with pytest.raises(InputError, match=r"within 24 positions, got 21 \+ 4; shorten"):
         call(columns=21)
+
+
+@pytest.mark.parametrize("slots", [None, 2])
+def test_nothing_predicts_the_first_token_of_an_empty_prompt(slots):
+    """One rule for sampler and trainer: log-prob 0, and a draw of no parameter."""
+    model, rows = tiny.GPT2, 6
+    tokens, mask = tiny.batch((0, 3, 0, 1, 0, 2), 4, side="left")
+    run = jax.jit(
+        functools.partial(
+            decode.generate,
+            model=model,
+            tokens=tokens,
+            mask=mask,
+            max_new_tokens=5,
+            stop_ids=(),
+            slots=slots,
+        )
+    )
+    keys = keys_of(INDEX[:rows], SAMPLE[:rows])
+    found = run(tiny.params(model), keys=keys)
+    empty = ~mask.any(axis=1)
+    assert (np.asarray(found.logprobs)[empty, 4] == 0).all()
+    assert (np.asarray(found.entropy)[empty, 4] == 0).all()
+    recomputed = logprobs_of(
+        tiny.params(model), model=model, tokens=found.tokens, mask=found.mask
+    )
+    np.testing.assert_allclose(
+        np.asarray(found.logprobs)[:, 4:], np.asarray(recomputed)[:, 4:], atol=1e-5
+    )
+    other = run(jax.tree.map(lambda leaf: 3.0 * leaf, tiny.params(model)), keys=keys)
+    np.testing.assert_array_equal(found.tokens[empty, 4], other.tokens[empty, 4])
+
+
+def test_a_token_that_nothing_predicts_is_uniform():
+    rows, vocabulary = 20_000, 10
+    logits = jnp.full((rows, vocabulary), jnp.nan).at[:, 0].set(9.0)
+    token, logprob, entropy = sample_token(
+        logits,
+        keys=jax.random.split(jax.random.key(0), rows),
+        temperature=0.5,
+        predicted=jnp.zeros(rows, bool),
+    )
+    counts = np.bincount(np.asarray(token), minlength=vocabulary)
+    deviation = np.sqrt(rows * 0.1 * 0.9)
+    assert np.abs(counts - rows / vocabulary).max() < 4 * deviation
+    assert not np.asarray(logprob).any()
+    assert not np.asarray(entropy).any()

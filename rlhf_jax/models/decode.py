@@ -98,7 +98,8 @@ def generate(
 
     Args:
       params: the decoder's.
-      tokens, mask: i32[B, P] and bool[B, P], left-padded prompts.
+      tokens, mask: i32[B, P] and bool[B, P], left-padded prompts. The first token of
+        an empty one is drawn uniformly, with log-prob and entropy 0 (`sample_token`).
       keys: key[B], from `row_keys`; response token t is drawn with
         fold_in(keys[b], t), whatever the prompt's width.
       max_new_tokens: R, the response columns; S = P + R.
@@ -229,6 +230,7 @@ def start(
         stop_ids=stop_ids,
         temperature=temperature,
         shaping=shaping,
+        predicted=mask[:, -1],
     )
 
 
@@ -325,6 +327,7 @@ def _append(
     stop_ids: tuple[int, ...],
     temperature: float,
     shaping: Shaping | None,
+    predicted: Array | None = None,
 ) -> Decoding:
     """Draws a token for every row that has not finished and writes its column."""
     alive = ~state.finished
@@ -334,6 +337,7 @@ def _append(
         keys=jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, state.step),
         temperature=temperature,
         shaping=shaping,
+        predicted=predicted,
     )
 
     def put(array: Array, values: Array) -> Array:

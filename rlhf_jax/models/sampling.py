@@ -38,7 +38,12 @@ class Shaping:
 
 
 def sample_token(
-    logits: Array, *, keys: Array, temperature: float, shaping: Shaping | None = None
+    logits: Array,
+    *,
+    keys: Array,
+    temperature: float,
+    shaping: Shaping | None = None,
+    predicted: Array | None = None,
 ) -> tuple[Array, Array, Array]:
     """Draws one token a row by the inverse of the cumulative distribution.
 
@@ -50,6 +55,9 @@ def sample_token(
       keys: key[B], each used for one uniform number.
       temperature: > 0, divides the logits, dimensionless.
       shaping: for evaluation only; None draws from the policy itself.
+      predicted: bool[B], rows in which a token stands before the one to draw; None is
+        every row. Nothing predicts the first token of an empty prompt: it is drawn
+        uniformly, and its log-probability is 0, as `policy.logprobs` has it.
 
     Returns:
       token i32[B], its log-probability f32[B] and the entropy f32[B], nats, of the
@@ -57,6 +65,8 @@ def sample_token(
       greedy choice draws nothing; log-probability and entropy are what they would be
       had it been drawn.
     """
+    if predicted is not None:
+        logits = jnp.where(predicted[:, None], logits, 0.0)
     logits = logits / temperature
     if shaping is not None:
         logits = shape_logits(logits, shaping=shaping)
@@ -68,6 +78,9 @@ def sample_token(
         uniform = jax.vmap(lambda key: jax.random.uniform(key))(keys)
         token = drawn(jnp.exp(logprobs), uniform=uniform)
     logprob = jnp.take_along_axis(logprobs, token[:, None], axis=-1)[:, 0]
+    if predicted is not None:
+        logprob = jnp.where(predicted, logprob, 0.0)
+        entropy = jnp.where(predicted, entropy, 0.0)
     return token.astype(jnp.int32), logprob, entropy
 
 

@@ -99,7 +99,9 @@ def respond(
     ring = prompt_size + max_new_tokens - 1  # the last token is never run
     layers = decoder.layers_to_decode(params, model=model, rows=slots)
 
-    def draw(logits: Array, state: Slots) -> Slots:
+    def draw(
+        logits: Array, state: Slots, *, predicted: Array | None = None
+    ) -> Slots:
         """Appends a token to every response that goes on."""
         lengths = state.responses.lengths
         mine = keys[jnp.minimum(state.row, rows - 1)]
@@ -108,6 +110,7 @@ def respond(
             keys=jax.vmap(jax.random.fold_in)(mine, lengths),
             temperature=temperature,
             shaping=shaping,
+            predicted=predicted,
         )
         here = state.alive[:, None] & (
             jnp.arange(max_new_tokens)[None] == lengths[:, None]
@@ -153,7 +156,8 @@ def respond(
             attend=caches_.at_end(mask, size=ring, end=column, axis=1),
             caches=caches_.placed(caches, model=model, columns=ring, end=column),
         )
-        return draw(heads.logits(params, last, model=model), state)
+        logits = heads.logits(params, last, model=model)
+        return draw(logits, state, predicted=mask[:, -1])
 
     def advance(state: Slots, column: Array) -> Slots:
         """Runs the token drawn last, in `column`, and draws the next."""

@@ -9,7 +9,8 @@ per-token array is about `tokens[:, t]`:
     tokens            ·    ·   The  cat  sat  EOS   ·
     mask              0    0    1    1    1    1    0
     response_mask     0    0    0    0    1    1    0     (P = 4)
-    logprobs[t]       log π(tokens[t] | tokens[<t]); column 0 is 0
+    logprobs[t]       log π(tokens[t] | tokens[<t]); column 0 is 0, and so is the first
+                      token of a row, which nothing predicts
     values[t]         value of the state just before tokens[t]
 """
 

@@ -39,7 +39,8 @@ class PolicyRecipe:
     trained on all of it, and its score lands on the last token (OAI)."""
     slots: int | None = None
     """Responses sampled at a time, a finished one's place going to the next prompt;
-    None is a place for every row of a batch. No sample depends on it."""
+    None is a place for every row of a batch. Samples are the same up to rounding, which
+    may decide a draw that falls between two tokens."""
     penalty: Penalty = kl_penalty.IN_REWARD
     """How the KL acts."""
     scores: ScoreShaping = score_shaping.AS_THEY_ARE
