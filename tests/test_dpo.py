@@ -66,7 +66,7 @@ def reference():
     return toys.freeze(OTHER)
 
 
-def leads(params, ref_params, *, model, temperature=1.0):
+def leads(params, ref_params, *, model, temperature=1.0, token_mean=False):
     """h of every pair in float64, from texts that stand in rows of their own."""
 
     def of(side, params):
@@ -79,7 +79,9 @@ def leads(params, ref_params, *, model, temperature=1.0):
             mask=texts.mask,
             temperature=temperature,
         )
-        return np.where(texts.response_mask, np.float64(found), 0).sum(axis=1)
+        sums = np.where(texts.response_mask, np.float64(found), 0).sum(axis=1)
+        lengths = [len(getattr(pair, side)) for pair in PAIRS]
+        return sums / lengths if token_mean else sums
 
     chosen, rejected = (
         of(side, params) - (0 if ref_params is None else of(side, ref_params))
@@ -128,6 +130,19 @@ def test_the_loss_is_that_of_the_pairs(packed, family, kind, smoothing, free):
     assert found["loss/dpo"] == pytest.approx(np.mean(terms), rel=1e-4)
     assert found["dpo/margin"] == pytest.approx(BETA * lead.mean(), rel=1e-3)
     assert found["dpo/accuracy"] == pytest.approx((lead > 0).mean())
+
+
+def test_ipo_of_means_over_tokens(packed, reference):
+    """By hand: h is divided by each answer's own length, EOS included."""
+    algorithm = dataclasses.replace(ALGORITHM, kind="ipo", token_mean=True)
+    priced = price(reference, batch=packed, dpo=algorithm)
+    found = means(measure(PARAMS, batch=packed, dpo=algorithm, ref_logprobs=priced))
+    lead = leads(PARAMS, OTHER, model=toys.GPT2, token_mean=True)
+    expected = np.mean((lead - 1 / (2 * BETA)) ** 2)
+    assert found["loss/dpo"] == pytest.approx(expected, rel=1e-4)
+    assert found["dpo/margin"] == pytest.approx(BETA * lead.mean(), rel=1e-3)
+    by_sums = np.mean((leads(PARAMS, OTHER, model=toys.GPT2) - 1 / (2 * BETA)) ** 2)
+    assert abs(by_sums - expected) > 1e-2
 
 
 def same_update(found, expected):
@@ -335,6 +350,7 @@ def test_references_that_are_missing_or_would_not_be_read(packed, reference):
         ({"label_smoothing": 0.6}, "from 0 to below 0.5"),
         ({"kind": "ipo", "reference_free": True}, "sigmoid or hinge without"),
         ({"temperature": 0.0}, "temperature: expected"),
+        ({"token_mean": True}, "token_mean: expected False with kind 'sigmoid'"),
     ],
 )
 def test_recipes_that_are_none(change, message):

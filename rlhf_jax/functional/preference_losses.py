@@ -86,13 +86,19 @@ def dpo_loss(
         ipo      (h - 1/(2β))²                               IPO
         hinge    max(0, 1 - βh)                              SLiC
 
+    log π(y) is a sum over the tokens of an answer, in IPO too, as its eq. 17 has it: h
+    grows with the lengths, and 1/(2β) is a lead in nats of whole answers. Its authors
+    have since confirmed that a mean over tokens is meant: for that pass means, and a β
+    in reward units per nat per token (`dpo.DPORecipe.token_mean`).
+
     β·log π(y)/π_ref(y) is the reward that π is optimal for, up to a number that a
     prompt's answers share (the implicit reward). So the reference is a part of the
     loss: without one (both None, for comparison) h = log π(c) - log π(r), nothing
     holds π where it was, and longer answers are unlikelier to begin with.
 
     Args:
-      chosen_logprobs, rejected_logprobs: f32[B], nats, sums over the response tokens.
+      chosen_logprobs, rejected_logprobs: f32[B], nats, sums over the response tokens;
+        or their means, for IPO alone.
       ref_chosen_logprobs, ref_rejected_logprobs: f32[B], nats, the reference's sums;
         both None is the reference-free variant.
       beta: β, reward units per nat: of the KL that the optimum is held by (sigmoid,
@@ -110,7 +116,8 @@ def dpo_loss(
       `rejected_logprobs` only. `loss/dpo`: the loss. Means over pairs:
       `dpo/chosen_reward`, `dpo/rejected_reward`, `dpo/margin`: the implicit rewards and
       their difference βh, reward units. `dpo/accuracy`: share with h > 0; a tie is a
-      miss. `dpo/chosen_logprob`, `dpo/rejected_logprob`: nats per response.
+      miss. `dpo/chosen_logprob`, `dpo/rejected_logprob`: nats per response, or
+      per token where means were passed.
 
     Raises:
       ValueError: shapes differ. TypeError: floats are not f32 or mask is not bool.
@@ -118,8 +125,9 @@ def dpo_loss(
 
     Source: Rafailov et al. 2023, arXiv:2305.18290, eq. 7; cDPO is Mitchell 2023, "A
     note on DPO with noisy preferences & relationship to IPO"; IPO is Azar et al. 2023,
-    arXiv:2310.12036, eq. 17; the hinge is Zhao et al. 2023, arXiv:2305.10425, eq. 1,
-    on ratios as Liu et al. 2023, arXiv:2309.06657, eq. 7.
+    arXiv:2310.12036, eq. 17, its mean over tokens Rasul et al. 2024, "Preference tuning
+    LLMs with direct preference optimization methods"; the hinge is Zhao et al. 2023,
+    arXiv:2305.10425, eq. 1, on ratios as Liu et al. 2023, arXiv:2309.06657, eq. 7.
     """
     checks.shape((None,), chosen_logprobs=chosen_logprobs)
     if (ref_chosen_logprobs is None) != (ref_rejected_logprobs is None):

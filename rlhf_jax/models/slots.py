@@ -99,9 +99,7 @@ def respond(
     ring = prompt_size + max_new_tokens - 1  # the last token is never run
     layers = decoder.layers_to_decode(params, model=model, rows=slots)
 
-    def draw(
-        logits: Array, state: Slots, *, predicted: Array | None = None
-    ) -> Slots:
+    def draw(logits: Array, state: Slots, *, predicted: Array | None = None) -> Slots:
         """Appends a token to every response that goes on."""
         lengths = state.responses.lengths
         mine = keys[jnp.minimum(state.row, rows - 1)]

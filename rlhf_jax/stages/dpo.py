@@ -42,6 +42,9 @@ class DPORecipe:
     """Which loss of the pair's lead: DPO's own, IPO's or the hinge of SLiC."""
     label_smoothing: float = 0.0
     """Chance that a preference is the wrong way round (cDPO); of sigmoid."""
+    token_mean: bool = False
+    """IPO takes the mean log-prob of an answer's tokens, not their sum; beta is then
+    reward units per nat per token."""
     reference_free: bool = False
     """Leave the reference out, for comparison; sigmoid or hinge."""
     temperature: float = 1.0
@@ -56,6 +59,12 @@ class DPORecipe:
             label_smoothing=self.label_smoothing,
             reference_free=self.reference_free,
         )
+        if self.token_mean and self.kind != "ipo":
+            raise InputError(
+                f"token_mean: expected False with kind {self.kind!r}, whose implicit "
+                f"reward is β log π/π_ref of whole answers, got True; leave it out, or "
+                f"choose ipo"
+            )
         checks.positive(temperature=self.temperature)
 
 
@@ -100,15 +109,18 @@ def token_logprobs(params: Params, *, batch: PackedPreferences, dpo: DPO) -> Arr
     )
 
 
-def pair_logprobs(logprobs: Array, *, batch: PackedPreferences) -> tuple[Array, Array]:
+def pair_logprobs(
+    logprobs: Array, *, batch: PackedPreferences, token_mean: bool = False
+) -> tuple[Array, Array]:
     """Sums over the answers: log π(chosen | prompt) and log π(rejected | prompt).
 
     Args:
       logprobs: f32[B, S], nats per token; those outside `response_mask` are not read.
       batch: PackedPreferences[B, S].
+      token_mean: divide each sum by the answer's tokens, EOS included.
 
     Returns:
-      f32[B, K] each, nats; 0 where there is no pair.
+      f32[B, K] each, nats, or nats per token with token_mean; 0 where there is no pair.
 
     Raises:
       ValueError: shapes do not belong together. TypeError: logprobs is not f32.
@@ -120,6 +132,9 @@ def pair_logprobs(logprobs: Array, *, batch: PackedPreferences) -> tuple[Array, 
     answers = of_text & batch.response_mask[:, :, None]
     # Not a product with ones: that would round on devices that multiply in bfloat16.
     sums = jnp.sum(jnp.where(answers, logprobs[:, :, None], 0.0), axis=1)
+    if token_mean:
+        lengths = jnp.sum(answers, axis=1, dtype=jnp.float32)
+        sums = sums / jnp.maximum(lengths, 1.0)
     return sums[:, 0::2], sums[:, 1::2]
 
 
@@ -158,13 +173,14 @@ def loss(
             "set reference_free"
         )
     chosen, rejected = pair_logprobs(
-        token_logprobs(params, batch=batch, dpo=dpo), batch=batch
+        token_logprobs(params, batch=batch, dpo=dpo),
+        batch=batch,
+        token_mean=dpo.token_mean,
     )
     ref_chosen, ref_rejected = None, None
     if ref_logprobs is not None:
-        ref_chosen, ref_rejected = (
-            sums.reshape(-1) for sums in pair_logprobs(ref_logprobs, batch=batch)
-        )
+        pairs = pair_logprobs(ref_logprobs, batch=batch, token_mean=dpo.token_mean)
+        ref_chosen, ref_rejected = (numbers.reshape(-1) for numbers in pairs)
     return preference_losses.dpo_loss(
         chosen_logprobs=chosen.reshape(-1),
         rejected_logprobs=rejected.reshape(-1),
