@@ -860,11 +860,15 @@ def look(
 
 
 def text_reward(
-    spec: str, *, policy: Pretrained, rows: list[Row], mesh: Mesh
+    spec: str, *, option: str, policy: Pretrained, rows: list[Row], mesh: Mesh
 ) -> ppo.Reward:
     """The Python function module:function as a reward; each process its own rows."""
-    function = cli.load_function(spec)
-    reward = rewards.TextReward(function=function, decode=policy.decode, rows=rows)
+    reward = rewards.TextReward(
+        function=cli.load_function(spec),
+        decode=policy.decode,
+        rows=rows,
+        called=f"{option} {spec}",
+    )
 
     def scored(answered: Rollout) -> Array:
         return row_sharding.put_computed(
@@ -940,9 +944,13 @@ def main(options: Config) -> None:
     policy = policy._replace(params=None)  # with LoRA the base is a copy: the only one
     programs, judge = Programs(models), None
     if options.judge is not None:
-        judge = text_reward(options.judge, policy=policy, rows=rows, mesh=mesh)
+        judge = text_reward(
+            options.judge, option="--judge", policy=policy, rows=rows, mesh=mesh
+        )
     if options.reward is not None:
-        reward = text_reward(options.reward, policy=policy, rows=rows, mesh=mesh)
+        reward = text_reward(
+            options.reward, option="--reward", policy=policy, rows=rows, mesh=mesh
+        )
     else:
         assert models.reward is not None  # checked by Config
         reward = model_reward(models.reward)

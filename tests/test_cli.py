@@ -213,6 +213,39 @@ def test_handlers_are_put_back():
     assert [signal.getsignal(signum) for signum in signums] == before
 
 
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [(0, 1), (None, 1), (False, 1), (256, 1), ("done", 1), (1, 1), (2, 2), (7, 7)],
+)
+def test_a_run_that_exits_before_its_end_never_has_status_0(
+    tmp_path, capsys, code, status
+):
+    """Nor 256, of which the system keeps the lowest byte."""
+
+    def run(config):
+        sys.exit(code)
+
+    got, message = ending(run, tmp_path, capsys)
+    assert got == status
+    assert message.startswith(
+        f"stopped: expected the run to finish, got sys.exit({code!r})"
+    )
+
+
+def test_a_module_that_exits_when_it_is_imported(tmp_path, monkeypatch, capsys):
+    (tmp_path / "users_script.py").write_text("import sys\nsys.exit(0)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    status, message = ending(
+        lambda config: cli.load_function("users_script:f"), tmp_path, capsys
+    )
+    assert status == 1
+    assert message.startswith(
+        "stopped: users_script:f: expected a module users_script that can be imported, "
+        "got one that calls sys.exit(0); put"
+    )
+
+
 def test_a_function_by_name(tmp_path, monkeypatch):
     (tmp_path / "users_module.py").write_text("number = 3\ndef f(x): return 2 * x\n")
     monkeypatch.chdir(tmp_path)

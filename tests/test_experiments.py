@@ -304,9 +304,15 @@ def test_options_that_ppo_refuses(files, tmp_path, capsys, argv, message):
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("return [0.0]", "to return 4 numbers, one a response, got shape (1,)"),
-        ("return [float('nan')] * len(prompts)", "expected finite scores, got nan for"),
-        ("return ['good'] * len(prompts)", "to return 4 numbers, got list: could not"),
+        (
+            "return [0.0]",
+            "--reward failing:f to return 4 numbers, one per response, got 1;",
+        ),
+        (
+            "return [float('nan')] * len(prompts)",
+            "numbers, got nan at index 0 of 4 and",
+        ),
+        ("return ['good'] * len(prompts)", "got 'good' (str) at index 0 of 4, for"),
         (
             "return [1 / (prompt != 'a dog was') for prompt in prompts]",
             "raised ZeroDivisionError: division by zero for prompt 'a dog was' (row 1",

@@ -1,4 +1,9 @@
+import collections
+import copy
 import dataclasses
+import decimal
+import fractions
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +12,7 @@ import pytest
 import tiny
 
 from rlhf_jax import frozen, masked, rewards
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.checks import InputError, StopError
 
 MODEL = tiny.GPT2
 LENGTHS, SIZE = (6, 4, 1, 5), 6
@@ -203,31 +208,73 @@ def broken():
     raise KeyError("gold")
 
 
+def clearing(prompts, responses, rows):
+    for given in (prompts, responses, rows):
+        given.clear()
+    return [1.0 for _ in responses]
+
+
+class Unreadable:
+    """Whose every method raises."""
+
+    def __float__(self):
+        raise ZeroDivisionError("no")
+
+    def __repr__(self):
+        raise KeyError("gold")
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
         (
             only_for("123", lambda: float("nan")),
-            r"expected finite scores, got nan for prompt '123' \(row 0 of the data\)",
+            r"return finite numbers, got nan at index 1 of 3, for prompt '123' \(row 0",
         ),
         (
             only_for("5", lambda: None),
-            r"expected finite scores, got nan for prompt '5' \(row 1 of the data\)",
+            r"got None at index 2 of 3, as a function without a `return` gives, for "
+            r"prompt '5' \(row 1 of the data\) and response '6'; return a float",
+        ),
+        (
+            lambda p, r, rows: [None] * 3,
+            r"got None at index 0 of 3, as a function without a `return` gives, for pr",
         ),
         (
             only_for("12", lambda: 1e39),
-            r"expected finite scores, got inf for prompt '12' \(row 2 of the data\)",
+            r"got inf at index 0 of 3, for prompt '12' \(row 2 of the data\)",
+        ),
+        (
+            lambda p, r, rows: [10**400, -np.inf, 1.0],
+            r"got inf at index 0 of 3 and at 1 others, for prompt '12'",
         ),
         (
             only_for("5", broken),
             r"raised KeyError: 'gold' for prompt '5' \(row 1 of the data\) and "
             r"response '6'; mend it",
         ),
-        (lambda p, r, rows: [1.0, 2.0], r"return 3 numbers, one a response, got .*2,"),
-        (lambda p, r, rows: np.ones((3, 1)), r"return 3 numbers, .* got shape \(3, 1"),
-        (lambda p, r, rows: 1.0, r"return 3 numbers, one a response, got shape \(\)"),
-        (lambda p, r, rows: None, r"return 3 numbers"),
-        (lambda p, r, rows: ["good"] * 3, r"return 3 numbers, got list: could not"),
+        (lambda p, r, rows: [1.0, 2.0], r"3 numbers, one per response, got 2; return"),
+        (lambda p, r, rows: np.ones((3, 1)), r"3 numbers, .* got shape \(3, 1\); ret"),
+        (lambda p, r, rows: 1.0, r"3 numbers, one per response, got 1.0 \(float\);"),
+        (lambda p, r, rows: np.float64(1), r"got the number np.float64\(1.0\) alone;"),
+        (lambda p, r, rows: None, r"3 numbers, one per response, got None; return a"),
+        (lambda p, r, rows: "1.5", r"3 numbers, one per response, got '1.5' \(str\);"),
+        (lambda p, r, rows: {"a": 1.0}, r"one per response, got {'a': 1.0} \(dict\);"),
+        (lambda p, r, rows: (1.0 for _ in r), r"got <generator .*\(generator\); ret"),
+        (clearing, r"3 numbers, one per response, got an empty list; return a list"),
+        (lambda p, r, rows: ["good"] * 3, r"got 'good' \(str\) at index 0 of 3, for"),
+        (lambda p, r, rows: ["1.5"] * 3, r"got '1.5' \(str\) at index 0 of 3, for pr"),
+        (lambda p, r, rows: [b"1"] * 3, r"got b'1' \(bytes\) at index 0 of 3, for pr"),
+        (lambda p, r, rows: [0, [1.0], 0], r"got \[1.0\] \(list\) at index 1 of 3"),
+        (lambda p, r, rows: [0, 0, np.ones(1)], r"got array.*\(ndarray\) at index 2"),
+        (lambda p, r, rows: [0, 1j, 0], r"got 1j \(complex\) at index 1 of 3, for"),
+        (lambda p, r, rows: np.full(3, 1j), r"\(complex128\) at index 0 of 3, for"),
+        (lambda p, r, rows: ["x" * 999] * 3, r"got 'x{79}\.\.\. \(str\) at index 0"),
+        (
+            lambda p, r, rows: [Unreadable()] * 3,
+            r"got a value that cannot be shown \(KeyError\) \(Unreadable\) at index 0 "
+            r"of 3 \(ZeroDivisionError: no\), for prompt '12'",
+        ),
         (
             lambda p, r, rows: broken() if len(p) > 1 else [1.0],
             r"raised KeyError: 'gold' for a batch of 3, though for none of its resp",
@@ -243,6 +290,64 @@ def test_the_function_s_own_error_is_the_cause():
     with pytest.raises(InputError) as error:
         text_reward(only_for("12", broken))(answers())
     assert isinstance(error.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize(
+    ("returned", "expected"),
+    [
+        ([True, False, True], [1, 0, 1]),
+        ((1, np.float16(0.5), np.array(0.25)), [1, 0.5, 0.25]),
+        (np.array([1, 2, 3]), [1, 2, 3]),
+        (np.array([0.5, 1, 2], object), [0.5, 1, 2]),
+        (jnp.array([0.5, 1, 2], jnp.bfloat16), [0.5, 1, 2]),
+        (collections.deque([1, 2, 3]), [1, 2, 3]),
+        ([fractions.Fraction(1, 2), decimal.Decimal("0.25"), 2], [0.5, 0.25, 2]),
+    ],
+)
+def test_any_list_of_numbers_is_scores(returned, expected):
+    found = text_reward(lambda prompts, responses, rows: returned)(answers())
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, np.float32(expected))
+
+
+def test_a_function_gets_copies():
+    """What it does to its lists and rows, nested ones too, is gone at the next call."""
+    rows = [{"gold": i, "notes": {"seen": []}} for i in range(3)]
+    before = copy.deepcopy(rows)
+
+    def meddling(prompts, responses, rows):
+        found = [row["gold"] + len(row["notes"]["seen"]) for row in rows]
+        for row in rows:
+            row["notes"]["seen"].append("seen")
+            row["gold"] = -1
+        for given in (prompts, responses, rows):
+            given.clear()
+        return found
+
+    reward = rewards.TextReward(function=meddling, decode=str, rows=rows)
+    one_row = dataclasses.replace(answers(), index=np.array([2, 2, 1], np.int32))
+    for _ in range(2):
+        np.testing.assert_array_equal(reward(answers()), [2, 0, 1])
+        np.testing.assert_array_equal(reward(one_row), [2, 2, 1])
+    assert rows == before
+
+
+@pytest.mark.parametrize("code", [0, None, 3, "done"])
+def test_a_function_that_calls_exit_stops_the_run(code):
+    reward = text_reward(only_for("5", lambda: sys.exit(code)))
+    reward = dataclasses.replace(reward, called="--judge mine:score")
+    message = rf"--judge mine:score called sys.exit\({code!r}\) for prompt '5' \(row 1 "
+    with pytest.raises(StopError, match=message) as error:
+        reward(answers())
+    assert isinstance(error.value.__cause__, SystemExit)
+
+
+def test_ctrl_c_in_a_function_stays_ctrl_c():
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        text_reward(only_for("5", interrupted))(answers())
 
 
 # --- several rewards as one ---------------------------------------------------

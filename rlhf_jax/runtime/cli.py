@@ -43,7 +43,8 @@ def main(
 
     What the user got wrong ends with its message and status 2, a run that must not go
     on with status 1, a signal with how to go on and status 128 + its number, none with
-    a traceback. Any other exception is a defect of ours and keeps it.
+    a traceback. Any other exception is a defect of ours and keeps it. Status 0 means
+    that the run finished: `sys.exit(0)` somewhere in it gives 1.
     """
     try:
         argv = _join(sys.argv[1:] if argv is None else argv)
@@ -75,6 +76,9 @@ def main(
         _exit(128 + stop.signum, f"stopped and saved; {_go_on(config)}")
     except KeyboardInterrupt:
         _leave(128 + signal.SIGINT, f"stopped without saving; {_go_on(config)}")
+    except SystemExit as stop:
+        status, message = _exit_of(stop)
+        _leave(status, f"stopped: {message}; {_go_on(config)}")
     except BaseException as error:
         if jax.process_count() == 1:
             raise
@@ -210,6 +214,7 @@ def load_function(spec: str) -> Callable[..., Any]:
     Raises:
       InputError: `spec` is of another form, the module cannot be imported, or has no
         such function.
+      StopError: the module calls `sys.exit` when it is imported.
     """
     module_name, _, name = spec.partition(":")
     if not module_name or not name:
@@ -218,6 +223,12 @@ def load_function(spec: str) -> Callable[..., Any]:
         sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
+    except SystemExit as stop:
+        raise StopError(
+            f"{spec}: expected a module {module_name} that can be imported, got one "
+            f"that calls sys.exit({stop.code!r:.80}); put what it runs as a script "
+            f'under `if __name__ == "__main__":`'
+        ) from stop
     except Exception as error:  # whatever the user's own code raises
         raise InputError(
             f"{spec}: expected a module {module_name}, installed or in {os.getcwd()}, "
@@ -294,6 +305,17 @@ def _go_on(config: run_folder.RunConfig) -> str:
     if not recorded.exists():
         return "nothing was written yet"
     return f"go on with\n  python {sys.argv[0]} --config {recorded} --resume"
+
+
+def _exit_of(stop: SystemExit) -> tuple[int, str]:
+    """Status and message of a run that `sys.exit` ended: the status is never 0."""
+    status = stop.code if isinstance(stop.code, int) else 1
+    if status % 256 == 0:  # what the system keeps of it
+        status = 1
+    return status, (
+        f"expected the run to finish, got sys.exit({stop.code!r:.80}) inside it; look "
+        f"for it in your own code"
+    )
 
 
 def _leave(status: int, message: str) -> NoReturn:

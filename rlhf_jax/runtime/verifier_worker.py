@@ -66,7 +66,7 @@ def verify(
         _verifying = True
         try:
             verifier = _verifier(pickled)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             return Answer(0.0, f"could not be imported: {_shown(error)}", there=False)
         returned = verifier(prompt, response, row)
         if not hasattr(returned, "__float__"):
