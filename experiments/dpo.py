@@ -274,6 +274,8 @@ def main(options: Config) -> None:
             max_length=start.limit(options.max_length),
             stop_ids=start.stop_ids,
             overlong=options.overlong,
+            widest=options.row_width,
+            packed=True,
         ),
         share=options.held_out,
         seed=options.seed,

@@ -210,7 +210,7 @@ def read_questions(
     return encoding.encode_prompts(
         start.tokenizer,
         rows,
-        max_length=start.limit(None) - options.max_new_tokens,
+        max_length=start.room(max_new_tokens=options.max_new_tokens),
         field="asked",
         overlong=options.overlong,
     )

@@ -477,7 +477,7 @@ def encode_prompts(
     options: Config, rows: list[Row], *, policy: Pretrained, context: int
 ) -> tuple[list[Row], list[encoding.Tokens]]:
     """The rows whose prompts leave room for a response, and their tokens."""
-    room = context - options.max_new_tokens
+    room = policy.room(max_new_tokens=options.max_new_tokens, context=context)
     if max(options.buckets or (0,)) > room:
         raise InputError(
             f"--buckets: expected at most {room} tokens, the context of {context} less "
@@ -489,6 +489,7 @@ def encode_prompts(
         max_length=room,
         field=options.prompt_field,
         overlong=options.overlong,
+        widest=None if options.buckets is None else max(options.buckets, default=0),
     )
 
 

@@ -144,7 +144,7 @@ def prompts_to_answer(
     pairs: list[Pair], *, options: Config, start: Pretrained
 ) -> Batches[Prompts]:
     """The prompts of the pairs that leave room for an answer."""
-    room = start.model.max_positions - options.max_new_tokens
+    room = start.room(max_new_tokens=options.max_new_tokens)
     short = [pair.prompt for pair in pairs if len(pair.prompt) <= room]
     if not short:
         raise InputError(
@@ -228,6 +228,7 @@ def main(options: Config) -> None:
         stop_ids=start.stop_ids,
         margin=options.margin_field,
         overlong=options.overlong,
+        widest=None if options.buckets is None else max(options.buckets, default=0),
     )
     pairs, held_out = data.hold_out(
         everything, share=options.held_out, seed=options.seed

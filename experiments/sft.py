@@ -186,7 +186,15 @@ def read_examples(options: Config, start: Pretrained) -> list[Example]:
         response=options.response_field,
         stop_ids=start.stop_ids,
         overlong=options.overlong,
+        widest=widest(options),
     )
+
+
+def widest(options: Config) -> int | None:
+    """Tokens that a row of a batch has room for; None where it takes any."""
+    if options.buckets is not None:
+        return max(options.buckets, default=0)
+    return options.row_width
 
 
 def make_batches(

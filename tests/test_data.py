@@ -1,6 +1,7 @@
 """Files to rows: what is read, and what each malformed file is told."""
 
 import json
+import pickle
 import sys
 import types
 
@@ -271,3 +272,74 @@ def test_held_out_rows_are_a_share_drawn_by_the_seed():
 def test_a_share_that_leaves_nothing_is_refused(share):
     with pytest.raises(InputError, match=r"expected (a share|rows to train on)"):
         data.hold_out(["a", "b"], share=share, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (r'{"prompt": "a\ud800b"}', r"Unicode text in 'prompt', .* character 1 of"),
+        (
+            r'{"prompt": [{"role": "user", "content": "\udfff"}]}',
+            r"Unicode text in 'prompt', got '\\udfff', half a surrogate pair",
+        ),
+        (
+            f'{{"prompt": "a", "more": {"[" * 10_000}{"]" * 10_000}}}',
+            "nested deeper than 100 objects or lists; flatten it",
+        ),
+        (
+            f'{{"prompt": "a", "more": {"[" * 100}{"]" * 100}}}',
+            "nested deeper than 100 objects or lists; flatten it",
+        ),
+        (
+            f'{{"prompt": "a", "id": {"7" * 5_000}}}',
+            r"Exceeds the limit \(4300 digits\)",
+        ),
+    ],
+)
+def test_lines_that_no_program_can_use_are_named(write, line, message):
+    path = write("rows.jsonl", '{"prompt": "a"}', line)
+    with pytest.raises(InputError, match=rf"rows.jsonl:2: expected .*{message}") as got:
+        data.read_prompts(path)
+    assert len(str(got.value)) < 400 + len(str(path))
+    assert got.value.__cause__ is None
+
+
+def test_as_much_as_is_allowed_is_read(write):
+    nested = "[" * 99 + "]" * 99
+    line = f'{{"prompt": "\\ud83d\\ude00", "more": {nested}, "id": {"7" * 4_000}}}'
+    (row,) = data.read_prompts(write("rows.jsonl", line))
+    assert row == {
+        "prompt": "\N{GRINNING FACE}",
+        "more": json.loads(nested),
+        "id": int("7" * 4_000),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("a.txt", "first"), ("a.jsonl", '{"prompt": "first"}')]
+)
+def test_a_byte_order_mark_is_no_text(tmp_path, name, text):
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert data.read_prompts(tmp_path / name) == [{"prompt": "first"}]
+    assert data.read_text(tmp_path / name) == text
+
+
+@pytest.mark.parametrize("path", ["a\0b.jsonl", "a" * 300, "a" * 300 + ".txt", "."])
+def test_a_path_that_is_no_file_is_one_short_message(path):
+    with pytest.raises(InputError, match=r"expected .*; check the path$") as got:
+        data.read_prompts(path)
+    assert len(str(got.value)) < 400
+
+
+def test_a_row_knows_its_line_and_is_a_plain_dict_elsewhere(write):
+    path = write("rows.jsonl", '{"prompt": "a"}', "", '{"prompt": "b", "id": 2}')
+    first, second = data.read_prompts(path)
+    assert data.place(second, 1) == f"{path}:3"
+    assert data.place(second | {"asked": "c"}, 1) == f"{path}:3"
+    assert second | {"id": 3} == {"prompt": "b", "id": 3}
+    assert data.place(dict(first), 7) == "row 7 (from 0)"
+    # As another process reads it: that one need not import this package.
+    pickled = pickle.dumps(second)
+    assert b"rlhf_jax" not in pickled
+    assert type(pickle.loads(pickled)) is dict
+    assert pickle.loads(pickled) == {"prompt": "b", "id": 2}

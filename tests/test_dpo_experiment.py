@@ -220,7 +220,7 @@ def test_real_pairs(real, shared_data, tmp_path):
         ),
         (("--warmup=1",), "warmup: expected a share in [0, 1), got 1.0"),
         (("--num-steps=0",), "num_steps: expected a finite number above 0"),
-        (("--row-width=8",), "expected at most 8 tokens, its texts with"),
+        (("--row-width=8",), ".jsonl:1: expected at most 8 tokens, the width of a row"),
         (("--max-length=5",), "expected at most 5 tokens, got 7"),
         (("--micro-batch-size=3",), "micro_batch_size to divide the 4 rows"),
         (("--held-out=0.99",), "expected rows to train on beside 15 held out"),
@@ -253,11 +253,11 @@ TURN = "\n\nHuman: hi\n\nAssistant:"
         (PAIRS[0] | {"prompt": ""}, "bad.jsonl:2: expected a prompt in 'prompt'"),
         (
             PAIRS[0] | {"rejected": PAIRS[0]["chosen"] + " "},
-            "row 1: expected answers that differ in a token",
+            "bad.jsonl:2: expected answers that differ in a token",
         ),
         (
             PAIRS[0] | {"chosen": " ".join(["good"] * 20)},
-            "row 1 (from 0; 'the cat'): expected at most 16 tokens, got 23",
+            "bad.jsonl:2: expected at most 16 tokens, got 23 of 'the cat'; shorten",
         ),
     ],
 )

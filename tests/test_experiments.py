@@ -237,13 +237,17 @@ NO_KL = ("--reward=m:f", "--no-measure-kl", "--kl-coef=0", "--reference=x")
         ),
         (
             ("--reward=json:dumps", "--max-new-tokens=14"),
-            "row 1 (from 0; 'a dog was'): expected at most 2 tokens, got 3",
+            ".jsonl:2: expected at most 2 tokens, got 3 of 'a dog was'; shorten",
         ),
         (
             ("--reward=json:dumps", "--buckets", "2", "13"),
             "--buckets: expected at most 12 tokens, the context of 16 less",
         ),
-        (("--reward=json:dumps", "--buckets=2"), "2 tokens, the largest bucket, got 3"),
+        (("--reward=json:dumps", "--buckets=2"), "2 tokens, the largest bucket or the w"),
+        (
+            ("--reward=json:dumps", "--max-new-tokens=1000000000"),
+            "--max-new-tokens: expected less than the context of the model, 16 tokens",
+        ),
         (("--reward=json:dumps", "--temperature=0"), "temperature: expected a finite"),
         (
             (
@@ -472,7 +476,22 @@ def test_models_in_the_wrong_place(files, tmp_path, capsys):
     [
         (PAIR | {"rejected": PAIR["chosen"]}, (), "pairs.jsonl:1: expected two diff"),
         ({"prompt": "a", "chosen": "b"}, (), "pairs.jsonl:1: expected a field 'rej"),
-        (PAIR, ("--margin-field=by",), "row 0: expected a number in 'by', got None"),
+        (
+            PAIR,
+            ("--margin-field=by",),
+            "pairs.jsonl:1: expected a finite float32 number in 'by', got None",
+        ),
+        (
+            PAIR | {"by": 10**400},
+            ("--margin-field=by",),
+            "pairs.jsonl:1: expected a finite float32 number in 'by', got 1000",
+        ),
+        (PAIR, ("--buckets", "4", "6"), "pairs.jsonl:1: expected at most 6 tokens"),
+        (
+            PAIR,
+            ("--max-new-tokens=1000000000",),
+            "--max-new-tokens: expected less than the context of the model, 16 tok",
+        ),
         (PAIR, ("--max-length=5",), "expected at most 5 tokens, got 7"),
         (PAIR, ("--max-length=17",), "at most the context of the model, 16 tokens"),
         (PAIR, ("--micro-batch-size=3",), "micro_batch_size to divide the 4 rows"),
@@ -502,6 +521,10 @@ def test_pairs_that_the_reward_model_refuses(
         ((), "expected --model, or --tokenizer for a fresh model, got neither"),
         (("--tokenizer=MODEL", "--fresh-num-heads=3"), "num_heads to divide hidden_si"),
         (("--model=MODEL", "--max-length=5"), "expected at most 5 tokens, got 12"),
+        (
+            ("--model=MODEL", "--row-width=8"),
+            "answers.jsonl:1: expected at most 8 tokens, the largest bucket or the wid",
+        ),
         (("--model=MODEL", "--warmup=1"), "warmup: expected a share in [0, 1)"),
         (("--model=MODEL", "--micro-batch-size=3"), "micro_batch_size to divide the 4"),
         (

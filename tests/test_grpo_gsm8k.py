@@ -132,7 +132,7 @@ UNMARKED = {"question": "what is one ?", "answer": "one"}
             "expected no --kl-coef, as there is",
         ),
         (("--template=question",), "--template: expected {question} where the quest"),
-        (("--chat",), "row 0 (from 0): expected a tokenizer with a chat template"),
+        (("--chat",), ".jsonl:1: expected a tokenizer with a chat template"),
         (("--batch-size=6",), "group_size: expected to divide the 6 rows of a batch"),
         (("--group-size=1",), "group_size: expected at least 2, got 1"),
         (("--kl-coef=-1",), "kl_coef: expected a finite number, 0 or more, got -1"),
@@ -146,7 +146,11 @@ UNMARKED = {"question": "what is one ?", "answer": "one"}
         (("--answer-field=a",), "train.jsonl:1: expected a field 'a', got"),
         (
             ("--max-new-tokens=12", "--overlong=error"),
-            "expected at most 4 tokens, got 6; shorten it",
+            "train.jsonl:1: expected at most 4 tokens, got 6 of 'what",
+        ),
+        (
+            ("--max-new-tokens=1000000000",),
+            "--max-new-tokens: expected less than the cont",
         ),
         (("--max-new-tokens=15",), "expected a row of at most 1 tokens, got 2 rows"),
     ],

@@ -3,7 +3,8 @@
     file ─data─> rows ─encoding─> token lists ─batches─> batches[step]
 
 A row is a dict that keeps all its fields: a Python reward is given the rows. What is
-asked and answered is a text, or messages for a chat template (`chat`).
+asked and answered is a text, or messages for a chat template (`chat`). A row that was
+read from a file knows its line (`place`), so that every later error can name it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
 
@@ -28,6 +29,27 @@ Blank = Literal["keep", "drop", "error"]
 ASSISTANT = "\n\nAssistant:"  # hh-rlhf: what stands before each answer
 HUMAN = "\n\nHuman:"  # and before each turn of the other side
 SIDES = ("chosen", "rejected")
+MAX_DEPTH = 100  # of JSON within JSON; json itself fails at a depth of its caller's
+
+
+class LocatedRow(Row):
+    """A row with its file and line; a copy, or what another process gets, is a dict."""
+
+    def __init__(self, fields: Row, *, where: str) -> None:
+        super().__init__(fields)
+        self.where = where
+
+    def __or__(self, other: Any) -> Self:  # of any keys, as the row itself
+        """The row with other fields, from the same line."""
+        return type(self)(dict(self) | other, where=self.where)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+def place(row: Row, index: int) -> str:
+    """Where a row stands, for errors: its file and line, or else its number."""
+    return row.where if isinstance(row, LocatedRow) else f"row {index} (from 0)"
 
 
 def read_jsonl(source: str | Path) -> list[Row]:
@@ -53,19 +75,13 @@ def read_located(source: str | Path) -> list[tuple[str, Row]]:
         return _hub_rows(str(source))
     located = []
     for where, line in _lines(Path(source)):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise InputError(
-                f"{where}: expected one JSON object a line, got {line[:40]!r}"
-                f" ({error.msg}, column {error.colno})"
-            ) from None
+        row = _json(where, line)
         if not isinstance(row, dict):
             raise InputError(
                 f"{where}: expected a JSON object, got {type(row).__name__}"
                 f" {line[:40]!r}"
             )
-        located.append((where, row))
+        located.append((where, LocatedRow(row, where=where)))
     return located
 
 
@@ -76,7 +92,10 @@ def read_prompts(source: str | Path, *, field: str = "prompt") -> list[Row]:
       InputError: the file is empty or malformed, or a row has no prompt in `field`.
     """
     if str(source).endswith(".txt"):
-        located = [(where, {field: line}) for where, line in _lines(Path(source))]
+        located = [
+            (where, LocatedRow({field: line}, where=where))
+            for where, line in _lines(Path(source))
+        ]
     else:
         located = read_located(source)
     for where, row in located:
@@ -296,6 +315,7 @@ def _written(where: str, row: Row, field: str) -> str | list[Any]:
             " add it, or name the field that holds it"
         )
     value = row[field]
+    _check_encodable(where, field, value)
     if isinstance(value, list):
         chat.check_messages(value, where=where, field=field)
     elif not isinstance(value, str):
@@ -305,6 +325,64 @@ def _written(where: str, row: Row, field: str) -> str | list[Any]:
             ' messages as {"role": "user", "content": "Hi"}'
         )
     return value
+
+
+def _json(where: str, line: str) -> Any:
+    """The value of a line of JSON Lines."""
+    got = f"{where}: expected one JSON object a line, got {line[:40]!r}"
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{got} ({error.msg}, column {error.colno})") from None
+    except RecursionError:
+        value = None
+        too_deep = True
+    except ValueError as error:  # an integer of more digits than Python reads
+        raise InputError(f"{got} ({str(error).partition(';')[0]})") from None
+    else:
+        too_deep = _deeper_than(MAX_DEPTH, value)
+    if too_deep:
+        raise InputError(
+            f"{got}, nested deeper than {MAX_DEPTH} objects or lists; flatten it, or"
+            " remove the row"
+        )
+    return value
+
+
+def _deeper_than(depth: int, value: Any) -> bool:
+    """Whether lists and objects are nested deeper; without recursion."""
+    level = [value]
+    for _ in range(depth):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return False
+    return any(isinstance(inner, dict | list) for inner in level)
+
+
+def _check_encodable(where: str, field: str, value: Any) -> None:
+    """InputError for half a surrogate pair, which neither UTF-8 nor a tokenizer has."""
+    texts = [value]
+    while texts:
+        text = texts.pop()
+        if isinstance(text, dict):
+            texts += [*text, *text.values()]
+        elif isinstance(text, list):
+            texts += text
+        elif isinstance(text, str) and not text.isascii():
+            try:
+                text.encode("utf-8")
+            except UnicodeEncodeError as error:
+                half = text[error.start]
+                raise InputError(
+                    f"{where}: expected Unicode text in {field!r}, got {half!r}, half"
+                    f" a surrogate pair, at character {error.start} of"
+                    f" {text!r:.40}; remove it, or write the whole character"
+                ) from None
 
 
 def _lines(path: Path) -> list[tuple[str, str]]:
@@ -320,16 +398,23 @@ def _lines(path: Path) -> list[tuple[str, str]]:
 
 
 def _read(path: Path) -> str:
+    """The text, without the byte order mark that some editors begin a file with."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise InputError(
-            f"{path}: expected a readable file, got {error.strerror}; check the path"
+            f"{path!s:.200}: expected a readable file, got {error.strerror}; check the"
+            " path"
         ) from None
     except UnicodeDecodeError as error:
         raise InputError(
             f"{path}: expected UTF-8 text, got byte 0x{error.object[error.start]:02x}"
             f" at offset {error.start}; convert the file"
+        ) from None
+    except ValueError as error:  # a path with a NUL
+        raise InputError(
+            f"{str(path)!r:.200}: expected the path of a file, got one with an"
+            f" {error}; check the path"
         ) from None
 
 
@@ -351,4 +436,8 @@ def _hub_rows(source: str) -> list[tuple[str, Row]]:
         ) from error
     if len(table) == 0:
         raise InputError(f"{source}: expected at least one row, got none")
-    return [(f"{source}[{i}]", dict(row)) for i, row in enumerate(table)]
+    places = (f"{source}[{i}]" for i in range(len(table)))
+    return [
+        (where, LocatedRow(dict(row), where=where))
+        for where, row in zip(places, table, strict=True)
+    ]

@@ -12,12 +12,12 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import jax
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runtime import chat
+from rlhf_jax.runtime import chat, data
 from rlhf_jax.runtime.data import Row
 from rlhf_jax.stages.batch import Rollout
 
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 Tokens = Sequence[int]
 Written = str | list[chat.Message]  # a text, or messages for the chat template
 Overlong = Literal["error", "drop"]
+
+
+LARGEST_MARGIN = 3.4028234e38  # of float32, which margins become
 
 
 class Example(NamedTuple):
@@ -123,23 +126,35 @@ def encode_prompts(
     max_length: int,
     field: str = "prompt",
     overlong: Overlong = "error",
+    widest: int | None = None,
 ) -> tuple[list[Row], list[Tokens]]:
     """The rows whose prompts fit, and the tokens of these prompts.
 
     Args:
       max_length: tokens, the context less the room for the response.
       overlong: what becomes of a longer prompt: an error, or left out.
+      widest: tokens of the largest bucket; None is no bucket.
 
     Raises:
-      InputError: a prompt is longer (with overlong="error"), or none is left; or it is
-        of messages that the tokenizer has no template for.
+      InputError: a prompt is longer (with overlong="error") or beyond the largest
+        bucket, has no token, or none is left; or it is of messages that the tokenizer
+        has no template for. Names the row's file and line.
     """
-    prompts = _prompts(tokenizer, [row[field] for row in rows])
+    places = _places(rows)
+    prompts = _prompts(tokenizer, [row[field] for row in rows], places=places)
+    for tokens, where, row in zip(prompts, places, rows, strict=True):
+        if not tokens:
+            raise InputError(
+                f"{where}: expected a prompt of at least 1 token, got none of"
+                f" {row[field]!r:.60}; remove the row"
+            )
     fits = _fits(
         [len(tokens) for tokens in prompts],
         texts=[row[field] for row in rows],
+        places=places,
         max_length=max_length,
         overlong=overlong,
+        widest=widest,
     )
     return [rows[i] for i in fits], [prompts[i] for i in fits]
 
@@ -153,6 +168,7 @@ def encode_demonstrations(
     response: str = "response",
     stop_ids: Sequence[int] | None = None,
     overlong: Overlong = "error",
+    widest: int | None = None,
 ) -> list[Example]:
     """Examples of at most `max_length` tokens, prompt and response together.
 
@@ -160,25 +176,31 @@ def encode_demonstrations(
       prompt, response: fields with texts or messages.
       stop_ids: tokens that end a response, of which the first is given to a text
         without one; None is the tokenizer's EOS.
+      widest: tokens of the largest bucket or of a packed row; None is no such limit.
 
     Raises:
-      InputError: an example is longer (with overlong="error"), or none is left; or it
-        is of messages that the template does not write as `chat.answer_tokens` asks.
+      InputError: an example is longer (with overlong="error") or beyond `widest`, or
+        none is left; or it is of messages that the template does not write as
+        `chat.answer_tokens` asks. Names the row's file and line.
     """
-    prompts = _prompts(tokenizer, [row[prompt] for row in rows])
+    places = _places(rows)
+    prompts = _prompts(tokenizer, [row[prompt] for row in rows], places=places)
     responses = _answers(
         tokenizer,
         [row[response] for row in rows],
         asked=[row[prompt] for row in rows],
         prompts=prompts,
+        places=places,
         stop_ids=stop_ids,
     )
     examples = list(map(Example, prompts, responses))
     fits = _fits(
         [len(example.prompt) + len(example.response) for example in examples],
         texts=[row[prompt] for row in rows],
+        places=places,
         max_length=max_length,
         overlong=overlong,
+        widest=widest,
     )
     return [examples[i] for i in fits]
 
@@ -191,37 +213,52 @@ def encode_preferences(
     margin: str | None = None,
     stop_ids: Sequence[int] | None = None,
     overlong: Overlong = "error",
+    widest: int | None = None,
+    packed: bool = False,
 ) -> list[Pair]:
     """Pairs of at most `max_length` tokens, prompt and longer answer together.
 
     Args:
       margin: the field with the score difference asked for; None for no margins.
-      stop_ids: as `encode_demonstrations`.
+      stop_ids, widest: as `encode_demonstrations`.
+      packed: both texts of a pair, each with its prompt, stand in one row of `widest`
+        tokens, where a prompt has at least one.
 
     Raises:
       InputError: a pair is longer (with overlong="error"), none is left, both answers
-        are the same tokens, or a margin is not a number; or as
+        are the same tokens, or a margin is not a finite number; or as
         `encode_demonstrations`.
     """
-    asked = [row["prompt"] for row in rows]
-    prompts = _prompts(tokenizer, asked)
+    asked, places = [row["prompt"] for row in rows], _places(rows)
+    prompts = _prompts(tokenizer, asked, places=places)
     answers = functools.partial(
-        _answers, tokenizer, asked=asked, prompts=prompts, stop_ids=stop_ids
+        _answers,
+        tokenizer,
+        asked=asked,
+        prompts=prompts,
+        places=places,
+        stop_ids=stop_ids,
     )
     chosen = answers([row["chosen"] for row in rows])
     rejected = answers([row["rejected"] for row in rows])
-    margins = [_margin(i, row, margin) for i, row in enumerate(rows)]
+    margins = [
+        _margin(where, row, margin) for where, row in zip(places, rows, strict=True)
+    ]
     pairs = list(map(Pair, prompts, chosen, rejected, margins))
     fits = _fits(
         [len(p.prompt) + max(len(p.chosen), len(p.rejected)) for p in pairs],
         texts=[row["prompt"] for row in rows],
+        places=places,
         max_length=max_length,
         overlong=overlong,
+        widest=None if packed else widest,
     )
     for i in fits:
+        if packed:
+            _check_packed(pairs[i], rows[i], where=places[i], widest=widest)
         if pairs[i].chosen == pairs[i].rejected:
             raise InputError(
-                f"row {i}: expected answers that differ in a token, got "
+                f"{places[i]}: expected answers that differ in a token, got "
                 f"{rows[i]['chosen']!r:.40} and {rows[i]['rejected']!r:.40}, which the "
                 f"tokenizer reads alike; remove the pair"
             )
@@ -256,13 +293,20 @@ def encode_text(
     ]
 
 
+def _places(rows: Sequence[Row]) -> list[str]:
+    return [data.place(row, i) for i, row in enumerate(rows)]
+
+
 def _prompts(
-    tokenizer: PreTrainedTokenizerBase, asked: Sequence[Written]
+    tokenizer: PreTrainedTokenizerBase,
+    asked: Sequence[Written],
+    *,
+    places: Sequence[str],
 ) -> list[list[int]]:
     texts = [text for text in asked if isinstance(text, str)]
     chats = [
-        chat.render(tokenizer, messages, where=f"row {i} (from 0)")
-        for i, messages in enumerate(asked)
+        chat.render(tokenizer, messages, where=where)
+        for where, messages in zip(places, asked, strict=True)
         if not isinstance(messages, str)
     ]
     # A template writes BOS itself, and so does a text that one was put to by hand.
@@ -282,16 +326,16 @@ def _answers(
     *,
     asked: Sequence[Written],
     prompts: Sequence[Tokens],
+    places: Sequence[str],
     stop_ids: Sequence[int] | None,
 ) -> list[list[int]]:
     """The answers to `asked`, whose tokens are `prompts`; each ends once."""
     stops = tuple(stop_ids) if stop_ids else (eos_token_id(tokenizer),)
-    where = [f"row {i} (from 0)" for i in range(len(asked))]
     texts = [
         cast("str", answer)  # as `data` has checked
         if isinstance(prompt, str)
-        else chat.render_answered(tokenizer, prompt, answer, where=row)
-        for prompt, answer, row in zip(asked, written, where, strict=True)
+        else chat.render_answered(tokenizer, prompt, answer, where=where)
+        for prompt, answer, where in zip(asked, written, places, strict=True)
     ]
     answers = []
     for i, tokens in enumerate(_encode(tokenizer, texts, special=False)):
@@ -299,7 +343,7 @@ def _answers(
             ended = bool(tokens) and tokens[-1] in stops
             answers.append(tokens if ended else [*tokens, stops[0]])
         else:
-            of = {"prompt": prompts[i], "stop_ids": stops, "where": where[i]}
+            of = {"prompt": prompts[i], "stop_ids": stops, "where": places[i]}
             answers.append(chat.answer_tokens(tokenizer, tokens, **of))
     return answers
 
@@ -313,35 +357,64 @@ def _encode(
     return tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"]
 
 
-def _margin(index: int, row: Row, field: str | None) -> float | None:
+def _check_packed(pair: Pair, row: Row, *, where: str, widest: int | None) -> None:
+    """InputError unless a packed row can hold the pair."""
+    if not pair.prompt:
+        raise InputError(
+            f"{where}: expected a prompt of at least 1 token, got none of"
+            f" {row['prompt']!r:.60}, so that nothing predicts how its answers begin;"
+            " remove the pair"
+        )
+    size = 2 * len(pair.prompt) + len(pair.chosen) + len(pair.rejected)
+    if widest is not None and size > widest:
+        raise InputError(
+            f"{where}: expected at most {widest} tokens, the width of a row, for both"
+            f" texts with their prompts, got {size} of {row['prompt']!r:.60}; make rows"
+            " wider, or remove the pair"
+        )
+
+
+def _margin(where: str, row: Row, field: str | None) -> float | None:
     if field is None:
         return None
-    if not isinstance(row.get(field), int | float):
+    value: Any = row.get(field)
+    if type(value) not in (int, float) or not abs(value) <= LARGEST_MARGIN:
         raise InputError(
-            f"row {index}: expected a number in {field!r}, got {row.get(field)!r:.40}"
+            f"{where}: expected a finite float32 number in {field!r}, got"
+            f" {value!r:.40}; correct the row, or name the field that holds the margin"
         )
-    return float(row[field])
+    return float(value)
 
 
 def _fits(
     lengths: Sequence[int],
     *,
     texts: Sequence[Written],
+    places: Sequence[str],
     max_length: int,
     overlong: Overlong,
+    widest: int | None,
 ) -> list[int]:
-    """The places of `lengths` that are at most `max_length`."""
+    """Which of `lengths` are at most `max_length`; none of these may be wider."""
     fits = [i for i, length in enumerate(lengths) if length <= max_length]
     if overlong == "error" and len(fits) < len(lengths):
         row = next(i for i, length in enumerate(lengths) if length > max_length)
         raise InputError(
-            f"row {row} (from 0; {texts[row]!r:.60}): expected at most {max_length}"
-            f" tokens, got {lengths[row]}; shorten it, allow more, or leave out what is"
-            " too long with overlong='drop'"
+            f"{places[row]}: expected at most {max_length} tokens, got {lengths[row]}"
+            f" of {texts[row]!r:.60}; shorten it, allow more, or leave out what is too"
+            " long with overlong='drop'"
         )
     if not fits:
         raise InputError(
             f"expected a row of at most {max_length} tokens, got {len(lengths)} rows,"
             f" the shortest with {min(lengths)}; allow more"
         )
+    for row in fits:
+        if widest is not None and lengths[row] > widest:
+            raise InputError(
+                f"{places[row]}: expected at most {widest} tokens, the largest bucket"
+                f" or the width of a packed row, got {lengths[row]} of"
+                f" {texts[row]!r:.60}; add a larger bucket, make rows wider, or remove"
+                " the row"
+            )
     return fits

@@ -58,6 +58,24 @@ class Pretrained(NamedTuple):
             )
         return context if max_length is None else max_length
 
+    def room(self, *, max_new_tokens: int, context: int | None = None) -> int:
+        """Tokens that a prompt may have before a response of `max_new_tokens`.
+
+        Args:
+          context: tokens, of a model that reads both too; None is this model's.
+
+        Raises:
+          InputError: there is no room for a prompt of a token.
+        """
+        context = self.model.max_positions if context is None else context
+        if max_new_tokens >= context:
+            raise InputError(
+                f"--max-new-tokens: expected less than the context of the model, "
+                f"{context} tokens, so that a prompt has room too, got "
+                f"{max_new_tokens}; ask for less"
+            )
+        return context - max_new_tokens
+
     def decode(self, tokens: list[int]) -> str:
         """Token ids -> text, special tokens left out."""
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
