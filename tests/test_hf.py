@@ -323,6 +323,71 @@ def test_every_missing_unknown_and_misshapen_tensor_is_named(tmp_path):
     }
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("devices", [1, 4])
+def test_weights_that_are_not_finite_are_named(tmp_path, dtype, devices):
+    """By tensor and file, counted once however the leaves are cut."""
+    tensors = tensors_of(FIXTURES / "gpt2")
+    embedding, fused = "transformer.wte.weight", "transformer.h.1.attn.c_attn.weight"
+    tensors[embedding][[3, 90], [0, 31]] = np.nan
+    tensors[fused][[0, 0, 31], [0, 95, 40]] = [np.nan, np.inf, -np.inf]
+    cast = {name: tensor.astype(jnp.dtype(dtype)) for name, tensor in tensors.items()}
+    mesh = jax.sharding.Mesh(jax.devices()[:devices], ("model",))
+    rows = NamedSharding(mesh, PartitionSpec("model"))
+    replicated = NamedSharding(mesh, PartitionSpec())
+    with pytest.raises(
+        InputError, match=r"checkpoint .*: expected finite wei"
+    ) as error:
+        hf.load(
+            edited(tmp_path, "gpt2", tensors=cast),
+            dtype="float32",
+            sharding={"embed": rows, "layers": replicated, "final_norm": None},
+        )
+    assert str(error.value).splitlines()[1:-1] == [
+        f"  {fused} in model.safetensors: 1 NaN and 2 infinite of 3072 entries",
+        f"  {embedding} in model.safetensors: 2 NaN and 0 infinite of 3104 entries",
+    ]
+
+
+def test_a_shard_with_weights_that_are_not_finite_is_named(tmp_path):
+    folder = shutil.copytree(FIXTURES / "llama_sharded", tmp_path / "edited")
+    shard = folder / "model-00004-of-00004.safetensors"
+    tensors = load_file(shard)
+    tensors["lm_head.weight"][:] = -np.inf
+    save_file(tensors, shard, metadata={"format": "pt"})
+    with pytest.raises(InputError, match=f"lm_head.weight in {shard.name}: 0 NaN and "):
+        hf.load(folder)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_the_largest_weights_are_finite_and_what_is_ignored_is_not_looked_at(
+    tmp_path, dtype
+):
+    tensors = tensors_of(FIXTURES / "gpt2")
+    largest = float(jnp.finfo(dtype).max)
+    tensors["transformer.wpe.weight"][:] = [[largest, -largest] * 16]
+    tensors["transformer.h.0.attn.bias"] = np.full((4, 4), np.nan, np.float32)
+    cast = {name: tensor.astype(jnp.dtype(dtype)) for name, tensor in tensors.items()}
+    _, params = hf.load(edited(tmp_path, "gpt2", tensors=cast))
+    assert float(params["embed"]["positions"][5, 1]) == -largest
+
+
+def test_a_reward_model_s_score_is_finite(tmp_path):
+    tensors = tensors_of(FIXTURES / "gpt2_reward")
+    tensors["score.weight"][0, 7] = np.nan
+    folder = edited(tmp_path, "gpt2_reward", tensors=tensors)
+    with pytest.raises(
+        InputError, match=r"score.weight in .*: 1 NaN and 0 .* of 32 en"
+    ):
+        hf.load_reward(folder)
+    shutil.rmtree(folder)
+    folder = edited(tmp_path, "gpt2_reward", options={"score_bias": math.inf})
+    with pytest.raises(
+        InputError, match=r"score_bias in config\.json: 0 NaN and 1 inf"
+    ):
+        hf.load_reward(folder)
+
+
 def test_a_vocabulary_that_is_not_the_embedding_s_is_named(tmp_path):
     with pytest.raises(InputError, match=r"expected \[90, 32\], got \[97, 32\] \(rows"):
         hf.load(edited(tmp_path, "gpt2", options={"vocab_size": 90}))

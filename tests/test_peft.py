@@ -267,6 +267,29 @@ def test_every_missing_unknown_and_misshapen_tensor_is_named(tmp_path, bases):
     }
 
 
+def test_adapters_that_are_not_finite_are_named(tmp_path, bases):
+    model, base = bases["gpt2_lora_reward"]
+    tensors = load_file(FIXTURES / "gpt2_lora_reward" / WEIGHTS)
+    name = "base_model.model.transformer.h.1.attn.c_attn.lora_A.weight"
+    tensors[name][[0, 1], [3, 31]] = [np.nan, np.inf]
+    tensors["base_model.model.score.weight"][0, 0] = np.nan
+    folder = edited(tmp_path, "gpt2_lora_reward", tensors=tensors)
+    with pytest.raises(InputError, match=r"adapters .*: expected finite") as error:
+        peft.load(folder, model=model, base=base)
+    assert str(error.value).splitlines()[1:-1] == [
+        f"  base_model.model.score.weight in {WEIGHTS}: 1 NaN and 0 infinite of 32 "
+        "entries",
+        f"  {name} in {WEIGHTS}: 1 NaN and 1 infinite of 64 entries",
+    ]
+    tensors = load_file(FIXTURES / "gpt2_lora_reward" / WEIGHTS)
+    metadata = {"format": "pt", "score_bias": "nan"}
+    save_file(tensors, folder / WEIGHTS, metadata=metadata)
+    with pytest.raises(
+        InputError, match=r"score_bias in .*: 1 NaN and 0 infinite of 1 "
+    ):
+        peft.load(folder, model=model, base=base)
+
+
 def test_an_adapter_of_another_family(bases):
     model, base = bases["llama_lora"]
     with pytest.raises(InputError, match="of this llama with 2 layers, got 16 tensors"):

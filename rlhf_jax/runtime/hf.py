@@ -83,7 +83,8 @@ def load(
 
     Every tensor is checked against the family's key table before any is read. Then one
     leaf at a time is placed on the devices: of each tensor the slice that a device is
-    to hold is read, and cast, so that host memory holds no more than such a part.
+    to hold is read, and cast, so that host memory holds no more than such a part. A
+    weight that is NaN or infinite is refused, by the process that reads it.
 
     Args:
       path_or_repo_id: a folder with config.json and safetensors, or "owner/name".
@@ -94,8 +95,9 @@ def load(
         `sharding.shardings` does; None is the default device.
 
     Raises:
-      InputError: there is no such checkpoint, it is damaged, or the decoder does not
-        implement its model; names the file, the option or the tensors.
+      InputError: there is no such checkpoint, it is damaged, the decoder does not
+        implement its model, or weights are not finite; names the file, the option or
+        the tensors.
       TypeError: dtype is not a float.
     """
     with _reading(path_or_repo_id) as folder:
@@ -109,8 +111,11 @@ def load(
         model = family.config_from_hf(config)
         shapes = _shapes(model)
         table = family.key_table(model)
-        leaves = _read(folder, table, model=model, shapes=shapes, dtype=dtype)
-        return model, _place(leaves, shapes=shapes, sharding=sharding)
+        tensors = shards.Tensors(folder)
+        leaves = _read(tensors, table, model=model, shapes=shapes, dtype=dtype)
+        params = _place(leaves, shapes=shapes, sharding=sharding)
+        tensors.check_finite()
+        return model, params
 
 
 def load_reward(
@@ -142,11 +147,14 @@ def load_reward(
         model = family.config_from_hf(config)
         shapes = _scalar_shapes(model)
         table = family.key_table(model).scalar()
+        tensors = shards.Tensors(folder)
         leaves = itertools.chain(
-            _read(folder, table, model=model, shapes=shapes, dtype=dtype),
-            [("score/bias", _score_bias(folder, config))],
+            _read(tensors, table, model=model, shapes=shapes, dtype=dtype),
+            [("score/bias", _score_bias(tensors, config))],
         )
-        return model, _place(leaves, shapes=shapes, sharding=sharding)
+        params = _place(leaves, shapes=shapes, sharding=sharding)
+        tensors.check_finite()
+        return model, params
 
 
 def model_config(path_or_repo_id: PathLike) -> ModelConfig:
@@ -332,7 +340,7 @@ def _flatten(tree: Params) -> Leaves:
 
 
 def _read(
-    folder: Path,
+    tensors: shards.Tensors,
     table: keys.Table,
     *,
     model: ModelConfig,
@@ -342,26 +350,28 @@ def _read(
     target = None if dtype is None else jnp.dtype(dtype)
     if target is not None and not jnp.issubdtype(target, jnp.floating):
         raise TypeError(f"expected a float dtype for parameters, got {target}")
-    headers, tensor = shards.read(folder)
+    headers = tensors.headers
     if not any(name.startswith(table.prefix) for name in headers):
         table = table.bare()
     keys.check(table, model=model, leaves=shapes, headers=headers)
     return keys.read(
-        table, model=model, leaves=shapes, headers=headers, tensor=tensor, dtype=target
+        table, model=model, leaves=shapes, headers=headers, tensor=tensors, dtype=target
     )
 
 
-def _score_bias(folder: Path, config: Mapping[str, Any]) -> np.ndarray:
-    headers, tensor = shards.read(folder)
-    if keys.SCORE_BIAS not in headers:
-        return np.array(config.get("score_bias", 0.0), np.float32)
-    shape = headers[keys.SCORE_BIAS].shape
+def _score_bias(tensors: shards.Tensors, config: Mapping[str, Any]) -> np.ndarray:
+    if keys.SCORE_BIAS not in tensors.headers:
+        bias = np.array(config.get("score_bias", 0.0), np.float32)
+        found = {f"score_bias in {_CONFIG}": (shards.NotFinite.of(bias), 1)}
+        shards.refuse_not_finite(found)
+        return bias
+    shape = tensors.headers[keys.SCORE_BIAS].shape
     if shape != (1,):
         raise InputError(
             f"expected {keys.SCORE_BIAS} [1], got {list(shape)}; use a checkpoint that "
             f"was trained to give one score"
         )
-    return np.asarray(tensor(keys.SCORE_BIAS)[:], np.float32).reshape(())
+    return np.asarray(tensors(keys.SCORE_BIAS)[:], np.float32).reshape(())
 
 
 def _place(

@@ -159,8 +159,8 @@ def load(path: PathLike, *, model: ModelConfig, base: Frozen) -> tuple[LoRA, Par
 
     Raises:
       InputError: there are no such files, they say that the base is another one, ask
-        for what is not implemented, or do not fit the model; names every option and
-        tensor.
+        for what is not implemented, do not fit the model, or hold weights that are not
+        finite; names every option and tensor.
     """
     folder = Path(path)
     try:
@@ -173,13 +173,21 @@ def load(path: PathLike, *, model: ModelConfig, base: Frozen) -> tuple[LoRA, Par
         _check_base(metadata.get("base_fingerprint"), base)
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         lora, adapters = _read(config, tensors, model=model)
+        bias = np.array(metadata.get("score_bias", 0.0), np.float32)
+        numbers = {**tensors, "score_bias": bias}
+        shards.refuse_not_finite(
+            {
+                f"{name} in {_WEIGHTS}": (shards.NotFinite.of(array), array.size)
+                for name, array in numbers.items()
+            }
+        )
     except InputError as error:
         raise InputError(f"adapters {path}: {error}") from error.__cause__
     if _SCORE not in tensors:
         return lora, adapters
     score = {
         "kernel": _float32(tensors[_SCORE][0]),
-        "bias": jnp.asarray(float(metadata.get("score_bias", 0.0)), jnp.float32),
+        "bias": jnp.asarray(bias),
     }
     return lora, {"trunk": adapters, "score": score}
 

@@ -7,13 +7,16 @@ model-00001-of-00002.safetensors ... with model.safetensors.index.json
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
+import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -23,6 +26,8 @@ from rlhf_jax.models import keys
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+LISTED = 20  # tensors that an error names
+CHUNK = 1 << 16  # entries looked at together, so that they stay in the cache
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -74,24 +79,110 @@ def open_file(file: Path) -> safe_open:
         ) from error
 
 
-def read(
-    folder: Path,
-) -> tuple[dict[str, keys.Header], Callable[[str], Any]]:
-    """What the shards hold, from their headers alone, and a tensor to read slices of.
+class Tensors:
+    """The tensors of some shards by name, of which slices are read and looked at."""
 
-    Raises:
-      InputError: no safetensors, a shard that the index names is missing, or a shard is
-        truncated.
+    def __init__(self, folder: Path) -> None:
+        """Reads the headers alone.
+
+        Raises:
+          InputError: no safetensors, a shard that the index names is missing, or a
+            shard is truncated.
+        """
+        self.headers: dict[str, keys.Header] = {}
+        self._files: dict[str, Path] = {}
+        self._not_finite: dict[str, NotFinite] = {}
+        for file in _files(folder):
+            shard = open_file(file)
+            for name in shard.keys():  # noqa: SIM118 (not a dict, and not iterable)
+                header = shard.get_slice(name)
+                shape, dtype = tuple(header.get_shape()), header.get_dtype()
+                self.headers[name] = keys.Header(shape, dtype)
+                self._files[name] = file
+
+    def __call__(self, name: str) -> Part:
+        """A tensor, to be sliced."""
+        return Part(self, name)
+
+    def read(self, name: str, window: Any) -> np.ndarray:
+        """A slice of a tensor; its entries that are not finite are counted."""
+        # Opened anew, as what was read through a mapping is held until it is closed.
+        part = np.asarray(open_file(self._files[name]).get_slice(name)[window])
+        found = NotFinite.of(part)
+        if any(found):
+            before = self._not_finite.get(name, NotFinite())
+            self._not_finite[name] = NotFinite(
+                *map(sum, zip(before, found, strict=True))
+            )
+        return part
+
+    def check_finite(self) -> None:
+        """Raises InputError if an entry read so far was NaN or infinite."""
+        refuse_not_finite(
+            {
+                f"{name} in {self._files[name].name}": (
+                    found,
+                    math.prod(self.headers[name].shape),
+                )
+                for name, found in self._not_finite.items()
+            }
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A tensor of `Tensors`: `part[window]` reads that part of it alone."""
+
+    tensors: Tensors
+    name: str
+
+    def __getitem__(self, window: Any) -> np.ndarray:
+        return self.tensors.read(self.name, window)
+
+
+class NotFinite(NamedTuple):
+    """Entries of an array that are no numbers."""
+
+    nan: int = 0
+    infinite: int = 0
+
+    @classmethod
+    def of(cls, array: np.ndarray) -> NotFinite:
+        """Counts them."""
+        if not jnp.issubdtype(array.dtype, jnp.floating) or _all_finite(array):
+            return cls()
+        return cls(int(np.isnan(array).sum()), int(np.isinf(array).sum()))
+
+
+def _all_finite(array: np.ndarray) -> bool:
+    """As `np.isfinite(array).all()`, which is slow for 16 bits: by the exponents."""
+    bits = np.ascontiguousarray(array).reshape(-1).view(f"u{array.itemsize}")
+    exponent = np.array(np.inf, array.dtype).view(bits.dtype)
+    chunks = (bits[at : at + CHUNK] for at in range(0, bits.size, CHUNK))
+    return all(((chunk & exponent) != exponent).all() for chunk in chunks)
+
+
+def refuse_not_finite(found: Mapping[str, tuple[NotFinite, int]]) -> None:
+    """Raises InputError if there is an entry that is NaN or infinite.
+
+    Args:
+      found: {name of a tensor: (its entries that are, how many it has)}.
     """
-    headers, file_of = {}, {}
-    for file in _files(folder):
-        shard = open_file(file)
-        for name in shard.keys():  # noqa: SIM118 (not a dict, and not iterable)
-            header = shard.get_slice(name)
-            headers[name] = keys.Header(tuple(header.get_shape()), header.get_dtype())
-            file_of[name] = file
-    # Opened anew, as what was read through a mapping is held until it is closed.
-    return headers, lambda name: open_file(file_of[name]).get_slice(name)
+    problems = [
+        f"  {name}: {which.nan} NaN and {which.infinite} infinite of {size} entries"
+        for name, (which, size) in sorted(found.items())
+        if any(which)
+    ]
+    if problems:
+        more = len(problems) - LISTED
+        raise InputError(
+            f"expected finite weights, got {len(problems)} tensors with NaN or "
+            "infinite entries:\n"
+            + "\n".join(problems[:LISTED])
+            + (f"\n  and {more} more" if more > 0 else "")
+            + "\nfetch the checkpoint again, or take one of before the run that wrote "
+            "it diverged"
+        )
 
 
 def write(
