@@ -37,10 +37,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import sys
 import time
 from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
+import numpy as np
 import optax
 import tyro
 from jax.sharding import Mesh
@@ -81,13 +83,13 @@ from rlhf_jax import (
     state,
 )
 from rlhf_jax import lora as lora_
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.functional.kl_control import Control
 from rlhf_jax.functional.masked import Stats
 from rlhf_jax.models.config import Attention, ModelConfig, Remat
 from rlhf_jax.roles.frozen import Frozen
 from rlhf_jax.roles.lifecycle import Lifecycle
-from rlhf_jax.roles.rewards import Scores
+from rlhf_jax.roles.rewards import Scores, TextReward
 from rlhf_jax.runtime.alarms import Limits
 from rlhf_jax.runtime.batches import Batches
 from rlhf_jax.runtime.critic_devices import CriticDevices
@@ -193,6 +195,8 @@ class Config(run_folder.RunConfig):
     """Text of another kind; its perplexity shows the alignment tax."""
     judge: str | None = None
     """A second reward that is not trained on, module:function; shows reward hacking."""
+    judge_failure: Literal["stop", "warn"] = "stop"
+    """What a judge that fails does to the run; warn leaves that judge/score out."""
     eval_every: int = 10
     """Iterations between looks at held_out, out_of_domain and judge."""
     eval_rows: int = 64
@@ -205,6 +209,11 @@ class Config(run_folder.RunConfig):
         if (self.reward is None) == (self.reward_model is None):
             got = "neither" if self.reward is None else "both"
             raise InputError(f"expected one of --reward and --reward-model, got {got}")
+        if self.judge is None and self.judge_failure != "stop":
+            raise InputError(
+                f"--judge-failure {self.judge_failure}: expected a --judge that may "
+                f"fail, got none; name one, or leave it out"
+            )
         if self.critic_from == "reward_model" and self.reward_model is None:
             raise InputError(
                 "--critic-from reward_model: expected a --reward-model to start from, "
@@ -683,7 +692,7 @@ def rehearse(
     prompts: Prompts,
     ptx: Batches[Sequences] | None,
     reward: ppo.Reward,
-    judge: ppo.Reward | None,
+    judge: Judge | None,
     key: Array,
     options: Config,
 ) -> None:
@@ -756,7 +765,7 @@ def improve(
     programs: Programs,
     *,
     reward: ppo.Reward,
-    judge: ppo.Reward | None,
+    judge: Judge | None,
     texts: dict[str, Sequences],
     prompts: Batches[Prompts],
     ptx: Batches[Sequences] | None,
@@ -850,26 +859,76 @@ def look(
     policy: Params,
     texts: dict[str, Sequences],
     base: Frozen | None,
-    judge: ppo.Reward | None,
+    judge: Judge | None,
     answered: Rollout,
 ) -> Stats:
     """What is watched and not trained on: fixed texts, and a judge of the answers."""
     stats = programs.evaluate(policy, texts, base)
     if judge is not None:
-        stats |= evaluation.judge_stats(rewards.scores_of(judge(answered)).total)
+        stats |= judge(answered)
     return stats
 
 
-def text_reward(
-    spec: str, *, option: str, policy: Pretrained, rows: list[Row], mesh: Mesh
-) -> ppo.Reward:
-    """The Python function module:function as a reward; each process its own rows."""
-    reward = rewards.TextReward(
+class Judge:
+    """--judge: a Python function of texts; each process judges its own rows."""
+
+    def __init__(self, judge: TextReward, *, mesh: Mesh, may_fail: bool) -> None:
+        self._judge, self._mesh, self._may_fail = judge, mesh, may_fail
+        self._told = False
+
+    def __call__(self, answered: Rollout) -> Stats:
+        """`evaluation.judge_stats`; without scores where the judge fails and may.
+
+        Raises:
+          InputError, StopError: as `TextReward`, where it may not.
+        """
+        mine = row_sharding.local_rows(answered)
+        judged = np.ones(len(mine.index), bool)
+        try:
+            scores = self._judge(mine)
+        except (InputError, StopError) as error:
+            if not self._may_fail:
+                raise
+            scores, judged = np.zeros(len(judged), np.float32), ~judged
+            if not self._told:
+                print(
+                    f"warning: {error}\n--judge-failure warn: the run goes on, without "
+                    f"a judge/score where this happens; later failures are counted in "
+                    f"judge/failed and told at the end",
+                    file=sys.stderr,
+                )
+            self._told = True
+        scores, judged = row_sharding.put_computed((scores, judged), mesh=self._mesh)
+        return evaluation.judge_stats(scores, judged=judged if self._may_fail else None)
+
+
+def judge_failures(measured: list[Row]) -> int:
+    """Steps at which a judge that may fail did, told on stderr."""
+    looks = [row["judge/failed"] for row in measured if "judge/failed" in row]
+    failures = sum(share > 0 for share in looks)
+    if failures:
+        print(
+            f"warning: the judge failed at {failures} of the {len(looks)} steps at "
+            f"which it was asked",
+            file=sys.stderr,
+        )
+    return failures
+
+
+def load_text_reward(
+    option: str, spec: str, *, policy: Pretrained, rows: list[Row]
+) -> TextReward:
+    """The Python function module:function that an option names."""
+    return TextReward(
         function=cli.load_function(spec),
         decode=policy.decode,
         rows=rows,
         called=f"{option} {spec}",
     )
+
+
+def text_reward(reward: TextReward, *, mesh: Mesh) -> ppo.Reward:
+    """A Python function of texts as a reward; each process scores its own rows."""
 
     def scored(answered: Rollout) -> Array:
         return row_sharding.put_computed(
@@ -945,12 +1004,15 @@ def main(options: Config) -> None:
     policy = policy._replace(params=None)  # with LoRA the base is a copy: the only one
     programs, judge = Programs(models), None
     if options.judge is not None:
-        judge = text_reward(
-            options.judge, option="--judge", policy=policy, rows=rows, mesh=mesh
+        judge = Judge(
+            load_text_reward("--judge", options.judge, policy=policy, rows=rows),
+            mesh=mesh,
+            may_fail=options.judge_failure == "warn",
         )
     if options.reward is not None:
         reward = text_reward(
-            options.reward, option="--reward", policy=policy, rows=rows, mesh=mesh
+            load_text_reward("--reward", options.reward, policy=policy, rows=rows),
+            mesh=mesh,
         )
     else:
         assert models.reward is not None  # checked by Config
@@ -1036,6 +1098,8 @@ def main(options: Config) -> None:
         "kl_last": last.get("objective/kl"),
         "alarms": job.alarms,
     }
+    if options.judge is not None and options.judge_failure == "warn":
+        summary["judge_failures"] = judge_failures(measured)
     if reference is not None:
         moved = processes.whole(programs.drift(trained, reference))
         drift_report.table(moved)

@@ -79,3 +79,19 @@ def test_a_judges_mean():
         evaluation.judge_stats(jnp.asarray([1, 2], jnp.int32))
     with pytest.raises(ValueError, match="scores: expected shape"):
         evaluation.judge_stats(jnp.ones((2, 1)))
+
+
+def test_a_judge_that_failed_for_some_counts_nothing_there():
+    """Whatever stands where there is no score; a mean of none is no number at all."""
+    scores = jnp.asarray([1.0, jnp.nan, 3.0, jnp.inf], jnp.float32)
+    judged = jnp.asarray([True, False, True, False])
+    stats = evaluation.judge_stats(scores, judged=judged)
+    found = {name: float(x) for name, x in masked.mean_stats(stats).items()}
+    assert found == {"judge/score": 2.0, "judge/failed": 0.5}
+    none = evaluation.judge_stats(scores, judged=jnp.zeros(4, bool))
+    assert [float(x) for x in none["judge/score"]] == [0.0, 0.0]
+    assert [float(x) for x in none["judge/failed"]] == [4.0, 4.0]
+    with pytest.raises(TypeError, match="judged: expected bool"):
+        evaluation.judge_stats(scores, judged=jnp.ones(4))
+    with pytest.raises(ValueError, match="expected arrays of one shape"):
+        evaluation.judge_stats(scores, judged=judged[:3])

@@ -243,7 +243,10 @@ NO_KL = ("--reward=m:f", "--no-measure-kl", "--kl-coef=0", "--reference=x")
             ("--reward=json:dumps", "--buckets", "2", "13"),
             "--buckets: expected at most 12 tokens, the context of 16 less",
         ),
-        (("--reward=json:dumps", "--buckets=2"), "2 tokens, the largest bucket or the w"),
+        (
+            ("--reward=json:dumps", "--buckets=2"),
+            "2 tokens, the largest bucket or the w",
+        ),
         (
             ("--reward=json:dumps", "--max-new-tokens=1000000000"),
             "--max-new-tokens: expected less than the context of the model, 16 tokens",
@@ -296,6 +299,10 @@ NO_KL = ("--reward=m:f", "--no-measure-kl", "--kl-coef=0", "--reference=x")
         (
             ("--reward-model=x", "--lora.rank=2", "--critic-from=reward_model"),
             "--critic-from: expected policy with --lora.rank, got reward_model",
+        ),
+        (
+            ("--reward=m:f", "--judge-failure=warn"),
+            "--judge-failure warn: expected a --judge that may fail, got none",
         ),
         (("--reward=m:f", "--lifecycle.kl-every=0"), "kl_every: expected a number of"),
     ],

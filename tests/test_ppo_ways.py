@@ -40,6 +40,14 @@ def stopping(prompts, responses, rows):
 
 def judge(prompts, responses, rows):
     return [-float(len(response)) for response in responses]
+
+def is_lost(responses):
+    return len("".join(responses)) % 2 == 1
+
+def flaky(prompts, responses, rows):
+    if is_lost(responses):
+        raise RuntimeError("no such service")
+    return judge(prompts, responses, rows)
 """
 BASICS = (
     *("--batch-size=4", "--max-new-tokens=4", "--num-minibatches=1", "--num-epochs=1"),
@@ -149,6 +157,45 @@ def test_a_stopped_run_goes_on_to_the_last_bit(name, files, tmp_path, capsys):
         capsys.readouterr()
         command.main(["verify", str(parts)])
         assert "none moved" in capsys.readouterr().out
+
+
+def test_a_judge_that_fails_is_told_and_may_be_outlived(files, tmp_path, capsys):
+    """The judge's own texts are in samples.jsonl: which steps it lost is counted."""
+    watched = ("--judge=distinct_words:flaky", "--eval-every=1", "--sample-every=1")
+    options = (*watched, "--judge-failure=warn")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    summary = play(files, whole, *options)
+    told = capsys.readouterr().err
+    module = sys.modules["distinct_words"]
+    module.calls = 0
+    with pytest.raises(SystemExit) as exit_:
+        play(files, parts, *options, reward="stopping")
+    assert exit_.value.code == 128 + signal.SIGTERM
+    resumed = play(files, parts, *options, "--resume", reward="stopping")
+    assert result(parts) == result(whole)
+    said: dict[int, list[str]] = {}
+    for row in metrics.read(whole / "samples.jsonl"):
+        said.setdefault(row["step"], []).append(row["response"])
+    lost = {step: module.is_lost(responses) for step, responses in said.items()}
+    assert 0 < sum(lost.values()) < len(lost) == STEPS
+    for row in metrics.read(whole / "metrics.jsonl"):
+        responses = said[row["step"]]
+        score = -float(np.mean([len(response) for response in responses]))
+        failed = lost[row["step"]]
+        assert row["judge/score"] == (None if failed else pytest.approx(score))
+        assert row["judge/failed"] == float(failed)
+    assert summary["judge_failures"] == resumed["judge_failures"] == sum(lost.values())
+    assert told.count("--judge distinct_words:flaky raised RuntimeError: no such") == 1
+    assert f"the judge failed at {sum(lost.values())} of the {STEPS} steps" in told
+    # It is no part of what is learned, and without the option it stops the run.
+    plain = play(files, tmp_path / "plain", "--sample-every=1")
+    assert plain["score_last"] == summary["score_last"]
+    with pytest.raises(SystemExit) as exit_:
+        play(files, tmp_path / "stop", *watched)
+    assert exit_.value.code == 2
+    message = capsys.readouterr().err
+    assert "--judge distinct_words:flaky raised RuntimeError: no such" in message
+    assert "Traceback" not in message
 
 
 def test_a_verifier_for_the_reward_and_no_reference_are_an_option_each(files, tmp_path):

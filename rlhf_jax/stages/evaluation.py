@@ -55,18 +55,33 @@ def text_stats(
     return stats
 
 
-def judge_stats(scores: Array) -> masked.Stats:
+def judge_stats(scores: Array, *, judged: Array | None = None) -> masked.Stats:
     """{"judge/score": (sum, weight)} of what a held-out judge says of a rollout.
 
     A reward that the policy is not trained on: if it falls while `objective/scores`
     rises, the policy has found a hole in its own.
 
     Args:
-      scores: f32[B], in the judge's units, one a response.
+      scores: f32[B], in the judge's units, one per response.
+      judged: bool[B], False where there is no score, whatever stands there; None: the
+        judge never fails.
+
+    Returns:
+      With `judged` also "judge/failed", the share of responses without a score.
 
     Raises:
-      ValueError: scores is not one axis. TypeError: not f32.
+      ValueError: scores is not one axis, or judged not of its shape. TypeError: not f32
+        or bool.
     """
     checks.shape((None,), scores=scores)
     checks.float32(scores=scores)
-    return {"judge/score": (scores.sum(), jnp.asarray(scores.size, jnp.float32))}
+    size = jnp.asarray(scores.size, jnp.float32)
+    if judged is None:
+        return {"judge/score": (scores.sum(), size)}
+    checks.same_shape(scores=scores, judged=judged)
+    checks.boolean(judged=judged)
+    count = judged.sum(dtype=jnp.float32)
+    return {
+        "judge/score": (jnp.where(judged, scores, 0.0).sum(), count),
+        "judge/failed": (size - count, size),
+    }
