@@ -18,8 +18,8 @@ PURE = [
 ]
 # What a pure module may import: nothing here opens a file or reads a clock.
 PURE_IMPORTS = {
-    *("__future__", "collections", "dataclasses", "decimal", "fnmatch", "functools"),
-    *("hashlib", "itertools", "math", "re"),
+    *("__future__", "collections", "copy", "dataclasses", "decimal", "fnmatch"),
+    *("functools", "hashlib", "itertools", "math", "re"),
     *("typing", "warnings", "chex", "flax", "jax", "numpy", "optax", "rlhf_jax"),
 }
 IMPURE_CALLS = {
