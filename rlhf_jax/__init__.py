@@ -113,6 +113,8 @@ ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "runtime",
         (
+            "write_errors",
+            "run_lock",
             "processes",
             "sharding",
             "row_sharding",

@@ -21,7 +21,13 @@ import jax
 import tyro
 
 from rlhf_jax.functional.checks import InputError, StopError
-from rlhf_jax.runtime import processes, program_cache, run_folder
+from rlhf_jax.runtime import (
+    processes,
+    program_cache,
+    run_folder,
+    run_lock,
+    write_errors,
+)
 
 Config = TypeVar("Config", bound=run_folder.RunConfig)
 Presets = Mapping[str, Mapping[str, Any]]  # {name: {field: default}}
@@ -35,7 +41,7 @@ def main(
     presets: Presets | None = None,
     argv: Sequence[str] | None = None,
 ) -> None:
-    """Parses the command line, checks the run folder and calls `run(config)`.
+    """Parses the command line, takes the run folder and calls `run(config)`.
 
     `--coordinator` and what goes with it join several processes first; the first of
     them talks, and every one tells its own errors. Compiled programs are kept for the
@@ -66,10 +72,22 @@ def main(
             raise
         _leave(stop.code if isinstance(stop.code, int) else 1, "")
     try:
-        with _silent_unless_first():
+        with (
+            write_errors.quiet_threads(),
+            _silent_unless_first(),
+            contextlib.ExitStack() as folder,
+            _writes_told(config.out),
+        ):
+            processes.on_first(
+                lambda: folder.enter_context(run_lock.hold(config.out)) or None
+            )
             run(config)
     except InputError as error:
         _leave(2, f"error: {error}")
+    except write_errors.WriteError as error:
+        go_on = _go_on(config).replace("\n ", "")
+        safe = write_errors.safe(config.out)
+        _leave(1, f"stopped: {error}; {safe}; {error.remedy}, then {go_on}")
     except StopError as error:
         _leave(1, f"stopped: {error}")
     except Interrupted as stop:
@@ -124,6 +142,18 @@ def _check_shared(config: run_folder.RunConfig) -> None:
             f"--coordinator: expected an experiment with --mesh, got one for a single "
             f"process with {jax.process_count()}; leave it out"
         )
+
+
+@contextlib.contextmanager
+def _writes_told(folder: Path) -> Iterator[None]:
+    """A failed write of the experiment's own is a WriteError too."""
+    try:
+        yield
+    except OSError as error:
+        told = write_errors.of_run(error, folder=folder)
+        if told is None:
+            raise
+        raise told from error
 
 
 @contextlib.contextmanager
@@ -303,7 +333,7 @@ class Interrupt:
 def _go_on(config: run_folder.RunConfig) -> str:
     recorded = config.out / run_folder.CONFIG
     if not recorded.exists():
-        return "nothing was written yet"
+        return "start again, as nothing was written yet"
     return f"go on with\n  python {sys.argv[0]} --config {recorded} --resume"
 
 

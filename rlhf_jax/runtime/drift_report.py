@@ -15,7 +15,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from rlhf_jax.runtime import metrics, processes, report
+from rlhf_jax.runtime import metrics, processes, report, write_errors
 
 Drift = Mapping[str, Any]  # as `drift.weight_drift` returns it, on the host
 
@@ -59,14 +59,15 @@ def plots(folder: Path, drift: Drift) -> list[Path]:
     """
     if not processes.is_first():
         return []
-    (folder / "plots").mkdir(exist_ok=True)
     drawn = [folder / "plots" / "drift_by_layer.png"]
-    _by_layer(drift).savefig(drawn[0], dpi=150)
-    path = folder / "positions.jsonl"
-    rows = metrics.read(path) if path.exists() else []
-    if rows:
-        drawn.append(folder / "plots" / "kl_by_position.png")
-        _by_position(rows).savefig(drawn[1], dpi=150)
+    with write_errors.writing(folder / "plots"):
+        (folder / "plots").mkdir(exist_ok=True)
+        _by_layer(drift).savefig(drawn[0], dpi=150)
+        path = folder / "positions.jsonl"
+        rows = metrics.read(path) if path.exists() else []
+        if rows:
+            drawn.append(folder / "plots" / "kl_by_position.png")
+            _by_position(rows).savefig(drawn[1], dpi=150)
     return drawn
 
 

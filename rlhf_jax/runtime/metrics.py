@@ -10,13 +10,13 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, BinaryIO, Protocol, Self
 
 import jax
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.masked import Stats
-from rlhf_jax.runtime import alarms, processes, run_folder
+from rlhf_jax.runtime import alarms, processes, run_folder, write_errors
 from rlhf_jax.runtime.alarms import Alarm
 
 FILES = ("metrics", "timings", "samples", "positions")
@@ -80,7 +80,9 @@ class Recorder:
         self.alarms: dict[str, list[Alarm]] = {}  # of each stage, when they began
         names = FILES if first else ()
         self._paths = {name: folder / f"{name}.jsonl" for name in names}
-        self._files = {name: path.open("ab") for name, path in self._paths.items()}
+        self._files: dict[str, BinaryIO] = {}
+        for name in names:
+            self._open(name)
         self._sinks = sinks
         self._stage = ""
         self._pending: tuple[int, Stats, Stats] | None = None
@@ -110,7 +112,7 @@ class Recorder:
         for name, path in self._paths.items():
             _cut(path, stage=stage, step=step)
             self._files[name].close()
-            self._files[name] = path.open("ab")
+            self._open(name)
         self._stage, self.latest = stage, {}
         if self._check is not None:
             self._watch = alarms.Watch(self._check)
@@ -168,18 +170,29 @@ class Recorder:
             self._append("samples", step, row)
 
     def flush(self) -> None:
-        """Puts every row on the disk, the pending one included. Call before saving."""
+        """Puts every row on the disk, the pending one included. Call before saving.
+
+        Raises:
+          WriteError: a file cannot be written; so do `write` and `close`.
+        """
         self._write_pending()
-        for file in self._files.values():
-            os.fsync(file.fileno())
+        for name, file in self._files.items():
+            with write_errors.writing(self._paths[name]):
+                os.fsync(file.fileno())
 
     def close(self) -> None:
-        """Flushes, and closes the files and the sinks."""
-        try:
+        """Flushes, and closes the files and the sinks, all of them."""
+        with contextlib.ExitStack() as stack:
+            for sink in reversed(self._sinks):
+                stack.callback(sink.close)
+            for name, file in self._files.items():
+                stack.enter_context(write_errors.writing(self._paths[name]))
+                stack.callback(file.close)
             self.flush()
-        finally:
-            for closing in (*self._files.values(), *self._sinks):
-                closing.close()
+
+    def _open(self, name: str) -> None:
+        with write_errors.writing(self._paths[name]):
+            self._files[name] = self._paths[name].open("ab")
 
     def _write_pending(self) -> None:
         if self._pending is None:
@@ -211,8 +224,9 @@ class Recorder:
             )
         line = place | {key: _strict(value) for key, value in row.items()}
         text = json.dumps(line, ensure_ascii=False, allow_nan=False)
-        self._files[name].write(text.encode() + b"\n")
-        self._files[name].flush()
+        with write_errors.writing(self._paths[name]):
+            self._files[name].write(text.encode() + b"\n")
+            self._files[name].flush()
 
 
 def read(path: Path) -> list[dict[str, Any]]:

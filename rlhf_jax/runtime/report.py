@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf_jax.models import leaves
-from rlhf_jax.runtime import alarms, metrics, processes, run_folder
+from rlhf_jax.runtime import alarms, metrics, processes, run_folder, write_errors
 from rlhf_jax.runtime.alarms import Alarm
 
 PyTree = Any
@@ -270,18 +270,22 @@ def plots(folder: Path) -> list[Path]:
     Returns:
       The figures drawn: those of `PLOTS` with a metric that some row holds. Of several
       processes the first draws.
+
+    Raises:
+      WriteError: they cannot be written.
     """
     if not processes.is_first():
         return []
     rows = metrics.read(folder / "metrics.jsonl")
-    (folder / "plots").mkdir(exist_ok=True)
     drawn = []
-    for name, panels in PLOTS.items():
-        names = {metric for lines in panels.values() for metric in lines}
-        found = [row for row in rows if not names.isdisjoint(row)]
-        if found:
-            drawn.append(folder / "plots" / f"{name}.png")
-            _draw(found, panels).savefig(drawn[-1], dpi=150)
+    with write_errors.writing(folder / "plots"):
+        (folder / "plots").mkdir(exist_ok=True)
+        for name, panels in PLOTS.items():
+            names = {metric for lines in panels.values() for metric in lines}
+            found = [row for row in rows if not names.isdisjoint(row)]
+            if found:
+                drawn.append(folder / "plots" / f"{name}.png")
+                _draw(found, panels).savefig(drawn[-1], dpi=150)
     return drawn
 
 

@@ -14,6 +14,7 @@ last snapshot and has no steps left, so a pipeline goes on where it was.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Self
@@ -30,6 +31,7 @@ from rlhf_jax.runtime import (
     proof,
     report,
     run_folder,
+    run_lock,
     snapshot,
 )
 
@@ -52,7 +54,7 @@ class DivergedError(StopError):
 
 
 class Run:
-    """An open run folder: the record, the signals and the stages' snapshots."""
+    """An open run folder: its lock, the record, the signals, the stages' snapshots."""
 
     def __init__(
         self,
@@ -69,21 +71,28 @@ class Run:
             limits bound; None raises none.
 
         Raises:
-          InputError: a stage has no steps, or the folder cannot be used
-            (`run_folder.open_run`).
+          InputError: a stage has no steps, another process writes the folder, or it
+            cannot be used (`run_folder.open_run`).
         """
         for stage, steps in num_steps.items():
             if steps < 1:
                 raise InputError(f"{stage}: expected at least 1 step, got {steps}")
         self.config = config
         self.num_steps = num_steps
-        self.folder = run_folder.open_run(config)
-        self.versions = run_folder.versions()
-        self.record = metrics.Recorder(
-            self.folder,
-            sinks=report.sinks(config, num_steps=num_steps),
-            check=check,
+        self._lock = contextlib.ExitStack()
+        processes.on_first(
+            lambda: self._lock.enter_context(run_lock.hold(config.out)) or None
         )
+        with contextlib.ExitStack() as undone:
+            undone.push(self._lock)
+            self.folder = run_folder.open_run(config)
+            self.record = metrics.Recorder(
+                self.folder,
+                sinks=report.sinks(config, num_steps=num_steps),
+                check=check,
+            )
+            undone.pop_all()
+        self.versions = run_folder.versions()
         self.interrupt = cli.Interrupt()
         self.vote = processes.Vote()
 
@@ -92,10 +101,11 @@ class Run:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        try:
-            self.record.__exit__(*exception)
-        finally:
-            self.interrupt.__exit__(*exception)
+        with self._lock:
+            try:
+                self.record.__exit__(*exception)
+            finally:
+                self.interrupt.__exit__(*exception)
         if exception[0] is None:
             processes.wait()  # for the first to have written everything
 

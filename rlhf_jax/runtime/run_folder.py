@@ -26,7 +26,7 @@ import jax
 
 import rlhf_jax
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runtime import processes
+from rlhf_jax.runtime import processes, run_lock, write_errors
 
 CONFIG = "config.json"
 UNFINISHED = ".tmp"
@@ -102,14 +102,22 @@ def check_run(config: RunConfig) -> None:
 
     Raises:
       InputError: `out` holds something and `resume` is off; or `resume` is on and the
-        folder is not a run's, or its recorded config differs from this one.
+        folder is not a run's, has a file that cannot be written, or its recorded
+        config differs from this one.
     """
     out = config.out
-    if out.exists() and not out.is_dir():
+    try:
+        is_file = out.exists() and not out.is_dir()
+        held = [] if is_file else _held(out)
+    except OSError as error:
+        raise InputError(
+            f"--out {out}: expected a folder that can be read, got: {error.strerror}; "
+            f"give another --out, or see to that one"
+        ) from error
+    if is_file:
         raise InputError(
             f"--out {out} is a file; expected a folder that is absent or empty"
         )
-    held = _held(out)
     if not held:
         return
     if not config.resume:
@@ -123,6 +131,7 @@ def check_run(config: RunConfig) -> None:
             f"--resume: {out} holds {', '.join(held[:4])} but no {CONFIG}, so it is "
             "not a run folder; give the --out of the run to continue"
         )
+    _check_writable(out)
     recorded, given = _flat(read_config(out / CONFIG)), _flat(to_json(config))
     differing = [
         f"  {name}: recorded {_show(recorded, name)}, given {_show(given, name)}"
@@ -242,24 +251,47 @@ def write_text(path: Path, text: str) -> None:
     """Replaces a file in one step: a crash leaves the old one or the new one.
 
     Of several processes the first writes.
+
+    Raises:
+      WriteError: it cannot be written; the old one stays.
     """
     if not processes.is_first():
         return
     unfinished = path.with_name(path.name + UNFINISHED)
-    with unfinished.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
+    with write_errors.writing(path):
+        try:
+            with unfinished.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.replace(path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+            raise
 
 
 def _held(folder: Path) -> list[str]:
-    """What a folder holds, apart from what a killed `write_text` left behind."""
+    """What a folder holds, apart from what a killed process left: its lock, a *.tmp."""
     if not folder.exists():
         return []
     return sorted(
-        path.name for path in folder.iterdir() if not path.name.endswith(UNFINISHED)
+        path.name
+        for path in folder.iterdir()
+        if path.name != run_lock.NAME and not path.name.endswith(UNFINISHED)
     )
+
+
+def _check_writable(folder: Path) -> None:
+    """InputError if a resumed run could not go on with what the folder holds."""
+    snapshots = folder / "snapshots"
+    for path in (*folder.glob("*.jsonl"), snapshots, *snapshots.glob("*")):
+        if path.exists() and not os.access(path, os.W_OK):
+            raise InputError(
+                f"--resume: expected a run that this user can go on with, got no "
+                f"permission to write {path}; allow that, or start a new run with "
+                f"another --out"
+            )
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:

@@ -23,6 +23,7 @@ from safetensors.numpy import save_file
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import keys
+from rlhf_jax.runtime import write_errors
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -214,6 +215,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
     Raises:
       InputError: `path` is a file, or a folder with something in it.
+      WriteError: it cannot be written.
     """
     path = path.absolute()
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -223,12 +225,13 @@ def new_folder(path: Path) -> Iterator[Path]:
         )
     partial = path.with_name(f".{path.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed here
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        os.replace(partial, path)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with write_errors.writing(path):
+        try:
+            partial.mkdir(parents=True)
+            yield partial
+            os.replace(partial, path)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def _files(folder: Path) -> list[Path]:

@@ -15,6 +15,7 @@ from absl import logging
 from orbax.checkpoint.checkpoint_managers import LatestN
 
 from rlhf_jax.functional.checks import InputError, StopError
+from rlhf_jax.runtime import write_errors
 
 Array = jax.Array
 PyTree = Any
@@ -34,18 +35,22 @@ class Snapshots:
 
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
         """Opens or makes `folder`, which keeps the `keep` newest snapshots."""
-        logging.set_verbosity(logging.ERROR)  # orbax tells each save in many lines
+        # Orbax tells each save in many lines, and what it raises in hundreds.
+        logging.set_verbosity(logging.FATAL)
         self._folder = folder
-        self._manager = ocp.CheckpointManager(
-            folder.absolute(),
-            item_handlers={
-                "arrays": ocp.StandardCheckpointHandler(),
-                "meta": ocp.JsonCheckpointHandler(),
-            },
-            options=ocp.CheckpointManagerOptions(
-                preservation_policy=LatestN(keep), cleanup_tmp_directories=True
-            ),
-        )
+        self._newest: int | None = None  # that `save` was asked for
+        self._unwritten = False
+        with write_errors.writing(folder):
+            self._manager = ocp.CheckpointManager(
+                folder.absolute(),
+                item_handlers={
+                    "arrays": ocp.StandardCheckpointHandler(),
+                    "meta": ocp.JsonCheckpointHandler(),
+                },
+                options=ocp.CheckpointManagerOptions(
+                    preservation_policy=LatestN(keep), cleanup_tmp_directories=True
+                ),
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -63,16 +68,22 @@ class Snapshots:
         The arrays may be donated once this returns; an older snapshot goes only when
         this one is complete. A step that is already there is left as it is: runs are
         deterministic, so it holds the same bits.
+
+        Raises:
+          WriteError: this one, or the one before, cannot be written.
         """
         if step in self._manager.all_steps():
             return
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                arrays=ocp.args.StandardSave(jax.tree.map(_raw, _flat(arrays))),
-                meta=ocp.args.JsonSave(meta),
-            ),
-        )
+        self._wait()
+        self._newest = step
+        with self._writing():
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    arrays=ocp.args.StandardSave(jax.tree.map(_raw, _flat(arrays))),
+                    meta=ocp.args.JsonSave(meta),
+                ),
+            )
 
     def restore(self, step: int, *, like: PyTree) -> tuple[PyTree, dict[str, Any]]:
         """(arrays, meta) of a snapshot, to the last bit.
@@ -87,7 +98,7 @@ class Snapshots:
           InputError: there is no such snapshot, or its leaves, shapes or dtypes are
             not those of `like`; names them.
         """
-        self._manager.wait_until_finished()
+        self._wait()
         if step not in self._manager.all_steps():
             raise InputError(
                 f"{self._folder}: expected one of the snapshots "
@@ -108,8 +119,29 @@ class Snapshots:
         return jax.tree.unflatten(jax.tree.structure(like), leaves), restored["meta"]
 
     def close(self) -> None:
-        """Waits until the last snapshot is complete; raises what its writing raised."""
-        self._manager.close()
+        """Waits until the last snapshot is complete; raises what its writing raised.
+
+        Raises:
+          WriteError: it cannot be written, unless `save` has told so.
+        """
+        if self._unwritten:
+            return  # orbax would wait for it, and raise once more
+        with self._writing():
+            self._manager.close()
+
+    def _wait(self) -> None:
+        """For the snapshot that is being written."""
+        with self._writing():
+            self._manager.wait_until_finished()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            with write_errors.writing(self._folder / str(self._newest)):
+                yield
+        except write_errors.WriteError:
+            self._unwritten = True
+            raise
 
     def _check(self, step: int, targets: Mapping[str, Target]) -> None:
         saved = self._manager.item_metadata(step)["arrays"].tree

@@ -1,0 +1,151 @@
+"""What could not be written, in one line: a full disk, a folder without permission.
+
+    with write_errors.writing(path):
+        path.write_text(text)
+
+turns an OSError into a `WriteError`, which the command line prints with what is safe
+and how to go on, and exits with status 1. What libraries raise of a failed write from
+threads of their own is recognised by `reason`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import re
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rlhf_jax.functional.checks import InputError, StopError
+
+# What the system says of a place that takes no writes, not of a mistake in a program.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NOT_ALLOWED = (errno.EROFS, errno.EACCES, errno.EPERM)
+FAILING = (errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE)
+TOLD = (*NO_ROOM, *NOT_ALLOWED, *FAILING)
+
+
+class WriteError(StopError):
+    """A file of the run could not be written; what is on the disk already is whole."""
+
+    def __init__(self, path: object, why: str) -> None:
+        super().__init__(f"{path} could not be written: {why}")
+        self.remedy = "see to that disk"
+        if why in map(os.strerror, NO_ROOM):
+            self.remedy = "make room there"
+        elif why in map(os.strerror, NOT_ALLOWED):
+            self.remedy = "let this user write there"
+
+
+def reason(error: BaseException) -> str | None:
+    """What the system said of a failed write; None where the error is of another kind.
+
+    An OSError says it itself; others that were raised from one, or that quote the
+    system as tensorstore does, are looked through.
+    """
+    told: BaseException | None = error
+    while told is not None:
+        if isinstance(told, OSError) and told.errno is not None:
+            return told.strerror
+        # safetensors writes "(os error 28)", tensorstore "[os_error_code='28']".
+        if found := re.search(r"\bos[ _]error(?:_code=')? ?(\d+)", str(told)):
+            return os.strerror(int(found[1]))
+        for code in TOLD:
+            if os.strerror(code) in str(told):
+                return os.strerror(code)
+        told = told.__cause__ or told.__context__
+    return None
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Any failed write inside is a WriteError that names `path`.
+
+    Raises:
+      WriteError: an exception that `reason` knows; the others pass.
+    """
+    try:
+        yield
+    except (InputError, StopError):
+        raise  # told already
+    except Exception as error:
+        why = reason(error)
+        if why is None:
+            raise
+        raise WriteError(path, why) from error
+
+
+def of_run(error: OSError, *, folder: Path) -> WriteError | None:
+    """The failed write that an OSError from a run is; None for any other.
+
+    No room is told wherever it is missing; a permission only inside the run's folder,
+    as elsewhere it is about a file to read.
+    """
+    inside = isinstance(error.filename, str | Path) and Path(
+        error.filename
+    ).absolute().is_relative_to(folder.absolute())
+    if error.errno not in NO_ROOM and not (inside and error.errno in TOLD):
+        return None
+    name = "a file" if error.filename is None else error.filename
+    return WriteError(name, str(error.strerror))
+
+
+def safe(folder: Path) -> str:
+    """What a run folder holds that a failed write left whole, in a few words."""
+    parts = []
+    for stage in sorted((folder / "snapshots").glob("*")):
+        numbers = [int(path.name) for path in stage.glob("*") if path.name.isdigit()]
+        if numbers:
+            parts.append(f"snapshot {max(numbers)} of {stage.name}")
+    if not parts:
+        return "no snapshot is complete yet"
+    rows = 0
+    with contextlib.suppress(OSError):
+        rows = (folder / "metrics.jsonl").read_bytes().count(b"\n")
+    if rows:
+        parts.append(f"{rows} rows of metrics.jsonl")
+    return f"safe are {' and '.join(parts)}"
+
+
+def _left_behind(
+    error: BaseException | None,
+    source: Any,
+    *,
+    coroutine: type = types.CoroutineType,
+    scheduling: types.CodeType = asyncio.BaseEventLoop.call_soon_threadsafe.__code__,
+) -> bool:
+    if isinstance(source, coroutine):
+        return "orbax" in source.cr_code.co_filename
+    trace = None if error is None else error.__traceback__
+    return trace is not None and trace.tb_frame.f_code is scheduling
+
+
+@contextlib.contextmanager
+def quiet_threads() -> Iterator[None]:
+    """Keeps what orbax's threads leave behind after a failed write off the terminal.
+
+    Their error itself is raised where the snapshot is waited for. The other writes of
+    that snapshot then end on an event loop that is closed, which Python would tell in a
+    traceback each, now and as it shuts down.
+    """
+    before = sys.unraisablehook
+
+    # Bound here, as Python clears modules before it is done.
+    def hook(unraisable: Any, left_behind: Any = _left_behind) -> None:
+        if not left_behind(unraisable.exc_value, unraisable.object):
+            before(unraisable)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    except WriteError:
+        raise  # with the hook in place until the process ends
+    except BaseException:
+        sys.unraisablehook = before
+        raise
+    sys.unraisablehook = before
