@@ -414,6 +414,19 @@ def test_chunks_of_words_are_as_many_times_larger_as_devices_share_them(
     assert asked == [logprobs.MAX_LOGITS, times * logprobs.MAX_LOGITS]
 
 
+def test_parameters_are_made_and_counted_without_the_kernel():
+    """Attention has none, so that no machine needs cuDNN for them."""
+    model = dataclasses.replace(toys.LLAMA, dtype="bfloat16", attention="cudnn")
+    plain = dataclasses.replace(model, attention="xla")
+    key, adapter = jax.random.key(0), lora.LoRA(rank=2)
+    for init in (decoder.init, functools.partial(lora.init, lora=adapter)):
+        make = toys.jit(init, static_argnames=("model",))
+        assert toys.leaves_equal(make(key, model=model), make(key, model=plain))
+    # By hand: embedding and head, then a layer's projections, MLP and norms.
+    kernels = 16 * (16 + 2 * 8) + 16 * 16 + 3 * 16 * 24 + 2 * 16
+    assert decoder.num_parameters(model) == 2 * 13 * 16 + kernels + 16
+
+
 def test_attention_by_cudnn_is_asked_for_and_needs_a_gpu(monkeypatch):
     with pytest.raises(
         ValueError, match="bfloat16 with attention cudnn, got 'float32'"

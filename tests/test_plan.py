@@ -264,13 +264,49 @@ def test_a_topology_names_its_chip():
 
 
 def test_no_libtpu_and_no_such_topology(monkeypatch):
-    def missing(**_):
-        raise RuntimeError("no plugin")
+    def unknown(**_):
+        raise RuntimeError("no such slice")
 
-    monkeypatch.setattr(compiled.topologies, "get_topology_desc", missing)
-    message = r"got 'v5e:2x2' \(no plugin\); install the extra 'plan'"
+    options = Options(topology="v5e:2x2", mesh=MeshShape(fsdp=4))
+    monkeypatch.setattr(compiled.topologies, "get_topology_desc", unknown)
+    monkeypatch.setattr(compiled.importlib.util, "find_spec", lambda name: name)
+    message = r"got 'v5e:2x2' \(no such slice\); choose another, or leave it out"
     with pytest.raises(InputError, match=message):
-        plan.plan(Options(topology="v5e:2x2", mesh=MeshShape(fsdp=4)))
+        plan.plan(options)
+    monkeypatch.setattr(compiled.importlib.util, "find_spec", lambda name: None)
+    message = r"'v5e:2x2', got no such package; install the extra 'plan'"
+    with pytest.raises(InputError, match=message):
+        plan.plan(options)
+
+
+@pytest.mark.slow
+def test_two_plans_at_once():
+    """Each holds libtpu, the one while the other loads it."""
+    pytest.importorskip("libtpu")
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
+    for name in ("XLA_FLAGS", "ALLOW_MULTIPLE_LIBTPU_LOAD"):
+        environment.pop(name, None)
+    code = (
+        "from rlhf_jax.runtime import compiled\n"
+        "print(len(compiled.slice_of('v5e:2x2')), flush=True)\n"
+        "input()\n"
+    )
+    running = []
+    for _ in range(2):
+        process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        running.append(process)
+        assert process.stdout is not None
+        told = process.stdout.readline().strip()
+        assert told == "4", process.communicate("\n")[1][-2000:]
+    for process in running:
+        process.communicate("\n")
 
 
 @pytest.mark.long

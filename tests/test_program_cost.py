@@ -244,3 +244,67 @@ ENTRY %main.1 (a: bf16[64,256], b: bf16[256,32]) -> (bf16[64,32], s8[4096]) {
 def test_the_text_of_a_gpu():
     """A product that cuBLAS takes over."""
     assert program_cost.cost(GPU).flops == 2 * 64 * 256 * 32
+
+
+# A TPU's product takes its weights through a fusion of a bitcast alone; another reads
+# what a prefetch has brought onto the chip; a third writes through such a fusion.
+PREFETCHED = """HloModule jit_h
+
+%view.1 (v.0: bf16[4096,1024]) -> bf16[4096,1024] {
+  %v.0 = bf16[4096,1024]{1,0:T(8,128)(2,1)} parameter(0)
+  ROOT %same.1 = bf16[4096,1024]{1,0:T(8,128)(2,1)} bitcast(%v.0)
+}
+
+%product.1 (w.0: bf16[4096,1024], x.0: bf16[8,4096]) -> bf16[8,1024] {
+  %x.0 = bf16[8,4096]{1,0:T(8,128)(2,1)} parameter(1)
+  %w.0 = bf16[4096,1024]{1,0:T(8,128)(2,1)} parameter(0)
+  %w.1 = bf16[4096,1024]{1,0:T(8,128)(2,1)} fusion(%w.0), kind=kLoop, calls=%view.1
+  ROOT %conv.1 = bf16[8,1024]{1,0:T(8,128)(2,1)} convolution(%x.0, %w.1), dim_labels=bf_io->bf
+}
+
+%turned.1 (u.0: bf16[8,1024]) -> bf16[1024,8] {
+  %u.0 = bf16[8,1024]{1,0:T(8,128)(2,1)} parameter(0)
+  ROOT %same.2 = bf16[1024,8]{0,1:T(8,128)(2,1)} bitcast(%u.0)
+}
+
+%product.2 (w.2: bf16[4096,1024], x.1: bf16[8,4096]) -> bf16[1024,8] {
+  %x.1 = bf16[8,4096]{1,0:T(8,128)(2,1)} parameter(1)
+  %w.2 = bf16[4096,1024]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %conv.2 = bf16[8,1024]{1,0:T(8,128)(2,1)} convolution(%x.1, %w.2), dim_labels=bf_io->bf
+  ROOT %out.2 = bf16[1024,8]{0,1:T(8,128)(2,1)} fusion(%conv.2), kind=kLoop, calls=%turned.1
+}
+
+ENTRY %main.1 (a.0: bf16[4096,1024], a.1: bf16[8,4096], a.2: bf16[4096,1024]) -> (bf16[8,1024], bf16[1024,8]) {
+  %a.0 = bf16[4096,1024]{1,0:T(8,128)(2,1)} parameter(0)
+  %a.1 = bf16[8,4096]{1,0:T(8,128)(2,1)} parameter(1)
+  %a.2 = bf16[4096,1024]{1,0:T(8,128)(2,1)} parameter(2)
+  %start.1 = (bf16[4096,1024]{1,0:T(8,128)(2,1)S(1)}, bf16[4096,1024]{1,0:T(8,128)(2,1)}, u32[]{:S(2)}) copy-start(%a.2)
+  %first.1 = bf16[8,1024]{1,0:T(8,128)(2,1)} fusion(%a.0, %a.1), kind=kOutput, calls=%product.1
+  %done.1 = bf16[4096,1024]{1,0:T(8,128)(2,1)S(1)} copy-done(%start.1)
+  %second.1 = bf16[1024,8]{0,1:T(8,128)(2,1)} fusion(%done.1, %a.1), kind=kOutput, calls=%product.2
+  ROOT %both.1 = (bf16[8,1024]{1,0}, bf16[1024,8]{0,1}) tuple(%first.1, %second.1)
+}
+"""  # noqa: E501
+
+
+def test_weights_behind_a_view_and_a_prefetch_are_read_once():
+    """By hand: each matrix once, x twice, each result once."""
+    matrix, rows, result = 2 * 4096 * 1024, 2 * 8 * 4096, 2 * 8 * 1024
+    found = program_cost.cost(PREFETCHED)
+    assert found.bytes == 2 * matrix + 2 * rows + 2 * result
+    assert found.flops == 2 * (2 * 8 * 4096 * 1024)
+
+
+def test_a_copy_counts_where_it_comes_from_and_where_it_goes():
+    """Off the chip it is written; of a slice that is fetched, its part is read."""
+    matrix = 2 * 4096 * 1024
+    row = next(line for line in PREFETCHED.splitlines() if "copy-start" in line)
+    copied = PREFETCHED.replace(row, row.replace("S(1)}", "}", 1))
+    before = program_cost.cost(PREFETCHED).bytes
+    assert program_cost.cost(copied).bytes == before + matrix
+    part = row.replace(
+        "(bf16[4096,1024]{1,0:T(8,128)(2,1)S(1)}, bf16[4096,1024]{1,0:T(8,128)(2,1)}",
+        "(bf16[4096,1024]{1,0:T(8,128)(2,1)}, bf16[512,1024]{1,0:T(8,128)(2,1)S(1)}",
+    ).replace("copy-start", "slice-start")
+    sliced = program_cost.cost(PREFETCHED.replace(row, part))
+    assert sliced.bytes == before - matrix + matrix // 8

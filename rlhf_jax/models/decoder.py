@@ -15,6 +15,7 @@ layers while tokens are drawn.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -50,6 +51,8 @@ def init(key: Array, *, model: ModelConfig) -> Params:
     embed_key, position_key, layer_key, norm_key, head_key = jax.random.split(key, 5)
     x = jnp.zeros((1, 1, model.hidden_size), jnp.float32)
     norm = blocks.Norm(model)
+    # Attention has no parameters, and a kernel takes neither float32 nor one token.
+    block = blocks.Block(dataclasses.replace(model, attention="xla"))
 
     def normal(key: Array, rows: int) -> Array:
         shape = (rows, model.hidden_size)
@@ -58,7 +61,7 @@ def init(key: Array, *, model: ModelConfig) -> Params:
     def layer(key: Array) -> Params:
         attend = jnp.ones((1, 1, 1), bool)
         rotary = _rotary(jnp.zeros((1, 1), jnp.int32), model=model)
-        return blocks.Block(model).init(key, x, attend=attend, rotary=rotary)["params"]
+        return block.init(key, x, attend=attend, rotary=rotary)["params"]
 
     params = {
         "embed": {"tokens": normal(embed_key, model.padded_vocab_size)},

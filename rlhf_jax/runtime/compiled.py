@@ -6,6 +6,8 @@ compiled.memory(function, shapes, device=device).temp_size_in_bytes
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -35,15 +37,24 @@ def target(topology: str | None) -> Any:
 def slice_of(topology: str) -> list[Any]:
     """The devices of a slice of TPUs that is not there.
 
+    libtpu lets one process at a time use a TPU, by a lock. Here none is used, so that
+    any number of processes may compile at once.
+
     Raises:
       InputError: as `target`.
     """
+    if importlib.util.find_spec("libtpu") is None:
+        raise InputError(
+            f"topology: expected libtpu, which compiles for {topology!r}, got no such "
+            f"package; install the extra 'plan', or leave the topology out"
+        )
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # read as it is loaded
     try:
         found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
     except Exception as error:  # what the plugin raises is its own affair
         raise InputError(
             f"topology: expected a TPU that libtpu knows, as v5e:2x2, got {topology!r} "
-            f"({error}); install the extra 'plan', or leave it out"
+            f"({str(error).strip():.300}); choose another, or leave it out"
         ) from error
     return list(found.devices)
 

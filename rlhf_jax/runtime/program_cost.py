@@ -211,9 +211,10 @@ class _Walker:
         if opcode == "custom-call" and any(name in line.rest for name in FREE_CALLS):
             return 0
         if opcode in ("copy-start", "slice-start"):
-            source, target = lines[line.operands[0]].written, line.result[1]
-            moved = 0 if target.on_chip else target.size
-            return moved + (target.size if opcode == "slice-start" else source)
+            # (to, from, context) of a copy, (from, to, context) of a slice.
+            target = line.result[0 if opcode == "copy-start" else 1]
+            places = (lines[line.operands[0]].result[0], target)
+            return sum(target.size for place in places if not place.on_chip)
         if opcode in SLICES:
             return 2 * line.written
         if opcode in ("dynamic-update-slice", "scatter"):
@@ -265,15 +266,32 @@ class _Walker:
                     for part in called.values()
                     if part.opcode == "parameter" and int(part.text) in at
                 )
+                if self._origin(user, inner) == self._origin(parameter, inner):
+                    total += self._read(user, inner)
             elif not (user.root and user.opcode == "tuple"):
                 # What passes through a fusion, or is sent by a collective in it, is
                 # not read by it.
                 total += 0 if user.opcode in COLLECTIVES else _whole(parameter)
         return min(total, _whole(parameter))
 
+    def _origin(self, line: Line, lines: Computation) -> Line:
+        """What a line is another view of, through bitcasts and fusions of nothing else.
+
+        A TPU's products take their operands through such fusions.
+        """
+        if line.opcode == "bitcast":
+            return self._origin(lines[line.operands[0]], lines)
+        if line.opcode == "fusion":
+            called = self._computations[_called(line, "calls")]
+            root = next(part for part in called.values() if part.root)
+            origin = self._origin(root, called)
+            if origin.opcode == "parameter":
+                operand = line.operands[int(origin.text)]
+                return self._origin(lines[operand], lines)
+        return line
+
     def _written(self, part: Line, inner: Computation) -> int:
-        if part.opcode == "bitcast":
-            return self._written(inner[part.operands[0]], inner)
+        part = self._origin(part, inner)
         if part.opcode == "parameter" or part.opcode in COLLECTIVES:
             return 0
         if part.opcode == "dynamic-update-slice":
