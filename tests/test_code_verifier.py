@@ -215,7 +215,7 @@ def test_what_the_code_may_do(monkeypatch):
     [
         ("while True:\n    pass", "took longer than 1 s"),
         ("import time\ntime.sleep(1000)", "took longer than 1 s"),
-        ("x = 9**9**9", "its process ended before the tests did"),  # never lets go
+        ("x = 9**9**9", "took longer than 1 s"),  # which never lets go
     ],
 )
 def test_time_ends(code, why):
@@ -240,10 +240,8 @@ def test_nothing_is_left_behind(tmp_path, monkeypatch):
     assert not os.path.exists(f"/proc/{started[0].pid}")
 
 
-def test_a_process_that_does_not_start_is_no_verdict(tmp_path, monkeypatch):
-    broken = tmp_path / "runner.py"
-    broken.write_text("raise SystemExit('no such limit')")
-    monkeypatch.setattr(code_verifier, "RUNNER", broken)
+def test_a_process_that_does_not_start_is_no_verdict(monkeypatch):
+    monkeypatch.setattr(code_verifier, "JUDGE", "raise SystemExit('no such limit')")
     with pytest.raises(RuntimeError, match=r"did not start .*: no such limit"):
         run_tests(ADD, TESTS)
 
@@ -266,7 +264,7 @@ def test_tests_that_cannot_be_run_are_named_with_file_and_line(tmp_path, row, me
         verifiers.check_answers(data.read_located(file), verifier=PythonTests())
 
 
-@pytest.mark.parametrize("option", ["seconds", "memory", "file_size"])
+@pytest.mark.parametrize("option", ["seconds", "memory", "file_size", "disk"])
 @pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf")])
 def test_limits_that_are_none(option, value):
     with pytest.raises(InputError, match=f"{option}: expected a finite number above 0"):

@@ -1,223 +1,278 @@
-"""Runs generated code and its tests, in a process of its own.
+"""Runs generated code, in a process of its own, and answers what it is asked.
 
-`code_verifier` starts this file as a script; nothing imports it, and it imports nothing
-of ours. It reads what to run as JSON from standard input and writes to a descriptor of
-its own, so that nothing the code prints is taken for a verdict:
+`code_sandbox` starts it. It holds no test and no expected value: it is told the code,
+then asked for a name the code defines, to call a function with these arguments, and so
+on, one request at a time; see `serve`. All it can gain by forging an answer is to have
+answered it: `code_judge`, in another process, compares.
 
-    READY                     limits and guard are in place, the code is next
-    NONCE passed [why]        that many tests passed, in order, before one failed
-
-The code runs in a second thread: frames there do not lead to the nonce, which the first
-one holds, and the first one ends the process when the time is up. They do lead to the
-count of tests that passed: code that walks up the stack to set it gets its verdict.
+Objects that are no plain values stay here. The judge holds their numbers.
 """
 
 from __future__ import annotations
 
-import _posixsubprocess
-import _thread
 import builtins
-import contextlib
-import json
+import io
+import operator
 import os
-import resource
 import sys
 import types
-from collections.abc import Callable
-from typing import Any
 
-READY = b"ready\n"
-MIB = 2**20
-WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-UNIX = 1  # the family of socket pairs, which asyncio wakes itself up with
-NEW_NETWORK, NEW_USER = 0x40000000, 0x10000000  # of unshare(2)
+from rlhf_jax.runtime import code_guard, code_values
 
-# Audit events (docs.python.org/3/library/audit_events.html) by what becomes of them.
-REFUSED = (
-    *("os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system"),
-    *("os.kill", "os.killpg", "os.startfile", "os.unshare", "os.setns"),
-    *("subprocess.", "pty.", "socket.", "ctypes.", "syslog.", "resource."),
-    *("sys._current_frames", "sys._current_exceptions", "sys.addaudithook"),
-    *("sys.setprofile", "sys.settrace", "gc.get_", "_thread.start_", "cpython.remote"),
-    *("sqlite3.enable_load_extension", "sqlite3.load_extension"),
-)
-PATHS = (  # refused outside the folder
-    *("os.chdir", "os.chflags", "os.chmod", "os.chown", "os.link", "os.mkdir"),
-    *("os.remove", "os.rename", "os.rmdir", "os.symlink", "os.truncate", "os.utime"),
-    *("os.setxattr", "os.removexattr", "sqlite3.connect"),
-)
-READABLE = ("/dev/null", "/dev/urandom", "/usr/share/zoneinfo")
-LOOKED_AT = ("os.listdir", "os.scandir")
-# What reaches the system without an audit event.
-MODULES = ("ctypes", "_ctypes", "_dbm", "_gdbm", "readline", "_posixshmem")
-MODULES += ("_interpreters", "_xxsubinterpreters", "_testcapi", "_testinternalcapi")
+TYPE_CHECKING = False  # as typing's, which takes long to import
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+PRINTED = 2**20  # bytes that are passed on of what a request printed
+# Types whose subclasses are compared by what they hold, unless they say otherwise.
+HOLDERS = (int, float, str, bytes, tuple, list, dict, set, frozenset)
+COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
+CHANGEABLE = ("l", "d", "s", "ba", "x")  # tags of values that a call may change
 
 
-def limit(which: int, most: int) -> None:
-    """Lowers a limit of this process; one that the system lacks stays away."""
-    with contextlib.suppress(OSError, ValueError):
-        _, hard = resource.getrlimit(which)
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(which, (most, most))
+def held_by(value: Any) -> Any:
+    """What an object of a subclass of a built-in type holds, as that type."""
+    holder = _holder(type(value))
+    return str.__str__(value) if holder is str else holder and holder(value)
 
 
-def leave_the_network() -> None:
-    """Into a network without devices, where Python can and the system lets us."""
-    unshare = getattr(os, "unshare", None)  # of Python 3.12, on Linux
-    if unshare is None:
-        return
-    for flags in (NEW_NETWORK, NEW_NETWORK | NEW_USER):  # as root, or as anybody
-        with contextlib.suppress(OSError):
-            unshare(flags)
-            return
+def awaited(value: Any) -> Any:
+    """What a coroutine returns, run to its end."""
+    import asyncio  # which few programs need
+
+    async def wait() -> Any:
+        return await value
+
+    return asyncio.run(wait())
 
 
-def guard(folder: str) -> Callable[[str, tuple[Any, ...]], None]:
-    """An audit hook: no network, no processes, no files outside `folder`.
-
-    The standard library may be read.
-    """
-    # Bound here: the code may put others in their places.
-    real, decode, starts = os.path.realpath, os.fsdecode, str.startswith
-    readable = (folder, *map(real, sys.path), *READABLE)
-    refused, looked_at, modules = REFUSED, LOOKED_AT, frozenset(MODULES)
-    paths, unix, writing = PATHS, UNIX, WRITING
-    error, missing, number = PermissionError, ImportError, int
-    is_a, any_of, path_types = isinstance, any, (str, bytes, os.PathLike)
-
-    def inside(path: Any, folders: tuple[str, ...]) -> bool:
-        if is_a(path, number):
-            return True  # open already
-        if path == ":memory:":  # sqlite3
-            return True
-        found = real(decode("." if path is None else path))
-        return any_of(found == held or starts(found, held + "/") for held in folders)
-
-    def hook(event: str, args: tuple[Any, ...]) -> None:
-        if event == "open":
-            path, _, flags = args
-            folders = (folder, "/dev/null") if flags & writing else readable
-            if not inside(path, folders):
-                raise error(f"{path!r} is outside the folder of this code")
-        elif event == "import":
-            if args[0] in modules:
-                raise missing(f"{args[0]} is not there for this code")
-        elif event in looked_at:
-            if not inside(args[0], readable):
-                raise error(f"{args[0]!r} is outside the folder of this code")
-        elif starts(event, paths):
-            for path in args[:2]:
-                if is_a(path, path_types) and not inside(path, (folder,)):
-                    raise error(f"{path!r} is outside the folder of this code")
-        elif starts(event, refused) and not (
-            event == "socket.__new__" and args[1] == unix
-        ):
-            raise error(f"{event} is not allowed to this code")
-
-    return hook
+# What may be asked of objects, beside calls.
+DONE: dict[str, Callable[..., Any]] = {
+    "iter": iter,
+    "next": next,
+    "len": len,
+    "str": lambda value: str.__str__(str(value)),
+    "repr": lambda value: str.__str__(repr(value)),
+    "truth": operator.truth,
+    "get": getattr,
+    "set": setattr,
+    "delete": delattr,
+    "getitem": operator.getitem,
+    "setitem": operator.setitem,
+    "delitem": operator.delitem,
+    "instance": isinstance,
+    "subclass": issubclass,
+    "held": held_by,
+    "await": awaited,
+    **{name: getattr(operator, name) for name in code_values.OPERATORS},
+}
 
 
-def run(
-    code: str, tests: list[types.CodeType], outcome: list[Any], done: _thread.LockType
-) -> None:
-    """Executes the code and one test after another until one fails.
+class Printed(io.BytesIO):
+    """Standard output, of which the first `PRINTED` bytes count."""
 
-    Args:
-      outcome: [tests passed, why it ended before the last], written here.
-      done: released at the end.
-    """
-    # As they are before the code: it may replace `all` or `isinstance` for everybody.
-    pristine, compile_, execute = dict(vars(builtins)), compile, exec
-    module = types.ModuleType("solution")
-    # Dataclasses and pickle look a class's module up; and this one holds our functions.
-    sys.modules["solution"] = sys.modules["__main__"] = module
-    names = vars(module)
-    try:
-        execute(compile_(code, "<code>", "exec", dont_inherit=True), names)
-        names["__builtins__"] = pristine
-        for test in tests:
-            execute(test, names)
-            outcome[0] += 1
-    except BaseException as error:  # SystemExit too: the tests that are left count
-        outcome[1] = describe(error)
-    finally:
-        done.release()
+    def write(self, data: Any, /) -> int:
+        """As ever."""
+        super().write(memoryview(data)[: max(0, PRINTED - self.tell())])
+        return len(data)
 
 
-def describe(error: BaseException) -> str:
-    """The error in a line."""
-    try:
-        lines = f"{type(error).__name__}: {error}".split("\n")
-        return lines[0][:300]
-    except BaseException:  # its own __str__ raised
-        return "an error that cannot be shown"
+class Runner:
+    """The code's side of a conversation."""
+
+    def __init__(self, requests: int, replies: int) -> None:
+        self.requests, self.replies = requests, replies
+        self.module = types.ModuleType("solution")
+        self.held: dict[int, Any] = {}  # objects that the judge has numbers of
+        self.numbers: dict[int, int] = {}  # by id
+        self.handed: dict[int, Any] = {}  # stand-ins for what the judge holds
+        self.handed_numbers: dict[int, int] = {}
+        self.count = 0
+        self.printed = Printed()
+        sys.stdout = io.TextIOWrapper(self.printed, "utf-8", write_through=True)
+
+    def serve(self) -> Any:
+        """Answers requests until there are none; or until a call to the judge returns.
+
+        A request is [what, released numbers, ...]; what is a name of `do`, or "ok" or
+        "raise" with what a function of the judge's returned or raised.
+        """
+        while True:
+            what, released, *args = code_values.receive(self.requests)
+            for number in released:
+                self.numbers.pop(id(self.held.pop(number, None)), None)
+            if what == "ok":
+                return self.decode(args[0])
+            if what == "raise":
+                kind, given = map(self.decode, args)
+                raise kind(*given)
+            try:
+                reply = ["ok", *self.do(what, args)]
+            except BaseException as error:  # SystemExit too
+                reply = ["raise", *self.raised(error)]
+            code_values.send(self.replies, [*reply, self.drain()])
+
+    def do(self, what: str, args: list[Any]) -> list[Any]:
+        """One request: [the result, what it changed]."""
+        if what == "load":
+            names = vars(self.module)
+            exec(compile(args[0], "<code>", "exec", dont_inherit=True), names)
+            return [[name for name in names if not name.startswith("_")], []]
+        if what == "name":
+            return [self.named(args[0]), []]
+        if what == "call":
+            return self.call(*args)
+        return [self.encode(DONE[what](*map(self.decode, args))), []]
+
+    def named(self, name: str) -> Any:
+        """A global of the code: a value, a module, a function of a library."""
+        try:
+            found = vars(self.module)[name]
+        except KeyError:
+            return ["missing"]
+        if isinstance(found, types.ModuleType):
+            return ["module", found.__name__]
+        for library in code_values.LIBRARIES:
+            if vars(sys.modules.get(library, builtins)).get(name) is found:
+                return ["library", library]
+        return self.encode(found)
+
+    def call(self, function: Any, args: list[Any], named: Any, read: Any) -> list[Any]:
+        """A call; lists, dicts and sets that it changed if it returns None."""
+        given = [self.decode(arg) for arg in args]
+        if read is not None:
+            sys.stdin = io.StringIO(read)
+        result = self.decode(function)(*given, **self.decode(named))
+        changed = []
+        if result is None:
+            for place, (before, value) in enumerate(zip(args, given, strict=True)):
+                if type(before) is list and before[0] in CHANGEABLE:
+                    after = self.encode(value)
+                    if after != before:
+                        changed.append([place, after])
+        taken = sys.stdin.tell() if read is not None else 0
+        return [self.encode(result), changed, taken]
+
+    def raised(self, error: BaseException) -> list[Any]:
+        """An error: its class, its arguments or its text, and its own number."""
+        try:
+            text = f"{error}"[:1000]
+        except BaseException:  # its own __str__ raised
+            text = "an error that cannot be shown"
+        try:
+            args = self.encode(error.args)
+        except BaseException:
+            args = ["t", text]
+        return [self.kind(type(error)), args, text, self.number(error)]
+
+    def kind(self, kind: type[BaseException]) -> Any:
+        """A class of errors, with the classes above it."""
+        if kind in code_values.NAMES:
+            return ["n", code_values.NAMES[kind]]
+        bases = [self.kind(b) for b in kind.__bases__ if issubclass(b, BaseException)]
+        return ["e", self.number(kind), kind.__name__, *bases]
+
+    def number(self, value: Any) -> int:
+        """The number of an object, which is kept for as long as the judge wants."""
+        if id(value) not in self.numbers:
+            self.count += 1
+            self.numbers[id(value)], self.held[self.count] = self.count, value
+        return self.numbers[id(value)]
+
+    def encode(self, value: Any) -> Any:
+        """A value, or the number of an object."""
+        return code_values.encode(value, self.own)
+
+    def own(self, value: Any) -> Any:
+        if id(value) in self.handed_numbers:
+            return ["p", self.handed_numbers[id(value)]]
+        kind = type(value)
+        if isinstance(value, type) and issubclass(value, BaseException):
+            return self.kind(value)
+        holder = _holder(kind)
+        traits = "c" * callable(value) + "a" * isinstance(value, types.CoroutineType)
+        held = holder and code_values.NAMES[holder]
+        return ["o", self.number(value), traits, held, kind.__name__]
+
+    def decode(self, data: Any) -> Any:
+        """What the judge wrote."""
+        return code_values.decode(data, self.known)
+
+    def known(self, data: list[Any]) -> Any:
+        tag, number, *more = data
+        if tag == "p":
+            return self.held[number]
+        if tag == "m":
+            return operator.attrgetter(more[0])(__import__(number, fromlist=["_"]))
+        if number not in self.handed:
+            stand_in = (
+                _Iterator(self, number) if tag == "g" else _function(self, number)
+            )
+            self.handed[number] = stand_in
+            self.handed_numbers[id(stand_in)] = number
+        return self.handed[number]
+
+    def ask(self, number: int, what: str, *args: Any, **named: Any) -> Any:
+        """Has a function of the judge's called, and answers what it asks meanwhile."""
+        held = [self.encode(args), self.encode(named)]
+        code_values.send(self.replies, ["back", number, what, *held, self.drain()])
+        return self.serve()
+
+    def drain(self) -> str:
+        """What was printed since the last time."""
+        text = self.printed.getvalue().decode("utf-8", "replace")
+        self.printed.seek(0)
+        self.printed.truncate()
+        return text
+
+
+def _holder(kind: type) -> type | None:
+    """The built-in type whose comparisons a subclass has kept."""
+    for holder in HOLDERS:
+        if issubclass(kind, holder):
+            kept = (getattr(kind, n) is getattr(holder, n) for n in COMPARISONS)
+            return holder if all(kept) else None
+    return None
+
+
+def _function(runner: Runner, number: int) -> Callable[..., Any]:
+    def function(*args: Any, **named: Any) -> Any:
+        return runner.ask(number, "call", *args, **named)
+
+    return function
+
+
+class _Iterator:
+    """An iterator of the judge's."""
+
+    def __init__(self, runner: Runner, number: int) -> None:
+        self.runner, self.number = runner, number
+
+    def __iter__(self) -> _Iterator:
+        return self
+
+    def __next__(self) -> Any:
+        return self.runner.ask(self.number, "next")
 
 
 def main() -> None:
-    """Reads the task, runs it and reports; ends the process in any case."""
-    task = json.loads(sys.stdin.buffer.read())
-    report_to, nonce = int(sys.argv[1]), task["nonce"]
+    """Takes its limits, says that it is ready, and serves."""
+    told = sys.argv[1:]
+    requests, replies, memory, file_size = (int(told[n]) for n in (0, 1, 3, 4))
     sys.argv[1:] = []
-    write, leave = os.write, os._exit
-    folder = os.path.realpath(os.getcwd())
-
-    # The interpreter that is here already needs no more files or processes.
-    seconds = task["seconds"]
-    limit(resource.RLIMIT_CPU, int(seconds) + 2)
-    limit(resource.RLIMIT_AS, task["memory"] * MIB)
-    limit(resource.RLIMIT_FSIZE, task["file_size"] * MIB)
-    limit(resource.RLIMIT_NOFILE, 64)
-    limit(resource.RLIMIT_CORE, 0)
-    leave_the_network()
-    compiled = [
-        compile(test, f"<test {n}>", "exec", dont_inherit=True)
-        for n, test in enumerate(task["tests"], start=1)
-    ]
-
-    code, outcome = task.pop("code"), [0, ""]
-    del task  # the thread's frames are within reach of the code
-    go, done = _thread.allocate_lock(), _thread.allocate_lock()
-    go.acquire()
-    done.acquire()
-
-    def wait_and_run() -> None:
-        with go:
-            run(code, compiled, outcome, done)
-
-    _thread.start_new_thread(wait_and_run, ())
+    code_guard.limits(seconds=float(told[2]), memory=memory, file_size=file_size)
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(null, standard)
-    forbid_processes()
-    sys.addaudithook(guard(folder))
-    write(report_to, READY)
-    go.release()
-
-    finished = done.acquire(timeout=seconds)
-    passed, why = outcome
-    if not finished:
-        why = f"took longer than {seconds:g} s"
-    # By formatting, which the code cannot have replaced.
-    write(report_to, f"{nonce} {passed} {why}".encode("utf-8", "replace"))
-    leave(0)
-
-
-def forbid_processes() -> None:
-    """What has no audit event: processes, threads, device files, process handles."""
-    limit(resource.RLIMIT_NPROC, 0)  # which root does not mind
-
-    def refuse(*args: Any, **kwargs: Any) -> int:
-        raise PermissionError("processes, threads and nodes are not for this code")
-
-    _posixsubprocess.__dict__["fork_exec"] = refuse
-    for name in ("start_new_thread", "start_new", "start_joinable_thread"):
-        _thread.__dict__[name] = refuse
-    modules = (sys.modules.get(name) for name in ("os", "posix", "signal", "_signal"))
-    for module in filter(None, modules):
-        for name in ("mknod", "mkfifo", "pidfd_open", "pidfd_send_signal"):
-            if name in vars(module):
-                module.__dict__[name] = refuse
-
-
-if __name__ == "__main__":
-    main()
+    os.close(null)
+    runner = Runner(requests, replies)
+    # Dataclasses and pickle look a class's module up; and this one holds our functions.
+    sys.modules["solution"] = sys.modules["__main__"] = runner.module
+    code_guard.forbid_processes()
+    sys.addaudithook(code_guard.guard(os.path.realpath(os.getcwd())))
+    code_values.send(replies, "ready")
+    try:
+        runner.serve()
+    finally:
+        os._exit(0)

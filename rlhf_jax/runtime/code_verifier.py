@@ -1,22 +1,34 @@
-"""Is a generated Python program right? Its unit tests say so, in a process of its own.
+"""Is a generated Python program right? Its unit tests say so, in a process apart.
 
     response ─extract─> code ─run_tests─> Verdict(passed, total, why)
 
-What the process may not do: take more time, processor time or memory than it is given,
-start processes or threads, use a network, touch files outside a temporary folder that
-goes with it, or see this process's environment. What cannot earn a verdict: printing,
-exiting (`sys.exit(0)`, `os._exit(0)`, `atexit`) and replacing builtins: only a process
-that ran all tests knows what to report.
+The code runs in one process and its tests in another, `code_judge`. The code is handed
+the arguments of a call and returns a value; it sees neither the tests nor what they
+expect. The judge compares values of Python's own types; an object of a class of the
+code's is equal to nothing (`code_remote`).
 
-This stops accidents and naive cheating. It is **no security boundary**: the code and
-its tests share an interpreter, whose audit hook and resource limits a determined
-adversary gets around (by frames, a path below another's descriptor, a database that is
-attached). A test of `==` is passed by an object that equals anything, and one that
-calls `abs` or `math.isclose` by code that has defined or replaced it: compare with
-operators, or read the code first. Run what you do not trust in a container or a
-virtual machine besides. Limits and hook
-are those of Linux; other systems have fewer of them. On Python 3.12 or newer the
-process also leaves the network by a namespace where the system lets it.
+What the code may not do: take more time, processor time, memory or disk than it is
+given, start processes or threads, use a network, touch files outside a folder that goes
+with it, or see this process's environment. Printing, exiting, replacing builtins and
+walking frames earn nothing.
+
+On Linux its process has namespaces of its own where the system grants them, else those
+of `bubblewrap` where that is installed: no network, no other processes, and of the
+files what Python reads, read-only. `isolation()` and a line on standard error say
+which. Where neither is there, limits of the system and an audit hook remain. They stop
+accidents and naive cheating and are **no security boundary**. Namespaces share the
+kernel, and no system call is filtered: run what you do not trust at all in a virtual
+machine besides.
+
+Between the two processes pass numbers, texts, containers of them (at most 100 deep, 16
+MiB a message) and a few types of the library, as copies whose types are kept: `==` is
+Python's, to which 1, 1.0 and True are equal. Objects of the code's classes stay with it
+and are used by their methods, attributes and items; functions of the tests may be
+handed to the code, objects of the tests' own classes may not. A call that returns None
+may change the lists, dicts and sets it was handed; another may not.
+
+What a test leaves to the code remains with the code: two results of the code that are
+compared with one another, or with what it made of an argument.
 
 Worker processes import this module: it loads no JAX.
 """
@@ -25,29 +37,49 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import re
-import secrets
 import select
 import signal
 import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-RUNNER = Path(__file__).with_name("code_runner.py")
-READY = b"ready\n"  # of the runner
+from rlhf_jax.runtime import code_folder, code_judge, code_runner, code_sandbox
+
+WAYS = code_sandbox.WAYS  # in which the code is set apart; the first that works
+PACKAGE = str(Path(__file__).parents[1])
+JUDGE = code_sandbox.START.format(code_judge.__name__)
 START_SECONDS = 60.0  # an interpreter takes a tenth of one, on a machine that is free
-GRACE_SECONDS = 2.0  # the runner ends itself; after these it is ended
+WATCH_SECONDS = 0.05  # between two looks at a folder on disk
 
 _BLOCK = re.compile(
     r"^[ \t]*```[ \t]*(?:python3?|py)\b[^\n]*\n(.*?)(?:^[ \t]*```|\Z)",
     re.MULTILINE | re.DOTALL | re.IGNORECASE,
 )
+
+
+class Isolation(NamedTuple):
+    """How the code was set apart from the system."""
+
+    way: str  # "namespaces", "bubblewrap" or "none"
+    why: str  # what failed of those before it
+
+    def __str__(self) -> str:
+        if self.way == "none":
+            return (
+                f"without namespaces or bubblewrap ({self.why}): limits and an audit "
+                f"hook alone, which are no security boundary"
+            )
+        other = f"; {self.why}" if self.why else ""
+        return f"apart from files, network and processes, by {self.way}{other}"
 
 
 class Verdict(NamedTuple):
@@ -67,7 +99,7 @@ class Verdict(NamedTuple):
 class PythonTests:
     """1 where the code in the response passes every test of its row, else 0.
 
-    A verifier (`roles/verifiers.py`) that starts a process a response: run it in a
+    A verifier (`roles/verifiers.py`) that starts processes for a response: run it in a
     `verification.VerifierPool`, whose timeout should be above `seconds`.
     """
 
@@ -83,18 +115,22 @@ class PythonTests:
     """Address space, MiB."""
     file_size: int = 16
     """Of each file it writes, MiB."""
+    disk: int = 64
+    """Of all files together, MiB; there may be 10,000."""
 
     def __post_init__(self) -> None:
         for name, most in {
             "seconds": self.seconds,
             "memory": self.memory,
             "file_size": self.file_size,
+            "disk": self.disk,
         }.items():
             if not 0 < most < float("inf"):
                 raise _input_error(
                     f"{name}: expected a finite number above 0, got {most}; choose "
                     f"{name} > 0"
                 )
+        _say_isolation()
 
     def __call__(self, prompt: str, response: str, row: Mapping[str, Any]) -> float:
         tests = self.gold(row)
@@ -134,7 +170,21 @@ class PythonTests:
             seconds=self.seconds,
             memory=self.memory,
             file_size=self.file_size,
+            disk=self.disk,
         )
+
+
+@functools.cache
+def isolation() -> Isolation:
+    """How generated code is set apart here; runs a program to see."""
+    task: dict[str, Any] = {"code": "", "tests": []}
+    limits = {"seconds": START_SECONDS, "memory": 512, "file_size": 1, "disk": 1}
+    return _run(task, **limits)[1]
+
+
+@functools.cache
+def _say_isolation() -> None:
+    print(f"code verifier: generated code runs {isolation()}", file=sys.stderr)
 
 
 def last_block(response: str) -> str | None:
@@ -153,40 +203,48 @@ def run_tests(
     seconds: float = 5.0,
     memory: int = 512,
     file_size: int = 16,
+    disk: int = 64,
 ) -> Verdict:
-    """Runs the code, then its tests, in a process that is gone afterwards.
+    """Runs the code and its tests, in two processes that are gone afterwards.
 
     Args:
       code: Python, with the standard library and nothing else to import.
-      tests: pieces of Python, run in order among what the code defines.
-      seconds, memory, file_size: as `PythonTests`.
+      tests: pieces of Python, run in order. A name that they do not define is the
+        code's (`code_judge.Names`).
+      seconds, memory, file_size, disk: as `PythonTests`.
 
     Raises:
       RuntimeError: the process did not start: this is not the code's fault.
     """
-    nonce = secrets.token_hex(16)
-    task = {
-        "nonce": nonce,
-        "code": code,
-        "tests": list(tests),
-        "seconds": seconds,
-        "memory": memory,
-        "file_size": file_size,
+    return _run(
+        {"code": code, "tests": [*tests]},
+        seconds=seconds,
+        memory=memory,
+        file_size=file_size,
+        disk=disk,
+    )[0]
+
+
+def _run(task: dict[str, Any], **limits: float) -> tuple[Verdict, Isolation]:
+    settings = {
+        "folder": tempfile.mkdtemp(prefix="code-"),
+        "ways": WAYS,
+        "start": code_sandbox.START.format(code_runner.__name__),
+        **limits,
     }
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(
-            tempfile.TemporaryDirectory(prefix="code-", ignore_cleanup_errors=True)
-        )
+        stack.callback(code_folder.remove, settings["folder"])
         said = stack.enter_context(tempfile.TemporaryFile())  # before it is ready
         ours, theirs = os.pipe()
         stack.callback(os.close, ours)
+        told = [PACKAGE, str(theirs), json.dumps(settings)]
         try:
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-B", "-X", "utf8", RUNNER, str(theirs)],
+                [sys.executable, *["-I", "-S", "-B", "-X", "utf8", "-c"], JUDGE, *told],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=said,
-                cwd=folder,
+                cwd=settings["folder"],
                 env={},
                 pass_fds=(theirs,),
                 start_new_session=True,
@@ -197,30 +255,63 @@ def run_tests(
         assert process.stdin is not None  # a pipe
         with contextlib.suppress(BrokenPipeError), process.stdin:
             process.stdin.write(json.dumps(task).encode())
-        if _receive(ours, len(READY), seconds=START_SECONDS) != READY:
+        lines = _Lines(ours)
+        started = lines.next(time.monotonic() + START_SECONDS)
+        if started is None or not started.startswith("ready "):
             _end(process)
             said.seek(0)
             raise RuntimeError(
                 f"the process for generated code did not start (status "
                 f"{process.returncode}): {said.read().decode(errors='replace')[-500:]}"
             )
-        report = _receive(ours, select.PIPE_BUF, seconds=seconds + GRACE_SECONDS)
-        return _verdict(report, nonce=nonce, total=len(tests))
+        isolation = Isolation(*started.split(" ", 2)[1:])
+        watched = None if isolation.way == "namespaces" else settings["folder"]
+        seconds, disk = limits["seconds"], limits["disk"]
+        passed, why = _follow(lines, watched, seconds=seconds, disk=disk)
+        return Verdict(passed, len(task["tests"]), why), isolation
 
 
-def _verdict(report: bytes, *, nonce: str, total: int) -> Verdict:
-    said, _, rest = report.decode(errors="replace").partition(" ")
-    if said != nonce:
-        return Verdict(0, total, "its process ended before the tests did")
-    passed, _, why = rest.partition(" ")
-    return Verdict(int(passed), total, why)
+def _follow(
+    lines: _Lines, watched: str | None, *, seconds: float, disk: float
+) -> tuple[int, str]:
+    """How many tests passed, and why that was not all of them."""
+    passed, end = 0, time.monotonic() + seconds
+    while True:
+        now = time.monotonic()
+        if now > end:
+            return passed, f"took longer than {seconds:g} s"
+        line = lines.next(end if watched is None else min(end, now + WATCH_SECONDS))
+        if line == "passed":
+            passed += 1
+        elif line == "":  # a test ended the judge: nothing that it said counts
+            return 0, "its process ended before the tests did"
+        elif line is not None:
+            return passed, line.removeprefix("end").strip()
+        if watched is not None:
+            why = code_folder.too_much(watched, disk=disk, files=code_sandbox.FILES)
+            if why:
+                return passed, why
 
 
-def _receive(pipe: int, size: int, *, seconds: float) -> bytes:
-    """What is written at once, at most `size` bytes; b"" at the end or too late."""
-    poll = select.poll()
-    poll.register(pipe, select.POLLIN)
-    return os.read(pipe, size) if poll.poll(seconds * 1000) else b""
+class _Lines:
+    """What the judge writes, a line at a time."""
+
+    def __init__(self, pipe: int) -> None:
+        self.pipe, self.held = pipe, b""
+        self.poll = select.poll()
+        self.poll.register(pipe, select.POLLIN)
+
+    def next(self, end: float) -> str | None:
+        """A line; "" if there will be none, None if there is none by `end`."""
+        while b"\n" not in self.held:
+            if not self.poll.poll(max(0.0, end - time.monotonic()) * 1000):
+                return None
+            read = os.read(self.pipe, 2**16)
+            if not read:
+                return ""
+            self.held += read
+        line, _, self.held = self.held.partition(b"\n")
+        return line.decode(errors="replace")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
