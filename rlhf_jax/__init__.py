@@ -129,6 +129,8 @@ ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (
             "pretrained",
             "frozen_models",
             "critic_devices",
+            "integrity",
+            "snapshot_folder",
             "snapshot",
             "proof",
             "run_folder",

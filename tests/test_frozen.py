@@ -215,7 +215,7 @@ def test_a_digest_gathers_nothing():
     shape = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=rows)
     program = digests.lower({"w": shape}).compile().as_text()
     # Of what travels between the devices, a number of each at most.
-    moved = re.findall(r"= \(?\w+\[([\d,]*)\]\S* all-[a-z]+\(", program)
+    moved = re.findall(r"= \(?\w+\[([\d,]*)\]\S* all-[a-z]+\(", str(program))
     assert moved
     for sizes in moved:
         assert math.prod(int(size) for size in sizes.split(",") if size) <= 8

@@ -142,7 +142,8 @@ def test_a_step_is_dispatched_before_the_stats_of_the_last_are_read(
     whole = processes.whole
 
     def read(tree):
-        order.append(f"read {float(tree[0]['x'][0]):.0f}")
+        if isinstance(tree, list):  # not the digests of a snapshot
+            order.append(f"read {float(tree[0]['x'][0]):.0f}")
         return whole(tree)
 
     monkeypatch.setattr(processes, "whole", read)

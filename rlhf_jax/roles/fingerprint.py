@@ -109,8 +109,8 @@ def digest(leaf: Array, *, path: str) -> Array:
     identity = f"{path}|{leaf.shape}|{leaf.dtype}".encode()
     seeds = np.frombuffer(hashlib.sha256(identity).digest()[:8], np.uint32)
     leaf = jax.device_put(leaf, jax.memory.Space.Device)  # it may be on the host
-    # A scan, of one step, is one fused program even outside `jit`, where every operation
-    # would otherwise write a whole leaf; its body is a named function, compiled once.
+    # A scan, of one step, is one fused program even outside `jit`, where every
+    # operation would otherwise write a whole leaf; its body is compiled once, by name.
     return jax.lax.scan(_words, leaf, jnp.asarray(seeds)[None])[1][0]
 
 

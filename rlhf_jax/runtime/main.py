@@ -13,35 +13,53 @@ from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.roles.frozen import ReferenceMovedError
 from rlhf_jax.runtime import memory as memory_
 from rlhf_jax.runtime import plan as plan_
-from rlhf_jax.runtime import proof, report, token_kl, workload
+from rlhf_jax.runtime import proof, report, snapshot_folder, token_kl, workload
 
 SHOWN = 12  # digits of a fingerprint, so that a table fits 80 columns
 
 
 def verify(run: tyro.conf.Positional[Path]) -> None:
-    """Check from a run's snapshots that its frozen models are what they were.
+    """Check a run's snapshots: that all is as it was saved, and frozen models stand.
 
     Args:
       run: The run folder, an experiment's --out.
 
     Raises:
-      InputError, StopError: as `proof.check_run`.
-      ReferenceMovedError: one moved, other than by its lifecycle; names the leaves.
+      InputError: there is no run, or no snapshot.
+      StopError: a snapshot is damaged, or its file cannot be read.
+      ReferenceMovedError: a frozen model moved, other than by its lifecycle; names the
+        leaves.
     """
-    rows = proof.check_run(run)
+    checked = {
+        (stage.name, step): snapshot_folder.check(stage, step)
+        for stage in proof.stages(run)
+        for step in snapshot_folder.numbers(stage)
+    }
     report.table(
-        f"Frozen models in {run}",
-        ("stage", "step", "model", "fingerprint", "leaves", "verdict"),
-        [row._replace(fingerprint=row.fingerprint[:SHOWN])[:-1] for row in rows],
+        f"Snapshots in {run}",
+        ("stage", "step", "arrays", "verdict"),
+        [(*name, found.arrays, found.verdict) for name, found in checked.items()],
     )
+    damaged = {name: found.damage for name, found in checked.items() if found.damage}
+    rows = proof.check_run(run, skipped=damaged)
+    if rows:
+        report.table(
+            f"Frozen models in {run}",
+            ("stage", "step", "model", "fingerprint", "leaves", "verdict"),
+            [row._replace(fingerprint=row.fingerprint[:SHOWN])[:-1] for row in rows],
+        )
     moved = [
         f"{row.stage}, snapshot {row.step}, {row.model}: {row.moved}"
         for row in rows
         if row.moved is not None
     ]
+    if damaged:
+        raise StopError("\n".join([*map(str, damaged.values()), *moved]))
     if moved:
         raise ReferenceMovedError("\n".join(moved))
-    print(f"{len(rows)} verified, none moved")
+    print(f"{len(checked)} snapshots checked, none damaged")
+    if rows:
+        print(f"{len(rows)} verified, none moved")
 
 
 def memory(options: Annotated[workload.Options, tyro.conf.arg(name="")]) -> None:

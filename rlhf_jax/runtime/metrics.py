@@ -85,6 +85,7 @@ class Recorder:
             self._open(name)
         self._sinks = sinks
         self._stage = ""
+        self._begun: list[str] = []  # stages, in order
         self._pending: tuple[int, Stats, Stats] | None = None
         self.latest: Row = {}  # the newest row on disk, of the step before the pending
         self._phases: dict[str, float] = {}
@@ -109,8 +110,10 @@ class Recorder:
           InputError: a line of a file is not a row; names file and line.
         """
         self.flush()
+        if stage not in self._begun:
+            self._begun.append(stage)
         for name, path in self._paths.items():
-            _cut(path, stage=stage, step=step)
+            _cut(path, step=step, begun=self._begun)
             self._files[name].close()
             self._open(name)
         self._stage, self.latest = stage, {}
@@ -331,11 +334,22 @@ def _parse(line: bytes, path: Path, number: int) -> dict[str, Any]:
     )
 
 
-def _cut(path: Path, *, stage: str, step: int) -> None:
+def _cut(path: Path, *, step: int, begun: Sequence[str]) -> None:
+    """Drops the rows of the last stage in `begun` from `step` on; the others' stay.
+
+    Its rows move behind those of the stages begun before it, of which one that went
+    back has written its last rows again.
+    """
+    *earlier, stage = begun
     kept = [
-        line + b"\n"
+        (line + b"\n", row["stage"])
         for line, row in _lines(path)
         if row["stage"] != stage or row["step"] < step
     ]
-    if sum(map(len, kept)) < path.stat().st_size:
-        run_folder.write_text(path, b"".join(kept).decode())
+    order = [of for _, of in kept if of == stage or of in earlier]
+    moves = order != sorted(order, key=begun.index)
+    if moves:
+        kept.sort(key=lambda row: row[1] == stage)
+    text = b"".join(line for line, _ in kept)
+    if moves or len(text) < path.stat().st_size:
+        run_folder.write_text(path, text.decode())

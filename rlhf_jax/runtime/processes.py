@@ -104,10 +104,19 @@ def on_first(check: Callable[[], None]) -> None:
             check()
         except Exception as error:  # the others wait to be told, whatever it is
             told = str(error) or type(error).__name__
-    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(told.encode()))))
-    text = np.frombuffer(told.encode().ljust(size, b"\0"), np.uint8)
-    if size:
-        raise InputError(bytes(multihost_utils.broadcast_one_to_all(text)).decode())
+    if told := from_first(told):
+        raise InputError(told)
+
+
+def from_first(text: str) -> str:
+    """What the first process says, in all of them."""
+    if jax.process_count() == 1:
+        return text
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text.encode()))))
+    if not size:
+        return ""
+    padded = np.frombuffer(text.encode()[:size].ljust(size, b"\0"), np.uint8)
+    return bytes(multihost_utils.broadcast_one_to_all(padded)).decode()
 
 
 def agree(what: str, value: str) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles import fingerprint, frozen
 from rlhf_jax.roles.frozen import Frozen, ReferenceMovedError
-from rlhf_jax.runtime import snapshot
+from rlhf_jax.runtime import snapshot_folder
 
 Array = jax.Array
 PyTree = Any
@@ -141,41 +141,57 @@ class Checked(NamedTuple):
     moved: str | None  # what is wrong, None for nothing
 
 
-def check_run(folder: Path) -> list[Checked]:
+def stages(folder: Path) -> list[Path]:
+    """The folders of a run's snapshots, one a stage.
+
+    Raises:
+      InputError: there is no run, or no snapshot.
+    """
+    found = sorted(path for path in (folder / "snapshots").glob("*") if path.is_dir())
+    if not found:
+        got = "no such folder" if not folder.exists() else "none"
+        raise InputError(
+            f"{folder}: expected a run folder with snapshots/STAGE/, got {got}; give "
+            f"the --out of a run"
+        )
+    return found
+
+
+def check_run(
+    folder: Path, *, skipped: Collection[tuple[str, int]] = ()
+) -> list[Checked]:
     """Checks the frozen models of a run from its snapshots, without the experiment.
 
     Every digest is computed again from the arrays on disk, and compared with those that
     stand beside the arrays, with the snapshot's meta, with what the stage began with
     (a model frozen for the run), and with the other snapshots of the stage.
 
+    Args:
+      folder: of the run.
+      skipped: stages and steps of snapshots to leave out.
+
+    Returns:
+      A row for each of them; none where no snapshot has a frozen model.
+
     Raises:
-      InputError: there is no run, no snapshot, or no frozen model in any.
-      StopError: a snapshot cannot be read.
+      InputError: there is no run, or no snapshot.
+      DamagedError: a snapshot is damaged.
     """
-    snapshots = folder / "snapshots"
-    stages = sorted(path for path in snapshots.glob("*") if path.is_dir())
-    if not stages:
-        got = "no such folder" if not folder.exists() else "none"
-        raise InputError(
-            f"{folder}: expected a run folder with snapshots/STAGE/, got {got}; give "
-            f"the --out of a run"
-        )
-    found = [checked for stage in stages for checked in _check_stage(stage)]
-    if not found:
-        raise InputError(
-            f"{folder}: expected snapshots with a frozen model, got none in the stages "
-            f"{', '.join(stage.name for stage in stages)}; a run has one once PPO has "
-            f"saved"
-        )
-    return found
+    return [
+        checked
+        for stage in stages(folder)
+        for checked in _check_stage(stage, skipped=skipped)
+    ]
 
 
-def _check_stage(stage: Path) -> list[Checked]:
+def _check_stage(stage: Path, *, skipped: Collection[tuple[str, int]]) -> list[Checked]:
     rows: list[Checked] = []
     began: dict[str, Record] = {}
-    for step in snapshot.numbers(stage):
-        for name, said in snapshot.read_meta(stage, step).get(META, {}).items():
-            arrays = snapshot.read_arrays(
+    for step in snapshot_folder.numbers(stage):
+        if (stage.name, step) in skipped:
+            continue
+        for name, said in snapshot_folder.read_meta(stage, step).get(META, {}).items():
+            arrays = snapshot_folder.read_arrays(
                 stage, step, wanted=lambda path, at=f"{name}/": path.startswith(at)
             )
             first = began.setdefault(name, said["initial"])

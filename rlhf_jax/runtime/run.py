@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Self
 
@@ -33,7 +34,9 @@ from rlhf_jax.runtime import (
     run_folder,
     run_lock,
     snapshot,
+    snapshot_folder,
 )
+from rlhf_jax.runtime.integrity import DamagedError
 
 PyTree = Any
 MAX_SKIPPED = 5  # updates in a row without a finite gradient, before a run stops
@@ -93,6 +96,7 @@ class Run:
             )
             undone.pop_all()
         self.versions = run_folder.versions()
+        self.resume_from = config.resume_from  # None once a stage has gone back to it
         self.interrupt = cli.Interrupt()
         self.vote = processes.Vote()
 
@@ -121,6 +125,17 @@ class Run:
             for alarm in raised
         ]
 
+    def is_newest(self, name: str) -> bool:
+        """Whether no stage after this one has a snapshot."""
+        order = list(self.num_steps)
+        folders = [
+            self.folder / "snapshots" / later
+            for later in order[order.index(name) + 1 :]
+        ]
+        return not any(
+            snapshot_folder.numbers(folder) for folder in folders if folder.exists()
+        )
+
     def stage(
         self,
         name: str,
@@ -148,6 +163,8 @@ class Run:
           InputError: a snapshot is of another model, or its meta or the frozen models
             it began with differ.
           ReferenceMovedError: a frozen model in a snapshot is not what was frozen.
+          DamagedError: the newest snapshot is damaged, and the config has no
+            `resume_from`; names the newest one that is whole.
         """
         return Stage(
             self,
@@ -183,22 +200,81 @@ class Stage:
             run.folder / "snapshots" / name, keep=run.config.keep_snapshots
         )
         self.state = state
-        self.start = self._snapshots.latest() or 0
-        if self.start:
-            self.state, saved = self._snapshots.restore(self.start, like=state)
-            for key, value in meta.items():
-                if saved[key] != value:
-                    raise InputError(
-                        f"snapshot {self.start} of {name}: expected {key} {value}, as "
-                        f"this run has it, got {saved[key]}; resume with what the run "
-                        f"began with, or start a new run with another --out"
-                    )
-            frozen.check_resumed(
-                saved[proof.META], self.state, where=f"snapshot {self.start} of {name}"
-            )
-        else:
-            frozen.check(self.state)
+        self.start = self._begin(name, state, meta=meta)
         run.record.begin(name, step=self.start)
+
+    def _begin(self, name: str, state: PyTree, *, meta: Mapping[str, Any]) -> int:
+        """Restores `self.state`; the number of the snapshot, 0 for none."""
+        run, newest = self._run, self._snapshots.latest() or 0
+        back = run.resume_from
+        if back is not None and (newest == 0 or run.is_newest(name)):
+            return self._go_back(name, state, back, meta=meta)
+        if newest == 0:
+            self._frozen.check(self.state)
+            return 0
+        try:
+            self._restore(name, state, newest, meta=meta)
+        except DamagedError as damage:
+            if back is None:
+                raise DamagedError(
+                    f"{damage}\n{self._way_back(name, newest)}"
+                ) from None
+            return self._go_back(name, state, back, meta=meta)
+        return newest
+
+    def _go_back(
+        self, name: str, state: PyTree, step: int, *, meta: Mapping[str, Any]
+    ) -> int:
+        """Restores an older snapshot as the user asked, and sets the newer aside."""
+        there = self._snapshots.steps()
+        if step not in (0, *there):
+            raise InputError(
+                f"--resume-from: expected 0, the start of {name}, or one of its "
+                f"snapshots {there}, got {step}; give one of them"
+            )
+        if step == 0:
+            self._frozen.check(state)
+        else:
+            self._restore(name, state, step, meta=meta)
+        self._run.resume_from = None
+        for path in self._snapshots.set_aside(after=step):
+            print(
+                f"note: {name} goes on from snapshot {step}; a newer one is set aside "
+                f"as {path}, delete it when it is of no more use",
+                file=sys.stderr,
+            )
+        return step
+
+    def _restore(
+        self, name: str, state: PyTree, step: int, *, meta: Mapping[str, Any]
+    ) -> None:
+        restored, saved = self._snapshots.restore(step, like=state)
+        for key, value in meta.items():
+            if saved[key] != value:
+                raise InputError(
+                    f"snapshot {step} of {name}: expected {key} {value}, as this run "
+                    f"has it, got {saved[key]}; resume with what the run began with, "
+                    f"or start a new run with another --out"
+                )
+        where = f"snapshot {step} of {name}"
+        self._frozen.check_resumed(saved[proof.META], restored, where=where)
+        self.state = restored
+
+    def _way_back(self, name: str, newest: int) -> str:
+        """From which older snapshot to go on, instead of a newest that is damaged."""
+        folder = self._run.folder / "snapshots" / name
+        for step in reversed([n for n in self._snapshots.steps() if n < newest]):
+            checked = snapshot_folder.check(folder, step)
+            if checked.damage is None:
+                return (
+                    f"snapshot {step} of {name} is {checked.verdict}: go on from it "
+                    f"with --resume-from {step} instead of --resume; what came after "
+                    f"it is computed again, with the same numbers"
+                )
+        return (
+            f"no older snapshot of {name} is whole: start the stage again with "
+            f"--resume-from 0 instead of --resume"
+        )
 
     def __enter__(self) -> Self:
         return self

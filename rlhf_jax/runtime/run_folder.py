@@ -56,6 +56,8 @@ class RunConfig:
     """Root of every random number."""
     resume: bool = False
     """Continue the run in --out from its newest snapshot."""
+    resume_from: int | None = None
+    """Continue from this older snapshot of the stage whose newest one is damaged."""
     snapshot_every: int = 50
     """Steps between snapshots."""
     keep_snapshots: int = 2
@@ -75,6 +77,11 @@ class RunConfig:
         for option, count in counts.items():
             if count < 1:
                 raise InputError(f"{option}: expected at least 1, got {count}")
+        if self.resume_from is not None and self.resume_from < 0:
+            raise InputError(
+                f"--resume-from: expected the number of a snapshot, or 0 for the start "
+                f"of its stage, got {self.resume_from}; see OUT/snapshots/STAGE"
+            )
         if not 0 <= self.seed < 2**32:
             raise InputError(
                 f"--seed: expected 0 to 4294967295, got {self.seed}; choose another"
@@ -120,7 +127,7 @@ def check_run(config: RunConfig) -> None:
         )
     if not held:
         return
-    if not config.resume:
+    if not config.resume and config.resume_from is None:
         raise InputError(
             f"--out {out} already holds {', '.join(held[:4])}"
             f"{', ...' if len(held) > 4 else ''}; continue that run with --resume, "

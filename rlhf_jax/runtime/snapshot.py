@@ -1,9 +1,18 @@
-"""Snapshots of everything a run needs to go on to the last bit, through orbax."""
+"""Snapshots of everything a run needs to go on to the last bit, through orbax.
+
+    STAGE/100/arrays, meta      what was saved, complete together or not at all
+    STAGE/100/files.json        what the snapshot's files are, see `integrity`
+    STAGE/100.set-aside         what a run left that went on from an older snapshot
+
+Every array is saved with its digest, and the meta with its own. A snapshot that is not
+what was saved is refused with a `DamagedError`; nothing of it reaches the run.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,13 +23,15 @@ import orbax.checkpoint as ocp
 from absl import logging
 from orbax.checkpoint.checkpoint_managers import LatestN
 
-from rlhf_jax.functional.checks import InputError, StopError
-from rlhf_jax.runtime import write_errors
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runtime import integrity, processes, snapshot_folder, write_errors
+from rlhf_jax.runtime.integrity import DIGESTS
 
 Array = jax.Array
 PyTree = Any
 Target = jax.ShapeDtypeStruct | np.ndarray
 LISTED = 20  # misfitting leaves that an error names
+SET_ASIDE = ".set-aside"
 
 
 class Snapshots:
@@ -48,7 +59,10 @@ class Snapshots:
                     "meta": ocp.JsonCheckpointHandler(),
                 },
                 options=ocp.CheckpointManagerOptions(
-                    preservation_policy=LatestN(keep), cleanup_tmp_directories=True
+                    preservation_policy=LatestN(keep),
+                    cleanup_tmp_directories=True,
+                    temporary_path_class=_Listed,
+                    lightweight_initialize=True,  # damage is `restore`'s to tell
                 ),
             )
 
@@ -61,6 +75,10 @@ class Snapshots:
     def latest(self) -> int | None:
         """The number of the newest snapshot, None without any."""
         return self._manager.latest_step()
+
+    def steps(self) -> list[int]:
+        """The numbers of all snapshots, in order."""
+        return sorted(self._manager.all_steps())
 
     def save(self, step: int, *, arrays: PyTree, meta: dict[str, Any]) -> None:
         """Copies the arrays off the devices, then writes behind the next steps.
@@ -76,12 +94,14 @@ class Snapshots:
             return
         self._wait()
         self._newest = step
+        raw = jax.tree.map(_raw, _flat(arrays))
+        digests = {"arrays": integrity.of_arrays(raw), "meta": integrity.of_meta(meta)}
         with self._writing():
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
-                    arrays=ocp.args.StandardSave(jax.tree.map(_raw, _flat(arrays))),
-                    meta=ocp.args.JsonSave(meta),
+                    arrays=ocp.args.StandardSave(raw),
+                    meta=ocp.args.JsonSave({**meta, DIGESTS: digests}),
                 ),
             )
 
@@ -97,26 +117,62 @@ class Snapshots:
         Raises:
           InputError: there is no such snapshot, or its leaves, shapes or dtypes are
             not those of `like`; names them.
+          DamagedError: it is not what was saved; names what differs.
         """
         self._wait()
         if step not in self._manager.all_steps():
             raise InputError(
-                f"{self._folder}: expected one of the snapshots "
-                f"{sorted(self._manager.all_steps())}, got {step}"
+                f"{self._folder}: expected one of the snapshots {self.steps()}, got "
+                f"{step}"
             )
+        where = self._folder / str(step)
+        # By the first process for all: orbax has them wait for each other.
+        first = processes.is_first()
+        faults = integrity.faults_of_files(where) if first else []
+        if told := processes.from_first("\n".join(faults)):
+            raise integrity.damaged(where, told.split("\n"))
         flat = _flat(like)
         targets = {path: _target(leaf) for path, leaf in flat.items()}
-        self._check(step, targets)
-        restored = self._manager.restore(
-            step,
-            args=ocp.args.Composite(
-                arrays=ocp.args.StandardRestore(targets), meta=ocp.args.JsonRestore()
-            ),
-        )
+        with snapshot_folder.damage_told(where):
+            self._check(step, targets)
+            restored = self._manager.restore(
+                step,
+                args=ocp.args.Composite(
+                    arrays=ocp.args.StandardRestore(targets),
+                    meta=ocp.args.JsonRestore(),
+                ),
+            )
+        meta, digests = snapshot_folder.split(restored["meta"], where)
         leaves = [
             _restored(restored["arrays"][path], leaf) for path, leaf in flat.items()
         ]
-        return jax.tree.unflatten(jax.tree.structure(like), leaves), restored["meta"]
+        if digests:
+            raw = dict(zip(flat, map(_raw, leaves), strict=True))
+            faults = integrity.differing(digests, integrity.of_arrays(raw))
+            if faults:
+                raise integrity.damaged(where, faults)
+        if first and (doubt := snapshot_folder.doubt(where, digests)):
+            print(f"note: {where}: {doubt}", file=sys.stderr)
+        return jax.tree.unflatten(jax.tree.structure(like), leaves), meta
+
+    def set_aside(self, *, after: int) -> list[Path]:
+        """Renames the snapshots of later steps than `after`, so that none is in use.
+
+        They can then be saved again. With several processes all call it.
+
+        Returns:
+          What they are named now.
+        """
+        self._wait()
+        later = [step for step in self.steps() if step > after]
+        names = [_unused(self._folder / f"{step}{SET_ASIDE}") for step in later]
+        if processes.is_first():
+            with write_errors.writing(self._folder):
+                for step, name in zip(later, names, strict=True):
+                    (self._folder / str(step)).rename(name)
+        processes.wait()
+        self._manager.reload()
+        return names
 
     def close(self) -> None:
         """Waits until the last snapshot is complete; raises what its writing raised.
@@ -163,79 +219,22 @@ class Snapshots:
             )
 
 
-def numbers(folder: Path) -> list[int]:
-    """The numbers of the snapshots in a folder, in order; nothing is written there."""
-    with _reader(folder) as manager:
-        return sorted(manager.all_steps())
+def _unused(path: Path) -> Path:
+    number, name = 1, path
+    while name.exists():
+        number += 1
+        name = path.with_name(f"{path.name}-{number}")
+    return name
 
 
-def read_meta(folder: Path, step: int) -> dict[str, Any]:
-    """The meta of a snapshot, one of `numbers`.
+class _Listed(ocp.path.atomicity.AtomicRenameTemporaryPath):
+    """A snapshot that is complete once it is renamed, and gets its list then."""
 
-    Raises:
-      StopError: the snapshot is damaged.
-    """
-    with _reader(folder) as manager, _damage_told(folder / str(step)):
-        restored = manager.restore(
-            step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())
-        )
-    return restored["meta"]
-
-
-def read_arrays(
-    folder: Path, step: int, *, wanted: Callable[[str], bool]
-) -> dict[str, np.ndarray]:
-    """Some of a snapshot's arrays by path, without what they were saved of.
-
-    Args:
-      step: one of `numbers`.
-      wanted: path -> True for the arrays to read, as "policy/layers/mlp/up/kernel".
-
-    Returns:
-      Arrays of the host's; nothing is put on a device.
-
-    Raises:
-      StopError: the snapshot is damaged.
-    """
-    with _reader(folder) as manager, _damage_told(folder / str(step)):
-        saved = manager.item_metadata(step)["arrays"].tree
-        targets = {
-            path: np.empty(leaf.shape, leaf.dtype)
-            for path, leaf in saved.items()
-            if wanted(path)
-        }
-        if not targets:
-            return {}
-        as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
-        arrays = ocp.args.PyTreeRestore(
-            targets,
-            restore_args=dict.fromkeys(targets, as_numpy),
-            partial_restore=True,
-        )
-        return manager.restore(step, args=ocp.args.Composite(arrays=arrays))["arrays"]
-
-
-@contextlib.contextmanager
-def _damage_told(where: Path) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # whatever orbax and its formats raise
-        raise StopError(
-            f"{where}: expected a whole snapshot, got {type(error).__name__}: "
-            f"{str(error).splitlines()[0]:.200}; go on from an older one"
-        ) from error
-
-
-def _reader(folder: Path) -> ocp.CheckpointManager:
-    logging.set_verbosity(logging.ERROR)
-    return ocp.CheckpointManager(
-        folder.absolute(),
-        item_handlers={
-            "arrays": ocp.PyTreeCheckpointHandler(),
-            "meta": ocp.JsonCheckpointHandler(),
-        },
-        options=ocp.CheckpointManagerOptions(read_only=True, create=False),
-    )
+    async def finalize(self) -> None:
+        await super().finalize()
+        final = Path(self.get_final())
+        if final.name.isdecimal():  # not a part of one, which is renamed before
+            integrity.write_list(final)
 
 
 def _flat(tree: PyTree) -> dict[str, Any]:
