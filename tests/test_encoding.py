@@ -58,7 +58,7 @@ def test_no_tokenizer(tmp_path):
     expected = "expected a folder with tokenizer.json, or a hub id, got: "
     with pytest.raises(InputError, match=expected):
         encoding.load_tokenizer(tmp_path)
-    with pytest.raises(InputError, match=f"nowhere: {expected}"):
+    with pytest.raises(InputError, match="nowhere'; that looks like a path, and there"):
         encoding.load_tokenizer(tmp_path / "nowhere")
     (tmp_path / "tokenizer.json").write_text('{"model":')
     (tmp_path / "tokenizer_config.json").write_text(

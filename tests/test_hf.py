@@ -5,6 +5,8 @@ import functools
 import json
 import math
 import shutil
+import threading
+import time
 from pathlib import Path
 
 import huggingface_hub
@@ -18,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import config, decoder, gpt2, heads, llama
-from rlhf_jax.runtime import hf, shards
+from rlhf_jax.runtime import encoding, hf, hub, shards
 
 FIXTURES = Path(__file__).parent / "fixtures"
 CAUSAL = ("gpt2", "llama_sharded", "llama_bf16")
@@ -454,7 +456,7 @@ def test_a_hub_id_is_downloaded(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     model, _ = hf.load("owner/tiny")
-    assert (asked, model.hidden_size) == (["owner/tiny"], 32)
+    assert (set(asked), model.hidden_size) == ({"owner/tiny"}, 32)
 
 
 def test_a_folder_in_use_is_not_touched(tmp_path):
@@ -561,3 +563,113 @@ def test_transformers_computes_the_same_from_what_we_save(tmp_path, name):
         ).logits.numpy()
     got = logits[:, 0] if name in REWARD else logits[mask]
     np.testing.assert_allclose(got, expected, atol=1e-4)
+
+
+BILLION = 1_000_000_000
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n_layer": BILLION}, "expected n_layer to be a whole number from 1 to 10000"),
+        ({"n_layer": 10_000}, "a number of layers that .* got 10000; do config.json"),
+        ({"n_embd": BILLION}, "misshapen: transformer.wte.weight, expected"),
+        ({"n_embd": 2**31 - 1, "n_head": 1}, "misshapen: transformer.wte.weight"),
+        ({"n_positions": BILLION}, r"misshapen: transformer.wpe.weight, expected \[10"),
+        ({"vocab_size": BILLION}, "vocab_size disagrees"),
+        ({"n_inner": BILLION}, "misshapen: transformer.h.0.mlp.c_fc.weight"),
+        ({"vocab_size": 10**400}, "vocab_size to be a whole number .* more than 30"),
+        ({"n_embd": "32"}, "expected n_embd to be a whole number .* got '32'; correct"),
+        ({"n_head": True}, "expected n_head to be a whole number .* got True"),
+        ({"n_embd": 32.5}, "expected n_embd to be a whole number .* got 32.5"),
+        ({"layer_norm_epsilon": "x"}, "layer_norm_epsilon to be a finite number above"),
+        ({"layer_norm_epsilon": math.nan}, "layer_norm_epsilon to be .* got nan"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings to be true or false"),
+        ({"activation_function": ["gelu"]}, "activation_function to be a text, got"),
+        ({"model_type": ["gpt2"]}, "expected model_type to be a text, got"),
+        ({"architectures": "GPT2LMHeadModel"}, "architectures to be a list of texts"),
+        ({"rope_scaling": [1]}, "expected rope_scaling to be an object, got"),
+        ({"rope_scaling": {"factor": "8"}}, "rope_scaling.factor to be a finite numb"),
+    ],
+)
+def test_sizes_and_types_that_no_checkpoint_has(tmp_path, options, message):
+    started = time.perf_counter()
+    with pytest.raises(InputError, match=message) as got:
+        hf.load(edited(tmp_path, "gpt2", options=options))
+    assert time.perf_counter() - started < 20
+    assert len(str(got.value)) < 20_000
+
+
+@pytest.mark.parametrize("eos", ["2", [2, "3"], 2.0, True, 10**12, {"id": 2}])
+def test_a_stop_id_is_a_whole_number(tmp_path, eos):
+    folder = edited(tmp_path, "gpt2", options={"eos_token_id": eos})
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    with pytest.raises(InputError, match="expected eos_token_id to be a token id, or"):
+        hf.stop_ids(folder)
+
+
+@pytest.mark.parametrize("how", ["above", "absolute", "link", "missing", "nul", "dot"])
+def test_an_index_names_files_of_its_own_folder(tmp_path, how):
+    folder = edited(tmp_path, "llama_sharded")
+    index = folder / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    first = min(weight_map.values())
+    outside = Path(shutil.move(folder / first, tmp_path / "outside.safetensors"))
+    name = {
+        "above": "../outside.safetensors",
+        "absolute": str(outside),
+        "nul": "a\0b",
+        "dot": ".",
+    }.get(how, first)
+    if how == "link":
+        (folder / first).symlink_to(outside)
+    renamed = {t: name if file == first else file for t, file in weight_map.items()}
+    index.write_text(json.dumps({"weight_map": renamed}))
+    message = "got none of" if how == "missing" else "which leads out of it; put the"
+    with pytest.raises(InputError, match=message):
+        hf.load(folder)
+    # As the hub's cache has it: a link to a blob beside the snapshots.
+    cache = tmp_path / "models--owner--name"
+    snapshot, blobs = cache / "snapshots" / "1234", cache / "blobs"
+    shutil.copytree(FIXTURES / "llama_sharded", snapshot)
+    blobs.mkdir()
+    shutil.move(snapshot / first, blobs / "5678")
+    (snapshot / first).symlink_to("../../blobs/5678")
+    model, _ = hf.load(snapshot)
+    assert model.family == "llama"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("./gpt2", "looks like a path, and there is no such folder"),
+        ("a/b/c", "looks like a path"),
+        ("a" * 300, "got 'aaa"),
+        ("a\0b", "looks like a path"),
+        (__file__, "which is a file; give the folder that holds it"),
+    ],
+)
+def test_a_name_that_is_a_path_is_told_so(monkeypatch, name, message):
+    def offline(repo_id, **_):
+        raise LocalEntryNotFoundError("no connection\nand more")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    for load in (hf.load, encoding.load_tokenizer):
+        with pytest.raises(InputError, match=message) as got:
+            load(name)
+        assert "\n" not in str(got.value)
+        assert len(str(got.value)) < 500
+
+
+def test_a_hub_that_does_not_answer_is_not_waited_for(monkeypatch):
+    answered = threading.Event()
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda *_, **__: answered.wait()
+    )
+    monkeypatch.setattr(hub, "SECONDS", 0.1)
+    started = time.perf_counter()
+    for load in (hf.load, encoding.load_tokenizer):
+        with pytest.raises(InputError, match=r"the hub says: no answer in 0.1 s; is "):
+            load("owner/mistyped")
+    assert time.perf_counter() - started < 5
+    answered.set()

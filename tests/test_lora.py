@@ -104,6 +104,20 @@ def test_patterns_choose():
     assert set(lora.paths(adapters)) == {"attention/query", "attention/value", "mlp/up"}
 
 
+def test_a_rank_above_a_layer_s_smaller_width_is_refused():
+    wide = toys.LLAMA
+    narrow = wide.num_kv_heads * wide.head_dim
+    assert lora.targets(model=wide, lora=LoRA(rank=narrow))
+    with pytest.raises(
+        InputError,
+        match=rf"--lora.rank: expected at most .*, {narrow}, got {narrow + 1}, which is"
+        rf" above that of attention/key \({wide.hidden_size} x {narrow}\), attention/v",
+    ):
+        lora.targets(model=wide, lora=LoRA(rank=narrow + 1))
+    few = LoRA(rank=narrow + 1, modules=("mlp/up",))
+    assert list(lora.targets(model=wide, lora=few)) == ["mlp/up"]
+
+
 def test_a_starts_uniform_and_b_at_zero():
     """As torch.nn.Linear starts, which is what PEFT does: variance 1 / (3 · in)."""
     wide = dataclasses.replace(toys.GPT2, intermediate_size=4096)
@@ -135,7 +149,7 @@ def test_options_that_cannot_be(options, message):
 
 def test_a_pattern_that_matches_nothing_says_what_there_is():
     message = "attention/key, .*mlp/down, mlp/up; got 'mlp/gate', which matches none"
-    gated = LoRA(modules=("attention/*", "mlp/gate"))
+    gated = LoRA(rank=2, modules=("attention/*", "mlp/gate"))
     assert "mlp/gate" in lora.targets(model=toys.LLAMA, lora=gated)
     with pytest.raises(InputError, match=message):
         lora.init(KEY, model=toys.GPT2, lora=gated)

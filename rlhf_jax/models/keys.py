@@ -269,6 +269,12 @@ def check(
       leaves: anything with a shape, one for each path of the table.
       headers: what the checkpoint holds.
     """
+    if model.num_layers > len(headers):  # before a name is made for each of them
+        raise InputError(
+            f"config.json: expected a number of layers that the checkpoint can hold, "
+            f"which has {len(headers)} tensors, got {model.num_layers}; do config.json "
+            f"and the weights belong together?"
+        )
     expected = {
         name: (key.shape(leaves, model.vocab_size), key)
         for key in table.keys

@@ -63,6 +63,8 @@ def targets(*, model: ModelConfig, lora: LoRA) -> dict[str, tuple[int, int]]:
 
     Raises:
       InputError: a pattern matches no linear layer of this model; lists what there is.
+        The rank is above the smaller width of a layer, where A B has more parameters
+        than W and no higher rank; names these layers.
     """
     shapes = jax.eval_shape(
         lambda key: decoder.init(key, model=model), jax.random.key(0)
@@ -79,11 +81,24 @@ def targets(*, model: ModelConfig, lora: LoRA) -> dict[str, tuple[int, int]]:
                 f"{model.family}, {', '.join(sorted(linear))}; got {pattern!r}, which "
                 f"matches none"
             )
-    return {
+    adapted = {
         path: shape
         for path, shape in linear.items()
         if any(fnmatch.fnmatchcase(path, pattern) for pattern in lora.modules)
     }
+    narrow = {path: shape for path, shape in adapted.items() if lora.rank > min(shape)}
+    if narrow:
+        least = min(min(shape) for shape in narrow.values())
+        listed = ", ".join(
+            f"{path} ({rows} x {columns})"
+            for path, (rows, columns) in sorted(narrow.items())
+        )
+        raise InputError(
+            f"--lora.rank: expected at most the smaller width of every adapted layer, "
+            f"{least}, got {lora.rank}, which is above that of {listed}; lower the "
+            f"rank, or leave these out of --lora.modules"
+        )
+    return adapted
 
 
 def init(key: Array, *, model: ModelConfig, lora: LoRA) -> Params:

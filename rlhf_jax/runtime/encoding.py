@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 import jax
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runtime import chat, data
+from rlhf_jax.runtime import chat, data, hub
 from rlhf_jax.runtime.data import Row
 from rlhf_jax.stages.batch import Rollout
 
@@ -29,6 +29,11 @@ Written = str | list[chat.Message]  # a text, or messages for the chat template
 Overlong = Literal["error", "drop"]
 
 
+_DOWNLOADED = [  # all that tokenizers are made of, and config.json names their class
+    *("config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.*", "merges.txt", "*.model", "*.tiktoken", "chat_template*"),
+    "additional_chat_templates/*",
+]
 LARGEST_MARGIN = 3.4028234e38  # of float32, which margins become
 
 
@@ -53,8 +58,9 @@ def load_tokenizer(path_or_id: str | Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     expected = f"{path_or_id}: expected a folder with tokenizer.json, or a hub id, got"
+    folder = hub.folder(path_or_id, patterns=_DOWNLOADED)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path_or_id))
+        tokenizer = AutoTokenizer.from_pretrained(str(folder))
     except Exception as error:  # the tokenizers library raises bare Exception
         raise InputError(f"{expected}: {str(error).splitlines()[0]}") from error
     if tokenizer.vocab_size == 0:  # what transformers makes of a config.json alone

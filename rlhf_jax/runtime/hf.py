@@ -14,17 +14,14 @@ import dataclasses
 import itertools
 import math
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import huggingface_hub
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
-from huggingface_hub.errors import HFValidationError
 from jax.sharding import SingleDeviceSharding
 from jax.typing import DTypeLike
 
@@ -39,12 +36,13 @@ from rlhf_jax.models import (
     keys,
     llama,
     mistral,
+    option_types,
     phi3,
     qwen2,
     qwen3,
 )
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.runtime import processes, shards
+from rlhf_jax.runtime import hub, processes, shards
 
 if TYPE_CHECKING:  # its import announces on the terminal that torch is not there
     from transformers import PreTrainedTokenizerBase
@@ -178,10 +176,7 @@ def stop_ids(path_or_repo_id: PathLike) -> tuple[int, ...]:
         config = shards.read_json(folder / _CONFIG)
         if (folder / _GENERATION).exists():
             config |= shards.read_json(folder / _GENERATION)
-        ids = config.get("eos_token_id")
-        if ids is None:
-            return ()
-        return tuple(ids) if isinstance(ids, list) else (ids,)
+        return option_types.token_ids(config.get("eos_token_id"), option="eos_token_id")
 
 
 def save(
@@ -259,28 +254,11 @@ def _reading(
     path_or_repo_id: PathLike, *, patterns: Sequence[str] = _DOWNLOADED
 ) -> Iterator[Path]:
     """The folder of a checkpoint; every InputError inside begins with its name."""
-    folder = Path(path_or_repo_id)
-    if not folder.is_dir():
-        folder = _download(str(path_or_repo_id), patterns=patterns)
+    folder = hub.folder(path_or_repo_id, patterns=patterns)
     try:
         yield folder
     except InputError as error:
         raise InputError(f"checkpoint {path_or_repo_id}: {error}") from error.__cause__
-
-
-def _download(repo_id: str, *, patterns: Sequence[str]) -> Path:
-    missing = f"expected a folder with a checkpoint or a hub id, got {repo_id!r}"
-    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", repo_id):
-        raise InputError(f"{missing}; there is no such folder")
-    try:
-        folder = huggingface_hub.snapshot_download(
-            repo_id, allow_patterns=list(patterns)
-        )
-    except (OSError, HFValidationError) as error:
-        raise InputError(
-            f"{missing}; there is no such folder, and the hub says: {error}"
-        ) from error
-    return Path(folder)
 
 
 def _family(config: Mapping[str, Any]) -> keys.Family:
@@ -289,6 +267,7 @@ def _family(config: Mapping[str, Any]) -> keys.Family:
     Raises:
       InputError: it is of none, or has what none has.
     """
+    option_types.check(config)
     name = config.get("model_type")
     for option, feature in UNSUPPORTED.items():
         if config.get(option):

@@ -44,7 +44,7 @@ def read_json(file: Path) -> dict[str, Any]:
             f"expected {file.name}, got a folder with {_listing(file.parent)}; give "
             f"one that `save_pretrained` wrote"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(
             f"expected JSON in {file.name}, got: {error}; fetch it again"
         ) from error
@@ -244,7 +244,7 @@ def _files(folder: Path) -> list[Path]:
                 f"expected a weight_map of tensors to files in {INDEX}, got "
                 f"{weight_map!r:.40}; fetch it again"
             )
-        files = [folder / name for name in sorted(set(weight_map.values()))]
+        files = [_inside(folder, name) for name in sorted(set(weight_map.values()))]
         missing = [file.name for file in files if not file.exists()]
         if missing:
             raise InputError(
@@ -259,6 +259,30 @@ def _files(folder: Path) -> list[Path]:
         f"pytorch_model.bin (a pickle), load it with torch and transformers and call "
         f"`save_pretrained`"
     )
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """The file of that name in the folder; InputError if it is elsewhere.
+
+    The hub's cache links each snapshot's files to blobs beside the snapshots.
+    """
+    allowed = [folder.resolve()]
+    snapshots = folder.absolute().parent
+    if snapshots.name == "snapshots":
+        allowed.append(snapshots.parent.resolve() / "blobs")
+    try:
+        file = (folder / name).resolve()
+        held = any(file.is_relative_to(parent) for parent in allowed)
+    except (OSError, ValueError, RuntimeError):  # too long, a NUL, links in a circle
+        held = False
+    plain = name not in ("", ".", "..") and not set("/\\\0").intersection(name)
+    if not (plain and held):
+        raise InputError(
+            f"expected {INDEX} to name files of the checkpoint's folder, got "
+            f"{name!r:.80}, which leads out of it; put the file into the folder, or "
+            f"fetch the checkpoint again"
+        )
+    return folder / name
 
 
 def _listing(folder: Path) -> str:

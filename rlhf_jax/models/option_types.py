@@ -1,0 +1,157 @@
+"""Types and bounds of the options of a `config.json`, before a family reads them.
+
+A file that was edited by hand, or cut off, has texts where numbers belong, or sizes
+that no checkpoint has. One table says what each option must be, for all families.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rlhf_jax.functional.checks import InputError
+
+MAX_LAYERS = 10_000  # ten times the deepest decoder that was ever trained
+MAX_SIZE = 2**31 - 1  # of an axis, as int32 counts it
+
+
+def _whole(least: int, most: int) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and least <= value <= most
+
+
+def _number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= MAX_FLOAT
+
+
+def _positive(value: Any) -> bool:
+    return _number(value) and value > 0
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
+
+
+def _is(kind: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kind)
+
+
+MAX_FLOAT = 3.4028234e38  # of float32
+_KINDS: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
+    f"a whole number from 1 to {MAX_LAYERS}": (
+        _whole(1, MAX_LAYERS),
+        ("n_layer", "num_hidden_layers"),
+    ),
+    f"a whole number from 1 to {MAX_SIZE}": (
+        _whole(1, MAX_SIZE),
+        (
+            *("vocab_size", "n_embd", "n_head", "n_inner", "n_positions"),
+            *("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+            *("intermediate_size", "max_position_embeddings"),
+            *("sliding_window_pattern", "original_max_position_embeddings"),
+        ),
+    ),
+    f"a whole number from 0 to {MAX_SIZE}": (
+        _whole(0, MAX_SIZE),
+        ("sliding_window", "max_window_layers"),
+    ),
+    "a finite number above 0": (
+        _positive,
+        (
+            *("rope_theta", "rotary_emb_base", "rope_local_base_freq"),
+            *("query_pre_attn_scalar", "attn_logit_softcapping"),
+            *("final_logit_softcapping", "layer_norm_epsilon", "layer_norm_eps"),
+            *("rms_norm_eps", "factor", "low_freq_factor", "high_freq_factor"),
+            *("beta_fast", "beta_slow", "attention_factor"),
+        ),
+    ),
+    "a finite number": (
+        _number,
+        (
+            *("rotary_pct", "partial_rotary_factor", "mscale", "mscale_all_dim"),
+            *("score_bias",),
+        ),
+    ),
+    "true or false": (
+        _is(bool),
+        (
+            *("tie_word_embeddings", "attention_bias", "mlp_bias", "truncate"),
+            *("use_parallel_residual", "use_sliding_window"),
+        ),
+    ),
+    "a text": (
+        _text,
+        (
+            *("model_type", "activation_function", "hidden_act", "hidden_activation"),
+            *("rope_type", "type"),
+        ),
+    ),
+    "a list of texts": (_texts, ("architectures", "layer_types")),
+    "an object": (
+        _is(dict),
+        (
+            *("rope_scaling", "rope_parameters", "id2label"),
+            *("full_attention", "sliding_attention"),
+        ),
+    ),
+}
+_EXPECTED = {
+    option: (expected, fits)
+    for expected, (fits, options) in _KINDS.items()
+    for option in options
+}
+_GROUPS = ("rope_scaling", "rope_parameters", "full_attention", "sliding_attention")
+
+
+def check(config: Mapping[str, Any], *, inside: str = "") -> None:
+    """Raises InputError for an option of another type, or out of bounds.
+
+    What is null is absent: `keys.required` and the defaults decide.
+
+    Args:
+      config: of a config.json, or of a group of options in it.
+      inside: where that group stands, as in "rope_scaling.".
+    """
+    for option, value in config.items():
+        if value is None or option not in _EXPECTED:
+            continue
+        expected, fits = _EXPECTED[option]
+        if not fits(value):
+            raise InputError(
+                f"config.json: expected {inside}{option} to be {expected}, got "
+                f"{shown(value)}; correct it, or fetch the file again"
+            )
+        if option in _GROUPS:
+            check(value, inside=f"{inside}{option}.")
+
+
+def token_ids(value: Any, *, option: str) -> tuple[int, ...]:
+    """An id, or a list of them, as a tuple; null is none.
+
+    Some checkpoints name ids beyond their vocabulary, or -1, which never come.
+
+    Raises:
+      InputError: one is no whole number.
+    """
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    for one in ids:
+        if not _whole(-1, MAX_SIZE)(one):
+            raise InputError(
+                f"expected {option} to be a token id, or a list of them, got "
+                f"{shown(value)}; correct it in generation_config.json, or in "
+                f"config.json where that has none"
+            )
+    return tuple(ids)
+
+
+def shown(value: Any) -> str:
+    """A value for a message, on one short line."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if type(value) is int and abs(value) >= 10**30:
+        return "an integer of more than 30 digits"
+    return f"{value!r:.40}"

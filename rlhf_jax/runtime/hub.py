@@ -1,0 +1,88 @@
+"""A checkpoint's folder: one on this machine, or a download from the Hugging Face hub.
+
+Without a network the hub's own clients try again for a minute, a file at a time. Here
+the hub is asked for config.json first, within a time limit: what it does not have, and
+the local cache neither, is one message.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import huggingface_hub
+from huggingface_hub.errors import HFValidationError
+
+from rlhf_jax.functional.checks import InputError
+
+SECONDS = 8.0  # for config.json to come
+_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
+
+def folder(path_or_repo_id: str | os.PathLike[str], *, patterns: Sequence[str]) -> Path:
+    """The folder of that name, or else the snapshot of that hub id.
+
+    Args:
+      patterns: of the file names to download.
+
+    Raises:
+      InputError: there is neither.
+    """
+    path = Path(path_or_repo_id)
+    try:
+        if path.is_dir():
+            return path
+        is_file = path.is_file()
+    except OSError:  # a name that no system takes
+        is_file = False
+    name = str(path_or_repo_id)
+    missing = f"expected a folder with a checkpoint or a hub id, got {name!r:.200}"
+    if is_file:
+        raise InputError(f"{missing}, which is a file; give the folder that holds it")
+    if not _ID.fullmatch(name):
+        raise InputError(
+            f"{missing}; that looks like a path, and there is no such folder"
+        )
+    if path.parent.name and path.parent.is_dir():
+        missing += f", of which {str(path.parent)!r} is a folder here"
+    try:
+        _reach(name)
+        downloaded = huggingface_hub.snapshot_download(
+            name, allow_patterns=list(patterns)
+        )
+    except (OSError, HFValidationError) as error:
+        said = next(iter(str(error).splitlines()), type(error).__name__)
+        raise InputError(
+            f"{missing}; there is no such folder, and the hub says: {said:.200}"
+        ) from error
+    return Path(downloaded)
+
+
+@functools.lru_cache
+def _reach(repo_id: str) -> None:
+    """Returns once config.json has come, from the hub or its cache on this machine.
+
+    Raises:
+      OSError, HFValidationError: as `huggingface_hub.snapshot_download`, or nothing
+        came in time.
+    """
+    failed: list[OSError | HFValidationError] = []
+
+    def download() -> None:
+        try:
+            huggingface_hub.snapshot_download(repo_id, allow_patterns=["config.json"])
+        except (OSError, HFValidationError) as error:
+            failed.append(error)
+
+    # A thread, since looking up the hub's address has no time limit of its own.
+    waiting = threading.Thread(target=download, daemon=True)
+    waiting.start()
+    waiting.join(SECONDS)
+    if waiting.is_alive():
+        raise TimeoutError(f"no answer in {SECONDS:g} s; is there a network?")
+    if failed:
+        raise failed[0]
