@@ -127,6 +127,9 @@ class Config(run_folder.RunConfig):
     """Processes that verify; None is one a processor."""
     timeout: float = 10.0
     """Seconds to verify an answer."""
+    stop_timeout: float = 20.0
+    """Seconds that answers and verifiers may still take after SIGTERM or Ctrl-C. Then
+    the state from before this step is saved, and the run ends."""
     on_failure: Literal["zero", "stop"] = "zero"
     """What becomes of an answer that could not be verified, or of the run."""
     eval_rows: int = 256
@@ -145,6 +148,7 @@ class Config(run_folder.RunConfig):
             max_new_tokens=self.max_new_tokens,
             learning_rate=self.learning_rate,
             eval_rows=self.eval_rows,
+            stop_timeout=self.stop_timeout,
         )
         checks.non_negative(kl_coef=self.beta)
         checks.groups(self.batch_size, group_size=self.grpo.group_size)
@@ -333,7 +337,10 @@ def improve(
     for step in stage.steps():
         key = jax.random.fold_in(stage.state["root_key"], step)
         answered = programs.sample(train.policy, prompts=prompts[step], key=key)
-        scores, priced = programs.score(answered, reference=reference, reward=reward)
+        with stage.user_code():
+            scores, priced = programs.score(
+                answered, reference=reference, reward=reward
+            )
         train, stats, _ = programs.learn(
             train,
             rollout=answered,
@@ -425,7 +432,11 @@ def main(options: Config) -> None:
         meta = {"data_digest": encoding.digest(tokens)}
         held = {"train": train, "reference": reference, "root_key": key}
         with (
-            run.Run(options, num_steps={"grpo": options.num_steps}) as job,
+            run.Run(
+                options,
+                num_steps={"grpo": options.num_steps},
+                stop_timeout=options.stop_timeout,
+            ) as job,
             job.stage("grpo", held, meta=meta) as stage,
         ):
             trained = improve(

@@ -197,6 +197,9 @@ class Config(run_folder.RunConfig):
     """A second reward that is not trained on, module:function; shows reward hacking."""
     judge_failure: Literal["stop", "warn"] = "stop"
     """What a judge that fails does to the run; warn leaves that judge/score out."""
+    stop_timeout: float = 20.0
+    """Seconds that answers, reward and judge may still take after SIGTERM or Ctrl-C.
+    Then the state from before this step is saved, and the run ends."""
     eval_every: int = 10
     """Iterations between looks at held_out, out_of_domain and judge."""
     eval_rows: int = 64
@@ -228,6 +231,7 @@ class Config(run_folder.RunConfig):
             drift_every=self.drift_every,
             eval_every=self.eval_every,
             eval_rows=self.eval_rows,
+            stop_timeout=self.stop_timeout,
         )
         checks.non_negative(kl_coef=self.kl_coef, num_shown=self.num_shown)
         if self.max_grad_norm is not None:
@@ -818,10 +822,11 @@ def improve(
                     prompts=prompts[step + 1],
                     key=jax.random.fold_in(key, step + 1),
                 )
-            scores = reward(shown)
             seen = {}
-            if step % options.eval_every == 0:
-                seen = look(programs, train.policy, texts, base, judge, shown)
+            with stage.user_code():
+                scores = reward(shown)
+                if step % options.eval_every == 0:
+                    seen = look(programs, train.policy, texts, base, judge, shown)
             train, critic, stats, scored = programs.learn(
                 train,
                 critic,
@@ -1034,7 +1039,12 @@ def main(options: Config) -> None:
         limits=options.alarms,
         kl_target=options.kl_control.target_per_response,
     )
-    with run.Run(options, num_steps={"ppo": options.num_steps}, check=check) as job:
+    with run.Run(
+        options,
+        num_steps={"ppo": options.num_steps},
+        check=check,
+        stop_timeout=options.stop_timeout,
+    ) as job:
         reference, scorer = models.reference, models.reward
         report.model_table(
             [

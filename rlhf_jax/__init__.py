@@ -148,6 +148,7 @@ ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (
             "code_verifier",
             "verifier_worker",
             "verification",
+            "deadline",
             "alarms",
             "metrics",
             "report",

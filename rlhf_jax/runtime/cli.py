@@ -85,18 +85,18 @@ def main(
     except InputError as error:
         _leave(2, f"error: {error}")
     except write_errors.WriteError as error:
-        go_on = _go_on(config).replace("\n ", "")
+        resume = go_on(config).replace("\n ", "")
         safe = write_errors.safe(config.out)
-        _leave(1, f"stopped: {error}; {safe}; {error.remedy}, then {go_on}")
+        _leave(1, f"stopped: {error}; {safe}; {error.remedy}, then {resume}")
     except StopError as error:
         _leave(1, f"stopped: {error}")
     except Interrupted as stop:
-        _exit(128 + stop.signum, f"stopped and saved; {_go_on(config)}")
+        _exit(128 + stop.signum, f"stopped and saved; {go_on(config)}")
     except KeyboardInterrupt:
-        _leave(128 + signal.SIGINT, f"stopped without saving; {_go_on(config)}")
+        _leave(128 + signal.SIGINT, f"stopped without saving; {go_on(config)}")
     except SystemExit as stop:
         status, message = _exit_of(stop)
-        _leave(status, f"stopped: {message}; {_go_on(config)}")
+        _leave(status, f"stopped: {message}; {go_on(config)}")
     except BaseException as error:
         if jax.process_count() == 1:
             raise
@@ -104,7 +104,7 @@ def main(
         traceback.print_exc()
         lost = "a process may be lost, snapshots so far are good"
         why = lost if isinstance(error, jax.errors.JaxRuntimeError) else "a defect"
-        _leave(1, f"stopped: {why}; {_go_on(config)}")
+        _leave(1, f"stopped: {why}; {go_on(config)}")
 
 
 def _join(argv: Sequence[str]) -> Sequence[str]:
@@ -295,8 +295,10 @@ class Interrupt:
             interrupt.check()
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_request: Callable[[], None] | None = None) -> None:
+        """Nothing was requested yet; `on_request` is called at each signal."""
         self._signum: int | None = None
+        self._on_request = on_request
 
     @property
     def requested(self) -> bool:
@@ -327,11 +329,14 @@ class Interrupt:
         if self.requested and signum == signal.SIGINT:
             raise KeyboardInterrupt
         self._signum = signum
+        if self._on_request is not None:
+            self._on_request()
         # Not `print`: the step may be inside one, whose buffer is not reentrant.
         os.write(2, b"\nstopping after this step; Ctrl-C (again) stops at once\n")
 
 
-def _go_on(config: run_folder.RunConfig) -> str:
+def go_on(config: run_folder.RunConfig) -> str:
+    """How to resume a run that stops, for a message."""
     recorded = config.out / run_folder.CONFIG
     if not recorded.exists():
         return "start again, as nothing was written yet"

@@ -16,9 +16,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Self
+
+import jax
 
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.functional.masked import Stats
@@ -26,6 +29,7 @@ from rlhf_jax.roles.frozen import Frozen
 from rlhf_jax.runtime import (
     alarms,
     cli,
+    deadline,
     metrics,
     processes,
     program_cache,
@@ -65,6 +69,7 @@ class Run:
         *,
         num_steps: Mapping[str, int],
         check: alarms.Check | None = None,
+        stop_timeout: float | None = None,
     ) -> None:
         """Makes or continues `config.out`.
 
@@ -72,14 +77,19 @@ class Run:
           num_steps: of each stage, in order.
           check: decides on alarms from a stage's rows, as `alarms.check` does with its
             limits bound; None raises none.
+          stop_timeout: seconds that what stands in `Stage.user_code` may take after a
+            signal; None waits for it, and so do several processes, which save together.
 
         Raises:
-          InputError: a stage has no steps, another process writes the folder, or it
-            cannot be used (`run_folder.open_run`).
+          InputError: a stage has no steps, stop_timeout is no time, another process
+            writes the folder, or it cannot be used (`run_folder.open_run`).
         """
         for stage, steps in num_steps.items():
             if steps < 1:
                 raise InputError(f"{stage}: expected at least 1 step, got {steps}")
+        self.deadline = None
+        if stop_timeout is not None and jax.process_count() == 1:
+            self.deadline = deadline.Deadline(stop_timeout)
         self.config = config
         self.num_steps = num_steps
         self._lock = contextlib.ExitStack()
@@ -97,14 +107,20 @@ class Run:
             undone.pop_all()
         self.versions = run_folder.versions()
         self.resume_from = config.resume_from  # None once a stage has gone back to it
-        self.interrupt = cli.Interrupt()
+        self.interrupt = cli.Interrupt(
+            on_request=None if self.deadline is None else self.deadline.asked
+        )
         self.vote = processes.Vote()
 
     def __enter__(self) -> Self:
         self.interrupt.__enter__()
+        if self.deadline is not None:
+            self.deadline.__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        if self.deadline is not None:
+            self.deadline.__exit__(*exception)
         with self._lock:
             try:
                 self.record.__exit__(*exception)
@@ -201,6 +217,7 @@ class Stage:
         )
         self.state = state
         self.start = self._begin(name, state, meta=meta)
+        self._whole = self._kept(self.start)
         run.record.begin(name, step=self.start)
 
     def _begin(self, name: str, state: PyTree, *, meta: Mapping[str, Any]) -> int:
@@ -286,6 +303,19 @@ class Stage:
         """The steps that are left."""
         return range(self.start, self._num_steps)
 
+    @contextlib.contextmanager
+    def user_code(self) -> Iterator[None]:
+        """Around a reward or a judge, which may hang, before the step changes arrays.
+
+        `stop_timeout` after a signal the state from before the step is saved and the
+        process ends, with status 128 + the signal's number; a resume repeats the step.
+        """
+        limit = contextlib.nullcontext()
+        if self._run.deadline is not None:
+            limit = self._run.deadline.limit(self._save_whole)
+        with limit:
+            yield
+
     def end_step(
         self,
         step: int,
@@ -314,6 +344,7 @@ class Stage:
         record.write(step, stats, positions=positions)
         record.write_samples(step, samples)
         done = step + 1
+        self._whole = self._kept(done)
         stop = self._run.vote(self._run.interrupt.requested)
         due = stop or done == self._num_steps or done % config.snapshot_every == 0
         if due:
@@ -327,7 +358,33 @@ class Stage:
                     f"NaN in the rewards, or start again with a smaller learning rate"
                 )
         if due:
-            meta = {**self._meta, proof.META: self._frozen.check(self.state)}
-            self._snapshots.save(done, arrays=self.state, meta=meta)
+            self._save(done, self.state)
         if stop:
             self._run.interrupt.stop()
+
+    def _save(self, done: int, state: PyTree) -> None:
+        meta = {**self._meta, proof.META: self._frozen.check(state)}
+        self._snapshots.save(done, arrays=state, meta=meta)
+
+    def _kept(self, done: int) -> tuple[int, PyTree]:
+        """The arrays of the state as it is now, in a tree that no step changes."""
+        if self._run.deadline is None:
+            return done, None
+        return done, jax.tree.map(lambda leaf: leaf, self.state)
+
+    def _save_whole(self, signum: int) -> str:
+        """Saves the state from before this step, in another thread; what to tell."""
+        done, state = self._whole
+        saved = "no step was done yet"
+        if done:
+            saved = f"saved as of step {done}"
+            self._run.record.flush()
+            self._save(done, state)
+            self._snapshots.close()
+        limit, config = self._run.deadline, self._run.config
+        assert limit is not None  # as it calls this
+        return (
+            f"stopped: the reward or judge of step {done} did not return within "
+            f"{limit.seconds:g} s of {signal.Signals(signum).name} (--stop-timeout); "
+            f"{saved}; {cli.go_on(config)}"
+        )
