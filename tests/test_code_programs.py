@@ -320,6 +320,7 @@ RIGHT = {
         "def f(n):\n    return list(range(n))",
         ["assert f(200000) == list(range(200000))"],
     ),
+    "json replaced": (f"import json\njson.dumps = json.loads = None\n{ADD}", TESTS),
     "a class with own errors when compared": (
         "class E:\n    def __eq__(self, o):\n        raise ValueError\n"
         "def f(x):\n    return None if x else E()",
@@ -399,6 +400,14 @@ WRONG = {
     "frames: the results": WALK
     + "for f in frames():\n    for v in list(f.f_locals.values()):\n"
     "        if type(v) is list: v[:1] = [3]\n        if type(v) is dict: v.clear()\n",
+    "frames: the count of tests": (
+        WALK + "for f in frames():\n    if 'outcome' in f.f_locals:\n"
+        "        f.f_locals['outcome'][0] = 3\nraise SystemExit\n"
+    ),
+    "frames: the tests cleared, the count set": (
+        WALK + "for f in frames():\n    if 'outcome' in f.f_locals:\n"
+        "        f.f_locals['tests'].clear()\n        f.f_locals['outcome'][0] = 3\n"
+    ),
     "frames: the tests cleared": WALK
     + "for f in frames():\n    for n in ('tests', 'task', 'compiled'):\n"
     "        if n in f.f_locals: f.f_locals[n].clear()\n",
@@ -453,7 +462,8 @@ WRONG = {
         "from rlhf_jax.runtime import code_values\n"
         "code_values.send = lambda *a: None\n" + ADD
     ),
-    "json replaced": "import json\njson.dumps = lambda *a, **k: 'true'\n" + ADD,
+    "json replaced": "import json\njson.dumps = lambda *a, **k: 'true'\n"
+    + returning("9"),
     "builtins replaced": (
         "import builtins\nbuiltins.isinstance = builtins.all = lambda *a: True\n"
         "builtins.abs = builtins.len = lambda *a: 0\n"

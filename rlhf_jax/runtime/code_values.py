@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+# Made before there is any code that may replace the functions of `json`.
+WRITER, READER = json.JSONEncoder(separators=(",", ":")), json.JSONDecoder()
 LARGEST = 2**24  # bytes of a message
 DEPTH = 100  # of containers in containers
 BIG = 2**53  # whole numbers from here on are written in base 16
@@ -209,7 +211,7 @@ def send(pipe: int, message: Any) -> None:
     Raises:
       ValueError: it is longer than `LARGEST`.
     """
-    text = json.dumps(message, separators=(",", ":")).encode()
+    text = WRITER.encode(message).encode()
     if len(text) > LARGEST:
         raise ValueError(f"values are larger than {LARGEST // 2**20} MiB")
     rest = memoryview(len(text).to_bytes(4, "big") + text)
@@ -228,7 +230,7 @@ def receive(pipe: int) -> Any:
         raise Unreadable("too long")
     text = _exactly(pipe, size)
     try:
-        return json.loads(text)
+        return READER.decode(text.decode())
     except (ValueError, RecursionError):
         raise Unreadable("no JSON") from None
 
