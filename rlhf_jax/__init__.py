@@ -119,6 +119,8 @@ ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (
             "processes",
             "sharding",
             "row_sharding",
+            "template_worker",
+            "templates",
             "chat",
             "hub",
             "data",

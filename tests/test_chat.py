@@ -2,6 +2,7 @@
 
 import functools
 import json
+import time
 import types
 
 import jax
@@ -18,7 +19,7 @@ from test_experiments import TOY_PPO, play
 from rlhf_jax import config, sft
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles import text_rewards
-from rlhf_jax.runtime import batches, data, encoding, metrics, packing
+from rlhf_jax.runtime import batches, chat, data, encoding, metrics, packing, templates
 from rlhf_jax.runtime.encoding import Example, Pair
 
 CHATML = (  # as Qwen's
@@ -491,3 +492,51 @@ def test_ppo_asks_with_messages(tuned, tmp_path, monkeypatch):
         assert row["response"] == TURNS[question]
         expected = len(question) + len(row["response"]) / 100
         assert row["score"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ 'a' * 10**10 }}", "it takes more than 1024 MiB of memory"),
+        (
+            "{% set ns = namespace(x='a') %}{% for i in range(40) %}"
+            "{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
+            "it takes (longer than 2 s|more than 1024 MiB)",
+        ),
+        ("{{ 'a' * 20000000 }}", "it writes more than 10000000 characters"),
+        (
+            "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}"
+            "{% endfor %}",
+            "it takes longer than 2 s",
+        ),
+        ("{{ 10**(10**10) }}", "it takes (longer than 2 s|more than 1024 MiB)"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "it calls itself without"),
+        ("{% if %}", "Expected an expression"),
+        ("{{ ''.__class__.__mro__ }}{{ raise_exception('no') }}", "unsafe|no"),
+    ],
+)
+def test_a_template_has_limits_of_time_and_memory(monkeypatch, template, message):
+    monkeypatch.setattr(templates, "SECONDS", 2.0)
+    templates.stop()  # its limit is another
+    reader = byte_tokenizer(template)
+    started = time.perf_counter()
+    with pytest.raises(InputError, match=rf"^a.jsonl:7: .*says: .*{message}"):
+        chat.render(reader, [user("Hi")], where="a.jsonl:7")
+    assert time.perf_counter() - started < 30
+    # The next one is written as ever.
+    whole = byte_tokenizer(CHATML)
+    expected = whole.apply_chat_template(
+        [user("Hé")], tokenize=False, add_generation_prompt=True
+    )
+    assert chat.render(whole, [user("Hé")], where="row") == expected
+    templates.stop()
+
+
+def test_a_thousand_conversations_are_written_quickly():
+    reader = byte_tokenizer(CHATML)
+    chat.render(reader, [user("Hi")], where="row")  # starts the process
+    started = time.perf_counter()
+    for number in range(1_000):
+        text = chat.render(reader, [user(f"Hi {number}")], where="row")
+        assert f"Hi {number}" in text
+    assert time.perf_counter() - started < 10

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Literal
@@ -260,3 +261,38 @@ def test_a_function_by_name(tmp_path, monkeypatch):
     }.items():
         with pytest.raises(InputError, match=complaint):
             cli.load_function(spec)
+
+
+@pytest.mark.parametrize("out", ["a" * 300, "a\0b"])
+def test_an_out_that_no_system_takes_is_one_short_line(
+    tmp_path, capsys, monkeypatch, out
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(lambda config: None, Config, description="", argv=["--out", out])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert exit_.value.code == 2
+    assert line.startswith("error: --out")
+    assert len(line) < 400
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_an_unknown_platform_is_one_line(tmp_path):
+    console = "from rlhf_jax.runtime import main; main.main(['memory'])"
+    trainer = ("experiments/sft.py", "--data=a", "--out", str(tmp_path / "run"))
+    for argv in (("-c", console), trainer):
+        ended = subprocess.run(
+            [sys.executable, *argv],
+            cwd=Path(__file__).parents[1],
+            env={**os.environ, "JAX_PLATFORMS": "abacus"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert ended.returncode == 2
+        assert "error: JAX_PLATFORMS: expected platforms that" in ended.stderr
+        assert "'abacus'" in ended.stderr
+        assert "Traceback" not in ended.stderr
+    assert not any(tmp_path.iterdir())

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runtime import templates
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -85,22 +86,23 @@ def render(
             " give texts instead of messages"
         )
     try:
-        text = tokenizer.apply_chat_template(
-            list(messages),
-            tokenize=False,
+        return templates.write(
+            FIXED + tokenizer.get_chat_template(),
+            # As `apply_chat_template` has it: templates know absent keys, not null.
+            [
+                {key: value for key, value in message.items() if value is not None}
+                for message in messages
+            ],
             add_generation_prompt=messages[-1]["role"] != ASSISTANT,
-            date_string=DATE,
-            chat_template=FIXED + tokenizer.get_chat_template(),
+            variables={**tokenizer.special_tokens_map, "date_string": DATE},
         )
-    except Exception as error:  # a template raises what it likes
+    except templates.TemplateError as error:
         roles = ", ".join(message["role"] for message in messages)
         raise InputError(
             f"{where}: expected messages that the tokenizer's chat template takes, got"
-            f" the roles {roles}, of which it says: {error}; change the messages, or"
-            " the template"
+            f" the roles {roles:.200}, of which it says: {error}; change the messages,"
+            " or the template"
         ) from error
-    assert isinstance(text, str)  # of one conversation, not tokenized
-    return text
 
 
 def render_answered(

@@ -54,6 +54,10 @@ def main(
     """
     try:
         argv = _join(sys.argv[1:] if argv is None else argv)
+        processes.check_platform()
+    except InputError as error:  # before JAX could tell of other processes
+        _exit(2, f"error: {error}")
+    try:
         cache, argv = _compilation_cache(argv)
         config = parse(
             config_class, description=description, presets=presets, argv=argv

@@ -13,7 +13,14 @@ from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.roles.frozen import ReferenceMovedError
 from rlhf_jax.runtime import memory as memory_
 from rlhf_jax.runtime import plan as plan_
-from rlhf_jax.runtime import proof, report, snapshot_folder, token_kl, workload
+from rlhf_jax.runtime import (
+    processes,
+    proof,
+    report,
+    snapshot_folder,
+    token_kl,
+    workload,
+)
 
 SHOWN = 12  # digits of a fingerprint, so that a table fits 80 columns
 
@@ -80,6 +87,7 @@ def kl(options: Annotated[token_kl.Options, tyro.conf.arg(name="")]) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs one command: status 2 for what the user got wrong, 1 for a bad result."""
     try:
+        processes.check_platform()
         tyro.extras.subcommand_cli_from_dict(
             {"verify": verify, "memory": memory, "plan": plan, "kl": kl},
             prog="rlhf-jax",

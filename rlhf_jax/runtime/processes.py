@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -86,6 +87,23 @@ class Group:
                 f"within {STARTED} s, got: {str(error).splitlines()[0]}; start them "
                 f"all, or name HOST:PORT where auto finds nothing"
             ) from error
+
+
+def check_platform() -> None:
+    """Starts JAX; what the user asked of it is told in a line.
+
+    Raises:
+      InputError: JAX_PLATFORMS names a platform that is not there.
+    """
+    try:
+        jax.devices()
+    except RuntimeError as error:
+        said = next(iter(str(error).splitlines()), type(error).__name__)
+        asked = os.environ.get("JAX_PLATFORMS")
+        raise InputError(
+            f"JAX_PLATFORMS: expected platforms that JAX has here (cpu always), got "
+            f"{asked!r:.80} ({said:.200}); correct it, or unset it"
+        ) from None
 
 
 def is_first() -> bool:

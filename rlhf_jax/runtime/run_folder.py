@@ -113,12 +113,18 @@ def check_run(config: RunConfig) -> None:
         config differs from this one.
     """
     out = config.out
+    if "\0" in str(config.out):
+        raise InputError(
+            f"--out: expected the path of a folder, got {str(config.out)!r:.100}, "
+            f"which has a NUL; give another"
+        )
     try:
         is_file = out.exists() and not out.is_dir()
         held = [] if is_file else _held(out)
     except OSError as error:
         raise InputError(
-            f"--out {out}: expected a folder that can be read, got: {error.strerror}; "
+            f"--out {out!s:.200}: expected a folder that can be read, got: "
+            f"{error.strerror}; "
             f"give another --out, or see to that one"
         ) from error
     if is_file:
@@ -306,7 +312,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
         recorded = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is not JSON: {error}") from error
     match recorded:
         case {"config": dict(), "versions": dict()}:
