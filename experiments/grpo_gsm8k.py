@@ -429,7 +429,10 @@ def main(options: Config) -> None:
             options=options,
         )
         before = measure(train.policy)
-        meta = {"data_digest": encoding.digest(tokens)}
+        meta = {
+            "data_digest": encoding.digest(tokens),
+            "rows_digest": encoding.rows_digest(rows),  # with the answers
+        }
         held = {"train": train, "reference": reference, "root_key": key}
         with (
             run.Run(

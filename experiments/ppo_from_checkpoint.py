@@ -995,12 +995,17 @@ def main(options: Config) -> None:
         for name, source in sources.items()
         if source is not None
     }
+    meta = {"data_digest": encoding.digest(token_lists)}
+    if options.reward is not None or options.judge is not None:
+        meta["rows_digest"] = encoding.rows_digest(rows)  # all that they are given
     ptx = None
     if options.ptx is not None:
+        examples = pretrained.read_examples(
+            policy, options.ptx, max_length=options.ptx_max_length
+        )
+        meta["ptx_digest"] = encoding.digest(examples)
         ptx = batches.sequence_batches(
-            pretrained.read_examples(
-                policy, options.ptx, max_length=options.ptx_max_length
-            ),
+            examples,
             batch_size=options.ptx_batch_size,
             seed=options.seed,
             pad_id=policy.pad_id,
@@ -1077,7 +1082,7 @@ def main(options: Config) -> None:
             ptx=ptx,
             key=key,
             job=job,
-            meta={"data_digest": encoding.digest(token_lists)},
+            meta=meta,
             policy=policy,
             options=options,
         )

@@ -137,6 +137,7 @@ ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (
             "snapshot_folder",
             "snapshot",
             "proof",
+            "resume",
             "run_folder",
             "precomputed",
             "code_values",

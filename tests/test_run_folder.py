@@ -187,13 +187,13 @@ def test_resume_with_another_config_lists_the_differences(tmp_path):
     assert "lifecycle.rate" not in message
     assert "\n  kl_coef: recorded 0.05, given null\n" in message
     assert "\n  seed: recorded 0, given 1\n" in message
-    assert "num_steps" not in message
+    assert "\n  num_steps" not in message
 
 
 def test_resume_with_a_field_the_run_never_had(tmp_path):
     run_folder.open_run(run_folder.RunConfig(out=tmp_path))
     message = refused(Config(out=tmp_path, resume=True), tmp_path)
-    assert "\n  num_steps: recorded (no such field), given 10\n" in message
+    assert "\n  kl_coef: recorded (no such field), given 0.05\n" in message
 
 
 def test_resume_may_differ_in_what_does_not_change_the_result(tmp_path, capsys):

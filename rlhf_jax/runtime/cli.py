@@ -205,7 +205,8 @@ def parse(
     if given.config is not None:
         fields = run_folder.read_config(given.config)
         fields |= {"out": os.fspath(given.config.parent), "resume": False}
-        fields["resume_from"] = None  # of one resume alone; older configs have none
+        # Of one resume alone; older configs have neither.
+        fields |= {"resume_from": None, "accept_lost_rows": False}
         defaults = run_folder.from_json(config_class, fields, source=given.config)
     if presets:
         description = (

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
@@ -123,6 +124,20 @@ def texts(
 def digest(rows: Sequence[Example] | Sequence[Pair] | Sequence[Tokens]) -> str:
     """SHA-256 of token lists: a resumed run must read what it began with."""
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+
+def rows_digest(rows: Sequence[Row]) -> str:
+    """SHA-256 of all fields of rows, for what a reward function or a verifier reads.
+
+    What JSON does not hold, as an image of a Hugging Face data set, counts by its
+    pickle.
+    """
+
+    def pickled(value: Any) -> str:
+        return hashlib.sha256(pickle.dumps(value, protocol=4)).hexdigest()
+
+    text = json.dumps(rows, sort_keys=True, default=pickled)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def encode_prompts(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import json
 import math
 import os
+import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +22,7 @@ from rlhf_jax.runtime import alarms, processes, run_folder, write_errors
 from rlhf_jax.runtime.alarms import Alarm
 
 FILES = ("metrics", "timings", "samples", "positions")
+EVERY_STEP = ("metrics", "timings")  # a row each
 Row = dict[str, float | None]
 
 
@@ -72,8 +75,14 @@ class Recorder:
         *,
         sinks: Sequence[Sink] = (),
         check: alarms.Check | None = None,
+        accept_lost_rows: bool = False,
     ) -> None:
-        """Opens the files; `check` decides on alarms, None on none."""
+        """Opens the files.
+
+        Args:
+          check: decides on alarms; None on none.
+          accept_lost_rows: whether `begin` warns of lost rows, or refuses them.
+        """
         first = processes.is_first()
         self._check = check if first else None
         self._watch: alarms.Watch | None = None
@@ -87,6 +96,8 @@ class Recorder:
         self._stage = ""
         self._begun: list[str] = []  # stages, in order
         self._pending: tuple[int, Stats, Stats] | None = None
+        self.rows: dict[str, int] = {}  # of this stage, by file
+        self._accept_lost_rows = accept_lost_rows
         self.latest: Row = {}  # the newest row on disk, of the step before the pending
         self._phases: dict[str, float] = {}
         self._since = time.perf_counter()
@@ -99,17 +110,34 @@ class Recorder:
             self._pending = None  # Ctrl-C does not wait for the device
         self.close()
 
-    def begin(self, stage: str, *, step: int = 0) -> None:
+    def begin(
+        self, stage: str, *, step: int = 0, rows: Mapping[str, int] | None = None
+    ) -> None:
         """Starts a stage at `step`, the number of the snapshot that it goes on from.
 
         Drops the rows that this stage wrote at `step` and later, and a last line that
         was cut off. The rows of other stages stay, so a stage that was already
         complete may begin at its end again.
 
+        Args:
+          rows: `self.rows` when snapshot `step` was saved; None does not compare.
+
         Raises:
-          InputError: a line of a file is not a row; names file and line.
+          InputError: a line of a file is not a row; names file and line. A file has
+            more or fewer rows of before `step` than `rows` says.
         """
         self.flush()
+        kept = {
+            name: [
+                row["step"]
+                for row in read(path)
+                if row["stage"] == stage and row["step"] < step
+            ]
+            for name, path in self._paths.items()
+        }
+        if rows is not None:
+            self._check_rows(stage, step, kept, rows)
+        self.rows = {name: len(steps) for name, steps in kept.items()}
         if stage not in self._begun:
             self._begun.append(stage)
         for name, path in self._paths.items():
@@ -193,6 +221,34 @@ class Recorder:
                 stack.callback(file.close)
             self.flush()
 
+    def _check_rows(
+        self,
+        stage: str,
+        step: int,
+        kept: Mapping[str, Sequence[int]],
+        rows: Mapping[str, int],
+    ) -> None:
+        """InputError, or a warning, where a file is not as the snapshot left it."""
+        for name, steps in kept.items():
+            if len(steps) == rows.get(name):
+                continue
+            lost = sorted(set(range(step)) - set(steps))
+            twice = sorted(at for at, n in collections.Counter(steps).items() if n > 1)
+            which = ""
+            if name in EVERY_STEP:
+                which = f" (missing are {_ranges(lost)})" if lost else ""
+                which += f" (more than once {_ranges(twice)})" if twice else ""
+            told = (
+                f"{self._paths[name]}: expected the {rows.get(name)} rows of {stage} "
+                f"that snapshot {step} was saved with, got {len(steps)}{which}"
+            )
+            if not self._accept_lost_rows:
+                raise InputError(
+                    f"{told}; put the file back as it was, or go on without them with "
+                    f"--accept-lost-rows, which changes nothing in what is trained"
+                )
+            print(f"warning: {told}; the run goes on without them", file=sys.stderr)
+
     def _open(self, name: str) -> None:
         with write_errors.writing(self._paths[name]):
             self._files[name] = self._paths[name].open("ab")
@@ -230,6 +286,7 @@ class Recorder:
         with write_errors.writing(self._paths[name]):
             self._files[name].write(text.encode() + b"\n")
             self._files[name].flush()
+        self.rows[name] = self.rows.get(name, 0) + 1
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -330,8 +387,22 @@ def _parse(line: bytes, path: Path, number: int) -> dict[str, Any]:
                 return row
     raise InputError(
         f"{path}, line {number}: expected an object with 'stage' and 'step', got "
-        f"{line[:60]!r}; remove the line, or start a new run"
+        f"{line[:60]!r}; put the file back as it was, or remove the line and resume "
+        f"with --accept-lost-rows"
     )
+
+
+def _ranges(steps: Sequence[int]) -> str:
+    """ "step 3", or "steps 1, 4 to 6": neighbours taken together."""
+    runs: list[list[int]] = []
+    for step in steps:
+        if runs and step == runs[-1][1] + 1:
+            runs[-1][1] = step
+        else:
+            runs.append([step, step])
+    told = [f"{a}" if a == b else f"{a} to {b}" for a, b in runs[:8]]
+    more = ["and more"] if len(runs) > 8 else []
+    return f"step{'s' if len(steps) > 1 else ''} {', '.join(told + more)}"
 
 
 def _cut(path: Path, *, step: int, begun: Sequence[str]) -> None:

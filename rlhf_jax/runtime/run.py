@@ -35,6 +35,7 @@ from rlhf_jax.runtime import (
     program_cache,
     proof,
     report,
+    resume,
     run_folder,
     run_lock,
     snapshot,
@@ -43,6 +44,7 @@ from rlhf_jax.runtime import (
 from rlhf_jax.runtime.integrity import DamagedError
 
 PyTree = Any
+ROWS = "rows"  # key in a snapshot's meta: how many each file of the record has
 MAX_SKIPPED = 5  # updates in a row without a finite gradient, before a run stops
 # Metrics that count them, and what is to be said; the second is a critic's own.
 SKIPPED = {
@@ -87,6 +89,12 @@ class Run:
         for stage, steps in num_steps.items():
             if steps < 1:
                 raise InputError(f"{stage}: expected at least 1 step, got {steps}")
+            done = resume.newest(config.out / "snapshots" / stage)
+            if steps < done:
+                raise InputError(
+                    f"{stage}: expected at least the {done} steps that its newest "
+                    f"snapshot has, got {steps}; give as many, or more"
+                )
         self.deadline = None
         if stop_timeout is not None and jax.process_count() == 1:
             self.deadline = deadline.Deadline(stop_timeout)
@@ -103,6 +111,7 @@ class Run:
                 self.folder,
                 sinks=report.sinks(config, num_steps=num_steps),
                 check=check,
+                accept_lost_rows=config.accept_lost_rows,
             )
             undone.pop_all()
         self.versions = run_folder.versions()
@@ -216,9 +225,10 @@ class Stage:
             run.folder / "snapshots" / name, keep=run.config.keep_snapshots
         )
         self.state = state
+        self._rows: Mapping[str, int] | None = None  # by the snapshot that it is at
         self.start = self._begin(name, state, meta=meta)
         self._whole = self._kept(self.start)
-        run.record.begin(name, step=self.start)
+        run.record.begin(name, step=self.start, rows=self._rows)
 
     def _begin(self, name: str, state: PyTree, *, meta: Mapping[str, Any]) -> int:
         """Restores `self.state`; the number of the snapshot, 0 for none."""
@@ -266,16 +276,10 @@ class Stage:
         self, name: str, state: PyTree, step: int, *, meta: Mapping[str, Any]
     ) -> None:
         restored, saved = self._snapshots.restore(step, like=state)
-        for key, value in meta.items():
-            if saved[key] != value:
-                raise InputError(
-                    f"snapshot {step} of {name}: expected {key} {value}, as this run "
-                    f"has it, got {saved[key]}; resume with what the run began with, "
-                    f"or start a new run with another --out"
-                )
         where = f"snapshot {step} of {name}"
+        resume.check_meta(saved, meta, where=where)
         self._frozen.check_resumed(saved[proof.META], restored, where=where)
-        self.state = restored
+        self.state, self._rows = restored, saved.get(ROWS)
 
     def _way_back(self, name: str, newest: int) -> str:
         """From which older snapshot to go on, instead of a newest that is damaged."""
@@ -364,6 +368,7 @@ class Stage:
 
     def _save(self, done: int, state: PyTree) -> None:
         meta = {**self._meta, proof.META: self._frozen.check(state)}
+        meta[ROWS] = dict(self._run.record.rows)  # written behind the next steps
         self._snapshots.save(done, arrays=state, meta=meta)
 
     def _kept(self, done: int) -> tuple[int, PyTree]:

@@ -26,7 +26,7 @@ import jax
 
 import rlhf_jax
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runtime import processes, run_lock, write_errors
+from rlhf_jax.runtime import processes, resume, run_lock, write_errors
 
 CONFIG = "config.json"
 UNFINISHED = ".tmp"
@@ -58,6 +58,8 @@ class RunConfig:
     """Continue the run in --out from its newest snapshot."""
     resume_from: int | None = None
     """Continue from this older snapshot of the stage whose newest one is damaged."""
+    accept_lost_rows: bool = False
+    """Resume although files as metrics.jsonl lost rows of before the snapshot."""
     snapshot_every: int = 50
     """Steps between snapshots."""
     keep_snapshots: int = 2
@@ -145,28 +147,35 @@ def check_run(config: RunConfig) -> None:
             "not a run folder; give the --out of the run to continue"
         )
     _check_writable(out)
-    recorded, given = _flat(read_config(out / CONFIG)), _flat(to_json(config))
-    differing = [
-        f"  {name}: recorded {_show(recorded, name)}, given {_show(given, name)}"
-        for name in sorted(recorded.keys() | given.keys())
-        if MAY_DIFFER.isdisjoint(name.split("."))
-        and _show(recorded, name) != _show(given, name)
-    ]
-    if differing:
-        raise InputError(
-            f"--resume continues the run recorded in {out / CONFIG}, but its config "
-            "differs from this one in\n"
-            + "\n".join(differing)
-            + f"\ngive the recorded values (--config {out / CONFIG} does), or start a "
-            "new run with another --out"
+    _changes(config)
+
+
+def _changes(config: RunConfig) -> list[tuple[resume.Recorded, list[str]]]:
+    """What a resume changes, of the config of each stage or else that of config.json.
+
+    Raises:
+      InputError: as `resume.check_config`.
+    """
+    path = config.out / CONFIG
+    there = resume.Recorded(str(path), read_config(path))
+    recorded = resume.recorded_configs(config.out)
+    return [
+        (
+            one,
+            resume.check_config(
+                one, to_json(config), but=frozenset(MAY_DIFFER), folder=config.out
+            ),
         )
+        for one in (recorded if recorded else [there])
+    ]
 
 
 def open_run(config: RunConfig) -> Path:
     """Makes the folder with its config.json, or checks the one that is there.
 
     A folder that a resumed run never got to fill starts over. Versions that differ
-    from the recorded ones are told on stderr and accepted.
+    from the recorded ones are told on stderr and accepted, and so are the fields that a
+    resume may change; config.json then says what the run goes on with.
 
     Of several processes the first does so, and the others wait for it.
 
@@ -189,6 +198,12 @@ def _open(config: RunConfig) -> None:
                     f"goes on with {now}; its numbers may differ in the last bits",
                     file=sys.stderr,
                 )
+        given = to_json(config)
+        for before, names in _changes(config):
+            resume.tell_changes(before, given, names)
+        said = read_config(path)
+        if resume.differing(said, given, but=frozenset(MAY_DIFFER)):
+            write_json(path, _read(path) | {"config": given})
         return
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -321,21 +336,6 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
         f"{path}: expected the {CONFIG} of a run, with the objects 'config' and "
         f"'versions'; got {json.dumps(recorded)[:80]}"
     )
-
-
-def _show(fields: dict[str, Any], name: str) -> str:
-    return json.dumps(fields[name]) if name in fields else "(no such field)"
-
-
-def _flat(fields: dict[str, Any]) -> dict[str, Any]:
-    """Groups of fields taken apart, as the command line names them: "lora.rank"."""
-    flat: dict[str, Any] = {}
-    for name, value in fields.items():
-        if isinstance(value, dict):
-            flat |= {f"{name}.{inner}": x for inner, x in _flat(value).items()}
-        else:
-            flat[name] = value
-    return flat
 
 
 def _decode_fields(

@@ -1,0 +1,191 @@
+"""What a resumed run may differ in, and what it tells of files that changed."""
+
+import dataclasses
+import hashlib
+import json
+
+import jax.numpy as jnp
+import pytest
+
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runtime import encoding, metrics, resume, run, run_folder, snapshot
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(run_folder.RunConfig):
+    num_steps: int = 6
+    kl_coef: float = 0.1
+    sample_every: int = 1
+    snapshot_every: int = 2
+    progress: bool = False
+
+
+def play(config, *, meta=None, stop=None):
+    """Steps of a run that adds `kl_coef`; the sum, and the steps that were made."""
+    steps = []
+    with (
+        run.Run(config, num_steps={"only": config.num_steps}) as job,
+        job.stage("only", {"sum": jnp.float32(0)}, meta=meta or {}) as stage,
+    ):
+        for step in stage.steps():
+            if step == stop:
+                break
+            stage.state = {"sum": stage.state["sum"] + config.kl_coef}
+            samples = [{"a": 1}] if step % config.sample_every == 0 else []
+            stage.end_step(step, {"x": (jnp.float32(step), jnp.float32(1))}, samples)
+            steps.append(step)
+    return float(stage.state["sum"]), steps
+
+
+def edit(path, **fields):
+    """Changes fields of a config.json, as a user with an editor."""
+    content = json.loads(path.read_text())
+    content["config"] |= fields
+    path.write_text(json.dumps(content))
+
+
+def recorded(config):
+    return json.loads((config.out / "config.json").read_text())["config"]
+
+
+@pytest.fixture
+def begun(tmp_path):
+    """The config of a run whose newest snapshot is 4 of 6."""
+    config = Config(out=tmp_path / "run")
+    play(config, stop=5)
+    return dataclasses.replace(config, resume=True)
+
+
+def test_an_edited_config_json_is_refused(begun):
+    edit(begun.out / "config.json", kl_coef=0.2)
+    before = (begun.out / "metrics.jsonl").read_bytes()
+    with pytest.raises(InputError) as error:
+        run_folder.check_run(dataclasses.replace(begun, kl_coef=0.2))
+    message = str(error.value)
+    assert "config that snapshot 4 of only was made with" in message
+    assert "\n  kl_coef: recorded 0.1, given 0.2\n" in message
+    assert "num_steps" in message  # which may change
+    with pytest.raises(InputError, match="kl_coef: recorded"):
+        play(dataclasses.replace(begun, kl_coef=0.2))
+    assert (begun.out / "metrics.jsonl").read_bytes() == before
+    # With what it was made with it goes on, and config.json says so again.
+    total, steps = play(begun)
+    assert steps == [4, 5]
+    assert total == pytest.approx(0.6)
+    assert recorded(begun)["kl_coef"] == 0.1
+
+
+def test_num_steps_and_reporting_may_change_and_are_told(begun, capsys):
+    longer = dataclasses.replace(begun, num_steps=8, sample_every=3)
+    _, steps = play(longer)
+    assert steps == [4, 5, 6, 7]
+    told = capsys.readouterr().err
+    assert "num_steps was 6 up to snapshot 4 of only, 8 now" in told
+    assert "sample_every was 1 up to snapshot 4 of only, 3 now" in told
+    assert "learning rates" in told
+    assert recorded(begun)["num_steps"] == 8
+    assert recorded(begun)["sample_every"] == 3
+    with pytest.raises(InputError, match="only: expected at least the 8 steps"):
+        play(dataclasses.replace(longer, num_steps=7))
+    assert recorded(begun)["num_steps"] == 8
+
+
+def test_a_finished_run_is_not_made_longer_around_its_model(begun):
+    play(begun)
+    (begun.out / "model").mkdir()
+    before = (begun.out / "config.json").read_bytes()
+    with pytest.raises(InputError, match=r"is finished.*move model away"):
+        play(dataclasses.replace(begun, num_steps=8))
+    assert (begun.out / "config.json").read_bytes() == before
+
+
+def test_the_config_is_read_from_the_snapshot_that_orbax_wrote(begun):
+    (found,) = resume.recorded_configs(begun.out)
+    stage = begun.out / "snapshots" / "only"
+    assert found.where == "snapshot 4 of only"
+    assert found.config == snapshot.read_meta(stage, 4)["config"]
+
+
+def test_a_row_that_a_reward_reads_may_not_change(tmp_path):
+    rows = [{"prompt": "2 + 2", "answer": 4}, {"prompt": "1 + 1", "answer": 2}]
+    # Of the JSON text, by hand.
+    text = '[{"answer": 4, "prompt": "2 + 2"}, {"answer": 2, "prompt": "1 + 1"}]'
+    assert encoding.rows_digest(rows) == hashlib.sha256(text.encode()).hexdigest()
+    other = [{"prompt": "2 + 2", "answer": 5}, rows[1]]
+    config = Config(out=tmp_path / "run")
+    play(config, meta={"rows_digest": encoding.rows_digest(rows)}, stop=4)
+    again = dataclasses.replace(config, resume=True)
+    with pytest.raises(InputError, match=r"snapshot 4 of only: expected rows_digest"):
+        play(again, meta={"rows_digest": encoding.rows_digest(other)})
+    play(again, meta={"rows_digest": encoding.rows_digest(rows)})
+
+
+def test_rows_with_values_that_json_does_not_hold():
+    digests = [encoding.rows_digest([{"image": value}]) for value in (b"1", b"1", b"2")]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_a_snapshot_that_does_not_say_is_told(capsys):
+    resume.check_meta({"old": 1}, {"old": 1, "rows_digest": "a"}, where="snapshot 2")
+    warning = capsys.readouterr().err
+    assert warning.count("\n") == 1
+    assert "snapshot 2 does not say which rows_digest" in warning
+
+
+def without(path, *steps):
+    """Takes rows out of a JSONL file."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(x for x in lines if json.loads(x)["step"] not in steps))
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "told"),
+    [
+        ("metrics", (1,), "rows of only that snapshot 4 was saved with, got 3 (missi"),
+        ("metrics", (0, 1, 3), "got 1 (missing are steps 0 to 1, 3)"),
+        ("metrics", range(9), "got 0 (missing are steps 0 to 3)"),
+        ("timings", (3,), "got 3 (missing are step 3)"),
+        ("samples", (2,), "expected the 4 rows of only"),
+    ],
+)
+def test_lost_rows_are_told_and_can_be_accepted(begun, capsys, name, steps, told):
+    path = begun.out / f"{name}.jsonl"
+    without(path, *steps)
+    before = path.read_bytes()
+    with pytest.raises(InputError) as error:
+        play(begun)
+    assert str(path) in str(error.value)
+    assert told in str(error.value)
+    assert "--accept-lost-rows" in str(error.value)
+    assert path.read_bytes() == before
+    play(dataclasses.replace(begun, accept_lost_rows=True), stop=5)
+    warning = capsys.readouterr().err
+    assert warning.startswith(f"warning: {path}: expected the 4 rows of only")
+    kept = sorted(set(range(4)) - set(steps))
+    if name == "metrics":
+        assert [row["step"] for row in metrics.read(path)] == [*kept, 4]
+
+
+def test_rows_that_stand_twice_are_told(begun):
+    path = begun.out / "metrics.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"step": 2', b'"step": 1', 1) * 2)
+    with pytest.raises(InputError, match=r"got 8 \(missing are step 2\) \(more than"):
+        play(begun)
+
+
+def test_rows_after_the_snapshot_and_a_cut_line_are_no_loss(begun, capsys):
+    path = begun.out / "metrics.jsonl"
+    without(path, 4)
+    path.write_bytes(path.read_bytes() + b'{"stage": "only", "st')
+    _, steps = play(begun)
+    assert steps == [4, 5]
+    assert [row["step"] for row in metrics.read(path)] == list(range(6))
+    assert capsys.readouterr().err == ""
+
+
+def test_a_broken_line_in_the_middle_is_told_with_what_to_do(begun):
+    path = begun.out / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([lines[0], b"\0\0\0\n", *lines[2:]]))
+    with pytest.raises(InputError, match=r"line 2: .*--accept-lost-rows"):
+        play(begun)
