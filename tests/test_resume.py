@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runtime import encoding, metrics, resume, run, run_folder, snapshot
+from rlhf_jax.runtime import encoding, metrics, resume, run, run_folder, snapshot_folder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ def test_the_config_is_read_from_the_snapshot_that_orbax_wrote(begun):
     (found,) = resume.recorded_configs(begun.out)
     stage = begun.out / "snapshots" / "only"
     assert found.where == "snapshot 4 of only"
-    assert found.config == snapshot.read_meta(stage, 4)["config"]
+    assert found.config == snapshot_folder.read_meta(stage, 4)["config"]
 
 
 def test_a_row_that_a_reward_reads_may_not_change(tmp_path):
