@@ -375,6 +375,123 @@ def test_a_target_that_rounds_below_its_block_takes_the_first_possible_word():
     assert int(found[0]) == sampling.BLOCK + 5
 
 
+GRID = 2**23  # of which a uniform number is one
+
+
+def float64_logprobs(logits, temperature):
+    scaled = np.asarray(logits, np.float64) / temperature
+    scaled -= scaled.max()
+    return scaled - np.log(np.exp(scaled).sum())
+
+
+def random_logits(words, dtype=np.float32, *, planted=False):
+    """Normal logits; planted, every block begins with a token that is never to come."""
+    logits = np.random.default_rng(0).normal(0, 2, words).astype(np.float32)
+    if planted:
+        logits[:: sampling.BLOCK] = logits.max() - 70
+    return jnp.asarray(logits).astype(dtype)
+
+
+def drawn_of_one_row(weights, steps):
+    """The tokens at some steps of the grid, as sample_token would draw them."""
+    return jax.vmap(
+        lambda step: sampling.drawn(
+            weights[None], uniform=step[None].astype(jnp.float32) / GRID
+        )[0]
+    )(steps)
+
+
+# Compiled as a run's programs are, not as those of tests: the grid is large.
+counted = jax.jit(
+    lambda weights, steps: jax.lax.map(
+        lambda some: drawn_of_one_row(weights, some), steps
+    ),
+    compiler_options={
+        "xla_backend_optimization_level": 3,
+        "xla_llvm_disable_expensive_passes": False,
+    },
+)
+
+
+@pytest.mark.parametrize("temperature", [0.3, 0.7, 3.0])
+@pytest.mark.parametrize("words", [200, 50_257])
+def test_no_draw_at_an_edge_takes_an_unlikely_token(words, temperature):
+    """The grid about every edge of a block, of a token above 1e-4, and its own ends."""
+    logits = random_logits(words, planted=words > sampling.BLOCK)
+    logprobs = float64_logprobs(logits, temperature)
+    ends = np.cumsum(np.exp(logprobs))
+    likely = np.exp(logprobs) > 1e-4
+    edges = np.concatenate([ends[:: sampling.BLOCK], ends[likely], (ends - 1e-4)[:1]])
+    steps = np.round(edges * GRID)[:, None] + np.arange(-4, 5)
+    steps = np.unique(np.clip([*steps.ravel(), 0], 0, GRID - 1)).astype(np.int32)
+    weights = jnp.exp(jax.nn.log_softmax(logits / temperature))
+    found = np.asarray(jax.jit(drawn_of_one_row)(weights, steps))
+    assert logprobs[found].min() > -30
+    # Sums in float32 may move an edge by a few steps, and a draw there to a neighbour.
+    below, above = (
+        np.searchsorted(ends, (steps + at) / GRID, side="right") for at in (-5, 6)
+    )
+    assert ((below <= found) & (found <= np.minimum(above, words - 1))).all()
+    rows = jnp.broadcast_to(weights, (len(steps[-64:]), words))
+    batched = jax.jit(lambda rows, uniform: sampling.drawn(rows, uniform=uniform))(
+        rows, jnp.asarray(steps[-64:] / GRID, jnp.float32)
+    )
+    # Another program may sum in another order, and move an edge by a step.
+    batched = np.asarray(batched)
+    assert logprobs[batched].min() > -30
+    assert ((below[-64:] <= batched) & (batched <= above[-64:])).all()
+
+
+@pytest.mark.parametrize("words", [5, 2 * sampling.BLOCK])
+def test_a_uniform_number_of_0_takes_no_unlikely_first_token(words):
+    weights = np.full((1, words), 1 / words, np.float32)
+    weights[0, 0] = 2.0**-26
+    found = sampling.drawn(jnp.asarray(weights), uniform=jnp.zeros(1))
+    assert int(found[0]) == 1
+
+
+@pytest.mark.parametrize("words", [200, 5 * sampling.BLOCK - 3])
+def test_logits_of_bfloat16_are_taken_to_float32(words):
+    logits = random_logits(words, jnp.bfloat16)
+    keys = jax.random.split(jax.random.key(1), 8)
+    half, single = (
+        sample_token(
+            jnp.broadcast_to(logits.astype(dtype), (8, words)),
+            keys=keys,
+            temperature=0.7,
+        )
+        for dtype in (jnp.bfloat16, jnp.float32)
+    )
+    for a, b in zip(half, single, strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("temperature", "dtype", "planted"),
+    [
+        (0.3, jnp.float32, False),
+        (0.7, jnp.bfloat16, True),
+        (1.0, jnp.float32, True),
+        (3.0, jnp.bfloat16, True),
+    ],
+)
+def test_unlikely_tokens_come_as_often_as_their_mass(temperature, dtype, planted):
+    """Every uniform number there is, against the mass below every probability."""
+    logits = random_logits(50_257, dtype, planted=planted).astype(jnp.float32)
+    logprobs = float64_logprobs(logits, temperature)
+    weights = jnp.exp(jax.nn.log_softmax(logits / temperature))
+    found = counted(weights, jnp.arange(GRID, dtype=jnp.int32).reshape(-1, 8192))
+    counts = np.bincount(np.ravel(found), minlength=len(logprobs))
+    ascending = np.argsort(logprobs)
+    mass = GRID * np.cumsum(np.exp(logprobs[ascending]))
+    drawn = np.cumsum(counts[ascending])
+    assert np.max(np.abs(drawn - mass) / np.sqrt(np.maximum(mass, 1))) < 4
+    # Where a thousandth of one draw is expected, there is none.
+    assert drawn[mass < 1e-3].max(initial=0) == 0
+
+
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-24, 1.0])
 def test_a_token_of_probability_0_is_never_drawn(monkeypatch, uniform):
     monkeypatch.setattr(jax.random, "uniform", lambda key: jnp.float32(uniform))

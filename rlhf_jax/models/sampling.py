@@ -14,6 +14,7 @@ from rlhf_jax.functional.checks import InputError
 Array = jax.Array
 
 BLOCK = 256  # words, of those that `drawn` adds up at a time
+_BELOW_ONE = 1 - 2.0**-24  # the largest share of a total that is not all of it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +49,10 @@ def sample_token(
     """Draws one token a row by the inverse of the cumulative distribution.
 
     A uniform number has 23 bits: tokens of a probability below 1e-7 come as often
-    together as they should, but not each of them.
+    together as they should, but not each of them. `drawn` says which never come.
 
     Args:
-      logits: f32[B, V].
+      logits: floats[B, V] of any precision; taken to float32.
       keys: key[B], each used for one uniform number.
       temperature: > 0, divides the logits, dimensionless.
       shaping: for evaluation only; None draws from the policy itself.
@@ -67,7 +68,7 @@ def sample_token(
     """
     if predicted is not None:
         logits = jnp.where(predicted[:, None], logits, 0.0)
-    logits = logits / temperature
+    logits = logits.astype(jnp.float32) / temperature
     if shaping is not None:
         logits = shape_logits(logits, shaping=shaping)
     logprobs = jax.nn.log_softmax(logits, axis=-1)
@@ -87,39 +88,59 @@ def sample_token(
 def drawn(weights: Array, *, uniform: Array) -> Array:
     """The index at which the weights reach a uniform share of their total.
 
-    The block first, then within it: no sum runs along all of a large vocabulary.
+    A uniform number of 23 bits stands for the middle of its interval: its lower end
+    would take the first token at 0, however unlikely. A large vocabulary is searched by
+    blocks first, then within one block by the share that is left, so that no sum runs
+    along all of it.
 
     Args:
       weights: f32[B, V], >= 0, and in each row one above 0.
-      uniform: f32[B], in [0, 1).
+      uniform: f32[B], in [0, 1), a multiple of 2^-23.
 
     Returns:
-      i32[B], of a weight > 0; V - 1 where the weights are not finite.
+      i32[B], V - 1 where the weights are not finite. Never a weight of 0, a block of
+      less than 2^-31 of the total, or a weight of less than 2^-31 of its block.
     """
-    if weights.shape[-1] <= BLOCK:
-        return _reached(weights, target=uniform * weights.sum(axis=-1))[0]
-    room = -weights.shape[-1] % BLOCK
-    blocks = jnp.pad(weights, ((0, 0), (0, room))).reshape(len(weights), -1, BLOCK)
-    totals = blocks.sum(axis=-1)
-    block, rest = _reached(totals, target=uniform * totals.sum(axis=-1))
-    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    place = _reached(inside, target=rest)[0]
-    return jnp.minimum(block * BLOCK + place, weights.shape[-1] - 1)
+    size = weights.shape[-1]
+    share = jnp.minimum(uniform + 2.0**-24, _BELOW_ONE)
+    if size <= BLOCK:
+        index, _ = _reached(weights, share=share)
+    else:
+        room = -size % BLOCK
+        blocks = jnp.pad(weights, ((0, 0), (0, room))).reshape(len(weights), -1, BLOCK)
+        block, share = _reached(blocks.sum(axis=-1), share=share)
+        inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+        index = block * BLOCK + _reached(inside, share=share)[0]
+    finite = jnp.isfinite(weights.sum(axis=-1))
+    return jnp.where(finite, index, size - 1)
 
 
-def _reached(weights: Array, *, target: Array) -> tuple[Array, Array]:
-    """Where the sum of weights exceeds the target, and the target less those before.
+def _reached(weights: Array, *, share: Array) -> tuple[Array, Array]:
+    """Where the sum of weights exceeds a share of the total, and the share left of it.
 
-    Sums round: a weight of 0 is never taken, a target that rounds up to the total takes
-    the last that is above, and what is left of a target may be a little below 0.
+    Weights are counted in whole units of 2^-30 of their total. Sums of floats would
+    round: where they do, the neighbour of a likely token comes too often, at 1e-7
+    instead of its own probability.
+
+    Args:
+      weights: f32[B, N].
+      share: f32[B], above 0 and below 1.
+
+    Returns:
+      i32[B], of a count above 0, and f32[B], above 0 and below 1: how far the share
+      reaches into that weight.
     """
-    cumulative = jnp.cumsum(weights, axis=-1)
-    possible = weights > 0
-    reached = (cumulative > target[:, None]) & possible
-    last = weights.shape[-1] - 1 - jnp.argmax(possible[:, ::-1], axis=-1)
-    index = jnp.where(reached.any(axis=-1), jnp.argmax(reached, axis=-1), last)
-    before = jnp.take_along_axis(cumulative - weights, index[:, None], axis=-1)[:, 0]
-    return index, target - before
+    total = weights.sum(axis=-1, keepdims=True)
+    counts = jnp.round(weights / total * 2.0**30).astype(jnp.int32)
+    cumulative = jnp.cumsum(counts, axis=-1)
+    target = (share * cumulative[:, -1].astype(jnp.float32)).astype(jnp.int32)
+    index = jnp.argmax(cumulative > target[:, None], axis=-1)
+    count, end = (
+        jnp.take_along_axis(x, index[:, None], axis=-1)[:, 0]
+        for x in (counts, cumulative)
+    )
+    left = (target - (end - count)).astype(jnp.float32) + 0.5
+    return index, jnp.minimum(left / count.astype(jnp.float32), _BELOW_ONE)
 
 
 def shape_logits(logits: Array, *, shaping: Shaping) -> Array:
