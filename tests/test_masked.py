@@ -71,6 +71,47 @@ def test_whitening_a_large_mean_keeps_its_digits():
     np.testing.assert_allclose(found, expected, atol=1e-3)
 
 
+@pytest.mark.parametrize("number", [100.1, 1000.1, -7.3e-6, 1.7e20, 3e38])
+@pytest.mark.parametrize("count", [3, 300, 100_003])
+def test_equal_numbers_are_whitened_to_0(number, count):
+    x = jnp.full((count + 7,), number, jnp.float32)
+    mask = jnp.arange(count + 7) < count
+
+    @jax.jit
+    def found(x, mask):
+        return (
+            masked.masked_whiten(x, mask=mask),
+            masked.masked_mean(x, mask=mask),
+            masked.masked_whiten(x, mask=mask, shift_mean=False),
+        )
+
+    whitened, mean, kept = found(x, mask)
+    np.testing.assert_array_equal(whitened, np.zeros(count + 7, np.float32))
+    assert float(mean) == np.float32(number)
+    np.testing.assert_array_equal(kept, np.where(mask, np.float32(number), 0))
+
+
+@pytest.mark.parametrize("number", [100.1, 1000.1])
+def test_equal_numbers_are_whitened_to_0_on_a_mesh(number):
+    mesh = jax.make_mesh((8,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("batch"))
+    x = jax.device_put(jnp.full((296, 3), number, jnp.float32), rows)
+    mask = jax.device_put(jnp.arange(888).reshape(296, 3) % 5 > 0, rows)
+    found = jax.jit(lambda x, mask: masked.masked_whiten(x, mask=mask))(x, mask)
+    assert len(found.sharding.device_set) == 8
+    np.testing.assert_array_equal(found, np.zeros((296, 3), np.float32))
+
+
+def test_numbers_a_digit_apart_are_whitened_as_in_float64():
+    x = np.full((300,), 1000.1, np.float32)
+    x[7] = np.nextafter(x[7], np.float32(2000))
+    mask = np.ones(300, bool)
+    expected = oracles.masked_whiten(x, mask)
+    assert 0.2 < expected[7] < 1
+    found = masked.masked_whiten(x, mask=mask)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
 def test_one_entry_has_no_spread_and_an_empty_mask_gives_0():
     for mask in (np.zeros_like(MASK), np.arange(X.size).reshape(X.shape) == 7):
         for ddof in (0, 1):

@@ -170,9 +170,38 @@ def test_running_moments_are_those_of_all_scores_in_any_split(cuts):
 def test_running_moments_leave_out_what_is_not_finite():
     scores = jnp.array([1.0, jnp.nan, 3.0, jnp.inf])
     moments = rewards.update_moments(rewards.no_moments(), scores)
-    assert [float(x) for x in jax.tree.leaves(moments)] == [2.0, 2.0, 1.0]
     again = rewards.update_moments(moments, jnp.array([jnp.nan, -jnp.inf]))
-    assert [float(x) for x in jax.tree.leaves(again)] == [2.0, 2.0, 1.0]
+    for seen in (moments, again):
+        assert [float(x) for x in (seen.count, seen.mean, seen.variance)] == [2, 2, 1]
+        assert float(seen.mean_rest) == float(seen.variance_rest) == 0.0
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0])
+def test_running_moments_of_many_scores_near_1000_keep_their_digits(spread):
+    """192,000 scores, 64 at a time, as the sums of float64 have them."""
+    rng = np.random.default_rng(0)
+    scores = (1000.1 + rng.normal(0, spread, (3000, 64))).astype(np.float32)
+
+    @jax.jit
+    def updated(moments, scores):
+        return jax.lax.scan(
+            lambda moments, part: (rewards.update_moments(moments, part), None),
+            moments,
+            scores,
+        )[0]
+
+    moments = updated(rewards.no_moments(), scores)
+    mean, variance = np.float64(scores).mean(), np.float64(scores).var()
+    found = float(moments.mean) + float(moments.mean_rest)
+    assert found == pytest.approx(mean, abs=2e-6)
+    assert float(moments.mean) == np.float32(found)
+    assert float(moments.variance) == pytest.approx(variance, rel=1e-5, abs=1e-12)
+
+
+@pytest.mark.parametrize("scores", [np.full(300, 100.1), np.full(977, 1000.1)])
+def test_equal_scores_cannot_be_normalised(scores):
+    with pytest.raises(InputError, match=r"standard deviation 0\.0"):
+        rewards.normalise(params(), scores=jnp.asarray(scores, jnp.float32))
 
 
 ROWS = [{"gold": 10}, {"gold": 20}, {"gold": 30}]

@@ -67,11 +67,48 @@ def masked_sum(x: Array, *, mask: Array, axis: int | None = None) -> Array:
 def masked_mean(x: Array, *, mask: Array, axis: int | None = None) -> Array:
     """Σ m·x / Σ m over `axis`, or over everything. An empty mask has mean 0.
 
+    The mean of equal numbers is that number, at any magnitude and any count.
+
     Args, Returns, Raises: as `masked_sum`.
     """
     _check(x, mask)
-    count = jnp.sum(mask, axis=axis, dtype=jnp.float32)
-    return jnp.sum(x, axis=axis, where=mask) / jnp.maximum(count, 1.0)
+    return jnp.add(*_mean_in_two(x, mask, axis=axis))
+
+
+def centred(x: Array, *, mask: Array) -> tuple[Array, Array, Array]:
+    """The mean in two parts, centre + rest, and m·(x - mean) to the last digit.
+
+    Near a large mean the mean of float32 is not a float32, and its rounding would be as
+    large as the deviations are.
+
+    Args:
+      x: f32[...].
+      mask: bool, shape of x.
+
+    Returns:
+      f32[] centre, without gradient, f32[] rest, and f32[...], 0 outside the mask.
+
+    Raises:
+      As `masked_sum`.
+    """
+    _check(x, mask)
+    centre, rest = _mean_in_two(x, mask, axis=None)
+    return centre, rest, jnp.where(mask, (x - centre) - rest, 0.0)
+
+
+def _mean_in_two(x: Array, mask: Array, *, axis: int | None) -> tuple[Array, Array]:
+    """A rounded mean, without gradient, and the mean of what is left above it."""
+    count = jnp.sum(mask, axis=axis, dtype=jnp.float32, keepdims=True)
+    count = jnp.maximum(count, 1.0)
+    sums = {"axis": axis, "where": mask, "keepdims": True}
+    fixed = jax.lax.stop_gradient(x)
+    # No mean lies outside of its numbers, however its sum rounds or overflows.
+    low = jnp.min(fixed, initial=jnp.inf, **sums)
+    high = jnp.max(fixed, initial=-jnp.inf, **sums)
+    centre = jnp.clip(jnp.sum(fixed, **sums) / count, low, high)
+    centre = jnp.where(jnp.isfinite(centre), centre, 0.0)
+    rest = jnp.sum(x - centre, **sums) / count
+    return jnp.squeeze(centre, axis=axis), jnp.squeeze(rest, axis=axis)
 
 
 def masked_var(x: Array, *, mask: Array, ddof: int = 0) -> Array:
@@ -93,7 +130,7 @@ def masked_var(x: Array, *, mask: Array, ddof: int = 0) -> Array:
         raise checks.InputError(
             f"ddof: expected 0 (biased) or 1 (unbiased), got {ddof}; choose one"
         )
-    deviation = jnp.where(mask, x - masked_mean(x, mask=mask), 0.0)
+    _, _, deviation = centred(x, mask=mask)
     freedom = jnp.sum(mask, dtype=jnp.float32) - ddof
     return jnp.sum(deviation**2) / jnp.maximum(freedom, 1.0)
 
@@ -102,6 +139,8 @@ def masked_whiten(
     x: Array, *, mask: Array, shift_mean: bool = True, ddof: int = 0
 ) -> Array:
     """(x - mean) / sqrt(var + 1e-8), plus the mean again when it is not to be shifted.
+
+    Equal numbers are whitened to 0, at any magnitude and any count.
 
     Args:
       x: f32[...], the whole rollout or the whole minibatch, never a micro-batch.
@@ -117,10 +156,12 @@ def masked_whiten(
 
     Source: `whiten` of openai/lm-human-preferences.
     """
-    mean = masked_mean(x, mask=mask)
+    centre, rest, deviation = centred(x, mask=mask)
     scale = jax.lax.rsqrt(masked_var(x, mask=mask, ddof=ddof) + _VARIANCE_FLOOR)
-    whitened = jnp.where(mask, x - mean, 0.0) * scale
-    return whitened if shift_mean else jnp.where(mask, whitened + mean, 0.0)
+    whitened = deviation * scale
+    if shift_mean:
+        return whitened
+    return jnp.where(mask, whitened + (centre + rest), 0.0)
 
 
 def sum_stats(columns: dict[str, Array], *, mask: Array) -> Stats:

@@ -239,32 +239,46 @@ def normalise(
     """
     head = params["score"]
     if std is None:
-        centre = float(scores.mean())
+        centre = float(_mean_and_std(scores)[0])
         if not math.isfinite(centre):
             raise InputError(
                 f"expected finite scores to normalise by, got {scores.size} scores "
                 f"with mean {centre}; is the reward model trained?"
             )
         return {**params, "score": {**head, "bias": head["bias"] + (mean - centre)}}
-    spread = float(scores.std())
+    centre, spread = map(float, _mean_and_std(scores))
     if not 0 < spread < math.inf:
         raise InputError(
             f"expected scores that vary to normalise by, got {scores.size} scores with "
             f"standard deviation {spread}; is the reward model trained?"
         )
     gain = std / spread
-    bias = mean - gain * scores.mean()
+    bias = mean - gain * centre
     score = {"kernel": gain * head["kernel"], "bias": gain * head["bias"] + bias}
     return {**params, "score": score}
 
 
+def _mean_and_std(scores: Array) -> tuple[Array, Array]:
+    """Of equal scores the number itself, and 0."""
+    scores = jnp.asarray(scores, jnp.float32)
+    everything = jnp.ones(scores.shape, bool)
+    variance = masked.masked_var(scores, mask=everything)
+    return masked.masked_mean(scores, mask=everything), jnp.sqrt(variance)
+
+
 @flax.struct.dataclass
 class RunningMoments:
-    """Mean and variance of every score seen so far. Part of every snapshot."""
+    """Mean and variance of every score seen so far. Part of every snapshot.
+
+    Steps smaller than a digit of float32 would be lost: each has a rest of its own,
+    what its rounding left out so far (Kahan's compensated sum).
+    """
 
     count: Array  # f32[], scores
     mean: Array  # f32[], reward units
+    mean_rest: Array  # f32[], reward units, to be added to the mean
     variance: Array  # f32[], reward units²
+    variance_rest: Array  # f32[], reward units², to be added to the variance
 
 
 def no_moments() -> RunningMoments:
@@ -272,7 +286,9 @@ def no_moments() -> RunningMoments:
     return RunningMoments(
         count=jnp.zeros((), jnp.float32),
         mean=jnp.zeros((), jnp.float32),
+        mean_rest=jnp.zeros((), jnp.float32),
         variance=jnp.zeros((), jnp.float32),
+        variance_rest=jnp.zeros((), jnp.float32),
     )
 
 
@@ -283,17 +299,33 @@ def update_moments(moments: RunningMoments, scores: Array) -> RunningMoments:
       scores: f32[B], reward units; those that are not finite are left out, since a NaN
         would stay for the rest of the run.
 
-    Source: Chan, Golub & LeVeque 1979, the pairwise update.
+    Source: Chan, Golub & LeVeque 1979, the pairwise update; the exact error of a sum is
+    Knuth, The Art of Computer Programming, volume 2, section 4.2.2.
     """
     finite = jnp.isfinite(scores)
     size = finite.sum(dtype=jnp.float32)
     count = moments.count + size
     share = size / jnp.maximum(count, 1.0)
-    mean = masked.masked_mean(scores, mask=finite)
-    spread = masked.masked_var(scores, mask=finite)
-    delta = mean - moments.mean
+    centre, rest, _ = masked.centred(scores, mask=finite)
+    delta = (centre - moments.mean) + (rest - moments.mean_rest)
+    excess = masked.masked_var(scores, mask=finite) - moments.variance
+    mean, mean_rest = _sum_in_two(moments.mean, moments.mean_rest + share * delta)
+    variance, variance_rest = _sum_in_two(
+        moments.variance,
+        moments.variance_rest
+        + share * (excess - moments.variance_rest + (1 - share) * delta**2),
+    )
     return RunningMoments(
         count=count,
-        mean=moments.mean + share * delta,
-        variance=(1 - share) * (moments.variance + share * delta**2) + share * spread,
+        mean=mean,
+        mean_rest=mean_rest,
+        variance=variance,
+        variance_rest=variance_rest,
     )
+
+
+def _sum_in_two(left: Array, right: Array) -> tuple[Array, Array]:
+    """left + right as rounded, and what the rounding has left out."""
+    total = left + right
+    of_right = total - left
+    return total, (left - (total - of_right)) + (right - of_right)

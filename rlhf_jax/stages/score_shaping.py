@@ -79,7 +79,8 @@ def shape(
     Source: Huang et al. 2024, arXiv:2403.17031, detail 7, for the EOS trick.
     """
     if shaping.normalise:
-        scores = (scores - moments.mean) * jax.lax.rsqrt(moments.variance + 1e-8)
+        centred = (scores - moments.mean) - moments.mean_rest
+        scores = centred * jax.lax.rsqrt(moments.variance + 1e-8)
     if shaping.clip is not None:
         scores = jnp.clip(scores, -shaping.clip, shaping.clip)
     if shaping.length_penalty:
