@@ -18,6 +18,7 @@ ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (
         (
             "checks",
             "masked",
+            "ratios",
             "logprob_chunks",
             "logprobs",
             "kl_chunks",

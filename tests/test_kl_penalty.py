@@ -284,6 +284,48 @@ def test_a_clipped_estimate_is_bounded_counted_and_without_slope():
         np.testing.assert_array_equal(value[over], (1.0 * at_limit)[over])
 
 
+@pytest.mark.parametrize("log_weight", [None, -30.0, 5.0])
+@pytest.mark.parametrize("x", [-1e4, -119.0, -100.0, -90.0, -85.0, -21.0, -1.0, 50.0])
+def test_k3_in_the_loss_has_its_slope_wherever_that_is_finite(x, log_weight):
+    """w·(1 - exp(-x)), told by its log where float64 overflows too."""
+    weight = 1.0 if log_weight is None else np.exp(log_weight)
+    of_ratio = -x + np.log(weight)
+    held = of_ratio > np.log(np.finfo(np.float32).max)
+    slope = weight - np.exp(min(of_ratio, 88.72))
+    value = weight * (x - 1) + np.exp(min(of_ratio, 88.72))
+
+    def cell(value):
+        return np.full((1, 1), value, np.float32)
+
+    penalty = Penalty(
+        "k3", placement="loss", importance_weights=None if weight == 1 else "token"
+    )
+
+    def loss(logprobs):
+        return kl_penalty.kl_loss(
+            penalty=penalty,
+            logprobs=logprobs,
+            old_logprobs=cell(x - (log_weight or 0.0)),
+            ref_logprobs=cell(0),
+            mask=cell(1) > 0,
+            weights=cell(1),
+        )
+
+    (found, stats), gradient = jax.value_and_grad(loss, has_aux=True)(cell(x))
+    np.testing.assert_allclose(found, value, rtol=1e-4)
+    np.testing.assert_allclose(gradient[0, 0], slope, rtol=1e-4)
+    assert np.array_equal(stats["loss/kl_overflowfrac"], (held, 1))
+    value, stats = kl_penalty.reward_kl(
+        penalty=Penalty("k3"),
+        logprobs=cell(x),
+        ref_logprobs=cell(0),
+        mask=cell(1) > 0,
+    )
+    expected = min(np.exp(min(-x, 200)), np.exp(88.72)) - 1 + x
+    np.testing.assert_allclose(value, [[expected]], rtol=1e-4)
+    assert np.array_equal(stats["penalty/overflowfrac"], (-x > 88.72, 1))
+
+
 # --- Monte Carlo --------------------------------------------------------------------
 
 

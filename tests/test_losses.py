@@ -177,6 +177,7 @@ def test_policy_loss_matches_the_oracle(options):
         "loss/policy": expected,
         "policy/approxkl": np.mean(terms["approxkl"]),
         "policy/clipfrac": np.mean(terms["clipped"]),
+        "policy/overflowfrac": 0.0,
         "policy/ratio_mean": np.mean(terms["ratio"]),
         "policy/ratio_max": np.max(terms["ratio"]),
     }
@@ -247,6 +248,54 @@ def surrogate(log_ratio, advantage, options):
 def test_the_dual_clip_holds_where_the_ratio_itself_overflows():
     found, slope = surrogate(200.0, -2.0, DUAL)
     assert (float(found), float(slope)) == (pytest.approx(6.0), 0.0)
+
+
+LOG_RATIOS = [-1e4, -100, -1, 0, 0.1, 1, 79, 85, 88, 89, 95, 100, 120, 1e4, np.inf]
+
+
+@pytest.mark.parametrize("options", [{}, HIGH, DUAL, HIGH | DUAL])
+@pytest.mark.parametrize(
+    "advantage", [0.0, 1e-8, 1.0, 1e10, -1e-8, -1e-30, -1.0, -1e10]
+)
+def test_the_gradient_is_that_of_the_formula_wherever_it_is_finite(advantage, options):
+    """Float64 by hand: exp(1e4) is taken as inf there too, and told by its log."""
+    low, high = 0.8, 1 + options.get("clip_range_high", 0.2)
+    largest = np.log(np.finfo(np.float32).max)
+    for log_ratio in LOG_RATIOS:
+        expected, slope, held = 0.0, 0.0, False
+        if advantage > 0:
+            ratio = np.exp(min(log_ratio, 10.0))
+            expected = -min(ratio, high) * advantage
+            slope = -ratio * advantage if ratio < high else 0.0
+        elif advantage < 0:
+            if log_ratio > np.log(options.get("dual_clip", np.inf)):
+                expected = -options["dual_clip"] * advantage
+            elif log_ratio < np.log(low):
+                expected = -low * advantage
+            else:
+                log_size = log_ratio + np.log(-advantage)
+                held = log_size > largest
+                expected = slope = np.exp(min(log_size, 88.72))
+                slope = 0.0 if np.isinf(log_ratio) else slope
+        found, gradient = surrogate(log_ratio, advantage, options)
+        case = f"log-ratio {log_ratio}"
+        np.testing.assert_allclose(found, expected, 3e-5, 1e-32, err_msg=case)
+        np.testing.assert_allclose(gradient, slope, 3e-5, 1e-32, err_msg=case)
+        _, stats = losses.policy_loss(
+            logprobs=jnp.full((1, 1), log_ratio, jnp.float32),
+            old_logprobs=jnp.zeros((1, 1)),
+            advantages=jnp.full((1, 1), advantage, jnp.float32),
+            mask=jnp.ones((1, 1), jnp.bool_),
+            clip_range=0.2,
+            **options,
+        )
+        assert float(stats["policy/overflowfrac"][0]) == held, case
+
+
+def test_what_is_no_number_stays_visible():
+    for log_ratio, advantage in ((np.nan, 0.0), (np.nan, -1.0), (0.0, np.nan)):
+        found, _ = surrogate(log_ratio, advantage, {})
+        assert np.isnan(found)
 
 
 def test_before_any_update_the_policy_loss_is_the_policy_gradient():

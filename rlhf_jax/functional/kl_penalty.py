@@ -25,7 +25,7 @@ from typing import Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.functional import checks, kl, kl_gradients, masked
+from rlhf_jax.functional import checks, kl, kl_gradients, masked, ratios
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl_gradients import Estimator
 
@@ -225,7 +225,8 @@ def reward_kl(
 
     Returns:
       f32[B, S], nats, 0 outside the mask, without gradient, and {name: (sum, weight)}:
-      where clip is set `penalty/clipfrac`, the share of estimates that it cut.
+      where clip is set `penalty/clipfrac`, the share of estimates that it cut; of k3
+      `penalty/overflowfrac`, the share held at e^88.72, where float32 ends.
 
     Raises:
       InputError: exact is wanted and not there. ValueError: shapes differ.
@@ -244,6 +245,8 @@ def reward_kl(
         estimator=penalty.value_estimator,
     )
     stats: Stats = {} if penalty.clip is None else {"penalty/clipfrac": found.clipfrac}
+    if penalty.value_estimator == "k3":
+        stats["penalty/overflowfrac"] = found.overflowfrac
     return jax.lax.stop_gradient((found.kl * _share(penalty, mask), stats))
 
 
@@ -278,7 +281,9 @@ def kl_loss(
       f32[] loss, nats, and {name: (sum, weight)}. The gradient reaches `logprobs` and
       `exact`; none comes from an estimate that was clipped. `loss/kl`: the values
       (weighted by w, clipped, not divided by a length), nats per token. Where clip is
-      set `loss/kl_clipfrac`: the share of estimates that it cut.
+      set `loss/kl_clipfrac`: the share of estimates that it cut. Of k3
+      `loss/kl_overflowfrac`: the share held at e^88.72, where float32 ends, value and
+      slope.
 
     Raises:
       InputError: exact is wanted and not there. ValueError: shapes differ.
@@ -309,12 +314,15 @@ def kl_loss(
     stats: Stats = {"loss/kl": (jnp.sum(found.kl), num_tokens)}
     if penalty.clip is not None:
         stats["loss/kl_clipfrac"] = found.clipfrac
+    if "k3" in penalty._estimators:
+        stats["loss/kl_overflowfrac"] = found.overflowfrac
     return loss, jax.lax.stop_gradient(stats)
 
 
 class _Estimates(NamedTuple):
     kl: Array  # f32[B, S], nats, 0 where no estimate stands
     clipfrac: tuple[Array, Array]  # estimates that were clipped, estimates
+    overflowfrac: tuple[Array, Array]  # k3 beyond float32, estimates
 
 
 def _estimates(
@@ -331,8 +339,8 @@ def _estimates(
     x = _placed(penalty, log_ratio, mask, cells)
     if exact is not None:
         exact = _placed(penalty, exact, mask, cells)
-    importance = _importance(penalty, log_weights, mask, cells)
-    value = importance * _estimate(penalty.value_estimator, x, exact)
+    log_weights = _log_importance(penalty, log_weights, mask, cells)
+    value = _weighted(penalty.value_estimator, x, exact, log_weights)
     kept = cells
     if penalty.clip is not None:
         kept = cells & (jnp.abs(value) <= penalty.clip)
@@ -340,13 +348,34 @@ def _estimates(
         # Selected before the estimator: an infinite slope times 0 would be NaN.
         x = jnp.where(kept, x, 0.0)
         exact = None if exact is None else jnp.where(kept, exact, 0.0)
-    slope = _estimate(estimator, x, exact)
-    slope = jnp.where(kept, importance * (slope - jax.lax.stop_gradient(slope)), 0.0)
+    slope = _weighted(estimator, x, exact, log_weights)
+    slope = jnp.where(kept, slope - jax.lax.stop_gradient(slope), 0.0)
     clipped = jnp.sum(cells & ~kept, dtype=jnp.float32)
+    held = _far(x, log_weights) & (log_weights - x > ratios.LARGEST)
+    estimates = jnp.sum(cells, dtype=jnp.float32)
     return _Estimates(
         kl=jax.lax.stop_gradient(value) + slope,
-        clipfrac=(clipped, jnp.sum(cells, dtype=jnp.float32)),
+        clipfrac=(clipped, estimates),
+        overflowfrac=(jnp.sum(held & kept, dtype=jnp.float32), estimates),
     )
+
+
+def _weighted(
+    estimator: Estimator, x: Array, exact: Array | None, log_weights: Array
+) -> Array:
+    """The estimate times exp(log_weights), which is not differentiated."""
+    if estimator != "k3":
+        return jnp.exp(log_weights) * _estimate(estimator, x, exact)
+    # All but exp(-x) is less than a digit there; w·exp(-x) as one exponential may be
+    # finite where its factors are not.
+    far = _far(x, log_weights)
+    near = jnp.exp(log_weights) * _estimate(estimator, jnp.where(far, 0.0, x), exact)
+    return jnp.where(far, ratios.held_exp(jnp.where(far, log_weights - x, 0.0)), near)
+
+
+def _far(x: Array, log_weights: Array) -> Array:
+    """Where k3 or its weighted form comes near the end of float32."""
+    return (x < -20) & (jnp.maximum(log_weights, 0.0) - x > ratios.LARGE)
 
 
 def _estimate(estimator: Estimator, x: Array, exact: Array | None) -> Array:
@@ -374,16 +403,16 @@ def _log_ratio(direction: kl.Direction, logprobs: Array, ref_logprobs: Array) ->
     return kl.k1(ref_logprobs, logprobs)
 
 
-def _importance(
+def _log_importance(
     penalty: Penalty, log_weights: Array | None, mask: Array, cells: Array
 ) -> Array:
-    """f32[B, S], 1 where no weights are asked for."""
+    """f32[B, S], nats, without gradient; 0 where no weights are asked for."""
     if log_weights is None:
-        return jnp.ones(mask.shape, jnp.float32)
+        return jnp.zeros(mask.shape, jnp.float32)
     log_weights = jax.lax.stop_gradient(log_weights)
     if penalty.importance_weights == "prefix" and penalty.per != "response":
         log_weights = jnp.cumsum(jnp.where(mask, log_weights, 0.0), axis=1)
-    return jnp.exp(_placed(penalty, log_weights, mask, cells))
+    return _placed(penalty, log_weights, mask, cells)
 
 
 def _placed(penalty: Penalty, x: Array, mask: Array, cells: Array) -> Array:

@@ -13,7 +13,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.functional import checks, masked
+from rlhf_jax.functional import checks, masked, ratios
 from rlhf_jax.functional.aggregation import Aggregation, aggregate
 from rlhf_jax.functional.aggregation import token_weights as token_weights  # for users
 from rlhf_jax.functional.preference_losses import dpo_loss as dpo_loss
@@ -40,7 +40,8 @@ def policy_loss(
 
     ρ = exp(logprobs - old_logprobs), clip(ρ) = clip(ρ, 1 - ε, 1 + ε_high). The dual
     clip bounds the loss of a bad token that has become likely: it is at most -cA where
-    A < 0, so that such a token stops pulling once ρ > c.
+    A < 0, so that such a token stops pulling once ρ > c. Without it -ρA may leave
+    float32: it is then held at e^88.72, value and slope (`ratios.held_exp`).
 
     Args:
       logprobs, old_logprobs: f32[B, S], nats; column t is about tokens[:, t].
@@ -57,7 +58,8 @@ def policy_loss(
       is a mean of: `policy/approxkl`: ½(log ρ)², nats per token, k2 of the update (not
       of the reference). `policy/clipfrac`: share of tokens where the clipped term is
       the larger one. `policy/dual_clipfrac`, with a dual clip: share of tokens that it
-      bounds. `policy/ratio_mean`, `policy/ratio_max`: of ρ.
+      bounds. `policy/overflowfrac`: share of tokens whose -ρA is held so.
+      `policy/ratio_mean`, `policy/ratio_max`: of ρ.
 
     Raises:
       ValueError: shapes differ, a range is not positive, dual_clip is not above 1, or
@@ -84,10 +86,20 @@ def policy_loss(
         # Before exp, so that a ratio of inf, the very case, has no NaN for a gradient.
         log_ratio = jnp.where(ruled, bound, log_ratio)
         shares["policy/dual_clipfrac"] = ruled.astype(jnp.float32)
-    ratio = jnp.exp(log_ratio)
+    # Nor where clipping has ended the pull of a good token, or where A is 0.
+    ended = math.log1p(clip_range_high) + 1.0
+    log_ratio = jnp.where((advantages >= 0) & (log_ratio > ended), ended, log_ratio)
+    # A bad token's product as one exponential: it may be finite where the ratio is not.
+    product = log_ratio + jnp.log(jnp.where(advantages < 0, -advantages, 1.0))
+    large = (advantages < 0) & (log_ratio > 0)
+    large &= jnp.maximum(log_ratio, product) > ratios.LARGE
+    ratio = jnp.exp(jnp.where(large, 0.0, log_ratio))
     unclipped = -ratio * advantages
     clipped = -jnp.clip(ratio, 1.0 - clip_range, 1.0 + clip_range_high) * advantages
-    surrogate = jnp.maximum(unclipped, clipped)
+    held = ratios.held_exp(jnp.where(large, product, 0.0))
+    surrogate = jnp.where(large, held, jnp.maximum(unclipped, clipped))
+    beyond = large & (product > ratios.LARGEST)
+    shares["policy/overflowfrac"] = beyond.astype(jnp.float32)
     shares["policy/clipfrac"] = (clipped > unclipped).astype(jnp.float32)
     loss, stats = aggregate(
         "loss/policy",
