@@ -147,6 +147,7 @@ def test_the_stats_of_an_update(updated, hand_made, experience):
         "loss/value": value_part,
         "policy/approxkl": (np.log(ratios) ** 2 / 2).mean(),
         "policy/clipfrac": clipped.mean(),
+        "policy/overflowfrac": 0.0,
         "policy/ratio_mean": ratios.mean(),
         "policy/ratio_max": ratios.max(),
         "policy/sampler_mismatch": np.abs(np.log(ratios)).mean(),
