@@ -108,7 +108,8 @@ def digest(leaf: Array, *, path: str) -> Array:
     """u32[2], the row of `digests` for the leaf that stands at `path`."""
     identity = f"{path}|{leaf.shape}|{leaf.dtype}".encode()
     seeds = np.frombuffer(hashlib.sha256(identity).digest()[:8], np.uint32)
-    leaf = jax.device_put(leaf, jax.memory.Space.Device)  # it may be on the host
+    if jax.typeof(leaf).memory_space != jax.memory.Space.Device:
+        leaf = jax.device_put(leaf, jax.memory.Space.Device)  # otherwise a copy
     # A scan, of one step, is one fused program even outside `jit`, where every
     # operation would otherwise write a whole leaf; its body is compiled once, by name.
     return jax.lax.scan(_words, leaf, jnp.asarray(seeds)[None])[1][0]
