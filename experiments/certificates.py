@@ -87,12 +87,16 @@ def show_gradients(findings: Sequence[Finding]) -> list[Certificate]:
     report.table(
         f"Expected gradient of each penalty (error at most "
         f"{certified_gradients.TOLERANCE:g} of its largest entry)",
-        ("estimator", "in, per", "T", "gradient of", "error", "to KLs", "bias", ""),
+        (
+            *("estimator", "in, per", "T", "tokens"),
+            *("gradient of", "error", "to KLs", "bias", ""),
+        ),
         [
             (
                 finding.estimator,
                 finding.place,
                 f"{finding.temperature:g}",
+                finding.lengths,
                 finding.claim.gradient or finding.claim.penalty.gradient,
                 f"{finding.error:.0e}",
                 f"{finding.nearest:.0e}",
@@ -105,7 +109,7 @@ def show_gradients(findings: Sequence[Finding]) -> list[Certificate]:
     return [
         Certificate(
             f"gradient: {finding.estimator}, in {finding.place}, T "
-            f"{finding.temperature:g}",
+            f"{finding.temperature:g}, {finding.lengths} tokens",
             finding.holds,
         )
         for finding in findings

@@ -4,9 +4,11 @@
     expected  the gradient of a KL, by autodiff of a sum over the same responses
 
 The first goes through the code of a run: `score`, `experience` (lam = 1, no whitening,
-score 0, β = 0.3) and `ppo_loss`, a row at a time, before anything is clipped. The
-critic's values are noise, as a baseline must not matter. The second reads logits alone
-(`expected_gradients`). The claims are in `penalty_claims`.
+score 0, β = 0.3) and `ppo_loss`, a row at a time, before anything is clipped. Its sum
+over a response is aggregation "constant" with a loss_scale_factor of 1. The critic's
+values are noise, as a baseline must not matter. The second reads logits alone
+(`expected_gradients`). The claims are in `penalty_claims`, and hold with and without a
+stop token.
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ class Finding(NamedTuple):
 
     claim: Claim
     temperature: float
+    stops: bool  # a token ends responses, so that they differ in length
     error: float  # largest entry of found - expected, of the scale of `TOLERANCE`
     nearest: float  # the same to the nearest of KLS and ZERO
     value: float  # E of the value estimator, nats per response; NaN if it is not taken
@@ -96,19 +99,35 @@ class Finding(NamedTuple):
         """Where it acts, and of what one estimate is."""
         return f"{self.claim.penalty.placement or 'neither'}, {self.claim.penalty.per}"
 
+    @property
+    def lengths(self) -> str:
+        """How long responses are."""
+        return "1 to 4" if self.stops else "4"
+
 
 class Case(NamedTuple):
-    """A policy, an older one and a reference over the same 256 responses."""
+    """A policy, an older one and a reference over the same responses."""
 
     policy: Params
     older: Params
     critic: Params  # its values are noise
     reference: Frozen
     model: ModelConfig
+    stop_ids: tuple[int, ...]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of what reads logits."""
+        return {"model": self.model, "stop_ids": self.stop_ids}
 
 
-def draw(seed: int, *, hidden_size: int = 16) -> Case:
-    """Random decoders, a nat or two from each other."""
+def draw(seed: int, *, hidden_size: int = 16, stop_ids: tuple[int, ...] = ()) -> Case:
+    """Random decoders, a nat or two from each other.
+
+    Args:
+      stop_ids: () for the 256 responses of 4 tokens, `enumerable.STOPS` for the 121 of
+        1 to 4.
+    """
     model = enumerable.model(hidden_size=hidden_size)
     keys = jax.random.split(jax.random.key(seed), 5)
     init = jax.jit(functools.partial(enumerable.init, model=model))
@@ -116,7 +135,7 @@ def draw(seed: int, *, hidden_size: int = 16) -> Case:
     values = critic.from_policy(trunk, model=model)
     kernel = jax.random.normal(keys[4], values["score"]["kernel"].shape)
     values["score"] = values["score"] | {"kernel": kernel}
-    return Case(now, older, values, frozen.freeze(start), model)
+    return Case(now, older, values, frozen.freeze(start), model, stop_ids)
 
 
 def certify(
@@ -128,10 +147,10 @@ def certify(
     """
     reference = frozen.read(case.reference)
     known = expected_gradients.gradients(
-        case.policy, reference, model=case.model, temperature=temperature
+        case.policy, reference, temperature=temperature, **case.options
     )
     values = expected_gradients.means(
-        case.policy, reference, model=case.model, temperature=temperature
+        case.policy, reference, temperature=temperature, **case.options
     )
     claims = tuple(claims)
     samples = {
@@ -159,6 +178,7 @@ def certify(
             found=_flat(gradient),
             value=float(value),
             temperature=temperature,
+            stops=bool(case.stop_ids),
             known=known,
             values=values,
         )
@@ -173,17 +193,18 @@ def _finding(
     found: Flat,
     value: float,
     temperature: float,
+    stops: bool,
     known: dict[expected_gradients.Key, Params],
     values: dict[str, float],
 ) -> Finding:
     chosen = claim.penalty
     nothing = np.zeros_like(found)
-    share = BETA / enumerable.LENGTH if chosen.per == "length" else BETA
 
-    def expected(name: str) -> Flat:
-        return share * _flat(known[name, chosen.per == "response"])
+    def expected(name: str, per: expected_gradients.Per) -> Flat:
+        return BETA * _flat(known[name, per])
 
-    flat = {ZERO: nothing} | {name: expected(name) for name in KLS}
+    whole: expected_gradients.Per = "response" if chosen.per == "response" else "token"
+    flat = {ZERO: nothing} | {name: expected(name, whole) for name in KLS}
 
     smallest_scale = np.abs(flat[FULL_REVERSE]).max()
 
@@ -192,7 +213,7 @@ def _finding(
         return float(np.abs(found - expected).max() / scale)
 
     terms = {} if chosen.placement is None else chosen.terms
-    parts = [times * expected(name) for name, times in terms.items()]
+    parts = [times * expected(name, chosen.per) for name, times in terms.items()]
     errors = [error_of(sum(parts, start=nothing))]
     if claim.gradient in flat:
         errors.append(error_of(flat[claim.gradient]))
@@ -207,6 +228,7 @@ def _finding(
     return Finding(
         claim=claim,
         temperature=temperature,
+        stops=stops,
         error=max(errors),
         nearest=min(error_of(each) for each in flat.values()),
         value=value,
@@ -221,14 +243,14 @@ def _sample(case: Case, *, older: bool, temperature: float) -> Scored:
     Ratios are clipped where there are advantages, so with them there are none.
     """
     rollout = jax.jit(
-        enumerable.every_response, static_argnames=("model", "temperature")
-    )(case.older if older else case.policy, model=case.model, temperature=temperature)
+        enumerable.every_response, static_argnames=("model", "temperature", "stop_ids")
+    )(case.older if older else case.policy, temperature=temperature, **case.options)
     scored = jax.jit(
         score.score,
         static_argnames=("model", "critic_model", "max_new_tokens", "temperature"),
     )(
         rollout,
-        scores=jnp.zeros(enumerable.NUM_RESPONSES, jnp.float32),
+        scores=jnp.zeros(len(rollout.tokens), jnp.float32),
         reference=case.reference,
         model=case.model,
         critic=case.critic,
@@ -248,9 +270,11 @@ def _algorithm(penalty: Penalty, *, case: Case, temperature: float) -> ppo.PPO:
         policy_optimizer=OPTIMIZER,
         critic_optimizer=OPTIMIZER,
         max_new_tokens=enumerable.LENGTH,
-        stop_ids=(),
+        stop_ids=case.stop_ids,
         temperature=temperature,
         penalty=penalty,
+        aggregation="constant",
+        loss_scale_factor=1.0,
     )
 
 
@@ -309,7 +333,7 @@ def measure(
             critic,
             experience=jax.tree.map(lambda leaf: leaf[None], row),
             kl_coef=BETA,
-            num_tokens=one,  # so that losses are sums over the response
+            num_tokens=one,  # not read: losses are sums over a response
             num_values=one,
             num_responses=one,
             ppo=algorithm,
@@ -324,9 +348,10 @@ def measure(
 
     gradient, value = jax.grad(mean, has_aux=True)(params)
     if scored.kl is not None:
-        value = probabilities @ scored.kl.sum(axis=1)
+        of_rows = scored.kl.sum(axis=1)
         if algorithm.penalty.per == "length":
-            value = value * enumerable.LENGTH
+            of_rows = of_rows * scored.rollout.response_mask.sum(axis=1)
+        value = probabilities @ of_rows
     return gradient, value
 
 

@@ -1,19 +1,21 @@
 """Policy gradients over groups, against the gradient they are said to have.
 
-    found     Σ over every group of G responses, each by its probability, of the loss's
-              gradient, through `group_experience` and `policy_terms`
-    expected  a·∇E[r] - β·∇KL, by autodiff of sums over all 256 responses
+    found     Σ over every minibatch of two responses, by its probability, of the loss's
+              gradient, through `group_experience` or `experience`, and `policy_terms`
+    expected  a·∇E[r] - β·∇KL, by autodiff of sums over all responses
 
-The loss of an unmoved policy is linear in the advantages. So the advantages of every
-group are taken first, by the code of a run, then their mean for each response over
-those that may stand beside it, and then one gradient over the 256 responses.
+Found is multiplied by the 4 tokens that the longest response has: aggregation
+"constant" divides by as many, and where every response has 4 so do the means. Where a
+token ends responses the means divide by other numbers, and are claimed to be biased;
+how much is left of ∇E[r] at each column, the tokens before one being its depth, is
+measured beside.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import certified_gradients
@@ -25,7 +27,7 @@ import numpy as np
 from certified_gradients import TOLERANCE, Case
 from enumerable import Float64
 
-from rlhf_jax import grpo, score
+from rlhf_jax import experience, grpo, score
 from rlhf_jax.functional.kl_gradients import (
     FIXED_FORWARD,
     FIXED_REVERSE,
@@ -40,7 +42,8 @@ Array = jax.Array
 Params = Any
 
 BETA = 0.3  # reward units per nat
-GROUP = 2  # so that every group can be enumerated
+GROUP = 2  # of a minibatch and, where there are groups, of a group: all are enumerated
+COLUMNS = range(enumerable.PROMPT, enumerable.PROMPT + enumerable.LENGTH)
 LOSS = functools.partial(Penalty, placement="loss")
 
 
@@ -52,22 +55,22 @@ class Claim(NamedTuple):
     share: float | None  # None: no multiple of it, for the reason in `bias`
     in_loss: str | None = None  # the gradient of the KL in the loss
     bias: str = ""
+    critic: bool = False  # PPO's: GAE at lam = 1 about values of noise, not groups
 
 
 def _recipe(penalty: Penalty, **choices: Any) -> grpo.GroupRecipe:
-    return grpo.GroupRecipe(penalty=penalty, temperature=1.0, **choices)
+    options = {"aggregation": "constant", "temperature": 1.0, **choices}
+    return grpo.GroupRecipe(penalty=penalty, **options)
 
 
 RESPONSE_K2 = LOSS(value_estimator="k2", per="response")
+ALONE = {"group_size": 1, "baseline": None}
 OTHERS = {"group_size": GROUP, "baseline": "leave_one_out"}
 MEAN = {"group_size": GROUP, "baseline": "group"}
 OWN_SHARE = (GROUP - 1) / GROUP  # a mean that holds the response itself
 CLAIMS = (
-    Claim(
-        "REINFORCE, KL in the reward",
-        _recipe(IN_REWARD, group_size=1, baseline=None),
-        1.0,
-    ),
+    Claim("PPO, KL in the reward", _recipe(IN_REWARD, **ALONE), 1.0, critic=True),
+    Claim("REINFORCE, KL in the reward", _recipe(IN_REWARD, **ALONE), 1.0),
     Claim("RLOO, KL in the reward", _recipe(IN_REWARD, **OTHERS), 1.0),
     Claim(
         "RLOO, k2 of responses in the loss",
@@ -108,14 +111,54 @@ CLAIMS = (
         "the std: groups pull alike, however little their rewards differ",
     ),
 )
+"""Of sums over responses, whatever their lengths."""
+
+_DIVIDED = {
+    "token_mean": "the number of tokens of its minibatch, which rewards go with",
+    "sequence_mean": "the length of each response, which its reward goes with",
+}
+_ESTIMATORS = (
+    ("PPO", ALONE, 1.0, True),
+    ("REINFORCE", ALONE, 1.0, False),
+    ("RLOO", OTHERS, 1.0, False),
+    ("GRPO", MEAN, OWN_SHARE, False),
+)
+
+
+def means(*, stops: bool) -> tuple[Claim, ...]:
+    """What is claimed of token_mean and sequence_mean, the KL in the reward.
+
+    Where nothing stops a response all have one length, and the means the gradient of
+    the sums. Where a token does, their direction is another.
+    """
+    return tuple(
+        Claim(
+            f"{name}, KL in the reward, {aggregation}",
+            _recipe(IN_REWARD, aggregation=aggregation, **choices),
+            None if stops else share,
+            None,
+            divided if stops else "",
+            critic,
+        )
+        for name, choices, share, critic in _ESTIMATORS
+        for aggregation, divided in _DIVIDED.items()
+    )
 
 
 class Finding(NamedTuple):
     """What became of a claim."""
 
     claim: Claim
+    stops: bool  # a token ends responses, so that they differ in length
     error: float  # largest entry of found - expected, of the largest of ∇E[r]
     cosine: float  # between found and ∇(E[r] - β·KL)
+    # Share of ∇E[r] that is found at each column, β being 0; () in equal lengths.
+    depths: tuple[float, ...]
+
+    @property
+    def lengths(self) -> str:
+        """How long responses are, tokens."""
+        return "1 to 4" if self.stops else "4"
 
     @property
     def holds(self) -> bool:
@@ -125,83 +168,149 @@ class Finding(NamedTuple):
         return self.error <= TOLERANCE
 
 
-def certify(case: Case, rewards: Float64) -> Iterator[Finding]:
-    """Every claim, for one policy, reference and table of rewards f64[256]."""
+def certify(
+    case: Case, rewards: Float64, *, claims: Iterable[Claim] = CLAIMS
+) -> Iterator[Finding]:
+    """Every claim, for one policy, reference and table of rewards f64[N]."""
     reference = frozen.read(case.reference)
     table = jnp.asarray(rewards, jnp.float32)
-    options = {"model": case.model, "temperature": 1.0}
-    kls = expected_gradients.gradients(case.policy, reference, **options)
+    kls = expected_gradients.gradients(
+        case.policy, reference, temperature=1.0, **case.options
+    )
+    of_kl = flat(kls[FULL_REVERSE, "token"])
 
     @jax.jit
     def expected_reward(params: Params) -> Array:
-        return jnp.exp(enumerable.log_probabilities(params, **options)) @ table
+        log_policy = enumerable.log_probabilities(
+            params, temperature=1.0, **case.options
+        )
+        return jnp.exp(log_policy) @ table
 
     of_reward = flat(jax.grad(expected_reward)(case.policy))
-    scored = jax.jit(_price, static_argnames=("model",))(
-        case.policy, case.reference, table, model=case.model
-    )
-    for claim in CLAIMS:
-        found = -flat(_found(claim, case, scored))
-        in_reward = claim.recipe.penalty.in_reward
-        of_kl = flat(kls[FULL_REVERSE, False])
-        share = 1.0 if claim.share is None else claim.share
-        expected = share * (of_reward - BETA * of_kl * in_reward)
+    columns = COLUMNS if case.stop_ids else ()
+    of_columns = {column: _of_column(case, table, column) for column in columns}
+    goal = of_reward - BETA * of_kl
+    scored = jax.jit(functools.partial(_price, case))(table)
+    for claim in claims:
+        found_of = _finder(claim, case, scored)
+        found = found_of(beta=BETA, columns=COLUMNS)
+        in_loss = np.zeros_like(found)
         if claim.in_loss is not None:
-            whole = claim.recipe.penalty.per == "response"
-            expected = expected - BETA * flat(kls[claim.in_loss, whole])
-        goal = of_reward - BETA * of_kl
-        if claim.share is None:  # whatever the scale, it is not this direction
-            found_of_reward = found + BETA * flat(kls[claim.in_loss, False])
-            scale = found_of_reward @ of_reward / (of_reward @ of_reward)
-            expected = expected + (scale - share) * of_reward
+            in_loss = BETA * flat(kls[claim.in_loss, claim.recipe.penalty.per])
+        by_reward = of_reward - BETA * of_kl * claim.recipe.penalty.in_reward
+        share = claim.share
+        if share is None:  # whatever the scale, it is not this direction
+            share = (found + in_loss) @ by_reward / (by_reward @ by_reward)
+        expected = share * by_reward - in_loss
         error = np.abs(found - expected).max() / np.abs(of_reward).max()
         cosine = found @ goal / (np.linalg.norm(found) * np.linalg.norm(goal))
-        yield Finding(claim, float(error), float(cosine))
+        depths = tuple(
+            float(found_of(beta=0.0, columns=(column,)) @ true / (true @ true))
+            for column, true in of_columns.items()
+        )
+        yield Finding(claim, bool(case.stop_ids), float(error), float(cosine), depths)
 
 
-def _price(params: Params, reference: Any, table: Array, *, model: Any) -> Scored:
+def _of_column(case: Case, table: Array, column: int) -> Float64:
+    """What the tokens of one column have of ∇E[r]: Σ_y π(y)·r(y)·∇log π(y_t)."""
+
+    @jax.jit
+    def surrogate(params: Params) -> Array:
+        logprobs = enumerable.every_response(
+            params, temperature=1.0, **case.options
+        ).old_logprobs
+        fixed = jax.lax.stop_gradient(jnp.exp(logprobs.sum(axis=1)))
+        return (fixed * table) @ logprobs[:, column]
+
+    return flat(jax.grad(surrogate)(case.policy))
+
+
+def _price(case: Case, table: Array) -> Scored:
     """Every response once, with k1 of each token, which the reward may take."""
-    rollout = enumerable.every_response(params, model=model, temperature=1.0)
+    rollout = enumerable.every_response(case.policy, temperature=1.0, **case.options)
     return score.score(
         rollout,
         scores=table,
-        reference=reference,
-        model=model,
-        critic=None,
-        critic_model=None,
+        reference=case.reference,
+        model=case.model,
+        critic=case.critic,
+        critic_model=case.model,
         max_new_tokens=enumerable.LENGTH,
         temperature=1.0,
     )
 
 
-def mean_advantages(claim: Claim, scored: Scored) -> PolicyExperience:
-    """Every response with its advantage, a mean over the groups that it may be in."""
+def _finder(claim: Claim, case: Case, scored: Scored) -> Callable[..., Float64]:
+    """The expected ascent of a loss, as `find(beta=, columns=)`, compiled once."""
     recipe = claim.recipe
     if not recipe.penalty.in_reward:
         scored = dataclasses.replace(scored, kl=None)
-    form = functools.partial(
-        grpo.group_experience,
-        kl_coef=BETA,
-        group_size=recipe.group_size,
-        baseline=recipe.baseline,
-        normalise=recipe.normalise,
+    algorithm = grpo.GRPO(
+        **vars(recipe),
+        model=case.model,
+        policy_optimizer=certified_gradients.OPTIMIZER,
+        max_new_tokens=enumerable.LENGTH,
+        stop_ids=case.stop_ids,
     )
-    alone = jnp.arange(enumerable.NUM_RESPONSES)
-    if recipe.group_size == 1:
-        found, _ = form(scored)
-        return found
-    # Groups (i, j) in the order of i, then of j: two rows each.
-    pairs = jnp.stack(jnp.meshgrid(alone, alone, indexing="ij"), axis=-1)
-    rows = pairs.reshape(-1)
-    grouped, _ = form(take(scored, rows))
-    advantages = grouped.advantages.reshape(*pairs.shape, -1)  # [256, 256, 2, S]
     chance = jnp.exp(scored.rollout.old_logprobs.sum(axis=1))
-    first = jnp.einsum("ijt,j->it", advantages[:, :, 0], chance)
-    second = jnp.einsum("jit,j->it", advantages[:, :, 1], chance)
-    single, _ = grpo.group_experience(
-        scored, kl_coef=BETA, group_size=1, baseline=None, normalise=None
-    )
-    return dataclasses.replace(single, advantages=0.5 * (first + second))
+    alone = jnp.arange(len(chance))
+
+    def learned(rows: Array, beta: Array) -> PolicyExperience:
+        if claim.critic:
+            return experience.experience(
+                take(scored, rows),
+                kl_coef=beta,
+                gamma=1.0,
+                lam=1.0,
+                whiten_advantages=None,
+            )
+        found, _ = grpo.group_experience(
+            take(scored, rows),
+            kl_coef=beta,
+            group_size=recipe.group_size,
+            baseline=recipe.baseline,
+            normalise=recipe.normalise,
+        )
+        return found
+
+    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    def gradients(params: Params, beta: Array, within: Array) -> Params:
+        def beside(first: Array) -> Params:
+            """Of the minibatches (first, j), each by its probability."""
+            pairs = jnp.stack([jnp.full_like(alone, first), alone], axis=1)
+            seen = learned(pairs.reshape(-1), beta)
+            advantages = jnp.where(within[None, :], seen.advantages, 0.0)
+            seen = dataclasses.replace(seen, advantages=advantages)
+            minibatches = jax.tree.map(
+                lambda leaf: leaf.reshape(*pairs.shape, *leaf.shape[1:]), seen
+            )
+
+            def loss(params: Params, minibatch: PolicyExperience) -> Array:
+                mask = minibatch.response_mask
+                return policy_terms(
+                    params,
+                    experience=minibatch,
+                    kl_coef=beta,
+                    num_tokens=mask.sum(dtype=jnp.float32),
+                    num_responses=mask.any(axis=1).sum(dtype=jnp.float32),
+                    algorithm=algorithm,
+                ).loss
+
+            def mean(params: Params) -> Array:
+                losses = jax.vmap(loss, in_axes=(None, 0))(params, minibatches)
+                return chance[first] * (chance @ losses)
+
+            return jax.grad(mean)(params)
+
+        return jax.lax.map(beside, alone)
+
+    def find(*, beta: float, columns: Iterable[int]) -> Float64:
+        within = np.isin(np.arange(scored.rollout.tokens.shape[1]), list(columns))
+        parts = gradients(case.policy, jnp.float32(beta), jnp.asarray(within))
+        total = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64).sum(0), parts)
+        return -enumerable.LENGTH * flat(total)
+
+    return find
 
 
 def take(scored: Scored, rows: Array) -> Scored:
@@ -210,39 +319,6 @@ def take(scored: Scored, rows: Array) -> Scored:
     bare = dataclasses.replace(scored, kl_stats={})
     picked = jax.tree.map(lambda leaf: leaf[rows], bare)
     return dataclasses.replace(picked, kl_stats=stats)
-
-
-def _found(claim: Claim, case: Case, scored: Scored) -> Params:
-    algorithm = grpo.GRPO(
-        **vars(claim.recipe),
-        model=case.model,
-        policy_optimizer=certified_gradients.OPTIMIZER,
-        max_new_tokens=enumerable.LENGTH,
-        stop_ids=(),
-    )
-    one = jnp.ones((), jnp.float32)
-
-    @jax.jit
-    def gradient(params: Params, scored: Scored) -> Params:
-        seen = mean_advantages(claim, scored)
-        chance = jnp.exp(scored.rollout.old_logprobs.sum(axis=1))
-
-        def of_row(params: Params, row: PolicyExperience) -> Array:
-            return policy_terms(
-                params,
-                experience=jax.tree.map(lambda leaf: leaf[None], row),
-                kl_coef=BETA,
-                num_tokens=one,  # so that losses are sums over the response
-                num_responses=one,
-                algorithm=algorithm,
-            ).loss
-
-        def mean(params: Params) -> Array:
-            return chance @ jax.vmap(of_row, in_axes=(None, 0))(params, seen)
-
-        return jax.grad(mean)(params)
-
-    return gradient(case.policy, scored)
 
 
 def flat(gradient: Params) -> Float64:

@@ -6,7 +6,8 @@ Four words, four columns, 256 responses (`enumerable.py`), so that nothing has t
 believed of a sample. Three things are shown, and the exit status is 1 if one fails:
 
 gradients  Every KL estimator, placement and unit does to the policy what its name says
-           (`certified_gradients.py`): expected gradients within 1e-5 of autodiff.
+           (`certified_gradients.py`): expected gradients within 1e-5 of autodiff, with
+           responses of one length, and with a stop token and 121 of 1 to 4 words.
 optimum    PPO as it always runs (sampler, critic, GAE, clipping) reaches
            π* ∝ π_ref exp(r/β), KL(π ‖ π*) <= 0.01 nats, with β annealed down from 1.
            β fixed from the start is reported beside it: it tends to lose modes of π*.
@@ -15,9 +16,10 @@ frontier   The reward that it reaches at its KL is the most that there is.
 Rewards are drawn from printed seeds, a world each, so far from the reference that
 KL(π_ref ‖ π*) is 3.5 nats at β = 0.1.
 
-On two CPU cores it takes 9 minutes: 1.6 for the gradients, 0.8 for each world's
-annealed run, 4.2 for the six of fixed β. Expect all 123 certificates to hold. Of 75
-gradients the largest error is 8.6e-6; over seeds 0 to 2 the annealed policy ends 0.003
+Expect all 174 certificates to hold. On two CPU cores those without a stop token, 123,
+take 9 minutes: 1.6 for the gradients, 0.8 for each world's annealed run, 4.2 for the
+six of fixed β. Of their 75 gradients the largest error is 8.6e-6, of the 51 with a stop
+token 4.5e-6; over seeds 0 to 2 the annealed policy ends 0.003
 - 0.004 nats from π* at β = 0.1 and no farther at the others. With β fixed it ends at
 most 0.001 nats away at 0.3, but 0.014, 0.27 and 0.18 at 0.1, where 1 - 23% of the mass
 of π* lies on responses that it has lost. Recorded in `recorded/certify`.
@@ -31,7 +33,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import certificates
 import certified_gradients
@@ -73,6 +75,13 @@ HOLD = 0.5  # share of them in which learning rates stay, before they fall
 LAST = 0.01  # what is left of them at the end
 
 
+class Setting(NamedTuple):
+    """Where claims about gradients are to hold."""
+
+    temperature: float
+    stop_ids: tuple[int, ...]  # what ends a response; () is nothing
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(run_folder.RunConfig):
     num_worlds: int = 3
@@ -84,8 +93,8 @@ class Config(run_folder.RunConfig):
     fixed: bool = True
     """Also run at a beta of 0.3 and 0.1 from the start, and report it."""
     gradients: Literal["all", "table", "none"] = "all"
-    """Every penalty at two temperatures, those of the literature's table at one, or
-    none: PPO alone."""
+    """Every penalty at two temperatures, and with a stop token; those of the
+    literature's table at one and without; or none: PPO alone."""
     distance: float = 3.5
     """KL from the reference to the optimum at a beta of 0.1, nats; scales rewards."""
     hidden_size: int = 32
@@ -113,16 +122,20 @@ class Config(run_folder.RunConfig):
         check_annealing(self.betas, iterations=self.iterations)
 
     @property
-    def claims(self) -> list[tuple[Claim, float]]:
-        """What is claimed of gradients, and at what temperature."""
+    def claims(self) -> list[tuple[Claim, Setting]]:
+        """What is claimed of gradients, and in what setting."""
         match self.gradients:
             case "all":
-                groups = [(0.7, TABLE + OTHERS), (1.0, TABLE)]
+                groups = [
+                    (Setting(0.7, ()), TABLE + OTHERS),
+                    (Setting(1.0, ()), TABLE),
+                    (Setting(0.7, enumerable.STOPS), TABLE + OTHERS),
+                ]
             case "table":
-                groups = [(0.7, TABLE)]
+                groups = [(Setting(0.7, ()), TABLE)]
             case "none":
                 groups = []
-        return [(claim, heat) for heat, claims in groups for claim in claims]
+        return [(claim, setting) for setting, claims in groups for claim in claims]
 
     @property
     def fixed_betas(self) -> tuple[float, ...]:
@@ -316,25 +329,26 @@ def improve(
 def certify_gradients(job: run.Run, options: Config) -> list[Finding]:
     """Every claim about a gradient; a stage, so that it shows how far it is."""
     claims = options.claims
-    case = certified_gradients.draw(options.seed)
-    held = {"figures": jnp.zeros((len(claims), len(Finding._fields) - 2), jnp.float32)}
+    held = {"figures": jnp.zeros((len(claims), len(Finding._fields) - 3), jnp.float32)}
     with job.stage("gradients", held, meta={}) as stage:
         left = claims[stage.start :]
         findings = itertools.chain.from_iterable(
             certified_gradients.certify(
-                case, [claim for claim, _ in group], temperature=temperature
+                certified_gradients.draw(options.seed, stop_ids=setting.stop_ids),
+                [claim for claim, _ in group],
+                temperature=setting.temperature,
             )
-            for temperature, group in itertools.groupby(left, key=lambda each: each[1])
+            for setting, group in itertools.groupby(left, key=lambda each: each[1])
         )
         for step, finding in zip(stage.steps(), findings, strict=True):
-            figures = jnp.asarray(finding[2:], jnp.float32)
+            figures = jnp.asarray(finding[3:], jnp.float32)
             stage.state["figures"] = stage.state["figures"].at[step].set(figures)
             error = (jnp.float32(finding.error), jnp.ones((), jnp.float32))
             stage.end_step(step, {"exact/gradient_error": error})
         figures = np.asarray(stage.state["figures"])
     return [
-        Finding(claim, temperature, *map(float, row))
-        for (claim, temperature), row in zip(claims, figures, strict=True)
+        Finding(claim, setting.temperature, bool(setting.stop_ids), *map(float, row))
+        for (claim, setting), row in zip(claims, figures, strict=True)
     ]
 
 
@@ -414,6 +428,7 @@ def main(options: Config) -> None:
                 "estimator": finding.estimator,
                 "place": finding.place,
                 "temperature": finding.temperature,
+                "lengths": finding.lengths,
                 "gradient": finding.claim.gradient or finding.claim.penalty.gradient,
                 "error": _or_none(finding.error),
                 "nearest": _or_none(finding.nearest),

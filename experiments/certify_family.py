@@ -6,8 +6,9 @@ Four words, four columns, 256 responses, all of them known (`enumerable.py`). Tw
 are shown, and the exit status is 1 if one fails:
 
 estimators  The expected gradient of each policy gradient over groups is that of
-            E[r] - β·KL, to within 1e-5 and a factor that is named; what is biased is
-            named too, and seen to be (`certified_groups.py`).
+            E[r] - β·KL, to within 1e-5 and a factor that is named, with responses of
+            one length, and with a stop token and responses of 1 to 4 words; what is
+            biased is named too, and seen to be (`certified_groups.py`).
 optimum     GRPO without the std and RLOO, as they always run, come within 0.03 nats of
             π* ∝ π_ref exp(r/β), with β annealed down from 1; DPO, with every pair of
             responses and exact Bradley-Terry labels, within 0.01 (`certified_dpo.py`).
@@ -130,25 +131,32 @@ def algorithm_of(recipe: grpo.GroupRecipe, options: Config) -> grpo.GRPO:
 
 
 def certify_estimators(seed: int) -> list[Certificate]:
-    """Prints what each estimator over groups is worth, and says what of it holds.
+    """Prints what each estimator is worth, and says what of it holds.
 
-    Columns: the share of ∇E[r] that it has; its error, of the largest entry of ∇E[r];
-    the cosine of its angle to the gradient of E[r] - β·KL.
+    Columns: tokens of a response; the share of ∇E[r] that it has; its error, of the
+    largest entry of ∇E[r]; the cosine of its angle to the gradient of E[r] - β·KL; and
+    where lengths differ the share of ∇E[r] at depths 0 to 3.
     """
-    case = certified_gradients.draw(seed)
-    rewards = np.random.default_rng(seed).normal(size=enumerable.NUM_RESPONSES)
-    findings = list(certified_groups.certify(case, rewards))
+    findings = []
+    for stop_ids in ((), enumerable.STOPS):
+        case = certified_gradients.draw(seed, stop_ids=stop_ids)
+        rows = len(enumerable.every_tokens(stop_ids))
+        rewards = np.random.default_rng(seed).normal(size=rows)
+        claims = certified_groups.CLAIMS + certified_groups.means(stops=bool(stop_ids))
+        findings += certified_groups.certify(case, rewards, claims=claims)
     report.table(
         f"Expected gradient of each estimator (error at most "
         f"{certified_gradients.TOLERANCE:g}), groups of {certified_groups.GROUP}",
-        ("estimator", "share", "KL", "error", "cosine", ""),
+        ("estimator", "tokens", "share", "KL", "error", "cosine", "at depths", ""),
         [
             (
                 found.claim.name,
+                found.lengths,
                 "biased" if found.claim.share is None else f"{found.claim.share:g}",
                 found.claim.in_loss or "in the reward",
                 f"{found.error:.0e}",
                 f"{found.cosine:.4f}",
+                " ".join(f"{share:.2f}" for share in found.depths),
                 "holds" if found.holds else "FAILS",
             )
             for found in findings
@@ -158,7 +166,8 @@ def certify_estimators(seed: int) -> list[Certificate]:
         if found.claim.bias:
             print(f"{found.claim.name} is biased by {found.claim.bias}")
     return [
-        Certificate(f"estimator: {each.claim.name}", each.holds) for each in findings
+        Certificate(f"estimator: {each.claim.name}, {each.lengths} tokens", each.holds)
+        for each in findings
     ]
 
 

@@ -11,6 +11,10 @@ probability of every response is known, and with it whatever PPO can only sample
     π*     ∝ π_ref·exp(r/β),  J(π*) = β log E_ref[exp(r/β)]
     J(π*) - J(π) = β·KL(π ‖ π*)
 
+With `STOPS` a 3 ends a response: 121 of 1 to 4 tokens, the stop token included.
+
+    tokens          0     y1 3  ·  ·       index as above, as if 0s stood at the dots
+
 Models, rollouts and rewards are those of any other run; sums over all responses are
 float64 NumPy.
 """
@@ -36,7 +40,8 @@ Float64 = npt.NDArray[np.float64]
 Params = Any
 
 VOCABULARY = 4
-LENGTH = 4  # response columns; no word ends a response
+LENGTH = 4  # response columns
+STOPS = (3,)  # ends a response, where one does; () is no token
 PROMPT = 1  # prompt columns
 RESPONSES = np.array([*itertools.product(range(VOCABULARY), repeat=LENGTH)], np.int32)
 NUM_RESPONSES = len(RESPONSES)
@@ -81,20 +86,43 @@ def prompts(rows: int) -> batch.Prompts:
     )
 
 
-def every_tokens() -> Array:
-    """i32[256, 5]: prompt and response of each response."""
-    return jnp.pad(jnp.asarray(RESPONSES), ((0, 0), (PROMPT, 0)))
+def every_tokens(stop_ids: tuple[int, ...] = ()) -> Array:
+    """i32[N, 5]: prompt and response of each response, 0 behind its end."""
+    tokens, _ = _responses(stop_ids)
+    return jnp.pad(jnp.asarray(tokens), ((0, 0), (PROMPT, 0)))
+
+
+def every_mask(stop_ids: tuple[int, ...] = ()) -> Array:
+    """bool[N, 5]: the prompt, and the response with its stop token."""
+    _, mask = _responses(stop_ids)
+    return jnp.pad(jnp.asarray(mask), ((0, 0), (PROMPT, 0)), constant_values=True)
+
+
+def _responses(stop_ids: tuple[int, ...]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """i32[N, 4] tokens and bool[N, 4] where they are a response's, each response once.
+
+    N is 256 where nothing ends a response, 121 with `STOPS`.
+    """
+    stopped = np.cumsum(np.isin(RESPONSES, stop_ids), axis=1)
+    mask = np.pad(stopped[:, :-1], ((0, 0), (1, 0))) == 0
+    tokens, first = np.unique(np.where(mask, RESPONSES, -1), axis=0, return_index=True)
+    order = np.argsort(first)
+    return np.maximum(tokens, 0)[order], mask[first][order]
 
 
 def every_response(
-    params: Params, *, model: ModelConfig, temperature: float
+    params: Params,
+    *,
+    model: ModelConfig,
+    temperature: float,
+    stop_ids: tuple[int, ...] = (),
 ) -> batch.Rollout:
     """Each response once, in the order of its index, as if the policy had sampled it.
 
     Its entropy, which only logs read, is 0.
     """
-    tokens = every_tokens()
-    mask = jnp.ones(tokens.shape, bool)
+    tokens, mask = every_tokens(stop_ids), every_mask(stop_ids)
+    rows = len(tokens)
     return batch.Rollout(
         tokens=tokens,
         mask=mask,
@@ -108,16 +136,22 @@ def every_response(
             first_column=PROMPT,
         ),
         entropy=jnp.zeros(tokens.shape, jnp.float32),
-        index=jnp.zeros(NUM_RESPONSES, jnp.int32),
-        sample=jnp.arange(NUM_RESPONSES, dtype=jnp.int32),
+        index=jnp.zeros(rows, jnp.int32),
+        sample=jnp.arange(rows, dtype=jnp.int32),
     )
 
 
 def log_probabilities(
-    params: Params, *, model: ModelConfig, temperature: float
+    params: Params,
+    *,
+    model: ModelConfig,
+    temperature: float,
+    stop_ids: tuple[int, ...] = (),
 ) -> Array:
-    """f32[256]: log π(y) of every response, nats; differentiable."""
-    rollout = every_response(params, model=model, temperature=temperature)
+    """f32[N]: log π(y) of every response, nats; differentiable."""
+    rollout = every_response(
+        params, model=model, temperature=temperature, stop_ids=stop_ids
+    )
     return rollout.old_logprobs.sum(axis=1)
 
 

@@ -7,7 +7,7 @@ that `certified_gradients` has two sides to compare.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import enumerable
 import jax
@@ -21,36 +21,54 @@ from rlhf_jax.models.config import ModelConfig
 
 Array = jax.Array
 Params = Any
-Key = tuple[str, bool]  # name of a gradient, True where it is of whole responses
+Per = Literal["token", "response", "length"]
+Key = tuple[str, Per]  # name of a gradient, of what an estimate is
 
 
 class _Tables(NamedTuple):
-    """What the sums below are made of; y runs over responses, t and v over words."""
+    """What the sums below are made of; y runs over responses, t and v over words.
 
-    words: Array  # f32[256, 4, 4], log π(v | what stands before t in y), nats
+    Behind the end of a response all words are as likely, and none is taken.
+    """
+
+    words: Array  # f32[N, 4, 4], log π(v | what stands before t in y), nats
     ref_words: Array  # the same of the reference
-    taken: Array  # f32[256, 4], of the word that is there
+    taken: Array  # f32[N, 4], of the word that is there
     ref_taken: Array
+    lengths: Array  # f32[N], tokens
 
 
-@functools.partial(jax.jit, static_argnames=("model", "temperature"))
+@functools.partial(jax.jit, static_argnames=("model", "temperature", "stop_ids"))
 def gradients(
-    params: Params, ref_params: Params, *, model: ModelConfig, temperature: float
+    params: Params,
+    ref_params: Params,
+    *,
+    model: ModelConfig,
+    temperature: float,
+    stop_ids: tuple[int, ...] = (),
 ) -> dict[Key, Params]:
     """The gradients by `params` that `Penalty.terms` names.
 
     Args:
       params, ref_params: of policy and reference.
-      model, temperature: static.
+      model, temperature, stop_ids: static.
     """
 
     def sums(params: Params) -> dict[Key, Array]:
-        tables = _tables(params, ref_params, model=model, temperature=temperature)
-        return {
-            (name, whole): value
-            for whole in (False, True)
-            for name, value in _sums(tables, whole=whole).items()
-        }
+        tables = _tables(
+            params,
+            ref_params,
+            model=model,
+            temperature=temperature,
+            stop_ids=stop_ids,
+        )
+        found: dict[Key, Array] = {}
+        for per in ("token", "response"):
+            for name, value in _sums(tables, whole=per == "response").items():
+                found[name, per] = value
+        for name, value in _divided(tables).items():
+            found[name, "length"] = value
+        return found
 
     values, pull = jax.vjp(sums, params)
     names = list(values)
@@ -70,7 +88,7 @@ def gradients(
 
 def _sums(tables: _Tables, *, whole: bool) -> dict[str, Array]:
     """{name: f32[], nats}, to be differentiated; `whole` matters to k2 alone."""
-    words, ref_words, taken, ref_taken = tables
+    words, ref_words, taken, ref_taken, _ = tables
     own = jnp.exp(taken.sum(axis=1))  # π(y), which moves
     fixed = jax.lax.stop_gradient(own)
     reference = jnp.exp(ref_taken.sum(axis=1))
@@ -95,8 +113,24 @@ def _sums(tables: _Tables, *, whole: bool) -> dict[str, Array]:
     }
 
 
+def _divided(tables: _Tables) -> dict[str, Array]:
+    """{name: f32[], nats}: what each response adds to two of them, over its length.
+
+    The length is not differentiated, and no token answers for what it does to the
+    share of those before it: of no KL where lengths differ.
+    """
+    _, _, taken, ref_taken, lengths = tables
+    fixed = jax.lax.stop_gradient(jnp.exp(taken.sum(axis=1)) / lengths)
+    x = taken - ref_taken
+    to_go = jax.lax.stop_gradient(jnp.cumsum(x[:, ::-1], axis=1)[:, ::-1])
+    return {
+        kl_gradients.FULL_REVERSE: fixed @ (taken * to_go).sum(axis=1),
+        kl_gradients.FIXED_REVERSE: fixed @ (0.5 * x**2).sum(axis=1),
+    }
+
+
 def _bucketed(words: Array, ref_words: Array) -> Array:
-    """f32[256, 4]: reverse KL over the TOP_K likeliest words and one bucket."""
+    """f32[N, 4]: reverse KL over the TOP_K likeliest words and one bucket."""
     order = jnp.argsort(-jax.lax.stop_gradient(words), axis=-1)
     p, q = (
         jnp.take_along_axis(jnp.exp(table), order, axis=-1)
@@ -111,33 +145,50 @@ def _bucketed(words: Array, ref_words: Array) -> Array:
     return (p * jnp.log(p / q)).sum(axis=-1)
 
 
+@functools.partial(jax.jit, static_argnames=("model", "temperature", "stop_ids"))
 def _tables(
-    params: Params, ref_params: Params, *, model: ModelConfig, temperature: float
+    params: Params,
+    ref_params: Params,
+    *,
+    model: ModelConfig,
+    temperature: float,
+    stop_ids: tuple[int, ...],
 ) -> _Tables:
-    tokens = enumerable.every_tokens()
+    tokens = enumerable.every_tokens(stop_ids)
+    mask = enumerable.every_mask(stop_ids)
+    within = mask[:, enumerable.PROMPT :, None]
     words, ref_words = (
         jax.nn.log_softmax(
-            policy.logits(
-                each, model=model, tokens=tokens, mask=jnp.ones(tokens.shape, bool)
-            )[:, :-1]
+            policy.logits(each, model=model, tokens=tokens, mask=mask)[:, :-1]
             / temperature
         )
         for each in (params, ref_params)
     )
     chosen = tokens[:, enumerable.PROMPT :, None]
     taken, ref_taken = (
-        jnp.take_along_axis(each, chosen, axis=-1)[..., 0]
+        jnp.where(within, jnp.take_along_axis(each, chosen, axis=-1), 0.0)[..., 0]
         for each in (words, ref_words)
     )
-    return _Tables(words, ref_words, taken, ref_taken)
+    # The same of both, so that no divergence is added.
+    behind = jnp.log(jnp.full(enumerable.VOCABULARY, 1 / enumerable.VOCABULARY))
+    words, ref_words = (
+        jnp.where(within, each, behind[None, None, :]) for each in (words, ref_words)
+    )
+    lengths = within[..., 0].sum(axis=1, dtype=jnp.float32)
+    return _Tables(words, ref_words, taken, ref_taken, lengths)
 
 
 def means(
-    params: Params, ref_params: Params, *, model: ModelConfig, temperature: float
+    params: Params,
+    ref_params: Params,
+    *,
+    model: ModelConfig,
+    temperature: float,
+    stop_ids: tuple[int, ...] = (),
 ) -> dict[str, float]:
     """Means under the policy, nats per response, as float64 sums."""
-    tables = jax.jit(_tables, static_argnames=("model", "temperature"))(
-        params, ref_params, model=model, temperature=temperature
+    tables = _tables(
+        params, ref_params, model=model, temperature=temperature, stop_ids=stop_ids
     )
     taken, ref_taken = (
         np.asarray(each, np.float64) for each in (tables.taken, tables.ref_taken)

@@ -240,13 +240,17 @@ def policy_terms(
     return terms
 
 
-def aggregate(terms: list[float], mask: Array, aggregation: str) -> float:
-    """The mean over tokens, or over rows of the mean over a row's tokens."""
+def aggregate(
+    terms: list[float], mask: Array, aggregation: str, scale: float | None = None
+) -> float:
+    """The mean over tokens, or over rows of their mean or of their sum over `scale`."""
     rows: dict[int, list[float]] = {}
     for index, term in zip(entries(mask), terms, strict=True):
         rows.setdefault(index[0], []).append(term)
     if aggregation == "token_mean":
         return sum(terms) / len(terms)
+    if aggregation == "constant":
+        return sum(terms) / (len(rows) * scale)
     return sum(sum(row) / len(row) for row in rows.values()) / len(rows)
 
 

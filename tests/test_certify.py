@@ -1,5 +1,6 @@
 """The enumerable world by identities, gradients by enumeration, and PPO's optimum."""
 
+import itertools
 import json
 
 import certified_gradients
@@ -32,6 +33,11 @@ def case():
     return certified_gradients.draw(0, hidden_size=8)
 
 
+@pytest.fixture(scope="module")
+def stopping():
+    return certified_gradients.draw(0, hidden_size=8, stop_ids=enumerable.STOPS)
+
+
 @pytest.fixture
 def other():
     """log π of some policy that is no optimum."""
@@ -55,6 +61,28 @@ def test_responses_are_all_there_and_each_has_its_index():
     assert (tokens[:, 0] == 0).all()
     np.testing.assert_array_equal(enumerable.index_of(tokens), np.arange(256))
     assert enumerable.index_of(jnp.array([[0, 1, 2, 3, 0]])) == 64 + 32 + 12
+
+
+def test_a_stop_token_ends_each_response_once(stopping):
+    tokens = np.asarray(enumerable.every_tokens(enumerable.STOPS))
+    mask = np.asarray(enumerable.every_mask(enumerable.STOPS))
+    found = {
+        tuple(row[within][1:].tolist())
+        for row, within in zip(tokens, mask, strict=True)
+    }
+    expected = {
+        response
+        for length in range(1, 5)
+        for response in itertools.product(range(4), repeat=length)
+        if 3 not in response[:-1] and (length == 4 or response[-1] == 3)
+    }
+    assert found == expected
+    assert len(tokens) == len(expected) == 1 + 3 + 9 + 108
+    chances = jax.jit(
+        enumerable.log_probabilities,
+        static_argnames=("model", "temperature", "stop_ids"),
+    )(stopping.policy, temperature=TEMPERATURE, **stopping.options)
+    assert np.exp(np.asarray(chances, np.float64)).sum() == pytest.approx(1, abs=1e-6)
 
 
 def test_probabilities_are_those_of_single_words_multiplied(world):
@@ -178,6 +206,22 @@ def test_gradients_are_those_of_the_table(case):
         assert (finding.bias == pytest.approx(0, abs=1e-5)) == (
             finding.claim.penalty.value_estimator != "k2"
         )
+
+
+def test_gradients_are_those_of_the_table_where_lengths_differ(stopping):
+    """And one that each response's length divides, which is no KL's."""
+    (divided, *_) = (each for each in OTHERS if each.penalty.per == "length")
+    claims = claims_of(("k1", "reward", "response"), ("k3", "loss", "token"))
+    for finding in certified(stopping, *claims, divided):
+        assert finding.holds, finding
+        assert finding.lengths == "1 to 4"
+        assert (finding.nearest > 0.1) == (finding.claim is divided)
+
+
+@pytest.mark.long
+def test_every_gradient_is_what_it_is_said_to_be_where_lengths_differ(stopping):
+    for finding in certified(stopping, *TABLE, *OTHERS):
+        assert finding.holds, finding
 
 
 @pytest.mark.long

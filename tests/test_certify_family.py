@@ -3,6 +3,7 @@
 import certified_gradients
 import certified_groups
 import certify_family
+import enumerable
 import numpy as np
 import pytest
 
@@ -12,37 +13,59 @@ from rlhf_jax.runtime import cli
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
-@pytest.fixture(scope="module")
-def case():
-    return certified_gradients.draw(0, hidden_size=8)
+@pytest.fixture(scope="module", params=[(), enumerable.STOPS], ids=["4", "1 to 4"])
+def case(request):
+    """Of responses of one length, and of those of a stop token."""
+    return certified_gradients.draw(0, hidden_size=8, stop_ids=request.param)
 
 
-@pytest.fixture(scope="module")
-def rewards():
-    return np.random.default_rng(4).normal(size=256)
+def certified(case, *claims):
+    rows = len(enumerable.every_tokens(case.stop_ids))
+    rewards = np.random.default_rng(4).normal(size=rows)
+    return list(certified_groups.certify(case, rewards, claims=claims))
+
+
+CLAIMS = {claim.name: claim for claim in certified_groups.CLAIMS}
+RLOO = CLAIMS["RLOO, KL in the reward"]
 
 
 @pytest.mark.long
-def test_estimators_have_the_gradients_they_are_said_to_have(
-    case, rewards, monkeypatch
-):
-    """Three of those that `certify_family.py` goes through."""
-    chosen = [certified_groups.CLAIMS[number] for number in (1, 5, -1)]
-    monkeypatch.setattr(certified_groups, "CLAIMS", chosen)
-    rloo, k2, published = certified_groups.certify(case, rewards)
-    for finding in (rloo, k2, published):
+def test_estimators_have_the_gradients_they_are_said_to_have(case):
+    """Four of those that `certify_family.py` goes through."""
+    rloo, ppo, k2, published = found = certified(
+        case,
+        RLOO,
+        CLAIMS["PPO, KL in the reward"],
+        CLAIMS["GRPO, k2 of responses in the loss"],
+        certified_groups.CLAIMS[-1],
+    )
+    for finding in found:
         assert finding.holds, finding
-    assert rloo.cosine > 1 - 1e-6
+    assert min(rloo.cosine, ppo.cosine) > 1 - 1e-6
     assert published.claim.bias
     assert published.cosine < 0.999
+    if case.stop_ids:
+        np.testing.assert_allclose([rloo.depths, ppo.depths], 1, atol=1e-5)
+        np.testing.assert_allclose(k2.depths, 0.5, atol=1e-5)
 
 
 @pytest.mark.long
-def test_a_wrong_claim_fails(case, rewards, monkeypatch):
-    right = certified_groups.CLAIMS[1]
-    wrong = [right._replace(share=0.9)]
-    monkeypatch.setattr(certified_groups, "CLAIMS", wrong)
-    assert not any(each.holds for each in certified_groups.certify(case, rewards))
+def test_means_are_biased_where_lengths_differ_alone(case):
+    claims = certified_groups.means(stops=bool(case.stop_ids))
+    by_token, by_response = found = certified(case, *claims[4:6])
+    assert [each.claim.name[:4] for each in found] == ["RLOO", "RLOO"]
+    assert by_token.holds
+    assert by_response.holds
+    if case.stop_ids:
+        assert max(each.cosine for each in found) < 0.999
+        assert np.ptp(by_response.depths) > 1  # of 4 tokens or of 1
+    else:
+        assert min(each.cosine for each in found) > 1 - 1e-6
+
+
+@pytest.mark.long
+def test_a_wrong_claim_fails(case):
+    assert not any(each.holds for each in certified(case, RLOO._replace(share=0.9)))
 
 
 def play(out, *argv):

@@ -200,7 +200,7 @@ def test_equal_groups_teach_nothing_and_are_counted(scored, baseline):
 # One update, by hand.
 
 
-def by_hand(params, seen, *, kl_coef, sequence_mean):
+def by_hand(params, seen, *, kl_coef, weights):
     """The surrogate and k2, from all logits, over every token at once."""
     logits = policy.logits(params, model=toys.GPT2, tokens=seen.tokens, mask=seen.mask)
     chances = jax.nn.softmax(logits / 0.7)[:, :-1]
@@ -212,13 +212,19 @@ def by_hand(params, seen, *, kl_coef, sequence_mean):
     gain = jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage)
     x = jnp.log(chance) - seen.ref_logprobs[:, 1:]
     of_tokens = (-gain + kl_coef * 0.5 * x**2) * m
-    if sequence_mean:
-        return (of_tokens.sum(axis=1) / m.sum(axis=1)).mean()
-    return of_tokens.sum() / m.sum()
+    return (of_tokens * jnp.broadcast_to(weights, of_tokens.shape)).sum()
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
-def test_an_update_is_one_step_down_the_gradient(scored, aggregation):
+@pytest.mark.parametrize(
+    ("aggregation", "factor"),
+    [
+        ("token_mean", None),
+        ("sequence_mean", None),
+        ("constant", None),
+        ("constant", 2.5),
+    ],
+)
+def test_an_update_is_one_step_down_the_gradient(scored, aggregation, factor):
     seen, _ = grpo.group_experience(
         dataclasses.replace(scored, kl=None),
         kl_coef=0.3,
@@ -230,10 +236,21 @@ def test_an_update_is_one_step_down_the_gradient(scored, aggregation):
     noise = np.random.default_rng(0).normal(0, 0.3, seen.tokens.shape)
     moved = seen.old_logprobs + jnp.where(seen.response_mask, noise, 0.0)
     seen = dataclasses.replace(seen, old_logprobs=moved.astype(jnp.float32))
-    settings = dataclasses.replace(BASE, aggregation=aggregation)
+    settings = dataclasses.replace(
+        BASE, aggregation=aggregation, loss_scale_factor=factor
+    )
     after, stats = update(fresh(kl_coef=0.3), experience=seen, key=KEY, grpo=settings)
-    grads = toys.jit(jax.grad(by_hand), static_argnames=("sequence_mean",))(
-        POLICY, seen, kl_coef=0.3, sequence_mean=aggregation == "sequence_mean"
+    rows = np.asarray(seen.response_mask)
+    lengths = rows.sum(axis=1, keepdims=True)
+    assert np.ptp(lengths) > 0
+    constant = toys.SIZE if factor is None else factor
+    divisor = {
+        "token_mean": rows.sum(),
+        "sequence_mean": len(rows) * lengths,
+        "constant": len(rows) * constant,
+    }[aggregation]
+    grads = toys.jit(jax.grad(by_hand))(
+        POLICY, seen, kl_coef=0.3, weights=jnp.asarray(1 / divisor, jnp.float32)
     )
     expected = jax.tree.map(lambda p, g: p - LR * g, POLICY, grads)
     jax.tree.map(

@@ -1,5 +1,6 @@
 import functools
 import itertools
+import re
 from types import MappingProxyType
 
 import jax
@@ -74,6 +75,7 @@ def both(counts):
 
 
 BY_RESPONSE = {"aggregation": "sequence_mean"}
+OVER_5 = {"aggregation": "constant", "loss_scale_factor": 5.0}
 BOUNDED = {"clip_range_high": 0.28, "dual_clip": 1.3, **BY_RESPONSE}
 
 # The loss, its arrays and the one argument that a gradient may reach.
@@ -84,13 +86,28 @@ PER_TOKEN = {
         POLICY,
         "logprobs",
     ),
+    "policy_over_5": (
+        functools.partial(policy_loss, options=OVER_5),
+        POLICY,
+        "logprobs",
+    ),
     "value": (value_loss, VALUE, "values"),
     "value_by_response": (
         functools.partial(value_loss, options=BY_RESPONSE),
         VALUE,
         "values",
     ),
+    "value_over_5": (
+        functools.partial(value_loss, options=OVER_5),
+        VALUE,
+        "values",
+    ),
     "entropy": (entropy_bonus, ENTROPY, "entropy"),
+    "entropy_over_5": (
+        functools.partial(entropy_bonus, options=OVER_5),
+        ENTROPY,
+        "entropy",
+    ),
     "entropy_by_response": (
         functools.partial(entropy_bonus, options=BY_RESPONSE),
         ENTROPY,
@@ -104,7 +121,8 @@ def means(stats: masked.Stats) -> dict[str, float]:
     return {name: float(x) for name, x in masked.mean_stats(stats).items()}
 
 
-MEANS = ("token_mean", "sequence_mean")
+# What each sums to over MASK, of 8 tokens in 3 responses.
+SUMS = {"token_mean": 1.0, "sequence_mean": 1.0, "constant": 8 / 15}
 
 
 def cuts(rows: int):
@@ -122,18 +140,20 @@ def test_token_weights_by_hand():
     found = losses.token_weights(mask, aggregation="sequence_mean")
     rows = np.array([[1 / 6], [1 / 2], [0]])
     np.testing.assert_allclose(found, mask * rows, rtol=1e-6)
+    found = losses.token_weights(mask, aggregation="constant", loss_scale_factor=4.0)
+    np.testing.assert_allclose(found, mask / 8, rtol=1e-6)
     assert not losses.token_weights(np.zeros_like(mask)).any()
 
 
-@pytest.mark.parametrize("aggregation", MEANS)
+@pytest.mark.parametrize("aggregation", SUMS)
 def test_token_weights_of_any_parts_are_those_of_the_whole(aggregation):
     counts = {"num_tokens": jnp.float32(8), "num_responses": jnp.float32(3)}
-    whole = np.asarray(losses.token_weights(MASK, aggregation=aggregation))
-    assert whole.sum() == pytest.approx(1.0, rel=1e-6)
+    options = OVER_5 if aggregation == "constant" else {"aggregation": aggregation}
+    whole = np.asarray(losses.token_weights(MASK, **options))
+    assert whole.sum() == pytest.approx(SUMS[aggregation], rel=1e-6)
     for parts in cuts(len(MASK)):
         found = [
-            losses.token_weights(MASK[rows], aggregation=aggregation, **counts)
-            for rows in parts
+            losses.token_weights(MASK[rows], **options, **counts) for rows in parts
         ]
         np.testing.assert_array_equal(np.concatenate(found), whole)
 
@@ -155,6 +175,7 @@ def test_responses_of_one_length_weigh_the_same_either_way():
     [
         {},
         BY_RESPONSE,
+        OVER_5,
         {"clip_range": 0.1, "clip_range_high": 0.28},
         {"clip_range": 0.3, "clip_range_high": 0.05},
         {"dual_clip": 1.3},
@@ -169,7 +190,10 @@ def test_policy_loss_matches_the_oracle(options):
     terms = oracles.policy_terms(**POLICY, mask=MASK, **for_oracle(arguments))
     assert 0 < sum(terms["clipped"]) < 8  # both sides of the clip are visited
     expected = oracles.aggregate(
-        terms["loss"], MASK, options.get("aggregation", "token_mean")
+        terms["loss"],
+        MASK,
+        options.get("aggregation", "token_mean"),
+        options.get("loss_scale_factor"),
     )
     assert float(loss) == pytest.approx(expected, rel=1e-5)
     # Diagnostics are means over tokens, whatever the loss is a mean of.
@@ -395,7 +419,7 @@ def test_language_model_loss_matches_the_oracle():
 def policy_oracle(options, aggregation):
     def value(arrays):
         terms = oracles.policy_terms(**arrays, mask=MASK, **options)["loss"]
-        return oracles.aggregate(terms, MASK, aggregation)
+        return oracles.aggregate(terms, MASK, aggregation, 5.0)
 
     return value
 
@@ -403,7 +427,7 @@ def policy_oracle(options, aggregation):
 def value_oracle(aggregation):
     def value(arrays):
         terms = oracles.value_terms(**arrays, mask=MASK, clip=0.2)["loss"]
-        return oracles.aggregate(terms, MASK, aggregation)
+        return oracles.aggregate(terms, MASK, aggregation, 5.0)
 
     return value
 
@@ -411,7 +435,7 @@ def value_oracle(aggregation):
 def entropy_oracle(aggregation):
     def value(arrays):
         terms = [-float(arrays["entropy"][i]) for i in oracles.entries(MASK)]
-        return oracles.aggregate(terms, MASK, aggregation)
+        return oracles.aggregate(terms, MASK, aggregation, 5.0)
 
     return value
 
@@ -421,13 +445,16 @@ ORACLES = {
     "policy_bounded": policy_oracle(
         {"clip": 0.2, "clip_high": 0.28, "dual_clip": 1.3}, "sequence_mean"
     ),
+    "policy_over_5": policy_oracle({"clip": 0.2}, "constant"),
     "value": value_oracle("token_mean"),
+    "value_over_5": value_oracle("constant"),
+    "entropy_over_5": entropy_oracle("constant"),
     "value_by_response": value_oracle("sequence_mean"),
     "entropy": entropy_oracle("token_mean"),
     "entropy_by_response": entropy_oracle("sequence_mean"),
     "language_model": lambda a: oracles.language_model_loss(**a, mask=MASK),
 }
-LOGGED = {name: f"loss/{name.split('_b')[0]}" for name in PER_TOKEN}
+LOGGED = {name: f"loss/{re.split('_b|_over', name)[0]}" for name in PER_TOKEN}
 
 
 @pytest.mark.parametrize("name", PER_TOKEN)

@@ -539,6 +539,7 @@ ABOVE = {
     *("reprice", "micro_batch_size", "lora", "truncate_after", "dual_clip"),
     *("fixed_length", "truncate_reward_only"),  # the first must change nothing too
     "slots",  # must change nothing: test_slots.py
+    "loss_scale_factor",  # test_ppo_by_hand.py, test_grpo.py
     *("ptx_coef", "shared_trunk", "stop_approxkl", "max_ratio_mean"),
 }
 
@@ -678,6 +679,11 @@ def test_sizes_that_do_not_divide_stop_before_sampling(changes, message, experie
         ({"entropy_coef": -0.1}, "entropy_coef: expected a finite number, 0 or more"),
         ({"ptx_coef": float("nan")}, "ptx_coef: expected a finite number, 0 or more"),
         ({"aggregation": "mean"}, "aggregation: expected one of 'token_mean', 'seque"),
+        ({"loss_scale_factor": 4.0}, "loss_scale_factor: expected None with aggregati"),
+        (
+            {"aggregation": "constant", "loss_scale_factor": -1.0},
+            "loss_scale_factor: expected a finite number above 0",
+        ),
         ({"whiten_ddof": 2}, "whiten_ddof: expected one of 0, 1, got 2"),
         (
             {"whiten_rewards": "minibatch", "whiten_advantages": "rollout"},

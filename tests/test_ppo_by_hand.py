@@ -186,10 +186,14 @@ def hand():
         rows=(0, 1, 2, 3),
         text_rows=(0, 1, 2, 3),
         responses_alike=False,
+        constant=None,
         **numbers,
     ):
         def shared(mask, rows):
             mask = np.asarray(mask) & np.isin(np.arange(4), rows)[:, None]
+            if constant is not None:
+                weights = mask / (constant * mask.any(axis=1).sum())
+                return jnp.asarray(weights, jnp.float32)
             if not responses_alike:
                 return jnp.asarray(mask / mask.sum(), jnp.float32)
             lengths = mask.sum(axis=1, keepdims=True)
@@ -267,11 +271,17 @@ def unmoved_by_garbage(found, settings: ppo.PPO, e: batch.Experience, **argument
         assert toys.leaves_equal(left, right)
 
 
-def test_every_term_at_once_as_a_mean_over_responses(answered, given):
+@pytest.mark.parametrize(
+    ("aggregation", "factor"), [("sequence_mean", None), ("constant", 2.5)]
+)
+def test_every_term_at_once_as_a_mean_over_responses(
+    answered, given, aggregation, factor
+):
     """Clip-higher, dual clip, entropy and k2 in the loss, in micro-batches."""
     settings = dataclasses.replace(
         BASE,
-        aggregation="sequence_mean",
+        aggregation=aggregation,
+        loss_scale_factor=factor,
         clip_range_high=0.5,
         dual_clip=1.3,
         entropy_coef=0.05,
@@ -283,6 +293,7 @@ def test_every_term_at_once_as_a_mean_over_responses(answered, given):
         (POLICY, CRITIC),
         given,
         responses_alike=True,
+        constant=factor,
         clip_high=0.5,
         dual_clip=1.3,
         entropy=0.05,

@@ -441,12 +441,39 @@ def test_a_penalty_that_is_no_kl_is_told_once():
         ppo.PPO(**FIXED, penalty=penalty)
     assert len(told) == 1
     assert "its expected gradient is zero" in str(told[0].message)
+    assert "'token_mean' divides what a response adds" in str(told[0].message)
     assert told[0].filename == __file__
     with pytest.warns(UserWarning, match="that of no KL, it is fixed-state forward"):
         ppo.PPO(
             **FIXED,
             penalty=Penalty(value_estimator="k3", placement="loss", per="length"),
         )
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({}, "'token_mean' divides what a response adds by .* tokens of its minibatch"),
+        ({"aggregation": "sequence_mean"}, "'sequence_mean' divides .* its own tokens"),
+        ({"aggregation": "constant"}, None),
+        ({"stop_ids": ()}, None),  # every response has one length
+        ({"fixed_length": True, "truncate_reward_only": True}, None),  # as trained
+    ],
+)
+def test_the_warning_names_the_bias_of_a_mean(options, told):
+    with pytest.warns(UserWarning, match="its expected gradient is zero") as warned:
+        found = ppo.PPO(**{**FIXED, **options}, penalty=Penalty(placement="loss"))
+    said = str(warned[0].message)
+    assert ("; aggregation" in said) == (told is not None)
+    assert told is None or re.search(told, said)
+    assert (found.length_bias is None) == (told is None)
+
+
+def test_a_constant_is_the_longest_response_unless_it_is_given():
+    assert ppo.PPO(**FIXED).loss_scale is None
+    constant = ppo.PPO(**FIXED, aggregation="constant")
+    assert constant.loss_scale == FIXED["max_new_tokens"] == 8
+    assert dataclasses.replace(constant, loss_scale_factor=1.5).loss_scale == 1.5
 
 
 def test_a_truncation_that_no_token_could_make():

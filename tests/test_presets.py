@@ -40,6 +40,7 @@ SHARED = {
     "num_epochs": 4,  # noptepochs
     "num_minibatches": 1,  # nminibatches
     "aggregation": "token_mean",
+    "loss_scale_factor": None,
     # Nothing that came later.
     "clip_range_high": None,
     "dual_clip": None,

@@ -71,6 +71,11 @@ def group_relative(
     (G - 1)/G of the true one. With it, its direction is biased: a prompt whose scores
     hardly differ pulls as hard as one whose scores differ much.
 
+    That is of a loss that sums over each response: aggregation "constant", or responses
+    of one length. Where they differ in length, "token_mean" and "sequence_mean" divide
+    by lengths that go together with scores, and the direction is biased without the std
+    too: late tokens, which only long responses have, count for less than early ones.
+
     Args:
       scores: f32[B], reward units, the groups in neighbouring rows.
       group_size: G, 2 or more; divides B.
@@ -104,7 +109,8 @@ def leave_one_out(scores: Array, *, group_size: int) -> Array:
         scores     1     0    2
         A          0  -1.5  1.5            0 = 1 - (0 + 2)/2
 
-    The baseline does not hold the response itself, so the policy gradient is unbiased.
+    The baseline does not hold the response itself, so the policy gradient is unbiased,
+    with aggregation "constant" or responses of one length (see `group_relative`).
     It is G/(G - 1) times the advantage over the mean of the whole group.
 
     Args:

@@ -1,12 +1,25 @@
-"""What a loss over tokens is the mean of, tokens or responses, in whatever parts.
+"""What a sum over tokens is divided by to be a loss, in whatever parts it is taken.
 
-Both means are sums with weights that know the whole minibatch, so that the losses of
-its micro-batches *add up* to its loss, and so do their gradients.
+Each aggregation is a sum with weights that know the whole minibatch, so that the losses
+of its micro-batches *add up* to its loss, and so do their gradients.
+
+                     weight of a token of response b
+    token_mean       1/N               N = Σ_b len_b of the minibatch
+    sequence_mean    1/(B·len_b)
+    constant         1/(B·c)           c = loss_scale_factor, the same at every update
+
+A policy gradient is the mean over responses of a *sum* over tokens. So `constant` is
+the only one of the three whose expected gradient is that of the objective, times 1/c.
+The two means divide by lengths, which the policy chooses and which go together with
+rewards. With a stop token they change the direction: under sequence_mean a token of a
+long response counts for less than one of a short response, under token_mean too,
+and for less again beside other long ones. Where all responses are as long as each
+other the three agree, up to the factor c/len.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,19 +29,41 @@ from rlhf_jax.functional import checks, masked
 Array = jax.Array
 Stats = masked.Stats
 
-Aggregation = Literal["token_mean", "sequence_mean"]
-"""What a loss is the mean of: tokens, (1/N) Σ m·x, so that a long response weighs more,
-or responses, (1/B) Σ_b (1/len_b) Σ_t m·x, so that all weigh the same."""
+Aggregation = Literal["token_mean", "sequence_mean", "constant"]
+"""What a loss is: the mean of tokens, (1/N) Σ m·x, so that a long response weighs more;
+that of responses' means, (1/B) Σ_b (1/len_b) Σ_t m·x, so that all weigh the same; or
+that of responses' sums over a constant, (1/B) Σ_b (1/c) Σ_t m·x, which has no bias."""
+
+
+def bias(aggregation: Aggregation) -> str | None:
+    """What it does to expected gradients where lengths differ, in words; None: nothing.
+
+    The gradients that `kl_gradients` names, and those of the advantages, are of sums
+    over responses: `constant` has them, times 1/loss_scale_factor.
+    """
+    weighs = {
+        "token_mean": "the tokens of its minibatch",
+        "sequence_mean": "its own tokens",
+        "constant": None,
+    }[aggregation]
+    if weighs is None:
+        return None
+    return (
+        f"aggregation {aggregation!r} divides what a response adds by the number of "
+        f"{weighs}, so that where responses differ in length its expected gradient has "
+        f"another direction than the one named; aggregation 'constant' has that one"
+    )
 
 
 def token_weights(
     mask: Array,
     *,
     aggregation: Aggregation = "token_mean",
+    loss_scale_factor: float | None = None,
     num_tokens: Array | None = None,
     num_responses: Array | None = None,
 ) -> Array:
-    """w with loss = Σ w·x: m/N, or m/(B·len_b) where responses weigh the same.
+    """w with loss = Σ w·x: m/N, m/(B·len_b), or m/(B·c) with a constant c.
 
         mask     1  1  1  0      token_mean     1/4  1/4  1/4   0
                  1  0  0  0                     1/4   0    0    0
@@ -38,25 +73,35 @@ def token_weights(
                                                 1/2   0    0    0
                                                  0    0    0    0
 
+                                 constant, 4    1/8  1/8  1/8   0
+                                                1/8   0    0    0
+                                                 0    0    0    0
+
     Args:
       mask: bool[B, S], response tokens, EOS included. A row without any is not
         counted.
-      aggregation: what the loss is the mean of.
+      aggregation: what the loss is divided by.
+      loss_scale_factor: c, tokens, wanted by constant and by it alone. 1 sums over a
+        response; the largest number of response tokens keeps the loss of the size of a
+        mean.
       num_tokens: f32[], N of the whole minibatch when this is a micro-batch; None
         counts mask. Read by token_mean.
       num_responses: f32[], rows with a response token in the whole minibatch; None
-        counts mask. Read by sequence_mean.
+        counts mask. Read by sequence_mean and constant.
 
     Returns:
       f32[B, S], dimensionless, 0 outside the mask. Over a whole minibatch it sums to 1,
-      in whatever parts it is taken.
+      in whatever parts it is taken; by constant to the mean length over c.
 
     Raises:
       ValueError: a count is not a scalar, or only the count that is not read is given.
-      TypeError: mask is not bool. InputError: no such aggregation.
+      TypeError: mask is not bool. InputError: no such aggregation, or no
+      loss_scale_factor above 0 for constant, or one for a mean.
+
+    Source: constant is Liu et al. 2025 (Dr. GRPO), arXiv:2503.20783, section 3.2.
     """
     checks.boolean(mask=mask)
-    weights, weight = _weights(mask, aggregation)
+    weights, weight = _weights(mask, aggregation, loss_scale_factor)
     return weights / _count(weight, aggregation, num_tokens, num_responses)
 
 
@@ -66,6 +111,7 @@ def aggregate(
     mask: Array,
     *,
     aggregation: Aggregation,
+    loss_scale_factor: float | None,
     num_tokens: Array | None,
     num_responses: Array | None,
 ) -> tuple[Array, Stats]:
@@ -74,7 +120,8 @@ def aggregate(
     Args:
       name: of the statistic.
       x: f32[B, S], one number a token; what stands outside the mask is not read.
-      mask, aggregation, num_tokens, num_responses: as `token_weights`.
+      mask, aggregation, loss_scale_factor, num_tokens, num_responses: as
+        `token_weights`.
 
     Returns:
       f32[] and {name: (sum, weight)} of this part alone, without gradient, whose mean
@@ -83,25 +130,49 @@ def aggregate(
     Raises:
       As `token_weights`. TypeError: x is not f32.
     """
-    weights, weight = _weights(mask, aggregation)
+    weights, weight = _weights(mask, aggregation, loss_scale_factor)
     count = _count(weight, aggregation, num_tokens, num_responses)
     total = masked.masked_sum(weights * x, mask=mask)
     return total / count, {name: jax.lax.stop_gradient((total, weight))}
 
 
-def _weights(mask: Array, aggregation: Aggregation) -> tuple[Array, Array]:
-    """(f32[B, S], f32[]): what each token weighs here, and what all of them do."""
+def check_scale(aggregation: Aggregation, *, loss_scale_factor: float | None) -> None:
+    """Raises InputError unless a factor above 0, and constant, stand together."""
+    if loss_scale_factor is None:
+        if aggregation == "constant":
+            raise checks.InputError(
+                "loss_scale_factor: expected the number of tokens that aggregation "
+                "'constant' divides by, got None; give the largest number of tokens "
+                "of a response, or 1 for the sum over a response"
+            )
+        return
+    if aggregation != "constant":
+        raise checks.InputError(
+            f"loss_scale_factor: expected None with aggregation {aggregation!r}, which "
+            f"divides by what it counts, got {loss_scale_factor}; choose aggregation "
+            f"'constant', or leave it out"
+        )
+    checks.positive(loss_scale_factor=loss_scale_factor)
+
+
+def _weights(
+    mask: Array, aggregation: Aggregation, loss_scale_factor: float | None
+) -> tuple[Array, Array]:
+    """(f32[B, S], f32[]): what each token weighs here, and what to divide them by."""
+    if aggregation not in get_args(Aggregation):
+        raise checks.InputError(
+            f"aggregation: expected {' or '.join(map(repr, get_args(Aggregation)))}, "
+            f"got {aggregation!r}; choose one"
+        )
+    check_scale(aggregation, loss_scale_factor=loss_scale_factor)
     weights = mask.astype(jnp.float32)
     if aggregation == "token_mean":
         return weights, jnp.sum(weights)
-    if aggregation != "sequence_mean":
-        raise checks.InputError(
-            f"aggregation: expected 'token_mean' or 'sequence_mean', got "
-            f"{aggregation!r}; choose one"
-        )
     checks.shape((None, None), mask=mask)
     lengths = jnp.sum(weights, axis=1, keepdims=True)
     responses = jnp.sum(lengths > 0, dtype=jnp.float32)
+    if loss_scale_factor is not None:
+        return weights / loss_scale_factor, responses
     return weights / jnp.maximum(lengths, 1.0), responses
 
 
@@ -111,10 +182,10 @@ def _count(
     num_tokens: Array | None,
     num_responses: Array | None,
 ) -> Array:
-    """f32[], what a loss divides by: the given count, or what this part weighs."""
+    """f32[], what a loss divides by: the given count, or that of this part."""
     read, other = "num_tokens", "num_responses"
     count, unread = num_tokens, num_responses
-    if aggregation == "sequence_mean":
+    if aggregation != "token_mean":
         read, other, count, unread = other, read, unread, count
     if count is None:
         if unread is not None:

@@ -1,7 +1,8 @@
 """What the expected gradient of a KL penalty is, by name.
 
 The value of an estimator says nothing about its gradient. On-policy, with weights of 1,
-before clipping, at lam = 1 and without whitening it is (reverse is KL(π ‖ π_ref)):
+before clipping, at lam = 1, without whitening and as a *sum* over each response it is
+(reverse is KL(π ‖ π_ref)):
 
                               in the loss             in the reward
     k1, token or response     zero                    full reverse
@@ -30,11 +31,17 @@ no weights: without them it is fixed-state forward at the policy's prefixes, and
 reward and loss "own-prefix forward", ∇E_π Σ_t KL_t(π_ref ‖ π). In the reward a weighted
 forward estimate is "score half of weighted k", E_π[w·k·∇log π], no KL's.
 
+A loss is such a sum, over a constant, with aggregation "constant" (`aggregation.py`),
+or where all responses are as long as each other. Where they differ, token_mean and
+sequence_mean divide by lengths that the policy chooses, and none of these names holds
+to the letter: under them k1 in the loss is not zero, and k1 in the reward is not full
+reverse.
+
 Exact KL over a top k and one bucket has the same gradients, of the KL of what is left
 ("top-k full reverse").
 
 Source: Tang and Munos 2025, arXiv:2506.09477, and Liu et al. 2025, arXiv:2510.01555.
-The tests check every row by enumeration.
+The tests check every row by enumeration, with and without a stop token.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ With x_t = logprobs_t - ref_logprobs_t (reverse) or ref_logprobs_t - logprobs_t
 
 Which of the two, and which estimate, decides what the penalty does to the policy:
 `Penalty.gradient` says it in the words of `kl_gradients`, and `Penalty.warning` speaks
-up where it is not what any KL would do.
+up where it is not what any KL would do. Where responses differ in length the names are
+those of aggregation "constant": the means divide by lengths that the policy chooses.
 
     per        column    0   1   2   3   4      a response of three tokens
     token      kl        0  k1  k2  k3   0      k(x_t), an estimate of each
@@ -170,7 +171,8 @@ class Penalty:
         """The name of the expected gradient on-policy, as `kl_gradients` has it.
 
         With weights "prefix" it is that on samples of an older policy too. With "token"
-        a fixed-state gradient is at the older policy's prefixes.
+        a fixed-state gradient is at the older policy's prefixes. Where responses differ
+        in length it is that of aggregation "constant", and of no other.
         """
         if self.placement is None:
             return "none"

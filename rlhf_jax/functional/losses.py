@@ -33,6 +33,7 @@ def policy_loss(
     clip_range_high: float | None = None,
     dual_clip: float | None = None,
     aggregation: Aggregation = "token_mean",
+    loss_scale_factor: float | None = None,
     num_tokens: Array | None = None,
     num_responses: Array | None = None,
 ) -> tuple[Array, Stats]:
@@ -50,7 +51,7 @@ def policy_loss(
       clip_range: ε, dimensionless.
       clip_range_high: ε_high, dimensionless; None is ε. DAPO: 0.28 with an ε of 0.2.
       dual_clip: c, a ratio above 1; None is off. 3 in the source.
-      aggregation, num_tokens, num_responses: as `token_weights`.
+      aggregation, loss_scale_factor, num_tokens, num_responses: as `token_weights`.
 
     Returns:
       f32[] loss and {name: (sum, weight)}. The gradient reaches `logprobs` only.
@@ -106,6 +107,7 @@ def policy_loss(
         surrogate,
         mask,
         aggregation=aggregation,
+        loss_scale_factor=loss_scale_factor,
         num_tokens=num_tokens,
         num_responses=num_responses,
     )
@@ -130,6 +132,7 @@ def value_loss(
     mask: Array,
     clip_range: float | None,
     aggregation: Aggregation = "token_mean",
+    loss_scale_factor: float | None = None,
     num_tokens: Array | None = None,
     num_responses: Array | None = None,
 ) -> tuple[Array, Stats]:
@@ -142,7 +145,8 @@ def value_loss(
         just before tokens[:, t].
       mask: bool[B, S], response tokens, EOS included.
       clip_range: ε, reward units; None does not clip.
-      aggregation, num_tokens, num_responses: as `token_weights`, of this mask.
+      aggregation, loss_scale_factor, num_tokens, num_responses: as `token_weights`, of
+        this mask.
 
     Returns:
       f32[] loss and {name: (sum, weight)}. The gradient reaches `values` only.
@@ -173,6 +177,7 @@ def value_loss(
         jnp.maximum(unclipped, clipped),
         mask,
         aggregation=aggregation,
+        loss_scale_factor=loss_scale_factor,
         num_tokens=num_tokens,
         num_responses=num_responses,
     )
@@ -185,6 +190,7 @@ def entropy_bonus(
     entropy: Array,
     mask: Array,
     aggregation: Aggregation = "token_mean",
+    loss_scale_factor: float | None = None,
     num_tokens: Array | None = None,
     num_responses: Array | None = None,
 ) -> tuple[Array, Stats]:
@@ -193,7 +199,7 @@ def entropy_bonus(
     Args:
       entropy: f32[B, S], of the distribution tokens[:, t] was drawn from, nats.
       mask: bool[B, S], response tokens, EOS included.
-      aggregation, num_tokens, num_responses: as `token_weights`.
+      aggregation, loss_scale_factor, num_tokens, num_responses: as `token_weights`.
 
     Returns:
       f32[] loss, nats per token, and {name: (sum, weight)}. The gradient reaches
@@ -211,6 +217,7 @@ def entropy_bonus(
         -entropy,
         mask,
         aggregation=aggregation,
+        loss_scale_factor=loss_scale_factor,
         num_tokens=num_tokens,
         num_responses=num_responses,
     )

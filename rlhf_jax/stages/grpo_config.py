@@ -60,7 +60,8 @@ PUBLISHED = GroupRecipe(
     aggregation="sequence_mean",
 )
 """GRPO as DeepSeekMath has it (Shao et al. 2024, arXiv:2402.03300), with
-`kl_control.fixed(0.04)`: k3 in the loss, whose gradient is that of the *forward* KL."""
+`kl_control.fixed(0.04)`: k3 in the loss, whose gradient is that of the *forward* KL.
+Its std, and its mean over each response's own length, bias the direction."""
 
 RLOO = GroupRecipe(
     penalty=kl_penalty.IN_REWARD,
@@ -68,7 +69,8 @@ RLOO = GroupRecipe(
     baseline="leave_one_out",
     normalise=None,
 )
-"""Ahmadian et al. 2024, arXiv:2402.14740: KL in the reward, the others as baseline."""
+"""Ahmadian et al. 2024, arXiv:2402.14740: KL in the reward, the others as baseline.
+Without bias with aggregation "constant", or responses of one length."""
 
 REINFORCE_PLUS_PLUS = GroupRecipe(
     penalty=kl_penalty.IN_REWARD,

@@ -12,7 +12,7 @@ import math
 import warnings
 from typing import Any, get_args
 
-from rlhf_jax.functional import checks, kl_penalty, losses
+from rlhf_jax.functional import aggregation, checks, kl_penalty, losses
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl_penalty import Penalty
 from rlhf_jax.models import lora as lora_
@@ -58,7 +58,11 @@ class PolicyRecipe:
     ptx_coef: float = 0.0
     """Weight of a language-model loss on texts mixed in (InstructGPT: 27.8)."""
     aggregation: losses.Aggregation = "token_mean"
-    """Of token losses: the mean of all tokens, or of responses' means."""
+    """Of token losses: the mean of all tokens; of responses' means; or responses' sums
+    over a constant, alone without bias where responses differ in length."""
+    loss_scale_factor: float | None = None
+    """With aggregation constant: tokens that it divides a response's sum by; None is
+    max_new_tokens, and 1 gives gradients the size of the objective's."""
     num_epochs: int = 4
     """Passes over each batch."""
     num_minibatches: int = 1
@@ -100,6 +104,10 @@ class PolicyRecipe:
         if self.slots is not None:
             checks.positive(slots=self.slots)
         one_of(aggregation=self.aggregation, among=get_args(losses.Aggregation))
+        if self.loss_scale_factor is not None:
+            aggregation.check_scale(
+                self.aggregation, loss_scale_factor=self.loss_scale_factor
+            )
         for name, given in {
             "truncate_after": self.truncate_after,
             "truncate_reward_only": self.truncate_reward_only,
@@ -149,7 +157,25 @@ class PolicyGradient(PolicyRecipe):
             lora_.targets(model=self.model, lora=self.lora)  # raises for a bad pattern
         said = self.penalty.warning
         if said is not None:
-            warnings.warn(said, stacklevel=5)
+            also = self.length_bias
+            warnings.warn(said if also is None else f"{said}; {also}", stacklevel=5)
+
+    @property
+    def loss_scale(self) -> float | None:
+        """What aggregation constant divides by, tokens; None with the means."""
+        if self.aggregation != "constant" or self.loss_scale_factor is not None:
+            return self.loss_scale_factor
+        return float(self.max_new_tokens)
+
+    @property
+    def length_bias(self) -> str | None:
+        """What the aggregation does to the expected gradient, None where it is nothing.
+
+        Nothing too where all responses are trained to the same length.
+        """
+        if not self.stop_ids or self.truncate_reward_only:
+            return None
+        return aggregation.bias(self.aggregation)
 
     def minibatch_size(self, rows: int) -> int:
         """Rows of a minibatch when a batch has `rows`.

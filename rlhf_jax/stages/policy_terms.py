@@ -89,6 +89,7 @@ def policy_terms(
         clip_range_high=algorithm.clip_range_high,
         dual_clip=algorithm.dual_clip,
         aggregation=algorithm.aggregation,
+        loss_scale_factor=algorithm.loss_scale,
         num_tokens=num_tokens,
         num_responses=num_responses,
     )
@@ -100,6 +101,7 @@ def policy_terms(
             entropy=entropy,
             mask=mask,
             aggregation=algorithm.aggregation,
+            loss_scale_factor=algorithm.loss_scale,
             num_tokens=num_tokens,
             num_responses=num_responses,
         )
@@ -123,6 +125,7 @@ def policy_terms(
             weights=losses.token_weights(
                 mask,
                 aggregation=algorithm.aggregation,
+                loss_scale_factor=algorithm.loss_scale,
                 num_tokens=num_tokens,
                 num_responses=num_responses,
             ),

@@ -151,6 +151,7 @@ def _value_loss(
         mask=experience.value_mask,
         clip_range=ppo.value_clip_range,
         aggregation=ppo.aggregation,
+        loss_scale_factor=ppo.loss_scale,
         num_tokens=num_values,
         num_responses=num_responses,
     )
