@@ -146,6 +146,14 @@ def test_value_matches_the_oracle(penalty):
     found, reward_stats = reward_of(penalty, logprobs=OLD)
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, expected, **near)
+    # Of k3 alone, and of these numbers none: float32 holds them all.
+    held = stats.pop("loss/kl_overflowfrac", None)
+    reward_held = reward_stats.pop("penalty/overflowfrac", None)
+    if penalty.value_estimator == "k3":
+        assert np.array_equal(held, (0, estimates))
+        assert np.array_equal(reward_held, (0, estimates))
+    else:
+        assert held is reward_held is None
     if penalty.clip is None:
         assert stats.keys() == {"loss/kl"}
         assert not reward_stats
