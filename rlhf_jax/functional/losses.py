@@ -88,7 +88,7 @@ def policy_loss(
         log_ratio = jnp.where(ruled, bound, log_ratio)
         shares["policy/dual_clipfrac"] = ruled.astype(jnp.float32)
     # Nor where clipping has ended the pull of a good token, or where A is 0.
-    ended = math.log1p(clip_range_high) + 1.0
+    ended = jnp.log1p(clip_range_high) + 1.0
     log_ratio = jnp.where((advantages >= 0) & (log_ratio > ended), ended, log_ratio)
     # A bad token's product as one exponential: it may be finite where the ratio is not.
     product = log_ratio + jnp.log(jnp.where(advantages < 0, -advantages, 1.0))
