@@ -66,6 +66,7 @@ from rlhf_jax import (
     kl_control,
     kl_penalty,
     lifecycle,
+    memory_check,
     metrics,
     optimizers,
     ppo,
@@ -95,6 +96,7 @@ from rlhf_jax.runtime.batches import Batches
 from rlhf_jax.runtime.critic_devices import CriticDevices
 from rlhf_jax.runtime.data import Row
 from rlhf_jax.runtime.frozen_models import RewardModel, Storage
+from rlhf_jax.runtime.memory_check import Part
 from rlhf_jax.runtime.pretrained import Adapters, Pretrained
 from rlhf_jax.runtime.sharding import MeshOption, MeshShape
 from rlhf_jax.stages.batch import Prompts, Rollout, Scored, Sequences
@@ -177,6 +179,8 @@ class Config(run_folder.RunConfig):
     """Of whole sequences; cudnn is flash attention, on a GPU in bfloat16."""
     mesh: MeshOption = sharding.ONE_DEVICE
     """How several devices share rows and parameters."""
+    check_memory: bool = True
+    """Refuse what cannot fit, before weights are read."""
     sampling_mesh: MeshOption | None = None
     """The last devices, which --mesh leaves free: they draw the next answers while
     these are learned from, one step off-policy. None samples where it learns."""
@@ -443,7 +447,9 @@ def make_models(options: Config, policy: Pretrained) -> Models:
             options.reward_model, dtype="float32", sharding=over_critic
         )
         trained, critic_model = policy.params, reward.model
-    algorithm = make_ppo(options, policy=policy, critic_model=critic_model)
+    algorithm = make_ppo(
+        options, model=model, critic_model=critic_model, stop_ids=policy.stop_ids
+    )
     reference = None
     if options.measure_kl and base is not None and options.reference is None:
         reference = frozen.freeze(trained) if options.lifecycle.moves else base
@@ -486,6 +492,82 @@ def make_models(options: Config, policy: Pretrained) -> Models:
     )
 
 
+def check_memory(options: Config) -> None:
+    """Refuses a run that cannot fit, by the shapes of what `make_models` will make.
+
+    Raises:
+      InputError: as `memory_check.check`, or there is no such checkpoint.
+    """
+    model = dataclasses.replace(hf.model_config(options.model), dtype=options.dtype)
+    mesh, lora = mesh_of(options), options.lora.lora
+    there = last_devices(options.critic_mesh) or mesh
+    sampling = last_devices(options.sampling_mesh)
+    stored, rewarding = options.reference_storage, options.reward_storage
+    params = memory_check.shapes_of(model)
+    policy, held = params, list[Part]()
+    valued = jax.eval_shape(functools.partial(critic.from_policy, model=model), params)
+    key, critic_model = jax.eval_shape(jax.random.key, 0), model
+    if options.reward_model is not None:
+        scoring = hf.model_config(options.reward_model)
+        scorer = jax.eval_shape(
+            functools.partial(critic.from_policy, model=scoring),
+            memory_check.shapes_of(scoring),
+        )
+        if options.critic_from == "reward_model":
+            valued, critic_model = scorer, scoring
+        at = rewarding.mesh_beside(mesh)
+        held += [Part("reward model", rewarding.shapes(scorer), at)]
+    if options.ppo.shared_trunk:
+        valued = jax.eval_shape(functools.partial(critic.on_policy_trunk, model=model))
+    base = []
+    if lora is not None:
+        base = [Part("base", stored.shapes(params), stored.mesh_beside(mesh))]
+        adapters = functools.partial(lora_.init, model=model, lora=lora)
+        policy = jax.eval_shape(adapters, key)
+        if not options.ppo.shared_trunk:
+            from_base = functools.partial(critic.from_base, model=model, lora=lora)
+            valued = jax.eval_shape(from_base, key)
+    if options.measure_kl and (lora is None or options.reference is not None):
+        at = stored.mesh_beside(mesh)
+        held += [Part("reference", stored.shapes(params), at)]
+    elif options.measure_kl and options.lifecycle.moves:
+        held += [Part("reference", policy, mesh)]
+    algorithm = make_ppo(options, model=model, critic_model=critic_model, stop_ids=())
+    moments = jax.eval_shape(algorithm.policy_optimizer.init, policy)
+    critic_moments = jax.eval_shape(algorithm.critic_optimizer.init, valued)
+    held = [
+        Part("policy", policy, mesh),
+        Part("policy's optimizer", moments, mesh),
+        Part("critic", valued, there),
+        Part("critic's optimizer", critic_moments, there),
+        *base,
+        *held,
+    ]
+    sampled = [] if sampling is None else [Part("policy", policy, sampling)]
+
+    def passing() -> list[memory_check.Passing]:
+        rows = min(options.batch_size, options.ppo.slots or options.batch_size)
+        return [
+            memory_check.cache(
+                model,
+                rows=rows,
+                max_new_tokens=options.max_new_tokens,
+                mesh=mesh if sampling is None else sampling,
+                beside=tuple(sampled),
+            ),
+            memory_check.gradients("gradients", policy, model=model, mesh=mesh),
+            memory_check.gradients("gradients", valued, model=model, mesh=there),
+        ]
+
+    memory_check.check(
+        held,
+        passing,
+        change="lower --max-new-tokens, --batch-size or --slots, train adapters with "
+        "--lora.rank, store the reference with --reference-storage.dtype, or share it "
+        "among devices with --mesh",
+    )
+
+
 def encode_prompts(
     options: Config, rows: list[Row], *, policy: Pretrained, context: int
 ) -> tuple[list[Row], list[encoding.Tokens]]:
@@ -507,7 +589,11 @@ def encode_prompts(
 
 
 def make_ppo(
-    options: Config, *, policy: Pretrained, critic_model: ModelConfig
+    options: Config,
+    *,
+    model: ModelConfig,
+    critic_model: ModelConfig,
+    stop_ids: tuple[int, ...],
 ) -> ppo.PPO:
     """What is fixed during the run."""
     recipe = options.ppo
@@ -525,14 +611,14 @@ def make_ppo(
 
     return ppo.PPO(
         **vars(recipe),
-        model=policy.model,
+        model=model,
         critic_model=critic_model,
         policy_optimizer=adam(
             options.policy_learning_rate, options.num_steps - recipe.critic_warmup
         ),
         critic_optimizer=adam(options.critic_learning_rate, options.num_steps),
         max_new_tokens=options.max_new_tokens,
-        stop_ids=policy.stop_ids,
+        stop_ids=stop_ids,
         lifecycle=options.lifecycle,
         lora=options.lora.lora,
     )
@@ -961,6 +1047,8 @@ def main(options: Config) -> None:
             cli.load_function(spec)
     rows = data.read_prompts(options.prompts, field=options.prompt_field)
     mesh = mesh_of(options)
+    if options.check_memory:
+        check_memory(options)
     policy = pretrained.load(
         options.model,
         tokenizer=options.tokenizer,

@@ -165,6 +165,7 @@ ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (
             "compiled",
             "workload",
             "memory",
+            "memory_check",
             "measured",
             "plan_tables",
             "plan",

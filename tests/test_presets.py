@@ -17,7 +17,7 @@ import toy_files
 from rlhf_jax import checks, kl_control, ppo_config, rewards
 from rlhf_jax.functional.kl_control import Control
 from rlhf_jax.functional.kl_penalty import Penalty
-from rlhf_jax.runtime import cli, hf, metrics, pretrained
+from rlhf_jax.runtime import cli, hf, metrics
 from rlhf_jax.stages.score_shaping import ScoreShaping
 
 PRESETS = ppo_from_checkpoint.PRESETS
@@ -215,9 +215,9 @@ def optimizers(**options):
     """(policy's, critic's) of a run, as the command line makes them."""
     config = parse(*NEEDED, "--reward=m:f")
     config = dataclasses.replace(config, num_steps=3, **options)
-    policy = pretrained.Pretrained(toy_files.MODEL, None, None, stop_ids=(1,))
+    model = toy_files.MODEL
     made = ppo_from_checkpoint.make_ppo(
-        config, policy=policy, critic_model=toy_files.MODEL
+        config, model=model, critic_model=model, stop_ids=(1,)
     )
     return made.policy_optimizer, made.critic_optimizer
 

@@ -7,6 +7,7 @@ options, `--reference-storage.dtype int8` on the command line.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -16,7 +17,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import layout
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.roles import frozen
+from rlhf_jax.roles import frozen, storage
 from rlhf_jax.roles.frozen import Frozen
 from rlhf_jax.runtime import encoding, hf, sharding
 from rlhf_jax.runtime.pretrained import Pretrained
@@ -68,6 +69,28 @@ class Storage:
     @property
     def _shape(self) -> MeshShape:
         return sharding.ONE_DEVICE if self.mesh is None else self.mesh
+
+    def shapes(self, params: Params) -> Params:
+        """What a copy has, of the shapes of parameters; nothing is allocated."""
+        store = functools.partial(
+            storage.store, dtype=self.dtype, embeddings=self.embeddings
+        )
+        return jax.eval_shape(store, params)
+
+    def mesh_beside(self, policy: Mesh) -> Mesh | None:
+        """Where a copy is to lie beside a policy; None is the host's memory.
+
+        Raises:
+          InputError: as `MeshShape.make`.
+        """
+        if self.memory != "device":
+            return None
+        if not self.apart:
+            return policy
+        devices = sorted(policy.devices.flat, key=lambda device: device.id)
+        return self._shape.make(
+            jax.devices()[-self.num_own :] if self.own_devices else devices
+        )
 
     def freeze(self, params: Params) -> Frozen:
         """A copy of the parameters, held in this way.

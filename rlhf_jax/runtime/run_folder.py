@@ -102,7 +102,7 @@ class RunConfig:
 
 # Of RunConfig, and as experiments call what does not change the numbers either.
 MAY_DIFFER = {f.name for f in dataclasses.fields(RunConfig)} - {"seed"}
-MAY_DIFFER |= {"mesh", "own_devices", "judge_failure", "stop_timeout"}
+MAY_DIFFER |= {"mesh", "own_devices", "judge_failure", "stop_timeout", "check_memory"}
 Config = TypeVar("Config", bound=RunConfig)
 
 

@@ -1,0 +1,288 @@
+"""What a run must hold at the least, by hand, against limits just above and below."""
+
+import jax
+import jax.numpy as jnp
+import ppo_from_checkpoint
+import pytest
+import toy_files
+
+from rlhf_jax import cli, compiled, hf, memory_check, rewards, sharding, workload
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runtime.memory_check import Part, Passing
+from rlhf_jax.runtime.workload import Options
+
+# GPT-2 of width 16, one layer, 16 positions; 23 words are padded to 128.
+MATRICES = 16 * 48 + 16 * 16 + 2 * 16 * 64
+BIASES = 48 + 16 + 64 + 16
+NUMBERS = 128 * 16 + 16 * 16 + MATRICES + BIASES + 2 * 32 + 32
+HEAD = 16 + 1
+# Of rank 2 at query, key, value, output, up and down.
+ADAPTERS = 2 * (4 * (16 + 16) + 2 * (16 + 64))
+# Adam counts once, its schedule once more.
+COUNTS = 2 * 4
+# Keys and values, 4 rows, 4 columns, 16 numbers; less than any of the gradients.
+CACHE = 2 * 4 * 4 * 16 * 4
+
+
+def floats(count):
+    return 4 * count
+
+
+def trained(count):
+    """Parameters with two moments."""
+    return floats(3 * count) + COUNTS
+
+
+BOTH = trained(NUMBERS) + trained(NUMBERS + HEAD)
+LORA = trained(ADAPTERS) + trained(ADAPTERS + HEAD)
+GRADIENTS = floats(NUMBERS + HEAD)
+PYTHON = "--reward=json:dumps"
+INT8 = MATRICES + 4 * (48 + 16 + 64 + 16)  # a scale for every output
+INT8 += 128 * 16 + 16 * 16 + 4 * (128 + 16)  # and for every row of a table
+INT8 += 4 * (BIASES + 2 * 32 + 32)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    toy_files.checkpoint(folder / "model")
+    hf.save_reward(
+        folder / "scorer",
+        toy_files.MODEL,
+        rewards.init(jax.random.key(1), toy_files.params(), model=toy_files.MODEL),
+        tokenizer=toy_files.tokenizer(),
+    )
+    rows = [{"prompt": "the cat"}] * 4
+    toy_files.jsonl(folder / "prompts.jsonl", *rows)
+    return folder
+
+
+def command(files, out, *options):
+    return [
+        *("--model", str(files / "model"), "--out", str(out), "--no-progress"),
+        *("--prompts", str(files / "prompts.jsonl"), "--num-minibatches=1"),
+        *("--batch-size=4", "--max-new-tokens=4", "--num-steps=1"),
+        *(option.replace("SCORER", str(files / "scorer")) for option in options),
+    ]
+
+
+def ask(files, out, *options):
+    ppo_from_checkpoint.check_memory(
+        cli.parse(
+            ppo_from_checkpoint.Config,
+            description="",
+            argv=command(files, out, *options),
+        )
+    )
+
+
+def has(monkeypatch, size):
+    monkeypatch.setattr(memory_check, "limit", lambda place: size)
+
+
+@pytest.mark.parametrize(
+    ("options", "least"),
+    [
+        ((PYTHON,), BOTH + floats(NUMBERS) + GRADIENTS),
+        ((PYTHON, "--no-measure-kl", "--kl-coef=0"), BOTH + GRADIENTS),
+        (("--reward-model=SCORER",), BOTH + floats(2 * NUMBERS + HEAD) + GRADIENTS),
+        (
+            ("--reward-model=SCORER", "--critic-from=reward_model"),
+            BOTH + floats(2 * NUMBERS + HEAD) + GRADIENTS,
+        ),
+        (
+            (PYTHON, "--reference-storage.dtype=bfloat16"),
+            BOTH + 2 * NUMBERS + GRADIENTS,
+        ),
+        ((PYTHON, "--reference-storage.dtype=int8"), BOTH + INT8 + GRADIENTS),
+        (
+            (PYTHON, "--reference-storage.memory=cpu"),
+            BOTH + floats(NUMBERS) + GRADIENTS,
+        ),
+        (
+            (PYTHON, "--adam-mu-dtype=bfloat16"),
+            BOTH - 2 * (2 * NUMBERS + HEAD) + floats(NUMBERS) + GRADIENTS,
+        ),
+        ((PYTHON, "--dtype=bfloat16"), BOTH + floats(NUMBERS) + GRADIENTS // 2),
+        (
+            (PYTHON, "--shared-trunk"),
+            trained(NUMBERS) + trained(HEAD) + floats(2 * NUMBERS),
+        ),
+        ((PYTHON, "--lora.rank=2"), floats(NUMBERS) + LORA + floats(ADAPTERS + HEAD)),
+        (
+            (PYTHON, "--lora.rank=2", "--lifecycle.reset-every=1"),
+            floats(NUMBERS) + LORA + floats(2 * ADAPTERS + HEAD),
+        ),
+        (
+            (PYTHON, "--lora.rank=2", "--batch-size=64", "--max-new-tokens=12"),
+            floats(NUMBERS) + LORA + CACHE * 16 * 3,
+        ),
+        (
+            (PYTHON, "--lora.rank=2", "--batch-size=64", "--slots=4"),
+            floats(NUMBERS) + LORA + floats(ADAPTERS + HEAD),
+        ),
+    ],
+)
+def test_every_part_by_hand(files, tmp_path, monkeypatch, options, least):
+    before = len(jax.live_arrays())
+    has(monkeypatch, least)
+    ask(files, tmp_path / "run", *options)
+    has(monkeypatch, least - 1)
+    with pytest.raises(InputError, match="a run that fits into") as told:
+        ask(files, tmp_path / "run", *options)
+    assert len(jax.live_arrays()) == before
+    assert "--no-check-memory" in str(told.value)
+    assert "\n  policy: 0.0 MiB\n" in str(told.value)
+
+
+def test_nothing_is_read_or_left_and_the_option_goes_on(
+    files, tmp_path, monkeypatch, capsys
+):
+    has(monkeypatch, BOTH)
+
+    def read(*args, **kwargs):
+        raise InputError("weights are read")
+
+    monkeypatch.setattr(ppo_from_checkpoint.pretrained, "load", read)
+
+    def told(*options):
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(
+                ppo_from_checkpoint.main,
+                ppo_from_checkpoint.Config,
+                description="",
+                argv=command(files, tmp_path / "run", PYTHON, *options),
+            )
+        assert stopped.value.code == 2
+        assert not any(tmp_path.iterdir())
+        return capsys.readouterr().err
+
+    refusal = told()
+    assert "error: memory of the host: expected a run that fits into 0.1 MiB" in refusal
+    assert "at least 0.2 MiB" in refusal
+    assert "\n  reference: 0.0 MiB" in refusal
+    assert "Traceback" not in refusal
+    assert "weights are read" in told("--no-check-memory")
+
+
+TREE = {
+    "embed": {"tokens": jax.ShapeDtypeStruct((128, 16), jnp.float32)},
+    "count": jax.ShapeDtypeStruct((3,), jnp.int32),
+}
+
+
+def refused(held, passing=()):
+    try:
+        memory_check.check(held, lambda: passing, change="ask for less")
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("mesh", "each"),
+    [
+        (sharding.MeshShape(data=8), 128 * 16 * 4 + 12),
+        (sharding.MeshShape(fsdp=8), 128 * 2 * 4 + 12),
+        (sharding.MeshShape(data=2, fsdp=2, tensor=2), 64 * 8 * 4 + 12),
+    ],
+)
+def test_a_device_holds_its_shards_and_a_copy_of_the_rest(monkeypatch, mesh, each):
+    held = [Part("policy", TREE, mesh.make())]
+    passing = [Passing("KV cache", 800, mesh.make())]
+    # Devices of the CPU share its memory.
+    has(monkeypatch, 8 * each + 800)
+    assert refused(held, passing) == ""
+    has(monkeypatch, 8 * each + 799)
+    assert "memory of the host" in refused(held, passing)
+    # Others have their own.
+    monkeypatch.setattr(memory_check, "_place", lambda device: device)
+    has(monkeypatch, each + 100)
+    assert refused(held, passing) == ""
+    has(monkeypatch, each + 99)
+    assert "KV cache" in refused(held, passing)
+
+
+def test_a_model_on_its_own_devices_takes_nothing_of_the_others(monkeypatch):
+    monkeypatch.setattr(memory_check, "_place", lambda device: device)
+    here, there = jax.devices()[:4], jax.devices()[4:]
+    four = sharding.MeshShape(data=4)
+    size = 128 * 16 * 4 + 12
+    held = [Part("policy", TREE, four.make(here)), Part("critic", TREE, None)]
+    # Programs of different devices are not added up.
+    passing = [Passing("gradients", 400, four.make(each)) for each in (here, there)]
+    limits = dict.fromkeys(here, size + 100) | dict.fromkeys(there, 100)
+    monkeypatch.setattr(
+        memory_check, "limit", {**limits, memory_check.HOST: size}.__getitem__
+    )
+    assert refused(held, passing) == ""
+    limits[here[0]] -= 1
+    monkeypatch.setattr(
+        memory_check, "limit", {**limits, memory_check.HOST: size}.__getitem__
+    )
+    assert "gradients" in refused(held, passing)
+
+
+def test_what_the_host_has(tmp_path, monkeypatch):
+    info, group = tmp_path / "meminfo", tmp_path / "memory.max"
+    info.write_text("MemTotal: 90 kB\nMemAvailable:    50 kB\nSwapFree: 7 kB\n")
+    monkeypatch.setattr(memory_check, "MEMINFO", info)
+    monkeypatch.setattr(memory_check, "CGROUP_LIMITS", (group,))
+    assert memory_check.limit(memory_check.HOST) == 57 * 1024
+    group.write_text("max\n")
+    assert memory_check.limit(memory_check.HOST) == 57 * 1024
+    group.write_text("1024\n")
+    assert memory_check.limit(memory_check.HOST) == 8 * 1024
+    info.unlink()
+    assert memory_check.limit(memory_check.HOST) is None
+
+
+class Accelerator:
+    platform = "gpu"
+
+    def __init__(self, stats):
+        self.memory_stats = lambda: stats
+
+
+def test_what_a_device_has():
+    assert memory_check.limit(Accelerator({"bytes_limit": 12})) == 12
+    assert memory_check.limit(Accelerator({})) is None
+    assert memory_check.limit(Accelerator(None)) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_compiler_asks_for_no_less(dtype):
+    """Of the programs that make the KV cache and the gradients."""
+    options = Options(
+        vocab_size=13,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        max_positions=64,
+        batch_size=2,
+        prompt_length=1,
+        max_new_tokens=40,
+        dtype=dtype,
+    )
+    ppo = workload.algorithm(options)
+    held = workload.held(options, ppo=ppo)
+    takes = {
+        program.name: compiled.memory(
+            program.function,
+            *program.args,
+            device=compiled.target(None),
+            donate=program.donate,
+        ).temp_size_in_bytes
+        for program in workload.programs(options, held, ppo=ppo)
+        if program.name in ("sampling", "scoring and learning")
+    }
+    mesh = sharding.ONE_DEVICE.make()
+    cache = memory_check.cache(ppo.model, rows=2, max_new_tokens=40, mesh=mesh)
+    width = jnp.dtype(dtype).itemsize
+    assert cache.size == 2 * 2 * 2 * 40 * 32 * width
+    assert cache.size < takes["sampling"]
+    learned = memory_check.gradients(
+        "gradients", held.state.critic, model=ppo.model, mesh=mesh
+    )
+    assert learned.size < takes["scoring and learning"]
