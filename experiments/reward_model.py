@@ -120,6 +120,7 @@ class Config(run_folder.RunConfig):
             max_grad_norm=self.max_grad_norm,
             num_samples=self.num_samples,
             max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature,
         )
         if (self.normalise == "demonstrations") != (self.demonstrations is not None):
             raise InputError(

@@ -63,7 +63,8 @@ def load_tokenizer(path_or_id: str | Path) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder))
     except Exception as error:  # the tokenizers library raises bare Exception
-        raise InputError(f"{expected}: {str(error).splitlines()[0]}") from error
+        said = " ".join(str(error).split())
+        raise InputError(f"{expected}: {said:.200}") from error
     if tokenizer.vocab_size == 0:  # what transformers makes of a config.json alone
         raise InputError(
             f"{expected} none of its files; save the tokenizer there, or name the"

@@ -48,9 +48,14 @@ class Pretrained(NamedTuple):
         """Tokens that a row may have: `max_length`, or the context if None.
 
         Raises:
-          InputError: max_length is beyond the context.
+          InputError: max_length is below 1 or beyond the context.
         """
         context = self.model.max_positions
+        if max_length is not None and max_length < 1:
+            raise InputError(
+                f"max_length: expected at least 1 token, got {max_length}; ask for "
+                f"more, or leave it out"
+            )
         if max_length is not None and max_length > context:
             raise InputError(
                 f"max_length: expected at most the context of the model, {context} "
@@ -134,6 +139,7 @@ def load(
       InputError: either is missing or unreadable (`hf.load`), the tokenizer has ids
         that the model lacks, or this backend has no such attention.
     """
+    hf.model_config(path_or_repo_id)  # or the tokenizer is blamed for its config.json
     reader = encoding.load_tokenizer(
         path_or_repo_id if tokenizer is None else tokenizer
     )

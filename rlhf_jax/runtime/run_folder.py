@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 import platform
 import sys
@@ -238,9 +239,24 @@ def to_json(config: RunConfig) -> dict[str, Any]:
     try:
         return json.loads(json.dumps(fields, default=os.fspath, allow_nan=False))
     except ValueError as error:
+        wrong = ", ".join(f"{name} = {value}" for name, value in _not_finite(fields))
         raise InputError(
-            f"config fields must be finite numbers (None is off); got {fields}"
+            f"config fields: expected finite numbers (None is off), got {wrong:.200}; "
+            "choose others"
         ) from error
+
+
+def _not_finite(fields: dict[str, Any], *, prefix: str = "") -> list[tuple[str, Any]]:
+    """(name, value) of the fields with a number that JSON cannot hold; groups too."""
+    found: list[tuple[str, Any]] = []
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            found += _not_finite(value, prefix=f"{prefix}{name}.")
+        else:
+            numbers = value if isinstance(value, list | tuple) else [value]
+            if not all(map(math.isfinite, (n for n in numbers if type(n) is float))):
+                found.append((prefix + name, value))
+    return found
 
 
 def from_json(

@@ -1,0 +1,150 @@
+"""Bad inputs to the trainers: a command line each that must be refused in one message.
+
+A case is what is wrong, as arguments after those of a run that is in order. `refused`
+runs it as the command line does and checks what every refusal has in common.
+"""
+
+import contextlib
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import dpo
+import grpo_gsm8k
+import jax
+import ppo_from_checkpoint
+import pytest
+import reward_model
+import sft
+import toy_files
+
+from rlhf_jax import hf, pretrained, rewards
+from rlhf_jax.runtime import cli
+
+TRAINERS = {
+    "sft": sft,
+    "reward_model": reward_model,
+    "ppo": ppo_from_checkpoint,
+    "grpo": grpo_gsm8k,
+    "dpo": dpo,
+}
+DATA = {name: "--prompts" if name == "ppo" else "--data" for name in TRAINERS}
+ROWS = {
+    "sft": {"prompt": "the cat", "response": "sat on a dog ."},
+    "reward_model": {"prompt": "the cat", "chosen": "sat .", "rejected": "ran ."},
+    "ppo": {"prompt": "the cat"},
+    "grpo": {"question": "is it good ?", "answer": "#### 2"},
+    "dpo": {"prompt": "the cat", "chosen": "sat .", "rejected": "ran ."},
+}
+OPTIONS = {
+    "sft": ("--batch-size=4",),
+    "reward_model": ("--batch-size=4", "--max-new-tokens=4", "--num-samples=4"),
+    "ppo": (
+        *("--reward=json:dumps", "--batch-size=4", "--max-new-tokens=4"),
+        *("--num-minibatches=1", "--num-steps=1"),
+    ),
+    "grpo": (
+        *("--batch-size=4", "--group-size=2", "--max-new-tokens=4", "--num-workers=1"),
+        *("--num-minibatches=1", "--num-steps=1"),
+    ),
+    "dpo": ("--batch-size=4",),
+}
+
+TITLES = "Value error|Invalid choice|Unrecognized options|Missing"
+MESSAGE = re.compile(rf"^(error: |╭| ?({TITLES}).*\n ?-{{10}})", re.MULTILINE)
+
+
+class Case(NamedTuple):
+    """Arguments of a trainer, where {} names the folder of files in order."""
+
+    trainer: str
+    argv: tuple[str, ...]
+    message: str  # a regular expression that the refusal holds
+
+
+def case(trainer: str, argv: str, message: str) -> Case:
+    """A case of arguments without blanks."""
+    return Case(trainer, tuple(argv.split()), message)
+
+
+def name(of) -> str | None:
+    """The test's name of a case."""
+    return f"{of.trainer}:{' '.join(of.argv)}"[:60] if isinstance(of, Case) else None
+
+
+def make_files(folder: Path) -> Path:
+    """A checkpoint, a reward model and each trainer's data, all in order."""
+    toy_files.checkpoint(folder / "model")
+    hf.save_reward(
+        folder / "scorer",
+        toy_files.MODEL,
+        rewards.init(jax.random.key(1), toy_files.params(), model=toy_files.MODEL),
+        tokenizer=toy_files.tokenizer(),
+    )
+    for trainer, row in ROWS.items():
+        toy_files.jsonl(folder / f"{trainer}.jsonl", *[row] * 12)
+    (folder / "text.txt").write_text("the cat sat on a dog .\n")
+    (folder / "empty").mkdir()
+    return folder
+
+
+@contextlib.contextmanager
+def loading_once():
+    """A checkpoint that was loaded whole is not read again."""
+    load, loaded = pretrained.load, {}
+
+    def load_once(*args, sharding, **options):
+        asked = str((args, options))
+        if asked not in loaded:
+            loaded[asked] = load(*args, sharding=sharding, **options)
+        return loaded[asked]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pretrained, "load", load_once)
+        yield
+
+
+def in_order(trainer: str, files: Path) -> list[str]:
+    """The arguments of a run that is in order, without --out."""
+    words = ["--model", str(files / "model"), DATA[trainer]]
+    words += [str(files / f"{trainer}.jsonl"), *OPTIONS[trainer]]
+    if trainer == "grpo":
+        words += ["--held-out", str(files / "grpo.jsonl")]
+    return words
+
+
+def refused(capsys, trainer: str, argv, *, files: Path, out: Path, message: str) -> str:
+    """Checks status 2, one message that says `message`, and that `out` is left as is.
+
+    A message is a line or paragraph that begins with "error:", or the box that the
+    parser of options draws, with its title.
+    """
+    before = contents(out)
+    words = ["--out", str(out), "--no-progress", *in_order(trainer, files), *argv]
+    experiment = TRAINERS[trainer]
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(experiment.main, experiment.Config, description="", argv=words)
+    told = capsys.readouterr().err
+    assert exit_.value.code == 2, told
+    assert "Traceback" not in told
+    assert len(MESSAGE.findall(told)) == 1, told
+    assert MESSAGE.match(told), told
+    assert len(told) < 3000, told[:3000]
+    said = " ".join(told.replace("│", " ").split())
+    assert re.search(message, said), said
+    assert contents(out) == before
+    return said
+
+
+def contents(folder: Path) -> dict[str, bytes] | None:
+    """What a path holds, None where there is nothing."""
+    with contextlib.suppress(OSError, ValueError):
+        if folder.is_file():
+            return {"": folder.read_bytes()}
+        if folder.exists():
+            return {
+                path.relative_to(folder).as_posix(): path.read_bytes()
+                for path in sorted(folder.rglob("*"))
+                if path.is_file()
+            }
+    return None
