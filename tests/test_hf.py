@@ -18,7 +18,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.models import config, decoder, gpt2, heads, llama
 from rlhf_jax.runtime import encoding, hf, hub, shards
 
@@ -385,6 +385,13 @@ def test_a_reward_model_s_score_is_finite(tmp_path):
     shutil.rmtree(folder)
     folder = edited(tmp_path, "gpt2_reward", options={"score_bias": math.inf})
     with pytest.raises(
+        InputError, match=r"config\.json: expected score_bias to be a finite .* inf"
+    ):
+        hf.load_reward(folder)
+    shutil.rmtree(folder)
+    # Finite in JSON, and not in float32.
+    folder = edited(tmp_path, "gpt2_reward", options={"score_bias": 1e39})
+    with pytest.raises(
         InputError, match=r"score_bias in config\.json: 0 NaN and 1 inf"
     ):
         hf.load_reward(folder)
@@ -488,7 +495,7 @@ def test_a_save_leaves_all_or_nothing(tmp_path, monkeypatch):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(shards, "save_file", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(StopError, match="No space left"):
         hf.save(tmp_path / "second", model, params)
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
 

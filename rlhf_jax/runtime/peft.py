@@ -205,11 +205,16 @@ def _linears(model: ModelConfig) -> list[_Linear]:
     ]
 
 
+def _sizes(model: ModelConfig) -> dict[str, tuple[int, int]]:
+    """In and out of every linear layer of ours, {"attention/query": (in, out)}."""
+    return lora_.targets(model=model, lora=LoRA(rank=1))  # a rank that all layers take
+
+
 def _to_theirs(
     linear: _Linear, held: Mapping[str, Any], *, model: ModelConfig, rank: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """lora_A [L, k, in] and lora_B [L, out, k] of a layer of theirs; k is r or n·r."""
-    sizes = lora_.targets(model=model, lora=LoRA())
+    sizes = _sizes(model)
     downs, ups = [], []
     for path in linear.paths:
         size_in, size_out = sizes[path]
@@ -265,7 +270,7 @@ def _read(
     config: Mapping[str, Any], tensors: Tensors, *, model: ModelConfig
 ) -> tuple[LoRA, Params]:
     rank, alpha = config["r"], config["lora_alpha"]
-    sizes = lora_.targets(model=model, lora=LoRA())
+    sizes = _sizes(model)
     problems, expected = [], {_SCORE: (1, model.hidden_size)}
     found: list[tuple[_Linear, int]] = []
     for linear in _linears(model):
