@@ -383,18 +383,12 @@ def test_a_reward_model_s_score_is_finite(tmp_path):
     ):
         hf.load_reward(folder)
     shutil.rmtree(folder)
-    folder = edited(tmp_path, "gpt2_reward", options={"score_bias": math.inf})
-    with pytest.raises(
-        InputError, match=r"config\.json: expected score_bias to be a finite .* inf"
-    ):
-        hf.load_reward(folder)
-    shutil.rmtree(folder)
-    # Finite in JSON, and not in float32.
-    folder = edited(tmp_path, "gpt2_reward", options={"score_bias": 1e39})
-    with pytest.raises(
-        InputError, match=r"score_bias in config\.json: 0 NaN and 1 inf"
-    ):
-        hf.load_reward(folder)
+    for bias in (math.inf, 1e39):  # the second is infinite in float32
+        folder = edited(tmp_path, "gpt2_reward", options={"score_bias": bias})
+        message = r"config\.json: expected score_bias to be a finite number, got "
+        with pytest.raises(InputError, match=message):
+            hf.load_reward(folder)
+        shutil.rmtree(folder)
 
 
 def test_a_vocabulary_that_is_not_the_embedding_s_is_named(tmp_path):

@@ -340,10 +340,7 @@ def _read(
 
 def _score_bias(tensors: shards.Tensors, config: Mapping[str, Any]) -> np.ndarray:
     if keys.SCORE_BIAS not in tensors.headers:
-        bias = np.array(config.get("score_bias", 0.0), np.float32)
-        found = {f"score_bias in {_CONFIG}": (shards.NotFinite.of(bias), 1)}
-        shards.refuse_not_finite(found)
-        return bias
+        return np.array(config.get("score_bias", 0.0), np.float32)
     shape = tensors.headers[keys.SCORE_BIAS].shape
     if shape != (1,):
         raise InputError(
