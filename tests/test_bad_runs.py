@@ -1,0 +1,95 @@
+"""Run folders, recorded configs and rewards that trainers refuse."""
+
+import json
+
+import bad_inputs
+import ppo_from_checkpoint
+import pytest
+import test_bad_options
+from bad_inputs import TRAINERS
+
+from rlhf_jax import run_folder
+
+files = test_bad_options.files
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("a\0b", "--out: expected the path of a folder, .* which has a NUL"),
+        ("x" * 300, "--out .*: expected a folder that can be read, got: File name too"),
+        ("text.txt", "text.txt is a file; expected a folder that is absent or empty"),
+        ("text.txt/run", "--out .*(Not a directory|is a file)"),
+        ("model", "--out .* already holds config.json"),
+    ],
+    ids=["NUL", "long", "a file", "in a file", "in use"],
+)
+def test_an_out_that_is_refused(files, capsys, trainer, out, message):
+    bad_inputs.refused(
+        capsys, trainer, [], files=files, out=files / out, message=message
+    )
+
+
+def begun(trainer, files, out, **changes):
+    """A recorded config of the run in order, with other fields; ... takes one out."""
+    experiment = TRAINERS[trainer]
+    words = ["--out", str(out), "--no-progress", *bad_inputs.in_order(trainer, files)]
+    config = bad_inputs.cli.parse(experiment.Config, description="", argv=words)
+    out.mkdir()
+    fields = run_folder.to_json(config) | changes
+    fields = {name: value for name, value in fields.items() if value is not ...}
+    recorded = {"config": fields, "versions": run_folder.versions()}
+    (out / "config.json").write_text(json.dumps(recorded))
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": "x"}, "config.json does not fit .* seed: expected int, got .x"),
+        ({"seed": 1.5}, "config.json does not fit .* seed: expected int, got 1.5"),
+        ({"seed": True}, "config.json does not fit .* seed: expected int, got true"),
+        ({"seed": -1}, "--seed: expected 0 to 4294967295, got -1"),
+        ({"batch_size": ...}, "config.json does not fit .* batch_size: missing"),
+        ({"colour": 1}, "config.json does not fit .* colour: unknown"),
+        ({"mesh": 3}, "config.json does not fit .* mesh: expected"),
+        ({"mesh": {"data": 0}}, "mesh"),
+        ({"model": ["a"]}, "config.json does not fit .* model: expected"),
+        ({"dtype": "float64"}, "config.json does not fit .* dtype: expected"),
+    ],
+    ids=lambda of: "" if isinstance(of, str) else str(of).replace("Ellipsis", "gone"),
+)
+def test_a_recorded_config_that_is_refused(
+    files, tmp_path, capsys, trainer, changes, message
+):
+    begun(trainer, files, tmp_path / "run", **changes)
+    bad_inputs.refused(
+        capsys,
+        trainer,
+        ["--config", str(tmp_path / "run" / "config.json"), "--resume"],
+        files=files,
+        out=tmp_path / "run",
+        message=message,
+    )
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_a_resume_with_another_seed(files, tmp_path, capsys, trainer):
+    begun(trainer, files, tmp_path / "run", seed=5)
+    bad_inputs.refused(
+        capsys,
+        trainer,
+        ["--resume"],
+        files=files,
+        out=tmp_path / "run",
+        message="seed: .*5",
+    )
+
+
+def test_recorded_is_what_a_run_records(files, tmp_path):
+    begun("ppo", files, tmp_path / "run")
+    read = run_folder.read_config(tmp_path / "run" / "config.json")
+    path = tmp_path / "run" / "config.json"
+    config = run_folder.from_json(ppo_from_checkpoint.Config, read, source=path)
+    assert config.out == tmp_path / "run"
