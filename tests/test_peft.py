@@ -410,3 +410,21 @@ def test_peft_gives_the_scores_of_a_reward_model_that_we_save(tmp_path, bases):
     expected = rewards.sequence_scores(full, model=model, tokens=tokens, mask=mask)
     found = their_logits(adapted, name)[:, 0] + float(params["score"]["bias"])
     np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+def test_equal_adapters_are_equal_files(tmp_path, bases):
+    """To the byte: safetensors itself orders metadata by chance."""
+    model, base = bases["gpt2_lora"]
+    options = LoRA(rank=2, alpha=4.0)
+    adapters = lora.init(jax.random.key(0), model=model, lora=options)
+    written = set()
+    for number in range(12):
+        folder = tmp_path / str(number)
+        save(folder, adapters, model=model, options=options, base=base)
+        written.add((folder / WEIGHTS).read_bytes())
+    assert len(written) == 1
+    with safe_open(folder / WEIGHTS, "np") as file:
+        assert file.metadata() == {
+            "format": "pt",
+            "base_fingerprint": frozen.source_fingerprint_of(base).root,
+        }

@@ -25,7 +25,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
-from safetensors.numpy import save_file
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import decoder, keys
@@ -142,7 +141,7 @@ def save(
     }
     with shards.new_folder(Path(path)) as folder:
         shards.write_json(folder / _CONFIG, config)
-        save_file(tensors, folder / _WEIGHTS, metadata=metadata)
+        shards.save(tensors, folder / _WEIGHTS, metadata=metadata)
 
 
 def load(path: PathLike, *, model: ModelConfig, base: Frozen) -> tuple[LoRA, Params]:

@@ -194,7 +194,7 @@ def write(
     total = 0
     for shard in _batches(tensors, max_shard_bytes=max_shard_bytes):
         # transformers refuses a file that does not name its framework.
-        save_file(shard, folder / f"{len(names)}.shard", metadata={"format": "pt"})
+        save(shard, folder / f"{len(names)}.shard", metadata={"format": "pt"})
         names.append(list(shard))
         total += sum(tensor.nbytes for tensor in shard.values())
     if len(names) == 1:
@@ -207,6 +207,24 @@ def write(
         weight_map |= dict.fromkeys(of_shard, file)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     write_json(folder / INDEX, index)
+
+
+def save(
+    tensors: dict[str, np.ndarray], path: Path, *, metadata: dict[str, str]
+) -> None:
+    """One safetensors file; of equal tensors and metadata equal bytes.
+
+    safetensors writes the metadata in an order that it draws anew each time.
+    """
+    save_file(tensors, path, metadata=metadata)
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(metadata.items()))
+        ordered = json.dumps(header, separators=(",", ":"), ensure_ascii=False)
+        assert len(ordered.encode()) <= size, "a header that is only put in order"
+        file.seek(8)
+        file.write(ordered.encode().ljust(size))
 
 
 @contextlib.contextmanager
