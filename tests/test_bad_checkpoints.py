@@ -235,3 +235,36 @@ def test_a_checkpoint_that_is_refused(files, tmp_path, capsys, bad):
         out=tmp_path / "run",
         message=bad.message,
     )
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (3, "chat_template in tokenizer_config.json to be a text, .* got 3"),
+        ([{"name": "a", "template": "a"}], "chat_template in .* to be a text"),
+        ("", "a tokenizer with a chat template|a chat template that writes the whole"),
+        ("{% if", "of which it says: unexpected 'end of template'"),
+        ("{{ 1/0 }}", "of which it says: division by zero"),
+        ("{{ messages[9].content }}", "of which it says: .*element 9"),
+        ("{{ 3 }}", "a chat template that writes the whole answer"),
+    ],
+)
+def test_a_template_that_is_refused(files, tmp_path, capsys, template, message):
+    shutil.copytree(files / "model", tmp_path / "model")
+    edited("tokenizer_config.json", chat_template=template)(tmp_path / "model")
+    said = {
+        name: [{"role": role, "content": text}]
+        for name, role, text in (
+            ("prompt", "user", "the cat"),
+            ("response", "assistant", "sat"),
+        )
+    }
+    (tmp_path / "chat.jsonl").write_text(json.dumps(said))
+    bad_inputs.refused(
+        capsys,
+        "sft",
+        ["--model", str(tmp_path / "model"), "--data", str(tmp_path / "chat.jsonl")],
+        files=files,
+        out=tmp_path / "run",
+        message=message,
+    )

@@ -86,8 +86,18 @@ def render(
             " give texts instead of messages"
         )
     try:
+        template = tokenizer.get_chat_template()
+    except ValueError:  # several with names, and none of them is the default
+        template = None
+    if not isinstance(template, str):
+        raise InputError(
+            f"{where}: expected chat_template in tokenizer_config.json to be a text, or"
+            f" texts by name with a default, got {tokenizer.chat_template!r:.40};"
+            " correct it, or name another tokenizer with --tokenizer"
+        )
+    try:
         return templates.write(
-            FIXED + tokenizer.get_chat_template(),
+            FIXED + template,
             # As `apply_chat_template` has it: templates know absent keys, not null.
             [
                 {key: value for key, value in message.items() if value is not None}
