@@ -509,7 +509,11 @@ def test_models_in_the_wrong_place(files, tmp_path, capsys):
             ("--max-new-tokens=15",),
             "expected a prompt of at most 1 tokens to sam",
         ),
-        (PAIR, ("--temperature=0",), "expected temperature > 0, got 0"),
+        (
+            PAIR,
+            ("--temperature=0",),
+            "temperature: expected a finite number above 0, got 0",
+        ),
     ],
 )
 def test_pairs_that_the_reward_model_refuses(

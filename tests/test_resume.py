@@ -106,6 +106,19 @@ def test_the_config_is_read_from_the_snapshot_that_orbax_wrote(begun):
     assert found.config == snapshot_folder.read_meta(stage, 4)["config"]
 
 
+def test_an_edited_config_is_refused_beside_a_damaged_snapshot(begun):
+    """By the newest snapshot that can be read, here 2 of 2 and 4."""
+    stage = begun.out / "snapshots" / "only"
+    assert snapshot_folder.numbers(stage) == [2, 4]
+    (stage / "4" / "meta" / "metadata").write_bytes(b"{")
+    (stage / "²").mkdir()  # a digit to Python, and no number
+    edited = dataclasses.replace(begun, resume_from=2, kl_coef=0.2)
+    with pytest.raises(
+        InputError, match="config that snapshot 2 of only was made with"
+    ):
+        run_folder.check_run(edited)
+
+
 def test_a_row_that_a_reward_reads_may_not_change(tmp_path):
     rows = [{"prompt": "2 + 2", "answer": 4}, {"prompt": "1 + 1", "answer": 2}]
     # Of the JSON text, by hand.

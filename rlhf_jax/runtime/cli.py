@@ -106,7 +106,7 @@ def main(
             raise
         # The others must not wait for this process, which Python would let them.
         traceback.print_exc()
-        lost = "a process may be lost, snapshots so far are good"
+        lost = "a process may be lost; the snapshots before stay"
         why = lost if isinstance(error, jax.errors.JaxRuntimeError) else "a defect"
         _leave(1, f"stopped: {why}; {go_on(config)}")
 

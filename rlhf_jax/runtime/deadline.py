@@ -133,7 +133,7 @@ def _end(signum: int, save: Callable[[int], str]) -> None:
         status = 1
         message = (
             f"stopped: expected to save, got {type(error).__name__}: {error}; "
-            f"snapshots so far are good"
+            f"the snapshots before stay, and --resume goes on from the newest"
         )
     # Neither `print`, whose lock the main thread may hold, nor an orderly exit, which
     # would wait for it.

@@ -35,27 +35,33 @@ class Recorded:
 
 
 def recorded_configs(folder: Path) -> list[Recorded]:
-    """The config of each stage's newest snapshot.
+    """The config of each stage's newest snapshot that can be read.
 
     Read as plain files, without orbax, whose processes would wait for each other. A
-    damaged one is left out here: restoring it tells so.
+    damaged snapshot is passed over here: restoring it tells so.
     """
-    found = []
-    for stage in sorted((folder / "snapshots").glob("*")):
-        step = newest(stage)
-        meta = stage / str(step) / "meta" / "metadata"
-        with contextlib.suppress(OSError, ValueError):
-            match json.loads(meta.read_bytes()):
-                case {"config": dict() as config}:
-                    where = f"snapshot {step} of {stage.name}"
-                    found.append(Recorded(where, config))
-    return found
+    stages = sorted((folder / "snapshots").glob("*"))
+    newest = (_newest_config(stage) for stage in stages)
+    return [recorded for recorded in newest if recorded is not None]
 
 
 def newest(stage: Path) -> int:
     """The number of a stage's newest snapshot by its folders; 0 without any."""
-    numbers = (int(path.name) for path in stage.glob("*") if path.name.isdigit())
-    return max(numbers, default=0)
+    return max(_steps(stage), default=0)
+
+
+def _steps(stage: Path) -> list[int]:
+    return [int(path.name) for path in stage.glob("*") if path.name.isdecimal()]
+
+
+def _newest_config(stage: Path) -> Recorded | None:
+    for step in sorted(_steps(stage), reverse=True):
+        meta = stage / str(step) / "meta" / "metadata"
+        with contextlib.suppress(OSError, ValueError):
+            match json.loads(meta.read_bytes()):
+                case {"config": dict() as config}:
+                    return Recorded(f"snapshot {step} of {stage.name}", config)
+    return None
 
 
 def differing(recorded: Fields, given: Fields, *, but: frozenset[str]) -> list[str]:

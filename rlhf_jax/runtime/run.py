@@ -49,11 +49,11 @@ MAX_SKIPPED = 5  # updates in a row without a finite gradient, before a run stop
 # Metrics that count them, and what is to be said; the second is a critic's own.
 SKIPPED = {
     "update/skipped_in_a_row": (
-        "and nothing was updated meanwhile. Snapshots so far are good"
+        "and nothing was updated meanwhile. The snapshots hold what was before"
     ),
     "critic/skipped_in_a_row": (
         "of the critic's, which was not updated meanwhile, though the policy was. "
-        "Snapshots of before the first critic/skipped in metrics.jsonl are good"
+        "Snapshots of before the first critic/skipped in metrics.jsonl have both whole"
     ),
 }
 

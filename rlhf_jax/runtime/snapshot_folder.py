@@ -13,7 +13,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.runtime import integrity
 from rlhf_jax.runtime.integrity import DIGESTS, DamagedError
 
@@ -124,6 +124,10 @@ def _read_meta(folder: Path, step: int) -> tuple[dict[str, Any], dict[str, str]]
 
 def split(saved: dict[str, Any], where: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """The meta, and the digests of the arrays that stand in it; none in an old one."""
+    if not isinstance(saved, dict):
+        raise integrity.damaged(
+            where, [f"meta: expected a JSON object, got {saved!r:.40}"]
+        )
     if DIGESTS not in saved:
         return saved, {}
     meta = {key: value for key, value in saved.items() if key != DIGESTS}
@@ -156,6 +160,11 @@ def damage_told(where: Path) -> Iterator[None]:
         yield
     except (InputError, DamagedError, MemoryError, jax.errors.JaxRuntimeError):
         raise
+    except PermissionError as error:  # of a snapshot that may well be whole
+        raise StopError(
+            f"{where}: expected a snapshot that can be read, got {error.strerror}; see "
+            f"to its permissions"
+        ) from error
     except Exception as error:  # whatever they raise
         first = (str(error).splitlines() or [""])[0]
         fault = f"{type(error).__name__}: {first:.200}"
