@@ -11,14 +11,13 @@ from typing import NamedTuple
 
 import dpo
 import grpo_gsm8k
-import jax
 import ppo_from_checkpoint
 import pytest
 import reward_model
 import sft
 import toy_files
 
-from rlhf_jax import hf, pretrained, rewards
+from rlhf_jax import pretrained
 from rlhf_jax.runtime import cli
 
 TRAINERS = {
@@ -75,12 +74,7 @@ def name(of) -> str | None:
 def make_files(folder: Path) -> Path:
     """A checkpoint, a reward model and each trainer's data, all in order."""
     toy_files.checkpoint(folder / "model")
-    hf.save_reward(
-        folder / "scorer",
-        toy_files.MODEL,
-        rewards.init(jax.random.key(1), toy_files.params(), model=toy_files.MODEL),
-        tokenizer=toy_files.tokenizer(),
-    )
+    toy_files.reward_model(folder / "scorer")
     for trainer, row in ROWS.items():
         toy_files.jsonl(folder / f"{trainer}.jsonl", *[row] * 12)
     (folder / "text.txt").write_text("the cat sat on a dog .\n")

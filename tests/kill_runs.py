@@ -24,10 +24,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-import jax
 import toy_files
-
-from rlhf_jax import hf, rewards
 
 ROOT = Path(__file__).resolve().parent.parent
 PAUSE = 0.03  # seconds that the reward takes, so that kills meet a run under way
@@ -115,12 +112,7 @@ def write_files(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "their_rewards.py").write_text(REWARD)
     toy_files.checkpoint(folder / "model")
-    hf.save_reward(
-        folder / "scorer",
-        toy_files.MODEL,
-        rewards.init(jax.random.key(1), toy_files.params(), model=toy_files.MODEL),
-        tokenizer=toy_files.tokenizer(),
-    )
+    toy_files.reward_model(folder / "scorer")
     prompts = ("the cat", "a dog was", "it is so")
     toy_files.jsonl(folder / "prompts.jsonl", *({"prompt": text} for text in prompts))
     words = ("cat", "dog", "good", "bad", "very", "so", "and", "to")

@@ -33,12 +33,7 @@ def files(tmp_path_factory):
     """A folder with a checkpoint, a reward model and data that are in order."""
     folder = tmp_path_factory.mktemp("files")
     toy_files.checkpoint(folder / "model")
-    hf.save_reward(
-        folder / "scorer",
-        toy_files.MODEL,
-        rewards.init(jax.random.key(1), toy_files.params(), model=toy_files.MODEL),
-        tokenizer=toy_files.tokenizer(),
-    )
+    toy_files.reward_model(folder / "scorer")
     toy_files.jsonl(folder / "answers.jsonl", *ANSWERS * 6)
     toy_files.jsonl(folder / "pairs.jsonl", *[PAIR] * 12)
     toy_files.jsonl(

@@ -6,7 +6,7 @@ import ppo_from_checkpoint
 import pytest
 import toy_files
 
-from rlhf_jax import cli, compiled, hf, memory_check, rewards, sharding, workload
+from rlhf_jax import cli, compiled, memory_check, sharding, workload
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runtime.memory_check import Part, Passing
 from rlhf_jax.runtime.workload import Options
@@ -46,12 +46,7 @@ INT8 += 4 * (BIASES + 2 * 32 + 32)
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     toy_files.checkpoint(folder / "model")
-    hf.save_reward(
-        folder / "scorer",
-        toy_files.MODEL,
-        rewards.init(jax.random.key(1), toy_files.params(), model=toy_files.MODEL),
-        tokenizer=toy_files.tokenizer(),
-    )
+    toy_files.reward_model(folder / "scorer")
     rows = [{"prompt": "the cat"}] * 4
     toy_files.jsonl(folder / "prompts.jsonl", *rows)
     return folder

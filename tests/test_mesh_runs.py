@@ -19,7 +19,7 @@ import sft
 import toy_files
 from safetensors.numpy import load_file
 
-from rlhf_jax import batches, data, hf, masked, pretrained, rewards
+from rlhf_jax import batches, data, hf, masked, pretrained
 from rlhf_jax import ppo as rlhf_ppo
 from rlhf_jax.runtime import cli, metrics
 
@@ -52,12 +52,7 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     (folder / "mesh_rewards.py").write_text(REWARD)
     toy_files.checkpoint(folder / "model")
-    hf.save_reward(
-        folder / "scorer",
-        toy_files.MODEL,
-        rewards.init(jax.random.key(1), toy_files.params(), model=toy_files.MODEL),
-        tokenizer=toy_files.tokenizer(),
-    )
+    toy_files.reward_model(folder / "scorer")
     rows = [{"prompt": prompt} for prompt in ("the cat", "a dog was", "it is so")]
     toy_files.jsonl(folder / "prompts.jsonl", *rows)
     pair = {"prompt": "the cat", "chosen": "sat very good .", "rejected": "ran bad ."}

@@ -7,7 +7,7 @@ import jax
 import tokenizers
 import transformers
 
-from rlhf_jax import config, decoder, hf
+from rlhf_jax import config, decoder, hf, rewards
 
 WORDS = [
     *("the", "a", "cat", "dog", "sat", "ran", "good", "bad", "very", "so", "and"),
@@ -40,6 +40,12 @@ def params(model=MODEL, *, seed=0):
 
 def checkpoint(folder: Path, *, model=MODEL, words=WORDS, seed=0) -> Path:
     hf.save(folder, model, params(model, seed=seed), tokenizer=tokenizer(words))
+    return folder
+
+
+def reward_model(folder: Path) -> Path:
+    scorer = rewards.init(jax.random.key(1), params(), model=MODEL)
+    hf.save_reward(folder, MODEL, scorer, tokenizer=tokenizer())
     return folder
 
 
