@@ -1,5 +1,7 @@
 """What a run must hold at the least, by hand, against limits just above and below."""
 
+import gc
+
 import jax
 import jax.numpy as jnp
 import ppo_from_checkpoint
@@ -119,13 +121,14 @@ def has(monkeypatch, size):
     ],
 )
 def test_every_part_by_hand(files, tmp_path, monkeypatch, options, least):
+    gc.collect()  # arrays of other tests, which may go at any moment
     before = len(jax.live_arrays())
     has(monkeypatch, least)
     ask(files, tmp_path / "run", *options)
     has(monkeypatch, least - 1)
     with pytest.raises(InputError, match="a run that fits into") as told:
         ask(files, tmp_path / "run", *options)
-    assert len(jax.live_arrays()) == before
+    assert len(jax.live_arrays()) <= before
     assert "--no-check-memory" in str(told.value)
     assert "\n  policy: 0.0 MiB\n" in str(told.value)
 
