@@ -112,24 +112,29 @@ def test_a_schedule_goes_on_between():
 
 def test_two_programs_serve_every_step():
     """None is not an array, so a step without the KL is traced once and kept."""
-    before = learn._cache_size()
-    third = dataclasses.replace(THIRD, gamma=0.99)  # not compiled by another test
+    traced = []
+
+    def counted(*args, **options):
+        traced.append(options["reference"] is not None)
+        return ppo.learn(*args, **options)
+
+    learn = toys.jit(counted, static_argnames=("ppo",))
     reference = frozen.freeze(POLICY)
     current = begin(kl_control.fixed(0.25))
     rollout = toys.sampled(current.policy)
     kl = []
     for number in range(6):
-        takes_kl = third.lifecycle.prices(number)
+        takes_kl = THIRD.lifecycle.prices(number)
         current, stats, _ = learn(
             current,
             rollout=rollout,
             scores=SCORES,
             reference=reference if takes_kl else None,
             key=jax.random.fold_in(jax.random.key(9), number),
-            ppo=third,
+            ppo=THIRD,
         )
         kl.append("objective/kl" in stats)
     assert kl == [True, False, False, True, False, False]
-    assert learn._cache_size() == before + 2
+    assert traced == [True, False]
     assert int(current.step) == 6
     np.testing.assert_array_equal(current.kl.kl_coef, np.float32(0.25))
