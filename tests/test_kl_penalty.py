@@ -146,14 +146,15 @@ def test_value_matches_the_oracle(penalty):
     found, reward_stats = reward_of(penalty, logprobs=OLD)
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, expected, **near)
-    # Of k3 alone, and of these numbers none: float32 holds them all.
+    # Of k3 and with weights alone, and of these numbers none: float32 holds them all.
     held = stats.pop("loss/kl_overflowfrac", None)
     reward_held = reward_stats.pop("penalty/overflowfrac", None)
-    if penalty.value_estimator == "k3":
-        assert np.array_equal(held, (0, estimates))
-        assert np.array_equal(reward_held, (0, estimates))
-    else:
-        assert held is reward_held is None
+    of_k3, weighted = penalty.value_estimator == "k3", penalty.importance_weights
+    for found, told in (
+        (held, of_k3 or weighted),
+        (reward_held, of_k3 or (weighted and penalty.direction == "forward")),
+    ):
+        assert np.array_equal(found, (0, estimates)) if told else found is None
     if penalty.clip is None:
         assert stats.keys() == {"loss/kl"}
         assert not reward_stats
@@ -332,6 +333,48 @@ def test_k3_in_the_loss_has_its_slope_wherever_that_is_finite(x, log_weight):
     expected = min(np.exp(min(-x, 200)), np.exp(88.72)) - 1 + x
     np.testing.assert_allclose(value, [[expected]], rtol=1e-4)
     assert np.array_equal(stats["penalty/overflowfrac"], (-x > 88.72, 1))
+
+
+@pytest.mark.parametrize("x", [-3.0, 0.0, 2.0])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_a_weight_beyond_float32_leaves_value_and_slope_finite(estimator, x):
+    """A drift of 0.2 nats a token makes a prefix weight e^100 by token 500."""
+    value = {"k1": x, "k2": x * x / 2, "k3": np.expm1(-x) + x}[estimator]
+    slope = {"k1": 1.0, "k2": x, "k3": -np.expm1(-x)}[estimator]
+    length = 520
+    penalty = Penalty(
+        estimator,
+        grad_estimator=estimator,
+        placement="loss",
+        importance_weights="prefix",
+    )
+
+    def row(value):
+        return np.full((1, length), value, np.float32)
+
+    def loss(logprobs):
+        return kl_penalty.kl_loss(
+            penalty=penalty,
+            logprobs=logprobs,
+            old_logprobs=row(x - 0.2),
+            ref_logprobs=row(0),
+            mask=row(1) > 0,
+            weights=row(1 / length),
+        )
+
+    (found, stats), gradient = jax.value_and_grad(loss, has_aux=True)(row(x))
+    assert np.isfinite(found)
+    log_weights = 0.2 * np.arange(1, length + 1)
+    near = log_weights < 84
+    expected = np.exp(log_weights[near]) * slope / length
+    np.testing.assert_allclose(gradient[0][near], expected, rtol=1e-3)
+    far = np.asarray(gradient[0][log_weights > 89])
+    assert np.isfinite(far).all()
+    assert (np.sign(far) == np.sign(slope)).all()
+    assert (np.abs(far) >= 1e34 * np.abs(np.sign(slope))).all()
+    held = log_weights > np.log(2.0**128) - np.log(max(2, 4 * abs(value)))
+    told = stats["loss/kl_overflowfrac"]
+    np.testing.assert_allclose(told, (held.sum(), length), atol=1)
 
 
 # --- Monte Carlo --------------------------------------------------------------------

@@ -228,7 +228,7 @@ def reward_kl(
     Returns:
       f32[B, S], nats, 0 outside the mask, without gradient, and {name: (sum, weight)}:
       where clip is set `penalty/clipfrac`, the share of estimates that it cut; of k3
-      `penalty/overflowfrac`, the share held at e^88.72, where float32 ends.
+      or with weights `penalty/overflowfrac`, the share held where float32 ends.
 
     Raises:
       InputError: exact is wanted and not there. ValueError: shapes differ.
@@ -247,7 +247,7 @@ def reward_kl(
         estimator=penalty.value_estimator,
     )
     stats: Stats = {} if penalty.clip is None else {"penalty/clipfrac": found.clipfrac}
-    if penalty.value_estimator == "k3":
+    if penalty.value_estimator == "k3" or weighted:
         stats["penalty/overflowfrac"] = found.overflowfrac
     return jax.lax.stop_gradient((found.kl * _share(penalty, mask), stats))
 
@@ -283,9 +283,9 @@ def kl_loss(
       f32[] loss, nats, and {name: (sum, weight)}. The gradient reaches `logprobs` and
       `exact`; none comes from an estimate that was clipped. `loss/kl`: the values
       (weighted by w, clipped, not divided by a length), nats per token. Where clip is
-      set `loss/kl_clipfrac`: the share of estimates that it cut. Of k3
-      `loss/kl_overflowfrac`: the share held at e^88.72, where float32 ends, value and
-      slope.
+      set `loss/kl_clipfrac`: the share of estimates that it cut. Of k3 or with weights
+      `loss/kl_overflowfrac`: the share held where float32 ends, value and slope: k3 at
+      e^88.72, another at the largest weight with which its product is a float32.
 
     Raises:
       InputError: exact is wanted and not there. ValueError: shapes differ.
@@ -316,7 +316,7 @@ def kl_loss(
     stats: Stats = {"loss/kl": (jnp.sum(found.kl), num_tokens)}
     if penalty.clip is not None:
         stats["loss/kl_clipfrac"] = found.clipfrac
-    if "k3" in penalty._estimators:
+    if "k3" in penalty._estimators or log_weights is not None:
         stats["loss/kl_overflowfrac"] = found.overflowfrac
     return loss, jax.lax.stop_gradient(stats)
 
@@ -324,7 +324,7 @@ def kl_loss(
 class _Estimates(NamedTuple):
     kl: Array  # f32[B, S], nats, 0 where no estimate stands
     clipfrac: tuple[Array, Array]  # estimates that were clipped, estimates
-    overflowfrac: tuple[Array, Array]  # k3 beyond float32, estimates
+    overflowfrac: tuple[Array, Array]  # held where float32 ends, estimates
 
 
 def _estimates(
@@ -353,7 +353,10 @@ def _estimates(
     slope = _weighted(estimator, x, exact, log_weights)
     slope = jnp.where(kept, slope - jax.lax.stop_gradient(slope), 0.0)
     clipped = jnp.sum(cells & ~kept, dtype=jnp.float32)
-    held = _far(x, log_weights) & (log_weights - x > ratios.LARGEST)
+    held = log_weights > _most(_estimate(estimator, x, exact))
+    if "k3" in penalty._estimators:
+        far = _far(x, log_weights)
+        held = jnp.where(far, log_weights - x > ratios.LARGEST, held)
     estimates = jnp.sum(cells, dtype=jnp.float32)
     return _Estimates(
         kl=jax.lax.stop_gradient(value) + slope,
@@ -366,13 +369,20 @@ def _weighted(
     estimator: Estimator, x: Array, exact: Array | None, log_weights: Array
 ) -> Array:
     """The estimate times exp(log_weights), which is not differentiated."""
+    far = _far(x, log_weights) & (estimator == "k3")
+    near = _estimate(estimator, jnp.where(far, 0.0, x), exact)
+    near = jnp.exp(jnp.minimum(log_weights, _most(near))) * near
     if estimator != "k3":
-        return jnp.exp(log_weights) * _estimate(estimator, x, exact)
+        return near
     # All but exp(-x) is less than a digit there; w·exp(-x) as one exponential may be
     # finite where its factors are not.
-    far = _far(x, log_weights)
-    near = jnp.exp(log_weights) * _estimate(estimator, jnp.where(far, 0.0, x), exact)
     return jnp.where(far, ratios.held_exp(jnp.where(far, log_weights - x, 0.0)), near)
+
+
+def _most(estimate: Array) -> Array:
+    """The largest log-weight, nats, with which value and slope are float32."""
+    size = jnp.maximum(2.0, 4.0 * jnp.abs(jax.lax.stop_gradient(estimate)))
+    return ratios.LARGEST - jnp.log(size)
 
 
 def _far(x: Array, log_weights: Array) -> Array:
