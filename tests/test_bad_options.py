@@ -40,6 +40,8 @@ EVERYWHERE = [
     ("--mesh=data=16", f"{DEVICES}16 "),
     ("--num-steps=0", f"num_steps: {ABOVE_0} 0"),
     ("--num-steps=x", "--num-steps: .*'x'"),
+    ("--num-steps=" + 20 * "9", "num_steps: expected a whole number of at most 21"),
+    ("--resume-from=3", "--resume-from 3: expected the folder of a run in --out"),
     ("--batch-size=0", f"batch_size: {ABOVE_0} 0"),
     ("--batch-size=-4", f"batch_size: {ABOVE_0} -4"),
     ("--batch-size=1.5", "--batch-size: invalid literal for int.* '1.5'"),
@@ -57,6 +59,12 @@ LEARNING = [
     *(("--learning-rate=0", f"learning_rate: {ABOVE_0} 0"),),
     *(("--learning-rate=nan", f"learning_rate: {ABOVE_0} nan"),),
     *(("--learning-rate=inf", f"learning_rate: {ABOVE_0} inf"),),
+    *(
+        (
+            "--learning-rate=1e-50",
+            "learning_rate: expected a number that float32 holds",
+        ),
+    ),
 ]
 OWN = {
     "sft": [
@@ -122,9 +130,11 @@ OWN = {
         ("--num-minibatches=0", "num_minibatches"),
         ("--num-minibatches=3", "num_minibatches to divide the 4 rows"),
         ("--temperature=nan", "temperature: expected"),
+        ("--temperature=1e-50", "temperature: expected a number that float32 holds"),
         ("--temperature=inf", "temperature: expected"),
         ("--kl-coef=nan", f"kl_coef: {NOT_BELOW_0} nan"),
         ("--kl-coef=inf", f"kl_coef: {NOT_BELOW_0} inf"),
+        ("--kl-coef=1e39", "kl_coef: expected a number that float32 holds"),
         ("--policy-learning-rate=0", f"policy_learning_rate: {ABOVE_0} 0"),
         ("--critic-learning-rate=nan", f"critic_learning_rate: {ABOVE_0} nan"),
         ("--max-grad-norm=0", f"max_grad_norm: {ABOVE_0} 0"),
@@ -182,6 +192,10 @@ OWN = {
         ("--group-size=3", "group_size: expected to divide the 4 rows of a batch"),
         ("--kl-coef=-1", f"kl_coef: {NOT_BELOW_0} -1"),
         ("--kl-coef=nan", f"kl_coef: {NOT_BELOW_0} nan"),
+        (
+            "--aggregation=constant --loss-scale-factor=1e39",
+            "loss_scale_factor: expected a number that float32 holds",
+        ),
         ("--reference=other", CHOICE.format("other", "--reference")),
         ("--reference=none --kl-coef=0.1", "--reference none: expected no --kl-coef"),
         ("--template=hi", "--template: expected {question} where the question"),

@@ -15,6 +15,10 @@ import jax.numpy as jnp
 Array = jax.Array
 
 
+_LARGEST, _SMALLEST = 2.0**128, 2.0**-126  # of float32, below and from which
+_LARGEST_COUNT = 2**31 - 1  # of int32
+
+
 class InputError(ValueError):
     """What the user gave is wrong: a file, an option or an argument.
 
@@ -104,6 +108,7 @@ def positive(**numbers: float | Array) -> None:
                 f"{name}: expected a finite number above 0, got {number}; "
                 f"choose {name} > 0"
             )
+        _held(name, number)
 
 
 def non_negative(**numbers: float | Array) -> None:
@@ -114,6 +119,7 @@ def non_negative(**numbers: float | Array) -> None:
                 f"{name}: expected a finite number, 0 or more, got {number}; "
                 f"choose {name} >= 0"
             )
+        _held(name, number)
 
 
 def finite(**numbers: float | Array) -> None:
@@ -123,6 +129,7 @@ def finite(**numbers: float | Array) -> None:
             raise InputError(
                 f"{name}: expected a finite number, got {number}; choose another"
             )
+        _held(name, number)
 
 
 def fraction(**numbers: float | Array) -> None:
@@ -133,6 +140,22 @@ def fraction(**numbers: float | Array) -> None:
                 f"{name}: expected a number from 0 to 1, got {number}; "
                 f"choose 0 <= {name} <= 1"
             )
+
+
+def _held(name: str, number: float | Array) -> None:
+    """Raises InputError where a number of Python's is none of float32 or int32."""
+    if isinstance(number, int) and abs(number) > _LARGEST_COUNT:
+        raise InputError(
+            f"{name}: expected a whole number of at most {_LARGEST_COUNT}, got "
+            f"{number!s:.20}; choose a smaller one"
+        )
+    if isinstance(number, float) and not (
+        number == 0 or _SMALLEST <= abs(number) < _LARGEST
+    ):
+        raise InputError(
+            f"{name}: expected a number that float32 holds, of a size from 1.2e-38 to "
+            f"3.4e38, got {number}; choose another"
+        )
 
 
 def groups(rows: int, *, group_size: int, least: int = 1) -> None:

@@ -135,6 +135,12 @@ def check_run(config: RunConfig) -> None:
             f"--out {out} is a file; expected a folder that is absent or empty"
         )
     if not held:
+        if config.resume_from:
+            raise InputError(
+                f"--resume-from {config.resume_from}: expected the folder of a run in "
+                f"--out, got {out!s:.200}, which is absent or empty; give the --out of "
+                f"the run to continue"
+            )
         return
     if not config.resume and config.resume_from is None:
         raise InputError(
