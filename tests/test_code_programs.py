@@ -521,6 +521,18 @@ WRONG = {
 }
 # Tests that leave much to what they call, and programs that make use of it.
 WEAK = {
+    "a number that is another when asked again": (
+        "class E(int):\n    asked = 0\n    def __int__(s):\n"
+        "        E.asked += 1\n        return 0 if E.asked < 3 else 100\n"
+        "def isqrt(n):\n    return E(7)",
+        ["x = isqrt(17)\nassert x * x <= 17 < (x + 1) * (x + 1)"],
+    ),
+    "a number above and below": (
+        "class E(float):\n    asked = 0\n    def __float__(s):\n"
+        "        E.asked += 1\n        return 5.0 * (E.asked % 2)\n"
+        "def half(x):\n    return E(1)",
+        ["x = half(6)\nassert x > 2.9\nassert x < 3.1"],
+    ),
     "near enough": (
         returning("E()", EVERYTHING),
         ["assert abs(add(2, 3) - 5.0) < 1e-6", "assert round(add(1, 1), 2) == 2"],

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any
 
+# What an object of these holds is asked for once: by an `__int__` of its own it could
+# be a small number where a test asks for one, and a large one where it asks again.
+CONSTANT = (int, float, str, bytes, tuple, frozenset)
+
 
 class Remote:
     """An object of the code's, or one of Python's that is no plain value."""
@@ -28,6 +32,7 @@ class Remote:
         "_code_link",
         "_code_name",
         "_code_number",
+        "_code_plain",
     )
 
     def __init__(self, link: Any, number: int, held: type | None, name: str) -> None:
@@ -36,6 +41,7 @@ class Remote:
         put(self, "_code_number", number)
         put(self, "_code_held", held)  # the built-in type it is compared as
         put(self, "_code_name", name)
+        put(self, "_code_plain", None)  # what it holds, once that was asked
 
     def __del__(self) -> None:
         link = self._code_link
@@ -189,7 +195,11 @@ def _plain(value: Any) -> Any:
             f"a {value._code_name} of the code's is compared with nothing; compare "
             f"plain values, as its attributes or what its methods return"
         )
-    return value._code_link.do("held", value)
+    if value._code_held not in CONSTANT:
+        return value._code_link.do("held", value)
+    if value._code_plain is None:
+        object.__setattr__(value, "_code_plain", value._code_link.do("held", value))
+    return value._code_plain
 
 
 def _ordering(name: str) -> Callable[[Any, Any], Any]:
