@@ -143,9 +143,9 @@ class Config(run_folder.RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        checks.rows(batch_size=self.batch_size)
         checks.positive(
             num_steps=self.num_steps,
-            batch_size=self.batch_size,
             max_new_tokens=self.max_new_tokens,
             learning_rate=self.learning_rate,
             eval_rows=self.eval_rows,

@@ -226,9 +226,9 @@ class Config(run_folder.RunConfig):
                 "--critic-from reward_model: expected a --reward-model to start from, "
                 "got a Python reward; start the critic from the policy"
             )
+        checks.rows(batch_size=self.batch_size)
         checks.positive(
             num_steps=self.num_steps,
-            batch_size=self.batch_size,
             policy_learning_rate=self.policy_learning_rate,
             critic_learning_rate=self.critic_learning_rate,
             sample_every=self.sample_every,

@@ -114,8 +114,8 @@ class Config(run_folder.RunConfig):
         super().__post_init__()
         if self.num_steps is not None:
             checks.positive(num_steps=self.num_steps)
+        checks.rows(batch_size=self.batch_size)
         checks.positive(
-            batch_size=self.batch_size,
             learning_rate=self.learning_rate,
             max_grad_norm=self.max_grad_norm,
             num_samples=self.num_samples,

@@ -118,8 +118,8 @@ class Config(run_folder.RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         counts = {"num_steps": self.num_steps, "row_width": self.row_width}
+        checks.rows(batch_size=self.batch_size)
         checks.positive(
-            batch_size=self.batch_size,
             learning_rate=self.learning_rate,
             max_grad_norm=self.max_grad_norm,
             **{name: count for name, count in counts.items() if count is not None},

@@ -43,6 +43,7 @@ EVERYWHERE = [
     ("--num-steps=" + 20 * "9", "num_steps: expected a whole number of at most 21"),
     ("--resume-from=3", "--resume-from 3: expected the folder of a run in --out"),
     ("--batch-size=0", f"batch_size: {ABOVE_0} 0"),
+    ("--batch-size=1000000000", "batch_size: expected at most 1048576 rows"),
     ("--batch-size=-4", f"batch_size: {ABOVE_0} -4"),
     ("--batch-size=1.5", "--batch-size: invalid literal for int.* '1.5'"),
     ("--model=/nowhere", NO_FOLDER),

@@ -17,6 +17,7 @@ Array = jax.Array
 
 _LARGEST, _SMALLEST = 2.0**128, 2.0**-126  # of float32, below and from which
 _LARGEST_COUNT = 2**31 - 1  # of int32
+_MOST_ROWS = 2**20  # of a batch, which the host makes of Python's lists
 
 
 class InputError(ValueError):
@@ -139,6 +140,17 @@ def fraction(**numbers: float | Array) -> None:
             raise InputError(
                 f"{name}: expected a number from 0 to 1, got {number}; "
                 f"choose 0 <= {name} <= 1"
+            )
+
+
+def rows(**numbers: int) -> None:
+    """Raises InputError unless every number of rows is one that the host can make."""
+    positive(**numbers)
+    for name, number in numbers.items():
+        if number > _MOST_ROWS:
+            raise InputError(
+                f"{name}: expected at most {_MOST_ROWS} rows, got {number}; choose a "
+                f"smaller {name}, and more steps"
             )
 
 
