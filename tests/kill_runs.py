@@ -172,12 +172,15 @@ class Running:
         return all(process.poll() is not None for process in self.processes)
 
     def kill(self, pause: float) -> bool:
-        """SIGKILL to each in turn; False if one had ended by itself before."""
+        """SIGKILL to each in turn; False if all had ended by themselves before.
+
+        Without the first, a process of a group may end by itself before its own turn.
+        """
         for process in self.processes:
             process.send_signal(signal.SIGKILL)
             time.sleep(pause if process is not self.processes[-1] else 0)
         codes = [process.wait() for process in self.processes]
-        return all(code == -signal.SIGKILL for code in codes)
+        return -signal.SIGKILL in codes
 
     def told(self) -> str:
         return "\n".join(path.read_text()[-3000:] for path in self.errors)
