@@ -18,10 +18,10 @@ so that its reward counts (G - 1)/G and its optimum is that of a β larger by as
 the groups here are of 64. RLOO has the KL in the reward and no such factor.
 
 Expect all 123 certificates to hold, after 12 minutes on two CPU cores (with other work
-beside it). Of seeds 0 to 2 and five β KL(π ‖ π*) was at most 0.0161 nats by GRPO, 0.0009
-by RLOO and 0.0013 by DPO, and the identity held to 1e-7. k2 of responses is noisy: with
-half the iterations GRPO ended 0.036 nats away in one of the worlds, and with those and
-twice the batch it lost 84% of the optimum.
+beside it). Of seeds 0 to 2 and five β KL(π ‖ π*) was at most 0.0161 nats by GRPO,
+0.0009 by RLOO and 0.0013 by DPO, and the identity held to 1e-7. k2 of responses is
+noisy: with half the iterations GRPO ended 0.036 nats away in one of the worlds, and
+with those and twice the batch it lost 84% of the optimum.
 """
 
 from __future__ import annotations
