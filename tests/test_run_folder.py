@@ -7,6 +7,7 @@ from typing import Literal
 
 import pytest
 
+from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runtime import frozen_models, run_folder, sharding
 from rlhf_jax.runtime.frozen_models import Storage
@@ -112,6 +113,18 @@ def test_misfit_fields_are_named_together():
     ):
         assert f"\n  {line}\n" in message
     assert "kl_coef" not in message
+
+
+def test_an_integer_beyond_float64_is_a_misfit():
+    fields = run_folder.to_json(Config(out=Path("runs/a"))) | {"kl_coef": 10**400}
+    with pytest.raises(InputError, match=r"kl_coef: expected float . None, got 1000") as error:
+        run_folder.from_json(Config, fields, source=Path("c.json"))
+    assert len(str(error.value)) < 300
+
+
+def test_an_integer_beyond_float64_is_no_number_of_an_option():
+    with pytest.raises(InputError, match="count: expected a whole number of at most"):
+        checks.finite(count=10**400)
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,15 @@ and whoever wrote that code wants the traceback.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
 Array = jax.Array
 
-
-_LARGEST, _SMALLEST = 2.0**128, 2.0**-126  # of float32, below and from which
+LARGEST_FLOAT = 2.0**128 - 2.0**104  # of float32
+_SMALLEST_FLOAT = 2.0**-126  # of float32 with all its digits
 _LARGEST_COUNT = 2**31 - 1  # of int32
 _MOST_ROWS = 2**20  # of a batch, which the host makes of Python's lists
 
@@ -126,7 +127,8 @@ def non_negative(**numbers: float | Array) -> None:
 def finite(**numbers: float | Array) -> None:
     """Raises InputError unless every number is finite; arrays pass unread."""
     for name, number in numbers.items():
-        if isinstance(number, int | float) and not math.isfinite(number):
+        # Compared, since `math.isfinite` fails for an int beyond float64.
+        if isinstance(number, int | float) and not -math.inf < number < math.inf:
             raise InputError(
                 f"{name}: expected a finite number, got {number}; choose another"
             )
@@ -162,12 +164,20 @@ def _held(name: str, number: float | Array) -> None:
             f"{number!s:.20}; choose a smaller one"
         )
     if isinstance(number, float) and not (
-        number == 0 or _SMALLEST <= abs(number) < _LARGEST
+        number == 0 or _SMALLEST_FLOAT <= abs(number) <= LARGEST_FLOAT
     ):
         raise InputError(
             f"{name}: expected a number that float32 holds, of a size from 1.2e-38 to "
             f"3.4e38, got {number}; choose another"
         )
+
+
+def listed(problems: Sequence[str], *, most: int = 20) -> str:
+    """The first `most` of them, a line each, and how many more there are."""
+    lines = [f"  {problem}" for problem in problems[:most]]
+    if len(problems) > most:
+        lines.append(f"  and {len(problems) - most} more")
+    return "\n".join(lines)
 
 
 def groups(rows: int, *, group_size: int, least: int = 1) -> None:

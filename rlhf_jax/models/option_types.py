@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 
 MAX_LAYERS = 10_000  # ten times the deepest decoder that was ever trained
@@ -21,7 +22,7 @@ def _whole(least: int, most: int) -> Callable[[Any], bool]:
 
 
 def _number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) <= MAX_FLOAT
+    return type(value) in (int, float) and abs(value) <= checks.LARGEST_FLOAT
 
 
 def _positive(value: Any) -> bool:
@@ -40,7 +41,6 @@ def _is(kind: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, kind)
 
 
-MAX_FLOAT = 3.4028234e38  # of float32
 _KINDS: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
     f"a whole number from 1 to {MAX_LAYERS}": (
         _whole(1, MAX_LAYERS),

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import jax
 
+from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runtime import chat, data, hub
 from rlhf_jax.runtime.data import Row
@@ -28,14 +29,11 @@ if TYPE_CHECKING:
 Tokens = Sequence[int]
 Written = str | list[chat.Message]  # a text, or messages for the chat template
 Overlong = Literal["error", "drop"]
-
-
 _DOWNLOADED = [  # all that tokenizers are made of, and config.json names their class
     *("config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.*", "merges.txt", "*.model", "*.tiktoken", "chat_template*"),
     "additional_chat_templates/*",
 ]
-LARGEST_MARGIN = 3.4028234e38  # of float32, which margins become
 
 
 class Example(NamedTuple):
@@ -400,7 +398,7 @@ def _margin(where: str, row: Row, field: str | None) -> float | None:
     if field is None:
         return None
     value: Any = row.get(field)
-    if type(value) not in (int, float) or not abs(value) <= LARGEST_MARGIN:
+    if type(value) not in (int, float) or not abs(value) <= checks.LARGEST_FLOAT:
         raise InputError(
             f"{where}: expected a finite float32 number in {field!r}, got"
             f" {value!r:.40}; correct the row, or name the field that holds the margin"

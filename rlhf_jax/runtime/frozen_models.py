@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -87,10 +87,13 @@ class Storage:
             return None
         if not self.apart:
             return policy
-        devices = sorted(policy.devices.flat, key=lambda device: device.id)
-        return self._shape.make(
-            jax.devices()[-self.num_own :] if self.own_devices else devices
-        )
+        return self._shape.make(self._devices(policy.devices.flat))
+
+    def _devices(self, policy: Iterable[jax.Device]) -> list[jax.Device]:
+        """Those of the mesh of a copy that lies apart from a policy on these."""
+        if self.own_devices:
+            return jax.devices()[-self.num_own :]
+        return sorted(policy, key=lambda device: device.id)
 
     def freeze(self, params: Params) -> Frozen:
         """A copy of the parameters, held in this way.
@@ -113,15 +116,13 @@ class Storage:
         if not self.apart:
             return None
         held = jax.tree.leaves(params)[0].sharding.device_set
-        devices = sorted(held, key=lambda device: device.id)
-        if self.own_devices:
-            devices = jax.devices()[-self.num_own :]
-            if not held.isdisjoint(devices):
-                raise InputError(
-                    f"own_devices: expected the last {self.num_own} of "
-                    f"{jax.device_count()} devices to be free, got a policy on "
-                    f"{len(held)}; make either mesh smaller"
-                )
+        devices = self._devices(held)
+        if self.own_devices and not held.isdisjoint(devices):
+            raise InputError(
+                f"own_devices: expected the last {self.num_own} of "
+                f"{jax.device_count()} devices to be free, got a policy on "
+                f"{len(held)}; make either mesh smaller"
+            )
         return sharding.shardings(params, mesh=self._shape.make(devices))
 
 

@@ -6,11 +6,12 @@ digests        of every array, as `fingerprint.digest` computes it on the device
 LIST           in the snapshot's folder: {file: [bytes, CRC-32]} of all its other files,
                written as soon as the snapshot is complete
 
-The digests hold what is restored to what was saved. The list tells of files that are
-missing or cut, and of bits that no array depends on. A file above MAX_READ holds arrays
-only; the list has its size alone, since reading it back would cost more than the
-digests do. A run killed in the moment between the two leaves a snapshot without a list,
-which is as good as its digests; so is one of a version before either, without a proof.
+The digests prove that what is restored is what was saved. The list finds files that are
+missing or cut, and flipped bits that no array depends on. Of a file above MAX_READ it
+has the size alone: such files hold arrays only, and reading them back would cost more
+than the digests do. A run that is killed between the two writes leaves a snapshot
+without a list, which its digests still prove. A snapshot of an older version has
+neither, and is read without a proof.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 
 import jax
 
+from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import StopError
 from rlhf_jax.roles import fingerprint
 from rlhf_jax.runtime import processes
@@ -32,7 +34,6 @@ Array = jax.Array
 DIGESTS = "digests"  # their key in a snapshot's meta
 LIST = "files.json"
 MAX_READ = 2**20  # bytes of a file that the list has the CRC-32 of
-LISTED = 20  # faults that an error names
 
 
 class DamagedError(StopError):
@@ -41,11 +42,8 @@ class DamagedError(StopError):
 
 def damaged(where: Path, faults: list[str]) -> DamagedError:
     """The error that names a snapshot's folder and what is wrong with it."""
-    more = len(faults) - LISTED
     return DamagedError(
-        f"{where} is damaged: expected what was saved, got\n"
-        + "\n".join(f"  {fault}" for fault in faults[:LISTED])
-        + (f"\n  and {more} more" if more > 0 else "")
+        f"{where} is damaged: expected what was saved, got\n{checks.listed(faults)}"
     )
 
 

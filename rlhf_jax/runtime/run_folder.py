@@ -127,8 +127,7 @@ def check_run(config: RunConfig) -> None:
     except OSError as error:
         raise InputError(
             f"--out {out!s:.200}: expected a folder that can be read, got: "
-            f"{error.strerror}; "
-            f"give another --out, or see to that one"
+            f"{error.strerror}; give another --out, or see to that one"
         ) from error
     if is_file:
         raise InputError(
@@ -410,8 +409,9 @@ def _decode(value: Any, kind: Any) -> Any:
     elif kind is Path and isinstance(value, str):
         return Path(value)
     elif kind is float and type(value) in (int, float):
-        return float(value)
+        with contextlib.suppress(OverflowError):  # an integer beyond float64
+            return float(value)
     elif type(value) is kind:
         return value
     name = kind.__name__ if isinstance(kind, type) else str(kind)
-    raise TypeError(f"expected {name}, got {json.dumps(value)}")
+    raise TypeError(f"expected {name}, got {json.dumps(value):.80}")

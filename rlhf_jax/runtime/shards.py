@@ -21,13 +21,13 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import keys
 from rlhf_jax.runtime import write_errors
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-LISTED = 20  # tensors that an error names
 CHUNK = 1 << 16  # entries looked at together, so that they stay in the cache
 
 
@@ -170,19 +170,16 @@ def refuse_not_finite(found: Mapping[str, tuple[NotFinite, int]]) -> None:
       found: {name of a tensor: (its entries that are, how many it has)}.
     """
     problems = [
-        f"  {name}: {which.nan} NaN and {which.infinite} infinite of {size} entries"
+        f"{name}: {which.nan} NaN and {which.infinite} infinite of {size} entries"
         for name, (which, size) in sorted(found.items())
         if any(which)
     ]
     if problems:
-        more = len(problems) - LISTED
         raise InputError(
             f"expected finite weights, got {len(problems)} tensors with NaN or "
-            "infinite entries:\n"
-            + "\n".join(problems[:LISTED])
-            + (f"\n  and {more} more" if more > 0 else "")
-            + "\nfetch the checkpoint again, or take one of before the run that wrote "
-            "it diverged"
+            f"infinite entries:\n{checks.listed(problems)}\n"
+            f"fetch the checkpoint again, or take one of before the run that wrote it "
+            f"diverged"
         )
 
 

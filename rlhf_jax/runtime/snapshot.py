@@ -23,6 +23,7 @@ import orbax.checkpoint as ocp
 from absl import logging
 from orbax.checkpoint.checkpoint_managers import LatestN
 
+from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runtime import integrity, processes, snapshot_folder, write_errors
 from rlhf_jax.runtime.integrity import DIGESTS
@@ -30,7 +31,6 @@ from rlhf_jax.runtime.integrity import DIGESTS
 Array = jax.Array
 PyTree = Any
 Target = jax.ShapeDtypeStruct | np.ndarray
-LISTED = 20  # misfitting leaves that an error names
 SET_ASIDE = ".set-aside"
 
 
@@ -204,18 +204,16 @@ class Snapshots:
         expected = {path: _describe(leaf) for path, leaf in targets.items()}
         got = {path: _describe(leaf) for path, leaf in saved.items()}
         misfits = [
-            f"  {path}: expected {expected.get(path, 'no such leaf')}, "
+            f"{path}: expected {expected.get(path, 'no such leaf')}, "
             f"got {got.get(path, 'no such leaf')}"
             for path in sorted(expected.keys() | got.keys())
             if expected.get(path) != got.get(path)
         ]
         if misfits:
-            more = len(misfits) - LISTED
             raise InputError(
                 f"snapshot {self._folder / str(step)} does not fit this run:\n"
-                + "\n".join(misfits[:LISTED])
-                + (f"\n  and {more} more" if more > 0 else "")
-                + "\nresume with the models and options it was written with"
+                f"{checks.listed(misfits)}\n"
+                f"resume with the models and options it was written with"
             )
 
 
