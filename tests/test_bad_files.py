@@ -8,7 +8,7 @@ import test_bad_checkpoints
 import test_bad_options
 from bad_inputs import DATA, ROWS, TRAINERS
 
-OBJECT = "bad.jsonl:1: expected one JSON object a line, got"
+OBJECT = "bad.jsonl:1: expected one JSON object per line, got"
 NO_ROW = "bad.jsonl: expected at least one row, got an empty file"
 DEEP = "nested deeper than 100 objects or lists"
 # Bytes of a file, for every trainer.

@@ -86,7 +86,7 @@ def test_dialogues_are_cut_at_the_last_shared_turn(write):
         (
             data.read_jsonl,
             ['{"a": 1}', "", '{"a": 1,}'],
-            r"rows.jsonl:3: expected one JSON object a line, got '{\"a\": 1,}'",
+            r"rows.jsonl:3: expected one JSON object per line, got '{\"a\": 1,}'",
         ),
         (
             data.read_jsonl,

@@ -117,7 +117,7 @@ def test_misfit_fields_are_named_together():
 
 def test_an_integer_beyond_float64_is_a_misfit():
     fields = run_folder.to_json(Config(out=Path("runs/a"))) | {"kl_coef": 10**400}
-    with pytest.raises(InputError, match=r"kl_coef: expected float . None, got 1000") as error:
+    with pytest.raises(InputError, match="kl_coef: expected float") as error:
         run_folder.from_json(Config, fields, source=Path("c.json"))
     assert len(str(error.value)) < 300
 

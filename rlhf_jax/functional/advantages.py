@@ -71,10 +71,11 @@ def group_relative(
     (G - 1)/G of the true one. With it, its direction is biased: a prompt whose scores
     hardly differ pulls as hard as one whose scores differ much.
 
-    That is of a loss that sums over each response: aggregation "constant", or responses
-    of one length. Where they differ in length, "token_mean" and "sequence_mean" divide
-    by lengths that go together with scores, and the direction is biased without the std
-    too: late tokens, which only long responses have, count for less than early ones.
+    This holds for a loss that sums over each response: aggregation "constant", or
+    responses of one length. Where lengths differ, "token_mean" and "sequence_mean"
+    divide by lengths that are correlated with scores. The direction is then biased even
+    without the std: late tokens, which only long responses have, weigh less than early
+    ones.
 
     Args:
       scores: f32[B], reward units, the groups in neighbouring rows.

@@ -10,11 +10,12 @@ of its micro-batches *add up* to its loss, and so do their gradients.
 
 A policy gradient is the mean over responses of a *sum* over tokens. So `constant` is
 the only one of the three whose expected gradient is that of the objective, times 1/c.
-The two means divide by lengths, which the policy chooses and which go together with
-rewards. With a stop token they change the direction: under sequence_mean a token of a
-long response counts for less than one of a short response, under token_mean too,
-and for less again beside other long ones. Where all responses are as long as each
-other the three agree, up to the factor c/len.
+The two means divide by lengths, which the policy chooses and which are correlated with
+rewards, so that with a stop token their direction is biased. Under sequence_mean a
+token of a long response has a smaller weight than one of a short response. Under
+token_mean all tokens of a minibatch have the same weight, which is smaller the longer
+its responses are. Where all responses have one length the three agree, up to the
+factor c/len.
 """
 
 from __future__ import annotations
@@ -36,22 +37,25 @@ that of responses' sums over a constant, (1/B) Σ_b (1/c) Σ_t m·x, which has n
 
 
 def bias(aggregation: Aggregation) -> str | None:
-    """What it does to expected gradients where lengths differ, in words; None: nothing.
+    """A sentence on how the expected gradient is biased where lengths differ.
 
     The gradients that `kl_gradients` names, and those of the advantages, are of sums
     over responses: `constant` has them, times 1/loss_scale_factor.
+
+    Returns:
+      The sentence, for a warning; None for `constant`, which has no bias.
     """
-    weighs = {
+    divisor = {
         "token_mean": "the tokens of its minibatch",
         "sequence_mean": "its own tokens",
         "constant": None,
     }[aggregation]
-    if weighs is None:
+    if divisor is None:
         return None
     return (
         f"aggregation {aggregation!r} divides what a response adds by the number of "
-        f"{weighs}, so that where responses differ in length its expected gradient has "
-        f"another direction than the one named; aggregation 'constant' has that one"
+        f"{divisor}, so that where responses differ in length its expected gradient "
+        f"has another direction than the one named; aggregation 'constant' has that one"
     )
 
 

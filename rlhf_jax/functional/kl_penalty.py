@@ -369,14 +369,17 @@ def _weighted(
     estimator: Estimator, x: Array, exact: Array | None, log_weights: Array
 ) -> Array:
     """The estimate times exp(log_weights), which is not differentiated."""
-    far = _far(x, log_weights) & (estimator == "k3")
-    near = _estimate(estimator, jnp.where(far, 0.0, x), exact)
-    near = jnp.exp(jnp.minimum(log_weights, _most(near))) * near
     if estimator != "k3":
-        return near
-    # All but exp(-x) is less than a digit there; w·exp(-x) as one exponential may be
-    # finite where its factors are not.
+        return _times(_estimate(estimator, x, exact), log_weights)
+    far = _far(x, log_weights)
+    near = _times(_estimate("k3", jnp.where(far, 0.0, x), exact), log_weights)
+    # Far out exp(-x) is all of k3 but less than a digit. Times its weight it is taken
+    # as one exponential, which may be finite where the factors are not.
     return jnp.where(far, ratios.held_exp(jnp.where(far, log_weights - x, 0.0)), near)
+
+
+def _times(estimate: Array, log_weights: Array) -> Array:
+    return jnp.exp(jnp.minimum(log_weights, _most(estimate))) * estimate
 
 
 def _most(estimate: Array) -> Array:

@@ -13,7 +13,7 @@ from rlhf_jax.functional.checks import InputError
 
 Array = jax.Array
 
-BLOCK = 256  # words, of those that `drawn` adds up at a time
+BLOCK = 256  # tokens of the vocabulary that `drawn` adds up at a time
 _BELOW_ONE = 1 - 2.0**-24  # the largest share of a total that is not all of it
 
 
@@ -46,7 +46,7 @@ def sample_token(
     shaping: Shaping | None = None,
     predicted: Array | None = None,
 ) -> tuple[Array, Array, Array]:
-    """Draws one token a row by the inverse of the cumulative distribution.
+    """Draws one token per row by the inverse of the cumulative distribution.
 
     A uniform number has 23 bits: tokens of a probability below 1e-7 come as often
     together as they should, but not each of them. `drawn` says which never come.

@@ -127,9 +127,9 @@ class TextReward:
 
     def _call(self, texts: Texts) -> tuple[Any, BaseException | None]:
         """What the function returned of copies, and what it raised."""
-        copies = list(texts.prompts), list(texts.responses), [*map(_own, texts.rows)]
+        rows = [copy.deepcopy(row) for row in texts.rows]  # one by one: none is shared
         try:
-            return self.function(*copies), None
+            return self.function([*texts.prompts], [*texts.responses], rows), None
         except (Exception, SystemExit) as error:
             return None, error
 
@@ -142,11 +142,6 @@ class TextReward:
         size = len(texts.prompts)
         where = f"for a batch of {size}, though for none of its responses alone"
         raise _failure(self.called, error, where)
-
-
-def _own(row: Row) -> Row:
-    """A copy in which nothing is shared, nested values included."""
-    return copy.deepcopy(row)
 
 
 def _failure(called: str, error: BaseException, where: str) -> Exception:

@@ -82,9 +82,7 @@ def main(
             contextlib.ExitStack() as folder,
             _writes_told(config.out),
         ):
-            processes.on_first(
-                lambda: folder.enter_context(run_lock.hold(config.out)) or None
-            )
+            processes.on_first(lambda: folder.enter_context(run_lock.hold(config.out)))
             run(config)
     except InputError as error:
         _leave(2, f"error: {error}")

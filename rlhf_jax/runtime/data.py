@@ -329,24 +329,21 @@ def _written(where: str, row: Row, field: str) -> str | list[Any]:
 
 def _json(where: str, line: str) -> Any:
     """The value of a line of JSON Lines."""
-    got = f"{where}: expected one JSON object a line, got {line[:40]!r}"
+    got = f"{where}: expected one JSON object per line, got {line[:40]!r}"
     try:
         value = json.loads(line)
+        if not _deeper_than(MAX_DEPTH, value):
+            return value
     except json.JSONDecodeError as error:
         raise InputError(f"{got} ({error.msg}, column {error.colno})") from None
     except RecursionError:
-        value = None
-        too_deep = True
+        pass
     except ValueError as error:  # an integer of more digits than Python reads
         raise InputError(f"{got} ({str(error).partition(';')[0]})") from None
-    else:
-        too_deep = _deeper_than(MAX_DEPTH, value)
-    if too_deep:
-        raise InputError(
-            f"{got}, nested deeper than {MAX_DEPTH} objects or lists; flatten it, or"
-            " remove the row"
-        )
-    return value
+    raise InputError(
+        f"{got}, nested deeper than {MAX_DEPTH} objects or lists; flatten it, or"
+        " remove the row"
+    )
 
 
 def _deeper_than(depth: int, value: Any) -> bool:

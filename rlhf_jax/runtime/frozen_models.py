@@ -89,7 +89,7 @@ class Storage:
             return policy
         return self._shape.make(self._devices(policy.devices.flat))
 
-    def _devices(self, policy: Iterable[jax.Device]) -> list[jax.Device]:
+    def _devices(self, policy: Iterable[Any]) -> list[Any]:
         """Those of the mesh of a copy that lies apart from a policy on these."""
         if self.own_devices:
             return jax.devices()[-self.num_own :]

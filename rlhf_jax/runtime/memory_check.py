@@ -53,7 +53,7 @@ class Passing(NamedTuple):
 
 
 def shapes_of(model: ModelConfig) -> PyTree:
-    """Of a model's parameters, f32."""
+    """f32 shapes of a model's parameters; nothing is allocated."""
     init = functools.partial(decoder.init, model=model)
     return jax.eval_shape(init, jax.eval_shape(jax.random.key, 0))
 
@@ -97,7 +97,8 @@ def check(
     host, and where a device does not tell its memory, nothing is compared.
 
     Args:
-      passing: asked for when what is held throughout fits.
+      held: what is held throughout.
+      passing: what programs make for themselves; called once what is held fits.
       change: what the user can do, a phrase of options.
 
     Raises:

@@ -22,7 +22,7 @@ from rlhf_jax.runtime import alarms, processes, run_folder, write_errors
 from rlhf_jax.runtime.alarms import Alarm
 
 FILES = ("metrics", "timings", "samples", "positions")
-EVERY_STEP = ("metrics", "timings")  # a row each
+EVERY_STEP = ("metrics", "timings")  # have one row per step
 Row = dict[str, float | None]
 
 

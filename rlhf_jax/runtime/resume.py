@@ -18,8 +18,8 @@ from rlhf_jax.functional.checks import InputError
 
 Fields = Mapping[str, Any]
 
-# Changed on resume: what the training computes does not read them. `num_steps` is the
-# exception, of which `changes_told` warns.
+# May change on resume, as nothing that is trained depends on them, but for `num_steps`:
+# of that `tell_changes` warns.
 MAY_CHANGE = frozenset(
     ("num_steps", "sample_every", "num_shown", "drift_every", "eval_every", "alarms")
 )

@@ -101,9 +101,7 @@ class Run:
         self.config = config
         self.num_steps = num_steps
         self._lock = contextlib.ExitStack()
-        processes.on_first(
-            lambda: self._lock.enter_context(run_lock.hold(config.out)) or None
-        )
+        processes.on_first(lambda: self._lock.enter_context(run_lock.hold(config.out)))
         with contextlib.ExitStack() as undone:
             undone.push(self._lock)
             self.folder = run_folder.open_run(config)
