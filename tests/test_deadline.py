@@ -114,7 +114,8 @@ def test_a_reward_that_hangs_is_ended_in_time_and_the_run_goes_on(tmp_path, hang
             process.kill()
     assert process.returncode == 128 + signal.SIGTERM
     assert SECONDS <= took < SECONDS + 15  # with a save, on a busy machine
-    assert f"step {HANGS_AT} did not return within 1.5 s of SIGTERM" in told
+    given_up = f"step {HANGS_AT} did not come through its reward or judge within 1.5 s"
+    assert f"{given_up} of SIGTERM" in told
     assert f"saved as of step {HANGS_AT}; go on with" in told
     assert "Traceback" not in told
     assert sorted(os.listdir(out / "snapshots" / "only")) == ["3", str(HANGS_AT)]
@@ -136,6 +137,18 @@ def test_what_returns_in_time_is_left_alone():
     assert set(threading.enumerate()) <= threads
     assert signal.set_wakeup_fd(before) == before
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+
+
+def test_a_tick_does_not_wait_where_it_holds_the_lock():
+    """Else the thread that saves, and ends the process, would wait for the tick."""
+    limited = deadline.Deadline(1e-9)
+    limited._save = str  # as `limit` has it at its ends
+    limited._until = 0.0
+    with limited._changed:
+        tick = threading.Thread(target=limited._on_tick, args=(0, None), daemon=True)
+        tick.start()
+        tick.join(10)
+    assert not tick.is_alive()
 
 
 def ended(monkeypatch, save, *, late):

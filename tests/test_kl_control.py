@@ -231,6 +231,7 @@ def test_bounds_that_are_asked_for(name):
         ({"max_kl_coef": 0.05}, r"kl_coef: .* to max_kl_coef 0.05, got 0.1; start"),
         ({"min_kl_coef": -0.1}, r"min_kl_coef: expected .* got -0.1; choose"),
         ({"min_kl_coef": np.nan}, r"min_kl_coef: expected .* got nan; choose"),
+        ({"max_kl_coef": 0.0}, r"max_kl_coef: expected .* above 0, got 0.0; choose"),
         ({"max_kl_coef": np.inf}, r"max_kl_coef: expected .* got inf; choose"),
     ],
 )

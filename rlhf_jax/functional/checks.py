@@ -160,8 +160,8 @@ def _held(name: str, number: float | Array) -> None:
     """Raises InputError where a number of Python's is none of float32 or int32."""
     if isinstance(number, int) and abs(number) > _LARGEST_COUNT:
         raise InputError(
-            f"{name}: expected a whole number of at most {_LARGEST_COUNT}, got "
-            f"{number!s:.20}; choose a smaller one"
+            f"{name}: expected a whole number of at most {_LARGEST_COUNT}, got one of "
+            f"{number.bit_length()} bits; choose a smaller one"
         )
     if isinstance(number, float) and not (
         number == 0 or _SMALLEST_FLOAT <= abs(number) <= LARGEST_FLOAT

@@ -127,7 +127,7 @@ def pi(
     """A coefficient that starts at `kl_coef` and holds the KL at `target`.
 
     With the default bounds β comes back from either of them to where it started within
-    (log 10 - 2 kp)/ki updates of an error of 1: 34 for a kp of 0.3 and a ki of 0.05.
+    (log 10 - 2 kp)/ki updates of an error of 1: 35 for a kp of 0.3 and a ki of 0.05.
 
     Args:
       kl_coef: reward units per nat, above 0: it is multiplied.
@@ -365,10 +365,11 @@ def _bounds(
 
     Arrays, as where runs are mapped over their coefficient, pass unread.
     """
+    derived = upper is None
     lower = kl_coef / RANGE if lower is None else lower
     upper = kl_coef * RANGE if upper is None else upper
     checks.non_negative(min_kl_coef=lower)
-    if isinstance(upper, int | float) and upper == 0:
+    if derived and isinstance(upper, int | float) and upper == 0:
         raise checks.InputError(
             f"max_kl_coef: expected a number above 0, got none with a kl_coef of "
             f"{kl_coef:g}, of which it would be {RANGE:g} times; give max_kl_coef"

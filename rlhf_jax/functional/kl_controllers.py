@@ -8,7 +8,8 @@ what it is given.
 Those three keep β within [`min_kl_coef`, `max_kl_coef`]. A KL that starts at 0, as that
 of every run does, or that stays above its target for long would otherwise move β
 without limit: the integral winds up, and β = 0 and β = inf are never left again where β
-is multiplied. At a bound β waits, and the first error of the other sign moves it away.
+is multiplied. At a bound β waits, and it moves away with the first error of the other
+sign at the latest.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def dpo_loss(
         ipo      (h - 1/(2β))²                               IPO
         hinge    max(0, 1 - βh)                              SLiC
 
-    log π(y) is a sum over the tokens of an answer, in IPO too, as its eq. 17 has it: h
+    log π(y) is a sum over the tokens of a response, in IPO too, as its eq. 17 has it: h
     grows with the lengths, and 1/(2β) is a lead in nats of whole answers. Its authors
     have since confirmed that a mean over tokens is meant: for that pass means, and a β
     in reward units per nat per token (`dpo.DPORecipe.token_mean`).

@@ -53,6 +53,7 @@ class Deadline:
         self.seconds = seconds
         self._changed = threading.Condition()
         self._save: Callable[[int], str] | None = None  # while in `limit`
+        self._inside = False  # the main thread, without the lock of `_changed`
         self._over = threading.Event()
         self._until: float | None = None  # of the monotonic clock, once a signal came
 
@@ -95,8 +96,10 @@ class Deadline:
             self._save = save
             self._changed.notify_all()
         try:
+            self._inside = True
             yield
         finally:
+            self._inside = False  # a tick that holds the lock would wait for itself
             with self._changed:  # not while it is being saved
                 self._save = None
 
@@ -107,7 +110,7 @@ class Deadline:
 
     def _on_tick(self, signum: int, frame: FrameType | None) -> None:
         overdue = self._until is not None and time.monotonic() > self._until
-        if overdue and self._save is not None:
+        if overdue and self._inside:
             threading.Event().wait()  # until the process ends
 
     def _watch(self) -> None:

@@ -78,7 +78,7 @@ def cache(
     """The KV cache of a rollout, prompts left out.
 
     Args:
-      rows: answered at a time.
+      rows: responses sampled at a time.
     """
     columns = min(max_new_tokens, model.max_positions)
     size = workload.cache_bytes(model, rows=rows, columns=columns)

@@ -79,8 +79,9 @@ class Run:
           num_steps: of each stage, in order.
           check: decides on alarms from a stage's rows, as `alarms.check` does with its
             limits bound; None raises none.
-          stop_timeout: seconds that what stands in `Stage.user_code` may take after a
-            signal; None waits for it, and so do several processes, which save together.
+          stop_timeout: seconds after a signal; a step that is in `Stage.user_code`
+            then, or comes to it later, is given up. None waits for it, and so do
+            several processes, which save together.
 
         Raises:
           InputError: a stage has no steps, stop_timeout is no time, another process
@@ -387,7 +388,7 @@ class Stage:
         limit, config = self._run.deadline, self._run.config
         assert limit is not None  # as it calls this
         return (
-            f"stopped: the reward or judge of step {done} did not return within "
+            f"stopped: step {done} did not come through its reward or judge within "
             f"{limit.seconds:g} s of {signal.Signals(signum).name} (--stop-timeout); "
             f"{saved}; {cli.go_on(config)}"
         )

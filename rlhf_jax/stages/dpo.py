@@ -43,7 +43,7 @@ class DPORecipe:
     label_smoothing: float = 0.0
     """Chance that a preference is the wrong way round (cDPO); of sigmoid."""
     token_mean: bool = False
-    """IPO takes the mean log-prob of an answer's tokens, not their sum; beta is then
+    """IPO takes the mean log-prob of a response's tokens, not their sum; beta is then
     reward units per nat per token."""
     reference_free: bool = False
     """Leave the reference out, for comparison; sigmoid or hinge."""
@@ -117,7 +117,7 @@ def pair_logprobs(
     Args:
       logprobs: f32[B, S], nats per token; those outside `response_mask` are not read.
       batch: PackedPreferences[B, S].
-      token_mean: divide each sum by the answer's tokens, EOS included.
+      token_mean: divide each sum by the response's tokens, EOS included.
 
     Returns:
       f32[B, K] each, nats, or nats per token with token_mean; 0 where there is no pair.
