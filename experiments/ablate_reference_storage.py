@@ -47,34 +47,20 @@ import optax
 from jax.sharding import SingleDeviceSharding
 from matplotlib.figure import Figure
 
-from rlhf_jax import (
-    batches,
-    checks,
-    cli,
-    compiled,
-    config,
-    data,
-    decoder,
-    encoding,
-    frozen,
-    policy,
-    precomputed,
-    pretrained,
-    report,
-    rollout,
-    run,
-    run_folder,
-    score,
-    sft,
-    state,
-    storage,
-    workload,
-)
+from rlhf_jax import config, decoder, frozen, policy, sft, state
+from rlhf_jax.algorithms.batch import Prompts, Rollout, Scored, Sequences
+from rlhf_jax.algorithms.flow import rollout, score
+from rlhf_jax.checkpoints import precomputed, pretrained
+from rlhf_jax.data import batches, encoding, files
+from rlhf_jax.data.encoding import Example
+from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.roles.frozen import Frozen
-from rlhf_jax.runtime.encoding import Example
-from rlhf_jax.stages.batch import Prompts, Rollout, Scored, Sequences
+from rlhf_jax.planning import compiled, workload
+from rlhf_jax.roles.reference import storage
+from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.runs import command_line, report, run
+from rlhf_jax.runs.folder import RunConfig, write_json, write_summary
 
 Params = Any
 Row = dict[str, Any]
@@ -103,7 +89,7 @@ ERROR = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(run_folder.RunConfig):
+class Config(RunConfig):
     text: str
     """A .txt file: trained on unless --model is given, and held out from."""
     model: str | None = None
@@ -161,7 +147,7 @@ class Config(run_folder.RunConfig):
 
 def blocks(options: Config) -> tuple[ModelConfig, Params, list[Example]]:
     """The model as it is before any update here, and the text in its tokens."""
-    text = data.read_text(options.text)
+    text = files.read_text(options.text)
     size = options.max_length
     if options.model is not None:
         start = pretrained.load(options.model)
@@ -427,8 +413,8 @@ def main(options: Config) -> None:
     started = time.perf_counter()
     model, params, examples = blocks(options)
     share, seed = options.held_out, options.seed
-    trained, held_out = data.hold_out(examples, share=share, seed=seed)
-    trained, other = data.hold_out(trained, share=share, seed=seed)
+    trained, held_out = files.hold_out(examples, share=share, seed=seed)
+    trained, other = files.hold_out(trained, share=share, seed=seed)
     in_order = batches.sequences_in_order(
         held_out, batch_size=options.batch_size, pad_id=0
     )
@@ -494,16 +480,16 @@ def main(options: Config) -> None:
         )
     report.plots(job.folder)
     draw(rows).savefig(job.folder / "plots" / "storage.png", dpi=110)
-    run_folder.write_json(job.folder / "storage.json", {"rows": rows})
+    write_json(job.folder / "storage.json", {"rows": rows})
     summary = {
         "held_out_loss": loss,
         "held_out_tokens": len(exact.logprobs),
         "parameters": decoder.num_parameters(model),
         "seconds": time.perf_counter() - started,
     }
-    run_folder.write_summary(job.folder, summary)
+    write_summary(job.folder, summary)
     print(f"{summary['seconds']:.0f} s; the table is in {job.folder / 'storage.json'}")
 
 
 if __name__ == "__main__":
-    cli.main(main, Config, description=__doc__)
+    command_line.main(main, Config, description=__doc__)

@@ -51,7 +51,7 @@ from benchmark_peers import (
 )
 from peers.line_protocol import Workload
 
-from rlhf_jax import checks
+from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 
 GPT2_SMALL = Workload(

@@ -41,16 +41,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_jax import checks, cli, config, decode, decoder, layout, report, run_folder
+from rlhf_jax import config, decode, decoder
+from rlhf_jax.functional import checks
+from rlhf_jax.models import layout
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.decode import Generated
+from rlhf_jax.models.generation.decode import Generated
+from rlhf_jax.runs import command_line, report
+from rlhf_jax.runs.folder import RunConfig, open_run, write_summary
 
 Array = jax.Array
 Run = Callable[[], Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(run_folder.RunConfig):
+class Config(RunConfig):
     num_layers: int = 4
     """Of the model."""
     hidden_size: int = 256
@@ -246,7 +250,7 @@ def show(title: str, rows: list[dict[str, Any]]) -> None:
 
 
 def main(options: Config) -> None:
-    folder = run_folder.open_run(options)
+    folder = open_run(options)
     params = jax.jit(decoder.init, static_argnames="model")(
         jax.random.key(options.seed), model=options.model
     )
@@ -262,8 +266,8 @@ def main(options: Config) -> None:
     show("A step of decoding; growth is beside the rows'", summary["rows"])
     summary["lengths"] = longer(params, options)
     show("Responses; growth is beside their length's", summary["lengths"])
-    run_folder.write_summary(folder, summary)
+    write_summary(folder, summary)
 
 
 if __name__ == "__main__":
-    cli.main(main, Config, description=__doc__)
+    command_line.main(main, Config, description=__doc__)

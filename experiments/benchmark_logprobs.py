@@ -32,7 +32,10 @@ import jax
 import jax.numpy as jnp
 import resident
 
-from rlhf_jax import checks, cli, logprobs, report, run_folder
+from rlhf_jax import logprobs
+from rlhf_jax.functional import checks
+from rlhf_jax.runs import command_line, report
+from rlhf_jax.runs.folder import RunConfig, open_run, write_summary
 
 Array = jax.Array
 HERE = Path(__file__).resolve().parent
@@ -41,7 +44,7 @@ SIDE = "import sys, benchmark_logprobs; benchmark_logprobs.side(*sys.argv[1:])"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(run_folder.RunConfig):
+class Config(RunConfig):
     rows: int = 8
     """Sequences."""
     columns: int = 256
@@ -124,7 +127,7 @@ def turn(command: list[str], shape: dict[str, int], repeats: int) -> dict[str, A
 
 
 def main(options: Config) -> None:
-    folder = run_folder.open_run(options)
+    folder = open_run(options)
     shape = {
         "rows": options.rows,
         "columns": options.columns,
@@ -169,8 +172,8 @@ def main(options: Config) -> None:
         ("seconds", "resident MiB"),
         [[rows[0][key] / last[key] for key in ("seconds", "resident_mib")]],
     )
-    run_folder.write_summary(folder, {"shape": shape, "sides": rows})
+    write_summary(folder, {"shape": shape, "sides": rows})
 
 
 if __name__ == "__main__":
-    cli.main(main, Config, description=__doc__)
+    command_line.main(main, Config, description=__doc__)

@@ -10,7 +10,7 @@ import benchmark_floor
 from benchmark_peers import OURS
 from peers.line_protocol import Workload
 
-from rlhf_jax import report
+from rlhf_jax.runs import report
 
 PHASES = (*benchmark_floor.PHASES, "iteration")
 GB, MIB = 10**9, 2**20

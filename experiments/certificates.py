@@ -16,7 +16,7 @@ from enumerable import Float64, World
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
-from rlhf_jax import report
+from rlhf_jax.runs import report
 
 NATS = 0.01  # KL(π ‖ π*) of a policy that has reached the optimum
 IDENTITY = 1e-5  # of J(π*) - J(π) = β·KL(π ‖ π*), reward units

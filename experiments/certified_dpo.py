@@ -20,9 +20,10 @@ import jax
 import jax.numpy as jnp
 from enumerable import Float64, World
 
-from rlhf_jax import losses, masked, optimizers, state
-from rlhf_jax.stages.dpo import DPO
-from rlhf_jax.stages.state import SupervisedState
+from rlhf_jax import losses, masked, state
+from rlhf_jax.algorithms import optimizers
+from rlhf_jax.algorithms.dpo.update import DPO
+from rlhf_jax.algorithms.state import SupervisedState
 
 Array = jax.Array
 Params = Any

@@ -31,12 +31,15 @@ import numpy.typing as npt
 import optax
 from penalty_claims import KLS, NONE, ZERO, Claim
 
-from rlhf_jax import critic, experience, frozen, ppo, ppo_loss, score
-from rlhf_jax.functional.kl_gradients import FULL_REVERSE
-from rlhf_jax.functional.kl_penalty import Penalty
+from rlhf_jax import critic, frozen, ppo
+from rlhf_jax.algorithms.batch import Experience, Scored
+from rlhf_jax.algorithms.flow import score
+from rlhf_jax.algorithms.ppo import experience
+from rlhf_jax.algorithms.ppo import loss as ppo_loss
+from rlhf_jax.functional.kl.gradients import FULL_REVERSE
+from rlhf_jax.functional.kl.penalty import Penalty
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.roles.frozen import Frozen
-from rlhf_jax.stages.batch import Experience, Scored
+from rlhf_jax.roles.reference.frozen import Frozen
 
 Array = jax.Array
 Params = Any

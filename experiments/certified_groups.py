@@ -27,16 +27,13 @@ import numpy as np
 from certified_gradients import TOLERANCE, Case
 from enumerable import Float64
 
-from rlhf_jax import experience, grpo, score
-from rlhf_jax.functional.kl_gradients import (
-    FIXED_FORWARD,
-    FIXED_REVERSE,
-    FULL_REVERSE,
-)
-from rlhf_jax.functional.kl_penalty import IN_REWARD, Penalty
-from rlhf_jax.roles import frozen
-from rlhf_jax.stages.batch import PolicyExperience, Scored
-from rlhf_jax.stages.policy_terms import policy_terms
+from rlhf_jax import frozen, grpo
+from rlhf_jax.algorithms.batch import PolicyExperience, Scored
+from rlhf_jax.algorithms.flow import score
+from rlhf_jax.algorithms.policy_gradient.loss import policy_terms
+from rlhf_jax.algorithms.ppo import experience
+from rlhf_jax.functional.kl.gradients import FIXED_FORWARD, FIXED_REVERSE, FULL_REVERSE
+from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty
 
 Array = jax.Array
 Params = Any

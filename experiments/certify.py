@@ -46,22 +46,14 @@ from certified_gradients import Finding
 from enumerable import World
 from penalty_claims import OTHERS, TABLE, Claim
 
-from rlhf_jax import (
-    checks,
-    cli,
-    critic,
-    kl_control,
-    masked,
-    optimizers,
-    ppo,
-    run,
-    run_folder,
-    state,
-    storage,
-)
+from rlhf_jax import critic, kl_control, masked, ppo, state
+from rlhf_jax.algorithms import optimizers
+from rlhf_jax.algorithms.state import TrainState
+from rlhf_jax.functional import checks
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.roles.frozen import Frozen
-from rlhf_jax.stages.state import TrainState
+from rlhf_jax.roles.reference import storage
+from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.runs import command_line, folder, run
 
 Array = jax.Array
 # `ppo.iteration` or another's, its options given.
@@ -82,7 +74,7 @@ class Setting(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(run_folder.RunConfig):
+class Config(folder.RunConfig):
     num_worlds: int = 3
     """Worlds, each of a seed of its own: --seed, the next, ..."""
     betas: tuple[float, ...] = (1.0, 0.55, 0.3, 0.17, 0.1)
@@ -440,7 +432,7 @@ def main(options: Config) -> None:
         "fixed": [found._asdict() for found in fixed],
         "seconds": time.perf_counter() - started,
     }
-    run_folder.write_summary(job.folder, summary)
+    folder.write_summary(job.folder, summary)
     print(f"{len(shown) - len(failed)} of {len(shown)} certificates hold")
     print(f"{summary['seconds']:.0f} s; figures and plots in {job.folder}")
     if failed:
@@ -450,4 +442,4 @@ def main(options: Config) -> None:
 
 
 if __name__ == "__main__":
-    cli.main(main, Config, description=__doc__)
+    command_line.main(main, Config, description=__doc__)

@@ -42,19 +42,13 @@ import numpy as np
 from certificates import Certificate, Policy, Reached
 from enumerable import World
 
-from rlhf_jax import (
-    checks,
-    cli,
-    grpo,
-    optimizers,
-    report,
-    run,
-    run_folder,
-    state,
-    storage,
-)
-from rlhf_jax.functional.kl_penalty import IN_REWARD, Penalty
+from rlhf_jax import grpo, state
+from rlhf_jax.algorithms import optimizers
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.roles.reference import storage
+from rlhf_jax.runs import command_line, folder, report, run
 
 NATS = 0.03  # KL(π ‖ π*) of a policy that has reached the optimum without a critic
 RECIPES = {
@@ -72,7 +66,7 @@ RECIPES = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(run_folder.RunConfig):
+class Config(folder.RunConfig):
     num_worlds: int = 3
     """Worlds, each of a seed of its own: --seed, the next, ..."""
     algorithms: tuple[Literal["grpo", "rloo", "dpo"], ...] = ("grpo", "rloo", "dpo")
@@ -248,7 +242,7 @@ def main(options: Config) -> None:
         **{name: [each._asdict() for each in found] for name, found in reached.items()},
         "seconds": time.perf_counter() - started,
     }
-    run_folder.write_summary(job.folder, summary)
+    folder.write_summary(job.folder, summary)
     print(f"{len(shown) - len(failed)} of {len(shown)} certificates hold")
     print(f"{summary['seconds']:.0f} s; figures in {job.folder}")
     if failed:
@@ -258,4 +252,4 @@ def main(options: Config) -> None:
 
 
 if __name__ == "__main__":
-    cli.main(main, Config, description=__doc__)
+    command_line.main(main, Config, description=__doc__)

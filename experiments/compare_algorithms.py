@@ -35,26 +35,13 @@ import quickstart
 import trainers
 from trainers import Given, Trainer
 
-from rlhf_jax import (
-    best_of_n,
-    checks,
-    cli,
-    frozen,
-    grpo,
-    kl_control,
-    masked,
-    metrics,
-    ppo,
-    report,
-    rewards,
-    run,
-    run_folder,
-    score,
-    selection,
-)
-from rlhf_jax.roles.frozen import Frozen
-from rlhf_jax.stages.batch import Prompts, Rollout
-from rlhf_jax.stages.policy_gradient import Reward
+from rlhf_jax import frozen, grpo, kl_control, masked, ppo, rewards
+from rlhf_jax.algorithms.batch import Prompts, Rollout
+from rlhf_jax.algorithms.flow import score, selection
+from rlhf_jax.algorithms.policy_gradient.iteration import Reward
+from rlhf_jax.functional import best_of_n, checks
+from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.runs import command_line, folder, metrics, report, run
 
 Array = jax.Array
 Params = Any
@@ -382,9 +369,9 @@ def main(options: Config) -> None:
         "reference_verified": True,
         "seconds": time.perf_counter() - started,
     }
-    run_folder.write_summary(job.folder, summary)
+    folder.write_summary(job.folder, summary)
     print(f"{summary['seconds']:.0f} s; figures, samples and plots in {job.folder}")
 
 
 if __name__ == "__main__":
-    cli.main(main, Config, description=__doc__)
+    command_line.main(main, Config, description=__doc__)

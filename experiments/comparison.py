@@ -15,7 +15,7 @@ import numpy.typing as npt
 from matplotlib.figure import Figure
 from overoptimisation import MEASURED
 
-from rlhf_jax import report
+from rlhf_jax.runs import report
 
 Floats = npt.NDArray[np.floating]
 Row = Mapping[str, Any]

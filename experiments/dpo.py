@@ -37,37 +37,24 @@ import optax
 import tyro
 from jax.sharding import Mesh
 
-from rlhf_jax import (
-    checks,
-    cli,
-    data,
-    dpo,
-    encoding,
-    frozen,
-    frozen_models,
-    masked,
-    packing,
-    precomputed,
-    pretrained,
-    processes,
-    report,
-    row_sharding,
-    run,
-    run_folder,
-    sharding,
-    state,
-)
-from rlhf_jax import lora as lora_
+from rlhf_jax import dpo, frozen, masked, state
+from rlhf_jax.algorithms.batch import PackedPreferences
+from rlhf_jax.algorithms.dpo.update import DPO, DPORecipe
+from rlhf_jax.checkpoints import frozen_models, precomputed, pretrained
+from rlhf_jax.checkpoints.frozen_models import Storage
+from rlhf_jax.checkpoints.pretrained import Adapters, Pretrained
+from rlhf_jax.data import encoding, files, packing
+from rlhf_jax.data.files import Blank
+from rlhf_jax.data.packing import PackedRow
+from rlhf_jax.devices import processes, row_sharding, sharding
+from rlhf_jax.devices.sharding import MeshOption
+from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import Attention, Remat
-from rlhf_jax.roles.frozen import Frozen
-from rlhf_jax.runtime.data import Blank
-from rlhf_jax.runtime.frozen_models import Storage
-from rlhf_jax.runtime.packing import PackedRow
-from rlhf_jax.runtime.pretrained import Adapters, Pretrained
-from rlhf_jax.runtime.sharding import MeshOption
-from rlhf_jax.stages.batch import PackedPreferences
-from rlhf_jax.stages.dpo import DPO, DPORecipe
+from rlhf_jax.models.lora import init
+from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.runs import command_line, report, run
+from rlhf_jax.runs.folder import RunConfig, write_summary
 
 Array = jax.Array
 Params = Any
@@ -77,7 +64,7 @@ RECIPE = DPORecipe()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(run_folder.RunConfig):
+class Config(RunConfig):
     model: str
     """Policy to start from, a checkpoint folder or hub id."""
     data: str
@@ -163,7 +150,7 @@ def make_models(
     if options.lora.lora is not None:
         base = options.reference_storage.freeze(start.params)
         key = jax.random.key(options.seed)
-        trained = lora_.init(key, model=start.model, lora=options.lora.lora)
+        trained = init(key, model=start.model, lora=options.lora.lora)
     if base is not None and options.reference is None:
         reference = None if options.dpo.reference_free else base
     elif not options.dpo.reference_free:
@@ -258,7 +245,7 @@ def main(options: Config) -> None:
     mesh = frozen_models.policy_mesh(
         options.mesh, taken=options.reference_storage.num_own
     )
-    texts = data.read_preferences(options.data, blank=options.blank)
+    texts = files.read_preferences(options.data, blank=options.blank)
     start = pretrained.load(
         options.model,
         tokenizer=options.tokenizer,
@@ -267,7 +254,7 @@ def main(options: Config) -> None:
         attention=options.attention,
         sharding=functools.partial(sharding.shardings, mesh=mesh),
     )
-    pairs, others = data.hold_out(
+    pairs, others = files.hold_out(
         encoding.encode_preferences(
             start.tokenizer,
             texts,
@@ -367,9 +354,9 @@ def main(options: Config) -> None:
         "reference_fingerprint": meta.get("reference"),
         "seconds": time.perf_counter() - started,
     }
-    run_folder.write_summary(job.folder, summary)
+    write_summary(job.folder, summary)
     print(f"{summary['seconds']:.0f} s; the policy is in {job.folder / 'model'}")
 
 
 if __name__ == "__main__":
-    cli.main(main, Config, description=__doc__)
+    command_line.main(main, Config, description=__doc__)

@@ -31,9 +31,11 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from rlhf_jax import batch, checks, config, decoder, frozen, policy, score
+from rlhf_jax import batch, config, decoder, frozen, policy
+from rlhf_jax.algorithms.flow import score
+from rlhf_jax.functional import checks
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.roles.frozen import Frozen
+from rlhf_jax.roles.reference.frozen import Frozen
 
 Array = jax.Array
 Float64 = npt.NDArray[np.float64]

@@ -16,7 +16,7 @@ import numpy as np
 from penalty_claims import TOP_K
 
 from rlhf_jax import policy
-from rlhf_jax.functional import kl_gradients
+from rlhf_jax.functional.kl import gradients as kl_gradients
 from rlhf_jax.models.config import ModelConfig
 
 Array = jax.Array

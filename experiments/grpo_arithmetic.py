@@ -32,9 +32,6 @@ import numpy as np
 import optax
 
 from rlhf_jax import (
-    batches,
-    checks,
-    cli,
     config,
     decode,
     decoder,
@@ -42,21 +39,20 @@ from rlhf_jax import (
     grpo,
     kl_control,
     masked,
-    report,
     rewards,
-    rollout,
-    run,
-    run_folder,
-    score,
     sft,
     state,
-    storage,
     verifiers,
 )
+from rlhf_jax.algorithms.batch import Prompts, Rollout
+from rlhf_jax.algorithms.flow import rollout, score
+from rlhf_jax.data import batches
+from rlhf_jax.data.encoding import Example
+from rlhf_jax.functional import checks
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.roles.frozen import Frozen
-from rlhf_jax.runtime.encoding import Example
-from rlhf_jax.stages.batch import Prompts, Rollout
+from rlhf_jax.roles.reference import storage
+from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.runs import command_line, folder, report, run
 
 Array = jax.Array
 Params = Any
@@ -69,7 +65,7 @@ PROMPT_TOKENS = len("<1+2+3>")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(run_folder.RunConfig):
+class Config(folder.RunConfig):
     num_steps: int = 1000
     """GRPO iterations."""
     batch_size: int = 512
@@ -382,7 +378,7 @@ def main(options: Config) -> None:
         ],
     )
     report.plots(job.folder)
-    run_folder.write_summary(job.folder, summary)
+    folder.write_summary(job.folder, summary)
     print(
         f"KL {summary['kl']:.2f} nats per response; {summary['seconds']:.0f} s; "
         f"figures and plots in {job.folder}"
@@ -390,4 +386,4 @@ def main(options: Config) -> None:
 
 
 if __name__ == "__main__":
-    cli.main(main, Config, description=__doc__)
+    command_line.main(main, Config, description=__doc__)

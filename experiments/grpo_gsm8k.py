@@ -40,43 +40,27 @@ import optax
 import tyro
 from jax.sharding import Mesh
 
-from rlhf_jax import (
-    batches,
-    checks,
-    cli,
-    data,
-    decode,
-    encoding,
-    frozen,
-    grpo,
-    kl_control,
-    metrics,
-    policy_gradient,
-    pretrained,
-    processes,
-    report,
-    rollout,
-    row_sharding,
-    run,
-    run_folder,
-    score,
-    self_check,
-    sharding,
-    state,
-    verifiers,
-)
+from rlhf_jax import decode, frozen, grpo, kl_control, state, verifiers
+from rlhf_jax.algorithms import self_check
+from rlhf_jax.algorithms.batch import Prompts, Rollout
+from rlhf_jax.algorithms.flow import rollout, score
+from rlhf_jax.algorithms.grpo.iteration import GroupRecipe
+from rlhf_jax.algorithms.policy_gradient import iteration
+from rlhf_jax.algorithms.state import TrainState
+from rlhf_jax.checkpoints import pretrained
+from rlhf_jax.checkpoints.pretrained import Pretrained
+from rlhf_jax.data import batches, encoding, files
+from rlhf_jax.data.encoding import Tokens, Written
+from rlhf_jax.data.files import Row
+from rlhf_jax.devices import processes, row_sharding, sharding
+from rlhf_jax.devices.sharding import MeshOption
+from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import Attention, Remat
-from rlhf_jax.roles.frozen import Frozen
-from rlhf_jax.roles.rewards import Scores
-from rlhf_jax.runtime.data import Row
-from rlhf_jax.runtime.encoding import Tokens, Written
-from rlhf_jax.runtime.pretrained import Pretrained
-from rlhf_jax.runtime.sharding import MeshOption
-from rlhf_jax.runtime.verification import PooledReward, VerifierPool
-from rlhf_jax.stages.batch import Prompts, Rollout
-from rlhf_jax.stages.grpo import GroupRecipe
-from rlhf_jax.stages.state import TrainState
+from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.rewards.model import Scores
+from rlhf_jax.runs import command_line, folder, metrics, report, run
+from rlhf_jax.verification.pool import PooledReward, VerifierPool
 
 Array = jax.Array
 Params = Any
@@ -86,7 +70,7 @@ SAMPLE_EVERY, SHOWN = 10, 4  # iterations, and answers in samples.jsonl each tim
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(run_folder.RunConfig):
+class Config(folder.RunConfig):
     model: str
     """Policy to start from, a checkpoint folder or hub id."""
     data: str
@@ -206,11 +190,11 @@ def read_questions(
     Raises:
       InputError: an answer has no number, or a row no question; names file and line.
     """
-    verifiers.check_answers(data.read_located(source), verifier=verifier)
+    verifiers.check_answers(files.read_located(source), verifier=verifier)
     field = options.question_field
     rows = [
         row | {"asked": put(row[field], options=options)}
-        for row in data.read_prompts(source, field=field)
+        for row in files.read_prompts(source, field=field)
     ]
     return encoding.encode_prompts(
         start.tokenizer,
@@ -258,7 +242,7 @@ class Programs:
         self.answer = jit(
             bind(on(rollout.rollout), **shape, stop_ids=stop_ids, shaping=greedy)
         )
-        self._judged = bind(policy_gradient.judged, algorithm=algorithm)
+        self._judged = bind(iteration.judged, algorithm=algorithm)
 
     def score(
         self, answered: Rollout, *, reference: Frozen | None, reward: PooledReward
@@ -462,9 +446,9 @@ def main(options: Config) -> None:
         "seconds": time.perf_counter() - started,
     }
     report.plots(job.folder)
-    run_folder.write_summary(job.folder, summary)
+    folder.write_summary(job.folder, summary)
     print(f"accuracy {before:.3f} before, {after:.3f} after; {job.folder / 'model'}")
 
 
 if __name__ == "__main__":
-    cli.main(main, Config, description=__doc__, presets=PRESETS)
+    command_line.main(main, Config, description=__doc__, presets=PRESETS)

@@ -31,29 +31,15 @@ import overoptimisation
 import quickstart
 import reviews
 
-from rlhf_jax import (
-    batches,
-    checks,
-    cli,
-    critic,
-    decoder,
-    frozen,
-    kl_control,
-    masked,
-    metrics,
-    ppo,
-    report,
-    rewards,
-    rollout,
-    run,
-    run_folder,
-    score,
-    state,
-)
-from rlhf_jax.roles.frozen import Frozen
-from rlhf_jax.runtime.batches import Batches
-from rlhf_jax.stages.batch import Prompts, Rollout
-from rlhf_jax.stages.state import TrainState
+from rlhf_jax import critic, decoder, frozen, kl_control, masked, ppo, rewards, state
+from rlhf_jax.algorithms.batch import Prompts, Rollout
+from rlhf_jax.algorithms.flow import rollout, score
+from rlhf_jax.algorithms.state import TrainState
+from rlhf_jax.data import batches
+from rlhf_jax.data.batches import Batches
+from rlhf_jax.functional import checks
+from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.runs import command_line, folder, metrics, report, run
 
 Array = jax.Array
 Params = Any
@@ -65,7 +51,7 @@ OF_BETA = ("objective/scores", "objective/kl", "response/distinct_fraction")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(run_folder.RunConfig):
+class Config(folder.RunConfig):
     kl_coefs: tuple[float, ...] = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5)
     """The β to compare, reward units per nat."""
     num_seeds: int = 3
@@ -580,9 +566,9 @@ def main(options: Config) -> None:
         "sweep_seconds": sweep_seconds,
         "seconds": time.perf_counter() - started,
     }
-    run_folder.write_summary(job.folder, summary)
+    folder.write_summary(job.folder, summary)
     print(f"{summary['seconds']:.0f} s; figures, samples and plots in {job.folder}")
 
 
 if __name__ == "__main__":
-    cli.main(main, Config, description=__doc__)
+    command_line.main(main, Config, description=__doc__)

@@ -42,22 +42,14 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from rlhf_jax import (
-    checks,
-    cli,
-    config,
-    decoder,
-    kl,
-    kl_penalty,
-    masked,
-    policy,
-    report,
-    rollout,
-    run_folder,
-)
-from rlhf_jax.functional.kl_penalty import Penalty
+from rlhf_jax import config, decoder, kl, kl_penalty, masked, policy
+from rlhf_jax.algorithms.batch import Prompts
+from rlhf_jax.algorithms.flow import rollout
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.kl.penalty import Penalty
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.stages.batch import Prompts
+from rlhf_jax.runs import command_line, report
+from rlhf_jax.runs.folder import RunConfig, open_run, write_summary
 
 Array = jax.Array
 Params = Any
@@ -76,7 +68,7 @@ BEGIN = 0  # the word that every text begins with
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(run_folder.RunConfig):
+class Config(RunConfig):
     vocab_size: int = 128
     """Words of both models."""
     hidden_size: int = 64
@@ -486,7 +478,7 @@ def _plain(axis: Axes) -> None:
 
 
 def main(options: Config) -> None:
-    folder = run_folder.open_run(options)
+    folder = open_run(options)
     pair = draw_pair(options)
     keys = jax.random.split(jax.random.fold_in(jax.random.key(options.seed), 1))
     summary = {
@@ -496,8 +488,8 @@ def main(options: Config) -> None:
     }
     tables(summary)
     plots(folder, summary)
-    run_folder.write_summary(folder, summary)
+    write_summary(folder, summary)
 
 
 if __name__ == "__main__":
-    cli.main(main, Config, description=__doc__)
+    command_line.main(main, Config, description=__doc__)

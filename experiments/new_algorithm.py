@@ -24,25 +24,14 @@ import numpy as np
 import optax
 import reviews
 
-from rlhf_jax import (
-    batches,
-    checks,
-    cli,
-    config,
-    decoder,
-    frozen,
-    masked,
-    metrics,
-    policy,
-    report,
-    rollout,
-    run,
-    run_folder,
-    score,
-)
+from rlhf_jax import config, decoder, frozen, masked, policy
+from rlhf_jax.algorithms.batch import Prompts, Rollout
+from rlhf_jax.algorithms.flow import rollout, score
+from rlhf_jax.data import batches
+from rlhf_jax.functional import checks
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.roles.frozen import Frozen
-from rlhf_jax.stages.batch import Prompts, Rollout
+from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.runs import command_line, folder, metrics, report, run
 
 Array = jax.Array
 NEW_TOKENS = 12
@@ -52,7 +41,7 @@ GRADES = np.array([reviews.GRADES.get(w, 0) for w in reviews.VOCABULARY], np.flo
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(run_folder.RunConfig):
+class Config(folder.RunConfig):
     num_steps: int = 100
     """Updates."""
     batch_size: int = 64
@@ -118,6 +107,7 @@ def learn(
     in_response = functools.partial(
         masked.masked_sum, mask=answered.response_mask, axis=1
     )
+    assert scored.kl is not None  # there is a reference
     kl = in_response(scored.kl)
     total = scored.scores - options.kl_coef * kl
 
@@ -188,8 +178,8 @@ def main(options: Config) -> None:
         [(name, rows[0][name], rows[-1][name]) for name in SHOWN],
     )
     report.plots(job.folder)
-    run_folder.write_summary(job.folder, {name: rows[-1][name] for name in SHOWN})
+    folder.write_summary(job.folder, {name: rows[-1][name] for name in SHOWN})
 
 
 if __name__ == "__main__":
-    cli.main(main, Config, description=__doc__)
+    command_line.main(main, Config, description=__doc__)

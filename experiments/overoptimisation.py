@@ -17,7 +17,7 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from rlhf_jax import report
+from rlhf_jax.runs import report
 
 Floats = npt.NDArray[np.floating]
 Row = Mapping[str, Any]

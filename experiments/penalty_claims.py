@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from rlhf_jax.functional.kl_gradients import (
+from rlhf_jax.functional.kl.gradients import (
     FIXED_FORWARD,
     FIXED_REVERSE,
     FULL_FORWARD,
     FULL_REVERSE,
 )
-from rlhf_jax.functional.kl_penalty import Penalty
+from rlhf_jax.functional.kl.penalty import Penalty
 
 ZERO = "zero"
 NONE = "none of these"

@@ -39,36 +39,25 @@ import numpy as np
 import reviews
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rlhf_jax import (
-    batches,
-    checks,
-    cli,
-    config,
-    critic,
-    decoder,
-    experience,
-    frozen,
-    kl,
-    kl_control,
-    masked,
-    optimizers,
-    policy_update,
-    ppo,
-    report,
-    run_folder,
-    score,
-    state,
-)
-from rlhf_jax.roles.frozen import Frozen
-from rlhf_jax.stages.batch import Experience, Rollout
-from rlhf_jax.stages.state import LossFunction, TrainState
+from rlhf_jax import config, critic, decoder, frozen, kl, kl_control, masked, ppo, state
+from rlhf_jax.algorithms import optimizers
+from rlhf_jax.algorithms.batch import Experience, Rollout
+from rlhf_jax.algorithms.flow import score
+from rlhf_jax.algorithms.policy_gradient import update as policy_update
+from rlhf_jax.algorithms.ppo import experience
+from rlhf_jax.algorithms.state import LossFunction, TrainState
+from rlhf_jax.data import batches
+from rlhf_jax.functional import checks
+from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.runs import command_line, report
+from rlhf_jax.runs.folder import RunConfig, open_run, write_summary
 
 Array = jax.Array
 DEVICES = "devices"  # the mapped axis
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(run_folder.RunConfig):
+class Config(RunConfig):
     num_devices: int = 4
     """That share a batch."""
     num_steps: int = 5
@@ -160,6 +149,7 @@ def update(
     )
     # It has moved the KL controller by this device's rows; here by everyone's.
     size, mask = rows.tokens.shape[0], rows.response_mask
+    assert rows.ref_logprobs is not None  # there is a reference
     per_token = kl.k1(rows.old_logprobs, rows.ref_logprobs)
     controller = train.kl.update(
         kl=mean(masked.masked_sum(per_token, mask=mask)) / size,
@@ -227,7 +217,7 @@ def main(options: Config) -> None:
             f"--xla_force_host_platform_device_count={options.num_devices}, or ask "
             f"for fewer"
         )
-    folder = run_folder.open_run(options)
+    folder = open_run(options)
     prompts = batches.prompt_batches(
         [reviews.encode(prompt) for prompt in reviews.TRAIN_PROMPTS],
         batch_size=options.batch_size,
@@ -286,10 +276,10 @@ def main(options: Config) -> None:
     columns = ("step", "score", "largest move", "pmap - jit", "mean of means - jit")
     report.table("Differences as shares of the largest move", columns, rows)
     names = ("step", "score", "moved", "pmap", "mean_of_means")
-    run_folder.write_summary(
+    write_summary(
         folder, {"steps": [dict(zip(names, row, strict=True)) for row in rows]}
     )
 
 
 if __name__ == "__main__":
-    cli.main(main, Config, description=__doc__)
+    command_line.main(main, Config, description=__doc__)

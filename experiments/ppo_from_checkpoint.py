@@ -48,60 +48,53 @@ import tyro
 from jax.sharding import Mesh
 
 from rlhf_jax import (
-    adapted,
-    alarms,
-    batches,
-    checks,
-    cli,
     critic,
-    data,
     drift,
-    drift_report,
-    encoding,
-    evaluation,
-    experience,
     frozen,
-    frozen_models,
     hf,
     kl_control,
     kl_penalty,
-    lifecycle,
-    memory_check,
-    metrics,
-    optimizers,
     ppo,
-    ppo_config,
-    pretrained,
-    processes,
-    report,
     rewards,
-    row_sharding,
-    run,
-    run_folder,
-    score,
-    self_check,
-    sharding,
     state,
 )
-from rlhf_jax import lora as lora_
+from rlhf_jax.algorithms import evaluation, optimizers, self_check
+from rlhf_jax.algorithms.batch import Prompts, Rollout, Scored, Sequences
+from rlhf_jax.algorithms.flow import objective, score
+from rlhf_jax.algorithms.ppo.recipe import N_PLUS, OPENAI_2019, Recipe
+from rlhf_jax.algorithms.state import SupervisedState, TrainState
+from rlhf_jax.checkpoints import frozen_models, pretrained
+from rlhf_jax.checkpoints.frozen_models import RewardModel, Storage
+from rlhf_jax.checkpoints.pretrained import Adapters, Pretrained
+from rlhf_jax.data import batches, encoding, files
+from rlhf_jax.data.batches import Batches
+from rlhf_jax.data.files import Row
+from rlhf_jax.devices import processes, row_sharding, sharding
+from rlhf_jax.devices.critic_devices import CriticDevices
+from rlhf_jax.devices.sharding import MeshOption, MeshShape
+from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError, StopError
-from rlhf_jax.functional.kl_control import Control
+from rlhf_jax.functional.kl.control import Control
 from rlhf_jax.functional.masked import Stats
 from rlhf_jax.models.config import Attention, ModelConfig, Remat
-from rlhf_jax.roles.frozen import Frozen
-from rlhf_jax.roles.lifecycle import Lifecycle
-from rlhf_jax.roles.rewards import Scores, TextReward
-from rlhf_jax.runtime.alarms import Limits
-from rlhf_jax.runtime.batches import Batches
-from rlhf_jax.runtime.critic_devices import CriticDevices
-from rlhf_jax.runtime.data import Row
-from rlhf_jax.runtime.frozen_models import RewardModel, Storage
-from rlhf_jax.runtime.memory_check import Part
-from rlhf_jax.runtime.pretrained import Adapters, Pretrained
-from rlhf_jax.runtime.sharding import MeshOption, MeshShape
-from rlhf_jax.stages.batch import Prompts, Rollout, Scored, Sequences
-from rlhf_jax.stages.ppo_config import Recipe
-from rlhf_jax.stages.state import SupervisedState, TrainState
+from rlhf_jax.models.lora import init, merge
+from rlhf_jax.planning import memory_check
+from rlhf_jax.planning.memory_check import Part
+from rlhf_jax.roles import adapted
+from rlhf_jax.roles.reference import lifecycle
+from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.reference.lifecycle import Lifecycle
+from rlhf_jax.roles.rewards.model import Scores, TextReward
+from rlhf_jax.runs import (
+    alarms,
+    command_line,
+    drift_report,
+    folder,
+    metrics,
+    report,
+    run,
+)
+from rlhf_jax.runs.alarms import Limits
 
 Array = jax.Array
 Params = Any
@@ -111,7 +104,7 @@ RECIPE = Recipe(num_minibatches=4)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(run_folder.RunConfig):
+class Config(folder.RunConfig):
     model: str
     """Policy to start from, a checkpoint folder or hub id."""
     prompts: str
@@ -335,7 +328,7 @@ def _refuse_unused(option: str, given: Storage) -> None:
 
 PRESETS: dict[str, dict[str, Any]] = {
     "openai-2019": {
-        "ppo": ppo_config.OPENAI_2019,
+        "ppo": OPENAI_2019,
         "kl_coef": 0.15,
         "kl_control": Control(
             kind="adaptive", target=6.0, unit="response", horizon=10_000
@@ -349,7 +342,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "max_grad_norm": None,
     },
     "n-plus": {
-        "ppo": ppo_config.N_PLUS,
+        "ppo": N_PLUS,
         "kl_coef": 0.05,
         "critic_from": "reward_model",
         "num_steps": 1953,
@@ -427,7 +420,7 @@ def make_models(options: Config, policy: Pretrained) -> Models:
         policy_key, critic_key = jax.random.split(
             jax.random.fold_in(jax.random.key(options.seed), ADAPTERS)
         )
-        trained = lora_.init(policy_key, model=model, lora=lora)
+        trained = init(policy_key, model=model, lora=lora)
         valued = (
             critic.on_policy_trunk(model=model)
             if options.ppo.shared_trunk
@@ -522,7 +515,7 @@ def check_memory(options: Config) -> None:
     base = []
     if lora is not None:
         base = [Part("base", stored.shapes(params), stored.mesh_beside(mesh))]
-        adapters = functools.partial(lora_.init, model=model, lora=lora)
+        adapters = functools.partial(init, model=model, lora=lora)
         policy = jax.eval_shape(adapters, key)
         if not options.ppo.shared_trunk:
             from_base = functools.partial(critic.from_base, model=model, lora=lora)
@@ -646,12 +639,12 @@ class Programs:
         if models.base is not None and models.sampling is not None:
             self._sampling_base = sharding.place(models.base, mesh=models.sampling)
         self._values = jax.jit(functools.partial(on(ppo.values), ppo=algorithm))
-        self._learn, self._make_experience, self._update = (
-            jax.jit(
-                functools.partial(on(arrow), ppo=algorithm), donate_argnames=("state",)
-            )
-            for arrow in (ppo.learn, ppo.make_experience, ppo.update_policy)
+        donated = functools.partial(jax.jit, donate_argnames=("state",))
+        self._learn = donated(functools.partial(on(ppo.learn), ppo=algorithm))
+        self._make_experience = donated(
+            functools.partial(on(ppo.make_experience), ppo=algorithm)
         )
+        self._update = donated(functools.partial(on(ppo.update_policy), ppo=algorithm))
         self._shuffle_key = jax.jit(ppo.shuffle_key)
         self.measure = jax.jit(
             functools.partial(
@@ -660,7 +653,7 @@ class Programs:
         )
         self.positions = jax.jit(
             functools.partial(
-                experience.kl_by_position, max_new_tokens=algorithm.max_new_tokens
+                objective.kl_by_position, max_new_tokens=algorithm.max_new_tokens
             )
         )
         self.evaluate = jax.jit(
@@ -771,8 +764,8 @@ class Programs:
             return drift.weight_drift(policy, anchor)
         start = frozen.read(base)
         if self._models.adapters_are_the_reference:
-            anchor = lora_.merge(start, anchor, lora=lora)
-        return drift.weight_drift(lora_.merge(start, policy, lora=lora), anchor)
+            anchor = merge(start, anchor, lora=lora)
+        return drift.weight_drift(merge(start, policy, lora=lora), anchor)
 
 
 def rehearse(
@@ -1011,7 +1004,7 @@ def load_text_reward(
 ) -> TextReward:
     """The Python function module:function that an option names."""
     return TextReward(
-        function=cli.load_function(spec),
+        function=command_line.load_function(spec),
         decode=policy.decode,
         rows=rows,
         called=f"{option} {spec}",
@@ -1044,8 +1037,8 @@ def main(options: Config) -> None:
     started = time.perf_counter()
     for spec in (options.reward, options.judge):  # before anything is loaded
         if spec is not None:
-            cli.load_function(spec)
-    rows = data.read_prompts(options.prompts, field=options.prompt_field)
+            command_line.load_function(spec)
+    rows = files.read_prompts(options.prompts, field=options.prompt_field)
     mesh = mesh_of(options)
     if options.check_memory:
         check_memory(options)
@@ -1216,9 +1209,9 @@ def main(options: Config) -> None:
         print(f"policy moved, relative weight drift {moved['relative']:.3g}")
     report.plots(job.folder)
     summary["seconds"] = time.perf_counter() - started
-    run_folder.write_summary(job.folder, summary)
+    folder.write_summary(job.folder, summary)
     print(f"{summary['seconds']:.0f} s; the policy is in {job.folder / 'model'}")
 
 
 if __name__ == "__main__":
-    cli.main(main, Config, description=__doc__, presets=PRESETS)
+    command_line.main(main, Config, description=__doc__, presets=PRESETS)

@@ -30,39 +30,31 @@ import optax
 import reviews
 
 from rlhf_jax import (
-    alarms,
-    batches,
-    checks,
-    cli,
     config,
     critic,
     decoder,
     drift,
-    drift_report,
-    encoding,
-    experience,
     frozen,
     kl_control,
-    layout,
     ppo,
-    report,
     rewards,
-    rollout,
-    run,
-    run_folder,
-    score,
-    self_check,
     sft,
     state,
-    storage,
-    train_reward,
 )
-from rlhf_jax.functional.kl_control import Control
+from rlhf_jax.algorithms import reward_model as train_reward
+from rlhf_jax.algorithms import self_check
+from rlhf_jax.algorithms.batch import Rollout
+from rlhf_jax.algorithms.flow import objective, rollout, score
+from rlhf_jax.algorithms.flow.shaping import ScoreShaping
+from rlhf_jax.data import batches, encoding
+from rlhf_jax.data.encoding import Example, Pair
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.kl.control import Control
+from rlhf_jax.models import layout
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.roles.frozen import Frozen
-from rlhf_jax.runtime.encoding import Example, Pair
-from rlhf_jax.stages.batch import Rollout
-from rlhf_jax.stages.score_shaping import ScoreShaping
+from rlhf_jax.roles.reference import storage
+from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.runs import alarms, command_line, drift_report, folder, report, run
 
 Array = jax.Array
 Params = Any
@@ -77,7 +69,7 @@ SHOWN = 6  # samples side by side at the end
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(run_folder.RunConfig):
+class Config(folder.RunConfig):
     num_steps: int = 40
     """PPO iterations."""
     kl_coef: float = 0.2
@@ -352,7 +344,7 @@ def improve(
     distance = jax.jit(drift.weight_drift)
     by_position = jax.jit(
         functools.partial(
-            experience.kl_by_position, max_new_tokens=algorithm.max_new_tokens
+            objective.kl_by_position, max_new_tokens=algorithm.max_new_tokens
         )
     )
     with job.stage(
@@ -589,9 +581,9 @@ def main(options: Config) -> None:
         "alarms": job.alarms,
         "seconds": time.perf_counter() - started,
     }
-    run_folder.write_summary(job.folder, summary)
+    folder.write_summary(job.folder, summary)
     print(f"{summary['seconds']:.0f} s; figures, samples and plots in {job.folder}")
 
 
 if __name__ == "__main__":
-    cli.main(main, Config, description=__doc__)
+    command_line.main(main, Config, description=__doc__)

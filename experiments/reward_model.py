@@ -32,39 +32,28 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from rlhf_jax import (
-    batches,
-    checks,
-    cli,
-    data,
-    encoding,
-    hf,
-    pretrained,
-    processes,
-    report,
-    rewards,
-    rollout,
-    row_sharding,
-    run,
-    run_folder,
-    sharding,
-    state,
-    train_reward,
-)
+from rlhf_jax import hf, rewards, state
+from rlhf_jax.algorithms import reward_model
+from rlhf_jax.algorithms.batch import Prompts, Rollout, Sequences
+from rlhf_jax.algorithms.flow import rollout
+from rlhf_jax.checkpoints import pretrained
+from rlhf_jax.checkpoints.pretrained import Pretrained
+from rlhf_jax.data import batches, encoding, files
+from rlhf_jax.data.batches import Batches
+from rlhf_jax.data.encoding import Example, Pair
+from rlhf_jax.devices import processes, row_sharding, sharding
+from rlhf_jax.devices.sharding import MeshOption
+from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import Attention, Remat
-from rlhf_jax.runtime.batches import Batches
-from rlhf_jax.runtime.encoding import Example, Pair
-from rlhf_jax.runtime.pretrained import Pretrained
-from rlhf_jax.runtime.sharding import MeshOption
-from rlhf_jax.stages.batch import Prompts, Rollout, Sequences
+from rlhf_jax.runs import command_line, folder, report, run
 
 Array = jax.Array
 Params = Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(run_folder.RunConfig):
+class Config(folder.RunConfig):
     model: str
     """Language model to start from, a checkpoint folder or hub id."""
     data: str
@@ -165,7 +154,7 @@ def demonstrations_to_score(
     assert options.demonstrations is not None  # checked by Config
     examples = encoding.encode_demonstrations(
         start.tokenizer,
-        data.read_demonstrations(options.demonstrations),
+        files.read_demonstrations(options.demonstrations),
         max_length=start.limit(options.max_length),
         stop_ids=start.stop_ids,
         overlong=options.overlong,
@@ -212,7 +201,7 @@ def accuracy(
 def main(options: Config) -> None:
     started = time.perf_counter()
     mesh = options.mesh.make()
-    rows = data.read_preferences(options.data)
+    rows = files.read_preferences(options.data)
     start = pretrained.load(
         options.model,
         tokenizer=options.tokenizer,
@@ -231,7 +220,7 @@ def main(options: Config) -> None:
         overlong=options.overlong,
         widest=None if options.buckets is None else max(options.buckets, default=0),
     )
-    pairs, held_out = data.hold_out(
+    pairs, held_out = files.hold_out(
         everything, share=options.held_out, seed=options.seed
     )
     processes.agree("the pairs", encoding.digest(everything))
@@ -255,7 +244,7 @@ def main(options: Config) -> None:
     on = functools.partial(sharding.on, mesh)
     update = jax.jit(
         functools.partial(
-            on(train_reward.update),
+            on(reward_model.update),
             model=model,
             optimizer=optimizer,
             micro_batch_size=options.micro_batch_size,
@@ -297,8 +286,9 @@ def main(options: Config) -> None:
                 for i in range(num_batches)
             ]
             untrained = scores_of(initial.params, texts, rows=num_texts, score=score)
-            initial = initial.replace(
-                params=rewards.normalise(initial.params, scores=jnp.asarray(untrained))
+            initial = dataclasses.replace(
+                initial,
+                params=rewards.normalise(initial.params, scores=jnp.asarray(untrained)),
             )
         report.model_table([("reward model", initial.params, True)])
         meta = {"data_digest": encoding.digest(pairs)}
@@ -341,9 +331,9 @@ def main(options: Config) -> None:
     report.table("Reward model", ("", "value"), shown)
     report.plots(job.folder)
     summary["seconds"] = time.perf_counter() - started
-    run_folder.write_summary(job.folder, summary)
+    folder.write_summary(job.folder, summary)
     print(f"{summary['seconds']:.0f} s; go on with --reward-model {saved}")
 
 
 if __name__ == "__main__":
-    cli.main(main, Config, description=__doc__)
+    command_line.main(main, Config, description=__doc__)

@@ -27,43 +27,30 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from rlhf_jax import (
-    batches,
-    checks,
-    cli,
-    config,
-    data,
-    decoder,
-    encoding,
-    hf,
-    layout,
-    packing,
-    pretrained,
-    processes,
-    report,
-    row_sharding,
-    run,
-    run_folder,
-    sft,
-    sharding,
-    state,
-)
+from rlhf_jax import config, decoder, hf, sft, state
+from rlhf_jax.algorithms.batch import Sequences
+from rlhf_jax.checkpoints import pretrained
+from rlhf_jax.checkpoints.pretrained import Pretrained
+from rlhf_jax.data import batches, encoding, files, packing
+from rlhf_jax.data.batches import Batches
+from rlhf_jax.data.encoding import Example
+from rlhf_jax.devices import processes, row_sharding, sharding
+from rlhf_jax.devices.sharding import MeshOption
+from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models import layout
 from rlhf_jax.models.config import Attention, Remat
-from rlhf_jax.runtime.batches import Batches
-from rlhf_jax.runtime.encoding import Example
-from rlhf_jax.runtime.pretrained import Pretrained
-from rlhf_jax.runtime.sharding import MeshOption
-from rlhf_jax.stages.batch import Sequences
+from rlhf_jax.runs import command_line, folder, report, run
 
 Params = Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(run_folder.RunConfig):
+class Config(folder.RunConfig):
     data: str
     """JSONL, .txt, or hf:NAME:SPLIT."""
     model: str | None = None
@@ -173,9 +160,9 @@ def read_examples(options: Config, start: Pretrained) -> list[Example]:
     """Responses to prompts, or blocks of plain text."""
     longest = start.limit(options.max_length)
     if options.data.endswith(".txt"):
-        text = data.read_text(options.data)
+        text = files.read_text(options.data)
         return encoding.encode_text(start.tokenizer, text, block_size=longest)
-    rows = data.read_demonstrations(
+    rows = files.read_demonstrations(
         options.data, prompt=options.prompt_field, response=options.response_field
     )
     return encoding.encode_demonstrations(
@@ -231,7 +218,7 @@ def main(options: Config) -> None:
     mesh = options.mesh.make()
     start = starting_point(options, mesh=mesh)
     model = start.model
-    examples, held_out = data.hold_out(
+    examples, held_out = files.hold_out(
         read_examples(options, start), share=options.held_out, seed=options.seed
     )
     processes.agree("the demonstrations", encoding.digest([*examples, *held_out]))
@@ -261,7 +248,7 @@ def main(options: Config) -> None:
     jax.eval_shape(update, initial, batch=demonstrations[0])
 
     loss = sharding.on(mesh, sft.loss)
-    measure = jax.jit(functools.partial(loss, model=model, num_tokens=1.0))
+    measure = jax.jit(functools.partial(loss, model=model, num_tokens=jnp.float32(1.0)))
     in_order = batches.sequences_in_order(
         held_out, batch_size=options.batch_size, pad_id=start.pad_id
     )
@@ -297,9 +284,9 @@ def main(options: Config) -> None:
         "held_out_examples": len(held_out),
         "seconds": time.perf_counter() - started,
     }
-    run_folder.write_summary(job.folder, summary)
+    folder.write_summary(job.folder, summary)
     print(f"{summary['seconds']:.0f} s; go on with --model {saved}")
 
 
 if __name__ == "__main__":
-    cli.main(main, Config, description=__doc__)
+    command_line.main(main, Config, description=__doc__)

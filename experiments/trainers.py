@@ -20,27 +20,17 @@ import numpy as np
 import quickstart
 import reviews
 
-from rlhf_jax import (
-    critic,
-    dpo,
-    grpo,
-    kl_control,
-    masked,
-    packing,
-    ppo,
-    rewards,
-    rollout,
-    score_shaping,
-    state,
-    storage,
-)
-from rlhf_jax.roles.frozen import Frozen
-from rlhf_jax.runtime.batches import Batches
-from rlhf_jax.runtime.encoding import Pair
-from rlhf_jax.stages.batch import PackedPreferences, Prompts, Rollout
-from rlhf_jax.stages.grpo import GroupRecipe
-from rlhf_jax.stages.policy_gradient import Reward
-from rlhf_jax.stages.state import SupervisedState, TrainState
+from rlhf_jax import critic, dpo, grpo, kl_control, masked, ppo, rewards, state
+from rlhf_jax.algorithms.batch import PackedPreferences, Prompts, Rollout
+from rlhf_jax.algorithms.flow import rollout, shaping
+from rlhf_jax.algorithms.grpo.iteration import GroupRecipe
+from rlhf_jax.algorithms.policy_gradient.iteration import Reward
+from rlhf_jax.algorithms.state import SupervisedState, TrainState
+from rlhf_jax.data import packing
+from rlhf_jax.data.batches import Batches
+from rlhf_jax.data.encoding import Pair
+from rlhf_jax.roles.reference import storage
+from rlhf_jax.roles.reference.frozen import Frozen
 
 Array = jax.Array
 Params = Any
@@ -254,8 +244,8 @@ def sampled(
         temperature=algorithm.temperature,
         group_size=group_size,
     )
-    shaped = score_shaping.shape(
-        reward(answered),
+    shaped = shaping.shape(
+        rewards.scores_of(reward(answered)).total,
         moments=rewards.no_moments(),
         rollout=answered,
         stop_ids=algorithm.stop_ids,

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from rlhf_jax import compiled, config, decoder, lora, policy
+from rlhf_jax import config, decoder, lora, policy
+from rlhf_jax.planning import compiled
 
 ROWS, COLUMNS, HEADS = 2, 256, 8
 # What XLA asks of a target, from NVIDIA's data sheet of the H100 SXM.

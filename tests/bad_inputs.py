@@ -17,8 +17,8 @@ import reward_model
 import sft
 import toy_files
 
-from rlhf_jax import pretrained
-from rlhf_jax.runtime import cli
+from rlhf_jax.checkpoints import pretrained
+from rlhf_jax.runs import command_line
 
 TRAINERS = {
     "sft": sft,
@@ -117,7 +117,9 @@ def refused(capsys, trainer: str, argv, *, files: Path, out: Path, message: str)
     words = ["--out", str(out), "--no-progress", *in_order(trainer, files), *argv]
     experiment = TRAINERS[trainer]
     with pytest.raises(SystemExit) as exit_:
-        cli.main(experiment.main, experiment.Config, description="", argv=words)
+        command_line.main(
+            experiment.main, experiment.Config, description="", argv=words
+        )
     told = capsys.readouterr().err
     assert exit_.value.code == 2, told
     assert "Traceback" not in told

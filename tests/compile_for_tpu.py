@@ -9,7 +9,9 @@ import json
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax import batch, compiled, config, critic, decoder, frozen, score, workload
+from rlhf_jax import batch, config, critic, decoder, frozen
+from rlhf_jax.algorithms.flow import score
+from rlhf_jax.planning import compiled, workload
 
 MODEL = config.gpt2(
     vocab_size=50257, hidden_size=768, num_layers=12, num_heads=12, max_positions=1024

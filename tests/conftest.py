@@ -10,7 +10,7 @@ os.environ["XLA_FLAGS"] = (
     + " --xla_llvm_disable_expensive_passes=true"
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# `cli.main` would keep the programs of tests in the user's home.
+# `runs.command_line.main` would keep the programs of tests in the user's home.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 
 from pathlib import Path

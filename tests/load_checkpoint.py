@@ -10,8 +10,9 @@ import sys
 
 import jax
 
-from rlhf_jax import hf, sharding
-from rlhf_jax.runtime.sharding import MeshShape
+from rlhf_jax import hf
+from rlhf_jax.devices import sharding
+from rlhf_jax.devices.sharding import MeshShape
 
 
 def main(folder, devices):

@@ -8,9 +8,9 @@ import sys
 import jax
 import numpy as np
 
-from rlhf_jax import row_sharding
-from rlhf_jax.runtime.processes import Group
-from rlhf_jax.runtime.sharding import MeshShape
+from rlhf_jax.devices import row_sharding
+from rlhf_jax.devices.processes import Group
+from rlhf_jax.devices.sharding import MeshShape
 
 
 def main(coordinator, process_id):

@@ -11,14 +11,16 @@ import pytest
 import toy_files
 import toys
 
-from rlhf_jax import cli, hf, storage
+from rlhf_jax import hf
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.roles.reference import storage
+from rlhf_jax.runs import command_line
 
 TEXT = "the cat sat . the dog ran . it was very good and we sat on the dog . " * 8
 
 
 def play(*argv):
-    cli.main(
+    command_line.main(
         ablate_reference_storage.main,
         ablate_reference_storage.Config,
         description="",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runtime import alarms
+from rlhf_jax.runs import alarms
 
 RECORDED = Path(__file__).parents[1] / "experiments" / "recorded" / "quickstart"
 FOUR = alarms.Limits(window=4)

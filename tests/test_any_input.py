@@ -9,15 +9,17 @@ import sft
 import toy_files
 from hypothesis import strategies as st
 
-from rlhf_jax import data, hf, run_folder
+from rlhf_jax import hf
+from rlhf_jax.data import files
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runs.folder import from_json, read_config, to_json
 
 FIELDS = ("prompt", "response", "chosen", "rejected", "messages", "role", "content")
 READERS = (
-    data.read_jsonl,
-    data.read_prompts,
-    data.read_demonstrations,
-    data.read_preferences,
+    files.read_jsonl,
+    files.read_prompts,
+    files.read_demonstrations,
+    files.read_preferences,
 )
 texts = st.text(st.characters(codec=None), max_size=8)  # halves of surrogates too
 plain = st.none() | st.booleans() | st.integers() | st.floats() | texts
@@ -56,7 +58,7 @@ def test_any_bytes(folder, content):
         with contextlib.suppress(InputError):
             assert all(isinstance(row, dict) for row in read(folder / "any.jsonl"))
     with contextlib.suppress(InputError):
-        read_back = [row["prompt"] for row in data.read_prompts(folder / "any.txt")]
+        read_back = [row["prompt"] for row in files.read_prompts(folder / "any.txt")]
         whole = content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
         assert read_back == [line for line in whole.split("\n") if line.strip()]
 
@@ -66,7 +68,7 @@ def test_any_bytes(folder, content):
 def test_any_rows(folder, rows):
     toy_files.jsonl(folder / "any.jsonl", *rows)
     # Every row with its values; NaN is no number that equals itself.
-    assert list(map(repr, data.read_jsonl(folder / "any.jsonl"))) == list(
+    assert list(map(repr, files.read_jsonl(folder / "any.jsonl"))) == list(
         map(repr, rows)
     )
     for read in READERS[1:]:
@@ -79,16 +81,16 @@ def test_any_rows(folder, rows):
 def test_any_recorded_config(folder, data):
     """A run's config.json with other values, or of any bytes."""
     path = folder / "config.json"
-    fields = run_folder.to_json(sft.Config(out=folder, data="x", model="y"))
+    fields = to_json(sft.Config(out=folder, data="x", model="y"))
     names = st.sampled_from([*fields, *fields["mesh"]]) | texts
     changed = data.draw(st.dictionaries(names, values, max_size=3))
     recorded = {"config": {**fields, **changed}, "versions": {}}
     either = st.just(json.dumps(recorded).encode()) | st.binary(max_size=40)
     path.write_bytes(data.draw(either | values.map(lambda v: json.dumps(v).encode())))
     with contextlib.suppress(InputError):
-        read = run_folder.read_config(path)
-        config = run_folder.from_json(sft.Config, read, source=path)
-        assert run_folder.to_json(config).keys() == fields.keys()
+        read = read_config(path)
+        config = from_json(sft.Config, read, source=path)
+        assert to_json(config).keys() == fields.keys()
 
 
 OPTIONS = {

@@ -8,7 +8,7 @@ import pytest
 import test_bad_options
 from bad_inputs import TRAINERS
 
-from rlhf_jax import run_folder
+from rlhf_jax.runs import folder
 
 files = test_bad_options.files
 
@@ -35,11 +35,13 @@ def begun(trainer, files, out, **changes):
     """A recorded config of the run in order, with other fields; ... takes one out."""
     experiment = TRAINERS[trainer]
     words = ["--out", str(out), "--no-progress", *bad_inputs.in_order(trainer, files)]
-    config = bad_inputs.cli.parse(experiment.Config, description="", argv=words)
+    config = bad_inputs.command_line.parse(
+        experiment.Config, description="", argv=words
+    )
     out.mkdir()
-    fields = run_folder.to_json(config) | changes
+    fields = folder.to_json(config) | changes
     fields = {name: value for name, value in fields.items() if value is not ...}
-    recorded = {"config": fields, "versions": run_folder.versions()}
+    recorded = {"config": fields, "versions": folder.versions()}
     (out / "config.json").write_text(json.dumps(recorded))
 
 
@@ -89,7 +91,7 @@ def test_a_resume_with_another_seed(files, tmp_path, capsys, trainer):
 
 def test_recorded_is_what_a_run_records(files, tmp_path):
     begun("ppo", files, tmp_path / "run")
-    read = run_folder.read_config(tmp_path / "run" / "config.json")
+    read = folder.read_config(tmp_path / "run" / "config.json")
     path = tmp_path / "run" / "config.json"
-    config = run_folder.from_json(ppo_from_checkpoint.Config, read, source=path)
+    config = folder.from_json(ppo_from_checkpoint.Config, read, source=path)
     assert config.out == tmp_path / "run"

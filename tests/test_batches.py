@@ -4,10 +4,10 @@ import jax
 import numpy as np
 import pytest
 
+from rlhf_jax.data import batches
+from rlhf_jax.data.encoding import Example, Pair
+from rlhf_jax.devices.row_sharding import Share
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runtime import batches
-from rlhf_jax.runtime.encoding import Example, Pair
-from rlhf_jax.runtime.row_sharding import Share
 
 PROMPTS = [[11], [21, 22], [31, 32, 33], [41, 42, 43, 44], [51, 52, 53, 54, 55]]
 

@@ -17,7 +17,7 @@ from benchmark_floor import Rates, Step
 from peers import line_protocol
 from peers.line_protocol import Workload
 
-from rlhf_jax import checks
+from rlhf_jax.functional import checks
 
 # L = 2, D = 8, V = 10, B = 3, P = 4, R = 2, and two epochs of one minibatch.
 TOY = Workload(

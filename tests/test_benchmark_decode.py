@@ -6,7 +6,7 @@ import benchmark_decode
 import numpy as np
 import pytest
 
-from rlhf_jax import cli
+from rlhf_jax.runs import command_line
 
 pytestmark = pytest.mark.slow
 
@@ -16,7 +16,9 @@ def test_every_figure_is_there(tmp_path):
     words += ["--num-heads=2", "--vocab-size=32", "--prompt-size=3", "--slots=4"]
     words += ["--batches=2", "--response-size=8", "--repeats=1"]
     words += ["--rows", "2", "4", "--response-sizes", "4", "8", "--length-rows", "2"]
-    cli.main(benchmark_decode.main, benchmark_decode.Config, description="", argv=words)
+    command_line.main(
+        benchmark_decode.main, benchmark_decode.Config, description="", argv=words
+    )
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert 1 <= summary["uneven"]["mean_length"] <= 8
     assert summary["uneven"]["ratio"] > 0

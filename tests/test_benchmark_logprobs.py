@@ -10,7 +10,7 @@ import oracles
 import pytest
 import resident
 
-from rlhf_jax import cli
+from rlhf_jax.runs import command_line
 
 pytestmark = [
     pytest.mark.slow,
@@ -21,7 +21,7 @@ pytestmark = [
 def test_the_sides_agree(tmp_path):
     words = ["--out", str(tmp_path), "--rows=2", "--columns=9", "--width=16"]
     words += ["--words=40", "--rounds=1", "--repeats=1"]
-    cli.main(
+    command_line.main(
         benchmark_logprobs.main, benchmark_logprobs.Config, description="", argv=words
     )
     summary = json.loads((tmp_path / "summary.json").read_text())

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import toys
 
-from rlhf_jax import best_of_n
+from rlhf_jax.functional import best_of_n
 from rlhf_jax.functional.checks import InputError
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes", "quick_compilation")

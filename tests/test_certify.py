@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from penalty_claims import NONE, OTHERS, TABLE, ZERO, Claim
 
-from rlhf_jax import policy, rollout
+from rlhf_jax import policy
+from rlhf_jax.algorithms.flow import rollout
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.functional.kl_gradients import FULL_REVERSE
-from rlhf_jax.functional.kl_penalty import Penalty
-from rlhf_jax.runtime import cli
+from rlhf_jax.functional.kl.gradients import FULL_REVERSE
+from rlhf_jax.functional.kl.penalty import Penalty
+from rlhf_jax.runs import command_line
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 MODEL = enumerable.model(hidden_size=8)
@@ -48,7 +49,7 @@ def other():
 def play(out, *argv):
     """Runs the experiment as its command line does; its summary."""
     words = ["--out", str(out), "--no-progress", *argv]
-    cli.main(certify.main, certify.Config, description="", argv=words)
+    command_line.main(certify.main, certify.Config, description="", argv=words)
     return json.loads((out / "summary.json").read_text())
 
 

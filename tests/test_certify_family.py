@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runtime import cli
+from rlhf_jax.runs import command_line
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -70,7 +70,9 @@ def test_a_wrong_claim_fails(case):
 
 def play(out, *argv):
     words = ["--out", str(out), "--no-progress", *argv]
-    cli.main(certify_family.main, certify_family.Config, description="", argv=words)
+    command_line.main(
+        certify_family.main, certify_family.Config, description="", argv=words
+    )
 
 
 @pytest.mark.long

@@ -21,8 +21,11 @@ import sft
 import toy_files
 from test_experiments import ANSWERS, PAIR, contents, play
 
-from rlhf_jax import batches, data, policy, rewards, rollout
-from rlhf_jax.runtime import encoding, hf, metrics, pretrained
+from rlhf_jax import hf, policy, rewards
+from rlhf_jax.algorithms.flow import rollout
+from rlhf_jax.checkpoints import pretrained
+from rlhf_jax.data import batches, encoding, files
+from rlhf_jax.runs import metrics
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("quick_compilation")]
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -101,7 +104,7 @@ def test_the_reward_is_standard_on_samples_of_the_reference(tuned, scorer, share
 
 
 def sampled_scores(start, model, params, shared_data):
-    rows = data.read_preferences(shared_data / "hh-rlhf-harmless" / "pairs.jsonl")
+    rows = files.read_preferences(shared_data / "hh-rlhf-harmless" / "pairs.jsonl")
     pairs = encoding.encode_preferences(
         start.tokenizer, rows, max_length=64, overlong="drop"
     )

@@ -17,10 +17,11 @@ import transformers
 from test_experiments import TOY_PPO, play
 
 from rlhf_jax import config, sft
+from rlhf_jax.data import batches, chat, encoding, files, packing, templates
+from rlhf_jax.data.encoding import Example, Pair
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.roles import text_rewards
-from rlhf_jax.runtime import batches, chat, data, encoding, metrics, packing, templates
-from rlhf_jax.runtime.encoding import Example, Pair
+from rlhf_jax.roles.rewards import text as text_rewards
+from rlhf_jax.runs import metrics
 
 CHATML = (  # as Qwen's
     "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nBe kind."
@@ -357,7 +358,7 @@ ASKED = [{"role": "system", "content": "Be"}, user("Hi"), assistant("Yes"), user
 def test_whole_conversations_are_cut_before_their_last_turn(tmp_path):
     chosen, rejected = [assistant("a")], [assistant("b")]
     file = written(tmp_path, {"messages": [*ASKED, *chosen], "id": 1})
-    [row] = data.read_demonstrations(file, prompt="q", response="a")
+    [row] = files.read_demonstrations(file, prompt="q", response="a")
     assert (row["q"], row["a"], row["id"]) == (ASKED, chosen, 1)
     file = written(
         tmp_path,
@@ -365,63 +366,67 @@ def test_whole_conversations_are_cut_before_their_last_turn(tmp_path):
         {"prompt": ASKED, "chosen": chosen, "rejected": [assistant(" ")]},
     )
     cut = {"prompt": ASKED, "chosen": chosen, "rejected": rejected}
-    assert data.read_preferences(file, blank="drop") == [cut]
+    assert files.read_preferences(file, blank="drop") == [cut]
 
 
 @pytest.mark.parametrize(
     ("read", "row", "message"),
     [
         (
-            data.read_prompts,
+            files.read_prompts,
             {"prompt": [{"role": "user"}]},
             r'as {"role": "user", "content": "Hi"} in \'prompt\', got .* whose content',
         ),
         (
-            data.read_prompts,
+            files.read_prompts,
             {"prompt": [{"role": "user", "content": [{"type": "text"}]}]},
             "whose content is no text",
         ),
-        (data.read_prompts, {"prompt": []}, "in 'prompt', got an empty list; remove"),
-        (data.read_prompts, {"prompt": [user(" ")]}, "a prompt in 'prompt', got an em"),
+        (files.read_prompts, {"prompt": []}, "in 'prompt', got an empty list; remove"),
         (
-            data.read_prompts,
+            files.read_prompts,
+            {"prompt": [user(" ")]},
+            "a prompt in 'prompt', got an em",
+        ),
+        (
+            files.read_prompts,
             {"prompt": [user("Hi"), assistant("Yes")]},
             "messages that wait for the assistant in 'prompt', got its turn as the las",
         ),
         (
-            data.read_demonstrations,
+            files.read_demonstrations,
             {"prompt": [user("Hi")], "response": assistant("Yes")},
             "text or messages in 'response', got dict .*; make it a text, or a list",
         ),
         (
-            data.read_demonstrations,
+            files.read_demonstrations,
             {"messages": [user("Hi")]},
             "a conversation in 'messages' that ends .* the roles user; cut it after",
         ),
         (
-            data.read_demonstrations,
+            files.read_demonstrations,
             {"messages": [user("Hi"), assistant("Yes"), user("So")]},
             "a conversation in 'messages' .* got the roles user, assistant, user; cut",
         ),
         (
-            data.read_preferences,
+            files.read_preferences,
             {"prompt": [user("Hi")]}
             | {"chosen": [user("Hi"), assistant("a")], "rejected": [assistant("b")]},
             "one message of the assistant in 'chosen', got user, assistant; what it a",
         ),
         (
-            data.read_preferences,
+            files.read_preferences,
             {"prompt": "Hi", "chosen": [assistant("a")], "rejected": [assistant("b")]},
             "text in 'chosen', as its prompt is one, got messages; give both",
         ),
         (
-            data.read_preferences,
+            files.read_preferences,
             {"chosen": [user("Hi"), assistant("a")]}
             | {"rejected": [user("Ho"), assistant("b")]},
             "conversations that differ in their last turn alone, .* cut them where",
         ),
         (
-            data.read_preferences,
+            files.read_preferences,
             {"chosen": [user("Hi"), assistant("a")], "rejected": "b"},
             "a conversation as messages in 'rejected', got the text 'b'; give that",
         ),

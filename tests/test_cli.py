@@ -12,7 +12,7 @@ from typing import Literal
 import pytest
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runtime import cli, run_folder
+from rlhf_jax.runs import command_line, folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Group:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(run_folder.RunConfig):
+class Config(folder.RunConfig):
     lora: Group = Group()
     num_steps: int = 10
     """PPO steps."""
@@ -35,7 +35,9 @@ class Config(run_folder.RunConfig):
 
 
 def parse(*argv: object) -> Config:
-    return cli.parse(Config, description="A test.", argv=[str(word) for word in argv])
+    return command_line.parse(
+        Config, description="A test.", argv=[str(word) for word in argv]
+    )
 
 
 def test_every_field_is_an_option():
@@ -83,7 +85,7 @@ def test_a_wrong_option_exits_2_before_anything(
 ):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as exit_:
-        cli.main(pytest.fail, Config, description="A test.", argv=argv)
+        command_line.main(pytest.fail, Config, description="A test.", argv=argv)
     assert exit_.value.code == 2
     assert complaint in capsys.readouterr().err
     assert not any(tmp_path.iterdir())
@@ -91,28 +93,28 @@ def test_a_wrong_option_exits_2_before_anything(
 
 def test_a_recorded_config_gives_the_defaults(tmp_path):
     first = parse("--out", tmp_path, "--kl-coef", "None", "--buckets", 3, "--resume")
-    recorded = run_folder.open_run(first) / "config.json"
+    recorded = folder.open_run(first) / "config.json"
     assert parse("--config", recorded) == dataclasses.replace(first, resume=False)
     again = parse("--seed", 5, f"--config={recorded}", "--out", "else", "--resume")
     assert again == dataclasses.replace(first, seed=5, out=Path("else"))
 
 
 def test_a_moved_run_folder_stays_its_own(tmp_path):
-    run_folder.open_run(parse("--out", tmp_path / "old"))
+    folder.open_run(parse("--out", tmp_path / "old"))
     (tmp_path / "old").rename(tmp_path / "new")
     moved = parse("--config", tmp_path / "new" / "config.json", "--resume")
     assert moved.out == tmp_path / "new"
 
 
 def test_a_recorded_config_that_does_not_fit_is_refused(tmp_path, capsys):
-    recorded = run_folder.open_run(parse("--out", tmp_path)) / "config.json"
+    recorded = folder.open_run(parse("--out", tmp_path)) / "config.json"
     content = json.loads(recorded.read_text())
     content["config"]["kl_koef"] = 1
     recorded.write_text(json.dumps(content))
     with pytest.raises(InputError, match="kl_koef: unknown"):
         parse("--config", recorded)
     with pytest.raises(SystemExit) as exit_:
-        cli.main(
+        command_line.main(
             pytest.fail, Config, description="", argv=["--config", os.fspath(recorded)]
         )
     assert exit_.value.code == 2
@@ -120,17 +122,17 @@ def test_a_recorded_config_that_does_not_fit_is_refused(tmp_path, capsys):
 
 
 def ending(run, tmp_path, capsys) -> tuple[object, str]:
-    """(status, stderr) of a run through `cli.main`."""
+    """(status, stderr) of a run through `runs.command_line.main`."""
     argv = ["--out", os.fspath(tmp_path / "run")]
     with pytest.raises(SystemExit) as exit_:
-        cli.main(run, Config, description="A test.", argv=argv)
+        command_line.main(run, Config, description="A test.", argv=argv)
     return exit_.value.code, capsys.readouterr().err
 
 
 def test_a_finished_run_returns(tmp_path):
     seen = []
     argv = ["--out", os.fspath(tmp_path), "--seed", "4"]
-    cli.main(seen.append, Config, description="A test.", argv=argv)
+    command_line.main(seen.append, Config, description="A test.", argv=argv)
     assert seen == [Config(out=tmp_path, seed=4)]
 
 
@@ -145,7 +147,7 @@ def test_a_user_error_is_a_message_and_status_2(tmp_path, capsys):
 
 
 def test_an_existing_run_is_refused_before_the_run_is_called(tmp_path, capsys):
-    run_folder.open_run(parse("--out", tmp_path / "run"))
+    folder.open_run(parse("--out", tmp_path / "run"))
     status, message = ending(pytest.fail, tmp_path, capsys)
     assert status == 2
     assert "--resume" in message
@@ -156,7 +158,9 @@ def test_a_defect_keeps_its_traceback(tmp_path):
         raise ValueError("ours")
 
     with pytest.raises(ValueError, match="ours"):
-        cli.main(run, Config, description="", argv=["--out", os.fspath(tmp_path)])
+        command_line.main(
+            run, Config, description="", argv=["--out", os.fspath(tmp_path)]
+        )
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
@@ -164,8 +168,8 @@ def test_a_signal_lets_the_step_finish_and_says_how_to_go_on(tmp_path, capsys, s
     steps = []
 
     def run(config):
-        run_folder.open_run(config)
-        with cli.Interrupt() as interrupt:
+        folder.open_run(config)
+        with command_line.Interrupt() as interrupt:
             for step in range(5):
                 if step == 2:
                     signal.raise_signal(signum)
@@ -185,7 +189,7 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path, capsys):
     steps = []
 
     def run(config):
-        with cli.Interrupt():
+        with command_line.Interrupt():
             signal.raise_signal(signal.SIGINT)
             steps.append("step goes on")
             signal.raise_signal(signal.SIGINT)
@@ -199,17 +203,17 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path, capsys):
 
 
 def test_a_repeated_sigterm_still_waits_for_the_save():
-    with cli.Interrupt() as interrupt:
+    with command_line.Interrupt() as interrupt:
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
-        with pytest.raises(cli.Interrupted, match="SIGTERM"):
+        with pytest.raises(command_line.Interrupted, match="SIGTERM"):
             interrupt.check()
 
 
 def test_handlers_are_put_back():
     signums = (signal.SIGTERM, signal.SIGINT)
     before = [signal.getsignal(signum) for signum in signums]
-    with cli.Interrupt():
+    with command_line.Interrupt():
         assert all(map(lambda s, b: signal.getsignal(s) != b, signums, before))
     assert [signal.getsignal(signum) for signum in signums] == before
 
@@ -238,7 +242,7 @@ def test_a_module_that_exits_when_it_is_imported(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     status, message = ending(
-        lambda config: cli.load_function("users_script:f"), tmp_path, capsys
+        lambda config: command_line.load_function("users_script:f"), tmp_path, capsys
     )
     assert status == 1
     assert message.startswith(
@@ -251,7 +255,7 @@ def test_a_function_by_name(tmp_path, monkeypatch):
     (tmp_path / "users_module.py").write_text("number = 3\ndef f(x): return 2 * x\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    assert cli.load_function("users_module:f")(4) == 8
+    assert command_line.load_function("users_module:f")(4) == 8
     for spec, complaint in {
         "users_module": "expected module:function, got 'users_module'",
         "users_module:": "expected module:function",
@@ -260,7 +264,7 @@ def test_a_function_by_name(tmp_path, monkeypatch):
         "no_such_module:f": "ModuleNotFoundError: No module named 'no_such_module'",
     }.items():
         with pytest.raises(InputError, match=complaint):
-            cli.load_function(spec)
+            command_line.load_function(spec)
 
 
 @pytest.mark.parametrize("out", ["a" * 300, "a\0b"])
@@ -269,7 +273,9 @@ def test_an_out_that_no_system_takes_is_one_short_line(
 ):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as exit_:
-        cli.main(lambda config: None, Config, description="", argv=["--out", out])
+        command_line.main(
+            lambda config: None, Config, description="", argv=["--out", out]
+        )
     (line,) = capsys.readouterr().err.splitlines()
     assert exit_.value.code == 2
     assert line.startswith("error: --out")

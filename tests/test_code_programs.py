@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from rlhf_jax.runtime import code_verifier
-from rlhf_jax.runtime.code_verifier import run_tests
+from rlhf_jax.verification.code import verifier
+from rlhf_jax.verification.code.verifier import run_tests
 
 ADD = "def add(a, b):\n    return a + b\n"
 TESTS = ["assert add(2, 3) == 5", "assert add(-1, 1) == 0", "assert add(0, 0) == 0"]
@@ -641,11 +641,11 @@ def ways():
     found = []
     for way in ("namespaces", "bubblewrap", "none"):
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(code_verifier, "WAYS", (way, "none"))
-            code_verifier.isolation.cache_clear()
-            if code_verifier.isolation().way == way:
+            patched.setattr(verifier, "WAYS", (way, "none"))
+            verifier.isolation.cache_clear()
+            if verifier.isolation().way == way:
                 found.append(way)
-    code_verifier.isolation.cache_clear()
+    verifier.isolation.cache_clear()
     return found
 
 
@@ -653,9 +653,9 @@ def ways():
 def test_the_first_way_that_there_is_is_taken_and_said(capfd):
     found = ways()
     assert found[-1] == "none"
-    assert code_verifier.isolation().way == found[0]
-    code_verifier._say_isolation.cache_clear()
-    code_verifier.PythonTests()
+    assert verifier.isolation().way == found[0]
+    verifier._say_isolation.cache_clear()
+    verifier.PythonTests()
     said = capfd.readouterr().err
     assert said.count("\n") == 1
     expected = f"by {found[0]}" if len(found) > 1 else "without namespaces"
@@ -673,7 +673,7 @@ def test_every_way_holds(way, tmp_path, monkeypatch):
     """Nothing stays behind, and disk and files are bounded."""
     if way not in ways():
         pytest.skip(f"there is no way {way} here")
-    monkeypatch.setattr(code_verifier, "WAYS", (way,))
+    monkeypatch.setattr(verifier, "WAYS", (way,))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert run_tests(ADD, TESTS) == (3, 3, "")
     for name in BOMBS:
@@ -707,7 +707,7 @@ def test_what_namespaces_leave_to_be_seen(way, monkeypatch):
     """`os.access` has no audit event: it is the system that answers."""
     if way not in ways():
         pytest.skip(f"there is no way {way} here")
-    monkeypatch.setattr(code_verifier, "WAYS", (way,))
+    monkeypatch.setattr(verifier, "WAYS", (way,))
     tests = [
         "pid, above, user, *files = add(1, 2)",
         "assert pid < 5 and above < 5 and user != 0",

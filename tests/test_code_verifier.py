@@ -3,10 +3,11 @@ import os
 
 import pytest
 
-from rlhf_jax import data, verifiers
+from rlhf_jax import verifiers
+from rlhf_jax.data import files
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runtime import code_verifier
-from rlhf_jax.runtime.code_verifier import PythonTests, run_tests
+from rlhf_jax.verification.code import verifier
+from rlhf_jax.verification.code.verifier import PythonTests, run_tests
 
 ADD = "def add(a, b):\n    return a + b\n"
 TESTS = ["assert add(2, 3) == 5", "assert add(-1, 1) == 0", "assert add(0, 0) == 0"]
@@ -28,7 +29,7 @@ TESTS = ["assert add(2, 3) == 5", "assert add(-1, 1) == 0", "assert add(0, 0) ==
     ],
 )
 def test_the_last_block_of_python(response, code):
-    assert code_verifier.last_block(response) == code
+    assert verifier.last_block(response) == code
 
 
 def test_right_code_wrong_code_and_none():
@@ -228,9 +229,9 @@ def test_nothing_is_left_behind(tmp_path, monkeypatch):
     """Neither its folder nor its process, though it hangs."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     started = []
-    popen = code_verifier.subprocess.Popen
+    popen = verifier.subprocess.Popen
     monkeypatch.setattr(
-        code_verifier.subprocess,
+        verifier.subprocess,
         "Popen",
         lambda *a, **k: started.append(popen(*a, **k)) or started[-1],
     )
@@ -241,7 +242,7 @@ def test_nothing_is_left_behind(tmp_path, monkeypatch):
 
 
 def test_a_process_that_does_not_start_is_no_verdict(monkeypatch):
-    monkeypatch.setattr(code_verifier, "JUDGE", "raise SystemExit('no such limit')")
+    monkeypatch.setattr(verifier, "JUDGE", "raise SystemExit('no such limit')")
     with pytest.raises(RuntimeError, match=r"did not start .*: no such limit"):
         run_tests(ADD, TESTS)
 
@@ -261,7 +262,7 @@ def test_tests_that_cannot_be_run_are_named_with_file_and_line(tmp_path, row, me
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(each) + "\n" for each in ({"tests": "1"}, row)))
     with pytest.raises(InputError, match=f"rows.jsonl:2: {message}"):
-        verifiers.check_answers(data.read_located(file), verifier=PythonTests())
+        verifiers.check_answers(files.read_located(file), verifier=PythonTests())
 
 
 @pytest.mark.parametrize("option", ["seconds", "memory", "file_size", "disk"])

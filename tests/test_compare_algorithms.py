@@ -18,10 +18,11 @@ import reviews
 import toys
 import trainers
 
-from rlhf_jax import best_of_n, checks, grpo, rewards
-from rlhf_jax.functional.kl_control import Control
-from rlhf_jax.runtime import cli, metrics
-from rlhf_jax.stages.batch import Rollout
+from rlhf_jax import grpo, rewards
+from rlhf_jax.algorithms.batch import Rollout
+from rlhf_jax.functional import best_of_n, checks
+from rlhf_jax.functional.kl.control import Control
+from rlhf_jax.runs import command_line, metrics
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 TOY = {
@@ -280,7 +281,7 @@ def words_of(options):
 
 
 def play(out, *argv):
-    cli.main(
+    command_line.main(
         compare_algorithms.main,
         compare_algorithms.Config,
         description="",

@@ -10,24 +10,14 @@ import optax
 import pytest
 import toys
 
-from rlhf_jax import (
-    batch,
-    critic_apart,
-    critic_devices,
-    frozen,
-    kl_control,
-    masked,
-    optimizers,
-    ppo,
-    rewards,
-    sharding,
-    state,
-)
-from rlhf_jax import lora as lora_
+from rlhf_jax import batch, frozen, kl_control, masked, ppo, rewards, state
+from rlhf_jax.algorithms import optimizers
+from rlhf_jax.algorithms.ppo import critic_apart
+from rlhf_jax.devices import critic_devices, sharding
+from rlhf_jax.devices.sharding import MeshShape
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models.lora import LoRA
-from rlhf_jax.roles import critic as critic_
-from rlhf_jax.runtime.sharding import MeshShape
+from rlhf_jax.models.lora import LoRA, init
+from rlhf_jax.roles.critic import from_base
 
 LR = 0.1
 POLICY = toys.params()
@@ -221,9 +211,9 @@ def test_on_devices_of_its_own(place):
     if lora is not None:
         base = frozen.freeze(POLICY)
         trained = toys.perturbed(
-            lora_.init(jax.random.key(2), model=toys.GPT2, lora=lora), seed=2, scale=0.1
+            init(jax.random.key(2), model=toys.GPT2, lora=lora), seed=2, scale=0.1
         )
-        valued = critic_.from_base(jax.random.key(3), model=toys.GPT2, lora=lora)
+        valued = from_base(jax.random.key(3), model=toys.GPT2, lora=lora)
     make = functools.partial(
         state.ppo_state,
         policy_optimizer=settings.policy_optimizer,

@@ -17,10 +17,15 @@ import optax
 import oracles
 import pytest
 
-from rlhf_jax import frozen, integrity, main, run, snapshot, snapshot_folder
+from rlhf_jax import frozen
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runtime import metrics, run_folder
-from rlhf_jax.runtime.integrity import LIST, DamagedError
+from rlhf_jax.runs import metrics, run
+from rlhf_jax.runs.folder import RunConfig
+from rlhf_jax.runs.snapshots import integrity
+from rlhf_jax.runs.snapshots.files import check, numbers, read_arrays
+from rlhf_jax.runs.snapshots.integrity import LIST, DamagedError
+from rlhf_jax.runs.snapshots.snapshots import Snapshots, _flat, _raw
+from rlhf_jax.train import main
 
 ADAM = optax.adam(1e-2)
 REFERENCE = frozen.freeze({"w": jnp.arange(12.0).reshape(3, 4)})
@@ -28,7 +33,7 @@ STAGES = {"first": 4, "second": 6}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(run_folder.RunConfig):
+class Config(RunConfig):
     snapshot_every: int = 2
     progress: bool = False
 
@@ -68,7 +73,7 @@ def play(out, **options):
 
 
 def bits(state):
-    raw = {path: snapshot._raw(leaf) for path, leaf in snapshot._flat(state).items()}
+    raw = {path: _raw(leaf) for path, leaf in _flat(state).items()}
     return {path: np.asarray(leaf).tobytes() for path, leaf in raw.items()}
 
 
@@ -127,7 +132,7 @@ def told_at_restore(folder, step, capsys):
     """What a restore says: the error, or the note and the bits of the arrays."""
     capsys.readouterr()
     try:
-        with snapshot.Snapshots(folder) as snapshots:
+        with Snapshots(folder) as snapshots:
             restored, _ = snapshots.restore(step, like=initial())
     except DamagedError as damage:
         return str(damage), None
@@ -223,7 +228,7 @@ def test_digests_alone_let_no_changed_array_pass(out, capsys, monkeypatch):
 def test_the_meta_has_the_digest_of_every_array(out):
     folder = out / "snapshots" / "second"
     meta = json.loads((folder / "6" / "meta" / "metadata").read_text())
-    arrays = snapshot_folder.read_arrays(folder, 6, wanted=lambda path: True)
+    arrays = read_arrays(folder, 6, wanted=lambda path: True)
     assert {"w", "adam/0/mu/w", "adam/0/nu/w", "adam/0/count", "key"} < arrays.keys()
     assert meta["digests"]["arrays"] == {
         path: "{:08x}{:08x}".format(*oracles.digest(array, path))
@@ -233,12 +238,12 @@ def test_the_meta_has_the_digest_of_every_array(out):
 
 def saved_again(folder, step, change):
     """The snapshot as if `change` had been in the file when orbax wrote it."""
-    arrays = snapshot_folder.read_arrays(folder, step, wanted=lambda path: True)
+    arrays = read_arrays(folder, step, wanted=lambda path: True)
     arrays = {path: np.array(array) for path, array in arrays.items()}
     change(arrays)
     digests = json.loads((folder / str(step) / "meta" / "metadata").read_text())
     shutil.rmtree(folder / str(step))
-    with snapshot.Snapshots(folder) as snapshots:
+    with Snapshots(folder) as snapshots:
         snapshots.save(step, arrays=jax.tree.map(jnp.asarray, arrays), meta={})
     (folder / str(step) / "meta" / "metadata").write_text(json.dumps(digests))
     (folder / str(step) / LIST).unlink()
@@ -323,8 +328,8 @@ def test_a_damaged_newest_snapshot_is_gone_back_from(out, finished, capsys):
         capsys.readouterr().err
     )
     # What was computed again stands in its place, and is what the next resume takes.
-    assert snapshot_folder.numbers(folder) == [4, 6]
-    assert snapshot_folder.check(folder, 6).verdict == "whole"
+    assert numbers(folder) == [4, 6]
+    assert check(folder, 6).verdict == "whole"
     assert play(out, resume=True) == finished[1]
     damage(out, "second", 6)
     assert play(out, resume_from=4) == finished[1]

@@ -7,8 +7,8 @@ import types
 
 import pytest
 
+from rlhf_jax.data import files
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runtime import data
 
 
 @pytest.fixture
@@ -23,19 +23,19 @@ def write(tmp_path):
 
 def test_jsonl_rows_keep_all_fields_and_blank_lines_count(write):
     path = write("rows.jsonl", '{"prompt": "a", "answer": 7}', "", '{"prompt": "é"}')
-    assert data.read_jsonl(path) == [{"prompt": "a", "answer": 7}, {"prompt": "é"}]
-    assert data.read_prompts(path) == [{"prompt": "a", "answer": 7}, {"prompt": "é"}]
+    assert files.read_jsonl(path) == [{"prompt": "a", "answer": 7}, {"prompt": "é"}]
+    assert files.read_prompts(path) == [{"prompt": "a", "answer": 7}, {"prompt": "é"}]
 
 
 def test_a_line_separator_inside_a_string_is_no_line_end(write):
     path = write("rows.jsonl", json.dumps({"prompt": "a\u2028b"}, ensure_ascii=False))
-    assert data.read_prompts(path) == [{"prompt": "a\u2028b"}]
+    assert files.read_prompts(path) == [{"prompt": "a\u2028b"}]
 
 
 def test_text_prompts_are_lines(write):
     path = write("prompts.txt", "first", "", "  second")
-    assert data.read_prompts(path) == [{"prompt": "first"}, {"prompt": "  second"}]
-    assert data.read_prompts(path, field="question") == [
+    assert files.read_prompts(path) == [{"prompt": "first"}, {"prompt": "  second"}]
+    assert files.read_prompts(path, field="question") == [
         {"question": "first"},
         {"question": "  second"},
     ]
@@ -43,7 +43,7 @@ def test_text_prompts_are_lines(write):
 
 def test_demonstrations_by_other_names(write):
     path = write("gsm.jsonl", '{"question": "1+1?", "answer": "2"}')
-    rows = data.read_demonstrations(path, prompt="question", response="answer")
+    rows = files.read_demonstrations(path, prompt="question", response="answer")
     assert rows == [{"question": "1+1?", "answer": "2"}]
 
 
@@ -64,18 +64,18 @@ def test_demonstrations_by_other_names(write):
 def test_sides_that_are_no_answers_to_their_prompt(write, row, message):
     good = {"prompt": "Why?", "chosen": " A.", "rejected": " B."}
     with pytest.raises(InputError, match=message):
-        data.read_preferences(write("rows.jsonl", json.dumps(good | row)))
+        files.read_preferences(write("rows.jsonl", json.dumps(good | row)))
 
 
 def test_preferences_with_a_prompt_stay_as_they_are(write):
     row = {"prompt": "p", "chosen": "a", "rejected": "b", "margin": 0.5}
-    assert data.read_preferences(write("pairs.jsonl", json.dumps(row))) == [row]
+    assert files.read_preferences(write("pairs.jsonl", json.dumps(row))) == [row]
 
 
 def test_dialogues_are_cut_at_the_last_shared_turn(write):
     shared = "\n\nHuman: hi\n\nAssistant: yes\n\nHuman: why\n\nAssistant:"
     row = {"chosen": f"{shared} Because.", "rejected": f"{shared} But\n\nAssistant: no"}
-    assert data.read_preferences(write("pairs.jsonl", json.dumps(row))) == [
+    assert files.read_preferences(write("pairs.jsonl", json.dumps(row))) == [
         {"prompt": shared, "chosen": " Because.", "rejected": " But\n\nAssistant: no"}
     ]
 
@@ -84,62 +84,62 @@ def test_dialogues_are_cut_at_the_last_shared_turn(write):
     ("read", "lines", "message"),
     [
         (
-            data.read_jsonl,
+            files.read_jsonl,
             ['{"a": 1}', "", '{"a": 1,}'],
             r"rows.jsonl:3: expected one JSON object per line, got '{\"a\": 1,}'",
         ),
         (
-            data.read_jsonl,
+            files.read_jsonl,
             ["[1, 2]"],
             r"rows.jsonl:1: expected a JSON object, got list '\[1, 2\]'",
         ),
         (
-            data.read_jsonl,
+            files.read_jsonl,
             ["", "  "],
             r"rows.jsonl: expected at least one row, got an empty file",
         ),
         (
-            data.read_prompts,
+            files.read_prompts,
             ['{"prompt": "a"}', '{"question": "b", "id": 1}'],
             r"rows.jsonl:2: expected a field 'prompt', got 'question', 'id'; add it",
         ),
         (
-            data.read_prompts,
+            files.read_prompts,
             ['{"prompt": ["a"]}'],
             r"rows.jsonl:1: expected messages as .* in 'prompt', got 'a', whose role",
         ),
         (
-            data.read_prompts,
+            files.read_prompts,
             ['{"prompt": " "}'],
             r"rows.jsonl:1: expected a prompt in 'prompt', got an empty text; remove",
         ),
         (
-            data.read_demonstrations,
+            files.read_demonstrations,
             ['{"prompt": "a"}'],
             r"rows.jsonl:1: expected a field 'response', got 'prompt'; add it",
         ),
         (
-            data.read_preferences,
+            files.read_preferences,
             ['{"prompt": "a", "chosen": "b"}'],
             r"rows.jsonl:1: expected a field 'rejected', got 'prompt', 'chosen'",
         ),
         (
-            data.read_preferences,
+            files.read_preferences,
             ['{"prompt": "a", "chosen": "b", "rejected": "b"}'],
             r"rows.jsonl:1: expected two different answers, got equal 'chosen'",
         ),
         (
-            data.read_preferences,
+            files.read_preferences,
             ['{"prompt": 3, "chosen": "b", "rejected": "c"}'],
             r"rows.jsonl:1: expected text or messages in 'prompt', got int 3",
         ),
         (
-            data.read_preferences,
+            files.read_preferences,
             ['{"chosen": "b", "rejected": "c"}'],
             r"rows.jsonl:1: expected a field 'prompt', or dialogues that share a",
         ),
         (
-            data.read_preferences,
+            files.read_preferences,
             [
                 '{"chosen": "\\n\\nHuman: hi\\n\\nAssistant: yes",'
                 ' "rejected": "\\n\\nHuman: ho\\n\\nAssistant: yes"}'
@@ -147,7 +147,7 @@ def test_dialogues_are_cut_at_the_last_shared_turn(write):
             r"rows.jsonl:1: expected a field 'prompt', or dialogues that share a",
         ),
         (
-            data.read_preferences,
+            files.read_preferences,
             [
                 '{"prompt": "a", "chosen": "b", "rejected": "c"}',
                 '{"chosen": "\\n\\nHuman: hi\\n\\nAssistant: yes\\n\\nHuman: why'
@@ -168,21 +168,21 @@ def test_unreadable_files(tmp_path):
     with pytest.raises(
         InputError, match=r"no.jsonl: expected a readable file, got No such file"
     ):
-        data.read_jsonl(tmp_path / "no.jsonl")
+        files.read_jsonl(tmp_path / "no.jsonl")
     with pytest.raises(InputError, match="got Is a directory; check the path"):
-        data.read_prompts(tmp_path)
+        files.read_prompts(tmp_path)
     latin = tmp_path / "latin.txt"
     latin.write_bytes(b"caf\xe9\n")
     with pytest.raises(InputError, match="expected UTF-8 text, got byte 0xe9 at off"):
-        data.read_prompts(latin)
+        files.read_prompts(latin)
     empty = tmp_path / "empty.txt"
     empty.write_text("\n")
     with pytest.raises(InputError, match=r"empty.txt: expected at least one row"):
-        data.read_prompts(empty)
+        files.read_prompts(empty)
     with pytest.raises(
         InputError, match=r"empty.txt: expected text, got an empty file"
     ):
-        data.read_text(empty)
+        files.read_text(empty)
 
 
 def test_hub_rows(monkeypatch):
@@ -196,22 +196,22 @@ def test_hub_rows(monkeypatch):
 
     stub = types.SimpleNamespace(load_dataset=load_dataset)
     monkeypatch.setitem(sys.modules, "datasets", stub)
-    assert data.read_prompts("hf:some/set") == [{"prompt": "a", "id": 1}]
+    assert files.read_prompts("hf:some/set") == [{"prompt": "a", "id": 1}]
     with pytest.raises(InputError, match=r"hf:some/set:test\[0\]: expected a field"):
-        data.read_prompts("hf:some/set:test")
+        files.read_prompts("hf:some/set:test")
     with pytest.raises(InputError, match=r"hf:nobody/nothing: .*no such data set"):
-        data.read_prompts("hf:nobody/nothing")
+        files.read_prompts("hf:nobody/nothing")
     assert asked[:2] == [("some/set", "train"), ("some/set", "test")]
 
 
 def test_hub_rows_without_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(InputError, match=r"run `pip install 'rlhf-jax\[datasets\]'`"):
-        data.read_prompts("hf:some/set")
+        files.read_prompts("hf:some/set")
 
 
 def test_human_preferences(shared_data):
-    rows = data.read_preferences(shared_data / "hh-rlhf-harmless" / "pairs.jsonl")
+    rows = files.read_preferences(shared_data / "hh-rlhf-harmless" / "pairs.jsonl")
     assert len(rows) == 1800
     assert rows[1] == {
         "prompt": "\n\nHuman: call me a bad name\n\nAssistant:",
@@ -229,49 +229,49 @@ def test_answers_of_nothing(write):
         {"prompt": "d", "chosen": " \n", "rejected": "c"},
     ]
     path = write("pairs.jsonl", *map(json.dumps, rows))
-    assert data.read_preferences(path) == rows
-    assert data.read_preferences(path, blank="drop") == rows[:1]
+    assert files.read_preferences(path) == rows
+    assert files.read_preferences(path, blank="drop") == rows[:1]
     told = r"pairs.jsonl:2: expected an answer in 'chosen', got an empty text; remove"
     with pytest.raises(InputError, match=told):
-        data.read_preferences(path, blank="error")
+        files.read_preferences(path, blank="error")
     with pytest.raises(InputError, match="a pair of two answers, got empty ones"):
-        data.read_preferences(write("no.jsonl", json.dumps(rows[1])), blank="drop")
+        files.read_preferences(write("no.jsonl", json.dumps(rows[1])), blank="drop")
 
 
 def test_human_preferences_hold_answers_of_nothing(shared_data):
     path = shared_data / "hh-rlhf-harmless" / "pairs.jsonl"
-    assert len(data.read_preferences(path, blank="drop")) == 1797
+    assert len(files.read_preferences(path, blank="drop")) == 1797
     with pytest.raises(InputError, match=r"pairs.jsonl:398: expected an answer in 'ch"):
-        data.read_preferences(path, blank="error")
+        files.read_preferences(path, blank="error")
 
 
 def test_questions_and_plays(shared_data):
-    rows = data.read_prompts(shared_data / "gsm8k" / "test.jsonl", field="question")
+    rows = files.read_prompts(shared_data / "gsm8k" / "test.jsonl", field="question")
     assert len(rows) == 1319
     assert rows[0]["answer"].endswith("#### 18")
-    text = data.read_text(shared_data / "tinyshakespeare.txt")
+    text = files.read_text(shared_data / "tinyshakespeare.txt")
     assert text.startswith("First Citizen:\nBefore we proceed")
     assert len(text) == 1115394
 
 
 def test_held_out_rows_are_a_share_drawn_by_the_seed():
     rows = list("abcdefghij")
-    kept, held = data.hold_out(rows, share=0.3, seed=0)
+    kept, held = files.hold_out(rows, share=0.3, seed=0)
     assert len(held) == 3
     assert sorted(kept + held) == rows
     assert kept == sorted(kept)
     assert held == sorted(held)
-    assert data.hold_out(rows, share=0.3, seed=0) == (kept, held)
-    draws = {tuple(data.hold_out(rows, share=0.3, seed=seed)[1]) for seed in range(9)}
+    assert files.hold_out(rows, share=0.3, seed=0) == (kept, held)
+    draws = {tuple(files.hold_out(rows, share=0.3, seed=seed)[1]) for seed in range(9)}
     assert len(draws) > 3
-    assert data.hold_out(rows, share=0, seed=0) == (rows, [])
-    assert len(data.hold_out(rows, share=0.01, seed=0)[1]) == 1
+    assert files.hold_out(rows, share=0, seed=0) == (rows, [])
+    assert len(files.hold_out(rows, share=0.01, seed=0)[1]) == 1
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.0, 0.99])
 def test_a_share_that_leaves_nothing_is_refused(share):
     with pytest.raises(InputError, match=r"expected (a share|rows to train on)"):
-        data.hold_out(["a", "b"], share=share, seed=0)
+        files.hold_out(["a", "b"], share=share, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_a_share_that_leaves_nothing_is_refused(share):
 def test_lines_that_no_program_can_use_are_named(write, line, message):
     path = write("rows.jsonl", '{"prompt": "a"}', line)
     with pytest.raises(InputError, match=rf"rows.jsonl:2: expected .*{message}") as got:
-        data.read_prompts(path)
+        files.read_prompts(path)
     assert len(str(got.value)) < 400 + len(str(path))
     assert got.value.__cause__ is None
 
@@ -307,7 +307,7 @@ def test_lines_that_no_program_can_use_are_named(write, line, message):
 def test_as_much_as_is_allowed_is_read(write):
     nested = "[" * 99 + "]" * 99
     line = f'{{"prompt": "\\ud83d\\ude00", "more": {nested}, "id": {"7" * 4_000}}}'
-    (row,) = data.read_prompts(write("rows.jsonl", line))
+    (row,) = files.read_prompts(write("rows.jsonl", line))
     assert row == {
         "prompt": "\N{GRINNING FACE}",
         "more": json.loads(nested),
@@ -320,24 +320,24 @@ def test_as_much_as_is_allowed_is_read(write):
 )
 def test_a_byte_order_mark_is_no_text(tmp_path, name, text):
     (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
-    assert data.read_prompts(tmp_path / name) == [{"prompt": "first"}]
-    assert data.read_text(tmp_path / name) == text
+    assert files.read_prompts(tmp_path / name) == [{"prompt": "first"}]
+    assert files.read_text(tmp_path / name) == text
 
 
 @pytest.mark.parametrize("path", ["a\0b.jsonl", "a" * 300, "a" * 300 + ".txt", "."])
 def test_a_path_that_is_no_file_is_one_short_message(path):
     with pytest.raises(InputError, match=r"expected .*; check the path$") as got:
-        data.read_prompts(path)
+        files.read_prompts(path)
     assert len(str(got.value)) < 400
 
 
 def test_a_row_knows_its_line_and_is_a_plain_dict_elsewhere(write):
     path = write("rows.jsonl", '{"prompt": "a"}', "", '{"prompt": "b", "id": 2}')
-    first, second = data.read_prompts(path)
-    assert data.place(second, 1) == f"{path}:3"
-    assert data.place(second | {"asked": "c"}, 1) == f"{path}:3"
+    first, second = files.read_prompts(path)
+    assert files.place(second, 1) == f"{path}:3"
+    assert files.place(second | {"asked": "c"}, 1) == f"{path}:3"
     assert second | {"id": 3} == {"prompt": "b", "id": 3}
-    assert data.place(dict(first), 7) == "row 7 (from 0)"
+    assert files.place(dict(first), 7) == "row 7 (from 0)"
     # As another process reads it: that one need not import this package.
     pickled = pickle.dumps(second)
     assert b"rlhf_jax" not in pickled

@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runtime import cli, deadline, metrics, run, run_folder
+from rlhf_jax.runs import command_line, deadline, metrics, run
+from rlhf_jax.runs.folder import RunConfig, write_summary
 
 HANGS_AT = 5
 SECONDS = 1.5
@@ -49,7 +50,7 @@ HANGS = {"loops": loops, "counts": counts, "matches": matches}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(run_folder.RunConfig):
+class Config(RunConfig):
     num_steps: int = 8
     snapshot_every: int = 3
     progress: bool = False
@@ -78,7 +79,7 @@ def play(config):
             stage.state["x"] = update(stage.state["x"], now)
             stage.end_step(step, {"score": (jnp.float32(score), jnp.float32(1))})
     x = np.asarray(stage.state["x"])
-    run_folder.write_summary(config.out, {"x": x.tolist()})
+    write_summary(config.out, {"x": x.tolist()})
 
 
 def result(folder: Path) -> dict[str, bytes]:
@@ -130,7 +131,10 @@ def test_what_returns_in_time_is_left_alone():
     before = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(before)
     threads = set(threading.enumerate())  # those of other tests may end meanwhile
-    with deadline.Deadline(30.0) as limited, cli.Interrupt(on_request=limited.asked):
+    with (
+        deadline.Deadline(30.0) as limited,
+        command_line.Interrupt(on_request=limited.asked),
+    ):
         with limited.limit(pytest.fail):
             signal.raise_signal(signal.SIGTERM)
         assert len(set(threading.enumerate()) - threads) == 1
@@ -161,7 +165,7 @@ def ended(monkeypatch, save, *, late):
 
     monkeypatch.setattr(deadline.os, "_exit", leave)
     monkeypatch.setattr(deadline.os, "write", recorded(told))
-    with deadline.Deadline(0.05) as limited, cli.Interrupt():
+    with deadline.Deadline(0.05) as limited, command_line.Interrupt():
         if late:
             signal.raise_signal(signal.SIGINT)
             time.sleep(0.2)  # the limit is over, and nothing that may hang was begun
@@ -214,4 +218,4 @@ def test_a_limit_is_a_time(seconds):
 
 
 if __name__ == "__main__":
-    cli.main(play, Config, description="A tiny run.")
+    command_line.main(play, Config, description="A tiny run.")

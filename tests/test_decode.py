@@ -11,9 +11,10 @@ import pytest
 import tiny
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from rlhf_jax import decode, decoder, hf, policy, sampling
+from rlhf_jax import decode, decoder, hf, policy
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models.sampling import Shaping
+from rlhf_jax.models.generation import sampling
+from rlhf_jax.models.generation.sampling import Shaping
 
 STATIC = ("model", "max_new_tokens", "stop_ids", "temperature", "shaping")
 generate = jax.jit(decode.generate, static_argnames=STATIC)

@@ -8,8 +8,9 @@ import oracles
 import pytest
 import tiny
 
-from rlhf_jax import config, decoder, heads, policy
+from rlhf_jax import config, decoder, policy
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models import heads
 
 hidden_states = jax.jit(decoder.hidden_states, static_argnames="model")
 logits_of = jax.jit(policy.logits, static_argnames="model")

@@ -24,17 +24,15 @@ from rlhf_jax import (
     grpo,
     kl_control,
     lora,
-    optimizers,
     ppo,
     rewards,
-    row_sharding,
     sft,
-    sharding,
     state,
-    storage,
-    train_reward,
 )
-from rlhf_jax.runtime.sharding import MeshShape
+from rlhf_jax.algorithms import optimizers, reward_model
+from rlhf_jax.devices import row_sharding, sharding
+from rlhf_jax.devices.sharding import MeshShape
+from rlhf_jax.roles.reference import storage
 
 MODEL, ROWS, SIZE = toys.GPT2, 16, 9
 PROMPT = SIZE - toys.SIZE
@@ -180,7 +178,7 @@ def sft_update():
 
 def reward_model_update():
     start = shapes(rewards.init, KEY, PARAMS, model=MODEL)
-    update = functools.partial(train_reward.update, model=MODEL, optimizer=OPTIMIZER)
+    update = functools.partial(reward_model.update, model=MODEL, optimizer=OPTIMIZER)
     pairs = batch.Preferences(chosen=TEXTS, rejected=TEXTS)
     return update, supervised(start), {"batch": pairs}
 

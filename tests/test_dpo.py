@@ -11,19 +11,11 @@ import oracles
 import pytest
 import toys
 
-from rlhf_jax import (
-    batches,
-    dpo,
-    frozen,
-    lora,
-    masked,
-    packing,
-    policy,
-    precomputed,
-    state,
-)
+from rlhf_jax import dpo, frozen, lora, masked, policy, state
+from rlhf_jax.checkpoints import precomputed
+from rlhf_jax.data import batches, packing
+from rlhf_jax.data.encoding import Example, Pair
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runtime.encoding import Example, Pair
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 RNG = np.random.default_rng(8)

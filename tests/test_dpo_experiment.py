@@ -10,9 +10,10 @@ import toy_files
 import toys
 from test_experiments import contents, refused
 
-from rlhf_jax import batches, encoding, fingerprint, hf, policy
-from rlhf_jax.runtime import cli, metrics
-from rlhf_jax.runtime.encoding import Example
+from rlhf_jax import fingerprint, hf, policy
+from rlhf_jax.data import batches, encoding
+from rlhf_jax.data.encoding import Example
+from rlhf_jax.runs import command_line, metrics
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 PAIRS = [
@@ -42,7 +43,7 @@ def play(out, files, *argv):
         *("--out", out, "--no-progress", "--model", files / "model"),
         *("--data", files / "pairs.jsonl", *HELD, *argv),
     ]
-    cli.main(
+    command_line.main(
         experiment.main,
         experiment.Config,
         description="",

@@ -2,7 +2,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_jax import drift, storage
+from rlhf_jax import drift
+from rlhf_jax.roles.reference import storage
 
 
 def tree(scale=1.0):

@@ -5,7 +5,7 @@ import matplotlib.image
 import numpy as np
 
 from rlhf_jax import drift
-from rlhf_jax.runtime import drift_report, metrics
+from rlhf_jax.runs import drift_report, metrics
 
 REFERENCE = {
     "embed": {"tokens": jnp.full((4, 4), 2.0)},  # size 8

@@ -8,9 +8,9 @@ import pytest
 import tokenizers
 import transformers
 
+from rlhf_jax import batch
+from rlhf_jax.data import encoding, files
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runtime import data, encoding
-from rlhf_jax.stages import batch
 
 WORDS = {"<pad>": 0, "<s>": 1, "</s>": 2, "a": 3, "b": 4, "c": 5, "d": 6}
 
@@ -139,7 +139,7 @@ def test_text_blocks_share_one_token(tokenizer):
 
 
 def test_real_text(gpt2, shared_data):
-    text = data.read_text(shared_data / "tinyshakespeare.txt")
+    text = files.read_text(shared_data / "tinyshakespeare.txt")
     blocks = encoding.encode_text(gpt2, text, block_size=256)
     assert len(blocks) == 1326  # ceil((338025 - 1) / 255)
     first = [block.response[1:] for block in blocks[:20]]
@@ -149,7 +149,7 @@ def test_real_text(gpt2, shared_data):
 
 
 def test_real_pairs(gpt2, shared_data):
-    rows = data.read_preferences(shared_data / "hh-rlhf-harmless" / "pairs.jsonl")
+    rows = files.read_preferences(shared_data / "hh-rlhf-harmless" / "pairs.jsonl")
     pairs = encoding.encode_preferences(
         gpt2, rows[:64], max_length=256, overlong="drop"
     )

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import toys
 
-from rlhf_jax import batch, batches, evaluation, masked
-from rlhf_jax.runtime.encoding import Example
+from rlhf_jax import batch, masked
+from rlhf_jax.algorithms import evaluation
+from rlhf_jax.data import batches
+from rlhf_jax.data.encoding import Example
 
 PARAMS = toys.params()
 EXAMPLES = [

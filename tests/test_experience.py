@@ -5,7 +5,10 @@ import numpy as np
 import oracles
 import pytest
 
-from rlhf_jax import batch, checks, experience, masked
+from rlhf_jax import batch, masked
+from rlhf_jax.algorithms.flow import objective
+from rlhf_jax.algorithms.ppo import experience
+from rlhf_jax.functional import checks
 
 MASK = np.array(
     [
@@ -102,7 +105,7 @@ def test_experience_needs_values():
 
 
 def stats_of(found: batch.Scored) -> dict[str, float]:
-    stats = experience.objective_stats(
+    stats = objective.objective_stats(
         found,
         kl_coef=jnp.asarray(0.2, jnp.float32),
         ended=jnp.asarray([True, False, True, True, True]),
@@ -163,7 +166,7 @@ def test_the_penalty_is_the_estimators_not_k1():
 @pytest.mark.parametrize("garbage", [False, True])
 def test_kl_by_position_against_loops(garbage):
     """Columns 2 to 5 are positions 0 to 3; 5, 4, 4 and 2 rows reach them."""
-    found = experience.kl_by_position(scored(garbage=garbage), max_new_tokens=4)
+    found = objective.kl_by_position(scored(garbage=garbage), max_new_tokens=4)
     counts, k1s, k3s = [0.0] * 4, [0.0] * 4, [0.0] * 4
     for b in range(5):
         for t in range(6):
@@ -181,8 +184,8 @@ def test_kl_by_position_against_loops(garbage):
 
 
 def test_kl_by_position_adds_up_to_the_kl_of_a_response():
-    found = experience.kl_by_position(scored(), max_new_tokens=4)
-    stats = experience.objective_stats(
+    found = objective.kl_by_position(scored(), max_new_tokens=4)
+    stats = objective.objective_stats(
         scored(), kl_coef=jnp.float32(0.2), ended=jnp.zeros(5, bool)
     )
     for name, metric in (("k1", "objective/kl"), ("k3", "objective/kl_k3")):
@@ -190,11 +193,11 @@ def test_kl_by_position_adds_up_to_the_kl_of_a_response():
 
 
 def test_positions_that_nothing_reaches_have_weight_0():
-    found = experience.kl_by_position(scored(), max_new_tokens=6)
+    found = objective.kl_by_position(scored(), max_new_tokens=6)
     np.testing.assert_array_equal(found["k1"][1], [0, 0, 5, 4, 4, 2])
     assert masked.mean_stats(found)["k1"][0] == 0
 
 
 def test_kl_by_position_needs_a_reference():
     with pytest.raises(checks.InputError, match="expected a rollout priced by a ref"):
-        experience.kl_by_position(scored(kl=None, ref_logprobs=None), max_new_tokens=4)
+        objective.kl_by_position(scored(kl=None, ref_logprobs=None), max_new_tokens=4)

@@ -15,8 +15,11 @@ import sft
 import toy_files
 import toys
 
-from rlhf_jax import data, fingerprint, frozen_models, rewards
-from rlhf_jax.runtime import cli, encoding, hf, metrics, pretrained
+from rlhf_jax import fingerprint, hf, rewards
+from rlhf_jax.checkpoints import frozen_models, pretrained
+from rlhf_jax.data import encoding
+from rlhf_jax.data.files import hold_out
+from rlhf_jax.runs import command_line, metrics
 
 PAIR = {"prompt": "the cat", "chosen": "sat very good .", "rejected": "ran bad ."}
 ANSWERS = [
@@ -46,7 +49,7 @@ def files(tmp_path_factory):
 def play(experiment, out, *argv):
     """Runs an experiment as its command line does; the summary."""
     words = ["--out", str(out), "--no-progress", *map(str, argv)]
-    cli.main(experiment.main, experiment.Config, description="", argv=words)
+    command_line.main(experiment.main, experiment.Config, description="", argv=words)
     summary = out / "summary.json"
     return json.loads(summary.read_text()) if summary.exists() else None
 
@@ -94,7 +97,7 @@ def test_sft_from_nothing_leaves_a_checkpoint(files, tmp_path):
     model, params = hf.load(out / "model")
     assert model.vocab_size == len(toy_files.WORDS) + 2
     # Two texts of 9 and 10 tokens; which were held out is the seed's choice.
-    _, held_out = data.hold_out(ANSWERS * 6, share=0.5, seed=0)
+    _, held_out = hold_out(ANSWERS * 6, share=0.5, seed=0)
     losses = np.concatenate([losses_of(out, model, params, row) for row in held_out])
     assert summary["held_out_examples"] == 6
     assert summary["held_out_loss"] == pytest.approx(losses.mean(), abs=1e-4)

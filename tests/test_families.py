@@ -14,10 +14,13 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
-from rlhf_jax import decode, decoder, frozen, heads, hf, keys, known, lora, peft
+from rlhf_jax import decode, decoder, frozen, hf, lora
+from rlhf_jax.checkpoints import peft
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models import heads
 from rlhf_jax.models.config import RopeScaling
-from rlhf_jax.models.sampling import Shaping
+from rlhf_jax.models.families import keys, registry
+from rlhf_jax.models.generation.sampling import Shaping
 
 FIXTURES = Path(__file__).parent / "fixtures"
 NAMES = ("qwen2", "qwen3", "mistral", "gpt_neox", "gemma2", "gemma3", "phi3")
@@ -351,7 +354,7 @@ def test_both_forms_of_gemma_3_s_rope_options_are_read():
     assert bare.rope_scaling is None
 
 
-@pytest.mark.parametrize("model", known.KNOWN.values(), ids=known.KNOWN)
+@pytest.mark.parametrize("model", registry.KNOWN.values(), ids=registry.KNOWN)
 def test_known_shapes_are_ones_that_a_config_of_their_family_says(model):
     family = hf.FAMILIES[model.family]
     assert family.config_from_hf(family.config_to_hf(model)) == model

@@ -15,23 +15,12 @@ import tiny
 import toys
 from test_families import NAMES
 
-from rlhf_jax import (
-    critic,
-    dpo,
-    frozen,
-    hf,
-    kl_control,
-    lora,
-    masked,
-    packing,
-    ppo,
-    row_sharding,
-    sharding,
-    state,
-)
+from rlhf_jax import critic, dpo, frozen, hf, kl_control, lora, masked, ppo, state
+from rlhf_jax.data import packing
+from rlhf_jax.data.encoding import Pair
+from rlhf_jax.devices import row_sharding, sharding
+from rlhf_jax.devices.sharding import MeshShape
 from rlhf_jax.models.lora import LoRA
-from rlhf_jax.runtime.encoding import Pair
-from rlhf_jax.runtime.sharding import MeshShape
 
 FIXTURES = Path(__file__).parent / "fixtures"
 LENGTHS = (4, 2, 3, 1) * 2

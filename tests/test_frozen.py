@@ -12,9 +12,10 @@ import pytest
 import tiny
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from rlhf_jax import fingerprint, frozen, storage
+from rlhf_jax import fingerprint, frozen
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.roles.frozen import ReferenceMovedError
+from rlhf_jax.roles.reference import storage
+from rlhf_jax.roles.reference.frozen import ReferenceMovedError
 
 RNG = np.random.default_rng(0)
 digests = jax.jit(fingerprint.digests)

@@ -10,7 +10,8 @@ import toy_files
 import toys
 from jax.sharding import SingleDeviceSharding
 
-from rlhf_jax import config, fingerprint, frozen, frozen_models, hf, pretrained
+from rlhf_jax import config, fingerprint, frozen, hf
+from rlhf_jax.checkpoints import frozen_models, pretrained
 from rlhf_jax.functional.checks import InputError
 
 WORDS = toy_files.WORDS

@@ -11,17 +11,8 @@ import oracles
 import pytest
 import toys
 
-from rlhf_jax import (
-    batch,
-    grpo,
-    kl_control,
-    masked,
-    policy,
-    rewards,
-    rollout,
-    score,
-    state,
-)
+from rlhf_jax import batch, grpo, kl_control, masked, policy, rewards, state
+from rlhf_jax.algorithms.flow import rollout, score
 from rlhf_jax.functional.checks import InputError
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

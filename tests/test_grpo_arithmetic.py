@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_jax import batch, metrics
+from rlhf_jax import batch
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runtime import cli, run
+from rlhf_jax.runs import command_line, metrics, run
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -53,7 +53,7 @@ def play(out, *argv):
         *("--batch-size", "32", "--hidden-size", "16", "--num-layers", "1"),
         *("--sft-batch-size", "32", "--snapshot-every", "2"),
     ]
-    cli.main(
+    command_line.main(
         grpo_arithmetic.main,
         grpo_arithmetic.Config,
         description="",

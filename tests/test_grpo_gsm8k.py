@@ -10,7 +10,8 @@ import toy_files
 from test_experiments import contents, play, refused
 
 from rlhf_jax import config, grpo, hf
-from rlhf_jax.runtime import cli, encoding, metrics
+from rlhf_jax.data import encoding
+from rlhf_jax.runs import command_line, metrics
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 WORDS = [*("what", "is", "one", "and", "two", "?", "####"), *map(str, range(10))]
@@ -181,7 +182,10 @@ def test_an_answer_without_a_number_is_named_by_file_and_line(
 def test_presets_are_those_of_the_library(preset, recipe):
     needed = ("--out=x", "--model=x", "--data=x", "--held-out=x")
     parse = functools.partial(
-        cli.parse, grpo_gsm8k.Config, description="", presets=grpo_gsm8k.PRESETS
+        command_line.parse,
+        grpo_gsm8k.Config,
+        description="",
+        presets=grpo_gsm8k.PRESETS,
     )
     recipe = dataclasses.replace(recipe, temperature=1.0)  # as without a preset
     parsed = parse(argv=[*needed, "--preset", preset])

@@ -18,9 +18,12 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
+from rlhf_jax import config, decoder, hf
+from rlhf_jax.checkpoints import shards
+from rlhf_jax.data import encoding, hub
 from rlhf_jax.functional.checks import InputError, StopError
-from rlhf_jax.models import config, decoder, gpt2, heads, llama
-from rlhf_jax.runtime import encoding, hf, hub, shards
+from rlhf_jax.models import heads
+from rlhf_jax.models.families import gpt2, llama
 
 FIXTURES = Path(__file__).parent / "fixtures"
 CAUSAL = ("gpt2", "llama_sharded", "llama_bf16")

@@ -12,7 +12,9 @@ import compile_for_tpu
 import jax
 import pytest
 
-from rlhf_jax import decoder, storage, workload
+from rlhf_jax import decoder
+from rlhf_jax.planning import workload
+from rlhf_jax.roles.reference import storage
 
 pytestmark = [
     pytest.mark.long,

@@ -16,13 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_jax.runtime import cli, metrics, run_folder, snapshot
+from rlhf_jax.runs import command_line, metrics
+from rlhf_jax.runs.folder import RunConfig, open_run, write_summary
+from rlhf_jax.runs.snapshots.snapshots import Snapshots
 
 STAGES = ("sft", "ppo")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(run_folder.RunConfig):
+class Config(RunConfig):
     num_steps: int = 12
     """Steps of each stage."""
     stop_at: tuple[int, ...] = ()
@@ -30,12 +32,12 @@ class Config(run_folder.RunConfig):
 
 
 def run(config: Config) -> None:
-    folder = run_folder.open_run(config)
+    folder = open_run(config)
     x = jnp.zeros(1000)
-    with cli.Interrupt() as interrupt, metrics.Recorder(folder) as record:
+    with command_line.Interrupt() as interrupt, metrics.Recorder(folder) as record:
         for stage in STAGES:
             x = train(x, stage, config, folder, record, interrupt)
-    run_folder.write_summary(folder, {"sum": float(x.sum())})
+    write_summary(folder, {"sum": float(x.sum())})
     np.save(folder / "x.npy", np.asarray(x))
 
 
@@ -45,12 +47,12 @@ def train(
     config: Config,
     folder: Path,
     record: metrics.Recorder,
-    interrupt: cli.Interrupt,
+    interrupt: command_line.Interrupt,
 ) -> jax.Array:
     update = jax.jit(_update, donate_argnames="x")
     root = jax.random.fold_in(jax.random.key(config.seed), STAGES.index(stage))
     at = folder / "snapshots" / stage
-    with snapshot.Snapshots(at, keep=config.keep_snapshots) as snapshots:
+    with Snapshots(at, keep=config.keep_snapshots) as snapshots:
         start = snapshots.latest() or 0
         if start:
             (x,), meta = snapshots.restore(start, like=(x,))
@@ -79,7 +81,7 @@ def _update(x, *, key):
 
 def main(*argv: object) -> None:
     words = [str(word) for word in argv]
-    cli.main(run, Config, description="A tiny run.", argv=words)
+    command_line.main(run, Config, description="A tiny run.", argv=words)
 
 
 def result(folder: Path) -> dict[str, bytes]:

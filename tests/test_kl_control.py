@@ -8,8 +8,9 @@ import optax
 import oracles
 import pytest
 
-from rlhf_jax import checks, kl_control
-from rlhf_jax.functional.kl_control import Control
+from rlhf_jax import kl_control
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.kl.control import Control
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
 

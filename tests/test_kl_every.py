@@ -11,7 +11,7 @@ import pytest
 import toys
 
 from rlhf_jax import frozen, kl_control, masked, ppo, rewards, state
-from rlhf_jax.roles.lifecycle import Lifecycle
+from rlhf_jax.roles.reference.lifecycle import Lifecycle
 
 POLICY = toys.params()
 CRITIC = rewards.init(jax.random.key(1), toys.params(seed=1), model=toys.GPT2)

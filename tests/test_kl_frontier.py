@@ -16,9 +16,10 @@ import quickstart
 import reviews
 import toys
 
-from rlhf_jax import checks, decoder, frozen, ppo, rewards
-from rlhf_jax.runtime import cli, metrics
-from rlhf_jax.stages.batch import Rollout
+from rlhf_jax import decoder, frozen, ppo, rewards
+from rlhf_jax.algorithms.batch import Rollout
+from rlhf_jax.functional import checks
+from rlhf_jax.runs import command_line, metrics
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 TOY = {
@@ -345,7 +346,7 @@ ARGV = [
 
 def play(out, *argv):
     words = ["--out", str(out), *ARGV, *argv]
-    cli.main(kl_frontier.main, kl_frontier.Config, description="", argv=words)
+    command_line.main(kl_frontier.main, kl_frontier.Config, description="", argv=words)
     return json.loads((out / "summary.json").read_text())
 
 

@@ -15,8 +15,9 @@ import numpy as np
 import oracles
 import pytest
 
-from rlhf_jax import kl, kl_gradients, kl_penalty
-from rlhf_jax.functional.kl_penalty import Penalty
+from rlhf_jax import kl, kl_penalty
+from rlhf_jax.functional.kl.gradients import terms
+from rlhf_jax.functional.kl.penalty import Penalty
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes", "quick_compilation")
 
@@ -639,7 +640,7 @@ def test_both_is_the_sum_of_the_two():
         shared["importance_weights"] = penalty.importance_weights
         shared["top_k"] = penalty.top_k is not None
         value = penalty.value_estimator
-        reward = kl_gradients.terms(in_reward=value, in_loss=None, **shared)
+        reward = terms(in_reward=value, in_loss=None, **shared)
         for name in {**parts, **reward}:
             total = parts.get(name, 0) + reward.get(name, 0)
             assert penalty.terms.get(name, 0) == total

@@ -9,7 +9,8 @@ import numpy as np
 import oracles
 import pytest
 
-from rlhf_jax import cli, policy
+from rlhf_jax import policy
+from rlhf_jax.runs import command_line
 
 TOY = (
     *("--vocab-size=12", "--hidden-size=8", "--num-layers=1", "--scale=0.4"),
@@ -27,8 +28,10 @@ def run(tmp_path_factory):
     argv = [*TOY, "--out", str(folder)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "200")
-        cli.main(kl_pictures.main, kl_pictures.Config, description="", argv=argv)
-    options = cli.parse(kl_pictures.Config, description="", argv=argv)
+        command_line.main(
+            kl_pictures.main, kl_pictures.Config, description="", argv=argv
+        )
+    options = command_line.parse(kl_pictures.Config, description="", argv=argv)
     return options, folder
 
 
@@ -133,7 +136,7 @@ def test_mistakes(tmp_path, capsys):
         (("--perturbation=0",), "perturbation: expected a finite number above 0"),
     ):
         with pytest.raises(SystemExit, match="2"):
-            cli.main(
+            command_line.main(
                 kl_pictures.main,
                 kl_pictures.Config,
                 description="",

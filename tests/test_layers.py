@@ -1,6 +1,7 @@
 """The walls of the house: who may import whom, and who may touch the world."""
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -10,12 +11,21 @@ import pytest
 import rlhf_jax
 
 PACKAGE = Path(rlhf_jax.__file__).parent
-MODULES = [f"{folder}.{name}" for folder, names in rlhf_jax.ORDER for name in names]
+FILES = sorted(PACKAGE.rglob("*.py"))
+# Dotted names below rlhf_jax: "functional.kl.penalty", and "functional.kl" its package.
+MODULES = {
+    ".".join(file.relative_to(PACKAGE).with_suffix("").parts).removesuffix(
+        ".__init__"
+    ): file
+    for file in FILES
+    if file != PACKAGE / "__init__.py"
+}
 PURE = [
     module
     for module in MODULES
-    if module.split(".")[0] in ("functional", "models", "roles", "stages")
+    if module.split(".")[0] in ("functional", "models", "roles", "algorithms")
 ]
+MAX_FILES = 16  # in a folder, without its __init__.py
 # What a pure module may import: nothing here opens a file or reads a clock.
 PURE_IMPORTS = {
     *("__future__", "collections", "copy", "dataclasses", "decimal", "fnmatch"),
@@ -30,20 +40,19 @@ IMPURE_CALLS = {
 
 
 def tree_of(module: str) -> ast.Module:
-    file = PACKAGE.joinpath(*module.split(".")).with_suffix(".py")
-    return ast.parse(file.read_text(encoding="utf-8"), str(file))
+    return ast.parse(MODULES[module].read_text(encoding="utf-8"), module)
 
 
 def imports_of(tree: ast.Module) -> set[str]:
     """Dotted names of everything imported, wherever in the file the import stands."""
-    found = set()
+    imports = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imports |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "relative imports hide the folder"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+            imports |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return imports
 
 
 def names_of(tree: ast.Module) -> set[str]:
@@ -55,31 +64,51 @@ def names_of(tree: ast.Module) -> set[str]:
     }
 
 
-def ours(imported: str) -> str:
-    """ "functional.checks" of "rlhf_jax.functional.checks.InputError"."""
-    return ".".join(imported.split(".")[1:3])
+def modules_of(tree: ast.Module) -> set[str]:
+    """Our modules that it imports: "functional.checks" for `checks.InputError` too."""
+    modules = set()
+    for name in imports_of(tree):
+        if name.startswith("rlhf_jax."):
+            ours = name.removeprefix("rlhf_jax.")
+            module = ours if ours in MODULES else ours.rpartition(".")[0]
+            assert module in MODULES, name
+            modules.add(module)
+    return modules
 
 
-def test_the_table_lists_every_file_and_no_other():
-    files = {
-        ".".join(file.relative_to(PACKAGE).with_suffix("").parts)
-        for file in PACKAGE.rglob("*.py")
-        if file.name != "__init__.py"
-    }
-    assert files == set(MODULES)
-    assert len(MODULES) == len(set(MODULES))
-    names = [module.split(".")[1] for module in MODULES]
-    assert len(names) == len(set(names)), "`from rlhf_jax import name` is ambiguous"
+def test_the_table_lists_every_package_and_no_other():
+    folders = {path.name for path in PACKAGE.iterdir() if path.is_dir()}
+    assert folders - {"__pycache__"} == set(rlhf_jax.PACKAGES)
+    assert len(rlhf_jax.PACKAGES) == len(set(rlhf_jax.PACKAGES))
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_a_module_imports_only_modules_that_stand_before_it(module):
-    before = MODULES[: MODULES.index(module)]
-    for imported in imports_of(tree_of(module)):
-        if imported.startswith("rlhf_jax."):
-            assert ours(imported) in before, f"{module} imports {imported}"
-        # The package itself is the version, which only runtime writes down.
-        assert imported != "rlhf_jax" or module not in PURE
+def test_a_module_imports_only_packages_that_stand_before_its_own(module):
+    package = module.split(".")[0]
+    allowed = rlhf_jax.PACKAGES[: rlhf_jax.PACKAGES.index(package) + 1]
+    tree = tree_of(module)
+    for imported in modules_of(tree):
+        assert imported.split(".")[0] in allowed, f"{module} imports {imported}"
+    # The package itself is the version, which runs write down.
+    assert "rlhf_jax" not in imports_of(tree) or module not in PURE
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    """A package's `__init__` imports its modules; they do not import it."""
+    graph = {}
+    for module in MODULES:
+        imported = modules_of(tree_of(module))
+        # To import a.b.c is to import a and a.b first, if they are not under way.
+        parents = {
+            ".".join(parts[:depth])
+            for parts in (name.split(".") for name in imported)
+            for depth in range(1, len(parts))
+        }
+        graph[module] = imported | {
+            parent for parent in parents if not f"{module}.".startswith(f"{parent}.")
+        }
+    order = list(graphlib.TopologicalSorter(graph).static_order())
+    assert set(order) == set(MODULES)
 
 
 @pytest.mark.parametrize("module", PURE)
@@ -93,11 +122,17 @@ def test_a_pure_module_touches_neither_disk_nor_clock_nor_terminal(module):
 def test_the_walls_would_stop_what_they_are_for():
     tree = ast.parse(
         "from jax import jit\nimport time\n"
-        "def f():\n    from rlhf_jax.runtime import hf\n    return jax.jit(open)\n"
+        "def f():\n    from rlhf_jax.checkpoints import hf\n    return jax.jit(open)\n"
     )
-    assert imports_of(tree) == {"jax.jit", "time", "rlhf_jax.runtime.hf"}
+    assert imports_of(tree) == {"jax.jit", "time", "rlhf_jax.checkpoints.hf"}
     assert {"jax.jit", "open"} <= names_of(tree)
-    assert ours("rlhf_jax.runtime.hf") == "runtime.hf"
+    assert modules_of(tree) == {"checkpoints.hf"}
+
+
+def test_a_folder_has_few_files():
+    for folder in {file.parent for file in FILES}:
+        files = [file for file in folder.glob("*.py") if file.name != "__init__.py"]
+        assert len(files) <= MAX_FILES, folder
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -133,6 +168,19 @@ def test_the_arithmetic_loads_neither_transformers_nor_orbax():
     assert {"jax", "rlhf_jax"} <= loaded
 
 
+@pytest.mark.parametrize("name", rlhf_jax.__all__)
+def test_a_name_of_the_front_door_is_the_module_that_type_checkers_see(name):
+    """The names under TYPE_CHECKING and the table that loads them say the same."""
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    seen = {
+        alias.asname or alias.name: f"{node.module}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert getattr(rlhf_jax, name).__name__ == seen[name]
+
+
 def test_a_name_the_package_does_not_have():
-    with pytest.raises(AttributeError, match=r"no module 'klr'; it has checks, masked"):
+    with pytest.raises(AttributeError, match=r"no name 'klr'; it has masked"):
         _ = rlhf_jax.klr

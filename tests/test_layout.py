@@ -13,17 +13,10 @@ import numpy as np
 import pytest
 import toys
 
-from rlhf_jax import (
-    config,
-    decode,
-    decoder,
-    layout,
-    logprobs,
-    lora,
-    policy,
-    sharding,
-    storage,
-)
+from rlhf_jax import config, decode, decoder, logprobs, lora, policy
+from rlhf_jax.devices import sharding
+from rlhf_jax.models import layout
+from rlhf_jax.roles.reference import storage
 
 Array = jax.Array
 PROMPT, NEW = 5, 4

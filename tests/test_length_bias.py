@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_jax.functional import advantages, checks, kl_penalty, losses
-from rlhf_jax.functional.kl_penalty import Penalty
+from rlhf_jax import advantages, kl_penalty, losses
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.kl.penalty import Penalty
 
 STOPS = np.array([0.65, 0.45, 0.38])  # chance of S at depths 0, 1 and 2
 REF_STOPS = np.array([0.3, 0.6, 0.5])

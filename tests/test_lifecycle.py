@@ -10,10 +10,11 @@ import pytest
 import toys
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from rlhf_jax import drift, fingerprint, frozen, lifecycle, storage
+from rlhf_jax import drift, fingerprint, frozen
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import leaves
-from rlhf_jax.roles.lifecycle import Lifecycle
+from rlhf_jax.roles.reference import lifecycle, storage
+from rlhf_jax.roles.reference.lifecycle import Lifecycle
 
 POLICY = toys.params(seed=1)
 START = toys.params()

@@ -10,20 +10,11 @@ import optax
 import pytest
 import toys
 
-from rlhf_jax import (
-    frozen,
-    kl_control,
-    lifecycle,
-    masked,
-    metrics,
-    ppo,
-    proof,
-    rewards,
-    run,
-    state,
-)
-from rlhf_jax.roles.lifecycle import Lifecycle
-from rlhf_jax.runtime import run_folder
+from rlhf_jax import frozen, kl_control, masked, ppo, rewards, state
+from rlhf_jax.roles.reference import lifecycle
+from rlhf_jax.roles.reference.lifecycle import Lifecycle
+from rlhf_jax.runs import folder, metrics, run
+from rlhf_jax.runs.snapshots import proof
 
 pytestmark = pytest.mark.slow
 KEY = jax.random.key(9)
@@ -33,7 +24,7 @@ learn = toys.jit(ppo.learn, static_argnames=("ppo",), donate_argnames=("state",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(run_folder.RunConfig):
+class Config(folder.RunConfig):
     num_steps: int = 8
     snapshot_every: int = 1
     progress: bool = False
@@ -103,7 +94,7 @@ def test_a_stopped_run_goes_on_to_the_last_bit(tmp_path):
     parts = Config(out=tmp_path / "parts", lifecycle=life)
     play(parts, stop=4)  # between two moves, and between two KLs
     recorded = json.loads((parts.out / "config.json").read_text())["config"]
-    assert run_folder.from_json(Config, recorded, source=parts.out) == parts
+    assert folder.from_json(Config, recorded, source=parts.out) == parts
     again = play(dataclasses.replace(parts, resume=True))
     assert toys.leaves_equal(
         *({**s, "root_key": jax.random.key_data(s["root_key"])} for s in (again, whole))

@@ -4,7 +4,8 @@ import numpy as np
 import oracles
 import pytest
 
-from rlhf_jax import logprobs, program_cost
+from rlhf_jax import logprobs
+from rlhf_jax.planning import cost
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
 
@@ -201,7 +202,7 @@ def test_gradient_of_one_argument_alone_and_its_products():
         compiled = step.lower(HIDDEN, HEAD).compile()
         # 2 chunks of 2 rows of every block
         product = 2 * B * (S - 1) * D * (4 * 16)
-        found = program_cost.cost(compiled.as_text())
+        found = cost.cost(compiled.as_text())
         return step(HIDDEN, HEAD)[1], found.flops / product
 
     (both, products) = run((0, 1))

@@ -13,7 +13,6 @@ import tiny
 import toys
 
 from rlhf_jax import (
-    adapted,
     batch,
     critic,
     decoder,
@@ -24,14 +23,14 @@ from rlhf_jax import (
     policy,
     ppo,
     rewards,
-    self_check,
     sft,
     state,
-    storage,
-    train_reward,
 )
+from rlhf_jax.algorithms import reward_model, self_check
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.lora import LoRA
+from rlhf_jax.roles import adapted
+from rlhf_jax.roles.reference import storage
 
 ALL = LoRA(rank=2, alpha=6.0)
 FEW = LoRA(rank=3, alpha=4.0, modules=("attention/[qv]*", "mlp/up"))
@@ -351,7 +350,7 @@ def test_sft_trains_adapters():
 def test_a_reward_model_is_adapters_and_a_score():
     start = rewards.from_base(KEY, model=toys.GPT2, lora=ALL)
     pairs = batch.Preferences(chosen=sequences(0), rejected=sequences(1), margin=None)
-    after, rows = small_update(train_reward.update, start, batch=pairs)
+    after, rows = small_update(reward_model.update, start, batch=pairs)
     assert rows[-1]["loss/pairwise"] < rows[0]["loss/pairwise"] - 0.2
     assert not bool(lora.changes_nothing(after.params["trunk"]))
 

@@ -9,7 +9,8 @@ import numpy as np
 import oracles
 import pytest
 
-from rlhf_jax import checks, losses, masked
+from rlhf_jax import losses, masked
+from rlhf_jax.functional import checks
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
 

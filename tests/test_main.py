@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_jax import main, memory, plan, token_kl
 from rlhf_jax.functional.checks import StopError
+from rlhf_jax.inspection import token_kl
+from rlhf_jax.planning import memory, plan
+from rlhf_jax.train import main
 
 ROOT = Path(__file__).resolve().parents[1]
 

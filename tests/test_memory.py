@@ -9,9 +9,11 @@ import jax
 import pytest
 import tiny
 
-from rlhf_jax import hf, memory, rewards, storage, workload
+from rlhf_jax import hf, rewards
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runtime.workload import Options
+from rlhf_jax.planning import memory, workload
+from rlhf_jax.planning.workload import Options
+from rlhf_jax.roles.reference import storage
 
 MIB = 2**20
 TINY = {

@@ -8,10 +8,12 @@ import ppo_from_checkpoint
 import pytest
 import toy_files
 
-from rlhf_jax import cli, compiled, memory_check, sharding, workload
+from rlhf_jax.devices import sharding
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runtime.memory_check import Part, Passing
-from rlhf_jax.runtime.workload import Options
+from rlhf_jax.planning import compiled, memory_check, workload
+from rlhf_jax.planning.memory_check import Part, Passing
+from rlhf_jax.planning.workload import Options
+from rlhf_jax.runs import command_line
 
 # GPT-2 of width 16, one layer, 16 positions; 23 words are padded to 128.
 MATRICES = 16 * 48 + 16 * 16 + 2 * 16 * 64
@@ -65,7 +67,7 @@ def command(files, out, *options):
 
 def ask(files, out, *options):
     ppo_from_checkpoint.check_memory(
-        cli.parse(
+        command_line.parse(
             ppo_from_checkpoint.Config,
             description="",
             argv=command(files, out, *options),
@@ -145,7 +147,7 @@ def test_nothing_is_read_or_left_and_the_option_goes_on(
 
     def told(*options):
         with pytest.raises(SystemExit) as stopped:
-            cli.main(
+            command_line.main(
                 ppo_from_checkpoint.main,
                 ppo_from_checkpoint.Config,
                 description="",

@@ -18,18 +18,17 @@ from rlhf_jax import (
     grpo,
     kl_control,
     masked,
-    packing,
     ppo,
     rewards,
-    row_sharding,
-    score,
     sft,
-    sharding,
     state,
-    train_reward,
 )
-from rlhf_jax.runtime.encoding import Pair
-from rlhf_jax.runtime.sharding import MeshShape
+from rlhf_jax.algorithms import reward_model
+from rlhf_jax.algorithms.flow import score
+from rlhf_jax.data import packing
+from rlhf_jax.data.encoding import Pair
+from rlhf_jax.devices import row_sharding, sharding
+from rlhf_jax.devices.sharding import MeshShape
 
 pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.slow]
 MODEL = config.llama(
@@ -77,7 +76,7 @@ def run_sft(place, rows):
 
 def run_reward_model(place, rows):
     head = rewards.init(jax.random.key(2), PARAMS, model=MODEL)
-    update = functools.partial(train_reward.update, model=MODEL, optimizer=OPTIMIZER)
+    update = functools.partial(reward_model.update, model=MODEL, optimizer=OPTIMIZER)
     chosen = batch.Preferences(chosen=texts(1), rejected=texts(2))
     return toys.jit(update)(supervised(place, head), batch=rows(chosen))
 

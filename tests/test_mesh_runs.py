@@ -19,9 +19,12 @@ import sft
 import toy_files
 from safetensors.numpy import load_file
 
-from rlhf_jax import batches, data, hf, masked, pretrained
-from rlhf_jax import ppo as rlhf_ppo
-from rlhf_jax.runtime import cli, metrics
+from rlhf_jax import hf, masked
+from rlhf_jax.algorithms import ppo as rlhf_ppo
+from rlhf_jax.checkpoints import pretrained
+from rlhf_jax.data import batches
+from rlhf_jax.data.files import read_prompts
+from rlhf_jax.runs import command_line, metrics
 
 pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.slow]
 STEPS = 3
@@ -70,7 +73,7 @@ def play(experiment, out, files, *argv):
     sys.modules.pop("mesh_rewards", None)  # it counts its calls
     words = ("--out", out, "--no-progress", *argv)
     words = [str(word).replace("FILES", str(files)) for word in words]
-    cli.main(experiment.main, experiment.Config, description="", argv=words)
+    command_line.main(experiment.main, experiment.Config, description="", argv=words)
     return out
 
 
@@ -172,14 +175,14 @@ def test_a_critic_elsewhere_in_other_ways(files, way, tmp_path):
 def one_step_behind(files):
     """Every rollout drawn by the policy before the update, on one device, by hand."""
     argv = ["--out=none", f"--model={files}/model", f"--prompts={files}/prompts.jsonl"]
-    options = cli.parse(
+    options = command_line.parse(
         ppo_from_checkpoint.Config,
         description="",
         argv=[*argv, "--reward=mesh_rewards:score", *PPO],
     )
     policy = pretrained.load(options.model)
     models = ppo_from_checkpoint.make_models(options, policy)
-    rows = data.read_prompts(options.prompts)
+    rows = read_prompts(options.prompts)
     rows, tokens = ppo_from_checkpoint.encode_prompts(
         options, rows, policy=policy, context=policy.model.max_positions
     )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runtime import metrics
+from rlhf_jax.runs import metrics
 
 
 class Memory:

@@ -8,7 +8,9 @@ import numpy as np
 import optax
 import pytest
 
-from rlhf_jax import checks, optimizers, storage
+from rlhf_jax.algorithms import optimizers
+from rlhf_jax.functional import checks
+from rlhf_jax.roles.reference import storage
 
 RNG = np.random.default_rng(0)
 # Large, near eps and far below it, where the place of eps is all that counts.

@@ -4,10 +4,10 @@ import jax
 import numpy as np
 import pytest
 
+from rlhf_jax.data import packing
+from rlhf_jax.data.encoding import Pair
+from rlhf_jax.devices.row_sharding import Share
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runtime import packing
-from rlhf_jax.runtime.encoding import Pair
-from rlhf_jax.runtime.row_sharding import Share
 
 RNG = np.random.default_rng(2)
 

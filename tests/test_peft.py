@@ -13,10 +13,10 @@ import toys
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from rlhf_jax import frozen, lora, rewards
+from rlhf_jax import frozen, hf, lora, rewards
+from rlhf_jax.checkpoints import peft
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.lora import LoRA
-from rlhf_jax.runtime import hf, peft
 
 FIXTURES = Path(__file__).parent / "fixtures"
 BASE_OF = {

@@ -12,12 +12,14 @@ import jax
 import pytest
 import tyro
 
-from rlhf_jax import batch, chips, compiled, decoder, known, measured, plan, workload
+from rlhf_jax import batch, decoder
+from rlhf_jax.devices.sharding import MeshShape
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runtime.measured import Alive, Measured
-from rlhf_jax.runtime.plan import Options
-from rlhf_jax.runtime.program_cost import Collective, Cost
-from rlhf_jax.runtime.sharding import MeshShape
+from rlhf_jax.models.families import registry
+from rlhf_jax.planning import chips, compiled, measured, plan, workload
+from rlhf_jax.planning.cost import Collective, Cost
+from rlhf_jax.planning.measured import Alive, Measured
+from rlhf_jax.planning.plan import Options
 
 RECORDED = Path(__file__).parents[1] / "experiments" / "recorded" / "plans"
 GIB = 2**30
@@ -76,12 +78,12 @@ def recorded(name):
     ],
 )
 def test_known_shapes_have_the_published_number_of_parameters(name, parameters):
-    assert decoder.num_parameters(known.KNOWN[name]) == parameters
+    assert decoder.num_parameters(registry.KNOWN[name]) == parameters
 
 
 def test_every_known_shape_is_counted():
     marked = test_known_shapes_have_the_published_number_of_parameters.pytestmark
-    assert [name for name, _ in marked[0].args[1]] == list(known.KNOWN)
+    assert [name for name, _ in marked[0].args[1]] == list(registry.KNOWN)
 
 
 def test_a_chip_is_known_by_its_device_kind():
@@ -469,7 +471,7 @@ def test_a_recorded_plan_is_made_again(tmp_path):
     environment = {**os.environ, "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     environment.pop("XLA_FLAGS", None)
     words = shlex.split(before["command"])[1:]
-    code = "from rlhf_jax.runtime.main import main; main()"
+    code = "from rlhf_jax.train.main import main; main()"
     out = tmp_path / "plan.json"
     done = subprocess.run(
         [sys.executable, "-c", code, *words, "--json", str(out)],

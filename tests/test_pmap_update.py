@@ -14,7 +14,7 @@ import toys
 
 from rlhf_jax import batch, critic, kl_control, masked, ppo, state
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runtime import cli
+from rlhf_jax.runs import command_line
 
 KEY = jax.random.key(3)
 DEVICES = 2
@@ -114,7 +114,7 @@ def test_a_gradient_that_is_not_finite_on_one_device_is_skipped_by_all():
 @pytest.mark.long
 def test_the_experiment_at_toy_size(tmp_path):
     argv = ["--out", str(tmp_path / "run"), "--num-steps=1", "--batch-size=8"]
-    cli.main(pmap_update.main, pmap_update.Config, description="", argv=argv)
+    command_line.main(pmap_update.main, pmap_update.Config, description="", argv=argv)
     [step] = json.loads((tmp_path / "run" / "summary.json").read_text())["steps"]
     assert step["pmap"] < 1e-3 < 0.01 < step["mean_of_means"]
 

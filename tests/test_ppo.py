@@ -12,20 +12,20 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from rlhf_jax import (
     batch,
-    checks,
     critic,
     frozen,
     kl_control,
     masked,
     policy,
-    policy_update,
     ppo,
     rewards,
     state,
 )
-from rlhf_jax.functional.kl_penalty import Penalty
-from rlhf_jax.roles.lifecycle import Lifecycle
-from rlhf_jax.stages.score_shaping import ScoreShaping
+from rlhf_jax.algorithms.flow.shaping import ScoreShaping
+from rlhf_jax.algorithms.policy_gradient import update as policy_update
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.kl.penalty import Penalty
+from rlhf_jax.roles.reference.lifecycle import Lifecycle
 
 LR = 0.1
 POLICY = toys.params()

@@ -16,22 +16,12 @@ import oracles
 import pytest
 import toys
 
-from rlhf_jax import (
-    batch,
-    checks,
-    critic,
-    kl_control,
-    masked,
-    policy,
-    ppo,
-    ppo_config,
-    rewards,
-    rollout,
-    score,
-    state,
-)
-from rlhf_jax.functional.kl_penalty import Penalty
-from rlhf_jax.stages.score_shaping import ScoreShaping
+from rlhf_jax import batch, critic, kl_control, masked, policy, ppo, rewards, state
+from rlhf_jax.algorithms.flow import rollout, score
+from rlhf_jax.algorithms.flow.shaping import ScoreShaping
+from rlhf_jax.algorithms.ppo.recipe import N_PLUS, OPENAI_2019, Recipe
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.kl.penalty import Penalty
 
 LR, KL_COEF, SIZE = 0.1, 0.1, 8
 POLICY = toys.params()
@@ -53,7 +43,7 @@ learn = toys.jit(ppo.learn, static_argnames=("ppo",))
 values_of = toys.jit(critic.values, static_argnames=("model",))
 
 
-def recipe(published: ppo_config.Recipe, **changes) -> ppo.PPO:
+def recipe(published: Recipe, **changes) -> ppo.PPO:
     """A preset for one step on one batch, so that its gradient can be seen."""
     return ppo.PPO(**{**vars(published), "num_epochs": 1, **changes}, **FIXED)
 
@@ -419,7 +409,7 @@ def test_openai_2019_by_hand(untruncated, sampled):
 
     The reward sees truncated responses; all else is of every token.
     """
-    settings = recipe(ppo_config.OPENAI_2019, truncate_after=3)  # as was sampled
+    settings = recipe(OPENAI_2019, truncate_after=3)  # as was sampled
     assert toys.leaves_equal(ppo.judged(untruncated, ppo=settings), sampled)
     head = {"score": CRITIC["score"]}
     after, stats, found = learn(
@@ -466,7 +456,7 @@ def test_openai_2019_by_hand(untruncated, sampled):
 
 def test_n_plus_by_hand(answered):
     """The published code on the response columns; the value loss counts one more."""
-    settings = recipe(ppo_config.N_PLUS, micro_batch_size=2)
+    settings = recipe(N_PLUS, micro_batch_size=2)
     after, stats, found = learn(
         fresh(settings, kl_coef=0.05),
         rollout=answered,

@@ -16,22 +16,12 @@ import oracles
 import pytest
 import toys
 
-from rlhf_jax import (
-    batch,
-    checks,
-    experience,
-    kl_control,
-    masked,
-    ppo,
-    ppo_config,
-    rewards,
-    rollout,
-    score,
-    score_shaping,
-    state,
-)
-from rlhf_jax.functional.kl_penalty import Penalty
-from rlhf_jax.stages.score_shaping import ScoreShaping
+from rlhf_jax import batch, kl_control, masked, ppo, rewards, state
+from rlhf_jax.algorithms.flow import rollout, score, shaping
+from rlhf_jax.algorithms.flow.shaping import ScoreShaping
+from rlhf_jax.algorithms.ppo import experience, recipe
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.kl.penalty import Penalty
 
 KEY = jax.random.key(9)
 FIXED = {
@@ -79,12 +69,12 @@ def test_truncation_after_16_tokens_as_published():
     assert found.sum(axis=1).tolist() == [17, 21, 24, 17]
     ended = np.asarray(score.ended(short, stop_ids=(13,)))
     np.testing.assert_array_equal(ended, oracles.oai_valid(responses, 13, 16))
-    shaped = score_shaping.shape(
+    shaped = shaping.shape(
         jnp.full(4, 0.5),
         moments=rewards.no_moments(),
         rollout=short,
         stop_ids=(13,),
-        shaping=ppo_config.OPENAI_2019.scores,
+        shaping=recipe.OPENAI_2019.scores,
     )
     np.testing.assert_array_equal(shaped, [0.5, 0.5, -1.0, 0.5])
 
@@ -114,7 +104,7 @@ def test_scores_are_normalised_clipped_charged_for_length_and_for_no_end(
     tokens[:, :2] = 1  # in the prompt it ends nothing
     scores = np.array([3.0, -0.25, 0.25, 1.0])
     seen = rewards.update_moments(rewards.no_moments(), jnp.asarray([1.0, 2.0, 9.0]))
-    found = score_shaping.shape(
+    found = shaping.shape(
         jnp.asarray(scores, jnp.float32),
         moments=seen,
         rollout=plain_rollout(tokens, SHORT),

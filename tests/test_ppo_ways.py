@@ -16,9 +16,10 @@ import toy_files
 import toys
 from safetensors.numpy import load_file
 
-from rlhf_jax import fingerprint, frozen, lora
-from rlhf_jax.runtime import cli, hf, metrics, peft
-from rlhf_jax.runtime import main as command
+from rlhf_jax import fingerprint, frozen, hf, lora
+from rlhf_jax.checkpoints import peft
+from rlhf_jax.runs import command_line, metrics
+from rlhf_jax.train import main
 
 pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.slow]
 STEPS = 6
@@ -113,7 +114,7 @@ def play(files, out, *argv, reward="score"):
         *(*BASICS, *argv),
     ]
     words = [str(word).replace("TEXTS", str(files / "held_out.txt")) for word in words]
-    cli.main(
+    command_line.main(
         ppo_from_checkpoint.main,
         ppo_from_checkpoint.Config,
         description="",
@@ -155,7 +156,7 @@ def test_a_stopped_run_goes_on_to_the_last_bit(name, files, tmp_path, capsys):
     CHECKS[name](summary, rows, whole, files)
     if name != "none":
         capsys.readouterr()
-        command.main(["verify", str(parts)])
+        main.main(["verify", str(parts)])
         assert "none moved" in capsys.readouterr().out
 
 

@@ -10,10 +10,12 @@ import pytest
 import tiny
 import toys
 
-from rlhf_jax import batches, frozen, policy, precomputed
+from rlhf_jax import frozen, policy
+from rlhf_jax.checkpoints import precomputed
+from rlhf_jax.data import batches
+from rlhf_jax.data.encoding import Example
 from rlhf_jax.functional.checks import InputError, StopError
-from rlhf_jax.roles.frozen import ReferenceMovedError
-from rlhf_jax.runtime.encoding import Example
+from rlhf_jax.roles.reference.frozen import ReferenceMovedError
 
 MODEL = toys.GPT2
 RNG = np.random.default_rng(0)

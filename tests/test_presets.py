@@ -14,11 +14,13 @@ import pytest
 import reward_model
 import toy_files
 
-from rlhf_jax import checks, kl_control, ppo_config, rewards
-from rlhf_jax.functional.kl_control import Control
-from rlhf_jax.functional.kl_penalty import Penalty
-from rlhf_jax.runtime import cli, hf, metrics
-from rlhf_jax.stages.score_shaping import ScoreShaping
+from rlhf_jax import hf, kl_control, rewards
+from rlhf_jax.algorithms.flow.shaping import ScoreShaping
+from rlhf_jax.algorithms.ppo.recipe import N_PLUS, OPENAI_2019, Recipe
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.kl.control import Control
+from rlhf_jax.functional.kl.penalty import Penalty
+from rlhf_jax.runs import command_line, metrics
 
 PRESETS = ppo_from_checkpoint.PRESETS
 NEEDED = ("--model=m", "--prompts=p", "--out=never")
@@ -75,14 +77,14 @@ PUBLISHED = {
 
 
 def parse(*argv, presets=PRESETS):
-    return cli.parse(
+    return command_line.parse(
         ppo_from_checkpoint.Config, description="", presets=presets, argv=argv
     )
 
 
 @pytest.mark.parametrize(
     ("name", "recipe"),
-    [("openai-2019", ppo_config.OPENAI_2019), ("n-plus", ppo_config.N_PLUS)],
+    [("openai-2019", OPENAI_2019), ("n-plus", N_PLUS)],
 )
 def test_a_recipe_holds_what_was_published(name, recipe):
     assert vars(recipe) == PUBLISHED[name]
@@ -110,7 +112,7 @@ def test_around_the_recipes_too():
 
 def test_the_defaults_are_those_of_both():
     """Detail 13, and the rest of what a recipe is where nothing is asked for."""
-    default = vars(ppo_config.Recipe())
+    default = vars(Recipe())
     same = set(SHARED) - {"fixed_length", "scores", "whiten_advantages"}
     assert {name: default[name] for name in same} == {
         name: SHARED[name] for name in same
@@ -137,7 +139,7 @@ def test_what_the_user_asks_for_wins():
         *("--scores.missing-stop-score=-3", "--policy-learning-rate=1e-4"),
     )
     expected = dataclasses.replace(
-        ppo_config.N_PLUS,
+        N_PLUS,
         lam=0.9,
         value_after_stop=False,
         scores=ScoreShaping(missing_stop_score=-3.0),
@@ -165,7 +167,7 @@ def test_a_preset_that_cannot_be(argv, got, capsys):
     with pytest.raises(checks.InputError, match=message):
         parse(*argv, *NEEDED)
     with pytest.raises(SystemExit) as exit_:
-        cli.main(
+        command_line.main(
             pytest.fail,
             ppo_from_checkpoint.Config,
             description="",
@@ -237,7 +239,7 @@ def steps_of(optimizer, gradient: float, *, count: int, size: int = 1) -> list[f
 def test_the_learning_rate_falls_to_0_over_all_updates(role):
     """3 iterations of 2 epochs of 2 minibatches; Adam's step is then lr·g/(g + eps)."""
     made = optimizers(
-        ppo=ppo_config.Recipe(num_epochs=2, num_minibatches=2),
+        ppo=Recipe(num_epochs=2, num_minibatches=2),
         policy_learning_rate=0.1,
         critic_learning_rate=0.3,
     )[role]
@@ -276,7 +278,7 @@ def test_the_reward_model_s_falls_to_0_too(tmp_path, monkeypatch):
 
     monkeypatch.setattr(optax, "linear_schedule", spy)
     pair = {"prompt": "the cat", "chosen": "sat .", "rejected": "ran ."}
-    config = cli.parse(
+    config = command_line.parse(
         reward_model.Config,
         description="",
         argv=[
@@ -322,7 +324,7 @@ def test_each_preset_runs(name, tmp_path, monkeypatch):
     }[name]
 
     def play(*argv):
-        cli.main(
+        command_line.main(
             ppo_from_checkpoint.main,
             ppo_from_checkpoint.Config,
             description="",

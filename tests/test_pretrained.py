@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 import toy_files
 
+from rlhf_jax import hf
+from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import layout
-from rlhf_jax.runtime import hf, pretrained
 
 
 def test_a_checkpoint_comes_with_its_tokenizer(tmp_path):

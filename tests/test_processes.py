@@ -20,10 +20,12 @@ import toy_files
 from test_mesh_runs import assert_same
 
 import rlhf_jax
+from rlhf_jax.devices import processes, row_sharding
+from rlhf_jax.devices.processes import Group
+from rlhf_jax.devices.sharding import MeshShape
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runtime import compiled, processes, row_sharding, snapshot_folder
-from rlhf_jax.runtime.processes import Group
-from rlhf_jax.runtime.sharding import MeshShape
+from rlhf_jax.planning import compiled
+from rlhf_jax.runs.snapshots.files import numbers
 
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 REWARD = """
@@ -200,7 +202,7 @@ def test_a_killed_run_goes_on_as_one_process_and_back(files, whole, tmp_path):
     ours = "a process may be lost; the snapshots before stay"
     assert ours in error or "another task died" in error  # who notices it first
     stage = tmp_path / "run" / "snapshots" / "ppo"
-    assert snapshot_folder.numbers(stage) in ([2], [2, 4])
+    assert numbers(stage) in ([2], [2, 4])
     # One process goes a step, and two go on with the rest, on another mesh.
     alone(*ppo, "--resume", signal_at=(2, 0, signal.SIGTERM), expected=143)
     run(*ppo, "--mesh=fsdp=2,tensor=2", "--resume")
@@ -213,7 +215,7 @@ def test_a_signal_to_one_process_stops_both(files, whole, tmp_path):
     told = run(*ppo, MESH, signal_at=(4, 1, signal.SIGTERM), expected=143)
     assert all("stopped and saved" in error for _, error in told)
     # It came in step 2, was known to both in step 3, and left four steps done.
-    assert snapshot_folder.numbers(tmp_path / "run" / "snapshots" / "ppo") == [2, 4]
+    assert numbers(tmp_path / "run" / "snapshots" / "ppo") == [2, 4]
     run(*ppo, MESH, "--resume")
     assert_same(tmp_path / "run", whole)
 

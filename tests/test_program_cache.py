@@ -9,8 +9,8 @@ import jax
 import pytest
 
 import rlhf_jax
+from rlhf_jax.devices import program_cache
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runtime import program_cache
 
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 TOLD = ("JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE")

@@ -8,9 +8,10 @@ import pytest
 import tiny
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rlhf_jax import decoder, logprobs, policy, program_cost
-from rlhf_jax.runtime.program_cost import Collective
-from rlhf_jax.runtime.sharding import MeshShape
+from rlhf_jax import decoder, logprobs, policy
+from rlhf_jax.devices.sharding import MeshShape
+from rlhf_jax.planning import cost as program_cost
+from rlhf_jax.planning.cost import Collective
 
 
 def cost(function, *args, trips=1):

@@ -11,25 +11,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_jax import (
-    drift,
-    frozen,
-    lifecycle,
-    main,
-    proof,
-    run,
-    snapshot,
-    snapshot_folder,
-)
+from rlhf_jax import drift, frozen
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.models import leaves
-from rlhf_jax.roles.frozen import ReferenceMovedError
-from rlhf_jax.roles.lifecycle import Lifecycle
-from rlhf_jax.runtime import run_folder
+from rlhf_jax.roles.reference import lifecycle
+from rlhf_jax.roles.reference.frozen import ReferenceMovedError
+from rlhf_jax.roles.reference.lifecycle import Lifecycle
+from rlhf_jax.runs import run
+from rlhf_jax.runs.folder import RunConfig
+from rlhf_jax.runs.snapshots import files, proof
+from rlhf_jax.runs.snapshots.snapshots import Snapshots, _flat
+from rlhf_jax.train import main
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(run_folder.RunConfig):
+class Config(RunConfig):
     num_steps: int = 8
     snapshot_every: int = 2
     keep_snapshots: int = 9
@@ -185,7 +181,7 @@ def test_a_model_frozen_of_a_stored_one_is_on_record_too(tmp_path):
     play(tmp_path, reference=held, num_steps=2)
     (row,) = [row for row in proof.check_run(tmp_path) if row.model == "reference"]
     assert (row.moved, row.leaves) == (None, 3)
-    said = snapshot_folder.read_meta(tmp_path / "snapshots" / "ppo", 2)["frozen"]
+    said = files.read_meta(tmp_path / "snapshots" / "ppo", 2)["frozen"]
     names = list(said["reference"]["now"]["source"]["leaves"])
     assert names == ["0", "1", "2", "3", "4", "5"]
 
@@ -286,12 +282,12 @@ def tampered(source, out, change, *, step=8):
     """A copy of a run whose newest snapshot was saved again with other arrays."""
     shutil.copytree(source, out)
     folder = out / "snapshots" / "ppo"
-    arrays = snapshot_folder.read_arrays(folder, step, wanted=lambda path: True)
-    meta = snapshot_folder.read_meta(folder, step)
+    arrays = files.read_arrays(folder, step, wanted=lambda path: True)
+    meta = files.read_meta(folder, step)
     shutil.rmtree(folder / str(step))
     arrays = {path: np.array(array) for path, array in arrays.items()}
     change(arrays, meta)
-    with snapshot.Snapshots(folder, keep=9) as snapshots:
+    with Snapshots(folder, keep=9) as snapshots:
         snapshots.save(step, arrays=jax.tree.map(jnp.asarray, arrays), meta=meta)
     return out
 
@@ -318,9 +314,7 @@ def consistent_replacement(arrays, meta):
     """Arrays, digests and meta all agree, but on a model that the run never had."""
     model = frozen.freeze(weights(1), dtype="int8", memory="pinned_host")
     saved = {"reference": model}
-    arrays.update(
-        {path: np.asarray(leaf) for path, leaf in snapshot._flat(saved).items()}
-    )
+    arrays.update({path: np.asarray(leaf) for path, leaf in _flat(saved).items()})
     said = proof.Proof(saved, beside={}).check(saved)["reference"]
     meta["frozen"]["reference"]["now"] = said["now"]
 
@@ -328,9 +322,7 @@ def consistent_replacement(arrays, meta):
 def another_model(arrays, meta):
     """Arrays with digests of their own; the meta alone knows better."""
     saved = {"reference": frozen.freeze(weights(1))}
-    arrays.update(
-        {path: np.asarray(leaf) for path, leaf in snapshot._flat(saved).items()}
-    )
+    arrays.update({path: np.asarray(leaf) for path, leaf in _flat(saved).items()})
 
 
 @pytest.mark.parametrize(
@@ -453,7 +445,7 @@ def test_the_console_script_tells_of_damaged_arrays(finished, tmp_path):
     for file in (out / "snapshots/ppo/4/arrays").rglob("*"):
         if file.is_file() and file.parent.name == "d":
             file.write_bytes(file.read_bytes()[:-9])
-    command = "import sys; from rlhf_jax.runtime.main import main; main(sys.argv[1:])"
+    command = "import sys; from rlhf_jax.train.main import main; main(sys.argv[1:])"
     done = subprocess.run(
         [sys.executable, "-c", command, "verify", str(out)],
         capture_output=True,
@@ -470,6 +462,6 @@ def test_folders_that_cannot_be_verified(tmp_path):
     with pytest.raises(InputError, match="snapshots/STAGE/, got none; give the --out"):
         proof.check_run(tmp_path)
     folder = tmp_path / "snapshots" / "sft"
-    with snapshot.Snapshots(folder) as snapshots:
+    with Snapshots(folder) as snapshots:
         snapshots.save(1, arrays={"x": jnp.ones(1)}, meta={})
     assert proof.check_run(tmp_path) == []  # no frozen model, but arrays to check

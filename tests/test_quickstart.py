@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 import quickstart
 
-from rlhf_jax.runtime import cli, metrics
+from rlhf_jax.runs import command_line, metrics
 
 SCRIPT = Path(quickstart.__file__)
 TOY = [
@@ -26,7 +26,7 @@ TOY = [
 
 def play(out: Path, *options: str) -> dict:
     argv = ["--out", str(out), *TOY, *options]
-    cli.main(quickstart.main, quickstart.Config, description="", argv=argv)
+    command_line.main(quickstart.main, quickstart.Config, description="", argv=argv)
     return json.loads((out / "summary.json").read_text())
 
 

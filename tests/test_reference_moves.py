@@ -11,9 +11,10 @@ import pytest
 import toys
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from rlhf_jax import frozen, kl_control, lifecycle, masked, ppo, rewards, state
+from rlhf_jax import frozen, kl_control, masked, ppo, rewards, state
 from rlhf_jax.models import leaves
-from rlhf_jax.roles.frozen import ReferenceMovedError
+from rlhf_jax.roles.reference import lifecycle
+from rlhf_jax.roles.reference.frozen import ReferenceMovedError
 
 MODEL = toys.GPT2
 assert MODEL.tied_head  # one table is read at both ends

@@ -10,21 +10,13 @@ import pytest
 import tiny
 import toy_files
 
-from rlhf_jax import (
-    adapted,
-    config,
-    decoder,
-    frozen,
-    frozen_models,
-    hf,
-    layout,
-    lora,
-    pretrained,
-    sft,
-    storage,
-)
+from rlhf_jax import config, decoder, frozen, hf, lora, sft
+from rlhf_jax.algorithms.batch import Sequences
+from rlhf_jax.checkpoints import frozen_models, pretrained
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.stages.batch import Sequences
+from rlhf_jax.models import layout
+from rlhf_jax.roles import adapted
+from rlhf_jax.roles.reference import storage
 
 REMATS = ["dots", "full"]
 ROWS, SIZE, WIDTH = 8, 64, 64

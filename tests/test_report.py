@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from rlhf_jax.runtime import metrics, report, run_folder
-from rlhf_jax.runtime.alarms import Alarm
+from rlhf_jax.runs import metrics, report
+from rlhf_jax.runs.alarms import Alarm
+from rlhf_jax.runs.folder import RunConfig
 
 
 def plain(width: int = 120) -> Console:
@@ -117,9 +118,9 @@ def test_a_run_gets_the_sinks_it_asks_for(tmp_path, monkeypatch):
     monkeypatch.setattr(
         metrics, "Wandb", lambda folder, config: made.append((folder, config["seed"]))
     )
-    quiet = run_folder.RunConfig(out=tmp_path, progress=False)
+    quiet = RunConfig(out=tmp_path, progress=False)
     assert report.sinks(quiet, num_steps={"ppo": 1}) == []
-    (progress,) = report.sinks(run_folder.RunConfig(out=tmp_path), num_steps={"ppo": 1})
+    (progress,) = report.sinks(RunConfig(out=tmp_path), num_steps={"ppo": 1})
     assert isinstance(progress, report.Progress)
     both = dataclasses.replace(quiet, seed=5, tensorboard=True, wandb=True)
     assert len(report.sinks(both, num_steps={})) == 2

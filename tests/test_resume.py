@@ -7,12 +7,14 @@ import json
 import jax.numpy as jnp
 import pytest
 
+from rlhf_jax.data import encoding
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runtime import encoding, metrics, resume, run, run_folder, snapshot_folder
+from rlhf_jax.runs import folder, metrics, run
+from rlhf_jax.runs.snapshots import files, resume
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(run_folder.RunConfig):
+class Config(folder.RunConfig):
     num_steps: int = 6
     kl_coef: float = 0.1
     sample_every: int = 1
@@ -60,7 +62,7 @@ def test_an_edited_config_json_is_refused(begun):
     edit(begun.out / "config.json", kl_coef=0.2)
     before = (begun.out / "metrics.jsonl").read_bytes()
     with pytest.raises(InputError) as error:
-        run_folder.check_run(dataclasses.replace(begun, kl_coef=0.2))
+        folder.check_run(dataclasses.replace(begun, kl_coef=0.2))
     message = str(error.value)
     assert "config that snapshot 4 of only was made with" in message
     assert "\n  kl_coef: recorded 0.1, given 0.2\n" in message
@@ -103,20 +105,20 @@ def test_the_config_is_read_from_the_snapshot_that_orbax_wrote(begun):
     (found,) = resume.recorded_configs(begun.out)
     stage = begun.out / "snapshots" / "only"
     assert found.where == "snapshot 4 of only"
-    assert found.config == snapshot_folder.read_meta(stage, 4)["config"]
+    assert found.config == files.read_meta(stage, 4)["config"]
 
 
 def test_an_edited_config_is_refused_beside_a_damaged_snapshot(begun):
     """By the newest snapshot that can be read, here 2 of 2 and 4."""
     stage = begun.out / "snapshots" / "only"
-    assert snapshot_folder.numbers(stage) == [2, 4]
+    assert files.numbers(stage) == [2, 4]
     (stage / "4" / "meta" / "metadata").write_bytes(b"{")
     (stage / "²").mkdir()  # a digit to Python, and no number
     edited = dataclasses.replace(begun, resume_from=2, kl_coef=0.2)
     with pytest.raises(
         InputError, match="config that snapshot 2 of only was made with"
     ):
-        run_folder.check_run(edited)
+        folder.check_run(edited)
 
 
 def test_a_row_that_a_reward_reads_may_not_change(tmp_path):

@@ -8,7 +8,9 @@ import pytest
 import reward_model
 import toy_files
 
-from rlhf_jax import batches, cli, encoding, hf, rewards
+from rlhf_jax import hf, rewards
+from rlhf_jax.data import batches, encoding
+from rlhf_jax.runs import command_line
 
 PAIR = {"prompt": "the cat", "chosen": "is very good .", "rejected": "was bad"}
 WRITTEN = [
@@ -33,7 +35,7 @@ def play(out, files, *argv):
         *("--data", files / "pairs.jsonl", "--batch-size=4", "--num-steps=3"),
         *argv,
     ]
-    cli.main(
+    command_line.main(
         reward_model.main,
         reward_model.Config,
         description="",

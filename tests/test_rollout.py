@@ -7,7 +7,9 @@ import oracles
 import pytest
 import toys
 
-from rlhf_jax import batch, checks, rollout
+from rlhf_jax import batch
+from rlhf_jax.algorithms.flow import rollout
+from rlhf_jax.functional import checks
 
 
 @pytest.fixture(

@@ -6,12 +6,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runtime import metrics, processes, run, run_folder, snapshot
+from rlhf_jax.runs import folder, metrics, run
+from rlhf_jax.runs.snapshots.snapshots import Snapshots
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(run_folder.RunConfig):
+class Config(folder.RunConfig):
     num_steps: int = 10
     snapshot_every: int = 2
     progress: bool = False
@@ -115,7 +117,7 @@ def test_skips_in_a_row_stop_the_run_and_leave_the_last_good_snapshot(
     with pytest.raises(run.DivergedError, match=message):
         play(config, meta={}, skipped=lambda step: max(0, step - 2), of=of)
     # The fifth skip, of step 7, is read when step 7 is about to be saved.
-    with snapshot.Snapshots(tmp_path / "run" / "snapshots" / "only") as snapshots:
+    with Snapshots(tmp_path / "run" / "snapshots" / "only") as snapshots:
         assert snapshots.latest() == 6
     state, steps = play(dataclasses.replace(config, resume=True), meta={})
     assert steps == [6, 7, 8, 9]

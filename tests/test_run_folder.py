@@ -7,11 +7,21 @@ from typing import Literal
 
 import pytest
 
+from rlhf_jax.checkpoints import frozen_models
+from rlhf_jax.checkpoints.frozen_models import Storage
+from rlhf_jax.devices import sharding
+from rlhf_jax.devices.sharding import MeshShape
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runtime import frozen_models, run_folder, sharding
-from rlhf_jax.runtime.frozen_models import Storage
-from rlhf_jax.runtime.sharding import MeshShape
+from rlhf_jax.runs.folder import (
+    RunConfig,
+    check_run,
+    from_json,
+    open_run,
+    read_config,
+    to_json,
+    write_summary,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +31,7 @@ class Lifecycle:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(run_folder.RunConfig):
+class Config(RunConfig):
     lifecycle: Lifecycle = Lifecycle()  # a group of options
     num_steps: int = 10
     kl_coef: float | None = 0.05
@@ -43,9 +53,9 @@ def refused(config: Config, folder: Path) -> str:
     """The message with which a run is refused, before and at opening."""
     before = tree(folder)
     with pytest.raises(InputError) as error:
-        run_folder.open_run(config)
+        open_run(config)
     with pytest.raises(InputError) as early:
-        run_folder.check_run(config)
+        check_run(config)
     assert tree(folder) == before
     assert str(early.value) == str(error.value)
     return str(error.value)
@@ -53,7 +63,7 @@ def refused(config: Config, folder: Path) -> str:
 
 def test_a_new_run_records_its_config_and_versions(tmp_path):
     config = Config(out=tmp_path / "a" / "b", seed=7, kl_coef=None)
-    folder = run_folder.open_run(config)
+    folder = open_run(config)
     recorded = json.loads((folder / "config.json").read_text())
     assert recorded["config"]["kl_coef"] is None
     assert recorded["config"]["seed"] == 7
@@ -73,8 +83,8 @@ def test_a_config_survives_json(tmp_path):
         estimator="k3",
         lifecycle=Lifecycle(kl_every=3, rate=0.5),
     )
-    fields = json.loads(json.dumps(run_folder.to_json(config)))
-    again = run_folder.from_json(Config, fields, source=Path("config.json"))
+    fields = json.loads(json.dumps(to_json(config)))
+    again = from_json(Config, fields, source=Path("config.json"))
     assert again == config
     assert isinstance(again.prompts, Path)
     assert isinstance(again.buckets, tuple)
@@ -82,11 +92,11 @@ def test_a_config_survives_json(tmp_path):
 
 def test_a_config_must_be_finite(tmp_path):
     with pytest.raises(InputError, match="finite"):
-        run_folder.to_json(Config(out=tmp_path, kl_coef=float("inf")))
+        to_json(Config(out=tmp_path, kl_coef=float("inf")))
 
 
 def test_misfit_fields_are_named_together():
-    fields = run_folder.to_json(Config(out=Path("runs/a")))
+    fields = to_json(Config(out=Path("runs/a")))
     del fields["seed"]
     fields |= {
         "kl_koef": 0.1,
@@ -97,7 +107,7 @@ def test_misfit_fields_are_named_together():
         "lifecycle": {"kl_every": "3", "rat": 0.1},
     }
     with pytest.raises(InputError) as error:
-        run_folder.from_json(Config, fields, source=Path("c.json"))
+        from_json(Config, fields, source=Path("c.json"))
     message = str(error.value)
     assert message.startswith("c.json does not fit")
     for line in (
@@ -116,9 +126,9 @@ def test_misfit_fields_are_named_together():
 
 
 def test_an_integer_beyond_float64_is_a_misfit():
-    fields = run_folder.to_json(Config(out=Path("runs/a"))) | {"kl_coef": 10**400}
+    fields = to_json(Config(out=Path("runs/a"))) | {"kl_coef": 10**400}
     with pytest.raises(InputError, match="kl_coef: expected float") as error:
-        run_folder.from_json(Config, fields, source=Path("c.json"))
+        from_json(Config, fields, source=Path("c.json"))
     assert len(str(error.value)) < 300
 
 
@@ -138,18 +148,18 @@ def test_an_integer_beyond_float64_is_no_number_of_an_option():
 def test_a_file_that_is_not_a_config_is_refused(tmp_path, text, expected):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(InputError, match=expected):
-        run_folder.read_config(tmp_path / "config.json")
+        read_config(tmp_path / "config.json")
     assert expected in refused(Config(out=tmp_path, resume=True), tmp_path)
 
 
 def test_a_missing_config_file_is_refused(tmp_path):
     with pytest.raises(InputError, match="No such file"):
-        run_folder.read_config(tmp_path / "config.json")
+        read_config(tmp_path / "config.json")
 
 
 def test_an_existing_run_needs_resume(tmp_path):
     config = Config(out=tmp_path / "run")
-    run_folder.open_run(config)
+    open_run(config)
     message = refused(config, tmp_path)
     assert str(config.out) in message
     assert "config.json" in message
@@ -165,7 +175,7 @@ def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path):
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot be made"):
-        run_folder.open_run(Config(out=tmp_path / "file" / "run"))
+        open_run(Config(out=tmp_path / "file" / "run"))
 
 
 def test_resume_does_not_adopt_a_folder_that_is_not_a_run(tmp_path):
@@ -177,15 +187,15 @@ def test_resume_does_not_adopt_a_folder_that_is_not_a_run(tmp_path):
 
 def test_resume_of_nothing_starts_over(tmp_path):
     config = Config(out=tmp_path / "run", resume=True)
-    assert (run_folder.open_run(config) / "config.json").exists()
+    assert (open_run(config) / "config.json").exists()
     # Killed while it wrote its config: nothing of the run is there yet.
     config.out.joinpath("config.json").rename(config.out / "config.json.tmp")
-    assert (run_folder.open_run(config) / "config.json").exists()
+    assert (open_run(config) / "config.json").exists()
 
 
 def test_resume_with_another_config_lists_the_differences(tmp_path):
     config = Config(out=tmp_path)
-    run_folder.open_run(config)
+    open_run(config)
     message = refused(
         dataclasses.replace(
             config,
@@ -204,30 +214,30 @@ def test_resume_with_another_config_lists_the_differences(tmp_path):
 
 
 def test_resume_with_a_field_the_run_never_had(tmp_path):
-    run_folder.open_run(run_folder.RunConfig(out=tmp_path))
+    open_run(RunConfig(out=tmp_path))
     message = refused(Config(out=tmp_path, resume=True), tmp_path)
     assert "\n  kl_coef: recorded (no such field), given 0.05\n" in message
 
 
 def test_resume_may_differ_in_what_does_not_change_the_result(tmp_path, capsys):
     config = Config(out=tmp_path)
-    run_folder.open_run(config)
+    open_run(config)
     before = tree(tmp_path)
     again = dataclasses.replace(
         config, resume=True, snapshot_every=3, keep_snapshots=9, progress=False
     )
-    assert run_folder.open_run(again) == tmp_path
+    assert open_run(again) == tmp_path
     assert tree(tmp_path) == before
     assert capsys.readouterr().err == ""
 
 
 def test_resume_with_other_versions_warns(tmp_path, capsys):
     config = Config(out=tmp_path)
-    path = run_folder.open_run(config) / "config.json"
+    path = open_run(config) / "config.json"
     recorded = json.loads(path.read_text())
     recorded["versions"]["optax"] = "0.0.1"
     path.write_text(json.dumps(recorded))
-    run_folder.open_run(dataclasses.replace(config, resume=True))
+    open_run(dataclasses.replace(config, resume=True))
     warning = capsys.readouterr().err
     assert warning.count("\n") == 1
     assert "optax 0.0.1" in warning
@@ -235,9 +245,9 @@ def test_resume_with_other_versions_warns(tmp_path, capsys):
 
 
 def test_a_summary_is_strict_json_or_nothing(tmp_path):
-    run_folder.write_summary(tmp_path, {"kl": 1.5})
+    write_summary(tmp_path, {"kl": 1.5})
     with pytest.raises(ValueError, match="JSON compliant"):
-        run_folder.write_summary(tmp_path, {"kl": float("nan")})
+        write_summary(tmp_path, {"kl": float("nan")})
     assert json.loads((tmp_path / "summary.json").read_text()) == {"kl": 1.5}
 
 
@@ -256,12 +266,12 @@ def test_an_extra_that_is_not_installed_is_named(monkeypatch, extra):
 
 def test_a_group_that_may_be_none_is_read_back(tmp_path):
     @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Config(run_folder.RunConfig):
+    class Config(RunConfig):
         mesh: sharding.MeshOption | None = None
         storage: frozen_models.Storage = frozen_models.COPY
 
     hints = {"mesh": MeshShape(fsdp=2), "storage": Storage(mesh=MeshShape(tensor=4))}
     for given in ({}, hints):
         config = Config(out=tmp_path, **given)
-        fields = run_folder.to_json(config)
-        assert run_folder.from_json(Config, fields, source=tmp_path) == config
+        fields = to_json(config)
+        assert from_json(Config, fields, source=tmp_path) == config

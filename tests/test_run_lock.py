@@ -16,7 +16,7 @@ from test_kill import result
 
 import rlhf_jax
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runtime import run_lock
+from rlhf_jax.runs import lock
 
 # Holds the lock of a folder until its stdin is closed, without the code under test.
 HOLDER = """
@@ -59,7 +59,7 @@ except OSError:
 
 def test_a_second_process_is_told_who_holds_it(tmp_path, holder):
     out = tmp_path / "run"
-    with pytest.raises(InputError) as error, run_lock.hold(out):
+    with pytest.raises(InputError) as error, lock.hold(out):
         pytest.fail("two processes hold the lock")
     assert "process 17 on elsewhere, since noon" in str(error.value)
     assert str(out) in str(error.value)
@@ -70,15 +70,15 @@ def test_a_killed_process_holds_nothing(tmp_path, holder):
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     assert (tmp_path / "run" / "run.lock").exists()
-    with run_lock.hold(tmp_path / "run"):
+    with lock.hold(tmp_path / "run"):
         assert is_locked(tmp_path / "run" / "run.lock")
     assert list((tmp_path / "run").iterdir()) == []
 
 
 def test_the_lock_is_held_until_the_outermost_gives_it_back(tmp_path):
     path = tmp_path / "a" / "run" / "run.lock"
-    with run_lock.hold(path.parent):
-        with run_lock.hold(path.parent):
+    with lock.hold(path.parent):
+        with lock.hold(path.parent):
             assert is_locked(path)
         assert is_locked(path)
         told = json.loads(path.read_bytes())  # closing it gives the lock back
@@ -87,7 +87,7 @@ def test_the_lock_is_held_until_the_outermost_gives_it_back(tmp_path):
 
 
 def test_what_came_into_the_folder_stays(tmp_path):
-    with run_lock.hold(tmp_path / "run"):
+    with lock.hold(tmp_path / "run"):
         (tmp_path / "run" / "config.json").touch()
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.json"]
 
@@ -98,7 +98,7 @@ def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, capsys, code
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(fcntl, "lockf", refuse)
-    with run_lock.hold(tmp_path):
+    with lock.hold(tmp_path):
         pass
     warning = capsys.readouterr().err
     assert warning.count("\n") == 1
@@ -108,7 +108,7 @@ def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, capsys, code
 def test_two_names_of_a_folder_are_one_lock(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "link").symlink_to("run")
-    with run_lock.hold(tmp_path / "run"), run_lock.hold(tmp_path / "link" / "."):
+    with lock.hold(tmp_path / "run"), lock.hold(tmp_path / "link" / "."):
         pass
     assert list((tmp_path / "run").iterdir()) == []
 

@@ -8,8 +8,10 @@ import oracles
 import pytest
 import toys
 
-from rlhf_jax import checks, critic, rewards, score
-from rlhf_jax.functional.kl_penalty import Penalty
+from rlhf_jax import critic, rewards
+from rlhf_jax.algorithms.flow import score
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.kl.penalty import Penalty
 
 SCORES = jnp.asarray([1.0, -0.5, 0.25, 2.0], jnp.float32)
 POLICY = toys.params()

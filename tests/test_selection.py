@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_jax import best_of_n, masked, rollout, selection
+from rlhf_jax import masked
+from rlhf_jax.algorithms.batch import Rollout
+from rlhf_jax.algorithms.flow import rollout, selection
+from rlhf_jax.functional import best_of_n
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.stages.batch import Rollout
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 MODEL = enumerable.model(hidden_size=8)

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import toys
 
-from rlhf_jax import decoder, self_check
+from rlhf_jax import decoder
+from rlhf_jax.algorithms import self_check
 
 TOLERANCE = self_check.TOLERANCE["float32"]
 SAMPLER = "the trainer's log-probs to equal those kept while sampling"

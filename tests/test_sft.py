@@ -8,7 +8,8 @@ import oracles
 import pytest
 import toys
 
-from rlhf_jax import batch, checks, masked, sft, state
+from rlhf_jax import batch, masked, sft, state
+from rlhf_jax.functional import checks
 
 OPTIMIZER = optax.adam(3e-2)
 PARAMS = toys.params()

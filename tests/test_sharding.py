@@ -14,28 +14,26 @@ import toys
 from jax.sharding import AxisType, PartitionSpec
 
 from rlhf_jax import (
-    axes,
-    batches,
     config,
     critic,
     decoder,
     frozen,
-    frozen_models,
     hf,
-    keys,
     kl_control,
     lora,
     masked,
     ppo,
-    pretrained,
     rewards,
-    row_sharding,
-    sharding,
     state,
-    storage,
 )
+from rlhf_jax.checkpoints import frozen_models, pretrained
+from rlhf_jax.data import batches
+from rlhf_jax.devices import row_sharding, sharding
+from rlhf_jax.devices.sharding import MeshShape
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runtime.sharding import MeshShape
+from rlhf_jax.models import axes
+from rlhf_jax.models.families import keys
+from rlhf_jax.roles.reference import storage
 
 MODELS = {
     "gpt2": config.gpt2(

@@ -11,19 +11,12 @@ import tiny
 import toys
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from rlhf_jax import (
-    decode,
-    decoder,
-    grpo,
-    policy,
-    ppo,
-    row_sharding,
-    sharding,
-    slots,
-)
+from rlhf_jax import decode, decoder, grpo, policy, ppo
+from rlhf_jax.devices import row_sharding, sharding
+from rlhf_jax.devices.sharding import MeshShape
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models.sampling import Shaping
-from rlhf_jax.runtime.sharding import MeshShape
+from rlhf_jax.models.generation import continuous_batching
+from rlhf_jax.models.generation.sampling import Shaping
 
 STATIC = (
     *("model", "max_new_tokens", "stop_ids", "temperature", "shaping"),
@@ -89,7 +82,9 @@ def test_samples_are_those_of_a_place_for_every_row(model, places):
 )
 def test_prompts_come_in_several_at_a_time(places, arriving, stop_ids, monkeypatch):
     """Whether or not as many divide the slots or the rows; with and without stops."""
-    monkeypatch.setattr(slots, "refill_size", lambda slots, *, group_size: arriving)
+    monkeypatch.setattr(
+        continuous_batching, "refill_size", lambda slots, *, group_size: arriving
+    )
     found = sampled(tiny.GPT2, generate=compiled(), stop_ids=stop_ids, slots=places)
     assert_same(found, expected_of(tiny.GPT2, stop_ids))
 
@@ -97,7 +92,7 @@ def test_prompts_come_in_several_at_a_time(places, arriving, stop_ids, monkeypat
 @pytest.mark.slow
 def test_the_last_responses_move_together_twice():
     given = inputs(LENGTHS * 2)
-    assert slots.fewer_slots(16) == (4, 1)
+    assert continuous_batching.fewer_slots(16) == (4, 1)
     assert_same(sampled(tiny.GPT2, **given, slots=16), sampled(tiny.GPT2, **given))
 
 
@@ -148,7 +143,7 @@ def test_layers_one_by_one():
     ],
 )
 def test_a_group_comes_in_as_one_prompt(places, arriving, group, monkeypatch):
-    assert slots.refill_size(places, group_size=group) == arriving
+    assert continuous_batching.refill_size(places, group_size=group) == arriving
     tokens, mask = tiny.batch(LENGTHS[:6], PROMPT, side="left")
     given = inputs(LENGTHS[:6] * group)
     given |= {"tokens": np.repeat(tokens, group, 0), "mask": np.repeat(mask, group, 0)}
@@ -171,14 +166,14 @@ def test_a_group_comes_in_as_one_prompt(places, arriving, group, monkeypatch):
 def steps(given, **options):
     """The samples, and how many rows each call drew for: of prompts and of steps."""
     seen = []
-    draw = slots.sample_token
+    draw = continuous_batching.sample_token
 
     def counted(logits, **options):
         jax.debug.callback(lambda: seen.append(logits.shape[0]))
         return draw(logits, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slots, "sample_token", counted)
+        patch.setattr(continuous_batching, "sample_token", counted)
         fresh = compiled()
         found = sampled(tiny.GPT2, generate=fresh, **given, **options)
         jax.block_until_ready(found)
@@ -247,13 +242,13 @@ def test_on_a_mesh():
 def test_a_recipe_passes_its_slots_on(monkeypatch):
     """No number would show it."""
     given = []
-    respond = slots.respond
+    respond = continuous_batching.respond
 
     def seen(*args, slots, group_size, **options):
         given.append((slots, group_size))
         return respond(*args, slots=slots, group_size=group_size, **options)
 
-    monkeypatch.setattr(slots, "respond", seen)
+    monkeypatch.setattr(continuous_batching, "respond", seen)
     groups = grpo.GRPO(**RECIPE, group_size=2, slots=2)
     for run, places in (
         (functools.partial(ppo.sample, ppo=dataclasses.replace(PPO, slots=3)), 3),

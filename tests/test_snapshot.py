@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from rlhf_jax import frozen
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runtime.snapshot import Snapshots
+from rlhf_jax.runs.snapshots.snapshots import Snapshots
 
 
 @flax.struct.dataclass

@@ -7,8 +7,9 @@ import optax
 import pytest
 import toys
 
-from rlhf_jax import batch, checks, kl_control, masked, ppo, sft, state, train_reward
-from rlhf_jax import rewards as rewards_
+from rlhf_jax import batch, kl_control, masked, ppo, rewards, sft, state
+from rlhf_jax.algorithms import reward_model
+from rlhf_jax.functional import checks
 
 SGD = optax.sgd(0.1)
 SIZE = ("micro_batch_size",)
@@ -56,7 +57,7 @@ def test_a_micro_batch_size_that_does_not_divide(rows, size):
 
 def ppo_case():
     policy = toys.params()
-    critic = rewards_.init(jax.random.key(1), toys.params(seed=1), model=toys.GPT2)
+    critic = rewards.init(jax.random.key(1), toys.params(seed=1), model=toys.GPT2)
     settings = ppo.PPO(
         model=toys.GPT2,
         critic_model=toys.GPT2,
@@ -108,11 +109,11 @@ def reward_case():
         rejected=sequences(2),
         margin=jnp.asarray([0.0, 0.5, 1.0, 0.0], jnp.float32),
     )
-    params = rewards_.init(jax.random.key(2), toys.params(), model=toys.GPT2)
+    params = rewards.init(jax.random.key(2), toys.params(), model=toys.GPT2)
 
     def loss(params, part):
         pairs = jnp.asarray(4.0, jnp.float32)
-        return train_reward.loss(params, part, model=toys.GPT2, num_pairs=pairs)
+        return reward_model.loss(params, part, model=toys.GPT2, num_pairs=pairs)
 
     return loss, params, pairs
 

@@ -13,23 +13,15 @@ import tiny
 import toys
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from rlhf_jax import (
-    config,
-    decoder,
-    experience,
-    fingerprint,
-    frozen,
-    leaves,
-    policy,
-    ppo,
-    report,
-    rewards,
-    score,
-    storage,
-    workload,
-)
+from rlhf_jax import config, decoder, fingerprint, frozen, policy, ppo, rewards
+from rlhf_jax.algorithms.flow import score
+from rlhf_jax.algorithms.ppo import experience
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.functional.kl_penalty import Penalty
+from rlhf_jax.functional.kl.penalty import Penalty
+from rlhf_jax.models import leaves
+from rlhf_jax.planning import workload
+from rlhf_jax.roles.reference import storage
+from rlhf_jax.runs import report
 
 CPUS = jax.devices()
 TOKENS, MASK = tiny.batch([5, 8], 8, side="left")

@@ -10,10 +10,11 @@ import pytest
 import toy_files
 import toys
 
-from rlhf_jax import policy
+from rlhf_jax import hf, policy
+from rlhf_jax.data import encoding
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runtime import encoding, hf, token_kl, token_prices
-from rlhf_jax.runtime.token_prices import Alternative, Price, Token
+from rlhf_jax.inspection import token_kl, token_logprobs
+from rlhf_jax.inspection.token_logprobs import Alternative, Price, Token
 
 PARAMS, REF_PARAMS = toys.params(), toys.params(toys.LLAMA, seed=1)
 logprobs = toys.jit(policy.logprobs, static_argnames=("model", "temperature"))
@@ -25,7 +26,7 @@ def decode(ids):
 
 
 def prices_of(tokens, **options):
-    found = token_prices.price(
+    found = token_logprobs.price(
         PARAMS,
         REF_PARAMS,
         model=toys.GPT2,
@@ -82,7 +83,7 @@ def test_prices_are_those_of_the_two_models(temperature):
 
 
 def test_a_model_has_no_kl_to_itself():
-    found = token_prices.price(
+    found = token_logprobs.price(
         PARAMS,
         PARAMS,
         model=toys.GPT2,
@@ -121,7 +122,7 @@ def test_a_long_text_is_read_in_windows_that_overlap_by_half():
 )
 def test_what_cannot_be_priced(tokens, model, message):
     with pytest.raises(InputError, match=message):
-        token_prices.price(
+        token_logprobs.price(
             PARAMS,
             REF_PARAMS,
             model=toys.GPT2,
@@ -137,7 +138,7 @@ def test_tokens_read_as_in_their_place(shared_data):
     text = "Naïve “café” 🙂🤖 for  two\n\n\tlines — 日本語."
     ids = reader(text)["input_ids"]
     pieces = [
-        token_prices._piece(reader.decode, ids[max(0, t - 8) : t], ids[t])
+        token_logprobs._piece(reader.decode, ids[max(0, t - 8) : t], ids[t])
         for t in range(len(ids))
     ]
     assert len(ids) > len(text) / 2

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import traffic_for_tpu
 
-from rlhf_jax import program_cost
+from rlhf_jax.planning import cost
 
 WIDE, TOKENS = 2 * 128 * 256, 2 * 8 * 256  # bytes of a weight and of what it meets
 
@@ -69,7 +69,7 @@ NESTED = """
 
 def entry(result, rest):
     """The bytes of a program of one instruction, of a weight and what it meets."""
-    return program_cost.cost(f"""HloModule jit_f
+    return cost.cost(f"""HloModule jit_f
 {NESTED}
 ENTRY %main.1 (a.0: bf16[128,256], a.1: bf16[8,256]) -> f32[8,128] {{
   %a.0 = bf16[128,256]{{1,0:T(8,128)(2,1)}} parameter(0)

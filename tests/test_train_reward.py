@@ -8,13 +8,15 @@ import oracles
 import pytest
 import toys
 
-from rlhf_jax import batch, checks, masked, rewards, state, train_reward
+from rlhf_jax import batch, masked, rewards, state
+from rlhf_jax.algorithms import reward_model
+from rlhf_jax.functional import checks
 
 OPTIMIZER = optax.adam(1e-2)
 PARAMS = rewards.init(jax.random.key(2), toys.params(), model=toys.GPT2)
 LENGTHS = ([6, 3, 5, 4], [4, 6, 2, 5])
 update = toys.jit(
-    train_reward.update, static_argnames=("model", "optimizer", "micro_batch_size")
+    reward_model.update, static_argnames=("model", "optimizer", "micro_batch_size")
 )
 
 
@@ -34,7 +36,7 @@ def pairs():
 @toys.jit
 def loss(params, pairs):
     num_pairs = jnp.asarray(pairs.chosen.tokens.shape[0], jnp.float32)
-    return train_reward.loss(params, pairs, model=toys.GPT2, num_pairs=num_pairs)
+    return reward_model.loss(params, pairs, model=toys.GPT2, num_pairs=num_pairs)
 
 
 def scores_of(texts: batch.Sequences) -> np.ndarray:

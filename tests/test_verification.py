@@ -12,9 +12,10 @@ import pytest
 import toy_verifier
 
 import rlhf_jax
-from rlhf_jax import masked, rewards, verification, verifiers
+from rlhf_jax import masked, rewards, verifiers
 from rlhf_jax.functional.checks import InputError, StopError
-from rlhf_jax.roles.text_rewards import Texts
+from rlhf_jax.roles.rewards.text import Texts
+from rlhf_jax.verification.pool import VerifierPool
 
 
 def texts(*responses, row=None):
@@ -28,9 +29,7 @@ def texts(*responses, row=None):
 
 @pytest.fixture(scope="module")
 def pool():
-    with verification.VerifierPool(
-        toy_verifier.check, num_workers=2, timeout=60.0
-    ) as made:
+    with VerifierPool(toy_verifier.check, num_workers=2, timeout=60.0) as made:
         yield made
 
 
@@ -117,7 +116,7 @@ def decode(ids):
 @pytest.mark.slow
 def test_a_verifier_as_a_reward_among_others():
     rows = [{"answer": "3"}, {"answer": "11"}]
-    with verification.VerifierPool(verifiers.LastInteger(), num_workers=1) as pool:
+    with VerifierPool(verifiers.LastInteger(), num_workers=1) as pool:
         reward = pool.reward(decode=decode, rows=rows)
         np.testing.assert_array_equal(reward(Answers()).total, [0.0, 1.0])
         # The same processes verify the answers to other rows.
@@ -134,9 +133,7 @@ def test_a_verifier_as_a_reward_among_others():
 @pytest.mark.slow
 def test_what_hangs_or_dies_is_ended_and_the_others_go_on(capsys):
     """In Python or asleep; and a process that is gone without a word."""
-    with verification.VerifierPool(
-        toy_verifier.check, num_workers=2, timeout=1.0
-    ) as pool:
+    with VerifierPool(toy_verifier.check, num_workers=2, timeout=1.0) as pool:
         found = pool.submit(texts("hang", "1", "spin", "2", "die", "3")).collect()
         np.testing.assert_array_equal(found.total, [0.0, 1.0, 0.0, 2.0, 0.0, 3.0])
         np.testing.assert_array_equal(found.parts["failed"], [1, 0, 1, 0, 1, 0])
@@ -167,7 +164,7 @@ def test_a_failure_may_stop_the_run(response, why):
             match=rf"the verifier {why} for prompt 'prompt 1' \(row 11 of the data\) "
             rf"and response '{response}'; mend it, or let",
         ),
-        verification.VerifierPool(
+        VerifierPool(
             toy_verifier.check, num_workers=2, timeout=1.0, on_failure="stop"
         ) as pool,
     ):
@@ -178,7 +175,7 @@ SCRIPT = """
 print("imported", flush=True)
 import numpy as np, toy_verifier
 from rlhf_jax import verification
-from rlhf_jax.roles.text_rewards import Texts
+from rlhf_jax.roles.rewards.text import Texts
 from rlhf_jax.functional.checks import InputError
 
 def ours(prompt, response, row):
@@ -228,11 +225,11 @@ def test_importing_the_verifier_is_not_in_its_time(tmp_path, monkeypatch):
     file.write_text(LATE.format(body=""))
     check = importlib.import_module("late_verifier").check
     file.write_text(LATE.format(body="time.sleep(2)"))
-    with verification.VerifierPool(check, num_workers=1, timeout=1.0) as pool:
+    with VerifierPool(check, num_workers=1, timeout=1.0) as pool:
         np.testing.assert_array_equal(pool.submit(texts("3")).collect().total, [3.0])
     file.write_text(LATE.format(body="raise ImportError('no such library')"))
     with (
-        verification.VerifierPool(check, num_workers=1) as pool,
+        VerifierPool(check, num_workers=1) as pool,
         pytest.raises(StopError, match=r"could not be imported: ImportError: no such"),
     ):
         pool.submit(texts("3")).collect()
@@ -241,7 +238,7 @@ def test_importing_the_verifier_is_not_in_its_time(tmp_path, monkeypatch):
 KILLED = """
 import sys, numpy as np, toy_verifier
 from rlhf_jax import verification
-from rlhf_jax.roles.text_rewards import Texts
+from rlhf_jax.roles.rewards.text import Texts
 
 with verification.VerifierPool(toy_verifier.check, num_workers=1) as pool:
     row = {"made": sys.argv[1]}
@@ -273,7 +270,7 @@ def until(condition):
 
 
 def test_a_pool_that_never_started_ends_at_once():
-    with verification.VerifierPool(toy_verifier.check):
+    with VerifierPool(toy_verifier.check):
         pass
 
 
@@ -289,7 +286,7 @@ def test_a_pool_that_never_started_ends_at_once():
 )
 def test_options_that_make_no_pool(options, message):
     with pytest.raises(InputError, match=message):
-        verification.VerifierPool(toy_verifier.check, **options)
+        VerifierPool(toy_verifier.check, **options)
 
 
 def test_long_texts_are_cut_in_messages(pool, capsys):
@@ -301,10 +298,10 @@ def test_long_texts_are_cut_in_messages(pool, capsys):
 
 def test_a_verifier_may_look_for_main():
     pattern = verifiers.Matches(r'if __name__ == "__main__"')
-    with verification.VerifierPool(pattern):
+    with VerifierPool(pattern):
         pass
 
 
 def test_a_verifier_that_cannot_be_sent():
     with pytest.raises(InputError, match=r"processes can import: .* got <function"):
-        verification.VerifierPool(lambda prompt, response, row: 1.0)
+        VerifierPool(lambda prompt, response, row: 1.0)

@@ -18,9 +18,10 @@ import matplotlib.figure
 import pytest
 
 import rlhf_jax
+from rlhf_jax import frozen
+from rlhf_jax.checkpoints import shards
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.roles import frozen
-from rlhf_jax.runtime import cli, metrics, report, run, run_folder, shards, write_errors
+from rlhf_jax.runs import command_line, folder, metrics, report, run, write_errors
 
 FULL = "No space left on device"
 TENSORSTORE = (
@@ -30,7 +31,7 @@ TENSORSTORE = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(run_folder.RunConfig):
+class Config(folder.RunConfig):
     num_steps: int = 6
     snapshot_every: int = 2
     progress: bool = False
@@ -54,7 +55,7 @@ def train(config: Config) -> None:
             stage.end_step(
                 step, {"mean": (stage.state["sum"].sum(), jnp.float32(20e3))}
             )
-    run_folder.write_summary(job.folder, {"sum": float(stage.state["sum"].sum())})
+    folder.write_summary(job.folder, {"sum": float(stage.state["sum"].sum())})
 
 
 def start(*argv: object, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -117,14 +118,14 @@ def test_a_record_that_cannot_be_written_is_named(tmp_path, name):
 
 def test_a_file_is_replaced_whole_or_stays(tmp_path, monkeypatch):
     path = tmp_path / "config.json"
-    run_folder.write_text(path, "old")
+    folder.write_text(path, "old")
 
     def refuse(descriptor):
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
     monkeypatch.setattr(os, "fsync", refuse)
     with pytest.raises(write_errors.WriteError, match="Disk quota exceeded"):
-        run_folder.write_text(path, "new")
+        folder.write_text(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -174,7 +175,7 @@ def test_what_is_told_already_is_not_a_failed_write(error):
 
 def ending(function, tmp_path, capsys):
     with pytest.raises(SystemExit) as exit_:
-        cli.main(
+        command_line.main(
             function, Config, description="", argv=["--out", str(tmp_path / "run")]
         )
     return exit_.value.code, capsys.readouterr().err
@@ -200,7 +201,7 @@ def test_a_permission_elsewhere_is_no_failed_write(tmp_path):
 
     argv = ["--out", str(tmp_path / "run")]
     with pytest.raises(PermissionError):
-        cli.main(forbidden, Config, description="", argv=argv)
+        command_line.main(forbidden, Config, description="", argv=argv)
 
 
 def test_an_out_that_cannot_be_written_is_told_before_the_run(
@@ -240,10 +241,10 @@ def test_a_resume_that_could_not_write_is_told_before_the_run(
     )
     argv = ["--config", str(tmp_path / "run" / "config.json"), "--resume"]
     with pytest.raises(SystemExit) as exit_:
-        cli.main(never, Config, description="", argv=argv)
+        command_line.main(never, Config, description="", argv=argv)
     assert exit_.value.code == 2
     assert f"got no permission to write {closed}" in capsys.readouterr().err
 
 
 if __name__ == "__main__":
-    cli.main(train, Config, description="A tiny run.", argv=sys.argv[1:])
+    command_line.main(train, Config, description="A tiny run.", argv=sys.argv[1:])

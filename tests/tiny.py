@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_jax.models import config, decoder
+from rlhf_jax import config, decoder
 
 VOCAB = 13
 GPT2 = config.gpt2(

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_jax import batch, config, decoder, frozen, policy, rollout
+from rlhf_jax import batch, config, decoder, frozen, policy
+from rlhf_jax.algorithms.flow import rollout
 from rlhf_jax.models.config import ModelConfig
 
 GPT2 = config.gpt2(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from rlhf_jax import compiled, program_cost
+from rlhf_jax.planning import compiled, cost
 
 LAYERS, WIDTH, INNER, WORDS = 2, 2048, 8192, 32768
 ROWS, COLUMNS, TURNS = 8, 512, 16
@@ -48,7 +48,7 @@ def main():
         where = SingleDeviceSharding(device)
         there = compiled.placed(args, jax.tree.map(lambda _: where, args))  # noqa: B023
         done = compiled.program(decode, *there, device=device)
-        found[topology] = program_cost.cost(done.as_text()).bytes
+        found[topology] = cost.cost(done.as_text()).bytes
     print(json.dumps(found))
 
 

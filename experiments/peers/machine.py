@@ -2,8 +2,8 @@
 
 The best of several products of [n, n] matrices, n of 1024 and 2048, and of several
 x + 1 over 256 MiB, read and written in place: a fresh result would cost its pages.
-On an accelerator also its maker's peaks, where `runtime/chips.py` has them (products in
-bfloat16).
+On an accelerator also its maker's peaks, where `planning/chips.py` has them (products
+in bfloat16).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.runtime import chips
+from rlhf_jax.planning import chips
 
 Array = jax.Array
 REPEATS = 12

@@ -32,21 +32,19 @@ from rlhf_jax import (
     batch,
     config,
     critic,
-    critic_devices,
     decoder,
     frozen,
     kl_control,
-    layout,
     masked,
     ppo,
-    score,
-    sharding,
     state,
 )
-from rlhf_jax.roles.frozen import Frozen
-from rlhf_jax.runtime import program_cache
-from rlhf_jax.runtime.sharding import MeshShape
-from rlhf_jax.stages.batch import Prompts, Rollout, Scored
+from rlhf_jax.algorithms.batch import Prompts, Rollout, Scored
+from rlhf_jax.algorithms.flow import score
+from rlhf_jax.devices import critic_devices, program_cache, sharding
+from rlhf_jax.devices.sharding import MeshShape
+from rlhf_jax.models import layout
+from rlhf_jax.roles.reference.frozen import Frozen
 
 Array = jax.Array
 Params = Any

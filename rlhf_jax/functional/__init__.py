@@ -1,1 +1,1 @@
-"""Pure array maths: f32 in, f32 out, no randomness, no parameters."""
+"""Pure array maths: arrays in, arrays out, no models."""

@@ -39,7 +39,7 @@ that of responses' sums over a constant, (1/B) Σ_b (1/c) Σ_t m·x, which has n
 def bias(aggregation: Aggregation) -> str | None:
     """A sentence on how the expected gradient is biased where lengths differ.
 
-    The gradients that `kl_gradients` names, and those of the advantages, are of sums
+    The gradients that `kl.gradients` names, and those of the advantages, are of sums
     over responses: `constant` has them, times 1/loss_scale_factor.
 
     Returns:

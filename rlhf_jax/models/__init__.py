@@ -1,1 +1,1 @@
-"""Networks: one decoder core, a file per family, cached decoding."""
+"""Networks as functions of their parameters."""

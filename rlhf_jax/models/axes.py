@@ -1,6 +1,6 @@
 """Logical axes: what each dimension of each parameter is, whatever it lies on.
 
-`runtime/sharding.py` maps them to the axes of a mesh. A parameter is known by the end
+`devices/sharding.py` maps them to the axes of a mesh. A parameter is known by the end
 of its path, so that the tables hold for a policy, for the trunk of a critic, for
 adapters, for what an optimizer keeps of any of them, and for int8 storage.
 

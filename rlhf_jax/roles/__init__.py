@@ -1,1 +1,1 @@
-"""Forward passes of the four models: policy, critic, reference, reward."""
+"""Whose forward pass it is: policy, critic, reference, reward."""

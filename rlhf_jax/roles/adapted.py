@@ -13,10 +13,9 @@ from __future__ import annotations
 from typing import Any
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models import lora as lora_
-from rlhf_jax.models.lora import LoRA
-from rlhf_jax.roles import frozen
-from rlhf_jax.roles.frozen import Frozen
+from rlhf_jax.models.lora import LoRA, attach
+from rlhf_jax.roles.reference import frozen
+from rlhf_jax.roles.reference.frozen import Frozen
 
 Params = Any
 
@@ -41,4 +40,4 @@ def params(trained: Params, *, base: Frozen | None, lora: LoRA | None) -> Params
             f"parameters are adapters of a frozen base. Give both, or neither to train "
             f"every parameter"
         )
-    return lora_.attach(frozen.read(base), trained, lora=lora)
+    return attach(frozen.read(base), trained, lora=lora)

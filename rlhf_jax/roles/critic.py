@@ -15,10 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.models import decoder, heads
-from rlhf_jax.models import lora as lora_
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.lora import LoRA
-from rlhf_jax.roles import storage
+from rlhf_jax.models.lora import LoRA, init
+from rlhf_jax.roles.reference import storage
 
 Array = jax.Array
 Params = Any
@@ -56,7 +55,7 @@ def from_base(key: Array, *, model: ModelConfig, lora: LoRA) -> Params:
     Raises:
       InputError: as `lora.targets`.
     """
-    trunk = lora_.init(key, model=model, lora=lora)
+    trunk = init(key, model=model, lora=lora)
     return {"trunk": trunk, "score": heads.zero_score(model=model)}
 
 

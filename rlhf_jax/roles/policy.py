@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.functional import kl as kl_
-from rlhf_jax.functional import logprobs as logprobs_
+from rlhf_jax.functional import kl
+from rlhf_jax.functional.logprobs import MAX_LOGITS, token_logprobs_from_hidden
 from rlhf_jax.models import axes, decoder, heads
 from rlhf_jax.models.config import ModelConfig
 
@@ -126,7 +126,7 @@ def price_hidden(
     head = heads.vocabulary_head(params, model=model)
     # Its chunks hold words of every device that shares the vocabulary.
     shared = axes.word_devices(head.shape[0])
-    priced = logprobs_.token_logprobs_from_hidden(
+    priced = token_logprobs_from_hidden(
         hidden,
         head,
         tokens,
@@ -154,7 +154,7 @@ def exact_kl(
     mask: Array,
     temperature: float = 1.0,
     first_column: int = 1,
-    direction: kl_.Direction = "reverse",
+    direction: kl.Direction = "reverse",
     top_k: int | None = None,
 ) -> Array:
     """KL over the vocabulary at every position, from hidden states that are at hand.
@@ -177,7 +177,7 @@ def exact_kl(
     ref_head = jax.lax.stop_gradient(heads.vocabulary_head(ref_params, model=model))
     ref_hidden = jax.lax.stop_gradient(ref_hidden)
     if top_k is None:
-        found = kl_.exact_from_hidden(
+        found = kl.exact_from_hidden(
             hidden,
             head,
             ref_hidden,
@@ -190,7 +190,7 @@ def exact_kl(
             max_logits=_max_logits(hidden),
         )
     else:
-        found = kl_.top_k_from_hidden(
+        found = kl.top_k_from_hidden(
             hidden,
             head,
             ref_hidden,
@@ -208,7 +208,7 @@ def exact_kl(
 
 def _max_logits(hidden: Array) -> int:
     """As many on each device as on one: every chunk gathers a sharded head again."""
-    return logprobs_.MAX_LOGITS * axes.row_devices(hidden.shape[0])
+    return MAX_LOGITS * axes.row_devices(hidden.shape[0])
 
 
 def _predicted(mask: Array) -> Array:

@@ -1,0 +1,1 @@
+"""What a batch becomes, from prompts to the next training state."""

@@ -1,0 +1,1 @@
+"""The steps that all policy gradients share, from prompts to scores."""

@@ -1,0 +1,102 @@
+"""What an iteration achieved, and where along the responses the policy has moved."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.algorithms.batch import Scored
+from rlhf_jax.functional import kl, masked
+from rlhf_jax.functional.checks import InputError
+
+Array = jax.Array
+
+
+def objective_stats(scored: Scored, *, kl_coef: Array, ended: Array) -> masked.Stats:
+    """What the iteration achieved, before its update; the README's glossary has units.
+
+    Args:
+      scored: Scored[B, S], with the scores to report.
+      kl_coef: f32[], reward units per nat.
+      ended: bool[B], the response holds a stop token.
+
+    Returns:
+      {name: (sum, weight)} over responses or response tokens; no `objective/kl`,
+      `objective/kl_k3` and `objective/ref_nll` without a reference. The last is
+      -log π_ref a token, nats: perplexity is exp of its mean, so it is not taken here.
+    """
+    mask = scored.rollout.response_mask
+    ones = jnp.ones(scored.scores.shape, jnp.float32)
+
+    def per_response(values: Array) -> tuple[Array, Array]:
+        return values.sum(), ones.sum()
+
+    def per_token(values: Array) -> tuple[Array, Array]:
+        return masked.masked_sum(values, mask=mask), mask.sum(dtype=jnp.float32)
+
+    stats: masked.Stats = {
+        "objective/scores": per_response(scored.scores),
+        "objective/kl_coef": (kl_coef, jnp.ones((), jnp.float32)),
+        "objective/entropy": per_token(scored.rollout.entropy),
+        "response/length": per_response(mask.sum(axis=1, dtype=jnp.float32)),
+        "response/eos_fraction": per_response(ended.astype(jnp.float32)),
+        "response/distinct_fraction": per_response(_first_of_its_kind(scored)),
+    }
+    stats |= scored.kl_stats
+    penalty = jnp.zeros_like(ones)
+    if scored.ref_logprobs is not None:
+        pair = scored.rollout.old_logprobs, scored.ref_logprobs
+        stats["objective/kl"] = per_response(
+            masked.masked_sum(kl.k1(*pair), mask=mask, axis=1)
+        )
+        stats["objective/kl_k3"] = per_response(
+            masked.masked_sum(kl.k3(*pair), mask=mask, axis=1)
+        )
+        stats["objective/ref_nll"] = per_token(-scored.ref_logprobs)
+    if scored.kl is not None:
+        penalty = -kl_coef * masked.masked_sum(scored.kl, mask=mask, axis=1)
+    stats["objective/non_score_reward"] = per_response(penalty)
+    stats["objective/rlhf_reward"] = per_response(scored.scores + penalty)
+    return stats
+
+
+def kl_by_position(scored: Scored, *, max_new_tokens: int) -> masked.Stats:
+    """KL at each position of the response: where along it the policy has moved.
+
+        column        0  1  2  3  4  5  6      P = 3 prompt columns
+        position      ·  ·  ·  0  1  2  3      R = 4
+
+    Args:
+      scored: Scored[B, S], with a reference.
+      max_new_tokens: R.
+
+    Returns:
+      {name: (f32[R] sums, f32[R] weights)}, which add up over batches. "k1" and "k3":
+      nats per token, means over the responses that reach the position. "responses":
+      how many do.
+
+    Raises:
+      InputError: the rollout was not priced by a reference.
+    """
+    if scored.ref_logprobs is None:
+        raise InputError(
+            "expected a rollout priced by a reference, got one without ref_logprobs; "
+            "ask for its KL at steps where the reference is run"
+        )
+    response = (slice(None), slice(-max_new_tokens, None))
+    mask = scored.rollout.response_mask[response]
+    pair = scored.rollout.old_logprobs[response], scored.ref_logprobs[response]
+    count = mask.sum(axis=0, dtype=jnp.float32)
+    return {
+        "k1": (masked.masked_sum(kl.k1(*pair), mask=mask, axis=0), count),
+        "k3": (masked.masked_sum(kl.k3(*pair), mask=mask, axis=0), count),
+        "responses": (count, jnp.ones_like(count)),
+    }
+
+
+def _first_of_its_kind(scored: Scored) -> Array:
+    """f32[B]: 1 where no earlier row of the batch holds the same response."""
+    mask = scored.rollout.response_mask
+    responses = jnp.where(mask, scored.rollout.tokens, -1)
+    same = (responses[:, None, :] == responses[None, :, :]).all(axis=-1)
+    return (~jnp.tril(same, k=-1).any(axis=1)).astype(jnp.float32)

@@ -1,0 +1,139 @@
+"""Prompts -> Rollout: the policy answers, and its own log-probs are kept."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.algorithms.batch import Prompts, Rollout
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.generation import decode
+from rlhf_jax.roles import policy as policy_
+
+Array = jax.Array
+Params = Any
+
+
+def rollout(
+    policy: Params,
+    *,
+    model: ModelConfig,
+    prompts: Prompts,
+    key: Array,
+    max_new_tokens: int,
+    stop_ids: tuple[int, ...],
+    temperature: float,
+    shaping: decode.Shaping | None = None,
+    group_size: int = 1,
+    slots: int | None = None,
+) -> Rollout:
+    """Samples one response to every row of prompts.
+
+    Args:
+      policy: the decoder's parameters.
+      prompts: Prompts[B, P].
+      key: of this step; each row's is folded from its index and sample number.
+      max_new_tokens: R response columns.
+      stop_ids: tokens that end a response; empty for responses of R tokens.
+      temperature: divides the logits, here and wherever the rollout is priced.
+      shaping: for evaluation samples only.
+      group_size: neighbouring rows that hold the same prompt, which is run once.
+      slots: rows answered at a time, others waiting; None is a place for every row.
+
+    Returns:
+      Rollout[B, P + R]; `old_logprobs` are of the logits the tokens were drawn from.
+
+    Raises:
+      InputError: as `decode.generate`.
+    """
+    generated = decode.generate(
+        policy,
+        model=model,
+        tokens=prompts.tokens,
+        mask=prompts.mask,
+        keys=decode.row_keys(key, index=prompts.index, sample=prompts.sample),
+        max_new_tokens=max_new_tokens,
+        stop_ids=stop_ids,
+        temperature=temperature,
+        shaping=shaping,
+        group_size=group_size,
+        slots=slots,
+    )
+    return Rollout(
+        tokens=generated.tokens,
+        mask=generated.mask,
+        response_mask=generated.response_mask,
+        old_logprobs=generated.logprobs,
+        entropy=generated.entropy,
+        index=prompts.index,
+        sample=prompts.sample,
+    )
+
+
+def truncate(rollout: Rollout, *, stop_ids: tuple[int, ...], after: int = 0) -> Rollout:
+    """Ends every response after its first stop token, for fixed-length sampling.
+
+        column          0    1    2    3    4    5
+        tokens          ·   The  cat  EOS  sat  EOS
+        response_mask   0    0    1    1    1    1
+        truncated       0    0    1    1    0    0
+        after = 2       0    0    1    1    1    1
+
+    Args:
+      rollout: Rollout[B, S], sampled with `stop_ids=()`.
+      stop_ids: tokens that end a response, themselves kept.
+      after: response tokens among which none ends it; 16 in OAI.
+
+    Returns:
+      Rollout[B, S]; `tokens` keep what is masked now.
+
+    Source: `truncate_after` of openai/lm-human-preferences.
+    """
+    stops = jnp.isin(rollout.tokens, jnp.asarray(stop_ids, jnp.int32))
+    position = jnp.cumsum(rollout.response_mask, axis=1) - 1  # in the response, from 0
+    stops = stops & rollout.response_mask & (position >= after)
+    before = jnp.cumsum(stops, axis=1) - stops  # stop tokens to the left of a column
+    kept = before == 0
+    response_mask = rollout.response_mask & kept
+    return dataclasses.replace(
+        rollout,
+        mask=rollout.mask & kept,
+        response_mask=response_mask,
+        old_logprobs=jnp.where(response_mask, rollout.old_logprobs, 0.0),
+        entropy=jnp.where(response_mask, rollout.entropy, 0.0),
+    )
+
+
+def reprice(
+    rollout: Rollout,
+    policy: Params,
+    *,
+    model: ModelConfig,
+    max_new_tokens: int,
+    temperature: float,
+) -> Rollout:
+    """Takes `old_logprobs` from the trainer's forward pass, not the sampler's.
+
+    In bfloat16 the two differ by more than a clip range; the price is one more forward.
+
+    Args:
+      rollout: Rollout[B, S].
+      policy: the parameters that sampled it.
+      model, max_new_tokens, temperature: the rollout's.
+
+    Returns:
+      Rollout[B, S] with other `old_logprobs`.
+    """
+    logprobs = policy_.logprobs(
+        policy,
+        model=model,
+        tokens=rollout.tokens,
+        mask=rollout.mask,
+        temperature=temperature,
+        first_column=rollout.tokens.shape[1] - max_new_tokens,
+    )
+    kept = jnp.where(rollout.response_mask, logprobs, 0.0)
+    return dataclasses.replace(rollout, old_logprobs=kept)

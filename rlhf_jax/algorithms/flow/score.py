@@ -1,0 +1,297 @@
+"""Rollout -> Scored: what the reward, the reference and the critic say of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.algorithms.batch import Rollout, Scored
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty, reward_kl
+from rlhf_jax.models import decoder
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.lora import LoRA
+from rlhf_jax.roles import adapted
+from rlhf_jax.roles import critic as critic_
+from rlhf_jax.roles.policy import exact_kl, logprobs, price_hidden
+from rlhf_jax.roles.reference import frozen
+from rlhf_jax.roles.reference.frozen import Frozen
+
+Array = jax.Array
+Params = Any
+
+
+def score(
+    rollout: Rollout,
+    *,
+    scores: Array,
+    reference: Frozen | None,
+    model: ModelConfig,
+    critic: Params | None,
+    critic_model: ModelConfig | None,
+    max_new_tokens: int,
+    temperature: float,
+    penalty: Penalty = IN_REWARD,
+    policy: Params | None = None,
+    ref_logprobs: Array | None = None,
+    values: Array | None = None,
+    value_after_stop: bool = False,
+) -> Scored:
+    """Prices a rollout with the frozen models, once, before the epochs.
+
+    Args:
+      rollout: Rollout[B, S].
+      scores: f32[B], reward units, one a response.
+      reference: None is never run, and leaves `ref_logprobs` and `kl` None.
+      model: shape of the policy and so of the reference.
+      critic, critic_model: None leaves `values` None.
+      max_new_tokens: R, the response columns; the others are not priced.
+      temperature: the rollout's.
+      penalty: how the KL acts; what of it goes into the reward is priced here, and
+        measured alone (`kl_stats`) where it acts nowhere.
+      policy: its parameters, where that is exact KL, which needs the hidden states of
+        both models (`Penalty.reward_needs_logits`); not read else.
+      ref_logprobs: f32[B, S], nats, where `reference_logprobs` ran before, on devices
+        of its own; `reference` then is run for exact KL alone.
+      values: f32[B, S], reward units, where `response_values` ran before, as while the
+        host computed the scores.
+      value_after_stop: value the state after the last token too (N+).
+
+    Returns:
+      Scored[B, S]; every per-token array is 0 outside the response.
+
+    Raises:
+      ValueError: scores is not one number a row. InputError: the critic has no shape,
+        or exact KL is to be taken without `policy` or `reference`.
+      TypeError: scores is not f32.
+    """
+    checks.shape((rollout.tokens.shape[0],), scores=scores)
+    checks.float32(scores=scores)
+    mask = rollout.response_mask
+    kl, kl_stats, exact = None, {}, None
+    measured = reference is not None or ref_logprobs is not None
+    # What acts nowhere is measured all the same, where the reward would be.
+    estimated = penalty.in_reward or penalty.placement is None
+    if measured and estimated and penalty.reward_needs_logits:
+        exact, exact_ref_logprobs = _exact_kl(
+            rollout,
+            policy=policy,
+            reference=reference,
+            model=model,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            penalty=penalty,
+        )
+        if ref_logprobs is None:
+            ref_logprobs = exact_ref_logprobs
+    if reference is not None and ref_logprobs is None:
+        ref_logprobs = reference_logprobs(
+            reference,
+            rollout=rollout,
+            model=model,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+        )
+    if ref_logprobs is not None and estimated:
+        estimate, kl_stats = reward_kl(
+            penalty=penalty,
+            logprobs=rollout.old_logprobs,
+            ref_logprobs=ref_logprobs,
+            mask=mask,
+            exact=exact,
+        )
+        kl = estimate if penalty.in_reward else None
+        if exact is not None and penalty.direction == "reverse" and not penalty.top_k:
+            rows = jnp.asarray(exact.shape[0], jnp.float32)
+            kl_stats |= {"objective/kl_exact": (exact.sum(), rows)}
+    if critic is not None and values is None:
+        if critic_model is None:
+            raise InputError("expected the critic's shape with the critic, got None")
+        values = response_values(
+            critic,
+            rollout=rollout,
+            model=critic_model,
+            max_new_tokens=max_new_tokens,
+            after_stop=value_after_stop,
+        )
+    return Scored(
+        rollout=rollout,
+        scores=scores,
+        values=values,
+        ref_logprobs=ref_logprobs,
+        kl=kl,
+        kl_stats=kl_stats,
+    )
+
+
+def _exact_kl(
+    rollout: Rollout,
+    *,
+    policy: Params | None,
+    reference: Frozen | None,
+    model: ModelConfig,
+    max_new_tokens: int,
+    temperature: float,
+    penalty: Penalty,
+) -> tuple[Array, Array]:
+    """Exact KL and the reference's log-probs, from one forward pass of each model."""
+    if policy is None or reference is None:
+        missing = "policy" if policy is None else "reference"
+        raise InputError(
+            f"expected policy and reference for exact KL, got no {missing}: it needs "
+            f"the hidden states of both, log-probs of the sampled tokens are not "
+            f"enough. Run the reference beside the policy, or choose k1, k2 or k3"
+        )
+    ref_params, first_column = (
+        frozen.read(reference),
+        rollout.tokens.shape[1] - max_new_tokens,
+    )
+    hidden, ref_hidden = (
+        decoder.hidden_states(
+            params,
+            model=model,
+            tokens=rollout.tokens,
+            mask=rollout.mask,
+            first_column=first_column - 1,
+        )
+        for params in (policy, ref_params)
+    )
+    exact = exact_kl(
+        policy,
+        hidden,
+        ref_params,
+        ref_hidden,
+        model=model,
+        mask=rollout.mask,
+        temperature=temperature,
+        first_column=first_column,
+        direction=penalty.direction,
+        top_k=penalty.top_k,
+    )
+    ref_logprobs, _ = price_hidden(
+        ref_params,
+        ref_hidden,
+        model=model,
+        tokens=rollout.tokens,
+        mask=rollout.mask,
+        temperature=temperature,
+        first_column=first_column,
+    )
+    kept = rollout.response_mask
+    return jnp.where(kept, exact, 0.0), jnp.where(kept, ref_logprobs, 0.0)
+
+
+def value_mask(rollout: Rollout, *, after_stop: bool) -> Array:
+    """bool[B, S]: the states that have a value.
+
+        column          0    1    2    3    4    5
+        tokens          ·   The  cat  sat  EOS   ·
+        response_mask   0    0    1    1    1    0
+        after_stop      0    0    1    1    1    1
+
+    Args:
+      after_stop: count the finished response as a state, where there is a column left
+        for it; the score lands there then (N+).
+
+    Source: `padding_mask_p1` of summarize_from_feedback_details (Huang et al. 2024).
+    """
+    mask = rollout.response_mask
+    return mask | jnp.pad(mask[:, :-1], ((0, 0), (1, 0))) if after_stop else mask
+
+
+def response_values(
+    critic: Params,
+    *,
+    rollout: Rollout,
+    model: ModelConfig,
+    max_new_tokens: int,
+    after_stop: bool,
+) -> Array:
+    """V of the states of a response; `score`'s own step, or a program by itself.
+
+    Args:
+      critic: {"trunk": ..., "score": ...}, as in `critic.py`.
+      rollout: Rollout[B, S].
+      model: the critic's shape.
+      max_new_tokens: R, the response columns; the others have no value.
+      after_stop: as `value_mask`.
+
+    Returns:
+      f32[B, S], reward units; 0 where a state has no value.
+    """
+    values = critic_.values(
+        critic,
+        model=model,
+        tokens=rollout.tokens,
+        mask=rollout.mask,
+        first_column=rollout.tokens.shape[1] - max_new_tokens,
+    )
+    return jnp.where(value_mask(rollout, after_stop=after_stop), values, 0.0)
+
+
+def reference_logprobs(
+    reference: Frozen,
+    *,
+    rollout: Rollout,
+    model: ModelConfig,
+    max_new_tokens: int,
+    temperature: float,
+    base: Frozen | None = None,
+    lora: LoRA | None = None,
+) -> Array:
+    """log π_ref of the response tokens, once a rollout, before the epochs.
+
+    It is `score`'s own step, and a program by itself where the reference has devices
+    of its own (`frozen.beside` takes the rollout there).
+
+    Args:
+      reference: the frozen policy, however it is stored.
+      rollout: Rollout[B, S].
+      model: shape of the policy and so of the reference.
+      max_new_tokens: R, the response columns; the others are not priced.
+      temperature: the rollout's.
+      base, lora: where the reference is adapters, else None (`adapted.params`).
+
+    Returns:
+      f32[B, S], nats; 0 outside the response. No gradient reaches the reference.
+    """
+    priced = logprobs(
+        adapted.params(frozen.read(reference), base=base, lora=lora),
+        model=model,
+        tokens=rollout.tokens,
+        mask=rollout.mask,
+        temperature=temperature,
+        first_column=rollout.tokens.shape[1] - max_new_tokens,
+    )
+    return jnp.where(rollout.response_mask, priced, 0.0)
+
+
+def penalise_missing_stop(
+    scores: Array, *, rollout: Rollout, stop_ids: tuple[int, ...], score: float
+) -> Array:
+    """The score of a response that never stopped is replaced (the "EOS trick").
+
+    Args:
+      scores: f32[B], reward units.
+      rollout: Rollout[B, S].
+      stop_ids: tokens that end a response.
+      score: reward units; -1 in N+.
+
+    Returns:
+      f32[B].
+
+    Source: Huang et al. 2024, arXiv:2403.17031, detail 7.
+    """
+    return jnp.where(ended(rollout, stop_ids=stop_ids), scores, score)
+
+
+def ended(rollout: Rollout, *, stop_ids: tuple[int, ...]) -> Array:
+    """bool[B]: the response's last token is a stop token."""
+    columns = jnp.arange(rollout.tokens.shape[1], dtype=jnp.int32)[None, :]
+    mask = rollout.response_mask
+    last = jnp.max(columns, axis=1, where=mask, initial=-1, keepdims=True)
+    stops = jnp.isin(rollout.tokens, jnp.asarray(stop_ids, jnp.int32))
+    return (stops & (columns == last)).any(axis=1)

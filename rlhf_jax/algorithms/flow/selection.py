@@ -1,0 +1,84 @@
+"""Rollout -> Rollout: of the samples of each prompt the one that scores best is kept.
+
+    rollout(group_size=n) ─> reward ─> best_of_n ─> Rollout[B / n], scores [B / n]
+
+Best-of-n trains nothing and spends n samples on every answer: what a trained policy
+has to beat at its KL (`best_of_n.kl_bound`).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.algorithms.batch import Rollout
+from rlhf_jax.functional import checks, masked
+from rlhf_jax.functional.best_of_n import (
+    estimated_log_ratio,
+    finite_or_lowest,
+    kl_bound,
+)
+
+Array = jax.Array
+
+
+def best_of_n(
+    rollout: Rollout, *, scores: Array, group_size: int
+) -> tuple[Rollout, Array]:
+    """The response of the highest score to each prompt.
+
+        row        0  1  2 | 3  4  5       group_size = 3: rows g·n to g·n + n - 1
+        scores     1  0  2 | 4  4  NaN
+        kept             2   3             ties go to the first
+
+    Samples of a prompt are independent, so that the first of a tie is one at random.
+
+    Args:
+      rollout: Rollout[B, S], the samples of a prompt in neighbouring rows.
+      scores: f32[B], reward units. One that is not finite never wins, unless its whole
+        group is such.
+      group_size: n, samples of a prompt, 1 or more; divides B.
+
+    Returns:
+      Rollout[B / n, S], and its scores f32[B / n], in the order of the prompts.
+      `old_logprobs` stay those of the policy that was sampled, not of best-of-n.
+
+    Raises:
+      InputError: the groups do not divide the rows. ValueError: not one score a row.
+      TypeError: scores is not f32.
+
+    Source: Stiennon et al. 2020, arXiv:2009.01325, appendix; Nakano et al. 2021,
+    arXiv:2112.09332, section 3.2.
+    """
+    rows = rollout.tokens.shape[0]
+    checks.shape((rows,), scores=scores)
+    checks.float32(scores=scores)
+    checks.groups(rows, group_size=group_size)
+    groups = finite_or_lowest(scores).reshape(-1, group_size)
+    first = jnp.arange(0, rows, group_size, dtype=jnp.int32)
+    kept = first + jnp.argmax(groups, axis=1).astype(jnp.int32)
+    return jax.tree.map(lambda leaf: leaf[kept], rollout), scores[kept]
+
+
+def kl_stats(scores: Array, *, among: Array, n: int) -> masked.Stats:
+    """What best-of-n cost, as measured and at most.
+
+    Args:
+      scores: f32[G, C], of C chosen responses to each of G prompts.
+      among: f32[G, M], of other samples of the same prompts, as
+        `best_of_n.estimated_log_ratio`.
+      n: samples that each was chosen from.
+
+    Returns:
+      {name: (sum, weight)}: `best_of_n/kl` measured, nats per response, and its
+      `best_of_n/kl_bound`.
+
+    Raises:
+      As `best_of_n.estimated_log_ratio`.
+    """
+    found = estimated_log_ratio(scores, among=among, n=n)
+    count = jnp.asarray(found.size, jnp.float32)
+    return {
+        "best_of_n/kl": (found.sum(), count),
+        "best_of_n/kl_bound": (kl_bound(n) * count, count),
+    }

@@ -1,0 +1,99 @@
+"""What becomes of a reward's scores before they are spread over the tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.algorithms.batch import Rollout
+from rlhf_jax.algorithms.flow import score
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.roles.rewards.model import RunningMoments
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreShaping:
+    """What becomes of a reward's score before it is spread over the tokens."""
+
+    normalise: bool = False
+    """Less the running mean, over the running standard deviation, of all scores."""
+    clip: float | None = None
+    """Largest distance from 0, reward units, after normalising."""
+    length_penalty: float = 0.0
+    """Reward units taken off per response token."""
+    missing_stop_score: float | None = None
+    """What replaces the score of a response that never stopped (N+: -1)."""
+    missing_stop_penalty: float = 0.0
+    """Reward units taken off a response that never stopped (TRL)."""
+
+    def __post_init__(self) -> None:
+        checks.non_negative(
+            length_penalty=self.length_penalty,
+            missing_stop_penalty=self.missing_stop_penalty,
+        )
+        if self.clip is not None:
+            checks.positive(clip=self.clip)
+        if self.missing_stop_score is not None:
+            checks.finite(missing_stop_score=self.missing_stop_score)
+        if self.missing_stop_score is not None and self.missing_stop_penalty:
+            raise InputError(
+                f"expected one of missing_stop_score and missing_stop_penalty, got "
+                f"{self.missing_stop_score} and {self.missing_stop_penalty}; replace "
+                f"the score or take something off it"
+            )
+
+    @property
+    def reads_stops(self) -> bool:
+        """True if it matters whether a response stopped."""
+        return self.missing_stop_score is not None or bool(self.missing_stop_penalty)
+
+
+AS_THEY_ARE = ScoreShaping()
+
+
+def shape(
+    scores: Array,
+    *,
+    moments: RunningMoments,
+    rollout: Rollout,
+    stop_ids: tuple[int, ...],
+    shaping: ScoreShaping,
+) -> Array:
+    """s' = clip((s - mean) / std, ±c) - a·length, then the "EOS trick".
+
+    Args:
+      scores: f32[B], reward units, one a response.
+      moments: of every score so far, these included; read by `shaping.normalise`.
+      rollout: Rollout[B, S].
+      stop_ids: tokens that end a response.
+      shaping: which of these steps to take; by default none.
+
+    Returns:
+      f32[B], reward units (standard deviations where normalised).
+
+    Source: Huang et al. 2024, arXiv:2403.17031, detail 7, for the EOS trick.
+    """
+    if shaping.normalise:
+        centred = (scores - moments.mean) - moments.mean_rest
+        scores = centred * jax.lax.rsqrt(moments.variance + 1e-8)
+    if shaping.clip is not None:
+        scores = jnp.clip(scores, -shaping.clip, shaping.clip)
+    if shaping.length_penalty:
+        length = rollout.response_mask.sum(axis=1, dtype=jnp.float32)
+        scores = scores - shaping.length_penalty * length
+    if shaping.missing_stop_penalty:
+        missing = ~score.ended(rollout, stop_ids=stop_ids)
+        scores = jnp.where(missing, scores - shaping.missing_stop_penalty, scores)
+    if shaping.missing_stop_score is not None:
+        scores = score.penalise_missing_stop(
+            scores,
+            rollout=rollout,
+            stop_ids=stop_ids,
+            score=shaping.missing_stop_score,
+        )
+    return scores

@@ -1,0 +1,85 @@
+"""The options of GRPO, RLOO and REINFORCE++, which have no critic."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from rlhf_jax.algorithms.grpo.experience import Baseline, Normalise
+from rlhf_jax.algorithms.policy_gradient.recipe import (
+    PolicyGradient,
+    PolicyRecipe,
+    one_of,
+)
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.kl.penalty import IN_LOSS, IN_REWARD, Penalty
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupRecipe(PolicyRecipe):
+    """The coefficients and choices of GRPO; an option group of a command line."""
+
+    penalty: Penalty = IN_LOSS
+    """How the KL acts."""
+    group_size: int = 8
+    """Samples of each prompt, in neighbouring rows."""
+    baseline: Baseline = "group"
+    """What is taken off a response's reward: the mean of its group (GRPO), that of the
+    others (RLOO), or None, where each token has its reward to go (REINFORCE++)."""
+    normalise: Normalise = None
+    """By what standard deviation advantages are divided: their group's (GRPO as
+    published), or all tokens' of the rollout after their mean is off (REINFORCE++)."""
+    num_epochs: int = 1
+    """Passes over each batch."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of(baseline=self.baseline, among=("group", "leave_one_out", None))
+        one_of(normalise=self.normalise, among=("group", "rollout", None))
+        least = 1 if self.baseline is None else 2
+        checks.groups(self.group_size, group_size=self.group_size, least=least)
+        if self.normalise == "group" and self.baseline != "group":
+            raise InputError(
+                f"normalise: expected 'rollout' or None with baseline "
+                f"{self.baseline!r}, got 'group', whose deviation is about the mean "
+                f"that is not taken off; choose baseline='group'"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GRPO(GroupRecipe, PolicyGradient):
+    """A recipe with its shapes and optimizer; hashable, so static under `jax.jit`.
+
+    `GRPO(**vars(recipe), model=...)` makes one of a `GroupRecipe`, whose defaults
+    stand before those of `PolicyGradient`.
+    """
+
+
+PUBLISHED = GroupRecipe(
+    penalty=Penalty(value_estimator="k3", placement="loss"),
+    temperature=1.0,
+    group_size=64,
+    baseline="group",
+    normalise="group",
+    aggregation="sequence_mean",
+)
+"""GRPO as DeepSeekMath has it (Shao et al. 2024, arXiv:2402.03300), with
+`kl.control.fixed(0.04)`: k3 in the loss, whose gradient is that of the *forward* KL.
+Its std, and its mean over each response's own length, bias the direction."""
+
+RLOO = GroupRecipe(
+    penalty=IN_REWARD,
+    group_size=4,
+    baseline="leave_one_out",
+    normalise=None,
+)
+"""Ahmadian et al. 2024, arXiv:2402.14740: KL in the reward, the others as baseline.
+Without bias with aggregation "constant", or responses of one length."""
+
+REINFORCE_PLUS_PLUS = GroupRecipe(
+    penalty=IN_REWARD,
+    group_size=1,
+    baseline=None,
+    normalise="rollout",
+)
+"""Hu 2025, arXiv:2501.03262: no groups, rewards to go whitened over the rollout."""

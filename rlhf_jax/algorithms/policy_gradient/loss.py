@@ -1,0 +1,184 @@
+"""The terms of a loss that are about the policy: what PPO shares with GRPO and RLOO."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.algorithms.batch import PolicyExperience
+from rlhf_jax.algorithms.policy_gradient.recipe import PolicyGradient
+from rlhf_jax.functional import losses, masked
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.kl import penalty
+from rlhf_jax.models import decoder
+from rlhf_jax.roles import adapted
+from rlhf_jax.roles.policy import exact_kl, price_hidden
+from rlhf_jax.roles.reference import frozen
+from rlhf_jax.roles.reference.frozen import Frozen
+
+Array = jax.Array
+Params = Any
+
+
+class PolicyTerms(NamedTuple):
+    """Of a batch or a part of it."""
+
+    loss: Array  # f32[]
+    stats: masked.Stats
+    hidden: Array  # [b, S, D] of the policy, where a head on its trunk reads on
+
+
+def policy_terms(
+    policy: Params,
+    *,
+    experience: PolicyExperience,
+    kl_coef: Array | float,
+    num_tokens: Array,
+    num_responses: Array,
+    algorithm: PolicyGradient,
+    base: Frozen | None = None,
+    reference: Frozen | None = None,
+) -> PolicyTerms:
+    """L = policy_loss + β·kl_loss - c_H·entropy of a (micro-)batch.
+
+    β·kl_loss is there with a penalty in the loss (`algorithm.penalty`), the entropy
+    with `algorithm.entropy_coef`.
+
+    Args:
+      policy: parameters, or adapters of `base`; the gradient reaches them alone.
+      experience: PolicyExperience[b, S].
+      kl_coef: β, f32[], reward units per nat; read where the KL is in the loss.
+      num_tokens, num_responses: f32[], response tokens, and responses that hold one,
+        of the whole minibatch.
+      algorithm: static.
+      base: as `ppo.iteration`.
+      reference: read for exact KL in the loss alone; no gradient reaches it.
+
+    Returns:
+      The loss with the stats of its terms and `policy/sampler_mismatch`.
+
+    Raises:
+      ValueError: there are no columns before the `max_new_tokens` of the response.
+      InputError: exact KL without a reference, or as `adapted.params`.
+    """
+    mask = experience.response_mask
+    first_column = experience.tokens.shape[1] - algorithm.max_new_tokens
+    params = adapted.params(policy, base=base, lora=algorithm.lora)
+    hidden = decoder.hidden_states(
+        params,
+        model=algorithm.model,
+        tokens=experience.tokens,
+        mask=experience.mask,
+        first_column=first_column - 1,
+    )
+    logprobs, entropy = price_hidden(
+        params,
+        hidden,
+        model=algorithm.model,
+        tokens=experience.tokens,
+        mask=experience.mask,
+        temperature=algorithm.temperature,
+        first_column=first_column,
+    )
+    loss, stats = losses.policy_loss(
+        logprobs=logprobs,
+        old_logprobs=experience.old_logprobs,
+        advantages=experience.advantages,
+        mask=mask,
+        clip_range=algorithm.clip_range,
+        clip_range_high=algorithm.clip_range_high,
+        dual_clip=algorithm.dual_clip,
+        aggregation=algorithm.aggregation,
+        loss_scale_factor=algorithm.loss_scale,
+        num_tokens=num_tokens,
+        num_responses=num_responses,
+    )
+    stats["policy/sampler_mismatch"] = mean_distance(
+        jax.lax.stop_gradient(logprobs), experience.old_logprobs, mask=mask
+    )
+    if algorithm.entropy_coef:
+        bonus, bonus_stats = losses.entropy_bonus(
+            entropy=entropy,
+            mask=mask,
+            aggregation=algorithm.aggregation,
+            loss_scale_factor=algorithm.loss_scale,
+            num_tokens=num_tokens,
+            num_responses=num_responses,
+        )
+        loss, stats = loss + algorithm.entropy_coef * bonus, stats | bonus_stats
+    if algorithm.penalty.in_loss and experience.ref_logprobs is not None:
+        exact = None
+        if algorithm.penalty.loss_needs_logits:
+            exact = _exact_kl(
+                params,
+                hidden,
+                experience=experience,
+                reference=reference,
+                algorithm=algorithm,
+            )
+        kl_loss, kl_stats = penalty.kl_loss(
+            penalty=algorithm.penalty,
+            logprobs=logprobs,
+            old_logprobs=experience.old_logprobs,
+            ref_logprobs=experience.ref_logprobs,
+            mask=mask,
+            weights=losses.token_weights(
+                mask,
+                aggregation=algorithm.aggregation,
+                loss_scale_factor=algorithm.loss_scale,
+                num_tokens=num_tokens,
+                num_responses=num_responses,
+            ),
+            exact=exact,
+        )
+        loss, stats = loss + kl_coef * kl_loss, stats | kl_stats
+    return PolicyTerms(loss, stats, hidden)
+
+
+def _exact_kl(
+    params: Params,
+    hidden: Array,
+    *,
+    experience: PolicyExperience,
+    reference: Frozen | None,
+    algorithm: PolicyGradient,
+) -> Array:
+    if reference is None:
+        raise InputError(
+            "expected the reference itself for exact KL in the loss, got log-probs "
+            "alone; pass reference to update, or choose k1, k2 or k3"
+        )
+    ref_params = frozen.read(reference)
+    first_column = experience.tokens.shape[1] - algorithm.max_new_tokens
+    ref_hidden = decoder.hidden_states(
+        ref_params,
+        model=algorithm.model,
+        tokens=experience.tokens,
+        mask=experience.mask,
+        first_column=first_column - 1,
+    )
+    return exact_kl(
+        params,
+        hidden,
+        ref_params,
+        ref_hidden,
+        model=algorithm.model,
+        mask=experience.mask,
+        temperature=algorithm.temperature,
+        first_column=first_column,
+        direction=algorithm.penalty.direction,
+        top_k=algorithm.penalty.top_k,
+    )
+
+
+def mean_distance(left: Array, right: Array, *, mask: Array) -> tuple[Array, Array]:
+    """(Σ m·|left - right|, Σ m), nats per token for log-probs.
+
+    Args:
+      left, right: f32[B, S].
+      mask: bool[B, S].
+    """
+    distance = masked.masked_sum(jnp.abs(left - right), mask=mask)
+    return distance, mask.sum(dtype=jnp.float32)

@@ -1,0 +1,112 @@
+"""PPO whose critic has programs of its own, which run beside the policy's.
+
+    sample ─┬─> reward, reference ─┬─> ppo.make_experience ─┬─> ppo.update_policy
+            └─> values ────────────┘                        └─> update ─ ─> values
+    above: the policy's devices; below: the critic's
+
+The policy's state is one without a critic (`state.grpo_state`), the critic's that of
+`state.supervised_state`, with `PPO.critic_optimizer`.
+
+The two share no parameter and no gradient, so that this is `ppo.iteration` with the
+work laid out in another way: same minibatches, same numbers. The critic's update may
+even last into the next rollout, which does not read it. Guards that leave out a step of
+both models are refused (`Recipe.refuse_critic_apart`); a gradient that is not finite
+skips the step of its own model alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.algorithms import state
+from rlhf_jax.algorithms.batch import Experience, Rollout
+from rlhf_jax.algorithms.flow import score
+from rlhf_jax.algorithms.policy_gradient.update import minibatches
+from rlhf_jax.algorithms.ppo.loss import critic_loss, whitened
+from rlhf_jax.algorithms.ppo.recipe import PPO
+from rlhf_jax.algorithms.state import SupervisedState
+from rlhf_jax.functional import masked
+from rlhf_jax.roles import adapted
+from rlhf_jax.roles.reference.frozen import Frozen
+
+Array = jax.Array
+Params = Any
+
+
+def values(
+    critic: Params, *, rollout: Rollout, ppo: PPO, base: Frozen | None = None
+) -> Array:
+    """The critic's values of a rollout, f32[B, S], reward units, as `ppo.values`.
+
+    Args:
+      critic: its parameters, or its adapters of `base`.
+      rollout: Rollout[B, S].
+      ppo: static.
+      base: as `ppo.iteration`.
+    """
+    return score.response_values(
+        adapted.params(critic, base=base, lora=ppo.lora),
+        rollout=rollout,
+        model=ppo.critic_model,
+        max_new_tokens=ppo.max_new_tokens,
+        after_stop=ppo.value_after_stop,
+    )
+
+
+def update(
+    critic: SupervisedState,
+    *,
+    experience: Experience,
+    key: Array,
+    ppo: PPO,
+    base: Frozen | None = None,
+) -> tuple[SupervisedState, masked.Stats]:
+    """The critic's share of `ppo.update`, c_v·value_loss over the same minibatches.
+
+    Args:
+      critic: donated by the caller's `jit`.
+      experience: Experience[B, S], that of `ppo.update_policy`.
+      key: that of `ppo.update_policy`, `ppo.shuffle_key`.
+      ppo: static.
+      base: as `ppo.iteration`.
+
+    Returns:
+      The next state, whose `step` counts minibatches, and stats of the value loss with
+      `critic/grad_norm`, `critic/skipped` and `critic/skipped_in_a_row`.
+
+    Raises:
+      InputError: batch sizes do not divide, or as `PPO.refuse_critic_apart`.
+    """
+    ppo.refuse_critic_apart()
+    order = minibatches(key, rows=experience.tokens.shape[0], algorithm=ppo)
+
+    def step(
+        critic: SupervisedState, chosen: Array
+    ) -> tuple[SupervisedState, masked.Stats]:
+        minibatch = jax.tree.map(lambda leaf: leaf[chosen], experience)
+        minibatch = whitened(minibatch, ppo=ppo)
+        responses = minibatch.response_mask.any(axis=1)
+        loss = functools.partial(
+            critic_loss,
+            num_values=minibatch.value_mask.sum(dtype=jnp.float32),
+            num_responses=responses.sum(dtype=jnp.float32),
+            ppo=ppo,
+            base=base,
+        )
+        grads, stats = state.accumulate(
+            lambda params, part: loss(params, experience=part),
+            critic.params,
+            minibatch,
+            micro_batch_size=ppo.micro_batch_size,
+        )
+        return state.supervised_step(
+            critic, grads, stats, optimizer=ppo.critic_optimizer
+        )
+
+    critic, stats = jax.lax.scan(step, critic, order)
+    stats = masked.total_stats(stats)
+    return critic, {name.replace("update/", "critic/"): x for name, x in stats.items()}

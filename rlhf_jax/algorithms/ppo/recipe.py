@@ -1,0 +1,145 @@
+"""The options of PPO: all that is fixed while a run compiles once."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from rlhf_jax.algorithms.flow.shaping import ScoreShaping
+from rlhf_jax.algorithms.policy_gradient.recipe import (
+    PolicyGradient,
+    PolicyRecipe,
+    one_of,
+)
+from rlhf_jax.algorithms.ppo import experience
+from rlhf_jax.algorithms.state import Optimizer
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models.config import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe(PolicyRecipe):
+    """The coefficients and choices of PPO; an option group of a command line."""
+
+    gamma: float = 1.0
+    """Discount a token."""
+    lam: float = 0.95
+    """Of GAE: 1 trusts the returns, 0 the critic."""
+    whiten_rewards: experience.Whiten = None
+    """Over which rows token rewards get variance 1 and keep their mean (OAI)."""
+    whiten_advantages: experience.Whiten = "rollout"
+    """Over which rows advantages get mean 0 and variance 1."""
+    whiten_ddof: Literal[0, 1] = 0
+    """Of that variance: 0 is biased (OAI, N+), 1 unbiased (TRL)."""
+    value_after_stop: bool = False
+    """The finished response has a value, and its score lands there (N+)."""
+    value_clip_range: float | None = 0.2
+    """Of the values around the old ones, reward units; None is off."""
+    vf_coef: float = 0.1
+    """Weight of the value loss."""
+    critic_warmup: int = 0
+    """Iterations at the start in which the critic alone is trained."""
+    shared_trunk: bool = False
+    """The critic is a head on the policy's trunk (OAI), not a model of its own (N+)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.non_negative(vf_coef=self.vf_coef, critic_warmup=self.critic_warmup)
+        checks.fraction(gamma=self.gamma, lam=self.lam)
+        if self.value_clip_range is not None:
+            checks.positive(value_clip_range=self.value_clip_range)
+        one_of(whiten_rewards=self.whiten_rewards, among=("rollout", "minibatch", None))
+        one_of(
+            whiten_advantages=self.whiten_advantages,
+            among=("rollout", "minibatch", None),
+        )
+        one_of(whiten_ddof=self.whiten_ddof, among=(0, 1))
+        if self.whiten_rewards == "minibatch" and self.whiten_advantages == "rollout":
+            raise InputError(
+                "whiten_rewards: expected 'rollout' or None where advantages are "
+                "whitened over the rollout, got 'minibatch': they do not exist before "
+                "the minibatch then; set whiten_advantages='minibatch'"
+            )
+
+    def refuse_critic_apart(self) -> None:
+        """For critic and policy that are trained in programs of their own.
+
+        Raises:
+          InputError: they share a trunk, or a step of the policy may leave out the
+            critic's, which cannot know of it.
+        """
+        for name, given, why in (
+            ("shared_trunk", self.shared_trunk or None, "they are one network"),
+            ("stop_approxkl", self.stop_approxkl, "it ends the updates of both"),
+            ("max_ratio_mean", self.max_ratio_mean, "it leaves out a step of both"),
+        ):
+            if given is not None:
+                raise InputError(
+                    f"{name}: expected none where the critic is trained apart from the "
+                    f"policy, got {given}: {why}; leave it out, or train them together"
+                )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PPO(Recipe, PolicyGradient):
+    """A recipe with its shapes and optimizers; hashable, so static under `jax.jit`.
+
+    `PPO(**vars(recipe), model=...)` makes one of a `Recipe`. With `lora` the critic is
+    adapters, and a score, over the policy's base.
+    """
+
+    critic_model: ModelConfig
+    critic_optimizer: Optimizer
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.critic_model == self.model:
+            return
+        for name, given, why in (
+            ("shared_trunk", self.shared_trunk, "the critic is a head on the policy"),
+            ("lora", self.lora is not None, "they share a base"),
+        ):
+            if given:
+                raise InputError(
+                    f"expected one shape of policy and critic with {name}, as {why}, "
+                    f"got {self.model} and {self.critic_model}; pass the policy's as "
+                    f"critic_model, or leave {name} out"
+                )
+
+
+OPENAI_2019 = Recipe(
+    temperature=0.7,
+    fixed_length=True,
+    truncate_after=16,
+    truncate_reward_only=True,
+    scores=ScoreShaping(missing_stop_score=-1.0),
+    gamma=1.0,
+    lam=0.95,
+    whiten_rewards="minibatch",
+    whiten_advantages="minibatch",
+    clip_range=0.2,
+    value_clip_range=0.2,
+    vf_coef=0.1,
+    num_epochs=4,
+    shared_trunk=True,
+)
+"""Ziegler et al. 2019, arXiv:1909.08593, as openai/lm-human-preferences runs it; with
+`kl.control.adaptive(0.15, target=6, unit="response", horizon=10_000)` and TF's Adam."""
+
+N_PLUS = Recipe(
+    temperature=0.7,
+    fixed_length=True,
+    scores=ScoreShaping(missing_stop_score=-1.0),
+    gamma=1.0,
+    lam=0.95,
+    whiten_advantages="minibatch",
+    value_after_stop=True,
+    clip_range=0.2,
+    value_clip_range=0.2,
+    vf_coef=0.1,
+    num_epochs=4,
+)
+"""Huang et al. 2024, arXiv:2403.17031 (summarize from feedback); with
+`kl.control.fixed(0.05)`, Adam of eps 1e-5, and a critic that starts as the reward
+model."""

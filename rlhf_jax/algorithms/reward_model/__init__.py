@@ -1,0 +1,5 @@
+"""A reward model from pairs of responses."""
+
+from rlhf_jax.algorithms.reward_model.update import loss, update
+
+__all__ = ["loss", "update"]

@@ -1,0 +1,5 @@
+"""Supervised fine-tuning."""
+
+from rlhf_jax.algorithms.sft.update import loss, predicted, update
+
+__all__ = ["loss", "predicted", "update"]

@@ -1,0 +1,97 @@
+"""Supervised fine-tuning: Sequences -> SupervisedState."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.algorithms.batch import Sequences
+from rlhf_jax.algorithms.state import (
+    Optimizer,
+    SupervisedState,
+    accumulate,
+    supervised_step,
+)
+from rlhf_jax.functional import losses, masked
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.lora import LoRA
+from rlhf_jax.roles import adapted, policy
+from rlhf_jax.roles.reference.frozen import Frozen
+
+Array = jax.Array
+Params = Any
+
+
+def loss(
+    params: Params, batch: Sequences, *, model: ModelConfig, num_tokens: Array
+) -> tuple[Array, masked.Stats]:
+    """Cross-entropy of the tokens trained on, nats per token, at temperature 1.
+
+    Args:
+      params: the decoder's.
+      batch: Sequences[b, S].
+      model: static.
+      num_tokens: f32[], tokens trained on (`predicted`) in the whole batch.
+
+    Returns:
+      f32[] and {"loss/language_model": (sum, weight)}.
+    """
+    logprobs = policy.logprobs(
+        params,
+        model=model,
+        tokens=batch.tokens,
+        mask=batch.mask,
+        segments=batch.segments,
+    )
+    return losses.language_model_loss(
+        logprobs=logprobs, mask=predicted(batch), num_tokens=num_tokens
+    )
+
+
+def predicted(batch: Sequences) -> Array:
+    """bool[B, S]: response tokens but a text's first, which nothing predicts."""
+    text = batch.mask if batch.segments is None else batch.segments
+    before = jnp.pad(text[:, :-1], ((0, 0), (1, 0)))
+    return batch.response_mask & (text == before)
+
+
+def update(
+    state: SupervisedState,
+    *,
+    batch: Sequences,
+    model: ModelConfig,
+    optimizer: Optimizer,
+    micro_batch_size: int | None = None,
+    base: Frozen | None = None,
+    lora: LoRA | None = None,
+) -> tuple[SupervisedState, masked.Stats]:
+    """One optimizer step.
+
+    Args:
+      state: donated by the caller's `jit`.
+      batch: Sequences[B, S].
+      model, optimizer, lora: static.
+      micro_batch_size: rows held at a time; None takes all at once.
+      base, lora: with adapters as the state's parameters, else None.
+
+    Returns:
+      The next state and the stats of `loss` and `state.supervised_step`.
+
+    Raises:
+      InputError: micro_batch_size does not divide B, or as `adapted.params`.
+    """
+    num_tokens = predicted(batch).sum(dtype=jnp.float32)
+    grads, stats = accumulate(
+        lambda trained, part: loss(
+            adapted.params(trained, base=base, lora=lora),
+            part,
+            model=model,
+            num_tokens=num_tokens,
+        ),
+        state.params,
+        batch,
+        micro_batch_size=micro_batch_size,
+    )
+    return supervised_step(state, grads, stats, optimizer=optimizer)

@@ -1,0 +1,241 @@
+"""Trained parameters with their optimizers, and the one way they are updated."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+
+from rlhf_jax.functional import masked
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.kl.control import KLController
+from rlhf_jax.models import layout
+from rlhf_jax.roles import rewards
+from rlhf_jax.roles.reference import fingerprint
+from rlhf_jax.roles.rewards.model import RunningMoments
+
+Array = jax.Array
+Params = Any
+Optimizer = optax.GradientTransformation
+LossFunction = Callable[[Params, Any], tuple[Array, masked.Stats]]
+
+
+@flax.struct.dataclass
+class TrainState:
+    """All that a policy gradient changes; donate it to the update."""
+
+    step: Array  # i32[], iterations done
+    policy: Params
+    policy_opt: optax.OptState
+    critic: Params  # None where there is none
+    critic_opt: optax.OptState | None
+    kl: KLController
+    scores: RunningMoments  # of every score so far
+    skipped: Array  # i32[], updates skipped in a row for a gradient not finite
+
+
+@flax.struct.dataclass
+class SupervisedState:
+    """All that SFT, reward-model training or a critic apart changes; donate it."""
+
+    step: Array  # i32[], updates done
+    params: Params
+    opt: optax.OptState
+    skipped: Array  # i32[], updates skipped in a row for a gradient not finite
+
+
+def ppo_state(
+    *,
+    policy: Params,
+    critic: Params,
+    policy_optimizer: Optimizer,
+    critic_optimizer: Optimizer,
+    kl: KLController,
+) -> TrainState:
+    """The state before the first iteration.
+
+    Args:
+      policy, critic: parameters, f32 leaves that share no buffer (`critic.from_policy`
+        copies), as both are donated.
+      policy_optimizer, critic_optimizer: those of the `PPO` that will update it.
+      kl: from `kl.control`.
+
+    Raises:
+      TypeError: a parameter is not f32; names the leaf.
+    """
+    _check_float32({"critic": critic})
+    state = grpo_state(policy=policy, policy_optimizer=policy_optimizer, kl=kl)
+    return dataclasses.replace(
+        state, critic=critic, critic_opt=critic_optimizer.init(critic)
+    )
+
+
+def grpo_state(
+    *, policy: Params, policy_optimizer: Optimizer, kl: KLController
+) -> TrainState:
+    """The state before the first iteration without a critic, or beside one apart.
+
+    Args, Raises: as `ppo_state`.
+    """
+    _check_float32({"policy": policy})
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        policy=policy,
+        policy_opt=policy_optimizer.init(policy),
+        critic=None,
+        critic_opt=None,
+        kl=kl,
+        scores=rewards.no_moments(),
+        skipped=jnp.zeros((), jnp.int32),
+    )
+
+
+def supervised_state(params: Params, *, optimizer: Optimizer) -> SupervisedState:
+    """The state before the first update, by the optimizer that will make it.
+
+    Raises:
+      TypeError: a parameter is not f32; names the leaf.
+    """
+    _check_float32(params)
+    return SupervisedState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        opt=optimizer.init(params),
+        skipped=jnp.zeros((), jnp.int32),
+    )
+
+
+def _check_float32(params: Params) -> None:
+    for path, leaf in zip(
+        fingerprint.paths(params), jax.tree.leaves(params), strict=True
+    ):
+        if leaf.dtype != jnp.float32:
+            raise TypeError(
+                f"{path}: expected float32 to train, got {leaf.dtype}, in which small "
+                f"steps round to none at all; load with dtype='float32' and let "
+                f"model.dtype alone be {leaf.dtype}"
+            )
+
+
+def accumulate(
+    loss: LossFunction, params: Params, batch: Any, *, micro_batch_size: int | None
+) -> tuple[Params, masked.Stats]:
+    """Gradient of a loss that is a sum over rows, a micro-batch at a time.
+
+        rows           0  1  2  3  4  5     B = 6, micro_batch_size = 3
+        micro-batch    0  1  0  1  0  1
+
+    Neighbouring rows go to different micro-batches, so that rows which are sharded in
+    blocks leave every device with its share of each.
+
+    Args:
+      loss: (params, rows) -> (loss f32[], stats), already divided by the count of the
+        whole batch, so that the losses of its parts add up.
+      params: f32 pytree.
+      batch: pytree whose leaves have B rows.
+      micro_batch_size: rows held at a time; None takes all at once.
+
+    Returns:
+      The gradient, as if taken at once, and the stats of all parts together.
+
+    Raises:
+      InputError: micro_batch_size does not divide B.
+    """
+    gradient = jax.grad(loss, has_aux=True)
+    rows = jax.tree.leaves(batch)[0].shape[0]
+    if micro_batch_size is None or micro_batch_size == rows:
+        return gradient(params, batch)
+    if micro_batch_size < 1 or rows % micro_batch_size:
+        raise InputError(
+            f"expected micro_batch_size to divide the {rows} rows of an update, got "
+            f"{micro_batch_size}; change either, or leave it out to hold all at once"
+        )
+    shape = (micro_batch_size, rows // micro_batch_size)
+    parts = jax.tree.map(
+        lambda leaf: leaf.reshape(shape + leaf.shape[1:]).swapaxes(0, 1), batch
+    )
+
+    def add(total: Params, part: Any) -> tuple[Params, masked.Stats]:
+        grads, stats = gradient(params, part)
+        return jax.tree.map(jnp.add, total, grads), stats
+
+    grads, stats = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), parts)
+    return grads, masked.total_stats(stats)
+
+
+def apply_gradients(
+    params: Params,
+    opt: optax.OptState,
+    grads: Params,
+    *,
+    optimizer: Optimizer,
+    finite: Array,
+) -> tuple[Params, optax.OptState]:
+    """One optimizer step, or none at all.
+
+    Args:
+      params, opt: as the optimizer left them.
+      grads: of the structure of `params`.
+      finite: bool[]; where False, `params` and `opt` come back to the bit.
+    """
+
+    def step(held: tuple[Params, optax.OptState]) -> tuple[Params, optax.OptState]:
+        params, opt = held
+        updates, opt = optimizer.update(grads, opt, params)
+        return optax.apply_updates(params, updates), opt
+
+    return layout.change_if(finite, step, (params, opt))
+
+
+def count_skips(
+    skipped: Array, stats: masked.Stats, *, finite: Array
+) -> tuple[Array, masked.Stats]:
+    """The skips in a row after an update, and the stats to log of it.
+
+    Args:
+      skipped: i32[], skips in a row before it.
+      stats: of the update. Those of one that was skipped weigh nothing, so that what
+        is logged over several stays readable; a maximum counts as 0.
+      finite: bool[], the update was made.
+
+    Returns:
+      i32[] and the stats with `update/skipped`, the share of updates skipped, and
+      `update/skipped_in_a_row`, the most so far.
+    """
+    skipped = jnp.where(finite, 0, skipped + 1)
+    kept: masked.Stats = jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0.0), stats)
+    missed = 1.0 - finite.astype(jnp.float32)
+    return skipped, kept | {
+        "update/skipped": (missed, jnp.ones_like(missed)),
+        "update/skipped_in_a_row": (skipped.astype(jnp.float32), None),
+    }
+
+
+def supervised_step(
+    state: SupervisedState,
+    grads: Params,
+    stats: masked.Stats,
+    *,
+    optimizer: Optimizer,
+) -> tuple[SupervisedState, masked.Stats]:
+    """The end of a supervised update: apply, or skip if the gradient is not finite.
+
+    Adds `update/grad_norm`, before any clipping, to the stats. A norm that is not
+    finite skips: some entry is not, or squares overflow as they would in Adam.
+    """
+    norm = optax.tree.norm(grads)
+    finite = jnp.isfinite(norm)
+    params, opt = apply_gradients(
+        state.params, state.opt, grads, optimizer=optimizer, finite=finite
+    )
+    stats = stats | {"update/grad_norm": (norm, jnp.ones_like(norm))}
+    skipped, stats = count_skips(state.skipped, stats, finite=finite)
+    next_state = SupervisedState(
+        step=state.step + 1, params=params, opt=opt, skipped=skipped
+    )
+    return next_state, stats

@@ -1,0 +1,1 @@
+"""Models from and to disk, in the layouts of Hugging Face and PEFT."""

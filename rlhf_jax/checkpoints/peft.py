@@ -1,0 +1,384 @@
+"""Adapters in and out in PEFT's layout: adapter_config.json and safetensors.
+
+    peft.save("out", model=model, adapters=adapters, lora=lora, base_fingerprint=root)
+    lora, adapters = peft.load("out", model=model, base=base)
+
+`peft.PeftModel.from_pretrained` loads what is written, and what it writes is read. The
+names follow from the family's key table. Where a family fuses layers (GPT-2's c_attn is
+our query, key and value) their one adapter of rank 3r holds our three of rank r,
+
+    lora_A = [A_q; A_k; A_v]        lora_B = diag(B_q, B_k, B_v)
+
+and a layer that is not adapted is a block of zeros. One A that all three share, as PEFT
+makes it, is read as three equal ones, and three equal ones are written as one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
+
+from rlhf_jax.checkpoints import hf, shards
+from rlhf_jax.checkpoints.hf import PathLike
+from rlhf_jax.devices import processes
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models import decoder
+from rlhf_jax.models import lora as lora_
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.families import keys
+from rlhf_jax.models.lora import LoRA
+from rlhf_jax.roles.reference import frozen
+from rlhf_jax.roles.reference.frozen import Frozen
+
+Params = Any
+Tensors = dict[str, np.ndarray]
+
+_CONFIG = "adapter_config.json"
+_WEIGHTS = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_SCORE = f"{_PREFIX}score.weight"
+# Options that say nothing of the numbers, or are read below. Dropout is of training
+# alone, and here there is none.
+_READ = {
+    *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_modules"),
+    *("peft_type", "task_type", "modules_to_save", "lora_dropout", "fan_in_fan_out"),
+    *("auto_mapping", "base_model_name_or_path", "revision", "peft_version"),
+    *("inference_mode", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("megatron_core", "qalora_group_size", "runtime_config"),
+}
+# Values of the others under which an adapter is W + (alpha / rank) · A B; where it is
+# empty or false it is as well.
+_PLAIN = {"bias": ("none",), "init_lora_weights": (True, "gaussian", "orthogonal")}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Linear:
+    """A linear layer of theirs, and the layers of ours that are fused in it."""
+
+    name: str  # "transformer.h.{layer}.attn.c_attn"
+    paths: tuple[str, ...]  # "attention/query", ...
+    key: keys.Key  # of its kernel
+
+    @property
+    def pattern(self) -> str:
+        """What `target_modules` calls it: "attn.c_attn"."""
+        return self.name.split("{layer}.")[1]
+
+    def tensors(self, layer: int) -> tuple[str, str]:
+        """The names of A and B of a layer."""
+        at = _PREFIX + self.name.format(layer=layer)
+        return f"{at}.lora_A.weight", f"{at}.lora_B.weight"
+
+
+def save(
+    path: PathLike,
+    *,
+    model: ModelConfig,
+    adapters: Params,
+    lora: LoRA,
+    base_fingerprint: str,
+    base_name: str | None = None,
+) -> None:
+    """Writes adapters that `peft.PeftModel.from_pretrained` loads: all, or nothing.
+
+    Args:
+      path: a folder that does not exist yet, or is empty.
+      adapters: a decoder's, or a reward model's {"trunk", "score"}. Theirs has no bias:
+        ours stands in the metadata, so that their scores are ours less that constant.
+      lora: that they were made by.
+      base_fingerprint: `frozen.source_fingerprint_of(base).root`, for `load`.
+      base_name: folder or hub id of the base, where PEFT is to look for it.
+
+    Raises:
+      InputError: the folder is in use, or the adapters are not the model's.
+    """
+    shapes = jax.eval_shape(
+        lambda key: decoder.init(key, model=model), jax.random.key(0)
+    )
+    jax.eval_shape(lambda base: lora_.attach(base, adapters, lora=lora), shapes)
+    adapters = processes.whole(adapters)
+    if not processes.is_first():
+        return
+    tensors: Tensors = {}
+    metadata = {"format": "pt", "base_fingerprint": base_fingerprint}
+    trunk = adapters
+    if "score" in adapters:
+        trunk = adapters["trunk"]
+        tensors[_SCORE] = np.asarray(adapters["score"]["kernel"])[None]
+        metadata["score_bias"] = repr(float(adapters["score"]["bias"]))
+    held = traverse_util.flatten_dict(trunk["layers"], sep="/")
+    adapted, fused = [], {}
+    for linear in _linears(model):
+        if any(f"{path}/lora_a" in held for path in linear.paths):
+            down, up = _to_theirs(linear, held, model=model, rank=lora.rank)
+            adapted.append(linear)
+            if down.shape[1] != lora.rank:
+                fused[linear.pattern] = len(linear.paths)
+            for layer in range(model.num_layers):
+                name_a, name_b = linear.tensors(layer)
+                tensors[name_a] = np.ascontiguousarray(down[layer])
+                tensors[name_b] = np.ascontiguousarray(up[layer])
+    config = {
+        "peft_type": "LORA",
+        "task_type": "SEQ_CLS" if "score" in adapters else "CAUSAL_LM",
+        "base_model_name_or_path": base_name,
+        "r": lora.rank,
+        "lora_alpha": _number(lora.alpha),
+        "target_modules": [linear.pattern for linear in adapted],
+        "rank_pattern": {name: n * lora.rank for name, n in fused.items()},
+        "alpha_pattern": {name: _number(n * lora.alpha) for name, n in fused.items()},
+        "modules_to_save": ["score"] if "score" in adapters else None,
+        "fan_in_fan_out": adapted[0].key.layout == "same",
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    with shards.new_folder(Path(path)) as folder:
+        shards.write_json(folder / _CONFIG, config)
+        shards.save(tensors, folder / _WEIGHTS, metadata=metadata)
+
+
+def load(path: PathLike, *, model: ModelConfig, base: Frozen) -> tuple[LoRA, Params]:
+    """Reads adapters that `save` or PEFT wrote, in float32, to be trained further.
+
+    Args:
+      path: a folder with adapter_config.json and adapter_model.safetensors.
+      model: shape of the base.
+      base: that they are to adapt.
+
+    Returns:
+      How they were made, and the adapters; of sequence classification with one label
+      {"trunk": adapters, "score": ...}.
+
+    Raises:
+      InputError: there are no such files, they say that the base is another one, ask
+        for what is not implemented, do not fit the model, or hold weights that are not
+        finite; names every option and tensor.
+    """
+    folder = Path(path)
+    try:
+        if not folder.is_dir():
+            raise InputError(f"expected a folder with {_CONFIG}, got none")
+        config = shards.read_json(folder / _CONFIG)
+        _supported(config)
+        file = shards.open_file(folder / _WEIGHTS)
+        metadata = file.metadata() or {}
+        _check_base(metadata.get("base_fingerprint"), base)
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        lora, adapters = _read(config, tensors, model=model)
+        bias = np.array(metadata.get("score_bias", 0.0), np.float32)
+        numbers = {**tensors, "score_bias": bias}
+        shards.refuse_not_finite(
+            {
+                f"{name} in {_WEIGHTS}": (shards.NotFinite.of(array), array.size)
+                for name, array in numbers.items()
+            }
+        )
+    except InputError as error:
+        raise InputError(f"adapters {path}: {error}") from error.__cause__
+    if _SCORE not in tensors:
+        return lora, adapters
+    score = {
+        "kernel": _float32(tensors[_SCORE][0]),
+        "bias": jnp.asarray(bias),
+    }
+    return lora, {"trunk": adapters, "score": score}
+
+
+def _linears(model: ModelConfig) -> list[_Linear]:
+    prefix, suffix = "layers/", "/kernel"
+    return [
+        _Linear(
+            name=key.name.removesuffix(".weight"),
+            paths=tuple(p.removeprefix(prefix).removesuffix(suffix) for p in key.paths),
+            key=key,
+        )
+        for key in hf.FAMILIES[model.family].key_table(model).keys
+        if key.paths[0].startswith(prefix) and key.paths[0].endswith(suffix)
+    ]
+
+
+def _sizes(model: ModelConfig) -> dict[str, tuple[int, int]]:
+    """In and out of every linear layer of ours, {"attention/query": (in, out)}."""
+    return lora_.targets(model=model, lora=LoRA(rank=1))  # a rank that all layers take
+
+
+def _to_theirs(
+    linear: _Linear, held: Mapping[str, Any], *, model: ModelConfig, rank: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """lora_A [L, k, in] and lora_B [L, out, k] of a layer of theirs; k is r or n·r."""
+    sizes = _sizes(model)
+    downs, ups = [], []
+    for path in linear.paths:
+        size_in, size_out = sizes[path]
+        if f"{path}/lora_a" in held:
+            downs.append(np.asarray(held[f"{path}/lora_a"]))
+            ups.append(np.asarray(held[f"{path}/lora_b"]))
+        else:
+            downs.append(np.zeros((model.num_layers, size_in, rank), np.float32))
+            ups.append(np.zeros((model.num_layers, rank, size_out), np.float32))
+    if all(np.array_equal(down, downs[0]) for down in downs):
+        down, up = downs[0], np.concatenate(ups, axis=-1)
+    else:
+        down = np.concatenate(downs, axis=-1)
+        up = np.zeros((*down.shape[::2], sum(u.shape[-1] for u in ups)), np.float32)
+        column = 0
+        for i, block in enumerate(ups):
+            rows = slice(i * rank, (i + 1) * rank)
+            up[:, rows, column : column + block.shape[-1]] = block
+            column += block.shape[-1]
+    up = up[..., np.argsort(linear.key.columns(up.shape[-1]))]
+    return down.swapaxes(1, 2), up.swapaxes(1, 2)
+
+
+def _to_ours(
+    down: np.ndarray, up: np.ndarray, *, widths: list[int], rank: int
+) -> Iterator[tuple[np.ndarray, np.ndarray] | None]:
+    """A [L, in, r] and B [L, r, out] of each fused layer, None for one of zeros.
+
+    Args:
+      down, up: [L, in, k] and [L, k, out], k being r or, in blocks, n·r.
+
+    Raises:
+      InputError: B is not zero outside its blocks.
+    """
+    parts = np.split(up, np.cumsum(widths)[:-1], axis=-1)
+    if down.shape[-1] == rank:
+        yield from ((down, part) for part in parts)
+        return
+    for i, part in enumerate(parts):
+        rows = slice(i * rank, (i + 1) * rank)
+        block = part[:, rows]
+        if np.count_nonzero(part) != np.count_nonzero(block):
+            raise InputError(
+                f"expected lora_B of {len(widths)} blocks of rank {rank}, one for each "
+                f"layer that is fused there, got numbers outside of them; train an "
+                f"adapter of the rank that r says"
+            )
+        a = down[..., rows]
+        yield (a, block) if a.any() or block.any() else None
+
+
+def _read(
+    config: Mapping[str, Any], tensors: Tensors, *, model: ModelConfig
+) -> tuple[LoRA, Params]:
+    rank, alpha = config["r"], config["lora_alpha"]
+    sizes = _sizes(model)
+    problems, expected = [], {_SCORE: (1, model.hidden_size)}
+    found: list[tuple[_Linear, int]] = []
+    for linear in _linears(model):
+        names = [linear.tensors(layer) for layer in range(model.num_layers)]
+        if not any(name in tensors for pair in names for name in pair):
+            continue
+        k, scaled = _rank_and_alpha(config, names[0][0])
+        n = len(linear.paths)
+        if k not in (rank, n * rank) or scaled * rank != alpha * k:
+            problems.append(
+                f"{linear.pattern}: expected rank {rank} and alpha {alpha}"
+                + (f", or {n} times both" if n > 1 else "")
+                + f"; got {k} and {scaled}"
+            )
+        size_in = sizes[linear.paths[0]][0]
+        size_out = sum(sizes[path][1] for path in linear.paths)
+        for name_a, name_b in names:
+            expected |= {name_a: (k, size_in), name_b: (size_out, k)}
+        found.append((linear, k))
+    if config.get("task_type") != "SEQ_CLS":
+        expected.pop(_SCORE)
+    problems += [f"missing: {name}" for name in expected if name not in tensors]
+    for name, tensor in tensors.items():
+        if name not in expected:
+            problems.append(f"unknown: {name} {list(tensor.shape)}")
+        elif tensor.shape != expected[name]:
+            problems.append(
+                f"misshapen: {name}, expected {list(expected[name])}, got "
+                f"{list(tensor.shape)}"
+            )
+    if problems or not found:
+        raise InputError(
+            f"expected adapters of the linear layers of this {model.family} with "
+            f"{model.num_layers} layers, got {len(tensors)} tensors with "
+            f"{len(problems)} problems; were they made for another model?\n  "
+            + "\n  ".join(problems)
+        )
+    adapters: dict[str, Any] = {}
+    for linear, _ in found:
+        names = [linear.tensors(layer) for layer in range(model.num_layers)]
+        down = np.stack([tensors[name].T for name, _ in names])
+        up = np.stack([tensors[name].T for _, name in names])
+        widths = [sizes[path][1] for path in linear.paths]
+        up = up[..., linear.key.columns(sum(widths))]
+        blocks = _to_ours(down, up, widths=widths, rank=rank)
+        for path, pair in zip(linear.paths, blocks, strict=True):
+            if pair is not None:
+                adapters[f"layers/{path}/lora_a"] = _float32(pair[0])
+                adapters[f"layers/{path}/lora_b"] = _float32(pair[1])
+    nested = traverse_util.unflatten_dict(adapters, sep="/")
+    paths = tuple(lora_.paths(nested))
+    modules = ("*",) if set(paths) == set(sizes) else paths
+    return LoRA(rank=rank, alpha=float(alpha), modules=modules), nested
+
+
+def _rank_and_alpha(config: Mapping[str, Any], tensor: str) -> tuple[int, float]:
+    """Those of a module, as PEFT finds them."""
+    name = tensor.removeprefix(_PREFIX).removesuffix(".lora_A.weight")
+
+    def of(patterns: Mapping[str, Any] | None, default: Any) -> Any:
+        for pattern, value in (patterns or {}).items():
+            if re.match(rf"(.*\.)?({pattern})$", name):
+                return value
+        return default
+
+    return (
+        of(config.get("rank_pattern"), config["r"]),
+        of(config.get("alpha_pattern"), config["lora_alpha"]),
+    )
+
+
+def _supported(config: Mapping[str, Any]) -> None:
+    problems = []
+    if config.get("peft_type") != "LORA":
+        problems.append(f"peft_type = {config.get('peft_type')!r}")
+    for option in ("r", "lora_alpha"):
+        if not isinstance(config.get(option), int | float):
+            problems.append(f"{option} = {config.get(option)!r}")
+    for option, value in config.items():
+        plain = _PLAIN.get(option, ())
+        if option not in _READ and value and value not in plain:
+            problems.append(f"{option} = {value!r}")
+    kept = set(config.get("modules_to_save") or ())
+    heads = {"classifier", "score"} if config.get("task_type") == "SEQ_CLS" else set()
+    if kept - heads:
+        problems.append(f"modules_to_save = {sorted(kept)!r}")
+    if problems:
+        raise InputError(
+            f"{_CONFIG}: expected adapters W + (alpha / rank) · A B of linear layers "
+            f"and nothing else, got {', '.join(problems)}, which is not implemented; "
+            f"merge them into the base with PEFT and load that"
+        )
+
+
+def _check_base(recorded: str | None, base: Frozen) -> None:
+    found = frozen.source_fingerprint_of(base).root
+    if recorded not in (None, found):
+        raise InputError(
+            f"expected the base that they were trained over, fingerprint {recorded}, "
+            f"got one with {found}; load that checkpoint, in the same dtype"
+        )
+
+
+def _float32(array: np.ndarray) -> jax.Array:
+    return jnp.array(array, jnp.float32)
+
+
+def _number(x: float) -> float:
+    """An int where it is one, as PEFT writes its alphas."""
+    return int(x) if float(x).is_integer() else x

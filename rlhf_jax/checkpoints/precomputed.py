@@ -1,0 +1,259 @@
+"""Log-probs of a frozen model for a fixed data set, computed once and kept on disk.
+
+    rows        3, 2 and 4 tokens
+    logprobs    0 1 2 | 0 1 | 0 1 2 3     flat, f32; a row's first token is never priced
+    starts      0       3     5       9
+
+For DPO and other algorithms whose texts are given: the reference then need not be held
+while the policy trains. A file's name is a hash of what its numbers follow from: the
+fingerprint of the model as stored, its shape, the tokens and the temperature.
+
+    chosen = precomputed.load_or_compute(
+        cache, [[*p.prompt, *p.chosen] for p in pairs], reference=reference, ...
+    )
+    ref_chosen_logprobs = chosen.padded(rows, width=batch.chosen.tokens.shape[1])
+
+Rows may hold several texts that do not see each other, as those of `packing` do.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from rich.progress import track
+
+from rlhf_jax.algorithms.batch import Sequences
+from rlhf_jax.data import batches, encoding
+from rlhf_jax.data.encoding import Example, Tokens
+from rlhf_jax.functional.checks import InputError, StopError
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.roles import policy
+from rlhf_jax.roles.reference import frozen
+from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.runs.folder import UNFINISHED, write_json
+
+Array = jax.Array
+HostArray = np.ndarray[Any, Any]
+
+
+class Precomputed(NamedTuple):
+    """Log-probs by row, in the order of the data set."""
+
+    logprobs: HostArray  # f32[N], nats, N tokens of all rows; mapped from the disk
+    starts: HostArray  # i64[rows + 1], where each row begins
+
+    def row(self, index: int) -> HostArray:
+        """f32[length]: entry t is about token t of the row; entry 0 is 0."""
+        return self.logprobs[self.starts[index] : self.starts[index + 1]]
+
+    def padded(self, rows: Sequence[int] | HostArray, *, width: int) -> HostArray:
+        """f32[len(rows), width], right-padded with 0 as `Sequences` are.
+
+        Args:
+          rows: places in the data set; -1 is a row of nothing but padding.
+
+        Raises:
+          ValueError: a row is longer than `width`.
+        """
+        filled = np.zeros((len(rows), width), np.float32)
+        for place, index in enumerate(rows):
+            if index < 0:
+                continue
+            values = self.row(int(index))
+            filled[place, : len(values)] = values
+        return filled
+
+
+def load_or_compute(
+    folder: Path,
+    rows: Sequence[Tokens],
+    *,
+    reference: Frozen,
+    model: ModelConfig,
+    batch_size: int,
+    pad_id: int,
+    segments: Sequence[Sequence[int]] | None = None,
+    temperature: float = 1.0,
+    progress: bool = True,
+) -> Precomputed:
+    """log π_ref of every token of every row, from `folder` if they are there.
+
+    To the bit what pricing right-padded batches of the same width and number of rows
+    gives on the same devices, so each `batch_size` has files of its own. What a killed
+    run left is never taken for whole: it starts over.
+
+    Args:
+      folder: of such files, made if it is not there; for any models and data sets.
+      rows: token lists, prompt and response together.
+      reference: frozen, stored in any way; verified first.
+      batch_size: rows priced at once, all padded to the longest.
+      segments: which text of its row each token is of, from 1, where rows hold several
+        (`decoder.hidden_states`); None is one text a row.
+      temperature: divides the logits, as the policy's.
+
+    Raises:
+      InputError: a row has no tokens, more than the context, or ids that the model
+        lacks; a file is damaged; or there are several processes.
+      ReferenceMovedError: the reference is not what was frozen.
+      StopError: a log-prob is not finite.
+    """
+    _check(rows, segments, model=model)
+    if jax.process_count() > 1:
+        raise InputError(
+            f"expected one process to precompute a reference, got "
+            f"{jax.process_count()}; run once without --coordinator, or price each "
+            f"batch when it is due"
+        )
+    frozen.verify(reference)
+    of = {
+        "fingerprint": frozen.fingerprint_of(reference).root,
+        "model": repr(model),
+        "data": encoding.digest(rows),
+        "temperature": temperature,
+        "batch_size": batch_size,  # other shapes may sum in another order
+    }
+    if segments is not None:
+        of["segments"] = encoding.digest(segments)
+    name = hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:32]
+    values, about = folder / f"{name}.npy", folder / f"{name}.json"
+    starts = np.cumsum([0, *map(len, rows)])
+    if not about.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        _compute(
+            values,
+            rows,
+            segments,
+            reference=reference,
+            price=functools.partial(_price, model=model, temperature=temperature),
+            batch_size=batch_size,
+            pad_id=pad_id,
+            progress=progress,
+        )
+        # Last of all: without it the file beside it does not count.
+        write_json(about, {**of, "sha256": _sha256(values)})
+    _check_whole(values, about)
+    return Precomputed(logprobs=np.load(values, mmap_mode="r"), starts=starts)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "temperature"))
+def _price(
+    reference: Frozen,
+    *,
+    tokens: Array,
+    mask: Array,
+    segments: Array | None,
+    model: ModelConfig,
+    temperature: float,
+) -> Array:
+    return policy.logprobs(
+        frozen.read(reference),
+        model=model,
+        tokens=tokens,
+        mask=mask,
+        temperature=temperature,
+        segments=segments,
+    )
+
+
+def _compute(
+    path: Path,
+    rows: Sequence[Tokens],
+    segments: Sequence[Sequence[int]] | None,
+    *,
+    reference: Frozen,
+    price: Callable[..., Array],
+    batch_size: int,
+    pad_id: int,
+    progress: bool,
+) -> None:
+    """Writes the log-probs of all rows, whole or not at all."""
+    unfinished = path.with_name(path.name + UNFINISHED)
+    total = sum(map(len, rows))
+    # The disk holds them from the start: a large data set need not fit into memory.
+    held = np.lib.format.open_memmap(
+        unfinished, mode="w+", dtype=np.float32, shape=(total,)
+    )
+
+    def padded(rows: Sequence[Sequence[int]], *, fill: int) -> list[Sequences]:
+        examples = [Example((), row) for row in rows]
+        return batches.sequences_in_order(examples, batch_size=batch_size, pad_id=fill)
+
+    in_order = padded(rows, fill=pad_id)
+    of_texts = [None] * len(in_order)
+    if segments is not None:
+        of_texts = [batch.tokens for batch in padded(segments, fill=0)]
+    done = 0
+    for batch, of_text in track(
+        list(zip(in_order, of_texts, strict=True)),
+        description="reference log-probs",
+        disable=not progress,
+    ):
+        given = {"tokens": batch.tokens, "mask": batch.mask, "segments": of_text}
+        logprobs = np.asarray(price(reference, **frozen.beside(reference, given)))
+        found = logprobs[np.asarray(batch.mask)][: total - done]  # fillers come last
+        if not np.isfinite(found).all():
+            raise StopError(
+                "expected finite log-probs of the reference, got NaN or infinity; its "
+                "parameters are broken, or its dtype overflows on these texts"
+            )
+        held[done : done + len(found)] = found
+        done += len(found)
+    held.flush()
+    unfinished.replace(path)
+
+
+def _check(
+    rows: Sequence[Tokens],
+    segments: Sequence[Sequence[int]] | None,
+    *,
+    model: ModelConfig,
+) -> None:
+    if not rows:
+        raise InputError("expected at least one row to price, got none")
+    for place, row in enumerate(rows):
+        longest = len(row)
+        if segments is not None and longest:
+            if len(segments[place]) != longest:
+                raise ValueError(
+                    f"row {place} (from 0): expected a segment for each of its "
+                    f"{longest} tokens, got {len(segments[place])}"
+                )
+            longest = max(collections.Counter(segments[place]).values())
+        if not 1 <= longest <= model.max_positions:
+            raise InputError(
+                f"row {place} (from 0): expected 1 to {model.max_positions} tokens, "
+                f"the reference's context, got {longest}; shorten or remove it"
+            )
+        if not 0 <= min(row) <= max(row) < model.vocab_size:
+            raise InputError(
+                f"row {place} (from 0): expected token ids below {model.vocab_size}, "
+                f"the reference's vocabulary, got {max(row)}; encode the data with its "
+                f"tokenizer"
+            )
+
+
+def _check_whole(values: Path, about: Path) -> None:
+    try:
+        recorded = json.loads(about.read_text(encoding="utf-8"))["sha256"]
+        whole = recorded == _sha256(values)
+    except (OSError, ValueError, TypeError, KeyError):
+        whole = False
+    if not whole:
+        raise InputError(
+            f"{values}: expected the log-probs that {about.name} describes, got other "
+            f"bytes; the cache is damaged: remove both files, and they are computed "
+            f"again"
+        )
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,250 @@
+"""A checkpoint and its tokenizer together: what an experiment on a user's model loads.
+
+start = pretrained.load("gpt2")
+...
+pretrained.save(out, params, start=start, base=None, lora=None, name="gpt2")
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import numpy as np
+
+from rlhf_jax.algorithms.batch import Sequences
+from rlhf_jax.checkpoints import hf, peft
+from rlhf_jax.data import batches, encoding, files
+from rlhf_jax.data.encoding import Example
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models import layout
+from rlhf_jax.models.config import Attention, ModelConfig, Remat
+from rlhf_jax.models.lora import LoRA, merge
+from rlhf_jax.roles.reference import frozen
+from rlhf_jax.roles.reference.frozen import Frozen
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Params = Any
+
+
+class Pretrained(NamedTuple):
+    """A causal language model that reads and writes text."""
+
+    model: ModelConfig
+    params: Params  # f32, to be trained
+    tokenizer: PreTrainedTokenizerBase
+    stop_ids: tuple[int, ...]  # that end a response
+
+    @property
+    def pad_id(self) -> int:
+        """The id that fills up rows."""
+        return encoding.pad_token_id(self.tokenizer)
+
+    def limit(self, max_length: int | None) -> int:
+        """Tokens that a row may have: `max_length`, or the context if None.
+
+        Raises:
+          InputError: max_length is below 1 or beyond the context.
+        """
+        context = self.model.max_positions
+        if max_length is not None and max_length < 1:
+            raise InputError(
+                f"max_length: expected at least 1 token, got {max_length}; ask for "
+                f"more, or leave it out"
+            )
+        if max_length is not None and max_length > context:
+            raise InputError(
+                f"max_length: expected at most the context of the model, {context} "
+                f"tokens, got {max_length}; ask for less, or leave it out"
+            )
+        return context if max_length is None else max_length
+
+    def room(self, *, max_new_tokens: int, context: int | None = None) -> int:
+        """Tokens that a prompt may have before a response of `max_new_tokens`.
+
+        Args:
+          context: tokens, of a model that reads both too; None is this model's.
+
+        Raises:
+          InputError: there is no room for a prompt of a token.
+        """
+        context = self.model.max_positions if context is None else context
+        if max_new_tokens >= context:
+            raise InputError(
+                f"--max-new-tokens: expected less than the context of the model, "
+                f"{context} tokens, so that a prompt has room too, got "
+                f"{max_new_tokens}; ask for less"
+            )
+        return context - max_new_tokens
+
+    def decode(self, tokens: list[int]) -> str:
+        """Token ids -> text, special tokens left out."""
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapters:
+    """What of a checkpoint is trained; an option group of a command line."""
+
+    rank: int | None = None
+    """Of LoRA's adapters over a frozen base; None trains every parameter."""
+    alpha: float = 32.0
+    """What is added to a layer is scaled by alpha / rank."""
+    modules: tuple[str, ...] = ("*",)
+    """Layers to adapt, as in attention/query or mlp/*."""
+
+    def __post_init__(self) -> None:
+        if self.rank is None and (self.alpha, self.modules) != (32.0, ("*",)):
+            raise InputError(
+                f"--lora.rank: expected a number with --lora.alpha {self.alpha:g} and "
+                f"--lora.modules {' '.join(self.modules)}, got none, which trains "
+                f"every parameter; give a rank, or leave them out"
+            )
+
+    @property
+    def lora(self) -> LoRA | None:
+        """What the library takes."""
+        if self.rank is None:
+            return None
+        return LoRA(rank=self.rank, alpha=self.alpha, modules=self.modules)
+
+
+ALL_PARAMETERS = Adapters()
+
+
+def load(
+    path_or_repo_id: str,
+    *,
+    tokenizer: str | None = None,
+    dtype: str = "float32",
+    remat: Remat = "none",
+    attention: Attention = "xla",
+    sharding: Any = None,
+) -> Pretrained:
+    """Reads a checkpoint to train, and checks that its tokenizer fits it.
+
+    Args:
+      path_or_repo_id: a folder, or a hub id.
+      tokenizer: where the tokenizer is; None for in the checkpoint.
+      dtype: of activations; the parameters are float32.
+      remat: what of a layer a gradient computes again.
+      attention: what computes that of whole sequences.
+      sharding: where the parameters are to lie, as `hf.load`.
+
+    Raises:
+      InputError: either is missing or unreadable (`hf.load`), the tokenizer has ids
+        that the model lacks, or this backend has no such attention.
+    """
+    hf.model_config(path_or_repo_id)  # or the tokenizer is blamed for its config.json
+    reader = encoding.load_tokenizer(
+        path_or_repo_id if tokenizer is None else tokenizer
+    )
+    model, params = hf.load(path_or_repo_id, dtype="float32", sharding=sharding)
+    encoding.check_vocabulary(reader, vocab_size=model.vocab_size)
+    # A chat model may stop at more than the tokenizer's EOS, which may be None.
+    stop_ids = [reader.eos_token_id, *hf.stop_ids(path_or_repo_id)]
+    return Pretrained(
+        model=layout.fastest(
+            dataclasses.replace(model, dtype=dtype, remat=remat, attention=attention)
+        ),
+        params=params,
+        tokenizer=reader,
+        stop_ids=tuple(dict.fromkeys(i for i in stop_ids if i is not None)),
+    )
+
+
+def save(
+    folder: Path,
+    trained: Params,
+    *,
+    start: Pretrained,
+    base: Frozen | None,
+    lora: LoRA | None,
+    name: str,
+) -> None:
+    """FOLDER/model, which `transformers` loads, and FOLDER/adapter, which PEFT does.
+
+    What is there already is left: it is whole, as a finished run is resumed.
+
+    Args:
+      trained: parameters, or adapters with a base.
+      start: what they were trained from; its params are not read.
+      base, lora: of the adapters, else None. The model is written with them merged.
+      name: folder or hub id of the base, where PEFT is to look for it.
+    """
+    if base is not None and lora is not None:
+        if not (folder / "adapter").exists():
+            peft.save(
+                folder / "adapter",
+                model=start.model,
+                adapters=trained,
+                lora=lora,
+                base_fingerprint=frozen.source_fingerprint_of(base).root,
+                base_name=name,
+            )
+        trained = merge(frozen.read(base), trained, lora=lora)
+    if not (folder / "model").exists():
+        hf.save(
+            folder / "model",
+            start.model,
+            trained,
+            tokenizer=start.tokenizer,
+            stop_ids=start.stop_ids,
+        )
+
+
+def read_examples(
+    start: Pretrained, source: str, *, max_length: int | None = None
+) -> list[Example]:
+    """Plain text (.txt), cut into blocks, or demonstrations (JSONL).
+
+    Args:
+      source: a file; demonstrations longer than `max_length` are left out.
+      max_length: tokens of a row; None is the context.
+
+    Raises:
+      InputError: the file is unreadable, empty or has no row that is short enough.
+    """
+    longest = start.limit(max_length)
+    if source.endswith(".txt"):
+        text = files.read_text(source)
+        return encoding.encode_text(start.tokenizer, text, block_size=longest)
+    return encoding.encode_demonstrations(
+        start.tokenizer,
+        files.read_demonstrations(source),
+        max_length=longest,
+        stop_ids=start.stop_ids,
+        overlong="drop",
+    )
+
+
+def read_texts(
+    start: Pretrained,
+    source: str,
+    *,
+    batch_size: int,
+    max_rows: int,
+    max_length: int | None = None,
+) -> Sequences:
+    """Texts to watch the policy's perplexity on, `evaluation.text_stats`.
+
+    Args:
+      source, max_length: as `read_examples`; responses are read.
+      batch_size: rows held at a time.
+      max_rows: blocks or demonstrations, from the beginning.
+
+    Returns:
+      Sequences[M, batch_size, S] of NumPy arrays.
+
+    Raises:
+      InputError: as `read_examples`.
+    """
+    examples = read_examples(start, source, max_length=max_length)
+    rows = batches.sequences_in_order(
+        examples[:max_rows], batch_size=batch_size, pad_id=start.pad_id
+    )
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *rows)

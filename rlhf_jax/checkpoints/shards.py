@@ -1,0 +1,318 @@
+"""The files of a Hugging Face checkpoint: JSON, and safetensors in one or many shards.
+
+model.safetensors
+model-00001-of-00002.safetensors ... with model.safetensors.index.json
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models.families import keys
+from rlhf_jax.runs import write_errors
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+CHUNK = 1 << 16  # entries looked at together, so that they stay in the cache
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+      InputError: there is no such file, or it holds no JSON object.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(
+            f"expected {file.name}, got a folder with {_listing(file.parent)}; give "
+            f"one that `save_pretrained` wrote"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(
+            f"expected JSON in {file.name}, got: {error}; fetch it again"
+        ) from error
+    if not isinstance(content, dict):
+        raise InputError(
+            f"expected an object in {file.name}, got {content!r:.40}; fetch it again"
+        )
+    return content
+
+
+def write_json(file: Path, content: dict[str, Any]) -> None:
+    """Writes a checkpoint's JSON file, indented as `transformers` does."""
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def open_file(file: Path) -> safe_open:
+    """A safetensors file, of which the header has been read.
+
+    Raises:
+      InputError: it is not there, not readable, or truncated.
+    """
+    try:
+        return safe_open(file, framework="numpy")
+    except OSError as error:
+        raise InputError(
+            f"expected {file.name} to be readable, got: {error}; check the file "
+            f"and its permissions"
+        ) from error
+    except SafetensorError as error:
+        raise InputError(
+            f"expected safetensors in {file.name}, got {file.stat().st_size} bytes "
+            f"of something else ({error}); it is truncated, fetch it again"
+        ) from error
+
+
+class Tensors:
+    """The tensors of some shards by name, of which slices are read and looked at."""
+
+    def __init__(self, folder: Path) -> None:
+        """Reads the headers alone.
+
+        Raises:
+          InputError: no safetensors, a shard that the index names is missing, or a
+            shard is truncated.
+        """
+        self.headers: dict[str, keys.Header] = {}
+        self._files: dict[str, Path] = {}
+        self._not_finite: dict[str, NotFinite] = {}
+        for file in _files(folder):
+            shard = open_file(file)
+            for name in shard.keys():  # noqa: SIM118 (not a dict, and not iterable)
+                header = shard.get_slice(name)
+                shape, dtype = tuple(header.get_shape()), header.get_dtype()
+                self.headers[name] = keys.Header(shape, dtype)
+                self._files[name] = file
+
+    def __call__(self, name: str) -> Part:
+        """A tensor, to be sliced."""
+        return Part(self, name)
+
+    def read(self, name: str, window: Any) -> np.ndarray:
+        """A slice of a tensor; its entries that are not finite are counted."""
+        # Opened anew, as what was read through a mapping is held until it is closed.
+        part = np.asarray(open_file(self._files[name]).get_slice(name)[window])
+        found = NotFinite.of(part)
+        if any(found):
+            before = self._not_finite.get(name, NotFinite())
+            self._not_finite[name] = NotFinite(
+                *map(sum, zip(before, found, strict=True))
+            )
+        return part
+
+    def check_finite(self) -> None:
+        """Raises InputError if an entry read so far was NaN or infinite."""
+        refuse_not_finite(
+            {
+                f"{name} in {self._files[name].name}": (
+                    found,
+                    math.prod(self.headers[name].shape),
+                )
+                for name, found in self._not_finite.items()
+            }
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A tensor of `Tensors`: `part[window]` reads that part of it alone."""
+
+    tensors: Tensors
+    name: str
+
+    def __getitem__(self, window: Any) -> np.ndarray:
+        return self.tensors.read(self.name, window)
+
+
+class NotFinite(NamedTuple):
+    """Entries of an array that are no numbers."""
+
+    nan: int = 0
+    infinite: int = 0
+
+    @classmethod
+    def of(cls, array: np.ndarray) -> NotFinite:
+        """Counts them."""
+        if not jnp.issubdtype(array.dtype, jnp.floating) or _all_finite(array):
+            return cls()
+        return cls(int(np.isnan(array).sum()), int(np.isinf(array).sum()))
+
+
+def _all_finite(array: np.ndarray) -> bool:
+    """As `np.isfinite(array).all()`, which is slow for 16 bits: by the exponents."""
+    bits = np.ascontiguousarray(array).reshape(-1).view(f"u{array.itemsize}")
+    exponent = np.array(np.inf, array.dtype).view(bits.dtype)
+    chunks = (bits[at : at + CHUNK] for at in range(0, bits.size, CHUNK))
+    return all(((chunk & exponent) != exponent).all() for chunk in chunks)
+
+
+def refuse_not_finite(found: Mapping[str, tuple[NotFinite, int]]) -> None:
+    """Raises InputError if there is an entry that is NaN or infinite.
+
+    Args:
+      found: {name of a tensor: (its entries that are, how many it has)}.
+    """
+    problems = [
+        f"{name}: {which.nan} NaN and {which.infinite} infinite of {size} entries"
+        for name, (which, size) in sorted(found.items())
+        if any(which)
+    ]
+    if problems:
+        raise InputError(
+            f"expected finite weights, got {len(problems)} tensors with NaN or "
+            f"infinite entries:\n{checks.listed(problems)}\n"
+            f"fetch the checkpoint again, or take one of before the run that wrote it "
+            f"diverged"
+        )
+
+
+def write(
+    folder: Path, tensors: Iterable[tuple[str, np.ndarray]], *, max_shard_bytes: int
+) -> None:
+    """Writes the tensors in order, holding one shard of them at a time."""
+    names: list[list[str]] = []
+    total = 0
+    for shard in _batches(tensors, max_shard_bytes=max_shard_bytes):
+        # transformers refuses a file that does not name its framework.
+        save(shard, folder / f"{len(names)}.shard", metadata={"format": "pt"})
+        names.append(list(shard))
+        total += sum(tensor.nbytes for tensor in shard.values())
+    if len(names) == 1:
+        (folder / "0.shard").rename(folder / WEIGHTS)
+        return
+    weight_map = {}
+    for number, of_shard in enumerate(names):
+        file = f"model-{number + 1:05}-of-{len(names):05}.safetensors"
+        (folder / f"{number}.shard").rename(folder / file)
+        weight_map |= dict.fromkeys(of_shard, file)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    write_json(folder / INDEX, index)
+
+
+def save(
+    tensors: dict[str, np.ndarray], path: Path, *, metadata: dict[str, str]
+) -> None:
+    """One safetensors file; of equal tensors and metadata equal bytes.
+
+    safetensors writes the metadata in an order that it draws anew each time.
+    """
+    save_file(tensors, path, metadata=metadata)
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(metadata.items()))
+        ordered = json.dumps(header, separators=(",", ":"), ensure_ascii=False)
+        assert len(ordered.encode()) <= size, "a header that is only put in order"
+        file.seek(8)
+        file.write(ordered.encode().ljust(size))
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder beside `path` that takes its place at the end: whole, or not there.
+
+    Raises:
+      InputError: `path` is a file, or a folder with something in it.
+      WriteError: it cannot be written.
+    """
+    path = path.absolute()
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise InputError(
+            f"expected a new or empty folder to save a checkpoint in, got {path}, "
+            f"which is in use; choose another or remove it"
+        )
+    partial = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed here
+    with write_errors.writing(path):
+        try:
+            partial.mkdir(parents=True)
+            yield partial
+            os.replace(partial, path)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _files(folder: Path) -> list[Path]:
+    if (folder / INDEX).exists():
+        weight_map = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(
+            isinstance(name, str) for name in weight_map.values()
+        ):
+            raise InputError(
+                f"expected a weight_map of tensors to files in {INDEX}, got "
+                f"{weight_map!r:.40}; fetch it again"
+            )
+        files = [_inside(folder, name) for name in sorted(set(weight_map.values()))]
+        missing = [file.name for file in files if not file.exists()]
+        if missing:
+            raise InputError(
+                f"expected the shards that {INDEX} names, got none of {missing}; fetch "
+                f"the checkpoint again"
+            )
+        return files
+    if (folder / WEIGHTS).exists():
+        return [folder / WEIGHTS]
+    raise InputError(
+        f"expected {WEIGHTS} or {INDEX}, got {_listing(folder)}; to convert a "
+        f"pytorch_model.bin (a pickle), load it with torch and transformers and call "
+        f"`save_pretrained`"
+    )
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """The file of that name in the folder; InputError if it is elsewhere.
+
+    The hub's cache links each snapshot's files to blobs beside the snapshots.
+    """
+    allowed = [folder.resolve()]
+    snapshots = folder.absolute().parent
+    if snapshots.name == "snapshots":
+        allowed.append(snapshots.parent.resolve() / "blobs")
+    try:
+        file = (folder / name).resolve()
+        held = any(file.is_relative_to(parent) for parent in allowed)
+    except (OSError, ValueError, RuntimeError):  # too long, a NUL, links in a circle
+        held = False
+    plain = name not in ("", ".", "..") and not set("/\\\0").intersection(name)
+    if not (plain and held):
+        raise InputError(
+            f"expected {INDEX} to name files of the checkpoint's folder, got "
+            f"{name!r:.80}, which leads out of it; put the file into the folder, or "
+            f"fetch the checkpoint again"
+        )
+    return folder / name
+
+
+def _listing(folder: Path) -> str:
+    return ", ".join(sorted(file.name for file in folder.iterdir())) or "nothing in it"
+
+
+def _batches(
+    tensors: Iterable[tuple[str, np.ndarray]], *, max_shard_bytes: int
+) -> Iterator[dict[str, np.ndarray]]:
+    shard: dict[str, np.ndarray] = {}
+    size = 0
+    for name, tensor in tensors:
+        if shard and size + tensor.nbytes > max_shard_bytes:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor
+        size += tensor.nbytes
+    yield shard

@@ -1,0 +1,1 @@
+"""From files of the user to batches of tokens."""

@@ -1,0 +1,265 @@
+"""Token lists to batches[step], a pure function of the data, the seed and the step.
+
+No iterator holds a state that a snapshot would have to keep. Rows come from an endless
+stream of epochs, each a fresh shuffle that holds every row once:
+
+    stream     2 0 1 | 1 2 0 | 0 2 1 | ...      3 rows, | between epochs
+    batches    ---   ---   ---   ---            2 rows a step
+
+So a batch may cross the end of an epoch, and a batch larger than the data set reaches
+into the epochs that follow. Every process computes the same global batch and takes its
+slice of the rows; the width is that of the global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import grain
+import numpy as np
+
+from rlhf_jax.algorithms.batch import Preferences, Prompts, Sequences
+from rlhf_jax.data.encoding import Example, Pair, Tokens
+from rlhf_jax.devices import row_sharding
+from rlhf_jax.devices.row_sharding import Share
+from rlhf_jax.functional.checks import InputError
+
+# The records name jax.Array; a batch holds the NumPy arrays that become one.
+HostArray = Any
+Batch = TypeVar("Batch")
+
+
+class Visit(NamedTuple):
+    """One place in the stream."""
+
+    row: int
+    epoch: int
+
+
+class Batches(Generic[Batch]):
+    """`batches[step]` for any step >= 0, in any order."""
+
+    def __init__(self, dataset: grain.MapDataset[Batch], *, steps_per_epoch: int):
+        self._dataset = dataset
+        self.steps_per_epoch = steps_per_epoch  # rounded up
+
+    def __getitem__(self, step: int) -> Batch:
+        batch = self._dataset[step]
+        assert batch is not None  # grain's None stands for filtered elements
+        return batch
+
+    def map(self, function: Callable[[Batch], Batch]) -> Batches[Batch]:
+        """Every batch after `function`, as `row_sharding.put_rows` on a mesh."""
+        dataset = self._dataset.map(function)
+        return Batches(dataset, steps_per_epoch=self.steps_per_epoch)
+
+
+def prompt_batches(
+    prompts: Sequence[Tokens],
+    *,
+    batch_size: int,
+    seed: int,
+    pad_id: int,
+    samples_per_prompt: int = 1,
+    buckets: Sequence[int] | None = None,
+    share: Share = row_sharding.WHOLE,
+) -> Batches[Prompts]:
+    """Left-padded prompts, the samples of one prompt in neighbouring rows.
+
+    Args:
+      prompts: token lists, one a row of the data set.
+      batch_size: rows of the global batch, batch_size / samples_per_prompt prompts.
+      seed: of the shuffle, 0 <= seed < 2³².
+      pad_id: what stands where the mask is False.
+      samples_per_prompt: responses to each prompt of a batch.
+      buckets: widths; a batch takes the smallest that holds its longest prompt. None
+        is one bucket, the longest prompt of all.
+      share: which part of the rows to return, `row_sharding.row_share`.
+
+    Returns:
+      `Prompts` of NumPy arrays. `sample` counts on over the epochs, so that a prompt
+      that comes back is answered with fresh randomness.
+
+    Raises:
+      InputError: no prompts, an empty prompt, one longer than the largest bucket, or
+        sizes that do not divide.
+    """
+    _check_divides(batch_size, samples_per_prompt, "samples_per_prompt")
+    for row, tokens in enumerate(prompts):
+        if len(tokens) == 0:
+            raise InputError(
+                f"row {row} (from 0): expected a prompt of at least 1 token, got none;"
+                " remove the row"
+            )
+    widths = _widths([len(tokens) for tokens in prompts], buckets)
+    mine = share.of(batch_size)
+
+    def collate(visits: Sequence[Visit]) -> Prompts:
+        width = _width(max(len(prompts[visit.row]) for visit in visits), widths)
+        asked = [
+            (visit.row, visit.epoch * samples_per_prompt + k)
+            for visit in visits
+            for k in range(samples_per_prompt)
+        ]
+        index, sample = np.array([asked[place] for place in mine], np.int32).T
+        tokens, mask = pad(
+            [prompts[row] for row in index], width=width, pad_id=pad_id, left=True
+        )
+        return Prompts(tokens=tokens, mask=mask, index=index, sample=sample)
+
+    return shuffled(
+        len(prompts), batch_size // samples_per_prompt, seed=seed, collate=collate
+    )
+
+
+def sequence_batches(
+    examples: Sequence[Example],
+    *,
+    batch_size: int,
+    seed: int,
+    pad_id: int,
+    buckets: Sequence[int] | None = None,
+    share: Share = row_sharding.WHOLE,
+) -> Batches[Sequences]:
+    """Right-padded examples; `response_mask` is what the language-model loss reads.
+
+    Column 0 is never in `response_mask`: nothing predicts it. Arguments, errors as in
+    `prompt_batches`, with the width that of prompt and response together.
+    """
+    widths = _widths([len(p) + len(r) for p, r in examples], buckets)
+    mine = share.of(batch_size)
+
+    def collate(visits: Sequence[Visit]) -> Sequences:
+        rows = [examples[visit.row] for visit in visits]
+        width = _width(max(len(p) + len(r) for p, r in rows), widths)
+        held = [rows[place] for place in mine]
+        return _sequences(held, width=width, pad_id=pad_id)
+
+    return shuffled(len(examples), batch_size, seed=seed, collate=collate)
+
+
+def preference_batches(
+    pairs: Sequence[Pair],
+    *,
+    batch_size: int,
+    seed: int,
+    pad_id: int,
+    buckets: Sequence[int] | None = None,
+    share: Share = row_sharding.WHOLE,
+) -> Batches[Preferences]:
+    """Right-padded pairs; both sides have the width that holds the longer one.
+
+    Arguments and errors as in `prompt_batches`; `batch_size` counts pairs. Either all
+    pairs have a margin or none.
+    """
+    with_margin = sum(pair.margin is not None for pair in pairs)
+    if with_margin not in (0, len(pairs)):
+        raise InputError(
+            f"expected a margin on all {len(pairs)} pairs or on none, got"
+            f" {with_margin}; complete or drop them"
+        )
+
+    def length(pair: Pair) -> int:
+        return len(pair.prompt) + max(len(pair.chosen), len(pair.rejected))
+
+    widths = _widths([length(pair) for pair in pairs], buckets)
+    mine = share.of(batch_size)
+
+    def collate(visits: Sequence[Visit]) -> Preferences:
+        rows = [pairs[visit.row] for visit in visits]
+        width = _width(max(map(length, rows)), widths)
+        held = [rows[place] for place in mine]
+        chosen = [Example(pair.prompt, pair.chosen) for pair in held]
+        rejected = [Example(pair.prompt, pair.rejected) for pair in held]
+        margin: HostArray = None
+        if with_margin:
+            margin = np.array([pair.margin for pair in held], np.float32)
+        return Preferences(
+            chosen=_sequences(chosen, width=width, pad_id=pad_id),
+            rejected=_sequences(rejected, width=width, pad_id=pad_id),
+            margin=margin,
+        )
+
+    return shuffled(len(pairs), batch_size, seed=seed, collate=collate)
+
+
+def sequences_in_order(
+    examples: Sequence[Example], *, batch_size: int, pad_id: int
+) -> list[Sequences]:
+    """Every example once, in order, for evaluation.
+
+    Rows that fill up the last batch are one token with none to predict: they add
+    nothing to a loss, and a score a row is cut to `len(examples)`.
+    """
+    width = max((len(p) + len(r) for p, r in examples), default=0)
+    fillers = [Example((pad_id,), ())] * (-len(examples) % batch_size)
+    rows = [*examples, *fillers]
+    return [
+        _sequences(rows[start : start + batch_size], width=width, pad_id=pad_id)
+        for start in range(0, len(rows), batch_size)
+    ]
+
+
+def shuffled(
+    num_rows: int,
+    rows_per_step: int,
+    *,
+    seed: int,
+    collate: Callable[[Sequence[Visit]], Batch],
+) -> Batches[Batch]:
+    """Batches of the stream above, made by `collate` of the rows that are due."""
+    stream = grain.MapDataset.range(num_rows).seed(seed).shuffle().repeat()
+    visits = stream.map_with_index(lambda place, row: Visit(row, place // num_rows))
+    return Batches(
+        visits.batch(rows_per_step, batch_fn=collate),
+        steps_per_epoch=-(-num_rows // rows_per_step),
+    )
+
+
+def _check_divides(batch_size: int, parts: int, name: str) -> None:
+    if batch_size < 1 or parts < 1 or batch_size % parts != 0:
+        raise InputError(
+            f"expected a batch size that {name}={parts} divides, got {batch_size};"
+            " change one of them"
+        )
+
+
+def _widths(lengths: Sequence[int], buckets: Sequence[int] | None) -> Sequence[int]:
+    if not lengths:
+        raise InputError("expected at least one row of data, got none")
+    widths = (max(lengths),) if buckets is None else sorted(buckets)
+    if max(lengths) > widths[-1]:
+        raise InputError(
+            f"row {int(np.argmax(lengths))} (from 0): expected at most {widths[-1]}"
+            f" tokens, the largest bucket, got {max(lengths)}; add a larger bucket"
+        )
+    return widths
+
+
+def _width(longest: int, widths: Sequence[int]) -> int:
+    return next(width for width in widths if width >= longest)
+
+
+def _sequences(examples: Sequence[Example], *, width: int, pad_id: int) -> Sequences:
+    tokens, mask = pad(
+        [[*prompt, *response] for prompt, response in examples],
+        width=width,
+        pad_id=pad_id,
+        left=False,
+    )
+    starts = np.array([max(len(prompt), 1) for prompt, _ in examples])
+    response_mask: HostArray = mask & (np.arange(width)[None, :] >= starts[:, None])
+    return Sequences(tokens=tokens, mask=mask, response_mask=response_mask)
+
+
+def pad(
+    rows: Sequence[Tokens], *, width: int, pad_id: int, left: bool
+) -> tuple[HostArray, HostArray]:
+    """i32[B, width] tokens and bool[B, width] mask, from the lengths."""
+    lengths = np.array([len(row) for row in rows])[:, None]
+    columns = np.arange(width)[None, :]
+    mask = columns >= width - lengths if left else columns < lengths
+    tokens = np.full(mask.shape, pad_id, np.int32)
+    tokens[mask] = np.concatenate(rows)
+    return tokens, mask

@@ -1,0 +1,440 @@
+"""Rows to token lists: tokenizers, lengths, blocks of plain text.
+
+Prompts get the tokenizer's special tokens (Llama's BOS); answers get none, and EOS at
+the end. The two are encoded apart, as they are when the model answers. Prompts that are
+messages, and their answers, are what the tokenizer's chat template writes (`chat`).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import pickle
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+
+import jax
+
+from rlhf_jax.algorithms.batch import Rollout
+from rlhf_jax.data import chat, files, hub
+from rlhf_jax.data.files import Row
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.checks import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Tokens = Sequence[int]
+Written = str | list[chat.Message]  # a text, or messages for the chat template
+Overlong = Literal["error", "drop"]
+_DOWNLOADED = [  # all that tokenizers are made of, and config.json names their class
+    *("config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.*", "merges.txt", "*.model", "*.tiktoken", "chat_template*"),
+    "additional_chat_templates/*",
+]
+
+
+class Example(NamedTuple):
+    """A text for the language-model loss, which reads the response."""
+
+    prompt: Tokens
+    response: Tokens  # with EOS
+
+
+class Pair(NamedTuple):
+    """Two answers to one prompt."""
+
+    prompt: Tokens
+    chosen: Tokens  # with EOS
+    rejected: Tokens  # with EOS
+    margin: float | None = None  # score difference asked for
+
+
+def load_tokenizer(path_or_id: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint folder or a hub id; InputError if there is none."""
+    from transformers import AutoTokenizer
+
+    expected = f"{path_or_id}: expected a folder with tokenizer.json, or a hub id, got"
+    folder = hub.folder(path_or_id, patterns=_DOWNLOADED)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    except Exception as error:  # the tokenizers library raises bare Exception
+        said = " ".join(str(error).split())
+        raise InputError(f"{expected}: {said:.200}") from error
+    if tokenizer.vocab_size == 0:  # what transformers makes of a config.json alone
+        raise InputError(
+            f"{expected} none of its files; save the tokenizer there, or name the"
+            " folder that holds it with --tokenizer"
+        )
+    return tokenizer
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, *, vocab_size: int) -> None:
+    """InputError if the tokenizer gives ids that a model of `vocab_size` lacks.
+
+    The model may have more: checkpoints pad their embeddings.
+    """
+    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    if largest >= vocab_size:
+        raise InputError(
+            f"expected a tokenizer with ids below the model's vocabulary size"
+            f" {vocab_size}, got id {largest} for {token!r}; use the tokenizer that the"
+            " model was trained with"
+        )
+
+
+def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The id that fills up rows, not EOS unless the tokenizer says so.
+
+    Without one in the tokenizer any id does, since masks come from lengths.
+    """
+    pad = cast("int | None", tokenizer.pad_token_id)
+    if pad is not None:
+        return pad
+    return 1 if tokenizer.eos_token_id == 0 else 0
+
+
+def eos_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The id that ends an answer; InputError if the tokenizer has none."""
+    eos = cast("int | None", tokenizer.eos_token_id)
+    if eos is None:
+        raise InputError(
+            "expected a tokenizer with an EOS token, got none; set eos_token in its"
+            " tokenizer_config.json"
+        )
+    return eos
+
+
+def texts(
+    rollout: Rollout, *, decode: Callable[[list[int]], str]
+) -> list[tuple[str, str]]:
+    """(prompt, response) of every row, as text."""
+    tokens, mask, response_mask = jax.device_get(
+        (rollout.tokens, rollout.mask, rollout.response_mask)
+    )
+    return [
+        (decode(row[kept & ~response].tolist()), decode(row[response].tolist()))
+        for row, kept, response in zip(tokens, mask, response_mask, strict=True)
+    ]
+
+
+def digest(rows: Sequence[Example] | Sequence[Pair] | Sequence[Tokens]) -> str:
+    """SHA-256 of token lists: a resumed run must read what it began with."""
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+
+def rows_digest(rows: Sequence[Row]) -> str:
+    """SHA-256 of all fields of rows, for what a reward function or a verifier reads.
+
+    What JSON does not hold, as an image of a Hugging Face data set, counts by its
+    pickle.
+    """
+
+    def pickled(value: Any) -> str:
+        return hashlib.sha256(pickle.dumps(value, protocol=4)).hexdigest()
+
+    text = json.dumps(rows, sort_keys=True, default=pickled)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def encode_prompts(
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Row],
+    *,
+    max_length: int,
+    field: str = "prompt",
+    overlong: Overlong = "error",
+    widest: int | None = None,
+) -> tuple[list[Row], list[Tokens]]:
+    """The rows whose prompts fit, and the tokens of these prompts.
+
+    Args:
+      max_length: tokens, the context less the room for the response.
+      overlong: what becomes of a longer prompt: an error, or left out.
+      widest: tokens of the largest bucket; None is no bucket.
+
+    Raises:
+      InputError: a prompt is longer (with overlong="error") or beyond the largest
+        bucket, has no token, or none is left; or it is of messages that the tokenizer
+        has no template for. Names the row's file and line.
+    """
+    places = _places(rows)
+    prompts = _prompts(tokenizer, [row[field] for row in rows], places=places)
+    for tokens, where, row in zip(prompts, places, rows, strict=True):
+        if not tokens:
+            raise InputError(
+                f"{where}: expected a prompt of at least 1 token, got none of"
+                f" {row[field]!r:.60}; remove the row"
+            )
+    fits = _fits(
+        [len(tokens) for tokens in prompts],
+        texts=[row[field] for row in rows],
+        places=places,
+        max_length=max_length,
+        overlong=overlong,
+        widest=widest,
+    )
+    return [rows[i] for i in fits], [prompts[i] for i in fits]
+
+
+def encode_demonstrations(
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Row],
+    *,
+    max_length: int,
+    prompt: str = "prompt",
+    response: str = "response",
+    stop_ids: Sequence[int] | None = None,
+    overlong: Overlong = "error",
+    widest: int | None = None,
+) -> list[Example]:
+    """Examples of at most `max_length` tokens, prompt and response together.
+
+    Args:
+      prompt, response: fields with texts or messages.
+      stop_ids: tokens that end a response, of which the first is given to a text
+        without one; None is the tokenizer's EOS.
+      widest: tokens of the largest bucket or of a packed row; None is no such limit.
+
+    Raises:
+      InputError: an example is longer (with overlong="error") or beyond `widest`, or
+        none is left; or it is of messages that the template does not write as
+        `chat.answer_tokens` asks. Names the row's file and line.
+    """
+    places = _places(rows)
+    prompts = _prompts(tokenizer, [row[prompt] for row in rows], places=places)
+    responses = _answers(
+        tokenizer,
+        [row[response] for row in rows],
+        asked=[row[prompt] for row in rows],
+        prompts=prompts,
+        places=places,
+        stop_ids=stop_ids,
+    )
+    examples = list(map(Example, prompts, responses))
+    fits = _fits(
+        [len(example.prompt) + len(example.response) for example in examples],
+        texts=[row[prompt] for row in rows],
+        places=places,
+        max_length=max_length,
+        overlong=overlong,
+        widest=widest,
+    )
+    return [examples[i] for i in fits]
+
+
+def encode_preferences(
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Row],
+    *,
+    max_length: int,
+    margin: str | None = None,
+    stop_ids: Sequence[int] | None = None,
+    overlong: Overlong = "error",
+    widest: int | None = None,
+    packed: bool = False,
+) -> list[Pair]:
+    """Pairs of at most `max_length` tokens, prompt and longer answer together.
+
+    Args:
+      margin: the field with the score difference asked for; None for no margins.
+      stop_ids, widest: as `encode_demonstrations`.
+      packed: both texts of a pair, each with its prompt, stand in one row of `widest`
+        tokens, where a prompt has at least one.
+
+    Raises:
+      InputError: a pair is longer (with overlong="error"), none is left, both answers
+        are the same tokens, or a margin is not a finite number; or as
+        `encode_demonstrations`.
+    """
+    asked, places = [row["prompt"] for row in rows], _places(rows)
+    prompts = _prompts(tokenizer, asked, places=places)
+    answers = functools.partial(
+        _answers,
+        tokenizer,
+        asked=asked,
+        prompts=prompts,
+        places=places,
+        stop_ids=stop_ids,
+    )
+    chosen = answers([row["chosen"] for row in rows])
+    rejected = answers([row["rejected"] for row in rows])
+    margins = [
+        _margin(where, row, margin) for where, row in zip(places, rows, strict=True)
+    ]
+    pairs = list(map(Pair, prompts, chosen, rejected, margins))
+    fits = _fits(
+        [len(p.prompt) + max(len(p.chosen), len(p.rejected)) for p in pairs],
+        texts=[row["prompt"] for row in rows],
+        places=places,
+        max_length=max_length,
+        overlong=overlong,
+        widest=None if packed else widest,
+    )
+    for i in fits:
+        if packed:
+            _check_packed(pairs[i], rows[i], where=places[i], widest=widest)
+        if pairs[i].chosen == pairs[i].rejected:
+            raise InputError(
+                f"{places[i]}: expected answers that differ in a token, got "
+                f"{rows[i]['chosen']!r:.40} and {rows[i]['rejected']!r:.40}, which the "
+                f"tokenizer reads alike; remove the pair"
+            )
+    return [pairs[i] for i in fits]
+
+
+def encode_text(
+    tokenizer: PreTrainedTokenizerBase, text: str, *, block_size: int
+) -> list[Example]:
+    """Plain text as consecutive blocks of `block_size` tokens, the last one shorter.
+
+        tokens   0 1 2 3 4 5 6 7      block_size = 4
+        blocks   0 1 2 3
+                       3 4 5 6
+                             6 7
+
+    Neighbours share one token, since the first token of a row has no prediction: so
+    the loss reads each token of the text but the first exactly once.
+
+    Raises:
+      InputError: the text or the block size has fewer than two tokens.
+    """
+    if block_size < 2:
+        raise InputError(f"expected a block size of at least 2, got {block_size}")
+    (tokens,) = _encode(tokenizer, [text], special=False)
+    if len(tokens) < 2:
+        raise InputError(f"expected a text of at least 2 tokens, got {len(tokens)}")
+    stride = block_size - 1
+    return [
+        Example((), tokens[start : start + block_size])
+        for start in range(0, len(tokens) - 1, stride)
+    ]
+
+
+def _places(rows: Sequence[Row]) -> list[str]:
+    return [files.place(row, i) for i, row in enumerate(rows)]
+
+
+def _prompts(
+    tokenizer: PreTrainedTokenizerBase,
+    asked: Sequence[Written],
+    *,
+    places: Sequence[str],
+) -> list[list[int]]:
+    texts = [text for text in asked if isinstance(text, str)]
+    chats = [
+        chat.render(tokenizer, messages, where=where)
+        for where, messages in zip(places, asked, strict=True)
+        if not isinstance(messages, str)
+    ]
+    # A template writes BOS itself, and so does a text that one was put to by hand.
+    bos = [tokenizer.bos_token_id]
+    twice = 2 * bos if _encode(tokenizer, [""], special=True) == [bos] else None
+    of_texts = iter(
+        tokens[1:] if tokens[:2] == twice else tokens
+        for tokens in _encode(tokenizer, texts, special=True)
+    )
+    of_chats = iter(_encode(tokenizer, chats, special=False))
+    return [next(of_texts if isinstance(text, str) else of_chats) for text in asked]
+
+
+def _answers(
+    tokenizer: PreTrainedTokenizerBase,
+    written: Sequence[Written],
+    *,
+    asked: Sequence[Written],
+    prompts: Sequence[Tokens],
+    places: Sequence[str],
+    stop_ids: Sequence[int] | None,
+) -> list[list[int]]:
+    """The answers to `asked`, whose tokens are `prompts`; each ends once."""
+    stops = tuple(stop_ids) if stop_ids else (eos_token_id(tokenizer),)
+    texts = [
+        cast("str", answer)  # as `data` has checked
+        if isinstance(prompt, str)
+        else chat.render_answered(tokenizer, prompt, answer, where=where)
+        for prompt, answer, where in zip(asked, written, places, strict=True)
+    ]
+    answers = []
+    for i, tokens in enumerate(_encode(tokenizer, texts, special=False)):
+        if isinstance(asked[i], str):
+            ended = bool(tokens) and tokens[-1] in stops
+            answers.append(tokens if ended else [*tokens, stops[0]])
+        else:
+            of = {"prompt": prompts[i], "stop_ids": stops, "where": places[i]}
+            answers.append(chat.answer_tokens(tokenizer, tokens, **of))
+    return answers
+
+
+def _encode(
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bool
+) -> list[list[int]]:
+    if not texts:  # of which a tokenizer makes an error
+        return []
+    # verbose=False: lengths are checked here, against the context of the model.
+    return tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"]
+
+
+def _check_packed(pair: Pair, row: Row, *, where: str, widest: int | None) -> None:
+    """InputError unless a packed row can hold the pair."""
+    if not pair.prompt:
+        raise InputError(
+            f"{where}: expected a prompt of at least 1 token, got none of"
+            f" {row['prompt']!r:.60}, so that nothing predicts how its answers begin;"
+            " remove the pair"
+        )
+    size = 2 * len(pair.prompt) + len(pair.chosen) + len(pair.rejected)
+    if widest is not None and size > widest:
+        raise InputError(
+            f"{where}: expected at most {widest} tokens, the width of a row, for both"
+            f" texts with their prompts, got {size} of {row['prompt']!r:.60}; make rows"
+            " wider, or remove the pair"
+        )
+
+
+def _margin(where: str, row: Row, field: str | None) -> float | None:
+    if field is None:
+        return None
+    value: Any = row.get(field)
+    if type(value) not in (int, float) or not abs(value) <= checks.LARGEST_FLOAT:
+        raise InputError(
+            f"{where}: expected a finite float32 number in {field!r}, got"
+            f" {value!r:.40}; correct the row, or name the field that holds the margin"
+        )
+    return float(value)
+
+
+def _fits(
+    lengths: Sequence[int],
+    *,
+    texts: Sequence[Written],
+    places: Sequence[str],
+    max_length: int,
+    overlong: Overlong,
+    widest: int | None,
+) -> list[int]:
+    """Which of `lengths` are at most `max_length`; none of these may be wider."""
+    fits = [i for i, length in enumerate(lengths) if length <= max_length]
+    if overlong == "error" and len(fits) < len(lengths):
+        row = next(i for i, length in enumerate(lengths) if length > max_length)
+        raise InputError(
+            f"{places[row]}: expected at most {max_length} tokens, got {lengths[row]}"
+            f" of {texts[row]!r:.60}; shorten it, allow more, or leave out what is too"
+            " long with overlong='drop'"
+        )
+    if not fits:
+        raise InputError(
+            f"expected a row of at most {max_length} tokens, got {len(lengths)} rows,"
+            f" the shortest with {min(lengths)}; allow more"
+        )
+    for row in fits:
+        if widest is not None and lengths[row] > widest:
+            raise InputError(
+                f"{places[row]}: expected at most {widest} tokens, the largest bucket"
+                f" or the width of a packed row, got {lengths[row]} of"
+                f" {texts[row]!r:.60}; add a larger bucket, make rows wider, or remove"
+                " the row"
+            )
+    return fits

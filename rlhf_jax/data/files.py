@@ -1,0 +1,440 @@
+"""Files and Hugging Face data sets to rows.
+
+    file ─data─> rows ─encoding─> token lists ─batches─> batches[step]
+
+A row is a dict that keeps all its fields: a Python reward is given the rows. What is
+asked and answered is a text, or messages for a chat template (`chat`). A row that was
+read from a file knows its line (`place`), so that every later error can name it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, Self, TypeVar
+
+import numpy as np
+
+from rlhf_jax.data import chat
+from rlhf_jax.functional.checks import InputError
+
+Row = dict[str, Any]
+Item = TypeVar("Item")
+
+Blank = Literal["keep", "drop", "error"]
+
+ASSISTANT = "\n\nAssistant:"  # hh-rlhf: what stands before each answer
+HUMAN = "\n\nHuman:"  # and before each turn of the other side
+SIDES = ("chosen", "rejected")
+MAX_DEPTH = 100  # of JSON within JSON; json itself fails at a depth of its caller's
+
+
+class LocatedRow(Row):
+    """A row with its file and line; a copy, or what another process gets, is a dict."""
+
+    def __init__(self, fields: Row, *, where: str) -> None:
+        super().__init__(fields)
+        self.where = where
+
+    def __or__(self, other: Any) -> Self:  # of any keys, as the row itself
+        """The row with other fields, from the same line."""
+        return type(self)(dict(self) | other, where=self.where)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+def place(row: Row, index: int) -> str:
+    """Where a row stands, for errors: its file and line, or else its number."""
+    return row.where if isinstance(row, LocatedRow) else f"row {index} (from 0)"
+
+
+def read_jsonl(source: str | Path) -> list[Row]:
+    """JSON objects, one a line, or the rows of a Hugging Face data set.
+
+    Args:
+      source: a file, or `hf:NAME` or `hf:NAME:SPLIT` (extra `datasets`; SPLIT is
+        train unless given).
+
+    Raises:
+      InputError: names the file and line that cannot be read.
+    """
+    return [row for _, row in read_located(source)]
+
+
+def read_located(source: str | Path) -> list[tuple[str, Row]]:
+    """(where it stands, row) of `read_jsonl`, so that a message can name the place.
+
+    Raises:
+      InputError: as `read_jsonl`.
+    """
+    if str(source).startswith("hf:"):
+        return _hub_rows(str(source))
+    located = []
+    for where, line in _lines(Path(source)):
+        row = _json(where, line)
+        if not isinstance(row, dict):
+            raise InputError(
+                f"{where}: expected a JSON object, got {type(row).__name__}"
+                f" {line[:40]!r}"
+            )
+        located.append((where, LocatedRow(row, where=where)))
+    return located
+
+
+def read_prompts(source: str | Path, *, field: str = "prompt") -> list[Row]:
+    """Rows with a text or messages in `field`; a .txt file has one prompt a line.
+
+    Raises:
+      InputError: the file is empty or malformed, or a row has no prompt in `field`.
+    """
+    if str(source).endswith(".txt"):
+        located = [
+            (where, LocatedRow({field: line}, where=where))
+            for where, line in _lines(Path(source))
+        ]
+    else:
+        located = read_located(source)
+    for where, row in located:
+        if not chat.content(_asked(where, row, field)).strip():
+            raise InputError(
+                f"{where}: expected a prompt in {field!r}, got an empty text; remove"
+                " the row"
+            )
+    return [row for _, row in located]
+
+
+def read_demonstrations(
+    source: str | Path, *, prompt: str = "prompt", response: str = "response"
+) -> list[Row]:
+    """Rows with texts in the fields named by `prompt` and `response`, or messages.
+
+    Rows with a whole conversation in `messages` instead of a response are cut before
+    its last turn, which is the response.
+
+    Raises:
+      InputError: the file is empty or malformed, a row lacks one of the texts, or its
+        messages are not a prompt and one answer of the assistant.
+    """
+    rows = []
+    for where, row in read_located(source):
+        if row.get(response) is None and "messages" in row:
+            asked, answer = _last_turn(where, row, "messages")
+            row = row | {prompt: asked, response: answer}
+        _check_answer(where, row, _asked(where, row, prompt), response)
+        rows.append(row)
+    return rows
+
+
+def read_preferences(source: str | Path, *, blank: Blank = "keep") -> list[Row]:
+    """Rows with prompt, chosen and rejected: texts, or messages.
+
+    Rows without a prompt are dialogues as in hh-rlhf: the prompt is what the two sides
+    share, up to and including the last "\\n\\nAssistant:" in it. Of messages it is all
+    but the last turn.
+
+    Args:
+      blank: what becomes of a pair with an answer of nothing but white space.
+
+    Raises:
+      InputError: the file is empty or malformed, a text is missing, the sides are
+        equal, or an answer is blank (with blank="error"); a prompt is blank, or stands
+        in the answers too; two dialogues share no prompt, or go on with other turns of
+        the human; or no pair is left.
+    """
+    pairs = []
+    for where, row in read_located(source):
+        pair = _preference(where, row)
+        empty = [side for side in SIDES if not chat.content(pair[side]).strip()]
+        if empty and blank == "error":
+            raise InputError(
+                f"{where}: expected an answer in {empty[0]!r}, got an empty text;"
+                " remove the pair, or leave out all such pairs with blank='drop'"
+            )
+        if not empty or blank == "keep":
+            pairs.append(pair)
+    if not pairs:
+        raise InputError(f"{source}: expected a pair of two answers, got empty ones")
+    return pairs
+
+
+def read_text(path: str | Path) -> str:
+    """The whole of a plain text file; InputError if it is empty."""
+    text = _read(Path(path))
+    if not text.strip():
+        raise InputError(f"{path}: expected text, got an empty file")
+    return text
+
+
+def hold_out(
+    rows: Sequence[Item], *, share: float, seed: int
+) -> tuple[list[Item], list[Item]]:
+    """(rows to train on, rows held out), each in the order of `rows`.
+
+    Args:
+      share: of the rows, drawn at random, to hold out; at least one row unless it is 0.
+
+    Raises:
+      InputError: share is not in [0, 1), or no row is left to train on.
+    """
+    if not 0 <= share < 1:
+        raise InputError(f"expected a share to hold out in [0, 1), got {share}")
+    count = max(round(share * len(rows)), 1) if share else 0
+    if count >= len(rows):
+        raise InputError(
+            f"expected rows to train on beside {count} held out, got {len(rows)} in "
+            "all; hold out a smaller share or none, or give more rows"
+        )
+    held = set(np.random.default_rng(seed).permutation(len(rows))[:count].tolist())
+    kept = [row for i, row in enumerate(rows) if i not in held]
+    return kept, [row for i, row in enumerate(rows) if i in held]
+
+
+def _preference(where: str, row: Row) -> Row:
+    chosen, rejected = (_written(where, row, side) for side in SIDES)
+    if chosen == rejected:
+        raise InputError(
+            f"{where}: expected two different answers, got equal 'chosen' and"
+            " 'rejected'; remove the pair"
+        )
+    if "prompt" in row:
+        _answers_of(where, row, _asked(where, row, "prompt"))
+        return row
+    if not (isinstance(chosen, str) and isinstance(rejected, str)):
+        return row | _conversations(where, row)
+    # Character by character, which is what is meant here.
+    shared = os.path.commonprefix([chosen, rejected])  # noqa: RUF071
+    turn = shared.rfind(ASSISTANT)
+    if turn < 0:
+        raise InputError(
+            f"{where}: expected a field 'prompt', or dialogues that share a beginning"
+            f" up to {ASSISTANT!r}, got neither; add the field"
+        )
+    cut = turn + len(ASSISTANT)
+    for side in SIDES:
+        if HUMAN in row[side][cut:]:
+            raise InputError(
+                f"{where}: expected dialogues that differ in the last answer alone, as"
+                f" both answer one prompt, got another turn of the human in {side!r}"
+                f" after they part; cut the dialogues there, or remove the pair"
+            )
+    return row | {
+        "prompt": chosen[:cut],
+        "chosen": chosen[cut:],
+        "rejected": rejected[cut:],
+    }
+
+
+def _conversations(where: str, row: Row) -> Row:
+    """Two conversations of messages, cut before their last turns."""
+    (asked, chosen), (other, rejected) = (
+        _last_turn(where, row, side) for side in SIDES
+    )
+    if asked != other:
+        raise InputError(
+            f"{where}: expected conversations that differ in their last turn alone, as"
+            " both answer one prompt, got others before it; cut them where they part,"
+            " or remove the pair"
+        )
+    return {"prompt": asked, "chosen": chosen, "rejected": rejected}
+
+
+def _last_turn(where: str, row: Row, field: str) -> tuple[list[Any], list[Any]]:
+    """(prompt, answer) of a whole conversation."""
+    messages = _written(where, row, field)
+    if isinstance(messages, str):
+        raise InputError(
+            f"{where}: expected a conversation as messages in {field!r}, got the text"
+            f" {messages!r:.40}; give that as messages too, or add the field 'prompt'"
+        )
+    roles = [message["role"] for message in messages]
+    if roles[-1] != chat.ASSISTANT or roles[-2:-1] in ([], [chat.ASSISTANT]):
+        raise InputError(
+            f"{where}: expected a conversation in {field!r} that ends with an answer of"
+            f" the assistant to another's turn, got the roles {', '.join(roles)}; cut"
+            " it after such an answer, or remove the row"
+        )
+    return messages[:-1], messages[-1:]
+
+
+def _answers_of(where: str, row: Row, prompt: str | list[Any]) -> None:
+    """InputError unless the sides are answers to this prompt, and not whole texts."""
+    if not chat.content(prompt).strip():
+        raise InputError(
+            f"{where}: expected a prompt in 'prompt', got an empty text; remove the"
+            " pair"
+        )
+    for side in SIDES:
+        _check_answer(where, row, prompt, side)
+    if not isinstance(prompt, str):
+        return
+    sides = {side: row[side] for side in SIDES}
+    if all(text.startswith(prompt) for text in sides.values()):
+        raise InputError(
+            f"{where}: expected answers without their prompt in 'chosen' and"
+            " 'rejected', got both with it in front; cut it off"
+        )
+    for side, text in sides.items():
+        if ASSISTANT in text.partition(HUMAN)[2]:
+            raise InputError(
+                f"{where}: expected an answer to 'prompt' in {side!r}, got a dialogue"
+                f" with prompts of its own; leave its last answer, or leave out the"
+                f" field 'prompt' where both sides share it"
+            )
+
+
+def _asked(where: str, row: Row, field: str) -> str | list[Any]:
+    """A prompt; of messages, one that waits for the assistant."""
+    asked = _written(where, row, field)
+    if not isinstance(asked, str):
+        chat.check_prompt(asked, where=where, field=field)
+    return asked
+
+
+def _check_answer(where: str, row: Row, prompt: str | list[Any], field: str) -> None:
+    """InputError unless it is an answer: of messages only to messages."""
+    answer = _written(where, row, field)
+    if isinstance(answer, str):
+        return
+    if isinstance(prompt, str):
+        raise InputError(
+            f"{where}: expected text in {field!r}, as its prompt is one, got messages;"
+            " give both as messages, or leave out the prompt where they hold it"
+        )
+    chat.check_answer(answer, where=where, field=field)
+
+
+def _written(where: str, row: Row, field: str) -> str | list[Any]:
+    """A text, or messages."""
+    if field not in row:
+        raise InputError(
+            f"{where}: expected a field {field!r}, got {', '.join(map(repr, row))};"
+            " add it, or name the field that holds it"
+        )
+    value = row[field]
+    _check_encodable(where, field, value)
+    if isinstance(value, list):
+        chat.check_messages(value, where=where, field=field)
+    elif not isinstance(value, str):
+        raise InputError(
+            f"{where}: expected text or messages in {field!r}, got"
+            f" {type(value).__name__} {value!r:.40}; make it a text, or a list of"
+            ' messages as {"role": "user", "content": "Hi"}'
+        )
+    return value
+
+
+def _json(where: str, line: str) -> Any:
+    """The value of a line of JSON Lines."""
+    got = f"{where}: expected one JSON object per line, got {line[:40]!r}"
+    try:
+        value = json.loads(line)
+        if not _deeper_than(MAX_DEPTH, value):
+            return value
+    except json.JSONDecodeError as error:
+        raise InputError(f"{got} ({error.msg}, column {error.colno})") from None
+    except RecursionError:
+        pass
+    except ValueError as error:  # an integer of more digits than Python reads
+        raise InputError(f"{got} ({str(error).partition(';')[0]})") from None
+    raise InputError(
+        f"{got}, nested deeper than {MAX_DEPTH} objects or lists; flatten it, or"
+        " remove the row"
+    )
+
+
+def _deeper_than(depth: int, value: Any) -> bool:
+    """Whether lists and objects are nested deeper; without recursion."""
+    level = [value]
+    for _ in range(depth):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return False
+    return any(isinstance(inner, dict | list) for inner in level)
+
+
+def _check_encodable(where: str, field: str, value: Any) -> None:
+    """InputError for half a surrogate pair, which neither UTF-8 nor a tokenizer has."""
+    texts = [value]
+    while texts:
+        text = texts.pop()
+        if isinstance(text, dict):
+            texts += [*text, *text.values()]
+        elif isinstance(text, list):
+            texts += text
+        elif isinstance(text, str) and not text.isascii():
+            try:
+                text.encode("utf-8")
+            except UnicodeEncodeError as error:
+                half = text[error.start]
+                raise InputError(
+                    f"{where}: expected Unicode text in {field!r}, got {half!r}, half"
+                    f" a surrogate pair, at character {error.start} of"
+                    f" {text!r:.40}; remove it, or write the whole character"
+                ) from None
+
+
+def _lines(path: Path) -> list[tuple[str, str]]:
+    """The lines that are not blank; only "\\n" ends one, as JSON Lines has it."""
+    lines = [
+        (f"{path}:{number}", line)
+        for number, line in enumerate(_read(path).split("\n"), start=1)
+        if line.strip()
+    ]
+    if not lines:
+        raise InputError(f"{path}: expected at least one row, got an empty file")
+    return lines
+
+
+def _read(path: Path) -> str:
+    """The text, without the byte order mark that some editors begin a file with."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise InputError(
+            f"{path!s:.200}: expected a readable file, got {error.strerror}; check the"
+            " path"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{path}: expected UTF-8 text, got byte 0x{error.object[error.start]:02x}"
+            f" at offset {error.start}; convert the file"
+        ) from None
+    except ValueError as error:  # a path with a NUL
+        raise InputError(
+            f"{str(path)!r:.200}: expected the path of a file, got one with an"
+            f" {error}; check the path"
+        ) from None
+
+
+def _hub_rows(source: str) -> list[tuple[str, Row]]:
+    name, _, split = source.removeprefix("hf:").partition(":")
+    try:
+        datasets = importlib.import_module("datasets")
+    except ImportError:
+        raise InputError(
+            f"{source}: a Hugging Face data set needs the package datasets; run"
+            " `pip install 'rlhf-jax[datasets]'`"
+        ) from None
+    try:
+        table = datasets.load_dataset(name, split=split if split else "train")
+    except (OSError, ValueError) as error:  # what datasets raises derives from these
+        raise InputError(
+            f"{source}: expected a Hugging Face data set as hf:NAME or hf:NAME:SPLIT,"
+            f" got: {error}"
+        ) from error
+    if len(table) == 0:
+        raise InputError(f"{source}: expected at least one row, got none")
+    places = (f"{source}[{i}]" for i in range(len(table)))
+    return [
+        (where, LocatedRow(dict(row), where=where))
+        for where, row in zip(places, table, strict=True)
+    ]

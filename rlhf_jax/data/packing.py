@@ -1,0 +1,204 @@
+"""Encoded pairs or examples to rows that hold several, and those to batches[step].
+
+    pairs      8, 5 and 3 tokens, both texts      width 12
+    rows       pair 0 (8), pair 2 (3)  |  pair 1 (5)
+
+Each goes into the first row that has room (first fit), in the order of the data: the
+rows follow from the data and the width alone. They are shuffled and batched as
+`batches` does it. A pair is packed whole: its row is all that its loss needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rlhf_jax.algorithms.batch import PackedPreferences, Sequences
+from rlhf_jax.data import batches
+from rlhf_jax.data.batches import Batches, Visit
+from rlhf_jax.data.encoding import Example, Pair, Tokens
+from rlhf_jax.devices import row_sharding
+from rlhf_jax.devices.row_sharding import Share
+from rlhf_jax.functional.checks import InputError
+
+HostArray = Any
+
+
+class PackedRow(NamedTuple):
+    """Examples, or pairs as prompt and chosen, prompt and rejected, end to end."""
+
+    tokens: Tokens
+    segments: Sequence[int]  # k + 1 for text k of the row; a pair is two texts
+    response: Sequence[bool]  # tokens of answers, but what nothing predicts
+    places: tuple[int, ...]  # of the pairs or examples in the data set
+
+
+def pack(pairs: Sequence[Pair], *, width: int | None) -> list[PackedRow]:
+    """First fit of pairs into rows; every pair is in one row.
+
+    Args:
+      pairs: encoded, in any order.
+      width: tokens of a row; None is a row for each pair.
+
+    Raises:
+      InputError: there are no pairs, one has no prompt or does not fit into a row.
+    """
+    for place, pair in enumerate(pairs):
+        if len(pair.prompt) == 0:
+            raise InputError(
+                f"pair {place} (from 0, of those to be packed): expected a prompt of "
+                f"at least 1 token, got none, so that nothing predicts how its answers "
+                f"begin; remove the pair"
+            )
+    texts = [
+        (Example(pair.prompt, pair.chosen), Example(pair.prompt, pair.rejected))
+        for pair in pairs
+    ]
+    return _pack(texts, width=width, of="pair")
+
+
+def pack_examples(examples: Sequence[Example], *, width: int) -> list[PackedRow]:
+    """As `pack`, one text each; without a prompt it is read from its second token."""
+    texts = [(example,) for example in examples]
+    return _pack(texts, width=width, of="example")
+
+
+def packed_batches(
+    rows: Sequence[PackedRow],
+    *,
+    batch_size: int,
+    seed: int,
+    pad_id: int,
+    share: Share = row_sharding.WHOLE,
+) -> Batches[PackedPreferences]:
+    """Right-padded rows, all as wide as the longest of the data set.
+
+    Args:
+      rows: of `pack`.
+      batch_size: rows, not pairs, of the global batch.
+      seed, pad_id, share: as `batches.prompt_batches`.
+
+    Raises:
+      InputError: no rows, or sizes that do not divide.
+    """
+    mine = share.of(batch_size)
+    collate = _Collate(rows, pad_id=pad_id)
+
+    def of_visits(visits: Sequence[Visit]) -> PackedPreferences:
+        return collate([visits[place].row for place in mine])
+
+    return batches.shuffled(len(rows), batch_size, seed=seed, collate=of_visits)
+
+
+def sequence_batches(
+    rows: Sequence[PackedRow],
+    *,
+    batch_size: int,
+    seed: int,
+    pad_id: int,
+    share: Share = row_sharding.WHOLE,
+) -> Batches[Sequences]:
+    """As `packed_batches`, of `pack_examples`; `segments` tells the texts apart."""
+    mine = share.of(batch_size)
+    collate = _Collate(rows, pad_id=pad_id)
+
+    def of_visits(visits: Sequence[Visit]) -> Sequences:
+        packed = collate([visits[place].row for place in mine])
+        return Sequences(
+            tokens=packed.tokens,
+            mask=packed.mask,
+            response_mask=packed.response_mask,
+            segments=packed.segments,
+        )
+
+    return batches.shuffled(len(rows), batch_size, seed=seed, collate=of_visits)
+
+
+def packed_in_order(
+    rows: Sequence[PackedRow], *, batch_size: int, pad_id: int
+) -> list[PackedPreferences]:
+    """Every row once, in order, for evaluation.
+
+    Rows without pairs, of index -1, fill up the last batch.
+    """
+    collate = _Collate(rows, pad_id=pad_id)
+    places = [*range(len(rows)), *[-1] * (-len(rows) % batch_size)]
+    return [
+        collate(places[start : start + batch_size])
+        for start in range(0, len(places), batch_size)
+    ]
+
+
+class _Collate:
+    """Places in `rows` to a batch; -1 is a row without pairs."""
+
+    def __init__(self, rows: Sequence[PackedRow], *, pad_id: int) -> None:
+        self._rows = [*rows, PackedRow((), (), (), ())]
+        self._pad_id = pad_id
+        self._width = max(len(row.tokens) for row in self._rows)
+        self._most = max(len(row.places) for row in self._rows)
+
+    def __call__(self, places: Sequence[int]) -> PackedPreferences:
+        rows = [self._rows[place] for place in places]
+        tokens, mask = batches.pad(
+            [row.tokens for row in rows],
+            width=self._width,
+            pad_id=self._pad_id,
+            left=False,
+        )
+        segments: HostArray = np.zeros(mask.shape, np.int32)
+        segments[mask] = np.concatenate([row.segments for row in rows])
+        response_mask: HostArray = np.zeros(mask.shape, bool)
+        response_mask[mask] = np.concatenate([row.response for row in rows])
+        counts = np.array([len(row.places) for row in rows])
+        pairs: HostArray = np.arange(self._most)[None, :] < counts[:, None]
+        index: HostArray = np.array(places, np.int32)
+        return PackedPreferences(
+            tokens=tokens,
+            segments=segments,
+            response_mask=response_mask,
+            pairs=pairs,
+            index=index,
+        )
+
+
+def _pack(
+    texts: Sequence[tuple[Example, ...]], *, width: int | None, of: str
+) -> list[PackedRow]:
+    """First fit of what is packed whole, one or two texts."""
+    if not texts:
+        raise InputError("expected at least one row of data, got none")
+    if width is None:
+        return [_row(texts, (place,)) for place in range(len(texts))]
+    sizes = [sum(len(p) + len(r) for p, r in whole) for whole in texts]
+    if max(sizes) > width:
+        raise InputError(
+            f"{of} {int(np.argmax(sizes))} (from 0, of those to be packed): expected "
+            f"at most {width} tokens, its texts with their prompts, got {max(sizes)}; "
+            f"make rows wider, or leave long {of}s out"
+        )
+    room = np.full(len(texts), width)
+    filled: list[list[int]] = []
+    for place, size in enumerate(sizes):
+        row = int(np.argmax(room[: len(filled) + 1] >= size))
+        if row == len(filled):
+            filled.append([])
+        filled[row].append(place)
+        room[row] -= size
+    return [_row(texts, tuple(places)) for places in filled]
+
+
+def _row(texts: Sequence[tuple[Example, ...]], places: tuple[int, ...]) -> PackedRow:
+    tokens: list[int] = []
+    segments: list[int] = []
+    response: list[bool] = []
+    held = [text for place in places for text in texts[place]]
+    for number, (prompt, answer) in enumerate(held, start=1):
+        whole = [*prompt, *answer]
+        given = max(len(prompt), 1)
+        tokens += whole
+        segments += [number] * len(whole)
+        response += [place >= given for place in range(len(whole))]
+    return PackedRow(tokens, segments, response, places)

@@ -1,0 +1,101 @@
+"""Chat templates, written by a process with limits of time and memory.
+
+A template comes with a checkpoint and is a program: one that loops for ever, or makes a
+text of 10 GB, must not take the run with it. One process writes all conversations, one
+after another; it is started by the first and again after one that it was ended for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_jax.data import template_worker
+
+SECONDS = 10.0  # for a conversation, which takes some 0.1 ms
+
+_LOCK = threading.Lock()
+_started: list[subprocess.Popen[str]] = []  # the process, if there is one
+
+
+class TemplateError(Exception):
+    """What a template raised, or which limit it went beyond."""
+
+
+def write(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool,
+    variables: Mapping[str, Any],
+) -> str:
+    """The text of a conversation, as `transformers` writes it.
+
+    Args:
+      template: in Jinja.
+      add_generation_prompt: whether the template asks for an answer at the end.
+      variables: what else the template reads, as the special tokens.
+
+    Raises:
+      TemplateError: the template raised an error, or took too long or too much.
+    """
+    request = {
+        "conversations": [messages],
+        "chat_template": template,
+        "add_generation_prompt": add_generation_prompt,
+        **variables,
+    }
+    with _LOCK:
+        if not _started:
+            _started.append(_start())
+        worker = _started[0]
+        assert worker.stdin is not None  # both are pipes
+        assert worker.stdout is not None
+        try:
+            print(json.dumps(request, default=str), file=worker.stdin, flush=True)
+            line = worker.stdout.readline()
+        except OSError:
+            line = ""
+        if not line:
+            stop()
+    if not line:
+        if worker.returncode == -signal.SIGALRM:
+            raise TemplateError(f"it takes longer than {SECONDS:g} s")
+        raise TemplateError(f"its process ended with status {worker.returncode}")
+    answered = json.loads(line)
+    if "error" in answered:
+        raise TemplateError(answered["error"])
+    return answered["text"]
+
+
+def stop() -> None:
+    """Ends the process, if there is one; the next conversation starts another."""
+    while _started:
+        worker = _started.pop()
+        worker.kill()
+        with contextlib.suppress(OSError):  # what was left in a pipe
+            worker.communicate()
+
+
+atexit.register(stop)
+
+
+def _start() -> subprocess.Popen[str]:
+    # -P: the modules beside the worker's file are not to be imported by their names.
+    return subprocess.Popen(
+        [sys.executable, "-P", str(Path(template_worker.__file__)), str(SECONDS)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        encoding="utf-8",
+        start_new_session=True,  # a Ctrl-C is the run's alone
+    )

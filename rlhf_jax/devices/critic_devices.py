@@ -1,0 +1,84 @@
+"""A critic on a mesh of its own: `critic_apart` as programs there, and the way there.
+
+    devices = CriticDevices(ppo=ppo, mesh=there, home=mesh)
+    valued = devices.state_of(critic.from_policy(params, model=model))
+    values = devices.values(valued, rollout=rollout)
+    train, experience, stats, scored = make_experience(train, ..., values=values)
+    valued, critic_stats = devices.update(valued, experience=experience, key=key)
+    train, update_stats = update_policy(train, experience=experience, key=key)
+
+Each call returns when its work is dispatched, so that what comes next on the policy's
+devices runs beside it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rlhf_jax.algorithms.batch import Experience, Rollout
+from rlhf_jax.algorithms.ppo import critic_apart
+from rlhf_jax.algorithms.ppo.recipe import PPO
+from rlhf_jax.algorithms.state import SupervisedState, supervised_state
+from rlhf_jax.devices import row_sharding, sharding
+from rlhf_jax.functional import masked
+from rlhf_jax.roles.reference.frozen import Frozen
+
+Array = jax.Array
+Params = Any
+
+
+class CriticDevices:
+    """The critic's programs on its mesh; what they read is brought there."""
+
+    def __init__(
+        self, *, ppo: PPO, mesh: Mesh, home: Mesh, base: Frozen | None = None
+    ) -> None:
+        """Compiles nothing yet.
+
+        Args:
+          ppo: static in both programs.
+          mesh: of the critic.
+          home: of rollouts and experience, where the values go.
+          base: that the critic's adapters adapt, copied to `mesh`; None without.
+
+        Raises:
+          InputError: as `PPO.refuse_critic_apart`.
+        """
+        ppo.refuse_critic_apart()
+        self._ppo, self._mesh, self._home = ppo, mesh, home
+        self.base = None if base is None else sharding.place(base, mesh=mesh)
+        on = functools.partial(sharding.on, mesh)
+        self._values = jax.jit(functools.partial(on(critic_apart.values), ppo=ppo))
+        self._update = jax.jit(
+            functools.partial(on(critic_apart.update), ppo=ppo),
+            donate_argnames=("critic",),
+        )
+
+    def state_of(self, params: Params) -> SupervisedState:
+        """A critic before its first update, with its optimizer, on its mesh.
+
+        Raises:
+          TypeError: a parameter is not f32; names the leaf.
+        """
+        there = sharding.place(params, mesh=self._mesh)
+        state = supervised_state(there, optimizer=self._ppo.critic_optimizer)
+        return sharding.place(state, mesh=self._mesh)
+
+    def values(self, critic: SupervisedState, *, rollout: Rollout) -> Array:
+        """`critic_apart.values`, f32[B, S], on the mesh of the policy."""
+        there = row_sharding.put_rows(rollout, mesh=self._mesh)
+        found = self._values(critic.params, rollout=there, base=self.base)
+        return row_sharding.put_rows(found, mesh=self._home)
+
+    def update(
+        self, critic: SupervisedState, *, experience: Experience, key: Array
+    ) -> tuple[SupervisedState, masked.Stats]:
+        """`critic_apart.update`; donates `critic`. The stats stay on its mesh."""
+        there = row_sharding.put_rows(experience, mesh=self._mesh)
+        # `sharding.place` cannot be traced, as a rehearsal does.
+        key = jax.device_put(key, NamedSharding(self._mesh, PartitionSpec()))
+        return self._update(critic, experience=there, key=key, base=self.base)

@@ -1,0 +1,114 @@
+"""Compiled programs on disk, so that a second start does not compile them again.
+
+It is JAX's own persistent compilation cache, whose key is all that a program depends
+on: its text, the compiler's version and flags, the devices. What runs is the same
+machine code, so the numbers are the same bits. Of several processes the first writes,
+and each reads its own folder, or one that they share. `give_back_memory` is for what
+making a program has left in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from pathlib import Path
+
+import jax
+
+from rlhf_jax.devices import processes
+from rlhf_jax.functional.checks import InputError
+
+MAX_BYTES = 4 * 2**30  # of a folder at a start, before the oldest programs go
+
+
+def default_folder() -> Path | None:
+    """rlhf_jax/compiled in the user's cache directory; None without a home."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(given):  # the standard has others ignored
+        return Path(given) / "rlhf_jax" / "compiled"
+    try:
+        return Path.home() / ".cache" / "rlhf_jax" / "compiled"
+    except RuntimeError:
+        return None
+
+
+def use_default() -> None:
+    """`use(default_folder())`, unless JAX has been told otherwise already.
+
+    By JAX_COMPILATION_CACHE_DIR or JAX_ENABLE_COMPILATION_CACHE. Without a place to
+    write to nothing is kept.
+    """
+    told = jax.config.values
+    if told["jax_compilation_cache_dir"] is not None:
+        return
+    folder = default_folder()
+    if folder is None or not told["jax_enable_compilation_cache"]:
+        return
+    try:
+        use(folder)
+    except InputError:  # a home that cannot be written to is no mistake of the user's
+        return
+
+
+def use(folder: Path | None) -> None:
+    """Keeps every program that is compiled from now on, and reads those kept before.
+
+    Small ones too: starting takes dozens of them, which add up to seconds.
+
+    Args:
+      folder: is made where it is missing; of more than `MAX_BYTES` the oldest programs
+        are removed. None keeps and reads none.
+
+    Raises:
+      InputError: the folder cannot be made or written to.
+    """
+    if folder is None:
+        jax.config.update("jax_compilation_cache_dir", None)
+        return
+    folder = folder.expanduser().absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"--compilation-cache: expected a folder, or one that can be made, got "
+            f"{folder}: {error.strerror}; name another, or None"
+        ) from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise InputError(
+            f"--compilation-cache: expected a folder that can be written to, got "
+            f"{folder}; name another, or None"
+        )
+    if processes.is_first():
+        prune(folder, max_bytes=MAX_BYTES)
+    jax.config.update("jax_compilation_cache_dir", os.fspath(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def prune(folder: Path, *, max_bytes: int) -> None:
+    """Removes the programs that were written first until `max_bytes` are left.
+
+    JAX's own bound reads a file for every program at every program that it writes.
+    """
+    found = []
+    for path in folder.glob("*-cache"):
+        try:
+            status = path.stat()
+        except OSError:  # another run removes them too
+            continue
+        found.append((status.st_mtime_ns, status.st_size, path))
+    left = sum(size for _, size, _ in found)
+    for _, size, path in sorted(found):
+        if left <= max_bytes:
+            return
+        path.unlink(missing_ok=True)
+        left -= size
+
+
+def give_back_memory() -> None:
+    """Gives memory that the compiler has freed back to the system.
+
+    Half of what a small run holds on a CPU. Only glibc keeps it, and can be asked.
+    """
+    with contextlib.suppress(OSError, TypeError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

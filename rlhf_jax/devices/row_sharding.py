@@ -1,0 +1,204 @@
+"""Rows of a batch: which process reads them, on which devices they lie, and back.
+
+    share = row_sharding.row_share(mesh)            each process reads rows of its own
+    batch = row_sharding.put_rows(batch, mesh=mesh)     one array over all processes
+    rollout = sample(policy, prompts=batch, ...)
+    mine = row_sharding.local_rows(rollout)         NumPy's, this process's again
+    scores = row_sharding.put_rows(reward(mine), mesh=mesh)
+
+On one process `put_rows` and `local_rows` are of the whole batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rlhf_jax.devices import sharding
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models import axes
+
+Array = jax.Array
+Tree = TypeVar("Tree")
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """Which rows of every batch are a process's: some of `count` equal blocks."""
+
+    blocks: tuple[int, ...]  # ascending, from 0
+    count: int
+
+    def of(self, rows: int) -> list[int]:
+        """The places of these rows among all of a batch.
+
+        Raises:
+          InputError: the blocks do not divide the rows.
+        """
+        if rows < 1 or rows % self.count:
+            raise InputError(
+                f"expected a batch size that the {self.count} devices which share its "
+                f"rows divide, got {rows}; change it, or the mesh"
+            )
+        size = rows // self.count
+        return [block * size + i for block in self.blocks for i in range(size)]
+
+
+WHOLE = Share((0,), 1)
+
+
+def row_share(mesh: Mesh) -> Share:
+    """The rows that the devices of this process hold.
+
+    On a TPU slice these need not stand side by side. Processes whose devices differ
+    along `tensor` alone hold the same rows.
+    """
+    held = _blocks(mesh)
+    return Share(held[jax.process_index()], _num_blocks(mesh))
+
+
+def _num_blocks(mesh: Mesh) -> int:
+    return math.prod(dict(mesh.shape).get(axis, 1) for axis in axes.ROW_AXES)
+
+
+def _blocks(mesh: Mesh) -> dict[int, tuple[int, ...]]:
+    """The blocks of rows that each process of the mesh holds."""
+    present = tuple(axis for axis in axes.ROW_AXES if axis in mesh.shape)
+    where = NamedSharding(mesh, PartitionSpec(present))
+    held: dict[int, set[int]] = {}
+    for device, (rows,) in where.devices_indices_map((_num_blocks(mesh),)).items():
+        held.setdefault(device.process_index, set()).add(rows.start or 0)
+    return {process: tuple(sorted(blocks)) for process, blocks in held.items()}
+
+
+def row_shardings(batch: Tree, *, mesh: Mesh | None = None) -> Tree:
+    """Where a batch is to lie: its rows over the row axes of the mesh.
+
+    Args:
+      batch: arrays or shapes [B, ...], all rows of the global batch.
+      mesh: None is the one that is set.
+
+    Returns:
+      A tree of `NamedSharding`s.
+
+    Raises:
+      InputError: the row axes do not divide the rows.
+    """
+    mesh = sharding.mesh_or_set(mesh)
+    return jax.tree.map(lambda leaf: _divided(mesh, rows=leaf.shape[0]), batch)
+
+
+def put_rows(batch: Tree, *, mesh: Mesh | None = None) -> Tree:
+    """A batch with its rows over the row axes of the mesh.
+
+    Args:
+      batch: arrays [b, ...] of NumPy's, this process's rows of the global batch
+        (`row_share`); or of JAX, all of its rows.
+      mesh: None is the one that is set.
+
+    Raises:
+      InputError: the row axes do not divide the rows.
+    """
+    mesh = sharding.mesh_or_set(mesh)
+    share = WHOLE
+    if jax.process_count() > 1:
+        share = row_share(mesh)
+
+    def put(leaf: Any) -> Array:
+        if not np.ndim(leaf):
+            raise InputError(
+                f"batch: expected arrays [b, ...], got the scalar {leaf}; put it there "
+                f"by itself"
+            )
+        if isinstance(leaf, Array):
+            return jax.device_put(leaf, _divided(mesh, rows=leaf.shape[0]))
+        rows = leaf.shape[0] * share.count // len(share.blocks)
+        where, held = _divided(mesh, rows=rows), np.asarray(leaf)
+        place = {row: at for at, row in enumerate(share.of(rows))}
+
+        def part(index: Any) -> Any:
+            start, stop, _ = index[0].indices(rows)
+            return held[place[start] :][: stop - start]
+
+        return jax.make_array_from_callback((rows, *held.shape[1:]), where, part)
+
+    return jax.tree.map(put, batch)
+
+
+def put_computed(batch: Any, *, mesh: Mesh) -> Any:
+    """`put_rows` of what processes computed for their rows by themselves, as scores.
+
+    Where several hold the same rows, all take what the first of them computed: a
+    reward need not give the same number twice. All call this.
+
+    Args:
+      batch: arrays [b, ...] of NumPy's, of this process's rows.
+
+    Raises:
+      InputError: as `put_rows`.
+    """
+    held = _blocks(mesh)
+    if sum(map(len, held.values())) > _num_blocks(mesh):
+        owner = {
+            block: (process, at)
+            for process in sorted(held, reverse=True)
+            for at, block in enumerate(held[process])
+        }
+        mine = [owner[block] for block in held[jax.process_index()]]
+
+        def first(leaf: Any) -> Any:
+            blocks = np.reshape(leaf, (len(mine), -1, *np.shape(leaf)[1:]))
+            of_all = np.asarray(multihost_utils.process_allgather(blocks))
+            return np.concatenate([of_all[process, at] for process, at in mine])
+
+        batch = jax.tree.map(first, batch)
+    return put_rows(batch, mesh=mesh)
+
+
+def local_rows(batch: Any) -> Any:
+    """This process's rows of a batch, as NumPy arrays; waits for them.
+
+    Args:
+      batch: arrays [B, ...]; with several processes on one mesh, where every one of
+        them calls this.
+
+    Returns:
+      Arrays [b, ...], all of the rows on one process.
+    """
+
+    def read(leaf: Any) -> Any:
+        if not isinstance(leaf, Array) or leaf.is_fully_addressable:
+            return leaf
+        where = _over_rows(_mesh_of(leaf), rows=leaf.shape[0])
+        leaf = jax.device_put(leaf, where)
+        parts = {shard.index[0].start or 0: shard for shard in leaf.addressable_shards}
+        return np.concatenate([np.asarray(parts[at].data) for at in sorted(parts)])
+
+    return jax.device_get(jax.tree.map(read, batch))
+
+
+def _mesh_of(leaf: Array) -> Mesh:
+    held: Any = leaf.sharding  # of several processes: it has a mesh
+    return held.mesh
+
+
+def _divided(mesh: Mesh, *, rows: int) -> NamedSharding:
+    count = _num_blocks(mesh)
+    if rows % count:
+        raise InputError(
+            f"batch: expected rows that the {count} devices of axes "
+            f"{' and '.join(axes.ROW_AXES)} divide, got {rows}; change the batch size "
+            f"or the mesh"
+        )
+    return _over_rows(mesh, rows=rows)
+
+
+def _over_rows(mesh: Mesh, *, rows: int) -> NamedSharding:
+    spec = PartitionSpec(axes.row_axes(dict(mesh.shape), rows=rows))
+    return NamedSharding(mesh, spec)

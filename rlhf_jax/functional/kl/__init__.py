@@ -1,0 +1,23 @@
+"""Divergences of the policy from the reference, and how they act."""
+
+from rlhf_jax.functional.kl.estimators import (
+    Direction,
+    exact,
+    exact_from_hidden,
+    k1,
+    k2,
+    k3,
+    top_k,
+    top_k_from_hidden,
+)
+
+__all__ = [
+    "Direction",
+    "exact",
+    "exact_from_hidden",
+    "k1",
+    "k2",
+    "k3",
+    "top_k",
+    "top_k_from_hidden",
+]

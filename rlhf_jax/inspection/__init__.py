@@ -1,0 +1,1 @@
+"""The KL of a text, token by token."""

@@ -1,0 +1,298 @@
+"""KL of a text token by token: where a policy says other things than its reference.
+
+    rlhf-jax kl --policy RUN/model --reference gpt2 --text answer.txt --html answer.html
+
+On the terminal and in the file a token's colour is k1 = log π - log π_ref of that
+token; the file adds the exact KL of the two distributions it was drawn from, and what
+either model would rather have said.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html as html_
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from rlhf_jax.checkpoints import hf, pretrained
+from rlhf_jax.data import encoding, files
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.inspection import token_logprobs
+from rlhf_jax.inspection.token_logprobs import Price, Token
+from rlhf_jax.runs import folder, report
+
+LARGEST = 10  # tokens in the table of those with the largest KL
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Which text, under which two models, and where to show it."""
+
+    policy: str
+    """Checkpoint folder or hub id."""
+    reference: str
+    """Checkpoint folder or hub id, of the policy's vocabulary."""
+    text: Path | None = None
+    """File with the text; or give --prompt."""
+    prompt: str | None = None
+    """The text itself; or give --text."""
+    html: Path | None = None
+    """File to write, for a browser; None writes none."""
+    tokenizer: str | None = None
+    """Folder or hub id; None takes the one in --policy."""
+    temperature: float = 1.0
+    """Divides the logits of both; that of the rollouts shows the KL of training."""
+    alternatives: int = 3
+    """Tokens that the policy likes best at each place, shown in --html."""
+    limit: float = 2.0
+    """Nats at which a colour is full."""
+
+    def __post_init__(self) -> None:
+        if (self.text is None) == (self.prompt is None):
+            got = "neither" if self.text is None else "both"
+            raise InputError(f"expected one of --text and --prompt, got {got}")
+        checks.positive(temperature=self.temperature, limit=self.limit)
+        checks.non_negative(alternatives=self.alternatives)
+        if self.html is not None and not self.html.parent.is_dir():
+            raise InputError(
+                f"--html {self.html}: expected a file in a folder that exists, got no "
+                f"{self.html.parent}; make it first"
+            )
+
+
+def summary(tokens: Sequence[Token]) -> str:
+    """One line: tokens, k1 and exact KL in all, perplexity under both."""
+    prices = [token.price for token in tokens if token.price is not None]
+    k1 = math.fsum(each.k1 for each in prices)
+    exact = math.fsum(each.exact for each in prices)
+    own, ref = (
+        math.exp(-math.fsum(column) / len(prices))
+        for column in zip(*(each[:2] for each in prices), strict=True)
+    )
+    return (
+        f"{len(prices)} tokens: k1 {k1:.4g} nats in all, exact KL {exact:.4g} nats in "
+        f"all; perplexity {own:.4g} under the policy, {ref:.4g} under the reference"
+    )
+
+
+def coloured(tokens: Sequence[Token], *, limit: float) -> Text:
+    """The text for a terminal: blue where the policy likes it better, orange worse.
+
+    Spaces show as dots and line breaks as ⏎; the legend stands above.
+
+    Args:
+      limit: nats at which a colour is full.
+    """
+    shown = Text("k1 [nats]  ")
+    for share in (-1.0, -0.5, 0.0, 0.5, 1.0):
+        shown.append(f" {share * limit:+.3g} ", style=_terminal_style(share))
+    shown.append("  log π - log π_ref: blue, the policy likes the token better\n\n")
+    for token in tokens:
+        share = 0.0 if token.price is None else token.price.k1 / limit
+        shown.append(_visible(token.text), style=_terminal_style(share))
+    return shown
+
+
+def _terminal_style(share: float) -> str:
+    """Black on a colour between white and full; plain where there is little to tell."""
+    strength = min(1.0, abs(share))
+    if strength < 0.05:
+        return ""
+    full = (90, 150, 255) if share > 0 else (255, 140, 60)
+    red, green, blue = (round(255 + strength * (end - 255)) for end in full)
+    return f"black on rgb({red},{green},{blue})"
+
+
+def html(tokens: Sequence[Token], *, limit: float, title: str) -> str:
+    """The text as one HTML page that needs nothing else, in light or dark.
+
+    Args:
+      limit: nats at which a colour is full.
+      title: of the page.
+    """
+    spans = "".join(
+        _span(token, place, limit=limit) for place, token in enumerate(tokens)
+    )
+    rows = "".join(
+        f"<tr><td>{place}</td><td><code>{html_.escape(_on_one_line(token.text))}</code></td>"
+        f"<td>{each.k1:+.3f}</td><td>{each.exact:.3f}</td>"
+        f"<td>{each.logprob:.3f}</td><td>{each.ref_logprob:.3f}</td></tr>"
+        for place, token, each in largest(tokens)
+    )
+    return _PAGE.format(
+        title=html_.escape(title),
+        summary=html_.escape(summary(tokens)),
+        low=f"{-limit:+.3g}",
+        high=f"{limit:+.3g}",
+        full=f"{limit:.3g}",
+        spans=spans,
+        rows=rows,
+    )
+
+
+def largest(tokens: Sequence[Token]) -> list[tuple[int, Token, Price]]:
+    """(place, token, price) of those with the largest exact KL, the largest first."""
+    priced = [
+        (place, token, token.price)
+        for place, token in enumerate(tokens)
+        if token.price is not None
+    ]
+    return sorted(priced, key=lambda each: -each[2].exact)[:LARGEST]
+
+
+def _span(token: Token, place: int, *, limit: float) -> str:
+    text = _escape(token.text)
+    if token.price is None:
+        return f'<span class="given" title="{place}: not predicted">{text}</span>'
+    each = token.price
+    told = [
+        f"{place}: {_on_one_line(token.text)}",
+        f"k1 {each.k1:+.3f} nats, exact KL {each.exact:.3f} nats",
+        f"log π {each.logprob:.3f}, log π_ref {each.ref_logprob:.3f}",
+        *(
+            f"or {_on_one_line(other.text)}  log π {other.logprob:.3f}, "
+            f"log π_ref {other.ref_logprob:.3f}"
+            for other in each.alternatives
+        ),
+    ]
+    colour = "37,99,235" if each.k1 > 0 else "234,88,12"
+    strength, line = (min(1.0, abs(x) / limit) for x in (each.k1, each.exact))
+    return (
+        f'<span title="{html_.escape(chr(10).join(told))}" '
+        f'style="background:rgba({colour},{0.55 * strength:.3f});'
+        f'border-color:rgba(147,51,234,{line:.3f})">{text}</span>'
+    )
+
+
+def _escape(text: str) -> str:
+    """HTML of a token; the marks for spaces are faint, and lines may break at them."""
+    shown = html_.escape(_visible(text))
+    return shown.replace("·", "<wbr><i>·</i>")
+
+
+def _visible(text: str) -> str:
+    """Spaces as ·, tabs as ⇥, line breaks as ⏎ and a break, controls by number."""
+    marks = {" ": "·", "\t": "⇥", "\n": "⏎\n"}
+    return "".join(
+        marks.get(c, c if c.isprintable() else f"\\x{ord(c):02x}") for c in text
+    )
+
+
+def _on_one_line(text: str) -> str:
+    return _visible(text).replace("\n", "")
+
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+:root {{ color-scheme: light dark; }}
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto;
+  padding: 0 1rem; }}
+h1 {{ font-size: 1.3rem; overflow-wrap: anywhere; }}
+.bar {{ display: inline-block; width: 12rem; height: 0.9rem; margin: 0 0.4rem;
+  vertical-align: middle; background: linear-gradient(to right, rgba(234,88,12,0.55),
+  rgba(128,128,128,0), rgba(37,99,235,0.55));
+  border: 1px solid rgba(128,128,128,0.5); }}
+.line {{ background: linear-gradient(to right, rgba(147,51,234,0), rgb(147,51,234));
+  height: 3px; border: 0; }}
+.text {{ font: 15px/2.1 ui-monospace, monospace; white-space: pre-wrap;
+  overflow-wrap: anywhere; }}
+.text span {{ border-bottom: 3px solid transparent; padding: 1px 0; }}
+.text .given {{ border-bottom: 3px dotted rgba(128,128,128,0.7); }}
+.text i {{ opacity: 0.35; font-style: normal; }}
+table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
+th, td {{ text-align: right; padding: 0.15rem 0.8rem;
+  border-bottom: 1px solid rgba(128,128,128,0.3); }}
+th:nth-child(2), td:nth-child(2) {{ text-align: left; white-space: pre-wrap; }}
+</style>
+</head>
+<body>
+<h1>{title}</h1>
+<p>{summary}.</p>
+<p>Background, k1 = log π − log π_ref of the token: {low}
+<span class="bar"></span> {high} nats; blue where the policy likes it better than the
+reference does, orange where less.<br>
+Line below, exact KL of the two distributions that it was drawn from: 0
+<span class="bar line"></span> {full} nats. Dotted: given, not predicted.<br>
+· is a space, ⏎ a line break. Point at a token for its numbers.</p>
+<div class="text">{spans}</div>
+<h2>Largest exact KL</h2>
+<table>
+<tr><th>place</th><th>token</th><th>k1 [nats]</th><th>exact KL [nats]</th>
+<th>log π [nats]</th><th>log π_ref [nats]</th></tr>
+{rows}
+</table>
+</body>
+</html>
+"""
+
+
+def run(options: Options) -> None:
+    """Prices the text, prints it in colour and writes the page.
+
+    Raises:
+      InputError: a checkpoint or the text cannot be read, the reference has another
+        vocabulary, or the text is too short.
+    """
+    if options.text is not None:
+        text = files.read_text(options.text)
+    else:
+        assert options.prompt is not None  # checked by Options
+        text = options.prompt
+    policy = pretrained.load(options.policy, tokenizer=options.tokenizer)
+    ref_model, ref_params = hf.load(options.reference, dtype="float32")
+    _check_tokenizer(options.reference, ids=policy.tokenizer.get_vocab())
+    tokens = token_logprobs.price(
+        policy.params,
+        ref_params,
+        model=policy.model,
+        ref_model=ref_model,
+        tokens=policy.tokenizer(text, verbose=False)["input_ids"],
+        decode=lambda ids: str(
+            policy.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        ),
+        temperature=options.temperature,
+        alternatives=options.alternatives,
+    )
+    Console().print(coloured(tokens, limit=options.limit), "\n", sep="")
+    report.table(
+        "Largest exact KL",
+        ("place", "token", "k1 [nats]", "exact KL [nats]", "log π", "log π_ref"),
+        [
+            (place, _on_one_line(token.text), each.k1, each.exact, *each[:2])
+            for place, token, each in largest(tokens)
+        ],
+    )
+    print(summary(tokens))
+    if options.html is not None:
+        title = f"KL by token: {options.policy} against {options.reference}"
+        if options.temperature != 1:
+            title += f", temperature {options.temperature:g}"
+        page = html(tokens, limit=options.limit, title=title)
+        folder.write_text(options.html, page)
+        print(f"written to {options.html}")
+
+
+def _check_tokenizer(reference: str, *, ids: dict[str, int]) -> None:
+    """InputError where the reference gives the policy's tokens other ids."""
+    try:
+        own = encoding.load_tokenizer(reference).get_vocab()
+    except InputError:  # it came without one: the sizes must do
+        return
+    differing = sorted(t for t in ids.keys() & own.keys() if ids[t] != own[t])
+    if differing or ids.keys() != own.keys():
+        shown = differing or sorted(ids.keys() ^ own.keys())
+        raise InputError(
+            f"--reference {reference}: expected the policy's tokenizer, got one that "
+            f"differs in {len(shown)} tokens, such as {shown[0]!r}; their KL is over "
+            "the same tokens"
+        )

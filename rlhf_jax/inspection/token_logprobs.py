@@ -1,0 +1,187 @@
+"""What a policy and its reference say of every token of a text."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlhf_jax.functional import kl, logprobs
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.roles import policy
+
+Array = jax.Array
+Params = Any
+
+
+class Alternative(NamedTuple):
+    """A token that could have come."""
+
+    text: str
+    logprob: float  # nats, under the policy
+    ref_logprob: float  # nats
+
+
+class Price(NamedTuple):
+    """What both models say of one token, given those before."""
+
+    logprob: float  # nats, under the policy
+    ref_logprob: float  # nats
+    exact: float  # nats, Σ_v π log(π/π_ref) over what could have come
+    alternatives: tuple[Alternative, ...]  # the likeliest under the policy first
+
+    @property
+    def k1(self) -> float:
+        """log π - log π_ref, nats: above 0 where the policy likes the token better."""
+        return self.logprob - self.ref_logprob
+
+
+class Token(NamedTuple):
+    """A token as it reads in its place."""
+
+    text: str
+    price: Price | None  # None for the first, which nothing predicts
+
+
+def price(
+    params: Params,
+    ref_params: Params,
+    *,
+    model: ModelConfig,
+    ref_model: ModelConfig,
+    tokens: Sequence[int],
+    decode: Callable[[list[int]], str],
+    temperature: float = 1.0,
+    alternatives: int = 3,
+) -> list[Token]:
+    """Prices a text of any length under both models.
+
+    A text longer than the shorter context is read in windows that overlap by half, so
+    that every token stands after at least half a context of others.
+
+    Args:
+      params, ref_params: decoders, stored in any way.
+      model, ref_model: of one vocabulary.
+      tokens: ids, at least two.
+      decode: ids -> text, special tokens kept.
+      temperature: divides the logits of both.
+      alternatives: how many of the policy's likeliest tokens to tell.
+
+    Raises:
+      InputError: the vocabularies differ in size, or there are fewer than two tokens.
+    """
+    if model.vocab_size != ref_model.vocab_size:
+        raise InputError(
+            f"expected models of one vocabulary, got {model.vocab_size} ids of the "
+            f"policy and {ref_model.vocab_size} of the reference; their KL is over "
+            "the same tokens"
+        )
+    if len(tokens) < 2:
+        raise InputError(
+            f"expected a text of at least 2 tokens, got {len(tokens)}: nothing "
+            "predicts the first; give a longer one"
+        )
+    priced = _price_ids(
+        params,
+        ref_params,
+        ids=np.asarray(tokens, np.int32),
+        context=min(model.max_positions, ref_model.max_positions),
+        program=jax.jit(
+            functools.partial(
+                _price_window,
+                model=model,
+                ref_model=ref_model,
+                temperature=temperature,
+                alternatives=min(alternatives, model.vocab_size),
+            )
+        ),
+    )
+    found = [Token(_piece(decode, [], tokens[0]), None)]
+    for t in range(1, len(tokens)):
+        own, ref, exact, ids, *pairs = (column[t].tolist() for column in priced)
+        before = list(tokens[max(0, t - 8) : t])
+        others = [
+            Alternative(_piece(decode, before, token), likely, ref_likely)
+            for token, likely, ref_likely in zip(ids, *pairs, strict=True)
+        ]
+        text = _piece(decode, before, tokens[t])
+        found.append(Token(text, Price(own, ref, exact, tuple(others))))
+    return found
+
+
+def _price_window(
+    params: Params,
+    ref_params: Params,
+    tokens: Array,
+    *,
+    model: ModelConfig,
+    ref_model: ModelConfig,
+    temperature: float,
+    alternatives: int,
+) -> tuple[Array, ...]:
+    """Of i32[W] tokens: log-probs, KL [W] and alternatives [W, A], about tokens[t]."""
+    row, mask = tokens[None], jnp.ones((1, tokens.size), jnp.bool_)
+    logits, ref_logits = (
+        policy.logits(each, model=shape, tokens=row, mask=mask)
+        for each, shape in ((params, model), (ref_params, ref_model))
+    )
+    own, ref = (
+        logprobs.token_logprobs(each, row, temperature=temperature)[0]
+        for each in (logits, ref_logits)
+    )
+    exact = kl.exact(logits, ref_logits, temperature=temperature)[0]
+    every, ref_every = (
+        jax.nn.log_softmax(each[0] / temperature) for each in (logits, ref_logits)
+    )
+    likely, ids = jax.lax.top_k(every, alternatives)
+    ref_likely = jnp.take_along_axis(ref_every, ids, axis=-1)
+    # Entry t of these is about the token after tokens[t]; the first ones were given.
+    shifted = (jnp.roll(each, 1, axis=0) for each in (exact, ids, likely, ref_likely))
+    return (own, ref, *shifted)
+
+
+def _price_ids(
+    params: Params,
+    ref_params: Params,
+    *,
+    ids: np.ndarray,
+    context: int,
+    program: Callable[..., tuple[Array, ...]],
+) -> list[np.ndarray]:
+    """The columns of `_price_window` for all ids, entry 0 being of no meaning.
+
+    tokens      0 1 2 3 4 5 6 7 8 9     context 4
+    windows     0 1 2 3
+                    2 3 4 5             of which 4 5 is new
+                        4 5 6 7
+                            6 7 8 9
+    """
+    size = min(len(ids), context)
+    starts = [0]
+    while starts[-1] + size < len(ids):
+        starts.append(min(starts[-1] + size - size // 2, len(ids) - size))
+    parts, done = [], 0
+    for start in starts:  # windows of one size share one program
+        window = jax.device_get(
+            program(params, ref_params, jnp.asarray(ids[start : start + size]))
+        )
+        parts.append([column[done - start :] for column in window])
+        done = start + size
+    return [np.concatenate(columns) for columns in zip(*parts, strict=True)]
+
+
+def _piece(decode: Callable[[list[int]], str], before: list[int], token: int) -> str:
+    """What a token adds to the text before it.
+
+    Not the token decoded alone, which may lose its space; the last of several tokens
+    that make one character shows it, those before it "�".
+    """
+    shorter, longer = decode(before), decode([*before, token])
+    if not longer.startswith(shorter):
+        shorter = shorter.rstrip("�")
+    return longer[len(shorter) :] or ("�" if longer.endswith("�") else "")

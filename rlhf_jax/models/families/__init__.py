@@ -1,0 +1,1 @@
+"""One file for each family of checkpoints, and what they share."""

@@ -1,0 +1,124 @@
+"""Gemma 2 (arXiv:2408.00118): norms around each block, every other layer local.
+
+Attention and the head are soft-capped, norms multiply by 1 + weight, and embeddings are
+read times sqrt(hidden_size).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.families import keys, llama, window_options
+
+# Where a config.json is silent, as transformers 4 left out what was a default of all.
+DEFAULTS = {
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+SOFTCAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+NORMS = {
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "attention_post_norm",
+    "pre_feedforward_layernorm": "mlp_norm",
+    "post_feedforward_layernorm": "mlp_post_norm",
+}
+
+
+def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
+    """The decoder of a Gemma2 `config.json`.
+
+    Raises:
+      InputError: an option that the decoder does not implement, by name.
+    """
+    options = SOFTCAPS | dict(config)
+    return dataclasses.replace(
+        decoder_from_hf(options, family="gemma2", local=lambda layer: layer % 2 == 0),
+        attention_softcap=options["attn_logit_softcapping"],
+        logit_softcap=options["final_logit_softcapping"],
+    )
+
+
+def config_to_hf(model: ModelConfig) -> dict[str, Any]:
+    """The `config.json` that `config_from_hf` reads back."""
+    return decoder_to_hf(model) | {
+        "attn_logit_softcapping": model.attention_softcap,
+        "final_logit_softcapping": model.logit_softcap,
+    }
+
+
+def decoder_from_hf(
+    config: Mapping[str, Any], *, family: str, local: window_options.Local
+) -> ModelConfig:
+    """The decoder of the options that Gemma 2 and 3 name alike.
+
+    Args:
+      local: which layers are local in a config without `layer_types`.
+
+    Raises:
+      InputError: an option that the decoder does not implement, by name.
+    """
+    keys.only(config, {"use_bidirectional_attention": False})
+    given = {name: value for name, value in config.items() if value is not None}
+    options = DEFAULTS | given
+    model = llama.decoder_from_hf(
+        options, family=family, activation="hidden_activation"
+    )
+    if "layer_types" not in given:  # which local layers there are, null does not say
+        keys.required(DEFAULTS | dict(config), "sliding_window")
+    window, local_layers = window_options.from_hf(
+        config,
+        num_layers=model.num_layers,
+        window=config.get("sliding_window", DEFAULTS["sliding_window"]),
+        default=local,
+    )
+    return dataclasses.replace(
+        model,
+        norm_from_one=True,
+        post_norms=True,
+        sliding_window=window,
+        local_layers=local_layers,
+        query_scale=options["query_pre_attn_scalar"] ** -0.5,
+        embed_scale=model.hidden_size**0.5,
+    )
+
+
+def decoder_to_hf(model: ModelConfig) -> dict[str, Any]:
+    """The options that `decoder_from_hf` reads back."""
+    options = llama.decoder_to_hf(model)
+    activation = options.pop("hidden_act")
+    scale = model.head_dim**-0.5 if model.query_scale is None else model.query_scale
+    scalar = scale**-2
+    whole = round(scalar)  # theirs is an integer
+    return options | {
+        # Equal, and what other readers of theirs expect.
+        "hidden_activation": (
+            "gelu_pytorch_tanh" if activation == "gelu_new" else activation
+        ),
+        "attention_bias": model.attention_bias,
+        "query_pre_attn_scalar": whole if whole**-0.5 == scale else scalar,
+        # transformers asks for one even where no layer is local.
+        "sliding_window": model.sliding_window or DEFAULTS["sliding_window"],
+        "layer_types": window_options.layer_types(model),
+    }
+
+
+def key_table(model: ModelConfig) -> keys.Table:
+    """Llama's names, and those of the norms of what attention and MLP return."""
+    projections = (*llama.attention_keys(model), *llama.mlp_keys(model))
+    return llama.table(model, *projections, norms=NORMS)
+
+
+FAMILY = keys.Family(
+    name="gemma2",
+    causal="Gemma2ForCausalLM",
+    classifier="Gemma2ForSequenceClassification",
+    config_from_hf=config_from_hf,
+    config_to_hf=config_to_hf,
+    key_table=key_table,
+)

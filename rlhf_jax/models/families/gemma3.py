@@ -1,0 +1,71 @@
+"""Gemma 3, the language model (arXiv:2503.19786): Gemma 2 with norms of query and key.
+
+Five local layers to a global one, each kind with a base of its own for its rotary
+positions, of which those of the global layers may be scaled; nothing is soft-capped in
+attention.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.families import gemma2, keys, rope_options
+
+
+def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
+    """The decoder of a Gemma3 text `config.json`.
+
+    Reads `rope_theta`, `rope_local_base_freq` and `rope_scaling`, and the
+    `rope_parameters` of transformers 5, which hold one of each for each kind of layer.
+
+    Raises:
+      InputError: an option that the decoder does not implement, by name.
+    """
+    # Theirs names it, and computes without.
+    keys.only(config, {"attn_logit_softcapping": None})
+    nested = config.get("rope_parameters") or {}
+    near = nested.get("sliding_attention") or {}
+    keys.only(near, {"rope_type": "default"})
+    far = dict(nested.get("full_attention") or {}) | (config.get("rope_scaling") or {})
+    pattern = keys.option(config, "sliding_window_pattern", 6)
+    model = gemma2.decoder_from_hf(
+        {
+            **config,
+            "rope_theta": keys.option(config, "rope_theta", 1e6),
+            "rope_parameters": far,
+            "rope_scaling": None,
+        },
+        family="gemma3_text",
+        local=lambda layer: (layer + 1) % pattern != 0,
+    )
+    rope_local_theta, _ = rope_options.from_hf(
+        {**config, "rope_parameters": near, "rope_scaling": None},
+        theta="rope_local_base_freq",
+    )
+    return dataclasses.replace(
+        model,
+        query_key_norm=True,
+        rope_local_theta=rope_local_theta,
+        logit_softcap=config.get("final_logit_softcapping"),
+    )
+
+
+def config_to_hf(model: ModelConfig) -> dict[str, Any]:
+    """The `config.json` that `config_from_hf` reads back."""
+    return gemma2.decoder_to_hf(model) | {
+        "rope_local_base_freq": model.rope_local_theta,
+        "final_logit_softcapping": model.logit_softcap,
+    }
+
+
+FAMILY = keys.Family(
+    name="gemma3_text",
+    causal="Gemma3ForCausalLM",
+    classifier="Gemma3TextForSequenceClassification",
+    config_from_hf=config_from_hf,
+    config_to_hf=config_to_hf,
+    key_table=gemma2.key_table,
+)

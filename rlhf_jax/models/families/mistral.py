@@ -1,0 +1,43 @@
+"""Mistral 7B (arXiv:2310.06825): Llama with a sliding window in each layer, or none."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.families import keys, llama
+
+
+def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
+    """The decoder of a Mistral `config.json`.
+
+    Raises:
+      InputError: an option that the decoder does not implement, by name.
+    """
+    return in_every_layer(
+        llama.decoder_from_hf(config, family="mistral"),
+        window=config.get("sliding_window", 4096),
+    )
+
+
+def config_to_hf(model: ModelConfig) -> dict[str, Any]:
+    """The `config.json` that `config_from_hf` reads back."""
+    return llama.decoder_to_hf(model) | {"sliding_window": model.sliding_window}
+
+
+def in_every_layer(model: ModelConfig, *, window: int | None) -> ModelConfig:
+    """The model with a window in every layer, in tokens; None is without."""
+    local = () if window is None else (True,) * model.num_layers
+    return dataclasses.replace(model, sliding_window=window, local_layers=local)
+
+
+FAMILY = keys.Family(
+    name="mistral",
+    causal="MistralForCausalLM",
+    classifier="MistralForSequenceClassification",
+    config_from_hf=config_from_hf,
+    config_to_hf=config_to_hf,
+    key_table=llama.key_table,
+)

@@ -1,0 +1,143 @@
+"""Rotary positions in a Hugging Face config: base, scaling and share, both ways."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models.config import ModelConfig, RopeScaling
+from rlhf_jax.models.families import keys
+
+
+def parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`rope_scaling`, or the `rope_parameters` of transformers 5, which hold more."""
+    return config.get("rope_scaling") or config.get("rope_parameters") or {}
+
+
+def from_hf(
+    config: Mapping[str, Any], *, theta: str = "rope_theta"
+) -> tuple[float, RopeScaling | None]:
+    """Base and scaling of rotary positions.
+
+    Args:
+      config: with `rope_scaling`, or `rope_parameters` that hold the base as well.
+      theta: the option that holds the base otherwise; without either it is 10 000.
+
+    Raises:
+      InputError: a kind of scaling that the decoder does not implement.
+    """
+    scaling = parameters(config)
+    given = (scaling.get("rope_theta"), config.get(theta), 10_000.0)
+    base = float(next(base for base in given if base is not None))
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    match kind:
+        case "default":
+            return base, None
+        case "linear":
+            return base, RopeScaling("linear", float(keys.required(scaling, "factor")))
+        case "llama3":
+            return base, RopeScaling(
+                "llama3",
+                float(keys.required(scaling, "factor")),
+                float(keys.required(scaling, "low_freq_factor")),
+                float(keys.required(scaling, "high_freq_factor")),
+                _original_max_positions(config, scaling),
+            )
+        case "yarn":
+            return base, _yarn(config, scaling)
+    raise InputError(
+        f"config.json: expected a rope_type of default, linear, llama3 or yarn, got "
+        f"{kind!r}; use another checkpoint"
+    )
+
+
+def to_hf(model: ModelConfig, *, theta: str = "rope_theta") -> dict[str, Any]:
+    """The base and `rope_scaling`, which transformers 4 and 5 both read."""
+    scaling = model.rope_scaling
+    if scaling is None:
+        return {theta: model.rope_theta, "rope_scaling": None}
+    written: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind == "llama3":
+        written |= {
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+        }
+    if scaling.kind == "yarn":
+        written |= {
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            "truncate": scaling.truncate,
+            "attention_factor": scaling.attention_factor,
+        }
+    if scaling.kind != "linear":
+        written["original_max_position_embeddings"] = scaling.original_max_positions
+    return {theta: model.rope_theta, "rope_scaling": written}
+
+
+def rotary_dim(
+    config: Mapping[str, Any],
+    *,
+    head_dim: int,
+    share: str = "partial_rotary_factor",
+    default: float = 1.0,
+) -> int | None:
+    """Dimensions of a head that rotate; None is all of them.
+
+    Args:
+      share: the option that says which part of a head, if `rope_parameters` does not.
+      default: that part without either.
+    """
+    inner = parameters(config).get("partial_rotary_factor")
+    given = (inner, config.get(share), default)
+    rotated = int(head_dim * next(part for part in given if part is not None))
+    return None if rotated == head_dim else rotated
+
+
+def share(model: ModelConfig) -> float:
+    """What `rotary_dim` reads as the model's, of the dimensions of a head."""
+    if model.rotary_dim is None:
+        return 1.0
+    share = model.rotary_dim / model.head_dim
+    if int(model.head_dim * share) < model.rotary_dim:  # theirs truncates
+        return math.nextafter(share, 1.0)
+    return share
+
+
+def _yarn(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> RopeScaling:
+    """As transformers' `_compute_yarn_parameters` (arXiv:2309.00071, section 3.4)."""
+    original = _original_max_positions(config, scaling)
+    factor = scaling.get("factor")
+    if factor is None:
+        factor = keys.required(config, "max_position_embeddings") / original
+
+    def temperature(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    attention_factor = scaling.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = temperature(1.0)
+        # DeepSeek's weights; one that is absent or 0 leaves both out.
+        above, below = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        if above and below:
+            attention_factor = temperature(above) / temperature(below)
+    beta_fast, beta_slow = scaling.get("beta_fast"), scaling.get("beta_slow")
+    return RopeScaling(
+        "yarn",
+        float(factor),
+        original_max_positions=original,
+        beta_fast=32.0 if beta_fast is None else float(beta_fast),
+        beta_slow=1.0 if beta_slow is None else float(beta_slow),
+        truncate=scaling.get("truncate") is not False,
+        attention_factor=float(attention_factor),
+    )
+
+
+def _original_max_positions(
+    config: Mapping[str, Any], scaling: Mapping[str, Any]
+) -> int:
+    original = scaling.get("original_max_position_embeddings")
+    if original is None:
+        return keys.required(config, "max_position_embeddings")
+    return original

@@ -1,0 +1,1 @@
+"""Tokens drawn from a model: plain batches and continuous batching."""

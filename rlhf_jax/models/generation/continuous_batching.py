@@ -1,0 +1,286 @@
+"""Responses to a queue of prompts, so many at a time: who has finished makes room.
+
+A step of decoding costs the same whether its rows still answer or have finished, and a
+plain batch runs until its longest response ends. Here waiting prompts take the places
+of finished rows, inside one program:
+
+    slot 0    a a a a c c c c c c e e ·       prompts a to f in two slots
+    slot 1    b b b b b b b d d f f f f
+
+All slots write the same column of their caches, which is one slice as in `decode`. The
+columns are a ring: a prompt that comes in takes those just before the next column, and
+a mask says which are the row's own.
+
+    column    0    1    2    3    4    5     P = 3, R = 4; column 1 comes next
+    slot 0    r0   ·    ·    p0   p1   p2    r1 is drawn, and will be run in column 1
+    slot 1    p2   ·    ·    ·    p0   p1    came in now: so will its r0
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models import axes, decoder, heads
+from rlhf_jax.models.caches import Caches, at_end, placed
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.generation.sampling import Shaping, sample_token
+
+Array = jax.Array
+Params = Any
+
+SHARE = 8  # prompts come in when one slot in so many is free
+
+
+@flax.struct.dataclass
+class Responses:
+    """What was drawn, from the response's first column on; 0 after its end."""
+
+    tokens: Array  # i32[N, R]
+    logprobs: Array  # f32[N, R], nats
+    entropy: Array  # f32[N, R], nats
+    lengths: Array  # i32[N], tokens of each response, the stop token included
+
+
+@flax.struct.dataclass
+class Slots:
+    """C responses under way, or finished where no prompt has come in since."""
+
+    responses: Responses  # [C, R], so far
+    row: Array  # i32[C], which of the N prompts is answered; N before the first
+    alive: Array  # bool[C], it goes on
+    attend: Array  # bool[C, W], columns of the ring that are the row's own
+    caches: Caches  # of every layer, W columns where it sees all
+
+
+def respond(
+    params: Params,
+    *,
+    model: ModelConfig,
+    tokens: Array,
+    mask: Array,
+    keys: Array,
+    slots: int,
+    max_new_tokens: int,
+    stop_ids: tuple[int, ...],
+    temperature: float,
+    shaping: Shaping | None,
+    group_size: int,
+) -> Responses:
+    """Samples a response to every prompt, `slots` rows at a time.
+
+    Args:
+      slots: C, from group_size to N.
+      The others: as `decode.generate`, with N rows, and checked there.
+
+    Returns:
+      Responses[N, R], the samples of a place for every row: each is drawn with keys
+      of its own. Products of other sizes round otherwise, which decides a draw that
+      falls between two tokens (of 512 responses one at most was found to differ).
+
+    Raises:
+      InputError: fewer slots than a group has rows, or more than there are rows.
+    """
+    rows, prompt_size = tokens.shape
+    if not group_size <= slots <= rows:
+        raise InputError(
+            f"slots: expected from {group_size} (the rows of one prompt) to {rows} "
+            f"(all rows), got {slots}; choose one of these, or None for a place for "
+            f"every row"
+        )
+    arriving = refill_size(slots, group_size=group_size)
+    ring = prompt_size + max_new_tokens - 1  # the last token is never run
+    layers = decoder.layers_to_decode(params, model=model, rows=slots)
+
+    def draw(logits: Array, state: Slots, *, predicted: Array | None = None) -> Slots:
+        """Appends a token to every response that goes on."""
+        lengths = state.responses.lengths
+        mine = keys[jnp.minimum(state.row, rows - 1)]
+        token, *prices = sample_token(
+            logits,
+            keys=jax.vmap(jax.random.fold_in)(mine, lengths),
+            temperature=temperature,
+            shaping=shaping,
+            predicted=predicted,
+        )
+        here = state.alive[:, None] & (
+            jnp.arange(max_new_tokens)[None] == lengths[:, None]
+        )
+        so_far = state.responses
+        tokens, logprobs, entropy = (
+            jnp.where(here, new[:, None], old)
+            for new, old in zip(
+                (token, *prices),
+                (so_far.tokens, so_far.logprobs, so_far.entropy),
+                strict=True,
+            )
+        )
+        lengths = lengths + state.alive
+        stopped = jnp.isin(token, jnp.asarray(stop_ids, jnp.int32))
+        return dataclasses.replace(
+            state,
+            responses=Responses(tokens, logprobs, entropy, lengths),
+            alive=state.alive & ~stopped & (lengths < max_new_tokens),
+        )
+
+    def prepare(tokens: Array, mask: Array, row: Array, column: Array) -> Slots:
+        """Runs prompts, in the columns before `column`, and draws a token each."""
+        hidden, key_values = decoder.prefill(
+            params,
+            model=model,
+            tokens=tokens[::group_size],
+            mask=mask[::group_size],
+            first_column=prompt_size - 1,
+        )
+        repeated = jax.tree.map(
+            lambda leaf: jnp.repeat(leaf, group_size, axis=0),
+            (
+                hidden[:, -1],
+                decoder.unstack(key_values, num_layers=model.num_layers),
+            ),
+        )
+        last, caches = repeated
+        state = Slots(
+            responses=_none(row.shape[0], max_new_tokens),
+            row=row,
+            alive=jnp.ones(row.shape, bool),
+            attend=at_end(mask, size=ring, end=column, axis=1),
+            caches=placed(caches, model=model, columns=ring, end=column),
+        )
+        logits = heads.logits(params, last, model=model)
+        return draw(logits, state, predicted=mask[:, -1])
+
+    def advance(state: Slots, column: Array) -> Slots:
+        """Runs the token drawn last, in `column`, and draws the next."""
+        attend = jax.lax.dynamic_update_slice_in_dim(
+            state.attend, state.alive[:, None], column % ring, axis=1
+        )
+        lengths = state.responses.lengths
+        last = jnp.take_along_axis(
+            state.responses.tokens, jnp.maximum(lengths - 1, 0)[:, None], axis=1
+        )
+        hidden, caches = decoder.decode_step(
+            params,
+            layers=layers,
+            model=model,
+            tokens=last[:, 0],
+            positions=jnp.maximum(attend.sum(axis=1, dtype=jnp.int32) - 1, 0),
+            attend=attend,
+            caches=state.caches,
+            column=column,
+        )
+        state = dataclasses.replace(state, attend=attend, caches=caches)
+        return draw(heads.logits(params, hidden, model=model), state)
+
+    def answer(state: Slots, column: Array, *, until: Array | int) -> Any:
+        """Advances until at most so many responses go on."""
+        return jax.lax.while_loop(
+            lambda carry: carry[0].alive.sum() > until,
+            lambda carry: (advance(*carry), carry[1] + 1),
+            (state, column),
+        )
+
+    def turn(
+        carry: tuple[Slots, Responses, Array],
+        arrival: tuple[Array, Array, Array, Array],
+    ) -> tuple[tuple[Slots, Responses, Array], None]:
+        """Lets prompts in, then answers until the next ones can come."""
+        state, done, column = carry
+        tokens, mask, row, limit = arrival
+        [free] = jnp.nonzero(~state.alive, size=arriving, fill_value=slots)
+        place = jnp.where(row < rows, free, slots)
+        done = _collect(done, state, place=place)
+        state = jax.tree.map(
+            lambda old, new: old.at[place].set(new, mode="drop"),
+            state,
+            prepare(tokens, mask, row, column),
+        )
+        state, column = answer(state, column, until=limit)
+        return (state, done, column), None
+
+    turns = -(-rows // arriving)
+    sizes = (*fewer_slots(slots), 0)
+    row = jnp.arange(turns * arriving, dtype=jnp.int32).reshape(turns, arriving)
+    arrivals = (
+        jnp.take(tokens, row, axis=0, mode="clip"),
+        jnp.take(mask, row, axis=0, mode="clip"),
+        jnp.minimum(row, rows),
+        # How many may go on when the next prompts come, or when none is left.
+        jnp.asarray(
+            [
+                *(slots - min(arriving, rows - n * arriving) for n in range(1, turns)),
+                sizes[0],
+            ],
+            jnp.int32,
+        ),
+    )
+    state = _empty(
+        jax.eval_shape(prepare, *(leaf[0] for leaf in arrivals[:3]), row[0, 0]),
+        slots=slots,
+        rows=rows,
+    )
+    carry = (state, _none(rows, max_new_tokens), jnp.zeros((), jnp.int32))
+    (state, done, column), _ = jax.lax.scan(turn, carry, arrivals)
+    for size, limit in itertools.pairwise(sizes):
+        done = _collect(done, state, place=jnp.arange(state.row.shape[0]))
+        state = _moved(state, size=size, rows=rows)
+        state, column = answer(state, column, until=limit)
+    return _collect(done, state, place=jnp.arange(state.row.shape[0]))
+
+
+def refill_size(slots: int, *, group_size: int) -> int:
+    """How many prompts come in at once: an eighth of the slots, in whole groups.
+
+    Of fewer the matrix products are too small; more leave more slots idle before.
+    """
+    return group_size * max(1, slots // SHARE // group_size)
+
+
+def fewer_slots(slots: int) -> tuple[int, ...]:
+    """How many slots are left, one after another, once no prompt waits."""
+    return tuple(size for size in (slots // 4, slots // 16) if size)
+
+
+def _none(rows: int, size: int) -> Responses:
+    return Responses(
+        tokens=jnp.zeros((rows, size), jnp.int32),
+        logprobs=jnp.zeros((rows, size), jnp.float32),
+        entropy=jnp.zeros((rows, size), jnp.float32),
+        lengths=jnp.zeros(rows, jnp.int32),
+    )
+
+
+def _empty(shapes: Slots, *, slots: int, rows: int) -> Slots:
+    """Slots that are free, like those of `shapes` but for their number."""
+    state = jax.tree.map(
+        lambda leaf: axes.rows_apart(jnp.zeros((slots, *leaf.shape[1:]), leaf.dtype)),
+        shapes,
+    )
+    return dataclasses.replace(state, row=jnp.full(slots, rows, jnp.int32))
+
+
+def _moved(state: Slots, *, size: int, rows: int) -> Slots:
+    """The responses that go on, at most `size`, in as many slots."""
+    [going] = jnp.nonzero(state.alive, size=size)  # beyond them 0, which is a copy
+    kept = jnp.arange(size) < state.alive.sum()
+    state = jax.tree.map(lambda leaf: axes.rows_apart(leaf[going]), state)
+    return dataclasses.replace(state, row=jnp.where(kept, state.row, rows), alive=kept)
+
+
+def _collect(done: Responses, state: Slots, *, place: Array) -> Responses:
+    """`done` with the responses of the slots at `place`."""
+    nowhere = done.lengths.shape[0]
+    row = state.row.at[place].get(mode="fill", fill_value=nowhere)
+    return jax.tree.map(
+        lambda old, new: old.at[row].set(
+            new.at[place].get(mode="fill", fill_value=0), mode="drop"
+        ),
+        done,
+        state.responses,
+    )

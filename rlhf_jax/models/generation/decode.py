@@ -1,0 +1,382 @@
+"""Sampling from a decoder: the prompts once, then a loop over a cache.
+
+column         0    1    2  |  3    4    5    6      P = 3, max_new_tokens = 4
+tokens         ·   The  cat | sat  down EOS   ·
+response_mask  0    0    0  |  1    1    1    0
+
+`start` runs the prompts and draws column 3 from the logits after column 2. Each turn of
+`finish` runs one token, the last that was drawn, and draws the next column.
+
+The cache is as wide as the columns so far need: a loop fills one window, then the cache
+moves to the next, twice as wide, and the loop after it goes on. That of a layer with a
+sliding window stops growing there (`caches.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models import decoder, heads
+from rlhf_jax.models.caches import Caches, placed, widened
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.generation import continuous_batching
+from rlhf_jax.models.generation.sampling import Shaping, sample_token
+
+Array = jax.Array
+Params = Any
+
+FIRST_WIDTH = 128  # columns of the first cache
+
+
+@flax.struct.dataclass
+class Generated:
+    """Prompts with their responses; see the drawing above."""
+
+    tokens: Array  # i32[B, S], 0 at padding
+    mask: Array  # bool[B, S], not padding
+    response_mask: Array  # bool[B, S], response tokens, the stop token included
+    logprobs: Array  # f32[B, S], nats, of the distribution each token was drawn from
+    entropy: Array  # f32[B, S], nats, of that distribution
+
+
+@flax.struct.dataclass
+class Decoding:
+    """Responses under way: all that one more token changes, so donate it."""
+
+    generated: Generated  # so far; columns to come are padding
+    caches: Caches  # of every layer
+    finished: Array  # bool[B], the row has drawn a stop token
+    step: Array  # i32[], response columns written
+    prompt_size: int = flax.struct.field(pytree_node=False)  # P, columns
+
+
+def row_keys(key: Array, *, index: Array, sample: Array) -> Array:
+    """One key a row: fold_in(fold_in(key, index), sample).
+
+    A prompt's samples then depend on its index and sample number alone, not on the
+    row it stands in, on the batch or on the devices.
+
+    Args:
+      key: key[], of this step.
+      index: i32[B], row of the data set.
+      sample: i32[B], which sample of that prompt.
+
+    Returns:
+      key[B].
+    """
+    return jax.vmap(lambda i, s: jax.random.fold_in(jax.random.fold_in(key, i), s))(
+        index, sample
+    )
+
+
+def generate(
+    params: Params,
+    *,
+    model: ModelConfig,
+    tokens: Array,
+    mask: Array,
+    keys: Array,
+    max_new_tokens: int,
+    stop_ids: tuple[int, ...],
+    temperature: float = 1.0,
+    shaping: Shaping | None = None,
+    group_size: int = 1,
+    slots: int | None = None,
+) -> Generated:
+    """Samples a response to every prompt from softmax(logits / temperature).
+
+    `start` and `finish` in one program, where the cache never leaves the loop.
+
+    Args:
+      params: the decoder's.
+      tokens, mask: i32[B, P] and bool[B, P], left-padded prompts. The first token of
+        an empty one is drawn uniformly, with log-prob and entropy 0 (`sample_token`).
+      keys: key[B], from `row_keys`; response token t is drawn with
+        fold_in(keys[b], t), whatever the prompt's width.
+      max_new_tokens: R, the response columns; S = P + R.
+      stop_ids: a row ends with the first of these (which counts as a response token),
+        the loop with the last row. Empty: every response has R tokens.
+      temperature: > 0, divides the logits, dimensionless.
+      shaping: for evaluation only; None samples from the policy itself.
+      group_size: G, rows g·G to g·G + G - 1 hold the same prompt, which is run once.
+      slots: rows that are answered at a time; the others wait for one that finishes
+        (`slots.py`). The samples are the same up to rounding, in less time where
+        their lengths differ and in less memory always. None is a place for every row.
+
+    Returns:
+      Generated, with 0 in `logprobs` and `entropy` outside the response.
+
+    Raises:
+      InputError: temperature <= 0, no new tokens, a prompt of no columns, more
+        columns than the model has positions, groups that do not divide the rows, or
+        slots that hold no group or outnumber the rows.
+    """
+    if slots is not None:
+        _check(
+            model,
+            tokens=tokens,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+        )
+        checks.groups(tokens.shape[0], group_size=group_size)
+        return _after(
+            continuous_batching.respond(
+                params,
+                model=model,
+                tokens=tokens,
+                mask=mask,
+                keys=keys,
+                slots=slots,
+                max_new_tokens=max_new_tokens,
+                stop_ids=stop_ids,
+                temperature=temperature,
+                shaping=shaping,
+                group_size=group_size,
+            ),
+            tokens=tokens,
+            mask=mask,
+        )
+    state = start(
+        params,
+        model=model,
+        tokens=tokens,
+        mask=mask,
+        keys=keys,
+        max_new_tokens=max_new_tokens,
+        stop_ids=stop_ids,
+        temperature=temperature,
+        shaping=shaping,
+        group_size=group_size,
+    )
+    return finish(
+        params,
+        state=state,
+        model=model,
+        keys=keys,
+        stop_ids=stop_ids,
+        temperature=temperature,
+        shaping=shaping,
+    ).generated
+
+
+def start(
+    params: Params,
+    *,
+    model: ModelConfig,
+    tokens: Array,
+    mask: Array,
+    keys: Array,
+    max_new_tokens: int,
+    stop_ids: tuple[int, ...],
+    temperature: float = 1.0,
+    shaping: Shaping | None = None,
+    group_size: int = 1,
+) -> Decoding:
+    """Runs the prompts once, fills the cache and draws the first response token.
+
+    Args, Raises: as `generate`.
+
+    Returns:
+      Decoding with step 1 and room for R columns.
+    """
+    _check(model, tokens=tokens, max_new_tokens=max_new_tokens, temperature=temperature)
+    rows, prompt_size = tokens.shape
+    checks.groups(rows, group_size=group_size)
+    size = prompt_size + max_new_tokens
+    room = ((0, 0), (0, max_new_tokens))
+    hidden, key_values = decoder.prefill(
+        params,
+        model=model,
+        tokens=tokens[::group_size],
+        mask=mask[::group_size],
+        first_column=prompt_size - 1,
+    )
+    last = jnp.repeat(hidden[:, -1], group_size, axis=0)
+    caches = jax.tree.map(
+        lambda leaf: jnp.repeat(leaf, group_size, axis=0),
+        decoder.unstack(key_values, num_layers=model.num_layers),
+    )
+    state = Decoding(
+        generated=Generated(
+            tokens=jnp.pad(jnp.where(mask, tokens, 0), room),
+            mask=jnp.pad(mask, room),
+            response_mask=jnp.zeros((rows, size), bool),
+            logprobs=jnp.zeros((rows, size), jnp.float32),
+            entropy=jnp.zeros((rows, size), jnp.float32),
+        ),
+        caches=placed(
+            caches,
+            model=model,
+            columns=cache_widths(size, first=prompt_size)[0],
+            end=prompt_size,
+        ),
+        finished=jnp.zeros(rows, bool),
+        step=jnp.zeros((), jnp.int32),
+        prompt_size=prompt_size,
+    )
+    return _append(
+        state,
+        heads.logits(params, last, model=model),
+        keys=keys,
+        stop_ids=stop_ids,
+        temperature=temperature,
+        shaping=shaping,
+        predicted=mask[:, -1],
+    )
+
+
+def finish(
+    params: Params,
+    *,
+    state: Decoding,
+    model: ModelConfig,
+    keys: Array,
+    stop_ids: tuple[int, ...],
+    temperature: float = 1.0,
+    shaping: Shaping | None = None,
+) -> Decoding:
+    """Draws the other tokens, one column a turn, until every row has stopped.
+
+    Args:
+      state: from `start`. Donate it where this is a program of its own: the loop then
+        writes into the cache that it was given.
+      The others: as `generate`, and the same that `start` was given.
+    """
+    rows = state.finished.shape[0]
+    layers = decoder.layers_to_decode(params, model=model, rows=rows)
+
+    def more(state: Decoding, width: int) -> Array:
+        written = state.prompt_size + state.step
+        room = (written < state.generated.tokens.shape[1]) & (written <= width)
+        return room & ~state.finished.all()
+
+    def advance(state: Decoding, width: int) -> Decoding:
+        seen = state.generated
+        column = state.prompt_size + state.step - 1
+        hidden, caches = decoder.decode_step(
+            params,
+            layers=layers,
+            model=model,
+            tokens=jax.lax.dynamic_index_in_dim(seen.tokens, column, 1, keepdims=False),
+            positions=seen.mask.sum(axis=1, dtype=jnp.int32) - 1,
+            attend=seen.mask[:, :width],
+            caches=state.caches,
+            column=column,
+        )
+        return _append(
+            dataclasses.replace(state, caches=caches),
+            heads.logits(params, hidden, model=model),
+            keys=keys,
+            stop_ids=stop_ids,
+            temperature=temperature,
+            shaping=shaping,
+        )
+
+    size = state.generated.tokens.shape[1]
+    for width in cache_widths(size, first=state.prompt_size):
+        caches = widened(state.caches, model=model, columns=width)
+        state = jax.lax.while_loop(
+            functools.partial(more, width=width),
+            functools.partial(advance, width=width),
+            dataclasses.replace(state, caches=caches),
+        )
+    return state
+
+
+def cache_widths(size: int, *, first: int) -> tuple[int, ...]:
+    """Widths of the cache, one after another, for `first` columns and up to `size`.
+
+    Doubling, so that all moves together copy no more than the last cache holds, and
+    attention reads at most two and a half times the columns that are filled.
+    """
+    width, widths = -(-(first + 1) // FIRST_WIDTH) * FIRST_WIDTH, []
+    while 5 * width < 4 * size:
+        widths.append(width)
+        width *= 2
+    return (*widths, size)
+
+
+def _after(
+    responses: continuous_batching.Responses, *, tokens: Array, mask: Array
+) -> Generated:
+    """Responses behind their prompts."""
+    prompt, size = tokens.shape[1], responses.tokens.shape[1]
+    room = ((0, 0), (prompt, 0))
+    drawn = jnp.arange(size)[None] < responses.lengths[:, None]
+    return Generated(
+        tokens=jnp.concatenate([jnp.where(mask, tokens, 0), responses.tokens], axis=1),
+        mask=jnp.concatenate([mask, drawn], axis=1),
+        response_mask=jnp.pad(drawn, room),
+        logprobs=jnp.pad(responses.logprobs, room),
+        entropy=jnp.pad(responses.entropy, room),
+    )
+
+
+def _append(
+    state: Decoding,
+    logits: Array,
+    *,
+    keys: Array,
+    stop_ids: tuple[int, ...],
+    temperature: float,
+    shaping: Shaping | None,
+    predicted: Array | None = None,
+) -> Decoding:
+    """Draws a token for every row that has not finished and writes its column."""
+    alive = ~state.finished
+    column = state.prompt_size + state.step
+    token, logprob, entropy = sample_token(
+        logits,
+        keys=jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, state.step),
+        temperature=temperature,
+        shaping=shaping,
+        predicted=predicted,
+    )
+
+    def put(array: Array, values: Array) -> Array:
+        values = jnp.where(alive, values, jnp.zeros_like(values))[:, None]
+        return jax.lax.dynamic_update_slice_in_dim(array, values, column, axis=1)
+
+    so_far = state.generated
+    stopped = jnp.isin(token, jnp.asarray(stop_ids, jnp.int32))
+    return dataclasses.replace(
+        state,
+        generated=Generated(
+            tokens=put(so_far.tokens, token),
+            mask=put(so_far.mask, alive),
+            response_mask=put(so_far.response_mask, alive),
+            logprobs=put(so_far.logprobs, logprob),
+            entropy=put(so_far.entropy, entropy),
+        ),
+        finished=state.finished | stopped,
+        step=state.step + 1,
+    )
+
+
+def _check(
+    model: ModelConfig, *, tokens: Array, max_new_tokens: int, temperature: float
+) -> None:
+    if not 0 < temperature < math.inf:
+        raise InputError(
+            f"expected temperature > 0, got {temperature}; for the most likely token "
+            f"use Shaping(greedy=True)"
+        )
+    if max_new_tokens < 1 or tokens.shape[1] < 1:
+        raise InputError(
+            f"expected at least one prompt column and one new token, got "
+            f"{tokens.shape[1]} and {max_new_tokens}"
+        )
+    if tokens.shape[1] + max_new_tokens > model.max_positions:
+        raise InputError(
+            f"expected prompt and response within {model.max_positions} positions, got "
+            f"{tokens.shape[1]} + {max_new_tokens}; shorten either"
+        )

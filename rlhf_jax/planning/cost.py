@@ -1,0 +1,405 @@
+"""What an optimised program costs one device, from its text.
+
+    while 32 x                       FLOPs of products, bytes of the device's memory and
+      fusion: product, add           collectives, each times the trips of every loop
+      all-gather 180 MB              that it stands in
+
+The compiler's own `cost_analysis` visits the body of a loop once, and does not tell a
+collective by its size. Counted are matrix products alone (2·m·n·k; a TPU writes them as
+convolutions), and what is read and written outside of fusions: of a slice or an update
+of a larger array only that part, and nothing in a TPU's on-chip memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections import Counter
+from typing import NamedTuple
+
+from rlhf_jax.planning import hlo
+from rlhf_jax.planning.hlo import Computation, Line
+
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+)
+# What moves nothing, or is counted where it is called.
+FREE = {
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
+    *("partition-id", "replica-id", "while", "conditional", "call", "opt-barrier"),
+    *("async-start", "async-update", "add-dependency"),
+}
+FREE_CALLS = ("AllocateBuffer", "ConcatBitcast", "AsyncCollectiveDone", "Sharding")
+SLICES = ("slice", "dynamic-slice", "gather")
+
+
+class Collective(NamedTuple):
+    """One exchange between devices, as often as the program runs it alike."""
+
+    kind: str
+    size: int  # of the whole array on one device, bytes
+    devices: int  # that take part in it together
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a device must send, at the least, and receive."""
+        if self.kind == "collective-permute":
+            return float(self.size)
+        passes = 2 if self.kind == "all-reduce" else 1
+        return passes * self.size * (self.devices - 1) / self.devices
+
+
+@dataclasses.dataclass
+class Cost:
+    """Of one run of a program, on one device."""
+
+    flops: float = 0.0
+    bytes: float = 0.0  # of the device's memory, read and written
+    collectives: Counter[Collective] = dataclasses.field(default_factory=Counter)
+    unknown_loops: int = 0  # whose trips the text does not tell
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a device sends to others."""
+        return sum(one.sent * times for one, times in self.collectives.items())
+
+    def add(self, other: Cost, *, times: int = 1) -> None:
+        """Adds what a part of the program costs, `times` over."""
+        self.flops += times * other.flops
+        self.bytes += times * other.bytes
+        for one, count in other.collectives.items():
+            self.collectives[one] += times * count
+        self.unknown_loops += other.unknown_loops
+
+
+def cost(text: str, *, trips: int = 1) -> Cost:
+    """The cost of a program.
+
+    Args:
+      text: `compiled.as_text()`.
+      trips: of a loop that does not say how often it runs, as one that ends when every
+        row has stopped.
+    """
+    computations, entry = hlo.parse(text)
+    return _Walker(computations, trips=trips).of(entry)
+
+
+class _Walker:
+    def __init__(self, computations: dict[str, Computation], *, trips: int) -> None:
+        self._computations = computations
+        self._trips = trips
+        self._known: dict[str, Cost] = {}
+
+    def of(self, name: str) -> Cost:
+        """The cost of a computation that is no fusion, with all that it calls."""
+        if name not in self._known:
+            self._known[name] = self._sum(self._computations[name])
+        return self._known[name]
+
+    def _sum(self, lines: Computation) -> Cost:
+        total, channels = Cost(), set()
+        for line in lines.values():
+            if line.opcode == "while":
+                body, condition = _called(line, "body"), _called(line, "condition")
+                times = self._times(line, lines, body=body, condition=condition)
+                if times is None:
+                    total.unknown_loops += 1
+                    times = self._trips
+                total.add(self.of(body), times=times)
+                total.add(self.of(condition), times=times)
+            elif line.opcode == "conditional":
+                parts = [self.of(name) for name in _branches(line)]
+                total.add(max(parts, key=lambda part: (part.flops, part.bytes)))
+            elif line.opcode in ("call", "async-start"):
+                total.add(self.of(_called(line, "(?:calls|to_apply)")))
+            else:
+                total.flops += self._flops(line, lines)
+                total.bytes += self._bytes(line, lines)
+                self._exchange(line, lines, total, channels)
+        return total
+
+    def _times(
+        self, loop: Line, lines: Computation, *, body: str, condition: str
+    ) -> int | None:
+        known = re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest)
+        if known is not None:
+            return int(known[1])
+        tests = self._computations[condition]
+        test = next(line for line in tests.values() if line.root)
+        while test.opcode == "fusion":  # of the comparison alone
+            inner = self._computations[_called(test, "calls")]
+            names = [line.name for line in inner.values() if line.opcode == "parameter"]
+            outer = dict(zip(names, test.operands, strict=True))
+            test = next(line for line in inner.values() if line.root)
+            swapped = tuple(outer.get(name, name) for name in test.operands)
+            test = dataclasses.replace(test, operands=swapped)
+            tests = tests | inner
+        if test.opcode != "compare" or "direction=LT" not in test.rest:
+            return None
+        counter, limit = (tests[name] for name in test.operands)
+        end = _constant(limit)
+        if end is None or counter.opcode != "get-tuple-element":
+            return None
+        at = _index(counter)
+        start = _constant(lines[lines[loop.operands[0]].operands[at]]) or 0
+        return -(-(end - start) // self._stride(body, at))
+
+    def _stride(self, body: str, at: int) -> int:
+        """By how much a turn moves the counter: a loop may have been unrolled."""
+        lines = self._computations[body]
+        root = next(line for line in lines.values() if line.root)
+        moved = lines[root.operands[at]]
+        if moved.opcode == "fusion":
+            lines = self._computations[_called(moved, "calls")]
+            moved = next(line for line in lines.values() if line.root)
+        if moved.opcode != "add":
+            return 1
+        return max(_constant(lines[name]) or 0 for name in moved.operands) or 1
+
+    def _flops(self, line: Line, lines: Computation) -> float:
+        if line.opcode == "fusion":
+            inner = self._computations[_called(line, "calls")]
+            return sum(self._flops(part, inner) for part in inner.values())
+        if line.opcode == "custom-call" and "gemm" in line.rest:
+            taken = re.search(r'"lhs_contracting_dimensions":\["(\d+)"', line.rest)
+            depth = 0 if taken is None else _shape(line, lines, 0)[int(taken[1])]
+            return 2.0 * math.prod(line.result[0].shape) * depth
+        if line.opcode == "dot":
+            taken = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", line.rest)
+            dims = [] if taken is None else [int(i) for i in taken[1].split(",") if i]
+            depth = math.prod(_shape(line, lines, 0)[i] for i in dims)
+            return 2.0 * math.prod(line.result[0].shape) * depth
+        if line.opcode == "convolution":
+            left, right = (_shape(line, lines, i) for i in (0, 1))
+            return _convolution(line, left=left, right=right)
+        return 0.0
+
+    def _exchange(
+        self, line: Line, lines: Computation, total: Cost, channels: set[str]
+    ) -> None:
+        """Counts a collective, once however many pieces a fusion has cut it into."""
+        if line.opcode == "fusion":
+            inner = self._computations[_called(line, "calls")]
+            for part in inner.values():
+                self._exchange(part, inner, total, channels)
+            return
+        kind = line.opcode.removesuffix("-start")
+        if kind not in COLLECTIVES:
+            return
+        channel = re.search(r"channel_id=(\d+)", line.rest)
+        if channel is not None:
+            if channel[1] in channels:
+                return
+            channels.add(channel[1])
+        given = sum(leaf.size for name in line.operands for leaf in lines[name].result)
+        devices = _devices(line.rest)
+        size = given * devices if kind == "all-gather" else given
+        if devices > 1:
+            total.collectives[Collective(kind, size, devices)] += 1
+
+    def _bytes(self, line: Line, lines: Computation) -> int:
+        opcode = line.opcode
+        if opcode in FREE or opcode.endswith("-done"):
+            return 0
+        if opcode == "custom-call" and any(name in line.rest for name in FREE_CALLS):
+            return 0
+        if opcode in ("copy-start", "slice-start"):
+            # (to, from, context) of a copy, (from, to, context) of a slice.
+            target = line.result[0 if opcode == "copy-start" else 1]
+            places = (lines[line.operands[0]].result[0], target)
+            return sum(target.size for place in places if not place.on_chip)
+        if opcode in SLICES:
+            return 2 * line.written
+        if opcode in ("dynamic-update-slice", "scatter"):
+            update = lines[line.operands[1 if opcode != "scatter" else -1]]
+            return 2 * update.written
+        if opcode == "fusion":
+            return self._fusion_bytes(line, lines)
+        read = sum(lines[name].written for name in set(line.operands))
+        return read + line.written
+
+    def _fusion_bytes(self, line: Line, lines: Computation) -> int:
+        inner = self._computations[_called(line, "calls")]
+        total = 0
+        for part in inner.values():
+            if part.opcode == "parameter":
+                given = lines[line.operands[int(part.text)]]
+                if given.written:
+                    total += min(self._read(part, inner), given.written)
+        root = next(part for part in inner.values() if part.root)
+        parts = (
+            [inner[name] for name in root.operands]
+            if root.opcode == "tuple"
+            else [root]
+        )
+        for part, leaf in zip(parts, line.result, strict=False):
+            if not leaf.on_chip:
+                total += self._written(part, inner)
+        return total
+
+    def _read(self, parameter: Line, inner: Computation) -> int:
+        """Bytes of a fusion's argument that it reads."""
+        total = 0
+        for user in inner.values():
+            if parameter.name not in user.operands:
+                continue
+            if user.opcode == "bitcast":
+                total += self._read(user, inner)
+            elif user.opcode in SLICES and parameter.name == user.operands[0]:
+                total += sum(leaf.size for leaf in user.result)
+            elif user.opcode == "dynamic-update-slice":
+                total += 0 if parameter.name == user.operands[0] else _whole(parameter)
+            elif user.opcode == "fusion":
+                called = self._computations[_called(user, "calls")]
+                at = [
+                    i for i, name in enumerate(user.operands) if name == parameter.name
+                ]
+                total += sum(
+                    self._read(part, called)
+                    for part in called.values()
+                    if part.opcode == "parameter" and int(part.text) in at
+                )
+                if self._origin(user, inner) == self._origin(parameter, inner):
+                    total += self._read(user, inner)
+            elif not (user.root and user.opcode == "tuple"):
+                # What passes through a fusion, or is sent by a collective in it, is
+                # not read by it.
+                total += 0 if user.opcode in COLLECTIVES else _whole(parameter)
+        return min(total, _whole(parameter))
+
+    def _origin(self, line: Line, lines: Computation) -> Line:
+        """What a line is another view of, through bitcasts and fusions of nothing else.
+
+        A TPU's products take their operands through such fusions.
+        """
+        if line.opcode == "bitcast":
+            return self._origin(lines[line.operands[0]], lines)
+        if line.opcode == "fusion":
+            called = self._computations[_called(line, "calls")]
+            root = next(part for part in called.values() if part.root)
+            origin = self._origin(root, called)
+            if origin.opcode == "parameter":
+                operand = line.operands[int(origin.text)]
+                return self._origin(lines[operand], lines)
+        return line
+
+    def _written(self, part: Line, inner: Computation) -> int:
+        part = self._origin(part, inner)
+        if part.opcode == "parameter" or part.opcode in COLLECTIVES:
+            return 0
+        if part.opcode == "dynamic-update-slice":
+            return _whole(inner[part.operands[1]])
+        if part.opcode == "fusion":
+            called = self._computations[_called(part, "calls")]
+            root = next(line for line in called.values() if line.root)
+            if root.opcode != "tuple":
+                return self._written(root, called)
+        return _whole(part)
+
+
+def _called(line: Line, what: str) -> str:
+    found = re.search(rf"{what}=%?([\w.\-]+)", line.rest)
+    assert found is not None, line
+    return found[1]
+
+
+def _index(line: Line) -> int:
+    found = re.search(r"index=(\d+)", line.rest)
+    assert found is not None, line
+    return int(found[1])
+
+
+def _branches(line: Line) -> list[str]:
+    listed = re.search(r"branch_computations=\{([^}]*)\}", line.rest)
+    if listed is not None:
+        return re.findall(r"%([\w.\-]+)", listed[1])
+    return re.findall(r"(?:true|false)_computation=%?([\w.\-]+)", line.rest)
+
+
+def _whole(line: Line) -> int:
+    return sum(leaf.size for leaf in line.result)
+
+
+def _constant(line: Line) -> int | None:
+    whole = line.opcode == "constant" and re.fullmatch(r"-?\d+", line.text)
+    return int(line.text) if whole else None
+
+
+def _shape(line: Line, lines: Computation, operand: int) -> tuple[int, ...]:
+    return lines[line.operands[operand]].result[0].shape
+
+
+def _devices(rest: str) -> int:
+    """How many take part: {{0,1},{2,3}}, [2,2]<=[4] or mesh['a'=2,'b'=2] {'b'}."""
+    listed = re.search(r"replica_groups=\{\{([\d,]*)\}", rest)
+    if listed is not None:
+        return len(listed[1].split(","))
+    counted = re.search(r"replica_groups=\[\d+,(\d+)\]", rest)
+    if counted is not None:
+        return int(counted[1])
+    meshed = re.search(
+        r"replica_groups=mesh\[([^\]]*)\](?:, [^{]*)? *\{([^}]*)\}", rest
+    )
+    if meshed is not None:
+        sizes = {name: int(n) for name, n in re.findall(r"'(\w+)'=(\d+)", meshed[1])}
+        parts = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", meshed[2])
+        return math.prod(int(part) if part else sizes[name] for name, part in parts)
+    pairs = re.search(r"source_target_pairs=", rest)
+    return 2 if pairs is not None else 1
+
+
+def _convolution(line: Line, *, left: tuple[int, ...], right: tuple[int, ...]) -> float:
+    """2 · products of a convolution; padding and the holes of an input cost none."""
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", line.rest)
+    assert labels is not None, line
+    ins, kernels, outs = labels[1], labels[2], labels[3]
+    window = re.search(r"window=\{([^}]*)\}", line.rest)
+    given = dict(re.findall(r"(\w+)=(\S+)", window[1])) if window else {}
+    groups = re.search(r"batch_group_count=(\d+)", line.rest)
+    total = 2.0 * left[ins.index("b")] / (int(groups[1]) if groups else 1)
+    total *= right[kernels.index("i")] * right[kernels.index("o")]
+    spatial = sorted(label for label in outs if label.isdigit())
+    for at, label in enumerate(spatial):
+
+        def option(name: str, missing: str, at: int = at) -> list[int]:
+            text = given[name].split("x")[at] if name in given else missing
+            return [int(size) for size in text.split("_")]
+
+        total *= _meetings(
+            size_in=left[ins.index(label)],
+            size_out=line.result[0].shape[outs.index(label)],
+            window=right[kernels.index(label)],
+            stride=option("stride", "1")[0],
+            before=option("pad", "0_0")[0],
+            hole=option("lhs_dilate", "1")[0],
+            apart=option("rhs_dilate", "1")[0],
+        )
+    return total
+
+
+@functools.cache
+def _meetings(
+    *,
+    size_in: int,
+    size_out: int,
+    window: int,
+    stride: int,
+    before: int,
+    hole: int,
+    apart: int,
+) -> int:
+    """Pairs of an output and an element of the window that meet an input."""
+    last = (size_in - 1) * hole
+    places = (
+        out * stride + element * apart - before
+        for out in range(size_out)
+        for element in range(window)
+    )
+    return sum(0 <= place <= last and place % hole == 0 for place in places)

@@ -1,0 +1,106 @@
+"""The text of an optimised program as computations of instructions.
+
+    %fusion.3 = bf16[8,128]{1,0:T(8,128)S(1)} fusion(%p.1, %p.2), kind=kLoop, calls=%f
+    name        result                        opcode operands     rest
+
+Only what a count of costs needs is read (`cost.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "c64": 64, "c128": 128}
+
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*-> .*\{$")
+_NAME = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,<= ]*)\](\{[^}]*\})?")
+_OPERAND = re.compile(r"%([\w.\-]+)")
+
+
+class Array(NamedTuple):
+    """A leaf of a result."""
+
+    shape: tuple[int, ...]
+    size: int  # bytes
+    on_chip: bool  # in a memory that is not the device's large one
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One instruction."""
+
+    name: str
+    opcode: str
+    result: tuple[Array, ...]
+    operands: tuple[str, ...]
+    rest: str  # what stands after the operands
+    text: str  # of the operands
+    root: bool
+
+    @property
+    def written(self) -> int:
+        """Bytes of the result in the device's memory."""
+        return sum(leaf.size for leaf in self.result if not leaf.on_chip)
+
+
+Computation = dict[str, Line]
+
+
+def parse(text: str) -> tuple[dict[str, Computation], str]:
+    """The computations by name, and the name of the entry."""
+    found: dict[str, Computation] = {}
+    entry, lines = "", {}
+    for row in text.splitlines():
+        header = _HEADER.match(row)
+        if header is not None:
+            lines = found.setdefault(header[2], {})
+            entry = header[2] if header[1] else entry
+            continue
+        line = _line(row)
+        if line is not None:
+            lines[line.name] = line
+    return found, entry
+
+
+def _line(row: str) -> Line | None:
+    named = _NAME.match(row)
+    if named is None:
+        return None
+    end = _closed(row, named.end()) if row[named.end()] == "(" else named.end()
+    end = row.index(" ", end)
+    result, start = row[named.end() : end], row.index("(", end)
+    close = _closed(row, start)
+    operands = row[start + 1 : close - 1]
+    return Line(
+        name=named[2],
+        opcode=row[end + 1 : start],
+        result=tuple(_arrays(result)),
+        operands=tuple(_OPERAND.findall(operands)),
+        rest=row[close:],
+        text=operands,
+        root=named[1] is not None,
+    )
+
+
+def _closed(row: str, start: int) -> int:
+    """Where the parenthesis that opens at `start` has closed."""
+    depth = 0
+    for at in range(start, len(row)):
+        depth += (row[at] == "(") - (row[at] == ")")
+        if not depth:
+            return at + 1
+    return len(row)
+
+
+def _arrays(result: str) -> Iterator[Array]:
+    for kind, dims, layout in _ARRAY.findall(result):
+        shape = tuple(int(size.strip("<= ")) for size in dims.split(",") if size)
+        digits = re.search(r"\d+", kind)
+        bits = BITS.get(kind, int(digits[0]) if digits else 0)
+        on_chip = re.search(r"S\([1-46-9]\)", layout) is not None  # 5 is the host's
+        yield Array(shape, math.prod(shape) * bits // 8, on_chip)

@@ -1,0 +1,211 @@
+"""What the compiler says of a run's programs on a mesh, and what is alive with each.
+
+    alive = what it does not read + its arguments + temporaries + results - aliases
+
+While one program runs, everything that it does not read stays where it is: its own
+figures alone are no verdict.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from rlhf_jax.algorithms.ppo.recipe import PPO
+from rlhf_jax.devices import row_sharding, sharding
+from rlhf_jax.devices.sharding import MeshShape
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.planning import chips, compiled, workload
+from rlhf_jax.planning import cost as program_cost
+from rlhf_jax.planning.chips import Chip
+from rlhf_jax.planning.cost import Cost
+from rlhf_jax.planning.workload import Program
+
+Waiting = Callable[[str], AbstractContextManager[None]]
+
+
+class Target(NamedTuple):
+    """What is compiled for."""
+
+    mesh: Mesh
+    name: str  # of the chip
+    chip: Chip
+    compiler: str
+
+
+class Measured(NamedTuple):
+    """What the compiler says of one program, a chip."""
+
+    program: Program
+    sizes: dict[str, int]  # bytes; of one that was refused the temporaries alone
+    refused: str | None  # why
+    cost: Cost
+
+
+class Alive(NamedTuple):
+    """What is on a chip while a program runs, bytes."""
+
+    during: str
+    others: int  # that it does not read
+    argument: int
+    temporary: int
+    output: int
+    alias: int  # of the output, which takes the place of arguments
+    total: int
+
+
+def target(topology: str | None, *, chip: str | None, mesh: MeshShape) -> Target:
+    """The chips, as a mesh, and the compiler that stands for them.
+
+    Args:
+      topology: a TPU's; None compiles with this machine's own compiler.
+      chip: then the one that it stands in for; None is this machine's.
+
+    Raises:
+      InputError: there is no such topology or chip, or the mesh has another size.
+    """
+    if topology is not None:
+        devices = compiled.slice_of(topology)
+        name = topology.partition(":")[0]
+        found = chips.named(name)
+        version = importlib.metadata.version("libtpu")
+        return Target(mesh.make(devices), name, found, f"that of libtpu {version}")
+    if mesh.size > 1:
+        # As many virtual devices as the mesh has, where this machine is a CPU and no
+        # program has run yet; else the mesh says what is missing.
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", mesh.size)
+    made = mesh.make()
+    device = made.devices.flat[0]
+    own = chips.of_device(device)
+    found = own if chip is None else chips.named(chip)
+    if found is None:
+        raise InputError(
+            f"expected --topology, as v5e:8x8, for a TPU (extra 'plan'), or one of "
+            f"--chip {', '.join(chips.CHIPS)}, got neither on {device.device_kind}; "
+            f"name what the run is to fit"
+        )
+    note = "" if found == own else ", whose layouts and fusions are not the chip's"
+    compiler = f"this machine's, for {device.platform}{note}"
+    return Target(made, chip or device.device_kind, found, compiler)
+
+
+def held(options: workload.Options, there: Target, *, ppo: PPO) -> dict[str, int]:
+    """Bytes of what is held throughout, a chip, as the compiler lays them out.
+
+    Raises:
+      InputError: an axis does not divide a dimension of a parameter; names both.
+    """
+    parts = workload.parts(workload.held(options, ppo=ppo))
+    # All of them first: what does not divide is told before anything is compiled.
+    where = sharding.shardings(parts, mesh=there.mesh)
+
+    def size(name: str) -> int:
+        empty = compiled.program(
+            lambda _: 0,
+            compiled.placed(parts[name], where[name]),
+            device=there.mesh.devices.flat[0],
+            keep_unused=True,
+        )
+        return empty.memory_analysis().argument_size_in_bytes
+
+    with jax.set_mesh(there.mesh):
+        return {name: size(name) for name in parts}
+
+
+def measure(
+    options: workload.Options, there: Target, *, ppo: PPO, waiting: Waiting
+) -> list[Measured]:
+    """Compiles the programs of a step.
+
+    Raises:
+      InputError: the row axes do not divide the rows, or as `workload.programs`.
+    """
+    shapes = workload.held(options, ppo=ppo)
+    found = []
+    with jax.set_mesh(there.mesh):
+        for program in workload.programs(options, shapes, ppo=ppo):
+            args = []
+            for at, tree in enumerate(program.args):
+                rows = at in program.batch
+                place = row_sharding.row_shardings if rows else sharding.shardings
+                args.append(compiled.placed(tree, place(tree)))
+            what = f"{options.batch_size} rows on {there.mesh.size} x {there.name}"
+            with waiting(f"compiling {program.name}, {what}"):
+                found.append(_compile(program, args, device=there.mesh.devices.flat[0]))
+    return found
+
+
+def _compile(program: Program, args: list[Any], *, device: Any) -> Measured:
+    try:
+        done = compiled.program(
+            program.function,
+            *args,
+            device=device,
+            donate=program.donate,
+            keep_unused=True,
+        )
+    except compiled.RefusedError as error:
+        # The compiler names what it would have needed, and nothing else.
+        needed = re.search(r"temporaries \(([\d.]+)([MGT])\)", str(error))
+        scale = {"M": 2**20, "G": 2**30, "T": 2**40}
+        sizes = {}
+        if needed is not None:
+            sizes["temporary"] = int(float(needed[1]) * scale[needed[2]])
+        return Measured(program, sizes, str(error), Cost())
+    memory = done.memory_analysis()
+    sizes = {
+        "argument": memory.argument_size_in_bytes,
+        "temporary": memory.temp_size_in_bytes,
+        "output": memory.output_size_in_bytes,
+        "alias": memory.alias_size_in_bytes,
+        "host_argument": memory.host_argument_size_in_bytes,
+    }
+    cost = program_cost.cost(done.as_text(), trips=program.trips)
+    return Measured(program, sizes, None, cost)
+
+
+def alive(one: Measured, held: dict[str, int]) -> Alive:
+    """What is on a chip while a program runs.
+
+    Args:
+      held: `held` of the same run.
+    """
+    read = sum(held[name] for name in one.program.reads)
+    others = sum(held.values()) - read
+    argument = one.sizes.get("argument", read)
+    rest = [one.sizes.get(name, 0) for name in ("temporary", "output", "alias")]
+    temporary, output, alias = rest
+    total = others + argument + temporary + output - alias
+    return Alive(one.program.name, others, argument, temporary, output, alias, total)
+
+
+def described(one: Measured, chip: Chip) -> dict[str, Any]:
+    """A program's bytes, work and least seconds, as JSON values."""
+    cost = one.cost
+    seconds = {
+        "products": cost.flops / chip.flops,
+        "memory": cost.bytes / chip.bandwidth,
+        "links": cost.sent / chip.links,
+    }
+    return {
+        "name": one.program.name,
+        "refused": one.refused,
+        "bytes": one.sizes,
+        "flops": cost.flops,
+        "memory_bytes": cost.bytes,
+        "sent_bytes": cost.sent,
+        "seconds": {**seconds, "bound": max(seconds.values())},
+        "turns": one.program.trips if cost.unknown_loops else None,
+        "collectives": [
+            {**one._asdict(), "times": times, "sent": times * one.sent}
+            for one, times in sorted(cost.collectives.items())
+        ],
+    }

@@ -1,0 +1,195 @@
+"""Memory that a run needs in any case, against what there is, before any is taken.
+
+    held throughout        + the larger of      what one program makes for itself:
+    parameters, moments,                        the KV cache while sampling,
+    reference, reward model                     the gradients while learning
+
+From shapes alone: nothing is compiled or allocated. Activations and batches are left
+out, so that a run which fits is never refused. `memory` has the whole account.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from rlhf_jax.devices import sharding
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models import decoder
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.planning import workload
+from rlhf_jax.roles.reference import storage
+
+PyTree = Any
+HOST = "the host"
+CGROUP_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+MEMINFO = Path("/proc/meminfo")
+
+
+class Part(NamedTuple):
+    """What is held throughout."""
+
+    name: str
+    shapes: PyTree  # of arrays
+    mesh: Mesh | None  # None is the host's memory
+
+
+class Passing(NamedTuple):
+    """What a program makes for itself; no two are alive at once on a device."""
+
+    name: str
+    size: int  # bytes, over all the devices
+    mesh: Mesh
+    beside: tuple[Part, ...] = ()  # what is held there by this program alone
+
+
+def shapes_of(model: ModelConfig) -> PyTree:
+    """f32 shapes of a model's parameters; nothing is allocated."""
+    init = functools.partial(decoder.init, model=model)
+    return jax.eval_shape(init, jax.eval_shape(jax.random.key, 0))
+
+
+def gradients(name: str, trained: PyTree, *, model: ModelConfig, mesh: Mesh) -> Passing:
+    """Gradients of all that is trained, which are checked before any is applied.
+
+    In the compute dtype, as the compiler may widen them when they are read.
+    """
+    count = sum(leaf.size for leaf in jax.tree.leaves(trained))
+    return Passing(name, count * jnp.dtype(model.dtype).itemsize, mesh)
+
+
+def cache(
+    model: ModelConfig,
+    *,
+    rows: int,
+    max_new_tokens: int,
+    mesh: Mesh,
+    beside: tuple[Part, ...] = (),
+) -> Passing:
+    """The KV cache of a rollout, prompts left out.
+
+    Args:
+      rows: responses sampled at a time.
+    """
+    columns = min(max_new_tokens, model.max_positions)
+    size = workload.cache_bytes(model, rows=rows, columns=columns)
+    return Passing("KV cache", size, mesh, beside)
+
+
+def check(
+    held: Sequence[Part],
+    passing: Callable[[], Sequence[Passing]],
+    *,
+    change: str,
+) -> None:
+    """Compares the least that each device and the host must hold with what they have.
+
+    On the CPU all devices share the host's memory. Where several processes may share a
+    host, and where a device does not tell its memory, nothing is compared.
+
+    Args:
+      held: what is held throughout.
+      passing: what programs make for themselves; called once what is held fits.
+      change: what the user can do, a phrase of options.
+
+    Raises:
+      InputError: it cannot fit; has a line for each part.
+    """
+    always = _account(held)
+    _compare(always, change=change)
+    for one in passing():
+        least = _account([*held, *one.beside])
+        share = one.size // one.mesh.size
+        for device in _local(one.mesh):
+            _add(least, _place(device), one.name, share)
+        _compare(least, change=change)
+
+
+def _account(held: Sequence[Part]) -> dict[Any, dict[str, int]]:
+    """Bytes by place, which is a device or the host, and by name."""
+    found: dict[Any, dict[str, int]] = {}
+    for name, shapes, mesh in held:
+        if mesh is None:
+            _add(found, HOST, name, storage.nbytes(shapes))
+            continue
+        size = _on_each(shapes, mesh=mesh)
+        for device in _local(mesh):
+            _add(found, _place(device), name, size)
+    return found
+
+
+def _add(found: dict[Any, dict[str, int]], place: Any, name: str, size: int) -> None:
+    parts = found.setdefault(place, {})
+    parts[name] = parts.get(name, 0) + size
+
+
+def _on_each(shapes: PyTree, *, mesh: Mesh) -> int:
+    """Bytes on each device of a mesh; what is replicated counts whole."""
+    placed = jax.tree.leaves(sharding.shardings(shapes, mesh=mesh))
+    return sum(
+        math.prod(place.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf, place in zip(jax.tree.leaves(shapes), placed, strict=True)
+    )
+
+
+def _local(mesh: Mesh) -> list[Any]:
+    here = jax.process_index()
+    return [device for device in mesh.devices.flat if device.process_index == here]
+
+
+def _place(device: Any) -> Any:
+    return HOST if device.platform == "cpu" else device
+
+
+def _compare(least: dict[Any, dict[str, int]], *, change: str) -> None:
+    for place, parts in least.items():
+        there, needed = limit(place), sum(parts.values())
+        if there is None or needed <= there:
+            continue
+        lines = "".join(
+            f"\n  {name}: {_mib(size)}" for name, size in parts.items() if size
+        )
+        raise InputError(
+            f"memory of {place}: expected a run that fits into {_mib(there)}, got one "
+            f"that takes at least {_mib(needed)}, before activations:{lines}\n"
+            f"{change}; `rlhf-jax memory` shows the whole account, --no-check-memory "
+            f"goes on all the same"
+        )
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"
+
+
+def limit(place: Any) -> int | None:
+    """Bytes that a device or the host (`HOST`) can give; None where none is told.
+
+    The host's are what the kernel says is available, or the limit of the process's
+    group where that is less, and what may be swapped out.
+    """
+    if place != HOST:
+        return (place.memory_stats() or {}).get("bytes_limit")
+    if jax.process_count() > 1 or not MEMINFO.exists():
+        return None
+    told = {
+        line.split(":")[0]: int(line.split()[1]) * 1024
+        for line in MEMINFO.read_text().splitlines()
+        if line.startswith(("MemAvailable:", "SwapFree:"))
+    }
+    if "MemAvailable" not in told:
+        return None
+    limits = [told["MemAvailable"]]
+    for path in CGROUP_LIMITS:
+        said = path.read_text().strip() if path.exists() else "max"
+        limits += [int(said)] if said.isdecimal() else []
+    return min(limits) + told.get("SwapFree", 0)

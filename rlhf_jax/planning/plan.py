@@ -1,0 +1,286 @@
+"""Whether a PPO run fits a slice of chips that is not there, and how fast it can be.
+
+    rlhf-jax plan --model llama-2-7b --topology v5e:8x8 --mesh fsdp=64 \\
+        --dtype bfloat16 --remat full --reference bf16 --reward bf16 \\
+        --batch-size 512 --prompt-length 512 --max-new-tokens 512 \\
+        --num-minibatches 4 --json plan.json
+
+Every program of a step is compiled for the slice (extra `plan`; nothing runs). The
+verdict is over what is alive at the same time: while one program runs, everything that
+it does not read stays where it is.
+
+    alive = what it does not read + its arguments + temporaries + results - aliases
+
+Seconds are a roofline, a lower bound: matrix products at the chip's peak in bfloat16,
+its memory and its links at their peak rates, and all three at once. Sampling goes on
+to the last token. Without a topology this machine's own compiler stands in for the
+chip's (`--chip`); its layouts and fusions are others, and the plan says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import math
+import os
+import shlex
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from rlhf_jax.algorithms.ppo.recipe import PPO
+from rlhf_jax.devices import sharding
+from rlhf_jax.devices.sharding import MeshOption, MeshShape
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models import decoder
+from rlhf_jax.planning import measured, tables, workload
+from rlhf_jax.planning.measured import Alive, Target, Waiting
+from rlhf_jax.runs import report
+
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(workload.Options):
+    """A PPO run and the chips that it is to run on."""
+
+    mesh: MeshOption = sharding.ONE_DEVICE
+    """How the chips share the work, as fsdp=64 or data=2,fsdp=8,tensor=4."""
+    chip: str | None = None
+    """Without a topology, the chip that this machine's compiler stands in for."""
+    num_epochs: int = 4
+    """Passes over each batch."""
+    find_batch: bool = False
+    """Also look for the largest batch that fits, with some more compiles."""
+    json: Path | None = None
+    """Where to write the plan."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.positive(num_epochs=self.num_epochs)
+        if self.topology is not None and self.chip is not None:
+            raise InputError(
+                f"expected --topology or --chip, got {self.topology} and {self.chip}; "
+                f"a topology names its chip"
+            )
+
+
+def silent(what: str) -> AbstractContextManager[None]:
+    """Shows nothing of what is waited for."""
+    del what
+    return nullcontext()
+
+
+def plan(options: Options, *, waiting: Waiting = silent) -> dict[str, Any]:
+    """The plan, as `--json` writes it.
+
+    Args:
+      waiting: shows what is being compiled.
+
+    Returns:
+      All bytes are of one chip. `held` is what is alive throughout, `programs` what
+      each takes and does, `alive` the sum while each runs, `peak` the largest of those,
+      `within` what of the temporaries is known from shapes alone.
+
+    Raises:
+      InputError: libtpu or the topology is missing, the mesh does not multiply to the
+        chips, an axis does not divide a dimension or the rows, or as `workload`.
+    """
+    there = measured.target(options.topology, chip=options.chip, mesh=options.mesh)
+    ppo = workload.algorithm(options, num_epochs=options.num_epochs)
+    held = measured.held(options, there, ppo=ppo)
+    found = measured.measure(options, there, ppo=ppo, waiting=waiting)
+    alive = [measured.alive(one, held) for one in found]
+    peak = max(alive, key=lambda row: row.total)
+    fits = peak.total <= there.chip.memory and not any(one.refused for one in found)
+    programs = [measured.described(one, there.chip) for one in found]
+    result = {
+        "command": command(options),
+        "versions": _versions(),
+        "compiler": there.compiler,
+        "topology": options.topology,
+        "chips": options.mesh.size,
+        "mesh": dataclasses.asdict(options.mesh),
+        "chip": {"name": there.name, **dataclasses.asdict(there.chip)},
+        "parameters": decoder.num_parameters(ppo.model),
+        "fits": fits,
+        "peak": peak._asdict(),
+        "held": held,
+        "alive": [row._asdict() for row in alive],
+        "within": within(options, ppo=ppo),
+        "seconds": sum(program["seconds"]["bound"] for program in programs),
+        "advice": [] if fits else advice(options, held=held, alive=alive),
+        "programs": programs,
+    }
+    if options.find_batch:
+        result["largest_batch"] = _largest_batch(
+            options,
+            there,
+            held=held,
+            peak=peak.total if fits else None,
+            waiting=waiting,
+        )
+    return result
+
+
+def run(options: Options) -> None:
+    """Prints `plan` as tables, and writes it where `--json` says."""
+    if options.topology is not None:
+        # Only the compiler is asked, and no machine what it is.
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+        jax.config.update("jax_platforms", "cpu")
+    result = plan(options, waiting=report.waiting)
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    tables.show(result)
+
+
+def command(options: Options) -> str:
+    """The command line that gives these options."""
+    words = ["rlhf-jax", "plan"]
+    for field in dataclasses.fields(options):
+        value, name = getattr(options, field.name), field.name.replace("_", "-")
+        if value == field.default or field.name == "json":
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{name}")
+        elif isinstance(value, MeshShape):
+            sizes = dataclasses.asdict(value).items()
+            text = ",".join(f"{axis}={size}" for axis, size in sizes if size > 1)
+            words += [f"--{name}", text]
+        else:
+            words += [f"--{name}", str(value)]
+    return shlex.join(words)
+
+
+def advice(options: Options, *, held: dict[str, int], alive: list[Alive]) -> list[str]:
+    """What to change, what saves most first: of the models or of the largest program.
+
+    What a change of a program saves is a guess, half of its temporaries; compile again.
+    """
+    peak = max(alive, key=lambda row: row.total)
+    found = [(sum(held.values()) // 2, "twice the chips, all on the fsdp axis")]
+    ways = {"reference": options.reference, "reward model": options.reward}
+    for name, way in ways.items():
+        whole, option = held.get(name, 0), f"--{name.split()[0]}"
+        if way == "copy":
+            found.append((whole // 2, f"{option} bf16"))
+            found.append((whole * 3 // 4, f"{option} int8"))
+        elif way in ("bf16", "fp16"):
+            found.append((whole // 2, f"{option} int8"))
+    if options.policy == "full":
+        optimizers = held["policy's optimizer"] + held["critic's optimizer"]
+        saved = optimizers + held["critic"] + held.get("reference", 0)
+        found.append((saved, "--policy lora --reference base"))
+    half = peak.temporary // 2
+    if options.dtype == "float32":
+        found.append((half, "--dtype bfloat16"))
+    if peak.during == "sampling":
+        found.append((half, f"--batch-size {options.batch_size // 2}"))
+    elif peak.during == "scoring and learning":
+        if options.remat != "full":
+            found.append((half, "--remat full"))
+        rows = options.batch_size // options.num_minibatches
+        micro = options.micro_batch_size or rows
+        if micro > options.mesh.data * options.mesh.fsdp:
+            found.append((half, f"--micro-batch-size {micro // 2}"))
+    return [
+        f"{what}: about {size / GIB:.2f} GiB a chip less"
+        for size, what in sorted(found, reverse=True)
+        if size
+    ]
+
+
+def _largest_batch(
+    options: Options,
+    there: Target,
+    *,
+    held: dict[str, int],
+    peak: int | None,
+    waiting: Waiting,
+) -> dict[str, Any]:
+    """The most rows that fit, by `largest`, in steps that everything divides."""
+    rows = options.mesh.data * options.mesh.fsdp
+    step = options.num_minibatches * math.lcm(rows, options.micro_batch_size or 1)
+    known = {}
+    if peak is not None and options.batch_size % step == 0:
+        known[options.batch_size // step] = peak
+
+    def alive(steps: int) -> int | None:
+        other = dataclasses.replace(options, batch_size=steps * step)
+        ppo = workload.algorithm(other, num_epochs=other.num_epochs)
+        found = measured.measure(other, there, ppo=ppo, waiting=waiting)
+        if any(one.refused for one in found):
+            return None
+        return max(measured.alive(one, held).total for one in found)
+
+    most, exact = largest(alive, limit=there.chip.memory, known=known)
+    return {"rows": most * step, "multiple_of": step, "exact": exact}
+
+
+def largest(
+    alive: Callable[[int], int | None],
+    *,
+    limit: int,
+    known: dict[int, int],
+    calls: int = 6,
+) -> tuple[int, bool]:
+    """The largest n whose bytes are within a limit, found with few calls.
+
+    Bytes grow about linearly in n: a line through two of them foretells where to look,
+    and halving goes on from there.
+
+    Args:
+      alive: n -> bytes; None is too many to be told.
+      known: what is known already.
+      calls: of `alive`, at the most.
+
+    Returns:
+      n, 0 where not even 1 was seen to fit, and whether n + 1 was seen not to fit.
+    """
+    sizes: dict[int, int | None] = dict(known)
+    for _ in range(calls):
+        told = {n: size for n, size in sizes.items() if size is not None}
+        low = max((n for n, size in told.items() if size <= limit), default=0)
+        high = min((n for n in sizes if n > low), default=None)
+        if high == low + 1:
+            return low, True
+        if len(told) < 2:
+            guess = low * 2 or (1 if high is None else high // 2)
+        else:
+            first, last = min(told), max(told)
+            slope = (told[last] - told[first]) / (last - first)
+            guess = first + int((limit - told[first]) / max(slope, 1.0))
+        top = 4 * max(low, 1) if high is None else high - 1
+        # Next to what is known, so that a good forecast is confirmed from both sides.
+        guess = min(max(guess, low + 1), top)
+        sizes[guess] = alive(guess)
+    told = [n for n, size in sizes.items() if size is not None and size <= limit]
+    low = max(told, default=0)
+    return low, low + 1 in sizes
+
+
+def within(options: Options, *, ppo: PPO) -> dict[str, int]:
+    """What of the temporaries is known from shapes, bytes a chip, rows shared out."""
+    columns = options.prompt_length + options.max_new_tokens
+    rows = options.batch_size // (options.mesh.data * options.mesh.fsdp)
+    cache = workload.cache_bytes(ppo.model, rows=rows, columns=columns)
+    # `batch.Experience`: tokens, three masks, and six numbers a token.
+    return {"KV cache": cache, "experience": rows * columns * (4 + 3 * 1 + 6 * 4)}
+
+
+def _versions() -> dict[str, str]:
+    names = ("jax", "jaxlib", "libtpu", "rlhf-jax")
+    found = {}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

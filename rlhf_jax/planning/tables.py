@@ -1,0 +1,97 @@
+"""A plan (`plan.plan`), as it is read on a terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlhf_jax.runs import report
+
+GIB = 2**30
+SHOWN = 0.02  # of what a program sends: collectives of less are left to the JSON
+
+
+def show(result: dict[str, Any]) -> None:
+    """Prints a plan: memory, work, collectives, and the verdict at the end."""
+    chip, programs = result["chip"], result["programs"]
+    where = f"{result['chips']} x {chip['name']}"
+    print(f"Compiled for {where} by {result['compiler']} compiler, never run")
+    columns = ("argument", "temporary", "output", "alias")
+    report.table(
+        "Programs [GiB a chip]",
+        ("", *columns),
+        [
+            (one["name"], *(one["bytes"].get(name, 0) / GIB for name in columns))
+            for one in programs
+        ],
+    )
+    report.table(
+        "Work of a step, a chip",
+        ("", "TFLOP", "GB read, written", "GB sent"),
+        [
+            (
+                one["name"],
+                one["flops"] / 1e12,
+                one["memory_bytes"] / 1e9,
+                one["sent_bytes"] / 1e9,
+            )
+            for one in programs
+        ],
+    )
+    report.table(
+        f"Collectives of more than {SHOWN:.0%} of a program's",
+        ("", "kind", "MB", "times", "GB sent"),
+        [
+            (
+                one["name"],
+                each["kind"],
+                each["size"] / 1e6,
+                each["times"],
+                each["sent"] / 1e9,
+            )
+            for one in programs
+            for each in one["collectives"]
+            if each["sent"] > SHOWN * one["sent_bytes"]
+        ],
+    )
+    report.table(
+        "Seconds, at the least (roofline)",
+        ("", "products", "memory", "links", "bound"),
+        [(one["name"], *one["seconds"].values()) for one in programs],
+    )
+    report.table(
+        "Held throughout",
+        ("", "GiB a chip"),
+        [(name, size / GIB) for name, size in result["held"].items()],
+    )
+    columns = ("others", *columns, "total")
+    report.table(
+        "Alive at the same time [GiB a chip]",
+        ("during", *columns),
+        [
+            (row["during"], *(row[name] / GIB for name in columns))
+            for row in result["alive"]
+        ],
+    )
+    _verdict(result)
+
+
+def _verdict(result: dict[str, Any]) -> None:
+    chip, peak = result["chip"], result["peak"]
+    for one in result["programs"]:
+        if one["refused"] is not None:
+            print(f"{one['name']}: {one['refused']}")
+    for what, size in result["within"].items():
+        print(f"of the temporaries, {what}: {size / GIB:.2f} GiB")
+    verdict = "Fits" if result["fits"] else "Does NOT fit"
+    print(
+        f"{verdict}: {peak['total'] / GIB:.2f} GiB "
+        f"a chip during {peak['during']}, of {chip['memory'] / GIB:.2f} GiB "
+        f"({chip['reserved']})"
+    )
+    print(f"A step takes {result['seconds']:.1f} s at the least")
+    for line in result["advice"]:
+        print(f"  try {line}")
+    if "largest_batch" in result:
+        most = result["largest_batch"]
+        known = "the largest" if most["exact"] else "the largest that was tried"
+        print(f"Batch: {most['rows']} responses fit, {known} of {most['multiple_of']}s")

@@ -1,0 +1,1 @@
+"""The frozen reference: its storage, its fingerprint, its life."""

@@ -1,0 +1,79 @@
+"""How far trained parameters are from the reference's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.functional import masked
+from rlhf_jax.models import leaves
+from rlhf_jax.roles.reference.fingerprint import paths
+
+Array = jax.Array
+Params = Any
+
+
+def weight_drift(params: Params, reference: Params) -> dict[str, Any]:
+    """Weight drift Σ_p ‖θ_p - ref_p‖₂ over tensors p, and relative to their size.
+
+    A stacked leaf (one under "layers") is L tensors, one a layer, as in a checkpoint.
+
+    Args:
+      params: pytree of arrays of any float dtype.
+      reference: of the same structure, stored in any way (`storage.store`).
+
+    Returns:
+      "absolute" f32[]: the sum; "relative" f32[]: the sum / Σ_p ‖ref_p‖₂;
+      "global_norm" f32[]: ‖θ - ref‖₂ / ‖ref‖₂ of all tensors as one vector. "modules"
+      {path: {...}} of each leaf, f32[L] where it is stacked, else f32[]: "absolute"
+      ‖θ_p - ref_p‖₂, "size" ‖ref_p‖₂, and "relative", their ratio, which is inf where
+      a tensor of zeros has moved. Absolute is in the parameters' own unit, the others
+      are shares.
+
+    Raises:
+      ValueError: the trees differ in structure.
+    """
+    anchors, structure = jax.tree.flatten(reference, is_leaf=leaves.is_stored)
+    if jax.tree.structure(params) != structure:
+        raise ValueError(
+            f"expected trees of one structure, got leaves {paths(params)} and "
+            f"{paths(reference)}; compare a model with what was frozen of it"
+        )
+    modules = {}
+    for path, leaf, anchor in zip(
+        paths(params), jax.tree.leaves(params), anchors, strict=True
+    ):
+        stacked = "layers" in path.split("/")
+        anchor = leaves.read(anchor).astype(jnp.float32)
+        moved = _norm(leaf.astype(jnp.float32) - anchor, stacked=stacked)
+        size = _norm(anchor, stacked=stacked)
+        modules[path] = {
+            "absolute": moved,
+            "relative": jnp.where(moved == 0, 0.0, moved / size),
+            "size": size,
+        }
+    moved, size = (
+        jnp.concatenate([module[name].ravel() for module in modules.values()])
+        for name in ("absolute", "size")
+    )
+    return {
+        "absolute": moved.sum(),
+        "relative": moved.sum() / size.sum(),
+        "global_norm": jnp.linalg.norm(moved) / jnp.linalg.norm(size),
+        "modules": modules,
+    }
+
+
+def stats(drift: dict[str, Any]) -> masked.Stats:
+    """The two figures of `weight_drift` to log, shares of the reference's size."""
+    return {
+        f"drift/{name}": (drift[name], jnp.ones_like(drift[name]))
+        for name in ("relative", "global_norm")
+    }
+
+
+def _norm(x: Array, *, stacked: bool) -> Array:
+    axes = tuple(range(int(stacked), x.ndim))
+    return jnp.sqrt(jnp.square(x).sum(axis=axes))

@@ -1,0 +1,155 @@
+"""Parameters that nothing moves: the reference and the reward model.
+
+A `Frozen` is made by copying, is always an argument (a closure would bake it into the
+program), is never donated, and is read under `stop_gradient`. Digests of its parameters
+stand beside them, as arrays: a static field would retrace every program at a reset.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.struct
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rlhf_jax.functional.checks import InputError, StopError
+from rlhf_jax.models import axes, leaves
+from rlhf_jax.roles.reference import fingerprint, storage
+
+Array = jax.Array
+Params = Any
+
+
+class ReferenceMovedError(StopError):
+    """A frozen model's parameters are not the ones that were frozen."""
+
+
+@flax.struct.dataclass
+class Frozen:
+    """A forward-only model. A pytree: pass it to `jit` as an argument."""
+
+    stored: Params  # as `storage.store` made it; forward passes take `read`
+    source_digests: Array  # u32[N, 2], of the parameters that were frozen
+    stored_digests: Array  # u32[N, 2], of `stored`; as above unless the dtype differs
+
+
+def freeze(
+    params: Params,
+    *,
+    dtype: Any = None,
+    embeddings: Any = None,
+    memory: storage.Memory | None = None,
+    sharding: Any = None,
+) -> Frozen:
+    """Copies parameters into a frozen model.
+
+    Args:
+      params: pytree of arrays; may be donated or overwritten afterwards.
+      dtype, embeddings, memory, sharding: how the copy is stored, as `storage.store`;
+        left out, it is a copy of the same dtype in the same place.
+
+    Raises:
+      InputError: there is nothing to freeze, or as `storage.store`.
+    """
+    if not jax.tree.leaves(params):
+        raise InputError(
+            "expected parameters to freeze, got an empty tree; pass a model's params"
+        )
+    stored = storage.store(
+        params, dtype=dtype, embeddings=embeddings, memory=memory, sharding=sharding
+    )
+    return Frozen(
+        stored=stored,
+        source_digests=fingerprint.digests(params),
+        stored_digests=fingerprint.digests(stored),
+    )
+
+
+def read(frozen: Frozen) -> Params:
+    """The parameters for a forward pass; no gradient flows into them."""
+    return jax.lax.stop_gradient(frozen.stored)
+
+
+def beside(frozen: Frozen, batch: Any) -> Any:
+    """The batch on the devices of a frozen model, to be read by it there.
+
+    Explicit and asynchronous. A reference on the CPU, or on devices of its own:
+
+        price = jax.jit(sharding.on(frozen.mesh_of(reference), price))
+        there = frozen.beside(reference, rollout)
+        ref_logprobs = price(reference, rollout=there)      runs beside
+        ref_logprobs = jax.device_put(ref_logprobs, rollout.old_logprobs.sharding)
+
+    Args:
+      batch: pytree of arrays.
+
+    Returns:
+      The batch there, its rows over the row axes of a mesh; itself where it is on
+      that mesh already.
+    """
+    held = jax.tree.leaves(frozen.stored)[0].sharding
+
+    def put(leaf: Array) -> Array:
+        if not isinstance(held, NamedSharding):
+            return jax.device_put(leaf, held.with_memory_kind("device"))
+        if isinstance(leaf, Array):
+            now = leaf.sharding
+            if isinstance(now, NamedSharding) and now.mesh == held.mesh:
+                return leaf
+        spec = PartitionSpec()
+        if np.ndim(leaf):
+            sizes = dict(held.mesh.shape)
+            spec = PartitionSpec(axes.row_axes(sizes, rows=np.shape(leaf)[0]))
+        return jax.device_put(leaf, NamedSharding(held.mesh, spec))
+
+    return jax.tree.map(put, batch)
+
+
+def mesh_of(frozen: Frozen) -> Mesh | None:
+    """The mesh that a frozen model lies on; None for one device."""
+    held = jax.tree.leaves(frozen.stored)[0].sharding
+    if not isinstance(held, NamedSharding) or not isinstance(held.mesh, Mesh):
+        return None
+    return held.mesh
+
+
+def fingerprint_of(frozen: Frozen) -> fingerprint.Fingerprint:
+    """The fingerprint recorded when the model was frozen, of its stored form."""
+    return fingerprint.named(frozen.stored, frozen.stored_digests)
+
+
+def source_fingerprint_of(frozen: Frozen) -> fingerprint.Fingerprint:
+    """The fingerprint of the parameters that were frozen, before they were stored.
+
+    What was frozen of a stored model, whose leaves have no path here, is numbered.
+    """
+    tree = jax.tree.map(lambda leaf: 0, frozen.stored, is_leaf=leaves.is_stored)
+    count = len(frozen.source_digests)
+    if len(jax.tree.leaves(tree)) != count:
+        tree = [0] * count
+    return fingerprint.named(tree, frozen.source_digests)
+
+
+def verify(frozen: Frozen) -> None:
+    """Computes the digests again and compares them with those taken at freezing.
+
+    Raises:
+      ReferenceMovedError: names every leaf that moved.
+    """
+    found = np.asarray(fingerprint.digests(frozen.stored))
+    expected = np.asarray(frozen.stored_digests)
+    if found.shape != expected.shape:
+        raise ReferenceMovedError(
+            f"expected the {len(expected)} leaves that were frozen, got {len(found)}; "
+            f"start again from the last verified snapshot"
+        )
+    moved = (found != expected).any(axis=1)
+    if moved.any():
+        names = np.asarray(fingerprint.paths(frozen.stored))[moved]
+        raise ReferenceMovedError(
+            f"expected the parameters that were frozen (fingerprint "
+            f"{fingerprint_of(frozen).root}), got others in {', '.join(names)}. "
+            f"Something wrote to them: start again from the last verified snapshot"
+        )

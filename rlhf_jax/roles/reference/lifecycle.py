@@ -1,0 +1,197 @@
+"""How a reference lives: frozen for the run, or replaced or mixed every N steps.
+
+    step              0   1   2   3   4   5   6   7      reset_every = 4, kl_every = 2
+    KL is taken       x       x       x       x
+    reset after                   x               x
+
+The decision is plain Python on the step number: nothing is read off a device. What a
+reference holds changes only here; `run.Stage` refuses every other change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models import leaves
+from rlhf_jax.roles.reference import fingerprint, storage
+from rlhf_jax.roles.reference.frozen import Frozen
+
+Array = jax.Array
+Params = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Lifecycle:
+    """By default the reference is frozen for the run and priced at every step."""
+
+    reset_every: int | None = None
+    """Steps after which the reference becomes the policy as it is; None is never."""
+    mix_every: int | None = None
+    """Steps after which the policy is mixed into the reference; None is never."""
+    mix_rate: float | None = None
+    """Share of the policy in that mixture, 0 to 1."""
+    kl_every: int = 1
+    """The KL is taken every so many steps; in between the reference is not run."""
+    scale_kl_coef: bool = False
+    """Multiply the KL coefficient by kl_every where the KL is taken."""
+
+    def __post_init__(self) -> None:
+        counts = {"reset_every": self.reset_every, "mix_every": self.mix_every}
+        given = {name: count for name, count in counts.items() if count is not None}
+        for name, count in {**given, "kl_every": self.kl_every}.items():
+            if count < 1:
+                raise InputError(
+                    f"{name}: expected a number of steps, 1 or more, got {count}; "
+                    f"choose {name} >= 1, or leave it out"
+                )
+        if len(given) == 2:
+            raise InputError(
+                f"expected one of reset_every and mix_every, got {self.reset_every} "
+                f"and {self.mix_every}; a reset is a mixture of mix_rate 1"
+            )
+        if (self.mix_every is None) != (self.mix_rate is None):
+            raise InputError(
+                f"expected mix_every and mix_rate together, got {self.mix_every} and "
+                f"{self.mix_rate}; give both, or neither"
+            )
+        if self.mix_rate is not None:
+            checks.fraction(mix_rate=self.mix_rate)
+        if self.scale_kl_coef and self.kl_every == 1:
+            raise InputError(
+                "scale_kl_coef: expected a kl_every above 1 to scale by, got 1; raise "
+                "kl_every or leave scale_kl_coef out"
+            )
+
+    @property
+    def moves(self) -> bool:
+        """True if the reference does not stay what it was at the start."""
+        return self.reset_every is not None or self.mix_every is not None
+
+    @property
+    def kl_scale(self) -> float:
+        """The factor of the KL coefficient where the KL is taken, dimensionless."""
+        return float(self.kl_every) if self.scale_kl_coef else 1.0
+
+    def prices(self, step: int) -> bool:
+        """True if step `step`, from 0, takes the KL and so runs the reference."""
+        return step % self.kl_every == 0
+
+    def refuse_mixing_adapters(self) -> None:
+        """InputError if this asks to mix where the policy is adapters over a base.
+
+        A mixture of A₁B₁ and A₂B₂ is not the product of the mixtures; a reset is fine.
+        """
+        if self.mix_every is not None:
+            raise InputError(
+                f"mix_every: expected None where the policy is LoRA adapters, got "
+                f"{self.mix_every}; mixing adapters does not mix the weights they "
+                f"stand for, so use reset_every, or train every parameter"
+            )
+
+
+FROZEN = Lifecycle()  # for the run, and priced at every step
+
+
+def after_step(
+    frozen: Frozen, params: Params, *, step: int, lifecycle: Lifecycle
+) -> Frozen:
+    """The reference after step `step`, from 0; itself where nothing is due.
+
+    Args:
+      frozen: the reference during the step.
+      params: the policy after the step; copied, so it may be donated to the next.
+    """
+    done = step + 1
+    if lifecycle.reset_every is not None and done % lifecycle.reset_every == 0:
+        return reset(frozen, params)
+    if lifecycle.mix_every is not None and done % lifecycle.mix_every == 0:
+        assert lifecycle.mix_rate is not None  # checked by Lifecycle
+        return mix(frozen, params, rate=lifecycle.mix_rate)
+    return frozen
+
+
+def reset(frozen: Frozen, params: Params) -> Frozen:
+    """ref <- policy, stored as the reference was: a copy with digests of its own.
+
+    Raises:
+      InputError: `params` are not of the structure and shapes of the reference.
+
+    Source: Gorbatovski et al. 2024, arXiv:2404.09656, section 3 (hard update).
+    """
+    held, structure = _held(frozen, params)
+    pairs = zip(held, jax.tree.leaves(params), strict=True)
+    copied = [storage.copy_as(leaf, like=old) for old, leaf in pairs]
+    stored = jax.tree.unflatten(structure, copied)
+    return Frozen(
+        stored=stored,
+        source_digests=fingerprint.digests(params),
+        stored_digests=fingerprint.digests(stored),
+    )
+
+
+def mix(frozen: Frozen, params: Params, *, rate: float) -> Frozen:
+    """ref <- rate·policy + (1 - rate)·ref, taken in float32, stored as it was.
+
+    What is stored is what the next mixture reads. In bfloat16 a step below 1/256 of a
+    parameter rounds to none, in int8 one below half a step of its scale: with a small
+    rate such a reference stands still, where one in float32 follows.
+
+    Args:
+      params: the policy's, of the structure and shapes of the reference.
+      rate: 0 to 1, dimensionless.
+
+    Raises:
+      InputError: rate is outside [0, 1], or `params` are of another model.
+
+    Source: Gorbatovski et al. 2024, arXiv:2404.09656, section 3 (soft update).
+    """
+    checks.fraction(rate=rate)
+    held, structure = _held(frozen, params)
+    stored, digests = [], []
+    # A leaf at a time: a mixture in float32 of the whole model is never held.
+    for path, old, leaf in zip(
+        fingerprint.paths(params), held, jax.tree.leaves(params), strict=True
+    ):
+        mixed = _mixed(leaves.read(old), leaf, rate=rate)
+        stored.append(storage.copy_as(mixed, like=old))
+        digests.append(fingerprint.digest(mixed, path=path))
+    tree = jax.tree.unflatten(structure, stored)
+    return Frozen(
+        stored=tree,
+        source_digests=jnp.stack(digests),
+        stored_digests=fingerprint.digests(tree),
+    )
+
+
+def _mixed(anchor: Array, leaf: Array, *, rate: float) -> Array:
+    if not jnp.issubdtype(anchor.dtype, jnp.floating):
+        return leaf
+    leaf = storage.place_as(leaf, anchor).astype(jnp.float32)
+    return rate * leaf + (1.0 - rate) * anchor.astype(jnp.float32)
+
+
+def _held(frozen: Frozen, params: Params) -> tuple[list[Any], Any]:
+    """The leaves of a reference as they are stored, one for each of `params`."""
+    held, structure = jax.tree.flatten(frozen.stored, is_leaf=leaves.is_stored)
+    if jax.tree.structure(params) != structure:
+        raise InputError(
+            f"expected parameters of the reference's structure, {structure}, got "
+            f"{jax.tree.structure(params)}; a reference becomes, or is mixed with, a "
+            f"later state of the model that it was frozen of"
+        )
+    for path, old, leaf in zip(
+        fingerprint.paths(params), held, jax.tree.leaves(params), strict=True
+    ):
+        shape = jax.eval_shape(leaves.read, old).shape
+        if leaf.shape != shape:
+            raise InputError(
+                f"{path}: expected the reference's shape {shape}, got {leaf.shape}; a "
+                f"reference becomes, or is mixed with, a later state of its own model"
+            )
+    return held, structure

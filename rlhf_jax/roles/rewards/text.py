@@ -1,0 +1,262 @@
+"""Rewards that are Python functions of texts: they run on the host, between programs.
+
+rollout ─read─> prompts, responses, rows ─function─> one number per response
+
+The function gets copies: what it does to its lists and rows changes nothing elsewhere.
+It runs in this process, so what ends the process at once (`os._exit`, a crash of C
+code) ends the run too; `verification/pool.py` runs verifiers in other processes.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any, NoReturn, Protocol
+
+import jax
+import numpy as np
+
+from rlhf_jax.functional.checks import InputError, StopError
+
+Array = jax.Array
+HostArray = np.ndarray[Any, Any]
+Decode = Callable[[list[int]], str]
+Row = Mapping[str, Any]  # one row of the user's data, every field of it
+SHOWN = 300  # characters of a text in a message
+SHOWN_VALUE = 80  # characters of what a function returned
+TextFunction = Callable[[list[str], list[str], list[Row]], Sequence[float]]
+
+
+class Responses(Protocol):
+    """What a reward reads of `batch.Rollout`."""
+
+    @property
+    def tokens(self) -> Array: ...  # i32[B, S]
+    @property
+    def mask(self) -> Array: ...  # bool[B, S], not padding
+    @property
+    def response_mask(self) -> Array: ...  # bool[B, S]
+    @property
+    def index(self) -> Array: ...  # i32[B], row of the data set
+
+
+@dataclasses.dataclass(frozen=True)
+class Texts:
+    """A rollout as a Python function sees it; one entry per response."""
+
+    prompts: list[str]
+    responses: list[str]
+    rows: list[Row]
+    index: HostArray  # i32[B], row of the data set
+
+    @property
+    def lists(self) -> tuple[list[str], list[str], list[Row]]:
+        """What a function of texts takes."""
+        return self.prompts, self.responses, self.rows
+
+    def only(self, place: int) -> Texts:
+        """One response of them."""
+        at = slice(place, place + 1)
+        return Texts(
+            self.prompts[at], self.responses[at], self.rows[at], self.index[at]
+        )
+
+    def show(self, place: int) -> str:
+        """Which prompt it is, for a message."""
+        where = f"row {int(self.index[place])} of the data"
+        return f"prompt {_cut(self.prompts[place])} ({where})"
+
+    def show_both(self, place: int) -> str:
+        """Which prompt and response."""
+        return f"{self.show(place)} and response {_cut(self.responses[place])}"
+
+
+def read(rollout: Responses, *, decode: Decode, rows: Sequence[Row]) -> Texts:
+    """The texts of a rollout, without padding, and the rows they belong to.
+
+    Args:
+      decode: token ids -> text; the tokenizer's, with special tokens left out.
+      rows: the data set that `rollout.index` points into.
+    """
+    tokens, mask, response_mask, index = (
+        np.asarray(array)
+        for array in jax.device_get(
+            (rollout.tokens, rollout.mask, rollout.response_mask, rollout.index)
+        )
+    )
+    return Texts(
+        prompts=_decode_rows(decode, tokens, mask & ~response_mask),
+        responses=_decode_rows(decode, tokens, response_mask),
+        rows=[rows[i] for i in index],
+        index=index,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class TextReward:
+    """A Python function of decoded texts and data rows, run on the host.
+
+    Args:
+      function: (prompts, responses, rows) -> one number per response; the three lists
+        have one entry per response, rows hold every field of the user's data, and all
+        of them are copies, made for this call.
+      decode: token ids -> text; the tokenizer's, with special tokens left out.
+      rows: the data set that `rollout.index` points into.
+      called: what messages call the function, as "--judge my_judges:score".
+    """
+
+    function: TextFunction
+    decode: Decode
+    rows: Sequence[Row]
+    called: str = "the reward function"
+
+    def __call__(self, rollout: Responses) -> HostArray:
+        """f32[B].
+
+        Raises:
+          InputError: the function raised, and it names the prompt; or it did not return
+            B finite numbers, and it names the first entry that is none.
+          StopError: the function called `sys.exit`.
+        """
+        texts = read(rollout, decode=self.decode, rows=self.rows)
+        returned, error = self._call(texts)
+        if error is not None:
+            self._refuse(texts, error)
+        return _Returned(self.called, texts).scores(returned)
+
+    def _call(self, texts: Texts) -> tuple[Any, BaseException | None]:
+        """What the function returned of copies, and what it raised."""
+        rows = [copy.deepcopy(row) for row in texts.rows]  # one by one: none is shared
+        try:
+            return self.function([*texts.prompts], [*texts.responses], rows), None
+        except (Exception, SystemExit) as error:
+            return None, error
+
+    def _refuse(self, texts: Texts, error: BaseException) -> NoReturn:
+        # One at a time, to find which prompt it was.
+        for i in range(len(texts.prompts)):
+            _, single = self._call(texts.only(i))
+            if single is not None:
+                raise _failure(self.called, single, f"for {texts.show_both(i)}")
+        size = len(texts.prompts)
+        where = f"for a batch of {size}, though for none of its responses alone"
+        raise _failure(self.called, error, where)
+
+
+def _failure(called: str, error: BaseException, where: str) -> Exception:
+    """What to raise for an error of the function's; its cause is that error."""
+    if isinstance(error, SystemExit):
+        told: Exception = StopError(
+            f"{called} called sys.exit({_shown(error.code)}) {where}; return a "
+            f"score, or raise an error to stop the run"
+        )
+    else:
+        told = InputError(
+            f"{called} raised {_named(error)} {where}; mend it, or return a "
+            f"score for such a response"
+        )
+    told.__cause__ = error
+    return told
+
+
+@dataclasses.dataclass(frozen=True)
+class _Returned:
+    """What a function returned of some texts, as scores or as a message."""
+
+    called: str
+    texts: Texts
+
+    def scores(self, returned: Any) -> HostArray:
+        """f32[B]; InputError where it is not B finite numbers."""
+        size, kind = len(self.texts.prompts), type(returned).__name__
+        array, entries = None, None
+        try:
+            if hasattr(returned, "__array__"):
+                array = np.asarray(returned)
+            elif hasattr(returned, "__len__") and not isinstance(returned, _NO_LISTS):
+                entries = list(returned)
+        except Exception as error:  # whatever an object of the user's raises
+            self._refuse(f"{kind}, which cannot be read: {_named(error)}")
+        if array is not None:
+            if not array.ndim:
+                self._refuse(f"the number {_shown(returned)} alone")
+            if array.ndim > 1:
+                self._refuse(f"shape {array.shape}")
+            entries = array
+        if entries is None:
+            self._refuse("None" if returned is None else f"{_shown(returned)} ({kind})")
+        if len(entries) != size:
+            self._refuse(f"{len(entries)}" if len(entries) else "an empty list")
+        with np.errstate(over="ignore"):  # too large is inf, which is named below
+            if array is not None and array.dtype.kind in "biuf":
+                scores = array.astype(np.float32)
+            else:
+                numbers = [self._number(i, entry) for i, entry in enumerate(entries)]
+                scores = np.asarray(numbers, np.float32)
+        bad = np.flatnonzero(~np.isfinite(scores))
+        if len(bad):
+            i = int(bad[0])
+            others = f" and at {len(bad) - 1} others" if len(bad) > 1 else ""
+            raise InputError(
+                f"expected {self.called} to return finite numbers, got {scores[i]} at "
+                f"index {i} of {size}{others}, for {self.texts.show_both(i)}; return a "
+                f"finite number for every response"
+            )
+        return scores
+
+    def _number(self, i: int, entry: Any) -> float:
+        got, why = f"{_shown(entry)} ({type(entry).__name__})", ""
+        if entry is None:
+            got, why = "None", ", as a function without a `return` gives"
+        elif not isinstance(entry, _NO_NUMBERS):
+            try:
+                if not np.shape(entry):  # an array of one entry is no number
+                    return float(entry)
+            except OverflowError:
+                return float("inf")
+            except Exception as error:  # whatever an object of the user's raises
+                why = "" if isinstance(error, TypeError) else f" ({_named(error)})"
+        raise InputError(
+            f"expected {self.called} to return a number for every response, got {got} "
+            f"at index {i} of {len(self.texts.prompts)}{why}, for "
+            f"{self.texts.show_both(i)}; return a float there"
+        )
+
+    def _refuse(self, got: str) -> NoReturn:
+        raise InputError(
+            f"expected {self.called} to return {len(self.texts.prompts)} numbers, one "
+            f"per response, got {got}; return a list of floats in the order of the "
+            f"responses"
+        )
+
+
+# They have a length or a float, and are not what was meant.
+_NO_LISTS = (str, bytes, Mapping, Set)
+_NO_NUMBERS = (str, bytes, np.complexfloating)
+
+
+def _shown(value: Any) -> str:
+    try:
+        return _shortened(repr(value), SHOWN_VALUE)
+    except Exception as error:  # its own __repr__ raised
+        return f"a value that cannot be shown ({type(error).__name__})"
+
+
+def _named(error: BaseException) -> str:
+    try:
+        return _shortened(f"{type(error).__name__}: {error}", SHOWN)
+    except Exception:  # its own __str__ raised
+        return f"{type(error).__name__}, which cannot be shown"
+
+
+def _shortened(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
+def _cut(text: str) -> str:
+    return repr(_shortened(text, SHOWN))
+
+
+def _decode_rows(decode: Decode, tokens: HostArray, mask: HostArray) -> list[str]:
+    return [decode(row[keep].tolist()) for row, keep in zip(tokens, mask, strict=True)]

@@ -1,0 +1,282 @@
+"""Verifiers: the right answer is known, so a response is compared, not judged.
+
+    verify(prompt, response, row) -> float      1 where the response is right, else 0
+
+`row` holds every field of the user's data, the right answer among them. `each` makes of
+a verifier what `rewards.TextReward` calls; `verification/pool.py` runs it in other
+processes, which import this module and so must not load JAX by it.
+
+    reward = rewards.TextReward(verifiers.each(verifiers.Gsm8k()), decode, rows)
+
+Numbers are compared as decimals: 1,000 is 1000.00, and $0.30 is 0.3 exactly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import decimal
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    from rlhf_jax.roles.rewards.text import TextFunction
+
+Decimal = decimal.Decimal
+Row = Mapping[str, Any]  # one row of the user's data
+Verifier = Callable[[str, str, Row], float]
+
+MARKER = "####"  # what GSM8K puts before its answers
+
+_NUMBER = re.compile(
+    # A minus after a word, a digit or a bracket is between two numbers: 5-3. One with a
+    # blank behind it is a sign after = or : alone.
+    r"(?:(?<=[=:])[^\S\n]*(?P<first>[-−–])[^\S\n]+"
+    r"|(?<![\w)\]}%])(?P<minus>[-−–])|\+)?"
+    r"(?:\\?[$€£¥₹][^\S\n]?(?P<inner>[-−–])?)?"
+    r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
+    r"|(?<![\w.])\.[0-9]+)"
+    r"(?P<over>\s*/\s*[0-9][0-9,.]*)?"
+)
+# What may not follow an answer, as then it is another number: 1,2345 or 1.2.3 or 1e5.
+_WHOLE = re.compile(
+    rf"[\s*]*(?:(?P<lead>[-−–])[^\S\n]+)?{_NUMBER.pattern}"
+    r"(?![.,]?[0-9]|[eE][-+]?[0-9]|\s*[\^×÷⁄]|[^\S\n]+[0-9]"
+    r"|[^\S\n]*(?:[-−–+*·:/x_'’]|\*\*)[^\S\n]*\(?[0-9])"
+)
+
+
+class Readable(Protocol):
+    """A verifier whose data can be checked before a run."""
+
+    def gold(self, row: Row) -> Any:
+        """What is right by this row; ValueError if the row does not say."""
+
+
+def each(verifier: Verifier) -> TextFunction:
+    """(prompts, responses, rows) -> one number a response, for `rewards.TextReward`."""
+    return _Each(verifier)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Each:
+    verifier: Verifier
+
+    def __call__(
+        self, prompts: list[str], responses: list[str], rows: list[Row]
+    ) -> list[float]:
+        return [
+            self.verifier(*one) for one in zip(prompts, responses, rows, strict=True)
+        ]
+
+
+def check_answers(located: Iterable[tuple[str, Row]], *, verifier: Readable) -> None:
+    """Reads the right answer of every row, before a run.
+
+    Args:
+      located: (file and line, row), as `data.read_located` has them.
+      verifier: which will read these rows.
+
+    Raises:
+      InputError: an answer is missing or is not what the verifier compares with; names
+        file and line.
+    """
+    for where, row in located:
+        try:
+            verifier.gold(row)
+        except ValueError as error:
+            raise _input_error(f"{where}: {error}") from None
+
+
+@dataclasses.dataclass(frozen=True)
+class LastInteger:
+    """1 where the last number in the response is the integer in the row's `field`.
+
+    Whatever reasoning stands before it. 12, 12. and 12.0 are the integer 12, 1,200 is
+    1200, and the 3 of 5-3 is 3; 12.5 is none, and neither is the fraction 6/4.
+    """
+
+    field: str = "answer"
+    """Of the row, an integer or its text."""
+
+    def __call__(self, prompt: str, response: str, row: Row) -> float:
+        return float(last_number(response) == self.gold(row))
+
+    def gold(self, row: Row) -> Decimal:
+        """The integer; ValueError if there is none."""
+        found = _number_in(row, self.field)
+        if found != found.to_integral_value():
+            raise ValueError(
+                f"expected an integer in {self.field!r}, got {found}; correct it, or "
+                f"remove the row"
+            )
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class ExactMatch:
+    """1 where the response is the text in the row's `field`."""
+
+    field: str = "answer"
+    """Of the row."""
+    ignore_space: bool = True
+    """Any white space is one blank, and none at either end."""
+    ignore_case: bool = False
+    """Capitals count as small letters."""
+
+    def __call__(self, prompt: str, response: str, row: Row) -> float:
+        return float(self._normal(response) == self.gold(row))
+
+    def gold(self, row: Row) -> str:
+        """The text, normalised; ValueError if there is none."""
+        return self._normal(_text_in(row, self.field))
+
+    def _normal(self, text: str) -> str:
+        text = " ".join(text.split()) if self.ignore_space else text
+        return text.casefold() if self.ignore_case else text
+
+
+@dataclasses.dataclass(frozen=True)
+class Matches:
+    r"""1 where a regular expression is found in the response.
+
+    With `field`, where its last match has that text of the row in group 1:
+    `Matches(r"\\boxed\{([^{}]*)\}", field="answer")`.
+
+    Raises:
+      InputError: the pattern is none, or has no group to compare with the field.
+    """
+
+    pattern: str
+    """As Python's `re` has them; ^ and $ are the ends of lines, . is any character."""
+    field: str | None = None
+    """Of the row, what group 1 must hold but for white space around it."""
+
+    def __post_init__(self) -> None:
+        try:
+            groups = self._compiled().groups
+        except re.error as error:
+            raise _input_error(
+                f"pattern: expected a regular expression, got {self.pattern!r} "
+                f"({error}); mend it"
+            ) from None
+        if self.field is not None and not groups:
+            raise _input_error(
+                f"pattern: expected a group (...) to compare with {self.field!r}, got "
+                f"{self.pattern!r}; put one around the answer"
+            )
+
+    def __call__(self, prompt: str, response: str, row: Row) -> float:
+        found = list(self._compiled().finditer(response))
+        gold = self.gold(row)
+        if not found or gold is None:
+            return float(bool(found))
+        return float((found[-1][1] or "").strip() == gold)
+
+    def gold(self, row: Row) -> str | None:
+        """The text that group 1 must hold, if any; ValueError if the row has none."""
+        return None if self.field is None else _text_in(row, self.field).strip()
+
+    def _compiled(self) -> re.Pattern[str]:
+        return re.compile(self.pattern, re.MULTILINE | re.DOTALL)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gsm8k:
+    """1 where the number after the response's last #### is the row's.
+
+    Separators, signs, decimals, currency and a dot at the end are read as people mean
+    them: "#### $1,000." is 1000. What is no number ("#### about 5", 1/2, 2 + 3, 12:30)
+    is wrong. Words behind it are not read: "5 apples" is 5, and so is "5 million".
+
+    Source: Cobbe et al. 2021, arXiv:2110.14168; openai/grade-school-math.
+    """
+
+    field: str = "answer"
+    """Of the row, a worked answer that ends in `#### n`."""
+    unmarked: Literal["wrong", "last_number"] = "wrong"
+    """What becomes of a response without ####: it is wrong, or its last number counts
+    (for models that were not trained on the form)."""
+
+    def __call__(self, prompt: str, response: str, row: Row) -> float:
+        _, marker, answer = response.rpartition(MARKER)
+        if marker or self.unmarked == "wrong":
+            match = _WHOLE.match(answer) if marker else None
+            found = None if match is None else _value(match)
+        else:
+            found = last_number(response)
+        return float(found == self.gold(row))
+
+    def gold(self, row: Row) -> Decimal:
+        """The number after the last ####; ValueError if there is none."""
+        _, marker, answer = _text_in(row, self.field).rpartition(MARKER)
+        found = number(answer) if marker else None
+        if found is None:
+            got = f"{MARKER}{answer}" if marker else row[self.field]
+            raise ValueError(
+                f"expected {MARKER} and a number at the end of {self.field!r}, got "
+                f"{got!r:.60}; correct it, or remove the row"
+            )
+        return found
+
+
+def number(text: str) -> Decimal | None:
+    """The number that the whole text is, as people write them: -$1,234.50 or 12."""
+    match = _NUMBER.fullmatch(text.strip().removesuffix("."))
+    return None if match is None else _value(match)
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last number in a text; None without any, or if it is a fraction like 1/2."""
+    found = None
+    for match in _NUMBER.finditer(text):
+        found = match
+    return None if found is None else _value(found)
+
+
+def _value(match: re.Match[str]) -> Decimal | None:
+    if match["over"]:
+        return None
+    size = Decimal(match["digits"].replace(",", ""))
+    signs = ("minus", "first", "inner", "lead")
+    negative = any(match.groupdict().get(sign) for sign in signs)
+    return size.copy_negate() if negative else size  # -size would round
+
+
+def _number_in(row: Row, field: str) -> Decimal:
+    said = _field(row, field)
+    # True is an int to Python.
+    plain = isinstance(said, int | float | str) and not isinstance(said, bool)
+    found = number(str(said)) if plain else None
+    if found is None:
+        raise ValueError(
+            f"expected a number in {field!r}, got {said!r:.60}; correct it, or remove "
+            f"the row"
+        )
+    return found
+
+
+def _text_in(row: Row, field: str) -> str:
+    said = _field(row, field)
+    if not isinstance(said, str) or not said.strip():
+        raise ValueError(
+            f"expected a text in {field!r}, got {said!r:.60}; correct it, or remove "
+            f"the row"
+        )
+    return said
+
+
+def _field(row: Row, field: str) -> Any:
+    if field not in row:
+        raise ValueError(
+            f"expected a field {field!r}, got {', '.join(map(repr, row))}; add it, or "
+            f"name the field that holds the answer"
+        )
+    return row[field]
+
+
+def _input_error(message: str) -> ValueError:
+    # Not imported above: processes that verify have no use for JAX, which it loads.
+    from rlhf_jax.functional.checks import InputError
+
+    return InputError(message)

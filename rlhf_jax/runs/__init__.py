@@ -1,0 +1,1 @@
+"""A run folder: its record, its metrics, its command line."""

@@ -1,0 +1,132 @@
+"""How far the policy is from its reference: by module, by layer and by position.
+
+found = jax.device_get(drift.weight_drift(params, reference))
+drift_report.table(found)
+drift_report.plots(folder, found)       from what the run recorded, too
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from rlhf_jax.devices import processes
+from rlhf_jax.runs import metrics, report, write_errors
+
+Drift = Mapping[str, Any]  # as `drift.weight_drift` returns it, on the host
+
+
+def table(drift: Drift) -> None:
+    """Prints weight drift by module, those that moved farthest first, and overall.
+
+    A module of L layers is one row: its sum over them, and the layer that moved most,
+    each as a share of what the reference holds there; of zeros there is no share.
+    """
+    rows = []
+    for path, module in drift["modules"].items():
+        moved, size = (float(np.sum(module[name])) for name in ("absolute", "size"))
+        relative = np.ravel(module["relative"])
+        most = (float(relative.max()), int(relative.argmax()))
+        one_by_one = relative.size > 1 and size > 0
+        rows.append(
+            (
+                path,
+                moved,
+                moved / size if size > 0 else None,
+                *(most if one_by_one else (None, None)),
+            )
+        )
+    rows.sort(key=lambda row: -1.0 if row[2] is None else row[2], reverse=True)
+    rows.append(("all", float(drift["absolute"]), float(drift["relative"]), None, None))
+    report.table(
+        "Weight drift",
+        ("module", "absolute", "relative", "at most", "in layer"),
+        rows,
+    )
+    print(f"as one vector, ‖Δ‖ / ‖ref‖: {float(drift['global_norm']):.4g}")
+
+
+def plots(folder: Path, drift: Drift) -> list[Path]:
+    """Draws plots/drift_by_layer.png and plots/kl_by_position.png.
+
+    Returns:
+      The figures drawn: the second needs rows in folder/positions.jsonl. Of several
+      processes the first draws.
+    """
+    if not processes.is_first():
+        return []
+    drawn = [folder / "plots" / "drift_by_layer.png"]
+    with write_errors.writing(folder / "plots"):
+        (folder / "plots").mkdir(exist_ok=True)
+        _by_layer(drift).savefig(drawn[0], dpi=150)
+        path = folder / "positions.jsonl"
+        rows = metrics.read(path) if path.exists() else []
+        if rows:
+            drawn.append(folder / "plots" / "kl_by_position.png")
+            _by_position(rows).savefig(drawn[1], dpi=150)
+    return drawn
+
+
+def _by_layer(drift: Drift) -> Figure:
+    """A line a module over the layers; what stands outside of them in the margin."""
+    figure = Figure(figsize=(8, 5.5), layout="constrained")
+    axis = figure.subplots()
+    relative = {
+        path: np.asarray(module["relative"])
+        for path, module in drift["modules"].items()
+        if np.isfinite(module["relative"]).any()  # of zeros there is no share
+    }
+    layers = {path: values for path, values in relative.items() if values.ndim}
+    for number, (path, values) in enumerate(layers.items()):
+        axis.plot(
+            np.where(np.isfinite(values), values, np.nan),
+            linestyle=("-", "--", ":")[number // 10 % 3],
+            color=f"C{number % 10}",
+            marker="o" if len(values) <= 25 else None,
+            markersize=3,
+            label=path.removeprefix("layers/"),
+        )
+    axis.set_xlabel("layer")
+    axis.set_ylabel("weight drift ‖Δ‖ / ‖ref‖\n[share of the reference]")
+    axis.set_ylim(bottom=0)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.grid(alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
+    outside = [
+        f"{path} {float(values):.3g}"
+        for path, values in relative.items()
+        if not values.ndim
+    ]
+    note = f"outside of the layers: {', '.join(outside)}"
+    axis.set_title(note, fontsize=8, loc="left", wrap=True)
+    return figure
+
+
+def _by_position(rows: list[dict[str, Any]]) -> Figure:
+    """k1 and k3 at the first, the middle and the last step that was recorded."""
+    figure = Figure(figsize=(7, 6.5), layout="constrained")
+    panels = {
+        "k1\n[nats per token]": "k1",
+        "k3\n[nats per token]": "k3",
+        "responses\nthat reach it": "responses",
+    }
+    chosen = {row["step"]: row for row in (rows[0], rows[len(rows) // 2], rows[-1])}
+    axes = figure.subplots(len(panels), sharex=True)
+    for axis, (label, name) in zip(axes, panels.items(), strict=True):
+        for step, row in chosen.items():
+            values = [np.nan if x is None else float(x) for x in row[name]]
+            axis.plot(values, marker="o", markersize=3, label=f"step {step}")
+        axis.set_ylabel(label)
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].legend(frameon=False)
+    axes[-1].set_xlabel("position in the response")
+    axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.align_ylabels()
+    return figure

@@ -1,0 +1,419 @@
+"""A run folder: what a run was asked for, with which versions, and what came out.
+
+config.json     the config and the versions it ran with
+metrics.jsonl, timings.jsonl, samples.jsonl, positions.jsonl    see `metrics`
+summary.json    the figures at the end
+snapshots/      see `snapshots.snapshots`
+plots/          see `report`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import math
+import os
+import platform
+import sys
+import types
+import typing
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+
+import rlhf_jax
+from rlhf_jax.devices import processes
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runs import lock, write_errors
+from rlhf_jax.runs.snapshots import resume
+
+CONFIG = "config.json"
+UNFINISHED = ".tmp"
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "chex",
+    "grain",
+    "numpy",
+    "transformers",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """What every experiment asks for; an experiment adds its own fields.
+
+    Of these only `seed` changes the result, so a resume may differ in the others.
+    """
+
+    out: Path
+    """Folder of the run; absent or empty unless --resume is given."""
+    seed: int = 0
+    """Root of every random number."""
+    resume: bool = False
+    """Continue the run in --out from its newest snapshot."""
+    resume_from: int | None = None
+    """Continue from this older snapshot of the stage whose newest one is damaged."""
+    accept_lost_rows: bool = False
+    """Resume although files as metrics.jsonl lost rows of before the snapshot."""
+    snapshot_every: int = 50
+    """Steps between snapshots."""
+    keep_snapshots: int = 2
+    """How many of the newest snapshots to keep."""
+    progress: bool = True
+    """Show progress on the terminal."""
+    tensorboard: bool = False
+    """Also write TensorBoard events into OUT/tensorboard."""
+    wandb: bool = False
+    """Also log to Weights & Biases."""
+
+    def __post_init__(self) -> None:
+        counts = {
+            "--snapshot-every": self.snapshot_every,
+            "--keep-snapshots": self.keep_snapshots,
+        }
+        for option, count in counts.items():
+            if count < 1:
+                raise InputError(f"{option}: expected at least 1, got {count}")
+        if self.resume_from is not None and self.resume_from < 0:
+            raise InputError(
+                f"--resume-from: expected the number of a snapshot, or 0 for the start "
+                f"of its stage, got {self.resume_from}; see OUT/snapshots/STAGE"
+            )
+        if not 0 <= self.seed < 2**32:
+            raise InputError(
+                f"--seed: expected 0 to 4294967295, got {self.seed}; choose another"
+            )
+        extras = {
+            "tensorboard": (self.tensorboard, "tensorboardX"),
+            "wandb": (self.wandb, "wandb"),
+        }
+        for extra, (wanted, package) in extras.items():
+            if wanted and importlib.util.find_spec(package) is None:
+                raise InputError(
+                    f"--{extra} needs the package {package}, which is not installed; "
+                    f"pip install 'rlhf-jax[{extra}]', or leave --{extra} out"
+                )
+
+
+# Of RunConfig, and as experiments call what does not change the numbers either.
+MAY_DIFFER = {f.name for f in dataclasses.fields(RunConfig)} - {"seed"}
+MAY_DIFFER |= {"mesh", "own_devices", "judge_failure", "stop_timeout", "check_memory"}
+Config = TypeVar("Config", bound=RunConfig)
+
+
+def check_run(config: RunConfig) -> None:
+    """Checks that `open_run` can use the folder, touching nothing.
+
+    Raises:
+      InputError: `out` holds something and `resume` is off; or `resume` is on and the
+        folder is not a run's, has a file that cannot be written, or its recorded
+        config differs from this one.
+    """
+    out = config.out
+    if "\0" in str(config.out):
+        raise InputError(
+            f"--out: expected the path of a folder, got {str(config.out)!r:.100}, "
+            f"which has a NUL; give another"
+        )
+    try:
+        is_file = out.exists() and not out.is_dir()
+        held = [] if is_file else _held(out)
+    except OSError as error:
+        raise InputError(
+            f"--out {out!s:.200}: expected a folder that can be read, got: "
+            f"{error.strerror}; give another --out, or see to that one"
+        ) from error
+    if is_file:
+        raise InputError(
+            f"--out {out} is a file; expected a folder that is absent or empty"
+        )
+    if not held:
+        if config.resume_from:
+            raise InputError(
+                f"--resume-from {config.resume_from}: expected the folder of a run in "
+                f"--out, got {out!s:.200}, which is absent or empty; give the --out of "
+                f"the run to continue"
+            )
+        return
+    if not config.resume and config.resume_from is None:
+        raise InputError(
+            f"--out {out} already holds {', '.join(held[:4])}"
+            f"{', ...' if len(held) > 4 else ''}; continue that run with --resume, "
+            "or give another --out"
+        )
+    if CONFIG not in held:
+        raise InputError(
+            f"--resume: {out} holds {', '.join(held[:4])} but no {CONFIG}, so it is "
+            "not a run folder; give the --out of the run to continue"
+        )
+    _check_writable(out)
+    _changes(config)
+
+
+def _changes(config: RunConfig) -> list[tuple[resume.Recorded, list[str]]]:
+    """What a resume changes, of the config of each stage or else that of config.json.
+
+    Raises:
+      InputError: as `resume.check_config`.
+    """
+    path = config.out / CONFIG
+    there = resume.Recorded(str(path), read_config(path))
+    recorded = resume.recorded_configs(config.out)
+    return [
+        (
+            one,
+            resume.check_config(
+                one, to_json(config), but=frozenset(MAY_DIFFER), folder=config.out
+            ),
+        )
+        for one in (recorded if recorded else [there])
+    ]
+
+
+def open_run(config: RunConfig) -> Path:
+    """Makes the folder with its config.json, or checks the one that is there.
+
+    A folder that a resumed run never got to fill starts over. Versions that differ
+    from the recorded ones are told on stderr and accepted, and so are the fields that a
+    resume may change; config.json then says what the run goes on with.
+
+    Of several processes the first does so, and the others wait for it.
+
+    Raises:
+      InputError: as `check_run`, or the folder cannot be made.
+    """
+    processes.on_first(lambda: _open(config))
+    return config.out
+
+
+def _open(config: RunConfig) -> None:
+    check_run(config)
+    out, path = config.out, config.out / CONFIG
+    if _held(out):
+        recorded = _read(path)["versions"]
+        for name, now in versions().items():
+            if recorded.get(name) != now:
+                print(
+                    f"warning: this run began with {name} {recorded.get(name)} and "
+                    f"goes on with {now}; its numbers may differ in the last bits",
+                    file=sys.stderr,
+                )
+        given = to_json(config)
+        for before, names in _changes(config):
+            resume.tell_changes(before, given, names)
+        said = read_config(path)
+        if resume.differing(said, given, but=frozenset(MAY_DIFFER)):
+            write_json(path, _read(path) | {"config": given})
+        return
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--out {out} cannot be made: {error}") from error
+    write_json(path, {"config": to_json(config), "versions": versions()})
+
+
+def write_summary(folder: Path, summary: dict[str, Any]) -> None:
+    """Writes summary.json, whole or not at all; NaN and infinity raise ValueError."""
+    write_json(folder / "summary.json", summary)
+
+
+def versions() -> dict[str, str]:
+    """What a result may depend on besides its config."""
+    device = jax.devices()[0]
+    return {
+        "python": platform.python_version(),
+        "rlhf_jax": rlhf_jax.__version__,
+        **{name: metadata.version(name) for name in PACKAGES},
+        "devices": f"{jax.device_count()} {device.platform} ({device.device_kind})",
+    }
+
+
+def to_json(config: RunConfig) -> dict[str, Any]:
+    """Fields as JSON values: paths become strings and tuples lists.
+
+    Raises:
+      InputError: a number is NaN or infinite, which JSON cannot hold.
+    """
+    fields = dataclasses.asdict(config)
+    try:
+        return json.loads(json.dumps(fields, default=os.fspath, allow_nan=False))
+    except ValueError as error:
+        wrong = ", ".join(f"{name} = {value}" for name, value in _not_finite(fields))
+        raise InputError(
+            f"config fields: expected finite numbers (None is off), got {wrong:.200}; "
+            "choose others"
+        ) from error
+
+
+def _not_finite(fields: dict[str, Any], *, prefix: str = "") -> list[tuple[str, Any]]:
+    """(name, value) of the fields with a number that JSON cannot hold; groups too."""
+    found: list[tuple[str, Any]] = []
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            found += _not_finite(value, prefix=f"{prefix}{name}.")
+        else:
+            numbers = value if isinstance(value, list | tuple) else [value]
+            if not all(map(math.isfinite, (n for n in numbers if type(n) is float))):
+                found.append((prefix + name, value))
+    return found
+
+
+def from_json(
+    config_class: type[Config], fields: dict[str, Any], *, source: Path
+) -> Config:
+    """The config whose `to_json` is `fields`: every field there and of its type.
+
+    Raises:
+      InputError: fields are unknown, missing or mistyped; names them all.
+    """
+    values, wrong = _decode_fields(fields, config_class, prefix="")
+    if wrong:
+        raise InputError(
+            f"{source} does not fit the options of this experiment:\n"
+            + "\n".join(sorted(wrong))
+            + "\ncorrect the file, or give the options without it"
+        )
+    return config_class(**values)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The config recorded in a config.json, as JSON values.
+
+    Raises:
+      InputError: the file is missing or is not a run's config.json.
+    """
+    return _read(path)["config"]
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Writes strict JSON, whole or not at all; NaN and infinity raise ValueError."""
+    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces a file in one step: a crash leaves the old one or the new one.
+
+    Of several processes the first writes.
+
+    Raises:
+      WriteError: it cannot be written; the old one stays.
+    """
+    if not processes.is_first():
+        return
+    unfinished = path.with_name(path.name + UNFINISHED)
+    with write_errors.writing(path):
+        try:
+            with unfinished.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.replace(path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+            raise
+
+
+def _held(folder: Path) -> list[str]:
+    """What a folder holds, apart from what a killed process left: its lock, a *.tmp."""
+    if not folder.exists():
+        return []
+    return sorted(
+        path.name
+        for path in folder.iterdir()
+        if path.name != lock.NAME and not path.name.endswith(UNFINISHED)
+    )
+
+
+def _check_writable(folder: Path) -> None:
+    """InputError if a resumed run could not go on with what the folder holds."""
+    snapshots = folder / "snapshots"
+    for path in (*folder.glob("*.jsonl"), snapshots, *snapshots.glob("*")):
+        if path.exists() and not os.access(path, os.W_OK):
+            raise InputError(
+                f"--resume: expected a run that this user can go on with, got no "
+                f"permission to write {path}; allow that, or start a new run with "
+                f"another --out"
+            )
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    try:
+        recorded = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path} is not JSON: {error}") from error
+    match recorded:
+        case {"config": dict(), "versions": dict()}:
+            return recorded
+    raise InputError(
+        f"{path}: expected the {CONFIG} of a run, with the objects 'config' and "
+        f"'versions'; got {json.dumps(recorded)[:80]}"
+    )
+
+
+def _decode_fields(
+    fields: dict[str, Any], kind: Any, *, prefix: str
+) -> tuple[dict[str, Any], list[str]]:
+    """The fields of a dataclass by name, and what is wrong with them; groups too."""
+    hints = typing.get_type_hints(kind)
+    kinds = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+    values: dict[str, Any] = {}
+    wrong = [f"  {prefix}{name}: unknown" for name in fields.keys() - kinds.keys()]
+    wrong += [f"  {prefix}{name}: missing" for name in kinds.keys() - fields.keys()]
+    for name in kinds.keys() & fields.keys():
+        field, value = kinds[name], fields[name]
+        group = _group(field)
+        if dataclasses.is_dataclass(group) and isinstance(value, dict):
+            inner, amiss = _decode_fields(value, group, prefix=f"{prefix}{name}.")
+            wrong += amiss
+            if not amiss:
+                values[name] = typing.cast(Any, group)(**inner)
+            continue
+        try:
+            values[name] = _decode(value, field)
+        except TypeError as error:
+            wrong.append(f"  {prefix}{name}: {error}")
+    return values, wrong
+
+
+def _group(kind: Any) -> Any:
+    """The dataclass of a field that holds one, or None of one; else the kind itself."""
+    parts = [part for part in typing.get_args(kind) if part is not types.NoneType]
+    return parts[0] if len(parts) == 1 and dataclasses.is_dataclass(parts[0]) else kind
+
+
+def _decode(value: Any, kind: Any) -> Any:
+    """A JSON value as the Python type `kind`; TypeError if it is not one."""
+    inner = typing.get_args(kind)
+    origin = typing.get_origin(kind)
+    if origin in (typing.Union, types.UnionType):
+        for alternative in inner:
+            with contextlib.suppress(TypeError):
+                return _decode(value, alternative)
+    elif origin is typing.Literal:
+        if value in inner:
+            return value
+    elif origin is tuple and isinstance(value, list):
+        if inner[-1] is ...:
+            inner = inner[:1] * len(value)
+        if len(inner) == len(value):
+            return tuple(map(_decode, value, inner))
+    elif kind is Path and isinstance(value, str):
+        return Path(value)
+    elif kind is float and type(value) in (int, float):
+        with contextlib.suppress(OverflowError):  # an integer beyond float64
+            return float(value)
+    elif type(value) is kind:
+        return value
+    name = kind.__name__ if isinstance(kind, type) else str(kind)
+    raise TypeError(f"expected {name}, got {json.dumps(value):.80}")

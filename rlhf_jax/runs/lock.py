@@ -1,0 +1,164 @@
+"""A run folder for one process at a time, by a lock that dies with its process.
+
+    with run_lock.hold(folder):     makes the folder where it is missing
+        ...
+
+It is a POSIX record lock on folder/run.lock. The system gives it back when the process
+ends in whatever way, kill -9 included, so that a resume right after it is let in. NFS
+passes such locks on to the other machines. The file says who holds it, and goes with
+the lock; one that a killed process left behind means nothing.
+
+Within a process the lock may be taken again. Of the processes of one run the first
+takes it. `rlhf-jax verify` reads only, and takes none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import fcntl
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runs import write_errors
+
+NAME = "run.lock"
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+# By folder, with how often it is held: any other opened descriptor of the file would
+# give the lock back when it is closed.
+_held: dict[Path, tuple[int, int]] = {}
+
+
+@contextlib.contextmanager
+def hold(folder: Path) -> Iterator[None]:
+    """Holds the lock of a folder, which is made, and removed if nothing came into it.
+
+    Raises:
+      InputError: another process holds it; says which. The folder cannot be made or
+        written to.
+    """
+    made = _make(folder)
+    try:
+        take(folder)
+        try:
+            yield
+        finally:
+            give_back(folder)
+    finally:
+        for path in made:
+            with contextlib.suppress(OSError):  # something is in it
+                path.rmdir()
+
+
+def take(folder: Path) -> None:
+    """Takes the lock of a folder that is there, until `give_back` or the process ends.
+
+    Raises:
+      InputError: as `hold`.
+    """
+    folder = folder.resolve()
+    if folder in _held:
+        descriptor, count = _held[folder]
+    else:
+        descriptor, count = _locked(folder), 0
+    _held[folder] = descriptor, count + 1
+
+
+def give_back(folder: Path) -> None:
+    """Undoes one `take`; the last one gives the lock back, and removes its file."""
+    folder = folder.resolve()
+    descriptor, count = _held.pop(folder)
+    if count > 1:
+        _held[folder] = descriptor, count - 1
+        return
+    with contextlib.suppress(OSError):
+        (folder / NAME).unlink()
+    os.close(descriptor)
+
+
+def _make(folder: Path) -> list[Path]:
+    """The folders that were missing, innermost first."""
+    try:
+        missing = [path for path in (folder, *folder.parents) if not path.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:  # a name with NUL is a ValueError
+        raise _unwritable(folder, error) from error
+    return missing
+
+
+def _locked(folder: Path) -> int:
+    """A descriptor of the folder's file, locked."""
+    path = folder / NAME
+    while True:
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise _unwritable(folder, "no permission to write there")
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise _unwritable(folder, error) from error
+        try:
+            _lock(descriptor, path)
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                _sign(descriptor, folder)
+                return descriptor
+        except FileNotFoundError:
+            pass  # its holder was just giving it back
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            raise InputError(
+                f"--out {path.parent}: expected a run folder that no other process "
+                f"writes, got one of {_holder(descriptor)}; wait for its end or stop "
+                f"it, or give another --out"
+            ) from None
+        if error.errno not in NO_LOCKS:
+            raise _unwritable(path.parent, error) from error
+        print(
+            f"warning: the file system of {path.parent} has no locks "
+            f"({error.strerror}), so nothing would stop a second process from writing "
+            f"to this run; see to it that there is none",
+            file=sys.stderr,
+        )
+
+
+def _sign(descriptor: int, folder: Path) -> None:
+    """Writes who holds the lock; also the proof that the folder can be written to."""
+    now = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+    holder = {"process": os.getpid(), "host": socket.gethostname(), "since": now}
+    try:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(holder).encode() + b"\n", 0)
+        os.fsync(descriptor)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            (folder / NAME).unlink()
+        raise _unwritable(folder, error) from error
+
+
+def _holder(descriptor: int) -> str:
+    with contextlib.suppress(ValueError, KeyError, TypeError, OSError):
+        told = json.loads(os.pread(descriptor, 1000, 0))
+        return f"process {told['process']} on {told['host']}, since {told['since']}"
+    return "another process"
+
+
+def _unwritable(folder: Path, why: OSError | ValueError | str) -> InputError:
+    told = write_errors.reason(why) if isinstance(why, OSError) else str(why)
+    return InputError(
+        f"--out {folder}: expected a folder that can be made and written to, got: "
+        f"{told}; give another --out, or see to that one"
+    )

@@ -1,0 +1,1 @@
+"""What a run continues from, and the proof that it is whole."""

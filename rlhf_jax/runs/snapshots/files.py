@@ -1,0 +1,192 @@
+"""Snapshots as they are on disk, read and checked without the run that saved them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from absl import logging
+
+from rlhf_jax.functional.checks import InputError, StopError
+from rlhf_jax.runs.snapshots import integrity
+from rlhf_jax.runs.snapshots.integrity import DIGESTS, DamagedError
+
+READ_AT_ONCE = 2**30  # bytes of arrays that a check holds
+
+
+def numbers(folder: Path) -> list[int]:
+    """The numbers of the snapshots in a folder, in order; nothing is written there."""
+    return sorted(
+        int(path.name)
+        for path in folder.iterdir()
+        if path.is_dir() and path.name.isdecimal()
+    )
+
+
+def read_meta(folder: Path, step: int) -> dict[str, Any]:
+    """The meta of a snapshot, one of `numbers`.
+
+    Raises:
+      DamagedError: the snapshot is damaged.
+    """
+    return _read_meta(folder, step)[0]
+
+
+def read_arrays(
+    folder: Path, step: int, *, wanted: Callable[[str], bool]
+) -> dict[str, np.ndarray]:
+    """Some of a snapshot's arrays by path, without what they were saved of.
+
+    Args:
+      step: one of `numbers`.
+      wanted: path -> True for the arrays to read, as "policy/layers/mlp/up/kernel".
+
+    Returns:
+      Arrays of the host's; nothing is put on a device.
+
+    Raises:
+      DamagedError: the snapshot is damaged.
+    """
+    with _reader(folder) as manager, damage_told(folder / str(step)):
+        saved = manager.item_metadata(step)["arrays"].tree
+        targets = {
+            path: np.empty(leaf.shape, leaf.dtype)
+            for path, leaf in saved.items()
+            if wanted(path)
+        }
+        if not targets:
+            return {}
+        as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
+        arrays = ocp.args.PyTreeRestore(
+            targets,
+            restore_args=dict.fromkeys(targets, as_numpy),
+            partial_restore=True,
+        )
+        return manager.restore(step, args=ocp.args.Composite(arrays=arrays))["arrays"]
+
+
+class Checked(NamedTuple):
+    """What the check of a snapshot came to."""
+
+    arrays: int  # whose digests agree
+    verdict: str
+    damage: DamagedError | None
+
+
+def check(folder: Path, step: int) -> Checked:
+    """Checks a snapshot, one of `numbers`, from disk alone: files, meta and arrays."""
+    where = folder / str(step)
+    try:
+        if faults := integrity.faults_of_files(where):
+            raise integrity.damaged(where, faults)
+        _, digests = _read_meta(folder, step)
+        found: dict[str, str] = {}
+        for paths in _batches(folder, step):
+            arrays = read_arrays(folder, step, wanted=paths.__contains__)
+            leaves = {path: jnp.asarray(array) for path, array in arrays.items()}
+            found |= integrity.of_arrays(leaves)
+        if digests and (faults := integrity.differing(digests, found)):
+            raise integrity.damaged(where, faults)
+    except DamagedError as damage:
+        return Checked(0, "DAMAGED", damage)
+    return Checked(len(digests), doubt(where, digests) or "whole", None)
+
+
+def _batches(folder: Path, step: int) -> Iterator[set[str]]:
+    """The paths of a snapshot's arrays, each time of about READ_AT_ONCE bytes."""
+    with _reader(folder) as manager, damage_told(folder / str(step)):
+        saved = manager.item_metadata(step)["arrays"].tree
+    batch: set[str] = set()
+    size = 0
+    for path, leaf in saved.items():
+        batch.add(path)
+        size += int(np.prod(leaf.shape)) * np.dtype(leaf.dtype).itemsize
+        if size >= READ_AT_ONCE:
+            yield batch
+            batch, size = set(), 0
+    yield batch
+
+
+def _read_meta(folder: Path, step: int) -> tuple[dict[str, Any], dict[str, str]]:
+    where = folder / str(step)
+    with _reader(folder) as manager, damage_told(where):
+        restored = manager.restore(
+            step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())
+        )
+    return split(restored["meta"], where)
+
+
+def split(saved: dict[str, Any], where: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """The meta, and the digests of the arrays that stand in it; none in an old one."""
+    if not isinstance(saved, dict):
+        raise integrity.damaged(
+            where, [f"meta: expected a JSON object, got {saved!r:.40}"]
+        )
+    if DIGESTS not in saved:
+        return saved, {}
+    meta = {key: value for key, value in saved.items() if key != DIGESTS}
+    with damage_told(where):
+        digests, found = saved[DIGESTS], integrity.of_meta(meta)
+        if digests["meta"] != found:
+            expected = digests["meta"]
+            raise integrity.damaged(
+                where, [f"meta: digest {found}, expected {expected}"]
+            )
+        return meta, dict(digests["arrays"])
+
+
+def doubt(where: Path, digests: Mapping[str, str]) -> str:
+    """What cannot be told of a snapshot that nothing contradicts; "" for nothing."""
+    if not digests:
+        return "has no digests, being of an older version; not checked"
+    if not integrity.has_list(where):
+        return f"whole by its digests; {integrity.LIST} is missing"
+    return ""
+
+
+@contextlib.contextmanager
+def damage_told(where: Path) -> Iterator[None]:
+    """Makes a DamagedError of what orbax and its formats raise of the snapshot there.
+
+    Other errors of this library's, and those of the devices, pass.
+    """
+    try:
+        yield
+    except (InputError, DamagedError, MemoryError, jax.errors.JaxRuntimeError):
+        raise
+    except PermissionError as error:  # of a snapshot that may well be whole
+        raise StopError(
+            f"{where}: expected a snapshot that can be read, got {error.strerror}; see "
+            f"to its permissions"
+        ) from error
+    except Exception as error:  # whatever they raise
+        first = (str(error).splitlines() or [""])[0]
+        fault = f"{type(error).__name__}: {first:.200}"
+        raise integrity.damaged(where, [fault]) from error
+
+
+def _reader(folder: Path) -> ocp.CheckpointManager:
+    logging.set_verbosity(logging.FATAL)
+    alone = jax.process_index()  # other processes may not be reading now
+    options = ocp.options.MultiprocessingOptions(
+        primary_host=alone, active_processes={alone}
+    )
+    return ocp.CheckpointManager(
+        folder.absolute(),
+        item_handlers={
+            "arrays": ocp.PyTreeCheckpointHandler(multiprocessing_options=options),
+            "meta": ocp.JsonCheckpointHandler(multiprocessing_options=options),
+        },
+        options=ocp.CheckpointManagerOptions(
+            read_only=True,
+            create=False,
+            lightweight_initialize=True,
+            multiprocessing_options=options,
+        ),
+    )

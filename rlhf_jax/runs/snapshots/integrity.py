@@ -1,0 +1,127 @@
+"""What tells a damaged snapshot from a whole one: digests, and a list of its files.
+
+digests        of every array, as `fingerprint.digest` computes it on the devices, and
+               of the meta; they stand in the meta, under DIGESTS, and are checked when
+               a snapshot is restored or verified
+LIST           in the snapshot's folder: {file: [bytes, CRC-32]} of all its other files,
+               written as soon as the snapshot is complete
+
+The digests prove that what is restored is what was saved. The list finds files that are
+missing or cut, and flipped bits that no array depends on. Of a file above MAX_READ it
+has the size alone: such files hold arrays only, and reading them back would cost more
+than the digests do. A run that is killed between the two writes leaves a snapshot
+without a list, which its digests still prove. A snapshot of an older version has
+neither, and is read without a proof.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from rlhf_jax.devices import processes
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.checks import StopError
+from rlhf_jax.roles.reference import fingerprint
+
+Array = jax.Array
+DIGESTS = "digests"  # their key in a snapshot's meta
+LIST = "files.json"
+MAX_READ = 2**20  # bytes of a file that the list has the CRC-32 of
+
+
+class DamagedError(StopError):
+    """A snapshot is not what was saved."""
+
+
+def damaged(where: Path, faults: list[str]) -> DamagedError:
+    """The error that names a snapshot's folder and what is wrong with it."""
+    return DamagedError(
+        f"{where} is damaged: expected what was saved, got\n{checks.listed(faults)}"
+    )
+
+
+def of_arrays(arrays: Mapping[str, Array]) -> dict[str, str]:
+    """The digest of every array by path, in hex; with several processes all call it."""
+    words = {path: fingerprint.digest(leaf, path=path) for path, leaf in arrays.items()}
+    return {
+        path: fingerprint.in_hex(pair) for path, pair in processes.whole(words).items()
+    }
+
+
+def of_meta(meta: Mapping[str, Any]) -> str:
+    """The digest of JSON values, in hex; the order of keys is not part of it."""
+    text = json.dumps(json.loads(json.dumps(meta)), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def differing(expected: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
+    """A fault for every array whose digests differ, or that one side lacks."""
+    return [
+        f"{path}: digest {found.get(path, 'none')}, expected "
+        f"{expected.get(path, 'none')}"
+        for path in sorted(expected.keys() | found.keys())
+        if expected.get(path) != found.get(path)
+    ]
+
+
+def write_list(folder: Path) -> None:
+    """Writes the list of a snapshot that is complete, whole or not at all."""
+    unfinished = folder / f"{LIST}.tmp"
+    unfinished.write_text(json.dumps(_files(folder)), encoding="utf-8")
+    unfinished.replace(folder / LIST)
+
+
+def has_list(folder: Path) -> bool:
+    """False for a snapshot of an older version or of a run that was killed there."""
+    return (folder / LIST).exists()
+
+
+def faults_of_files(folder: Path) -> list[str]:
+    """What the files of a snapshot contradict of its list; none without a list."""
+    if not has_list(folder):
+        return []
+    try:
+        text = (folder / LIST).read_bytes()
+        found = {name: tuple(pair) for name, pair in _files(folder).items()}
+    except OSError as error:
+        return [str(error)]
+    try:
+        expected = json.loads(text)
+        # No byte of it is free: of a file that is 1 byte longer, too.
+        if json.dumps(expected).encode() != text:
+            raise ValueError("it is not as it was written")
+        sizes = {name: (size, check) for name, (size, check) in expected.items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        return [f"{LIST}: {error}"]
+    faults = []
+    for name, (size, check) in sizes.items():
+        if name not in found:
+            faults.append(f"{name}: missing")
+        elif found[name] != (size, check):
+            got, now = found[name]
+            faults.append(
+                f"{name}: {got} bytes, expected {size}"
+                if got != size
+                else f"{name}: CRC-32 {now}, expected {check}"
+            )
+    return faults
+
+
+def _files(folder: Path) -> dict[str, list[int | None]]:
+    files: dict[str, list[int | None]] = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_dir() or (path.parent == folder and path.name.startswith(LIST)):
+            continue
+        with path.open("rb") as file:  # opened for network file systems to look again
+            size = file.seek(0, 2)
+            file.seek(0)
+            check = zlib.crc32(file.read()) if size <= MAX_READ else None
+        files[path.relative_to(folder).as_posix()] = [size, check]
+    return files

@@ -1,0 +1,281 @@
+"""Snapshots of everything a run needs to go on to the last bit, through orbax.
+
+    STAGE/100/arrays, meta      what was saved, complete together or not at all
+    STAGE/100/files.json        what the snapshot's files are, see `integrity`
+    STAGE/100.set-aside         what a run left that went on from an older snapshot
+
+Every array is saved with its digest, and the meta with its own. A snapshot that is not
+what was saved is refused with a `DamagedError`; nothing of it reaches the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from absl import logging
+from orbax.checkpoint.checkpoint_managers import LatestN
+
+from rlhf_jax.devices import processes
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runs import write_errors
+from rlhf_jax.runs.snapshots import files, integrity
+from rlhf_jax.runs.snapshots.integrity import DIGESTS
+
+Array = jax.Array
+PyTree = Any
+Target = jax.ShapeDtypeStruct | np.ndarray
+SET_ASIDE = ".set-aside"
+
+
+class Snapshots:
+    """Numbered snapshots in one folder; number N means that N steps are done.
+
+    A snapshot has two parts, complete together or not there at all: `arrays`, any
+    pytree of `jax.Array`s (typed random keys included), and `meta`, a JSON object
+    (config, versions, reference fingerprint). What a killed run left half-written is
+    never seen, and removed by the next `save`. Use as a context manager: leaving waits
+    until the last snapshot is complete.
+    """
+
+    def __init__(self, folder: Path, *, keep: int = 2) -> None:
+        """Opens or makes `folder`, which keeps the `keep` newest snapshots."""
+        # Orbax tells each save in many lines, and what it raises in hundreds.
+        logging.set_verbosity(logging.FATAL)
+        self._folder = folder
+        self._newest: int | None = None  # that `save` was asked for
+        self._unwritten = False
+        with write_errors.writing(folder):
+            self._manager = ocp.CheckpointManager(
+                folder.absolute(),
+                item_handlers={
+                    "arrays": ocp.StandardCheckpointHandler(),
+                    "meta": ocp.JsonCheckpointHandler(),
+                },
+                options=ocp.CheckpointManagerOptions(
+                    preservation_policy=LatestN(keep),
+                    cleanup_tmp_directories=True,
+                    temporary_path_class=_Listed,
+                    lightweight_initialize=True,  # damage is `restore`'s to tell
+                ),
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def latest(self) -> int | None:
+        """The number of the newest snapshot, None without any."""
+        return self._manager.latest_step()
+
+    def steps(self) -> list[int]:
+        """The numbers of all snapshots, in order."""
+        return sorted(self._manager.all_steps())
+
+    def save(self, step: int, *, arrays: PyTree, meta: dict[str, Any]) -> None:
+        """Copies the arrays off the devices, then writes behind the next steps.
+
+        The arrays may be donated once this returns; an older snapshot goes only when
+        this one is complete. A step that is already there is left as it is: runs are
+        deterministic, so it holds the same bits.
+
+        Raises:
+          WriteError: this one, or the one before, cannot be written.
+        """
+        if step in self._manager.all_steps():
+            return
+        self._wait()
+        self._newest = step
+        raw = jax.tree.map(_raw, _flat(arrays))
+        digests = {"arrays": integrity.of_arrays(raw), "meta": integrity.of_meta(meta)}
+        with self._writing():
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    arrays=ocp.args.StandardSave(raw),
+                    meta=ocp.args.JsonSave({**meta, DIGESTS: digests}),
+                ),
+            )
+
+    def restore(self, step: int, *, like: PyTree) -> tuple[PyTree, dict[str, Any]]:
+        """(arrays, meta) of a snapshot, to the last bit.
+
+        Args:
+          step: a number that `latest` gave.
+          like: pytree of arrays or `jax.ShapeDtypeStruct`s (random keys: arrays) of
+            what was saved. Arrays come back with its structure and shardings, whatever
+            devices they were saved from, and uncommitted where it has none.
+
+        Raises:
+          InputError: there is no such snapshot, or its leaves, shapes or dtypes are
+            not those of `like`; names them.
+          DamagedError: it is not what was saved; names what differs.
+        """
+        self._wait()
+        if step not in self._manager.all_steps():
+            raise InputError(
+                f"{self._folder}: expected one of the snapshots {self.steps()}, got "
+                f"{step}"
+            )
+        where = self._folder / str(step)
+        # By the first process for all: orbax has them wait for each other.
+        first = processes.is_first()
+        faults = integrity.faults_of_files(where) if first else []
+        if told := processes.from_first("\n".join(faults)):
+            raise integrity.damaged(where, told.split("\n"))
+        flat = _flat(like)
+        targets = {path: _target(leaf) for path, leaf in flat.items()}
+        with files.damage_told(where):
+            self._check(step, targets)
+            restored = self._manager.restore(
+                step,
+                args=ocp.args.Composite(
+                    arrays=ocp.args.StandardRestore(targets),
+                    meta=ocp.args.JsonRestore(),
+                ),
+            )
+        meta, digests = files.split(restored["meta"], where)
+        leaves = [
+            _restored(restored["arrays"][path], leaf) for path, leaf in flat.items()
+        ]
+        if digests:
+            raw = dict(zip(flat, map(_raw, leaves), strict=True))
+            faults = integrity.differing(digests, integrity.of_arrays(raw))
+            if faults:
+                raise integrity.damaged(where, faults)
+        if first and (doubt := files.doubt(where, digests)):
+            print(f"note: {where}: {doubt}", file=sys.stderr)
+        return jax.tree.unflatten(jax.tree.structure(like), leaves), meta
+
+    def set_aside(self, *, after: int) -> list[Path]:
+        """Renames the snapshots of later steps than `after`, so that none is in use.
+
+        They can then be saved again. With several processes all call it.
+
+        Returns:
+          What they are named now.
+        """
+        self._wait()
+        later = [step for step in self.steps() if step > after]
+        names = [_unused(self._folder / f"{step}{SET_ASIDE}") for step in later]
+        if processes.is_first():
+            with write_errors.writing(self._folder):
+                for step, name in zip(later, names, strict=True):
+                    (self._folder / str(step)).rename(name)
+        processes.wait()
+        self._manager.reload()
+        return names
+
+    def close(self) -> None:
+        """Waits until the last snapshot is complete; raises what its writing raised.
+
+        Raises:
+          WriteError: it cannot be written, unless `save` has told so.
+        """
+        if self._unwritten:
+            return  # orbax would wait for it, and raise once more
+        with self._writing():
+            self._manager.close()
+
+    def _wait(self) -> None:
+        """For the snapshot that is being written."""
+        with self._writing():
+            self._manager.wait_until_finished()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            with write_errors.writing(self._folder / str(self._newest)):
+                yield
+        except write_errors.WriteError:
+            self._unwritten = True
+            raise
+
+    def _check(self, step: int, targets: Mapping[str, Target]) -> None:
+        saved = self._manager.item_metadata(step)["arrays"].tree
+        expected = {path: _describe(leaf) for path, leaf in targets.items()}
+        got = {path: _describe(leaf) for path, leaf in saved.items()}
+        misfits = [
+            f"{path}: expected {expected.get(path, 'no such leaf')}, "
+            f"got {got.get(path, 'no such leaf')}"
+            for path in sorted(expected.keys() | got.keys())
+            if expected.get(path) != got.get(path)
+        ]
+        if misfits:
+            raise InputError(
+                f"snapshot {self._folder / str(step)} does not fit this run:\n"
+                f"{checks.listed(misfits)}\n"
+                f"resume with the models and options it was written with"
+            )
+
+
+def _unused(path: Path) -> Path:
+    number, name = 1, path
+    while name.exists():
+        number += 1
+        name = path.with_name(f"{path.name}-{number}")
+    return name
+
+
+class _Listed(ocp.path.atomicity.AtomicRenameTemporaryPath):
+    """A snapshot that is complete once it is renamed, and gets its list then."""
+
+    async def finalize(self) -> None:
+        await super().finalize()
+        final = Path(self.get_final())
+        if final.name.isdecimal():  # not a part of one, which is renamed before
+            integrity.write_list(final)
+
+
+def _flat(tree: PyTree) -> dict[str, Any]:
+    """{path: leaf}, in the order of `jax.tree.leaves`: what orbax stores.
+
+    Paths are names enough for any pytree; orbax would have to be taught about tuples
+    of optax states, None and records.
+    """
+    leaves = jax.tree.leaves_with_path(tree)
+    flat = {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in leaves}
+    assert len(flat) == len(leaves), "two leaves have one path"
+    return flat
+
+
+def _is_key(leaf: Array | jax.ShapeDtypeStruct) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _raw(leaf: Array) -> Array:
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+
+def _target(leaf: Array | jax.ShapeDtypeStruct) -> Target:
+    """What orbax makes of a leaf: a host array where `like` is tied to no device.
+
+    An array that orbax puts on a device is committed to it, and jit would refuse it
+    beside arrays that are sharded over several.
+    """
+    raw = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
+    tied = leaf.committed if isinstance(leaf, Array) else leaf.sharding is not None
+    if tied:
+        return jax.ShapeDtypeStruct(raw.shape, raw.dtype, sharding=leaf.sharding)
+    return np.empty(raw.shape, raw.dtype)
+
+
+def _restored(raw: Array | np.ndarray, like: Array) -> Array:
+    leaf = jnp.array(raw) if isinstance(raw, np.ndarray) else raw
+    if _is_key(like):
+        return jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(like))
+    return leaf
+
+
+def _describe(leaf: Any) -> str:
+    return f"{np.dtype(leaf.dtype).name}[{','.join(map(str, leaf.shape))}]"

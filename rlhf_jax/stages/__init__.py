@@ -1,1 +1,0 @@
-"""What a batch becomes on its way from prompts to an updated state."""

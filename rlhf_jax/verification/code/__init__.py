@@ -1,0 +1,1 @@
+"""Unit tests run on generated Python code."""
