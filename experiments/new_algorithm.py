@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import reviews
+from worlds import reviews
 
 from rlhf_jax import config, decoder, frozen, masked, policy
 from rlhf_jax.algorithms.batch import Prompts, Rollout

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import reviews
+from worlds import reviews
 
 from rlhf_jax import (
     config,

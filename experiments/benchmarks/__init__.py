@@ -1,0 +1,1 @@
+"""Speed and memory, beside peers and beside what the machine allows."""

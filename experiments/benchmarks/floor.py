@@ -1,0 +1,130 @@
+"""The least time that a PPO iteration can take on a machine: arithmetic alone.
+
+A machine does `matmul` FLOPs and moves `copy` bytes a second, measured. A step takes
+the longer of the two, and steps follow each other. Of a GPT-2 with L layers, width D,
+vocabulary V in float32, B rows of P prompt and R response tokens:
+
+    forward of n tokens of a row, the first after c others:
+                  FLOPs = n·24·L·D² + 4·L·D·Σ_{i=1..n} (c + i)     layers, attention
+    head of n tokens:  2·n·D·V FLOPs
+    weights:      bytes = 4·(12·L·D² + V·D)           read at least once by a program
+    cache:        bytes = 8·L·D·B a position of context       keys and values, read
+
+rollout  one forward of B·P tokens with the head at the last, whose logits give the
+         first response token; then R - 1 steps of B tokens, which read the weights and
+         the cache: few FLOPs a byte, so memory bounds them where B is small
+score    reference and critic over P + R - 1 tokens, the reference's head at R
+update   epochs × 3 × the forward of policy and critic (backward is twice forward), and
+         an AdamW a minibatch: reads p, g, m, v and writes p, m, v, 28 bytes a
+         parameter
+
+Left out, as they are small: norms, softmax, activations, biases, the value head.
+Nothing is assumed to be recomputed, copied or padded. The caches of a CPU may hold a
+small model, whose bytes then move faster than a copy does: below a ratio of 1 that is
+why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from benchmarks.peers.line_protocol import Workload
+
+PHASES = ("rollout", "score", "update")
+FLOAT = 4  # bytes
+
+
+class Step(NamedTuple):
+    """What has to be done, and moved, before the next step can begin."""
+
+    flops: float
+    bytes: float
+    times: int = 1
+
+
+class Rates(NamedTuple):
+    """What a machine does a second."""
+
+    flops: float
+    bytes: float
+
+
+def forward(
+    workload: Workload, *, tokens: int, context: int = 0, priced: int = 0
+) -> int:
+    """FLOPs of a forward pass of B rows, the head at `priced` positions of a row."""
+    layers, width = workload.num_layers, workload.hidden_size
+    attended = tokens * context + tokens * (tokens + 1) // 2
+    row = 24 * layers * width**2 * tokens + 4 * layers * width * attended
+    head = 2 * width * workload.vocab_size * priced
+    return workload.num_prompts * (row + head)
+
+
+def weights(workload: Workload) -> int:
+    """Bytes of the matrices that a forward pass with the head reads."""
+    width = workload.hidden_size
+    layers = 12 * workload.num_layers * width**2
+    return FLOAT * (layers + workload.vocab_size * width)
+
+
+def parameters(workload: Workload) -> int:
+    """Of GPT-2, biases, norms and positions included; the head is the embedding."""
+    width = workload.hidden_size
+    layer = 12 * width**2 + 13 * width
+    tables = (workload.vocab_size + workload.max_positions) * width
+    return workload.num_layers * layer + tables + 2 * width
+
+
+def steps(workload: Workload) -> dict[str, list[Step]]:
+    """{phase: its steps, in order}, by the formulas above."""
+    prompt, response = workload.prompt_length, workload.response_length
+    length = prompt + response - 1  # the last token is predicted, not read
+    key_values = 2 * FLOAT * workload.num_layers * workload.hidden_size
+    read = weights(workload)
+    policy = forward(workload, tokens=length, priced=response)
+    critic = forward(workload, tokens=length)
+    updates = workload.num_epochs * workload.num_minibatches
+    trained = 2 * parameters(workload) + workload.hidden_size + 1
+    return {
+        "rollout": [
+            Step(forward(workload, tokens=prompt, priced=1), read),
+            *(
+                Step(
+                    forward(workload, tokens=1, context=before, priced=1),
+                    read + workload.num_prompts * key_values * before,
+                )
+                for before in range(prompt, length)
+            ),
+        ],
+        "score": [Step(policy, read), Step(critic, read)],
+        "update": [
+            Step(3 * (policy + critic), 0, workload.num_epochs),
+            Step(0, 7 * FLOAT * trained, updates),
+        ],
+    }
+
+
+def total(done: Iterable[Step]) -> Step:
+    """FLOPs and bytes of all steps together."""
+    done = list(done)
+    return Step(
+        sum(step.flops * step.times for step in done),
+        sum(step.bytes * step.times for step in done),
+    )
+
+
+def seconds(done: Iterable[Step], *, rates: Rates) -> float:
+    """Σ times · max(FLOPs / rate, bytes / rate)."""
+    return sum(
+        step.times * max(step.flops / rates.flops, step.bytes / rates.bytes)
+        for step in done
+    )
+
+
+def floors(workload: Workload, *, rates: Rates) -> Mapping[str, float]:
+    """Seconds a phase and of the iteration, on a machine of these rates."""
+    phases = {
+        phase: seconds(done, rates=rates) for phase, done in steps(workload).items()
+    }
+    return {**phases, "iteration": sum(phases.values())}

@@ -1,0 +1,299 @@
+"""The speed of a PPO iteration, beside TRL, a PyTorch loop by hand, and Tunix.
+
+    python experiments benchmarks.iteration --peers trl torch --output benchmark.json
+    python experiments benchmarks.iteration --workloads tiny
+
+Every participant is a process of its own (`peers/`) that runs the same workload: random
+prompts without padding, responses that nothing ends, a GPT-2 with random weights in
+float32 as policy, and of its size a reference and a critic, AdamW, temperature 1, a
+reward of tokens. They take turns (A B A B), two iterations each, of which the second
+counts, so that what else the machine does meets all of them, and a ratio is the median
+of those within a round. While one computes the others wait, all of them in memory: of
+GPT-2 small each takes up to 7.5 GB, so name fewer peers at a time where that is too
+much. All are given huge pages where glibc has them.
+
+Every participant is started twice, as what a run compiles the next one finds on disk:
+the first start tells what compiling takes, the second is the one that is measured.
+
+Peers run in virtual environments that are made where they are missing, from the pinned
+versions in `benchmark_peers.py` (some GB, a few minutes). Without --peers ours runs
+alone. The floor is what the machine's measured rates allow (`benchmark_floor.py`).
+
+On 2 CPU cores gpt2-small with two peers takes 14 minutes, small 8, tiny 3. What was
+measured, and on what, stands in README.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from benchmarks import floor, tables
+from benchmarks.environments import (
+    FOLDER,
+    OURS,
+    PEERS,
+    Participant,
+    PeerError,
+    python_of,
+    surroundings,
+)
+from benchmarks.peers.line_protocol import Workload
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.checks import InputError
+
+GPT2_SMALL = Workload(
+    name="gpt2-small",
+    num_layers=12,
+    hidden_size=768,
+    num_heads=12,
+    vocab_size=50257,
+    max_positions=1024,
+    num_prompts=8,
+    prompt_length=32,
+    response_length=32,
+    num_epochs=1,
+    num_minibatches=1,
+)
+SMALL = Workload(
+    name="small",
+    num_layers=4,
+    hidden_size=256,
+    num_heads=4,
+    vocab_size=512,
+    max_positions=64,
+    num_prompts=64,
+    prompt_length=16,
+    response_length=48,
+    num_epochs=4,
+    num_minibatches=4,
+)
+TINY = Workload(
+    name="tiny",
+    num_layers=2,
+    hidden_size=64,
+    num_heads=2,
+    vocab_size=64,
+    max_positions=24,
+    num_prompts=64,
+    prompt_length=8,
+    response_length=16,
+    num_epochs=4,
+    num_minibatches=4,
+)
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        GPT2_SMALL,
+        dataclasses.replace(GPT2_SMALL, name="gpt2-small-4-epochs", num_epochs=4),
+        SMALL,
+        TINY,
+    )
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    workloads: tuple[str, ...] = tuple(WORKLOADS)
+    """What to run."""
+    peers: tuple[str, ...] = ()
+    """Whom to run beside ours: trl, torch, tunix."""
+    rounds: int = 7
+    """Measured iterations of each participant, after two of warm-up."""
+    environments: Path = Path("~/.cache/rlhf_jax/benchmark")
+    """Where the peers' virtual environments are, or are made."""
+    output: Path | None = None
+    """JSON file of every number, with versions and machine."""
+    limit: float = 900.0
+    """Seconds that a participant may take for its start, or for a turn."""
+
+    def __post_init__(self) -> None:
+        checks.positive(rounds=self.rounds, limit=self.limit)
+        others = [name for name in PEERS if name != OURS]
+        for option, given, known in (
+            ("--workloads", self.workloads, list(WORKLOADS)),
+            ("--peers", self.peers, others),
+        ):
+            unknown = [name for name in given if name not in known]
+            if unknown or len({*given}) < len(given):
+                raise InputError(
+                    f"{option}: expected some of {', '.join(known)}, each once, got "
+                    f"{', '.join(given)}; choose among them"
+                )
+        if not self.workloads:
+            raise InputError(
+                f"--workloads: expected at least one of {', '.join(WORKLOADS)}, got "
+                f"none; name one"
+            )
+        if self.output is not None and not self.output.parent.is_dir():
+            raise InputError(
+                f"--output: expected a file in a folder that is there, got "
+                f"{self.output}; make {self.output.parent} first"
+            )
+
+
+def machine() -> dict[str, Any]:
+    """Its processor, and how fast it multiplies and copies now.
+
+    Raises:
+      RuntimeError: the measurement failed.
+    """
+    found = subprocess.run(
+        [sys.executable, FOLDER / "machine.py"],
+        env=surroundings(None),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if found.returncode:
+        raise RuntimeError(f"peers/machine.py failed:\n{found.stderr}")
+    cpuinfo, model = Path("/proc/cpuinfo"), platform.processor()
+    if cpuinfo.exists():
+        lines = cpuinfo.read_text().splitlines()
+        names = [line.split(":")[1].strip() for line in lines if "model name" in line]
+        model = next(iter(names), model)
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "system": platform.platform(),
+        **json.loads(found.stdout.splitlines()[-1]),
+    }
+
+
+def commit() -> str | None:
+    """Of this checkout, with a mark if files differ from it; None outside of one."""
+    command = ["git", "-C", FOLDER, "describe", "--always", "--dirty", "--abbrev=40"]
+    with contextlib.suppress(OSError):
+        found = subprocess.run(command, capture_output=True, text=True, check=False)
+        return found.stdout.strip() or None
+    return None
+
+
+def measure(
+    workload: Workload, *, commands: dict[str, list[str | Path]], options: Config
+) -> dict[str, Any]:
+    """All participants through one workload, in turns.
+
+    Args:
+      commands: {participant: how it is started}.
+
+    Returns:
+      {"participants": {name: {"cold": first and last line of its first start, "start":
+      first line of its second, "rounds": [...], "end": last line, and what it used
+      while others had their turns}}, "failed": {name: why}}; who failed is in the
+      latter alone.
+    """
+    found: dict[str, Any] = {}
+    failed: dict[str, str] = {}
+    running: dict[str, Participant] = {}
+    folder = tempfile.TemporaryDirectory(prefix="rlhf_jax-benchmark-")
+
+    def start(name: str) -> Participant:
+        return Participant(
+            name,
+            commands[name],
+            workload=workload,
+            limit=options.limit,
+            variables=surroundings(PEERS[name].environment)
+            | {
+                "JAX_COMPILATION_CACHE_DIR": str(Path(folder.name) / name),
+                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+                "TMPDIR": folder.name,  # what it leaves behind goes with it
+            },
+        )
+
+    def left_out(name: str, error: PeerError) -> None:
+        print(f"error: {error}", flush=True)
+        failed[name] = str(error)
+        running.pop(name, None)
+        found.pop(name, None)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(folder)
+        for name in commands:
+            began = time.perf_counter()
+            try:
+                with start(name) as first:
+                    cold = first.ready() | first.end()
+                running[name] = stack.enter_context(start(name))
+                line = running[name].ready()
+                found[name] = {"cold": cold, "start": line, "rounds": []}
+            except PeerError as error:
+                left_out(name, error)
+                continue
+            seconds = time.perf_counter() - began
+            print(f"{workload.name}: {name} ready after {seconds:.0f} s", flush=True)
+        for _ in range(options.rounds):
+            for name, participant in list(running.items()):
+                try:
+                    found[name]["rounds"].append(participant.go())
+                except PeerError as error:
+                    left_out(name, error)
+        for name, participant in list(running.items()):
+            try:
+                found[name]["end"] = {
+                    **participant.end(),
+                    "idle_seconds": participant.idle_seconds,
+                    "idle_cpu_seconds": participant.idle_cpu,
+                }
+            except PeerError as error:
+                left_out(name, error)
+    return {
+        "workload": dataclasses.asdict(workload),
+        "participants": found,
+        "failed": failed,
+    }
+
+
+def main(options: Config) -> None:
+    folder = options.environments.expanduser()
+    commands: dict[str, list[str | Path]] = {}
+    left_out: dict[str, str] = {}
+    for name in (OURS, *options.peers):
+        peer = PEERS[name]
+        try:
+            python = python_of(peer.environment, folder=folder)
+        except PeerError as error:
+            print(f"error: {error}", flush=True)
+            left_out[name] = str(error)
+        else:
+            commands[name] = [python, FOLDER / peer.script]
+    this = machine()
+    rates = floor.Rates(this["matmul_flops"], this["copy_bytes"])
+    results: dict[str, Any] = {
+        "commit": commit(),
+        "machine": this,
+        "left_out": left_out,
+        "workloads": {},
+    }
+    tables.machine(this)
+    for name in options.workloads:
+        workload = WORKLOADS[name]
+        measured = measure(workload, commands=commands, options=options)
+        measured["floor"] = floor.floors(workload, rates=rates)
+        results["workloads"][name] = measured
+        tables.workload(workload, measured, machine=this)
+        if options.output is not None:  # after each, so that none is lost
+            text = json.dumps(results, indent=1)
+            options.output.write_text(f"{text}\n")
+    for name in commands:
+        print(f"{name}: {PEERS[name].differs}")
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Config, description=__doc__))
+    except InputError as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,1 @@
+"""One program for each participant, run in an environment of its own."""

@@ -1,0 +1,175 @@
+"""What a person reads of `benchmark.py`."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks import floor as benchmark_floor
+from benchmarks.environments import OURS
+from benchmarks.peers.line_protocol import Workload
+from rlhf_jax.runs import report
+
+PHASES = (*benchmark_floor.PHASES, "iteration")
+GB, MIB = 10**9, 2**20
+
+
+def median(rounds: Sequence[Mapping[str, float]], phase: str) -> float:
+    """Seconds."""
+    return statistics.median(line[phase] for line in rounds)
+
+
+def paired_ratio(
+    ours: Sequence[Mapping[str, float]],
+    theirs: Sequence[Mapping[str, float]],
+    phase: str,
+) -> float:
+    """Median over rounds of ours / theirs; below 1 ours is faster."""
+    pairs = zip(ours, theirs, strict=True)
+    return statistics.median(mine[phase] / their[phase] for mine, their in pairs)
+
+
+def compile_seconds(run: Mapping[str, Any]) -> float:
+    """Of the iteration's program, or what the first iteration took beyond the next."""
+    cold = run["cold"]
+    if "compile" in cold:
+        return cold["compile"]
+    first, second = cold["warm_up"]
+    return max(0.0, first - second)
+
+
+def first_seconds(start: Mapping[str, Any]) -> float:
+    """From the start of the process to the end of its first iteration."""
+    return start["start_up"] + start["warm_up"][0]
+
+
+def spread(rounds: Sequence[Mapping[str, float]], phase: str) -> str:
+    """Median, and the least and the most."""
+    found = [line[phase] for line in rounds]
+    low, high = min(found), max(found)
+    return f"{statistics.median(found):.4g} ({low:.4g} - {high:.4g})"
+
+
+def machine(this: Mapping[str, Any]) -> None:
+    """What the floors rest on."""
+    print(
+        f"{this['cpu']}, {this['cores']} cores, {this['backend']} ({this['device']}): "
+        f"{this['matmul_flops'] / GB:.4g} GFLOP/s in products, "
+        f"{this['copy_bytes'] / GB:.4g} GB/s copied",
+        flush=True,
+    )
+
+
+def workload(
+    shape: Workload, measured: Mapping[str, Any], *, machine: Mapping[str, Any]
+) -> None:
+    """Times, ratios and memory of all who took part."""
+    runs, floor = measured["participants"], measured["floor"]
+    if not runs:
+        return
+    tokens = shape.num_prompts * shape.response_length
+    title = (
+        f"{shape.name}: {shape.num_prompts} x ({shape.prompt_length} + "
+        f"{shape.response_length}), {shape.num_epochs} x {shape.num_minibatches}; "
+        f"seconds, median (least - most)"
+    )
+    report.table(
+        title,
+        ("", *PHASES, "tokens/s"),
+        [
+            ("floor", *(f"{floor[phase]:.4g}" for phase in PHASES), None),
+            *(
+                (
+                    name,
+                    *(spread(run["rounds"], phase) for phase in PHASES),
+                    tokens / median(run["rounds"], "iteration"),
+                )
+                for name, run in runs.items()
+            ),
+        ],
+    )
+    report.table(
+        "Seconds / floor",
+        ("", *PHASES),
+        [
+            (
+                name,
+                *(median(run["rounds"], phase) / floor[phase] for phase in PHASES),
+            )
+            for name, run in runs.items()
+        ],
+    )
+    if OURS in runs and len(runs) > 1:
+        report.table(
+            "Ours / peer, median of the rounds' ratios",
+            ("", *PHASES),
+            [
+                (
+                    name,
+                    *(
+                        paired_ratio(runs[OURS]["rounds"], run["rounds"], phase)
+                        for phase in PHASES
+                    ),
+                )
+                for name, run in runs.items()
+                if name != OURS
+            ],
+        )
+    report.table(
+        "Start to first iteration, peak of memory (resident, after two); cold compiles",
+        (
+            "",
+            "cold [s]",
+            "compile [s]",
+            "cold peak [MiB]",
+            "start [s]",
+            "peak [MiB]",
+            "parameters",
+        ),
+        [
+            (
+                name,
+                first_seconds(run["cold"]),
+                compile_seconds(run),
+                mib(run["cold"]["peak_bytes"]),
+                first_seconds(run["start"]),
+                mib(run["start"]["peak_bytes"]),
+                run["start"]["parameters"],
+            )
+            for name, run in runs.items()
+        ],
+    )
+    if machine["peak_flops"] is not None:
+        utilisation(shape, runs, machine=machine)
+
+
+def mib(size: float | None) -> float | None:
+    """Bytes as MiB; None is not known."""
+    return None if size is None else size / MIB
+
+
+def utilisation(
+    shape: Workload, runs: Mapping[str, Any], *, machine: Mapping[str, Any]
+) -> None:
+    """Shares of the chip's peaks: products of the update, memory in the rollout."""
+    done = {
+        phase: benchmark_floor.total(steps)
+        for phase, steps in benchmark_floor.steps(shape).items()
+    }
+    report.table(
+        "Share of the chip's peak (products in bfloat16)",
+        ("", "MFU of the update", "bandwidth in the rollout"),
+        [
+            (
+                name,
+                done["update"].flops
+                / median(run["rounds"], "update")
+                / machine["peak_flops"],
+                done["rollout"].bytes
+                / median(run["rounds"], "rollout")
+                / machine["peak_bytes"],
+            )
+            for name, run in runs.items()
+        ],
+    )

@@ -1,0 +1,201 @@
+"""The gradients that a penalty may have, by autodiff of sums over all responses.
+
+Nothing after the logits is the code of a run here: these are read and added up, so
+that `certified_gradients` has two sides to compare.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from worlds import enumerable
+
+from certificates.penalty_claims import TOP_K
+from rlhf_jax import policy
+from rlhf_jax.functional.kl import gradients as kl_gradients
+from rlhf_jax.models.config import ModelConfig
+
+Array = jax.Array
+Params = Any
+Per = Literal["token", "response", "length"]
+Key = tuple[str, Per]  # name of a gradient, of what an estimate is
+
+
+class _Tables(NamedTuple):
+    """What the sums below are made of; y runs over responses, t and v over words.
+
+    Behind the end of a response all words are as likely, and none is taken.
+    """
+
+    words: Array  # f32[N, 4, 4], log π(v | what stands before t in y), nats
+    ref_words: Array  # the same of the reference
+    taken: Array  # f32[N, 4], of the word that is there
+    ref_taken: Array
+    lengths: Array  # f32[N], tokens
+
+
+@functools.partial(jax.jit, static_argnames=("model", "temperature", "stop_ids"))
+def gradients(
+    params: Params,
+    ref_params: Params,
+    *,
+    model: ModelConfig,
+    temperature: float,
+    stop_ids: tuple[int, ...] = (),
+) -> dict[Key, Params]:
+    """The gradients by `params` that `Penalty.terms` names.
+
+    Args:
+      params, ref_params: of policy and reference.
+      model, temperature, stop_ids: static.
+    """
+
+    def sums(params: Params) -> dict[Key, Array]:
+        tables = _tables(
+            params,
+            ref_params,
+            model=model,
+            temperature=temperature,
+            stop_ids=stop_ids,
+        )
+        found: dict[Key, Array] = {}
+        for per in ("token", "response"):
+            for name, value in _sums(tables, whole=per == "response").items():
+                found[name, per] = value
+        for name, value in _divided(tables).items():
+            found[name, "length"] = value
+        return found
+
+    values, pull = jax.vjp(sums, params)
+    names = list(values)
+
+    def of(one_hot: Array) -> Params:
+        return pull(dict(zip(names, one_hot, strict=True)))[0]
+
+    # One after the other: where many cotangents are mapped over one x (`vmap`, and so
+    # `jax.jacrev`) XLA for CPU, as of JAX 0.10.2, compiles the gradient of a
+    # normalisation wrongly.
+    found = jax.lax.map(of, jnp.eye(len(names)))
+    return {
+        name: jax.tree.map(lambda leaf, i=i: leaf[i], found)
+        for i, name in enumerate(names)
+    }
+
+
+def _sums(tables: _Tables, *, whole: bool) -> dict[str, Array]:
+    """{name: f32[], nats}, to be differentiated; `whole` matters to k2 alone."""
+    words, ref_words, taken, ref_taken, _ = tables
+    own = jnp.exp(taken.sum(axis=1))  # π(y), which moves
+    fixed = jax.lax.stop_gradient(own)
+    reference = jnp.exp(ref_taken.sum(axis=1))
+    x = taken - ref_taken
+    log_ratio = x.sum(axis=1)
+    squares = log_ratio**2 if whole else (x**2).sum(axis=1)
+    reverse = (jnp.exp(words) * (words - ref_words)).sum(axis=(1, 2))
+    forward = (jnp.exp(ref_words) * (ref_words - words)).sum(axis=(1, 2))
+    square = (jnp.exp(ref_words) * 0.5 * (words - ref_words) ** 2).sum(axis=(1, 2))
+    bucketed = _bucketed(words, ref_words).sum(axis=1)
+    return {
+        kl_gradients.FULL_REVERSE: own @ log_ratio,
+        kl_gradients.FULL_FORWARD: -(reference @ log_ratio),
+        kl_gradients.FIXED_REVERSE: fixed @ reverse,
+        kl_gradients.FIXED_FORWARD: fixed @ forward,
+        kl_gradients.MEAN_K2: 0.5 * (own @ squares),
+        kl_gradients.OWN_PREFIX_FORWARD: own @ forward,
+        kl_gradients.REFERENCE_MEAN_K2: 0.5 * (reference @ squares),
+        kl_gradients.FIXED_K2: fixed @ square,
+        kl_gradients.TOP_K + kl_gradients.FULL_REVERSE: own @ bucketed,
+        kl_gradients.TOP_K + kl_gradients.FIXED_REVERSE: fixed @ bucketed,
+    }
+
+
+def _divided(tables: _Tables) -> dict[str, Array]:
+    """{name: f32[], nats}: what each response adds to two of them, over its length.
+
+    The length is not differentiated, and no token answers for what it does to the
+    share of those before it: of no KL where lengths differ.
+    """
+    _, _, taken, ref_taken, lengths = tables
+    fixed = jax.lax.stop_gradient(jnp.exp(taken.sum(axis=1)) / lengths)
+    x = taken - ref_taken
+    to_go = jax.lax.stop_gradient(jnp.cumsum(x[:, ::-1], axis=1)[:, ::-1])
+    return {
+        kl_gradients.FULL_REVERSE: fixed @ (taken * to_go).sum(axis=1),
+        kl_gradients.FIXED_REVERSE: fixed @ (0.5 * x**2).sum(axis=1),
+    }
+
+
+def _bucketed(words: Array, ref_words: Array) -> Array:
+    """f32[N, 4]: reverse KL over the TOP_K likeliest words and one bucket."""
+    order = jnp.argsort(-jax.lax.stop_gradient(words), axis=-1)
+    p, q = (
+        jnp.take_along_axis(jnp.exp(table), order, axis=-1)
+        for table in (words, ref_words)
+    )
+    p, q = (
+        jnp.concatenate(
+            [each[..., :TOP_K], each[..., TOP_K:].sum(axis=-1, keepdims=True)], axis=-1
+        )
+        for each in (p, q)
+    )
+    return (p * jnp.log(p / q)).sum(axis=-1)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "temperature", "stop_ids"))
+def _tables(
+    params: Params,
+    ref_params: Params,
+    *,
+    model: ModelConfig,
+    temperature: float,
+    stop_ids: tuple[int, ...],
+) -> _Tables:
+    tokens = enumerable.every_tokens(stop_ids)
+    mask = enumerable.every_mask(stop_ids)
+    within = mask[:, enumerable.PROMPT :, None]
+    words, ref_words = (
+        jax.nn.log_softmax(
+            policy.logits(each, model=model, tokens=tokens, mask=mask)[:, :-1]
+            / temperature
+        )
+        for each in (params, ref_params)
+    )
+    chosen = tokens[:, enumerable.PROMPT :, None]
+    taken, ref_taken = (
+        jnp.where(within, jnp.take_along_axis(each, chosen, axis=-1), 0.0)[..., 0]
+        for each in (words, ref_words)
+    )
+    # The same of both, so that no divergence is added.
+    behind = jnp.log(jnp.full(enumerable.VOCABULARY, 1 / enumerable.VOCABULARY))
+    words, ref_words = (
+        jnp.where(within, each, behind[None, None, :]) for each in (words, ref_words)
+    )
+    lengths = within[..., 0].sum(axis=1, dtype=jnp.float32)
+    return _Tables(words, ref_words, taken, ref_taken, lengths)
+
+
+def means(
+    params: Params,
+    ref_params: Params,
+    *,
+    model: ModelConfig,
+    temperature: float,
+    stop_ids: tuple[int, ...] = (),
+) -> dict[str, float]:
+    """Means under the policy, nats per response, as float64 sums."""
+    tables = _tables(
+        params, ref_params, model=model, temperature=temperature, stop_ids=stop_ids
+    )
+    taken, ref_taken = (
+        np.asarray(each, np.float64) for each in (tables.taken, tables.ref_taken)
+    )
+    probabilities, x = np.exp(taken.sum(axis=1)), taken - ref_taken
+    return {
+        "kl": float(probabilities @ x.sum(axis=1)),
+        "k2": float(probabilities @ (0.5 * x**2).sum(axis=1)),
+        "k2 of responses": float(probabilities @ (0.5 * x.sum(axis=1) ** 2)),
+    }

@@ -1,0 +1,365 @@
+"""What each KL penalty does to the policy, against what its name says it does.
+
+    found     Σ_y π(y)·∇ppo_loss(y), every response y of the world of `enumerable` once
+    expected  the gradient of a KL, by autodiff of a sum over the same responses
+
+The first goes through the code of a run: `score`, `experience` (lam = 1, no whitening,
+score 0, β = 0.3) and `ppo_loss`, a row at a time, before anything is clipped. Its sum
+over a response is aggregation "constant" with a loss_scale_factor of 1. The critic's
+values are noise, as a baseline must not matter. The second reads logits alone
+(`expected_gradients`). The claims are in `penalty_claims`, and hold with and without a
+stop token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+import warnings
+from collections.abc import Iterable, Iterator
+from concurrent import futures
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+import optax
+from worlds import enumerable
+
+from certificates import expected_gradients
+from certificates.penalty_claims import KLS, NONE, ZERO, Claim
+from rlhf_jax import critic, frozen, ppo
+from rlhf_jax.algorithms.batch import Experience, Scored
+from rlhf_jax.algorithms.flow import score
+from rlhf_jax.algorithms.ppo import experience
+from rlhf_jax.algorithms.ppo import loss as ppo_loss
+from rlhf_jax.functional.kl.gradients import FULL_REVERSE
+from rlhf_jax.functional.kl.penalty import Penalty
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.roles.reference.frozen import Frozen
+
+Array = jax.Array
+Params = Any
+Flat = npt.NDArray[np.float64]
+
+# Of the largest entry of the expected gradient, or of the full reverse KL's where that
+# is larger (some are 0, some what is left of a difference); for a mean, of the KL.
+TOLERANCE = 1e-5
+APART = 1e-2  # of the same: how far from every KL's a gradient of none of them keeps
+BETA = 0.3  # β of the penalty: neither 0 nor 1, so that it cannot be forgotten
+OPTIMIZER = optax.sgd(1.0)  # a PPO has one; none is run here
+
+
+class Finding(NamedTuple):
+    """What became of a claim."""
+
+    claim: Claim
+    temperature: float
+    stops: bool  # a token ends responses, so that they differ in length
+    error: float  # largest entry of found - expected, of the scale of `TOLERANCE`
+    nearest: float  # the same to the nearest of KLS and ZERO
+    value: float  # E of the value estimator, nats per response; NaN if it is not taken
+    bias: float  # value - KL(π ‖ π_ref), nats; NaN where that is not what it measures
+    value_error: float  # of value, over the KL; NaN as bias
+
+    @property
+    def holds(self) -> bool:
+        """Whether gradient and value are what is claimed of them.
+
+        A gradient that is no KL's keeps away from all of them, and the library says so.
+        """
+        named = self.claim.gradient
+        warned = self.claim.penalty.warning is not None
+        return (
+            self.error <= TOLERANCE
+            and not self.value_error > TOLERANCE
+            and (named != NONE or self.nearest >= APART)
+            and (named is None or warned == (named not in KLS))
+        )
+
+    @property
+    def estimator(self) -> str:
+        """What is estimated how, in words."""
+        chosen = self.claim.penalty
+        words = [chosen.value_estimator]
+        if chosen.grad_estimator is not None:
+            words.append(f"gradient {chosen.grad_estimator}")
+        if chosen.top_k is not None:
+            words.append(f"top {chosen.top_k}")
+        if chosen.direction == "forward":
+            words.append("forward")
+        if chosen.importance_weights is not None:
+            words.append(f"{chosen.importance_weights} weights")
+        if self.claim.older:
+            words.append("older samples")
+        return ", ".join(words)
+
+    @property
+    def place(self) -> str:
+        """Where it acts, and of what one estimate is."""
+        return f"{self.claim.penalty.placement or 'neither'}, {self.claim.penalty.per}"
+
+    @property
+    def lengths(self) -> str:
+        """How long responses are."""
+        return "1 to 4" if self.stops else "4"
+
+
+class Case(NamedTuple):
+    """A policy, an older one and a reference over the same responses."""
+
+    policy: Params
+    older: Params
+    critic: Params  # its values are noise
+    reference: Frozen
+    model: ModelConfig
+    stop_ids: tuple[int, ...]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of what reads logits."""
+        return {"model": self.model, "stop_ids": self.stop_ids}
+
+
+def draw(seed: int, *, hidden_size: int = 16, stop_ids: tuple[int, ...] = ()) -> Case:
+    """Random decoders, a nat or two from each other.
+
+    Args:
+      stop_ids: () for the 256 responses of 4 tokens, `enumerable.STOPS` for the 121 of
+        1 to 4.
+    """
+    model = enumerable.model(hidden_size=hidden_size)
+    keys = jax.random.split(jax.random.key(seed), 5)
+    init = jax.jit(functools.partial(enumerable.init, model=model))
+    now, older, trunk, start = (init(key) for key in keys[:4])
+    values = critic.from_policy(trunk, model=model)
+    kernel = jax.random.normal(keys[4], values["score"]["kernel"].shape)
+    values["score"] = values["score"] | {"kernel": kernel}
+    return Case(now, older, values, frozen.freeze(start), model, stop_ids)
+
+
+def certify(
+    case: Case, claims: Iterable[Claim], *, temperature: float
+) -> Iterator[Finding]:
+    """Every claim at one temperature, as they are found; each is a program of its own.
+
+    Several are compiled at once.
+    """
+    reference = frozen.read(case.reference)
+    known = expected_gradients.gradients(
+        case.policy, reference, temperature=temperature, **case.options
+    )
+    values = expected_gradients.means(
+        case.policy, reference, temperature=temperature, **case.options
+    )
+    claims = tuple(claims)
+    samples = {
+        older: _sample(case, older=older, temperature=temperature)
+        for older in {claim.older for claim in claims}
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # `Finding.holds` reads what they would say
+        algorithms = [
+            _algorithm(claim.penalty, case=case, temperature=temperature)
+            for claim in claims
+        ]
+
+    def finding(claim: Claim, algorithm: ppo.PPO) -> Finding:
+        gradient, value = measure(
+            case.policy,
+            sampler=case.older if claim.older else case.policy,
+            critic=case.critic,
+            reference=case.reference,
+            scored=samples[claim.older],
+            algorithm=algorithm,
+        )
+        return _finding(
+            claim,
+            found=_flat(gradient),
+            value=float(value),
+            temperature=temperature,
+            stops=bool(case.stop_ids),
+            known=known,
+            values=values,
+        )
+
+    with futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield from pool.map(finding, claims, algorithms)
+
+
+def _finding(
+    claim: Claim,
+    *,
+    found: Flat,
+    value: float,
+    temperature: float,
+    stops: bool,
+    known: dict[expected_gradients.Key, Params],
+    values: dict[str, float],
+) -> Finding:
+    chosen = claim.penalty
+    nothing = np.zeros_like(found)
+
+    def expected(name: str, per: expected_gradients.Per) -> Flat:
+        return BETA * _flat(known[name, per])
+
+    whole: expected_gradients.Per = "response" if chosen.per == "response" else "token"
+    flat = {ZERO: nothing} | {name: expected(name, whole) for name in KLS}
+
+    smallest_scale = np.abs(flat[FULL_REVERSE]).max()
+
+    def error_of(expected: Flat) -> float:
+        scale = max(np.abs(expected).max(), smallest_scale)
+        return float(np.abs(found - expected).max() / scale)
+
+    terms = {} if chosen.placement is None else chosen.terms
+    parts = [times * expected(name, chosen.per) for name, times in terms.items()]
+    errors = [error_of(sum(parts, start=nothing))]
+    if claim.gradient in flat:
+        errors.append(error_of(flat[claim.gradient]))
+    bias = value_error = math.nan
+    if chosen.direction == "reverse" and chosen.top_k is None:
+        name = "kl"
+        if chosen.value_estimator == "k2":
+            name = "k2 of responses" if chosen.per == "response" else "k2"
+        bias, value_error = value - values["kl"], abs(value - values[name])
+        if chosen.placement is not None and math.isnan(value):
+            value_error = math.inf  # nothing took it, though something should have
+    return Finding(
+        claim=claim,
+        temperature=temperature,
+        stops=stops,
+        error=max(errors),
+        nearest=min(error_of(each) for each in flat.values()),
+        value=value,
+        bias=bias,
+        value_error=value_error / values["kl"],
+    )
+
+
+def _sample(case: Case, *, older: bool, temperature: float) -> Scored:
+    """Every response, priced; by the older policy there are no values.
+
+    Ratios are clipped where there are advantages, so with them there are none.
+    """
+    rollout = jax.jit(
+        enumerable.every_response, static_argnames=("model", "temperature", "stop_ids")
+    )(case.older if older else case.policy, temperature=temperature, **case.options)
+    scored = jax.jit(
+        score.score,
+        static_argnames=("model", "critic_model", "max_new_tokens", "temperature"),
+    )(
+        rollout,
+        scores=jnp.zeros(len(rollout.tokens), jnp.float32),
+        reference=case.reference,
+        model=case.model,
+        critic=case.critic,
+        critic_model=case.model,
+        max_new_tokens=enumerable.LENGTH,
+        temperature=temperature,
+    )
+    if older:
+        scored = dataclasses.replace(scored, values=jnp.zeros_like(scored.values))
+    return scored
+
+
+def _algorithm(penalty: Penalty, *, case: Case, temperature: float) -> ppo.PPO:
+    return ppo.PPO(
+        model=case.model,
+        critic_model=case.model,
+        policy_optimizer=OPTIMIZER,
+        critic_optimizer=OPTIMIZER,
+        max_new_tokens=enumerable.LENGTH,
+        stop_ids=case.stop_ids,
+        temperature=temperature,
+        penalty=penalty,
+        aggregation="constant",
+        loss_scale_factor=1.0,
+    )
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("algorithm",),
+    # A program runs once, so that its time is its compiler's.
+    compiler_options={"xla_backend_optimization_level": 0},
+)
+def measure(
+    params: Params,
+    *,
+    sampler: Params,
+    critic: Params,
+    reference: Frozen,
+    scored: Scored,
+    algorithm: ppo.PPO,
+) -> tuple[Params, Array]:
+    """The expected gradient of the loss of a run, and the mean of its estimates.
+
+    Args:
+      params: of the policy now.
+      sampler: of the policy that sampled.
+      scored: every response of the sampler once, with its values and the reference's
+        log-probs; whatever is priced in it, `algorithm` is priced again.
+      algorithm: static.
+
+    Returns:
+      The gradient by `params` of β·penalty, whichever way it comes, and f32[],
+      E of the value estimator, nats per response, NaN if nothing takes it.
+    """
+    values = scored.values
+    scored = score.score(
+        scored.rollout,
+        scores=scored.scores,
+        reference=reference,
+        model=algorithm.model,
+        critic=None,  # its values are there, and
+        critic_model=None,
+        max_new_tokens=algorithm.max_new_tokens,
+        temperature=algorithm.temperature,
+        penalty=algorithm.penalty,
+        policy=sampler,
+        ref_logprobs=scored.ref_logprobs,  # so are these: less to compile
+    )
+    scored = dataclasses.replace(scored, values=values)
+    seen = experience.experience(
+        scored, kl_coef=BETA, gamma=1.0, lam=1.0, whiten_advantages=None
+    )
+    probabilities = jnp.exp(scored.rollout.old_logprobs.sum(axis=1))
+    one = jnp.ones((), jnp.float32)
+
+    def of_row(params: Params, row: Experience) -> tuple[Array, Array]:
+        loss, stats = ppo_loss.ppo_loss(
+            params,
+            critic,
+            experience=jax.tree.map(lambda leaf: leaf[None], row),
+            kl_coef=BETA,
+            num_tokens=one,  # not read: losses are sums over a response
+            num_values=one,
+            num_responses=one,
+            ppo=algorithm,
+            reference=reference,
+        )
+        value, _ = stats.get("loss/kl", (jnp.float32(jnp.nan), one))
+        return loss, value
+
+    def mean(params: Params) -> tuple[Array, Array]:
+        losses, values = jax.vmap(of_row, in_axes=(None, 0))(params, seen)
+        return probabilities @ losses, probabilities @ values
+
+    gradient, value = jax.grad(mean, has_aux=True)(params)
+    if scored.kl is not None:
+        of_rows = scored.kl.sum(axis=1)
+        if algorithm.penalty.per == "length":
+            of_rows = of_rows * scored.rollout.response_mask.sum(axis=1)
+        value = probabilities @ of_rows
+    return gradient, value
+
+
+def _flat(gradient: Params) -> Flat:
+    leaves = [
+        np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(gradient)
+    ]
+    return np.concatenate(leaves)

@@ -1,0 +1,324 @@
+"""Policy gradients over groups, against the gradient they are said to have.
+
+    found     Σ over every minibatch of two responses, by its probability, of the loss's
+              gradient, through `group_experience` or `experience`, and `policy_terms`
+    expected  a·∇E[r] - β·∇KL, by autodiff of sums over all responses
+
+Found is multiplied by the 4 tokens that the longest response has: aggregation
+"constant" divides by as many, and where every response has 4 so do the means. Where a
+token ends responses the means divide by other numbers, and are claimed to be biased;
+how much is left of ∇E[r] at each column, the tokens before one being its depth, is
+measured beside.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from worlds import enumerable
+from worlds.enumerable import Float64
+
+from certificates import expected_gradients
+from certificates.gradients import OPTIMIZER, TOLERANCE, Case
+from rlhf_jax import frozen, grpo
+from rlhf_jax.algorithms.batch import PolicyExperience, Scored
+from rlhf_jax.algorithms.flow import score
+from rlhf_jax.algorithms.policy_gradient.loss import policy_terms
+from rlhf_jax.algorithms.ppo import experience
+from rlhf_jax.functional.kl.gradients import FIXED_FORWARD, FIXED_REVERSE, FULL_REVERSE
+from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty
+
+Array = jax.Array
+Params = Any
+
+BETA = 0.3  # reward units per nat
+GROUP = 2  # of a minibatch and, where there are groups, of a group: all are enumerated
+COLUMNS = range(enumerable.PROMPT, enumerable.PROMPT + enumerable.LENGTH)
+LOSS = functools.partial(Penalty, placement="loss")
+
+
+class Claim(NamedTuple):
+    """An estimator and its expectation, share·∇(E[r] - β·KL in the reward) - β·∇KL."""
+
+    name: str
+    recipe: grpo.GroupRecipe
+    share: float | None  # None: no multiple of it, for the reason in `bias`
+    in_loss: str | None = None  # the gradient of the KL in the loss
+    bias: str = ""
+    critic: bool = False  # PPO's: GAE at lam = 1 about values of noise, not groups
+
+
+def _recipe(penalty: Penalty, **choices: Any) -> grpo.GroupRecipe:
+    options = {"aggregation": "constant", "temperature": 1.0, **choices}
+    return grpo.GroupRecipe(penalty=penalty, **options)
+
+
+RESPONSE_K2 = LOSS(value_estimator="k2", per="response")
+ALONE = {"group_size": 1, "baseline": None}
+OTHERS = {"group_size": GROUP, "baseline": "leave_one_out"}
+MEAN = {"group_size": GROUP, "baseline": "group"}
+OWN_SHARE = (GROUP - 1) / GROUP  # a mean that holds the response itself
+CLAIMS = (
+    Claim("PPO, KL in the reward", _recipe(IN_REWARD, **ALONE), 1.0, critic=True),
+    Claim("REINFORCE, KL in the reward", _recipe(IN_REWARD, **ALONE), 1.0),
+    Claim("RLOO, KL in the reward", _recipe(IN_REWARD, **OTHERS), 1.0),
+    Claim(
+        "RLOO, k2 of responses in the loss",
+        _recipe(RESPONSE_K2, **OTHERS),
+        1.0,
+        FULL_REVERSE,
+    ),
+    Claim(
+        "RLOO, k2 of tokens in the loss",
+        _recipe(LOSS(value_estimator="k2"), **OTHERS),
+        1.0,
+        FIXED_REVERSE,
+    ),
+    Claim("GRPO, KL in the reward", _recipe(IN_REWARD, **MEAN), OWN_SHARE),
+    Claim(
+        "GRPO, k2 of responses in the loss",
+        _recipe(RESPONSE_K2, **MEAN),
+        OWN_SHARE,
+        FULL_REVERSE,
+    ),
+    Claim(
+        "GRPO, k2 of tokens in the loss",
+        _recipe(LOSS(value_estimator="k2"), **MEAN),
+        OWN_SHARE,
+        FIXED_REVERSE,
+    ),
+    Claim(
+        "GRPO, k3 in the loss",
+        _recipe(LOSS(value_estimator="k3"), **MEAN),
+        OWN_SHARE,
+        FIXED_FORWARD,
+    ),
+    Claim(
+        "GRPO as published: by the std, k3 in the loss",
+        _recipe(LOSS(value_estimator="k3"), normalise="group", **MEAN),
+        None,
+        FIXED_FORWARD,
+        "the std: groups pull alike, however little their rewards differ",
+    ),
+)
+"""Of sums over responses, whatever their lengths."""
+
+_DIVIDED = {
+    "token_mean": "the number of tokens of its minibatch, which rewards go with",
+    "sequence_mean": "the length of each response, which its reward goes with",
+}
+_ESTIMATORS = (
+    ("PPO", ALONE, 1.0, True),
+    ("REINFORCE", ALONE, 1.0, False),
+    ("RLOO", OTHERS, 1.0, False),
+    ("GRPO", MEAN, OWN_SHARE, False),
+)
+
+
+def means(*, stops: bool) -> tuple[Claim, ...]:
+    """What is claimed of token_mean and sequence_mean, the KL in the reward.
+
+    Where nothing stops a response all have one length, and the means the gradient of
+    the sums. Where a token does, their direction is another.
+    """
+    return tuple(
+        Claim(
+            f"{name}, KL in the reward, {aggregation}",
+            _recipe(IN_REWARD, aggregation=aggregation, **choices),
+            None if stops else share,
+            None,
+            divided if stops else "",
+            critic,
+        )
+        for name, choices, share, critic in _ESTIMATORS
+        for aggregation, divided in _DIVIDED.items()
+    )
+
+
+class Finding(NamedTuple):
+    """What became of a claim."""
+
+    claim: Claim
+    stops: bool  # a token ends responses, so that they differ in length
+    error: float  # largest entry of found - expected, of the largest of ∇E[r]
+    cosine: float  # between found and ∇(E[r] - β·KL)
+    # Share of ∇E[r] that is found at each column, β being 0; () in equal lengths.
+    depths: tuple[float, ...]
+
+    @property
+    def lengths(self) -> str:
+        """How long responses are, tokens."""
+        return "1 to 4" if self.stops else "4"
+
+    @property
+    def holds(self) -> bool:
+        """The error of what is claimed is small, that of a known bias is not."""
+        if self.claim.share is None:
+            return self.error > 1e-2
+        return self.error <= TOLERANCE
+
+
+def certify(
+    case: Case, rewards: Float64, *, claims: Iterable[Claim] = CLAIMS
+) -> Iterator[Finding]:
+    """Every claim, for one policy, reference and table of rewards f64[N]."""
+    reference = frozen.read(case.reference)
+    table = jnp.asarray(rewards, jnp.float32)
+    kls = expected_gradients.gradients(
+        case.policy, reference, temperature=1.0, **case.options
+    )
+    of_kl = flat(kls[FULL_REVERSE, "token"])
+
+    @jax.jit
+    def expected_reward(params: Params) -> Array:
+        log_policy = enumerable.log_probabilities(
+            params, temperature=1.0, **case.options
+        )
+        return jnp.exp(log_policy) @ table
+
+    of_reward = flat(jax.grad(expected_reward)(case.policy))
+    columns = COLUMNS if case.stop_ids else ()
+    of_columns = {column: _of_column(case, table, column) for column in columns}
+    goal = of_reward - BETA * of_kl
+    scored = jax.jit(functools.partial(_price, case))(table)
+    for claim in claims:
+        found_of = _finder(claim, case, scored)
+        found = found_of(beta=BETA, columns=COLUMNS)
+        in_loss = np.zeros_like(found)
+        if claim.in_loss is not None:
+            in_loss = BETA * flat(kls[claim.in_loss, claim.recipe.penalty.per])
+        by_reward = of_reward - BETA * of_kl * claim.recipe.penalty.in_reward
+        share = claim.share
+        if share is None:  # whatever the scale, it is not this direction
+            share = (found + in_loss) @ by_reward / (by_reward @ by_reward)
+        expected = share * by_reward - in_loss
+        error = np.abs(found - expected).max() / np.abs(of_reward).max()
+        cosine = found @ goal / (np.linalg.norm(found) * np.linalg.norm(goal))
+        depths = tuple(
+            float(found_of(beta=0.0, columns=(column,)) @ true / (true @ true))
+            for column, true in of_columns.items()
+        )
+        yield Finding(claim, bool(case.stop_ids), float(error), float(cosine), depths)
+
+
+def _of_column(case: Case, table: Array, column: int) -> Float64:
+    """What the tokens of one column have of ∇E[r]: Σ_y π(y)·r(y)·∇log π(y_t)."""
+
+    @jax.jit
+    def surrogate(params: Params) -> Array:
+        logprobs = enumerable.every_response(
+            params, temperature=1.0, **case.options
+        ).old_logprobs
+        fixed = jax.lax.stop_gradient(jnp.exp(logprobs.sum(axis=1)))
+        return (fixed * table) @ logprobs[:, column]
+
+    return flat(jax.grad(surrogate)(case.policy))
+
+
+def _price(case: Case, table: Array) -> Scored:
+    """Every response once, with k1 of each token, which the reward may take."""
+    rollout = enumerable.every_response(case.policy, temperature=1.0, **case.options)
+    return score.score(
+        rollout,
+        scores=table,
+        reference=case.reference,
+        model=case.model,
+        critic=case.critic,
+        critic_model=case.model,
+        max_new_tokens=enumerable.LENGTH,
+        temperature=1.0,
+    )
+
+
+def _finder(claim: Claim, case: Case, scored: Scored) -> Callable[..., Float64]:
+    """The expected ascent of a loss, as `find(beta=, columns=)`, compiled once."""
+    recipe = claim.recipe
+    if not recipe.penalty.in_reward:
+        scored = dataclasses.replace(scored, kl=None)
+    algorithm = grpo.GRPO(
+        **vars(recipe),
+        model=case.model,
+        policy_optimizer=OPTIMIZER,
+        max_new_tokens=enumerable.LENGTH,
+        stop_ids=case.stop_ids,
+    )
+    chance = jnp.exp(scored.rollout.old_logprobs.sum(axis=1))
+    alone = jnp.arange(len(chance))
+
+    def learned(rows: Array, beta: Array) -> PolicyExperience:
+        if claim.critic:
+            return experience.experience(
+                take(scored, rows),
+                kl_coef=beta,
+                gamma=1.0,
+                lam=1.0,
+                whiten_advantages=None,
+            )
+        found, _ = grpo.group_experience(
+            take(scored, rows),
+            kl_coef=beta,
+            group_size=recipe.group_size,
+            baseline=recipe.baseline,
+            normalise=recipe.normalise,
+        )
+        return found
+
+    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    def gradients(params: Params, beta: Array, within: Array) -> Params:
+        def beside(first: Array) -> Params:
+            """Of the minibatches (first, j), each by its probability."""
+            pairs = jnp.stack([jnp.full_like(alone, first), alone], axis=1)
+            seen = learned(pairs.reshape(-1), beta)
+            advantages = jnp.where(within[None, :], seen.advantages, 0.0)
+            seen = dataclasses.replace(seen, advantages=advantages)
+            minibatches = jax.tree.map(
+                lambda leaf: leaf.reshape(*pairs.shape, *leaf.shape[1:]), seen
+            )
+
+            def loss(params: Params, minibatch: PolicyExperience) -> Array:
+                mask = minibatch.response_mask
+                return policy_terms(
+                    params,
+                    experience=minibatch,
+                    kl_coef=beta,
+                    num_tokens=mask.sum(dtype=jnp.float32),
+                    num_responses=mask.any(axis=1).sum(dtype=jnp.float32),
+                    algorithm=algorithm,
+                ).loss
+
+            def mean(params: Params) -> Array:
+                losses = jax.vmap(loss, in_axes=(None, 0))(params, minibatches)
+                return chance[first] * (chance @ losses)
+
+            return jax.grad(mean)(params)
+
+        return jax.lax.map(beside, alone)
+
+    def find(*, beta: float, columns: Iterable[int]) -> Float64:
+        within = np.isin(np.arange(scored.rollout.tokens.shape[1]), list(columns))
+        parts = gradients(case.policy, jnp.float32(beta), jnp.asarray(within))
+        total = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64).sum(0), parts)
+        return -enumerable.LENGTH * flat(total)
+
+    return find
+
+
+def take(scored: Scored, rows: Array) -> Scored:
+    """These rows of every array."""
+    stats = scored.kl_stats
+    bare = dataclasses.replace(scored, kl_stats={})
+    picked = jax.tree.map(lambda leaf: leaf[rows], bare)
+    return dataclasses.replace(picked, kl_stats=stats)
+
+
+def flat(gradient: Params) -> Float64:
+    leaves = [
+        np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(gradient)
+    ]
+    return np.concatenate(leaves)

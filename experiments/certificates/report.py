@@ -1,0 +1,235 @@
+"""What `certify.py` has reached, against what it promises: tables, plot, verdicts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+from worlds import enumerable
+from worlds.enumerable import Float64, World
+
+from certificates import gradients
+from certificates.gradients import Finding
+from rlhf_jax.runs import report
+
+NATS = 0.01  # KL(π ‖ π*) of a policy that has reached the optimum
+IDENTITY = 1e-5  # of J(π*) - J(π) = β·KL(π ‖ π*), reward units
+FARTHEST = 3.0  # KL(π_ref ‖ π*) at the smallest β is at least this, nats
+MISSED = 0.1  # a mode is lost where π(y) is below this share of π*(y)
+
+
+class Certificate(NamedTuple):
+    """One thing that is shown, or not."""
+
+    name: str
+    holds: bool
+
+
+class Policy(NamedTuple):
+    """What is known of a policy."""
+
+    log_policy: Float64  # [256], log π(y), nats
+    kl: float  # KL(π ‖ π_ref), nats, as `score` prices it
+
+
+class Reached(NamedTuple):
+    """What a policy is worth in its world, at the β that it was trained with."""
+
+    seed: int  # of the world
+    beta: float  # reward units per nat
+    start: float  # KL(π_ref ‖ π*), nats
+    distance: float  # KL(π ‖ π*), nats
+    missed: float  # share of π* on responses that π hardly gives
+    identity: float  # |J(π*) - J(π) - β·KL(π ‖ π*)|, reward units
+    kl: float  # KL(π ‖ π_ref), nats
+    reward: float  # E_π[r], reward units
+    below: float  # what it lacks to the frontier at this KL, reward units
+
+
+def measure(policy: Policy, *, world: World, seed: int, beta: float) -> Reached:
+    """The figures of one policy, sums over all responses.
+
+    The KL in J(π) is the library's own, so that the identity holds it against π*.
+    """
+    log_policy = policy.log_policy
+    best = world.optimum(beta)
+    distance = enumerable.divergence(log_policy, best.log_policy)
+    missing = log_policy < best.log_policy + math.log(MISSED)
+    return Reached(
+        seed=seed,
+        beta=beta,
+        start=enumerable.divergence(world.log_ref, best.log_policy),
+        distance=distance,
+        missed=float(np.exp(best.log_policy)[missing].sum()),
+        identity=abs(
+            best.value
+            - (enumerable.expected_reward(log_policy, world.rewards) - beta * policy.kl)
+            - beta * distance
+        ),
+        kl=enumerable.divergence(log_policy, world.log_ref),
+        reward=enumerable.expected_reward(log_policy, world.rewards),
+        below=world.below_frontier(log_policy),
+    )
+
+
+def show_gradients(findings: Sequence[Finding]) -> list[Certificate]:
+    """Prints the table, and says what of it holds.
+
+    Columns beside the error: how far the gradient is from the nearest of the KLs' and
+    zero, and how far the mean of the estimates from KL(π ‖ π_ref), nats.
+    """
+    report.table(
+        f"Expected gradient of each penalty (error at most "
+        f"{gradients.TOLERANCE:g} of its largest entry)",
+        (
+            *("estimator", "in, per", "T", "tokens"),
+            *("gradient of", "error", "to KLs", "bias", ""),
+        ),
+        [
+            (
+                finding.estimator,
+                finding.place,
+                f"{finding.temperature:g}",
+                finding.lengths,
+                finding.claim.gradient or finding.claim.penalty.gradient,
+                f"{finding.error:.0e}",
+                f"{finding.nearest:.0e}",
+                "" if math.isnan(finding.bias) else f"{finding.bias:.0e}",
+                _verdict(finding.holds),
+            )
+            for finding in findings
+        ],
+    )
+    return [
+        Certificate(
+            f"gradient: {finding.estimator}, in {finding.place}, T "
+            f"{finding.temperature:g}, {finding.lengths} tokens",
+            finding.holds,
+        )
+        for finding in findings
+    ]
+
+
+def show_optimum(
+    annealed: Sequence[Reached],
+    fixed: Sequence[Reached] = (),
+    *,
+    name: str = "PPO",
+    nats: float = NATS,
+) -> list[Certificate]:
+    """Prints how near an algorithm came to each optimum, and says what of it holds.
+
+    Columns: KL(. ‖ π*) of the reference, of the annealed policy and of that with β
+    fixed; the share of π* on responses that the two have lost; and the error of
+    J(π*) - J(π) = β·KL(π ‖ π*), reward units.
+    """
+    beside = {(found.seed, found.beta): found for found in fixed}
+    rows, certificates = [], []
+    for found in annealed:
+        same = beside.get((found.seed, found.beta))
+        where = f"{name}, seed {found.seed}, beta {found.beta:g}"
+        verdicts = {
+            f"optimum: {where}": found.distance <= nats,
+            f"identity: {where}": found.identity <= IDENTITY,
+        }
+        if found.beta == enumerable.SMALLEST_BETA:
+            verdicts[f"world: {where}"] = found.start >= FARTHEST
+        certificates += itertools.starmap(Certificate, verdicts.items())
+        rows.append(
+            (
+                str(found.seed),
+                f"{found.beta:g}",
+                f"{found.start:.3f}",
+                f"{found.distance:.4f}",
+                f"{same.distance:.4f}" if same else "",
+                f"{found.missed:.1%}",
+                f"{same.missed:.1%}" if same else "",
+                f"{found.identity:.0e}",
+                _verdict(all(verdicts.values())),
+            )
+        )
+    report.table(
+        f"{name} and the optimum: KL(π ‖ π*) [nats] at most {nats:g}",
+        ("seed", "β", "π_ref", "π", "β fixed", "lost", "β fixed", "error", ""),
+        rows,
+    )
+    return certificates
+
+
+def show_frontier(annealed: Sequence[Reached]) -> list[Certificate]:
+    """Prints how far below the frontier PPO is, and says what of it holds.
+
+    No policy can be above it, and one that has reached the optimum is on it: this is
+    the optimum seen from the side of reward and KL, for the plot.
+
+    A policy at a distance of d nats from the optimum is at most β·d below.
+    """
+    rows, certificates = [], []
+    for found in annealed:
+        limit = found.beta * NATS
+        holds = -IDENTITY <= found.below <= limit
+        where = f"seed {found.seed}, beta {found.beta:g}"
+        certificates.append(Certificate(f"frontier: {where}", holds))
+        row = (
+            f"{number:.4f}" for number in (found.kl, found.reward, found.below, limit)
+        )
+        rows.append((str(found.seed), f"{found.beta:g}", *row, _verdict(holds)))
+    report.table(
+        "PPO and the frontier of reward and KL",
+        ("seed", "β", "KL [nats]", "reward", "below", "at most", ""),
+        rows,
+    )
+    return certificates
+
+
+def plot(
+    path: Path,
+    worlds: Mapping[int, World],
+    annealed: Sequence[Reached],
+    fixed: Sequence[Reached],
+) -> None:
+    """The exact frontier of each world, and what PPO reached."""
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axis = figure.subplots()
+    for number, (seed, world) in enumerate(worlds.items()):
+        colour = colormaps["tab10"](number % 10)
+        kl = np.array([found.kl for found in annealed if found.seed == seed])
+        within = world.frontier.kl <= 1.2 * kl.max(initial=1.0)
+        axis.plot(
+            world.frontier.kl[within],
+            world.frontier.reward[within],
+            color=colour,
+            linewidth=1,
+            label=f"exact, seed {seed}",
+        )
+        for found, marker, face in (
+            *((found, "o", colour) for found in annealed if found.seed == seed),
+            *((found, "s", "none") for found in fixed if found.seed == seed),
+        ):
+            axis.plot(
+                found.kl,
+                found.reward,
+                marker,
+                color=colour,
+                markerfacecolor=face,
+                markersize=5,
+            )
+    axis.plot([], [], "o", color="grey", label="PPO, β annealed")
+    axis.plot([], [], "s", color="grey", markerfacecolor="none", label="PPO, β fixed")
+    axis.set_xlabel("KL(π ‖ π_ref) [nats per response]")
+    axis.set_ylabel("expected reward [reward units]")
+    axis.grid(alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False)
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def _verdict(holds: bool) -> str:
+    return "holds" if holds else "FAILS"

@@ -1,0 +1,1 @@
+"""Questions with answers: each study states its runs, its seeds and its spread."""

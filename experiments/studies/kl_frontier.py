@@ -1,0 +1,574 @@
+"""The β frontier: what the KL penalty buys, and three failures that come without it.
+
+    python experiments studies.kl_frontier --out runs/frontier
+
+PPO on the language of the quickstart under six β and from three seeds, as one program:
+`ppo.iteration`, scanned over steps and mapped over seeds and β. The judge is a careful
+one (`reviews.careful_gold`), for whom nonsense stays nonsense however it praises. The
+labels that the reward models learn from are this judge's: nobody else is measured.
+
+On two CPU cores it takes 24 minutes, the sweep 18 of them. Expect, over seeds 0 to 2 (±
+deviation), that without the penalty the reward-model score rises to 2.9 ± 0.4 while
+gold falls from -0.2 to -2.0, fluency from 0.94 to 0 and distinct responses to 0.55 ±
+0.16, at 80 ± 32 nats of KL. β = 0.1 and above keep gold at 0.64 - 0.85, fluency at 0.85
+- 0.95 and 0.99 or more of the responses distinct, as means of seeds; gold - β KL peaks
+at β = 0.2. Recorded in `recorded/kl_frontier`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import quickstart
+from worlds import reviews
+
+from rlhf_jax import critic, decoder, frozen, kl_control, masked, ppo, rewards, state
+from rlhf_jax.algorithms.batch import Prompts, Rollout
+from rlhf_jax.algorithms.flow import rollout, score
+from rlhf_jax.algorithms.state import TrainState
+from rlhf_jax.data import batches
+from rlhf_jax.data.batches import Batches
+from rlhf_jax.functional import checks
+from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.runs import command_line, folder, metrics, report, run
+from studies import overoptimisation
+
+Array = jax.Array
+Params = Any
+Mapped = Literal["map", "vmap"]
+Row = dict[str, Any]
+
+# Also a line of metrics.jsonl for each β, beside that of all runs together.
+OF_BETA = ("objective/scores", "objective/kl", "response/distinct_fraction")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(folder.RunConfig):
+    kl_coefs: tuple[float, ...] = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5)
+    """The β to compare, reward units per nat."""
+    num_seeds: int = 3
+    """Runs of each β: --seed and those after it, each with models of its own."""
+    num_steps: int = 40
+    """PPO iterations of a run."""
+    chunk_steps: int = 5
+    """Iterations in one call of the program; Python sees the runs between calls."""
+    mapped: Mapped | None = None
+    """Runs one after the other or abreast; None is map on CPU and vmap elsewhere."""
+    measure_every: int = 2
+    """Steps between rows of samples.jsonl, in which judge and grammar are asked."""
+    snapshot_every: int = 10
+    """Steps between snapshots; a multiple of --chunk-steps."""
+    sft_steps: int = 400
+    """Updates of supervised fine-tuning."""
+    reward_steps: int = 120
+    """Updates of reward-model training."""
+    num_pairs: int = 4096
+    """Labelled pairs; an eighth of them is held out."""
+    label_noise: float = 0.4
+    """Of the judge, in gold units: the temperature of its Bradley-Terry choice."""
+    temperature: float = 0.7
+    """Divides the logits in every role."""
+    hidden_size: int = 128
+    """Width of all models."""
+    num_layers: int = 2
+    """Depth of all models."""
+    num_heads: int = 4
+    """Attention heads of all models."""
+    batch_size: int = 128
+    """Prompts an iteration."""
+    num_epochs: int = 4
+    """Passes over each batch."""
+    num_minibatches: int = 4
+    """Optimizer steps a pass."""
+    num_evaluated: int = 512
+    """Responses of each policy to held-out prompts at the end."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        shown = {f"{kl_coef:g}" for kl_coef in self.kl_coefs}  # their names in records
+        if not shown or len(shown) < len(self.kl_coefs):
+            raise checks.InputError(
+                f"--kl-coefs: expected at least one β and each once, to six digits, "
+                f"got {self.kl_coefs}; every β has a run of each seed already"
+            )
+        for kl_coef in self.kl_coefs:
+            checks.non_negative(kl_coefs=kl_coef)
+        checks.positive(
+            num_seeds=self.num_seeds,
+            chunk_steps=self.chunk_steps,
+            measure_every=self.measure_every,
+        )
+        for option, steps in (
+            ("--num-steps", self.num_steps),
+            ("--snapshot-every", self.snapshot_every),
+        ):
+            if steps % self.chunk_steps:
+                raise checks.InputError(
+                    f"{option}: expected a multiple of --chunk-steps "
+                    f"{self.chunk_steps}, between which alone there is a state to "
+                    f"save, got {steps}; change either"
+                )
+
+    @property
+    def seeds(self) -> range:
+        return range(self.seed, self.seed + self.num_seeds)
+
+    def of_seed(self, seed: int) -> quickstart.Config:
+        """The quickstart whose first two stages prepare the runs of a seed."""
+        return quickstart.Config(
+            out=self.out / f"seed_{seed}",
+            seed=seed,
+            resume=True,  # or begin
+            progress=self.progress,
+            num_steps=self.num_steps,
+            sft_steps=self.sft_steps,
+            reward_steps=self.reward_steps,
+            num_pairs=self.num_pairs,
+            label_noise=self.label_noise,
+            temperature=self.temperature,
+            hidden_size=self.hidden_size,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            batch_size=self.batch_size,
+            num_epochs=self.num_epochs,
+            num_minibatches=self.num_minibatches,
+            num_evaluated=self.num_evaluated,
+        )
+
+
+# --- before PPO: a reference and a reward model of each seed ----------------------
+
+
+class Prepared(NamedTuple):
+    """What the runs of one seed share."""
+
+    reference: Params
+    reward_model: Params
+    accuracy: float  # of the reward model, against the judge's own order
+
+
+def prepare(
+    options: quickstart.Config,
+    *,
+    algorithm: ppo.PPO,
+    generate: Callable[..., Rollout],
+) -> Prepared:
+    """Stages 1 and 2 of the quickstart, in a run folder of their own."""
+    model = algorithm.model
+    init_key, pair_key, head_key = keys_of(options.seed)[:3]
+    num_steps = {"sft": options.sft_steps, "reward_model": options.reward_steps}
+    with run.Run(options, num_steps=num_steps) as job:
+        tuned = quickstart.fine_tune(
+            decoder.init(init_key, model=model), job=job, model=model, options=options
+        )
+        pairs, held_out = quickstart.label_pairs(
+            tuned,
+            generate,
+            judge=reviews.careful_gold,
+            key=pair_key,
+            options=options,
+        )
+        job.interrupt.check()  # no step of a stage may come to notice
+        scorer = quickstart.train_reward_model(
+            rewards.init(head_key, tuned, model=model),
+            pairs,
+            job=job,
+            model=model,
+            options=options,
+        )
+    scorer, accuracy = quickstart.measure_reward_model(scorer, held_out, model=model)
+    return Prepared(tuned, scorer, accuracy)
+
+
+# --- PPO: every run in one program ------------------------------------------------
+
+
+def start(
+    references: Sequence[Params], *, algorithm: ppo.PPO, kl_coefs: Sequence[float]
+) -> TrainState:
+    """TrainState[seeds, β, ...]: of each seed its reference, of each β its controller.
+
+    Raises:
+      InputError: a β is negative, NaN or infinite.
+    """
+    return stack(
+        [
+            stack(
+                [
+                    state.ppo_state(
+                        policy=params,
+                        critic=critic.from_policy(params, model=algorithm.critic_model),
+                        policy_optimizer=algorithm.policy_optimizer,
+                        critic_optimizer=algorithm.critic_optimizer,
+                        kl=kl_control.fixed(kl_coef),
+                    )
+                    for kl_coef in kl_coefs
+                ]
+            )
+            for params in references
+        ]
+    )
+
+
+def iterations(
+    train: TrainState,
+    *,
+    prompts: Prompts,
+    references: Frozen,
+    reward_models: Frozen,
+    keys: Array,
+    steps: Array,
+    algorithm: ppo.PPO,
+    mapped: Mapped,
+) -> tuple[TrainState, masked.Stats, Rollout]:
+    """K iterations of every run: a scan over steps, mapped over β and over seeds.
+
+        train                        [seeds, β, ...]     a run each
+        references, reward_models    [seeds, ...]        the runs of a seed share them:
+        prompts                      [seeds, K, B, P]    they differ in β alone, and
+        keys                         [seeds]             begin with the same tokens
+
+    Args:
+      train: donated by the caller's `jit`.
+      prompts, references, reward_models, keys: as above.
+      steps: i32[K], numbers of the iterations.
+      algorithm, mapped: static.
+
+    Returns:
+      The next states; stats {name: (sum, weight)} and rollouts [seeds, β, K, ...].
+    """
+    over = jax.lax.map if mapped == "map" else lambda f, xs: jax.vmap(f)(xs)
+
+    def of_seed(
+        given: tuple[TrainState, Prompts, Params, Params, Array],
+    ) -> tuple[TrainState, tuple[masked.Stats, Rollout]]:
+        trains, prompts, reference, reward_model, key = given
+        # Digests are of the seeds together; no forward pass reads them.
+        frozen_reference = dataclasses.replace(references, stored=reference)
+        frozen_scorer = dataclasses.replace(reward_models, stored=reward_model)
+        reward = rewards.from_model(frozen_scorer, model=algorithm.model)
+
+        def iteration(
+            train: TrainState, now: tuple[Array, Prompts]
+        ) -> tuple[TrainState, tuple[masked.Stats, Rollout]]:
+            step, prompts = now
+            train, stats, scored = ppo.iteration(
+                train,
+                prompts=prompts,
+                reference=frozen_reference,
+                reward=reward,
+                key=jax.random.fold_in(key, step),
+                ppo=algorithm,
+            )
+            return train, (stats, scored.rollout)
+
+        def of_run(
+            train: TrainState,
+        ) -> tuple[TrainState, tuple[masked.Stats, Rollout]]:
+            return jax.lax.scan(iteration, train, (steps, prompts))
+
+        return over(of_run, trains)
+
+    train, (stats, rollouts) = over(
+        of_seed, (train, prompts, references.stored, reward_models.stored, keys)
+    )
+    return train, stats, rollouts
+
+
+def sweep(
+    references: Frozen,
+    reward_models: Frozen,
+    *,
+    job: run.Run,
+    algorithm: ppo.PPO,
+    options: Config,
+) -> Params:
+    """Stage 3 for every seed and β.
+
+    Returns:
+      The policies [seeds, β, ...]. What was measured of each run along the way stands
+      in samples.jsonl, with one of its responses.
+    """
+    mapped = options.mapped
+    if mapped is None:
+        mapped = "map" if jax.default_backend() == "cpu" else "vmap"
+    program = jax.jit(
+        functools.partial(iterations, algorithm=algorithm, mapped=mapped),
+        donate_argnames=("train",),
+    )
+    prompts = [
+        prompts_of(quickstart.TRAIN_PROMPTS, batch_size=options.batch_size, seed=seed)
+        for seed in options.seeds
+    ]
+    stage_state = {
+        "train": start(
+            [pick(references.stored, s) for s in range(options.num_seeds)],
+            algorithm=algorithm,
+            kl_coefs=options.kl_coefs,
+        ),
+        "reference": references,
+        "root_keys": jnp.stack([keys_of(seed)[3] for seed in options.seeds]),
+    }
+    with job.stage(
+        "sweep", stage_state, meta={}, beside={"reward model": reward_models}
+    ) as stage:
+        for first in stage.steps()[:: options.chunk_steps]:
+            steps = range(first, first + options.chunk_steps)
+            stage.state["train"], *outcome = program(
+                stage.state["train"],
+                prompts=stack([stack([of[step] for step in steps]) for of in prompts]),
+                references=stage.state["reference"],
+                reward_models=reward_models,
+                keys=stage.state["root_keys"],
+                steps=jnp.asarray(steps, jnp.int32),
+            )
+            stats, rollouts = jax.device_get(outcome)
+            for k, step in enumerate(steps):
+                rows = []
+                if step % options.measure_every == 0:
+                    rows = measured(k, stats, rollouts, options=options)
+                row = in_total(k, stats, kl_coefs=options.kl_coefs)
+                if step != steps[-1]:
+                    job.record.write(step, row)
+                    job.record.write_samples(step, rows)
+                else:  # the one step whose state there is, to be saved
+                    stage.end_step(step, row, rows)
+    return stage.state["train"].policy
+
+
+def in_total(k: int, stats: masked.Stats, *, kl_coefs: Sequence[float]) -> masked.Stats:
+    """The stats of a chunk's k-th step over all runs, and some for each β.
+
+    Args:
+      stats: of `iterations`, on the host.
+    """
+    row: masked.Stats = {}
+    for name, (total, weight) in stats.items():
+        if weight is None:
+            row[name] = (total[..., k].max(), None)
+            continue
+        row[name] = (total[..., k].sum(), weight[..., k].sum())
+        if name in OF_BETA:
+            for b, kl_coef in enumerate(kl_coefs):
+                pair = (total[:, b, k].sum(), weight[:, b, k].sum())
+                row[f"kl_coef_{kl_coef:g}/{name}"] = pair
+    return row
+
+
+# --- what each run has come to ----------------------------------------------------
+
+
+def measured(
+    k: int, stats: masked.Stats, rollouts: Rollout, *, options: Config
+) -> list[Row]:
+    """A row a run, of the policy that sampled in a chunk's k-th step.
+
+    Args:
+      stats, rollouts: of `iterations`, on the host.
+    """
+    runs = itertools.product(enumerate(options.seeds), enumerate(options.kl_coefs))
+    return [
+        {
+            "seed": seed,
+            "kl_coef": kl_coef,
+            "score": _mean_of(stats["objective/scores"], s, b, k),
+            "kl": _mean_of(stats["objective/kl"], s, b, k),
+            **judged(pick(rollouts, s, b, k), batch_size=options.batch_size),
+        }
+        for (s, seed), (b, kl_coef) in runs
+    ]
+
+
+def evaluate(
+    policies: Params,
+    references: Frozen,
+    reward_models: Frozen,
+    *,
+    algorithm: ppo.PPO,
+    options: Config,
+) -> tuple[list[Row], list[Row]]:
+    """Answers of every reference, and of every policy, to held-out prompts.
+
+    Args:
+      policies: [seeds, β, ...].
+
+    Returns:
+      A row a seed, and a row a run, as `measured`.
+    """
+
+    @jax.jit
+    def answer(
+        policy: Params, reference: Params, scorer: Params, prompts: Prompts, key: Array
+    ) -> tuple[Rollout, Array, Array]:
+        answered = answers_of(policy, algorithm=algorithm, prompts=prompts, key=key)
+        reward = rewards.from_model(
+            dataclasses.replace(reward_models, stored=scorer), model=algorithm.model
+        )
+        scored = score.score(
+            answered,
+            scores=reward(answered),
+            reference=dataclasses.replace(references, stored=reference),
+            model=algorithm.model,
+            critic=None,
+            critic_model=None,
+            max_new_tokens=algorithm.max_new_tokens,
+            temperature=algorithm.temperature,
+        )
+        assert scored.kl is not None
+        kl = masked.masked_sum(scored.kl, mask=answered.response_mask)
+        return answered, scored.scores.mean(), kl / options.num_evaluated
+
+    before, after = [], []
+    for s, seed in enumerate(options.seeds):
+        prompts = prompts_of(
+            quickstart.HELD_OUT_PROMPTS, batch_size=options.num_evaluated, seed=seed
+        )[0]
+        reference, scorer = pick((references.stored, reward_models.stored), s)
+        of_seed = [(before, None, reference)] + [
+            (after, kl_coef, pick(policies, s, b))
+            for b, kl_coef in enumerate(options.kl_coefs)
+        ]
+        for rows, kl_coef, policy in of_seed:
+            key = keys_of(seed)[4]
+            answered, mean, kl = answer(policy, reference, scorer, prompts, key)
+            rows.append(
+                {
+                    "seed": seed,
+                    "kl_coef": kl_coef,
+                    "score": float(mean),
+                    "kl": float(kl),
+                    **judged(answered, batch_size=options.batch_size),
+                }
+            )
+    return before, after
+
+
+def judged(answered: Rollout, *, batch_size: int) -> Row:
+    """What judge and grammar say of some responses, and one of them.
+
+    "distinct" is a mean over batches, as of more responses fewer are.
+    """
+    answers = quickstart.answers_in(answered)
+    split = [(prompt.split(), response.split()) for prompt, response in answers]
+    responses = [response for _, response in answers]
+    of_batches = [
+        responses[at : at + batch_size] for at in range(0, len(answers), batch_size)
+    ]
+    return {
+        "gold": float(np.mean([reviews.careful_gold(*pair) for pair in split])),
+        "fluency": float(np.mean([reviews.parses(*pair) for pair in split])),
+        "distinct": float(np.mean([len(set(said)) / len(said) for said in of_batches])),
+        "prompt": answers[0][0],
+        "response": responses[0],
+    }
+
+
+def _mean_of(pair: tuple[Any, Any], *place: int) -> float:
+    return float(pair[0][place] / pair[1][place])
+
+
+# --- what all of it stands on -----------------------------------------------------
+
+
+def keys_of(seed: int) -> list[Array]:
+    """Of the model, the pairs, the score's head, PPO and the test: quickstart's own."""
+    return [jax.random.fold_in(jax.random.key(seed), number) for number in range(5)]
+
+
+def prompts_of(
+    prompts: Sequence[list[int]],
+    *,
+    batch_size: int,
+    seed: int,
+    samples_per_prompt: int = 1,
+) -> Batches[Prompts]:
+    return batches.prompt_batches(
+        prompts,
+        batch_size=batch_size,
+        samples_per_prompt=samples_per_prompt,
+        seed=seed,
+        pad_id=reviews.PAD_ID,
+        buckets=(quickstart.PROMPT_COLUMNS,),
+    )
+
+
+def answers_of(
+    policy: Params, *, algorithm: ppo.PPO, prompts: Prompts, key: Array
+) -> Rollout:
+    return rollout.rollout(
+        policy,
+        model=algorithm.model,
+        prompts=prompts,
+        key=key,
+        max_new_tokens=algorithm.max_new_tokens,
+        stop_ids=algorithm.stop_ids,
+        temperature=algorithm.temperature,
+    )
+
+
+def stack(trees: Sequence[Any]) -> Any:
+    """Trees of one structure as one, along a new first axis."""
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+def pick(tree: Any, *place: int) -> Any:
+    """The tree at a place along the first axes."""
+    return jax.tree.map(lambda leaf: leaf[place], tree)
+
+
+def main(options: Config) -> None:
+    started = time.perf_counter()
+    algorithm = quickstart.algorithm_of(options.of_seed(options.seed))
+    generate = jax.jit(functools.partial(answers_of, algorithm=algorithm))
+    with run.Run(options, num_steps={"sweep": options.num_steps}) as job:
+        prepared = [
+            prepare(options.of_seed(seed), algorithm=algorithm, generate=generate)
+            for seed in options.seeds
+        ]
+        references = frozen.freeze(stack([of.reference for of in prepared]))
+        reward_models = frozen.freeze(stack([of.reward_model for of in prepared]))
+        sweep_started = time.perf_counter()
+        policies = sweep(
+            references, reward_models, job=job, algorithm=algorithm, options=options
+        )
+        sweep_seconds = time.perf_counter() - sweep_started
+    frozen.verify(references)
+    before, after = evaluate(
+        policies, references, reward_models, algorithm=algorithm, options=options
+    )
+    points = metrics.read(options.out / "samples.jsonl")
+    found = overoptimisation.summarise(points, before, after)
+    overoptimisation.tell(found)
+    report.side_by_side(
+        [
+            {
+                "policy": "reference" if of is before[0] else f"β = {of['kl_coef']:g}",
+                "response": of["response"],
+            }
+            for of in (before[0], *after[: len(options.kl_coefs)])
+        ],
+        title=before[0]["prompt"],
+    )
+    overoptimisation.plots(job.folder, [*points, *after], found)
+    summary = {
+        **found,
+        "reward_model_accuracy": [of.accuracy for of in prepared],
+        "responses": [*before, *after],
+        "reference_verified": True,
+        "sweep_seconds": sweep_seconds,
+        "seconds": time.perf_counter() - started,
+    }
+    folder.write_summary(job.folder, summary)
+    print(f"{summary['seconds']:.0f} s; figures, samples and plots in {job.folder}")
+
+
+if __name__ == "__main__":
+    command_line.main(main, Config, description=__doc__)

@@ -1,0 +1,495 @@
+"""Three pictures of the KL: what it counts, how noisy it is, what a prompt does to it.
+
+    python experiments studies.kl_pictures --out runs/kl_pictures
+
+Nothing is trained. The two models of pictures 2 and 3 are a random decoder, the
+reference, and a perturbed copy of it, the policy.
+
+1. Six words: three policies against one reference, word by word. A word adds
+   π log(π/π_ref), negative where the policy likes it less; the sum is the KL.
+2. Estimators: the KL of a whole response by k1, k2, k3 (sums over tokens, and of the
+   whole response at once) and exact, and its standard deviation over responses of the
+   policy, against the length of a response.
+3. Prefixes: words in front of every prompt, seen by both models. They are chosen one
+   by one from a few words, so that the KL measured behind them is the largest or the
+   smallest; or, without a look at the KL, the likeliest or unlikeliest under the
+   reference, or by lot. "Same responses" were sampled without a prefix, and are what
+   the search measures; "own responses" the policy gives behind it. Weights, prompts
+   and seed are the same throughout: what changes is what is said of the same policy.
+
+2 laptop cores take about a minute. Picture 1 is 0.0041, 0.2541 and 2.6733 nats. Over
+seeds 0 to 2 a response of 64 tokens has a KL of 9.4 to 13.5 nats. One sample of it is
+off by 4.5 - 5.4 nats with k1, 2.3 - 3.7 with k3 and 1.2 - 1.6 with exact, whose noise
+is that of the prefixes alone; k2 is 10 - 14% too high. Of the whole response k2 is too
+high by a factor of 6 to 8, and k3, unbiased, has tails too heavy for 4096 responses. A
+prefix of four words from 32 raises the measured KL by 29 - 30% or lowers it by 14 - 15%
+on the same responses (on own ones 27 - 31% and 13 - 17%); one that is merely unlikely
+moves it by -8% to +18%.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from rlhf_jax import config, decoder, kl, kl_penalty, masked, policy
+from rlhf_jax.algorithms.batch import Prompts
+from rlhf_jax.algorithms.flow import rollout
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.kl.penalty import Penalty
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.runs import command_line, report
+from rlhf_jax.runs.folder import RunConfig, open_run, write_summary
+
+Array = jax.Array
+Params = Any
+Row = dict[str, Any]
+
+REFERENCE_WORDS = (0.35, 0.30, 0.20, 0.10, 0.04, 0.01)
+POLICY_WORDS = {
+    "close": (0.33, 0.32, 0.18, 0.12, 0.04, 0.01),
+    "moved": (0.15, 0.15, 0.40, 0.20, 0.08, 0.02),
+    "elsewhere": (0.02, 0.02, 0.05, 0.01, 0.40, 0.50),
+}
+PER_TOKEN = {name: Penalty(name) for name in ("k1", "k2", "k3", "exact")}
+PER_RESPONSE = {f"{name} of Σ": Penalty(name, per="response") for name in ("k2", "k3")}
+ESTIMATORS = PER_TOKEN | PER_RESPONSE
+BEGIN = 0  # the word that every text begins with
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(RunConfig):
+    vocab_size: int = 128
+    """Words of both models."""
+    hidden_size: int = 64
+    """Width of both models."""
+    num_layers: int = 2
+    """Depth of both models."""
+    scale: float = 0.2
+    """Standard deviation of every parameter of the reference."""
+    perturbation: float = 0.1
+    """Of the policy's parameters, as a share of `scale`."""
+    lengths: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    """Response lengths of the second picture, tokens."""
+    num_responses: int = 4096
+    """Responses of the second picture."""
+    prompt_length: int = 8
+    """Tokens of a prompt, which the reference wrote."""
+    num_prompts: int = 128
+    """Prompts of the third picture, with one response each."""
+    response_length: int = 16
+    """Response tokens of the third picture."""
+    prefix_length: int = 4
+    """Tokens of a prefix."""
+    num_candidates: int = 32
+    """Words that a prefix is chosen from."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.positive(
+            scale=self.scale,
+            perturbation=self.perturbation,
+            hidden_size=self.hidden_size,
+            num_layers=self.num_layers,
+            prompt_length=self.prompt_length,
+            response_length=self.response_length,
+            prefix_length=self.prefix_length,
+        )
+        if not self.lengths or min(self.lengths) < 1:
+            raise checks.InputError(
+                f"lengths: expected numbers of tokens, 1 or more, got {self.lengths}"
+            )
+        if min(self.num_responses, self.num_prompts) < 2:
+            raise checks.InputError(
+                f"expected at least 2 --num-responses and 2 --num-prompts, got "
+                f"{self.num_responses} and {self.num_prompts}"
+            )
+        if not 1 < self.num_candidates < self.vocab_size:
+            raise checks.InputError(
+                f"num_candidates: expected 2 to {self.vocab_size - 1}, words of the "
+                f"vocabulary but its first, got {self.num_candidates}"
+            )
+
+
+class Pair(NamedTuple):
+    """Policy and reference, of one shape."""
+
+    policy: Params
+    reference: Params
+    model: ModelConfig
+
+
+def draw_pair(options: Config) -> Pair:
+    """A random decoder and a perturbed copy."""
+    context = 1 + options.prefix_length + options.prompt_length
+    model = config.gpt2(
+        vocab_size=options.vocab_size,
+        hidden_size=options.hidden_size,
+        num_layers=options.num_layers,
+        num_heads=2,
+        max_positions=context + max(*options.lengths, options.response_length),
+    )
+    keys = jax.random.split(jax.random.key(options.seed), 3)
+    params = jax.jit(decoder.init, static_argnames=("model",))(keys[0], model=model)
+    reference = _with_noise(params, key=keys[1], scale=options.scale)
+    moved = _with_noise(
+        reference, key=keys[2], scale=options.perturbation * options.scale
+    )
+    return Pair(policy=moved, reference=reference, model=model)
+
+
+def _with_noise(params: Params, *, key: Array, scale: float) -> Params:
+    leaves, structure = jax.tree.flatten(params)
+    keys = jax.random.split(key, len(leaves))
+    return jax.tree.unflatten(
+        structure,
+        [
+            leaf + scale * jax.random.normal(key, leaf.shape, leaf.dtype)
+            for leaf, key in zip(leaves, keys, strict=True)
+        ],
+    )
+
+
+# --- 1: six words -------------------------------------------------------------------
+
+
+def six_words() -> dict[str, dict[str, Any]]:
+    """{policy: its words, what each adds to the KL, and the KL}, nats."""
+    found = {}
+    reference = np.array(REFERENCE_WORDS)
+    for name, words in POLICY_WORDS.items():
+        policy_words = np.array(words)
+        total = kl.exact(jnp.log(policy_words), jnp.log(reference))
+        found[name] = {
+            "policy": list(words),
+            "contributions": (policy_words * np.log(policy_words / reference)).tolist(),
+            "kl": float(total),
+        }
+    return found
+
+
+# --- 2: estimators ------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnames=("model", "max_new_tokens"))
+def answer(
+    params: Params,
+    tokens: Array,
+    *,
+    model: ModelConfig,
+    key: Array,
+    max_new_tokens: int,
+) -> Array:
+    """i32[B, P + R]: every row of i32[B, P] with a response of R tokens."""
+    rows = tokens.shape[0]
+    prompts = Prompts(
+        tokens=tokens,
+        mask=jnp.ones(tokens.shape, bool),
+        index=jnp.arange(rows, dtype=jnp.int32),
+        sample=jnp.zeros(rows, jnp.int32),
+    )
+    return rollout.rollout(
+        params,
+        model=model,
+        prompts=prompts,
+        key=key,
+        max_new_tokens=max_new_tokens,
+        stop_ids=(),
+        temperature=1.0,
+    ).tokens
+
+
+def prices(pair: Pair, tokens: Array) -> dict[str, Array]:
+    """f32[B, S] each, nats: log π, log π_ref and exact KL, 0 in the first column."""
+    mask = jnp.ones(tokens.shape, bool)
+    states, logprobs = [], []
+    for params in (pair.policy, pair.reference):
+        hidden = decoder.hidden_states(
+            params, model=pair.model, tokens=tokens, mask=mask
+        )
+        found, _ = policy.price_hidden(
+            params, hidden, model=pair.model, tokens=tokens, mask=mask
+        )
+        states.append(hidden)
+        logprobs.append(found)
+    exact = policy.exact_kl(
+        pair.policy, states[0], pair.reference, states[1], model=pair.model, mask=mask
+    )
+    return {"logprobs": logprobs[0], "ref_logprobs": logprobs[1], "exact": exact}
+
+
+def estimators(pair: Pair, options: Config, *, key: Array) -> list[Row]:
+    """A row per length: mean and spread of every estimator over responses."""
+    longest = max(options.lengths)
+    begin = jnp.full((options.num_responses, 1), BEGIN, jnp.int32)
+    tokens = answer(
+        pair.policy, begin, model=pair.model, key=key, max_new_tokens=longest
+    )
+
+    @jax.jit
+    def price(moved: Params, reference: Params, tokens: Array) -> dict[str, Array]:
+        return prices(Pair(moved, reference, pair.model), tokens)
+
+    priced = price(pair.policy, pair.reference, tokens)
+    columns = np.arange(1 + longest)[None, :]
+    rows = []
+    for length in sorted(options.lengths):
+        mask = jnp.asarray(
+            np.repeat((columns > 0) & (columns <= length), len(begin), 0)
+        )
+        row: Row = {"length": length}
+        for name, penalty in ESTIMATORS.items():
+            value, _ = kl_penalty.reward_kl(penalty=penalty, mask=mask, **priced)
+            total = np.asarray(masked.masked_sum(value, mask=mask, axis=1), np.float64)
+            row[f"{name} mean"], row[f"{name} std"] = total.mean(), total.std(ddof=1)
+        rows.append(row)
+    return rows
+
+
+# --- 3: prefixes --------------------------------------------------------------------
+
+
+def prefixes(pair: Pair, options: Config, *, key: Array) -> list[Row]:
+    """A row per prefix: how likely it is, and the KL that is measured behind it."""
+    prompt_key, key = jax.random.split(key)
+    begin = jnp.full((options.num_prompts, 1), BEGIN, jnp.int32)
+    prompts = answer(
+        pair.reference,
+        begin,
+        model=pair.model,
+        key=prompt_key,
+        max_new_tokens=options.prompt_length,
+    )
+    respond = functools.partial(
+        answer, model=pair.model, key=key, max_new_tokens=options.response_length
+    )
+    texts = respond(pair.policy, prompts)
+    rng = np.random.default_rng(options.seed)
+    words = 1 + rng.permutation(options.vocab_size - 1)[: options.num_candidates]
+
+    @jax.jit
+    def measure(
+        moved: Params, reference: Params, prefix: Array, texts: Array
+    ) -> tuple[Array, Array]:
+        """f32[B] KL of the responses and f32[] log π_ref of the prefix, nats."""
+        priced = prices(Pair(moved, reference, pair.model), _with_prefix(prefix, texts))
+        inside = priced["ref_logprobs"][0, 1 : 1 + prefix.size]
+        response = priced["exact"][:, -options.response_length :]
+        return jnp.sum(response, axis=1), jnp.sum(inside)
+
+    @jax.jit
+    def measure_each(
+        moved: Params, reference: Params, candidates: Array, texts: Array
+    ) -> tuple[Array, Array]:
+        """f32[C] mean KL and f32[C] log π_ref, for i32[C, n] prefixes."""
+
+        def of(prefix: Array) -> tuple[Array, Array]:
+            kl_of_rows, logprob = measure(moved, reference, prefix, texts)
+            return kl_of_rows.mean(), logprob
+
+        return jax.lax.map(of, candidates)
+
+    def greedy(best: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> np.ndarray:
+        """The prefix to which `best` of (mean KL, log π_ref) adds word after word."""
+        prefix = np.zeros(0, np.int32)
+        for _ in range(options.prefix_length):
+            candidates = np.array([[*prefix, word] for word in words], np.int32)
+            found = measure_each(pair.policy, pair.reference, candidates, texts)
+            prefix = candidates[np.argmax(best(*map(np.asarray, found)))]
+        return prefix
+
+    chosen = {
+        "none": np.zeros(0, np.int32),
+        "likeliest": greedy(lambda _, logprob: logprob),
+        "by lot": rng.choice(words, options.prefix_length).astype(np.int32),
+        "unlikeliest": greedy(lambda _, logprob: -logprob),
+        "smallest KL": greedy(lambda mean, _: -mean),
+        "largest KL": greedy(lambda mean, _: mean),
+    }
+    rows = []
+    for name, prefix in chosen.items():
+        same, logprob = measure(pair.policy, pair.reference, prefix, texts)
+        own_texts = respond(pair.policy, _with_prefix(prefix, prompts))
+        kept = np.delete(own_texts, np.s_[1 : 1 + prefix.size], axis=1)
+        own, _ = measure(pair.policy, pair.reference, prefix, kept)
+        row: Row = {"prefix": name, "words": " ".join(map(str, prefix))}
+        row["ref_logprob"] = float(logprob)
+        for which, found in (("same", same), ("own", own)):
+            values = np.asarray(found, np.float64)
+            row[f"kl_{which}"] = values.mean()
+            row[f"kl_{which}_error"] = values.std(ddof=1) / math.sqrt(len(values))
+        rows.append(row)
+    return rows
+
+
+def _with_prefix(prefix: Array, texts: Array) -> Array:
+    """The prefix between the first word of every text and the others."""
+    shape = (texts.shape[0], prefix.size)
+    between = jnp.broadcast_to(jnp.asarray(prefix, jnp.int32)[None, :], shape)
+    return jnp.concatenate([texts[:, :1], between, texts[:, 1:]], axis=1)
+
+
+# --- what a person reads ------------------------------------------------------------
+
+
+def tables(summary: Mapping[str, Any]) -> None:
+    """Prints the three."""
+    words = summary["six_words"]
+    report.table(
+        "1. KL over six words, nats: π log(π/π_ref) of each, and their sum",
+        ("policy", *(f"{word:g}" for word in REFERENCE_WORDS), "KL"),
+        [
+            (name, *(f"{part:.4f}" for part in (*row["contributions"], row["kl"])))
+            for name, row in words.items()
+        ],
+    )
+    report.table(
+        "2. KL of a response, nats: mean ± standard deviation over responses",
+        ("tokens", *ESTIMATORS),
+        [
+            (
+                row["length"],
+                *(
+                    f"{row[f'{name} mean']:.3f} ± {row[f'{name} std']:.3f}"
+                    for name in ESTIMATORS
+                ),
+            )
+            for row in summary["estimators"]
+        ],
+    )
+    report.table(
+        "3. Exact KL of a response behind a prefix, nats: mean ± its standard error",
+        ("prefix", "words", "log π_ref", "same responses", "own responses"),
+        [
+            (
+                row["prefix"],
+                row["words"] or "—",
+                row["ref_logprob"],
+                f"{row['kl_same']:.3f} ± {row['kl_same_error']:.3f}",
+                f"{row['kl_own']:.3f} ± {row['kl_own_error']:.3f}",
+            )
+            for row in summary["prefixes"]
+        ],
+    )
+
+
+def plots(folder: Path, summary: Mapping[str, Any]) -> None:
+    """Draws folder/plots/six_words.png, estimators.png and prefixes.png."""
+    (folder / "plots").mkdir(exist_ok=True)
+    for name, draw in (
+        ("six_words", _draw_words),
+        ("estimators", _draw_estimators),
+        ("prefixes", _draw_prefixes),
+    ):
+        drawn = draw(summary[name])
+        drawn.savefig(folder / "plots" / f"{name}.png", dpi=150)
+
+
+def _draw_words(found: Mapping[str, Any]) -> Figure:
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots(2, len(found), sharex=True, sharey="row")
+    places = np.arange(len(REFERENCE_WORDS))
+    for (name, row), (above, below) in zip(found.items(), axes.T, strict=True):
+        above.bar(places - 0.2, REFERENCE_WORDS, 0.4, color="0.7", label="reference")
+        above.bar(places + 0.2, row["policy"], 0.4, color="tab:blue", label="policy")
+        above.set_title(f"{name}: KL {row['kl']:.4f} nats")
+        parts = np.array(row["contributions"])
+        colours = np.where(parts > 0, "tab:red", "tab:green")
+        below.bar(places, parts, 0.6, color=colours)
+        below.axhline(0, color="black", linewidth=0.8)
+        below.set_xticks(places, [f"word {place + 1}" for place in places], rotation=60)
+        _plain(above)
+        _plain(below)
+    axes[0, 0].set_ylabel("probability")
+    axes[1, 0].set_ylabel("π log(π/π_ref) [nats]")
+    axes[0, 0].legend(frameon=False)
+    return figure
+
+
+def _draw_estimators(rows: Sequence[Row]) -> Figure:
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    spread, relative = figure.subplots(1, 2, sharex=True)
+    lengths = [row["length"] for row in rows]
+    for name in ESTIMATORS:
+        style = "--" if name in PER_RESPONSE else "-"
+        stds = np.array([row[f"{name} std"] for row in rows])
+        means = np.array([row[f"{name} mean"] for row in rows])
+        exact = np.array([row["exact mean"] for row in rows])
+        # Of one token nothing but the prompt varies, and that is one word.
+        seen = stds > 1e-6
+        (line,) = spread.plot(
+            np.array(lengths)[seen], stds[seen], f"o{style}", markersize=3, label=name
+        )
+        relative.plot(
+            lengths, means / exact, f"o{style}", markersize=3, color=line.get_color()
+        )
+    spread.set_xscale("log", base=2)
+    spread.set_yscale("log")
+    spread.set_ylabel("standard deviation [nats]")
+    relative.set_ylabel("mean, over the mean of exact")
+    for axis in (spread, relative):
+        axis.set_xlabel("tokens of a response")
+        axis.set_xticks(lengths, [str(length) for length in lengths])
+        axis.minorticks_off()
+        _plain(axis)
+    spread.legend(frameon=False, fontsize="small")
+    return figure
+
+
+def _draw_prefixes(rows: Sequence[Row]) -> Figure:
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axis = figure.subplots()
+    places = np.arange(len(rows))
+    for shift, which, label in ((-0.2, "same", "same"), (0.2, "own", "own")):
+        axis.bar(
+            places + shift,
+            [row[f"kl_{which}"] for row in rows],
+            0.4,
+            yerr=[row[f"kl_{which}_error"] for row in rows],
+            label=f"{label} responses",
+        )
+    names = [
+        f"{row['prefix']}\nlog π_ref {row['ref_logprob']:.0f}"
+        if row["words"]
+        else "none"
+        for row in rows
+    ]
+    axis.set_xticks(places, names)
+    axis.set_ylabel("exact KL of a response [nats]")
+    axis.legend(frameon=False)
+    _plain(axis)
+    return figure
+
+
+def _plain(axis: Axes) -> None:
+    axis.grid(alpha=0.25)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def main(options: Config) -> None:
+    folder = open_run(options)
+    pair = draw_pair(options)
+    keys = jax.random.split(jax.random.fold_in(jax.random.key(options.seed), 1))
+    summary = {
+        "six_words": six_words(),
+        "estimators": estimators(pair, options, key=keys[0]),
+        "prefixes": prefixes(pair, options, key=keys[1]),
+    }
+    tables(summary)
+    plots(folder, summary)
+    write_summary(folder, summary)
+
+
+if __name__ == "__main__":
+    command_line.main(main, Config, description=__doc__)

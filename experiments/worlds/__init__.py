@@ -1,0 +1,1 @@
+"""Languages small enough to know everything about."""

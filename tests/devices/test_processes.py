@@ -1,0 +1,318 @@
+"""Two processes with two devices each, on this machine: one run like any other.
+
+What they write is compared with the run of one process on one device.
+"""
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import places
+import pytest
+import toy_files
+from places import EXPERIMENTS
+from test_mesh_runs import assert_same
+
+from rlhf_jax.devices import processes, row_sharding
+from rlhf_jax.devices.processes import Group
+from rlhf_jax.devices.sharding import MeshShape
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.planning import compiled
+from rlhf_jax.runs.snapshots.files import numbers
+
+REWARD = """
+import os, signal
+import jax
+calls = 0
+
+def score(prompts, responses, rows):
+    global calls
+    calls += 1  # the rehearsal is a call too
+    call, process, number = map(int, os.environ.get("SIGNAL_AT", "0,0,0").split(","))
+    if (calls, jax.process_index()) == (call, process):
+        signal.raise_signal(number)
+    return [float(len(set(response.split()))) for response in responses]
+"""
+MESH = "--mesh=data=2,fsdp=2"
+SFT = (
+    *("--model=model", "--data=answers.jsonl", "--batch-size=8", "--num-steps=4"),
+    *("--held-out=0.25", "--learning-rate=1e-2", "--snapshot-every=2"),
+)
+PPO = (
+    *("--model=model", "--prompts=prompts.jsonl", "--batch-size=8"),
+    *("--max-new-tokens=4", "--num-minibatches=2", "--num-epochs=1", "--num-steps=6"),
+    *("--sample-every=1", "--snapshot-every=2", "--kl-coef=0.1"),
+    *("--policy-learning-rate=1e-2", "--critic-learning-rate=1e-2"),
+    "--reward=their_rewards:score",
+)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "their_rewards.py").write_text(REWARD)
+    toy_files.checkpoint(folder / "model")
+    rows = [{"prompt": prompt} for prompt in ("the cat", "a dog was", "it is so")]
+    toy_files.jsonl(folder / "prompts.jsonl", *rows)
+    answers = [
+        {"prompt": "a dog", "response": f"ran by the {word} ."}
+        for word in ("cat", "dog", "good", "bad", "very", "so", "and", "to")
+    ]
+    toy_files.jsonl(folder / "answers.jsonl", *answers * 3)
+    pair = {"prompt": "the cat", "chosen": "sat very good .", "rejected": "ran bad ."}
+    toy_files.jsonl(folder / "pairs.jsonl", *[pair] * 24)
+    asked = {"question": "the cat", "answer": "so it is #### 4"}
+    toy_files.jsonl(folder / "questions.jsonl", *[asked] * 24)
+    return folder
+
+
+def start(
+    script, files, out, *argv, count=2, devices=2, cwds=None, signal_at=None, cache=None
+):
+    """The processes of a run; `signal_at` is call of the reward, process, signal."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    group = ()
+    if count > 1:
+        group = (f"--coordinator=localhost:{port}", f"--num-processes={count}")
+    environment = os.environ | {
+        "PYTHONPATH": places.PYTHONPATH,
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+    }
+    if cache is not None:
+        environment["JAX_ENABLE_COMPILATION_CACHE"] = "true"
+        argv = (*argv, f"--compilation-cache={cache}")
+    if signal_at is not None:
+        environment["SIGNAL_AT"] = ",".join(str(int(part)) for part in signal_at)
+    return [
+        subprocess.Popen(
+            [
+                *(sys.executable, EXPERIMENTS / script, f"--out={out}"),
+                *("--no-progress", *argv, *group),
+                *([f"--process-id={number}"] if group else []),
+            ],
+            cwd=files if cwds is None else cwds[number],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(count)
+    ]
+
+
+def run(*args, expected=0, **options):
+    """What each process said, on stdout and on stderr."""
+    running = start(*args, **options)
+    told = [process.communicate(timeout=400) for process in running]
+    for process, (_, error) in zip(running, told, strict=True):
+        assert process.returncode == expected, error[-2000:]
+    return told
+
+
+def alone(*args, **options):
+    return run(*args, count=1, devices=1, **options)
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_does(files, tmp_path):
+    told = run("sft.py", files, tmp_path / "two", *SFT, MESH)
+    alone("sft.py", files, tmp_path / "one", *SFT)
+    assert_same(tmp_path / "two", tmp_path / "one")
+    assert "go on with --model" in told[0][0]
+    assert "go on" not in told[1][0]  # the second does not talk
+
+
+@pytest.mark.long
+def test_two_processes_share_their_compiled_programs(files, tmp_path):
+    cache = tmp_path / "programs"
+    run("sft.py", files, tmp_path / "cold", *SFT, MESH, cache=cache)
+    written = {path.name: path.stat().st_mtime_ns for path in cache.iterdir()}
+    assert any(name.startswith("jit_update-") for name in written)
+    run("sft.py", files, tmp_path / "warm", *SFT, MESH, cache=cache)
+    now = {path.name: path.stat().st_mtime_ns for path in cache.iterdir()}
+    assert now == written
+    for name in ("metrics.jsonl", "model/model.safetensors"):
+        cold, warm = (tmp_path / out / name for out in ("cold", "warm"))
+        assert cold.read_bytes() == warm.read_bytes()
+
+
+OTHERS = {
+    "reward_model.py": (
+        *("--model=model", "--data=pairs.jsonl", "--batch-size=8", "--num-steps=3"),
+        *("--held-out=0.25", "--max-new-tokens=4", "--num-samples=8"),
+    ),
+    "dpo.py": (
+        *("--model=model", "--data=pairs.jsonl", "--batch-size=8", "--num-steps=3"),
+        *("--held-out=0.25", "--learning-rate=1e-2", "--lora.rank=2"),
+    ),
+    "grpo_gsm8k.py": (
+        *("--model=model", "--data=questions.jsonl", "--held-out=questions.jsonl"),
+        *("--batch-size=8", "--num-steps=3", "--num-workers=1", "--group-size=4"),
+        "--max-new-tokens=4",
+    ),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("script", OTHERS)
+def test_the_other_experiments(files, script, tmp_path):
+    argv = OTHERS[script]
+    run(script, files, tmp_path / "two", *argv, "--mesh=data=2,tensor=2")
+    alone(script, files, tmp_path / "one", *argv)
+    assert_same(tmp_path / "two", tmp_path / "one")
+    found, expected = (
+        json.loads((tmp_path / name / "summary.json").read_text()) | {"seconds": 0.0}
+        for name in ("two", "one")
+    )
+    jax.tree.map(
+        lambda a, b: a == b or np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
+        found,
+        expected,
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(files, tmp_path_factory):
+    """PPO in one go, by one process on one device."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    alone("ppo_from_checkpoint.py", files, out, *PPO)
+    return out
+
+
+@pytest.mark.long
+def test_a_killed_run_goes_on_as_one_process_and_back(files, whole, tmp_path):
+    ppo = ("ppo_from_checkpoint.py", files, tmp_path / "run", *PPO)
+    # In step 4: snapshot 2 is there, as snapshot 4 was not begun before.
+    killed = start(*ppo, MESH, signal_at=(6, 1, signal.SIGKILL))
+    killed[1].communicate(timeout=300)
+    assert killed[1].returncode == -signal.SIGKILL
+    lost_at = time.monotonic()
+    _, error = killed[0].communicate(timeout=120)
+    assert time.monotonic() - lost_at < 60
+    ours = "a process may be lost; the snapshots before stay"
+    assert ours in error or "another task died" in error  # who notices it first
+    stage = tmp_path / "run" / "snapshots" / "ppo"
+    assert numbers(stage) in ([2], [2, 4])
+    # One process goes a step, and two go on with the rest, on another mesh.
+    alone(*ppo, "--resume", signal_at=(2, 0, signal.SIGTERM), expected=143)
+    run(*ppo, "--mesh=fsdp=2,tensor=2", "--resume")
+    assert_same(tmp_path / "run", whole)
+
+
+@pytest.mark.long
+def test_a_signal_to_one_process_stops_both(files, whole, tmp_path):
+    ppo = ("ppo_from_checkpoint.py", files, tmp_path / "run", *PPO)
+    told = run(*ppo, MESH, signal_at=(4, 1, signal.SIGTERM), expected=143)
+    assert all("stopped and saved" in error for _, error in told)
+    # It came in step 2, was known to both in step 3, and left four steps done.
+    assert numbers(tmp_path / "run" / "snapshots" / "ppo") == [2, 4]
+    run(*ppo, MESH, "--resume")
+    assert_same(tmp_path / "run", whole)
+
+
+@pytest.mark.long
+def test_processes_that_disagree(files, tmp_path):
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    for name in ("model", "their_rewards.py", "answers.jsonl"):
+        (theirs / name).symlink_to(files / name)
+    rows = [{"prompt": prompt} for prompt in ("the cat", "a dog was", "so it is not")]
+    toy_files.jsonl(theirs / "prompts.jsonl", *rows)
+    running = start(
+        *("ppo_from_checkpoint.py", files, tmp_path / "run", *PPO, MESH),
+        cwds=(files, theirs),
+    )
+    for process in running:
+        _, error = process.communicate(timeout=300)
+        assert process.returncode == 2
+        assert "expected the prompts to be the same in every process" in error
+        assert "got another in process 1 than in process 0" in error
+
+
+@pytest.mark.slow
+def test_rows_lie_where_each_process_says(tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    script = places.PROGRAMS / "rows_of_processes.py"
+    environment = os.environ | {
+        "PYTHONPATH": places.PYTHONPATH,
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+    }
+    running = [
+        subprocess.Popen(
+            [sys.executable, script, f"localhost:{port}", str(number)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in (0, 1)
+    ]
+    told = [process.communicate(timeout=100) for process in running]
+    assert [process.returncode for process in running] == [0, 0], told
+    assert "(0, 2) of 4" in told[0][0]
+    assert "(1, 3) of 4" in told[1][0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
+)
+@pytest.mark.parametrize(
+    ("topology", "shape"),
+    [
+        ("v5e:4x4", MeshShape(fsdp=16)),
+        ("v5e:4x4", MeshShape(data=2, fsdp=8)),
+        ("v5e:8x8", MeshShape(fsdp=16, tensor=4)),
+        ("v5p:2x2x4", MeshShape(data=2, fsdp=8)),
+    ],
+)
+def test_every_row_of_a_tpu_slice_has_a_process(topology, shape):
+    """They need not be neighbours: axes follow the torus, not the hosts."""
+    devices = compiled.slice_of(topology)
+    held = row_sharding._blocks(shape.make(devices))
+    assert len(held) == len({device.process_index for device in devices})
+    assert len({len(blocks) for blocks in held.values()}) == 1
+    found = {block for blocks in held.values() for block in blocks}
+    assert found == set(range(shape.data * shape.fsdp))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"coordinator": "localhost"}, "expected HOST:PORT of the first process"),
+        ({"coordinator": "a:1"}, "expected --num-processes and --process-id"),
+        (
+            {"coordinator": "a:1", "num_processes": 2, "process_id": 2},
+            "--process-id: expected 0 to 1, got 2",
+        ),
+        ({"coordinator": "auto", "process_id": 0}, "which it finds out"),
+    ],
+)
+def test_groups_that_are_none(options, message):
+    with pytest.raises(InputError, match=message):
+        Group(**options)
+
+
+def test_one_process_is_the_first_and_agrees_with_itself():
+    assert processes.is_first()
+    processes.agree("the config", "anything")
+    processes.wait()
+    vote = processes.Vote()
+    assert [vote(False), vote(True), vote(False)] == [False, True, False]
+
+    def refuse():
+        raise InputError("expected another folder")
+
+    with pytest.raises(InputError, match="expected another folder"):
+        processes.on_first(refuse)

@@ -1,0 +1,139 @@
+"""Compiled programs are kept for the next start, which computes the same bits."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import places
+import pytest
+from places import EXPERIMENTS
+
+from rlhf_jax.devices import program_cache
+from rlhf_jax.functional.checks import InputError
+
+TOLD = ("JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE")
+
+
+@pytest.fixture
+def unset():
+    """JAX as a user's shell has it; put back afterwards."""
+    names = {
+        "jax_compilation_cache_dir": None,
+        "jax_enable_compilation_cache": True,
+        "jax_persistent_cache_min_compile_time_secs": 1.0,
+    }
+    before = {name: jax.config.values[name] for name in names}
+    for name, value in names.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def files(folder: Path) -> dict[str, tuple[int, int]]:
+    return {
+        path.name: (path.stat().st_mtime_ns, path.stat().st_size)
+        for path in folder.glob("*-cache")
+    }
+
+
+def start(out: Path, *argv: object, home: Path) -> subprocess.CompletedProcess:
+    """A run of a few steps as a user starts it, each process new."""
+    environment = {
+        name: value for name, value in os.environ.items() if name not in TOLD
+    }
+    return subprocess.run(
+        [
+            *(sys.executable, EXPERIMENTS / "new_algorithm.py", f"--out={out}"),
+            *("--num-steps=3", "--batch-size=4", "--no-progress", *map(str, argv)),
+        ],
+        env=environment
+        | {
+            "PYTHONPATH": places.PYTHONPATH,
+            "XDG_CACHE_HOME": str(home),
+        },
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+
+@pytest.mark.slow
+def test_a_run_from_kept_programs_is_the_run_that_compiled_them(tmp_path):
+    home = tmp_path / "home"
+    kept = home / "rlhf_jax" / "compiled"
+    start(tmp_path / "none", "--compilation-cache", None, home=home)
+    assert not kept.exists()
+    start(tmp_path / "cold", home=home)
+    written = files(kept)
+    assert sum(name.startswith("jit_learn-") for name in written) == 1
+    assert len(written) > 10  # the small ones too
+    start(tmp_path / "warm", home=home)
+    assert files(kept) == written
+    elsewhere = tmp_path / "elsewhere"
+    start(tmp_path / "moved", f"--compilation-cache={elsewhere}", home=home)
+    assert len(files(elsewhere)) == len(written)
+    # A program that was cut off, as by a full disk, is compiled again.
+    for path in kept.glob("jit_learn-*"):
+        os.truncate(path, path.stat().st_size // 2)
+    broken = start(tmp_path / "broken", home=home)
+    assert "jit_learn" in broken.stderr
+    rows = (tmp_path / "none" / "metrics.jsonl").read_bytes()
+    assert rows.count(b"\n") == 3
+    for name in ("cold", "warm", "moved", "broken"):
+        assert (tmp_path / name / "metrics.jsonl").read_bytes() == rows
+
+
+def test_the_default_is_in_the_users_cache(unset, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", "/somewhere")
+    expected = Path("/somewhere/.cache/rlhf_jax/compiled")
+    assert program_cache.default_folder() == expected
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    program_cache.use_default()
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "rlhf_jax/compiled")
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == 0
+    program_cache.use(None)
+    assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_what_jax_was_told_stays(unset, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    jax.config.update("jax_compilation_cache_dir", "theirs")
+    program_cache.use_default()
+    assert jax.config.jax_compilation_cache_dir == "theirs"
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_enable_compilation_cache", False)
+    program_cache.use_default()
+    assert jax.config.jax_compilation_cache_dir is None
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == 1
+    assert not (tmp_path / "home").exists()
+
+
+def test_a_folder_that_cannot_be_made(unset, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="--compilation-cache: expected a folder, or"):
+        program_cache.use(tmp_path / "file" / "programs")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    program_cache.use_default()  # nobody asked for it
+    assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_the_oldest_programs_go_first(tmp_path):
+    for age, name in enumerate(("c", "a", "d", "b")):
+        path = tmp_path / f"jit_{name}-cache"
+        path.write_bytes(bytes(10))
+        os.utime(path, (100 - age, 100 - age))
+    (tmp_path / "theirs").write_bytes(bytes(1000))
+
+    def left():
+        return sorted(path.name for path in tmp_path.iterdir())
+
+    program_cache.prune(tmp_path, max_bytes=40)
+    assert len(left()) == 5
+    program_cache.prune(tmp_path, max_bytes=25)
+    assert left() == ["jit_a-cache", "jit_c-cache", "theirs"]
+    program_cache.prune(tmp_path, max_bytes=0)
+    assert left() == ["theirs"]

@@ -1,0 +1,118 @@
+"""The task of three digits, its verifier, and GRPO on it at toy size."""
+
+import json
+import signal
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from studies import grpo_arithmetic
+
+from rlhf_jax import batch
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runs import command_line, metrics, run
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+def test_every_triple_stands_once_with_its_sum():
+    rows = grpo_arithmetic.every_triple(3)
+    assert len({row["prompt"] for row in rows}) == 1000
+    for row in rows:
+        digits = [int(digit) for digit in row["prompt"] if digit.isdigit()]
+        assert len(row["prompt"]) == grpo_arithmetic.PROMPT_TOKENS
+        assert sum(digits) == int(row["answer"])
+    assert rows != grpo_arithmetic.every_triple(4)
+    text = "<3+4+5>12."
+    assert grpo_arithmetic.decode_text(grpo_arithmetic.encode(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("response", "right"),
+    [("12.", 1), ("12", 1), ("1", 0), ("21.", 0), (".", 0), ("<12", 1), ("9>3", 0)],
+)
+def test_the_verifier_reads_the_last_integer(response, right):
+    row = {"prompt": "<3+4+5>", "answer": "12"}
+    tokens = grpo_arithmetic.encode(row["prompt"] + response)
+    mask = np.arange(len(tokens)) >= len(row["prompt"])
+    answered = batch.Rollout(
+        tokens=jnp.asarray([tokens], jnp.int32),
+        mask=jnp.ones((1, len(tokens)), bool),
+        response_mask=jnp.asarray(mask[None]),
+        old_logprobs=jnp.zeros((1, len(tokens))),
+        entropy=jnp.zeros((1, len(tokens))),
+        index=jnp.zeros(1, jnp.int32),
+        sample=jnp.zeros(1, jnp.int32),
+    )
+    assert grpo_arithmetic.verifier([row])(answered).tolist() == [right]
+
+
+def play(out, *argv):
+    words = [
+        *("--out", str(out), "--no-progress", "--sft-steps", "30", "--num-steps", "6"),
+        *("--batch-size", "32", "--hidden-size", "16", "--num-layers", "1"),
+        *("--sft-batch-size", "32", "--snapshot-every", "2"),
+    ]
+    command_line.main(
+        grpo_arithmetic.main,
+        grpo_arithmetic.Config,
+        description="",
+        argv=[*words, *argv],
+    )
+    return json.loads((out / "summary.json").read_text())
+
+
+@pytest.mark.long
+def test_a_toy_run_leaves_its_figures(tmp_path):
+    summary = play(tmp_path / "run")
+    for name in ("reference", "policy", "train"):
+        assert 0 <= summary[f"accuracy_{name}"] <= 1
+    assert summary["kl"] > 0
+    assert summary["reference_verified"] is True
+    rows = metrics.read(tmp_path / "run" / "metrics.jsonl")
+    learned = [row for row in rows if row["stage"] == "grpo"]
+    assert [row["step"] for row in learned] == list(range(6))
+    assert learned[0]["objective/kl_k3"] < 1e-6 < learned[-1]["objective/kl_k3"]
+    assert all(0 <= row["objective/scores"] <= 1 for row in learned)
+    assert all(0 <= row["group/equal_fraction"] <= 1 for row in learned)
+
+
+@pytest.mark.long
+def test_stopped_in_both_stages_a_run_is_the_same_to_the_last_bit(
+    tmp_path, monkeypatch
+):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    expected = play(whole)
+    steps, end_step = [], run.Stage.end_step
+
+    def stopping(stage, step, *args):
+        steps.append(step)
+        if len(steps) in (11, 33):  # the stages have 30 steps and 6
+            signal.raise_signal(signal.SIGTERM)
+        return end_step(stage, step, *args)
+
+    monkeypatch.setattr(run.Stage, "end_step", stopping)
+    for resume in ((), ("--resume",)):
+        with pytest.raises(SystemExit) as exit_:
+            play(parts, *resume)
+        assert exit_.value.code == 128 + signal.SIGTERM
+    found = play(parts, "--resume")
+    assert steps == [*range(30), *range(6)]
+    metrics_of = {out: (out / "metrics.jsonl").read_bytes() for out in (whole, parts)}
+    assert metrics_of[parts] == metrics_of[whole]
+    assert found | {"seconds": None} == expected | {"seconds": None}
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"held_out": 0}, "--held-out"),
+        ({"held_out": 1000}, "leave some to train on"),
+        ({"group_size": 7}, "divide the"),
+        ({"group_size": 0}, "group_size"),
+        ({"learning_rate": -1.0}, "learning_rate"),
+    ],
+)
+def test_sizes_that_mean_nothing_are_refused(tmp_path, options, told):
+    with pytest.raises(InputError, match=told):
+        grpo_arithmetic.Config(out=tmp_path, **options)

@@ -1,0 +1,456 @@
+"""The families beside GPT-2 and Llama, against what `transformers` recorded."""
+
+import dataclasses
+import functools
+import json
+import math
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from places import FIXTURES
+from safetensors.numpy import load_file, save_file
+
+from rlhf_jax import decode, decoder, frozen, hf, lora
+from rlhf_jax.checkpoints import peft
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models import heads
+from rlhf_jax.models.config import RopeScaling
+from rlhf_jax.models.families import keys, registry
+from rlhf_jax.models.generation.sampling import Shaping
+
+NAMES = ("qwen2", "qwen3", "mistral", "gpt_neox", "gemma2", "gemma3", "phi3")
+STATIC = ("model", "max_new_tokens", "stop_ids", "shaping")
+generate = jax.jit(decode.generate, static_argnames=STATIC)
+each_family = pytest.mark.parametrize("name", NAMES)
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def hidden_of(trunk, *, model, tokens, mask):
+    return decoder.hidden_states(trunk, model=model, tokens=tokens, mask=mask)
+
+
+def hidden_and_recorded(params, *, model, folder):
+    """Hidden states of the texts, padded left and then right, their mask, the record.
+
+    One program serves a language model and a reward model of the same shape.
+    """
+    recorded = np.load(folder / "recorded.npz")
+    tokens, mask = (
+        np.concatenate([recorded[f"{side}_{what}"] for side in ("left", "right")])
+        for what in ("tokens", "mask")
+    )
+    trunk = {name: params[name] for name in ("embed", "layers", "final_norm")}
+    return hidden_of(trunk, model=model, tokens=tokens, mask=mask), mask, recorded
+
+
+def options_of(name):
+    return json.loads((FIXTURES / name / "config.json").read_text())
+
+
+def model_of(options):
+    return hf.FAMILIES[options["model_type"]].config_from_hf(options)
+
+
+def edited(tmp_path, name, *, options=None, tensors=None):
+    """A copy of a fixture, with options and tensors added or replaced."""
+    folder = shutil.copytree(FIXTURES / name, tmp_path / "edited")
+    (folder / "config.json").write_text(json.dumps(options_of(name) | (options or {})))
+    if tensors is not None:
+        file = folder / "model.safetensors"
+        save_file(load_file(file) | tensors, file, metadata={"format": "pt"})
+    return folder
+
+
+@each_family
+def test_logits_are_those_of_transformers(name):
+    model, params = hf.load(FIXTURES / name, dtype="float32")
+    hidden, mask, recorded = hidden_and_recorded(
+        params, model=model, folder=FIXTURES / name
+    )
+    logits = np.asarray(heads.logits(params, hidden, model=model))[mask]
+    expected = [recorded[f"{side}_logits"] for side in ("left", "right")]
+    np.testing.assert_allclose(logits, np.concatenate(expected), atol=1e-4)
+
+
+@each_family
+def test_scores_are_those_of_transformers(name):
+    folder = FIXTURES / f"{name}_reward"
+    model, params = hf.load_reward(folder, dtype="float32")
+    hidden, mask, recorded = hidden_and_recorded(
+        params["trunk"], model=model, folder=folder
+    )
+    scores = np.asarray(heads.scores(params["score"], hidden))
+    last = mask.shape[1] - 1 - np.argmax(mask[:, ::-1], axis=1)
+    expected = [recorded[f"{side}_scores"] for side in ("left", "right")]
+    np.testing.assert_allclose(
+        scores[np.arange(len(mask)), last], np.concatenate(expected), atol=1e-4
+    )
+
+
+@each_family
+def test_greedy_decoding_is_that_of_transformers_far_past_the_window(name):
+    model, params = hf.load(FIXTURES / name, dtype="float32")
+    recorded = np.load(FIXTURES / name / "recorded.npz")
+    tokens, continuation = recorded["left_tokens"], recorded["continuation"]
+    rows = np.arange(len(tokens), dtype=np.int32)
+    found = generate(
+        params,
+        model=model,
+        tokens=tokens,
+        mask=recorded["left_mask"],
+        keys=decode.row_keys(jax.random.key(0), index=rows, sample=rows),
+        max_new_tokens=continuation.shape[1],
+        stop_ids=(),
+        shaping=Shaping(greedy=True),
+    )
+    np.testing.assert_array_equal(found.tokens[:, tokens.shape[1] :], continuation)
+
+
+@pytest.mark.parametrize("name", [*NAMES, *(f"{name}_reward" for name in NAMES)])
+def test_what_is_saved_is_what_was_read_and_transformers_reads_its_config(
+    tmp_path, name
+):
+    import transformers
+
+    reward = name.endswith("_reward")
+    load, save = (hf.load_reward, hf.save_reward) if reward else (hf.load, hf.save)
+    model, params = load(FIXTURES / name)
+    save(tmp_path / "out", model, params, stop_ids=[95], pad_id=96)
+    saved = load_file(tmp_path / "out" / "model.safetensors")
+    read = load_file(FIXTURES / name / "model.safetensors")
+    assert saved.keys() == read.keys()
+    for tensor, values in read.items():
+        assert saved[tensor].dtype == values.dtype
+        np.testing.assert_array_equal(saved[tensor], values, err_msg=tensor)
+    again, same = load(tmp_path / "out")
+    assert again == model
+    jax.tree.map(np.testing.assert_array_equal, params, same)
+
+    ours, theirs = (
+        transformers.AutoConfig.from_pretrained(folder).to_dict()
+        for folder in (tmp_path / "out", FIXTURES / name)
+    )
+    # Of layers that layer_types name; which token begins a text is not of a model.
+    for option in ("max_window_layers", "bos_token_id", "_name_or_path"):
+        assert (option in ours) == (option in theirs)
+        ours.pop(option, None), theirs.pop(option, None)
+    # Yarn's defaults are written out.
+    rope = ours.pop("rope_parameters")
+    assert rope == rope | theirs.pop("rope_parameters")
+    assert ours == theirs
+
+
+class Counting:
+    """A tensor of which every slice that is read is counted."""
+
+    def __init__(self, values):
+        self.values, self.count = values, 0
+
+    def __getitem__(self, window):
+        part = self.values[window]
+        self.count += part.size
+        return part
+
+
+@pytest.mark.parametrize("layout", ["transposed", "same"])
+def test_leaves_that_take_turns_by_head_are_read_and_written_in_part(layout):
+    """Three leaves of 4 heads of 2 columns: q0 k0 v0 q1 k1 v1 ... in one tensor."""
+    fused = np.arange(24 * 5, dtype=np.float32).reshape(24, 5)  # [4 · 3 · 2, in]
+    # Row (head, leaf, column) of theirs is column (head, column) of the leaf.
+    expected = np.einsum("hnci->nihc", fused.reshape(4, 3, 2, 5)).reshape(3, 5, 8)
+    if layout == "same":  # a bias
+        fused, expected = fused[:, 0], expected[:, 0]
+    key = keys.Key("qkv", ("query", "key", "value"), layout, head_dim=2)
+    table = keys.Table("", (key,))
+    leaves = dict(zip(key.paths, expected, strict=True))
+    model = model_of(options_of("gpt_neox"))
+    assert key.shape(leaves, 97) == fused.shape
+    counting = Counting(fused)
+    header = {"qkv": keys.Header(fused.shape, "F32")}
+    for path, unread in keys.read(
+        table,
+        model=model,
+        leaves=leaves,
+        headers=header,
+        tensor=lambda _: counting,
+        dtype=None,
+    ):
+        for columns in (slice(None), slice(3, 7), slice(2, 3), slice(4, 4)):
+            counting.count = 0
+            index = (slice(1, 4), columns)[-expected[0].ndim :]
+            found = unread[index]
+            np.testing.assert_array_equal(found, leaves[path][index])
+            assert counting.count == found.size
+    ((_, written),) = keys.write(table, model=model, leaves=leaves)
+    np.testing.assert_array_equal(written, fused)
+
+
+def test_fused_heads_are_read_onto_a_mesh_and_without_the_prefix(tmp_path):
+    mesh = jax.make_mesh(
+        (4,),
+        ("model",),
+        axis_types=(jax.sharding.AxisType.Auto,),
+        devices=jax.devices()[:4],
+    )
+    _, expected = hf.load(FIXTURES / "gpt_neox")
+    by_columns = {
+        path: NamedSharding(mesh, PartitionSpec(*(None,) * (leaf.ndim - 1), "model"))
+        for path, leaf in jax.tree.leaves_with_path(expected["layers"]["attention"])
+    }
+    attention = jax.tree.map_with_path(
+        lambda path, _: by_columns[path], expected["layers"]["attention"]
+    )
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    rest = {"attention_norm": everywhere, "mlp_norm": everywhere, "mlp": everywhere}
+    _, sharded = hf.load(
+        FIXTURES / "gpt_neox",
+        sharding={
+            "embed": None,
+            "head": None,
+            "final_norm": None,
+            "layers": {"attention": attention, **rest},
+        },
+    )
+    jax.tree.map(np.testing.assert_array_equal, sharded, expected)
+
+    folder = edited(tmp_path, "gpt_neox")
+    tensors = {
+        name.removeprefix("gpt_neox."): tensor
+        for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+    for layer in range(3):
+        buffers = f"layers.{layer}.attention."
+        tensors[f"{buffers}bias"] = np.ones((1, 1, 48, 48), bool)
+        tensors[f"{buffers}masked_bias"] = np.float32(-1e9)[None]
+        tensors[f"{buffers}rotary_emb.inv_freq"] = np.ones(3, np.float32)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    _, bare = hf.load(folder)
+    jax.tree.map(np.testing.assert_array_equal, bare, expected)
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "phi3"])
+def test_adapters_of_fused_layers_are_written_where_the_layers_are(tmp_path, name):
+    model, params = hf.load(FIXTURES / name, dtype="float32")
+    how = lora.LoRA(rank=2, alpha=4.0)
+    adapters = lora.init(jax.random.key(0), model=model, lora=how)
+    adapters = jax.tree.map(
+        lambda x: x + 0.1 * jnp.arange(x.size).reshape(x.shape), adapters
+    )
+    base = frozen.freeze(params)
+    root = frozen.source_fingerprint_of(base).root
+    peft.save(
+        tmp_path / "out",
+        model=model,
+        adapters=adapters,
+        lora=how,
+        base_fingerprint=root,
+    )
+    _, again = peft.load(tmp_path / "out", model=model, base=base)
+    jax.tree.map(np.testing.assert_array_equal, again, adapters)
+    # The same as tensors of theirs: of merged weights less those of the base.
+    merged = lora.merge(params, adapters, lora=how)
+    hf.save(tmp_path / "merged", model, merged)
+    written = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    before = load_file(FIXTURES / name / "model.safetensors")
+    after = load_file(tmp_path / "merged" / "model.safetensors")
+    fused = {"gpt_neox": "attention.query_key_value", "phi3": "self_attn.qkv_proj"}
+    prefix = {"gpt_neox": "gpt_neox.layers", "phi3": "model.layers"}
+    for layer in range(model.num_layers):
+        at = f"{prefix[name]}.{layer}.{fused[name]}"
+        down, up = (
+            written[f"base_model.model.{at}.lora_{side}.weight"] for side in "AB"
+        )
+        difference = after[f"{at}.weight"] - before[f"{at}.weight"]
+        np.testing.assert_allclose(2.0 * up @ down, difference, rtol=1e-4, atol=1e-4)
+
+
+def test_the_bias_of_a_score_is_read_and_a_head_that_was_left_in_is_not(tmp_path):
+    tensors = {
+        "score.bias": np.array([-0.75], np.float32),
+        "embed_out.weight": np.ones((97, 32), np.float32),
+    }
+    folder = edited(tmp_path, "gpt_neox_reward", tensors=tensors)
+    model, params = hf.load_reward(folder)
+    assert params["score"]["bias"] == np.float32(-0.75)
+    hf.save_reward(tmp_path / "out", model, params)
+    _, again = hf.load_reward(tmp_path / "out")
+    jax.tree.map(np.testing.assert_array_equal, again, params)
+
+    shutil.rmtree(folder)
+    two = {"score.bias": np.zeros(2, np.float32)}
+    with pytest.raises(InputError, match=r"expected score\.bias \[1\], got \[2\]"):
+        hf.load_reward(edited(tmp_path, "gpt_neox_reward", tensors=two))
+
+
+def test_yarn_is_computed_as_theirs_and_written_back():
+    options = options_of("qwen2")
+    scaling = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 50.0}
+
+    def read(**changes):
+        return model_of(options | {"rope_parameters": scaling | changes}).rope_scaling
+
+    by_default = 0.1 * math.log(4.0) + 1.0
+    assert read() == RopeScaling(
+        "yarn", 4.0, original_max_positions=48, attention_factor=by_default
+    )
+    assert read(mscale=0.7).attention_factor == by_default
+    assert read(mscale=0.7, mscale_all_dim=0).attention_factor == by_default
+    assert read(mscale=0.7, mscale_all_dim=0.5).attention_factor == (
+        (0.07 * math.log(4.0) + 1.0) / (0.05 * math.log(4.0) + 1.0)
+    )
+    assert read(factor=1).attention_factor == 1.0
+    assert read(attention_factor=1.5).attention_factor == 1.5
+    assert read(factor=None, original_max_position_embeddings=12).factor == 4.0
+    for name in ("qwen2", "qwen3", "mistral", "gpt_neox", "gemma2", "gemma3"):
+        plain = model_of(options_of(name))
+        expected = dataclasses.replace(
+            plain, rope_scaling=read(truncate=False, beta_fast=7, beta_slow=2)
+        )
+        again = hf.FAMILIES[plain.family].config_to_hf(expected)
+        assert model_of(again | {"model_type": plain.family}) == expected
+        if name == "qwen2":
+            assert again["rope_scaling"]["beta_fast"] == 7
+
+
+def test_windows_follow_each_family_s_options():
+    def local(name, **changes):
+        options = options_of(name) | {"layer_types": None} | changes
+        model = model_of(options)
+        return model.sliding_window, "".join("gl"[x] for x in model.local_layers)
+
+    assert local("qwen2") == (5, "gll")
+    assert local("qwen2", max_window_layers=3) == (None, "")
+    assert local("qwen2", use_sliding_window=False) == (None, "")
+    assert local("qwen3", max_window_layers=2) == (5, "ggl")
+    assert local("mistral") == local("phi3") == (5, "lll")
+    assert local("mistral", sliding_window=None) == (None, "")
+    assert local("phi3", sliding_window=None) == (None, "")
+    assert local("gemma2") == (5, "lgl")
+    assert local("gemma3") == (5, "llll")
+    assert local("gemma3", sliding_window_pattern=2) == (5, "lglg")
+    with pytest.raises(InputError, match="and full_attention, got chunked_attention"):
+        local("gemma3", layer_types=["chunked_attention"] * 4)
+
+
+def test_both_forms_of_gemma_3_s_rope_options_are_read():
+    newer = options_of("gemma3")
+    older = dict(newer)
+    del older["rope_parameters"]
+    older |= {"rope_theta": 500.0, "rope_local_base_freq": 50.0}
+    older |= {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    model = model_of(newer)
+    assert model == model_of(older)
+    assert (model.rope_theta, model.rope_local_theta) == (500.0, 50.0)
+    assert model.rope_scaling == RopeScaling("linear", 2.0)
+    for option in ("rope_theta", "rope_local_base_freq", "rope_scaling"):
+        del older[option]
+    bare = model_of(older)
+    assert (bare.rope_theta, bare.rope_local_theta) == (1e6, 1e4)
+    assert bare.rope_scaling is None
+
+
+@pytest.mark.parametrize("model", registry.KNOWN.values(), ids=registry.KNOWN)
+def test_known_shapes_are_ones_that_a_config_of_their_family_says(model):
+    family = hf.FAMILIES[model.family]
+    assert family.config_from_hf(family.config_to_hf(model)) == model
+
+
+ROPE = "rope_parameters"
+LISTED = "use a checkpoint without, of gpt2, gpt_neox, llama, mistral, phi3, qwen2, qwe"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("mistral", {"model_type": "mixtral", "num_local_experts": 8}, LISTED),
+        (
+            "mistral",
+            {"model_type": "mixtral", "num_local_experts": 8},
+            r"a mixtral with a mixture of experts \(num_local_experts\)",
+        ),
+        (
+            "qwen2",
+            {"model_type": "qwen2_moe", "num_experts": 60},
+            r"a qwen2_moe with a mixture of experts \(num_experts\)",
+        ),
+        (
+            "gemma3",
+            {"model_type": "gemma3", "vision_config": {"hidden_size": 8}},
+            r"a gemma3 with a vision tower \(vision_config\)",
+        ),
+        (
+            "qwen3",
+            {"quantization_config": {"quant_method": "awq"}},
+            r"a qwen3 with quantised weights \(quantization_config\)",
+        ),
+        (
+            "phi3",
+            {"model_type": "phi-msft", "auto_map": {"AutoModel": "modeling.Phi"}},
+            r"got 'phi-msft' .*its own code \(auto_map\) is never run",
+        ),
+        ("phi3", {ROPE: {"rope_type": "longrope"}}, "got 'longrope'; use a checkpoint"),
+        ("phi3", {ROPE: {"type": "su"}}, "got 'su', which is longrope"),
+        ("qwen2", {ROPE: {"rope_type": "dynamic"}}, "yarn, got 'dynamic'; use another"),
+        ("qwen2", {"partial_rotary_factor": 0.5}, "expected partial_rotary_factor = 1"),
+        ("gemma2", {"use_bidirectional_attention": True}, "_attention = False, got Tr"),
+        ("gemma3", {"attn_logit_softcapping": 30.0}, "softcapping = None, got 30.0"),
+        (
+            "gemma3",
+            {ROPE: {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "expected rope_type = 'default', got 'linear'",
+        ),
+        ("gpt_neox", {"hidden_act": "relu"}, "expected hidden_act to be one of"),
+        ("gemma2", {"hidden_activation": "relu"}, "hidden_activation to be one of"),
+        ("gemma3", {"sliding_window": None}, "sliding_window in tokens, as layer_typ"),
+        (
+            "gemma2",
+            {"sliding_window": None, "layer_types": None},
+            "expected a value for 'sliding_window', got none",
+        ),
+        (
+            "qwen2",
+            {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 3},
+            "expected sliding_window in tokens",
+        ),
+        ("gpt_neox", {"num_attention_heads": 3}, "num_heads to divide hidden_size, g"),
+    ],
+)
+def test_what_is_not_supported_is_named(tmp_path, name, options, message):
+    folder = edited(tmp_path, name, options=options)
+    with pytest.raises(InputError, match=message) as error:
+        hf.load(folder)
+    assert str(folder) in str(error.value)
+
+
+def test_null_is_as_absent():
+    """Where it says nothing of its own."""
+    for name, options in (
+        ("gemma2", ("tie_word_embeddings", "query_pre_attn_scalar", "head_dim")),
+        ("gemma3", ("rope_theta", "sliding_window_pattern")),
+        ("qwen3", ("head_dim", "use_sliding_window", "layer_types")),
+        ("phi3", ("rms_norm_eps",)),
+        ("gpt_neox", ("use_parallel_residual", "attention_bias", "layer_norm_eps")),
+    ):
+        config = {k: v for k, v in options_of(name).items() if k not in options}
+        nulls = config | dict.fromkeys(options)
+        assert model_of(nulls) == model_of(config)
+
+
+def test_a_gemma_without_local_layers_is_saved_with_a_window():
+    """Which transformers asks for."""
+    config = options_of("gemma3") | {"layer_types": ["full_attention"] * 4}
+    model = model_of(config)
+    assert (model.sliding_window, model.local_layers) == (None, ())
+    written = hf.FAMILIES["gemma3_text"].config_to_hf(model)
+    assert written["sliding_window"] == 4096
+    assert hf.FAMILIES["gemma3_text"].config_from_hf(written) == model
+
+
+def test_code_that_comes_with_a_checkpoint_is_left_alone(tmp_path):
+    code = {"AutoConfig": "configuration_phi3.Phi3Config"}
+    model, _ = hf.load(edited(tmp_path, "phi3", options={"auto_map": code}))
+    assert model == hf.model_config(FIXTURES / "phi3")

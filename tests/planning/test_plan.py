@@ -1,0 +1,490 @@
+"""Plans: known shapes, what is alive, what a user gets wrong, and the recorded ones."""
+
+import dataclasses
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import places
+import pytest
+import tyro
+
+from rlhf_jax import batch, decoder
+from rlhf_jax.devices.sharding import MeshShape
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models.families import registry
+from rlhf_jax.planning import chips, compiled, measured, plan, workload
+from rlhf_jax.planning.cost import Collective, Cost
+from rlhf_jax.planning.measured import Alive, Measured
+from rlhf_jax.planning.plan import Options
+
+RECORDED = places.RECORDED / "plans"
+GIB = 2**30
+TINY = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "num_layers": 2,
+    "num_heads": 8,
+    "prompt_length": 6,
+    "max_new_tokens": 4,
+    "batch_size": 16,
+    "chip": "v5e",
+}
+
+
+def recorded(name):
+    return json.loads((RECORDED / f"{name}.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        # The published counts: Radford et al. 2019 as released, and the model cards.
+        ("gpt2", 124_439_808),
+        ("gpt2-medium", 354_823_168),
+        ("gpt2-large", 774_030_080),
+        ("gpt2-xl", 1_557_611_200),
+        ("llama-2-7b", 6_738_415_616),
+        ("llama-2-13b", 13_015_864_320),
+        ("llama-2-70b", 68_976_648_192),
+        ("llama-3-8b", 8_030_261_248),
+        ("llama-3-70b", 70_553_706_496),
+        ("llama-3.1-8b", 8_030_261_248),
+        ("llama-3.1-70b", 70_553_706_496),
+        ("llama-3.2-1b", 1_235_814_400),
+        ("llama-3.2-3b", 3_212_749_824),
+        ("qwen2.5-0.5b", 494_032_768),
+        ("qwen2.5-1.5b", 1_543_714_304),
+        ("qwen2.5-7b", 7_615_616_512),
+        ("qwen2.5-72b", 72_706_203_648),
+        ("qwen3-0.6b", 596_049_920),
+        ("qwen3-8b", 8_190_735_360),
+        ("mistral-7b", 7_241_732_096),
+        ("pythia-160m", 162_322_944),
+        ("pythia-410m", 405_334_016),
+        ("pythia-1b", 1_011_781_632),
+        ("pythia-1.4b", 1_414_647_808),
+        ("pythia-2.8b", 2_775_208_960),
+        ("pythia-6.9b", 6_857_302_016),
+        ("pythia-12b", 11_846_072_320),
+        ("gemma-2-2b", 2_614_341_888),
+        ("gemma-2-9b", 9_241_705_984),
+        ("gemma-2-27b", 27_227_128_320),
+        ("gemma-3-1b", 999_885_952),
+        ("phi-3-mini-4k", 3_821_079_552),
+    ],
+)
+def test_known_shapes_have_the_published_number_of_parameters(name, parameters):
+    assert decoder.num_parameters(registry.KNOWN[name]) == parameters
+
+
+def test_every_known_shape_is_counted():
+    marked = test_known_shapes_have_the_published_number_of_parameters.pytestmark
+    assert [name for name, _ in marked[0].args[1]] == list(registry.KNOWN)
+
+
+def test_a_chip_is_known_by_its_device_kind():
+    class Device:
+        device_kind = "TPU v5 lite"
+
+    assert chips.of_device(Device()) == chips.CHIPS["v5e"]
+    Device.device_kind = "TPU v5"
+    assert chips.of_device(Device()) == chips.CHIPS["v5p"]
+    assert chips.of_device(jax.devices()[0]) is None
+
+
+def program(name, reads):
+    return workload.Program(name, lambda: None, (), reads, ())
+
+
+def test_what_is_alive_is_more_than_a_program():
+    held = {"policy": 10, "critic": 20, "reference": 30}
+    sizes = {"argument": 12, "temporary": 5, "output": 11, "alias": 10}
+    one = Measured(program("learning", ("policy",)), sizes, None, Cost())
+    found = measured.alive(one, held)
+    assert found == Alive("learning", 50, 12, 5, 11, 10, total=50 + 12 + 5 + 11 - 10)
+    refused = Measured(
+        program("sampling", ("policy",)), {"temporary": 99}, "no", Cost()
+    )
+    assert measured.alive(refused, held).total == 60 + 99
+
+
+def test_the_roofline_is_the_slowest_of_three():
+    chip = dataclasses.replace(chips.CHIPS["v5e"], flops=10.0, bandwidth=5.0, links=2.0)
+    cost = Cost(flops=20.0, bytes=15.0)
+    cost.collectives[Collective("all-gather", 8, 4)] = 2
+    one = Measured(program("learning", ()), {}, None, cost)
+    found = measured.described(one, chip)
+    seconds = {"products": 2.0, "memory": 3.0, "links": 2 * 6 / 2.0}
+    assert found["seconds"] == {**seconds, "bound": 6.0}
+    assert found["collectives"] == [
+        {"kind": "all-gather", "size": 8, "devices": 4, "times": 2, "sent": 12.0}
+    ]
+
+
+@pytest.mark.parametrize("start", [1, 3, 40])
+@pytest.mark.parametrize("limit", [107, 100, 9])
+def test_the_largest_batch_is_found_with_few_compiles(start, limit):
+    """Bytes 7 + 5 n: 20 fit into 107, 18 into 100, none into 9."""
+    calls = []
+
+    def alive(n):
+        calls.append(n)
+        return 7 + 5 * n if n < 60 else None
+
+    size = alive(start)
+    known = {start: size} if size <= limit else {}
+    found = plan.largest(alive, limit=limit, known=known)
+    assert found == ({107: 20, 100: 18, 9: 0}[limit], True)
+    assert len(calls) <= 6
+
+
+def test_the_largest_batch_says_when_it_was_not_found():
+    assert plan.largest(lambda n: 1, limit=10, known={}, calls=3) == (8, False)
+
+
+def test_the_largest_batch_goes_up_by_what_everything_divides(monkeypatch):
+    """1000 bytes held and 100 a row, of 10,000: 90 rows, 88 of them in eights."""
+
+    def measure(options, there, *, ppo, waiting):
+        sizes = {"argument": 1000, "temporary": 100 * options.batch_size}
+        return [Measured(program("sampling", ("policy",)), sizes, None, Cost())]
+
+    monkeypatch.setattr(measured, "measure", measure)
+    none = dict.fromkeys(("critic", "policy's optimizer", "critic's optimizer"), 0)
+    monkeypatch.setattr(measured, "held", lambda *_, ppo: {"policy": 1000, **none})
+    small = dataclasses.replace(chips.CHIPS["v5e"], memory=10_000)
+    monkeypatch.setitem(chips.CHIPS, "v5e", small)
+    options = Options(**TINY, mesh=MeshShape(fsdp=8), find_batch=True)
+    found = plan.plan(options)
+    assert found["largest_batch"] == {"rows": 88, "multiple_of": 8, "exact": True}
+    assert found["fits"]
+    assert not found["advice"]
+    parts = dataclasses.replace(options, num_minibatches=2, micro_batch_size=3)
+    most = plan.plan(dataclasses.replace(parts, batch_size=48))["largest_batch"]
+    assert most == {"rows": 48, "multiple_of": 2 * 24, "exact": True}
+    over = plan.plan(dataclasses.replace(options, batch_size=160, find_batch=False))
+    assert not over["fits"]
+    assert any("--batch-size 80" in line for line in over["advice"])
+
+
+def test_advice_names_what_saves_most():
+    options = Options(**TINY, mesh=MeshShape(fsdp=2))
+    held = {
+        "policy": 4 * GIB,
+        "policy's optimizer": 8 * GIB,
+        "critic": 4 * GIB,
+        "critic's optimizer": 8 * GIB,
+        "reference": 4 * GIB,
+        "reward model": 2 * GIB,
+    }
+    learning = Alive(
+        "scoring and learning", 6 * GIB, 24 * GIB, 40 * GIB, 0, 0, 70 * GIB
+    )
+    sampling = Alive("sampling", 26 * GIB, 4 * GIB, 1 * GIB, 0, 0, 31 * GIB)
+    found = plan.advice(options, held=held, alive=[sampling, learning])
+    assert found[:2] == [
+        "--policy lora --reference base: about 24.00 GiB a chip less",
+        "--remat full: about 20.00 GiB a chip less",
+    ]
+    assert "--reference int8: about 3.00 GiB a chip less" in found
+    assert "--micro-batch-size 8: about 20.00 GiB a chip less" in found
+    lighter = dataclasses.replace(options, remat="full", reference="int8")
+    again = plan.advice(lighter, held=held, alive=[sampling, learning])
+    assert not any("remat" in line or "--reference int8" in line for line in again)
+
+
+def test_what_is_known_of_the_temporaries():
+    """A cache of 2 layers and 64 numbers, float32; of Experience the real arrays."""
+    options = Options(**TINY, mesh=MeshShape(fsdp=4))
+    ppo = workload.algorithm(options)
+    found = plan.within(options, ppo=ppo)
+    rows, columns = 16 // 4, 6 + 4
+    assert found["KV cache"] == 2 * 2 * rows * columns * 64 * 4
+    fields = {field.name for field in dataclasses.fields(batch.Experience)}
+    assert fields == {
+        *("tokens", "mask", "response_mask", "old_logprobs", "ref_logprobs"),
+        *("advantages", "value_mask", "old_values", "returns", "token_rewards"),
+    }
+    assert found["experience"] == rows * columns * (4 + 3 * 1 + 6 * 4)
+
+
+def test_the_command_of_a_plan_makes_it_again():
+    options = Options(
+        model="llama-2-7b",
+        topology="v5e:8x8",
+        mesh=MeshShape(data=2, fsdp=32),
+        reference="bf16",
+        num_epochs=2,
+        find_batch=True,
+        json=Path("somewhere.json"),
+    )
+    words = shlex.split(plan.command(options))
+    assert words[:2] == ["rlhf-jax", "plan"]
+    assert "--json" not in words
+    again = tyro.cli(Options, args=words[2:])
+    assert again == dataclasses.replace(options, json=None)
+
+
+def test_the_command_of_the_issue_is_one():
+    line = "--model llama-2-7b --topology v5e:8x8 --mesh fsdp=64 --reference bf16"
+    options = tyro.cli(Options, args=line.split())
+    assert options.mesh == MeshShape(fsdp=64)
+    assert workload.model_of(options).num_layers == 32
+    assert workload.WAYS[options.reference] == {"dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"chip": None}, r"expected --topology, as v5e:8x8, .* got neither on cpu"),
+        ({"chip": "abacus"}, r"chip: expected one of v5e, .*, got 'abacus'"),
+        ({"mesh": MeshShape(fsdp=3)}, r"multiply to the 8 devices, got .* = 3"),
+        (
+            {"mesh": MeshShape(tensor=8), "num_heads": 4, "hidden_size": 60},
+            r"critic/trunk/layers/attention/key/bias: expected mesh axis 'tensor' to "
+            r"divide its 'kv_heads' dimension, got 8 devices and 60",
+        ),
+        (
+            {"mesh": MeshShape(data=8), "batch_size": 12},
+            r"expected rows that the 8 devices of axes data and fsdp divide, got 12",
+        ),
+        ({"num_minibatches": 3}, r"num_minibatches to divide the 16 rows"),
+    ],
+)
+def test_what_a_user_gets_wrong(changed, message):
+    with pytest.raises(InputError, match=message):
+        plan.plan(Options(**{**TINY, **changed}))
+
+
+def test_a_topology_names_its_chip():
+    with pytest.raises(InputError, match=r"--topology or --chip, got v5e:2x2 and v5p"):
+        Options(topology="v5e:2x2", chip="v5p")
+
+
+def test_no_libtpu_and_no_such_topology(monkeypatch):
+    def unknown(**_):
+        raise RuntimeError("no such slice")
+
+    options = Options(topology="v5e:2x2", mesh=MeshShape(fsdp=4))
+    monkeypatch.setattr(compiled.topologies, "get_topology_desc", unknown)
+    monkeypatch.setattr(compiled.importlib.util, "find_spec", lambda name: name)
+    message = r"got 'v5e:2x2' \(no such slice\); choose another, or leave it out"
+    with pytest.raises(InputError, match=message):
+        plan.plan(options)
+    monkeypatch.setattr(compiled.importlib.util, "find_spec", lambda name: None)
+    message = r"'v5e:2x2', got no such package; install the extra 'plan'"
+    with pytest.raises(InputError, match=message):
+        plan.plan(options)
+
+
+@pytest.mark.slow
+def test_two_plans_at_once():
+    """Each holds libtpu, the one while the other loads it."""
+    pytest.importorskip("libtpu")
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
+    for name in ("XLA_FLAGS", "ALLOW_MULTIPLE_LIBTPU_LOAD"):
+        environment.pop(name, None)
+    code = (
+        "from rlhf_jax.runtime import compiled\n"
+        "print(len(compiled.slice_of('v5e:2x2')), flush=True)\n"
+        "input()\n"
+    )
+    running = []
+    for _ in range(2):
+        process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        running.append(process)
+        assert process.stdout is not None
+        told = process.stdout.readline().strip()
+        assert told == "4", process.communicate("\n")[1][-2000:]
+    for process in running:
+        process.communicate("\n")
+
+
+@pytest.mark.long
+def test_per_device_bytes_fall_as_devices_rise(monkeypatch):
+    """Parameters, optimizer states and activations alike: no device holds all rows."""
+    options = Options(**{**TINY, "batch_size": 64, "num_layers": 1}, num_epochs=1)
+    every = workload.programs
+    monkeypatch.setattr(workload, "programs", lambda *a, **k: every(*a, **k)[-1:])
+    shares = {}
+    for devices in (2, 8):
+        mesh = MeshShape(fsdp=devices)
+        there = measured.Target(
+            mesh.make(jax.devices()[:devices]), "v5e", chips.CHIPS["v5e"], "this"
+        )
+        ppo = workload.algorithm(options, num_epochs=1)
+        one = dataclasses.replace(options, mesh=mesh, micro_batch_size=32)
+        held = measured.held(one, there, ppo=ppo)
+        (learn,) = measured.measure(one, there, ppo=ppo, waiting=plan.silent)
+        shares[devices] = sum(held.values()), learn.sizes["temporary"]
+    assert shares[8][0] == pytest.approx(shares[2][0] / 4, rel=0.15)
+    assert shares[8][1] < shares[2][1] / 2
+
+
+@pytest.mark.slow
+def test_a_plan_by_this_machine_s_compiler(capsys, tmp_path, monkeypatch):
+    every = workload.programs
+    monkeypatch.setattr(workload, "programs", lambda *a, **k: every(*a, **k)[:2])
+    options = Options(**TINY, mesh=MeshShape(fsdp=8), json=tmp_path / "plan.json")
+    plan.run(options)
+    result = json.loads(options.json.read_text(encoding="utf-8"))
+    assert result["fits"]
+    assert result["compiler"].endswith("whose layouts and fusions are not the chip's")
+    names = [one["name"] for one in result["programs"]]
+    assert names == [row["during"] for row in result["alive"]]
+    assert names == ["sampling", "the reward model"]
+    # 3 tokens after the first: the sampler's loop does not say how many.
+    assert result["programs"][0]["turns"] == 3
+    assert result["peak"]["total"] == max(row["total"] for row in result["alive"])
+    text = capsys.readouterr().out
+    assert "Compiled for 8 x v5e by this machine's" in text
+    assert f"Fits: {result['peak']['total'] / GIB:.2f} GiB a chip" in text
+
+
+def check(result):
+    """The verdict follows from the figures beside it."""
+    held = result["held"]
+    for row, one in zip(result["alive"], result["programs"], strict=True):
+        sizes = one["bytes"]
+        assert one["refused"] is None
+        assert row["argument"] == sizes["argument"]
+        assert row["others"] <= sum(held.values()) <= row["others"] + sizes["argument"]
+        assert row["total"] == (
+            row["others"]
+            + sizes["argument"]
+            + sizes["temporary"]
+            + sizes["output"]
+            - sizes["alias"]
+        )
+        assert one["flops"] > 0
+    most = max(row["total"] for row in result["alive"])
+    assert result["peak"]["total"] == most
+    assert result["fits"] == (most <= result["chip"]["memory"])
+    assert result["chips"] == MeshShape(**result["mesh"]).size
+
+
+def of_issue(result):
+    """512 prompts x (512 + 512) tokens, as the command says."""
+    words = shlex.split(result["command"])
+    options = tyro.cli(Options, args=words[2:])
+    assert (options.batch_size, options.prompt_length) == (512, 512)
+    assert options.max_new_tokens == 512
+    return options
+
+
+def test_llama_2_7b_fits_64_chips_of_16_gb():
+    result = recorded("llama-2-7b-v5e-8x8")
+    check(result)
+    options = of_issue(result)
+    assert (options.model, options.topology) == ("llama-2-7b", "v5e:8x8")
+    assert (options.policy, options.reference, options.reward) == (
+        "full",
+        "bf16",
+        "bf16",
+    )
+    assert result["fits"]
+    assert result["compiler"].startswith("that of libtpu")
+    most = result["largest_batch"]
+    assert most["rows"] >= 512
+    assert most["rows"] % most["multiple_of"] == 0
+    # AdamW's two moments beside the parameters, all float32, on 64 chips.
+    parameters = 6_738_415_616
+    assert result["held"]["policy"] == pytest.approx(4 * parameters / 64, rel=0.01)
+    assert result["held"]["policy's optimizer"] == pytest.approx(
+        8 * parameters / 64, rel=0.01
+    )
+    assert result["held"]["reference"] == pytest.approx(2 * parameters / 64, rel=0.01)
+
+
+def test_llama_2_70b_with_adapters_fits_the_smallest_slice_of_v5p():
+    """One base in bfloat16 for policy, critic and reward model is the reference too."""
+    result = recorded("llama-2-70b-lora-v5p-2x2x1")
+    check(result)
+    assert (result["chips"], result["topology"]) == (4, "v5p:2x2x1")
+    assert result["fits"]
+    options = tyro.cli(Options, args=shlex.split(result["command"])[2:])
+    assert (options.policy, options.reference, options.reward) == (
+        "lora",
+        "base",
+        "base",
+    )
+    assert "reference" not in result["held"]
+    base = 2 * 68_976_648_192 / 4
+    assert result["held"]["base of the adapters"] == pytest.approx(base, rel=0.01)
+
+
+def test_the_flops_of_llama_2_7b_by_hand():
+    """2 N a token and attention; a pass forward, or with remat and backward four."""
+    result = recorded("llama-2-7b-v5e-8x8")
+    flops = {one["name"]: 64 * one["flops"] for one in result["programs"]}
+    layers, width, mlp, vocab = 32, 4096, 11008, 32000
+    kernels = layers * (4 * width**2 + 3 * width * mlp)
+    tokens = 512 * 1024
+    forward = 2 * tokens * kernels + 4 * tokens * layers * 1024 * width
+    head = 2 * 512 * 512 * vocab * width
+    assert flops["the reward model"] == pytest.approx(forward, rel=0.01)
+    assert flops["the reference"] == pytest.approx(forward + head, rel=0.01)
+    epochs = 4 * (2 * 4 * forward + 4 * head)
+    assert flops["scoring and learning"] == pytest.approx(epochs + forward, rel=0.1)
+
+
+@pytest.mark.parametrize("chips_", [32, 64])
+def test_bytes_a_chip_fall_as_one_over_chips(chips_):
+    """The same batch on 16, 32 and 64 chips: the models, and the most that is alive."""
+    names = {16: "2x2x4", 32: "2x4x4", 64: "4x4x4"}
+    few, many = (recorded(f"llama-2-7b-v5p-{names[n]}") for n in (16, chips_))
+    for result, count in ((few, 16), (many, chips_)):
+        check(result)
+        of_issue(result)
+        assert result["fits"]
+        assert result["chips"] == count
+    share = 16 / chips_
+    for name, size in few["held"].items():
+        assert many["held"][name] == pytest.approx(share * size, rel=0.01), name
+    assert many["peak"]["total"] == pytest.approx(
+        share * few["peak"]["total"], rel=0.15
+    )
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in RECORDED.glob("*.json")))
+def test_every_recorded_plan_fits_and_adds_up(name):
+    result = recorded(name)
+    check(result)
+    assert result["fits"]
+
+
+@pytest.mark.long
+def test_a_recorded_plan_is_made_again(tmp_path):
+    pytest.importorskip("libtpu")
+    before = recorded("gpt2-v5e-2x2")
+    environment = {**os.environ, "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    environment.pop("XLA_FLAGS", None)
+    words = shlex.split(before["command"])[1:]
+    code = "from rlhf_jax.train.main import main; main()"
+    out = tmp_path / "plan.json"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words, "--json", str(out)],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    after = json.loads(out.read_text(encoding="utf-8"))
+    check(after)
+    # Compilers differ: products hardly, what they keep where more.
+    for old, new in zip(before["programs"], after["programs"], strict=True):
+        assert new["flops"] == pytest.approx(old["flops"], rel=0.05)
+    assert after["peak"]["total"] == pytest.approx(before["peak"]["total"], rel=0.25)
+    assert after["fits"] == before["fits"]

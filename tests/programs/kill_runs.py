@@ -1,0 +1,286 @@
+"""Kills the trainers with SIGKILL at random moments, and compares what they leave.
+
+    python tests/kill_runs.py --kills 100 --out FOLDER
+
+Every kind of run below is played once without a kill. Then it is started with --resume,
+killed, and started again, until it has been killed its share of times and is left to
+end. What lies in its folder must then be the same bytes as in the other: no refusal to
+go on, no bit lost, no stray file. Prints a line for each kill and exits with status 1
+at the first difference. `test_kill.py` has a few kills for every test run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import places
+import toy_files
+from places import ROOT
+
+PAUSE = 0.03  # seconds that the reward takes, so that kills meet a run under way
+REWARD = f"""
+import time
+
+def score(prompts, responses, rows):
+    time.sleep({PAUSE})
+    return [float(len(set(response.split()))) for response in responses]
+"""
+WITH_CLOCKS = {"timings.jsonl", "summary.json"}
+
+
+class Kind(NamedTuple):
+    """A kind of run, as its command line asks for it."""
+
+    script: str
+    options: tuple[str, ...]
+    devices: int = 1  # virtual ones of each process
+    processes: int = 1
+
+
+STEPS = ("--num-steps=60", "--snapshot-every=2")
+ON_PPO = (
+    *("--model=model", "--prompts=prompts.jsonl", "--batch-size=4", "--num-epochs=1"),
+    *("--max-new-tokens=4", "--num-minibatches=1", "--sample-every=1"),
+    *("--policy-learning-rate=1e-3", "--critic-learning-rate=1e-3", *STEPS),
+)
+REWARDED = "--reward=their_rewards:score"
+KINDS = {
+    "ppo": Kind("ppo_from_checkpoint.py", (*ON_PPO, REWARDED, "--kl-coef=0.1")),
+    "ppo with a reward model and adaptive KL": Kind(
+        "ppo_from_checkpoint.py",
+        (
+            *(*ON_PPO, "--reward-model=scorer", "--kl-control.kind=adaptive"),
+            *("--kl-control.target=1", "--kl-control.unit=response"),
+            *("--lifecycle.reset-every=7", "--scores.normalise"),
+        ),
+    ),
+    "ppo with adapters": Kind(
+        "ppo_from_checkpoint.py", (*ON_PPO, REWARDED, "--lora.rank=2")
+    ),
+    "ppo with devices of their own": Kind(
+        "ppo_from_checkpoint.py",
+        (
+            *(*ON_PPO, REWARDED, "--mesh=data=2"),
+            *("--sampling-mesh=data=2", "--critic-mesh=data=2"),
+        ),
+        devices=4,
+    ),
+    "ppo in two processes": Kind(
+        "ppo_from_checkpoint.py",
+        (*ON_PPO, REWARDED, "--mesh=data=2,fsdp=2"),
+        devices=2,
+        processes=2,
+    ),
+    "grpo": Kind(
+        "grpo_gsm8k.py",
+        (
+            *("--model=model", "--data=questions.jsonl", "--held-out=held_out.jsonl"),
+            *("--batch-size=8", "--group-size=4", "--max-new-tokens=3"),
+            *("--num-workers=1", "--unmarked=last_number", *STEPS),
+        ),
+    ),
+    "dpo": Kind(
+        "dpo.py",
+        ("--model=model", "--data=pairs.jsonl", "--batch-size=4", *STEPS),
+    ),
+    "sft": Kind(
+        "sft.py",
+        ("--model=model", "--data=answers.jsonl", "--batch-size=4", *STEPS),
+    ),
+    "reward model": Kind(
+        "reward_model.py",
+        (
+            *("--model=model", "--data=pairs.jsonl", "--batch-size=4", *STEPS),
+            *("--max-new-tokens=4", "--num-samples=8"),
+        ),
+    ),
+}
+
+
+def write_files(folder: Path) -> None:
+    """A checkpoint, a reward model, a reward and data."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "their_rewards.py").write_text(REWARD)
+    toy_files.checkpoint(folder / "model")
+    toy_files.reward_model(folder / "scorer")
+    prompts = ("the cat", "a dog was", "it is so")
+    toy_files.jsonl(folder / "prompts.jsonl", *({"prompt": text} for text in prompts))
+    words = ("cat", "dog", "good", "bad", "very", "so", "and", "to")
+    answers = [
+        {"prompt": "a dog", "response": f"ran by the {word} ."} for word in words
+    ]
+    toy_files.jsonl(folder / "answers.jsonl", *answers * 3)
+    pairs = [
+        {"prompt": "the cat", "chosen": f"sat {word} good .", "rejected": "ran bad ."}
+        for word in words
+    ]
+    toy_files.jsonl(folder / "pairs.jsonl", *pairs * 3)
+    asked = {"question": "the cat", "answer": "so it is #### 4"}
+    toy_files.jsonl(folder / "questions.jsonl", *[asked] * 24)
+    toy_files.jsonl(folder / "held_out.jsonl", asked)
+
+
+class Running:
+    """The processes of one start of a run."""
+
+    def __init__(self, kind: Kind, files: Path, out: Path) -> None:
+        group = ()
+        if kind.processes > 1:
+            with socket.socket() as free:
+                free.bind(("localhost", 0))
+                port = free.getsockname()[1]
+            group = (
+                f"--coordinator=localhost:{port}",
+                f"--num-processes={kind.processes}",
+            )
+        environment = os.environ | {
+            "PYTHONPATH": places.PYTHONPATH,
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={kind.devices}",
+        }
+        self.errors = [out.parent / f"{out.name}.{i}" for i in range(kind.processes)]
+        self.processes = []
+        for number, errors in enumerate(self.errors):
+            with errors.open("wb") as stream:
+                self.processes.append(
+                    subprocess.Popen(
+                        [
+                            *(sys.executable, ROOT / "experiments" / kind.script),
+                            *(f"--out={out}", "--no-progress", "--resume"),
+                            f"--compilation-cache={files / 'compiled'}",
+                            *(*kind.options, *group),
+                            *([f"--process-id={number}"] if group else []),
+                        ],
+                        cwd=files,
+                        env=environment,
+                        stdout=subprocess.DEVNULL,
+                        stderr=stream,
+                    )
+                )
+
+    def ended(self) -> bool:
+        return all(process.poll() is not None for process in self.processes)
+
+    def kill(self, pause: float) -> bool:
+        """SIGKILL to each in turn; False if all had ended by themselves before.
+
+        Without the first, a process of a group may end by itself before its own turn.
+        """
+        for process in self.processes:
+            process.send_signal(signal.SIGKILL)
+            time.sleep(pause if process is not self.processes[-1] else 0)
+        codes = [process.wait() for process in self.processes]
+        return -signal.SIGKILL in codes
+
+    def told(self) -> str:
+        return "\n".join(path.read_text()[-3000:] for path in self.errors)
+
+
+def rows(out: Path) -> int:
+    path = out / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def play(kind: Kind, files: Path, out: Path, *, kills: int, rng: random.Random) -> int:
+    """One run to its end, killed up to so many times; how often it was.
+
+    Raises:
+      AssertionError: a start refused to go on, or did not end.
+    """
+    done = 0
+    while True:
+        running = Running(kind, files, out)
+        started = time.monotonic()
+        limit = rows(out) + rng.randrange(1, 14)
+        early = rng.random() < 0.15  # before or while it goes on
+        wait = rng.uniform(0, 12) if early else rng.uniform(0, 0.12)
+        while done < kills and not running.ended():
+            passed = time.monotonic() - started
+            if (early and passed > wait) or (not early and rows(out) >= limit):
+                break
+            time.sleep(0.002)
+        if done < kills and not running.ended():
+            if not early:
+                time.sleep(wait)
+            at = rows(out)
+            if running.kill(rng.uniform(0, 0.2)):
+                done += 1
+                print(f"  kill {done} with {at} rows written", flush=True)
+                continue
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            for process in running.processes:
+                process.wait(timeout=600)
+        codes = [process.poll() for process in running.processes]
+        assert codes == [0] * len(codes), f"ended with {codes}:\n{running.told()}"
+        return done
+
+
+def contents(out: Path) -> dict[str, bytes]:
+    """Every file that a run leaves; of snapshots the names, as orbax writes clocks."""
+    found = {}
+    for path in sorted(out.rglob("*")):
+        name = path.relative_to(out).as_posix()
+        parts = path.relative_to(out).parts
+        if parts[0] == "snapshots":
+            if len(parts) <= 3:
+                found[name] = b""
+        elif path.is_file():
+            found[name] = b"" if skipped(path) else path.read_bytes()
+            if name == "config.json":
+                config = json.loads(path.read_text())
+                del config["config"]["out"]
+                found[name] = json.dumps(config).encode()
+    return found
+
+
+def skipped(path: Path) -> bool:
+    return path.name in WITH_CLOCKS or "plots" in path.parts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS))
+    options = parser.parse_args()
+    rng = random.Random(options.seed)
+    files = options.out.resolve() / "files"
+    write_files(files)
+    total = 0
+    for number, name in enumerate(options.kinds):
+        share = (options.kills - total) // (len(options.kinds) - number)
+        print(f"{name}: {share} kills", flush=True)
+        folder = options.out.resolve() / name.replace(" ", "_")
+        folder.mkdir()
+        play(KINDS[name], files, folder / "whole", kills=0, rng=rng)
+        expected, killed, turn = contents(folder / "whole"), 0, 0
+        while killed < share:
+            turn += 1
+            out = folder / f"killed_{turn}"
+            killed += play(KINDS[name], files, out, kills=share - killed, rng=rng)
+            found = contents(out)
+            differing = [
+                path
+                for path in sorted(expected.keys() | found.keys())
+                if expected.get(path) != found.get(path)
+            ]
+            if differing:
+                raise SystemExit(f"{name}: after {killed} kills others: {differing}")
+        total += killed
+    print(f"{total} kills, no refusal, no stray file, no bit lost")
+
+
+if __name__ == "__main__":
+    main()

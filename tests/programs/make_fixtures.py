@@ -1,0 +1,265 @@
+"""Records what `transformers` computes for tiny random checkpoints: tests/fixtures.
+
+    python tests/make_fixtures.py [NAME ...]
+
+Recorded with torch 2.13.0 (CPU), transformers 5.23.0, Python 3.11. It is run by hand in
+an environment with torch when a checkpoint is added; no test imports it.
+
+Each checkpoint is a folder as `save_pretrained` writes it, with a `recorded.npz` of
+
+    left_tokens, right_tokens    i32[B, S], the same texts padded on either side
+    left_mask, right_mask        bool[B, S]
+    left_logits, right_logits    f32[N, V] at the N tokens, row after row
+    continuation                 i32[B, 12 or 20], greedy after the left-padded texts
+
+and, for a classifier, `left_scores` and `right_scores` f32[B] instead of the last
+three. Everything is computed in float32 from the checkpoint, with position ids that
+count tokens only.
+"""
+
+import copy
+import functools
+import shutil
+import sys
+
+import numpy as np
+import torch
+import transformers
+from places import FIXTURES
+
+PAD, EOS, VOCAB = 96, 95, 97
+LENGTHS = (24, 17, 9, 1)
+NEW_TOKENS = 12
+
+IDS = {"bos_token_id": EOS, "eos_token_id": EOS, "pad_token_id": PAD}
+GPT2 = transformers.GPT2Config(
+    vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_inner=48, n_positions=48, **IDS
+)
+LLAMA = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 48,
+    **IDS,
+}
+# Texts three times as long as the original context. Of the four wavelengths the first
+# is kept, the second blended, and the others are divided.
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 0.2,
+    "high_freq_factor": 1.2,
+    "original_max_position_embeddings": 8,
+}
+LLAMA_UNTIED = transformers.LlamaConfig(**LLAMA, rope_parameters=LLAMA3_ROPE)
+LLAMA_TIED = transformers.LlamaConfig(
+    **LLAMA,
+    head_dim=12,
+    attention_bias=True,
+    mlp_bias=True,
+    tie_word_embeddings=True,
+    rope_parameters={"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0},
+)
+
+
+# What is new in a family bites: a window far shorter than the texts, soft caps within
+# the range of the logits, heads that are no share of the hidden size, rotary positions
+# whose waves yarn keeps, blends and divides.
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 40.0,
+    "factor": 4.0,
+    "beta_fast": 0.8,
+    "beta_slow": 0.25,
+    "original_max_position_embeddings": 12,
+}
+FAMILY = LLAMA | {"num_hidden_layers": 3, "num_key_value_heads": 1, "head_dim": 12}
+QWEN2 = transformers.Qwen2Config(
+    **FAMILY,
+    use_sliding_window=True,
+    sliding_window=5,
+    max_window_layers=1,
+    rope_parameters=YARN_ROPE,
+)
+QWEN3 = transformers.Qwen3Config(
+    **FAMILY,
+    use_sliding_window=True,
+    sliding_window=5,
+    layer_types=[GLOBAL, LOCAL, GLOBAL],
+    attention_bias=True,
+    tie_word_embeddings=True,
+)
+MISTRAL = transformers.MistralConfig(**FAMILY, sliding_window=5)
+GPT_NEOX = transformers.GPTNeoXConfig(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    num_hidden_layers=3,
+    num_attention_heads=2,
+    intermediate_size=48,
+    max_position_embeddings=48,
+    rotary_pct=0.375,
+    rotary_emb_base=500.0,
+    **IDS,
+)
+GPT_NEOX_SEQUENTIAL = copy.deepcopy(GPT_NEOX)
+GPT_NEOX_SEQUENTIAL.use_parallel_residual = False
+GPT_NEOX_SEQUENTIAL.attention_bias = False
+GEMMA2 = transformers.Gemma2Config(
+    **FAMILY,
+    query_pre_attn_scalar=7,
+    sliding_window=5,
+    attn_logit_softcapping=2.0,
+    final_logit_softcapping=4.0,
+)
+GEMMA3 = transformers.Gemma3TextConfig(
+    **FAMILY | {"num_hidden_layers": 4},
+    query_pre_attn_scalar=7,
+    sliding_window=5,
+    layer_types=[LOCAL, LOCAL, GLOBAL, LOCAL],
+    rope_parameters={
+        LOCAL: {"rope_type": "default", "rope_theta": 50.0},
+        GLOBAL: {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0},
+    },
+)
+PHI3 = transformers.Phi3Config(**FAMILY, sliding_window=5, partial_rotary_factor=0.5)
+
+
+def record_causal(
+    architecture, config, name: str, *, new_tokens: int = NEW_TOKENS, **options
+) -> None:
+    folder, model = written(architecture, config, name, **options)
+    record = {}
+    for side in ("left", "right"):
+        tokens, mask = padded(side)
+        record[f"{side}_tokens"], record[f"{side}_mask"] = tokens, mask
+        record[f"{side}_logits"] = forward(model, tokens, mask)[mask]
+    record["continuation"] = greedy(model, *padded("left"), new_tokens=new_tokens)
+    np.savez_compressed(folder / "recorded.npz", **record)
+
+
+def record_scores(architecture, config, name: str, **options) -> None:
+    folder, model = written(architecture, config, name, **options)
+    record = {}
+    for side in ("left", "right"):
+        tokens, mask = padded(side)
+        record[f"{side}_tokens"], record[f"{side}_mask"] = tokens, mask
+        record[f"{side}_scores"] = forward(model, tokens, mask)[:, 0]
+    np.savez_compressed(folder / "recorded.npz", **record)
+
+
+def written(
+    architecture,
+    config,
+    name: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    attention: str | None = None,
+    **save_options,
+):
+    """The folder, and the model as it is read back in float32."""
+    model = architecture(config).to(dtype)
+    randomise(model)
+    folder = FIXTURES / name
+    shutil.rmtree(folder, ignore_errors=True)
+    model.save_pretrained(folder, **save_options)
+    read = architecture.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation=attention
+    )
+    return folder, read.eval()
+
+
+def randomise(model) -> None:
+    """Large enough that no bias or scale could be lost unseen."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            is_scale = parameter.ndim == 1 and bool((parameter == 1).all())
+            parameter.copy_((1.0 if is_scale else 0.0) + 0.2 * noise)
+
+
+def padded(side: str) -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(0)
+    size = max(LENGTHS)
+    tokens = np.full((len(LENGTHS), size), PAD, np.int32)
+    mask = np.zeros((len(LENGTHS), size), bool)
+    for row, length in enumerate(LENGTHS):
+        columns = slice(size - length, size) if side == "left" else slice(length)
+        tokens[row, columns] = generator.integers(0, EOS, length)
+        mask[row, columns] = True
+    return tokens, mask
+
+
+def forward(model, tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    positions = np.cumsum(mask, axis=1) - mask
+    with torch.no_grad():
+        return model(
+            input_ids=torch.tensor(tokens, dtype=torch.long),
+            attention_mask=torch.tensor(mask, dtype=torch.long),
+            position_ids=torch.tensor(positions),
+        ).logits.numpy()
+
+
+def greedy(
+    model, tokens: np.ndarray, mask: np.ndarray, *, new_tokens: int
+) -> np.ndarray:
+    for _ in range(new_tokens):
+        logits = forward(model, tokens, mask)[:, -1]
+        first, second = np.sort(logits, axis=-1)[:, [-1, -2]].T
+        assert (first - second > 1e-3).all(), "a near tie: choose another seed"
+        tokens = np.append(tokens, logits.argmax(-1)[:, None], axis=1).astype(np.int32)
+        mask = np.append(mask, np.ones((len(mask), 1), bool), axis=1)
+    return tokens[:, -new_tokens:]
+
+
+def causal(architecture, config, **options):
+    return functools.partial(record_causal, architecture, config, **options)
+
+
+def scores(architecture, config, **options):
+    one_label = copy.deepcopy(config)
+    one_label.num_labels = 1
+    return functools.partial(record_scores, architecture, one_label, **options)
+
+
+# Soft caps ask for eager attention.
+EAGER = {"attention": "eager", "dtype": torch.bfloat16}
+LONG = EAGER | {"new_tokens": 20}
+t = transformers
+FIXTURE = {
+    "gpt2": causal(t.GPT2LMHeadModel, GPT2),
+    "llama_sharded": causal(t.LlamaForCausalLM, LLAMA_UNTIED, max_shard_size="30KB"),
+    "llama_bf16": causal(t.LlamaForCausalLM, LLAMA_TIED, dtype=torch.bfloat16),
+    "gpt2_reward": scores(t.GPT2ForSequenceClassification, GPT2),
+    "llama_reward": scores(t.LlamaForSequenceClassification, LLAMA_UNTIED),
+    "qwen2": causal(t.Qwen2ForCausalLM, QWEN2, **LONG),
+    "qwen3": causal(t.Qwen3ForCausalLM, QWEN3, **LONG),
+    "mistral": causal(t.MistralForCausalLM, MISTRAL, **LONG),
+    "gpt_neox": causal(t.GPTNeoXForCausalLM, GPT_NEOX, **LONG),
+    "gemma2": causal(t.Gemma2ForCausalLM, GEMMA2, **LONG),
+    "gemma3": causal(t.Gemma3ForCausalLM, GEMMA3, **LONG),
+    "phi3": causal(t.Phi3ForCausalLM, PHI3, **LONG),
+    "qwen2_reward": scores(t.Qwen2ForSequenceClassification, QWEN2, **EAGER),
+    "qwen3_reward": scores(t.Qwen3ForSequenceClassification, QWEN3, **EAGER),
+    "mistral_reward": scores(t.MistralForSequenceClassification, MISTRAL, **EAGER),
+    "gpt_neox_reward": scores(
+        t.GPTNeoXForSequenceClassification, GPT_NEOX_SEQUENTIAL, **EAGER
+    ),
+    "gemma2_reward": scores(t.Gemma2ForSequenceClassification, GEMMA2, **EAGER),
+    "gemma3_reward": scores(t.Gemma3TextForSequenceClassification, GEMMA3, **EAGER),
+    "phi3_reward": scores(t.Phi3ForSequenceClassification, PHI3, **EAGER),
+}
+
+
+def main(*names: str) -> None:
+    for name in names or FIXTURE:
+        FIXTURE[name](name)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

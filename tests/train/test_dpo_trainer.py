@@ -1,0 +1,278 @@
+"""`experiments/dpo.py` at toy size: what it learns, leaves behind and refuses."""
+
+import functools
+import json
+
+import dpo as experiment
+import numpy as np
+import pytest
+import toy_files
+import toys
+from test_trainers import contents, refused
+
+from rlhf_jax import fingerprint, hf, policy
+from rlhf_jax.data import batches, encoding
+from rlhf_jax.data.encoding import Example
+from rlhf_jax.runs import command_line, metrics
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+PAIRS = [
+    {"prompt": "the cat", "chosen": "sat very good .", "rejected": "ran bad ."},
+    {"prompt": "a dog", "chosen": "is good", "rejected": "was so very bad"},
+    {"prompt": "it was so", "chosen": "good", "rejected": "bad"},
+]
+HELD = ("--held-out=0.2", "--batch-size=4")
+ADAPTERS = (
+    *("--lora.rank=2", "--precompute", "--micro-batch-size=2"),
+    "--reference-storage.dtype=bfloat16",
+)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    toy_files.checkpoint(folder / "model")
+    toy_files.checkpoint(folder / "other", seed=1)
+    toy_files.jsonl(folder / "pairs.jsonl", *PAIRS * 5)
+    return folder
+
+
+def play(out, files, *argv):
+    """Runs the experiment as its command line does; its summary."""
+    words = [
+        *("--out", out, "--no-progress", "--model", files / "model"),
+        *("--data", files / "pairs.jsonl", *HELD, *argv),
+    ]
+    command_line.main(
+        experiment.main,
+        experiment.Config,
+        description="",
+        argv=[str(word) for word in words],
+    )
+    return json.loads((out / "summary.json").read_text())
+
+
+def logprobs(folder, side):
+    """Σ log π(answer | prompt) of each of `PAIRS`, from the saved checkpoint."""
+    model, params = hf.load(folder)
+    reader = encoding.load_tokenizer(folder)
+    pairs = encoding.encode_preferences(reader, PAIRS, max_length=16)
+    [texts] = batches.sequences_in_order(
+        [Example(pair.prompt, getattr(pair, side)) for pair in pairs],
+        batch_size=len(PAIRS),
+        pad_id=0,
+    )
+    found = toys.jit(policy.logprobs, static_argnames="model")(
+        params, model=model, tokens=texts.tokens, mask=texts.mask
+    )
+    return np.where(texts.response_mask, found, 0).sum(axis=1)
+
+
+@pytest.fixture(scope="module")
+def finished(files, tmp_path_factory):
+    """A run to the end: its folder, its options and its summary."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    argv = ("--learning-rate=1e-2", "--num-steps=12", "--row-width=40")
+    return out, argv, play(out, files, *argv)
+
+
+@pytest.mark.slow
+def test_it_learns_the_pairs(files, finished):
+    out, _, summary = finished
+    assert summary["pairs"] == 12
+    assert summary["rows"] < 12
+    before, after = summary["held_out_before"], summary["held_out"]
+    assert before["loss/dpo"] == pytest.approx(np.log(2), abs=1e-5)
+    assert after["loss/dpo"] < 0.6
+    assert after["dpo/accuracy"] == 1
+    rows = metrics.read(out / "metrics.jsonl")
+    assert rows[0]["loss/dpo"] == pytest.approx(np.log(2), abs=1e-5)
+    assert rows[-1]["loss/dpo"] < 0.6
+    assert (out / "plots" / "dpo.png").exists()
+    # What it says of itself is what the checkpoint says, without packing.
+    lead = {
+        name: logprobs(folder, "chosen") - logprobs(folder, "rejected")
+        for name, folder in (("old", files / "model"), ("new", out / "model"))
+    }
+    assert (lead["new"] > lead["old"] + 1).all()
+    moved = 0.1 * (lead["new"] - lead["old"])
+    assert moved.min() - 1e-3 < after["dpo/margin"] < moved.max() + 1e-3
+    start = fingerprint.fingerprint(hf.load(files / "model")[1])
+    assert summary["reference_fingerprint"] == start.root
+
+
+@pytest.mark.slow
+def test_precomputed_log_probs_give_the_same_run_to_the_bit(files, finished, tmp_path):
+    """And nothing is left to do, or to compute, when it is resumed."""
+    live, argv, summary = finished
+    out = tmp_path / "run"
+    again = play(out, files, *argv, "--precompute")
+    assert again["held_out"] == summary["held_out"]
+    for name in ("metrics.jsonl", "model/model.safetensors"):
+        assert (out / name).read_bytes() == (live / name).read_bytes()
+    assert len(list((out / "reference").glob("*.npy"))) == 2
+    before = contents(out)
+    play(out, files, *argv, "--precompute", "--resume")
+    assert contents(out) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [(), pytest.param(ADAPTERS, marks=pytest.mark.long)])
+def test_a_run_that_stopped_goes_on_to_the_bit(files, tmp_path, monkeypatch, how):
+    """Adapters too, over a rounded base that is the reference."""
+    argv = ("--learning-rate=3e-2", "--num-steps=8", "--snapshot-every=2", *how)
+    whole = tmp_path / "whole"
+    summary = play(whole, files, *argv)
+    assert summary["held_out_before"]["loss/dpo"] == pytest.approx(np.log(2), abs=1e-5)
+    assert summary["held_out"]["loss/dpo"] < 0.68
+    assert (whole / "adapter").exists() == bool(how)
+    assert np.isfinite(logprobs(whole / "model", "chosen")).all()
+
+    class Killed(BaseException):
+        pass
+
+    def stopping(stage, step, *rest, **more):
+        ended(stage, step, *rest, **more)
+        if step == 3:
+            raise Killed
+
+    ended = experiment.run.Stage.end_step
+    with monkeypatch.context() as patch:
+        patch.setattr(experiment.run.Stage, "end_step", stopping)
+        with pytest.raises(Killed):
+            play(tmp_path / "cut", files, *argv)
+    play(tmp_path / "cut", files, *argv, "--resume")
+    mine, expected = contents(tmp_path / "cut"), contents(whole)
+    for name in ("metrics.jsonl", "model/model.safetensors"):
+        assert mine[name] == expected[name]
+    # Of the reference too: it is read, or found to be there, and not another.
+    cached = {name for name in expected if name.startswith("reference")}
+    assert len(cached) == (4 if how else 0)
+    assert {name: mine[name] for name in cached} == {
+        name: expected[name] for name in cached
+    }
+
+
+@pytest.mark.slow
+def test_another_reference_and_none(files, tmp_path):
+    argv = ("--num-steps=2", "--learning-rate=1e-4")
+    other = play(tmp_path / "other", files, *argv, "--reference", files / "other")
+    assert other["held_out_before"]["dpo/margin"] != 0
+    start = fingerprint.fingerprint(hf.load(files / "other")[1])
+    assert other["reference_fingerprint"] == start.root
+    free = play(tmp_path / "free", files, *argv, "--reference-free", "--held-out=0")
+    assert free["reference_fingerprint"] is None
+    assert free["held_out"] == {}
+
+
+@pytest.fixture(scope="module")
+def real(shared_data, tmp_path_factory):
+    """A fresh GPT-2 of a little width, with the real vocabulary."""
+    reader = encoding.load_tokenizer(shared_data / "gpt2-tokenizer")
+    model = toy_files.config.gpt2(
+        vocab_size=1 + max(reader.get_vocab().values()),
+        hidden_size=16,
+        num_layers=1,
+        num_heads=2,
+        max_positions=48,
+    )
+    folder = tmp_path_factory.mktemp("real") / "model"
+    hf.save(folder, model, toy_files.params(model), tokenizer=reader)
+    return folder
+
+
+@pytest.mark.long
+def test_real_pairs(real, shared_data, tmp_path):
+    """Training pairs are learned, packed in rows wider than the model's context."""
+    summary = play(
+        *(tmp_path / "run", tmp_path, "--model", real, "--overlong=drop"),
+        *("--data", shared_data / "hh-rlhf-harmless" / "pairs.jsonl", "--blank=drop"),
+        *("--row-width=192", "--num-steps=4", "--learning-rate=3e-3"),
+        *("--batch-size=8", "--beta=0.5"),
+    )
+    assert summary["pairs"] > 100
+    assert summary["rows"] < summary["pairs"] / 1.8
+    rows = metrics.read(tmp_path / "run" / "metrics.jsonl")
+    assert rows[0]["loss/dpo"] == pytest.approx(np.log(2), abs=1e-4)
+    assert rows[-1]["dpo/chosen_logprob"] != rows[0]["dpo/chosen_logprob"]
+    assert 0 < summary["held_out"]["dpo/accuracy"] < 1
+
+
+# --- what a user may get wrong ------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--beta=0",), "beta: expected a finite number above 0, got 0.0"),
+        (("--label-smoothing=0.5",), "label_smoothing: expected a chance from 0 to be"),
+        (("--kind=ipo", "--label-smoothing=0.1"), "expected 0 with kind 'ipo'"),
+        (("--kind=ipo", "--reference-free"), "expected sigmoid or hinge without a ref"),
+        (("--reference-free", "--precompute"), "--precompute: expected none with --re"),
+        (("--reference-free", "--reference=x"), "--reference: expected none with --re"),
+        (
+            ("--reference-free", "--reference-storage.dtype=int8"),
+            "--reference-storage: expected none with --reference-free",
+        ),
+        (("--lora.alpha=4",), "--lora.rank: expected a number with --lora.alpha 4"),
+        (
+            ("--lora.rank=2", "--reference-storage.memory=cpu"),
+            "expected it where the policy lies with --lora.rank, got memory cpu",
+        ),
+        (("--warmup=1",), "warmup: expected a share in [0, 1), got 1.0"),
+        (("--num-steps=0",), "num_steps: expected a finite number above 0"),
+        (("--row-width=8",), ".jsonl:1: expected at most 8 tokens, the width of a row"),
+        (("--max-length=5",), "expected at most 5 tokens, got 7"),
+        (("--micro-batch-size=3",), "micro_batch_size to divide the 4 rows"),
+        (("--held-out=0.99",), "expected rows to train on beside 15 held out"),
+    ],
+)
+def test_options_that_are_refused(files, tmp_path, capsys, argv, message):
+    run = functools.partial(lambda out: play(out, files, *argv))
+    assert message in refused(capsys, tmp_path, run)
+
+
+TURN = "\n\nHuman: hi\n\nAssistant:"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            PAIRS[0] | {"chosen": " "},
+            "bad.jsonl:2: expected an answer in 'chosen', got",
+        ),
+        (PAIRS[0] | {"rejected": PAIRS[0]["chosen"]}, "bad.jsonl:2: expected two diff"),
+        (
+            {"chosen": f"{TURN} a", "rejected": "\n\nHuman: ho\n\nAssistant: b"},
+            "bad.jsonl:2: expected a field 'prompt', or dialogues that share a beginn",
+        ),
+        (
+            {"chosen": f"{TURN} a{TURN} b", "rejected": f"{TURN} c"},
+            "bad.jsonl:2: expected dialogues that differ in the last answer alone",
+        ),
+        (PAIRS[0] | {"prompt": ""}, "bad.jsonl:2: expected a prompt in 'prompt'"),
+        (
+            PAIRS[0] | {"rejected": PAIRS[0]["chosen"] + " "},
+            "bad.jsonl:2: expected answers that differ in a token",
+        ),
+        (
+            PAIRS[0] | {"chosen": " ".join(["good"] * 20)},
+            "bad.jsonl:2: expected at most 16 tokens, got 23 of 'the cat'; shorten",
+        ),
+    ],
+)
+def test_pairs_that_are_refused(files, tmp_path, capsys, row, message):
+    bad = toy_files.jsonl(tmp_path / "bad.jsonl", PAIRS[1], row)
+    argv = ("--data", bad, "--held-out=0")
+    run = functools.partial(lambda out: play(out, files, *argv))
+    assert message in refused(capsys, tmp_path, run)
+
+
+def test_a_reference_of_another_shape(files, tmp_path, capsys):
+    model = toy_files.config.gpt2(
+        vocab_size=24, hidden_size=8, num_layers=1, num_heads=2, max_positions=16
+    )
+    toy_files.checkpoint(tmp_path / "small", model=model)
+    run = lambda out: play(out, files, "--reference", tmp_path / "small")  # noqa: E731
+    assert "expected a model of the policy's shape" in refused(capsys, tmp_path, run)

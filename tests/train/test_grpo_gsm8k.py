@@ -1,0 +1,195 @@
+"""GRPO on GSM8K at toy size: it learns, resumes to the bit, and refuses in time."""
+
+import dataclasses
+import functools
+import shutil
+
+import grpo_gsm8k
+import pytest
+import toy_files
+from test_trainers import contents, play, refused
+
+from rlhf_jax import config, grpo, hf
+from rlhf_jax.data import encoding
+from rlhf_jax.runs import command_line, metrics
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+WORDS = [*("what", "is", "one", "and", "two", "?", "####"), *map(str, range(10))]
+MODEL = config.gpt2(
+    vocab_size=len(WORDS) + 2,
+    hidden_size=16,
+    num_layers=1,
+    num_heads=2,
+    max_positions=16,
+)
+ROWS = [
+    {"question": "what is one and one ?", "answer": "1 + 1 = 2\n#### 2"},
+    {"question": "what is two ?", "answer": "#### 2.00"},
+]
+TOY = ("--batch-size=8", "--group-size=4", "--max-new-tokens=3", "--num-workers=1")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A folder with a checkpoint and questions that are in order."""
+    folder = tmp_path_factory.mktemp("files")
+    toy_files.checkpoint(folder / "model", model=MODEL, words=WORDS)
+    toy_files.jsonl(folder / "train.jsonl", *ROWS)
+    toy_files.jsonl(folder / "test.jsonl", ROWS[0])
+    return folder
+
+
+def gsm8k(out, files, *argv):
+    return play(
+        *(grpo_gsm8k, out, "--model", files / "model", "--data", files / "train.jsonl"),
+        *("--held-out", files / "test.jsonl", *TOY, *argv),
+    )
+
+
+@pytest.mark.slow
+def test_it_learns_the_answers_and_resumes_to_the_bit(files, tmp_path):
+    argv = (
+        *("--unmarked=last_number", "--learning-rate=3e-2", "--batch-size=64"),
+        *("--snapshot-every=10", "--keep-snapshots=9", "--clip-range=10"),
+        "--num-steps=20",
+    )
+    whole = gsm8k(tmp_path / "whole", files, *argv)
+    assert whole["accuracy_before"] < 1
+    assert whole["accuracy_after"] == 1
+    assert whole["score_last"] > whole["score_first"] + 0.5
+    assert whole["kl_last"] > 0.1
+    rows = metrics.read(tmp_path / "whole" / "metrics.jsonl")
+    assert rows[0]["objective/kl"] == pytest.approx(0, abs=1e-4)
+    assert rows[0]["objective/kl_coef"] == pytest.approx(0.01)
+    assert all(row["reward/failed"] == row["reward/timed_out"] == 0 for row in rows)
+    for row in metrics.read(tmp_path / "whole" / "samples.jsonl"):
+        last = row["answer"].split()[-1:]
+        assert row["score"] == float(last == ["2"])
+    # As a kill after step 10 leaves it, but for rows that a resume cuts off.
+    again = tmp_path / "again"
+    shutil.copytree(tmp_path / "whole", again)
+    shutil.rmtree(again / "snapshots" / "grpo" / "20")
+    shutil.rmtree(again / "model")
+    gsm8k(again, files, *argv, "--resume")
+    assert contents(again / "model") == contents(tmp_path / "whole" / "model")
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        left = (tmp_path / "whole" / name).read_bytes()
+        assert (again / name).read_bytes() == left
+
+
+@pytest.mark.long
+def test_the_real_files_without_a_reference(shared_data, tmp_path):
+    """GPT-2's tokenizer; a tiny model that knows nothing solves nothing."""
+    tokenizer = encoding.load_tokenizer(shared_data / "gpt2-tokenizer")
+    model = config.gpt2(
+        vocab_size=50257, hidden_size=8, num_layers=1, num_heads=1, max_positions=128
+    )
+    hf.save(tmp_path / "model", model, toy_files.params(model), tokenizer=tokenizer)
+    file = shared_data / "gsm8k"
+    summary = play(
+        *(grpo_gsm8k, tmp_path / "run", "--model", tmp_path / "model"),
+        *("--data", file / "train.jsonl", "--held-out", file / "test.jsonl"),
+        *("--reference=none", "--num-steps=2", "--max-new-tokens=8", "--eval-rows=20"),
+        *("--batch-size=8", "--group-size=4", "--num-workers=1"),
+        "--template=Question: {question}\nAnswer:",
+    )
+    assert summary["accuracy_before"] == summary["accuracy_after"] == 0
+    assert summary["kl_last"] is None
+    rows = metrics.read(tmp_path / "run" / "metrics.jsonl")
+    assert [row["group/equal_fraction"] for row in rows] == [1, 1]
+    assert all(row["reward/failed"] == 0 for row in rows)
+    samples = metrics.read(tmp_path / "run" / "samples.jsonl")
+    assert len(samples) == 4
+    for row in samples:
+        assert row["question"].startswith("Question: ")
+        assert row["question"].endswith("\nAnswer:")
+    assert (tmp_path / "run" / "model" / "tokenizer.json").exists()
+
+
+def test_a_question_is_put_as_text_or_as_a_message(tmp_path):
+    options = grpo_gsm8k.Config(
+        **dict.fromkeys(("model", "data", "held_out"), ""),
+        out=tmp_path,
+        template="Q: {question}",
+    )
+    assert grpo_gsm8k.put("Why?", options=options) == "Q: Why?"
+    asked = [{"role": "user", "content": "Q: Why?"}]
+    chat = dataclasses.replace(options, chat=True)
+    assert grpo_gsm8k.put("Why?", options=chat) == asked
+    system = {"role": "system", "content": "{question}"}
+    question = [system, {"role": "user", "content": "Why?"}]
+    for each in (options, chat):  # a row's own messages stay, but for the last
+        assert grpo_gsm8k.put(question, options=each) == [system, *asked]
+
+
+UNMARKED = {"question": "what is one ?", "answer": "one"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            ("--reference=none", "--kl-coef=0.1"),
+            "expected no --kl-coef, as there is",
+        ),
+        (("--template=question",), "--template: expected {question} where the quest"),
+        (("--chat",), ".jsonl:1: expected a tokenizer with a chat template"),
+        (("--batch-size=6",), "group_size: expected to divide the 6 rows of a batch"),
+        (("--group-size=1",), "group_size: expected at least 2, got 1"),
+        (("--kl-coef=-1",), "kl_coef: expected a finite number, 0 or more, got -1"),
+        (("--eval-rows=0",), "eval_rows: expected a finite number above 0, got 0"),
+        (("--num-minibatches=3",), "expected num_minibatches to divide the 8 rows"),
+        (("--timeout=0",), "timeout: expected a finite number above 0, got 0"),
+        (
+            ("--question-field=q",),
+            "train.jsonl:1: expected a field 'q', got",
+        ),
+        (("--answer-field=a",), "train.jsonl:1: expected a field 'a', got"),
+        (
+            ("--max-new-tokens=12", "--overlong=error"),
+            "train.jsonl:1: expected at most 4 tokens, got 6 of 'what",
+        ),
+        (
+            ("--max-new-tokens=1000000000",),
+            "--max-new-tokens: expected less than the cont",
+        ),
+        (("--max-new-tokens=15",), "expected a row of at most 1 tokens, got 2 rows"),
+    ],
+)
+def test_options_that_are_refused(files, tmp_path, capsys, argv, message):
+    run = lambda out: gsm8k(out, files, *argv)  # noqa: E731
+    assert message in refused(capsys, tmp_path, run)
+
+
+@pytest.mark.parametrize("option", ["--data", "--held-out"])
+def test_an_answer_without_a_number_is_named_by_file_and_line(
+    files, tmp_path, capsys, option
+):
+    bad = toy_files.jsonl(tmp_path / "bad.jsonl", *ROWS, UNMARKED)
+    run = lambda out: gsm8k(out, files, option, bad)  # noqa: E731
+    told = refused(capsys, tmp_path, run)
+    assert "bad.jsonl:3: expected #### and a number at the end of 'answer'" in told
+
+
+@pytest.mark.parametrize(
+    ("preset", "recipe"),
+    [
+        ("deepseekmath", grpo.PUBLISHED),
+        ("rloo", grpo.RLOO),
+        ("reinforce++", grpo.REINFORCE_PLUS_PLUS),
+    ],
+)
+def test_presets_are_those_of_the_library(preset, recipe):
+    needed = ("--out=x", "--model=x", "--data=x", "--held-out=x")
+    parse = functools.partial(
+        command_line.parse,
+        grpo_gsm8k.Config,
+        description="",
+        presets=grpo_gsm8k.PRESETS,
+    )
+    recipe = dataclasses.replace(recipe, temperature=1.0)  # as without a preset
+    parsed = parse(argv=[*needed, "--preset", preset])
+    assert parsed.grpo == recipe
+    assert parsed.beta == (0.04 if preset == "deepseekmath" else grpo_gsm8k.KL_COEF)
+    changed = parse(argv=[*needed, "--preset", preset, "--clip-range=0.1"])
+    assert changed.grpo == dataclasses.replace(recipe, clip_range=0.1)

@@ -1,0 +1,66 @@
+"""The console script: which command runs what, and how it ends."""
+
+import importlib
+import tomllib
+
+import pytest
+from places import ROOT
+
+from rlhf_jax.functional.checks import StopError
+from rlhf_jax.inspection import token_kl
+from rlhf_jax.planning import memory, plan
+from rlhf_jax.train import main
+
+
+@pytest.mark.parametrize(
+    ("module", "argv", "field", "value"),
+    [
+        (memory, ["memory", "--num-layers", "3"], "num_layers", 3),
+        (plan, ["plan", "--topology", "v5e:8x8"], "topology", "v5e:8x8"),
+        (
+            token_kl,
+            ["kl", "--policy", "p", "--reference", "r", "--prompt", "the text"],
+            "prompt",
+            "the text",
+        ),
+    ],
+)
+def test_a_command_runs_with_its_options(monkeypatch, module, argv, field, value):
+    seen = []
+    monkeypatch.setattr(module, "run", seen.append)
+    main.main(argv)
+    (options,) = seen
+    assert isinstance(options, module.Options)
+    assert getattr(options, field) == value
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["kl", "--policy", "p", "--reference", "r"], "error: expected one of --text"),
+        (["verify"], "required"),
+        (["forget"], "forget"),
+    ],
+)
+def test_what_the_user_got_wrong_ends_with_status_2(capsys, argv, message):
+    with pytest.raises(SystemExit) as exit_:
+        main.main(argv)
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_bad_result_ends_with_status_1(capsys, monkeypatch):
+    def stop(options):
+        raise StopError("it must not go on")
+
+    monkeypatch.setattr(memory, "run", stop)
+    with pytest.raises(SystemExit) as exit_:
+        main.main(["memory"])
+    assert exit_.value.code == 1
+    assert capsys.readouterr().err == "stopped: it must not go on\n"
+
+
+def test_the_package_names_it():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    module, _, name = project["scripts"]["rlhf-jax"].partition(":")
+    assert getattr(importlib.import_module(module), name) is main.main
