@@ -396,7 +396,7 @@ def test_chunks_of_words_are_as_many_times_larger_as_devices_share_them(
         asked.append(max_logits)
         return plain(*args, max_logits=max_logits, **options)
 
-    monkeypatch.setattr(logprobs, "token_logprobs_from_hidden", priced)
+    monkeypatch.setattr(policy, "token_logprobs_from_hidden", priced)
     model, (tokens, mask) = toys.GPT2, batch()
     tokens, mask = (jnp.tile(array[:1], (8, 1)) for array in (tokens, mask))
     price = functools.partial(policy.logprobs, model=model, tokens=tokens, mask=mask)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -393,8 +394,9 @@ def test_every_option_reaches_the_function_that_reads_it(monkeypatch, recipe):
 
         return recorded
 
+    module = sys.modules["rlhf_jax.algorithms.grpo.iteration"]
     for name in ("group_experience", "policy_terms"):
-        monkeypatch.setattr(grpo, name, record(getattr(grpo, name)))
+        monkeypatch.setattr(module, name, record(getattr(module, name)))
     settings = dataclasses.replace(BASE, **vars(recipe))
     settings = dataclasses.replace(settings, group_size=4 if recipe.baseline else 1)
     _, stats, _ = jax.eval_shape(
