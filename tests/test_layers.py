@@ -76,6 +76,19 @@ def modules_of(tree: ast.Module) -> set[str]:
     return modules
 
 
+def undocumented(body: list[ast.stmt], prefix: str = "") -> list[str]:
+    """Public functions, classes and methods without a docstring."""
+    bare = []
+    for node in body:
+        if isinstance(
+            node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+        ) and not node.name.startswith("_"):
+            bare += [] if ast.get_docstring(node) else [prefix + node.name]
+            if isinstance(node, ast.ClassDef):
+                bare += undocumented(node.body, f"{prefix}{node.name}.")
+    return bare
+
+
 def test_the_table_lists_every_package_and_no_other():
     folders = {path.name for path in PACKAGE.iterdir() if path.is_dir()}
     assert folders - {"__pycache__"} == set(rlhf_jax.PACKAGES)
@@ -136,17 +149,18 @@ def test_a_folder_has_few_files():
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_every_public_function_and_class_has_a_docstring(module):
+def test_every_public_function_class_and_method_has_a_docstring(module):
     tree = tree_of(module)
     assert ast.get_docstring(tree), "the module"
-    public = [
-        node
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef | ast.ClassDef)
-        and not node.name.startswith("_")
-    ]
-    bare = [node.name for node in public if not ast.get_docstring(node)]
-    assert not bare
+    assert not undocumented(tree.body)
+
+
+def test_a_bare_method_is_found():
+    tree = ast.parse(
+        'class A:\n    """A."""\n    def f(self): ...\n    def _g(self): ...\n'
+        "def h(): ...\n"
+    )
+    assert undocumented(tree.body) == ["A.f", "h"]
 
 
 def test_the_arithmetic_loads_neither_transformers_nor_orbax():

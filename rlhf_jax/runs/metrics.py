@@ -311,11 +311,13 @@ class TensorBoard:
 
         self._writer = SummaryWriter(os.fspath(folder / "tensorboard"))
 
-    def begin(self, stage: str, step: int) -> None: ...
+    def begin(self, stage: str, step: int) -> None:
+        """Does nothing: every row names its stage."""
 
     def write(
         self, stage: str, step: int, row: Row, active: Sequence[Alarm] = ()
     ) -> None:
+        """Writes a scalar for every measured value, and a text for a new alarm."""
         for name, value in row.items():
             if value is not None:
                 self._writer.add_scalar(f"{stage}/{name}", value, step)
@@ -323,6 +325,7 @@ class TensorBoard:
             self._writer.add_text(f"{stage}/alarms/{alarm.name}", alarm.message, step)
 
     def close(self) -> None:
+        """Closes the writer, which flushes it."""
         self._writer.close()
 
 
@@ -348,11 +351,13 @@ class Wandb:
         )
 
     def begin(self, stage: str, step: int) -> None:
+        """Gives the stage's metrics a step axis of their own."""
         self._run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
 
     def write(
         self, stage: str, step: int, row: Row, active: Sequence[Alarm] = ()
     ) -> None:
+        """Logs every measured value, and raises a W&B alert for a new alarm."""
         values = {name: value for name, value in row.items() if value is not None}
         self._run.log({f"{stage}/{k}": v for k, v in {"step": step, **values}.items()})
         for alarm in alarms.begun(active, step=step):
@@ -360,6 +365,7 @@ class Wandb:
             self._run.alert(title=title, text=alarm.message)
 
     def close(self) -> None:
+        """Finishes the W&B run."""
         self._run.finish()
 
 

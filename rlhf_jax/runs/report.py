@@ -134,6 +134,7 @@ class Progress:
         )
 
     def begin(self, stage: str, step: int) -> None:
+        """Starts the stage's bar at `step`."""
         if self._console.is_terminal:
             self._bars.start()
         self._bar = self._bars.add_task(
@@ -148,6 +149,7 @@ class Progress:
         row: metrics.Row,
         active: Sequence[Alarm] = (),
     ) -> None:
+        """Prints the alarms that have just begun, and the step's values on the bar."""
         for alarm in alarms.begun(active, step=step):
             line = f"ALARM {stage} step {step}: {alarm.name}: {alarm.message}"
             self._console.print(Text(line, style="bold red"), soft_wrap=True)
@@ -170,6 +172,7 @@ class Progress:
             self._console.out(f"{stage} {count}{wait}  {numbers}", highlight=False)
 
     def close(self) -> None:
+        """Stops the live display."""
         if self._console.is_terminal:
             self._bars.stop()
 

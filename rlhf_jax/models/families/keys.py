@@ -70,9 +70,11 @@ class Key:
 
     @property
     def stacked(self) -> bool:
+        """Whether our leaf is stacked from one tensor of theirs per layer."""
         return "{layer}" in self.name
 
     def names(self, num_layers: int) -> list[str]:
+        """The names of their tensors: one, or one per layer."""
         if not self.stacked:
             return [self.name]
         return [self.name.format(layer=layer) for layer in range(num_layers)]

@@ -32,13 +32,24 @@ class Responses(Protocol):
     """What a reward reads of `batch.Rollout`."""
 
     @property
-    def tokens(self) -> Array: ...  # i32[B, S]
+    def tokens(self) -> Array:
+        """i32[B, S], prompt and response."""
+        ...
+
     @property
-    def mask(self) -> Array: ...  # bool[B, S], not padding
+    def mask(self) -> Array:
+        """bool[B, S], not padding."""
+        ...
+
     @property
-    def response_mask(self) -> Array: ...  # bool[B, S]
+    def response_mask(self) -> Array:
+        """bool[B, S], the tokens of the response, its stop token included."""
+        ...
+
     @property
-    def index(self) -> Array: ...  # i32[B], row of the data set
+    def index(self) -> Array:
+        """i32[B], row of the data set."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)

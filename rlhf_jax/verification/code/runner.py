@@ -185,6 +185,7 @@ class Runner:
         return values.encode(value, self.own)
 
     def own(self, value: Any) -> Any:
+        """How a value of the code's own is named to the judge."""
         if id(value) in self.handed_numbers:
             return ["p", self.handed_numbers[id(value)]]
         kind = type(value)
@@ -200,6 +201,7 @@ class Runner:
         return values.decode(data, self.known)
 
     def known(self, data: list[Any]) -> Any:
+        """The object that a name in a message of the judge stands for."""
         tag, number, *more = data
         if tag == "p":
             return self.held[number]
