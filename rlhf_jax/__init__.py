@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rlhf_jax.roles.reference import drift, fingerprint, frozen
     from rlhf_jax.roles.rewards import verifiers
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # A package imports only from itself and from packages before it.
 PACKAGES = (
