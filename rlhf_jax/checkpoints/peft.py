@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
-from rlhf_jax.checkpoints import hf, shards
+from rlhf_jax.checkpoints import finite, hf, shards
 from rlhf_jax.checkpoints.hf import PathLike
 from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import InputError
@@ -176,9 +176,9 @@ def load(path: PathLike, *, model: ModelConfig, base: Frozen) -> tuple[LoRA, Par
         lora, adapters = _read(config, tensors, model=model)
         bias = np.array(metadata.get("score_bias", 0.0), np.float32)
         numbers = {**tensors, "score_bias": bias}
-        shards.refuse_not_finite(
+        finite.refuse(
             {
-                f"{name} in {_WEIGHTS}": (shards.NotFinite.of(array), array.size)
+                f"{name} in {_WEIGHTS}": (finite.NotFinite.of(array), array.size)
                 for name, array in numbers.items()
             }
         )

@@ -12,23 +12,22 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from rlhf_jax.functional import checks
+from rlhf_jax.checkpoints import finite
+from rlhf_jax.checkpoints.finite import NotFinite
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.families import keys
 from rlhf_jax.runs import write_errors
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-CHUNK = 1 << 16  # entries looked at together, so that they stay in the cache
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -119,7 +118,7 @@ class Tensors:
 
     def check_finite(self) -> None:
         """Raises InputError if an entry read so far was NaN or infinite."""
-        refuse_not_finite(
+        finite.refuse(
             {
                 f"{name} in {self._files[name].name}": (
                     found,
@@ -139,48 +138,6 @@ class Part:
 
     def __getitem__(self, window: Any) -> np.ndarray:
         return self.tensors.read(self.name, window)
-
-
-class NotFinite(NamedTuple):
-    """Entries of an array that are no numbers."""
-
-    nan: int = 0
-    infinite: int = 0
-
-    @classmethod
-    def of(cls, array: np.ndarray) -> NotFinite:
-        """Counts them."""
-        if not jnp.issubdtype(array.dtype, jnp.floating) or _all_finite(array):
-            return cls()
-        return cls(int(np.isnan(array).sum()), int(np.isinf(array).sum()))
-
-
-def _all_finite(array: np.ndarray) -> bool:
-    """As `np.isfinite(array).all()`, which is slow for 16 bits: by the exponents."""
-    bits = np.ascontiguousarray(array).reshape(-1).view(f"u{array.itemsize}")
-    exponent = np.array(np.inf, array.dtype).view(bits.dtype)
-    chunks = (bits[at : at + CHUNK] for at in range(0, bits.size, CHUNK))
-    return all(((chunk & exponent) != exponent).all() for chunk in chunks)
-
-
-def refuse_not_finite(found: Mapping[str, tuple[NotFinite, int]]) -> None:
-    """Raises InputError if there is an entry that is NaN or infinite.
-
-    Args:
-      found: {name of a tensor: (its entries that are, how many it has)}.
-    """
-    problems = [
-        f"{name}: {which.nan} NaN and {which.infinite} infinite of {size} entries"
-        for name, (which, size) in sorted(found.items())
-        if any(which)
-    ]
-    if problems:
-        raise InputError(
-            f"expected finite weights, got {len(problems)} tensors with NaN or "
-            f"infinite entries:\n{checks.listed(problems)}\n"
-            f"fetch the checkpoint again, or take one of before the run that wrote it "
-            f"diverged"
-        )
 
 
 def write(
