@@ -49,9 +49,9 @@ from rlhf_jax.algorithms.policy_gradient import iteration
 from rlhf_jax.algorithms.state import TrainState
 from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.checkpoints.pretrained import Pretrained
-from rlhf_jax.data import batches, encoding, files
+from rlhf_jax.data import batches, encoding, files, json_lines
 from rlhf_jax.data.encoding import Tokens, Written
-from rlhf_jax.data.files import Row
+from rlhf_jax.data.json_lines import Row
 from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.devices.sharding import MeshOption
 from rlhf_jax.functional import checks
@@ -190,7 +190,7 @@ def read_questions(
     Raises:
       InputError: an answer has no number, or a row no question; names file and line.
     """
-    verifiers.check_answers(files.read_located(source), verifier=verifier)
+    verifiers.check_answers(json_lines.read_located(source), verifier=verifier)
     field = options.question_field
     rows = [
         row | {"asked": put(row[field], options=options)}

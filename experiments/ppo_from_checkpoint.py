@@ -68,7 +68,7 @@ from rlhf_jax.checkpoints.frozen_models import RewardModel, Storage
 from rlhf_jax.checkpoints.pretrained import Adapters, Pretrained
 from rlhf_jax.data import batches, encoding, files
 from rlhf_jax.data.batches import Batches
-from rlhf_jax.data.files import Row
+from rlhf_jax.data.json_lines import Row
 from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.devices.critic_devices import CriticDevices
 from rlhf_jax.devices.sharding import MeshOption, MeshShape

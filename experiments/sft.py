@@ -35,7 +35,7 @@ from rlhf_jax import config, decoder, hf, sft, state
 from rlhf_jax.algorithms.batch import Sequences
 from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.checkpoints.pretrained import Pretrained
-from rlhf_jax.data import batches, encoding, files, packing
+from rlhf_jax.data import batches, encoding, files, json_lines, packing
 from rlhf_jax.data.batches import Batches
 from rlhf_jax.data.encoding import Example
 from rlhf_jax.devices import processes, row_sharding, sharding
@@ -160,7 +160,7 @@ def read_examples(options: Config, start: Pretrained) -> list[Example]:
     """Responses to prompts, or blocks of plain text."""
     longest = start.limit(options.max_length)
     if options.data.endswith(".txt"):
-        text = files.read_text(options.data)
+        text = json_lines.read_text(options.data)
         return encoding.encode_text(start.tokenizer, text, block_size=longest)
     rows = files.read_demonstrations(
         options.data, prompt=options.prompt_field, response=options.response_field

@@ -51,7 +51,7 @@ from rlhf_jax import config, decoder, frozen, policy, sft, state
 from rlhf_jax.algorithms.batch import Prompts, Rollout, Scored, Sequences
 from rlhf_jax.algorithms.flow import rollout, score
 from rlhf_jax.checkpoints import precomputed, pretrained
-from rlhf_jax.data import batches, encoding, files
+from rlhf_jax.data import batches, encoding, files, json_lines
 from rlhf_jax.data.encoding import Example
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
@@ -147,7 +147,7 @@ class Config(RunConfig):
 
 def blocks(options: Config) -> tuple[ModelConfig, Params, list[Example]]:
     """The model as it is before any update here, and the text in its tokens."""
-    text = files.read_text(options.text)
+    text = json_lines.read_text(options.text)
     size = options.max_length
     if options.model is not None:
         start = pretrained.load(options.model)

@@ -16,7 +16,7 @@ import numpy as np
 
 from rlhf_jax.algorithms.batch import Sequences
 from rlhf_jax.checkpoints import hf, peft
-from rlhf_jax.data import batches, encoding, files
+from rlhf_jax.data import batches, encoding, files, json_lines
 from rlhf_jax.data.encoding import Example
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import layout
@@ -211,7 +211,7 @@ def read_examples(
     """
     longest = start.limit(max_length)
     if source.endswith(".txt"):
-        text = files.read_text(source)
+        text = json_lines.read_text(source)
         return encoding.encode_text(start.tokenizer, text, block_size=longest)
     return encoding.encode_demonstrations(
         start.tokenizer,

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 import jax
 
 from rlhf_jax.algorithms.batch import Rollout
-from rlhf_jax.data import chat, files, hub
-from rlhf_jax.data.files import Row
+from rlhf_jax.data import chat, hub, json_lines
+from rlhf_jax.data.json_lines import Row
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 
@@ -314,7 +314,7 @@ def encode_text(
 
 
 def _places(rows: Sequence[Row]) -> list[str]:
-    return [files.place(row, i) for i, row in enumerate(rows)]
+    return [json_lines.place(row, i) for i, row in enumerate(rows)]
 
 
 def _prompts(

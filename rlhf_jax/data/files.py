@@ -4,24 +4,22 @@
 
 A row is a dict that keeps all its fields: a Python reward is given the rows. What is
 asked and answered is a text, or messages for a chat template (`chat`). A row that was
-read from a file knows its line (`place`), so that every later error can name it.
+read from a file knows its line (`json_lines`), so that every later error can name it.
 """
 
 from __future__ import annotations
 
-import importlib
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from rlhf_jax.data import chat
+from rlhf_jax.data import chat, json_lines
+from rlhf_jax.data.json_lines import LocatedRow, Row
 from rlhf_jax.functional.checks import InputError
 
-Row = dict[str, Any]
 Item = TypeVar("Item")
 
 Blank = Literal["keep", "drop", "error"]
@@ -29,60 +27,6 @@ Blank = Literal["keep", "drop", "error"]
 ASSISTANT = "\n\nAssistant:"  # hh-rlhf: what stands before each answer
 HUMAN = "\n\nHuman:"  # and before each turn of the other side
 SIDES = ("chosen", "rejected")
-MAX_DEPTH = 100  # of JSON within JSON; json itself fails at a depth of its caller's
-
-
-class LocatedRow(Row):
-    """A row with its file and line; a copy, or what another process gets, is a dict."""
-
-    def __init__(self, fields: Row, *, where: str) -> None:
-        super().__init__(fields)
-        self.where = where
-
-    def __or__(self, other: Any) -> Self:  # of any keys, as the row itself
-        """The row with other fields, from the same line."""
-        return type(self)(dict(self) | other, where=self.where)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)
-
-
-def place(row: Row, index: int) -> str:
-    """Where a row stands, for errors: its file and line, or else its number."""
-    return row.where if isinstance(row, LocatedRow) else f"row {index} (from 0)"
-
-
-def read_jsonl(source: str | Path) -> list[Row]:
-    """JSON objects, one a line, or the rows of a Hugging Face data set.
-
-    Args:
-      source: a file, or `hf:NAME` or `hf:NAME:SPLIT` (extra `datasets`; SPLIT is
-        train unless given).
-
-    Raises:
-      InputError: names the file and line that cannot be read.
-    """
-    return [row for _, row in read_located(source)]
-
-
-def read_located(source: str | Path) -> list[tuple[str, Row]]:
-    """(where it stands, row) of `read_jsonl`, so that a message can name the place.
-
-    Raises:
-      InputError: as `read_jsonl`.
-    """
-    if str(source).startswith("hf:"):
-        return _hub_rows(str(source))
-    located = []
-    for where, line in _lines(Path(source)):
-        row = _json(where, line)
-        if not isinstance(row, dict):
-            raise InputError(
-                f"{where}: expected a JSON object, got {type(row).__name__}"
-                f" {line[:40]!r}"
-            )
-        located.append((where, LocatedRow(row, where=where)))
-    return located
 
 
 def read_prompts(source: str | Path, *, field: str = "prompt") -> list[Row]:
@@ -94,10 +38,10 @@ def read_prompts(source: str | Path, *, field: str = "prompt") -> list[Row]:
     if str(source).endswith(".txt"):
         located = [
             (where, LocatedRow({field: line}, where=where))
-            for where, line in _lines(Path(source))
+            for where, line in json_lines.lines(Path(source))
         ]
     else:
-        located = read_located(source)
+        located = json_lines.read_located(source)
     for where, row in located:
         if not chat.content(_asked(where, row, field)).strip():
             raise InputError(
@@ -120,7 +64,7 @@ def read_demonstrations(
         messages are not a prompt and one answer of the assistant.
     """
     rows = []
-    for where, row in read_located(source):
+    for where, row in json_lines.read_located(source):
         if row.get(response) is None and "messages" in row:
             asked, answer = _last_turn(where, row, "messages")
             row = row | {prompt: asked, response: answer}
@@ -146,7 +90,7 @@ def read_preferences(source: str | Path, *, blank: Blank = "keep") -> list[Row]:
         the human; or no pair is left.
     """
     pairs = []
-    for where, row in read_located(source):
+    for where, row in json_lines.read_located(source):
         pair = _preference(where, row)
         empty = [side for side in SIDES if not chat.content(pair[side]).strip()]
         if empty and blank == "error":
@@ -159,14 +103,6 @@ def read_preferences(source: str | Path, *, blank: Blank = "keep") -> list[Row]:
     if not pairs:
         raise InputError(f"{source}: expected a pair of two answers, got empty ones")
     return pairs
-
-
-def read_text(path: str | Path) -> str:
-    """The whole of a plain text file; InputError if it is empty."""
-    text = _read(Path(path))
-    if not text.strip():
-        raise InputError(f"{path}: expected text, got an empty file")
-    return text
 
 
 def hold_out(
@@ -327,40 +263,6 @@ def _written(where: str, row: Row, field: str) -> str | list[Any]:
     return value
 
 
-def _json(where: str, line: str) -> Any:
-    """The value of a line of JSON Lines."""
-    got = f"{where}: expected one JSON object per line, got {line[:40]!r}"
-    try:
-        value = json.loads(line)
-        if not _deeper_than(MAX_DEPTH, value):
-            return value
-    except json.JSONDecodeError as error:
-        raise InputError(f"{got} ({error.msg}, column {error.colno})") from None
-    except RecursionError:
-        pass
-    except ValueError as error:  # an integer of more digits than Python reads
-        raise InputError(f"{got} ({str(error).partition(';')[0]})") from None
-    raise InputError(
-        f"{got}, nested deeper than {MAX_DEPTH} objects or lists; flatten it, or"
-        " remove the row"
-    )
-
-
-def _deeper_than(depth: int, value: Any) -> bool:
-    """Whether lists and objects are nested deeper; without recursion."""
-    level = [value]
-    for _ in range(depth):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-        if not level:
-            return False
-    return any(isinstance(inner, dict | list) for inner in level)
-
-
 def _check_encodable(where: str, field: str, value: Any) -> None:
     """InputError for half a surrogate pair, which neither UTF-8 nor a tokenizer has."""
     texts = [value]
@@ -380,61 +282,3 @@ def _check_encodable(where: str, field: str, value: Any) -> None:
                     f" a surrogate pair, at character {error.start} of"
                     f" {text!r:.40}; remove it, or write the whole character"
                 ) from None
-
-
-def _lines(path: Path) -> list[tuple[str, str]]:
-    """The lines that are not blank; only "\\n" ends one, as JSON Lines has it."""
-    lines = [
-        (f"{path}:{number}", line)
-        for number, line in enumerate(_read(path).split("\n"), start=1)
-        if line.strip()
-    ]
-    if not lines:
-        raise InputError(f"{path}: expected at least one row, got an empty file")
-    return lines
-
-
-def _read(path: Path) -> str:
-    """The text, without the byte order mark that some editors begin a file with."""
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise InputError(
-            f"{path!s:.200}: expected a readable file, got {error.strerror}; check the"
-            " path"
-        ) from None
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{path}: expected UTF-8 text, got byte 0x{error.object[error.start]:02x}"
-            f" at offset {error.start}; convert the file"
-        ) from None
-    except ValueError as error:  # a path with a NUL
-        raise InputError(
-            f"{str(path)!r:.200}: expected the path of a file, got one with an"
-            f" {error}; check the path"
-        ) from None
-
-
-def _hub_rows(source: str) -> list[tuple[str, Row]]:
-    name, _, split = source.removeprefix("hf:").partition(":")
-    try:
-        datasets = importlib.import_module("datasets")
-    except ImportError:
-        raise InputError(
-            f"{source}: a Hugging Face data set needs the package datasets; run"
-            " `pip install 'rlhf-jax[datasets]'`"
-        ) from None
-    try:
-        table = datasets.load_dataset(name, split=split if split else "train")
-    except (OSError, ValueError) as error:  # what datasets raises derives from these
-        raise InputError(
-            f"{source}: expected a Hugging Face data set as hf:NAME or hf:NAME:SPLIT,"
-            f" got: {error}"
-        ) from error
-    if len(table) == 0:
-        raise InputError(f"{source}: expected at least one row, got none")
-    places = (f"{source}[{i}]" for i in range(len(table)))
-    return [
-        (where, LocatedRow(dict(row), where=where))
-        for where, row in zip(places, table, strict=True)
-    ]

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rlhf_jax.checkpoints import hf, pretrained
-from rlhf_jax.data import encoding, files
+from rlhf_jax.data import encoding, json_lines
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.inspection import token_logprobs
@@ -244,7 +244,7 @@ def run(options: Options) -> None:
         vocabulary, or the text is too short.
     """
     if options.text is not None:
-        text = files.read_text(options.text)
+        text = json_lines.read_text(options.text)
     else:
         assert options.prompt is not None  # checked by Options
         text = options.prompt

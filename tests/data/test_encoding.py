@@ -9,7 +9,7 @@ import tokenizers
 import transformers
 
 from rlhf_jax import batch
-from rlhf_jax.data import encoding, files
+from rlhf_jax.data import encoding, files, json_lines
 from rlhf_jax.functional.checks import InputError
 
 WORDS = {"<pad>": 0, "<s>": 1, "</s>": 2, "a": 3, "b": 4, "c": 5, "d": 6}
@@ -139,7 +139,7 @@ def test_text_blocks_share_one_token(tokenizer):
 
 
 def test_real_text(gpt2, shared_data):
-    text = files.read_text(shared_data / "tinyshakespeare.txt")
+    text = json_lines.read_text(shared_data / "tinyshakespeare.txt")
     blocks = encoding.encode_text(gpt2, text, block_size=256)
     assert len(blocks) == 1326  # ceil((338025 - 1) / 255)
     first = [block.response[1:] for block in blocks[:20]]

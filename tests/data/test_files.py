@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from rlhf_jax.data import files
+from rlhf_jax.data import files, json_lines
 from rlhf_jax.functional.checks import InputError
 
 
@@ -23,7 +23,10 @@ def write(tmp_path):
 
 def test_jsonl_rows_keep_all_fields_and_blank_lines_count(write):
     path = write("rows.jsonl", '{"prompt": "a", "answer": 7}', "", '{"prompt": "é"}')
-    assert files.read_jsonl(path) == [{"prompt": "a", "answer": 7}, {"prompt": "é"}]
+    assert json_lines.read_jsonl(path) == [
+        {"prompt": "a", "answer": 7},
+        {"prompt": "é"},
+    ]
     assert files.read_prompts(path) == [{"prompt": "a", "answer": 7}, {"prompt": "é"}]
 
 
@@ -84,17 +87,17 @@ def test_dialogues_are_cut_at_the_last_shared_turn(write):
     ("read", "lines", "message"),
     [
         (
-            files.read_jsonl,
+            json_lines.read_jsonl,
             ['{"a": 1}', "", '{"a": 1,}'],
             r"rows.jsonl:3: expected one JSON object per line, got '{\"a\": 1,}'",
         ),
         (
-            files.read_jsonl,
+            json_lines.read_jsonl,
             ["[1, 2]"],
             r"rows.jsonl:1: expected a JSON object, got list '\[1, 2\]'",
         ),
         (
-            files.read_jsonl,
+            json_lines.read_jsonl,
             ["", "  "],
             r"rows.jsonl: expected at least one row, got an empty file",
         ),
@@ -168,7 +171,7 @@ def test_unreadable_files(tmp_path):
     with pytest.raises(
         InputError, match=r"no.jsonl: expected a readable file, got No such file"
     ):
-        files.read_jsonl(tmp_path / "no.jsonl")
+        json_lines.read_jsonl(tmp_path / "no.jsonl")
     with pytest.raises(InputError, match="got Is a directory; check the path"):
         files.read_prompts(tmp_path)
     latin = tmp_path / "latin.txt"
@@ -182,7 +185,7 @@ def test_unreadable_files(tmp_path):
     with pytest.raises(
         InputError, match=r"empty.txt: expected text, got an empty file"
     ):
-        files.read_text(empty)
+        json_lines.read_text(empty)
 
 
 def test_hub_rows(monkeypatch):
@@ -249,7 +252,7 @@ def test_questions_and_plays(shared_data):
     rows = files.read_prompts(shared_data / "gsm8k" / "test.jsonl", field="question")
     assert len(rows) == 1319
     assert rows[0]["answer"].endswith("#### 18")
-    text = files.read_text(shared_data / "tinyshakespeare.txt")
+    text = json_lines.read_text(shared_data / "tinyshakespeare.txt")
     assert text.startswith("First Citizen:\nBefore we proceed")
     assert len(text) == 1115394
 
@@ -321,7 +324,7 @@ def test_as_much_as_is_allowed_is_read(write):
 def test_a_byte_order_mark_is_no_text(tmp_path, name, text):
     (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
     assert files.read_prompts(tmp_path / name) == [{"prompt": "first"}]
-    assert files.read_text(tmp_path / name) == text
+    assert json_lines.read_text(tmp_path / name) == text
 
 
 @pytest.mark.parametrize("path", ["a\0b.jsonl", "a" * 300, "a" * 300 + ".txt", "."])
@@ -334,10 +337,10 @@ def test_a_path_that_is_no_file_is_one_short_message(path):
 def test_a_row_knows_its_line_and_is_a_plain_dict_elsewhere(write):
     path = write("rows.jsonl", '{"prompt": "a"}', "", '{"prompt": "b", "id": 2}')
     first, second = files.read_prompts(path)
-    assert files.place(second, 1) == f"{path}:3"
-    assert files.place(second | {"asked": "c"}, 1) == f"{path}:3"
+    assert json_lines.place(second, 1) == f"{path}:3"
+    assert json_lines.place(second | {"asked": "c"}, 1) == f"{path}:3"
     assert second | {"id": 3} == {"prompt": "b", "id": 3}
-    assert files.place(dict(first), 7) == "row 7 (from 0)"
+    assert json_lines.place(dict(first), 7) == "row 7 (from 0)"
     # As another process reads it: that one need not import this package.
     pickled = pickle.dumps(second)
     assert b"rlhf_jax" not in pickled

@@ -10,13 +10,13 @@ import toy_files
 from hypothesis import strategies as st
 
 from rlhf_jax import hf
-from rlhf_jax.data import files
+from rlhf_jax.data import files, json_lines
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs.folder import from_json, read_config, to_json
 
 FIELDS = ("prompt", "response", "chosen", "rejected", "messages", "role", "content")
 READERS = (
-    files.read_jsonl,
+    json_lines.read_jsonl,
     files.read_prompts,
     files.read_demonstrations,
     files.read_preferences,
@@ -68,7 +68,7 @@ def test_any_bytes(folder, content):
 def test_any_rows(folder, rows):
     toy_files.jsonl(folder / "any.jsonl", *rows)
     # Every row with its values; NaN is no number that equals itself.
-    assert list(map(repr, files.read_jsonl(folder / "any.jsonl"))) == list(
+    assert list(map(repr, json_lines.read_jsonl(folder / "any.jsonl"))) == list(
         map(repr, rows)
     )
     for read in READERS[1:]:

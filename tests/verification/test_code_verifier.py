@@ -4,7 +4,7 @@ import os
 import pytest
 
 from rlhf_jax import verifiers
-from rlhf_jax.data import files
+from rlhf_jax.data import json_lines
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.verification.code import verifier
 from rlhf_jax.verification.code.verifier import PythonTests, run_tests
@@ -262,7 +262,7 @@ def test_tests_that_cannot_be_run_are_named_with_file_and_line(tmp_path, row, me
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(each) + "\n" for each in ({"tests": "1"}, row)))
     with pytest.raises(InputError, match=f"rows.jsonl:2: {message}"):
-        verifiers.check_answers(files.read_located(file), verifier=PythonTests())
+        verifiers.check_answers(json_lines.read_located(file), verifier=PythonTests())
 
 
 @pytest.mark.parametrize("option", ["seconds", "memory", "file_size", "disk"])

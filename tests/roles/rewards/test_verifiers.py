@@ -11,7 +11,7 @@ import pytest
 
 import rlhf_jax
 from rlhf_jax import rewards, verifiers
-from rlhf_jax.data import files
+from rlhf_jax.data import json_lines
 from rlhf_jax.functional.checks import InputError
 
 
@@ -134,7 +134,7 @@ def test_without_a_marker_the_last_number_may_count():
 def test_every_row_of_gsm8k(shared_data, part):
     """Against the expression of openai/grade-school-math, which strips commas."""
     file = shared_data / "gsm8k" / f"{part}.jsonl"
-    located = files.read_located(file)
+    located = json_lines.read_located(file)
     verify = verifiers.Gsm8k()
     verifiers.check_answers(located, verifier=verify)
     rows = [row for _, row in located]
@@ -224,7 +224,7 @@ def test_answers_that_cannot_be_read_are_named_with_file_and_line(
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(each) + "\n\n" for each in (good, row)))
     with pytest.raises(InputError, match=f"rows.jsonl:3: {message}"):
-        verifiers.check_answers(files.read_located(file), verifier=verifier)
+        verifiers.check_answers(json_lines.read_located(file), verifier=verifier)
     # And later, where nobody checked, a reward names the prompt (test_rewards.py).
     with pytest.raises(ValueError, match=message):
         verifier("p", "r", row)
