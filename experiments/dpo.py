@@ -43,7 +43,7 @@ from rlhf_jax.algorithms.dpo.update import DPO, DPORecipe
 from rlhf_jax.checkpoints import frozen_models, precomputed, pretrained
 from rlhf_jax.checkpoints.frozen_models import Storage
 from rlhf_jax.checkpoints.pretrained import Adapters, Pretrained
-from rlhf_jax.data import encoding, files, packing
+from rlhf_jax.data import digests, encoding, files, packing
 from rlhf_jax.data.files import Blank
 from rlhf_jax.data.packing import PackedRow
 from rlhf_jax.devices import processes, row_sharding, sharding
@@ -267,7 +267,7 @@ def main(options: Config) -> None:
         share=options.held_out,
         seed=options.seed,
     )
-    processes.agree("the pairs", encoding.digest([*pairs, *others]))
+    processes.agree("the pairs", digests.of_tokens([*pairs, *others]))
     rows = packing.pack(pairs, width=options.row_width)
     other_rows = packing.pack(others, width=options.row_width) if others else []
     shape = {"batch_size": options.batch_size, "pad_id": start.pad_id}
@@ -294,7 +294,7 @@ def main(options: Config) -> None:
     given = None if reference is None else np.zeros(first.tokens.shape, np.float32)
     jax.eval_shape(update, initial, batch=first, ref_logprobs=given, base=base)
 
-    meta: dict[str, Any] = {"data_digest": encoding.digest(pairs)}
+    meta: dict[str, Any] = {"data_digest": digests.of_tokens(pairs)}
     if reference is not None:
         meta["reference"] = frozen.fingerprint_of(reference).root
     with run.Run(options, num_steps={"dpo": num_steps}) as job:

@@ -49,7 +49,7 @@ from rlhf_jax.algorithms.policy_gradient import iteration
 from rlhf_jax.algorithms.state import TrainState
 from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.checkpoints.pretrained import Pretrained
-from rlhf_jax.data import batches, encoding, files, json_lines
+from rlhf_jax.data import batches, digests, encoding, files, json_lines, tokenization
 from rlhf_jax.data.encoding import Tokens, Written
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.devices import processes, row_sharding, sharding
@@ -343,7 +343,7 @@ def improve(
             samples = [
                 {"question": question, "answer": answer, "score": float(found)}
                 for (question, answer), found in zip(
-                    encoding.texts(shown, decode=reward.decode),
+                    tokenization.texts(shown, decode=reward.decode),
                     totals[:SHOWN],
                     strict=True,
                 )
@@ -415,8 +415,8 @@ def main(options: Config) -> None:
         )
         before = measure(train.policy)
         meta = {
-            "data_digest": encoding.digest(tokens),
-            "rows_digest": encoding.rows_digest(rows),  # with the answers
+            "data_digest": digests.of_tokens(tokens),
+            "rows_digest": digests.of_rows(rows),  # with the answers
         }
         held = {"train": train, "reference": reference, "root_key": key}
         with (

@@ -66,7 +66,7 @@ from rlhf_jax.algorithms.state import SupervisedState, TrainState
 from rlhf_jax.checkpoints import frozen_models, pretrained
 from rlhf_jax.checkpoints.frozen_models import RewardModel, Storage
 from rlhf_jax.checkpoints.pretrained import Adapters, Pretrained
-from rlhf_jax.data import batches, encoding, files
+from rlhf_jax.data import batches, digests, encoding, files, tokenization
 from rlhf_jax.data.batches import Batches
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.devices import processes, row_sharding, sharding
@@ -837,7 +837,7 @@ def sample_rows(
         for row, score, (prompt, response) in zip(
             shown.index,
             total[:count],
-            encoding.texts(shown, decode=policy.decode),
+            tokenization.texts(shown, decode=policy.decode),
             strict=True,
         )
     ]
@@ -1076,15 +1076,15 @@ def main(options: Config) -> None:
         for name, source in sources.items()
         if source is not None
     }
-    meta = {"data_digest": encoding.digest(token_lists)}
+    meta = {"data_digest": digests.of_tokens(token_lists)}
     if options.reward is not None or options.judge is not None:
-        meta["rows_digest"] = encoding.rows_digest(rows)  # all that they are given
+        meta["rows_digest"] = digests.of_rows(rows)  # all that they are given
     ptx = None
     if options.ptx is not None:
         examples = pretrained.read_examples(
             policy, options.ptx, max_length=options.ptx_max_length
         )
-        meta["ptx_digest"] = encoding.digest(examples)
+        meta["ptx_digest"] = digests.of_tokens(examples)
         ptx = batches.sequence_batches(
             examples,
             batch_size=options.ptx_batch_size,

@@ -46,7 +46,7 @@ from rlhf_jax.algorithms import self_check
 from rlhf_jax.algorithms.batch import Rollout
 from rlhf_jax.algorithms.flow import objective, rollout, score
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
-from rlhf_jax.data import batches, encoding
+from rlhf_jax.data import batches, tokenization
 from rlhf_jax.data.encoding import Example, Pair
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.kl.control import Control
@@ -473,7 +473,9 @@ def adam(learning_rate: float, updates: int) -> optax.GradientTransformation:
 
 def answers_in(answered: Rollout) -> list[tuple[str, str]]:
     """(prompt, response) of every row, words separated by blanks."""
-    return encoding.texts(answered, decode=lambda ids: " ".join(reviews.decode(ids)))
+    return tokenization.texts(
+        answered, decode=lambda ids: " ".join(reviews.decode(ids))
+    )
 
 
 def ids_of(text: str) -> list[int]:

@@ -38,7 +38,7 @@ from rlhf_jax.algorithms.batch import Prompts, Rollout, Sequences
 from rlhf_jax.algorithms.flow import rollout
 from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.checkpoints.pretrained import Pretrained
-from rlhf_jax.data import batches, encoding, files
+from rlhf_jax.data import batches, digests, encoding, files
 from rlhf_jax.data.batches import Batches
 from rlhf_jax.data.encoding import Example, Pair
 from rlhf_jax.devices import processes, row_sharding, sharding
@@ -223,7 +223,7 @@ def main(options: Config) -> None:
     pairs, held_out = files.hold_out(
         everything, share=options.held_out, seed=options.seed
     )
-    processes.agree("the pairs", encoding.digest(everything))
+    processes.agree("the pairs", digests.of_tokens(everything))
     preferences = batches.preference_batches(
         pairs,
         batch_size=options.batch_size,
@@ -291,7 +291,7 @@ def main(options: Config) -> None:
                 params=rewards.normalise(initial.params, scores=jnp.asarray(untrained)),
             )
         report.model_table([("reward model", initial.params, True)])
-        meta = {"data_digest": encoding.digest(pairs)}
+        meta = {"data_digest": digests.of_tokens(pairs)}
         with job.stage("reward_model", initial, meta=meta) as stage:
             for step in stage.steps():
                 stage.state, stats = update(stage.state, batch=preferences[step])

@@ -35,7 +35,15 @@ from rlhf_jax import config, decoder, hf, sft, state
 from rlhf_jax.algorithms.batch import Sequences
 from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.checkpoints.pretrained import Pretrained
-from rlhf_jax.data import batches, encoding, files, json_lines, packing
+from rlhf_jax.data import (
+    batches,
+    digests,
+    encoding,
+    files,
+    json_lines,
+    packing,
+    tokenization,
+)
 from rlhf_jax.data.batches import Batches
 from rlhf_jax.data.encoding import Example
 from rlhf_jax.devices import processes, row_sharding, sharding
@@ -137,7 +145,7 @@ def starting_point(options: Config, *, mesh: Mesh) -> Pretrained:
             sharding=functools.partial(sharding.shardings, mesh=mesh),
         )
     assert options.tokenizer is not None  # checked by Config
-    tokenizer = encoding.load_tokenizer(options.tokenizer)
+    tokenizer = tokenization.load_tokenizer(options.tokenizer)
     model = config.gpt2(
         vocab_size=1 + max(tokenizer.get_vocab().values()),
         hidden_size=options.fresh_hidden_size,
@@ -152,7 +160,7 @@ def starting_point(options: Config, *, mesh: Mesh) -> Pretrained:
         model=layout.fastest(dataclasses.replace(model, attention=options.attention)),
         params=sharding.create(init, mesh=mesh),
         tokenizer=tokenizer,
-        stop_ids=(encoding.eos_token_id(tokenizer),),
+        stop_ids=(tokenization.eos_token_id(tokenizer),),
     )
 
 
@@ -221,7 +229,7 @@ def main(options: Config) -> None:
     examples, held_out = files.hold_out(
         read_examples(options, start), share=options.held_out, seed=options.seed
     )
-    processes.agree("the demonstrations", encoding.digest([*examples, *held_out]))
+    processes.agree("the demonstrations", digests.of_tokens([*examples, *held_out]))
     demonstrations = make_batches(options, examples, start=start, mesh=mesh)
     num_steps = options.num_steps
     if num_steps is None:
@@ -255,7 +263,7 @@ def main(options: Config) -> None:
     before = mean_loss(start.params, in_order, measure=measure)
     with run.Run(options, num_steps={"sft": num_steps}) as job:
         report.model_table([("policy", initial.params, True)])
-        meta = {"data_digest": encoding.digest(examples)}
+        meta = {"data_digest": digests.of_tokens(examples)}
         with job.stage("sft", initial, meta=meta) as stage:
             for step in stage.steps():
                 stage.state, stats = update(stage.state, batch=demonstrations[step])

@@ -51,7 +51,7 @@ from rlhf_jax import config, decoder, frozen, policy, sft, state
 from rlhf_jax.algorithms.batch import Prompts, Rollout, Scored, Sequences
 from rlhf_jax.algorithms.flow import rollout, score
 from rlhf_jax.checkpoints import precomputed, pretrained
-from rlhf_jax.data import batches, encoding, files, json_lines
+from rlhf_jax.data import batches, digests, encoding, files, json_lines
 from rlhf_jax.data.encoding import Example
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
@@ -190,7 +190,7 @@ def train(
         donate_argnames=("state",),
     )
     initial = state.supervised_state(storage.store(params), optimizer=optimizer)
-    meta = {"data_digest": encoding.digest(examples)}
+    meta = {"data_digest": digests.of_tokens(examples)}
     with job.stage(name, initial, meta=meta) as stage:
         for step in stage.steps():
             stage.state, stats = update(stage.state, batch=stream[step])

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from rlhf_jax.algorithms.batch import Rollout
 from rlhf_jax.checkpoints import hf
 from rlhf_jax.checkpoints.pretrained import Pretrained
-from rlhf_jax.data import encoding
+from rlhf_jax.data import tokenization
 from rlhf_jax.devices import sharding
 from rlhf_jax.devices.sharding import MeshOption, MeshShape
 from rlhf_jax.functional.checks import InputError
@@ -269,7 +269,7 @@ def load_reward_model(
 def _check_ids(path_or_repo_id: str, *, policy: Pretrained, role: str) -> None:
     ids = policy.tokenizer.get_vocab()
     try:
-        read = encoding.load_tokenizer(path_or_repo_id).get_vocab()
+        read = tokenization.load_tokenizer(path_or_repo_id).get_vocab()
     except InputError:  # it came without one: the sizes must do
         return
     if not ids.items() <= read.items():

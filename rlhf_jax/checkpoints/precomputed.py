@@ -31,7 +31,7 @@ import numpy as np
 from rich.progress import track
 
 from rlhf_jax.algorithms.batch import Sequences
-from rlhf_jax.data import batches, encoding
+from rlhf_jax.data import batches, digests
 from rlhf_jax.data.encoding import Example, Tokens
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.models.config import ModelConfig
@@ -116,12 +116,12 @@ def load_or_compute(
     of = {
         "fingerprint": frozen.fingerprint_of(reference).root,
         "model": repr(model),
-        "data": encoding.digest(rows),
+        "data": digests.of_tokens(rows),
         "temperature": temperature,
         "batch_size": batch_size,  # other shapes may sum in another order
     }
     if segments is not None:
-        of["segments"] = encoding.digest(segments)
+        of["segments"] = digests.of_tokens(segments)
     name = hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:32]
     values, about = folder / f"{name}.npy", folder / f"{name}.json"
     starts = np.cumsum([0, *map(len, rows)])

@@ -16,7 +16,7 @@ import numpy as np
 
 from rlhf_jax.algorithms.batch import Sequences
 from rlhf_jax.checkpoints import hf, peft
-from rlhf_jax.data import batches, encoding, files, json_lines
+from rlhf_jax.data import batches, encoding, files, json_lines, tokenization
 from rlhf_jax.data.encoding import Example
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import layout
@@ -42,7 +42,7 @@ class Pretrained(NamedTuple):
     @property
     def pad_id(self) -> int:
         """The id that fills up rows."""
-        return encoding.pad_token_id(self.tokenizer)
+        return tokenization.pad_token_id(self.tokenizer)
 
     def limit(self, max_length: int | None) -> int:
         """Tokens that a row may have: `max_length`, or the context if None.
@@ -140,11 +140,11 @@ def load(
         that the model lacks, or this backend has no such attention.
     """
     hf.model_config(path_or_repo_id)  # or the tokenizer is blamed for its config.json
-    reader = encoding.load_tokenizer(
+    reader = tokenization.load_tokenizer(
         path_or_repo_id if tokenizer is None else tokenizer
     )
     model, params = hf.load(path_or_repo_id, dtype="float32", sharding=sharding)
-    encoding.check_vocabulary(reader, vocab_size=model.vocab_size)
+    tokenization.check_vocabulary(reader, vocab_size=model.vocab_size)
     # A chat model may stop at more than the tokenizer's EOS, which may be None.
     stop_ids = [reader.eos_token_id, *hf.stop_ids(path_or_repo_id)]
     return Pretrained(

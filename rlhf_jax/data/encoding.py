@@ -8,18 +8,12 @@ messages, and their answers, are what the tokenizer's chat template writes (`cha
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
-import pickle
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-import jax
-
-from rlhf_jax.algorithms.batch import Rollout
-from rlhf_jax.data import chat, hub, json_lines
+from rlhf_jax.data import chat, json_lines, lengths, tokenization
 from rlhf_jax.data.json_lines import Row
+from rlhf_jax.data.lengths import Overlong
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 
@@ -28,12 +22,6 @@ if TYPE_CHECKING:
 
 Tokens = Sequence[int]
 Written = str | list[chat.Message]  # a text, or messages for the chat template
-Overlong = Literal["error", "drop"]
-_DOWNLOADED = [  # all that tokenizers are made of, and config.json names their class
-    *("config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.*", "merges.txt", "*.model", "*.tiktoken", "chat_template*"),
-    "additional_chat_templates/*",
-]
 
 
 class Example(NamedTuple):
@@ -50,93 +38,6 @@ class Pair(NamedTuple):
     chosen: Tokens  # with EOS
     rejected: Tokens  # with EOS
     margin: float | None = None  # score difference asked for
-
-
-def load_tokenizer(path_or_id: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a checkpoint folder or a hub id; InputError if there is none."""
-    from transformers import AutoTokenizer
-
-    expected = f"{path_or_id}: expected a folder with tokenizer.json, or a hub id, got"
-    folder = hub.folder(path_or_id, patterns=_DOWNLOADED)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder))
-    except Exception as error:  # the tokenizers library raises bare Exception
-        said = " ".join(str(error).split())
-        raise InputError(f"{expected}: {said:.200}") from error
-    if tokenizer.vocab_size == 0:  # what transformers makes of a config.json alone
-        raise InputError(
-            f"{expected} none of its files; save the tokenizer there, or name the"
-            " folder that holds it with --tokenizer"
-        )
-    return tokenizer
-
-
-def check_vocabulary(tokenizer: PreTrainedTokenizerBase, *, vocab_size: int) -> None:
-    """InputError if the tokenizer gives ids that a model of `vocab_size` lacks.
-
-    The model may have more: checkpoints pad their embeddings.
-    """
-    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    if largest >= vocab_size:
-        raise InputError(
-            f"expected a tokenizer with ids below the model's vocabulary size"
-            f" {vocab_size}, got id {largest} for {token!r}; use the tokenizer that the"
-            " model was trained with"
-        )
-
-
-def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id that fills up rows, not EOS unless the tokenizer says so.
-
-    Without one in the tokenizer any id does, since masks come from lengths.
-    """
-    pad = cast("int | None", tokenizer.pad_token_id)
-    if pad is not None:
-        return pad
-    return 1 if tokenizer.eos_token_id == 0 else 0
-
-
-def eos_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id that ends an answer; InputError if the tokenizer has none."""
-    eos = cast("int | None", tokenizer.eos_token_id)
-    if eos is None:
-        raise InputError(
-            "expected a tokenizer with an EOS token, got none; set eos_token in its"
-            " tokenizer_config.json"
-        )
-    return eos
-
-
-def texts(
-    rollout: Rollout, *, decode: Callable[[list[int]], str]
-) -> list[tuple[str, str]]:
-    """(prompt, response) of every row, as text."""
-    tokens, mask, response_mask = jax.device_get(
-        (rollout.tokens, rollout.mask, rollout.response_mask)
-    )
-    return [
-        (decode(row[kept & ~response].tolist()), decode(row[response].tolist()))
-        for row, kept, response in zip(tokens, mask, response_mask, strict=True)
-    ]
-
-
-def digest(rows: Sequence[Example] | Sequence[Pair] | Sequence[Tokens]) -> str:
-    """SHA-256 of token lists: a resumed run must read what it began with."""
-    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
-
-
-def rows_digest(rows: Sequence[Row]) -> str:
-    """SHA-256 of all fields of rows, for what a reward function or a verifier reads.
-
-    What JSON does not hold, as an image of a Hugging Face data set, counts by its
-    pickle.
-    """
-
-    def pickled(value: Any) -> str:
-        return hashlib.sha256(pickle.dumps(value, protocol=4)).hexdigest()
-
-    text = json.dumps(rows, sort_keys=True, default=pickled)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def encode_prompts(
@@ -168,7 +69,7 @@ def encode_prompts(
                 f"{where}: expected a prompt of at least 1 token, got none of"
                 f" {row[field]!r:.60}; remove the row"
             )
-    fits = _fits(
+    fits = lengths.fits(
         [len(tokens) for tokens in prompts],
         texts=[row[field] for row in rows],
         places=places,
@@ -214,7 +115,7 @@ def encode_demonstrations(
         stop_ids=stop_ids,
     )
     examples = list(map(Example, prompts, responses))
-    fits = _fits(
+    fits = lengths.fits(
         [len(example.prompt) + len(example.response) for example in examples],
         texts=[row[prompt] for row in rows],
         places=places,
@@ -265,7 +166,7 @@ def encode_preferences(
         _margin(where, row, margin) for where, row in zip(places, rows, strict=True)
     ]
     pairs = list(map(Pair, prompts, chosen, rejected, margins))
-    fits = _fits(
+    fits = lengths.fits(
         [len(p.prompt) + max(len(p.chosen), len(p.rejected)) for p in pairs],
         texts=[row["prompt"] for row in rows],
         places=places,
@@ -303,7 +204,7 @@ def encode_text(
     """
     if block_size < 2:
         raise InputError(f"expected a block size of at least 2, got {block_size}")
-    (tokens,) = _encode(tokenizer, [text], special=False)
+    (tokens,) = tokenization.encode(tokenizer, [text], special=False)
     if len(tokens) < 2:
         raise InputError(f"expected a text of at least 2 tokens, got {len(tokens)}")
     stride = block_size - 1
@@ -331,12 +232,14 @@ def _prompts(
     ]
     # A template writes BOS itself, and so does a text that one was put to by hand.
     bos = [tokenizer.bos_token_id]
-    twice = 2 * bos if _encode(tokenizer, [""], special=True) == [bos] else None
+    twice = (
+        2 * bos if tokenization.encode(tokenizer, [""], special=True) == [bos] else None
+    )
     of_texts = iter(
         tokens[1:] if tokens[:2] == twice else tokens
-        for tokens in _encode(tokenizer, texts, special=True)
+        for tokens in tokenization.encode(tokenizer, texts, special=True)
     )
-    of_chats = iter(_encode(tokenizer, chats, special=False))
+    of_chats = iter(tokenization.encode(tokenizer, chats, special=False))
     return [next(of_texts if isinstance(text, str) else of_chats) for text in asked]
 
 
@@ -350,7 +253,7 @@ def _answers(
     stop_ids: Sequence[int] | None,
 ) -> list[list[int]]:
     """The answers to `asked`, whose tokens are `prompts`; each ends once."""
-    stops = tuple(stop_ids) if stop_ids else (eos_token_id(tokenizer),)
+    stops = tuple(stop_ids) if stop_ids else (tokenization.eos_token_id(tokenizer),)
     texts = [
         cast("str", answer)  # as `data` has checked
         if isinstance(prompt, str)
@@ -358,7 +261,7 @@ def _answers(
         for prompt, answer, where in zip(asked, written, places, strict=True)
     ]
     answers = []
-    for i, tokens in enumerate(_encode(tokenizer, texts, special=False)):
+    for i, tokens in enumerate(tokenization.encode(tokenizer, texts, special=False)):
         if isinstance(asked[i], str):
             ended = bool(tokens) and tokens[-1] in stops
             answers.append(tokens if ended else [*tokens, stops[0]])
@@ -366,15 +269,6 @@ def _answers(
             of = {"prompt": prompts[i], "stop_ids": stops, "where": places[i]}
             answers.append(chat.answer_tokens(tokenizer, tokens, **of))
     return answers
-
-
-def _encode(
-    tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bool
-) -> list[list[int]]:
-    if not texts:  # of which a tokenizer makes an error
-        return []
-    # verbose=False: lengths are checked here, against the context of the model.
-    return tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"]
 
 
 def _check_packed(pair: Pair, row: Row, *, where: str, widest: int | None) -> None:
@@ -404,37 +298,3 @@ def _margin(where: str, row: Row, field: str | None) -> float | None:
             f" {value!r:.40}; correct the row, or name the field that holds the margin"
         )
     return float(value)
-
-
-def _fits(
-    lengths: Sequence[int],
-    *,
-    texts: Sequence[Written],
-    places: Sequence[str],
-    max_length: int,
-    overlong: Overlong,
-    widest: int | None,
-) -> list[int]:
-    """Which of `lengths` are at most `max_length`; none of these may be wider."""
-    fits = [i for i, length in enumerate(lengths) if length <= max_length]
-    if overlong == "error" and len(fits) < len(lengths):
-        row = next(i for i, length in enumerate(lengths) if length > max_length)
-        raise InputError(
-            f"{places[row]}: expected at most {max_length} tokens, got {lengths[row]}"
-            f" of {texts[row]!r:.60}; shorten it, allow more, or leave out what is too"
-            " long with overlong='drop'"
-        )
-    if not fits:
-        raise InputError(
-            f"expected a row of at most {max_length} tokens, got {len(lengths)} rows,"
-            f" the shortest with {min(lengths)}; allow more"
-        )
-    for row in fits:
-        if widest is not None and lengths[row] > widest:
-            raise InputError(
-                f"{places[row]}: expected at most {widest} tokens, the largest bucket"
-                f" or the width of a packed row, got {lengths[row]} of"
-                f" {texts[row]!r:.60}; add a larger bucket, make rows wider, or remove"
-                " the row"
-            )
-    return fits

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rlhf_jax.checkpoints import hf, pretrained
-from rlhf_jax.data import encoding, json_lines
+from rlhf_jax.data import json_lines, tokenization
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.inspection import token_logprobs
@@ -285,7 +285,7 @@ def run(options: Options) -> None:
 def _check_tokenizer(reference: str, *, ids: dict[str, int]) -> None:
     """InputError where the reference gives the policy's tokens other ids."""
     try:
-        own = encoding.load_tokenizer(reference).get_vocab()
+        own = tokenization.load_tokenizer(reference).get_vocab()
     except InputError:  # it came without one: the sizes must do
         return
     differing = sorted(t for t in ids.keys() & own.keys() if ids[t] != own[t])

@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 
 from rlhf_jax import config, decoder, hf
 from rlhf_jax.checkpoints import shards
-from rlhf_jax.data import encoding, hub
+from rlhf_jax.data import hub, tokenization
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.models import heads
 from rlhf_jax.models.families import gpt2, llama
@@ -658,7 +658,7 @@ def test_a_name_that_is_a_path_is_told_so(monkeypatch, name, message):
         raise LocalEntryNotFoundError("no connection\nand more")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    for load in (hf.load, encoding.load_tokenizer):
+    for load in (hf.load, tokenization.load_tokenizer):
         with pytest.raises(InputError, match=message) as got:
             load(name)
         assert "\n" not in str(got.value)
@@ -672,7 +672,7 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(monkeypatch):
     )
     monkeypatch.setattr(hub, "SECONDS", 0.1)
     started = time.perf_counter()
-    for load in (hf.load, encoding.load_tokenizer):
+    for load in (hf.load, tokenization.load_tokenizer):
         with pytest.raises(InputError, match=r"the hub says: no answer in 0.1 s; is "):
             load("owner/mistyped")
     assert time.perf_counter() - started < 5

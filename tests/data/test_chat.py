@@ -17,7 +17,15 @@ import transformers
 from test_trainers import TOY_PPO, play
 
 from rlhf_jax import config, sft
-from rlhf_jax.data import batches, chat, encoding, files, packing, templates
+from rlhf_jax.data import (
+    batches,
+    chat,
+    encoding,
+    files,
+    packing,
+    templates,
+    tokenization,
+)
 from rlhf_jax.data.encoding import Example, Pair
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.rewards import text as text_rewards
@@ -150,7 +158,7 @@ def test_pairs_are_texts_or_messages(reader, prompt, answer):
 
 
 def test_gpt2s_tokens(shared_data):
-    reader = encoding.load_tokenizer(shared_data / "gpt2-tokenizer")
+    reader = tokenization.load_tokenizer(shared_data / "gpt2-tokenizer")
     reader.add_special_tokens(
         {"extra_special_tokens": ["<|im_start|>", "<|im_end|>"]},
     )
@@ -291,7 +299,7 @@ def test_masks_come_from_lengths_where_the_padding_is_a_real_token():
         ends = one.tokens[one.response_mask] == QWEN.eos_token_id
         assert ends.sum() in (len(pairs), 2 * len(pairs)), "an end for every answer"
     reader = byte_tokenizer(CHATML, eos="<|im_end|>", pad="<|im_end|>")
-    assert encoding.pad_token_id(reader) == encoding.eos_token_id(reader)
+    assert tokenization.pad_token_id(reader) == tokenization.eos_token_id(reader)
 
 
 def test_a_packed_conversation_has_the_loss_of_one_alone():
@@ -343,7 +351,7 @@ def test_a_python_reward_gets_the_messages_and_a_readable_text():
     read = text_rewards.read(answered, decode=decode, rows=rows)
     asked = "system\nBe kind.\nuser\nHi\nassistant\n"
     assert read.lists == ([asked], ["Yes"], [row])
-    assert encoding.texts(answered, decode=decode) == [(asked, "Yes")]
+    assert tokenization.texts(answered, decode=decode) == [(asked, "Yes")]
 
 
 def written(tmp_path, *rows):
@@ -463,7 +471,7 @@ def tuned(tmp_path_factory):
 def test_sft_learns_packed_conversations(tuned):
     folder, summary = tuned
     assert summary["held_out_loss"] < 0.02 < summary["held_out_loss_before"]
-    reader = encoding.load_tokenizer(folder)  # its template went along
+    reader = tokenization.load_tokenizer(folder)  # its template went along
     rows = [{"prompt": [user("a dog")], "response": "ran so"}]
     assert demonstrate(reader, *rows) == [
         Example(

@@ -9,7 +9,7 @@ import tokenizers
 import transformers
 
 from rlhf_jax import batch
-from rlhf_jax.data import encoding, files, json_lines
+from rlhf_jax.data import digests, encoding, files, json_lines, tokenization
 from rlhf_jax.functional.checks import InputError
 
 WORDS = {"<pad>": 0, "<s>": 1, "</s>": 2, "a": 3, "b": 4, "c": 5, "d": 6}
@@ -34,38 +34,38 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def gpt2(shared_data):
-    return encoding.load_tokenizer(shared_data / "gpt2-tokenizer")
+    return tokenization.load_tokenizer(shared_data / "gpt2-tokenizer")
 
 
 def test_gpt2_tokens(gpt2):
     rows = [{"prompt": "Hello, how are you doing today?"}]
     _, (tokens,) = encoding.encode_prompts(gpt2, rows, max_length=8)
     assert tokens == [15496, 11, 703, 389, 345, 1804, 1909, 30]
-    assert encoding.eos_token_id(gpt2) == 50256
-    assert encoding.pad_token_id(gpt2) == 0  # it has none; EOS must not stand in
+    assert tokenization.eos_token_id(gpt2) == 50256
+    assert tokenization.pad_token_id(gpt2) == 0  # it has none; EOS must not stand in
 
 
 def test_vocabularies_that_disagree(gpt2):
-    encoding.check_vocabulary(gpt2, vocab_size=50257)
-    encoding.check_vocabulary(gpt2, vocab_size=50304)
+    tokenization.check_vocabulary(gpt2, vocab_size=50257)
+    tokenization.check_vocabulary(gpt2, vocab_size=50304)
     with pytest.raises(
         InputError, match=r"size 50256, got id 50256 for '<\|endoftext\|>'; use the"
     ):
-        encoding.check_vocabulary(gpt2, vocab_size=50256)
+        tokenization.check_vocabulary(gpt2, vocab_size=50256)
 
 
 def test_no_tokenizer(tmp_path):
     expected = "expected a folder with tokenizer.json, or a hub id, got: "
     with pytest.raises(InputError, match=expected):
-        encoding.load_tokenizer(tmp_path)
+        tokenization.load_tokenizer(tmp_path)
     with pytest.raises(InputError, match="nowhere'; that looks like a path, and there"):
-        encoding.load_tokenizer(tmp_path / "nowhere")
+        tokenization.load_tokenizer(tmp_path / "nowhere")
     (tmp_path / "tokenizer.json").write_text('{"model":')
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "GPT2Tokenizer"})
     )
     with pytest.raises(InputError, match=expected):
-        encoding.load_tokenizer(tmp_path)
+        tokenization.load_tokenizer(tmp_path)
 
 
 def test_special_tokens_stand_at_the_ends(tokenizer):
@@ -74,13 +74,13 @@ def test_special_tokens_stand_at_the_ends(tokenizer):
         encoding.Example([1, 3, 4], [5, 2])
     ]
     assert encoding.encode_prompts(tokenizer, rows, max_length=3)[1] == [[1, 3, 4]]
-    assert encoding.pad_token_id(tokenizer) == 0
-    assert encoding.pad_token_id(word_tokenizer(eos_token="<pad>")) == 1
+    assert tokenization.pad_token_id(tokenizer) == 0
+    assert tokenization.pad_token_id(word_tokenizer(eos_token="<pad>")) == 1
 
 
 def test_an_answer_needs_an_end():
     with pytest.raises(InputError, match="a tokenizer with an EOS token, got none; se"):
-        encoding.eos_token_id(word_tokenizer())
+        tokenization.eos_token_id(word_tokenizer())
 
 
 def test_preferences_and_margins(tokenizer):
@@ -168,7 +168,7 @@ def test_texts_of_a_rollout(tokenizer):
         index=jnp.arange(2),
         sample=jnp.zeros(2, jnp.int32),
     )
-    assert encoding.texts(answered, decode=tokenizer.decode) == [
+    assert tokenization.texts(answered, decode=tokenizer.decode) == [
         ("a b", "c </s>"),
         ("a b c", "d a b"),
     ]
@@ -176,14 +176,16 @@ def test_texts_of_a_rollout(tokenizer):
 
 def test_a_digest_tells_token_lists_apart():
     lists = [[[1, 2], [3]], [[1], [2, 3]], [[1, 2, 3]], [[3], [1, 2]]]
-    assert len({encoding.digest(tokens) for tokens in lists}) == len(lists)
+    assert len({digests.of_tokens(tokens) for tokens in lists}) == len(lists)
     examples = [encoding.Example([1], [2])]
-    assert encoding.digest(examples) == encoding.digest(list(examples))
-    assert encoding.digest(examples) != encoding.digest([encoding.Example([1], [3])])
+    assert digests.of_tokens(examples) == digests.of_tokens(list(examples))
+    assert digests.of_tokens(examples) != digests.of_tokens(
+        [encoding.Example([1], [3])]
+    )
 
 
 def test_a_checkpoint_without_a_tokenizer():
     """transformers makes an empty one of its config.json."""
     folder = places.FIXTURES / "gpt2"
     with pytest.raises(InputError, match=r"got none of its files; .*--tokenizer"):
-        encoding.load_tokenizer(folder)
+        tokenization.load_tokenizer(folder)

@@ -11,7 +11,7 @@ import toy_files
 import toys
 
 from rlhf_jax import hf, policy
-from rlhf_jax.data import encoding
+from rlhf_jax.data import tokenization
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.inspection import token_kl, token_logprobs
 from rlhf_jax.inspection.token_logprobs import Alternative, Price, Token
@@ -134,7 +134,7 @@ def test_what_cannot_be_priced(tokens, model, message):
 
 def test_tokens_read_as_in_their_place(shared_data):
     """Of real byte-level tokens, with characters of several tokens among them."""
-    reader = encoding.load_tokenizer(shared_data / "gpt2-tokenizer")
+    reader = tokenization.load_tokenizer(shared_data / "gpt2-tokenizer")
     text = "Naïve “café” 🙂🤖 for  two\n\n\tlines — 日本語."
     ids = reader(text)["input_ids"]
     pieces = [

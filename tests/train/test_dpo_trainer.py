@@ -11,7 +11,7 @@ import toys
 from test_trainers import contents, refused
 
 from rlhf_jax import fingerprint, hf, policy
-from rlhf_jax.data import batches, encoding
+from rlhf_jax.data import batches, encoding, tokenization
 from rlhf_jax.data.encoding import Example
 from rlhf_jax.runs import command_line, metrics
 
@@ -55,7 +55,7 @@ def play(out, files, *argv):
 def logprobs(folder, side):
     """Σ log π(answer | prompt) of each of `PAIRS`, from the saved checkpoint."""
     model, params = hf.load(folder)
-    reader = encoding.load_tokenizer(folder)
+    reader = tokenization.load_tokenizer(folder)
     pairs = encoding.encode_preferences(reader, PAIRS, max_length=16)
     [texts] = batches.sequences_in_order(
         [Example(pair.prompt, getattr(pair, side)) for pair in pairs],
@@ -168,7 +168,7 @@ def test_another_reference_and_none(files, tmp_path):
 @pytest.fixture(scope="module")
 def real(shared_data, tmp_path_factory):
     """A fresh GPT-2 of a little width, with the real vocabulary."""
-    reader = encoding.load_tokenizer(shared_data / "gpt2-tokenizer")
+    reader = tokenization.load_tokenizer(shared_data / "gpt2-tokenizer")
     model = toy_files.config.gpt2(
         vocab_size=1 + max(reader.get_vocab().values()),
         hidden_size=16,

@@ -10,7 +10,7 @@ import toy_files
 from test_trainers import contents, play, refused
 
 from rlhf_jax import config, grpo, hf
-from rlhf_jax.data import encoding
+from rlhf_jax.data import tokenization
 from rlhf_jax.runs import command_line, metrics
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -80,7 +80,7 @@ def test_it_learns_the_answers_and_resumes_to_the_bit(files, tmp_path):
 @pytest.mark.long
 def test_the_real_files_without_a_reference(shared_data, tmp_path):
     """GPT-2's tokenizer; a tiny model that knows nothing solves nothing."""
-    tokenizer = encoding.load_tokenizer(shared_data / "gpt2-tokenizer")
+    tokenizer = tokenization.load_tokenizer(shared_data / "gpt2-tokenizer")
     model = config.gpt2(
         vocab_size=50257, hidden_size=8, num_layers=1, num_heads=1, max_positions=128
     )

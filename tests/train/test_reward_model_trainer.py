@@ -9,7 +9,7 @@ import reward_model
 import toy_files
 
 from rlhf_jax import hf, rewards
-from rlhf_jax.data import batches, encoding
+from rlhf_jax.data import batches, encoding, tokenization
 from rlhf_jax.runs import command_line
 
 PAIR = {"prompt": "the cat", "chosen": "is very good .", "rejected": "was bad"}
@@ -46,7 +46,7 @@ def play(out, files, *argv):
 
 def scores_of_written(folder):
     model, params = hf.load_reward(folder)
-    reader = encoding.load_tokenizer(folder)
+    reader = tokenization.load_tokenizer(folder)
     examples = encoding.encode_demonstrations(reader, WRITTEN, max_length=16)
     [texts] = batches.sequences_in_order(examples, batch_size=3, pad_id=0)
     score = jax.jit(rewards.sequence_scores, static_argnames="model")

@@ -17,7 +17,7 @@ import toys
 
 from rlhf_jax import fingerprint, hf, rewards
 from rlhf_jax.checkpoints import frozen_models, pretrained
-from rlhf_jax.data import encoding
+from rlhf_jax.data import tokenization
 from rlhf_jax.data.files import hold_out
 from rlhf_jax.runs import command_line, metrics
 
@@ -110,7 +110,7 @@ def test_sft_from_nothing_leaves_a_checkpoint(files, tmp_path):
 
 def losses_of(out, model, params, row):
     """-log p of every token of the response, from logits of the saved checkpoint."""
-    reader = encoding.load_tokenizer(out / "model")
+    reader = tokenization.load_tokenizer(out / "model")
     prompt, response = reader(row["prompt"])["input_ids"], reader(row["response"])
     tokens = jnp.array([[*prompt, *response["input_ids"], reader.eos_token_id]])
     logits = toys.logits(

@@ -7,7 +7,7 @@ import json
 import jax.numpy as jnp
 import pytest
 
-from rlhf_jax.data import encoding
+from rlhf_jax.data import digests
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import folder, metrics, run
 from rlhf_jax.runs.snapshots import files, resume
@@ -125,19 +125,21 @@ def test_a_row_that_a_reward_reads_may_not_change(tmp_path):
     rows = [{"prompt": "2 + 2", "answer": 4}, {"prompt": "1 + 1", "answer": 2}]
     # Of the JSON text, by hand.
     text = '[{"answer": 4, "prompt": "2 + 2"}, {"answer": 2, "prompt": "1 + 1"}]'
-    assert encoding.rows_digest(rows) == hashlib.sha256(text.encode()).hexdigest()
+    assert digests.of_rows(rows) == hashlib.sha256(text.encode()).hexdigest()
     other = [{"prompt": "2 + 2", "answer": 5}, rows[1]]
     config = Config(out=tmp_path / "run")
-    play(config, meta={"rows_digest": encoding.rows_digest(rows)}, stop=4)
+    play(config, meta={"rows_digest": digests.of_rows(rows)}, stop=4)
     again = dataclasses.replace(config, resume=True)
     with pytest.raises(InputError, match=r"snapshot 4 of only: expected rows_digest"):
-        play(again, meta={"rows_digest": encoding.rows_digest(other)})
-    play(again, meta={"rows_digest": encoding.rows_digest(rows)})
+        play(again, meta={"rows_digest": digests.of_rows(other)})
+    play(again, meta={"rows_digest": digests.of_rows(rows)})
 
 
 def test_rows_with_values_that_json_does_not_hold():
-    digests = [encoding.rows_digest([{"image": value}]) for value in (b"1", b"1", b"2")]
-    assert digests[0] == digests[1] != digests[2]
+    one, same, other = (
+        digests.of_rows([{"image": value}]) for value in (b"1", b"1", b"2")
+    )
+    assert one == same != other
 
 
 def test_a_snapshot_that_does_not_say_is_told(capsys):

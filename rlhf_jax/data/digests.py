@@ -1,0 +1,30 @@
+"""Digests of data, by which a resumed run knows that it reads what it began with."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+from rlhf_jax.data.json_lines import Row
+
+
+def of_tokens(rows: Sequence[Sequence[object]]) -> str:
+    """SHA-256 of token lists, or of records of them such as `encoding.Example`."""
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+
+def of_rows(rows: Sequence[Row]) -> str:
+    """SHA-256 of all fields of rows, for what a reward function or a verifier reads.
+
+    What JSON does not hold, as an image of a Hugging Face data set, counts by its
+    pickle.
+    """
+
+    def pickled(value: Any) -> str:
+        return hashlib.sha256(pickle.dumps(value, protocol=4)).hexdigest()
+
+    text = json.dumps(rows, sort_keys=True, default=pickled)
+    return hashlib.sha256(text.encode()).hexdigest()
