@@ -93,7 +93,8 @@ def texts(
 def encode(
     tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bool
 ) -> list[list[int]]:
-    if not texts:  # of which a tokenizer makes an error
+    """Token ids of each text, with the tokenizer's special tokens if `special`."""
+    if not texts:  # tokenizers raise an error for an empty list
         return []
     # verbose=False: lengths are checked here, against the context of the model.
     return tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"]
