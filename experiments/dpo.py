@@ -53,7 +53,7 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import Attention, Remat
 from rlhf_jax.models.lora import init
 from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.runs import command_line, report, run
+from rlhf_jax.runs import command_line, plots, report, run
 from rlhf_jax.runs.folder import RunConfig, write_summary
 
 Array = jax.Array
@@ -344,7 +344,7 @@ def main(options: Config) -> None:
         ("", "before", "after"),
         [(name, before[name], after[name]) for name in after],
     )
-    report.plots(job.folder)
+    plots.draw(job.folder)
     summary: dict[str, Any] = {
         "pairs": len(pairs),
         "rows": len(rows),

@@ -59,7 +59,7 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import Attention, Remat
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards.model import Scores
-from rlhf_jax.runs import command_line, folder, metrics, report, run
+from rlhf_jax.runs import command_line, folder, metrics, plots, run
 from rlhf_jax.verification.pool import PooledReward, VerifierPool
 
 Array = jax.Array
@@ -445,7 +445,7 @@ def main(options: Config) -> None:
         "kl_last": last.get("objective/kl"),
         "seconds": time.perf_counter() - started,
     }
-    report.plots(job.folder)
+    plots.draw(job.folder)
     folder.write_summary(job.folder, summary)
     print(f"accuracy {before:.3f} before, {after:.3f} after; {job.folder / 'model'}")
 

@@ -31,7 +31,7 @@ from rlhf_jax.data import batches
 from rlhf_jax.functional import checks
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.runs import command_line, folder, metrics, report, run
+from rlhf_jax.runs import command_line, folder, metrics, plots, report, run
 
 Array = jax.Array
 NEW_TOKENS = 12
@@ -177,7 +177,7 @@ def main(options: Config) -> None:
         ("", "first update", "last update"),
         [(name, rows[0][name], rows[-1][name]) for name in SHOWN],
     )
-    report.plots(job.folder)
+    plots.draw(job.folder)
     folder.write_summary(job.folder, {name: rows[-1][name] for name in SHOWN})
 
 

@@ -91,6 +91,7 @@ from rlhf_jax.runs import (
     drift_report,
     folder,
     metrics,
+    plots,
     report,
     run,
 )
@@ -1207,7 +1208,7 @@ def main(options: Config) -> None:
         }
         print(f"reference verified, fingerprint {summary['reference_fingerprint']}")
         print(f"policy moved, relative weight drift {moved['relative']:.3g}")
-    report.plots(job.folder)
+    plots.draw(job.folder)
     summary["seconds"] = time.perf_counter() - started
     folder.write_summary(job.folder, summary)
     print(f"{summary['seconds']:.0f} s; the policy is in {job.folder / 'model'}")

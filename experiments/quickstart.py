@@ -54,7 +54,7 @@ from rlhf_jax.models import layout
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference import storage
 from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.runs import alarms, command_line, drift_report, folder, report, run
+from rlhf_jax.runs import alarms, command_line, drift_report, folder, plots, report, run
 
 Array = jax.Array
 Params = Any
@@ -570,7 +570,7 @@ def main(options: Config) -> None:
     print(f"reference verified unchanged, fingerprint {fingerprint}")
     print(f"policy moved, relative weight drift {moved:.4f}")
     print(f"reward model agrees with the gold order of {accuracy:.1%} held-out pairs")
-    report.plots(job.folder)
+    plots.draw(job.folder)
     summary = {
         **{f"{key}_reference": before[key] for key in MEASURED},
         **{f"{key}_policy": after[key] for key in MEASURED},

@@ -46,7 +46,7 @@ from rlhf_jax.devices.sharding import MeshOption
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import Attention, Remat
-from rlhf_jax.runs import command_line, folder, report, run
+from rlhf_jax.runs import command_line, folder, plots, report, run
 
 Array = jax.Array
 Params = Any
@@ -329,7 +329,7 @@ def main(options: Config) -> None:
             shown += [(f"mean {of}", mean), (f"standard deviation {of}", std)]
             summary |= {f"{when}_mean": mean, f"{when}_std": std}
     report.table("Reward model", ("", "value"), shown)
-    report.plots(job.folder)
+    plots.draw(job.folder)
     summary["seconds"] = time.perf_counter() - started
     folder.write_summary(job.folder, summary)
     print(f"{summary['seconds']:.0f} s; go on with --reward-model {saved}")

@@ -52,7 +52,7 @@ from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import layout
 from rlhf_jax.models.config import Attention, Remat
-from rlhf_jax.runs import command_line, folder, report, run
+from rlhf_jax.runs import command_line, folder, plots, report, run
 
 Params = Any
 
@@ -285,7 +285,7 @@ def main(options: Config) -> None:
         ("", "before", "after"),
         [(f"{len(held_out)} held-out examples", before, after)],
     )
-    report.plots(job.folder)
+    plots.draw(job.folder)
     summary = {
         "held_out_loss_before": before,
         "held_out_loss": after,

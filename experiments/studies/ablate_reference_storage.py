@@ -59,7 +59,7 @@ from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.planning import compiled, workload
 from rlhf_jax.roles.reference import storage
 from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.runs import command_line, report, run
+from rlhf_jax.runs import command_line, plots, report, run
 from rlhf_jax.runs.folder import RunConfig, write_json, write_summary
 
 Params = Any
@@ -478,7 +478,7 @@ def main(options: Config) -> None:
             ("storage", *(columns[name] for name in shown)),
             [(row["storage"], *(row[name] for name in shown)) for row in rows],
         )
-    report.plots(job.folder)
+    plots.draw(job.folder)
     draw(rows).savefig(job.folder / "plots" / "storage.png", dpi=110)
     write_json(job.folder / "storage.json", {"rows": rows})
     summary = {

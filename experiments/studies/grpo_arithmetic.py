@@ -52,7 +52,7 @@ from rlhf_jax.functional import checks
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference import storage
 from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.runs import command_line, folder, report, run
+from rlhf_jax.runs import command_line, folder, plots, report, run
 
 Array = jax.Array
 Params = Any
@@ -377,7 +377,7 @@ def main(options: Config) -> None:
             ),
         ],
     )
-    report.plots(job.folder)
+    plots.draw(job.folder)
     folder.write_summary(job.folder, summary)
     print(
         f"KL {summary['kl']:.2f} nats per response; {summary['seconds']:.0f} s; "

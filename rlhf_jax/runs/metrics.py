@@ -5,42 +5,24 @@ from __future__ import annotations
 import collections
 import contextlib
 import json
-import math
 import os
 import sys
 import time
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, Self
+from typing import Any, BinaryIO, Self
 
 import jax
 
 from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.masked import Stats
-from rlhf_jax.runs import alarms, write_errors
+from rlhf_jax.runs import alarms, jsonl, write_errors
 from rlhf_jax.runs.alarms import Alarm
-from rlhf_jax.runs.folder import write_text
+from rlhf_jax.runs.loggers import Row, Sink
 
 FILES = ("metrics", "timings", "samples", "positions")
 EVERY_STEP = ("metrics", "timings")  # have one row per step
-Row = dict[str, float | None]
-
-
-class Sink(Protocol):
-    """Somewhere else for the rows of metrics.jsonl: a terminal, TensorBoard, W&B."""
-
-    def begin(self, stage: str, step: int) -> None:
-        """A stage starts, or goes on, at `step`."""
-
-    def write(
-        self, stage: str, step: int, row: Row, active: Sequence[Alarm] = ()
-    ) -> None:
-        """A step's values, None where not measured, and the alarms that are active."""
-
-    def close(self) -> None:
-        """The run ends, well or not."""
 
 
 class Recorder:
@@ -143,7 +125,7 @@ class Recorder:
         if stage not in self._begun:
             self._begun.append(stage)
         for name, path in self._paths.items():
-            _cut(path, step=step, begun=self._begun)
+            jsonl.cut(path, step=step, begun=self._begun)
             self._files[name].close()
             self._open(name)
         self._stage, self.latest = stage, {}
@@ -238,8 +220,8 @@ class Recorder:
             twice = sorted(at for at, n in collections.Counter(steps).items() if n > 1)
             which = ""
             if name in EVERY_STEP:
-                which = f" (missing are {_ranges(lost)})" if lost else ""
-                which += f" (more than once {_ranges(twice)})" if twice else ""
+                which = f" (missing are {jsonl.ranges(lost)})" if lost else ""
+                which += f" (more than once {jsonl.ranges(twice)})" if twice else ""
             told = (
                 f"{self._paths[name]}: expected the {rows.get(name)} rows of {stage} "
                 f"that snapshot {step} was saved with, got {len(steps)}{which}"
@@ -283,7 +265,7 @@ class Recorder:
                 f"expected rows without {' and '.join(place)}, which every line has "
                 f"already, got {', '.join(row)}; rename them"
             )
-        line = place | {key: _strict(value) for key, value in row.items()}
+        line = place | {key: jsonl.strict(value) for key, value in row.items()}
         text = json.dumps(line, ensure_ascii=False, allow_nan=False)
         with write_errors.writing(self._paths[name]):
             self._files[name].write(text.encode() + b"\n")
@@ -297,138 +279,10 @@ def read(path: Path) -> list[dict[str, Any]]:
     Raises:
       InputError: a line is not a row with a stage and a step; names file and line.
     """
-    return [row for _, row in _lines(path)]
-
-
-class TensorBoard:
-    """Events in folder/tensorboard, by stage and step (extra `tensorboard`).
-
-    A resumed run writes the steps after its snapshot again, with the same values.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
-
-        self._writer = SummaryWriter(os.fspath(folder / "tensorboard"))
-
-    def begin(self, stage: str, step: int) -> None:
-        """Does nothing: every row names its stage."""
-
-    def write(
-        self, stage: str, step: int, row: Row, active: Sequence[Alarm] = ()
-    ) -> None:
-        """Writes a scalar for every measured value, and a text for a new alarm."""
-        for name, value in row.items():
-            if value is not None:
-                self._writer.add_scalar(f"{stage}/{name}", value, step)
-        for alarm in alarms.begun(active, step=step):
-            self._writer.add_text(f"{stage}/alarms/{alarm.name}", alarm.message, step)
-
-    def close(self) -> None:
-        """Closes the writer, which flushes it."""
-        self._writer.close()
-
-
-class Wandb:
-    """A W&B run named for the folder, each stage on its own step axis (extra `wandb`).
-
-    The run's id stands in folder/wandb.txt, so that a resume goes on with it.
-    """
-
-    def __init__(self, folder: Path, *, config: dict[str, Any]) -> None:
-        import wandb  # pyright: ignore[reportMissingImports]
-
-        id_file = folder / "wandb.txt"
-        if not id_file.exists():
-            write_text(id_file, uuid.uuid4().hex)
-        self._run = wandb.init(
-            project="rlhf_jax",
-            name=folder.absolute().name,
-            id=id_file.read_text(),
-            resume="allow",
-            dir=folder,
-            config=config,
-        )
-
-    def begin(self, stage: str, step: int) -> None:
-        """Gives the stage's metrics a step axis of their own."""
-        self._run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
-
-    def write(
-        self, stage: str, step: int, row: Row, active: Sequence[Alarm] = ()
-    ) -> None:
-        """Logs every measured value, and raises a W&B alert for a new alarm."""
-        values = {name: value for name, value in row.items() if value is not None}
-        self._run.log({f"{stage}/{k}": v for k, v in {"step": step, **values}.items()})
-        for alarm in alarms.begun(active, step=step):
-            title = f"{stage} step {step}: {alarm.name}"
-            self._run.alert(title=title, text=alarm.message)
-
-    def close(self) -> None:
-        """Finishes the W&B run."""
-        self._run.finish()
+    return [row for _, row in jsonl.lines(path)]
 
 
 def _mean(value: Any, weight: Any) -> float | None:
     if weight is None:
         return float(value)
     return float(value) / float(weight) if weight != 0 else None
-
-
-def _strict(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_strict(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return json.dumps(value)
-    return value
-
-
-def _lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    *complete, _ = path.read_bytes().split(b"\n")
-    return [(line, _parse(line, path, n)) for n, line in enumerate(complete, start=1)]
-
-
-def _parse(line: bytes, path: Path, number: int) -> dict[str, Any]:
-    with contextlib.suppress(ValueError):
-        match json.loads(line):
-            case {"stage": str(), "step": int()} as row:
-                return row
-    raise InputError(
-        f"{path}, line {number}: expected an object with 'stage' and 'step', got "
-        f"{line[:60]!r}; put the file back as it was, or remove the line and resume "
-        f"with --accept-lost-rows"
-    )
-
-
-def _ranges(steps: Sequence[int]) -> str:
-    """ "step 3", or "steps 1, 4 to 6": neighbours taken together."""
-    runs: list[list[int]] = []
-    for step in steps:
-        if runs and step == runs[-1][1] + 1:
-            runs[-1][1] = step
-        else:
-            runs.append([step, step])
-    told = [f"{a}" if a == b else f"{a} to {b}" for a, b in runs[:8]]
-    more = ["and more"] if len(runs) > 8 else []
-    return f"step{'s' if len(steps) > 1 else ''} {', '.join(told + more)}"
-
-
-def _cut(path: Path, *, step: int, begun: Sequence[str]) -> None:
-    """Drops the rows of the last stage in `begun` from `step` on; the others' stay.
-
-    Its rows move behind those of the stages begun before it, of which one that went
-    back has written its last rows again.
-    """
-    *earlier, stage = begun
-    kept = [
-        (line + b"\n", row["stage"])
-        for line, row in _lines(path)
-        if row["stage"] != stage or row["step"] < step
-    ]
-    order = [of for _, of in kept if of == stage or of in earlier]
-    moves = order != sorted(order, key=begun.index)
-    if moves:
-        kept.sort(key=lambda row: row[1] == stage)
-    text = b"".join(line for line, _ in kept)
-    if moves or len(text) < path.stat().st_size:
-        write_text(path, text.decode())

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from rich import progress
 from rich.console import Console
 from rich.table import Table
@@ -23,7 +18,7 @@ from rich.text import Text
 
 from rlhf_jax.devices import processes
 from rlhf_jax.models import leaves
-from rlhf_jax.runs import alarms, metrics, write_errors
+from rlhf_jax.runs import alarms, loggers
 from rlhf_jax.runs.alarms import Alarm
 from rlhf_jax.runs.folder import RunConfig, to_json
 
@@ -40,67 +35,6 @@ SHOWN = (
     "objective/kl_coef",
     "response/length",
 )
-
-
-PLOTS: dict[str, dict[str, dict[str, str]]] = {
-    "language_model": {"loss\n[nats per token]": {"loss/language_model": "loss"}},
-    "reward_model": {
-        "loss\n[nats per pair]": {"loss/pairwise": "loss"},
-        "accuracy\n[share of pairs]": {"pairwise/accuracy": "accuracy"},
-    },
-    "dpo": {
-        "loss\n[a pair]": {"loss/dpo": "loss"},
-        "accuracy\n[share of pairs]": {"dpo/accuracy": "accuracy"},
-        "implicit reward\n[reward units]": {
-            "dpo/chosen_reward": "chosen",
-            "dpo/rejected_reward": "rejected",
-        },
-        "log-probability\n[nats per response]": {
-            "dpo/chosen_logprob": "chosen",
-            "dpo/rejected_logprob": "rejected",
-        },
-    },
-    "reward": {
-        "reward\n[reward units per response]": {
-            "objective/scores": "score",
-            "objective/rlhf_reward": "score minus KL penalty",
-        },
-        "held-out judge\n[its own units]": {"judge/score": "judge"},
-    },
-    "kl": {
-        "KL to the reference\n[nats per response]": {
-            "objective/kl": "k1",
-            "objective/kl_k3": "k3",
-        },
-        "KL coefficient\n[reward units per nat]": {"objective/kl_coef": "coefficient"},
-    },
-    "entropy": {"entropy\n[nats per token]": {"objective/entropy": "policy"}},
-    "drift": {
-        "weight drift\n[share of the reference]": {
-            "drift/relative": "Σ‖Δ‖ / Σ‖ref‖",
-            "drift/global_norm": "‖Δ‖ / ‖ref‖",
-        },
-    },
-    "perplexity": {
-        "log perplexity\n[nats per token]": {
-            "objective/ref_nll": "responses, under the reference",
-            "eval/held_out_nll": "held-out text, under the policy",
-            "eval/out_of_domain_nll": "out-of-domain text, under the policy",
-        },
-    },
-    "losses": {
-        "policy loss\n[reward units]": {"loss/policy": "policy"},
-        "value loss\n[reward units²]": {"loss/value": "value"},
-    },
-    "length": {
-        "response length\n[tokens]": {"response/length": "length"},
-        "share of responses": {
-            "response/eos_fraction": "ended by EOS",
-            "response/distinct_fraction": "distinct",
-        },
-    },
-}
-"""{figure: {y label of a panel: {metric: label of its line}}}"""
 
 
 class Progress:
@@ -146,7 +80,7 @@ class Progress:
         self,
         stage: str,
         step: int,
-        row: metrics.Row,
+        row: loggers.Row,
         active: Sequence[Alarm] = (),
     ) -> None:
         """Prints the alarms that have just begun, and the step's values on the bar."""
@@ -177,21 +111,21 @@ class Progress:
             self._bars.stop()
 
 
-def sinks(config: RunConfig, *, num_steps: Mapping[str, int]) -> list[metrics.Sink]:
+def sinks(config: RunConfig, *, num_steps: Mapping[str, int]) -> list[loggers.Sink]:
     """The sinks that a run asks for, for `metrics.Recorder`; makes those on disk.
 
     `num_steps` holds each stage's number of steps, in their order. Of several processes
     the first has them.
     """
-    chosen: list[metrics.Sink] = []
+    chosen: list[loggers.Sink] = []
     if not processes.is_first():
         return chosen
     if config.progress:
         chosen.append(Progress(num_steps))
     if config.tensorboard:
-        chosen.append(metrics.TensorBoard(config.out))
+        chosen.append(loggers.TensorBoard(config.out))
     if config.wandb:
-        chosen.append(metrics.Wandb(config.out, config=to_json(config)))
+        chosen.append(loggers.Wandb(config.out, config=to_json(config)))
     return chosen
 
 
@@ -262,76 +196,6 @@ def model_table(roles: Sequence[tuple[str, PyTree | None, bool]]) -> None:
         )
     table("Models", ("role", "parameters", "MiB", "dtype", "status"), rows)
     Console().print(f"{counts[True]:,} trainable, {counts[False]:,} frozen")
-
-
-def plots(folder: Path) -> list[Path]:
-    """Draws what folder/metrics.jsonl holds, as folder/plots/*.png.
-
-    A line per stage and metric; with many steps their running mean, over the single
-    steps in a lighter colour. Steps that were not measured are gaps.
-
-    Returns:
-      The figures drawn: those of `PLOTS` with a metric that some row holds. Of several
-      processes the first draws.
-
-    Raises:
-      WriteError: they cannot be written.
-    """
-    if not processes.is_first():
-        return []
-    rows = metrics.read(folder / "metrics.jsonl")
-    drawn = []
-    with write_errors.writing(folder / "plots"):
-        (folder / "plots").mkdir(exist_ok=True)
-        for name, panels in PLOTS.items():
-            names = {metric for lines in panels.values() for metric in lines}
-            found = [row for row in rows if not names.isdisjoint(row)]
-            if found:
-                drawn.append(folder / "plots" / f"{name}.png")
-                _draw(found, panels).savefig(drawn[-1], dpi=150)
-    return drawn
-
-
-def _draw(rows: list[dict[str, Any]], panels: dict[str, dict[str, str]]) -> Figure:
-    stages = list(dict.fromkeys(row["stage"] for row in rows))
-    window = 1 + len(rows) // len(stages) // 25
-    figure = Figure(figsize=(7, 1.2 + 2.3 * len(panels)), layout="constrained")
-    axes = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
-    for axis, (label, lines) in zip(axes, panels.items(), strict=True):
-        for stage, (metric, name) in itertools.product(stages, lines.items()):
-            measured = [r for r in rows if r["stage"] == stage and metric in r]
-            if measured:
-                name = name if len(stages) == 1 else f"{stage}: {name}"
-                _line(axis, measured, metric, label=name, window=window)
-        axis.set_ylabel(label)
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
-        handles, labels = axis.get_legend_handles_labels()
-        if len(labels) > 1:
-            axis.legend(handles, labels, frameon=False)
-    note = f" (bold: mean of {window} steps)" if window > 1 else ""
-    axes[-1].set_xlabel(f"step of {', '.join(stages)}{note}")
-    axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
-    figure.align_ylabels()
-    return figure
-
-
-def _line(
-    axis: Axes, rows: list[dict[str, Any]], metric: str, *, label: str, window: int
-) -> None:
-    steps = [row["step"] for row in rows]
-    values = np.array(
-        [math.nan if row[metric] is None else float(row[metric]) for row in rows]
-    )
-    finite = np.isfinite(values)
-    kernel = np.ones(window)
-    sums = np.convolve(np.where(finite, values, 0.0), kernel, mode="same")
-    counts = np.convolve(finite, kernel, mode="same")
-    mean = np.where(finite, sums / np.maximum(counts, 1.0), np.nan)
-    marker = "o" if len(rows) <= 25 else None
-    (bold,) = axis.plot(steps, mean, label=label, marker=marker, markersize=3)
-    if window > 1:
-        axis.plot(steps, values, color=bold.get_color(), alpha=0.3, linewidth=0.8)
 
 
 def _cell(value: Any) -> str:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runs import metrics
+from rlhf_jax.runs import loggers, metrics
 
 
 class Memory:
@@ -292,7 +292,7 @@ def test_tensorboard_gets_what_was_measured(tmp_path, monkeypatch):
     module = types.ModuleType("tensorboardX")
     module.SummaryWriter = SummaryWriter
     monkeypatch.setitem(sys.modules, "tensorboardX", module)
-    sinks = [metrics.TensorBoard(tmp_path)]
+    sinks = [loggers.TensorBoard(tmp_path)]
     with metrics.Recorder(tmp_path, sinks=sinks, check=large) as record:
         record.begin("ppo")
         record.write(2, stats(1.25) | {"none": (jnp.float32(0), jnp.float32(0))})
@@ -333,7 +333,7 @@ def test_wandb_goes_on_with_its_run(tmp_path, monkeypatch):
     module.init = init
     monkeypatch.setitem(sys.modules, "wandb", module)
     for _ in range(2):
-        sink = metrics.Wandb(tmp_path, config={"seed": 1})
+        sink = loggers.Wandb(tmp_path, config={"seed": 1})
         with metrics.Recorder(tmp_path, sinks=[sink], check=large) as record:
             record.begin("ppo", step=2)
             record.write(2, stats(2.5))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from rlhf_jax.runs import metrics, report
+from rlhf_jax.runs import loggers, metrics, plots, report
 from rlhf_jax.runs.alarms import Alarm
 from rlhf_jax.runs.folder import RunConfig
 
@@ -114,9 +114,9 @@ def test_progress_on_a_terminal_shows_the_latest_numbers():
 def test_a_run_gets_the_sinks_it_asks_for(tmp_path, monkeypatch):
     made = []
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    monkeypatch.setattr(metrics, "TensorBoard", lambda folder: made.append(folder))
+    monkeypatch.setattr(loggers, "TensorBoard", lambda folder: made.append(folder))
     monkeypatch.setattr(
-        metrics, "Wandb", lambda folder, config: made.append((folder, config["seed"]))
+        loggers, "Wandb", lambda folder, config: made.append((folder, config["seed"]))
     )
     quiet = RunConfig(out=tmp_path, progress=False)
     assert report.sinks(quiet, num_steps={"ppo": 1}) == []
@@ -177,7 +177,7 @@ def write_rows(folder: Path, rows: list[dict]) -> None:
 def ppo_row(step: int) -> dict:
     names = {
         name
-        for panels in report.PLOTS.values()
+        for panels in plots.PLOTS.values()
         for lines in panels.values()
         for name in lines
         if not name.endswith(("model", "pairwise", "accuracy"))
@@ -194,8 +194,8 @@ def test_every_figure_of_a_pipeline_is_drawn(tmp_path):
         "pairwise/accuracy": 0,
     }
     write_rows(tmp_path, [sft, reward, *map(ppo_row, range(60))])
-    drawn = report.plots(tmp_path)
-    assert [path.stem for path in drawn] == list(report.PLOTS)
+    drawn = plots.draw(tmp_path)
+    assert [path.stem for path in drawn] == list(plots.PLOTS)
     assert sorted(drawn) == sorted((tmp_path / "plots").iterdir())
     for path in drawn:
         image = matplotlib.image.imread(path)
@@ -205,7 +205,7 @@ def test_every_figure_of_a_pipeline_is_drawn(tmp_path):
 
 def test_only_what_was_measured_is_drawn(tmp_path):
     write_rows(tmp_path, [{"stage": "ppo", "step": 0, "objective/entropy": 1.0}])
-    assert [path.name for path in report.plots(tmp_path)] == ["entropy.png"]
+    assert [path.name for path in plots.draw(tmp_path)] == ["entropy.png"]
 
 
 @pytest.mark.parametrize("count", [4, 60])
@@ -217,7 +217,7 @@ def test_a_line_follows_the_rows(count):
     ]
     rows[2]["objective/kl"] = None
     rows[3]["objective/kl"] = "Infinity"
-    figure = report._draw(rows, {"KL": {"objective/kl": "k1"}})
+    figure = plots._figure(rows, {"KL": {"objective/kl": "k1"}})
     (axis,) = figure.axes
     bold = axis.lines[0]
     gap = [not np.isfinite(y) for y in bold.get_ydata()]
@@ -233,7 +233,7 @@ def test_a_line_follows_the_rows(count):
 
 def test_two_stages_are_two_lines():
     rows = [{"stage": s, "step": 0, "objective/kl": 1.0} for s in ("warm", "ppo")]
-    figure = report._draw(rows, {"KL": {"objective/kl": "k1"}})
+    figure = plots._figure(rows, {"KL": {"objective/kl": "k1"}})
     labels = [line.get_label() for line in figure.axes[0].lines]
     assert labels == ["warm: k1", "ppo: k1"]
 
@@ -243,4 +243,4 @@ def test_plots_read_what_a_recorder_writes(tmp_path):
         record.begin("ppo")
         record.write(0, {"loss/value": (jnp.float32(jnp.nan), jnp.float32(1))})
         record.write(1, {"loss/value": (jnp.float32(0), jnp.float32(0))})
-    assert [path.name for path in report.plots(tmp_path)] == ["losses.png"]
+    assert [path.name for path in plots.draw(tmp_path)] == ["losses.png"]

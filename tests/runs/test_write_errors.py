@@ -21,7 +21,14 @@ import pytest
 from rlhf_jax import frozen
 from rlhf_jax.checkpoints import shards
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runs import command_line, folder, metrics, report, run, write_errors
+from rlhf_jax.runs import (
+    command_line,
+    folder,
+    metrics,
+    plots,
+    run,
+    write_errors,
+)
 
 FULL = "No space left on device"
 TENSORSTORE = (
@@ -144,7 +151,7 @@ def test_a_checkpoint_and_figures_that_cannot_be_written(tmp_path, monkeypatch):
         record.write(0, {"objective/kl": one(1)})
     monkeypatch.setattr(matplotlib.figure.Figure, "savefig", refuse)
     with pytest.raises(write_errors.WriteError, match=f"plots could not be .* {FULL}"):
-        report.plots(tmp_path)
+        plots.draw(tmp_path)
 
 
 @pytest.mark.parametrize(
