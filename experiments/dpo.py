@@ -54,7 +54,8 @@ from rlhf_jax.models.config import Attention, Remat
 from rlhf_jax.models.lora import init
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.runs import command_line, plots, report, run
-from rlhf_jax.runs.folder import RunConfig, write_summary
+from rlhf_jax.runs.folder import write_summary
+from rlhf_jax.runs.run_config import RunConfig
 
 Array = jax.Array
 Params = Any

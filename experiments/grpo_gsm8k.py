@@ -59,7 +59,7 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import Attention, Remat
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards.model import Scores
-from rlhf_jax.runs import command_line, folder, metrics, plots, run
+from rlhf_jax.runs import command_line, folder, metrics, plots, run, run_config
 from rlhf_jax.verification.pool import PooledReward, VerifierPool
 
 Array = jax.Array
@@ -70,7 +70,7 @@ SAMPLE_EVERY, SHOWN = 10, 4  # iterations, and answers in samples.jsonl each tim
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(folder.RunConfig):
+class Config(run_config.RunConfig):
     model: str
     """Policy to start from, a checkpoint folder or hub id."""
     data: str

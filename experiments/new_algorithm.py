@@ -31,7 +31,7 @@ from rlhf_jax.data import batches
 from rlhf_jax.functional import checks
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.runs import command_line, folder, metrics, plots, report, run
+from rlhf_jax.runs import command_line, folder, metrics, plots, report, run, run_config
 
 Array = jax.Array
 NEW_TOKENS = 12
@@ -41,7 +41,7 @@ GRADES = np.array([reviews.GRADES.get(w, 0) for w in reviews.VOCABULARY], np.flo
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(folder.RunConfig):
+class Config(run_config.RunConfig):
     num_steps: int = 100
     """Updates."""
     batch_size: int = 64

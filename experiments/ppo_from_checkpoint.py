@@ -94,6 +94,7 @@ from rlhf_jax.runs import (
     plots,
     report,
     run,
+    run_config,
 )
 from rlhf_jax.runs.alarms import Limits
 
@@ -105,7 +106,7 @@ RECIPE = Recipe(num_minibatches=4)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(folder.RunConfig):
+class Config(run_config.RunConfig):
     model: str
     """Policy to start from, a checkpoint folder or hub id."""
     prompts: str

@@ -54,7 +54,16 @@ from rlhf_jax.models import layout
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference import storage
 from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.runs import alarms, command_line, drift_report, folder, plots, report, run
+from rlhf_jax.runs import (
+    alarms,
+    command_line,
+    drift_report,
+    folder,
+    plots,
+    report,
+    run,
+    run_config,
+)
 
 Array = jax.Array
 Params = Any
@@ -69,7 +78,7 @@ SHOWN = 6  # samples side by side at the end
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(folder.RunConfig):
+class Config(run_config.RunConfig):
     num_steps: int = 40
     """PPO iterations."""
     kl_coef: float = 0.2

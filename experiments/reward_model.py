@@ -46,14 +46,14 @@ from rlhf_jax.devices.sharding import MeshOption
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import Attention, Remat
-from rlhf_jax.runs import command_line, folder, plots, report, run
+from rlhf_jax.runs import command_line, folder, plots, report, run, run_config
 
 Array = jax.Array
 Params = Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(folder.RunConfig):
+class Config(run_config.RunConfig):
     model: str
     """Language model to start from, a checkpoint folder or hub id."""
     data: str

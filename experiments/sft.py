@@ -52,13 +52,13 @@ from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import layout
 from rlhf_jax.models.config import Attention, Remat
-from rlhf_jax.runs import command_line, folder, plots, report, run
+from rlhf_jax.runs import command_line, folder, plots, report, run, run_config
 
 Params = Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(folder.RunConfig):
+class Config(run_config.RunConfig):
     data: str
     """JSONL, .txt, or hf:NAME:SPLIT."""
     model: str | None = None

@@ -47,7 +47,8 @@ from rlhf_jax.models import layout
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.generation.decode import Generated
 from rlhf_jax.runs import command_line, report
-from rlhf_jax.runs.folder import RunConfig, open_run, write_summary
+from rlhf_jax.runs.folder import open_run, write_summary
+from rlhf_jax.runs.run_config import RunConfig
 
 Array = jax.Array
 Run = Callable[[], Any]

@@ -35,7 +35,8 @@ from benchmarks import resident
 from rlhf_jax import logprobs
 from rlhf_jax.functional import checks
 from rlhf_jax.runs import command_line, report
-from rlhf_jax.runs.folder import RunConfig, open_run, write_summary
+from rlhf_jax.runs.folder import open_run, write_summary
+from rlhf_jax.runs.run_config import RunConfig
 
 Array = jax.Array
 HERE = Path(__file__).resolve().parent

@@ -52,7 +52,7 @@ from rlhf_jax.functional import checks
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference import storage
 from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.runs import command_line, folder, run
+from rlhf_jax.runs import command_line, folder, run, run_config
 
 Array = jax.Array
 # `ppo.iteration` or another's, its options given.
@@ -73,7 +73,7 @@ class Setting(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(folder.RunConfig):
+class Config(run_config.RunConfig):
     num_worlds: int = 3
     """Worlds, each of a seed of its own: --seed, the next, ..."""
     betas: tuple[float, ...] = (1.0, 0.55, 0.3, 0.17, 0.1)

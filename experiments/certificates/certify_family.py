@@ -46,7 +46,7 @@ from rlhf_jax.functional import checks
 from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference import storage
-from rlhf_jax.runs import command_line, folder, report, run
+from rlhf_jax.runs import command_line, folder, report, run, run_config
 
 NATS = 0.03  # KL(π ‖ π*) of a policy that has reached the optimum without a critic
 RECIPES = {
@@ -64,7 +64,7 @@ RECIPES = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(folder.RunConfig):
+class Config(run_config.RunConfig):
     num_worlds: int = 3
     """Worlds, each of a seed of its own: --seed, the next, ..."""
     algorithms: tuple[Literal["grpo", "rloo", "dpo"], ...] = ("grpo", "rloo", "dpo")

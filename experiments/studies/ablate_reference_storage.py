@@ -60,7 +60,8 @@ from rlhf_jax.planning import compiled, workload
 from rlhf_jax.roles.reference import storage
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.runs import command_line, plots, report, run
-from rlhf_jax.runs.folder import RunConfig, write_json, write_summary
+from rlhf_jax.runs.folder import write_json, write_summary
+from rlhf_jax.runs.run_config import RunConfig
 
 Params = Any
 Row = dict[str, Any]

@@ -52,7 +52,7 @@ from rlhf_jax.functional import checks
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference import storage
 from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.runs import command_line, folder, plots, report, run
+from rlhf_jax.runs import command_line, folder, plots, report, run, run_config
 
 Array = jax.Array
 Params = Any
@@ -65,7 +65,7 @@ PROMPT_TOKENS = len("<1+2+3>")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(folder.RunConfig):
+class Config(run_config.RunConfig):
     num_steps: int = 1000
     """GRPO iterations."""
     batch_size: int = 512

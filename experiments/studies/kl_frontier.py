@@ -38,7 +38,7 @@ from rlhf_jax.data import batches
 from rlhf_jax.data.batches import Batches
 from rlhf_jax.functional import checks
 from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.runs import command_line, folder, metrics, report, run
+from rlhf_jax.runs import command_line, folder, metrics, report, run, run_config
 from studies import overoptimisation
 
 Array = jax.Array
@@ -51,7 +51,7 @@ OF_BETA = ("objective/scores", "objective/kl", "response/distinct_fraction")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(folder.RunConfig):
+class Config(run_config.RunConfig):
     kl_coefs: tuple[float, ...] = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5)
     """The β to compare, reward units per nat."""
     num_seeds: int = 3

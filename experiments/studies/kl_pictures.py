@@ -49,7 +49,8 @@ from rlhf_jax.functional import checks
 from rlhf_jax.functional.kl.penalty import Penalty
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.runs import command_line, report
-from rlhf_jax.runs.folder import RunConfig, open_run, write_summary
+from rlhf_jax.runs.folder import open_run, write_summary
+from rlhf_jax.runs.run_config import RunConfig
 
 Array = jax.Array
 Params = Any

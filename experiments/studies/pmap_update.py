@@ -50,7 +50,8 @@ from rlhf_jax.data import batches
 from rlhf_jax.functional import checks
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.runs import command_line, report
-from rlhf_jax.runs.folder import RunConfig, open_run, write_summary
+from rlhf_jax.runs.folder import open_run, write_summary
+from rlhf_jax.runs.run_config import RunConfig
 
 Array = jax.Array
 DEVICES = "devices"  # the mapped axis

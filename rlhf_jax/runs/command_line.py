@@ -23,14 +23,8 @@ import tyro
 from rlhf_jax.devices import processes, program_cache
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.runs import lock, write_errors
-from rlhf_jax.runs.folder import (
-    CONFIG,
-    RunConfig,
-    check_run,
-    from_json,
-    read_config,
-    to_json,
-)
+from rlhf_jax.runs.folder import CONFIG, check_run, read_config
+from rlhf_jax.runs.run_config import RunConfig, from_json, to_json
 
 Config = TypeVar("Config", bound=RunConfig)
 Presets = Mapping[str, Mapping[str, Any]]  # {name: {field: default}}

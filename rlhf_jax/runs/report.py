@@ -20,7 +20,7 @@ from rlhf_jax.devices import processes
 from rlhf_jax.models import leaves
 from rlhf_jax.runs import alarms, loggers
 from rlhf_jax.runs.alarms import Alarm
-from rlhf_jax.runs.folder import RunConfig, to_json
+from rlhf_jax.runs.run_config import RunConfig, to_json
 
 PyTree = Any
 SHOWN = (

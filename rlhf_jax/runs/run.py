@@ -28,7 +28,8 @@ from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.functional.masked import Stats
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.runs import alarms, command_line, deadline, lock, metrics, report
-from rlhf_jax.runs.folder import RunConfig, open_run, to_json, versions
+from rlhf_jax.runs.folder import open_run, versions
+from rlhf_jax.runs.run_config import RunConfig, to_json
 from rlhf_jax.runs.snapshots import files, proof, resume, snapshots
 from rlhf_jax.runs.snapshots.integrity import DamagedError
 

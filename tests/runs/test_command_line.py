@@ -13,7 +13,7 @@ import places
 import pytest
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runs import command_line, folder
+from rlhf_jax.runs import command_line, folder, run_config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Group:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(folder.RunConfig):
+class Config(run_config.RunConfig):
     lora: Group = Group()
     num_steps: int = 10
     """PPO steps."""

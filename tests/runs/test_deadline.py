@@ -22,7 +22,8 @@ import pytest
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import command_line, deadline, metrics, run
-from rlhf_jax.runs.folder import RunConfig, write_summary
+from rlhf_jax.runs.folder import write_summary
+from rlhf_jax.runs.run_config import RunConfig
 
 HANGS_AT = 5
 SECONDS = 1.5

@@ -13,15 +13,8 @@ from rlhf_jax.devices import sharding
 from rlhf_jax.devices.sharding import MeshShape
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runs.folder import (
-    RunConfig,
-    check_run,
-    from_json,
-    open_run,
-    read_config,
-    to_json,
-    write_summary,
-)
+from rlhf_jax.runs.folder import check_run, open_run, read_config, write_summary
+from rlhf_jax.runs.run_config import RunConfig, from_json, to_json
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,8 @@ import places
 import pytest
 
 from rlhf_jax.runs import command_line, metrics
-from rlhf_jax.runs.folder import RunConfig, open_run, write_summary
+from rlhf_jax.runs.folder import open_run, write_summary
+from rlhf_jax.runs.run_config import RunConfig
 from rlhf_jax.runs.snapshots.snapshots import Snapshots
 
 STAGES = ("sft", "ppo")

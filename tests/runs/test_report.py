@@ -15,7 +15,7 @@ from rich.console import Console
 
 from rlhf_jax.runs import loggers, metrics, plots, report
 from rlhf_jax.runs.alarms import Alarm
-from rlhf_jax.runs.folder import RunConfig
+from rlhf_jax.runs.run_config import RunConfig
 
 
 def plain(width: int = 120) -> Console:

@@ -8,12 +8,12 @@ import pytest
 
 from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runs import folder, metrics, run
+from rlhf_jax.runs import metrics, run, run_config
 from rlhf_jax.runs.snapshots.snapshots import Snapshots
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(folder.RunConfig):
+class Config(run_config.RunConfig):
     num_steps: int = 10
     snapshot_every: int = 2
     progress: bool = False

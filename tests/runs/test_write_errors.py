@@ -27,6 +27,7 @@ from rlhf_jax.runs import (
     metrics,
     plots,
     run,
+    run_config,
     write_errors,
 )
 
@@ -38,7 +39,7 @@ TENSORSTORE = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(folder.RunConfig):
+class Config(run_config.RunConfig):
     num_steps: int = 6
     snapshot_every: int = 2
     progress: bool = False

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from rlhf_jax import hf
 from rlhf_jax.data import files, json_lines
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runs.folder import from_json, read_config, to_json
+from rlhf_jax.runs.folder import read_config
+from rlhf_jax.runs.run_config import from_json, to_json
 
 FIELDS = ("prompt", "response", "chosen", "rejected", "messages", "role", "content")
 READERS = (

@@ -8,7 +8,7 @@ import pytest
 import test_bad_options
 from bad_inputs import TRAINERS
 
-from rlhf_jax.runs import folder
+from rlhf_jax.runs import folder, run_config
 
 files = test_bad_options.files
 
@@ -39,7 +39,7 @@ def begun(trainer, files, out, **changes):
         experiment.Config, description="", argv=words
     )
     out.mkdir()
-    fields = folder.to_json(config) | changes
+    fields = run_config.to_json(config) | changes
     fields = {name: value for name, value in fields.items() if value is not ...}
     recorded = {"config": fields, "versions": folder.versions()}
     (out / "config.json").write_text(json.dumps(recorded))
@@ -93,5 +93,5 @@ def test_recorded_is_what_a_run_records(files, tmp_path):
     begun("ppo", files, tmp_path / "run")
     read = folder.read_config(tmp_path / "run" / "config.json")
     path = tmp_path / "run" / "config.json"
-    config = folder.from_json(ppo_from_checkpoint.Config, read, source=path)
+    config = run_config.from_json(ppo_from_checkpoint.Config, read, source=path)
     assert config.out == tmp_path / "run"

@@ -13,7 +13,7 @@ import toys
 from rlhf_jax import frozen, kl_control, masked, ppo, rewards, state
 from rlhf_jax.roles.reference import lifecycle
 from rlhf_jax.roles.reference.lifecycle import Lifecycle
-from rlhf_jax.runs import folder, metrics, run
+from rlhf_jax.runs import metrics, run, run_config
 from rlhf_jax.runs.snapshots import proof
 
 pytestmark = pytest.mark.slow
@@ -24,7 +24,7 @@ learn = toys.jit(ppo.learn, static_argnames=("ppo",), donate_argnames=("state",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(folder.RunConfig):
+class Config(run_config.RunConfig):
     num_steps: int = 8
     snapshot_every: int = 1
     progress: bool = False
@@ -94,7 +94,7 @@ def test_a_stopped_run_goes_on_to_the_last_bit(tmp_path):
     parts = Config(out=tmp_path / "parts", lifecycle=life)
     play(parts, stop=4)  # between two moves, and between two KLs
     recorded = json.loads((parts.out / "config.json").read_text())["config"]
-    assert folder.from_json(Config, recorded, source=parts.out) == parts
+    assert run_config.from_json(Config, recorded, source=parts.out) == parts
     again = play(dataclasses.replace(parts, resume=True))
     assert toys.leaves_equal(
         *({**s, "root_key": jax.random.key_data(s["root_key"])} for s in (again, whole))

@@ -20,7 +20,7 @@ import pytest
 from rlhf_jax import frozen
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import metrics, run
-from rlhf_jax.runs.folder import RunConfig
+from rlhf_jax.runs.run_config import RunConfig
 from rlhf_jax.runs.snapshots import integrity
 from rlhf_jax.runs.snapshots.files import check, numbers, read_arrays
 from rlhf_jax.runs.snapshots.integrity import LIST, DamagedError

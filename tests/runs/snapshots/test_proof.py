@@ -18,7 +18,7 @@ from rlhf_jax.roles.reference import lifecycle
 from rlhf_jax.roles.reference.frozen import ReferenceMovedError
 from rlhf_jax.roles.reference.lifecycle import Lifecycle
 from rlhf_jax.runs import run
-from rlhf_jax.runs.folder import RunConfig
+from rlhf_jax.runs.run_config import RunConfig
 from rlhf_jax.runs.snapshots import files, proof
 from rlhf_jax.runs.snapshots.snapshots import Snapshots, _flat
 from rlhf_jax.train import main

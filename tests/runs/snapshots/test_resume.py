@@ -9,12 +9,12 @@ import pytest
 
 from rlhf_jax.data import digests
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runs import folder, metrics, run
+from rlhf_jax.runs import folder, metrics, run, run_config
 from rlhf_jax.runs.snapshots import files, resume
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(folder.RunConfig):
+class Config(run_config.RunConfig):
     num_steps: int = 6
     kl_coef: float = 0.1
     sample_every: int = 1

@@ -1,0 +1,185 @@
+"""What every run asks for: the options of a run folder, and configs as JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import math
+import os
+import types
+import typing
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rlhf_jax.functional.checks import InputError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """What every experiment asks for; an experiment adds its own fields.
+
+    Of these only `seed` changes the result, so a resume may differ in the others.
+    """
+
+    out: Path
+    """Folder of the run; absent or empty unless --resume is given."""
+    seed: int = 0
+    """Root of every random number."""
+    resume: bool = False
+    """Continue the run in --out from its newest snapshot."""
+    resume_from: int | None = None
+    """Continue from this older snapshot of the stage whose newest one is damaged."""
+    accept_lost_rows: bool = False
+    """Resume although files as metrics.jsonl lost rows of before the snapshot."""
+    snapshot_every: int = 50
+    """Steps between snapshots."""
+    keep_snapshots: int = 2
+    """How many of the newest snapshots to keep."""
+    progress: bool = True
+    """Show progress on the terminal."""
+    tensorboard: bool = False
+    """Also write TensorBoard events into OUT/tensorboard."""
+    wandb: bool = False
+    """Also log to Weights & Biases."""
+
+    def __post_init__(self) -> None:
+        counts = {
+            "--snapshot-every": self.snapshot_every,
+            "--keep-snapshots": self.keep_snapshots,
+        }
+        for option, count in counts.items():
+            if count < 1:
+                raise InputError(f"{option}: expected at least 1, got {count}")
+        if self.resume_from is not None and self.resume_from < 0:
+            raise InputError(
+                f"--resume-from: expected the number of a snapshot, or 0 for the start "
+                f"of its stage, got {self.resume_from}; see OUT/snapshots/STAGE"
+            )
+        if not 0 <= self.seed < 2**32:
+            raise InputError(
+                f"--seed: expected 0 to 4294967295, got {self.seed}; choose another"
+            )
+        extras = {
+            "tensorboard": (self.tensorboard, "tensorboardX"),
+            "wandb": (self.wandb, "wandb"),
+        }
+        for extra, (wanted, package) in extras.items():
+            if wanted and importlib.util.find_spec(package) is None:
+                raise InputError(
+                    f"--{extra} needs the package {package}, which is not installed; "
+                    f"pip install 'rlhf-jax[{extra}]', or leave --{extra} out"
+                )
+
+
+# Of RunConfig, and as experiments call what does not change the numbers either.
+MAY_DIFFER = {f.name for f in dataclasses.fields(RunConfig)} - {"seed"}
+MAY_DIFFER |= {"mesh", "own_devices", "judge_failure", "stop_timeout", "check_memory"}
+Config = TypeVar("Config", bound=RunConfig)
+
+
+def to_json(config: RunConfig) -> dict[str, Any]:
+    """Fields as JSON values: paths become strings and tuples lists.
+
+    Raises:
+      InputError: a number is NaN or infinite, which JSON cannot hold.
+    """
+    fields = dataclasses.asdict(config)
+    try:
+        return json.loads(json.dumps(fields, default=os.fspath, allow_nan=False))
+    except ValueError as error:
+        wrong = ", ".join(f"{name} = {value}" for name, value in _not_finite(fields))
+        raise InputError(
+            f"config fields: expected finite numbers (None is off), got {wrong:.200}; "
+            "choose others"
+        ) from error
+
+
+def _not_finite(fields: dict[str, Any], *, prefix: str = "") -> list[tuple[str, Any]]:
+    """(name, value) of the fields with a number that JSON cannot hold; groups too."""
+    found: list[tuple[str, Any]] = []
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            found += _not_finite(value, prefix=f"{prefix}{name}.")
+        else:
+            numbers = value if isinstance(value, list | tuple) else [value]
+            if not all(map(math.isfinite, (n for n in numbers if type(n) is float))):
+                found.append((prefix + name, value))
+    return found
+
+
+def from_json(
+    config_class: type[Config], fields: dict[str, Any], *, source: Path
+) -> Config:
+    """The config whose `to_json` is `fields`: every field there and of its type.
+
+    Raises:
+      InputError: fields are unknown, missing or mistyped; names them all.
+    """
+    values, wrong = _decode_fields(fields, config_class, prefix="")
+    if wrong:
+        raise InputError(
+            f"{source} does not fit the options of this experiment:\n"
+            + "\n".join(sorted(wrong))
+            + "\ncorrect the file, or give the options without it"
+        )
+    return config_class(**values)
+
+
+def _decode_fields(
+    fields: dict[str, Any], kind: Any, *, prefix: str
+) -> tuple[dict[str, Any], list[str]]:
+    """The fields of a dataclass by name, and what is wrong with them; groups too."""
+    hints = typing.get_type_hints(kind)
+    kinds = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+    values: dict[str, Any] = {}
+    wrong = [f"  {prefix}{name}: unknown" for name in fields.keys() - kinds.keys()]
+    wrong += [f"  {prefix}{name}: missing" for name in kinds.keys() - fields.keys()]
+    for name in kinds.keys() & fields.keys():
+        field, value = kinds[name], fields[name]
+        group = _group(field)
+        if dataclasses.is_dataclass(group) and isinstance(value, dict):
+            inner, amiss = _decode_fields(value, group, prefix=f"{prefix}{name}.")
+            wrong += amiss
+            if not amiss:
+                values[name] = typing.cast(Any, group)(**inner)
+            continue
+        try:
+            values[name] = _decode(value, field)
+        except TypeError as error:
+            wrong.append(f"  {prefix}{name}: {error}")
+    return values, wrong
+
+
+def _group(kind: Any) -> Any:
+    """The dataclass of a field that holds one, or None of one; else the kind itself."""
+    parts = [part for part in typing.get_args(kind) if part is not types.NoneType]
+    return parts[0] if len(parts) == 1 and dataclasses.is_dataclass(parts[0]) else kind
+
+
+def _decode(value: Any, kind: Any) -> Any:
+    """A JSON value as the Python type `kind`; TypeError if it is not one."""
+    inner = typing.get_args(kind)
+    origin = typing.get_origin(kind)
+    if origin in (typing.Union, types.UnionType):
+        for alternative in inner:
+            with contextlib.suppress(TypeError):
+                return _decode(value, alternative)
+    elif origin is typing.Literal:
+        if value in inner:
+            return value
+    elif origin is tuple and isinstance(value, list):
+        if inner[-1] is ...:
+            inner = inner[:1] * len(value)
+        if len(inner) == len(value):
+            return tuple(map(_decode, value, inner))
+    elif kind is Path and isinstance(value, str):
+        return Path(value)
+    elif kind is float and type(value) in (int, float):
+        with contextlib.suppress(OverflowError):  # an integer beyond float64
+            return float(value)
+    elif type(value) is kind:
+        return value
+    name = kind.__name__ if isinstance(kind, type) else str(kind)
+    raise TypeError(f"expected {name}, got {json.dumps(value):.80}")
