@@ -3,13 +3,12 @@
 from rlhf_jax.functional.kl.estimators import (
     Direction,
     exact,
-    exact_from_hidden,
     k1,
     k2,
     k3,
     top_k,
-    top_k_from_hidden,
 )
+from rlhf_jax.functional.kl.hidden_states import exact_from_hidden, top_k_from_hidden
 
 __all__ = [
     "Direction",

@@ -1,0 +1,132 @@
+"""Estimates of the KL with their importance weights, clipped, within float32."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.functional import masked, ratios
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.kl import estimators
+from rlhf_jax.functional.kl.choices import Penalty
+from rlhf_jax.functional.kl.gradients import Estimator
+
+Array = jax.Array
+
+
+class Estimates(NamedTuple):
+    kl: Array  # f32[B, S], nats, 0 where no estimate stands
+    clipfrac: tuple[Array, Array]  # estimates that were clipped, estimates
+    overflowfrac: tuple[Array, Array]  # held where float32 ends, estimates
+
+
+def estimates(
+    penalty: Penalty,
+    *,
+    log_ratio: Array,
+    log_weights: Array | None,
+    mask: Array,
+    exact: Array | None,
+    estimator: Estimator,
+) -> Estimates:
+    """The values, with the gradient of `estimator`."""
+    cells = _last(mask) if penalty.per == "response" else mask
+    x = _placed(penalty, log_ratio, mask, cells)
+    if exact is not None:
+        exact = _placed(penalty, exact, mask, cells)
+    log_weights = _log_importance(penalty, log_weights, mask, cells)
+    value = _weighted(penalty.value_estimator, x, exact, log_weights)
+    kept = cells
+    if penalty.clip is not None:
+        kept = cells & (jnp.abs(value) <= penalty.clip)
+        value = jnp.clip(value, -penalty.clip, penalty.clip)
+        # Selected before the estimator: an infinite slope times 0 would be NaN.
+        x = jnp.where(kept, x, 0.0)
+        exact = None if exact is None else jnp.where(kept, exact, 0.0)
+    slope = _weighted(estimator, x, exact, log_weights)
+    slope = jnp.where(kept, slope - jax.lax.stop_gradient(slope), 0.0)
+    clipped = jnp.sum(cells & ~kept, dtype=jnp.float32)
+    held = log_weights > _most(_estimate(estimator, x, exact))
+    if "k3" in penalty.estimators_used:
+        far = _far(x, log_weights)
+        held = jnp.where(far, log_weights - x > ratios.LARGEST, held)
+    num_estimates = jnp.sum(cells, dtype=jnp.float32)
+    return Estimates(
+        kl=jax.lax.stop_gradient(value) + slope,
+        clipfrac=(clipped, num_estimates),
+        overflowfrac=(jnp.sum(held & kept, dtype=jnp.float32), num_estimates),
+    )
+
+
+def _weighted(
+    estimator: Estimator, x: Array, exact: Array | None, log_weights: Array
+) -> Array:
+    """The estimate times exp(log_weights), which is not differentiated."""
+    if estimator != "k3":
+        return _times(_estimate(estimator, x, exact), log_weights)
+    far = _far(x, log_weights)
+    near = _times(_estimate("k3", jnp.where(far, 0.0, x), exact), log_weights)
+    # Far out exp(-x) is all of k3 but less than a digit. Times its weight it is taken
+    # as one exponential, which may be finite where the factors are not.
+    return jnp.where(far, ratios.held_exp(jnp.where(far, log_weights - x, 0.0)), near)
+
+
+def _times(estimate: Array, log_weights: Array) -> Array:
+    return jnp.exp(jnp.minimum(log_weights, _most(estimate))) * estimate
+
+
+def _most(estimate: Array) -> Array:
+    """The largest log-weight, nats, with which value and slope are float32."""
+    size = jnp.maximum(2.0, 4.0 * jnp.abs(jax.lax.stop_gradient(estimate)))
+    return ratios.LARGEST - jnp.log(size)
+
+
+def _far(x: Array, log_weights: Array) -> Array:
+    """Where k3 or its weighted form comes near the end of float32."""
+    return (x < -20) & (jnp.maximum(log_weights, 0.0) - x > ratios.LARGE)
+
+
+def _estimate(estimator: Estimator, x: Array, exact: Array | None) -> Array:
+    match estimator:
+        case "k1":
+            return x
+        case "k2":
+            return estimators.k2(x, jnp.zeros_like(x))
+        case "k3":
+            return estimators.k3(x, jnp.zeros_like(x))
+        case "exact":
+            if exact is None:
+                raise InputError(
+                    "exact: expected the exact KL f32[B, S] for the exact estimator, "
+                    "got log-probs only; pass kl.exact_from_hidden of both models' "
+                    "hidden states, or choose k1, k2 or k3"
+                )
+            return exact
+
+
+def _log_importance(
+    penalty: Penalty, log_weights: Array | None, mask: Array, cells: Array
+) -> Array:
+    """f32[B, S], nats, without gradient; 0 where no weights are asked for."""
+    if log_weights is None:
+        return jnp.zeros(mask.shape, jnp.float32)
+    log_weights = jax.lax.stop_gradient(log_weights)
+    if penalty.importance_weights == "prefix" and penalty.per != "response":
+        log_weights = jnp.cumsum(jnp.where(mask, log_weights, 0.0), axis=1)
+    return _placed(penalty, log_weights, mask, cells)
+
+
+def _placed(penalty: Penalty, x: Array, mask: Array, cells: Array) -> Array:
+    """x where an estimate stands, there its sum over the response if that is asked."""
+    if penalty.per == "response":
+        x = masked.masked_sum(x, mask=mask, axis=1)[:, None]
+    return jnp.where(cells, x, 0.0)
+
+
+def _last(mask: Array) -> Array:
+    """bool[B, S], the last True of each row alone."""
+    columns = jnp.arange(mask.shape[1], dtype=jnp.int32)[None, :]
+    last = jnp.max(columns, axis=1, where=mask, initial=-1, keepdims=True)
+    return columns == last
