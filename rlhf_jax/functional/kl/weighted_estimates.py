@@ -17,6 +17,8 @@ Array = jax.Array
 
 
 class Estimates(NamedTuple):
+    """Estimates where they stand, and how many were clipped or kept within float32."""
+
     kl: Array  # f32[B, S], nats, 0 where no estimate stands
     clipfrac: tuple[Array, Array]  # estimates that were clipped, estimates
     overflowfrac: tuple[Array, Array]  # held where float32 ends, estimates
