@@ -44,8 +44,7 @@ from rlhf_jax import decode, frozen, grpo, kl_control, state, verifiers
 from rlhf_jax.algorithms import self_check
 from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.algorithms.flow import rollout, score
-from rlhf_jax.algorithms.grpo.iteration import GroupRecipe
-from rlhf_jax.algorithms.policy_gradient import iteration
+from rlhf_jax.algorithms.grpo import GroupRecipe
 from rlhf_jax.algorithms.state import TrainState
 from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.checkpoints.pretrained import Pretrained
@@ -232,8 +231,8 @@ class Programs:
         }
         self._mesh = mesh
         jit, bind, on = jax.jit, functools.partial, functools.partial(sharding.on, mesh)
-        learn = bind(on(grpo.learn), grpo=algorithm)
-        self.sample = jit(bind(on(grpo.sample), grpo=algorithm))
+        learn = bind(on(grpo.learn), recipe=algorithm)
+        self.sample = jit(bind(on(grpo.sample), recipe=algorithm))
         self.price = jit(bind(on(score.reference_logprobs), **shape))
         self.learn = jit(learn, donate_argnames=("state",))
         self.measure = jit(bind(on(self_check.measure), reference=None, **shape))
@@ -242,13 +241,13 @@ class Programs:
         self.answer = jit(
             bind(on(rollout.rollout), **shape, stop_ids=stop_ids, shaping=greedy)
         )
-        self._judged = bind(iteration.judged, algorithm=algorithm)
+        self._seen_by_reward = bind(grpo.seen_by_reward, recipe=algorithm)
 
     def score(
         self, answered: Rollout, *, reference: Frozen | None, reward: PooledReward
     ) -> tuple[Scores, Array | None]:
         """Scores, and the reference's log-probs, taken while processes verify."""
-        mine = row_sharding.local_rows(self._judged(answered))
+        mine = row_sharding.local_rows(self._seen_by_reward(answered))
         pending = reward.submit(mine)
         priced = None
         if reference is not None:

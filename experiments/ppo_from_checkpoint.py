@@ -469,7 +469,7 @@ def make_models(options: Config, policy: Pretrained) -> Models:
         train = state.grpo_state(
             policy=trained, policy_optimizer=algorithm.policy_optimizer, kl=kl
         )
-        devices = CriticDevices(ppo=algorithm, mesh=there, home=mesh, base=base)
+        devices = CriticDevices(recipe=algorithm, mesh=there, home=mesh, base=base)
         critic_state = devices.state_of(valued)
     # All of it, as what comes back from a frozen model is on the mesh: a state that is
     # not would be after its first step, and `jit` would compile everything again.
@@ -635,18 +635,20 @@ class Programs:
         self._base = models.base if models.adapters_are_the_reference else None
         self._sampling = mesh if models.sampling is None else models.sampling
         self._sample = jax.jit(
-            functools.partial(sharding.on(self._sampling, ppo.sample), ppo=algorithm)
+            functools.partial(sharding.on(self._sampling, ppo.sample), recipe=algorithm)
         )
         self._sampling_base = models.base
         if models.base is not None and models.sampling is not None:
             self._sampling_base = sharding.place(models.base, mesh=models.sampling)
-        self._values = jax.jit(functools.partial(on(ppo.values), ppo=algorithm))
+        self._values = jax.jit(functools.partial(on(ppo.values), recipe=algorithm))
         donated = functools.partial(jax.jit, donate_argnames=("state",))
-        self._learn = donated(functools.partial(on(ppo.learn), ppo=algorithm))
+        self._learn = donated(functools.partial(on(ppo.learn), recipe=algorithm))
         self._make_experience = donated(
-            functools.partial(on(ppo.make_experience), ppo=algorithm)
+            functools.partial(on(ppo.make_experience), recipe=algorithm)
         )
-        self._update = donated(functools.partial(on(ppo.update_policy), ppo=algorithm))
+        self._update = donated(
+            functools.partial(on(ppo.update), recipe=algorithm, critic_apart=True)
+        )
         self._shuffle_key = jax.jit(ppo.shuffle_key)
         self.measure = jax.jit(
             functools.partial(
@@ -787,7 +789,7 @@ def rehearse(
     """
     train, base, reference = models.train, models.base, models.reference
     answered = programs.sample(train.policy, prompts=prompts, key=key)
-    seen = ppo.judged(answered, ppo=models.algorithm)
+    seen = ppo.seen_by_reward(answered, recipe=models.algorithm)
     scores = reward(seen)
     if judge is not None:
         judge(seen)
@@ -890,7 +892,7 @@ def improve(
                 )
             else:
                 answered = stage.state["rollout"]
-            shown = ppo.judged(answered, ppo=models.algorithm)
+            shown = ppo.seen_by_reward(answered, recipe=models.algorithm)
             priced, values = None, None
             if reference is not None and options.lifecycle.prices(step):
                 priced = programs.price(reference, answered)

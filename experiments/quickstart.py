@@ -342,12 +342,12 @@ def improve(
             ("reward model", reward_model.stored, False),
         ]
     )
-    sample = jax.jit(functools.partial(ppo.sample, ppo=algorithm))
+    sample = jax.jit(functools.partial(ppo.sample, recipe=algorithm))
     # The reward is an argument: a closure would bake its parameters into the program.
     reward = rewards.from_model(reward_model, model=algorithm.model)
     apply = jax.jit(lambda reward, rollout: reward(rollout))
     learn = jax.jit(
-        functools.partial(ppo.learn, ppo=algorithm), donate_argnames=("state",)
+        functools.partial(ppo.learn, recipe=algorithm), donate_argnames=("state",)
     )
     stage_state = {"train": initial, "reference": reference, "root_key": key}
     distance = jax.jit(drift.weight_drift)

@@ -371,7 +371,7 @@ def main(options: Config) -> None:
         findings = certify_gradients(job, options) if options.claims else []
         train = functools.partial(
             improve,
-            iteration=functools.partial(ppo.iteration, ppo=algorithm),
+            iteration=functools.partial(ppo.iteration, recipe=algorithm),
             job=job,
             model=algorithm.model,
             iterations=options.iterations,

@@ -193,7 +193,7 @@ def main(options: Config) -> None:
             algorithm = algorithm_of(RECIPES[name], options)
             train = functools.partial(
                 certify.improve,
-                iteration=functools.partial(grpo.iteration, grpo=algorithm),
+                iteration=functools.partial(grpo.iteration, recipe=algorithm),
                 betas=options.betas,
                 job=job,
                 model=model,

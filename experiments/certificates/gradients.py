@@ -324,7 +324,7 @@ def measure(
         ref_logprobs=scored.ref_logprobs,  # so are these: less to compile
     )
     scored = dataclasses.replace(scored, values=values)
-    seen = experience.experience(
+    seen = experience.gae_experience(
         scored, kl_coef=BETA, gamma=1.0, lam=1.0, whiten_advantages=None
     )
     probabilities = jnp.exp(scored.rollout.old_logprobs.sum(axis=1))
@@ -339,7 +339,7 @@ def measure(
             num_tokens=one,  # not read: losses are sums over a response
             num_values=one,
             num_responses=one,
-            ppo=algorithm,
+            recipe=algorithm,
             reference=reference,
         )
         value, _ = stats.get("loss/kl", (jnp.float32(jnp.nan), one))

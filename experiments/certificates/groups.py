@@ -253,7 +253,7 @@ def _finder(claim: Claim, case: Case, scored: Scored) -> Callable[..., Float64]:
 
     def learned(rows: Array, beta: Array) -> PolicyExperience:
         if claim.critic:
-            return experience.experience(
+            return experience.gae_experience(
                 take(scored, rows),
                 kl_coef=beta,
                 gamma=1.0,
@@ -289,7 +289,7 @@ def _finder(claim: Claim, case: Case, scored: Scored) -> Callable[..., Float64]:
                     kl_coef=beta,
                     num_tokens=mask.sum(dtype=jnp.float32),
                     num_responses=mask.any(axis=1).sum(dtype=jnp.float32),
-                    algorithm=algorithm,
+                    recipe=algorithm,
                 ).loss
 
             def mean(params: Params) -> Array:

@@ -219,9 +219,9 @@ def improve(
         policy_optimizer=algorithm.policy_optimizer,
         kl=kl_control.fixed(options.kl_coef),
     )
-    sample = jax.jit(functools.partial(grpo.sample, grpo=algorithm))
+    sample = jax.jit(functools.partial(grpo.sample, recipe=algorithm))
     learn = jax.jit(
-        functools.partial(grpo.learn, grpo=algorithm), donate_argnames=("state",)
+        functools.partial(grpo.learn, recipe=algorithm), donate_argnames=("state",)
     )
     held = {"train": initial, "reference": reference, "root_key": key}
     with job.stage("grpo", held, meta={}) as stage:

@@ -266,7 +266,7 @@ def iterations(
                 reference=frozen_reference,
                 reward=reward,
                 key=jax.random.fold_in(key, step),
-                ppo=algorithm,
+                recipe=algorithm,
             )
             return train, (stats, scored.rollout)
 

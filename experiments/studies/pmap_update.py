@@ -43,7 +43,6 @@ from rlhf_jax import config, critic, decoder, frozen, kl, kl_control, masked, pp
 from rlhf_jax.algorithms import optimizers
 from rlhf_jax.algorithms.batch import Experience, Rollout
 from rlhf_jax.algorithms.flow import score
-from rlhf_jax.algorithms.policy_gradient import update as policy_update
 from rlhf_jax.algorithms.ppo import experience
 from rlhf_jax.algorithms.state import LossFunction, TrainState
 from rlhf_jax.data import batches
@@ -100,6 +99,41 @@ of_all_devices.defvjp(
 )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MappedPPO(ppo.PPO):
+    """PPO on one of several devices, whose losses and gradients are those of all."""
+
+    count: Callable[[Array], Array]
+
+    def minibatch_loss(
+        self,
+        minibatch: Experience,
+        *,
+        kl_coef: Array,
+        base: Frozen | None,
+        reference: Frozen | None,
+    ) -> tuple[Experience, LossFunction]:
+        """`ppo_loss` of this device's rows, over the tokens of all devices."""
+        mask = minibatch.response_mask
+        loss_of_rows = functools.partial(
+            ppo.ppo_loss,
+            kl_coef=kl_coef,
+            num_tokens=self.count(mask.sum(dtype=jnp.float32)),
+            num_values=self.count(minibatch.value_mask.sum(dtype=jnp.float32)),
+            num_responses=self.count(mask.any(axis=1).sum(dtype=jnp.float32)),
+            recipe=self,
+            base=base,
+            reference=reference,
+        )
+
+        def loss(trained: Any, part: Experience) -> tuple[Array, masked.Stats]:
+            loss, stats = loss_of_rows(*of_all_devices(trained), experience=part)
+            # (sum, weight) pairs add up, whoever holds them.
+            return loss, masked.total_stats(jax.lax.all_gather(stats, DEVICES))
+
+        return minibatch, loss
+
+
 def update(
     train: TrainState,
     rows: Experience,
@@ -120,34 +154,8 @@ def update(
     Returns:
       The next state and the stats of all rows, the same on every device.
     """
-    kl_coef = policy_update.kl_coef(train, algorithm=algorithm)
-
-    def loss_of(minibatch: Experience) -> tuple[Experience, LossFunction]:
-        mask = minibatch.response_mask
-        loss_of_rows = functools.partial(
-            ppo.ppo_loss,
-            kl_coef=kl_coef,
-            num_tokens=count(mask.sum(dtype=jnp.float32)),
-            num_values=count(minibatch.value_mask.sum(dtype=jnp.float32)),
-            num_responses=count(mask.any(axis=1).sum(dtype=jnp.float32)),
-            ppo=algorithm,
-        )
-
-        def loss(trained: Any, part: Experience) -> tuple[Array, masked.Stats]:
-            found, stats = loss_of_rows(*of_all_devices(trained), experience=part)
-            # (sum, weight) pairs add up, whoever holds them.
-            return found, masked.total_stats(jax.lax.all_gather(stats, DEVICES))
-
-        return minibatch, loss
-
-    after, stats = policy_update.update(
-        train,
-        experience=rows,
-        key=key,
-        algorithm=algorithm,
-        loss_of=loss_of,
-        critic_optimizer=algorithm.critic_optimizer,
-    )
+    recipe = MappedPPO(**vars(algorithm), count=count)
+    after, stats = ppo.update(train, experience=rows, key=key, recipe=recipe)
     # It has moved the KL controller by this device's rows; here by everyone's.
     size, mask = rows.tokens.shape[0], rows.response_mask
     assert rows.ref_logprobs is not None  # there is a reference
@@ -197,7 +205,7 @@ def to_experience(
         max_new_tokens=algorithm.max_new_tokens,
         temperature=algorithm.temperature,
     )
-    made = experience.experience(
+    made = experience.gae_experience(
         scored, kl_coef=train.kl.kl_coef, gamma=algorithm.gamma, lam=algorithm.lam
     )
     return made, scored.scores.mean()
@@ -251,9 +259,9 @@ def main(options: Config) -> None:
         critic_optimizer=optimizer,
         kl=kl_control.fixed(options.kl_coef),
     )
-    sample = jax.jit(functools.partial(ppo.sample, ppo=algorithm))
+    sample = jax.jit(functools.partial(ppo.sample, recipe=algorithm))
     prepare = jax.jit(functools.partial(to_experience, algorithm=algorithm))
-    whole = jax.jit(functools.partial(ppo.update, ppo=algorithm))
+    whole = jax.jit(functools.partial(ppo.update, recipe=algorithm))
     right = functools.partial(update, algorithm=algorithm)
     wrong = functools.partial(right, count=lambda own: own)
     by_pmap, mean_of_means = (

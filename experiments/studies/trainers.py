@@ -22,7 +22,7 @@ from worlds import reviews
 from rlhf_jax import critic, dpo, grpo, kl_control, masked, ppo, rewards, state
 from rlhf_jax.algorithms.batch import PackedPreferences, Prompts, Rollout
 from rlhf_jax.algorithms.flow import rollout, shaping
-from rlhf_jax.algorithms.grpo.iteration import GroupRecipe
+from rlhf_jax.algorithms.grpo import GroupRecipe
 from rlhf_jax.algorithms.policy_gradient.iteration import Reward
 from rlhf_jax.algorithms.state import SupervisedState, TrainState
 from rlhf_jax.data import packing
@@ -81,7 +81,7 @@ def by_ppo(algorithm: ppo.PPO, *, options: quickstart.Config) -> Trainer:
             kl=kl_control.fixed(options.kl_coef),
         )
 
-    iteration = functools.partial(ppo.iteration, ppo=algorithm)
+    iteration = functools.partial(ppo.iteration, recipe=algorithm)
     return _online(start, iteration, samples_per_prompt=1, options=options)
 
 
@@ -120,7 +120,7 @@ def by_groups(
             kl=kl_control.fixed(share * options.kl_coef),
         )
 
-    iteration = functools.partial(grpo.iteration, grpo=groups)
+    iteration = functools.partial(grpo.iteration, recipe=groups)
     return _online(start, iteration, samples_per_prompt=group_size, options=options)
 
 

@@ -1,11 +1,12 @@
 """A critic on a mesh of its own: `critic_apart` as programs there, and the way there.
 
+    update = functools.partial(ppo.update, critic_apart=True, ...)
     devices = CriticDevices(ppo=ppo, mesh=there, home=mesh)
     valued = devices.state_of(critic.from_policy(params, model=model))
     values = devices.values(valued, rollout=rollout)
     train, experience, stats, scored = make_experience(train, ..., values=values)
     valued, critic_stats = devices.update(valued, experience=experience, key=key)
-    train, update_stats = update_policy(train, experience=experience, key=key)
+    train, update_stats = update(train, experience=experience, key=key)
 
 Each call returns when its work is dispatched, so that what comes next on the policy's
 devices runs beside it.
@@ -35,7 +36,7 @@ class CriticDevices:
     """The critic's programs on its mesh; what they read is brought there."""
 
     def __init__(
-        self, *, ppo: PPO, mesh: Mesh, home: Mesh, base: Frozen | None = None
+        self, *, recipe: PPO, mesh: Mesh, home: Mesh, base: Frozen | None = None
     ) -> None:
         """Compiles nothing yet.
 
@@ -48,13 +49,15 @@ class CriticDevices:
         Raises:
           InputError: as `PPO.refuse_critic_apart`.
         """
-        ppo.refuse_critic_apart()
-        self._ppo, self._mesh, self._home = ppo, mesh, home
+        recipe.refuse_critic_apart()
+        self._ppo, self._mesh, self._home = recipe, mesh, home
         self.base = None if base is None else sharding.place(base, mesh=mesh)
         on = functools.partial(sharding.on, mesh)
-        self._values = jax.jit(functools.partial(on(critic_apart.values), ppo=ppo))
+        self._values = jax.jit(
+            functools.partial(on(critic_apart.values), recipe=recipe)
+        )
         self._update = jax.jit(
-            functools.partial(on(critic_apart.update), ppo=ppo),
+            functools.partial(on(critic_apart.update), recipe=recipe),
             donate_argnames=("critic",),
         )
 

@@ -196,6 +196,27 @@ def add_stats(left: Stats, right: Stats) -> Stats:
     return total_stats(stacked)
 
 
+def merge_stats(*parts: Stats) -> Stats:
+    """The stats of several sources together, in whatever order they come.
+
+    Args:
+      parts: {name: (sum, weight)}, of different names.
+
+    Raises:
+      ValueError: two sources have the same name, of which one would be lost.
+    """
+    merged: Stats = {}
+    for part in parts:
+        twice = sorted(merged.keys() & part.keys())
+        if twice:
+            raise ValueError(
+                f"expected stats of different names, got {', '.join(twice)} twice; "
+                f"name one of them otherwise"
+            )
+        merged |= part
+    return merged
+
+
 def total_stats(stats: Stats) -> Stats:
     """The parts along the leading axis of every entry, as `lax.scan` stacks them."""
     return {

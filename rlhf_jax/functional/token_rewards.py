@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.functional import checks
+from rlhf_jax.functional import checks, masked
 
 Array = jax.Array
 
@@ -61,3 +61,20 @@ def token_rewards(
     checks.same_shape(kl=kl, mask=mask)
     checks.float32(kl=kl)
     return score_rewards - kl_coef * jnp.where(mask, kl, 0.0)
+
+
+def kl_reward(kl: Array, *, mask: Array, kl_coef: Array | float) -> Array:
+    """-β Σ_t kl_t: what the KL adds to the reward of a response by `token_rewards`.
+
+    Args:
+      kl: f32[B, S], nats per token.
+      mask: bool[B, S], response tokens, EOS included.
+      kl_coef: β, f32[] or float, reward units per nat.
+
+    Returns:
+      f32[B], reward units.
+
+    Raises:
+      ValueError: the shapes differ. TypeError: kl is not f32 or mask is not bool.
+    """
+    return -kl_coef * masked.masked_sum(kl, mask=mask, axis=1)

@@ -97,13 +97,13 @@ def target(topology: str | None, *, chip: str | None, mesh: MeshShape) -> Target
     return Target(made, chip or device.device_kind, found, compiler)
 
 
-def held(options: workload.Options, there: Target, *, ppo: PPO) -> dict[str, int]:
+def held(options: workload.Options, there: Target, *, recipe: PPO) -> dict[str, int]:
     """Bytes of what is held throughout, a chip, as the compiler lays them out.
 
     Raises:
       InputError: an axis does not divide a dimension of a parameter; names both.
     """
-    parts = workload.parts(workload.held(options, ppo=ppo))
+    parts = workload.parts(workload.held(options, recipe=recipe))
     # All of them first: what does not divide is told before anything is compiled.
     where = sharding.shardings(parts, mesh=there.mesh)
 
@@ -121,17 +121,17 @@ def held(options: workload.Options, there: Target, *, ppo: PPO) -> dict[str, int
 
 
 def measure(
-    options: workload.Options, there: Target, *, ppo: PPO, waiting: Waiting
+    options: workload.Options, there: Target, *, recipe: PPO, waiting: Waiting
 ) -> list[Measured]:
     """Compiles the programs of a step.
 
     Raises:
       InputError: the row axes do not divide the rows, or as `workload.programs`.
     """
-    shapes = workload.held(options, ppo=ppo)
+    shapes = workload.held(options, recipe=recipe)
     found = []
     with jax.set_mesh(there.mesh):
-        for program in workload.programs(options, shapes, ppo=ppo):
+        for program in workload.programs(options, shapes, recipe=recipe):
             args = []
             for at, tree in enumerate(program.args):
                 rows = at in program.batch

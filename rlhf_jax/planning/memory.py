@@ -45,7 +45,9 @@ def memory(options: Options) -> list[Line]:
     device = compiled.target(options.topology)
     lines = models(options)
     ppo = workload.algorithm(options)
-    programs = workload.programs(options, workload.held(options, ppo=ppo), ppo=ppo)
+    programs = workload.programs(
+        options, workload.held(options, recipe=ppo), recipe=ppo
+    )
     temporaries = {
         program.name: compiled.memory(
             program.function, *program.args, device=device, donate=program.donate
@@ -81,7 +83,7 @@ def models(options: Options) -> list[Line]:
     if any("memory" in way for way in ways):
         storage.check_memory(compiled.target(options.topology))
     ppo = workload.algorithm(options)
-    held = workload.parts(workload.held(options, ppo=ppo))
+    held = workload.parts(workload.held(options, recipe=ppo))
     names = ["policy", "policy's optimizer", "critic", "critic's optimizer"]
     names.append("reference, the base" if options.reference == "base" else "reference")
     if options.policy == "lora":

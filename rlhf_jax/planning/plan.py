@@ -93,8 +93,8 @@ def plan(options: Options, *, waiting: Waiting = silent) -> dict[str, Any]:
     """
     there = measured.target(options.topology, chip=options.chip, mesh=options.mesh)
     ppo = workload.algorithm(options, num_epochs=options.num_epochs)
-    held = measured.held(options, there, ppo=ppo)
-    found = measured.measure(options, there, ppo=ppo, waiting=waiting)
+    held = measured.held(options, there, recipe=ppo)
+    found = measured.measure(options, there, recipe=ppo, waiting=waiting)
     alive = [measured.alive(one, held) for one in found]
     peak = max(alive, key=lambda row: row.total)
     fits = peak.total <= there.chip.memory and not any(one.refused for one in found)
@@ -112,7 +112,7 @@ def plan(options: Options, *, waiting: Waiting = silent) -> dict[str, Any]:
         "peak": peak._asdict(),
         "held": held,
         "alive": [row._asdict() for row in alive],
-        "within": within(options, ppo=ppo),
+        "within": within(options, recipe=ppo),
         "seconds": sum(program["seconds"]["bound"] for program in programs),
         "advice": [] if fits else advice(options, held=held, alive=alive),
         "programs": programs,
@@ -215,7 +215,7 @@ def _largest_batch(
     def alive(steps: int) -> int | None:
         other = dataclasses.replace(options, batch_size=steps * step)
         ppo = workload.algorithm(other, num_epochs=other.num_epochs)
-        found = measured.measure(other, there, ppo=ppo, waiting=waiting)
+        found = measured.measure(other, there, recipe=ppo, waiting=waiting)
         if any(one.refused for one in found):
             return None
         return max(measured.alive(one, held).total for one in found)
@@ -266,11 +266,11 @@ def largest(
     return low, low + 1 in sizes
 
 
-def within(options: Options, *, ppo: PPO) -> dict[str, int]:
+def within(options: Options, *, recipe: PPO) -> dict[str, int]:
     """What of the temporaries is known from shapes, bytes a chip, rows shared out."""
     columns = options.prompt_length + options.max_new_tokens
     rows = options.batch_size // (options.mesh.data * options.mesh.fsdp)
-    cache = workload.cache_bytes(ppo.model, rows=rows, columns=columns)
+    cache = workload.cache_bytes(recipe.model, rows=rows, columns=columns)
     # `batch.Experience`: tokens, three masks, and six numbers a token.
     return {"KV cache": cache, "experience": rows * columns * (4 + 3 * 1 + 6 * 4)}
 

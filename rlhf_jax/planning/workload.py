@@ -174,13 +174,13 @@ def algorithm(options: Options, *, num_epochs: int = 4) -> PPO:
     )
 
 
-def held(options: Options, *, ppo: PPO) -> Held:
+def held(options: Options, *, recipe: PPO) -> Held:
     """Shapes of what a run holds.
 
     Raises:
       InputError: as `frozen.freeze`.
     """
-    made = functools.partial(_made, options=options, ppo=ppo)
+    made = functools.partial(_made, options=options, recipe=recipe)
     return jax.eval_shape(made, jax.eval_shape(jax.random.key, 0))
 
 
@@ -198,7 +198,7 @@ def parts(held: Held) -> dict[str, PyTree]:
     return {name: tree for name, tree in named.items() if tree is not None}
 
 
-def programs(options: Options, held: Held, *, ppo: PPO) -> list[Program]:
+def programs(options: Options, held: Held, *, recipe: PPO) -> list[Program]:
     """The programs of a step in their order, as `ppo_from_checkpoint.py` has them.
 
     Raises:
@@ -210,11 +210,11 @@ def programs(options: Options, held: Held, *, ppo: PPO) -> list[Program]:
     base = ("base of the adapters",) if held.base is not None else ()
 
     def sample(policy: PyTree, base: Any, prompts: Prompts, key: Any) -> Any:
-        return ppo_.sample(policy, prompts=prompts, key=key, ppo=ppo, base=base)
+        return ppo_.sample(policy, prompts=prompts, key=key, recipe=recipe, base=base)
 
     def scored(reward: Frozen, base: Any, rollout: Any) -> Any:
-        lora = None if base is None else ppo.lora
-        return rewards.from_model(reward, model=ppo.model, base=base, lora=lora)(
+        lora = None if base is None else recipe.lora
+        return rewards.from_model(reward, model=recipe.model, base=base, lora=lora)(
             rollout
         )
 
@@ -222,9 +222,9 @@ def programs(options: Options, held: Held, *, ppo: PPO) -> list[Program]:
         return score.reference_logprobs(
             reference,
             rollout=rollout,
-            model=ppo.model,
-            max_new_tokens=ppo.max_new_tokens,
-            temperature=ppo.temperature,
+            model=recipe.model,
+            max_new_tokens=recipe.max_new_tokens,
+            temperature=recipe.temperature,
         )
 
     def learn(
@@ -237,7 +237,7 @@ def programs(options: Options, held: Held, *, ppo: PPO) -> list[Program]:
             reference=None,
             ref_logprobs=ref,
             key=key,
-            ppo=ppo,
+            recipe=recipe,
             base=base,
         )
 
@@ -303,21 +303,21 @@ def _shapes_of_prompts(options: Options) -> Prompts:
     )
 
 
-def _made(key: jax.Array, *, options: Options, ppo: PPO) -> Held:
+def _made(key: jax.Array, *, options: Options, recipe: PPO) -> Held:
     """What a run holds, made as a run makes it; for `jax.eval_shape` alone."""
-    model = ppo.model
+    model = recipe.model
     params = decoder.init(key, model=model)
     base, policy = None, params
     critic = from_policy(params, model=model)
-    if ppo.lora is not None:
+    if recipe.lora is not None:
         base = _freeze(params, options.base)
-        policy = init(key, model=model, lora=ppo.lora)
-        critic = from_base(key, model=model, lora=ppo.lora)
+        policy = init(key, model=model, lora=recipe.lora)
+        critic = from_base(key, model=model, lora=recipe.lora)
     reference, reward = None, None
     if options.reference != "base":
         reference = _freeze(params, options.reference)
-    if options.reward == "base" and ppo.lora is not None:
-        reward = frozen.freeze(rewards.from_base(key, model=model, lora=ppo.lora))
+    if options.reward == "base" and recipe.lora is not None:
+        reward = frozen.freeze(rewards.from_base(key, model=model, lora=recipe.lora))
     elif options.reward != "base":
         scorer = rewards.init(key, params, model=model)
         reward = _freeze(scorer, options.reward)
@@ -325,8 +325,8 @@ def _made(key: jax.Array, *, options: Options, ppo: PPO) -> Held:
         state=ppo_state(
             policy=policy,
             critic=critic,
-            policy_optimizer=ppo.policy_optimizer,
-            critic_optimizer=ppo.critic_optimizer,
+            policy_optimizer=recipe.policy_optimizer,
+            critic_optimizer=recipe.critic_optimizer,
             kl=control.fixed(0.1),
         ),
         base=base,

@@ -108,7 +108,7 @@ def supervised(params=PARAMS):
 
 
 def ppo_learn():
-    learn = functools.partial(ppo.learn, ppo=ppo.PPO(**PPO))
+    learn = functools.partial(ppo.learn, recipe=ppo.PPO(**PPO))
     learned = {"rollout": ROLLOUT, "scores": numbers(jnp.float32)}
     return learn, with_critic(), learned | {"reference": REFERENCE, "key": KEY}
 
@@ -121,7 +121,7 @@ def ppo_learn_of_adapters():
         return critic.from_base(jax.random.key(0), model=model, lora=ADAPTERS)
 
     learn, _, given = ppo_learn()
-    learn = functools.partial(ppo.learn, ppo=algorithm)
+    learn = functools.partial(ppo.learn, recipe=algorithm)
     return learn, with_critic(adapters, value=values), given | {"base": REFERENCE}
 
 
@@ -140,7 +140,7 @@ def ppo_iteration():
             reference=reference,
             key=key,
             reward=lambda answered: answered.response_mask.sum(1).astype(jnp.float32),
-            ppo=ppo.PPO(**PPO),
+            recipe=ppo.PPO(**PPO),
         )
 
     given = {"prompts": prompts, "reference": REFERENCE, "key": KEY}
@@ -161,14 +161,14 @@ def ppo_update():
         advantages=per_token,
         returns=per_token,
     )
-    update = functools.partial(ppo.update, ppo=ppo.PPO(**PPO))
+    update = functools.partial(ppo.update, recipe=ppo.PPO(**PPO))
     return update, with_critic(), {"experience": experience, "key": KEY}
 
 
 def grpo_learn():
     _, _, given = ppo_learn()
     algorithm = grpo.GRPO(**SHARED, group_size=2)
-    return functools.partial(grpo.learn, grpo=algorithm), without_critic(), given
+    return functools.partial(grpo.learn, recipe=algorithm), without_critic(), given
 
 
 def sft_update():

@@ -27,7 +27,7 @@ EVERY = ppo.PPO(
 THIRD = dataclasses.replace(EVERY, lifecycle=Lifecycle(kl_every=3, scale_kl_coef=True))
 OF_THE_REFERENCE = {"objective/kl", "objective/kl_k3", "objective/ref_nll"}
 SCORES = jnp.asarray([1.0, -1.0, 0.5, 2.0])
-learn = toys.jit(ppo.learn, static_argnames=("ppo",))
+learn = toys.jit(ppo.learn, static_argnames=("recipe",))
 
 
 def begin(controller) -> state.TrainState:
@@ -54,7 +54,7 @@ def step():
             scores=SCORES,
             reference=reference if with_reference else None,
             key=jax.random.key(9),
-            ppo=settings,
+            recipe=settings,
         )
 
     return run
@@ -118,7 +118,7 @@ def test_two_programs_serve_every_step():
         traced.append(options["reference"] is not None)
         return ppo.learn(*args, **options)
 
-    learn = toys.jit(counted, static_argnames=("ppo",))
+    learn = toys.jit(counted, static_argnames=("recipe",))
     reference = frozen.freeze(POLICY)
     current = begin(kl_control.fixed(0.25))
     rollout = toys.sampled(current.policy)
@@ -131,7 +131,7 @@ def test_two_programs_serve_every_step():
             scores=SCORES,
             reference=reference if takes_kl else None,
             key=jax.random.fold_in(jax.random.key(9), number),
-            ppo=THIRD,
+            recipe=THIRD,
         )
         kl.append("objective/kl" in stats)
     assert kl == [True, False, False, True, False, False]

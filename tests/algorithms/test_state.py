@@ -77,7 +77,7 @@ def ppo_case():
             num_tokens=tokens,
             num_values=tokens,
             num_responses=jnp.float32(4),
-            ppo=settings,
+            recipe=settings,
         )
 
     return loss, (policy, critic), experience

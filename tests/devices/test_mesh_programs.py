@@ -108,7 +108,7 @@ def run_grpo(place, rows):
     train = state.grpo_state(
         policy=PARAMS, policy_optimizer=OPTIMIZER, kl=kl_control.fixed(0.1)
     )
-    after, stats, _ = toys.jit(functools.partial(grpo.iteration, grpo=algorithm))(
+    after, stats, _ = toys.jit(functools.partial(grpo.iteration, recipe=algorithm))(
         place(train),
         prompts=rows(grouped),
         reference=place(toys.freeze(REFERENCE)),
@@ -152,8 +152,8 @@ ALGORITHM = ppo.PPO(
 )
 SHAPE = {"model": MODEL, "max_new_tokens": toys.SIZE, "temperature": 0.7}
 price = toys.jit(functools.partial(score.reference_logprobs, **SHAPE))
-sample = toys.jit(functools.partial(ppo.sample, ppo=ALGORITHM))
-learn = toys.jit(functools.partial(ppo.learn, ppo=ALGORITHM))
+sample = toys.jit(functools.partial(ppo.sample, recipe=ALGORITHM))
+learn = toys.jit(functools.partial(ppo.learn, recipe=ALGORITHM))
 
 
 def fresh():

@@ -190,8 +190,8 @@ def one_step_behind(files):
     reward = ppo_from_checkpoint.text_reward(
         options.reward, policy=policy, rows=rows, mesh=models.mesh
     )
-    sample = jax.jit(functools.partial(rlhf_ppo.sample, ppo=models.algorithm))
-    learn = jax.jit(functools.partial(rlhf_ppo.learn, ppo=models.algorithm))
+    sample = jax.jit(functools.partial(rlhf_ppo.sample, recipe=models.algorithm))
+    learn = jax.jit(functools.partial(rlhf_ppo.learn, recipe=models.algorithm))
     state, found = models.train, []
     key = jax.random.key(0)
     older = state.policy

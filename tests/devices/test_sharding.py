@@ -281,7 +281,7 @@ def iterate(settings, *, mesh=None):
         place = functools.partial(sharding.place, mesh=mesh)
         train, reference, scorer = place(train), place(reference), place(scorer)
         prompts = row_sharding.put_rows(prompts, mesh=mesh)
-    after, stats, scored = toys.jit(functools.partial(ppo.iteration, ppo=settings))(
+    after, stats, scored = toys.jit(functools.partial(ppo.iteration, recipe=settings))(
         train,
         prompts=prompts,
         reference=reference,

@@ -251,7 +251,7 @@ def runs(tmp_path_factory):
         kl_frontier.prompts_of(quickstart.TRAIN_PROMPTS, batch_size=8, seed=seed)
         for seed in SEEDS
     ]
-    iteration = jax.jit(functools.partial(ppo.iteration, ppo=algorithm))
+    iteration = jax.jit(functools.partial(ppo.iteration, recipe=algorithm))
     alone = {}
     for seed, b in np.ndindex(len(SEEDS), len(BETAS)):
         train = kl_frontier.pick(

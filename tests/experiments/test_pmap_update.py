@@ -68,7 +68,7 @@ def rows():
 @functools.cache
 def programs(name, **options):
     settings = algorithm(name, **options)
-    whole = toys.jit(functools.partial(ppo.update, ppo=settings))
+    whole = toys.jit(functools.partial(ppo.update, recipe=settings))
     right = functools.partial(pmap_update.update, algorithm=settings)
     return fresh(settings), whole, pmap_update.mapped(right, num_devices=DEVICES)
 

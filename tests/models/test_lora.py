@@ -397,7 +397,7 @@ def run():
     reward_adapters = judge()
     reward = rewards.from_model(reward_adapters, model=toys.LLAMA, base=base, lora=ALL)
     step = toys.jit(
-        functools.partial(ppo.iteration, ppo=SETTINGS), donate_argnames=("state",)
+        functools.partial(ppo.iteration, recipe=SETTINGS), donate_argnames=("state",)
     )
     current, rows = start_state(), []
     prompts = toys.prompts(lengths=(4, 2, 3, 1) * 4)
@@ -472,15 +472,15 @@ def test_policy_adapters_run_as_the_merged_model_does(run):
     """The whole way once more, without LoRA: merged parameters sample the same."""
     merged = lora.merge(run["base"].stored, run["state"].policy, lora=ALL)
     plain = dataclasses.replace(SETTINGS, lora=None)
-    sample = toys.jit(ppo.sample, static_argnames=("ppo",))
+    sample = toys.jit(ppo.sample, static_argnames=("recipe",))
     over = sample(
         run["state"].policy,
         prompts=run["prompts"],
         key=KEY,
-        ppo=SETTINGS,
+        recipe=SETTINGS,
         base=run["base"],
     )
-    whole = sample(merged, prompts=run["prompts"], key=KEY, ppo=plain)
+    whole = sample(merged, prompts=run["prompts"], key=KEY, recipe=plain)
     np.testing.assert_array_equal(over.tokens, whole.tokens)
     np.testing.assert_allclose(over.old_logprobs, whole.old_logprobs, atol=1e-5)
 
@@ -495,7 +495,7 @@ def test_adapters_are_trained_over_a_base_in_int8(memory):
     base = frozen.freeze(params, dtype="int8", memory=memory)
     reward = rewards.from_model(judge(), model=toys.LLAMA, base=base, lora=ALL)
     step = toys.jit(
-        functools.partial(ppo.iteration, ppo=SETTINGS), donate_argnames=("state",)
+        functools.partial(ppo.iteration, recipe=SETTINGS), donate_argnames=("state",)
     )
     after, stats, _ = step(
         start_state(),
@@ -566,9 +566,9 @@ def test_base_and_lora_come_together():
     plain = dataclasses.replace(SETTINGS, lora=None)
     adapters = start_state().policy
     with pytest.raises(InputError, match="expected base and lora together, got no ba"):
-        ppo.sample(adapters, prompts=prompts, key=KEY, ppo=SETTINGS)
+        ppo.sample(adapters, prompts=prompts, key=KEY, recipe=SETTINGS)
     with pytest.raises(InputError, match="expected base and lora together, got no lo"):
-        ppo.sample(adapters, prompts=prompts, key=KEY, ppo=plain, base=held)
+        ppo.sample(adapters, prompts=prompts, key=KEY, recipe=plain, base=held)
 
 
 def test_adapters_of_another_model_or_rank_are_named():

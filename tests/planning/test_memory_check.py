@@ -266,7 +266,7 @@ def test_the_compiler_asks_for_no_less(dtype):
         dtype=dtype,
     )
     ppo = workload.algorithm(options)
-    held = workload.held(options, ppo=ppo)
+    held = workload.held(options, recipe=ppo)
     takes = {
         program.name: compiled.memory(
             program.function,
@@ -274,7 +274,7 @@ def test_the_compiler_asks_for_no_less(dtype):
             device=compiled.target(None),
             donate=program.donate,
         ).temp_size_in_bytes
-        for program in workload.programs(options, held, ppo=ppo)
+        for program in workload.programs(options, held, recipe=ppo)
         if program.name in ("sampling", "scoring and learning")
     }
     mesh = sharding.ONE_DEVICE.make()

@@ -150,13 +150,13 @@ def test_the_largest_batch_says_when_it_was_not_found():
 def test_the_largest_batch_goes_up_by_what_everything_divides(monkeypatch):
     """1000 bytes held and 100 a row, of 10,000: 90 rows, 88 of them in eights."""
 
-    def measure(options, there, *, ppo, waiting):
+    def measure(options, there, *, recipe, waiting):
         sizes = {"argument": 1000, "temporary": 100 * options.batch_size}
         return [Measured(program("sampling", ("policy",)), sizes, None, Cost())]
 
     monkeypatch.setattr(measured, "measure", measure)
     none = dict.fromkeys(("critic", "policy's optimizer", "critic's optimizer"), 0)
-    monkeypatch.setattr(measured, "held", lambda *_, ppo: {"policy": 1000, **none})
+    monkeypatch.setattr(measured, "held", lambda *_, recipe: {"policy": 1000, **none})
     small = dataclasses.replace(chips.CHIPS["v5e"], memory=10_000)
     monkeypatch.setitem(chips.CHIPS, "v5e", small)
     options = Options(**TINY, mesh=MeshShape(fsdp=8), find_batch=True)
@@ -202,7 +202,7 @@ def test_what_is_known_of_the_temporaries():
     """A cache of 2 layers and 64 numbers, float32; of Experience the real arrays."""
     options = Options(**TINY, mesh=MeshShape(fsdp=4))
     ppo = workload.algorithm(options)
-    found = plan.within(options, ppo=ppo)
+    found = plan.within(options, recipe=ppo)
     rows, columns = 16 // 4, 6 + 4
     assert found["KV cache"] == 2 * 2 * rows * columns * 64 * 4
     fields = {field.name for field in dataclasses.fields(batch.Experience)}
@@ -326,8 +326,8 @@ def test_per_device_bytes_fall_as_devices_rise(monkeypatch):
         )
         ppo = workload.algorithm(options, num_epochs=1)
         one = dataclasses.replace(options, mesh=mesh, micro_batch_size=32)
-        held = measured.held(one, there, ppo=ppo)
-        (learn,) = measured.measure(one, there, ppo=ppo, waiting=plan.silent)
+        held = measured.held(one, there, recipe=ppo)
+        (learn,) = measured.measure(one, there, recipe=ppo, waiting=plan.silent)
         shares[devices] = sum(held.values()), learn.sizes["temporary"]
     assert shares[8][0] == pytest.approx(shares[2][0] / 4, rel=0.15)
     assert shares[8][1] < shares[2][1] / 2

@@ -239,7 +239,7 @@ def steps_of(optimizer, gradient: float, *, count: int, size: int = 1) -> list[f
 def test_the_learning_rate_falls_to_0_over_all_updates(role):
     """3 iterations of 2 epochs of 2 minibatches; Adam's step is then lr·g/(g + eps)."""
     made = optimizers(
-        ppo=Recipe(num_epochs=2, num_minibatches=2),
+        recipe=Recipe(num_epochs=2, num_minibatches=2),
         policy_learning_rate=0.1,
         critic_learning_rate=0.3,
     )[role]

@@ -134,7 +134,9 @@ class Together:
             kl=kl_control.fixed(workload.kl_coef),
         )
         donated = functools.partial(jax.jit, donate_argnames=("state",))
-        whole = donated(functools.partial(ppo.iteration, ppo=algorithm, reward=reward))
+        whole = donated(
+            functools.partial(ppo.iteration, recipe=algorithm, reward=reward)
+        )
         began = time.perf_counter()
         self._iteration = whole.lower(
             self.train,
@@ -143,11 +145,11 @@ class Together:
             key=jax.random.key(1),
         ).compile()
         self.about = {"compile": time.perf_counter() - began}
-        self._sample = jax.jit(functools.partial(ppo.sample, ppo=algorithm))
+        self._sample = jax.jit(functools.partial(ppo.sample, recipe=algorithm))
         self._price = jax.jit(functools.partial(price, algorithm=algorithm))
-        self._values = jax.jit(functools.partial(ppo.values, ppo=algorithm))
+        self._values = jax.jit(functools.partial(ppo.values, recipe=algorithm))
         self._learn = donated(
-            functools.partial(ppo.learn, ppo=algorithm, reference=None)
+            functools.partial(ppo.learn, recipe=algorithm, reference=None)
         )
 
     def iteration(self, *, prompts: Prompts, key: Array) -> Found:
@@ -180,7 +182,7 @@ class Apart:
         place = functools.partial(sharding.place, mesh=here)
         self._reference = place(frozen.freeze(params))
         self._devices = critic_devices.CriticDevices(
-            ppo=algorithm, mesh=there, home=here
+            recipe=algorithm, mesh=there, home=here
         )
         self._critic = self._devices.state_of(
             critic.from_policy(params, model=algorithm.critic_model)
@@ -193,12 +195,14 @@ class Apart:
             )
         )
         donated = functools.partial(jax.jit, donate_argnames=("state",))
-        self._sample = jax.jit(functools.partial(ppo.sample, ppo=algorithm))
+        self._sample = jax.jit(functools.partial(ppo.sample, recipe=algorithm))
         self._price = jax.jit(functools.partial(price, algorithm=algorithm))
         self._make_experience = donated(
-            functools.partial(ppo.make_experience, ppo=algorithm, reference=None)
+            functools.partial(ppo.make_experience, recipe=algorithm, reference=None)
         )
-        self._update = donated(functools.partial(ppo.update_policy, ppo=algorithm))
+        self._update = donated(
+            functools.partial(ppo.update, recipe=algorithm, critic_apart=True)
+        )
         self._shuffle_key = jax.jit(ppo.shuffle_key)
 
     def iteration(self, *, prompts: Prompts, key: Array) -> Found:

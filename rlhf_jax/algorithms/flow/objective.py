@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.algorithms.batch import Scored
-from rlhf_jax.functional import kl, masked
+from rlhf_jax.functional import kl, masked, token_rewards
 from rlhf_jax.functional.checks import InputError
 
 Array = jax.Array
@@ -54,7 +54,7 @@ def objective_stats(scored: Scored, *, kl_coef: Array, ended: Array) -> masked.S
         )
         stats["objective/ref_nll"] = per_token(-scored.ref_logprobs)
     if scored.kl is not None:
-        penalty = -kl_coef * masked.masked_sum(scored.kl, mask=mask, axis=1)
+        penalty = token_rewards.kl_reward(scored.kl, mask=mask, kl_coef=kl_coef)
     stats["objective/non_score_reward"] = per_response(penalty)
     stats["objective/rlhf_reward"] = per_response(scored.scores + penalty)
     return stats

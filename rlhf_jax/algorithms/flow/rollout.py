@@ -1,4 +1,4 @@
-"""Prompts -> Rollout: the policy answers, and its own log-probs are kept."""
+"""Prompts -> Rollout: the policy responds, and its own log-probs are kept."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.generation import decode
-from rlhf_jax.roles import policy as policy_
+from rlhf_jax.roles.policy import logprobs
 
 Array = jax.Array
 Params = Any
@@ -38,10 +38,10 @@ def rollout(
       key: of this step; each row's is folded from its index and sample number.
       max_new_tokens: R response columns.
       stop_ids: tokens that end a response; empty for responses of R tokens.
-      temperature: divides the logits, here and wherever the rollout is priced.
+      temperature: divides the logits, here and wherever log-probs are computed.
       shaping: for evaluation samples only.
       group_size: neighbouring rows that hold the same prompt, which is run once.
-      slots: rows answered at a time, others waiting; None is a place for every row.
+      slots: rows sampled at a time by continuous batching; None samples all at once.
 
     Returns:
       Rollout[B, P + R]; `old_logprobs` are of the logits the tokens were drawn from.
@@ -107,7 +107,7 @@ def truncate(rollout: Rollout, *, stop_ids: tuple[int, ...], after: int = 0) -> 
     )
 
 
-def reprice(
+def recompute_logprobs(
     rollout: Rollout,
     policy: Params,
     *,
@@ -115,9 +115,9 @@ def reprice(
     max_new_tokens: int,
     temperature: float,
 ) -> Rollout:
-    """Takes `old_logprobs` from the trainer's forward pass, not the sampler's.
+    """Computes `old_logprobs` by the trainer's forward pass, not the sampler's.
 
-    In bfloat16 the two differ by more than a clip range; the price is one more forward.
+    In bfloat16 the two differ by more than a clip range. It costs one forward pass.
 
     Args:
       rollout: Rollout[B, S].
@@ -127,7 +127,7 @@ def reprice(
     Returns:
       Rollout[B, S] with other `old_logprobs`.
     """
-    logprobs = policy_.logprobs(
+    recomputed = logprobs(
         policy,
         model=model,
         tokens=rollout.tokens,
@@ -135,5 +135,5 @@ def reprice(
         temperature=temperature,
         first_column=rollout.tokens.shape[1] - max_new_tokens,
     )
-    kept = jnp.where(rollout.response_mask, logprobs, 0.0)
+    kept = jnp.where(rollout.response_mask, recomputed, 0.0)
     return dataclasses.replace(rollout, old_logprobs=kept)

@@ -1,7 +1,6 @@
 """GRPO, RLOO and REINFORCE++: groups of samples instead of a critic."""
 
 from rlhf_jax.algorithms.grpo.experience import group_experience
-from rlhf_jax.algorithms.grpo.iteration import iteration, learn, sample, update
 from rlhf_jax.algorithms.grpo.recipe import (
     GRPO,
     PUBLISHED,
@@ -9,6 +8,16 @@ from rlhf_jax.algorithms.grpo.recipe import (
     RLOO,
     GroupRecipe,
 )
+from rlhf_jax.algorithms.policy_gradient.iteration import (
+    Reward,
+    iteration,
+    learn,
+    make_experience,
+    sample,
+    seen_by_reward,
+    shuffle_key,
+)
+from rlhf_jax.algorithms.policy_gradient.update import update
 
 __all__ = [
     "GRPO",
@@ -16,9 +25,13 @@ __all__ = [
     "REINFORCE_PLUS_PLUS",
     "RLOO",
     "GroupRecipe",
+    "Reward",
     "group_experience",
     "iteration",
     "learn",
+    "make_experience",
     "sample",
+    "seen_by_reward",
+    "shuffle_key",
     "update",
 ]

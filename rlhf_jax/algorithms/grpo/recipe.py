@@ -1,18 +1,28 @@
-"""The options of GRPO, RLOO and REINFORCE++, which have no critic."""
+"""GRPO and RLOO: the rows g·G to g·G + G - 1 of a batch are G samples of one prompt.
+
+What a critic would expect of a response is what the others of its group got. The loss
+is that of the policy alone.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 
-from rlhf_jax.algorithms.grpo.experience import Baseline, Normalise
-from rlhf_jax.algorithms.policy_gradient.recipe import (
-    PolicyGradient,
-    PolicyRecipe,
-    one_of,
+import jax
+
+from rlhf_jax.algorithms.batch import PolicyExperience, Scored
+from rlhf_jax.algorithms.grpo.experience import (
+    Baseline,
+    Normalise,
+    group_experience,
 )
-from rlhf_jax.functional import checks
+from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
+from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe, one_of
+from rlhf_jax.functional import checks, masked
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.penalty import IN_LOSS, IN_REWARD, Penalty
+
+Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +63,34 @@ class GRPO(GroupRecipe, PolicyGradient):
     `GRPO(**vars(recipe), model=...)` makes one of a `GroupRecipe`, whose defaults
     stand before those of `PolicyGradient`.
     """
+
+    def experience(
+        self, scored: Scored, *, kl_coef: Array
+    ) -> tuple[PolicyExperience, masked.Stats]:
+        """Advantages over the samples of one prompt, and how many groups teach nothing.
+
+        Args:
+          scored: Scored[B, S], each prompt in `group_size` neighbouring rows.
+          kl_coef: β of this iteration, f32[], reward units per nat.
+
+        Returns:
+          PolicyExperience[B, S] and the stats of `group_experience`.
+
+        Raises:
+          InputError: the groups do not divide the rows.
+        """
+        return group_experience(
+            scored,
+            kl_coef=kl_coef,
+            group_size=self.group_size,
+            baseline=self.baseline,
+            normalise=self.normalise,
+        )
+
+    @property
+    def rows_per_prompt(self) -> int:
+        """Samples of each prompt, in neighbouring rows."""
+        return self.group_size
 
 
 PUBLISHED = GroupRecipe(

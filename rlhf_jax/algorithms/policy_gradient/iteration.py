@@ -1,34 +1,40 @@
-"""An iteration of any policy gradient, up to where algorithms differ.
+"""From prompts to the next state: the iteration of every policy gradient.
 
-    sample ─> reward ─> price ─> (experience) ─> (update)
-                        └ scores shaped, policy, reference and critic run
+    sample ─> reward ─> learn = make_experience ─> update
+    └───────────────────── iteration ──────────────────┘
 
-What stands in brackets is the algorithm's: GAE and a value loss in `ppo`, groups of
-samples in `grpo`. The functions here take the options that the two share.
+`iteration` is for rewards that run in JAX. A reward that runs on the host stands
+between two programs, `sample` and `learn`. A critic on devices of its own has programs
+of its own (`ppo.critic_apart`). All ways give the same numbers, as long as gradients
+are finite. The recipe brings what makes an algorithm itself (`PolicyGradient`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.algorithms.batch import Prompts, Rollout, Scored
-from rlhf_jax.algorithms.flow import objective, score, shaping
-from rlhf_jax.algorithms.flow import rollout as rollout_
+from rlhf_jax.algorithms import flow
+from rlhf_jax.algorithms.batch import (
+    PolicyExperience,
+    Prompts,
+    Rollout,
+    Scored,
+    Sequences,
+)
+from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.algorithms.policy_gradient.loss import mean_distance
-from rlhf_jax.algorithms.policy_gradient.recipe import PolicyGradient
-from rlhf_jax.algorithms.policy_gradient.update import kl_coef as kl_coef_
+from rlhf_jax.algorithms.policy_gradient.update import update
 from rlhf_jax.algorithms.state import TrainState
 from rlhf_jax.functional import masked
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles import adapted, rewards
 from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.roles.rewards.model import Scores
+from rlhf_jax.roles.rewards import Scores
 
 Array = jax.Array
 Params = Any
@@ -36,143 +42,262 @@ Params = Any
 Reward = Callable[[Rollout], Array | Scores]
 
 
+def iteration(
+    state: TrainState,
+    *,
+    prompts: Prompts,
+    reference: Frozen | None,
+    reward: Reward,
+    key: Array,
+    recipe: PolicyGradient,
+    base: Frozen | None = None,
+    ptx: Sequences | None = None,
+) -> tuple[TrainState, masked.Stats, Scored]:
+    """One iteration: respond to the prompts, score the responses, learn from them.
+
+    Maximises E[reward(x, y)] - β·KL(π ‖ π_ref).
+
+    Args:
+      state: of `state.ppo_state` or `state.grpo_state`; donated by the caller's `jit`.
+      prompts: Prompts[B, P]; with groups each prompt fills `recipe.rows_per_prompt`
+        neighbouring rows.
+      reference: the frozen policy; None takes no KL at all.
+      reward: rollout -> f32[B] or `rewards.Scores`, in JAX.
+      key: of this step, `fold_in(root, step)`.
+      recipe: static, a `ppo.PPO`, a `grpo.GRPO` or another `PolicyGradient`.
+      base: with `recipe.lora` the parameters that the state's adapters adapt, which
+        mostly are the reference too; never donated, and no gradient reaches it. None
+        without adapters.
+      ptx: Sequences[M, S'], texts whose language-model loss is mixed in with
+        `recipe.ptx_coef`, shared out over the minibatches of an epoch.
+
+    Returns:
+      The next state, stats {name: (sum, weight)}, and the scored rollout for the
+      record, with the scores that the advantages were computed from.
+
+    Raises:
+      InputError: batch sizes or groups do not divide, the reward is not one number a
+        row, or there is one of `base` and `recipe.lora`, or of `ptx` and
+        `recipe.ptx_coef`, without the other.
+    """
+    rollout = sample(state.policy, prompts=prompts, key=key, recipe=recipe, base=base)
+    return learn(
+        state,
+        rollout=rollout,
+        scores=reward(seen_by_reward(rollout, recipe=recipe)),
+        reference=reference,
+        key=key,
+        recipe=recipe,
+        base=base,
+        ptx=ptx,
+    )
+
+
 def sample(
     policy: Params,
     *,
     prompts: Prompts,
     key: Array,
-    algorithm: PolicyGradient,
+    recipe: PolicyGradient,
     base: Frozen | None = None,
-    group_size: int = 1,
 ) -> Rollout:
-    """The rollout of an iteration, under the first of the two keys split from `key`.
+    """The rollout of an iteration.
 
-    Args, Raises: as `ppo.iteration`, with the policy's parameters or adapters;
-    group_size as `rollout.rollout`.
+    Args:
+      policy: the policy's parameters, or its adapters of `base`.
+      prompts: Prompts[B, P]; a prompt in `recipe.rows_per_prompt` rows is run once.
+      key: of this step; the sampler takes the first of the two keys split from it.
+      recipe, base: of `iteration`.
+
+    Returns:
+      Rollout[B, P + R], R = `recipe.max_new_tokens`.
+
+    Raises:
+      InputError: batch sizes or groups do not divide.
     """
-    algorithm.minibatch_size(prompts.tokens.shape[0])  # before any work is done in vain
+    recipe.minibatch_size(prompts.tokens.shape[0])  # before any work is done in vain
     sample_key, _ = jax.random.split(key)
-    rollout = rollout_.rollout(
-        adapted.params(policy, base=base, lora=algorithm.lora),
-        model=algorithm.model,
+    rollout = flow.rollout.rollout(
+        adapted.params(policy, base=base, lora=recipe.lora),
+        model=recipe.model,
         prompts=prompts,
         key=sample_key,
-        max_new_tokens=algorithm.max_new_tokens,
-        stop_ids=() if algorithm.fixed_length else algorithm.stop_ids,
-        temperature=algorithm.temperature,
-        group_size=group_size,
-        slots=algorithm.slots,
+        max_new_tokens=recipe.max_new_tokens,
+        stop_ids=() if recipe.fixed_length else recipe.stop_ids,
+        temperature=recipe.temperature,
+        group_size=recipe.rows_per_prompt,
+        slots=recipe.slots,
     )
-    if not algorithm.fixed_length or algorithm.truncate_reward_only:
+    if not recipe.fixed_length or recipe.truncate_reward_only:
         return rollout
-    return rollout_.truncate(
-        rollout, stop_ids=algorithm.stop_ids, after=algorithm.truncate_after
+    return flow.rollout.truncate(
+        rollout, stop_ids=recipe.stop_ids, after=recipe.truncate_after
     )
 
 
-def judged(rollout: Rollout, *, algorithm: PolicyGradient) -> Rollout:
-    """What a reward is to see of the rollout of `sample`: mostly the same.
+def seen_by_reward(rollout: Rollout, *, recipe: PolicyGradient) -> Rollout:
+    """What the reward sees of a rollout of `sample`, which mostly is all of it.
 
-    With `algorithm.truncate_reward_only` the responses end at their first stop token
-    here, while the policy is trained on all they have.
+    With `recipe.truncate_reward_only` the responses end at their first stop token
+    here, while the policy is trained on all their tokens.
     """
-    if not algorithm.truncate_reward_only:
+    if not recipe.truncate_reward_only:
         return rollout
-    return rollout_.truncate(
-        rollout, stop_ids=algorithm.stop_ids, after=algorithm.truncate_after
+    return flow.rollout.truncate(
+        rollout, stop_ids=recipe.stop_ids, after=recipe.truncate_after
     )
 
 
-class Critic(NamedTuple):
-    """What values a rollout."""
-
-    params: Params  # {"trunk": ..., "score": ...}, as in `critic.py`
-    model: ModelConfig
-    after_stop: bool  # the finished response has a value
-
-
-class Priced(NamedTuple):
-    """A scored rollout, and what is left of an iteration to write down."""
-
-    scored: Scored
-    state: TrainState  # with the moments of these scores in
-    kl_coef: Array  # β of this iteration, f32[], reward units per nat
-    # To be laid over the update's: with `reprice` `policy/sampler_mismatch` is here,
-    # as the update compares the trainer with itself.
-    stats: masked.Stats
-
-
-def price(
+def learn(
     state: TrainState,
     *,
     rollout: Rollout,
     scores: Array | Scores,
     reference: Frozen | None,
-    algorithm: PolicyGradient,
-    critic: Critic | None,
+    key: Array,
+    recipe: PolicyGradient,
     ref_logprobs: Array | None = None,
     values: Array | None = None,
     base: Frozen | None = None,
-) -> Priced:
-    """What reward, reference and critic say of a rollout, before anything is learned.
+    ptx: Sequences | None = None,
+) -> tuple[TrainState, masked.Stats, Scored]:
+    """An iteration from the scores on: `iteration` without sampling and reward.
 
-    Args, Raises: as `ppo.learn`; critic is None where there is none.
+    Args:
+      state: donated by the caller's `jit`.
+      rollout: Rollout[B, S], of `sample`.
+      scores: f32[B], reward units, of what `seen_by_reward` returned for the rollout;
+        or `rewards.Scores`, whose parts are logged as `reward/NAME`.
+      reference: the frozen policy; None takes no KL at all.
+      key: of this step, as `sample` had it.
+      recipe, base, ptx: of `iteration`.
+      ref_logprobs: f32[B, S], nats, of `score.reference_logprobs` where that ran
+        before; None computes them here, if there is a reference.
+      values: f32[B, S], reward units, of `ppo.values`; None computes them here.
+
+    Without KL, as in a step that `Lifecycle.kl_every` leaves out, both `reference` and
+    `ref_logprobs` are None: a program of its own, without the penalty and its metrics.
+
+    Returns:
+      The next state, stats {name: (sum, weight)}, and the scored rollout.
+
+    Raises:
+      InputError: sizes do not divide, the scores are not one number a row, or one of
+        two arguments that belong together is missing.
     """
-    given = rewards.scores_of(scores)
-    scores, rows = given.total, rollout.tokens.shape[0]
-    if scores.shape != (rows,):
+    state, experience, stats, scored = make_experience(
+        state,
+        rollout=rollout,
+        scores=scores,
+        reference=reference,
+        recipe=recipe,
+        ref_logprobs=ref_logprobs,
+        values=values,
+        base=base,
+    )
+    state, update_stats = update(
+        state,
+        experience=experience,
+        key=shuffle_key(key),
+        recipe=recipe,
+        base=base,
+        reference=reference,
+        ptx=ptx,
+    )
+    return state, masked.merge_stats(stats, update_stats), scored
+
+
+def shuffle_key(key: Array) -> Array:
+    """The key of `update` in the iteration of `key`: the second of the two split."""
+    return jax.random.split(key)[1]
+
+
+def make_experience(
+    state: TrainState,
+    *,
+    rollout: Rollout,
+    scores: Array | Scores,
+    reference: Frozen | None,
+    recipe: PolicyGradient,
+    ref_logprobs: Array | None = None,
+    values: Array | None = None,
+    base: Frozen | None = None,
+) -> tuple[TrainState, PolicyExperience, masked.Stats, Scored]:
+    """What the updates of an iteration read: `learn` without its update.
+
+    Args:
+      state: donated by the caller's `jit`; without a critic if there are `values`.
+      rollout, scores, reference, recipe, ref_logprobs, values, base: of `learn`.
+
+    Returns:
+      The state with these scores in its moments, the experience [B, S] of the
+      algorithm, stats {name: (sum, weight)} and the scored rollout.
+
+    Raises:
+      InputError: the scores are not one number a row, or neither values nor a critic
+        is there for an algorithm that needs one.
+    """
+    critic = None if values is not None else recipe.critic_of(state, base=base)
+    returned = rewards.scores_of(scores)
+    total, rows = returned.total, rollout.tokens.shape[0]
+    if total.shape != (rows,):
         raise InputError(
             f"expected the reward to return {rows} numbers, one a response, got shape "
-            f"{scores.shape}"
+            f"{total.shape}"
         )
-    params = adapted.params(state.policy, base=base, lora=algorithm.lora)
     # A batch with a score that is not finite does not count: a NaN would stay.
     moments = jax.tree.map(
-        lambda new, old: jnp.where(jnp.isfinite(scores).all(), new, old),
-        rewards.update_moments(state.scores, scores),
+        lambda new, old: jnp.where(jnp.isfinite(total).all(), new, old),
+        rewards.update_moments(state.scores, total),
         state.scores,
     )
-    seen = judged(rollout, algorithm=algorithm)
-    shaped = shaping.shape(
-        scores,
+    seen = seen_by_reward(rollout, recipe=recipe)
+    shaped = flow.shaping.shape(
+        total,
         moments=moments,
         rollout=seen,
-        stop_ids=algorithm.stop_ids,
-        shaping=algorithm.scores,
+        stop_ids=recipe.stop_ids,
+        shaping=recipe.scores,
     )
-    priced, mismatch = rollout, {}
-    if algorithm.reprice:
-        priced = rollout_.reprice(
+    params = adapted.params(state.policy, base=base, lora=recipe.lora)
+    stats: masked.Stats = {}
+    if recipe.reprice:
+        sampled = rollout
+        rollout = flow.rollout.recompute_logprobs(
             rollout,
             params,
-            model=algorithm.model,
-            max_new_tokens=algorithm.max_new_tokens,
-            temperature=algorithm.temperature,
+            model=recipe.model,
+            max_new_tokens=recipe.max_new_tokens,
+            temperature=recipe.temperature,
         )
-        mismatch["policy/sampler_mismatch"] = mean_distance(
-            priced.old_logprobs, rollout.old_logprobs, mask=rollout.response_mask
+        stats["policy/sampler_mismatch"] = mean_distance(
+            rollout.old_logprobs, sampled.old_logprobs, mask=rollout.response_mask
         )
-    scored = score.score(
-        priced,
+    scored = flow.score.score(
+        rollout,
         scores=shaped,
         reference=reference,
-        model=algorithm.model,
+        model=recipe.model,
         critic=None if critic is None else critic.params,
         critic_model=None if critic is None else critic.model,
-        max_new_tokens=algorithm.max_new_tokens,
-        temperature=algorithm.temperature,
-        penalty=algorithm.penalty,
+        max_new_tokens=recipe.max_new_tokens,
+        temperature=recipe.temperature,
+        penalty=recipe.penalty,
         policy=params,
         ref_logprobs=ref_logprobs,
         values=values,
         value_after_stop=critic is not None and critic.after_stop,
     )
-    kl_coef = kl_coef_(state, algorithm=algorithm)
-    stats = objective.objective_stats(
-        dataclasses.replace(scored, scores=scores),  # as the reward gave them
-        kl_coef=kl_coef,
-        ended=score.ended(seen, stop_ids=algorithm.stop_ids),
+    kl_coef = recipe.kl_coef(state)
+    experience, experience_stats = recipe.experience(scored, kl_coef=kl_coef)
+    stats = masked.merge_stats(
+        stats,
+        flow.objective.objective_stats(
+            dataclasses.replace(scored, scores=total),  # as the reward gave them
+            kl_coef=kl_coef,
+            ended=flow.score.ended(seen, stop_ids=recipe.stop_ids),
+        ),
+        rewards.part_stats(returned),
+        experience_stats,
     )
-    stats |= rewards.part_stats(given) | mismatch
-    state = dataclasses.replace(state, scores=moments)
-    return Priced(scored, state, kl_coef, stats)
+    return dataclasses.replace(state, scores=moments), experience, stats, scored

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from rlhf_jax.algorithms.batch import PolicyExperience
-from rlhf_jax.algorithms.policy_gradient.recipe import PolicyGradient
 from rlhf_jax.functional import losses, masked
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl import penalty
@@ -17,6 +16,9 @@ from rlhf_jax.roles import adapted
 from rlhf_jax.roles.policy import exact_kl, price_hidden
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
+
+if TYPE_CHECKING:  # whose recipes hand this loss on
+    from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 
 Array = jax.Array
 Params = Any
@@ -37,14 +39,14 @@ def policy_terms(
     kl_coef: Array | float,
     num_tokens: Array,
     num_responses: Array,
-    algorithm: PolicyGradient,
+    recipe: PolicyGradient,
     base: Frozen | None = None,
     reference: Frozen | None = None,
 ) -> PolicyTerms:
     """L = policy_loss + β·kl_loss - c_H·entropy of a (micro-)batch.
 
-    β·kl_loss is there with a penalty in the loss (`algorithm.penalty`), the entropy
-    with `algorithm.entropy_coef`.
+    β·kl_loss is there with a penalty in the loss (`recipe.penalty`), the entropy
+    with `recipe.entropy_coef`.
 
     Args:
       policy: parameters, or adapters of `base`; the gradient reaches them alone.
@@ -52,8 +54,8 @@ def policy_terms(
       kl_coef: β, f32[], reward units per nat; read where the KL is in the loss.
       num_tokens, num_responses: f32[], response tokens, and responses that hold one,
         of the whole minibatch.
-      algorithm: static.
-      base: as `ppo.iteration`.
+      recipe: static.
+      base: the parameters that adapters adapt; None without adapters.
       reference: read for exact KL in the loss alone; no gradient reaches it.
 
     Returns:
@@ -64,11 +66,11 @@ def policy_terms(
       InputError: exact KL without a reference, or as `adapted.params`.
     """
     mask = experience.response_mask
-    first_column = experience.tokens.shape[1] - algorithm.max_new_tokens
-    params = adapted.params(policy, base=base, lora=algorithm.lora)
+    first_column = experience.tokens.shape[1] - recipe.max_new_tokens
+    params = adapted.params(policy, base=base, lora=recipe.lora)
     hidden = decoder.hidden_states(
         params,
-        model=algorithm.model,
+        model=recipe.model,
         tokens=experience.tokens,
         mask=experience.mask,
         first_column=first_column - 1,
@@ -76,10 +78,10 @@ def policy_terms(
     logprobs, entropy = price_hidden(
         params,
         hidden,
-        model=algorithm.model,
+        model=recipe.model,
         tokens=experience.tokens,
         mask=experience.mask,
-        temperature=algorithm.temperature,
+        temperature=recipe.temperature,
         first_column=first_column,
     )
     loss, stats = losses.policy_loss(
@@ -87,47 +89,47 @@ def policy_terms(
         old_logprobs=experience.old_logprobs,
         advantages=experience.advantages,
         mask=mask,
-        clip_range=algorithm.clip_range,
-        clip_range_high=algorithm.clip_range_high,
-        dual_clip=algorithm.dual_clip,
-        aggregation=algorithm.aggregation,
-        loss_scale_factor=algorithm.loss_scale,
+        clip_range=recipe.clip_range,
+        clip_range_high=recipe.clip_range_high,
+        dual_clip=recipe.dual_clip,
+        aggregation=recipe.aggregation,
+        loss_scale_factor=recipe.loss_scale,
         num_tokens=num_tokens,
         num_responses=num_responses,
     )
     stats["policy/sampler_mismatch"] = mean_distance(
         jax.lax.stop_gradient(logprobs), experience.old_logprobs, mask=mask
     )
-    if algorithm.entropy_coef:
+    if recipe.entropy_coef:
         bonus, bonus_stats = losses.entropy_bonus(
             entropy=entropy,
             mask=mask,
-            aggregation=algorithm.aggregation,
-            loss_scale_factor=algorithm.loss_scale,
+            aggregation=recipe.aggregation,
+            loss_scale_factor=recipe.loss_scale,
             num_tokens=num_tokens,
             num_responses=num_responses,
         )
-        loss, stats = loss + algorithm.entropy_coef * bonus, stats | bonus_stats
-    if algorithm.penalty.in_loss and experience.ref_logprobs is not None:
+        loss, stats = loss + recipe.entropy_coef * bonus, stats | bonus_stats
+    if recipe.penalty.in_loss and experience.ref_logprobs is not None:
         exact = None
-        if algorithm.penalty.loss_needs_logits:
+        if recipe.penalty.loss_needs_logits:
             exact = _exact_kl(
                 params,
                 hidden,
                 experience=experience,
                 reference=reference,
-                algorithm=algorithm,
+                recipe=recipe,
             )
         kl_loss, kl_stats = penalty.kl_loss(
-            penalty=algorithm.penalty,
+            penalty=recipe.penalty,
             logprobs=logprobs,
             old_logprobs=experience.old_logprobs,
             ref_logprobs=experience.ref_logprobs,
             mask=mask,
             weights=losses.token_weights(
                 mask,
-                aggregation=algorithm.aggregation,
-                loss_scale_factor=algorithm.loss_scale,
+                aggregation=recipe.aggregation,
+                loss_scale_factor=recipe.loss_scale,
                 num_tokens=num_tokens,
                 num_responses=num_responses,
             ),
@@ -143,7 +145,7 @@ def _exact_kl(
     *,
     experience: PolicyExperience,
     reference: Frozen | None,
-    algorithm: PolicyGradient,
+    recipe: PolicyGradient,
 ) -> Array:
     if reference is None:
         raise InputError(
@@ -151,10 +153,10 @@ def _exact_kl(
             "alone; pass reference to update, or choose k1, k2 or k3"
         )
     ref_params = frozen.read(reference)
-    first_column = experience.tokens.shape[1] - algorithm.max_new_tokens
+    first_column = experience.tokens.shape[1] - recipe.max_new_tokens
     ref_hidden = decoder.hidden_states(
         ref_params,
-        model=algorithm.model,
+        model=recipe.model,
         tokens=experience.tokens,
         mask=experience.mask,
         first_column=first_column - 1,
@@ -164,12 +166,12 @@ def _exact_kl(
         hidden,
         ref_params,
         ref_hidden,
-        model=algorithm.model,
+        model=recipe.model,
         mask=experience.mask,
-        temperature=algorithm.temperature,
+        temperature=recipe.temperature,
         first_column=first_column,
-        direction=algorithm.penalty.direction,
-        top_k=algorithm.penalty.top_k,
+        direction=recipe.penalty.direction,
+        top_k=recipe.penalty.top_k,
     )
 
 

@@ -1,26 +1,19 @@
-"""What every policy-gradient algorithm fixes while a run compiles once.
+"""The options that all policy gradients share, as a paper would state them.
 
-`PolicyRecipe` holds what a paper would state, and is an option group of a command line;
-`PolicyGradient` what a run adds: shapes, optimizer and stop tokens. PPO (`ppo.recipe`)
-and the algorithms without a critic (`grpo`) add their own options to both.
+`PolicyRecipe` is an option group of a command line; each algorithm adds its own.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 from typing import Any, get_args
 
 from rlhf_jax.algorithms.flow import shaping
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
-from rlhf_jax.algorithms.state import Optimizer
 from rlhf_jax.functional import aggregation, checks, losses
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty
-from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.lora import LoRA, targets
-from rlhf_jax.roles.reference.lifecycle import FROZEN, Lifecycle
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,85 +110,6 @@ class PolicyRecipe:
                     f"where the sampler ends a response at its first stop token; set "
                     f"fixed_length, or leave it out"
                 )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PolicyGradient(PolicyRecipe):
-    """A recipe with its shapes and its optimizer; hashable, so static under `jit`."""
-
-    model: ModelConfig  # of the policy and the reference
-    policy_optimizer: Optimizer
-    max_new_tokens: int  # R, response columns
-    stop_ids: tuple[int, ...]  # tokens that end a response; () never stops
-    lifecycle: Lifecycle = FROZEN  # of the reference; the caller's loop moves it
-    # What is trained are adapters made by this one over one base; None trains every
-    # parameter.
-    lora: LoRA | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.positive(max_new_tokens=self.max_new_tokens)
-        for name, needs in {
-            "scores.missing_stop_score or missing_stop_penalty": (
-                self.scores.reads_stops
-            ),
-            "fixed_length": self.fixed_length,
-        }.items():
-            if needs and not self.stop_ids:
-                raise InputError(
-                    f"{name}: expected stop_ids to look for, got none, so that no "
-                    f"response would ever have stopped; name stop_ids or leave it out"
-                )
-        if self.truncate_after >= self.max_new_tokens:
-            raise InputError(
-                f"truncate_after: expected less than the {self.max_new_tokens} tokens "
-                f"of max_new_tokens, got {self.truncate_after}, after which no token "
-                f"is left that could end a response; lower it, or sample longer"
-            )
-        if self.lora is not None:
-            targets(model=self.model, lora=self.lora)  # raises for a bad pattern
-        said = self.penalty.warning
-        if said is not None:
-            also = self.length_bias
-            warnings.warn(said if also is None else f"{said}; {also}", stacklevel=5)
-
-    @property
-    def loss_scale(self) -> float | None:
-        """What aggregation constant divides by, tokens; None with the means."""
-        if self.aggregation != "constant" or self.loss_scale_factor is not None:
-            return self.loss_scale_factor
-        return float(self.max_new_tokens)
-
-    @property
-    def length_bias(self) -> str | None:
-        """What the aggregation does to the expected gradient, None where it is nothing.
-
-        Nothing too where all responses are trained to the same length.
-        """
-        if not self.stop_ids or self.truncate_reward_only:
-            return None
-        return aggregation.bias(self.aggregation)
-
-    def minibatch_size(self, rows: int) -> int:
-        """Rows of a minibatch when a batch has `rows`.
-
-        Raises:
-          InputError: the sizes do not divide.
-        """
-        size, rest = divmod(rows, self.num_minibatches)
-        if rest or not size:
-            raise InputError(
-                f"expected num_minibatches to divide the {rows} rows of a batch, got "
-                f"{self.num_minibatches}; change either"
-            )
-        held = size if self.micro_batch_size is None else self.micro_batch_size
-        if held < 1 or size % held:
-            raise InputError(
-                f"expected micro_batch_size to divide the {size} rows of a minibatch "
-                f"({rows} rows / {self.num_minibatches} minibatches), got {held}; "
-                "change either, or leave it out to hold a minibatch at once"
-            )
-        return size
 
 
 def one_of(*, among: tuple[Any, ...], **given: Any) -> None:

@@ -3,14 +3,13 @@
 experience ─shuffled─> minibatch ─loss─> gradient ─guards─> optimizer
            └───────── epochs x minibatches, one scan ───────────┘
 
-It is the same for every policy gradient: the algorithm brings the loss.
+It is the same for every policy gradient: the recipe brings the loss.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,9 +18,8 @@ import optax
 
 from rlhf_jax.algorithms import sft
 from rlhf_jax.algorithms.batch import PolicyExperience, Sequences
-from rlhf_jax.algorithms.policy_gradient.recipe import PolicyGradient
+from rlhf_jax.algorithms.policy_gradient.algorithm import MinibatchLoss, PolicyGradient
 from rlhf_jax.algorithms.state import (
-    LossFunction,
     Optimizer,
     TrainState,
     accumulate,
@@ -36,8 +34,6 @@ from rlhf_jax.roles.reference.frozen import Frozen
 
 Array = jax.Array
 Params = Any
-# A whole minibatch -> the minibatch that is learned from, and the loss of its parts.
-LossOf = Callable[[Any], tuple[Any, LossFunction]]
 
 
 def update(
@@ -45,12 +41,11 @@ def update(
     *,
     experience: PolicyExperience,
     key: Array,
-    algorithm: PolicyGradient,
-    loss_of: LossOf,
-    critic_optimizer: Optimizer | None = None,
+    recipe: PolicyGradient,
     base: Frozen | None = None,
+    reference: Frozen | None = None,
     ptx: Sequences | None = None,
-    hold_policy: Array | None = None,
+    critic_apart: bool = False,
 ) -> tuple[TrainState, masked.Stats]:
     """Epochs over reshuffled minibatches, one optimizer step each, in one program.
 
@@ -58,11 +53,12 @@ def update(
       state: donated by the caller's `jit`.
       experience: PolicyExperience[B, S].
       key: shuffles; epoch e uses fold_in(key, e).
-      algorithm: static.
-      loss_of: makes the loss of a minibatch; it may change the minibatch first.
-      critic_optimizer: of the state's critic; None without one.
-      base, ptx: as `ppo.iteration`.
-      hold_policy: bool[], True where the critic alone is to be trained.
+      recipe: static; it brings the loss.
+      base: the parameters that adapters adapt; None without adapters.
+      reference: read for exact KL in the loss alone.
+      ptx: Sequences[M, S'], for `recipe.ptx_coef`.
+      critic_apart: the critic is updated by a program of its own, and the state has
+        none.
 
     Returns:
       The state of the next iteration and stats over all minibatches that were used. A
@@ -74,8 +70,14 @@ def update(
 
     Raises:
       InputError: batch sizes do not divide, the state has a critic where the
-        algorithm has none or the other way round, or as `ppo.iteration`.
+        algorithm has none or the other way round, the critic cannot be trained apart,
+        or there is one of `base` and `recipe.lora`, or of `ptx` and `recipe.ptx_coef`,
+        without the other.
     """
+    critic_optimizer = recipe.critic_update
+    if critic_apart:
+        recipe.refuse_critic_apart()
+        critic_optimizer = None
     if (critic_optimizer is None) != (state.critic_opt is None):
         has, needs = ("no critic", "one") if critic_optimizer else ("a critic", "none")
         raise InputError(
@@ -83,9 +85,16 @@ def update(
             f"it has {needs}; make it by state.ppo_state, or by grpo_state without"
         )
     rows = experience.tokens.shape[0]
-    texts = _shared_out(ptx, algorithm)
+    texts = _shared_out(ptx, recipe)
 
-    order = minibatches(key, rows=rows, algorithm=algorithm)
+    order = minibatches(key, rows=rows, recipe=recipe)
+    loss_of = functools.partial(
+        recipe.minibatch_loss,
+        kl_coef=recipe.kl_coef(state),
+        base=base,
+        reference=reference,
+    )
+    policy_waits = recipe.policy_waits(state)
 
     def step(
         carry: tuple[TrainState, Array], turn: tuple[Array, Array]
@@ -93,15 +102,15 @@ def update(
         number, chosen = turn
 
         def take(state: TrainState) -> tuple[TrainState, Array, masked.Stats]:
-            part = number % algorithm.num_minibatches
+            part = number % recipe.num_minibatches
             return _step(
                 state,
                 minibatch=jax.tree.map(lambda leaf: leaf[chosen], experience),
-                algorithm=algorithm,
+                recipe=recipe,
                 loss_of=loss_of,
                 critic_optimizer=critic_optimizer,
                 base=base,
-                hold_policy=hold_policy,
+                policy_waits=policy_waits,
                 ptx=jax.tree.map(lambda leaf: leaf[part], texts),
             )
 
@@ -112,7 +121,7 @@ def update(
             return state, jnp.bool_(True), nothing | {"update/stopped": (one, one)}
 
         state, stopped = carry
-        if algorithm.stop_approxkl is None:
+        if recipe.stop_approxkl is None:
             state, _, stats = take(state)
         else:
             state, stopped, stats = jax.lax.cond(stopped, leave, take, state)
@@ -120,28 +129,30 @@ def update(
 
     turns = jnp.arange(len(order)), order
     (state, _), stats = jax.lax.scan(step, (state, jnp.bool_(False)), turns)
-    first = jax.tree.map(lambda leaf: leaf[0], stats["policy/sampler_mismatch"])
-    stats = masked.total_stats(stats) | {"policy/sampler_mismatch": first}
-    seen = None
+    mismatch = stats.pop("policy/sampler_mismatch")
+    stats = masked.total_stats(stats)
+    if not recipe.reprice:  # else `make_experience` has compared them
+        stats["policy/sampler_mismatch"] = jax.tree.map(lambda leaf: leaf[0], mismatch)
+    kl_of_response = None
     mask = experience.response_mask
     if experience.ref_logprobs is not None:
-        seen = k1(experience.old_logprobs, experience.ref_logprobs)
-        seen = masked.masked_sum(seen, mask=mask) / rows
+        per_token = k1(experience.old_logprobs, experience.ref_logprobs)
+        kl_of_response = masked.masked_sum(per_token, mask=mask) / rows
     kl = state.kl.update(
-        kl=seen,
+        kl=kl_of_response,
         mean_length=mask.sum(dtype=jnp.float32) / rows,
-        num_episodes=rows * algorithm.lifecycle.kl_every,
+        num_episodes=rows * recipe.lifecycle.kl_every,
     )
     return dataclasses.replace(state, kl=kl, step=state.step + 1), stats
 
 
-def minibatches(key: Array, *, rows: int, algorithm: PolicyGradient) -> Array:
+def minibatches(key: Array, *, rows: int, recipe: PolicyGradient) -> Array:
     """The rows of every minibatch of an update, in turn.
 
     Args:
       key: shuffles; epoch e uses fold_in(key, e).
       rows: B, of the batch.
-      algorithm: static.
+      recipe: static.
 
     Returns:
       i32[num_epochs · num_minibatches, B / num_minibatches].
@@ -149,31 +160,26 @@ def minibatches(key: Array, *, rows: int, algorithm: PolicyGradient) -> Array:
     Raises:
       InputError: batch sizes do not divide.
     """
-    size = algorithm.minibatch_size(rows)
+    size = recipe.minibatch_size(rows)
 
     def shuffled(epoch: Array) -> Array:
         return jax.random.permutation(jax.random.fold_in(key, epoch), rows)
 
-    epochs = jnp.arange(algorithm.num_epochs)
+    epochs = jnp.arange(recipe.num_epochs)
     return jax.vmap(shuffled)(epochs).reshape(-1, size)
 
 
-def kl_coef(state: TrainState, *, algorithm: PolicyGradient) -> Array:
-    """β of this iteration, f32[], reward units per nat, as the lifecycle scales it."""
-    return algorithm.lifecycle.kl_scale * state.kl.kl_coef
-
-
-def _shared_out(ptx: Sequences | None, algorithm: PolicyGradient) -> Sequences | None:
+def _shared_out(ptx: Sequences | None, recipe: PolicyGradient) -> Sequences | None:
     """Sequences[num_minibatches, M / num_minibatches, S']."""
-    if (ptx is None) != (algorithm.ptx_coef == 0):
+    if (ptx is None) != (recipe.ptx_coef == 0):
         given = "none" if ptx is None else "some"
         raise InputError(
             f"expected ptx texts if, and only if, ptx_coef is above 0, got {given} "
-            f"with ptx_coef {algorithm.ptx_coef:g}; give both or neither"
+            f"with ptx_coef {recipe.ptx_coef:g}; give both or neither"
         )
     if ptx is None:
         return None
-    rows, count = ptx.tokens.shape[0], algorithm.num_minibatches
+    rows, count = ptx.tokens.shape[0], recipe.num_minibatches
     if rows % count:
         raise InputError(
             f"expected num_minibatches to divide the {rows} rows of ptx, got {count}; "
@@ -188,12 +194,12 @@ def _step(
     state: TrainState,
     *,
     minibatch: PolicyExperience,
-    algorithm: PolicyGradient,
-    loss_of: LossOf,
+    recipe: PolicyGradient,
+    loss_of: MinibatchLoss,
     critic_optimizer: Optimizer | None,
     base: Frozen | None,
     ptx: Sequences | None,
-    hold_policy: Array | None,
+    policy_waits: Array | None,
 ) -> tuple[TrainState, Array, masked.Stats]:
     """One optimizer step, or none; True where the updates of this batch are to end."""
     minibatch, loss = loss_of(minibatch)
@@ -201,27 +207,25 @@ def _step(
         loss,
         (state.policy, state.critic),
         minibatch,
-        micro_batch_size=algorithm.micro_batch_size,
+        micro_batch_size=recipe.micro_batch_size,
     )
     if ptx is not None:
-        grads, ptx_stats = _ptx_gradient(
-            state.policy, ptx, algorithm=algorithm, base=base
-        )
+        grads, ptx_stats = _ptx_gradient(state.policy, ptx, recipe=recipe, base=base)
         policy_grads = jax.tree.map(jnp.add, policy_grads, grads)
         stats |= ptx_stats
     norms = {"policy/grad_norm": optax.tree.norm(policy_grads)}
     if critic_optimizer is not None:
         norms["critic/grad_norm"] = optax.tree.norm(critic_grads)
     finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, norms.values()))
-    kept, stopped, guard_stats = _guards(stats, algorithm)
+    kept, stopped, guard_stats = _guards(stats, recipe)
     stats |= {name: (norm, jnp.ones_like(norm)) for name, norm in norms.items()}
     moves = finite & kept
     policy, policy_opt = apply_gradients(
         state.policy,
         state.policy_opt,
         policy_grads,
-        optimizer=algorithm.policy_optimizer,
-        finite=moves if hold_policy is None else moves & ~hold_policy,
+        optimizer=recipe.policy_optimizer,
+        finite=moves if policy_waits is None else moves & ~policy_waits,
     )
     critic, critic_opt = state.critic, state.critic_opt
     if critic_optimizer is not None and critic_opt is not None:
@@ -245,7 +249,7 @@ def _step(
 
 
 def _ptx_gradient(
-    policy: Params, texts: Sequences, *, algorithm: PolicyGradient, base: Frozen | None
+    policy: Params, texts: Sequences, *, recipe: PolicyGradient, base: Frozen | None
 ) -> tuple[Params, masked.Stats]:
     """ptx_coef · gradient of the language-model loss at temperature 1.
 
@@ -253,34 +257,34 @@ def _ptx_gradient(
     """
     num_tokens = sft.predicted(texts).sum(dtype=jnp.float32)
 
-    def loss(trained: Params, part: Sequences) -> tuple[Array, masked.Stats]:
-        found, stats = sft.loss(
-            adapted.params(trained, base=base, lora=algorithm.lora),
+    def ptx_loss(trained: Params, part: Sequences) -> tuple[Array, masked.Stats]:
+        loss, stats = sft.loss(
+            adapted.params(trained, base=base, lora=recipe.lora),
             part,
-            model=algorithm.model,
+            model=recipe.model,
             num_tokens=num_tokens,
         )
-        return algorithm.ptx_coef * found, {"loss/ptx": stats["loss/language_model"]}
+        return recipe.ptx_coef * loss, {"loss/ptx": stats["loss/language_model"]}
 
-    held = algorithm.micro_batch_size
-    if held is not None and held >= texts.tokens.shape[0]:
-        held = None
-    return accumulate(loss, policy, texts, micro_batch_size=held)
+    size = recipe.micro_batch_size
+    if size is not None and size >= texts.tokens.shape[0]:
+        size = None
+    return accumulate(ptx_loss, policy, texts, micro_batch_size=size)
 
 
 def _guards(
-    stats: masked.Stats, algorithm: PolicyGradient
+    stats: masked.Stats, recipe: PolicyGradient
 ) -> tuple[Array, Array, masked.Stats]:
     """(apply this minibatch, end the updates of this batch, what to log of it)."""
     kept, stopped = jnp.bool_(True), jnp.bool_(False)
     logged: masked.Stats = {}
     one = jnp.ones((), jnp.float32)
     means = masked.mean_stats(stats)
-    if algorithm.max_ratio_mean is not None:
-        kept &= means["policy/ratio_mean"] <= algorithm.max_ratio_mean
+    if recipe.max_ratio_mean is not None:
+        kept &= means["policy/ratio_mean"] <= recipe.max_ratio_mean
         logged["update/guarded"] = ((~kept).astype(jnp.float32), one)
-    if algorithm.stop_approxkl is not None:
-        stopped = means["policy/approxkl"] > algorithm.stop_approxkl
+    if recipe.stop_approxkl is not None:
+        stopped = means["policy/approxkl"] > recipe.stop_approxkl
         kept &= ~stopped
         logged["update/stopped"] = (stopped.astype(jnp.float32), one)
     return kept, stopped, logged

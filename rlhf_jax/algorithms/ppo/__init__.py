@@ -1,32 +1,33 @@
 """PPO: a critic, generalised advantages and a clipped loss."""
 
-from rlhf_jax.algorithms.ppo.iteration import (
+from rlhf_jax.algorithms.policy_gradient.iteration import (
     Reward,
     iteration,
-    judged,
     learn,
     make_experience,
     sample,
+    seen_by_reward,
     shuffle_key,
-    update,
-    update_policy,
-    values,
 )
+from rlhf_jax.algorithms.policy_gradient.update import update
+from rlhf_jax.algorithms.ppo.experience import gae_experience, values
 from rlhf_jax.algorithms.ppo.loss import ppo_loss
-from rlhf_jax.algorithms.ppo.recipe import PPO, Recipe
+from rlhf_jax.algorithms.ppo.recipe import N_PLUS, OPENAI_2019, PPO, Recipe
 
 __all__ = [
+    "N_PLUS",
+    "OPENAI_2019",
     "PPO",
     "Recipe",
     "Reward",
+    "gae_experience",
     "iteration",
-    "judged",
     "learn",
     "make_experience",
     "ppo_loss",
     "sample",
+    "seen_by_reward",
     "shuffle_key",
     "update",
-    "update_policy",
     "values",
 ]

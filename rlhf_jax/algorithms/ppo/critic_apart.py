@@ -1,6 +1,6 @@
 """PPO whose critic has programs of its own, which run beside the policy's.
 
-    sample ─┬─> reward, reference ─┬─> ppo.make_experience ─┬─> ppo.update_policy
+    sample ─┬─> reward, reference ─┬─> ppo.make_experience ─┬─> ppo.update(critic_apart)
             └─> values ────────────┘                        └─> update ─ ─> values
     above: the policy's devices; below: the critic's
 
@@ -8,9 +8,9 @@ The policy's state is one without a critic (`state.grpo_state`), the critic's th
 `state.supervised_state`, with `PPO.critic_optimizer`.
 
 The two share no parameter and no gradient, so that this is `ppo.iteration` with the
-work laid out in another way: same minibatches, same numbers. The critic's update may
+work ordered in another way: same minibatches, same numbers. The critic's update may
 even last into the next rollout, which does not read it. Guards that leave out a step of
-both models are refused (`Recipe.refuse_critic_apart`); a gradient that is not finite
+both models are refused (`PPO.refuse_critic_apart`); a gradient that is not finite
 skips the step of its own model alone.
 """
 
@@ -38,22 +38,22 @@ Params = Any
 
 
 def values(
-    critic: Params, *, rollout: Rollout, ppo: PPO, base: Frozen | None = None
+    critic: Params, *, rollout: Rollout, recipe: PPO, base: Frozen | None = None
 ) -> Array:
     """The critic's values of a rollout, f32[B, S], reward units, as `ppo.values`.
 
     Args:
       critic: its parameters, or its adapters of `base`.
       rollout: Rollout[B, S].
-      ppo: static.
-      base: as `ppo.iteration`.
+      recipe: static.
+      base: the parameters that adapters adapt; None without adapters.
     """
     return score.response_values(
-        adapted.params(critic, base=base, lora=ppo.lora),
+        adapted.params(critic, base=base, lora=recipe.lora),
         rollout=rollout,
-        model=ppo.critic_model,
-        max_new_tokens=ppo.max_new_tokens,
-        after_stop=ppo.value_after_stop,
+        model=recipe.critic_model,
+        max_new_tokens=recipe.max_new_tokens,
+        after_stop=recipe.value_after_stop,
     )
 
 
@@ -62,17 +62,17 @@ def update(
     *,
     experience: Experience,
     key: Array,
-    ppo: PPO,
+    recipe: PPO,
     base: Frozen | None = None,
 ) -> tuple[SupervisedState, masked.Stats]:
     """The critic's share of `ppo.update`, c_v·value_loss over the same minibatches.
 
     Args:
       critic: donated by the caller's `jit`.
-      experience: Experience[B, S], that of `ppo.update_policy`.
-      key: that of `ppo.update_policy`, `ppo.shuffle_key`.
-      ppo: static.
-      base: as `ppo.iteration`.
+      experience: Experience[B, S], that of `ppo.update`.
+      key: that of `ppo.update`, `ppo.shuffle_key`.
+      recipe: static.
+      base: the parameters that adapters adapt; None without adapters.
 
     Returns:
       The next state, whose `step` counts minibatches, and stats of the value loss with
@@ -81,30 +81,30 @@ def update(
     Raises:
       InputError: batch sizes do not divide, or as `PPO.refuse_critic_apart`.
     """
-    ppo.refuse_critic_apart()
-    order = minibatches(key, rows=experience.tokens.shape[0], algorithm=ppo)
+    recipe.refuse_critic_apart()
+    order = minibatches(key, rows=experience.tokens.shape[0], recipe=recipe)
 
     def step(
         critic: SupervisedState, chosen: Array
     ) -> tuple[SupervisedState, masked.Stats]:
         minibatch = jax.tree.map(lambda leaf: leaf[chosen], experience)
-        minibatch = whitened(minibatch, ppo=ppo)
+        minibatch = whitened(minibatch, recipe=recipe)
         responses = minibatch.response_mask.any(axis=1)
         loss = functools.partial(
             critic_loss,
             num_values=minibatch.value_mask.sum(dtype=jnp.float32),
             num_responses=responses.sum(dtype=jnp.float32),
-            ppo=ppo,
+            recipe=recipe,
             base=base,
         )
         grads, stats = state.accumulate(
             lambda params, part: loss(params, experience=part),
             critic.params,
             minibatch,
-            micro_batch_size=ppo.micro_batch_size,
+            micro_batch_size=recipe.micro_batch_size,
         )
         return state.supervised_step(
-            critic, grads, stats, optimizer=ppo.critic_optimizer
+            critic, grads, stats, optimizer=recipe.critic_optimizer
         )
 
     critic, stats = jax.lax.scan(step, critic, order)

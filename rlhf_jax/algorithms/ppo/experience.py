@@ -1,24 +1,59 @@
-"""Scored -> Experience: rewards per token, advantages and returns."""
+"""Scored -> Experience: values, rewards per token, advantages and returns."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.algorithms.batch import Experience, Scored
+from rlhf_jax.algorithms.batch import Experience, Rollout, Scored
 from rlhf_jax.algorithms.flow import score
+from rlhf_jax.algorithms.state import TrainState
 from rlhf_jax.functional import masked, token_rewards
 from rlhf_jax.functional.advantages import gae
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.roles.reference.frozen import Frozen
+
+if TYPE_CHECKING:  # which hands this on
+    from rlhf_jax.algorithms.ppo.recipe import PPO
 
 Array = jax.Array
+Params = Any
 Whiten = Literal["rollout", "minibatch"] | None
 
 
-def experience(
+def values(
+    state: TrainState, *, rollout: Rollout, recipe: PPO, base: Frozen | None = None
+) -> Array:
+    """The critic's values of a rollout, which `learn` computes if they are not passed.
+
+    As a program by itself it runs while the host computes the scores.
+
+    Args:
+      state: with a critic.
+      rollout: Rollout[B, S].
+      recipe: static.
+      base: the parameters that adapters adapt; None without adapters.
+
+    Returns:
+      f32[B, S], reward units; 0 where a state has no value.
+
+    Raises:
+      InputError: the state has no critic.
+    """
+    critic = recipe.critic_of(state, base=base)
+    return score.response_values(
+        critic.params,
+        rollout=rollout,
+        model=critic.model,
+        max_new_tokens=recipe.max_new_tokens,
+        after_stop=critic.after_stop,
+    )
+
+
+def gae_experience(
     scored: Scored,
     *,
     kl_coef: Array | float,
@@ -96,7 +131,8 @@ def estimate(
     Args:
       experience: Experience[b, S], the whole rollout or a whole minibatch; its
         advantages and returns are not read.
-      gamma, lam, whiten_ddof: as `experience`.
+      gamma, lam: of GAE, dimensionless.
+      whiten_ddof: of the variance, 0 or 1.
       whiten_rewards: over these rows, without shifting their mean.
       whiten_advantages: over these rows, to mean 0.
 

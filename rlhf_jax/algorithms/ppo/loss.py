@@ -8,41 +8,43 @@ A critic that is trained apart (`critic_apart`) minimises `critic_loss` alone.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from rlhf_jax.algorithms.batch import Experience
 from rlhf_jax.algorithms.policy_gradient.loss import policy_terms
 from rlhf_jax.algorithms.ppo.experience import estimate
-from rlhf_jax.algorithms.ppo.recipe import PPO
 from rlhf_jax.functional import losses, masked
 from rlhf_jax.roles import adapted
-from rlhf_jax.roles import critic as critic_
+from rlhf_jax.roles.critic import values, values_of_hidden
 from rlhf_jax.roles.reference.frozen import Frozen
+
+if TYPE_CHECKING:  # whose recipes hand this loss on
+    from rlhf_jax.algorithms.ppo.recipe import PPO
 
 Array = jax.Array
 Params = Any
 
 
-def whitened(minibatch: Experience, *, ppo: PPO) -> Experience:
-    """A whole minibatch as `ppo` whitens it: rewards (and so GAE again), advantages.
+def whitened(minibatch: Experience, *, recipe: PPO) -> Experience:
+    """A whole minibatch with its rewards (and so GAE again) or its advantages whitened.
 
-    Nothing is done with what is whitened over the rollout, or not at all.
+    Nothing changes where the recipe whitens over the rollout, or not at all.
     """
-    if ppo.whiten_rewards == "minibatch":
+    if recipe.whiten_rewards == "minibatch":
         return estimate(
             minibatch,
-            gamma=ppo.gamma,
-            lam=ppo.lam,
+            gamma=recipe.gamma,
+            lam=recipe.lam,
             whiten_rewards=True,
-            whiten_advantages=ppo.whiten_advantages == "minibatch",
-            whiten_ddof=ppo.whiten_ddof,
+            whiten_advantages=recipe.whiten_advantages == "minibatch",
+            whiten_ddof=recipe.whiten_ddof,
         )
-    if ppo.whiten_advantages != "minibatch":
+    if recipe.whiten_advantages != "minibatch":
         return minibatch
     advantages = masked.masked_whiten(
-        minibatch.advantages, mask=minibatch.response_mask, ddof=ppo.whiten_ddof
+        minibatch.advantages, mask=minibatch.response_mask, ddof=recipe.whiten_ddof
     )
     return dataclasses.replace(minibatch, advantages=advantages)
 
@@ -56,25 +58,25 @@ def ppo_loss(
     num_tokens: Array,
     num_values: Array,
     num_responses: Array,
-    ppo: PPO,
+    recipe: PPO,
     base: Frozen | None = None,
     reference: Frozen | None = None,
 ) -> tuple[Array, masked.Stats]:
     """L = policy_loss + c_v·value_loss + β·kl_loss - c_H·entropy of a (micro-)batch.
 
-    β·kl_loss is there with a penalty in the loss (`ppo.penalty`), the entropy with
-    `ppo.entropy_coef`.
+    β·kl_loss is there with a penalty in the loss (`recipe.penalty`), the entropy with
+    `recipe.entropy_coef`.
 
     Args:
       policy, critic: parameters, or adapters of `base`; the gradient reaches both,
-        and nothing else. With `ppo.shared_trunk` the critic is a head alone; None is
+        and nothing else. With `recipe.shared_trunk` the critic is a head alone; None is
         a critic that is trained apart, and no value loss.
       experience: Experience[b, S].
       kl_coef: β, f32[], reward units per nat; read where the KL is in the loss.
       num_tokens, num_values, num_responses: f32[], response tokens, valued states and
         responses that hold a token, all of the whole minibatch.
-      ppo: static.
-      base: as `ppo.iteration`.
+      recipe: static.
+      base: the parameters that adapters adapt; None without adapters.
       reference: read for exact KL in the loss alone; no gradient reaches it.
 
     Returns:
@@ -92,18 +94,20 @@ def ppo_loss(
         kl_coef=kl_coef,
         num_tokens=num_tokens,
         num_responses=num_responses,
-        algorithm=ppo,
+        recipe=recipe,
         base=base,
         reference=reference,
     )
     if critic is None:
         return loss, stats
     counts = {"num_values": num_values, "num_responses": num_responses}
-    if ppo.shared_trunk:
-        values = critic_.values_of_hidden(critic["score"], hidden, mask=experience.mask)
-        added = _value_loss(values, experience=experience, ppo=ppo, **counts)
+    if recipe.shared_trunk:
+        predicted = values_of_hidden(critic["score"], hidden, mask=experience.mask)
+        added = _value_loss(predicted, experience=experience, recipe=recipe, **counts)
     else:
-        added = critic_loss(critic, experience=experience, ppo=ppo, base=base, **counts)
+        added = critic_loss(
+            critic, experience=experience, recipe=recipe, base=base, **counts
+        )
     return loss + added[0], stats | added[1]
 
 
@@ -113,46 +117,46 @@ def critic_loss(
     experience: Experience,
     num_values: Array,
     num_responses: Array,
-    ppo: PPO,
+    recipe: PPO,
     base: Frozen | None = None,
 ) -> tuple[Array, masked.Stats]:
     """c_v·value_loss of a (micro-)batch, by a critic with a trunk of its own.
 
     Args, Returns, Raises: as `ppo_loss`.
     """
-    values = critic_.values(
-        adapted.params(critic, base=base, lora=ppo.lora),
-        model=ppo.critic_model,
+    predicted = values(
+        adapted.params(critic, base=base, lora=recipe.lora),
+        model=recipe.critic_model,
         tokens=experience.tokens,
         mask=experience.mask,
-        first_column=experience.tokens.shape[1] - ppo.max_new_tokens,
+        first_column=experience.tokens.shape[1] - recipe.max_new_tokens,
     )
     return _value_loss(
-        values,
+        predicted,
         experience=experience,
         num_values=num_values,
         num_responses=num_responses,
-        ppo=ppo,
+        recipe=recipe,
     )
 
 
 def _value_loss(
-    values: Array,
+    predicted: Array,
     *,
     experience: Experience,
     num_values: Array,
     num_responses: Array,
-    ppo: PPO,
+    recipe: PPO,
 ) -> tuple[Array, masked.Stats]:
     loss, stats = losses.value_loss(
-        values=values,
+        values=predicted,
         old_values=experience.old_values,
         returns=experience.returns,
         mask=experience.value_mask,
-        clip_range=ppo.value_clip_range,
-        aggregation=ppo.aggregation,
-        loss_scale_factor=ppo.loss_scale,
+        clip_range=recipe.value_clip_range,
+        aggregation=recipe.aggregation,
+        loss_scale_factor=recipe.loss_scale,
         num_tokens=num_values,
         num_responses=num_responses,
     )
-    return ppo.vf_coef * loss, stats
+    return recipe.vf_coef * loss, stats

@@ -1,21 +1,33 @@
-"""The options of PPO: all that is fixed while a run compiles once."""
+"""The options of PPO, and what it brings to the policy gradient.
+
+`Recipe` is an option group of a command line. `PPO` adds shapes and optimizers, and
+brings GAE (`experience`), the value loss (`loss`) and the critic.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+import functools
+from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.algorithms.batch import Experience, Scored
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
-from rlhf_jax.algorithms.policy_gradient.recipe import (
-    PolicyGradient,
-    PolicyRecipe,
-    one_of,
-)
-from rlhf_jax.algorithms.ppo import experience
-from rlhf_jax.algorithms.state import Optimizer
-from rlhf_jax.functional import checks
+from rlhf_jax.algorithms.policy_gradient.algorithm import Critic, PolicyGradient
+from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe, one_of
+from rlhf_jax.algorithms.ppo.experience import Whiten, gae_experience
+from rlhf_jax.algorithms.ppo.loss import ppo_loss, whitened
+from rlhf_jax.algorithms.state import LossFunction, Optimizer, TrainState
+from rlhf_jax.functional import checks, losses, masked
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.roles import adapted
+from rlhf_jax.roles.reference.frozen import Frozen
+
+Array = jax.Array
+Params = Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,9 +38,9 @@ class Recipe(PolicyRecipe):
     """Discount a token."""
     lam: float = 0.95
     """Of GAE: 1 trusts the returns, 0 the critic."""
-    whiten_rewards: experience.Whiten = None
+    whiten_rewards: Whiten = None
     """Over which rows token rewards get variance 1 and keep their mean (OAI)."""
-    whiten_advantages: experience.Whiten = "rollout"
+    whiten_advantages: Whiten = "rollout"
     """Over which rows advantages get mean 0 and variance 1."""
     whiten_ddof: Literal[0, 1] = 0
     """Of that variance: 0 is biased (OAI, N+), 1 unbiased (TRL)."""
@@ -106,6 +118,98 @@ class PPO(Recipe, PolicyGradient):
                     f"got {self.model} and {self.critic_model}; pass the policy's as "
                     f"critic_model, or leave {name} out"
                 )
+
+    def experience(
+        self, scored: Scored, *, kl_coef: Array
+    ) -> tuple[Experience, masked.Stats]:
+        """Score and KL as token rewards, GAE over them, and how good the values were.
+
+        Args:
+          scored: Scored[B, S], with values.
+          kl_coef: β of this iteration, f32[], reward units per nat.
+
+        Returns:
+          Experience[B, S], and `value/explained_variance`.
+
+        Raises:
+          InputError: there are no values to compute advantages from.
+        """
+        experience = gae_experience(
+            scored,
+            kl_coef=kl_coef,
+            gamma=self.gamma,
+            lam=self.lam,
+            whiten_rewards=self.whiten_rewards,
+            whiten_advantages=self.whiten_advantages,
+            whiten_ddof=self.whiten_ddof,
+            value_after_stop=self.value_after_stop,
+        )
+        stats = losses.explained_variance(
+            values=experience.old_values,
+            returns=experience.returns,
+            mask=experience.response_mask,
+        )
+        return experience, stats
+
+    def minibatch_loss(
+        self,
+        minibatch: Experience,
+        *,
+        kl_coef: Array,
+        base: Frozen | None,
+        reference: Frozen | None,
+    ) -> tuple[Experience, LossFunction]:
+        """`ppo_loss` of the parts of a minibatch, which is whitened as a whole first.
+
+        Args:
+          minibatch: Experience[b, S].
+          kl_coef: β of this iteration, f32[], reward units per nat.
+          base: the parameters that adapters adapt; None without adapters.
+          reference: read for exact KL in the loss alone.
+
+        Returns:
+          The minibatch to learn from, and ((policy, critic), part) -> (loss, stats).
+        """
+        minibatch = whitened(minibatch, recipe=self)
+        mask, value_mask = minibatch.response_mask, minibatch.value_mask
+        loss = functools.partial(
+            ppo_loss,
+            kl_coef=kl_coef,
+            num_tokens=mask.sum(dtype=jnp.float32),
+            num_values=value_mask.sum(dtype=jnp.float32),
+            num_responses=mask.any(axis=1).sum(dtype=jnp.float32),
+            recipe=self,
+            base=base,
+            reference=reference,
+        )
+        return minibatch, lambda trained, part: loss(*trained, experience=part)
+
+    def critic_of(self, state: TrainState, *, base: Frozen | None) -> Critic:
+        """The critic of a state: a model, adapters of `base`, or a head on the policy.
+
+        Raises:
+          InputError: the state has none.
+        """
+        if state.critic is None:
+            raise InputError(
+                "expected values where the critic is apart from the state, got none; "
+                "pass those of critic_apart.values"
+            )
+        if self.shared_trunk:
+            trunk = adapted.params(state.policy, base=base, lora=self.lora)
+            params = {"trunk": trunk, "score": state.critic["score"]}
+        else:
+            params = adapted.params(state.critic, base=base, lora=self.lora)
+        return Critic(params, self.critic_model, self.value_after_stop)
+
+    @property
+    def critic_update(self) -> Optimizer:
+        """The optimizer of the critic."""
+        return self.critic_optimizer
+
+    def policy_waits(self, state: TrainState) -> Array:
+        """bool[], True while the critic alone is trained."""
+        return state.step < self.critic_warmup
 
 
 OPENAI_2019 = Recipe(

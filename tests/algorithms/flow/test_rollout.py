@@ -64,7 +64,7 @@ def test_old_logprobs_and_entropy_are_of_what_was_drawn_from(sampled, params, mo
 
 def test_reprice_takes_the_trainers_logprobs(sampled, params, model):
     wrong = dataclasses.replace(sampled, old_logprobs=sampled.old_logprobs - 1.0)
-    repriced = rollout.reprice(
+    repriced = rollout.recompute_logprobs(
         wrong, params, model=model, max_new_tokens=toys.SIZE, temperature=0.7
     )
     np.testing.assert_allclose(repriced.old_logprobs, sampled.old_logprobs, atol=1e-5)

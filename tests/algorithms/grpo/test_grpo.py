@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ import toys
 
 from rlhf_jax import batch, grpo, kl_control, masked, policy, rewards, state
 from rlhf_jax.algorithms.flow import rollout, score
+from rlhf_jax.algorithms.policy_gradient.loss import policy_terms
 from rlhf_jax.functional.checks import InputError
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -28,8 +28,8 @@ BASE = grpo.GRPO(
     group_size=4,
 )
 
-update = toys.jit(grpo.update, static_argnames=("grpo",))
-iterate = toys.jit(grpo.iteration, static_argnames=("grpo",))
+update = toys.jit(grpo.update, static_argnames=("recipe",))
+iterate = toys.jit(grpo.iteration, static_argnames=("recipe",))
 
 
 def groups(*, num_prompts: int = 2, group_size: int = 4) -> batch.Prompts:
@@ -66,7 +66,7 @@ def run(reward=even):
         reference=toys.freeze(OTHER),
         reward=reward,
         key=KEY,
-        grpo=BASE,
+        recipe=BASE,
     )
 
 
@@ -77,8 +77,8 @@ def distance(left, right) -> float:
 @pytest.fixture(scope="module")
 def scored():
     """Of a policy that is not the reference, with k1 in the reward."""
-    sample = toys.jit(grpo.sample, static_argnames=("grpo",))
-    answered = sample(POLICY, prompts=groups(), key=KEY, grpo=BASE)
+    sample = toys.jit(grpo.sample, static_argnames=("recipe",))
+    answered = sample(POLICY, prompts=groups(), key=KEY, recipe=BASE)
     price = toys.jit(
         score.score, static_argnames=("model", "max_new_tokens", "temperature")
     )
@@ -231,7 +231,7 @@ def test_an_update_is_one_step_down_the_gradient(scored, aggregation, factor):
     settings = dataclasses.replace(
         BASE, aggregation=aggregation, loss_scale_factor=factor
     )
-    after, stats = update(fresh(kl_coef=0.3), experience=seen, key=KEY, grpo=settings)
+    after, stats = update(fresh(kl_coef=0.3), experience=seen, key=KEY, recipe=settings)
     rows = np.asarray(seen.response_mask)
     lengths = rows.sum(axis=1, keepdims=True)
     assert np.ptp(lengths) > 0
@@ -265,9 +265,9 @@ def test_micro_batches_change_nothing(scored):
     seen, _ = grpo.group_experience(
         scored, kl_coef=0.3, group_size=4, baseline="leave_one_out", normalise=None
     )
-    whole, whole_stats = update(fresh(), experience=seen, key=KEY, grpo=BASE)
+    whole, whole_stats = update(fresh(), experience=seen, key=KEY, recipe=BASE)
     cut = dataclasses.replace(BASE, micro_batch_size=2)
-    parts, part_stats = update(fresh(), experience=seen, key=KEY, grpo=cut)
+    parts, part_stats = update(fresh(), experience=seen, key=KEY, recipe=cut)
     assert distance(whole.policy, parts.policy) < 1e-6
     assert distance(whole.policy, POLICY) > 1e-3
     whole_means, part_means = (
@@ -303,7 +303,7 @@ def test_an_iteration_moves_the_policy_towards_the_reward(usual):
             reference=toys.freeze(POLICY),
             reward=even,
             key=jax.random.fold_in(KEY, number),
-            grpo=BASE,
+            recipe=BASE,
         )
         mean = float(masked.mean_stats(stats)["objective/scores"])
         first = mean if number == 0 else first
@@ -353,7 +353,7 @@ def test_a_published_recipe_learns(recipe):
             reference=toys.freeze(POLICY),
             reward=even,
             key=jax.random.fold_in(KEY, number),
-            grpo=settings,
+            recipe=settings,
         )
         means.append(float(masked.mean_stats(stats)["objective/scores"]))
     assert np.mean(means[-5:]) > np.mean(means[:5]) + 0.1
@@ -368,7 +368,7 @@ def test_a_score_that_is_not_a_number_skips_the_update():
 
 def test_without_a_reference_no_kl_is_taken():
     _, stats, scored = jax.eval_shape(
-        functools.partial(grpo.iteration, grpo=BASE),
+        functools.partial(grpo.iteration, recipe=BASE),
         fresh(kl_coef=0.0),
         prompts=groups(),
         reference=None,
@@ -394,13 +394,15 @@ def test_every_option_reaches_the_function_that_reads_it(monkeypatch, recipe):
 
         return recorded
 
-    module = sys.modules["rlhf_jax.algorithms.grpo.iteration"]
-    for name in ("group_experience", "policy_terms"):
-        monkeypatch.setattr(module, name, record(getattr(module, name)))
+    for place, function in {
+        "grpo.recipe.group_experience": grpo.group_experience,
+        "policy_gradient.algorithm.policy_terms": policy_terms,
+    }.items():
+        monkeypatch.setattr(f"rlhf_jax.algorithms.{place}", record(function))
     settings = dataclasses.replace(BASE, **vars(recipe))
     settings = dataclasses.replace(settings, group_size=4 if recipe.baseline else 1)
     _, stats, _ = jax.eval_shape(
-        functools.partial(grpo.iteration, grpo=settings),
+        functools.partial(grpo.iteration, recipe=settings),
         fresh(),
         prompts=groups(),
         reference=toys.freeze(OTHER),
@@ -410,7 +412,7 @@ def test_every_option_reaches_the_function_that_reads_it(monkeypatch, recipe):
     assert read["baseline"] == recipe.baseline
     assert read["normalise"] == recipe.normalise
     assert read["group_size"] == settings.group_size
-    assert read["algorithm"] == settings
+    assert read["recipe"] == settings
     assert ("loss/kl" in stats) == recipe.penalty.in_loss
     assert ("group/std" in stats) == (recipe.baseline is not None)
 
@@ -418,7 +420,7 @@ def test_every_option_reaches_the_function_that_reads_it(monkeypatch, recipe):
 def test_the_parts_of_a_reward_are_logged_by_name():
     parts = {"even": (1.0, even), "late": (0.5, broken)}
     _, stats, _ = jax.eval_shape(
-        functools.partial(grpo.iteration, grpo=BASE),
+        functools.partial(grpo.iteration, recipe=BASE),
         fresh(),
         prompts=groups(),
         reference=toys.freeze(OTHER),
@@ -469,10 +471,10 @@ def test_a_state_with_a_critic_is_refused(scored):
     )
     other = dataclasses.replace(fresh(), critic=POLICY, critic_opt=())
     with pytest.raises(InputError, match="a critic where it has none"):
-        grpo.update(other, experience=seen, key=KEY, grpo=BASE)
+        grpo.update(other, experience=seen, key=KEY, recipe=BASE)
 
 
 def test_groups_that_do_not_divide_the_batch_are_refused():
     settings = dataclasses.replace(BASE, group_size=3)
     with pytest.raises(InputError, match="divide the 8 rows"):
-        grpo.sample(POLICY, prompts=groups(), key=KEY, grpo=settings)
+        grpo.sample(POLICY, prompts=groups(), key=KEY, recipe=settings)

@@ -35,9 +35,11 @@ BASE = ppo.PPO(
 KEY = jax.random.key(9)
 OF_THE_CRITIC = {"loss/value", "value/clipfrac", "critic/grad_norm"}
 
-together = toys.jit(ppo.update, static_argnames=("ppo",))
-policy_alone = toys.jit(ppo.update_policy, static_argnames=("ppo",))
-apart = toys.jit(critic_apart.update, static_argnames=("ppo",))
+together = toys.jit(ppo.update, static_argnames=("recipe",))
+policy_alone = toys.jit(
+    functools.partial(ppo.update, critic_apart=True), static_argnames=("recipe",)
+)
+apart = toys.jit(critic_apart.update, static_argnames=("recipe",))
 
 
 def fresh(settings: ppo.PPO, critic=CRITIC) -> state.TrainState:
@@ -94,11 +96,15 @@ WAYS = {
 def test_two_programs_do_what_one_does(experience, way):
     settings = dataclasses.replace(BASE, **WAYS[way])
     wanted, wanted_stats = together(
-        fresh(settings), experience=experience, key=KEY, ppo=settings
+        fresh(settings), experience=experience, key=KEY, recipe=settings
     )
     policy, critic = fresh_apart(settings)
-    policy, stats = policy_alone(policy, experience=experience, key=KEY, ppo=settings)
-    critic, critic_stats = apart(critic, experience=experience, key=KEY, ppo=settings)
+    policy, stats = policy_alone(
+        policy, experience=experience, key=KEY, recipe=settings
+    )
+    critic, critic_stats = apart(
+        critic, experience=experience, key=KEY, recipe=settings
+    )
     close(policy.policy, wanted.policy)
     close(policy.policy_opt, wanted.policy_opt)
     close(critic.params, wanted.critic)
@@ -117,8 +123,8 @@ def test_two_programs_do_what_one_does(experience, way):
 
 def test_values_are_those_of_the_state():
     rollout = toys.sampled(POLICY)
-    found = critic_apart.values(CRITIC, rollout=rollout, ppo=BASE)
-    close(found, ppo.values(fresh(BASE), rollout=rollout, ppo=BASE))
+    found = critic_apart.values(CRITIC, rollout=rollout, recipe=BASE)
+    close(found, ppo.values(fresh(BASE), rollout=rollout, recipe=BASE))
     assert jnp.abs(found).max() > 0.1
 
 
@@ -127,8 +133,8 @@ def test_a_gradient_that_is_not_finite_skips_the_critic_alone(experience):
     broken = dataclasses.replace(experience, returns=row)
     settings = dataclasses.replace(BASE, num_epochs=1)
     policy, critic = fresh_apart(settings)
-    critic, stats = apart(critic, experience=broken, key=KEY, ppo=settings)
-    policy, _ = policy_alone(policy, experience=broken, key=KEY, ppo=settings)
+    critic, stats = apart(critic, experience=broken, key=KEY, recipe=settings)
+    policy, _ = policy_alone(policy, experience=broken, key=KEY, recipe=settings)
     found = masked.mean_stats(stats)
     assert found["critic/skipped"] == 0.5  # of two minibatches
     assert found["critic/skipped_in_a_row"] == 1
@@ -136,7 +142,7 @@ def test_a_gradient_that_is_not_finite_skips_the_critic_alone(experience):
     assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(critic.params))
     assert int(policy.skipped) == 0
     wanted, _ = policy_alone(
-        fresh_apart(settings)[0], experience=experience, key=KEY, ppo=settings
+        fresh_apart(settings)[0], experience=experience, key=KEY, recipe=settings
     )
     close(policy.policy, wanted.policy)
 
@@ -150,12 +156,18 @@ def test_what_needs_one_program_is_refused(experience, name, given):
     policy, critic = fresh_apart(settings)
     refused = pytest.raises(InputError, match=f"{name}: .*got {given}")
     with refused:
-        ppo.update_policy(policy, experience=experience, key=KEY, ppo=settings)
+        ppo.update(
+            policy,
+            experience=experience,
+            key=KEY,
+            recipe=settings,
+            critic_apart=True,
+        )
     with refused:
-        critic_apart.update(critic, experience=experience, key=KEY, ppo=settings)
+        critic_apart.update(critic, experience=experience, key=KEY, recipe=settings)
     with refused:
         critic_devices.CriticDevices(
-            ppo=settings, mesh=MeshShape().make(jax.devices()[:1]), home=None
+            recipe=settings, mesh=MeshShape().make(jax.devices()[:1]), home=None
         )
 
 
@@ -174,7 +186,7 @@ def test_the_policy_is_never_trained_alone_by_accident(values, message):
             scores=jnp.zeros(4),
             reference=None,
             key=KEY,
-            ppo=BASE,
+            recipe=BASE,
             values=values,
         )
 
@@ -224,7 +236,9 @@ def test_on_devices_of_its_own(place):
     whole = make(policy=copies[0], critic=copies[1])
     reference = frozen.freeze(POLICY)
     prompts = toys.prompts()
-    iteration = toys.jit(functools.partial(ppo.iteration, ppo=settings, reward=reward))
+    iteration = toys.jit(
+        functools.partial(ppo.iteration, recipe=settings, reward=reward)
+    )
 
     place_home = functools.partial(sharding.place, mesh=mesh)
     policy = place_home(
@@ -237,13 +251,17 @@ def test_on_devices_of_its_own(place):
     home_base = None if base is None else place_home(base)
     home_reference, home_prompts = place_home(reference), place_home(prompts)
     on = functools.partial(sharding.on, mesh)
-    sample = toys.jit(functools.partial(on(ppo.sample), ppo=settings))
-    make_experience, update = (
-        toys.jit(functools.partial(on(arrow), ppo=settings), donate_argnames=("state",))
-        for arrow in (ppo.make_experience, ppo.update_policy)
+    sample = toys.jit(functools.partial(on(ppo.sample), recipe=settings))
+    make_experience = toys.jit(
+        functools.partial(on(ppo.make_experience), recipe=settings),
+        donate_argnames=("state",),
+    )
+    update = toys.jit(
+        functools.partial(on(ppo.update), recipe=settings, critic_apart=True),
+        donate_argnames=("state",),
     )
     devices = critic_devices.CriticDevices(
-        ppo=settings, mesh=mesh_there, home=mesh, base=home_base
+        recipe=settings, mesh=mesh_there, home=mesh, base=home_base
     )
     critic = devices.state_of(jax.tree.map(jnp.copy, valued))
     for step in range(3):

@@ -66,7 +66,7 @@ def scored(*, garbage: bool = False, **changes) -> batch.Scored:
 @pytest.mark.parametrize("whiten", ["rollout", "minibatch", None])
 @pytest.mark.parametrize("garbage", [False, True])
 def test_experience_against_loops(whiten, garbage):
-    made = experience.experience(
+    made = experience.gae_experience(
         scored(garbage=garbage),
         kl_coef=0.2,
         gamma=0.9,
@@ -88,7 +88,7 @@ def test_experience_against_loops(whiten, garbage):
 
 
 def test_without_a_reference_there_is_no_penalty():
-    made = experience.experience(
+    made = experience.gae_experience(
         scored(kl=None, ref_logprobs=None), kl_coef=0.2, gamma=1.0, lam=0.95
     )
     assert made.ref_logprobs is None
@@ -101,7 +101,7 @@ def test_experience_needs_values():
     with pytest.raises(
         checks.InputError, match="expected a rollout scored by a critic"
     ):
-        experience.experience(scored(values=None), kl_coef=0.1, gamma=1.0, lam=0.95)
+        experience.gae_experience(scored(values=None), kl_coef=0.1, gamma=1.0, lam=0.95)
 
 
 def stats_of(found: batch.Scored) -> dict[str, float]:

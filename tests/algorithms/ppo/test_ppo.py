@@ -43,8 +43,8 @@ ITERATION = dataclasses.replace(BASE, num_epochs=2, num_minibatches=2)
 ALONE = dataclasses.replace(BASE, num_minibatches=4)  # of one row each
 KEY = jax.random.key(9)
 
-update = toys.jit(ppo.update, static_argnames=("ppo",))
-learn = toys.jit(ppo.learn, static_argnames=("ppo",))
+update = toys.jit(ppo.update, static_argnames=("recipe",))
+learn = toys.jit(ppo.learn, static_argnames=("recipe",))
 
 
 def fresh(
@@ -92,7 +92,7 @@ def experience(rollout):
 @pytest.fixture(scope="module")
 def updated(experience):
     """One epoch of one minibatch."""
-    return update(fresh(), experience=experience, key=KEY, ppo=BASE)
+    return update(fresh(), experience=experience, key=KEY, recipe=BASE)
 
 
 # One update, by hand.
@@ -165,7 +165,7 @@ def test_the_stats_of_an_update(updated, hand_made, experience):
 def test_before_any_update_the_ratio_is_one(rollout, experience):
     """approxkl 0, whatever was sampled, since nothing has moved yet."""
     own = dataclasses.replace(experience, old_logprobs=rollout.old_logprobs)
-    _, stats = update(fresh(), experience=own, key=KEY, ppo=BASE)
+    _, stats = update(fresh(), experience=own, key=KEY, recipe=BASE)
     found = masked.mean_stats(stats)
     np.testing.assert_allclose(found["policy/ratio_mean"], 1.0, atol=1e-5)
     np.testing.assert_allclose(found["policy/ratio_max"], 1.0, atol=1e-5)
@@ -179,7 +179,7 @@ def test_before_any_update_the_ratio_is_one(rollout, experience):
 def test_rows_may_come_in_any_order(updated, experience):
     order = jnp.asarray([2, 0, 3, 1])
     shuffled = jax.tree.map(lambda leaf: leaf[order], experience)
-    after, stats = update(fresh(), experience=shuffled, key=KEY, ppo=BASE)
+    after, stats = update(fresh(), experience=shuffled, key=KEY, recipe=BASE)
     close(weights(after), weights(updated[0]))
     close(masked.mean_stats(stats), masked.mean_stats(updated[1]))
 
@@ -196,7 +196,7 @@ def test_garbage_under_the_masks_changes_nothing(updated, experience):
         fresh(),
         experience=dataclasses.replace(experience, tokens=tokens, **poisoned),
         key=KEY,
-        ppo=BASE,
+        recipe=BASE,
     )
     assert toys.leaves_equal(after.policy, updated[0].policy)
     assert toys.leaves_equal(after.critic, updated[0].critic)
@@ -205,14 +205,14 @@ def test_garbage_under_the_masks_changes_nothing(updated, experience):
 
 def test_wider_padding_changes_nothing(updated, experience):
     wider = jax.tree.map(lambda leaf: jnp.pad(leaf, ((0, 0), (3, 0))), experience)
-    after, stats = update(fresh(), experience=wider, key=KEY, ppo=BASE)
+    after, stats = update(fresh(), experience=wider, key=KEY, recipe=BASE)
     close(weights(after), weights(updated[0]))
     close(masked.mean_stats(stats), masked.mean_stats(updated[1]))
 
 
 def test_micro_batches_change_nothing(updated, experience):
     parts = dataclasses.replace(BASE, micro_batch_size=1)
-    after, stats = update(fresh(), experience=experience, key=KEY, ppo=parts)
+    after, stats = update(fresh(), experience=experience, key=KEY, recipe=parts)
     close(weights(after), weights(updated[0]))
     close(masked.mean_stats(stats), masked.mean_stats(updated[1]))
 
@@ -251,7 +251,7 @@ def visits(monkeypatch, *, key, num_epochs=3, num_minibatches=2, rows=8):
     settings = dataclasses.replace(
         BASE, num_epochs=num_epochs, num_minibatches=num_minibatches
     )
-    ppo.update(fresh(), experience=numbered, key=key, ppo=settings)
+    ppo.update(fresh(), experience=numbered, key=key, recipe=settings)
     jax.effects_barrier()
     return np.array(seen).reshape(num_epochs, num_minibatches, -1)
 
@@ -287,9 +287,9 @@ def test_each_random_key_is_used_once(monkeypatch):
     @toys.jit
     def step(current, experience, key):
         rollout = ppo.sample(
-            current.policy, prompts=toys.prompts(), key=key, ppo=ITERATION
+            current.policy, prompts=toys.prompts(), key=key, recipe=ITERATION
         )
-        update = ppo.update(current, experience=experience, key=key, ppo=ITERATION)
+        update = ppo.update(current, experience=experience, key=key, recipe=ITERATION)
         return rollout, update
 
     num_positions = 0
@@ -321,7 +321,7 @@ def iteration(reference):
     compiled = (
         toys.jit(
             ppo.iteration,
-            static_argnames=("ppo", "reward"),
+            static_argnames=("recipe", "reward"),
             donate_argnames=("state",),
         )
         .lower(
@@ -330,7 +330,7 @@ def iteration(reference):
             reference=reference,
             reward=reward,
             key=KEY,
-            ppo=ITERATION,
+            recipe=ITERATION,
         )
         .compile()
     )
@@ -349,16 +349,16 @@ def away() -> state.TrainState:
 
 def test_an_iteration_is_sample_then_reward_then_learn(iteration, reference):
     after, stats, scored = iteration(away())
-    sample = toys.jit(ppo.sample, static_argnames=("ppo",))
+    sample = toys.jit(ppo.sample, static_argnames=("recipe",))
     current = away()
-    rollout = sample(current.policy, prompts=toys.prompts(), key=KEY, ppo=ITERATION)
+    rollout = sample(current.policy, prompts=toys.prompts(), key=KEY, recipe=ITERATION)
     parts, part_stats, part_scored = learn(
         current,
         rollout=rollout,
         scores=reward(rollout),
         reference=reference,
         key=KEY,
-        ppo=ITERATION,
+        recipe=ITERATION,
     )
     np.testing.assert_array_equal(scored.rollout.tokens, part_scored.rollout.tokens)
     close(after, parts, atol=1e-6)
@@ -429,14 +429,14 @@ def test_the_scores_moments_count_every_score(iteration):
 def test_whitening_over_the_minibatch(experience):
     """Of one row each, so every row is whitened by itself."""
     settings = dataclasses.replace(ALONE, whiten_advantages="minibatch")
-    found, _ = update(fresh(), experience=experience, key=KEY, ppo=settings)
+    found, _ = update(fresh(), experience=experience, key=KEY, recipe=settings)
     advantages, mask = (
         np.array(a) for a in (experience.advantages, experience.response_mask)
     )
     for b in range(4):
         advantages[b] = oracles.masked_whiten(advantages[b], mask[b])
     by_hand = dataclasses.replace(experience, advantages=jnp.asarray(advantages))
-    expected, _ = update(fresh(), experience=by_hand, key=KEY, ppo=ALONE)
+    expected, _ = update(fresh(), experience=by_hand, key=KEY, recipe=ALONE)
     close(weights(found), weights(expected))
 
 
@@ -455,7 +455,7 @@ def test_scores_are_normalised_then_the_missing_stop_is_scored(rollout, referenc
         scores=scores,
         reference=reference,
         key=KEY,
-        ppo=settings,
+        recipe=settings,
     )
     found = masked.mean_stats(stats)
     # Mean 3, variance 3.5; rows 2 and 3 never stopped.
@@ -474,7 +474,7 @@ def test_scores_are_normalised_then_the_missing_stop_is_scored(rollout, referenc
         scores=scores.at[1].set(jnp.nan),
         reference=reference,
         key=KEY,
-        ppo=settings,
+        recipe=settings,
     )
     assert toys.leaves_equal(weights(broken), weights(after))
     assert toys.leaves_equal(broken.scores, after.scores)
@@ -488,7 +488,7 @@ def test_a_broken_minibatch_is_skipped_alone(experience):
     broken = dataclasses.replace(
         experience, returns=experience.returns.at[2].set(jnp.inf)
     )
-    after, stats = update(fresh(), experience=broken, key=KEY, ppo=ALONE)
+    after, stats = update(fresh(), experience=broken, key=KEY, recipe=ALONE)
     found = masked.mean_stats(stats)
     assert found["update/skipped"] == 0.25
     assert found["update/skipped_in_a_row"] == 1
@@ -567,7 +567,7 @@ def numbers(rollout, reference):
             scores=3 * reward(rollout),
             reference=reference,
             key=KEY,
-            ppo=settings,
+            recipe=settings,
         )
         return after
 
@@ -616,13 +616,13 @@ KNOWN += ("whiten_rewards", "whiten_advantages", "whiten_ddof")
 )
 def test_no_other_field_of_the_config_is_inert(name, reference):
     def run(settings):
-        return toys.jit(ppo.iteration, static_argnames=("ppo", "reward"))(
+        return toys.jit(ppo.iteration, static_argnames=("recipe", "reward"))(
             away(),
             prompts=toys.prompts(),
             reference=reference,
             reward=reward,
             key=KEY,
-            ppo=settings,
+            recipe=settings,
         )
 
     before = run(ITERATION)
@@ -648,9 +648,9 @@ def test_no_other_field_of_the_config_is_inert(name, reference):
 def test_sizes_that_do_not_divide_stop_before_sampling(changes, message, experience):
     settings = dataclasses.replace(BASE, **changes)
     with pytest.raises(checks.InputError, match=message):
-        ppo.sample(None, prompts=toys.prompts(), key=KEY, ppo=settings)
+        ppo.sample(None, prompts=toys.prompts(), key=KEY, recipe=settings)
     with pytest.raises(checks.InputError, match=message):
-        ppo.update(fresh(), experience=experience, key=KEY, ppo=settings)
+        ppo.update(fresh(), experience=experience, key=KEY, recipe=settings)
 
 
 @pytest.mark.parametrize(
@@ -712,7 +712,7 @@ def test_a_reward_of_another_shape(rollout, shape):
             scores=jnp.zeros(shape),
             reference=None,
             key=KEY,
-            ppo=BASE,
+            recipe=BASE,
         )
 
 
@@ -728,7 +728,7 @@ def train(reference):
         policy_optimizer=optimizer,
         critic_optimizer=optimizer,
     )
-    step = toys.jit(ppo.iteration, static_argnames=("ppo", "reward"))
+    step = toys.jit(ppo.iteration, static_argnames=("recipe", "reward"))
 
     def run(kl_coef: float, num_steps: int = 15):
         current, rows = fresh(settings, controller=kl_control.fixed(kl_coef)), []
@@ -740,7 +740,7 @@ def train(reference):
                 reference=reference,
                 reward=reward,
                 key=jax.random.fold_in(KEY, number),
-                ppo=settings,
+                recipe=settings,
             )
             rows.append(jax.device_get(masked.mean_stats(stats)))
         return rows
@@ -764,7 +764,7 @@ def test_an_iteration_is_the_same_on_eight_devices(reference):
     whole = NamedSharding(mesh, PartitionSpec())
     by_rows = NamedSharding(mesh, PartitionSpec("data"))
     many = toys.prompts(lengths=(4, 2, 3, 1) * 4)
-    step = jax.jit(ppo.iteration, static_argnames=("ppo", "reward"))
+    step = jax.jit(ppo.iteration, static_argnames=("recipe", "reward"))
     fixed = {"reward": reward, "key": KEY, "ppo": ITERATION}
     one = step(away(), prompts=many, reference=reference, **fixed)
     eight = step(

@@ -38,8 +38,8 @@ FIXED = {
 }
 BASE = ppo.PPO(**FIXED, num_epochs=1)
 
-update = toys.jit(ppo.update, static_argnames=("ppo",))
-learn = toys.jit(ppo.learn, static_argnames=("ppo",))
+update = toys.jit(ppo.update, static_argnames=("recipe",))
+learn = toys.jit(ppo.learn, static_argnames=("recipe",))
 values_of = toys.jit(critic.values, static_argnames=("model",))
 
 
@@ -77,12 +77,12 @@ def untruncated():
     settings = dataclasses.replace(
         BASE, fixed_length=True, truncate_after=3, truncate_reward_only=True
     )
-    sample = toys.jit(ppo.sample, static_argnames=("ppo",))
+    sample = toys.jit(ppo.sample, static_argnames=("recipe",))
     return sample(
         POLICY,
         prompts=toys.prompts(lengths=(4, 2, 3, 1)),
         key=jax.random.key(3),
-        ppo=settings,
+        recipe=settings,
     )
 
 
@@ -94,11 +94,11 @@ def sampled(untruncated):
 
 def test_a_response_of_fixed_length_goes_on_after_a_stop_token(untruncated, sampled):
     settings = dataclasses.replace(BASE, fixed_length=True, truncate_after=3)
-    cut = toys.jit(ppo.sample, static_argnames=("ppo",))(
+    cut = toys.jit(ppo.sample, static_argnames=("recipe",))(
         POLICY,
         prompts=toys.prompts(lengths=(4, 2, 3, 1)),
         key=jax.random.key(3),
-        ppo=settings,
+        recipe=settings,
     )
     assert toys.leaves_equal(cut, sampled)
     assert np.asarray(untruncated.response_mask)[:, 4:].all()
@@ -256,7 +256,9 @@ def poisoned(e: batch.Experience) -> batch.Experience:
 
 
 def unmoved_by_garbage(found, settings: ppo.PPO, e: batch.Experience, **arguments):
-    again = update(fresh(), experience=poisoned(e), key=KEY, ppo=settings, **arguments)
+    again = update(
+        fresh(), experience=poisoned(e), key=KEY, recipe=settings, **arguments
+    )
     for left, right in zip(found, again, strict=True):
         assert toys.leaves_equal(left, right)
 
@@ -278,7 +280,7 @@ def test_every_term_at_once_as_a_mean_over_responses(
         penalty=Penalty(value_estimator="k3", grad_estimator="k2", placement="loss"),
         micro_batch_size=2,
     )
-    found = update(fresh(), experience=given, key=KEY, ppo=settings)
+    found = update(fresh(), experience=given, key=KEY, recipe=settings)
     grads = hand()(
         (POLICY, CRITIC),
         given,
@@ -304,7 +306,7 @@ def test_texts_mixed_in_are_shared_out_over_the_minibatches(given):
     settings = dataclasses.replace(
         BASE, ptx_coef=2.0, entropy_coef=0.05, num_minibatches=2, micro_batch_size=1
     )
-    found = update(fresh(), experience=given, key=KEY, ppo=settings, ptx=TEXTS)
+    found = update(fresh(), experience=given, key=KEY, recipe=settings, ptx=TEXTS)
     order = jax.random.permutation(jax.random.fold_in(KEY, 0), 4)
     trained = (POLICY, CRITIC)
     for part, rows in enumerate(np.asarray(order).reshape(2, 2)):
@@ -343,7 +345,7 @@ def test_the_guards_leave_out_what_they_say(given):
                 value_mask=given.value_mask & kept,
             ),
             key=KEY,
-            ppo=settings,
+            recipe=settings,
         )
 
     plain, plain_stats = run()
@@ -410,7 +412,7 @@ def test_openai_2019_by_hand(untruncated, sampled):
     The reward sees truncated responses; all else is of every token.
     """
     settings = recipe(OPENAI_2019, truncate_after=3)  # as was sampled
-    assert toys.leaves_equal(ppo.judged(untruncated, ppo=settings), sampled)
+    assert toys.leaves_equal(ppo.seen_by_reward(untruncated, recipe=settings), sampled)
     head = {"score": CRITIC["score"]}
     after, stats, found = learn(
         fresh(settings, critic=head, kl_coef=0.15),
@@ -418,7 +420,7 @@ def test_openai_2019_by_hand(untruncated, sampled):
         scores=jnp.asarray(SCORES),
         reference=REFERENCE,
         key=KEY,
-        ppo=settings,
+        recipe=settings,
     )
     mask = np.asarray(untruncated.response_mask)
     ended = np.asarray(score.ended(sampled, stop_ids=toys.STOP))
@@ -463,7 +465,7 @@ def test_n_plus_by_hand(answered):
         scores=jnp.asarray(SCORES),
         reference=REFERENCE,
         key=KEY,
-        ppo=settings,
+        recipe=settings,
     )
     ended = np.asarray(score.ended(answered, stop_ids=toys.STOP))
     assert 0 < ended.sum() < 4
@@ -527,7 +529,7 @@ def test_exact_kl_in_micro_batches_by_hand(answered, placement):
         scores=jnp.asarray(SCORES),
         reference=REFERENCE,
         key=KEY,
-        ppo=settings,
+        recipe=settings,
     )
     mask = np.asarray(answered.response_mask)
     ended = np.asarray(score.ended(answered, stop_ids=toys.STOP))
@@ -589,7 +591,7 @@ def priced(answered):
         settings = dataclasses.replace(
             BASE, temperature=temperature, penalty=penalty, vf_coef=0.0
         )
-        mine = rollout.reprice(
+        mine = rollout.recompute_logprobs(
             answered,
             own,
             model=toys.GPT2,
@@ -620,7 +622,7 @@ def priced(answered):
             num_tokens=answered.response_mask.sum(dtype=jnp.float32),
             num_values=answered.response_mask.sum(dtype=jnp.float32),
             num_responses=jnp.float32(4),
-            ppo=settings,
+            recipe=settings,
             reference=reference,
         )
         return loss + found.kl.sum(), (found.kl, masked.mean_stats(stats)["loss/kl"])
@@ -668,7 +670,7 @@ def test_exact_kl_needs_the_reference_itself(answered, given, placement):
     settings = dataclasses.replace(BASE, penalty=penalty)
     with pytest.raises(checks.InputError, match="for exact KL"):
         jax.eval_shape(
-            functools.partial(ppo.learn, ppo=settings),
+            functools.partial(ppo.learn, recipe=settings),
             fresh(),
             rollout=answered,
             scores=jnp.asarray(SCORES),
@@ -679,7 +681,7 @@ def test_exact_kl_needs_the_reference_itself(answered, given, placement):
     if placement != "reward":
         with pytest.raises(checks.InputError, match="pass reference to update"):
             jax.eval_shape(
-                functools.partial(ppo.update, ppo=settings),
+                functools.partial(ppo.update, recipe=settings),
                 fresh(),
                 experience=given,
                 key=KEY,
@@ -694,7 +696,7 @@ def test_nothing_is_dropped_out(given):
         num_tokens=jnp.float32(9),
         num_values=jnp.float32(9),
         num_responses=jnp.float32(4),
-        ppo=BASE,
+        recipe=BASE,
     )
     program = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1), has_aux=True))
     assert "random" not in str(program(POLICY, CRITIC))

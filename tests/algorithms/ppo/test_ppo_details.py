@@ -146,7 +146,7 @@ def scored(*, scores, kl, values, mask) -> batch.Scored:
 def test_whitened_rewards_of_a_rollout_have_the_published_number(ddof, first):
     """Rewards 1.2 to 2.0: with γ = λ = 1 and values 0 a return is what is to come."""
     token_rewards = np.linspace(1.2, 2.0, 9).reshape(3, 3)
-    made = experience.experience(
+    made = experience.gae_experience(
         scored(
             scores=np.zeros(3),
             kl=-token_rewards,
@@ -173,7 +173,7 @@ def test_the_value_after_the_stop_as_published(whiten_rewards):
     kl, values = rng.normal(size=(2, *SHORT.shape))
     scores, last = np.array([1.0, -2.0, 0.5, 3.0]), SHORT[:, 2:].sum(axis=1) - 1
     known = SHORT | np.pad(SHORT[:, :-1], ((0, 0), (1, 0)))
-    made = experience.experience(
+    made = experience.gae_experience(
         # As `score.score` leaves them, 0 where nothing is known.
         scored(
             scores=scores,
@@ -296,7 +296,7 @@ def test_whitening_over_the_minibatch_runs_gae_there(
         two_numbers(settings),
         experience=numbered(garbage=True),
         key=KEY,
-        ppo=settings,
+        recipe=settings,
     )
     jax.effects_barrier()
     visited = [int(part.tokens[0, 0]) for part, *_ in seen]
@@ -335,7 +335,7 @@ def test_updates_end_with_the_approximate_kl(seen):
         BASE, num_epochs=3, num_minibatches=2, stop_approxkl=0.05
     )
     start, given = two_numbers(settings), numbered()
-    after, stats = ppo.update(start, experience=given, key=KEY, ppo=settings)
+    after, stats = ppo.update(start, experience=given, key=KEY, recipe=settings)
     jax.effects_barrier()
     assert len(seen) == 5  # the fifth is looked at and left out, the sixth is not run
     assert float(after.policy) == pytest.approx(-0.4)
@@ -349,7 +349,7 @@ def test_updates_end_with_the_approximate_kl(seen):
     assert float(found["policy/approxkl"]) == pytest.approx(mean, rel=1e-5)
     # The next batch starts again, with the log-probs that it was sampled with.
     own = dataclasses.replace(given, old_logprobs=given.old_logprobs - 0.4)
-    again, _ = ppo.update(after, experience=own, key=KEY, ppo=settings)
+    again, _ = ppo.update(after, experience=own, key=KEY, recipe=settings)
     assert float(again.policy) == pytest.approx(-0.8)
     assert float(again.critic) == pytest.approx(-0.8)
 
@@ -363,7 +363,7 @@ def test_a_minibatch_of_a_large_mean_ratio_is_left_out_alone(seen):
         two_numbers(settings),
         experience=dataclasses.replace(given, old_logprobs=lower),
         key=KEY,
-        ppo=settings,
+        recipe=settings,
     )
     assert len(seen) == 4
     assert float(after.policy) == pytest.approx(-0.3)
@@ -382,7 +382,9 @@ def test_the_critic_is_warmed_up_alone(seen):
     took = []
     for _ in range(3):
         before = jax.tree.map(jnp.copy, current)
-        current, _ = ppo.update(current, experience=numbered(), key=KEY, ppo=settings)
+        current, _ = ppo.update(
+            current, experience=numbered(), key=KEY, recipe=settings
+        )
         took.append(
             (
                 toys.leaves_equal(before.policy, current.policy)
@@ -415,7 +417,7 @@ def test_texts_and_their_coefficient_come_together():
                 two_numbers(settings),
                 experience=numbered(),
                 key=KEY,
-                ppo=settings,
+                recipe=settings,
                 ptx=given,
             )
 

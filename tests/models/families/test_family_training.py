@@ -83,7 +83,7 @@ def first_iteration(name, *, mesh=None, dtype=None, adapters=None):
     if mesh is not None:
         train, reference = (sharding.place(x, mesh=mesh) for x in (train, reference))
         prompts = row_sharding.put_rows(prompts, mesh=mesh)
-    after, stats, scored = toys.jit(functools.partial(ppo.iteration, ppo=settings))(
+    after, stats, scored = toys.jit(functools.partial(ppo.iteration, recipe=settings))(
         train,
         prompts=prompts,
         reference=reference,

@@ -219,20 +219,20 @@ RECIPE = {
 }
 PPO = ppo.PPO(critic_model=toys.LLAMA, critic_optimizer=optax.sgd(0.1), **RECIPE)
 PLACES = dataclasses.replace(PPO, slots=8)
-sample = toys.jit(ppo.sample, static_argnames="ppo")
+sample = toys.jit(ppo.sample, static_argnames="recipe")
 
 
 @pytest.mark.slow
 def test_on_a_mesh():
     prompts = toys.prompts((4, 2, 3, 1) * 4)
     params = toys.params(toys.LLAMA)
-    expected = sample(params, prompts=prompts, key=jax.random.key(3), ppo=PPO)
+    expected = sample(params, prompts=prompts, key=jax.random.key(3), recipe=PPO)
     with jax.set_mesh(MeshShape(data=2, fsdp=2, tensor=2).make()):
         found = sample(
             sharding.place(params),
             prompts=row_sharding.put_rows(prompts),
             key=jax.random.key(3),
-            ppo=PLACES,
+            recipe=PLACES,
         )
     np.testing.assert_array_equal(found.tokens, expected.tokens)
     np.testing.assert_array_equal(found.response_mask, expected.response_mask)
@@ -251,9 +251,9 @@ def test_a_recipe_passes_its_slots_on(monkeypatch):
     monkeypatch.setattr(continuous_batching, "respond", seen)
     groups = grpo.GRPO(**RECIPE, group_size=2, slots=2)
     for run, places in (
-        (functools.partial(ppo.sample, ppo=dataclasses.replace(PPO, slots=3)), 3),
-        (functools.partial(grpo.sample, grpo=groups), 2),
-        (functools.partial(ppo.sample, ppo=PPO), None),
+        (functools.partial(ppo.sample, recipe=dataclasses.replace(PPO, slots=3)), 3),
+        (functools.partial(grpo.sample, recipe=groups), 2),
+        (functools.partial(ppo.sample, recipe=PPO), None),
     ):
         given.clear()
         jax.eval_shape(

@@ -19,8 +19,8 @@ from rlhf_jax.runs.snapshots import proof
 pytestmark = pytest.mark.slow
 KEY = jax.random.key(9)
 ADAM = optax.adam(1e-2, eps=1e-5)
-sample = toys.jit(ppo.sample, static_argnames=("ppo",))
-learn = toys.jit(ppo.learn, static_argnames=("ppo",), donate_argnames=("state",))
+sample = toys.jit(ppo.sample, static_argnames=("recipe",))
+learn = toys.jit(ppo.learn, static_argnames=("recipe",), donate_argnames=("state",))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ def play(config, *, stop=None):
             key = jax.random.fold_in(KEY, step)
             train, reference = stage.state["train"], stage.state["reference"]
             rollout = sample(
-                train.policy, prompts=toys.prompts(), key=key, ppo=algorithm
+                train.policy, prompts=toys.prompts(), key=key, recipe=algorithm
             )
             even = (rollout.tokens % 2 == 0).astype(jnp.float32)
             train, stats, _ = learn(
@@ -75,7 +75,7 @@ def play(config, *, stop=None):
                 scores=masked.masked_mean(even, mask=rollout.response_mask, axis=1),
                 reference=reference if life.prices(step) else None,
                 key=key,
-                ppo=algorithm,
+                recipe=algorithm,
             )
             stage.state |= {
                 "train": train,

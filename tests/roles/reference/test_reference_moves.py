@@ -179,7 +179,7 @@ def test_ppo_with_weight_decay_and_donation_moves_the_policy_alone(rollout, name
     current = begin()
     held = frozen.freeze(current.policy, **STORED[name]())
     before, start = on_host(held.stored), on_host(current.policy)
-    learn = toys.jit(ppo.learn, static_argnames=("ppo",), donate_argnames=("state",))
+    learn = toys.jit(ppo.learn, static_argnames=("recipe",), donate_argnames=("state",))
     for number in range(2):
         last = current
         current, _, _ = learn(
@@ -188,7 +188,7 @@ def test_ppo_with_weight_decay_and_donation_moves_the_policy_alone(rollout, name
             scores=scores(rollout),
             reference=held,
             key=jax.random.key(number),
-            ppo=BASE,
+            recipe=BASE,
         )
         held_next = lifecycle.after_step(
             held, current.policy, step=number, lifecycle=BASE.lifecycle
@@ -222,7 +222,7 @@ def test_no_gradient_reaches_it_through_an_iteration(rollout, monkeypatch, name)
             scores=scores(rollout),
             reference=reference,
             key=jax.random.key(0),
-            ppo=settings,
+            recipe=settings,
         )
         floats = [
             leaf

@@ -386,7 +386,7 @@ def test_no_loss_moves_the_reference(name):
             penalty=options.penalty,
             policy=policy_params,
         )
-        learned = experience.experience(
+        learned = experience.gae_experience(
             scored, kl_coef=jnp.float32(0.3), gamma=1.0, lam=0.95
         )
         num_tokens = rollout.response_mask.sum(dtype=jnp.float32)
@@ -397,7 +397,7 @@ def test_no_loss_moves_the_reference(name):
             num_tokens=num_tokens,
             num_values=num_tokens,
             num_responses=jnp.float32(4),
-            ppo=options,
+            recipe=options,
             reference=reference,
         )
         read = (loss, learned.token_rewards, learned.advantages, scored.kl)

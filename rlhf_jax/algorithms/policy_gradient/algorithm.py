@@ -1,0 +1,214 @@
+"""What an algorithm brings to the policy gradient, beside the options of its recipe.
+
+An algorithm is a subclass of `PolicyGradient` with options of its own, `experience`,
+and a loss where the policy's alone (`policy_gradient.loss`) is not enough: `ppo.PPO`,
+`grpo.GRPO`, `reinforce.REINFORCE`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.algorithms.batch import PolicyExperience, Scored
+from rlhf_jax.algorithms.policy_gradient.loss import policy_terms
+from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
+from rlhf_jax.algorithms.state import LossFunction, Optimizer, TrainState
+from rlhf_jax.functional import aggregation, checks, masked
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.lora import LoRA, targets
+from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.reference.lifecycle import FROZEN, Lifecycle
+
+Array = jax.Array
+Params = Any
+# A whole minibatch -> the minibatch that is learned from, and the loss of its parts.
+MinibatchLoss = Callable[[Any], tuple[Any, LossFunction]]
+
+
+class Critic(NamedTuple):
+    """What computes the values of a rollout."""
+
+    params: Params  # {"trunk": ..., "score": ...}, as in `critic.py`
+    model: ModelConfig
+    after_stop: bool  # the state after the last token has a value
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PolicyGradient(PolicyRecipe):
+    """A recipe with its shapes and its optimizer; hashable, so static under `jit`."""
+
+    model: ModelConfig  # of the policy and the reference
+    policy_optimizer: Optimizer
+    max_new_tokens: int  # R, response columns
+    stop_ids: tuple[int, ...]  # tokens that end a response; () never stops
+    lifecycle: Lifecycle = FROZEN  # of the reference; the caller's loop moves it
+    # What is trained are adapters made by this one over one base; None trains every
+    # parameter.
+    lora: LoRA | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.positive(max_new_tokens=self.max_new_tokens)
+        for name, needs in {
+            "scores.missing_stop_score or missing_stop_penalty": (
+                self.scores.reads_stops
+            ),
+            "fixed_length": self.fixed_length,
+        }.items():
+            if needs and not self.stop_ids:
+                raise InputError(
+                    f"{name}: expected stop_ids to look for, got none, so that no "
+                    f"response would ever have stopped; name stop_ids or leave it out"
+                )
+        if self.truncate_after >= self.max_new_tokens:
+            raise InputError(
+                f"truncate_after: expected less than the {self.max_new_tokens} tokens "
+                f"of max_new_tokens, got {self.truncate_after}, after which no token "
+                f"is left that could end a response; lower it, or sample longer"
+            )
+        if self.lora is not None:
+            targets(model=self.model, lora=self.lora)  # raises for a bad pattern
+        said = self.penalty.warning
+        if said is not None:
+            also = self.length_bias
+            warnings.warn(said if also is None else f"{said}; {also}", stacklevel=5)
+
+    def experience(
+        self, scored: Scored, *, kl_coef: Array
+    ) -> tuple[PolicyExperience, masked.Stats]:
+        """What the updates read of a scored rollout: each algorithm has its own.
+
+        Args:
+          scored: Scored[B, S].
+          kl_coef: β of this iteration, f32[], reward units per nat; it is applied here
+            where the KL is in the reward (`token_rewards`).
+
+        Returns:
+          A record with at least the fields of `PolicyExperience`, and stats of it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} brings no experience")
+
+    def minibatch_loss(
+        self,
+        minibatch: Any,
+        *,
+        kl_coef: Array,
+        base: Frozen | None,
+        reference: Frozen | None,
+    ) -> tuple[Any, LossFunction]:
+        """The loss of the parts of a minibatch: here that of the policy alone.
+
+        Args:
+          minibatch: what `experience` made, of the rows of a minibatch.
+          kl_coef: β of this iteration, f32[], reward units per nat; it is applied in
+            `policy_terms` where the KL is in the loss.
+          base: the parameters that adapters adapt; None without adapters.
+          reference: read for exact KL in the loss alone.
+
+        Returns:
+          The minibatch to learn from, and ((policy, critic), part) -> (loss, stats),
+          whose losses add up over the parts.
+        """
+        mask = minibatch.response_mask
+        terms = functools.partial(
+            policy_terms,
+            kl_coef=kl_coef,
+            num_tokens=mask.sum(dtype=jnp.float32),
+            num_responses=mask.any(axis=1).sum(dtype=jnp.float32),
+            recipe=self,
+            base=base,
+            reference=reference,
+        )
+
+        def loss(
+            trained: tuple[Params, Params], part: PolicyExperience
+        ) -> tuple[Array, masked.Stats]:
+            output = terms(trained[0], experience=part)
+            return output.loss, output.stats
+
+        return minibatch, loss
+
+    @property
+    def rows_per_prompt(self) -> int:
+        """Neighbouring rows that hold the same prompt, which is then run once."""
+        return 1
+
+    def critic_of(self, state: TrainState, *, base: Frozen | None) -> Critic | None:
+        """The critic of a state; None for an algorithm that has none."""
+        del state, base
+        return None
+
+    @property
+    def critic_update(self) -> Optimizer | None:
+        """The optimizer of the critic; None for an algorithm that has none."""
+        return None
+
+    def policy_waits(self, state: TrainState) -> Array | None:
+        """bool[], True while the critic alone is trained; None never is."""
+        del state
+        return None
+
+    def refuse_critic_apart(self) -> None:
+        """Raises InputError where the critic cannot be updated by a program of its own.
+
+        Raises:
+          InputError: there is no critic.
+        """
+        raise InputError(
+            f"expected an algorithm with a critic to train it apart, got "
+            f"{type(self).__name__}; leave it out"
+        )
+
+    def kl_coef(self, state: TrainState) -> Array:
+        """β of this iteration, f32[], reward units per nat: the only place it is made.
+
+        The controller's coefficient, times `lifecycle.kl_scale` where the KL is taken
+        in some iterations only.
+        """
+        return self.lifecycle.kl_scale * state.kl.kl_coef
+
+    @property
+    def loss_scale(self) -> float | None:
+        """What aggregation constant divides by, tokens; None with the means."""
+        if self.aggregation != "constant" or self.loss_scale_factor is not None:
+            return self.loss_scale_factor
+        return float(self.max_new_tokens)
+
+    @property
+    def length_bias(self) -> str | None:
+        """What the aggregation does to the expected gradient, None where it is nothing.
+
+        Nothing too where all responses are trained to the same length.
+        """
+        if not self.stop_ids or self.truncate_reward_only:
+            return None
+        return aggregation.bias(self.aggregation)
+
+    def minibatch_size(self, rows: int) -> int:
+        """Rows of a minibatch when a batch has `rows`.
+
+        Raises:
+          InputError: the sizes do not divide.
+        """
+        size, rest = divmod(rows, self.num_minibatches)
+        if rest or not size:
+            raise InputError(
+                f"expected num_minibatches to divide the {rows} rows of a batch, got "
+                f"{self.num_minibatches}; change either"
+            )
+        held = size if self.micro_batch_size is None else self.micro_batch_size
+        if held < 1 or size % held:
+            raise InputError(
+                f"expected micro_batch_size to divide the {size} rows of a minibatch "
+                f"({rows} rows / {self.num_minibatches} minibatches), got {held}; "
+                "change either, or leave it out to hold a minibatch at once"
+            )
+        return size
