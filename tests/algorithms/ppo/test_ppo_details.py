@@ -261,7 +261,7 @@ def seen(monkeypatch):
         }
         return share * (policy + critic), stats
 
-    monkeypatch.setattr(ppo, "ppo_loss", loss)
+    monkeypatch.setattr("rlhf_jax.algorithms.ppo.recipe.ppo_loss", loss)
     return calls
 
 
