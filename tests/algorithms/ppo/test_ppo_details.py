@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import oracles
-import places
 import pytest
 import toys
 
@@ -474,16 +473,3 @@ def test_a_truncation_that_no_token_could_make():
     message = "truncate_after: expected less than the 8 tokens of max_new_tokens, got 8"
     with pytest.raises(checks.InputError, match=message):
         ppo.PPO(**whole, truncate_after=8)
-
-
-def test_every_test_that_the_readme_names_is_there():
-    tests = places.TESTS
-    named = re.findall(
-        r"(test_\w+\.py)::(test_\w+)", (tests.parent / "README.md").read_text()
-    )
-    missing = [
-        f"{file}::{name}"
-        for file, name in named
-        if f"\ndef {name}(" not in (tests / file).read_text()
-    ]
-    assert not missing

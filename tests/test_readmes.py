@@ -1,0 +1,214 @@
+"""The documents: what a README names exists, and what it shows runs."""
+
+import json
+import re
+import tomllib
+import unicodedata
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+import yaml
+from places import EXPERIMENTS, RECORDED, ROOT, TESTS
+
+import rlhf_jax
+from rlhf_jax.runs import alarms
+
+PACKAGE = ROOT / "rlhf_jax"
+TOP = ROOT / "README.md"
+DOCUMENTS = [
+    TOP,
+    *sorted(
+        file
+        for folder in (PACKAGE, EXPERIMENTS, TESTS)
+        for name in ("README.md", "CHANGELOG.md")
+        for file in folder.rglob(name)
+    ),
+]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+# Metrics are named by a group and a name; other strings with a slash are not of these.
+GROUPS = (
+    *("objective", "policy", "loss", "value", "response", "drift", "update", "critic"),
+    *("penalty", "pairwise", "dpo", "group", "eval", "judge", "reward"),
+)
+
+
+def relative(file: Path) -> str:
+    return file.relative_to(ROOT).as_posix()
+
+
+def text_of(file: Path) -> str:
+    return file.read_text(encoding="utf-8")
+
+
+def prose(text: str) -> str:
+    """The text without its code blocks."""
+    return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def blocks(text: str, info: str) -> list[str]:
+    """The code blocks whose first line is ```info."""
+    pattern = rf"^```{re.escape(info)}\n(.*?)^```"
+    return re.findall(pattern, text, flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(text: str) -> set[str]:
+    """The names that GitHub gives to the headings."""
+    names = set()
+    for heading in re.findall(r"^#+ (.*)$", prose(text), flags=re.MULTILINE):
+        kept = "".join(
+            char
+            for char in heading.lower()
+            if char in " -_" or unicodedata.category(char)[0] in "LN"
+        )
+        names.add(kept.replace(" ", "-"))
+    return names
+
+
+def broken_links(text: str, folder: Path) -> list[str]:
+    """Relative links to what is not there, headings of other documents included."""
+    broken = []
+    for link in LINK.findall(prose(text)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = unquote(link).partition("#")
+        target = folder / path if path else None
+        if target is not None and not target.exists():
+            broken.append(link)
+        elif anchor:
+            there = text if target is None else text_of(target)
+            broken += [] if anchor in anchors(there) else [link]
+    return broken
+
+
+@pytest.mark.parametrize("file", DOCUMENTS, ids=relative)
+def test_every_relative_link_leads_somewhere(file):
+    assert not broken_links(text_of(file), file.parent)
+
+
+def test_a_broken_link_is_found():
+    text = (
+        "# A title: here\n[a](none.py) [b](README.md) [c](#a-title-here) [d](#gone)\n"
+        "[e](https://jax.dev/none)\n```text\n[f](none.md)\n```\n"
+    )
+    assert broken_links(text, ROOT) == ["none.py", "#gone"]
+    assert broken_links("[a](README.md#no-such-heading)", ROOT)
+
+
+def test_the_top_readme_is_short():
+    assert len(text_of(TOP).splitlines()) <= 150
+
+
+def test_every_folder_that_the_top_readme_names_a_package_for_is_one():
+    """And every package is named there."""
+    named = set(re.findall(r"\]\(rlhf_jax/(\w+)(?:/README\.md)?\)", text_of(TOP)))
+    folders = {file.parent.name for file in PACKAGE.glob("*/__init__.py")}
+    assert named == folders
+
+
+def test_every_test_that_a_readme_names_is_there():
+    files = {file.name: file for file in TESTS.rglob("test_*.py")}
+    missing, count = [], 0
+    for document in DOCUMENTS:
+        for file, name in re.findall(r"(test_\w+\.py)::(test_\w+)", text_of(document)):
+            count += 1
+            if file not in files or f"\ndef {name}(" not in text_of(files[file]):
+                missing.append(f"{relative(document)}: {file}::{name}")
+    assert count > 50  # of the details of PPO
+    assert not missing
+
+
+def test_every_detail_of_ppo_has_a_test():
+    rows = re.findall(
+        r"^\| (\d+) \|.*$",
+        text_of(PACKAGE / "algorithms" / "README.md"),
+        flags=re.MULTILINE,
+    )
+    assert sorted(set(map(int, rows))) == list(range(1, 22))
+    for row in text_of(PACKAGE / "algorithms" / "README.md").splitlines():
+        if re.match(r"\| \d+ \|", row):
+            assert re.search(r"test_\w+\.py::test_\w+", row), row
+
+
+@pytest.mark.parametrize("file", DOCUMENTS, ids=relative)
+def test_every_experiment_that_a_readme_runs_is_there(file):
+    for name in re.findall(r"python experiments ([a-z_]+\.[a-z_]+)", text_of(file)):
+        assert (EXPERIMENTS / f"{name.replace('.', '/')}.py").is_file(), name
+    for path in re.findall(r"python (experiments/\w+\.py)", text_of(file)):
+        if file.name == "README.md" and file.parent != EXPERIMENTS:
+            assert (ROOT / path).is_file(), path
+
+
+@pytest.mark.slow  # the eager programs of a new model take seconds to compile
+@pytest.mark.parametrize("file", DOCUMENTS, ids=relative)
+def test_the_python_of_the_readmes_runs(file):
+    """Blocks marked ```python run, each in a namespace of its own."""
+    code = blocks(text_of(file), "python run")
+    assert code or file != TOP
+    for block in code:
+        exec(compile(block, str(file), "exec"), {})
+
+
+@pytest.mark.parametrize("file", DOCUMENTS, ids=relative)
+def test_the_python_of_the_readmes_imports_what_there_is(file):
+    """Also where a block only shows how a call looks."""
+    lines = [
+        line
+        for info in ("python", "python run")
+        for block in blocks(text_of(file), info)
+        for line in re.findall(r"^from rlhf_jax.*$", block, flags=re.MULTILINE)
+    ]
+    for line in lines:
+        exec(line, {})
+
+
+def test_every_metric_is_in_the_glossary():
+    glossary = text_of(PACKAGE / "runs" / "README.md")
+    known = set(re.findall(r"`([a-z_]+/\w+)`", glossary))
+    groups = "|".join(GROUPS)
+    written = {
+        name
+        for file in (PACKAGE / "algorithms").rglob("*.py")
+        for name in re.findall(rf'"((?:{groups})/[a-z_0-9]+)"', text_of(file))
+    }
+    recorded = {
+        name
+        for file in RECORDED.glob("quickstart/*.jsonl")
+        for line in text_of(file).splitlines()
+        for name in json.loads(line)
+        if "/" in name
+    }
+    assert len(written) > 20
+    assert len(recorded) > 20
+    assert not (written | recorded) - known
+
+
+def test_every_alarm_is_in_the_glossary():
+    glossary = text_of(PACKAGE / "runs" / "README.md")
+    assert not [name for name in alarms.ADVICE if f"`{name}`" not in glossary]
+
+
+def test_the_changelog_names_where_every_module_is():
+    changelog = text_of(PACKAGE / "CHANGELOG.md")
+    rows = re.findall(r"^\| `([\w.]+)` \| (.*) \|$", changelog, flags=re.MULTILINE)
+    assert len(rows) > 100
+    for old, new in rows:
+        for name in re.findall(r"`([\w.]+)`", new):
+            path = PACKAGE / name.replace(".", "/")
+            assert path.is_dir() or path.with_suffix(".py").is_file(), (old, name)
+
+
+def test_one_version_everywhere():
+    project = tomllib.loads(text_of(ROOT / "pyproject.toml"))["project"]
+    citation = yaml.safe_load(text_of(ROOT / "CITATION.cff"))
+    assert {"cff-version", "message", "title", "authors", "type"} <= citation.keys()
+    assert citation["cff-version"] == "1.2.0"
+    assert citation["license"] == project["license"]
+    assert all(author.get("name") for author in citation["authors"])
+    version = rlhf_jax.__version__
+    assert version == project["version"] == citation["version"]
+    newest = re.search(
+        r"^## \[(\S+)\] - (\S+)$", text_of(PACKAGE / "CHANGELOG.md"), re.MULTILINE
+    )
+    assert newest is not None
+    assert newest.groups() == (version, citation["date-released"])
