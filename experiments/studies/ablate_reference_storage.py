@@ -15,7 +15,7 @@ compiler does, which keeps host memory apart), seconds a batch, and the error ag
 float32 of log-probs (nats, mean over held-out tokens) and of the KL from policy to
 reference (nats, mean over responses).
 
-Beside `workload.WAYS` the table has `cpu`, where the reference's forward runs on the
+Beside `run_shape.WAYS` the table has `cpu`, where the reference's forward runs on the
 CPU's devices, `lora-base`, where it is the base that a policy of adapters holds anyway,
 `none`, which is never loaded and never run, and `precomputed`, which is read from the
 disk as for a data set that does not change. Bytes held are those of the arrays that
@@ -56,7 +56,7 @@ from rlhf_jax.data.encoding import Example
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.planning import compiled, workload
+from rlhf_jax.planning import compiled, run_shape
 from rlhf_jax.roles.reference import storage
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.runs import command_line, plots, report, run
@@ -310,7 +310,7 @@ def ways(params: Params, *, base: Frozen) -> dict[str, Callable[[], Frozen | Non
     """
     chosen: dict[str, Callable[[], Frozen | None]] = {
         name: functools.partial(frozen.freeze, params, **how)
-        for name, how in workload.WAYS.items()
+        for name, how in run_shape.WAYS.items()
     }
     cpu = SingleDeviceSharding(jax.devices("cpu")[0])
     chosen["cpu"] = functools.partial(frozen.freeze, params, sharding=cpu)

@@ -15,9 +15,8 @@ makes it, is read as three equal ones, and three equal ones are written as one.
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +25,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
-from rlhf_jax.checkpoints import finite, hf, shards
+from rlhf_jax.checkpoints import finite, fused_adapters, shards
+from rlhf_jax.checkpoints.fused_adapters import Linear
 from rlhf_jax.checkpoints.hf import PathLike
 from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import decoder
 from rlhf_jax.models import lora as lora_
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.families import keys
 from rlhf_jax.models.lora import LoRA
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
@@ -43,8 +42,7 @@ Tensors = dict[str, np.ndarray]
 
 _CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
-_PREFIX = "base_model.model."
-_SCORE = f"{_PREFIX}score.weight"
+_SCORE = f"{fused_adapters.PREFIX}score.weight"
 # Options that say nothing of the numbers, or are read below. Dropout is of training
 # alone, and here there is none.
 _READ = {
@@ -57,25 +55,6 @@ _READ = {
 # Values of the others under which an adapter is W + (alpha / rank) · A B; where it is
 # empty or false it is as well.
 _PLAIN = {"bias": ("none",), "init_lora_weights": (True, "gaussian", "orthogonal")}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Linear:
-    """A linear layer of theirs, and the layers of ours that are fused in it."""
-
-    name: str  # "transformer.h.{layer}.attn.c_attn"
-    paths: tuple[str, ...]  # "attention/query", ...
-    key: keys.Key  # of its kernel
-
-    @property
-    def pattern(self) -> str:
-        """What `target_modules` calls it: "attn.c_attn"."""
-        return self.name.split("{layer}.")[1]
-
-    def tensors(self, layer: int) -> tuple[str, str]:
-        """The names of A and B of a layer."""
-        at = _PREFIX + self.name.format(layer=layer)
-        return f"{at}.lora_A.weight", f"{at}.lora_B.weight"
 
 
 def save(
@@ -116,9 +95,11 @@ def save(
         metadata["score_bias"] = repr(float(adapters["score"]["bias"]))
     held = traverse_util.flatten_dict(trunk["layers"], sep="/")
     adapted, fused = [], {}
-    for linear in _linears(model):
+    for linear in fused_adapters.linears(model):
         if any(f"{path}/lora_a" in held for path in linear.paths):
-            down, up = _to_theirs(linear, held, model=model, rank=lora.rank)
+            down, up = fused_adapters.to_theirs(
+                linear, held, model=model, rank=lora.rank
+            )
             adapted.append(linear)
             if down.shape[1] != lora.rank:
                 fused[linear.pattern] = len(linear.paths)
@@ -193,88 +174,14 @@ def load(path: PathLike, *, model: ModelConfig, base: Frozen) -> tuple[LoRA, Par
     return lora, {"trunk": adapters, "score": score}
 
 
-def _linears(model: ModelConfig) -> list[_Linear]:
-    prefix, suffix = "layers/", "/kernel"
-    return [
-        _Linear(
-            name=key.name.removesuffix(".weight"),
-            paths=tuple(p.removeprefix(prefix).removesuffix(suffix) for p in key.paths),
-            key=key,
-        )
-        for key in hf.FAMILIES[model.family].key_table(model).keys
-        if key.paths[0].startswith(prefix) and key.paths[0].endswith(suffix)
-    ]
-
-
-def _sizes(model: ModelConfig) -> dict[str, tuple[int, int]]:
-    """In and out of every linear layer of ours, {"attention/query": (in, out)}."""
-    return lora_.targets(model=model, lora=LoRA(rank=1))  # a rank that all layers take
-
-
-def _to_theirs(
-    linear: _Linear, held: Mapping[str, Any], *, model: ModelConfig, rank: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """lora_A [L, k, in] and lora_B [L, out, k] of a layer of theirs; k is r or n·r."""
-    sizes = _sizes(model)
-    downs, ups = [], []
-    for path in linear.paths:
-        size_in, size_out = sizes[path]
-        if f"{path}/lora_a" in held:
-            downs.append(np.asarray(held[f"{path}/lora_a"]))
-            ups.append(np.asarray(held[f"{path}/lora_b"]))
-        else:
-            downs.append(np.zeros((model.num_layers, size_in, rank), np.float32))
-            ups.append(np.zeros((model.num_layers, rank, size_out), np.float32))
-    if all(np.array_equal(down, downs[0]) for down in downs):
-        down, up = downs[0], np.concatenate(ups, axis=-1)
-    else:
-        down = np.concatenate(downs, axis=-1)
-        up = np.zeros((*down.shape[::2], sum(u.shape[-1] for u in ups)), np.float32)
-        column = 0
-        for i, block in enumerate(ups):
-            rows = slice(i * rank, (i + 1) * rank)
-            up[:, rows, column : column + block.shape[-1]] = block
-            column += block.shape[-1]
-    up = up[..., np.argsort(linear.key.columns(up.shape[-1]))]
-    return down.swapaxes(1, 2), up.swapaxes(1, 2)
-
-
-def _to_ours(
-    down: np.ndarray, up: np.ndarray, *, widths: list[int], rank: int
-) -> Iterator[tuple[np.ndarray, np.ndarray] | None]:
-    """A [L, in, r] and B [L, r, out] of each fused layer, None for one of zeros.
-
-    Args:
-      down, up: [L, in, k] and [L, k, out], k being r or, in blocks, n·r.
-
-    Raises:
-      InputError: B is not zero outside its blocks.
-    """
-    parts = np.split(up, np.cumsum(widths)[:-1], axis=-1)
-    if down.shape[-1] == rank:
-        yield from ((down, part) for part in parts)
-        return
-    for i, part in enumerate(parts):
-        rows = slice(i * rank, (i + 1) * rank)
-        block = part[:, rows]
-        if np.count_nonzero(part) != np.count_nonzero(block):
-            raise InputError(
-                f"expected lora_B of {len(widths)} blocks of rank {rank}, one for each "
-                f"layer that is fused there, got numbers outside of them; train an "
-                f"adapter of the rank that r says"
-            )
-        a = down[..., rows]
-        yield (a, block) if a.any() or block.any() else None
-
-
 def _read(
     config: Mapping[str, Any], tensors: Tensors, *, model: ModelConfig
 ) -> tuple[LoRA, Params]:
     rank, alpha = config["r"], config["lora_alpha"]
-    sizes = _sizes(model)
+    sizes = fused_adapters.layer_sizes(model)
     problems, expected = [], {_SCORE: (1, model.hidden_size)}
-    found: list[tuple[_Linear, int]] = []
-    for linear in _linears(model):
+    found: list[tuple[Linear, int]] = []
+    for linear in fused_adapters.linears(model):
         names = [linear.tensors(layer) for layer in range(model.num_layers)]
         if not any(name in tensors for pair in names for name in pair):
             continue
@@ -316,7 +223,7 @@ def _read(
         up = np.stack([tensors[name].T for _, name in names])
         widths = [sizes[path][1] for path in linear.paths]
         up = up[..., linear.key.columns(sum(widths))]
-        blocks = _to_ours(down, up, widths=widths, rank=rank)
+        blocks = fused_adapters.to_ours(down, up, widths=widths, rank=rank)
         for path, pair in zip(linear.paths, blocks, strict=True):
             if pair is not None:
                 adapters[f"layers/{path}/lora_a"] = _float32(pair[0])
@@ -329,7 +236,7 @@ def _read(
 
 def _rank_and_alpha(config: Mapping[str, Any], tensor: str) -> tuple[int, float]:
     """Those of a module, as PEFT finds them."""
-    name = tensor.removeprefix(_PREFIX).removesuffix(".lora_A.weight")
+    name = tensor.removeprefix(fused_adapters.PREFIX).removesuffix(".lora_A.weight")
 
     def of(patterns: Mapping[str, Any] | None, default: Any) -> Any:
         for pattern, value in (patterns or {}).items():

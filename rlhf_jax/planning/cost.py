@@ -13,23 +13,14 @@ of a larger array only that part, and nothing in a TPU's on-chip memory.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import re
 from collections import Counter
-from typing import NamedTuple
 
-from rlhf_jax.planning import hlo
+from rlhf_jax.planning import hlo, instructions
 from rlhf_jax.planning.hlo import Computation, Line
+from rlhf_jax.planning.instructions import Collective
 
-COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-)
 # What moves nothing, or is counted where it is called.
 FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
@@ -38,22 +29,6 @@ FREE = {
 }
 FREE_CALLS = ("AllocateBuffer", "ConcatBitcast", "AsyncCollectiveDone", "Sharding")
 SLICES = ("slice", "dynamic-slice", "gather")
-
-
-class Collective(NamedTuple):
-    """One exchange between devices, as often as the program runs it alike."""
-
-    kind: str
-    size: int  # of the whole array on one device, bytes
-    devices: int  # that take part in it together
-
-    @property
-    def sent(self) -> float:
-        """Bytes that a device must send, at the least, and receive."""
-        if self.kind == "collective-permute":
-            return float(self.size)
-        passes = 2 if self.kind == "all-reduce" else 1
-        return passes * self.size * (self.devices - 1) / self.devices
 
 
 @dataclasses.dataclass
@@ -107,7 +82,10 @@ class _Walker:
         total, channels = Cost(), set()
         for line in lines.values():
             if line.opcode == "while":
-                body, condition = _called(line, "body"), _called(line, "condition")
+                body, condition = (
+                    instructions.called(line, "body"),
+                    instructions.called(line, "condition"),
+                )
                 times = self._times(line, lines, body=body, condition=condition)
                 if times is None:
                     total.unknown_loops += 1
@@ -115,10 +93,10 @@ class _Walker:
                 total.add(self.of(body), times=times)
                 total.add(self.of(condition), times=times)
             elif line.opcode == "conditional":
-                parts = [self.of(name) for name in _branches(line)]
+                parts = [self.of(name) for name in instructions.branches(line)]
                 total.add(max(parts, key=lambda part: (part.flops, part.bytes)))
             elif line.opcode in ("call", "async-start"):
-                total.add(self.of(_called(line, "(?:calls|to_apply)")))
+                total.add(self.of(instructions.called(line, "(?:calls|to_apply)")))
             else:
                 total.flops += self._flops(line, lines)
                 total.bytes += self._bytes(line, lines)
@@ -134,7 +112,7 @@ class _Walker:
         tests = self._computations[condition]
         test = next(line for line in tests.values() if line.root)
         while test.opcode == "fusion":  # of the comparison alone
-            inner = self._computations[_called(test, "calls")]
+            inner = self._computations[instructions.called(test, "calls")]
             names = [line.name for line in inner.values() if line.opcode == "parameter"]
             outer = dict(zip(names, test.operands, strict=True))
             test = next(line for line in inner.values() if line.root)
@@ -144,11 +122,11 @@ class _Walker:
         if test.opcode != "compare" or "direction=LT" not in test.rest:
             return None
         counter, limit = (tests[name] for name in test.operands)
-        end = _constant(limit)
+        end = instructions.constant(limit)
         if end is None or counter.opcode != "get-tuple-element":
             return None
-        at = _index(counter)
-        start = _constant(lines[lines[loop.operands[0]].operands[at]]) or 0
+        at = instructions.index(counter)
+        start = instructions.constant(lines[lines[loop.operands[0]].operands[at]]) or 0
         return -(-(end - start) // self._stride(body, at))
 
     def _stride(self, body: str, at: int) -> int:
@@ -157,28 +135,34 @@ class _Walker:
         root = next(line for line in lines.values() if line.root)
         moved = lines[root.operands[at]]
         if moved.opcode == "fusion":
-            lines = self._computations[_called(moved, "calls")]
+            lines = self._computations[instructions.called(moved, "calls")]
             moved = next(line for line in lines.values() if line.root)
         if moved.opcode != "add":
             return 1
-        return max(_constant(lines[name]) or 0 for name in moved.operands) or 1
+        return (
+            max(instructions.constant(lines[name]) or 0 for name in moved.operands) or 1
+        )
 
     def _flops(self, line: Line, lines: Computation) -> float:
         if line.opcode == "fusion":
-            inner = self._computations[_called(line, "calls")]
+            inner = self._computations[instructions.called(line, "calls")]
             return sum(self._flops(part, inner) for part in inner.values())
         if line.opcode == "custom-call" and "gemm" in line.rest:
             taken = re.search(r'"lhs_contracting_dimensions":\["(\d+)"', line.rest)
-            depth = 0 if taken is None else _shape(line, lines, 0)[int(taken[1])]
+            depth = (
+                0
+                if taken is None
+                else instructions.shape(line, lines, 0)[int(taken[1])]
+            )
             return 2.0 * math.prod(line.result[0].shape) * depth
         if line.opcode == "dot":
             taken = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", line.rest)
             dims = [] if taken is None else [int(i) for i in taken[1].split(",") if i]
-            depth = math.prod(_shape(line, lines, 0)[i] for i in dims)
+            depth = math.prod(instructions.shape(line, lines, 0)[i] for i in dims)
             return 2.0 * math.prod(line.result[0].shape) * depth
         if line.opcode == "convolution":
-            left, right = (_shape(line, lines, i) for i in (0, 1))
-            return _convolution(line, left=left, right=right)
+            left, right = (instructions.shape(line, lines, i) for i in (0, 1))
+            return instructions.convolution_flops(line, left=left, right=right)
         return 0.0
 
     def _exchange(
@@ -186,12 +170,12 @@ class _Walker:
     ) -> None:
         """Counts a collective, once however many pieces a fusion has cut it into."""
         if line.opcode == "fusion":
-            inner = self._computations[_called(line, "calls")]
+            inner = self._computations[instructions.called(line, "calls")]
             for part in inner.values():
                 self._exchange(part, inner, total, channels)
             return
         kind = line.opcode.removesuffix("-start")
-        if kind not in COLLECTIVES:
+        if kind not in instructions.COLLECTIVES:
             return
         channel = re.search(r"channel_id=(\d+)", line.rest)
         if channel is not None:
@@ -199,7 +183,7 @@ class _Walker:
                 return
             channels.add(channel[1])
         given = sum(leaf.size for name in line.operands for leaf in lines[name].result)
-        devices = _devices(line.rest)
+        devices = instructions.devices(line.rest)
         size = given * devices if kind == "all-gather" else given
         if devices > 1:
             total.collectives[Collective(kind, size, devices)] += 1
@@ -226,7 +210,7 @@ class _Walker:
         return read + line.written
 
     def _fusion_bytes(self, line: Line, lines: Computation) -> int:
-        inner = self._computations[_called(line, "calls")]
+        inner = self._computations[instructions.called(line, "calls")]
         total = 0
         for part in inner.values():
             if part.opcode == "parameter":
@@ -255,9 +239,13 @@ class _Walker:
             elif user.opcode in SLICES and parameter.name == user.operands[0]:
                 total += sum(leaf.size for leaf in user.result)
             elif user.opcode == "dynamic-update-slice":
-                total += 0 if parameter.name == user.operands[0] else _whole(parameter)
+                total += (
+                    0
+                    if parameter.name == user.operands[0]
+                    else instructions.whole(parameter)
+                )
             elif user.opcode == "fusion":
-                called = self._computations[_called(user, "calls")]
+                called = self._computations[instructions.called(user, "calls")]
                 at = [
                     i for i, name in enumerate(user.operands) if name == parameter.name
                 ]
@@ -271,8 +259,9 @@ class _Walker:
             elif not (user.root and user.opcode == "tuple"):
                 # What passes through a fusion, or is sent by a collective in it, is
                 # not read by it.
-                total += 0 if user.opcode in COLLECTIVES else _whole(parameter)
-        return min(total, _whole(parameter))
+                passes_through = user.opcode in instructions.COLLECTIVES
+                total += 0 if passes_through else instructions.whole(parameter)
+        return min(total, instructions.whole(parameter))
 
     def _origin(self, line: Line, lines: Computation) -> Line:
         """What a line is another view of, through bitcasts and fusions of nothing else.
@@ -282,7 +271,7 @@ class _Walker:
         if line.opcode == "bitcast":
             return self._origin(lines[line.operands[0]], lines)
         if line.opcode == "fusion":
-            called = self._computations[_called(line, "calls")]
+            called = self._computations[instructions.called(line, "calls")]
             root = next(part for part in called.values() if part.root)
             origin = self._origin(root, called)
             if origin.opcode == "parameter":
@@ -292,114 +281,13 @@ class _Walker:
 
     def _written(self, part: Line, inner: Computation) -> int:
         part = self._origin(part, inner)
-        if part.opcode == "parameter" or part.opcode in COLLECTIVES:
+        if part.opcode == "parameter" or part.opcode in instructions.COLLECTIVES:
             return 0
         if part.opcode == "dynamic-update-slice":
-            return _whole(inner[part.operands[1]])
+            return instructions.whole(inner[part.operands[1]])
         if part.opcode == "fusion":
-            called = self._computations[_called(part, "calls")]
+            called = self._computations[instructions.called(part, "calls")]
             root = next(line for line in called.values() if line.root)
             if root.opcode != "tuple":
                 return self._written(root, called)
-        return _whole(part)
-
-
-def _called(line: Line, what: str) -> str:
-    found = re.search(rf"{what}=%?([\w.\-]+)", line.rest)
-    assert found is not None, line
-    return found[1]
-
-
-def _index(line: Line) -> int:
-    found = re.search(r"index=(\d+)", line.rest)
-    assert found is not None, line
-    return int(found[1])
-
-
-def _branches(line: Line) -> list[str]:
-    listed = re.search(r"branch_computations=\{([^}]*)\}", line.rest)
-    if listed is not None:
-        return re.findall(r"%([\w.\-]+)", listed[1])
-    return re.findall(r"(?:true|false)_computation=%?([\w.\-]+)", line.rest)
-
-
-def _whole(line: Line) -> int:
-    return sum(leaf.size for leaf in line.result)
-
-
-def _constant(line: Line) -> int | None:
-    whole = line.opcode == "constant" and re.fullmatch(r"-?\d+", line.text)
-    return int(line.text) if whole else None
-
-
-def _shape(line: Line, lines: Computation, operand: int) -> tuple[int, ...]:
-    return lines[line.operands[operand]].result[0].shape
-
-
-def _devices(rest: str) -> int:
-    """How many take part: {{0,1},{2,3}}, [2,2]<=[4] or mesh['a'=2,'b'=2] {'b'}."""
-    listed = re.search(r"replica_groups=\{\{([\d,]*)\}", rest)
-    if listed is not None:
-        return len(listed[1].split(","))
-    counted = re.search(r"replica_groups=\[\d+,(\d+)\]", rest)
-    if counted is not None:
-        return int(counted[1])
-    meshed = re.search(
-        r"replica_groups=mesh\[([^\]]*)\](?:, [^{]*)? *\{([^}]*)\}", rest
-    )
-    if meshed is not None:
-        sizes = {name: int(n) for name, n in re.findall(r"'(\w+)'=(\d+)", meshed[1])}
-        parts = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", meshed[2])
-        return math.prod(int(part) if part else sizes[name] for name, part in parts)
-    pairs = re.search(r"source_target_pairs=", rest)
-    return 2 if pairs is not None else 1
-
-
-def _convolution(line: Line, *, left: tuple[int, ...], right: tuple[int, ...]) -> float:
-    """2 · products of a convolution; padding and the holes of an input cost none."""
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", line.rest)
-    assert labels is not None, line
-    ins, kernels, outs = labels[1], labels[2], labels[3]
-    window = re.search(r"window=\{([^}]*)\}", line.rest)
-    given = dict(re.findall(r"(\w+)=(\S+)", window[1])) if window else {}
-    groups = re.search(r"batch_group_count=(\d+)", line.rest)
-    total = 2.0 * left[ins.index("b")] / (int(groups[1]) if groups else 1)
-    total *= right[kernels.index("i")] * right[kernels.index("o")]
-    spatial = sorted(label for label in outs if label.isdigit())
-    for at, label in enumerate(spatial):
-
-        def option(name: str, missing: str, at: int = at) -> list[int]:
-            text = given[name].split("x")[at] if name in given else missing
-            return [int(size) for size in text.split("_")]
-
-        total *= _meetings(
-            size_in=left[ins.index(label)],
-            size_out=line.result[0].shape[outs.index(label)],
-            window=right[kernels.index(label)],
-            stride=option("stride", "1")[0],
-            before=option("pad", "0_0")[0],
-            hole=option("lhs_dilate", "1")[0],
-            apart=option("rhs_dilate", "1")[0],
-        )
-    return total
-
-
-@functools.cache
-def _meetings(
-    *,
-    size_in: int,
-    size_out: int,
-    window: int,
-    stride: int,
-    before: int,
-    hole: int,
-    apart: int,
-) -> int:
-    """Pairs of an output and an element of the window that meet an input."""
-    last = (size_in - 1) * hole
-    places = (
-        out * stride + element * apart - before
-        for out in range(size_out)
-        for element in range(window)
-    )
-    return sum(0 <= place <= last and place % hole == 0 for place in places)
+        return instructions.whole(part)

@@ -22,7 +22,7 @@ from rlhf_jax.algorithms.ppo.recipe import PPO
 from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.devices.sharding import MeshShape
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.planning import chips, compiled, workload
+from rlhf_jax.planning import chips, compiled, run_shape, workload
 from rlhf_jax.planning import cost as program_cost
 from rlhf_jax.planning.chips import Chip
 from rlhf_jax.planning.cost import Cost
@@ -97,7 +97,7 @@ def target(topology: str | None, *, chip: str | None, mesh: MeshShape) -> Target
     return Target(made, chip or device.device_kind, found, compiler)
 
 
-def held(options: workload.Options, there: Target, *, recipe: PPO) -> dict[str, int]:
+def held(options: run_shape.Options, there: Target, *, recipe: PPO) -> dict[str, int]:
     """Bytes of what is held throughout, a chip, as the compiler lays them out.
 
     Raises:
@@ -121,7 +121,7 @@ def held(options: workload.Options, there: Target, *, recipe: PPO) -> dict[str, 
 
 
 def measure(
-    options: workload.Options, there: Target, *, recipe: PPO, waiting: Waiting
+    options: run_shape.Options, there: Target, *, recipe: PPO, waiting: Waiting
 ) -> list[Measured]:
     """Compiles the programs of a step.
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import jax
 
 from rlhf_jax.models import leaves
-from rlhf_jax.planning import compiled, workload
-from rlhf_jax.planning.workload import WAYS, Options
+from rlhf_jax.planning import compiled, run_shape, workload
+from rlhf_jax.planning.run_shape import WAYS, Options
 from rlhf_jax.roles.reference import storage
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.runs import report
@@ -44,7 +44,7 @@ def memory(options: Options) -> list[Line]:
     """
     device = compiled.target(options.topology)
     lines = models(options)
-    ppo = workload.algorithm(options)
+    ppo = run_shape.algorithm(options)
     programs = workload.programs(
         options, workload.held(options, recipe=ppo), recipe=ppo
     )
@@ -82,7 +82,7 @@ def models(options: Options) -> list[Line]:
     )
     if any("memory" in way for way in ways):
         storage.check_memory(compiled.target(options.topology))
-    ppo = workload.algorithm(options)
+    ppo = run_shape.algorithm(options)
     held = workload.parts(workload.held(options, recipe=ppo))
     names = ["policy", "policy's optimizer", "critic", "critic's optimizer"]
     names.append("reference, the base" if options.reference == "base" else "reference")

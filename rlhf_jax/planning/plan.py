@@ -38,7 +38,7 @@ from rlhf_jax.devices.sharding import MeshOption, MeshShape
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import decoder
-from rlhf_jax.planning import measured, tables, workload
+from rlhf_jax.planning import measured, run_shape, tables, workload
 from rlhf_jax.planning.measured import Alive, Target, Waiting
 from rlhf_jax.runs import report
 
@@ -46,7 +46,7 @@ GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(workload.Options):
+class Options(run_shape.Options):
     """A PPO run and the chips that it is to run on."""
 
     mesh: MeshOption = sharding.ONE_DEVICE
@@ -92,7 +92,7 @@ def plan(options: Options, *, waiting: Waiting = silent) -> dict[str, Any]:
         chips, an axis does not divide a dimension or the rows, or as `workload`.
     """
     there = measured.target(options.topology, chip=options.chip, mesh=options.mesh)
-    ppo = workload.algorithm(options, num_epochs=options.num_epochs)
+    ppo = run_shape.algorithm(options, num_epochs=options.num_epochs)
     held = measured.held(options, there, recipe=ppo)
     found = measured.measure(options, there, recipe=ppo, waiting=waiting)
     alive = [measured.alive(one, held) for one in found]
@@ -214,7 +214,7 @@ def _largest_batch(
 
     def alive(steps: int) -> int | None:
         other = dataclasses.replace(options, batch_size=steps * step)
-        ppo = workload.algorithm(other, num_epochs=other.num_epochs)
+        ppo = run_shape.algorithm(other, num_epochs=other.num_epochs)
         found = measured.measure(other, there, recipe=ppo, waiting=waiting)
         if any(one.refused for one in found):
             return None

@@ -9,110 +9,30 @@ is allocated: everything here comes from `jax.eval_shape`.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from rlhf_jax.algorithms import ppo as ppo_
 from rlhf_jax.algorithms.batch import Prompts
 from rlhf_jax.algorithms.flow import score
 from rlhf_jax.algorithms.ppo.recipe import PPO
 from rlhf_jax.algorithms.state import TrainState, ppo_state
-from rlhf_jax.checkpoints import hf
-from rlhf_jax.functional import checks
-from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl import control
-from rlhf_jax.models import caches, config, decoder
-from rlhf_jax.models.config import ModelConfig, Remat
-from rlhf_jax.models.families import registry
-from rlhf_jax.models.lora import LoRA, init
+from rlhf_jax.models import caches, decoder
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.lora import init
+from rlhf_jax.planning import run_shape
+from rlhf_jax.planning.run_shape import Options
 from rlhf_jax.roles import rewards
 from rlhf_jax.roles.critic import from_base, from_policy
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
 
 PyTree = Any
-Way = Literal["copy", "bf16", "fp16", "int8", "int8-bf16", "host", "host-int8"]
-WAYS: dict[str, dict[str, Any]] = {
-    "copy": {},
-    "bf16": {"dtype": "bfloat16"},
-    "fp16": {"dtype": "float16"},
-    "int8": {"dtype": "int8"},
-    "int8-bf16": {"dtype": "int8", "embeddings": "bfloat16"},
-    "host": {"memory": "pinned_host"},
-    # Not tables in int8: the TPU compiler of jax 0.10 cannot fetch those from the host.
-    "host-int8": {"dtype": "int8", "embeddings": "bfloat16", "memory": "pinned_host"},
-}
-"""Storages by the name a command line has for them, as options of `frozen.freeze`."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """A PPO run, as far as its shapes go."""
-
-    model: str | None = None
-    """A known name (gpt2, llama-2-7b, ...), a checkpoint folder or a hub id, of which
-    only config.json is read; None is a GPT-2 of the shape below."""
-    vocab_size: int = 50257
-    """Of that GPT-2."""
-    hidden_size: int = 768
-    """Of that GPT-2."""
-    num_layers: int = 12
-    """Of that GPT-2."""
-    num_heads: int = 12
-    """Of that GPT-2."""
-    max_positions: int = 1024
-    """Of that GPT-2, tokens."""
-    policy: Literal["full", "lora"] = "full"
-    """Whether policy and critic train every parameter, or adapters over one base."""
-    lora_rank: int = 16
-    """Of the adapters."""
-    base: Way = "copy"
-    """How the base of the adapters is stored."""
-    reference: Way | Literal["base", "none"] = "copy"
-    """How the reference is stored; base is that of the adapters."""
-    reward: Way | Literal["base", "none"] = "copy"
-    """How the reward model is stored; base is adapters over it, none a function."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of activations and of the KV cache; what is trained is float32."""
-    remat: Remat = "none"
-    """What of a layer a gradient computes again: none, dots or full."""
-    batch_size: int = 64
-    """Responses of a step."""
-    prompt_length: int = 64
-    """Columns of prompts, tokens."""
-    max_new_tokens: int = 64
-    """Columns of responses, tokens."""
-    num_minibatches: int = 1
-    """Updates of an epoch."""
-    micro_batch_size: int | None = None
-    """Responses held at once while learning; None is all of a minibatch."""
-    topology: str | None = None
-    """A TPU to compile for, as v5e:2x2; None compiles for this machine's device."""
-
-    def __post_init__(self) -> None:
-        checks.positive(
-            lora_rank=self.lora_rank,
-            batch_size=self.batch_size,
-            prompt_length=self.prompt_length,
-            max_new_tokens=self.max_new_tokens,
-            num_minibatches=self.num_minibatches,
-        )
-        if self.policy == "full" and "base" in (self.reference, self.reward):
-            raise InputError(
-                "expected --policy lora with a reference or reward that is its base, "
-                "got --policy full, which has no base; store a copy, or train adapters"
-            )
-        if self.policy == "full" and self.base != "copy":
-            raise InputError(
-                f"--base: expected none with --policy full, which has no base, got "
-                f"{self.base}; leave it out, or train adapters"
-            )
 
 
 class Held(NamedTuple):
@@ -134,44 +54,6 @@ class Program(NamedTuple):
     batch: tuple[int, ...]  # which of the arguments have rows
     donate: tuple[int, ...] = ()
     trips: int = 1  # of a loop that ends when every row has stopped, at the most
-
-
-def model_of(options: Options) -> ModelConfig:
-    """The shape of the model; no parameter is read.
-
-    Raises:
-      InputError: there is no such checkpoint.
-    """
-    own = {"dtype": options.dtype, "remat": options.remat}
-    if options.model is None:
-        return config.gpt2(
-            vocab_size=options.vocab_size,
-            hidden_size=options.hidden_size,
-            num_layers=options.num_layers,
-            num_heads=options.num_heads,
-            max_positions=options.max_positions,
-            dtype=options.dtype,
-            remat=options.remat,
-        )
-    shape = registry.KNOWN.get(options.model)
-    return dataclasses.replace(shape or hf.model_config(options.model), **own)
-
-
-def algorithm(options: Options, *, num_epochs: int = 4) -> PPO:
-    """PPO with AdamW for both roles."""
-    model = model_of(options)
-    return PPO(
-        model=model,
-        critic_model=model,
-        policy_optimizer=optax.adamw(1e-5),
-        critic_optimizer=optax.adamw(1e-5),
-        max_new_tokens=options.max_new_tokens,
-        stop_ids=(),
-        num_epochs=num_epochs,
-        num_minibatches=options.num_minibatches,
-        micro_batch_size=options.micro_batch_size,
-        lora=LoRA(rank=options.lora_rank) if options.policy == "lora" else None,
-    )
 
 
 def held(options: Options, *, recipe: PPO) -> Held:
@@ -336,4 +218,4 @@ def _made(key: jax.Array, *, options: Options, recipe: PPO) -> Held:
 
 
 def _freeze(params: PyTree, way: str) -> Frozen | None:
-    return None if way == "none" else frozen.freeze(params, **WAYS[way])
+    return None if way == "none" else frozen.freeze(params, **run_shape.WAYS[way])

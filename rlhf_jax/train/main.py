@@ -14,7 +14,7 @@ from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.inspection import token_kl
 from rlhf_jax.planning import memory as memory_
 from rlhf_jax.planning import plan as plan_
-from rlhf_jax.planning import workload
+from rlhf_jax.planning import run_shape
 from rlhf_jax.roles.reference.frozen import ReferenceMovedError
 from rlhf_jax.runs import report
 from rlhf_jax.runs.snapshots import files, proof
@@ -66,7 +66,7 @@ def verify(run: tyro.conf.Positional[Path]) -> None:
         print(f"{len(rows)} verified, none moved")
 
 
-def memory(options: Annotated[workload.Options, tyro.conf.arg(name="")]) -> None:
+def memory(options: Annotated[run_shape.Options, tyro.conf.arg(name="")]) -> None:
     """What PPO on a model will take of a device's memory, before anything is run."""
     memory_.run(options)
 

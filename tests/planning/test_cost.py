@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rlhf_jax import decoder, logprobs, policy
 from rlhf_jax.devices.sharding import MeshShape
 from rlhf_jax.planning import cost as program_cost
-from rlhf_jax.planning.cost import Collective
+from rlhf_jax.planning.instructions import Collective
 
 
 def cost(function, *args, trips=1):

@@ -11,8 +11,8 @@ import tiny
 
 from rlhf_jax import hf, rewards
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.planning import memory, workload
-from rlhf_jax.planning.workload import Options
+from rlhf_jax.planning import memory, run_shape, workload
+from rlhf_jax.planning.run_shape import Options
 from rlhf_jax.roles.reference import storage
 
 MIB = 2**20
@@ -26,7 +26,7 @@ TINY = {
     "max_new_tokens": 4,
     "batch_size": 8,
 }
-WAYS = [*workload.WAYS, "none"]
+WAYS = [*run_shape.WAYS, "none"]
 
 
 def lines(options, of=memory.models):
@@ -88,14 +88,14 @@ def test_a_storage_takes_what_its_arrays_take(way):
     for line, tree in (("reference", params), ("reward model", scorer)):
         size = 0
         if way != "none":
-            held = storage.store(tree, **workload.WAYS[way])
+            held = storage.store(tree, **run_shape.WAYS[way])
             size = sum(leaf.nbytes for leaf in jax.tree.leaves(held))
         on_host = way.startswith("host")
         assert found[line] == (line, 0 if on_host else size, size if on_host else 0)
 
 
 def test_every_storage_has_a_name_on_the_command_line():
-    assert typing.get_args(workload.Way) == tuple(workload.WAYS)
+    assert typing.get_args(run_shape.Way) == tuple(run_shape.WAYS)
 
 
 def test_the_cache_by_hand():
@@ -151,7 +151,7 @@ def test_a_checkpoint_s_shape_is_read_from_its_config_alone(tmp_path):
     (tmp_path / "shape").mkdir()
     (tmp_path / "shape" / "config.json").write_text(json.dumps(config))
     options = Options(model=str(tmp_path / "shape"), dtype="bfloat16")
-    assert workload.model_of(options) == tiny.bfloat16(tiny.LLAMA)
+    assert run_shape.model_of(options) == tiny.bfloat16(tiny.LLAMA)
     expected = storage.nbytes(tiny.params(tiny.LLAMA))
     assert lines(options)["policy"].device == expected
 

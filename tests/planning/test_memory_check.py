@@ -10,9 +10,9 @@ import toy_files
 
 from rlhf_jax.devices import sharding
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.planning import compiled, memory_check, workload
+from rlhf_jax.planning import compiled, memory_check, run_shape, workload
 from rlhf_jax.planning.memory_check import Part, Passing
-from rlhf_jax.planning.workload import Options
+from rlhf_jax.planning.run_shape import Options
 from rlhf_jax.runs import command_line
 
 # GPT-2 of width 16, one layer, 16 positions; 23 words are padded to 128.
@@ -265,7 +265,7 @@ def test_the_compiler_asks_for_no_less(dtype):
         max_new_tokens=40,
         dtype=dtype,
     )
-    ppo = workload.algorithm(options)
+    ppo = run_shape.algorithm(options)
     held = workload.held(options, recipe=ppo)
     takes = {
         program.name: compiled.memory(

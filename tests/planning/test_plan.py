@@ -17,8 +17,9 @@ from rlhf_jax import batch, decoder
 from rlhf_jax.devices.sharding import MeshShape
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.families import registry
-from rlhf_jax.planning import chips, compiled, measured, plan, workload
-from rlhf_jax.planning.cost import Collective, Cost
+from rlhf_jax.planning import chips, compiled, measured, plan, run_shape, workload
+from rlhf_jax.planning.cost import Cost
+from rlhf_jax.planning.instructions import Collective
 from rlhf_jax.planning.measured import Alive, Measured
 from rlhf_jax.planning.plan import Options
 
@@ -201,7 +202,7 @@ def test_advice_names_what_saves_most():
 def test_what_is_known_of_the_temporaries():
     """A cache of 2 layers and 64 numbers, float32; of Experience the real arrays."""
     options = Options(**TINY, mesh=MeshShape(fsdp=4))
-    ppo = workload.algorithm(options)
+    ppo = run_shape.algorithm(options)
     found = plan.within(options, recipe=ppo)
     rows, columns = 16 // 4, 6 + 4
     assert found["KV cache"] == 2 * 2 * rows * columns * 64 * 4
@@ -234,8 +235,8 @@ def test_the_command_of_the_issue_is_one():
     line = "--model llama-2-7b --topology v5e:8x8 --mesh fsdp=64 --reference bf16"
     options = tyro.cli(Options, args=line.split())
     assert options.mesh == MeshShape(fsdp=64)
-    assert workload.model_of(options).num_layers == 32
-    assert workload.WAYS[options.reference] == {"dtype": "bfloat16"}
+    assert run_shape.model_of(options).num_layers == 32
+    assert run_shape.WAYS[options.reference] == {"dtype": "bfloat16"}
 
 
 @pytest.mark.parametrize(
@@ -324,7 +325,7 @@ def test_per_device_bytes_fall_as_devices_rise(monkeypatch):
         there = measured.Target(
             mesh.make(jax.devices()[:devices]), "v5e", chips.CHIPS["v5e"], "this"
         )
-        ppo = workload.algorithm(options, num_epochs=1)
+        ppo = run_shape.algorithm(options, num_epochs=1)
         one = dataclasses.replace(options, mesh=mesh, micro_batch_size=32)
         held = measured.held(one, there, recipe=ppo)
         (learn,) = measured.measure(one, there, recipe=ppo, waiting=plan.silent)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from rlhf_jax import batch, config, critic, decoder, frozen
 from rlhf_jax.algorithms.flow import score
-from rlhf_jax.planning import compiled, workload
+from rlhf_jax.planning import compiled, run_shape
 
 MODEL = config.gpt2(
     vocab_size=50257, hidden_size=768, num_layers=12, num_heads=12, max_positions=1024
@@ -49,7 +49,7 @@ def main():
     for way in ("none", "copy", "int8", "host", "host-int8"):
         reference = None
         if way != "none":
-            freeze = functools.partial(frozen.freeze, **workload.WAYS[way])
+            freeze = functools.partial(frozen.freeze, **run_shape.WAYS[way])
             reference = jax.eval_shape(freeze, params)
         memory = compiled.memory(
             program, rollout, per_row * 1.0, reference, valued, device=device

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from rlhf_jax.verification.code import verifier
-from rlhf_jax.verification.code.verifier import run_tests
+from rlhf_jax.verification.code import trial, verifier
+from rlhf_jax.verification.code.trial import run_tests
 
 ADD = "def add(a, b):\n    return a + b\n"
 TESTS = ["assert add(2, 3) == 5", "assert add(-1, 1) == 0", "assert add(0, 0) == 0"]
@@ -641,11 +641,11 @@ def ways():
     found = []
     for way in ("namespaces", "bubblewrap", "none"):
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(verifier, "WAYS", (way, "none"))
-            verifier.isolation.cache_clear()
-            if verifier.isolation().way == way:
+            patched.setattr(trial, "WAYS", (way, "none"))
+            trial.isolation.cache_clear()
+            if trial.isolation().way == way:
                 found.append(way)
-    verifier.isolation.cache_clear()
+    trial.isolation.cache_clear()
     return found
 
 
@@ -653,7 +653,7 @@ def ways():
 def test_the_first_way_that_there_is_is_taken_and_said(capfd):
     found = ways()
     assert found[-1] == "none"
-    assert verifier.isolation().way == found[0]
+    assert trial.isolation().way == found[0]
     verifier._say_isolation.cache_clear()
     verifier.PythonTests()
     said = capfd.readouterr().err
@@ -673,7 +673,7 @@ def test_every_way_holds(way, tmp_path, monkeypatch):
     """Nothing stays behind, and disk and files are bounded."""
     if way not in ways():
         pytest.skip(f"there is no way {way} here")
-    monkeypatch.setattr(verifier, "WAYS", (way,))
+    monkeypatch.setattr(trial, "WAYS", (way,))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert run_tests(ADD, TESTS) == (3, 3, "")
     for name in BOMBS:
@@ -707,7 +707,7 @@ def test_what_namespaces_leave_to_be_seen(way, monkeypatch):
     """`os.access` has no audit event: it is the system that answers."""
     if way not in ways():
         pytest.skip(f"there is no way {way} here")
-    monkeypatch.setattr(verifier, "WAYS", (way,))
+    monkeypatch.setattr(trial, "WAYS", (way,))
     tests = [
         "pid, above, user, *files = add(1, 2)",
         "assert pid < 5 and above < 5 and user != 0",

@@ -6,8 +6,9 @@ import pytest
 from rlhf_jax import verifiers
 from rlhf_jax.data import json_lines
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.verification.code import verifier
-from rlhf_jax.verification.code.verifier import PythonTests, run_tests
+from rlhf_jax.verification.code import trial, verifier
+from rlhf_jax.verification.code.trial import run_tests
+from rlhf_jax.verification.code.verifier import PythonTests
 
 ADD = "def add(a, b):\n    return a + b\n"
 TESTS = ["assert add(2, 3) == 5", "assert add(-1, 1) == 0", "assert add(0, 0) == 0"]
@@ -242,7 +243,7 @@ def test_nothing_is_left_behind(tmp_path, monkeypatch):
 
 
 def test_a_process_that_does_not_start_is_no_verdict(monkeypatch):
-    monkeypatch.setattr(verifier, "JUDGE", "raise SystemExit('no such limit')")
+    monkeypatch.setattr(trial, "JUDGE", "raise SystemExit('no such limit')")
     with pytest.raises(RuntimeError, match=r"did not start .*: no such limit"):
         run_tests(ADD, TESTS)
 

@@ -19,7 +19,7 @@ from rlhf_jax.algorithms.ppo import experience
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.penalty import Penalty
 from rlhf_jax.models import leaves
-from rlhf_jax.planning import workload
+from rlhf_jax.planning import run_shape
 from rlhf_jax.roles.reference import storage
 from rlhf_jax.runs import report
 
@@ -79,7 +79,7 @@ def as_held(params, *, dtype=None, embeddings=None, memory=None):
 @pytest.mark.parametrize(
     "model", [tiny.GPT2, pytest.param(tiny.LLAMA, marks=pytest.mark.long)]
 )
-@pytest.mark.parametrize("way", workload.WAYS.values(), ids=workload.WAYS.keys())
+@pytest.mark.parametrize("way", run_shape.WAYS.values(), ids=run_shape.WAYS.keys())
 def test_every_way_prices_what_it_stands_for(way, model):
     params = tiny.params(model)
     held = toys.freeze(params, **way) if not way else frozen.freeze(params, **way)
@@ -150,7 +150,7 @@ def kinds(tree):
 
 def test_what_is_stored_is_copied_as_it_is():
     """Frozen again without an option: the same integers, in the same memory."""
-    for way in workload.WAYS.values():
+    for way in run_shape.WAYS.values():
         first = frozen.freeze(tiny.params(tiny.GPT2), **way)
         again = frozen.freeze(first.stored)
         np.testing.assert_array_equal(again.stored_digests, first.stored_digests)
@@ -182,7 +182,7 @@ def test_what_is_stored_is_stored_another_way():
 @pytest.mark.parametrize("name", ["copy", "int8", "host-int8"])
 def test_freezing_inside_jit_is_freezing(name):
     params = tiny.params(tiny.GPT2)
-    way = workload.WAYS[name]
+    way = run_shape.WAYS[name]
     inside = toys.jit(functools.partial(frozen.freeze, **way))(params)
     outside = frozen.freeze(params, **way)
     np.testing.assert_array_equal(inside.stored_digests, outside.stored_digests)
@@ -213,7 +213,7 @@ def test_a_reference_on_devices_of_its_own_says_the_same(name):
     """Policy on device 0; the reference on 5, or split over 4 and 6."""
     model = tiny.GPT2
     params = jax.device_put(tiny.params(model), CPUS[0])
-    way = workload.WAYS[name]
+    way = run_shape.WAYS[name]
     here = frozen.freeze(params, **way)
     expected = priced(here, model=model)
     alone = frozen.freeze(params, **way, sharding=SingleDeviceSharding(CPUS[5]))
@@ -318,7 +318,7 @@ DEEP = config.gpt2(
 def test_layers_are_read_one_at_a_time(name):
     """No program holds the stacked layers in float32: it would be most of its room."""
     params = zeros(DEEP)
-    held = frozen.freeze(params, **workload.WAYS[name])
+    held = frozen.freeze(params, **run_shape.WAYS[name])
     program = jax.jit(
         lambda held: policy.logprobs(
             frozen.read(held), model=DEEP, tokens=TOKENS, mask=MASK
@@ -329,7 +329,7 @@ def test_layers_are_read_one_at_a_time(name):
 
 
 def test_shapes_are_stored_without_an_array():
-    for way in workload.WAYS.values():
+    for way in run_shape.WAYS.values():
         model = tiny.GPT2
         of_shapes = jax.eval_shape(
             functools.partial(storage.store, **way), tiny.params(model)
@@ -355,7 +355,7 @@ def test_a_table_counts_parameters_not_scales(capsys):
 def test_no_loss_moves_the_reference(name):
     """Through KL, rewards and advantages to PPO's loss, and each of them itself."""
     model = toys.GPT2
-    held = frozen.freeze(toys.params(seed=2), **workload.WAYS[name])
+    held = frozen.freeze(toys.params(seed=2), **run_shape.WAYS[name])
     rollout = toys.sampled(toys.params())
     optimizer = optax.sgd(0.1)
     options = ppo.PPO(

@@ -1,0 +1,119 @@
+"""Adapters of fused layers: PEFT has one where we have several."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from rlhf_jax.checkpoints import hf
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models import lora
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.families import keys
+from rlhf_jax.models.lora import LoRA
+
+PREFIX = "base_model.model."
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """A linear layer of theirs, and the layers of ours that are fused in it."""
+
+    name: str  # "transformer.h.{layer}.attn.c_attn"
+    paths: tuple[str, ...]  # "attention/query", ...
+    key: keys.Key  # of its kernel
+
+    @property
+    def pattern(self) -> str:
+        """What `target_modules` calls it: "attn.c_attn"."""
+        return self.name.split("{layer}.")[1]
+
+    def tensors(self, layer: int) -> tuple[str, str]:
+        """The names of A and B of a layer."""
+        at = PREFIX + self.name.format(layer=layer)
+        return f"{at}.lora_A.weight", f"{at}.lora_B.weight"
+
+
+def linears(model: ModelConfig) -> list[Linear]:
+    """Every linear layer that a checkpoint of the model's family has."""
+    prefix, suffix = "layers/", "/kernel"
+    return [
+        Linear(
+            name=key.name.removesuffix(".weight"),
+            paths=tuple(p.removeprefix(prefix).removesuffix(suffix) for p in key.paths),
+            key=key,
+        )
+        for key in hf.FAMILIES[model.family].key_table(model).keys
+        if key.paths[0].startswith(prefix) and key.paths[0].endswith(suffix)
+    ]
+
+
+def layer_sizes(model: ModelConfig) -> dict[str, tuple[int, int]]:
+    """In and out of every linear layer of ours, {"attention/query": (in, out)}."""
+    return lora.targets(model=model, lora=LoRA(rank=1))  # a rank that all layers take
+
+
+def to_theirs(
+    linear: Linear, adapters: Mapping[str, Any], *, model: ModelConfig, rank: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """lora_A f32[L, k, in] and lora_B f32[L, out, k] of a layer of theirs.
+
+    Args:
+      linear: the layer of theirs, in which n of ours are fused.
+      adapters: ours by path, {"attention/query/lora_a": f32[L, in, r], ...}.
+      model: shape of the base.
+      rank: r. k is r where all of ours share one A, n·r otherwise.
+    """
+    sizes = layer_sizes(model)
+    downs, ups = [], []
+    for path in linear.paths:
+        size_in, size_out = sizes[path]
+        if f"{path}/lora_a" in adapters:
+            downs.append(np.asarray(adapters[f"{path}/lora_a"]))
+            ups.append(np.asarray(adapters[f"{path}/lora_b"]))
+        else:
+            downs.append(np.zeros((model.num_layers, size_in, rank), np.float32))
+            ups.append(np.zeros((model.num_layers, rank, size_out), np.float32))
+    if all(np.array_equal(down, downs[0]) for down in downs):
+        down, up = downs[0], np.concatenate(ups, axis=-1)
+    else:
+        down = np.concatenate(downs, axis=-1)
+        up = np.zeros((*down.shape[::2], sum(u.shape[-1] for u in ups)), np.float32)
+        column = 0
+        for i, block in enumerate(ups):
+            rows = slice(i * rank, (i + 1) * rank)
+            up[:, rows, column : column + block.shape[-1]] = block
+            column += block.shape[-1]
+    up = up[..., np.argsort(linear.key.columns(up.shape[-1]))]
+    return down.swapaxes(1, 2), up.swapaxes(1, 2)
+
+
+def to_ours(
+    down: np.ndarray, up: np.ndarray, *, widths: list[int], rank: int
+) -> Iterator[tuple[np.ndarray, np.ndarray] | None]:
+    """A [L, in, r] and B [L, r, out] of each fused layer, None for one of zeros.
+
+    Args:
+      down, up: [L, in, k] and [L, k, out], k being r or, in blocks, n·r.
+
+    Raises:
+      InputError: B is not zero outside its blocks.
+    """
+    parts = np.split(up, np.cumsum(widths)[:-1], axis=-1)
+    if down.shape[-1] == rank:
+        yield from ((down, part) for part in parts)
+        return
+    for i, part in enumerate(parts):
+        rows = slice(i * rank, (i + 1) * rank)
+        block = part[:, rows]
+        if np.count_nonzero(part) != np.count_nonzero(block):
+            raise InputError(
+                f"expected lora_B of {len(widths)} blocks of rank {rank}, one for each "
+                f"layer that is fused there, got numbers outside of them; train an "
+                f"adapter of the rank that r says"
+            )
+        a = down[..., rows]
+        yield (a, block) if a.any() or block.any() else None
