@@ -121,7 +121,7 @@ def test_collectives_by_kind_and_size():
 
 def test_every_device_holds_as_many_logits_as_one(monkeypatch):
     """A sharded head is gathered once a chunk: more devices must not be more chunks."""
-    monkeypatch.setattr("rlhf_jax.functional.logprobs.MAX_LOGITS", 2 * 128 * 4)
+    monkeypatch.setattr("rlhf_jax.roles.policy.MAX_LOGITS", 2 * 128 * 4)
     model, columns = tiny.GPT2, 17
     params = jax.eval_shape(lambda: decoder.init(jax.random.key(0), model=model))
     assert model.padded_vocab_size == 128
@@ -145,7 +145,7 @@ def test_every_device_holds_as_many_logits_as_one(monkeypatch):
             args = placed(params, ()), *placed((tokens, mask), ("fsdp",))
             lowered = jax.jit(price).lower(*args).as_text()
         times[devices] = f"tensor<{rows * 16}x32xf32>" in lowered
-    assert times == {1: True, 8: True}  # 32 words at a time on both
+    assert times == {1: True, 8: True}  # 32 tokens of the vocabulary at a time on both
 
 
 def test_words_that_are_sharded_are_computed_where_they_lie():
