@@ -106,6 +106,15 @@ def test_every_folder_that_the_top_readme_names_a_package_for_is_one():
     assert named == folders
 
 
+@pytest.mark.parametrize(
+    "file", [file for file in DOCUMENTS if PACKAGE in file.parents[1:]], ids=relative
+)
+def test_the_readme_of_a_package_names_every_module_in_its_folder(file):
+    text = text_of(file)
+    modules = {module.name for module in file.parent.glob("*.py")} - {"__init__.py"}
+    assert not [name for name in sorted(modules) if name not in text]
+
+
 def test_every_test_that_a_readme_names_is_there():
     files = {file.name: file for file in TESTS.rglob("test_*.py")}
     missing, count = [], 0
