@@ -32,6 +32,9 @@ GROUPS = (
     *("penalty", "pairwise", "dpo", "group", "eval", "judge", "reward"),
 )
 
+# Of tyro, pytest, JAX and XLA.
+OTHERS_OPTIONS = {"help", "help-all", "dist", "xla"}
+
 
 def relative(file: Path) -> str:
     return file.relative_to(ROOT).as_posix()
@@ -169,6 +172,25 @@ def test_the_python_of_the_readmes_imports_what_there_is(file):
     ]
     for line in lines:
         exec(line, {})
+
+
+@pytest.mark.parametrize("file", DOCUMENTS, ids=relative)
+def test_every_option_that_a_readme_names_is_a_field_of_some_config(file):
+    source = "\n".join(
+        text_of(module)
+        for folder in (PACKAGE, EXPERIMENTS)
+        for module in folder.rglob("*.py")
+    )
+    fields = set(re.findall(r"^ +([a-z]\w*): ", source, flags=re.MULTILINE))
+    fields |= {name.replace("-", "_") for name in re.findall(r'"--([a-z-]+)"', source)}
+    options = set(re.findall(r"(?<![\w-])--([a-z][a-z.-]*[a-z])", text_of(file)))
+    unknown = {
+        option
+        for option in options - OTHERS_OPTIONS
+        for part in option.removeprefix("no-").replace("-", "_").split(".")
+        if part not in fields
+    }
+    assert not unknown
 
 
 def test_every_metric_is_in_the_glossary():
