@@ -41,8 +41,7 @@ from rlhf_jax import (
     sft,
     state,
 )
-from rlhf_jax.algorithms import reward_model as train_reward
-from rlhf_jax.algorithms import self_check
+from rlhf_jax.algorithms import reward_model, self_check
 from rlhf_jax.algorithms.batch import Rollout
 from rlhf_jax.algorithms.flow import objective, rollout, score
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
@@ -274,7 +273,7 @@ def train_reward_model(
         optax.linear_schedule(options.reward_learning_rate, 0.0, options.reward_steps)
     )
     update = jax.jit(
-        functools.partial(train_reward.update, model=model, optimizer=optimizer),
+        functools.partial(reward_model.update, model=model, optimizer=optimizer),
         donate_argnames=("state",),
     )
     initial = state.supervised_state(params, optimizer=optimizer)
@@ -312,7 +311,7 @@ def measure_reward_model(
 def improve(
     params: Params,
     reference: Frozen,
-    reward_model: Frozen,
+    scorer: Frozen,
     *,
     key: Array,
     job: run.Run,
@@ -339,12 +338,12 @@ def improve(
             ("policy", initial.policy, True),
             ("critic", initial.critic, True),
             ("reference", reference.stored, False),
-            ("reward model", reward_model.stored, False),
+            ("reward model", scorer.stored, False),
         ]
     )
     sample = jax.jit(functools.partial(ppo.sample, recipe=algorithm))
     # The reward is an argument: a closure would bake its parameters into the program.
-    reward = rewards.from_model(reward_model, model=algorithm.model)
+    reward = rewards.from_model(scorer, model=algorithm.model)
     apply = jax.jit(lambda reward, rollout: reward(rollout))
     learn = jax.jit(
         functools.partial(ppo.learn, recipe=algorithm), donate_argnames=("state",)
@@ -360,7 +359,7 @@ def improve(
         "ppo",
         stage_state,
         meta={},
-        beside={"reward model": reward_model},
+        beside={"reward model": scorer},
     ) as stage:
         train, reference = stage.state["train"], stage.state["reference"]
         for step in stage.steps():
@@ -396,7 +395,7 @@ def evaluate(
     *,
     generate: Any,
     reference: Frozen,
-    reward_model: Frozen,
+    scorer: Frozen,
     key: Array,
     model: ModelConfig,
     options: Config,
@@ -421,7 +420,7 @@ def evaluate(
         )
     )(
         answered,
-        scores=rewards.from_model(reward_model, model=model)(answered),
+        scores=rewards.from_model(scorer, model=model)(answered),
         reference=reference,
     )
     answers = answers_in(answered)
@@ -537,11 +536,11 @@ def main(options: Config) -> None:
         reward_params, accuracy = measure_reward_model(
             reward_params, held_out, model=model
         )
-        reference, reward_model = frozen.freeze(tuned), frozen.freeze(reward_params)
+        reference, scorer = frozen.freeze(tuned), frozen.freeze(reward_params)
         trained = improve(
             tuned,
             reference,
-            reward_model,
+            scorer,
             key=ppo_key,
             job=job,
             algorithm=algorithm,
@@ -553,7 +552,7 @@ def main(options: Config) -> None:
         evaluate,
         generate=generate,
         reference=reference,
-        reward_model=reward_model,
+        scorer=scorer,
         key=test_key,
         model=model,
         options=options,

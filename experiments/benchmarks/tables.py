@@ -6,12 +6,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks import floor as benchmark_floor
+from benchmarks import floor
 from benchmarks.environments import OURS
 from benchmarks.peers.line_protocol import Workload
 from rlhf_jax.runs import report
 
-PHASES = (*benchmark_floor.PHASES, "iteration")
+PHASES = (*floor.PHASES, "iteration")
 GB, MIB = 10**9, 2**20
 
 
@@ -65,7 +65,7 @@ def workload(
     shape: Workload, measured: Mapping[str, Any], *, machine: Mapping[str, Any]
 ) -> None:
     """Times, ratios and memory of all who took part."""
-    runs, floor = measured["participants"], measured["floor"]
+    runs, floor_seconds = measured["participants"], measured["floor"]
     if not runs:
         return
     tokens = shape.num_prompts * shape.response_length
@@ -78,7 +78,7 @@ def workload(
         title,
         ("", *PHASES, "tokens/s"),
         [
-            ("floor", *(f"{floor[phase]:.4g}" for phase in PHASES), None),
+            ("floor", *(f"{floor_seconds[phase]:.4g}" for phase in PHASES), None),
             *(
                 (
                     name,
@@ -95,7 +95,10 @@ def workload(
         [
             (
                 name,
-                *(median(run["rounds"], phase) / floor[phase] for phase in PHASES),
+                *(
+                    median(run["rounds"], phase) / floor_seconds[phase]
+                    for phase in PHASES
+                ),
             )
             for name, run in runs.items()
         ],
@@ -153,10 +156,7 @@ def utilisation(
     shape: Workload, runs: Mapping[str, Any], *, machine: Mapping[str, Any]
 ) -> None:
     """Shares of the chip's peaks: products of the update, memory in the rollout."""
-    done = {
-        phase: benchmark_floor.total(steps)
-        for phase, steps in benchmark_floor.steps(shape).items()
-    }
+    done = {phase: floor.total(steps) for phase, steps in floor.steps(shape).items()}
     report.table(
         "Share of the chip's peak (products in bfloat16)",
         ("", "MFU of the update", "bandwidth in the rollout"),

@@ -6,7 +6,7 @@ Four words, four columns, 256 responses (`enumerable.py`), so that nothing has t
 believed of a sample. Three things are shown, and the exit status is 1 if one fails:
 
 gradients  Every KL estimator, placement and unit does to the policy what its name says
-           (`certified_gradients.py`): expected gradients within 1e-5 of autodiff, with
+           (`gradients.py`): expected gradients within 1e-5 of autodiff, with
            responses of one length, and with a stop token and 121 of 1 to 4 words.
 optimum    PPO as it always runs (sampler, critic, GAE, clipping) reaches
            π* ∝ π_ref exp(r/β), KL(π ‖ π*) <= 0.01 nats, with β annealed down from 1.
@@ -41,10 +41,10 @@ import optax
 from worlds import enumerable
 from worlds.enumerable import World
 
-from certificates import report
+from certificates import verdicts
 from certificates.gradients import Finding, certify, draw
 from certificates.penalty_claims import OTHERS, TABLE, Claim
-from certificates.report import Policy
+from certificates.verdicts import Policy
 from rlhf_jax import critic, kl_control, masked, ppo, state
 from rlhf_jax.algorithms import optimizers
 from rlhf_jax.algorithms.state import TrainState
@@ -387,7 +387,7 @@ def main(options: Config) -> None:
                 key=key,
             )
             annealed += [
-                report.measure(found, world=world, seed=seed, beta=beta)
+                verdicts.measure(found, world=world, seed=seed, beta=beta)
                 for beta, found in zip(options.betas, policies, strict=True)
             ]
         for beta, (seed, world) in itertools.product(
@@ -401,14 +401,14 @@ def main(options: Config) -> None:
                 key=jax.random.fold_in(jax.random.key(seed), 1),
             )
             fixed.append(
-                report.measure(policies[-1], world=world, seed=seed, beta=beta)
+                verdicts.measure(policies[-1], world=world, seed=seed, beta=beta)
             )
     shown = [
-        *(report.show_gradients(findings) if findings else []),
-        *report.show_optimum(annealed, fixed),
-        *report.show_frontier(annealed),
+        *(verdicts.show_gradients(findings) if findings else []),
+        *verdicts.show_optimum(annealed, fixed),
+        *verdicts.show_frontier(annealed),
     ]
-    report.plot(job.folder / "plots" / "frontier.png", worlds, annealed, fixed)
+    verdicts.plot(job.folder / "plots" / "frontier.png", worlds, annealed, fixed)
     failed = [each.name for each in shown if not each.holds]
     summary = {
         "certificates": len(shown),

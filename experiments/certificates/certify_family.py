@@ -8,10 +8,10 @@ are shown, and the exit status is 1 if one fails:
 estimators  The expected gradient of each policy gradient over groups is that of
             E[r] - β·KL, to within 1e-5 and a factor that is named, with responses of
             one length, and with a stop token and responses of 1 to 4 words; what is
-            biased is named too, and seen to be (`certified_groups.py`).
+            biased is named too, and seen to be (`groups.py`).
 optimum     GRPO without the std and RLOO, as they always run, come within 0.03 nats of
             π* ∝ π_ref exp(r/β), with β annealed down from 1; DPO, with every pair of
-            responses and exact Bradley-Terry labels, within 0.01 (`certified_dpo.py`).
+            responses and exact Bradley-Terry labels, within 0.01 (`dpo.py`).
 
 GRPO has k2 of responses in the loss. The mean of its group holds the response itself,
 so that its reward counts (G - 1)/G and its optimum is that of a β larger by as much:
@@ -36,10 +36,8 @@ import numpy as np
 from worlds import enumerable
 from worlds.enumerable import World
 
-from certificates import certify, dpo, gradients
-from certificates import groups as certified_groups
-from certificates import report as certificates
-from certificates.report import Certificate, Policy, Reached
+from certificates import certify, dpo, gradients, groups, verdicts
+from certificates.verdicts import Certificate, Policy, Reached
 from rlhf_jax import grpo, state
 from rlhf_jax.algorithms import optimizers
 from rlhf_jax.functional import checks
@@ -135,11 +133,11 @@ def certify_estimators(seed: int) -> list[Certificate]:
         case = gradients.draw(seed, stop_ids=stop_ids)
         rows = len(enumerable.every_tokens(stop_ids))
         rewards = np.random.default_rng(seed).normal(size=rows)
-        claims = certified_groups.CLAIMS + certified_groups.means(stops=bool(stop_ids))
-        findings += certified_groups.certify(case, rewards, claims=claims)
+        claims = groups.CLAIMS + groups.means(stops=bool(stop_ids))
+        findings += groups.certify(case, rewards, claims=claims)
     report.table(
         f"Expected gradient of each estimator (error at most "
-        f"{gradients.TOLERANCE:g}), groups of {certified_groups.GROUP}",
+        f"{gradients.TOLERANCE:g}), groups of {groups.GROUP}",
         ("estimator", "tokens", "share", "KL", "error", "cosine", "at depths", ""),
         [
             (
@@ -178,12 +176,12 @@ def main(options: Config) -> None:
         seed: enumerable.draw(seed, model=model, distance=options.distance)
         for seed in seeds
     }
-    groups = [name for name in options.algorithms if name in RECIPES]
+    over_groups = [name for name in options.algorithms if name in RECIPES]
     num_steps = {
         f"{name}-{seed}": options.iterations
         * len(options.betas)
         // certify.ITERATIONS_A_STEP
-        for name in groups
+        for name in over_groups
         for seed in seeds
     }
     shown = certify_estimators(options.seed)
@@ -215,12 +213,12 @@ def main(options: Config) -> None:
                     key=jax.random.fold_in(jax.random.key(seed), 1),
                 )
                 reached[name] += [
-                    certificates.measure(found, world=world, seed=seed, beta=beta)
+                    verdicts.measure(found, world=world, seed=seed, beta=beta)
                     for beta, found in zip(options.betas, policies, strict=True)
                 ]
         if "dpo" in options.algorithms:
             reached["dpo"] = [
-                certificates.measure(
+                verdicts.measure(
                     reach_by_dpo(world, beta=beta, model=model),
                     world=world,
                     seed=seed,
@@ -230,8 +228,8 @@ def main(options: Config) -> None:
                 for beta in options.dpo_betas
             ]
     for name, found in reached.items():
-        shown += certificates.show_optimum(
-            found, name=name.upper(), nats=certificates.NATS if name == "dpo" else NATS
+        shown += verdicts.show_optimum(
+            found, name=name.upper(), nats=verdicts.NATS if name == "dpo" else NATS
         )
     failed = [each.name for each in shown if not each.holds]
     summary = {

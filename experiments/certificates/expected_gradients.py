@@ -1,7 +1,7 @@
 """The gradients that a penalty may have, by autodiff of sums over all responses.
 
 Nothing after the logits is the code of a run here: these are read and added up, so
-that `certified_gradients` has two sides to compare.
+that `gradients.certify` has two sides to compare.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from worlds import enumerable
 
 from certificates.penalty_claims import TOP_K
 from rlhf_jax import policy
-from rlhf_jax.functional.kl import gradients as kl_gradients
+from rlhf_jax.functional.kl import gradients
 from rlhf_jax.models.config import ModelConfig
 
 Array = jax.Array
@@ -39,7 +39,7 @@ class _Tables(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames=("model", "temperature", "stop_ids"))
-def gradients(
+def of_penalties(
     params: Params,
     ref_params: Params,
     *,
@@ -100,16 +100,16 @@ def _sums(tables: _Tables, *, whole: bool) -> dict[str, Array]:
     square = (jnp.exp(ref_words) * 0.5 * (words - ref_words) ** 2).sum(axis=(1, 2))
     bucketed = _bucketed(words, ref_words).sum(axis=1)
     return {
-        kl_gradients.FULL_REVERSE: own @ log_ratio,
-        kl_gradients.FULL_FORWARD: -(reference @ log_ratio),
-        kl_gradients.FIXED_REVERSE: fixed @ reverse,
-        kl_gradients.FIXED_FORWARD: fixed @ forward,
-        kl_gradients.MEAN_K2: 0.5 * (own @ squares),
-        kl_gradients.OWN_PREFIX_FORWARD: own @ forward,
-        kl_gradients.REFERENCE_MEAN_K2: 0.5 * (reference @ squares),
-        kl_gradients.FIXED_K2: fixed @ square,
-        kl_gradients.TOP_K + kl_gradients.FULL_REVERSE: own @ bucketed,
-        kl_gradients.TOP_K + kl_gradients.FIXED_REVERSE: fixed @ bucketed,
+        gradients.FULL_REVERSE: own @ log_ratio,
+        gradients.FULL_FORWARD: -(reference @ log_ratio),
+        gradients.FIXED_REVERSE: fixed @ reverse,
+        gradients.FIXED_FORWARD: fixed @ forward,
+        gradients.MEAN_K2: 0.5 * (own @ squares),
+        gradients.OWN_PREFIX_FORWARD: own @ forward,
+        gradients.REFERENCE_MEAN_K2: 0.5 * (reference @ squares),
+        gradients.FIXED_K2: fixed @ square,
+        gradients.TOP_K + gradients.FULL_REVERSE: own @ bucketed,
+        gradients.TOP_K + gradients.FIXED_REVERSE: fixed @ bucketed,
     }
 
 
@@ -124,8 +124,8 @@ def _divided(tables: _Tables) -> dict[str, Array]:
     x = taken - ref_taken
     to_go = jax.lax.stop_gradient(jnp.cumsum(x[:, ::-1], axis=1)[:, ::-1])
     return {
-        kl_gradients.FULL_REVERSE: fixed @ (taken * to_go).sum(axis=1),
-        kl_gradients.FIXED_REVERSE: fixed @ (0.5 * x**2).sum(axis=1),
+        gradients.FULL_REVERSE: fixed @ (taken * to_go).sum(axis=1),
+        gradients.FIXED_REVERSE: fixed @ (0.5 * x**2).sum(axis=1),
     }
 
 

@@ -35,7 +35,7 @@ from rlhf_jax import critic, frozen, ppo
 from rlhf_jax.algorithms.batch import Experience, Scored
 from rlhf_jax.algorithms.flow import score
 from rlhf_jax.algorithms.ppo import experience
-from rlhf_jax.algorithms.ppo import loss as ppo_loss
+from rlhf_jax.algorithms.ppo.loss import ppo_loss
 from rlhf_jax.functional.kl.gradients import FULL_REVERSE
 from rlhf_jax.functional.kl.penalty import Penalty
 from rlhf_jax.models.config import ModelConfig
@@ -149,7 +149,7 @@ def certify(
     Several are compiled at once.
     """
     reference = frozen.read(case.reference)
-    known = expected_gradients.gradients(
+    known = expected_gradients.of_penalties(
         case.policy, reference, temperature=temperature, **case.options
     )
     values = expected_gradients.means(
@@ -331,7 +331,7 @@ def measure(
     one = jnp.ones((), jnp.float32)
 
     def of_row(params: Params, row: Experience) -> tuple[Array, Array]:
-        loss, stats = ppo_loss.ppo_loss(
+        loss, stats = ppo_loss(
             params,
             critic,
             experience=jax.tree.map(lambda leaf: leaf[None], row),

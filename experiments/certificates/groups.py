@@ -170,7 +170,7 @@ def certify(
     """Every claim, for one policy, reference and table of rewards f64[N]."""
     reference = frozen.read(case.reference)
     table = jnp.asarray(rewards, jnp.float32)
-    kls = expected_gradients.gradients(
+    kls = expected_gradients.of_penalties(
         case.policy, reference, temperature=1.0, **case.options
     )
     of_kl = flat(kls[FULL_REVERSE, "token"])

@@ -1,4 +1,4 @@
-"""What is claimed of the gradient of each penalty; `certified_gradients` checks it."""
+"""What is claimed of the gradient of each penalty; `gradients.certify` checks it."""
 
 from __future__ import annotations
 

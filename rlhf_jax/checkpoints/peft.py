@@ -31,9 +31,8 @@ from rlhf_jax.checkpoints.hf import PathLike
 from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import decoder
-from rlhf_jax.models import lora as lora_
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.lora import LoRA
+from rlhf_jax.models.lora import LoRA, attach, paths
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
 
@@ -82,7 +81,7 @@ def save(
     shapes = jax.eval_shape(
         lambda key: decoder.init(key, model=model), jax.random.key(0)
     )
-    jax.eval_shape(lambda base: lora_.attach(base, adapters, lora=lora), shapes)
+    jax.eval_shape(lambda base: attach(base, adapters, lora=lora), shapes)
     adapters = processes.whole(adapters)
     if not processes.is_first():
         return
@@ -229,8 +228,8 @@ def _read(
                 adapters[f"layers/{path}/lora_a"] = _float32(pair[0])
                 adapters[f"layers/{path}/lora_b"] = _float32(pair[1])
     nested = traverse_util.unflatten_dict(adapters, sep="/")
-    paths = tuple(lora_.paths(nested))
-    modules = ("*",) if set(paths) == set(sizes) else paths
+    adapted = tuple(paths(nested))
+    modules = ("*",) if set(adapted) == set(sizes) else adapted
     return LoRA(rank=rank, alpha=float(alpha), modules=modules), nested
 
 

@@ -10,9 +10,9 @@ either model would rather have said.
 from __future__ import annotations
 
 import dataclasses
-import html as html_
 import math
 from collections.abc import Sequence
+from html import escape
 from pathlib import Path
 
 from rich.console import Console
@@ -119,14 +119,14 @@ def html(tokens: Sequence[Token], *, limit: float, title: str) -> str:
         _span(token, place, limit=limit) for place, token in enumerate(tokens)
     )
     rows = "".join(
-        f"<tr><td>{place}</td><td><code>{html_.escape(_on_one_line(token.text))}</code></td>"
+        f"<tr><td>{place}</td><td><code>{escape(_on_one_line(token.text))}</code></td>"
         f"<td>{each.k1:+.3f}</td><td>{each.exact:.3f}</td>"
         f"<td>{each.logprob:.3f}</td><td>{each.ref_logprob:.3f}</td></tr>"
         for place, token, each in largest(tokens)
     )
     return _PAGE.format(
-        title=html_.escape(title),
-        summary=html_.escape(summary(tokens)),
+        title=escape(title),
+        summary=escape(summary(tokens)),
         low=f"{-limit:+.3g}",
         high=f"{limit:+.3g}",
         full=f"{limit:.3g}",
@@ -163,7 +163,7 @@ def _span(token: Token, place: int, *, limit: float) -> str:
     colour = "37,99,235" if each.k1 > 0 else "234,88,12"
     strength, line = (min(1.0, abs(x) / limit) for x in (each.k1, each.exact))
     return (
-        f'<span title="{html_.escape(chr(10).join(told))}" '
+        f'<span title="{escape(chr(10).join(told))}" '
         f'style="background:rgba({colour},{0.55 * strength:.3f});'
         f'border-color:rgba(147,51,234,{line:.3f})">{text}</span>'
     )
@@ -171,7 +171,7 @@ def _span(token: Token, place: int, *, limit: float) -> str:
 
 def _escape(text: str) -> str:
     """HTML of a token; the marks for spaces are faint, and lines may break at them."""
-    shown = html_.escape(_visible(text))
+    shown = escape(_visible(text))
     return shown.replace("·", "<wbr><i>·</i>")
 
 

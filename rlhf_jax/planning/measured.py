@@ -22,8 +22,7 @@ from rlhf_jax.algorithms.ppo.recipe import PPO
 from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.devices.sharding import MeshShape
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.planning import chips, compiled, run_shape, workload
-from rlhf_jax.planning import cost as program_cost
+from rlhf_jax.planning import chips, compiled, cost, run_shape, workload
 from rlhf_jax.planning.chips import Chip
 from rlhf_jax.planning.cost import Cost
 from rlhf_jax.planning.workload import Program
@@ -168,8 +167,8 @@ def _compile(program: Program, args: list[Any], *, device: Any) -> Measured:
         "alias": memory.alias_size_in_bytes,
         "host_argument": memory.host_argument_size_in_bytes,
     }
-    cost = program_cost.cost(done.as_text(), trips=program.trips)
-    return Measured(program, sizes, None, cost)
+    program_cost = cost.cost(done.as_text(), trips=program.trips)
+    return Measured(program, sizes, None, program_cost)
 
 
 def alive(one: Measured, held: dict[str, int]) -> Alive:
@@ -189,23 +188,23 @@ def alive(one: Measured, held: dict[str, int]) -> Alive:
 
 def described(one: Measured, chip: Chip) -> dict[str, Any]:
     """A program's bytes, work and least seconds, as JSON values."""
-    cost = one.cost
+    total = one.cost
     seconds = {
-        "products": cost.flops / chip.flops,
-        "memory": cost.bytes / chip.bandwidth,
-        "links": cost.sent / chip.links,
+        "products": total.flops / chip.flops,
+        "memory": total.bytes / chip.bandwidth,
+        "links": total.sent / chip.links,
     }
     return {
         "name": one.program.name,
         "refused": one.refused,
         "bytes": one.sizes,
-        "flops": cost.flops,
-        "memory_bytes": cost.bytes,
-        "sent_bytes": cost.sent,
+        "flops": total.flops,
+        "memory_bytes": total.bytes,
+        "sent_bytes": total.sent,
         "seconds": {**seconds, "bound": max(seconds.values())},
-        "turns": one.program.trips if cost.unknown_loops else None,
+        "turns": one.program.trips if total.unknown_loops else None,
         "collectives": [
             {**one._asdict(), "times": times, "sent": times * one.sent}
-            for one, times in sorted(cost.collectives.items())
+            for one, times in sorted(total.collectives.items())
         ],
     }

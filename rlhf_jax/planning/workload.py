@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.algorithms import ppo as ppo_
+from rlhf_jax.algorithms import ppo
 from rlhf_jax.algorithms.batch import Prompts
 from rlhf_jax.algorithms.flow import score
 from rlhf_jax.algorithms.ppo.recipe import PPO
@@ -92,7 +92,7 @@ def programs(options: Options, held: Held, *, recipe: PPO) -> list[Program]:
     base = ("base of the adapters",) if held.base is not None else ()
 
     def sample(policy: PyTree, base: Any, prompts: Prompts, key: Any) -> Any:
-        return ppo_.sample(policy, prompts=prompts, key=key, recipe=recipe, base=base)
+        return ppo.sample(policy, prompts=prompts, key=key, recipe=recipe, base=base)
 
     def scored(reward: Frozen, base: Any, rollout: Any) -> Any:
         lora = None if base is None else recipe.lora
@@ -112,7 +112,7 @@ def programs(options: Options, held: Held, *, recipe: PPO) -> list[Program]:
     def learn(
         state: TrainState, base: Any, rollout: Any, scores: Any, ref: Any, key: Any
     ) -> Any:
-        return ppo_.learn(
+        return ppo.learn(
             state,
             rollout=rollout,
             scores=scores,

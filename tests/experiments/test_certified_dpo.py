@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toys
-from certificates import dpo, report
+from certificates import dpo, verdicts
 from worlds import enumerable
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -59,4 +59,4 @@ def test_dpo_reaches_the_optimum():
     assert enumerable.divergence(world.log_ref, best) > 0.2
     reached = dpo.reach(world, beta=0.3, model=model, steps=1000)
     assert np.exp(reached).sum() == pytest.approx(1, abs=1e-5)
-    assert enumerable.divergence(reached, best) <= report.NATS
+    assert enumerable.divergence(reached, best) <= verdicts.NATS
