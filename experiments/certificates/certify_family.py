@@ -187,7 +187,7 @@ def main(options: Config) -> None:
     shown = certify_estimators(options.seed)
     reached: dict[str, list[Reached]] = {}
     with run.Run(options, num_steps=num_steps) as job:
-        for name in groups:
+        for name in over_groups:
             algorithm = algorithm_of(RECIPES[name], options)
             train = functools.partial(
                 certify.improve,
