@@ -9,22 +9,18 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-import dpo
-import grpo_gsm8k
-import ppo_from_checkpoint
 import pytest
-import reward_model
-import sft
 import toy_files
 
 from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.runs import command_line
+from rlhf_jax.train import dpo, grpo, ppo, reward_model, sft
 
 TRAINERS = {
     "sft": sft,
     "reward_model": reward_model,
-    "ppo": ppo_from_checkpoint,
-    "grpo": grpo_gsm8k,
+    "ppo": ppo,
+    "grpo": grpo,
     "dpo": dpo,
 }
 DATA = {name: "--prompts" if name == "ppo" else "--data" for name in TRAINERS}

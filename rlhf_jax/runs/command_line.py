@@ -36,6 +36,7 @@ def main(
     *,
     description: str | None,
     presets: Presets | None = None,
+    prog: str | None = None,
     argv: Sequence[str] | None = None,
 ) -> None:
     """Parses the command line, takes the run folder and calls `run(config)`.
@@ -57,7 +58,11 @@ def main(
     try:
         cache, argv = _compilation_cache(argv)
         config = parse(
-            config_class, description=description, presets=presets, argv=argv
+            config_class,
+            description=description,
+            presets=presets,
+            prog=prog,
+            argv=argv,
         )
         _check_shared(config)
         processes.agree("the config", json.dumps(to_json(config)))
@@ -169,6 +174,7 @@ def parse(
     *,
     description: str | None,
     presets: Presets | None = None,
+    prog: str | None = None,
     argv: Sequence[str] | None = None,
 ) -> Config:
     """The command line as a config, each field an option: kl_coef is --kl-coef.
@@ -211,6 +217,7 @@ def parse(
         )
     return tyro.cli(
         config_class,
+        prog=prog,
         args=options,
         default=defaults,
         description=f"{description}\n\n--config RUN/config.json starts from "
@@ -341,7 +348,11 @@ def go_on(config: RunConfig) -> str:
     recorded = config.out / CONFIG
     if not recorded.exists():
         return "start again, as nothing was written yet"
-    return f"go on with\n  python {sys.argv[0]} --config {recorded} --resume"
+    script = Path(sys.argv[0])
+    command = f"python {script}"
+    if script.name == "rlhf-jax" or script.parts[-2:] == ("train", "main.py"):
+        command = " ".join(("rlhf-jax", *sys.argv[1:2]))  # and the trainer's name
+    return f"go on with\n  {command} --config {recorded} --resume"
 
 
 def _exit_of(stop: SystemExit) -> tuple[int, str]:

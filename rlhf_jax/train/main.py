@@ -1,99 +1,86 @@
-"""The console script `rlhf-jax`: what can be asked without an experiment."""
+"""The console script `rlhf-jax`: trainers, and what can be asked without one."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Annotated
-
-import tyro
 
 from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import InputError, StopError
-from rlhf_jax.inspection import token_kl
-from rlhf_jax.planning import memory as memory_
-from rlhf_jax.planning import plan as plan_
-from rlhf_jax.planning import run_shape
-from rlhf_jax.roles.reference.frozen import ReferenceMovedError
-from rlhf_jax.runs import report
-from rlhf_jax.runs.snapshots import files, proof
 
-SHOWN = 12  # digits of a fingerprint, so that a table fits 80 columns
-
-
-def verify(run: tyro.conf.Positional[Path]) -> None:
-    """Check a run's snapshots: that all is as it was saved, and frozen models stand.
-
-    Args:
-      run: The run folder, an experiment's --out.
-
-    Raises:
-      InputError: there is no run, or no snapshot.
-      StopError: a snapshot is damaged, or its file cannot be read.
-      ReferenceMovedError: a frozen model moved, other than by its lifecycle; names the
-        leaves.
-    """
-    checked = {
-        (stage.name, step): files.check(stage, step)
-        for stage in proof.stages(run)
-        for step in files.numbers(stage)
-    }
-    report.table(
-        f"Snapshots in {run}",
-        ("stage", "step", "arrays", "verdict"),
-        [(*name, found.arrays, found.verdict) for name, found in checked.items()],
-    )
-    damaged = {name: found.damage for name, found in checked.items() if found.damage}
-    rows = proof.check_run(run, skipped=damaged)
-    if rows:
-        report.table(
-            f"Frozen models in {run}",
-            ("stage", "step", "model", "fingerprint", "leaves", "verdict"),
-            [row._replace(fingerprint=row.fingerprint[:SHOWN])[:-1] for row in rows],
-        )
-    moved = [
-        f"{row.stage}, snapshot {row.step}, {row.model}: {row.moved}"
-        for row in rows
-        if row.moved is not None
-    ]
-    if damaged:
-        raise StopError("\n".join([*map(str, damaged.values()), *moved]))
-    if moved:
-        raise ReferenceMovedError("\n".join(moved))
-    print(f"{len(checked)} snapshots checked, none damaged")
-    if rows:
-        print(f"{len(rows)} verified, none moved")
-
-
-def memory(options: Annotated[run_shape.Options, tyro.conf.arg(name="")]) -> None:
-    """What PPO on a model will take of a device's memory, before anything is run."""
-    memory_.run(options)
-
-
-def plan(options: Annotated[plan_.Options, tyro.conf.arg(name="")]) -> None:
-    """Whether PPO on a model fits a slice of TPUs that is not there, and how fast."""
-    plan_.run(options)
-
-
-def kl(options: Annotated[token_kl.Options, tyro.conf.arg(name="")]) -> None:
-    """KL of a text between two models, token by token, on the terminal or as HTML."""
-    token_kl.run(options)
+TRAINERS = {
+    "sft": "Supervised fine-tuning on your own texts.",
+    "reward-model": "A reward model from your own preference pairs.",
+    "ppo": "PPO on your own model, prompts and reward.",
+    "grpo": "GRPO, RLOO or REINFORCE++ on your own model, with a verifier.",
+    "dpo": "DPO from your own preference pairs, without a reward model.",
+}
+QUERIES = {
+    "verify": "Whether the snapshots of a run are whole and its frozen models unmoved.",
+    "memory": "What PPO on a model takes of a device's memory.",
+    "plan": "Whether PPO on a model fits a slice of TPUs, and how fast it is.",
+    "kl": "The KL of a text between two models, token by token.",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs one command: status 2 for what the user got wrong, 1 for a bad result."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help"):
+        print(usage())
+        return
+    name, *options = argv
     try:
-        processes.check_platform()
-        tyro.extras.subcommand_cli_from_dict(
-            {"verify": verify, "memory": memory, "plan": plan, "kl": kl},
-            prog="rlhf-jax",
-            description=__doc__,
-            args=argv,
-        )
+        if name in TRAINERS:
+            train(name, options)
+        elif name in QUERIES:
+            processes.check_platform()
+            from rlhf_jax.train import queries
+
+            queries.command(argv)
+        else:
+            known = ", ".join((*TRAINERS, *QUERIES))
+            raise InputError(f"expected one of the commands {known}, got {name!r}")
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     except StopError as error:
         print(f"stopped: {error}", file=sys.stderr)
         raise SystemExit(1) from None
+
+
+def train(name: str, options: Sequence[str]) -> None:
+    """Runs a trainer, of which only its own modules are loaded."""
+    match name:
+        case "sft":
+            from rlhf_jax.train import sft
+
+            sft.command(options)
+        case "reward-model":
+            from rlhf_jax.train import reward_model
+
+            reward_model.command(options)
+        case "ppo":
+            from rlhf_jax.train import ppo
+
+            ppo.command(options)
+        case "grpo":
+            from rlhf_jax.train import grpo
+
+            grpo.command(options)
+        case "dpo":
+            from rlhf_jax.train import dpo
+
+            dpo.command(options)
+
+
+def usage() -> str:
+    """All commands, on one screen."""
+    lines = ["usage: rlhf-jax COMMAND [OPTIONS]; rlhf-jax COMMAND --help lists options"]
+    for title, commands in (("Train", TRAINERS), ("Ask", QUERIES)):
+        lines += ["", f"{title}:", *(f"  {k:13} {v}" for k, v in commands.items())]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -8,7 +8,6 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
-import ppo_from_checkpoint
 import pytest
 import sft as sft_experiment
 import tokenizers
@@ -30,6 +29,7 @@ from rlhf_jax.data.encoding import Example, Pair
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.rewards import text as text_rewards
 from rlhf_jax.runs import metrics
+from rlhf_jax.train import ppo
 
 CHATML = (  # as Qwen's
     "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nBe kind."
@@ -494,7 +494,7 @@ def test_ppo_asks_with_messages(tuned, tmp_path, monkeypatch):
     prompts = [{"prompt": [user(question)]} for question in TURNS]
     out = tmp_path / "ppo"
     play(
-        *(ppo_from_checkpoint, out, "--model", tuned[0], *TOY_PPO),
+        *(ppo, out, "--model", tuned[0], *TOY_PPO),
         *("--prompts", toy_files.jsonl(tmp_path / "prompts.jsonl", *prompts)),
         *("--reward=judging:score", "--num-steps=1"),
     )

@@ -8,23 +8,20 @@ import json
 import signal
 import sys
 
-import dpo
-import grpo_gsm8k
 import jax
 import numpy as np
-import ppo_from_checkpoint
 import pytest
-import reward_model
-import sft
 import toy_files
 from safetensors.numpy import load_file
 
+import rlhf_jax.train.ppo
 from rlhf_jax import hf, masked
 from rlhf_jax.algorithms import ppo as rlhf_ppo
 from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.data import batches
 from rlhf_jax.data.files import read_prompts
 from rlhf_jax.runs import command_line, metrics
+from rlhf_jax.train import dpo, grpo, reward_model, sft
 
 pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.slow]
 STEPS = 3
@@ -79,7 +76,7 @@ def play(experiment, out, files, *argv):
 
 def ppo(out, files, *argv, reward=("--reward=mesh_rewards:score",)):
     source = ("--model=FILES/model", "--prompts=FILES/prompts.jsonl")
-    return play(ppo_from_checkpoint, out, files, *source, *reward, *PPO, *argv)
+    return play(rlhf_jax.train.ppo, out, files, *source, *reward, *PPO, *argv)
 
 
 @pytest.fixture(scope="module")
@@ -176,18 +173,18 @@ def one_step_behind(files):
     """Every rollout drawn by the policy before the update, on one device, by hand."""
     argv = ["--out=none", f"--model={files}/model", f"--prompts={files}/prompts.jsonl"]
     options = command_line.parse(
-        ppo_from_checkpoint.Config,
+        rlhf_jax.train.ppo.Config,
         description="",
         argv=[*argv, "--reward=mesh_rewards:score", *PPO],
     )
     policy = pretrained.load(options.model)
-    models = ppo_from_checkpoint.make_models(options, policy)
+    models = rlhf_jax.train.ppo.make_models(options, policy)
     rows = read_prompts(options.prompts)
-    rows, tokens = ppo_from_checkpoint.encode_prompts(
+    rows, tokens = rlhf_jax.train.ppo.encode_prompts(
         options, rows, policy=policy, context=policy.model.max_positions
     )
     prompts = batches.prompt_batches(tokens, batch_size=8, seed=0, pad_id=policy.pad_id)
-    reward = ppo_from_checkpoint.text_reward(
+    reward = rlhf_jax.train.ppo.text_reward(
         options.reward, policy=policy, rows=rows, mesh=models.mesh
     )
     sample = jax.jit(functools.partial(rlhf_ppo.sample, recipe=models.algorithm))
@@ -283,7 +280,7 @@ OTHERS = {
         "--learning-rate=1e-2",
     ),
     "grpo": (
-        *(grpo_gsm8k, "--model=FILES/model", "--data=FILES/questions.jsonl"),
+        *(grpo, "--model=FILES/model", "--data=FILES/questions.jsonl"),
         *("--held-out=FILES/questions.jsonl", "--batch-size=8", "--num-workers=1"),
         *(f"--num-steps={STEPS}", "--max-new-tokens=4", "--group-size=4"),
     ),

@@ -17,7 +17,6 @@ import numpy as np
 import places
 import pytest
 import toy_files
-from places import EXPERIMENTS
 from test_mesh_runs import assert_same
 
 from rlhf_jax.devices import processes, row_sharding
@@ -74,7 +73,15 @@ def files(tmp_path_factory):
 
 
 def start(
-    script, files, out, *argv, count=2, devices=2, cwds=None, signal_at=None, cache=None
+    trainer,
+    files,
+    out,
+    *argv,
+    count=2,
+    devices=2,
+    cwds=None,
+    signal_at=None,
+    cache=None,
 ):
     """The processes of a run; `signal_at` is call of the reward, process, signal."""
     with socket.socket() as free:
@@ -95,7 +102,7 @@ def start(
     return [
         subprocess.Popen(
             [
-                *(sys.executable, EXPERIMENTS / script, f"--out={out}"),
+                *(sys.executable, "-m", "rlhf_jax.train.main", trainer, f"--out={out}"),
                 *("--no-progress", *argv, *group),
                 *([f"--process-id={number}"] if group else []),
             ],
@@ -124,8 +131,8 @@ def alone(*args, **options):
 
 @pytest.mark.slow
 def test_two_processes_train_as_one_does(files, tmp_path):
-    told = run("sft.py", files, tmp_path / "two", *SFT, MESH)
-    alone("sft.py", files, tmp_path / "one", *SFT)
+    told = run("sft", files, tmp_path / "two", *SFT, MESH)
+    alone("sft", files, tmp_path / "one", *SFT)
     assert_same(tmp_path / "two", tmp_path / "one")
     assert "go on with --model" in told[0][0]
     assert "go on" not in told[1][0]  # the second does not talk
@@ -134,10 +141,10 @@ def test_two_processes_train_as_one_does(files, tmp_path):
 @pytest.mark.long
 def test_two_processes_share_their_compiled_programs(files, tmp_path):
     cache = tmp_path / "programs"
-    run("sft.py", files, tmp_path / "cold", *SFT, MESH, cache=cache)
+    run("sft", files, tmp_path / "cold", *SFT, MESH, cache=cache)
     written = {path.name: path.stat().st_mtime_ns for path in cache.iterdir()}
     assert any(name.startswith("jit_update-") for name in written)
-    run("sft.py", files, tmp_path / "warm", *SFT, MESH, cache=cache)
+    run("sft", files, tmp_path / "warm", *SFT, MESH, cache=cache)
     now = {path.name: path.stat().st_mtime_ns for path in cache.iterdir()}
     assert now == written
     for name in ("metrics.jsonl", "model/model.safetensors"):
@@ -146,15 +153,15 @@ def test_two_processes_share_their_compiled_programs(files, tmp_path):
 
 
 OTHERS = {
-    "reward_model.py": (
+    "reward-model": (
         *("--model=model", "--data=pairs.jsonl", "--batch-size=8", "--num-steps=3"),
         *("--held-out=0.25", "--max-new-tokens=4", "--num-samples=8"),
     ),
-    "dpo.py": (
+    "dpo": (
         *("--model=model", "--data=pairs.jsonl", "--batch-size=8", "--num-steps=3"),
         *("--held-out=0.25", "--learning-rate=1e-2", "--lora.rank=2"),
     ),
-    "grpo_gsm8k.py": (
+    "grpo": (
         *("--model=model", "--data=questions.jsonl", "--held-out=questions.jsonl"),
         *("--batch-size=8", "--num-steps=3", "--num-workers=1", "--group-size=4"),
         "--max-new-tokens=4",
@@ -163,11 +170,11 @@ OTHERS = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("script", OTHERS)
-def test_the_other_experiments(files, script, tmp_path):
-    argv = OTHERS[script]
-    run(script, files, tmp_path / "two", *argv, "--mesh=data=2,tensor=2")
-    alone(script, files, tmp_path / "one", *argv)
+@pytest.mark.parametrize("trainer", OTHERS)
+def test_the_other_experiments(files, trainer, tmp_path):
+    argv = OTHERS[trainer]
+    run(trainer, files, tmp_path / "two", *argv, "--mesh=data=2,tensor=2")
+    alone(trainer, files, tmp_path / "one", *argv)
     assert_same(tmp_path / "two", tmp_path / "one")
     found, expected = (
         json.loads((tmp_path / name / "summary.json").read_text()) | {"seconds": 0.0}
@@ -184,13 +191,13 @@ def test_the_other_experiments(files, script, tmp_path):
 def whole(files, tmp_path_factory):
     """PPO in one go, by one process on one device."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    alone("ppo_from_checkpoint.py", files, out, *PPO)
+    alone("ppo", files, out, *PPO)
     return out
 
 
 @pytest.mark.long
 def test_a_killed_run_goes_on_as_one_process_and_back(files, whole, tmp_path):
-    ppo = ("ppo_from_checkpoint.py", files, tmp_path / "run", *PPO)
+    ppo = ("ppo", files, tmp_path / "run", *PPO)
     # In step 4: snapshot 2 is there, as snapshot 4 was not begun before.
     killed = start(*ppo, MESH, signal_at=(6, 1, signal.SIGKILL))
     killed[1].communicate(timeout=300)
@@ -210,7 +217,7 @@ def test_a_killed_run_goes_on_as_one_process_and_back(files, whole, tmp_path):
 
 @pytest.mark.long
 def test_a_signal_to_one_process_stops_both(files, whole, tmp_path):
-    ppo = ("ppo_from_checkpoint.py", files, tmp_path / "run", *PPO)
+    ppo = ("ppo", files, tmp_path / "run", *PPO)
     told = run(*ppo, MESH, signal_at=(4, 1, signal.SIGTERM), expected=143)
     assert all("stopped and saved" in error for _, error in told)
     # It came in step 2, was known to both in step 3, and left four steps done.
@@ -228,7 +235,7 @@ def test_processes_that_disagree(files, tmp_path):
     rows = [{"prompt": prompt} for prompt in ("the cat", "a dog was", "so it is not")]
     toy_files.jsonl(theirs / "prompts.jsonl", *rows)
     running = start(
-        *("ppo_from_checkpoint.py", files, tmp_path / "run", *PPO, MESH),
+        *("ppo", files, tmp_path / "run", *PPO, MESH),
         cwds=(files, theirs),
     )
     for process in running:

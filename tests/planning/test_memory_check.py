@@ -4,10 +4,10 @@ import gc
 
 import jax
 import jax.numpy as jnp
-import ppo_from_checkpoint
 import pytest
 import toy_files
 
+import rlhf_jax.train.ppo
 from rlhf_jax.devices import sharding
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.planning import compiled, memory_check, run_shape, workload
@@ -66,9 +66,9 @@ def command(files, out, *options):
 
 
 def ask(files, out, *options):
-    ppo_from_checkpoint.check_memory(
+    rlhf_jax.train.ppo.check_memory(
         command_line.parse(
-            ppo_from_checkpoint.Config,
+            rlhf_jax.train.ppo.Config,
             description="",
             argv=command(files, out, *options),
         )
@@ -143,13 +143,13 @@ def test_nothing_is_read_or_left_and_the_option_goes_on(
     def read(*args, **kwargs):
         raise InputError("weights are read")
 
-    monkeypatch.setattr(ppo_from_checkpoint.pretrained, "load", read)
+    monkeypatch.setattr(rlhf_jax.train.ppo.pretrained, "load", read)
 
     def told(*options):
         with pytest.raises(SystemExit) as stopped:
             command_line.main(
-                ppo_from_checkpoint.main,
-                ppo_from_checkpoint.Config,
+                rlhf_jax.train.ppo.main,
+                rlhf_jax.train.ppo.Config,
                 description="",
                 argv=command(files, tmp_path / "run", PYTHON, *options),
             )

@@ -291,7 +291,7 @@ def test_two_plans_at_once():
     for name in ("XLA_FLAGS", "ALLOW_MULTIPLE_LIBTPU_LOAD"):
         environment.pop(name, None)
     code = (
-        "from rlhf_jax.runtime import compiled\n"
+        "from rlhf_jax.planning import compiled\n"
         "print(len(compiled.slice_of('v5e:2x2')), flush=True)\n"
         "input()\n"
     )

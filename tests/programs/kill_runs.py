@@ -26,7 +26,6 @@ from typing import NamedTuple
 
 import places
 import toy_files
-from places import ROOT
 
 PAUSE = 0.03  # seconds that the reward takes, so that kills meet a run under way
 REWARD = f"""
@@ -42,7 +41,7 @@ WITH_CLOCKS = {"timings.jsonl", "summary.json"}
 class Kind(NamedTuple):
     """A kind of run, as its command line asks for it."""
 
-    script: str
+    trainer: str
     options: tuple[str, ...]
     devices: int = 1  # virtual ones of each process
     processes: int = 1
@@ -56,20 +55,18 @@ ON_PPO = (
 )
 REWARDED = "--reward=their_rewards:score"
 KINDS = {
-    "ppo": Kind("ppo_from_checkpoint.py", (*ON_PPO, REWARDED, "--kl-coef=0.1")),
+    "ppo": Kind("ppo", (*ON_PPO, REWARDED, "--kl-coef=0.1")),
     "ppo with a reward model and adaptive KL": Kind(
-        "ppo_from_checkpoint.py",
+        "ppo",
         (
             *(*ON_PPO, "--reward-model=scorer", "--kl-control.kind=adaptive"),
             *("--kl-control.target=1", "--kl-control.unit=response"),
             *("--lifecycle.reset-every=7", "--scores.normalise"),
         ),
     ),
-    "ppo with adapters": Kind(
-        "ppo_from_checkpoint.py", (*ON_PPO, REWARDED, "--lora.rank=2")
-    ),
+    "ppo with adapters": Kind("ppo", (*ON_PPO, REWARDED, "--lora.rank=2")),
     "ppo with devices of their own": Kind(
-        "ppo_from_checkpoint.py",
+        "ppo",
         (
             *(*ON_PPO, REWARDED, "--mesh=data=2"),
             *("--sampling-mesh=data=2", "--critic-mesh=data=2"),
@@ -77,13 +74,13 @@ KINDS = {
         devices=4,
     ),
     "ppo in two processes": Kind(
-        "ppo_from_checkpoint.py",
+        "ppo",
         (*ON_PPO, REWARDED, "--mesh=data=2,fsdp=2"),
         devices=2,
         processes=2,
     ),
     "grpo": Kind(
-        "grpo_gsm8k.py",
+        "grpo",
         (
             *("--model=model", "--data=questions.jsonl", "--held-out=held_out.jsonl"),
             *("--batch-size=8", "--group-size=4", "--max-new-tokens=3"),
@@ -91,15 +88,15 @@ KINDS = {
         ),
     ),
     "dpo": Kind(
-        "dpo.py",
+        "dpo",
         ("--model=model", "--data=pairs.jsonl", "--batch-size=4", *STEPS),
     ),
     "sft": Kind(
-        "sft.py",
+        "sft",
         ("--model=model", "--data=answers.jsonl", "--batch-size=4", *STEPS),
     ),
     "reward model": Kind(
-        "reward_model.py",
+        "reward-model",
         (
             *("--model=model", "--data=pairs.jsonl", "--batch-size=4", *STEPS),
             *("--max-new-tokens=4", "--num-samples=8"),
@@ -156,7 +153,12 @@ class Running:
                 self.processes.append(
                     subprocess.Popen(
                         [
-                            *(sys.executable, ROOT / "experiments" / kind.script),
+                            *(
+                                sys.executable,
+                                "-m",
+                                "rlhf_jax.train.main",
+                                kind.trainer,
+                            ),
                             *(f"--out={out}", "--no-progress", "--resume"),
                             f"--compilation-cache={files / 'compiled'}",
                             *(*kind.options, *group),

@@ -286,8 +286,15 @@ def test_an_out_that_no_system_takes_is_one_short_line(
 
 @pytest.mark.slow
 def test_an_unknown_platform_is_one_line(tmp_path):
-    console = "from rlhf_jax.runtime import main; main.main(['memory'])"
-    trainer = ("experiments/sft.py", "--data=a", "--out", str(tmp_path / "run"))
+    console = "from rlhf_jax.train import main; main.main(['memory'])"
+    trainer = (
+        "-m",
+        "rlhf_jax.train.main",
+        "sft",
+        "--data=a",
+        "--out",
+        str(tmp_path / "run"),
+    )
     for argv in (("-c", console), trainer):
         ended = subprocess.run(
             [sys.executable, *argv],

@@ -5,7 +5,6 @@ import json
 
 import hypothesis
 import pytest
-import sft
 import toy_files
 from hypothesis import strategies as st
 
@@ -14,6 +13,7 @@ from rlhf_jax.data import files, json_lines
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs.folder import read_config
 from rlhf_jax.runs.run_config import from_json, to_json
+from rlhf_jax.train import sft
 
 FIELDS = ("prompt", "response", "chosen", "rejected", "messages", "role", "content")
 READERS = (

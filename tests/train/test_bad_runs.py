@@ -3,12 +3,12 @@
 import json
 
 import bad_inputs
-import ppo_from_checkpoint
 import pytest
 import test_bad_options
 from bad_inputs import TRAINERS
 
 from rlhf_jax.runs import folder, run_config
+from rlhf_jax.train import ppo
 
 files = test_bad_options.files
 
@@ -93,5 +93,5 @@ def test_recorded_is_what_a_run_records(files, tmp_path):
     begun("ppo", files, tmp_path / "run")
     read = folder.read_config(tmp_path / "run" / "config.json")
     path = tmp_path / "run" / "config.json"
-    config = run_config.from_json(ppo_from_checkpoint.Config, read, source=path)
+    config = run_config.from_json(ppo.Config, read, source=path)
     assert config.out == tmp_path / "run"

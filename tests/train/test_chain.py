@@ -7,17 +7,14 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import new_algorithm
 import numpy as np
 import orbax.checkpoint as ocp
-import ppo_from_checkpoint
+import places
 import pytest
-import reward_model
-import sft
 import toy_files
 from places import FIXTURES
 from test_trainers import ANSWERS, PAIR, contents, play
@@ -27,6 +24,7 @@ from rlhf_jax.algorithms.flow import rollout
 from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.data import batches, encoding, files
 from rlhf_jax.runs import metrics
+from rlhf_jax.train import ppo, reward_model, sft
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("quick_compilation")]
 
@@ -131,7 +129,7 @@ def judged(tuned, scorer, prompts, tmp_path_factory):
     """PPO from the first against the second."""
     out = tmp_path_factory.mktemp("chain") / "ppo"
     summary = play(
-        *(ppo_from_checkpoint, out, "--model", tuned[0] / "model"),
+        *(ppo, out, "--model", tuned[0] / "model"),
         *("--prompts", prompts, "--reward-model", scorer[0] / "model"),
         *("--critic-from=reward_model", *ADAPTIVE, "--buckets", 4, 8),
         *("--max-new-tokens=6", "--batch-size=8", "--num-minibatches=2"),
@@ -155,7 +153,7 @@ def test_ppo_with_a_reward_model(judged):
 def test_ppo_with_a_python_reward(tuned, prompts, rewards_folder, tmp_path):
     out = tmp_path / "run"
     play(
-        *(ppo_from_checkpoint, out, "--model", tuned[0] / "model"),
+        *(ppo, out, "--model", tuned[0] / "model"),
         *("--prompts", prompts, "--reward=lengths:shortness", "--num-steps=2"),
         *("--max-new-tokens=6", "--batch-size=8", "--num-minibatches=1"),
         *("--policy-learning-rate=1e-3", "--reprice", "--dtype=bfloat16"),
@@ -182,7 +180,7 @@ def theirs(request, prompts, rewards_folder, tmp_path_factory):
     if request.param == "gpt2":
         reward = ("--reward-model", FIXTURES / "gpt2_reward")
     play(
-        *(ppo_from_checkpoint, folder / "run", "--model", FIXTURES / request.param),
+        *(ppo, folder / "run", "--model", FIXTURES / request.param),
         *("--tokenizer", folder / "tokenizer", "--prompts", prompts, *reward),
         *("--max-new-tokens=6", "--batch-size=4", "--num-minibatches=1"),
         *("--num-steps=2", "--policy-learning-rate=1e-3", "--num-epochs=1"),
@@ -256,7 +254,7 @@ def killable(tmp_path_factory, rewards_folder):
 @pytest.fixture(scope="module")
 def whole(killable, tmp_path_factory):
     out = tmp_path_factory.mktemp("whole") / "run"
-    play(ppo_from_checkpoint, out, *killable)
+    play(ppo, out, *killable)
     return outcome(out)
 
 
@@ -267,7 +265,7 @@ def outcome(out):
 
 
 def test_other_seeds_differ(killable, whole, tmp_path):
-    play(ppo_from_checkpoint, tmp_path / "other", *killable, "--seed=1")
+    play(ppo, tmp_path / "other", *killable, "--seed=1")
     other = outcome(tmp_path / "other")
     assert all(other[name] != whole[name] for name in whole)
 
@@ -277,9 +275,18 @@ def test_killed_at_a_random_step_it_goes_on_to_the_last_bit(
 ):
     """SIGKILL; also the same seed twice, in another process."""
     out = tmp_path / "run"
-    script = Path(ppo_from_checkpoint.__file__)
-    command = [sys.executable, str(script), "--out", str(out), "--resume", *killable]
-    environment = os.environ | {"PYTHONPATH": os.fspath(script.parents[1])}
+    module = "rlhf_jax.train.main"
+    command = [
+        sys.executable,
+        "-m",
+        module,
+        "ppo",
+        "--out",
+        str(out),
+        "--resume",
+        *killable,
+    ]
+    environment = os.environ | {"PYTHONPATH": places.PYTHONPATH}
     step = int(np.random.default_rng().integers(1, 7))
     process = subprocess.Popen(command, env=environment)
     while process.poll() is None and number_of_rows(out) < step:

@@ -1,9 +1,8 @@
-"""`experiments/dpo.py` at toy size: what it learns, leaves behind and refuses."""
+"""`rlhf-jax dpo` at toy size: what it learns, leaves behind and refuses."""
 
 import functools
 import json
 
-import dpo as experiment
 import numpy as np
 import pytest
 import toy_files
@@ -14,6 +13,7 @@ from rlhf_jax import fingerprint, hf, policy
 from rlhf_jax.data import batches, encoding, tokenization
 from rlhf_jax.data.encoding import Example
 from rlhf_jax.runs import command_line, metrics
+from rlhf_jax.train import dpo
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 PAIRS = [
@@ -44,8 +44,8 @@ def play(out, files, *argv):
         *("--data", files / "pairs.jsonl", *HELD, *argv),
     ]
     command_line.main(
-        experiment.main,
-        experiment.Config,
+        dpo.main,
+        dpo.Config,
         description="",
         argv=[str(word) for word in words],
     )
@@ -136,9 +136,9 @@ def test_a_run_that_stopped_goes_on_to_the_bit(files, tmp_path, monkeypatch, how
         if step == 3:
             raise Killed
 
-    ended = experiment.run.Stage.end_step
+    ended = dpo.run.Stage.end_step
     with monkeypatch.context() as patch:
-        patch.setattr(experiment.run.Stage, "end_step", stopping)
+        patch.setattr(dpo.run.Stage, "end_step", stopping)
         with pytest.raises(Killed):
             play(tmp_path / "cut", files, *argv)
     play(tmp_path / "cut", files, *argv, "--resume")

@@ -4,11 +4,11 @@ import dataclasses
 import functools
 import shutil
 
-import grpo_gsm8k
 import pytest
 import toy_files
 from test_trainers import contents, play, refused
 
+import rlhf_jax.train.grpo
 from rlhf_jax import config, grpo, hf
 from rlhf_jax.data import tokenization
 from rlhf_jax.runs import command_line, metrics
@@ -41,7 +41,14 @@ def files(tmp_path_factory):
 
 def gsm8k(out, files, *argv):
     return play(
-        *(grpo_gsm8k, out, "--model", files / "model", "--data", files / "train.jsonl"),
+        *(
+            rlhf_jax.train.grpo,
+            out,
+            "--model",
+            files / "model",
+            "--data",
+            files / "train.jsonl",
+        ),
         *("--held-out", files / "test.jsonl", *TOY, *argv),
     )
 
@@ -87,7 +94,7 @@ def test_the_real_files_without_a_reference(shared_data, tmp_path):
     hf.save(tmp_path / "model", model, toy_files.params(model), tokenizer=tokenizer)
     file = shared_data / "gsm8k"
     summary = play(
-        *(grpo_gsm8k, tmp_path / "run", "--model", tmp_path / "model"),
+        *(rlhf_jax.train.grpo, tmp_path / "run", "--model", tmp_path / "model"),
         *("--data", file / "train.jsonl", "--held-out", file / "test.jsonl"),
         *("--reference=none", "--num-steps=2", "--max-new-tokens=8", "--eval-rows=20"),
         *("--batch-size=8", "--group-size=4", "--num-workers=1"),
@@ -107,19 +114,19 @@ def test_the_real_files_without_a_reference(shared_data, tmp_path):
 
 
 def test_a_question_is_put_as_text_or_as_a_message(tmp_path):
-    options = grpo_gsm8k.Config(
+    options = rlhf_jax.train.grpo.Config(
         **dict.fromkeys(("model", "data", "held_out"), ""),
         out=tmp_path,
         template="Q: {question}",
     )
-    assert grpo_gsm8k.put("Why?", options=options) == "Q: Why?"
+    assert rlhf_jax.train.grpo.put("Why?", options=options) == "Q: Why?"
     asked = [{"role": "user", "content": "Q: Why?"}]
     chat = dataclasses.replace(options, chat=True)
-    assert grpo_gsm8k.put("Why?", options=chat) == asked
+    assert rlhf_jax.train.grpo.put("Why?", options=chat) == asked
     system = {"role": "system", "content": "{question}"}
     question = [system, {"role": "user", "content": "Why?"}]
     for each in (options, chat):  # a row's own messages stay, but for the last
-        assert grpo_gsm8k.put(question, options=each) == [system, *asked]
+        assert rlhf_jax.train.grpo.put(question, options=each) == [system, *asked]
 
 
 UNMARKED = {"question": "what is one ?", "answer": "one"}
@@ -183,13 +190,15 @@ def test_presets_are_those_of_the_library(preset, recipe):
     needed = ("--out=x", "--model=x", "--data=x", "--held-out=x")
     parse = functools.partial(
         command_line.parse,
-        grpo_gsm8k.Config,
+        rlhf_jax.train.grpo.Config,
         description="",
-        presets=grpo_gsm8k.PRESETS,
+        presets=rlhf_jax.train.grpo.PRESETS,
     )
     recipe = dataclasses.replace(recipe, temperature=1.0)  # as without a preset
     parsed = parse(argv=[*needed, "--preset", preset])
     assert parsed.grpo == recipe
-    assert parsed.beta == (0.04 if preset == "deepseekmath" else grpo_gsm8k.KL_COEF)
+    assert parsed.beta == (
+        0.04 if preset == "deepseekmath" else rlhf_jax.train.grpo.KL_COEF
+    )
     changed = parse(argv=[*needed, "--preset", preset, "--clip-range=0.1"])
     assert changed.grpo == dataclasses.replace(recipe, clip_range=0.1)

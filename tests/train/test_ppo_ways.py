@@ -10,7 +10,6 @@ import sys
 
 import jax.numpy as jnp
 import numpy as np
-import ppo_from_checkpoint
 import pytest
 import toy_files
 import toys
@@ -19,7 +18,7 @@ from safetensors.numpy import load_file
 from rlhf_jax import fingerprint, frozen, hf, lora
 from rlhf_jax.checkpoints import peft
 from rlhf_jax.runs import command_line, metrics
-from rlhf_jax.train import main
+from rlhf_jax.train import main, ppo
 
 pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.slow]
 STEPS = 6
@@ -115,8 +114,8 @@ def play(files, out, *argv, reward="score"):
     ]
     words = [str(word).replace("TEXTS", str(files / "held_out.txt")) for word in words]
     command_line.main(
-        ppo_from_checkpoint.main,
-        ppo_from_checkpoint.Config,
+        ppo.main,
+        ppo.Config,
         description="",
         argv=list(map(str, words)),
     )

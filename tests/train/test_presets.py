@@ -9,9 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import oracles
-import ppo_from_checkpoint
 import pytest
-import reward_model
 import toy_files
 
 from rlhf_jax import hf, kl_control, rewards
@@ -21,8 +19,9 @@ from rlhf_jax.functional import checks
 from rlhf_jax.functional.kl.control import Control
 from rlhf_jax.functional.kl.penalty import Penalty
 from rlhf_jax.runs import command_line, metrics
+from rlhf_jax.train import ppo, reward_model
 
-PRESETS = ppo_from_checkpoint.PRESETS
+PRESETS = ppo.PRESETS
 NEEDED = ("--model=m", "--prompts=p", "--out=never")
 
 # What both papers share. The name of OAI's option stands behind where it is another.
@@ -77,9 +76,7 @@ PUBLISHED = {
 
 
 def parse(*argv, presets=PRESETS):
-    return command_line.parse(
-        ppo_from_checkpoint.Config, description="", presets=presets, argv=argv
-    )
+    return command_line.parse(ppo.Config, description="", presets=presets, argv=argv)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +166,7 @@ def test_a_preset_that_cannot_be(argv, got, capsys):
     with pytest.raises(SystemExit) as exit_:
         command_line.main(
             pytest.fail,
-            ppo_from_checkpoint.Config,
+            ppo.Config,
             description="",
             presets=PRESETS,
             argv=[*argv, *NEEDED],
@@ -218,9 +215,7 @@ def optimizers(**options):
     config = parse(*NEEDED, "--reward=m:f")
     config = dataclasses.replace(config, num_steps=3, **options)
     model = toy_files.MODEL
-    made = ppo_from_checkpoint.make_ppo(
-        config, model=model, critic_model=model, stop_ids=(1,)
-    )
+    made = ppo.make_ppo(config, model=model, critic_model=model, stop_ids=(1,))
     return made.policy_optimizer, made.critic_optimizer
 
 
@@ -239,7 +234,7 @@ def steps_of(optimizer, gradient: float, *, count: int, size: int = 1) -> list[f
 def test_the_learning_rate_falls_to_0_over_all_updates(role):
     """3 iterations of 2 epochs of 2 minibatches; Adam's step is then lr·g/(g + eps)."""
     made = optimizers(
-        recipe=Recipe(num_epochs=2, num_minibatches=2),
+        ppo=Recipe(num_epochs=2, num_minibatches=2),
         policy_learning_rate=0.1,
         critic_learning_rate=0.3,
     )[role]
@@ -325,8 +320,8 @@ def test_each_preset_runs(name, tmp_path, monkeypatch):
 
     def play(*argv):
         command_line.main(
-            ppo_from_checkpoint.main,
-            ppo_from_checkpoint.Config,
+            ppo.main,
+            ppo.Config,
             description="",
             presets=PRESETS,
             argv=[*argv],

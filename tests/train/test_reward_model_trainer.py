@@ -5,12 +5,12 @@ import json
 import jax
 import numpy as np
 import pytest
-import reward_model
 import toy_files
 
 from rlhf_jax import hf, rewards
 from rlhf_jax.data import batches, encoding, tokenization
 from rlhf_jax.runs import command_line
+from rlhf_jax.train import reward_model
 
 PAIR = {"prompt": "the cat", "chosen": "is very good .", "rejected": "was bad"}
 WRITTEN = [

@@ -8,18 +8,17 @@ import jax
 import jax.numpy as jnp
 import new_algorithm
 import numpy as np
-import ppo_from_checkpoint
 import pytest
-import reward_model
-import sft
 import toy_files
 import toys
 
+import rlhf_jax.train.ppo
 from rlhf_jax import fingerprint, hf, rewards
 from rlhf_jax.checkpoints import frozen_models, pretrained
 from rlhf_jax.data import tokenization
 from rlhf_jax.data.files import hold_out
 from rlhf_jax.runs import command_line, metrics
+from rlhf_jax.train import reward_model, sft
 
 PAIR = {"prompt": "the cat", "chosen": "sat very good .", "rejected": "ran bad ."}
 ANSWERS = [
@@ -56,7 +55,7 @@ def play(experiment, out, *argv):
 
 def ppo(out, files, *argv):
     return play(
-        ppo_from_checkpoint,
+        rlhf_jax.train.ppo,
         out,
         *("--model", files / "model", "--prompts", files / "prompts.jsonl"),
         *(*TOY_PPO, *argv),
@@ -170,7 +169,7 @@ def finished(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(sys, "path", [*sys.path])
-        play(ppo_from_checkpoint, folder / "run", *TOY_PPO, *argv)
+        play(rlhf_jax.train.ppo, folder / "run", *TOY_PPO, *argv)
     return folder, argv
 
 
@@ -412,7 +411,7 @@ def test_checkpoints_that_every_stage_refuses(tmp_path, files, capsys, spoil, me
         (sft, ("--data", files / "answers.jsonl")),
         (reward_model, ("--data", files / "pairs.jsonl")),
         (
-            ppo_from_checkpoint,
+            rlhf_jax.train.ppo,
             ("--prompts", files / "prompts.jsonl", "--reward=json:dumps"),
         ),
     ):
@@ -450,7 +449,7 @@ def test_a_reward_model_with_other_words(files, tmp_path, capsys, words, message
 def test_a_critic_starts_as_the_reward_model_however_that_is_held(files, tmp_path):
     """Neither rounded nor on the host, as the frozen one is."""
     folder = other_scorer(tmp_path, words=toy_files.WORDS)
-    options = ppo_from_checkpoint.Config(
+    options = rlhf_jax.train.ppo.Config(
         out=tmp_path / "run",
         model=str(files / "model"),
         prompts="",
@@ -458,7 +457,7 @@ def test_a_critic_starts_as_the_reward_model_however_that_is_held(files, tmp_pat
         critic_from="reward_model",
         reward_storage=frozen_models.Storage(dtype="int8", memory="pinned_host"),
     )
-    made = ppo_from_checkpoint.make_models(options, pretrained.load(options.model))
+    made = rlhf_jax.train.ppo.make_models(options, pretrained.load(options.model))
     _, expected = hf.load_reward(folder)
     assert toys.leaves_equal(made.train.critic, expected)
     for leaf in jax.tree.leaves(made.train):
@@ -560,7 +559,7 @@ def test_a_run_folder_that_may_not_be_continued(finished, capsys, monkeypatch):
 
     def refusal(*more):
         with pytest.raises(SystemExit) as exit_:
-            play(ppo_from_checkpoint, out, *TOY_PPO, *argv, *more)
+            play(rlhf_jax.train.ppo, out, *TOY_PPO, *argv, *more)
         assert exit_.value.code == 2
         assert contents(out) == before
         return capsys.readouterr().err

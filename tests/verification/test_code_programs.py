@@ -459,8 +459,8 @@ WRONG = {
     ),
     "all files closed": f"{ADD}import os\nos.closerange(0, 64)\n",
     "the sender replaced": (
-        "from rlhf_jax.runtime import code_values\n"
-        "code_values.send = lambda *a: None\n" + ADD
+        "from rlhf_jax.verification.code import values\n"
+        "values.send = lambda *a: None\n" + ADD
     ),
     "json replaced": "import json\njson.dumps = lambda *a, **k: 'true'\n"
     + returning("9"),

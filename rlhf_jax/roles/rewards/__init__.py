@@ -1,21 +1,29 @@
-"""What a response is worth: reward models, functions of text, verifiers."""
+"""What a response is worth: reward models, functions of text, verifiers.
 
-from rlhf_jax.roles.rewards.model import (
-    Reward,
-    RunningMoments,
-    Scores,
-    from_base,
-    from_model,
-    init,
-    no_moments,
-    normalise,
-    part_stats,
-    scores_of,
-    sequence_scores,
-    update_moments,
-    weighted,
-)
-from rlhf_jax.roles.rewards.text import Responses, TextFunction, TextReward, Texts
+Names are loaded on first use: processes that verify load `verifiers` without JAX.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlhf_jax.roles.rewards.model import (
+        Reward,
+        RunningMoments,
+        Scores,
+        from_base,
+        from_model,
+        init,
+        no_moments,
+        normalise,
+        part_stats,
+        scores_of,
+        sequence_scores,
+        update_moments,
+        weighted,
+    )
+    from rlhf_jax.roles.rewards.text import Responses, TextFunction, TextReward, Texts
 
 __all__ = [
     "Responses",
@@ -36,3 +44,11 @@ __all__ = [
     "update_moments",
     "weighted",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"rlhf_jax.roles.rewards has no name {name!r}")
+    from rlhf_jax.roles.rewards import model, text
+
+    return getattr(text if hasattr(text, name) else model, name)

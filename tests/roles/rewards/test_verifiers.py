@@ -254,9 +254,10 @@ def test_processes_that_verify_load_no_jax():
     """Nor whatever else takes long: in a fresh interpreter."""
     code = (
         "import pickle, sys; "
-        "from rlhf_jax.runtime import code_verifier, verifier_worker; "
-        "from rlhf_jax.roles import verifiers; "
-        f"assert verifier_worker.verify({pickle.dumps(GSM8K)!r}, '', '#### 3', "
+        "from rlhf_jax.verification import worker; "
+        "from rlhf_jax.verification.code import verifier; "
+        "from rlhf_jax.roles.rewards import verifiers; "
+        f"assert worker.verify({pickle.dumps(GSM8K)!r}, '', '#### 3', "
         "{'answer': '#### 3'}) == (1.0, '', False, True); "
         "print(*sys.modules)"
     )

@@ -1,8 +1,8 @@
 """GRPO on grade-school mathematics: your own checkpoint, and answers that are checked.
 
-    python experiments/sft.py --model gpt2 --data gsm8k/train.jsonl \\
+    python rlhf-jax sft --model gpt2 --data gsm8k/train.jsonl \\
         --prompt-field question --response-field answer --out runs/sft
-    python experiments/grpo_gsm8k.py --model runs/sft/model --data gsm8k/train.jsonl \\
+    rlhf-jax grpo --model runs/sft/model --data gsm8k/train.jsonl \\
         --held-out gsm8k/test.jsonl --out runs/gsm8k
 
 --data and --held-out hold {"question": ..., "answer": "... #### 72"} a line, as GSM8K
@@ -32,6 +32,7 @@ import dataclasses
 import functools
 import json
 import time
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import jax
@@ -40,8 +41,7 @@ import optax
 import tyro
 from jax.sharding import Mesh
 
-from rlhf_jax import decode, frozen, grpo, kl_control, state, verifiers
-from rlhf_jax.algorithms import self_check
+from rlhf_jax.algorithms import grpo, self_check, state
 from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.algorithms.flow import rollout, score
 from rlhf_jax.algorithms.grpo import GroupRecipe
@@ -55,8 +55,12 @@ from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.devices.sharding import MeshOption
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.kl.control import fixed
 from rlhf_jax.models.config import Attention, Remat
+from rlhf_jax.models.generation import decode
+from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.rewards import verifiers
 from rlhf_jax.roles.rewards.model import Scores
 from rlhf_jax.runs import command_line, folder, metrics, plots, run, run_config
 from rlhf_jax.verification.pool import PooledReward, VerifierPool
@@ -70,6 +74,8 @@ SAMPLE_EVERY, SHOWN = 10, 4  # iterations, and answers in samples.jsonl each tim
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(run_config.RunConfig):
+    """The options of `rlhf-jax grpo`."""
+
     model: str
     """Policy to start from, a checkpoint folder or hub id."""
     data: str
@@ -352,6 +358,7 @@ def improve(
 
 
 def main(options: Config) -> None:
+    """Runs `rlhf-jax grpo` with its options."""
     started = time.perf_counter()
     mesh = options.mesh.make()
     verifier = verifiers.Gsm8k(options.answer_field, options.unmarked)
@@ -381,7 +388,7 @@ def main(options: Config) -> None:
     train = state.grpo_state(
         policy=start.params,
         policy_optimizer=algorithm.policy_optimizer,
-        kl=kl_control.fixed(options.beta),
+        kl=fixed(options.beta),
     )
     start = start._replace(params=None)  # the first update takes them
     # All of it, or `jit` would compile everything again after a step.
@@ -449,5 +456,13 @@ def main(options: Config) -> None:
     print(f"accuracy {before:.3f} before, {after:.3f} after; {job.folder / 'model'}")
 
 
-if __name__ == "__main__":
-    command_line.main(main, Config, description=__doc__, presets=PRESETS)
+def command(argv: Sequence[str] | None = None) -> None:
+    """`rlhf-jax grpo`: from a command line to a run."""
+    command_line.main(
+        main,
+        Config,
+        description=__doc__,
+        presets=PRESETS,
+        prog="rlhf-jax grpo",
+        argv=argv,
+    )

@@ -1,6 +1,6 @@
 """A reward model from your own preference pairs, on top of a language model.
 
-    python experiments/reward_model.py --model runs/sft/model --data pairs.jsonl \\
+    rlhf-jax reward-model --model runs/sft/model --data pairs.jsonl \\
         --out runs/reward
 
 --data holds {"prompt": ..., "chosen": ..., "rejected": ...} a line, or dialogues as in
@@ -14,9 +14,9 @@ classification with one label) for `ppo_from_checkpoint.py --reward-model`.
 
 One device that holds the parameters in float32 five times over (GPT-2 small: 2.4 GiB).
 Fewer than about 2,000 pairs leave the accuracy near chance: on top of the second model
-of `sft.py`, the 730 pairs of hh-rlhf (harmless, first 1,800) that fit into its context
-take about a minute on 2 laptop cores and give 0.48 on the 73 held-out pairs, where the
-standard error is 0.06.
+of `rlhf-jax sft`, the 730 pairs of hh-rlhf (harmless, first 1,800) that fit into its
+context take about a minute on 2 laptop cores and give 0.48 on the 73 held-out pairs,
+where the standard error is 0.06.
 """
 
 from __future__ import annotations
@@ -32,11 +32,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from rlhf_jax import hf, rewards, state
-from rlhf_jax.algorithms import reward_model
+from rlhf_jax.algorithms import reward_model, state
 from rlhf_jax.algorithms.batch import Prompts, Rollout, Sequences
 from rlhf_jax.algorithms.flow import rollout
-from rlhf_jax.checkpoints import pretrained
+from rlhf_jax.checkpoints import hf, pretrained
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import batches, digests, encoding, files
 from rlhf_jax.data.batches import Batches
@@ -46,6 +45,7 @@ from rlhf_jax.devices.sharding import MeshOption
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import Attention, Remat
+from rlhf_jax.roles import rewards
 from rlhf_jax.runs import command_line, folder, plots, report, run, run_config
 
 Array = jax.Array
@@ -54,6 +54,8 @@ Params = Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(run_config.RunConfig):
+    """The options of `rlhf-jax reward-model`."""
+
     model: str
     """Language model to start from, a checkpoint folder or hub id."""
     data: str
@@ -83,7 +85,8 @@ class Config(run_config.RunConfig):
     normalise: Literal["samples", "demonstrations"] | None = "samples"
     """On what the scores get mean 0 (and on samples standard deviation 1)."""
     demonstrations: str | None = None
-    """As for `sft.py`, JSONL or hf:NAME:SPLIT; read by --normalise demonstrations."""
+    """As for `rlhf-jax sft`, JSONL or hf:NAME:SPLIT; --normalise demonstrations reads
+    them."""
     num_samples: int = 256
     """Answers of --model to normalise on, in whole batches."""
     max_new_tokens: int = 48
@@ -199,6 +202,7 @@ def accuracy(
 
 
 def main(options: Config) -> None:
+    """Runs `rlhf-jax reward-model` with its options."""
     started = time.perf_counter()
     mesh = options.mesh.make()
     rows = files.read_preferences(options.data)
@@ -335,5 +339,12 @@ def main(options: Config) -> None:
     print(f"{summary['seconds']:.0f} s; go on with --reward-model {saved}")
 
 
-if __name__ == "__main__":
-    command_line.main(main, Config, description=__doc__)
+def command(argv: Sequence[str] | None = None) -> None:
+    """`rlhf-jax reward-model`: from a command line to a run."""
+    command_line.main(
+        main,
+        Config,
+        description=__doc__,
+        prog="rlhf-jax reward-model",
+        argv=argv,
+    )

@@ -1,13 +1,13 @@
 """PPO on your own model, prompts and reward.
 
-    python experiments/ppo_from_checkpoint.py --model runs/sft/model \\
+    rlhf-jax ppo --model runs/sft/model \\
         --prompts prompts.jsonl --reward-model runs/reward/model --out runs/ppo
-    python experiments/ppo_from_checkpoint.py --model gpt2 \\
+    rlhf-jax ppo --model gpt2 \\
         --prompts prompts.txt --reward my_rewards:score --out runs/ppo
 
 --prompts holds {"prompt": ..., and whatever the reward asks for} a line, or a prompt a
 line in a .txt file; a prompt of messages is put by the tokenizer's chat template. The
-reward is a checkpoint of `reward_model.py`, or a function
+reward is a checkpoint of `rlhf-jax reward-model`, or a function
 
     def score(prompts: list[str], responses: list[str], rows: list[dict]) -> list[float]
 
@@ -24,10 +24,10 @@ cheaper, --lifecycle.* moves it, --no-measure-kl with --kl-coef 0 leaves it out.
 and --alarms.* are the limits beyond which the run tells you to look.
 
 One device that holds policy and critic in float32 four times each, reference and reward
-model once: GPT-2 small 4.7 GiB. With the small models of `sft.py` and
-`reward_model.py`, an iteration of 16 answers with 24 tokens takes 4 seconds on 2 laptop
-cores, and 10 of them at --policy-learning-rate 1e-4 raise the score from -0.1 to 0.4 at
-2 nats. Expect the score to rise and the KL to stay in single digits [nats per
+model once: GPT-2 small 4.7 GiB. With the small models of `rlhf-jax sft` and
+`rlhf-jax reward-model`, an iteration of 16 responses of 24 tokens takes 4 seconds on 2
+laptop cores, and 10 of them at --policy-learning-rate 1e-4 raise the score from -0.1 to
+0.4 at 2 nats. Expect the score to rise and the KL to stay in single digits [nats per
 response]; if the KL runs away while the score soars, the policy has found a hole in the
 reward: raise --kl-coef, or hold the KL with --kl-control.kind adaptive.
 """
@@ -39,6 +39,7 @@ import functools
 import json
 import sys
 import time
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
@@ -47,23 +48,12 @@ import optax
 import tyro
 from jax.sharding import Mesh
 
-from rlhf_jax import (
-    critic,
-    drift,
-    frozen,
-    hf,
-    kl_control,
-    kl_penalty,
-    ppo,
-    rewards,
-    state,
-)
-from rlhf_jax.algorithms import evaluation, optimizers, self_check
+from rlhf_jax.algorithms import evaluation, optimizers, ppo, self_check, state
 from rlhf_jax.algorithms.batch import Prompts, Rollout, Scored, Sequences
 from rlhf_jax.algorithms.flow import objective, score
 from rlhf_jax.algorithms.ppo.recipe import N_PLUS, OPENAI_2019, Recipe
 from rlhf_jax.algorithms.state import SupervisedState, TrainState
-from rlhf_jax.checkpoints import frozen_models, pretrained
+from rlhf_jax.checkpoints import frozen_models, hf, pretrained
 from rlhf_jax.checkpoints.frozen_models import RewardModel, Storage
 from rlhf_jax.checkpoints.pretrained import Adapters, Pretrained
 from rlhf_jax.data import batches, digests, encoding, files, tokenization
@@ -74,14 +64,15 @@ from rlhf_jax.devices.critic_devices import CriticDevices
 from rlhf_jax.devices.sharding import MeshOption, MeshShape
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError, StopError
-from rlhf_jax.functional.kl.control import Control
+from rlhf_jax.functional.kl.control import CONSTANT, Control
+from rlhf_jax.functional.kl.penalty import IN_REWARD
 from rlhf_jax.functional.masked import Stats
 from rlhf_jax.models.config import Attention, ModelConfig, Remat
 from rlhf_jax.models.lora import init, merge
 from rlhf_jax.planning import memory_check
 from rlhf_jax.planning.memory_check import Part
-from rlhf_jax.roles import adapted
-from rlhf_jax.roles.reference import lifecycle
+from rlhf_jax.roles import adapted, critic, rewards
+from rlhf_jax.roles.reference import drift, frozen, lifecycle
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.reference.lifecycle import Lifecycle
 from rlhf_jax.roles.rewards.model import Scores, TextReward
@@ -107,6 +98,8 @@ RECIPE = Recipe(num_minibatches=4)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(run_config.RunConfig):
+    """The options of `rlhf-jax ppo`."""
+
     model: str
     """Policy to start from, a checkpoint folder or hub id."""
     prompts: str
@@ -133,7 +126,7 @@ class Config(run_config.RunConfig):
     """Longest response, tokens."""
     kl_coef: float = 0.05
     """Reward units per nat of KL to the reference; 0 still measures it."""
-    kl_control: Control = kl_control.CONSTANT
+    kl_control: Control = CONSTANT
     """What becomes of kl_coef during the run."""
     ppo: Annotated[Recipe, tyro.conf.arg(name="")] = RECIPE
     """The coefficients and choices of PPO, options without a prefix."""
@@ -238,10 +231,10 @@ class Config(run_config.RunConfig):
         self.kl_control.controller(self.kl_coef, num_steps=self.num_steps)  # or raises
         if not self.measure_kl and (
             self.kl_coef
-            or self.kl_control != kl_control.CONSTANT
+            or self.kl_control != CONSTANT
             or self.reference is not None
             or self.lifecycle != lifecycle.FROZEN
-            or self.ppo.penalty != kl_penalty.IN_REWARD
+            or self.ppo.penalty != IN_REWARD
         ):
             raise InputError(
                 "--no-measure-kl: expected --kl-coef 0 and neither --kl-control, "
@@ -249,7 +242,7 @@ class Config(run_config.RunConfig):
                 "then; leave one or the other out"
             )
         if self.ppo.penalty.placement is None and (
-            self.kl_coef or self.kl_control != kl_control.CONSTANT
+            self.kl_coef or self.kl_control != CONSTANT
         ):
             raise InputError(
                 f"--penalty.placement None: expected --kl-coef 0 and no --kl-control, "
@@ -1038,6 +1031,7 @@ def model_reward(scorer: RewardModel) -> ppo.Reward:
 
 
 def main(options: Config) -> None:
+    """Runs `rlhf-jax ppo` with its options."""
     started = time.perf_counter()
     for spec in (options.reward, options.judge):  # before anything is loaded
         if spec is not None:
@@ -1217,5 +1211,13 @@ def main(options: Config) -> None:
     print(f"{summary['seconds']:.0f} s; the policy is in {job.folder / 'model'}")
 
 
-if __name__ == "__main__":
-    command_line.main(main, Config, description=__doc__, presets=PRESETS)
+def command(argv: Sequence[str] | None = None) -> None:
+    """`rlhf-jax ppo`: from a command line to a run."""
+    command_line.main(
+        main,
+        Config,
+        description=__doc__,
+        presets=PRESETS,
+        prog="rlhf-jax ppo",
+        argv=argv,
+    )

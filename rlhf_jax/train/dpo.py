@@ -1,13 +1,13 @@
 """DPO: a policy from your own preference pairs, without a reward model.
 
-    python experiments/dpo.py --model runs/sft/model --data pairs.jsonl --out runs/dpo
-    python experiments/dpo.py --model gpt2 --data pairs.jsonl --lora.rank 16 \\
+    rlhf-jax dpo --model runs/sft/model --data pairs.jsonl --out runs/dpo
+    rlhf-jax dpo --model gpt2 --data pairs.jsonl --lora.rank 16 \\
         --learning-rate 1e-4 --row-width 2048 --out runs/dpo_lora
 
 --data holds {"prompt": ..., "chosen": ..., "rejected": ...} a line, or dialogues as in
 hh-rlhf that share their beginning; either may be of messages, for the tokenizer's chat
 template. The reference is --model as it starts, which should have learned answers like
-these (`sft.py`), or --reference; with --lora.rank it is the base, held once for both.
+these (`rlhf-jax sft`), or --reference; with --lora.rank it is the base, shared by both.
 --precompute takes its log-probs before the first update and lets it go: they, and the
 run, are those of a live reference to the bit. --row-width packs pairs into rows, where
 one text does not see another. OUT/model is a Hugging Face checkpoint, with LoRA
@@ -15,7 +15,7 @@ OUT/adapter is one of PEFT.
 
 One device that holds the parameters in float32 five times over, four times with
 --precompute (GPT-2 small: 2.4 and 2 GiB). On a model of 3.3 million parameters after 40
-updates of `sft.py` on tiny Shakespeare, one pass over the 655 pairs of hh-rlhf
+updates of `rlhf-jax sft` on tiny Shakespeare, one pass over the 655 pairs of hh-rlhf
 (harmless, first 1,800; --overlong drop --blank drop) that fit into 128 tokens, in 181
 rows of 512, at a learning rate of 1e-4, takes 2 minutes of CPU time. On 73 held-out
 pairs the loss falls from 0.693 to 0.685, accuracy is 0.56 (standard error 0.06), and
@@ -27,7 +27,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -37,7 +37,7 @@ import optax
 import tyro
 from jax.sharding import Mesh
 
-from rlhf_jax import dpo, frozen, masked, state
+from rlhf_jax.algorithms import dpo, state
 from rlhf_jax.algorithms.batch import PackedPreferences
 from rlhf_jax.algorithms.dpo.update import DPO, DPORecipe
 from rlhf_jax.checkpoints import frozen_models, precomputed, pretrained
@@ -48,10 +48,11 @@ from rlhf_jax.data.files import Blank
 from rlhf_jax.data.packing import PackedRow
 from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.devices.sharding import MeshOption
-from rlhf_jax.functional import checks
+from rlhf_jax.functional import checks, masked
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import Attention, Remat
 from rlhf_jax.models.lora import init
+from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.runs import command_line, plots, report, run
 from rlhf_jax.runs.folder import write_summary
@@ -66,6 +67,8 @@ RECIPE = DPORecipe()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
+    """The options of `rlhf-jax dpo`."""
+
     model: str
     """Policy to start from, a checkpoint folder or hub id."""
     data: str
@@ -242,6 +245,7 @@ def evaluate(
 
 
 def main(options: Config) -> None:
+    """Runs `rlhf-jax dpo` with its options."""
     started = time.perf_counter()
     mesh = frozen_models.policy_mesh(
         options.mesh, taken=options.reference_storage.num_own
@@ -359,5 +363,12 @@ def main(options: Config) -> None:
     print(f"{summary['seconds']:.0f} s; the policy is in {job.folder / 'model'}")
 
 
-if __name__ == "__main__":
-    command_line.main(main, Config, description=__doc__)
+def command(argv: Sequence[str] | None = None) -> None:
+    """`rlhf-jax dpo`: from a command line to a run."""
+    command_line.main(
+        main,
+        Config,
+        description=__doc__,
+        prog="rlhf-jax dpo",
+        argv=argv,
+    )

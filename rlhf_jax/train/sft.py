@@ -1,7 +1,7 @@
 """Supervised fine-tuning on your own texts, from a checkpoint or from nothing.
 
-    python experiments/sft.py --model gpt2 --data demonstrations.jsonl --out runs/sft
-    python experiments/sft.py --tokenizer gpt2 --data book.txt --learning-rate 1e-3 \\
+    rlhf-jax sft --model gpt2 --data demonstrations.jsonl --out runs/sft
+    rlhf-jax sft --tokenizer gpt2 --data book.txt --learning-rate 1e-3 \\
         --num-steps 160 --out runs/fresh
 
 --data holds {"prompt": ..., "response": ...} a line, of which the responses are
@@ -9,7 +9,7 @@ learned, or, as a .txt file, plain text that is cut into blocks. A prompt may be
 of messages, and {"messages": [...]} a conversation whose last turn is learned: both are
 written by the tokenizer's chat template. --row-width packs examples into rows, where
 one text does not see another. OUT/model is a Hugging Face checkpoint with its
-tokenizer, for `reward_model.py` and `ppo_from_checkpoint.py`.
+tokenizer, for `rlhf-jax reward-model` and `rlhf-jax ppo`.
 
 One device that holds the parameters in float32 four times over (GPT-2 small: 2 GiB).
 The second command, a fresh model of 7.2 million parameters on tiny Shakespeare, takes
@@ -23,7 +23,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -31,9 +31,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from rlhf_jax import config, decoder, hf, sft, state
+from rlhf_jax.algorithms import sft, state
 from rlhf_jax.algorithms.batch import Sequences
-from rlhf_jax.checkpoints import pretrained
+from rlhf_jax.checkpoints import hf, pretrained
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import (
     batches,
@@ -50,7 +50,7 @@ from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.devices.sharding import MeshOption
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models import layout
+from rlhf_jax.models import config, decoder, layout
 from rlhf_jax.models.config import Attention, Remat
 from rlhf_jax.runs import command_line, folder, plots, report, run, run_config
 
@@ -59,6 +59,8 @@ Params = Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(run_config.RunConfig):
+    """The options of `rlhf-jax sft`."""
+
     data: str
     """JSONL, .txt, or hf:NAME:SPLIT."""
     model: str | None = None
@@ -222,6 +224,7 @@ def mean_loss(
 
 
 def main(options: Config) -> None:
+    """Runs `rlhf-jax sft` with its options."""
     started = time.perf_counter()
     mesh = options.mesh.make()
     start = starting_point(options, mesh=mesh)
@@ -296,5 +299,12 @@ def main(options: Config) -> None:
     print(f"{summary['seconds']:.0f} s; go on with --model {saved}")
 
 
-if __name__ == "__main__":
-    command_line.main(main, Config, description=__doc__)
+def command(argv: Sequence[str] | None = None) -> None:
+    """`rlhf-jax sft`: from a command line to a run."""
+    command_line.main(
+        main,
+        Config,
+        description=__doc__,
+        prog="rlhf-jax sft",
+        argv=argv,
+    )

@@ -1,0 +1,91 @@
+"""What `rlhf-jax` answers without training: verify, memory, plan and kl."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+import rlhf_jax.planning.memory
+import rlhf_jax.planning.plan
+from rlhf_jax.functional.checks import StopError
+from rlhf_jax.inspection import token_kl
+from rlhf_jax.planning import run_shape
+from rlhf_jax.roles.reference.frozen import ReferenceMovedError
+from rlhf_jax.runs import report
+from rlhf_jax.runs.snapshots import files, proof
+
+SHOWN = 12  # digits of a fingerprint, so that a table fits 80 columns
+
+
+def verify(run: tyro.conf.Positional[Path]) -> None:
+    """Check a run's snapshots: that all is as it was saved, and frozen models stand.
+
+    Args:
+      run: The run folder, an experiment's --out.
+
+    Raises:
+      InputError: there is no run, or no snapshot.
+      StopError: a snapshot is damaged, or its file cannot be read.
+      ReferenceMovedError: a frozen model moved, other than by its lifecycle; names the
+        leaves.
+    """
+    checked = {
+        (stage.name, step): files.check(stage, step)
+        for stage in proof.stages(run)
+        for step in files.numbers(stage)
+    }
+    report.table(
+        f"Snapshots in {run}",
+        ("stage", "step", "arrays", "verdict"),
+        [(*name, found.arrays, found.verdict) for name, found in checked.items()],
+    )
+    damaged = {name: found.damage for name, found in checked.items() if found.damage}
+    rows = proof.check_run(run, skipped=damaged)
+    if rows:
+        report.table(
+            f"Frozen models in {run}",
+            ("stage", "step", "model", "fingerprint", "leaves", "verdict"),
+            [row._replace(fingerprint=row.fingerprint[:SHOWN])[:-1] for row in rows],
+        )
+    moved = [
+        f"{row.stage}, snapshot {row.step}, {row.model}: {row.moved}"
+        for row in rows
+        if row.moved is not None
+    ]
+    if damaged:
+        raise StopError("\n".join([*map(str, damaged.values()), *moved]))
+    if moved:
+        raise ReferenceMovedError("\n".join(moved))
+    print(f"{len(checked)} snapshots checked, none damaged")
+    if rows:
+        print(f"{len(rows)} verified, none moved")
+
+
+def memory(options: Annotated[run_shape.Options, tyro.conf.arg(name="")]) -> None:
+    """What PPO on a model will take of a device's memory, before anything is run."""
+    rlhf_jax.planning.memory.run(options)
+
+
+def plan(
+    options: Annotated[rlhf_jax.planning.plan.Options, tyro.conf.arg(name="")],
+) -> None:
+    """Whether PPO on a model fits a slice of TPUs that is not there, and how fast."""
+    rlhf_jax.planning.plan.run(options)
+
+
+def kl(options: Annotated[token_kl.Options, tyro.conf.arg(name="")]) -> None:
+    """KL of a text between two models, token by token, on the terminal or as HTML."""
+    token_kl.run(options)
+
+
+def command(argv: Sequence[str]) -> None:
+    """Answers one of them: "verify", "memory", "plan" or "kl", with its options."""
+    tyro.extras.subcommand_cli_from_dict(
+        {"verify": verify, "memory": memory, "plan": plan, "kl": kl},
+        prog="rlhf-jax",
+        description=__doc__,
+        args=argv,
+    )
