@@ -57,7 +57,7 @@ class RopeScaling:
 class ModelConfig:
     """A pre-norm causal decoder; from `rope_theta` on what not every family has."""
 
-    family: str  # which key table names its tensors; read by checkpoints/hf.py alone
+    family: str  # which key table names its tensors; read by checkpoints/hf alone
     vocab_size: int  # the true vocabulary
     hidden_size: int  # D
     num_layers: int  # L

@@ -1,0 +1,30 @@
+"""Hugging Face checkpoints in and out: config.json and safetensors, without torch.
+
+    model, params = hf.load("gpt2", dtype="float32")
+    hf.save("out", model, params, tokenizer=tokenizer)
+
+A causal language model is (model, params). A reward model is a sequence-classification
+checkpoint with one label, (model, {"trunk": params without a head, "score": ...}).
+"""
+
+from rlhf_jax.checkpoints.hf.layout import FAMILIES, UNSUPPORTED, PathLike
+from rlhf_jax.checkpoints.hf.reading import (
+    load,
+    load_reward,
+    model_config,
+    stop_ids,
+)
+from rlhf_jax.checkpoints.hf.writing import MAX_SHARD_BYTES, save, save_reward
+
+__all__ = [
+    "FAMILIES",
+    "MAX_SHARD_BYTES",
+    "UNSUPPORTED",
+    "PathLike",
+    "load",
+    "load_reward",
+    "model_config",
+    "save",
+    "save_reward",
+    "stop_ids",
+]

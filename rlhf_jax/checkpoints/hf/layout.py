@@ -1,0 +1,119 @@
+"""What a checkpoint holds: a family, an architecture, and leaves of known shapes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from flax import traverse_util
+
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models import decoder, heads
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.families import (
+    gemma2,
+    gemma3,
+    gpt2,
+    gpt_neox,
+    keys,
+    llama,
+    mistral,
+    option_types,
+    phi3,
+    qwen2,
+    qwen3,
+)
+
+Params = Any  # nested dict of arrays
+Leaves = dict[str, Any]  # Params flattened to {"layers/mlp/up/kernel": leaf}
+PathLike = str | os.PathLike[str]
+_MODULES = (gpt2, gpt_neox, llama, mistral, phi3, qwen2, qwen3, gemma2, gemma3)
+FAMILIES = {module.FAMILY.name: module.FAMILY for module in _MODULES}
+# Options of a config.json that no family here implements, and what they stand for.
+UNSUPPORTED = {
+    "quantization_config": "quantised weights",
+    "vision_config": "a vision tower",
+    "audio_config": "an audio tower",
+    "num_experts": "a mixture of experts",
+    "num_local_experts": "a mixture of experts",
+    "n_routed_experts": "a mixture of experts",
+}
+CONFIG = "config.json"
+
+
+def family_of(config: Mapping[str, Any]) -> keys.Family:
+    """The family of a checkpoint.
+
+    Code that comes with a checkpoint (`auto_map`) is never run.
+
+    Args:
+      config: the content of its config.json.
+
+    Raises:
+      InputError: no family has its `model_type`, or it sets an option of `UNSUPPORTED`.
+    """
+    option_types.check(config)
+    name = config.get("model_type")
+    for option, feature in UNSUPPORTED.items():
+        if config.get(option):
+            raise InputError(
+                f"{CONFIG}: expected a dense language model in floating point, got a "
+                f"{name} with {feature} ({option}), which is not supported; use a "
+                f"checkpoint without, of {', '.join(FAMILIES)}"
+            )
+    if name not in FAMILIES:
+        code = "; its own code (auto_map) is never run" if "auto_map" in config else ""
+        raise InputError(
+            f"{CONFIG}: expected model_type to be one of {', '.join(FAMILIES)}; got "
+            f"{name!r} ({config.get('architectures')}), which is not supported{code}"
+        )
+    return FAMILIES[name]
+
+
+def expect_architecture(
+    config: Mapping[str, Any], *, architecture: str, elsewhere: dict[str, str]
+) -> None:
+    """Checks which head the checkpoint has.
+
+    Args:
+      config: the content of its config.json.
+      architecture: expected, for instance "GPT2LMHeadModel".
+      elsewhere: {another architecture: what to do with a checkpoint of it}.
+
+    Raises:
+      InputError: it is of another architecture.
+    """
+    got = next(iter(config.get("architectures") or [architecture]))
+    if got != architecture:
+        remedy = elsewhere.get(got, "it is not supported")
+        raise InputError(
+            f"{CONFIG}: expected the architecture {architecture}, got {got}; {remedy}"
+        )
+
+
+def shapes_of(model: ModelConfig) -> Leaves:
+    """Shape and dtype of every leaf of a decoder, by path."""
+    return _eval_shapes(lambda key: decoder.init(key, model=model))
+
+
+def scalar_shapes_of(model: ModelConfig) -> Leaves:
+    """Shape and dtype of every leaf of a reward model, by path."""
+
+    def init(key: jax.Array) -> Params:
+        trunk = decoder.init(key, model=model)
+        trunk.pop("head", None)
+        return {"trunk": trunk, "score": heads.zero_score(model=model)}
+
+    return _eval_shapes(init)
+
+
+def _eval_shapes(init: Callable[[jax.Array], Params]) -> Leaves:
+    return flatten(jax.eval_shape(init, jax.random.key(0)))
+
+
+def flatten(tree: Params) -> Leaves:
+    """{"layers/mlp/up/kernel": leaf} of nested dicts."""
+    leaves: Any = traverse_util.flatten_dict(tree, sep="/")
+    return leaves

@@ -1,0 +1,229 @@
+"""Checkpoints of transformers to models and parameters on the devices."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
+from jax.sharding import SingleDeviceSharding
+from jax.typing import DTypeLike
+
+from rlhf_jax.checkpoints import shards
+from rlhf_jax.checkpoints.hf import layout
+from rlhf_jax.checkpoints.hf.layout import Leaves, Params, PathLike
+from rlhf_jax.data import hub
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.families import keys, option_types
+
+_GENERATION = "generation_config.json"
+_DOWNLOADED = [
+    *(layout.CONFIG, _GENERATION, "model*.safetensors", shards.INDEX),
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.*", "merges.txt", "chat_template*"),
+]
+
+
+def load(
+    path_or_repo_id: PathLike, *, dtype: DTypeLike | None = None, sharding: Any = None
+) -> tuple[ModelConfig, Params]:
+    """Reads a causal language model from a folder or the Hugging Face hub.
+
+    Every tensor is checked against the family's key table before any is read. Then the
+    leaves are placed on the devices one by one. Only the slice that a device needs is
+    read and cast, so that host memory has room for one such slice at a time. The
+    process that reads a weight refuses it if it is NaN or infinite.
+
+    Args:
+      path_or_repo_id: a folder with config.json and safetensors, or "owner/name".
+      dtype: of the parameters ("float32" to train them); None keeps the checkpoint's.
+        The compute dtype is `model.dtype`, which is float32 in either case.
+      sharding: one `jax.sharding.Sharding` for every leaf, a tree of them that is a
+        prefix of the parameters' tree, or a function from the parameters' shapes to
+        such a tree (`sharding.shardings`). None is the default device.
+
+    Returns:
+      The model, and nested dicts of arrays.
+
+    Raises:
+      InputError: there is no such checkpoint, it is damaged, the decoder does not
+        implement its model, or weights are not finite. The message names the file, the
+        option or the tensors.
+      TypeError: dtype is not a float.
+    """
+    with _reading(path_or_repo_id) as folder:
+        config = shards.read_json(folder / layout.CONFIG)
+        family = layout.family_of(config)
+        layout.expect_architecture(
+            config,
+            architecture=family.causal,
+            elsewhere={family.classifier: "read it with hf.load_reward"},
+        )
+        model = family.config_from_hf(config)
+        shapes = layout.shapes_of(model)
+        table = family.key_table(model)
+        tensors = shards.Tensors(folder)
+        leaves = _read(tensors, table, model=model, shapes=shapes, dtype=dtype)
+        params = _place(leaves, shapes=shapes, sharding=sharding)
+        tensors.check_finite()
+        return model, params
+
+
+def load_reward(
+    path_or_repo_id: PathLike, *, dtype: DTypeLike | None = None, sharding: Any = None
+) -> tuple[ModelConfig, Params]:
+    """Reads a reward model: sequence classification with one label.
+
+    Args:
+      path_or_repo_id: a folder with config.json and safetensors, or "owner/name".
+      dtype: of the parameters; None keeps the checkpoint's.
+      sharding: one `jax.sharding.Sharding`, a tree of them, or a function from the
+        parameters' shapes to such a tree; None is the default device.
+
+    Returns:
+      The model and {"trunk": ..., "score": {"kernel": [D], "bias": f32[]}}. The bias is
+      the tensor `score.bias`, else `score_bias` of config.json (which `save_reward`
+      writes), else 0.
+
+    Raises:
+      InputError: there is no such checkpoint, it is damaged or has more than one label,
+        the decoder does not implement its model, or weights are not finite.
+      TypeError: dtype is not a float.
+    """
+    with _reading(path_or_repo_id) as folder:
+        config = shards.read_json(folder / layout.CONFIG)
+        family = layout.family_of(config)
+        layout.expect_architecture(
+            config,
+            architecture=family.classifier,
+            elsewhere={family.causal: "read it with hf.load"},
+        )
+        labels = config.get("num_labels", len(config.get("id2label", "ab")))
+        if labels != 1:
+            raise InputError(
+                f"{layout.CONFIG}: expected num_labels = 1 of a reward model, got "
+                f"{labels}; use a checkpoint that was trained to give one score"
+            )
+        model = family.config_from_hf(config)
+        shapes = layout.scalar_shapes_of(model)
+        table = family.key_table(model).scalar()
+        tensors = shards.Tensors(folder)
+        leaves = itertools.chain(
+            _read(tensors, table, model=model, shapes=shapes, dtype=dtype),
+            [("score/bias", _score_bias(tensors, config))],
+        )
+        params = _place(leaves, shapes=shapes, sharding=sharding)
+        tensors.check_finite()
+        return model, params
+
+
+def model_config(path_or_repo_id: PathLike) -> ModelConfig:
+    """The shape of a causal language model or reward model, from config.json alone.
+
+    Raises:
+      InputError: there is no such checkpoint, or the decoder does not implement it.
+    """
+    with _reading(path_or_repo_id, patterns=[layout.CONFIG]) as folder:
+        config = shards.read_json(folder / layout.CONFIG)
+        return layout.family_of(config).config_from_hf(config)
+
+
+def stop_ids(path_or_repo_id: PathLike) -> tuple[int, ...]:
+    """Ids that end a text: `eos_token_id` of generation_config.json, or config.json.
+
+    Raises:
+      InputError: there is no such checkpoint, or a file is unreadable.
+    """
+    with _reading(path_or_repo_id) as folder:
+        config = shards.read_json(folder / layout.CONFIG)
+        if (folder / _GENERATION).exists():
+            config |= shards.read_json(folder / _GENERATION)
+        return option_types.token_ids(config.get("eos_token_id"), option="eos_token_id")
+
+
+@contextlib.contextmanager
+def _reading(
+    path_or_repo_id: PathLike, *, patterns: Sequence[str] = _DOWNLOADED
+) -> Iterator[Path]:
+    """The folder of a checkpoint; every InputError inside begins with its name."""
+    folder = hub.folder(path_or_repo_id, patterns=patterns)
+    try:
+        yield folder
+    except InputError as error:
+        raise InputError(f"checkpoint {path_or_repo_id}: {error}") from error.__cause__
+
+
+def _read(
+    tensors: shards.Tensors,
+    table: keys.Table,
+    *,
+    model: ModelConfig,
+    shapes: Leaves,
+    dtype: DTypeLike | None,
+) -> Iterator[tuple[str, keys.Unread]]:
+    target = None if dtype is None else jnp.dtype(dtype)
+    if target is not None and not jnp.issubdtype(target, jnp.floating):
+        raise TypeError(f"expected a float dtype for parameters, got {target}")
+    headers = tensors.headers
+    if not any(name.startswith(table.prefix) for name in headers):
+        table = table.bare()
+    keys.check(table, model=model, leaves=shapes, headers=headers)
+    return keys.read(
+        table, model=model, leaves=shapes, headers=headers, tensor=tensors, dtype=target
+    )
+
+
+def _score_bias(tensors: shards.Tensors, config: Mapping[str, Any]) -> np.ndarray:
+    if keys.SCORE_BIAS not in tensors.headers:
+        return np.array(config.get("score_bias", 0.0), np.float32)
+    shape = tensors.headers[keys.SCORE_BIAS].shape
+    if shape != (1,):
+        raise InputError(
+            f"expected {keys.SCORE_BIAS} [1], got {list(shape)}; use a checkpoint that "
+            f"was trained to give one score"
+        )
+    return np.asarray(tensors(keys.SCORE_BIAS)[:], np.float32).reshape(())
+
+
+def _place(
+    leaves: Iterable[tuple[str, keys.Unread | np.ndarray]],
+    *,
+    shapes: Leaves,
+    sharding: Any,
+) -> Params:
+    tree = traverse_util.unflatten_dict(shapes, sep="/")
+    shardings = jax.tree.broadcast(
+        sharding(tree) if callable(sharding) else sharding,
+        tree,
+        is_leaf=lambda node: node is None,
+    )
+    sharding_of = layout.flatten(shardings)
+    placed = {}
+    # The largest first: what is read beside what is placed already is then small.
+    for path, leaf in sorted(leaves, key=lambda item: -math.prod(item[1].shape)):
+        if sharding_of[path] is None:
+            placed[path] = jnp.array(leaf[(slice(None),) * len(leaf.shape)])
+        else:
+            # Each process reads the slices of its own devices, one after the other.
+            slices = sharding_of[path].addressable_devices_indices_map(leaf.shape)
+            kind, parts = sharding_of[path].memory_kind, []
+            alike = sorted(slices.items(), key=lambda item: str(item[1]))
+            for _, copies in itertools.groupby(alike, key=lambda item: str(item[1])):
+                copies = list(copies)
+                part = leaf[copies[0][1]]
+                for device, _ in copies:
+                    place = SingleDeviceSharding(device, memory_kind=kind)
+                    parts.append(jax.device_put(part, place))
+                del part
+            placed[path] = jax.make_array_from_single_device_arrays(
+                leaf.shape, sharding_of[path], parts
+            )
+    return traverse_util.unflatten_dict(placed, sep="/")

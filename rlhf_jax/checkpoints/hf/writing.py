@@ -1,0 +1,184 @@
+"""Models and reward models to checkpoints that transformers loads."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlhf_jax.checkpoints import shards
+from rlhf_jax.checkpoints.hf import layout
+from rlhf_jax.checkpoints.hf.layout import Leaves, Params, PathLike
+from rlhf_jax.devices import processes
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.families import keys
+
+if TYPE_CHECKING:  # its import announces on the terminal that torch is not there
+    from transformers import PreTrainedTokenizerBase
+
+MAX_SHARD_BYTES = 5_000_000_000
+
+
+def save(
+    path: PathLike,
+    model: ModelConfig,
+    params: Params,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    stop_ids: Sequence[int] | None = None,
+    pad_id: int | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Writes a checkpoint that `transformers` loads: all of it, or nothing.
+
+    Args:
+      path: a folder that does not exist yet, or is empty.
+      params: in the dtype of the checkpoint to write.
+      tokenizer: written beside the weights.
+      stop_ids, pad_id: `eos_token_id` and `pad_token_id` of config.json; None takes the
+        tokenizer's.
+      max_shard_bytes: tensors beyond this many bytes go into a next file.
+
+    Raises:
+      InputError: the folder is in use, the parameters are not the model's, or the
+        family's config.json cannot express the model.
+    """
+    family = layout.FAMILIES[model.family]
+    leaves = _leaves_of(params, shapes=layout.shapes_of(model))
+    config = {
+        "architectures": [family.causal],
+        **_config_to_hf(family, model),
+        **_special_ids(tokenizer, stop_ids=stop_ids, pad_id=pad_id),
+        "dtype": leaves["embed/tokens"].dtype.name,
+    }
+    table = family.key_table(model)
+    tensors = keys.write(table, model=model, leaves=leaves, fetch=processes.whole)
+    _write(path, config, tensors, tokenizer=tokenizer, max_shard_bytes=max_shard_bytes)
+
+
+def save_reward(
+    path: PathLike,
+    model: ModelConfig,
+    params: Params,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    stop_ids: Sequence[int] | None = None,
+    pad_id: int | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Writes a reward model as sequence classification with one label.
+
+    The architecture of `transformers` has no bias. Ours is written as `score_bias` in
+    config.json, and the scores of `transformers` are ours less that constant.
+
+    Args:
+      path: a folder that does not exist yet, or is empty.
+      params: {"trunk": ..., "score": ...}, in the dtype of the checkpoint to write.
+      tokenizer: written beside the weights.
+      stop_ids, pad_id: `eos_token_id` and `pad_token_id` of config.json; None takes the
+        tokenizer's. `transformers` needs `pad_id` to score a batch.
+      max_shard_bytes: tensors beyond this many bytes go into a next file.
+
+    Raises:
+      InputError: the folder is in use, the parameters are not the model's, or the
+        family's config.json cannot express the model.
+    """
+    family = layout.FAMILIES[model.family]
+    leaves = _leaves_of(params, shapes=layout.scalar_shapes_of(model))
+    bias = float(leaves["score/bias"])
+    config = {
+        "architectures": [family.classifier],
+        **_config_to_hf(family, model),
+        **_special_ids(tokenizer, stop_ids=stop_ids, pad_id=pad_id),
+        "dtype": leaves["trunk/embed/tokens"].dtype.name,
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+        **({"score_bias": bias} if bias != 0.0 else {}),
+    }
+    table = family.key_table(model).scalar()
+    tensors = keys.write(table, model=model, leaves=leaves, fetch=processes.whole)
+    _write(path, config, tensors, tokenizer=tokenizer, max_shard_bytes=max_shard_bytes)
+
+
+def _leaves_of(params: Params, *, shapes: Leaves) -> Leaves:
+    """The leaves of params, which must be those of the model."""
+    leaves = layout.flatten(params)
+    problems = [f"missing: {path}" for path in shapes if path not in leaves]
+    for path, leaf in leaves.items():
+        if path not in shapes:
+            problems.append(f"unknown: {path} {list(leaf.shape)}")
+        elif leaf.shape != shapes[path].shape:
+            problems.append(
+                f"misshapen: {path}, expected {list(shapes[path].shape)}, got "
+                f"{list(leaf.shape)}"
+            )
+    if problems:
+        raise InputError(
+            "expected the parameters of the model that is to be saved, got others:\n  "
+            + "\n  ".join(problems)
+        )
+    return leaves
+
+
+def _config_to_hf(family: keys.Family, model: ModelConfig) -> dict[str, Any]:
+    config = family.config_to_hf(model)
+    # Reading the config again must give this model, but for fields of a run.
+    read_back = dataclasses.replace(
+        family.config_from_hf(config).run_as(model),
+        vocab_multiple=model.vocab_multiple,
+    )
+    before, after = dataclasses.asdict(model), dataclasses.asdict(read_back)
+    lost = [
+        f"{name} = {before[name]!r}" for name in before if before[name] != after[name]
+    ]
+    if lost:
+        raise InputError(
+            f"expected a model that the config.json of {family.name} can express, got "
+            f"{', '.join(lost)}; change these fields"
+        )
+    return {"model_type": family.name, **config}
+
+
+def _special_ids(
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    stop_ids: Sequence[int] | None,
+    pad_id: int | None,
+) -> dict[str, Any]:
+    """All three, always: transformers fills in the family's own for an absent one."""
+    bos: Any = None
+    eos: Any = None
+    pad: Any = None
+    if tokenizer is not None:
+        bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+        pad = tokenizer.pad_token_id
+    if stop_ids is not None:
+        eos = stop_ids[0] if len(stop_ids) == 1 else list(stop_ids) or None
+    return {
+        "bos_token_id": bos,
+        "eos_token_id": eos,
+        "pad_token_id": pad if pad_id is None else pad_id,
+    }
+
+
+def _write(
+    path: PathLike,
+    config: dict[str, Any],
+    tensors: Iterable[tuple[str, np.ndarray]],
+    *,
+    tokenizer: PreTrainedTokenizerBase | None,
+    max_shard_bytes: int,
+) -> None:
+    if not processes.is_first():
+        for _ in tensors:  # every process takes part in the transfers to the first
+            pass
+        return
+    with shards.new_folder(Path(path)) as folder:
+        shards.write_json(folder / layout.CONFIG, config)
+        shards.write(folder, tensors, max_shard_bytes=max_shard_bytes)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
