@@ -20,7 +20,7 @@ versions in `benchmark_peers.py` (some GB, a few minutes). Without --peers ours 
 alone. The floor is what the machine's measured rates allow (`benchmark_floor.py`).
 
 On 2 CPU cores gpt2-small with two peers takes 14 minutes, small 8, tiny 3. What was
-measured, and on what, stands in README.md.
+measured, and on what: rlhf_jax/planning/README.md.
 """
 
 from __future__ import annotations

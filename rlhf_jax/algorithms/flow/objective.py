@@ -13,7 +13,7 @@ Array = jax.Array
 
 
 def objective_stats(scored: Scored, *, kl_coef: Array, ended: Array) -> masked.Stats:
-    """What the iteration achieved, before its update; the README's glossary has units.
+    """What the iteration achieved, before its update; units: runs/README.md.
 
     Args:
       scored: Scored[B, S], with the scores to report.
