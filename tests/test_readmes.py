@@ -2,6 +2,7 @@
 
 import json
 import re
+import statistics
 import tomllib
 import unicodedata
 from pathlib import Path
@@ -243,3 +244,54 @@ def test_one_version_everywhere():
     )
     assert newest is not None
     assert newest.groups() == (version, citation["date-released"])
+
+
+def row_of(text: str, name: str) -> list[str]:
+    """The cells of the table's row that begins with `name`, without emphasis."""
+    (row,) = re.findall(rf"^\| {re.escape(name)} \|(.*)\|$", text, re.MULTILINE)
+    return [cell.strip().replace("*", "") for cell in row.split("|")]
+
+
+def mean_and_range(values: list[float]) -> str:
+    mean, least, most = statistics.mean(values), min(values), max(values)
+    if round(most - least, 2) < 0.01:
+        return f"{mean:.2f}"
+    return f"{mean:.2f} ({least:.2f} to {most:.2f})"
+
+
+@pytest.mark.parametrize("file", [TOP, EXPERIMENTS / "README.md"], ids=relative)
+def test_the_table_of_the_quickstart_is_what_was_recorded(file):
+    record = json.loads(text_of(RECORDED / "quickstart" / "record.json"))["summaries"]
+    seeds = [record[f"seed_{seed}"] for seed in range(3)]
+    without = record["seed_0_kl_coef_0"]
+    for name, key in {
+        "gold score": "gold",
+        "reward-model score": "score",
+        "fluency (share that parses)": "fluency",
+    }.items():
+        assert row_of(text_of(file), name) == [
+            mean_and_range([seed[f"{key}_reference"] for seed in seeds]),
+            mean_and_range([seed[f"{key}_policy"] for seed in seeds]),
+            f"{without[f'{key}_policy']:.2f}",
+        ]
+    assert row_of(text_of(file), "KL to the reference [nats per response]") == [
+        "0",
+        mean_and_range([seed["kl_policy"] for seed in seeds]),
+        f"{without['kl_policy']:.2f}",
+    ]
+
+
+def test_the_table_of_the_frontier_is_what_was_recorded():
+    record = json.loads(text_of(RECORDED / "kl_frontier" / "record.json"))["summary"]
+    text = text_of(EXPERIMENTS / "README.md")
+    for kl_coef, figures in record["kl_coefs"].items():
+        cells = row_of(text, f"β = {kl_coef}")
+        for column, key in enumerate(("kl", "gold", "score", "fluency", "distinct")):
+            digits = 1 if key == "kl" else 2
+            values = figures["of_seeds"][key]
+            mean, deviation = statistics.mean(values), statistics.pstdev(values)
+            shown, _, spread = cells[column].partition(" ± ")
+            assert float(shown) == pytest.approx(mean, abs=0.51 * 10**-digits)
+            assert float(spread or 0) == pytest.approx(
+                deviation, abs=0.51 * 10**-digits
+            )
