@@ -178,13 +178,13 @@ def one_step_behind(files):
         argv=[*argv, "--reward=mesh_rewards:score", *PPO],
     )
     policy = pretrained.load(options.model)
-    models = rlhf_jax.train.ppo.make_models(options, policy)
+    models = rlhf_jax.train.ppo.models.make_models(options, policy)
     rows = read_prompts(options.prompts)
-    rows, tokens = rlhf_jax.train.ppo.encode_prompts(
+    rows, tokens = rlhf_jax.train.ppo.trainer.encode_prompts(
         options, rows, policy=policy, context=policy.model.max_positions
     )
     prompts = batches.prompt_batches(tokens, batch_size=8, seed=0, pad_id=policy.pad_id)
-    reward = rlhf_jax.train.ppo.text_reward(
+    reward = rlhf_jax.train.text_rewards.text_reward(
         options.reward, policy=policy, rows=rows, mesh=models.mesh
     )
     sample = jax.jit(functools.partial(rlhf_ppo.sample, recipe=models.algorithm))

@@ -66,7 +66,7 @@ def command(files, out, *options):
 
 
 def ask(files, out, *options):
-    rlhf_jax.train.ppo.check_memory(
+    rlhf_jax.train.ppo.memory.check_memory(
         command_line.parse(
             rlhf_jax.train.ppo.Config,
             description="",
@@ -143,7 +143,7 @@ def test_nothing_is_read_or_left_and_the_option_goes_on(
     def read(*args, **kwargs):
         raise InputError("weights are read")
 
-    monkeypatch.setattr(rlhf_jax.train.ppo.pretrained, "load", read)
+    monkeypatch.setattr(rlhf_jax.train.ppo.trainer.pretrained, "load", read)
 
     def told(*options):
         with pytest.raises(SystemExit) as stopped:

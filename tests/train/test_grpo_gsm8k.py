@@ -119,14 +119,17 @@ def test_a_question_is_put_as_text_or_as_a_message(tmp_path):
         out=tmp_path,
         template="Q: {question}",
     )
-    assert rlhf_jax.train.grpo.put("Why?", options=options) == "Q: Why?"
+    assert rlhf_jax.train.grpo.questions.put("Why?", options=options) == "Q: Why?"
     asked = [{"role": "user", "content": "Q: Why?"}]
     chat = dataclasses.replace(options, chat=True)
-    assert rlhf_jax.train.grpo.put("Why?", options=chat) == asked
+    assert rlhf_jax.train.grpo.questions.put("Why?", options=chat) == asked
     system = {"role": "system", "content": "{question}"}
     question = [system, {"role": "user", "content": "Why?"}]
     for each in (options, chat):  # a row's own messages stay, but for the last
-        assert rlhf_jax.train.grpo.put(question, options=each) == [system, *asked]
+        assert rlhf_jax.train.grpo.questions.put(question, options=each) == [
+            system,
+            *asked,
+        ]
 
 
 UNMARKED = {"question": "what is one ?", "answer": "one"}
@@ -198,7 +201,7 @@ def test_presets_are_those_of_the_library(preset, recipe):
     parsed = parse(argv=[*needed, "--preset", preset])
     assert parsed.grpo == recipe
     assert parsed.beta == (
-        0.04 if preset == "deepseekmath" else rlhf_jax.train.grpo.KL_COEF
+        0.04 if preset == "deepseekmath" else rlhf_jax.train.grpo.options.KL_COEF
     )
     changed = parse(argv=[*needed, "--preset", preset, "--clip-range=0.1"])
     assert changed.grpo == dataclasses.replace(recipe, clip_range=0.1)

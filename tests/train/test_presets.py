@@ -215,7 +215,7 @@ def optimizers(**options):
     config = parse(*NEEDED, "--reward=m:f")
     config = dataclasses.replace(config, num_steps=3, **options)
     model = toy_files.MODEL
-    made = ppo.make_ppo(config, model=model, critic_model=model, stop_ids=(1,))
+    made = ppo.models.make_ppo(config, model=model, critic_model=model, stop_ids=(1,))
     return made.policy_optimizer, made.critic_optimizer
 
 

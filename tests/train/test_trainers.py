@@ -457,7 +457,9 @@ def test_a_critic_starts_as_the_reward_model_however_that_is_held(files, tmp_pat
         critic_from="reward_model",
         reward_storage=frozen_models.Storage(dtype="int8", memory="pinned_host"),
     )
-    made = rlhf_jax.train.ppo.make_models(options, pretrained.load(options.model))
+    made = rlhf_jax.train.ppo.models.make_models(
+        options, pretrained.load(options.model)
+    )
     _, expected = hf.load_reward(folder)
     assert toys.leaves_equal(made.train.critic, expected)
     for leaf in jax.tree.leaves(made.train):

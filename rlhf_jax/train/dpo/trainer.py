@@ -1,149 +1,38 @@
-"""DPO: a policy from your own preference pairs, without a reward model.
-
-    rlhf-jax dpo --model runs/sft/model --data pairs.jsonl --out runs/dpo
-    rlhf-jax dpo --model gpt2 --data pairs.jsonl --lora.rank 16 \\
-        --learning-rate 1e-4 --row-width 2048 --out runs/dpo_lora
-
---data holds {"prompt": ..., "chosen": ..., "rejected": ...} a line, or dialogues as in
-hh-rlhf that share their beginning; either may be of messages, for the tokenizer's chat
-template. The reference is --model as it starts, which should have learned answers like
-these (`rlhf-jax sft`), or --reference; with --lora.rank it is the base, shared by both.
---precompute takes its log-probs before the first update and lets it go: they, and the
-run, are those of a live reference to the bit. --row-width packs pairs into rows, where
-one text does not see another. OUT/model is a Hugging Face checkpoint, with LoRA
-OUT/adapter is one of PEFT.
-
-One device that holds the parameters in float32 five times over, four times with
---precompute (GPT-2 small: 2.4 and 2 GiB). On a model of 3.3 million parameters after 40
-updates of `rlhf-jax sft` on tiny Shakespeare, one pass over the 655 pairs of hh-rlhf
-(harmless, first 1,800; --overlong drop --blank drop) that fit into 128 tokens, in 181
-rows of 512, at a learning rate of 1e-4, takes 2 minutes of CPU time. On 73 held-out
-pairs the loss falls from 0.693 to 0.685, accuracy is 0.56 (standard error 0.06), and
-both answers become unlikelier, the rejected one more so.
-"""
+"""`rlhf-jax dpo`, from its options to the summary."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
 import optax
-import tyro
 from jax.sharding import Mesh
 
 from rlhf_jax.algorithms import dpo, state
 from rlhf_jax.algorithms.batch import PackedPreferences
-from rlhf_jax.algorithms.dpo.update import DPO, DPORecipe
+from rlhf_jax.algorithms.dpo.update import DPO
 from rlhf_jax.checkpoints import frozen_models, precomputed, pretrained
-from rlhf_jax.checkpoints.frozen_models import Storage
-from rlhf_jax.checkpoints.pretrained import Adapters, Pretrained
+from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import digests, encoding, files, packing
-from rlhf_jax.data.files import Blank
 from rlhf_jax.data.packing import PackedRow
 from rlhf_jax.devices import processes, row_sharding, sharding
-from rlhf_jax.devices.sharding import MeshOption
-from rlhf_jax.functional import checks, masked
-from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models.config import Attention, Remat
+from rlhf_jax.functional import masked
 from rlhf_jax.models.lora import init
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.runs import command_line, plots, report, run
+from rlhf_jax.runs import plots, report, run
 from rlhf_jax.runs.folder import write_summary
-from rlhf_jax.runs.run_config import RunConfig
+from rlhf_jax.train.dpo.options import Config
 
 Array = jax.Array
 Params = Any
 # The reference's log-probs of a batch, None without a reference.
 Priced = Callable[[PackedPreferences], Any]
-RECIPE = DPORecipe()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(RunConfig):
-    """The options of `rlhf-jax dpo`."""
-
-    model: str
-    """Policy to start from, a checkpoint folder or hub id."""
-    data: str
-    """Preference pairs: JSONL, or hf:NAME:SPLIT."""
-    reference: str | None = None
-    """Checkpoint folder or hub id; None is --model, as it starts."""
-    tokenizer: str | None = None
-    """Folder or hub id; None takes the one in --model."""
-    dpo: Annotated[DPORecipe, tyro.conf.arg(name="")] = RECIPE
-    """The coefficients and choices of DPO, options without a prefix."""
-    max_length: int | None = None
-    """Tokens of the longest prompt and answer; None is the context."""
-    overlong: Literal["error", "drop"] = "error"
-    """What becomes of longer pairs."""
-    blank: Blank = "error"
-    """What becomes of pairs with an answer of nothing but white space."""
-    row_width: int | None = None
-    """Tokens of a row, into which pairs are packed with both of their texts; None is a
-    row for each pair."""
-    held_out: float = 0.1
-    """Share of the pairs that measures the loss and is not trained on."""
-    num_steps: int | None = None
-    """Updates; None is one pass over the pairs."""
-    batch_size: int = 16
-    """Rows an update."""
-    learning_rate: float = 1e-6
-    """Peak, after the warm-up; falls to 0 along a cosine. 1e-4 with LoRA."""
-    warmup: float = 0.1
-    """Share of the updates over which the learning rate rises from 0."""
-    max_grad_norm: float = 1.0
-    """Gradients of a larger norm are scaled down to it."""
-    precompute: bool = False
-    """Take the reference's log-probs once, before the first update."""
-    reference_storage: Storage = frozen_models.COPY
-    """How the reference is held; with LoRA it is the base."""
-    lora: Adapters = pretrained.ALL_PARAMETERS
-    """Adapters instead of all parameters."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of activations; trained parameters stay float32."""
-    remat: Remat = "none"
-    """What of a layer a gradient computes again, to save memory."""
-    attention: Attention = "xla"
-    """Of whole sequences; cudnn is flash attention, on a GPU in bfloat16."""
-    mesh: MeshOption = sharding.ONE_DEVICE
-    """How several devices share rows and parameters."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        counts = {"num_steps": self.num_steps, "row_width": self.row_width}
-        checks.rows(batch_size=self.batch_size)
-        checks.positive(
-            learning_rate=self.learning_rate,
-            max_grad_norm=self.max_grad_norm,
-            **{name: count for name, count in counts.items() if count is not None},
-        )
-        if not 0 <= self.warmup < 1:
-            raise InputError(f"warmup: expected a share in [0, 1), got {self.warmup}")
-        adapters = self.lora.lora is not None
-        if adapters and self.reference_storage.apart:
-            raise InputError(
-                "--reference-storage: expected it where the policy lies with "
-                "--lora.rank, got memory cpu, a mesh or own_devices; the reference is "
-                "the policy's base then, which runs with it"
-            )
-        stored = self.reference_storage != frozen_models.COPY and not adapters
-        for option, given in {
-            "--reference": self.reference is not None,
-            "--precompute": self.precompute,
-            "--reference-storage": stored,
-        }.items():
-            if given and self.dpo.reference_free:
-                raise InputError(
-                    f"{option}: expected none with --reference-free, where there is no "
-                    f"reference; leave one of them out"
-                )
 
 
 def make_models(
@@ -361,14 +250,3 @@ def main(options: Config) -> None:
     }
     write_summary(job.folder, summary)
     print(f"{summary['seconds']:.0f} s; the policy is in {job.folder / 'model'}")
-
-
-def command(argv: Sequence[str] | None = None) -> None:
-    """`rlhf-jax dpo`: from a command line to a run."""
-    command_line.main(
-        main,
-        Config,
-        description=__doc__,
-        prog="rlhf-jax dpo",
-        argv=argv,
-    )

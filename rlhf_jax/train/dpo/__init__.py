@@ -1,0 +1,42 @@
+"""DPO: a policy from your own preference pairs, without a reward model.
+
+    rlhf-jax dpo --model runs/sft/model --data pairs.jsonl --out runs/dpo
+    rlhf-jax dpo --model gpt2 --data pairs.jsonl --lora.rank 16 \\
+        --learning-rate 1e-4 --row-width 2048 --out runs/dpo_lora
+
+--data holds {"prompt": ..., "chosen": ..., "rejected": ...} a line, or dialogues as in
+hh-rlhf that share their beginning; either may be of messages, for the tokenizer's chat
+template. The reference is --model as it starts, which should have learned answers like
+these (`rlhf-jax sft`), or --reference; with --lora.rank it is the base, shared by both.
+--precompute takes its log-probs before the first update and lets it go: they, and the
+run, are those of a live reference to the bit. --row-width packs pairs into rows, where
+one text does not see another. OUT/model is a Hugging Face checkpoint, with LoRA
+OUT/adapter is one of PEFT.
+
+One device that holds the parameters in float32 five times over, four times with
+--precompute (GPT-2 small: 2.4 and 2 GiB). On a model of 3.3 million parameters after 40
+updates of `rlhf-jax sft` on tiny Shakespeare, one pass over the 655 pairs of hh-rlhf
+(harmless, first 1,800; --overlong drop --blank drop) that fit into 128 tokens, in 181
+rows of 512, at a learning rate of 1e-4, takes 2 minutes of CPU time. On 73 held-out
+pairs the loss falls from 0.693 to 0.685, accuracy is 0.56 (standard error 0.06), and
+both answers become unlikelier, the rejected one more so.
+"""
+
+from collections.abc import Sequence
+
+from rlhf_jax.runs import command_line
+from rlhf_jax.train.dpo.options import Config
+from rlhf_jax.train.dpo.trainer import main
+
+__all__ = ["Config", "command", "main"]
+
+
+def command(argv: Sequence[str] | None = None) -> None:
+    """`rlhf-jax dpo`: from a command line to a run."""
+    command_line.main(
+        main,
+        Config,
+        description=__doc__,
+        prog="rlhf-jax dpo",
+        argv=argv,
+    )

@@ -1,0 +1,127 @@
+"""The options of `rlhf-jax grpo`, and published presets."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from rlhf_jax.algorithms import grpo
+from rlhf_jax.algorithms.grpo import GroupRecipe
+from rlhf_jax.devices import sharding
+from rlhf_jax.devices.sharding import MeshOption
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models.config import Attention, Remat
+from rlhf_jax.runs import run_config
+
+RECIPE = GroupRecipe(temperature=1.0)
+
+
+KL_COEF = 0.01  # with a reference, unless another is asked for
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(run_config.RunConfig):
+    """The options of `rlhf-jax grpo`."""
+
+    model: str
+    """Policy to start from, a checkpoint folder or hub id."""
+    data: str
+    """Questions to train on: JSONL, or hf:NAME:SPLIT."""
+    held_out: str
+    """Questions to measure the accuracy on."""
+    tokenizer: str | None = None
+    """Folder or hub id; None takes the one in --model."""
+    question_field: str = "question"
+    """Name of the questions."""
+    answer_field: str = "answer"
+    """Name of the worked answers, which end in #### and a number."""
+    template: str = "{question}"
+    """What a question is put to the model as."""
+    chat: bool = False
+    """Put it as a message of the user, by the tokenizer's chat template."""
+    unmarked: Literal["wrong", "last_number"] = "wrong"
+    """What becomes of an answer without ####."""
+    overlong: Literal["error", "drop"] = "drop"
+    """What becomes of questions that leave no room for the answer."""
+    reference: Literal["start", "none"] = "start"
+    """What the KL is taken to: --model as it starts, or nothing."""
+    kl_coef: float | None = None
+    """Reward units per nat of KL; None is 0.01 with a reference."""
+    grpo: Annotated[GroupRecipe, tyro.conf.arg(name="")] = RECIPE
+    """The coefficients and choices of GRPO, options without a prefix."""
+    num_steps: int = 500
+    """Iterations: a batch of answers and the updates on it."""
+    batch_size: int = 128
+    """Answers an iteration."""
+    max_new_tokens: int = 256
+    """Longest answer, tokens."""
+    learning_rate: float = 1e-6
+    """Falls to 0 linearly."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of activations; trained parameters stay float32."""
+    num_workers: int | None = None
+    """Processes that verify; None is one a processor."""
+    timeout: float = 10.0
+    """Seconds to verify an answer."""
+    stop_timeout: float = 20.0
+    """Seconds that answers and verifiers may still take after SIGTERM or Ctrl-C. Then
+    the state from before this step is saved, and the run ends."""
+    on_failure: Literal["zero", "stop"] = "zero"
+    """What becomes of an answer that could not be verified, or of the run."""
+    eval_rows: int = 256
+    """Held-out questions to answer, from the beginning; GSM8K has 1319."""
+    remat: Remat = "none"
+    """What of a layer a gradient computes again, to save memory."""
+    attention: Attention = "xla"
+    """Of whole sequences; cudnn is flash attention, on a GPU in bfloat16."""
+    mesh: MeshOption = sharding.ONE_DEVICE
+    """How several devices share rows and parameters."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.rows(batch_size=self.batch_size)
+        checks.positive(
+            num_steps=self.num_steps,
+            max_new_tokens=self.max_new_tokens,
+            learning_rate=self.learning_rate,
+            eval_rows=self.eval_rows,
+            stop_timeout=self.stop_timeout,
+        )
+        checks.non_negative(kl_coef=self.beta)
+        checks.groups(self.batch_size, group_size=self.grpo.group_size)
+        if self.reference == "none" and self.beta:
+            raise InputError(
+                f"--reference none: expected no --kl-coef, as there is nothing to take "
+                f"a KL to, got {self.beta:g}; leave one of them out"
+            )
+        if "{question}" not in self.template:
+            raise InputError(
+                f"--template: expected {{question}} where the question is to stand, "
+                f"got {self.template!r}; put it in"
+            )
+
+    @property
+    def beta(self) -> float:
+        """The KL coefficient."""
+        if self.kl_coef is not None:
+            return self.kl_coef
+        return KL_COEF if self.reference == "start" else 0.0
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "deepseekmath": {
+        "grpo": grpo.PUBLISHED,
+        "kl_coef": 0.04,
+        "batch_size": 1024,
+        "max_new_tokens": 1024,
+        "learning_rate": 1e-6,
+    },
+    "rloo": {"grpo": dataclasses.replace(grpo.RLOO, temperature=1.0)},
+    "reinforce++": {
+        "grpo": dataclasses.replace(grpo.REINFORCE_PLUS_PLUS, temperature=1.0)
+    },
+}
+"""--preset NAME: what was published, where it differs from the defaults."""

@@ -1,0 +1,109 @@
+"""The compiled programs of a run: `jax.jit` stands here."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from rlhf_jax.algorithms import grpo, self_check
+from rlhf_jax.algorithms.batch import Rollout
+from rlhf_jax.algorithms.flow import rollout, score
+from rlhf_jax.checkpoints.pretrained import Pretrained
+from rlhf_jax.data import batches
+from rlhf_jax.data.encoding import Tokens
+from rlhf_jax.data.json_lines import Row
+from rlhf_jax.devices import processes, row_sharding, sharding
+from rlhf_jax.models.generation import decode
+from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.rewards.model import Scores
+from rlhf_jax.train.grpo.options import Config
+from rlhf_jax.verification.pool import PooledReward, VerifierPool
+
+Array = jax.Array
+Params = Any
+
+
+def make_algorithm(options: Config, *, start: Pretrained) -> grpo.GRPO:
+    """What is fixed during the run."""
+    recipe = options.grpo
+    updates = options.num_steps * recipe.num_epochs * recipe.num_minibatches
+    return grpo.GRPO(
+        **vars(recipe),
+        model=start.model,
+        policy_optimizer=optax.chain(
+            optax.clip_by_global_norm(1.0),
+            optax.adam(optax.linear_schedule(options.learning_rate, 0.0, updates)),
+        ),
+        max_new_tokens=options.max_new_tokens,
+        stop_ids=start.stop_ids,
+    )
+
+
+class Programs:
+    """What is compiled, each with its parameters as arguments."""
+
+    def __init__(self, algorithm: grpo.GRPO, *, mesh: Mesh) -> None:
+        shape = {
+            "model": algorithm.model,
+            "max_new_tokens": algorithm.max_new_tokens,
+            "temperature": algorithm.temperature,
+        }
+        self._mesh = mesh
+        jit, bind, on = jax.jit, functools.partial, functools.partial(sharding.on, mesh)
+        learn = bind(on(grpo.learn), recipe=algorithm)
+        self.sample = jit(bind(on(grpo.sample), recipe=algorithm))
+        self.price = jit(bind(on(score.reference_logprobs), **shape))
+        self.learn = jit(learn, donate_argnames=("state",))
+        self.measure = jit(bind(on(self_check.measure), reference=None, **shape))
+        greedy = decode.Shaping(greedy=True)
+        stop_ids = algorithm.stop_ids
+        self.answer = jit(
+            bind(on(rollout.rollout), **shape, stop_ids=stop_ids, shaping=greedy)
+        )
+        self._seen_by_reward = bind(grpo.seen_by_reward, recipe=algorithm)
+
+    def score(
+        self, answered: Rollout, *, reference: Frozen | None, reward: PooledReward
+    ) -> tuple[Scores, Array | None]:
+        """Scores, and the reference's log-probs, taken while processes verify."""
+        mine = row_sharding.local_rows(self._seen_by_reward(answered))
+        pending = reward.submit(mine)
+        priced = None
+        if reference is not None:
+            priced = self.price(reference, rollout=answered)
+        scores = row_sharding.put_computed(pending.collect(), mesh=self._mesh)
+        return scores, priced
+
+
+def accuracy(
+    params: Params,
+    held_out: tuple[list[Row], list[Tokens]],
+    *,
+    programs: Programs,
+    pool: VerifierPool,
+    start: Pretrained,
+    options: Config,
+) -> float:
+    """Share of the held-out questions whose likeliest answer is right."""
+    rows, tokens = held_out
+    count = min(len(rows), options.eval_rows)
+    size = min(options.batch_size, count)
+    reward = pool.reward(decode=start.decode, rows=rows)
+    asked = batches.prompt_batches(
+        tokens[:count], batch_size=size, seed=0, pad_id=start.pad_id
+    )
+    key = jax.random.key(0)  # the likeliest answer needs none
+    pending = [
+        reward.submit(
+            processes.whole(programs.answer(params, prompts=asked[i], key=key))
+        )
+        for i in range(-(-count // size))
+    ]
+    # The last batch goes on with questions that the first ones held.
+    right = np.concatenate([scores.collect().total for scores in pending])[:count]
+    return float(right.mean())

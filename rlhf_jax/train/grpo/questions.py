@@ -1,0 +1,43 @@
+"""Questions as the model is asked them, with answers that a verifier can check."""
+
+from __future__ import annotations
+
+from rlhf_jax.checkpoints.pretrained import Pretrained
+from rlhf_jax.data import encoding, files, json_lines
+from rlhf_jax.data.encoding import Tokens, Written
+from rlhf_jax.data.json_lines import Row
+from rlhf_jax.roles.rewards import verifiers
+from rlhf_jax.train.grpo.options import Config
+
+
+def put(question: Written, *, options: Config) -> Written:
+    """What the model is asked; of a conversation the last message is the question."""
+    if not isinstance(question, str):
+        *before, last = question
+        text = options.template.replace("{question}", last["content"])
+        return [*before, last | {"content": text}]
+    text = options.template.replace("{question}", question)
+    return [{"role": "user", "content": text}] if options.chat else text
+
+
+def read_questions(
+    source: str, *, verifier: verifiers.Gsm8k, start: Pretrained, options: Config
+) -> tuple[list[Row], list[Tokens]]:
+    """Rows whose questions leave room for an answer, and what the model is asked.
+
+    Raises:
+      InputError: an answer has no number, or a row no question; names file and line.
+    """
+    verifiers.check_answers(json_lines.read_located(source), verifier=verifier)
+    field = options.question_field
+    rows = [
+        row | {"asked": put(row[field], options=options)}
+        for row in files.read_prompts(source, field=field)
+    ]
+    return encoding.encode_prompts(
+        start.tokenizer,
+        rows,
+        max_length=start.room(max_new_tokens=options.max_new_tokens),
+        field="asked",
+        overlong=options.overlong,
+    )

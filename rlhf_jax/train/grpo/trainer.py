@@ -1,0 +1,200 @@
+"""`rlhf-jax grpo`, from its options to the summary."""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from typing import Any
+
+import jax
+
+from rlhf_jax.algorithms import self_check, state
+from rlhf_jax.algorithms.batch import Prompts
+from rlhf_jax.algorithms.state import TrainState
+from rlhf_jax.checkpoints import pretrained
+from rlhf_jax.data import batches, digests, tokenization
+from rlhf_jax.devices import processes, row_sharding, sharding
+from rlhf_jax.functional.kl.control import fixed
+from rlhf_jax.roles.reference import frozen
+from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.rewards import verifiers
+from rlhf_jax.runs import folder, metrics, plots, run
+from rlhf_jax.train.grpo.options import Config
+from rlhf_jax.train.grpo.programs import Programs, accuracy, make_algorithm
+from rlhf_jax.train.grpo.questions import read_questions
+from rlhf_jax.verification.pool import PooledReward, VerifierPool
+
+Array = jax.Array
+Params = Any
+
+
+SAMPLE_EVERY = 10  # iterations between rows of samples.jsonl
+
+
+SHOWN = 4  # responses in samples.jsonl each time
+
+
+def rehearse(
+    train: TrainState,
+    reference: Frozen | None,
+    programs: Programs,
+    *,
+    prompts: Prompts,
+    reward: PooledReward,
+    key: Array,
+    options: Config,
+) -> None:
+    """The first iteration up to its update, before there is a run folder."""
+    answered = programs.sample(train.policy, prompts=prompts, key=key)
+    scores, priced = programs.score(answered, reference=reference, reward=reward)
+    batch = {"rollout": answered, "scores": scores.total, "ref_logprobs": priced}
+    jax.eval_shape(programs.learn, train, **batch, reference=reference, key=key)
+    measured = programs.measure(train.policy, rollout=answered, ref_logprobs=priced)
+    self_check.require(
+        processes.whole(measured),
+        tolerance=self_check.TOLERANCE[options.dtype],
+        expect_equal=True,
+    )
+
+
+def improve(
+    stage: run.Stage,
+    programs: Programs,
+    *,
+    prompts: batches.Batches[Prompts],
+    reward: PooledReward,
+    options: Config,
+) -> Params:
+    """GRPO: right answers, less kl_coef · KL to the reference; returns the policy."""
+    train, reference = stage.state["train"], stage.state["reference"]
+    for step in stage.steps():
+        key = jax.random.fold_in(stage.state["root_key"], step)
+        answered = programs.sample(train.policy, prompts=prompts[step], key=key)
+        with stage.user_code():
+            scores, priced = programs.score(
+                answered, reference=reference, reward=reward
+            )
+        train, stats, _ = programs.learn(
+            train,
+            rollout=answered,
+            scores=scores,
+            # Run again there only for exact KL, which needs its hidden states.
+            reference=reference if options.grpo.penalty.needs_logits else None,
+            ref_logprobs=priced,
+            key=key,
+        )
+        stage.state["train"] = train
+        samples = []
+        if step % SAMPLE_EVERY == 0:
+            mine, totals = row_sharding.local_rows((answered, scores.total))
+            shown = jax.tree.map(lambda leaf: leaf[:SHOWN], mine)
+            samples = [
+                {"question": question, "answer": answer, "score": float(found)}
+                for (question, answer), found in zip(
+                    tokenization.texts(shown, decode=reward.decode),
+                    totals[:SHOWN],
+                    strict=True,
+                )
+            ]
+        stage.end_step(step, stats, samples)
+    return train.policy
+
+
+def main(options: Config) -> None:
+    """Runs `rlhf-jax grpo` with its options."""
+    started = time.perf_counter()
+    mesh = options.mesh.make()
+    verifier = verifiers.Gsm8k(options.answer_field, options.unmarked)
+    start = pretrained.load(
+        options.model,
+        tokenizer=options.tokenizer,
+        dtype=options.dtype,
+        remat=options.remat,
+        attention=options.attention,
+        sharding=functools.partial(sharding.shardings, mesh=mesh),
+    )
+    algorithm = make_algorithm(options, start=start)
+    (rows, tokens), held_out = (
+        read_questions(source, verifier=verifier, start=start, options=options)
+        for source in (options.data, options.held_out)
+    )
+    processes.agree("the questions", json.dumps([rows, tokens, held_out]))
+    prompts = batches.prompt_batches(
+        tokens,
+        batch_size=options.batch_size,
+        samples_per_prompt=algorithm.group_size,
+        seed=options.seed,
+        pad_id=start.pad_id,
+        share=row_sharding.row_share(mesh),
+    ).map(lambda batch: row_sharding.put_rows(batch, mesh=mesh))
+    reference = None if options.reference == "none" else frozen.freeze(start.params)
+    train = state.grpo_state(
+        policy=start.params,
+        policy_optimizer=algorithm.policy_optimizer,
+        kl=fixed(options.beta),
+    )
+    start = start._replace(params=None)  # the first update takes them
+    # All of it, or `jit` would compile everything again after a step.
+    train = sharding.place(train, mesh=mesh)
+    key = sharding.place(jax.random.key(options.seed), mesh=mesh)
+    programs = Programs(algorithm, mesh=mesh)
+    with VerifierPool(
+        verifier,
+        num_workers=options.num_workers,
+        timeout=options.timeout,
+        on_failure=options.on_failure,
+    ) as pool:
+        reward = pool.reward(decode=start.decode, rows=rows)
+        measure = functools.partial(
+            accuracy,
+            held_out=held_out,
+            programs=programs,
+            pool=pool,
+            start=start,
+            options=options,
+        )
+        rehearse(
+            train,
+            reference,
+            programs,
+            prompts=prompts[0],
+            reward=reward,
+            key=jax.random.fold_in(key, 0),
+            options=options,
+        )
+        before = measure(train.policy)
+        meta = {
+            "data_digest": digests.of_tokens(tokens),
+            "rows_digest": digests.of_rows(rows),  # with the answers
+        }
+        held = {"train": train, "reference": reference, "root_key": key}
+        with (
+            run.Run(
+                options,
+                num_steps={"grpo": options.num_steps},
+                stop_timeout=options.stop_timeout,
+            ) as job,
+            job.stage("grpo", held, meta=meta) as stage,
+        ):
+            trained = improve(
+                stage, programs, prompts=prompts, reward=reward, options=options
+            )
+        after = measure(trained)
+    if reference is not None:
+        frozen.verify(reference)
+    pretrained.save(
+        job.folder, trained, start=start, base=None, lora=None, name=options.model
+    )
+    first, *_, last = metrics.read(job.folder / "metrics.jsonl") * 2
+    summary: dict[str, Any] = {
+        "accuracy_before": before,
+        "accuracy_after": after,
+        "score_first": first["objective/scores"],
+        "score_last": last["objective/scores"],
+        "kl_last": last.get("objective/kl"),
+        "seconds": time.perf_counter() - started,
+    }
+    plots.draw(job.folder)
+    folder.write_summary(job.folder, summary)
+    print(f"accuracy {before:.3f} before, {after:.3f} after; {job.folder / 'model'}")

@@ -1,0 +1,206 @@
+"""The rehearsal, and the loop over iterations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from rlhf_jax.algorithms import ppo, self_check
+from rlhf_jax.algorithms.batch import Prompts, Rollout, Sequences
+from rlhf_jax.checkpoints.pretrained import Pretrained
+from rlhf_jax.data import tokenization
+from rlhf_jax.data.batches import Batches
+from rlhf_jax.devices import processes, row_sharding
+from rlhf_jax.functional.masked import Stats
+from rlhf_jax.roles import rewards
+from rlhf_jax.roles.reference import drift, lifecycle
+from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.rewards.model import Scores
+from rlhf_jax.runs import (
+    run,
+)
+from rlhf_jax.train.judge import Judge
+from rlhf_jax.train.ppo.models import Models, rounding_of
+from rlhf_jax.train.ppo.options import Config
+from rlhf_jax.train.ppo.programs import Programs
+
+Array = jax.Array
+Params = Any
+
+
+def rehearse(
+    models: Models,
+    programs: Programs,
+    *,
+    prompts: Prompts,
+    ptx: Batches[Sequences] | None,
+    reward: ppo.Reward,
+    judge: Judge | None,
+    key: Array,
+    options: Config,
+) -> None:
+    """The first iteration up to its update, before there is a run folder.
+
+    A reward function that fails is told now, and so is whatever does not fit together.
+    """
+    train, base, reference = models.train, models.base, models.reference
+    answered = programs.sample(train.policy, prompts=prompts, key=key)
+    seen = ppo.seen_by_reward(answered, recipe=models.algorithm)
+    scores = reward(seen)
+    if judge is not None:
+        judge(seen)
+    priced = None if reference is None else programs.price(reference, answered)
+    values = None
+    if models.critic is not None:
+        values = programs.values(train, models.critic, answered)
+    jax.eval_shape(
+        programs.learn,
+        train,
+        models.critic,
+        answered=answered,
+        scores=scores,
+        reference=reference,
+        ref_logprobs=priced,
+        values=values,
+        key=key,
+        ptx=None if ptx is None else ptx[0],
+    )
+    measured = programs.measure(
+        train.policy, rollout=answered, ref_logprobs=priced, base=base
+    )
+    self_check.require(
+        processes.whole(measured),
+        tolerance=self_check.TOLERANCE[options.dtype],
+        storage_tolerance=rounding_of(models, options),
+        expect_equal=options.reference is None,
+    )
+
+
+def sample_rows(
+    answered: Rollout, scores: Array | Scores, *, policy: Pretrained, count: int
+) -> list[dict[str, Any]]:
+    """The first answers of a batch, for samples.jsonl."""
+    answered, total = row_sharding.local_rows(
+        (answered, rewards.scores_of(scores).total)
+    )
+    shown = jax.tree.map(lambda leaf: leaf[:count], answered)
+    return [
+        {"row": int(row), "prompt": prompt, "response": response, "score": float(score)}
+        for row, score, (prompt, response) in zip(
+            shown.index,
+            total[:count],
+            tokenization.texts(shown, decode=policy.decode),
+            strict=True,
+        )
+    ]
+
+
+def improve(
+    models: Models,
+    programs: Programs,
+    *,
+    reward: ppo.Reward,
+    judge: Judge | None,
+    texts: dict[str, Sequences],
+    prompts: Batches[Prompts],
+    ptx: Batches[Sequences] | None,
+    key: Array,
+    job: run.Run,
+    meta: dict[str, str],
+    policy: Pretrained,
+    options: Config,
+) -> tuple[Params, Frozen | None]:
+    """PPO, score - kl_coef · KL to the reference; policy and reference at the end."""
+    base, reference = models.base, models.reference
+    held: dict[str, Any] = {"train": models.train, "root_key": key}
+    if models.critic is not None:
+        held["critic"] = models.critic
+    beside = {} if models.reward is None else {"reward": models.reward.frozen}
+    if base is not None:
+        beside["base"] = base
+    if models.critic_devices is not None and models.critic_devices.base is not None:
+        beside["critic_base"] = models.critic_devices.base
+    if reference is not None and reference is not base:
+        held["reference"] = reference
+    if models.sampling is not None:  # the answers to learn from next
+        held["rollout"] = programs.sample(
+            models.train.policy, prompts=prompts[0], key=jax.random.fold_in(key, 0)
+        )
+    moving = ("reference",) if options.lifecycle.moves else ()
+    with job.stage("ppo", held, meta=meta, beside=beside, moving=moving) as stage:
+        train, critic = stage.state["train"], stage.state.get("critic")
+        reference = stage.state.get("reference", base)
+        if models.reference is None:
+            reference = None
+        for step in stage.steps():
+            step_key = jax.random.fold_in(key, step)
+            if models.sampling is None:
+                answered = programs.sample(
+                    train.policy, prompts=prompts[step], key=step_key
+                )
+            else:
+                answered = stage.state["rollout"]
+            shown = ppo.seen_by_reward(answered, recipe=models.algorithm)
+            priced, values = None, None
+            if reference is not None and options.lifecycle.prices(step):
+                priced = programs.price(reference, answered)
+            if models.reward is None or critic is not None:  # beside what comes next
+                values = programs.values(train, critic, answered)
+            more = step + 1 < options.num_steps
+            if models.sampling is not None and more:  # beside the rest of this step
+                stage.state["rollout"] = programs.sample(
+                    train.policy,
+                    prompts=prompts[step + 1],
+                    key=jax.random.fold_in(key, step + 1),
+                )
+            seen = {}
+            with stage.user_code():
+                scores = reward(shown)
+                if step % options.eval_every == 0:
+                    seen = look(programs, train.policy, texts, base, judge, shown)
+            train, critic, stats, scored = programs.learn(
+                train,
+                critic,
+                answered=answered,
+                scores=scores,
+                reference=None if priced is None else reference,
+                ref_logprobs=priced,
+                values=values,
+                key=step_key,
+                ptx=None if ptx is None else ptx[step],
+            )
+            stage.state["train"] = train
+            if critic is not None:
+                stage.state["critic"] = critic
+            stats |= seen
+            if reference is not None and step % options.drift_every == 0:
+                stats |= drift.stats(programs.drift(train.policy, reference))
+            samples, positions = [], None
+            if step % options.sample_every == 0:
+                samples = sample_rows(
+                    shown, scores, policy=policy, count=options.num_shown
+                )
+                positions = None if priced is None else programs.positions(scored)
+            if reference is not None and options.lifecycle.moves:
+                reference = lifecycle.after_step(
+                    reference, train.policy, step=step, lifecycle=options.lifecycle
+                )
+                stage.state["reference"] = reference
+            stage.end_step(step, stats, samples, positions=positions)
+    return train.policy, reference
+
+
+def look(
+    programs: Programs,
+    policy: Params,
+    texts: dict[str, Sequences],
+    base: Frozen | None,
+    judge: Judge | None,
+    answered: Rollout,
+) -> Stats:
+    """What is watched and not trained on: fixed texts, and a judge of the answers."""
+    stats = programs.evaluate(policy, texts, base)
+    if judge is not None:
+        stats |= judge(answered)
+    return stats

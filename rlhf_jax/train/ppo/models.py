@@ -1,0 +1,191 @@
+"""Policy, critic, reference and reward model of a run, each where it is to be."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from rlhf_jax.algorithms import optimizers, ppo, self_check, state
+from rlhf_jax.algorithms.state import SupervisedState, TrainState
+from rlhf_jax.checkpoints import frozen_models, hf
+from rlhf_jax.checkpoints.frozen_models import RewardModel
+from rlhf_jax.checkpoints.pretrained import Pretrained
+from rlhf_jax.devices import sharding
+from rlhf_jax.devices.critic_devices import CriticDevices
+from rlhf_jax.devices.sharding import MeshShape
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.lora import init
+from rlhf_jax.roles import critic
+from rlhf_jax.roles.reference import frozen
+from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.train.ppo.options import Config
+
+ADAPTERS = 2**32 - 1  # folded into the root key where a step is, which none reaches
+
+
+class Models(NamedTuple):
+    """What is held during the run."""
+
+    mesh: Mesh  # that all lies on but what has devices of its own
+    sampling: Mesh | None  # the devices that sample, if they are others
+    algorithm: ppo.PPO
+    train: TrainState  # without a critic where it has devices of its own
+    critic: SupervisedState | None  # there
+    critic_devices: CriticDevices | None
+    base: Frozen | None  # that policy and critic adapt, with LoRA
+    reference: Frozen | None
+    reward: RewardModel | None
+
+    @property
+    def adapters_are_the_reference(self) -> bool:
+        """The reference is adapters over the base, as it is to be reset."""
+        return self.base is not None and self.algorithm.lifecycle.moves
+
+
+def mesh_of(options: Config) -> Mesh:
+    """What all lies on but what has devices of its own."""
+    storages = (options.reference_storage, options.reward_storage)
+    meshes = (options.sampling_mesh, options.critic_mesh)
+    taken = [storage.num_own for storage in storages]
+    taken += [mesh.size for mesh in meshes if mesh is not None]
+    return frozen_models.policy_mesh(options.mesh, taken=max(taken))
+
+
+def last_devices(shape: MeshShape | None) -> Mesh | None:
+    """The mesh of what has devices of its own; None where there is no shape."""
+    return None if shape is None else shape.make(jax.devices()[-shape.size :])
+
+
+def make_models(options: Config, policy: Pretrained) -> Models:
+    """Policy and critic to train, reference and reward model frozen."""
+    lora, model, reward = options.lora.lora, policy.model, None
+    mesh = mesh_of(options)
+    over = functools.partial(sharding.shardings, mesh=mesh)
+    if options.reward_model is not None:
+        reward = frozen_models.load_reward_model(
+            options.reward_model,
+            policy=policy,
+            storage=options.reward_storage,
+            sharding=over,
+        )
+    there = last_devices(options.critic_mesh)
+    over_critic = functools.partial(
+        sharding.shardings, mesh=mesh if there is None else there
+    )
+    base, critic_model = None, model
+    if lora is not None:
+        base = options.reference_storage.freeze(policy.params)
+        policy_key, critic_key = jax.random.split(
+            jax.random.fold_in(jax.random.key(options.seed), ADAPTERS)
+        )
+        trained = init(policy_key, model=model, lora=lora)
+        valued = (
+            critic.on_policy_trunk(model=model)
+            if options.ppo.shared_trunk
+            else critic.from_base(critic_key, model=model, lora=lora)
+        )
+    elif options.ppo.shared_trunk:
+        trained, valued = policy.params, critic.on_policy_trunk(model=model)
+    elif options.critic_from == "policy":
+        trained = policy.params
+        seen = trained if there is None else sharding.place(trained, mesh=there)
+        valued = critic.from_policy(seen, model=model)
+    else:
+        assert options.reward_model is not None  # checked by Config
+        assert reward is not None  # of it
+        # Read again: what is frozen may be rounded, or be on the host.
+        _, valued = hf.load_reward(
+            options.reward_model, dtype="float32", sharding=over_critic
+        )
+        trained, critic_model = policy.params, reward.model
+    algorithm = make_ppo(
+        options, model=model, critic_model=critic_model, stop_ids=policy.stop_ids
+    )
+    reference = None
+    if options.measure_kl and base is not None and options.reference is None:
+        reference = frozen.freeze(trained) if options.lifecycle.moves else base
+    elif options.measure_kl:
+        reference = frozen_models.load_reference(
+            options.reference,
+            policy=policy,
+            storage=options.reference_storage,
+            sharding=over,
+        )
+    kl = options.kl_control.controller(options.kl_coef, num_steps=options.num_steps)
+    devices, critic_state = None, None
+    if there is None:
+        train = state.ppo_state(
+            policy=trained,
+            critic=valued,
+            policy_optimizer=algorithm.policy_optimizer,
+            critic_optimizer=algorithm.critic_optimizer,
+            kl=kl,
+        )
+    else:
+        train = state.grpo_state(
+            policy=trained, policy_optimizer=algorithm.policy_optimizer, kl=kl
+        )
+        devices = CriticDevices(recipe=algorithm, mesh=there, home=mesh, base=base)
+        critic_state = devices.state_of(valued)
+    # All of it, as what comes back from a frozen model is on the mesh: a state that is
+    # not would be after its first step, and `jit` would compile everything again.
+    train = sharding.place(train, mesh=mesh)
+    return Models(
+        mesh,
+        last_devices(options.sampling_mesh),
+        algorithm,
+        train,
+        critic_state,
+        devices,
+        base,
+        reference,
+        reward,
+    )
+
+
+def make_ppo(
+    options: Config,
+    *,
+    model: ModelConfig,
+    critic_model: ModelConfig,
+    stop_ids: tuple[int, ...],
+) -> ppo.PPO:
+    """What is fixed during the run."""
+    recipe = options.ppo
+    updates = recipe.num_epochs * recipe.num_minibatches  # an iteration
+
+    def adam(learning_rate: float, iterations: int) -> optax.GradientTransformation:
+        schedule = optax.linear_schedule(learning_rate, 0.0, iterations * updates)
+        optimizer = optimizers.adam(
+            schedule, eps=1e-5, style=options.adam, mu_dtype=options.adam_mu_dtype
+        )
+        if options.max_grad_norm is None:
+            return optimizer
+        clip = optax.clip_by_global_norm(options.max_grad_norm)
+        return optax.chain(clip, optimizer)
+
+    return ppo.PPO(
+        **vars(recipe),
+        model=model,
+        critic_model=critic_model,
+        policy_optimizer=adam(
+            options.policy_learning_rate, options.num_steps - recipe.critic_warmup
+        ),
+        critic_optimizer=adam(options.critic_learning_rate, options.num_steps),
+        max_new_tokens=options.max_new_tokens,
+        stop_ids=stop_ids,
+        lifecycle=options.lifecycle,
+        lora=options.lora.lora,
+    )
+
+
+def rounding_of(models: Models, options: Config) -> float:
+    """How far the reference may be from the policy it is a copy of, nats per token."""
+    dtype = options.reference_storage.dtype
+    if models.base is not None or dtype == "float32":
+        return 0.0  # under LoRA the two are rounded alike
+    return self_check.TOLERANCE[dtype]

@@ -1,0 +1,285 @@
+"""The options of `rlhf-jax ppo`, what does not fit together, and published presets."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from rlhf_jax.algorithms import optimizers
+from rlhf_jax.algorithms.ppo.recipe import N_PLUS, OPENAI_2019, Recipe
+from rlhf_jax.checkpoints import frozen_models, pretrained
+from rlhf_jax.checkpoints.frozen_models import Storage
+from rlhf_jax.checkpoints.pretrained import Adapters
+from rlhf_jax.devices import sharding
+from rlhf_jax.devices.sharding import MeshOption
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.kl.control import CONSTANT, Control
+from rlhf_jax.functional.kl.penalty import IN_REWARD
+from rlhf_jax.models.config import Attention, Remat
+from rlhf_jax.roles.reference import lifecycle
+from rlhf_jax.roles.reference.lifecycle import Lifecycle
+from rlhf_jax.runs import (
+    alarms,
+    run_config,
+)
+from rlhf_jax.runs.alarms import Limits
+
+RECIPE = Recipe(num_minibatches=4)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(run_config.RunConfig):
+    """The options of `rlhf-jax ppo`."""
+
+    model: str
+    """Policy to start from, a checkpoint folder or hub id."""
+    prompts: str
+    """JSONL, .txt, or hf:NAME:SPLIT."""
+    reward: str | None = None
+    """Python function of texts, module:function; or give --reward-model."""
+    reward_model: str | None = None
+    """Checkpoint folder or hub id of a reward model; or give --reward."""
+    reference: str | None = None
+    """Checkpoint that the KL is taken to; None is --model, as it starts."""
+    tokenizer: str | None = None
+    """Folder or hub id; None takes the one in --model."""
+    prompt_field: str = "prompt"
+    """Name of the prompts in --prompts."""
+    overlong: Literal["error", "drop"] = "error"
+    """What becomes of prompts that leave no room for the response."""
+    buckets: tuple[int, ...] | None = None
+    """Widths a batch of prompts may be padded to, tokens; None is the longest."""
+    num_steps: int = 200
+    """Iterations: a batch of answers and the updates on it."""
+    batch_size: int = 64
+    """Answers an iteration."""
+    max_new_tokens: int = 48
+    """Longest response, tokens."""
+    kl_coef: float = 0.05
+    """Reward units per nat of KL to the reference; 0 still measures it."""
+    kl_control: Control = CONSTANT
+    """What becomes of kl_coef during the run."""
+    ppo: Annotated[Recipe, tyro.conf.arg(name="")] = RECIPE
+    """The coefficients and choices of PPO, options without a prefix."""
+    ptx: str | None = None
+    """Text or demonstrations mixed in with --ptx-coef."""
+    ptx_batch_size: int = 16
+    """Rows of --ptx an iteration."""
+    ptx_max_length: int | None = None
+    """Longest row of --ptx, tokens; None is the model's context."""
+    policy_learning_rate: float = 3e-6
+    """Falls to 0 linearly."""
+    critic_learning_rate: float = 1e-5
+    """Falls to 0 linearly."""
+    max_grad_norm: float | None = 1.0
+    """Gradients of a larger norm are scaled down to it, policy and critic apart; None
+    leaves them."""
+    adam: optimizers.Style = "standard"
+    """Where Adam's eps stands: outside the bias correction in "tf" (OAI)."""
+    adam_mu_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of Adam's first moment, 2 bytes a parameter less in bfloat16."""
+    critic_from: Literal["policy", "reward_model"] = "policy"
+    """Whose trunk the critic starts with; values start at 0 from the policy."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of activations; trained parameters stay float32."""
+    reference_storage: Storage = frozen_models.COPY
+    """How the reference is held; with LoRA it is the base."""
+    reward_storage: Storage = frozen_models.COPY
+    """How the reward model is held."""
+    lifecycle: Lifecycle = lifecycle.FROZEN
+    """What becomes of the reference during the run."""
+    measure_kl: bool = True
+    """Off, with kl_coef 0, there is no reference: never loaded, never run."""
+    lora: Adapters = pretrained.ALL_PARAMETERS
+    """Adapters instead of all parameters."""
+    remat: Remat = "none"
+    """What of a layer a gradient computes again, to save memory."""
+    attention: Attention = "xla"
+    """Of whole sequences; cudnn is flash attention, on a GPU in bfloat16."""
+    mesh: MeshOption = sharding.ONE_DEVICE
+    """How several devices share rows and parameters."""
+    check_memory: bool = True
+    """Refuse what cannot fit, before weights are read."""
+    sampling_mesh: MeshOption | None = None
+    """The last devices, which --mesh leaves free: they draw the next answers while
+    these are learned from, one step off-policy. None samples where it learns."""
+    critic_mesh: MeshOption | None = None
+    """The last devices, which --mesh leaves free: the critic is held and trained there,
+    beside the policy. None holds both where the policy is."""
+    sample_every: int = 10
+    """Iterations between rows of samples.jsonl."""
+    num_shown: int = 4
+    """Answers in samples.jsonl each time."""
+    drift_every: int = 1
+    """Iterations between measurements of the weight drift."""
+    held_out: str | None = None
+    """Text or demonstrations like those of SFT; its perplexity shows forgetting."""
+    out_of_domain: str | None = None
+    """Text of another kind; its perplexity shows the alignment tax."""
+    judge: str | None = None
+    """A second reward that is not trained on, module:function; shows reward hacking."""
+    judge_failure: Literal["stop", "warn"] = "stop"
+    """What a judge that fails does to the run; warn leaves that judge/score out."""
+    stop_timeout: float = 20.0
+    """Seconds that answers, reward and judge may still take after SIGTERM or Ctrl-C.
+    Then the state from before this step is saved, and the run ends."""
+    eval_every: int = 10
+    """Iterations between looks at held_out, out_of_domain and judge."""
+    eval_rows: int = 64
+    """Rows of each text to look at."""
+    alarms: Limits = alarms.LIMITS
+    """When to ask for a look."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.reward is None) == (self.reward_model is None):
+            got = "neither" if self.reward is None else "both"
+            raise InputError(f"expected one of --reward and --reward-model, got {got}")
+        if self.judge is None and self.judge_failure != "stop":
+            raise InputError(
+                f"--judge-failure {self.judge_failure}: expected a --judge that may "
+                f"fail, got none; name one, or leave it out"
+            )
+        if self.critic_from == "reward_model" and self.reward_model is None:
+            raise InputError(
+                "--critic-from reward_model: expected a --reward-model to start from, "
+                "got a Python reward; start the critic from the policy"
+            )
+        checks.rows(batch_size=self.batch_size)
+        checks.positive(
+            num_steps=self.num_steps,
+            policy_learning_rate=self.policy_learning_rate,
+            critic_learning_rate=self.critic_learning_rate,
+            sample_every=self.sample_every,
+            drift_every=self.drift_every,
+            eval_every=self.eval_every,
+            eval_rows=self.eval_rows,
+            stop_timeout=self.stop_timeout,
+        )
+        checks.non_negative(kl_coef=self.kl_coef, num_shown=self.num_shown)
+        if self.max_grad_norm is not None:
+            checks.positive(max_grad_norm=self.max_grad_norm)
+        self.kl_control.controller(self.kl_coef, num_steps=self.num_steps)  # or raises
+        if not self.measure_kl and (
+            self.kl_coef
+            or self.kl_control != CONSTANT
+            or self.reference is not None
+            or self.lifecycle != lifecycle.FROZEN
+            or self.ppo.penalty != IN_REWARD
+        ):
+            raise InputError(
+                "--no-measure-kl: expected --kl-coef 0 and neither --kl-control, "
+                "--reference, --penalty nor a lifecycle, as there is no reference "
+                "then; leave one or the other out"
+            )
+        if self.ppo.penalty.placement is None and (
+            self.kl_coef or self.kl_control != CONSTANT
+        ):
+            raise InputError(
+                f"--penalty.placement None: expected --kl-coef 0 and no --kl-control, "
+                f"as the KL is measured then and acts nowhere, got {self.kl_coef:g} "
+                f"and {self.kl_control.kind}; place the penalty, or leave them out"
+            )
+        if self.ppo.critic_warmup >= self.num_steps:
+            raise InputError(
+                f"--critic-warmup: expected less than the {self.num_steps} of "
+                f"--num-steps, got {self.ppo.critic_warmup}; the policy would never "
+                f"learn"
+            )
+        if (self.ptx is None) != (self.ppo.ptx_coef == 0):
+            raise InputError(
+                f"expected --ptx and --ptx-coef together, got {self.ptx} and "
+                f"{self.ppo.ptx_coef:g}; give both, or neither"
+            )
+        if self.ppo.shared_trunk and self.critic_from != "policy":
+            raise InputError(
+                f"--critic-from: expected policy with --shared-trunk, where the critic "
+                f"is a head on the policy, got {self.critic_from}; leave one of them "
+                f"out"
+            )
+        if self.sampling_mesh is not None and (self.buckets or self.ppo.reprice):
+            raise InputError(
+                "--sampling-mesh: expected neither --buckets, as a snapshot holds the "
+                "next answers, nor --reprice, which would take the older policy that "
+                "drew them for this one; leave it out, or them"
+            )
+        if self.critic_mesh is not None:
+            try:
+                self.ppo.refuse_critic_apart()
+            except InputError as error:
+                raise InputError(f"--critic-mesh: {error}") from None
+        if self.ppo.penalty.needs_logits and self.reference_storage.apart:
+            raise InputError(
+                "--reference-storage: expected it where the policy lies for exact KL, "
+                "which needs the hidden states of both in one program, got memory cpu, "
+                "a mesh or own_devices; leave it out, or choose k1, k2 or k3"
+            )
+        if not self.measure_kl and self.lora.lora is None:
+            _refuse_unused("--reference-storage", self.reference_storage)
+        if self.reward_model is None:
+            _refuse_unused("--reward-storage", self.reward_storage)
+        if self.lora.lora is not None:
+            self.lifecycle.refuse_mixing_adapters()
+            if self.ppo.penalty.needs_logits and self.lifecycle.moves:
+                raise InputError(
+                    "--penalty: expected k1, k2 or k3 with --lora.rank and a lifecycle "
+                    "that moves the reference, got exact KL; leave one of them out"
+                )
+            if self.reference_storage.apart:
+                raise InputError(
+                    "--reference-storage: expected it where the policy lies with "
+                    "--lora.rank, got memory cpu, a mesh or own_devices; the reference "
+                    "is the policy's base then, which runs with it"
+                )
+            if self.reference is not None and self.lifecycle.moves:
+                raise InputError(
+                    "--reference: expected none with --lora.rank and a lifecycle, as a "
+                    f"reset makes the reference adapters of the base, got "
+                    f"{self.reference}; leave one of them out"
+                )
+            if self.critic_from == "reward_model":
+                raise InputError(
+                    "--critic-from: expected policy with --lora.rank, got reward_model;"
+                    " the critic's adapters are over the policy's base"
+                )
+
+
+def _refuse_unused(option: str, given: Storage) -> None:
+    if given != frozen_models.COPY:
+        raise InputError(
+            f"{option}: expected none where no such model is held, got {given}; leave "
+            f"it out"
+        )
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "openai-2019": {
+        "ppo": OPENAI_2019,
+        "kl_coef": 0.15,
+        "kl_control": Control(
+            kind="adaptive", target=6.0, unit="response", horizon=10_000
+        ),
+        "adam": "tf",
+        "num_steps": 1954,
+        "max_new_tokens": 24,
+        "batch_size": 512,
+        "policy_learning_rate": 1e-5,
+        "critic_learning_rate": 1e-5,
+        "max_grad_norm": None,
+    },
+    "n-plus": {
+        "ppo": N_PLUS,
+        "kl_coef": 0.05,
+        "critic_from": "reward_model",
+        "num_steps": 1953,
+        "max_new_tokens": 53,
+        "batch_size": 512,
+        "policy_learning_rate": 3e-6,
+        "critic_learning_rate": 3e-6,
+        "max_grad_norm": None,
+    },
+}
+"""--preset NAME: what the published runs set, where it differs from the defaults."""

@@ -1,0 +1,178 @@
+"""The compiled programs of a run: `jax.jit` stands here."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+
+from rlhf_jax.algorithms import evaluation, ppo, self_check
+from rlhf_jax.algorithms.batch import Prompts, Rollout, Scored, Sequences
+from rlhf_jax.algorithms.flow import objective, score
+from rlhf_jax.algorithms.state import SupervisedState, TrainState
+from rlhf_jax.checkpoints import frozen_models
+from rlhf_jax.devices import row_sharding, sharding
+from rlhf_jax.functional.masked import Stats
+from rlhf_jax.models.lora import merge
+from rlhf_jax.roles import adapted
+from rlhf_jax.roles.reference import drift, frozen
+from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.rewards.model import Scores
+from rlhf_jax.train.ppo.models import Models
+
+Array = jax.Array
+Params = Any
+
+
+class Programs:
+    """What is compiled: a program an arrow, each with its parameters as arguments."""
+
+    def __init__(self, models: Models) -> None:
+        algorithm = models.algorithm
+        shape = {
+            "model": algorithm.model,
+            "max_new_tokens": algorithm.max_new_tokens,
+            "temperature": algorithm.temperature,
+        }
+        on, mesh = functools.partial(sharding.on, models.mesh), models.mesh
+        self._models = models
+        self._lora = algorithm.lora if models.adapters_are_the_reference else None
+        self._base = models.base if models.adapters_are_the_reference else None
+        self._sampling = mesh if models.sampling is None else models.sampling
+        self._sample = jax.jit(
+            functools.partial(sharding.on(self._sampling, ppo.sample), recipe=algorithm)
+        )
+        self._sampling_base = models.base
+        if models.base is not None and models.sampling is not None:
+            self._sampling_base = sharding.place(models.base, mesh=models.sampling)
+        self._values = jax.jit(functools.partial(on(ppo.values), recipe=algorithm))
+        donated = functools.partial(jax.jit, donate_argnames=("state",))
+        self._learn = donated(functools.partial(on(ppo.learn), recipe=algorithm))
+        self._make_experience = donated(
+            functools.partial(on(ppo.make_experience), recipe=algorithm)
+        )
+        self._update = donated(
+            functools.partial(on(ppo.update), recipe=algorithm, critic_apart=True)
+        )
+        self._shuffle_key = jax.jit(ppo.shuffle_key)
+        self.measure = jax.jit(
+            functools.partial(
+                on(self_check.measure), reference=None, lora=algorithm.lora, **shape
+            )
+        )
+        self.positions = jax.jit(
+            functools.partial(
+                objective.kl_by_position, max_new_tokens=algorithm.max_new_tokens
+            )
+        )
+        self.evaluate = jax.jit(
+            on(
+                lambda policy, texts, base: evaluation.text_stats(
+                    adapted.params(policy, base=base, lora=algorithm.lora),
+                    texts,
+                    model=algorithm.model,
+                )
+            )
+        )
+        if models.reference is not None:  # it may lie elsewhere
+            on = functools.partial(sharding.on, frozen.mesh_of(models.reference))
+        self._price = jax.jit(
+            functools.partial(on(score.reference_logprobs), lora=self._lora, **shape)
+        )
+        self._drift = jax.jit(self._drift_of)
+
+    def _inside(self, reference: Frozen | None) -> Frozen | None:
+        """The reference where `learn` runs it again, for exact KL; else None."""
+        return reference if self._models.algorithm.penalty.needs_logits else None
+
+    def sample(self, policy: Params, *, prompts: Prompts, key: Array) -> Rollout:
+        """Answers where the devices that sample are, brought to where it is learned.
+
+        Asynchronous: what is dispatched next on other devices runs beside it.
+        """
+        if self._models.sampling is None:
+            return self._sample(
+                policy, prompts=prompts, key=key, base=self._sampling_base
+            )
+        policy, key = sharding.place((policy, key), mesh=self._sampling)
+        prompts = row_sharding.put_rows(prompts, mesh=self._sampling)
+        answered = self._sample(
+            policy, prompts=prompts, key=key, base=self._sampling_base
+        )
+        return row_sharding.put_rows(answered, mesh=self._models.mesh)
+
+    def values(
+        self, train: TrainState, critic: SupervisedState | None, answered: Rollout
+    ) -> Array:
+        """The critic's values, taken where the critic is held."""
+        if critic is None:
+            return self._values(train, rollout=answered, base=self._models.base)
+        assert self._models.critic_devices is not None  # as it has them
+        return self._models.critic_devices.values(critic, rollout=answered)
+
+    def learn(
+        self,
+        train: TrainState,
+        critic: SupervisedState | None,
+        *,
+        answered: Rollout,
+        scores: Array | Scores,
+        reference: Frozen | None,
+        ref_logprobs: Array | None,
+        values: Array | None,
+        key: Array,
+        ptx: Sequences | None,
+    ) -> tuple[TrainState, SupervisedState | None, Stats, Scored]:
+        """`ppo.learn`; the critic's update beside it where the critic is held apart."""
+        base, reference = self._models.base, self._inside(reference)
+        seen = {
+            "rollout": answered,
+            "scores": scores,
+            "reference": reference,
+            "ref_logprobs": ref_logprobs,
+            "values": values,
+            "base": base,
+        }
+        if critic is None:
+            train, stats, scored = self._learn(train, **seen, key=key, ptx=ptx)
+            return train, None, stats, scored
+        assert self._models.critic_devices is not None  # as it has them
+        train, experience, stats, scored = self._make_experience(train, **seen)
+        key = self._shuffle_key(key)
+        critic, critic_stats = self._models.critic_devices.update(
+            critic, experience=experience, key=key
+        )
+        train, update_stats = self._update(
+            train,
+            experience=experience,
+            key=key,
+            base=base,
+            reference=reference,
+            ptx=ptx,
+        )
+        return train, critic, update_stats | stats | critic_stats, scored
+
+    def price(self, reference: Frozen, answered: Rollout) -> Array:
+        """The reference's log-probs, taken where the reference is held."""
+        return frozen_models.run_beside(
+            lambda there: self._price(reference, rollout=there, base=self._base),
+            reference,
+            answered,
+        )
+
+    def drift(self, policy: Params, reference: Frozen) -> dict[str, Any]:
+        """`drift.weight_drift` of the policy, merged with its base under LoRA."""
+        there = frozen.beside(reference, policy)
+        return self._drift(there, reference, self._models.base)
+
+    def _drift_of(
+        self, policy: Params, reference: Frozen, base: Frozen | None
+    ) -> dict[str, Any]:
+        lora, anchor = self._models.algorithm.lora, reference.stored
+        if base is None or lora is None:
+            return drift.weight_drift(policy, anchor)
+        start = frozen.read(base)
+        if self._models.adapters_are_the_reference:
+            anchor = merge(start, anchor, lora=lora)
+        return drift.weight_drift(merge(start, policy, lora=lora), anchor)

@@ -1,0 +1,245 @@
+"""`rlhf-jax ppo`, from its options to the summary."""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from typing import Any
+
+import jax
+
+from rlhf_jax.checkpoints import pretrained
+from rlhf_jax.checkpoints.pretrained import Pretrained
+from rlhf_jax.data import batches, digests, encoding, files
+from rlhf_jax.data.json_lines import Row
+from rlhf_jax.devices import processes, row_sharding, sharding
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.roles.reference import frozen
+from rlhf_jax.runs import (
+    alarms,
+    command_line,
+    drift_report,
+    folder,
+    metrics,
+    plots,
+    report,
+    run,
+)
+from rlhf_jax.train.judge import Judge, judge_failures
+from rlhf_jax.train.ppo.iterations import improve, rehearse
+from rlhf_jax.train.ppo.memory import check_memory
+from rlhf_jax.train.ppo.models import make_models, mesh_of
+from rlhf_jax.train.ppo.options import Config
+from rlhf_jax.train.ppo.programs import Programs
+from rlhf_jax.train.text_rewards import load_text_reward, model_reward, text_reward
+
+MEASURED = {
+    "objective/scores": "score",
+    "objective/kl": "KL to the reference [nats]",
+    "objective/entropy": "entropy [nats per token]",
+    "response/length": "length [tokens]",
+    "response/eos_fraction": "ended (share of answers)",
+    "response/distinct_fraction": "distinct (share of answers)",
+}
+
+
+def encode_prompts(
+    options: Config, rows: list[Row], *, policy: Pretrained, context: int
+) -> tuple[list[Row], list[encoding.Tokens]]:
+    """The rows whose prompts leave room for a response, and their tokens."""
+    room = policy.room(max_new_tokens=options.max_new_tokens, context=context)
+    if max(options.buckets or (0,)) > room:
+        raise InputError(
+            f"--buckets: expected at most {room} tokens, the context of {context} less "
+            f"--max-new-tokens, got {max(options.buckets or ())}; lower either"
+        )
+    return encoding.encode_prompts(
+        policy.tokenizer,
+        rows,
+        max_length=room,
+        field=options.prompt_field,
+        overlong=options.overlong,
+        widest=None if options.buckets is None else max(options.buckets, default=0),
+    )
+
+
+def main(options: Config) -> None:
+    """Runs `rlhf-jax ppo` with its options."""
+    started = time.perf_counter()
+    for spec in (options.reward, options.judge):  # before anything is loaded
+        if spec is not None:
+            command_line.load_function(spec)
+    rows = files.read_prompts(options.prompts, field=options.prompt_field)
+    mesh = mesh_of(options)
+    if options.check_memory:
+        check_memory(options)
+    policy = pretrained.load(
+        options.model,
+        tokenizer=options.tokenizer,
+        dtype=options.dtype,
+        remat=options.remat,
+        attention=options.attention,
+        sharding=functools.partial(sharding.shardings, mesh=mesh),
+    )
+    models = make_models(options, policy)
+    context = policy.model.max_positions
+    if models.reward is not None:
+        context = min(context, models.reward.model.max_positions)
+    rows, token_lists = encode_prompts(options, rows, policy=policy, context=context)
+    processes.agree("the prompts", json.dumps([rows, token_lists]))
+    put_rows = functools.partial(row_sharding.put_rows, mesh=mesh)
+    prompts = batches.prompt_batches(
+        token_lists,
+        batch_size=options.batch_size,
+        seed=options.seed,
+        pad_id=policy.pad_id,
+        buckets=options.buckets,
+        share=row_sharding.row_share(mesh),
+    ).map(put_rows)
+    sources = {"held_out": options.held_out, "out_of_domain": options.out_of_domain}
+    texts = {
+        name: pretrained.read_texts(
+            policy,
+            source,
+            batch_size=min(8, options.eval_rows),
+            max_rows=options.eval_rows,
+        )
+        for name, source in sources.items()
+        if source is not None
+    }
+    meta = {"data_digest": digests.of_tokens(token_lists)}
+    if options.reward is not None or options.judge is not None:
+        meta["rows_digest"] = digests.of_rows(rows)  # all that they are given
+    ptx = None
+    if options.ptx is not None:
+        examples = pretrained.read_examples(
+            policy, options.ptx, max_length=options.ptx_max_length
+        )
+        meta["ptx_digest"] = digests.of_tokens(examples)
+        ptx = batches.sequence_batches(
+            examples,
+            batch_size=options.ptx_batch_size,
+            seed=options.seed,
+            pad_id=policy.pad_id,
+            share=row_sharding.row_share(mesh),
+        ).map(put_rows)
+    policy = policy._replace(params=None)  # with LoRA the base is a copy: the only one
+    programs, judge = Programs(models), None
+    if options.judge is not None:
+        judge = Judge(
+            load_text_reward("--judge", options.judge, policy=policy, rows=rows),
+            mesh=mesh,
+            may_fail=options.judge_failure == "warn",
+        )
+    if options.reward is not None:
+        reward = text_reward(
+            load_text_reward("--reward", options.reward, policy=policy, rows=rows),
+            mesh=mesh,
+        )
+    else:
+        assert models.reward is not None  # checked by Config
+        reward = model_reward(models.reward)
+    key = sharding.place(jax.random.key(options.seed), mesh=mesh)
+    rehearse(
+        models,
+        programs,
+        prompts=prompts[0],
+        ptx=ptx,
+        reward=reward,
+        judge=judge,
+        key=jax.random.fold_in(key, 0),
+        options=options,
+    )
+
+    check = functools.partial(
+        alarms.check,
+        limits=options.alarms,
+        kl_target=options.kl_control.target_per_response,
+    )
+    with run.Run(
+        options,
+        num_steps={"ppo": options.num_steps},
+        check=check,
+        stop_timeout=options.stop_timeout,
+    ) as job:
+        reference, scorer = models.reference, models.reward
+        report.model_table(
+            [
+                ("policy", models.train.policy, True),
+                (
+                    "critic",
+                    models.train.critic
+                    if models.critic is None
+                    else models.critic.params,
+                    True,
+                ),
+                ("base", None if models.base is None else models.base.stored, False),
+                (
+                    "reference",
+                    None
+                    if reference is None or reference is models.base
+                    else reference.stored,
+                    False,
+                ),
+                ("reward", None if scorer is None else scorer.frozen.stored, False),
+            ]
+        )
+        trained, reference = improve(
+            models,
+            programs,
+            reward=reward,
+            judge=judge,
+            texts=texts,
+            prompts=prompts,
+            ptx=ptx,
+            key=key,
+            job=job,
+            meta=meta,
+            policy=policy,
+            options=options,
+        )
+    for held in (models.base, reference, None if scorer is None else scorer.frozen):
+        if held is not None:
+            frozen.verify(held)
+    pretrained.save(
+        job.folder,
+        trained,
+        start=policy,
+        base=models.base,
+        lora=models.algorithm.lora,
+        name=options.model,
+    )
+
+    measured = metrics.read(job.folder / "metrics.jsonl")
+    first = measured[0]
+    last = functools.reduce(dict.__or__, measured)  # not every step takes the KL
+    report.table(
+        "Answers to the prompts",
+        ("", "first iteration", "last measured"),
+        [(name, first.get(at), last.get(at)) for at, name in MEASURED.items()],
+    )
+    summary: dict[str, Any] = {
+        "score_first": first["objective/scores"],
+        "score_last": last["objective/scores"],
+        "kl_first": first.get("objective/kl"),
+        "kl_last": last.get("objective/kl"),
+        "alarms": job.alarms,
+    }
+    if options.judge is not None and options.judge_failure == "warn":
+        summary["judge_failures"] = judge_failures(measured)
+    if reference is not None:
+        moved = processes.whole(programs.drift(trained, reference))
+        drift_report.table(moved)
+        drift_report.plots(job.folder, moved)
+        summary |= {
+            "reference_fingerprint": frozen.fingerprint_of(reference).root,
+            "reference_verified": True,
+            "drift_relative": float(moved["relative"]),
+        }
+        print(f"reference verified, fingerprint {summary['reference_fingerprint']}")
+        print(f"policy moved, relative weight drift {moved['relative']:.3g}")
+    plots.draw(job.folder)
+    summary["seconds"] = time.perf_counter() - started
+    folder.write_summary(job.folder, summary)
+    print(f"{summary['seconds']:.0f} s; the policy is in {job.folder / 'model'}")
