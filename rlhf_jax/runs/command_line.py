@@ -22,7 +22,7 @@ import tyro
 
 from rlhf_jax.devices import processes, program_cache
 from rlhf_jax.functional.checks import InputError, StopError
-from rlhf_jax.runs import lock, write_errors
+from rlhf_jax.runs import help_screen, lock, write_errors
 from rlhf_jax.runs.folder import CONFIG, check_run, read_config
 from rlhf_jax.runs.run_config import RunConfig, from_json, to_json
 
@@ -36,6 +36,7 @@ def main(
     *,
     description: str | None,
     presets: Presets | None = None,
+    screen: help_screen.Screen | None = None,
     prog: str | None = None,
     argv: Sequence[str] | None = None,
 ) -> None:
@@ -61,6 +62,7 @@ def main(
             config_class,
             description=description,
             presets=presets,
+            screen=screen,
             prog=prog,
             argv=argv,
         )
@@ -174,6 +176,7 @@ def parse(
     *,
     description: str | None,
     presets: Presets | None = None,
+    screen: help_screen.Screen | None = None,
     prog: str | None = None,
     argv: Sequence[str] | None = None,
 ) -> Config:
@@ -181,7 +184,8 @@ def parse(
 
     `--config RUN/config.json` takes a recorded config for the defaults, with RUN
     itself, wherever it lies now, as --out. `--preset NAME` takes other defaults, those
-    of `presets`. Unknown options exit with status 2.
+    of `presets`. Unknown options exit with status 2. `--help-all` lists every option;
+    `--help` only those of `screen`, or every one without a screen.
 
     Raises:
       InputError: the recorded config does not fit; names the fields. There is no such
@@ -210,6 +214,19 @@ def parse(
         fields |= {"resume_from": None, "accept_lost_rows": False}
         defaults = from_json(config_class, fields, source=given.config)
     description = (description or "").strip()
+    if screen is not None and not {"-h", "--help"}.isdisjoint(options):
+        print(
+            help_screen.screen(
+                config_class,
+                prog=prog or Path(sys.argv[0]).name,
+                description=description,
+                options=screen,
+                notes=_notes(presets),
+                defaults=None if given.config is None else defaults,
+            )
+        )
+        raise SystemExit(0)
+    options = ["--help" if each == "--help-all" else each for each in options]
     if presets:
         description = (
             f"{description}\n\n--preset {'|'.join(presets)} starts from the options of "
@@ -228,6 +245,16 @@ def parse(
         "--compilation-cache FOLDER keeps compiled programs there for the next start, "
         "instead of ~/.cache/rlhf_jax/compiled; None keeps none.",
     )
+
+
+def _notes(presets: Presets) -> list[str]:
+    """What stands below the options of `--help`."""
+    recipes = f"--preset {'|'.join(presets)} starts from a published recipe."
+    return [
+        *([recipes] if presets else []),
+        "--config RUN/config.json repeats a recorded run, or with --resume goes on.",
+        "--help-all lists every option; [ ] holds defaults.",
+    ]
 
 
 def _with_defaults(

@@ -24,25 +24,26 @@ class RunConfig:
     """
 
     out: Path
-    """Folder of the run; absent or empty unless --resume is given."""
+    """Folder of the run, absent or empty unless --resume is given."""
     seed: int = 0
     """Root of every random number."""
     resume: bool = False
-    """Continue the run in --out from its newest snapshot."""
+    """Whether the run in --out goes on from its newest snapshot."""
     resume_from: int | None = None
-    """Continue from this older snapshot of the stage whose newest one is damaged."""
+    """Older snapshot to resume from, of the stage whose newest one is damaged."""
     accept_lost_rows: bool = False
-    """Resume although files as metrics.jsonl lost rows of before the snapshot."""
+    """Whether to resume although files such as metrics.jsonl lost rows from before the
+    snapshot."""
     snapshot_every: int = 50
     """Steps between snapshots."""
     keep_snapshots: int = 2
-    """How many of the newest snapshots to keep."""
+    """Number of newest snapshots to keep."""
     progress: bool = True
-    """Show progress on the terminal."""
+    """Whether the terminal shows progress."""
     tensorboard: bool = False
-    """Also write TensorBoard events into OUT/tensorboard."""
+    """Whether TensorBoard events are written to OUT/tensorboard too."""
     wandb: bool = False
-    """Also log to Weights & Biases."""
+    """Whether metrics go to Weights & Biases too."""
 
     def __post_init__(self) -> None:
         counts = {

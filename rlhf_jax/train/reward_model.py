@@ -10,7 +10,7 @@ Before and after, it is normalised to mean 0 and standard deviation 1 on answers
 --model itself, the reference of PPO, samples to the prompts of the pairs. With
 --normalise demonstrations --demonstrations FILE it gets, afterwards and by a bias
 alone, mean 0 on what people wrote. OUT/model is a Hugging Face checkpoint (sequence
-classification with one label) for `ppo_from_checkpoint.py --reward-model`.
+classification with one label) for `rlhf-jax ppo --reward-model`.
 
 One device that holds the parameters in float32 five times over (GPT-2 small: 2.4 GiB).
 Fewer than about 2,000 pairs leave the accuracy near chance: on top of the second model
@@ -61,44 +61,45 @@ class Config(run_config.RunConfig):
     data: str
     """Preference pairs: JSONL, or hf:NAME:SPLIT."""
     tokenizer: str | None = None
-    """Folder or hub id; None takes the one in --model."""
+    """Tokenizer, a folder or hub id; None takes the one in --model."""
     margin_field: str | None = None
-    """Field of --data with the score difference to ask for; None asks for none."""
+    """Field of --data with the margin by which the chosen response must win; None has
+    no margin."""
     max_length: int | None = None
-    """Tokens of the longest prompt and answer; None is the context."""
+    """Longest prompt with its response, tokens; None is the model's context."""
     overlong: Literal["error", "drop"] = "error"
-    """What becomes of longer pairs and demonstrations."""
+    """Treatment of longer pairs and demonstrations: an error, or drop them."""
     buckets: tuple[int, ...] | None = None
-    """Widths a batch may be padded to, tokens; None is the longest pair."""
+    """Widths to which a batch may be padded, tokens; None is the longest pair."""
     held_out: float = 0.1
-    """Share of the pairs that measures the accuracy and is not trained on."""
+    """Share of the pairs that is held out to measure the accuracy."""
     num_steps: int | None = None
-    """Updates; None is one pass over the pairs."""
+    """Number of updates; None is one pass over the pairs."""
     batch_size: int = 16
-    """Pairs an update."""
+    """Pairs per update."""
     micro_batch_size: int | None = None
-    """Pairs held at once; None is all of an update."""
+    """Pairs per forward and backward pass; None is all of an update."""
     learning_rate: float = 1e-5
-    """Falls to 0 linearly."""
+    """Learning rate at the start; it falls to 0 linearly."""
     max_grad_norm: float = 1.0
-    """Gradients of a larger norm are scaled down to it."""
+    """Norm to which larger gradients are scaled down."""
     normalise: Literal["samples", "demonstrations"] | None = "samples"
-    """On what the scores get mean 0 (and on samples standard deviation 1)."""
+    """Responses on which the scores get mean 0, and on samples standard deviation 1."""
     demonstrations: str | None = None
-    """As for `rlhf-jax sft`, JSONL or hf:NAME:SPLIT; --normalise demonstrations reads
-    them."""
+    """Demonstrations for --normalise demonstrations, in the files of `rlhf-jax sft`."""
     num_samples: int = 256
-    """Answers of --model to normalise on, in whole batches."""
+    """Responses sampled from --model to normalise on, in whole batches."""
     max_new_tokens: int = 48
-    """Of these answers."""
+    """Longest of these responses, tokens."""
     temperature: float = 0.7
-    """Of these answers; use PPO's."""
+    """Sampling temperature of these responses; use that of PPO."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of activations; parameters stay float32."""
+    """Dtype of activations; parameters stay float32."""
     remat: Remat = "none"
-    """What of a layer a gradient computes again, to save memory."""
+    """What of a layer the backward pass rematerialises, to save memory."""
     attention: Attention = "xla"
-    """Of whole sequences; cudnn is flash attention, on a GPU in bfloat16."""
+    """Attention over whole sequences; cudnn is flash attention, on a GPU in
+    bfloat16."""
     mesh: MeshOption = sharding.ONE_DEVICE
     """How several devices share rows and parameters."""
 
@@ -130,6 +131,14 @@ class Config(run_config.RunConfig):
                 )
 
 
+SCREEN = {
+    "Start": ("model",),
+    "Data": ("data", "max_length", "overlong"),
+    "Training": ("num_steps", "batch_size", "learning_rate", "held_out", "dtype"),
+    "Scores": ("normalise", "max_new_tokens", "temperature"),
+    "Run": ("out", "resume"),
+}
+"""The options of --help."""
 SAMPLING = ("num_samples", "max_new_tokens", "temperature")
 
 
@@ -345,6 +354,7 @@ def command(argv: Sequence[str] | None = None) -> None:
         main,
         Config,
         description=__doc__,
+        screen=SCREEN,
         prog="rlhf-jax reward-model",
         argv=argv,
     )

@@ -62,53 +62,56 @@ class Config(run_config.RunConfig):
     """The options of `rlhf-jax sft`."""
 
     data: str
-    """JSONL, .txt, or hf:NAME:SPLIT."""
+    """Demonstrations or text: JSONL, .txt, or hf:NAME:SPLIT."""
     model: str | None = None
-    """Checkpoint folder or hub id; None is a fresh model of GPT-2's shape."""
+    """Model to start from, a checkpoint folder or hub id; None is a fresh model of
+    GPT-2's architecture."""
     tokenizer: str | None = None
-    """Folder or hub id; None takes the one in --model."""
+    """Tokenizer, a folder or hub id; None takes the one in --model."""
     fresh_hidden_size: int = 128
     """Width of a fresh model."""
     fresh_num_layers: int = 4
-    """Depth of a fresh model."""
+    """Number of layers of a fresh model."""
     fresh_num_heads: int = 4
-    """Attention heads of a fresh model."""
+    """Number of attention heads of a fresh model."""
     fresh_max_positions: int = 128
     """Context of a fresh model, tokens."""
     prompt_field: str = "prompt"
-    """Name of the prompts in --data."""
+    """Field of --data with the prompts."""
     response_field: str = "response"
-    """Name of the responses in --data."""
+    """Field of --data with the responses."""
     max_length: int | None = None
-    """Tokens of the longest example, or of a block of text; None is the context."""
+    """Longest example, or block of text, tokens; None is the model's context."""
     overlong: Literal["error", "drop"] = "error"
-    """What becomes of longer examples."""
+    """Treatment of longer examples: an error, or drop them."""
     buckets: tuple[int, ...] | None = None
-    """Widths a batch may be padded to, tokens; None is the longest example."""
+    """Widths to which a batch may be padded, tokens; None is the longest example."""
     row_width: int | None = None
-    """Tokens of a row, into which examples are packed; None is a row for each."""
+    """Width of a row into which examples are packed, tokens; None is one row per
+    example."""
     held_out: float = 0.05
-    """Share of the examples that measures the loss and is not trained on."""
+    """Share of the examples that is held out to measure the loss."""
     num_steps: int | None = None
-    """Updates; None is one pass over the data."""
+    """Number of updates; None is one pass over the data."""
     batch_size: int = 16
-    """Rows an update, an example each unless they are packed."""
+    """Rows per update; one example each unless they are packed."""
     micro_batch_size: int | None = None
-    """Rows held at once; None is all of an update."""
+    """Rows per forward and backward pass; None is all of an update."""
     learning_rate: float = 1e-4
-    """Peak, after the warm-up; falls to 0 along a cosine."""
+    """Peak learning rate, after the warm-up; it falls to 0 along a cosine."""
     warmup: float = 0.05
     """Share of the updates over which the learning rate rises from 0."""
     weight_decay: float = 0.01
-    """Of AdamW."""
+    """Weight decay of AdamW."""
     max_grad_norm: float = 1.0
-    """Gradients of a larger norm are scaled down to it."""
+    """Norm to which larger gradients are scaled down."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of activations; parameters stay float32."""
+    """Dtype of activations; parameters stay float32."""
     remat: Remat = "none"
-    """What of a layer a gradient computes again, to save memory."""
+    """What of a layer the backward pass rematerialises, to save memory."""
     attention: Attention = "xla"
-    """Of whole sequences; cudnn is flash attention, on a GPU in bfloat16."""
+    """Attention over whole sequences; cudnn is flash attention, on a GPU in
+    bfloat16."""
     mesh: MeshOption = sharding.ONE_DEVICE
     """How several devices share rows and parameters."""
 
@@ -133,6 +136,15 @@ class Config(run_config.RunConfig):
             raise InputError(
                 "expected --model, or --tokenizer for a fresh model, got neither"
             )
+
+
+SCREEN = {
+    "Start": ("model", "tokenizer"),
+    "Data": ("data", "max_length", "row_width"),
+    "Training": ("num_steps", "batch_size", "learning_rate", "held_out", "dtype"),
+    "Run": ("out", "resume"),
+}
+"""The options of --help."""
 
 
 def starting_point(options: Config, *, mesh: Mesh) -> Pretrained:
@@ -305,6 +317,7 @@ def command(argv: Sequence[str] | None = None) -> None:
         main,
         Config,
         description=__doc__,
+        screen=SCREEN,
         prog="rlhf-jax sft",
         argv=argv,
     )

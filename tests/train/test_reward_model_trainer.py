@@ -1,4 +1,4 @@
-"""What the scores of `experiments/reward_model.py` are normalised on."""
+"""What the scores of `rlhf-jax reward-model` are normalised on."""
 
 import json
 

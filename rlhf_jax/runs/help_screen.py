@@ -1,0 +1,176 @@
+"""`--help` on one screen: what a command does, and the options a first user needs."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import itertools
+import shutil
+import textwrap
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+NARROWEST, WIDEST = 60, 100  # columns, whatever the terminal has
+OPTION = 28  # columns of an option with its metavar
+
+Screen = Mapping[str, Sequence[str]]  # {title: fields}; "ppo.lam" is of a group
+METAVARS = {str: "TEXT", int: "INT", float: "FLOAT", Path: "PATH"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """A field of a config as an option of the command line."""
+
+    name: str  # with its dashes
+    metavar: str  # "" of a switch
+    text: str
+    default: Any  # dataclasses.MISSING where it is required
+
+    @property
+    def required(self) -> bool:
+        """Whether the command does not start without it."""
+        return self.default is dataclasses.MISSING
+
+    @property
+    def usage(self) -> str:
+        """The option as it is typed."""
+        return f"{self.name} {self.metavar}".rstrip()
+
+    @property
+    def help(self) -> str:
+        """Its text, and in brackets its default where that is a value."""
+        shown = self.metavar and self.default not in (None, dataclasses.MISSING)
+        return f"{self.text} [{self.default}]" if shown else self.text
+
+
+def screen(
+    config_class: type[Any],
+    *,
+    prog: str,
+    description: str,
+    options: Screen,
+    notes: Sequence[str] = (),
+    defaults: Any = None,
+) -> str:
+    """The screen, as wide as the terminal between 60 and 100 columns.
+
+    Args:
+      config_class: The dataclass whose fields are the options.
+      prog: The command, as it is typed.
+      description: A docstring; its first two paragraphs are shown, what the command
+        does and how it is called.
+      options: The fields to show under each title.
+      notes: Sentences below the options.
+      defaults: A config whose values are shown as the defaults; None takes the class's.
+    """
+    width = min(max(shutil.get_terminal_size().columns, NARROWEST), WIDEST)
+    groups = {
+        title: [option(config_class, field, defaults=defaults) for field in fields]
+        for title, fields in options.items()
+    }
+    required = [
+        each.usage for group in groups.values() for each in group if each.required
+    ]
+    usage = textwrap.wrap(
+        " ".join([f"usage: {prog}", *required, "[OPTIONS]"]),
+        width,
+        subsequent_indent="    ",
+    )
+    lines = [*usage, "", *"\n\n".join(description.split("\n\n")[:2]).splitlines()]
+    for title, group in groups.items():
+        lines += ["", f"{title}:"]
+        for each in group:
+            lines += _entry(each, width=width)
+    lines += ["", *textwrap.wrap(" ".join(notes), width)]
+    return "\n".join(lines)
+
+
+def option(config_class: type[Any], path: str, *, defaults: Any = None) -> Option:
+    """The option of a field; `path` has the names of the groups before its own.
+
+    Raises:
+      KeyError: the config has no such field.
+    """
+    holder, prefix = config_class, ""
+    *groups, name = path.split(".")
+    for group in groups:
+        annotation = typing.get_type_hints(holder, include_extras=True)[group]
+        defaults = _default(holder, group, defaults)
+        unnamed = any(
+            getattr(extra, "name", None) == ""
+            for extra in getattr(annotation, "__metadata__", ())
+        )
+        prefix += "" if unnamed else f"{group}."
+        holder = type(defaults)
+    annotation = typing.get_type_hints(holder)[name]
+    return Option(
+        name="--" + f"{prefix}{name}".replace("_", "-"),
+        metavar=_metavar(annotation),
+        text=documented(holder)[name],
+        default=_default(holder, name, defaults),
+    )
+
+
+def _default(holder: type[Any], name: str, values: Any) -> Any:
+    if values is not None:
+        return getattr(values, name)
+    (field,) = (each for each in dataclasses.fields(holder) if each.name == name)
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def _metavar(annotation: Any) -> str:
+    """INT of int | None, a|b of a Literal, and nothing of bool."""
+    if annotation is bool:
+        return ""
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return "|".join(_metavar(each) for each in inner if each is not type(None))
+    if origin is typing.Literal:
+        return "|".join(str(each) for each in inner)
+    if origin is tuple:
+        return f"{_metavar(inner[0])} ..."
+    return METAVARS.get(annotation, "VALUE")
+
+
+def _entry(shown: Option, *, width: int) -> list[str]:
+    """An option beside its text, or above it where it is too long."""
+    start = f"  {shown.usage}"
+    above = [] if len(start) < OPTION - 1 else [start]
+    text = textwrap.wrap(
+        shown.help,
+        width,
+        initial_indent=" " * OPTION if above else start.ljust(OPTION),
+        subsequent_indent=" " * OPTION,
+        break_on_hyphens=False,
+    )
+    return above + text
+
+
+@functools.cache
+def documented(config_class: type[Any]) -> dict[str, str]:
+    """The docstring below each field, of the class and of those it inherits from."""
+    texts: dict[str, str] = {}
+    for each in reversed(config_class.__mro__):
+        try:
+            source = textwrap.dedent(inspect.getsource(each))
+        except (OSError, TypeError):  # made by a function, with fields of its parents
+            continue
+        (node,) = ast.parse(source).body
+        assert isinstance(node, ast.ClassDef)
+        for field, below in itertools.pairwise(node.body):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and isinstance(below, ast.Expr)
+                and isinstance(below.value, ast.Constant)
+                and isinstance(below.value.value, str)
+            ):
+                texts[field.target.id] = " ".join(below.value.value.split())
+    return texts

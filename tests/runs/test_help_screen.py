@@ -1,0 +1,126 @@
+"""--help on one screen: its options, their texts and their defaults."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pytest
+import tyro
+
+from rlhf_jax.runs import command_line, help_screen, run_config
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    rank: int = 8
+    """Rank of the adapters."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Unnamed:
+    lam: float | None = 0.95
+    """λ of GAE."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(run_config.RunConfig):
+    model: str
+    """Model to start from,
+    a folder."""
+    tokenizer: str | None = None
+    """Tokenizer; None takes that of --model."""
+    buckets: tuple[int, ...] | None = (8, 16)
+    """Widths of a batch."""
+    style: Literal["standard", "tf"] = "standard"
+    """Form of Adam."""
+    chat: bool = False
+    """Whether prompts are messages."""
+    hidden: int = 3
+    """Number that nobody asks for at first."""
+    lora: Group = Group()
+    """Adapters."""
+    ppo: Annotated[Unnamed, tyro.conf.arg(name="")] = Unnamed()
+    """Choices of PPO."""
+
+
+SCREEN = {
+    "Start": ("model", "tokenizer", "buckets", "style", "chat"),
+    "Training": ("lora.rank", "ppo.lam"),
+    "Run": ("out", "seed"),
+}
+DESCRIPTION = "Trains.\n\n    train --model m\n\nAnd much else."
+
+
+def text(*argv, monkeypatch, capsys, columns=100, presets=None):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with pytest.raises(SystemExit) as exit_:
+        command_line.parse(
+            Config,
+            description=DESCRIPTION,
+            presets=presets,
+            screen=SCREEN,
+            prog="train",
+            argv=argv,
+        )
+    assert exit_.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("asked", ["-h", "--help"])
+def test_the_options_of_the_screen_and_no_other(asked, monkeypatch, capsys):
+    shown = text(asked, monkeypatch=monkeypatch, capsys=capsys)
+    head, what, example, start, training, run, notes = shown.split("\n\n")
+    assert head == "usage: train --model TEXT --out PATH [OPTIONS]"
+    assert (what, example) == ("Trains.", "    train --model m")
+    assert "And much else" not in shown
+    assert "--hidden" not in shown
+    assert start.splitlines() == [
+        "Start:",
+        f"{'  --model TEXT':28}Model to start from, a folder.",
+        f"{'  --tokenizer TEXT':28}Tokenizer; None takes that of --model.",
+        f"{'  --buckets INT ...':28}Widths of a batch. [(8, 16)]",
+        f"{'  --style standard|tf':28}Form of Adam. [standard]",
+        f"{'  --chat':28}Whether prompts are messages.",
+    ]
+    assert training.splitlines() == [
+        "Training:",
+        f"{'  --lora.rank INT':28}Rank of the adapters. [8]",
+        f"{'  --lam FLOAT':28}λ of GAE. [0.95]",
+    ]
+    assert run.splitlines()[0] == "Run:"
+    assert "[0]" in run  # of --seed, documented by the class that has it
+    assert "--help-all lists every option;" in " ".join(notes.split())
+
+
+def test_help_all_lists_every_option(monkeypatch, capsys):
+    shown = text("--help-all", monkeypatch=monkeypatch, capsys=capsys)
+    for field in ("--model", "--hidden", "--lam", "--lora.rank", "--keep-snapshots"):
+        assert field in shown
+    assert "And much else" in shown
+
+
+def test_no_line_is_wider_than_the_terminal(monkeypatch, capsys):
+    shown = text("--help", monkeypatch=monkeypatch, capsys=capsys, columns=60)
+    assert max(map(len, shown.splitlines())) <= 60
+
+
+def test_a_preset_shows_its_defaults(monkeypatch, capsys):
+    presets = {"tiny": {"lora": Group(rank=2), "style": "tf"}}
+    argv = ("--preset", "tiny", "--help")
+    shown = text(*argv, monkeypatch=monkeypatch, capsys=capsys, presets=presets)
+    assert "Rank of the adapters. [2]" in shown
+    assert "Form of Adam. [tf]" in shown
+    assert "--preset tiny starts from a published recipe." in shown
+
+
+def test_a_recorded_config_shows_its_values():
+    config = Config(out=Path("run"), model="m", lora=Group(rank=5))
+    rank = help_screen.option(Config, "lora.rank", defaults=config)
+    assert (rank.default, rank.required) == (5, False)
+    assert help_screen.option(Config, "model", defaults=config).default == "m"
+    assert help_screen.option(Config, "model").required
+
+
+def test_an_unknown_field_is_a_key_error():
+    with pytest.raises(KeyError, match="modle"):
+        help_screen.option(Config, "modle")
