@@ -107,7 +107,7 @@ def positive(**numbers: float | Array) -> None:
     for name, number in numbers.items():
         if isinstance(number, int | float) and not 0 < number < math.inf:
             raise InputError(
-                f"{name}: expected a finite number above 0, got {number}; "
+                f"{name}: expected a finite number above 0, got {_shown(number)}; "
                 f"choose {name} > 0"
             )
         _held(name, number)
@@ -118,7 +118,7 @@ def non_negative(**numbers: float | Array) -> None:
     for name, number in numbers.items():
         if isinstance(number, int | float) and not 0 <= number < math.inf:
             raise InputError(
-                f"{name}: expected a finite number, 0 or more, got {number}; "
+                f"{name}: expected a finite number, 0 or more, got {_shown(number)}; "
                 f"choose {name} >= 0"
             )
         _held(name, number)
@@ -140,7 +140,7 @@ def fraction(**numbers: float | Array) -> None:
     for name, number in numbers.items():
         if isinstance(number, int | float) and not 0 <= number <= 1:
             raise InputError(
-                f"{name}: expected a number from 0 to 1, got {number}; "
+                f"{name}: expected a number from 0 to 1, got {_shown(number)}; "
                 f"choose 0 <= {name} <= 1"
             )
 
@@ -160,8 +160,8 @@ def _held(name: str, number: float | Array) -> None:
     """Raises InputError where a number of Python's is none of float32 or int32."""
     if isinstance(number, int) and abs(number) > _LARGEST_COUNT:
         raise InputError(
-            f"{name}: expected a whole number of at most {_LARGEST_COUNT}, got one of "
-            f"{number.bit_length()} bits; choose a smaller one"
+            f"{name}: expected a whole number of at most {_LARGEST_COUNT}, got "
+            f"{_shown(number)}; choose a smaller one"
         )
     if isinstance(number, float) and not (
         number == 0 or _SMALLEST_FLOAT <= abs(number) <= LARGEST_FLOAT
@@ -170,6 +170,14 @@ def _held(name: str, number: float | Array) -> None:
             f"{name}: expected a number that float32 holds, of a size from 1.2e-38 to "
             f"3.4e38, got {number}; choose another"
         )
+
+
+def _shown(number: float | Array) -> str:
+    """A number for a message; an integer beyond int32 by its size alone."""
+    if isinstance(number, int) and abs(number) > _LARGEST_COUNT:
+        sign = "a negative one" if number < 0 else "one"
+        return f"{sign} of {number.bit_length()} bits"
+    return f"{number}"
 
 
 def listed(problems: Sequence[str], *, most: int = 20) -> str:
@@ -184,11 +192,11 @@ def groups(rows: int, *, group_size: int, least: int = 1) -> None:
     """Raises InputError unless `rows` are whole groups of at least `least`."""
     if group_size < least:
         raise InputError(
-            f"group_size: expected at least {least}, got {group_size}; sample more "
-            f"responses to each prompt"
+            f"group_size: expected at least {least}, got {_shown(group_size)}; sample "
+            f"more responses to each prompt"
         )
     if rows < 1 or rows % group_size:
         raise InputError(
             f"group_size: expected to divide the {rows} rows of a batch, got "
-            f"{group_size}; change either"
+            f"{_shown(group_size)}; change either"
         )

@@ -1,0 +1,59 @@
+"""Messages about numbers stay short, however large the number is."""
+
+import itertools
+
+import jax.numpy as jnp
+import pytest
+
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.checks import InputError
+
+HUGE = 10**5000  # more digits than Python turns into text, and 16610 bits
+
+
+@pytest.mark.parametrize(
+    ("check", "number", "message"),
+    [
+        (checks.positive, -HUGE, "above 0, got a negative one of 16610 bits; choose"),
+        (checks.positive, HUGE, "at most 2147483647, got one of 16610 bits; choose"),
+        (checks.positive, -2, "above 0, got -2; choose x > 0"),
+        (checks.non_negative, -HUGE, "or more, got a negative one of 16610 bits; cho"),
+        (checks.non_negative, HUGE, "at most 2147483647, got one of 16610 bits; choo"),
+        (checks.non_negative, -0.5, "or more, got -0.5; choose x >= 0"),
+        (checks.finite, -HUGE, "2147483647, got a negative one of 16610 bits; choose"),
+        (checks.fraction, HUGE, "from 0 to 1, got one of 16610 bits; choose 0 <= x"),
+        (checks.fraction, -HUGE, "from 0 to 1, got a negative one of 16610 bits"),
+        (checks.fraction, 1.5, "from 0 to 1, got 1.5; choose 0 <= x <= 1"),
+        (checks.fraction, 2**31, "from 0 to 1, got one of 32 bits"),
+        (checks.fraction, 2**31 - 1, "from 0 to 1, got 2147483647"),
+    ],
+    ids=itertools.count(),  # not the numbers themselves
+)
+def test_a_huge_integer_is_told_by_its_size(check, number, message):
+    with pytest.raises(InputError) as caught:
+        check(x=number)
+    assert str(caught.value).startswith("x: expected a")
+    assert message in str(caught.value)
+    assert len(str(caught.value)) < 120
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        (-HUGE, "expected at least 2, got a negative one of 16610 bits; sample more"),
+        (HUGE, "to divide the 8 rows of a batch, got one of 16610 bits; change either"),
+        (3, "to divide the 8 rows of a batch, got 3; change either"),
+    ],
+    ids=itertools.count(),  # not the numbers themselves
+)
+def test_a_huge_group_size_is_told_by_its_size(size, message):
+    with pytest.raises(InputError) as caught:
+        checks.groups(8, group_size=size, least=2)
+    assert message in str(caught.value)
+
+
+def test_numbers_at_the_edge_pass():
+    checks.positive(x=2**31 - 1, y=jnp.float32(-1))  # arrays are not read
+    checks.non_negative(x=0)
+    checks.fraction(x=0, y=1)
+    checks.groups(8, group_size=8, least=2)
