@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import multiprocessing
 import os
 import pickle
 import signal
+import struct
 import sys
 import threading
 import time
@@ -38,7 +40,6 @@ class Terminated(BaseException):
     """This worker is to end; on its way up it clears away what verifiers have made."""
 
 
-_LARGEST = 3.4028234e38  # of float32, which scores become
 _verifying = False
 
 
@@ -72,7 +73,7 @@ def verify(
         if not hasattr(returned, "__float__"):
             return Answer(0.0, f"returned {returned!r:.60}, which is not a number")
         score = float(returned)
-        if not abs(score) <= _LARGEST:
+        if not _is_float32(score):
             return Answer(0.0, f"returned {score}")
         return Answer(score, "")
     except Terminated:
@@ -81,6 +82,15 @@ def verify(
         return Answer(0.0, f"raised {_shown(error)}")
     finally:
         _verifying = False
+
+
+def _is_float32(score: float) -> bool:
+    """Whether a score is finite, and stays so as the float32 that it becomes."""
+    try:
+        struct.pack("<f", score)  # the native "f" would make it infinite
+    except OverflowError:
+        return False
+    return math.isfinite(score)
 
 
 def _shown(error: BaseException) -> str:

@@ -43,6 +43,13 @@ def test_each_response_has_its_own_score(pool, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_the_largest_float32_is_a_score(pool):
+    largest = float(np.finfo(np.float32).max)
+    found = pool.submit(texts(repr(largest), repr(-largest))).collect()
+    np.testing.assert_array_equal(found.total, np.float32([largest, -largest]))
+    assert not found.parts["failed"].any()
+
+
 FAILURES = [
     ("raise", "raised KeyError: 'gold'"),
     ("exit", "raised SystemExit: 3"),
@@ -53,6 +60,8 @@ FAILURES = [
     ("several", "raised TypeError: only 0-dimensional arrays can be converted to Pyt"),
     ("huge", "raised OverflowError: int too large to convert to float"),
     ("large", "returned 1e+39"),
+    ("3.5e38", "returned 3.5e+38"),
+    ("-3.5e38", "returned -3.5e+38"),
     ("secretive", "raised Secretive, which cannot be shown"),
 ]
 
