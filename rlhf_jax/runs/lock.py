@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
-import fcntl
+import importlib.util
 import json
 import os
 import socket
@@ -41,7 +41,7 @@ def hold(folder: Path) -> Iterator[None]:
 
     Raises:
       InputError: another process holds it; says which. The folder cannot be made or
-        written to.
+        written to. The system has no POSIX locks.
     """
     made = _make(folder)
     try:
@@ -94,6 +94,7 @@ def _make(folder: Path) -> list[Path]:
 
 def _locked(folder: Path) -> int:
     """A descriptor of the folder's file, locked."""
+    _check_system(folder)
     path = folder / NAME
     while True:
         if not os.access(folder, os.W_OK | os.X_OK):
@@ -115,7 +116,18 @@ def _locked(folder: Path) -> int:
         os.close(descriptor)
 
 
+def _check_system(folder: Path) -> None:
+    if importlib.util.find_spec("fcntl") is None:
+        raise InputError(
+            f"--out {folder}: expected a POSIX system such as Linux or macOS, whose "
+            f"locks keep a second process out of a run folder, got {sys.platform}; "
+            f"start the run there, on Windows in WSL 2"
+        )
+
+
 def _lock(descriptor: int, path: Path) -> None:
+    import fcntl  # not at the top of the file: only POSIX systems have it
+
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -142,3 +142,14 @@ def test_two_runs_in_one_folder_and_a_resume_right_after_a_kill(tmp_path):
     subprocess.run(command, env=environment, check=True)
     assert result(tmp_path / "run") == result(tmp_path / "whole")
     assert not (tmp_path / "run" / "run.lock").exists()
+
+
+def test_a_system_without_posix_locks_is_refused_and_left_as_it_was(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    monkeypatch.setattr(sys, "platform", "win32")
+    told = r"run: expected a POSIX system such as Linux.*got win32; start the run there"
+    with pytest.raises(InputError, match=told), lock.hold(tmp_path / "run"):
+        raise AssertionError("held")
+    assert not (tmp_path / "run").exists()
