@@ -63,12 +63,18 @@ class Deadline:
         signal.setitimer(signal.ITIMER_VIRTUAL, TICK, TICK)
 
     def __enter__(self) -> Self:
-        self._handler = signal.signal(signal.SIGVTALRM, self._on_tick)
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._write, False)
-        self._previous = _tell(self._write)
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
+        with contextlib.ExitStack() as undone:  # unless all of it succeeds
+            self._read, self._write = os.pipe()
+            undone.callback(os.close, self._read)
+            undone.callback(os.close, self._write)
+            os.set_blocking(self._write, False)
+            self._handler = signal.signal(signal.SIGVTALRM, self._on_tick)
+            undone.callback(signal.signal, signal.SIGVTALRM, self._handler)
+            self._previous = _tell(self._write)
+            undone.callback(_tell, self._previous)
+            self._thread = threading.Thread(target=self._watch, daemon=True)
+            self._thread.start()
+            undone.pop_all()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -155,4 +161,5 @@ def _forget() -> None:
         _tell(-1)
 
 
-os.register_at_fork(after_in_child=_forget)
+if hasattr(os, "register_at_fork"):  # on POSIX systems
+    os.register_at_fork(after_in_child=_forget)

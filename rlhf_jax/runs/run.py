@@ -17,39 +17,29 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import jax
 
 from rlhf_jax.devices import processes, program_cache
-from rlhf_jax.functional.checks import InputError, StopError
+from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.masked import Stats
 from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.runs import alarms, command_line, deadline, lock, metrics, report
+from rlhf_jax.runs import (
+    alarms,
+    command_line,
+    deadline,
+    divergence,
+    lock,
+    metrics,
+    report,
+)
 from rlhf_jax.runs.folder import open_run, versions
 from rlhf_jax.runs.run_config import RunConfig, to_json
-from rlhf_jax.runs.snapshots import files, proof, resume, snapshots
-from rlhf_jax.runs.snapshots.integrity import DamagedError
+from rlhf_jax.runs.snapshots import beginning, files, proof, resume, snapshots
 
 PyTree = Any
-ROWS = "rows"  # key in a snapshot's meta: how many each file of the record has
-MAX_SKIPPED = 5  # updates in a row without a finite gradient, before a run stops
-# Metrics that count them, and what is to be said; the second is a critic's own.
-SKIPPED = {
-    "update/skipped_in_a_row": (
-        "and nothing was updated meanwhile. The snapshots hold what was before"
-    ),
-    "critic/skipped_in_a_row": (
-        "of the critic's, which was not updated meanwhile, though the policy was. "
-        "Snapshots of before the first critic/skipped in metrics.jsonl have both whole"
-    ),
-}
-
-
-class DivergedError(StopError):
-    """Several updates in a row had no finite gradient."""
 
 
 class Run:
@@ -111,19 +101,18 @@ class Run:
         self.vote = processes.Vote()
 
     def __enter__(self) -> Self:
-        self.interrupt.__enter__()
-        if self.deadline is not None:
-            self.deadline.__enter__()
+        with contextlib.ExitStack() as entered:
+            # Left in the opposite order. If entering fails, all that is open is closed.
+            entered.push(self._lock)
+            entered.enter_context(self.interrupt)
+            entered.push(self.record)
+            if self.deadline is not None:
+                entered.enter_context(self.deadline)
+            self._entered = entered.pop_all()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        if self.deadline is not None:
-            self.deadline.__exit__(*exception)
-        with self._lock:
-            try:
-                self.record.__exit__(*exception)
-            finally:
-                self.interrupt.__exit__(*exception)
+        self._entered.__exit__(*exception)
         if exception[0] is None:
             processes.wait()  # for the first to have written everything
 
@@ -211,78 +200,21 @@ class Stage:
         self._snapshots = snapshots.Snapshots(
             run.folder / "snapshots" / name, keep=run.config.keep_snapshots
         )
-        self.state = state
-        self._rows: Mapping[str, int] | None = None  # by the snapshot that it is at
-        self.start = self._begin(name, state, meta=meta)
-        self._whole = self._kept(self.start)
-        run.record.begin(name, step=self.start, rows=self._rows)
-
-    def _begin(self, name: str, state: PyTree, *, meta: Mapping[str, Any]) -> int:
-        """Restores `self.state`; the number of the snapshot, 0 for none."""
-        run, newest = self._run, self._snapshots.latest() or 0
-        back = run.resume_from
-        if back is not None and (newest == 0 or run.is_newest(name)):
-            return self._go_back(name, state, back, meta=meta)
-        if newest == 0:
-            self._frozen.check(self.state)
-            return 0
-        try:
-            self._restore(name, state, newest, meta=meta)
-        except DamagedError as damage:
-            if back is None:
-                raise DamagedError(
-                    f"{damage}\n{self._way_back(name, newest)}"
-                ) from None
-            return self._go_back(name, state, back, meta=meta)
-        return newest
-
-    def _go_back(
-        self, name: str, state: PyTree, step: int, *, meta: Mapping[str, Any]
-    ) -> int:
-        """Restores an older snapshot as the user asked, and sets the newer aside."""
-        there = self._snapshots.steps()
-        if step not in (0, *there):
-            raise InputError(
-                f"--resume-from: expected 0, the start of {name}, or one of its "
-                f"snapshots {there}, got {step}; give one of them"
-            )
-        if step == 0:
-            self._frozen.check(state)
-        else:
-            self._restore(name, state, step, meta=meta)
-        self._run.resume_from = None
-        for path in self._snapshots.set_aside(after=step):
-            print(
-                f"note: {name} goes on from snapshot {step}; a newer one is set aside "
-                f"as {path}, delete it when it is of no more use",
-                file=sys.stderr,
-            )
-        return step
-
-    def _restore(
-        self, name: str, state: PyTree, step: int, *, meta: Mapping[str, Any]
-    ) -> None:
-        restored, saved = self._snapshots.restore(step, like=state)
-        where = f"snapshot {step} of {name}"
-        resume.check_meta(saved, meta, where=where)
-        self._frozen.check_resumed(saved[proof.META], restored, where=where)
-        self.state, self._rows = restored, saved.get(ROWS)
-
-    def _way_back(self, name: str, newest: int) -> str:
-        """From which older snapshot to go on, instead of a newest that is damaged."""
-        folder = self._run.folder / "snapshots" / name
-        for step in reversed([n for n in self._snapshots.steps() if n < newest]):
-            checked = files.check(folder, step)
-            if checked.damage is None:
-                return (
-                    f"snapshot {step} of {name} is {checked.verdict}: go on from it "
-                    f"with --resume-from {step} instead of --resume; what came after "
-                    f"it is computed again, with the same numbers"
-                )
-        return (
-            f"no older snapshot of {name} is whole: start the stage again with "
-            f"--resume-from 0 instead of --resume"
+        begun = beginning.begin(
+            name,
+            state,
+            snapshots=self._snapshots,
+            folder=run.folder / "snapshots" / name,
+            meta=meta,
+            frozen=frozen,
+            resume_from=run.resume_from,
+            is_newest_stage=run.is_newest(name),
         )
+        if begun.went_back:
+            run.resume_from = None
+        self.state, self.start = begun.state, begun.step
+        self._whole = self._kept(self.start)
+        run.record.begin(name, step=self.start, rows=begun.rows)
 
     def __enter__(self) -> Self:
         return self
@@ -340,14 +272,7 @@ class Stage:
         due = stop or done == self._num_steps or done % config.snapshot_every == 0
         if due:
             record.flush()
-        for name, told in SKIPPED.items():
-            skipped = record.latest.get(name)
-            if skipped is not None and skipped >= MAX_SKIPPED:
-                raise DivergedError(
-                    f"by step {step} the gradient was not finite {skipped:.0f} times "
-                    f"in a row, {told} (newest: {self._snapshots.latest()}); look for "
-                    f"NaN in the rewards, or start again with a smaller learning rate"
-                )
+        divergence.check(record.latest, step=step, newest=self._snapshots.latest())
         if due:
             self._save(done, self.state)
         if stop:
@@ -355,7 +280,8 @@ class Stage:
 
     def _save(self, done: int, state: PyTree) -> None:
         meta = {**self._meta, proof.META: self._frozen.check(state)}
-        meta[ROWS] = dict(self._run.record.rows)  # written behind the next steps
+        # A copy, as the snapshot is written while the next steps run.
+        meta[beginning.ROWS] = dict(self._run.record.rows)
         self._snapshots.save(done, arrays=state, meta=meta)
 
     def _kept(self, done: int) -> tuple[int, PyTree]:

@@ -1,6 +1,9 @@
 """A run's stages: what stops them, and what a resume insists on."""
 
 import dataclasses
+import os
+import signal
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +11,7 @@ import pytest
 
 from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runs import metrics, run, run_config
+from rlhf_jax.runs import deadline, divergence, metrics, run, run_config
 from rlhf_jax.runs.snapshots.snapshots import Snapshots
 
 
@@ -114,7 +117,7 @@ def test_skips_in_a_row_stop_the_run_and_leave_the_last_good_snapshot(
 ):
     config = Config(out=tmp_path / "run")
     message = f"not finite 5 times in a row, {told}"
-    with pytest.raises(run.DivergedError, match=message):
+    with pytest.raises(divergence.DivergedError, match=message):
         play(config, meta={}, skipped=lambda step: max(0, step - 2), of=of)
     # The fifth skip, of step 7, is read when step 7 is about to be saved.
     with Snapshots(tmp_path / "run" / "snapshots" / "only") as snapshots:
@@ -128,6 +131,69 @@ def test_fewer_skips_do_not_stop_it(tmp_path):
     config = Config(out=tmp_path / "run")
     _, steps = play(config, meta={}, skipped=lambda step: step % 5)
     assert steps == list(range(10))
+
+
+@pytest.fixture
+def handlers():
+    """Who handles the signals that a run listens to; the same ones afterwards."""
+
+    def now():
+        names = (signal.SIGTERM, signal.SIGINT, signal.SIGVTALRM)
+        return [signal.getsignal(name) for name in names], signal.set_wakeup_fd(-1)
+
+    before = now()
+    signal.set_wakeup_fd(before[1])
+    yield now
+    for number, handler in zip(
+        (signal.SIGTERM, signal.SIGINT, signal.SIGVTALRM), before[0], strict=True
+    ):
+        signal.signal(number, handler)
+
+
+def open_files():
+    return sorted(os.listdir("/dev/fd"))
+
+
+def test_a_run_that_cannot_be_entered_leaves_nothing_behind(
+    tmp_path, monkeypatch, handlers
+):
+    """The last step of entering fails: the thread of the deadline does not start."""
+    before, files = handlers(), len(open_files())
+    config = Config(out=tmp_path / "run")
+
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    job = run.Run(config, num_steps={"only": 2}, stop_timeout=5.0)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="can't start"), job:
+        raise AssertionError("entered")
+    monkeypatch.undo()
+    assert handlers() == before
+    assert len(open_files()) == files
+    assert not (tmp_path / "run" / "run.lock").exists()
+
+
+def test_a_deadline_that_fails_at_the_end_leaves_nothing_behind(
+    tmp_path, monkeypatch, handlers
+):
+    before = handlers()
+    config = Config(out=tmp_path / "run")
+    leave = deadline.Deadline.__exit__
+
+    def left(self, *exception):
+        leave(self, *exception)
+        raise BlockingIOError("the pipe is full")
+
+    monkeypatch.setattr(deadline.Deadline, "__exit__", left)
+    job = run.Run(config, num_steps={"only": 2}, stop_timeout=5.0)
+    job.record.begin("only")
+    with pytest.raises(BlockingIOError, match="the pipe is full"), job:
+        job.record.write(0, {"loss": one(3)})
+    assert handlers() == before
+    assert not (tmp_path / "run" / "run.lock").exists()
+    (row,) = metrics.read(tmp_path / "run" / "metrics.jsonl")
+    assert row["loss"] == 3
 
 
 def test_a_stage_without_steps_is_refused_before_the_folder_is_made(tmp_path):
