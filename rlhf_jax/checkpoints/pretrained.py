@@ -91,11 +91,11 @@ class Adapters:
     """What of a checkpoint is trained; an option group of a command line."""
 
     rank: int | None = None
-    """Of LoRA's adapters over a frozen base; None trains every parameter."""
+    """Rank of LoRA's adapters over a frozen base; None trains every parameter."""
     alpha: float = 32.0
-    """What is added to a layer is scaled by alpha / rank."""
+    """Scale α of the adapters: their output is multiplied by α / rank."""
     modules: tuple[str, ...] = ("*",)
-    """Layers to adapt, as in attention/query or mlp/*."""
+    """Layers that get adapters, such as attention/query or mlp/*."""
 
     def __post_init__(self) -> None:
         if self.rank is None and (self.alpha, self.modules) != (32.0, ("*",)):

@@ -82,8 +82,9 @@ def screen(
         subsequent_indent="    ",
     )
     lines = [*usage, "", *"\n\n".join(description.split("\n\n")[:2]).splitlines()]
+    lines.append("")
     for title, group in groups.items():
-        lines += ["", f"{title}:"]
+        lines.append(f"{title}:")
         for each in group:
             lines += _entry(each, width=width)
     lines += ["", *textwrap.wrap(" ".join(notes), width)]

@@ -25,7 +25,7 @@ both answers become unlikelier, the rejected one more so.
 from collections.abc import Sequence
 
 from rlhf_jax.runs import command_line
-from rlhf_jax.train.dpo.options import Config
+from rlhf_jax.train.dpo.options import SCREEN, Config
 from rlhf_jax.train.dpo.trainer import main
 
 __all__ = ["Config", "command", "main"]
@@ -37,6 +37,7 @@ def command(argv: Sequence[str] | None = None) -> None:
         main,
         Config,
         description=__doc__,
+        screen=SCREEN,
         prog="rlhf-jax dpo",
         argv=argv,
     )

@@ -31,44 +31,47 @@ class Config(RunConfig):
     data: str
     """Preference pairs: JSONL, or hf:NAME:SPLIT."""
     reference: str | None = None
-    """Checkpoint folder or hub id; None is --model, as it starts."""
+    """Reference, a checkpoint folder or hub id; None is --model as it starts."""
     tokenizer: str | None = None
-    """Folder or hub id; None takes the one in --model."""
+    """Tokenizer, a folder or hub id; None takes the one in --model."""
     dpo: Annotated[DPORecipe, tyro.conf.arg(name="")] = RECIPE
-    """The coefficients and choices of DPO, options without a prefix."""
+    """Coefficients and choices of DPO, options without a prefix."""
     max_length: int | None = None
-    """Tokens of the longest prompt and answer; None is the context."""
+    """Longest prompt with its response, tokens; None is the model's context."""
     overlong: Literal["error", "drop"] = "error"
-    """What becomes of longer pairs."""
+    """Treatment of longer pairs: an error, or drop them."""
     blank: Blank = "error"
-    """What becomes of pairs with an answer of nothing but white space."""
+    """Treatment of pairs in which a response is nothing but white space: an error, or
+    drop them."""
     row_width: int | None = None
-    """Tokens of a row, into which pairs are packed with both of their texts; None is a
-    row for each pair."""
+    """Width of a row into which pairs are packed with both of their texts, tokens; None
+    is one row per pair."""
     held_out: float = 0.1
-    """Share of the pairs that measures the loss and is not trained on."""
+    """Share of the pairs that is held out to measure the loss."""
     num_steps: int | None = None
-    """Updates; None is one pass over the pairs."""
+    """Number of updates; None is one pass over the pairs."""
     batch_size: int = 16
-    """Rows an update."""
+    """Rows per update."""
     learning_rate: float = 1e-6
-    """Peak, after the warm-up; falls to 0 along a cosine. 1e-4 with LoRA."""
+    """Peak learning rate, after the warm-up; it falls to 0 along a cosine. Use 1e-4
+    with LoRA."""
     warmup: float = 0.1
     """Share of the updates over which the learning rate rises from 0."""
     max_grad_norm: float = 1.0
-    """Gradients of a larger norm are scaled down to it."""
+    """Norm to which larger gradients are scaled down."""
     precompute: bool = False
-    """Take the reference's log-probs once, before the first update."""
+    """Whether the reference log-probs are computed once, before the first update."""
     reference_storage: Storage = frozen_models.COPY
     """How the reference is held; with LoRA it is the base."""
     lora: Adapters = pretrained.ALL_PARAMETERS
-    """Adapters instead of all parameters."""
+    """Adapters that are trained instead of all parameters."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of activations; trained parameters stay float32."""
+    """Dtype of activations; trained parameters stay float32."""
     remat: Remat = "none"
-    """What of a layer a gradient computes again, to save memory."""
+    """What of a layer the backward pass rematerialises, to save memory."""
     attention: Attention = "xla"
-    """Of whole sequences; cudnn is flash attention, on a GPU in bfloat16."""
+    """Attention over whole sequences; cudnn is flash attention, on a GPU in
+    bfloat16."""
     mesh: MeshOption = sharding.ONE_DEVICE
     """How several devices share rows and parameters."""
 
@@ -101,3 +104,15 @@ class Config(RunConfig):
                     f"{option}: expected none with --reference-free, where there is no "
                     f"reference; leave one of them out"
                 )
+
+
+SCREEN = {
+    "Start": ("model", "reference"),
+    "Data": ("data", "max_length", "overlong", "row_width", "held_out"),
+    "Training": (
+        *("num_steps", "batch_size", "learning_rate", "dpo.beta", "precompute"),
+        *("dpo.micro_batch_size", "lora.rank", "dtype"),
+    ),
+    "Run": ("out", "resume"),
+}
+"""The options of --help."""

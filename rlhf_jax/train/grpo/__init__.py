@@ -29,7 +29,7 @@ nothing, as all answers of a group score 0: group/equal_fraction is 1 then.
 from collections.abc import Sequence
 
 from rlhf_jax.runs import command_line
-from rlhf_jax.train.grpo.options import PRESETS, Config
+from rlhf_jax.train.grpo.options import PRESETS, SCREEN, Config
 from rlhf_jax.train.grpo.trainer import main
 
 __all__ = ["PRESETS", "Config", "command", "main"]
@@ -42,6 +42,7 @@ def command(argv: Sequence[str] | None = None) -> None:
         Config,
         description=__doc__,
         presets=PRESETS,
+        screen=SCREEN,
         prog="rlhf-jax grpo",
         argv=argv,
     )

@@ -29,54 +29,59 @@ class Config(run_config.RunConfig):
     model: str
     """Policy to start from, a checkpoint folder or hub id."""
     data: str
-    """Questions to train on: JSONL, or hf:NAME:SPLIT."""
+    """Rows to train on: JSONL, or hf:NAME:SPLIT."""
     held_out: str
-    """Questions to measure the accuracy on."""
+    """Rows to measure the accuracy on."""
     tokenizer: str | None = None
-    """Folder or hub id; None takes the one in --model."""
+    """Tokenizer, a folder or hub id; None takes the one in --model."""
     question_field: str = "question"
-    """Name of the questions."""
+    """Field of the rows with the questions."""
     answer_field: str = "answer"
-    """Name of the worked answers, which end in #### and a number."""
+    """Field of the rows with the right answers; for gsm8k they end in #### and a
+    number."""
     template: str = "{question}"
-    """What a question is put to the model as."""
+    """Text in which the question is put to the model."""
     chat: bool = False
-    """Put it as a message of the user, by the tokenizer's chat template."""
+    """Whether it is put as a message of the user, by the tokenizer's chat template."""
     unmarked: Literal["wrong", "last_number"] = "wrong"
-    """What becomes of an answer without ####."""
+    """Treatment of a response without #### by gsm8k: it is wrong, or its last number
+    counts."""
     overlong: Literal["error", "drop"] = "drop"
-    """What becomes of questions that leave no room for the answer."""
+    """Treatment of questions that leave no room for a response: an error, or drop
+    them."""
     reference: Literal["start", "none"] = "start"
-    """What the KL is taken to: --model as it starts, or nothing."""
+    """Reference that the KL is measured to: --model as it starts, or none."""
     kl_coef: float | None = None
-    """Reward units per nat of KL; None is 0.01 with a reference."""
+    """KL coefficient β, reward units per nat; None is 0.01 with a reference."""
     grpo: Annotated[GroupRecipe, tyro.conf.arg(name="")] = RECIPE
-    """The coefficients and choices of GRPO, options without a prefix."""
+    """Coefficients and choices of GRPO, options without a prefix."""
     num_steps: int = 500
-    """Iterations: a batch of answers and the updates on it."""
+    """Number of iterations: a batch of responses and the updates on it."""
     batch_size: int = 128
-    """Answers an iteration."""
+    """Responses per iteration."""
     max_new_tokens: int = 256
-    """Longest answer, tokens."""
+    """Longest response, tokens."""
     learning_rate: float = 1e-6
-    """Falls to 0 linearly."""
+    """Learning rate at the start; it falls to 0 linearly."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of activations; trained parameters stay float32."""
+    """Dtype of activations; trained parameters stay float32."""
     num_workers: int | None = None
-    """Processes that verify; None is one a processor."""
+    """Processes that verify; None is one per processor."""
     timeout: float = 10.0
-    """Seconds to verify an answer."""
+    """Seconds to verify one response."""
     stop_timeout: float = 20.0
-    """Seconds that answers and verifiers may still take after SIGTERM or Ctrl-C. Then
+    """Seconds that sampling and verifiers may still take after SIGTERM or Ctrl-C. Then
     the state from before this step is saved, and the run ends."""
     on_failure: Literal["zero", "stop"] = "zero"
-    """What becomes of an answer that could not be verified, or of the run."""
+    """What happens where a response could not be verified: it scores 0, or the run
+    stops."""
     eval_rows: int = 256
-    """Held-out questions to answer, from the beginning; GSM8K has 1319."""
+    """Held-out rows to evaluate on, from the beginning."""
     remat: Remat = "none"
-    """What of a layer a gradient computes again, to save memory."""
+    """What of a layer the backward pass rematerialises, to save memory."""
     attention: Attention = "xla"
-    """Of whole sequences; cudnn is flash attention, on a GPU in bfloat16."""
+    """Attention over whole sequences; cudnn is flash attention, on a GPU in
+    bfloat16."""
     mesh: MeshOption = sharding.ONE_DEVICE
     """How several devices share rows and parameters."""
 
@@ -110,6 +115,18 @@ class Config(run_config.RunConfig):
             return self.kl_coef
         return KL_COEF if self.reference == "start" else 0.0
 
+
+SCREEN = {
+    "Start": ("model", "reference"),
+    "Data": ("data", "held_out", "question_field", "template", "max_new_tokens"),
+    "Reward": ("answer_field", "kl_coef"),
+    "Training": (
+        *("num_steps", "batch_size", "grpo.group_size", "learning_rate"),
+        *("grpo.micro_batch_size", "dtype"),
+    ),
+    "Run": ("out", "resume"),
+}
+"""The options of --help."""
 
 PRESETS: dict[str, dict[str, Any]] = {
     "deepseekmath": {

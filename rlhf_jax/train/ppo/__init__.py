@@ -35,7 +35,7 @@ reward: raise --kl-coef, or hold the KL with --kl-control.kind adaptive.
 from collections.abc import Sequence
 
 from rlhf_jax.runs import command_line
-from rlhf_jax.train.ppo.options import PRESETS, Config
+from rlhf_jax.train.ppo.options import PRESETS, SCREEN, Config
 from rlhf_jax.train.ppo.trainer import main
 
 __all__ = ["PRESETS", "Config", "command", "main"]
@@ -48,6 +48,7 @@ def command(argv: Sequence[str] | None = None) -> None:
         Config,
         description=__doc__,
         presets=PRESETS,
+        screen=SCREEN,
         prog="rlhf-jax ppo",
         argv=argv,
     )

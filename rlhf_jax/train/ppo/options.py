@@ -37,72 +37,76 @@ class Config(run_config.RunConfig):
     model: str
     """Policy to start from, a checkpoint folder or hub id."""
     prompts: str
-    """JSONL, .txt, or hf:NAME:SPLIT."""
+    """Prompts: JSONL, .txt, or hf:NAME:SPLIT."""
     reward: str | None = None
-    """Python function of texts, module:function; or give --reward-model."""
+    """Reward as a Python function of texts, module:function; or give --reward-model."""
     reward_model: str | None = None
-    """Checkpoint folder or hub id of a reward model; or give --reward."""
+    """Reward model, a checkpoint folder or hub id; or give --reward."""
     reference: str | None = None
-    """Checkpoint that the KL is taken to; None is --model, as it starts."""
+    """Checkpoint that the KL is measured to; None is --model as it starts."""
     tokenizer: str | None = None
-    """Folder or hub id; None takes the one in --model."""
+    """Tokenizer, a folder or hub id; None takes the one in --model."""
     prompt_field: str = "prompt"
-    """Name of the prompts in --prompts."""
+    """Field of --prompts with the prompts."""
     overlong: Literal["error", "drop"] = "error"
-    """What becomes of prompts that leave no room for the response."""
+    """Treatment of prompts that leave no room for a response: an error, or drop
+    them."""
     buckets: tuple[int, ...] | None = None
-    """Widths a batch of prompts may be padded to, tokens; None is the longest."""
+    """Widths to which a batch of prompts may be padded, tokens; None is the longest
+    prompt."""
     num_steps: int = 200
-    """Iterations: a batch of answers and the updates on it."""
+    """Number of iterations: a batch of responses and the updates on it."""
     batch_size: int = 64
-    """Answers an iteration."""
+    """Responses per iteration."""
     max_new_tokens: int = 48
     """Longest response, tokens."""
     kl_coef: float = 0.05
-    """Reward units per nat of KL to the reference; 0 still measures it."""
+    """KL coefficient β, reward units per nat; at 0 the KL is still measured."""
     kl_control: Control = CONSTANT
-    """What becomes of kl_coef during the run."""
+    """How the KL coefficient β changes during the run."""
     ppo: Annotated[Recipe, tyro.conf.arg(name="")] = RECIPE
-    """The coefficients and choices of PPO, options without a prefix."""
+    """Coefficients and choices of PPO, options without a prefix."""
     ptx: str | None = None
-    """Text or demonstrations mixed in with --ptx-coef."""
+    """Text or demonstrations whose loss is mixed in, weighted by --ptx-coef."""
     ptx_batch_size: int = 16
-    """Rows of --ptx an iteration."""
+    """Rows of --ptx per iteration."""
     ptx_max_length: int | None = None
     """Longest row of --ptx, tokens; None is the model's context."""
     policy_learning_rate: float = 3e-6
-    """Falls to 0 linearly."""
+    """Learning rate of the policy at the start; it falls to 0 linearly."""
     critic_learning_rate: float = 1e-5
-    """Falls to 0 linearly."""
+    """Learning rate of the critic at the start; it falls to 0 linearly."""
     max_grad_norm: float | None = 1.0
-    """Gradients of a larger norm are scaled down to it, policy and critic apart; None
-    leaves them."""
+    """Norm to which larger gradients are scaled down, policy and critic apart; None
+    disables it."""
     adam: optimizers.Style = "standard"
-    """Where Adam's eps stands: outside the bias correction in "tf" (OAI)."""
+    """Form of Adam; "tf" adds eps outside the bias correction (OAI)."""
     adam_mu_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of Adam's first moment, 2 bytes a parameter less in bfloat16."""
+    """Dtype of Adam's first moment; bfloat16 saves 2 bytes per parameter."""
     critic_from: Literal["policy", "reward_model"] = "policy"
-    """Whose trunk the critic starts with; values start at 0 from the policy."""
+    """Model whose trunk the critic starts with; from the policy, values start at 0."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of activations; trained parameters stay float32."""
+    """Dtype of activations; trained parameters stay float32."""
     reference_storage: Storage = frozen_models.COPY
     """How the reference is held; with LoRA it is the base."""
     reward_storage: Storage = frozen_models.COPY
     """How the reward model is held."""
     lifecycle: Lifecycle = lifecycle.FROZEN
-    """What becomes of the reference during the run."""
+    """How the reference moves during the run."""
     measure_kl: bool = True
-    """Off, with kl_coef 0, there is no reference: never loaded, never run."""
+    """Whether the KL is measured; off, with --kl-coef 0, no reference is loaded or
+    run."""
     lora: Adapters = pretrained.ALL_PARAMETERS
-    """Adapters instead of all parameters."""
+    """Adapters that are trained instead of all parameters."""
     remat: Remat = "none"
-    """What of a layer a gradient computes again, to save memory."""
+    """What of a layer the backward pass rematerialises, to save memory."""
     attention: Attention = "xla"
-    """Of whole sequences; cudnn is flash attention, on a GPU in bfloat16."""
+    """Attention over whole sequences; cudnn is flash attention, on a GPU in
+    bfloat16."""
     mesh: MeshOption = sharding.ONE_DEVICE
     """How several devices share rows and parameters."""
     check_memory: bool = True
-    """Refuse what cannot fit, before weights are read."""
+    """Whether a run that cannot fit is refused before weights are read."""
     sampling_mesh: MeshOption | None = None
     """The last devices, which --mesh leaves free: they draw the next answers while
     these are learned from, one step off-policy. None samples where it learns."""
@@ -112,7 +116,7 @@ class Config(run_config.RunConfig):
     sample_every: int = 10
     """Iterations between rows of samples.jsonl."""
     num_shown: int = 4
-    """Answers in samples.jsonl each time."""
+    """Responses in samples.jsonl each time."""
     drift_every: int = 1
     """Iterations between measurements of the weight drift."""
     held_out: str | None = None
@@ -120,18 +124,20 @@ class Config(run_config.RunConfig):
     out_of_domain: str | None = None
     """Text of another kind; its perplexity shows the alignment tax."""
     judge: str | None = None
-    """A second reward that is not trained on, module:function; shows reward hacking."""
+    """Second reward that is not trained on, module:function; it shows reward
+    hacking."""
     judge_failure: Literal["stop", "warn"] = "stop"
-    """What a judge that fails does to the run; warn leaves that judge/score out."""
+    """What happens to the run when the judge fails; warn leaves that judge/score
+    out."""
     stop_timeout: float = 20.0
-    """Seconds that answers, reward and judge may still take after SIGTERM or Ctrl-C.
+    """Seconds that sampling, reward and judge may still take after SIGTERM or Ctrl-C.
     Then the state from before this step is saved, and the run ends."""
     eval_every: int = 10
-    """Iterations between looks at held_out, out_of_domain and judge."""
+    """Iterations between evaluations on --held-out, --out-of-domain and --judge."""
     eval_rows: int = 64
-    """Rows of each text to look at."""
+    """Rows of each text to evaluate on."""
     alarms: Limits = alarms.LIMITS
-    """When to ask for a look."""
+    """Limits beyond which the run asks for a look."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -254,6 +260,18 @@ def _refuse_unused(option: str, given: Storage) -> None:
             f"it out"
         )
 
+
+SCREEN = {
+    "Start": ("model", "reference"),
+    "Data": ("prompts", "max_new_tokens"),
+    "Reward": ("reward", "reward_model", "kl_coef"),
+    "Training": (
+        *("num_steps", "batch_size", "policy_learning_rate", "ppo.num_minibatches"),
+        *("ppo.micro_batch_size", "lora.rank", "dtype"),
+    ),
+    "Run": ("out", "resume"),
+}
+"""The options of --help."""
 
 PRESETS: dict[str, dict[str, Any]] = {
     "openai-2019": {

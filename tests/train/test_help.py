@@ -1,0 +1,61 @@
+"""--help of each trainer is one screen, and --help-all has every option."""
+
+import dataclasses
+
+import pytest
+
+from rlhf_jax.runs import help_screen
+from rlhf_jax.train import dpo, grpo, main, ppo, reward_model, sft
+
+TRAINERS = {
+    "sft": sft,
+    "reward-model": reward_model,
+    "ppo": ppo,
+    "grpo": grpo,
+    "dpo": dpo,
+}
+
+
+def told(name, asked, *, capsys, monkeypatch, columns=90):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with pytest.raises(SystemExit) as exit_:
+        main.main([name, asked])
+    assert exit_.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_every_trainer_is_here():
+    assert set(main.TRAINERS) == set(TRAINERS)
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_help_is_one_screen_with_all_that_is_required(name, capsys, monkeypatch):
+    shown = told(name, "--help", capsys=capsys, monkeypatch=monkeypatch)
+    assert len(shown.splitlines()) <= 42
+    assert max(map(len, shown.splitlines())) <= 90
+    assert f"usage: rlhf-jax {name} " in shown
+    assert f"\n    rlhf-jax {name} --" in shown  # how it is called
+    usage = shown.partition("\n\n")[0]
+    for field in dataclasses.fields(TRAINERS[name].Config):
+        required = field.default is dataclasses.MISSING
+        option = f"--{field.name.replace('_', '-')} "
+        assert (option in usage) == required, field.name
+    assert "--help-all" in shown
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_help_all_has_every_option(name, capsys, monkeypatch):
+    shown = told(name, "--help-all", capsys=capsys, monkeypatch=monkeypatch)
+    texts = help_screen.documented(TRAINERS[name].Config)
+    for field in dataclasses.fields(TRAINERS[name].Config):
+        assert texts[field.name]
+        if not dataclasses.is_dataclass(field.default):
+            assert f"--{field.name.replace('_', '-')}" in shown
+
+
+def test_the_command_alone_lists_all_commands_on_one_screen(capsys):
+    main.main([])
+    shown = capsys.readouterr().out
+    assert len(shown.splitlines()) <= 40
+    for name in (*main.TRAINERS, *main.QUERIES):
+        assert f"  {name} " in shown
