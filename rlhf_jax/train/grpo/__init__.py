@@ -1,6 +1,6 @@
 """GRPO on grade-school mathematics: your own checkpoint, and answers that are checked.
 
-    python rlhf-jax sft --model gpt2 --data gsm8k/train.jsonl \\
+    rlhf-jax sft --model gpt2 --data gsm8k/train.jsonl \\
         --prompt-field question --response-field answer --out runs/sft
     rlhf-jax grpo --model runs/sft/model --data gsm8k/train.jsonl \\
         --held-out gsm8k/test.jsonl --out runs/gsm8k
