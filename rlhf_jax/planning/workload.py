@@ -81,7 +81,7 @@ def parts(held: Held) -> dict[str, PyTree]:
 
 
 def programs(options: Options, held: Held, *, recipe: PPO) -> list[Program]:
-    """The programs of a step in their order, as `ppo_from_checkpoint.py` has them.
+    """The programs of a step in their order, as `rlhf-jax ppo` has them.
 
     Raises:
       InputError: sizes that do not fit.
