@@ -26,13 +26,15 @@ be whole, and words that were seen before are left out, as padding is.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
+
+from rlhf_jax.functional.custom_transpose import call, linear_call
 
 Array = jax.Array
 
@@ -101,24 +103,31 @@ def price(
       f32[N] each, nats. The gradient reaches `hidden`, `head` and `temperature`; a
       position whose cotangents are 0 plays no part in it, whatever stands there.
     """
-    with_gradient = jax.custom_vjp(_price, nondiff_argnums=(4,))
-    with_gradient.defvjp(_forward, _backward, symbolic_zeros=True)
     scale = jnp.asarray(temperature, jnp.float32)
-    return with_gradient(hidden, head, tokens, scale, plan)
+    return _price(plan, hidden, head, tokens, scale)
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _price(
-    hidden: Array, head: Array, tokens: Array, temperature: Array, plan: Plan
+    plan: Plan, hidden: Array, head: Array, tokens: Array, temperature: Array
 ) -> tuple[Array, Array]:
     return _results(_pass(hidden, head, tokens, temperature, plan))[:2]
 
 
-def _forward(
-    hidden: Any, head: Any, tokens: Any, temperature: Any, plan: Plan
-) -> tuple[tuple[Array, Array], _Saved]:
-    arrays = hidden.value, head.value, tokens.value, temperature.value
-    logprobs, entropy, log_sum = _results(_pass(*arrays, plan))
-    return (logprobs, entropy), _Saved(*arrays, log_sum, entropy)
+@_price.defjvp
+def _price_jvp(
+    plan: Plan, primals: tuple[Array, ...], tangents: tuple[Any, ...]
+) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    logprobs, entropy, log_sum = _results(
+        call(functools.partial(_pass, plan=plan), *primals)
+    )
+    of_hidden, of_head, _, of_temperature = tangents
+    return (logprobs, entropy), linear_call(
+        functools.partial(_tangent, plan),
+        functools.partial(_backward, plan),
+        _Saved(*primals, log_sum, entropy),
+        (of_hidden, of_head, of_temperature),
+    )
 
 
 def _results(found: _Found) -> tuple[Array, Array, Array]:
@@ -156,16 +165,46 @@ def _pass(
     return _scan(step, _Found(zero - jnp.inf, zero, zero, absent), plan)
 
 
+def _tangent(
+    plan: Plan, saved: _Saved, tangents: tuple[Array, Array, Array]
+) -> tuple[Array, Array]:
+    """Forward mode: how log-probs and entropies move, in a second pass."""
+    hidden, head, tokens, temperature, log_sum, entropy = saved
+    hidden_dot, head_dot, temperature_dot = tangents
+
+    def step(carry: tuple[Array, Array], index: Array) -> tuple[Any, None]:
+        words, fresh = _words(head, index, plan, hidden.dtype)
+        words = jnp.where(fresh[:, None], words, jnp.zeros_like(words))
+        words_dot, _ = _words(head_dot, index, plan, hidden.dtype)
+        words_dot = jnp.where(fresh[:, None], words_dot, jnp.zeros_like(words_dot))
+        z = _logits(hidden, words, temperature, plan)
+        z_dot = _product(hidden_dot, words, 1, 1) + _product(hidden, words_dot, 1, 1)
+        if plan.softcap is not None:
+            z_dot *= 1 - jnp.square(z * (temperature / plan.softcap))
+        z_dot = (z_dot - z * temperature_dot) / temperature
+        z_dot = jnp.where(fresh[None], z_dot, 0.0)
+        log_p = z - log_sum[:, None]
+        weighted = jnp.exp(log_p) * z_dot
+        here = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
+        drawn = here == _drawn(tokens, index, plan)[:, None]
+        logprobs_dot, entropy_dot = carry
+        logprobs_dot += jnp.sum(jnp.where(drawn, z_dot, 0.0) - weighted, axis=-1)
+        entropy_dot -= jnp.sum(weighted * (log_p + entropy[:, None]), axis=-1)
+        return (logprobs_dot, entropy_dot), None
+
+    zero = jnp.zeros_like(log_sum)
+    return _scan(step, (zero, zero), plan)
+
+
 def _backward(
-    plan: Plan, saved: _Saved, cotangents: tuple[Any, Any]
-) -> tuple[Array, Array, None, Array]:
+    plan: Plan, saved: _Saved, cotangents: tuple[Array | None, Array | None]
+) -> tuple[Array, Array, Array]:
+    """Reverse mode; None is a cotangent that is zero by structure."""
     hidden, head, tokens, temperature, log_sum, entropy = saved
     for_logprobs, for_entropy = cotangents
-    of_entropy = not isinstance(for_entropy, SymbolicZero)
-    zero = jnp.zeros_like(log_sum)
-    for_logprobs = zero if isinstance(for_logprobs, SymbolicZero) else for_logprobs
+    for_logprobs = jnp.zeros_like(log_sum) if for_logprobs is None else for_logprobs
     live = for_logprobs != 0
-    if of_entropy:
+    if for_entropy is not None:
         live |= for_entropy != 0
         for_entropy = (for_entropy / temperature)[:, None]
         entropy = jnp.where(live, entropy, 0.0)[:, None]
@@ -181,7 +220,7 @@ def _backward(
         scaled = _logits(seen, words, temperature, plan)
         z = scaled - log_sum
         slope = for_logprobs
-        if of_entropy:
+        if for_entropy is not None:
             slope += for_entropy * (z + entropy)
         here = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
         drawn = here == _drawn(tokens, index, plan)[:, None]
@@ -211,12 +250,7 @@ def _backward(
     for_hidden, for_head, inner = _scan(step, empty, plan)
     if plan.softcap is None:
         inner = jnp.sum(for_hidden * seen.astype(jnp.float32)) / temperature
-    return (
-        for_hidden.astype(hidden.dtype),
-        for_head.reshape(head.shape),
-        None,
-        -inner,
-    )
+    return for_hidden.astype(hidden.dtype), for_head.reshape(head.shape), -inner
 
 
 def _start(index: Array, plan: Plan) -> Array:

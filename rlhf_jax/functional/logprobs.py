@@ -80,8 +80,8 @@ def token_logprobs_from_hidden(
     Words are taken some at a time, of all positions at once, so that a batch which is
     sharded stays so; a head which is sharded over words stays so too (on up to 16
     devices that divide it). The backward pass computes the logits of a chunk again.
-    Products are taken in hidden's dtype and accumulated in float32. Differentiable
-    once, in reverse mode.
+    Products are taken in hidden's dtype and accumulated in float32. Forward mode
+    (`jax.jvp`) computes them again, too.
 
     Args:
       hidden: floats[B, S, D], the last layer's output after its norm.

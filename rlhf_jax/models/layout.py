@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.custom_transpose import linear_call
 from rlhf_jax.models.config import ModelConfig
 
 Tree = TypeVar("Tree")
@@ -56,12 +57,12 @@ def fastest(model: ModelConfig, *, backend: str | None = None) -> ModelConfig:
 def product(x: jax.Array, w: jax.Array) -> jax.Array:
     """x w, a matrix product whose gradient of w is taken as the backend does it best.
 
-    On a CPU of xᵀ as it lies transposed in memory: XLA:CPU is slow where both operands
-    contract their first dimension, the slower the more columns x has. Of [1024, k] and
-    [1024, n], 2 cores of an EPYC, jax 0.10, in ms: k 256, n 256 0.97 and 0.80; k 1024,
-    n 256 4.5 and 3.0; k 256, n 1024 3.0 and 2.8. It has no forward mode (`jax.jvp`)
-    there, and where `remat` keeps products in a loop over layers it holds up to an
-    eighth more. Elsewhere, and within `shard_map`, it is x @ w.
+    A CPU transposes x in memory first: XLA:CPU is slow where both operands contract
+    their first dimension, the slower the more columns x has. Of [1024, k] and [1024, n],
+    2 cores of an EPYC, jax 0.10, in ms: k 256, n 256 0.97 and 0.80; k 1024, n 256 4.5
+    and 3.0; k 256, n 1024 3.0 and 2.8. Where `remat` keeps products in a loop over
+    layers, up to an eighth more memory is held. Elsewhere, and within `shard_map`, it
+    is x @ w.
 
     Args:
       x: floats[..., N, k].
@@ -76,31 +77,39 @@ def product(x: jax.Array, w: jax.Array) -> jax.Array:
     return _product(x, w)
 
 
-@jax.custom_vjp
+@jax.custom_jvp
 def _product(x: jax.Array, w: jax.Array) -> jax.Array:
     return x @ w
 
 
-def _product_forward(
-    x: jax.Array, w: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return x @ w, (x, w)
+@_product.defjvp
+def _product_jvp(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    x, w = primals
+    return x @ w, linear_call(_product_tangent, _product_backward, (x, w), tangents)
+
+
+def _product_tangent(
+    factors: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> jax.Array:
+    x, w = factors
+    x_dot, w_dot = tangents
+    return x_dot @ w + x @ w_dot
 
 
 def _product_backward(
-    held: tuple[jax.Array, jax.Array], gradient: jax.Array
+    factors: tuple[jax.Array, jax.Array], gradient: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     def laid_out(x: jax.Array, gradient: jax.Array) -> jax.Array:
         return jax.lax.optimization_barrier(x.mT) @ gradient
 
-    x, w = held
+    assert gradient is not None
+    x, w = factors
     of_w = jax.lax.platform_dependent(
         x, gradient, cpu=laid_out, default=lambda x, gradient: x.mT @ gradient
     )
     return gradient @ w.mT, of_w
-
-
-_product.defvjp(_product_forward, _product_backward)
 
 
 def turned_product(x: jax.Array, w: jax.Array) -> jax.Array:

@@ -19,11 +19,14 @@ to be whole, and words that were seen before are left out.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from rlhf_jax.functional.custom_transpose import call, linear_call
 
 Array = jax.Array
 
@@ -92,20 +95,32 @@ def divergence(
       cotangent is 0 plays no part in it, whatever stands there.
     """
     scale = jnp.asarray(temperature, jnp.float32)
-    with_gradient = jax.custom_vjp(_value, nondiff_argnums=(2,))
-    with_gradient.defvjp(_forward, _backward)
     policy = _Model(hidden, head, scale)
-    return jnp.asarray(with_gradient(policy, _Model(ref_hidden, ref_head, scale), plan))
+    return _divergence(plan, policy, _Model(ref_hidden, ref_head, scale))
 
 
-def _value(policy: _Model, reference: _Model, plan: Plan) -> Array:
-    return _forward(policy, reference, plan)[0]
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _divergence(plan: Plan, policy: _Model, reference: _Model) -> Array:
+    return _pass(policy, reference, plan).kl
 
 
-def _forward(policy: _Model, reference: _Model, plan: Plan) -> tuple[Array, Any]:
-    one_pass = _exact if plan.k is None else _top_k
-    found = one_pass(policy, reference, plan)
-    return found.kl, (policy, reference, found)
+@_divergence.defjvp
+def _divergence_jvp(
+    plan: Plan, primals: tuple[_Model, _Model], tangents: tuple[Any, Any]
+) -> tuple[Array, Array]:
+    policy, reference = primals
+    found = call(functools.partial(_pass, plan=plan), policy, reference)
+    of_hidden, of_head, _ = tangents[0]
+    return found.kl, linear_call(
+        functools.partial(_tangent, plan),
+        functools.partial(_backward, plan),
+        (policy, reference, found),
+        (of_hidden, of_head),
+    )
+
+
+def _pass(policy: _Model, reference: _Model, plan: Plan) -> _Found:
+    return (_exact if plan.k is None else _top_k)(policy, reference, plan)
 
 
 def _exact(policy: _Model, reference: _Model, plan: Plan) -> _Found:
@@ -202,7 +217,29 @@ def _found(
     return _Found(kl, total.log, ref_total.log, mean, rest)
 
 
-def _backward(plan: Plan, residuals: Any, cotangent: Array) -> tuple[Any, None]:
+def _tangent(plan: Plan, residuals: Any, tangents: tuple[Array, Array]) -> Array:
+    """Forward mode: how the KL moves, in a second pass."""
+    policy, reference, found = residuals
+    hidden, head, temperature = policy
+    hidden_dot, head_dot = tangents
+
+    def step(kl_dot: Array, index: Array) -> Array:
+        start, fresh = _words(index, plan)
+        z, slope = _slope(policy, reference, found, start, plan)
+        z_dot = _raw_logits(hidden_dot, head, start, plan)
+        z_dot += _raw_logits(hidden, head_dot, start, plan)
+        z_dot /= temperature
+        if plan.softcap is not None:
+            z_dot *= 1 - jnp.square(z * (temperature / plan.softcap))
+        return kl_dot + jnp.sum(jnp.where(fresh, slope * z_dot, 0.0), axis=-1)
+
+    return _loop(step, jnp.zeros_like(found.kl), plan)
+
+
+def _backward(
+    plan: Plan, residuals: Any, cotangent: Array | None
+) -> tuple[Array, Array]:
+    assert cotangent is not None
     policy, reference, found = residuals
     hidden, head, temperature = policy
     live = cotangent != 0
@@ -212,17 +249,7 @@ def _backward(plan: Plan, residuals: Any, cotangent: Array) -> tuple[Any, None]:
     def step(carry: tuple[Array, Array], index: Array) -> tuple[Array, Array]:
         for_hidden, for_head = carry
         start, fresh = _words(index, plan)
-        z = _logits(policy, start, plan)
-        difference = z - _logits(reference, start, plan)
-        if found.rest is not None:
-            alone = marked(found.rest.alone - start, size=plan.chunk)
-            rest = found.rest.difference[..., None]
-            difference = jnp.where(alone, difference, rest)
-        for_logits = jnp.exp(z - found.log_sum[..., None])
-        if plan.forward:
-            for_logits -= jnp.exp(z - difference - found.ref_log_sum[..., None])
-        else:
-            for_logits *= difference - found.mean[..., None]
+        z, for_logits = _slope(policy, reference, found, start, plan)
         slope = scale
         if plan.softcap is not None:
             slope = scale * (1 - jnp.square(z * (temperature / plan.softcap)))
@@ -246,10 +273,25 @@ def _backward(plan: Plan, residuals: Any, cotangent: Array) -> tuple[Any, None]:
 
     empty = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros_like(head)
     for_hidden, for_head = _loop(step, empty, plan)
-    for_policy = _Model(
-        for_hidden.astype(hidden.dtype), for_head, jnp.zeros_like(temperature)
-    )
-    return for_policy, None
+    return for_hidden.astype(hidden.dtype), for_head
+
+
+def _slope(
+    policy: _Model, reference: _Model, found: _Found, start: Array, plan: Plan
+) -> tuple[Array, Array]:
+    """z of a chunk and the gradient of the KL with respect to it, f32[B, T, chunk]."""
+    z = _logits(policy, start, plan)
+    difference = z - _logits(reference, start, plan)
+    if found.rest is not None:
+        alone = marked(found.rest.alone - start, size=plan.chunk)
+        rest = found.rest.difference[..., None]
+        difference = jnp.where(alone, difference, rest)
+    slope = jnp.exp(z - found.log_sum[..., None])
+    if plan.forward:
+        slope -= jnp.exp(z - difference - found.ref_log_sum[..., None])
+    else:
+        slope *= difference - found.mean[..., None]
+    return z, slope
 
 
 def of_buckets(logprobs: Array, ref_logprobs: Array) -> Array:
@@ -287,16 +329,21 @@ def _words(index: Array, plan: Plan) -> tuple[Array, Array]:
 
 def _logits(model: _Model, start: Array, plan: Plan) -> Array:
     """f32[B, T, chunk], divided by the temperature."""
-    words = jax.lax.dynamic_slice_in_dim(model.head, start, plan.chunk)
-    logits = jnp.einsum(
-        "btd,vd->btv",
-        model.hidden,
-        words.astype(model.hidden.dtype),
-        preferred_element_type=jnp.float32,
-    )
+    logits = _raw_logits(model.hidden, model.head, start, plan)
     if plan.softcap is not None:
         logits = plan.softcap * jnp.tanh(logits / plan.softcap)
     return logits / model.temperature
+
+
+def _raw_logits(hidden: Array, head: Array, start: Array, plan: Plan) -> Array:
+    """hidden·headᵀ of a chunk, f32[B, T, chunk]."""
+    words = jax.lax.dynamic_slice_in_dim(head, start, plan.chunk)
+    return jnp.einsum(
+        "btd,vd->btv",
+        hidden,
+        words.astype(hidden.dtype),
+        preferred_element_type=jnp.float32,
+    )
 
 
 def marked(at: Array, *, size: int) -> Array:
