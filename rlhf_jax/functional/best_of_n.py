@@ -230,8 +230,10 @@ def _log_ratio(log_up_to: Array, *, below: Array, equal: Array, n: int) -> Array
     up_to = below + equal
     tie = jnp.where(up_to > 0, equal / jnp.where(up_to > 0, up_to, 1.0), 0.0)
     # A tie too rare to be seen in 1 - tie would be 0/0, and counts as none.
-    log_rho = jnp.log1p(-jnp.where(tie > 0, tie, 0.5))
+    log_rho = jnp.log1p(-jnp.where((tie > 0) & (tie < 1), tie, 0.5))
     powers = jnp.log(jnp.expm1(n * log_rho) / jnp.expm1(log_rho))
+    # Nothing lies below the lowest score: ρ = 0, where log Σ ρᵏ is 0 and its slope 1.
+    powers = jnp.where(tie < 1, powers, 1.0 - tie)
     return (n - 1) * log_up_to + jnp.where(tie > 0, powers, math.log(n))
 
 

@@ -88,7 +88,7 @@ def plan(
     return Plan(vocab_size, blocks, size, chunk=chunk, softcap=softcap)
 
 
-def price(
+def logprobs_and_entropy(
     hidden: Array, head: Array, tokens: Array, *, temperature: float | Array, plan: Plan
 ) -> tuple[Array, Array]:
     """log softmax(hidden·headᵀ / temperature)[tokens], and the entropy of the softmax.
@@ -104,28 +104,29 @@ def price(
       position whose cotangents are 0 plays no part in it, whatever stands there.
     """
     scale = jnp.asarray(temperature, jnp.float32)
-    return _price(plan, hidden, head, tokens, scale)
+    return _logprobs_and_entropy(plan, hidden, head, tokens, scale)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _price(
+def _logprobs_and_entropy(
     plan: Plan, hidden: Array, head: Array, tokens: Array, temperature: Array
 ) -> tuple[Array, Array]:
     return _results(_pass(hidden, head, tokens, temperature, plan))[:2]
 
 
-@_price.defjvp
-def _price_jvp(
+@_logprobs_and_entropy.defjvp
+def _logprobs_and_entropy_jvp(
     plan: Plan, primals: tuple[Array, ...], tangents: tuple[Any, ...]
 ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     logprobs, entropy, log_sum = _results(
         call(functools.partial(_pass, plan=plan), *primals)
     )
+    hidden, head, tokens, temperature = primals
     of_hidden, of_head, _, of_temperature = tangents
     return (logprobs, entropy), linear_call(
         functools.partial(_tangent, plan),
         functools.partial(_backward, plan),
-        _Saved(*primals, log_sum, entropy),
+        _Saved(hidden, head, tokens, temperature, log_sum, entropy),
         (of_hidden, of_head, of_temperature),
     )
 

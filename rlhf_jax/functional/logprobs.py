@@ -133,7 +133,7 @@ def token_logprobs_from_hidden(
         return nothing, nothing
     wanted = tokens[:, first_column:]
     # Rows and columns as one axis: products of matrices, the fastest everywhere.
-    found = logprob_chunks.price(
+    found = logprob_chunks.logprobs_and_entropy(
         hidden[:, first_column - 1 : -1].reshape(wanted.size, -1),
         head,
         wanted.reshape(-1),

@@ -58,11 +58,11 @@ def product(x: jax.Array, w: jax.Array) -> jax.Array:
     """x w, a matrix product whose gradient of w is taken as the backend does it best.
 
     A CPU transposes x in memory first: XLA:CPU is slow where both operands contract
-    their first dimension, the slower the more columns x has. Of [1024, k] and [1024, n],
-    2 cores of an EPYC, jax 0.10, in ms: k 256, n 256 0.97 and 0.80; k 1024, n 256 4.5
-    and 3.0; k 256, n 1024 3.0 and 2.8. Where `remat` keeps products in a loop over
-    layers, up to an eighth more memory is held. Elsewhere, and within `shard_map`, it
-    is x @ w.
+    their first dimension, the slower the more columns x has. Of [1024, k] and
+    [1024, n], 2 cores of an EPYC, jax 0.10, in ms: k 256, n 256 0.97 and 0.80; k 1024,
+    n 256 4.5 and 3.0; k 256, n 1024 3.0 and 2.8. Where `remat` keeps products in a loop
+    over layers, up to an eighth more memory is held. Elsewhere, and within `shard_map`,
+    it is x @ w.
 
     Args:
       x: floats[..., N, k].
