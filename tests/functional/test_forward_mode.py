@@ -36,7 +36,7 @@ TOKENS = jnp.asarray(
 PER_TOKEN, PER_ROW = (ROWS, COLUMNS), (ROWS,)
 LOGITS, HIDDEN = (ROWS, COLUMNS, VOCAB), (ROWS, COLUMNS, WIDTH)
 HEAD, FLAT = (VOCAB, WIDTH), (ROWS, WIDTH)
-APART = 10.0 * jnp.arange(VOCAB)  # so that small steps change no token of a top k
+APART = 2.0 * jnp.arange(VOCAB)  # so that small steps change no token of a top k
 FEW = 64  # logits at a time: chunks that overlap
 
 PLAN = logprob_chunks.plan(vocab_size=10, rows=VOCAB, positions=ROWS, max_logits=8)
