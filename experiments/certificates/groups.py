@@ -31,6 +31,7 @@ from rlhf_jax.algorithms.batch import PolicyExperience, Scored
 from rlhf_jax.algorithms.flow import score
 from rlhf_jax.algorithms.policy_gradient.loss import policy_terms
 from rlhf_jax.algorithms.ppo import experience
+from rlhf_jax.algorithms.reinforce import REINFORCE, ReinforceRecipe
 from rlhf_jax.functional.kl.gradients import FIXED_FORWARD, FIXED_REVERSE, FULL_REVERSE
 from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty
 
@@ -43,24 +44,30 @@ COLUMNS = range(enumerable.PROMPT, enumerable.PROMPT + enumerable.LENGTH)
 LOSS = functools.partial(Penalty, placement="loss")
 
 
+Recipe = grpo.GroupRecipe | ReinforceRecipe
+ALGORITHMS = {grpo.GroupRecipe: grpo.GRPO, ReinforceRecipe: REINFORCE}
+
+
 class Claim(NamedTuple):
     """An estimator and its expectation, share·∇(E[r] - β·KL in the reward) - β·∇KL."""
 
     name: str
-    recipe: grpo.GroupRecipe
+    recipe: Recipe
     share: float | None  # None: no multiple of it, for the reason in `bias`
     in_loss: str | None = None  # the gradient of the KL in the loss
     bias: str = ""
     critic: bool = False  # PPO's: GAE at lam = 1 about values of noise, not groups
 
 
-def _recipe(penalty: Penalty, **choices: Any) -> grpo.GroupRecipe:
+def _recipe(penalty: Penalty, **choices: Any) -> Recipe:
     options = {"aggregation": "constant", "temperature": 1.0, **choices}
-    return grpo.GroupRecipe(penalty=penalty, **options)
+    if "group_size" in options:
+        return grpo.GroupRecipe(penalty=penalty, **options)
+    return ReinforceRecipe(penalty=penalty, **options)
 
 
 RESPONSE_K2 = LOSS(value_estimator="k2", per="response")
-ALONE = {"group_size": 1, "baseline": None}
+ALONE = {"whiten_advantages": False}
 OTHERS = {"group_size": GROUP, "baseline": "leave_one_out"}
 MEAN = {"group_size": GROUP, "baseline": "group"}
 OWN_SHARE = (GROUP - 1) / GROUP  # a mean that holds the response itself
@@ -241,7 +248,7 @@ def _finder(claim: Claim, case: Case, scored: Scored) -> Callable[..., Float64]:
     recipe = claim.recipe
     if not recipe.penalty.in_reward:
         scored = dataclasses.replace(scored, kl=None)
-    algorithm = grpo.GRPO(
+    algorithm = ALGORITHMS[type(recipe)](
         **vars(recipe),
         model=case.model,
         policy_optimizer=OPTIMIZER,
@@ -260,14 +267,7 @@ def _finder(claim: Claim, case: Case, scored: Scored) -> Callable[..., Float64]:
                 lam=1.0,
                 whiten_advantages=None,
             )
-        found, _ = grpo.group_experience(
-            take(scored, rows),
-            kl_coef=beta,
-            group_size=recipe.group_size,
-            baseline=recipe.baseline,
-            normalise=recipe.normalise,
-        )
-        return found
+        return algorithm.experience(take(scored, rows), kl_coef=beta)[0]
 
     @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
     def gradients(params: Params, beta: Array, within: Array) -> Params:

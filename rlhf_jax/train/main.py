@@ -12,7 +12,8 @@ TRAINERS = {
     "sft": "Supervised fine-tuning on your own texts.",
     "reward-model": "A reward model from your own preference pairs.",
     "ppo": "PPO on your own model, prompts and reward.",
-    "grpo": "GRPO, RLOO or REINFORCE++ on your own model, with a verifier.",
+    "grpo": "GRPO or RLOO on your own model, with a verifier.",
+    "reinforce": "REINFORCE++ on your own model, with a verifier.",
     "dpo": "DPO from your own preference pairs, without a reward model.",
 }
 QUERIES = {
@@ -68,6 +69,10 @@ def train(name: str, options: Sequence[str]) -> None:
             from rlhf_jax.train import grpo
 
             grpo.command(options)
+        case "reinforce":
+            from rlhf_jax.train import reinforce
+
+            reinforce.command(options)
         case "dpo":
             from rlhf_jax.train import dpo
 

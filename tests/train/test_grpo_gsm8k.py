@@ -12,6 +12,7 @@ import rlhf_jax.train.grpo
 from rlhf_jax import config, grpo, hf
 from rlhf_jax.data import tokenization
 from rlhf_jax.runs import command_line, metrics
+from rlhf_jax.train import reinforce
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 WORDS = [*("what", "is", "one", "and", "two", "?", "####"), *map(str, range(10))]
@@ -51,6 +52,21 @@ def gsm8k(out, files, *argv):
         ),
         *("--held-out", files / "test.jsonl", *TOY, *argv),
     )
+
+
+@pytest.mark.slow
+def test_reinforce_is_the_same_trainer_with_another_recipe(files, tmp_path):
+    summary = play(
+        *(reinforce, tmp_path / "run", "--model", files / "model"),
+        *("--data", files / "train.jsonl", "--held-out", files / "test.jsonl"),
+        *("--unmarked=last_number", "--learning-rate=3e-2", "--batch-size=64"),
+        *("--max-new-tokens=3", "--num-workers=1", "--clip-range=10"),
+        "--num-steps=20",
+    )
+    assert summary["accuracy_before"] < 1
+    assert summary["accuracy_after"] == 1
+    rows = metrics.read(tmp_path / "run" / "metrics.jsonl")
+    assert not any(name.startswith("group/") for name in rows[0])
 
 
 @pytest.mark.slow
@@ -186,7 +202,6 @@ def test_an_answer_without_a_number_is_named_by_file_and_line(
     [
         ("deepseekmath", grpo.PUBLISHED),
         ("rloo", grpo.RLOO),
-        ("reinforce++", grpo.REINFORCE_PLUS_PLUS),
     ],
 )
 def test_presets_are_those_of_the_library(preset, recipe):

@@ -1,10 +1,9 @@
-"""GRPO, RLOO and REINFORCE++: groups of samples instead of a critic."""
+"""GRPO and RLOO: groups of samples instead of a critic."""
 
 from rlhf_jax.algorithms.grpo.experience import group_experience
 from rlhf_jax.algorithms.grpo.recipe import (
     GRPO,
     PUBLISHED,
-    REINFORCE_PLUS_PLUS,
     RLOO,
     GroupRecipe,
 )
@@ -22,7 +21,6 @@ from rlhf_jax.algorithms.policy_gradient.update import update
 __all__ = [
     "GRPO",
     "PUBLISHED",
-    "REINFORCE_PLUS_PLUS",
     "RLOO",
     "GroupRecipe",
     "Reward",

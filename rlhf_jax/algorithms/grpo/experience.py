@@ -12,7 +12,7 @@ from rlhf_jax.functional import masked, token_rewards
 from rlhf_jax.functional.advantages import equal_groups, group_relative, leave_one_out
 
 Array = jax.Array
-Baseline = Literal["group", "leave_one_out"] | None
+Baseline = Literal["group", "leave_one_out"]
 Normalise = Literal["group", "rollout"] | None
 
 
@@ -31,7 +31,6 @@ def group_experience(
 
         group            R_i - mean(R), over std(R) where normalised by the group
         leave_one_out    R_i - mean of the others
-        None             Σ_{s >= t} r_s, the token's own reward to go
 
     Args:
       scored: Scored[B, S], the groups in neighbouring rows.
@@ -41,33 +40,28 @@ def group_experience(
     Returns:
       PolicyExperience[B, S] and {name: (sum, weight)}. `group/equal_fraction`: share of
       groups whose rewards are all the same, which teach nothing; `group/std`: mean
-      standard deviation (ddof 1) within a group, reward units. Neither without groups.
+      standard deviation (ddof 1) within a group, reward units.
 
     Raises:
       InputError: the groups do not divide the rows.
 
     Source: Shao et al. 2024, arXiv:2402.03300 (GRPO); Ahmadian et al. 2024,
-    arXiv:2402.14740 (RLOO); Hu 2025, arXiv:2501.03262 (REINFORCE++).
+    arXiv:2402.14740 (RLOO).
     """
     mask = scored.rollout.response_mask
     rewards = token_rewards.token_rewards(
         scores=scored.scores, kl=scored.kl, mask=mask, kl_coef=kl_coef
     )
     totals = masked.masked_sum(rewards, mask=mask, axis=1)
-    stats: masked.Stats = {}
-    if baseline is None:
-        advantages = jnp.cumsum(rewards[:, ::-1], axis=1)[:, ::-1]
+    if baseline == "group":
+        of_rows = group_relative(
+            totals, group_size=group_size, normalise=normalise == "group"
+        )
     else:
-        if baseline == "group":
-            of_rows = group_relative(
-                totals, group_size=group_size, normalise=normalise == "group"
-            )
-        else:
-            of_rows = leave_one_out(totals, group_size=group_size)
-        advantages = jnp.broadcast_to(of_rows[:, None], mask.shape)
-        stats = _group_stats(totals, group_size)
-        one_prompt = _of_one_prompt(scored.rollout.index, group_size)
-        advantages = jnp.where(one_prompt[:, None], advantages, jnp.nan)
+        of_rows = leave_one_out(totals, group_size=group_size)
+    advantages = jnp.broadcast_to(of_rows[:, None], mask.shape)
+    one_prompt = _of_one_prompt(scored.rollout.index, group_size)
+    advantages = jnp.where(one_prompt[:, None], advantages, jnp.nan)
     advantages = jnp.where(mask, advantages, 0.0)
     if normalise == "rollout":
         advantages = masked.masked_whiten(advantages, mask=mask)
@@ -80,7 +74,7 @@ def group_experience(
         token_rewards=rewards,
         advantages=advantages,
     )
-    return experience, stats
+    return experience, _group_stats(totals, group_size)
 
 
 def _of_one_prompt(index: Array, group_size: int) -> Array:

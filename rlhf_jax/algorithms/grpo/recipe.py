@@ -34,20 +34,19 @@ class GroupRecipe(PolicyRecipe):
     group_size: int = 8
     """Samples of each prompt, in neighbouring rows."""
     baseline: Baseline = "group"
-    """What is taken off a response's reward: the mean of its group (GRPO), that of the
-    others (RLOO), or None, where each token has its reward to go (REINFORCE++)."""
+    """What is taken off a response's reward: the mean of its group (GRPO) or that of
+    the others (RLOO)."""
     normalise: Normalise = None
     """By what standard deviation advantages are divided: their group's (GRPO as
-    published), or all tokens' of the rollout after their mean is off (REINFORCE++)."""
+    published), or all tokens' of the rollout after their mean is off."""
     num_epochs: int = 1
     """Passes over each batch."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of(baseline=self.baseline, among=("group", "leave_one_out", None))
+        one_of(baseline=self.baseline, among=("group", "leave_one_out"))
         one_of(normalise=self.normalise, among=("group", "rollout", None))
-        least = 1 if self.baseline is None else 2
-        checks.groups(self.group_size, group_size=self.group_size, least=least)
+        checks.groups(self.group_size, group_size=self.group_size, least=2)
         if self.normalise == "group" and self.baseline != "group":
             raise InputError(
                 f"normalise: expected 'rollout' or None with baseline "
@@ -113,11 +112,3 @@ RLOO = GroupRecipe(
 )
 """Ahmadian et al. 2024, arXiv:2402.14740: KL in the reward, the others as baseline.
 Without bias with aggregation "constant", or responses of one length."""
-
-REINFORCE_PLUS_PLUS = GroupRecipe(
-    penalty=IN_REWARD,
-    group_size=1,
-    baseline=None,
-    normalise="rollout",
-)
-"""Hu 2025, arXiv:2501.03262: no groups, rewards to go whitened over the rollout."""

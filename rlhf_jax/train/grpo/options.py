@@ -1,4 +1,4 @@
-"""The options of `rlhf-jax grpo`, and published presets."""
+"""The options of `rlhf-jax grpo`, and what others with a verifier share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from rlhf_jax.algorithms import grpo
-from rlhf_jax.algorithms.grpo import GroupRecipe
+from rlhf_jax.algorithms.grpo import GRPO, GroupRecipe
+from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
+from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
 from rlhf_jax.devices import sharding
 from rlhf_jax.devices.sharding import MeshOption
 from rlhf_jax.functional import checks
@@ -23,8 +25,8 @@ KL_COEF = 0.01  # with a reference, unless another is asked for
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(run_config.RunConfig):
-    """The options of `rlhf-jax grpo`."""
+class VerifiedConfig(run_config.RunConfig):
+    """What the trainers with a verifier share; each adds its recipe."""
 
     model: str
     """Policy to start from, a checkpoint folder or hub id."""
@@ -53,8 +55,6 @@ class Config(run_config.RunConfig):
     """Reference that the KL is measured to: --model as it starts, or none."""
     kl_coef: float | None = None
     """KL coefficient β, reward units per nat; None is 0.01 with a reference."""
-    grpo: Annotated[GroupRecipe, tyro.conf.arg(name="")] = RECIPE
-    """Coefficients and choices of GRPO, options without a prefix."""
     num_steps: int = 500
     """Number of iterations: a batch of responses and the updates on it."""
     batch_size: int = 128
@@ -96,7 +96,6 @@ class Config(run_config.RunConfig):
             stop_timeout=self.stop_timeout,
         )
         checks.non_negative(kl_coef=self.beta)
-        checks.groups(self.batch_size, group_size=self.grpo.group_size)
         if self.reference == "none" and self.beta:
             raise InputError(
                 f"--reference none: expected no --kl-coef, as there is nothing to take "
@@ -109,11 +108,41 @@ class Config(run_config.RunConfig):
             )
 
     @property
+    def recipe(self) -> PolicyRecipe:
+        """The coefficients and choices of the algorithm."""
+        raise NotImplementedError
+
+    def algorithm(self, **shapes: Any) -> PolicyGradient:
+        """The recipe with what a run knows: shapes, optimizer and stop tokens."""
+        raise NotImplementedError
+
+    @property
     def beta(self) -> float:
         """The KL coefficient."""
         if self.kl_coef is not None:
             return self.kl_coef
         return KL_COEF if self.reference == "start" else 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(VerifiedConfig):
+    """The options of `rlhf-jax grpo`."""
+
+    grpo: Annotated[GroupRecipe, tyro.conf.arg(name="")] = RECIPE
+    """Coefficients and choices of GRPO, options without a prefix."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.groups(self.batch_size, group_size=self.grpo.group_size)
+
+    @property
+    def recipe(self) -> GroupRecipe:
+        """The coefficients and choices of GRPO."""
+        return self.grpo
+
+    def algorithm(self, **shapes: Any) -> GRPO:
+        """The recipe with what a run knows: shapes, optimizer and stop tokens."""
+        return GRPO(**vars(self.grpo), **shapes)
 
 
 SCREEN = {
@@ -137,8 +166,5 @@ PRESETS: dict[str, dict[str, Any]] = {
         "learning_rate": 1e-6,
     },
     "rloo": {"grpo": dataclasses.replace(grpo.RLOO, temperature=1.0)},
-    "reinforce++": {
-        "grpo": dataclasses.replace(grpo.REINFORCE_PLUS_PLUS, temperature=1.0)
-    },
 }
 """--preset NAME: what was published, where it differs from the defaults."""

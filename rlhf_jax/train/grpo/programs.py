@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from rlhf_jax.algorithms import grpo, self_check
 from rlhf_jax.algorithms.batch import Rollout
 from rlhf_jax.algorithms.flow import rollout, score
+from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import batches
 from rlhf_jax.data.encoding import Tokens
@@ -21,19 +22,18 @@ from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.models.generation import decode
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards.model import Scores
-from rlhf_jax.train.grpo.options import Config
+from rlhf_jax.train.grpo.options import VerifiedConfig
 from rlhf_jax.verification.pool import PooledReward, VerifierPool
 
 Array = jax.Array
 Params = Any
 
 
-def make_algorithm(options: Config, *, start: Pretrained) -> grpo.GRPO:
+def make_algorithm(options: VerifiedConfig, *, start: Pretrained) -> PolicyGradient:
     """What is fixed during the run."""
-    recipe = options.grpo
+    recipe = options.recipe
     updates = options.num_steps * recipe.num_epochs * recipe.num_minibatches
-    return grpo.GRPO(
-        **vars(recipe),
+    return options.algorithm(
         model=start.model,
         policy_optimizer=optax.chain(
             optax.clip_by_global_norm(1.0),
@@ -47,7 +47,7 @@ def make_algorithm(options: Config, *, start: Pretrained) -> grpo.GRPO:
 class Programs:
     """What is compiled, each with its parameters as arguments."""
 
-    def __init__(self, algorithm: grpo.GRPO, *, mesh: Mesh) -> None:
+    def __init__(self, algorithm: PolicyGradient, *, mesh: Mesh) -> None:
         shape = {
             "model": algorithm.model,
             "max_new_tokens": algorithm.max_new_tokens,
@@ -87,7 +87,7 @@ def accuracy(
     programs: Programs,
     pool: VerifierPool,
     start: Pretrained,
-    options: Config,
+    options: VerifiedConfig,
 ) -> float:
     """Share of the held-out questions whose likeliest answer is right."""
     rows, tokens = held_out

@@ -7,10 +7,10 @@ from rlhf_jax.data import encoding, files, json_lines
 from rlhf_jax.data.encoding import Tokens, Written
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.roles.rewards import verifiers
-from rlhf_jax.train.grpo.options import Config
+from rlhf_jax.train.grpo.options import VerifiedConfig
 
 
-def put(question: Written, *, options: Config) -> Written:
+def put(question: Written, *, options: VerifiedConfig) -> Written:
     """What the model is asked; of a conversation the last message is the question."""
     if not isinstance(question, str):
         *before, last = question
@@ -21,7 +21,11 @@ def put(question: Written, *, options: Config) -> Written:
 
 
 def read_questions(
-    source: str, *, verifier: verifiers.Gsm8k, start: Pretrained, options: Config
+    source: str,
+    *,
+    verifier: verifiers.Gsm8k,
+    start: Pretrained,
+    options: VerifiedConfig,
 ) -> tuple[list[Row], list[Tokens]]:
     """Rows whose questions leave room for an answer, and what the model is asked.
 

@@ -20,7 +20,7 @@ from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards import verifiers
 from rlhf_jax.runs import folder, metrics, plots, run
-from rlhf_jax.train.grpo.options import Config
+from rlhf_jax.train.grpo.options import VerifiedConfig
 from rlhf_jax.train.grpo.programs import Programs, accuracy, make_algorithm
 from rlhf_jax.train.grpo.questions import read_questions
 from rlhf_jax.verification.pool import PooledReward, VerifierPool
@@ -43,7 +43,7 @@ def rehearse(
     prompts: Prompts,
     reward: PooledReward,
     key: Array,
-    options: Config,
+    options: VerifiedConfig,
 ) -> None:
     """The first iteration up to its update, before there is a run folder."""
     answered = programs.sample(train.policy, prompts=prompts, key=key)
@@ -64,7 +64,7 @@ def improve(
     *,
     prompts: batches.Batches[Prompts],
     reward: PooledReward,
-    options: Config,
+    options: VerifiedConfig,
 ) -> Params:
     """GRPO: right answers, less kl_coef · KL to the reference; returns the policy."""
     train, reference = stage.state["train"], stage.state["reference"]
@@ -80,7 +80,7 @@ def improve(
             rollout=answered,
             scores=scores,
             # Run again there only for exact KL, which needs its hidden states.
-            reference=reference if options.grpo.penalty.needs_logits else None,
+            reference=reference if options.recipe.penalty.needs_logits else None,
             ref_logprobs=priced,
             key=key,
         )
@@ -101,8 +101,8 @@ def improve(
     return train.policy
 
 
-def main(options: Config) -> None:
-    """Runs `rlhf-jax grpo` with its options."""
+def main(options: VerifiedConfig) -> None:
+    """Runs `rlhf-jax grpo`, or another trainer of a recipe without a critic."""
     started = time.perf_counter()
     mesh = options.mesh.make()
     verifier = verifiers.Gsm8k(options.answer_field, options.unmarked)
@@ -123,7 +123,7 @@ def main(options: Config) -> None:
     prompts = batches.prompt_batches(
         tokens,
         batch_size=options.batch_size,
-        samples_per_prompt=algorithm.group_size,
+        samples_per_prompt=algorithm.rows_per_prompt,
         seed=options.seed,
         pad_id=start.pad_id,
         share=row_sharding.row_share(mesh),

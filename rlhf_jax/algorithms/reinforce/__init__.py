@@ -1,0 +1,33 @@
+"""REINFORCE++: no critic and no groups, each token has its own reward to go."""
+
+from rlhf_jax.algorithms.policy_gradient.iteration import (
+    Reward,
+    iteration,
+    learn,
+    make_experience,
+    sample,
+    seen_by_reward,
+    shuffle_key,
+)
+from rlhf_jax.algorithms.policy_gradient.update import update
+from rlhf_jax.algorithms.reinforce.experience import reward_to_go_experience
+from rlhf_jax.algorithms.reinforce.recipe import (
+    PUBLISHED,
+    REINFORCE,
+    ReinforceRecipe,
+)
+
+__all__ = [
+    "PUBLISHED",
+    "REINFORCE",
+    "ReinforceRecipe",
+    "Reward",
+    "iteration",
+    "learn",
+    "make_experience",
+    "reward_to_go_experience",
+    "sample",
+    "seen_by_reward",
+    "shuffle_key",
+    "update",
+]

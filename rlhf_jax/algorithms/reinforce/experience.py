@@ -1,0 +1,46 @@
+"""Scored -> PolicyExperience: the advantage of a token is its reward to go."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.algorithms.batch import PolicyExperience, Scored
+from rlhf_jax.functional import masked, token_rewards
+
+Array = jax.Array
+
+
+def reward_to_go_experience(
+    scored: Scored, *, kl_coef: Array | float, whiten_advantages: bool
+) -> PolicyExperience:
+    """A_t = Σ_{s >= t} r_s, with r the token rewards: the score and -β·KL.
+
+    Args:
+      scored: Scored[B, S].
+      kl_coef: β, f32[] or float, reward units per nat.
+      whiten_advantages: over all response tokens of the rollout, to mean 0 and
+        variance 1.
+
+    Returns:
+      PolicyExperience[B, S]; advantages are 0 outside the response.
+
+    Source: Hu 2025, arXiv:2501.03262 (REINFORCE++).
+    """
+    mask = scored.rollout.response_mask
+    rewards = token_rewards.token_rewards(
+        scores=scored.scores, kl=scored.kl, mask=mask, kl_coef=kl_coef
+    )
+    advantages = jnp.cumsum(rewards[:, ::-1], axis=1)[:, ::-1]
+    advantages = jnp.where(mask, advantages, 0.0)
+    if whiten_advantages:
+        advantages = masked.masked_whiten(advantages, mask=mask)
+    return PolicyExperience(
+        tokens=scored.rollout.tokens,
+        mask=scored.rollout.mask,
+        response_mask=mask,
+        old_logprobs=scored.rollout.old_logprobs,
+        ref_logprobs=scored.ref_logprobs,
+        token_rewards=rewards,
+        advantages=advantages,
+    )

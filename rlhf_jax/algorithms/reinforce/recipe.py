@@ -1,0 +1,58 @@
+"""The options of REINFORCE++, and what it brings: an experience.
+
+The loss is that of the policy alone, and the KL is in the reward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from rlhf_jax.algorithms.batch import PolicyExperience, Scored
+from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
+from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
+from rlhf_jax.algorithms.reinforce.experience import reward_to_go_experience
+from rlhf_jax.functional import masked
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReinforceRecipe(PolicyRecipe):
+    """The coefficients and choices of REINFORCE++; an option group."""
+
+    whiten_advantages: bool = True
+    """Advantages get mean 0 and variance 1 over the rollout; REINFORCE does not."""
+    num_epochs: int = 1
+    """Passes over each batch."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class REINFORCE(ReinforceRecipe, PolicyGradient):
+    """A recipe with its shapes and optimizer; hashable, so static under `jax.jit`.
+
+    `REINFORCE(**vars(recipe), model=...)` makes one of a `ReinforceRecipe`.
+    """
+
+    def experience(
+        self, scored: Scored, *, kl_coef: Array
+    ) -> tuple[PolicyExperience, masked.Stats]:
+        """Rewards to go.
+
+        Args:
+          scored: Scored[B, S].
+          kl_coef: β of this iteration, f32[], reward units per nat.
+
+        Returns:
+          PolicyExperience[B, S], and no stats.
+        """
+        experience = reward_to_go_experience(
+            scored, kl_coef=kl_coef, whiten_advantages=self.whiten_advantages
+        )
+        return experience, {}
+
+
+PUBLISHED = ReinforceRecipe()
+"""Hu 2025, arXiv:2501.03262: the KL in the reward, rewards to go whitened over the
+rollout."""

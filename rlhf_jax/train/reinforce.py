@@ -1,0 +1,59 @@
+"""REINFORCE++ on your own model, with answers that are checked.
+
+    rlhf-jax reinforce --model MODEL --data train.jsonl --held-out test.jsonl --out OUT
+
+It is `rlhf-jax grpo` with another recipe: no groups, each token has its own reward to
+go, whitened over the rollout. Data, verifier and run folder are the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import tyro
+
+from rlhf_jax.algorithms.reinforce import REINFORCE, ReinforceRecipe
+from rlhf_jax.runs import command_line
+from rlhf_jax.train.grpo.options import SCREEN as SHARED_SCREEN
+from rlhf_jax.train.grpo.options import VerifiedConfig
+from rlhf_jax.train.grpo.trainer import main
+
+RECIPE = ReinforceRecipe(temperature=1.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(VerifiedConfig):
+    """The options of `rlhf-jax reinforce`."""
+
+    reinforce: Annotated[ReinforceRecipe, tyro.conf.arg(name="")] = RECIPE
+    """The coefficients and choices of REINFORCE++, options without a prefix."""
+
+    @property
+    def recipe(self) -> ReinforceRecipe:
+        """The coefficients and choices of REINFORCE++."""
+        return self.reinforce
+
+    def algorithm(self, **shapes: Any) -> REINFORCE:
+        """The recipe with what a run knows: shapes, optimizer and stop tokens."""
+        return REINFORCE(**vars(self.reinforce), **shapes)
+
+
+SCREEN = {
+    **SHARED_SCREEN,
+    "Training": ("num_steps", "batch_size", "learning_rate", "dtype"),
+}
+"""The options of --help."""
+
+
+def command(argv: Sequence[str] | None = None) -> None:
+    """`rlhf-jax reinforce`: from a command line to a run."""
+    command_line.main(
+        main,
+        Config,
+        description=__doc__,
+        screen=SCREEN,
+        prog="rlhf-jax reinforce",
+        argv=argv,
+    )
