@@ -1,12 +1,12 @@
 """Log-probs of a frozen model for a fixed data set, computed once and kept on disk.
 
     rows        3, 2 and 4 tokens
-    logprobs    0 1 2 | 0 1 | 0 1 2 3     flat, f32; a row's first token is never priced
+    logprobs    0 1 2 | 0 1 | 0 1 2 3     flat, f32; a row's first token has none
     starts      0       3     5       9
 
-For DPO and other algorithms whose texts are given: the reference then need not be held
-while the policy trains. A file's name is a hash of what its numbers follow from: the
-fingerprint of the model as stored, its shape, the tokens and the temperature.
+DPO and other algorithms that train on fixed texts need no reference in memory then. A
+file is named by a hash of everything that its numbers depend on: the fingerprint of the
+model as stored, its shape, the tokens and the temperature.
 
     chosen = precomputed.load_or_compute(
         cache, [[*p.prompt, *p.chosen] for p in pairs], reference=reference, ...
@@ -84,20 +84,26 @@ def load_or_compute(
     temperature: float = 1.0,
     progress: bool = True,
 ) -> Precomputed:
-    """log π_ref of every token of every row, from `folder` if they are there.
+    """log π_ref of every token of every row, read from `folder` or computed.
 
-    To the bit what pricing right-padded batches of the same width and number of rows
-    gives on the same devices, so each `batch_size` has files of its own. What a killed
-    run left is never taken for whole: it starts over.
+    The numbers equal, to the bit, those of right-padded batches of the same width and
+    number of rows on the same devices. Each `batch_size` therefore has its own files. A
+    file that a killed run left unfinished is computed again.
 
     Args:
-      folder: of such files, made if it is not there; for any models and data sets.
+      folder: for such files, of any models and data sets; made if it is missing.
       rows: token lists, prompt and response together.
-      reference: frozen, stored in any way; verified first.
-      batch_size: rows priced at once, all padded to the longest.
-      segments: which text of its row each token is of, from 1, where rows hold several
-        (`decoder.hidden_states`); None is one text a row.
-      temperature: divides the logits, as the policy's.
+      reference: frozen, stored in any way; it is verified first.
+      model: shape of the reference.
+      batch_size: rows of a batch, all padded to the longest row.
+      pad_id: token id of the padding.
+      segments: the text of its row that each token belongs to, from 1, where rows have
+        several (`decoder.hidden_states`); None is one text per row.
+      temperature: divides the logits, as it does the policy's.
+      progress: whether to show a progress bar.
+
+    Returns:
+      The log-probs of all rows, mapped from the disk.
 
     Raises:
       InputError: a row has no tokens, more than the context, or ids that the model
@@ -109,8 +115,8 @@ def load_or_compute(
     if jax.process_count() > 1:
         raise InputError(
             f"expected one process to precompute a reference, got "
-            f"{jax.process_count()}; run once without --coordinator, or price each "
-            f"batch when it is due"
+            f"{jax.process_count()}; run once without --coordinator, or compute the "
+            f"log-probs of each batch when it is due"
         )
     frozen.verify(reference)
     of = {
@@ -132,19 +138,19 @@ def load_or_compute(
             rows,
             segments,
             reference=reference,
-            price=functools.partial(_price, model=model, temperature=temperature),
+            compute=functools.partial(_logprobs, model=model, temperature=temperature),
             batch_size=batch_size,
             pad_id=pad_id,
             progress=progress,
         )
-        # Last of all: without it the file beside it does not count.
+        # Written last: without it the file of log-probs does not count.
         write_json(about, {**of, "sha256": _sha256(values)})
     _check_whole(values, about)
     return Precomputed(logprobs=np.load(values, mmap_mode="r"), starts=starts)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "temperature"))
-def _price(
+def _logprobs(
     reference: Frozen,
     *,
     tokens: Array,
@@ -169,7 +175,7 @@ def _compute(
     segments: Sequence[Sequence[int]] | None,
     *,
     reference: Frozen,
-    price: Callable[..., Array],
+    compute: Callable[..., Array],
     batch_size: int,
     pad_id: int,
     progress: bool,
@@ -177,8 +183,8 @@ def _compute(
     """Writes the log-probs of all rows, whole or not at all."""
     unfinished = path.with_name(path.name + UNFINISHED)
     total = sum(map(len, rows))
-    # The disk holds them from the start: a large data set need not fit into memory.
-    held = np.lib.format.open_memmap(
+    # Written to the disk from the start: a large data set need not fit into memory.
+    values = np.lib.format.open_memmap(
         unfinished, mode="w+", dtype=np.float32, shape=(total,)
     )
 
@@ -196,17 +202,17 @@ def _compute(
         description="reference log-probs",
         disable=not progress,
     ):
-        given = {"tokens": batch.tokens, "mask": batch.mask, "segments": of_text}
-        logprobs = np.asarray(price(reference, **frozen.beside(reference, given)))
-        found = logprobs[np.asarray(batch.mask)][: total - done]  # fillers come last
-        if not np.isfinite(found).all():
+        inputs = {"tokens": batch.tokens, "mask": batch.mask, "segments": of_text}
+        logprobs = np.asarray(compute(reference, **frozen.beside(reference, inputs)))
+        of_tokens = logprobs[np.asarray(batch.mask)][: total - done]  # fillers are last
+        if not np.isfinite(of_tokens).all():
             raise StopError(
                 "expected finite log-probs of the reference, got NaN or infinity; its "
                 "parameters are broken, or its dtype overflows on these texts"
             )
-        held[done : done + len(found)] = found
-        done += len(found)
-    held.flush()
+        values[done : done + len(of_tokens)] = of_tokens
+        done += len(of_tokens)
+    values.flush()
     unfinished.replace(path)
 
 
@@ -217,7 +223,7 @@ def _check(
     model: ModelConfig,
 ) -> None:
     if not rows:
-        raise InputError("expected at least one row to price, got none")
+        raise InputError("expected at least one row, got none; give texts")
     for place, row in enumerate(rows):
         longest = len(row)
         if segments is not None and longest:

@@ -1,12 +1,12 @@
 """Conversations as messages, and the tokens that a chat template makes of them.
 
     prompt    [{"role": "user", "content": "Hi"}]
-    answer    [{"role": "assistant", "content": "Hello"}], or "Hello"
+    response  [{"role": "assistant", "content": "Hello"}], or "Hello"
 
     tokens    <|im_start|>user⏎Hi<|im_end|>⏎<|im_start|>assistant⏎Hello<|im_end|>
-              |------------------- prompt -----------------------|--- answer ---|
+              |------------------- prompt -----------------------|-- response --|
 
-The tokens are the template's, BOS included, so the tokenizer adds none. An answer ends
+The tokens are the template's, BOS included, so the tokenizer adds none. A response ends
 where a sampled one does, with the first of the model's stop ids: what the template
 writes after it (⏎ here) begins the next turn, and no model is asked to write that.
 """
@@ -47,21 +47,21 @@ def check_messages(value: list[Any], *, where: str, field: str) -> None:
 
 
 def check_prompt(messages: Sequence[Message], *, where: str, field: str) -> None:
-    """InputError if there is no turn to answer."""
+    """InputError unless the last turn is another's than the assistant's."""
     if messages[-1]["role"] == ASSISTANT:
         raise InputError(
             f"{where}: expected messages that wait for the assistant in {field!r}, got"
-            " its turn as the last one; move that to a field of its own, as the answer"
+            " its turn as the last one; move that turn to the field of the response"
         )
 
 
-def check_answer(messages: Sequence[Message], *, where: str, field: str) -> None:
+def check_response(messages: Sequence[Message], *, where: str, field: str) -> None:
     """InputError unless it is one message of the assistant."""
     roles = [message["role"] for message in messages]
     if roles != [ASSISTANT]:
         raise InputError(
             f"{where}: expected text or one message of the assistant in {field!r}, got"
-            f" {', '.join(roles)}; what it answers stands in the prompt alone"
+            f" {', '.join(roles)}; its earlier turns belong to the prompt"
         )
 
 
@@ -73,7 +73,7 @@ def content(text: str | list[Message]) -> str:
 def render(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, where: str
 ) -> str:
-    """The template's text; it asks for an answer unless the last message is one.
+    """The template's text; it asks for a response unless the last message is one.
 
     Raises:
       InputError: there is no template, or it does not take such messages.
@@ -115,33 +115,35 @@ def render(
         ) from error
 
 
-def render_answered(
+def render_with_response(
     tokenizer: PreTrainedTokenizerBase,
     prompt: Sequence[Message],
-    answer: str | list[Message],
+    response: str | list[Message],
     *,
     where: str,
 ) -> str:
     """The template's text of the conversation with the assistant's turn.
 
     Raises:
-      InputError: as `render`, or the template leaves out a part of the answer.
+      InputError: as `render`, or the template leaves out a part of the response.
     """
-    said = content(answer)
+    said = content(response)
     turn = (
-        [{"role": ASSISTANT, "content": answer}] if isinstance(answer, str) else answer
+        [{"role": ASSISTANT, "content": response}]
+        if isinstance(response, str)
+        else response
     )
     text = render(tokenizer, [*prompt, *turn], where=where)
     if said.strip() not in text:
         raise InputError(
-            f"{where}: expected a chat template that writes the whole answer, got one"
+            f"{where}: expected a chat template that writes the whole response, got one"
             f" that leaves out a part of {said!r:.60}; use a template that keeps it, or"
-            " leave that part out of the answer"
+            " leave that part out of the response"
         )
     return text
 
 
-def answer_tokens(
+def response_tokens(
     tokenizer: PreTrainedTokenizerBase,
     whole: list[int],
     *,
@@ -149,47 +151,47 @@ def answer_tokens(
     stop_ids: Sequence[int],
     where: str,
 ) -> list[int]:
-    """The answer's part of a conversation, up to its first stop id.
+    """The response's part of a conversation, up to its first stop id.
 
     Args:
-      whole, prompt: tokens of the conversation with the answer, and of the prompt.
-      stop_ids: tokens that end an answer.
+      whole, prompt: tokens of the conversation with the response, and of the prompt.
+      stop_ids: tokens that end a response.
 
     Raises:
-      InputError: the whole does not begin with the prompt, or the answer's turn does
+      InputError: the whole does not begin with the prompt, or the response's turn does
         not end with a stop id.
     """
-    answer = list(whole[len(prompt) :])
-    if [*prompt, *answer] != list(whole):
+    response = list(whole[len(prompt) :])
+    if [*prompt, *response] != list(whole):
         parts = next(i for i, token in enumerate(prompt) if [token] != whole[i : i + 1])
         raise InputError(
-            f"{where}: expected the conversation with its answer to begin with the"
+            f"{where}: expected the conversation with its response to begin with the"
             f" tokens of its prompt, got {tokenizer.decode(whole[parts:])!r:.60} where"
-            f" the chat template asks for an answer with"
-            f" {tokenizer.decode(prompt[parts:])!r:.60}; begin the answer with a word"
+            f" the chat template asks for a response with"
+            f" {tokenizer.decode(prompt[parts:])!r:.60}; begin the response with a word"
             " if it begins with white space, or else use a template that writes a"
-            " conversation with its answer as it writes the prompt, and a turn as it"
+            " conversation with its response as it writes the prompt, and a turn as it"
             " asks for one"
         )
-    end = next((i for i, token in enumerate(answer, 1) if token in stop_ids), None)
+    end = next((i for i, token in enumerate(response, 1) if token in stop_ids), None)
     if end is None:
         raise InputError(
-            f"{where}: expected the chat template to end an answer with one of the"
+            f"{where}: expected the chat template to end a response with one of the"
             f" model's stop ids, {_shown(tokenizer, stop_ids)}, got"
-            f" {tokenizer.decode(answer[-4:])!r} at the end of it, after which no"
-            " sampled answer would stop; set that token as eos_token in"
+            f" {tokenizer.decode(response[-4:])!r} at the end of it, after which no"
+            " sampled response would stop; set that token as eos_token in"
             " tokenizer_config.json, or add its id to eos_token_id in"
             " generation_config.json"
         )
-    later = [token for token in answer[end:] if token not in stop_ids]
+    later = [token for token in response[end:] if token not in stop_ids]
     rest = str(tokenizer.decode(later))
     if rest.strip():
         raise InputError(
-            f"{where}: expected a stop id at the end of an answer alone, got"
-            f" {_shown(tokenizer, answer[end - 1 : end])} before {rest!r:.60}; remove"
-            " it from the answer, or use a template that writes it at the end alone"
+            f"{where}: expected a stop id at the end of a response alone, got"
+            f" {_shown(tokenizer, response[end - 1 : end])} before {rest!r:.60}; remove"
+            " it from the response, or use a template that writes it at the end alone"
         )
-    return answer[:end]
+    return response[:end]
 
 
 def _shown(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:

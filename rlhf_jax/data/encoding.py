@@ -1,8 +1,8 @@
 """Rows to token lists: tokenizers, lengths, blocks of plain text.
 
-Prompts get the tokenizer's special tokens (Llama's BOS); answers get none, and EOS at
-the end. The two are encoded apart, as they are when the model answers. Prompts that are
-messages, and their answers, are what the tokenizer's chat template writes (`chat`).
+Prompts get the tokenizer's special tokens, for instance Llama's BOS. Responses get none
+but EOS at the end. The two are encoded apart, as they are when a response is sampled.
+Messages are encoded as the tokenizer's chat template writes them (`chat`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Example(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """Two answers to one prompt."""
+    """Two responses to one prompt."""
 
     prompt: Tokens
     chosen: Tokens  # with EOS
@@ -102,11 +102,11 @@ def encode_demonstrations(
     Raises:
       InputError: an example is longer (with overlong="error") or beyond `widest`, or
         none is left; or it is of messages that the template does not write as
-        `chat.answer_tokens` asks. Names the row's file and line.
+        `chat.response_tokens` asks. Names the row's file and line.
     """
     places = _places(rows)
     prompts = _prompts(tokenizer, [row[prompt] for row in rows], places=places)
-    responses = _answers(
+    responses = _responses(
         tokenizer,
         [row[response] for row in rows],
         asked=[row[prompt] for row in rows],
@@ -137,7 +137,7 @@ def encode_preferences(
     widest: int | None = None,
     packed: bool = False,
 ) -> list[Pair]:
-    """Pairs of at most `max_length` tokens, prompt and longer answer together.
+    """Pairs of at most `max_length` tokens, prompt and longer response together.
 
     Args:
       margin: the field with the score difference asked for; None for no margins.
@@ -146,22 +146,22 @@ def encode_preferences(
         tokens, where a prompt has at least one.
 
     Raises:
-      InputError: a pair is longer (with overlong="error"), none is left, both answers
+      InputError: a pair is longer (with overlong="error"), none is left, both responses
         are the same tokens, or a margin is not a finite number; or as
         `encode_demonstrations`.
     """
     asked, places = [row["prompt"] for row in rows], _places(rows)
     prompts = _prompts(tokenizer, asked, places=places)
-    answers = functools.partial(
-        _answers,
+    responses = functools.partial(
+        _responses,
         tokenizer,
         asked=asked,
         prompts=prompts,
         places=places,
         stop_ids=stop_ids,
     )
-    chosen = answers([row["chosen"] for row in rows])
-    rejected = answers([row["rejected"] for row in rows])
+    chosen = responses([row["chosen"] for row in rows])
+    rejected = responses([row["rejected"] for row in rows])
     margins = [
         _margin(where, row, margin) for where, row in zip(places, rows, strict=True)
     ]
@@ -179,7 +179,7 @@ def encode_preferences(
             _check_packed(pairs[i], rows[i], where=places[i], widest=widest)
         if pairs[i].chosen == pairs[i].rejected:
             raise InputError(
-                f"{places[i]}: expected answers that differ in a token, got "
+                f"{places[i]}: expected responses that differ in a token, got "
                 f"{rows[i]['chosen']!r:.40} and {rows[i]['rejected']!r:.40}, which the "
                 f"tokenizer reads alike; remove the pair"
             )
@@ -243,7 +243,7 @@ def _prompts(
     return [next(of_texts if isinstance(text, str) else of_chats) for text in asked]
 
 
-def _answers(
+def _responses(
     tokenizer: PreTrainedTokenizerBase,
     written: Sequence[Written],
     *,
@@ -252,23 +252,23 @@ def _answers(
     places: Sequence[str],
     stop_ids: Sequence[int] | None,
 ) -> list[list[int]]:
-    """The answers to `asked`, whose tokens are `prompts`; each ends once."""
+    """The responses to `asked`, whose tokens are `prompts`; each ends once."""
     stops = tuple(stop_ids) if stop_ids else (tokenization.eos_token_id(tokenizer),)
     texts = [
-        cast("str", answer)  # as `data` has checked
+        cast("str", response)  # as `data` has checked
         if isinstance(prompt, str)
-        else chat.render_answered(tokenizer, prompt, answer, where=where)
-        for prompt, answer, where in zip(asked, written, places, strict=True)
+        else chat.render_with_response(tokenizer, prompt, response, where=where)
+        for prompt, response, where in zip(asked, written, places, strict=True)
     ]
-    answers = []
+    responses = []
     for i, tokens in enumerate(tokenization.encode(tokenizer, texts, special=False)):
         if isinstance(asked[i], str):
             ended = bool(tokens) and tokens[-1] in stops
-            answers.append(tokens if ended else [*tokens, stops[0]])
+            responses.append(tokens if ended else [*tokens, stops[0]])
         else:
             of = {"prompt": prompts[i], "stop_ids": stops, "where": places[i]}
-            answers.append(chat.answer_tokens(tokenizer, tokens, **of))
-    return answers
+            responses.append(chat.response_tokens(tokenizer, tokens, **of))
+    return responses
 
 
 def _check_packed(pair: Pair, row: Row, *, where: str, widest: int | None) -> None:
@@ -276,7 +276,7 @@ def _check_packed(pair: Pair, row: Row, *, where: str, widest: int | None) -> No
     if not pair.prompt:
         raise InputError(
             f"{where}: expected a prompt of at least 1 token, got none of"
-            f" {row['prompt']!r:.60}, so that nothing predicts how its answers begin;"
+            f" {row['prompt']!r:.60}, so that nothing predicts how its responses begin;"
             " remove the pair"
         )
     size = 2 * len(pair.prompt) + len(pair.chosen) + len(pair.rejected)

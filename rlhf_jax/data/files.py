@@ -24,7 +24,7 @@ Item = TypeVar("Item")
 
 Blank = Literal["keep", "drop", "error"]
 
-ASSISTANT = "\n\nAssistant:"  # hh-rlhf: what stands before each answer
+ASSISTANT = "\n\nAssistant:"  # hh-rlhf: what stands before each response
 HUMAN = "\n\nHuman:"  # and before each turn of the other side
 SIDES = ("chosen", "rejected")
 
@@ -61,14 +61,14 @@ def read_demonstrations(
 
     Raises:
       InputError: the file is empty or malformed, a row lacks one of the texts, or its
-        messages are not a prompt and one answer of the assistant.
+        messages are not a prompt and one response of the assistant.
     """
     rows = []
     for where, row in json_lines.read_located(source):
         if row.get(response) is None and "messages" in row:
-            asked, answer = _last_turn(where, row, "messages")
-            row = row | {prompt: asked, response: answer}
-        _check_answer(where, row, _asked(where, row, prompt), response)
+            asked, last_turn = _last_turn(where, row, "messages")
+            row = row | {prompt: asked, response: last_turn}
+        _check_response(where, row, _asked(where, row, prompt), response)
         rows.append(row)
     return rows
 
@@ -81,13 +81,13 @@ def read_preferences(source: str | Path, *, blank: Blank = "keep") -> list[Row]:
     but the last turn.
 
     Args:
-      blank: what becomes of a pair with an answer of nothing but white space.
+      blank: what becomes of a pair with a response of nothing but white space.
 
     Raises:
       InputError: the file is empty or malformed, a text is missing, the sides are
-        equal, or an answer is blank (with blank="error"); a prompt is blank, or stands
-        in the answers too; two dialogues share no prompt, or go on with other turns of
-        the human; or no pair is left.
+        equal, or a response is blank (with blank="error"); a prompt is blank, or is
+        part of the responses too; two dialogues share no prompt, or go on with other turns
+        of the human; or no pair is left.
     """
     pairs = []
     for where, row in json_lines.read_located(source):
@@ -95,13 +95,13 @@ def read_preferences(source: str | Path, *, blank: Blank = "keep") -> list[Row]:
         empty = [side for side in SIDES if not chat.content(pair[side]).strip()]
         if empty and blank == "error":
             raise InputError(
-                f"{where}: expected an answer in {empty[0]!r}, got an empty text;"
+                f"{where}: expected a response in {empty[0]!r}, got an empty text;"
                 " remove the pair, or leave out all such pairs with blank='drop'"
             )
         if not empty or blank == "keep":
             pairs.append(pair)
     if not pairs:
-        raise InputError(f"{source}: expected a pair of two answers, got empty ones")
+        raise InputError(f"{source}: expected a pair of two responses, got empty ones")
     return pairs
 
 
@@ -133,11 +133,11 @@ def _preference(where: str, row: Row) -> Row:
     chosen, rejected = (_written(where, row, side) for side in SIDES)
     if chosen == rejected:
         raise InputError(
-            f"{where}: expected two different answers, got equal 'chosen' and"
+            f"{where}: expected two different responses, got equal 'chosen' and"
             " 'rejected'; remove the pair"
         )
     if "prompt" in row:
-        _answers_of(where, row, _asked(where, row, "prompt"))
+        _check_responses(where, row, _asked(where, row, "prompt"))
         return row
     if not (isinstance(chosen, str) and isinstance(rejected, str)):
         return row | _conversations(where, row)
@@ -153,8 +153,8 @@ def _preference(where: str, row: Row) -> Row:
     for side in SIDES:
         if HUMAN in row[side][cut:]:
             raise InputError(
-                f"{where}: expected dialogues that differ in the last answer alone, as"
-                f" both answer one prompt, got another turn of the human in {side!r}"
+                f"{where}: expected dialogues that differ in the last response alone,"
+                f" as both follow one prompt, got another turn of the human in {side!r}"
                 f" after they part; cut the dialogues there, or remove the pair"
             )
     return row | {
@@ -172,14 +172,14 @@ def _conversations(where: str, row: Row) -> Row:
     if asked != other:
         raise InputError(
             f"{where}: expected conversations that differ in their last turn alone, as"
-            " both answer one prompt, got others before it; cut them where they part,"
+            " both follow one prompt, got others before it; cut them where they part,"
             " or remove the pair"
         )
     return {"prompt": asked, "chosen": chosen, "rejected": rejected}
 
 
 def _last_turn(where: str, row: Row, field: str) -> tuple[list[Any], list[Any]]:
-    """(prompt, answer) of a whole conversation."""
+    """(prompt, response) of a whole conversation."""
     messages = _written(where, row, field)
     if isinstance(messages, str):
         raise InputError(
@@ -189,35 +189,35 @@ def _last_turn(where: str, row: Row, field: str) -> tuple[list[Any], list[Any]]:
     roles = [message["role"] for message in messages]
     if roles[-1] != chat.ASSISTANT or roles[-2:-1] in ([], [chat.ASSISTANT]):
         raise InputError(
-            f"{where}: expected a conversation in {field!r} that ends with an answer of"
-            f" the assistant to another's turn, got the roles {', '.join(roles)}; cut"
-            " it after such an answer, or remove the row"
+            f"{where}: expected a conversation in {field!r} that ends with a response"
+            f" of the assistant to another's turn, got the roles {', '.join(roles)};"
+            " cut it after such a response, or remove the row"
         )
     return messages[:-1], messages[-1:]
 
 
-def _answers_of(where: str, row: Row, prompt: str | list[Any]) -> None:
-    """InputError unless the sides are answers to this prompt, and not whole texts."""
+def _check_responses(where: str, row: Row, prompt: str | list[Any]) -> None:
+    """InputError unless the sides are responses to this prompt, and not whole texts."""
     if not chat.content(prompt).strip():
         raise InputError(
             f"{where}: expected a prompt in 'prompt', got an empty text; remove the"
             " pair"
         )
     for side in SIDES:
-        _check_answer(where, row, prompt, side)
+        _check_response(where, row, prompt, side)
     if not isinstance(prompt, str):
         return
     sides = {side: row[side] for side in SIDES}
     if all(text.startswith(prompt) for text in sides.values()):
         raise InputError(
-            f"{where}: expected answers without their prompt in 'chosen' and"
+            f"{where}: expected responses without their prompt in 'chosen' and"
             " 'rejected', got both with it in front; cut it off"
         )
     for side, text in sides.items():
         if ASSISTANT in text.partition(HUMAN)[2]:
             raise InputError(
-                f"{where}: expected an answer to 'prompt' in {side!r}, got a dialogue"
-                f" with prompts of its own; leave its last answer, or leave out the"
+                f"{where}: expected a response to 'prompt' in {side!r}, got a dialogue"
+                f" with prompts of its own; leave its last response, or leave out the"
                 f" field 'prompt' where both sides share it"
             )
 
@@ -230,17 +230,17 @@ def _asked(where: str, row: Row, field: str) -> str | list[Any]:
     return asked
 
 
-def _check_answer(where: str, row: Row, prompt: str | list[Any], field: str) -> None:
-    """InputError unless it is an answer: of messages only to messages."""
-    answer = _written(where, row, field)
-    if isinstance(answer, str):
+def _check_response(where: str, row: Row, prompt: str | list[Any], field: str) -> None:
+    """InputError unless it is a response: of messages only to messages."""
+    response = _written(where, row, field)
+    if isinstance(response, str):
         return
     if isinstance(prompt, str):
         raise InputError(
             f"{where}: expected text in {field!r}, as its prompt is one, got messages;"
             " give both as messages, or leave out the prompt where they hold it"
         )
-    chat.check_answer(answer, where=where, field=field)
+    chat.check_response(response, where=where, field=field)
 
 
 def _written(where: str, row: Row, field: str) -> str | list[Any]:

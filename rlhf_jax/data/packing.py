@@ -31,7 +31,7 @@ class PackedRow(NamedTuple):
 
     tokens: Tokens
     segments: Sequence[int]  # k + 1 for text k of the row; a pair is two texts
-    response: Sequence[bool]  # tokens of answers, but what nothing predicts
+    response: Sequence[bool]  # tokens of responses, but what nothing predicts
     places: tuple[int, ...]  # of the pairs or examples in the data set
 
 
@@ -49,8 +49,8 @@ def pack(pairs: Sequence[Pair], *, width: int | None) -> list[PackedRow]:
         if len(pair.prompt) == 0:
             raise InputError(
                 f"pair {place} (from 0, of those to be packed): expected a prompt of "
-                f"at least 1 token, got none, so that nothing predicts how its answers "
-                f"begin; remove the pair"
+                f"at least 1 token, got none, so that nothing predicts how its "
+                f"responses begin; remove the pair"
             )
     texts = [
         (Example(pair.prompt, pair.chosen), Example(pair.prompt, pair.rejected))
@@ -195,8 +195,8 @@ def _row(texts: Sequence[tuple[Example, ...]], places: tuple[int, ...]) -> Packe
     segments: list[int] = []
     response: list[bool] = []
     held = [text for place in places for text in texts[place]]
-    for number, (prompt, answer) in enumerate(held, start=1):
-        whole = [*prompt, *answer]
+    for number, (prompt, response) in enumerate(held, start=1):
+        whole = [*prompt, *response]
         given = max(len(prompt), 1)
         tokens += whole
         segments += [number] * len(whole)

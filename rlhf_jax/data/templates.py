@@ -41,7 +41,7 @@ def write(
 
     Args:
       template: in Jinja.
-      add_generation_prompt: whether the template asks for an answer at the end.
+      add_generation_prompt: whether the template asks for a response at the end.
       variables: what else the template reads, as the special tokens.
 
     Raises:

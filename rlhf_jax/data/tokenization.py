@@ -67,7 +67,7 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def eos_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id that ends an answer; InputError if the tokenizer has none."""
+    """The id that ends a response; InputError if the tokenizer has none."""
     eos = cast("int | None", tokenizer.eos_token_id)
     if eos is None:
         raise InputError(

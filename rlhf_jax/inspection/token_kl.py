@@ -1,10 +1,10 @@
-"""KL of a text token by token: where a policy says other things than its reference.
+"""KL of a text, token by token: where a policy and its reference disagree.
 
-    rlhf-jax kl --policy RUN/model --reference gpt2 --text answer.txt --html answer.html
+    rlhf-jax kl --policy RUN/model --reference gpt2 --text text.txt --html text.html
 
-On the terminal and in the file a token's colour is k1 = log π - log π_ref of that
-token; the file adds the exact KL of the two distributions it was drawn from, and what
-either model would rather have said.
+A token's colour is k1 = log π - log π_ref of that token, on the terminal and in the
+file. The file adds the exact KL of the two distributions at each token, and the tokens
+that the policy finds most likely there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rlhf_jax.data import json_lines, tokenization
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.inspection import token_logprobs
-from rlhf_jax.inspection.token_logprobs import Price, Token
+from rlhf_jax.inspection.token_logprobs import Divergence, Token
 from rlhf_jax.runs import folder, report
 
 LARGEST = 10  # tokens in the table of those with the largest KL
@@ -31,26 +31,27 @@ LARGEST = 10  # tokens in the table of those with the largest KL
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Which text, under which two models, and where to show it."""
+    """Which text, which two models, and where to show the result."""
 
     policy: str
-    """Checkpoint folder or hub id."""
+    """Checkpoint folder or hub id of the policy."""
     reference: str
-    """Checkpoint folder or hub id, of the policy's vocabulary."""
+    """Checkpoint folder or hub id of the reference; its vocabulary is the policy's."""
     text: Path | None = None
-    """File with the text; or give --prompt."""
+    """The file with the text. Give this option or --prompt."""
     prompt: str | None = None
-    """The text itself; or give --text."""
+    """The text itself. Give this option or --text."""
     html: Path | None = None
-    """File to write, for a browser; None writes none."""
+    """The HTML file to write; None writes none."""
     tokenizer: str | None = None
-    """Folder or hub id; None takes the one in --policy."""
+    """Folder or hub id of the tokenizer; None takes the one in --policy."""
     temperature: float = 1.0
-    """Divides the logits of both; that of the rollouts shows the KL of training."""
+    """Divides the logits of both models. The temperature of the rollouts shows the KL
+    of training."""
     alternatives: int = 3
-    """Tokens that the policy likes best at each place, shown in --html."""
+    """How many of the policy's most likely tokens --html shows at each place."""
     limit: float = 2.0
-    """Nats at which a colour is full."""
+    """KL at which a colour is full, nats."""
 
     def __post_init__(self) -> None:
         if (self.text is None) == (self.prompt is None):
@@ -66,22 +67,22 @@ class Options:
 
 
 def summary(tokens: Sequence[Token]) -> str:
-    """One line: tokens, k1 and exact KL in all, perplexity under both."""
-    prices = [token.price for token in tokens if token.price is not None]
-    k1 = math.fsum(each.k1 for each in prices)
-    exact = math.fsum(each.exact for each in prices)
+    """One line: the tokens, the sums of k1 and exact KL, the perplexity under both."""
+    predicted = [token.divergence for token in tokens if token.divergence is not None]
+    k1 = math.fsum(each.k1 for each in predicted)
+    exact = math.fsum(each.exact for each in predicted)
     own, ref = (
-        math.exp(-math.fsum(column) / len(prices))
-        for column in zip(*(each[:2] for each in prices), strict=True)
+        math.exp(-math.fsum(column) / len(predicted))
+        for column in zip(*(each[:2] for each in predicted), strict=True)
     )
     return (
-        f"{len(prices)} tokens: k1 {k1:.4g} nats in all, exact KL {exact:.4g} nats in "
-        f"all; perplexity {own:.4g} under the policy, {ref:.4g} under the reference"
+        f"{len(predicted)} tokens: k1 {k1:.4g} nats in all, exact KL {exact:.4g} nats "
+        f"in all; perplexity {own:.4g} under the policy, {ref:.4g} under the reference"
     )
 
 
 def coloured(tokens: Sequence[Token], *, limit: float) -> Text:
-    """The text for a terminal: blue where the policy likes it better, orange worse.
+    """The text for a terminal: blue where the policy is more likely, orange where less.
 
     Spaces show as dots and line breaks as ⏎; the legend stands above.
 
@@ -91,15 +92,17 @@ def coloured(tokens: Sequence[Token], *, limit: float) -> Text:
     shown = Text("k1 [nats]  ")
     for share in (-1.0, -0.5, 0.0, 0.5, 1.0):
         shown.append(f" {share * limit:+.3g} ", style=_terminal_style(share))
-    shown.append("  log π - log π_ref: blue, the policy likes the token better\n\n")
+    shown.append(
+        "  log π - log π_ref: blue, the token is more likely under the policy\n\n"
+    )
     for token in tokens:
-        share = 0.0 if token.price is None else token.price.k1 / limit
+        share = 0.0 if token.divergence is None else token.divergence.k1 / limit
         shown.append(_visible(token.text), style=_terminal_style(share))
     return shown
 
 
 def _terminal_style(share: float) -> str:
-    """Black on a colour between white and full; plain where there is little to tell."""
+    """Black on a colour between white and full; plain close to 0."""
     strength = min(1.0, abs(share))
     if strength < 0.05:
         return ""
@@ -109,7 +112,7 @@ def _terminal_style(share: float) -> str:
 
 
 def html(tokens: Sequence[Token], *, limit: float, title: str) -> str:
-    """The text as one HTML page that needs nothing else, in light or dark.
+    """The text as one HTML page without other files, in light or dark.
 
     Args:
       limit: nats at which a colour is full.
@@ -135,21 +138,21 @@ def html(tokens: Sequence[Token], *, limit: float, title: str) -> str:
     )
 
 
-def largest(tokens: Sequence[Token]) -> list[tuple[int, Token, Price]]:
-    """(place, token, price) of those with the largest exact KL, the largest first."""
-    priced = [
-        (place, token, token.price)
+def largest(tokens: Sequence[Token]) -> list[tuple[int, Token, Divergence]]:
+    """(place, token, what both models say) by exact KL, the largest first."""
+    predicted = [
+        (place, token, token.divergence)
         for place, token in enumerate(tokens)
-        if token.price is not None
+        if token.divergence is not None
     ]
-    return sorted(priced, key=lambda each: -each[2].exact)[:LARGEST]
+    return sorted(predicted, key=lambda each: -each[2].exact)[:LARGEST]
 
 
 def _span(token: Token, place: int, *, limit: float) -> str:
     text = _escape(token.text)
-    if token.price is None:
-        return f'<span class="given" title="{place}: not predicted">{text}</span>'
-    each = token.price
+    if token.divergence is None:
+        return f'<span class="first" title="{place}: not predicted">{text}</span>'
+    each = token.divergence
     told = [
         f"{place}: {_on_one_line(token.text)}",
         f"k1 {each.k1:+.3f} nats, exact KL {each.exact:.3f} nats",
@@ -207,7 +210,7 @@ h1 {{ font-size: 1.3rem; overflow-wrap: anywhere; }}
 .text {{ font: 15px/2.1 ui-monospace, monospace; white-space: pre-wrap;
   overflow-wrap: anywhere; }}
 .text span {{ border-bottom: 3px solid transparent; padding: 1px 0; }}
-.text .given {{ border-bottom: 3px dotted rgba(128,128,128,0.7); }}
+.text .first {{ border-bottom: 3px dotted rgba(128,128,128,0.7); }}
 .text i {{ opacity: 0.35; font-style: normal; }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
 th, td {{ text-align: right; padding: 0.15rem 0.8rem;
@@ -219,10 +222,10 @@ th:nth-child(2), td:nth-child(2) {{ text-align: left; white-space: pre-wrap; }}
 <h1>{title}</h1>
 <p>{summary}.</p>
 <p>Background, k1 = log π − log π_ref of the token: {low}
-<span class="bar"></span> {high} nats; blue where the policy likes it better than the
-reference does, orange where less.<br>
-Line below, exact KL of the two distributions that it was drawn from: 0
-<span class="bar line"></span> {full} nats. Dotted: given, not predicted.<br>
+<span class="bar"></span> {high} nats; blue where it is more likely under the policy
+than under the reference, orange where less.<br>
+Line below, exact KL of the two distributions at that token: 0
+<span class="bar line"></span> {full} nats. Dotted: not predicted.<br>
 · is a space, ⏎ a line break. Point at a token for its numbers.</p>
 <div class="text">{spans}</div>
 <h2>Largest exact KL</h2>
@@ -237,7 +240,7 @@ Line below, exact KL of the two distributions that it was drawn from: 0
 
 
 def run(options: Options) -> None:
-    """Prices the text, prints it in colour and writes the page.
+    """Computes the KL of the text, prints it in colour and writes the page.
 
     Raises:
       InputError: a checkpoint or the text cannot be read, the reference has another
@@ -251,7 +254,7 @@ def run(options: Options) -> None:
     policy = pretrained.load(options.policy, tokenizer=options.tokenizer)
     ref_model, ref_params = hf.load(options.reference, dtype="float32")
     _check_tokenizer(options.reference, ids=policy.tokenizer.get_vocab())
-    tokens = token_logprobs.price(
+    tokens = token_logprobs.compute(
         policy.params,
         ref_params,
         model=policy.model,

@@ -20,24 +20,24 @@ Params = Any
 
 
 class Alternative(NamedTuple):
-    """A token that could have come."""
+    """Another token that the policy might have drawn."""
 
     text: str
     logprob: float  # nats, under the policy
     ref_logprob: float  # nats
 
 
-class Price(NamedTuple):
-    """What both models say of one token, given those before."""
+class Divergence(NamedTuple):
+    """What both models say of one token, given the tokens before it."""
 
     logprob: float  # nats, under the policy
     ref_logprob: float  # nats
-    exact: float  # nats, Σ_v π log(π/π_ref) over what could have come
+    exact: float  # nats, Σ_v π log(π/π_ref) over the vocabulary
     alternatives: tuple[Alternative, ...]  # the likeliest under the policy first
 
     @property
     def k1(self) -> float:
-        """log π - log π_ref, nats: above 0 where the policy likes the token better."""
+        """log π - log π_ref, nats: above 0 where the policy prefers the token."""
         return self.logprob - self.ref_logprob
 
 
@@ -45,10 +45,10 @@ class Token(NamedTuple):
     """A token as it reads in its place."""
 
     text: str
-    price: Price | None  # None for the first, which nothing predicts
+    divergence: Divergence | None  # None for the first token, which nothing predicts
 
 
-def price(
+def compute(
     params: Params,
     ref_params: Params,
     *,
@@ -59,10 +59,10 @@ def price(
     temperature: float = 1.0,
     alternatives: int = 3,
 ) -> list[Token]:
-    """Prices a text of any length under both models.
+    """Computes the log-probs of a text of any length under both models.
 
-    A text longer than the shorter context is read in windows that overlap by half, so
-    that every token stands after at least half a context of others.
+    A text longer than the shorter context is read in windows that overlap by half.
+    Every token of a later window then follows at least half a context of others.
 
     Args:
       params, ref_params: decoders, stored in any way.
@@ -70,7 +70,10 @@ def price(
       tokens: ids, at least two.
       decode: ids -> text, special tokens kept.
       temperature: divides the logits of both.
-      alternatives: how many of the policy's likeliest tokens to tell.
+      alternatives: how many of the policy's most likely tokens to return.
+
+    Returns:
+      Every token with its text and what both models say of it.
 
     Raises:
       InputError: the vocabularies differ in size, or there are fewer than two tokens.
@@ -86,14 +89,14 @@ def price(
             f"expected a text of at least 2 tokens, got {len(tokens)}: nothing "
             "predicts the first; give a longer one"
         )
-    priced = _price_ids(
+    columns = _columns(
         params,
         ref_params,
         ids=np.asarray(tokens, np.int32),
         context=min(model.max_positions, ref_model.max_positions),
         program=jax.jit(
             functools.partial(
-                _price_window,
+                _window,
                 model=model,
                 ref_model=ref_model,
                 temperature=temperature,
@@ -101,20 +104,20 @@ def price(
             )
         ),
     )
-    found = [Token(_piece(decode, [], tokens[0]), None)]
+    read = [Token(_piece(decode, [], tokens[0]), None)]
     for t in range(1, len(tokens)):
-        own, ref, exact, ids, *pairs = (column[t].tolist() for column in priced)
+        own, ref, exact, ids, *pairs = (column[t].tolist() for column in columns)
         before = list(tokens[max(0, t - 8) : t])
         others = [
             Alternative(_piece(decode, before, token), likely, ref_likely)
             for token, likely, ref_likely in zip(ids, *pairs, strict=True)
         ]
         text = _piece(decode, before, tokens[t])
-        found.append(Token(text, Price(own, ref, exact, tuple(others))))
-    return found
+        read.append(Token(text, Divergence(own, ref, exact, tuple(others))))
+    return read
 
 
-def _price_window(
+def _window(
     params: Params,
     ref_params: Params,
     tokens: Array,
@@ -140,12 +143,12 @@ def _price_window(
     )
     likely, ids = jax.lax.top_k(every, alternatives)
     ref_likely = jnp.take_along_axis(ref_every, ids, axis=-1)
-    # Entry t of these is about the token after tokens[t]; the first ones were given.
+    # Entry t of these is about the token after tokens[t].
     shifted = (jnp.roll(each, 1, axis=0) for each in (exact, ids, likely, ref_likely))
     return (own, ref, *shifted)
 
 
-def _price_ids(
+def _columns(
     params: Params,
     ref_params: Params,
     *,
@@ -153,7 +156,7 @@ def _price_ids(
     context: int,
     program: Callable[..., tuple[Array, ...]],
 ) -> list[np.ndarray]:
-    """The columns of `_price_window` for all ids, entry 0 being of no meaning.
+    """The columns of `_window` for all ids, of which entry 0 has no meaning.
 
     tokens      0 1 2 3 4 5 6 7 8 9     context 4
     windows     0 1 2 3

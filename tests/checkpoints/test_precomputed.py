@@ -45,7 +45,7 @@ def never(monkeypatch):
         raise AssertionError("it was computed again")
 
     def forbid():
-        monkeypatch.setattr(precomputed, "_price", refuse)
+        monkeypatch.setattr(precomputed, "_logprobs", refuse)
 
     return forbid
 
@@ -122,10 +122,10 @@ def test_what_a_killed_run_left_is_not_taken_for_whole(tmp_path, monkeypatch):
         calls.append(1)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return price(*args, **kwargs)
+        return compute(*args, **kwargs)
 
-    price = precomputed._price
-    monkeypatch.setattr(precomputed, "_price", killed)
+    compute = precomputed._logprobs
+    monkeypatch.setattr(precomputed, "_logprobs", killed)
     with pytest.raises(KeyboardInterrupt):
         load(tmp_path / "killed")
     np.testing.assert_array_equal(load(tmp_path / "killed").logprobs, whole)
@@ -174,7 +174,7 @@ def test_a_damaged_cache_is_told(tmp_path, spoil):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([], "expected at least one row to price, got none"),
+        ([], "expected at least one row, got none; give texts"),
         ([[1], []], r"row 1 .from 0.: expected 1 to 24 tokens, .* got 0; shorten or"),
         (
             [[1] * 25],
@@ -184,7 +184,7 @@ def test_a_damaged_cache_is_told(tmp_path, spoil):
         ([[-1]], "expected token ids below 13"),
     ],
 )
-def test_rows_that_the_reference_cannot_price(tmp_path, rows, message):
+def test_rows_that_the_reference_cannot_score(tmp_path, rows, message):
     with pytest.raises(InputError, match=message):
         load(tmp_path / "cache", rows)
     assert not (tmp_path / "cache").exists()

@@ -238,7 +238,7 @@ MESSY = {"prompt": [user("Hi")], "response": "Yes"}
             QWEN,
             MESSY | {"response": "\nYes"},
             r"row 1 .* begin with the tokens of its prompt, got '\\n\\nYes<\|im_end\|>"
-            r"\\n' where the chat template asks for an answer with '\\n'; begin the",
+            r"\\n' where the chat template asks for a response with '\\n'; begin the",
         ),
         (
             byte_tokenizer(CHATML),

@@ -56,11 +56,11 @@ def test_demonstrations_by_other_names(write):
         ({"prompt": " \n"}, "rows.jsonl:1: expected a prompt in 'prompt', got an emp"),
         (
             {"chosen": "Why? A.", "rejected": "Why? B."},
-            "rows.jsonl:1: expected answers without their prompt in 'chosen' and",
+            "rows.jsonl:1: expected responses without their prompt in 'chosen' and",
         ),
         (
             {"rejected": "\n\nHuman: Who?\n\nAssistant: B."},
-            "rows.jsonl:1: expected an answer to 'prompt' in 'rejected', got a dia",
+            "rows.jsonl:1: expected a response to 'prompt' in 'rejected', got a dia",
         ),
     ],
 )
@@ -129,7 +129,7 @@ def test_dialogues_are_cut_at_the_last_shared_turn(write):
         (
             files.read_preferences,
             ['{"prompt": "a", "chosen": "b", "rejected": "b"}'],
-            r"rows.jsonl:1: expected two different answers, got equal 'chosen'",
+            r"rows.jsonl:1: expected two different responses, got equal 'chosen'",
         ),
         (
             files.read_preferences,
@@ -157,7 +157,7 @@ def test_dialogues_are_cut_at_the_last_shared_turn(write):
                 '\\n\\nAssistant: so",'
                 ' "rejected": "\\n\\nHuman: hi\\n\\nAssistant: no"}',
             ],
-            r"rows.jsonl:2: expected dialogues that differ in the last answer alone, .*"
+            r"rows.jsonl:2: expected dialogues that differ in the last response alone.*"
             r" another turn of the human in 'chosen' after they part; cut",
         ),
     ],
@@ -234,17 +234,19 @@ def test_answers_of_nothing(write):
     path = write("pairs.jsonl", *map(json.dumps, rows))
     assert files.read_preferences(path) == rows
     assert files.read_preferences(path, blank="drop") == rows[:1]
-    told = r"pairs.jsonl:2: expected an answer in 'chosen', got an empty text; remove"
+    told = r"pairs.jsonl:2: expected a response in 'chosen', got an empty text; remove"
     with pytest.raises(InputError, match=told):
         files.read_preferences(path, blank="error")
-    with pytest.raises(InputError, match="a pair of two answers, got empty ones"):
+    with pytest.raises(InputError, match="a pair of two responses, got empty ones"):
         files.read_preferences(write("no.jsonl", json.dumps(rows[1])), blank="drop")
 
 
 def test_human_preferences_hold_answers_of_nothing(shared_data):
     path = shared_data / "hh-rlhf-harmless" / "pairs.jsonl"
     assert len(files.read_preferences(path, blank="drop")) == 1797
-    with pytest.raises(InputError, match=r"pairs.jsonl:398: expected an answer in 'ch"):
+    with pytest.raises(
+        InputError, match=r"pairs.jsonl:398: expected a response in 'ch"
+    ):
         files.read_preferences(path, blank="error")
 
 

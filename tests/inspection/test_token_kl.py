@@ -14,7 +14,7 @@ from rlhf_jax import hf, policy
 from rlhf_jax.data import tokenization
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.inspection import token_kl, token_logprobs
-from rlhf_jax.inspection.token_logprobs import Alternative, Price, Token
+from rlhf_jax.inspection.token_logprobs import Alternative, Divergence, Token
 
 PARAMS, REF_PARAMS = toys.params(), toys.params(toys.LLAMA, seed=1)
 logprobs = toys.jit(policy.logprobs, static_argnames=("model", "temperature"))
@@ -26,7 +26,7 @@ def decode(ids):
 
 
 def prices_of(tokens, **options):
-    found = token_logprobs.price(
+    found = token_logprobs.compute(
         PARAMS,
         REF_PARAMS,
         model=toys.GPT2,
@@ -36,8 +36,8 @@ def prices_of(tokens, **options):
         **options,
     )
     assert "".join(token.text for token in found) == decode(tokens)
-    assert found[0].price is None
-    return [token.price for token in found[1:] if token.price is not None]
+    assert found[0].divergence is None
+    return [token.divergence for token in found[1:] if token.divergence is not None]
 
 
 def rows_of(params, model, rows, temperature=1.0):
@@ -50,7 +50,7 @@ def rows_of(params, model, rows, temperature=1.0):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_prices_are_those_of_the_two_models(temperature):
+def test_logprobs_are_those_of_the_two_models(temperature):
     tokens = [3, 9, 1, 12, 0, 7, 7]
     found = prices_of(tokens, temperature=temperature, alternatives=4)
     both = [
@@ -83,7 +83,7 @@ def test_prices_are_those_of_the_two_models(temperature):
 
 
 def test_a_model_has_no_kl_to_itself():
-    found = token_logprobs.price(
+    found = token_logprobs.compute(
         PARAMS,
         PARAMS,
         model=toys.GPT2,
@@ -93,10 +93,10 @@ def test_a_model_has_no_kl_to_itself():
         alternatives=99,
     )
     for token in found[1:]:
-        assert token.price is not None
-        assert token.price.k1 == 0
-        assert token.price.exact == pytest.approx(0, abs=1e-6)
-        assert len(token.price.alternatives) == 13  # there are no more
+        assert token.divergence is not None
+        assert token.divergence.k1 == 0
+        assert token.divergence.exact == pytest.approx(0, abs=1e-6)
+        assert len(token.divergence.alternatives) == 13  # there are no more
 
 
 def test_a_long_text_is_read_in_windows_that_overlap_by_half():
@@ -120,9 +120,9 @@ def test_a_long_text_is_read_in_windows_that_overlap_by_half():
         ),
     ],
 )
-def test_what_cannot_be_priced(tokens, model, message):
+def test_what_cannot_be_scored(tokens, model, message):
     with pytest.raises(InputError, match=message):
-        token_logprobs.price(
+        token_logprobs.compute(
             PARAMS,
             REF_PARAMS,
             model=toys.GPT2,
@@ -149,9 +149,9 @@ def test_tokens_read_as_in_their_place(shared_data):
 
 TOKENS = [
     Token("<b>", None),
-    Token(" a", Price(-1.0, -2.5, 0.25, (Alternative(' "x"', -0.5, -0.75),))),
-    Token("\n&", Price(-3.0, -2.0, 3.0, ())),
-    Token("\x1b[2J", Price(-0.5, -0.5, 0.0, ())),
+    Token(" a", Divergence(-1.0, -2.5, 0.25, (Alternative(' "x"', -0.5, -0.75),))),
+    Token("\n&", Divergence(-3.0, -2.0, 3.0, ())),
+    Token("\x1b[2J", Divergence(-0.5, -0.5, 0.0, ())),
 ]
 
 

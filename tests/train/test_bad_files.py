@@ -83,8 +83,8 @@ ANSWER = {
         [
             (None, WRITTEN),
             ([["a"]], MESSAGES.format("{}", "role")),
-            ("sat .", "expected two different answers, got equal"),
-            ("sat   .", "expected answers that differ in a token"),
+            ("sat .", "expected two different responses, got equal"),
+            ("sat   .", "expected responses that differ in a token"),
             ("good " * 20, "expected at most 16 tokens, got 23"),
         ],
     ),
@@ -93,9 +93,9 @@ ANSWER = {
         [
             (None, WRITTEN),
             (0.5, WRITTEN),
-            ("", "expected an answer in '{}', got an empty text"),
-            (" \n", "expected an answer in '{}', got an empty text"),
-            ("ran .", "expected two different answers, got equal"),
+            ("", "expected a response in '{}', got an empty text"),
+            (" \n", "expected a response in '{}', got an empty text"),
+            ("ran .", "expected two different responses, got equal"),
             ([{"role": "assistant", "content": "a"}], "expected text in '{}', as its"),
         ],
     ),

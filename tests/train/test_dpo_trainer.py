@@ -240,7 +240,7 @@ TURN = "\n\nHuman: hi\n\nAssistant:"
     [
         (
             PAIRS[0] | {"chosen": " "},
-            "bad.jsonl:2: expected an answer in 'chosen', got",
+            "bad.jsonl:2: expected a response in 'chosen', got",
         ),
         (PAIRS[0] | {"rejected": PAIRS[0]["chosen"]}, "bad.jsonl:2: expected two diff"),
         (
@@ -249,12 +249,12 @@ TURN = "\n\nHuman: hi\n\nAssistant:"
         ),
         (
             {"chosen": f"{TURN} a{TURN} b", "rejected": f"{TURN} c"},
-            "bad.jsonl:2: expected dialogues that differ in the last answer alone",
+            "bad.jsonl:2: expected dialogues that differ in the last response alone",
         ),
         (PAIRS[0] | {"prompt": ""}, "bad.jsonl:2: expected a prompt in 'prompt'"),
         (
             PAIRS[0] | {"rejected": PAIRS[0]["chosen"] + " "},
-            "bad.jsonl:2: expected answers that differ in a token",
+            "bad.jsonl:2: expected responses that differ in a token",
         ),
         (
             PAIRS[0] | {"chosen": " ".join(["good"] * 20)},
