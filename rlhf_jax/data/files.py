@@ -86,8 +86,8 @@ def read_preferences(source: str | Path, *, blank: Blank = "keep") -> list[Row]:
     Raises:
       InputError: the file is empty or malformed, a text is missing, the sides are
         equal, or a response is blank (with blank="error"); a prompt is blank, or is
-        part of the responses too; two dialogues share no prompt, or go on with other turns
-        of the human; or no pair is left.
+        part of the responses too; two dialogues share no prompt, or go on with other
+        turns of the human; or no pair is left.
     """
     pairs = []
     for where, row in json_lines.read_located(source):

@@ -193,12 +193,12 @@ def _pack(
 def _row(texts: Sequence[tuple[Example, ...]], places: tuple[int, ...]) -> PackedRow:
     tokens: list[int] = []
     segments: list[int] = []
-    response: list[bool] = []
-    held = [text for place in places for text in texts[place]]
-    for number, (prompt, response) in enumerate(held, start=1):
+    in_response: list[bool] = []
+    in_row = [text for place in places for text in texts[place]]
+    for number, (prompt, response) in enumerate(in_row, start=1):
         whole = [*prompt, *response]
-        given = max(len(prompt), 1)
+        start = max(len(prompt), 1)  # nothing predicts the first token of a text
         tokens += whole
         segments += [number] * len(whole)
-        response += [place >= given for place in range(len(whole))]
-    return PackedRow(tokens, segments, response, places)
+        in_response += [place >= start for place in range(len(whole))]
+    return PackedRow(tokens, segments, in_response, places)

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import sft as sft_experiment
 import tokenizers
 import toy_files
 import transformers
 from test_trainers import TOY_PPO, play
 
+import rlhf_jax.train.sft
 from rlhf_jax import config, sft
 from rlhf_jax.data import (
     batches,
@@ -420,7 +420,7 @@ def test_whole_conversations_are_cut_before_their_last_turn(tmp_path):
             files.read_preferences,
             {"prompt": [user("Hi")]}
             | {"chosen": [user("Hi"), assistant("a")], "rejected": [assistant("b")]},
-            "one message of the assistant in 'chosen', got user, assistant; what it a",
+            "one message of the assistant in 'chosen', got user, assistant; its earl",
         ),
         (
             files.read_preferences,
@@ -459,7 +459,7 @@ def tuned(tmp_path_factory):
     )
     turns = [{"messages": [user(q), assistant(a)]} for q, a in TURNS.items()]
     summary = play(
-        *(sft_experiment, folder / "run", "--model", model, "--row-width=24"),
+        *(rlhf_jax.train.sft, folder / "run", "--model", model, "--row-width=24"),
         *("--data", toy_files.jsonl(folder / "data.jsonl", *turns * 8)),
         *("--batch-size=4", "--micro-batch-size=2", "--num-steps=100"),
         "--learning-rate=3e-2",
