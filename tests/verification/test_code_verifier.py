@@ -230,9 +230,9 @@ def test_nothing_is_left_behind(tmp_path, monkeypatch):
     """Neither its folder nor its process, though it hangs."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     started = []
-    popen = verifier.subprocess.Popen
+    popen = trial.subprocess.Popen
     monkeypatch.setattr(
-        verifier.subprocess,
+        trial.subprocess,
         "Popen",
         lambda *a, **k: started.append(popen(*a, **k)) or started[-1],
     )
