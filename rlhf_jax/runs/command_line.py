@@ -22,7 +22,7 @@ import tyro
 
 from rlhf_jax.devices import processes, program_cache
 from rlhf_jax.functional.checks import InputError, StopError
-from rlhf_jax.runs import help_screen, lock, write_errors
+from rlhf_jax.runs import help_screen, lock, run_config, write_errors
 from rlhf_jax.runs.folder import CONFIG, check_run, read_config
 from rlhf_jax.runs.run_config import RunConfig, from_json, to_json
 
@@ -212,6 +212,8 @@ def parse(
         fields |= {"out": os.fspath(given.config.parent), "resume": False}
         # Of one resume alone; older configs have neither.
         fields |= {"resume_from": None, "accept_lost_rows": False}
+        names = {field.name for field in dataclasses.fields(config_class)}
+        fields = run_config.complete(fields, names=names)
         defaults = from_json(config_class, fields, source=given.config)
     description = (description or "").strip()
     if screen is not None and not {"-h", "--help"}.isdisjoint(options):

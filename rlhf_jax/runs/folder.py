@@ -10,6 +10,7 @@ plots/          see `plots`
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import platform
@@ -24,7 +25,7 @@ import rlhf_jax
 from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import lock, write_errors
-from rlhf_jax.runs.run_config import MAY_DIFFER, RunConfig, to_json
+from rlhf_jax.runs.run_config import MAY_DIFFER, RunConfig, complete, to_json
 from rlhf_jax.runs.snapshots import resume
 
 CONFIG = "config.json"
@@ -100,17 +101,19 @@ def _changes(config: RunConfig) -> list[tuple[resume.Recorded, list[str]]]:
     path = config.out / CONFIG
     there = resume.Recorded(str(path), read_config(path))
     recorded = resume.recorded_configs(config.out)
+    given = to_json(config)
+    stages = [
+        dataclasses.replace(one, config=complete(one.config, names=given))
+        for one in (recorded if recorded else [there])
+    ]
     return [
         (
             one,
             resume.check_config(
-                one,
-                to_json(config),
-                but=frozenset(MAY_DIFFER),
-                folder=config.out,
+                one, given, but=frozenset(MAY_DIFFER), folder=config.out
             ),
         )
-        for one in (recorded if recorded else [there])
+        for one in stages
     ]
 
 

@@ -10,6 +10,7 @@ import math
 import os
 import types
 import typing
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -77,7 +78,19 @@ class RunConfig:
 # Of RunConfig, and as experiments call what does not change the numbers either.
 MAY_DIFFER = {f.name for f in dataclasses.fields(RunConfig)} - {"seed"}
 MAY_DIFFER |= {"mesh", "own_devices", "judge_failure", "stop_timeout", "check_memory"}
+# Options that older records do not have, with what those runs did.
+ADDED: dict[str, Any] = {"verifier": "gsm8k"}
 Config = TypeVar("Config", bound=RunConfig)
+
+
+def complete(recorded: dict[str, Any], *, names: Collection[str]) -> dict[str, Any]:
+    """A recorded config with the options of `names` that were added since.
+
+    Args:
+      recorded: Fields as JSON values, as `to_json` made them then.
+      names: The options of today.
+    """
+    return {name: ADDED[name] for name in ADDED if name in names} | recorded
 
 
 def to_json(config: RunConfig) -> dict[str, Any]:

@@ -16,11 +16,19 @@ import tyro
 
 from rlhf_jax.algorithms.reinforce import REINFORCE, ReinforceRecipe
 from rlhf_jax.runs import command_line
-from rlhf_jax.train.grpo.options import SCREEN as SHARED_SCREEN
-from rlhf_jax.train.grpo.options import VerifiedConfig
+from rlhf_jax.train.grpo.options import VERIFIED_SCREEN, VerifiedConfig
 from rlhf_jax.train.grpo.trainer import main
 
 RECIPE = ReinforceRecipe(temperature=1.0)
+SCREEN = {
+    **VERIFIED_SCREEN,
+    "Training": (
+        *("num_steps", "batch_size", "learning_rate", "reinforce.micro_batch_size"),
+        "dtype",
+    ),
+    "Run": ("out", "resume"),
+}
+"""The options of --help."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,7 +36,7 @@ class Config(VerifiedConfig):
     """The options of `rlhf-jax reinforce`."""
 
     reinforce: Annotated[ReinforceRecipe, tyro.conf.arg(name="")] = RECIPE
-    """The coefficients and choices of REINFORCE++, options without a prefix."""
+    """Coefficients and choices of REINFORCE++, options without a prefix."""
 
     @property
     def recipe(self) -> ReinforceRecipe:
@@ -38,13 +46,6 @@ class Config(VerifiedConfig):
     def algorithm(self, **shapes: Any) -> REINFORCE:
         """The recipe with what a run knows: shapes, optimizer and stop tokens."""
         return REINFORCE(**vars(self.reinforce), **shapes)
-
-
-SCREEN = {
-    **SHARED_SCREEN,
-    "Training": ("num_steps", "batch_size", "learning_rate", "dtype"),
-}
-"""The options of --help."""
 
 
 def command(argv: Sequence[str] | None = None) -> None:

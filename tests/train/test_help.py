@@ -5,13 +5,14 @@ import dataclasses
 import pytest
 
 from rlhf_jax.runs import help_screen
-from rlhf_jax.train import dpo, grpo, main, ppo, reward_model, sft
+from rlhf_jax.train import dpo, grpo, main, ppo, reinforce, reward_model, sft
 
 TRAINERS = {
     "sft": sft,
     "reward-model": reward_model,
     "ppo": ppo,
     "grpo": grpo,
+    "reinforce": reinforce,
     "dpo": dpo,
 }
 

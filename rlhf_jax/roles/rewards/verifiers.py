@@ -17,7 +17,7 @@ import dataclasses
 import decimal
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from rlhf_jax.roles.rewards.text import TextFunction
@@ -46,6 +46,7 @@ _WHOLE = re.compile(
 )
 
 
+@runtime_checkable
 class Readable(Protocol):
     """A verifier whose data can be checked before a run."""
 

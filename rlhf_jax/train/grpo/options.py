@@ -38,6 +38,9 @@ class VerifiedConfig(run_config.RunConfig):
     """Tokenizer, a folder or hub id; None takes the one in --model."""
     question_field: str = "question"
     """Field of the rows with the questions."""
+    verifier: str = "gsm8k"
+    """Verifier of responses: gsm8k, integer, exact, or a Python function
+    module:function."""
     answer_field: str = "answer"
     """Field of the rows with the right answers; for gsm8k they end in #### and a
     number."""
@@ -145,10 +148,13 @@ class Config(VerifiedConfig):
         return GRPO(**vars(self.grpo), **shapes)
 
 
-SCREEN = {
+VERIFIED_SCREEN = {
     "Start": ("model", "reference"),
     "Data": ("data", "held_out", "question_field", "template", "max_new_tokens"),
-    "Reward": ("answer_field", "kl_coef"),
+    "Reward": ("verifier", "answer_field", "kl_coef"),
+}
+SCREEN = {
+    **VERIFIED_SCREEN,
     "Training": (
         *("num_steps", "batch_size", "grpo.group_size", "learning_rate"),
         *("grpo.micro_batch_size", "dtype"),

@@ -18,11 +18,11 @@ from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.functional.kl.control import fixed
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.roles.rewards import verifiers
 from rlhf_jax.runs import folder, metrics, plots, run
 from rlhf_jax.train.grpo.options import VerifiedConfig
 from rlhf_jax.train.grpo.programs import Programs, accuracy, make_algorithm
 from rlhf_jax.train.grpo.questions import read_questions
+from rlhf_jax.train.grpo.verifier import make_verifier
 from rlhf_jax.verification.pool import PooledReward, VerifierPool
 
 Array = jax.Array
@@ -105,7 +105,7 @@ def main(options: VerifiedConfig) -> None:
     """Runs `rlhf-jax grpo`, or another trainer of a recipe without a critic."""
     started = time.perf_counter()
     mesh = options.mesh.make()
-    verifier = verifiers.Gsm8k(options.answer_field, options.unmarked)
+    verifier = make_verifier(options)
     start = pretrained.load(
         options.model,
         tokenizer=options.tokenizer,

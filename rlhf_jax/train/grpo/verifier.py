@@ -1,0 +1,51 @@
+"""--verifier: how a response is checked, by name or as a function of your own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.roles.rewards import verifiers
+from rlhf_jax.roles.rewards.verifiers import Verifier
+from rlhf_jax.runs import command_line
+from rlhf_jax.train.grpo.options import VerifiedConfig
+
+
+def make_verifier(options: VerifiedConfig) -> Verifier:
+    """The verifier that --verifier names.
+
+    "gsm8k", "integer" and "exact" compare a response with --answer-field of its row:
+    the number after ####, the last number, and the whole text. "module:function" is
+    verify(prompt, response, row) -> float of an installed module, or one in the working
+    directory; it reads the fields of the row that it needs.
+
+    Raises:
+      InputError: there is no such verifier, or it does not read an option that is set.
+      StopError: the module calls `sys.exit` when it is imported.
+    """
+    name, field = options.verifier, options.answer_field
+    if name != "gsm8k":
+        _refuse(options, "--unmarked", options.unmarked, default="wrong")
+    match name:
+        case "gsm8k":
+            return verifiers.Gsm8k(field, options.unmarked)
+        case "integer":
+            return verifiers.LastInteger(field)
+        case "exact":
+            return verifiers.ExactMatch(field)
+    if ":" not in name:
+        raise InputError(
+            f"--verifier: expected gsm8k, integer, exact or module:function, got "
+            f"{name!r}; choose one"
+        )
+    _refuse(options, "--answer-field", field, default="answer")
+    return command_line.load_function(name)
+
+
+def _refuse(options: VerifiedConfig, option: str, given: Any, *, default: str) -> None:
+    """InputError for an option that this verifier does not read."""
+    if given != default:
+        raise InputError(
+            f"{option}: expected none with --verifier {options.verifier}, which does "
+            f"not read it, got {given}; leave one of them out"
+        )
