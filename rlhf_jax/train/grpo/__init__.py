@@ -1,29 +1,36 @@
-"""GRPO on grade-school mathematics: your own checkpoint, and answers that are checked.
+"""GRPO on your own model and questions, with a verifier in the reward model's place.
 
-    rlhf-jax sft --model gpt2 --data gsm8k/train.jsonl \\
-        --prompt-field question --response-field answer --out runs/sft
     rlhf-jax grpo --model runs/sft/model --data gsm8k/train.jsonl \\
         --held-out gsm8k/test.jsonl --out runs/gsm8k
+    rlhf-jax grpo --model MODEL --data train.jsonl --held-out test.jsonl \\
+        --verifier my_verifiers:check --out runs/grpo
 
---data and --held-out hold {"question": ..., "answer": "... #### 72"} a line, as GSM8K
-(github.com/openai/grade-school-math) has them. Each question of a batch is answered
---group-size times; an answer scores 1 where the number after its last #### is the
-row's, else 0, and what got more than its group becomes likelier, at kl_coef times the
-KL to the frozen reference, which is --model as it starts. There is no reward model and
-no critic. Processes verify one batch while the device prices it by the reference.
+--data and --held-out hold {"question": ..., "answer": ...} a line. Each question of a
+batch gets --group-size responses. The verifier scores a response, and a response that
+scores more than its group becomes likelier, at the KL coefficient β (--kl-coef) to the
+frozen reference, which is --model as it starts. There is no reward model and no critic.
 
---reference none leaves the reference out: never held, never run. --unmarked last_number
-reads the last number of an answer without ####, and --template "Question: {question}
-Answer:" is for models that were not trained on bare questions; --chat asks as the user
-of the tokenizer's chat template does. --preset deepseekmath, rloo or reinforce++ starts
-from a published recipe. Held-out accuracy, of the likeliest answer, is taken before and
-after. OUT/model is a Hugging Face checkpoint.
+--verifier gsm8k compares the number after the last #### of a response with that of
+"answer", as GSM8K (github.com/openai/grade-school-math) has them; --unmarked
+last_number reads the last number of a response without ####. --verifier integer
+compares the last number, exact the whole text, and my_verifiers:check calls
+
+    def check(prompt: str, response: str, row: dict) -> float
+
+of my_verifiers.py in the working directory, in processes of its own and with a time
+limit (--timeout); row is that of --data, and 1 is right.
+
+--reference none leaves the reference out: it is neither loaded nor run. --template
+"Question: {question} Answer:" is for models that were not trained on bare questions;
+--chat puts the question as a message of the user, by the tokenizer's chat template.
+--preset deepseekmath or rloo starts from a published recipe. The accuracy on --held-out
+is the mean score of greedy responses, before and after. OUT/model is a Hugging Face
+checkpoint.
 
 One device that holds the parameters in float32 four times, and once more with a
-reference (GPT-2 small: 2.4 GiB), and the activations of --micro-batch-size answers.
-Checked at toy size on the real files only: on a checkpoint that can solve some of the
-questions neither time nor accuracy was measured. One that solves none of them learns
-nothing, as all answers of a group score 0: group/equal_fraction is 1 then.
+reference (GPT-2 small: 2.4 GiB), and the activations of --micro-batch-size responses.
+A model that solves none of the questions learns nothing, as all responses of a group
+score 0: group/equal_fraction is 1 then.
 """
 
 from collections.abc import Sequence

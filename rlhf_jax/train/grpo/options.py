@@ -19,8 +19,6 @@ from rlhf_jax.models.config import Attention, Remat
 from rlhf_jax.runs import run_config
 
 RECIPE = GroupRecipe(temperature=1.0)
-
-
 KL_COEF = 0.01  # with a reference, unless another is asked for
 
 

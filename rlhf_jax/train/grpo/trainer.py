@@ -30,8 +30,6 @@ Params = Any
 
 
 SAMPLE_EVERY = 10  # iterations between rows of samples.jsonl
-
-
 SHOWN = 4  # responses in samples.jsonl each time
 
 
@@ -66,7 +64,7 @@ def improve(
     reward: PooledReward,
     options: VerifiedConfig,
 ) -> Params:
-    """GRPO: right answers, less kl_coef · KL to the reference; returns the policy."""
+    """Trains on the score less β · KL to the reference; returns the policy."""
     train, reference = stage.state["train"], stage.state["reference"]
     for step in stage.steps():
         key = jax.random.fold_in(stage.state["root_key"], step)
