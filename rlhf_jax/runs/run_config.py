@@ -10,7 +10,7 @@ import math
 import os
 import types
 import typing
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -83,14 +83,14 @@ ADDED: dict[str, Any] = {"verifier": "gsm8k"}
 Config = TypeVar("Config", bound=RunConfig)
 
 
-def complete(recorded: dict[str, Any], *, names: Collection[str]) -> dict[str, Any]:
+def complete(recorded: Mapping[str, Any], *, names: Collection[str]) -> dict[str, Any]:
     """A recorded config with the options of `names` that were added since.
 
     Args:
       recorded: Fields as JSON values, as `to_json` made them then.
       names: The options of today.
     """
-    return {name: ADDED[name] for name in ADDED if name in names} | recorded
+    return {**{name: ADDED[name] for name in ADDED if name in names}, **recorded}
 
 
 def to_json(config: RunConfig) -> dict[str, Any]:

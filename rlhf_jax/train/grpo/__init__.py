@@ -30,7 +30,8 @@ checkpoint.
 One device that holds the parameters in float32 four times, and once more with a
 reference (GPT-2 small: 2.4 GiB), and the activations of --micro-batch-size responses.
 A model that solves none of the questions learns nothing, as all responses of a group
-score 0: group/equal_fraction is 1 then.
+score 0: group/equal_fraction is 1 then. Checked at toy size on the real files of GSM8K;
+neither time nor accuracy was measured on a model that solves some of them.
 """
 
 from collections.abc import Sequence
