@@ -30,7 +30,8 @@ MAX_FILES = 16  # in a folder, without its __init__.py
 PURE_IMPORTS = {
     *("__future__", "collections", "copy", "dataclasses", "decimal", "fnmatch"),
     *("functools", "hashlib", "itertools", "math", "re"),
-    *("typing", "warnings", "chex", "flax", "jax", "numpy", "optax", "rlhf_jax"),
+    *("typing", "warnings", "chex", "flax", "jax", "jaxtyping", "numpy", "optax"),
+    "rlhf_jax",
 }
 IMPURE_CALLS = {
     *("open", "print", "input", "exec", "eval"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float32
 
 from rlhf_jax.functional import checks
 
@@ -11,12 +12,17 @@ Array = jax.Array
 
 
 def gae(
-    *, rewards: Array, values: Array, mask: Array, gamma: float, lam: float
-) -> tuple[Array, Array]:
+    *,
+    rewards: Float32[Array, "B S"],
+    values: Float32[Array, "B S"],
+    mask: Bool[Array, "B S"],
+    gamma: float,
+    lam: float,
+) -> tuple[Float32[Array, "B S"], Float32[Array, "B S"]]:
     """Generalised advantages A_t = δ_t + γλ·A_{t+1}, δ_t = r_t + γ·V_{t+1} - V_t.
 
-    values[:, t] is the value of the state just before tokens[:, t]; the response's
-    end is the end of the episode, so the value after its last token is 0:
+    values[:, t] is the value of the state just before tokens[:, t]. The episode ends
+    with the response, so the value after its last token is 0:
 
         column       0    1    2    3    4    5
         tokens       ·   The  cat  sat  EOS   ·
@@ -38,6 +44,16 @@ def gae(
       ValueError: shapes differ. TypeError: floats are not f32 or mask is not bool.
 
     Source: Schulman et al. 2015, arXiv:1506.02438, eq. 16.
+
+    >>> rewards = jnp.array([[0.0, 0.0, 1.0, 0.0]])
+    >>> values = jnp.array([[9.0, 0.5, 0.75, 9.0]])
+    >>> mask = jnp.array([[False, True, True, False]])
+    >>> arrays = {"rewards": rewards, "values": values, "mask": mask}
+    >>> advantages, returns = gae(**arrays, gamma=1.0, lam=1.0)
+    >>> print(advantages, returns)
+    [[0.   0.5  0.25 0.  ]] [[0. 1. 1. 0.]]
+    >>> print(gae(**arrays, gamma=1.0, lam=0.0)[0])  # one-step TD errors
+    [[0.   0.25 0.25 0.  ]]
     """
     checks.shape((None, None), rewards=rewards)
     checks.same_shape(rewards=rewards, values=values, mask=mask)
@@ -59,43 +75,54 @@ def gae(
 
 
 def group_relative(
-    scores: Array, *, group_size: int, normalise: bool = True, eps: float = 1e-6
-) -> Array:
+    scores: Float32[Array, " B"],
+    *,
+    group_size: int,
+    normalise: bool = True,
+    eps: float = 1e-6,
+) -> Float32[Array, " B"]:
     """A_i = (s_i - mean(s)) / (std(s) + eps) over the responses to one prompt.
 
         row        0  1  2 | 3  4  5       group_size = 3: rows g·G to g·G + G - 1
         scores     1  0  2 | 4  4  4
         A          0 -1  1 | 0  0  0       equal scores have no advantage
 
-    The mean holds the response itself: without the std the policy gradient is
-    (G - 1)/G of the true one. With it, its direction is biased: a prompt whose scores
-    hardly differ pulls as hard as one whose scores differ much.
+    The mean includes the response's own score: without the division by std, the
+    expected policy gradient is (G - 1)/G of the true one. With the division its
+    direction is biased: prompts with nearly equal scores and prompts with very
+    different scores contribute equally.
 
-    This holds for a loss that sums over each response: aggregation "constant", or
-    responses of one length. Where lengths differ, "token_mean" and "sequence_mean"
-    divide by lengths that are correlated with scores. The direction is then biased even
-    without the std: late tokens, which only long responses have, weigh less than early
-    ones.
+    Both statements are about a loss that sums over each response: aggregation
+    "constant", or responses of one length. Where lengths differ, "token_mean" and
+    "sequence_mean" divide by lengths that are correlated with scores. The direction is
+    then biased even without std: late tokens, which only long responses have, have
+    smaller weights than early ones.
 
     Args:
-      scores: f32[B], reward units, the groups in neighbouring rows.
+      scores: f32[B], reward units, each group in G neighbouring rows.
       group_size: G, 2 or more; divides B.
       normalise: divide by the standard deviation of the group (ddof 1), as published.
       eps: added to the deviation, reward units.
 
     Returns:
-      f32[B], standard deviations, or reward units where not normalised.
+      f32[B], in standard deviations, or in reward units where not normalised.
 
     Raises:
-      InputError: the groups do not divide the rows, or are of one.
+      InputError: group_size is less than 2 or does not divide the rows.
       ValueError: scores is not one axis. TypeError: scores is not f32.
 
     Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.2; without the std: Liu et
     al. 2025, arXiv:2503.20783, section 3.2.
+
+    >>> scores = jnp.array([1.0, 0.0, 2.0, 4.0, 4.0, 4.0])
+    >>> print(group_relative(scores, group_size=3))
+    [ 0. -1.  1.  0.  0.  0.]
+    >>> print(group_relative(scores * 10, group_size=3, normalise=False))
+    [  0. -10.  10.   0.   0.   0.]
     """
     groups = _groups(scores, group_size)
     centred = groups - jnp.mean(groups, axis=1, keepdims=True)
-    # Equal scores may leave a rounding error of their mean, which is no advantage.
+    # The mean of equal scores may be rounded; their advantages are 0 all the same.
     centred = jnp.where(_all_equal(groups), 0.0, centred)
     if normalise:
         std = jnp.std(groups, axis=1, ddof=1, keepdims=True)
@@ -103,40 +130,66 @@ def group_relative(
     return centred.reshape(scores.shape)
 
 
-def leave_one_out(scores: Array, *, group_size: int) -> Array:
+def leave_one_out(
+    scores: Float32[Array, " B"], *, group_size: int
+) -> Float32[Array, " B"]:
     """A_i = s_i - mean of the other responses' scores to the same prompt.
 
         row        0     1    2            group_size = 3
         scores     1     0    2
         A          0  -1.5  1.5            0 = 1 - (0 + 2)/2
 
-    The baseline does not hold the response itself, so the policy gradient is unbiased,
-    with aggregation "constant" or responses of one length (see `group_relative`).
-    It is G/(G - 1) times the advantage over the mean of the whole group.
+    The baseline does not include the response's own score, so the expected policy
+    gradient is the true one, with aggregation "constant" or responses of one length.
+    The advantage is G/(G - 1) times the advantage over the mean of the whole group.
 
     Args:
-      scores: f32[B], reward units, the groups in neighbouring rows.
+      scores: f32[B], reward units, each group in G neighbouring rows.
       group_size: G, 2 or more; divides B.
 
     Returns:
       f32[B], reward units.
 
     Raises:
-      As `group_relative`.
+      InputError: group_size is less than 2 or does not divide the rows.
+      ValueError: scores is not one axis. TypeError: scores is not f32.
 
     Source: Kool, van Hoof and Welling 2019; Ahmadian et al. 2024, arXiv:2402.14740,
     eq. 8.
+
+    >>> scores = jnp.array([1.0, 0.0, 2.0, 4.0, 4.0, 4.0])
+    >>> print(leave_one_out(scores, group_size=3))
+    [ 0.  -1.5  1.5  0.   0.   0. ]
+    >>> print(leave_one_out(scores, group_size=2))
+    [ 1. -1. -2.  2.  0.  0.]
     """
     groups = _groups(scores, group_size)
     others = jnp.sum(groups, axis=1, keepdims=True) - groups
-    found = groups - others / (group_size - 1)
-    return jnp.where(_all_equal(groups), 0.0, found).reshape(scores.shape)
+    advantages = groups - others / (group_size - 1)
+    return jnp.where(_all_equal(groups), 0.0, advantages).reshape(scores.shape)
 
 
-def equal_groups(scores: Array, *, group_size: int) -> Array:
-    """bool[B / G]: groups whose scores are all the same, so that nothing is learned.
+def equal_groups(
+    scores: Float32[Array, " B"], *, group_size: int
+) -> Bool[Array, " groups"]:
+    """Groups whose scores are all equal: their advantages are 0.
 
-    Args, Raises: as `group_relative`.
+    Args:
+      scores: f32[B], reward units, each group in G neighbouring rows.
+      group_size: G, 2 or more; divides B.
+
+    Returns:
+      bool[B / G].
+
+    Raises:
+      InputError: group_size is less than 2 or does not divide the rows.
+      ValueError: scores is not one axis. TypeError: scores is not f32.
+
+    >>> scores = jnp.array([1.0, 0.0, 2.0, 4.0, 4.0, 4.0])
+    >>> print(equal_groups(scores, group_size=3))
+    [False  True]
+    >>> print(equal_groups(scores, group_size=2))
+    [False False  True]
     """
     return _all_equal(_groups(scores, group_size))[:, 0]
 

@@ -1,7 +1,7 @@
-"""What a sum over tokens is divided by to be a loss, in whatever parts it is taken.
+"""How the numbers of tokens become one loss: what their sum is divided by.
 
-Each aggregation is a sum with weights that know the whole minibatch, so that the losses
-of its micro-batches *add up* to its loss, and so do their gradients.
+The weights of an aggregation are those of the whole minibatch, so that the losses of
+its micro-batches *add up* to its loss, and so do their gradients.
 
                      weight of a token of response b
     token_mean       1/N               N = Σ_b len_b of the minibatch
@@ -10,12 +10,11 @@ of its micro-batches *add up* to its loss, and so do their gradients.
 
 A policy gradient is the mean over responses of a *sum* over tokens. So `constant` is
 the only one of the three whose expected gradient is that of the objective, times 1/c.
-The two means divide by lengths, which the policy chooses and which are correlated with
-rewards, so that with a stop token their direction is biased. Under sequence_mean a
-token of a long response has a smaller weight than one of a short response. Under
-token_mean all tokens of a minibatch have the same weight, which is smaller the longer
-its responses are. Where all responses have one length the three agree, up to the
-factor c/len.
+The two means divide by lengths. The policy chooses lengths, and they are correlated
+with rewards, so with a stop token the expected direction is biased. Under sequence_mean
+a token of a long response has a smaller weight than one of a short response. Under
+token_mean all tokens of a minibatch have one weight, which is smaller where responses
+are longer. Where all responses have one length the three agree, up to the factor c/len.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float32, Shaped
 
 from rlhf_jax.functional import checks, masked
 
@@ -31,9 +31,14 @@ Array = jax.Array
 Stats = masked.Stats
 
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
-"""What a loss is: the mean of tokens, (1/N) Σ m·x, so that a long response weighs more;
-that of responses' means, (1/B) Σ_b (1/len_b) Σ_t m·x, so that all weigh the same; or
-that of responses' sums over a constant, (1/B) Σ_b (1/c) Σ_t m·x, which has no bias."""
+"""What a loss is.
+
+token_mean: the mean over tokens, (1/N) Σ m·x; long responses have more weight.
+sequence_mean: the mean over responses of their means, (1/B) Σ_b (1/len_b) Σ_t m·x; all
+responses have equal weight.
+constant: the mean over responses of their sums, divided by a constant,
+(1/B) Σ_b (1/c) Σ_t m·x; it has no length bias.
+"""
 
 
 def bias(aggregation: Aggregation) -> str | None:
@@ -42,8 +47,16 @@ def bias(aggregation: Aggregation) -> str | None:
     The gradients that `kl.gradients` names, and those of the advantages, are of sums
     over responses: `constant` has them, times 1/loss_scale_factor.
 
+    Args:
+      aggregation: what the loss is divided by.
+
     Returns:
       The sentence, for a warning; None for `constant`, which has no bias.
+
+    >>> bias("sequence_mean")[:51]
+    "aggregation 'sequence_mean' divides what a response"
+    >>> print(bias("constant"))
+    None
     """
     divisor = {
         "token_mean": "the tokens of its minibatch",
@@ -60,14 +73,14 @@ def bias(aggregation: Aggregation) -> str | None:
 
 
 def token_weights(
-    mask: Array,
+    mask: Bool[Array, "*shape"],
     *,
     aggregation: Aggregation = "token_mean",
     loss_scale_factor: float | None = None,
-    num_tokens: Array | None = None,
-    num_responses: Array | None = None,
-) -> Array:
-    """w with loss = Σ w·x: m/N, m/(B·len_b), or m/(B·c) with a constant c.
+    num_tokens: Shaped[Array, ""] | None = None,
+    num_responses: Shaped[Array, ""] | None = None,
+) -> Float32[Array, "*shape"]:
+    """Weights w of loss = Σ w·x: m/N, m/(B·len_b), or m/(B·c) with a constant c.
 
         mask     1  1  1  0      token_mean     1/4  1/4  1/4   0
                  1  0  0  0                     1/4   0    0    0
@@ -82,27 +95,38 @@ def token_weights(
                                                  0    0    0    0
 
     Args:
-      mask: bool[B, S], response tokens, EOS included. A row without any is not
-        counted.
+      mask: bool[B, S], response tokens, EOS included. Rows without one do not count
+        as responses.
       aggregation: what the loss is divided by.
-      loss_scale_factor: c, tokens, wanted by constant and by it alone. 1 sums over a
-        response; the largest number of response tokens keeps the loss of the size of a
-        mean.
+      loss_scale_factor: c, tokens; required by constant, None with the means. 1 sums
+        over a response; the largest number of response tokens keeps the loss about as
+        large as a mean.
       num_tokens: f32[], N of the whole minibatch when this is a micro-batch; None
         counts mask. Read by token_mean.
       num_responses: f32[], rows with a response token in the whole minibatch; None
         counts mask. Read by sequence_mean and constant.
 
     Returns:
-      f32[B, S], dimensionless, 0 outside the mask. Over a whole minibatch it sums to 1,
-      in whatever parts it is taken; by constant to the mean length over c.
+      f32[B, S], dimensionless, 0 outside the mask. Those of a whole minibatch sum to 1;
+      with constant, to the mean length divided by c.
 
     Raises:
       ValueError: a count is not a scalar, or only the count that is not read is given.
-      TypeError: mask is not bool. InputError: no such aggregation, or no
-      loss_scale_factor above 0 for constant, or one for a mean.
+      TypeError: mask is not bool. InputError: no such aggregation, constant without a
+      positive loss_scale_factor, or a mean with one.
 
     Source: constant is Liu et al. 2025 (Dr. GRPO), arXiv:2503.20783, section 3.2.
+
+    >>> mask = jnp.array([[True, True, True, False], [True, False, False, False]])
+    >>> print(token_weights(mask))
+    [[0.25 0.25 0.25 0.  ]
+     [0.25 0.   0.   0.  ]]
+    >>> print(token_weights(mask, aggregation="sequence_mean"))
+    [[0.167 0.167 0.167 0.   ]
+     [0.5   0.    0.    0.   ]]
+    >>> print(token_weights(mask, aggregation="constant", loss_scale_factor=4))
+    [[0.125 0.125 0.125 0.   ]
+     [0.125 0.    0.    0.   ]]
     """
     checks.boolean(mask=mask)
     weights, weight = _weights(mask, aggregation, loss_scale_factor)
@@ -111,28 +135,43 @@ def token_weights(
 
 def aggregate(
     name: str,
-    x: Array,
-    mask: Array,
+    x: Float32[Array, "*shape"],
+    mask: Bool[Array, "*shape"],
     *,
     aggregation: Aggregation,
     loss_scale_factor: float | None,
-    num_tokens: Array | None,
-    num_responses: Array | None,
-) -> tuple[Array, Stats]:
-    """Σ w·x, w as `token_weights`, and its statistic.
+    num_tokens: Shaped[Array, ""] | None,
+    num_responses: Shaped[Array, ""] | None,
+) -> tuple[Float32[Array, ""], Stats]:
+    """Σ w·x with the weights w of `token_weights`, and its statistic.
 
     Args:
       name: of the statistic.
-      x: f32[B, S], one number a token; what stands outside the mask is not read.
-      mask, aggregation, loss_scale_factor, num_tokens, num_responses: as
-        `token_weights`.
+      x: f32[B, S], one number per token; entries outside the mask are not read.
+      mask: bool[B, S], response tokens, EOS included.
+      aggregation: what the sum is divided by.
+      loss_scale_factor: c, tokens; required by constant, None with the means.
+      num_tokens: f32[], tokens of the whole minibatch when this is a micro-batch; None
+        counts mask. Read by token_mean.
+      num_responses: f32[], responses of the whole minibatch; None counts mask. Read by
+        sequence_mean and constant.
 
     Returns:
-      f32[] and {name: (sum, weight)} of this part alone, without gradient, whose mean
-      is the loss where the part is the whole.
+      f32[] and {name: (sum, weight)} of this part alone, without gradient. Its mean is
+      the loss where the part is the whole minibatch.
 
     Raises:
-      As `token_weights`. TypeError: x is not f32.
+      ValueError: shapes differ, a count is not a scalar, or only the count that is not
+      read is given. TypeError: x is not f32 or mask is not bool. InputError: no such
+      aggregation, constant without a positive loss_scale_factor, or a mean with one.
+
+    >>> x = jnp.array([[1.0, 2.0, 3.0, 9.0], [4.0, 9.0, 9.0, 9.0]])
+    >>> mask = jnp.array([[True, True, True, False], [True, False, False, False]])
+    >>> whole = {"loss_scale_factor": None, "num_tokens": None, "num_responses": None}
+    >>> print(aggregate("kl", x, mask, aggregation="token_mean", **whole)[0])
+    2.5
+    >>> print(aggregate("kl", x, mask, aggregation="sequence_mean", **whole)[0])
+    3.0
     """
     weights, weight = _weights(mask, aggregation, loss_scale_factor)
     count = _count(weight, aggregation, num_tokens, num_responses)
@@ -141,7 +180,24 @@ def aggregate(
 
 
 def check_scale(aggregation: Aggregation, *, loss_scale_factor: float | None) -> None:
-    """Raises InputError unless a factor above 0, and constant, stand together."""
+    """Checks that constant has a positive loss_scale_factor, and a mean has none.
+
+    Args:
+      aggregation: what the loss is divided by.
+      loss_scale_factor: c, tokens, or None.
+
+    Raises:
+      InputError: constant without a positive number, or a mean with a number.
+
+    >>> print(check_scale("constant", loss_scale_factor=128))
+    None
+    >>> check_scale("token_mean", loss_scale_factor=128)
+    Traceback (most recent call last):
+        ...
+    rlhf_jax.functional.checks.InputError: loss_scale_factor: expected None with
+        aggregation 'token_mean', which divides by what it counts, got 128; choose
+        aggregation 'constant', or leave it out
+    """
     if loss_scale_factor is None:
         if aggregation == "constant":
             raise checks.InputError(
@@ -162,7 +218,7 @@ def check_scale(aggregation: Aggregation, *, loss_scale_factor: float | None) ->
 def _weights(
     mask: Array, aggregation: Aggregation, loss_scale_factor: float | None
 ) -> tuple[Array, Array]:
-    """(f32[B, S], f32[]): what each token weighs here, and what to divide them by."""
+    """(f32[B, S], f32[]): weights of this part, and what they are to be divided by."""
     if aggregation not in get_args(Aggregation):
         raise checks.InputError(
             f"aggregation: expected {' or '.join(map(repr, get_args(Aggregation)))}, "
@@ -186,7 +242,7 @@ def _count(
     num_tokens: Array | None,
     num_responses: Array | None,
 ) -> Array:
-    """f32[], what a loss divides by: the given count, or that of this part."""
+    """f32[], the number that a loss is divided by: the argument, or this part's."""
     read, other = "num_tokens", "num_responses"
     count, unread = num_tokens, num_responses
     if aggregation != "token_mean":

@@ -1,6 +1,6 @@
-"""Logits or hidden states -> log-probs of the tokens, and entropy.
+"""Log-probs of tokens, and entropies, from logits or from hidden states.
 
-This is one of the places where columns shift by one. Position t-1 predicts token t:
+Columns shift by one here: position t - 1 predicts token t.
 
     column            0    1    2    3
     tokens            a    b    c    d
@@ -12,15 +12,21 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float, Float32, Int32
 
 from rlhf_jax.functional import checks, logprob_chunks
 
 Array = jax.Array
 
-MAX_LOGITS = 2**24  # to hold at a time on one device, 64 MiB
+MAX_LOGITS = 2**24  # in memory at a time on one device, 64 MiB
 
 
-def token_logprobs(logits: Array, tokens: Array, *, temperature: float = 1.0) -> Array:
+def token_logprobs(
+    logits: Float[Array, "B S V"],
+    tokens: Int32[Array, "B S"],
+    *,
+    temperature: float = 1.0,
+) -> Float32[Array, "B S"]:
     """log softmax(logits[:, t-1] / temperature)[tokens[:, t]], column 0 being 0.
 
     Args:
@@ -34,6 +40,13 @@ def token_logprobs(logits: Array, tokens: Array, *, temperature: float = 1.0) ->
     Raises:
       ValueError: shapes do not belong together or temperature is not positive.
       TypeError: logits are not floats or tokens not int32.
+
+    >>> logits = jnp.log(jnp.array([[[0.25, 0.75], [0.5, 0.5], [0.9, 0.1]]]))
+    >>> tokens = jnp.array([[0, 1, 0]])
+    >>> print(jnp.exp(token_logprobs(logits, tokens)))  # column 0 is exp(0)
+    [[1.   0.75 0.5 ]]
+    >>> print(jnp.exp(token_logprobs(logits, tokens, temperature=0.5)))
+    [[1.  0.9 0.5]]
     """
     checks.shape((None, None), tokens=tokens)
     checks.shape((*tokens.shape, None), logits=logits)
@@ -44,7 +57,9 @@ def token_logprobs(logits: Array, tokens: Array, *, temperature: float = 1.0) ->
     return jnp.pad(_pick(logprobs, tokens[:, 1:]), ((0, 0), (1, 0)))
 
 
-def entropy(logits: Array, *, temperature: float = 1.0) -> Array:
+def entropy(
+    logits: Float[Array, "*shape V"], *, temperature: float = 1.0
+) -> Float32[Array, "*shape"]:
     """-Σ_v π(v) log π(v) with π = softmax(logits / temperature) and 0·log 0 = 0.
 
     Nothing is shifted: entry t is about the token *after* tokens[:, t].
@@ -58,6 +73,11 @@ def entropy(logits: Array, *, temperature: float = 1.0) -> Array:
 
     Raises:
       ValueError: temperature is not positive. TypeError: logits are not floats.
+
+    >>> print(entropy(jnp.array([[0.0, 0.0], [5.0, 5.0], [0.0, -jnp.inf]])))  # log 2, 0
+    [ 0.693  0.693 -0.   ]
+    >>> print(entropy(jnp.array([[1.0, 0.0], [2.0, 0.0]]), temperature=2.0))
+    [0.663 0.582]
     """
     checks.floating(logits=logits)
     checks.positive(temperature=temperature)
@@ -65,47 +85,56 @@ def entropy(logits: Array, *, temperature: float = 1.0) -> Array:
 
 
 def token_logprobs_from_hidden(
-    hidden: Array,
-    head: Array,
-    tokens: Array,
+    hidden: Float[Array, "B S D"],
+    head: Float[Array, "rows D"],
+    tokens: Int32[Array, "B S"],
     *,
     temperature: float = 1.0,
     vocab_size: int | None = None,
     softcap: float | None = None,
     first_column: int = 1,
     max_logits: int = MAX_LOGITS,
-) -> tuple[Array, Array]:
-    """`token_logprobs` and `entropy` of logits = hidden·headᵀ, never holding [B, S, V].
+) -> tuple[Float32[Array, "B S"], Float32[Array, "B S"]]:
+    """Log-probs and entropies of logits = hidden·headᵀ, without an array [B, S, V].
 
-    Words are taken some at a time, of all positions at once, so that a batch which is
-    sharded stays so; a head which is sharded over words stays so too (on up to 16
-    devices that divide it). The backward pass computes the logits of a chunk again.
-    Products are taken in hidden's dtype and accumulated in float32. Forward mode
-    (`jax.jvp`) computes them again, too.
+    The vocabulary is read in chunks, each for all positions at once. So a sharded batch
+    stays sharded, and so does a head that is sharded over the vocabulary, on up to 16
+    devices that divide it. The backward pass and forward mode (`jax.jvp`) rematerialise
+    the logits of each chunk. Products are computed in hidden's dtype and accumulated in
+    float32.
 
     Args:
       hidden: floats[B, S, D], the last layer's output after its norm.
-      head: floats[V', D], rows from `vocab_size` on being padding, whatever they hold.
+      head: floats[V', D]; rows from `vocab_size` on are padding and have no effect.
       tokens: i32[B, S].
       temperature: divides the logits, dimensionless; the same in every role.
       vocab_size: V, the true vocabulary; None when no row is padding.
       softcap: c of logits c·tanh(x / c), before the temperature (Gemma 2,
-        arXiv:2408.00118); None leaves them.
-      first_column: the first column that is wanted; earlier ones are not computed
-        and come back as 0. The prompt's width P gives the response alone.
-      max_logits: logits to hold at a time, on all devices together; 16 words of every
-        position are the least (fewer of a head whose rows 16 does not divide).
+        arXiv:2408.00118); None disables it.
+      first_column: the first column to compute; earlier ones are 0. The prompt's width
+        P gives the response alone.
+      max_logits: logits in memory at a time, on all devices together. The least is 16
+        tokens of the vocabulary for every position (fewer if 16 does not divide V').
 
     Returns:
       f32[B, S] log-probs and f32[B, S] entropies, nats; column t of both is about the
       distribution that tokens[:, t] was drawn from. Column 0 is 0. The gradient
-      reaches `hidden`, `head` and `temperature`; a column whose cotangents are 0
-      (masked out) plays no part in it, whatever its hidden state.
+      reaches `hidden`, `head` and `temperature`. Columns whose cotangents are 0 (masked
+      out) do not contribute to it, whatever their hidden states.
 
     Raises:
       ValueError: shapes do not belong together, temperature is not positive, or
       vocab_size, first_column or max_logits is out of range. TypeError: hidden or
       head are not floats or tokens not int32.
+
+    >>> hidden = jnp.array([[[1.0, 0.0], [0.0, 2.0], [9.0, 9.0]]])
+    >>> head = jnp.array([[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]])
+    >>> tokens = jnp.array([[0, 1, 2]])
+    >>> logprobs, entropies = token_logprobs_from_hidden(hidden, head, tokens)
+    >>> print(logprobs, entropies)
+    [[ 0.    -1.408 -0.143]] [[0.    0.832 0.441]]
+    >>> print(token_logprobs(hidden @ head.T, tokens))
+    [[ 0.    -1.408 -0.143]]
     """
     checks.shape((None, None), tokens=tokens)
     checks.shape((*tokens.shape, None), hidden=hidden)
@@ -129,11 +158,11 @@ def token_logprobs_from_hidden(
 
     before = ((0, 0), (min(first_column, columns), 0))
     if first_column >= columns or batch == 0:
-        nothing = jnp.zeros((batch, columns), jnp.float32)
-        return nothing, nothing
+        zeros = jnp.zeros((batch, columns), jnp.float32)
+        return zeros, zeros
     wanted = tokens[:, first_column:]
     # Rows and columns as one axis: products of matrices, the fastest everywhere.
-    found = logprob_chunks.logprobs_and_entropy(
+    flat = logprob_chunks.logprobs_and_entropy(
         hidden[:, first_column - 1 : -1].reshape(wanted.size, -1),
         head,
         wanted.reshape(-1),
@@ -147,7 +176,7 @@ def token_logprobs_from_hidden(
         ),
     )
     logprobs, entropies = (
-        jnp.pad(array.reshape(wanted.shape), before) for array in found
+        jnp.pad(array.reshape(wanted.shape), before) for array in flat
     )
     return logprobs, entropies
 

@@ -1,6 +1,6 @@
-"""Losses: (loss f32[], stats), the gradient reaching only the arguments it names.
+"""Losses: each returns (loss f32[], stats) and names the arguments with a gradient.
 
-A loss is a sum over the mask divided by a count. Given the count of the whole minibatch
+A loss is a sum over the mask divided by a count. With the count of the whole minibatch
 (`num_tokens`, `num_responses`, `num_pairs`), the losses of its micro-batches *add up*
 to its loss, and so do their gradients. Stats are (sum, weight) pairs over the
 micro-batch alone and add up too (`masked.add_stats`); no gradient flows into them.
@@ -12,6 +12,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float32, Shaped
 
 from rlhf_jax.functional import checks, masked, ratios
 from rlhf_jax.functional.aggregation import Aggregation, aggregate, token_weights
@@ -36,24 +37,24 @@ Stats = masked.Stats
 
 def policy_loss(
     *,
-    logprobs: Array,
-    old_logprobs: Array,
-    advantages: Array,
-    mask: Array,
+    logprobs: Float32[Array, "*shape"],
+    old_logprobs: Float32[Array, "*shape"],
+    advantages: Float32[Array, "*shape"],
+    mask: Bool[Array, "*shape"],
     clip_range: float,
     clip_range_high: float | None = None,
     dual_clip: float | None = None,
     aggregation: Aggregation = "token_mean",
     loss_scale_factor: float | None = None,
-    num_tokens: Array | None = None,
-    num_responses: Array | None = None,
-) -> tuple[Array, Stats]:
+    num_tokens: Shaped[Array, ""] | None = None,
+    num_responses: Shaped[Array, ""] | None = None,
+) -> tuple[Float32[Array, ""], Stats]:
     """PPO surrogate, the mean over tokens or responses of max(-ρA, -clip(ρ)A).
 
-    ρ = exp(logprobs - old_logprobs), clip(ρ) = clip(ρ, 1 - ε, 1 + ε_high). The dual
-    clip bounds the loss of a bad token that has become likely: it is at most -cA where
-    A < 0, so that such a token stops pulling once ρ > c. Without it -ρA may leave
-    float32: it is then held at e^88.72, value and slope (`ratios.held_exp`).
+    ρ = exp(logprobs - old_logprobs), clip(ρ) = clip(ρ, 1 - ε, 1 + ε_high). With a dual
+    clip the loss of a token with A < 0 is at most -cA: its gradient is 0 where ρ > c.
+    Without a dual clip -ρA can exceed the range of float32. It is then capped at
+    e^88.72, value and slope (`ratios.capped_exp`).
 
     Args:
       logprobs, old_logprobs: f32[B, S], nats; column t is about tokens[:, t].
@@ -61,25 +62,44 @@ def policy_loss(
       mask: bool[B, S], response tokens, EOS included.
       clip_range: ε, dimensionless.
       clip_range_high: ε_high, dimensionless; None is ε. DAPO: 0.28 with an ε of 0.2.
-      dual_clip: c, a ratio above 1; None is off. 3 in the source.
-      aggregation, loss_scale_factor, num_tokens, num_responses: as `token_weights`.
+      dual_clip: dual-clip bound c > 1; None disables it. The source uses 3.
+      aggregation: what the sum over tokens is divided by (`token_weights`).
+      loss_scale_factor: c, tokens; required by aggregation constant, else None.
+      num_tokens: f32[], tokens of the whole minibatch when this is a micro-batch; None
+        counts mask. Read by token_mean.
+      num_responses: f32[], responses of the whole minibatch; None counts mask. Read by
+        sequence_mean and constant.
 
     Returns:
       f32[] loss and {name: (sum, weight)}. The gradient reaches `logprobs` only.
-      `loss/policy`: the loss, by `aggregation`. Means over tokens, whatever the loss
-      is a mean of: `policy/approxkl`: ½(log ρ)², nats per token, k2 of the update (not
-      of the reference). `policy/clipfrac`: share of tokens where the clipped term is
-      the larger one. `policy/dual_clipfrac`, with a dual clip: share of tokens that it
-      bounds. `policy/overflowfrac`: share of tokens whose -ρA is held so.
-      `policy/ratio_mean`, `policy/ratio_max`: of ρ.
+      `loss/policy`: the loss, by `aggregation`. The others are means over tokens under
+      every aggregation. `policy/approxkl`: ½(log ρ)², nats per token, k2 between the
+      policy before and after the update (not of the reference). `policy/clipfrac`:
+      share of tokens where the clipped term is the larger one. `policy/dual_clipfrac`,
+      with a dual clip: share of tokens at its bound. `policy/overflowfrac`: share of
+      tokens whose -ρA is capped. `policy/ratio_mean`, `policy/ratio_max`: of ρ.
 
     Raises:
-      ValueError: shapes differ, a range is not positive, dual_clip is not above 1, or
-      as `token_weights`. TypeError: floats are not f32 or mask is not bool.
+      ValueError: shapes differ, a range is not positive, dual_clip is not above 1, a
+      count is not a scalar, or the aggregation does not fit its other arguments.
+      TypeError: floats are not f32 or mask is not bool.
 
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7; clip-higher is Yu et al.
     2025, arXiv:2503.14476, section 3.1; the dual clip is Ye et al. 2019,
     arXiv:1912.09729.
+
+    >>> old_logprobs = jnp.log(jnp.array([[0.5, 0.5, 0.1]]))
+    >>> logprobs = jnp.log(jnp.array([[0.5, 0.8, 0.9]]))  # ratios 1, 1.6 and 9
+    >>> arrays = {"logprobs": logprobs, "old_logprobs": old_logprobs}
+    >>> arrays |= {"advantages": jnp.array([[1.0, 1.0, -1.0]])}
+    >>> arrays |= {"mask": jnp.array([[True, True, True]])}
+    >>> loss, stats = policy_loss(**arrays, clip_range=0.2)
+    >>> print(loss)  # (-1 - 1.2 + 9) / 3: a positive advantage is clipped
+    2.267
+    >>> print(masked.mean_stats(stats)["policy/clipfrac"])
+    0.333
+    >>> print(policy_loss(**arrays, clip_range=0.2, dual_clip=3.0)[0])
+    0.267
     """
     _check(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     checks.positive(clip_range=clip_range)
@@ -88,28 +108,28 @@ def policy_loss(
     checks.positive(clip_range_high=clip_range_high)
     advantages = jax.lax.stop_gradient(jnp.where(mask, advantages, 0.0))
     log_ratio = jnp.where(mask, logprobs - jax.lax.stop_gradient(old_logprobs), 0.0)
-    moved = jax.lax.stop_gradient(log_ratio)
-    true_ratio = jnp.exp(moved)
+    fixed_log_ratio = jax.lax.stop_gradient(log_ratio)
+    true_ratio = jnp.exp(fixed_log_ratio)
     shares = {}
     if dual_clip is not None:
         _check_dual_clip(dual_clip)
         bound = math.log(dual_clip)
-        ruled = (advantages < 0) & (log_ratio > bound)
-        # Before exp, so that a ratio of inf, the very case, has no NaN for a gradient.
-        log_ratio = jnp.where(ruled, bound, log_ratio)
-        shares["policy/dual_clipfrac"] = ruled.astype(jnp.float32)
-    # Nor where clipping has ended the pull of a good token, or where A is 0.
-    ended = jnp.log1p(clip_range_high) + 1.0
-    log_ratio = jnp.where((advantages >= 0) & (log_ratio > ended), ended, log_ratio)
-    # A bad token's product as one exponential: it may be finite where the ratio is not.
+        at_bound = (advantages < 0) & (log_ratio > bound)
+        # Before exp: the gradient of an infinite ratio would be NaN.
+        log_ratio = jnp.where(at_bound, bound, log_ratio)
+        shares["policy/dual_clipfrac"] = at_bound.astype(jnp.float32)
+    # Where A >= 0 the clipped term has no gradient: the ratio may stop above the clip.
+    end = jnp.log1p(clip_range_high) + 1.0
+    log_ratio = jnp.where((advantages >= 0) & (log_ratio > end), end, log_ratio)
+    # Where A < 0, -ρA as one exponential: it may be finite where ρ is not.
     product = log_ratio + jnp.log(jnp.where(advantages < 0, -advantages, 1.0))
     large = (advantages < 0) & (log_ratio > 0)
     large &= jnp.maximum(log_ratio, product) > ratios.LARGE
     ratio = jnp.exp(jnp.where(large, 0.0, log_ratio))
     unclipped = -ratio * advantages
     clipped = -jnp.clip(ratio, 1.0 - clip_range, 1.0 + clip_range_high) * advantages
-    held = ratios.held_exp(jnp.where(large, product, 0.0))
-    surrogate = jnp.where(large, held, jnp.maximum(unclipped, clipped))
+    capped = ratios.capped_exp(jnp.where(large, product, 0.0))
+    surrogate = jnp.where(large, capped, jnp.maximum(unclipped, clipped))
     beyond = large & (product > ratios.LARGEST)
     shares["policy/overflowfrac"] = beyond.astype(jnp.float32)
     shares["policy/clipfrac"] = (clipped > unclipped).astype(jnp.float32)
@@ -124,7 +144,7 @@ def policy_loss(
     )
     stats |= masked.sum_stats(
         {
-            "policy/approxkl": 0.5 * jnp.square(moved),
+            "policy/approxkl": 0.5 * jnp.square(fixed_log_ratio),
             "policy/ratio_mean": true_ratio,
             **shares,
         },
@@ -137,29 +157,42 @@ def policy_loss(
 
 def entropy_bonus(
     *,
-    entropy: Array,
-    mask: Array,
+    entropy: Float32[Array, "*shape"],
+    mask: Bool[Array, "*shape"],
     aggregation: Aggregation = "token_mean",
     loss_scale_factor: float | None = None,
-    num_tokens: Array | None = None,
-    num_responses: Array | None = None,
-) -> tuple[Array, Stats]:
-    """Minus the mean entropy: times a coefficient, a loss that keeps a policy broad.
+    num_tokens: Shaped[Array, ""] | None = None,
+    num_responses: Shaped[Array, ""] | None = None,
+) -> tuple[Float32[Array, ""], Stats]:
+    """Minus the mean entropy: a loss that, times a coefficient, raises the entropy.
 
     Args:
-      entropy: f32[B, S], of the distribution tokens[:, t] was drawn from, nats.
+      entropy: f32[B, S], nats; column t is about the distribution that tokens[:, t] was
+        drawn from.
       mask: bool[B, S], response tokens, EOS included.
-      aggregation, loss_scale_factor, num_tokens, num_responses: as `token_weights`.
+      aggregation: what the sum over tokens is divided by (`token_weights`).
+      loss_scale_factor: c, tokens; required by aggregation constant, else None.
+      num_tokens: f32[], tokens of the whole minibatch when this is a micro-batch; None
+        counts mask. Read by token_mean.
+      num_responses: f32[], responses of the whole minibatch; None counts mask. Read by
+        sequence_mean and constant.
 
     Returns:
       f32[] loss, nats per token, and {name: (sum, weight)}. The gradient reaches
       `entropy`. `loss/entropy`: the loss, by `aggregation`, before any coefficient.
 
     Raises:
-      ValueError: shapes differ, or as `token_weights`. TypeError: entropy is not f32
-      or mask is not bool.
+      ValueError: shapes differ, a count is not a scalar, or the aggregation does not
+      fit its other arguments. TypeError: entropy is not f32 or mask is not bool.
 
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 9.
+
+    >>> entropy = jnp.array([[0.0, 2.0, 1.0], [0.0, 3.0, 0.0]])
+    >>> mask = jnp.array([[False, True, True], [False, True, False]])
+    >>> print(entropy_bonus(entropy=entropy, mask=mask)[0])
+    -2.0
+    >>> print(entropy_bonus(entropy=entropy, mask=mask, aggregation="sequence_mean")[0])
+    -2.25
     """
     _check(mask, entropy=entropy)
     return aggregate(
@@ -174,8 +207,11 @@ def entropy_bonus(
 
 
 def language_model_loss(
-    *, logprobs: Array, mask: Array, num_tokens: Array | None = None
-) -> tuple[Array, Stats]:
+    *,
+    logprobs: Float32[Array, "*shape"],
+    mask: Bool[Array, "*shape"],
+    num_tokens: Shaped[Array, ""] | None = None,
+) -> tuple[Float32[Array, ""], Stats]:
     """Cross-entropy, -(1/N) Σ m·logprobs.
 
     Args:
@@ -190,6 +226,14 @@ def language_model_loss(
 
     Raises:
       ValueError: shapes differ. TypeError: logprobs is not f32 or mask is not bool.
+
+    >>> logprobs = jnp.log(jnp.array([[1.0, 0.5, 0.25]]))
+    >>> mask = jnp.array([[False, True, True]])
+    >>> print(language_model_loss(logprobs=logprobs, mask=mask)[0])  # 1.5 log 2
+    1.04
+    >>> whole = jnp.array(6.0)  # tokens of the minibatch that this is a part of
+    >>> print(language_model_loss(logprobs=logprobs, mask=mask, num_tokens=whole)[0])
+    0.347
     """
     _check(mask, logprobs=logprobs)
     losses = -logprobs

@@ -1,29 +1,30 @@
 """Sums, means and whitening over the True entries of a mask, and statistics that add.
 
-What stands under a False mask, NaN and inf included, changes neither a value nor a
-gradient: entries are selected before they meet any arithmetic.
+Entries under a False mask, NaN and inf included, change neither a value nor a gradient:
+entries are selected before any arithmetic.
 """
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float32, Int32
 
 from rlhf_jax.functional import checks
 
 Array = jax.Array
 
 Stats = dict[str, tuple[Array, Array | None]]
-"""{name: (sum, weight)}: a mean that is not yet divided, so that parts add exactly.
+"""{name: (sum, weight)}: a mean before its division, so that parts add exactly.
 
-A weight of None marks a maximum (`policy/ratio_max`), which has no weight to add: parts
-combine by the larger one. `add_stats`, `total_stats` and `mean_stats` know both kinds.
+A weight of None marks a maximum (`policy/ratio_max`): of two parts the larger one is
+kept. `add_stats`, `total_stats` and `mean_stats` handle both kinds.
 """
 
 _VARIANCE_FLOOR = 1e-8  # added to the variance before its square root, as in OAI
 
 
-def lengths_to_mask(lengths: Array, *, size: int) -> Array:
+def lengths_to_mask(lengths: Int32[Array, " B"], *, size: int) -> Bool[Array, "B S"]:
     """mask[b, t] = t < lengths[b], the mask of right-padded rows.
 
         lengths [2, 4], size 5
@@ -40,13 +41,22 @@ def lengths_to_mask(lengths: Array, *, size: int) -> Array:
 
     Raises:
       ValueError: lengths is not one axis. TypeError: lengths is not int32.
+
+    >>> print(lengths_to_mask(jnp.array([2, 4]), size=5).astype(int))
+    [[1 1 0 0 0]
+     [1 1 1 1 0]]
+    >>> print(lengths_to_mask(jnp.array([2, 4]), size=5)[:, ::-1].astype(int))
+    [[0 0 0 1 1]
+     [0 1 1 1 1]]
     """
     checks.shape((None,), lengths=lengths)
     checks.int32(lengths=lengths)
     return jnp.arange(size, dtype=jnp.int32)[None, :] < lengths[:, None]
 
 
-def masked_sum(x: Array, *, mask: Array, axis: int | None = None) -> Array:
+def masked_sum(
+    x: Float32[Array, "*shape"], *, mask: Bool[Array, "*shape"], axis: int | None = None
+) -> Float32[Array, ...]:
     """Σ m·x over `axis`, or over everything.
 
     Args:
@@ -59,27 +69,54 @@ def masked_sum(x: Array, *, mask: Array, axis: int | None = None) -> Array:
 
     Raises:
       ValueError: shapes differ. TypeError: x is not f32 or mask is not bool.
+
+    >>> x = jnp.array([[1.0, 2.0, jnp.nan], [4.0, 5.0, 6.0]])
+    >>> mask = jnp.array([[True, True, False], [True, False, False]])
+    >>> print(masked_sum(x, mask=mask))
+    7.0
+    >>> print(masked_sum(x, mask=mask, axis=1))
+    [3. 4.]
     """
     _check(x, mask)
     return jnp.sum(x, axis=axis, where=mask)
 
 
-def masked_mean(x: Array, *, mask: Array, axis: int | None = None) -> Array:
-    """Σ m·x / Σ m over `axis`, or over everything. An empty mask has mean 0.
+def masked_mean(
+    x: Float32[Array, "*shape"], *, mask: Bool[Array, "*shape"], axis: int | None = None
+) -> Float32[Array, ...]:
+    """Σ m·x / Σ m over `axis`, or over everything.
 
     The mean of equal numbers is that number, at any magnitude and any count.
 
-    Args, Returns, Raises: as `masked_sum`.
+    Args:
+      x: f32[...].
+      mask: bool, shape of x.
+      axis: the axis to reduce; None reduces all.
+
+    Returns:
+      f32, x without `axis`. An empty mask has mean 0.
+
+    Raises:
+      ValueError: shapes differ. TypeError: x is not f32 or mask is not bool.
+
+    >>> x = jnp.array([[1.0, 2.0, jnp.nan], [4.0, 5.0, 6.0]])
+    >>> mask = jnp.array([[True, True, False], [False, False, False]])
+    >>> print(masked_mean(x, mask=mask))
+    1.5
+    >>> print(masked_mean(x, mask=mask, axis=1))
+    [1.5 0. ]
     """
     _check(x, mask)
     return jnp.add(*_mean_in_two(x, mask, axis=axis))
 
 
-def centred(x: Array, *, mask: Array) -> tuple[Array, Array, Array]:
+def centred(
+    x: Float32[Array, "*shape"], *, mask: Bool[Array, "*shape"]
+) -> tuple[Float32[Array, ""], Float32[Array, ""], Float32[Array, "*shape"]]:
     """The mean in two parts, centre + rest, and m·(x - mean) to the last digit.
 
-    Near a large mean the mean of float32 is not a float32, and its rounding would be as
-    large as the deviations are.
+    The mean of large float32 numbers is in general not a float32. Its rounding error
+    can be as large as the deviations from it, so it is kept as two numbers.
 
     Args:
       x: f32[...].
@@ -89,7 +126,16 @@ def centred(x: Array, *, mask: Array) -> tuple[Array, Array, Array]:
       f32[] centre, without gradient, f32[] rest, and f32[...], 0 outside the mask.
 
     Raises:
-      As `masked_sum`.
+      ValueError: shapes differ. TypeError: x is not f32 or mask is not bool.
+
+    >>> x = jnp.array([1.0, 3.0, 9.0])
+    >>> centre, rest, deviation = centred(x, mask=jnp.array([True, True, False]))
+    >>> print(centre + rest, deviation)
+    2.0 [-1.  1.  0.]
+    >>> x = jnp.array([2.0**24, 2.0**24 + 2, 2.0**24 + 2])  # the mean is no float32
+    >>> centre, rest, deviation = centred(x, mask=jnp.array([True, True, True]))
+    >>> print(deviation)
+    [-1.333  0.667  0.667]
     """
     _check(x, mask)
     centre, rest = _mean_in_two(x, mask, axis=None)
@@ -111,7 +157,9 @@ def _mean_in_two(x: Array, mask: Array, *, axis: int | None) -> tuple[Array, Arr
     return jnp.squeeze(centre, axis=axis), jnp.squeeze(rest, axis=axis)
 
 
-def masked_var(x: Array, *, mask: Array, ddof: int = 0) -> Array:
+def masked_var(
+    x: Float32[Array, "*shape"], *, mask: Bool[Array, "*shape"], ddof: int = 0
+) -> Float32[Array, ""]:
     """Σ m·(x - mean)² / (Σ m - ddof), over everything and in two passes.
 
     Args:
@@ -120,11 +168,17 @@ def masked_var(x: Array, *, mask: Array, ddof: int = 0) -> Array:
       ddof: 0 is the biased variance (OAI, N+), 1 the unbiased one (TRL).
 
     Returns:
-      f32[]. With `ddof` entries or fewer there is no spread to speak of: 0.
+      f32[]; 0 with `ddof` entries or fewer.
 
     Raises:
       ValueError: shapes differ or ddof is neither 0 nor 1. TypeError: x is not f32
       or mask is not bool.
+
+    >>> x, mask = jnp.array([1.0, 3.0, 9.0]), jnp.array([True, True, False])
+    >>> print(masked_var(x, mask=mask))
+    1.0
+    >>> print(masked_var(x, mask=mask, ddof=1))
+    2.0
     """
     if ddof not in (0, 1):
         raise checks.InputError(
@@ -136,9 +190,13 @@ def masked_var(x: Array, *, mask: Array, ddof: int = 0) -> Array:
 
 
 def masked_whiten(
-    x: Array, *, mask: Array, shift_mean: bool = True, ddof: int = 0
-) -> Array:
-    """(x - mean) / sqrt(var + 1e-8), plus the mean again when it is not to be shifted.
+    x: Float32[Array, "*shape"],
+    *,
+    mask: Bool[Array, "*shape"],
+    shift_mean: bool = True,
+    ddof: int = 0,
+) -> Float32[Array, "*shape"]:
+    """(x - mean) / sqrt(var + 1e-8), plus the mean where `shift_mean` is False.
 
     Equal numbers are whitened to 0, at any magnitude and any count.
 
@@ -152,9 +210,16 @@ def masked_whiten(
       f32[...], dimensionless (plus the mean in x's unit), 0 outside the mask.
 
     Raises:
-      As `masked_var`.
+      ValueError: shapes differ or ddof is neither 0 nor 1. TypeError: x is not f32
+      or mask is not bool.
 
     Source: `whiten` of openai/lm-human-preferences.
+
+    >>> x, mask = jnp.array([1.0, 3.0, 9.0]), jnp.array([True, True, False])
+    >>> print(masked_whiten(x, mask=mask))
+    [-1.  1.  0.]
+    >>> print(masked_whiten(x, mask=mask, shift_mean=False))
+    [1. 3. 0.]
     """
     centre, rest, deviation = centred(x, mask=mask)
     scale = jax.lax.rsqrt(masked_var(x, mask=mask, ddof=ddof) + _VARIANCE_FLOOR)
@@ -164,15 +229,27 @@ def masked_whiten(
     return jnp.where(mask, whitened + (centre + rest), 0.0)
 
 
-def sum_stats(columns: dict[str, Array], *, mask: Array) -> Stats:
+def sum_stats(
+    columns: dict[str, Float32[Array, "*shape"]], *, mask: Bool[Array, "*shape"]
+) -> Stats:
     """{name: (Σ m·x, Σ m)} of each column, without gradient.
 
     Args:
       columns: f32[...] by name.
       mask: bool, of their shape.
 
+    Returns:
+      {name: (f32[], f32[])}, the sum and the number of True entries.
+
     Raises:
       ValueError: shapes differ. TypeError: a column is not f32 or mask is not bool.
+
+    >>> kl, mask = jnp.array([1.0, 3.0, 9.0]), jnp.array([True, True, False])
+    >>> total, weight = sum_stats({"policy/kl": kl}, mask=mask)["policy/kl"]
+    >>> print(total, weight)
+    4.0 2.0
+    >>> print(mean_stats(sum_stats({"policy/kl": kl}, mask=mask))["policy/kl"])
+    2.0
     """
     weight = jnp.sum(mask, dtype=jnp.float32)
     return {
@@ -184,8 +261,23 @@ def sum_stats(columns: dict[str, Array], *, mask: Array) -> Stats:
 def add_stats(left: Stats, right: Stats) -> Stats:
     """The statistics of two parts (micro-batches, steps) together.
 
+    Args:
+      left, right: {name: (sum, weight)} under the same names.
+
+    Returns:
+      {name: (sum, weight)}: sums and weights are added, of two maxima (weight None) the
+      larger one is kept.
+
     Raises:
-      ValueError: the parts do not hold the same names.
+      ValueError: the names differ.
+
+    >>> small = {"loss": (jnp.array(1.0), jnp.array(1.0))}
+    >>> large = {"loss": (jnp.array(9.0), jnp.array(4.0))}
+    >>> print(mean_stats(add_stats(small, large))["loss"])  # (1 + 9) / (1 + 4)
+    2.0
+    >>> ratio = {"ratio_max": (jnp.array(1.5), None)}
+    >>> print(add_stats(ratio, {"ratio_max": (jnp.array(1.2), None)})["ratio_max"][0])
+    1.5
     """
     if left.keys() != right.keys():
         raise ValueError(
@@ -218,7 +310,22 @@ def merge_stats(*parts: Stats) -> Stats:
 
 
 def total_stats(stats: Stats) -> Stats:
-    """The parts along the leading axis of every entry, as `lax.scan` stacks them."""
+    """The statistics of parts that are stacked along the leading axis, as by `scan`.
+
+    Args:
+      stats: {name: (f32[N, ...], f32[N, ...])} of N parts; a weight of None marks a
+        maximum.
+
+    Returns:
+      {name: (sum, weight)} without the leading axis.
+
+    >>> stats = {"loss": (jnp.array([1.0, 9.0]), jnp.array([1.0, 4.0]))}
+    >>> total, weight = total_stats(stats)["loss"]
+    >>> print(total, weight)
+    10.0 5.0
+    >>> print(total_stats({"ratio_max": (jnp.array([1.5, 1.2]), None)})["ratio_max"][0])
+    1.5
+    """
     return {
         name: (jnp.max(value, axis=0), None)
         if weight is None
@@ -228,7 +335,19 @@ def total_stats(stats: Stats) -> Stats:
 
 
 def mean_stats(stats: Stats) -> dict[str, Array]:
-    """{name: sum / weight}, the last moment; maxima as they are. Weight 0 gives 0."""
+    """{name: sum / weight}: the division, once all parts are added.
+
+    Args:
+      stats: {name: (sum, weight)}; a weight of None is a maximum.
+
+    Returns:
+      {name: mean}; 0 where the weight is 0. Maxima are returned as they are.
+
+    >>> print(mean_stats({"loss": (jnp.array(10.0), jnp.array(5.0))})["loss"])
+    2.0
+    >>> print(mean_stats({"loss": (jnp.array(0.0), jnp.array(0.0))})["loss"])
+    0.0
+    """
     return {
         name: value
         if weight is None

@@ -1,7 +1,8 @@
-"""Losses over pairs of answers: Bradley-Terry, and DPO with its variants.
+"""Losses over pairs of responses: Bradley-Terry, and DPO with its variants.
 
-As every loss (`losses`, which has these too): a sum over pairs divided by the number of
-pairs, so that given the number of the whole minibatch those of its parts add up.
+A loss is a sum over pairs divided by the number of pairs. With the number of pairs of
+the whole minibatch (`num_pairs`), the losses of its micro-batches add up to its loss.
+`losses` offers these functions too.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float32, Shaped
 
 from rlhf_jax.functional import checks, masked
 from rlhf_jax.functional.checks import InputError
@@ -18,21 +20,24 @@ Array = jax.Array
 Stats = masked.Stats
 
 DPOKind = Literal["sigmoid", "ipo", "hinge"]
-"""What the implicit rewards of a pair are held to: the likelihood of the preference, a
-lead of 1/(2β) nats exactly, or a lead of 1 at least."""
+"""What is asked of the implicit rewards of a pair.
+
+sigmoid: the likelihood of the preference is maximised. ipo: the lead of the chosen
+response is 1/(2β) nats. hinge: the difference of the implicit rewards is at least 1.
+"""
 
 
 def pairwise_loss(
     *,
-    chosen: Array,
-    rejected: Array,
-    margin: Array | None = None,
-    num_pairs: Array | None = None,
-) -> tuple[Array, Stats]:
+    chosen: Float32[Array, " B"],
+    rejected: Float32[Array, " B"],
+    margin: Float32[Array, " B"] | None = None,
+    num_pairs: Shaped[Array, ""] | None = None,
+) -> tuple[Float32[Array, ""], Stats]:
     """Bradley-Terry, -(1/N) Σ log σ(chosen - rejected - margin).
 
     Args:
-      chosen, rejected: f32[B], reward units, scores of the two answers of a pair.
+      chosen, rejected: f32[B], reward units, scores of the two responses of a pair.
       margin: f32[B], reward units by which chosen should lead; None is 0.
       num_pairs: f32[], N of the whole minibatch when this is a micro-batch; None
         is B.
@@ -40,14 +45,21 @@ def pairwise_loss(
     Returns:
       f32[] loss and {name: (sum, weight)}. The gradient reaches `chosen` and
       `rejected`. `loss/pairwise`: the loss. `pairwise/accuracy`: share of pairs with
-      chosen > rejected, margin aside; a tie is a miss. `pairwise/lead`: chosen -
-      rejected, reward units.
+      chosen > rejected, whatever the margin; a tie counts as wrong. `pairwise/lead`:
+      chosen - rejected, reward units.
 
     Raises:
       ValueError: shapes differ. TypeError: not f32.
 
     Source: Stiennon et al. 2020, arXiv:2009.01325, section 3.4; the margin is
     Touvron et al. 2023, arXiv:2307.09288, eq. 2.
+
+    >>> chosen, rejected = jnp.array([1.0, 0.0]), jnp.array([0.0, 0.0])
+    >>> loss, stats = pairwise_loss(chosen=chosen, rejected=rejected)
+    >>> print(loss)  # (log(1 + 1/e) + log 2) / 2
+    0.503
+    >>> print(masked.mean_stats(stats)["pairwise/accuracy"])
+    0.5
     """
     checks.shape((None,), chosen=chosen)
     margin = jnp.zeros_like(chosen) if margin is None else margin
@@ -69,65 +81,78 @@ def pairwise_loss(
 
 def dpo_loss(
     *,
-    chosen_logprobs: Array,
-    rejected_logprobs: Array,
-    ref_chosen_logprobs: Array | None,
-    ref_rejected_logprobs: Array | None,
+    chosen_logprobs: Float32[Array, " B"],
+    rejected_logprobs: Float32[Array, " B"],
+    ref_chosen_logprobs: Float32[Array, " B"] | None,
+    ref_rejected_logprobs: Float32[Array, " B"] | None,
     beta: float,
     kind: DPOKind = "sigmoid",
-    label_smoothing: float | Array = 0.0,
-    num_pairs: Array | None = None,
-    mask: Array | None = None,
-) -> tuple[Array, Stats]:
-    """Preferences learned without a reward model, the mean over pairs of a loss of h.
+    label_smoothing: float | Float32[Array, " B"] = 0.0,
+    num_pairs: Shaped[Array, ""] | None = None,
+    mask: Bool[Array, " B"] | None = None,
+) -> tuple[Float32[Array, ""], Stats]:
+    """Direct preference optimisation: the mean over pairs of a loss of h.
 
         h        = log π(c)/π_ref(c) - log π(r)/π_ref(r)     c chosen, r rejected
         sigmoid  -(1-ε) log σ(βh) - ε log σ(-βh)             DPO; ε > 0 is cDPO
         ipo      (h - 1/(2β))²                               IPO
         hinge    max(0, 1 - βh)                              SLiC
 
-    log π(y) is a sum over the tokens of a response, in IPO too, as its eq. 17 has it: h
-    grows with the lengths, and 1/(2β) is a lead in nats of whole answers. Its authors
-    have since confirmed that a mean over tokens is meant: for that pass means, and a β
-    in reward units per nat per token (`dpo.DPORecipe.token_mean`).
+    log π(y) is the sum over the tokens of a response, for IPO too, as in its eq. 17: h
+    grows with the length, and 1/(2β) is a lead in nats of whole responses. The authors
+    of IPO have since confirmed that they meant the mean over tokens. For that, pass
+    means and a β in reward units per nat per token (`dpo.DPORecipe.token_mean`).
 
-    β·log π(y)/π_ref(y) is the reward that π is optimal for, up to a number that a
-    prompt's answers share (the implicit reward). So the reference is a part of the
-    loss: without one (both None, for comparison) h = log π(c) - log π(r), nothing
-    holds π where it was, and longer answers are unlikelier to begin with.
+    The implicit reward β·log π(y)/π_ref(y) is the reward for which π is optimal, up to
+    a constant of each prompt. So the reference is a part of the loss. Without one (both
+    None, for comparison) h = log π(c) - log π(r): π is not kept near the reference, and
+    long responses start with a lower log-probability.
 
     Args:
       chosen_logprobs, rejected_logprobs: f32[B], nats, sums over the response tokens;
-        or their means, for IPO alone.
+        for IPO also their means.
       ref_chosen_logprobs, ref_rejected_logprobs: f32[B], nats, the reference's sums;
         both None is the reference-free variant.
-      beta: β, reward units per nat: of the KL that the optimum is held by (sigmoid,
-        ipo), or the inverse of the lead that is enough (hinge).
+      beta: β, reward units per nat: the KL coefficient of the objective that is solved
+        (sigmoid, ipo), or the inverse of the lead in nats that is enough (hinge).
       kind: which loss.
-      label_smoothing: ε, the chance that the preference is the wrong way round: a
-        number from 0 to below 0.5, or f32[B], a chance from 0 to 1 for each pair (soft
-        labels). Sigmoid alone.
+      label_smoothing: ε, the probability that the preference is reversed: a number in
+        [0, 0.5), or f32[B], a probability in [0, 1] for each pair (soft labels). Only
+        for sigmoid.
       num_pairs: f32[], N of the whole minibatch when this is a micro-batch; None
         counts mask.
-      mask: bool[B], the pairs that are there; None is all.
+      mask: bool[B], True at pairs and False at padding; None is all True.
 
     Returns:
       f32[] loss and {name: (sum, weight)}. The gradient reaches `chosen_logprobs` and
       `rejected_logprobs` only. `loss/dpo`: the loss. Means over pairs:
       `dpo/chosen_reward`, `dpo/rejected_reward`, `dpo/margin`: the implicit rewards and
-      their difference βh, reward units. `dpo/accuracy`: share with h > 0; a tie is a
-      miss. `dpo/chosen_logprob`, `dpo/rejected_logprob`: nats per response, or
-      per token where means were passed.
+      their difference βh, reward units. `dpo/accuracy`: share with h > 0; a tie counts
+      as wrong. `dpo/chosen_logprob`, `dpo/rejected_logprob`: nats per response, or per
+      token where means were passed.
 
     Raises:
       ValueError: shapes differ. TypeError: floats are not f32 or mask is not bool.
-      InputError: as `check_dpo`, or one half of the reference without the other.
+      InputError: an option is refused by `check_dpo`, or only one of the reference's
+      two arrays is None.
 
     Source: Rafailov et al. 2023, arXiv:2305.18290, eq. 7; cDPO is Mitchell 2023, "A
     note on DPO with noisy preferences & relationship to IPO"; IPO is Azar et al. 2023,
     arXiv:2310.12036, eq. 17, its mean over tokens Rasul et al. 2024, "Preference tuning
     LLMs with direct preference optimization methods"; the hinge is Zhao et al. 2023,
     arXiv:2305.10425, eq. 1, on ratios as Liu et al. 2023, arXiv:2309.06657, eq. 7.
+
+    >>> arrays = {"chosen_logprobs": jnp.array([-4.0, -6.0])}
+    >>> arrays |= {"rejected_logprobs": jnp.array([-7.0, -5.0])}
+    >>> arrays |= {"ref_chosen_logprobs": jnp.array([-5.0, -6.0])}
+    >>> arrays |= {"ref_rejected_logprobs": jnp.array([-6.0, -5.0])}  # h is 2 and 0
+    >>> loss, stats = dpo_loss(**arrays, beta=0.5)
+    >>> print(loss)  # (log(1 + 1/e) + log 2) / 2
+    0.503
+    >>> print(masked.mean_stats(stats)["dpo/margin"])
+    0.5
+    >>> print(dpo_loss(**arrays, beta=0.5, kind="ipo")[0])  # (1² + 1²) / 2
+    1.0
     """
     checks.shape((None,), chosen_logprobs=chosen_logprobs)
     if (ref_chosen_logprobs is None) != (ref_rejected_logprobs is None):
@@ -142,24 +167,27 @@ def dpo_loss(
         label_smoothing=label_smoothing,
         reference_free=ref_chosen_logprobs is None,
     )
-    given = {"chosen_logprobs": chosen_logprobs, "rejected_logprobs": rejected_logprobs}
+    floats = {
+        "chosen_logprobs": chosen_logprobs,
+        "rejected_logprobs": rejected_logprobs,
+    }
     if ref_chosen_logprobs is not None and ref_rejected_logprobs is not None:
-        given["ref_chosen_logprobs"] = ref_chosen_logprobs
-        given["ref_rejected_logprobs"] = ref_rejected_logprobs
+        floats["ref_chosen_logprobs"] = ref_chosen_logprobs
+        floats["ref_rejected_logprobs"] = ref_rejected_logprobs
     if not isinstance(label_smoothing, int | float):
-        given["label_smoothing"] = label_smoothing
+        floats["label_smoothing"] = label_smoothing
     if mask is None:
         mask = jnp.ones(chosen_logprobs.shape, jnp.bool_)
-    checks.same_shape(**given, mask=mask)
-    checks.float32(**given)
+    checks.same_shape(**floats, mask=mask)
+    checks.float32(**floats)
     checks.boolean(mask=mask)
-    given = {name: jnp.where(mask, array, 0.0) for name, array in given.items()}
-    chosen, rejected = given["chosen_logprobs"], given["rejected_logprobs"]
-    smoothing = given.get("label_smoothing", label_smoothing)
+    floats = {name: jnp.where(mask, array, 0.0) for name, array in floats.items()}
+    chosen, rejected = floats["chosen_logprobs"], floats["rejected_logprobs"]
+    smoothing = floats.get("label_smoothing", label_smoothing)
     chosen_ratio, rejected_ratio = chosen, rejected
-    if "ref_chosen_logprobs" in given:
-        chosen_ratio -= jax.lax.stop_gradient(given["ref_chosen_logprobs"])
-        rejected_ratio -= jax.lax.stop_gradient(given["ref_rejected_logprobs"])
+    if "ref_chosen_logprobs" in floats:
+        chosen_ratio -= jax.lax.stop_gradient(floats["ref_chosen_logprobs"])
+        rejected_ratio -= jax.lax.stop_gradient(floats["ref_rejected_logprobs"])
     lead = chosen_ratio - rejected_ratio
     match kind:
         case "sigmoid":
@@ -190,14 +218,28 @@ def check_dpo(
     *,
     beta: float,
     kind: DPOKind,
-    label_smoothing: float | Array = 0.0,
+    label_smoothing: float | Float32[Array, " B"] = 0.0,
     reference_free: bool = False,
 ) -> None:
-    """What no DPO loss can be made of; arrays pass unread.
+    """Checks the options of `dpo_loss`; arrays are not read.
+
+    Args:
+      beta: β, reward units per nat.
+      kind: which loss.
+      label_smoothing: ε, a number, or f32[B] for each pair.
+      reference_free: True where the loss has no reference.
 
     Raises:
       InputError: beta is not positive, there is no such kind, label_smoothing is not in
         [0, 0.5) or would not be read, or IPO has no reference.
+
+    >>> print(check_dpo(beta=0.1, kind="sigmoid", label_smoothing=0.1))
+    None
+    >>> check_dpo(beta=-1.0, kind="sigmoid")
+    Traceback (most recent call last):
+        ...
+    rlhf_jax.functional.checks.InputError: beta: expected a finite number above 0, got
+        -1.0; choose beta > 0
     """
     checks.positive(beta=beta)
     if kind not in get_args(DPOKind):
@@ -209,7 +251,7 @@ def check_dpo(
     if number and not 0 <= label_smoothing < 0.5:
         raise InputError(
             f"label_smoothing: expected a chance from 0 to below 0.5, as from there on "
-            f"the rejected answer would be the better one, got {label_smoothing}; "
+            f"the rejected response would be the better one, got {label_smoothing}; "
             f"choose another"
         )
     if kind != "sigmoid" and not (number and label_smoothing == 0):
@@ -222,7 +264,8 @@ def check_dpo(
         raise InputError(
             "kind: expected sigmoid or hinge without a reference, got 'ipo', which "
             "holds every pair to one lead over the reference: over none, that is a "
-            "claim about the lengths of answers; choose another, or give the reference"
+            "claim about the lengths of responses; choose another, or give the "
+            "reference"
         )
 
 

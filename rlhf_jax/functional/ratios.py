@@ -1,25 +1,33 @@
-"""Probability ratios where float32 ends: exponentials that are held, not infinite."""
+"""Exponentials of log-ratios that stay finite where float32 would overflow."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float32
 
 Array = jax.Array
 
-LARGE = 80.0  # nats, from which on products are taken as sums of logs
-LARGEST = 88.72  # nats: e^88.72 is the last that is a float32
+LARGE = 80.0  # nats: products above e^80 are computed as sums of logs
+LARGEST = 88.72  # nats: e^88.72 is the largest exponential in float32
 
 
-def held_exp(x: Array) -> Array:
-    """exp(x), value and slope, and those of e^88.72 above it; no slope at infinity.
+def capped_exp(x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """exp(min(x, 88.72)), with a slope that is equal to the value above 88.72 as well.
+
+    The slope at infinity is 0.
 
     Args:
       x: f32[...], nats.
 
     Returns:
       f32[...], dimensionless, finite unless x is NaN.
+
+    >>> print(capped_exp(jnp.array([0.0, 1.0, -jnp.inf])))
+    [1.    2.718 0.   ]
+    >>> print(jnp.isfinite(capped_exp(jnp.array([80.0, 1000.0, jnp.inf]))))
+    [ True  True  True]
     """
-    held = jnp.exp(jax.lax.stop_gradient(jnp.minimum(x, LARGEST)))
-    moved = jnp.where(jnp.isinf(x), 0.0, x)
-    return held * (1.0 + (moved - jax.lax.stop_gradient(moved)))
+    capped = jnp.exp(jax.lax.stop_gradient(jnp.minimum(x, LARGEST)))
+    finite = jnp.where(jnp.isinf(x), 0.0, x)
+    return capped * (1.0 + (finite - jax.lax.stop_gradient(finite)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float32
 
 from rlhf_jax.functional import checks, masked
 
@@ -12,12 +13,12 @@ Array = jax.Array
 
 def token_rewards(
     *,
-    scores: Array,
-    kl: Array | None,
-    mask: Array,
-    kl_coef: Array | float,
-    score_mask: Array | None = None,
-) -> Array:
+    scores: Float32[Array, " B"],
+    kl: Float32[Array, "B S"] | None,
+    mask: Bool[Array, "B S"],
+    kl_coef: Float32[Array, ""] | float,
+    score_mask: Bool[Array, "B S"] | None = None,
+) -> Float32[Array, "B S"]:
     """r_t = -β·kl_t on every response token, plus the score on the last one.
 
         column     0    1    2    3    4    5
@@ -31,18 +32,26 @@ def token_rewards(
       kl: f32[B, S], nats per token by any estimator; None is no penalty.
       mask: bool[B, S], response tokens, EOS included.
       kl_coef: β, f32[] or float, reward units per nat.
-      score_mask: bool[B, S], on whose last True the score lands; None is `mask`. N+
-        passes one that is a column longer.
+      score_mask: bool[B, S], the score is added at the last True of a row; None is
+        `mask`. PPO in the variant N+ passes one that is a column longer.
 
     Returns:
-      f32[B, S], reward units, 0 outside the mask. A row whose mask is empty gets
-      nothing, not even its score.
+      f32[B, S], reward units, 0 outside the mask. A row whose mask is empty has reward
+      0 everywhere: its score is not counted.
 
     Raises:
       ValueError: shapes do not belong together or kl_coef is a negative number.
       TypeError: floats are not f32 or mask is not bool.
 
     Source: Ziegler et al. 2019, arXiv:1909.08593, eq. 2.
+
+    >>> kl = jnp.array([[0.0, 0.0, 2.0, 1.0, 3.0, 0.0]])
+    >>> mask = jnp.array([[False, False, True, True, True, False]])
+    >>> scores = jnp.array([1.0])
+    >>> print(token_rewards(scores=scores, kl=kl, mask=mask, kl_coef=0.5))
+    [[ 0.   0.  -1.  -0.5 -0.5  0. ]]
+    >>> print(token_rewards(scores=scores, kl=None, mask=mask, kl_coef=0.5))
+    [[0. 0. 0. 0. 1. 0.]]
     """
     checks.shape((None, None), mask=mask)
     checks.boolean(mask=mask)

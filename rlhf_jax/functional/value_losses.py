@@ -1,9 +1,10 @@
-"""What a critic is trained by, and how much of the returns it explains."""
+"""The loss that trains a critic, and the share of the returns that it explains."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float32, Shaped
 
 from rlhf_jax.functional import checks, masked
 from rlhf_jax.functional.aggregation import Aggregation, aggregate
@@ -14,17 +15,17 @@ Stats = masked.Stats
 
 def value_loss(
     *,
-    values: Array,
-    old_values: Array,
-    returns: Array,
-    mask: Array,
+    values: Float32[Array, "*shape"],
+    old_values: Float32[Array, "*shape"],
+    returns: Float32[Array, "*shape"],
+    mask: Bool[Array, "*shape"],
     clip_range: float | None,
     aggregation: Aggregation = "token_mean",
     loss_scale_factor: float | None = None,
-    num_tokens: Array | None = None,
-    num_responses: Array | None = None,
-) -> tuple[Array, Stats]:
-    """Half the larger square, the mean of ½ max((V-R)², (V_clip-R)²).
+    num_tokens: Shaped[Array, ""] | None = None,
+    num_responses: Shaped[Array, ""] | None = None,
+) -> tuple[Float32[Array, ""], Stats]:
+    """Clipped squared error, the mean of ½ max((V - R)², (V_clip - R)²).
 
     V_clip = clip(V, V_old - ε, V_old + ε).
 
@@ -33,19 +34,34 @@ def value_loss(
         just before tokens[:, t].
       mask: bool[B, S], response tokens, EOS included.
       clip_range: ε, reward units; None does not clip.
-      aggregation, loss_scale_factor, num_tokens, num_responses: as `token_weights`, of
-        this mask.
+      aggregation: what the sum over tokens is divided by (`token_weights`).
+      loss_scale_factor: c, tokens; required by aggregation constant, else None.
+      num_tokens: f32[], tokens of the whole minibatch when this is a micro-batch; None
+        counts mask. Read by token_mean.
+      num_responses: f32[], responses of the whole minibatch; None counts mask. Read by
+        sequence_mean and constant.
 
     Returns:
       f32[] loss and {name: (sum, weight)}. The gradient reaches `values` only.
       `loss/value`: the loss, by `aggregation`. `value/clipfrac`: share of tokens where
-      the clipped square is the larger one, so that no gradient comes from them.
+      the clipped square is the larger one; their gradient is 0.
 
     Raises:
-      ValueError: shapes differ, clip_range is not positive, or as `token_weights`.
-      TypeError: floats are not f32 or mask is not bool.
+      ValueError: shapes differ, clip_range is not positive, a count is not a scalar, or
+      the aggregation does not fit its other arguments. TypeError: floats are not f32 or
+      mask is not bool.
 
     Source: `PPOTrainer.loss` of openai/lm-human-preferences.
+
+    >>> values, old_values = jnp.array([[1.0, 2.0]]), jnp.array([[0.0, 2.0]])
+    >>> arrays = {"values": values, "old_values": old_values}
+    >>> arrays |= {"returns": jnp.array([[3.0, 3.0]])}
+    >>> arrays |= {"mask": jnp.array([[True, True]])}
+    >>> print(value_loss(**arrays, clip_range=None)[0])  # (½·2² + ½·1²) / 2
+    1.25
+    >>> loss, stats = value_loss(**arrays, clip_range=0.5)
+    >>> print(loss, masked.mean_stats(stats)["value/clipfrac"])  # V_clip is 0.5
+    1.812 0.5
     """
     _check(mask, values=values, old_values=old_values, returns=returns)
     values = jnp.where(mask, values, 0.0)
@@ -73,22 +89,36 @@ def value_loss(
     return loss, stats | masked.sum_stats({"value/clipfrac": clipfrac}, mask=mask)
 
 
-def explained_variance(*, values: Array, returns: Array, mask: Array) -> Stats:
+def explained_variance(
+    *,
+    values: Float32[Array, "*shape"],
+    returns: Float32[Array, "*shape"],
+    mask: Bool[Array, "*shape"],
+) -> Stats:
     """1 - Var(R - V) / Var(R), as sums: (Σ(R-R̄)² - Σ(E-Ē)², Σ(R-R̄)²), E = R - V.
 
-    Variances are about the mean of what is passed in, so pass the whole rollout, never
-    a micro-batch. Parts that are added keep each its own mean.
+    Variances are about the mean of the arguments, so pass the whole rollout, never a
+    micro-batch: parts that are added each have a mean of their own.
 
     Args:
       values, returns: f32[B, S], reward units.
       mask: bool[B, S], response tokens, EOS included.
 
     Returns:
-      `value/explained_variance`: 1 is a perfect critic, 0 no better than a constant,
-      below 0 worse. No gradient.
+      `value/explained_variance`: 1 is a perfect critic, 0 is one no better than a
+      constant, and below 0 it is worse. No gradient.
 
     Raises:
       ValueError: shapes differ. TypeError: floats are not f32 or mask is not bool.
+
+    >>> arrays = {"returns": jnp.array([[1.0, 2.0, 3.0]])}
+    >>> arrays |= {"mask": jnp.array([[True, True, True]])}
+    >>> stats = explained_variance(values=jnp.array([[1.0, 2.0, 3.0]]), **arrays)
+    >>> print(masked.mean_stats(stats)["value/explained_variance"])
+    1.0
+    >>> stats = explained_variance(values=jnp.array([[2.0, 2.0, 2.0]]), **arrays)
+    >>> print(masked.mean_stats(stats)["value/explained_variance"])
+    0.0
     """
     _check(mask, values=values, returns=returns)
     returns = jnp.where(mask, returns, 0.0)

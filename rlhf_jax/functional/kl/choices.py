@@ -1,4 +1,10 @@
-"""The choices that make a KL penalty, checked, and the gradient that they have."""
+"""The options of a KL penalty: they are checked, and their gradient has a name.
+
+per        column    0   1   2   3   4      a response of three tokens
+token      kl        0  k1  k2  k3   0      k(x_t), an estimate at each token
+length     kl        0  k1  k2  k3   0      each a third of that
+response   kl        0   0   0  k    0      k(x_1 + x_2 + x_3), at the last token
+"""
 
 from __future__ import annotations
 
@@ -13,27 +19,30 @@ from rlhf_jax.functional.kl.gradients import Estimator
 
 @dataclasses.dataclass(frozen=True)
 class Penalty:
-    """By default the estimate k1 per token in the reward, as in Ziegler et al. 2019."""
+    """The KL penalty; by default k1 per token in the reward (Ziegler et al. 2019)."""
 
     value_estimator: Estimator = "k1"
-    """The number that is penalised in the reward, and shown for the loss."""
+    """Estimator of the KL in the reward, and of the value that the loss reports."""
     grad_estimator: Estimator | None = None
-    """What the loss differentiates; None is value_estimator."""
+    """Estimator that the loss differentiates; None is value_estimator."""
     placement: Literal["reward", "loss", "both"] | None = "reward"
-    """Where the penalty acts; None measures it and leaves the policy alone."""
+    """Where the penalty acts: reward, loss or both; None only measures the KL."""
     direction: estimators.Direction = "reverse"
-    """reverse is KL(policy, reference), forward is KL(reference, policy)."""
+    """Direction of the KL: reverse is KL(policy ‖ reference), forward the other one."""
     per: Literal["token", "response", "length"] = "token"
-    """An estimate of each token; one of the whole response, on its last token; or each
-    token's, divided by the length of its response."""
+    """Unit of an estimate: token makes one at each token; response makes one of the
+    whole response, at its last token; length divides those of the tokens by the length
+    of the response."""
     importance_weights: Literal["token", "prefix"] | None = None
-    """Weights for samples of another policy than the one the KL is about: of the token
-    alone, or of everything up to it (per response: of the whole response)."""
+    """Importance weights for samples of another policy than the KL is about: token
+    weights an estimate by its own token, prefix by all tokens up to it (per response:
+    by the whole response); None is no weights."""
     clip: float | None = None
-    """Largest size of one estimate, its weight included, in nats; None is no limit."""
+    """Largest absolute value of one estimate, its weight included, in nats; None is no
+    limit."""
     top_k: int | None = None
-    """Exact KL over the policy's so many likeliest words and one bucket of all others;
-    None is over every word."""
+    """Number of the policy's most likely tokens that exact KL treats one by one, with
+    one bucket for all others; None treats every token one by one."""
 
     def __post_init__(self) -> None:
         self._check_names()
@@ -47,7 +56,7 @@ class Penalty:
             checks.positive(clip=self.clip)
         if self.top_k is not None and (self.top_k < 1 or not self.needs_logits):
             raise InputError(
-                f"top_k: expected 1 word or more, and an exact estimator, got "
+                f"top_k: expected 1 token or more, and an exact estimator, got "
                 f"{self.top_k} with {' and '.join(self.estimators_used)}; choose "
                 f"value_estimator exact, or leave top_k out"
             )
@@ -82,8 +91,8 @@ class Penalty:
         if self.direction == "reverse" and not self.in_loss:
             raise InputError(
                 f"importance_weights: expected none where a reverse KL is only in the "
-                f"reward, got {self.importance_weights}; the policy that samples is "
-                f"the one that is priced there, so that each weight is 1"
+                f"reward, got {self.importance_weights}; the policy that samples "
+                f"is the one whose KL is penalised there, so each weight is 1"
             )
         if self.importance_weights == "token" and (
             self.per == "response" or not sampled
@@ -91,7 +100,7 @@ class Penalty:
             what = "one response" if self.per == "response" else "an exact estimator"
             raise InputError(
                 f"importance_weights: expected prefix or none for {what}, got token; a "
-                f"token's own weight says nothing about what stands before it"
+                f"token's own weight does not correct the tokens before it"
             )
 
     @property
@@ -113,28 +122,34 @@ class Penalty:
 
     @property
     def needs_logits(self) -> bool:
-        """True if the exact KL is wanted somewhere: log-probs alone do not do."""
+        """True if an estimator is exact, which needs the logits of both models."""
         return "exact" in self.estimators_used
 
     @property
     def reward_needs_logits(self) -> bool:
-        """True if `reward_kl` takes the exact KL."""
+        """True if `reward_kl` reads the exact KL."""
         return self.value_estimator == "exact"
 
     @property
     def loss_needs_logits(self) -> bool:
-        """True if `kl_loss` takes the exact KL, and the update so the reference."""
+        """True if `kl_loss` reads the exact KL: the update needs the reference."""
         return self.in_loss and self.needs_logits
 
     @property
     def estimators_used(self) -> tuple[Estimator, ...]:
-        """The value's estimator and that of the gradient, once where they are one."""
+        """The distinct estimators of value and gradient, that of the value first."""
         both = (self.value_estimator, self.in_gradient)
         return both[:1] if both[0] == both[1] else both
 
     @property
     def terms(self) -> dict[str, int]:
-        """The expected gradient as a sum, {name: how many of it}; {} is zero."""
+        """The expected gradient as a sum, {name: factor}; {} is zero.
+
+        >>> Penalty(value_estimator="k3").terms
+        {'full reverse': 1, 'fixed-state forward': -1}
+        >>> Penalty(placement="loss").terms
+        {}
+        """
         return gradients.terms(
             in_reward=self.value_estimator if self.in_reward else None,
             in_loss=self.in_gradient if self.in_loss else None,
@@ -146,11 +161,18 @@ class Penalty:
 
     @property
     def gradient(self) -> str:
-        """The name of the expected gradient on-policy, as `gradients` has it.
+        """The name of the expected gradient on-policy, as `gradients` defines it.
 
-        With weights "prefix" it is that on samples of an older policy too. With "token"
-        a fixed-state gradient is at the older policy's prefixes. Where responses differ
-        in length it is that of aggregation "constant", and of no other.
+        With weights "prefix" it is also that on samples of an older policy. With
+        "token" a fixed-state gradient is at the older policy's prefixes. Where
+        responses differ in length the name holds for aggregation "constant" only.
+
+        >>> Penalty().gradient
+        'full reverse'
+        >>> Penalty(value_estimator="k3", placement="loss").gradient
+        'fixed-state forward'
+        >>> Penalty(value_estimator="exact", placement="both").gradient
+        'full reverse'
         """
         if self.placement is None:
             return "none"
@@ -161,7 +183,13 @@ class Penalty:
 
     @property
     def warning(self) -> str | None:
-        """What to say, once, where this gradient is that of no KL; None where it is."""
+        """A warning where the expected gradient is not that of a KL; None otherwise.
+
+        >>> print(Penalty(grad_estimator="k2", placement="loss").warning)
+        None
+        >>> Penalty(placement="loss").warning[:62]
+        'KL penalty (k1 in the loss, reverse, per token): its expected '
+        """
         if self.placement is None:
             return None
         if gradients.is_kl(self.terms) and self.per != "length":

@@ -1,4 +1,4 @@
-"""Controllers of the KL coefficient β, made from numbers that are checked."""
+"""Constructors of the controllers of the KL coefficient β; they check their numbers."""
 
 from __future__ import annotations
 
@@ -23,26 +23,52 @@ RANGE = 10.0  # default bounds of β over, and under, the coefficient it starts 
 
 
 def fixed(kl_coef: float) -> FixedKL:
-    """A coefficient that stays, reward units per nat; 0.0 is no penalty.
+    """A constant coefficient.
+
+    Args:
+      kl_coef: β, reward units per nat; 0.0 is no penalty.
+
+    Returns:
+      The controller.
 
     Raises:
-      ValueError: kl_coef is negative, NaN or infinite.
+      InputError: kl_coef is negative, NaN or infinite.
+
+    >>> print(fixed(0.05).kl_coef)
+    0.05
+    >>> fixed(-0.05)
+    Traceback (most recent call last):
+        ...
+    rlhf_jax.functional.checks.InputError: kl_coef: expected a finite number, 0 or more,
+        got -0.05; choose kl_coef >= 0
     """
     checks.non_negative(kl_coef=kl_coef)
     return FixedKL(kl_coef=scalar(kl_coef))
 
 
 def scheduled(schedule: Schedule, *, num_steps: int) -> ScheduledKL:
-    """A coefficient that follows `schedule`, iteration -> reward units per nat.
+    """A coefficient that is a function of the iteration.
 
     Args:
-      schedule: i32[] -> f32[]; compared by identity when programs are cached, so build
-        it once.
-      num_steps: iterations of the run; each is read here.
+      schedule: i32[] -> f32[], iteration to reward units per nat. Cached programs
+        compare it by identity, so build it once.
+      num_steps: iterations of the run. The schedule is evaluated at each of them here.
+
+    Returns:
+      The controller, at iteration 0.
 
     Raises:
-      ValueError: the schedule does not give one number, or gives one that is negative,
-      NaN or infinite; names the step.
+      ValueError: the schedule does not return a scalar. InputError: it returns a number
+      that is negative, NaN or infinite; the message names the step.
+
+    >>> controller = scheduled(lambda step: 0.4 * 0.5**step, num_steps=3)
+    >>> print(controller.kl_coef)
+    0.4
+    >>> scheduled(lambda step: 0.5 - step, num_steps=3)
+    Traceback (most recent call last):
+        ...
+    rlhf_jax.functional.checks.InputError: schedule(1): expected a finite number, 0 or
+        more, got -0.5; choose schedule(1) >= 0
     """
     checks.positive(num_steps=num_steps)
     first = scalar(schedule(jnp.zeros((), jnp.int32)))
@@ -69,21 +95,36 @@ def adaptive(
     min_kl_coef: float | None = None,
     max_kl_coef: float | None = None,
 ) -> AdaptiveKL:
-    """A coefficient that starts at `kl_coef` and holds the KL at `target`.
+    """A coefficient that is multiplied by at most 1 ± 0.2·n/horizon per n episodes.
 
-    OAI: 0.15 reward units per nat, 6 nats per response, 10000 episodes.
+    openai/lm-human-preferences: β 0.15 reward units per nat at the start, a target of 6
+    nats per response, a horizon of 10000 episodes.
 
     Args:
-      kl_coef: reward units per nat, above 0: it is multiplied.
-      target: nats per `unit`.
-      unit: of the target.
-      horizon: episodes; over as many, β moves by a fifth or so at most.
+      kl_coef: β at the start, reward units per nat, above 0 as it is multiplied.
+      target: KL to keep, nats per `unit`.
+      unit: "response" or "token".
+      horizon: episodes over which β changes by about a fifth at most.
       min_kl_coef: smallest β, reward units per nat, above 0; None is kl_coef / 10.
       max_kl_coef: largest β, reward units per nat; None is 10 kl_coef.
 
+    Returns:
+      The controller.
+
     Raises:
-      ValueError: an argument is not positive and finite, there is no unit, or kl_coef
-      is outside the bounds.
+      InputError: an argument is not positive and finite, unit is None, or kl_coef is
+      outside the bounds.
+
+    Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
+
+    >>> controller = adaptive(0.1, target=6.0, unit="response", horizon=1000)
+    >>> print(controller.min_kl_coef, controller.max_kl_coef)
+    0.01 1.0
+    >>> adaptive(0.0, target=6.0, unit="response", horizon=1000)
+    Traceback (most recent call last):
+        ...
+    rlhf_jax.functional.checks.InputError: kl_coef: expected a finite number above 0,
+        got 0.0; choose kl_coef > 0
     """
     checks.positive(kl_coef=kl_coef, target=target, horizon=horizon)
     lower, upper = _bounds(kl_coef, min_kl_coef, max_kl_coef)
@@ -109,26 +150,39 @@ def pi(
     min_kl_coef: float | None = None,
     max_kl_coef: float | None = None,
 ) -> ProportionalIntegralKL:
-    """A coefficient that starts at `kl_coef` and holds the KL at `target`.
+    """A coefficient whose logarithm a proportional-integral controller moves.
 
-    With the default bounds β comes back from either of them to where it started within
-    (log 10 - 2 kp)/ki updates of an error of 1: 35 for a kp of 0.3 and a ki of 0.05.
+    With the default bounds β returns from either bound to its start within
+    (log 10 - 2 kp)/ki updates with an error of 1: 35 for a kp of 0.3 and a ki of 0.05.
 
     Args:
-      kl_coef: reward units per nat, above 0: it is multiplied.
-      target: nats per `unit`.
-      unit: of the target.
-      proportional: kp, change of log β for an error of 1; it damps. 0 is off.
-      integral: ki, change of log β an update for an error of 1; it brings the error
-        to 0.
-      max_error: error beyond which the controller pulls no harder; 1 is a KL of 0
-        below the target, and of twice the target above it.
+      kl_coef: β at the start, reward units per nat, above 0 as it is multiplied.
+      target: KL to keep, nats per `unit`.
+      unit: "response" or "token".
+      proportional: kp, change of log β for an error of 1; it damps. 0 disables it.
+      integral: ki, change of log β per update for an error of 1; it brings the error to
+        0.
+      max_error: largest |kl/target - 1| that counts; an error of 1 is a KL of twice the
+        target, and of -1 a KL of 0.
       min_kl_coef: smallest β, reward units per nat, above 0; None is kl_coef / 10.
       max_kl_coef: largest β, reward units per nat; None is 10 kl_coef.
 
+    Returns:
+      The controller.
+
     Raises:
-      ValueError: proportional is negative, another number is not positive and finite,
-      there is no unit, or kl_coef is outside the bounds.
+      InputError: proportional is negative, another number is not positive and finite,
+      unit is None, or kl_coef is outside the bounds.
+
+    >>> gains = {"proportional": 0.3, "integral": 0.05}
+    >>> controller = pi(0.1, target=0.05, unit="token", **gains)
+    >>> print(controller.kl_coef, controller.target, controller.unit)
+    0.1 0.05 token
+    >>> pi(0.1, target=0.05, **gains)
+    Traceback (most recent call last):
+        ...
+    rlhf_jax.functional.checks.InputError: target: expected a unit with the target of
+        0.05 nats, got unit=None; say unit='response' (nats per response) or 'token'
     """
     checks.positive(
         kl_coef=kl_coef, target=target, integral=integral, max_error=max_error
@@ -158,20 +212,30 @@ def lagrangian(
     min_kl_coef: float | None = None,
     max_kl_coef: float | None = None,
 ) -> LagrangianKL:
-    """A coefficient that starts at `kl_coef` and holds the KL at or below `target`.
+    """A coefficient that is the Lagrange multiplier of the constraint KL <= target.
 
     Args:
-      kl_coef: reward units per nat, 0 or more: it is added to.
-      target: nats per `unit`.
-      unit: of the target.
-      learning_rate: η, reward units per nat for each nat (per unit) of excess.
+      kl_coef: β at the start, reward units per nat, 0 or more as it is added to.
+      target: largest KL, nats per `unit`.
+      unit: "response" or "token".
+      learning_rate: η, change of β for each nat (per unit) above the target.
       min_kl_coef: smallest β, reward units per nat; None is 0.
       max_kl_coef: largest β, reward units per nat; None is 10 kl_coef, which must then
         be above 0.
 
+    Returns:
+      The controller.
+
     Raises:
-      ValueError: kl_coef is negative, another number is not positive and finite,
-      there is no unit, or kl_coef is outside the bounds.
+      InputError: kl_coef is negative, another number is not positive and finite, unit
+      is None, or kl_coef is outside the bounds.
+
+    >>> target = {"target": 6.0, "unit": "response", "learning_rate": 0.001}
+    >>> controller = lagrangian(0.1, **target)
+    >>> print(controller.min_kl_coef, controller.max_kl_coef)
+    0.0 1.0
+    >>> print(lagrangian(0.0, max_kl_coef=1.0, **target).kl_coef)
+    0.0
     """
     checks.non_negative(kl_coef=kl_coef)
     checks.positive(target=target, learning_rate=learning_rate)
@@ -188,7 +252,24 @@ def lagrangian(
 
 
 def require_covers(controller: KLController, *, num_steps: int) -> None:
-    """InputError if a schedule has fewer steps than the run's `num_steps`."""
+    """Checks that a scheduled controller covers a run.
+
+    Args:
+      controller: any controller; the others cover every run.
+      num_steps: iterations of the run.
+
+    Raises:
+      InputError: the schedule has fewer steps than the run.
+
+    >>> controller = scheduled(lambda step: 0.1 / (1 + step), num_steps=10)
+    >>> print(require_covers(controller, num_steps=10))
+    None
+    >>> require_covers(controller, num_steps=20)
+    Traceback (most recent call last):
+        ...
+    rlhf_jax.functional.checks.InputError: the schedule of kl_coef: expected the 20
+        steps of the run, got 10; make it with num_steps=20, or run fewer
+    """
     if isinstance(controller, ScheduledKL) and controller.num_steps < num_steps:
         raise checks.InputError(
             f"the schedule of kl_coef: expected the {num_steps} steps of the run, got "
@@ -199,9 +280,9 @@ def require_covers(controller: KLController, *, num_steps: int) -> None:
 def _bounds(
     kl_coef: float, lower: float | None, upper: float | None
 ) -> tuple[float, float]:
-    """The bounds of β, those that are None derived from where it starts.
+    """The bounds of β; None stands for one derived from its start.
 
-    Arrays, as where runs are mapped over their coefficient, pass unread.
+    Arrays are not read: runs may be mapped over their coefficient.
     """
     derived = upper is None
     lower = kl_coef / RANGE if lower is None else lower
@@ -225,7 +306,26 @@ def _bounds(
 
 
 def known_unit(unit: Unit | None, *, target: float) -> Unit:
-    """The unit of a target, or InputError where there is none."""
+    """The unit of a target, which has no default.
+
+    Args:
+      unit: "response", "token" or None.
+      target: nats per unit, for the error.
+
+    Returns:
+      The unit.
+
+    Raises:
+      InputError: it is neither "response" nor "token".
+
+    >>> known_unit("token", target=0.05)
+    'token'
+    >>> known_unit(None, target=6.0)
+    Traceback (most recent call last):
+        ...
+    rlhf_jax.functional.checks.InputError: target: expected a unit with the target of 6
+        nats, got unit=None; say unit='response' (nats per response) or 'token'
+    """
     if unit not in ("response", "token"):
         raise checks.InputError(
             f"target: expected a unit with the target of {target:g} nats, got "

@@ -1,11 +1,10 @@
-"""Ways for the KL coefficient β to move: fixed, scheduled, or holding a KL at a target.
+"""Control of the KL coefficient β: constant, scheduled, or with a target for the KL.
 
-Make a controller with `fixed`, `scheduled`, `adaptive`, `pi` or `lagrangian`, which
-check what they are given, or, from the options of a command line, with `Control`. The
-last three hold the KL at a target that is in nats per response or in nats per token.
-What a controller does in an iteration stands in `controllers`. It keeps β within
-[`min_kl_coef`, `max_kl_coef`]; by default these are a tenth and ten times the
-coefficient that it starts at, and 0 below for the Lagrangian multiplier.
+`fixed`, `scheduled`, `adaptive`, `pi` and `lagrangian` make a controller from checked
+numbers; `Control` makes one from the options of a command line. The last three keep the
+KL near a target in nats per response or in nats per token, with β within
+[`min_kl_coef`, `max_kl_coef`]. By default these are a tenth and ten times the β at the
+start; the lower one of the Lagrangian is 0. `controllers` has the update rules.
 
 The usual range of β is 0.02-0.1 reward units per nat.
 """
@@ -67,32 +66,35 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class Control:
-    """How the KL coefficient moves; by default it stays."""
+    """The control of the KL coefficient; by default it is constant."""
 
     kind: Literal["fixed", "linear", "adaptive", "pi", "lagrangian"] = "fixed"
-    """linear goes to `end`; the last three hold the KL at `target`."""
+    """Rule of the coefficient: fixed keeps it constant, linear moves it to `end`, and
+    adaptive, pi and lagrangian keep the KL at `target`."""
     target: float | None = None
-    """Nats of KL to hold, per `unit`."""
+    """KL to keep, nats per `unit` (adaptive, pi, lagrangian)."""
     unit: Unit | None = None
-    """Whether `target` is nats per response or per token."""
+    """Unit of the target: nats per response or nats per token."""
     horizon: int = 10_000
-    """adaptive: responses over which the coefficient moves by a fifth at most."""
+    """Responses over which the coefficient changes by about a fifth at most
+    (adaptive)."""
     proportional: float = 0.3
-    """pi: change of the coefficient's logarithm for an error of 1."""
+    """Change of the coefficient's logarithm for an error of 1 (pi)."""
     integral: float = 0.05
-    """pi: the same for each iteration that the error lasts."""
+    """Change of the coefficient's logarithm per iteration for an error of 1 (pi)."""
     max_error: float = 1.0
-    """pi: relative error beyond which it pulls no harder."""
+    """Largest relative error of the KL that counts (pi)."""
     learning_rate: float = 1e-3
-    """lagrangian: reward units per nat for each nat of excess."""
+    """Change of the coefficient, in reward units per nat, for each nat above the target
+    (lagrangian)."""
     min_kl_coef: float | None = None
-    """Smallest coefficient that a target may lead to, reward units per nat; None is a
-    tenth of --kl-coef (lagrangian: 0)."""
+    """Smallest coefficient under a target, reward units per nat; None is a tenth of
+    --kl-coef (lagrangian: 0)."""
     max_kl_coef: float | None = None
-    """Largest coefficient that a target may lead to, reward units per nat; None is ten
-    times --kl-coef."""
+    """Largest coefficient under a target, reward units per nat; None is ten times
+    --kl-coef."""
     end: float | None = None
-    """linear: coefficient of the last iteration, reward units per nat."""
+    """Coefficient of the last iteration, reward units per nat (linear)."""
 
     def __post_init__(self) -> None:
         if self.kind not in _READ_BY:
@@ -101,9 +103,9 @@ class Control:
                 f"choose one"
             )
         read = _READ_BY[self.kind]
-        given = dataclasses.asdict(self)
+        values = dataclasses.asdict(self)
         for field in dataclasses.fields(self):
-            value = given[field.name]
+            value = values[field.name]
             if field.name in ("kind", *read):
                 if value is None and field.name not in _MAY_BE_NONE:
                     raise checks.InputError(
@@ -127,23 +129,36 @@ class Control:
         )
         checks.non_negative(proportional=self.proportional)
         for name in ("end", "min_kl_coef", "max_kl_coef"):
-            if given[name] is not None:
-                checks.non_negative(**{name: given[name]})
+            if values[name] is not None:
+                checks.non_negative(**{name: values[name]})
         if self.target is not None:
             checks.positive(target=self.target)
             known_unit(self.unit, target=self.target)
 
     @property
     def target_per_response(self) -> float | None:
-        """The target where it is in nats per response, else None."""
+        """The target where its unit is the response, None otherwise."""
         return self.target if self.unit == "response" else None
 
     def controller(self, kl_coef: float, *, num_steps: int) -> KLController:
-        """The controller that starts at `kl_coef`, for a run of `num_steps` iterations.
+        """The controller of a run.
+
+        Args:
+          kl_coef: β at the start, reward units per nat.
+          num_steps: iterations of the run.
+
+        Returns:
+          The controller, before the first iteration.
 
         Raises:
           InputError: kl_coef is negative, NaN or infinite, outside its bounds, or 0
             where it is multiplied.
+
+        >>> print(Control().controller(0.05, num_steps=100).kl_coef)
+        0.05
+        >>> linear = Control(kind="linear", end=0.0).controller(0.1, num_steps=3)
+        >>> print(linear.update(kl=None, num_episodes=64).kl_coef)
+        0.05
         """
         match self.kind:
             case "fixed":
@@ -201,7 +216,7 @@ CONSTANT = Control()
 
 @dataclasses.dataclass(frozen=True)
 class _Line:
-    """start at step 0, end at the last; equal lines share one program."""
+    """`start` at step 0, `end` at the last step; equal lines share one program."""
 
     start: float
     end: float

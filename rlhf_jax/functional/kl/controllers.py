@@ -1,15 +1,14 @@
-"""The KL coefficient β as a value in the training state, one record a way of moving it.
+"""The KL coefficient β as a value in the training state, with one record per rule.
 
-A controller has a `kl_coef`, in reward units per nat, and an `update` that returns the
-next record, a pure function; it is part of every snapshot. Three of them hold the KL at
-a target, and say in which unit that is. They are made by `control`, which checks
-what it is given.
+A controller has a `kl_coef`, in reward units per nat, and a pure method `update` that
+returns the next record. It is part of every snapshot. Three controllers keep the KL
+near a target, whose unit they name. `coefficients` makes controllers from checked
+numbers.
 
-Those three keep β within [`min_kl_coef`, `max_kl_coef`]. A KL that starts at 0, as that
-of every run does, or that stays above its target for long would otherwise move β
-without limit: the integral winds up, and β = 0 and β = inf are never left again where β
-is multiplied. At a bound β waits, and it moves away with the first error of the other
-sign at the latest.
+Those three keep β within [`min_kl_coef`, `max_kl_coef`]. Without bounds, a KL that
+starts at 0, as in every run, or that stays above its target for long would move β
+without limit: the integral winds up, and a β that is multiplied never leaves 0 or
+infinity. At a bound β stays until the error changes its sign, at the latest.
 """
 
 from __future__ import annotations
@@ -21,59 +20,77 @@ from typing import Literal, TypeVar
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float32, Int32, Shaped
 
 from rlhf_jax.functional import checks
 
 Array = jax.Array
 Schedule = Callable[[Array], Array]
+"""β of an iteration: i32[] -> f32[], reward units per nat."""
 
 Unit = Literal["response", "token"]
-"""Of a target: nats per response, or per token: those of all responses together over
-their tokens."""
+"""Unit of a target: nats per response, or nats per token. The latter is the KL of all
+responses divided by the number of their tokens."""
 
-_LARGEST_ERROR = 0.2  # of the proportional controller, as in OAI
+_LARGEST_ERROR = 0.2  # of AdaptiveKL, as in openai/lm-human-preferences
 
 
 @flax.struct.dataclass
 class FixedKL:
-    """KL coefficient that stays. It has no target, and so reads no unit."""
+    """KL coefficient that is constant."""
 
-    kl_coef: Array  # f32[], reward units per nat
+    kl_coef: Float32[Array, ""]  # reward units per nat
 
     def update(
         self,
         *,
-        kl: Array | None,
+        kl: Float32[Array, ""] | None,
         num_episodes: int,
-        mean_length: Array | None = None,
+        mean_length: Float32[Array, ""] | None = None,
     ) -> FixedKL:
-        """Itself, whatever was seen."""
+        """The same record, whatever the KL.
+
+        Args:
+          kl, num_episodes, mean_length: not read.
+
+        >>> controller = FixedKL(kl_coef=scalar(0.1))
+        >>> print(controller.update(kl=scalar(9.0), num_episodes=64).kl_coef)
+        0.1
+        >>> print(controller.update(kl=None, num_episodes=64).kl_coef)
+        0.1
+        """
         del kl, num_episodes, mean_length
         return self
 
 
 @flax.struct.dataclass
 class ScheduledKL:
-    """KL coefficient that is a function of the iteration, as `optax` schedules are.
+    """KL coefficient that is a function of the iteration, as `optax` schedules are."""
 
-    It has no target, and so reads no unit.
-    """
-
-    kl_coef: Array  # f32[], reward units per nat, schedule(step)
-    step: Array  # i32[], iterations done
+    kl_coef: Float32[Array, ""]  # reward units per nat, schedule(step)
+    step: Int32[Array, ""]  # iterations done
     schedule: Schedule = flax.struct.field(pytree_node=False)  # i32[] -> f32[]
-    num_steps: int = flax.struct.field(pytree_node=False)  # iterations it was read for
+    num_steps: int = flax.struct.field(pytree_node=False)  # iterations of the run
 
     def update(
         self,
         *,
-        kl: Array | None,
+        kl: Float32[Array, ""] | None,
         num_episodes: int,
-        mean_length: Array | None = None,
+        mean_length: Float32[Array, ""] | None = None,
     ) -> ScheduledKL:
-        """The coefficient of the next iteration; what was seen plays no part.
+        """The coefficient of the next iteration; after the last one it is constant.
 
-        After the last of its steps it stays: only what was read at the start is used.
+        Args:
+          kl, num_episodes, mean_length: not read.
+
+        >>> halve = lambda step: 0.4 * 0.5**step
+        >>> start = ScheduledKL(scalar(0.4), jnp.array(0), schedule=halve, num_steps=2)
+        >>> second = start.update(kl=None, num_episodes=64)
+        >>> print(second.kl_coef, second.step)
+        0.2 1
+        >>> print(second.update(kl=None, num_episodes=64).kl_coef)  # 2 steps
+        0.2
         """
         del kl, num_episodes, mean_length
         step = self.step + 1
@@ -83,11 +100,14 @@ class ScheduledKL:
 
 @flax.struct.dataclass
 class AdaptiveKL:
-    """KL coefficient that chases a target by its own rate (Ziegler et al. 2019)."""
+    """KL coefficient that is multiplied according to the error of the KL.
 
-    kl_coef: Array  # f32[], reward units per nat
-    min_kl_coef: Array  # f32[], reward units per nat
-    max_kl_coef: Array  # f32[], reward units per nat
+    Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
+    """
+
+    kl_coef: Float32[Array, ""]  # reward units per nat
+    min_kl_coef: Float32[Array, ""]  # reward units per nat
+    max_kl_coef: Float32[Array, ""]  # reward units per nat
     target: float = flax.struct.field(pytree_node=False)  # nats per unit
     unit: Unit = flax.struct.field(pytree_node=False)
     horizon: int = flax.struct.field(pytree_node=False)  # episodes
@@ -95,26 +115,36 @@ class AdaptiveKL:
     def update(
         self,
         *,
-        kl: Array | None,
+        kl: Float32[Array, ""] | None,
         num_episodes: int,
-        mean_length: Array | None = None,
+        mean_length: Float32[Array, ""] | None = None,
     ) -> AdaptiveKL:
         """clip(β·(1 + e·n/horizon)) with e = clip(kl/target - 1, -0.2, 0.2).
 
         Args:
           kl: f32[], mean over responses of the KL summed over tokens, nats per
-            response, whatever the unit of the target. NaN or inf (a broken batch)
-            leaves the coefficient as it is, and so does None, an iteration in which no
-            KL was taken.
-          num_episodes: n, responses since the last KL that was taken.
-          mean_length: f32[], mean over the same responses of their tokens; read where
+            response, whatever the unit of the target. The coefficient stays where kl is
+            NaN or infinite, and where it is None: an iteration that measured no KL.
+          num_episodes: n, responses since the last KL that was measured.
+          mean_length: f32[], mean number of tokens of the same responses; read where
             the unit is the token.
+
+        Returns:
+          The next record, with β within its bounds.
 
         Raises:
           ValueError: kl is not a scalar, n is so large that β could reach 0, or the
           unit is the token and mean_length is None.
 
-        Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2; the bounds are ours.
+        Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2, which has no bounds.
+
+        >>> bounds = {"min_kl_coef": scalar(0.01), "max_kl_coef": scalar(1.0)}
+        >>> target = {"target": 6.0, "unit": "response", "horizon": 1000}
+        >>> start = AdaptiveKL(kl_coef=scalar(0.1), **bounds, **target)
+        >>> print(start.update(kl=scalar(12.0), num_episodes=100).kl_coef)  # 0.1·1.02
+        0.102
+        >>> print(start.update(kl=scalar(0.0), num_episodes=100).kl_coef)
+        0.098
         """
         if kl is None:
             return self
@@ -124,56 +154,74 @@ class AdaptiveKL:
                 f"times the horizon of {self.horizon}), got {num_episodes}; one step "
                 "could make the coefficient negative, so raise the horizon"
             )
-        seen = _in_unit(kl, mean_length, unit=self.unit)
-        error = jnp.clip(seen / self.target - 1.0, -_LARGEST_ERROR, _LARGEST_ERROR)
-        error = jnp.where(jnp.isfinite(seen), error, 0.0)
+        measured = _in_unit(kl, mean_length, unit=self.unit)
+        error = jnp.clip(measured / self.target - 1.0, -_LARGEST_ERROR, _LARGEST_ERROR)
+        error = jnp.where(jnp.isfinite(measured), error, 0.0)
         growth = 1.0 + error * (num_episodes / self.horizon)
         return _moved(self, self.kl_coef * growth)
 
 
 @flax.struct.dataclass
 class ProportionalIntegralKL:
-    """KL coefficient that holds a target by a PI controller of log β."""
+    """KL coefficient whose logarithm a PI controller moves, to keep a target."""
 
-    kl_coef: Array  # f32[], reward units per nat
-    min_kl_coef: Array  # f32[], reward units per nat
-    max_kl_coef: Array  # f32[], reward units per nat
-    error: Array  # f32[], e of the last update, dimensionless
+    kl_coef: Float32[Array, ""]  # reward units per nat
+    min_kl_coef: Float32[Array, ""]  # reward units per nat
+    max_kl_coef: Float32[Array, ""]  # reward units per nat
+    error: Float32[Array, ""]  # e of the last update, dimensionless
     target: float = flax.struct.field(pytree_node=False)  # nats per unit
     unit: Unit = flax.struct.field(pytree_node=False)
-    proportional: float = flax.struct.field(pytree_node=False)  # kp, per unit of error
-    integral: float = flax.struct.field(pytree_node=False)  # ki, and per update
-    max_error: float = flax.struct.field(pytree_node=False)  # of e, dimensionless
+    proportional: float = flax.struct.field(pytree_node=False)  # kp, of log β per error
+    integral: float = flax.struct.field(pytree_node=False)  # ki, the same per update
+    max_error: float = flax.struct.field(pytree_node=False)  # largest |e|
 
     def update(
         self,
         *,
-        kl: Array | None,
+        kl: Float32[Array, ""] | None,
         num_episodes: int,
-        mean_length: Array | None = None,
+        mean_length: Float32[Array, ""] | None = None,
     ) -> ProportionalIntegralKL:
         """log β += kp·(e - e_before) + ki·e with e = clip(kl/target - 1, ±max_error).
 
-        Within the bounds the steps of a run add up to log β = log β_0 + kp·e + ki·Σe.
-        At a bound the sum stops: what would lead beyond is not remembered, so that β
-        turns with the error. A gain is that of an update in which a KL was taken,
-        however many responses it was taken over.
+        Within the bounds the updates of a run add up to log β = log β_0 + kp·e + ki·Σe.
+        At a bound the sum stops growing, so β moves back as soon as the error changes
+        its sign. The gains are per update with a KL, for any number of responses.
 
         Args:
-          kl, mean_length: as in `AdaptiveKL.update`.
+          kl: f32[], mean over responses of the KL summed over tokens, nats per
+            response, whatever the unit of the target. The coefficient stays where kl is
+            NaN or infinite, and where it is None: an iteration that measured no KL.
           num_episodes: not read.
+          mean_length: f32[], mean number of tokens of the same responses; read where
+            the unit is the token.
+
+        Returns:
+          The next record, with β within its bounds.
 
         Raises:
           ValueError: kl is not a scalar, or the unit is the token and mean_length is
           None.
+
+        >>> bounds = {"min_kl_coef": scalar(0.01), "max_kl_coef": scalar(1.0)}
+        >>> target = {"target": 6.0, "unit": "response", "max_error": 1.0}
+        >>> gains = {"proportional": 0.0, "integral": float(jnp.log(2.0))}
+        >>> start = ProportionalIntegralKL(
+        ...     kl_coef=scalar(0.1), error=scalar(0.0), **bounds, **target, **gains
+        ... )
+        >>> twice = start.update(kl=scalar(12.0), num_episodes=64)  # an error of 1
+        >>> print(twice.kl_coef)
+        0.2
+        >>> print(twice.update(kl=scalar(0.0), num_episodes=64).kl_coef)
+        0.1
         """
         del num_episodes
         if kl is None:
             return self
-        seen = _in_unit(kl, mean_length, unit=self.unit)
-        error = jnp.clip(seen / self.target - 1.0, -self.max_error, self.max_error)
+        measured = _in_unit(kl, mean_length, unit=self.unit)
+        error = jnp.clip(measured / self.target - 1.0, -self.max_error, self.max_error)
         move = self.proportional * (error - self.error) + self.integral * error
-        usable = jnp.isfinite(seen)
+        usable = jnp.isfinite(measured)
         return dataclasses.replace(
             _moved(self, self.kl_coef * jnp.where(usable, jnp.exp(move), 1.0)),
             error=jnp.where(usable, error, self.error),
@@ -182,15 +230,14 @@ class ProportionalIntegralKL:
 
 @flax.struct.dataclass
 class LagrangianKL:
-    """KL coefficient that is the multiplier of max E[r] such that KL <= target.
+    """KL coefficient that is the Lagrange multiplier of max E[r] with KL <= target.
 
-    Where the policy stays within its budget by itself, it falls to its lower bound,
-    which is 0 unless another was asked for.
+    Where the KL stays below the target by itself, β falls to its lower bound.
     """
 
-    kl_coef: Array  # f32[], reward units per nat
-    min_kl_coef: Array  # f32[], reward units per nat
-    max_kl_coef: Array  # f32[], reward units per nat
+    kl_coef: Float32[Array, ""]  # reward units per nat
+    min_kl_coef: Float32[Array, ""]  # reward units per nat
+    max_kl_coef: Float32[Array, ""]  # reward units per nat
     target: float = flax.struct.field(pytree_node=False)  # nats per unit
     unit: Unit = flax.struct.field(pytree_node=False)
     # η, reward units per nat, for each nat (per unit) of excess
@@ -199,25 +246,41 @@ class LagrangianKL:
     def update(
         self,
         *,
-        kl: Array | None,
+        kl: Float32[Array, ""] | None,
         num_episodes: int,
-        mean_length: Array | None = None,
+        mean_length: Float32[Array, ""] | None = None,
     ) -> LagrangianKL:
         """clip(β + η·(kl - target)), a step of projected dual gradient ascent.
 
         Args:
-          kl, mean_length: as in `AdaptiveKL.update`.
+          kl: f32[], mean over responses of the KL summed over tokens, nats per
+            response, whatever the unit of the target. The coefficient stays where kl is
+            NaN or infinite, and where it is None: an iteration that measured no KL.
           num_episodes: not read.
+          mean_length: f32[], mean number of tokens of the same responses; read where
+            the unit is the token.
+
+        Returns:
+          The next record, with β within its bounds.
 
         Raises:
           ValueError: kl is not a scalar, or the unit is the token and mean_length is
           None.
+
+        >>> bounds = {"min_kl_coef": scalar(0.0), "max_kl_coef": scalar(1.0)}
+        >>> target = {"target": 0.5, "unit": "token", "learning_rate": 0.1}
+        >>> start = LagrangianKL(kl_coef=scalar(0.2), **bounds, **target)
+        >>> lengths = {"num_episodes": 64, "mean_length": scalar(10.0)}
+        >>> print(start.update(kl=scalar(15.0), **lengths).kl_coef)  # 1 nat too much
+        0.3
+        >>> print(start.update(kl=scalar(0.0), **lengths).kl_coef)
+        0.15
         """
         del num_episodes
         if kl is None:
             return self
-        seen = _in_unit(kl, mean_length, unit=self.unit)
-        excess = jnp.where(jnp.isfinite(seen), seen - self.target, 0.0)
+        measured = _in_unit(kl, mean_length, unit=self.unit)
+        excess = jnp.where(jnp.isfinite(measured), measured - self.target, 0.0)
         return _moved(self, self.kl_coef + self.learning_rate * excess)
 
 
@@ -226,22 +289,37 @@ KLController = (
 )
 
 
-def scalar(number: float | Array) -> Array:
-    """f32[], a buffer of its own, as the state that it becomes part of is donated."""
+def scalar(number: float | Shaped[Array, ""]) -> Float32[Array, ""]:
+    """A copy of a number as f32[]: a donated state must not share its buffers.
+
+    Args:
+      number: a number or a scalar array, in any unit.
+
+    Returns:
+      f32[] in a buffer of its own.
+
+    >>> print(scalar(0.05).dtype, scalar(0.05).shape)
+    float32 ()
+    >>> kl_coef = scalar(0.05)
+    >>> scalar(kl_coef) is kl_coef
+    False
+    """
     return jnp.array(number, jnp.float32)
 
 
-Held = TypeVar("Held", AdaptiveKL, ProportionalIntegralKL, LagrangianKL)
+Bounded = TypeVar("Bounded", AdaptiveKL, ProportionalIntegralKL, LagrangianKL)
 
 
-def _moved(controller: Held, kl_coef: Array) -> Held:
-    """The controller with another coefficient, brought within its bounds."""
+def _moved(controller: Bounded, kl_coef: Array) -> Bounded:
+    """The controller with another coefficient, clipped to its bounds."""
     within = jnp.clip(kl_coef, controller.min_kl_coef, controller.max_kl_coef)
     return dataclasses.replace(controller, kl_coef=within)
 
 
-def _in_unit(kl: Array, mean_length: Array | None, *, unit: Unit) -> Array:
-    """A KL in nats per response, as it is or per token; f32[]."""
+def _in_unit(
+    kl: Float32[Array, ""], mean_length: Float32[Array, ""] | None, *, unit: Unit
+) -> Float32[Array, ""]:
+    """A KL in nats per response, converted to the unit."""
     checks.shape((), kl=kl)
     if unit == "response":
         return kl

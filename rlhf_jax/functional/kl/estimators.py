@@ -6,16 +6,16 @@ Under samples of the policy π, with x = logprobs - ref_logprobs (nats):
     k2 = x²/2            biased, never negative
     k3 = exp(-x) - 1 + x unbiased, never negative
     exact                Σ_v π log(π/π_ref) at one position: no sampling noise
-    top_k                the same over the policy's k likeliest words and one bucket of
-                         all others: at most the exact value
+    top_k                the same over the policy's k most likely tokens and one bucket
+                         of all others: at most the exact value
 
-These are values. As a *loss* they act otherwise (k1 in the loss regularises nothing);
-`penalty` puts estimators into reward and loss and names their gradients. None takes
-a mask: reduce the result with `masked`.
+These are values. The gradient of an estimate in a *loss* is in general not that of the
+KL: the expected gradient of k1 is zero. `penalty` places estimators in the reward and
+in the loss, and `gradients` names their gradients. No function here takes a mask:
+reduce the result with `masked`.
 
-`exact` and `top_k` read logits and shift nothing. `exact_from_hidden` and
-`top_k_from_hidden` never hold the logits of all words, and this is one of the places
-where columns shift by one, as in `logprobs`:
+`exact` and `top_k` read logits and do not shift columns. `hidden_states` computes the
+same from hidden states, with columns shifted by one as in `logprobs`:
 
     column                   0    1    2    3
     tokens                   a    b    c    d
@@ -29,6 +29,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float, Float32, Int32
 
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.kl import chunks
@@ -38,8 +39,10 @@ Direction = Literal["reverse", "forward"]
 """reverse is KL(π ‖ π_ref), forward KL(π_ref ‖ π)."""
 
 
-def k1(logprobs: Array, ref_logprobs: Array) -> Array:
-    """x = logprobs - ref_logprobs.
+def k1(
+    logprobs: Float32[Array, "*shape"], ref_logprobs: Float32[Array, "*shape"]
+) -> Float32[Array, "*shape"]:
+    """x = logprobs - ref_logprobs: unbiased for KL(π ‖ π_ref), of either sign.
 
     Args:
       logprobs, ref_logprobs: f32[...], nats, of tokens that the policy sampled.
@@ -51,32 +54,83 @@ def k1(logprobs: Array, ref_logprobs: Array) -> Array:
       ValueError: shapes differ. TypeError: not f32.
 
     Source: Schulman 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.
+
+    >>> logprobs, ref_logprobs = jnp.log(jnp.array([[0.5, 0.2], [0.25, 0.4]]))
+    >>> print(k1(logprobs, ref_logprobs))  # log 2, -log 2
+    [ 0.693 -0.693]
+    >>> print(k1(logprobs, logprobs))
+    [0. 0.]
     """
     checks.same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs)
     checks.float32(logprobs=logprobs, ref_logprobs=ref_logprobs)
     return jnp.subtract(logprobs, ref_logprobs)
 
 
-def k2(logprobs: Array, ref_logprobs: Array) -> Array:
-    """x²/2. Args, Returns, Raises, Source: as `k1`."""
+def k2(
+    logprobs: Float32[Array, "*shape"], ref_logprobs: Float32[Array, "*shape"]
+) -> Float32[Array, "*shape"]:
+    """x²/2 with x = logprobs - ref_logprobs: biased, never negative.
+
+    Args:
+      logprobs, ref_logprobs: f32[...], nats, of tokens that the policy sampled.
+
+    Returns:
+      f32[...], nats per token.
+
+    Raises:
+      ValueError: shapes differ. TypeError: not f32.
+
+    Source: Schulman 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.
+
+    >>> logprobs, ref_logprobs = jnp.log(jnp.array([[0.5, 0.2], [0.25, 0.4]]))
+    >>> print(k2(logprobs, ref_logprobs))  # (log 2)²/2 twice
+    [0.24 0.24]
+    >>> print(k2(logprobs, logprobs))
+    [0. 0.]
+    """
     return 0.5 * jnp.square(k1(logprobs, ref_logprobs))
 
 
-def k3(logprobs: Array, ref_logprobs: Array) -> Array:
-    """exp(-x) - 1 + x. Args, Returns, Raises, Source: as `k1`."""
+def k3(
+    logprobs: Float32[Array, "*shape"], ref_logprobs: Float32[Array, "*shape"]
+) -> Float32[Array, "*shape"]:
+    """exp(-x) - 1 + x with x = logprobs - ref_logprobs: unbiased, never negative.
+
+    Args:
+      logprobs, ref_logprobs: f32[...], nats, of tokens that the policy sampled.
+
+    Returns:
+      f32[...], nats per token.
+
+    Raises:
+      ValueError: shapes differ. TypeError: not f32.
+
+    Source: Schulman 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.
+
+    >>> logprobs, ref_logprobs = jnp.log(jnp.array([[0.5, 0.2], [0.25, 0.4]]))
+    >>> print(k3(logprobs, ref_logprobs))  # 1/2 - 1 + log 2, 2 - 1 - log 2
+    [0.193 0.307]
+    >>> print(k3(logprobs, logprobs))
+    [0. 0.]
+    """
     x = k1(logprobs, ref_logprobs)
     return jnp.expm1(-x) + x
 
 
-def exact(logits: Array, ref_logits: Array, *, temperature: float = 1.0) -> Array:
+def exact(
+    logits: Float[Array, "*shape V"],
+    ref_logits: Float[Array, "*shape V"],
+    *,
+    temperature: float = 1.0,
+) -> Float32[Array, "*shape"]:
     """KL(π ‖ π_ref) = Σ_v π(v) log(π(v) / π_ref(v)), π = softmax(logits / temperature).
 
-    Nothing is shifted: entry t is about the token *after* tokens[:, t]. A logit of -inf
-    is a word that cannot come: 0·log 0 = 0, and a word that π can say and the
-    reference cannot makes the KL infinite.
+    Columns are not shifted: entry t is about the token *after* tokens[:, t]. A logit of
+    -inf is a token of probability 0, with 0·log 0 = 0. The KL is infinite where the
+    policy can sample a token that has probability 0 under the reference.
 
     Args:
-      logits, ref_logits: floats[..., V] of any precision; taken to float32.
+      logits, ref_logits: floats[..., V] of any precision; cast to float32.
       temperature: divides both, dimensionless.
 
     Returns:
@@ -86,6 +140,13 @@ def exact(logits: Array, ref_logits: Array, *, temperature: float = 1.0) -> Arra
       ValueError: shapes differ or temperature is not positive. TypeError: not floats.
 
     Source: Cover and Thomas, Elements of Information Theory, eq. 2.26.
+
+    >>> logits = jnp.log(jnp.array([0.5, 0.25, 0.25]))
+    >>> ref_logits = jnp.log(jnp.array([0.25, 0.5, 0.25]))
+    >>> print(exact(logits, ref_logits))  # log(2)/2 - log(2)/4
+    0.173
+    >>> print(exact(logits, ref_logits, temperature=0.5))
+    0.693
     """
     _check_logits(logits, ref_logits, temperature)
     logprobs = jax.nn.log_softmax(logits.astype(jnp.float32) / temperature)
@@ -94,22 +155,22 @@ def exact(logits: Array, ref_logits: Array, *, temperature: float = 1.0) -> Arra
 
 
 def top_k(
-    logits: Array,
-    ref_logits: Array,
+    logits: Float[Array, "*shape V"],
+    ref_logits: Float[Array, "*shape V"],
     *,
     k: int,
     temperature: float = 1.0,
     direction: Direction = "reverse",
-) -> Array:
-    """KL of what is left when all but the policy's k likeliest words are one outcome.
+) -> Float32[Array, "*shape"]:
+    """KL over the policy's k most likely tokens and one bucket of all others.
 
-    Σ_{v in K} P_v log(P_v/Q_v) + P_rest log(P_rest/Q_rest), K the k likeliest words of
-    the policy P in either direction. It is never above `exact` and equals it at k = V.
-    Nothing is shifted. No gradient flows through the choice of the words.
+    Σ_{v in K} P_v log(P_v/Q_v) + P_rest log(P_rest/Q_rest), with K the k most likely
+    tokens of the policy in either direction. It is at most `exact`, and equal to it at
+    k = V. Columns are not shifted. No gradient flows through the choice of the tokens.
 
     Args:
-      logits, ref_logits: floats[..., V] of any precision; taken to float32.
-      k: words that stand alone, 1 to V.
+      logits, ref_logits: floats[..., V] of any precision; cast to float32.
+      k: tokens outside the bucket, 1 to V.
       temperature: divides both, dimensionless.
       direction: "reverse" is KL(π ‖ π_ref), "forward" KL(π_ref ‖ π).
 
@@ -121,6 +182,15 @@ def top_k(
       TypeError: not floats.
 
     Source: the log-sum inequality, Cover and Thomas, theorem 2.7.1.
+
+    >>> logits = jnp.log(jnp.array([0.5, 0.25, 0.25]))
+    >>> ref_logits = jnp.log(jnp.array([0.25, 0.5, 0.25]))
+    >>> print(top_k(logits, ref_logits, k=1))  # of [1/2, 1/2] and [1/4, 3/4]
+    0.144
+    >>> print(top_k(logits, ref_logits, k=1, direction="forward"))
+    0.131
+    >>> print(top_k(logits, ref_logits, k=3))  # all tokens: the exact KL
+    0.173
     """
     _check_logits(logits, ref_logits, temperature)
     check_k(k, logits.shape[-1])
@@ -134,10 +204,12 @@ def top_k(
     return chunks.of_buckets(logprobs, ref_logprobs)
 
 
-def _bucketed(logprobs: Array, ids: Array) -> Array:
-    """f32[..., k + 1]: the words `ids` i32[..., k] one by one, then all others."""
+def _bucketed(
+    logprobs: Float32[Array, "*shape V"], ids: Int32[Array, "*shape k"]
+) -> Float32[Array, "*shape k+1"]:
+    """The log-probs of the tokens `ids`, then that of all others together."""
     alone = jnp.take_along_axis(logprobs, ids, axis=-1)
-    # A word that cannot come stays out of the sum: its gradient would be 0·inf.
+    # Tokens of probability 0 stay out of the sum: their gradient would be 0·inf.
     other = ~chunks.marked(ids, size=logprobs.shape[-1]) & (logprobs > -jnp.inf)
     some = jnp.any(other, axis=-1, keepdims=True)
     safe = jnp.where(other, logprobs, jnp.where(some, -jnp.inf, 0.0))
@@ -152,9 +224,25 @@ def _check_logits(logits: Array, ref_logits: Array, temperature: float) -> None:
 
 
 def check_k(k: int, vocab_size: int) -> None:
-    """Raises InputError unless k is a number of tokens of the vocabulary."""
+    """Checks the k of a top-k KL.
+
+    Args:
+      k: tokens outside the bucket.
+      vocab_size: V, tokens of the vocabulary.
+
+    Raises:
+      InputError: k is not from 1 to V.
+
+    >>> print(check_k(20, 50257))
+    None
+    >>> check_k(0, 50257)
+    Traceback (most recent call last):
+        ...
+    rlhf_jax.functional.checks.InputError: k: expected 1 to 50257 (the tokens of the
+        vocabulary), got 0; choose fewer tokens, or the exact KL
+    """
     if not 1 <= k <= vocab_size:
         raise checks.InputError(
-            f"k: expected 1 to {vocab_size} (the words of the vocabulary), got {k}; "
-            "choose fewer words, or the exact KL"
+            f"k: expected 1 to {vocab_size} (the tokens of the vocabulary), got {k}; "
+            "choose fewer tokens, or the exact KL"
         )

@@ -1,8 +1,8 @@
-"""What the expected gradient of a KL penalty is, by name.
+"""The expected gradient of every KL penalty, by name.
 
-The value of an estimator says nothing about its gradient. On-policy, with weights of 1,
-before clipping, at lam = 1, without whitening and as a *sum* over each response it is
-(reverse is KL(π ‖ π_ref)):
+The value of an estimator does not determine its gradient. On-policy, with weights of 1,
+before clipping, at lam = 1, without whitening and for a *sum* over each response, the
+expected gradients of a reverse penalty, KL(π ‖ π_ref), are
 
                               in the loss             in the reward
     k1, token or response     zero                    full reverse
@@ -12,33 +12,36 @@ before clipping, at lam = 1, without whitening and as a *sum* over each response
     k3, response              full forward            full reverse less that
     exact                     fixed-state reverse     full reverse less that
 
-"full" is the gradient of the KL of sequence distributions; "fixed-state" is
-Σ_t E_prefix ∇KL at that prefix, which misses how the policy's choices change the
-prefixes that it visits; "mean k2" is ∇E_π[k2]. ∇E_π[k] always has two parts, one
-through ∇log π, which is the reward's, and one through k, which is the loss's. So an
-estimate that is unbiased for every policy (k1, k3, exact) has the full gradient where
-the same one, or another of the same gradient, stands in both places.
+"less that" subtracts the gradient in the loss. "full" is the gradient of the KL of
+sequence distributions. "fixed-state" is Σ_t E_prefix ∇KL at that prefix: it does not
+include how the policy changes the prefixes that it visits. "mean k2" is ∇E_π[k2].
 
-A forward KL, KL(π_ref ‖ π), from samples of π that carry weights π_ref/π:
+∇E_π[k] has two parts: one through ∇log π, which is the reward's, and one through k,
+which is the loss's. So an estimate that is unbiased for every policy (k1, k3, exact)
+has the full gradient where it is in both places, or where the loss has another estimate
+with the same gradient.
+
+A forward penalty, KL(π_ref ‖ π), uses samples of π with importance weights π_ref/π:
 
                               in the loss, weights of
-                              the token               all up to it, or the response
+                              the token               the prefix, or the response
     k1, k3, exact             fixed-state forward     full forward
     k2                        fixed-state k2          reference's mean k2
 
-The k2 are ½ E_ref[x²], given the prefix or over the reference's own: no KL. Exact needs
-no weights: without them it is fixed-state forward at the policy's prefixes, and both in
-reward and loss "own-prefix forward", ∇E_π Σ_t KL_t(π_ref ‖ π). In the reward a weighted
-forward estimate is "score half of weighted k", E_π[w·k·∇log π], no KL's.
+Here k2 is ½ E_ref[x²], at a prefix or over the responses of the reference: it is not a
+KL. Exact KL needs no weights. Without them it is fixed-state forward at the policy's
+prefixes; in reward and loss together it is "own-prefix forward", ∇E_π Σ_t KL_t(π_ref ‖
+π). A weighted forward estimate in the reward has the gradient "score half of weighted
+k", E_π[w·k·∇log π], which is not that of a KL.
 
-A loss is such a sum, over a constant, with aggregation "constant" (`aggregation.py`),
-or where all responses are as long as each other. Where they differ, token_mean and
-sequence_mean divide by lengths that the policy chooses, and none of these names holds
-to the letter: under them k1 in the loss is not zero, and k1 in the reward is not full
-reverse.
+A loss is a sum over each response, divided by a constant, under aggregation "constant"
+(`functional.aggregation`) or where all responses have one length. Where lengths differ,
+token_mean and sequence_mean divide by lengths that the policy chooses, and the names
+hold only approximately: k1 in the loss is then not zero, and k1 in the reward is not
+full reverse.
 
-Exact KL over a top k and one bucket has the same gradients, of the KL of what is left
-("top-k full reverse").
+Exact KL over a top k and one bucket has the same gradients, for the KL of the bucketed
+distributions ("top-k full reverse").
 
 Source: Tang and Munos 2025, arXiv:2506.09477, and Liu et al. 2025, arXiv:2510.01555.
 The tests check every row by enumeration, with and without a stop token.
@@ -76,20 +79,33 @@ def terms(
     importance_weights: Literal["token", "prefix"] | None,
     top_k: bool,
 ) -> dict[str, int]:
-    """The gradient as a sum: {name: how many of it}; {} is zero.
+    """The expected gradient as a sum, {name: factor}; {} is zero.
 
     Args:
-      in_reward, in_loss: the estimators there; None is nothing.
-      direction: "reverse" or "forward".
-      per_response: True where an estimate is of a whole response.
-      importance_weights: of the token, or of everything up to it.
+      in_reward, in_loss: the estimators in reward and loss; None is no estimator.
+      direction: "reverse" is KL(π ‖ π_ref), "forward" KL(π_ref ‖ π).
+      per_response: True where one estimate is made of a whole response.
+      importance_weights: "token" weights an estimate by its own token, "prefix" by all
+        tokens up to it; None is no weights.
       top_k: True where exact is over a top k and one bucket.
+
+    Returns:
+      The factors of the named gradients.
+
+    >>> choice = {"direction": "reverse", "per_response": False}
+    >>> choice |= {"importance_weights": None, "top_k": False}
+    >>> terms(in_reward="k1", in_loss=None, **choice)
+    {'full reverse': 1}
+    >>> terms(in_reward=None, in_loss="k1", **choice)
+    {}
+    >>> terms(in_reward="k3", in_loss=None, **choice)
+    {'full reverse': 1, 'fixed-state forward': -1}
     """
 
     def of_loss(estimator: Estimator) -> dict[str, int]:
         kind = TOP_K if top_k and estimator == "exact" else ""
         if direction == "forward":
-            # Where all before a token is weighted, prefixes are the reference's.
+            # Weights of the whole prefix turn it into a sample of the reference.
             full = importance_weights == "prefix"
             if estimator == "k2":
                 return {REFERENCE_MEAN_K2 if full else FIXED_K2: 1}
@@ -121,7 +137,19 @@ def terms(
 
 
 def name(terms: Mapping[str, int]) -> str:
-    """The sum in words, "zero" where it is empty."""
+    """The sum in words.
+
+    Args:
+      terms: {name: factor}, as `terms` returns it.
+
+    Returns:
+      The name of the gradient; "zero" where the sum is empty.
+
+    >>> name({"full reverse": 1, "fixed-state forward": -1})
+    'full reverse - fixed-state forward'
+    >>> name({})
+    'zero'
+    """
     signed = []
     for gradient, times in sorted(terms.items(), key=lambda term: -term[1]):
         factor = "" if abs(times) == 1 else f"{abs(times)} × "
@@ -130,7 +158,19 @@ def name(terms: Mapping[str, int]) -> str:
 
 
 def is_kl(terms: Mapping[str, int]) -> bool:
-    """True if the sum is one KL's gradient, or a multiple of it."""
+    """Whether the sum is the gradient of one KL, or a positive multiple of it.
+
+    Args:
+      terms: {name: factor}, as `terms` returns it.
+
+    Returns:
+      True or False.
+
+    >>> is_kl({"full reverse": 1})
+    True
+    >>> is_kl({"full reverse": 1, "fixed-state forward": -1})
+    False
+    """
     return len(terms) == 1 and all(
         times > 0 and gradient.removeprefix(TOP_K) in _KLS
         for gradient, times in terms.items()

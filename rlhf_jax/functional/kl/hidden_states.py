@@ -1,9 +1,13 @@
-"""The KL of two models at every token, exactly, from their hidden states."""
+"""The exact KL of two models at every token, from their hidden states.
+
+Columns shift by one here, as in `logprobs`: position t - 1 predicts token t.
+"""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float, Float32
 
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.kl import chunks
@@ -13,10 +17,10 @@ Array = jax.Array
 
 
 def exact_from_hidden(
-    hidden: Array,
-    head: Array,
-    ref_hidden: Array,
-    ref_head: Array,
+    hidden: Float[Array, "B S D"],
+    head: Float[Array, "rows D"],
+    ref_hidden: Float[Array, "B S ref_D"],
+    ref_head: Float[Array, "ref_rows ref_D"],
     *,
     temperature: float = 1.0,
     vocab_size: int | None = None,
@@ -24,41 +28,49 @@ def exact_from_hidden(
     first_column: int = 1,
     direction: Direction = "reverse",
     max_logits: int = 2**24,
-) -> Array:
-    """`exact` of logits = hidden·headᵀ, never holding [B, S, V], forward or backward.
+) -> Float32[Array, "B S"]:
+    """Exact KL of logits = hidden·headᵀ, without an array [B, S, V] in either pass.
 
-    Words are taken some at a time, of all positions at once, so that a batch which is
-    sharded stays so; a head which is sharded over words is gathered. The backward pass
-    computes the logits of a chunk again. Products are taken in hidden's dtype and
-    accumulated in float32.
+    The vocabulary is read in chunks, each for all positions at once: a sharded batch
+    stays sharded, and a head that is sharded over the vocabulary is gathered. The
+    backward pass rematerialises the logits of each chunk. Products are computed in
+    hidden's dtype and accumulated in float32.
 
     Args:
       hidden: floats[B, S, D], the policy's last layer after its norm.
-      head: floats[V', D], rows from `vocab_size` on being padding that is not read.
+      head: floats[V', D]; rows from `vocab_size` on are padding and are not read.
       ref_hidden, ref_head: floats[B, S, D'] and floats[V'', D'], the reference's; its
         width and its padding may differ.
       temperature: divides the logits of both, dimensionless.
       vocab_size: V, the true vocabulary; None when no row is padding.
-      softcap: c of logits c·tanh(x / c) of both, before the temperature; None leaves
-        them.
-      first_column: the first column that is wanted; earlier ones are not computed
-        and come back as 0. The prompt's width P gives the response alone.
+      softcap: c of logits c·tanh(x / c) of both, before the temperature; None disables
+        it.
+      first_column: the first column to compute; earlier ones are 0. The prompt's width
+        P gives the response alone.
       direction: "reverse" is KL(π ‖ π_ref), "forward" KL(π_ref ‖ π).
-      max_logits: logits to hold at a time, those of both models together; one word of
-        each (2·B·S) is the least.
+      max_logits: logits of both models in memory at a time. The least is one token of
+        the vocabulary for every position (2·B·S).
 
     Returns:
       f32[B, S], nats; column t is about the distribution that tokens[:, t] was drawn
       from, given the columns before it. Column 0 is 0. The gradient reaches `hidden`
-      and `head` only; a column whose cotangent is 0 (masked out) plays no part in it,
-      whatever its hidden state.
+      and `head` only. Columns whose cotangent is 0 (masked out) do not contribute to
+      it, whatever their hidden states.
 
     Raises:
       ValueError: shapes do not belong together, temperature is not positive, or
       vocab_size, first_column or max_logits is out of range. TypeError: not floats.
 
-    Source: as `exact`; the running sums are those of Milakov and Gimelshein 2018,
-    arXiv:1805.02867.
+    Source: Cover and Thomas, Elements of Information Theory, eq. 2.26; the running sums
+    are those of Milakov and Gimelshein 2018, arXiv:1805.02867.
+
+    >>> hidden = jnp.array([[[1.0, 0.0], [0.0, 2.0], [9.0, 9.0]]])
+    >>> head = jnp.array([[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]])
+    >>> print(exact_from_hidden(hidden, head, hidden, 2 * head))
+    [[0.    0.16  0.174]]
+    >>> from rlhf_jax import kl
+    >>> print(kl.exact(hidden @ head.T, 2 * hidden @ head.T)[:, :-1])  # unshifted
+    [[0.16  0.174]]
     """
     return _from_hidden(
         (hidden, head),
@@ -74,10 +86,10 @@ def exact_from_hidden(
 
 
 def top_k_from_hidden(
-    hidden: Array,
-    head: Array,
-    ref_hidden: Array,
-    ref_head: Array,
+    hidden: Float[Array, "B S D"],
+    head: Float[Array, "rows D"],
+    ref_hidden: Float[Array, "B S ref_D"],
+    ref_head: Float[Array, "ref_rows ref_D"],
     *,
     k: int,
     temperature: float = 1.0,
@@ -86,17 +98,46 @@ def top_k_from_hidden(
     first_column: int = 1,
     direction: Direction = "reverse",
     max_logits: int = 2**24,
-) -> Array:
-    """`top_k` of logits = hidden·headᵀ, never holding [B, S, V].
+) -> Float32[Array, "B S"]:
+    """KL over the policy's k most likely tokens and one bucket, from hidden states.
 
-    The k words are found on the way; which they are, no gradient knows.
+    It is `kl.top_k` of logits = hidden·headᵀ, without an array [B, S, V] in either
+    pass. The same pass finds the k tokens. No gradient flows through their choice.
 
     Args:
-      k: words that stand alone, 1 to V.
-      hidden, head, ref_hidden, ref_head, temperature, vocab_size, softcap,
-        first_column, direction, max_logits: as `exact_from_hidden`.
+      hidden: floats[B, S, D], the policy's last layer after its norm.
+      head: floats[V', D]; rows from `vocab_size` on are padding and are not read.
+      ref_hidden, ref_head: floats[B, S, D'] and floats[V'', D'], the reference's; its
+        width and its padding may differ.
+      k: tokens outside the bucket, 1 to V.
+      temperature: divides the logits of both, dimensionless.
+      vocab_size: V, the true vocabulary; None when no row is padding.
+      softcap: c of logits c·tanh(x / c) of both, before the temperature; None disables
+        it.
+      first_column: the first column to compute; earlier ones are 0. The prompt's width
+        P gives the response alone.
+      direction: "reverse" is KL(π ‖ π_ref), "forward" KL(π_ref ‖ π).
+      max_logits: logits of both models in memory at a time. The least is one token of
+        the vocabulary for every position (2·B·S).
 
-    Returns, Raises: as `exact_from_hidden`; ValueError also where k is out of range.
+    Returns:
+      f32[B, S], nats; column t is about the distribution that tokens[:, t] was drawn
+      from, given the columns before it. Column 0 is 0. The gradient reaches `hidden`
+      and `head` only. Columns whose cotangent is 0 (masked out) do not contribute to
+      it, whatever their hidden states.
+
+    Raises:
+      ValueError: shapes do not belong together, temperature is not positive, or k,
+      vocab_size, first_column or max_logits is out of range. TypeError: not floats.
+
+    Source: the log-sum inequality, Cover and Thomas, theorem 2.7.1.
+
+    >>> hidden = jnp.array([[[1.0, 0.0], [0.0, 2.0], [9.0, 9.0]]])
+    >>> head = jnp.array([[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]])
+    >>> print(top_k_from_hidden(hidden, head, hidden, 2 * head, k=1))
+    [[0.    0.132 0.156]]
+    >>> print(top_k_from_hidden(hidden, head, hidden, 2 * head, k=3))  # the exact KL
+    [[0.    0.16  0.174]]
     """
     return _from_hidden(
         (hidden, head),
@@ -153,7 +194,7 @@ def _from_hidden(
     before = ((0, 0), (min(first_column, columns), 0))
     if first_column >= columns:
         return jnp.zeros((batch, columns), jnp.float32)
-    found = chunks.divergence(
+    divergences = chunks.divergence(
         hidden[:, first_column - 1 : -1],
         head,
         ref_hidden[:, first_column - 1 : -1],
@@ -167,10 +208,10 @@ def _from_hidden(
             softcap=softcap,
         ),
     )
-    return jnp.pad(found, before)
+    return jnp.pad(divergences, before)
 
 
 def _chunk(vocab_size: int, most: int) -> int:
-    """Words at a time: even chunks leave the fewest that are seen twice."""
+    """Tokens of a chunk, at most `most`. Even chunks overlap the least."""
     num_chunks = -(-vocab_size // max(1, most))
     return -(-vocab_size // num_chunks)

@@ -1,27 +1,23 @@
 """The KL penalty: which estimator, where it acts, and what its gradient is.
 
 With x_t = logprobs_t - ref_logprobs_t (reverse) or ref_logprobs_t - logprobs_t
-(forward), an estimate k(x) from `kl` acts in two places:
+(forward), an estimate k(x) of `kl.estimators` acts in two places:
 
-    in the reward  token_rewards takes -β·k(x_t): the policy gradient multiplies it by
-                   ∇log π, and nothing is differentiated through k
-    in the loss    the loss gets β Σ_t weights_t·k(x_t), which is differentiated
+    in the reward  `token_rewards` adds -β·k(x_t) to the reward of token t. The policy
+                   gradient multiplies it by ∇log π; k is not differentiated.
+    in the loss    the loss is β Σ_t weights_t·k(x_t), which is differentiated.
 
-Which of the two, and which estimate, decides what the penalty does to the policy:
-`Penalty.gradient` says it in the words of `gradients`, and `Penalty.warning` speaks
-up where it is not what any KL would do. Where responses differ in length the names are
-those of aggregation "constant": the means divide by lengths that the policy chooses.
-
-    per        column    0   1   2   3   4      a response of three tokens
-    token      kl        0  k1  k2  k3   0      k(x_t), an estimate of each
-    length     kl        0  k1  k2  k3   0      each a third of that
-    response   kl        0   0   0  k    0      k(x_1 + x_2 + x_3) of all
+The place and the estimator determine the expected gradient of the penalty.
+`Penalty.gradient` names it, as `gradients` defines it, and `Penalty.warning` is a
+sentence where it is not that of a KL. Where responses differ in length the names hold
+for aggregation "constant": the means divide by lengths that the policy chooses.
 """
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float32
 
 from rlhf_jax.functional import checks, masked
 from rlhf_jax.functional.kl import estimators
@@ -37,36 +33,48 @@ Stats = masked.Stats
 def reward_kl(
     *,
     penalty: Penalty,
-    logprobs: Array,
-    ref_logprobs: Array,
-    mask: Array,
-    exact: Array | None = None,
-) -> tuple[Array, Stats]:
-    """The value that `token_rewards` multiplies by -β.
+    logprobs: Float32[Array, "B S"],
+    ref_logprobs: Float32[Array, "B S"],
+    mask: Bool[Array, "B S"],
+    exact: Float32[Array, "B S"] | None = None,
+) -> tuple[Float32[Array, "B S"], Stats]:
+    """The KL per token that `token_rewards` multiplies by -β.
 
     Args:
-      penalty: which estimate; its placement is not read here.
+      penalty: which estimate; placement and grad_estimator are not read.
       logprobs: f32[B, S], nats, of the policy that sampled; column t is about
         tokens[:, t].
       ref_logprobs: f32[B, S], nats, of the reference.
       mask: bool[B, S], response tokens, EOS included.
       exact: f32[B, S], nats, of `kl.exact_from_hidden` in the penalty's direction;
-        wanted where value_estimator is exact.
+        required where value_estimator is exact.
 
     Returns:
-      f32[B, S], nats, 0 outside the mask, without gradient, and {name: (sum, weight)}:
-      where clip is set `penalty/clipfrac`, the share of estimates that it cut; of k3
-      or with weights `penalty/overflowfrac`, the share held where float32 ends.
+      f32[B, S], nats, 0 outside the mask, without gradient, and {name: (sum, weight)}.
+      With clip: `penalty/clipfrac`, the share of estimates that were clipped. With k3
+      or weights: `penalty/overflowfrac`, the share capped to stay within float32.
 
     Raises:
-      InputError: exact is wanted and not there. ValueError: shapes differ.
+      InputError: the exact KL is required and None. ValueError: shapes differ.
       TypeError: floats are not f32 or mask is not bool.
+
+    >>> logprobs = jnp.array([[0.0, -1.0, -2.0]])
+    >>> ref_logprobs = jnp.array([[0.0, -3.0, -1.5]])
+    >>> arrays = {"logprobs": logprobs, "ref_logprobs": ref_logprobs}
+    >>> arrays |= {"mask": jnp.array([[False, True, True]])}
+    >>> print(reward_kl(penalty=Penalty(), **arrays)[0])
+    [[ 0.   2.  -0.5]]
+    >>> print(reward_kl(penalty=Penalty(per="response"), **arrays)[0])
+    [[0.  0.  1.5]]
+    >>> kl, stats = reward_kl(penalty=Penalty(clip=1.0), **arrays)
+    >>> print(kl, masked.mean_stats(stats)["penalty/clipfrac"])
+    [[ 0.   1.  -0.5]] 0.5
     """
     _check(mask, exact, logprobs=logprobs, ref_logprobs=ref_logprobs)
     log_ratio = _log_ratio(penalty.direction, logprobs, ref_logprobs)
-    # Of the policy that samples: only a forward KL has weights here, π_ref/π.
+    # The samples are the policy's own: only a forward KL has weights here, π_ref/π.
     weighted = penalty.direction == "forward" and penalty.importance_weights is not None
-    found = estimates(
+    weighted_kl = estimates(
         penalty,
         log_ratio=log_ratio,
         log_weights=log_ratio if weighted else None,
@@ -74,53 +82,66 @@ def reward_kl(
         exact=exact,
         estimator=penalty.value_estimator,
     )
-    stats: Stats = {} if penalty.clip is None else {"penalty/clipfrac": found.clipfrac}
+    stats: Stats = (
+        {} if penalty.clip is None else {"penalty/clipfrac": weighted_kl.clipfrac}
+    )
     if penalty.value_estimator == "k3" or weighted:
-        stats["penalty/overflowfrac"] = found.overflowfrac
-    return jax.lax.stop_gradient((found.kl * _share(penalty, mask), stats))
+        stats["penalty/overflowfrac"] = weighted_kl.overflowfrac
+    return jax.lax.stop_gradient((weighted_kl.kl * _share(penalty, mask), stats))
 
 
 def kl_loss(
     *,
     penalty: Penalty,
-    logprobs: Array,
-    old_logprobs: Array,
-    ref_logprobs: Array,
-    mask: Array,
-    weights: Array,
-    exact: Array | None = None,
-) -> tuple[Array, Stats]:
-    """Σ weights·kl with kl = w·(g + stop_gradient(v - g)); β is the caller's factor.
+    logprobs: Float32[Array, "B S"],
+    old_logprobs: Float32[Array, "B S"],
+    ref_logprobs: Float32[Array, "B S"],
+    mask: Bool[Array, "B S"],
+    weights: Float32[Array, "B S"],
+    exact: Float32[Array, "B S"] | None = None,
+) -> tuple[Float32[Array, ""], Stats]:
+    """Σ weights·kl with kl = w·(g + stop_gradient(v - g)); the caller multiplies by β.
 
-    v is the value estimator, g the gradient estimator and w the importance weight
+    v is the value estimate, g the gradient estimate and w the importance weight
     (reverse π/π_old, forward π_ref/π_old), which is not differentiated.
 
     Args:
-      penalty: which estimates; its placement is not read here.
+      penalty: which estimates; placement is not read.
       logprobs: f32[B, S], nats, of the policy now; column t is about tokens[:, t].
       old_logprobs: f32[B, S], nats, of the policy that sampled.
       ref_logprobs: f32[B, S], nats, of the reference.
       mask: bool[B, S], response tokens, EOS included.
-      weights: f32[B, S], dimensionless, of `losses.token_weights`; those of a whole
-        minibatch sum to 1, so that its micro-batches add up. An estimate of a whole
-        response takes the weight of the last token.
-      exact: f32[B, S], nats, of `kl.exact_from_hidden` in the penalty's direction and
-        with its gradient; wanted where an estimator is exact.
+      weights: f32[B, S], dimensionless, of `losses.token_weights`. Those of a whole
+        minibatch sum to 1, so the losses of its micro-batches add up. An estimate of a
+        whole response has the weight of the last token.
+      exact: f32[B, S], nats, of `kl.exact_from_hidden` in the penalty's direction, with
+        its gradient; required where an estimator is exact.
 
     Returns:
       f32[] loss, nats, and {name: (sum, weight)}. The gradient reaches `logprobs` and
-      `exact`; none comes from an estimate that was clipped. `loss/kl`: the values
-      (weighted by w, clipped, not divided by a length), nats per token. Where clip is
-      set `loss/kl_clipfrac`: the share of estimates that it cut. Of k3 or with weights
-      `loss/kl_overflowfrac`: the share held where float32 ends, value and slope: k3 at
-      e^88.72, another at the largest weight with which its product is a float32.
+      `exact`; it is 0 for estimates that were clipped. `loss/kl`: the values (weighted
+      by w, clipped, not divided by a length), nats per token. With clip:
+      `loss/kl_clipfrac`, the share of estimates that were clipped. With k3 or weights:
+      `loss/kl_overflowfrac`, the share capped to stay within float32, value and slope:
+      k3 at e^88.72, others at the largest weight for which the product is finite.
 
     Raises:
-      InputError: exact is wanted and not there. ValueError: shapes differ.
+      InputError: the exact KL is required and None. ValueError: shapes differ.
       TypeError: floats are not f32 or mask is not bool.
 
-    Source: Schulman 2020, joschu.net/blog/kl-approx; Tang and Munos 2025,
-    arXiv:2506.09477, on what their gradients are.
+    Source: Schulman 2020, joschu.net/blog/kl-approx; on the gradients, Tang and Munos
+    2025, arXiv:2506.09477.
+
+    >>> mask = jnp.array([[False, True, True]])
+    >>> arrays = {"ref_logprobs": jnp.array([[0.0, -3.0, -1.5]]), "mask": mask}
+    >>> arrays |= {"weights": mask / 2, "old_logprobs": jnp.array([[0.0, -1.0, -2.0]])}
+    >>> def loss(logprobs, penalty):
+    ...     return kl_loss(penalty=penalty, logprobs=logprobs, **arrays)[0]
+    >>> logprobs = jnp.array([[0.0, -1.0, -2.0]])  # x is 2 and -0.5
+    >>> print(loss(logprobs, IN_LOSS))  # the value is k1: (2 - 0.5) / 2
+    0.75
+    >>> print(jax.grad(loss)(logprobs, IN_LOSS))  # the gradient is that of k2: x / 2
+    [[ 0.    1.   -0.25]]
     """
     floats = {"logprobs": logprobs, "old_logprobs": old_logprobs}
     floats |= {"ref_logprobs": ref_logprobs, "weights": weights}
@@ -130,7 +151,7 @@ def kl_loss(
     if penalty.importance_weights is not None:
         target = logprobs if penalty.direction == "reverse" else fixed
         log_weights = estimators.k1(target, old_logprobs)
-    found = estimates(
+    weighted_kl = estimates(
         penalty,
         log_ratio=_log_ratio(penalty.direction, logprobs, fixed),
         log_weights=log_weights,
@@ -139,13 +160,13 @@ def kl_loss(
         estimator=penalty.in_gradient,
     )
     weights = jax.lax.stop_gradient(jnp.where(mask, weights, 0.0))
-    loss = jnp.sum(weights * found.kl * _share(penalty, mask))
+    loss = jnp.sum(weights * weighted_kl.kl * _share(penalty, mask))
     num_tokens = jnp.sum(mask, dtype=jnp.float32)
-    stats: Stats = {"loss/kl": (jnp.sum(found.kl), num_tokens)}
+    stats: Stats = {"loss/kl": (jnp.sum(weighted_kl.kl), num_tokens)}
     if penalty.clip is not None:
-        stats["loss/kl_clipfrac"] = found.clipfrac
+        stats["loss/kl_clipfrac"] = weighted_kl.clipfrac
     if "k3" in penalty.estimators_used or log_weights is not None:
-        stats["loss/kl_overflowfrac"] = found.overflowfrac
+        stats["loss/kl_overflowfrac"] = weighted_kl.overflowfrac
     return loss, jax.lax.stop_gradient(stats)
 
 

@@ -1,4 +1,4 @@
-"""Estimates of the KL with their importance weights, clipped, within float32."""
+"""Estimates of the KL times their importance weights, clipped and finite in float32."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float32
 
 from rlhf_jax.functional import masked, ratios
 from rlhf_jax.functional.checks import InputError
@@ -17,23 +18,50 @@ Array = jax.Array
 
 
 class Estimates(NamedTuple):
-    """Estimates where they stand, and how many were clipped or kept within float32."""
+    """Estimates at their columns, and the shares that were clipped or capped."""
 
-    kl: Array  # f32[B, S], nats, 0 where no estimate stands
-    clipfrac: tuple[Array, Array]  # estimates that were clipped, estimates
-    overflowfrac: tuple[Array, Array]  # held where float32 ends, estimates
+    kl: Float32[Array, "B S"]  # nats, 0 at columns without an estimate
+    # (number of clipped estimates, number of estimates)
+    clipfrac: tuple[Float32[Array, ""], Float32[Array, ""]]
+    # (number of estimates capped to stay within float32, number of estimates)
+    overflowfrac: tuple[Float32[Array, ""], Float32[Array, ""]]
 
 
 def estimates(
     penalty: Penalty,
     *,
-    log_ratio: Array,
-    log_weights: Array | None,
-    mask: Array,
-    exact: Array | None,
+    log_ratio: Float32[Array, "B S"],
+    log_weights: Float32[Array, "B S"] | None,
+    mask: Bool[Array, "B S"],
+    exact: Float32[Array, "B S"] | None,
     estimator: Estimator,
 ) -> Estimates:
-    """The values, with the gradient of `estimator`."""
+    """w·(g + stop_gradient(v - g)): values v with the gradient of the estimates g.
+
+    Args:
+      penalty: its value_estimator gives v; per, importance_weights and clip are read.
+      log_ratio: f32[B, S], nats, x of the estimators at each token.
+      log_weights: f32[B, S], nats, log w of each token; None is w = 1.
+      mask: bool[B, S], response tokens, EOS included.
+      exact: f32[B, S], nats; required where an estimator is exact.
+      estimator: gives g.
+
+    Returns:
+      Estimates and shares. The gradient reaches `log_ratio` and `exact`. It is 0 where
+      the estimate was clipped.
+
+    Raises:
+      InputError: an estimator is exact and `exact` is None.
+
+    >>> arrays = {"log_ratio": jnp.array([[9.0, 2.0, -1.0]]), "log_weights": None}
+    >>> arrays |= {"mask": jnp.array([[False, True, True]]), "exact": None}
+    >>> print(estimates(Penalty(), estimator="k1", **arrays).kl)
+    [[ 0.  2. -1.]]
+    >>> print(estimates(Penalty(clip=1.0), estimator="k1", **arrays).kl)
+    [[ 0.  1. -1.]]
+    >>> print(estimates(Penalty(per="response"), estimator="k1", **arrays).kl)
+    [[0. 0. 1.]]
+    """
     cells = _last(mask) if penalty.per == "response" else mask
     x = _placed(penalty, log_ratio, mask, cells)
     if exact is not None:
@@ -44,21 +72,21 @@ def estimates(
     if penalty.clip is not None:
         kept = cells & (jnp.abs(value) <= penalty.clip)
         value = jnp.clip(value, -penalty.clip, penalty.clip)
-        # Selected before the estimator: an infinite slope times 0 would be NaN.
+        # Before the estimator: an infinite slope times 0 would be NaN.
         x = jnp.where(kept, x, 0.0)
         exact = None if exact is None else jnp.where(kept, exact, 0.0)
     slope = _weighted(estimator, x, exact, log_weights)
     slope = jnp.where(kept, slope - jax.lax.stop_gradient(slope), 0.0)
     clipped = jnp.sum(cells & ~kept, dtype=jnp.float32)
-    held = log_weights > _most(_estimate(estimator, x, exact))
+    capped = log_weights > _most(_estimate(estimator, x, exact))
     if "k3" in penalty.estimators_used:
         far = _far(x, log_weights)
-        held = jnp.where(far, log_weights - x > ratios.LARGEST, held)
+        capped = jnp.where(far, log_weights - x > ratios.LARGEST, capped)
     num_estimates = jnp.sum(cells, dtype=jnp.float32)
     return Estimates(
         kl=jax.lax.stop_gradient(value) + slope,
         clipfrac=(clipped, num_estimates),
-        overflowfrac=(jnp.sum(held & kept, dtype=jnp.float32), num_estimates),
+        overflowfrac=(jnp.sum(capped & kept, dtype=jnp.float32), num_estimates),
     )
 
 
@@ -70,9 +98,9 @@ def _weighted(
         return _times(_estimate(estimator, x, exact), log_weights)
     far = _far(x, log_weights)
     near = _times(_estimate("k3", jnp.where(far, 0.0, x), exact), log_weights)
-    # Far out exp(-x) is all of k3 but less than a digit. Times its weight it is taken
-    # as one exponential, which may be finite where the factors are not.
-    return jnp.where(far, ratios.held_exp(jnp.where(far, log_weights - x, 0.0)), near)
+    # For large -x, k3 is exp(-x) up to rounding. Its product with the weight is
+    # computed as one exponential, which may be finite where the factors are not.
+    return jnp.where(far, ratios.capped_exp(jnp.where(far, log_weights - x, 0.0)), near)
 
 
 def _times(estimate: Array, log_weights: Array) -> Array:
@@ -80,13 +108,13 @@ def _times(estimate: Array, log_weights: Array) -> Array:
 
 
 def _most(estimate: Array) -> Array:
-    """The largest log-weight, nats, with which value and slope are float32."""
+    """The largest log-weight, nats, for which value and slope are finite in float32."""
     size = jnp.maximum(2.0, 4.0 * jnp.abs(jax.lax.stop_gradient(estimate)))
     return ratios.LARGEST - jnp.log(size)
 
 
 def _far(x: Array, log_weights: Array) -> Array:
-    """Where k3 or its weighted form comes near the end of float32."""
+    """Where k3 or its product with the weight is close to the largest float32."""
     return (x < -20) & (jnp.maximum(log_weights, 0.0) - x > ratios.LARGE)
 
 
@@ -111,7 +139,7 @@ def _estimate(estimator: Estimator, x: Array, exact: Array | None) -> Array:
 def _log_importance(
     penalty: Penalty, log_weights: Array | None, mask: Array, cells: Array
 ) -> Array:
-    """f32[B, S], nats, without gradient; 0 where no weights are asked for."""
+    """f32[B, S], nats, without gradient; 0 where there are no weights."""
     if log_weights is None:
         return jnp.zeros(mask.shape, jnp.float32)
     log_weights = jax.lax.stop_gradient(log_weights)
@@ -121,14 +149,14 @@ def _log_importance(
 
 
 def _placed(penalty: Penalty, x: Array, mask: Array, cells: Array) -> Array:
-    """x where an estimate stands, there its sum over the response if that is asked."""
+    """x at the columns of estimates; per response, its sum over the response."""
     if penalty.per == "response":
         x = masked.masked_sum(x, mask=mask, axis=1)[:, None]
     return jnp.where(cells, x, 0.0)
 
 
 def _last(mask: Array) -> Array:
-    """bool[B, S], the last True of each row alone."""
+    """bool[B, S], True at the last True of each row only."""
     columns = jnp.arange(mask.shape[1], dtype=jnp.int32)[None, :]
     last = jnp.max(columns, axis=1, where=mask, initial=-1, keepdims=True)
     return columns == last

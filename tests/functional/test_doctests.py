@@ -1,0 +1,106 @@
+"""Every public function of functional/ shows what it does, and the examples hold.
+
+The numbers of an example are compared to the digits that are written there.
+"""
+
+import doctest
+import importlib
+import inspect
+import math
+import pkgutil
+import re
+
+import pytest
+
+from rlhf_jax import functional
+
+NUMBER = re.compile(r"(?<![\w.])[-+]?\d+\.?\d*(?:e[-+]?\d+)?(?!\w)")
+# The public functions of these two are `logprobs` and `kl.hidden_states`.
+INTERNAL = {"logprob_chunks", "chunks"}
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+class Checker(doctest.OutputChecker):
+    """Takes 0.6931472 for 0.693, and [1.0000001 2.] for [1. 2.]."""
+
+    def check_output(self, want: str, got: str, optionflags: int) -> bool:
+        if super().check_output(want, got, optionflags):
+            return True
+        wanted, numbers = NUMBER.findall(want), NUMBER.findall(got)
+        texts = ["".join(NUMBER.sub("#", text).split()) for text in (want, got)]
+        return (
+            bool(wanted)
+            and texts[0] == texts[1]
+            and all(close(a, b) for a, b in zip(wanted, numbers, strict=True))
+        )
+
+
+def close(wanted: str, got: str) -> bool:
+    digits = len(wanted.partition("e")[0].partition(".")[2])
+    if "." not in wanted:
+        return wanted == got
+    return math.isclose(float(wanted), float(got), rel_tol=0, abs_tol=0.51 / 10**digits)
+
+
+def modules() -> list:
+    names = [
+        module.name
+        for module in pkgutil.walk_packages(functional.__path__, "rlhf_jax.functional.")
+    ]
+    return [importlib.import_module(name) for name in names]
+
+
+EXAMPLES = {
+    f"{test.name.removeprefix('rlhf_jax.functional.')}": test
+    for module in modules()
+    for test in doctest.DocTestFinder(exclude_empty=False).find(module)
+}
+
+
+def public_functions() -> list[str]:
+    """Dotted names below functional/, the methods of public classes too."""
+    names = []
+    for module in modules():
+        place = module.__name__.removeprefix("rlhf_jax.functional.")
+        if place.rpartition(".")[2] in INTERNAL:
+            continue
+        for name, value in vars(module).items():
+            if name.startswith("_") or getattr(value, "__module__", "") != (
+                module.__name__
+            ):
+                continue
+            if inspect.isfunction(value):
+                names.append(f"{place}.{name}")
+    return names
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, test in EXAMPLES.items() if test.examples]
+)
+def test_the_examples_hold(name):
+    runner = doctest.DocTestRunner(Checker(), verbose=False, optionflags=FLAGS)
+    report: list[str] = []
+    runner.run(EXAMPLES[name], out=report.append, clear_globs=False)
+    assert not runner.summarize(verbose=False).failed, "".join(report)
+
+
+@pytest.mark.parametrize("name", public_functions())
+def test_a_public_function_has_two_examples_or_more(name):
+    assert sum(bool(example.want) for example in EXAMPLES[name].examples) >= 2
+
+
+@pytest.mark.parametrize(
+    ("want", "got", "same"),
+    [
+        ("0.693", "0.6931472", True),
+        ("0.693", "0.6936", False),
+        ("[ 1.  -0.5]", "[ 1.0000001 -0.49999997]", True),
+        ("[1. 2.]", "[1. 3.]", False),
+        ("[1. 2.]", "[[1. 2.]]", False),
+        ("[1. 2.]", "[1. nan]", False),
+        ("3", "4", False),
+        ("True", "False", False),
+    ],
+)
+def test_numbers_are_compared_to_the_digits_that_are_written(want, got, same):
+    assert Checker().check_output(want + "\n", got + "\n", FLAGS) is same
