@@ -72,8 +72,13 @@ def token_rewards(
     return score_rewards - kl_coef * jnp.where(mask, kl, 0.0)
 
 
-def kl_reward(kl: Array, *, mask: Array, kl_coef: Array | float) -> Array:
-    """-β Σ_t kl_t: what the KL adds to the reward of a response by `token_rewards`.
+def kl_reward(
+    kl: Float32[Array, "B S"],
+    *,
+    mask: Bool[Array, "B S"],
+    kl_coef: Float32[Array, ""] | float,
+) -> Float32[Array, " B"]:
+    """-β Σ_t kl_t: the part of a response's reward that `token_rewards` takes from KL.
 
     Args:
       kl: f32[B, S], nats per token.
@@ -85,5 +90,12 @@ def kl_reward(kl: Array, *, mask: Array, kl_coef: Array | float) -> Array:
 
     Raises:
       ValueError: the shapes differ. TypeError: kl is not f32 or mask is not bool.
+
+    >>> kl = jnp.array([[0.0, 0.0, 2.0, 1.0, 3.0, 9.0]])
+    >>> mask = jnp.array([[False, False, True, True, True, False]])
+    >>> print(kl_reward(kl, mask=mask, kl_coef=0.5))
+    [-3.]
+    >>> print(kl_reward(kl, mask=mask, kl_coef=0.1))
+    [-0.6]
     """
     return -kl_coef * masked.masked_sum(kl, mask=mask, axis=1)

@@ -1,38 +1,62 @@
 """The tests of functional/ check the shapes in the signatures of what they call."""
 
+import functools
 import inspect
 import pkgutil
+import typing
 from collections.abc import Callable, Iterator
 from importlib import import_module
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
-from beartype import BeartypeConf, beartype
-from jaxtyping import TypeCheckError, jaxtyped
+from beartype import BeartypeConf
+from beartype.door import is_bearable
+from jaxtyping import jaxtyped
 
 from rlhf_jax import functional
 
 # An int is a float, as for type checkers.
-typechecker = beartype(conf=BeartypeConf(is_pep484_tower=True))
-checked_functions: dict[Callable, Callable] = {}
+INT_IS_FLOAT = BeartypeConf(is_pep484_tower=True)
 
 
+@functools.cache
 def checked(function: Callable) -> Callable:
-    """The function, held to the shapes and dtypes of its annotations.
+    """The function, with arguments and result held to the shapes of its annotations.
 
-    Where it refuses its arguments itself, its own error comes first.
+    Its own errors come first: what it accepts has to be what its signature says.
     """
-    if function not in checked_functions:
-        typed = jaxtyped(function, typechecker=typechecker)
+    signature = inspect.signature(function)
+    hints = typing.get_type_hints(function)
 
-        def call(*args, **kwargs):
-            try:
-                return typed(*args, **kwargs)
-            except TypeCheckError:
-                function(*args, **kwargs)
-                raise
+    def call(*args, **kwargs):
+        result = function(*args, **kwargs)
+        arguments = signature.bind(*args, **kwargs).arguments
+        values = [
+            (name, value, hints[name])
+            for name, argument in arguments.items()
+            for value in (
+                argument.values()
+                if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+                else [argument]
+            )
+        ]
+        with jaxtyped("context"):  # a size has one value in all of them
+            for name, value, hint in [*values, ("the result", result, hints["return"])]:
+                value = jax.tree.map(as_jax, value)
+                assert is_bearable(value, hint, conf=INT_IS_FLOAT), (
+                    f"{function.__module__}.{function.__name__}: {name} is not {hint}, "
+                    f"but {value}"
+                )
+        return result
 
-        checked_functions[function] = call
-    return checked_functions[function]
+    return call
+
+
+def as_jax(value):
+    """Tests may call with arrays of numpy, which the functions take as well."""
+    return jnp.asarray(value) if isinstance(value, np.ndarray | np.generic) else value
 
 
 @pytest.fixture(scope="module", autouse=True)

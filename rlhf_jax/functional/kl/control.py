@@ -18,16 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.functional import checks
-from rlhf_jax.functional.kl.coefficients import (
-    RANGE,
-    adaptive,
-    fixed,
-    known_unit,
-    lagrangian,
-    pi,
-    require_covers,
-    scheduled,
-)
+from rlhf_jax.functional.kl.coefficients import fixed, require_covers, scheduled
 from rlhf_jax.functional.kl.controllers import (
     AdaptiveKL,
     FixedKL,
@@ -38,6 +29,13 @@ from rlhf_jax.functional.kl.controllers import (
     ScheduledKL,
     Unit,
     scalar,
+)
+from rlhf_jax.functional.kl.target_coefficients import (
+    RANGE,
+    adaptive,
+    known_unit,
+    lagrangian,
+    pi,
 )
 
 __all__ = [

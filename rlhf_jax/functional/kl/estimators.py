@@ -238,8 +238,8 @@ def check_k(k: int, vocab_size: int) -> None:
     >>> check_k(0, 50257)
     Traceback (most recent call last):
         ...
-    rlhf_jax.functional.checks.InputError: k: expected 1 to 50257 (the tokens of the
-        vocabulary), got 0; choose fewer tokens, or the exact KL
+    rlhf_jax.functional.number_checks.InputError: k: expected 1 to 50257 (the tokens of
+        the vocabulary), got 0; choose fewer tokens, or the exact KL
     """
     if not 1 <= k <= vocab_size:
         raise checks.InputError(
