@@ -73,7 +73,7 @@ def lengths_to_mask(lengths: Int32[Array, " B"], *, size: int) -> Bool[Array, "B
 
 def masked_sum(
     x: Float32[Array, "*shape"], *, mask: Bool[Array, "*shape"], axis: int | None = None
-) -> Float32[Array, ...]:
+) -> Float32[Array, "*kept"]:
     """Σ m·x over `axis`, or over everything.
 
     Args:
@@ -100,7 +100,7 @@ def masked_sum(
 
 def masked_mean(
     x: Float32[Array, "*shape"], *, mask: Bool[Array, "*shape"], axis: int | None = None
-) -> Float32[Array, ...]:
+) -> Float32[Array, "*kept"]:
     """Σ m·x / Σ m over `axis`, or over everything.
 
     The mean of equal numbers is that number, at any magnitude and any count.
