@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import flax.struct
 import jax
+from jaxtyping import Bool, Float32, Int32
 
 from rlhf_jax.functional import masked
 
@@ -28,23 +29,23 @@ Array = jax.Array
 class Prompts:
     """Left-padded prompts: the last prompt token stands in the last column."""
 
-    tokens: Array  # i32[B, P]
-    mask: Array  # bool[B, P], True at tokens, False at padding
-    index: Array  # i32[B], row of the data set
-    sample: Array  # i32[B], which sample of that prompt
+    tokens: Int32[Array, "B P"]
+    mask: Bool[Array, "B P"]  # True at tokens, False at padding
+    index: Int32[Array, " B"]  # row of the data set
+    sample: Int32[Array, " B"]  # which sample of that prompt
 
 
 @flax.struct.dataclass
 class Rollout:
     """Prompts with sampled responses, as the sampler saw them."""
 
-    tokens: Array  # i32[B, S]
-    mask: Array  # bool[B, S], not padding
-    response_mask: Array  # bool[B, S], response tokens, EOS included
-    old_logprobs: Array  # f32[B, S], nats, 0 outside the response
-    entropy: Array  # f32[B, S], nats, of the distribution each token was drawn from
-    index: Array  # i32[B]
-    sample: Array  # i32[B]
+    tokens: Int32[Array, "B S"]
+    mask: Bool[Array, "B S"]  # not padding
+    response_mask: Bool[Array, "B S"]  # response tokens, EOS included
+    old_logprobs: Float32[Array, "B S"]  # nats, 0 outside the response
+    entropy: Float32[Array, "B S"]  # nats, of each token's distribution
+    index: Int32[Array, " B"]
+    sample: Int32[Array, " B"]
 
 
 @flax.struct.dataclass
@@ -52,10 +53,10 @@ class Scored:
     """A rollout with what the frozen models and the critic say of it."""
 
     rollout: Rollout
-    scores: Array  # f32[B], reward units, one per response
-    values: Array | None  # f32[B, S], reward units; None without a critic
-    ref_logprobs: Array | None  # f32[B, S], nats; None without a reference
-    kl: Array | None  # f32[B, S], nats, that goes into the reward; None if none does
+    scores: Float32[Array, " B"]  # reward units, one per response
+    values: Float32[Array, "B S"] | None  # reward units; None without a critic
+    ref_logprobs: Float32[Array, "B S"] | None  # nats; None without a reference
+    kl: Float32[Array, "B S"] | None  # nats, what goes into the reward; None if off
     kl_stats: masked.Stats = flax.struct.field(default_factory=dict)  # of its clipping
 
 
@@ -63,42 +64,42 @@ class Scored:
 class PolicyExperience:
     """What a policy gradient reads; fixed while the epochs run."""
 
-    tokens: Array  # i32[B, S]
-    mask: Array  # bool[B, S]
-    response_mask: Array  # bool[B, S]
-    old_logprobs: Array  # f32[B, S], nats
-    ref_logprobs: Array | None  # f32[B, S], nats
-    token_rewards: Array  # f32[B, S], reward units
-    advantages: Array  # f32[B, S], reward units (or unit variance if normalised)
+    tokens: Int32[Array, "B S"]
+    mask: Bool[Array, "B S"]
+    response_mask: Bool[Array, "B S"]
+    old_logprobs: Float32[Array, "B S"]  # nats
+    ref_logprobs: Float32[Array, "B S"] | None  # nats
+    token_rewards: Float32[Array, "B S"]  # reward units
+    advantages: Float32[Array, "B S"]  # reward units (or unit variance if normalised)
 
 
 @flax.struct.dataclass
 class Experience(PolicyExperience):
     """What an update of PPO reads, the critic's part included."""
 
-    value_mask: Array  # bool[B, S], states with a value; a column longer in N+
-    old_values: Array  # f32[B, S], reward units
-    returns: Array  # f32[B, S], reward units
+    value_mask: Bool[Array, "B S"]  # states with a value; a column longer in N+
+    old_values: Float32[Array, "B S"]  # reward units
+    returns: Float32[Array, "B S"]  # reward units
 
 
 @flax.struct.dataclass
 class Sequences:
     """Right-padded texts; the language-model loss reads `response_mask` tokens."""
 
-    tokens: Array  # i32[B, S]
-    mask: Array  # bool[B, S]
-    response_mask: Array  # bool[B, S], tokens that are trained on
-    # i32[B, S], which text of its row a token is of, 0 at padding; None is one a row
-    segments: Array | None = None
+    tokens: Int32[Array, "B S"]
+    mask: Bool[Array, "B S"]
+    response_mask: Bool[Array, "B S"]  # tokens that are trained on
+    # which text of its row a token belongs to, 0 at padding; None is one text per row
+    segments: Int32[Array, "B S"] | None = None
 
 
 @flax.struct.dataclass
 class Preferences:
-    """Pairs of answers to the same prompt, row by row."""
+    """Pairs of responses to the same prompt, one pair per row."""
 
     chosen: Sequences
     rejected: Sequences
-    margin: Array | None = None  # f32[B], score difference asked for; None is 0
+    margin: Float32[Array, " B"] | None = None  # required score difference; None is 0
 
 
 @flax.struct.dataclass
@@ -110,15 +111,15 @@ class PackedPreferences:
     segments         1   1   1   2   2   2   2   3   3  ...
     response_mask    0   1   1   0   1   1   1   0   1  ...
 
-    Pair k of a row is its segments 2k + 1, prompt and chosen answer, and 2k + 2, the
-    same prompt and the rejected one: texts that do not see each other.
+    Pair k of a row is its segments 2k + 1, prompt and chosen response, and 2k + 2, the
+    same prompt and the rejected one. Attention does not cross texts.
     """
 
-    tokens: Array  # i32[B, S]
-    segments: Array  # i32[B, S], 0 at padding
-    response_mask: Array  # bool[B, S], tokens of the answers, EOS included
-    pairs: Array  # bool[B, K], True where the row has a pair of that number
-    index: Array  # i32[B], row of the packed data set
+    tokens: Int32[Array, "B S"]
+    segments: Int32[Array, "B S"]  # 0 at padding
+    response_mask: Bool[Array, "B S"]  # tokens of the responses, EOS included
+    pairs: Bool[Array, "B K"]  # True where the row has a pair of that number
+    index: Int32[Array, " B"]  # row of the packed data set
 
     @property
     def mask(self) -> Array:
