@@ -16,8 +16,8 @@ def gae(
     rewards: Float32[Array, "B S"],
     values: Float32[Array, "B S"],
     mask: Bool[Array, "B S"],
-    gamma: float,
-    lam: float,
+    gamma: float | Float32[Array, ""],
+    lam: float | Float32[Array, ""],
 ) -> tuple[Float32[Array, "B S"], Float32[Array, "B S"]]:
     """Generalised advantages A_t = δ_t + γλ·A_{t+1}, δ_t = r_t + γ·V_{t+1} - V_t.
 

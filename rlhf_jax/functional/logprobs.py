@@ -25,7 +25,7 @@ def token_logprobs(
     logits: Float[Array, "B S V"],
     tokens: Int32[Array, "B S"],
     *,
-    temperature: float = 1.0,
+    temperature: float | Float32[Array, ""] = 1.0,
 ) -> Float32[Array, "B S"]:
     """log softmax(logits[:, t-1] / temperature)[tokens[:, t]], column 0 being 0.
 
@@ -58,7 +58,7 @@ def token_logprobs(
 
 
 def entropy(
-    logits: Float[Array, "*shape V"], *, temperature: float = 1.0
+    logits: Float[Array, "*shape V"], *, temperature: float | Float32[Array, ""] = 1.0
 ) -> Float32[Array, "*shape"]:
     """-Σ_v π(v) log π(v) with π = softmax(logits / temperature) and 0·log 0 = 0.
 
@@ -89,7 +89,7 @@ def token_logprobs_from_hidden(
     head: Float[Array, "rows D"],
     tokens: Int32[Array, "B S"],
     *,
-    temperature: float = 1.0,
+    temperature: float | Float32[Array, ""] = 1.0,
     vocab_size: int | None = None,
     softcap: float | None = None,
     first_column: int = 1,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Shaped
 
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.kl.controllers import (
@@ -15,12 +16,14 @@ from rlhf_jax.functional.kl.controllers import (
     scalar,
 )
 
+Array = jax.Array
 
-def fixed(kl_coef: float) -> FixedKL:
+
+def fixed(kl_coef: float | Shaped[Array, ""]) -> FixedKL:
     """A constant coefficient.
 
     Args:
-      kl_coef: β, reward units per nat; 0.0 is no penalty.
+      kl_coef: β, reward units per nat; 0.0 is no penalty. An array is not read.
 
     Returns:
       The controller.
@@ -65,7 +68,7 @@ def scheduled(schedule: Schedule, *, num_steps: int) -> ScheduledKL:
         0 or more, got -0.5; choose schedule(1) >= 0
     """
     checks.positive(num_steps=num_steps)
-    first = scalar(schedule(jnp.zeros((), jnp.int32)))
+    first = jnp.asarray(schedule(jnp.zeros((), jnp.int32)), jnp.float32)
     checks.shape((), **{"schedule(0)": first})
     steps = jnp.arange(num_steps, dtype=jnp.int32)
     for step, kl_coef in enumerate(
@@ -73,7 +76,7 @@ def scheduled(schedule: Schedule, *, num_steps: int) -> ScheduledKL:
     ):
         checks.non_negative(**{f"schedule({step})": float(kl_coef)})
     return ScheduledKL(
-        kl_coef=first,
+        kl_coef=scalar(first),
         step=jnp.zeros((), jnp.int32),
         schedule=schedule,
         num_steps=num_steps,

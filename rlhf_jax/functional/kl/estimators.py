@@ -121,7 +121,7 @@ def exact(
     logits: Float[Array, "*shape V"],
     ref_logits: Float[Array, "*shape V"],
     *,
-    temperature: float = 1.0,
+    temperature: float | Float32[Array, ""] = 1.0,
 ) -> Float32[Array, "*shape"]:
     """KL(π ‖ π_ref) = Σ_v π(v) log(π(v) / π_ref(v)), π = softmax(logits / temperature).
 
@@ -159,7 +159,7 @@ def top_k(
     ref_logits: Float[Array, "*shape V"],
     *,
     k: int,
-    temperature: float = 1.0,
+    temperature: float | Float32[Array, ""] = 1.0,
     direction: Direction = "reverse",
 ) -> Float32[Array, "*shape"]:
     """KL over the policy's k most likely tokens and one bucket of all others.
@@ -217,7 +217,7 @@ def _bucketed(
     return jnp.concatenate([alone, jnp.where(some, rest, -jnp.inf)], axis=-1)
 
 
-def _check_logits(logits: Array, ref_logits: Array, temperature: float) -> None:
+def _check_logits(logits: Array, ref_logits: Array, temperature: float | Array) -> None:
     checks.same_shape(logits=logits, ref_logits=ref_logits)
     checks.floating(logits=logits, ref_logits=ref_logits)
     checks.positive(temperature=temperature)

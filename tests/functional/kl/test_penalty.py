@@ -769,7 +769,7 @@ def test_dividing_by_a_length_that_the_policy_chooses_moves_the_length():
         ),
         ({"clip": 0.0}, r"clip: expected a finite number above 0, got 0.0"),
         ({"clip": float("nan")}, r"clip: expected a finite number above 0, got nan"),
-        ({"top_k": 8}, r"top_k: expected 1 word or more, and an exact .* 8 with k1;"),
+        ({"top_k": 8}, r"top_k: expected 1 token or more, and an exact .* 8 with k1;"),
         ({"top_k": 0, "value_estimator": "exact"}, r"top_k: expected .* got 0 with"),
     ],
 )
