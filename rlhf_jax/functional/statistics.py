@@ -34,10 +34,10 @@ def sum_stats(
       ValueError: shapes differ. TypeError: a column is not f32 or mask is not bool.
 
     >>> kl, mask = jnp.array([1.0, 3.0, 9.0]), jnp.array([True, True, False])
-    >>> total, weight = sum_stats({"policy/kl": kl}, mask=mask)["policy/kl"]
+    >>> total, weight = sum_stats({"policy/approxkl": kl}, mask=mask)["policy/approxkl"]
     >>> print(total, weight)
     4.0 2.0
-    >>> print(mean_stats(sum_stats({"policy/kl": kl}, mask=mask))["policy/kl"])
+    >>> print(mean_stats(sum_stats({"kl": kl}, mask=mask))["kl"])
     2.0
     """
     checks.same_shape(**columns, mask=mask)

@@ -30,6 +30,7 @@ def checked(function: Callable) -> Callable:
     signature = inspect.signature(function)
     hints = typing.get_type_hints(function)
 
+    @functools.wraps(function)
     def call(*args, **kwargs):
         result = function(*args, **kwargs)
         arguments = signature.bind(*args, **kwargs).arguments

@@ -15,7 +15,7 @@ import pytest
 from rlhf_jax import functional
 
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+\.?\d*(?:e[-+]?\d+)?(?!\w)")
-# The public functions of these two are `logprobs` and `kl.hidden_states`.
+# The public functions of these are in `logprobs` and `kl.hidden_states`.
 INTERNAL = {"logprob_chunks", "chunks"}
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 

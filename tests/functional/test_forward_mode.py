@@ -218,7 +218,7 @@ CASES = {
         )[0],
         (PER_ROW, PER_ROW),
     ),
-    "ratios.held_exp": (ratios.held_exp, (PER_TOKEN,)),
+    "ratios.capped_exp": (ratios.capped_exp, (PER_TOKEN,)),
     "token_rewards.token_rewards": (
         lambda s, x: token_rewards.token_rewards(
             scores=s, kl=x, mask=MASK, kl_coef=0.2
@@ -242,12 +242,13 @@ WITHOUT_A_SLOPE = {
     "best_of_n.estimated_log_ratio": "counts scores",
     "best_of_n.selection_weights": "counts scores",
     "kl.chunks.marked": "bool",
-    "kl.controllers.scalar": "a number",
+    "kl.target_controllers.scalar": "a number",
+    "kl.coefficients.fixed": "a number",
     "kl.penalty.reward_kl": "stops the gradient",
     "kl.weighted_estimates.estimates": "stops the gradient of values",
     "masked.centred": "a number that has no gradient, and what is left",
     "masked.lengths_to_mask": "bool",
-    "masked.sum_stats": "a dictionary of masked sums",
+    "statistics.sum_stats": "a dictionary of masked sums",
     "preference_losses.check_dpo": "checks",
     "token_rewards.kl_reward": "of a kl that has no gradient",
     "value_losses.explained_variance": "a statistic",
@@ -315,7 +316,7 @@ def public_functions():
                 continue
             signature = inspect.signature(function)
             kinds = [str(p.annotation) for p in signature.parameters.values()]
-            if short != "checks" and any("Array" in kind for kind in kinds):
+            if "checks" not in short and any("Array" in kind for kind in kinds):
                 yield f"{short}.{name}"
 
 
