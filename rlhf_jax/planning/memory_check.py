@@ -37,7 +37,7 @@ MEMINFO = Path("/proc/meminfo")
 
 
 class Part(NamedTuple):
-    """What is held throughout."""
+    """Arrays that stay in memory throughout a run."""
 
     name: str
     shapes: PyTree  # of arrays
@@ -45,24 +45,32 @@ class Part(NamedTuple):
 
 
 class Passing(NamedTuple):
-    """What a program makes for itself; no two are alive at once on a device."""
+    """Arrays that a program makes for itself; no two exist at once on a device."""
 
     name: str
     size: int  # bytes, over all the devices
     mesh: Mesh
-    beside: tuple[Part, ...] = ()  # what is held there by this program alone
+    beside: tuple[Part, ...] = ()  # arrays that exist for this program alone
 
 
 def shapes_of(model: ModelConfig) -> PyTree:
-    """f32 shapes of a model's parameters; nothing is allocated."""
+    """Shapes of a model's parameters, float32; nothing is allocated."""
     init = functools.partial(decoder.init, model=model)
     return jax.eval_shape(init, jax.eval_shape(jax.random.key, 0))
 
 
 def gradients(name: str, trained: PyTree, *, model: ModelConfig, mesh: Mesh) -> Passing:
-    """Gradients of all that is trained, which are checked before any is applied.
+    """Gradients of all trained parameters, which exist together before any is applied.
 
-    In the compute dtype, as the compiler may widen them when they are read.
+    Args:
+      name: for the message, for instance "gradients of the policy".
+      trained: shapes of the trained parameters.
+      model: its `dtype` is counted for every gradient: the compiler may keep gradients
+        in the compute dtype and widen them where they are read.
+      mesh: that they are sharded over.
+
+    Returns:
+      Their bytes on the whole mesh.
     """
     count = sum(leaf.size for leaf in jax.tree.leaves(trained))
     return Passing(name, count * jnp.dtype(model.dtype).itemsize, mesh)
@@ -76,10 +84,17 @@ def cache(
     mesh: Mesh,
     beside: tuple[Part, ...] = (),
 ) -> Passing:
-    """The KV cache of a rollout, prompts left out.
+    """The KV cache of a rollout, without the columns of prompts.
 
     Args:
+      model: of the policy.
       rows: responses sampled at a time.
+      max_new_tokens: columns of responses, tokens.
+      mesh: of the sampler.
+      beside: parts that exist only while the sampler runs.
+
+    Returns:
+      Its bytes on the whole mesh.
     """
     columns = min(max_new_tokens, model.max_positions)
     size = workload.cache_bytes(model, rows=rows, columns=columns)
@@ -92,18 +107,20 @@ def check(
     *,
     change: str,
 ) -> None:
-    """Compares the least that each device and the host must hold with what they have.
+    """Refuses a run whose arrays cannot fit on a device or on the host.
 
-    On the CPU all devices share the host's memory. Where several processes may share a
-    host, and where a device does not tell its memory, nothing is compared.
+    The least bytes that a run needs are compared with the memory of each device and of
+    the host. On the CPU all devices share the host's memory. Nothing is compared for a
+    host with several processes, or for a device that does not report its memory.
 
     Args:
-      held: what is held throughout.
-      passing: what programs make for themselves; called once what is held fits.
-      change: what the user can do, a phrase of options.
+      held: parts that stay in memory throughout the run.
+      passing: returns the parts that a program makes for itself; called only if `held`
+        fits.
+      change: what the user can change, a phrase that names options.
 
     Raises:
-      InputError: it cannot fit; has a line for each part.
+      InputError: the run cannot fit. The message has one line per part.
     """
     always = _account(held)
     _compare(always, change=change)
@@ -117,19 +134,19 @@ def check(
 
 def _account(held: Sequence[Part]) -> dict[Any, dict[str, int]]:
     """Bytes by place, which is a device or the host, and by name."""
-    found: dict[Any, dict[str, int]] = {}
+    account: dict[Any, dict[str, int]] = {}
     for name, shapes, mesh in held:
         if mesh is None:
-            _add(found, HOST, name, storage.nbytes(shapes))
+            _add(account, HOST, name, storage.nbytes(shapes))
             continue
         size = _on_each(shapes, mesh=mesh)
         for device in _local(mesh):
-            _add(found, _place(device), name, size)
-    return found
+            _add(account, _place(device), name, size)
+    return account
 
 
-def _add(found: dict[Any, dict[str, int]], place: Any, name: str, size: int) -> None:
-    parts = found.setdefault(place, {})
+def _add(account: dict[Any, dict[str, int]], place: Any, name: str, size: int) -> None:
+    parts = account.setdefault(place, {})
     parts[name] = parts.get(name, 0) + size
 
 
@@ -153,15 +170,15 @@ def _place(device: Any) -> Any:
 
 def _compare(least: dict[Any, dict[str, int]], *, change: str) -> None:
     for place, parts in least.items():
-        there, needed = limit(place), sum(parts.values())
-        if there is None or needed <= there:
+        available, needed = limit(place), sum(parts.values())
+        if available is None or needed <= available:
             continue
         lines = "".join(
             f"\n  {name}: {_mib(size)}" for name, size in parts.items() if size
         )
         raise InputError(
-            f"memory of {place}: expected a run that fits into {_mib(there)}, got one "
-            f"that takes at least {_mib(needed)}, before activations:{lines}\n"
+            f"memory of {place}: expected a run that fits into {_mib(available)}, "
+            f"got one that takes at least {_mib(needed)}, before activations:{lines}\n"
             f"{change}; `rlhf-jax memory` shows the whole account, --no-check-memory "
             f"goes on all the same"
         )
@@ -172,10 +189,13 @@ def _mib(size: int) -> str:
 
 
 def limit(place: Any) -> int | None:
-    """Bytes that a device or the host (`HOST`) can give; None where none is told.
+    """Memory of a device or of the host (`HOST`).
 
-    The host's are what the kernel says is available, or the limit of the process's
-    group where that is less, and what may be swapped out.
+    The host's memory is what the kernel reports as available, or the limit of the
+    process's control group if that is less, plus free swap space.
+
+    Returns:
+      Bytes; None where no limit is known.
     """
     if place != HOST:
         return (place.memory_stats() or {}).get("bytes_limit")

@@ -100,7 +100,7 @@ def programs(options: Options, held: Held, *, recipe: PPO) -> list[Program]:
             rollout
         )
 
-    def priced(reference: Frozen, rollout: Any) -> Any:
+    def ref_logprobs(reference: Frozen, rollout: Any) -> Any:
         return score.reference_logprobs(
             reference,
             rollout=rollout,
@@ -127,22 +127,22 @@ def programs(options: Options, held: Held, *, recipe: PPO) -> list[Program]:
     rollout = jax.eval_shape(sample, *drawn)
     # The first token comes from the prompts' own pass.
     turns = max(options.max_new_tokens - 1, 1)
-    found = [Program("sampling", sample, drawn, ("policy", *base), (2,), trips=turns)]
+    of_step = [Program("sampling", sample, drawn, ("policy", *base), (2,), trips=turns)]
     if held.reward is not None:
         over = held.base if options.reward == "base" else None
         reads = ("reward model", *(base if options.reward == "base" else ()))
         args = (held.reward, over, rollout)
-        found.append(Program("the reward model", scored, args, reads, (2,)))
+        of_step.append(Program("the reward model", scored, args, reads, (2,)))
     reference = held.base if options.reference == "base" else held.reference
     if reference is not None:
         reads = base if options.reference == "base" else ("reference",)
         args = (reference, rollout)
-        found.append(Program("the reference", priced, args, reads, (1,)))
+        of_step.append(Program("the reference", ref_logprobs, args, reads, (1,)))
     scores = jax.ShapeDtypeStruct((rows,), jnp.float32)
     ref = rollout.old_logprobs if reference is not None else None
     learned = (held.state, held.base, rollout, scores, ref, key)
     state = ("policy", "policy's optimizer", "critic", "critic's optimizer")
-    found.append(
+    of_step.append(
         Program(
             name="scoring and learning",
             function=learn,
@@ -152,7 +152,7 @@ def programs(options: Options, held: Held, *, recipe: PPO) -> list[Program]:
             donate=(0,),
         )
     )
-    return found
+    return of_step
 
 
 def cache_bytes(model: ModelConfig, *, rows: int, columns: int) -> int:

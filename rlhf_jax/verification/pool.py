@@ -4,7 +4,7 @@
         reward = pool.reward(decode=policy.decode, rows=rows)
         ...
         pending = reward.submit(rollout)            the processes start on it
-        priced = price(reference, rollout)          and so does the device
+        ref = ref_logprobs(reference, rollout)      and so does the device
         scores = pending.collect()                  Scores, as reward(rollout)
 
 A verifier that raises, returns no finite number, takes too long or ends its process

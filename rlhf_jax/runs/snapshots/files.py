@@ -1,4 +1,4 @@
-"""Snapshots as they are on disk, read and checked without the run that saved them."""
+"""Snapshots on disk, read and checked without the run that saved them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ READ_AT_ONCE = 2**30  # bytes of arrays that a check holds
 
 
 def numbers(folder: Path) -> list[int]:
-    """The numbers of the snapshots in a folder, in order; nothing is written there."""
+    """The numbers of the snapshots in a folder, in order; nothing is written."""
     return sorted(
         int(path.name)
         for path in folder.iterdir()
@@ -41,14 +41,16 @@ def read_meta(folder: Path, step: int) -> dict[str, Any]:
 def read_arrays(
     folder: Path, step: int, *, wanted: Callable[[str], bool]
 ) -> dict[str, np.ndarray]:
-    """Some of a snapshot's arrays by path, without what they were saved of.
+    """Some of a snapshot's arrays by path, without the state that they were saved from.
 
     Args:
+      folder: of the stage's snapshots.
       step: one of `numbers`.
-      wanted: path -> True for the arrays to read, as "policy/layers/mlp/up/kernel".
+      wanted: path -> True for the arrays to read; a path is for instance
+        "policy/layers/mlp/up/kernel".
 
     Returns:
-      Arrays of the host's; nothing is put on a device.
+      Arrays on the host; nothing is put on a device.
 
     Raises:
       DamagedError: the snapshot is damaged.
@@ -72,7 +74,7 @@ def read_arrays(
 
 
 class Checked(NamedTuple):
-    """What the check of a snapshot came to."""
+    """The outcome of checking a snapshot."""
 
     arrays: int  # whose digests agree
     verdict: str
@@ -86,12 +88,12 @@ def check(folder: Path, step: int) -> Checked:
         if faults := integrity.faults_of_files(where):
             raise integrity.damaged(where, faults)
         _, digests = _read_meta(folder, step)
-        found: dict[str, str] = {}
+        actual: dict[str, str] = {}
         for paths in _batches(folder, step):
             arrays = read_arrays(folder, step, wanted=paths.__contains__)
             leaves = {path: jnp.asarray(array) for path, array in arrays.items()}
-            found |= integrity.of_arrays(leaves)
-        if digests and (faults := integrity.differing(digests, found)):
+            actual |= integrity.of_arrays(leaves)
+        if digests and (faults := integrity.differing(digests, actual)):
             raise integrity.damaged(where, faults)
     except DamagedError as damage:
         return Checked(0, "DAMAGED", damage)
@@ -123,7 +125,19 @@ def _read_meta(folder: Path, step: int) -> tuple[dict[str, Any], dict[str, str]]
 
 
 def split(saved: dict[str, Any], where: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """The meta, and the digests of the arrays that stand in it; none in an old one."""
+    """Splits a saved meta into the meta and the digests of the arrays.
+
+    Args:
+      saved: the meta as it was read.
+      where: the snapshot's folder.
+
+    Returns:
+      The meta without the digests; {path: digest}, empty for a snapshot of an older
+      version, which has none.
+
+    Raises:
+      DamagedError: it is not a JSON object, or not what its digest says.
+    """
     if not isinstance(saved, dict):
         raise integrity.damaged(
             where, [f"meta: expected a JSON object, got {saved!r:.40}"]
@@ -132,17 +146,17 @@ def split(saved: dict[str, Any], where: Path) -> tuple[dict[str, Any], dict[str,
         return saved, {}
     meta = {key: value for key, value in saved.items() if key != DIGESTS}
     with damage_told(where):
-        digests, found = saved[DIGESTS], integrity.of_meta(meta)
-        if digests["meta"] != found:
+        digests, actual = saved[DIGESTS], integrity.of_meta(meta)
+        if digests["meta"] != actual:
             expected = digests["meta"]
             raise integrity.damaged(
-                where, [f"meta: digest {found}, expected {expected}"]
+                where, [f"meta: digest {actual}, expected {expected}"]
             )
         return meta, dict(digests["arrays"])
 
 
 def doubt(where: Path, digests: Mapping[str, str]) -> str:
-    """What cannot be told of a snapshot that nothing contradicts; "" for nothing."""
+    """What remains unproved of a snapshot without faults; "" for nothing."""
     if not digests:
         return "has no digests, being of an older version; not checked"
     if not integrity.has_list(where):
@@ -152,9 +166,9 @@ def doubt(where: Path, digests: Mapping[str, str]) -> str:
 
 @contextlib.contextmanager
 def damage_told(where: Path) -> Iterator[None]:
-    """Makes a DamagedError of what orbax and its formats raise of the snapshot there.
+    """Turns what orbax and its formats raise about a snapshot into a DamagedError.
 
-    Other errors of this library's, and those of the devices, pass.
+    Errors of this library and of the devices pass unchanged.
     """
     try:
         yield

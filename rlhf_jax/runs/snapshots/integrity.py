@@ -1,17 +1,17 @@
-"""What tells a damaged snapshot from a whole one: digests, and a list of its files.
+"""How a damaged snapshot is recognised: by digests, and by a list of its files.
 
 digests        of every array, as `fingerprint.digest` computes it on the devices, and
-               of the meta; they stand in the meta, under DIGESTS, and are checked when
-               a snapshot is restored or verified
+               of the meta; they are in the meta, under DIGESTS, and are checked when a
+               snapshot is restored or verified
 LIST           in the snapshot's folder: {file: [bytes, CRC-32]} of all its other files,
                written as soon as the snapshot is complete
 
 The digests prove that what is restored is what was saved. The list finds files that are
-missing or cut, and flipped bits that no array depends on. Of a file above MAX_READ it
-has the size alone: such files hold arrays only, and reading them back would cost more
-than the digests do. A run that is killed between the two writes leaves a snapshot
-without a list, which its digests still prove. A snapshot of an older version has
-neither, and is read without a proof.
+missing or cut, and flipped bits that no array depends on. Of a file above MAX_READ the
+list has the size alone: such files contain nothing but arrays, and reading them back
+would cost more than their digests. A run that is killed between the two writes leaves a
+snapshot without a list, which its digests still prove. A snapshot of an older version
+has neither digests nor a list, and is read without a proof.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def damaged(where: Path, faults: list[str]) -> DamagedError:
 
 
 def of_arrays(arrays: Mapping[str, Array]) -> dict[str, str]:
-    """The digest of every array by path, in hex; with several processes all call it."""
+    """The digest of every array by path, in hex; all processes of a run call it."""
     words = {path: fingerprint.digest(leaf, path=path) for path, leaf in arrays.items()}
     return {
         path: fingerprint.in_hex(pair) for path, pair in processes.whole(words).items()
@@ -62,7 +62,7 @@ def of_meta(meta: Mapping[str, Any]) -> str:
 
 
 def differing(expected: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
-    """A fault for every array whose digests differ, or that one side lacks."""
+    """One fault for every array whose digests differ, or which one side lacks."""
     return [
         f"{path}: digest {found.get(path, 'none')}, expected "
         f"{expected.get(path, 'none')}"
@@ -79,17 +79,17 @@ def write_list(folder: Path) -> None:
 
 
 def has_list(folder: Path) -> bool:
-    """False for a snapshot of an older version or of a run that was killed there."""
+    """False for a snapshot of an older version, or of a run killed before the list."""
     return (folder / LIST).exists()
 
 
 def faults_of_files(folder: Path) -> list[str]:
-    """What the files of a snapshot contradict of its list; none without a list."""
+    """How the files of a snapshot contradict its list; none without a list."""
     if not has_list(folder):
         return []
     try:
         text = (folder / LIST).read_bytes()
-        found = {name: tuple(pair) for name, pair in _files(folder).items()}
+        present = {name: tuple(pair) for name, pair in _files(folder).items()}
     except OSError as error:
         return [str(error)]
     try:
@@ -102,10 +102,10 @@ def faults_of_files(folder: Path) -> list[str]:
         return [f"{LIST}: {error}"]
     faults = []
     for name, (size, check) in sizes.items():
-        if name not in found:
+        if name not in present:
             faults.append(f"{name}: missing")
-        elif found[name] != (size, check):
-            got, now = found[name]
+        elif present[name] != (size, check):
+            got, now = present[name]
             faults.append(
                 f"{name}: {got} bytes, expected {size}"
                 if got != size

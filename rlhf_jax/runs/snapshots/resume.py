@@ -1,7 +1,8 @@
-"""What a resumed run may differ in from the one that it goes on with.
+"""What a resumed run may change.
 
-A snapshot's meta holds the config that it was trained with, and digests of the data.
-They are what counts: a config.json can be edited after a run has read it.
+A snapshot's meta has the config that it was trained with, and digests of the data. A
+resumed run is compared with them, since a config.json can be edited after a run has
+read it.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from rlhf_jax.functional.checks import InputError
 
 Fields = Mapping[str, Any]
 
-# May change on resume, as nothing that is trained depends on them, but for `num_steps`:
-# of that `tell_changes` warns.
+# These may change on resume. Training depends on none of them but `num_steps`, about
+# which `tell_changes` warns.
 MAY_CHANGE = frozenset(
     ("num_steps", "sample_every", "num_shown", "drift_every", "eval_every", "alarms")
 )
@@ -28,7 +29,7 @@ FINISHED = ("model", "adapter", "summary.json")  # what a run writes at its end
 
 @dataclasses.dataclass(frozen=True)
 class Recorded:
-    """A config that a run was trained with, and where it stands."""
+    """A config that a run was trained with, and where it is recorded."""
 
     where: str
     config: Fields  # as JSON values, groups as objects
@@ -37,8 +38,8 @@ class Recorded:
 def recorded_configs(folder: Path) -> list[Recorded]:
     """The config of each stage's newest snapshot that can be read.
 
-    Read as plain files, without orbax, whose processes would wait for each other. A
-    damaged snapshot is passed over here: restoring it tells so.
+    They are read as plain files, because the processes of orbax would wait for each
+    other. A damaged snapshot is skipped: an attempt to restore it reports the damage.
     """
     stages = sorted((folder / "snapshots").glob("*"))
     newest = (_newest_config(stage) for stage in stages)
@@ -65,10 +66,11 @@ def _newest_config(stage: Path) -> Recorded | None:
 
 
 def differing(recorded: Fields, given: Fields, *, but: frozenset[str]) -> list[str]:
-    """Names of the fields that differ, groups as "lora.rank".
+    """Names of the fields that differ; a field of a group is named "lora.rank".
 
     Args:
-      but: fields and groups that are not looked at, at any depth.
+      recorded, given: configs as JSON values, groups as objects.
+      but: fields and groups to leave out, at any depth.
     """
     before, now = flat(recorded), flat(given)
     return [
@@ -81,16 +83,20 @@ def differing(recorded: Fields, given: Fields, *, but: frozenset[str]) -> list[s
 def check_config(
     recorded: Recorded, given: Fields, *, but: frozenset[str], folder: Path
 ) -> list[str]:
-    """Names of the fields that a resume changes, all of them such as it may.
+    """Checks that a resume changes only what it may.
 
     Args:
+      recorded: the config that the run was trained with.
       given: the config of the resumed run, as JSON values.
-      but: as `differing`: fields of where and how it runs.
+      but: fields and groups that say where and how the run computes; not compared.
       folder: of the run.
 
+    Returns:
+      Names of the fields that differ; a resume may change all of them.
+
     Raises:
-      InputError: another field differs; lists them all. Or `num_steps` does, of a run
-        that is finished.
+      InputError: other fields differ, which the message lists; or `num_steps` differs
+        and the run is finished.
     """
     before, now = flat(recorded.config), flat(given)
     names = differing(recorded.config, given, but=but)
@@ -107,19 +113,19 @@ def check_config(
             f"saves may change; give the recorded values, or start a new run with "
             f"another --out"
         )
-    there = [name for name in FINISHED if (folder / name).exists()]
-    if "num_steps" in names and there:
+    results = [name for name in FINISHED if (folder / name).exists()]
+    if "num_steps" in names and results:
         raise InputError(
             f"--num-steps: expected {shown(before, 'num_steps')}, as the run in "
             f"{folder} is finished, got {shown(now, 'num_steps')}; move "
-            f"{', '.join(there)} away to go on with it, or start a new run from its "
+            f"{', '.join(results)} away to go on with it, or start a new run from its "
             f"model with another --out"
         )
     return names
 
 
 def tell_changes(recorded: Recorded, given: Fields, names: list[str]) -> None:
-    """Says on stderr what a resume changes, and what that does to the numbers."""
+    """Prints on stderr what a resume changes, and the effect on the numbers."""
     before, now = flat(recorded.config), flat(given)
     for name in names:
         told = f"{shown(before, name)} up to {recorded.where}, {shown(now, name)} now"
@@ -134,10 +140,15 @@ def tell_changes(recorded: Recorded, given: Fields, names: list[str]) -> None:
 
 
 def check_meta(saved: Fields, meta: Fields, *, where: str) -> None:
-    """Checks that what a stage reads is what its snapshot was made with.
+    """Checks that a stage reads what its snapshot was made with.
+
+    Args:
+      saved: the snapshot's meta.
+      meta: entries of the resumed stage, for instance the digest of its data.
+      where: names the snapshot in messages.
 
     Raises:
-      InputError: an entry differs, as the digest of the data.
+      InputError: an entry differs.
     """
     for key, value in meta.items():
         if key not in saved:  # of a version before this entry
@@ -155,14 +166,14 @@ def check_meta(saved: Fields, meta: Fields, *, where: str) -> None:
 
 
 def flat(fields: Fields) -> dict[str, Any]:
-    """Groups of fields taken apart, as the command line names them: "lora.rank"."""
-    found: dict[str, Any] = {}
+    """Fields by the names of the command line; a field of a group is "lora.rank"."""
+    by_name: dict[str, Any] = {}
     for name, value in fields.items():
         if isinstance(value, dict):
-            found |= {f"{name}.{inner}": x for inner, x in flat(value).items()}
+            by_name |= {f"{name}.{inner}": x for inner, x in flat(value).items()}
         else:
-            found[name] = value
-    return found
+            by_name[name] = value
+    return by_name
 
 
 def shown(fields: Fields, name: str) -> str:
