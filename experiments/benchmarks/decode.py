@@ -1,4 +1,4 @@
-"""Sampling: a queue of prompts in slots, and what more rows and longer answers cost.
+"""Sampling: continuous batching of a queue, and the cost of rows and long responses.
 
     python experiments benchmarks.decode --out runs/benchmark_decode
 
@@ -189,9 +189,9 @@ def check_same(found: np.ndarray, wanted: np.ndarray) -> None:
     if len(rows) > 1 + len(found) // 100 or (strides != 1).any():
         raise RuntimeError(
             f"expected slots and batches to draw the same responses, but for a few "
-            f"that part at neighbouring words, got {len(rows)} of {len(found)} that "
-            f"part, by {strides.tolist()} words; decoding in slots is at fault: please "
-            f"report it"
+            f"that part at neighbouring tokens, got {len(rows)} of {len(found)} that "
+            f"part, by {strides.tolist()} tokens; continuous batching is at fault: "
+            f"please report it"
         )
 
 

@@ -60,7 +60,7 @@ class Storage:
 
     @property
     def apart(self) -> bool:
-        """Whether it lies otherwise than the policy: no program reads both."""
+        """Whether it is placed apart from the policy, so that no program reads both."""
         return self.memory == "cpu" or self.own_devices or self.mesh is not None
 
     @property
@@ -80,7 +80,7 @@ class Storage:
         return jax.eval_shape(store, params)
 
     def mesh_beside(self, policy: Mesh) -> Mesh | None:
-        """Where a copy is to lie beside a policy; None is the host's memory.
+        """How a copy is sharded beside a policy; None is the host's memory.
 
         Raises:
           InputError: as `MeshShape.make`.
@@ -92,7 +92,7 @@ class Storage:
         return self._shape.make(self._devices(policy.devices.flat))
 
     def _devices(self, policy: Iterable[Any]) -> list[Any]:
-        """Those of the mesh of a copy that lies apart from a policy on these."""
+        """The devices of a copy that is placed apart from a policy on these devices."""
         if self.own_devices:
             return jax.devices()[-self.num_own :]
         return sorted(policy, key=lambda device: device.id)

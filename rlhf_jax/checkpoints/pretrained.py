@@ -133,7 +133,7 @@ def load(
       dtype: of activations; the parameters are float32.
       remat: what of a layer a gradient computes again.
       attention: what computes that of whole sequences.
-      sharding: where the parameters are to lie, as `hf.load`.
+      sharding: of the parameters, as `hf.load` takes it.
 
     Raises:
       InputError: either is missing or unreadable (`hf.load`), the tokenizer has ids

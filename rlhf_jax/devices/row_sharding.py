@@ -1,4 +1,4 @@
-"""Rows of a batch: which process reads them, on which devices they lie, and back.
+"""Rows of a batch: which process reads them, which devices they are on, and back.
 
     share = row_sharding.row_share(mesh)            each process reads rows of its own
     batch = row_sharding.put_rows(batch, mesh=mesh)     one array over all processes
@@ -78,7 +78,7 @@ def _blocks(mesh: Mesh) -> dict[int, tuple[int, ...]]:
 
 
 def row_shardings(batch: Tree, *, mesh: Mesh | None = None) -> Tree:
-    """Where a batch is to lie: its rows over the row axes of the mesh.
+    """How a batch is sharded: its rows over the row axes of the mesh.
 
     Args:
       batch: arrays or shapes [B, ...], all rows of the global batch.

@@ -111,7 +111,7 @@ def program(
 
 
 def placed(tree: PyTree, shardings: PyTree) -> PyTree:
-    """Shapes of the tree where they are to lie, `OnHost` leaves in the host's memory.
+    """Shapes of the tree with their shardings, `OnHost` leaves in the host's memory.
 
     Args:
       shardings: one for every array of the tree, as `sharding.shardings` makes them.

@@ -1,4 +1,4 @@
-"""What a run measures: a row a step, on disk before the snapshot of that step."""
+"""What a run measures: one row per step, on disk before the snapshot of that step."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ SHOWN = (
 
 
 class Progress:
-    """A sink of `metrics.Recorder`: a bar a stage, time left, the numbers that matter.
+    """A sink of `metrics.Recorder`: one bar per stage, the time left, and main metrics.
 
     Where the output is not a terminal: a line every few seconds, and one at the end of
     each stage. An alarm is a line of its own when it begins, and a name while active.
