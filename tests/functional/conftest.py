@@ -37,11 +37,7 @@ def checked(function: Callable) -> Callable:
         values = [
             (name, value, hints[name])
             for name, argument in arguments.items()
-            for value in (
-                argument.values()
-                if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
-                else [argument]
-            )
+            for value in each(argument, signature.parameters[name].kind)
         ]
         with jaxtyped("context"):  # a size has one value in all of them
             for name, value, hint in [*values, ("the result", result, hints["return"])]:
@@ -53,6 +49,13 @@ def checked(function: Callable) -> Callable:
         return result
 
     return call
+
+
+def each(argument, kind) -> list:
+    """The values of a parameter, which are many of *args and **kwargs."""
+    if kind is inspect.Parameter.VAR_KEYWORD:
+        return list(argument.values())
+    return list(argument) if kind is inspect.Parameter.VAR_POSITIONAL else [argument]
 
 
 def as_jax(value):

@@ -51,10 +51,19 @@ def modules() -> list:
 
 
 EXAMPLES = {
-    f"{test.name.removeprefix('rlhf_jax.functional.')}": test
+    test.name.removeprefix("rlhf_jax.functional."): test
     for module in modules()
     for test in doctest.DocTestFinder(exclude_empty=False).find(module)
 }
+
+
+def own(place: object, module: str) -> dict:
+    """The public functions and classes of a module, or methods of a class."""
+    return {
+        name: value
+        for name, value in vars(place).items()
+        if not name.startswith("_") and getattr(value, "__module__", "") == module
+    }
 
 
 def public_functions() -> list[str]:
@@ -64,13 +73,12 @@ def public_functions() -> list[str]:
         place = module.__name__.removeprefix("rlhf_jax.functional.")
         if place.rpartition(".")[2] in INTERNAL:
             continue
-        for name, value in vars(module).items():
-            if name.startswith("_") or getattr(value, "__module__", "") != (
-                module.__name__
-            ):
-                continue
+        for name, value in own(module, module.__name__).items():
             if inspect.isfunction(value):
                 names.append(f"{place}.{name}")
+            if inspect.isclass(value):
+                methods = own(value, module.__name__)
+                names += [f"{place}.{name}.{method}" for method in methods]
     return names
 
 
@@ -78,9 +86,12 @@ def public_functions() -> list[str]:
     "name", [name for name, test in EXAMPLES.items() if test.examples]
 )
 def test_the_examples_hold(name):
+    test = EXAMPLES[name]
+    # The names as they are now: shapes are checked (conftest.py).
+    test.globs = dict(vars(importlib.import_module(test.globs["__name__"])))
     runner = doctest.DocTestRunner(Checker(), verbose=False, optionflags=FLAGS)
     report: list[str] = []
-    runner.run(EXAMPLES[name], out=report.append, clear_globs=False)
+    runner.run(test, out=report.append, clear_globs=False)
     assert not runner.summarize(verbose=False).failed, "".join(report)
 
 
