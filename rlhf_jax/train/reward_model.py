@@ -35,7 +35,7 @@ import optax
 from rlhf_jax.algorithms import reward_model, state
 from rlhf_jax.algorithms.batch import Prompts, Rollout, Sequences
 from rlhf_jax.algorithms.flow import rollout
-from rlhf_jax.checkpoints import hf, pretrained
+from rlhf_jax.checkpoints import hf
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import batches, digests, encoding, files
 from rlhf_jax.data.batches import Batches
@@ -44,24 +44,22 @@ from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.devices.sharding import MeshOption
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models.config import Attention, Remat
 from rlhf_jax.roles import rewards
-from rlhf_jax.runs import command_line, folder, plots, report, run, run_config
+from rlhf_jax.runs import command_line, folder, plots, report, run
+from rlhf_jax.train.start import StartConfig, load_start
 
 Array = jax.Array
 Params = Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(run_config.RunConfig):
+class Config(StartConfig):
     """The options of `rlhf-jax reward-model`."""
 
     model: str
     """Language model to start from, a checkpoint folder or hub id."""
     data: str
     """Preference pairs: JSONL, or hf:NAME:SPLIT."""
-    tokenizer: str | None = None
-    """Tokenizer, a folder or hub id; None takes the one in --model."""
     margin_field: str | None = None
     """Field of --data with the margin by which the chosen response must win; None has
     no margin."""
@@ -93,13 +91,6 @@ class Config(run_config.RunConfig):
     """Longest of these responses, tokens."""
     temperature: float = 0.7
     """Sampling temperature of these responses; use that of PPO."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of activations; parameters stay float32."""
-    remat: Remat = "none"
-    """What of a layer the backward pass rematerialises, to save memory."""
-    attention: Attention = "xla"
-    """Attention over whole sequences; cudnn is flash attention, on a GPU in
-    bfloat16."""
     mesh: MeshOption = sharding.ONE_DEVICE
     """How several devices share rows and parameters."""
 
@@ -215,14 +206,7 @@ def main(options: Config) -> None:
     started = time.perf_counter()
     mesh = options.mesh.make()
     rows = files.read_preferences(options.data)
-    start = pretrained.load(
-        options.model,
-        tokenizer=options.tokenizer,
-        dtype=options.dtype,
-        remat=options.remat,
-        attention=options.attention,
-        sharding=functools.partial(sharding.shardings, mesh=mesh),
-    )
+    start = load_start(options.model, options=options, mesh=mesh)
     model = start.model
     everything = encoding.encode_preferences(
         start.tokenizer,

@@ -33,7 +33,7 @@ from jax.sharding import Mesh
 
 from rlhf_jax.algorithms import sft, state
 from rlhf_jax.algorithms.batch import Sequences
-from rlhf_jax.checkpoints import hf, pretrained
+from rlhf_jax.checkpoints import hf
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import (
     batches,
@@ -51,14 +51,14 @@ from rlhf_jax.devices.sharding import MeshOption
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import config, decoder, layout
-from rlhf_jax.models.config import Attention, Remat
-from rlhf_jax.runs import command_line, folder, plots, report, run, run_config
+from rlhf_jax.runs import command_line, folder, plots, report, run
+from rlhf_jax.train.start import StartConfig, load_start
 
 Params = Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(run_config.RunConfig):
+class Config(StartConfig):
     """The options of `rlhf-jax sft`."""
 
     data: str
@@ -66,8 +66,6 @@ class Config(run_config.RunConfig):
     model: str | None = None
     """Model to start from, a checkpoint folder or hub id; None is a fresh model of
     GPT-2's architecture."""
-    tokenizer: str | None = None
-    """Tokenizer, a folder or hub id; None takes the one in --model."""
     fresh_hidden_size: int = 128
     """Width of a fresh model."""
     fresh_num_layers: int = 4
@@ -105,13 +103,6 @@ class Config(run_config.RunConfig):
     """Weight decay of AdamW."""
     max_grad_norm: float = 1.0
     """Norm to which larger gradients are scaled down."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of activations; parameters stay float32."""
-    remat: Remat = "none"
-    """What of a layer the backward pass rematerialises, to save memory."""
-    attention: Attention = "xla"
-    """Attention over whole sequences; cudnn is flash attention, on a GPU in
-    bfloat16."""
     mesh: MeshOption = sharding.ONE_DEVICE
     """How several devices share rows and parameters."""
 
@@ -150,14 +141,7 @@ SCREEN = {
 def starting_point(options: Config, *, mesh: Mesh) -> Pretrained:
     """The checkpoint, or a fresh model of the tokenizer's vocabulary."""
     if options.model is not None:
-        return pretrained.load(
-            options.model,
-            tokenizer=options.tokenizer,
-            dtype=options.dtype,
-            remat=options.remat,
-            attention=options.attention,
-            sharding=functools.partial(sharding.shardings, mesh=mesh),
-        )
+        return load_start(options.model, options=options, mesh=mesh)
     assert options.tokenizer is not None  # checked by Config
     tokenizer = tokenization.load_tokenizer(options.tokenizer)
     model = config.gpt2(

@@ -16,14 +16,13 @@ from rlhf_jax.devices import sharding
 from rlhf_jax.devices.sharding import MeshOption
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models.config import Attention, Remat
-from rlhf_jax.runs.run_config import RunConfig
+from rlhf_jax.train.start import StartConfig
 
 RECIPE = DPORecipe()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(RunConfig):
+class Config(StartConfig):
     """The options of `rlhf-jax dpo`."""
 
     model: str
@@ -32,8 +31,6 @@ class Config(RunConfig):
     """Preference pairs: JSONL, or hf:NAME:SPLIT."""
     reference: str | None = None
     """Reference, a checkpoint folder or hub id; None is --model as it starts."""
-    tokenizer: str | None = None
-    """Tokenizer, a folder or hub id; None takes the one in --model."""
     dpo: Annotated[DPORecipe, tyro.conf.arg(name="")] = RECIPE
     """Coefficients and choices of DPO, options without a prefix."""
     max_length: int | None = None
@@ -65,13 +62,6 @@ class Config(RunConfig):
     """How the reference is held; with LoRA it is the base."""
     lora: Adapters = pretrained.ALL_PARAMETERS
     """Adapters that are trained instead of all parameters."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of activations; trained parameters stay float32."""
-    remat: Remat = "none"
-    """What of a layer the backward pass rematerialises, to save memory."""
-    attention: Attention = "xla"
-    """Attention over whole sequences; cudnn is flash attention, on a GPU in
-    bfloat16."""
     mesh: MeshOption = sharding.ONE_DEVICE
     """How several devices share rows and parameters."""
 

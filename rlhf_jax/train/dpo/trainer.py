@@ -28,6 +28,7 @@ from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.runs import plots, report, run
 from rlhf_jax.runs.folder import write_summary
 from rlhf_jax.train.dpo.options import Config
+from rlhf_jax.train.start import load_start
 
 Array = jax.Array
 Params = Any
@@ -140,14 +141,7 @@ def main(options: Config) -> None:
         options.mesh, taken=options.reference_storage.num_own
     )
     texts = files.read_preferences(options.data, blank=options.blank)
-    start = pretrained.load(
-        options.model,
-        tokenizer=options.tokenizer,
-        dtype=options.dtype,
-        remat=options.remat,
-        attention=options.attention,
-        sharding=functools.partial(sharding.shardings, mesh=mesh),
-    )
+    start = load_start(options.model, options=options, mesh=mesh)
     pairs, others = files.hold_out(
         encoding.encode_preferences(
             start.tokenizer,

@@ -15,15 +15,14 @@ from rlhf_jax.devices import sharding
 from rlhf_jax.devices.sharding import MeshOption
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models.config import Attention, Remat
-from rlhf_jax.runs import run_config
+from rlhf_jax.train.start import StartConfig
 
 RECIPE = GroupRecipe(temperature=1.0)
 KL_COEF = 0.01  # with a reference, unless another is asked for
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class VerifiedConfig(run_config.RunConfig):
+class VerifiedConfig(StartConfig):
     """What the trainers with a verifier share; each adds its recipe."""
 
     model: str
@@ -32,8 +31,6 @@ class VerifiedConfig(run_config.RunConfig):
     """Rows to train on: JSONL, or hf:NAME:SPLIT."""
     held_out: str
     """Rows to measure the accuracy on."""
-    tokenizer: str | None = None
-    """Tokenizer, a folder or hub id; None takes the one in --model."""
     question_field: str = "question"
     """Field of the rows with the questions."""
     verifier: str = "gsm8k"
@@ -64,8 +61,6 @@ class VerifiedConfig(run_config.RunConfig):
     """Longest response, tokens."""
     learning_rate: float = 1e-6
     """Learning rate at the start; it falls to 0 linearly."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of activations; trained parameters stay float32."""
     num_workers: int | None = None
     """Processes that verify; None is one per processor."""
     timeout: float = 10.0
@@ -78,11 +73,6 @@ class VerifiedConfig(run_config.RunConfig):
     stops."""
     eval_rows: int = 256
     """Held-out rows to evaluate on, from the beginning."""
-    remat: Remat = "none"
-    """What of a layer the backward pass rematerialises, to save memory."""
-    attention: Attention = "xla"
-    """Attention over whole sequences; cudnn is flash attention, on a GPU in
-    bfloat16."""
     mesh: MeshOption = sharding.ONE_DEVICE
     """How several devices share rows and parameters."""
 

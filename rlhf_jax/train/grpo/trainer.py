@@ -23,6 +23,7 @@ from rlhf_jax.train.grpo.options import VerifiedConfig
 from rlhf_jax.train.grpo.programs import Programs, accuracy, make_algorithm
 from rlhf_jax.train.grpo.questions import read_questions
 from rlhf_jax.train.grpo.verifier import make_verifier
+from rlhf_jax.train.start import load_start
 from rlhf_jax.verification.pool import PooledReward, VerifierPool
 
 Array = jax.Array
@@ -104,14 +105,7 @@ def main(options: VerifiedConfig) -> None:
     started = time.perf_counter()
     mesh = options.mesh.make()
     verifier = make_verifier(options)
-    start = pretrained.load(
-        options.model,
-        tokenizer=options.tokenizer,
-        dtype=options.dtype,
-        remat=options.remat,
-        attention=options.attention,
-        sharding=functools.partial(sharding.shardings, mesh=mesh),
-    )
+    start = load_start(options.model, options=options, mesh=mesh)
     algorithm = make_algorithm(options, start=start)
     (rows, tokens), held_out = (
         read_questions(source, verifier=verifier, start=start, options=options)

@@ -18,20 +18,19 @@ from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.control import CONSTANT, Control
 from rlhf_jax.functional.kl.penalty import IN_REWARD
-from rlhf_jax.models.config import Attention, Remat
 from rlhf_jax.roles.reference import lifecycle
 from rlhf_jax.roles.reference.lifecycle import Lifecycle
 from rlhf_jax.runs import (
     alarms,
-    run_config,
 )
 from rlhf_jax.runs.alarms import Limits
+from rlhf_jax.train.start import StartConfig
 
 RECIPE = Recipe(num_minibatches=4)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(run_config.RunConfig):
+class Config(StartConfig):
     """The options of `rlhf-jax ppo`."""
 
     model: str
@@ -44,8 +43,6 @@ class Config(run_config.RunConfig):
     """Reward model, a checkpoint folder or hub id; or give --reward."""
     reference: str | None = None
     """Checkpoint that the KL is measured to; None is --model as it starts."""
-    tokenizer: str | None = None
-    """Tokenizer, a folder or hub id; None takes the one in --model."""
     prompt_field: str = "prompt"
     """Field of --prompts with the prompts."""
     overlong: Literal["error", "drop"] = "error"
@@ -85,8 +82,6 @@ class Config(run_config.RunConfig):
     """Dtype of Adam's first moment; bfloat16 saves 2 bytes per parameter."""
     critic_from: Literal["policy", "reward_model"] = "policy"
     """Model whose trunk the critic starts with; from the policy, values start at 0."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of activations; trained parameters stay float32."""
     reference_storage: Storage = frozen_models.COPY
     """How the reference is held; with LoRA it is the base."""
     reward_storage: Storage = frozen_models.COPY
@@ -98,11 +93,6 @@ class Config(run_config.RunConfig):
     run."""
     lora: Adapters = pretrained.ALL_PARAMETERS
     """Adapters that are trained instead of all parameters."""
-    remat: Remat = "none"
-    """What of a layer the backward pass rematerialises, to save memory."""
-    attention: Attention = "xla"
-    """Attention over whole sequences; cudnn is flash attention, on a GPU in
-    bfloat16."""
     mesh: MeshOption = sharding.ONE_DEVICE
     """How several devices share rows and parameters."""
     check_memory: bool = True

@@ -32,6 +32,7 @@ from rlhf_jax.train.ppo.memory import check_memory
 from rlhf_jax.train.ppo.models import make_models, mesh_of
 from rlhf_jax.train.ppo.options import Config
 from rlhf_jax.train.ppo.programs import Programs
+from rlhf_jax.train.start import load_start
 from rlhf_jax.train.text_rewards import load_text_reward, model_reward, text_reward
 
 MEASURED = {
@@ -74,14 +75,7 @@ def main(options: Config) -> None:
     mesh = mesh_of(options)
     if options.check_memory:
         check_memory(options)
-    policy = pretrained.load(
-        options.model,
-        tokenizer=options.tokenizer,
-        dtype=options.dtype,
-        remat=options.remat,
-        attention=options.attention,
-        sharding=functools.partial(sharding.shardings, mesh=mesh),
-    )
+    policy = load_start(options.model, options=options, mesh=mesh)
     models = make_models(options, policy)
     context = policy.model.max_positions
     if models.reward is not None:

@@ -1,0 +1,51 @@
+"""The checkpoint that a trainer starts from: the options of its model, and loading."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Literal
+
+from jax.sharding import Mesh
+
+from rlhf_jax.checkpoints import pretrained
+from rlhf_jax.checkpoints.pretrained import Pretrained
+from rlhf_jax.devices import sharding
+from rlhf_jax.models.config import Attention, Remat
+from rlhf_jax.runs import run_config
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StartConfig(run_config.RunConfig):
+    """What every trainer asks for; each adds its own fields."""
+
+    tokenizer: str | None = None
+    """Tokenizer, a folder or hub id; None takes the one in --model."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of activations; trained parameters stay float32."""
+    remat: Remat = "none"
+    """What of a layer the backward pass rematerialises, to save memory."""
+    attention: Attention = "xla"
+    """Attention over whole sequences; cudnn is flash attention, on a GPU in
+    bfloat16."""
+
+
+def load_start(path_or_repo_id: str, *, options: StartConfig, mesh: Mesh) -> Pretrained:
+    """The checkpoint with its tokenizer, sharded over `mesh`.
+
+    Args:
+      path_or_repo_id: The checkpoint, usually --model.
+      options: Tokenizer, dtype, rematerialisation and attention.
+      mesh: The devices of the policy.
+
+    Raises:
+      InputError: As `pretrained.load`.
+    """
+    return pretrained.load(
+        path_or_repo_id,
+        tokenizer=options.tokenizer,
+        dtype=options.dtype,
+        remat=options.remat,
+        attention=options.attention,
+        sharding=functools.partial(sharding.shardings, mesh=mesh),
+    )
