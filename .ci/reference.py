@@ -70,18 +70,21 @@ def write(folder: Path) -> int:
     warnings.simplefilter("error")
     specs = public_modules()
     names = pdoc.extract.walk_specs(specs)
-    # The front door loads its names on first use; pdoc reads what is loaded, and links
-    # full names in backquotes to their pages.
+    # Packages that load names on first use: pdoc reads what is loaded.
+    for name in names:
+        module = importlib.import_module(name)
+        for exported in getattr(module, "__all__", ()):
+            vars(module)[exported] = getattr(module, exported)
+        resolve_annotations(module)
+    # pdoc links full names in backquotes to their pages.
     lines = []
     for name in rlhf_jax.__all__:
-        module = vars(rlhf_jax)[name] = getattr(rlhf_jax, name)
+        module = getattr(rlhf_jax, name)
         summary = (module.__doc__ or "").partition("\n")[0]
         lines.append(f"- {name} (`{module.__name__}`): {summary}")
     lines += ["", "Everything that has a page:", ""]
     lines += [f"- `{name}`" for name in names]
     rlhf_jax.__doc__ = "\n".join([rlhf_jax.__doc__ or "", *lines])
-    for name in names:
-        resolve_annotations(importlib.import_module(name))
     pdoc.render.configure(docformat="google", show_source=False)
     pdoc.pdoc(*specs, output_directory=folder)
     return len(names)
