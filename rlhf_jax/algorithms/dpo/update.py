@@ -41,20 +41,21 @@ class DPORecipe:
     """The coefficients and choices of DPO; an option group of a command line."""
 
     beta: float = 0.1
-    """Reward units per nat of KL to the reference; smaller moves farther."""
+    """KL coefficient β, reward units per nat; a smaller one lets the policy move
+    farther."""
     kind: DPOKind = "sigmoid"
-    """Which loss of the pair's lead: DPO's own, IPO's or the hinge of SLiC."""
+    """Loss of the pair's margin: DPO's own, IPO's or the hinge of SLiC."""
     label_smoothing: float = 0.0
-    """Chance that a preference is the wrong way round (cDPO); of sigmoid."""
+    """Probability that a preference is the wrong way round (cDPO); for sigmoid."""
     token_mean: bool = False
-    """IPO takes the mean log-prob of a response's tokens, not their sum; beta is then
-    reward units per nat per token."""
+    """Whether IPO takes the mean log-prob of a response's tokens instead of their sum;
+    beta is then reward units per nat per token."""
     reference_free: bool = False
-    """Leave the reference out, for comparison; sigmoid or hinge."""
+    """Whether the reference is left out, for comparison; sigmoid or hinge."""
     temperature: float = 1.0
-    """Divides the logits of policy and reference."""
+    """Temperature that divides the logits of policy and reference."""
     micro_batch_size: int | None = None
-    """Rows held at once in an update; None is all of a batch."""
+    """Rows per forward and backward pass; None is all of a batch."""
 
     def __post_init__(self) -> None:
         preference_losses.check_dpo(

@@ -30,7 +30,7 @@ class GroupRecipe(PolicyRecipe):
     """The coefficients and choices of GRPO; an option group of a command line."""
 
     penalty: Penalty = IN_LOSS
-    """How the KL acts."""
+    """Estimator of the KL and where its penalty acts."""
     group_size: int = 8
     """Samples of each prompt, in neighbouring rows."""
     baseline: Baseline = "group"

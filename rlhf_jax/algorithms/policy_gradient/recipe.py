@@ -21,30 +21,33 @@ class PolicyRecipe:
     """How responses are sampled, what becomes of their scores, how the policy moves."""
 
     temperature: float = 0.7
-    """Divides the logits in every role."""
+    """Temperature that divides the logits in every role."""
     fixed_length: bool = False
-    """Sample every response to its full length, then truncate it at a stop token."""
+    """Whether every response is sampled to its full length, then truncated at a stop
+    token."""
     truncate_after: int = 0
     """With fixed_length: tokens of a response among which none ends it; 16 in OAI."""
     truncate_reward_only: bool = False
-    """With fixed_length: only the reward sees the truncated response; the policy is
-    trained on all of it, and its score lands on the last token (OAI)."""
+    """With fixed_length: whether only the reward sees the truncated response; the
+    policy is trained on all of it, and its score lands on the last token (OAI)."""
     slots: int | None = None
-    """Responses sampled at a time, a finished one's place going to the next prompt;
-    None is a place for every row of a batch. Samples are the same up to rounding, which
-    may decide a draw that falls between two tokens."""
+    """Responses sampled at a time by continuous batching: a finished one makes room for
+    the next prompt. None samples all rows at once. Samples are the same up to rounding,
+    which may decide a draw that falls between two tokens."""
     penalty: Penalty = IN_REWARD
-    """How the KL acts."""
+    """Estimator of the KL and where its penalty acts."""
     scores: ScoreShaping = shaping.AS_THEY_ARE
-    """What becomes of the reward's scores."""
+    """Shaping of the reward's scores."""
     reprice: bool = False
-    """Log-probs of the responses from the trainer, not the sampler (for bfloat16)."""
+    """Whether the trainer recomputes old_logprobs instead of taking the sampler's (for
+    bfloat16)."""
     clip_range: float = 0.2
-    """Of the probability ratio around 1."""
+    """PPO clip range ε: probability ratios are clipped to [1 − ε, 1 + ε]."""
     clip_range_high: float | None = None
-    """Of the ratio above 1; None is clip_range (clip-higher: 0.28)."""
+    """Clip range above 1; None is clip_range (clip-higher: 0.28)."""
     dual_clip: float | None = None
-    """Bound of the ratio where the advantage is negative, above 1; None is none."""
+    """Dual-clip bound c > 1 of the ratio where the advantage is negative; None disables
+    it."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     ptx_coef: float = 0.0
@@ -58,13 +61,14 @@ class PolicyRecipe:
     num_epochs: int = 4
     """Passes over each batch."""
     num_minibatches: int = 1
-    """Optimizer steps a pass."""
+    """Optimizer steps per pass."""
     micro_batch_size: int | None = None
-    """Responses held at once in an update; None is a minibatch."""
+    """Responses per forward and backward pass; None is a minibatch."""
     stop_approxkl: float | None = None
-    """Nats per token from the sampler that end a batch's updates; None is off."""
+    """Approximate KL to the sampler that ends the updates on a batch, nats per token;
+    None disables it."""
     max_ratio_mean: float | None = None
-    """A minibatch of a larger mean ratio is left out (TRL: 10); None is off."""
+    """Mean ratio above which a minibatch is left out (TRL: 10); None disables it."""
 
     def __post_init__(self) -> None:
         checks.positive(

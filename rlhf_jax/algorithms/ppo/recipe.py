@@ -35,25 +35,26 @@ class Recipe(PolicyRecipe):
     """The coefficients and choices of PPO; an option group of a command line."""
 
     gamma: float = 1.0
-    """Discount a token."""
+    """Discount γ per token."""
     lam: float = 0.95
-    """Of GAE: 1 trusts the returns, 0 the critic."""
+    """λ of GAE: 1 trusts the returns, 0 the critic."""
     whiten_rewards: Whiten = None
-    """Over which rows token rewards get variance 1 and keep their mean (OAI)."""
+    """Rows over which token rewards get variance 1 and keep their mean (OAI)."""
     whiten_advantages: Whiten = "rollout"
-    """Over which rows advantages get mean 0 and variance 1."""
+    """Rows over which advantages get mean 0 and variance 1."""
     whiten_ddof: Literal[0, 1] = 0
-    """Of that variance: 0 is biased (OAI, N+), 1 unbiased (TRL)."""
+    """Degrees of freedom of that variance: 0 is biased (OAI, N+), 1 unbiased (TRL)."""
     value_after_stop: bool = False
-    """The finished response has a value, and its score lands there (N+)."""
+    """Whether the finished response has a value, where its score lands (N+)."""
     value_clip_range: float | None = 0.2
-    """Of the values around the old ones, reward units; None is off."""
+    """Clip range of the values around the old ones, reward units; None disables it."""
     vf_coef: float = 0.1
     """Weight of the value loss."""
     critic_warmup: int = 0
     """Iterations at the start in which the critic alone is trained."""
     shared_trunk: bool = False
-    """The critic is a head on the policy's trunk (OAI), not a model of its own (N+)."""
+    """Whether the critic is a head on the policy's trunk (OAI) instead of a model of
+    its own (N+)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
