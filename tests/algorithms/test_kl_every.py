@@ -10,7 +10,7 @@ import oracles
 import pytest
 import toys
 
-from rlhf_jax import frozen, kl_control, masked, ppo, rewards, state
+from rlhf_jax import kl_control, masked, ppo, rewards, state
 from rlhf_jax.roles.reference.lifecycle import Lifecycle
 
 POLICY = toys.params()
@@ -27,7 +27,15 @@ EVERY = ppo.PPO(
 THIRD = dataclasses.replace(EVERY, lifecycle=Lifecycle(kl_every=3, scale_kl_coef=True))
 OF_THE_REFERENCE = {"objective/kl", "objective/kl_k3", "objective/ref_nll"}
 SCORES = jnp.asarray([1.0, -1.0, 0.5, 2.0])
-learn = toys.jit(ppo.learn, static_argnames=("recipe",))
+traced = []  # (whether of THIRD, whether with a reference)
+
+
+def counted(*args, recipe, reference, **options):
+    traced.append((recipe is THIRD, reference is not None))
+    return ppo.learn(*args, recipe=recipe, reference=reference, **options)
+
+
+learn = toys.jit(counted, static_argnames=("recipe",))
 
 
 def begin(controller) -> state.TrainState:
@@ -112,14 +120,7 @@ def test_a_schedule_goes_on_between():
 
 def test_two_programs_serve_every_step():
     """None is not an array, so a step without the KL is traced once and kept."""
-    traced = []
-
-    def counted(*args, **options):
-        traced.append(options["reference"] is not None)
-        return ppo.learn(*args, **options)
-
-    learn = toys.jit(counted, static_argnames=("recipe",))
-    reference = frozen.freeze(POLICY)
+    reference = toys.freeze(POLICY)
     current = begin(kl_control.fixed(0.25))
     rollout = toys.sampled(current.policy)
     kl = []
@@ -135,6 +136,6 @@ def test_two_programs_serve_every_step():
         )
         kl.append("objective/kl" in stats)
     assert kl == [True, False, False, True, False, False]
-    assert traced == [True, False]
+    assert traced.count((True, True)) == traced.count((True, False)) == 1
     assert int(current.step) == 6
     np.testing.assert_array_equal(current.kl.kl_coef, np.float32(0.25))

@@ -15,7 +15,9 @@ SAMPLER = "the trainer's log-probs to equal those kept while sampling"
 REFERENCE = r"the policy's log-probs to equal the reference's \(KL must start at 0\)"
 
 
-@pytest.fixture(scope="module", params=["gpt2", "llama"])
+@pytest.fixture(
+    scope="module", params=["gpt2", pytest.param("llama", marks=pytest.mark.slow)]
+)
 def model(request):
     return toys.FAMILIES[request.param]
 

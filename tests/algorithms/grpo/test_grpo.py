@@ -121,7 +121,7 @@ def test_a_group_s_prompt_is_run_once_and_gives_the_same_samples():
         rollout.rollout(POLICY, **options, group_size=3)
     # Two rows run through the layers, not eight.
     flops = [
-        sample.lower(POLICY, **options, group_size=size).compile().cost_analysis()
+        sample.lower(POLICY, **options, group_size=size).cost_analysis()
         for size in (1, 4)
     ]
     assert flops[1]["flops"] < flops[0]["flops"]
@@ -203,10 +203,10 @@ def by_hand(params, seen, *, kl_coef, weights):
 @pytest.mark.parametrize(
     ("aggregation", "factor"),
     [
-        ("token_mean", None),
+        pytest.param("token_mean", None, marks=pytest.mark.slow),  # test_ppo.py
         ("sequence_mean", None),
         ("constant", None),
-        ("constant", 2.5),
+        pytest.param("constant", 2.5, marks=pytest.mark.slow),  # test_ppo_by_hand.py
     ],
 )
 def test_an_update_is_one_step_down_the_gradient(scored, aggregation, factor):
@@ -254,6 +254,7 @@ def test_an_update_is_one_step_down_the_gradient(scored, aggregation, factor):
     )
 
 
+@pytest.mark.slow  # the same code as PPO's
 def test_micro_batches_change_nothing(scored):
     seen, _ = grpo.group_experience(
         scored, kl_coef=0.3, group_size=4, baseline="leave_one_out", normalise=None

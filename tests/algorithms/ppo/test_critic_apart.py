@@ -74,14 +74,12 @@ def experience():
 
 
 WAYS = {
-    "rewards whitened over the minibatch, in parts": {
+    "rewards whitened over the minibatch, in parts, clipped, by Adam": {
         "whiten_rewards": "minibatch",
         "whiten_advantages": "minibatch",
         "lam": 0.5,
         "micro_batch_size": 1,
         "aggregation": "sequence_mean",
-    },
-    "clipped and Adam, another weight": {
         "critic_optimizer": optax.chain(
             optax.clip_by_global_norm(0.01), optimizers.adam(1e-2)
         ),
@@ -208,7 +206,7 @@ def reward(rollout: batch.Rollout) -> jax.Array:
 @pytest.mark.parametrize(
     "place",
     [
-        "a device each",
+        pytest.param("a device each", marks=pytest.mark.long),
         pytest.param("unlike meshes", marks=pytest.mark.slow),
         pytest.param("adapters", marks=pytest.mark.slow),
     ],
@@ -294,3 +292,28 @@ def test_on_devices_of_its_own(place):
     for leaf in jax.tree.leaves(critic):
         assert leaf.sharding.device_set == set(mesh_there.devices.flat)
     assert int(critic.step) == 12
+
+
+def test_a_critic_elsewhere_is_the_one_here(experience):
+    """Its values and its update, on the last of eight devices."""
+    settings = dataclasses.replace(BASE, num_epochs=1)
+    mesh = MeshShape().make(jax.devices()[-1:])
+    home = MeshShape().make(jax.devices()[:1])
+    devices = critic_devices.CriticDevices(recipe=settings, mesh=mesh, home=home)
+    place_home = functools.partial(sharding.place, mesh=home)
+    start = fresh_apart(settings)[1]
+    wanted, wanted_stats = apart(start, experience=experience, key=KEY, recipe=settings)
+    rollout = toys.sampled(POLICY)
+    values = devices.values(
+        devices.state_of(jax.tree.map(jnp.copy, CRITIC)), rollout=place_home(rollout)
+    )
+    close(values, critic_apart.values(CRITIC, rollout=rollout, recipe=settings))
+    critic, stats = devices.update(
+        devices.state_of(jax.tree.map(jnp.copy, CRITIC)),
+        experience=place_home(experience),
+        key=place_home(KEY),
+    )
+    close(critic.params, wanted.params)
+    close(masked.mean_stats(jax.device_get(stats)), masked.mean_stats(wanted_stats))
+    for leaf in jax.tree.leaves(critic):
+        assert leaf.sharding.device_set == {jax.devices()[-1]}

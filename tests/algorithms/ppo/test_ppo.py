@@ -203,6 +203,7 @@ def test_garbage_under_the_masks_changes_nothing(updated, experience):
     assert toys.leaves_equal(stats, updated[1])
 
 
+@pytest.mark.slow
 def test_wider_padding_changes_nothing(updated, experience):
     wider = jax.tree.map(lambda leaf: jnp.pad(leaf, ((0, 0), (3, 0))), experience)
     after, stats = update(fresh(), experience=wider, key=KEY, recipe=BASE)
@@ -210,6 +211,7 @@ def test_wider_padding_changes_nothing(updated, experience):
     close(masked.mean_stats(stats), masked.mean_stats(updated[1]))
 
 
+@pytest.mark.slow  # test_ppo_by_hand.py has them against all logits
 def test_micro_batches_change_nothing(updated, experience):
     parts = dataclasses.replace(BASE, micro_batch_size=1)
     after, stats = update(fresh(), experience=experience, key=KEY, recipe=parts)

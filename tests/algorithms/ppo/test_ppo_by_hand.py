@@ -264,7 +264,11 @@ def unmoved_by_garbage(found, settings: ppo.PPO, e: batch.Experience, **argument
 
 
 @pytest.mark.parametrize(
-    ("aggregation", "factor"), [("sequence_mean", None), ("constant", 2.5)]
+    ("aggregation", "factor"),
+    [
+        pytest.param("sequence_mean", None, marks=pytest.mark.slow),  # test_grpo.py
+        ("constant", 2.5),
+    ],
 )
 def test_every_term_at_once_as_a_mean_over_responses(
     answered, given, aggregation, factor
@@ -568,15 +572,22 @@ def test_exact_kl_in_micro_batches_by_hand(answered, placement):
 
 
 PENALTIES = {
-    "k1": Penalty(placement="both"),
-    "k2": Penalty(value_estimator="k2", placement="both"),
-    "k3": Penalty(value_estimator="k3", placement="both"),
     "k3, response": Penalty(value_estimator="k3", placement="both", per="response"),
     "k1, k2": Penalty(grad_estimator="k2", placement="both", per="length"),
-    "exact": Penalty(value_estimator="exact", placement="both"),
     "forward": Penalty(value_estimator="exact", placement="both", direction="forward"),
     "top-k": Penalty(value_estimator="exact", placement="both", top_k=3),
 }
+# Those above in their plain form, whose numbers are in tests/functional/kl.
+PLAIN = {
+    "k1": Penalty(placement="both"),
+    "k2": Penalty(value_estimator="k2", placement="both"),
+    "k3": Penalty(value_estimator="k3", placement="both"),
+    "exact": Penalty(value_estimator="exact", placement="both"),
+}
+each_penalty = pytest.mark.parametrize(
+    "name",
+    [*PENALTIES, *(pytest.param(name, marks=pytest.mark.slow) for name in PLAIN)],
+)
 
 
 @pytest.fixture(scope="module")
@@ -627,36 +638,42 @@ def priced(answered):
         )
         return loss + found.kl.sum(), (found.kl, masked.mean_stats(stats)["loss/kl"])
 
-    @toys.jit
-    def all_of_them(stored, own, temperature):
+    @functools.cache
+    def of(plain):
+        """Of one program for all penalties of a table."""
+
+        @toys.jit
+        def all_of_them(stored, own, temperature):
+            return {
+                name: jax.grad(priced, has_aux=True)(stored, own, temperature, penalty)
+                for name, penalty in (PLAIN if plain else PENALTIES).items()
+            }
+
+        def run(stored, temperature):
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "KL penalty")  # k2 and k3 in both
+                found = all_of_them(*jax.device_get((stored, POLICY)), temperature)
+            return jax.device_get(found)
+
         return {
-            name: jax.grad(priced, has_aux=True)(stored, own, temperature, penalty)
-            for name, penalty in PENALTIES.items()
+            **{t: run(POLICY, t) for t in (0.3, 0.7, 1.5)},
+            "another": run(REFERENCE.stored, 0.7),
         }
 
-    def run(stored, temperature):
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "KL penalty")  # k2 and k3 in both
-            found = all_of_them(*jax.device_get((stored, POLICY)), temperature)
-        return jax.device_get(found)
-
-    return {
-        **{t: run(POLICY, t) for t in (0.3, 0.7, 1.5)},
-        "another": run(REFERENCE.stored, 0.7),
-    }
+    return lambda name: of(name in PLAIN)
 
 
 @pytest.mark.parametrize("temperature", [0.3, 0.7, 1.5])
-@pytest.mark.parametrize("name", PENALTIES)
+@each_penalty
 def test_the_kl_of_equal_models_is_0_wherever_it_stands(priced, name, temperature):
-    _, (in_reward, in_loss) = priced[temperature][name]
+    _, (in_reward, in_loss) = priced(name)[temperature][name]
     np.testing.assert_allclose(in_reward, 0.0, atol=1e-6)
     np.testing.assert_allclose(in_loss, 0.0, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", PENALTIES)
+@each_penalty
 def test_no_gradient_reaches_the_reference(priced, name):
-    gradient, (in_reward, in_loss) = priced["another"][name]
+    gradient, (in_reward, in_loss) = priced(name)["another"][name]
     assert np.abs(in_reward).max() > 0.1
     assert abs(in_loss) > 0.1
     for leaf in jax.tree.leaves(gradient):
