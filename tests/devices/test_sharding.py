@@ -392,6 +392,7 @@ def test_a_checkpoint_is_read_in_parts_to_where_they_lie(
     assert table.sharding.spec[0] == "tensor"
 
 
+@pytest.mark.slow
 def test_models_and_batches_of_an_experiment_lie_on_the_mesh(tmp_path):
     toy_files.checkpoint(tmp_path / "model")
     scorer = rewards.init(jax.random.key(1), toy_files.params(), model=toy_files.MODEL)

@@ -194,6 +194,7 @@ def test_the_table_has_every_choice_once():
     assert len({claim.penalty for claim in OTHERS} | choices) == len(OTHERS) + 24
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_the_table(case):
     claims = claims_of(
         ("k1", "reward", "token"),
@@ -208,6 +209,7 @@ def test_gradients_are_those_of_the_table(case):
         )
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_the_table_where_lengths_differ(stopping):
     """And one that each response's length divides, which is no KL's."""
     (divided, *_) = (each for each in OTHERS if each.penalty.per == "length")
@@ -245,6 +247,7 @@ def test_a_wrong_claim_fails(case):
 # PPO
 
 
+@pytest.mark.slow
 def test_a_policy_that_does_not_learn_fails_by_name(tmp_path, monkeypatch, capsys):
     out = tmp_path / "run"
     monkeypatch.setattr(certify, "advance", lambda train, **_: (train, {}))

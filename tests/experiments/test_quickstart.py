@@ -36,6 +36,7 @@ def toy(tmp_path_factory):
     return out, play(out)
 
 
+@pytest.mark.slow
 def test_the_summary_holds_what_is_promised(toy):
     out, summary = toy
     assert summary.keys() >= {
@@ -54,6 +55,7 @@ def test_the_summary_holds_what_is_promised(toy):
     }
 
 
+@pytest.mark.slow
 def test_every_stage_leaves_its_rows(toy):
     out, _ = toy
     rows = metrics.read(out / "metrics.jsonl")

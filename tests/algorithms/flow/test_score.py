@@ -74,7 +74,10 @@ def test_values_are_the_critics_and_masked(scored, rollout):
     np.testing.assert_allclose(scored.values, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("temperature", [0.3, 0.7, 1.0, 1.5])
+@pytest.mark.parametrize(
+    "temperature",
+    [0.3, *(pytest.param(t, marks=pytest.mark.slow) for t in (0.7, 1.0, 1.5))],
+)
 def test_kl_of_a_policy_to_itself_is_zero_at_every_temperature(temperature):
     """Through the real path: cached decoding, then the reference's full forward."""
     rollout = toys.sampled(POLICY, temperature=temperature)

@@ -228,7 +228,18 @@ STORED = {
 }
 
 
-@pytest.mark.parametrize("how", STORED.values(), ids=STORED.keys())
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(
+            how,
+            id=name,
+            marks=[pytest.mark.slow]
+            * (name not in ("copy", "int8 on the host", "eight devices")),
+        )
+        for name, how in STORED.items()
+    ],
+)
 def test_a_frozen_model_comes_back_as_it_is_stored(tmp_path, how):
     """Its bits, memory, devices, and whether it is tied to these, in every storage."""
     held = frozen.freeze(toys.params(), **how())
