@@ -62,6 +62,21 @@ def case(trainer: str, argv: str, message: str) -> Case:
     return Case(trainer, tuple(argv.split()), message)
 
 
+def by_one_each(of_each: list) -> list:
+    """Parameters of what every trainer refuses alike, trainer by trainer.
+
+    The code that refuses is shared: the quick tests try each on one trainer in turn.
+    """
+    every = len(of_each) // len(TRAINERS)
+    return [
+        pytest.param(
+            *(of if type(of) is tuple else (of,)),
+            marks=[pytest.mark.slow] * (i % every % len(TRAINERS) != i // every),
+        )
+        for i, of in enumerate(of_each)
+    ]
+
+
 def name(of) -> str | None:
     """The test's name of a case."""
     return f"{of.trainer}:{' '.join(of.argv)}"[:60] if isinstance(of, Case) else None

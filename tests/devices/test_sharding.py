@@ -103,11 +103,14 @@ def test_rows_lie_on_as_many_axes_as_divide_them():
     assert axes.row_axes({"data": 1, "fsdp": 4}, rows=4) == ("fsdp",)
 
 
+# Compiled: an operation at a time has a hundred programs.
+init = toys.jit(decoder.init, static_argnames=("model",))
+
 # --- where things lie -------------------------------------------------------------
 
 
 def fresh(model=GPT2, *, optimizer=None, policy=None):
-    policy = decoder.init(jax.random.key(0), model=model) if policy is None else policy
+    policy = init(jax.random.key(0), model=model) if policy is None else policy
     optimizer = optax.adamw(1e-2) if optimizer is None else optimizer
     return state.ppo_state(
         policy=policy,
@@ -150,7 +153,7 @@ def test_a_training_state_lies_as_the_rules_say():
 
 def test_frozen_models_stored_in_int8_lie_as_their_parameters():
     mesh = MeshShape(fsdp=2, tensor=4).make()
-    params = decoder.init(jax.random.key(0), model=GPT2)
+    params = init(jax.random.key(0), model=GPT2)
     held = sharding.place(storage.store(params, dtype="int8"), mesh=mesh, small=64)
     kernel = held["layers"]["mlp"]["down"]["kernel"]
     assert kernel.values.sharding.spec == PartitionSpec(None, "tensor", "fsdp")
@@ -230,7 +233,7 @@ def test_a_mesh_is_one_option_of_a_command_line():
 
 
 def test_a_model_in_pinned_host_memory_stays_there():
-    params = decoder.init(jax.random.key(0), model=GPT2)
+    params = init(jax.random.key(0), model=GPT2)
     held = frozen.freeze(params, memory="pinned_host")
     placed = sharding.place(held, mesh=MeshShape(fsdp=2, tensor=4).make(), small=64)
     kinds = {

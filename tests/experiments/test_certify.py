@@ -194,7 +194,7 @@ def test_the_table_has_every_choice_once():
     assert len({claim.penalty for claim in OTHERS} | choices) == len(OTHERS) + 24
 
 
-@pytest.mark.slow
+@pytest.mark.long  # test_every_gradient_is_what_it_is_said_to_be has these too
 def test_gradients_are_those_of_the_table(case):
     claims = claims_of(
         ("k1", "reward", "token"),

@@ -207,13 +207,12 @@ OWN = [
          "rstrip": False, "normalized": False, "special": True},
     ]), "ids below the model's vocabulary size 24, got id 24"),
 ]  # fmt: skip
-CASES = [
-    *(Case(trainer, *of) for trainer in TRAINERS for of in EVERYWHERE),
-    *(
-        Case(list(TRAINERS)[i % len(TRAINERS)], *of)  # each by one trainer in turn
-        for i, of in enumerate(OWN)
-    ),
+OF_EACH = [Case(trainer, *of) for trainer in TRAINERS for of in EVERYWHERE]
+IN_TURN = [
+    Case(list(TRAINERS)[i % len(TRAINERS)], *of)  # each by one trainer in turn
+    for i, of in enumerate(OWN)
 ]
+CASES = [*OF_EACH, *IN_TURN]
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +221,9 @@ def files(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "bad", CASES, ids=[f"{bad.trainer}: {bad.name}" for bad in CASES]
+    "bad",
+    [*bad_inputs.by_one_each(OF_EACH), *IN_TURN],
+    ids=[f"{bad.trainer}: {bad.name}" for bad in CASES],
 )
 def test_a_checkpoint_that_is_refused(files, tmp_path, capsys, bad):
     shutil.copytree(files / "model", tmp_path / "model")

@@ -128,12 +128,13 @@ def rows_of(trainer):
         yield f"{field} {value!r:.20}", row | {field: value}, told
 
 
+OF_EACH = [
+    (trainer, name, content, message)
+    for trainer in TRAINERS
+    for name, (content, message) in FILES.items()
+]
 CASES = [
-    *(
-        (trainer, name, content, message)
-        for trainer in TRAINERS
-        for name, (content, message) in FILES.items()
-    ),
+    *OF_EACH,
     *(
         (trainer, name, json.dumps(row).encode(), message)
         for trainer in TRAINERS
@@ -161,7 +162,10 @@ def files(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("trainer", "content", "message"),
-    [(trainer, content, message) for trainer, _, content, message in CASES],
+    [
+        *bad_inputs.by_one_each([(case[0], *case[2:]) for case in OF_EACH]),
+        *((case[0], *case[2:]) for case in CASES[len(OF_EACH) :]),
+    ],
     ids=[f"{trainer}: {name}" for trainer, name, _, _ in CASES],
 )
 def test_data_that_is_refused(files, tmp_path, capsys, trainer, content, message):

@@ -259,10 +259,9 @@ OWN = {
         ("--micro-batch-size=0", "micro_batch_size to divide the 4 rows"),
     ],
 }
-CASES = [
-    *(case(trainer, *of) for trainer in TRAINERS for of in EVERYWHERE),
-    *(case(trainer, *of) for trainer, own in OWN.items() for of in own),
-]
+OF_EACH = [case(trainer, *of) for trainer in TRAINERS for of in EVERYWHERE]
+ALONE = [case(trainer, *of) for trainer, own in OWN.items() for of in own]
+CASES = [*OF_EACH, *ALONE]
 
 
 @pytest.fixture(scope="module")
@@ -271,7 +270,9 @@ def files(tmp_path_factory):
         yield bad_inputs.make_files(tmp_path_factory.mktemp("files"))
 
 
-@pytest.mark.parametrize("bad", CASES, ids=bad_inputs.name)
+@pytest.mark.parametrize(
+    "bad", [*bad_inputs.by_one_each(OF_EACH), *ALONE], ids=bad_inputs.name
+)
 def test_an_option_that_is_refused(files, tmp_path, capsys, bad):
     bad_inputs.refused(
         capsys,

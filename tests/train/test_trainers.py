@@ -392,6 +392,7 @@ def with_more_words(folder):
     toy_files.tokenizer([*toy_files.WORDS, "bird"]).save_pretrained(folder)
 
 
+@pytest.mark.slow  # test_bad_checkpoints.py has each, by one trainer or by all
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [

@@ -90,7 +90,13 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way",
+    [
+        "rewards whitened over the minibatch, in parts, clipped, by Adam",
+        pytest.param("the policy waits for the critic", marks=pytest.mark.slow),
+    ],
+)
 def test_two_programs_do_what_one_does(experience, way):
     settings = dataclasses.replace(BASE, **WAYS[way])
     wanted, wanted_stats = together(

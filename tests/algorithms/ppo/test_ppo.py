@@ -313,6 +313,30 @@ def reference():
     return toys.freeze(POLICY)
 
 
+@pytest.fixture(scope="module")
+def learned(reference):
+    """ppo.learn, compiled once for every number of the config."""
+
+    @toys.jit
+    def compiled(current, rollout, scores, changed, policy_lr, critic_lr):
+        settings = dataclasses.replace(
+            ITERATION,
+            policy_optimizer=optax.sgd(policy_lr),
+            critic_optimizer=optax.sgd(critic_lr),
+            **changed,
+        )
+        return ppo.learn(
+            current,
+            rollout=rollout,
+            scores=scores,
+            reference=reference,
+            key=KEY,
+            recipe=settings,
+        )
+
+    return compiled
+
+
 def adaptive():
     return kl_control.adaptive(0.3, target=0.8, unit="response", horizon=40)
 
@@ -349,18 +373,13 @@ def away() -> state.TrainState:
     return fresh(ITERATION, controller=adaptive(), policy=moved)
 
 
-def test_an_iteration_is_sample_then_reward_then_learn(iteration, reference):
+def test_an_iteration_is_sample_then_reward_then_learn(iteration, learned):
     after, stats, scored = iteration(away())
     sample = toys.jit(ppo.sample, static_argnames=("recipe",))
     current = away()
     rollout = sample(current.policy, prompts=toys.prompts(), key=KEY, recipe=ITERATION)
-    parts, part_stats, part_scored = learn(
-        current,
-        rollout=rollout,
-        scores=reward(rollout),
-        reference=reference,
-        key=KEY,
-        recipe=ITERATION,
+    parts, part_stats, part_scored = learned(
+        current, rollout, reward(rollout), PLAIN, LR, LR
     )
     np.testing.assert_array_equal(scored.rollout.tokens, part_scored.rollout.tokens)
     close(after, parts, atol=1e-6)
@@ -551,34 +570,22 @@ def test_no_field_is_forgotten_here():
     assert {*CHANGED, *REBUILT, *ABOVE} == fields
 
 
-@pytest.fixture(scope="module")
-def numbers(rollout, reference):
-    """learn's weights and scores, compiled once for every number of the config."""
+PLAIN = {name: getattr(ITERATION, name) for name in CHANGED}
+PLAIN["clip_range_high"] = PLAIN["clip_range"]
 
-    @toys.jit
-    def compiled(changed, policy_lr, critic_lr):
-        settings = dataclasses.replace(
-            ITERATION,
-            policy_optimizer=optax.sgd(policy_lr),
-            critic_optimizer=optax.sgd(critic_lr),
-            **changed,
-        )
-        after, _, _ = ppo.learn(
-            fresh(settings),
-            rollout=rollout,
-            scores=3 * reward(rollout),
-            reference=reference,
-            key=KEY,
-            recipe=settings,
+
+@pytest.fixture(scope="module")
+def numbers(rollout, learned):
+    """The state after learn, by numbers of the config."""
+
+    def run(changed, *, policy_lr=LR, critic_lr=LR):
+        current = fresh(ITERATION, controller=adaptive())
+        after, _, _ = learned(
+            current, rollout, 3 * reward(rollout), changed, policy_lr, critic_lr
         )
         return after
 
-    def run(changed, *, policy_lr=LR, critic_lr=LR):
-        return compiled(changed, policy_lr, critic_lr)
-
-    plain = {name: getattr(ITERATION, name) for name in CHANGED}
-    plain["clip_range_high"] = plain["clip_range"]
-    return run, plain
+    return run, PLAIN
 
 
 @pytest.mark.parametrize("name", CHANGED)
