@@ -118,12 +118,12 @@ def reward_case():
     return loss, params, pairs
 
 
-SLOW = pytest.mark.slow  # test_ppo.py does the same through `update`
+LONG = pytest.mark.long  # test_ppo_by_hand.py does the same through `update`
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=SLOW)])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=LONG)])
 @pytest.mark.parametrize(
-    "case", [sft_case, reward_case, pytest.param(ppo_case, marks=SLOW)]
+    "case", [sft_case, reward_case, pytest.param(ppo_case, marks=LONG)]
 )
 def test_micro_batches_of_every_loss_add_up(case, size):
     loss, params, rows = case()

@@ -316,11 +316,16 @@ def test_options_that_ppo_refuses(files, tmp_path, capsys, argv, message):
             "return [0.0]",
             "--reward failing:f to return 4 numbers, one per response, got 1;",
         ),
-        (
+        pytest.param(
             "return [float('nan')] * len(prompts)",
             "numbers, got nan at index 0 of 4 and",
+            marks=pytest.mark.slow,
         ),
-        ("return ['good'] * len(prompts)", "got 'good' (str) at index 0 of 4, for"),
+        pytest.param(
+            "return ['good'] * len(prompts)",
+            "got 'good' (str) at index 0 of 4, for",
+            marks=pytest.mark.slow,
+        ),
         (
             "return [1 / (prompt != 'a dog was') for prompt in prompts]",
             "raised ZeroDivisionError: division by zero for prompt 'a dog was' (row 1",

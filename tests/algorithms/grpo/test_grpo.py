@@ -203,10 +203,10 @@ def by_hand(params, seen, *, kl_coef, weights):
 @pytest.mark.parametrize(
     ("aggregation", "factor"),
     [
-        pytest.param("token_mean", None, marks=pytest.mark.slow),  # test_ppo.py
+        pytest.param("token_mean", None, marks=pytest.mark.long),  # test_ppo.py
         ("sequence_mean", None),
         ("constant", None),
-        pytest.param("constant", 2.5, marks=pytest.mark.slow),  # test_ppo_by_hand.py
+        pytest.param("constant", 2.5, marks=pytest.mark.long),  # test_ppo_by_hand.py
     ],
 )
 def test_an_update_is_one_step_down_the_gradient(scored, aggregation, factor):
@@ -254,7 +254,7 @@ def test_an_update_is_one_step_down_the_gradient(scored, aggregation, factor):
     )
 
 
-@pytest.mark.slow  # the same code as PPO's
+@pytest.mark.long  # the same code as PPO's
 def test_micro_batches_change_nothing(scored):
     seen, _ = grpo.group_experience(
         scored, kl_coef=0.3, group_size=4, baseline="leave_one_out", normalise=None

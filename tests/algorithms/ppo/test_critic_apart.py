@@ -213,7 +213,7 @@ def reward(rollout: batch.Rollout) -> jax.Array:
     "place",
     [
         pytest.param("a device each", marks=pytest.mark.long),
-        pytest.param("unlike meshes", marks=pytest.mark.slow),
+        pytest.param("unlike meshes", marks=pytest.mark.long),  # test_mesh_runs.py
         pytest.param("adapters", marks=pytest.mark.slow),
     ],
 )

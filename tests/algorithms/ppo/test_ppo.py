@@ -203,7 +203,7 @@ def test_garbage_under_the_masks_changes_nothing(updated, experience):
     assert toys.leaves_equal(stats, updated[1])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_wider_padding_changes_nothing(updated, experience):
     wider = jax.tree.map(lambda leaf: jnp.pad(leaf, ((0, 0), (3, 0))), experience)
     after, stats = update(fresh(), experience=wider, key=KEY, recipe=BASE)
@@ -211,7 +211,7 @@ def test_wider_padding_changes_nothing(updated, experience):
     close(masked.mean_stats(stats), masked.mean_stats(updated[1]))
 
 
-@pytest.mark.slow  # test_ppo_by_hand.py has them against all logits
+@pytest.mark.long  # test_ppo_by_hand.py has them against all logits
 def test_micro_batches_change_nothing(updated, experience):
     parts = dataclasses.replace(BASE, micro_batch_size=1)
     after, stats = update(fresh(), experience=experience, key=KEY, recipe=parts)
@@ -446,7 +446,7 @@ def test_the_scores_moments_count_every_score(iteration):
 # Options.
 
 
-@pytest.mark.slow
+@pytest.mark.long  # test_ppo_details.py has it by hand
 def test_whitening_over_the_minibatch(experience):
     """Of one row each, so every row is whitened by itself."""
     settings = dataclasses.replace(ALONE, whiten_advantages="minibatch")
@@ -608,21 +608,20 @@ def test_each_role_has_an_optimizer_of_its_own(numbers):
     assert distance(both.critic, CRITIC) > 1e-3
 
 
-# Of these other tests say what they do, not only that they do something.
-KNOWN = ("model", "critic_optimizer", "policy_optimizer", "penalty", "aggregation")
-KNOWN += ("entropy_coef", "num_epochs", "num_minibatches", "stop_ids", "scores")
-KNOWN += ("critic_warmup", "lifecycle", "max_new_tokens", "value_after_stop")
-KNOWN += ("whiten_rewards", "whiten_advantages", "whiten_ddof")
+def test_values_are_those_of_the_critic_s_own_model(rollout):
+    other = dataclasses.replace(BASE, critic_model=REBUILT["critic_model"])
+    found = ppo.values(fresh(), rollout=rollout, recipe=other)
+    wanted = critic.values(
+        CRITIC,
+        model=REBUILT["critic_model"],
+        tokens=rollout.tokens,
+        mask=rollout.mask,
+    )
+    close(found, jnp.where(rollout.response_mask, wanted, 0.0))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.long] * (name in KNOWN))
-        for name in REBUILT
-    ],
-)
+@pytest.mark.long  # of each another test says what it does
+@pytest.mark.parametrize("name", REBUILT)
 def test_no_other_field_of_the_config_is_inert(name, reference):
     def run(settings):
         return toys.jit(ppo.iteration, static_argnames=("recipe", "reward"))(

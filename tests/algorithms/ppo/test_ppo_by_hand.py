@@ -266,7 +266,7 @@ def unmoved_by_garbage(found, settings: ppo.PPO, e: batch.Experience, **argument
 @pytest.mark.parametrize(
     ("aggregation", "factor"),
     [
-        pytest.param("sequence_mean", None, marks=pytest.mark.slow),  # test_grpo.py
+        pytest.param("sequence_mean", None, marks=pytest.mark.long),  # test_grpo.py
         ("constant", 2.5),
     ],
 )
@@ -329,7 +329,7 @@ def test_texts_mixed_in_are_shared_out_over_the_minibatches(given):
     unmoved_by_garbage(found, settings, given, ptx=TEXTS)
 
 
-@pytest.mark.slow
+@pytest.mark.long  # each guard alone is in test_ppo_details.py
 def test_the_guards_leave_out_what_they_say(given):
     """By row: a ratio of e⁴ is left out alone; one of e⁻⁵ ends the batch there."""
     settings = dataclasses.replace(
@@ -586,7 +586,7 @@ PLAIN = {
 }
 each_penalty = pytest.mark.parametrize(
     "name",
-    [*PENALTIES, *(pytest.param(name, marks=pytest.mark.slow) for name in PLAIN)],
+    [*PENALTIES, *(pytest.param(name, marks=pytest.mark.long) for name in PLAIN)],
 )
 
 
