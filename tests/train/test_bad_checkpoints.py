@@ -247,7 +247,7 @@ def test_a_checkpoint_that_is_refused(files, tmp_path, capsys, bad):
         ("{% if", "of which it says: unexpected 'end of template'"),
         ("{{ 1/0 }}", "of which it says: division by zero"),
         ("{{ messages[9].content }}", "of which it says: .*element 9"),
-        ("{{ 3 }}", "a chat template that writes the whole answer"),
+        ("{{ 3 }}", "a chat template that writes the whole response"),
     ],
 )
 def test_a_template_that_is_refused(files, tmp_path, capsys, template, message):
