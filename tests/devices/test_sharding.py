@@ -104,7 +104,7 @@ def test_rows_lie_on_as_many_axes_as_divide_them():
 
 
 # Compiled: an operation at a time has a hundred programs.
-init = toys.jit(decoder.init, static_argnames=("model",))
+init = jax.jit(decoder.init, static_argnames=("model",))
 
 # --- where things lie -------------------------------------------------------------
 
