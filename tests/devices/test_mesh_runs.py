@@ -15,8 +15,7 @@ import toy_files
 from safetensors.numpy import load_file
 
 import rlhf_jax.train.ppo
-from rlhf_jax import hf, masked
-from rlhf_jax.algorithms import ppo as rlhf_ppo
+from rlhf_jax import hf, masked, ppo
 from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.data import batches
 from rlhf_jax.data.files import read_prompts
@@ -74,7 +73,7 @@ def play(experiment, out, files, *argv):
     return out
 
 
-def ppo(out, files, *argv, reward=("--reward=mesh_rewards:score",)):
+def run_ppo(out, files, *argv, reward=("--reward=mesh_rewards:score",)):
     source = ("--model=FILES/model", "--prompts=FILES/prompts.jsonl")
     return play(rlhf_jax.train.ppo, out, files, *source, *reward, *PPO, *argv)
 
@@ -82,7 +81,7 @@ def ppo(out, files, *argv, reward=("--reward=mesh_rewards:score",)):
 @pytest.fixture(scope="module")
 def alone(files, tmp_path_factory):
     """PPO on one device."""
-    return ppo(tmp_path_factory.mktemp("alone") / "run", files)
+    return run_ppo(tmp_path_factory.mktemp("alone") / "run", files)
 
 
 def assert_same(found, expected, *, extra=frozenset()):
@@ -113,9 +112,9 @@ def test_ppo_goes_on_with_the_run_on_another_mesh(files, alone, tmp_path):
     stopped = tmp_path / "run"
     stopping = ("--reward=mesh_rewards:stopping",)
     with pytest.raises(SystemExit) as stop:
-        ppo(stopped, files, MESH, reward=stopping)
+        run_ppo(stopped, files, MESH, reward=stopping)
     assert stop.value.code == 128 + signal.SIGTERM
-    ppo(stopped, files, "--mesh=fsdp=4,tensor=2", "--resume", reward=stopping)
+    run_ppo(stopped, files, "--mesh=fsdp=4,tensor=2", "--resume", reward=stopping)
     assert_same(stopped, alone)
 
 
@@ -133,7 +132,7 @@ def test_ppo_goes_on_with_the_run_on_another_mesh(files, alone, tmp_path):
 )
 @pytest.mark.long
 def test_ppo_with_a_reference_elsewhere(files, alone, argv, tmp_path):
-    assert_same(ppo(tmp_path / "run", files, *argv), alone)
+    assert_same(run_ppo(tmp_path / "run", files, *argv), alone)
 
 
 def test_ppo_with_a_critic_elsewhere(files, alone, tmp_path):
@@ -141,11 +140,11 @@ def test_ppo_with_a_critic_elsewhere(files, alone, tmp_path):
     out, argv = tmp_path / "run", ("--critic-mesh=data=2,tensor=2",)
     stopping = ("--reward=mesh_rewards:stopping",)
     with pytest.raises(SystemExit) as stop:
-        ppo(out, files, *argv, reward=stopping)
+        run_ppo(out, files, *argv, reward=stopping)
     assert stop.value.code == 128 + signal.SIGTERM
-    ppo(out, files, *argv, "--resume", reward=stopping)
+    run_ppo(out, files, *argv, "--resume", reward=stopping)
     assert_same(out, alone, extra={"critic/skipped", "critic/skipped_in_a_row"})
-    whole = ppo(tmp_path / "whole", files, *argv)
+    whole = run_ppo(tmp_path / "whole", files, *argv)
     for name in ("metrics.jsonl", "samples.jsonl", "model/model.safetensors"):
         assert (out / name).read_bytes() == (whole / name).read_bytes()
 
@@ -163,9 +162,9 @@ def test_a_critic_elsewhere_in_other_ways(files, way, tmp_path):
             "--reference-storage.dtype=int8",
         ),
     }[way]
-    found = ppo(tmp_path / "apart", files, "--critic-mesh=data=2", reward=argv)
+    found = run_ppo(tmp_path / "apart", files, "--critic-mesh=data=2", reward=argv)
     extra = {"critic/skipped", "critic/skipped_in_a_row"}
-    assert_same(found, ppo(tmp_path / "alone", files, reward=argv), extra=extra)
+    assert_same(found, run_ppo(tmp_path / "alone", files, reward=argv), extra=extra)
 
 
 @pytest.fixture(scope="module")
@@ -187,8 +186,8 @@ def one_step_behind(files):
     reward = rlhf_jax.train.text_rewards.text_reward(
         options.reward, policy=policy, rows=rows, mesh=models.mesh
     )
-    sample = jax.jit(functools.partial(rlhf_ppo.sample, recipe=models.algorithm))
-    learn = jax.jit(functools.partial(rlhf_ppo.learn, recipe=models.algorithm))
+    sample = jax.jit(functools.partial(ppo.sample, recipe=models.algorithm))
+    learn = jax.jit(functools.partial(ppo.learn, recipe=models.algorithm))
     state, found = models.train, []
     key = jax.random.key(0)
     older = state.policy
@@ -217,9 +216,9 @@ def test_rollouts_are_drawn_while_the_last_are_learned_from(
     if stopped:
         reward = ("--reward=mesh_rewards:stopping",)
         with pytest.raises(SystemExit):
-            ppo(tmp_path / "run", files, *argv, reward=reward)
+            run_ppo(tmp_path / "run", files, *argv, reward=reward)
         argv += ("--resume",)
-    out = ppo(tmp_path / "run", files, *argv, reward=reward)
+    out = run_ppo(tmp_path / "run", files, *argv, reward=reward)
     expected, state = one_step_behind
     for row, stats in zip(metrics.read(out / "metrics.jsonl"), expected, strict=True):
         for name, value in stats.items():
@@ -255,8 +254,8 @@ def test_ppo_in_other_ways(files, way, tmp_path):
     alone = [word for word in argv if "own-devices" not in word and "mesh=" not in word]
     mesh = "--mesh=fsdp=2,tensor=2" if "own" in way else MESH
     assert_same(
-        ppo(tmp_path / "mesh", files, mesh, reward=argv),
-        ppo(tmp_path / "alone", files, reward=alone),
+        run_ppo(tmp_path / "mesh", files, mesh, reward=argv),
+        run_ppo(tmp_path / "alone", files, reward=alone),
     )
 
 
@@ -334,7 +333,7 @@ def test_the_other_experiments(files, name, tmp_path):
 )
 def test_meshes_that_do_not_fit(files, argv, message, tmp_path, capsys):
     with pytest.raises(SystemExit) as refused:
-        ppo(tmp_path / "run", files, *argv)
+        run_ppo(tmp_path / "run", files, *argv)
     assert refused.value.code == 2
     told = capsys.readouterr().err.replace("│", " ")
     assert message in " ".join(told.split())

@@ -15,7 +15,7 @@ from rlhf_jax.models import decoder
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import LoRA
 from rlhf_jax.roles import adapted
-from rlhf_jax.roles import critic as critic_
+from rlhf_jax.roles.critic import values as critic_values
 from rlhf_jax.roles.policy import exact_kl, logprobs, price_hidden
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
@@ -222,7 +222,7 @@ def response_values(
     Returns:
       f32[B, S], reward units; 0 where a state has no value.
     """
-    values = critic_.values(
+    values = critic_values(
         critic,
         model=model,
         tokens=rollout.tokens,

@@ -34,12 +34,11 @@ from rlhf_jax.functional import masked
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles import adapted, rewards
 from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.roles.rewards import Scores
 
 Array = jax.Array
 Params = Any
 # rollout -> f32[B] or Scores; a pytree (`rewards.from_model`) if it holds parameters.
-Reward = Callable[[Rollout], Array | Scores]
+Reward = Callable[[Rollout], Array | rewards.Scores]
 
 
 def iteration(
@@ -65,9 +64,8 @@ def iteration(
       reward: rollout -> f32[B] or `rewards.Scores`, in JAX.
       key: of this step, `fold_in(root, step)`.
       recipe: static, a `ppo.PPO`, a `grpo.GRPO` or another `PolicyGradient`.
-      base: with `recipe.lora` the parameters that the state's adapters adapt, which
-        mostly are the reference too; never donated, and no gradient reaches it. None
-        without adapters.
+      base: with `recipe.lora` the parameters that the state's adapters adapt; never
+        donated, and no gradient reaches it. None without adapters.
       ptx: Sequences[M, S'], texts whose language-model loss is mixed in with
         `recipe.ptx_coef`, shared out over the minibatches of an epoch.
 
@@ -136,10 +134,10 @@ def sample(
 
 
 def seen_by_reward(rollout: Rollout, *, recipe: PolicyGradient) -> Rollout:
-    """What the reward sees of a rollout of `sample`, which mostly is all of it.
+    """What the reward sees of a rollout of `sample`: all of it, unless it is cut here.
 
-    With `recipe.truncate_reward_only` the responses end at their first stop token
-    here, while the policy is trained on all their tokens.
+    With `recipe.truncate_reward_only` responses end at their first stop token, while
+    the policy is trained on all their tokens.
     """
     if not recipe.truncate_reward_only:
         return rollout
@@ -152,7 +150,7 @@ def learn(
     state: TrainState,
     *,
     rollout: Rollout,
-    scores: Array | Scores,
+    scores: Array | rewards.Scores,
     reference: Frozen | None,
     key: Array,
     recipe: PolicyGradient,
@@ -175,8 +173,8 @@ def learn(
         before; None computes them here, if there is a reference.
       values: f32[B, S], reward units, of `ppo.values`; None computes them here.
 
-    Without KL, as in a step that `Lifecycle.kl_every` leaves out, both `reference` and
-    `ref_logprobs` are None: a program of its own, without the penalty and its metrics.
+    Without KL, as in a step that `Lifecycle.kl_every` leaves out, `reference` and
+    `ref_logprobs` are None, and there is no penalty and none of its metrics.
 
     Returns:
       The next state, stats {name: (sum, weight)}, and the scored rollout.
@@ -216,7 +214,7 @@ def make_experience(
     state: TrainState,
     *,
     rollout: Rollout,
-    scores: Array | Scores,
+    scores: Array | rewards.Scores,
     reference: Frozen | None,
     recipe: PolicyGradient,
     ref_logprobs: Array | None = None,
@@ -234,8 +232,7 @@ def make_experience(
       algorithm, stats {name: (sum, weight)} and the scored rollout.
 
     Raises:
-      InputError: the scores are not one number a row, or neither values nor a critic
-        is there for an algorithm that needs one.
+      InputError: the scores are not one per row, or PPO has neither values nor critic.
     """
     critic = None if values is not None else recipe.critic_of(state, base=base)
     returned = rewards.scores_of(scores)

@@ -22,11 +22,11 @@ from rlhf_jax import (
     state,
 )
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
-from rlhf_jax.algorithms.policy_gradient import update as policy_update
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.kl.penalty import Penalty
 from rlhf_jax.roles.reference.lifecycle import Lifecycle
 
+UPDATE = "rlhf_jax.algorithms.policy_gradient.update"
 LR = 0.1
 POLICY = toys.params()
 CRITIC = rewards.init(jax.random.key(1), toys.params(seed=1), model=toys.GPT2)
@@ -235,7 +235,7 @@ def visits(monkeypatch, *, key, num_epochs=3, num_minibatches=2, rows=8):
         nothing = {"policy/sampler_mismatch": (jnp.zeros(()), jnp.ones(()))}
         return current, jnp.bool_(False), nothing
 
-    monkeypatch.setattr(policy_update, "_step", record)
+    monkeypatch.setattr(f"{UPDATE}._step", record)
     per_token = jnp.zeros((rows, 2))
     index = jnp.arange(rows, dtype=jnp.int32)
     numbered = batch.Experience(
@@ -282,9 +282,7 @@ def test_each_random_key_is_used_once(monkeypatch):
     for name in ("uniform", "permutation"):
         monkeypatch.setattr(jax.random, name, recorded(getattr(jax.random, name)))
     mismatch = {"policy/sampler_mismatch": (jnp.zeros(()), jnp.ones(()))}
-    monkeypatch.setattr(
-        policy_update, "_step", lambda state, **_: (state, False, mismatch)
-    )
+    monkeypatch.setattr(f"{UPDATE}._step", lambda state, **_: (state, False, mismatch))
 
     @toys.jit
     def step(current, experience, key):
