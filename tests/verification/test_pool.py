@@ -183,7 +183,7 @@ def test_a_failure_may_stop_the_run(response, why):
 SCRIPT = """
 print("imported", flush=True)
 import numpy as np, toy_verifier
-from rlhf_jax import verification
+from rlhf_jax.verification import pool
 from rlhf_jax.roles.rewards.text import Texts
 from rlhf_jax.functional.checks import InputError
 
@@ -191,11 +191,11 @@ def ours(prompt, response, row):
     return 1.0
 
 try:
-    verification.VerifierPool(ours)
+    pool.VerifierPool(ours)
 except InputError as error:
     print(error)
-with verification.VerifierPool(toy_verifier.check, num_workers=2) as pool:
-    print(pool.submit(Texts(["p"], ["1"], [{}], np.zeros(1))).collect().total)
+with pool.VerifierPool(toy_verifier.check, num_workers=2) as running:
+    print(running.submit(Texts(["p"], ["1"], [{}], np.zeros(1))).collect().total)
 """
 
 
@@ -246,12 +246,12 @@ def test_importing_the_verifier_is_not_in_its_time(tmp_path, monkeypatch):
 
 KILLED = """
 import sys, numpy as np, toy_verifier
-from rlhf_jax import verification
+from rlhf_jax.verification import pool
 from rlhf_jax.roles.rewards.text import Texts
 
-with verification.VerifierPool(toy_verifier.check, num_workers=1) as pool:
+with pool.VerifierPool(toy_verifier.check, num_workers=1) as running:
     row = {"made": sys.argv[1]}
-    pool.submit(Texts(["p"], ["made"], [row], np.zeros(1))).collect()
+    running.submit(Texts(["p"], ["made"], [row], np.zeros(1))).collect()
 """
 
 
