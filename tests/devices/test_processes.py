@@ -92,7 +92,9 @@ def start(
         group = (f"--coordinator=localhost:{port}", f"--num-processes={count}")
     environment = os.environ | {
         "PYTHONPATH": places.PYTHONPATH,
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        # The last of two flags of one name counts.
+        "XLA_FLAGS": os.environ["XLA_FLAGS"]
+        + f" --xla_force_host_platform_device_count={devices}",
     }
     if cache is not None:
         environment["JAX_ENABLE_COMPILATION_CACHE"] = "true"
@@ -253,7 +255,8 @@ def test_rows_lie_where_each_process_says(tmp_path):
     script = places.PROGRAMS / "rows_of_processes.py"
     environment = os.environ | {
         "PYTHONPATH": places.PYTHONPATH,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "XLA_FLAGS": os.environ["XLA_FLAGS"]
+        + " --xla_force_host_platform_device_count=2",
     }
     running = [
         subprocess.Popen(
