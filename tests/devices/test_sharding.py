@@ -344,6 +344,7 @@ def test_an_iteration_is_that_of_one_device(optimizer, shape):
     )
 
 
+@pytest.mark.slow
 def test_devices_do_not_change_a_prompt_s_samples():
     """The first eight prompts alone, on one device, and among 16 on eight."""
     mesh = MeshShape(data=4, fsdp=2).make()

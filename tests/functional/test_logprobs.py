@@ -157,10 +157,17 @@ def test_padded_rows_of_the_head_play_no_part(max_logits: int, padding: float):
 
 
 @pytest.mark.parametrize(
-    "words",
-    [1, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 16, 96)), 13, 30],
+    ("width", "words"),
+    [
+        *((5, 1), (1, 13), (5, 30)),
+        *(pytest.param(*n, marks=pytest.mark.slow) for n in ((1, 1), (5, 13), (1, 30))),
+        *(
+            pytest.param(w, n, marks=pytest.mark.long)
+            for w in (1, 5)
+            for n in (2, 16, 96)
+        ),
+    ],
 )
-@pytest.mark.parametrize("width", [1, 5])
 def test_sizes_that_do_not_divide(words: int, width: int):
     """Against autodiff through all logits, at every size of a chunk."""
     rng = np.random.default_rng(words)
@@ -274,9 +281,9 @@ def test_under_vmap():
         found = from_hidden(hidden, head, tokens, max_logits=TWO_ROWS)
         return weighted(found, weights)
 
-    step = jax.grad(loss, (0, 1))
+    step = jax.jit(jax.grad(loss, (0, 1)))
     args = [jnp.stack([x, x[::-1]]) for x in (HIDDEN, HEAD, TOKENS)]
-    found = jax.vmap(step)(*args)
+    found = jax.jit(jax.vmap(step))(*args)
     for i in range(2):
         expected = step(*(x[i] for x in args))
         jax.tree.map(

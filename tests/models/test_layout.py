@@ -33,14 +33,27 @@ def batch(rows: int = 3, columns: int = PROMPT + NEW) -> tuple[Array, Array]:
     )
 
 
+# Every model, layout and place once.
+QUICK = [(toys.GPT2, False, PROMPT + NEW - 1), (toys.LLAMA, True, PROMPT - 1)]
+
+
 def unrolled(model: config.ModelConfig) -> config.ModelConfig:
     return dataclasses.replace(model, unroll=True)
 
 
 @pytest.mark.parametrize(
-    "remat", ["none", pytest.param("dots", marks=pytest.mark.long), "full"]
+    ("model", "remat"),
+    [
+        (toys.GPT2, "none"),
+        (toys.LLAMA, "full"),
+        *(
+            pytest.param(model, remat, marks=pytest.mark.long)
+            for model in (toys.GPT2, toys.LLAMA)
+            for remat in ("dots", "full" if model is toys.GPT2 else "none")
+        ),
+    ],
+    ids=lambda value: getattr(value, "family", value),
 )
-@pytest.mark.parametrize("model", [toys.GPT2, toys.LLAMA], ids=lambda m: m.family)
 def test_layers_one_by_one_are_the_loop(model, remat):
     params = decoder.init(jax.random.key(0), model=model)
     tokens, mask = batch()
@@ -60,19 +73,26 @@ def test_layers_one_by_one_are_the_loop(model, remat):
 
 
 @pytest.mark.parametrize(
-    "first",
+    ("model", "unroll", "first"),
     [
-        *(pytest.param(n, marks=pytest.mark.long) for n in (0, 1)),
-        *(PROMPT - 1, PROMPT + NEW - 1),
+        pytest.param(
+            model,
+            unroll,
+            first,
+            id=f"{model.family}-{unroll}-{first}",
+            marks=[pytest.mark.long] * ((model, unroll, first) not in QUICK),
+        )
+        for model in (toys.GPT2, toys.LLAMA)
+        for unroll in (False, True)
+        for first in (0, 1, PROMPT - 1, PROMPT + NEW - 1)
     ],
 )
-@pytest.mark.parametrize("unroll", [False, True])
-@pytest.mark.parametrize("model", [toys.GPT2, toys.LLAMA], ids=lambda m: m.family)
 def test_earlier_columns_are_zero_and_the_others_as_they_were(model, unroll, first):
     model = dataclasses.replace(model, unroll=unroll)
     params = decoder.init(jax.random.key(0), model=model)
     tokens, mask = batch()
-    run = functools.partial(decoder.prefill, params, model=model)
+    prefill = jax.jit(decoder.prefill, static_argnames=("model", "first_column"))
+    run = functools.partial(prefill, params, model=model)
     whole, cache = run(tokens=tokens, mask=mask)
     part, part_cache = run(tokens=tokens, mask=mask, first_column=first)
     np.testing.assert_array_equal(part[:, :first], 0.0)
@@ -201,14 +221,11 @@ def test_windows_change_no_sample(model, stop_ids, monkeypatch):
     )
 
     def sample() -> decode.Generated:
-        return decode.generate(
-            params,
-            model=model,
-            tokens=tokens,
-            mask=mask.at[:, -1].set(True),
-            keys=keys,
-            max_new_tokens=20,
-            stop_ids=stop_ids,
+        generate = functools.partial(
+            decode.generate, model=model, max_new_tokens=20, stop_ids=stop_ids
+        )
+        return jax.jit(generate)(
+            params, tokens=tokens, mask=mask.at[:, -1].set(True), keys=keys
         )
 
     assert len(decode.cache_widths(PROMPT + 20, first=PROMPT)) == 1
@@ -262,8 +279,27 @@ def test_kernels_of_few_rows_are_turned_once_and_what_is_stored_is_not():
     )
 
 
-@pytest.mark.parametrize("how", ["plain", "slots", "lora", "bfloat16", "mesh"])
-@pytest.mark.parametrize("model", [toys.GPT2, toys.LLAMA], ids=lambda m: m.family)
+@pytest.mark.parametrize(
+    ("model", "how"),
+    [
+        (toys.LLAMA, "plain"),
+        *(
+            pytest.param(model, how, marks=pytest.mark.slow)
+            for model, how in (
+                *((toys.GPT2, "slots"), (toys.GPT2, "lora")),
+                *((toys.LLAMA, "bfloat16"), (toys.LLAMA, "mesh")),
+            )
+        ),
+        *(
+            pytest.param(model, how, marks=pytest.mark.long)
+            for model, how in (
+                *((toys.GPT2, "plain"), (toys.GPT2, "bfloat16"), (toys.GPT2, "mesh")),
+                *((toys.LLAMA, "slots"), (toys.LLAMA, "lora")),
+            )
+        ),
+    ],
+    ids=lambda value: getattr(value, "family", value),
+)
 def test_turned_weights_change_no_sample(model, how, monkeypatch):
     params = toys.params(model)
     if how == "bfloat16":

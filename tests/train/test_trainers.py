@@ -83,7 +83,6 @@ def test_a_new_algorithm_learns(tmp_path):
     assert 0.1 < rows[-1]["objective/kl"] < 15
 
 
-@pytest.mark.slow
 def test_sft_from_nothing_leaves_a_checkpoint(files, tmp_path):
     out = tmp_path / "run"
     argv = (
@@ -452,6 +451,7 @@ def test_a_reward_model_with_other_words(files, tmp_path, capsys, words, message
     assert message in refused(capsys, tmp_path, run)
 
 
+@pytest.mark.slow
 def test_a_critic_starts_as_the_reward_model_however_that_is_held(files, tmp_path):
     """Neither rounded nor on the host, as the frozen one is."""
     folder = other_scorer(tmp_path, words=toy_files.WORDS)

@@ -20,6 +20,11 @@ LENGTHS, PROMPT, NEW = (6, 3, 1, 5, 2, 4), 6, 9
 both = pytest.mark.parametrize(
     "model", [tiny.MIXED, tiny.PARALLEL], ids=["mixed", "parallel"]
 )
+mixed_soon = pytest.mark.parametrize(
+    "model",
+    [tiny.MIXED, pytest.param(tiny.PARALLEL, marks=pytest.mark.slow)],
+    ids=["mixed", "parallel"],
+)
 hidden_of = jax.jit(decoder.hidden_states, static_argnames=("model", "first_column"))
 
 
@@ -47,7 +52,7 @@ def sampled(model, **options):
 # --- cached decoding --------------------------------------------------------------
 
 
-@both
+@mixed_soon
 def test_prices_of_samples_are_those_of_a_full_forward(model, monkeypatch):
     """Past the window, in caches that grow."""
     monkeypatch.setattr(decode, "FIRST_WIDTH", 1)
@@ -65,6 +70,7 @@ def test_prices_of_samples_are_those_of_a_full_forward(model, monkeypatch):
         np.testing.assert_allclose(mine, np.where(drawn, other, 0.0), atol=2e-5)
 
 
+@pytest.mark.slow
 @both
 def test_slots_draw_the_same_samples(model):
     found, expected = sampled(model, slots=4), sampled(model)
@@ -109,8 +115,22 @@ def loss_of(params, *, model):
     return jnp.square(jnp.where(mask[..., None], hidden, 0.0)).sum()
 
 
-@both
-@pytest.mark.parametrize("how", [{"unroll": True}, {"remat": "full"}])
+@pytest.mark.parametrize(
+    ("model", "how"),
+    [
+        pytest.param(tiny.MIXED, {"unroll": True}, id="mixed-unroll"),
+        pytest.param(tiny.PARALLEL, {"remat": "full"}, id="parallel-remat"),
+        pytest.param(
+            tiny.MIXED, {"remat": "full"}, id="mixed-remat", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            tiny.PARALLEL,
+            {"unroll": True},
+            id="parallel-unroll",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
 def test_value_and_gradient_are_those_of_the_loop(model, how):
     gradient = jax.jit(jax.value_and_grad(loss_of), static_argnames="model")
     value, grads = gradient(tiny.params(model), model=model)
@@ -207,8 +227,10 @@ def test_logprobs_and_entropy_of_soft_capped_logits():
         return weighed((jnp.pad(picked, room), jnp.pad(entropy, room)))
 
     arguments = hidden, head, jnp.float32(TEMPERATURE)
-    found = jax.value_and_grad(chunked, argnums=(0, 1, 2))(*arguments)
-    expected = jax.value_and_grad(plain, argnums=(0, 1, 2))(*arguments)
+    found, expected = (
+        jax.jit(jax.value_and_grad(f, argnums=(0, 1, 2)))(*arguments)
+        for f in (chunked, plain)
+    )
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6),
         found,
@@ -239,12 +261,15 @@ def test_kl_of_soft_capped_logits(direction, k):
         return jnp.pad(found[:, :-1], ((0, 0), (1, 0)))
 
     weights = np.random.default_rng(1).normal(size=(2, 5)).astype(np.float32)
-    found, expected = (
-        jax.value_and_grad(
-            lambda *args, f=f: (weights * f(*args)).sum(), argnums=(0, 1)
-        )(*policy_)
-        for f in (chunked, plain)
-    )
+
+    def weighed(f):
+        def loss(weights, *args):
+            return (weights * f(*args)).sum()
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(1, 2)))
+
+    of_chunked, of_plain = weighed(chunked), weighed(plain)
+    found, expected = (of(weights, *policy_) for of in (of_chunked, of_plain))
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6),
         found,
@@ -252,13 +277,10 @@ def test_kl_of_soft_capped_logits(direction, k):
     )
     # A position that is masked out may hold anything, as words of the padding may.
     weights[:, 3] = 0.0
-    expected = jax.grad(lambda *args: (weights * plain(*args)).sum(), argnums=(0, 1))
-    wanted = expected(*policy_)
+    _, wanted = of_plain(weights, *policy_)
     broken, head = policy_[0].copy(), policy_[1].copy()
     broken[:, 2], head[13:], reference[1][13:] = np.nan, np.inf, np.nan
-    masked = jax.grad(lambda *args: (weights * chunked(*args)).sum(), argnums=(0, 1))(
-        broken, head
-    )
+    _, masked = weighed(chunked)(weights, broken, head)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6),
         masked,

@@ -37,7 +37,6 @@ prices_of = toys.jit(
 LENGTHS, PROMPT, NEW = (6, 3, 1, 5, 2, 4, 6, 1, 2, 3, 6), 6, 9
 ROWS = len(LENGTHS)
 STOPS = (2, 7)
-each_family = pytest.mark.parametrize("model", tiny.BOTH, ids=tiny.NAMES)
 
 
 def inputs(lengths=LENGTHS):
@@ -67,8 +66,21 @@ def assert_same(found, expected):
         )
 
 
-@each_family
-@pytest.mark.parametrize("places", [1, 3, pytest.param(ROWS, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("model", "places"),
+    [
+        pytest.param(tiny.GPT2, 1, marks=pytest.mark.slow),
+        (tiny.LLAMA, 3),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                *((tiny.GPT2, 3), (tiny.LLAMA, 1)),
+                *((tiny.GPT2, ROWS), (tiny.LLAMA, ROWS)),
+            )
+        ),
+    ],
+    ids=lambda value: getattr(value, "family", value),
+)
 def test_samples_are_those_of_a_place_for_every_row(model, places):
     expected = expected_of(model)
     lengths = np.asarray(expected.response_mask).sum(axis=1)
@@ -78,7 +90,11 @@ def test_samples_are_those_of_a_place_for_every_row(model, places):
 
 @pytest.mark.parametrize(
     ("places", "arriving", "stop_ids"),
-    [(8, 4, STOPS), (6, 5, ()), pytest.param(5, 5, STOPS, marks=pytest.mark.long)],
+    [
+        pytest.param(8, 4, STOPS, marks=pytest.mark.slow),
+        (6, 5, ()),
+        pytest.param(5, 5, STOPS, marks=pytest.mark.long),
+    ],
 )
 def test_prompts_come_in_several_at_a_time(places, arriving, stop_ids, monkeypatch):
     """Whether or not as many divide the slots or the rows; with and without stops."""
@@ -96,7 +112,8 @@ def test_the_last_responses_move_together_twice():
     assert_same(sampled(tiny.GPT2, **given, slots=16), sampled(tiny.GPT2, **given))
 
 
-@each_family
+@pytest.mark.slow
+@pytest.mark.parametrize("model", tiny.BOTH, ids=tiny.NAMES)
 def test_prices_are_those_of_a_full_forward(model):
     found = sampled(model, slots=3, temperature=0.7)
     logprobs, entropy = prices_of(
@@ -114,12 +131,12 @@ def test_prices_are_those_of_a_full_forward(model):
 @pytest.mark.parametrize(
     "options",
     [
-        {"shaping": Shaping(greedy=True)},
+        pytest.param({"shaping": Shaping(greedy=True)}, marks=pytest.mark.slow),
         pytest.param(
             {"temperature": 0.3, "shaping": Shaping(top_k=3)}, marks=pytest.mark.long
         ),
         pytest.param({"max_new_tokens": 1}, marks=pytest.mark.long),
-        {"stop_ids": tuple(range(tiny.VOCAB))},
+        pytest.param({"stop_ids": tuple(range(tiny.VOCAB))}, marks=pytest.mark.slow),
     ],
     ids=["greedy", "top_k", "one token", "every token stops"],
 )
@@ -128,6 +145,7 @@ def test_options_act_as_without_slots(options):
     assert_same(found, sampled(tiny.GPT2, **options))
 
 
+@pytest.mark.slow
 def test_layers_one_by_one():
     model = dataclasses.replace(tiny.GPT2, unroll=True)
     assert_same(sampled(model, slots=3), expected_of(tiny.GPT2))
@@ -139,7 +157,7 @@ def test_layers_one_by_one():
         (3, 3, 3),
         pytest.param(8, 3, 3, marks=pytest.mark.long),
         pytest.param(16, 2, 2, marks=pytest.mark.long),
-        (7, 1, 1),
+        pytest.param(7, 1, 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_group_comes_in_as_one_prompt(places, arriving, group, monkeypatch):

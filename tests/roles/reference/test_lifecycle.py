@@ -49,7 +49,18 @@ def same_bits(left, right):
     jax.tree.map(np.testing.assert_array_equal, left, right)
 
 
-@each_storage
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(
+            how,
+            id=name,
+            marks=[pytest.mark.slow]
+            * (name not in ("int8 on the host", "eight devices")),
+        )
+        for name, how in STORED.items()
+    ],
+)
 def test_a_reset_is_a_freeze_of_the_policy_in_the_same_storage(how):
     held = frozen.freeze(START, **how())
     moved = lifecycle.reset(held, POLICY)

@@ -172,6 +172,7 @@ def rollout():
     return toys.sampled(toys.params())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["copy", pytest.param("int8 on the host", marks=pytest.mark.long)]
 )
@@ -205,7 +206,9 @@ def test_ppo_with_weight_decay_and_donation_moves_the_policy_alone(rollout, name
 # The gradient.
 
 
-@pytest.mark.parametrize("name", ["copy", "int8 with bf16 tables"])
+@pytest.mark.parametrize(
+    "name", ["copy", pytest.param("int8 with bf16 tables", marks=pytest.mark.slow)]
+)
 def test_no_gradient_reaches_it_through_an_iteration(rollout, monkeypatch, name):
     """Of everything that `learn` returns: next state, metrics, scored rollout."""
     held = frozen.freeze(toys.params(seed=5), **STORED[name]())

@@ -179,7 +179,9 @@ def test_what_is_stored_is_stored_another_way():
     assert kinds(half) == {"pinned_host"}
 
 
-@pytest.mark.parametrize("name", ["copy", "int8", "host-int8"])
+@pytest.mark.parametrize(
+    "name", ["copy", pytest.param("int8", marks=pytest.mark.slow), "host-int8"]
+)
 def test_freezing_inside_jit_is_freezing(name):
     params = tiny.params(tiny.GPT2)
     way = run_shape.WAYS[name]
@@ -314,7 +316,16 @@ DEEP = config.gpt2(
 
 
 # Not bfloat16, which XLA:CPU widens before the loop; the TPU's compiler does not.
-@pytest.mark.parametrize("name", ["int8", "fp16", "host", "host-int8"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("int8", "fp16", "host")
+        ),
+        "host-int8",
+    ],
+)
 def test_layers_are_read_one_at_a_time(name):
     """No program holds the stacked layers in float32: it would be most of its room."""
     params = zeros(DEEP)
@@ -351,7 +362,7 @@ def test_a_table_counts_parameters_not_scales(capsys):
 # --- no gradient --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["copy", "bf16"])
+@pytest.mark.parametrize("name", ["copy", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_no_loss_moves_the_reference(name):
     """Through KL, rewards and advantages to PPO's loss, and each of them itself."""
     model = toys.GPT2
