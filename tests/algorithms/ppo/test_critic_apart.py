@@ -12,6 +12,7 @@ import toys
 
 from rlhf_jax import batch, frozen, kl_control, masked, ppo, rewards, state
 from rlhf_jax.algorithms import optimizers
+from rlhf_jax.algorithms.flow import score
 from rlhf_jax.algorithms.ppo import critic_apart
 from rlhf_jax.devices import critic_devices, sharding
 from rlhf_jax.devices.sharding import MeshShape
@@ -70,7 +71,11 @@ def close(left, right, *, rtol=1e-4, atol=1e-6):
 
 @pytest.fixture(scope="module")
 def experience():
-    return toys.experience(toys.sampled(POLICY))
+    """With a value after the last token, so that no mask can stand for another."""
+    rollout = toys.sampled(POLICY)
+    longer = score.value_mask(rollout, after_stop=True)
+    assert (longer & ~rollout.response_mask).any()
+    return dataclasses.replace(toys.experience(rollout), value_mask=longer)
 
 
 WAYS = {
