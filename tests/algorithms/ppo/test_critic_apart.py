@@ -84,14 +84,17 @@ WAYS = {
         "whiten_advantages": "minibatch",
         "lam": 0.5,
         "micro_batch_size": 1,
-        "aggregation": "sequence_mean",
         "critic_optimizer": optax.chain(
             optax.clip_by_global_norm(0.01), optimizers.adam(1e-2)
         ),
         "vf_coef": 0.7,
         "value_clip_range": 0.01,
     },
-    "the policy waits for the critic": {"critic_warmup": 1, "value_after_stop": True},
+    "the policy waits for the critic": {
+        "critic_warmup": 1,
+        "value_after_stop": True,
+        "aggregation": "sequence_mean",
+    },
 }
 
 
