@@ -218,7 +218,7 @@ def prices(pair: Pair, tokens: Array) -> dict[str, Array]:
         hidden = decoder.hidden_states(
             params, model=pair.model, tokens=tokens, mask=mask
         )
-        found, _ = policy.price_hidden(
+        found, _ = policy.logprobs_from_hidden(
             params, hidden, model=pair.model, tokens=tokens, mask=mask
         )
         states.append(hidden)

@@ -1,10 +1,10 @@
-"""Log-probs and entropies from hidden states, some words at a time, with a gradient.
+"""Log-probs and entropies from hidden states, some tokens at a time, with a gradient.
 
 Nothing here shifts columns: position n is about the distribution that hidden[n] gives.
 `logprobs.token_logprobs_from_hidden` is the public name.
 
-With z the logits / temperature τ, p their softmax, a the word that was drawn and m the
-largest logit so far, one pass over the words keeps
+With z the logits / temperature τ, p their softmax, a the token that was drawn and m the
+largest logit so far, one pass over the tokens keeps
 
     Σ exp(z - m)      Σ exp(z - m)·(z - m)      z_a
 
@@ -18,10 +18,10 @@ and as both depend on hidden / τ alone, that of τ is -⟨hidden, its gradient�
 x that are soft-capped become c·tanh(x / c) = l before τ divides them: the gradient of x
 is 1 - (l / c)² times that of l, and that of τ is -⟨l, its gradient⟩ / τ.
 
-The head is seen as blocks of equal size, [A, V'/A, D], and a chunk takes the same few
-places of all of them: a head that is sharded over words stays so, chunk by chunk, and
-each device computes the logits of its own words. The last chunk starts early enough to
-be whole, and words that were seen before are left out, as padding is.
+The head is read as blocks of equal size, [A, V'/A, D], and a chunk takes the same few
+places of all of them: a head that is sharded over tokens stays so, chunk by chunk, and
+each device computes the logits of its own tokens. The last chunk starts early enough to
+be whole, and tokens of earlier chunks are left out, as padding is.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ from rlhf_jax.functional.custom_transpose import call, linear_call
 
 Array = jax.Array
 
-BLOCKS = 16  # devices that words may lie on and stay there, if they divide the head
+BLOCKS = 16  # devices that tokens may be sharded over, if they divide the head
 NOWHERE = -1e30  # a logit whose exp is 0, and 0 times it as well
 
 
 class Plan(NamedTuple):
     """What is fixed at trace time."""
 
-    vocab_size: int  # words; rows of the head from here on are padding
+    vocab_size: int  # tokens; rows of the head from here on are padding
     blocks: int  # A, which divides the rows of the head
     size: int  # of a block, rows
     chunk: int  # rows of each block at a time, 1 to size
     softcap: float | None = None  # c, of c·tanh(logit / c); None leaves logits
 
 
-class _Found(NamedTuple):
-    """Of all words up to here; f32[N] each."""
+class _Sums(NamedTuple):
+    """Of all tokens up to here; f32[N] each."""
 
     largest: Array  # m
     total: Array  # Σ exp(z - m)
     moment: Array  # Σ exp(z - m)·(z - m)
-    picked: Array  # z_a, NaN where the word has not come yet
+    picked: Array  # z_a, NaN where the token has not come yet
 
 
 class _Saved(NamedTuple):
@@ -95,13 +95,13 @@ def logprobs_and_entropy(
 
     Args:
       hidden: floats[N, D]. head: floats[V', D].
-      tokens: i32[N]; others than the words of the head have log-prob NaN.
+      tokens: i32[N]; others than the tokens of the head have log-prob NaN.
       temperature: f32[], dimensionless.
       plan: vocabulary and chunks.
 
     Returns:
       f32[N] each, nats. The gradient reaches `hidden`, `head` and `temperature`; a
-      position whose cotangents are 0 plays no part in it, whatever stands there.
+      position whose cotangents are 0 plays no part in it, whatever stands at it.
     """
     scale = jnp.asarray(temperature, jnp.float32)
     return _logprobs_and_entropy(plan, hidden, head, tokens, scale)
@@ -131,39 +131,39 @@ def _logprobs_and_entropy_jvp(
     )
 
 
-def _results(found: _Found) -> tuple[Array, Array, Array]:
+def _results(sums: _Sums) -> tuple[Array, Array, Array]:
     """Log-probs, entropies, log Σ exp(z)."""
-    log_total = jnp.log(found.total)
-    logprobs = found.picked - found.largest - log_total
-    entropy = log_total - found.moment / found.total
-    return logprobs, entropy, found.largest + log_total
+    log_total = jnp.log(sums.total)
+    logprobs = sums.picked - sums.largest - log_total
+    entropy = log_total - sums.moment / sums.total
+    return logprobs, entropy, sums.largest + log_total
 
 
 def _pass(
     hidden: Array, head: Array, tokens: Array, temperature: Array, plan: Plan
-) -> _Found:
-    def step(found: _Found, index: Array) -> tuple[_Found, None]:
-        words, fresh = _words(head, index, plan, hidden.dtype)
-        z = jnp.where(fresh[None], _logits(hidden, words, temperature, plan), NOWHERE)
-        largest = jnp.maximum(found.largest, jnp.max(z, axis=-1))
-        # Nothing is found before the first chunk, which has a word, number 0.
-        down = jnp.where(found.total > 0, found.largest - largest, 0.0)
+) -> _Sums:
+    def step(sums: _Sums, index: Array) -> tuple[_Sums, None]:
+        rows, fresh = _rows(head, index, plan, hidden.dtype)
+        z = jnp.where(fresh[None], _logits(hidden, rows, temperature, plan), NOWHERE)
+        largest = jnp.maximum(sums.largest, jnp.max(z, axis=-1))
+        # Nothing is summed before the first chunk, which has a token, number 0.
+        down = jnp.where(sums.total > 0, sums.largest - largest, 0.0)
         above = z - largest[:, None]
         terms = jnp.exp(above)
         shrink = jnp.exp(down)
-        total = shrink * found.total + jnp.sum(terms, axis=-1)
-        moment = shrink * (found.moment + down * found.total)
+        total = shrink * sums.total + jnp.sum(terms, axis=-1)
+        moment = shrink * (sums.moment + down * sums.total)
         moment += jnp.sum(terms * above, axis=-1)
         at = _drawn(tokens, index, plan)
-        there = jnp.take_along_axis(z, jnp.maximum(at, 0)[:, None], axis=-1)[:, 0]
-        picked = jnp.where(at < 0, found.picked, there)
-        return _Found(largest, total, moment, picked), None
+        drawn_z = jnp.take_along_axis(z, jnp.maximum(at, 0)[:, None], axis=-1)[:, 0]
+        picked = jnp.where(at < 0, sums.picked, drawn_z)
+        return _Sums(largest, total, moment, picked), None
 
     zero = jnp.zeros(hidden.shape[:1], jnp.float32)
     # A token from V on cannot come; one that is no row of the head is a mistake.
     row = (tokens >= 0) & (tokens < head.shape[0])
     absent = jnp.where(row, -jnp.inf, jnp.nan)
-    return _scan(step, _Found(zero - jnp.inf, zero, zero, absent), plan)
+    return _scan(step, _Sums(zero - jnp.inf, zero, zero, absent), plan)
 
 
 def _tangent(
@@ -174,12 +174,12 @@ def _tangent(
     hidden_dot, head_dot, temperature_dot = tangents
 
     def step(carry: tuple[Array, Array], index: Array) -> tuple[Any, None]:
-        words, fresh = _words(head, index, plan, hidden.dtype)
-        words = jnp.where(fresh[:, None], words, jnp.zeros_like(words))
-        words_dot, _ = _words(head_dot, index, plan, hidden.dtype)
-        words_dot = jnp.where(fresh[:, None], words_dot, jnp.zeros_like(words_dot))
-        z = _logits(hidden, words, temperature, plan)
-        z_dot = _product(hidden_dot, words, 1, 1) + _product(hidden, words_dot, 1, 1)
+        rows, fresh = _rows(head, index, plan, hidden.dtype)
+        rows = jnp.where(fresh[:, None], rows, jnp.zeros_like(rows))
+        rows_dot, _ = _rows(head_dot, index, plan, hidden.dtype)
+        rows_dot = jnp.where(fresh[:, None], rows_dot, jnp.zeros_like(rows_dot))
+        z = _logits(hidden, rows, temperature, plan)
+        z_dot = _product(hidden_dot, rows, 1, 1) + _product(hidden, rows_dot, 1, 1)
         if plan.softcap is not None:
             z_dot *= 1 - jnp.square(z * (temperature / plan.softcap))
         z_dot = (z_dot - z * temperature_dot) / temperature
@@ -211,14 +211,14 @@ def _backward(
         entropy = jnp.where(live, entropy, 0.0)[:, None]
     for_logprobs = (for_logprobs / temperature)[:, None]
     log_sum = jnp.where(live, log_sum, 0.0)[:, None]
-    seen = jnp.where(live[:, None], hidden, jnp.zeros_like(hidden))
+    live_hidden = jnp.where(live[:, None], hidden, jnp.zeros_like(hidden))
 
     def step(carry: tuple[Array, Array, Array], index: Array) -> tuple[Any, None]:
         for_hidden, for_head, inner = carry
-        words, fresh = _words(head, index, plan, hidden.dtype)
-        # Words that play no part may hold anything; times 0 it must be 0.
-        words = jnp.where(fresh[:, None], words, jnp.zeros_like(words))
-        scaled = _logits(seen, words, temperature, plan)
+        rows, fresh = _rows(head, index, plan, hidden.dtype)
+        # Tokens that play no part may hold anything; times 0 it must be 0.
+        rows = jnp.where(fresh[:, None], rows, jnp.zeros_like(rows))
+        scaled = _logits(live_hidden, rows, temperature, plan)
         z = scaled - log_sum
         slope = for_logprobs
         if for_entropy is not None:
@@ -231,15 +231,15 @@ def _backward(
             inner += jnp.sum(for_logits * scaled)
             for_logits *= 1 - jnp.square(scaled * (temperature / plan.softcap))
         for_logits = for_logits.astype(hidden.dtype)
-        for_hidden += _product(for_logits, words, 1, 0)
-        for_words = _product(for_logits, seen, 0, 0).astype(head.dtype)
-        # A word is fresh in one chunk, and adds 0 where it is seen again.
+        for_hidden += _product(for_logits, rows, 1, 0)
+        for_rows = _product(for_logits, live_hidden, 0, 0).astype(head.dtype)
+        # A token is fresh in one chunk, and adds 0 where it comes again.
         start = _start(index, plan)
-        for_words = for_words.reshape(plan.blocks, plan.chunk, -1)
-        for_words += jax.lax.dynamic_slice_in_dim(for_head, start, plan.chunk, axis=1)
+        for_rows = for_rows.reshape(plan.blocks, plan.chunk, -1)
+        for_rows += jax.lax.dynamic_slice_in_dim(for_head, start, plan.chunk, axis=1)
         return (
             for_hidden,
-            jax.lax.dynamic_update_slice_in_dim(for_head, for_words, start, axis=1),
+            jax.lax.dynamic_update_slice_in_dim(for_head, for_rows, start, axis=1),
             inner,
         ), None
 
@@ -250,7 +250,7 @@ def _backward(
     )
     for_hidden, for_head, inner = _scan(step, empty, plan)
     if plan.softcap is None:
-        inner = jnp.sum(for_hidden * seen.astype(jnp.float32)) / temperature
+        inner = jnp.sum(for_hidden * live_hidden.astype(jnp.float32)) / temperature
     return for_hidden.astype(hidden.dtype), for_head.reshape(head.shape), -inner
 
 
@@ -259,17 +259,17 @@ def _start(index: Array, plan: Plan) -> Array:
     return jnp.minimum(index * plan.chunk, plan.size - plan.chunk)
 
 
-def _words(
+def _rows(
     head: Array, index: Array, plan: Plan, dtype: jnp.dtype
 ) -> tuple[Array, Array]:
-    """Rows [A·chunk, D] of the head, and bool[A·chunk]: words not seen before."""
+    """Rows [A·chunk, D] of the head; bool[A·chunk], those no earlier chunk has."""
     start = _start(index, plan)
     blocks = head.reshape(plan.blocks, plan.size, -1)
-    words = jax.lax.dynamic_slice_in_dim(blocks, start, plan.chunk, axis=1)
+    rows = jax.lax.dynamic_slice_in_dim(blocks, start, plan.chunk, axis=1)
     place = start + jnp.arange(plan.chunk, dtype=jnp.int32)[None, :]
     first = plan.size * jnp.arange(plan.blocks, dtype=jnp.int32)[:, None]
     fresh = (first + place < plan.vocab_size) & (place >= index * plan.chunk)
-    return words.astype(dtype).reshape(-1, words.shape[-1]), fresh.reshape(-1)
+    return rows.astype(dtype).reshape(-1, rows.shape[-1]), fresh.reshape(-1)
 
 
 def _drawn(tokens: Array, index: Array, plan: Plan) -> Array:
@@ -279,8 +279,8 @@ def _drawn(tokens: Array, index: Array, plan: Plan) -> Array:
     return jnp.where(own, block * plan.chunk + place - _start(index, plan), -1)
 
 
-def _logits(hidden: Array, words: Array, temperature: Array, plan: Plan) -> Array:
-    logits = _product(hidden, words, 1, 1)
+def _logits(hidden: Array, rows: Array, temperature: Array, plan: Plan) -> Array:
+    logits = _product(hidden, rows, 1, 1)
     if plan.softcap is not None:
         logits = plan.softcap * jnp.tanh(logits / plan.softcap)
     return logits / temperature

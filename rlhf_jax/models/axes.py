@@ -22,7 +22,7 @@ Array = jax.Array
 Names = tuple[str | None, ...]
 
 ROW_AXES = ("data", "fsdp")  # of a mesh, that share the rows of a batch
-WORD_AXIS = "tensor"  # of a mesh, that shares the words of a vocabulary
+VOCABULARY_AXIS = "tensor"  # of a mesh, that shares the tokens of a vocabulary
 
 # By the end of the path; layers are stacked, and so begin with "layers".
 PARAMETERS: dict[tuple[str, ...], Names] = {
@@ -102,10 +102,10 @@ def row_devices(rows: int) -> int:
     return math.prod(sizes[axis] for axis in row_axes(sizes, rows=rows))
 
 
-def word_devices(words: int) -> int:
-    """How many devices of the mesh that is set share so many words; 1 without one."""
-    count = dict(jax.sharding.get_abstract_mesh().shape).get(WORD_AXIS, 1)
-    return 1 if words % count else count
+def vocabulary_devices(vocab_size: int) -> int:
+    """How many devices of the mesh that is set share the vocabulary; 1 without one."""
+    count = dict(jax.sharding.get_abstract_mesh().shape).get(VOCABULARY_AXIS, 1)
+    return 1 if vocab_size % count else count
 
 
 def row_axes(sizes: dict[str, int], *, rows: int) -> tuple[str, ...]:
@@ -114,7 +114,7 @@ def row_axes(sizes: dict[str, int], *, rows: int) -> tuple[str, ...]:
     Args:
       sizes: of the mesh's axes, by name.
     """
-    held = tuple(axis for axis in ROW_AXES if sizes.get(axis, 1) > 1)
-    while held and rows % math.prod(sizes[axis] for axis in held):
-        held = held[:-1]
-    return held
+    present = tuple(axis for axis in ROW_AXES if sizes.get(axis, 1) > 1)
+    while present and rows % math.prod(sizes[axis] for axis in present):
+        present = present[:-1]
+    return present

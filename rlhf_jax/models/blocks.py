@@ -25,7 +25,9 @@ KeyValue = tuple[Array, Array]  # each [B, K, S, head_dim]
 INIT_STD = 0.02  # Radford et al. 2019
 
 
-def lean(function: Callable[..., Array], *, model: ModelConfig) -> Callable[..., Array]:
+def rematerialised(
+    function: Callable[..., Array], *, model: ModelConfig
+) -> Callable[..., Array]:
     """The function, of which a gradient keeps what goes in and computes the rest again.
 
     For arithmetic between matrix products, whose steps are each as large as its input.
@@ -48,9 +50,11 @@ class Linear(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        if self.has_variable("params", "turned"):  # put by `decoder.layers_to_decode`
-            turned: Array = self.get_variable("params", "turned")
-            y = layout.turned_product(x, turned.astype(x.dtype)).astype(x.dtype)
+        if self.has_variable(
+            "params", "transposed"
+        ):  # put by `decoder.layers_to_decode`
+            transposed: Array = self.get_variable("params", "transposed")
+            y = layout.transposed_product(x, transposed.astype(x.dtype)).astype(x.dtype)
         else:
             kernel = self.param(
                 "kernel",
@@ -104,7 +108,7 @@ class Norm(nn.Module):
                 y = y + bias.astype(jnp.float32)[broadcast]
             return y.astype(x.dtype)
 
-        return lean(normalised, model=model)(x, scale, bias)
+        return rematerialised(normalised, model=model)(x, scale, bias)
 
 
 class Attention(nn.Module):
@@ -140,16 +144,16 @@ class Attention(nn.Module):
             cos, sin = rotary
             query = rotate(query, (cos[:, :, first:], sin[:, :, first:]))
             key = rotate(key, rotary)
-        seen = key, value
+        keys_values = key, value
         if cache is not None:
-            seen = append(cache, seen, column=column)
+            keys_values = append(cache, keys_values, column=column)
         # The library's kernel is for many new tokens at a time.
         attention = (
             attend_cudnn if model.attention == "cudnn" and cache is None else attend_to
         )
         y = attention(
             query,
-            seen,
+            keys_values,
             attend=attend[:, first:],
             scale=model.query_scale,
             softcap=model.attention_softcap,
@@ -160,7 +164,7 @@ class Attention(nn.Module):
             init_std=INIT_STD / math.sqrt(2 * model.num_layers),
             name="output",
         )(y.swapaxes(1, 2).reshape(-1, model.num_heads * model.head_dim))
-        return y, seen
+        return y, keys_values
 
 
 def columns_from(x: Array, first: int, *, rows: int) -> Array:
@@ -181,7 +185,7 @@ def append(cache: KeyValue, new: KeyValue, *, column: Array | int) -> KeyValue:
 
 def attend_to(
     query: Array,
-    seen: KeyValue,
+    keys_values: KeyValue,
     *,
     attend: Array,
     scale: float | None = None,
@@ -191,7 +195,8 @@ def attend_to(
 
     Args:
       query: [B, H, T, head_dim].
-      seen: [B, K, S, head_dim] each; H/K query heads in a row read the same keys.
+      keys_values: [B, K, S, head_dim] each; H/K query heads in a row read the same
+        keys.
       attend: bool[B, T, S].
       scale: dimensionless; None is 1 / sqrt(head_dim).
       softcap: c of logits c·tanh(x / c) (Gemma 2, arXiv:2408.00118, section 2); None
@@ -200,7 +205,7 @@ def attend_to(
     Returns:
       [B, H, T, head_dim], in query's dtype; logits and softmax are float32.
     """
-    key, value = seen
+    key, value = keys_values
     rows, kv_heads, _, head_dim = key.shape
     group = query.shape[1] // kv_heads
     # Not the library's, whose heads lie behind the tokens: XLA:CPU then takes five
@@ -223,7 +228,7 @@ def attend_to(
 
 def attend_cudnn(
     query: Array,
-    seen: KeyValue,
+    keys_values: KeyValue,
     *,
     attend: Array,
     scale: float | None = None,
@@ -231,7 +236,7 @@ def attend_cudnn(
 ) -> Array:
     """`attend_to` by cuDNN's flash attention, which holds no logits, nor a softcap."""
     del softcap  # None: `ModelConfig` allows nothing else here
-    key, value = (array.swapaxes(1, 2) for array in seen)
+    key, value = (array.swapaxes(1, 2) for array in keys_values)
     y = jax.nn.dot_product_attention(
         query.swapaxes(1, 2),
         key,
@@ -272,7 +277,7 @@ class MLP(nn.Module):
             model.mlp_bias,
             init_std=INIT_STD / math.sqrt(2 * model.num_layers),
             name="down",
-        )(lean(hidden, model=model)(up, gate))
+        )(rematerialised(hidden, model=model)(up, gate))
 
 
 class Block(nn.Module):
@@ -311,7 +316,7 @@ class Block(nn.Module):
     ) -> tuple[Array, KeyValue]:
         rows, columns, size = x.shape
         x = x.reshape(-1, size)  # the tokens of all rows, as `Linear` wants them
-        y, seen = Attention(self.model, name="attention")(
+        y, keys_values = Attention(self.model, name="attention")(
             Norm(self.model, name="attention_norm")(x),
             attend=attend,
             rotary=rotary,
@@ -328,4 +333,4 @@ class Block(nn.Module):
         if self.model.post_norms:
             z = Norm(self.model, name="mlp_post_norm")(z)
         x = attended + z
-        return x.reshape(rows, columns - first, size), seen
+        return x.reshape(rows, columns - first, size), keys_values

@@ -39,36 +39,36 @@ def placed(
       columns: places of a layer that sees all; P or more.
       end: i32[].
     """
-    found = []
+    windows = []
     for layer, (key, value) in enumerate(caches):
         size = width(model, layer, columns=columns)
 
         def place(leaf: Array, size: int = size) -> Array:
             return at_end(leaf[:, :, -size:], size=size, end=end, axis=2)
 
-        found.append((place(key), place(value)))
-    return tuple(found)
+        windows.append((place(key), place(value)))
+    return tuple(windows)
 
 
 def at_end(array: Array, *, size: int, end: Array | int, axis: int) -> Array:
     """The columns of `array` as those before number `end`, in `size` places; else 0."""
-    given = array.shape[axis]
+    columns = array.shape[axis]
     room = [(0, 0)] * array.ndim
-    room[axis] = (0, size - given)
+    room[axis] = (0, size - columns)
     padded = jnp.pad(array, room)
-    if isinstance(end, int) and (end - given) % size == 0:
+    if isinstance(end, int) and (end - columns) % size == 0:
         return padded
-    return jnp.roll(padded, end - given, axis=axis)
+    return jnp.roll(padded, end - columns, axis=axis)
 
 
 def widened(caches: Caches, *, model: ModelConfig, columns: int) -> Caches:
     """The caches with more places, none of which has been used twice."""
-    found = []
+    windows = []
     for layer, (key, value) in enumerate(caches):
         more = width(model, layer, columns=columns) - key.shape[2]
         room = ((0, 0), (0, 0), (0, more), (0, 0))
-        found.append((jnp.pad(key, room), jnp.pad(value, room)))
-    return tuple(found)
+        windows.append((jnp.pad(key, room), jnp.pad(value, room)))
+    return tuple(windows)
 
 
 def near(attend: Array, *, window: int, column: Array) -> Array:

@@ -96,7 +96,9 @@ class ModelConfig:
     remat: Remat = "none"  # what of a layer a gradient computes again
     unroll: bool = False  # layers one by one in the program, not as a loop over them
     attention: Attention = "xla"  # what computes that of whole sequences
-    turned_rows: int = 0  # most tokens at a time decoded by `layout.turned_product`
+    transposed_rows: int = (
+        0  # most tokens at a time decoded by `layout.transposed_product`
+    )
 
     def __post_init__(self) -> None:
         checks.positive(
@@ -178,7 +180,7 @@ class ModelConfig:
             remat=other.remat,
             unroll=other.unroll,
             attention=other.attention,
-            turned_rows=other.turned_rows,
+            transposed_rows=other.transposed_rows,
         )
 
     def is_local(self, layer: int) -> bool:

@@ -9,8 +9,8 @@ V' is the vocabulary padded to `model.vocab_multiple`. A leaf may also be stored
 int8 or in host memory (`leaves.py`): each layer is read when its turn comes. The loop
 over layers is here and nowhere else: `lax.scan` over the stacked layers, or a Python
 loop over layers that `unstack` took apart (cached decoding, where slicing at every
-token costs more than the layer itself). The price of that is a second copy of the
-layers while tokens are drawn.
+token costs more than the layer itself). It costs a second copy of the layers
+while tokens are drawn.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flax import traverse_util
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import axes, blocks, leaves
-from rlhf_jax.models import caches as caches_
+from rlhf_jax.models.caches import near
 from rlhf_jax.models.config import ModelConfig, Remat
 from rlhf_jax.models.rotary import rotary_table
 
@@ -213,7 +213,7 @@ def prefill(
         # read as, which is the whole model; it reads them again instead.
         remat = "full"
 
-    def again(run: Callable[..., Any]) -> Callable[..., Any]:
+    def rematerialised(run: Callable[..., Any]) -> Callable[..., Any]:
         if remat == "none":
             return run
         # Only a loop keeps the two passes apart by itself.
@@ -227,16 +227,16 @@ def prefill(
         *before, last = enumerate(
             unstack(params["layers"], num_layers=model.num_layers)
         )
-        found = []
+        earlier = []
         for number, one in before:
             sight = window if model.is_local(number) else everything
-            x, key_value = again(functools.partial(layer, sight=sight))(x, one)
-            found.append(key_value)
+            x, key_value = rematerialised(functools.partial(layer, sight=sight))(x, one)
+            earlier.append(key_value)
         number, one = last
         sight = window if model.is_local(number) else everything
         final = functools.partial(layer, sight=sight, first=first_column)
-        x, key_value = again(final)(x, one)
-        key_values = jax.tree.map(lambda *each: jnp.stack(each), *found, key_value)
+        x, key_value = rematerialised(final)(x, one)
+        key_values = jax.tree.map(lambda *each: jnp.stack(each), *earlier, key_value)
     else:
         mixed = any(model.local_layers) and not all(model.local_layers)
         local = jnp.asarray(model.local_layers) if mixed else None
@@ -246,11 +246,15 @@ def prefill(
             sight = window if all(model.local_layers) else everything
             if local is not None:
                 sight = jax.tree.map(
-                    lambda near, far: jnp.where(local, near, far), window, everything
+                    lambda narrow, wide: jnp.where(local, narrow, wide),
+                    window,
+                    everything,
                 )
             return layer(x, params, sight=sight)
 
-        x, key_values = jax.lax.scan(again(scanned), x, (params["layers"], local))
+        x, key_values = jax.lax.scan(
+            rematerialised(scanned), x, (params["layers"], local)
+        )
         x = x[:, first_column:]
     hidden = _final_norm(params, x, model=model)
     return jnp.pad(hidden, ((0, 0), (first_column, 0), (0, 0))), key_values
@@ -286,19 +290,20 @@ def layers_to_decode(
       rows: B, of that step.
 
     Returns:
-      L layers: of more rows than `model.turned_rows` as they are, of as many or fewer
-      with "turned" [out, in] in place of every "kernel" [in, out] that is not stored.
+      L layers. For more rows than `model.transposed_rows` they are unchanged; for as
+      many or fewer "transposed" [out, in] stands in place of every "kernel" [in, out]
+      that is not stored.
     """
 
-    def turned(layer: Params) -> Params:
+    def transposed(layer: Params) -> Params:
         flat: Any = traverse_util.flatten_dict(layer)
         for path, leaf in tuple(flat.items()):
             if path[-1] == "kernel" and not leaves.is_stored(leaf):
-                flat[*path[:-1], "turned"] = flat.pop(path).T
+                flat[*path[:-1], "transposed"] = flat.pop(path).T
         return traverse_util.unflatten_dict(flat)
 
     layers = unstack(params["layers"], num_layers=model.num_layers)
-    return layers if rows > model.turned_rows else tuple(map(turned, layers))
+    return layers if rows > model.transposed_rows else tuple(map(transposed, layers))
 
 
 def decode_step(
@@ -330,16 +335,16 @@ def decode_step(
     everything = attend[:, None], _rotary(at, model=model)
     window = everything
     if model.sliding_window is not None:
-        seen = caches_.near(attend, window=model.sliding_window, column=column)
-        window = seen[:, None], _rotary(at, model=model, local=True)
+        visible = near(attend, window=model.sliding_window, column=column)
+        window = visible[:, None], _rotary(at, model=model, local=True)
     x = _embed(params, model=model, tokens=tokens[:, None], positions=at)
     updated = []
     for number, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
-        seen, rotary = window if model.is_local(number) else everything
+        visible, rotary = window if model.is_local(number) else everything
         x, cache = blocks.Block(model).apply(
             {"params": leaves.read(layer)},
             x,
-            attend=seen,
+            attend=visible,
             rotary=rotary,
             cache=cache,
             column=column % cache[0].shape[2],

@@ -30,14 +30,14 @@ def logits(params: Params, hidden: Array, *, model: ModelConfig) -> Array:
     """
     head = vocabulary_head(params, model=model).astype(hidden.dtype)
     rows = hidden.reshape(-1, hidden.shape[-1])
-    if rows.shape[0] <= model.turned_rows:
-        padded = layout.turned_product(rows, head)
+    if rows.shape[0] <= model.transposed_rows:
+        padded = layout.transposed_product(rows, head)
     else:
         padded = jnp.matmul(rows, head.T, preferred_element_type=jnp.float32)
-    found = padded[:, : model.vocab_size]
+    logits = padded[:, : model.vocab_size]
     if model.logit_softcap is not None:
-        found = model.logit_softcap * jnp.tanh(found / model.logit_softcap)
-    return found.reshape(*hidden.shape[:-1], model.vocab_size)
+        logits = model.logit_softcap * jnp.tanh(logits / model.logit_softcap)
+    return logits.reshape(*hidden.shape[:-1], model.vocab_size)
 
 
 def init_score(key: Array, *, model: ModelConfig) -> Params:

@@ -3,7 +3,7 @@
 `fastest` makes those of a model, as measured. A `ModelConfig` that is built by hand has
 the layout that every backend runs well and that compiles in the time of one layer.
 `change_if` is how an optimizer's step is made or left out, `product` how a matrix meets
-its weights, `turned_product` how a few rows do.
+its weights, `transposed_product` how a few rows do.
 
 Seconds of a PPO update by XLA:CPU, 2 cores with AVX-512, jax 0.10, with a loop over the
 layers and with layers one by one:
@@ -30,8 +30,10 @@ from rlhf_jax.models.config import ModelConfig
 Tree = TypeVar("Tree")
 
 UNROLLED = {"cpu": 8}  # most layers that run one by one, by backend; else none
-TURNED_ROWS = 32  # most tokens at a time for which a CPU takes `turned_product`...
-TURNED_SIZE = 512  # ...in models that are at least so wide
+TRANSPOSED_ROWS = (
+    32  # most tokens at a time for which a CPU takes `transposed_product`...
+)
+TRANSPOSED_SIZE = 512  # ...in models that are at least so wide
 
 
 def fastest(model: ModelConfig, *, backend: str | None = None) -> ModelConfig:
@@ -49,9 +51,9 @@ def fastest(model: ModelConfig, *, backend: str | None = None) -> ModelConfig:
             f"expected a GPU for attention cudnn, got the backend {backend}; choose xla"
         )
     unroll = model.num_layers <= UNROLLED.get(backend, 0)
-    wide = backend == "cpu" and model.hidden_size >= TURNED_SIZE
-    turned_rows = TURNED_ROWS if wide else 0
-    return dataclasses.replace(model, unroll=unroll, turned_rows=turned_rows)
+    wide = backend == "cpu" and model.hidden_size >= TRANSPOSED_SIZE
+    transposed_rows = TRANSPOSED_ROWS if wide else 0
+    return dataclasses.replace(model, unroll=unroll, transposed_rows=transposed_rows)
 
 
 def product(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -112,12 +114,12 @@ def _product_backward(
     return gradient @ w.mT, of_w
 
 
-def turned_product(x: jax.Array, w: jax.Array) -> jax.Array:
+def transposed_product(x: jax.Array, w: jax.Array) -> jax.Array:
     """x wᵀ, computed as (w xᵀ)ᵀ, for few rows of x.
 
     XLA:CPU reads weights faster where they come first. Of 8 rows, 2 cores of an EPYC,
     jax 0.10, in ms, as x @ W of [in, out], as x @ wᵀ, and so: in 3072, out 768 0.58,
-    1.01 and 0.37; in 768, out 3072 0.56, 0.78 and 0.46; a head of 50,304 words 9.8,
+    1.01 and 0.37; in 768, out 3072 0.56, 0.78 and 0.46; a head of 50,304 tokens 9.8,
     11.6 and 6.6. At 64 rows an eighth to a fifth is left, in narrow models little.
 
     Args:

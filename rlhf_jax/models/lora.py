@@ -200,19 +200,19 @@ def paths(adapters: Params) -> list[str]:
 
 def _moved(base: Params, adapters: Params, *, lora: LoRA, scale: float) -> Params:
     _check(base, adapters, lora=lora)
-    moved, held = _flat(leaves.read(base)), _flat(adapters)
+    moved, flat = _flat(leaves.read(base)), _flat(adapters)
     for path in paths(adapters):
         at = f"{_LAYERS}{path}"
         kernel = moved[at + _KERNEL]
         change = jnp.matmul(
-            held[f"{at}/lora_a"], held[f"{at}/lora_b"], precision="highest"
+            flat[f"{at}/lora_a"], flat[f"{at}/lora_b"], precision="highest"
         )
         moved[at + _KERNEL] = (kernel + scale * change).astype(kernel.dtype)
     return _nested(moved)
 
 
 def _check(base: Params, adapters: Params, *, lora: LoRA) -> None:
-    kernels, held = _flat(base), _flat(adapters)
+    kernels, flat = _flat(base), _flat(adapters)
     expected = {}
     for path in paths(adapters):
         at = f"{_LAYERS}{path}"
@@ -221,9 +221,9 @@ def _check(base: Params, adapters: Params, *, lora: LoRA) -> None:
             layers, size_in, size_out = kernel.shape
             expected[f"{at}/lora_a"] = (layers, size_in, lora.rank)
             expected[f"{at}/lora_b"] = (layers, lora.rank, size_out)
-    problems = [f"unknown: {path}" for path in held if path not in expected]
+    problems = [f"unknown: {path}" for path in flat if path not in expected]
     for path, shape in expected.items():
-        got = held[path].shape if path in held else None
+        got = flat[path].shape if path in flat else None
         if got != shape:
             problems.append(f"{path}: expected {shape}, got {got}")
     if problems:

@@ -13,9 +13,11 @@ from __future__ import annotations
 from typing import Any
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models.lora import LoRA, attach
+from rlhf_jax.models.lora import LoRA, attach, init
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
+
+__all__ = ["init", "params"]
 
 Params = Any
 

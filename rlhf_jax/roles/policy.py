@@ -76,8 +76,8 @@ def logprobs_and_entropy(
       tokens: i32[B, S], padded on either side.
       mask: bool[B, S], True at tokens.
       temperature: divides the logits; the same in every role.
-      first_column: columns before it are not priced and are 0; the prompt's width
-        prices the response alone.
+      first_column: columns before it are not computed and are 0; the prompt's
+        width gives the response alone.
       segments: i32[B, S], texts packed into one row (`decoder.hidden_states`); None is
         one text a row.
 
@@ -93,7 +93,7 @@ def logprobs_and_entropy(
         segments=segments,
         first_column=first_column - 1,
     )
-    return price_hidden(
+    return logprobs_from_hidden(
         params,
         hidden,
         model=model,
@@ -105,7 +105,7 @@ def logprobs_and_entropy(
     )
 
 
-def price_hidden(
+def logprobs_from_hidden(
     params: Params,
     hidden: Array,
     *,
@@ -124,9 +124,9 @@ def price_hidden(
       The others, Returns: as `logprobs_and_entropy`.
     """
     head = heads.vocabulary_head(params, model=model)
-    # Its chunks hold words of every device that shares the vocabulary.
-    shared = axes.word_devices(head.shape[0])
-    priced = token_logprobs_from_hidden(
+    # Its chunks hold tokens of every device that shares the vocabulary.
+    shared = axes.vocabulary_devices(head.shape[0])
+    results = token_logprobs_from_hidden(
         hidden,
         head,
         tokens,
@@ -140,8 +140,8 @@ def price_hidden(
     if segments is not None:
         before = jnp.pad(segments[:, :-1], ((0, 0), (1, 0)))
         predicted &= segments == before
-    found, entropy = (jnp.where(predicted, array, 0.0) for array in priced)
-    return found, entropy
+    logprobs, entropy = (jnp.where(predicted, array, 0.0) for array in results)
+    return logprobs, entropy
 
 
 def exact_kl(
@@ -160,14 +160,14 @@ def exact_kl(
     """KL over the vocabulary at every position, from hidden states that are at hand.
 
     Args:
-      params, hidden: the policy's, as `price_hidden`.
+      params, hidden: the policy's, as `logprobs_from_hidden`.
       ref_params, ref_hidden: the reference's; no gradient reaches them.
       mask: bool[B, S], True at tokens.
       temperature: divides the logits of both.
       first_column: columns before it are 0.
       direction: "reverse" is KL(π ‖ π_ref), "forward" KL(π_ref ‖ π).
-      top_k: words of the policy to take one by one, the rest being one bucket, so that
-        the KL is a lower bound; None takes every word.
+      top_k: tokens of the policy to take one by one, the rest being one bucket, so that
+        the KL is a lower bound; None takes every token.
 
     Returns:
       f32[B, S], nats; column t is about the distribution tokens[:, t] was drawn from.
@@ -177,7 +177,7 @@ def exact_kl(
     ref_head = jax.lax.stop_gradient(heads.vocabulary_head(ref_params, model=model))
     ref_hidden = jax.lax.stop_gradient(ref_hidden)
     if top_k is None:
-        found = kl.exact_from_hidden(
+        divergence = kl.exact_from_hidden(
             hidden,
             head,
             ref_hidden,
@@ -190,7 +190,7 @@ def exact_kl(
             max_logits=_max_logits(hidden),
         )
     else:
-        found = kl.top_k_from_hidden(
+        divergence = kl.top_k_from_hidden(
             hidden,
             head,
             ref_hidden,
@@ -203,7 +203,7 @@ def exact_kl(
             direction=direction,
             max_logits=_max_logits(hidden),
         )
-    return jnp.where(_predicted(mask), found, 0.0)
+    return jnp.where(_predicted(mask), divergence, 0.0)
 
 
 def _max_logits(hidden: Array) -> int:

@@ -125,7 +125,7 @@ def test_two_programs_serve_every_step():
     rollout = toys.sampled(current.policy)
     kl = []
     for number in range(6):
-        takes_kl = THIRD.lifecycle.prices(number)
+        takes_kl = THIRD.lifecycle.takes_kl(number)
         current, stats, _ = learn(
             current,
             rollout=rollout,

@@ -32,7 +32,7 @@ def load(folder, policy):
 def test_another_checkpoint_of_the_policy_s_shape_is_taken(tmp_path, policy):
     """However the policy runs, and with a tokenizer or none."""
     folder = toy_files.checkpoint(tmp_path, seed=1)
-    how = {"dtype": "bfloat16", "remat": "full", "unroll": False, "turned_rows": 4}
+    how = {"dtype": "bfloat16", "remat": "full", "unroll": False, "transposed_rows": 4}
     model = dataclasses.replace(policy.model, **how)
     policy = policy._replace(model=model)
     expected = fingerprint.fingerprint(hf.load(folder)[1])

@@ -529,7 +529,7 @@ def test_a_model_that_the_config_cannot_express_is_not_saved(tmp_path, changes):
 
 def test_how_a_model_runs_is_no_part_of_its_checkpoint(tmp_path):
     model, params = hf.load(FIXTURES / "gpt2")
-    how = {"dtype": "bfloat16", "remat": "full", "unroll": True, "turned_rows": 4}
+    how = {"dtype": "bfloat16", "remat": "full", "unroll": True, "transposed_rows": 4}
     ran = dataclasses.replace(model, **how, attention="cudnn")
     assert ran == model.run_as(ran) != model == ran.run_as(model)
     hf.save(tmp_path / "out", ran, params)

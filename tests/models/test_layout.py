@@ -248,11 +248,11 @@ def test_a_turned_product_and_its_gradients(dtype):
         for shape in ((5, 3), (7, 3), (5, 7))
     )
     y, back = jax.vjp(
-        jax.jit(layout.turned_product), jnp.asarray(x, dtype), jnp.asarray(w, dtype)
+        jax.jit(layout.transposed_product), jnp.asarray(x, dtype), jnp.asarray(w, dtype)
     )
     assert y.dtype == jnp.float32
     np.testing.assert_allclose(y, x @ w.T, atol=1e-5)
-    text = jax.jit(layout.turned_product).lower(x, w).as_text()
+    text = jax.jit(layout.transposed_product).lower(x, w).as_text()
     assert "optimization_barrier" in text  # else it would be x @ w.T
     of_x, of_w = back(jnp.asarray(g, jnp.float32))
     tolerance = {"rtol": 1e-2, "atol": 1e-2} if dtype == "bfloat16" else {"atol": 1e-5}
@@ -261,7 +261,7 @@ def test_a_turned_product_and_its_gradients(dtype):
 
 
 def test_kernels_of_few_rows_are_turned_once_and_what_is_stored_is_not():
-    model = dataclasses.replace(toys.LLAMA, num_layers=2, turned_rows=4)
+    model = dataclasses.replace(toys.LLAMA, num_layers=2, transposed_rows=4)
     params = toys.params(model)
     stored = storage.store(params, dtype="int8")
     many = decoder.layers_to_decode(params, model=model, rows=5)
@@ -269,8 +269,8 @@ def test_kernels_of_few_rows_are_turned_once_and_what_is_stored_is_not():
     for number in range(2):
         up = params["layers"]["mlp"]["up"]["kernel"][number]
         np.testing.assert_array_equal(many[number]["mlp"]["up"]["kernel"], up)
-        np.testing.assert_array_equal(few[number]["mlp"]["up"]["turned"], up.T)
-        assert set(few[number]["mlp"]["up"]) == {"turned"}
+        np.testing.assert_array_equal(few[number]["mlp"]["up"]["transposed"], up.T)
+        assert set(few[number]["mlp"]["up"]) == {"transposed"}
         scale = params["layers"]["mlp_norm"]["scale"][number]
         np.testing.assert_array_equal(few[number]["mlp_norm"]["scale"], scale)
     kept = decoder.layers_to_decode(stored, model=model, rows=4)
@@ -315,19 +315,19 @@ def test_turned_weights_change_no_sample(model, how, monkeypatch):
         params = sharding.place(params, mesh=mesh)
         on_mesh = functools.partial(sharding.on, mesh)
     tokens, mask = batch(columns=PROMPT)
-    products, plain = [], layout.turned_product
+    products, plain = [], layout.transposed_product
 
     def counted(x: Array, w: Array) -> Array:
         products.append(w.shape)
         return plain(x, w)
 
-    monkeypatch.setattr(layout, "turned_product", counted)
+    monkeypatch.setattr(layout, "transposed_product", counted)
 
-    def sample(turned_rows: int) -> decode.Generated:
+    def sample(transposed_rows: int) -> decode.Generated:
         products.clear()
         drawing = functools.partial(
             decode.generate,
-            model=dataclasses.replace(model, turned_rows=turned_rows),
+            model=dataclasses.replace(model, transposed_rows=transposed_rows),
             max_new_tokens=12,
             stop_ids=(3,),
             slots=2 if how == "slots" else None,
@@ -359,8 +359,8 @@ def test_fastest_knows_the_backend_and_the_layers():
     assert layout.fastest(toys.GPT2) == unrolled(toys.GPT2)  # tests run on a CPU
     assert layout.fastest(unrolled(deep), backend="cpu") == deep
     assert layout.fastest(unrolled(toys.GPT2), backend="tpu") == toys.GPT2
-    wide = dataclasses.replace(deep, hidden_size=layout.TURNED_SIZE)
-    turned = dataclasses.replace(wide, turned_rows=layout.TURNED_ROWS)
+    wide = dataclasses.replace(deep, hidden_size=layout.TRANSPOSED_SIZE)
+    turned = dataclasses.replace(wide, transposed_rows=layout.TRANSPOSED_ROWS)
     assert layout.fastest(wide, backend="cpu") == turned
     for backend in ("gpu", "tpu"):
         assert layout.fastest(turned, backend=backend) == wide

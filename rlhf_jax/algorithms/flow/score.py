@@ -16,7 +16,7 @@ from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import LoRA
 from rlhf_jax.roles import adapted
 from rlhf_jax.roles.critic import values as critic_values
-from rlhf_jax.roles.policy import exact_kl, logprobs, price_hidden
+from rlhf_jax.roles.policy import exact_kl, logprobs, logprobs_from_hidden
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
 
@@ -171,7 +171,7 @@ def _exact_kl(
         direction=penalty.direction,
         top_k=penalty.top_k,
     )
-    ref_logprobs, _ = price_hidden(
+    ref_logprobs, _ = logprobs_from_hidden(
         ref_params,
         ref_hidden,
         model=model,

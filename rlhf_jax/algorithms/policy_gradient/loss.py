@@ -13,7 +13,7 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl import penalty
 from rlhf_jax.models import decoder
 from rlhf_jax.roles import adapted
-from rlhf_jax.roles.policy import exact_kl, price_hidden
+from rlhf_jax.roles.policy import exact_kl, logprobs_from_hidden
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
 
@@ -75,7 +75,7 @@ def policy_terms(
         mask=experience.mask,
         first_column=first_column - 1,
     )
-    logprobs, entropy = price_hidden(
+    logprobs, entropy = logprobs_from_hidden(
         params,
         hidden,
         model=recipe.model,

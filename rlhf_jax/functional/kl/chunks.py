@@ -1,20 +1,20 @@
-"""KL of two heads over one vocabulary, some words at a time, with its own gradient.
+"""KL of two heads over one vocabulary, some tokens at a time, with its own gradient.
 
 Nothing here shifts columns: position t is about the distribution that hidden[:, t]
 gives. `kl.exact_from_hidden` and `kl.top_k_from_hidden` are the public names.
 
 With z, y the logits / temperature of policy and reference, P, Q their softmax and
-d_v = z_v - y_v of a word (or of the bucket of all words beside a top k, from its
+d_v = z_v - y_v of a token (or of the bucket of all tokens beside a top k, from its
 log-sum-exps), the KL and its gradient with respect to z_v are
 
     level    log Σ exp(z) - log Σ exp(y)
     reverse  KL = E_P[d] - level    P_v (d_v - E_P[d])
     forward  KL = level - E_Q[d]    P_v - exp(z_v - d_v) / Σ exp(y)
 
-E[d] goes along with the two sums in one pass over the words; of equal models d is 0 to
+E[d] goes along with the two sums in one pass over the tokens; of equal models d is 0 to
 the bit, and so is the KL. The backward pass computes the logits of a chunk again.
 Chunks are slices of equal size of the true vocabulary; the last one starts early enough
-to be whole, and words that were seen before are left out.
+to be whole, and tokens of earlier chunks are left out.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ Array = jax.Array
 class Plan(NamedTuple):
     """What is fixed at trace time."""
 
-    vocab_size: int  # words; rows of a head from here on are padding and never read
-    chunk: int  # words at a time, 1 to vocab_size
+    vocab_size: int  # tokens; rows of a head from here on are padding and never read
+    chunk: int  # tokens at a time, 1 to vocab_size
     forward: bool  # KL(ref ‖ π) and not KL(π ‖ ref)
-    k: int | None  # words of the policy one by one, the rest in one bucket; None is all
+    k: int | None  # tokens that stand alone, the rest in one bucket; None is all
     softcap: float | None = None  # c, of c·tanh(logit / c) of both; None leaves logits
 
 
@@ -61,16 +61,16 @@ class _Sum(NamedTuple):
 class _Rest(NamedTuple):
     """What tells the buckets of a top-k KL apart."""
 
-    alone: Array  # i32[B, T, k], words that are a bucket each
-    difference: Array  # f32[B, T], d of the bucket of all other words
+    alone: Array  # i32[B, T, k], tokens that are a bucket each
+    difference: Array  # f32[B, T], d of the bucket of all other tokens
 
 
-class _Found(NamedTuple):
+class _Result(NamedTuple):
     kl: Array  # f32[B, T], nats
     log_sum: Array  # f32[B, T], of the policy's logits
     ref_log_sum: Array  # f32[B, T]
     mean: Array  # f32[B, T], E[d]
-    rest: _Rest | None  # None where every word stands alone
+    rest: _Rest | None  # None where every token stands alone
 
 
 def divergence(
@@ -109,24 +109,24 @@ def _divergence_jvp(
     plan: Plan, primals: tuple[_Model, _Model], tangents: tuple[Any, Any]
 ) -> tuple[Array, Array]:
     policy, reference = primals
-    found = call(functools.partial(_pass, plan=plan), policy, reference)
+    result = call(functools.partial(_pass, plan=plan), policy, reference)
     of_hidden, of_head, _ = tangents[0]
-    return found.kl, linear_call(
+    return result.kl, linear_call(
         functools.partial(_tangent, plan),
         functools.partial(_backward, plan),
-        (policy, reference, found),
+        (policy, reference, result),
         (of_hidden, of_head),
     )
 
 
-def _pass(policy: _Model, reference: _Model, plan: Plan) -> _Found:
+def _pass(policy: _Model, reference: _Model, plan: Plan) -> _Result:
     return (_exact if plan.k is None else _top_k)(policy, reference, plan)
 
 
-def _exact(policy: _Model, reference: _Model, plan: Plan) -> _Found:
+def _exact(policy: _Model, reference: _Model, plan: Plan) -> _Result:
     def step(carry: tuple[_Sum, _Sum, Array], index: Array) -> tuple[Any, ...]:
         total, ref_total, moment = carry
-        start, fresh = _words(index, plan)
+        start, fresh = _tokens(index, plan)
         z, y = _logits(policy, start, plan), _logits(reference, start, plan)
         difference = jnp.where(fresh, z - y, 0.0)
         grown, terms, shrink = _add(total, jnp.where(fresh, z, -jnp.inf))
@@ -143,21 +143,21 @@ def _exact(policy: _Model, reference: _Model, plan: Plan) -> _Found:
     empty = _Sum(nothing, zero)
     total, ref_total, moment = _loop(step, (empty, empty, zero), plan)
     mean = moment / (ref_total if plan.forward else total).total
-    return _found(total, ref_total, mean, None, plan)
+    return _summarise(total, ref_total, mean, None, plan)
 
 
-def _top_k(policy: _Model, reference: _Model, plan: Plan) -> _Found:
-    """Over the k likeliest words of the policy and a bucket.
+def _top_k(policy: _Model, reference: _Model, plan: Plan) -> _Result:
+    """Over the k likeliest tokens of the policy and a bucket.
 
-    A word that a likelier one drives out joins the bucket then, so that the mass of the
-    bucket is a sum of its own words and never 1 minus the others.
+    A token that a likelier one drives out joins the bucket then, so that the mass of
+    the bucket is a sum of its own tokens and never 1 minus the others.
     """
     assert plan.k is not None
     k, shape = plan.k, policy.hidden.shape[:2]
 
     def step(carry: tuple[Array, ...], index: Array) -> tuple[Array, ...]:
         top_z, top_y, ids, rest_z, rest_y = carry
-        start, fresh = _words(index, plan)
+        start, fresh = _tokens(index, plan)
         z, y = _logits(policy, start, plan), _logits(reference, start, plan)
         here = start + jnp.arange(plan.chunk, dtype=jnp.int32)
         z = jnp.concatenate([top_z, jnp.where(fresh, z, -jnp.inf)], axis=-1)
@@ -186,7 +186,7 @@ def _top_k(policy: _Model, reference: _Model, plan: Plan) -> _Found:
     )
     z = jnp.concatenate([top_z, rest_z[..., None]], axis=-1)
     y = jnp.concatenate([top_y, rest_y[..., None]], axis=-1)
-    # The bucket of k = V holds no word: -inf in both.
+    # The bucket of k = V holds no token: -inf in both.
     difference = jnp.where(z > -jnp.inf, z - y, 0.0)
     empty = _Sum(no_rest, jnp.zeros(shape, jnp.float32))
     total, terms, _ = _add(empty, z)
@@ -195,7 +195,7 @@ def _top_k(policy: _Model, reference: _Model, plan: Plan) -> _Found:
         mean = jnp.sum(ref_terms * difference, axis=-1) / ref_total.total
     else:
         mean = jnp.sum(terms * difference, axis=-1) / total.total
-    return _found(total, ref_total, mean, _Rest(ids, difference[..., -1]), plan)
+    return _summarise(total, ref_total, mean, _Rest(ids, difference[..., -1]), plan)
 
 
 def _add(total: _Sum, logits: Array) -> tuple[_Sum, Array, Array]:
@@ -207,25 +207,25 @@ def _add(total: _Sum, logits: Array) -> tuple[_Sum, Array, Array]:
     return _Sum(largest, grown), terms, shrink
 
 
-def _found(
+def _summarise(
     total: _Sum, ref_total: _Sum, mean: Array, rest: _Rest | None, plan: Plan
-) -> _Found:
+) -> _Result:
     # Differences before sums: a level that both logits share would cost digits.
     level = jnp.log(total.total) - jnp.log(ref_total.total)
     level += total.largest - ref_total.largest
     kl = level - mean if plan.forward else mean - level
-    return _Found(kl, total.log, ref_total.log, mean, rest)
+    return _Result(kl, total.log, ref_total.log, mean, rest)
 
 
 def _tangent(plan: Plan, residuals: Any, tangents: tuple[Array, Array]) -> Array:
     """Forward mode: how the KL moves, in a second pass."""
-    policy, reference, found = residuals
+    policy, reference, result = residuals
     hidden, head, temperature = policy
     hidden_dot, head_dot = tangents
 
     def step(kl_dot: Array, index: Array) -> Array:
-        start, fresh = _words(index, plan)
-        z, slope = _slope(policy, reference, found, start, plan)
+        start, fresh = _tokens(index, plan)
+        z, slope = _slope(policy, reference, result, start, plan)
         z_dot = _raw_logits(hidden_dot, head, start, plan)
         z_dot += _raw_logits(hidden, head_dot, start, plan)
         z_dot /= temperature
@@ -233,42 +233,42 @@ def _tangent(plan: Plan, residuals: Any, tangents: tuple[Array, Array]) -> Array
             z_dot *= 1 - jnp.square(z * (temperature / plan.softcap))
         return kl_dot + jnp.sum(jnp.where(fresh, slope * z_dot, 0.0), axis=-1)
 
-    return _loop(step, jnp.zeros_like(found.kl), plan)
+    return _loop(step, jnp.zeros_like(result.kl), plan)
 
 
 def _backward(
     plan: Plan, residuals: Any, cotangent: Array | None
 ) -> tuple[Array, Array]:
     assert cotangent is not None
-    policy, reference, found = residuals
+    policy, reference, result = residuals
     hidden, head, temperature = policy
     live = cotangent != 0
     scale = (cotangent / temperature)[..., None]
-    seen = jnp.where(live[..., None], hidden, jnp.zeros_like(hidden))
+    live_hidden = jnp.where(live[..., None], hidden, jnp.zeros_like(hidden))
 
     def step(carry: tuple[Array, Array], index: Array) -> tuple[Array, Array]:
         for_hidden, for_head = carry
-        start, fresh = _words(index, plan)
-        z, for_logits = _slope(policy, reference, found, start, plan)
+        start, fresh = _tokens(index, plan)
+        z, for_logits = _slope(policy, reference, result, start, plan)
         slope = scale
         if plan.softcap is not None:
             slope = scale * (1 - jnp.square(z * (temperature / plan.softcap)))
         for_logits = jnp.where(live[..., None] & fresh, for_logits * slope, 0.0)
         for_logits = for_logits.astype(hidden.dtype)
-        words = jax.lax.dynamic_slice_in_dim(head, start, plan.chunk)
+        rows = jax.lax.dynamic_slice_in_dim(head, start, plan.chunk)
         for_hidden += jnp.einsum(
             "btv,vd->btd",
             for_logits,
-            words.astype(hidden.dtype),
+            rows.astype(hidden.dtype),
             preferred_element_type=jnp.float32,
         )
-        for_words = jnp.einsum(
-            "btv,btd->vd", for_logits, seen, preferred_element_type=jnp.float32
+        for_rows = jnp.einsum(
+            "btv,btd->vd", for_logits, live_hidden, preferred_element_type=jnp.float32
         ).astype(head.dtype)
-        # A word is fresh in one chunk, and adds 0 where it is seen again.
-        for_words += jax.lax.dynamic_slice_in_dim(for_head, start, plan.chunk)
+        # A token is fresh in one chunk, and adds 0 where it comes again.
+        for_rows += jax.lax.dynamic_slice_in_dim(for_head, start, plan.chunk)
         return for_hidden, jax.lax.dynamic_update_slice_in_dim(
-            for_head, for_words, start, axis=0
+            for_head, for_rows, start, axis=0
         )
 
     empty = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros_like(head)
@@ -277,20 +277,20 @@ def _backward(
 
 
 def _slope(
-    policy: _Model, reference: _Model, found: _Found, start: Array, plan: Plan
+    policy: _Model, reference: _Model, result: _Result, start: Array, plan: Plan
 ) -> tuple[Array, Array]:
     """z of a chunk and the gradient of the KL with respect to it, f32[B, T, chunk]."""
     z = _logits(policy, start, plan)
     difference = z - _logits(reference, start, plan)
-    if found.rest is not None:
-        alone = marked(found.rest.alone - start, size=plan.chunk)
-        rest = found.rest.difference[..., None]
+    if result.rest is not None:
+        alone = marked(result.rest.alone - start, size=plan.chunk)
+        rest = result.rest.difference[..., None]
         difference = jnp.where(alone, difference, rest)
-    slope = jnp.exp(z - found.log_sum[..., None])
+    slope = jnp.exp(z - result.log_sum[..., None])
     if plan.forward:
-        slope -= jnp.exp(z - difference - found.ref_log_sum[..., None])
+        slope -= jnp.exp(z - difference - result.ref_log_sum[..., None])
     else:
-        slope *= difference - found.mean[..., None]
+        slope *= difference - result.mean[..., None]
     return z, slope
 
 
@@ -319,8 +319,8 @@ def _loop(step: Callable[[Any, Array], Any], carry: Any, plan: Plan) -> Any:
     ]
 
 
-def _words(index: Array, plan: Plan) -> tuple[Array, Array]:
-    """The first word of chunk `index`, and bool[1, 1, chunk]: not in one before it."""
+def _tokens(index: Array, plan: Plan) -> tuple[Array, Array]:
+    """The first token of chunk `index`, and bool[1, 1, chunk]: not in one before it."""
     wanted = index * plan.chunk
     start = jnp.minimum(wanted, plan.vocab_size - plan.chunk)
     fresh = start + jnp.arange(plan.chunk, dtype=jnp.int32) >= wanted
@@ -337,11 +337,11 @@ def _logits(model: _Model, start: Array, plan: Plan) -> Array:
 
 def _raw_logits(hidden: Array, head: Array, start: Array, plan: Plan) -> Array:
     """hidden·headᵀ of a chunk, f32[B, T, chunk]."""
-    words = jax.lax.dynamic_slice_in_dim(head, start, plan.chunk)
+    rows = jax.lax.dynamic_slice_in_dim(head, start, plan.chunk)
     return jnp.einsum(
         "btd,vd->btv",
         hidden,
-        words.astype(hidden.dtype),
+        rows.astype(hidden.dtype),
         preferred_element_type=jnp.float32,
     )
 

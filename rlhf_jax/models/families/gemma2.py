@@ -64,12 +64,12 @@ def decoder_from_hf(
       InputError: an option that the decoder does not implement, by name.
     """
     keys.only(config, {"use_bidirectional_attention": False})
-    given = {name: value for name, value in config.items() if value is not None}
-    options = DEFAULTS | given
+    options = {name: value for name, value in config.items() if value is not None}
+    options = DEFAULTS | options
     model = llama.decoder_from_hf(
         options, family=family, activation="hidden_activation"
     )
-    if "layer_types" not in given:  # which local layers there are, null does not say
+    if "layer_types" not in options:  # which local layers there are, null does not say
         keys.required(DEFAULTS | dict(config), "sliding_window")
     window, local_layers = window_options.from_hf(
         config,

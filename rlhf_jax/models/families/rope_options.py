@@ -29,8 +29,8 @@ def from_hf(
       InputError: a kind of scaling that the decoder does not implement.
     """
     scaling = parameters(config)
-    given = (scaling.get("rope_theta"), config.get(theta), 10_000.0)
-    base = float(next(base for base in given if base is not None))
+    values = (scaling.get("rope_theta"), config.get(theta), 10_000.0)
+    base = float(next(base for base in values if base is not None))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     match kind:
         case "default":
@@ -90,8 +90,8 @@ def rotary_dim(
       default: that part without either.
     """
     inner = parameters(config).get("partial_rotary_factor")
-    given = (inner, config.get(share), default)
-    rotated = int(head_dim * next(part for part in given if part is not None))
+    values = (inner, config.get(share), default)
+    rotated = int(head_dim * next(part for part in values if part is not None))
     return None if rotated == head_dim else rotated
 
 

@@ -1,19 +1,19 @@
-"""Responses to a queue of prompts, so many at a time: who has finished makes room.
+"""Continuous batching: a waiting prompt takes the place of a finished response.
 
-A step of decoding costs the same whether its rows still answer or have finished, and a
+A step of decoding costs the same whether its rows still go on or have finished, and a
 plain batch runs until its longest response ends. Here waiting prompts take the places
 of finished rows, inside one program:
 
-    slot 0    a a a a c c c c c c e e ·       prompts a to f in two slots
-    slot 1    b b b b b b b d d f f f f
+    place 0   a a a a c c c c c c e e ·       prompts a to f in two places
+    place 1   b b b b b b b d d f f f f
 
-All slots write the same column of their caches, which is one slice as in `decode`. The
+All places write the same column of their caches, which is one slice as in `decode`. The
 columns are a ring: a prompt that comes in takes those just before the next column, and
 a mask says which are the row's own.
 
     column    0    1    2    3    4    5     P = 3, R = 4; column 1 comes next
-    slot 0    r0   ·    ·    p0   p1   p2    r1 is drawn, and will be run in column 1
-    slot 1    p2   ·    ·    ·    p0   p1    came in now: so will its r0
+    place 0   r0   ·    ·    p0   p1   p2    r1 is drawn, and will be run in column 1
+    place 1   p2   ·    ·    ·    p0   p1    came in now: so will its r0
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rlhf_jax.models.generation.sampling import Shaping, sample_token
 Array = jax.Array
 Params = Any
 
-SHARE = 8  # prompts come in when one slot in so many is free
+SHARE = 8  # prompts come in when one place in so many is free
 
 
 @flax.struct.dataclass
@@ -49,11 +49,11 @@ class Responses:
 
 
 @flax.struct.dataclass
-class Slots:
-    """C responses under way, or finished where no prompt has come in since."""
+class Places:
+    """C places: responses under way, or finished where no prompt has come in since."""
 
     responses: Responses  # [C, R], so far
-    row: Array  # i32[C], which of the N prompts is answered; N before the first
+    row: Array  # i32[C], which of the N prompts the response is to; N before the first
     alive: Array  # bool[C], it goes on
     attend: Array  # bool[C, W], columns of the ring that are the row's own
     caches: Caches  # of every layer, W columns where it sees all
@@ -85,7 +85,7 @@ def respond(
       falls between two tokens (of 512 responses one at most was found to differ).
 
     Raises:
-      InputError: fewer slots than a group has rows, or more than there are rows.
+      InputError: fewer places than a group has rows, or more than there are rows.
     """
     rows, prompt_size = tokens.shape
     if not group_size <= slots <= rows:
@@ -98,11 +98,11 @@ def respond(
     ring = prompt_size + max_new_tokens - 1  # the last token is never run
     layers = decoder.layers_to_decode(params, model=model, rows=slots)
 
-    def draw(logits: Array, state: Slots, *, predicted: Array | None = None) -> Slots:
+    def draw(logits: Array, state: Places, *, predicted: Array | None = None) -> Places:
         """Appends a token to every response that goes on."""
         lengths = state.responses.lengths
         mine = keys[jnp.minimum(state.row, rows - 1)]
-        token, *prices = sample_token(
+        token, *numbers = sample_token(
             logits,
             keys=jax.vmap(jax.random.fold_in)(mine, lengths),
             temperature=temperature,
@@ -116,7 +116,7 @@ def respond(
         tokens, logprobs, entropy = (
             jnp.where(here, new[:, None], old)
             for new, old in zip(
-                (token, *prices),
+                (token, *numbers),
                 (so_far.tokens, so_far.logprobs, so_far.entropy),
                 strict=True,
             )
@@ -129,7 +129,7 @@ def respond(
             alive=state.alive & ~stopped & (lengths < max_new_tokens),
         )
 
-    def prepare(tokens: Array, mask: Array, row: Array, column: Array) -> Slots:
+    def prepare(tokens: Array, mask: Array, row: Array, column: Array) -> Places:
         """Runs prompts, in the columns before `column`, and draws a token each."""
         hidden, key_values = decoder.prefill(
             params,
@@ -146,7 +146,7 @@ def respond(
             ),
         )
         last, caches = repeated
-        state = Slots(
+        state = Places(
             responses=_none(row.shape[0], max_new_tokens),
             row=row,
             alive=jnp.ones(row.shape, bool),
@@ -156,7 +156,7 @@ def respond(
         logits = heads.logits(params, last, model=model)
         return draw(logits, state, predicted=mask[:, -1])
 
-    def advance(state: Slots, column: Array) -> Slots:
+    def advance(state: Places, column: Array) -> Places:
         """Runs the token drawn last, in `column`, and draws the next."""
         attend = jax.lax.dynamic_update_slice_in_dim(
             state.attend, state.alive[:, None], column % ring, axis=1
@@ -178,7 +178,7 @@ def respond(
         state = dataclasses.replace(state, attend=attend, caches=caches)
         return draw(heads.logits(params, hidden, model=model), state)
 
-    def answer(state: Slots, column: Array, *, until: Array | int) -> Any:
+    def advance_until(state: Places, column: Array, *, until: Array | int) -> Any:
         """Advances until at most so many responses go on."""
         return jax.lax.while_loop(
             lambda carry: carry[0].alive.sum() > until,
@@ -187,10 +187,10 @@ def respond(
         )
 
     def turn(
-        carry: tuple[Slots, Responses, Array],
+        carry: tuple[Places, Responses, Array],
         arrival: tuple[Array, Array, Array, Array],
-    ) -> tuple[tuple[Slots, Responses, Array], None]:
-        """Lets prompts in, then answers until the next ones can come."""
+    ) -> tuple[tuple[Places, Responses, Array], None]:
+        """Lets prompts in, then decodes until the next ones can come."""
         state, done, column = carry
         tokens, mask, row, limit = arrival
         [free] = jnp.nonzero(~state.alive, size=arriving, fill_value=slots)
@@ -201,11 +201,11 @@ def respond(
             state,
             prepare(tokens, mask, row, column),
         )
-        state, column = answer(state, column, until=limit)
+        state, column = advance_until(state, column, until=limit)
         return (state, done, column), None
 
     turns = -(-rows // arriving)
-    sizes = (*fewer_slots(slots), 0)
+    sizes = (*fewer_places(slots), 0)
     row = jnp.arange(turns * arriving, dtype=jnp.int32).reshape(turns, arriving)
     arrivals = (
         jnp.take(tokens, row, axis=0, mode="clip"),
@@ -230,20 +230,20 @@ def respond(
     for size, limit in itertools.pairwise(sizes):
         done = _collect(done, state, place=jnp.arange(state.row.shape[0]))
         state = _moved(state, size=size, rows=rows)
-        state, column = answer(state, column, until=limit)
+        state, column = advance_until(state, column, until=limit)
     return _collect(done, state, place=jnp.arange(state.row.shape[0]))
 
 
 def refill_size(slots: int, *, group_size: int) -> int:
-    """How many prompts come in at once: an eighth of the slots, in whole groups.
+    """How many prompts come in at once: an eighth of the places, in whole groups.
 
-    Of fewer the matrix products are too small; more leave more slots idle before.
+    Of fewer the matrix products are too small; more leave more places idle before.
     """
     return group_size * max(1, slots // SHARE // group_size)
 
 
-def fewer_slots(slots: int) -> tuple[int, ...]:
-    """How many slots are left, one after another, once no prompt waits."""
+def fewer_places(slots: int) -> tuple[int, ...]:
+    """How many places are left, one after another, once no prompt waits."""
     return tuple(size for size in (slots // 4, slots // 16) if size)
 
 
@@ -256,8 +256,8 @@ def _none(rows: int, size: int) -> Responses:
     )
 
 
-def _empty(shapes: Slots, *, slots: int, rows: int) -> Slots:
-    """Slots that are free, like those of `shapes` but for their number."""
+def _empty(shapes: Places, *, slots: int, rows: int) -> Places:
+    """Places that are free, like those of `shapes` but for their number."""
     state = jax.tree.map(
         lambda leaf: axes.rows_apart(jnp.zeros((slots, *leaf.shape[1:]), leaf.dtype)),
         shapes,
@@ -265,16 +265,16 @@ def _empty(shapes: Slots, *, slots: int, rows: int) -> Slots:
     return dataclasses.replace(state, row=jnp.full(slots, rows, jnp.int32))
 
 
-def _moved(state: Slots, *, size: int, rows: int) -> Slots:
-    """The responses that go on, at most `size`, in as many slots."""
+def _moved(state: Places, *, size: int, rows: int) -> Places:
+    """The responses that go on, at most `size`, in as many places."""
     [going] = jnp.nonzero(state.alive, size=size)  # beyond them 0, which is a copy
     kept = jnp.arange(size) < state.alive.sum()
     state = jax.tree.map(lambda leaf: axes.rows_apart(leaf[going]), state)
     return dataclasses.replace(state, row=jnp.where(kept, state.row, rows), alive=kept)
 
 
-def _collect(done: Responses, state: Slots, *, place: Array) -> Responses:
-    """`done` with the responses of the slots at `place`."""
+def _collect(done: Responses, state: Places, *, place: Array) -> Responses:
+    """`done` with the responses at those places."""
     nowhere = done.lengths.shape[0]
     row = state.row.at[place].get(mode="fill", fill_value=nowhere)
     return jax.tree.map(

@@ -108,9 +108,10 @@ def generate(
       temperature: > 0, divides the logits, dimensionless.
       shaping: for evaluation only; None samples from the policy itself.
       group_size: G, rows g·G to g·G + G - 1 hold the same prompt, which is run once.
-      slots: rows that are answered at a time; the others wait for one that finishes
-        (`slots.py`). The samples are the same up to rounding, in less time where
-        their lengths differ and in less memory always. None is a place for every row.
+      slots: rows that are decoded at a time, by continuous batching
+        (`continuous_batching.py`); the others wait for one that finishes. The samples
+        are the same up to rounding, in less time where their lengths differ and in
+        less memory always. None decodes every row at once.
 
     Returns:
       Generated, with 0 in `logprobs` and `entropy` outside the response.
@@ -260,15 +261,17 @@ def finish(
         return room & ~state.finished.all()
 
     def advance(state: Decoding, width: int) -> Decoding:
-        seen = state.generated
+        so_far = state.generated
         column = state.prompt_size + state.step - 1
         hidden, caches = decoder.decode_step(
             params,
             layers=layers,
             model=model,
-            tokens=jax.lax.dynamic_index_in_dim(seen.tokens, column, 1, keepdims=False),
-            positions=seen.mask.sum(axis=1, dtype=jnp.int32) - 1,
-            attend=seen.mask[:, :width],
+            tokens=jax.lax.dynamic_index_in_dim(
+                so_far.tokens, column, 1, keepdims=False
+            ),
+            positions=so_far.mask.sum(axis=1, dtype=jnp.int32) - 1,
+            attend=so_far.mask[:, :width],
             caches=state.caches,
             column=column,
         )

@@ -8,7 +8,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.functional import logprobs as logprobs_
+from rlhf_jax.functional import logprobs
 from rlhf_jax.functional.checks import InputError
 
 Array = jax.Array
@@ -71,14 +71,14 @@ def sample_token(
     logits = logits.astype(jnp.float32) / temperature
     if shaping is not None:
         logits = shape_logits(logits, shaping=shaping)
-    logprobs = jax.nn.log_softmax(logits, axis=-1)
-    entropy = logprobs_.entropy(logits)
+    log_softmax = jax.nn.log_softmax(logits, axis=-1)
+    entropy = logprobs.entropy(logits)
     if shaping is not None and shaping.greedy:
         token = jnp.argmax(logits, axis=-1)
     else:
         uniform = jax.vmap(lambda key: jax.random.uniform(key))(keys)
-        token = drawn(jnp.exp(logprobs), uniform=uniform)
-    logprob = jnp.take_along_axis(logprobs, token[:, None], axis=-1)[:, 0]
+        token = drawn(jnp.exp(log_softmax), uniform=uniform)
+    logprob = jnp.take_along_axis(log_softmax, token[:, None], axis=-1)[:, 0]
     if predicted is not None:
         logprob = jnp.where(predicted, logprob, 0.0)
         entropy = jnp.where(predicted, entropy, 0.0)

@@ -41,17 +41,17 @@ def fingerprint(params: Params) -> Fingerprint:
     return named(params, digests(params))
 
 
-def named(params: Params, words: Array) -> Fingerprint:
+def named(params: Params, pairs: Array) -> Fingerprint:
     """The fingerprint of digests taken before.
 
     Args:
       params: the tree they were taken of; only its paths are read.
-      words: u32[N, 2], from `digests`.
+      pairs: u32[N, 2], from `digests`.
     """
     return of_leaves(
         {
             path: in_hex(pair)
-            for path, pair in zip(paths(params), jax.device_get(words), strict=True)
+            for path, pair in zip(paths(params), jax.device_get(pairs), strict=True)
         }
     )
 
@@ -64,9 +64,9 @@ def of_leaves(by_path: dict[str, str]) -> Fingerprint:
     )
 
 
-def in_hex(words: Any) -> str:
+def in_hex(pair: Any) -> str:
     """A digest, u32[2], as it stands in a `Fingerprint`."""
-    first, second = words
+    first, second = pair
     return f"{first:08x}{second:08x}"
 
 
@@ -142,7 +142,7 @@ def _as_uint32(leaf: Array) -> Array:
         return leaf.astype(jnp.uint32)
     width = leaf.dtype.itemsize
     unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[min(width, 4)]
-    # An 8-byte element becomes two words on a new last axis.
+    # An 8-byte element becomes two 4-byte elements on a new last axis.
     return jax.lax.bitcast_convert_type(leaf, unsigned).astype(jnp.uint32)
 
 

@@ -77,9 +77,9 @@ def beside(frozen: Frozen, batch: Any) -> Any:
 
     Explicit and asynchronous. A reference on the CPU, or on devices of its own:
 
-        price = jax.jit(sharding.on(frozen.mesh_of(reference), price))
-        there = frozen.beside(reference, rollout)
-        ref_logprobs = price(reference, rollout=there)      runs beside
+        score = jax.jit(sharding.on(frozen.mesh_of(reference), score))
+        copy = frozen.beside(reference, rollout)
+        ref_logprobs = score(reference, rollout=copy)       runs beside
         ref_logprobs = jax.device_put(ref_logprobs, rollout.old_logprobs.sharding)
 
     Args:
@@ -89,30 +89,30 @@ def beside(frozen: Frozen, batch: Any) -> Any:
       The batch there, its rows over the row axes of a mesh; itself where it is on
       that mesh already.
     """
-    held = jax.tree.leaves(frozen.stored)[0].sharding
+    sharding = jax.tree.leaves(frozen.stored)[0].sharding
 
     def put(leaf: Array) -> Array:
-        if not isinstance(held, NamedSharding):
-            return jax.device_put(leaf, held.with_memory_kind("device"))
+        if not isinstance(sharding, NamedSharding):
+            return jax.device_put(leaf, sharding.with_memory_kind("device"))
         if isinstance(leaf, Array):
             now = leaf.sharding
-            if isinstance(now, NamedSharding) and now.mesh == held.mesh:
+            if isinstance(now, NamedSharding) and now.mesh == sharding.mesh:
                 return leaf
         spec = PartitionSpec()
         if np.ndim(leaf):
-            sizes = dict(held.mesh.shape)
+            sizes = dict(sharding.mesh.shape)
             spec = PartitionSpec(axes.row_axes(sizes, rows=np.shape(leaf)[0]))
-        return jax.device_put(leaf, NamedSharding(held.mesh, spec))
+        return jax.device_put(leaf, NamedSharding(sharding.mesh, spec))
 
     return jax.tree.map(put, batch)
 
 
 def mesh_of(frozen: Frozen) -> Mesh | None:
     """The mesh that a frozen model lies on; None for one device."""
-    held = jax.tree.leaves(frozen.stored)[0].sharding
-    if not isinstance(held, NamedSharding) or not isinstance(held.mesh, Mesh):
+    sharding = jax.tree.leaves(frozen.stored)[0].sharding
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
         return None
-    return held.mesh
+    return sharding.mesh
 
 
 def fingerprint_of(frozen: Frozen) -> fingerprint.Fingerprint:
@@ -138,14 +138,14 @@ def verify(frozen: Frozen) -> None:
     Raises:
       ReferenceMovedError: names every leaf that moved.
     """
-    found = np.asarray(fingerprint.digests(frozen.stored))
+    digests = np.asarray(fingerprint.digests(frozen.stored))
     expected = np.asarray(frozen.stored_digests)
-    if found.shape != expected.shape:
+    if digests.shape != expected.shape:
         raise ReferenceMovedError(
-            f"expected the {len(expected)} leaves that were frozen, got {len(found)}; "
-            f"start again from the last verified snapshot"
+            f"expected the {len(expected)} leaves that were frozen, got "
+            f"{len(digests)}; start again from the last verified snapshot"
         )
-    moved = (found != expected).any(axis=1)
+    moved = (digests != expected).any(axis=1)
     if moved.any():
         names = np.asarray(fingerprint.paths(frozen.stored))[moved]
         raise ReferenceMovedError(

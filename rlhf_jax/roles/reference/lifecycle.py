@@ -28,7 +28,7 @@ Params = Any
 
 @dataclasses.dataclass(frozen=True)
 class Lifecycle:
-    """By default the reference is frozen for the run and priced at every step."""
+    """By default the reference is frozen for the run and run at every step."""
 
     reset_every: int | None = None
     """Steps after which the reference becomes the policy as it is; None is never."""
@@ -43,14 +43,14 @@ class Lifecycle:
 
     def __post_init__(self) -> None:
         counts = {"reset_every": self.reset_every, "mix_every": self.mix_every}
-        given = {name: count for name, count in counts.items() if count is not None}
-        for name, count in {**given, "kl_every": self.kl_every}.items():
+        periods = {name: count for name, count in counts.items() if count is not None}
+        for name, count in {**periods, "kl_every": self.kl_every}.items():
             if count < 1:
                 raise InputError(
                     f"{name}: expected a number of steps, 1 or more, got {count}; "
                     f"choose {name} >= 1, or leave it out"
                 )
-        if len(given) == 2:
+        if len(periods) == 2:
             raise InputError(
                 f"expected one of reset_every and mix_every, got {self.reset_every} "
                 f"and {self.mix_every}; a reset is a mixture of mix_rate 1"
@@ -78,7 +78,7 @@ class Lifecycle:
         """The factor of the KL coefficient where the KL is taken, dimensionless."""
         return float(self.kl_every) if self.scale_kl_coef else 1.0
 
-    def prices(self, step: int) -> bool:
+    def takes_kl(self, step: int) -> bool:
         """True if step `step`, from 0, takes the KL and so runs the reference."""
         return step % self.kl_every == 0
 
@@ -95,7 +95,7 @@ class Lifecycle:
             )
 
 
-FROZEN = Lifecycle()  # for the run, and priced at every step
+FROZEN = Lifecycle()  # for the run, and run at every step
 
 
 def after_step(
@@ -124,8 +124,8 @@ def reset(frozen: Frozen, params: Params) -> Frozen:
 
     Source: Gorbatovski et al. 2024, arXiv:2404.09656, section 3 (hard update).
     """
-    held, structure = _held(frozen, params)
-    pairs = zip(held, jax.tree.leaves(params), strict=True)
+    stored_leaves, structure = _stored_leaves(frozen, params)
+    pairs = zip(stored_leaves, jax.tree.leaves(params), strict=True)
     copied = [storage.copy_as(leaf, like=old) for old, leaf in pairs]
     stored = jax.tree.unflatten(structure, copied)
     return Frozen(
@@ -152,11 +152,11 @@ def mix(frozen: Frozen, params: Params, *, rate: float) -> Frozen:
     Source: Gorbatovski et al. 2024, arXiv:2404.09656, section 3 (soft update).
     """
     checks.fraction(rate=rate)
-    held, structure = _held(frozen, params)
+    stored_leaves, structure = _stored_leaves(frozen, params)
     stored, digests = [], []
     # A leaf at a time: a mixture in float32 of the whole model is never held.
     for path, old, leaf in zip(
-        fingerprint.paths(params), held, jax.tree.leaves(params), strict=True
+        fingerprint.paths(params), stored_leaves, jax.tree.leaves(params), strict=True
     ):
         mixed = _mixed(leaves.read(old), leaf, rate=rate)
         stored.append(storage.copy_as(mixed, like=old))
@@ -176,9 +176,9 @@ def _mixed(anchor: Array, leaf: Array, *, rate: float) -> Array:
     return rate * leaf + (1.0 - rate) * anchor.astype(jnp.float32)
 
 
-def _held(frozen: Frozen, params: Params) -> tuple[list[Any], Any]:
+def _stored_leaves(frozen: Frozen, params: Params) -> tuple[list[Any], Any]:
     """The leaves of a reference as they are stored, one for each of `params`."""
-    held, structure = jax.tree.flatten(frozen.stored, is_leaf=leaves.is_stored)
+    stored_leaves, structure = jax.tree.flatten(frozen.stored, is_leaf=leaves.is_stored)
     if jax.tree.structure(params) != structure:
         raise InputError(
             f"expected parameters of the reference's structure, {structure}, got "
@@ -186,7 +186,7 @@ def _held(frozen: Frozen, params: Params) -> tuple[list[Any], Any]:
             f"later state of the model that it was frozen of"
         )
     for path, old, leaf in zip(
-        fingerprint.paths(params), held, jax.tree.leaves(params), strict=True
+        fingerprint.paths(params), stored_leaves, jax.tree.leaves(params), strict=True
     ):
         shape = jax.eval_shape(leaves.read, old).shape
         if leaf.shape != shape:
@@ -194,4 +194,4 @@ def _held(frozen: Frozen, params: Params) -> tuple[list[Any], Any]:
                 f"{path}: expected the reference's shape {shape}, got {leaf.shape}; a "
                 f"reference becomes, or is mixed with, a later state of its own model"
             )
-    return held, structure
+    return stored_leaves, structure

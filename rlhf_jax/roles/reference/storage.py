@@ -165,14 +165,14 @@ def check_memory(device: Any) -> None:
         )
 
 
-def _dtype(name: str, given: Any, *, among: tuple[str, ...]) -> Any:
+def _dtype(name: str, dtype: Any, *, among: tuple[str, ...]) -> Any:
     try:
-        found = jnp.dtype(given)
+        found = jnp.dtype(dtype)
     except TypeError:
         found = None
     if found is None or found.name not in among:
         raise InputError(
-            f"{name}: expected None or one of {', '.join(among)}, got {given!r}"
+            f"{name}: expected None or one of {', '.join(among)}, got {dtype!r}"
         )
     return found
 

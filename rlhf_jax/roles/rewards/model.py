@@ -29,7 +29,6 @@ import jax.numpy as jnp
 from rlhf_jax.functional import checks, masked
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import decoder, heads
-from rlhf_jax.models import lora as lora_
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import LoRA
 from rlhf_jax.roles import adapted
@@ -153,7 +152,7 @@ def from_base(key: Array, *, model: ModelConfig, lora: LoRA) -> Params:
     """
     trunk_key, score_key = jax.random.split(key)
     return {
-        "trunk": lora_.init(trunk_key, model=model, lora=lora),
+        "trunk": adapted.init(trunk_key, model=model, lora=lora),
         "score": heads.init_score(score_key, model=model),
     }
 

@@ -1,4 +1,4 @@
-"""Verifiers: the right answer is known, so a response is compared, not judged.
+"""Verifiers: the right answer is known, so a response is compared with it.
 
     verify(prompt, response, row) -> float      1 where the response is right, else 0
 

@@ -143,7 +143,7 @@ def improve(
                 answered = stage.state["rollout"]
             shown = ppo.seen_by_reward(answered, recipe=models.algorithm)
             priced, values = None, None
-            if reference is not None and options.lifecycle.prices(step):
+            if reference is not None and options.lifecycle.takes_kl(step):
                 priced = programs.price(reference, answered)
             if models.reward is None or critic is not None:  # beside what comes next
                 values = programs.values(train, critic, answered)

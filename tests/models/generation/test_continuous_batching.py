@@ -108,7 +108,7 @@ def test_prompts_come_in_several_at_a_time(places, arriving, stop_ids, monkeypat
 @pytest.mark.slow
 def test_the_last_responses_move_together_twice():
     given = inputs(LENGTHS * 2)
-    assert continuous_batching.fewer_slots(16) == (4, 1)
+    assert continuous_batching.fewer_places(16) == (4, 1)
     assert_same(sampled(tiny.GPT2, **given, slots=16), sampled(tiny.GPT2, **given))
 
 

@@ -177,9 +177,9 @@ def test_which_steps_move_and_which_take_the_kl():
     plan = Lifecycle(mix_every=1, mix_rate=0.5)
     mixed = lifecycle.after_step(held, {"w": jnp.ones(2)}, step=0, lifecycle=plan)
     np.testing.assert_array_equal(mixed.stored["w"], [0.5, 0.5])
-    taken = [step for step in range(7) if Lifecycle(kl_every=3).prices(step)]
+    taken = [step for step in range(7) if Lifecycle(kl_every=3).takes_kl(step)]
     assert taken == [0, 3, 6]
-    assert all(map(Lifecycle().prices, range(5)))
+    assert all(map(Lifecycle().takes_kl, range(5)))
 
 
 def test_what_the_defaults_say_of_themselves():

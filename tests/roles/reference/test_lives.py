@@ -73,7 +73,7 @@ def play(config, *, stop=None):
                 train,
                 rollout=rollout,
                 scores=masked.masked_mean(even, mask=rollout.response_mask, axis=1),
-                reference=reference if life.prices(step) else None,
+                reference=reference if life.takes_kl(step) else None,
                 key=key,
                 recipe=algorithm,
             )
@@ -103,7 +103,7 @@ def test_a_stopped_run_goes_on_to_the_last_bit(tmp_path):
     assert files[0].read_bytes() == files[1].read_bytes()
     rows = metrics.read(files[0])
     taken = [row["step"] for row in rows if "objective/kl" in row]
-    assert taken == [step for step in range(8) if life.prices(step)]
+    assert taken == [step for step in range(8) if life.takes_kl(step)]
     kl_coefs = [row["objective/kl_coef"] for row in rows]
     changes = [step + 1 for step in range(7) if kl_coefs[step] != kl_coefs[step + 1]]
     assert changes == [step + 1 for step in taken if step < 7]  # after each KL
