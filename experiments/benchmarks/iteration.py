@@ -16,8 +16,8 @@ Every participant is started twice, as what a run compiles the next one finds on
 the first start tells what compiling takes, the second is the one that is measured.
 
 Peers run in virtual environments that are made where they are missing, from the pinned
-versions in `benchmark_peers.py` (some GB, a few minutes). Without --peers ours runs
-alone. The floor is what the machine's measured rates allow (`benchmark_floor.py`).
+versions in `environments.py` (some GB, a few minutes). Without --peers ours runs
+alone. The floor is what the machine's measured rates allow (`floor.py`).
 
 On 2 CPU cores gpt2-small with two peers takes 14 minutes, small 8, tiny 3. What was
 measured, and on what: rlhf_jax/planning/README.md.

@@ -39,9 +39,9 @@ from rlhf_jax.runs.folder import open_run, write_summary
 from rlhf_jax.runs.run_config import RunConfig
 
 Array = jax.Array
-HERE = Path(__file__).resolve().parent
+EXPERIMENTS = Path(__file__).resolve().parents[1]
 # What a process runs that is one side of ours.
-SIDE = "import sys, benchmark_logprobs; benchmark_logprobs.side(*sys.argv[1:])"
+SIDE = "import sys; from benchmarks import logprobs; logprobs.side(*sys.argv[1:])"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,7 @@ def turn(command: list[str], shape: dict[str, int], repeats: int) -> dict[str, A
     """Runs the process of one side; what it printed last."""
     ended = subprocess.run(
         [*command, json.dumps(shape), str(repeats)],
-        cwd=HERE,
+        cwd=EXPERIMENTS,
         stdout=subprocess.PIPE,
         text=True,
         check=True,
@@ -137,8 +137,8 @@ def main(options: Config) -> None:
     }
     commands = {name: [sys.executable, "-c", SIDE, name] for name in SIDES}
     if options.torch_python is not None:
-        program = str(HERE / "benchmark_logprobs_torch.py")
-        commands["PyTorch"] = [options.torch_python, program]
+        program = ("-m", "benchmarks.logprobs_torch")
+        commands["PyTorch"] = [options.torch_python, *program]
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in commands}
     for _ in range(options.rounds):
         for name, command in commands.items():

@@ -1,4 +1,4 @@
-"""PyTorch's side of `benchmark_logprobs.py`, which starts it; needs torch and NumPy.
+"""PyTorch's side of `benchmarks.logprobs`, which starts it; needs torch and NumPy.
 
 log_softmax, gather and the entropy of the same softmax, as they are written by hand,
 and the gradient of hidden states and head by autograd.

@@ -1,6 +1,6 @@
 """Seconds and resident memory of one step, and the numbers that go into it.
 
-For the sides of `benchmark_logprobs.py`, each of which is a process of its own:
+For the sides of `benchmarks.logprobs`, each of which is a process of its own:
 standard library and NumPy alone, so that any framework's Python can run it. Linux only.
 """
 

@@ -12,7 +12,7 @@ from test_trainers import contents, refused
 from rlhf_jax import fingerprint, hf, policy
 from rlhf_jax.data import batches, encoding, tokenization
 from rlhf_jax.data.encoding import Example
-from rlhf_jax.runs import command_line, metrics
+from rlhf_jax.runs import command_line, metrics, run
 from rlhf_jax.train import dpo
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -136,9 +136,9 @@ def test_a_run_that_stopped_goes_on_to_the_bit(files, tmp_path, monkeypatch, how
         if step == 3:
             raise Killed
 
-    ended = dpo.run.Stage.end_step
+    ended = run.Stage.end_step
     with monkeypatch.context() as patch:
-        patch.setattr(dpo.run.Stage, "end_step", stopping)
+        patch.setattr(run.Stage, "end_step", stopping)
         with pytest.raises(Killed):
             play(tmp_path / "cut", files, *argv)
     play(tmp_path / "cut", files, *argv, "--resume")
