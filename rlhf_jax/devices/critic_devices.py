@@ -41,7 +41,7 @@ class CriticDevices:
         """Compiles nothing yet.
 
         Args:
-          ppo: static in both programs.
+          recipe: static in both programs.
           mesh: of the critic.
           home: of rollouts and experience, where the values go.
           base: that the critic's adapters adapt, copied to `mesh`; None without.
