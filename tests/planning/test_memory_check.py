@@ -251,9 +251,7 @@ def test_what_a_device_has():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"]
-)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_compiler_asks_for_no_less(dtype):
     """Of the programs that make the KV cache and the gradients."""
     options = Options(

@@ -176,12 +176,12 @@ def sweep(out, capsys, *, count, seed):
 
 
 def test_damages_are_told_at_restore_and_by_verify(out, capsys):
-    sweep(out, capsys, count=6, seed=1)
+    sweep(out, capsys, count=12, seed=1)
 
 
 @pytest.mark.slow
-def test_none_of_80_damages_is_silent(out, capsys):
-    sweep(out, capsys, count=80, seed=0)
+def test_none_of_160_damages_is_silent(out, capsys):
+    sweep(out, capsys, count=160, seed=0)
 
 
 def test_every_file_is_missed(out, capsys):
