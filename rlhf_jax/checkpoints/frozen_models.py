@@ -19,7 +19,7 @@ from rlhf_jax.checkpoints import hf
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import tokenization
 from rlhf_jax.devices import sharding
-from rlhf_jax.devices.sharding import MeshOption, MeshShape
+from rlhf_jax.devices.mesh_shape import ONE_DEVICE, MeshOption, MeshShape
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import layout
 from rlhf_jax.models.config import ModelConfig
@@ -70,7 +70,7 @@ class Storage:
 
     @property
     def _shape(self) -> MeshShape:
-        return sharding.ONE_DEVICE if self.mesh is None else self.mesh
+        return ONE_DEVICE if self.mesh is None else self.mesh
 
     def shapes(self, params: Params) -> Params:
         """What a copy has, of the shapes of parameters; nothing is allocated."""

@@ -1,16 +1,10 @@
-"""Meshes, and where on them parameters, optimizer states and batches lie.
+"""Where on a mesh parameters, optimizer states and batches are.
 
-    mesh = MeshShape(data=2, fsdp=4).make()                --mesh data=2,fsdp=4
+    mesh = MeshShape(data=2, fsdp=4).make()
     state = sharding.create(make_state, mesh=mesh)         never whole on one device
     batch = row_sharding.put_rows(batch, mesh=mesh)        each process its own rows
     update = jax.jit(partial(sharding.on(mesh, sft.update), ...), ...)
     state, stats = update(state, batch=batch, ...)
-
-| axis | what lies on it |
-|---|---|
-| data | rows of a batch; parameters are copied along it |
-| fsdp | rows of a batch, and a dimension of every large parameter, gathered when read |
-| tensor | heads, MLP width and vocabulary: each device computes its part |
 
 `jax.jit` and GSPMD do the rest: there is no collective in this package. Under
 `with jax.set_mesh(mesh):` the `mesh=` and `on` may be left out; but then every program
@@ -19,18 +13,15 @@ there refuses arrays of other devices, as a reference on the CPU.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, ParamSpec, Self, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from tyro.constructors import PrimitiveConstructorSpec
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import axes
@@ -40,7 +31,6 @@ Tree = TypeVar("Tree")
 Args = ParamSpec("Args")
 Rules = Mapping[str, str | None]
 
-AXES = ("data", "fsdp", "tensor")
 # Logical axes (`models/axes.py`) to axes of the mesh; None is on every device.
 RULES: Rules = {
     "layers": None,
@@ -52,94 +42,6 @@ RULES: Rules = {
     "mlp": "tensor",
 }
 SMALL = 2**20  # elements of a leaf that may be on every device
-
-
-@dataclasses.dataclass(frozen=True)
-class MeshShape:
-    """How many devices share what; on a command line "fsdp=4,tensor=2"."""
-
-    data: int = 1
-    """Devices that share the rows of a batch."""
-    fsdp: int = 1
-    """Devices that share the rows, and the parameters too."""
-    tensor: int = 1
-    """Devices that share heads, MLP width and vocabulary."""
-
-    def __post_init__(self) -> None:
-        for name, size in dataclasses.asdict(self).items():
-            if size < 1:
-                raise InputError(
-                    f"mesh {name}: expected at least 1 device, got {size}; leave it out"
-                )
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """The mesh of "data=2,fsdp=4"; an axis that is left out is 1.
-
-        Raises:
-          InputError: of another form, or an axis that there is not.
-        """
-        sizes: dict[str, int] = {}
-        for part in text.split(","):
-            name, _, size = part.strip().partition("=")
-            if name not in AXES or name in sizes or not size.isdecimal():
-                raise InputError(
-                    f"mesh: expected sizes of {', '.join(AXES)}, as data=2,fsdp=4, got "
-                    f"{text!r}; name each axis once"
-                )
-            sizes[name] = int(size)
-        return cls(**sizes)
-
-    def __str__(self) -> str:
-        return ",".join(f"{k}={v}" for k, v in dataclasses.asdict(self).items())
-
-    @property
-    def size(self) -> int:
-        """Devices in all."""
-        return math.prod(dataclasses.astuple(self))
-
-    def make(self, devices: Sequence[Any] | None = None) -> Mesh:
-        """The mesh, over all devices unless others are given; of one, over the first.
-
-        Neighbours on an axis are neighbours in a TPU's torus where that can be.
-
-        Raises:
-          InputError: the axes do not multiply to the number of devices.
-        """
-        if devices is None:
-            devices = jax.devices()
-        if self.size == 1 and jax.process_count() == 1:
-            devices = devices[:1]
-        if len(devices) != self.size:
-            raise InputError(
-                f"mesh: expected axes that multiply to the {len(devices)} devices, got "
-                f"data={self.data} · fsdp={self.fsdp} · tensor={self.tensor} = "
-                f"{self.size}; change an axis, or give other devices"
-            )
-        shape = dataclasses.astuple(self)
-        try:
-            laid = mesh_utils.create_device_mesh(
-                shape, devices=devices, allow_split_physical_axes=True
-            )
-        except (NotImplementedError, AssertionError, ValueError):
-            # Part of a torus, or one that these axes do not follow: any order is right,
-            # and the order in which JAX lists the devices costs longer ways at most.
-            laid = np.reshape(np.array(devices), shape)
-        return Mesh(laid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
-
-
-ONE_DEVICE = MeshShape()
-MeshOption = Annotated[
-    MeshShape,
-    PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="AXIS=SIZE,...",
-        instance_from_str=lambda given: MeshShape.parse(given[0]),
-        is_instance=lambda value: isinstance(value, MeshShape),
-        str_from_instance=lambda value: [str(value)],
-    ),
-]
-"""A MeshShape as one option of a command line."""
 
 
 def on(mesh: Mesh | None, function: Callable[Args, Tree]) -> Callable[Args, Tree]:

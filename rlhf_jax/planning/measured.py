@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from rlhf_jax.algorithms.ppo.recipe import PPO
 from rlhf_jax.devices import row_sharding, sharding
-from rlhf_jax.devices.sharding import MeshShape
+from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.planning import chips, compiled, cost, run_shape, workload
 from rlhf_jax.planning.chips import Chip

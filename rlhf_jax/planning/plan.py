@@ -33,8 +33,7 @@ from typing import Any
 import jax
 
 from rlhf_jax.algorithms.ppo.recipe import PPO
-from rlhf_jax.devices import sharding
-from rlhf_jax.devices.sharding import MeshOption, MeshShape
+from rlhf_jax.devices.mesh_shape import ONE_DEVICE, MeshOption, MeshShape
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import decoder
@@ -49,7 +48,7 @@ GIB = 2**30
 class Options(run_shape.Options):
     """A PPO run and the chips that it is to run on."""
 
-    mesh: MeshOption = sharding.ONE_DEVICE
+    mesh: MeshOption = ONE_DEVICE
     """How the chips share the work, as fsdp=64 or data=2,fsdp=8,tensor=4."""
     chip: str | None = None
     """Without a topology, the chip that this machine's compiler stands in for."""

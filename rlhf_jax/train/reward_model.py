@@ -41,7 +41,7 @@ from rlhf_jax.data import batches, digests, encoding, files
 from rlhf_jax.data.batches import Batches
 from rlhf_jax.data.encoding import Example, Pair
 from rlhf_jax.devices import processes, row_sharding, sharding
-from rlhf_jax.devices.sharding import MeshOption
+from rlhf_jax.devices.mesh_shape import ONE_DEVICE, MeshOption
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles import rewards
@@ -91,7 +91,7 @@ class Config(StartConfig):
     """Longest of these responses, tokens."""
     temperature: float = 0.7
     """Sampling temperature of these responses; use that of PPO."""
-    mesh: MeshOption = sharding.ONE_DEVICE
+    mesh: MeshOption = ONE_DEVICE
     """How several devices share rows and parameters."""
 
     def __post_init__(self) -> None:

@@ -47,7 +47,7 @@ from rlhf_jax.data import (
 from rlhf_jax.data.batches import Batches
 from rlhf_jax.data.encoding import Example
 from rlhf_jax.devices import processes, row_sharding, sharding
-from rlhf_jax.devices.sharding import MeshOption
+from rlhf_jax.devices.mesh_shape import ONE_DEVICE, MeshOption
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import config, decoder, layout
@@ -103,7 +103,7 @@ class Config(StartConfig):
     """Weight decay of AdamW."""
     max_grad_norm: float = 1.0
     """Norm to which larger gradients are scaled down."""
-    mesh: MeshOption = sharding.ONE_DEVICE
+    mesh: MeshOption = ONE_DEVICE
     """How several devices share rows and parameters."""
 
     def __post_init__(self) -> None:

@@ -31,7 +31,7 @@ from rlhf_jax import (
 )
 from rlhf_jax.algorithms import optimizers, reward_model
 from rlhf_jax.devices import row_sharding, sharding
-from rlhf_jax.devices.sharding import MeshShape
+from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.roles.reference import storage
 
 MODEL, ROWS, SIZE = toys.GPT2, 16, 9

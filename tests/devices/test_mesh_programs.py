@@ -28,7 +28,7 @@ from rlhf_jax.algorithms.flow import score
 from rlhf_jax.data import packing
 from rlhf_jax.data.encoding import Pair
 from rlhf_jax.devices import row_sharding, sharding
-from rlhf_jax.devices.sharding import MeshShape
+from rlhf_jax.devices.mesh_shape import MeshShape
 
 pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.slow]
 MODEL = config.llama(

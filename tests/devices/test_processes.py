@@ -20,8 +20,8 @@ import toy_files
 from test_mesh_runs import assert_same
 
 from rlhf_jax.devices import processes, row_sharding
+from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.devices.processes import Group
-from rlhf_jax.devices.sharding import MeshShape
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.planning import compiled
 from rlhf_jax.runs.snapshots.files import numbers

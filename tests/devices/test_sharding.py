@@ -29,7 +29,7 @@ from rlhf_jax import (
 from rlhf_jax.checkpoints import frozen_models, pretrained
 from rlhf_jax.data import batches
 from rlhf_jax.devices import row_sharding, sharding
-from rlhf_jax.devices.sharding import MeshShape
+from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import axes
 from rlhf_jax.models.families import keys

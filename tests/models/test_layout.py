@@ -15,6 +15,7 @@ import toys
 
 from rlhf_jax import config, decode, decoder, logprobs, lora, policy
 from rlhf_jax.devices import sharding
+from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.models import layout
 from rlhf_jax.roles.reference import storage
 
@@ -311,7 +312,7 @@ def test_turned_weights_change_no_sample(model, how, monkeypatch):
         params = lora.attach(params, moved, lora=wanted)
     on_mesh = functools.partial  # of a function
     if how == "mesh":
-        mesh = sharding.MeshShape.parse("fsdp=4,tensor=2").make()
+        mesh = MeshShape.parse("fsdp=4,tensor=2").make()
         params = sharding.place(params, mesh=mesh)
         on_mesh = functools.partial(sharding.on, mesh)
     tokens, mask = batch(columns=PROMPT)
@@ -396,7 +397,7 @@ def test_change_if_changes_all_or_nothing(way, monkeypatch):
 
 
 def test_change_if_within_shard_map_changes_what_each_device_says():
-    mesh = sharding.MeshShape.parse("data=8").make()
+    mesh = MeshShape.parse("data=8").make()
     part, whole = jax.P("data"), jax.P()
 
     @functools.partial(
@@ -437,7 +438,7 @@ def test_chunks_of_words_are_as_many_times_larger_as_devices_share_them(
     tokens, mask = (jnp.tile(array[:1], (8, 1)) for array in (tokens, mask))
     price = functools.partial(policy.logprobs, model=model, tokens=tokens, mask=mask)
     params = decoder.init(jax.random.key(0), model=model)
-    mesh = sharding.MeshShape.parse(shape).make()
+    mesh = MeshShape.parse(shape).make()
     jax.eval_shape(price, params)
     jax.eval_shape(sharding.on(mesh, price), params)
     assert asked == [logprobs.MAX_LOGITS, times * logprobs.MAX_LOGITS]

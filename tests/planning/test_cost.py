@@ -9,7 +9,7 @@ import tiny
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rlhf_jax import decoder, logprobs, policy
-from rlhf_jax.devices.sharding import MeshShape
+from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.planning import cost as program_cost
 from rlhf_jax.planning.instructions import Collective
 

@@ -8,7 +8,7 @@ import pytest
 import toy_files
 
 import rlhf_jax.train.ppo
-from rlhf_jax.devices import sharding
+from rlhf_jax.devices.mesh_shape import ONE_DEVICE, MeshShape
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.planning import compiled, memory_check, run_shape, workload
 from rlhf_jax.planning.memory_check import Part, Passing
@@ -182,9 +182,9 @@ def refused(held, passing=()):
 @pytest.mark.parametrize(
     ("mesh", "each"),
     [
-        (sharding.MeshShape(data=8), 128 * 16 * 4 + 12),
-        (sharding.MeshShape(fsdp=8), 128 * 2 * 4 + 12),
-        (sharding.MeshShape(data=2, fsdp=2, tensor=2), 64 * 8 * 4 + 12),
+        (MeshShape(data=8), 128 * 16 * 4 + 12),
+        (MeshShape(fsdp=8), 128 * 2 * 4 + 12),
+        (MeshShape(data=2, fsdp=2, tensor=2), 64 * 8 * 4 + 12),
     ],
 )
 def test_a_device_holds_its_shards_and_a_copy_of_the_rest(monkeypatch, mesh, each):
@@ -206,7 +206,7 @@ def test_a_device_holds_its_shards_and_a_copy_of_the_rest(monkeypatch, mesh, eac
 def test_a_model_on_its_own_devices_takes_nothing_of_the_others(monkeypatch):
     monkeypatch.setattr(memory_check, "_place", lambda device: device)
     here, there = jax.devices()[:4], jax.devices()[4:]
-    four = sharding.MeshShape(data=4)
+    four = MeshShape(data=4)
     size = 128 * 16 * 4 + 12
     held = [Part("policy", TREE, four.make(here)), Part("critic", TREE, None)]
     # Programs of different devices are not added up.
@@ -277,7 +277,7 @@ def test_the_compiler_asks_for_no_less(dtype):
         for program in workload.programs(options, held, recipe=ppo)
         if program.name in ("sampling", "scoring and learning")
     }
-    mesh = sharding.ONE_DEVICE.make()
+    mesh = ONE_DEVICE.make()
     cache = memory_check.cache(ppo.model, rows=2, max_new_tokens=40, mesh=mesh)
     width = jnp.dtype(dtype).itemsize
     assert cache.size == 2 * 2 * 2 * 40 * 32 * width

@@ -14,7 +14,7 @@ import pytest
 import tyro
 
 from rlhf_jax import batch, decoder
-from rlhf_jax.devices.sharding import MeshShape
+from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.families import registry
 from rlhf_jax.planning import chips, compiled, measured, plan, run_shape, workload

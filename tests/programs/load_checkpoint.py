@@ -12,7 +12,7 @@ import jax
 
 from rlhf_jax import hf
 from rlhf_jax.devices import sharding
-from rlhf_jax.devices.sharding import MeshShape
+from rlhf_jax.devices.mesh_shape import MeshShape
 
 
 def main(folder, devices):

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from rlhf_jax.devices import row_sharding
+from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.devices.processes import Group
-from rlhf_jax.devices.sharding import MeshShape
 
 
 def main(coordinator, process_id):

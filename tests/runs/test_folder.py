@@ -9,8 +9,7 @@ import pytest
 
 from rlhf_jax.checkpoints import frozen_models
 from rlhf_jax.checkpoints.frozen_models import Storage
-from rlhf_jax.devices import sharding
-from rlhf_jax.devices.sharding import MeshShape
+from rlhf_jax.devices.mesh_shape import MeshOption, MeshShape
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs.folder import check_run, open_run, read_config, write_summary
@@ -260,7 +259,7 @@ def test_an_extra_that_is_not_installed_is_named(monkeypatch, extra):
 def test_a_group_that_may_be_none_is_read_back(tmp_path):
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Config(RunConfig):
-        mesh: sharding.MeshOption | None = None
+        mesh: MeshOption | None = None
         storage: frozen_models.Storage = frozen_models.COPY
 
     hints = {"mesh": MeshShape(fsdp=2), "storage": Storage(mesh=MeshShape(tensor=4))}

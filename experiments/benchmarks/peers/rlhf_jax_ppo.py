@@ -42,7 +42,7 @@ from rlhf_jax import (
 from rlhf_jax.algorithms.batch import Prompts, Rollout, Scored
 from rlhf_jax.algorithms.flow import score
 from rlhf_jax.devices import critic_devices, program_cache, sharding
-from rlhf_jax.devices.sharding import MeshShape
+from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.models import layout
 from rlhf_jax.roles.reference.frozen import Frozen
 

@@ -12,8 +12,7 @@ from rlhf_jax.checkpoints import frozen_models, pretrained
 from rlhf_jax.checkpoints.frozen_models import Storage
 from rlhf_jax.checkpoints.pretrained import Adapters
 from rlhf_jax.data.files import Blank
-from rlhf_jax.devices import sharding
-from rlhf_jax.devices.sharding import MeshOption
+from rlhf_jax.devices.mesh_shape import ONE_DEVICE, MeshOption
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.train.start import StartConfig
@@ -62,7 +61,7 @@ class Config(StartConfig):
     """How the reference is held; with LoRA it is the base."""
     lora: Adapters = pretrained.ALL_PARAMETERS
     """Adapters that are trained instead of all parameters."""
-    mesh: MeshOption = sharding.ONE_DEVICE
+    mesh: MeshOption = ONE_DEVICE
     """How several devices share rows and parameters."""
 
     def __post_init__(self) -> None:

@@ -11,8 +11,7 @@ from rlhf_jax.algorithms import grpo
 from rlhf_jax.algorithms.grpo import GRPO, GroupRecipe
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
-from rlhf_jax.devices import sharding
-from rlhf_jax.devices.sharding import MeshOption
+from rlhf_jax.devices.mesh_shape import ONE_DEVICE, MeshOption
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.train.start import StartConfig
@@ -73,7 +72,7 @@ class VerifiedConfig(StartConfig):
     stops."""
     eval_rows: int = 256
     """Held-out rows to evaluate on, from the beginning."""
-    mesh: MeshOption = sharding.ONE_DEVICE
+    mesh: MeshOption = ONE_DEVICE
     """How several devices share rows and parameters."""
 
     def __post_init__(self) -> None:

@@ -16,7 +16,7 @@ from rlhf_jax.checkpoints.frozen_models import RewardModel
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.devices import sharding
 from rlhf_jax.devices.critic_devices import CriticDevices
-from rlhf_jax.devices.sharding import MeshShape
+from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import init
 from rlhf_jax.roles import critic

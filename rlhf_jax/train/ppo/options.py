@@ -12,8 +12,7 @@ from rlhf_jax.algorithms.ppo.recipe import N_PLUS, OPENAI_2019, Recipe
 from rlhf_jax.checkpoints import frozen_models, pretrained
 from rlhf_jax.checkpoints.frozen_models import Storage
 from rlhf_jax.checkpoints.pretrained import Adapters
-from rlhf_jax.devices import sharding
-from rlhf_jax.devices.sharding import MeshOption
+from rlhf_jax.devices.mesh_shape import ONE_DEVICE, MeshOption
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.control import CONSTANT, Control
@@ -93,7 +92,7 @@ class Config(StartConfig):
     run."""
     lora: Adapters = pretrained.ALL_PARAMETERS
     """Adapters that are trained instead of all parameters."""
-    mesh: MeshOption = sharding.ONE_DEVICE
+    mesh: MeshOption = ONE_DEVICE
     """How several devices share rows and parameters."""
     check_memory: bool = True
     """Whether a run that cannot fit is refused before weights are read."""

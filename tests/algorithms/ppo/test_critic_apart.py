@@ -15,7 +15,7 @@ from rlhf_jax.algorithms import optimizers
 from rlhf_jax.algorithms.flow import score
 from rlhf_jax.algorithms.ppo import critic_apart
 from rlhf_jax.devices import critic_devices, sharding
-from rlhf_jax.devices.sharding import MeshShape
+from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.lora import LoRA, init
 from rlhf_jax.roles.critic import from_base

@@ -19,7 +19,7 @@ from rlhf_jax import critic, dpo, frozen, hf, kl_control, lora, masked, ppo, sta
 from rlhf_jax.data import packing
 from rlhf_jax.data.encoding import Pair
 from rlhf_jax.devices import row_sharding, sharding
-from rlhf_jax.devices.sharding import MeshShape
+from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.models.lora import LoRA
 
 LENGTHS = (4, 2, 3, 1) * 2

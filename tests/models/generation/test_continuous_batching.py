@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from rlhf_jax import decode, decoder, grpo, policy, ppo
 from rlhf_jax.devices import row_sharding, sharding
-from rlhf_jax.devices.sharding import MeshShape
+from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.generation import continuous_batching
 from rlhf_jax.models.generation.sampling import Shaping

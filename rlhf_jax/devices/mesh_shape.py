@@ -1,0 +1,115 @@
+"""How many devices share what: the axes of a mesh, as an option and as a `Mesh`.
+
+    mesh = MeshShape(data=2, fsdp=4).make()                "data=2,fsdp=4"
+
+| axis | what is sharded over it |
+|---|---|
+| data | rows of a batch; parameters are replicated along it |
+| fsdp | rows of a batch, and a dimension of every large parameter, gathered when read |
+| tensor | heads, MLP width and vocabulary: each device computes its part |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any, Self
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh
+from tyro.constructors import PrimitiveConstructorSpec
+
+from rlhf_jax.functional.checks import InputError
+
+AXES = ("data", "fsdp", "tensor")
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshShape:
+    """How many devices share what; on a command line "fsdp=4,tensor=2"."""
+
+    data: int = 1
+    """Devices that share the rows of a batch."""
+    fsdp: int = 1
+    """Devices that share the rows, and the parameters too."""
+    tensor: int = 1
+    """Devices that share heads, MLP width and vocabulary."""
+
+    def __post_init__(self) -> None:
+        for name, size in dataclasses.asdict(self).items():
+            if size < 1:
+                raise InputError(
+                    f"mesh {name}: expected at least 1 device, got {size}; leave it out"
+                )
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The mesh of "data=2,fsdp=4"; an axis that is left out is 1.
+
+        Raises:
+          InputError: of another form, or an axis that there is not.
+        """
+        sizes: dict[str, int] = {}
+        for part in text.split(","):
+            name, _, size = part.strip().partition("=")
+            if name not in AXES or name in sizes or not size.isdecimal():
+                raise InputError(
+                    f"mesh: expected sizes of {', '.join(AXES)}, as data=2,fsdp=4, got "
+                    f"{text!r}; name each axis once"
+                )
+            sizes[name] = int(size)
+        return cls(**sizes)
+
+    def __str__(self) -> str:
+        return ",".join(f"{k}={v}" for k, v in dataclasses.asdict(self).items())
+
+    @property
+    def size(self) -> int:
+        """Devices in all."""
+        return math.prod(dataclasses.astuple(self))
+
+    def make(self, devices: Sequence[Any] | None = None) -> Mesh:
+        """The mesh, over all devices unless others are given; of one, over the first.
+
+        Neighbours on an axis are neighbours in a TPU's torus where that can be.
+
+        Raises:
+          InputError: the axes do not multiply to the number of devices.
+        """
+        if devices is None:
+            devices = jax.devices()
+        if self.size == 1 and jax.process_count() == 1:
+            devices = devices[:1]
+        if len(devices) != self.size:
+            raise InputError(
+                f"mesh: expected axes that multiply to the {len(devices)} devices, got "
+                f"data={self.data} · fsdp={self.fsdp} · tensor={self.tensor} = "
+                f"{self.size}; change an axis, or give other devices"
+            )
+        shape = dataclasses.astuple(self)
+        try:
+            laid = mesh_utils.create_device_mesh(
+                shape, devices=devices, allow_split_physical_axes=True
+            )
+        except (NotImplementedError, AssertionError, ValueError):
+            # Part of a torus, or one that these axes do not follow: any order is right,
+            # and the order in which JAX lists the devices costs longer ways at most.
+            laid = np.reshape(np.array(devices), shape)
+        return Mesh(laid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+ONE_DEVICE = MeshShape()
+MeshOption = Annotated[
+    MeshShape,
+    PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="AXIS=SIZE,...",
+        instance_from_str=lambda given: MeshShape.parse(given[0]),
+        is_instance=lambda value: isinstance(value, MeshShape),
+        str_from_instance=lambda value: [str(value)],
+    ),
+]
+"""A MeshShape as one option of a command line."""
