@@ -1,25 +1,24 @@
-"""Frozen models from checkpoints, and the options that say how they are held.
+"""Frozen models from checkpoints: the reference and the reward model of a run.
 
-A reference and a reward model are held in the same ways: `Storage` is a group of
-options, `--reference-storage.dtype int8` on the command line.
+Both are stored in the same ways: `Storage` is a group of options,
+`--reference-storage.dtype int8` on the command line. `Place` says where.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh
 
 from rlhf_jax.algorithms.batch import Rollout
 from rlhf_jax.checkpoints import hf
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import tokenization
-from rlhf_jax.devices import sharding
-from rlhf_jax.devices.mesh_shape import ONE_DEVICE, MeshOption, MeshShape
+from rlhf_jax.devices.placement import WITH_POLICY, Place
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import layout
 from rlhf_jax.models.config import ModelConfig
@@ -32,18 +31,12 @@ Params = Any
 
 @dataclasses.dataclass(frozen=True)
 class Storage:
-    """How a frozen model is held."""
+    """In which dtype a frozen model is stored."""
 
     dtype: Literal["float32", "bfloat16", "float16", "int8"] = "float32"
-    """Of its parameters; int8 has a scale for every channel."""
+    """Dtype of the parameters; int8 has a scale for every channel."""
     embeddings: Literal["float32", "bfloat16", "float16"] | None = None
-    """Dtype of embeddings and output head beside int8; None is int8 too."""
-    memory: Literal["device", "pinned_host", "cpu"] = "device"
-    """pinned_host streams it a layer at a time; cpu runs it on the host."""
-    mesh: MeshOption | None = None
-    """Another mesh over the policy's devices, or its own; None is the policy's."""
-    own_devices: bool = False
-    """Its mesh is over the last devices, which --mesh leaves free."""
+    """Dtype of embeddings and output head where the others are int8; None is int8."""
 
     def __post_init__(self) -> None:
         if self.embeddings is not None and self.dtype != "int8":
@@ -52,134 +45,55 @@ class Storage:
                 f"{self.embeddings}; they have a dtype of their own beside int8 only"
             )
 
-        if self.memory == "cpu" and (self.mesh is not None or self.own_devices):
-            raise InputError(
-                "memory: expected device or pinned_host with a mesh or own_devices, "
-                "got cpu; leave one or the other out"
-            )
-
-    @property
-    def apart(self) -> bool:
-        """Whether it is placed apart from the policy, so that no program reads both."""
-        return self.memory == "cpu" or self.own_devices or self.mesh is not None
-
-    @property
-    def num_own(self) -> int:
-        """Devices that are its own."""
-        return self._shape.size if self.own_devices else 0
-
-    @property
-    def _shape(self) -> MeshShape:
-        return ONE_DEVICE if self.mesh is None else self.mesh
-
     def shapes(self, params: Params) -> Params:
-        """What a copy has, of the shapes of parameters; nothing is allocated."""
+        """Shapes of a copy of parameters with these shapes; nothing is allocated."""
         store = functools.partial(
             storage.store, dtype=self.dtype, embeddings=self.embeddings
         )
         return jax.eval_shape(store, params)
 
-    def mesh_beside(self, policy: Mesh) -> Mesh | None:
-        """How a copy is sharded beside a policy; None is the host's memory.
+    def freeze(
+        self,
+        params: Params,
+        *,
+        place: Place = WITH_POLICY,
+        policy: Mesh | None = None,
+    ) -> Frozen:
+        """A copy of parameters that are on the policy's mesh.
+
+        Args:
+          params: pytree of arrays.
+          place: where the copy is to be.
+          policy: the policy's mesh; needed for a place apart from the policy's alone.
 
         Raises:
-          InputError: as `MeshShape.make`.
-        """
-        if self.memory != "device":
-            return None
-        if not self.apart:
-            return policy
-        return self._shape.make(self._devices(policy.devices.flat))
-
-    def _devices(self, policy: Iterable[Any]) -> list[Any]:
-        """The devices of a copy that is placed apart from a policy on these devices."""
-        if self.own_devices:
-            return jax.devices()[-self.num_own :]
-        return sorted(policy, key=lambda device: device.id)
-
-    def freeze(self, params: Params) -> Frozen:
-        """A copy of the parameters, held in this way.
-
-        Raises:
-          InputError: as `storage.store`, there is no CPU beside the accelerator, or the
-            mesh does not fit the devices.
+          InputError: the dtype or memory cannot be had, or the mesh does not fit.
         """
         return frozen.freeze(
             params,
             dtype=self.dtype,
             embeddings=self.embeddings,
-            memory="pinned_host" if self.memory == "pinned_host" else None,
-            sharding=self._sharding(params),
+            memory=None if place.memory == "device" else place.memory,
+            sharding=place.sharding(params, policy=policy),
         )
 
-    def _sharding(self, params: Params) -> Any:
-        if self.memory == "cpu":
-            return _on_cpu()
-        if not self.apart:
-            return None
-        held = jax.tree.leaves(params)[0].sharding.device_set
-        devices = self._devices(held)
-        if self.own_devices and not held.isdisjoint(devices):
-            raise InputError(
-                f"own_devices: expected the last {self.num_own} of "
-                f"{jax.device_count()} devices to be free, got a policy on "
-                f"{len(held)}; make either mesh smaller"
-            )
-        return sharding.shardings(params, mesh=self._shape.make(devices))
 
-
-COPY = Storage()  # in float32, where it was read
-
-
-def policy_mesh(shape: MeshShape, *, taken: int = 0) -> Mesh:
-    """The policy's mesh: over all devices but the last ones, which others have taken.
-
-    Raises:
-      InputError: as `MeshShape.make`, or some are taken and there are several
-        processes, none of which could copy to all of them.
-    """
-    if taken and jax.process_count() > 1:
-        raise InputError(
-            f"expected one process where models have devices of their own, got "
-            f"{jax.process_count()}; share the devices, or leave out --coordinator"
-        )
-    if taken >= jax.device_count():
-        raise InputError(
-            f"expected more than the {taken} devices that models have as their own, "
-            f"got {jax.device_count()}; make their meshes smaller, or share the devices"
-        )
-    return shape.make(jax.devices()[: jax.device_count() - taken])
-
-
-def _on_cpu() -> SingleDeviceSharding:
-    if jax.process_count() > 1:
-        raise InputError(
-            f"memory: expected device or pinned_host with several processes, got cpu "
-            f"with {jax.process_count()}; choose one of them"
-        )
-    try:
-        return SingleDeviceSharding(jax.devices("cpu")[0])
-    except RuntimeError as error:
-        raise InputError(
-            f"memory: expected cpu among the platforms of JAX, got "
-            f"{jax.default_backend()} alone; unset JAX_PLATFORMS or add cpu to it, or "
-            f"choose device or pinned_host"
-        ) from error
+COPY = Storage()  # in float32
 
 
 def run_beside(
     program: Callable[[Rollout], Array], model: Frozen, rollout: Rollout
 ) -> Array:
-    """A frozen model's program on the devices that hold it; asynchronous throughout.
+    """A frozen model's program on its own devices; asynchronous throughout.
 
     Args:
-      program: takes the rollout there, returns [B, ...].
+      program: takes the rollout on those devices and returns an array [B, ...].
 
     Returns:
-      What it returns, back beside the rollout.
+      That array, on the devices of the rollout.
     """
-    there = program(frozen.beside(model, rollout))
-    return jax.device_put(there, rollout.index.sharding)  # of rows, whatever the rank
+    output = program(frozen.beside(model, rollout))
+    return jax.device_put(output, rollout.index.sharding)  # of rows, whatever the rank
 
 
 class RewardModel(NamedTuple):
@@ -194,22 +108,30 @@ def load_reference(
     *,
     policy: Pretrained,
     storage: Storage,
+    place: Place = WITH_POLICY,
+    mesh: Mesh | None = None,
     sharding: Any = None,
 ) -> Frozen:
     """The policy as it starts (None), or a checkpoint that can score its tokens.
 
     Args:
-      sharding: where a checkpoint is read to, as `hf.load`.
+      path_or_repo_id: folder or hub id; None copies the policy's parameters.
+      policy: whose tokens it scores.
+      storage: dtype of the copy.
+      place: where the copy is to be.
+      mesh: the policy's mesh; needed for a place apart from the policy's alone.
+      sharding: how a checkpoint is sharded when it is read, as for `hf.load`.
 
     Raises:
-      InputError: as `hf.load`, or the checkpoint has another shape or other token ids.
+      InputError: there is no such checkpoint, it has another shape or other token ids,
+        or the place cannot be had.
     """
     if path_or_repo_id is None:
-        return storage.freeze(policy.params)
+        return storage.freeze(policy.params, place=place, policy=mesh)
     model, params = hf.load(path_or_repo_id, dtype="float32", sharding=sharding)
     check_reference(path_or_repo_id, model=model, policy=policy.model)
     _check_ids(path_or_repo_id, policy=policy, role="reference")
-    return storage.freeze(params)
+    return storage.freeze(params, place=place, policy=mesh)
 
 
 def check_reference(name: str, *, model: ModelConfig, policy: ModelConfig) -> None:
@@ -240,15 +162,23 @@ def load_reward_model(
     *,
     policy: Pretrained,
     storage: Storage,
+    place: Place = WITH_POLICY,
+    mesh: Mesh | None = None,
     sharding: Any = None,
 ) -> RewardModel:
     """A reward model, which must read the policy's tokens as they are.
 
     Args:
-      sharding: where it is read to, as `hf.load`.
+      path_or_repo_id: folder or hub id.
+      policy: whose tokens it scores.
+      storage: dtype of the copy.
+      place: where the copy is to be.
+      mesh: the policy's mesh; needed for a place apart from the policy's alone.
+      sharding: how the checkpoint is sharded when it is read, as for `hf.load`.
 
     Raises:
-      InputError: as `hf.load_reward`, or its vocabulary is another.
+      InputError: there is no such checkpoint, its vocabulary is another, or the place
+        cannot be had.
     """
     model, params = hf.load_reward(path_or_repo_id, dtype="float32", sharding=sharding)
     if model.vocab_size < policy.model.vocab_size:
@@ -263,7 +193,9 @@ def load_reward_model(
     model = dataclasses.replace(
         model, dtype=ours.dtype, remat=ours.remat, attention=ours.attention
     )
-    return RewardModel(layout.fastest(model), storage.freeze(params))
+    return RewardModel(
+        layout.fastest(model), storage.freeze(params, place=place, policy=mesh)
+    )
 
 
 def _check_ids(path_or_repo_id: str, *, policy: Pretrained, role: str) -> None:

@@ -143,10 +143,10 @@ def _compilation_cache(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
 
 
 def _check_shared(config: RunConfig) -> None:
-    if jax.process_count() > 1 and "mesh" not in to_json(config):
+    if jax.process_count() > 1 and "placement" not in to_json(config):
         raise InputError(
-            f"--coordinator: expected an experiment with --mesh, got one for a single "
-            f"process with {jax.process_count()}; leave it out"
+            f"--coordinator: expected an experiment with --placement, got one for a "
+            f"single process with {jax.process_count()}; leave it out"
         )
 
 

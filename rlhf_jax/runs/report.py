@@ -11,12 +11,13 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from rich import progress
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rlhf_jax.devices import processes
+from rlhf_jax.devices import placement, processes
 from rlhf_jax.models import leaves
 from rlhf_jax.runs import alarms, loggers
 from rlhf_jax.runs.alarms import Alarm
@@ -167,13 +168,22 @@ def side_by_side(
     Console().print(grid)
 
 
-def model_table(roles: Sequence[tuple[str, PyTree | None, bool]]) -> None:
-    """Prints what each (role, params, trainable) holds, and what is trained in all.
+def model_table(
+    roles: Sequence[tuple[str, PyTree | None, bool]],
+    *,
+    meshes: Mapping[str, Mesh] | None = None,
+) -> None:
+    """Prints the size and the placement of each model, and how much is trained.
 
-    The sum below the table reads "124,439,808 trainable, 248,880,385 frozen". Params
-    may be arrays or shapes, stored in any way: the scales of int8 take room, but are
-    not counted as parameters. None is a role without parameters of its own.
+    The sum below the table reads "124,439,808 trainable, 248,880,385 frozen". The
+    scales of int8 take memory, but are not counted as parameters.
+
+    Args:
+      roles: (role, params, trainable). Params are arrays or shapes, stored in any way;
+        None is a role without parameters of its own.
+      meshes: role -> mesh, for roles whose programs run where no array of theirs is.
     """
+    meshes = {} if meshes is None else meshes
     counts = {True: 0, False: 0}
     rows = []
     for role, params, trainable in roles:
@@ -182,8 +192,6 @@ def model_table(roles: Sequence[tuple[str, PyTree | None, bool]]) -> None:
         arrays = jax.tree.leaves(params)
         size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in arrays)
         dtypes = sorted({np.dtype(leaf.dtype).name for leaf in arrays})
-        if any(isinstance(leaf, leaves.OnHost) for leaf in whole):
-            dtypes.append("on the host")
         counts[trainable] += count
         rows.append(
             (
@@ -192,9 +200,15 @@ def model_table(roles: Sequence[tuple[str, PyTree | None, bool]]) -> None:
                 size / 2**20,
                 ", ".join(dtypes) or "none",
                 "trainable" if trainable else "frozen",
+                *(
+                    placement.mesh_cells(meshes[role])
+                    if role in meshes
+                    else placement.cells(params)
+                ),
             )
         )
-    table("Models", ("role", "parameters", "MiB", "dtype", "status"), rows)
+    columns = ("role", "parameters", "MiB", "dtype", "status")
+    table("Models", (*columns, "devices", "mesh"), rows)
     Console().print(f"{counts[True]:,} trainable, {counts[False]:,} frozen")
 
 

@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rlhf_jax.devices import placement
 from rlhf_jax.functional.checks import InputError
 
 
@@ -77,19 +78,26 @@ class RunConfig:
 
 # Of RunConfig, and as experiments call what does not change the numbers either.
 MAY_DIFFER = {f.name for f in dataclasses.fields(RunConfig)} - {"seed"}
-MAY_DIFFER |= {"mesh", "own_devices", "judge_failure", "stop_timeout", "check_memory"}
+MAY_DIFFER |= {"judge_failure", "stop_timeout", "check_memory", "placement.policy"}
+MAY_DIFFER |= {
+    f"placement.{role}.{field}"
+    for role in ("reference", "reward")
+    for field in ("devices", "mesh")
+}
 # Options that older records do not have, with what those runs did.
 ADDED: dict[str, Any] = {"verifier": "gsm8k"}
 Config = TypeVar("Config", bound=RunConfig)
 
 
 def complete(recorded: Mapping[str, Any], *, names: Collection[str]) -> dict[str, Any]:
-    """A recorded config with the options of `names` that were added since.
+    """A recorded config as the options of today, with those that were added since.
 
     Args:
       recorded: Fields as JSON values, as `to_json` made them then.
       names: The options of today.
     """
+    if "placement" in names:
+        recorded = placement.from_0_1(recorded)
     return {**{name: ADDED[name] for name in ADDED if name in names}, **recorded}
 
 

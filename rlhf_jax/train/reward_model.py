@@ -41,7 +41,7 @@ from rlhf_jax.data import batches, digests, encoding, files
 from rlhf_jax.data.batches import Batches
 from rlhf_jax.data.encoding import Example, Pair
 from rlhf_jax.devices import processes, row_sharding, sharding
-from rlhf_jax.devices.mesh_shape import ONE_DEVICE, MeshOption
+from rlhf_jax.devices.placement import PolicyPlacement
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles import rewards
@@ -91,8 +91,8 @@ class Config(StartConfig):
     """Longest of these responses, tokens."""
     temperature: float = 0.7
     """Sampling temperature of these responses; use that of PPO."""
-    mesh: MeshOption = ONE_DEVICE
-    """How several devices share rows and parameters."""
+    placement: PolicyPlacement = dataclasses.field(default_factory=PolicyPlacement)
+    """Where each role is: devices, mesh and memory."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -204,7 +204,7 @@ def accuracy(
 def main(options: Config) -> None:
     """Runs `rlhf-jax reward-model` with its options."""
     started = time.perf_counter()
-    mesh = options.mesh.make()
+    mesh = options.placement.policy_mesh()
     rows = files.read_preferences(options.data)
     start = load_start(options.model, options=options, mesh=mesh)
     model = start.model

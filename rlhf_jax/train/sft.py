@@ -47,7 +47,7 @@ from rlhf_jax.data import (
 from rlhf_jax.data.batches import Batches
 from rlhf_jax.data.encoding import Example
 from rlhf_jax.devices import processes, row_sharding, sharding
-from rlhf_jax.devices.mesh_shape import ONE_DEVICE, MeshOption
+from rlhf_jax.devices.placement import PolicyPlacement
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import config, decoder, layout
@@ -103,8 +103,8 @@ class Config(StartConfig):
     """Weight decay of AdamW."""
     max_grad_norm: float = 1.0
     """Norm to which larger gradients are scaled down."""
-    mesh: MeshOption = ONE_DEVICE
-    """How several devices share rows and parameters."""
+    placement: PolicyPlacement = dataclasses.field(default_factory=PolicyPlacement)
+    """Where each role is: devices, mesh and memory."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -222,7 +222,7 @@ def mean_loss(
 def main(options: Config) -> None:
     """Runs `rlhf-jax sft` with its options."""
     started = time.perf_counter()
-    mesh = options.mesh.make()
+    mesh = options.placement.policy_mesh()
     start = starting_point(options, mesh=mesh)
     model = start.model
     examples, held_out = files.hold_out(

@@ -38,7 +38,7 @@ def stopping(prompts, responses, rows):
         signal.raise_signal(signal.SIGTERM)
     return score(prompts, responses, rows)
 """
-MESH = "--mesh=data=2,fsdp=2,tensor=2"
+MESH = "--placement.policy=data=2,fsdp=2,tensor=2"
 PPO = (
     *("--batch-size=8", "--max-new-tokens=4", "--num-minibatches=2", "--num-epochs=1"),
     *(f"--num-steps={STEPS}", "--sample-every=1", "--kl-coef=0.1"),
@@ -108,25 +108,26 @@ def assert_same(found, expected, *, extra=frozenset()):
 
 @pytest.mark.long
 def test_ppo_goes_on_with_the_run_on_another_mesh(files, alone, tmp_path):
-    """On (2, 2, 2) until a signal stops it, then on (1, 4, 2)."""
+    """On (2, 2, 2) until a signal stops it, then on (1, 4, 1) beside (1, 1, 4)."""
     stopped = tmp_path / "run"
     stopping = ("--reward=mesh_rewards:stopping",)
     with pytest.raises(SystemExit) as stop:
         run_ppo(stopped, files, MESH, reward=stopping)
     assert stop.value.code == 128 + signal.SIGTERM
-    run_ppo(stopped, files, "--mesh=fsdp=4,tensor=2", "--resume", reward=stopping)
+    elsewhere = ("--placement.policy=fsdp=4", "--placement.reference=last:tensor=4")
+    run_ppo(stopped, files, *elsewhere, "--resume", reward=stopping)
     assert_same(stopped, alone)
 
 
 @pytest.mark.parametrize(
     "argv",
     [
-        ("--mesh=data=8",),
-        (MESH, "--reference-storage.memory=cpu"),
-        (MESH, "--reference-storage.mesh=tensor=8"),
+        ("--placement.policy=data=8",),
+        (MESH, "--placement.reference=cpu"),
+        (MESH, "--placement.reference=tensor=8"),
         (
-            *("--mesh=data=2,fsdp=2", "--reference-storage.mesh=fsdp=2,tensor=2"),
-            "--reference-storage.own-devices",
+            "--placement.policy=data=2,fsdp=2",
+            "--placement.reference=last:fsdp=2,tensor=2",
         ),
     ],
 )
@@ -137,7 +138,7 @@ def test_ppo_with_a_reference_elsewhere(files, alone, argv, tmp_path):
 
 def test_ppo_with_a_critic_elsewhere(files, alone, tmp_path):
     """Stopped by a signal and continued, on one device and four of the critic's."""
-    out, argv = tmp_path / "run", ("--critic-mesh=data=2,tensor=2",)
+    out, argv = tmp_path / "run", ("--placement.critic=last:data=2,tensor=2",)
     stopping = ("--reward=mesh_rewards:stopping",)
     with pytest.raises(SystemExit) as stop:
         run_ppo(out, files, *argv, reward=stopping)
@@ -155,14 +156,16 @@ def test_a_critic_elsewhere_in_other_ways(files, way, tmp_path):
     argv = {
         "a reward model starts the critic": (
             *("--reward-model=FILES/scorer", "--critic-from=reward_model"),
-            "--reward-storage.own-devices",
+            "--placement.reward=last",
         ),
         "adapters": (
             *("--reward=mesh_rewards:score", "--lora.rank=2"),
             "--reference-storage.dtype=int8",
         ),
     }[way]
-    found = run_ppo(tmp_path / "apart", files, "--critic-mesh=data=2", reward=argv)
+    found = run_ppo(
+        tmp_path / "apart", files, "--placement.critic=last:data=2", reward=argv
+    )
     extra = {"critic/skipped", "critic/skipped_in_a_row"}
     assert_same(found, run_ppo(tmp_path / "alone", files, reward=argv), extra=extra)
 
@@ -184,7 +187,10 @@ def one_step_behind(files):
     )
     prompts = batches.prompt_batches(tokens, batch_size=8, seed=0, pad_id=policy.pad_id)
     reward = rlhf_jax.train.text_rewards.text_reward(
-        options.reward, policy=policy, rows=rows, mesh=models.mesh
+        rlhf_jax.train.text_rewards.load_text_reward(
+            "--reward", options.reward, policy=policy, rows=rows
+        ),
+        mesh=models.mesh,
     )
     sample = jax.jit(functools.partial(ppo.sample, recipe=models.algorithm))
     learn = jax.jit(functools.partial(ppo.learn, recipe=models.algorithm))
@@ -211,7 +217,7 @@ def one_step_behind(files):
 def test_rollouts_are_drawn_while_the_last_are_learned_from(
     files, one_step_behind, stopped, tmp_path
 ):
-    argv = ("--mesh=data=2,tensor=2", "--sampling-mesh=fsdp=4")
+    argv = ("--placement.policy=data=2,tensor=2", "--placement.sampler=last:fsdp=4")
     reward = ("--reward=mesh_rewards:score",)
     if stopped:
         reward = ("--reward=mesh_rewards:stopping",)
@@ -232,8 +238,7 @@ def test_rollouts_are_drawn_while_the_last_are_learned_from(
 
 WAYS = {
     "a reward model of its own devices": (
-        *("--reward-model=FILES/scorer", "--reward-storage.mesh=data=4"),
-        "--reward-storage.own-devices",
+        *("--reward-model=FILES/scorer", "--placement.reward=last:data=4"),
     ),
     "adapters": ("--reward=mesh_rewards:score", "--lora.rank=2"),
     "exact KL": (
@@ -251,8 +256,8 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_ppo_in_other_ways(files, way, tmp_path):
     argv = WAYS[way]
-    alone = [word for word in argv if "own-devices" not in word and "mesh=" not in word]
-    mesh = "--mesh=fsdp=2,tensor=2" if "own" in way else MESH
+    alone = [option for option in argv if "--placement" not in option]
+    mesh = "--placement.policy=fsdp=2,tensor=2" if "own" in way else MESH
     assert_same(
         run_ppo(tmp_path / "mesh", files, mesh, reward=argv),
         run_ppo(tmp_path / "alone", files, reward=alone),
@@ -297,37 +302,42 @@ def test_the_other_experiments(files, name, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (("--mesh=data=3",), "multiply to the 8 devices, got data=3"),
+        (("--placement.policy=data=3",), "multiply to the 8 devices, got data=3"),
         (
-            ("--mesh=data=8", "--batch-size=12", "--num-minibatches=1"),
+            ("--placement.policy=data=8", "--batch-size=12", "--num-minibatches=1"),
             "the 8 devices",
         ),
         (
-            (MESH, "--reference-storage.own-devices"),
+            (MESH, "--placement.reference=last"),
             "expected axes that multiply to the 7 devices",
         ),
         (
-            ("--mesh=data=4", "--sampling-mesh=data=4", "--reprice"),
-            "--sampling-mesh: expected neither --buckets",
+            (
+                "--placement.policy=data=4",
+                "--placement.sampler=last:data=4",
+                "--reprice",
+            ),
+            "--placement.sampler: expected policy with --buckets",
         ),
         (
-            ("--critic-mesh=data=4", "--max-ratio-mean=10"),
-            "--critic-mesh: max_ratio_mean: expected none where the critic is trained",
+            ("--placement.critic=last:data=4", "--max-ratio-mean=10"),
+            "--placement.critic: max_ratio_mean: expected none where the critic is "
+            "trained",
         ),
         (
-            ("--mesh=data=8", "--critic-mesh=data=4"),
+            ("--placement.policy=data=8", "--placement.critic=last:data=4"),
             "expected axes that multiply to the 4 devices",
         ),
         (
-            ("--reference-storage.memory=cpu", "--reference-storage.own-devices"),
-            "device or pinned_host with a mesh or own_devices",
+            ("--placement.reference=cpu@pinned_host",),
+            "place: expected cpu alone",
         ),
         (
             (
-                *("--mesh=data=8", "--reference-storage.mesh=data=8"),
+                *("--placement.policy=data=8", "--placement.reference=data=8"),
                 "--penalty.value-estimator=exact",
             ),
-            "where the policy lies for exact KL",
+            "--placement.reference: expected policy for exact KL",
         ),
     ],
 )

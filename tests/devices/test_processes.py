@@ -39,7 +39,7 @@ def score(prompts, responses, rows):
         signal.raise_signal(number)
     return [float(len(set(response.split()))) for response in responses]
 """
-MESH = "--mesh=data=2,fsdp=2"
+MESH = "--placement.policy=data=2,fsdp=2"
 SFT = (
     *("--model=model", "--data=answers.jsonl", "--batch-size=8", "--num-steps=4"),
     *("--held-out=0.25", "--learning-rate=1e-2", "--snapshot-every=2"),
@@ -175,7 +175,7 @@ OTHERS = {
 @pytest.mark.parametrize("trainer", OTHERS)
 def test_the_other_experiments(files, trainer, tmp_path):
     argv = OTHERS[trainer]
-    run(trainer, files, tmp_path / "two", *argv, "--mesh=data=2,tensor=2")
+    run(trainer, files, tmp_path / "two", *argv, "--placement.policy=data=2,tensor=2")
     alone(trainer, files, tmp_path / "one", *argv)
     assert_same(tmp_path / "two", tmp_path / "one")
     found, expected = (
@@ -213,7 +213,7 @@ def test_a_killed_run_goes_on_as_one_process_and_back(files, whole, tmp_path):
     assert numbers(stage) in ([2], [2, 4])
     # One process goes a step, and two go on with the rest, on another mesh.
     alone(*ppo, "--resume", signal_at=(2, 0, signal.SIGTERM), expected=143)
-    run(*ppo, "--mesh=fsdp=2,tensor=2", "--resume")
+    run(*ppo, "--placement.policy=fsdp=2,tensor=2", "--resume")
     assert_same(tmp_path / "run", whole)
 
 

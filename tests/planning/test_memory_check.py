@@ -95,7 +95,7 @@ def has(monkeypatch, size):
         ),
         ((PYTHON, "--reference-storage.dtype=int8"), BOTH + INT8 + GRADIENTS),
         (
-            (PYTHON, "--reference-storage.memory=cpu"),
+            (PYTHON, "--placement.reference=cpu"),
             BOTH + floats(NUMBERS) + GRADIENTS,
         ),
         (

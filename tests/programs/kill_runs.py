@@ -68,14 +68,14 @@ KINDS = {
     "ppo with devices of their own": Kind(
         "ppo",
         (
-            *(*ON_PPO, REWARDED, "--mesh=data=2"),
-            *("--sampling-mesh=data=2", "--critic-mesh=data=2"),
+            *(*ON_PPO, REWARDED, "--placement.policy=data=2"),
+            *("--placement.sampler=last:data=2", "--placement.critic=last:data=2"),
         ),
         devices=4,
     ),
     "ppo in two processes": Kind(
         "ppo",
-        (*ON_PPO, REWARDED, "--mesh=data=2,fsdp=2"),
+        (*ON_PPO, REWARDED, "--placement.policy=data=2,fsdp=2"),
         devices=2,
         processes=2,
     ),

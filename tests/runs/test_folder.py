@@ -7,9 +7,8 @@ from typing import Literal
 
 import pytest
 
-from rlhf_jax.checkpoints import frozen_models
-from rlhf_jax.checkpoints.frozen_models import Storage
 from rlhf_jax.devices.mesh_shape import MeshOption, MeshShape
+from rlhf_jax.devices.placement import WITH_POLICY, Place, PlaceOption
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs.folder import check_run, open_run, read_config, write_summary
@@ -260,9 +259,9 @@ def test_a_group_that_may_be_none_is_read_back(tmp_path):
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Config(RunConfig):
         mesh: MeshOption | None = None
-        storage: frozen_models.Storage = frozen_models.COPY
+        place: PlaceOption = WITH_POLICY
 
-    hints = {"mesh": MeshShape(fsdp=2), "storage": Storage(mesh=MeshShape(tensor=4))}
+    hints = {"mesh": MeshShape(fsdp=2), "place": Place("last", MeshShape(tensor=4))}
     for given in ({}, hints):
         config = Config(out=tmp_path, **given)
         fields = to_json(config)

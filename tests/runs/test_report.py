@@ -151,7 +151,8 @@ def test_samples_stand_side_by_side_as_they_are(capsys):
     assert text.index("prompt") < text.index("policy")
 
 
-def test_models_are_counted(capsys):
+def test_models_are_counted(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     policy = {"w": jnp.zeros((1000, 3)), "b": jnp.zeros(5)}
     reference = {"w": jax.ShapeDtypeStruct((2**20, 3), jnp.int8), "s": jnp.zeros(4)}
     report.model_table(
@@ -166,7 +167,8 @@ def test_models_are_counted(capsys):
     assert text.splitlines()[-1] == "6,010 trainable, 3,145,732 frozen"
     row = next(line for line in text.splitlines() if "reference" in line)
     cells = [cell.strip() for cell in row.strip("│").split("│")]
-    assert cells == ["reference", "3,145,732", "3", "float32, int8", "frozen"]
+    size = ["3,145,732", "3", "float32, int8"]
+    assert cells == ["reference", *size, "frozen", "cpu 0", "none"]
 
 
 def write_rows(folder: Path, rows: list[dict]) -> None:

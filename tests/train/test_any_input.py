@@ -83,7 +83,7 @@ def test_any_recorded_config(folder, data):
     """A run's config.json with other values, or of any bytes."""
     path = folder / "config.json"
     fields = to_json(sft.Config(out=folder, data="x", model="y"))
-    names = st.sampled_from([*fields, *fields["mesh"]]) | texts
+    names = st.sampled_from([*fields, "mesh", *fields["placement"]]) | texts
     changed = data.draw(st.dictionaries(names, values, max_size=3))
     recorded = {"config": {**fields, **changed}, "versions": {}}
     either = st.just(json.dumps(recorded).encode()) | st.binary(max_size=40)

@@ -11,6 +11,7 @@ DEVICES = "expected axes that multiply to the 8 devices, got data="
 CHOICE = "invalid choice '{}' for argument '{}'"
 FINITE = "expected finite numbers .* got {}"
 MESH = "mesh: expected sizes of data, fsdp, tensor,"
+PLACE = "place: expected policy, AXIS=SIZE,..., last, last:AXIS=SIZE,... or cpu,"
 
 # Of every trainer.
 EVERYWHERE = [
@@ -31,13 +32,13 @@ EVERYWHERE = [
     ("--attention=flash", CHOICE.format("flash", "--attention")),
     ("--attention=cudnn", "expected dtype bfloat16 with attention cudnn"),
     ("--overlong=keep", CHOICE.format("keep", "--overlong")),
-    ("--mesh=3", f"{MESH} .* got '3'"),
-    ("--mesh=width=2", f"{MESH} .* got 'width=2'"),
-    ("--mesh=data=2,data=4", f"{MESH} .* got 'data=2,data=4'"),
-    ("--mesh=data=-1", f"{MESH} .* got 'data=-1'"),
-    ("--mesh=data=0", "mesh data: expected at least 1 device, got 0"),
-    ("--mesh=data=3", f"{DEVICES}3 "),
-    ("--mesh=data=16", f"{DEVICES}16 "),
+    ("--placement.policy=3", f"{MESH} .* got '3'"),
+    ("--placement.policy=width=2", f"{MESH} .* got 'width=2'"),
+    ("--placement.policy=data=2,data=4", f"{MESH} .* got 'data=2,data=4'"),
+    ("--placement.policy=data=-1", f"{MESH} .* got 'data=-1'"),
+    ("--placement.policy=data=0", "mesh data: expected at least 1 device, got 0"),
+    ("--placement.policy=data=3", f"{DEVICES}3 "),
+    ("--placement.policy=data=16", f"{DEVICES}16 "),
     ("--num-steps=0", f"num_steps: {ABOVE_0} 0"),
     ("--num-steps=x", "--num-steps: .*'x'"),
     ("--num-steps=" + 20 * "9", "num_steps: expected a whole number of at most 21"),
@@ -92,7 +93,10 @@ OWN = {
         ("--micro-batch-size=0", "expected micro_batch_size to divide the 4 rows"),
         ("--prompt-field=q", "sft.jsonl:1: expected a field 'q', got 'prompt'"),
         ("--response-field=a", "sft.jsonl:1: expected a field 'a', got 'prompt'"),
-        ("--mesh=data=8", "a batch size that the 8 devices .* divide, got 4"),
+        (
+            "--placement.policy=data=8",
+            "a batch size that the 8 devices .* divide, got 4",
+        ),
         ("--data=/nowhere.txt", "/nowhere.txt: expected a readable file, got No such"),
     ],
     "reward_model": [
@@ -116,7 +120,7 @@ OWN = {
         ("--max-length=17", "max_length: expected at most the context of the model"),
         ("--held-out=1", r"expected a share to hold out in \[0, 1\), got 1.0"),
         ("--held-out=nan", FINITE.format("held_out = nan")),
-        ("--mesh=data=8", "batch size that the 8 devices .* divide, got 4"),
+        ("--placement.policy=data=8", "batch size that the 8 devices .* divide, got 4"),
     ],
     "ppo": [
         ("--clip-range=-1", "clip_range: expected"),
@@ -160,9 +164,14 @@ OWN = {
         ("--lora.rank=17", "rank.* 17"),
         ("--lora.rank=1000000", "rank.* 1000000"),
         ("--reference-storage.dtype=int4", "--reference-storage.dtype"),
-        ("--reference-storage.memory=disk", "--reference-storage.memory"),
-        ("--sampling-mesh=data=9", "devices"),
-        ("--critic-mesh=data=0", "mesh data: expected at least 1 device, got 0"),
+        ("--placement.reference=disk", f"{PLACE}.* got 'disk'"),
+        ("--placement.sampler=last:data=9", "devices"),
+        (
+            "--placement.critic=last:data=0",
+            "mesh data: expected at least 1 device, got 0",
+        ),
+        ("--placement.critic=cpu", "--placement.critic: expected policy or last:"),
+        ("--placement.sampler=data=8", "--placement.sampler: expected policy or last:"),
         ("--judge=nope", "expected module:function, got 'nope'"),
         ("--judge=no_such:f", "expected a module no_such, .*ModuleNotFoundError"),
         ("--judge=json:__doc__", "expected a function __doc__ in .*, got str"),
@@ -228,7 +237,7 @@ OWN = {
         ("--temperature=inf", "temperature: expected"),
         ("--held-out=/nowhere.jsonl", "/nowhere.jsonl: expected a readable file"),
         ("--penalty.value-estimator=k4", "--penalty.value-estimator"),
-        ("--mesh=data=8", "devices"),
+        ("--placement.policy=data=8", "devices"),
     ],
     "dpo": [
         *LEARNING,
@@ -253,9 +262,9 @@ OWN = {
         ("--lora.rank=2 --lora.modules nothing", "'nothing', which matches none"),
         ("--lora.rank=2 --lora.alpha=nan", "alpha.* nan"),
         ("--reference-storage.dtype=int4", "--reference-storage.dtype"),
-        ("--reference-storage.memory=gpu", "--reference-storage.memory"),
+        ("--placement.reference=gpu", f"{PLACE}.* got 'gpu'"),
         ("--blank=skip", CHOICE.format("skip", "--blank")),
-        ("--mesh=data=8", "devices"),
+        ("--placement.policy=data=8", "devices"),
         ("--micro-batch-size=0", "micro_batch_size to divide the 4 rows"),
     ],
 }

@@ -216,8 +216,8 @@ def test_real_pairs(real, shared_data, tmp_path):
         ),
         (("--lora.alpha=4",), "--lora.rank: expected a number with --lora.alpha 4"),
         (
-            ("--lora.rank=2", "--reference-storage.memory=cpu"),
-            "expected it where the policy lies with --lora.rank, got memory cpu",
+            ("--lora.rank=2", "--placement.reference=cpu"),
+            "--placement.reference: expected policy with --lora.rank",
         ),
         (("--warmup=1",), "warmup: expected a share in [0, 1), got 1.0"),
         (("--num-steps=0",), "num_steps: expected a finite number above 0"),

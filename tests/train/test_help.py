@@ -38,7 +38,8 @@ def test_help_is_one_screen_with_all_that_is_required(name, capsys, monkeypatch)
     assert f"\n    rlhf-jax {name} --" in shown  # how it is called
     usage = shown.partition("\n\n")[0]
     for field in dataclasses.fields(TRAINERS[name].Config):
-        required = field.default is dataclasses.MISSING
+        defaults = (field.default, field.default_factory)
+        required = defaults == (dataclasses.MISSING, dataclasses.MISSING)
         option = f"--{field.name.replace('_', '-')} "
         assert (option in usage) == required, field.name
     assert "--help-all" in shown

@@ -57,12 +57,12 @@ BASICS = (
 LORA = ("--lora.rank=2", "--lora.modules", "attention/query", "mlp/*")
 WAYS = {
     "on the CPU, a schedule": (
-        *("--reference-storage.memory=cpu", "--drift-every=3"),
+        *("--placement.reference=cpu", "--drift-every=3"),
         *("--kl-control.kind=linear", "--kl-control.end=0.4"),
     ),
     "int8 on the host, mixed, every third KL": (
         *("--reference-storage.dtype=int8", "--reference-storage.embeddings=bfloat16"),
-        "--reference-storage.memory=pinned_host",
+        "--placement.reference=pinned_host",
         *("--lifecycle.mix-every=2", "--lifecycle.mix-rate=0.5"),
         *("--lifecycle.kl-every=3", "--lifecycle.scale-kl-coef"),
     ),

@@ -17,6 +17,7 @@ from rlhf_jax import fingerprint, hf, rewards
 from rlhf_jax.checkpoints import frozen_models, pretrained
 from rlhf_jax.data import tokenization
 from rlhf_jax.data.files import hold_out
+from rlhf_jax.devices.placement import Place, Placement
 from rlhf_jax.runs import command_line, metrics
 from rlhf_jax.train import reward_model, sft
 
@@ -260,11 +261,11 @@ NO_KL = ("--reward=m:f", "--no-measure-kl", "--kl-coef=0", "--reference=x")
         (NO_KL, "expected --kl-coef 0 and neither --kl-control, --reference"),
         (
             (*NO_KL[:3], "--reference-storage.dtype=int8"),
-            "--reference-storage: expected none where no such model is held, got",
+            "--reference-storage: expected none in a run without such a model, got",
         ),
         (
-            ("--reward=m:f", "--reward-storage.memory=cpu"),
-            "--reward-storage: expected none where no such model is held, got",
+            ("--reward=m:f", "--placement.reward=cpu"),
+            "--placement.reward: expected none in a run without such a model, got cpu",
         ),
         (
             ("--reward=m:f", "--lora.modules", "mlp/*"),
@@ -275,8 +276,8 @@ NO_KL = ("--reward=m:f", "--no-measure-kl", "--kl-coef=0", "--reference=x")
             "got 'mlp/gate', which matches none",
         ),
         (
-            ("--reward=m:f", "--lora.rank=2", "--reference-storage.memory=cpu"),
-            "expected it where the policy lies with --lora.rank, got memory cpu",
+            ("--reward=m:f", "--lora.rank=2", "--placement.reference=cpu"),
+            "--placement.reference: expected policy with --lora.rank",
         ),
         (
             (
@@ -461,7 +462,8 @@ def test_a_critic_starts_as_the_reward_model_however_that_is_held(files, tmp_pat
         prompts="",
         reward_model=str(folder),
         critic_from="reward_model",
-        reward_storage=frozen_models.Storage(dtype="int8", memory="pinned_host"),
+        reward_storage=frozen_models.Storage(dtype="int8"),
+        placement=Placement(reward=Place.parse("pinned_host")),
     )
     made = rlhf_jax.train.ppo.models.make_models(
         options, pretrained.load(options.model)

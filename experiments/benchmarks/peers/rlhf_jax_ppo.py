@@ -6,11 +6,12 @@ its phases are the same work as programs that are waited for: `ppo.sample`; rewa
 included. They run after the iteration that counts, so they need not add up to it, and
 are compiled once the warm-up is over: its memory is that of a run.
 
-`Apart` has the critic on a device of its own, as `--critic-mesh` does: on a CPU a
-virtual one, where models are so small that a product is not worth two threads. XLA:CPU
-runs policy and critic of one program one after the other; as two programs each has a
-core. Its phases are the same programs, waited for. Seconds of an iteration, together
-and apart, on 2 cores: tiny 0.103 and 0.070, small 4.7 and 4.6, gpt2-small 7.0 and 7.4.
+`Apart` has the critic on a device of its own, as `--placement.critic last` does: on a
+CPU a virtual one, where models are so small that a product is not worth two threads.
+XLA:CPU runs policy and critic of one program one after the other; as two programs each
+has a core. Its phases are the same programs, waited for. Seconds of an iteration,
+together and apart, on 2 cores: tiny 0.103 and 0.070, small 4.7 and 4.6, gpt2-small 7.0
+and 7.4.
 """
 
 from __future__ import annotations

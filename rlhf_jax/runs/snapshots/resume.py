@@ -70,13 +70,14 @@ def differing(recorded: Fields, given: Fields, *, but: frozenset[str]) -> list[s
 
     Args:
       recorded, given: configs as JSON values, groups as objects.
-      but: fields and groups to leave out, at any depth.
+      but: fields and groups to leave out; of a group "placement.policy".
     """
     before, now = flat(recorded), flat(given)
     return [
         name
         for name in sorted(before.keys() | now.keys())
-        if but.isdisjoint(name.split(".")) and shown(before, name) != shown(now, name)
+        if not any(f"{name}.".startswith(f"{each}.") for each in but)
+        and shown(before, name) != shown(now, name)
     ]
 
 

@@ -12,7 +12,7 @@ from rlhf_jax.checkpoints import frozen_models, pretrained
 from rlhf_jax.checkpoints.frozen_models import Storage
 from rlhf_jax.checkpoints.pretrained import Adapters
 from rlhf_jax.data.files import Blank
-from rlhf_jax.devices.mesh_shape import ONE_DEVICE, MeshOption
+from rlhf_jax.devices.placement import WITH_POLICY, ReferencePlacement
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.train.start import StartConfig
@@ -58,11 +58,13 @@ class Config(StartConfig):
     precompute: bool = False
     """Whether the reference log-probs are computed once, before the first update."""
     reference_storage: Storage = frozen_models.COPY
-    """How the reference is held; with LoRA it is the base."""
+    """Dtype in which the reference is stored; with LoRA it is the base."""
     lora: Adapters = pretrained.ALL_PARAMETERS
     """Adapters that are trained instead of all parameters."""
-    mesh: MeshOption = ONE_DEVICE
-    """How several devices share rows and parameters."""
+    placement: ReferencePlacement = dataclasses.field(
+        default_factory=ReferencePlacement
+    )
+    """Where each role is: devices, mesh and memory."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,17 +78,20 @@ class Config(StartConfig):
         if not 0 <= self.warmup < 1:
             raise InputError(f"warmup: expected a share in [0, 1), got {self.warmup}")
         adapters = self.lora.lora is not None
-        if adapters and self.reference_storage.apart:
+        place = self.placement.reference
+        if adapters and place.apart:
             raise InputError(
-                "--reference-storage: expected it where the policy lies with "
-                "--lora.rank, got memory cpu, a mesh or own_devices; the reference is "
-                "the policy's base then, which runs with it"
+                f"--placement.reference: expected policy with --lora.rank, where the "
+                f"reference is the policy's base and runs with it, got {place}; leave "
+                f"one of them out"
             )
         stored = self.reference_storage != frozen_models.COPY and not adapters
+        placed = place != WITH_POLICY and not adapters
         for option, given in {
             "--reference": self.reference is not None,
             "--precompute": self.precompute,
             "--reference-storage": stored,
+            "--placement.reference": placed,
         }.items():
             if given and self.dpo.reference_free:
                 raise InputError(

@@ -42,7 +42,9 @@ def make_models(
     """What is trained, the base that it adapts if it does, and the reference."""
     trained, base, reference = start.params, None, None
     if options.lora.lora is not None:
-        base = options.reference_storage.freeze(start.params)
+        base = options.reference_storage.freeze(
+            start.params, place=options.placement.reference
+        )
         key = jax.random.key(options.seed)
         trained = init(key, model=start.model, lora=options.lora.lora)
     if base is not None and options.reference is None:
@@ -52,6 +54,8 @@ def make_models(
             options.reference,
             policy=start,
             storage=options.reference_storage,
+            place=options.placement.reference,
+            mesh=mesh,
             sharding=functools.partial(sharding.shardings, mesh=mesh),
         )
     return trained, base, reference
@@ -137,9 +141,7 @@ def evaluate(
 def main(options: Config) -> None:
     """Runs `rlhf-jax dpo` with its options."""
     started = time.perf_counter()
-    mesh = frozen_models.policy_mesh(
-        options.mesh, taken=options.reference_storage.num_own
-    )
+    mesh = options.placement.policy_mesh()
     texts = files.read_preferences(options.data, blank=options.blank)
     start = load_start(options.model, options=options, mesh=mesh)
     pairs, others = files.hold_out(

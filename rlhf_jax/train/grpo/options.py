@@ -11,7 +11,7 @@ from rlhf_jax.algorithms import grpo
 from rlhf_jax.algorithms.grpo import GRPO, GroupRecipe
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
-from rlhf_jax.devices.mesh_shape import ONE_DEVICE, MeshOption
+from rlhf_jax.devices.placement import PolicyPlacement
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.train.start import StartConfig
@@ -72,8 +72,8 @@ class VerifiedConfig(StartConfig):
     stops."""
     eval_rows: int = 256
     """Held-out rows to evaluate on, from the beginning."""
-    mesh: MeshOption = ONE_DEVICE
-    """How several devices share rows and parameters."""
+    placement: PolicyPlacement = dataclasses.field(default_factory=PolicyPlacement)
+    """Where each role is: devices, mesh and memory."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

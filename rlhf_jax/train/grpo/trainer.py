@@ -18,7 +18,7 @@ from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.functional.kl.control import fixed
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.runs import folder, metrics, plots, run
+from rlhf_jax.runs import folder, metrics, plots, report, run
 from rlhf_jax.train.grpo.options import VerifiedConfig
 from rlhf_jax.train.grpo.programs import Programs, accuracy, make_algorithm
 from rlhf_jax.train.grpo.questions import read_questions
@@ -103,7 +103,7 @@ def improve(
 def main(options: VerifiedConfig) -> None:
     """Runs `rlhf-jax grpo`, or another trainer of a recipe without a critic."""
     started = time.perf_counter()
-    mesh = options.mesh.make()
+    mesh = options.placement.policy_mesh()
     verifier = make_verifier(options)
     start = load_start(options.model, options=options, mesh=mesh)
     algorithm = make_algorithm(options, start=start)
@@ -169,6 +169,16 @@ def main(options: VerifiedConfig) -> None:
             ) as job,
             job.stage("grpo", held, meta=meta) as stage,
         ):
+            report.model_table(
+                [
+                    ("policy", train.policy, True),
+                    (
+                        "reference",
+                        None if reference is None else reference.stored,
+                        False,
+                    ),
+                ]
+            )
             trained = improve(
                 stage, programs, prompts=prompts, reward=reward, options=options
             )

@@ -17,8 +17,9 @@ Hugging Face checkpoint with its tokenizer.
 
 --lora.rank 16 trains adapters of policy and critic over one frozen base, which is the
 reference too; OUT/adapter then is a PEFT adapter and OUT/model is merged.
---reference-storage.dtype int8 (or .memory pinned_host, or cpu) makes the reference
-cheaper, --lifecycle.* moves it, --no-measure-kl with --kl-coef 0 leaves it out.
+--reference-storage.dtype int8 makes the reference cheaper, --placement.reference
+pinned_host or cpu takes it off the device, --lifecycle.* moves it, and --no-measure-kl
+with --kl-coef 0 leaves it out.
 --preset openai-2019 or n-plus starts from a published recipe.
 --held-out and --out-of-domain texts and a --judge are watched every --eval-every steps,
 and --alarms.* are the limits beyond which the run tells you to look.

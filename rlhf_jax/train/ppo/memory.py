@@ -12,7 +12,7 @@ from rlhf_jax.models.lora import init
 from rlhf_jax.planning import memory_check
 from rlhf_jax.planning.memory_check import Part
 from rlhf_jax.roles import critic
-from rlhf_jax.train.ppo.models import last_devices, make_ppo, mesh_of
+from rlhf_jax.train.ppo.models import make_ppo
 from rlhf_jax.train.ppo.options import Config
 
 
@@ -23,12 +23,18 @@ def check_memory(options: Config) -> None:
       InputError: as `memory_check.check`, or there is no such checkpoint.
     """
     model = dataclasses.replace(hf.model_config(options.model), dtype=options.dtype)
-    mesh, lora = mesh_of(options), options.lora.lora
-    there = last_devices(options.critic_mesh) or mesh
-    sampling = last_devices(options.sampling_mesh)
-    stored, rewarding = options.reference_storage, options.reward_storage
+    placement, lora = options.placement, options.lora.lora
+    mesh = placement.policy_mesh()
+    critic_mesh = placement.critic.mesh_beside(mesh)
+    sampler_mesh = placement.sampler.mesh_beside(mesh)
+    assert critic_mesh is not None  # the host is for frozen models
+    assert sampler_mesh is not None
+    storage, reference_mesh = (
+        options.reference_storage,
+        placement.reference.memory_mesh(mesh),
+    )
     params = memory_check.shapes_of(model)
-    policy, held = params, list[Part]()
+    policy, parts = params, list[Part]()
     valued = jax.eval_shape(functools.partial(critic.from_policy, model=model), params)
     key, critic_model = jax.eval_shape(jax.random.key, 0), model
     if options.reward_model is not None:
@@ -39,35 +45,34 @@ def check_memory(options: Config) -> None:
         )
         if options.critic_from == "reward_model":
             valued, critic_model = scorer, scoring
-        at = rewarding.mesh_beside(mesh)
-        held += [Part("reward model", rewarding.shapes(scorer), at)]
+        shapes = options.reward_storage.shapes(scorer)
+        parts += [Part("reward model", shapes, placement.reward.memory_mesh(mesh))]
     if options.ppo.shared_trunk:
         valued = jax.eval_shape(functools.partial(critic.on_policy_trunk, model=model))
     base = []
     if lora is not None:
-        base = [Part("base", stored.shapes(params), stored.mesh_beside(mesh))]
+        base = [Part("base", storage.shapes(params), reference_mesh)]
         adapters = functools.partial(init, model=model, lora=lora)
         policy = jax.eval_shape(adapters, key)
         if not options.ppo.shared_trunk:
             from_base = functools.partial(critic.from_base, model=model, lora=lora)
             valued = jax.eval_shape(from_base, key)
     if options.measure_kl and (lora is None or options.reference is not None):
-        at = stored.mesh_beside(mesh)
-        held += [Part("reference", stored.shapes(params), at)]
+        parts += [Part("reference", storage.shapes(params), reference_mesh)]
     elif options.measure_kl and options.lifecycle.moves:
-        held += [Part("reference", policy, mesh)]
+        parts += [Part("reference", policy, mesh)]
     algorithm = make_ppo(options, model=model, critic_model=critic_model, stop_ids=())
     moments = jax.eval_shape(algorithm.policy_optimizer.init, policy)
     critic_moments = jax.eval_shape(algorithm.critic_optimizer.init, valued)
-    held = [
+    parts = [
         Part("policy", policy, mesh),
         Part("policy's optimizer", moments, mesh),
-        Part("critic", valued, there),
-        Part("critic's optimizer", critic_moments, there),
+        Part("critic", valued, critic_mesh),
+        Part("critic's optimizer", critic_moments, critic_mesh),
         *base,
-        *held,
+        *parts,
     ]
-    sampled = [] if sampling is None else [Part("policy", policy, sampling)]
+    copies = [Part("policy", policy, sampler_mesh)] if placement.sampler.apart else []
 
     def passing() -> list[memory_check.Passing]:
         rows = min(options.batch_size, options.ppo.slots or options.batch_size)
@@ -76,17 +81,17 @@ def check_memory(options: Config) -> None:
                 model,
                 rows=rows,
                 max_new_tokens=options.max_new_tokens,
-                mesh=mesh if sampling is None else sampling,
-                beside=tuple(sampled),
+                mesh=sampler_mesh,
+                beside=tuple(copies),
             ),
             memory_check.gradients("gradients", policy, model=model, mesh=mesh),
-            memory_check.gradients("gradients", valued, model=model, mesh=there),
+            memory_check.gradients("gradients", valued, model=model, mesh=critic_mesh),
         ]
 
     memory_check.check(
-        held,
+        parts,
         passing,
         change="lower --max-new-tokens, --batch-size or --slots, train adapters with "
         "--lora.rank, store the reference with --reference-storage.dtype, or share it "
-        "among devices with --mesh",
+        "among devices with --placement.policy",
     )

@@ -16,7 +16,6 @@ from rlhf_jax.checkpoints.frozen_models import RewardModel
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.devices import sharding
 from rlhf_jax.devices.critic_devices import CriticDevices
-from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import init
 from rlhf_jax.roles import critic
@@ -28,13 +27,13 @@ ADAPTERS = 2**32 - 1  # folded into the root key where a step is, which none rea
 
 
 class Models(NamedTuple):
-    """What is held during the run."""
+    """Every model of a run, on its devices."""
 
-    mesh: Mesh  # that all lies on but what has devices of its own
-    sampling: Mesh | None  # the devices that sample, if they are others
+    mesh: Mesh  # the policy's, and of each role that is with it
+    sampling: Mesh | None  # the sampler's, where it is apart from the policy
     algorithm: ppo.PPO
-    train: TrainState  # without a critic where it has devices of its own
-    critic: SupervisedState | None  # there
+    train: TrainState  # without a critic where the critic is apart
+    critic: SupervisedState | None  # a critic that is apart
     critic_devices: CriticDevices | None
     base: Frozen | None  # that policy and critic adapt, with LoRA
     reference: Frozen | None
@@ -46,39 +45,29 @@ class Models(NamedTuple):
         return self.base is not None and self.algorithm.lifecycle.moves
 
 
-def mesh_of(options: Config) -> Mesh:
-    """What all lies on but what has devices of its own."""
-    storages = (options.reference_storage, options.reward_storage)
-    meshes = (options.sampling_mesh, options.critic_mesh)
-    taken = [storage.num_own for storage in storages]
-    taken += [mesh.size for mesh in meshes if mesh is not None]
-    return frozen_models.policy_mesh(options.mesh, taken=max(taken))
-
-
-def last_devices(shape: MeshShape | None) -> Mesh | None:
-    """The mesh of what has devices of its own; None where there is no shape."""
-    return None if shape is None else shape.make(jax.devices()[-shape.size :])
-
-
 def make_models(options: Config, policy: Pretrained) -> Models:
     """Policy and critic to train, reference and reward model frozen."""
     lora, model, reward = options.lora.lora, policy.model, None
-    mesh = mesh_of(options)
+    placement = options.placement
+    mesh = placement.policy_mesh()
     over = functools.partial(sharding.shardings, mesh=mesh)
     if options.reward_model is not None:
         reward = frozen_models.load_reward_model(
             options.reward_model,
             policy=policy,
             storage=options.reward_storage,
+            place=placement.reward,
+            mesh=mesh,
             sharding=over,
         )
-    there = last_devices(options.critic_mesh)
-    over_critic = functools.partial(
-        sharding.shardings, mesh=mesh if there is None else there
-    )
+    critic_mesh = placement.critic.mesh_beside(mesh)
+    assert critic_mesh is not None  # the host is for frozen models
+    over_critic = functools.partial(sharding.shardings, mesh=critic_mesh)
     base, critic_model = None, model
     if lora is not None:
-        base = options.reference_storage.freeze(policy.params)
+        base = options.reference_storage.freeze(
+            policy.params, place=placement.reference
+        )
         policy_key, critic_key = jax.random.split(
             jax.random.fold_in(jax.random.key(options.seed), ADAPTERS)
         )
@@ -92,8 +81,10 @@ def make_models(options: Config, policy: Pretrained) -> Models:
         trained, valued = policy.params, critic.on_policy_trunk(model=model)
     elif options.critic_from == "policy":
         trained = policy.params
-        seen = trained if there is None else sharding.place(trained, mesh=there)
-        valued = critic.from_policy(seen, model=model)
+        trunk = trained
+        if placement.critic.apart:
+            trunk = sharding.place(trained, mesh=critic_mesh)
+        valued = critic.from_policy(trunk, model=model)
     else:
         assert options.reward_model is not None  # checked by Config
         assert reward is not None  # of it
@@ -113,11 +104,13 @@ def make_models(options: Config, policy: Pretrained) -> Models:
             options.reference,
             policy=policy,
             storage=options.reference_storage,
+            place=placement.reference,
+            mesh=mesh,
             sharding=over,
         )
     kl = options.kl_control.controller(options.kl_coef, num_steps=options.num_steps)
     devices, critic_state = None, None
-    if there is None:
+    if not placement.critic.apart:
         train = state.ppo_state(
             policy=trained,
             critic=valued,
@@ -129,14 +122,16 @@ def make_models(options: Config, policy: Pretrained) -> Models:
         train = state.grpo_state(
             policy=trained, policy_optimizer=algorithm.policy_optimizer, kl=kl
         )
-        devices = CriticDevices(recipe=algorithm, mesh=there, home=mesh, base=base)
+        devices = CriticDevices(
+            recipe=algorithm, mesh=critic_mesh, home=mesh, base=base
+        )
         critic_state = devices.state_of(valued)
     # All of it, as what comes back from a frozen model is on the mesh: a state that is
     # not would be after its first step, and `jit` would compile everything again.
     train = sharding.place(train, mesh=mesh)
     return Models(
         mesh,
-        last_devices(options.sampling_mesh),
+        placement.sampler.mesh_beside(mesh) if placement.sampler.apart else None,
         algorithm,
         train,
         critic_state,

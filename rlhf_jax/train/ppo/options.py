@@ -12,7 +12,7 @@ from rlhf_jax.algorithms.ppo.recipe import N_PLUS, OPENAI_2019, Recipe
 from rlhf_jax.checkpoints import frozen_models, pretrained
 from rlhf_jax.checkpoints.frozen_models import Storage
 from rlhf_jax.checkpoints.pretrained import Adapters
-from rlhf_jax.devices.mesh_shape import ONE_DEVICE, MeshOption
+from rlhf_jax.devices.placement import WITH_POLICY, Place, Placement
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.control import CONSTANT, Control
@@ -82,9 +82,9 @@ class Config(StartConfig):
     critic_from: Literal["policy", "reward_model"] = "policy"
     """Model whose trunk the critic starts with; from the policy, values start at 0."""
     reference_storage: Storage = frozen_models.COPY
-    """How the reference is held; with LoRA it is the base."""
+    """Dtype in which the reference is stored; with LoRA it is the base."""
     reward_storage: Storage = frozen_models.COPY
-    """How the reward model is held."""
+    """Dtype in which the reward model is stored."""
     lifecycle: Lifecycle = lifecycle.FROZEN
     """How the reference moves during the run."""
     measure_kl: bool = True
@@ -92,16 +92,10 @@ class Config(StartConfig):
     run."""
     lora: Adapters = pretrained.ALL_PARAMETERS
     """Adapters that are trained instead of all parameters."""
-    mesh: MeshOption = ONE_DEVICE
-    """How several devices share rows and parameters."""
+    placement: Placement = dataclasses.field(default_factory=Placement)
+    """Where each role is: devices, mesh and memory."""
     check_memory: bool = True
     """Whether a run that cannot fit is refused before weights are read."""
-    sampling_mesh: MeshOption | None = None
-    """The last devices, which --mesh leaves free: they draw the next answers while
-    these are learned from, one step off-policy. None samples where it learns."""
-    critic_mesh: MeshOption | None = None
-    """The last devices, which --mesh leaves free: the critic is held and trained there,
-    beside the policy. None holds both where the policy is."""
     sample_every: int = 10
     """Iterations between rows of samples.jsonl."""
     num_shown: int = 4
@@ -195,27 +189,28 @@ class Config(StartConfig):
                 f"is a head on the policy, got {self.critic_from}; leave one of them "
                 f"out"
             )
-        if self.sampling_mesh is not None and (self.buckets or self.ppo.reprice):
+        place = self.placement.reference
+        if self.placement.sampler.apart and (self.buckets or self.ppo.reprice):
             raise InputError(
-                "--sampling-mesh: expected neither --buckets, as a snapshot holds the "
-                "next answers, nor --reprice, which would take the older policy that "
-                "drew them for this one; leave it out, or them"
+                "--placement.sampler: expected policy with --buckets, as a snapshot "
+                "has the next responses, and with --reprice, which would take the "
+                "older policy that sampled them for this one; leave it out, or them"
             )
-        if self.critic_mesh is not None:
+        if self.placement.critic.apart:
             try:
                 self.ppo.refuse_critic_apart()
             except InputError as error:
-                raise InputError(f"--critic-mesh: {error}") from None
-        if self.ppo.penalty.needs_logits and self.reference_storage.apart:
+                raise InputError(f"--placement.critic: {error}") from None
+        if self.ppo.penalty.needs_logits and place.apart:
             raise InputError(
-                "--reference-storage: expected it where the policy lies for exact KL, "
-                "which needs the hidden states of both in one program, got memory cpu, "
-                "a mesh or own_devices; leave it out, or choose k1, k2 or k3"
+                f"--placement.reference: expected policy for exact KL, which needs the "
+                f"hidden states of both in one program, got {place}; leave it out, or "
+                f"choose k1, k2 or k3"
             )
         if not self.measure_kl and self.lora.lora is None:
-            _refuse_unused("--reference-storage", self.reference_storage)
+            _refuse_unused("reference", self.reference_storage, place)
         if self.reward_model is None:
-            _refuse_unused("--reward-storage", self.reward_storage)
+            _refuse_unused("reward", self.reward_storage, self.placement.reward)
         if self.lora.lora is not None:
             self.lifecycle.refuse_mixing_adapters()
             if self.ppo.penalty.needs_logits and self.lifecycle.moves:
@@ -223,11 +218,11 @@ class Config(StartConfig):
                     "--penalty: expected k1, k2 or k3 with --lora.rank and a lifecycle "
                     "that moves the reference, got exact KL; leave one of them out"
                 )
-            if self.reference_storage.apart:
+            if place.apart:
                 raise InputError(
-                    "--reference-storage: expected it where the policy lies with "
-                    "--lora.rank, got memory cpu, a mesh or own_devices; the reference "
-                    "is the policy's base then, which runs with it"
+                    f"--placement.reference: expected policy with --lora.rank, where "
+                    f"the reference is the policy's base and runs with it, got "
+                    f"{place}; leave one of them out"
                 )
             if self.reference is not None and self.lifecycle.moves:
                 raise InputError(
@@ -242,12 +237,16 @@ class Config(StartConfig):
                 )
 
 
-def _refuse_unused(option: str, given: Storage) -> None:
-    if given != frozen_models.COPY:
-        raise InputError(
-            f"{option}: expected none where no such model is held, got {given}; leave "
-            f"it out"
-        )
+def _refuse_unused(role: str, storage: Storage, place: Place) -> None:
+    for option, value, default in (
+        (f"--{role}-storage", storage, frozen_models.COPY),
+        (f"--placement.{role}", place, WITH_POLICY),
+    ):
+        if value != default:
+            raise InputError(
+                f"{option}: expected none in a run without such a model, got {value}; "
+                f"leave it out"
+            )
 
 
 SCREEN = {

@@ -29,7 +29,7 @@ from rlhf_jax.runs import (
 from rlhf_jax.train.judge import Judge, judge_failures
 from rlhf_jax.train.ppo.iterations import improve, rehearse
 from rlhf_jax.train.ppo.memory import check_memory
-from rlhf_jax.train.ppo.models import make_models, mesh_of
+from rlhf_jax.train.ppo.models import make_models
 from rlhf_jax.train.ppo.options import Config
 from rlhf_jax.train.ppo.programs import Programs
 from rlhf_jax.train.start import load_start
@@ -72,7 +72,7 @@ def main(options: Config) -> None:
         if spec is not None:
             command_line.load_function(spec)
     rows = files.read_prompts(options.prompts, field=options.prompt_field)
-    mesh = mesh_of(options)
+    mesh = options.placement.policy_mesh()
     if options.check_memory:
         check_memory(options)
     policy = load_start(options.model, options=options, mesh=mesh)
@@ -177,7 +177,9 @@ def main(options: Config) -> None:
                     False,
                 ),
                 ("reward", None if scorer is None else scorer.frozen.stored, False),
-            ]
+                *([("sampler", None, True)] if models.sampling is not None else []),
+            ],
+            meshes={} if models.sampling is None else {"sampler": models.sampling},
         )
         trained, reference = improve(
             models,

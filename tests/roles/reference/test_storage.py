@@ -349,14 +349,17 @@ def test_shapes_are_stored_without_an_array():
         assert storage.nbytes(of_shapes) == storage.nbytes(held)
 
 
-def test_a_table_counts_parameters_not_scales(capsys):
+def test_a_table_counts_parameters_not_scales(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     params = tiny.params(tiny.GPT2)
     held = frozen.freeze(params, dtype="int8", memory="pinned_host")
     report.model_table([("policy", params, True), ("reference", held.stored, False)])
     text = capsys.readouterr().out
     count = f"{sum(leaf.size for leaf in jax.tree.leaves(params)):,}"
     assert text.splitlines()[-1] == f"{count} trainable, {count} frozen"
-    assert "float32, int8, on the host" in text
+    row = next(line for line in text.splitlines() if "reference" in line)
+    assert "float32, int8" in row
+    assert "cpu 0, pinned_host" in row
 
 
 # --- no gradient --------------------------------------------------------------

@@ -1,0 +1,315 @@
+"""Where each role is: on which devices, over which mesh, in which memory.
+
+    placement = Placement(
+        policy=MeshShape(data=2, fsdp=2), critic=Place.parse("last:data=2")
+    )
+    mesh = placement.policy_mesh()                      # of the first four of six
+    critic_mesh = placement.critic.mesh_beside(mesh)    # of the last two
+
+A role other than the policy is at one of these places:
+
+| value | devices | mesh | memory |
+|---|---|---|---|
+| `policy` | the policy's | the policy's | device |
+| `tensor=8` | the policy's | its own | device |
+| `last`, `last:data=2` | the last, which the policy leaves free | its own | device |
+| `cpu` | the host's processor | none | the host's |
+
+`@pinned_host` after one of the first three keeps parameters in pinned host memory,
+which streams them a layer at a time; alone it stands for `policy@pinned_host`. Roles
+that are on the last devices share them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+import jax
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from tyro.constructors import PrimitiveConstructorSpec
+
+from rlhf_jax.devices import sharding
+from rlhf_jax.devices.mesh_shape import ONE_DEVICE, MeshOption, MeshShape
+from rlhf_jax.functional.checks import InputError
+
+Params = Any
+FORMS = "policy, AXIS=SIZE,..., last, last:AXIS=SIZE,... or cpu"
+PINNED = "pinned_host"
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a role other than the policy is."""
+
+    devices: Literal["policy", "last", "cpu"] = "policy"
+    """The policy's, the last of all (which the policy leaves free), or the host's."""
+    mesh: MeshShape | None = None
+    """Mesh over those devices; None is the policy's, or one device of the last."""
+    memory: Literal["device", "pinned_host"] = "device"
+    """Memory that keeps the parameters of a frozen model."""
+
+    def __post_init__(self) -> None:
+        if self.devices == "cpu" and (self.mesh is not None or self.memory == PINNED):
+            raise InputError(
+                f"place: expected cpu alone, which has neither a mesh nor another "
+                f"memory, got {self}; leave one or the other out"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The place of a text such as "policy", "last:data=2" or "cpu".
+
+        Raises:
+          InputError: The text has another form, or its mesh is wrong.
+        """
+        where, at, memory = text.strip().partition("@")
+        if where == PINNED and not at:
+            where, at, memory = "policy", "@", PINNED
+        if at and memory != PINNED:
+            raise InputError(
+                f"place: expected @{PINNED} or nothing after the devices, got {text!r}"
+            )
+        kept: Any = PINNED if at else "device"
+        if where in ("policy", "last", "cpu"):
+            return cls(where, memory=kept)
+        devices, colon, axes = where.partition(":")
+        if not colon and "=" in where:
+            return cls("policy", MeshShape.parse(where), kept)
+        if colon and devices == "last":
+            return cls("last", MeshShape.parse(axes), kept)
+        raise InputError(f"place: expected {FORMS}, got {text!r}; @{PINNED} may follow")
+
+    def __str__(self) -> str:
+        where = self.devices
+        if self.mesh is not None:
+            where = f"last:{self.mesh}" if where == "last" else str(self.mesh)
+        return where if self.memory == "device" else f"{where}@{self.memory}"
+
+    @property
+    def apart(self) -> bool:
+        """Whether no program can read both this role's arrays and the policy's."""
+        return self.devices != "policy" or self.mesh is not None
+
+    @property
+    def num_last(self) -> int:
+        """Number of the last devices that it takes."""
+        return self._shape.size if self.devices == "last" else 0
+
+    @property
+    def _shape(self) -> MeshShape:
+        return ONE_DEVICE if self.mesh is None else self.mesh
+
+    def mesh_beside(self, policy: Mesh) -> Mesh | None:
+        """The mesh that programs of this role run on; None is the host's processor.
+
+        Raises:
+          InputError: The mesh does not fit the devices.
+        """
+        if self.devices == "cpu":
+            return None
+        if not self.apart:
+            return policy
+        if self.devices == "last":
+            return self._shape.make(jax.devices()[-self.num_last :])
+        return self._shape.make(sorted(policy.devices.flat, key=lambda each: each.id))
+
+    def memory_mesh(self, policy: Mesh) -> Mesh | None:
+        """The mesh whose memory keeps the parameters; None is the host's memory.
+
+        Raises:
+          InputError: The mesh does not fit the devices.
+        """
+        return None if self.memory == PINNED else self.mesh_beside(policy)
+
+    def sharding(self, params: Params, *, policy: Mesh | None) -> Any:
+        """Shardings of a copy of parameters that are on the policy's mesh.
+
+        Args:
+          params: Arrays, or their shapes.
+          policy: The policy's mesh; None where the role is with the policy.
+
+        Returns:
+          A tree like `params`, one sharding for all of it, or None for the sharding
+          that the parameters have.
+
+        Raises:
+          InputError: The mesh does not fit the devices, or JAX has no CPU beside the
+            accelerator.
+        """
+        if self.devices == "cpu":
+            return _host()
+        if not self.apart:
+            return None
+        assert policy is not None  # as the docstring asks
+        return sharding.shardings(params, mesh=self.mesh_beside(policy))
+
+
+def _host() -> SingleDeviceSharding:
+    if jax.process_count() > 1:
+        raise InputError(
+            f"place: expected devices of an accelerator with several processes, got "
+            f"cpu with {jax.process_count()}; choose another place"
+        )
+    try:
+        return SingleDeviceSharding(jax.devices("cpu")[0])
+    except RuntimeError as error:
+        raise InputError(
+            f"place: expected cpu among the platforms of JAX, got "
+            f"{jax.default_backend()} alone; unset JAX_PLATFORMS or add cpu to it, or "
+            f"choose another place"
+        ) from error
+
+
+WITH_POLICY = Place()
+PlaceOption = Annotated[
+    Place,
+    PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="PLACE",
+        instance_from_str=lambda texts: Place.parse(texts[0]),
+        is_instance=lambda value: isinstance(value, Place),
+        str_from_instance=lambda value: [str(value)],
+    ),
+]
+"""A Place as one option of a command line."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PolicyPlacement:
+    """Where the policy is, or whichever model is trained; all other roles are there."""
+
+    policy: MeshOption = ONE_DEVICE
+    """Mesh of the model that is trained, for example data=2,fsdp=4; it takes all
+    devices that no other role takes."""
+
+    def places(self) -> dict[str, Place]:
+        """The roles other than the policy, each with its place."""
+        names = (field.name for field in dataclasses.fields(self))
+        return {name: getattr(self, name) for name in names if name != "policy"}
+
+    def policy_mesh(self) -> Mesh:
+        """The mesh of the policy: over all devices but the last ones that roles take.
+
+        Raises:
+          InputError: The mesh does not fit the devices, or roles take the last devices
+            although there are several processes, none of which could copy to all.
+        """
+        taken = max((place.num_last for place in self.places().values()), default=0)
+        if taken and jax.process_count() > 1:
+            raise InputError(
+                f"--placement: expected no role on the last devices with several "
+                f"processes, got {jax.process_count()} processes; place the roles with "
+                f"the policy, or leave out --coordinator"
+            )
+        if taken >= jax.device_count():
+            raise InputError(
+                f"--placement: expected more devices than the {taken} last ones that "
+                f"roles take, got {jax.device_count()}; make their meshes smaller, or "
+                f"place them with the policy"
+            )
+        return self.policy.make(jax.devices()[: jax.device_count() - taken])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReferencePlacement(PolicyPlacement):
+    """Where the policy and the frozen reference are."""
+
+    reference: PlaceOption = WITH_POLICY
+    """Place of the reference: policy, a mesh such as tensor=8 over the policy's
+    devices, last or last:MESH for the last devices, or cpu; @pinned_host after it, or
+    alone, keeps the reference in host memory."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placement(ReferencePlacement):
+    """Where the policy, sampler, critic, reference and reward model are."""
+
+    sampler: PlaceOption = WITH_POLICY
+    """Place of sampling: policy, or last:MESH, which samples the next responses while
+    these are learned from, one step off-policy."""
+    critic: PlaceOption = WITH_POLICY
+    """Place of the critic and its optimizer: policy, or last:MESH, which trains the
+    critic beside the policy."""
+    reward: PlaceOption = WITH_POLICY
+    """Place of the reward model, in the forms of --placement.reference."""
+
+    def __post_init__(self) -> None:
+        for name in ("sampler", "critic"):
+            place = self.places()[name]
+            if (place.apart and place.devices != "last") or place.memory == PINNED:
+                raise InputError(
+                    f"--placement.{name}: expected policy or last:AXIS=SIZE,..., got "
+                    f"{place}; the other places are for frozen models"
+                )
+
+
+def cells(params: Params) -> tuple[str, str]:
+    """Devices, with their memory, and mesh of arrays, for the table of a run.
+
+    Args:
+      params: Arrays of one role, all in one place. Shapes are in none.
+
+    Returns:
+      For example ("gpu 0-3", "data=2,fsdp=2") or ("gpu 0, pinned_host", "none").
+    """
+    arrays = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
+    found = {array.sharding for array in arrays}
+    devices = {device for each in found for device in each.device_set}
+    memories = {each.memory_kind for each in found} - {"device", None}
+    memories -= {device.default_memory().kind for device in devices}
+    meshes = [each.mesh for each in found if isinstance(each, NamedSharding)]
+    mesh = next((each for each in meshes if isinstance(each, Mesh)), None)
+    shown = ", ".join([_devices_cell(devices), *sorted(memories)])
+    return shown, "none" if mesh is None else _mesh_cell(mesh)
+
+
+def mesh_cells(mesh: Mesh) -> tuple[str, str]:
+    """The same for a role that runs on a mesh without parameters of its own."""
+    return _devices_cell(set(mesh.devices.flat)), _mesh_cell(mesh)
+
+
+def _mesh_cell(mesh: Mesh) -> str:
+    """The axes of more than one device."""
+    sizes = (f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
+    return ",".join(sizes) or "none"
+
+
+def _devices_cell(devices: set[Any]) -> str:
+    parts = []
+    for platform in sorted({device.platform for device in devices}):
+        ids = sorted(each.id for each in devices if each.platform == platform)
+        whole = len(ids) > 1 and ids == list(range(ids[0], ids[-1] + 1))
+        shown = f"{ids[0]}-{ids[-1]}" if whole else ",".join(map(str, ids))
+        parts.append(f"{platform} {shown}")
+    return ", ".join(parts) or "none"
+
+
+def from_0_1(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """A config that version 0.1 recorded, with its placement as options of today.
+
+    Args:
+      recorded: Fields as JSON values. Without a field `mesh` they are returned.
+    """
+    fields = dict(recorded)
+    if "mesh" not in fields or "placement" in fields:
+        return fields
+    placement: dict[str, Any] = {"policy": fields.pop("mesh")}
+    for role in ("sampler", "critic"):
+        name = "sampling_mesh" if role == "sampler" else "critic_mesh"
+        if name in fields:
+            mesh = fields.pop(name)
+            devices = "policy" if mesh is None else "last"
+            placement[role] = {"devices": devices, "mesh": mesh, "memory": "device"}
+    for role in ("reference", "reward"):
+        match fields.get(f"{role}_storage"):
+            case {"memory": memory, "mesh": mesh, "own_devices": own, **dtypes}:
+                cpu = memory == "cpu"
+                placement[role] = {
+                    "devices": "cpu" if cpu else "last" if own else "policy",
+                    "mesh": mesh,
+                    "memory": "device" if cpu else memory,
+                }
+                fields[f"{role}_storage"] = dtypes
+    return {**fields, "placement": placement}

@@ -1,0 +1,193 @@
+"""Where each role is: the forms of a place, meshes over devices, and the table."""
+
+import jax
+import numpy as np
+import pytest
+import toys
+
+from rlhf_jax.checkpoints import frozen_models
+from rlhf_jax.checkpoints.frozen_models import Storage
+from rlhf_jax.devices import placement, sharding
+from rlhf_jax.devices.mesh_shape import ONE_DEVICE, MeshShape
+from rlhf_jax.devices.placement import Place, Placement, ReferencePlacement
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.roles.reference import frozen
+
+TWO, FOUR = MeshShape(data=2), MeshShape(fsdp=4)
+FORMS = {
+    "policy": Place("policy", None, "device"),
+    "fsdp=4": Place("policy", FOUR, "device"),
+    "last": Place("last", None, "device"),
+    "last:data=2": Place("last", TWO, "device"),
+    "cpu": Place("cpu", None, "device"),
+    "pinned_host": Place("policy", None, "pinned_host"),
+    "policy@pinned_host": Place("policy", None, "pinned_host"),
+    "fsdp=4@pinned_host": Place("policy", FOUR, "pinned_host"),
+    "last:data=2@pinned_host": Place("last", TWO, "pinned_host"),
+}
+
+
+def ids(mesh):
+    return [device.id for device in mesh.devices.flat]
+
+
+@pytest.mark.parametrize("text", FORMS)
+def test_a_place_is_read_and_written(text):
+    place = Place.parse(text)
+    assert place == FORMS[text]
+    assert Place.parse(str(place)) == place
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "gpu", "own", "last:", "last:2", "first:data=2", "policy:data=2"),
+        *("cpu@pinned_host", "cpu:data=2", "policy@device", "policy@", "data=0"),
+        "pinned_host@pinned_host",
+    ],
+)
+def test_another_form_is_refused(text):
+    with pytest.raises(InputError, match=r"^(place|mesh)"):
+        Place.parse(text)
+
+
+def test_the_policy_has_all_devices_that_no_role_takes():
+    assert ids(Placement().policy_mesh()) == [0]
+    four = Placement(policy=FOUR, critic=Place.parse("last:data=4"))
+    assert ids(four.policy_mesh()) == [0, 1, 2, 3]
+    assert dict(four.policy_mesh().shape) == {"data": 1, "fsdp": 4, "tensor": 1}
+    # Roles on the last devices share them: two of them take as many as the larger.
+    shared = Placement(
+        policy=MeshShape(data=6), critic=Place.parse("last"), sampler=Place("last", TWO)
+    )
+    mesh = shared.policy_mesh()
+    assert ids(mesh) == [0, 1, 2, 3, 4, 5]
+    assert ids(shared.critic.mesh_beside(mesh)) == [7]
+    assert ids(shared.sampler.mesh_beside(mesh)) == [6, 7]
+
+
+def test_the_mesh_of_each_place():
+    mesh = Placement(policy=FOUR, reference=Place("last", FOUR)).policy_mesh()
+    assert Place().mesh_beside(mesh) is mesh
+    tensor = Place.parse("tensor=4").mesh_beside(mesh)
+    assert ids(tensor) == [0, 1, 2, 3]
+    assert dict(tensor.shape) == {"data": 1, "fsdp": 1, "tensor": 4}
+    assert Place("cpu").mesh_beside(mesh) is None
+    # Pinned parameters run on the devices and take none of their memory.
+    pinned = Place.parse("last:data=2@pinned_host")
+    assert ids(pinned.mesh_beside(mesh)) == [6, 7]
+    assert pinned.memory_mesh(mesh) is None
+    assert ids(Place.parse("last:data=2").memory_mesh(mesh)) == [6, 7]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"policy": MeshShape(data=8), "critic": Place("last")}, "the 7 devices"),
+        ({"critic": Place("last", MeshShape(data=8))}, "more devices than the 8 last"),
+    ],
+)
+def test_devices_that_do_not_suffice(options, message):
+    with pytest.raises(InputError, match=message):
+        Placement(**options).policy_mesh()
+
+
+@pytest.mark.parametrize("role", ["sampler", "critic"])
+@pytest.mark.parametrize("text", ["cpu", "data=2", "pinned_host", "last@pinned_host"])
+def test_what_is_trained_or_samples_is_on_devices(role, text):
+    with pytest.raises(InputError, match=rf"--placement.{role}: expected policy or"):
+        Placement(**{role: Place.parse(text)})
+
+
+def test_processes_share_their_devices(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(InputError, match="with several processes, got 2 processes"):
+        Placement(critic=Place("last")).policy_mesh()
+    with pytest.raises(InputError, match="got cpu with 2"):
+        Place("cpu").sharding({}, policy=None)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("policy", ("cpu 0-3", "fsdp=4")),
+        ("data=2,tensor=2", ("cpu 0-3", "data=2,tensor=2")),
+        ("last", ("cpu 7", "none")),
+        ("last:fsdp=2,tensor=2", ("cpu 4-7", "fsdp=2,tensor=2")),
+        ("last:data=2@pinned_host", ("cpu 6-7, pinned_host", "data=2")),
+        ("pinned_host", ("cpu 0-3, pinned_host", "fsdp=4")),
+        ("cpu", ("cpu 0", "none")),
+    ],
+)
+def test_a_frozen_copy_is_where_its_place_says(text, expected):
+    """On the devices, sharded as the rules say, and with the same numbers."""
+    four = ReferencePlacement(policy=FOUR, reference=Place("last", FOUR))
+    mesh, place = four.policy_mesh(), Place.parse(text)
+    params = sharding.place(toys.params(), mesh=mesh)
+    copy = Storage().freeze(params, place=place, policy=mesh)
+    assert placement.cells(copy.stored) == expected
+    assert frozen.fingerprint_of(copy) == frozen.fingerprint_of(
+        frozen_models.COPY.freeze(params)
+    )
+    if place.devices != "cpu":
+        leaf, shape = jax.tree.leaves(copy.stored)[0], place.mesh_beside(mesh)
+        leaf = getattr(leaf, "held", leaf)
+        assert leaf.sharding.mesh == shape
+
+
+def test_the_table_shows_devices_that_are_not_neighbours():
+    devices = np.array(jax.devices())[[1, 3, 4]]
+    mesh = jax.sharding.Mesh(devices, ("data",))
+    assert placement.mesh_cells(mesh) == ("cpu 1,3,4", "data=3")
+    assert placement.mesh_cells(ONE_DEVICE.make()) == ("cpu 0", "none")
+    assert placement.cells({"w": jax.ShapeDtypeStruct((2,), "float32")}) == (
+        "none",
+        "none",
+    )
+
+
+OLD = {
+    "mesh": {"data": 2, "fsdp": 2, "tensor": 1},
+    "sampling_mesh": {"data": 1, "fsdp": 4, "tensor": 1},
+    "critic_mesh": None,
+    "reference_storage": {
+        "dtype": "int8",
+        "embeddings": "bfloat16",
+        "memory": "pinned_host",
+        "mesh": {"data": 1, "fsdp": 1, "tensor": 4},
+        "own_devices": True,
+    },
+    "reward_storage": {
+        "dtype": "float32",
+        "embeddings": None,
+        "memory": "cpu",
+        "mesh": None,
+        "own_devices": False,
+    },
+    "seed": 3,
+}
+
+
+def test_a_config_of_version_0_1_has_its_placement():
+    device = {"memory": "device"}
+    assert placement.from_0_1(OLD) == {
+        "reference_storage": {"dtype": "int8", "embeddings": "bfloat16"},
+        "reward_storage": {"dtype": "float32", "embeddings": None},
+        "seed": 3,
+        "placement": {
+            "policy": {"data": 2, "fsdp": 2, "tensor": 1},
+            "sampler": {"devices": "last", "mesh": OLD["sampling_mesh"], **device},
+            "critic": {"devices": "policy", "mesh": None, **device},
+            "reference": {
+                "devices": "last",
+                "memory": "pinned_host",
+                "mesh": {"data": 1, "fsdp": 1, "tensor": 4},
+            },
+            "reward": {"devices": "cpu", "mesh": None, **device},
+        },
+    }
+    assert placement.from_0_1({"mesh": OLD["mesh"]}) == {
+        "placement": {"policy": OLD["mesh"]}
+    }
+    for fields in ({"seed": 3}, {"mesh": 1, "placement": 2}):
+        assert placement.from_0_1(fields) == fields
