@@ -35,18 +35,34 @@ jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_lev
 @functools.cache
 def params(model: ModelConfig = GPT2, *, seed: int = 0, scale: float = 0.3):
     """Parameters spread enough that no two predictions are alike."""
-    start = jit(decoder.init, static_argnames=("model",))(
-        jax.random.key(seed), model=model
-    )
+    start = init(jax.random.key(seed), model=model)
     return perturbed(start, seed=seed + 100, scale=scale)
+
+
+def weights(*, seed: int = 0):
+    """Leaves of every kind that a storage tells apart, of few shapes: no model's."""
+    rng = np.random.default_rng(seed)
+
+    def of(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(0, 0.3, shape), jnp.float32)
+
+    return {
+        "embed": {"positions": of(16, 8), "tokens": of(16, 8)},
+        "layers": {
+            "mlp": {"up": {"bias": of(2, 8), "kernel": of(2, 16, 8)}},
+            "mlp_norm": {"scale": of(2, 8)},
+        },
+    }
 
 
 def perturbed(tree, *, seed: int, scale: float):
     rng = np.random.default_rng(seed)
-    return jax.tree.map(
-        lambda leaf: leaf + jnp.asarray(rng.normal(0, scale, leaf.shape), leaf.dtype),
-        tree,
-    )
+
+    def moved(leaf: jax.Array) -> jax.Array:
+        noise = rng.normal(0, scale, leaf.shape).astype(np.float32)
+        return jnp.asarray(np.asarray(leaf) + noise.astype(leaf.dtype))
+
+    return jax.tree.map(moved, tree)
 
 
 def prompts(lengths=(4, 2, 3, 1), *, width: int = 4) -> batch.Prompts:
@@ -70,6 +86,7 @@ sample = jit(
 
 # Compiled, since an operation at a time costs more than the copy under jit.
 freeze = jit(frozen.freeze)
+init = jit(decoder.init, static_argnames=("model",))
 logits = jit(policy.logits, static_argnames=("model",))
 
 

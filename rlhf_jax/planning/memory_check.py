@@ -10,7 +10,6 @@ out, so that a run which fits is never refused. `memory` has the whole account.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -55,8 +54,9 @@ class Passing(NamedTuple):
 
 def shapes_of(model: ModelConfig) -> PyTree:
     """Shapes of a model's parameters, float32; nothing is allocated."""
-    init = functools.partial(decoder.init, model=model)
-    return jax.eval_shape(init, jax.eval_shape(jax.random.key, 0))
+    # Under jit, which traces a function and a model once.
+    init = jax.jit(decoder.init, static_argnames="model")
+    return init.eval_shape(jax.eval_shape(jax.random.key, 0), model=model)
 
 
 def gradients(name: str, trained: PyTree, *, model: ModelConfig, mesh: Mesh) -> Passing:

@@ -38,6 +38,9 @@ def batch(rows: int = 3, columns: int = PROMPT + NEW) -> tuple[Array, Array]:
 QUICK = [(toys.GPT2, False, PROMPT + NEW - 1), (toys.LLAMA, True, PROMPT - 1)]
 
 
+in_int8 = toys.jit(functools.partial(storage.store, dtype="int8"))
+
+
 def unrolled(model: config.ModelConfig) -> config.ModelConfig:
     return dataclasses.replace(model, unroll=True)
 
@@ -56,10 +59,11 @@ def unrolled(model: config.ModelConfig) -> config.ModelConfig:
     ids=lambda value: getattr(value, "family", value),
 )
 def test_layers_one_by_one_are_the_loop(model, remat):
-    params = decoder.init(jax.random.key(0), model=model)
+    params = toys.init(jax.random.key(0), model=model)
     tokens, mask = batch()
-    weights = jax.random.normal(jax.random.key(1), (*tokens.shape, model.hidden_size))
-    weights = jnp.where(mask[..., None], weights, 0.0)
+    shape = (*tokens.shape, model.hidden_size)
+    weights = np.random.default_rng(1).normal(size=shape).astype(np.float32)
+    weights *= np.asarray(mask)[..., None]
 
     def loss(params, model):
         hidden = decoder.hidden_states(params, model=model, tokens=tokens, mask=mask)
@@ -89,8 +93,8 @@ def test_layers_one_by_one_are_the_loop(model, remat):
     ],
 )
 def test_earlier_columns_are_zero_and_the_others_as_they_were(model, unroll, first):
+    params = toys.init(jax.random.key(0), model=model)
     model = dataclasses.replace(model, unroll=unroll)
-    params = decoder.init(jax.random.key(0), model=model)
     tokens, mask = batch()
     prefill = jax.jit(decoder.prefill, static_argnames=("model", "first_column"))
     run = functools.partial(prefill, params, model=model)
@@ -103,7 +107,7 @@ def test_earlier_columns_are_zero_and_the_others_as_they_were(model, unroll, fir
 
 def test_the_last_layer_leaves_out_what_nobody_wants():
     model = unrolled(toys.GPT2)
-    params = decoder.init(jax.random.key(0), model=model)
+    params = toys.init(jax.random.key(0), model=toys.GPT2)
     tokens, mask = batch()
 
     def flops(first: int) -> float:
@@ -124,17 +128,16 @@ def test_the_last_layer_leaves_out_what_nobody_wants():
 
 def test_stored_layers_are_looped_over_whatever_the_layout():
     model = toys.GPT2
-    params = decoder.init(jax.random.key(0), model=model)
-    stored = storage.store(params, dtype="int8")
+    params = toys.init(jax.random.key(0), model=model)
+    stored = in_int8(params)
     tokens, mask = batch()
+    hidden = jax.jit(decoder.hidden_states, static_argnames="model")
     looped, apart = (
-        decoder.hidden_states(stored, model=one, tokens=tokens, mask=mask)
+        hidden(stored, model=one, tokens=tokens, mask=mask)
         for one in (model, unrolled(model))
     )
     np.testing.assert_array_equal(looped, apart)
-    text = jax.jit(
-        functools.partial(decoder.hidden_states, model=unrolled(model))
-    ).lower(stored, tokens=tokens, mask=mask)
+    text = hidden.lower(stored, model=unrolled(model), tokens=tokens, mask=mask)
     assert "while" in text.as_text()
 
 
@@ -215,7 +218,7 @@ def test_windows_cover_every_column_and_grow_slowly():
 )
 def test_windows_change_no_sample(model, stop_ids, monkeypatch):
     model = dataclasses.replace(model, max_positions=64)
-    params = decoder.init(jax.random.key(0), model=model)
+    params = toys.init(jax.random.key(0), model=model)
     tokens, mask = batch(columns=PROMPT)
     keys = decode.row_keys(
         jax.random.key(2), index=jnp.arange(3), sample=jnp.zeros(3, jnp.int32)
@@ -264,20 +267,20 @@ def test_a_turned_product_and_its_gradients(dtype):
 def test_kernels_of_few_rows_are_turned_once_and_what_is_stored_is_not():
     model = dataclasses.replace(toys.LLAMA, num_layers=2, transposed_rows=4)
     params = toys.params(model)
-    stored = storage.store(params, dtype="int8")
-    many = decoder.layers_to_decode(params, model=model, rows=5)
-    few = decoder.layers_to_decode(params, model=model, rows=4)
+    stored = in_int8(params)
+    layers = toys.jit(decoder.layers_to_decode, static_argnames=("model", "rows"))
+    many = layers(params, model=model, rows=5)
+    few = layers(params, model=model, rows=4)
     for number in range(2):
-        up = params["layers"]["mlp"]["up"]["kernel"][number]
+        up = np.asarray(params["layers"]["mlp"]["up"]["kernel"])[number]
         np.testing.assert_array_equal(many[number]["mlp"]["up"]["kernel"], up)
         np.testing.assert_array_equal(few[number]["mlp"]["up"]["transposed"], up.T)
         assert set(few[number]["mlp"]["up"]) == {"transposed"}
-        scale = params["layers"]["mlp_norm"]["scale"][number]
+        scale = np.asarray(params["layers"]["mlp_norm"]["scale"])[number]
         np.testing.assert_array_equal(few[number]["mlp_norm"]["scale"], scale)
-    kept = decoder.layers_to_decode(stored, model=model, rows=4)
-    chex.assert_trees_all_equal(
-        kept, decoder.unstack(stored["layers"], num_layers=2), strict=True
-    )
+    kept = layers(stored, model=model, rows=4)
+    apart = toys.jit(functools.partial(decoder.unstack, num_layers=2))
+    chex.assert_trees_all_equal(kept, apart(stored["layers"]), strict=True)
 
 
 @pytest.mark.parametrize(
@@ -437,7 +440,7 @@ def test_chunks_of_words_are_as_many_times_larger_as_devices_share_them(
     model, (tokens, mask) = toys.GPT2, batch()
     tokens, mask = (jnp.tile(array[:1], (8, 1)) for array in (tokens, mask))
     price = functools.partial(policy.logprobs, model=model, tokens=tokens, mask=mask)
-    params = decoder.init(jax.random.key(0), model=model)
+    params = toys.init(jax.random.key(0), model=model)
     mesh = MeshShape.parse(shape).make()
     jax.eval_shape(price, params)
     jax.eval_shape(sharding.on(mesh, price), params)
@@ -482,15 +485,16 @@ def test_attention_by_cudnn_is_asked_for_and_needs_a_gpu(monkeypatch):
         return plain(*args, **options)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
-    params = decoder.init(jax.random.key(0), model=toy)
+    params = toys.init(jax.random.key(0), model=toy)
     asked.clear()
     tokens, mask = batch()
     given = {"tokens": tokens, "mask": mask}
-    found = decoder.hidden_states(params, model=model, **given)
+    hidden = jax.jit(decoder.hidden_states, static_argnames="model")
+    found = hidden(params, model=model, **given)
     assert set(asked) == {"cudnn"}
     asked.clear()
     model = dataclasses.replace(model, attention="xla")
-    expected = decoder.hidden_states(params, model=model, **given)
+    expected = hidden(params, model=model, **given)
     assert not asked
     found, expected = (np.asarray(x, np.float32)[mask] for x in (found, expected))
     np.testing.assert_allclose(found, expected, rtol=0.05, atol=0.05)  # bfloat16's

@@ -18,8 +18,9 @@ from rlhf_jax.checkpoints import frozen_models, pretrained
 from rlhf_jax.data import tokenization
 from rlhf_jax.data.files import hold_out
 from rlhf_jax.devices.placement import Place, Placement
-from rlhf_jax.runs import command_line, metrics
+from rlhf_jax.runs import command_line, metrics, plots
 from rlhf_jax.train import reward_model, sft
+from rlhf_jax.train.ppo import trainer
 
 PAIR = {"prompt": "the cat", "chosen": "sat very good .", "rejected": "ran bad ."}
 ANSWERS = [
@@ -27,6 +28,8 @@ ANSWERS = [
     {"prompt": "a dog", "response": "ran by the cat so it was bad ."},
 ]
 PROMPTS = ("the cat", "a dog was")
+MANY = 60  # rows; the shuffle of a few rows takes long for each
+FIGURES = {name: plots.PLOTS[name] for name in ("kl", "dpo")}
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 TOY_PPO = ("--batch-size=4", "--max-new-tokens=4", "--num-minibatches=1")
 
@@ -47,9 +50,16 @@ def files(tmp_path_factory):
 
 
 def play(experiment, out, *argv):
-    """Runs an experiment as its command line does; the summary."""
+    """Runs an experiment as its command line does; the summary.
+
+    Of its figures it draws few: test_report.py draws them all.
+    """
     words = ["--out", str(out), "--no-progress", *map(str, argv)]
-    command_line.main(experiment.main, experiment.Config, description="", argv=words)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plots, "PLOTS", FIGURES)
+        command_line.main(
+            experiment.main, experiment.Config, description="", argv=words
+        )
     summary = out / "summary.json"
     return json.loads(summary.read_text()) if summary.exists() else None
 
@@ -89,7 +99,7 @@ def test_sft_from_nothing_leaves_a_checkpoint(files, tmp_path):
     argv = (
         *("--tokenizer", files / "model", "--data", files / "answers.jsonl"),
         *("--fresh-hidden-size=16", "--fresh-num-layers=1", "--fresh-num-heads=2"),
-        *("--fresh-max-positions=16", "--batch-size=4", "--num-steps=40"),
+        *("--fresh-max-positions=16", "--batch-size=4", "--num-steps=16"),
         *("--learning-rate=3e-2", "--micro-batch-size=2", "--held-out=0.5"),
     )
     summary = play(sft, out, *argv)
@@ -158,7 +168,7 @@ def finished(tmp_path_factory):
     """A PPO run with a Python reward: its folder and its options."""
     folder = tmp_path_factory.mktemp("finished")
     (folder / "wanted_words.py").write_text(COUNT)
-    rows = [{"prompt": prompt, "wanted": "good"} for prompt in PROMPTS]
+    rows = [{"prompt": prompt, "wanted": "good"} for prompt in PROMPTS] * MANY
     argv = (
         *("--model", toy_files.checkpoint(folder / "model")),
         *("--prompts", toy_files.jsonl(folder / "prompts.jsonl", *rows)),
@@ -188,7 +198,7 @@ def test_ppo_improves_a_python_reward(finished):
     assert [row["step"] for row in samples] == [0, 0, 3, 3, 6, 6, 9, 9]
     for row in samples:
         assert row["score"] == row["response"].split().count("good")
-        assert row["prompt"] == PROMPTS[row["row"]]
+        assert row["prompt"] == PROMPTS[row["row"] % len(PROMPTS)]
     model, params = hf.load(out / "model")
     assert model == toy_files.MODEL
     assert fingerprint.fingerprint(params) != start
@@ -565,6 +575,8 @@ def test_a_run_folder_that_may_not_be_continued(finished, capsys, monkeypatch):
     out = folder / "run"
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [*sys.path])
+    # Its programs are those of the run, and what is refused here comes after it.
+    monkeypatch.setattr(trainer, "rehearse", lambda *args, **options: None)
     before = contents(out)
 
     def refusal(*more):

@@ -95,22 +95,24 @@ def expect_architecture(
 
 def shapes_of(model: ModelConfig) -> Leaves:
     """Shape and dtype of every leaf of a decoder, by path."""
-    return _eval_shapes(lambda key: decoder.init(key, model=model))
+    return _eval_shapes(decoder.init, model)
 
 
 def scalar_shapes_of(model: ModelConfig) -> Leaves:
     """Shape and dtype of every leaf of a reward model, by path."""
-
-    def init(key: jax.Array) -> Params:
-        trunk = decoder.init(key, model=model)
-        trunk.pop("head", None)
-        return {"trunk": trunk, "score": heads.zero_score(model=model)}
-
-    return _eval_shapes(init)
+    return _eval_shapes(_init_scalar, model)
 
 
-def _eval_shapes(init: Callable[[jax.Array], Params]) -> Leaves:
-    return flatten(jax.eval_shape(init, jax.random.key(0)))
+def _init_scalar(key: jax.Array, *, model: ModelConfig) -> Params:
+    trunk = decoder.init(key, model=model)
+    trunk.pop("head", None)
+    return {"trunk": trunk, "score": heads.zero_score(model=model)}
+
+
+def _eval_shapes(init: Callable[..., Params], model: ModelConfig) -> Leaves:
+    # Under jit, which traces a function and a model once.
+    traced = jax.jit(init, static_argnames="model")
+    return flatten(traced.eval_shape(jax.random.key(0), model=model))
 
 
 def flatten(tree: Params) -> Leaves:

@@ -58,13 +58,9 @@ def test_prices_of_samples_are_those_of_a_full_forward(model, monkeypatch):
     monkeypatch.setattr(decode, "FIRST_WIDTH", 1)
     found = sampled(model)
     assert np.asarray(found.mask).sum(axis=1).max() > 2 * model.sliding_window
-    prices = policy.logprobs_and_entropy(
-        tiny.params(model),
-        model=model,
-        tokens=found.tokens,
-        mask=found.mask,
-        temperature=0.7,
-    )
+    prices = jax.jit(
+        functools.partial(policy.logprobs_and_entropy, model=model, temperature=0.7)
+    )(tiny.params(model), tokens=found.tokens, mask=found.mask)
     drawn = np.asarray(found.response_mask)
     for mine, other in zip((found.logprobs, found.entropy), prices, strict=True):
         np.testing.assert_allclose(mine, np.where(drawn, other, 0.0), atol=2e-5)
@@ -246,12 +242,14 @@ def test_kl_of_soft_capped_logits(direction, k):
     name = "exact" if k is None else "top_k"
     how |= {} if k is None else {"k": k}
 
-    def chunked(hidden, head):
-        return getattr(kl, f"{name}_from_hidden")(
-            hidden, head, *reference, vocab_size=13, softcap=CAP, max_logits=1, **how
-        )
+    of_hidden = functools.partial(
+        getattr(kl, f"{name}_from_hidden"), vocab_size=13, softcap=CAP, **how
+    )
 
-    def plain(hidden, head):
+    def chunked(*sides):
+        return of_hidden(*sides, max_logits=1)
+
+    def plain(hidden, head, *reference):
         sides = capped(hidden, head), capped(*reference)
         if k is not None:
             found = kl.top_k(*sides, **how)
@@ -269,7 +267,8 @@ def test_kl_of_soft_capped_logits(direction, k):
         return jax.jit(jax.value_and_grad(loss, argnums=(1, 2)))
 
     of_chunked, of_plain = weighed(chunked), weighed(plain)
-    found, expected = (of(weights, *policy_) for of in (of_chunked, of_plain))
+    sides = *policy_, *reference
+    found, expected = (of(weights, *sides) for of in (of_chunked, of_plain))
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6),
         found,
@@ -277,18 +276,16 @@ def test_kl_of_soft_capped_logits(direction, k):
     )
     # A position that is masked out may hold anything, as words of the padding may.
     weights[:, 3] = 0.0
-    _, wanted = of_plain(weights, *policy_)
+    _, wanted = of_plain(weights, *sides)
     broken, head = policy_[0].copy(), policy_[1].copy()
     broken[:, 2], head[13:], reference[1][13:] = np.nan, np.inf, np.nan
-    _, masked = weighed(chunked)(weights, broken, head)
+    _, masked = of_chunked(weights, broken, head, *reference)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6),
         masked,
         wanted,
     )
-    same = getattr(kl, f"{name}_from_hidden")(
-        *policy_, *policy_, vocab_size=13, softcap=CAP, **how
-    )
+    same = jax.jit(of_hidden)(*policy_, *policy_)
     np.testing.assert_array_equal(same, 0.0)
 
 
@@ -296,13 +293,12 @@ def test_exact_kl_of_a_policy_reads_its_soft_cap():
     params, other = (tiny.params(tiny.MIXED, seed) for seed in (0, 1))
     tokens, mask = tiny.batch((7, 5), 7, side="right")
     of = functools.partial(hidden_of, model=tiny.MIXED, tokens=tokens, mask=mask)
-    found = policy.exact_kl(
-        params, of(params), other, of(other), model=tiny.MIXED, mask=mask
+    exact = jax.jit(functools.partial(policy.exact_kl, model=tiny.MIXED, mask=mask))
+    found = exact(params, of(params), other, of(other))
+    logits_of = jax.jit(
+        functools.partial(policy.logits, model=tiny.MIXED, tokens=tokens, mask=mask)
     )
-    logits, ref_logits = (
-        policy.logits(each, model=tiny.MIXED, tokens=tokens, mask=mask)
-        for each in (params, other)
-    )
+    logits, ref_logits = logits_of(params), logits_of(other)
     assert np.abs(logits).max() < tiny.MIXED.logit_softcap
     expected = jnp.pad(kl.exact(logits, ref_logits)[:, :-1], ((0, 0), (1, 0)))
     np.testing.assert_allclose(found, np.where(mask, expected, 0.0), atol=1e-5)

@@ -28,6 +28,11 @@ generate = jax.jit(decode.generate, static_argnames=STATIC)
 each_family = pytest.mark.parametrize("name", NAMES)
 
 
+@functools.cache
+def loaded(name):
+    return hf.load(FIXTURES / name, dtype="float32")
+
+
 @functools.partial(jax.jit, static_argnames="model")
 def hidden_of(trunk, *, model, tokens, mask):
     return decoder.hidden_states(trunk, model=model, tokens=tokens, mask=mask)
@@ -67,7 +72,7 @@ def edited(tmp_path, name, *, options=None, tensors=None):
 
 @each_family
 def test_logits_are_those_of_transformers(name):
-    model, params = hf.load(FIXTURES / name, dtype="float32")
+    model, params = loaded(name)
     hidden, mask, recorded = hidden_and_recorded(
         params, model=model, folder=FIXTURES / name
     )
@@ -93,7 +98,7 @@ def test_scores_are_those_of_transformers(name):
 
 @each_family
 def test_greedy_decoding_is_that_of_transformers_far_past_the_window(name):
-    model, params = hf.load(FIXTURES / name, dtype="float32")
+    model, params = loaded(name)
     recorded = np.load(FIXTURES / name / "recorded.npz")
     tokens, continuation = recorded["left_tokens"], recorded["continuation"]
     rows = np.arange(len(tokens), dtype=np.int32)
@@ -234,13 +239,16 @@ def test_fused_heads_are_read_onto_a_mesh_and_without_the_prefix(tmp_path):
 
 @pytest.mark.parametrize("name", ["gpt_neox", "phi3"])
 def test_adapters_of_fused_layers_are_written_where_the_layers_are(tmp_path, name):
-    model, params = hf.load(FIXTURES / name, dtype="float32")
+    model, params = loaded(name)
     how = lora.LoRA(rank=2, alpha=4.0)
-    adapters = lora.init(jax.random.key(0), model=model, lora=how)
-    adapters = jax.tree.map(
-        lambda x: x + 0.1 * jnp.arange(x.size).reshape(x.shape), adapters
+    shapes = jax.eval_shape(
+        functools.partial(lora.init, model=model, lora=how), jax.random.key(0)
     )
-    base = frozen.freeze(params)
+    rng = np.random.default_rng(0)
+    adapters = jax.tree.map(
+        lambda x: jnp.asarray(rng.normal(0, 3, x.shape), jnp.float32), shapes
+    )
+    base = jax.jit(frozen.freeze)(params)
     root = frozen.source_fingerprint_of(base).root
     peft.save(
         tmp_path / "out",
@@ -252,7 +260,7 @@ def test_adapters_of_fused_layers_are_written_where_the_layers_are(tmp_path, nam
     _, again = peft.load(tmp_path / "out", model=model, base=base)
     jax.tree.map(np.testing.assert_array_equal, again, adapters)
     # The same as tensors of theirs: of merged weights less those of the base.
-    merged = lora.merge(params, adapters, lora=how)
+    merged = jax.jit(functools.partial(lora.merge, lora=how))(params, adapters)
     hf.save(tmp_path / "merged", model, merged)
     written = load_file(tmp_path / "out" / "adapter_model.safetensors")
     before = load_file(FIXTURES / name / "model.safetensors")

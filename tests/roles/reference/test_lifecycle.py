@@ -1,6 +1,5 @@
 """A reference that moves moves as its lifecycle says, and stays stored as it was."""
 
-import dataclasses
 import functools
 
 import jax
@@ -16,8 +15,8 @@ from rlhf_jax.models import leaves
 from rlhf_jax.roles.reference import lifecycle, storage
 from rlhf_jax.roles.reference.lifecycle import Lifecycle
 
-POLICY = toys.params(seed=1)
-START = toys.params()
+POLICY = toys.weights(seed=1)
+START = toys.weights()
 
 
 def mesh():
@@ -227,13 +226,13 @@ def test_adapters_are_not_mixed():
 @pytest.mark.parametrize("dtype", [None, "int8"])
 def test_another_model_is_refused(dtype):
     held = frozen.freeze(START, dtype=dtype)
-    wider = toys.params(dataclasses.replace(toys.GPT2, hidden_size=32))
+    wider = jax.tree.map(lambda leaf: np.repeat(leaf, 2, axis=-1), POLICY)
     fewer = {name: leaf for name, leaf in POLICY.items() if name != "embed"}
     for move in (lifecycle.reset, functools.partial(lifecycle.mix, rate=0.5)):
         with pytest.raises(InputError, match="of the reference's structure"):
             move(held, fewer)
         with pytest.raises(
-            InputError, match=r"embed/positions: expected .* \(24, 16\), got \(24, 32\)"
+            InputError, match=r"embed/positions: expected .* \(16, 8\), got \(16, 16\)"
         ):
             move(held, wider)
 
