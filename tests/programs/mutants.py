@@ -37,17 +37,21 @@ import mutations
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("functional", "algorithms")
-UNCOPIED = (".git", ".venv", ".mutants", "__pycache__", "site", "runs", "build")
+UNCOPIED = {".git", ".venv", ".mutants", "site", "runs", "build"}  # of the top folder
 LONGEST_FILE = 900  # CPU seconds of the tests of one file
 DOCTESTS = "test_doctests.py"
 
 
 def copied(source: Path, tree: Path) -> Path:
     """A copy of the checkout, with compiled modules."""
+
+    def left_out(folder: str, names: list[str]) -> set[str]:
+        return {"__pycache__"} | (UNCOPIED if Path(folder) == source else set())
+
     if not tree.exists():
         unfinished = tree.with_name(f"{tree.name}.unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
-        shutil.copytree(source, unfinished, ignore=shutil.ignore_patterns(*UNCOPIED))
+        shutil.copytree(source, unfinished, ignore=left_out)
         compileall.compile_dir(unfinished, quiet=1)
         unfinished.rename(tree)
     return tree
@@ -99,7 +103,7 @@ def trace(work: Path, folders: Sequence[str], *, seconds: float) -> dict:
     before = json.loads(saved.read_text()) if saved.exists() else {}
     tests: dict[str, dict] = {}
     sources = json.dumps(modules())
-    tree = copied(ROOT, work / "traced")
+    tree = copied(ROOT, work / "tree_traced")
     for file, source in modules().items():
         (tree / file).write_text(mutations.traced(file, source))
     paths = [tree / folder for folder in folders]
@@ -175,7 +179,7 @@ def meet(
 ) -> dict:
     """The record of a mutant and of the stages of tests that it met."""
     mutant, steps = job
-    tree = copied(work / "whole", work / f"tree{os.getpid()}")
+    tree = copied(work / "tree_whole", work / f"tree_{os.getpid()}")
     path = tree / mutant.file
     whole, times = path.read_bytes(), path.stat()
     path.write_bytes(whole[: mutant.start] + mutant.text.encode() + whole[mutant.end :])
@@ -258,10 +262,9 @@ def main() -> None:
         print("\n".join(mutant.name for mutant in drawn))
         return
     options.work.mkdir(parents=True, exist_ok=True)
-    for name in ("whole", "traced", "tree*"):  # of an earlier state of the checkout
-        for folder in options.work.glob(name):
-            shutil.rmtree(folder)
-    copied(ROOT, options.work / "whole")
+    for folder in options.work.glob("tree_*"):  # of an earlier state of the checkout
+        (shutil.rmtree if folder.is_dir() else Path.unlink)(folder)
+    copied(ROOT, options.work / "tree_whole")
     forked_tests.import_libraries(options.work / "programs")
     tests = trace(options.work, options.tests, seconds=LONGEST_FILE)
     settled = {
@@ -285,7 +288,7 @@ def main() -> None:
     )
     control = forked_tests.Chosen(killers)
     files = sorted({name.partition("::")[0] for name in killers})
-    whole = options.work / "whole"
+    whole = options.work / "tree_whole"
     status, failed = forked_tests.run_tests(whole, files, control, seconds=LONGEST_FILE)
     print(summary(list(records.values())))
     print(f"\nThe {len(killers)} killing tests without a mutant: {status}, {failed}")
