@@ -66,9 +66,9 @@ def targets(*, model: ModelConfig, lora: LoRA) -> dict[str, tuple[int, int]]:
         The rank is above the smaller width of a layer, where A B has more parameters
         than W and no higher rank; names these layers.
     """
-    shapes = jax.eval_shape(
-        lambda key: decoder.init(key, model=model), jax.random.key(0)
-    )
+    # Under jit, which traces a function and a model once.
+    init = jax.jit(decoder.init, static_argnames="model")
+    shapes = init.eval_shape(jax.random.key(0), model=model)
     linear = {
         path.removeprefix(_LAYERS).removesuffix(_KERNEL): leaf.shape[1:]
         for path, leaf in _flat(shapes).items()

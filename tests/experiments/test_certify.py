@@ -87,8 +87,9 @@ def test_a_stop_token_ends_each_response_once(stopping):
 
 def test_probabilities_are_those_of_single_words_multiplied(world):
     tokens = enumerable.every_tokens()
-    logits = policy.logits(
-        world.start, model=MODEL, tokens=tokens, mask=jnp.ones(tokens.shape, bool)
+    mask = np.ones(tokens.shape, bool)
+    logits = jax.jit(policy.logits, static_argnames="model")(
+        world.start, model=MODEL, tokens=tokens, mask=mask
     )
     words = np.asarray(jax.nn.log_softmax(logits / TEMPERATURE), np.float64)
     product = np.zeros(256)
@@ -303,8 +304,9 @@ def test_what_cannot_be_annealed_is_refused(tmp_path, options, told):
 def test_beta_slides_down_and_stays():
     controller = certify.annealing((1.0, 0.1), iterations=100)
     betas = [float(controller.kl_coef)]
+    update = jax.jit(lambda controller: controller.update(kl=None, num_episodes=1))
     for _ in range(199):
-        controller = controller.update(kl=None, num_episodes=1)
+        controller = update(controller)
         betas.append(float(controller.kl_coef))
     np.testing.assert_allclose(betas[:101], 1.0)
     assert betas[120] == pytest.approx(0.1**0.5)

@@ -48,7 +48,7 @@ def logits(params, model):
     return heads.logits(params, hidden_states(params, model), model=model)
 
 
-QUICK, LONG = [logprobs_and_entropy, exact_kl, values], [hidden_states, logits]
+QUICK, LONG = [logprobs_and_entropy, exact_kl], [values, hidden_states, logits]
 MODELS = {
     "gpt2": tiny.GPT2,
     "llama, one by one": dataclasses.replace(tiny.LLAMA, unroll=True),
@@ -106,6 +106,7 @@ def test_jvp_is_the_finite_difference_and_the_transpose_of_vjp(role, name):
     assert inner(weights, moved) == pytest.approx(inner(pulled, v), rel=1e-3, abs=1e-3)
 
 
+@pytest.mark.slow  # test_forward_mode.py linearizes what these are made of
 def test_the_linear_map_of_a_policy_is_its_jvp():
     params = tiny.params(tiny.GPT2)
     v = like(params, seed=2)

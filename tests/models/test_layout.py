@@ -48,8 +48,8 @@ def unrolled(model: config.ModelConfig) -> config.ModelConfig:
 @pytest.mark.parametrize(
     ("model", "remat"),
     [
-        (toys.GPT2, "none"),
         (toys.LLAMA, "full"),
+        pytest.param(toys.GPT2, "none", marks=pytest.mark.slow),
         *(
             pytest.param(model, remat, marks=pytest.mark.long)
             for model in (toys.GPT2, toys.LLAMA)
@@ -213,7 +213,11 @@ def test_windows_cover_every_column_and_grow_slowly():
 
 @pytest.mark.parametrize(
     ("model", "stop_ids"),
-    [(toys.GPT2, ()), pytest.param(toys.LLAMA, (3,), marks=pytest.mark.long)],
+    [
+        # Quick: test_architectures.py samples in caches that grow.
+        pytest.param(toys.GPT2, (), marks=pytest.mark.slow),
+        pytest.param(toys.LLAMA, (3,), marks=pytest.mark.long),
+    ],
     ids=["gpt2", "llama"],
 )
 def test_windows_change_no_sample(model, stop_ids, monkeypatch):

@@ -115,9 +115,12 @@ def loss_of(params, *, model):
     ("model", "how"),
     [
         pytest.param(tiny.MIXED, {"unroll": True}, id="mixed-unroll"),
-        pytest.param(tiny.PARALLEL, {"remat": "full"}, id="parallel-remat"),
-        pytest.param(
-            tiny.MIXED, {"remat": "full"}, id="mixed-remat", marks=pytest.mark.slow
+        *(
+            pytest.param(model, {"remat": "full"}, id=name, marks=pytest.mark.slow)
+            for model, name in (
+                (tiny.PARALLEL, "parallel-remat"),
+                (tiny.MIXED, "mixed-remat"),
+            )
         ),
         pytest.param(
             tiny.PARALLEL,

@@ -21,6 +21,7 @@ generate = jax.jit(decode.generate, static_argnames=STATIC)
 sample_token = jax.jit(
     sampling.sample_token, static_argnames=("temperature", "shaping")
 )
+drawn = jax.jit(sampling.drawn)
 shape_logits = jax.jit(sampling.shape_logits, static_argnames="shaping")
 logits_of = jax.jit(policy.logits, static_argnames="model")
 logprobs_of = jax.jit(policy.logprobs, static_argnames=("model", "temperature"))
@@ -46,6 +47,7 @@ def expected_of(model):
 
 def sampled(model, *, size=PROMPT, rows=slice(None), **options):
     tokens, mask = tiny.batch(LENGTHS, size, side="left")
+    options = {"temperature": 1.0, **options}
     return generate(
         tiny.params(model),
         model=model,
@@ -331,7 +333,7 @@ def test_the_block_of_a_draw_and_its_place_there():
     share = np.arange(total, dtype=np.float64)
     expected = np.searchsorted(np.cumsum(weights), share, side="right")
     # Half of a count above: a share as float32 may be that little off.
-    found = sampling.drawn(
+    found = drawn(
         jnp.broadcast_to(weights, (total, len(weights))),
         uniform=jnp.asarray((share + 0.5) / total, jnp.float32),
     )
@@ -346,7 +348,7 @@ def test_a_token_of_probability_0_is_never_drawn_of_many_words(uniform):
     weights[1, -1] = 1e-30
     weights[2, [0, -1]] = [1.0, 1e-30]
     weights[3, sampling.BLOCK + 1 :: 2] = np.random.default_rng(0).random(256)
-    found = sampling.drawn(jnp.asarray(weights), uniform=jnp.full(4, uniform))
+    found = drawn(jnp.asarray(weights), uniform=jnp.full(4, uniform))
     assert (weights[np.arange(4), np.asarray(found)] > 0).all()
     assert int(found[0]) == sampling.BLOCK + (sampling.BLOCK - 1) * (uniform >= 0.5)
     assert int(found[1]) == 3 * sampling.BLOCK
@@ -371,7 +373,7 @@ def test_a_target_that_rounds_below_its_block_takes_the_first_possible_word():
     """1 + 7e-8 is 1 + 2^-23, so that 1.2e-7 seems to stand before the second block."""
     weights = np.zeros((1, 2 * sampling.BLOCK), np.float32)
     weights[0, [3, sampling.BLOCK + 5]] = [7e-8, 1.0]
-    found = sampling.drawn(jnp.asarray(weights), uniform=jnp.asarray([8e-8]))
+    found = drawn(jnp.asarray(weights), uniform=jnp.asarray([8e-8]))
     assert int(found[0]) == sampling.BLOCK + 5
 
 
@@ -382,6 +384,11 @@ def float64_logprobs(logits, temperature):
     scaled = np.asarray(logits, np.float64) / temperature
     scaled -= scaled.max()
     return scaled - np.log(np.exp(scaled).sum())
+
+
+@jax.jit
+def probabilities(logits, temperature):
+    return jnp.exp(jax.nn.log_softmax(logits / temperature))
 
 
 def random_logits(words, dtype=np.float32, *, planted=False):
@@ -424,7 +431,7 @@ def test_no_draw_at_an_edge_takes_an_unlikely_token(words, temperature):
     edges = np.concatenate([ends[:: sampling.BLOCK], ends[likely], (ends - 1e-4)[:1]])
     steps = np.round(edges * GRID)[:, None] + np.arange(-4, 5)
     steps = np.unique(np.clip([*steps.ravel(), 0], 0, GRID - 1)).astype(np.int32)
-    weights = jnp.exp(jax.nn.log_softmax(logits / temperature))
+    weights = probabilities(logits, temperature)
     found = np.asarray(jax.jit(drawn_of_one_row)(weights, steps))
     assert logprobs[found].min() > -30
     # Sums in float32 may move an edge by a few steps, and a draw there to a neighbour.
@@ -432,10 +439,8 @@ def test_no_draw_at_an_edge_takes_an_unlikely_token(words, temperature):
         np.searchsorted(ends, (steps + at) / GRID, side="right") for at in (-5, 6)
     )
     assert ((below <= found) & (found <= np.minimum(above, words - 1))).all()
-    rows = jnp.broadcast_to(weights, (len(steps[-64:]), words))
-    batched = jax.jit(lambda rows, uniform: sampling.drawn(rows, uniform=uniform))(
-        rows, jnp.asarray(steps[-64:] / GRID, jnp.float32)
-    )
+    rows = np.broadcast_to(weights, (len(steps[-64:]), words))
+    batched = drawn(rows, uniform=jnp.asarray(steps[-64:] / GRID, jnp.float32))
     # Another program may sum in another order, and move an edge by a step.
     batched = np.asarray(batched)
     assert logprobs[batched].min() > -30
@@ -446,7 +451,7 @@ def test_no_draw_at_an_edge_takes_an_unlikely_token(words, temperature):
 def test_a_uniform_number_of_0_takes_no_unlikely_first_token(words):
     weights = np.full((1, words), 1 / words, np.float32)
     weights[0, 0] = 2.0**-26
-    found = sampling.drawn(jnp.asarray(weights), uniform=jnp.zeros(1))
+    found = drawn(jnp.asarray(weights), uniform=jnp.zeros(1))
     assert int(found[0]) == 1
 
 
@@ -486,10 +491,10 @@ def test_unlikely_tokens_come_as_often_as_their_mass(temperature, dtype, planted
     counts = np.bincount(np.ravel(found), minlength=len(logprobs))
     ascending = np.argsort(logprobs)
     mass = GRID * np.cumsum(np.exp(logprobs[ascending]))
-    drawn = np.cumsum(counts[ascending])
-    assert np.max(np.abs(drawn - mass) / np.sqrt(np.maximum(mass, 1))) < 4
+    came = np.cumsum(counts[ascending])
+    assert np.max(np.abs(came - mass) / np.sqrt(np.maximum(mass, 1))) < 4
     # Where a thousandth of one draw is expected, there is none.
-    assert drawn[mass < 1e-3].max(initial=0) == 0
+    assert came[mass < 1e-3].max(initial=0) == 0
 
 
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-24, 1.0])
@@ -565,6 +570,7 @@ def test_padded_rows_of_the_vocabulary_change_no_sample():
         keys=keys_of(),
         max_new_tokens=NEW,
         stop_ids=STOPS,
+        temperature=1.0,
     )
     assert_same_samples(found, expected_of(model))
     assert not np.asarray(found.tokens)[~np.asarray(found.mask)].any()

@@ -34,12 +34,12 @@ class Config(RunConfig):
 
 def weights(seed=0):
     rng = np.random.default_rng(seed)
-    shapes = {"a": (2, 4, 3), "b": (2, 3, 4)}
+    shapes = {"a": (2, 4, 4), "b": (2, 4, 4)}
     layers = {
         name: jnp.asarray(rng.normal(size=shape), jnp.float32)
         for name, shape in shapes.items()
     }
-    return {"embed": {"tokens": jnp.ones((5, 3))}, "layers": layers}
+    return {"embed": {"tokens": jnp.ones((4, 4))}, "layers": layers}
 
 
 JUDGE = frozen.freeze({"score": jnp.arange(3.0)})
@@ -51,6 +51,9 @@ LIVES = {
     "reset": Lifecycle(reset_every=3),
     "mixed": MIXED,
 }
+
+
+drift_of = jax.jit(drift.weight_drift)
 
 
 @jax.jit
@@ -94,7 +97,7 @@ def play(
                 break
             policy, reference = stage.state["policy"], stage.state["reference"]
             policy = train(policy, reference, jax.random.fold_in(key, step))
-            moved = drift.weight_drift(policy, reference.stored)["absolute"]
+            moved = drift_of(policy, reference.stored)["absolute"]
             reference = lifecycle.after_step(
                 reference, policy, step=step, lifecycle=life
             )

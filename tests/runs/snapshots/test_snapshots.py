@@ -210,12 +210,6 @@ def mesh():
     return jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
-def some_params(seed):
-    """Tables, which are stored in a way of their own, and kernels."""
-    params = toys.params(seed=seed)
-    return {"embed": params["embed"], "layers": {"mlp": params["layers"]["mlp"]}}
-
-
 STORED = {
     "copy": dict,
     "bfloat16": lambda: {"dtype": "bfloat16"},
@@ -248,7 +242,7 @@ STORED = {
 )
 def test_a_frozen_model_comes_back_as_it_is_stored(tmp_path, how):
     """Its bits, memory, devices, and whether it is tied to these, in every storage."""
-    held, other = (frozen.freeze(some_params(seed), **how()) for seed in (0, 1))
+    held, other = (frozen.freeze(toys.weights(seed=seed), **how()) for seed in (0, 1))
     with Snapshots(tmp_path) as snapshots:
         snapshots.save(1, arrays={"reference": held}, meta={})
     with Snapshots(tmp_path) as snapshots:
