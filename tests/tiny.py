@@ -84,7 +84,9 @@ def with_rows_of_padding(params, model: config.ModelConfig, value: float):
     """Every row of the vocabulary's padding set to one value."""
 
     def fill(rows):
-        return rows.at[model.vocab_size :].set(value)
+        filled = np.array(rows)
+        filled[model.vocab_size :] = value
+        return jnp.asarray(filled)
 
     embed = {**params["embed"], "tokens": fill(params["embed"]["tokens"])}
     filled = {**params, "embed": embed}

@@ -154,7 +154,8 @@ def test_a_training_state_lies_as_the_rules_say():
 def test_frozen_models_stored_in_int8_lie_as_their_parameters():
     mesh = MeshShape(fsdp=2, tensor=4).make()
     params = init(jax.random.key(0), model=GPT2)
-    held = sharding.place(storage.store(params, dtype="int8"), mesh=mesh, small=64)
+    in_int8 = jax.jit(functools.partial(storage.store, dtype="int8"))
+    held = sharding.place(in_int8(params), mesh=mesh, small=64)
     kernel = held["layers"]["mlp"]["down"]["kernel"]
     assert kernel.values.sharding.spec == PartitionSpec(None, "tensor", "fsdp")
     assert kernel.scales.sharding.spec == PartitionSpec(None, None, "fsdp")
@@ -234,7 +235,7 @@ def test_a_mesh_is_one_option_of_a_command_line():
 
 def test_a_model_in_pinned_host_memory_stays_there():
     params = init(jax.random.key(0), model=GPT2)
-    held = frozen.freeze(params, memory="pinned_host")
+    held = jax.jit(functools.partial(frozen.freeze, memory="pinned_host"))(params)
     placed = sharding.place(held, mesh=MeshShape(fsdp=2, tensor=4).make(), small=64)
     kinds = {
         leaf.sharding.memory_kind for leaf in jax.tree.leaves(placed.stored["layers"])
@@ -435,7 +436,7 @@ def without_padding(params, model):
 
 def test_a_frozen_model_has_one_fingerprint_wherever_it_lies():
     mesh = MeshShape(fsdp=4, tensor=2).make()
-    held = frozen.freeze(PARAMS)
+    held = toys.freeze(PARAMS)
     apart = frozen.freeze(sharding.place(PARAMS, mesh=mesh))
     assert frozen.fingerprint_of(apart).root == frozen.fingerprint_of(held).root
     frozen.verify(apart)

@@ -54,7 +54,7 @@ def assert_near(found, expected):
     """To 1e-6 of the largest entry of each leaf."""
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(
-            a, b, rtol=0, atol=1e-6 * float(jnp.abs(b).max())
+            a, b, rtol=0, atol=1e-6 * np.abs(np.asarray(b)).max()
         ),
         found,
         expected,

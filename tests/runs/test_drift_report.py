@@ -1,5 +1,6 @@
 """The table and the plots of drift hold the numbers that they are given."""
 
+import jax
 import jax.numpy as jnp
 import matplotlib.image
 import numpy as np
@@ -8,20 +9,20 @@ from rlhf_jax import drift
 from rlhf_jax.runs import drift_report, metrics
 
 REFERENCE = {
-    "embed": {"tokens": jnp.full((4, 4), 2.0)},  # size 8
-    "final_norm": {"bias": jnp.zeros(9)},
-    "layers": {"kernel": jnp.stack([jnp.full((2, 2), x) for x in (1.0, 2.0, 3.0)])},
+    "embed": {"tokens": np.full((4, 4), 2.0)},  # size 8
+    "final_norm": {"bias": np.zeros(9)},
+    "layers": {"kernel": np.stack([np.full((2, 2), x) for x in (1.0, 2.0, 3.0)])},
 }
 
 
 def moved(*, embed=0.0, bias=0.0, layers=(0.0, 0.0, 0.0)):
-    steps = jnp.asarray(layers)[:, None, None]
-    params = {
-        "embed": {"tokens": REFERENCE["embed"]["tokens"] + embed},
-        "final_norm": {"bias": REFERENCE["final_norm"]["bias"] + bias},
-        "layers": {"kernel": REFERENCE["layers"]["kernel"] + steps},
+    steps = {
+        "embed": {"tokens": embed},
+        "final_norm": {"bias": bias},
+        "layers": {"kernel": np.array(layers)[:, None, None]},
     }
-    return drift.weight_drift(params, REFERENCE)
+    params = jax.tree.map(lambda w, step: np.float32(w + step), REFERENCE, steps)
+    return jax.jit(drift.weight_drift)(params, REFERENCE)
 
 
 def test_the_table_is_sorted_and_names_the_layer(capsys):

@@ -1,9 +1,12 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from rlhf_jax import drift
 from rlhf_jax.roles.reference import storage
+
+weight_drift = jax.jit(drift.weight_drift)
 
 
 def tree(scale=1.0):
@@ -35,7 +38,7 @@ def test_drift_is_a_sum_of_norms_over_the_tensors_of_a_checkpoint():
     reference, params = tree(), tree()
     params["layers"]["kernel"][1] += 0.3
     params["embed"]["tokens"][2, 3] -= 2.0
-    found = drift.weight_drift(as_jax(params), as_jax(reference))
+    found = weight_drift(as_jax(params), as_jax(reference))
     moved = sum(
         np.linalg.norm(np.float64(a) - b)
         for a, b in zip(tensors(params), tensors(reference), strict=True)
@@ -61,8 +64,8 @@ def test_drift_is_a_sum_of_norms_over_the_tensors_of_a_checkpoint():
 
 def test_equal_trees_have_not_drifted_and_a_scaled_one_by_its_scale():
     reference = as_jax(tree())
-    assert float(drift.weight_drift(reference, reference)["absolute"]) == 0
-    scaled = drift.weight_drift(as_jax(tree(1.25)), reference)
+    assert float(weight_drift(reference, reference)["absolute"]) == 0
+    scaled = weight_drift(as_jax(tree(1.25)), reference)
     assert float(scaled["relative"]) == pytest.approx(0.25, rel=1e-5)
     assert float(scaled["global_norm"]) == pytest.approx(0.25, rel=1e-5)
     kernel = scaled["modules"]["layers/kernel"]
@@ -73,7 +76,7 @@ def test_a_moved_tensor_of_zeros_and_a_bfloat16_reference():
     params, reference = as_jax(tree()), as_jax(tree())
     params["final_norm"]["bias"] = jnp.ones(4)
     reference["embed"]["tokens"] = reference["embed"]["tokens"].astype(jnp.bfloat16)
-    found = drift.weight_drift(params, reference)
+    found = weight_drift(params, reference)
     assert np.isinf(found["modules"]["final_norm/bias"]["relative"])
     assert found["absolute"].dtype == jnp.float32
     assert 2.0 < float(found["absolute"]) < 2.05
@@ -83,7 +86,7 @@ def test_a_reference_in_int8_is_compared_as_it_is_read():
     """Rounding is drift, too: of a tensor and its int8, and nothing else here."""
     params = as_jax(tree())
     stored = storage.store(params, dtype="int8")
-    found = drift.weight_drift(params, stored)
+    found = weight_drift(params, stored)
     kernel = stored["layers"]["kernel"]
     held = np.float64(kernel.values) * np.float64(kernel.scales)
     moved = [
@@ -103,4 +106,4 @@ def test_trees_of_two_structures():
     with pytest.raises(
         ValueError, match=r"one structure, got leaves .*final_norm/bias"
     ):
-        drift.weight_drift(as_jax(tree()), other)
+        weight_drift(as_jax(tree()), other)
