@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 LIBRARIES = ("jax", "flax.struct", "optax", "transformers", "orbax.checkpoint", "chex")
 CLOCK = 6  # seconds on the clock for each second of CPU time that a run may take
@@ -95,7 +96,7 @@ def run_tests(
     *,
     seconds: float,
     keep_programs: bool = False,
-) -> tuple[int | str, object]:
+) -> tuple[int | str, Any]:
     """Pytest in `tree`, a copy of the checkout, for so many seconds of CPU time.
 
     Returns:

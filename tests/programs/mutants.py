@@ -6,11 +6,12 @@
 Lists every mutant of functional/ and algorithms/ (`mutations.py`), and draws some of
 them with a seed, evenly over the modules. The quick tests run once with every
 statement traced, which says for each test what it reaches and how long it takes. A
-mutant then meets the passing tests that reach its statement, or its module if it is no
-statement of a function: first the doctests and the mirrored test file, then the other
-files of the same folder, then the rest. The first failure kills it, and so does
-running out of time, which is recorded as such. Everything happens in copies of the
-checkout. A second start with the same record goes on where the first one stopped.
+mutant then meets the passing tests that reach its statement, or, if it is no statement
+of a function, the tests of every file that reaches its module: first the doctests and
+the mirrored test file, then the other files of the same folder, then the rest. The
+first failure kills it, and so does running out of time, which is recorded as such.
+Everything happens in copies of the checkout. A second start with the same record goes
+on where the first one stopped.
 
 Libraries are imported once, and each run is a fork (Linux). Programs that XLA compiled
 before are read from a cache, which only the first, unbroken run writes.
@@ -135,19 +136,21 @@ def trace(work: Path, folders: Sequence[str], *, seconds: float) -> dict:
 
 def stages(mutant: mutations.Mutant, tests: dict) -> list[list[tuple[str, float]]]:
     """(test, its seconds) of a mutant from the nearest on, the short ones first."""
-    place = mutant.statement
-
-    def reaches(test: dict) -> bool:
-        if place is not None:
-            return (mutant.file, place) in test["statements"]
-        return any(file == mutant.file for file, _ in test["statements"])
-
+    place = mutant.file, mutant.statement
+    # A constant is met in every test of a file that reaches its module.
+    around = {
+        name.partition("::")[0]
+        for name, test in tests.items()
+        if mutant.statement is None
+        and any(file == mutant.file for file, _ in test["statements"])
+    }
     package_path = Path(mutant.file).relative_to("rlhf_jax")
     mirror = Path("tests") / package_path.with_name(f"test_{package_path.name}")
     files = defaultdict(list)
     for name, test in tests.items():
-        if reaches(test):
-            files[Path(name.partition("::")[0])].append(name)
+        file = name.partition("::")[0]
+        if place in test["statements"] or file in around:
+            files[Path(file)].append(name)
 
     def distance(file: Path) -> int:
         if file == mirror or file.name == DOCTESTS:
@@ -206,13 +209,8 @@ def meet(
     path.write_bytes(whole)
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
     every = sum(map(len, steps))
-    return {
-        "mutant": mutant.name,
-        "outcome": outcome,
-        "by": by,
-        "met": met,
-        "of": every,
-    }
+    counts = {"met": met, "of": every}
+    return {"mutant": mutant.name, "outcome": outcome, "by": by, **counts}
 
 
 def summary(records: list[dict]) -> str:
