@@ -52,6 +52,13 @@ def test_a_huge_group_size_is_told_by_its_size(size, message):
     assert message in str(caught.value)
 
 
+def test_twenty_problems_are_listed_and_the_others_counted():
+    problems = [f"line {number}" for number in range(23)]
+    lines = [f"  line {number}" for number in range(20)]
+    assert checks.listed(problems).split("\n") == [*lines, "  and 3 more"]
+    assert checks.listed(problems[:20]).split("\n") == lines
+
+
 def test_numbers_at_the_edge_pass():
     checks.positive(x=2**31 - 1, y=jnp.float32(-1))  # arrays are not read
     checks.non_negative(x=0)

@@ -371,6 +371,16 @@ def test_half_precision_accumulates_in_float32_and_keeps_the_masters_dtype():
         np.testing.assert_allclose(found.astype(np.float32), expected, atol=near)
 
 
+def test_softcapped_logits_match_the_oracle():
+    """c·tanh(z / c), before the temperature."""
+    found, entropy = from_hidden(softcap=2.0)
+    logits = 2.0 * np.tanh(oracles.logits_from_hidden(HIDDEN, HEAD[:V]) / 2.0)
+    expected = oracles.token_logprobs(logits, TOKENS, 0.7)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    expected = oracles.entropy(logits, 0.7)[:, :-1]
+    np.testing.assert_allclose(entropy[:, 1:], expected, rtol=1e-5, atol=1e-5)
+
+
 def test_never_holds_the_logits_of_every_position():
     rows, columns, width, vocab = 4, 512, 16, 2048
     all_logits = rows * columns * vocab * 4  # bytes in float32, 16 MiB

@@ -581,6 +581,8 @@ def test_explained_variance():
 
 
 def test_wrong_input_says_what_to_do():
+    with pytest.raises(TypeError, match=r"values: expected float32, got int32"):
+        explained(np.ones(MASK.shape, np.int32), VALUE["returns"])
     with pytest.raises(ValueError, match=r"logprobs \(4, 6\), old_logprobs \(4, 5\), "):
         policy_loss(**POLICY | {"old_logprobs": OLD[:, 1:]})
     with pytest.raises(TypeError, match=r"logprobs: expected float32, got bfloat16; "):

@@ -213,3 +213,8 @@ def test_wrong_input_says_what_to_do():
         masked.lengths_to_mask(jnp.ones((3, 1), jnp.int32), size=4)
     with pytest.raises(ValueError, match=r"equal names, got .*; add statistics"):
         masked.add_stats(stats(1, 1, 1), {"loss": stats(1, 1, 1)["loss"]})
+
+
+def test_a_column_of_another_shape_than_its_mask():
+    with pytest.raises(ValueError, match=r"got x \(5,\), mask \(3, 5\)"):
+        masked.sum_stats({"x": jnp.asarray(X[0])}, mask=jnp.asarray(MASK))

@@ -86,6 +86,16 @@ def test_padding_and_row_order_change_nothing():
 
 
 def test_wrong_input_says_what_to_do():
+    with pytest.raises(ValueError, match=r"mask: expected shape \(any, any\), got"):
+        reward(mask=MASK[0])
+    with pytest.raises(TypeError, match=r"^mask: expected bool, got int32"):
+        token_rewards(
+            scores=jnp.asarray(SCORES),
+            kl=None,
+            mask=jnp.asarray(MASK, jnp.int32),
+            score_mask=jnp.asarray(MASK),
+            kl_coef=0.1,
+        )
     with pytest.raises(ValueError, match=r"scores: expected shape \(4\), got \(3,\)"):
         reward(scores=SCORES[:3])
     with pytest.raises(ValueError, match=r"got kl \(4, 4\), mask \(4, 6\); cut"):

@@ -124,6 +124,11 @@ def test_the_loss_is_that_of_the_pairs(packed, family, kind, smoothing, free):
     assert found["dpo/accuracy"] == pytest.approx((lead > 0).mean())
 
 
+def test_padding_of_packed_pairs_is_segment_0(packed):
+    np.testing.assert_array_equal(packed.mask, np.asarray(packed.segments) != 0)
+    assert not packed.mask.all()
+
+
 def test_ipo_of_means_over_tokens(packed, reference):
     """By hand: h is divided by each answer's own length, EOS included."""
     algorithm = dataclasses.replace(ALGORITHM, kind="ipo", token_mean=True)

@@ -154,7 +154,8 @@ def test_a_missing_stop_is_penalised(rollout):
 
 def test_a_stop_token_in_the_prompt_or_the_padding_ends_nothing(rollout):
     everywhere = jnp.where(rollout.response_mask, 5, toys.STOP[0]).astype(jnp.int32)
-    rollout = dataclasses.replace(rollout, tokens=everywhere)
+    none = rollout.response_mask.at[0].set(False)  # row 0 has no response at all
+    rollout = dataclasses.replace(rollout, tokens=everywhere, response_mask=none)
     assert not score.ended(rollout, stop_ids=toys.STOP).any()
 
 

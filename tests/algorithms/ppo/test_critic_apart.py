@@ -133,6 +133,32 @@ def test_two_programs_do_what_one_does(experience, way):
     close({name: found[name] for name in wanted_stats}, masked.mean_stats(wanted_stats))
 
 
+def test_the_loss_is_told_the_values_and_the_responses_of_a_minibatch(
+    experience, monkeypatch
+):
+    """Not those of a micro-batch, and a row without a response is none."""
+
+    def counts(critic, *, experience, num_values, num_responses, recipe, base):
+        loss = critic["score"]["bias"].sum() * experience.mask.sum()
+        one = jnp.ones(())
+        return loss, {"values": (num_values, one), "responses": (num_responses, one)}
+
+    monkeypatch.setattr(critic_apart, "critic_loss", counts)
+    settings = dataclasses.replace(
+        BASE, num_epochs=1, num_minibatches=1, micro_batch_size=1
+    )
+    empty = experience.response_mask.at[1].set(False)
+    _, stats = toys.jit(critic_apart.update, static_argnames=("recipe",))(
+        fresh_apart(settings)[1],
+        experience=dataclasses.replace(experience, response_mask=empty),
+        key=KEY,
+        recipe=settings,
+    )
+    means = masked.mean_stats(stats)
+    assert means["values"] == np.asarray(experience.value_mask).sum()
+    assert means["responses"] == 3
+
+
 def test_values_are_those_of_the_state():
     rollout = toys.sampled(POLICY)
     found = critic_apart.values(CRITIC, rollout=rollout, recipe=BASE)

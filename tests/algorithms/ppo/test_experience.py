@@ -87,6 +87,21 @@ def test_experience_against_loops(whiten, garbage):
     np.testing.assert_array_equal(made.tokens, TOKENS)
 
 
+@pytest.mark.parametrize("ddof", [0, 1])
+def test_advantages_are_whitened_with_the_variance_asked_for(ddof):
+    made = experience.gae_experience(
+        scored(),
+        kl_coef=jnp.float32(0.1),
+        gamma=1.0,
+        lam=0.9,
+        whiten_rewards=None,
+        whiten_advantages="rollout",
+        whiten_ddof=ddof,
+    )
+    advantages = np.asarray(made.advantages, np.float64)[MASK]
+    assert advantages.var(ddof=ddof) == pytest.approx(1.0, rel=1e-4)
+
+
 def test_without_a_reference_there_is_no_penalty():
     made = experience.gae_experience(
         scored(kl=None, ref_logprobs=None), kl_coef=0.2, gamma=1.0, lam=0.95

@@ -653,7 +653,7 @@ def test_no_other_field_of_the_config_is_inert(name, reference):
 def test_sizes_that_do_not_divide_stop_before_sampling(changes, message, experience):
     settings = dataclasses.replace(BASE, **changes)
     with pytest.raises(checks.InputError, match=message):
-        ppo.sample(None, prompts=toys.prompts(), key=KEY, recipe=settings)
+        ppo.sample(None, prompts=toys.prompts(width=8), key=KEY, recipe=settings)
     with pytest.raises(checks.InputError, match=message):
         ppo.update(fresh(), experience=experience, key=KEY, recipe=settings)
 
@@ -662,6 +662,7 @@ def test_sizes_that_do_not_divide_stop_before_sampling(changes, message, experie
     ("changes", "message"),
     [
         ({"temperature": 0.0}, "temperature: expected a finite number above 0"),
+        ({"slots": 0}, "slots: expected a finite number above 0, got 0"),
         ({"num_epochs": 0}, "num_epochs: expected"),
         ({"gamma": -0.1}, "gamma: expected a number from 0 to 1, got -0.1"),
         ({"lam": 9.5}, r"lam: expected a number from 0 to 1, got 9\.5"),

@@ -127,6 +127,18 @@ def test_scores_are_normalised_clipped_charged_for_length_and_for_no_end(
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+def test_equal_scores_are_normalised_to_0():
+    equal = jnp.full(4, 0.3, jnp.float32)
+    shaped = shaping.shape(
+        equal,
+        moments=rewards.update_moments(rewards.no_moments(), equal),
+        rollout=plain_rollout(np.full(SHORT.shape, 5), SHORT),
+        stop_ids=(1,),
+        shaping=ScoreShaping(normalise=True),
+    )
+    np.testing.assert_array_equal(shaped, 0.0)
+
+
 # --- rewards, values, advantages ----------------------------------------------
 
 
@@ -331,17 +343,17 @@ def test_whitening_over_the_minibatch_runs_gae_there(
 def test_updates_end_with_the_approximate_kl(seen):
     """Steps of 0.1: ½(0.4)² = 0.08 is the first above 0.05, before the fifth step."""
     settings = dataclasses.replace(
-        BASE, num_epochs=3, num_minibatches=2, stop_approxkl=0.05
+        BASE, num_epochs=4, num_minibatches=2, stop_approxkl=0.05
     )
     start, given = two_numbers(settings), numbered()
     after, stats = ppo.update(start, experience=given, key=KEY, recipe=settings)
     jax.effects_barrier()
-    assert len(seen) == 5  # the fifth is looked at and left out, the sixth is not run
+    assert len(seen) == 5  # the fifth is looked at and left out, the others do not run
     assert float(after.policy) == pytest.approx(-0.4)
     assert float(after.critic) == pytest.approx(-0.4)
     assert int(after.step) == 1
     found = masked.mean_stats(stats)
-    assert float(found["update/stopped"]) == pytest.approx(2 / 6)
+    assert float(found["update/stopped"]) == pytest.approx(4 / 8)
     per_step = [0.0, 0.005, 0.02, 0.045, 0.08]
     tokens = [int(part.response_mask.sum()) for part, *_ in seen]
     mean = np.dot(per_step, tokens) / np.sum(tokens)

@@ -1,4 +1,5 @@
 import dataclasses
+from importlib import import_module
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +62,23 @@ def test_the_loss_is_bradley_terrys(pairs, margin):
     np.testing.assert_allclose(
         means["pairwise/lead"], (chosen - rejected).mean(), rtol=1e-4
     )
+
+
+def test_an_update_divides_by_the_pairs(pairs, monkeypatch):
+    def loss_of_part(params, part, *, model, num_pairs):
+        return params["w"] * num_pairs, {"pairs": (num_pairs, jnp.ones(()))}
+
+    module = import_module(reward_model.update.__module__)
+    monkeypatch.setattr(module, "loss", loss_of_part)
+    optimizer = optax.sgd(0.5)
+    after, stats = reward_model.update(
+        state.supervised_state({"w": jnp.ones(())}, optimizer=optimizer),
+        batch=pairs,
+        model=toys.GPT2,
+        optimizer=optimizer,
+    )
+    assert masked.mean_stats(stats)["pairs"] == 4  # of 6 columns
+    assert after.params["w"] == 1 - 0.5 * 4
 
 
 def test_it_learns_its_pairs_and_the_margin_asked_for(pairs):

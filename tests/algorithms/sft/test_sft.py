@@ -1,4 +1,5 @@
 import dataclasses
+from importlib import import_module
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +57,18 @@ def test_the_loss_is_of_response_tokens_alone(texts):
     total, weight = stats["loss/language_model"]
     np.testing.assert_allclose(total / weight, expected, rtol=1e-5)
     assert int(weight) == trained.sum()
+
+
+def test_an_update_divides_by_all_tokens_that_are_predicted(texts, monkeypatch):
+    def loss_of_part(params, part, *, model, num_tokens):
+        return params["w"] * num_tokens, {"tokens": (num_tokens, jnp.ones(()))}
+
+    monkeypatch.setattr(import_module(sft.update.__module__), "loss", loss_of_part)
+    optimizer = optax.sgd(0.5)
+    start = state.supervised_state({"w": jnp.ones(())}, optimizer=optimizer)
+    after, stats = sft.update(start, batch=texts, model=toys.GPT2, optimizer=optimizer)
+    assert masked.mean_stats(stats)["tokens"] == 11
+    assert after.params["w"] == 1 - 0.5 * 11
 
 
 def test_nothing_predicts_the_first_token_of_a_text_in_a_packed_row():

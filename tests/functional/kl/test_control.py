@@ -525,6 +525,17 @@ def test_options_make_the_controller_that_they_name(kind):
         assert jax.tree.leaves(bounded) == jax.tree.leaves(expected)
 
 
+def test_numbers_that_are_not_given():
+    """Those that the README and the help show."""
+    made = Control(kind="adaptive", **HELD).controller(0.2, num_steps=7)
+    assert made.horizon == 10_000
+    made = Control(kind="pi", **HELD).controller(0.2, num_steps=7)
+    assert (made.proportional, made.integral, made.max_error) == (0.3, 0.05, 1.0)
+    made = Control(kind="lagrangian", **HELD).controller(0.2, num_steps=7)
+    assert made.learning_rate == 1e-3
+    assert (made.min_kl_coef, made.max_kl_coef) == (0.0, 2.0)
+
+
 def test_a_target_per_response_is_told_and_no_other():
     assert Control() == kl_control.CONSTANT
     assert Control().target_per_response is None

@@ -791,7 +791,13 @@ def test_an_exact_estimator_needs_more_than_logprobs():
     assert not Penalty("exact").loss_needs_logits
 
 
+def test_one_token_may_be_treated_by_itself():
+    assert Penalty(value_estimator="exact", top_k=1).top_k == 1
+
+
 def test_wrong_arrays_say_what_to_do():
+    with pytest.raises(ValueError, match=r"mask: expected shape \(any, any\), got \("):
+        reward_of(Penalty(), mask=MASK[0], logprobs=REF[0], ref_logprobs=REF[0])
     with pytest.raises(ValueError, match=r"expected arrays of one shape, got logprobs"):
         loss_of(Penalty(), ref_logprobs=REF[:, 1:])
     with pytest.raises(TypeError, match=r"mask: expected bool, got int"):

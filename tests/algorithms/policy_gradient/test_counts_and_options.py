@@ -1,0 +1,97 @@
+"""What the loss of a policy gradient is told; nothing is compiled here."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import toys
+
+from rlhf_jax.algorithms import reinforce
+from rlhf_jax.algorithms.policy_gradient import algorithm, loss
+from rlhf_jax.functional.kl.penalty import Penalty
+
+BASE = reinforce.REINFORCE(
+    model=toys.GPT2,
+    policy_optimizer=optax.sgd(0.1),
+    max_new_tokens=4,
+    stop_ids=toys.STOP,
+    temperature=0.6,
+)
+MASK = jnp.asarray([[0, 0, 1, 1, 1, 0], [0] * 6, [0, 0, 1, 1, 1, 1]], bool)
+
+
+def test_counts_are_those_of_the_minibatch(monkeypatch):
+    """A part of it is told them too, and a row without a response is none."""
+    told = {}
+
+    def terms(policy, **options):
+        told.update(options)
+        return loss.PolicyTerms(jnp.zeros(()), {}, jnp.zeros(()))
+
+    monkeypatch.setattr(algorithm, "policy_terms", terms)
+    minibatch = SimpleNamespace(response_mask=MASK)
+    _, of_part = BASE.minibatch_loss(minibatch, kl_coef=0.3, base=None, reference=None)
+    of_part((None, None), SimpleNamespace(response_mask=MASK[:1]))
+    assert (told["num_tokens"], told["num_responses"]) == (7.0, 2.0)
+    assert told["num_tokens"].dtype == told["num_responses"].dtype == jnp.float32
+    assert (told["kl_coef"], told["recipe"]) == (0.3, BASE)
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """Options of exact KL and of the models, which return zeros."""
+    options = {}
+
+    def stands_for(name, result):
+        def recorded(*args, **given):
+            options[name] = given
+            return result
+
+        return recorded
+
+    zeros = jnp.zeros(MASK.shape, jnp.float32)
+    hidden = stands_for("hidden_states", jnp.zeros((*MASK.shape, 2), jnp.float32))
+    monkeypatch.setattr(loss.decoder, "hidden_states", hidden)
+    logprobs = stands_for("logprobs_from_hidden", (zeros, zeros))
+    monkeypatch.setattr(loss, "logprobs_from_hidden", logprobs)
+    monkeypatch.setattr(loss, "exact_kl", stands_for("exact_kl", zeros))
+    monkeypatch.setattr(loss.frozen, "read", lambda reference: reference)
+    return options
+
+
+@pytest.mark.parametrize(
+    ("direction", "top_k"), [("forward", None), ("reverse", 3), ("reverse", None)]
+)
+def test_exact_kl_is_asked_for_as_the_recipe_says(read, direction, top_k):
+    penalty = Penalty(
+        value_estimator="exact", placement="loss", direction=direction, top_k=top_k
+    )
+    zeros = jnp.zeros(MASK.shape, jnp.float32)
+    loss.policy_terms(
+        {},
+        experience=SimpleNamespace(
+            tokens=jnp.zeros(MASK.shape, jnp.int32),
+            mask=jnp.ones(MASK.shape, bool),
+            response_mask=MASK,
+            **dict.fromkeys(("old_logprobs", "ref_logprobs", "advantages"), zeros),
+        ),
+        kl_coef=0.3,
+        num_tokens=jnp.float32(7),
+        num_responses=jnp.float32(2),
+        recipe=dataclasses.replace(BASE, penalty=penalty),
+        reference={},
+    )
+    assert read["hidden_states"]["first_column"] == 1  # it predicts column 2
+    assert read["logprobs_from_hidden"]["first_column"] == 2
+    assert read["logprobs_from_hidden"]["temperature"] == 0.6
+    np.testing.assert_array_equal(read["exact_kl"].pop("mask"), True)
+    assert read["exact_kl"] == {
+        "model": toys.GPT2,
+        "temperature": 0.6,
+        "first_column": 2,
+        "direction": direction,
+        "top_k": top_k,
+    }
