@@ -154,7 +154,7 @@ def changes(
             yield node, ast.Return(ast.Tuple([second, first], ast.Load()))
         case ast.AugAssign(target, ast.Add(), value):
             yield node, ast.AugAssign(target, ast.Sub(), value)
-    if isinstance(node, ast.If):
+    if isinstance(node, ast.If) and ast.unparse(node.test) != "TYPE_CHECKING":
         if isinstance(node.body[-1], ast.Raise):
             yield node.test, ast.Constant(False)
         elif isinstance(node.test, ast.Name | ast.Attribute | ast.Call):
@@ -164,6 +164,8 @@ def changes(
 def children(node: ast.AST) -> list[ast.AST]:
     """Where changes are looked for below a node."""
     match node:
+        case ast.If(test=ast.Name("TYPE_CHECKING")):
+            return []
         case ast.Raise() | ast.Import() | ast.ImportFrom() | ast.JoinedStr():
             return []
         case ast.FunctionDef(args=arguments, decorator_list=decorators, body=body):
@@ -173,8 +175,6 @@ def children(node: ast.AST) -> list[ast.AST]:
             return [*body]
         case ast.AnnAssign(value=value):
             return [] if value is None else [value]
-        case ast.If(test=ast.Name("TYPE_CHECKING")):
-            return []
     return list(ast.iter_child_nodes(node))
 
 
@@ -187,16 +187,20 @@ def mutants(file: str, source: str, optional: set[tuple[str, str]]) -> list[Muta
     def visit(node: ast.AST, function: bool, statement: int | None) -> None:
         if function and isinstance(node, ast.stmt):
             statement = node.lineno
-        for old, new in changes(node, optional):
+        union = isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr)
+        for old, new in [] if union and statement is None else changes(node, optional):
             assert isinstance(old, ast.expr | ast.stmt)
             assert old.end_lineno
             assert old.end_col_offset
             start = starts[old.lineno - 1] + old.col_offset
             end = starts[old.end_lineno - 1] + old.end_col_offset
+            before = ast.unparse(old)
             after = ast.unparse(ast.fix_missing_locations(new))
+            if after == before:
+                continue
             text = f"({after})" if isinstance(new, ast.expr) else after
             listed[start, end, text] = Mutant(
-                *(file, old.lineno, old.col_offset + 1, ast.unparse(old), after),
+                *(file, old.lineno, old.col_offset + 1, before, after),
                 *(start, end, text, statement),
             )
         for child in children(node):

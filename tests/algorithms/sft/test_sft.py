@@ -83,6 +83,28 @@ def test_nothing_predicts_the_first_token_of_a_text_in_a_packed_row():
     np.testing.assert_array_equal(found, [[False, True, False, True, True, False]])
 
 
+def test_texts_of_a_packed_row_do_not_see_each_other():
+    """Four texts of 3 tokens in two rows, with two rows of nothing, and in four."""
+    tokens = np.random.default_rng(5).integers(3, 13, (4, 3))
+    nothing = np.zeros((4, 3), int)
+    apart = np.concatenate([tokens, nothing], axis=1)
+    packed = np.concatenate([tokens.reshape(2, 6), nothing.reshape(2, 6)])
+    of_text = np.asarray([[1, 1, 1, 2, 2, 2]] * 2 + [[0] * 6] * 2)
+
+    def texts_of(tokens, *, mask, segments=None):
+        mask = jnp.asarray(mask)
+        return batch.Sequences(
+            tokens=jnp.asarray(tokens, jnp.int32),
+            mask=mask,
+            response_mask=mask,
+            segments=None if segments is None else jnp.asarray(segments, jnp.int32),
+        )
+
+    value, _ = loss(PARAMS, texts_of(packed, mask=of_text > 0, segments=of_text))
+    expected, _ = loss(PARAMS, texts_of(apart, mask=apart > 0))
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+
+
 def test_the_loss_falls(texts):
     current, losses = state.supervised_state(PARAMS, optimizer=OPTIMIZER), []
     for _ in range(30):
