@@ -218,3 +218,12 @@ def test_wrong_input_says_what_to_do():
 def test_a_column_of_another_shape_than_its_mask():
     with pytest.raises(ValueError, match=r"got x \(5,\), mask \(3, 5\)"):
         masked.sum_stats({"x": jnp.asarray(X[0])}, mask=jnp.asarray(MASK))
+
+
+def test_total_stats_keeps_all_axes_but_the_first():
+    sums, weights = np.arange(6.0).reshape(3, 2), np.arange(6.0, 12.0).reshape(3, 2)
+    stats = {"sum": (jnp.asarray(sums, jnp.float32), jnp.asarray(weights, jnp.float32))}
+    stats["max"] = (jnp.asarray([[1.0, 7.0], [4.0, 2.0]]), None)
+    total = masked.total_stats(stats)
+    np.testing.assert_array_equal(total["sum"], [[6.0, 9.0], [24.0, 27.0]])
+    np.testing.assert_array_equal(total["max"][0], [4.0, 7.0])

@@ -243,6 +243,7 @@ def main() -> None:
     add("--jobs", type=int, default=1, help="mutants at a time (1)")
     add("--seconds", type=float, default=60, help="CPU seconds of tests a mutant (60)")
     add("--tests", nargs="+", default=["tests"], help="folders or files of tests")
+    add("--except", nargs="+", default=[], help="tests to leave out", dest="left_out")
     add("--record", type=Path, default=Path("mutants.jsonl"), help="(mutants.jsonl)")
     add("--work", type=Path, default=Path("/tmp/mutants"), help="folder of the copies")
     add("--list", action="store_true", help="print the drawn mutants and end")
@@ -265,6 +266,7 @@ def main() -> None:
     copied(ROOT, options.work / "tree_whole")
     forked_tests.import_libraries(options.work / "programs")
     tests = trace(options.work, options.tests, seconds=LONGEST_FILE)
+    tests = {name: test for name, test in tests.items() if name not in options.left_out}
     settled = {
         name
         for name, record in records.items()

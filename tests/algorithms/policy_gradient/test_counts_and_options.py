@@ -1,17 +1,22 @@
-"""What the loss of a policy gradient is told; nothing is compiled here."""
+"""What a policy gradient tells its loss and its controller; no model runs here."""
 
 import dataclasses
+from importlib import import_module
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 import toys
 
-from rlhf_jax.algorithms import reinforce
+from rlhf_jax.algorithms import batch, reinforce, state
 from rlhf_jax.algorithms.policy_gradient import algorithm, loss
 from rlhf_jax.functional.kl.penalty import Penalty
+from rlhf_jax.functional.kl.target_coefficients import adaptive
+
+UPDATE = "rlhf_jax.algorithms.policy_gradient.update"
 
 BASE = reinforce.REINFORCE(
     model=toys.GPT2,
@@ -38,6 +43,35 @@ def test_counts_are_those_of_the_minibatch(monkeypatch):
     assert (told["num_tokens"], told["num_responses"]) == (7.0, 2.0)
     assert told["num_tokens"].dtype == told["num_responses"].dtype == jnp.float32
     assert (told["kl_coef"], told["recipe"]) == (0.3, BASE)
+
+
+def test_a_controller_per_token_divides_by_the_mean_length(monkeypatch):
+    """0.7 nats over 7 tokens is 10 % more than a target of 1/11 of a nat a token."""
+
+    def step(current, **_):
+        nothing = {"policy/sampler_mismatch": (jnp.zeros(()), jnp.ones(()))}
+        return current, jnp.bool_(False), nothing
+
+    monkeypatch.setattr(import_module(UPDATE), "_step", step)
+    zeros = jnp.zeros(MASK.shape, jnp.float32)
+    experience = batch.PolicyExperience(
+        tokens=jnp.zeros(MASK.shape, jnp.int32),
+        mask=jnp.ones(MASK.shape, bool),
+        response_mask=MASK,
+        old_logprobs=zeros.at[0, 3].set(0.5).at[2, 4].set(0.2).at[1, 2].set(9.0),
+        ref_logprobs=zeros,
+        advantages=zeros,
+        token_rewards=zeros,
+    )
+    start = state.grpo_state(
+        policy={"w": jnp.zeros(())},
+        policy_optimizer=BASE.policy_optimizer,
+        kl=adaptive(0.3, target=1 / 11, unit="token", horizon=30),
+    )
+    after, _ = reinforce.update(
+        start, experience=experience, key=jax.random.key(0), recipe=BASE
+    )
+    assert float(after.kl.kl_coef) == pytest.approx(0.3 * (1 + 0.1 * 3 / 30), rel=1e-5)
 
 
 @pytest.fixture
