@@ -23,20 +23,20 @@ class Judge:
         self._judge, self._mesh, self._may_fail = judge, mesh, may_fail
         self._told = False
 
-    def __call__(self, answered: Rollout) -> Stats:
+    def __call__(self, rollout: Rollout) -> Stats:
         """`evaluation.judge_stats`; without scores where the judge fails and may.
 
         Raises:
           InputError, StopError: as `TextReward`, where it may not.
         """
-        mine = row_sharding.local_rows(answered)
-        judged = np.ones(len(mine.index), bool)
+        mine = row_sharding.local_rows(rollout)
+        succeeded = np.ones(len(mine.index), bool)
         try:
             scores = self._judge(mine)
         except (InputError, StopError) as error:
             if not self._may_fail:
                 raise
-            scores, judged = np.zeros(len(judged), np.float32), ~judged
+            scores, succeeded = np.zeros(len(succeeded), np.float32), ~succeeded
             if not self._told:
                 print(
                     f"warning: {error}\n--judge-failure warn: the run goes on, without "
@@ -45,8 +45,12 @@ class Judge:
                     file=sys.stderr,
                 )
             self._told = True
-        scores, judged = row_sharding.put_computed((scores, judged), mesh=self._mesh)
-        return evaluation.judge_stats(scores, judged=judged if self._may_fail else None)
+        scores, succeeded = row_sharding.put_computed(
+            (scores, succeeded), mesh=self._mesh
+        )
+        return evaluation.judge_stats(
+            scores, judged=succeeded if self._may_fail else None
+        )
 
 
 def judge_failures(measured: list[Row]) -> int:

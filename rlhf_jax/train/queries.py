@@ -40,9 +40,9 @@ def verify(run: tyro.conf.Positional[Path]) -> None:
     report.table(
         f"Snapshots in {run}",
         ("stage", "step", "arrays", "verdict"),
-        [(*name, found.arrays, found.verdict) for name, found in checked.items()],
+        [(*name, check.arrays, check.verdict) for name, check in checked.items()],
     )
-    damaged = {name: found.damage for name, found in checked.items() if found.damage}
+    damaged = {name: check.damage for name, check in checked.items() if check.damage}
     rows = proof.check_run(run, skipped=damaged)
     if rows:
         report.table(

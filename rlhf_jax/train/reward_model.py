@@ -3,13 +3,13 @@
     rlhf-jax reward-model --model runs/sft/model --data pairs.jsonl \\
         --out runs/reward
 
---data holds {"prompt": ..., "chosen": ..., "rejected": ...} a line, or dialogues as in
-hh-rlhf that share their beginning; either may be of messages, for the tokenizer's chat
-template. The trunk of --model gets a fresh head and learns the pairs by Bradley-Terry.
-Before and after, it is normalised to mean 0 and standard deviation 1 on answers that
---model itself, the reference of PPO, samples to the prompts of the pairs. With
---normalise demonstrations --demonstrations FILE it gets, afterwards and by a bias
-alone, mean 0 on what people wrote. OUT/model is a Hugging Face checkpoint (sequence
+A line of --data is {"prompt": ..., "chosen": ..., "rejected": ...}, or two dialogues
+that share their beginning, as in hh-rlhf; messages go through the tokenizer's chat
+template. A fresh head on the trunk of --model learns the pairs by the Bradley-Terry
+loss. Before and after training, scores are normalised to mean 0 and standard deviation
+1 on responses that --model, the reference of PPO, samples to the prompts of the pairs.
+With --normalise demonstrations --demonstrations FILE a bias alone sets the mean to 0
+on demonstrations, after training. OUT/model is a Hugging Face checkpoint (sequence
 classification with one label) for `rlhf-jax ppo --reward-model`.
 
 One device that holds the parameters in float32 five times over (GPT-2 small: 2.4 GiB).
@@ -111,13 +111,13 @@ class Config(StartConfig):
                 f"expected --normalise demonstrations and --demonstrations together, "
                 f"got {self.normalise} and {self.demonstrations}; give both, or neither"
             )
-        given = dataclasses.asdict(self)
+        values = dataclasses.asdict(self)
         for field in dataclasses.fields(self):
             unread = field.name in SAMPLING and self.normalise != "samples"
-            if unread and given[field.name] != field.default:
+            if unread and values[field.name] != field.default:
                 raise InputError(
                     f"{field.name}: expected none with --normalise {self.normalise}, "
-                    f"for which nothing is sampled, got {given[field.name]}; leave it "
+                    f"for which nothing is sampled, got {values[field.name]}; leave it "
                     f"out"
                 )
 
@@ -136,12 +136,12 @@ SAMPLING = ("num_samples", "max_new_tokens", "temperature")
 def prompts_to_answer(
     pairs: list[Pair], *, options: Config, start: Pretrained
 ) -> Batches[Prompts]:
-    """The prompts of the pairs that leave room for an answer."""
+    """The prompts of the pairs that leave room for a response."""
     room = start.room(max_new_tokens=options.max_new_tokens)
     short = [pair.prompt for pair in pairs if len(pair.prompt) <= room]
     if not short:
         raise InputError(
-            f"expected a prompt of at most {room} tokens to sample an answer to (the "
+            f"expected a prompt of at most {room} tokens to sample a response to (the "
             f"context of {start.model.max_positions} less --max-new-tokens), got none; "
             f"ask for fewer new tokens"
         )
@@ -310,19 +310,22 @@ def main(options: Config) -> None:
             stop_ids=start.stop_ids,
             pad_id=start.pad_id,
         )
-    agreed = accuracy(
+    held_out_accuracy = accuracy(
         trained,
         held_out,
         score=score,
         batch_size=options.batch_size,
         pad_id=start.pad_id,
     )
-    shown = [(f"accuracy on {len(held_out)} held-out pairs", agreed)]
-    summary = {"held_out_accuracy": agreed, "held_out_pairs": len(held_out)}
-    for when, seen in (("untrained", untrained), ("trained", scores)):
-        if seen is not None:
+    shown = [(f"accuracy on {len(held_out)} held-out pairs", held_out_accuracy)]
+    summary = {
+        "held_out_accuracy": held_out_accuracy,
+        "held_out_pairs": len(held_out),
+    }
+    for when, values in (("untrained", untrained), ("trained", scores)):
+        if values is not None:
             of = f"of {num_texts} {options.normalise}, {when}, before normalising"
-            mean, std = float(seen.mean()), float(seen.std())
+            mean, std = float(values.mean()), float(values.std())
             shown += [(f"mean {of}", mean), (f"standard deviation {of}", std)]
             summary |= {f"{when}_mean": mean, f"{when}_std": std}
     report.table("Reward model", ("", "value"), shown)

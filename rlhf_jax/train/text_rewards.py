@@ -37,20 +37,20 @@ def load_text_reward(
 def text_reward(reward: TextReward, *, mesh: Mesh) -> ppo.Reward:
     """A Python function of texts as a reward; each process scores its own rows."""
 
-    def scored(answered: Rollout) -> Array:
+    def scored(rollout: Rollout) -> Array:
         return row_sharding.put_computed(
-            reward(row_sharding.local_rows(answered)), mesh=mesh
+            reward(row_sharding.local_rows(rollout)), mesh=mesh
         )
 
     return scored
 
 
 def model_reward(scorer: RewardModel) -> ppo.Reward:
-    """A reward model, run where it is held."""
+    """A reward model, run on its own devices."""
     # An argument of the program: a closure would bake its parameters in.
     reward = rewards.from_model(scorer.frozen, model=scorer.model)
     mesh = frozen.mesh_of(scorer.frozen)
     apply = jax.jit(sharding.on(mesh, lambda reward, rollout: reward(rollout)))
-    return lambda answered: frozen_models.run_beside(
-        lambda there: apply(reward, there), scorer.frozen, answered
+    return lambda rollout: frozen_models.run_beside(
+        lambda rollout: apply(reward, rollout), scorer.frozen, rollout
     )

@@ -4,14 +4,14 @@
     rlhf-jax dpo --model gpt2 --data pairs.jsonl --lora.rank 16 \\
         --learning-rate 1e-4 --row-width 2048 --out runs/dpo_lora
 
---data holds {"prompt": ..., "chosen": ..., "rejected": ...} a line, or dialogues as in
-hh-rlhf that share their beginning; either may be of messages, for the tokenizer's chat
-template. The reference is --model as it starts, which should have learned answers like
-these (`rlhf-jax sft`), or --reference; with --lora.rank it is the base, shared by both.
---precompute takes its log-probs before the first update and lets it go: they, and the
-run, are those of a live reference to the bit. --row-width packs pairs into rows, where
-one text does not see another. OUT/model is a Hugging Face checkpoint, with LoRA
-OUT/adapter is one of PEFT.
+A line of --data is {"prompt": ..., "chosen": ..., "rejected": ...}, or two dialogues
+that share their beginning, as in hh-rlhf; messages go through the tokenizer's chat
+template. The reference is --model as it starts, which should have learned responses
+like these (`rlhf-jax sft`), or --reference; with --lora.rank it is the base of the
+policy. --precompute computes the reference log-probs before the first update and then
+frees the reference; the run is the same to the bit. --row-width packs several pairs
+into a row, where no text attends to another. OUT/model is a Hugging Face checkpoint,
+and with LoRA OUT/adapter is a PEFT adapter.
 
 One device that holds the parameters in float32 five times over, four times with
 --precompute (GPT-2 small: 2.4 and 2 GiB). On a model of 3.3 million parameters after 40
@@ -19,7 +19,7 @@ updates of `rlhf-jax sft` on tiny Shakespeare, one pass over the 655 pairs of hh
 (harmless, first 1,800; --overlong drop --blank drop) that fit into 128 tokens, in 181
 rows of 512, at a learning rate of 1e-4, takes 2 minutes of CPU time. On 73 held-out
 pairs the loss falls from 0.693 to 0.685, accuracy is 0.56 (standard error 0.06), and
-both answers become unlikelier, the rejected one more so.
+both responses become less likely, the rejected one more so.
 """
 
 from collections.abc import Sequence

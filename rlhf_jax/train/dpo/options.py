@@ -87,13 +87,13 @@ class Config(StartConfig):
             )
         stored = self.reference_storage != frozen_models.COPY and not adapters
         placed = place != WITH_POLICY and not adapters
-        for option, given in {
+        for option, asked in {
             "--reference": self.reference is not None,
             "--precompute": self.precompute,
             "--reference-storage": stored,
             "--placement.reference": placed,
         }.items():
-            if given and self.dpo.reference_free:
+            if asked and self.dpo.reference_free:
                 raise InputError(
                     f"{option}: expected none with --reference-free, where there is no "
                     f"reference; leave one of them out"

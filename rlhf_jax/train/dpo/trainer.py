@@ -33,7 +33,7 @@ from rlhf_jax.train.start import load_start
 Array = jax.Array
 Params = Any
 # The reference's log-probs of a batch, None without a reference.
-Priced = Callable[[PackedPreferences], Any]
+RefLogprobs = Callable[[PackedPreferences], Any]
 
 
 def make_models(
@@ -76,18 +76,18 @@ def make_dpo(options: Config, start: Pretrained, *, num_steps: int) -> DPO:
     )
 
 
-def live(reference: Frozen | None, *, algorithm: DPO, mesh: Mesh) -> Priced:
-    """Prices each batch when it is due, where the reference is held."""
+def live(reference: Frozen | None, *, algorithm: DPO, mesh: Mesh) -> RefLogprobs:
+    """Computes them when a batch is due, on the reference's devices."""
     if reference is None:
         return lambda batch: None
-    price = sharding.on(frozen.mesh_of(reference), dpo.reference_logprobs)
-    price = jax.jit(functools.partial(price, dpo=algorithm))
+    on_its_mesh = sharding.on(frozen.mesh_of(reference), dpo.reference_logprobs)
+    compute = jax.jit(functools.partial(on_its_mesh, dpo=algorithm))
 
-    def priced(batch: PackedPreferences) -> Array:
-        there = price(reference, batch=frozen.beside(reference, batch))
-        return row_sharding.put_rows(there, mesh=mesh)
+    def ref_logprobs(batch: PackedPreferences) -> Array:
+        output = compute(reference, batch=frozen.beside(reference, batch))
+        return row_sharding.put_rows(output, mesh=mesh)
 
-    return priced
+    return ref_logprobs
 
 
 def from_cache(
@@ -99,11 +99,11 @@ def from_cache(
     batch_size: int,
     pad_id: int,
     progress: bool,
-) -> Priced:
-    """Prices every row once, into a folder, or finds them there."""
+) -> RefLogprobs:
+    """Computes them once for all rows and keeps them in a folder, or reads them."""
     if not rows:
         return lambda batch: None
-    found = precomputed.load_or_compute(
+    cache = precomputed.load_or_compute(
         folder,
         [row.tokens for row in rows],
         segments=[row.segments for row in rows],
@@ -114,7 +114,7 @@ def from_cache(
         temperature=algorithm.temperature,
         progress=progress,
     )
-    return lambda batch: found.padded(
+    return lambda batch: cache.padded(
         np.asarray(batch.index), width=batch.tokens.shape[1]
     )
 
@@ -124,12 +124,12 @@ def evaluate(
     held_out: list[PackedPreferences],
     *,
     measure: Callable[..., masked.Stats],
-    priced: Priced,
+    ref_logprobs: RefLogprobs,
     base: Frozen | None,
 ) -> dict[str, float]:
     """Means over all pairs; nothing without any."""
     parts = [
-        measure(trained, batch=batch, ref_logprobs=priced(batch), base=base)
+        measure(trained, batch=batch, ref_logprobs=ref_logprobs(batch), base=base)
         for batch in held_out
     ]
     if not parts:
@@ -175,14 +175,15 @@ def main(options: Config) -> None:
         functools.partial(update, dpo=algorithm), donate_argnames=("state",)
     )
     measure = jax.jit(functools.partial(measure, dpo=algorithm))
-    # All of it, as what a frozen model says is there, or `jit` would compile twice.
+    # All of it is on the mesh, as a frozen model's output is, or `jit` would compile
+    # twice.
     initial = state.supervised_state(trained, optimizer=algorithm.optimizer)
     initial = sharding.place(initial, mesh=mesh)
     start = start._replace(params=None)  # with LoRA the base is a copy: the only one
     # What does not fit is told here, before there is a run folder.
     first = preferences[0]
-    given = None if reference is None else np.zeros(first.tokens.shape, np.float32)
-    jax.eval_shape(update, initial, batch=first, ref_logprobs=given, base=base)
+    zeros = None if reference is None else np.zeros(first.tokens.shape, np.float32)
+    jax.eval_shape(update, initial, batch=first, ref_logprobs=zeros, base=base)
 
     meta: dict[str, Any] = {"data_digest": digests.of_tokens(pairs)}
     if reference is not None:
@@ -197,9 +198,10 @@ def main(options: Config) -> None:
                 *((name, model.stored, False) for name, model in beside.items()),
             ]
         )
-        price = price_other = live(reference, algorithm=algorithm, mesh=mesh)
+        ref_logprobs = live(reference, algorithm=algorithm, mesh=mesh)
+        held_out_ref_logprobs = ref_logprobs
         if options.precompute and reference is not None:
-            price, price_other = (
+            ref_logprobs, held_out_ref_logprobs = (
                 from_cache(
                     job.folder / "reference",
                     each,
@@ -211,24 +213,31 @@ def main(options: Config) -> None:
                 for each in (rows, other_rows)
             )
             beside.pop("reference", None)
-        reference = None  # its functions hold it, if it is still needed
-        look = functools.partial(
-            evaluate, held_out=held_out, measure=measure, priced=price_other, base=base
+        reference = None  # its functions keep it, if it is still needed
+        held_out_means = functools.partial(
+            evaluate,
+            held_out=held_out,
+            measure=measure,
+            ref_logprobs=held_out_ref_logprobs,
+            base=base,
         )
-        before = look(initial.params)
+        before = held_out_means(initial.params)
         with job.stage("dpo", initial, meta=meta, beside=beside) as stage:
             del initial, trained  # a resumed run has its own
             for step in stage.steps():
                 batch = preferences[step]
                 stage.state, stats = update(
-                    stage.state, batch=batch, ref_logprobs=price(batch), base=base
+                    stage.state,
+                    batch=batch,
+                    ref_logprobs=ref_logprobs(batch),
+                    base=base,
                 )
                 stage.end_step(step, stats)
     trained, lora = stage.state.params, algorithm.lora
     pretrained.save(
         job.folder, trained, start=start, base=base, lora=lora, name=options.model
     )
-    after = look(trained)
+    after = held_out_means(trained)
     report.table(
         f"{len(others)} held-out pairs",
         ("", "before", "after"),

@@ -57,27 +57,27 @@ class Programs:
         jit, bind, on = jax.jit, functools.partial, functools.partial(sharding.on, mesh)
         learn = bind(on(grpo.learn), recipe=algorithm)
         self.sample = jit(bind(on(grpo.sample), recipe=algorithm))
-        self.price = jit(bind(on(score.reference_logprobs), **shape))
+        self.reference_logprobs = jit(bind(on(score.reference_logprobs), **shape))
         self.learn = jit(learn, donate_argnames=("state",))
         self.measure = jit(bind(on(self_check.measure), reference=None, **shape))
         greedy = decode.Shaping(greedy=True)
         stop_ids = algorithm.stop_ids
-        self.answer = jit(
+        self.greedy = jit(
             bind(on(rollout.rollout), **shape, stop_ids=stop_ids, shaping=greedy)
         )
         self._seen_by_reward = bind(grpo.seen_by_reward, recipe=algorithm)
 
     def score(
-        self, answered: Rollout, *, reference: Frozen | None, reward: PooledReward
+        self, rollout: Rollout, *, reference: Frozen | None, reward: PooledReward
     ) -> tuple[Scores, Array | None]:
-        """Scores, and the reference's log-probs, taken while processes verify."""
-        mine = row_sharding.local_rows(self._seen_by_reward(answered))
+        """Scores, and the reference's log-probs, computed while processes verify."""
+        mine = row_sharding.local_rows(self._seen_by_reward(rollout))
         pending = reward.submit(mine)
-        priced = None
+        ref_logprobs = None
         if reference is not None:
-            priced = self.price(reference, rollout=answered)
+            ref_logprobs = self.reference_logprobs(reference, rollout=rollout)
         scores = row_sharding.put_computed(pending.collect(), mesh=self._mesh)
-        return scores, priced
+        return scores, ref_logprobs
 
 
 def accuracy(
@@ -89,7 +89,7 @@ def accuracy(
     start: Pretrained,
     options: VerifiedConfig,
 ) -> float:
-    """Share of the held-out questions whose likeliest answer is right."""
+    """Share of the held-out questions whose greedy response is right."""
     rows, tokens = held_out
     count = min(len(rows), options.eval_rows)
     size = min(options.batch_size, count)
@@ -97,13 +97,13 @@ def accuracy(
     asked = batches.prompt_batches(
         tokens[:count], batch_size=size, seed=0, pad_id=start.pad_id
     )
-    key = jax.random.key(0)  # the likeliest answer needs none
+    key = jax.random.key(0)  # greedy responses need none
     pending = [
         reward.submit(
-            processes.whole(programs.answer(params, prompts=asked[i], key=key))
+            processes.whole(programs.greedy(params, prompts=asked[i], key=key))
         )
         for i in range(-(-count // size))
     ]
-    # The last batch goes on with questions that the first ones held.
+    # The last batch is filled with questions of the first ones.
     right = np.concatenate([scores.collect().total for scores in pending])[:count]
     return float(right.mean())

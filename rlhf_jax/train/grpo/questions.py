@@ -28,7 +28,7 @@ def read_questions(
     start: Pretrained,
     options: VerifiedConfig,
 ) -> tuple[list[Row], list[Tokens]]:
-    """Rows whose questions leave room for an answer, and what the model is asked.
+    """Rows whose questions leave room for a response, and what the model is asked.
 
     Raises:
       InputError: the verifier cannot read the right answer of a row, or a row has no

@@ -45,11 +45,13 @@ def rehearse(
     options: VerifiedConfig,
 ) -> None:
     """The first iteration up to its update, before there is a run folder."""
-    answered = programs.sample(train.policy, prompts=prompts, key=key)
-    scores, priced = programs.score(answered, reference=reference, reward=reward)
-    batch = {"rollout": answered, "scores": scores.total, "ref_logprobs": priced}
+    rollout = programs.sample(train.policy, prompts=prompts, key=key)
+    scores, ref_logprobs = programs.score(rollout, reference=reference, reward=reward)
+    batch = {"rollout": rollout, "scores": scores.total, "ref_logprobs": ref_logprobs}
     jax.eval_shape(programs.learn, train, **batch, reference=reference, key=key)
-    measured = programs.measure(train.policy, rollout=answered, ref_logprobs=priced)
+    measured = programs.measure(
+        train.policy, rollout=rollout, ref_logprobs=ref_logprobs
+    )
     self_check.require(
         processes.whole(measured),
         tolerance=self_check.TOLERANCE[options.dtype],
@@ -69,28 +71,28 @@ def improve(
     train, reference = stage.state["train"], stage.state["reference"]
     for step in stage.steps():
         key = jax.random.fold_in(stage.state["root_key"], step)
-        answered = programs.sample(train.policy, prompts=prompts[step], key=key)
+        rollout = programs.sample(train.policy, prompts=prompts[step], key=key)
         with stage.user_code():
-            scores, priced = programs.score(
-                answered, reference=reference, reward=reward
+            scores, ref_logprobs = programs.score(
+                rollout, reference=reference, reward=reward
             )
         train, stats, _ = programs.learn(
             train,
-            rollout=answered,
+            rollout=rollout,
             scores=scores,
             # Run again there only for exact KL, which needs its hidden states.
             reference=reference if options.recipe.penalty.needs_logits else None,
-            ref_logprobs=priced,
+            ref_logprobs=ref_logprobs,
             key=key,
         )
         stage.state["train"] = train
         samples = []
         if step % SAMPLE_EVERY == 0:
-            mine, totals = row_sharding.local_rows((answered, scores.total))
+            mine, totals = row_sharding.local_rows((rollout, scores.total))
             shown = jax.tree.map(lambda leaf: leaf[:SHOWN], mine)
             samples = [
-                {"question": question, "answer": answer, "score": float(found)}
-                for (question, answer), found in zip(
+                {"question": question, "answer": answer, "score": float(total)}
+                for (question, answer), total in zip(
                     tokenization.texts(shown, decode=reward.decode),
                     totals[:SHOWN],
                     strict=True,
@@ -160,14 +162,14 @@ def main(options: VerifiedConfig) -> None:
             "data_digest": digests.of_tokens(tokens),
             "rows_digest": digests.of_rows(rows),  # with the answers
         }
-        held = {"train": train, "reference": reference, "root_key": key}
+        kept = {"train": train, "reference": reference, "root_key": key}
         with (
             run.Run(
                 options,
                 num_steps={"grpo": options.num_steps},
                 stop_timeout=options.stop_timeout,
             ) as job,
-            job.stage("grpo", held, meta=meta) as stage,
+            job.stage("grpo", kept, meta=meta) as stage,
         ):
             report.model_table(
                 [

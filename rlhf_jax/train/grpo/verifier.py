@@ -42,10 +42,10 @@ def make_verifier(options: VerifiedConfig) -> Verifier:
     return command_line.load_function(name)
 
 
-def _refuse(options: VerifiedConfig, option: str, given: Any, *, default: str) -> None:
+def _refuse(options: VerifiedConfig, option: str, value: Any, *, default: str) -> None:
     """InputError for an option that this verifier does not read."""
-    if given != default:
+    if value != default:
         raise InputError(
             f"{option}: expected none with --verifier {options.verifier}, which does "
-            f"not read it, got {given}; leave one of them out"
+            f"not read it, got {value}; leave one of them out"
         )

@@ -5,27 +5,27 @@
     rlhf-jax ppo --model gpt2 \\
         --prompts prompts.txt --reward my_rewards:score --out runs/ppo
 
---prompts holds {"prompt": ..., and whatever the reward asks for} a line, or a prompt a
-line in a .txt file; a prompt of messages is put by the tokenizer's chat template. The
-reward is a checkpoint of `rlhf-jax reward-model`, or a function
+A line of --prompts is {"prompt": ..., and whatever the reward asks for}, or a prompt
+in a .txt file; messages go through the tokenizer's chat template. The reward is a
+checkpoint of `rlhf-jax reward-model`, or a function
 
     def score(prompts: list[str], responses: list[str], rows: list[dict]) -> list[float]
 
 of my_rewards.py in the working directory; rows are those of --prompts. The policy
-maximises the score less kl_coef times its KL to the frozen --reference. OUT/model is a
-Hugging Face checkpoint with its tokenizer.
+maximises score - kl_coef * KL(policy || reference). OUT/model is a Hugging Face
+checkpoint with its tokenizer.
 
---lora.rank 16 trains adapters of policy and critic over one frozen base, which is the
-reference too; OUT/adapter then is a PEFT adapter and OUT/model is merged.
+--lora.rank 16 trains adapters of policy and critic over one frozen base, which is also
+the reference; OUT/adapter is then a PEFT adapter, and OUT/model is merged.
 --reference-storage.dtype int8 makes the reference cheaper, --placement.reference
 pinned_host or cpu takes it off the device, --lifecycle.* moves it, and --no-measure-kl
 with --kl-coef 0 leaves it out.
 --preset openai-2019 or n-plus starts from a published recipe.
---held-out and --out-of-domain texts and a --judge are watched every --eval-every steps,
-and --alarms.* are the limits beyond which the run tells you to look.
+Every --eval-every steps the run evaluates --held-out and --out-of-domain texts and a
+--judge; --alarms.* are limits beyond which it prints a warning.
 
-One device that holds policy and critic in float32 four times each, reference and reward
-model once: GPT-2 small 4.7 GiB. With the small models of `rlhf-jax sft` and
+Memory: policy and critic in float32 four times each, reference and reward model once;
+for GPT-2 small 4.7 GiB. With the small models of `rlhf-jax sft` and
 `rlhf-jax reward-model`, an iteration of 16 responses of 24 tokens takes 4 seconds on 2
 laptop cores, and 10 of them at --policy-learning-rate 1e-4 raise the score from -0.1 to
 0.4 at 2 nats. Expect the score to rise and the KL to stay in single digits [nats per

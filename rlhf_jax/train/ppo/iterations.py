@@ -42,32 +42,34 @@ def rehearse(
 ) -> None:
     """The first iteration up to its update, before there is a run folder.
 
-    A reward function that fails is told now, and so is whatever does not fit together.
+    A reward function that fails stops the run now, and so does whatever does not fit.
     """
     train, base, reference = models.train, models.base, models.reference
-    answered = programs.sample(train.policy, prompts=prompts, key=key)
-    seen = ppo.seen_by_reward(answered, recipe=models.algorithm)
-    scores = reward(seen)
+    rollout = programs.sample(train.policy, prompts=prompts, key=key)
+    shown = ppo.seen_by_reward(rollout, recipe=models.algorithm)
+    scores = reward(shown)
     if judge is not None:
-        judge(seen)
-    priced = None if reference is None else programs.price(reference, answered)
+        judge(shown)
+    ref_logprobs = None
+    if reference is not None:
+        ref_logprobs = programs.reference_logprobs(reference, rollout)
     values = None
     if models.critic is not None:
-        values = programs.values(train, models.critic, answered)
+        values = programs.values(train, models.critic, rollout)
     jax.eval_shape(
         programs.learn,
         train,
         models.critic,
-        answered=answered,
+        rollout=rollout,
         scores=scores,
         reference=reference,
-        ref_logprobs=priced,
+        ref_logprobs=ref_logprobs,
         values=values,
         key=key,
         ptx=None if ptx is None else ptx[0],
     )
     measured = programs.measure(
-        train.policy, rollout=answered, ref_logprobs=priced, base=base
+        train.policy, rollout=rollout, ref_logprobs=ref_logprobs, base=base
     )
     self_check.require(
         processes.whole(measured),
@@ -78,13 +80,11 @@ def rehearse(
 
 
 def sample_rows(
-    answered: Rollout, scores: Array | Scores, *, policy: Pretrained, count: int
+    rollout: Rollout, scores: Array | Scores, *, policy: Pretrained, count: int
 ) -> list[dict[str, Any]]:
-    """The first answers of a batch, for samples.jsonl."""
-    answered, total = row_sharding.local_rows(
-        (answered, rewards.scores_of(scores).total)
-    )
-    shown = jax.tree.map(lambda leaf: leaf[:count], answered)
+    """The first responses of a batch, for samples.jsonl."""
+    rollout, total = row_sharding.local_rows((rollout, rewards.scores_of(scores).total))
+    shown = jax.tree.map(lambda leaf: leaf[:count], rollout)
     return [
         {"row": int(row), "prompt": prompt, "response": response, "score": float(score)}
         for row, score, (prompt, response) in zip(
@@ -113,22 +113,22 @@ def improve(
 ) -> tuple[Params, Frozen | None]:
     """PPO, score - kl_coef · KL to the reference; policy and reference at the end."""
     base, reference = models.base, models.reference
-    held: dict[str, Any] = {"train": models.train, "root_key": key}
+    kept: dict[str, Any] = {"train": models.train, "root_key": key}
     if models.critic is not None:
-        held["critic"] = models.critic
+        kept["critic"] = models.critic
     beside = {} if models.reward is None else {"reward": models.reward.frozen}
     if base is not None:
         beside["base"] = base
     if models.critic_devices is not None and models.critic_devices.base is not None:
         beside["critic_base"] = models.critic_devices.base
     if reference is not None and reference is not base:
-        held["reference"] = reference
-    if models.sampling is not None:  # the answers to learn from next
-        held["rollout"] = programs.sample(
+        kept["reference"] = reference
+    if models.sampling is not None:  # the responses to learn from next
+        kept["rollout"] = programs.sample(
             models.train.policy, prompts=prompts[0], key=jax.random.fold_in(key, 0)
         )
     moving = ("reference",) if options.lifecycle.moves else ()
-    with job.stage("ppo", held, meta=meta, beside=beside, moving=moving) as stage:
+    with job.stage("ppo", kept, meta=meta, beside=beside, moving=moving) as stage:
         train, critic = stage.state["train"], stage.state.get("critic")
         reference = stage.state.get("reference", base)
         if models.reference is None:
@@ -136,17 +136,17 @@ def improve(
         for step in stage.steps():
             step_key = jax.random.fold_in(key, step)
             if models.sampling is None:
-                answered = programs.sample(
+                rollout = programs.sample(
                     train.policy, prompts=prompts[step], key=step_key
                 )
             else:
-                answered = stage.state["rollout"]
-            shown = ppo.seen_by_reward(answered, recipe=models.algorithm)
-            priced, values = None, None
+                rollout = stage.state["rollout"]
+            shown = ppo.seen_by_reward(rollout, recipe=models.algorithm)
+            ref_logprobs, values = None, None
             if reference is not None and options.lifecycle.takes_kl(step):
-                priced = programs.price(reference, answered)
+                ref_logprobs = programs.reference_logprobs(reference, rollout)
             if models.reward is None or critic is not None:  # beside what comes next
-                values = programs.values(train, critic, answered)
+                values = programs.values(train, critic, rollout)
             more = step + 1 < options.num_steps
             if models.sampling is not None and more:  # beside the rest of this step
                 stage.state["rollout"] = programs.sample(
@@ -154,18 +154,18 @@ def improve(
                     prompts=prompts[step + 1],
                     key=jax.random.fold_in(key, step + 1),
                 )
-            seen = {}
+            watched = {}
             with stage.user_code():
                 scores = reward(shown)
                 if step % options.eval_every == 0:
-                    seen = look(programs, train.policy, texts, base, judge, shown)
+                    watched = watch(programs, train.policy, texts, base, judge, shown)
             train, critic, stats, scored = programs.learn(
                 train,
                 critic,
-                answered=answered,
+                rollout=rollout,
                 scores=scores,
-                reference=None if priced is None else reference,
-                ref_logprobs=priced,
+                reference=None if ref_logprobs is None else reference,
+                ref_logprobs=ref_logprobs,
                 values=values,
                 key=step_key,
                 ptx=None if ptx is None else ptx[step],
@@ -173,7 +173,7 @@ def improve(
             stage.state["train"] = train
             if critic is not None:
                 stage.state["critic"] = critic
-            stats |= seen
+            stats |= watched
             if reference is not None and step % options.drift_every == 0:
                 stats |= drift.stats(programs.drift(train.policy, reference))
             samples, positions = [], None
@@ -181,7 +181,7 @@ def improve(
                 samples = sample_rows(
                     shown, scores, policy=policy, count=options.num_shown
                 )
-                positions = None if priced is None else programs.positions(scored)
+                positions = None if ref_logprobs is None else programs.positions(scored)
             if reference is not None and options.lifecycle.moves:
                 reference = lifecycle.after_step(
                     reference, train.policy, step=step, lifecycle=options.lifecycle
@@ -191,16 +191,16 @@ def improve(
     return train.policy, reference
 
 
-def look(
+def watch(
     programs: Programs,
     policy: Params,
     texts: dict[str, Sequences],
     base: Frozen | None,
     judge: Judge | None,
-    answered: Rollout,
+    rollout: Rollout,
 ) -> Stats:
-    """What is watched and not trained on: fixed texts, and a judge of the answers."""
+    """Statistics of what is not trained on: fixed texts, and the judge's scores."""
     stats = programs.evaluate(policy, texts, base)
     if judge is not None:
-        stats |= judge(answered)
+        stats |= judge(rollout)
     return stats

@@ -26,7 +26,7 @@ Params = Any
 
 
 class Programs:
-    """What is compiled: a program an arrow, each with its parameters as arguments."""
+    """The compiled programs, one per stage; parameters are always arguments."""
 
     def __init__(self, models: Models) -> None:
         algorithm = models.algorithm
@@ -75,21 +75,22 @@ class Programs:
                 )
             )
         )
-        if models.reference is not None:  # it may lie elsewhere
+        if models.reference is not None:  # it may be on another mesh
             on = functools.partial(sharding.on, frozen.mesh_of(models.reference))
-        self._price = jax.jit(
+        self._reference_logprobs = jax.jit(
             functools.partial(on(score.reference_logprobs), lora=self._lora, **shape)
         )
         self._drift = jax.jit(self._drift_of)
 
     def _inside(self, reference: Frozen | None) -> Frozen | None:
-        """The reference where `learn` runs it again, for exact KL; else None."""
+        """The reference if `learn` runs it once more, for exact KL; else None."""
         return reference if self._models.algorithm.penalty.needs_logits else None
 
     def sample(self, policy: Params, *, prompts: Prompts, key: Array) -> Rollout:
-        """Answers where the devices that sample are, brought to where it is learned.
+        """Responses from the sampler's devices, brought to the policy's.
 
-        Asynchronous: what is dispatched next on other devices runs beside it.
+        The call is asynchronous: what is dispatched next on other devices runs beside
+        it.
         """
         if self._models.sampling is None:
             return self._sample(
@@ -97,26 +98,26 @@ class Programs:
             )
         policy, key = sharding.place((policy, key), mesh=self._sampling)
         prompts = row_sharding.put_rows(prompts, mesh=self._sampling)
-        answered = self._sample(
+        rollout = self._sample(
             policy, prompts=prompts, key=key, base=self._sampling_base
         )
-        return row_sharding.put_rows(answered, mesh=self._models.mesh)
+        return row_sharding.put_rows(rollout, mesh=self._models.mesh)
 
     def values(
-        self, train: TrainState, critic: SupervisedState | None, answered: Rollout
+        self, train: TrainState, critic: SupervisedState | None, rollout: Rollout
     ) -> Array:
-        """The critic's values, taken where the critic is held."""
+        """The critic's values, computed on the critic's devices."""
         if critic is None:
-            return self._values(train, rollout=answered, base=self._models.base)
+            return self._values(train, rollout=rollout, base=self._models.base)
         assert self._models.critic_devices is not None  # as it has them
-        return self._models.critic_devices.values(critic, rollout=answered)
+        return self._models.critic_devices.values(critic, rollout=rollout)
 
     def learn(
         self,
         train: TrainState,
         critic: SupervisedState | None,
         *,
-        answered: Rollout,
+        rollout: Rollout,
         scores: Array | Scores,
         reference: Frozen | None,
         ref_logprobs: Array | None,
@@ -124,10 +125,10 @@ class Programs:
         key: Array,
         ptx: Sequences | None,
     ) -> tuple[TrainState, SupervisedState | None, Stats, Scored]:
-        """`ppo.learn`; the critic's update beside it where the critic is held apart."""
+        """`ppo.learn`; a critic that is apart is updated beside it."""
         base, reference = self._models.base, self._inside(reference)
-        seen = {
-            "rollout": answered,
+        arguments = {
+            "rollout": rollout,
             "scores": scores,
             "reference": reference,
             "ref_logprobs": ref_logprobs,
@@ -135,10 +136,10 @@ class Programs:
             "base": base,
         }
         if critic is None:
-            train, stats, scored = self._learn(train, **seen, key=key, ptx=ptx)
+            train, stats, scored = self._learn(train, **arguments, key=key, ptx=ptx)
             return train, None, stats, scored
         assert self._models.critic_devices is not None  # as it has them
-        train, experience, stats, scored = self._make_experience(train, **seen)
+        train, experience, stats, scored = self._make_experience(train, **arguments)
         key = self._shuffle_key(key)
         critic, critic_stats = self._models.critic_devices.update(
             critic, experience=experience, key=key
@@ -153,18 +154,18 @@ class Programs:
         )
         return train, critic, update_stats | stats | critic_stats, scored
 
-    def price(self, reference: Frozen, answered: Rollout) -> Array:
-        """The reference's log-probs, taken where the reference is held."""
-        return frozen_models.run_beside(
-            lambda there: self._price(reference, rollout=there, base=self._base),
-            reference,
-            answered,
-        )
+    def reference_logprobs(self, reference: Frozen, rollout: Rollout) -> Array:
+        """The reference's log-probs, computed on the reference's devices."""
+
+        def compute(rollout: Rollout) -> Array:
+            return self._reference_logprobs(reference, rollout=rollout, base=self._base)
+
+        return frozen_models.run_beside(compute, reference, rollout)
 
     def drift(self, policy: Params, reference: Frozen) -> dict[str, Any]:
         """`drift.weight_drift` of the policy, merged with its base under LoRA."""
-        there = frozen.beside(reference, policy)
-        return self._drift(there, reference, self._models.base)
+        policy = frozen.beside(reference, policy)
+        return self._drift(policy, reference, self._models.base)
 
     def _drift_of(
         self, policy: Params, reference: Frozen, base: Frozen | None

@@ -40,8 +40,8 @@ MEASURED = {
     "objective/kl": "KL to the reference [nats]",
     "objective/entropy": "entropy [nats per token]",
     "response/length": "length [tokens]",
-    "response/eos_fraction": "ended (share of answers)",
-    "response/distinct_fraction": "distinct (share of answers)",
+    "response/eos_fraction": "ended (share of responses)",
+    "response/distinct_fraction": "distinct (share of responses)",
 }
 
 
@@ -195,9 +195,9 @@ def main(options: Config) -> None:
             policy=policy,
             options=options,
         )
-    for held in (models.base, reference, None if scorer is None else scorer.frozen):
-        if held is not None:
-            frozen.verify(held)
+    for model in (models.base, reference, None if scorer is None else scorer.frozen):
+        if model is not None:
+            frozen.verify(model)
     pretrained.save(
         job.folder,
         trained,
@@ -211,7 +211,7 @@ def main(options: Config) -> None:
     first = measured[0]
     last = functools.reduce(dict.__or__, measured)  # not every step takes the KL
     report.table(
-        "Answers to the prompts",
+        "Responses to the prompts",
         ("", "first iteration", "last measured"),
         [(name, first.get(at), last.get(at)) for at, name in MEASURED.items()],
     )
