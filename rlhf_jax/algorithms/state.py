@@ -17,7 +17,7 @@ from rlhf_jax.functional.kl.control import KLController
 from rlhf_jax.models import layout
 from rlhf_jax.roles import rewards
 from rlhf_jax.roles.reference import fingerprint
-from rlhf_jax.roles.rewards.model import RunningMoments
+from rlhf_jax.roles.rewards.normalisation import RunningMoments
 
 Array = jax.Array
 Params = Any

@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 from rlhf_jax.checkpoints import finite
 from rlhf_jax.checkpoints.finite import NotFinite
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models.families import keys
+from rlhf_jax.models.families import mapping
 from rlhf_jax.runs import write_errors
 
 WEIGHTS = "model.safetensors"
@@ -89,7 +89,7 @@ class Tensors:
           InputError: no safetensors, a shard that the index names is missing, or a
             shard is truncated.
         """
-        self.headers: dict[str, keys.Header] = {}
+        self.headers: dict[str, mapping.Header] = {}
         self._files: dict[str, Path] = {}
         self._not_finite: dict[str, NotFinite] = {}
         for file in _files(folder):
@@ -97,7 +97,7 @@ class Tensors:
             for name in shard.keys():  # noqa: SIM118 (not a dict, and not iterable)
                 header = shard.get_slice(name)
                 shape, dtype = tuple(header.get_shape()), header.get_dtype()
-                self.headers[name] = keys.Header(shape, dtype)
+                self.headers[name] = mapping.Header(shape, dtype)
                 self._files[name] = file
 
     def __call__(self, name: str) -> Part:

@@ -257,8 +257,8 @@ def cells(params: Params) -> tuple[str, str]:
     arrays = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
     found = {array.sharding for array in arrays}
     devices = {device for each in found for device in each.device_set}
-    memories = {each.memory_kind for each in found} - {"device", None}
-    memories -= {device.default_memory().kind for device in devices}
+    memories = {each.memory_kind for each in found if each.memory_kind is not None}
+    memories -= {"device", *(device.default_memory().kind for device in devices)}
     meshes = [each.mesh for each in found if isinstance(each, NamedSharding)]
     mesh = next((each for each in meshes if isinstance(each, Mesh)), None)
     shown = ", ".join([_devices_cell(devices), *sorted(memories)])

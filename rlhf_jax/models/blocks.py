@@ -15,13 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.models import layout
+from rlhf_jax.models.attention import KeyValue, append, attend_cudnn, attend_to
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.rotary import rotate
 
 Array = jax.Array
-# Heads first: what a head reads for a row lies together. In the compute dtype.
-KeyValue = tuple[Array, Array]  # each [B, K, S, head_dim]
-
 INIT_STD = 0.02  # Radford et al. 2019
 
 
@@ -52,7 +50,7 @@ class Linear(nn.Module):
     def __call__(self, x: Array) -> Array:
         if self.has_variable(
             "params", "transposed"
-        ):  # put by `decoder.layers_to_decode`
+        ):  # put by `cached_decoder.layers_to_decode`
             transposed: Array = self.get_variable("params", "transposed")
             y = layout.transposed_product(x, transposed.astype(x.dtype)).astype(x.dtype)
         else:
@@ -172,80 +170,6 @@ def columns_from(x: Array, first: int, *, rows: int) -> Array:
     if first == 0:
         return x
     return x.reshape(rows, -1, x.shape[-1])[:, first:].reshape(-1, x.shape[-1])
-
-
-def append(cache: KeyValue, new: KeyValue, *, column: Array | int) -> KeyValue:
-    """The cache with the keys and values of new tokens written from `column` on."""
-    key, value = (
-        jax.lax.dynamic_update_slice_in_dim(old, fresh, column, axis=2)
-        for old, fresh in zip(cache, new, strict=True)
-    )
-    return key, value
-
-
-def attend_to(
-    query: Array,
-    keys_values: KeyValue,
-    *,
-    attend: Array,
-    scale: float | None = None,
-    softcap: float | None = None,
-) -> Array:
-    """softmax(scale · q·kᵀ)·v, over those keys that `attend` allows.
-
-    Args:
-      query: [B, H, T, head_dim].
-      keys_values: [B, K, S, head_dim] each; H/K query heads in a row read the same
-        keys.
-      attend: bool[B, T, S].
-      scale: dimensionless; None is 1 / sqrt(head_dim).
-      softcap: c of logits c·tanh(x / c) (Gemma 2, arXiv:2408.00118, section 2); None
-        leaves them.
-
-    Returns:
-      [B, H, T, head_dim], in query's dtype; logits and softmax are float32.
-    """
-    key, value = keys_values
-    rows, kv_heads, _, head_dim = key.shape
-    group = query.shape[1] // kv_heads
-    # Not the library's, whose heads lie behind the tokens: XLA:CPU then takes five
-    # times as long over the sums in a softmax's gradient.
-    # The query heads of a group stand below each other, as more tokens.
-    grouped = query.reshape(rows, kv_heads, group * query.shape[2], head_dim)
-    logits = jnp.einsum(
-        "bktd,bksd->bkts", grouped, key, preferred_element_type=jnp.float32
-    )
-    logits = logits / math.sqrt(head_dim) if scale is None else logits * scale
-    if softcap is not None:
-        logits = softcap * jnp.tanh(logits / softcap)
-    allowed = jnp.tile(attend, (1, group, 1))[:, None]
-    # Not -inf: padding that may attend to nothing would be NaN.
-    lowest = -0.7 * jnp.finfo(jnp.float32).max
-    share = jax.nn.softmax(jnp.where(allowed, logits, lowest), axis=-1)
-    y = layout.product(share.astype(value.dtype), value)
-    return y.reshape(query.shape)
-
-
-def attend_cudnn(
-    query: Array,
-    keys_values: KeyValue,
-    *,
-    attend: Array,
-    scale: float | None = None,
-    softcap: float | None = None,
-) -> Array:
-    """`attend_to` by cuDNN's flash attention, which holds no logits, nor a softcap."""
-    del softcap  # None: `ModelConfig` allows nothing else here
-    key, value = (array.swapaxes(1, 2) for array in keys_values)
-    y = jax.nn.dot_product_attention(
-        query.swapaxes(1, 2),
-        key,
-        value,
-        mask=attend[:, None],
-        scale=scale,
-        implementation="cudnn",
-    )
-    return y.swapaxes(1, 2)
 
 
 ACTIVATIONS = {

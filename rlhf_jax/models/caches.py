@@ -15,11 +15,25 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.models.blocks import KeyValue
+from rlhf_jax.models.attention import KeyValue
 from rlhf_jax.models.config import ModelConfig
 
 Array = jax.Array
 Caches = tuple[KeyValue, ...]  # of every layer, [B, K, W, head_dim] each
+FIRST_WIDTH = 128  # columns of the first cache
+
+
+def growing_widths(size: int, *, first: int) -> tuple[int, ...]:
+    """Widths of the cache, one after another, for `first` columns and up to `size`.
+
+    Doubling, so that all moves together copy no more than the last cache holds, and
+    attention reads at most two and a half times the columns that are filled.
+    """
+    width, smaller = -(-(first + 1) // FIRST_WIDTH) * FIRST_WIDTH, []
+    while 5 * width < 4 * size:
+        smaller.append(width)
+        width *= 2
+    return (*smaller, size)
 
 
 def width(model: ModelConfig, layer: int, *, columns: int) -> int:

@@ -7,26 +7,23 @@
 
 V' is the vocabulary padded to `model.vocab_multiple`. A leaf may also be stored in
 int8 or in host memory (`leaves.py`): each layer is read when its turn comes. The loop
-over layers is here and nowhere else: `lax.scan` over the stacked layers, or a Python
-loop over layers that `unstack` took apart (cached decoding, where slicing at every
-token costs more than the layer itself). It costs a second copy of the layers
-while tokens are drawn.
+over layers is here, `lax.scan` over the stacked layers, and in `cached_decoder.py`, a
+Python loop over layers that `unstack` took apart.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import traverse_util
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import axes, blocks, leaves
-from rlhf_jax.models.caches import near
+from rlhf_jax.models.attention import KeyValue
 from rlhf_jax.models.config import ModelConfig, Remat
 from rlhf_jax.models.rotary import rotary_table
 
@@ -60,7 +57,7 @@ def init(key: Array, *, model: ModelConfig) -> Params:
 
     def layer(key: Array) -> Params:
         attend = jnp.ones((1, 1, 1), bool)
-        rotary = _rotary(jnp.zeros((1, 1), jnp.int32), model=model)
+        rotary = angles(jnp.zeros((1, 1), jnp.int32), model=model)
         return block.init(key, x, attend=attend, rotary=rotary)["params"]
 
     params = {
@@ -153,7 +150,7 @@ def prefill(
     mask: Array,
     segments: Array | None = None,
     first_column: int = 0,
-) -> tuple[Array, blocks.KeyValue]:
+) -> tuple[Array, KeyValue]:
     """`hidden_states`, and the keys and values of every layer, to be cached.
 
     Returns:
@@ -187,12 +184,12 @@ def prefill(
         attend &= segments[:, :, None] == segments[:, None, :]
         # What a token attends to, less itself, is what stands before it in its text.
         positions = attend.sum(axis=-1, dtype=jnp.int32) - mask.astype(jnp.int32)
-    everything = attend, _rotary(positions, model=model)
+    everything = attend, angles(positions, model=model)
     window = everything
     if model.sliding_window is not None:
         # The tokens of a text stand side by side, so that columns count them.
         within = jnp.triu(causal, 1 - model.sliding_window)
-        window = attend & within[None], _rotary(positions, model=model, local=True)
+        window = attend & within[None], angles(positions, model=model, local=True)
 
     def layer(
         x: Array, params: Params, *, sight: Sight, first: int = 0
@@ -221,7 +218,7 @@ def prefill(
 
     # Padding may hold any id: one out of range would be NaN, which no mask undoes.
     tokens = jnp.where(mask, tokens, 0)
-    x = _embed(params, model=model, tokens=tokens, positions=positions)
+    x = embed(params, model=model, tokens=tokens, positions=positions)
     x = axes.rows_apart(x)
     if model.unroll and not leaves.any_stored(params["layers"]):
         *before, last = enumerate(
@@ -256,7 +253,7 @@ def prefill(
             rematerialised(scanned), x, (params["layers"], local)
         )
         x = x[:, first_column:]
-    hidden = _final_norm(params, x, model=model)
+    hidden = final_norm(params, x, model=model)
     return jnp.pad(hidden, ((0, 0), (first_column, 0), (0, 0))), key_values
 
 
@@ -280,82 +277,10 @@ def unstack(tree: Any, *, num_layers: int) -> tuple[Any, ...]:
     )
 
 
-def layers_to_decode(
-    params: Params, *, model: ModelConfig, rows: int
-) -> tuple[Params, ...]:
-    """The layers as `decode_step` reads them fastest; once, before its loop.
-
-    Args:
-      params: the decoder's.
-      rows: B, of that step.
-
-    Returns:
-      L layers. For more rows than `model.transposed_rows` they are unchanged; for as
-      many or fewer "transposed" [out, in] stands in place of every "kernel" [in, out]
-      that is not stored.
-    """
-
-    def transposed(layer: Params) -> Params:
-        flat: Any = traverse_util.flatten_dict(layer)
-        for path, leaf in tuple(flat.items()):
-            if path[-1] == "kernel" and not leaves.is_stored(leaf):
-                flat[*path[:-1], "transposed"] = flat.pop(path).T
-        return traverse_util.unflatten_dict(flat)
-
-    layers = unstack(params["layers"], num_layers=model.num_layers)
-    return layers if rows > model.transposed_rows else tuple(map(transposed, layers))
-
-
-def decode_step(
-    params: Params,
-    *,
-    layers: Sequence[Params],
-    model: ModelConfig,
-    tokens: Array,
-    positions: Array,
-    attend: Array,
-    caches: Sequence[blocks.KeyValue],
-    column: Array,
-) -> tuple[Array, tuple[blocks.KeyValue, ...]]:
-    """One token for every row, against the cache.
-
-    Args:
-      params: the parameters; their stacked "layers" are not read.
-      layers: from `layers_to_decode`.
-      tokens, positions: i32[B], the new token and how many stand before it.
-      attend: bool[B, W], cached columns that the new token may see, its own included.
-      caches: per layer the keys and values, in `model.dtype`, as `caches.py` has them.
-      column: i32[], the number of the new token's column.
-
-    Returns:
-      Hidden states [B, D] after the final norm, in `model.dtype`, and the caches with
-      the new column written.
-    """
-    at = positions[:, None]
-    everything = attend[:, None], _rotary(at, model=model)
-    window = everything
-    if model.sliding_window is not None:
-        visible = near(attend, window=model.sliding_window, column=column)
-        window = visible[:, None], _rotary(at, model=model, local=True)
-    x = _embed(params, model=model, tokens=tokens[:, None], positions=at)
-    updated = []
-    for number, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
-        visible, rotary = window if model.is_local(number) else everything
-        x, cache = blocks.Block(model).apply(
-            {"params": leaves.read(layer)},
-            x,
-            attend=visible,
-            rotary=rotary,
-            cache=cache,
-            column=column % cache[0].shape[2],
-        )
-        updated.append(cache)
-    return _final_norm(params, x, model=model)[:, 0], tuple(updated)
-
-
-def _embed(
+def embed(
     params: Params, *, model: ModelConfig, tokens: Array, positions: Array
 ) -> Array:
+    """Embeddings [B, T, D] of tokens and positions i32[B, T], in `model.dtype`."""
     embed = params["embed"]
     x = leaves.rows(embed["tokens"], tokens).astype(model.dtype)
     if model.embed_scale != 1.0:
@@ -367,15 +292,17 @@ def _embed(
     return x
 
 
-def _rotary(
+def angles(
     positions: Array, *, model: ModelConfig, local: bool = False
 ) -> tuple[Array, Array] | None:
+    """`rotary_table` of positions i32[B, T]; None where positions are learned."""
     if model.positions == "learned":
         return None
     return rotary_table(positions, model=model, local=local)
 
 
-def _final_norm(params: Params, x: Array, *, model: ModelConfig) -> Array:
+def final_norm(params: Params, x: Array, *, model: ModelConfig) -> Array:
+    """The norm after the last layer, of hidden states [..., D]."""
     norm = leaves.read(params["final_norm"])
     y: Any = blocks.Norm(model).apply({"params": norm}, x)
     return y

@@ -13,7 +13,7 @@ from rlhf_jax.data.json_lines import Row
 from rlhf_jax.devices import row_sharding
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.functional.masked import Stats
-from rlhf_jax.roles.rewards.model import TextReward
+from rlhf_jax.roles.rewards.text import TextReward
 
 
 class Judge:

@@ -14,7 +14,7 @@ from rlhf_jax.data.json_lines import Row
 from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.roles import rewards
 from rlhf_jax.roles.reference import frozen
-from rlhf_jax.roles.rewards.model import TextReward
+from rlhf_jax.roles.rewards.text import TextReward
 from rlhf_jax.runs import (
     command_line,
 )

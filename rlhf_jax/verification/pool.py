@@ -28,7 +28,7 @@ import pebble
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.roles.rewards import text
-from rlhf_jax.roles.rewards.model import Scores
+from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.roles.rewards.text import Decode, Responses, Row, Texts
 from rlhf_jax.roles.rewards.verifiers import Verifier
 from rlhf_jax.verification import worker

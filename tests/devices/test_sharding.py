@@ -32,7 +32,7 @@ from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import axes
-from rlhf_jax.models.families import keys
+from rlhf_jax.models.families import mapping
 from rlhf_jax.roles.reference import storage
 
 MODELS = {
@@ -380,14 +380,14 @@ def test_a_checkpoint_is_read_in_parts_to_where_they_lie(
     whole = toys.params(model)
     hf.save(tmp_path / "model", model, whole)
     parts = []
-    read = keys.Unread.__getitem__
+    read = mapping.Unread.__getitem__
 
     def counted(leaf, index):
         part = read(leaf, index)
         parts.append((part.size, np.prod(leaf.shape)))
         return part
 
-    monkeypatch.setattr(keys.Unread, "__getitem__", counted)
+    monkeypatch.setattr(mapping.Unread, "__getitem__", counted)
     small = 24 * model.hidden_size
     where = functools.partial(sharding.shardings, mesh=shape.make(), small=small)
     _, found = hf.load(tmp_path / "model", sharding=where)

@@ -16,7 +16,8 @@ import toys
 from rlhf_jax import config, decode, decoder, logprobs, lora, policy
 from rlhf_jax.devices import sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
-from rlhf_jax.models import layout
+from rlhf_jax.models import cached_decoder, caches, layout
+from rlhf_jax.models.generation import decoding
 from rlhf_jax.roles.reference import storage
 
 Array = jax.Array
@@ -202,11 +203,11 @@ def test_windows_cover_every_column_and_grow_slowly():
     for first in (1, 16, 127, 128, 500):
         for new in (1, 48, 128, 512, 1000):
             size = first + new
-            widths = decode.cache_widths(size, first=first)
+            widths = caches.growing_widths(size, first=first)
             assert widths[-1] == size
             assert widths == tuple(sorted(set(widths)))
             for before, after in itertools.pairwise(widths):
-                assert before % decode.FIRST_WIDTH == 0
+                assert before % caches.FIRST_WIDTH == 0
                 assert after <= 2.5 * before
             assert widths[0] > first
 
@@ -228,7 +229,7 @@ def test_windows_change_no_sample(model, stop_ids, monkeypatch):
         jax.random.key(2), index=jnp.arange(3), sample=jnp.zeros(3, jnp.int32)
     )
 
-    def sample() -> decode.Generated:
+    def sample() -> decoding.Generated:
         generate = functools.partial(
             decode.generate, model=model, max_new_tokens=20, stop_ids=stop_ids
         )
@@ -236,10 +237,10 @@ def test_windows_change_no_sample(model, stop_ids, monkeypatch):
             params, tokens=tokens, mask=mask.at[:, -1].set(True), keys=keys
         )
 
-    assert len(decode.cache_widths(PROMPT + 20, first=PROMPT)) == 1
+    assert len(caches.growing_widths(PROMPT + 20, first=PROMPT)) == 1
     whole = sample()
-    monkeypatch.setattr(decode, "FIRST_WIDTH", 8)
-    assert decode.cache_widths(PROMPT + 20, first=PROMPT) == (8, 16, 25)
+    monkeypatch.setattr(caches, "FIRST_WIDTH", 8)
+    assert caches.growing_widths(PROMPT + 20, first=PROMPT) == (8, 16, 25)
     narrow = sample()
     assert (whole.response_mask.sum() == 3 * 20) == (stop_ids == ())
     for name in ("tokens", "mask", "response_mask"):
@@ -272,7 +273,9 @@ def test_kernels_of_few_rows_are_turned_once_and_what_is_stored_is_not():
     model = dataclasses.replace(toys.LLAMA, num_layers=2, transposed_rows=4)
     params = toys.params(model)
     stored = in_int8(params)
-    layers = toys.jit(decoder.layers_to_decode, static_argnames=("model", "rows"))
+    layers = toys.jit(
+        cached_decoder.layers_to_decode, static_argnames=("model", "rows")
+    )
     many = layers(params, model=model, rows=5)
     few = layers(params, model=model, rows=4)
     for number in range(2):
@@ -331,7 +334,7 @@ def test_turned_weights_change_no_sample(model, how, monkeypatch):
 
     monkeypatch.setattr(layout, "transposed_product", counted)
 
-    def sample(transposed_rows: int) -> decode.Generated:
+    def sample(transposed_rows: int) -> decoding.Generated:
         products.clear()
         drawing = functools.partial(
             decode.generate,

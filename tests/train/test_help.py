@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from rlhf_jax.runs import help_screen
+from rlhf_jax.runs.command_line import help_screen
 from rlhf_jax.train import dpo, grpo, main, ppo, reinforce, reward_model, sft
 
 TRAINERS = {

@@ -11,7 +11,7 @@ from rlhf_jax.algorithms.batch import Rollout
 from rlhf_jax.algorithms.flow import score
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.roles.rewards.model import RunningMoments
+from rlhf_jax.roles.rewards.normalisation import RunningMoments
 
 Array = jax.Array
 

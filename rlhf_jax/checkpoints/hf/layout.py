@@ -20,11 +20,11 @@ from rlhf_jax.models.families import (
     keys,
     llama,
     mistral,
-    option_types,
     phi3,
     qwen2,
     qwen3,
 )
+from rlhf_jax.models.families.options import types
 
 Params = Any  # nested dict of arrays
 Leaves = dict[str, Any]  # Params flattened to {"layers/mlp/up/kernel": leaf}
@@ -54,7 +54,7 @@ def family_of(config: Mapping[str, Any]) -> keys.Family:
     Raises:
       InputError: no family has its `model_type`, or it sets an option of `UNSUPPORTED`.
     """
-    option_types.check(config)
+    types.check(config)
     name = config.get("model_type")
     for option, feature in UNSUPPORTED.items():
         if config.get(option):

@@ -22,7 +22,8 @@ from rlhf_jax.checkpoints.hf.layout import Leaves, Params, PathLike
 from rlhf_jax.data import hub
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.families import keys, option_types
+from rlhf_jax.models.families import keys, mapping
+from rlhf_jax.models.families.options import types
 
 _GENERATION = "generation_config.json"
 _DOWNLOADED = [
@@ -146,7 +147,7 @@ def stop_ids(path_or_repo_id: PathLike) -> tuple[int, ...]:
         config = shards.read_json(folder / layout.CONFIG)
         if (folder / _GENERATION).exists():
             config |= shards.read_json(folder / _GENERATION)
-        return option_types.token_ids(config.get("eos_token_id"), option="eos_token_id")
+        return types.token_ids(config.get("eos_token_id"), option="eos_token_id")
 
 
 @contextlib.contextmanager
@@ -168,15 +169,15 @@ def _read(
     model: ModelConfig,
     shapes: Leaves,
     dtype: DTypeLike | None,
-) -> Iterator[tuple[str, keys.Unread]]:
+) -> Iterator[tuple[str, mapping.Unread]]:
     target = None if dtype is None else jnp.dtype(dtype)
     if target is not None and not jnp.issubdtype(target, jnp.floating):
         raise TypeError(f"expected a float dtype for parameters, got {target}")
     headers = tensors.headers
     if not any(name.startswith(table.prefix) for name in headers):
         table = table.bare()
-    keys.check(table, model=model, leaves=shapes, headers=headers)
-    return keys.read(
+    mapping.check(table, model=model, leaves=shapes, headers=headers)
+    return mapping.read(
         table, model=model, leaves=shapes, headers=headers, tensor=tensors, dtype=target
     )
 
@@ -194,7 +195,7 @@ def _score_bias(tensors: shards.Tensors, config: Mapping[str, Any]) -> np.ndarra
 
 
 def _place(
-    leaves: Iterable[tuple[str, keys.Unread | np.ndarray]],
+    leaves: Iterable[tuple[str, mapping.Unread | np.ndarray]],
     *,
     shapes: Leaves,
     sharding: Any,

@@ -15,7 +15,7 @@ from rlhf_jax.checkpoints.hf.layout import Leaves, Params, PathLike
 from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.families import keys
+from rlhf_jax.models.families import keys, mapping
 
 if TYPE_CHECKING:  # its import announces on the terminal that torch is not there
     from transformers import PreTrainedTokenizerBase
@@ -56,7 +56,7 @@ def save(
         "dtype": leaves["embed/tokens"].dtype.name,
     }
     table = family.key_table(model)
-    tensors = keys.write(table, model=model, leaves=leaves, fetch=processes.whole)
+    tensors = mapping.write(table, model=model, leaves=leaves, fetch=processes.whole)
     _write(path, config, tensors, tokenizer=tokenizer, max_shard_bytes=max_shard_bytes)
 
 
@@ -100,7 +100,7 @@ def save_reward(
         **({"score_bias": bias} if bias != 0.0 else {}),
     }
     table = family.key_table(model).scalar()
-    tensors = keys.write(table, model=model, leaves=leaves, fetch=processes.whole)
+    tensors = mapping.write(table, model=model, leaves=leaves, fetch=processes.whole)
     _write(path, config, tensors, tokenizer=tokenizer, max_shard_bytes=max_shard_bytes)
 
 

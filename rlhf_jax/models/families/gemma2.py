@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.families import keys, llama, window_options
+from rlhf_jax.models.families import keys, llama
+from rlhf_jax.models.families.options import values, windows
 
 # Where a config.json is silent, as transformers 4 left out what was a default of all.
 DEFAULTS = {
@@ -53,7 +54,7 @@ def config_to_hf(model: ModelConfig) -> dict[str, Any]:
 
 
 def decoder_from_hf(
-    config: Mapping[str, Any], *, family: str, local: window_options.Local
+    config: Mapping[str, Any], *, family: str, local: windows.Local
 ) -> ModelConfig:
     """The decoder of the options that Gemma 2 and 3 name alike.
 
@@ -63,15 +64,15 @@ def decoder_from_hf(
     Raises:
       InputError: an option that the decoder does not implement, by name.
     """
-    keys.only(config, {"use_bidirectional_attention": False})
+    values.only(config, {"use_bidirectional_attention": False})
     options = {name: value for name, value in config.items() if value is not None}
     options = DEFAULTS | options
     model = llama.decoder_from_hf(
         options, family=family, activation="hidden_activation"
     )
     if "layer_types" not in options:  # which local layers there are, null does not say
-        keys.required(DEFAULTS | dict(config), "sliding_window")
-    window, local_layers = window_options.from_hf(
+        values.required(DEFAULTS | dict(config), "sliding_window")
+    window, local_layers = windows.from_hf(
         config,
         num_layers=model.num_layers,
         window=config.get("sliding_window", DEFAULTS["sliding_window"]),
@@ -104,7 +105,7 @@ def decoder_to_hf(model: ModelConfig) -> dict[str, Any]:
         "query_pre_attn_scalar": whole if whole**-0.5 == scale else scalar,
         # transformers asks for one even where no layer is local.
         "sliding_window": model.sliding_window or DEFAULTS["sliding_window"],
-        "layer_types": window_options.layer_types(model),
+        "layer_types": windows.layer_types(model),
     }
 
 

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.families import gemma2, keys, rope_options
+from rlhf_jax.models.families import gemma2, keys
+from rlhf_jax.models.families.options import rotary, values
 
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
@@ -25,23 +26,23 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
       InputError: an option that the decoder does not implement, by name.
     """
     # Theirs names it, and computes without.
-    keys.only(config, {"attn_logit_softcapping": None})
+    values.only(config, {"attn_logit_softcapping": None})
     nested = config.get("rope_parameters") or {}
     near = nested.get("sliding_attention") or {}
-    keys.only(near, {"rope_type": "default"})
+    values.only(near, {"rope_type": "default"})
     far = dict(nested.get("full_attention") or {}) | (config.get("rope_scaling") or {})
-    pattern = keys.option(config, "sliding_window_pattern", 6)
+    pattern = values.option(config, "sliding_window_pattern", 6)
     model = gemma2.decoder_from_hf(
         {
             **config,
-            "rope_theta": keys.option(config, "rope_theta", 1e6),
+            "rope_theta": values.option(config, "rope_theta", 1e6),
             "rope_parameters": far,
             "rope_scaling": None,
         },
         family="gemma3_text",
         local=lambda layer: (layer + 1) % pattern != 0,
     )
-    rope_local_theta, _ = rope_options.from_hf(
+    rope_local_theta, _ = rotary.from_hf(
         {**config, "rope_parameters": near, "rope_scaling": None},
         theta="rope_local_base_freq",
     )

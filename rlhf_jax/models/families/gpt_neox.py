@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf_jax.models.config import ModelConfig, head_dim_of
-from rlhf_jax.models.families import keys, rope_options
+from rlhf_jax.models.families import keys
+from rlhf_jax.models.families.options import rotary, values
 
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
@@ -15,36 +16,36 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     Raises:
       InputError: an option that the decoder does not implement, by name.
     """
-    hidden_size = keys.required(config, "hidden_size")
-    num_heads = keys.required(config, "num_attention_heads")
+    hidden_size = values.required(config, "hidden_size")
+    num_heads = values.required(config, "num_attention_heads")
     head_dim = head_dim_of(hidden_size, num_heads)
-    rope_theta, rope_scaling = rope_options.from_hf(config, theta="rotary_emb_base")
-    attention_bias = keys.option(config, "attention_bias", True)
+    rope_theta, rope_scaling = rotary.from_hf(config, theta="rotary_emb_base")
+    attention_bias = values.option(config, "attention_bias", True)
     return ModelConfig(
         family="gpt_neox",
-        vocab_size=keys.required(config, "vocab_size"),
+        vocab_size=values.required(config, "vocab_size"),
         hidden_size=hidden_size,
-        num_layers=keys.required(config, "num_hidden_layers"),
+        num_layers=values.required(config, "num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=num_heads,
         head_dim=head_dim,
-        intermediate_size=keys.required(config, "intermediate_size"),
-        max_positions=keys.required(config, "max_position_embeddings"),
+        intermediate_size=values.required(config, "intermediate_size"),
+        max_positions=values.required(config, "max_position_embeddings"),
         norm="layernorm",
-        norm_eps=keys.option(config, "layer_norm_eps", 1e-5),
+        norm_eps=values.option(config, "layer_norm_eps", 1e-5),
         positions="rope",
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
-        rotary_dim=rope_options.rotary_dim(
+        rotary_dim=rotary.rotary_dim(
             config, head_dim=head_dim, share="rotary_pct", default=0.25
         ),
-        activation=keys.activation(config, "hidden_act", "gelu"),
+        activation=values.activation(config, "hidden_act", "gelu"),
         gated_mlp=False,
-        parallel_residual=keys.option(config, "use_parallel_residual", True),
+        parallel_residual=values.option(config, "use_parallel_residual", True),
         attention_bias=attention_bias,
         attention_output_bias=attention_bias,
         mlp_bias=True,
-        tied_head=keys.option(config, "tie_word_embeddings", False),
+        tied_head=values.option(config, "tie_word_embeddings", False),
     )
 
 
@@ -58,12 +59,12 @@ def config_to_hf(model: ModelConfig) -> dict[str, Any]:
         "intermediate_size": model.intermediate_size,
         "max_position_embeddings": model.max_positions,
         "layer_norm_eps": model.norm_eps,
-        "hidden_act": keys.ACTIVATIONS_TO_HF[model.activation],
+        "hidden_act": values.ACTIVATIONS_TO_HF[model.activation],
         "use_parallel_residual": model.parallel_residual,
         "attention_bias": model.attention_bias,
         "tie_word_embeddings": model.tied_head,
-        "rotary_pct": rope_options.share(model),
-        **rope_options.to_hf(model, theta="rotary_emb_base"),
+        "rotary_pct": rotary.share(model),
+        **rotary.to_hf(model, theta="rotary_emb_base"),
     }
 
 

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf_jax.models.config import ModelConfig, head_dim_of
-from rlhf_jax.models.families import keys, rope_options
+from rlhf_jax.models.families import keys
+from rlhf_jax.models.families.options import rotary, values
 
 NORMS = {
     "input_layernorm": "attention_norm",
@@ -34,39 +35,39 @@ def decoder_from_hf(
     Raises:
       InputError: an option that the decoder does not implement, by name.
     """
-    hidden_size = keys.required(config, "hidden_size")
-    num_heads = keys.required(config, "num_attention_heads")
+    hidden_size = values.required(config, "hidden_size")
+    num_heads = values.required(config, "num_attention_heads")
     num_kv_heads = config.get("num_key_value_heads")
     head_dim = config.get("head_dim")
     head_dim = head_dim_of(hidden_size, num_heads) if head_dim is None else head_dim
     if not partial_rotary:
-        keys.only(config, {"partial_rotary_factor": 1.0})
-        keys.only(rope_options.parameters(config), {"partial_rotary_factor": 1.0})
-    rope_theta, rope_scaling = rope_options.from_hf(config)
+        values.only(config, {"partial_rotary_factor": 1.0})
+        values.only(rotary.parameters(config), {"partial_rotary_factor": 1.0})
+    rope_theta, rope_scaling = rotary.from_hf(config)
     # Theirs is one option for all four projections.
-    attention_bias = keys.option(config, "attention_bias", False)
+    attention_bias = values.option(config, "attention_bias", False)
     return ModelConfig(
         family=family,
-        vocab_size=keys.required(config, "vocab_size"),
+        vocab_size=values.required(config, "vocab_size"),
         hidden_size=hidden_size,
-        num_layers=keys.required(config, "num_hidden_layers"),
+        num_layers=values.required(config, "num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
         head_dim=head_dim,
-        intermediate_size=keys.required(config, "intermediate_size"),
-        max_positions=keys.required(config, "max_position_embeddings"),
+        intermediate_size=values.required(config, "intermediate_size"),
+        max_positions=values.required(config, "max_position_embeddings"),
         norm="rmsnorm",
-        norm_eps=keys.option(config, "rms_norm_eps", 1e-6),
+        norm_eps=values.option(config, "rms_norm_eps", 1e-6),
         positions="rope",
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
-        rotary_dim=rope_options.rotary_dim(config, head_dim=head_dim),
-        activation=keys.activation(config, activation, "silu"),
+        rotary_dim=rotary.rotary_dim(config, head_dim=head_dim),
+        activation=values.activation(config, activation, "silu"),
         gated_mlp=True,
         attention_bias=attention_bias,
         attention_output_bias=attention_bias,
-        mlp_bias=keys.option(config, "mlp_bias", False),
-        tied_head=keys.option(config, "tie_word_embeddings", False),
+        mlp_bias=values.option(config, "mlp_bias", False),
+        tied_head=values.option(config, "tie_word_embeddings", False),
     )
 
 
@@ -82,9 +83,9 @@ def decoder_to_hf(model: ModelConfig) -> dict[str, Any]:
         "intermediate_size": model.intermediate_size,
         "max_position_embeddings": model.max_positions,
         "rms_norm_eps": model.norm_eps,
-        "hidden_act": keys.ACTIVATIONS_TO_HF[model.activation],
+        "hidden_act": values.ACTIVATIONS_TO_HF[model.activation],
         "tie_word_embeddings": model.tied_head,
-        **rope_options.to_hf(model),
+        **rotary.to_hf(model),
     }
 
 

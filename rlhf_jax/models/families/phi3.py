@@ -7,7 +7,8 @@ from typing import Any
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.families import keys, llama, mistral, rope_options
+from rlhf_jax.models.families import keys, llama, mistral
+from rlhf_jax.models.families.options import rotary, values
 
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
@@ -16,7 +17,7 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     Raises:
       InputError: an option that the decoder does not implement, by name.
     """
-    scaling = rope_options.parameters(config)
+    scaling = rotary.parameters(config)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind != "default":
         # "su" and "yarn" are theirs for longrope as well.
@@ -27,7 +28,7 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         )
     # In theirs attention has no bias, whatever an older config says.
     options = dict(config) | {
-        "rms_norm_eps": keys.option(config, "rms_norm_eps", 1e-5),
+        "rms_norm_eps": values.option(config, "rms_norm_eps", 1e-5),
         "attention_bias": False,
     }
     return mistral.in_every_layer(
@@ -40,7 +41,7 @@ def config_to_hf(model: ModelConfig) -> dict[str, Any]:
     """The `config.json` that `config_from_hf` reads back."""
     return llama.decoder_to_hf(model) | {
         "sliding_window": model.sliding_window,
-        "partial_rotary_factor": rope_options.share(model),
+        "partial_rotary_factor": rotary.share(model),
     }
 
 

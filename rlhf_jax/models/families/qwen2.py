@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.families import keys, llama, window_options
+from rlhf_jax.models.families import keys, llama
+from rlhf_jax.models.families.options import values, windows
 
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
@@ -33,13 +34,13 @@ def config_to_hf(model: ModelConfig) -> dict[str, Any]:
 
 def with_windows(model: ModelConfig, config: Mapping[str, Any]) -> ModelConfig:
     """The model with the sliding windows that Qwen's options say."""
-    first = keys.option(config, "max_window_layers", 28)
-    window, local = window_options.from_hf(
+    first = values.option(config, "max_window_layers", 28)
+    window, local = windows.from_hf(
         config,
         num_layers=model.num_layers,
         window=(
-            keys.option(config, "sliding_window", 4096)
-            if keys.option(config, "use_sliding_window", False)
+            values.option(config, "sliding_window", 4096)
+            if values.option(config, "use_sliding_window", False)
             else None
         ),
         default=lambda layer: layer >= first,
@@ -55,7 +56,7 @@ def windows_to_hf(model: ModelConfig) -> dict[str, Any]:
         "sliding_window": model.sliding_window,
         # What versions that know no layer_types read.
         "max_window_layers": min(local, default=model.num_layers),
-        "layer_types": window_options.layer_types(model),
+        "layer_types": windows.layer_types(model),
     }
 
 

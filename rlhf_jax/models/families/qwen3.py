@@ -8,6 +8,7 @@ from typing import Any
 
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.families import keys, llama, qwen2
+from rlhf_jax.models.families.options import values
 
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
@@ -16,7 +17,7 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     Raises:
       InputError: an option that the decoder does not implement, by name.
     """
-    options = dict(config) | {"head_dim": keys.option(config, "head_dim", 128)}
+    options = dict(config) | {"head_dim": values.option(config, "head_dim", 128)}
     model = llama.decoder_from_hf(options, family="qwen3")
     return dataclasses.replace(qwen2.with_windows(model, config), query_key_norm=True)
 

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models import axes, decoder, heads
+from rlhf_jax.models import axes, cached_decoder, decoder, heads
 from rlhf_jax.models.caches import Caches, at_end, placed
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.generation.sampling import Shaping, sample_token
@@ -96,7 +96,7 @@ def respond(
         )
     arriving = refill_size(slots, group_size=group_size)
     ring = prompt_size + max_new_tokens - 1  # the last token is never run
-    layers = decoder.layers_to_decode(params, model=model, rows=slots)
+    layers = cached_decoder.layers_to_decode(params, model=model, rows=slots)
 
     def draw(logits: Array, state: Places, *, predicted: Array | None = None) -> Places:
         """Appends a token to every response that goes on."""
@@ -165,7 +165,7 @@ def respond(
         last = jnp.take_along_axis(
             state.responses.tokens, jnp.maximum(lengths - 1, 0)[:, None], axis=1
         )
-        hidden, caches = decoder.decode_step(
+        hidden, caches = cached_decoder.decode_step(
             params,
             layers=layers,
             model=model,

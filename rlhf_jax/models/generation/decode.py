@@ -19,44 +19,20 @@ import functools
 import math
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models import decoder, heads
-from rlhf_jax.models.caches import Caches, placed, widened
+from rlhf_jax.models import cached_decoder, decoder, heads
+from rlhf_jax.models.caches import growing_widths, placed, widened
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.generation import continuous_batching
-from rlhf_jax.models.generation.sampling import Shaping, sample_token
+from rlhf_jax.models.generation.decoding import Decoding, Generated, append
+from rlhf_jax.models.generation.sampling import Shaping
 
 Array = jax.Array
 Params = Any
-
-FIRST_WIDTH = 128  # columns of the first cache
-
-
-@flax.struct.dataclass
-class Generated:
-    """Prompts with their responses; see the drawing above."""
-
-    tokens: Array  # i32[B, S], 0 at padding
-    mask: Array  # bool[B, S], not padding
-    response_mask: Array  # bool[B, S], response tokens, the stop token included
-    logprobs: Array  # f32[B, S], nats, of the distribution each token was drawn from
-    entropy: Array  # f32[B, S], nats, of that distribution
-
-
-@flax.struct.dataclass
-class Decoding:
-    """Responses under way: all that one more token changes, so donate it."""
-
-    generated: Generated  # so far; columns to come are padding
-    caches: Caches  # of every layer
-    finished: Array  # bool[B], the row has drawn a stop token
-    step: Array  # i32[], response columns written
-    prompt_size: int = flax.struct.field(pytree_node=False)  # P, columns
 
 
 def row_keys(key: Array, *, index: Array, sample: Array) -> Array:
@@ -217,14 +193,14 @@ def start(
         caches=placed(
             caches,
             model=model,
-            columns=cache_widths(size, first=prompt_size)[0],
+            columns=growing_widths(size, first=prompt_size)[0],
             end=prompt_size,
         ),
         finished=jnp.zeros(rows, bool),
         step=jnp.zeros((), jnp.int32),
         prompt_size=prompt_size,
     )
-    return _append(
+    return append(
         state,
         heads.logits(params, last, model=model),
         keys=keys,
@@ -253,7 +229,7 @@ def finish(
       The others: as `generate`, and the same that `start` was given.
     """
     rows = state.finished.shape[0]
-    layers = decoder.layers_to_decode(params, model=model, rows=rows)
+    layers = cached_decoder.layers_to_decode(params, model=model, rows=rows)
 
     def more(state: Decoding, width: int) -> Array:
         written = state.prompt_size + state.step
@@ -263,7 +239,7 @@ def finish(
     def advance(state: Decoding, width: int) -> Decoding:
         so_far = state.generated
         column = state.prompt_size + state.step - 1
-        hidden, caches = decoder.decode_step(
+        hidden, caches = cached_decoder.decode_step(
             params,
             layers=layers,
             model=model,
@@ -275,7 +251,7 @@ def finish(
             caches=state.caches,
             column=column,
         )
-        return _append(
+        return append(
             dataclasses.replace(state, caches=caches),
             heads.logits(params, hidden, model=model),
             keys=keys,
@@ -285,7 +261,7 @@ def finish(
         )
 
     size = state.generated.tokens.shape[1]
-    for width in cache_widths(size, first=state.prompt_size):
+    for width in growing_widths(size, first=state.prompt_size):
         caches = widened(state.caches, model=model, columns=width)
         state = jax.lax.while_loop(
             functools.partial(more, width=width),
@@ -293,19 +269,6 @@ def finish(
             dataclasses.replace(state, caches=caches),
         )
     return state
-
-
-def cache_widths(size: int, *, first: int) -> tuple[int, ...]:
-    """Widths of the cache, one after another, for `first` columns and up to `size`.
-
-    Doubling, so that all moves together copy no more than the last cache holds, and
-    attention reads at most two and a half times the columns that are filled.
-    """
-    width, widths = -(-(first + 1) // FIRST_WIDTH) * FIRST_WIDTH, []
-    while 5 * width < 4 * size:
-        widths.append(width)
-        width *= 2
-    return (*widths, size)
 
 
 def _after(
@@ -321,47 +284,6 @@ def _after(
         response_mask=jnp.pad(drawn, room),
         logprobs=jnp.pad(responses.logprobs, room),
         entropy=jnp.pad(responses.entropy, room),
-    )
-
-
-def _append(
-    state: Decoding,
-    logits: Array,
-    *,
-    keys: Array,
-    stop_ids: tuple[int, ...],
-    temperature: float,
-    shaping: Shaping | None,
-    predicted: Array | None = None,
-) -> Decoding:
-    """Draws a token for every row that has not finished and writes its column."""
-    alive = ~state.finished
-    column = state.prompt_size + state.step
-    token, logprob, entropy = sample_token(
-        logits,
-        keys=jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, state.step),
-        temperature=temperature,
-        shaping=shaping,
-        predicted=predicted,
-    )
-
-    def put(array: Array, values: Array) -> Array:
-        values = jnp.where(alive, values, jnp.zeros_like(values))[:, None]
-        return jax.lax.dynamic_update_slice_in_dim(array, values, column, axis=1)
-
-    so_far = state.generated
-    stopped = jnp.isin(token, jnp.asarray(stop_ids, jnp.int32))
-    return dataclasses.replace(
-        state,
-        generated=Generated(
-            tokens=put(so_far.tokens, token),
-            mask=put(so_far.mask, alive),
-            response_mask=put(so_far.response_mask, alive),
-            logprobs=put(so_far.logprobs, logprob),
-            entropy=put(so_far.entropy, entropy),
-        ),
-        finished=state.finished | stopped,
-        step=state.step + 1,
     )
 
 

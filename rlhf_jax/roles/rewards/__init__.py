@@ -9,18 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlhf_jax.roles.rewards.model import (
-        Reward,
-        RunningMoments,
-        Scores,
         from_base,
         from_model,
         init,
+        sequence_scores,
+    )
+    from rlhf_jax.roles.rewards.normalisation import (
+        RunningMoments,
         no_moments,
         normalise,
+        update_moments,
+    )
+    from rlhf_jax.roles.rewards.scores import (
+        Reward,
+        Scores,
         part_stats,
         scores_of,
-        sequence_scores,
-        update_moments,
         weighted,
     )
     from rlhf_jax.roles.rewards.text import Responses, TextFunction, TextReward, Texts
@@ -49,6 +53,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"rlhf_jax.roles.rewards has no name {name!r}")
-    from rlhf_jax.roles.rewards import model, text
+    from rlhf_jax.roles.rewards import model, normalisation, scores, text
 
-    return getattr(text if hasattr(text, name) else model, name)
+    modules = (model, normalisation, scores, text)
+    return next(getattr(each, name) for each in modules if hasattr(each, name))

@@ -21,7 +21,7 @@ from rlhf_jax.data.json_lines import Row
 from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.models.generation import decode
 from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.roles.rewards.model import Scores
+from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.train.grpo.options import VerifiedConfig
 from rlhf_jax.verification.pool import PooledReward, VerifierPool
 

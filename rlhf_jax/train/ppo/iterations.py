@@ -16,7 +16,7 @@ from rlhf_jax.functional.masked import Stats
 from rlhf_jax.roles import rewards
 from rlhf_jax.roles.reference import drift, lifecycle
 from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.roles.rewards.model import Scores
+from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.runs import (
     run,
 )

@@ -18,7 +18,7 @@ from rlhf_jax.models.lora import merge
 from rlhf_jax.roles import adapted
 from rlhf_jax.roles.reference import drift, frozen
 from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.roles.rewards.model import Scores
+from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.train.ppo.models import Models
 
 Array = jax.Array

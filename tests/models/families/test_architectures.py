@@ -55,7 +55,7 @@ def sampled(model, **options):
 @mixed_soon
 def test_prices_of_samples_are_those_of_a_full_forward(model, monkeypatch):
     """Past the window, in caches that grow."""
-    monkeypatch.setattr(decode, "FIRST_WIDTH", 1)
+    monkeypatch.setattr(caches, "FIRST_WIDTH", 1)
     found = sampled(model)
     assert np.asarray(found.mask).sum(axis=1).max() > 2 * model.sliding_window
     prices = jax.jit(

@@ -19,7 +19,7 @@ from rlhf_jax.checkpoints import peft
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import heads
 from rlhf_jax.models.config import RopeScaling
-from rlhf_jax.models.families import keys, registry
+from rlhf_jax.models.families import keys, mapping, registry
 from rlhf_jax.models.generation.sampling import Shaping
 
 NAMES = ("qwen2", "qwen3", "mistral", "gpt_neox", "gemma2", "gemma3", "phi3")
@@ -184,8 +184,8 @@ def test_leaves_that_take_turns_by_head_are_read_and_written_in_part(layout):
     model = model_of(options_of("gpt_neox"))
     assert key.shape(leaves, 97) == fused.shape
     counting = Counting(fused)
-    header = {"qkv": keys.Header(fused.shape, "F32")}
-    for path, unread in keys.read(
+    header = {"qkv": mapping.Header(fused.shape, "F32")}
+    for path, unread in mapping.read(
         table,
         model=model,
         leaves=leaves,
@@ -199,7 +199,7 @@ def test_leaves_that_take_turns_by_head_are_read_and_written_in_part(layout):
             found = unread[index]
             np.testing.assert_array_equal(found, leaves[path][index])
             assert counting.count == found.size
-    ((_, written),) = keys.write(table, model=model, leaves=leaves)
+    ((_, written),) = mapping.write(table, model=model, leaves=leaves)
     np.testing.assert_array_equal(written, fused)
 
 

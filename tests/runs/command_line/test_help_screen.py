@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 import pytest
 import tyro
 
-from rlhf_jax.runs import command_line, help_screen, run_config
+from rlhf_jax.runs import command_line, run_config
+from rlhf_jax.runs.command_line import help_screen
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig, RopeScaling
-from rlhf_jax.models.families import keys
+from rlhf_jax.models.families.options import values
 
 
 def parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -29,20 +29,22 @@ def from_hf(
       InputError: a kind of scaling that the decoder does not implement.
     """
     scaling = parameters(config)
-    values = (scaling.get("rope_theta"), config.get(theta), 10_000.0)
-    base = float(next(base for base in values if base is not None))
+    bases = (scaling.get("rope_theta"), config.get(theta), 10_000.0)
+    base = float(next(base for base in bases if base is not None))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     match kind:
         case "default":
             return base, None
         case "linear":
-            return base, RopeScaling("linear", float(keys.required(scaling, "factor")))
+            return base, RopeScaling(
+                "linear", float(values.required(scaling, "factor"))
+            )
         case "llama3":
             return base, RopeScaling(
                 "llama3",
-                float(keys.required(scaling, "factor")),
-                float(keys.required(scaling, "low_freq_factor")),
-                float(keys.required(scaling, "high_freq_factor")),
+                float(values.required(scaling, "factor")),
+                float(values.required(scaling, "low_freq_factor")),
+                float(values.required(scaling, "high_freq_factor")),
                 _original_max_positions(config, scaling),
             )
         case "yarn":
@@ -110,7 +112,7 @@ def _yarn(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> RopeScaling:
     original = _original_max_positions(config, scaling)
     factor = scaling.get("factor")
     if factor is None:
-        factor = keys.required(config, "max_position_embeddings") / original
+        factor = values.required(config, "max_position_embeddings") / original
 
     def temperature(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
@@ -139,5 +141,5 @@ def _original_max_positions(
 ) -> int:
     original = scaling.get("original_max_position_embeddings")
     if original is None:
-        return keys.required(config, "max_position_embeddings")
+        return values.required(config, "max_position_embeddings")
     return original

@@ -1,0 +1,94 @@
+"""The decoder one token at a time, against a cache of keys and values.
+
+The layers are taken apart once, before the loop: slicing the stack at every token costs
+more than the layer itself. This takes a second copy of them while tokens are drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from flax import traverse_util
+
+from rlhf_jax.models import blocks, decoder, leaves
+from rlhf_jax.models.attention import KeyValue
+from rlhf_jax.models.caches import near
+from rlhf_jax.models.config import ModelConfig
+
+Array = jax.Array
+Params = Any
+
+
+def layers_to_decode(
+    params: Params, *, model: ModelConfig, rows: int
+) -> tuple[Params, ...]:
+    """The layers as `decode_step` reads them fastest; once, before its loop.
+
+    Args:
+      params: the decoder's.
+      rows: B, of that step.
+
+    Returns:
+      L layers. For more rows than `model.transposed_rows` they are unchanged; for as
+      many or fewer "transposed" [out, in] stands in place of every "kernel" [in, out]
+      that is not stored.
+    """
+
+    def transposed(layer: Params) -> Params:
+        flat: Any = traverse_util.flatten_dict(layer)
+        for path, leaf in tuple(flat.items()):
+            if path[-1] == "kernel" and not leaves.is_stored(leaf):
+                flat[*path[:-1], "transposed"] = flat.pop(path).T
+        return traverse_util.unflatten_dict(flat)
+
+    layers = decoder.unstack(params["layers"], num_layers=model.num_layers)
+    return layers if rows > model.transposed_rows else tuple(map(transposed, layers))
+
+
+def decode_step(
+    params: Params,
+    *,
+    layers: Sequence[Params],
+    model: ModelConfig,
+    tokens: Array,
+    positions: Array,
+    attend: Array,
+    caches: Sequence[KeyValue],
+    column: Array,
+) -> tuple[Array, tuple[KeyValue, ...]]:
+    """One token for every row, against the cache.
+
+    Args:
+      params: the parameters; their stacked "layers" are not read.
+      layers: from `layers_to_decode`.
+      tokens, positions: i32[B], the new token and how many stand before it.
+      attend: bool[B, W], cached columns that the new token may see, its own included.
+      caches: per layer the keys and values, in `model.dtype`, as `caches.py` has them.
+      column: i32[], the number of the new token's column.
+
+    Returns:
+      Hidden states [B, D] after the final norm, in `model.dtype`, and the caches with
+      the new column written.
+    """
+    at = positions[:, None]
+    everything = attend[:, None], decoder.angles(at, model=model)
+    window = everything
+    if model.sliding_window is not None:
+        visible = near(attend, window=model.sliding_window, column=column)
+        window = visible[:, None], decoder.angles(at, model=model, local=True)
+    x = decoder.embed(params, model=model, tokens=tokens[:, None], positions=at)
+    updated = []
+    for number, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
+        visible, rotary = window if model.is_local(number) else everything
+        x, cache = blocks.Block(model).apply(
+            {"params": leaves.read(layer)},
+            x,
+            attend=visible,
+            rotary=rotary,
+            cache=cache,
+            column=column % cache[0].shape[2],
+        )
+        updated.append(cache)
+    return decoder.final_norm(params, x, model=model)[:, 0], tuple(updated)

@@ -1,0 +1,184 @@
+"""Tensors of a checkpoint, checked, read and written by the table of a family."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.families.keys import Key, Table
+
+FLOATS = {  # dtypes of safetensors that we read
+    "F32": jnp.dtype("float32"),
+    "F16": jnp.dtype("float16"),
+    "BF16": jnp.dtype("bfloat16"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Header:
+    """What a safetensors file says of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str  # "F32", "BF16", ...
+
+
+def check(
+    table: Table,
+    *,
+    model: ModelConfig,
+    leaves: Mapping[str, Any],
+    headers: Mapping[str, Header],
+) -> None:
+    """Raises InputError with every tensor that is missing, unknown or misshapen.
+
+    Args:
+      leaves: anything with a shape, one for each path of the table.
+      headers: what the checkpoint holds.
+    """
+    if model.num_layers > len(headers):  # before a name is made for each of them
+        raise InputError(
+            f"config.json: expected a number of layers that the checkpoint can hold, "
+            f"which has {len(headers)} tensors, got {model.num_layers}; do config.json "
+            f"and the weights belong together?"
+        )
+    expected = {
+        name: (key.shape(leaves, model.vocab_size), key)
+        for key in table.keys
+        for name in key.names(model.num_layers)
+    }
+    ignored = {
+        name.format(layer=layer)
+        for name in table.ignored
+        for layer in range(model.num_layers)
+    }
+    problems = [f"missing: {name}" for name in expected if name not in headers]
+    for name, header in headers.items():
+        if name not in expected:
+            if name not in ignored:
+                problems.append(f"unknown: {name} {list(header.shape)}")
+            continue
+        shape, key = expected[name]
+        if header.shape != shape:
+            hint = (
+                " (rows are the vocabulary: config.json's vocab_size disagrees)"
+                if key.layout == "vocabulary" and header.shape[1:] == shape[1:]
+                else ""
+            )
+            problems.append(
+                f"misshapen: {name}, expected {list(shape)}, got "
+                f"{list(header.shape)}{hint}"
+            )
+        elif header.dtype not in FLOATS:
+            problems.append(
+                f"misshapen: {name}, expected {', '.join(FLOATS)}, got {header.dtype}"
+            )
+    if problems:
+        raise InputError(
+            f"expected the {len(expected)} tensors of a {model.family} with "
+            f"{model.num_layers} layers, got {len(headers)} tensors with "
+            f"{len(problems)} problems; do config.json and the weights belong "
+            "together?\n  " + "\n  ".join(problems)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Unread:
+    """A leaf of ours in a checkpoint: `unread[index]` reads that part of it alone."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    key: Key
+    names: list[str]  # of their tensors, one a layer where the leaf is stacked
+    columns: np.ndarray  # i64, where each column of the leaf stands in their tensor
+    vocab_size: int
+    tensor: Callable[[str], Any]  # theirs by name, to be sliced
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        """The part, in our layout and dtype; of their tensors no more is read."""
+        ranges = [
+            slice(*part.indices(size)[:2])
+            for part, size in zip(index, self.shape, strict=True)
+        ]
+        # Zeros: rows of the vocabulary's padding stay so.
+        filled = np.zeros([part.stop - part.start for part in ranges], self.dtype)
+        if not self.key.stacked:
+            self._fill(filled, self.names[0], ranges)
+            return filled
+        for out, name in zip(filled, self.names[ranges[0]], strict=True):
+            self._fill(out, name, ranges[1:])
+        return filled
+
+    def _fill(self, out: np.ndarray, name: str, ranges: list[slice]) -> None:
+        *others, last = ranges
+        columns, tensor = self.columns[last], self.tensor(name)
+        # Neighbours here that are neighbours there are read together.
+        ends = np.flatnonzero(np.diff(columns, append=-1) != 1) + 1
+        for start, end in itertools.pairwise([0, *ends.tolist()]):
+            run = slice(int(columns[start]), int(columns[end - 1]) + 1)
+            window = self.key.window([*others, run], self.vocab_size)
+            if all(part.start < part.stop for part in window):
+                part = self.key.from_hf(np.asarray(tensor[window]))
+                out[..., start:end][: len(part)] = part
+
+
+def read(
+    table: Table,
+    *,
+    model: ModelConfig,
+    leaves: Mapping[str, Any],
+    headers: Mapping[str, Header],
+    tensor: Callable[[str], Any],
+    dtype: np.dtype | None,
+) -> Iterator[tuple[str, Unread]]:
+    """Yields our leaves, to be read a part at a time.
+
+    Args:
+      leaves, headers: as for `check`, which has passed.
+      tensor: a tensor of theirs by name, of which slices are read.
+      dtype: of the leaves; None keeps the checkpoint's.
+    """
+    for key in table.keys:
+        names = key.names(model.num_layers)
+        stored = jnp.result_type(*(FLOATS[headers[name].dtype] for name in names))
+        columns = key.columns(sum(leaves[path].shape[-1] for path in key.paths))
+        for path in key.paths:
+            shape = leaves[path].shape
+            own, columns = columns[: shape[-1]], columns[shape[-1] :]
+            yield (
+                path,
+                Unread(
+                    shape=shape,
+                    dtype=stored if dtype is None else dtype,
+                    key=key,
+                    names=names,
+                    columns=own,
+                    vocab_size=model.vocab_size,
+                    tensor=tensor,
+                ),
+            )
+
+
+def write(
+    table: Table,
+    *,
+    model: ModelConfig,
+    leaves: Mapping[str, jax.Array],
+    fetch: Callable[[jax.Array], np.ndarray] = np.asarray,
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields their tensors, contiguous, in the dtype of our leaves.
+
+    `fetch` brings one of them to the host.
+    """
+    for key in table.keys:
+        parts = [fetch(leaves[path]) for path in key.paths]
+        for layer, name in enumerate(key.names(model.num_layers)):
+            of_layer = [part[layer] for part in parts] if key.stacked else parts
+            yield name, key.to_hf(of_layer, model.vocab_size)

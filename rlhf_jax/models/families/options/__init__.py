@@ -1,0 +1,1 @@
+"""Options of a `config.json` that several families have."""

@@ -1,0 +1,110 @@
+"""Rewards: anything that maps a rollout to one score a response.
+
+    reward(rollout) -> f32[B], reward units, or Scores
+
+A trained reward model, a JAX function of tokens and a Python function of decoded texts
+all have this shape, so that swapping one for another is one line. The first two are
+pytrees or plain functions and run inside `jit`; `TextReward` runs on the host between
+two programs. `weighted` adds several up and names them in the metrics:
+
+    reward = rewards.weighted({"correct": (1.0, verified), "liked": (0.5, modelled)})
+    scores = rewards.scores_of(reward(rollout))     Scores, whatever the reward returns
+    stats |= rewards.part_stats(scores)             reward/correct, reward/liked
+
+Running normalisation, clipping, a charge for length and what a missing stop costs act
+on the total and come later (`algorithms/flow/shaping.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.functional import checks, masked
+
+Array = jax.Array
+
+
+@flax.struct.dataclass
+class Scores:
+    """What a reward says of a batch, and what that is made of."""
+
+    total: Array  # f32[B], reward units, one a response; what is maximised
+    # f32[B] each, in units of their own, by their names in the metrics.
+    parts: dict[str, Array] = flax.struct.field(default_factory=dict)
+
+
+Reward = Callable[[Any], Array | Scores]  # of `Responses`
+
+
+def scores_of(returned: Array | Scores) -> Scores:
+    """What any reward returned, as a record: bare numbers have no parts."""
+    return returned if isinstance(returned, Scores) else Scores(total=returned)
+
+
+def part_stats(scores: Scores) -> masked.Stats:
+    """{"reward/NAME": (sum, weight)}, the mean of each part over the responses."""
+    return {
+        f"reward/{name}": (
+            jnp.asarray(part).sum(),
+            jnp.asarray(jnp.size(part), jnp.float32),
+        )
+        for name, part in scores.parts.items()
+    }
+
+
+def weighted(parts: Mapping[str, tuple[float, Reward]]) -> jax.tree_util.Partial:
+    """Σ_k w_k · reward_k, as a reward whose parts are named.
+
+    A pytree of the rewards in it: pass it to `jit` as an argument where all of them are
+    pytrees (`from_model`, or a function in a `jax.tree_util.Partial`), close over it
+    where all run inside `jit`, and call it between two programs where one of them runs
+    on the host.
+
+    Args:
+      parts: {name: (weight, reward)}; with weight 0.0 a part is logged and counts
+        nothing.
+
+    Returns:
+      rollout -> Scores. `parts` are the rewards as they come, before their weights;
+      those of a part are named for it, as in "correct/failed".
+
+    Raises:
+      InputError: there are no parts, or a weight is not finite.
+    """
+    if not parts:
+        raise checks.InputError("expected at least one reward to weigh, got none")
+    weights = {name: float(weight) for name, (weight, _) in parts.items()}
+    checks.finite(**{f"weight of {name!r}": w for name, w in weights.items()})
+    sum_of = _WeightedSum(tuple(weights.items()))
+    return jax.tree_util.Partial(sum_of, *(reward for _, reward in parts.values()))
+
+
+@dataclasses.dataclass(frozen=True)
+class _WeightedSum:
+    """Hashable by its weights, so that equal sums share one program."""
+
+    weights: tuple[tuple[str, float], ...]
+
+    def __call__(self, *rewards_and_rollout: Any) -> Scores:
+        *rewards, rollout = rewards_and_rollout
+        scored = {
+            name: scores_of(reward(rollout))
+            for (name, _), reward in zip(self.weights, rewards, strict=True)
+        }
+        checks.same_shape(**{name: scores.total for name, scores in scored.items()})
+        # A weight of 0 leaves out what is not finite, too.
+        total = sum(
+            (weight * scored[name].total for name, weight in self.weights if weight),
+            start=jnp.zeros_like(next(iter(scored.values())).total),
+        )
+        parts: dict[str, Array] = {}
+        for name, scores in scored.items():
+            parts[name] = scores.total
+            parts |= {f"{name}/{part}": of for part, of in scores.parts.items()}
+        return Scores(total=jnp.asarray(total, jnp.float32), parts=parts)

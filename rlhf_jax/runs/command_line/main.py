@@ -1,0 +1,191 @@
+"""A trainer or experiment as a program: options, processes, errors, exit status."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import jax
+
+from rlhf_jax.devices import processes, program_cache
+from rlhf_jax.functional.checks import InputError, StopError
+from rlhf_jax.runs import lock, write_errors
+from rlhf_jax.runs.command_line import help_screen
+from rlhf_jax.runs.command_line.interruption import Interrupted, go_on
+from rlhf_jax.runs.command_line.options import Config, Presets, parse
+from rlhf_jax.runs.folder import check_run
+from rlhf_jax.runs.run_config import RunConfig, to_json
+
+
+def main(
+    run: Callable[[Config], None],
+    config_class: type[Config],
+    *,
+    description: str | None,
+    presets: Presets | None = None,
+    screen: help_screen.Screen | None = None,
+    prog: str | None = None,
+    argv: Sequence[str] | None = None,
+) -> None:
+    """Parses the command line, takes the run folder and calls `run(config)`.
+
+    `--coordinator` and what goes with it join several processes first; the first of
+    them talks, and every one tells its own errors. Compiled programs are kept for the
+    next start, where `--compilation-cache` says.
+
+    What the user got wrong ends with its message and status 2, a run that must not go
+    on with status 1, a signal with how to go on and status 128 + its number, none with
+    a traceback. Any other exception is a defect of ours and keeps it. Status 0 means
+    that the run finished: `sys.exit(0)` somewhere in it gives 1.
+    """
+    try:
+        argv = _join(sys.argv[1:] if argv is None else argv)
+        processes.check_platform()
+    except InputError as error:  # before JAX could tell of other processes
+        _exit(2, f"error: {error}")
+    try:
+        cache, argv = _compilation_cache(argv)
+        config = parse(
+            config_class,
+            description=description,
+            presets=presets,
+            screen=screen,
+            prog=prog,
+            argv=argv,
+        )
+        _check_shared(config)
+        processes.agree("the config", json.dumps(to_json(config)))
+        processes.on_first(lambda: check_run(config))
+        if cache is None:
+            program_cache.use_default()
+        else:
+            program_cache.use(None if cache == "None" else Path(cache))
+    except InputError as error:
+        _leave(2, f"error: {error}")
+    except SystemExit as stop:  # an option that there is not, or --help
+        if jax.process_count() == 1:
+            raise
+        _leave(stop.code if isinstance(stop.code, int) else 1, "")
+    try:
+        with (
+            write_errors.quiet_threads(),
+            _silent_unless_first(),
+            contextlib.ExitStack() as folder,
+            _writes_told(config.out),
+        ):
+            processes.on_first(lambda: folder.enter_context(lock.hold(config.out)))
+            run(config)
+    except InputError as error:
+        _leave(2, f"error: {error}")
+    except write_errors.WriteError as error:
+        resume = go_on(config).replace("\n ", "")
+        safe = write_errors.safe(config.out)
+        _leave(1, f"stopped: {error}; {safe}; {error.remedy}, then {resume}")
+    except StopError as error:
+        _leave(1, f"stopped: {error}")
+    except Interrupted as stop:
+        _exit(128 + stop.signum, f"stopped and saved; {go_on(config)}")
+    except KeyboardInterrupt:
+        _leave(128 + signal.SIGINT, f"stopped without saving; {go_on(config)}")
+    except SystemExit as stop:
+        status, message = _exit_of(stop)
+        _leave(status, f"stopped: {message}; {go_on(config)}")
+    except BaseException as error:
+        if jax.process_count() == 1:
+            raise
+        # The others must not wait for this process, which Python would let them.
+        traceback.print_exc()
+        lost = "a process may be lost; the snapshots before stay"
+        why = lost if isinstance(error, jax.errors.JaxRuntimeError) else "a defect"
+        _leave(1, f"stopped: {why}; {go_on(config)}")
+
+
+def _join(argv: Sequence[str]) -> Sequence[str]:
+    """Joins the processes that the options name; the other options.
+
+    Raises:
+      InputError: as `processes.Group`, or there are options of it without a group.
+    """
+    before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    before.add_argument("--coordinator")
+    before.add_argument("--num-processes", type=int)
+    before.add_argument("--process-id", type=int)
+    given, options = before.parse_known_args(argv)
+    if given.coordinator is not None:
+        processes.Group(**vars(given)).join()
+    elif (given.num_processes, given.process_id) != (None, None):
+        raise InputError(
+            "--num-processes, --process-id: expected --coordinator HOST:PORT with "
+            "them, got none; give it, or leave them out"
+        )
+    return options
+
+
+def _compilation_cache(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
+    """What --compilation-cache is given, if it is; the other options."""
+    before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    before.add_argument("--compilation-cache")
+    given, options = before.parse_known_args(argv)
+    return given.compilation_cache, options
+
+
+def _check_shared(config: RunConfig) -> None:
+    if jax.process_count() > 1 and "placement" not in to_json(config):
+        raise InputError(
+            f"--coordinator: expected an experiment with --placement, got one for a "
+            f"single process with {jax.process_count()}; leave it out"
+        )
+
+
+@contextlib.contextmanager
+def _writes_told(folder: Path) -> Iterator[None]:
+    """A failed write of the experiment's own is a WriteError too."""
+    try:
+        yield
+    except OSError as error:
+        told = write_errors.of_run(error, folder=folder)
+        if told is None:
+            raise
+        raise told from error
+
+
+@contextlib.contextmanager
+def _silent_unless_first() -> Iterator[None]:
+    if processes.is_first():
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        yield
+
+
+def _exit_of(stop: SystemExit) -> tuple[int, str]:
+    """Status and message of a run that `sys.exit` ended: the status is never 0."""
+    status = stop.code if isinstance(stop.code, int) else 1
+    if status % 256 == 0:  # what the system keeps of it
+        status = 1
+    return status, (
+        f"expected the run to finish, got sys.exit({stop.code!r:.80}) inside it; look "
+        f"for it in your own code"
+    )
+
+
+def _leave(status: int, message: str) -> NoReturn:
+    """Ends this process for a reason that the others may not have."""
+    if jax.process_count() > 1:
+        if message:
+            print(message, file=sys.stderr, flush=True)
+        os._exit(status)  # at once: leaving in order would wait for the others
+    _exit(status, message)
+
+
+def _exit(status: int, message: str) -> NoReturn:
+    print(message, file=sys.stderr)
+    raise SystemExit(status)
