@@ -13,7 +13,7 @@ from places import FIXTURES
 
 from rlhf_jax import decode, decoder, hf, policy
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models.generation import sampling
+from rlhf_jax.models.generation import decoding, sampling
 from rlhf_jax.models.generation.sampling import Shaping
 
 STATIC = ("model", "max_new_tokens", "stop_ids", "temperature", "shaping")
@@ -218,7 +218,7 @@ def test_samples_do_not_depend_on_the_devices(model):
 def test_every_key_is_used_once(monkeypatch):
     """The keys that every row and every turn of the loop draws with."""
     seen = []
-    draw = decode.sample_token
+    draw = decoding.sample_token
 
     def record(data):
         seen.extend(map(tuple, np.asarray(data).tolist()))
@@ -227,7 +227,7 @@ def test_every_key_is_used_once(monkeypatch):
         jax.debug.callback(record, jax.random.key_data(keys))
         return draw(logits, keys=keys, **options)
 
-    monkeypatch.setattr(decode, "sample_token", recorded)
+    monkeypatch.setattr(decoding, "sample_token", recorded)
     tokens, mask = tiny.batch(LENGTHS, PROMPT, side="left")
     keys = keys_of(np.repeat(INDEX[:4], 2), np.tile([0, 1], 4))
     whole = jax.jit(
