@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
 import math
 from typing import Any
 
@@ -58,6 +59,12 @@ class LoRA:
         return self.alpha / self.rank
 
 
+@functools.cache
+def _shapes(model: ModelConfig) -> Params:
+    """Shapes of the decoder's parameters, traced once per model."""
+    return jax.eval_shape(lambda key: decoder.init(key, model=model), jax.random.key(0))
+
+
 def targets(*, model: ModelConfig, lora: LoRA) -> dict[str, tuple[int, int]]:
     """The layers that are adapted, {"attention/query": (in, out)}.
 
@@ -66,12 +73,9 @@ def targets(*, model: ModelConfig, lora: LoRA) -> dict[str, tuple[int, int]]:
         The rank is above the smaller width of a layer, where A B has more parameters
         than W and no higher rank; names these layers.
     """
-    # Under jit, which traces a function and a model once.
-    init = jax.jit(decoder.init, static_argnames="model")
-    shapes = init.eval_shape(jax.random.key(0), model=model)
     linear = {
         path.removeprefix(_LAYERS).removesuffix(_KERNEL): leaf.shape[1:]
-        for path, leaf in _flat(shapes).items()
+        for path, leaf in _flat(_shapes(model)).items()
         if path.startswith(_LAYERS) and path.endswith(_KERNEL)
     }
     for pattern in lora.modules:

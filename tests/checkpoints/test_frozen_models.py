@@ -12,6 +12,7 @@ from jax.sharding import SingleDeviceSharding
 
 from rlhf_jax import config, fingerprint, frozen, hf
 from rlhf_jax.checkpoints import frozen_models, pretrained
+from rlhf_jax.devices.placement import Place
 from rlhf_jax.functional.checks import InputError
 
 WORDS = toy_files.WORDS
@@ -89,12 +90,13 @@ def test_a_model_is_held_as_its_options_say(policy):
     for leaf in jax.tree.leaves(copy):
         assert (leaf.dtype, leaf.sharding.device_set) == (jnp.float32, {far})
         assert leaf.sharding.memory_kind == "device"
-    beside = frozen_models.Storage(dtype="float16", memory="cpu").freeze(params).stored
+    half = frozen_models.Storage(dtype="float16")
+    beside = half.freeze(params, place=Place.parse("cpu")).stored
     for leaf in jax.tree.leaves(beside):
         assert leaf.dtype == jnp.float16
         assert leaf.sharding.device_set == {jax.devices("cpu")[0]}
-    options = {"dtype": "int8", "embeddings": "bfloat16", "memory": "pinned_host"}
-    small = frozen_models.Storage(**options).freeze(params).stored
+    storage = frozen_models.Storage(dtype="int8", embeddings="bfloat16")
+    small = storage.freeze(params, place=Place.parse("pinned_host")).stored
     for leaf in jax.tree.leaves(small):
         assert leaf.sharding.memory_kind == "pinned_host"
     assert small["embed"]["tokens"].held.dtype == jnp.bfloat16
@@ -121,6 +123,6 @@ def test_a_machine_without_the_cpu_s_platform_is_told(policy, monkeypatch):
     def none(platform):
         raise RuntimeError(f"Unknown backend {platform}")
 
-    monkeypatch.setattr(frozen_models.jax, "devices", none)
+    monkeypatch.setattr(jax, "devices", none)
     with pytest.raises(InputError, match="expected cpu among the platforms of JAX, go"):
-        frozen_models.Storage(memory="cpu").freeze(policy.params)
+        frozen_models.COPY.freeze(policy.params, place=Place.parse("cpu"))
