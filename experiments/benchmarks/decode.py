@@ -6,10 +6,10 @@ Three questions, put to a GPT-2 of random weights, in float32:
 
 1. Uneven lengths. So many tokens of the vocabulary stop a response that lengths are
    geometric, with a mean of a quarter of the most. A queue of prompts is answered in
-   plain batches, each until its longest response ends, and by `slots`
-   (`decode.generate`), where the next prompts take the places of finished rows. Both
-   draw the same responses, but for a few in a thousand where rounding decides which
-   of two tokens is drawn (checked), and take turns in one process.
+   plain batches, each until its longest response ends, and by continuous
+   batching (`decode.generate`), where the next prompts take the places of finished
+   rows. Both draw the same responses, but for a few in a thousand where rounding
+   decides which of two tokens is drawn (checked), and take turns in one process.
 2. Seconds of a decode step against the rows of a batch, which should grow at most as
    they do.
 3. Seconds of a response against its length, which should grow at most 1.15 times as
@@ -19,13 +19,13 @@ Seconds are medians of --repeats after one that is not counted, the prompts' pas
 included; 2 and 3 have no stop tokens.
 
 On 2 CPU cores (AMD EPYC with AVX-512), JAX 0.10.2, --repeats 2, huge pages: 6069 tokens
-a second in slots against 2221 in batches, 2.7 times as many. A step takes 1.1 ms with 8
-rows and 6.9 with 64, 0.77 of the growth of the rows. 8 rows of 512 tokens took 8 x 1.7
-the time of 64 tokens, and 64 rows 8 x 2.0: more than the 1.15 that is asked. What grows
-is attention over the cache, 0.5 MiB a column in float32 with 64 rows, which it reads as
-fast as that machine's memory (18 GB/s). Of the shape of GPT-2 small (--num-layers 12
---hidden-size 768 --num-heads 12 --vocab-size 50257), whose weights are most of what a
-token reads, 8 rows took 8 x 1.11 to 8 x 1.14.
+a second by continuous batching against 2221 in plain batches, 2.7 times as many. A step
+takes 1.1 ms with 8 rows and 6.9 with 64, 0.77 of the growth of the rows. 8 rows of 512
+tokens took 8 x 1.7 the time of 64 tokens, and 64 rows 8 x 2.0: more than the 1.15 that
+is asked. What grows is attention over the cache, 0.5 MiB a column in float32 with 64
+rows, which it reads as fast as that machine's memory (18 GB/s). Of the shape of GPT-2
+small (--num-layers 12 --hidden-size 768 --num-heads 12 --vocab-size 50257), whose
+weights are most of what a token reads, 8 rows took 8 x 1.11 to 8 x 1.14.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ class Config(RunConfig):
     """Of the model."""
     prompt_size: int = 16
     """Tokens of a prompt."""
-    slots: int = 64
-    """Rows answered at a time in 1."""
+    continuous_batching: int = 64
+    """Rows decoded at a time in 1."""
     batches: int = 8
-    """Prompts in the queue of 1, in multiples of slots; 0 leaves 1 out."""
+    """Prompts in the queue of 1, in multiples of those rows; 0 leaves 1 out."""
     response_size: int = 64
     """Most tokens of a response in 1, all of it in 2."""
     rows: tuple[int, ...] = (8, 16, 32, 64)
@@ -86,7 +86,7 @@ class Config(RunConfig):
         checks.non_negative(batches=self.batches)
         checks.positive(
             prompt_size=self.prompt_size,
-            slots=self.slots,
+            continuous_batching=self.continuous_batching,
             response_size=self.response_size,
             repeats=self.repeats,
         )
@@ -136,8 +136,8 @@ def in_turns(sides: dict[Any, Run], *, repeats: int) -> dict[Any, float]:
 
 
 def uneven(params: Any, options: Config) -> dict[str, Any]:
-    """Slots against plain batches."""
-    size = options.slots
+    """Continuous batching against plain batches."""
+    size = options.continuous_batching
     queue = prompts(size * options.batches, options)
     parts = [
         jax.tree.map(lambda leaf: leaf[n * size : (n + 1) * size], queue)  # noqa: B023
@@ -150,37 +150,37 @@ def uneven(params: Any, options: Config) -> dict[str, Any]:
         "stop_ids": tuple(range(share)),
     }
     plain = program(params, parts[0], **static)
-    slotted = program(params, queue, slots=size, **static)
+    continuous = program(params, queue, continuous_batching=size, **static)
 
     def in_batches() -> list[Generated]:
         return [plain(params, **part) for part in parts]
 
-    def in_slots() -> Generated:
-        return slotted(params, **queue)
+    def in_places() -> Generated:
+        return continuous(params, **queue)
 
-    found = in_slots()
+    responses = in_places()
     wanted = jax.tree.map(lambda *leaves: np.concatenate(leaves), *in_batches())
-    check_same(np.asarray(found.tokens), np.asarray(wanted.tokens))
+    check_same(np.asarray(responses.tokens), np.asarray(wanted.tokens))
     tokens = int(wanted.response_mask.sum())
     seconds = in_turns(
-        {"batches": in_batches, "slots": in_slots}, repeats=options.repeats
+        {"batches": in_batches, "continuous": in_places}, repeats=options.repeats
     )
     return {
         "mean_length": tokens / len(wanted.tokens),
         "tokens_per_second": {name: tokens / took for name, took in seconds.items()},
-        "ratio": seconds["batches"] / seconds["slots"],
+        "ratio": seconds["batches"] / seconds["continuous"],
     }
 
 
 def check_same(found: np.ndarray, wanted: np.ndarray) -> None:
-    """That responses are the same, but for draws that rounding moves to the next word.
+    """That responses are the same, but for draws that rounding moves to the next token.
 
     Args:
       found, wanted: i32[N, S], tokens.
 
     Raises:
-      RuntimeError: responses part at words that are no neighbours, or more of them part
-        than one and 1 % of N (of 512 one at most was found to).
+      RuntimeError: responses part at tokens that are no neighbours, or more of them
+        part than one and 1 % of N (of 512 one at most was found to).
     """
     apart = found != wanted
     rows = np.flatnonzero(apart.any(axis=1))
@@ -188,7 +188,7 @@ def check_same(found: np.ndarray, wanted: np.ndarray) -> None:
     strides = np.abs(found[at] - wanted[at])
     if len(rows) > 1 + len(found) // 100 or (strides != 1).any():
         raise RuntimeError(
-            f"expected slots and batches to draw the same responses, but for a few "
+            f"expected both ways to draw the same responses, but for a few "
             f"that part at neighbouring tokens, got {len(rows)} of {len(found)} that "
             f"part, by {strides.tolist()} tokens; continuous batching is at fault: "
             f"please report it"
@@ -261,7 +261,7 @@ def main(options: Config) -> None:
         speed = found["tokens_per_second"]
         show(
             f"Response tokens a second, of {found['mean_length']:.1f} a response",
-            [{**speed, "slots / batches": found["ratio"]}],
+            [{**speed, "continuous / batches": found["ratio"]}],
         )
     summary["rows"] = more_rows(params, options)
     show("A step of decoding; growth is beside the rows'", summary["rows"])

@@ -93,20 +93,20 @@ def _holding_m_in_bfloat16(
 ) -> optax.GradientTransformation:
     # Not mu_dtype of optax, which multiplies b1 and m in bfloat16, where 0.9 is 0.898:
     # a constant gradient then has an m that is 1.5% too small for that alone.
-    def held(state: optax.OptState, dtype: jnp.dtype) -> optax.ScaleByAdamState:
+    def stored(state: optax.OptState, dtype: jnp.dtype) -> optax.ScaleByAdamState:
         assert isinstance(state, optax.ScaleByAdamState)
         return state._replace(mu=optax.tree.cast(state.mu, dtype))
 
     def init(params: optax.Params) -> optax.OptState:
-        return held(scale.init(params), jnp.bfloat16)
+        return stored(scale.init(params), jnp.bfloat16)
 
     def update(
         updates: optax.Updates,
         state: optax.OptState,
         params: optax.Params | None = None,
     ) -> tuple[optax.Updates, optax.OptState]:
-        step, state = scale.update(updates, held(state, jnp.float32), params)
-        return step, held(state, jnp.bfloat16)
+        step, state = scale.update(updates, stored(state, jnp.float32), params)
+        return step, stored(state, jnp.bfloat16)
 
     return optax.GradientTransformation(init, update)
 

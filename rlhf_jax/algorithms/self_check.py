@@ -60,7 +60,7 @@ def measure(
     lora: LoRA | None = None,
     ref_logprobs: Array | None = None,
 ) -> Measured:
-    """Prices the rollout once more by policy and reference; pure, so jittable.
+    """Log-probs of the rollout, recomputed by policy and reference; pure, so jittable.
 
     Args:
       policy: the parameters that sampled the rollout, not updated since.
@@ -68,15 +68,15 @@ def measure(
       reference: None has no KL to check.
       model, max_new_tokens, temperature: the rollout's.
       base, lora: with adapters as the policy, else None (`adapted.params`).
-      ref_logprobs: f32[B, S], nats, as `score.score` takes them, from the very program
-        that will price every rollout; `reference` is not run then, and whether the
+      ref_logprobs: f32[B, S], nats, of the reference, from the very program
+        that will score every rollout; `reference` is not run then, and whether the
         policy starts as it is the caller's to say (`require`).
 
     Raises:
-      InputError: as `adapted.params`.
+      InputError: base and lora are not given together, or adapters do not fit.
     """
 
-    def price(params: Params) -> Array:
+    def recomputed(params: Params) -> Array:
         return logprobs(
             params,
             model=model,
@@ -95,9 +95,9 @@ def measure(
             digests, unmoved = base.source_digests, changes_nothing(policy)
         equal = (digests == reference.source_digests).all() & unmoved
     if reference is not None and ref_logprobs is None:
-        ref_logprobs = price(frozen.read(reference))
+        ref_logprobs = recomputed(frozen.read(reference))
     return Measured(
-        trainer=price(params),
+        trainer=recomputed(params),
         sampler=rollout.old_logprobs,
         reference=ref_logprobs,
         mask=rollout.response_mask,

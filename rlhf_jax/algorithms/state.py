@@ -80,7 +80,13 @@ def grpo_state(
 ) -> TrainState:
     """The state before the first iteration without a critic, or beside one apart.
 
-    Args, Raises: as `ppo_state`.
+    Args:
+      policy: its parameters, f32; they become part of the state.
+      policy_optimizer: makes the optimizer state.
+      kl: the controller of β.
+
+    Raises:
+      TypeError: a trained parameter is not f32; names the leaf.
     """
     _check_float32({"policy": policy})
     return TrainState(
@@ -184,8 +190,8 @@ def apply_gradients(
       finite: bool[]; where False, `params` and `opt` come back to the bit.
     """
 
-    def step(held: tuple[Params, optax.OptState]) -> tuple[Params, optax.OptState]:
-        params, opt = held
+    def step(state: tuple[Params, optax.OptState]) -> tuple[Params, optax.OptState]:
+        params, opt = state
         updates, opt = optimizer.update(grads, opt, params)
         return optax.apply_updates(params, updates), opt
 

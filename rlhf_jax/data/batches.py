@@ -133,8 +133,8 @@ def sequence_batches(
     def collate(visits: Sequence[Visit]) -> Sequences:
         rows = [examples[visit.row] for visit in visits]
         width = _width(max(len(p) + len(r) for p, r in rows), widths)
-        held = [rows[place] for place in mine]
-        return _sequences(held, width=width, pad_id=pad_id)
+        own_rows = [rows[place] for place in mine]
+        return _sequences(own_rows, width=width, pad_id=pad_id)
 
     return shuffled(len(examples), batch_size, seed=seed, collate=collate)
 
@@ -169,12 +169,12 @@ def preference_batches(
     def collate(visits: Sequence[Visit]) -> Preferences:
         rows = [pairs[visit.row] for visit in visits]
         width = _width(max(map(length, rows)), widths)
-        held = [rows[place] for place in mine]
-        chosen = [Example(pair.prompt, pair.chosen) for pair in held]
-        rejected = [Example(pair.prompt, pair.rejected) for pair in held]
+        own_rows = [rows[place] for place in mine]
+        chosen = [Example(pair.prompt, pair.chosen) for pair in own_rows]
+        rejected = [Example(pair.prompt, pair.rejected) for pair in own_rows]
         margin: HostArray = None
         if with_margin:
-            margin = np.array([pair.margin for pair in held], np.float32)
+            margin = np.array([pair.margin for pair in own_rows], np.float32)
         return Preferences(
             chosen=_sequences(chosen, width=width, pad_id=pad_id),
             rejected=_sequences(rejected, width=width, pad_id=pad_id),

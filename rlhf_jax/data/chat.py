@@ -125,7 +125,8 @@ def render_with_response(
     """The template's text of the conversation with the assistant's turn.
 
     Raises:
-      InputError: as `render`, or the template leaves out a part of the response.
+      InputError: there is no template, it does not take such messages, or it leaves
+        out a part of the response.
     """
     said = content(response)
     turn = (

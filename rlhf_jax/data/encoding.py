@@ -141,7 +141,9 @@ def encode_preferences(
 
     Args:
       margin: the field with the score difference asked for; None for no margins.
-      stop_ids, widest: as `encode_demonstrations`.
+      stop_ids: tokens that end a response, of which the first is given to a text
+        without one; None is the tokenizer's EOS.
+      widest: tokens of the largest bucket or of a packed row; None is no such limit.
       packed: both texts of a pair, each with its prompt, stand in one row of `widest`
         tokens, where a prompt has at least one.
 

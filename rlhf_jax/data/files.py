@@ -124,9 +124,9 @@ def hold_out(
             f"expected rows to train on beside {count} held out, got {len(rows)} in "
             "all; hold out a smaller share or none, or give more rows"
         )
-    held = set(np.random.default_rng(seed).permutation(len(rows))[:count].tolist())
-    kept = [row for i, row in enumerate(rows) if i not in held]
-    return kept, [row for i, row in enumerate(rows) if i in held]
+    held_out = set(np.random.default_rng(seed).permutation(len(rows))[:count].tolist())
+    kept = [row for i, row in enumerate(rows) if i not in held_out]
+    return kept, [row for i, row in enumerate(rows) if i in held_out]
 
 
 def _preference(where: str, row: Row) -> Row:

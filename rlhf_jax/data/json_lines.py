@@ -50,7 +50,7 @@ def read_located(source: str | Path) -> list[tuple[str, Row]]:
     """(where it stands, row) of `read_jsonl`, so that a message can name the place.
 
     Raises:
-      InputError: as `read_jsonl`.
+      InputError: names the file and line that cannot be read.
     """
     if str(source).startswith("hf:"):
         return _hub_rows(str(source))

@@ -78,7 +78,9 @@ def packed_batches(
     Args:
       rows: of `pack`.
       batch_size: rows, not pairs, of the global batch.
-      seed, pad_id, share: as `batches.prompt_batches`.
+      seed: of the order, which is another in every pass.
+      pad_id: fills the columns behind a text.
+      share: the rows of this process.
 
     Raises:
       InputError: no rows, or sizes that do not divide.

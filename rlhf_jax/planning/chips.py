@@ -105,7 +105,7 @@ def named(name: str) -> Chip:
 
 def of_device(device: Any) -> Chip | None:
     """The chip that a JAX device is; None where the table has none, as of a CPU."""
-    found = [
+    matching = [
         chip for chip in CHIPS.values() if device.device_kind.startswith(chip.kind)
     ]
-    return max(found, key=lambda chip: len(chip.kind), default=None)
+    return max(matching, key=lambda chip: len(chip.kind), default=None)

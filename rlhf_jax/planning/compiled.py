@@ -41,7 +41,7 @@ def slice_of(topology: str) -> list[Any]:
     any number of processes may compile at once.
 
     Raises:
-      InputError: as `target`.
+      InputError: libtpu is not installed or does not know the topology.
     """
     if importlib.util.find_spec("libtpu") is None:
         raise InputError(
@@ -50,13 +50,15 @@ def slice_of(topology: str) -> list[Any]:
         )
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # read as it is loaded
     try:
-        found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+        description = topologies.get_topology_desc(
+            platform="tpu", topology_name=topology
+        )
     except Exception as error:  # what the plugin raises is its own affair
         raise InputError(
             f"topology: expected a TPU that libtpu knows, as v5e:2x2, got {topology!r} "
             f"({str(error).strip():.300}); choose another, or leave it out"
         ) from error
-    return list(found.devices)
+    return list(description.devices)
 
 
 def memory(
@@ -94,8 +96,15 @@ def program(
 ) -> Any:
     """The compiled program, for shapes that are `placed` already.
 
-    Args, Raises: as `memory`, with any of the devices.
+    Args:
+      function: of pytrees of arrays, un-jitted.
+      args: its arguments, `placed` shapes.
+      device: any of the devices to compile for.
+      donate: which of the arguments are donated.
       keep_unused: arguments that the program does not read count all the same.
+
+    Raises:
+      RefusedError: the compiler knows already that the device has too little memory.
     """
     jitted = jax.jit(function, donate_argnums=donate, keep_unused=keep_unused)
     try:

@@ -182,9 +182,11 @@ class _Walker:
             if channel[1] in channels:
                 return
             channels.add(channel[1])
-        given = sum(leaf.size for name in line.operands for leaf in lines[name].result)
+        operand_bytes = sum(
+            leaf.size for name in line.operands for leaf in lines[name].result
+        )
         devices = instructions.devices(line.rest)
-        size = given * devices if kind == "all-gather" else given
+        size = operand_bytes * devices if kind == "all-gather" else operand_bytes
         if devices > 1:
             total.collectives[Collective(kind, size, devices)] += 1
 
@@ -214,9 +216,9 @@ class _Walker:
         total = 0
         for part in inner.values():
             if part.opcode == "parameter":
-                given = lines[line.operands[int(part.text)]]
-                if given.written:
-                    total += min(self._read(part, inner), given.written)
+                operand = lines[line.operands[int(part.text)]]
+                if operand.written:
+                    total += min(self._read(part, inner), operand.written)
         root = next(part for part in inner.values() if part.root)
         parts = (
             [inner[name] for name in root.operands]

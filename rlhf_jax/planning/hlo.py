@@ -53,18 +53,18 @@ Computation = dict[str, Line]
 
 def parse(text: str) -> tuple[dict[str, Computation], str]:
     """The computations by name, and the name of the entry."""
-    found: dict[str, Computation] = {}
+    computations: dict[str, Computation] = {}
     entry, lines = "", {}
     for row in text.splitlines():
         header = _HEADER.match(row)
         if header is not None:
-            lines = found.setdefault(header[2], {})
+            lines = computations.setdefault(header[2], {})
             entry = header[2] if header[1] else entry
             continue
         line = _line(row)
         if line is not None:
             lines[line.name] = line
-    return found, entry
+    return computations, entry
 
 
 def _line(row: str) -> Line | None:

@@ -100,7 +100,7 @@ def convolution_flops(
     assert labels is not None, line
     ins, kernels, outs = labels[1], labels[2], labels[3]
     window = re.search(r"window=\{([^}]*)\}", line.rest)
-    given = dict(re.findall(r"(\w+)=(\S+)", window[1])) if window else {}
+    settings = dict(re.findall(r"(\w+)=(\S+)", window[1])) if window else {}
     groups = re.search(r"batch_group_count=(\d+)", line.rest)
     total = 2.0 * left[ins.index("b")] / (int(groups[1]) if groups else 1)
     total *= right[kernels.index("i")] * right[kernels.index("o")]
@@ -108,7 +108,7 @@ def convolution_flops(
     for at, label in enumerate(spatial):
 
         def option(name: str, missing: str, at: int = at) -> list[int]:
-            text = given[name].split("x")[at] if name in given else missing
+            text = settings[name].split("x")[at] if name in settings else missing
             return [int(size) for size in text.split("_")]
 
         total *= _meetings(

@@ -73,9 +73,9 @@ def target(topology: str | None, *, chip: str | None, mesh: MeshShape) -> Target
     if topology is not None:
         devices = compiled.slice_of(topology)
         name = topology.partition(":")[0]
-        found = chips.named(name)
+        figures = chips.named(name)
         version = importlib.metadata.version("libtpu")
-        return Target(mesh.make(devices), name, found, f"that of libtpu {version}")
+        return Target(mesh.make(devices), name, figures, f"that of libtpu {version}")
     if mesh.size > 1:
         # As many virtual devices as the mesh has, where this machine is a CPU and no
         # program has run yet; else the mesh says what is missing.
@@ -84,62 +84,66 @@ def target(topology: str | None, *, chip: str | None, mesh: MeshShape) -> Target
     made = mesh.make()
     device = made.devices.flat[0]
     own = chips.of_device(device)
-    found = own if chip is None else chips.named(chip)
-    if found is None:
+    figures = own if chip is None else chips.named(chip)
+    if figures is None:
         raise InputError(
             f"expected --topology, as v5e:8x8, for a TPU (extra 'plan'), or one of "
             f"--chip {', '.join(chips.CHIPS)}, got neither on {device.device_kind}; "
             f"name what the run is to fit"
         )
-    note = "" if found == own else ", whose layouts and fusions are not the chip's"
+    note = "" if figures == own else ", whose layouts and fusions are not the chip's"
     compiler = f"this machine's, for {device.platform}{note}"
-    return Target(made, chip or device.device_kind, found, compiler)
+    return Target(made, chip or device.device_kind, figures, compiler)
 
 
-def held(options: run_shape.Options, there: Target, *, recipe: PPO) -> dict[str, int]:
-    """Bytes of what is held throughout, a chip, as the compiler lays them out.
+def resident(
+    options: run_shape.Options, target: Target, *, recipe: PPO
+) -> dict[str, int]:
+    """Bytes per chip of what stays in memory throughout, as the compiler lays them out.
 
     Raises:
       InputError: an axis does not divide a dimension of a parameter; names both.
     """
-    parts = workload.parts(workload.held(options, recipe=recipe))
+    parts = workload.parts(workload.resident(options, recipe=recipe))
     # All of them first: what does not divide is told before anything is compiled.
-    where = sharding.shardings(parts, mesh=there.mesh)
+    where = sharding.shardings(parts, mesh=target.mesh)
 
     def size(name: str) -> int:
         empty = compiled.program(
             lambda _: 0,
             compiled.placed(parts[name], where[name]),
-            device=there.mesh.devices.flat[0],
+            device=target.mesh.devices.flat[0],
             keep_unused=True,
         )
         return empty.memory_analysis().argument_size_in_bytes
 
-    with jax.set_mesh(there.mesh):
+    with jax.set_mesh(target.mesh):
         return {name: size(name) for name in parts}
 
 
 def measure(
-    options: run_shape.Options, there: Target, *, recipe: PPO, waiting: Waiting
+    options: run_shape.Options, target: Target, *, recipe: PPO, waiting: Waiting
 ) -> list[Measured]:
     """Compiles the programs of a step.
 
     Raises:
-      InputError: the row axes do not divide the rows, or as `workload.programs`.
+      InputError: the row axes do not divide the rows, or sizes do not fit.
     """
-    shapes = workload.held(options, recipe=recipe)
-    found = []
-    with jax.set_mesh(there.mesh):
+    shapes = workload.resident(options, recipe=recipe)
+    measurements = []
+    with jax.set_mesh(target.mesh):
         for program in workload.programs(options, shapes, recipe=recipe):
             args = []
             for at, tree in enumerate(program.args):
                 rows = at in program.batch
                 place = row_sharding.row_shardings if rows else sharding.shardings
                 args.append(compiled.placed(tree, place(tree)))
-            what = f"{options.batch_size} rows on {there.mesh.size} x {there.name}"
+            what = f"{options.batch_size} rows on {target.mesh.size} x {target.name}"
             with waiting(f"compiling {program.name}, {what}"):
-                found.append(_compile(program, args, device=there.mesh.devices.flat[0]))
-    return found
+                measurements.append(
+                    _compile(program, args, device=target.mesh.devices.flat[0])
+                )
+    return measurements
 
 
 def _compile(program: Program, args: list[Any], *, device: Any) -> Measured:
@@ -171,14 +175,14 @@ def _compile(program: Program, args: list[Any], *, device: Any) -> Measured:
     return Measured(program, sizes, None, program_cost)
 
 
-def alive(one: Measured, held: dict[str, int]) -> Alive:
+def alive(one: Measured, resident: dict[str, int]) -> Alive:
     """What is on a chip while a program runs.
 
     Args:
-      held: `held` of the same run.
+      resident: bytes by name, from `resident`, of the same run.
     """
-    read = sum(held[name] for name in one.program.reads)
-    others = sum(held.values()) - read
+    read = sum(resident[name] for name in one.program.reads)
+    others = sum(resident.values()) - read
     argument = one.sizes.get("argument", read)
     rest = [one.sizes.get(name, 0) for name in ("temporary", "output", "alias")]
     temporary, output, alias = rest

@@ -40,13 +40,14 @@ def memory(options: Options) -> list[Line]:
     step needs at a time. Batches, a few numbers a token, are left out.
 
     Raises:
-      InputError: as `models`, or sizes that do not fit.
+      InputError: there is no such checkpoint or topology, a storage that the device
+        lacks, or sizes that do not fit.
     """
     device = compiled.target(options.topology)
     lines = models(options)
     ppo = run_shape.algorithm(options)
     programs = workload.programs(
-        options, workload.held(options, recipe=ppo), recipe=ppo
+        options, workload.resident(options, recipe=ppo), recipe=ppo
     )
     temporaries = {
         program.name: compiled.memory(
@@ -56,16 +57,16 @@ def memory(options: Options) -> list[Line]:
     }
     columns = options.prompt_length + options.max_new_tokens
     cache = workload.cache_bytes(ppo.model, rows=options.batch_size, columns=columns)
-    held = sum(line.device for line in lines)
+    resident = sum(line.device for line in lines)
     host = sum(line.host for line in lines)
-    most = held + max(cache, *temporaries.values())
+    most = resident + max(cache, *temporaries.values())
     sampling = temporaries.pop("sampling")
     return [
         *lines,
         Line("KV cache", cache),
         Line("activations of sampling", max(sampling - cache, 0)),
         *(Line(f"activations of {what}", size) for what, size in temporaries.items()),
-        Line("held throughout", held, host),
+        Line("held throughout", resident, host),
         Line("held at most", most, host),
     ]
 
@@ -83,13 +84,13 @@ def models(options: Options) -> list[Line]:
     if any("memory" in way for way in ways):
         storage.check_memory(compiled.target(options.topology))
     ppo = run_shape.algorithm(options)
-    held = workload.parts(workload.held(options, recipe=ppo))
+    resident = workload.parts(workload.resident(options, recipe=ppo))
     names = ["policy", "policy's optimizer", "critic", "critic's optimizer"]
     names.append("reference, the base" if options.reference == "base" else "reference")
     if options.policy == "lora":
         names.insert(0, "base of the adapters")
     names.append("reward model")
-    return [Line(name, *_bytes(held.get(name))) for name in names]
+    return [Line(name, *_bytes(resident.get(name))) for name in names]
 
 
 def run(options: Options) -> None:

@@ -102,7 +102,7 @@ def cache(
 
 
 def check(
-    held: Sequence[Part],
+    resident: Sequence[Part],
     passing: Callable[[], Sequence[Passing]],
     *,
     change: str,
@@ -114,28 +114,28 @@ def check(
     host with several processes, or for a device that does not report its memory.
 
     Args:
-      held: parts that stay in memory throughout the run.
-      passing: returns the parts that a program makes for itself; called only if `held`
-        fits.
+      resident: parts that stay in memory throughout the run.
+      passing: returns the parts that a program makes for itself; called only where
+        `resident` fits.
       change: what the user can change, a phrase that names options.
 
     Raises:
       InputError: the run cannot fit. The message has one line per part.
     """
-    always = _account(held)
+    always = _account(resident)
     _compare(always, change=change)
     for one in passing():
-        least = _account([*held, *one.beside])
+        least = _account([*resident, *one.beside])
         share = one.size // one.mesh.size
         for device in _local(one.mesh):
             _add(least, _place(device), one.name, share)
         _compare(least, change=change)
 
 
-def _account(held: Sequence[Part]) -> dict[Any, dict[str, int]]:
+def _account(resident: Sequence[Part]) -> dict[Any, dict[str, int]]:
     """Bytes by place, which is a device or the host, and by name."""
     account: dict[Any, dict[str, int]] = {}
-    for name, shapes, mesh in held:
+    for name, shapes, mesh in resident:
         if mesh is None:
             _add(account, HOST, name, storage.nbytes(shapes))
             continue

@@ -88,39 +88,41 @@ def plan(options: Options, *, waiting: Waiting = silent) -> dict[str, Any]:
 
     Raises:
       InputError: libtpu or the topology is missing, the mesh does not multiply to the
-        chips, an axis does not divide a dimension or the rows, or as `workload`.
+        chips, an axis does not divide a dimension or the rows, or sizes do not fit.
     """
-    there = measured.target(options.topology, chip=options.chip, mesh=options.mesh)
+    target = measured.target(options.topology, chip=options.chip, mesh=options.mesh)
     ppo = run_shape.algorithm(options, num_epochs=options.num_epochs)
-    held = measured.held(options, there, recipe=ppo)
-    found = measured.measure(options, there, recipe=ppo, waiting=waiting)
-    alive = [measured.alive(one, held) for one in found]
+    resident = measured.resident(options, target, recipe=ppo)
+    measurements = measured.measure(options, target, recipe=ppo, waiting=waiting)
+    alive = [measured.alive(one, resident) for one in measurements]
     peak = max(alive, key=lambda row: row.total)
-    fits = peak.total <= there.chip.memory and not any(one.refused for one in found)
-    programs = [measured.described(one, there.chip) for one in found]
+    fits = peak.total <= target.chip.memory and not any(
+        one.refused for one in measurements
+    )
+    programs = [measured.described(one, target.chip) for one in measurements]
     result = {
         "command": command(options),
         "versions": _versions(),
-        "compiler": there.compiler,
+        "compiler": target.compiler,
         "topology": options.topology,
         "chips": options.mesh.size,
         "mesh": dataclasses.asdict(options.mesh),
-        "chip": {"name": there.name, **dataclasses.asdict(there.chip)},
+        "chip": {"name": target.name, **dataclasses.asdict(target.chip)},
         "parameters": decoder.num_parameters(ppo.model),
         "fits": fits,
         "peak": peak._asdict(),
-        "held": held,
+        "held": resident,
         "alive": [row._asdict() for row in alive],
         "within": within(options, recipe=ppo),
         "seconds": sum(program["seconds"]["bound"] for program in programs),
-        "advice": [] if fits else advice(options, held=held, alive=alive),
+        "advice": [] if fits else advice(options, resident=resident, alive=alive),
         "programs": programs,
     }
     if options.find_batch:
         result["largest_batch"] = _largest_batch(
             options,
-            there,
-            held=held,
+            target,
+            resident=resident,
             peak=peak.total if fits else None,
             waiting=waiting,
         )
@@ -158,49 +160,51 @@ def command(options: Options) -> str:
     return shlex.join(words)
 
 
-def advice(options: Options, *, held: dict[str, int], alive: list[Alive]) -> list[str]:
+def advice(
+    options: Options, *, resident: dict[str, int], alive: list[Alive]
+) -> list[str]:
     """What to change, what saves most first: of the models or of the largest program.
 
     What a change of a program saves is a guess, half of its temporaries; compile again.
     """
     peak = max(alive, key=lambda row: row.total)
-    found = [(sum(held.values()) // 2, "twice the chips, all on the fsdp axis")]
+    savings = [(sum(resident.values()) // 2, "twice the chips, all on the fsdp axis")]
     ways = {"reference": options.reference, "reward model": options.reward}
     for name, way in ways.items():
-        whole, option = held.get(name, 0), f"--{name.split()[0]}"
+        whole, option = resident.get(name, 0), f"--{name.split()[0]}"
         if way == "copy":
-            found.append((whole // 2, f"{option} bf16"))
-            found.append((whole * 3 // 4, f"{option} int8"))
+            savings.append((whole // 2, f"{option} bf16"))
+            savings.append((whole * 3 // 4, f"{option} int8"))
         elif way in ("bf16", "fp16"):
-            found.append((whole // 2, f"{option} int8"))
+            savings.append((whole // 2, f"{option} int8"))
     if options.policy == "full":
-        optimizers = held["policy's optimizer"] + held["critic's optimizer"]
-        saved = optimizers + held["critic"] + held.get("reference", 0)
-        found.append((saved, "--policy lora --reference base"))
+        optimizers = resident["policy's optimizer"] + resident["critic's optimizer"]
+        saved = optimizers + resident["critic"] + resident.get("reference", 0)
+        savings.append((saved, "--policy lora --reference base"))
     half = peak.temporary // 2
     if options.dtype == "float32":
-        found.append((half, "--dtype bfloat16"))
+        savings.append((half, "--dtype bfloat16"))
     if peak.during == "sampling":
-        found.append((half, f"--batch-size {options.batch_size // 2}"))
+        savings.append((half, f"--batch-size {options.batch_size // 2}"))
     elif peak.during == "scoring and learning":
         if options.remat != "full":
-            found.append((half, "--remat full"))
+            savings.append((half, "--remat full"))
         rows = options.batch_size // options.num_minibatches
         micro = options.micro_batch_size or rows
         if micro > options.mesh.data * options.mesh.fsdp:
-            found.append((half, f"--micro-batch-size {micro // 2}"))
+            savings.append((half, f"--micro-batch-size {micro // 2}"))
     return [
         f"{what}: about {size / GIB:.2f} GiB a chip less"
-        for size, what in sorted(found, reverse=True)
+        for size, what in sorted(savings, reverse=True)
         if size
     ]
 
 
 def _largest_batch(
     options: Options,
-    there: Target,
+    target: Target,
     *,
-    held: dict[str, int],
+    resident: dict[str, int],
     peak: int | None,
     waiting: Waiting,
 ) -> dict[str, Any]:
@@ -214,12 +218,12 @@ def _largest_batch(
     def alive(steps: int) -> int | None:
         other = dataclasses.replace(options, batch_size=steps * step)
         ppo = run_shape.algorithm(other, num_epochs=other.num_epochs)
-        found = measured.measure(other, there, recipe=ppo, waiting=waiting)
-        if any(one.refused for one in found):
+        measurements = measured.measure(other, target, recipe=ppo, waiting=waiting)
+        if any(one.refused for one in measurements):
             return None
-        return max(measured.alive(one, held).total for one in found)
+        return max(measured.alive(one, resident).total for one in measurements)
 
-    most, exact = largest(alive, limit=there.chip.memory, known=known)
+    most, exact = largest(alive, limit=target.chip.memory, known=known)
     return {"rows": most * step, "multiple_of": step, "exact": exact}
 
 
@@ -276,10 +280,10 @@ def within(options: Options, *, recipe: PPO) -> dict[str, int]:
 
 def _versions() -> dict[str, str]:
     names = ("jax", "jaxlib", "libtpu", "rlhf-jax")
-    found = {}
+    versions = {}
     for name in names:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions

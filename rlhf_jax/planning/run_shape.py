@@ -60,7 +60,7 @@ class Options:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of activations and of the KV cache; what is trained is float32."""
     remat: Remat = "none"
-    """What of a layer a gradient computes again: none, dots or full."""
+    """What of a layer the backward pass rematerialises: none, dots or full."""
     batch_size: int = 64
     """Responses of a step."""
     prompt_length: int = 64

@@ -35,7 +35,7 @@ from rlhf_jax.roles.reference.frozen import Frozen
 PyTree = Any
 
 
-class Held(NamedTuple):
+class Resident(NamedTuple):
     """Shapes of all that a run holds, None for what it does not."""
 
     state: TrainState
@@ -56,31 +56,31 @@ class Program(NamedTuple):
     trips: int = 1  # of a loop that ends when every row has stopped, at the most
 
 
-def held(options: Options, *, recipe: PPO) -> Held:
+def resident(options: Options, *, recipe: PPO) -> Resident:
     """Shapes of what a run holds.
 
     Raises:
-      InputError: as `frozen.freeze`.
+      InputError: the reference or reward model cannot be stored so; names the leaf.
     """
     made = functools.partial(_made, options=options, recipe=recipe)
     return jax.eval_shape(made, jax.eval_shape(jax.random.key, 0))
 
 
-def parts(held: Held) -> dict[str, PyTree]:
-    """What is held by name, without what there is none of."""
+def parts(resident: Resident) -> dict[str, PyTree]:
+    """The resident arrays by name, without those that a run does not have."""
     named = {
-        "base of the adapters": held.base,
-        "policy": held.state.policy,
-        "policy's optimizer": held.state.policy_opt,
-        "critic": held.state.critic,
-        "critic's optimizer": held.state.critic_opt,
-        "reference": held.reference,
-        "reward model": held.reward,
+        "base of the adapters": resident.base,
+        "policy": resident.state.policy,
+        "policy's optimizer": resident.state.policy_opt,
+        "critic": resident.state.critic,
+        "critic's optimizer": resident.state.critic_opt,
+        "reference": resident.reference,
+        "reward model": resident.reward,
     }
     return {name: tree for name, tree in named.items() if tree is not None}
 
 
-def programs(options: Options, held: Held, *, recipe: PPO) -> list[Program]:
+def programs(options: Options, resident: Resident, *, recipe: PPO) -> list[Program]:
     """The programs of a step in their order, as `rlhf-jax ppo` has them.
 
     Raises:
@@ -89,7 +89,7 @@ def programs(options: Options, held: Held, *, recipe: PPO) -> list[Program]:
     rows = options.batch_size
     prompts = _shapes_of_prompts(options)
     key = jax.eval_shape(jax.random.key, 0)
-    base = ("base of the adapters",) if held.base is not None else ()
+    base = ("base of the adapters",) if resident.base is not None else ()
 
     def sample(policy: PyTree, base: Any, prompts: Prompts, key: Any) -> Any:
         return ppo.sample(policy, prompts=prompts, key=key, recipe=recipe, base=base)
@@ -123,24 +123,24 @@ def programs(options: Options, held: Held, *, recipe: PPO) -> list[Program]:
             base=base,
         )
 
-    drawn = (held.state.policy, held.base, prompts, key)
+    drawn = (resident.state.policy, resident.base, prompts, key)
     rollout = jax.eval_shape(sample, *drawn)
     # The first token comes from the prompts' own pass.
     turns = max(options.max_new_tokens - 1, 1)
     of_step = [Program("sampling", sample, drawn, ("policy", *base), (2,), trips=turns)]
-    if held.reward is not None:
-        over = held.base if options.reward == "base" else None
+    if resident.reward is not None:
+        over = resident.base if options.reward == "base" else None
         reads = ("reward model", *(base if options.reward == "base" else ()))
-        args = (held.reward, over, rollout)
+        args = (resident.reward, over, rollout)
         of_step.append(Program("the reward model", scored, args, reads, (2,)))
-    reference = held.base if options.reference == "base" else held.reference
+    reference = resident.base if options.reference == "base" else resident.reference
     if reference is not None:
         reads = base if options.reference == "base" else ("reference",)
         args = (reference, rollout)
         of_step.append(Program("the reference", ref_logprobs, args, reads, (1,)))
     scores = jax.ShapeDtypeStruct((rows,), jnp.float32)
     ref = rollout.old_logprobs if reference is not None else None
-    learned = (held.state, held.base, rollout, scores, ref, key)
+    learned = (resident.state, resident.base, rollout, scores, ref, key)
     state = ("policy", "policy's optimizer", "critic", "critic's optimizer")
     of_step.append(
         Program(
@@ -185,7 +185,7 @@ def _shapes_of_prompts(options: Options) -> Prompts:
     )
 
 
-def _made(key: jax.Array, *, options: Options, recipe: PPO) -> Held:
+def _made(key: jax.Array, *, options: Options, recipe: PPO) -> Resident:
     """What a run holds, made as a run makes it; for `jax.eval_shape` alone."""
     model = recipe.model
     params = decoder.init(key, model=model)
@@ -203,7 +203,7 @@ def _made(key: jax.Array, *, options: Options, recipe: PPO) -> Held:
     elif options.reward != "base":
         scorer = rewards.init(key, params, model=model)
         reward = _freeze(scorer, options.reward)
-    return Held(
+    return Resident(
         state=ppo_state(
             policy=policy,
             critic=critic,

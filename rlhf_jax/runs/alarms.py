@@ -27,25 +27,30 @@ class Limits:
     """When to raise alarms; None is off. "At first" is at the first step measured."""
 
     window: int = 10
-    """Values that a mean is taken over: of steps, or of steps with a judge."""
+    """Number of values in a mean: of steps, or of steps with a judge."""
     drift: float | None = 0.5
-    """Relative weight drift above this."""
+    """Upper limit of the relative weight drift."""
     kl: float | None = None
-    """KL above this many nats per response."""
+    """Upper limit of the KL, nats per response."""
     kl_over_target: float | None = 1.5
-    """KL above this many times its target, where it has one."""
+    """Upper limit of the KL, in multiples of its target where it has one."""
     hacking: float | None = 2.0
-    """Standard errors by which the reward rose and the judge fell within a window."""
+    """Number of standard errors by which the reward must rise, and the judge fall,
+    within a window."""
     distinct: float | None = 0.8
-    """Distinct responses below this share of what they were at first."""
+    """Lower limit of the share of distinct responses, in multiples of what it was at
+    first."""
     entropy: float | None = 0.5
-    """Entropy below this share of what it was at first."""
+    """Lower limit of the entropy, in multiples of what it was at first."""
     reference_perplexity: float | None = 1.5
-    """Perplexity of responses under the reference, likewise above this many times."""
+    """Upper limit of the perplexity of responses under the reference, in multiples of
+    what it was at first."""
     held_out_perplexity: float | None = 1.2
-    """Perplexity of held-out text above this many times what it was at first."""
+    """Upper limit of the perplexity of held-out text, in multiples of what it was at
+    first."""
     out_of_domain_perplexity: float | None = 1.2
-    """Perplexity of out-of-domain text above this many times what it was at first."""
+    """Upper limit of the perplexity of out-of-domain text, in multiples of what it was
+    at first."""
 
     def __post_init__(self) -> None:
         if self.window < 4:
@@ -109,7 +114,7 @@ def check(
     Returns:
       In the order below; empty when all is well.
     """
-    seen = {
+    messages = {
         "weight_drift": _weight_drift(rows, limits),
         "kl": _kl(rows, limits, kl_target),
         "reward_hacking": _reward_hacking(rows, limits),
@@ -150,7 +155,7 @@ def check(
         ),
     }
     return {
-        name: f"{what}; {ADVICE[name]}" for name, what in seen.items() if what != ""
+        name: f"{what}; {ADVICE[name]}" for name, what in messages.items() if what != ""
     }
 
 

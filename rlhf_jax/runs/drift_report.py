@@ -1,8 +1,8 @@
 """How far the policy is from its reference: by module, by layer and by position.
 
-found = jax.device_get(drift.weight_drift(params, reference))
-drift_report.table(found)
-drift_report.plots(folder, found)       from what the run recorded, too
+measured = jax.device_get(drift.weight_drift(params, reference))
+drift_report.table(measured)
+drift_report.plots(folder, measured)    from what the run recorded, too
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def check_run(config: RunConfig) -> None:
         )
     try:
         is_file = out.exists() and not out.is_dir()
-        held = [] if is_file else _held(out)
+        names = [] if is_file else _held(out)
     except OSError as error:
         raise InputError(
             f"--out {out!s:.200}: expected a folder that can be read, got: "
@@ -69,7 +69,7 @@ def check_run(config: RunConfig) -> None:
         raise InputError(
             f"--out {out} is a file; expected a folder that is absent or empty"
         )
-    if not held:
+    if not names:
         if config.resume_from:
             raise InputError(
                 f"--resume-from {config.resume_from}: expected the folder of a run in "
@@ -79,13 +79,13 @@ def check_run(config: RunConfig) -> None:
         return
     if not config.resume and config.resume_from is None:
         raise InputError(
-            f"--out {out} already holds {', '.join(held[:4])}"
-            f"{', ...' if len(held) > 4 else ''}; continue that run with --resume, "
+            f"--out {out} already holds {', '.join(names[:4])}"
+            f"{', ...' if len(names) > 4 else ''}; continue that run with --resume, "
             "or give another --out"
         )
-    if CONFIG not in held:
+    if CONFIG not in names:
         raise InputError(
-            f"--resume: {out} holds {', '.join(held[:4])} but no {CONFIG}, so it is "
+            f"--resume: {out} holds {', '.join(names[:4])} but no {CONFIG}, so it is "
             "not a run folder; give the --out of the run to continue"
         )
     _check_writable(out)
@@ -96,21 +96,21 @@ def _changes(config: RunConfig) -> list[tuple[resume.Recorded, list[str]]]:
     """What a resume changes, of the config of each stage or else that of config.json.
 
     Raises:
-      InputError: as `resume.check_config`.
+      InputError: fields differ that a resume may not change; lists them.
     """
     path = config.out / CONFIG
-    there = resume.Recorded(str(path), read_config(path))
+    whole = resume.Recorded(str(path), read_config(path))
     recorded = resume.recorded_configs(config.out)
-    given = to_json(config)
+    fields = to_json(config)
     stages = [
-        dataclasses.replace(one, config=complete(one.config, names=given))
-        for one in (recorded if recorded else [there])
+        dataclasses.replace(one, config=complete(one.config, names=fields))
+        for one in (recorded if recorded else [whole])
     ]
     return [
         (
             one,
             resume.check_config(
-                one, given, but=frozenset(MAY_DIFFER), folder=config.out
+                one, fields, but=frozenset(MAY_DIFFER), folder=config.out
             ),
         )
         for one in stages
@@ -127,7 +127,8 @@ def open_run(config: RunConfig) -> Path:
     Of several processes the first does so, and the others wait for it.
 
     Raises:
-      InputError: as `check_run`, or the folder cannot be made.
+      InputError: the folder holds something and this is no resume of it, its recorded
+        config differs, or it cannot be made.
     """
     processes.on_first(lambda: _open(config))
     return config.out
@@ -145,12 +146,12 @@ def _open(config: RunConfig) -> None:
                     f"goes on with {now}; its numbers may differ in the last bits",
                     file=sys.stderr,
                 )
-        given = to_json(config)
+        fields = to_json(config)
         for before, names in _changes(config):
-            resume.tell_changes(before, given, names)
+            resume.tell_changes(before, fields, names)
         said = read_config(path)
-        if resume.differing(said, given, but=frozenset(MAY_DIFFER)):
-            write_json(path, _read(path) | {"config": given})
+        if resume.differing(said, fields, but=frozenset(MAY_DIFFER)):
+            write_json(path, _read(path) | {"config": fields})
         return
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -60,7 +60,7 @@ def take(folder: Path) -> None:
     """Takes the lock of a folder that is there, until `give_back` or the process ends.
 
     Raises:
-      InputError: as `hold`.
+      InputError: another process holds it; says which.
     """
     folder = folder.resolve()
     if folder in _held:

@@ -163,7 +163,7 @@ class Recorder:
 
         Args:
           stats: {name: (sum, weight)}, scalars; for metrics.jsonl.
-          positions: the same of vectors, as `objective.kl_by_position`; for
+          positions: the same of vectors, one number per position; for
             positions.jsonl. None writes no row there.
         """
         self._write_pending()

@@ -97,10 +97,10 @@ def draw(folder: Path) -> list[Path]:
         (folder / "plots").mkdir(exist_ok=True)
         for name, panels in PLOTS.items():
             names = {metric for lines in panels.values() for metric in lines}
-            found = [row for row in rows if not names.isdisjoint(row)]
-            if found:
+            measured = [row for row in rows if not names.isdisjoint(row)]
+            if measured:
                 drawn.append(folder / "plots" / f"{name}.png")
-                _figure(found, panels).savefig(drawn[-1], dpi=150)
+                _figure(measured, panels).savefig(drawn[-1], dpi=150)
     return drawn
 
 

@@ -84,20 +84,28 @@ MAY_DIFFER |= {
     for role in ("reference", "reward")
     for field in ("devices", "mesh")
 }
+# Fields of option groups that were called something else in version 0.1.
+RENAMED = {"slots": "continuous_batching", "reprice": "recompute_logprobs"}
 # Options that older records do not have, with what those runs did.
 ADDED: dict[str, Any] = {"verifier": "gsm8k"}
 Config = TypeVar("Config", bound=RunConfig)
 
 
 def complete(recorded: Mapping[str, Any], *, names: Collection[str]) -> dict[str, Any]:
-    """A recorded config as the options of today, with those that were added since.
+    """A recorded config as the options of today: renamed and added ones included.
 
     Args:
-      recorded: Fields as JSON values, as `to_json` made them then.
+      recorded: Fields as JSON values.
       names: The options of today.
     """
     if "placement" in names:
         recorded = placement.from_0_1(recorded)
+    recorded = {
+        name: {RENAMED.get(field, field): one for field, one in value.items()}
+        if isinstance(value, dict)
+        else value
+        for name, value in recorded.items()
+    }
     return {**{name: ADDED[name] for name in ADDED if name in names}, **recorded}
 
 
@@ -120,15 +128,15 @@ def to_json(config: RunConfig) -> dict[str, Any]:
 
 def _not_finite(fields: dict[str, Any], *, prefix: str = "") -> list[tuple[str, Any]]:
     """(name, value) of the fields with a number that JSON cannot hold; groups too."""
-    found: list[tuple[str, Any]] = []
+    wrong: list[tuple[str, Any]] = []
     for name, value in fields.items():
         if isinstance(value, dict):
-            found += _not_finite(value, prefix=f"{prefix}{name}.")
+            wrong += _not_finite(value, prefix=f"{prefix}{name}.")
         else:
             numbers = value if isinstance(value, list | tuple) else [value]
             if not all(map(math.isfinite, (n for n in numbers if type(n) is float))):
-                found.append((prefix + name, value))
-    return found
+                wrong.append((prefix + name, value))
+    return wrong
 
 
 def from_json(

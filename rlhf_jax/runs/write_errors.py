@@ -53,8 +53,8 @@ def reason(error: BaseException) -> str | None:
         if isinstance(told, OSError) and told.errno is not None:
             return told.strerror
         # safetensors writes "(os error 28)", tensorstore "[os_error_code='28']".
-        if found := re.search(r"\bos[ _]error(?:_code=')? ?(\d+)", str(told)):
-            return os.strerror(int(found[1]))
+        if code := re.search(r"\bos[ _]error(?:_code=')? ?(\d+)", str(told)):
+            return os.strerror(int(code[1]))
         for code in TOLD:
             if os.strerror(code) in str(told):
                 return os.strerror(code)

@@ -1,9 +1,10 @@
-"""REINFORCE++ on your own model, with answers that are checked.
+"""REINFORCE++ on your own model and questions, with a verifier of its responses.
 
     rlhf-jax reinforce --model MODEL --data train.jsonl --held-out test.jsonl --out OUT
 
-It is `rlhf-jax grpo` with another recipe: no groups, each token has its own reward to
-go, whitened over the rollout. Data, verifier and run folder are the same.
+It is `rlhf-jax grpo` with another recipe: there are no groups, and the advantage of a
+token is its reward to go, whitened over the rollout. Data, verifier and run folder are
+the same.
 """
 
 from __future__ import annotations

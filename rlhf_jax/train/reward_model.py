@@ -12,11 +12,11 @@ With --normalise demonstrations --demonstrations FILE a bias alone sets the mean
 on demonstrations, after training. OUT/model is a Hugging Face checkpoint (sequence
 classification with one label) for `rlhf-jax ppo --reward-model`.
 
-One device that holds the parameters in float32 five times over (GPT-2 small: 2.4 GiB).
-Fewer than about 2,000 pairs leave the accuracy near chance: on top of the second model
-of `rlhf-jax sft`, the 730 pairs of hh-rlhf (harmless, first 1,800) that fit into its
-context take about a minute on 2 laptop cores and give 0.48 on the 73 held-out pairs,
-where the standard error is 0.06.
+It needs one device that holds the parameters in float32 five times over (GPT-2 small:
+2.4 GiB). Fewer than about 2,000 pairs leave the accuracy near chance: on top of the
+second model of `rlhf-jax sft`, the 730 pairs of hh-rlhf (harmless, first 1,800) that
+fit into its context take about a minute on 2 laptop cores and give 0.48 on the 73
+held-out pairs, where the standard error is 0.06.
 """
 
 from __future__ import annotations
@@ -82,11 +82,12 @@ class Config(StartConfig):
     max_grad_norm: float = 1.0
     """Norm to which larger gradients are scaled down."""
     normalise: Literal["samples", "demonstrations"] | None = "samples"
-    """Responses on which the scores get mean 0, and on samples standard deviation 1."""
+    """Responses on which scores are normalised: samples to mean 0 and standard
+    deviation 1, demonstrations to mean 0; None does not normalise."""
     demonstrations: str | None = None
     """Demonstrations for --normalise demonstrations, in the files of `rlhf-jax sft`."""
     num_samples: int = 256
-    """Responses sampled from --model to normalise on, in whole batches."""
+    """Number of responses sampled from --model to normalise on, in whole batches."""
     max_new_tokens: int = 48
     """Longest of these responses, tokens."""
     temperature: float = 0.7

@@ -4,17 +4,17 @@
     rlhf-jax sft --tokenizer gpt2 --data book.txt --learning-rate 1e-3 \\
         --num-steps 160 --out runs/fresh
 
---data holds {"prompt": ..., "response": ...} a line, of which the responses are
+--data holds {"prompt": ..., "response": ...} per line, of which the responses are
 learned, or, as a .txt file, plain text that is cut into blocks. A prompt may be a list
 of messages, and {"messages": [...]} a conversation whose last turn is learned: both are
 written by the tokenizer's chat template. --row-width packs examples into rows, where
 one text does not see another. OUT/model is a Hugging Face checkpoint with its
 tokenizer, for `rlhf-jax reward-model` and `rlhf-jax ppo`.
 
-One device that holds the parameters in float32 four times over (GPT-2 small: 2 GiB).
-The second command, a fresh model of 7.2 million parameters on tiny Shakespeare, takes
-about 5 minutes on 2 laptop cores and brings the held-out loss from 10.8 to 5.9 nats per
-token.
+It needs one device that holds the parameters in float32 four times over (GPT-2 small: 2
+GiB). The second command, a fresh model of 7.2 million parameters on tiny Shakespeare,
+takes about 5 minutes on 2 laptop cores and brings the held-out loss from 10.8 to 5.9
+nats per token.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ class PooledReward:
     rows: Sequence[Row]
 
     def __call__(self, rollout: Responses) -> Scores:
-        """Scores of f32[B]; as `Pending.collect`."""
+        """Scores f32[B] of the responses, once all are verified."""
         return self.submit(rollout).collect()
 
     def submit(self, rollout: Responses) -> Pending:
@@ -158,7 +158,7 @@ class Pending:
         answers = []
         for place, future in enumerate(self.futures):
             answer = self._answer(future)
-            if not answer.there:
+            if not answer.imported:
                 raise StopError(
                     f"the verifier {answer.why}; expected one that the processes of "
                     f"the pool can import, so set PYTHONPATH, or mend its module"

@@ -33,7 +33,7 @@ class Answer(NamedTuple):
     score: float
     why: str  # "" unless it failed
     timed_out: bool = False
-    there: bool = True  # False where the verifier itself could not be imported
+    imported: bool = True  # False where the verifier itself could not be imported
 
 
 class Terminated(BaseException):
@@ -68,7 +68,9 @@ def verify(
         try:
             verifier = _verifier(pickled)
         except (Exception, SystemExit) as error:
-            return Answer(0.0, f"could not be imported: {_shown(error)}", there=False)
+            return Answer(
+                0.0, f"could not be imported: {_shown(error)}", imported=False
+            )
         returned = verifier(prompt, response, row)
         if not hasattr(returned, "__float__"):
             return Answer(0.0, f"returned {returned!r:.60}, which is not a number")

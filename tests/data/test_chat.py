@@ -27,7 +27,7 @@ from rlhf_jax.data import (
 )
 from rlhf_jax.data.encoding import Example, Pair
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.roles.rewards import text as text_rewards
+from rlhf_jax.roles.rewards.text import read
 from rlhf_jax.runs import metrics
 from rlhf_jax.train import ppo
 
@@ -348,9 +348,9 @@ def test_a_python_reward_gets_the_messages_and_a_readable_text():
     def decode(ids):
         return QWEN.decode(ids, skip_special_tokens=True)
 
-    read = text_rewards.read(answered, decode=decode, rows=rows)
+    texts = read(answered, decode=decode, rows=rows)
     asked = "system\nBe kind.\nuser\nHi\nassistant\n"
-    assert read.lists == ([asked], ["Yes"], [row])
+    assert texts.lists == ([asked], ["Yes"], [row])
     assert tokenization.texts(answered, decode=decode) == [(asked, "Yes")]
 
 

@@ -315,7 +315,7 @@ def test_the_other_experiments(files, name, tmp_path):
             (
                 "--placement.policy=data=4",
                 "--placement.sampler=last:data=4",
-                "--reprice",
+                "--recompute-logprobs",
             ),
             "--placement.sampler: expected policy with --buckets",
         ),

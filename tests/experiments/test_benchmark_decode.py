@@ -13,7 +13,12 @@ pytestmark = pytest.mark.slow
 
 def test_every_figure_is_there(tmp_path):
     words = ["--out", str(tmp_path), "--num-layers=1", "--hidden-size=16"]
-    words += ["--num-heads=2", "--vocab-size=32", "--prompt-size=3", "--slots=4"]
+    words += [
+        "--num-heads=2",
+        "--vocab-size=32",
+        "--prompt-size=3",
+        "--continuous-batching=4",
+    ]
     words += ["--batches=2", "--response-size=8", "--repeats=1"]
     words += ["--rows", "2", "4", "--response-sizes", "4", "8", "--length-rows", "2"]
     command_line.main(decode.main, decode.Config, description="", argv=words)

@@ -297,7 +297,7 @@ def test_kernels_of_few_rows_are_turned_once_and_what_is_stored_is_not():
         *(
             pytest.param(model, how, marks=pytest.mark.slow)
             for model, how in (
-                *((toys.GPT2, "slots"), (toys.GPT2, "lora")),
+                *((toys.GPT2, "continuous_batching"), (toys.GPT2, "lora")),
                 *((toys.LLAMA, "bfloat16"), (toys.LLAMA, "mesh")),
             )
         ),
@@ -305,7 +305,7 @@ def test_kernels_of_few_rows_are_turned_once_and_what_is_stored_is_not():
             pytest.param(model, how, marks=pytest.mark.long)
             for model, how in (
                 *((toys.GPT2, "plain"), (toys.GPT2, "bfloat16"), (toys.GPT2, "mesh")),
-                *((toys.LLAMA, "slots"), (toys.LLAMA, "lora")),
+                *((toys.LLAMA, "continuous_batching"), (toys.LLAMA, "lora")),
             )
         ),
     ],
@@ -341,7 +341,7 @@ def test_turned_weights_change_no_sample(model, how, monkeypatch):
             model=dataclasses.replace(model, transposed_rows=transposed_rows),
             max_new_tokens=12,
             stop_ids=(3,),
-            slots=2 if how == "slots" else None,
+            continuous_batching=2 if how == "continuous_batching" else None,
         )
         return jax.jit(on_mesh(drawing))(
             params,

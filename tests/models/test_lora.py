@@ -390,7 +390,7 @@ SETTINGS = ppo.PPO(
     stop_ids=toys.STOP,
     num_epochs=2,
     num_minibatches=2,
-    reprice=True,  # by the pass that prices the reference, so that 0 is 0
+    recompute_logprobs=True,  # by the pass that scores the reference, so that 0 is 0
     lora=ALL,
 )
 

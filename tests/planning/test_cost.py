@@ -10,13 +10,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from rlhf_jax import decoder, logprobs, policy
 from rlhf_jax.devices.mesh_shape import MeshShape
-from rlhf_jax.planning import cost as program_cost
+from rlhf_jax.planning import cost
 from rlhf_jax.planning.instructions import Collective
 
 
-def cost(function, *args, trips=1):
+def cost_of(function, *args, trips=1):
     text = jax.jit(function).lower(*args).compile().as_text()
-    return program_cost.cost(text, trips=trips)
+    return cost.cost(text, trips=trips)
 
 
 def shape(*sizes):
@@ -24,7 +24,7 @@ def shape(*sizes):
 
 
 def test_a_product():
-    found = cost(jnp.matmul, shape(8, 16), shape(16, 4))
+    found = cost_of(jnp.matmul, shape(8, 16), shape(16, 4))
     assert found.flops == 2 * 8 * 16 * 4
     assert found.bytes == 4 * (8 * 16 + 16 * 4 + 8 * 4)
     assert not found.collectives
@@ -34,7 +34,7 @@ def test_the_body_of_a_scan_counts_every_turn():
     def layers(x, weights):
         return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0]
 
-    found = cost(layers, shape(8, 16), shape(50, 16, 16))
+    found = cost_of(layers, shape(8, 16), shape(50, 16, 16))
     assert found.flops == 50 * 2 * 8 * 16 * 16
     assert found.unknown_loops == 0
     # Each turn reads its own matrix, and not all fifty.
@@ -45,7 +45,7 @@ def test_a_loop_of_unknown_length_takes_the_turns_that_are_given():
     def halve(x, w):
         return jax.lax.while_loop(lambda x: x.sum() > 1.0, lambda x: x @ w, x)
 
-    found = cost(halve, shape(4, 4), shape(4, 4), trips=7)
+    found = cost_of(halve, shape(4, 4), shape(4, 4), trips=7)
     assert found.flops == 7 * 2 * 4**3
     assert found.unknown_loops == 1
 
@@ -73,7 +73,7 @@ def trained(model, *, passes):
         return hidden.sum()
 
     function = forward if passes == 1 else jax.grad(forward)
-    return cost(function, params, tokens, mask).flops
+    return cost_of(function, params, tokens, mask).flops
 
 
 @pytest.mark.parametrize("passes", [1, 3])
@@ -108,7 +108,7 @@ def test_collectives_by_kind_and_size():
         y = jax.lax.with_sharding_constraint(x @ w, on("fsdp"))
         return jnp.square(y).sum()
 
-    found = cost(total, x, w)
+    found = cost_of(total, x, w)
     assert found.collectives[Collective("all-gather", 4 * 64 * 32, 4)] == 1
     assert found.collectives[Collective("all-reduce", 4, 4)] == 1
     assert found.flops == 2 * 128 * 64 * 32
@@ -169,7 +169,7 @@ def test_words_that_are_sharded_are_computed_where_they_lie():
     )
     tokens = jax.ShapeDtypeStruct((rows, columns), jnp.int32)
     lowered = step.lower(shape(rows, columns, width), shape(words, width), tokens)
-    found = program_cost.cost(lowered.compile().as_text())
+    found = cost.cost(lowered.compile().as_text())
     product = 2 * rows * (columns - 1) * width * words
     assert found.flops == 4 * product / 8
 
@@ -223,7 +223,7 @@ ENTRY %main.1 (a.0: bf16[32,1024,4096,1], a.1: bf16[32,128,4096,1], a.2: bf16[64
 
 def test_the_text_of_a_tpu():
     """A product written as a convolution, a gather in two pieces, a loop by twos."""
-    found = program_cost.cost(TPU)
+    found = cost.cost(TPU)
     assert found.flops == 2 * 32 * 1024 * 4096 * 4096
     # 5 turns: 0, 2, 4, 6, 8.
     assert found.collectives == {Collective("all-gather", 2 * 4096 * 8, 64): 5}
@@ -244,7 +244,7 @@ ENTRY %main.1 (a: bf16[64,256], b: bf16[256,32]) -> (bf16[64,32], s8[4096]) {
 
 def test_the_text_of_a_gpu():
     """A product that cuBLAS takes over."""
-    assert program_cost.cost(GPU).flops == 2 * 64 * 256 * 32
+    assert cost.cost(GPU).flops == 2 * 64 * 256 * 32
 
 
 # A TPU's product takes its weights through a fusion of a bitcast alone; another reads
@@ -291,7 +291,7 @@ ENTRY %main.1 (a.0: bf16[4096,1024], a.1: bf16[8,4096], a.2: bf16[4096,1024]) ->
 def test_weights_behind_a_view_and_a_prefetch_are_read_once():
     """By hand: each matrix once, x twice, each result once."""
     matrix, rows, result = 2 * 4096 * 1024, 2 * 8 * 4096, 2 * 8 * 1024
-    found = program_cost.cost(PREFETCHED)
+    found = cost.cost(PREFETCHED)
     assert found.bytes == 2 * matrix + 2 * rows + 2 * result
     assert found.flops == 2 * (2 * 8 * 4096 * 1024)
 
@@ -301,11 +301,11 @@ def test_a_copy_counts_where_it_comes_from_and_where_it_goes():
     matrix = 2 * 4096 * 1024
     row = next(line for line in PREFETCHED.splitlines() if "copy-start" in line)
     copied = PREFETCHED.replace(row, row.replace("S(1)}", "}", 1))
-    before = program_cost.cost(PREFETCHED).bytes
-    assert program_cost.cost(copied).bytes == before + matrix
+    before = cost.cost(PREFETCHED).bytes
+    assert cost.cost(copied).bytes == before + matrix
     part = row.replace(
         "(bf16[4096,1024]{1,0:T(8,128)(2,1)S(1)}, bf16[4096,1024]{1,0:T(8,128)(2,1)}",
         "(bf16[4096,1024]{1,0:T(8,128)(2,1)}, bf16[512,1024]{1,0:T(8,128)(2,1)S(1)}",
     ).replace("copy-start", "slice-start")
-    sliced = program_cost.cost(PREFETCHED.replace(row, part))
+    sliced = cost.cost(PREFETCHED.replace(row, part))
     assert sliced.bytes == before - matrix + matrix // 8

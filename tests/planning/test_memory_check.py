@@ -117,7 +117,7 @@ def has(monkeypatch, size):
             floats(NUMBERS) + LORA + CACHE * 16 * 3,
         ),
         (
-            (PYTHON, "--lora.rank=2", "--batch-size=64", "--slots=4"),
+            (PYTHON, "--lora.rank=2", "--batch-size=64", "--continuous-batching=4"),
             floats(NUMBERS) + LORA + floats(ADAPTERS + HEAD),
         ),
     ],
@@ -266,7 +266,7 @@ def test_the_compiler_asks_for_no_less(dtype):
         dtype=dtype,
     )
     ppo = run_shape.algorithm(options)
-    held = workload.held(options, recipe=ppo)
+    resident = workload.resident(options, recipe=ppo)
     takes = {
         program.name: compiled.memory(
             program.function,
@@ -274,7 +274,7 @@ def test_the_compiler_asks_for_no_less(dtype):
             device=compiled.target(None),
             donate=program.donate,
         ).temp_size_in_bytes
-        for program in workload.programs(options, held, recipe=ppo)
+        for program in workload.programs(options, resident, recipe=ppo)
         if program.name in ("sampling", "scoring and learning")
     }
     mesh = ONE_DEVICE.make()
@@ -283,6 +283,6 @@ def test_the_compiler_asks_for_no_less(dtype):
     assert cache.size == 2 * 2 * 2 * 40 * 32 * width
     assert cache.size < takes["sampling"]
     learned = memory_check.gradients(
-        "gradients", held.state.critic, model=ppo.model, mesh=mesh
+        "gradients", resident.state.critic, model=ppo.model, mesh=mesh
     )
     assert learned.size < takes["scoring and learning"]

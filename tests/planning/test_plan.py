@@ -157,7 +157,9 @@ def test_the_largest_batch_goes_up_by_what_everything_divides(monkeypatch):
 
     monkeypatch.setattr(measured, "measure", measure)
     none = dict.fromkeys(("critic", "policy's optimizer", "critic's optimizer"), 0)
-    monkeypatch.setattr(measured, "held", lambda *_, recipe: {"policy": 1000, **none})
+    monkeypatch.setattr(
+        measured, "resident", lambda *_, recipe: {"policy": 1000, **none}
+    )
     small = dataclasses.replace(chips.CHIPS["v5e"], memory=10_000)
     monkeypatch.setitem(chips.CHIPS, "v5e", small)
     options = Options(**TINY, mesh=MeshShape(fsdp=8), find_batch=True)
@@ -175,7 +177,7 @@ def test_the_largest_batch_goes_up_by_what_everything_divides(monkeypatch):
 
 def test_advice_names_what_saves_most():
     options = Options(**TINY, mesh=MeshShape(fsdp=2))
-    held = {
+    resident = {
         "policy": 4 * GIB,
         "policy's optimizer": 8 * GIB,
         "critic": 4 * GIB,
@@ -187,7 +189,7 @@ def test_advice_names_what_saves_most():
         "scoring and learning", 6 * GIB, 24 * GIB, 40 * GIB, 0, 0, 70 * GIB
     )
     sampling = Alive("sampling", 26 * GIB, 4 * GIB, 1 * GIB, 0, 0, 31 * GIB)
-    found = plan.advice(options, held=held, alive=[sampling, learning])
+    found = plan.advice(options, resident=resident, alive=[sampling, learning])
     assert found[:2] == [
         "--policy lora --reference base: about 24.00 GiB a chip less",
         "--remat full: about 20.00 GiB a chip less",
@@ -195,7 +197,7 @@ def test_advice_names_what_saves_most():
     assert "--reference int8: about 3.00 GiB a chip less" in found
     assert "--micro-batch-size 8: about 20.00 GiB a chip less" in found
     lighter = dataclasses.replace(options, remat="full", reference="int8")
-    again = plan.advice(lighter, held=held, alive=[sampling, learning])
+    again = plan.advice(lighter, resident=resident, alive=[sampling, learning])
     assert not any("remat" in line or "--reference int8" in line for line in again)
 
 
@@ -327,9 +329,9 @@ def test_per_device_bytes_fall_as_devices_rise(monkeypatch):
         )
         ppo = run_shape.algorithm(options, num_epochs=1)
         one = dataclasses.replace(options, mesh=mesh, micro_batch_size=32)
-        held = measured.held(one, there, recipe=ppo)
+        resident = measured.resident(one, there, recipe=ppo)
         (learn,) = measured.measure(one, there, recipe=ppo, waiting=plan.silent)
-        shares[devices] = sum(held.values()), learn.sizes["temporary"]
+        shares[devices] = sum(resident.values()), learn.sizes["temporary"]
     assert shares[8][0] == pytest.approx(shares[2][0] / 4, rel=0.15)
     assert shares[8][1] < shares[2][1] / 2
 

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import places
 import pytest
-from test_kill import main as tiny
-from test_kill import result
+from test_kill import main, result
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import lock
@@ -117,7 +116,7 @@ def test_two_names_of_a_folder_are_one_lock(tmp_path):
 def test_two_runs_in_one_folder_and_a_resume_right_after_a_kill(tmp_path):
     """The second is refused while the first writes, and let in once it is dead."""
     options = ("--snapshot-every", "2", "--num-steps", "20")
-    tiny("--out", tmp_path / "whole", *options)
+    main("--out", tmp_path / "whole", *options)
     script = Path(__file__).with_name("test_kill.py")
     command = (sys.executable, script, "--out", tmp_path / "run", *options, "--resume")
     environment = os.environ | {

@@ -30,7 +30,7 @@ SHARED = {
     "fixed_length": True,
     "penalty": Penalty(value_estimator="k1", placement="reward"),
     "scores": ScoreShaping(missing_stop_score=-1.0),  # penalty_reward_value
-    "reprice": False,
+    "recompute_logprobs": False,
     "gamma": 1.0,
     "lam": 0.95,
     "whiten_advantages": "minibatch",
@@ -51,7 +51,7 @@ SHARED = {
     "stop_approxkl": None,
     "max_ratio_mean": None,
     "micro_batch_size": None,
-    "slots": None,
+    "continuous_batching": None,
 }
 PUBLISHED = {
     # launch.py: books_task, sentiment; train_policy.py: PpoHParams.

@@ -67,8 +67,8 @@ class DPORecipe:
         if self.token_mean and self.kind != "ipo":
             raise InputError(
                 f"token_mean: expected False with kind {self.kind!r}, whose implicit "
-                f"reward is β log π/π_ref of whole answers, got True; leave it out, or "
-                f"choose ipo"
+                f"reward is β log π/π_ref of whole responses, got True; leave it out, "
+                f"or choose ipo"
             )
         checks.positive(temperature=self.temperature)
 
@@ -117,7 +117,7 @@ def token_logprobs(params: Params, *, batch: PackedPreferences, dpo: DPO) -> Arr
 def pair_logprobs(
     logprobs: Array, *, batch: PackedPreferences, token_mean: bool = False
 ) -> tuple[Array, Array]:
-    """Sums over the answers: log π(chosen | prompt) and log π(rejected | prompt).
+    """Sums over the responses: log π(chosen | prompt) and log π(rejected | prompt).
 
     Args:
       logprobs: f32[B, S], nats per token; those outside `response_mask` are not read.
@@ -134,11 +134,11 @@ def pair_logprobs(
     checks.float32(logprobs=logprobs)
     texts = 1 + jnp.arange(2 * batch.pairs.shape[1], dtype=jnp.int32)
     of_text = batch.segments[:, :, None] == texts[None, None, :]
-    answers = of_text & batch.response_mask[:, :, None]
+    responses = of_text & batch.response_mask[:, :, None]
     # Not a product with ones: that would round on devices that multiply in bfloat16.
-    sums = jnp.sum(jnp.where(answers, logprobs[:, :, None], 0.0), axis=1)
+    sums = jnp.sum(jnp.where(responses, logprobs[:, :, None], 0.0), axis=1)
     if token_mean:
-        lengths = jnp.sum(answers, axis=1, dtype=jnp.float32)
+        lengths = jnp.sum(responses, axis=1, dtype=jnp.float32)
         sums = sums / jnp.maximum(lengths, 1.0)
     return sums[:, 0::2], sums[:, 1::2]
 
@@ -151,10 +151,10 @@ def loss(
     dpo: DPO,
     num_pairs: Array | None = None,
 ) -> tuple[Array, masked.Stats]:
-    """The loss of the pairs, all their answers in one forward pass.
+    """The loss of the pairs, all their responses in one forward pass.
 
     Args:
-      params: the decoder's, as `adapted.params` gives them.
+      params: the decoder's, adapters applied.
       batch: PackedPreferences[b, S].
       ref_logprobs: f32[b, S], nats, `reference_logprobs` of the same rows; None with
         `reference_free`.
@@ -166,7 +166,7 @@ def loss(
 
     Raises:
       InputError: ref_logprobs is missing, or given without being read.
-      ValueError, TypeError: as `losses.dpo_loss`.
+      ValueError: shapes differ. TypeError: floats are not f32.
     """
     if dpo.reference_free != (ref_logprobs is None):
         raise InputError(
@@ -209,7 +209,18 @@ def measure(
 ) -> masked.Stats:
     """The stats of `loss` for pairs that are not trained on.
 
-    Args, Raises: as `update`; the reference is `base` where ref_logprobs are None.
+    Args:
+      trained: the policy's parameters, or its adapters over `base`.
+      batch: PackedPreferences[B, S].
+      dpo: the loss and its coefficients.
+      ref_logprobs: f32[B, S], nats, of the reference; None computes them by `base`.
+      base: the parameters that adapters adapt; None without adapters.
+
+    Returns:
+      {name: (sum, weight)}.
+
+    Raises:
+      InputError: base and lora are not given together, or adapters do not fit.
     """
     if ref_logprobs is None and base is not None and not dpo.reference_free:
         ref_logprobs = reference_logprobs(base, batch=batch, dpo=dpo)
@@ -243,7 +254,8 @@ def update(
 
     Raises:
       InputError: there is no reference to be had, or one that would not be read;
-        micro_batch_size does not divide B, or as `adapted.params`.
+        micro_batch_size does not divide B, base and lora are not given
+        together, or adapters do not fit.
     """
     if reference is not None and (dpo.reference_free or ref_logprobs is not None):
         other = "reference_free" if dpo.reference_free else "ref_logprobs"
@@ -251,9 +263,9 @@ def update(
             f"expected no reference with {other}, got one, which would not be read; "
             f"leave one of them out"
         )
-    held = base if reference is None else reference
-    if ref_logprobs is None and held is not None and not dpo.reference_free:
-        ref_logprobs = reference_logprobs(held, batch=batch, dpo=dpo)
+    frozen_model = base if reference is None else reference
+    if ref_logprobs is None and frozen_model is not None and not dpo.reference_free:
+        ref_logprobs = reference_logprobs(frozen_model, batch=batch, dpo=dpo)
     num_pairs = batch.pairs.sum(dtype=jnp.float32)
     grads, stats = accumulate(
         lambda trained, part: loss(

@@ -76,11 +76,11 @@ def kl_by_position(scored: Scored, *, max_new_tokens: int) -> masked.Stats:
       how many do.
 
     Raises:
-      InputError: the rollout was not priced by a reference.
+      InputError: the rollout has no log-probs of a reference.
     """
     if scored.ref_logprobs is None:
         raise InputError(
-            "expected a rollout priced by a reference, got one without ref_logprobs; "
+            "expected a rollout with the log-probs of a reference, got one without; "
             "ask for its KL at steps where the reference is run"
         )
     response = (slice(None), slice(-max_new_tokens, None))

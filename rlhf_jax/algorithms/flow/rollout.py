@@ -28,7 +28,7 @@ def rollout(
     temperature: float,
     shaping: decode.Shaping | None = None,
     group_size: int = 1,
-    slots: int | None = None,
+    continuous_batching: int | None = None,
 ) -> Rollout:
     """Samples one response to every row of prompts.
 
@@ -41,13 +41,14 @@ def rollout(
       temperature: divides the logits, here and wherever log-probs are computed.
       shaping: for evaluation samples only.
       group_size: neighbouring rows that hold the same prompt, which is run once.
-      slots: rows sampled at a time by continuous batching; None samples all at once.
+      continuous_batching: rows sampled at a time; None samples all at once.
 
     Returns:
       Rollout[B, P + R]; `old_logprobs` are of the logits the tokens were drawn from.
 
     Raises:
-      InputError: as `decode.generate`.
+      InputError: temperature <= 0, no new tokens, prompts too long for the model, or
+        continuous_batching below a group or above the rows.
     """
     generated = decode.generate(
         policy,
@@ -60,7 +61,7 @@ def rollout(
         temperature=temperature,
         shaping=shaping,
         group_size=group_size,
-        slots=slots,
+        continuous_batching=continuous_batching,
     )
     return Rollout(
         tokens=generated.tokens,

@@ -14,8 +14,7 @@ from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty, reward_kl
 from rlhf_jax.models import decoder
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import LoRA
-from rlhf_jax.roles import adapted
-from rlhf_jax.roles.critic import values as critic_values
+from rlhf_jax.roles import adapted, critic
 from rlhf_jax.roles.policy import exact_kl, logprobs, logprobs_from_hidden
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
@@ -48,9 +47,9 @@ def score(
       reference: None is never run, and leaves `ref_logprobs` and `kl` None.
       model: shape of the policy and so of the reference.
       critic, critic_model: None leaves `values` None.
-      max_new_tokens: R, the response columns; the others are not priced.
+      max_new_tokens: R, the response columns; the others get no log-probs.
       temperature: the rollout's.
-      penalty: how the KL acts; what of it goes into the reward is priced here, and
+      penalty: how the KL acts; the KL that goes into the reward is computed here, and
         measured alone (`kl_stats`) where it acts nowhere.
       policy: its parameters, where that is exact KL, which needs the hidden states of
         both models (`Penalty.reward_needs_logits`); not read else.
@@ -203,27 +202,27 @@ def value_mask(rollout: Rollout, *, after_stop: bool) -> Array:
 
 
 def response_values(
-    critic: Params,
+    params: Params,
     *,
     rollout: Rollout,
     model: ModelConfig,
     max_new_tokens: int,
     after_stop: bool,
 ) -> Array:
-    """V of the states of a response; `score`'s own step, or a program by itself.
+    """V of the states of a response, within `score` or in a program of its own.
 
     Args:
-      critic: {"trunk": ..., "score": ...}, as in `critic.py`.
+      params: the critic's, {"trunk": ..., "score": ...}.
       rollout: Rollout[B, S].
       model: the critic's shape.
       max_new_tokens: R, the response columns; the others have no value.
-      after_stop: as `value_mask`.
+      after_stop: whether the state after the last token has a value.
 
     Returns:
       f32[B, S], reward units; 0 where a state has no value.
     """
-    values = critic_values(
-        critic,
+    values = critic.values(
+        params,
         model=model,
         tokens=rollout.tokens,
         mask=rollout.mask,
@@ -251,14 +250,14 @@ def reference_logprobs(
       reference: the frozen policy, however it is stored.
       rollout: Rollout[B, S].
       model: shape of the policy and so of the reference.
-      max_new_tokens: R, the response columns; the others are not priced.
+      max_new_tokens: R, the response columns; the others get no log-probs.
       temperature: the rollout's.
       base, lora: where the reference is adapters, else None (`adapted.params`).
 
     Returns:
       f32[B, S], nats; 0 outside the response. No gradient reaches the reference.
     """
-    priced = logprobs(
+    ref_logprobs = logprobs(
         adapted.params(frozen.read(reference), base=base, lora=lora),
         model=model,
         tokens=rollout.tokens,
@@ -266,7 +265,7 @@ def reference_logprobs(
         temperature=temperature,
         first_column=rollout.tokens.shape[1] - max_new_tokens,
     )
-    return jnp.where(rollout.response_mask, priced, 0.0)
+    return jnp.where(rollout.response_mask, ref_logprobs, 0.0)
 
 
 def penalise_missing_stop(

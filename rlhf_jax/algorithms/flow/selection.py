@@ -2,7 +2,7 @@
 
     rollout(group_size=n) ─> reward ─> best_of_n ─> Rollout[B / n], scores [B / n]
 
-Best-of-n trains nothing and spends n samples on every answer: what a trained policy
+Best-of-n trains nothing and samples n responses per prompt: what a trained policy
 has to beat at its KL (`best_of_n.kl_bound`).
 """
 
@@ -65,8 +65,7 @@ def kl_stats(scores: Array, *, among: Array, n: int) -> masked.Stats:
 
     Args:
       scores: f32[G, C], of C chosen responses to each of G prompts.
-      among: f32[G, M], of other samples of the same prompts, as
-        `best_of_n.estimated_log_ratio`.
+      among: f32[G, M], of other samples of the same prompts.
       n: samples that each was chosen from.
 
     Returns:
@@ -74,11 +73,12 @@ def kl_stats(scores: Array, *, among: Array, n: int) -> masked.Stats:
       `best_of_n/kl_bound`.
 
     Raises:
-      As `best_of_n.estimated_log_ratio`.
+      ValueError: the numbers of prompts differ, or `among` is empty. TypeError: not
+      f32. InputError: n is less than 1.
     """
-    found = estimated_log_ratio(scores, among=among, n=n)
-    count = jnp.asarray(found.size, jnp.float32)
+    log_ratio = estimated_log_ratio(scores, among=among, n=n)
+    count = jnp.asarray(log_ratio.size, jnp.float32)
     return {
-        "best_of_n/kl": (found.sum(), count),
+        "best_of_n/kl": (log_ratio.sum(), count),
         "best_of_n/kl_bound": (kl_bound(n) * count, count),
     }

@@ -21,15 +21,18 @@ class ScoreShaping:
     """What becomes of a reward's score before it is spread over the tokens."""
 
     normalise: bool = False
-    """Less the running mean, over the running standard deviation, of all scores."""
+    """Whether scores are normalised: the running mean of all scores is subtracted, then
+    they are divided by the running standard deviation."""
     clip: float | None = None
-    """Largest distance from 0, reward units, after normalising."""
+    """Largest absolute score after normalising, reward units; None does not clip."""
     length_penalty: float = 0.0
-    """Reward units taken off per response token."""
+    """Penalty subtracted from the score per response token, reward units."""
     missing_stop_score: float | None = None
-    """What replaces the score of a response that never stopped (N+: -1)."""
+    """Score of a response without a stop token, in place of the reward's (n-plus: -1);
+    None keeps the reward's."""
     missing_stop_penalty: float = 0.0
-    """Reward units taken off a response that never stopped (TRL)."""
+    """Penalty subtracted from the score of a response without a stop token, reward
+    units (TRL)."""
 
     def __post_init__(self) -> None:
         checks.non_negative(

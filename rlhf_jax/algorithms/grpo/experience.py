@@ -35,7 +35,10 @@ def group_experience(
     Args:
       scored: Scored[B, S], the groups in neighbouring rows.
       kl_coef: β, f32[], reward units per nat.
-      group_size, baseline, normalise: as `GroupRecipe`.
+      group_size: number of responses to each prompt, in neighbouring rows.
+      baseline: "group" or "leave_one_out", what is subtracted from R_i.
+      normalise: the standard deviation that divides advantages: "group", "rollout" (of
+        all tokens, whose mean is subtracted first) or None.
 
     Returns:
       PolicyExperience[B, S] and {name: (sum, weight)}. `group/equal_fraction`: share of
@@ -78,7 +81,7 @@ def group_experience(
 
 
 def _of_one_prompt(index: Array, group_size: int) -> Array:
-    """bool[B]: all rows of a row's group answer the same prompt."""
+    """bool[B]: all rows of a row's group respond to the same prompt."""
     of_groups = index.reshape(-1, group_size)
     same = (of_groups == of_groups[:, :1]).all(axis=1)
     return jnp.repeat(same, group_size)

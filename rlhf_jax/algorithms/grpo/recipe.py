@@ -32,15 +32,16 @@ class GroupRecipe(PolicyRecipe):
     penalty: Penalty = IN_LOSS
     """Estimator of the KL and where its penalty acts."""
     group_size: int = 8
-    """Samples of each prompt, in neighbouring rows."""
+    """Number of responses to each prompt, in neighbouring rows."""
     baseline: Baseline = "group"
-    """What is taken off a response's reward: the mean of its group (GRPO) or that of
-    the others (RLOO)."""
+    """Baseline subtracted from a response's reward: group is the mean of its group
+    (GRPO), leave_one_out that of the others in it (RLOO)."""
     normalise: Normalise = None
-    """By what standard deviation advantages are divided: their group's (GRPO as
-    published), or all tokens' of the rollout after their mean is off."""
+    """Standard deviation by which advantages are divided: group is that of their group
+    (GRPO as published), rollout that of all tokens, whose mean is subtracted first;
+    None does not divide."""
     num_epochs: int = 1
-    """Passes over each batch."""
+    """Number of passes over each batch."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -7,6 +7,7 @@ and a loss where the policy's alone (`policy_gradient.loss`) is not enough: `ppo
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 import warnings
@@ -42,7 +43,7 @@ class Critic(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PolicyGradient(PolicyRecipe):
+class PolicyGradient(PolicyRecipe, abc.ABC):
     """A recipe with its shapes and its optimizer; hashable, so static under `jit`."""
 
     model: ModelConfig  # of the policy and the reference
@@ -81,6 +82,7 @@ class PolicyGradient(PolicyRecipe):
             also = self.length_bias
             warnings.warn(said if also is None else f"{said}; {also}", stacklevel=5)
 
+    @abc.abstractmethod
     def experience(
         self, scored: Scored, *, kl_coef: Array
     ) -> tuple[PolicyExperience, masked.Stats]:
@@ -94,7 +96,6 @@ class PolicyGradient(PolicyRecipe):
         Returns:
           A record with at least the fields of `PolicyExperience`, and stats of it.
         """
-        raise NotImplementedError(f"{type(self).__name__} brings no experience")
 
     def minibatch_loss(
         self,
@@ -204,11 +205,12 @@ class PolicyGradient(PolicyRecipe):
                 f"expected num_minibatches to divide the {rows} rows of a batch, got "
                 f"{self.num_minibatches}; change either"
             )
-        held = size if self.micro_batch_size is None else self.micro_batch_size
-        if held < 1 or size % held:
+        micro_size = size if self.micro_batch_size is None else self.micro_batch_size
+        if micro_size < 1 or size % micro_size:
             raise InputError(
                 f"expected micro_batch_size to divide the {size} rows of a minibatch "
-                f"({rows} rows / {self.num_minibatches} minibatches), got {held}; "
-                "change either, or leave it out to hold a minibatch at once"
+                f"({rows} rows / {self.num_minibatches} minibatches), got "
+                f"{micro_size}; change either, or leave it out to hold a minibatch at "
+                "once"
             )
         return size

@@ -124,7 +124,7 @@ def sample(
         stop_ids=() if recipe.fixed_length else recipe.stop_ids,
         temperature=recipe.temperature,
         group_size=recipe.rows_per_prompt,
-        slots=recipe.slots,
+        continuous_batching=recipe.continuous_batching,
     )
     if not recipe.fixed_length or recipe.truncate_reward_only:
         return rollout
@@ -167,7 +167,7 @@ def learn(
       scores: f32[B], reward units, of what `seen_by_reward` returned for the rollout;
         or `rewards.Scores`, whose parts are logged as `reward/NAME`.
       reference: the frozen policy; None takes no KL at all.
-      key: of this step, as `sample` had it.
+      key: of this step, the one that `sample` took.
       recipe, base, ptx: of `iteration`.
       ref_logprobs: f32[B, S], nats, of `score.reference_logprobs` where that ran
         before; None computes them here, if there is a reference.
@@ -248,17 +248,17 @@ def make_experience(
         rewards.update_moments(state.scores, total),
         state.scores,
     )
-    seen = seen_by_reward(rollout, recipe=recipe)
+    rewarded = seen_by_reward(rollout, recipe=recipe)
     shaped = flow.shaping.shape(
         total,
         moments=moments,
-        rollout=seen,
+        rollout=rewarded,
         stop_ids=recipe.stop_ids,
         shaping=recipe.scores,
     )
     params = adapted.params(state.policy, base=base, lora=recipe.lora)
     stats: masked.Stats = {}
-    if recipe.reprice:
+    if recipe.recompute_logprobs:
         sampled = rollout
         rollout = flow.rollout.recompute_logprobs(
             rollout,
@@ -292,7 +292,7 @@ def make_experience(
         flow.objective.objective_stats(
             dataclasses.replace(scored, scores=total),  # as the reward gave them
             kl_coef=kl_coef,
-            ended=flow.score.ended(seen, stop_ids=recipe.stop_ids),
+            ended=flow.score.ended(rewarded, stop_ids=recipe.stop_ids),
         ),
         rewards.part_stats(returned),
         experience_stats,

@@ -63,7 +63,8 @@ def policy_terms(
 
     Raises:
       ValueError: there are no columns before the `max_new_tokens` of the response.
-      InputError: exact KL without a reference, or as `adapted.params`.
+      InputError: exact KL without a reference, base and lora that are not given
+        together, or adapters that do not fit.
     """
     mask = experience.response_mask
     first_column = experience.tokens.shape[1] - recipe.max_new_tokens

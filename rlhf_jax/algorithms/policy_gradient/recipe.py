@@ -26,47 +26,51 @@ class PolicyRecipe:
     """Whether every response is sampled to its full length, then truncated at a stop
     token."""
     truncate_after: int = 0
-    """With fixed_length: tokens of a response among which none ends it; 16 in OAI."""
+    """With fixed_length: number of tokens at the start of a response in which a stop
+    token does not end it (openai-2019: 16)."""
     truncate_reward_only: bool = False
     """With fixed_length: whether only the reward sees the truncated response; the
-    policy is trained on all of it, and its score lands on the last token (OAI)."""
-    slots: int | None = None
-    """Responses sampled at a time by continuous batching: a finished one makes room for
-    the next prompt. None samples all rows at once. Samples are the same up to rounding,
-    which may decide a draw that falls between two tokens."""
+    policy is trained on all of it, and its score lands on the last token
+    (openai-2019)."""
+    continuous_batching: int | None = None
+    """Number of responses sampled at a time by continuous batching: a finished one
+    makes room for the next prompt; None samples all rows at once. Samples are the same
+    up to rounding, which may decide a draw that falls between two tokens."""
     penalty: Penalty = IN_REWARD
     """Estimator of the KL and where its penalty acts."""
     scores: ScoreShaping = shaping.AS_THEY_ARE
     """Shaping of the reward's scores."""
-    reprice: bool = False
-    """Whether the trainer recomputes old_logprobs instead of taking the sampler's (for
-    bfloat16)."""
+    recompute_logprobs: bool = False
+    """Whether the trainer recomputes old_logprobs instead of taking the sampler's, for
+    training in bfloat16."""
     clip_range: float = 0.2
     """PPO clip range ε: probability ratios are clipped to [1 − ε, 1 + ε]."""
     clip_range_high: float | None = None
-    """Clip range above 1; None is clip_range (clip-higher: 0.28)."""
+    """Clip range above 1: probability ratios are clipped to at most 1 + this; None is
+    clip_range (clip-higher: 0.28)."""
     dual_clip: float | None = None
-    """Dual-clip bound c > 1 of the ratio where the advantage is negative; None disables
-    it."""
+    """Dual-clip bound c > 1 of probability ratios where the advantage is negative; None
+    disables it."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     ptx_coef: float = 0.0
     """Weight of a language-model loss on texts mixed in (InstructGPT: 27.8)."""
     aggregation: losses.Aggregation = "token_mean"
-    """Of token losses: the mean of all tokens; of responses' means; or responses' sums
-    over a constant, alone without bias where responses differ in length."""
+    """Mean of the token losses: token_mean is over all tokens; sequence_mean over each
+    response, then over responses; constant divides each response's sum by a constant,
+    and alone is unbiased where responses differ in length."""
     loss_scale_factor: float | None = None
-    """With aggregation constant: tokens that it divides a response's sum by; None is
+    """With aggregation constant: the divisor of a response's sum, tokens; None is
     max_new_tokens, and 1 gives gradients the size of the objective's."""
     num_epochs: int = 4
-    """Passes over each batch."""
+    """Number of passes over each batch."""
     num_minibatches: int = 1
-    """Optimizer steps per pass."""
+    """Number of optimizer steps per pass."""
     micro_batch_size: int | None = None
     """Responses per forward and backward pass; None is a minibatch."""
     stop_approxkl: float | None = None
-    """Approximate KL to the sampler that ends the updates on a batch, nats per token;
-    None disables it."""
+    """Approximate KL between sampler and policy, nats per token, above which the
+    updates on a batch end; None disables it."""
     max_ratio_mean: float | None = None
     """Mean ratio above which a minibatch is left out (TRL: 10); None disables it."""
 
@@ -97,28 +101,28 @@ class PolicyRecipe:
                     f"{name}: expected a finite number above 1, as it bounds a ratio "
                     f"that starts at 1, got {number}; choose another, or leave it out"
                 )
-        if self.slots is not None:
-            checks.positive(slots=self.slots)
+        if self.continuous_batching is not None:
+            checks.positive(continuous_batching=self.continuous_batching)
         one_of(aggregation=self.aggregation, among=get_args(losses.Aggregation))
         if self.loss_scale_factor is not None:
             aggregation.check_scale(
                 self.aggregation, loss_scale_factor=self.loss_scale_factor
             )
-        for name, given in {
+        for name, value in {
             "truncate_after": self.truncate_after,
             "truncate_reward_only": self.truncate_reward_only,
         }.items():
-            if given and not self.fixed_length:
+            if value and not self.fixed_length:
                 raise InputError(
-                    f"{name}: expected fixed_length with it, got {given} without, "
+                    f"{name}: expected fixed_length with it, got {value} without, "
                     f"where the sampler ends a response at its first stop token; set "
                     f"fixed_length, or leave it out"
                 )
 
 
-def one_of(*, among: tuple[Any, ...], **given: Any) -> None:
+def one_of(*, among: tuple[Any, ...], **choices: Any) -> None:
     """Raises InputError by name for a choice that is none of `among`."""
-    for name, choice in given.items():
+    for name, choice in choices.items():
         if choice not in among:
             raise InputError(
                 f"{name}: expected one of {', '.join(map(repr, among))}, got "

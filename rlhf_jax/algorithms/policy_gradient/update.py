@@ -131,7 +131,7 @@ def update(
     (state, _), stats = jax.lax.scan(step, (state, jnp.bool_(False)), turns)
     mismatch = stats.pop("policy/sampler_mismatch")
     stats = masked.total_stats(stats)
-    if not recipe.reprice:  # else `make_experience` has compared them
+    if not recipe.recompute_logprobs:  # else `make_experience` has compared them
         stats["policy/sampler_mismatch"] = jax.tree.map(lambda leaf: leaf[0], mismatch)
     kl_of_response = None
     mask = experience.response_mask
@@ -172,9 +172,9 @@ def minibatches(key: Array, *, rows: int, recipe: PolicyGradient) -> Array:
 def _shared_out(ptx: Sequences | None, recipe: PolicyGradient) -> Sequences | None:
     """Sequences[num_minibatches, M / num_minibatches, S']."""
     if (ptx is None) != (recipe.ptx_coef == 0):
-        given = "none" if ptx is None else "some"
+        texts = "none" if ptx is None else "some"
         raise InputError(
-            f"expected ptx texts if, and only if, ptx_coef is above 0, got {given} "
+            f"expected ptx texts if, and only if, ptx_coef is above 0, got {texts} "
             f"with ptx_coef {recipe.ptx_coef:g}; give both or neither"
         )
     if ptx is None:

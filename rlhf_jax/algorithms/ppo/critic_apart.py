@@ -40,7 +40,7 @@ Params = Any
 def values(
     critic: Params, *, rollout: Rollout, recipe: PPO, base: Frozen | None = None
 ) -> Array:
-    """The critic's values of a rollout, f32[B, S], reward units, as `ppo.values`.
+    """The critic's values of a rollout, f32[B, S], reward units.
 
     Args:
       critic: its parameters, or its adapters of `base`.
@@ -79,7 +79,8 @@ def update(
       `critic/grad_norm`, `critic/skipped` and `critic/skipped_in_a_row`.
 
     Raises:
-      InputError: batch sizes do not divide, or as `PPO.refuse_critic_apart`.
+      InputError: batch sizes do not divide, critic and policy share a
+        trunk, or stop_approxkl or max_ratio_mean ends the updates of both.
     """
     recipe.refuse_critic_apart()
     order = minibatches(key, rows=experience.tokens.shape[0], recipe=recipe)

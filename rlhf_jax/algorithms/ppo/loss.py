@@ -84,7 +84,8 @@ def ppo_loss(
 
     Raises:
       ValueError: there are no columns before the `max_new_tokens` of the response.
-      InputError: exact KL without a reference, or as `adapted.params`.
+      InputError: exact KL without a reference, base and lora that are not given
+        together, or adapters that do not fit.
 
     Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
     """
@@ -122,7 +123,18 @@ def critic_loss(
 ) -> tuple[Array, masked.Stats]:
     """c_v·value_loss of a (micro-)batch, by a critic with a trunk of its own.
 
-    Args, Returns, Raises: as `ppo_loss`.
+    Args:
+      critic: its parameters, or its adapters over `base`.
+      experience: Experience[b, S], rows of a minibatch.
+      num_values, num_responses: f32[], counts of the whole minibatch.
+      recipe: the coefficients.
+      base: the parameters that adapters adapt; None without adapters.
+
+    Returns:
+      f32[] loss and {name: (sum, weight)}, whose parts add up over a minibatch.
+
+    Raises:
+      InputError: base and lora are not given together, or adapters do not fit.
     """
     predicted = values(
         adapted.params(critic, base=base, lora=recipe.lora),

@@ -39,22 +39,26 @@ class Recipe(PolicyRecipe):
     lam: float = 0.95
     """λ of GAE: 1 trusts the returns, 0 the critic."""
     whiten_rewards: Whiten = None
-    """Rows over which token rewards get variance 1 and keep their mean (OAI)."""
+    """Rows over which token rewards are scaled to variance 1, their mean kept
+    (openai-2019: minibatch); None disables it."""
     whiten_advantages: Whiten = "rollout"
-    """Rows over which advantages get mean 0 and variance 1."""
+    """Rows over which advantages are whitened to mean 0 and variance 1; None disables
+    it."""
     whiten_ddof: Literal[0, 1] = 0
-    """Degrees of freedom of that variance: 0 is biased (OAI, N+), 1 unbiased (TRL)."""
+    """Degrees of freedom taken off in that variance: 0 is the biased estimate
+    (openai-2019, n-plus), 1 the unbiased one (TRL)."""
     value_after_stop: bool = False
-    """Whether the finished response has a value, where its score lands (N+)."""
+    """Whether the state after the last token has a value and receives the score
+    (n-plus)."""
     value_clip_range: float | None = 0.2
     """Clip range of the values around the old ones, reward units; None disables it."""
     vf_coef: float = 0.1
     """Weight of the value loss."""
     critic_warmup: int = 0
-    """Iterations at the start in which the critic alone is trained."""
+    """Number of iterations at the start that train the critic alone."""
     shared_trunk: bool = False
-    """Whether the critic is a head on the policy's trunk (OAI) instead of a model of
-    its own (N+)."""
+    """Whether the critic is a head on the policy's trunk (openai-2019) instead of a
+    model of its own (n-plus)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -82,15 +86,15 @@ class Recipe(PolicyRecipe):
           InputError: they share a trunk, or a step of the policy may leave out the
             critic's, which cannot know of it.
         """
-        for name, given, why in (
+        for name, value, why in (
             ("shared_trunk", self.shared_trunk or None, "they are one network"),
             ("stop_approxkl", self.stop_approxkl, "it ends the updates of both"),
             ("max_ratio_mean", self.max_ratio_mean, "it leaves out a step of both"),
         ):
-            if given is not None:
+            if value is not None:
                 raise InputError(
                     f"{name}: expected none where the critic is trained apart from the "
-                    f"policy, got {given}: {why}; leave it out, or train them together"
+                    f"policy, got {value}: {why}; leave it out, or train them together"
                 )
 
 
@@ -109,11 +113,11 @@ class PPO(Recipe, PolicyGradient):
         super().__post_init__()
         if self.critic_model == self.model:
             return
-        for name, given, why in (
+        for name, value, why in (
             ("shared_trunk", self.shared_trunk, "the critic is a head on the policy"),
             ("lora", self.lora is not None, "they share a base"),
         ):
-            if given:
+            if value:
                 raise InputError(
                     f"expected one shape of policy and critic with {name}, as {why}, "
                     f"got {self.model} and {self.critic_model}; pass the policy's as "

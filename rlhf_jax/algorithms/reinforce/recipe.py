@@ -23,9 +23,10 @@ class ReinforceRecipe(PolicyRecipe):
     """The coefficients and choices of REINFORCE++; an option group."""
 
     whiten_advantages: bool = True
-    """Advantages get mean 0 and variance 1 over the rollout; REINFORCE does not."""
+    """Whether advantages are whitened to mean 0 and variance 1 over the rollout; plain
+    REINFORCE does not whiten."""
     num_epochs: int = 1
-    """Passes over each batch."""
+    """Number of passes over each batch."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

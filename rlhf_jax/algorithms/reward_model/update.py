@@ -27,7 +27,7 @@ Params = Any
 def loss(
     params: Params, batch: Preferences, *, model: ModelConfig, num_pairs: Array
 ) -> tuple[Array, masked.Stats]:
-    """Bradley-Terry loss of the pairs, both answers in one forward pass.
+    """Bradley-Terry loss of the pairs, both responses in one forward pass.
 
     Args:
       params: reward-model parameters.
@@ -81,8 +81,9 @@ def update(
       The next state and the stats of `loss` and `state.supervised_step`.
 
     Raises:
-      InputError: micro_batch_size does not divide B, or as `adapted.params`.
-      ValueError: as `loss`.
+      InputError: micro_batch_size does not divide B, base and lora are not given
+        together, or adapters do not fit.
+      ValueError: the two sides of the pairs differ in shape.
     """
     num_pairs = jnp.asarray(batch.chosen.tokens.shape[0], jnp.float32)
     grads, stats = accumulate(

@@ -80,7 +80,8 @@ def update(
       The next state and the stats of `loss` and `state.supervised_step`.
 
     Raises:
-      InputError: micro_batch_size does not divide B, or as `adapted.params`.
+      InputError: micro_batch_size does not divide B, base and lora are not given
+        together, or adapters do not fit.
     """
     num_tokens = predicted(batch).sum(dtype=jnp.float32)
     grads, stats = accumulate(

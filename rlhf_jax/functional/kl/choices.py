@@ -30,16 +30,16 @@ class Penalty:
     direction: estimators.Direction = "reverse"
     """Direction of the KL: reverse is KL(policy ‖ reference), forward the other one."""
     per: Literal["token", "response", "length"] = "token"
-    """Unit of an estimate: token makes one at each token; response makes one of the
-    whole response, at its last token; length divides those of the tokens by the length
-    of the response."""
+    """Unit of an estimate: token makes one estimate at each token; response makes one
+    of the whole response, at its last token; length divides the estimates at the tokens
+    by the length of the response."""
     importance_weights: Literal["token", "prefix"] | None = None
-    """Importance weights for samples of another policy than the KL is about: token
-    weights an estimate by its own token, prefix by all tokens up to it (per response:
-    by the whole response); None is no weights."""
+    """Importance weights of an estimate where another policy drew the samples: token is
+    the ratio of its own token, prefix that of all tokens up to it (per response: of the
+    whole response); None does not weight."""
     clip: float | None = None
-    """Largest absolute value of one estimate, its weight included, in nats; None is no
-    limit."""
+    """Largest absolute value of one estimate, its weight included, nats; None does not
+    clip."""
     top_k: int | None = None
     """Number of the policy's most likely tokens that exact KL treats one by one, with
     one bucket for all others; None treats every token one by one."""

@@ -70,29 +70,29 @@ class Control:
     """Rule of the coefficient: fixed keeps it constant, linear moves it to `end`, and
     adaptive, pi and lagrangian keep the KL at `target`."""
     target: float | None = None
-    """KL to keep, nats per `unit` (adaptive, pi, lagrangian)."""
+    """Target of the KL, nats per `unit`, for adaptive, pi and lagrangian."""
     unit: Unit | None = None
-    """Unit of the target: nats per response or nats per token."""
+    """Unit of the target: response is nats per response, token is nats per token."""
     horizon: int = 10_000
-    """Responses over which the coefficient changes by about a fifth at most
-    (adaptive)."""
+    """Horizon of adaptive: number of responses over which β changes by about a fifth at
+    most."""
     proportional: float = 0.3
-    """Change of the coefficient's logarithm for an error of 1 (pi)."""
+    """Proportional gain of pi: change of ln β for a relative error of 1."""
     integral: float = 0.05
-    """Change of the coefficient's logarithm per iteration for an error of 1 (pi)."""
+    """Integral gain of pi: change of ln β per iteration for a relative error of 1."""
     max_error: float = 1.0
-    """Largest relative error of the KL that counts (pi)."""
+    """Largest relative error of the KL that pi reads; larger ones count as this."""
     learning_rate: float = 1e-3
-    """Change of the coefficient, in reward units per nat, for each nat above the target
-    (lagrangian)."""
+    """Learning rate of lagrangian: change of β, reward units per nat, for each nat
+    above the target."""
     min_kl_coef: float | None = None
-    """Smallest coefficient under a target, reward units per nat; None is a tenth of
+    """Lower bound of β under a target, reward units per nat; None is a tenth of
     --kl-coef (lagrangian: 0)."""
     max_kl_coef: float | None = None
-    """Largest coefficient under a target, reward units per nat; None is ten times
+    """Upper bound of β under a target, reward units per nat; None is ten times
     --kl-coef."""
     end: float | None = None
-    """Coefficient of the last iteration, reward units per nat (linear)."""
+    """Final β of linear, in the last iteration, reward units per nat."""
 
     def __post_init__(self) -> None:
         if self.kind not in _READ_BY:

@@ -66,17 +66,17 @@ def respond(
     tokens: Array,
     mask: Array,
     keys: Array,
-    slots: int,
+    places: int,
     max_new_tokens: int,
     stop_ids: tuple[int, ...],
     temperature: float,
     shaping: Shaping | None,
     group_size: int,
 ) -> Responses:
-    """Samples a response to every prompt, `slots` rows at a time.
+    """Samples a response to every prompt, `places` rows at a time.
 
     Args:
-      slots: C, from group_size to N.
+      places: C, from group_size to N.
       The others: as `decode.generate`, with N rows, and checked there.
 
     Returns:
@@ -88,15 +88,15 @@ def respond(
       InputError: fewer places than a group has rows, or more than there are rows.
     """
     rows, prompt_size = tokens.shape
-    if not group_size <= slots <= rows:
+    if not group_size <= places <= rows:
         raise InputError(
-            f"slots: expected from {group_size} (the rows of one prompt) to {rows} "
-            f"(all rows), got {slots}; choose one of these, or None for a place for "
-            f"every row"
+            f"continuous_batching: expected from {group_size} (the rows of one prompt) "
+            f"to {rows} (all rows), got {places}; choose one of these, or None for a "
+            f"place for every row"
         )
-    arriving = refill_size(slots, group_size=group_size)
+    arriving = refill_size(places, group_size=group_size)
     ring = prompt_size + max_new_tokens - 1  # the last token is never run
-    layers = cached_decoder.layers_to_decode(params, model=model, rows=slots)
+    layers = cached_decoder.layers_to_decode(params, model=model, rows=places)
 
     def draw(logits: Array, state: Places, *, predicted: Array | None = None) -> Places:
         """Appends a token to every response that goes on."""
@@ -193,8 +193,8 @@ def respond(
         """Lets prompts in, then decodes until the next ones can come."""
         state, done, column = carry
         tokens, mask, row, limit = arrival
-        [free] = jnp.nonzero(~state.alive, size=arriving, fill_value=slots)
-        place = jnp.where(row < rows, free, slots)
+        [free] = jnp.nonzero(~state.alive, size=arriving, fill_value=places)
+        place = jnp.where(row < rows, free, places)
         done = _collect(done, state, place=place)
         state = jax.tree.map(
             lambda old, new: old.at[place].set(new, mode="drop"),
@@ -205,7 +205,7 @@ def respond(
         return (state, done, column), None
 
     turns = -(-rows // arriving)
-    sizes = (*fewer_places(slots), 0)
+    sizes = (*fewer_places(places), 0)
     row = jnp.arange(turns * arriving, dtype=jnp.int32).reshape(turns, arriving)
     arrivals = (
         jnp.take(tokens, row, axis=0, mode="clip"),
@@ -214,7 +214,7 @@ def respond(
         # How many may go on when the next prompts come, or when none is left.
         jnp.asarray(
             [
-                *(slots - min(arriving, rows - n * arriving) for n in range(1, turns)),
+                *(places - min(arriving, rows - n * arriving) for n in range(1, turns)),
                 sizes[0],
             ],
             jnp.int32,
@@ -222,7 +222,7 @@ def respond(
     )
     state = _empty(
         jax.eval_shape(prepare, *(leaf[0] for leaf in arrivals[:3]), row[0, 0]),
-        slots=slots,
+        places=places,
         rows=rows,
     )
     carry = (state, _none(rows, max_new_tokens), jnp.zeros((), jnp.int32))
@@ -234,17 +234,17 @@ def respond(
     return _collect(done, state, place=jnp.arange(state.row.shape[0]))
 
 
-def refill_size(slots: int, *, group_size: int) -> int:
+def refill_size(places: int, *, group_size: int) -> int:
     """How many prompts come in at once: an eighth of the places, in whole groups.
 
     Of fewer the matrix products are too small; more leave more places idle before.
     """
-    return group_size * max(1, slots // SHARE // group_size)
+    return group_size * max(1, places // SHARE // group_size)
 
 
-def fewer_places(slots: int) -> tuple[int, ...]:
+def fewer_places(places: int) -> tuple[int, ...]:
     """How many places are left, one after another, once no prompt waits."""
-    return tuple(size for size in (slots // 4, slots // 16) if size)
+    return tuple(size for size in (places // 4, places // 16) if size)
 
 
 def _none(rows: int, size: int) -> Responses:
@@ -256,13 +256,13 @@ def _none(rows: int, size: int) -> Responses:
     )
 
 
-def _empty(shapes: Places, *, slots: int, rows: int) -> Places:
+def _empty(shapes: Places, *, places: int, rows: int) -> Places:
     """Places that are free, like those of `shapes` but for their number."""
     state = jax.tree.map(
-        lambda leaf: axes.rows_apart(jnp.zeros((slots, *leaf.shape[1:]), leaf.dtype)),
+        lambda leaf: axes.rows_apart(jnp.zeros((places, *leaf.shape[1:]), leaf.dtype)),
         shapes,
     )
-    return dataclasses.replace(state, row=jnp.full(slots, rows, jnp.int32))
+    return dataclasses.replace(state, row=jnp.full(places, rows, jnp.int32))
 
 
 def _moved(state: Places, *, size: int, rows: int) -> Places:

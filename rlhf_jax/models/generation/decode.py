@@ -27,7 +27,7 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import cached_decoder, decoder, heads
 from rlhf_jax.models.caches import growing_widths, placed, widened
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.generation import continuous_batching
+from rlhf_jax.models.generation.continuous_batching import Responses, respond
 from rlhf_jax.models.generation.decoding import Decoding, Generated, append
 from rlhf_jax.models.generation.sampling import Shaping
 
@@ -66,7 +66,7 @@ def generate(
     temperature: float = 1.0,
     shaping: Shaping | None = None,
     group_size: int = 1,
-    slots: int | None = None,
+    continuous_batching: int | None = None,
 ) -> Generated:
     """Samples a response to every prompt from softmax(logits / temperature).
 
@@ -84,8 +84,8 @@ def generate(
       temperature: > 0, divides the logits, dimensionless.
       shaping: for evaluation only; None samples from the policy itself.
       group_size: G, rows g·G to g·G + G - 1 hold the same prompt, which is run once.
-      slots: rows that are decoded at a time, by continuous batching
-        (`continuous_batching.py`); the others wait for one that finishes. The samples
+      continuous_batching: rows that are decoded at a time, so that the others take
+        the places of rows that finish (`continuous_batching.respond`). The samples
         are the same up to rounding, in less time where their lengths differ and in
         less memory always. None decodes every row at once.
 
@@ -95,9 +95,9 @@ def generate(
     Raises:
       InputError: temperature <= 0, no new tokens, a prompt of no columns, more
         columns than the model has positions, groups that do not divide the rows, or
-        slots that hold no group or outnumber the rows.
+        continuous_batching below a group or above the rows.
     """
-    if slots is not None:
+    if continuous_batching is not None:
         _check(
             model,
             tokens=tokens,
@@ -106,13 +106,13 @@ def generate(
         )
         checks.groups(tokens.shape[0], group_size=group_size)
         return _after(
-            continuous_batching.respond(
+            respond(
                 params,
                 model=model,
                 tokens=tokens,
                 mask=mask,
                 keys=keys,
-                slots=slots,
+                places=continuous_batching,
                 max_new_tokens=max_new_tokens,
                 stop_ids=stop_ids,
                 temperature=temperature,
@@ -271,9 +271,7 @@ def finish(
     return state
 
 
-def _after(
-    responses: continuous_batching.Responses, *, tokens: Array, mask: Array
-) -> Generated:
+def _after(responses: Responses, *, tokens: Array, mask: Array) -> Generated:
     """Responses behind their prompts."""
     prompt, size = tokens.shape[1], responses.tokens.shape[1]
     room = ((0, 0), (prompt, 0))

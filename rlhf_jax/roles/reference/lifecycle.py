@@ -31,15 +31,18 @@ class Lifecycle:
     """By default the reference is frozen for the run and run at every step."""
 
     reset_every: int | None = None
-    """Steps after which the reference becomes the policy as it is; None is never."""
+    """Number of steps after which the reference is replaced by the policy; None never
+    replaces it."""
     mix_every: int | None = None
-    """Steps after which the policy is mixed into the reference; None is never."""
+    """Number of steps after which the policy is mixed into the reference; None never
+    mixes."""
     mix_rate: float | None = None
     """Share of the policy in that mixture, 0 to 1."""
     kl_every: int = 1
-    """The KL is taken every so many steps; in between the reference is not run."""
+    """Number of steps from one measurement of the KL to the next; the reference is not
+    run in between."""
     scale_kl_coef: bool = False
-    """Multiply the KL coefficient by kl_every where the KL is taken."""
+    """Whether β is multiplied by kl_every in the steps that measure the KL."""
 
     def __post_init__(self) -> None:
         counts = {"reset_every": self.reset_every, "mix_every": self.mix_every}

@@ -75,7 +75,7 @@ def check_answers(located: Iterable[tuple[str, Row]], *, verifier: Readable) -> 
     """Reads the right answer of every row, before a run.
 
     Args:
-      located: (file and line, row), as `data.read_located` has them.
+      located: (file and line, row) of every row.
       verifier: which will read these rows.
 
     Raises:
@@ -105,13 +105,13 @@ class LastInteger:
 
     def gold(self, row: Row) -> Decimal:
         """The integer; ValueError if there is none."""
-        found = _number_in(row, self.field)
-        if found != found.to_integral_value():
+        gold = _number_in(row, self.field)
+        if gold != gold.to_integral_value():
             raise ValueError(
-                f"expected an integer in {self.field!r}, got {found}; correct it, or "
+                f"expected an integer in {self.field!r}, got {gold}; correct it, or "
                 f"remove the row"
             )
-        return found
+        return gold
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,11 +168,11 @@ class Matches:
             )
 
     def __call__(self, prompt: str, response: str, row: Row) -> float:
-        found = list(self._compiled().finditer(response))
+        matches = list(self._compiled().finditer(response))
         gold = self.gold(row)
-        if not found or gold is None:
-            return float(bool(found))
-        return float((found[-1][1] or "").strip() == gold)
+        if not matches or gold is None:
+            return float(bool(matches))
+        return float((matches[-1][1] or "").strip() == gold)
 
     def gold(self, row: Row) -> str | None:
         """The text that group 1 must hold, if any; ValueError if the row has none."""
@@ -203,22 +203,22 @@ class Gsm8k:
         _, marker, answer = response.rpartition(MARKER)
         if marker or self.unmarked == "wrong":
             match = _WHOLE.match(answer) if marker else None
-            found = None if match is None else _value(match)
+            value = None if match is None else _value(match)
         else:
-            found = last_number(response)
-        return float(found == self.gold(row))
+            value = last_number(response)
+        return float(value == self.gold(row))
 
     def gold(self, row: Row) -> Decimal:
         """The number after the last ####; ValueError if there is none."""
         _, marker, answer = _text_in(row, self.field).rpartition(MARKER)
-        found = number(answer) if marker else None
-        if found is None:
+        value = number(answer) if marker else None
+        if value is None:
             got = f"{MARKER}{answer}" if marker else row[self.field]
             raise ValueError(
                 f"expected {MARKER} and a number at the end of {self.field!r}, got "
                 f"{got!r:.60}; correct it, or remove the row"
             )
-        return found
+        return value
 
 
 def number(text: str) -> Decimal | None:
@@ -229,10 +229,10 @@ def number(text: str) -> Decimal | None:
 
 def last_number(text: str) -> Decimal | None:
     """The last number in a text; None without any, or if it is a fraction like 1/2."""
-    found = None
+    last = None
     for match in _NUMBER.finditer(text):
-        found = match
-    return None if found is None else _value(found)
+        last = match
+    return None if last is None else _value(last)
 
 
 def _value(match: re.Match[str]) -> Decimal | None:
@@ -248,13 +248,13 @@ def _number_in(row: Row, field: str) -> Decimal:
     said = _field(row, field)
     # True is an int to Python.
     plain = isinstance(said, int | float | str) and not isinstance(said, bool)
-    found = number(str(said)) if plain else None
-    if found is None:
+    value = number(str(said)) if plain else None
+    if value is None:
         raise ValueError(
             f"expected a number in {field!r}, got {said!r:.60}; correct it, or remove "
             f"the row"
         )
-    return found
+    return value
 
 
 def _text_in(row: Row, field: str) -> str:

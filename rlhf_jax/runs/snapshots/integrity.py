@@ -61,13 +61,13 @@ def of_meta(meta: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def differing(expected: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
+def differing(expected: Mapping[str, str], actual: Mapping[str, str]) -> list[str]:
     """One fault for every array whose digests differ, or which one side lacks."""
     return [
-        f"{path}: digest {found.get(path, 'none')}, expected "
+        f"{path}: digest {actual.get(path, 'none')}, expected "
         f"{expected.get(path, 'none')}"
-        for path in sorted(expected.keys() | found.keys())
-        if expected.get(path) != found.get(path)
+        for path in sorted(expected.keys() | actual.keys())
+        if expected.get(path) != actual.get(path)
     ]
 
 

@@ -92,8 +92,8 @@ class Proof:
         Raises:
           InputError: the stage began with other frozen models, or another lifecycle;
             names the leaves.
-          ReferenceMovedError: as `check`, or the state holds another frozen model than
-            the snapshot says.
+          ReferenceMovedError: a model is not what was frozen, or the state holds
+            another frozen model than the snapshot says.
         """
         for name in sorted(saved.keys() | self._initial.keys()):
             if name not in saved or name not in self._initial:
@@ -147,14 +147,14 @@ def stages(folder: Path) -> list[Path]:
     Raises:
       InputError: there is no run, or no snapshot.
     """
-    found = sorted(path for path in (folder / "snapshots").glob("*") if path.is_dir())
-    if not found:
+    folders = sorted(path for path in (folder / "snapshots").glob("*") if path.is_dir())
+    if not folders:
         got = "no such folder" if not folder.exists() else "none"
         raise InputError(
             f"{folder}: expected a run folder with snapshots/STAGE/, got {got}; give "
             f"the --out of a run"
         )
-    return found
+    return folders
 
 
 def check_run(
@@ -195,8 +195,8 @@ def _check_stage(stage: Path, *, skipped: Collection[tuple[str, int]]) -> list[C
                 stage, step, wanted=lambda path, at=f"{name}/": path.startswith(at)
             )
             first = began.setdefault(name, said["initial"])
-            held = {path.removeprefix(f"{name}/"): x for path, x in arrays.items()}
-            fault = _fault(said, held, began=first)
+            leaves = {path.removeprefix(f"{name}/"): x for path, x in arrays.items()}
+            fault = _fault(said, leaves, began=first)
             verdict = "as it began"
             if said["now"] != said["initial"]:
                 verdict = "moved by its lifecycle"
@@ -234,14 +234,14 @@ def _fault(
         return _differing(initial["stored"], now["stored"])
     if not arrays:
         return None
-    found = fingerprint.of_leaves(
+    recomputed = fingerprint.of_leaves(
         {
             path: fingerprint.in_hex(np.asarray(fingerprint.digest(leaf, path=path)))
             for path, leaf in _stored(arrays)
         }
     )
-    if dataclasses.asdict(found) != now["stored"]:
-        return _differing(now["stored"], dataclasses.asdict(found))
+    if dataclasses.asdict(recomputed) != now["stored"]:
+        return _differing(now["stored"], dataclasses.asdict(recomputed))
     for form in ("source", "stored"):
         rows = [fingerprint.in_hex(row) for row in arrays[f"{form}_digests"]]
         if rows != list(now[form]["leaves"].values()):
@@ -276,13 +276,13 @@ def _said(model: Frozen) -> Record:
     }
 
 
-def _differing(expected: Record, found: Record) -> str:
+def _differing(expected: Record, actual: Record) -> str:
     """Both roots, and the leaves in which two fingerprints differ."""
-    before, after = expected["leaves"], found["leaves"]
+    before, after = expected["leaves"], actual["leaves"]
     names = [
         path for path in {**before, **after} if before.get(path) != after.get(path)
     ]
     return (
-        f"expected fingerprint {expected['root']}, got {found['root']}, others in "
+        f"expected fingerprint {expected['root']}, got {actual['root']}, others in "
         f"{', '.join(names) if names else 'no leaf'}"
     )

@@ -65,14 +65,14 @@ def _newest_config(stage: Path) -> Recorded | None:
     return None
 
 
-def differing(recorded: Fields, given: Fields, *, but: frozenset[str]) -> list[str]:
+def differing(recorded: Fields, current: Fields, *, but: frozenset[str]) -> list[str]:
     """Names of the fields that differ; a field of a group is named "lora.rank".
 
     Args:
-      recorded, given: configs as JSON values, groups as objects.
+      recorded, current: configs as JSON values, groups as objects.
       but: fields and groups to leave out; of a group "placement.policy".
     """
-    before, now = flat(recorded), flat(given)
+    before, now = flat(recorded), flat(current)
     return [
         name
         for name in sorted(before.keys() | now.keys())
@@ -82,13 +82,13 @@ def differing(recorded: Fields, given: Fields, *, but: frozenset[str]) -> list[s
 
 
 def check_config(
-    recorded: Recorded, given: Fields, *, but: frozenset[str], folder: Path
+    recorded: Recorded, current: Fields, *, but: frozenset[str], folder: Path
 ) -> list[str]:
     """Checks that a resume changes only what it may.
 
     Args:
       recorded: the config that the run was trained with.
-      given: the config of the resumed run, as JSON values.
+      current: the config of the resumed run, as JSON values.
       but: fields and groups that say where and how the run computes; not compared.
       folder: of the run.
 
@@ -99,8 +99,8 @@ def check_config(
       InputError: other fields differ, which the message lists; or `num_steps` differs
         and the run is finished.
     """
-    before, now = flat(recorded.config), flat(given)
-    names = differing(recorded.config, given, but=but)
+    before, now = flat(recorded.config), flat(current)
+    names = differing(recorded.config, current, but=but)
     refused = [name for name in names if MAY_CHANGE.isdisjoint(name.split("."))]
     if refused:
         raise InputError(
@@ -125,9 +125,9 @@ def check_config(
     return names
 
 
-def tell_changes(recorded: Recorded, given: Fields, names: list[str]) -> None:
+def tell_changes(recorded: Recorded, current: Fields, names: list[str]) -> None:
     """Prints on stderr what a resume changes, and the effect on the numbers."""
-    before, now = flat(recorded.config), flat(given)
+    before, now = flat(recorded.config), flat(current)
     for name in names:
         told = f"{shown(before, name)} up to {recorded.where}, {shown(now, name)} now"
         print(f"note: {name} was {told}", file=sys.stderr)

@@ -5,7 +5,7 @@
     rlhf-jax grpo --model MODEL --data train.jsonl --held-out test.jsonl \\
         --verifier my_verifiers:check --out runs/grpo
 
---data and --held-out hold {"question": ..., "answer": ...} a line. Each question of a
+--data and --held-out hold {"question": ..., "answer": ...} per line. Each question of a
 batch gets --group-size responses. The verifier scores a response, and a response that
 scores more than its group becomes likelier, at the KL coefficient β (--kl-coef) to the
 frozen reference, which is --model as it starts. There is no reward model and no critic.
@@ -27,8 +27,8 @@ limit (--timeout); row is that of --data, and 1 is right.
 is the mean score of greedy responses, before and after. OUT/model is a Hugging Face
 checkpoint.
 
-One device that holds the parameters in float32 four times, and once more with a
-reference (GPT-2 small: 2.4 GiB), and the activations of --micro-batch-size responses.
+It needs one device that holds the parameters in float32 four times, and once more with
+a reference (GPT-2 small: 2.4 GiB), and the activations of --micro-batch-size responses.
 A model that solves none of the questions learns nothing, as all responses of a group
 score 0: group/equal_fraction is 1 then. Checked at toy size on the real files of GSM8K;
 neither time nor accuracy was measured on a model that solves some of them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from typing import Annotated, Any, Literal
 
@@ -21,7 +22,7 @@ KL_COEF = 0.01  # with a reference, unless another is asked for
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class VerifiedConfig(StartConfig):
+class VerifiedConfig(StartConfig, abc.ABC):
     """What the trainers with a verifier share; each adds its recipe."""
 
     model: str
@@ -39,9 +40,10 @@ class VerifiedConfig(StartConfig):
     """Field of the rows with the right answers; for gsm8k they end in #### and a
     number."""
     template: str = "{question}"
-    """Text in which the question is put to the model."""
+    """Text that is put to the model, with {question} where the question stands."""
     chat: bool = False
-    """Whether it is put as a message of the user, by the tokenizer's chat template."""
+    """Whether the text is put as a message of the user, by the tokenizer's chat
+    template."""
     unmarked: Literal["wrong", "last_number"] = "wrong"
     """Treatment of a response without #### by gsm8k: it is wrong, or its last number
     counts."""
@@ -98,13 +100,13 @@ class VerifiedConfig(StartConfig):
             )
 
     @property
+    @abc.abstractmethod
     def recipe(self) -> PolicyRecipe:
         """The coefficients and choices of the algorithm."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def algorithm(self, **shapes: Any) -> PolicyGradient:
         """The recipe with what a run knows: shapes, optimizer and stop tokens."""
-        raise NotImplementedError
 
     @property
     def beta(self) -> float:

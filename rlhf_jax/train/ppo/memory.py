@@ -75,7 +75,9 @@ def check_memory(options: Config) -> None:
     copies = [Part("policy", policy, sampler_mesh)] if placement.sampler.apart else []
 
     def passing() -> list[memory_check.Passing]:
-        rows = min(options.batch_size, options.ppo.slots or options.batch_size)
+        rows = min(
+            options.batch_size, options.ppo.continuous_batching or options.batch_size
+        )
         return [
             memory_check.cache(
                 model,
@@ -91,7 +93,7 @@ def check_memory(options: Config) -> None:
     memory_check.check(
         parts,
         passing,
-        change="lower --max-new-tokens, --batch-size or --slots, train adapters with "
-        "--lora.rank, store the reference with --reference-storage.dtype, or share it "
-        "among devices with --placement.policy",
+        change="lower --max-new-tokens, --batch-size or --continuous-batching, train "
+        "adapters with --lora.rank, store the reference with "
+        "--reference-storage.dtype, or share it among devices with --placement.policy",
     )

@@ -190,11 +190,14 @@ class Config(StartConfig):
                 f"out"
             )
         place = self.placement.reference
-        if self.placement.sampler.apart and (self.buckets or self.ppo.reprice):
+        if self.placement.sampler.apart and (
+            self.buckets or self.ppo.recompute_logprobs
+        ):
             raise InputError(
                 "--placement.sampler: expected policy with --buckets, as a snapshot "
-                "has the next responses, and with --reprice, which would take the "
-                "older policy that sampled them for this one; leave it out, or them"
+                "has the next responses, and with --recompute-logprobs, which would "
+                "take the older policy that sampled them for this one; leave it "
+                "out, or them"
             )
         if self.placement.critic.apart:
             try:

@@ -61,8 +61,8 @@ def remove(folder: str) -> None:
 
 def _empty(folder: str) -> None:
     os.chmod(folder, 0o700)
-    while held := list(os.scandir(folder)):
-        for entry in held:
+    while entries := list(os.scandir(folder)):
+        for entry in entries:
             if not entry.is_dir(follow_symlinks=False):
                 os.unlink(entry.path)
                 continue

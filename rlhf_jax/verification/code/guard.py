@@ -44,7 +44,7 @@ MODULES += ("_interpreters", "_xxsubinterpreters", "_testcapi", "_testinternalca
 
 
 def limits(*, seconds: float, memory: int, file_size: int) -> None:
-    """Of processor time, address space and files; units as `PythonTests`."""
+    """Of processor time (seconds), address space and files (bytes)."""
     limit(resource.RLIMIT_CPU, int(seconds) + 2)
     limit(resource.RLIMIT_AS, memory * MIB)
     limit(resource.RLIMIT_FSIZE, file_size * MIB)
@@ -78,8 +78,10 @@ def guard(folder: str) -> Callable[[str, tuple[Any, ...]], None]:
             return True  # open already
         if path == ":memory:":  # sqlite3
             return True
-        found = real(decode("." if path is None else path))
-        return any_of(found == held or starts(found, held + "/") for held in folders)
+        place = real(decode("." if path is None else path))
+        return any_of(
+            place == parent or starts(place, parent + "/") for parent in folders
+        )
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         if event == "open":

@@ -58,8 +58,8 @@ class Link:
 
     def named(self, name: str) -> Any:
         """What the code calls so; KeyError if nothing."""
-        found = self.ask("name", name)[0]
-        match found:
+        reply = self.ask("name", name)[0]
+        match reply:
             case ["missing"]:
                 raise KeyError(name)
             case ["module", str(module)]:
@@ -68,7 +68,7 @@ class Link:
                 self.refuse(f"{name!r} is a module of the code's own")
             case ["library", str(module)] if module in values.LIBRARIES:
                 return getattr(importlib.import_module(module), name)
-        return self.decode(found)
+        return self.decode(reply)
 
     def refuse(self, why: str) -> NoReturn:
         """Fails the test."""
@@ -104,29 +104,31 @@ class Link:
         released, self.released = self.released, []
         self._send([what, released, *args])
         while True:
-            said, *held, printed = self._receive()
+            said, *payload, printed = self._receive()
             if printed and type(printed) is str:
                 sys.stdout.write(printed)
             if said == "ok":
-                return held
+                return payload
             if said == "raise":
-                error = self._error(*held)
+                error = self._error(*payload)
                 if isinstance(error, QUIET) and not quiet:
                     error = RuntimeError(f"the code raised {type(error).__name__}")
                 raise error
-            self._answer(said, *held)
+            self._answer(said, *payload)
 
     def _answer(self, said: str, number: int, what: str, args: Any, named: Any) -> None:
         """Calls a function that the code was handed, and sends what comes of it."""
         try:
             function = self.handed[number]
-            given, options = self.decode(args), self.decode(named)
+            positional, options = self.decode(args), self.decode(named)
             if said != "back" or not isinstance(options, dict):
                 raise Unreadable
         except (Unreadable, LookupError, TypeError):
             self._end("its process sent what is no reply")
         try:
-            result = function(*given, **options) if what == "call" else next(function)
+            result = (
+                function(*positional, **options) if what == "call" else next(function)
+            )
             reply = ["ok", [], self.encode(result)]
         except (Refused, Gone):
             raise
@@ -161,9 +163,9 @@ class Link:
                 f"a {type(value).__name__} of the test's own cannot be handed to the "
                 f"code; hand it plain values or functions"
             )
-        if not any(held is value for held in self.handed):
+        if not any(one is value for one in self.handed):
             self.handed.append(value)
-        place = next(n for n, held in enumerate(self.handed) if held is value)
+        place = next(n for n, one in enumerate(self.handed) if one is value)
         return ["g" if iterates else "f", place]
 
     def decode(self, data: Any) -> Any:
@@ -186,8 +188,8 @@ class Link:
                             name, above, dict(vars(CodesError)) | own
                         )
                     return self.errors[number]
-                case ["o", int(number), str(traits), held, str(name)]:
-                    return self._remote(number, traits, held, name)
+                case ["o", int(number), str(traits), holder, str(name)]:
+                    return self._remote(number, traits, holder, name)
         except Unreadable:
             raise
         except Exception:
@@ -200,12 +202,12 @@ class Link:
             return kind
         raise Unreadable("no class of errors")
 
-    def _remote(self, number: int, traits: str, held: Any, name: str) -> Remote:
+    def _remote(self, number: int, traits: str, holder: Any, name: str) -> Remote:
         known = self.remotes.get(number)
         remote = known and known()
         if remote is None:
             kind = Coroutine if "a" in traits else Function if "c" in traits else Remote
-            base = values.TYPES[held] if held else None
+            base = values.TYPES[holder] if holder else None
             remote = kind(self, number, base, name[:100])
             self.remotes[number] = weakref.ref(remote)
             if number in self.released:
@@ -214,14 +216,14 @@ class Link:
 
     def _error(self, kind: Any, args: Any, text: Any, number: Any) -> BaseException:
         try:
-            found, given = (
+            error_class, arguments = (
                 self._known_error(kind),
                 values.decode(args, self._known),
             )
-            error = found(*given)
+            error = error_class(*arguments)
         except Exception:
             return RuntimeError(f"{text}"[:300])
-        if found in self.errors.values():
+        if error_class in self.errors.values():
             error.code_text, error.code_error = f"{text}", number  # pyright: ignore
         return error
 

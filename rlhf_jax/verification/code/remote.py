@@ -76,8 +76,8 @@ class Remote:
         return self._code_link.do("len", self)
 
     def __iter__(self) -> Iterator[Any]:
-        found = self._code_link.do("iter", self)
-        return found if isinstance(found, Remote) else iter(found)
+        iterator = self._code_link.do("iter", self)
+        return iterator if isinstance(iterator, Remote) else iter(iterator)
 
     def __next__(self) -> Any:
         return self._code_link.do("next", self, quiet=True)

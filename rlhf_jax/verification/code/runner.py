@@ -84,7 +84,7 @@ class Runner:
     def __init__(self, requests: int, replies: int) -> None:
         self.requests, self.replies = requests, replies
         self.module = types.ModuleType("solution")
-        self.held: dict[int, Any] = {}  # objects that the judge has numbers of
+        self.objects: dict[int, Any] = {}  # objects that the judge has numbers of
         self.numbers: dict[int, int] = {}  # by id
         self.handed: dict[int, Any] = {}  # stand-ins for what the judge holds
         self.handed_numbers: dict[int, int] = {}
@@ -101,12 +101,12 @@ class Runner:
         while True:
             what, released, *args = values.receive(self.requests)
             for number in released:
-                self.numbers.pop(id(self.held.pop(number, None)), None)
+                self.numbers.pop(id(self.objects.pop(number, None)), None)
             if what == "ok":
                 return self.decode(args[0])
             if what == "raise":
-                kind, given = map(self.decode, args)
-                raise kind(*given)
+                kind, arguments = map(self.decode, args)
+                raise kind(*arguments)
             try:
                 reply = ["ok", *self.do(what, args)]
             except BaseException as error:  # SystemExit too
@@ -128,25 +128,25 @@ class Runner:
     def named(self, name: str) -> Any:
         """A global of the code: a value, a module, a function of a library."""
         try:
-            found = vars(self.module)[name]
+            value = vars(self.module)[name]
         except KeyError:
             return ["missing"]
-        if isinstance(found, types.ModuleType):
-            return ["module", found.__name__]
+        if isinstance(value, types.ModuleType):
+            return ["module", value.__name__]
         for library in values.LIBRARIES:
-            if vars(sys.modules.get(library, builtins)).get(name) is found:
+            if vars(sys.modules.get(library, builtins)).get(name) is value:
                 return ["library", library]
-        return self.encode(found)
+        return self.encode(value)
 
     def call(self, function: Any, args: list[Any], named: Any, read: Any) -> list[Any]:
         """A call; lists, dicts and sets that it changed if it returns None."""
-        given = [self.decode(arg) for arg in args]
+        arguments = [self.decode(arg) for arg in args]
         if read is not None:
             sys.stdin = io.StringIO(read)
-        result = self.decode(function)(*given, **self.decode(named))
+        result = self.decode(function)(*arguments, **self.decode(named))
         changed = []
         if result is None:
-            for place, (before, value) in enumerate(zip(args, given, strict=True)):
+            for place, (before, value) in enumerate(zip(args, arguments, strict=True)):
                 if type(before) is list and before[0] in CHANGEABLE:
                     after = self.encode(value)
                     if after != before:
@@ -177,7 +177,7 @@ class Runner:
         """The number of an object, which is kept for as long as the judge wants."""
         if id(value) not in self.numbers:
             self.count += 1
-            self.numbers[id(value)], self.held[self.count] = self.count, value
+            self.numbers[id(value)], self.objects[self.count] = self.count, value
         return self.numbers[id(value)]
 
     def encode(self, value: Any) -> Any:
@@ -193,8 +193,8 @@ class Runner:
             return self.kind(value)
         holder = _holder(kind)
         traits = "c" * callable(value) + "a" * isinstance(value, types.CoroutineType)
-        held = holder and values.NAMES[holder]
-        return ["o", self.number(value), traits, held, kind.__name__]
+        name = holder and values.NAMES[holder]
+        return ["o", self.number(value), traits, name, kind.__name__]
 
     def decode(self, data: Any) -> Any:
         """What the judge wrote."""
@@ -204,7 +204,7 @@ class Runner:
         """The object that a name in a message of the judge stands for."""
         tag, number, *more = data
         if tag == "p":
-            return self.held[number]
+            return self.objects[number]
         if tag == "m":
             return operator.attrgetter(more[0])(__import__(number, fromlist=["_"]))
         if number not in self.handed:
@@ -217,8 +217,8 @@ class Runner:
 
     def ask(self, number: int, what: str, *args: Any, **named: Any) -> Any:
         """Has a function of the judge's called, and answers what it asks meanwhile."""
-        held = [self.encode(args), self.encode(named)]
-        values.send(self.replies, ["back", number, what, *held, self.drain()])
+        payload = [self.encode(args), self.encode(named)]
+        values.send(self.replies, ["back", number, what, *payload, self.drain()])
         return self.serve()
 
     def drain(self) -> str:

@@ -156,7 +156,7 @@ def _needed() -> list[str]:
     paths.append(os.path.realpath(os.path.dirname(os.__file__)))
     needed: list[str] = []
     for path in sorted(filter(os.path.exists, paths)):
-        if not any(path.startswith(f"{held}/") for held in needed):
+        if not any(path.startswith(f"{folder}/") for folder in needed):
             needed.append(path)
     return needed
 
@@ -188,8 +188,8 @@ def _call(name: str, *args: Any) -> None:
     """A function of the C library; OSError with its name if it fails."""
     import ctypes
 
-    given = [arg.encode() if isinstance(arg, str) else arg for arg in args]
-    whole = [ctypes.c_ulong(a) if isinstance(a, int) and a >= 0 else a for a in given]
+    argv = [arg.encode() if isinstance(arg, str) else arg for arg in args]
+    whole = [ctypes.c_ulong(a) if isinstance(a, int) and a >= 0 else a for a in argv]
     if getattr(_libc(), name)(*whole) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")

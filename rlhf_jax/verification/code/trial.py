@@ -77,7 +77,7 @@ def run_tests(
       code: Python, with the standard library and nothing else to import.
       tests: pieces of Python, run in order. A name that they do not define is the
         code's (`judge.Names`).
-      seconds, memory, file_size, disk: as `PythonTests`.
+      seconds, memory, file_size, disk: limits in seconds and bytes.
 
     Raises:
       RuntimeError: the process did not start: this is not the code's fault.
@@ -163,20 +163,20 @@ class _Lines:
     """What the judge writes, a line at a time."""
 
     def __init__(self, pipe: int) -> None:
-        self.pipe, self.held = pipe, b""
+        self.pipe, self.buffer = pipe, b""
         self.poll = select.poll()
         self.poll.register(pipe, select.POLLIN)
 
     def next(self, end: float) -> str | None:
         """A line; "" if there will be none, None if there is none by `end`."""
-        while b"\n" not in self.held:
+        while b"\n" not in self.buffer:
             if not self.poll.poll(max(0.0, end - time.monotonic()) * 1000):
                 return None
             read = os.read(self.pipe, 2**16)
             if not read:
                 return ""
-            self.held += read
-        line, _, self.held = self.held.partition(b"\n")
+            self.buffer += read
+        line, _, self.buffer = self.buffer.partition(b"\n")
         return line.decode(errors="replace")
 
 

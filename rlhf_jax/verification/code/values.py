@@ -50,43 +50,43 @@ OPERATORS = (
 
 # Standard library types: to a plain value, and back.
 LIBRARY: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
-    "collections.Counter": (dict, lambda kind, held: kind(held)),
+    "collections.Counter": (dict, lambda kind, plain: kind(plain)),
     "collections.OrderedDict": (
         lambda value: list(value.items()),
-        lambda kind, held: kind(held),
+        lambda kind, plain: kind(plain),
     ),
     "collections.defaultdict": (
         lambda value: (_factory(value.default_factory), dict(value)),
-        lambda kind, held: kind(*held),
+        lambda kind, plain: kind(*plain),
     ),
     "collections.deque": (
         lambda value: (list(value), value.maxlen),
-        lambda kind, held: kind(*held),
+        lambda kind, plain: kind(*plain),
     ),
     "array.array": (
         lambda value: (value.typecode, value.tolist()),
-        lambda kind, held: kind(*held),
+        lambda kind, plain: kind(*plain),
     ),
     "fractions.Fraction": (
         lambda value: (value.numerator, value.denominator),
-        lambda kind, held: kind(*held),
+        lambda kind, plain: kind(*plain),
     ),
-    "decimal.Decimal": (str, lambda kind, held: kind(held)),
+    "decimal.Decimal": (str, lambda kind, plain: kind(plain)),
     "datetime.datetime": (
         lambda value: value.isoformat(),
-        lambda kind, held: kind.fromisoformat(held),
+        lambda kind, plain: kind.fromisoformat(plain),
     ),
     "datetime.date": (
         lambda value: value.isoformat(),
-        lambda kind, held: kind.fromisoformat(held),
+        lambda kind, plain: kind.fromisoformat(plain),
     ),
     "datetime.time": (
         lambda value: value.isoformat(),
-        lambda kind, held: kind.fromisoformat(held),
+        lambda kind, plain: kind.fromisoformat(plain),
     ),
     "datetime.timedelta": (
         lambda value: (value.days, value.seconds, value.microseconds),
-        lambda kind, held: kind(*held),
+        lambda kind, plain: kind(*plain),
     ),
 }
 # Types that pass by name. They run nothing but their own constructors.
@@ -136,8 +136,8 @@ def encode(value: Any, own: Callable[[Any], Any], depth: int = 0) -> Any:
             *[v if type(v) in PLAIN else encode(v, own, depth + 1) for v in value],
         ]
     if kind is dict:
-        held = [part for item in value.items() for part in item]
-        return ["d", *[encode(part, own, depth + 1) for part in held]]
+        parts = [part for item in value.items() for part in item]
+        return ["d", *[encode(part, own, depth + 1) for part in parts]]
     if kind is bytes or kind is bytearray:
         return ["b" if kind is bytes else "ba", value.hex()]
     if kind is complex:
@@ -169,30 +169,30 @@ def decode(data: Any, known: Callable[[list[Any]], Any]) -> Any:
         return data
     if kind is not list or not data or type(data[0]) is not str:
         raise Unreadable("not a value")
-    tag, *held = data
+    tag, *payload = data
     try:
         if tag in BUILT:
-            return BUILT[tag]([decode(one, known) for one in held])
+            return BUILT[tag]([decode(one, known) for one in payload])
         if tag == "d":
-            parts = [decode(one, known) for one in held]
+            parts = [decode(one, known) for one in payload]
             return dict(zip(parts[::2], parts[1::2], strict=True))
         if tag == "i":
-            return int(held[0], 16)
+            return int(payload[0], 16)
         if tag == "b" or tag == "ba":
-            read = bytes.fromhex(held[0])
+            read = bytes.fromhex(payload[0])
             return read if tag == "b" else bytearray(read)
         if tag == "c":
-            return complex(*held)
+            return complex(*payload)
         if tag == "r" or tag == "sl":
-            ends = [decode(one, known) for one in held]
+            ends = [decode(one, known) for one in payload]
             return range(*ends) if tag == "r" else slice(*ends)
         if tag == "...":
             return ...
         if tag == "n":
-            return TYPES[held[0]]
+            return TYPES[payload[0]]
         if tag == "x":
-            back = LIBRARY[held[0]][1]
-            return back(_library(held[0]), decode(held[1], known))
+            back = LIBRARY[payload[0]][1]
+            return back(_library(payload[0]), decode(payload[1], known))
     except Unreadable:
         raise
     except Exception as error:

@@ -141,8 +141,8 @@ def last_block(response: str) -> str | None:
 
     One that is cut off counts to its end.
     """
-    found = _BLOCK.findall(response)
-    return textwrap.dedent(found[-1]) if found else None
+    blocks = _BLOCK.findall(response)
+    return textwrap.dedent(blocks[-1]) if blocks else None
 
 
 def _input_error(message: str) -> ValueError:

@@ -62,13 +62,13 @@ def test_old_logprobs_and_entropy_are_of_what_was_drawn_from(sampled, params, mo
     )
 
 
-def test_reprice_takes_the_trainers_logprobs(sampled, params, model):
+def test_recomputed_logprobs_are_the_trainers_logprobs(sampled, params, model):
     wrong = dataclasses.replace(sampled, old_logprobs=sampled.old_logprobs - 1.0)
-    repriced = rollout.recompute_logprobs(
+    recomputed = rollout.recompute_logprobs(
         wrong, params, model=model, max_new_tokens=toys.SIZE, temperature=0.7
     )
-    np.testing.assert_allclose(repriced.old_logprobs, sampled.old_logprobs, atol=1e-5)
-    other = dataclasses.replace(repriced, old_logprobs=wrong.old_logprobs)
+    np.testing.assert_allclose(recomputed.old_logprobs, sampled.old_logprobs, atol=1e-5)
+    other = dataclasses.replace(recomputed, old_logprobs=wrong.old_logprobs)
     assert toys.leaves_equal(other, wrong)
 
 

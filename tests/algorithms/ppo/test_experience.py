@@ -214,5 +214,7 @@ def test_positions_that_nothing_reaches_have_weight_0():
 
 
 def test_kl_by_position_needs_a_reference():
-    with pytest.raises(checks.InputError, match="expected a rollout priced by a ref"):
+    with pytest.raises(
+        checks.InputError, match="expected a rollout with the log-probs of a ref"
+    ):
         objective.kl_by_position(scored(kl=None, ref_logprobs=None), max_new_tokens=4)

@@ -463,7 +463,7 @@ def test_scores_are_normalised_then_the_missing_stop_is_scored(rollout, referenc
     settings = dataclasses.replace(
         BASE,
         scores=ScoreShaping(normalise=True, missing_stop_score=-1.0),
-        reprice=True,
+        recompute_logprobs=True,
     )
     off = dataclasses.replace(rollout, old_logprobs=rollout.old_logprobs - 0.25)
     scores = jnp.asarray([1.0, 2.0, 3.0, 6.0], jnp.float32)
@@ -554,9 +554,9 @@ REBUILT = {
 # One by its stats; one must change nothing; one is of test_lora.py, the others of
 # test_ppo_details.py and test_ppo_by_hand.py.
 ABOVE = {
-    *("reprice", "micro_batch_size", "lora", "truncate_after", "dual_clip"),
+    *("recompute_logprobs", "micro_batch_size", "lora", "truncate_after", "dual_clip"),
     *("fixed_length", "truncate_reward_only"),  # the first must change nothing too
-    "slots",  # must change nothing: test_slots.py
+    "continuous_batching",  # must change nothing: test_continuous_batching.py
     "loss_scale_factor",  # test_ppo_by_hand.py, test_grpo.py
     *("ptx_coef", "shared_trunk", "stop_approxkl", "max_ratio_mean"),
 }
@@ -662,7 +662,10 @@ def test_sizes_that_do_not_divide_stop_before_sampling(changes, message, experie
     ("changes", "message"),
     [
         ({"temperature": 0.0}, "temperature: expected a finite number above 0"),
-        ({"slots": 0}, "slots: expected a finite number above 0, got 0"),
+        (
+            {"continuous_batching": 0},
+            "continuous_batching: expected a finite number above 0, got 0",
+        ),
         ({"num_epochs": 0}, "num_epochs: expected"),
         ({"gamma": -0.1}, "gamma: expected a number from 0 to 1, got -0.1"),
         ({"lam": 9.5}, r"lam: expected a number from 0 to 1, got 9\.5"),

@@ -34,7 +34,7 @@ def compiled():
         lambda *args, **named: decode.generate(*args, **named),
         static_argnames=(
             *("model", "max_new_tokens", "stop_ids", "temperature"),
-            *("group_size", "slots"),
+            *("group_size", "continuous_batching"),
         ),
     )
 
@@ -68,8 +68,8 @@ def test_prices_of_samples_are_those_of_a_full_forward(model, monkeypatch):
 
 @pytest.mark.slow
 @both
-def test_slots_draw_the_same_samples(model):
-    found, expected = sampled(model, slots=4), sampled(model)
+def test_continuous_batching_draws_the_same_samples(model):
+    found, expected = sampled(model, continuous_batching=4), sampled(model)
     np.testing.assert_array_equal(found.tokens, expected.tokens)
     np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=2e-5)
 

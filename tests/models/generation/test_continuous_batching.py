@@ -20,7 +20,7 @@ from rlhf_jax.models.generation.sampling import Shaping
 
 STATIC = (
     *("model", "max_new_tokens", "stop_ids", "temperature", "shaping"),
-    *("group_size", "slots"),
+    *("group_size", "continuous_batching"),
 )
 
 
@@ -85,7 +85,7 @@ def test_samples_are_those_of_a_place_for_every_row(model, places):
     expected = expected_of(model)
     lengths = np.asarray(expected.response_mask).sum(axis=1)
     assert 1 <= lengths.min() < np.median(lengths) < lengths.max()
-    assert_same(sampled(model, slots=places), expected)
+    assert_same(sampled(model, continuous_batching=places), expected)
 
 
 @pytest.mark.parametrize(
@@ -98,11 +98,13 @@ def test_samples_are_those_of_a_place_for_every_row(model, places):
     ],
 )
 def test_prompts_come_in_several_at_a_time(places, arriving, stop_ids, monkeypatch):
-    """Whether or not as many divide the slots or the rows; with and without stops."""
+    """Whether or not as many divide the places or the rows; with and without stops."""
     monkeypatch.setattr(
-        continuous_batching, "refill_size", lambda slots, *, group_size: arriving
+        continuous_batching, "refill_size", lambda places, *, group_size: arriving
     )
-    found = sampled(tiny.LLAMA, generate=compiled(), stop_ids=stop_ids, slots=places)
+    found = sampled(
+        tiny.LLAMA, generate=compiled(), stop_ids=stop_ids, continuous_batching=places
+    )
     assert_same(found, expected_of(tiny.LLAMA, stop_ids))
 
 
@@ -110,13 +112,15 @@ def test_prompts_come_in_several_at_a_time(places, arriving, stop_ids, monkeypat
 def test_the_last_responses_move_together_twice():
     given = inputs(LENGTHS * 2)
     assert continuous_batching.fewer_places(16) == (4, 1)
-    assert_same(sampled(tiny.GPT2, **given, slots=16), sampled(tiny.GPT2, **given))
+    assert_same(
+        sampled(tiny.GPT2, **given, continuous_batching=16), sampled(tiny.GPT2, **given)
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", tiny.BOTH, ids=tiny.NAMES)
 def test_prices_are_those_of_a_full_forward(model):
-    found = sampled(model, slots=3, temperature=0.7)
+    found = sampled(model, continuous_batching=3, temperature=0.7)
     logprobs, entropy = prices_of(
         tiny.params(model),
         model=model,
@@ -142,14 +146,14 @@ def test_prices_are_those_of_a_full_forward(model):
     ids=["greedy", "top_k", "one token", "every token stops"],
 )
 def test_options_act_as_without_slots(options):
-    found = sampled(tiny.GPT2, **options, slots=4)
+    found = sampled(tiny.GPT2, **options, continuous_batching=4)
     assert_same(found, sampled(tiny.GPT2, **options))
 
 
 @pytest.mark.slow
 def test_layers_one_by_one():
     model = dataclasses.replace(tiny.GPT2, unroll=True)
-    assert_same(sampled(model, slots=3), expected_of(tiny.GPT2))
+    assert_same(sampled(model, continuous_batching=3), expected_of(tiny.GPT2))
 
 
 @pytest.mark.parametrize(
@@ -177,7 +181,9 @@ def test_a_group_comes_in_as_one_prompt(places, arriving, group, monkeypatch):
 
     monkeypatch.setattr(decoder, "prefill", counted)
     fresh = compiled()
-    found = sampled(tiny.GPT2, generate=fresh, **given, slots=places, group_size=group)
+    found = sampled(
+        tiny.GPT2, generate=fresh, **given, continuous_batching=places, group_size=group
+    )
     assert_same(found, expected)
     assert set(run) == {1}
 
@@ -203,9 +209,9 @@ def steps(given, **options):
 def test_no_slot_waits_while_a_prompt_does():
     """Steps are as few as a list of lengths in order of arrival allows."""
     places = 3
-    found, seen = steps(inputs(), slots=places)
+    found, seen = steps(inputs(), continuous_batching=places)
     lengths = np.asarray(found.response_mask).sum(axis=1)
-    ends = [0] * places  # a slot takes the next prompt when it is the first to end
+    ends = [0] * places  # a place takes the next prompt when it is the first to end
     for length in lengths:
         ends[ends.index(min(ends))] += int(length) - 1  # the first comes at once
     assert seen.count(1) == ROWS
@@ -224,7 +230,7 @@ def test_samples_do_not_depend_on_the_devices(model):
         model=model,
         max_new_tokens=NEW,
         stop_ids=STOPS,
-        slots=8,
+        continuous_batching=8,
         **jax.device_put(given, rows),
     )
     assert_same(found, sampled(model, **given))
@@ -237,7 +243,7 @@ RECIPE = {
     "stop_ids": toys.STOP,
 }
 PPO = ppo.PPO(critic_model=toys.LLAMA, critic_optimizer=optax.sgd(0.1), **RECIPE)
-PLACES = dataclasses.replace(PPO, slots=8)
+PLACES = dataclasses.replace(PPO, continuous_batching=8)
 sample = toys.jit(ppo.sample, static_argnames="recipe")
 
 
@@ -258,19 +264,24 @@ def test_on_a_mesh():
     np.testing.assert_allclose(found.old_logprobs, expected.old_logprobs, atol=1e-5)
 
 
-def test_a_recipe_passes_its_slots_on(monkeypatch):
+def test_a_recipe_passes_its_places_on(monkeypatch):
     """No number would show it."""
     given = []
     respond = continuous_batching.respond
 
-    def seen(*args, slots, group_size, **options):
-        given.append((slots, group_size))
-        return respond(*args, slots=slots, group_size=group_size, **options)
+    def seen(*args, places, group_size, **options):
+        given.append((places, group_size))
+        return respond(*args, places=places, group_size=group_size, **options)
 
-    monkeypatch.setattr(continuous_batching, "respond", seen)
-    groups = grpo.GRPO(**RECIPE, group_size=2, slots=2)
+    monkeypatch.setattr(decode, "respond", seen)
+    groups = grpo.GRPO(**RECIPE, group_size=2, continuous_batching=2)
     for run, places in (
-        (functools.partial(ppo.sample, recipe=dataclasses.replace(PPO, slots=3)), 3),
+        (
+            functools.partial(
+                ppo.sample, recipe=dataclasses.replace(PPO, continuous_batching=3)
+            ),
+            3,
+        ),
         (functools.partial(grpo.sample, recipe=groups), 2),
         (functools.partial(ppo.sample, recipe=PPO), None),
     ):
@@ -282,9 +293,14 @@ def test_a_recipe_passes_its_slots_on(monkeypatch):
         assert [taken for taken, _ in given] == ([] if places is None else [places])
 
 
-def test_slots_that_cannot_be():
+def test_places_that_cannot_be():
     def call(places, **options):
-        given = {"slots": places, "stop_ids": (), "max_new_tokens": 4, **options}
+        given = {
+            "continuous_batching": places,
+            "stop_ids": (),
+            "max_new_tokens": 4,
+            **options,
+        }
         jax.eval_shape(
             lambda params: decode.generate(
                 params, model=tiny.GPT2, **inputs(LENGTHS[:6]), **given
@@ -293,7 +309,10 @@ def test_slots_that_cannot_be():
         )
 
     for places in (0, 7):
-        message = rf"slots: expected from 1 .* to 6 \(all rows\), got {places}; choose"
+        message = (
+            r"continuous_batching: expected from 1 .* to 6 \(all rows\), "
+            rf"got {places}; choose"
+        )
         with pytest.raises(InputError, match=message):
             call(places)
     with pytest.raises(InputError, match=r"from 3 \(the rows of one prompt\) .* got 2"):
@@ -307,6 +326,6 @@ def test_slots_that_cannot_be():
     with pytest.raises(InputError, match=r"within 24 positions, got 6 \+ 19"):
         call(3, max_new_tokens=19)
     for number in (0, -1):
-        with pytest.raises(InputError, match="slots: expected"):
-            dataclasses.replace(PPO, slots=number)
+        with pytest.raises(InputError, match="continuous_batching: expected"):
+            dataclasses.replace(PPO, continuous_batching=number)
     call(6)

@@ -611,8 +611,8 @@ def test_bad_options_are_named():
         call(columns=21)
 
 
-@pytest.mark.parametrize("slots", [None, 2])
-def test_nothing_predicts_the_first_token_of_an_empty_prompt(slots):
+@pytest.mark.parametrize("continuous_batching", [None, 2])
+def test_nothing_predicts_the_first_token_of_an_empty_prompt(continuous_batching):
     """One rule for sampler and trainer: log-prob 0, and a draw of no parameter."""
     model, rows = tiny.GPT2, 6
     tokens, mask = tiny.batch((0, 3, 0, 1, 0, 2), 4, side="left")
@@ -624,7 +624,7 @@ def test_nothing_predicts_the_first_token_of_an_empty_prompt(slots):
             mask=mask,
             max_new_tokens=5,
             stop_ids=(),
-            slots=slots,
+            continuous_batching=continuous_batching,
         )
     )
     keys = keys_of(INDEX[:rows], SAMPLE[:rows])
