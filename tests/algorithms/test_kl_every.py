@@ -95,6 +95,7 @@ def test_a_step_between_is_one_without_a_penalty(step):
     assert means["objective/non_score_reward"] == 0
 
 
+@pytest.mark.slow
 def test_the_adaptive_coefficient_moves_where_a_kl_was_seen(step):
     controller = kl_control.adaptive(0.3, target=0.8, unit="response", horizon=40)
     settings = dataclasses.replace(THIRD)  # traced beside those that are counted
@@ -118,6 +119,7 @@ def test_a_schedule_goes_on_between():
     assert float(fixed.kl_coef) == 0.5
 
 
+@pytest.mark.slow
 def test_two_programs_serve_every_step():
     """None is not an array, so a step without the KL is traced once and kept."""
     reference = toys.freeze(POLICY)

@@ -424,6 +424,7 @@ def test_peft_gives_the_scores_of_a_reward_model_that_we_save(tmp_path, bases):
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_equal_adapters_are_equal_files(tmp_path, bases):
     """To the byte: safetensors itself orders metadata by chance."""
     model, base = bases["gpt2_lora"]

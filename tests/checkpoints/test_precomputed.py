@@ -62,7 +62,10 @@ def test_every_row_is_what_its_logits_say(tmp_path):
         np.testing.assert_allclose(found.row(place), expected, atol=2e-5)
 
 
-@pytest.mark.parametrize("how", [{}, {"dtype": "int8", "memory": "pinned_host"}])
+STORED = {"dtype": "int8", "memory": "pinned_host"}
+
+
+@pytest.mark.parametrize("how", [{}, pytest.param(STORED, marks=pytest.mark.slow)])
 def test_a_cache_equals_live_log_probs_to_the_bit(tmp_path, how, never):
     """In other batches of the same shape: shuffled, as training would take them."""
     reference = frozen.freeze(toys.params(), **how)

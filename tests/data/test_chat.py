@@ -523,6 +523,7 @@ def test_ppo_asks_with_messages(tuned, tmp_path, monkeypatch):
             "{% endfor %}",
             "it takes longer than 2 s",
             id="time",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "{{ 10**(10**10) }}",

@@ -342,7 +342,9 @@ def divergence(hidden, head, temperature):
     ).sum(1)
 
 
-custom = pytest.mark.parametrize("function", [both, divergence])
+custom = pytest.mark.parametrize(
+    "function", [pytest.param(both, marks=pytest.mark.slow), divergence]
+)
 
 
 @custom

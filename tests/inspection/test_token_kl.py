@@ -49,7 +49,9 @@ def rows_of(params, model, rows, temperature=1.0):
     return np.asarray(found, np.float64)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize(
+    "temperature", [pytest.param(1.0, marks=pytest.mark.slow), 0.5]
+)
 def test_logprobs_are_those_of_the_two_models(temperature):
     tokens = [3, 9, 1, 12, 0, 7, 7]
     found = prices_of(tokens, temperature=temperature, alternatives=4)

@@ -82,32 +82,48 @@ def has(monkeypatch, size):
 @pytest.mark.parametrize(
     ("options", "least"),
     [
-        ((PYTHON,), BOTH + floats(NUMBERS) + GRADIENTS),
+        pytest.param(
+            (PYTHON,), BOTH + floats(NUMBERS) + GRADIENTS, marks=pytest.mark.slow
+        ),
         ((PYTHON, "--no-measure-kl", "--kl-coef=0"), BOTH + GRADIENTS),
-        (("--reward-model=SCORER",), BOTH + floats(2 * NUMBERS + HEAD) + GRADIENTS),
+        pytest.param(
+            ("--reward-model=SCORER",),
+            BOTH + floats(2 * NUMBERS + HEAD) + GRADIENTS,
+            marks=pytest.mark.slow,
+        ),
         (
             ("--reward-model=SCORER", "--critic-from=reward_model"),
             BOTH + floats(2 * NUMBERS + HEAD) + GRADIENTS,
         ),
-        (
+        pytest.param(
             (PYTHON, "--reference-storage.dtype=bfloat16"),
             BOTH + 2 * NUMBERS + GRADIENTS,
+            marks=pytest.mark.slow,
         ),
         ((PYTHON, "--reference-storage.dtype=int8"), BOTH + INT8 + GRADIENTS),
         (
             (PYTHON, "--placement.reference=cpu"),
             BOTH + floats(NUMBERS) + GRADIENTS,
         ),
-        (
+        pytest.param(
             (PYTHON, "--adam-mu-dtype=bfloat16"),
             BOTH - 2 * (2 * NUMBERS + HEAD) + floats(NUMBERS) + GRADIENTS,
+            marks=pytest.mark.slow,
         ),
-        ((PYTHON, "--dtype=bfloat16"), BOTH + floats(NUMBERS) + GRADIENTS // 2),
+        pytest.param(
+            (PYTHON, "--dtype=bfloat16"),
+            BOTH + floats(NUMBERS) + GRADIENTS // 2,
+            marks=pytest.mark.slow,
+        ),
         (
             (PYTHON, "--shared-trunk"),
             trained(NUMBERS) + trained(HEAD) + floats(2 * NUMBERS),
         ),
-        ((PYTHON, "--lora.rank=2"), floats(NUMBERS) + LORA + floats(ADAPTERS + HEAD)),
+        pytest.param(
+            (PYTHON, "--lora.rank=2"),
+            floats(NUMBERS) + LORA + floats(ADAPTERS + HEAD),
+            marks=pytest.mark.slow,
+        ),
         (
             (PYTHON, "--lora.rank=2", "--lifecycle.reset-every=1"),
             floats(NUMBERS) + LORA + floats(2 * ADAPTERS + HEAD),

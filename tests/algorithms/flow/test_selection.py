@@ -157,7 +157,7 @@ def test_the_exact_kl_of_the_world_is_at_most_the_bound(world, n, ties):
         assert world.below_frontier(best) > -1e-6
 
 
-@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("ties", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_what_is_sampled_and_selected_is_best_of_n(world, drawn, ties):
     """Frequencies, reward and measured KL of 4096 answers, each the best of 4."""
     rewards = tied(world.rewards) if ties else world.rewards

@@ -204,7 +204,7 @@ def by_hand(params, seen, *, kl_coef, weights):
     ("aggregation", "factor"),
     [
         pytest.param("token_mean", None, marks=pytest.mark.long),  # test_ppo.py
-        ("sequence_mean", None),
+        pytest.param("sequence_mean", None, marks=pytest.mark.slow),
         ("constant", None),
         pytest.param("constant", 2.5, marks=pytest.mark.long),  # test_ppo_by_hand.py
     ],
@@ -280,6 +280,7 @@ def usual():
     return run()
 
 
+@pytest.mark.slow
 def test_an_iteration_moves_the_policy_towards_the_reward(usual):
     after, stats, scored = usual
     means = masked.mean_stats(stats)

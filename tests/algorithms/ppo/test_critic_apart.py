@@ -166,6 +166,7 @@ def test_values_are_those_of_the_state():
     assert jnp.abs(found).max() > 0.1
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_skips_the_critic_alone(experience):
     row = experience.returns.at[0].set(jnp.nan)
     broken = dataclasses.replace(experience, returns=row)

@@ -125,6 +125,7 @@ def hand_made(experience):
     return gradient((POLICY, CRITIC), experience)
 
 
+@pytest.mark.slow
 def test_an_update_is_one_step_down_the_gradient(updated, hand_made):
     after, _ = updated
     _, grads = hand_made

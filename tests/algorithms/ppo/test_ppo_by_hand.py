@@ -92,6 +92,7 @@ def sampled(untruncated):
     return rollout.truncate(untruncated, stop_ids=toys.STOP, after=3)
 
 
+@pytest.mark.slow
 def test_a_response_of_fixed_length_goes_on_after_a_stop_token(untruncated, sampled):
     settings = dataclasses.replace(BASE, fixed_length=True, truncate_after=3)
     cut = toys.jit(ppo.sample, static_argnames=("recipe",))(
@@ -305,6 +306,7 @@ def test_every_term_at_once_as_a_mean_over_responses(
     unmoved_by_garbage(found, settings, given)
 
 
+@pytest.mark.slow
 def test_texts_mixed_in_are_shared_out_over_the_minibatches(given):
     """PPO's gradient and ptx_coef times that of the texts at temperature 1."""
     settings = dataclasses.replace(
@@ -460,6 +462,7 @@ def test_openai_2019_by_hand(untruncated, sampled):
     np.testing.assert_allclose(loss, squares.mean(), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_n_plus_by_hand(answered):
     """The published code on the response columns; the value loss counts one more."""
     settings = recipe(N_PLUS, micro_batch_size=2)
@@ -705,6 +708,7 @@ def test_exact_kl_needs_the_reference_itself(answered, given, placement):
             )
 
 
+@pytest.mark.slow
 def test_nothing_is_dropped_out(given):
     loss = functools.partial(
         ppo.ppo_loss,
