@@ -17,132 +17,43 @@ response parses and half are copies. Recorded curves are in `recorded/quickstart
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import time
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
+from pipeline.evaluation import MEASURED, evaluate
+from pipeline.optimizers import adam, adamw
+from pipeline.options import (
+    PROMPT_COLUMNS,
+    RESPONSE_COLUMNS,
+    STOP_IDS,
+    TRAIN_PROMPTS,
+    Config,
+)
+from pipeline.preferences import answers_in, label_pairs
+from pipeline.reward_model import measure_reward_model, train_reward_model
 from worlds import reviews
 
-from rlhf_jax import (
-    config,
-    critic,
-    decoder,
-    drift,
-    frozen,
-    kl_control,
-    ppo,
-    rewards,
-    sft,
-    state,
-)
-from rlhf_jax.algorithms import reward_model, self_check
+from rlhf_jax import config, critic, decoder, drift, frozen, ppo, rewards, sft, state
+from rlhf_jax.algorithms import self_check
 from rlhf_jax.algorithms.batch import Rollout
-from rlhf_jax.algorithms.flow import objective, rollout, score
+from rlhf_jax.algorithms.flow import objective, rollout
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
-from rlhf_jax.data import batches, tokenization
-from rlhf_jax.data.encoding import Example, Pair
-from rlhf_jax.functional import checks
-from rlhf_jax.functional.kl.control import Control
+from rlhf_jax.data import batches
+from rlhf_jax.data.encoding import Example
 from rlhf_jax.models import layout
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference import storage
 from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.runs import (
-    alarms,
-    command_line,
-    drift_report,
-    folder,
-    plots,
-    report,
-    run,
-    run_config,
-)
+from rlhf_jax.runs import alarms, command_line, drift_report, folder, plots, report, run
 
 Array = jax.Array
 Params = Any
 
-STOP_IDS = (reviews.EOS_ID,)
-PROMPT_COLUMNS = max(map(len, reviews.TRAIN_PROMPTS))
-RESPONSE_COLUMNS = 26  # the longest review, <eos> and one more
-TRAIN_PROMPTS = [reviews.encode(prompt) for prompt in reviews.TRAIN_PROMPTS]
-HELD_OUT_PROMPTS = [reviews.encode(prompt) for prompt in reviews.HELD_OUT_PROMPTS]
 NUM_REVIEWS = 20_000  # demonstrations for SFT
 SHOWN = 6  # samples side by side at the end
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(run_config.RunConfig):
-    num_steps: int = 40
-    """PPO iterations."""
-    kl_coef: float = 0.2
-    """Reward units per nat of KL to the reference; 0 lets the policy go."""
-    kl_control: Control = kl_control.CONSTANT
-    """What becomes of kl_coef during the run."""
-    temperature: float = 0.7
-    """Divides the logits in every role."""
-    sft_steps: int = 400
-    """Updates of supervised fine-tuning."""
-    reward_steps: int = 120
-    """Updates of reward-model training."""
-    sft_batch_size: int = 64
-    """Reviews an update of SFT, and pairs an update of the reward model."""
-    num_pairs: int = 4096
-    """Labelled pairs; an eighth of them is held out."""
-    label_noise: float = 0.4
-    """Of the gold judge, in gold units: the temperature of its Bradley-Terry choice."""
-    hidden_size: int = 128
-    """Width of all four models."""
-    num_layers: int = 2
-    """Depth of all four models."""
-    num_heads: int = 4
-    """Attention heads of all four models."""
-    batch_size: int = 128
-    """Prompts an iteration."""
-    num_epochs: int = 4
-    """Passes over each batch."""
-    num_minibatches: int = 4
-    """Optimizer steps a pass."""
-    sft_learning_rate: float = 3e-3
-    """Peak, after a warm-up; falls to 0 along a cosine."""
-    reward_learning_rate: float = 1e-3
-    """Falls to 0 linearly."""
-    policy_learning_rate: float = 3e-4
-    """Falls to 0 linearly."""
-    critic_learning_rate: float = 1e-3
-    """Falls to 0 linearly."""
-    missing_stop_score: float = -3.0
-    """Score of a response that never ended, in the reward model's standard units."""
-    num_evaluated: int = 512
-    """Responses to held-out prompts in the final table."""
-    sample_every: int = 10
-    """Iterations between rows of samples.jsonl."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        # They raise now what would be found after two stages of training.
-        control = self.kl_control.controller(self.kl_coef, num_steps=self.num_steps)
-        one = jnp.ones((), jnp.float32)
-        control.update(kl=one, mean_length=one, num_episodes=self.batch_size)
-        checks.positive(
-            label_noise=self.label_noise,
-            sft_batch_size=self.sft_batch_size,
-            sample_every=self.sample_every,
-            sft_learning_rate=self.sft_learning_rate,
-            reward_learning_rate=self.reward_learning_rate,
-            policy_learning_rate=self.policy_learning_rate,
-            critic_learning_rate=self.critic_learning_rate,
-        )
-        if self.num_pairs < 16 or self.num_evaluated < 2 or self.num_evaluated % 2:
-            raise checks.InputError(
-                "expected --num-pairs of at least 16 and an even --num-evaluated, got "
-                f"{self.num_pairs} and {self.num_evaluated}"
-            )
 
 
 def algorithm_of(options: Config) -> ppo.PPO:
@@ -200,112 +111,6 @@ def fine_tune(
             stage.state, stats = update(stage.state, batch=demonstrations[step])
             stage.end_step(step, stats)
     return stage.state.params
-
-
-def label_pairs(
-    params: Params,
-    generate: Any,
-    *,
-    judge: Callable[[Sequence[str], Sequence[str]], float],
-    key: Array,
-    options: Config,
-) -> tuple[list[Pair], list[Pair]]:
-    """Two samples to a prompt, labelled by a noisy judge of prompt and response.
-
-    Returns:
-      Pairs to train on, and held-out pairs whose margin is the noise-free gold lead of
-      their chosen side (below 0 where the noise decided).
-
-    Raises:
-      InputError: the judge tells no held-out pair apart.
-    """
-    prompts = batches.prompt_batches(
-        TRAIN_PROMPTS,
-        batch_size=options.num_evaluated,
-        samples_per_prompt=2,
-        seed=options.seed,
-        pad_id=reviews.PAD_ID,
-        buckets=(PROMPT_COLUMNS,),
-    )
-    sampled: list[tuple[str, str]] = []
-    while len(sampled) < 2 * options.num_pairs:
-        batch = prompts[len(sampled) // options.num_evaluated]
-        sampled += answers_in(generate(params, prompts=batch, key=key))
-    gold = np.array([judge(prompt.split(), said.split()) for prompt, said in sampled])
-    labels = reviews.noisy_preferences(
-        np.random.default_rng(options.seed), gold[::2], gold[1::2], options.label_noise
-    )
-    pairs = []
-    for number, first_is_chosen in enumerate(labels[: options.num_pairs]):
-        chosen = 2 * number + (not first_is_chosen)
-        rejected = 2 * number + first_is_chosen
-        (prompt, better), (_, worse) = sampled[chosen], sampled[rejected]
-        if better != worse:
-            texts = map(ids_of, (prompt, better, worse))
-            pairs.append(Pair(*texts, margin=float(gold[chosen] - gold[rejected])))
-    held_out = pairs[: len(pairs) // 8]
-    if not any(pair.margin for pair in held_out):
-        raise checks.InputError(
-            f"expected pairs of responses that the judge tells apart, got "
-            f"{len(held_out)} of equal gold, as where nothing parses; give more "
-            f"--sft-steps or --num-pairs"
-        )
-    return [pair._replace(margin=None) for pair in pairs[len(held_out) :]], held_out
-
-
-def train_reward_model(
-    params: Params,
-    pairs: list[Pair],
-    *,
-    job: run.Run,
-    model: ModelConfig,
-    options: Config,
-) -> Params:
-    """Stage 2: a reward model learns from the labels alone."""
-    preferences = batches.preference_batches(
-        pairs,
-        batch_size=options.sft_batch_size,
-        seed=options.seed,
-        pad_id=reviews.PAD_ID,
-        buckets=(PROMPT_COLUMNS + RESPONSE_COLUMNS,),
-    )
-    optimizer = adamw(
-        optax.linear_schedule(options.reward_learning_rate, 0.0, options.reward_steps)
-    )
-    update = jax.jit(
-        functools.partial(reward_model.update, model=model, optimizer=optimizer),
-        donate_argnames=("state",),
-    )
-    initial = state.supervised_state(params, optimizer=optimizer)
-    with job.stage("reward_model", initial, meta={}) as stage:
-        for step in stage.steps():
-            stage.state, stats = update(stage.state, batch=preferences[step])
-            stage.end_step(step, stats)
-    return stage.state.params
-
-
-def measure_reward_model(
-    params: Params, held_out: list[Pair], *, model: ModelConfig
-) -> tuple[Params, float]:
-    """The reward model on pairs it never saw, which are samples of the reference.
-
-    Returns:
-      Its parameters, normalised to mean 0 and standard deviation 1 on these samples,
-      and the share of pairs that it orders as noise-free gold does.
-    """
-    pairs = batches.preference_batches(
-        held_out, batch_size=len(held_out), seed=0, pad_id=reviews.PAD_ID
-    )[0]
-    score = jax.jit(functools.partial(rewards.sequence_scores, model=model))
-    chosen, rejected = (
-        score(params, tokens=side.tokens, mask=side.mask)
-        for side in (pairs.chosen, pairs.rejected)
-    )
-    lead = np.asarray(pairs.margin)
-    agrees = (np.asarray(chosen - rejected) > 0) == (lead > 0)
-    everything = jnp.concatenate([chosen, rejected])
-    accuracy = float(agrees[lead != 0].mean())
-    return rewards.normalise(params, scores=everything), accuracy
 
 
 def improve(
@@ -390,67 +195,6 @@ def improve(
     return train.policy
 
 
-def evaluate(
-    params: Params,
-    *,
-    generate: Any,
-    reference: Frozen,
-    scorer: Frozen,
-    key: Array,
-    model: ModelConfig,
-    options: Config,
-) -> tuple[dict[str, float], list[tuple[str, str]]]:
-    """What gold judge, grammar and frozen models say of answers to held-out prompts."""
-    prompts = batches.prompt_batches(
-        HELD_OUT_PROMPTS,
-        batch_size=options.num_evaluated,
-        seed=options.seed,
-        pad_id=reviews.PAD_ID,
-        buckets=(PROMPT_COLUMNS,),
-    )[0]
-    answered = generate(params, prompts=prompts, key=key)
-    scored = jax.jit(
-        functools.partial(
-            score.score,
-            model=model,
-            critic=None,
-            critic_model=None,
-            max_new_tokens=RESPONSE_COLUMNS,
-            temperature=options.temperature,
-        )
-    )(
-        answered,
-        scores=rewards.from_model(scorer, model=model)(answered),
-        reference=reference,
-    )
-    answers = answers_in(answered)
-    gold = np.array([reviews.gold(response.split()) for _, response in answers])
-    lengths = [len(response.split()) for _, response in answers]
-    fluent = [
-        reviews.parses(prompt.split(), response.split()) for prompt, response in answers
-    ]
-    return {
-        "gold": float(gold.mean()),
-        "gold_std": float(gold.std()),
-        "score": float(scored.scores.mean()),
-        "kl": float(jnp.sum(scored.kl, where=answered.response_mask) / len(answers)),
-        "fluency": float(np.mean(fluent)),
-        "distinct": len({response for _, response in answers}) / len(answers),
-        "length": float(np.mean(lengths)),
-    }, answers
-
-
-MEASURED = {
-    "gold": "gold score",
-    "gold_std": "gold score, std",
-    "score": "reward-model score",
-    "kl": "KL to the reference [nats]",
-    "fluency": "fluency (share that parses)",
-    "distinct": "distinct (share of responses)",
-    "length": "length [tokens]",
-}
-
-
 def check_start(
     policy: Params, answered: Rollout, reference: Frozen, algorithm: ppo.PPO
 ) -> None:
@@ -466,28 +210,6 @@ def check_start(
     self_check.require(
         measured, tolerance=self_check.TOLERANCE["float32"], expect_equal=True
     )
-
-
-def adamw(learning_rate: optax.Schedule) -> optax.GradientTransformation:
-    return optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(learning_rate, weight_decay=0.01)
-    )
-
-
-def adam(learning_rate: float, updates: int) -> optax.GradientTransformation:
-    schedule = optax.linear_schedule(learning_rate, 0.0, updates)
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule, eps=1e-5))
-
-
-def answers_in(answered: Rollout) -> list[tuple[str, str]]:
-    """(prompt, response) of every row, words separated by blanks."""
-    return tokenization.texts(
-        answered, decode=lambda ids: " ".join(reviews.decode(ids))
-    )
-
-
-def ids_of(text: str) -> list[int]:
-    return reviews.encode(text.split())
 
 
 def main(options: Config) -> None:

@@ -44,11 +44,11 @@ from benchmarks.environments import (
     FOLDER,
     OURS,
     PEERS,
-    Participant,
     PeerError,
     python_of,
     surroundings,
 )
+from benchmarks.participants import Participant
 from benchmarks.peers.line_protocol import Workload
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError

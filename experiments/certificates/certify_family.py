@@ -36,7 +36,15 @@ import numpy as np
 from worlds import enumerable
 from worlds.enumerable import World
 
-from certificates import certify, dpo, gradients, groups, verdicts
+from certificates import (
+    annealing,
+    cases,
+    dpo,
+    group_claims,
+    groups,
+    penalty_claims,
+    verdicts,
+)
 from certificates.verdicts import Certificate, Policy, Reached
 from rlhf_jax import grpo, state
 from rlhf_jax.algorithms import optimizers
@@ -88,7 +96,7 @@ class Config(run_config.RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        certify.check_annealing(self.betas, iterations=self.iterations)
+        annealing.check_annealing(self.betas, iterations=self.iterations)
         checks.positive(
             num_worlds=self.num_worlds,
             distance=self.distance,
@@ -107,7 +115,7 @@ def algorithm_of(recipe: grpo.GroupRecipe, options: Config) -> grpo.GRPO:
         **vars(chosen),
         model=enumerable.model(hidden_size=options.hidden_size),
         policy_optimizer=optimizers.adam(
-            certify.falling(
+            annealing.falling(
                 options.learning_rate,
                 updates=options.num_minibatches,
                 iterations=options.iterations,
@@ -130,14 +138,14 @@ def certify_estimators(seed: int) -> list[Certificate]:
     """
     findings = []
     for stop_ids in ((), enumerable.STOPS):
-        case = gradients.draw(seed, stop_ids=stop_ids)
+        case = cases.draw(seed, stop_ids=stop_ids)
         rows = len(enumerable.every_tokens(stop_ids))
         rewards = np.random.default_rng(seed).normal(size=rows)
-        claims = groups.CLAIMS + groups.means(stops=bool(stop_ids))
+        claims = group_claims.CLAIMS + group_claims.means(stops=bool(stop_ids))
         findings += groups.certify(case, rewards, claims=claims)
     report.table(
         f"Expected gradient of each estimator (error at most "
-        f"{gradients.TOLERANCE:g}), groups of {groups.GROUP}",
+        f"{penalty_claims.TOLERANCE:g}), groups of {group_claims.GROUP}",
         ("estimator", "tokens", "share", "KL", "error", "cosine", "at depths", ""),
         [
             (
@@ -180,7 +188,7 @@ def main(options: Config) -> None:
     num_steps = {
         f"{name}-{seed}": options.iterations
         * len(options.betas)
-        // certify.ITERATIONS_A_STEP
+        // annealing.ITERATIONS_A_STEP
         for name in over_groups
         for seed in seeds
     }
@@ -190,7 +198,7 @@ def main(options: Config) -> None:
         for name in over_groups:
             algorithm = algorithm_of(RECIPES[name], options)
             train = functools.partial(
-                certify.improve,
+                annealing.improve,
                 iteration=functools.partial(grpo.iteration, recipe=algorithm),
                 betas=options.betas,
                 job=job,
@@ -206,7 +214,7 @@ def main(options: Config) -> None:
                     train=state.grpo_state(
                         policy=storage.store(world.start),
                         policy_optimizer=algorithm.policy_optimizer,
-                        kl=certify.annealing(
+                        kl=annealing.annealing(
                             options.betas, iterations=options.iterations
                         ),
                     ),

@@ -20,125 +20,31 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator
 from concurrent import futures
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
-import optax
 from worlds import enumerable
 
 from certificates import expected_gradients
-from certificates.penalty_claims import KLS, NONE, ZERO, Claim
-from rlhf_jax import critic, frozen, ppo
+from certificates.cases import OPTIMIZER, Case, flat
+from certificates.penalty_claims import KLS, ZERO, Claim, Finding
+from rlhf_jax import frozen, ppo
 from rlhf_jax.algorithms.batch import Experience, Scored
 from rlhf_jax.algorithms.flow import score
 from rlhf_jax.algorithms.ppo import experience
 from rlhf_jax.algorithms.ppo.loss import ppo_loss
 from rlhf_jax.functional.kl.gradients import FULL_REVERSE
 from rlhf_jax.functional.kl.penalty import Penalty
-from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference.frozen import Frozen
 
 Array = jax.Array
 Params = Any
 Flat = npt.NDArray[np.float64]
 
-# Of the largest entry of the expected gradient, or of the full reverse KL's where that
-# is larger (some are 0, some what is left of a difference); for a mean, of the KL.
-TOLERANCE = 1e-5
-APART = 1e-2  # of the same: how far from every KL's a gradient of none of them keeps
 BETA = 0.3  # β of the penalty: neither 0 nor 1, so that it cannot be forgotten
-OPTIMIZER = optax.sgd(1.0)  # a PPO has one; none is run here
-
-
-class Finding(NamedTuple):
-    """What became of a claim."""
-
-    claim: Claim
-    temperature: float
-    stops: bool  # a token ends responses, so that they differ in length
-    error: float  # largest entry of found - expected, of the scale of `TOLERANCE`
-    nearest: float  # the same to the nearest of KLS and ZERO
-    value: float  # E of the value estimator, nats per response; NaN if it is not taken
-    bias: float  # value - KL(π ‖ π_ref), nats; NaN where that is not what it measures
-    value_error: float  # of value, over the KL; NaN as bias
-
-    @property
-    def holds(self) -> bool:
-        """Whether gradient and value are what is claimed of them.
-
-        A gradient that is no KL's keeps away from all of them, and the library says so.
-        """
-        named = self.claim.gradient
-        warned = self.claim.penalty.warning is not None
-        return (
-            self.error <= TOLERANCE
-            and not self.value_error > TOLERANCE
-            and (named != NONE or self.nearest >= APART)
-            and (named is None or warned == (named not in KLS))
-        )
-
-    @property
-    def estimator(self) -> str:
-        """What is estimated how, in words."""
-        chosen = self.claim.penalty
-        words = [chosen.value_estimator]
-        if chosen.grad_estimator is not None:
-            words.append(f"gradient {chosen.grad_estimator}")
-        if chosen.top_k is not None:
-            words.append(f"top {chosen.top_k}")
-        if chosen.direction == "forward":
-            words.append("forward")
-        if chosen.importance_weights is not None:
-            words.append(f"{chosen.importance_weights} weights")
-        if self.claim.older:
-            words.append("older samples")
-        return ", ".join(words)
-
-    @property
-    def place(self) -> str:
-        """Where it acts, and of what one estimate is."""
-        return f"{self.claim.penalty.placement or 'neither'}, {self.claim.penalty.per}"
-
-    @property
-    def lengths(self) -> str:
-        """How long responses are."""
-        return "1 to 4" if self.stops else "4"
-
-
-class Case(NamedTuple):
-    """A policy, an older one and a reference over the same responses."""
-
-    policy: Params
-    older: Params
-    critic: Params  # its values are noise
-    reference: Frozen
-    model: ModelConfig
-    stop_ids: tuple[int, ...]
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Of what reads logits."""
-        return {"model": self.model, "stop_ids": self.stop_ids}
-
-
-def draw(seed: int, *, hidden_size: int = 16, stop_ids: tuple[int, ...] = ()) -> Case:
-    """Random decoders, a nat or two from each other.
-
-    Args:
-      stop_ids: () for the 256 responses of 4 tokens, `enumerable.STOPS` for the 121 of
-        1 to 4.
-    """
-    model = enumerable.model(hidden_size=hidden_size)
-    keys = jax.random.split(jax.random.key(seed), 5)
-    init = jax.jit(functools.partial(enumerable.init, model=model))
-    now, older, trunk, start = (init(key) for key in keys[:4])
-    values = critic.from_policy(trunk, model=model)
-    kernel = jax.random.normal(keys[4], values["score"]["kernel"].shape)
-    values["score"] = values["score"] | {"kernel": kernel}
-    return Case(now, older, values, frozen.freeze(start), model, stop_ids)
 
 
 def certify(
@@ -178,7 +84,7 @@ def certify(
         )
         return _finding(
             claim,
-            found=_flat(gradient),
+            found=flat(gradient),
             value=float(value),
             temperature=temperature,
             stops=bool(case.stop_ids),
@@ -204,12 +110,12 @@ def _finding(
     nothing = np.zeros_like(found)
 
     def expected(name: str, per: expected_gradients.Per) -> Flat:
-        return BETA * _flat(known[name, per])
+        return BETA * flat(known[name, per])
 
     whole: expected_gradients.Per = "response" if chosen.per == "response" else "token"
-    flat = {ZERO: nothing} | {name: expected(name, whole) for name in KLS}
+    gradients_of_kls = {ZERO: nothing} | {name: expected(name, whole) for name in KLS}
 
-    smallest_scale = np.abs(flat[FULL_REVERSE]).max()
+    smallest_scale = np.abs(gradients_of_kls[FULL_REVERSE]).max()
 
     def error_of(expected: Flat) -> float:
         scale = max(np.abs(expected).max(), smallest_scale)
@@ -218,8 +124,8 @@ def _finding(
     terms = {} if chosen.placement is None else chosen.terms
     parts = [times * expected(name, chosen.per) for name, times in terms.items()]
     errors = [error_of(sum(parts, start=nothing))]
-    if claim.gradient in flat:
-        errors.append(error_of(flat[claim.gradient]))
+    if claim.gradient in gradients_of_kls:
+        errors.append(error_of(gradients_of_kls[claim.gradient]))
     bias = value_error = math.nan
     if chosen.direction == "reverse" and chosen.top_k is None:
         name = "kl"
@@ -233,7 +139,7 @@ def _finding(
         temperature=temperature,
         stops=stops,
         error=max(errors),
-        nearest=min(error_of(each) for each in flat.values()),
+        nearest=min(error_of(each) for each in gradients_of_kls.values()),
         value=value,
         bias=bias,
         value_error=value_error / values["kl"],
@@ -356,10 +262,3 @@ def measure(
             of_rows = of_rows * scored.rollout.response_mask.sum(axis=1)
         value = probabilities @ of_rows
     return gradient, value
-
-
-def _flat(gradient: Params) -> Flat:
-    leaves = [
-        np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(gradient)
-    ]
-    return np.concatenate(leaves)

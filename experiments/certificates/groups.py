@@ -25,127 +25,25 @@ from worlds import enumerable
 from worlds.enumerable import Float64
 
 from certificates import expected_gradients
-from certificates.gradients import OPTIMIZER, TOLERANCE, Case
+from certificates.cases import OPTIMIZER, Case, flat
+from certificates.group_claims import CLAIMS, Claim
+from certificates.penalty_claims import TOLERANCE
 from rlhf_jax import frozen, grpo
 from rlhf_jax.algorithms.batch import PolicyExperience, Scored
 from rlhf_jax.algorithms.flow import score
 from rlhf_jax.algorithms.policy_gradient.loss import policy_terms
 from rlhf_jax.algorithms.ppo import experience
 from rlhf_jax.algorithms.reinforce import REINFORCE, ReinforceRecipe
-from rlhf_jax.functional.kl.gradients import FIXED_FORWARD, FIXED_REVERSE, FULL_REVERSE
-from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty
+from rlhf_jax.functional.kl.gradients import FULL_REVERSE
 
 Array = jax.Array
 Params = Any
 
 BETA = 0.3  # reward units per nat
-GROUP = 2  # of a minibatch and, where there are groups, of a group: all are enumerated
 COLUMNS = range(enumerable.PROMPT, enumerable.PROMPT + enumerable.LENGTH)
-LOSS = functools.partial(Penalty, placement="loss")
 
 
-Recipe = grpo.GroupRecipe | ReinforceRecipe
 ALGORITHMS = {grpo.GroupRecipe: grpo.GRPO, ReinforceRecipe: REINFORCE}
-
-
-class Claim(NamedTuple):
-    """An estimator and its expectation, share·∇(E[r] - β·KL in the reward) - β·∇KL."""
-
-    name: str
-    recipe: Recipe
-    share: float | None  # None: no multiple of it, for the reason in `bias`
-    in_loss: str | None = None  # the gradient of the KL in the loss
-    bias: str = ""
-    critic: bool = False  # PPO's: GAE at lam = 1 about values of noise, not groups
-
-
-def _recipe(penalty: Penalty, **choices: Any) -> Recipe:
-    options = {"aggregation": "constant", "temperature": 1.0, **choices}
-    if "group_size" in options:
-        return grpo.GroupRecipe(penalty=penalty, **options)
-    return ReinforceRecipe(penalty=penalty, **options)
-
-
-RESPONSE_K2 = LOSS(value_estimator="k2", per="response")
-ALONE = {"whiten_advantages": False}
-OTHERS = {"group_size": GROUP, "baseline": "leave_one_out"}
-MEAN = {"group_size": GROUP, "baseline": "group"}
-OWN_SHARE = (GROUP - 1) / GROUP  # a mean that holds the response itself
-CLAIMS = (
-    Claim("PPO, KL in the reward", _recipe(IN_REWARD, **ALONE), 1.0, critic=True),
-    Claim("REINFORCE, KL in the reward", _recipe(IN_REWARD, **ALONE), 1.0),
-    Claim("RLOO, KL in the reward", _recipe(IN_REWARD, **OTHERS), 1.0),
-    Claim(
-        "RLOO, k2 of responses in the loss",
-        _recipe(RESPONSE_K2, **OTHERS),
-        1.0,
-        FULL_REVERSE,
-    ),
-    Claim(
-        "RLOO, k2 of tokens in the loss",
-        _recipe(LOSS(value_estimator="k2"), **OTHERS),
-        1.0,
-        FIXED_REVERSE,
-    ),
-    Claim("GRPO, KL in the reward", _recipe(IN_REWARD, **MEAN), OWN_SHARE),
-    Claim(
-        "GRPO, k2 of responses in the loss",
-        _recipe(RESPONSE_K2, **MEAN),
-        OWN_SHARE,
-        FULL_REVERSE,
-    ),
-    Claim(
-        "GRPO, k2 of tokens in the loss",
-        _recipe(LOSS(value_estimator="k2"), **MEAN),
-        OWN_SHARE,
-        FIXED_REVERSE,
-    ),
-    Claim(
-        "GRPO, k3 in the loss",
-        _recipe(LOSS(value_estimator="k3"), **MEAN),
-        OWN_SHARE,
-        FIXED_FORWARD,
-    ),
-    Claim(
-        "GRPO as published: by the std, k3 in the loss",
-        _recipe(LOSS(value_estimator="k3"), normalise="group", **MEAN),
-        None,
-        FIXED_FORWARD,
-        "the std: groups pull alike, however little their rewards differ",
-    ),
-)
-"""Of sums over responses, whatever their lengths."""
-
-_DIVIDED = {
-    "token_mean": "the number of tokens of its minibatch, which rewards go with",
-    "sequence_mean": "the length of each response, which its reward goes with",
-}
-_ESTIMATORS = (
-    ("PPO", ALONE, 1.0, True),
-    ("REINFORCE", ALONE, 1.0, False),
-    ("RLOO", OTHERS, 1.0, False),
-    ("GRPO", MEAN, OWN_SHARE, False),
-)
-
-
-def means(*, stops: bool) -> tuple[Claim, ...]:
-    """What is claimed of token_mean and sequence_mean, the KL in the reward.
-
-    Where nothing stops a response all have one length, and the means the gradient of
-    the sums. Where a token does, their direction is another.
-    """
-    return tuple(
-        Claim(
-            f"{name}, KL in the reward, {aggregation}",
-            _recipe(IN_REWARD, aggregation=aggregation, **choices),
-            None if stops else share,
-            None,
-            divided if stops else "",
-            critic,
-        )
-        for name, choices, share, critic in _ESTIMATORS
-        for aggregation, divided in _DIVIDED.items()
-    )
 
 
 class Finding(NamedTuple):
@@ -315,10 +213,3 @@ def take(scored: Scored, rows: Array) -> Scored:
     bare = dataclasses.replace(scored, kl_stats={})
     picked = jax.tree.map(lambda leaf: leaf[rows], bare)
     return dataclasses.replace(picked, kl_stats=stats)
-
-
-def flat(gradient: Params) -> Float64:
-    leaves = [
-        np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(gradient)
-    ]
-    return np.concatenate(leaves)

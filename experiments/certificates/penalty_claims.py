@@ -126,3 +126,64 @@ OTHERS = (
     Claim(Penalty(value_estimator="exact", placement="both", top_k=TOP_K)),
 )
 """Claims beside the table; those without a name are held to `Penalty.terms`."""
+
+
+# Of the largest entry of the expected gradient, or of the full reverse KL's where that
+# is larger (some are 0, some what is left of a difference); for a mean, of the KL.
+TOLERANCE = 1e-5
+APART = 1e-2  # of the same: how far from every KL's a gradient of none of them keeps
+
+
+class Finding(NamedTuple):
+    """What became of a claim."""
+
+    claim: Claim
+    temperature: float
+    stops: bool  # a token ends responses, so that they differ in length
+    error: float  # largest entry of found - expected, of the scale of `TOLERANCE`
+    nearest: float  # the same to the nearest of KLS and ZERO
+    value: float  # E of the value estimator, nats per response; NaN if it is not taken
+    bias: float  # value - KL(π ‖ π_ref), nats; NaN where that is not what it measures
+    value_error: float  # of value, over the KL; NaN as bias
+
+    @property
+    def holds(self) -> bool:
+        """Whether gradient and value are what is claimed of them.
+
+        A gradient that is no KL's keeps away from all of them, and the library says so.
+        """
+        named = self.claim.gradient
+        warned = self.claim.penalty.warning is not None
+        return (
+            self.error <= TOLERANCE
+            and not self.value_error > TOLERANCE
+            and (named != NONE or self.nearest >= APART)
+            and (named is None or warned == (named not in KLS))
+        )
+
+    @property
+    def estimator(self) -> str:
+        """What is estimated how, in words."""
+        chosen = self.claim.penalty
+        words = [chosen.value_estimator]
+        if chosen.grad_estimator is not None:
+            words.append(f"gradient {chosen.grad_estimator}")
+        if chosen.top_k is not None:
+            words.append(f"top {chosen.top_k}")
+        if chosen.direction == "forward":
+            words.append("forward")
+        if chosen.importance_weights is not None:
+            words.append(f"{chosen.importance_weights} weights")
+        if self.claim.older:
+            words.append("older samples")
+        return ", ".join(words)
+
+    @property
+    def place(self) -> str:
+        """Where it acts, and of what one estimate is."""
+        return f"{self.claim.penalty.placement or 'neither'}, {self.claim.penalty.per}"
+
+    @property
+    def lengths(self) -> str:
+        """How long responses are."""
+        return "1 to 4" if self.stops else "4"

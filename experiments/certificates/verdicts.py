@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 from worlds import enumerable
 from worlds.enumerable import Float64, World
 
-from certificates import gradients
-from certificates.gradients import Finding
+from certificates import penalty_claims
+from certificates.penalty_claims import Finding
 from rlhf_jax.runs import report
 
 NATS = 0.01  # KL(π ‖ π*) of a policy that has reached the optimum
@@ -86,7 +86,7 @@ def show_gradients(findings: Sequence[Finding]) -> list[Certificate]:
     """
     report.table(
         f"Expected gradient of each penalty (error at most "
-        f"{gradients.TOLERANCE:g} of its largest entry)",
+        f"{penalty_claims.TOLERANCE:g} of its largest entry)",
         (
             *("estimator", "in, per", "T", "tokens"),
             *("gradient of", "error", "to KLs", "bias", ""),

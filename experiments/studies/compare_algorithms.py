@@ -30,6 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import quickstart
+from pipeline.options import HELD_OUT_PROMPTS
 
 from rlhf_jax import frozen, grpo, kl_control, masked, ppo, rewards
 from rlhf_jax.algorithms.batch import Prompts, Rollout
@@ -38,7 +39,7 @@ from rlhf_jax.algorithms.policy_gradient.iteration import Reward
 from rlhf_jax.functional import best_of_n, checks
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.runs import command_line, folder, metrics, report, run
-from studies import comparison, kl_frontier, trainers
+from studies import comparison, preparation, trainers
 from studies.trainers import Given, Trainer
 
 Array = jax.Array
@@ -131,7 +132,7 @@ def prepare(
     options: Config,
 ) -> Given:
     """Stages 1 and 2 of the quickstart, with the careful judge."""
-    prepared = kl_frontier.prepare(
+    prepared = preparation.prepare(
         options.of_seed(seed), algorithm=algorithm, generate=generate
     )
     reward_model = frozen.freeze(prepared.reward_model)
@@ -238,8 +239,8 @@ def looker(algorithm: ppo.PPO, options: Config) -> Callable[..., Row]:
     def look(
         policy: Params, given: Given, *, num_answers: int, to_each: int = 1
     ) -> Row:
-        prompts = kl_frontier.prompts_of(
-            quickstart.HELD_OUT_PROMPTS,
+        prompts = preparation.prompts_of(
+            HELD_OUT_PROMPTS,
             batch_size=num_answers,
             seed=given.seed,
             samples_per_prompt=to_each,
@@ -259,8 +260,8 @@ def best_of(given: Given, *, draw: Callable[..., Any], options: Config) -> list[
     Each set is chosen from, and the other tells what its choice cost.
     """
     most = max(options.best_of)
-    prompts = kl_frontier.prompts_of(
-        quickstart.HELD_OUT_PROMPTS,
+    prompts = preparation.prompts_of(
+        HELD_OUT_PROMPTS,
         batch_size=2 * most,
         seed=given.seed,
         samples_per_prompt=2 * most,
@@ -299,7 +300,7 @@ def judged(answered: Rollout, *, num_prompts: int, options: Config) -> Row:
     # Answers to one prompt apart, so that a batch holds as many prompts as there are.
     rows = len(answered.tokens)
     order = np.arange(rows).reshape(num_prompts, -1).T.reshape(-1)
-    return kl_frontier.judged(
+    return preparation.judged(
         jax.tree.map(lambda leaf: leaf[order], answered), batch_size=options.batch_size
     )
 
@@ -308,7 +309,7 @@ def main(options: Config) -> None:
     started = time.perf_counter()
     algorithm = quickstart.algorithm_of(options)
     by_name = trainers_of(algorithm, options)
-    generate = jax.jit(functools.partial(kl_frontier.answers_of, algorithm=algorithm))
+    generate = jax.jit(functools.partial(preparation.answers_of, algorithm=algorithm))
     draw = jax.jit(
         functools.partial(
             trainers.sampled, algorithm=algorithm, group_size=2 * max(options.best_of)

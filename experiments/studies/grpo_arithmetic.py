@@ -28,24 +28,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-
-from rlhf_jax import (
-    config,
-    decode,
-    decoder,
-    frozen,
-    grpo,
-    kl_control,
-    masked,
-    rewards,
-    sft,
-    state,
-    verifiers,
+from worlds.arithmetic import (
+    LETTERS,
+    NEW_TOKENS,
+    PAD_ID,
+    PROMPT_TOKENS,
+    STOP_ID,
+    encode,
+    every_triple,
+    prompts_of,
+    verifier,
 )
-from rlhf_jax.algorithms.batch import Prompts, Rollout
-from rlhf_jax.algorithms.flow import rollout, score
+
+from rlhf_jax import config, decoder, frozen, grpo, kl_control, sft, state
 from rlhf_jax.data import batches
 from rlhf_jax.data.encoding import Example
 from rlhf_jax.functional import checks
@@ -53,15 +49,11 @@ from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference import storage
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.runs import command_line, folder, plots, report, run, run_config
+from studies.arithmetic_scores import accuracy, kl_of
 
 Array = jax.Array
 Params = Any
 Row = dict[str, Any]
-
-LETTERS = "·0123456789+<>."  # the first is padding, the last ends a response
-PAD_ID, STOP_ID = 0, len(LETTERS) - 1
-NEW_TOKENS = 3  # two digits and the stop
-PROMPT_TOKENS = len("<1+2+3>")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,33 +101,6 @@ class Config(run_config.RunConfig):
                 f"{self.held_out}; leave some to train on"
             )
         checks.groups(self.batch_size, group_size=self.group_size)
-
-
-# --- the task ---------------------------------------------------------------------
-
-
-def encode(text: str) -> list[int]:
-    return [LETTERS.index(letter) for letter in text]
-
-
-def decode_text(tokens: Sequence[int]) -> str:
-    return "".join(LETTERS[token] for token in tokens)
-
-
-def every_triple(seed: int) -> list[Row]:
-    """Rows {"prompt": "<3+4+5>", "answer": "12"} of all triples of digits, shuffled."""
-    digits = np.random.default_rng(seed).permutation(1000)
-    triples = [(number // 100, number // 10 % 10, number % 10) for number in digits]
-    return [
-        {"prompt": f"<{a}+{b}+{c}>", "answer": str(a + b + c)} for a, b, c in triples
-    ]
-
-
-def verifier(rows: Sequence[Row]) -> rewards.TextReward:
-    """1 where the last integer of the response is the sum, else 0."""
-    return rewards.TextReward(
-        verifiers.each(verifiers.LastInteger("answer")), decode_text, rows
-    )
 
 
 # --- the stages -------------------------------------------------------------------
@@ -239,87 +204,6 @@ def improve(
             stage.state["train"] = train
             stage.end_step(step, stats)
     return train.policy
-
-
-# --- what they come to ------------------------------------------------------------
-
-
-def accuracy(
-    params: Params,
-    rows: Sequence[Row],
-    *,
-    algorithm: grpo.GRPO,
-    greedy: bool,
-    key: Array,
-) -> float:
-    """Share of the rows that are answered right, by the likeliest word or a sample."""
-    answered = respond(
-        params,
-        prompts=prompts_of(rows, batch_size=len(rows), seed=0)[0],
-        key=key,
-        algorithm=algorithm,
-        greedy=greedy,
-    )
-    return float(np.mean(verifier(rows)(answered)))
-
-
-def kl_of(
-    params: Params,
-    reference: Frozen,
-    rows: Sequence[Row],
-    *,
-    algorithm: grpo.GRPO,
-    key: Array,
-) -> float:
-    """KL(π ‖ π_ref) of sampled answers, k1, nats per response."""
-    answered = respond(
-        params,
-        prompts=prompts_of(rows, batch_size=len(rows), seed=0)[0],
-        key=key,
-        algorithm=algorithm,
-        greedy=False,
-    )
-    ref_logprobs = jax.jit(
-        score.reference_logprobs,
-        static_argnames=("model", "max_new_tokens", "temperature"),
-    )(
-        reference,
-        rollout=answered,
-        model=algorithm.model,
-        max_new_tokens=algorithm.max_new_tokens,
-        temperature=algorithm.temperature,
-    )
-    difference = answered.old_logprobs - ref_logprobs
-    total = masked.masked_sum(difference, mask=answered.response_mask)
-    return float(total) / len(rows)
-
-
-@functools.partial(jax.jit, static_argnames=("algorithm", "greedy"))
-def respond(
-    params: Params, *, prompts: Prompts, key: Array, algorithm: grpo.GRPO, greedy: bool
-) -> Rollout:
-    return rollout.rollout(
-        params,
-        model=algorithm.model,
-        prompts=prompts,
-        key=key,
-        max_new_tokens=algorithm.max_new_tokens,
-        stop_ids=algorithm.stop_ids,
-        temperature=algorithm.temperature,
-        shaping=decode.Shaping(greedy=True) if greedy else None,
-    )
-
-
-def prompts_of(
-    rows: Sequence[Row], *, batch_size: int, seed: int, samples_per_prompt: int = 1
-) -> batches.Batches[Prompts]:
-    return batches.prompt_batches(
-        [encode(row["prompt"]) for row in rows],
-        batch_size=batch_size,
-        samples_per_prompt=samples_per_prompt,
-        seed=seed,
-        pad_id=PAD_ID,
-    )
 
 
 def main(options: Config) -> None:

@@ -21,33 +21,26 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import quickstart
-from worlds import reviews
+from pipeline.options import HELD_OUT_PROMPTS, TRAIN_PROMPTS
 
-from rlhf_jax import critic, decoder, frozen, kl_control, masked, ppo, rewards, state
+from rlhf_jax import frozen, masked, ppo, rewards
 from rlhf_jax.algorithms.batch import Prompts, Rollout
-from rlhf_jax.algorithms.flow import rollout, score
-from rlhf_jax.algorithms.state import TrainState
-from rlhf_jax.data import batches
-from rlhf_jax.data.batches import Batches
+from rlhf_jax.algorithms.flow import score
 from rlhf_jax.functional import checks
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.runs import command_line, folder, metrics, report, run, run_config
 from studies import overoptimisation
+from studies.preparation import answers_of, judged, keys_of, prepare, prompts_of
+from studies.sweep import Mapped, in_total, iterations, pick, stack, start
 
 Array = jax.Array
 Params = Any
-Mapped = Literal["map", "vmap"]
 Row = dict[str, Any]
-
-# Also a line of metrics.jsonl for each β, beside that of all runs together.
-OF_BETA = ("objective/scores", "objective/kl", "response/distinct_fraction")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,143 +137,7 @@ class Config(run_config.RunConfig):
         )
 
 
-# --- before PPO: a reference and a reward model of each seed ----------------------
-
-
-class Prepared(NamedTuple):
-    """What the runs of one seed share."""
-
-    reference: Params
-    reward_model: Params
-    accuracy: float  # of the reward model, against the judge's own order
-
-
-def prepare(
-    options: quickstart.Config,
-    *,
-    algorithm: ppo.PPO,
-    generate: Callable[..., Rollout],
-) -> Prepared:
-    """Stages 1 and 2 of the quickstart, in a run folder of their own."""
-    model = algorithm.model
-    init_key, pair_key, head_key = keys_of(options.seed)[:3]
-    num_steps = {"sft": options.sft_steps, "reward_model": options.reward_steps}
-    with run.Run(options, num_steps=num_steps) as job:
-        tuned = quickstart.fine_tune(
-            decoder.init(init_key, model=model), job=job, model=model, options=options
-        )
-        pairs, held_out = quickstart.label_pairs(
-            tuned,
-            generate,
-            judge=reviews.careful_gold,
-            key=pair_key,
-            options=options,
-        )
-        job.interrupt.check()  # no step of a stage may come to notice
-        scorer = quickstart.train_reward_model(
-            rewards.init(head_key, tuned, model=model),
-            pairs,
-            job=job,
-            model=model,
-            options=options,
-        )
-    scorer, accuracy = quickstart.measure_reward_model(scorer, held_out, model=model)
-    return Prepared(tuned, scorer, accuracy)
-
-
 # --- PPO: every run in one program ------------------------------------------------
-
-
-def start(
-    references: Sequence[Params], *, algorithm: ppo.PPO, kl_coefs: Sequence[float]
-) -> TrainState:
-    """TrainState[seeds, β, ...]: of each seed its reference, of each β its controller.
-
-    Raises:
-      InputError: a β is negative, NaN or infinite.
-    """
-    return stack(
-        [
-            stack(
-                [
-                    state.ppo_state(
-                        policy=params,
-                        critic=critic.from_policy(params, model=algorithm.critic_model),
-                        policy_optimizer=algorithm.policy_optimizer,
-                        critic_optimizer=algorithm.critic_optimizer,
-                        kl=kl_control.fixed(kl_coef),
-                    )
-                    for kl_coef in kl_coefs
-                ]
-            )
-            for params in references
-        ]
-    )
-
-
-def iterations(
-    train: TrainState,
-    *,
-    prompts: Prompts,
-    references: Frozen,
-    reward_models: Frozen,
-    keys: Array,
-    steps: Array,
-    algorithm: ppo.PPO,
-    mapped: Mapped,
-) -> tuple[TrainState, masked.Stats, Rollout]:
-    """K iterations of every run: a scan over steps, mapped over β and over seeds.
-
-        train                        [seeds, β, ...]     a run each
-        references, reward_models    [seeds, ...]        the runs of a seed share them:
-        prompts                      [seeds, K, B, P]    they differ in β alone, and
-        keys                         [seeds]             begin with the same tokens
-
-    Args:
-      train: donated by the caller's `jit`.
-      prompts, references, reward_models, keys: as above.
-      steps: i32[K], numbers of the iterations.
-      algorithm, mapped: static.
-
-    Returns:
-      The next states; stats {name: (sum, weight)} and rollouts [seeds, β, K, ...].
-    """
-    over = jax.lax.map if mapped == "map" else lambda f, xs: jax.vmap(f)(xs)
-
-    def of_seed(
-        given: tuple[TrainState, Prompts, Params, Params, Array],
-    ) -> tuple[TrainState, tuple[masked.Stats, Rollout]]:
-        trains, prompts, reference, reward_model, key = given
-        # Digests are of the seeds together; no forward pass reads them.
-        frozen_reference = dataclasses.replace(references, stored=reference)
-        frozen_scorer = dataclasses.replace(reward_models, stored=reward_model)
-        reward = rewards.from_model(frozen_scorer, model=algorithm.model)
-
-        def iteration(
-            train: TrainState, now: tuple[Array, Prompts]
-        ) -> tuple[TrainState, tuple[masked.Stats, Rollout]]:
-            step, prompts = now
-            train, stats, scored = ppo.iteration(
-                train,
-                prompts=prompts,
-                reference=frozen_reference,
-                reward=reward,
-                key=jax.random.fold_in(key, step),
-                recipe=algorithm,
-            )
-            return train, (stats, scored.rollout)
-
-        def of_run(
-            train: TrainState,
-        ) -> tuple[TrainState, tuple[masked.Stats, Rollout]]:
-            return jax.lax.scan(iteration, train, (steps, prompts))
-
-        return over(of_run, trains)
-
-    train, (stats, rollouts) = over(
-        of_seed, (train, prompts, references.stored, reward_models.stored, keys)
-    )
-    return train, stats, rollouts
 
 
 def sweep(
@@ -305,7 +162,7 @@ def sweep(
         donate_argnames=("train",),
     )
     prompts = [
-        prompts_of(quickstart.TRAIN_PROMPTS, batch_size=options.batch_size, seed=seed)
+        prompts_of(TRAIN_PROMPTS, batch_size=options.batch_size, seed=seed)
         for seed in options.seeds
     ]
     stage_state = {
@@ -342,25 +199,6 @@ def sweep(
                 else:  # the one step whose state there is, to be saved
                     stage.end_step(step, row, rows)
     return stage.state["train"].policy
-
-
-def in_total(k: int, stats: masked.Stats, *, kl_coefs: Sequence[float]) -> masked.Stats:
-    """The stats of a chunk's k-th step over all runs, and some for each β.
-
-    Args:
-      stats: of `iterations`, on the host.
-    """
-    row: masked.Stats = {}
-    for name, (total, weight) in stats.items():
-        if weight is None:
-            row[name] = (total[..., k].max(), None)
-            continue
-        row[name] = (total[..., k].sum(), weight[..., k].sum())
-        if name in OF_BETA:
-            for b, kl_coef in enumerate(kl_coefs):
-                pair = (total[:, b, k].sum(), weight[:, b, k].sum())
-                row[f"kl_coef_{kl_coef:g}/{name}"] = pair
-    return row
 
 
 # --- what each run has come to ----------------------------------------------------
@@ -429,7 +267,7 @@ def evaluate(
     before, after = [], []
     for s, seed in enumerate(options.seeds):
         prompts = prompts_of(
-            quickstart.HELD_OUT_PROMPTS, batch_size=options.num_evaluated, seed=seed
+            HELD_OUT_PROMPTS, batch_size=options.num_evaluated, seed=seed
         )[0]
         reference, scorer = pick((references.stored, reward_models.stored), s)
         of_seed = [(before, None, reference)] + [
@@ -451,77 +289,8 @@ def evaluate(
     return before, after
 
 
-def judged(answered: Rollout, *, batch_size: int) -> Row:
-    """What judge and grammar say of some responses, and one of them.
-
-    "distinct" is a mean over batches, as of more responses fewer are.
-    """
-    answers = quickstart.answers_in(answered)
-    split = [(prompt.split(), response.split()) for prompt, response in answers]
-    responses = [response for _, response in answers]
-    of_batches = [
-        responses[at : at + batch_size] for at in range(0, len(answers), batch_size)
-    ]
-    return {
-        "gold": float(np.mean([reviews.careful_gold(*pair) for pair in split])),
-        "fluency": float(np.mean([reviews.parses(*pair) for pair in split])),
-        "distinct": float(np.mean([len(set(said)) / len(said) for said in of_batches])),
-        "prompt": answers[0][0],
-        "response": responses[0],
-    }
-
-
 def _mean_of(pair: tuple[Any, Any], *place: int) -> float:
     return float(pair[0][place] / pair[1][place])
-
-
-# --- what all of it stands on -----------------------------------------------------
-
-
-def keys_of(seed: int) -> list[Array]:
-    """Of the model, the pairs, the score's head, PPO and the test: quickstart's own."""
-    return [jax.random.fold_in(jax.random.key(seed), number) for number in range(5)]
-
-
-def prompts_of(
-    prompts: Sequence[list[int]],
-    *,
-    batch_size: int,
-    seed: int,
-    samples_per_prompt: int = 1,
-) -> Batches[Prompts]:
-    return batches.prompt_batches(
-        prompts,
-        batch_size=batch_size,
-        samples_per_prompt=samples_per_prompt,
-        seed=seed,
-        pad_id=reviews.PAD_ID,
-        buckets=(quickstart.PROMPT_COLUMNS,),
-    )
-
-
-def answers_of(
-    policy: Params, *, algorithm: ppo.PPO, prompts: Prompts, key: Array
-) -> Rollout:
-    return rollout.rollout(
-        policy,
-        model=algorithm.model,
-        prompts=prompts,
-        key=key,
-        max_new_tokens=algorithm.max_new_tokens,
-        stop_ids=algorithm.stop_ids,
-        temperature=algorithm.temperature,
-    )
-
-
-def stack(trees: Sequence[Any]) -> Any:
-    """Trees of one structure as one, along a new first axis."""
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
-
-
-def pick(tree: Any, *place: int) -> Any:
-    """The tree at a place along the first axes."""
-    return jax.tree.map(lambda leaf: leaf[place], tree)
 
 
 def main(options: Config) -> None:

@@ -32,39 +32,25 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-from rlhf_jax import config, decoder, kl, kl_penalty, masked, policy
-from rlhf_jax.algorithms.batch import Prompts
-from rlhf_jax.algorithms.flow import rollout
+from rlhf_jax import config, decoder, kl, kl_penalty, masked
 from rlhf_jax.functional import checks
-from rlhf_jax.functional.kl.penalty import Penalty
-from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.runs import command_line, report
+from rlhf_jax.runs import command_line
 from rlhf_jax.runs.folder import open_run, write_summary
 from rlhf_jax.runs.run_config import RunConfig
+from studies.kl_drawings import ESTIMATORS, POLICY_WORDS, REFERENCE_WORDS, plots, tables
+from studies.model_pair import Pair, answer, prices
 
 Array = jax.Array
 Params = Any
 Row = dict[str, Any]
 
-REFERENCE_WORDS = (0.35, 0.30, 0.20, 0.10, 0.04, 0.01)
-POLICY_WORDS = {
-    "close": (0.33, 0.32, 0.18, 0.12, 0.04, 0.01),
-    "moved": (0.15, 0.15, 0.40, 0.20, 0.08, 0.02),
-    "elsewhere": (0.02, 0.02, 0.05, 0.01, 0.40, 0.50),
-}
-PER_TOKEN = {name: Penalty(name) for name in ("k1", "k2", "k3", "exact")}
-PER_RESPONSE = {f"{name} of Σ": Penalty(name, per="response") for name in ("k2", "k3")}
-ESTIMATORS = PER_TOKEN | PER_RESPONSE
 BEGIN = 0  # the word that every text begins with
 
 
@@ -122,14 +108,6 @@ class Config(RunConfig):
             )
 
 
-class Pair(NamedTuple):
-    """Policy and reference, of one shape."""
-
-    policy: Params
-    reference: Params
-    model: ModelConfig
-
-
 def draw_pair(options: Config) -> Pair:
     """A random decoder and a perturbed copy."""
     context = 1 + options.prefix_length + options.prompt_length
@@ -180,53 +158,6 @@ def six_words() -> dict[str, dict[str, Any]]:
 
 
 # --- 2: estimators ------------------------------------------------------------------
-
-
-@functools.partial(jax.jit, static_argnames=("model", "max_new_tokens"))
-def answer(
-    params: Params,
-    tokens: Array,
-    *,
-    model: ModelConfig,
-    key: Array,
-    max_new_tokens: int,
-) -> Array:
-    """i32[B, P + R]: every row of i32[B, P] with a response of R tokens."""
-    rows = tokens.shape[0]
-    prompts = Prompts(
-        tokens=tokens,
-        mask=jnp.ones(tokens.shape, bool),
-        index=jnp.arange(rows, dtype=jnp.int32),
-        sample=jnp.zeros(rows, jnp.int32),
-    )
-    return rollout.rollout(
-        params,
-        model=model,
-        prompts=prompts,
-        key=key,
-        max_new_tokens=max_new_tokens,
-        stop_ids=(),
-        temperature=1.0,
-    ).tokens
-
-
-def prices(pair: Pair, tokens: Array) -> dict[str, Array]:
-    """f32[B, S] each, nats: log π, log π_ref and exact KL, 0 in the first column."""
-    mask = jnp.ones(tokens.shape, bool)
-    states, logprobs = [], []
-    for params in (pair.policy, pair.reference):
-        hidden = decoder.hidden_states(
-            params, model=pair.model, tokens=tokens, mask=mask
-        )
-        found, _ = policy.logprobs_from_hidden(
-            params, hidden, model=pair.model, tokens=tokens, mask=mask
-        )
-        states.append(hidden)
-        logprobs.append(found)
-    exact = policy.exact_kl(
-        pair.policy, states[0], pair.reference, states[1], model=pair.model, mask=mask
-    )
-    return {"logprobs": logprobs[0], "ref_logprobs": logprobs[1], "exact": exact}
 
 
 def estimators(pair: Pair, options: Config, *, key: Array) -> list[Row]:
@@ -338,144 +269,6 @@ def _with_prefix(prefix: Array, texts: Array) -> Array:
     shape = (texts.shape[0], prefix.size)
     between = jnp.broadcast_to(jnp.asarray(prefix, jnp.int32)[None, :], shape)
     return jnp.concatenate([texts[:, :1], between, texts[:, 1:]], axis=1)
-
-
-# --- what a person reads ------------------------------------------------------------
-
-
-def tables(summary: Mapping[str, Any]) -> None:
-    """Prints the three."""
-    words = summary["six_words"]
-    report.table(
-        "1. KL over six words, nats: π log(π/π_ref) of each, and their sum",
-        ("policy", *(f"{word:g}" for word in REFERENCE_WORDS), "KL"),
-        [
-            (name, *(f"{part:.4f}" for part in (*row["contributions"], row["kl"])))
-            for name, row in words.items()
-        ],
-    )
-    report.table(
-        "2. KL of a response, nats: mean ± standard deviation over responses",
-        ("tokens", *ESTIMATORS),
-        [
-            (
-                row["length"],
-                *(
-                    f"{row[f'{name} mean']:.3f} ± {row[f'{name} std']:.3f}"
-                    for name in ESTIMATORS
-                ),
-            )
-            for row in summary["estimators"]
-        ],
-    )
-    report.table(
-        "3. Exact KL of a response behind a prefix, nats: mean ± its standard error",
-        ("prefix", "words", "log π_ref", "same responses", "own responses"),
-        [
-            (
-                row["prefix"],
-                row["words"] or "—",
-                row["ref_logprob"],
-                f"{row['kl_same']:.3f} ± {row['kl_same_error']:.3f}",
-                f"{row['kl_own']:.3f} ± {row['kl_own_error']:.3f}",
-            )
-            for row in summary["prefixes"]
-        ],
-    )
-
-
-def plots(folder: Path, summary: Mapping[str, Any]) -> None:
-    """Draws folder/plots/six_words.png, estimators.png and prefixes.png."""
-    (folder / "plots").mkdir(exist_ok=True)
-    for name, draw in (
-        ("six_words", _draw_words),
-        ("estimators", _draw_estimators),
-        ("prefixes", _draw_prefixes),
-    ):
-        drawn = draw(summary[name])
-        drawn.savefig(folder / "plots" / f"{name}.png", dpi=150)
-
-
-def _draw_words(found: Mapping[str, Any]) -> Figure:
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    axes = figure.subplots(2, len(found), sharex=True, sharey="row")
-    places = np.arange(len(REFERENCE_WORDS))
-    for (name, row), (above, below) in zip(found.items(), axes.T, strict=True):
-        above.bar(places - 0.2, REFERENCE_WORDS, 0.4, color="0.7", label="reference")
-        above.bar(places + 0.2, row["policy"], 0.4, color="tab:blue", label="policy")
-        above.set_title(f"{name}: KL {row['kl']:.4f} nats")
-        parts = np.array(row["contributions"])
-        colours = np.where(parts > 0, "tab:red", "tab:green")
-        below.bar(places, parts, 0.6, color=colours)
-        below.axhline(0, color="black", linewidth=0.8)
-        below.set_xticks(places, [f"word {place + 1}" for place in places], rotation=60)
-        _plain(above)
-        _plain(below)
-    axes[0, 0].set_ylabel("probability")
-    axes[1, 0].set_ylabel("π log(π/π_ref) [nats]")
-    axes[0, 0].legend(frameon=False)
-    return figure
-
-
-def _draw_estimators(rows: Sequence[Row]) -> Figure:
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    spread, relative = figure.subplots(1, 2, sharex=True)
-    lengths = [row["length"] for row in rows]
-    for name in ESTIMATORS:
-        style = "--" if name in PER_RESPONSE else "-"
-        stds = np.array([row[f"{name} std"] for row in rows])
-        means = np.array([row[f"{name} mean"] for row in rows])
-        exact = np.array([row["exact mean"] for row in rows])
-        # Of one token nothing but the prompt varies, and that is one word.
-        seen = stds > 1e-6
-        (line,) = spread.plot(
-            np.array(lengths)[seen], stds[seen], f"o{style}", markersize=3, label=name
-        )
-        relative.plot(
-            lengths, means / exact, f"o{style}", markersize=3, color=line.get_color()
-        )
-    spread.set_xscale("log", base=2)
-    spread.set_yscale("log")
-    spread.set_ylabel("standard deviation [nats]")
-    relative.set_ylabel("mean, over the mean of exact")
-    for axis in (spread, relative):
-        axis.set_xlabel("tokens of a response")
-        axis.set_xticks(lengths, [str(length) for length in lengths])
-        axis.minorticks_off()
-        _plain(axis)
-    spread.legend(frameon=False, fontsize="small")
-    return figure
-
-
-def _draw_prefixes(rows: Sequence[Row]) -> Figure:
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    axis = figure.subplots()
-    places = np.arange(len(rows))
-    for shift, which, label in ((-0.2, "same", "same"), (0.2, "own", "own")):
-        axis.bar(
-            places + shift,
-            [row[f"kl_{which}"] for row in rows],
-            0.4,
-            yerr=[row[f"kl_{which}_error"] for row in rows],
-            label=f"{label} responses",
-        )
-    names = [
-        f"{row['prefix']}\nlog π_ref {row['ref_logprob']:.0f}"
-        if row["words"]
-        else "none"
-        for row in rows
-    ]
-    axis.set_xticks(places, names)
-    axis.set_ylabel("exact KL of a response [nats]")
-    axis.legend(frameon=False)
-    _plain(axis)
-    return figure
-
-
-def _plain(axis: Axes) -> None:
-    axis.grid(alpha=0.25)
-    axis.set_axisbelow(True)
-    axis.spines[["top", "right"]].set_visible(False)
 
 
 def main(options: Config) -> None:

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import quickstart
+from pipeline import optimizers, preferences
+from pipeline.options import TRAIN_PROMPTS
 from worlds import reviews
 
 from rlhf_jax import critic, dpo, grpo, kl_control, masked, ppo, rewards, state
@@ -30,7 +32,7 @@ from rlhf_jax.data.batches import Batches
 from rlhf_jax.data.encoding import Pair
 from rlhf_jax.roles.reference import storage
 from rlhf_jax.roles.reference.frozen import Frozen
-from studies import kl_frontier
+from studies import preparation
 
 Array = jax.Array
 Params = Any
@@ -51,11 +53,11 @@ class Given(NamedTuple):
 
     @property
     def train_key(self) -> Array:
-        return kl_frontier.keys_of(self.seed)[3]
+        return preparation.keys_of(self.seed)[3]
 
     @property
     def test_key(self) -> Array:
-        return kl_frontier.keys_of(self.seed)[4]
+        return preparation.keys_of(self.seed)[4]
 
 
 class Trainer(NamedTuple):
@@ -162,7 +164,7 @@ def by_dpo(
     updates = options.num_steps * options.num_epochs * options.num_minibatches
     pairwise = dpo.DPO(
         model=algorithm.model,
-        optimizer=quickstart.adam(learning_rate, updates),
+        optimizer=optimizers.adam(learning_rate, updates),
         beta=options.kl_coef,
         temperature=algorithm.temperature,
     )
@@ -212,14 +214,14 @@ def pairs_of(
             prompts=prompts[step],
             key=given.train_key,
         )
-        answers, scores = quickstart.answers_in(answered), np.asarray(scores)
+        answers, scores = preferences.answers_in(answered), np.asarray(scores)
         labels = reviews.noisy_preferences(rng, scores[::2], scores[1::2], noise=1.0)
         for k, first_is_chosen in enumerate(labels):
             (prompt, better), (_, worse) = answers[2 * k : 2 * k + 2]
             if not first_is_chosen:
                 better, worse = worse, better
             if better != worse:
-                prompt, better, worse = map(quickstart.ids_of, (prompt, better, worse))
+                prompt, better, worse = map(preferences.ids_of, (prompt, better, worse))
                 pairs.append(Pair(prompt, better, worse))
     return pairs
 
@@ -257,8 +259,8 @@ def sampled(
 def _prompts(
     given: Given, *, samples_per_prompt: int, options: quickstart.Config
 ) -> Batches[Prompts]:
-    return kl_frontier.prompts_of(
-        quickstart.TRAIN_PROMPTS,
+    return preparation.prompts_of(
+        TRAIN_PROMPTS,
         batch_size=options.batch_size,
         seed=given.seed,
         samples_per_prompt=samples_per_prompt,

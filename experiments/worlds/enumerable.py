@@ -24,7 +24,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,7 @@ from rlhf_jax.algorithms.flow import score
 from rlhf_jax.functional import checks
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference.frozen import Frozen
+from worlds.optima import Frontier, Optimum, divergence, expected_reward, optimum
 
 Array = jax.Array
 Float64 = npt.NDArray[np.float64]
@@ -172,20 +173,6 @@ def _look_up(table: Array, rollout: batch.Rollout) -> Array:
     return table[index_of(rollout.tokens)]
 
 
-class Optimum(NamedTuple):
-    """The best there is at one β."""
-
-    log_policy: Float64  # [256], log π*(y), nats
-    value: float  # J(π*) = β log E_ref[exp(r/β)], reward units
-
-
-class Frontier(NamedTuple):
-    """What reward can be had at what KL; no policy lies above it."""
-
-    kl: Float64  # [N], KL(π* ‖ π_ref), nats, rising as β falls
-    reward: Float64  # [N], E_π*[r], reward units, rising and concave in kl
-
-
 @dataclasses.dataclass(frozen=True)
 class World:
     """A reference and rewards; everything about their optimum follows."""
@@ -296,24 +283,3 @@ def priced_kl(
 _log_probabilities = jax.jit(
     log_probabilities, static_argnames=("model", "temperature")
 )
-
-
-def divergence(log_p: Float64, log_q: Float64) -> float:
-    """KL(p ‖ q) = Σ p·(log p - log q), nats."""
-    return float(np.sum(np.exp(log_p) * (log_p - log_q)))
-
-
-def expected_reward(log_policy: Float64, rewards: Float64) -> float:
-    """E_π[r], reward units."""
-    return float(np.exp(log_policy) @ rewards)
-
-
-def optimum(log_ref: Float64, rewards: Float64, *, beta: float) -> Optimum:
-    """π* ∝ π_ref·exp(r/β) and J(π*).
-
-    Source: Ziegler et al. 2019, arXiv:1909.08593, section 2; Korbak et al. 2022,
-    arXiv:2205.11275, eq. 3.
-    """
-    tilted = log_ref + rewards / beta
-    log_partition = np.logaddexp.reduce(tilted)
-    return Optimum(tilted - log_partition, float(beta * log_partition))

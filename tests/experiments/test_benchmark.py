@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks import environments, floor, iteration, tables
+from benchmarks import environments, floor, iteration, participants, tables
 from benchmarks.floor import Rates, Step
 from benchmarks.peers import line_protocol
 from benchmarks.peers.line_protocol import Workload
@@ -124,7 +124,7 @@ def fake(tmp_path):
 
 
 def participant(command, *, limit=60.0):
-    return environments.Participant("fake", command, workload=TOY, limit=limit)
+    return participants.Participant("fake", command, workload=TOY, limit=limit)
 
 
 def one_iteration(peer):
@@ -311,7 +311,7 @@ def test_ours_does_an_iteration_at_toy_size(hidden_size):
         max_positions=12,
     )
     command = [sys.executable, str(environments.FOLDER / "rlhf_jax_ppo.py")]
-    with environments.Participant(
+    with participants.Participant(
         "rlhf_jax", command, workload=workload, limit=300.0
     ) as peer:
         start, times, end = peer.ready(), peer.go(), peer.end()

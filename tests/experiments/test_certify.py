@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from certificates import certify, gradients
+from certificates import annealing, cases, certify, gradients
 from certificates.penalty_claims import NONE, OTHERS, TABLE, ZERO, Claim
 from worlds import enumerable
 
@@ -30,12 +30,12 @@ def world():
 
 @pytest.fixture(scope="module")
 def case():
-    return gradients.draw(0, hidden_size=8)
+    return cases.draw(0, hidden_size=8)
 
 
 @pytest.fixture(scope="module")
 def stopping():
-    return gradients.draw(0, hidden_size=8, stop_ids=enumerable.STOPS)
+    return cases.draw(0, hidden_size=8, stop_ids=enumerable.STOPS)
 
 
 @pytest.fixture
@@ -251,7 +251,7 @@ def test_a_wrong_claim_fails(case):
 @pytest.mark.slow
 def test_a_policy_that_does_not_learn_fails_by_name(tmp_path, monkeypatch, capsys):
     out = tmp_path / "run"
-    monkeypatch.setattr(certify, "advance", lambda train, **_: (train, {}))
+    monkeypatch.setattr(annealing, "advance", lambda train, **_: (train, {}))
     with pytest.raises(SystemExit) as stopped:
         play(
             out,
@@ -302,7 +302,7 @@ def test_what_cannot_be_annealed_is_refused(tmp_path, options, told):
 
 
 def test_beta_slides_down_and_stays():
-    controller = certify.annealing((1.0, 0.1), iterations=100)
+    controller = annealing.annealing((1.0, 0.1), iterations=100)
     betas = [float(controller.kl_coef)]
     update = jax.jit(lambda controller: controller.update(kl=None, num_episodes=1))
     for _ in range(199):

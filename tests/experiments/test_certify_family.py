@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from certificates import certify_family, gradients, groups
+from certificates import cases, certify_family, group_claims, groups
 from worlds import enumerable
 
 from rlhf_jax.functional.checks import InputError
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 @pytest.fixture(scope="module", params=[(), enumerable.STOPS], ids=["4", "1 to 4"])
 def case(request):
     """Of responses of one length, and of those of a stop token."""
-    return gradients.draw(0, hidden_size=8, stop_ids=request.param)
+    return cases.draw(0, hidden_size=8, stop_ids=request.param)
 
 
 def certified(case, *claims):
@@ -23,7 +23,7 @@ def certified(case, *claims):
     return list(groups.certify(case, rewards, claims=claims))
 
 
-CLAIMS = {claim.name: claim for claim in groups.CLAIMS}
+CLAIMS = {claim.name: claim for claim in group_claims.CLAIMS}
 RLOO = CLAIMS["RLOO, KL in the reward"]
 
 
@@ -35,7 +35,7 @@ def test_estimators_have_the_gradients_they_are_said_to_have(case):
         RLOO,
         CLAIMS["PPO, KL in the reward"],
         CLAIMS["GRPO, k2 of responses in the loss"],
-        groups.CLAIMS[-1],
+        group_claims.CLAIMS[-1],
     )
     for finding in found:
         assert finding.holds, finding
@@ -49,7 +49,7 @@ def test_estimators_have_the_gradients_they_are_said_to_have(case):
 
 @pytest.mark.long
 def test_means_are_biased_where_lengths_differ_alone(case):
-    claims = groups.means(stops=bool(case.stop_ids))
+    claims = group_claims.means(stops=bool(case.stop_ids))
     by_token, by_response = found = certified(case, *claims[4:6])
     assert [each.claim.name[:4] for each in found] == ["RLOO", "RLOO"]
     assert by_token.holds

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import quickstart
 import toys
-from studies import compare_algorithms, comparison, kl_frontier, trainers
+from pipeline.options import TRAIN_PROMPTS
+from studies import compare_algorithms, comparison, preparation, trainers
 from worlds import reviews
 
 from rlhf_jax import grpo, rewards
@@ -224,7 +225,7 @@ def test_a_response_that_never_ends_scores_as_in_training(given):
     """One reward for all: shaped when DPO labels and best-of-n chooses, too."""
     options = options_in("unused", missing_stop_score=-7.0)
     algorithm = quickstart.algorithm_of(options)
-    prompts = kl_frontier.prompts_of(quickstart.TRAIN_PROMPTS, batch_size=32, seed=0)[0]
+    prompts = preparation.prompts_of(TRAIN_PROMPTS, batch_size=32, seed=0)[0]
     answered, scores = jax.jit(
         functools.partial(trainers.sampled, algorithm=algorithm, group_size=1)
     )(

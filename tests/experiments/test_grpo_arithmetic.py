@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from studies import grpo_arithmetic
+from worlds import arithmetic
 
 from rlhf_jax import batch
 from rlhf_jax.functional.checks import InputError
@@ -16,15 +17,15 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def test_every_triple_stands_once_with_its_sum():
-    rows = grpo_arithmetic.every_triple(3)
+    rows = arithmetic.every_triple(3)
     assert len({row["prompt"] for row in rows}) == 1000
     for row in rows:
         digits = [int(digit) for digit in row["prompt"] if digit.isdigit()]
-        assert len(row["prompt"]) == grpo_arithmetic.PROMPT_TOKENS
+        assert len(row["prompt"]) == arithmetic.PROMPT_TOKENS
         assert sum(digits) == int(row["answer"])
-    assert rows != grpo_arithmetic.every_triple(4)
+    assert rows != arithmetic.every_triple(4)
     text = "<3+4+5>12."
-    assert grpo_arithmetic.decode_text(grpo_arithmetic.encode(text)) == text
+    assert arithmetic.decode_text(arithmetic.encode(text)) == text
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,7 @@ def test_every_triple_stands_once_with_its_sum():
 )
 def test_the_verifier_reads_the_last_integer(response, right):
     row = {"prompt": "<3+4+5>", "answer": "12"}
-    tokens = grpo_arithmetic.encode(row["prompt"] + response)
+    tokens = arithmetic.encode(row["prompt"] + response)
     mask = np.arange(len(tokens)) >= len(row["prompt"])
     answered = batch.Rollout(
         tokens=jnp.asarray([tokens], jnp.int32),
@@ -44,7 +45,7 @@ def test_the_verifier_reads_the_last_integer(response, right):
         index=jnp.zeros(1, jnp.int32),
         sample=jnp.zeros(1, jnp.int32),
     )
-    assert grpo_arithmetic.verifier([row])(answered).tolist() == [right]
+    assert arithmetic.verifier([row])(answered).tolist() == [right]
 
 
 def play(out, *argv):

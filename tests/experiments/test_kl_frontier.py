@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import quickstart
 import toys
-from studies import kl_frontier, overoptimisation
-from worlds import reviews
+from pipeline import preferences
+from pipeline.options import TRAIN_PROMPTS
+from studies import kl_frontier, overoptimisation, preparation, sweep
+from worlds import review_grammar, reviews
 
 from rlhf_jax import decoder, frozen, ppo, rewards
 from rlhf_jax.algorithms.batch import Rollout
@@ -91,7 +93,7 @@ def two_answers(params, *, prompts, key):
 
 def labels_by(judge, folder):
     options = options_in(folder, label_noise=0.01).of_seed(0)
-    return quickstart.label_pairs(
+    return preferences.label_pairs(
         None, two_answers, judge=judge, key=None, options=options
     )
 
@@ -118,14 +120,14 @@ def test_a_judge_who_tells_nothing_apart_is_told(tmp_path):
 
 
 def test_what_is_said_of_responses_by_hand():
-    prompts = kl_frontier.prompts_of(quickstart.TRAIN_PROMPTS, batch_size=6, seed=0)[0]
-    found = kl_frontier.judged(
+    prompts = preparation.prompts_of(TRAIN_PROMPTS, batch_size=6, seed=0)[0]
+    found = preparation.judged(
         two_answers(None, prompts=prompts, key=None), batch_size=4
     )
     assert found["distinct"] == pytest.approx((2 / 4 + 2 / 2) / 2)
     # "it" is an answer to what is about one thing alone.
     one = [
-        not {*reviews.NOUNS.split()}.isdisjoint(reviews.decode(row))
+        not {*review_grammar.NOUNS.split()}.isdisjoint(reviews.decode(row))
         for row in prompts.tokens
     ]
     assert 0 < sum(one) < 6
@@ -248,14 +250,13 @@ def runs(tmp_path_factory):
     ]
     keys = [jax.random.key(20 + seed) for seed in SEEDS]
     data = [
-        kl_frontier.prompts_of(quickstart.TRAIN_PROMPTS, batch_size=8, seed=seed)
-        for seed in SEEDS
+        preparation.prompts_of(TRAIN_PROMPTS, batch_size=8, seed=seed) for seed in SEEDS
     ]
     iteration = jax.jit(functools.partial(ppo.iteration, recipe=algorithm))
     alone = {}
     for seed, b in np.ndindex(len(SEEDS), len(BETAS)):
-        train = kl_frontier.pick(
-            kl_frontier.start(
+        train = sweep.pick(
+            sweep.start(
                 policies[seed : seed + 1],
                 algorithm=algorithm,
                 kl_coefs=BETAS[b : b + 1],
@@ -273,15 +274,15 @@ def runs(tmp_path_factory):
             alone[seed, b, step] = jax.device_get((stats, scored.rollout))
         alone[seed, b] = train
     given = {
-        "prompts": kl_frontier.stack(
-            [kl_frontier.stack([of[step] for step in range(5)]) for of in data]
+        "prompts": sweep.stack(
+            [sweep.stack([of[step] for step in range(5)]) for of in data]
         ),
-        "references": frozen.freeze(kl_frontier.stack(policies)),
-        "reward_models": frozen.freeze(kl_frontier.stack(scorers)),
+        "references": frozen.freeze(sweep.stack(policies)),
+        "reward_models": frozen.freeze(sweep.stack(scorers)),
         "keys": jnp.stack(keys),
         "steps": jnp.arange(5, dtype=jnp.int32),
     }
-    start = kl_frontier.start(policies, algorithm=algorithm, kl_coefs=BETAS)
+    start = sweep.start(policies, algorithm=algorithm, kl_coefs=BETAS)
     return algorithm, start, given, alone
 
 
@@ -291,7 +292,7 @@ def test_the_mapped_runs_are_single_runs(runs, mapped):
     """The same tokens, and metrics within 1e-4, of each seed and β for 5 iterations."""
     algorithm, start, given, alone = runs
     program = jax.jit(
-        functools.partial(kl_frontier.iterations, algorithm=algorithm, mapped=mapped)
+        functools.partial(sweep.iterations, algorithm=algorithm, mapped=mapped)
     )
     train, stats, rollouts = jax.device_get(program(start, **given))
     for seed, b, step in np.ndindex(len(SEEDS), len(BETAS), 5):
@@ -311,7 +312,7 @@ def test_the_mapped_runs_are_single_runs(runs, mapped):
                 ours, expected, rtol=1e-4, atol=1e-4, err_msg=name
             )
     for seed, b in np.ndindex(len(SEEDS), len(BETAS)):
-        ended = kl_frontier.pick(train, seed, b)
+        ended = sweep.pick(train, seed, b)
         assert float(ended.kl.kl_coef) == BETAS[b]
         for ours, expected in zip(
             jax.tree.leaves(ended.policy),

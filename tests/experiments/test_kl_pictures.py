@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
-from studies import kl_pictures
+from studies import kl_pictures, model_pair
 
 from rlhf_jax import policy
 from rlhf_jax.runs import command_line
@@ -96,10 +96,10 @@ def test_a_prefix_is_the_best_of_all_and_measured_as_it_is_said(run, summary):
     prompt_key, response_key = jax.random.split(key)
     options_of = {"model": pair.model}
     begin = jnp.full((options.num_prompts, 1), kl_pictures.BEGIN, jnp.int32)
-    prompts = kl_pictures.answer(
+    prompts = model_pair.answer(
         pair.reference, begin, key=prompt_key, max_new_tokens=2, **options_of
     )
-    texts = kl_pictures.answer(
+    texts = model_pair.answer(
         pair.policy, prompts, key=response_key, max_new_tokens=3, **options_of
     )
     measured = {}

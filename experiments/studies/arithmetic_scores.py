@@ -1,0 +1,86 @@
+"""How often a policy adds correctly, and how far it is from the reference."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from worlds.arithmetic import prompts_of, verifier
+
+from rlhf_jax import decode, grpo, masked
+from rlhf_jax.algorithms.batch import Prompts, Rollout
+from rlhf_jax.algorithms.flow import rollout, score
+from rlhf_jax.roles.reference.frozen import Frozen
+
+Array = jax.Array
+Params = Any
+Row = dict[str, Any]
+
+
+def accuracy(
+    params: Params,
+    rows: Sequence[Row],
+    *,
+    algorithm: grpo.GRPO,
+    greedy: bool,
+    key: Array,
+) -> float:
+    """Share of the rows that are answered right, by the likeliest word or a sample."""
+    answered = respond(
+        params,
+        prompts=prompts_of(rows, batch_size=len(rows), seed=0)[0],
+        key=key,
+        algorithm=algorithm,
+        greedy=greedy,
+    )
+    return float(np.mean(verifier(rows)(answered)))
+
+
+def kl_of(
+    params: Params,
+    reference: Frozen,
+    rows: Sequence[Row],
+    *,
+    algorithm: grpo.GRPO,
+    key: Array,
+) -> float:
+    """KL(π ‖ π_ref) of sampled answers, k1, nats per response."""
+    answered = respond(
+        params,
+        prompts=prompts_of(rows, batch_size=len(rows), seed=0)[0],
+        key=key,
+        algorithm=algorithm,
+        greedy=False,
+    )
+    ref_logprobs = jax.jit(
+        score.reference_logprobs,
+        static_argnames=("model", "max_new_tokens", "temperature"),
+    )(
+        reference,
+        rollout=answered,
+        model=algorithm.model,
+        max_new_tokens=algorithm.max_new_tokens,
+        temperature=algorithm.temperature,
+    )
+    difference = answered.old_logprobs - ref_logprobs
+    total = masked.masked_sum(difference, mask=answered.response_mask)
+    return float(total) / len(rows)
+
+
+@functools.partial(jax.jit, static_argnames=("algorithm", "greedy"))
+def respond(
+    params: Params, *, prompts: Prompts, key: Array, algorithm: grpo.GRPO, greedy: bool
+) -> Rollout:
+    return rollout.rollout(
+        params,
+        model=algorithm.model,
+        prompts=prompts,
+        key=key,
+        max_new_tokens=algorithm.max_new_tokens,
+        stop_ids=algorithm.stop_ids,
+        temperature=algorithm.temperature,
+        shaping=decode.Shaping(greedy=True) if greedy else None,
+    )

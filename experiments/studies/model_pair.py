@@ -1,0 +1,72 @@
+"""A policy and a reference of one shape: their responses and log-probs."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax import decoder, policy
+from rlhf_jax.algorithms.batch import Prompts
+from rlhf_jax.algorithms.flow import rollout
+from rlhf_jax.models.config import ModelConfig
+
+Array = jax.Array
+Params = Any
+
+
+class Pair(NamedTuple):
+    """Policy and reference, of one shape."""
+
+    policy: Params
+    reference: Params
+    model: ModelConfig
+
+
+@functools.partial(jax.jit, static_argnames=("model", "max_new_tokens"))
+def answer(
+    params: Params,
+    tokens: Array,
+    *,
+    model: ModelConfig,
+    key: Array,
+    max_new_tokens: int,
+) -> Array:
+    """i32[B, P + R]: every row of i32[B, P] with a response of R tokens."""
+    rows = tokens.shape[0]
+    prompts = Prompts(
+        tokens=tokens,
+        mask=jnp.ones(tokens.shape, bool),
+        index=jnp.arange(rows, dtype=jnp.int32),
+        sample=jnp.zeros(rows, jnp.int32),
+    )
+    return rollout.rollout(
+        params,
+        model=model,
+        prompts=prompts,
+        key=key,
+        max_new_tokens=max_new_tokens,
+        stop_ids=(),
+        temperature=1.0,
+    ).tokens
+
+
+def prices(pair: Pair, tokens: Array) -> dict[str, Array]:
+    """f32[B, S] each, nats: log π, log π_ref and exact KL, 0 in the first column."""
+    mask = jnp.ones(tokens.shape, bool)
+    states, logprobs = [], []
+    for params in (pair.policy, pair.reference):
+        hidden = decoder.hidden_states(
+            params, model=pair.model, tokens=tokens, mask=mask
+        )
+        found, _ = policy.logprobs_from_hidden(
+            params, hidden, model=pair.model, tokens=tokens, mask=mask
+        )
+        states.append(hidden)
+        logprobs.append(found)
+    exact = policy.exact_kl(
+        pair.policy, states[0], pair.reference, states[1], model=pair.model, mask=mask
+    )
+    return {"logprobs": logprobs[0], "ref_logprobs": logprobs[1], "exact": exact}

@@ -1,0 +1,142 @@
+"""PPO iterations of many runs in one program: scanned over steps, mapped over runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax import critic, kl_control, masked, ppo, rewards, state
+from rlhf_jax.algorithms.batch import Prompts, Rollout
+from rlhf_jax.algorithms.state import TrainState
+from rlhf_jax.roles.reference.frozen import Frozen
+
+Array = jax.Array
+Params = Any
+Mapped = Literal["map", "vmap"]
+# Also a line of metrics.jsonl for each β, beside that of all runs together.
+OF_BETA = ("objective/scores", "objective/kl", "response/distinct_fraction")
+
+
+def start(
+    references: Sequence[Params], *, algorithm: ppo.PPO, kl_coefs: Sequence[float]
+) -> TrainState:
+    """TrainState[seeds, β, ...]: of each seed its reference, of each β its controller.
+
+    Raises:
+      InputError: a β is negative, NaN or infinite.
+    """
+    return stack(
+        [
+            stack(
+                [
+                    state.ppo_state(
+                        policy=params,
+                        critic=critic.from_policy(params, model=algorithm.critic_model),
+                        policy_optimizer=algorithm.policy_optimizer,
+                        critic_optimizer=algorithm.critic_optimizer,
+                        kl=kl_control.fixed(kl_coef),
+                    )
+                    for kl_coef in kl_coefs
+                ]
+            )
+            for params in references
+        ]
+    )
+
+
+def iterations(
+    train: TrainState,
+    *,
+    prompts: Prompts,
+    references: Frozen,
+    reward_models: Frozen,
+    keys: Array,
+    steps: Array,
+    algorithm: ppo.PPO,
+    mapped: Mapped,
+) -> tuple[TrainState, masked.Stats, Rollout]:
+    """K iterations of every run: a scan over steps, mapped over β and over seeds.
+
+        train                        [seeds, β, ...]     a run each
+        references, reward_models    [seeds, ...]        the runs of a seed share them:
+        prompts                      [seeds, K, B, P]    they differ in β alone, and
+        keys                         [seeds]             begin with the same tokens
+
+    Args:
+      train: donated by the caller's `jit`.
+      prompts, references, reward_models, keys: as above.
+      steps: i32[K], numbers of the iterations.
+      algorithm, mapped: static.
+
+    Returns:
+      The next states; stats {name: (sum, weight)} and rollouts [seeds, β, K, ...].
+    """
+    over = jax.lax.map if mapped == "map" else lambda f, xs: jax.vmap(f)(xs)
+
+    def of_seed(
+        given: tuple[TrainState, Prompts, Params, Params, Array],
+    ) -> tuple[TrainState, tuple[masked.Stats, Rollout]]:
+        trains, prompts, reference, reward_model, key = given
+        # Digests are of the seeds together; no forward pass reads them.
+        frozen_reference = dataclasses.replace(references, stored=reference)
+        frozen_scorer = dataclasses.replace(reward_models, stored=reward_model)
+        reward = rewards.from_model(frozen_scorer, model=algorithm.model)
+
+        def iteration(
+            train: TrainState, now: tuple[Array, Prompts]
+        ) -> tuple[TrainState, tuple[masked.Stats, Rollout]]:
+            step, prompts = now
+            train, stats, scored = ppo.iteration(
+                train,
+                prompts=prompts,
+                reference=frozen_reference,
+                reward=reward,
+                key=jax.random.fold_in(key, step),
+                recipe=algorithm,
+            )
+            return train, (stats, scored.rollout)
+
+        def of_run(
+            train: TrainState,
+        ) -> tuple[TrainState, tuple[masked.Stats, Rollout]]:
+            return jax.lax.scan(iteration, train, (steps, prompts))
+
+        return over(of_run, trains)
+
+    train, (stats, rollouts) = over(
+        of_seed, (train, prompts, references.stored, reward_models.stored, keys)
+    )
+    return train, stats, rollouts
+
+
+def in_total(k: int, stats: masked.Stats, *, kl_coefs: Sequence[float]) -> masked.Stats:
+    """The stats of a chunk's k-th step over all runs, and some for each β.
+
+    Args:
+      stats: of `iterations`, on the host.
+    """
+    row: masked.Stats = {}
+    for name, (total, weight) in stats.items():
+        if weight is None:
+            row[name] = (total[..., k].max(), None)
+            continue
+        row[name] = (total[..., k].sum(), weight[..., k].sum())
+        if name in OF_BETA:
+            for b, kl_coef in enumerate(kl_coefs):
+                pair = (total[:, b, k].sum(), weight[:, b, k].sum())
+                row[f"kl_coef_{kl_coef:g}/{name}"] = pair
+    return row
+
+
+def stack(trees: Sequence[Any]) -> Any:
+    """Trees of one structure as one, along a new first axis."""
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+def pick(tree: Any, *place: int) -> Any:
+    """The tree at a place along the first axes."""
+    return jax.tree.map(lambda leaf: leaf[place], tree)
