@@ -27,7 +27,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 import jax
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
 from tyro.constructors import PrimitiveConstructorSpec
 
 from rlhf_jax.devices import sharding
@@ -243,47 +243,6 @@ class Placement(ReferencePlacement):
                     f"--placement.{name}: expected policy or last:AXIS=SIZE,..., got "
                     f"{place}; the other places are for frozen models"
                 )
-
-
-def cells(params: Params) -> tuple[str, str]:
-    """Devices, with their memory, and mesh of arrays, for the table of a run.
-
-    Args:
-      params: Arrays of one role, all in one place. Shapes are in none.
-
-    Returns:
-      For example ("gpu 0-3", "data=2,fsdp=2") or ("gpu 0, pinned_host", "none").
-    """
-    arrays = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
-    found = {array.sharding for array in arrays}
-    devices = {device for each in found for device in each.device_set}
-    memories = {each.memory_kind for each in found if each.memory_kind is not None}
-    memories -= {"device", *(device.default_memory().kind for device in devices)}
-    meshes = [each.mesh for each in found if isinstance(each, NamedSharding)]
-    mesh = next((each for each in meshes if isinstance(each, Mesh)), None)
-    shown = ", ".join([_devices_cell(devices), *sorted(memories)])
-    return shown, "none" if mesh is None else _mesh_cell(mesh)
-
-
-def mesh_cells(mesh: Mesh) -> tuple[str, str]:
-    """The same for a role that runs on a mesh without parameters of its own."""
-    return _devices_cell(set(mesh.devices.flat)), _mesh_cell(mesh)
-
-
-def _mesh_cell(mesh: Mesh) -> str:
-    """The axes of more than one device."""
-    sizes = (f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
-    return ",".join(sizes) or "none"
-
-
-def _devices_cell(devices: set[Any]) -> str:
-    parts = []
-    for platform in sorted({device.platform for device in devices}):
-        ids = sorted(each.id for each in devices if each.platform == platform)
-        whole = len(ids) > 1 and ids == list(range(ids[0], ids[-1] + 1))
-        shown = f"{ids[0]}-{ids[-1]}" if whole else ",".join(map(str, ids))
-        parts.append(f"{platform} {shown}")
-    return ", ".join(parts) or "none"
 
 
 def from_0_1(recorded: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rlhf_jax.devices import placement, processes
+from rlhf_jax.devices import processes, table_cells
 from rlhf_jax.models import leaves
 from rlhf_jax.runs import alarms, loggers
 from rlhf_jax.runs.alarms import Alarm
@@ -201,9 +201,9 @@ def model_table(
                 ", ".join(dtypes) or "none",
                 "trainable" if trainable else "frozen",
                 *(
-                    placement.mesh_cells(meshes[role])
+                    table_cells.mesh_cells(meshes[role])
                     if role in meshes
-                    else placement.cells(params)
+                    else table_cells.cells(params)
                 ),
             )
         )
