@@ -24,26 +24,25 @@ from typing import Any
 import jax
 import optax
 from pipeline.evaluation import MEASURED, evaluate
-from pipeline.optimizers import adam, adamw
+from pipeline.optimizers import adamw
 from pipeline.options import (
     PROMPT_COLUMNS,
     RESPONSE_COLUMNS,
     STOP_IDS,
     TRAIN_PROMPTS,
     Config,
+    algorithm_of,
 )
 from pipeline.preferences import answers_in, label_pairs
 from pipeline.reward_model import measure_reward_model, train_reward_model
 from worlds import reviews
 
-from rlhf_jax import config, critic, decoder, drift, frozen, ppo, rewards, sft, state
+from rlhf_jax import critic, decoder, drift, frozen, ppo, rewards, sft, state
 from rlhf_jax.algorithms import self_check
 from rlhf_jax.algorithms.batch import Rollout
 from rlhf_jax.algorithms.flow import objective, rollout
-from rlhf_jax.algorithms.flow.shaping import ScoreShaping
 from rlhf_jax.data import batches
 from rlhf_jax.data.encoding import Example
-from rlhf_jax.models import layout
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference import storage
 from rlhf_jax.roles.reference.frozen import Frozen
@@ -54,34 +53,6 @@ Params = Any
 
 NUM_REVIEWS = 20_000  # demonstrations for SFT
 SHOWN = 6  # samples side by side at the end
-
-
-def algorithm_of(options: Config) -> ppo.PPO:
-    """PPO with four models of one shape; finds sizes that do not fit."""
-    model = layout.fastest(
-        config.gpt2(
-            vocab_size=len(reviews.VOCABULARY),
-            hidden_size=options.hidden_size,
-            num_layers=options.num_layers,
-            num_heads=options.num_heads,
-            max_positions=PROMPT_COLUMNS + RESPONSE_COLUMNS,
-        )
-    )
-    updates = options.num_steps * options.num_epochs * options.num_minibatches
-    algorithm = ppo.PPO(
-        model=model,
-        critic_model=model,
-        policy_optimizer=adam(options.policy_learning_rate, updates),
-        critic_optimizer=adam(options.critic_learning_rate, updates),
-        max_new_tokens=RESPONSE_COLUMNS,
-        stop_ids=STOP_IDS,
-        temperature=options.temperature,
-        scores=ScoreShaping(missing_stop_score=options.missing_stop_score),
-        num_epochs=options.num_epochs,
-        num_minibatches=options.num_minibatches,
-    )
-    algorithm.minibatch_size(options.batch_size)
-    return algorithm
 
 
 def fine_tune(

@@ -15,10 +15,11 @@ from worlds import enumerable
 from worlds.enumerable import World
 
 from certificates.verdicts import Policy
-from rlhf_jax import kl_control, masked
+from rlhf_jax import critic, kl_control, masked, ppo, state
 from rlhf_jax.algorithms.state import TrainState
 from rlhf_jax.functional import checks
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.roles.reference import storage
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.runs import run
 
@@ -167,3 +168,16 @@ def improve(
                 strict=True,
             )
         ]
+
+
+def start(
+    world: World, algorithm: ppo.PPO, controller: kl_control.KLController
+) -> TrainState:
+    """Policy and critic as the reference."""
+    return state.ppo_state(
+        policy=storage.store(world.start),
+        critic=critic.from_policy(world.start, model=algorithm.critic_model),
+        policy_optimizer=algorithm.policy_optimizer,
+        critic_optimizer=algorithm.critic_optimizer,
+        kl=controller,
+    )

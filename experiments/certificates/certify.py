@@ -37,7 +37,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from worlds import enumerable
-from worlds.enumerable import World
 
 from certificates import verdicts
 from certificates.annealing import (
@@ -46,15 +45,14 @@ from certificates.annealing import (
     check_annealing,
     falling,
     improve,
+    start,
 )
 from certificates.cases import draw
 from certificates.gradients import certify
 from certificates.penalty_claims import OTHERS, TABLE, Claim, Finding
-from rlhf_jax import critic, kl_control, ppo, state
+from rlhf_jax import kl_control, ppo
 from rlhf_jax.algorithms import optimizers
-from rlhf_jax.algorithms.state import TrainState
 from rlhf_jax.functional import checks
-from rlhf_jax.roles.reference import storage
 from rlhf_jax.runs import command_line, folder, run, run_config
 
 Array = jax.Array
@@ -160,19 +158,6 @@ def algorithm_of(options: Config) -> ppo.PPO:
     )
     algorithm.minibatch_size(options.batch_size)
     return algorithm
-
-
-def start(
-    world: World, algorithm: ppo.PPO, controller: kl_control.KLController
-) -> TrainState:
-    """Policy and critic as the reference."""
-    return state.ppo_state(
-        policy=storage.store(world.start),
-        critic=critic.from_policy(world.start, model=algorithm.critic_model),
-        policy_optimizer=algorithm.policy_optimizer,
-        critic_optimizer=algorithm.critic_optimizer,
-        kl=controller,
-    )
 
 
 def certify_gradients(job: run.Run, options: Config) -> list[Finding]:

@@ -5,12 +5,21 @@ from __future__ import annotations
 import dataclasses
 
 import jax.numpy as jnp
+from pipeline.optimizers import adam
 from worlds import reviews
 
-from rlhf_jax import kl_control
+from rlhf_jax import (
+    config,
+    kl_control,
+    ppo,
+)
+from rlhf_jax.algorithms.flow.shaping import ScoreShaping
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.kl.control import Control
-from rlhf_jax.runs import run_config
+from rlhf_jax.models import layout
+from rlhf_jax.runs import (
+    run_config,
+)
 
 STOP_IDS = (reviews.EOS_ID,)
 PROMPT_COLUMNS = max(map(len, reviews.TRAIN_PROMPTS))
@@ -86,3 +95,31 @@ class Config(run_config.RunConfig):
                 "expected --num-pairs of at least 16 and an even --num-evaluated, got "
                 f"{self.num_pairs} and {self.num_evaluated}"
             )
+
+
+def algorithm_of(options: Config) -> ppo.PPO:
+    """PPO with four models of one shape; finds sizes that do not fit."""
+    model = layout.fastest(
+        config.gpt2(
+            vocab_size=len(reviews.VOCABULARY),
+            hidden_size=options.hidden_size,
+            num_layers=options.num_layers,
+            num_heads=options.num_heads,
+            max_positions=PROMPT_COLUMNS + RESPONSE_COLUMNS,
+        )
+    )
+    updates = options.num_steps * options.num_epochs * options.num_minibatches
+    algorithm = ppo.PPO(
+        model=model,
+        critic_model=model,
+        policy_optimizer=adam(options.policy_learning_rate, updates),
+        critic_optimizer=adam(options.critic_learning_rate, updates),
+        max_new_tokens=RESPONSE_COLUMNS,
+        stop_ids=STOP_IDS,
+        temperature=options.temperature,
+        scores=ScoreShaping(missing_stop_score=options.missing_stop_score),
+        num_epochs=options.num_epochs,
+        num_minibatches=options.num_minibatches,
+    )
+    algorithm.minibatch_size(options.batch_size)
+    return algorithm

@@ -27,19 +27,14 @@ from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import quickstart
-from pipeline.options import HELD_OUT_PROMPTS
 
-from rlhf_jax import frozen, grpo, kl_control, masked, ppo, rewards
-from rlhf_jax.algorithms.batch import Prompts, Rollout
-from rlhf_jax.algorithms.flow import score, selection
-from rlhf_jax.algorithms.policy_gradient.iteration import Reward
-from rlhf_jax.functional import best_of_n, checks
-from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax import frozen, grpo, kl_control, ppo, rewards
+from rlhf_jax.algorithms.batch import Rollout
+from rlhf_jax.functional import checks
 from rlhf_jax.runs import command_line, folder, metrics, report, run
 from studies import comparison, preparation, trainers
+from studies.evaluation import best_of, looker
 from studies.trainers import Given, Trainer
 
 Array = jax.Array
@@ -201,110 +196,6 @@ def train(
     return trainer.policy(stage.state["train"])
 
 
-# --- what each has come to --------------------------------------------------------
-
-
-def looker(algorithm: ppo.PPO, options: Config) -> Callable[..., Row]:
-    """Makes `look(policy, given, num_answers=)`: a row about held-out prompts.
-
-    to_each is how many of the answers each prompt has, 1 unless said.
-    """
-
-    @jax.jit
-    def measure(
-        policy: Params, reference: Frozen, reward: Reward, prompts: Prompts, key: Array
-    ) -> tuple[Rollout, Array, Array]:
-        answered, scores = trainers.sampled(
-            policy,
-            reward=reward,
-            prompts=prompts,
-            key=key,
-            algorithm=algorithm,
-            group_size=1,
-        )
-        scored = score.score(
-            answered,
-            scores=scores,
-            reference=reference,
-            model=algorithm.model,
-            critic=None,
-            critic_model=None,
-            max_new_tokens=algorithm.max_new_tokens,
-            temperature=algorithm.temperature,
-        )
-        assert scored.kl is not None
-        kl = masked.masked_sum(scored.kl, mask=answered.response_mask)
-        return answered, scores.mean(), kl / scores.size
-
-    def look(
-        policy: Params, given: Given, *, num_answers: int, to_each: int = 1
-    ) -> Row:
-        prompts = preparation.prompts_of(
-            HELD_OUT_PROMPTS,
-            batch_size=num_answers,
-            seed=given.seed,
-            samples_per_prompt=to_each,
-        )[0]
-        answered, mean, kl = measure(
-            policy, given.reference, given.reward, prompts, given.test_key
-        )
-        said = judged(answered, num_prompts=num_answers // to_each, options=options)
-        return {"score": float(mean), "kl": float(kl), **said}
-
-    return look
-
-
-def best_of(given: Given, *, draw: Callable[..., Any], options: Config) -> list[Row]:
-    """Best-of-n for every n, from two sets of the largest n samples of each prompt.
-
-    Each set is chosen from, and the other tells what its choice cost.
-    """
-    most = max(options.best_of)
-    prompts = preparation.prompts_of(
-        HELD_OUT_PROMPTS,
-        batch_size=2 * most,
-        seed=given.seed,
-        samples_per_prompt=2 * most,
-    )
-    drawn = [
-        draw(
-            given.reference.stored,
-            reward=given.reward,
-            prompts=prompts[number],
-            key=given.test_key,
-        )
-        for number in range(options.num_prompts)
-    ]
-    answered, scores = jax.tree.map(lambda *parts: jnp.concatenate(parts), *drawn)
-    others = scores.reshape(-1, 2, most)[:, ::-1].reshape(-1, most)
-    rows = []
-    for n in sorted({*options.best_of}):
-        chosen, best = selection.best_of_n(answered, scores=scores, group_size=n)
-        stats = selection.kl_stats(best.reshape(len(others), -1), among=others, n=n)
-        rows.append(
-            {
-                "algorithm": "best_of_n",
-                "seed": given.seed,
-                "n": n,
-                "kl_bound": best_of_n.kl_bound(n),
-                "kl": float(masked.mean_stats(stats)["best_of_n/kl"]),
-                "score": float(best.mean()),
-                **judged(chosen, num_prompts=options.num_prompts, options=options),
-            }
-        )
-    return rows
-
-
-def judged(answered: Rollout, *, num_prompts: int, options: Config) -> Row:
-    """What judge and grammar say, batch by batch, of answers by prompt."""
-    # Answers to one prompt apart, so that a batch holds as many prompts as there are.
-    rows = len(answered.tokens)
-    order = np.arange(rows).reshape(num_prompts, -1).T.reshape(-1)
-    return preparation.judged(
-        jax.tree.map(lambda leaf: leaf[order], answered), batch_size=options.batch_size
-    )
-
-
 def main(options: Config) -> None:
     started = time.perf_counter()
     algorithm = quickstart.algorithm_of(options)
@@ -315,7 +206,7 @@ def main(options: Config) -> None:
             trainers.sampled, algorithm=algorithm, group_size=2 * max(options.best_of)
         )
     )
-    look = looker(algorithm, options)
+    look = looker(algorithm, batch_size=options.batch_size)
     num_steps = {
         f"{name}_{seed}": trainer.num_steps
         for seed in options.seeds
@@ -344,7 +235,13 @@ def main(options: Config) -> None:
                 )
                 after.append({"algorithm": name, "seed": seed, **final(policy)})
             if "best_of_n" in options.algorithms:
-                after += best_of(given, draw=draw, options=options)
+                after += best_of(
+                    given,
+                    draw=draw,
+                    sizes=options.best_of,
+                    num_prompts=options.num_prompts,
+                    batch_size=options.batch_size,
+                )
             frozen.verify(given.reference)
             frozen.verify(given.reward_model)
     points = metrics.read(job.folder / "samples.jsonl")

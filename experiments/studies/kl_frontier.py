@@ -26,17 +26,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import quickstart
-from pipeline.options import HELD_OUT_PROMPTS, TRAIN_PROMPTS
+from pipeline.options import TRAIN_PROMPTS
 
-from rlhf_jax import frozen, masked, ppo, rewards
-from rlhf_jax.algorithms.batch import Prompts, Rollout
-from rlhf_jax.algorithms.flow import score
+from rlhf_jax import frozen, masked, ppo
+from rlhf_jax.algorithms.batch import Rollout
 from rlhf_jax.functional import checks
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.runs import command_line, folder, metrics, report, run, run_config
 from studies import overoptimisation
 from studies.preparation import answers_of, judged, keys_of, prepare, prompts_of
-from studies.sweep import Mapped, in_total, iterations, pick, stack, start
+from studies.sweep import Mapped, evaluate, in_total, iterations, pick, stack, start
 
 Array = jax.Array
 Params = Any
@@ -225,70 +224,6 @@ def measured(
     ]
 
 
-def evaluate(
-    policies: Params,
-    references: Frozen,
-    reward_models: Frozen,
-    *,
-    algorithm: ppo.PPO,
-    options: Config,
-) -> tuple[list[Row], list[Row]]:
-    """Answers of every reference, and of every policy, to held-out prompts.
-
-    Args:
-      policies: [seeds, β, ...].
-
-    Returns:
-      A row a seed, and a row a run, as `measured`.
-    """
-
-    @jax.jit
-    def answer(
-        policy: Params, reference: Params, scorer: Params, prompts: Prompts, key: Array
-    ) -> tuple[Rollout, Array, Array]:
-        answered = answers_of(policy, algorithm=algorithm, prompts=prompts, key=key)
-        reward = rewards.from_model(
-            dataclasses.replace(reward_models, stored=scorer), model=algorithm.model
-        )
-        scored = score.score(
-            answered,
-            scores=reward(answered),
-            reference=dataclasses.replace(references, stored=reference),
-            model=algorithm.model,
-            critic=None,
-            critic_model=None,
-            max_new_tokens=algorithm.max_new_tokens,
-            temperature=algorithm.temperature,
-        )
-        assert scored.kl is not None
-        kl = masked.masked_sum(scored.kl, mask=answered.response_mask)
-        return answered, scored.scores.mean(), kl / options.num_evaluated
-
-    before, after = [], []
-    for s, seed in enumerate(options.seeds):
-        prompts = prompts_of(
-            HELD_OUT_PROMPTS, batch_size=options.num_evaluated, seed=seed
-        )[0]
-        reference, scorer = pick((references.stored, reward_models.stored), s)
-        of_seed = [(before, None, reference)] + [
-            (after, kl_coef, pick(policies, s, b))
-            for b, kl_coef in enumerate(options.kl_coefs)
-        ]
-        for rows, kl_coef, policy in of_seed:
-            key = keys_of(seed)[4]
-            answered, mean, kl = answer(policy, reference, scorer, prompts, key)
-            rows.append(
-                {
-                    "seed": seed,
-                    "kl_coef": kl_coef,
-                    "score": float(mean),
-                    "kl": float(kl),
-                    **judged(answered, batch_size=options.batch_size),
-                }
-            )
-    return before, after
-
-
 def _mean_of(pair: tuple[Any, Any], *place: int) -> float:
     return float(pair[0][place] / pair[1][place])
 
@@ -311,7 +246,14 @@ def main(options: Config) -> None:
         sweep_seconds = time.perf_counter() - sweep_started
     frozen.verify(references)
     before, after = evaluate(
-        policies, references, reward_models, algorithm=algorithm, options=options
+        policies,
+        references,
+        reward_models,
+        algorithm=algorithm,
+        seeds=options.seeds,
+        kl_coefs=options.kl_coefs,
+        num_responses=options.num_evaluated,
+        batch_size=options.batch_size,
     )
     points = metrics.read(options.out / "samples.jsonl")
     found = overoptimisation.summarise(points, before, after)

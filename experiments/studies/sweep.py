@@ -8,14 +8,18 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from pipeline.options import HELD_OUT_PROMPTS
 
 from rlhf_jax import critic, kl_control, masked, ppo, rewards, state
 from rlhf_jax.algorithms.batch import Prompts, Rollout
+from rlhf_jax.algorithms.flow import score
 from rlhf_jax.algorithms.state import TrainState
 from rlhf_jax.roles.reference.frozen import Frozen
+from studies.preparation import answers_of, judged, keys_of, prompts_of
 
 Array = jax.Array
 Params = Any
+Row = dict[str, Any]
 Mapped = Literal["map", "vmap"]
 # Also a line of metrics.jsonl for each β, beside that of all runs together.
 OF_BETA = ("objective/scores", "objective/kl", "response/distinct_fraction")
@@ -140,3 +144,69 @@ def stack(trees: Sequence[Any]) -> Any:
 def pick(tree: Any, *place: int) -> Any:
     """The tree at a place along the first axes."""
     return jax.tree.map(lambda leaf: leaf[place], tree)
+
+
+def evaluate(
+    policies: Params,
+    references: Frozen,
+    reward_models: Frozen,
+    *,
+    algorithm: ppo.PPO,
+    seeds: Sequence[int],
+    kl_coefs: Sequence[float],
+    num_responses: int,
+    batch_size: int,
+) -> tuple[list[Row], list[Row]]:
+    """Answers of every reference, and of every policy, to held-out prompts.
+
+    Args:
+      policies: [seeds, β, ...].
+      num_responses: of each policy.
+      batch_size: responses among which "distinct" counts.
+
+    Returns:
+      A row for each seed, and a row for each run.
+    """
+
+    @jax.jit
+    def answer(
+        policy: Params, reference: Params, scorer: Params, prompts: Prompts, key: Array
+    ) -> tuple[Rollout, Array, Array]:
+        answered = answers_of(policy, algorithm=algorithm, prompts=prompts, key=key)
+        reward = rewards.from_model(
+            dataclasses.replace(reward_models, stored=scorer), model=algorithm.model
+        )
+        scored = score.score(
+            answered,
+            scores=reward(answered),
+            reference=dataclasses.replace(references, stored=reference),
+            model=algorithm.model,
+            critic=None,
+            critic_model=None,
+            max_new_tokens=algorithm.max_new_tokens,
+            temperature=algorithm.temperature,
+        )
+        assert scored.kl is not None
+        kl = masked.masked_sum(scored.kl, mask=answered.response_mask)
+        return answered, scored.scores.mean(), kl / num_responses
+
+    before, after = [], []
+    for s, seed in enumerate(seeds):
+        prompts = prompts_of(HELD_OUT_PROMPTS, batch_size=num_responses, seed=seed)[0]
+        reference, scorer = pick((references.stored, reward_models.stored), s)
+        of_seed = [(before, None, reference)] + [
+            (after, kl_coef, pick(policies, s, b)) for b, kl_coef in enumerate(kl_coefs)
+        ]
+        for rows, kl_coef, policy in of_seed:
+            key = keys_of(seed)[4]
+            answered, mean, kl = answer(policy, reference, scorer, prompts, key)
+            rows.append(
+                {
+                    "seed": seed,
+                    "kl_coef": kl_coef,
+                    "score": float(mean),
+                    "kl": float(kl),
+                    **judged(answered, batch_size=batch_size),
+                }
+            )
+    return before, after

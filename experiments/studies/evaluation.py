@@ -1,0 +1,134 @@
+"""Rows about responses to held-out prompts: of policies, and of best-of-n."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from pipeline.options import HELD_OUT_PROMPTS
+
+from rlhf_jax import masked, ppo
+from rlhf_jax.algorithms.batch import Prompts, Rollout
+from rlhf_jax.algorithms.flow import score, selection
+from rlhf_jax.algorithms.policy_gradient.iteration import Reward
+from rlhf_jax.functional import best_of_n
+from rlhf_jax.roles.reference.frozen import Frozen
+from studies import preparation, trainers
+from studies.trainers import Given
+
+Array = jax.Array
+Params = Any
+Row = dict[str, Any]
+
+
+def looker(algorithm: ppo.PPO, *, batch_size: int) -> Callable[..., Row]:
+    """Makes `look(policy, given, num_answers=)`: a row about held-out prompts.
+
+    to_each is how many of the answers each prompt has, 1 unless said.
+    """
+
+    @jax.jit
+    def measure(
+        policy: Params, reference: Frozen, reward: Reward, prompts: Prompts, key: Array
+    ) -> tuple[Rollout, Array, Array]:
+        answered, scores = trainers.sampled(
+            policy,
+            reward=reward,
+            prompts=prompts,
+            key=key,
+            algorithm=algorithm,
+            group_size=1,
+        )
+        scored = score.score(
+            answered,
+            scores=scores,
+            reference=reference,
+            model=algorithm.model,
+            critic=None,
+            critic_model=None,
+            max_new_tokens=algorithm.max_new_tokens,
+            temperature=algorithm.temperature,
+        )
+        assert scored.kl is not None
+        kl = masked.masked_sum(scored.kl, mask=answered.response_mask)
+        return answered, scores.mean(), kl / scores.size
+
+    def look(
+        policy: Params, given: Given, *, num_answers: int, to_each: int = 1
+    ) -> Row:
+        prompts = preparation.prompts_of(
+            HELD_OUT_PROMPTS,
+            batch_size=num_answers,
+            seed=given.seed,
+            samples_per_prompt=to_each,
+        )[0]
+        answered, mean, kl = measure(
+            policy, given.reference, given.reward, prompts, given.test_key
+        )
+        said = judged(
+            answered, num_prompts=num_answers // to_each, batch_size=batch_size
+        )
+        return {"score": float(mean), "kl": float(kl), **said}
+
+    return look
+
+
+def best_of(
+    given: Given,
+    *,
+    draw: Callable[..., Any],
+    sizes: Sequence[int],
+    num_prompts: int,
+    batch_size: int,
+) -> list[Row]:
+    """Best-of-n for every n, from two sets of the largest n samples of each prompt.
+
+    Each set is chosen from, and the other tells what its choice cost.
+    """
+    most = max(sizes)
+    prompts = preparation.prompts_of(
+        HELD_OUT_PROMPTS,
+        batch_size=2 * most,
+        seed=given.seed,
+        samples_per_prompt=2 * most,
+    )
+    drawn = [
+        draw(
+            given.reference.stored,
+            reward=given.reward,
+            prompts=prompts[number],
+            key=given.test_key,
+        )
+        for number in range(num_prompts)
+    ]
+    answered, scores = jax.tree.map(lambda *parts: jnp.concatenate(parts), *drawn)
+    others = scores.reshape(-1, 2, most)[:, ::-1].reshape(-1, most)
+    rows = []
+    for n in sorted({*sizes}):
+        chosen, best = selection.best_of_n(answered, scores=scores, group_size=n)
+        stats = selection.kl_stats(best.reshape(len(others), -1), among=others, n=n)
+        rows.append(
+            {
+                "algorithm": "best_of_n",
+                "seed": given.seed,
+                "n": n,
+                "kl_bound": best_of_n.kl_bound(n),
+                "kl": float(masked.mean_stats(stats)["best_of_n/kl"]),
+                "score": float(best.mean()),
+                **judged(chosen, num_prompts=num_prompts, batch_size=batch_size),
+            }
+        )
+    return rows
+
+
+def judged(answered: Rollout, *, num_prompts: int, batch_size: int) -> Row:
+    """What judge and grammar say, batch by batch, of answers by prompt."""
+    # Answers to one prompt apart, so that a batch holds as many prompts as there are.
+    rows = len(answered.tokens)
+    order = np.arange(rows).reshape(num_prompts, -1).T.reshape(-1)
+    return preparation.judged(
+        jax.tree.map(lambda leaf: leaf[order], answered), batch_size=batch_size
+    )
