@@ -154,14 +154,14 @@ def main(options: Config) -> None:
         functools.partial(learn, model=model, optimizer=optimizer, options=options),
         donate_argnames=("learner",),
     )
-    held = {
+    stage_state = {
         "learner": Learner(params, optimizer.init(params), jnp.zeros(())),
         "reference": frozen.freeze(params),
         "key": key,
     }
     with (
         run.Run(options, num_steps={"reinforce": options.num_steps}) as job,
-        job.stage("reinforce", held, meta={}) as stage,
+        job.stage("reinforce", stage_state, meta={}) as stage,
     ):
         for step in stage.steps():
             stage.state["learner"], stats = update(

@@ -2,7 +2,7 @@
 
     python experiments/quickstart.py --out runs/quickstart
 
-A small model learns a language of product reviews (`reviews.py`), whose grammar makes
+A small model learns a language of product reviews (`worlds/reviews.py`), whose grammar makes
 fluency exact. Pairs of its own samples are labelled by a noisy gold judge who stands in
 for people; a reward model learns from the labels alone; PPO improves the policy against
 the reward model while the KL penalty holds it near the frozen reference. The table at
@@ -263,10 +263,10 @@ def main(options: Config) -> None:
             for (prompt, old), (_, new) in shown
         ]
     )
-    found = jax.device_get(drift.weight_drift(trained, reference.stored))
-    moved = float(found["relative"])
-    drift_report.table(found)
-    drift_report.plots(job.folder, found)
+    weight_drift = jax.device_get(drift.weight_drift(trained, reference.stored))
+    moved = float(weight_drift["relative"])
+    drift_report.table(weight_drift)
+    drift_report.plots(job.folder, weight_drift)
     fingerprint = frozen.fingerprint_of(reference).root
     print(f"reference verified unchanged, fingerprint {fingerprint}")
     print(f"policy moved, relative weight drift {moved:.4f}")

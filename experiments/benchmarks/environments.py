@@ -117,13 +117,13 @@ def surroundings(environment: str | None) -> dict[str, str]:
     glibc is asked for huge pages, for all alike, unless the caller has set its
     GLIBC_TUNABLES to something else.
     """
-    found = os.environ | {
+    variables = os.environ | {
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "HF_HUB_OFFLINE": "1",
         "TRL_EXPERIMENTAL_SILENCE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    found.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
+    variables.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
     if environment is not None:  # ours must not shadow what is installed there
-        found.pop("PYTHONPATH", None)
-    return found
+        variables.pop("PYTHONPATH", None)
+    return variables

@@ -106,13 +106,13 @@ def side(name: str, shape: str, repeats: str) -> None:
         value, gradients = jax.block_until_ready(step(*arrays))
         return [value, *gradients]
 
-    found = resident.measure(run, repeats=int(repeats))
+    measured = resident.measure(run, repeats=int(repeats))
     memory = step.memory_analysis()
     compiler = None
     if memory is not None:
         size = memory.temp_size_in_bytes + memory.output_size_in_bytes
         compiler = size / 2**20
-    print(json.dumps({**found, "compiler": compiler, "version": jax.__version__}))
+    print(json.dumps({**measured, "compiler": compiler, "version": jax.__version__}))
 
 
 def turn(command: list[str], shape: dict[str, int], repeats: int) -> dict[str, Any]:

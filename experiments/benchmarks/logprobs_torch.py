@@ -27,8 +27,8 @@ def main(shape: dict[str, int], repeats: int) -> None:
         loss = (weights[0, :, 1:] * picked + weights[1, :, 1:] * entropy).sum()
         return [loss.detach(), *torch.autograd.grad(loss, (hidden, head))]
 
-    found = resident.measure(step, repeats=repeats)
-    print(json.dumps({**found, "version": torch.__version__}))
+    measured = resident.measure(step, repeats=repeats)
+    print(json.dumps({**measured, "version": torch.__version__}))
 
 
 if __name__ == "__main__":

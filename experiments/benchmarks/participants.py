@@ -130,25 +130,25 @@ class Participant:
         return answer
 
     def _checked(self, line: dict[str, Any]) -> dict[str, Any]:
-        found, workload = line["checks"], self._workload
+        checks, workload = line["checks"], self._workload
         tokens = workload.num_prompts * workload.response_length
         worth = -(-workload.vocab_size // line_protocol.DIVISOR)
         share = worth / workload.vocab_size
         wrong = [
-            f"{what}, got {found[name]}"
+            f"{what}, got {checks[name]}"
             for name, what, right in (
                 (
                     "response_tokens",
                     f"{tokens} response tokens",
-                    found["response_tokens"] == tokens,
+                    checks["response_tokens"] == tokens,
                 ),
                 (
                     "mean_score",
                     f"a mean score within {SCORE_TOLERANCE} of {share:.3f}",
-                    abs(found["mean_score"] - share) <= SCORE_TOLERANCE,
+                    abs(checks["mean_score"] - share) <= SCORE_TOLERANCE,
                 ),
-                ("loss", "a finite loss", math.isfinite(found["loss"])),
-                ("moved", "parameters that moved", found["moved"] > 0),
+                ("loss", "a finite loss", math.isfinite(checks["loss"])),
+                ("moved", "parameters that moved", checks["moved"] > 0),
             )
             if not right
         ]

@@ -46,9 +46,9 @@ def first_seconds(start: Mapping[str, Any]) -> float:
 
 def spread(rounds: Sequence[Mapping[str, float]], phase: str) -> str:
     """Median, and the least and the most."""
-    found = [line[phase] for line in rounds]
-    low, high = min(found), max(found)
-    return f"{statistics.median(found):.4g} ({low:.4g} - {high:.4g})"
+    values = [line[phase] for line in rounds]
+    low, high = min(values), max(values)
+    return f"{statistics.median(values):.4g} ({low:.4g} - {high:.4g})"
 
 
 def machine(this: Mapping[str, Any]) -> None:

@@ -131,8 +131,13 @@ def improve(
     table = jnp.asarray(world.rewards, jnp.float32)
     reached = jnp.zeros((len(betas), enumerable.NUM_RESPONSES), jnp.float32)
     kl = jnp.zeros(len(betas), jnp.float32)
-    held = {"train": train, "reference": world.reference, "reached": reached, "kl": kl}
-    with job.stage(name, held, meta={}) as stage:
+    stage_state = {
+        "train": train,
+        "reference": world.reference,
+        "reached": reached,
+        "kl": kl,
+    }
+    with job.stage(name, stage_state, meta={}) as stage:
         for step in stage.steps():
             stage.state["train"], stats = advance(
                 stage.state["train"],
@@ -143,26 +148,28 @@ def improve(
                 batch_size=batch_size,
             )
             level = step * ITERATIONS_A_STEP // iterations
-            found = enumerable.known(
+            log_policy = enumerable.known(
                 stage.state["train"].policy, model=model, temperature=1.0
             )
             stage.state["reached"] = (
-                stage.state["reached"].at[level].set(jnp.asarray(found, jnp.float32))
+                stage.state["reached"]
+                .at[level]
+                .set(jnp.asarray(log_policy, jnp.float32))
             )
-            priced = enumerable.priced_kl(
+            policy_kl = enumerable.run_kl(
                 stage.state["train"].policy,
                 stage.state["reference"],
                 model=model,
                 temperature=1.0,
             )
-            stage.state["kl"] = stage.state["kl"].at[level].set(priced)
+            stage.state["kl"] = stage.state["kl"].at[level].set(policy_kl)
             best = world.optimum(betas[level]).log_policy
-            distance = jnp.float32(enumerable.divergence(found, best))
+            distance = jnp.float32(enumerable.divergence(log_policy, best))
             stats["exact/kl_to_optimum"] = (distance, jnp.ones((), jnp.float32))
             stage.end_step(step, stats)
         return [
-            Policy(log_policy, float(priced))
-            for log_policy, priced in zip(
+            Policy(log_policy, float(policy_kl))
+            for log_policy, policy_kl in zip(
                 np.asarray(stage.state["reached"], np.float64),
                 stage.state["kl"],
                 strict=True,

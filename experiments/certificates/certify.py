@@ -163,8 +163,10 @@ def algorithm_of(options: Config) -> ppo.PPO:
 def certify_gradients(job: run.Run, options: Config) -> list[Finding]:
     """Every claim about a gradient; a stage, so that it shows how far it is."""
     claims = options.claims
-    held = {"figures": jnp.zeros((len(claims), len(Finding._fields) - 3), jnp.float32)}
-    with job.stage("gradients", held, meta={}) as stage:
+    stage_state = {
+        "figures": jnp.zeros((len(claims), len(Finding._fields) - 3), jnp.float32)
+    }
+    with job.stage("gradients", stage_state, meta={}) as stage:
         left = claims[stage.start :]
         findings = itertools.chain.from_iterable(
             certify(
@@ -231,8 +233,8 @@ def main(options: Config) -> None:
                 key=key,
             )
             annealed += [
-                verdicts.measure(found, world=world, seed=seed, beta=beta)
-                for beta, found in zip(options.betas, policies, strict=True)
+                verdicts.measure(policy, world=world, seed=seed, beta=beta)
+                for beta, policy in zip(options.betas, policies, strict=True)
             ]
         for beta, (seed, world) in itertools.product(
             options.fixed_betas, worlds.items()
@@ -271,8 +273,8 @@ def main(options: Config) -> None:
             }
             for finding in findings
         ],
-        "annealed": [found._asdict() for found in annealed],
-        "fixed": [found._asdict() for found in fixed],
+        "annealed": [reached._asdict() for reached in annealed],
+        "fixed": [reached._asdict() for reached in fixed],
         "seconds": time.perf_counter() - started,
     }
     folder.write_summary(job.folder, summary)

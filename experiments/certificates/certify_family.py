@@ -149,21 +149,21 @@ def certify_estimators(seed: int) -> list[Certificate]:
         ("estimator", "tokens", "share", "KL", "error", "cosine", "at depths", ""),
         [
             (
-                found.claim.name,
-                found.lengths,
-                "biased" if found.claim.share is None else f"{found.claim.share:g}",
-                found.claim.in_loss or "in the reward",
-                f"{found.error:.0e}",
-                f"{found.cosine:.4f}",
-                " ".join(f"{share:.2f}" for share in found.depths),
-                "holds" if found.holds else "FAILS",
+                finding.claim.name,
+                finding.lengths,
+                "biased" if finding.claim.share is None else f"{finding.claim.share:g}",
+                finding.claim.in_loss or "in the reward",
+                f"{finding.error:.0e}",
+                f"{finding.cosine:.4f}",
+                " ".join(f"{share:.2f}" for share in finding.depths),
+                "holds" if finding.holds else "FAILS",
             )
-            for found in findings
+            for finding in findings
         ],
     )
-    for found in findings:
-        if found.claim.bias:
-            print(f"{found.claim.name} is biased by {found.claim.bias}")
+    for finding in findings:
+        if finding.claim.bias:
+            print(f"{finding.claim.name} is biased by {finding.claim.bias}")
     return [
         Certificate(f"estimator: {each.claim.name}, {each.lengths} tokens", each.holds)
         for each in findings
@@ -171,9 +171,9 @@ def certify_estimators(seed: int) -> list[Certificate]:
 
 
 def reach_by_dpo(world: World, *, beta: float, model: ModelConfig) -> Policy:
-    """What DPO makes of the reference; nothing in it prices a KL of its own."""
-    found = dpo.reach(world, beta=beta, model=model)
-    return Policy(found, enumerable.divergence(found, world.log_ref))
+    """What DPO makes of the reference; nothing in it computes a KL."""
+    log_policy = dpo.reach(world, beta=beta, model=model)
+    return Policy(log_policy, enumerable.divergence(log_policy, world.log_ref))
 
 
 def main(options: Config) -> None:
@@ -221,8 +221,8 @@ def main(options: Config) -> None:
                     key=jax.random.fold_in(jax.random.key(seed), 1),
                 )
                 reached[name] += [
-                    verdicts.measure(found, world=world, seed=seed, beta=beta)
-                    for beta, found in zip(options.betas, policies, strict=True)
+                    verdicts.measure(policy, world=world, seed=seed, beta=beta)
+                    for beta, policy in zip(options.betas, policies, strict=True)
                 ]
         if "dpo" in options.algorithms:
             reached["dpo"] = [
@@ -235,15 +235,18 @@ def main(options: Config) -> None:
                 for seed, world in worlds.items()
                 for beta in options.dpo_betas
             ]
-    for name, found in reached.items():
+    for name, figures in reached.items():
         shown += verdicts.show_optimum(
-            found, name=name.upper(), nats=verdicts.NATS if name == "dpo" else NATS
+            figures, name=name.upper(), nats=verdicts.NATS if name == "dpo" else NATS
         )
     failed = [each.name for each in shown if not each.holds]
     summary = {
         "certificates": len(shown),
         "failed": failed,
-        **{name: [each._asdict() for each in found] for name, found in reached.items()},
+        **{
+            name: [each._asdict() for each in figures]
+            for name, figures in reached.items()
+        },
         "seconds": time.perf_counter() - started,
     }
     folder.write_summary(job.folder, summary)

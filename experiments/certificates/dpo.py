@@ -4,7 +4,7 @@ All 32,640 pairs of the 256 responses (`enumerable.py`), each labelled with the 
 chance P(y1 beats y2) = σ(r1 - r2) that Bradley and Terry give it. The loss of DPO has
 its minimum where β log π/π_ref leads by r1 - r2 in every pair, which is
 π* ∝ π_ref exp(r/β): what PPO looks for by sampling, DPO has in its data. One forward
-pass of the 256 responses prices all pairs.
+pass of the 256 responses has the log-probs of all pairs.
 
 `certify_family.py` prints what it comes to: over seeds 0 to 2 KL(π ‖ π*) is at most
 0.0002 nats at β = 1, 1e-6 at 0.3 and 0.0012 at 0.1, with the reference 3.5 nats away.
@@ -78,9 +78,9 @@ def _train(
         return loss(log_policy, log_ref=log_ref, rewards=rewards, beta=algorithm.beta)
 
     def step(train: SupervisedState, _: None) -> tuple[SupervisedState, None]:
-        found = jax.grad(of, has_aux=True)(train.params)
+        gradient = jax.grad(of, has_aux=True)(train.params)
         optimizer = algorithm.optimizer
-        return state.supervised_step(train, *found, optimizer=optimizer)[0], None
+        return state.supervised_step(train, *gradient, optimizer=optimizer)[0], None
 
     return jax.lax.scan(step, train, None, length=steps)[0]
 

@@ -1,6 +1,6 @@
 """What each KL penalty does to the policy, against what its name says it does.
 
-    found     Σ_y π(y)·∇ppo_loss(y), every response y of the world of `enumerable` once
+    measured  Σ_y π(y)·∇ppo_loss(y), every response y of the world of `enumerable` once
     expected  the gradient of a KL, by autodiff of a sum over the same responses
 
 The first goes through the code of a run: `score`, `experience` (lam = 1, no whitening,
@@ -50,7 +50,7 @@ BETA = 0.3  # β of the penalty: neither 0 nor 1, so that it cannot be forgotten
 def certify(
     case: Case, claims: Iterable[Claim], *, temperature: float
 ) -> Iterator[Finding]:
-    """Every claim at one temperature, as they are found; each is a program of its own.
+    """Every claim at one temperature, in order; each is a program of its own.
 
     Several are compiled at once.
     """
@@ -84,7 +84,7 @@ def certify(
         )
         return _finding(
             claim,
-            found=flat(gradient),
+            measured=flat(gradient),
             value=float(value),
             temperature=temperature,
             stops=bool(case.stop_ids),
@@ -99,7 +99,7 @@ def certify(
 def _finding(
     claim: Claim,
     *,
-    found: Flat,
+    measured: Flat,
     value: float,
     temperature: float,
     stops: bool,
@@ -107,7 +107,7 @@ def _finding(
     values: dict[str, float],
 ) -> Finding:
     chosen = claim.penalty
-    nothing = np.zeros_like(found)
+    nothing = np.zeros_like(measured)
 
     def expected(name: str, per: expected_gradients.Per) -> Flat:
         return BETA * flat(known[name, per])
@@ -119,7 +119,7 @@ def _finding(
 
     def error_of(expected: Flat) -> float:
         scale = max(np.abs(expected).max(), smallest_scale)
-        return float(np.abs(found - expected).max() / scale)
+        return float(np.abs(measured - expected).max() / scale)
 
     terms = {} if chosen.placement is None else chosen.terms
     parts = [times * expected(name, chosen.per) for name, times in terms.items()]
@@ -147,7 +147,7 @@ def _finding(
 
 
 def _sample(case: Case, *, older: bool, temperature: float) -> Scored:
-    """Every response, priced; by the older policy there are no values.
+    """Every response, scored; by the older policy there are no values.
 
     Ratios are clipped where there are advantages, so with them there are none.
     """
@@ -208,7 +208,7 @@ def measure(
       params: of the policy now.
       sampler: of the policy that sampled.
       scored: every response of the sampler once, with its values and the reference's
-        log-probs; whatever is priced in it, `algorithm` is priced again.
+        log-probs; its KL is computed again, as `algorithm` has it.
       algorithm: static.
 
     Returns:
@@ -230,7 +230,7 @@ def measure(
         ref_logprobs=scored.ref_logprobs,  # so are these: less to compile
     )
     scored = dataclasses.replace(scored, values=values)
-    seen = experience.gae_experience(
+    batch = experience.gae_experience(
         scored, kl_coef=BETA, gamma=1.0, lam=1.0, whiten_advantages=None
     )
     probabilities = jnp.exp(scored.rollout.old_logprobs.sum(axis=1))
@@ -252,7 +252,7 @@ def measure(
         return loss, value
 
     def mean(params: Params) -> tuple[Array, Array]:
-        losses, values = jax.vmap(of_row, in_axes=(None, 0))(params, seen)
+        losses, values = jax.vmap(of_row, in_axes=(None, 0))(params, batch)
         return probabilities @ losses, probabilities @ values
 
     gradient, value = jax.grad(mean, has_aux=True)(params)

@@ -1,14 +1,15 @@
 """Policy gradients over groups, against the gradient they are said to have.
 
-    found     Σ over every minibatch of two responses, by its probability, of the loss's
-              gradient, through `group_experience` or `experience`, and `policy_terms`
+    measured  Σ over every minibatch of two responses, by its probability, of the
+              loss's gradient, through `group_experience` or `experience`, and
+              `policy_terms`
     expected  a·∇E[r] - β·∇KL, by autodiff of sums over all responses
 
-Found is multiplied by the 4 tokens that the longest response has: aggregation
-"constant" divides by as many, and where every response has 4 so do the means. Where a
-token ends responses the means divide by other numbers, and are claimed to be biased;
-how much is left of ∇E[r] at each column, the tokens before one being its depth, is
-measured beside.
+The measured gradient is multiplied by the 4 tokens that the longest response has:
+aggregation "constant" divides by as many, and where every response has 4 so do the
+means. Where a token ends responses the means divide by other numbers, and are claimed
+to be biased; how much is left of ∇E[r] at each column, the tokens before one being its
+depth, is measured beside.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ class Finding(NamedTuple):
 
     claim: Claim
     stops: bool  # a token ends responses, so that they differ in length
-    error: float  # largest entry of found - expected, of the largest of ∇E[r]
-    cosine: float  # between found and ∇(E[r] - β·KL)
-    # Share of ∇E[r] that is found at each column, β being 0; () in equal lengths.
+    error: float  # largest entry of measured - expected, of the largest of ∇E[r]
+    cosine: float  # between measured and ∇(E[r] - β·KL)
+    # Share of ∇E[r] that is measured at each column, β being 0; () in equal lengths.
     depths: tuple[float, ...]
 
     @property
@@ -93,20 +94,20 @@ def certify(
     goal = of_reward - BETA * of_kl
     scored = jax.jit(functools.partial(_price, case))(table)
     for claim in claims:
-        found_of = _finder(claim, case, scored)
-        found = found_of(beta=BETA, columns=COLUMNS)
-        in_loss = np.zeros_like(found)
+        measure = _finder(claim, case, scored)
+        measured = measure(beta=BETA, columns=COLUMNS)
+        in_loss = np.zeros_like(measured)
         if claim.in_loss is not None:
             in_loss = BETA * flat(kls[claim.in_loss, claim.recipe.penalty.per])
         by_reward = of_reward - BETA * of_kl * claim.recipe.penalty.in_reward
         share = claim.share
         if share is None:  # whatever the scale, it is not this direction
-            share = (found + in_loss) @ by_reward / (by_reward @ by_reward)
+            share = (measured + in_loss) @ by_reward / (by_reward @ by_reward)
         expected = share * by_reward - in_loss
-        error = np.abs(found - expected).max() / np.abs(of_reward).max()
-        cosine = found @ goal / (np.linalg.norm(found) * np.linalg.norm(goal))
+        error = np.abs(measured - expected).max() / np.abs(of_reward).max()
+        cosine = measured @ goal / (np.linalg.norm(measured) * np.linalg.norm(goal))
         depths = tuple(
-            float(found_of(beta=0.0, columns=(column,)) @ true / (true @ true))
+            float(measure(beta=0.0, columns=(column,)) @ true / (true @ true))
             for column, true in of_columns.items()
         )
         yield Finding(claim, bool(case.stop_ids), float(error), float(cosine), depths)

@@ -140,7 +140,7 @@ class Finding(NamedTuple):
     claim: Claim
     temperature: float
     stops: bool  # a token ends responses, so that they differ in length
-    error: float  # largest entry of found - expected, of the scale of `TOLERANCE`
+    error: float  # largest entry of measured - expected, of the scale of `TOLERANCE`
     nearest: float  # the same to the nearest of KLS and ZERO
     value: float  # E of the value estimator, nats per response; NaN if it is not taken
     bias: float  # value - KL(π ‖ π_ref), nats; NaN where that is not what it measures

@@ -35,7 +35,7 @@ class Policy(NamedTuple):
     """What is known of a policy."""
 
     log_policy: Float64  # [256], log π(y), nats
-    kl: float  # KL(π ‖ π_ref), nats, as `score` prices it
+    kl: float  # KL(π ‖ π_ref), nats, as `score` computes it
 
 
 class Reached(NamedTuple):
@@ -129,28 +129,28 @@ def show_optimum(
     fixed; the share of π* on responses that the two have lost; and the error of
     J(π*) - J(π) = β·KL(π ‖ π*), reward units.
     """
-    beside = {(found.seed, found.beta): found for found in fixed}
+    beside = {(reached.seed, reached.beta): reached for reached in fixed}
     rows, certificates = [], []
-    for found in annealed:
-        same = beside.get((found.seed, found.beta))
-        where = f"{name}, seed {found.seed}, beta {found.beta:g}"
+    for reached in annealed:
+        same = beside.get((reached.seed, reached.beta))
+        where = f"{name}, seed {reached.seed}, beta {reached.beta:g}"
         verdicts = {
-            f"optimum: {where}": found.distance <= nats,
-            f"identity: {where}": found.identity <= IDENTITY,
+            f"optimum: {where}": reached.distance <= nats,
+            f"identity: {where}": reached.identity <= IDENTITY,
         }
-        if found.beta == enumerable.SMALLEST_BETA:
-            verdicts[f"world: {where}"] = found.start >= FARTHEST
+        if reached.beta == enumerable.SMALLEST_BETA:
+            verdicts[f"world: {where}"] = reached.start >= FARTHEST
         certificates += itertools.starmap(Certificate, verdicts.items())
         rows.append(
             (
-                str(found.seed),
-                f"{found.beta:g}",
-                f"{found.start:.3f}",
-                f"{found.distance:.4f}",
+                str(reached.seed),
+                f"{reached.beta:g}",
+                f"{reached.start:.3f}",
+                f"{reached.distance:.4f}",
                 f"{same.distance:.4f}" if same else "",
-                f"{found.missed:.1%}",
+                f"{reached.missed:.1%}",
                 f"{same.missed:.1%}" if same else "",
-                f"{found.identity:.0e}",
+                f"{reached.identity:.0e}",
                 _verdict(all(verdicts.values())),
             )
         )
@@ -171,15 +171,16 @@ def show_frontier(annealed: Sequence[Reached]) -> list[Certificate]:
     A policy at a distance of d nats from the optimum is at most β·d below.
     """
     rows, certificates = [], []
-    for found in annealed:
-        limit = found.beta * NATS
-        holds = -IDENTITY <= found.below <= limit
-        where = f"seed {found.seed}, beta {found.beta:g}"
+    for reached in annealed:
+        limit = reached.beta * NATS
+        holds = -IDENTITY <= reached.below <= limit
+        where = f"seed {reached.seed}, beta {reached.beta:g}"
         certificates.append(Certificate(f"frontier: {where}", holds))
         row = (
-            f"{number:.4f}" for number in (found.kl, found.reward, found.below, limit)
+            f"{number:.4f}"
+            for number in (reached.kl, reached.reward, reached.below, limit)
         )
-        rows.append((str(found.seed), f"{found.beta:g}", *row, _verdict(holds)))
+        rows.append((str(reached.seed), f"{reached.beta:g}", *row, _verdict(holds)))
     report.table(
         "PPO and the frontier of reward and KL",
         ("seed", "β", "KL [nats]", "reward", "below", "at most", ""),
@@ -199,7 +200,7 @@ def plot(
     axis = figure.subplots()
     for number, (seed, world) in enumerate(worlds.items()):
         colour = colormaps["tab10"](number % 10)
-        kl = np.array([found.kl for found in annealed if found.seed == seed])
+        kl = np.array([reached.kl for reached in annealed if reached.seed == seed])
         within = world.frontier.kl <= 1.2 * kl.max(initial=1.0)
         axis.plot(
             world.frontier.kl[within],
@@ -208,13 +209,13 @@ def plot(
             linewidth=1,
             label=f"exact, seed {seed}",
         )
-        for found, marker, face in (
-            *((found, "o", colour) for found in annealed if found.seed == seed),
-            *((found, "s", "none") for found in fixed if found.seed == seed),
+        for reached, marker, face in (
+            *((reached, "o", colour) for reached in annealed if reached.seed == seed),
+            *((reached, "s", "none") for reached in fixed if reached.seed == seed),
         ):
             axis.plot(
-                found.kl,
-                found.reward,
+                reached.kl,
+                reached.reward,
                 marker,
                 color=colour,
                 markerfacecolor=face,

@@ -32,7 +32,7 @@ def evaluate(
     model: ModelConfig,
     options: Config,
 ) -> tuple[dict[str, float], list[tuple[str, str]]]:
-    """What gold judge, grammar and frozen models say of answers to held-out prompts."""
+    """What gold judge, grammar and frozen models say of held-out responses."""
     prompts = batches.prompt_batches(
         HELD_OUT_PROMPTS,
         batch_size=options.num_evaluated,

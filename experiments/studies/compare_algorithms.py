@@ -35,7 +35,7 @@ from rlhf_jax.functional import checks
 from rlhf_jax.runs import command_line, folder, metrics, report, run
 from studies import comparison, preparation, trainers
 from studies.evaluation import best_of, looker
-from studies.trainers import Given, Trainer
+from studies.trainers import SeedModels, Trainer
 
 Array = jax.Array
 Params = Any
@@ -125,13 +125,13 @@ def prepare(
     algorithm: ppo.PPO,
     generate: Callable[..., Rollout],
     options: Config,
-) -> Given:
+) -> SeedModels:
     """Stages 1 and 2 of the quickstart, with the careful judge."""
     prepared = preparation.prepare(
         options.of_seed(seed), algorithm=algorithm, generate=generate
     )
     reward_model = frozen.freeze(prepared.reward_model)
-    return Given(
+    return SeedModels(
         seed,
         frozen.freeze(prepared.reference),
         reward_model,
@@ -162,34 +162,36 @@ def trainers_of(algorithm: ppo.PPO, options: Config) -> dict[str, Trainer]:
 def train(
     name: str,
     trainer: Trainer,
-    given: Given,
+    models: SeedModels,
     *,
     look: Callable[..., Row],
     job: run.Run,
     options: Config,
 ) -> Params:
     """One run of one algorithm; samples.jsonl holds what it has come to on the way."""
-    held = {
-        "train": trainer.start(given.reference.stored),
-        "reference": given.reference,
-        "root_key": given.train_key,
+    stage_state = {
+        "train": trainer.start(models.reference.stored),
+        "reference": models.reference,
+        "root_key": models.train_key,
     }
     every = options.sample_every * trainer.num_steps // options.num_steps
-    beside = {"reward model": given.reward_model}
-    with job.stage(f"{name}_{given.seed}", held, meta={}, beside=beside) as stage:
+    beside = {"reward model": models.reward_model}
+    with job.stage(
+        f"{name}_{models.seed}", stage_state, meta={}, beside=beside
+    ) as stage:
         left = stage.steps()
-        batches = trainer.batches(given) if left else []
+        batches = trainer.batches(models) if left else []
         for step in left:
             rows = []
             if step % every == 0:
                 policy = trainer.policy(stage.state["train"])
-                found = look(policy, given, num_answers=options.batch_size)
-                rows = [{"algorithm": name, "seed": given.seed, **found}]
+                figures = look(policy, models, num_answers=options.batch_size)
+                rows = [{"algorithm": name, "seed": models.seed, **figures}]
             stage.state["train"], stats = trainer.update(
                 stage.state["train"],
                 batch=batches[step],
                 reference=stage.state["reference"],
-                reward=given.reward,
+                reward=models.reward,
                 key=jax.random.fold_in(stage.state["root_key"], step),
             )
             stage.end_step(step, stats, rows)
@@ -217,36 +219,36 @@ def main(options: Config) -> None:
     accuracies: list[float] = []
     with run.Run(options, num_steps=num_steps) as job:
         for seed in options.seeds:
-            given = prepare(
+            models = prepare(
                 seed, algorithm=algorithm, generate=generate, options=options
             )
-            accuracies.append(given.accuracy)
+            accuracies.append(models.accuracy)
             final = functools.partial(
                 look,
-                given=given,
+                models=models,
                 num_answers=options.num_evaluated,
                 to_each=options.num_evaluated // options.num_prompts,
             )
-            reference = given.reference.stored
+            reference = models.reference.stored
             before.append({"seed": seed, **final(reference)})
             for name, trainer in by_name.items():
                 policy = train(
-                    name, trainer, given, look=look, job=job, options=options
+                    name, trainer, models, look=look, job=job, options=options
                 )
                 after.append({"algorithm": name, "seed": seed, **final(policy)})
             if "best_of_n" in options.algorithms:
                 after += best_of(
-                    given,
+                    models,
                     draw=draw,
                     sizes=options.best_of,
                     num_prompts=options.num_prompts,
                     batch_size=options.batch_size,
                 )
-            frozen.verify(given.reference)
-            frozen.verify(given.reward_model)
+            frozen.verify(models.reference)
+            frozen.verify(models.reward_model)
     points = metrics.read(job.folder / "samples.jsonl")
-    found = comparison.summarise(points, before, after, kl_coef=options.kl_coef)
-    comparison.tell(found, kl_coef=options.kl_coef)
+    figures = comparison.summarise(points, before, after, kl_coef=options.kl_coef)
+    comparison.tell(figures, kl_coef=options.kl_coef)
     report.side_by_side(
         [
             {"policy": comparison.label(of), "response": of["response"]}
@@ -257,7 +259,7 @@ def main(options: Config) -> None:
     )
     comparison.plot(job.folder, points, before, after)
     summary = {
-        **found,
+        **figures,
         "kl_coef": options.kl_coef,
         "responses_for_training": options.num_steps * options.batch_size,
         "reward_model_accuracy": accuracies,

@@ -120,14 +120,15 @@ def lead(row: Row, reference: Row, best: Sequence[Row]) -> float | None:
     return float(row["gold"] - np.interp(at, distance, gold))
 
 
-def tell(found: Mapping[str, Any], *, kl_coef: float) -> None:
+def tell(figures: Mapping[str, Any], *, kl_coef: float) -> None:
     """The figures of `summarise` as tables."""
     rows = [
-        ("reference", {name: [value] for name, value in found["reference"].items()}),
-        *((name, of["of_seeds"]) for name, of in found["policies"].items()),
+        ("reference", {name: [value] for name, value in figures["reference"].items()}),
+        *((name, of["of_seeds"]) for name, of in figures["policies"].items()),
     ]
     report.table(
-        f"Answers to held-out prompts, mean ± deviation of {found['num_seeds']} seeds",
+        "Responses to held-out prompts, mean ± deviation of "
+        f"{figures['num_seeds']} seeds",
         ("", "KL [nats]", "gold", "score", "fluent", "distinct"),
         [(name, *(_cell(of[key]) for key in ("kl", *MEASURED))) for name, of in rows],
     )
@@ -139,7 +140,7 @@ def tell(found: Mapping[str, Any], *, kl_coef: float) -> None:
             for name, of in rows[1:]
         ],
     )
-    bounds = [of for of in found["policies"].values() if "n" in of]
+    bounds = [of for of in figures["policies"].values() if "n" in of]
     if bounds:
         report.table(
             "KL of best-of-n [nats]",

@@ -17,7 +17,7 @@ from rlhf_jax.algorithms.policy_gradient.iteration import Reward
 from rlhf_jax.functional import best_of_n
 from rlhf_jax.roles.reference.frozen import Frozen
 from studies import preparation, trainers
-from studies.trainers import Given
+from studies.trainers import SeedModels
 
 Array = jax.Array
 Params = Any
@@ -25,7 +25,7 @@ Row = dict[str, Any]
 
 
 def looker(algorithm: ppo.PPO, *, batch_size: int) -> Callable[..., Row]:
-    """Makes `look(policy, given, num_answers=)`: a row about held-out prompts.
+    """Makes `look(policy, models, num_answers=)`: a row about held-out prompts.
 
     to_each is how many of the answers each prompt has, 1 unless said.
     """
@@ -57,18 +57,18 @@ def looker(algorithm: ppo.PPO, *, batch_size: int) -> Callable[..., Row]:
         return answered, scores.mean(), kl / scores.size
 
     def look(
-        policy: Params, given: Given, *, num_answers: int, to_each: int = 1
+        policy: Params, models: SeedModels, *, num_answers: int, to_each: int = 1
     ) -> Row:
         prompts = preparation.prompts_of(
             HELD_OUT_PROMPTS,
             batch_size=num_answers,
-            seed=given.seed,
+            seed=models.seed,
             samples_per_prompt=to_each,
         )[0]
         answered, mean, kl = measure(
-            policy, given.reference, given.reward, prompts, given.test_key
+            policy, models.reference, models.reward, prompts, models.test_key
         )
-        said = judged(
+        said = judgement(
             answered, num_prompts=num_answers // to_each, batch_size=batch_size
         )
         return {"score": float(mean), "kl": float(kl), **said}
@@ -77,7 +77,7 @@ def looker(algorithm: ppo.PPO, *, batch_size: int) -> Callable[..., Row]:
 
 
 def best_of(
-    given: Given,
+    models: SeedModels,
     *,
     draw: Callable[..., Any],
     sizes: Sequence[int],
@@ -92,15 +92,15 @@ def best_of(
     prompts = preparation.prompts_of(
         HELD_OUT_PROMPTS,
         batch_size=2 * most,
-        seed=given.seed,
+        seed=models.seed,
         samples_per_prompt=2 * most,
     )
     drawn = [
         draw(
-            given.reference.stored,
-            reward=given.reward,
+            models.reference.stored,
+            reward=models.reward,
             prompts=prompts[number],
-            key=given.test_key,
+            key=models.test_key,
         )
         for number in range(num_prompts)
     ]
@@ -113,22 +113,22 @@ def best_of(
         rows.append(
             {
                 "algorithm": "best_of_n",
-                "seed": given.seed,
+                "seed": models.seed,
                 "n": n,
                 "kl_bound": best_of_n.kl_bound(n),
                 "kl": float(masked.mean_stats(stats)["best_of_n/kl"]),
                 "score": float(best.mean()),
-                **judged(chosen, num_prompts=num_prompts, batch_size=batch_size),
+                **judgement(chosen, num_prompts=num_prompts, batch_size=batch_size),
             }
         )
     return rows
 
 
-def judged(answered: Rollout, *, num_prompts: int, batch_size: int) -> Row:
+def judgement(answered: Rollout, *, num_prompts: int, batch_size: int) -> Row:
     """What judge and grammar say, batch by batch, of answers by prompt."""
     # Answers to one prompt apart, so that a batch holds as many prompts as there are.
     rows = len(answered.tokens)
     order = np.arange(rows).reshape(num_prompts, -1).T.reshape(-1)
-    return preparation.judged(
+    return preparation.judgement(
         jax.tree.map(lambda leaf: leaf[order], answered), batch_size=batch_size
     )

@@ -8,7 +8,7 @@ A small decoder is fine-tuned on worked examples until it knows the form, and ge
 of the sums right: that is the reference. Then it answers each prompt eight times, a
 verifier compares the last integer of each answer with the sum, and GRPO raises what
 was right above what was wrong, less β·KL to the reference. A fifth of the 1000 triples
-is held out of both stages.
+is stage_state out of both stages.
 
 It takes 5.5 minutes on one CPU core. Expect of seeds 0, 1 and 2, greedy: the reference
 0.29, 0.16 and 0.43 of the held-out triples, the policy 0.995, 0.965 and 0.98, and of
@@ -188,8 +188,8 @@ def improve(
     learn = jax.jit(
         functools.partial(grpo.learn, recipe=algorithm), donate_argnames=("state",)
     )
-    held = {"train": initial, "reference": reference, "root_key": key}
-    with job.stage("grpo", held, meta={}) as stage:
+    stage_state = {"train": initial, "reference": reference, "root_key": key}
+    with job.stage("grpo", stage_state, meta={}) as stage:
         train, reference = stage.state["train"], stage.state["reference"]
         for step in stage.steps():
             step_key = jax.random.fold_in(key, step)
@@ -245,7 +245,7 @@ def main(options: Config) -> None:
         "seconds": time.perf_counter() - started,
     }
     report.table(
-        f"Answers to {len(held_out)} held-out prompts, share that is right",
+        f"Responses to {len(held_out)} held-out prompts, share that is right",
         ("", "reference", "policy"),
         [
             ("greedy", summary["accuracy_reference"], summary["accuracy_policy"]),

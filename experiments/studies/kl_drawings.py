@@ -78,11 +78,11 @@ def plots(folder: Path, summary: Mapping[str, Any]) -> None:
         drawn.savefig(folder / "plots" / f"{name}.png", dpi=150)
 
 
-def _draw_words(found: Mapping[str, Any]) -> Figure:
+def _draw_words(policies: Mapping[str, Any]) -> Figure:
     figure = Figure(figsize=(9, 5), layout="constrained")
-    axes = figure.subplots(2, len(found), sharex=True, sharey="row")
+    axes = figure.subplots(2, len(policies), sharex=True, sharey="row")
     places = np.arange(len(REFERENCE_WORDS))
-    for (name, row), (above, below) in zip(found.items(), axes.T, strict=True):
+    for (name, row), (above, below) in zip(policies.items(), axes.T, strict=True):
         above.bar(places - 0.2, REFERENCE_WORDS, 0.4, color="0.7", label="reference")
         above.bar(places + 0.2, row["policy"], 0.4, color="tab:blue", label="policy")
         above.set_title(f"{name}: KL {row['kl']:.4f} nats")
@@ -109,9 +109,13 @@ def _draw_estimators(rows: Sequence[Row]) -> Figure:
         means = np.array([row[f"{name} mean"] for row in rows])
         exact = np.array([row["exact mean"] for row in rows])
         # Of one token nothing but the prompt varies, and that is one word.
-        seen = stds > 1e-6
+        varies = stds > 1e-6
         (line,) = spread.plot(
-            np.array(lengths)[seen], stds[seen], f"o{style}", markersize=3, label=name
+            np.array(lengths)[varies],
+            stds[varies],
+            f"o{style}",
+            markersize=3,
+            label=name,
         )
         relative.plot(
             lengths, means / exact, f"o{style}", markersize=3, color=line.get_color()

@@ -34,7 +34,7 @@ from rlhf_jax.functional import checks
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.runs import command_line, folder, metrics, report, run, run_config
 from studies import overoptimisation
-from studies.preparation import answers_of, judged, keys_of, prepare, prompts_of
+from studies.preparation import answers_of, judgement, keys_of, prepare, prompts_of
 from studies.sweep import Mapped, evaluate, in_total, iterations, pick, stack, start
 
 Array = jax.Array
@@ -218,7 +218,7 @@ def measured(
             "kl_coef": kl_coef,
             "score": _mean_of(stats["objective/scores"], s, b, k),
             "kl": _mean_of(stats["objective/kl"], s, b, k),
-            **judged(pick(rollouts, s, b, k), batch_size=options.batch_size),
+            **judgement(pick(rollouts, s, b, k), batch_size=options.batch_size),
         }
         for (s, seed), (b, kl_coef) in runs
     ]
@@ -256,8 +256,8 @@ def main(options: Config) -> None:
         batch_size=options.batch_size,
     )
     points = metrics.read(options.out / "samples.jsonl")
-    found = overoptimisation.summarise(points, before, after)
-    overoptimisation.tell(found)
+    figures = overoptimisation.summarise(points, before, after)
+    overoptimisation.tell(figures)
     report.side_by_side(
         [
             {
@@ -268,9 +268,9 @@ def main(options: Config) -> None:
         ],
         title=before[0]["prompt"],
     )
-    overoptimisation.plots(job.folder, [*points, *after], found)
+    overoptimisation.plots(job.folder, [*points, *after], figures)
     summary = {
-        **found,
+        **figures,
         "reward_model_accuracy": [of.accuracy for of in prepared],
         "responses": [*before, *after],
         "reference_verified": True,

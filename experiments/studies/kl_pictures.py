@@ -45,7 +45,7 @@ from rlhf_jax.runs import command_line
 from rlhf_jax.runs.folder import open_run, write_summary
 from rlhf_jax.runs.run_config import RunConfig
 from studies.kl_drawings import ESTIMATORS, POLICY_WORDS, REFERENCE_WORDS, plots, tables
-from studies.model_pair import Pair, answer, prices
+from studies.model_pair import Pair, answer, logprobs_and_kl
 
 Array = jax.Array
 Params = Any
@@ -144,17 +144,17 @@ def _with_noise(params: Params, *, key: Array, scale: float) -> Params:
 
 def six_words() -> dict[str, dict[str, Any]]:
     """{policy: its words, what each adds to the KL, and the KL}, nats."""
-    found = {}
+    policies = {}
     reference = np.array(REFERENCE_WORDS)
     for name, words in POLICY_WORDS.items():
         policy_words = np.array(words)
         total = kl.exact(jnp.log(policy_words), jnp.log(reference))
-        found[name] = {
+        policies[name] = {
             "policy": list(words),
             "contributions": (policy_words * np.log(policy_words / reference)).tolist(),
             "kl": float(total),
         }
-    return found
+    return policies
 
 
 # --- 2: estimators ------------------------------------------------------------------
@@ -169,10 +169,10 @@ def estimators(pair: Pair, options: Config, *, key: Array) -> list[Row]:
     )
 
     @jax.jit
-    def price(moved: Params, reference: Params, tokens: Array) -> dict[str, Array]:
-        return prices(Pair(moved, reference, pair.model), tokens)
+    def compute(moved: Params, reference: Params, tokens: Array) -> dict[str, Array]:
+        return logprobs_and_kl(Pair(moved, reference, pair.model), tokens)
 
-    priced = price(pair.policy, pair.reference, tokens)
+    computed = compute(pair.policy, pair.reference, tokens)
     columns = np.arange(1 + longest)[None, :]
     rows = []
     for length in sorted(options.lengths):
@@ -181,7 +181,7 @@ def estimators(pair: Pair, options: Config, *, key: Array) -> list[Row]:
         )
         row: Row = {"length": length}
         for name, penalty in ESTIMATORS.items():
-            value, _ = kl_penalty.reward_kl(penalty=penalty, mask=mask, **priced)
+            value, _ = kl_penalty.reward_kl(penalty=penalty, mask=mask, **computed)
             total = np.asarray(masked.masked_sum(value, mask=mask, axis=1), np.float64)
             row[f"{name} mean"], row[f"{name} std"] = total.mean(), total.std(ddof=1)
         rows.append(row)
@@ -214,9 +214,11 @@ def prefixes(pair: Pair, options: Config, *, key: Array) -> list[Row]:
         moved: Params, reference: Params, prefix: Array, texts: Array
     ) -> tuple[Array, Array]:
         """f32[B] KL of the responses and f32[] log π_ref of the prefix, nats."""
-        priced = prices(Pair(moved, reference, pair.model), _with_prefix(prefix, texts))
-        inside = priced["ref_logprobs"][0, 1 : 1 + prefix.size]
-        response = priced["exact"][:, -options.response_length :]
+        computed = logprobs_and_kl(
+            Pair(moved, reference, pair.model), _with_prefix(prefix, texts)
+        )
+        inside = computed["ref_logprobs"][0, 1 : 1 + prefix.size]
+        response = computed["exact"][:, -options.response_length :]
         return jnp.sum(response, axis=1), jnp.sum(inside)
 
     @jax.jit
@@ -236,8 +238,8 @@ def prefixes(pair: Pair, options: Config, *, key: Array) -> list[Row]:
         prefix = np.zeros(0, np.int32)
         for _ in range(options.prefix_length):
             candidates = np.array([[*prefix, word] for word in words], np.int32)
-            found = measure_each(pair.policy, pair.reference, candidates, texts)
-            prefix = candidates[np.argmax(best(*map(np.asarray, found)))]
+            measured = measure_each(pair.policy, pair.reference, candidates, texts)
+            prefix = candidates[np.argmax(best(*map(np.asarray, measured)))]
         return prefix
 
     chosen = {
@@ -256,8 +258,8 @@ def prefixes(pair: Pair, options: Config, *, key: Array) -> list[Row]:
         own, _ = measure(pair.policy, pair.reference, prefix, kept)
         row: Row = {"prefix": name, "words": " ".join(map(str, prefix))}
         row["ref_logprob"] = float(logprob)
-        for which, found in (("same", same), ("own", own)):
-            values = np.asarray(found, np.float64)
+        for which, kl_of_rows in (("same", same), ("own", own)):
+            values = np.asarray(kl_of_rows, np.float64)
             row[f"kl_{which}"] = values.mean()
             row[f"kl_{which}_error"] = values.std(ddof=1) / math.sqrt(len(values))
         rows.append(row)

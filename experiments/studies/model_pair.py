@@ -53,7 +53,7 @@ def answer(
     ).tokens
 
 
-def prices(pair: Pair, tokens: Array) -> dict[str, Array]:
+def logprobs_and_kl(pair: Pair, tokens: Array) -> dict[str, Array]:
     """f32[B, S] each, nats: log π, log π_ref and exact KL, 0 in the first column."""
     mask = jnp.ones(tokens.shape, bool)
     states, logprobs = [], []
@@ -61,11 +61,11 @@ def prices(pair: Pair, tokens: Array) -> dict[str, Array]:
         hidden = decoder.hidden_states(
             params, model=pair.model, tokens=tokens, mask=mask
         )
-        found, _ = policy.logprobs_from_hidden(
+        logprobs_of_role, _ = policy.logprobs_from_hidden(
             params, hidden, model=pair.model, tokens=tokens, mask=mask
         )
         states.append(hidden)
-        logprobs.append(found)
+        logprobs.append(logprobs_of_role)
     exact = policy.exact_kl(
         pair.policy, states[0], pair.reference, states[1], model=pair.model, mask=mask
     )

@@ -90,8 +90,8 @@ def summarise(
     def fit_of(rows: Sequence[Row]) -> dict[str, float] | None:
         kl = np.array([row["kl"] for row in rows])
         gain = np.array([row["gold"] - base[row["seed"]]["gold"] for row in rows])
-        found = fit(kl, gain)
-        return None if found is None else found._asdict()
+        fitted = fit(kl, gain)
+        return None if fitted is None else fitted._asdict()
 
     of_betas: dict[float, dict[str, Any]] = {}
     for kl_coef in dict.fromkeys(row["kl_coef"] for row in after):
@@ -112,7 +112,7 @@ def summarise(
         of_betas[kl_coef] = {
             **{name: float(of_seeds.mean()) for name, of_seeds in values.items()},
             "of_seeds": {name: of_seeds.tolist() for name, of_seeds in values.items()},
-            "failures": {name: int(seen.sum()) for name, seen in failures.items()},
+            "failures": {name: int(failed.sum()) for name, failed in failures.items()},
             "fit": fit_of([row for row in points if row["kl_coef"] == kl_coef] + rows),
         }
     return {
@@ -128,7 +128,7 @@ def summarise(
             for name in ("gold", "score")
         },
         "three_failures": 0.0 in of_betas
-        and all(seen == len(base) for seen in of_betas[0.0]["failures"].values()),
+        and all(failed == len(base) for failed in of_betas[0.0]["failures"].values()),
         "prevented_by": [
             kl_coef
             for kl_coef, of in of_betas.items()
@@ -137,10 +137,10 @@ def summarise(
     }
 
 
-def tell(found: Mapping[str, Any]) -> None:
+def tell(figures: Mapping[str, Any]) -> None:
     """The figures of `summarise` as tables."""
-    reference, of_betas = found["reference"], found["kl_coefs"]
-    seeds = found["num_seeds"]
+    reference, of_betas = figures["reference"], figures["kl_coefs"]
+    seeds = figures["num_seeds"]
     report.table(
         f"Responses to held-out prompts, mean ± deviation of {seeds} seeds",
         ("", "KL [nats]", "gold", "score", "fluent", "distinct"),
@@ -165,7 +165,7 @@ def tell(found: Mapping[str, Any]) -> None:
             (f"β = {kl_coef}", of["net_gold"], of["net_score"], *_fitted(of["fit"]))
             for kl_coef, of in of_betas.items()
         ]
-        + [("all runs", None, None, *_fitted(found["fit"]))],
+        + [("all runs", None, None, *_fitted(figures["fit"]))],
     )
     report.table(
         f"Failures, in how many of {seeds} seeds",
@@ -175,32 +175,35 @@ def tell(found: Mapping[str, Any]) -> None:
             for kl_coef, of in of_betas.items()
         ],
     )
-    print(f"gold - β KL peaks at β = {found['peak']['gold']:g}")
+    print(f"gold - β KL peaks at β = {figures['peak']['gold']:g}")
     if "0" in of_betas:
-        of, shown = of_betas["0"], "all three" if found["three_failures"] else "not all"
+        of, shown = (
+            of_betas["0"],
+            "all three" if figures["three_failures"] else "not all",
+        )
         print(
             f"without the penalty: score {of['score_gain']:+.2f}, gold "
             f"{of['gold_gain']:+.2f}, fluency {reference['fluency']:.2f} -> "
             f"{of['fluency']:.2f}, distinct {reference['distinct']:.2f} -> "
             f"{of['distinct']:.2f}: {shown} failures in every seed"
         )
-    prevented = ", ".join(f"{kl_coef:g}" for kl_coef in found["prevented_by"])
+    prevented = ", ".join(f"{kl_coef:g}" for kl_coef in figures["prevented_by"])
     print(f"β without any failure in any seed: {prevented or 'none'}")
 
 
-def plots(folder: Path, rows: Sequence[Row], found: Mapping[str, Any]) -> None:
+def plots(folder: Path, rows: Sequence[Row], figures: Mapping[str, Any]) -> None:
     """Draws folder/plots/frontier.png and objective.png.
 
     Args:
       rows: of all runs in the order of their steps, the end included.
-      found: by `summarise`.
+      figures: by `summarise`.
     """
     (folder / "plots").mkdir(exist_ok=True)
-    _frontier(rows, found).savefig(folder / "plots" / "frontier.png", dpi=150)
-    _objective(found).savefig(folder / "plots" / "objective.png", dpi=150)
+    _frontier(rows, figures).savefig(folder / "plots" / "frontier.png", dpi=150)
+    _objective(figures).savefig(folder / "plots" / "objective.png", dpi=150)
 
 
-def _frontier(rows: Sequence[Row], found: Mapping[str, Any]) -> Figure:
+def _frontier(rows: Sequence[Row], figures: Mapping[str, Any]) -> Figure:
     figure = Figure(figsize=(9, 7), layout="constrained")
     axes = figure.subplots(2, 2, sharex=True)
     kl_coefs = sorted({row["kl_coef"] for row in rows})
@@ -220,10 +223,10 @@ def _frontier(rows: Sequence[Row], found: Mapping[str, Any]) -> Figure:
             axis.plot(*mean[-1], "o", color=colour, markersize=5)
         axis.set_ylabel(label)
         _plain(axis)
-    if found["fit"] is not None:
-        of = Fit(**found["fit"])
+    if figures["fit"] is not None:
+        of = Fit(**figures["fit"])
         d = np.linspace(1e-3, np.sqrt(max(row["kl"] for row in rows)), 200)
-        curve = found["reference"]["gold"] + d * (of.alpha - of.beta * np.log(d))
+        curve = figures["reference"]["gold"] + d * (of.alpha - of.beta * np.log(d))
         axes[0, 0].plot(d, curve, "k--", linewidth=1, label="d (α - β' log d)")
     axes[0, 0].legend(frameon=False, fontsize="small", title="thin: a seed, bold: mean")
     for axis in axes[1]:
@@ -231,10 +234,10 @@ def _frontier(rows: Sequence[Row], found: Mapping[str, Any]) -> Figure:
     return figure
 
 
-def _objective(found: Mapping[str, Any]) -> Figure:
+def _objective(figures: Mapping[str, Any]) -> Figure:
     figure = Figure(figsize=(6, 4), layout="constrained")
     axis = figure.subplots()
-    of_betas = list(found["kl_coefs"].values())
+    of_betas = list(figures["kl_coefs"].values())
     for name, label, colour in (
         ("net_score", "reward-model score - β KL", "tab:blue"),
         ("net_gold", "gold - β KL", "tab:orange"),
@@ -245,7 +248,7 @@ def _objective(found: Mapping[str, Any]) -> Figure:
         axis.plot(means, "o-", color=colour, linewidth=2, markersize=4, label=label)
         peak = int(np.argmax(means))
         axis.plot(peak, means[peak], "*", color=colour, markersize=16)
-    axis.set_xticks(range(len(of_betas)), list(found["kl_coefs"]))
+    axis.set_xticks(range(len(of_betas)), list(figures["kl_coefs"]))
     axis.set_xlabel("β [reward units per nat]; a star is a peak")
     axis.set_ylabel("net objective [reward units]")
     axis.legend(frameon=False)
@@ -258,5 +261,5 @@ def _plain(axis: Axes) -> None:
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def _fitted(found: Mapping[str, float] | None) -> tuple[float | None, ...]:
-    return (None,) * 3 if found is None else tuple(found.values())
+def _fitted(fitted: Mapping[str, float] | None) -> tuple[float | None, ...]:
+    return (None,) * 3 if fitted is None else tuple(fitted.values())

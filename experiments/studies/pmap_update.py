@@ -273,15 +273,15 @@ def main(options: Config) -> None:
         answered = sample(train.policy, prompts=prompts[step], key=step_key)
         made, scores = prepare(train, answered, reference)
         expected, _ = whole(train, experience=made, key=step_key)
-        found, _ = by_pmap(train, made, step_key)
+        pmapped, _ = by_pmap(train, made, step_key)
         means, _ = mean_of_means(train, made, step_key)
         moved = farthest(expected.policy, train.policy)
         share = [
             float(farthest(other.policy, expected.policy) / moved)
-            for other in (found, means)
+            for other in (pmapped, means)
         ]
         rows.append((step, float(scores), float(moved), *share))
-        train = found
+        train = pmapped
     columns = ("step", "score", "largest move", "pmap - jit", "mean of means - jit")
     report.table("Differences as shares of the largest move", columns, rows)
     names = ("step", "score", "moved", "pmap", "mean_of_means")

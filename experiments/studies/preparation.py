@@ -65,7 +65,7 @@ def prepare(
     return Prepared(tuned, scorer, accuracy)
 
 
-def judged(answered: Rollout, *, batch_size: int) -> Row:
+def judgement(answered: Rollout, *, batch_size: int) -> Row:
     """What judge and grammar say of some responses, and one of them.
 
     "distinct" is a mean over batches, as of more responses fewer are.

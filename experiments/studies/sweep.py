@@ -15,7 +15,7 @@ from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.algorithms.flow import score
 from rlhf_jax.algorithms.state import TrainState
 from rlhf_jax.roles.reference.frozen import Frozen
-from studies.preparation import answers_of, judged, keys_of, prompts_of
+from studies.preparation import answers_of, judgement, keys_of, prompts_of
 
 Array = jax.Array
 Params = Any
@@ -82,9 +82,9 @@ def iterations(
     over = jax.lax.map if mapped == "map" else lambda f, xs: jax.vmap(f)(xs)
 
     def of_seed(
-        given: tuple[TrainState, Prompts, Params, Params, Array],
+        arguments: tuple[TrainState, Prompts, Params, Params, Array],
     ) -> tuple[TrainState, tuple[masked.Stats, Rollout]]:
-        trains, prompts, reference, reward_model, key = given
+        trains, prompts, reference, reward_model, key = arguments
         # Digests are of the seeds together; no forward pass reads them.
         frozen_reference = dataclasses.replace(references, stored=reference)
         frozen_scorer = dataclasses.replace(reward_models, stored=reward_model)
@@ -157,7 +157,7 @@ def evaluate(
     num_responses: int,
     batch_size: int,
 ) -> tuple[list[Row], list[Row]]:
-    """Answers of every reference, and of every policy, to held-out prompts.
+    """Responses of every reference, and of every policy, to held-out prompts.
 
     Args:
       policies: [seeds, β, ...].
@@ -206,7 +206,7 @@ def evaluate(
                     "kl_coef": kl_coef,
                     "score": float(mean),
                     "kl": float(kl),
-                    **judged(answered, batch_size=batch_size),
+                    **judgement(answered, batch_size=batch_size),
                 }
             )
     return before, after

@@ -42,7 +42,7 @@ Params = Any
 GRPO = GroupRecipe(baseline="group", normalise=None)
 
 
-class Given(NamedTuple):
+class SeedModels(NamedTuple):
     """What the runs of one seed share."""
 
     seed: int
@@ -65,7 +65,7 @@ class Trainer(NamedTuple):
 
     num_steps: int
     start: Callable[[Params], Any]  # reference -> the state before the first step
-    batches: Callable[[Given], Batches[Any]]
+    batches: Callable[[SeedModels], Batches[Any]]
     # (state, batch=, reference=, reward=, key=) -> (state, stats); donates the state.
     update: Callable[..., tuple[Any, masked.Stats]]
     policy: Callable[[Any], Params]  # of a state
@@ -149,8 +149,8 @@ def _online(
     return Trainer(
         num_steps=options.num_steps,
         start=start,
-        batches=lambda given: _prompts(
-            given, samples_per_prompt=samples_per_prompt, options=options
+        batches=lambda models: _prompts(
+            models, samples_per_prompt=samples_per_prompt, options=options
         ),
         update=jax.jit(update, donate_argnames=("train",)),
         policy=lambda train: train.policy,
@@ -186,10 +186,10 @@ def by_dpo(
         start=lambda reference: state.supervised_state(
             storage.store(reference), optimizer=pairwise.optimizer
         ),
-        batches=lambda given: packing.packed_batches(
-            packing.pack(pairs_of(given, draw=draw, options=options), width=None),
+        batches=lambda models: packing.packed_batches(
+            packing.pack(pairs_of(models, draw=draw, options=options), width=None),
             batch_size=options.batch_size // options.num_minibatches // 2,
-            seed=given.seed,
+            seed=models.seed,
             pad_id=reviews.PAD_ID,
         ),
         update=jax.jit(update, donate_argnames=("train",)),
@@ -198,21 +198,21 @@ def by_dpo(
 
 
 def pairs_of(
-    given: Given,
+    models: SeedModels,
     *,
     draw: Callable[..., tuple[Rollout, Array]],
     options: quickstart.Config,
 ) -> list[Pair]:
     """Pairs of the reference's answers, P(a is chosen) = σ(score(a) - score(b))."""
-    prompts = _prompts(given, samples_per_prompt=2, options=options)
+    prompts = _prompts(models, samples_per_prompt=2, options=options)
     # A stream of its own: that of the seed labelled the reward model's pairs.
-    rng, pairs = np.random.default_rng((given.seed, 1)), []
+    rng, pairs = np.random.default_rng((models.seed, 1)), []
     for step in range(options.num_steps):
         answered, scores = draw(
-            given.reference.stored,
-            reward=given.reward,
+            models.reference.stored,
+            reward=models.reward,
             prompts=prompts[step],
-            key=given.train_key,
+            key=models.train_key,
         )
         answers, scores = preferences.answers_in(answered), np.asarray(scores)
         labels = reviews.noisy_preferences(rng, scores[::2], scores[1::2], noise=1.0)
@@ -257,11 +257,11 @@ def sampled(
 
 
 def _prompts(
-    given: Given, *, samples_per_prompt: int, options: quickstart.Config
+    models: SeedModels, *, samples_per_prompt: int, options: quickstart.Config
 ) -> Batches[Prompts]:
     return preparation.prompts_of(
         TRAIN_PROMPTS,
         batch_size=options.batch_size,
-        seed=given.seed,
+        seed=models.seed,
         samples_per_prompt=samples_per_prompt,
     )

@@ -249,12 +249,12 @@ def draw(
 
 def known(params: Params, *, model: ModelConfig, temperature: float) -> Float64:
     """f64[256]: log π(y), for the sums below; float32 until here."""
-    found = _log_probabilities(params, model=model, temperature=temperature)
-    return np.asarray(found, np.float64)
+    log_policy = _log_probabilities(params, model=model, temperature=temperature)
+    return np.asarray(log_policy, np.float64)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "temperature"))
-def _priced_kl(
+def _run_kl(
     params: Params, reference: Frozen, *, model: ModelConfig, temperature: float
 ) -> tuple[Array, Array]:
     rollout = every_response(params, model=model, temperature=temperature)
@@ -272,11 +272,11 @@ def _priced_kl(
     return rollout.old_logprobs.sum(axis=1), scored.kl.sum(axis=1)
 
 
-def priced_kl(
+def run_kl(
     params: Params, reference: Frozen, *, model: ModelConfig, temperature: float
 ) -> float:
     """E_π[Σ_t kl_t], nats, the kl_t that a run would take off the reward."""
-    logprobs, kl = _priced_kl(params, reference, model=model, temperature=temperature)
+    logprobs, kl = _run_kl(params, reference, model=model, temperature=temperature)
     return float(np.exp(np.asarray(logprobs, np.float64)) @ np.asarray(kl, np.float64))
 
 

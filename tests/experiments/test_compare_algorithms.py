@@ -150,7 +150,7 @@ def given():
         rewards.init(jax.random.key(1), params, model=algorithm.model)
     )
     reward = rewards.from_model(reward_model, model=algorithm.model)
-    return trainers.Given(0, toys.freeze(params), reward_model, reward, 0.5)
+    return trainers.SeedModels(0, toys.freeze(params), reward_model, reward, 0.5)
 
 
 def said(text):

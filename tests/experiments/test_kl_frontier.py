@@ -121,7 +121,7 @@ def test_a_judge_who_tells_nothing_apart_is_told(tmp_path):
 
 def test_what_is_said_of_responses_by_hand():
     prompts = preparation.prompts_of(TRAIN_PROMPTS, batch_size=6, seed=0)[0]
-    found = preparation.judged(
+    found = preparation.judgement(
         two_answers(None, prompts=prompts, key=None), batch_size=4
     )
     assert found["distinct"] == pytest.approx((2 / 4 + 2 / 2) / 2)

@@ -25,12 +25,12 @@ COPIED = 2**26  # numbers
 def best(program: Callable[[Array], Array], array: Array) -> float:
     """Seconds of the fastest of several calls, each on what the last one returned."""
     array = jax.block_until_ready(program(array))
-    found = []
+    seconds = []
     for _ in range(REPEATS):
         began = time.perf_counter()
         array = jax.block_until_ready(program(array))
-        found.append(time.perf_counter() - began)
-    return min(found)
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
 
 
 def main() -> None:
