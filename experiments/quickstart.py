@@ -2,7 +2,7 @@
 
     python experiments/quickstart.py --out runs/quickstart
 
-A small model learns a language of product reviews (`worlds/reviews.py`), whose grammar makes
+A small model learns a language of product reviews, whose grammar (`worlds/`) makes
 fluency exact. Pairs of its own samples are labelled by a noisy gold judge who stands in
 for people; a reward model learns from the labels alone; PPO improves the policy against
 the reward model while the KL penalty holds it near the frozen reference. The table at
