@@ -5,10 +5,10 @@
     <3+4+5>  ->  12.            three digits, their sum, and a stop
 
 A small decoder is fine-tuned on worked examples until it knows the form, and gets some
-of the sums right: that is the reference. Then it answers each prompt eight times, a
-verifier compares the last integer of each answer with the sum, and GRPO raises what
+of the sums right: that is the reference. Then it responds to each prompt eight times, a
+verifier compares the last integer of each response with the sum, and GRPO raises what
 was right above what was wrong, less β·KL to the reference. A fifth of the 1000 triples
-is stage_state out of both stages.
+is held out of both stages.
 
 It takes 5.5 minutes on one CPU core. Expect of seeds 0, 1 and 2, greedy: the reference
 0.29, 0.16 and 0.43 of the held-out triples, the policy 0.995, 0.965 and 0.98, and of
@@ -171,7 +171,7 @@ def improve(
     algorithm: grpo.GRPO,
     options: Config,
 ) -> Params:
-    """GRPO: verified answers, less β·KL to the reference."""
+    """GRPO: verified responses, less β·KL to the reference."""
     prompts = prompts_of(
         rows,
         batch_size=options.batch_size,

@@ -29,7 +29,7 @@ def tables(summary: Mapping[str, Any]) -> None:
     """Prints the three."""
     words = summary["six_words"]
     report.table(
-        "1. KL over six words, nats: π log(π/π_ref) of each, and their sum",
+        "1. KL over six tokens, nats: π log(π/π_ref) of each, and their sum",
         ("policy", *(f"{word:g}" for word in REFERENCE_WORDS), "KL"),
         [
             (name, *(f"{part:.4f}" for part in (*row["contributions"], row["kl"])))
@@ -90,7 +90,9 @@ def _draw_words(policies: Mapping[str, Any]) -> Figure:
         colours = np.where(parts > 0, "tab:red", "tab:green")
         below.bar(places, parts, 0.6, color=colours)
         below.axhline(0, color="black", linewidth=0.8)
-        below.set_xticks(places, [f"word {place + 1}" for place in places], rotation=60)
+        below.set_xticks(
+            places, [f"token {place + 1}" for place in places], rotation=60
+        )
         _plain(above)
         _plain(below)
     axes[0, 0].set_ylabel("probability")

@@ -5,13 +5,13 @@
 Nothing is trained. The two models of pictures 2 and 3 are a random decoder, the
 reference, and a perturbed copy of it, the policy.
 
-1. Six words: three policies against one reference, word by word. A word adds
+1. Six tokens: three policies against one reference, token by token. A token adds
    π log(π/π_ref), negative where the policy likes it less; the sum is the KL.
 2. Estimators: the KL of a whole response by k1, k2, k3 (sums over tokens, and of the
    whole response at once) and exact, and its standard deviation over responses of the
    policy, against the length of a response.
-3. Prefixes: words in front of every prompt, seen by both models. They are chosen one
-   by one from a few words, so that the KL measured behind them is the largest or the
+3. Prefixes: tokens in front of every prompt, seen by both models. They are chosen one
+   by one from a few tokens, so that the KL measured behind them is the largest or the
    smallest; or, without a look at the KL, the likeliest or unlikeliest under the
    reference, or by lot. "Same responses" were sampled without a prefix, and are what
    the search measures; "own responses" the policy gives behind it. Weights, prompts
@@ -22,7 +22,7 @@ seeds 0 to 2 a response of 64 tokens has a KL of 9.4 to 13.5 nats. One sample of
 off by 4.5 - 5.4 nats with k1, 2.3 - 3.7 with k3 and 1.2 - 1.6 with exact, whose noise
 is that of the prefixes alone; k2 is 10 - 14% too high. Of the whole response k2 is too
 high by a factor of 6 to 8, and k3, unbiased, has tails too heavy for 4096 responses. A
-prefix of four words from 32 raises the measured KL by 29 - 30% or lowers it by 14 - 15%
+prefix of four of 32 tokens raises the measured KL by 29 - 30% or lowers it by 14 - 15%
 on the same responses (on own ones 27 - 31% and 13 - 17%); one that is merely unlikely
 moves it by -8% to +18%.
 """
@@ -57,7 +57,7 @@ BEGIN = 0  # the word that every text begins with
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
     vocab_size: int = 128
-    """Words of both models."""
+    """Vocabulary of both models, tokens."""
     hidden_size: int = 64
     """Width of both models."""
     num_layers: int = 2
@@ -79,7 +79,7 @@ class Config(RunConfig):
     prefix_length: int = 4
     """Tokens of a prefix."""
     num_candidates: int = 32
-    """Words that a prefix is chosen from."""
+    """Tokens that a prefix is chosen from."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -103,7 +103,7 @@ class Config(RunConfig):
             )
         if not 1 < self.num_candidates < self.vocab_size:
             raise checks.InputError(
-                f"num_candidates: expected 2 to {self.vocab_size - 1}, words of the "
+                f"num_candidates: expected 2 to {self.vocab_size - 1}, tokens of the "
                 f"vocabulary but its first, got {self.num_candidates}"
             )
 
@@ -139,7 +139,7 @@ def _with_noise(params: Params, *, key: Array, scale: float) -> Params:
     )
 
 
-# --- 1: six words -------------------------------------------------------------------
+# --- 1: six tokens ------------------------------------------------------------------
 
 
 def six_words() -> dict[str, dict[str, Any]]:
