@@ -36,15 +36,15 @@ def _all_finite(array: np.ndarray) -> bool:
     return all(((chunk & exponent) != exponent).all() for chunk in chunks)
 
 
-def refuse(found: Mapping[str, tuple[NotFinite, int]]) -> None:
+def refuse(counts: Mapping[str, tuple[NotFinite, int]]) -> None:
     """Raises InputError if there is an entry that is NaN or infinite.
 
     Args:
-      found: {name of a tensor: (its entries that are, how many it has)}.
+      counts: {name of a tensor: (its entries that are, how many it has)}.
     """
     problems = [
         f"{name}: {which.nan} NaN and {which.infinite} infinite of {size} entries"
-        for name, (which, size) in sorted(found.items())
+        for name, (which, size) in sorted(counts.items())
         if any(which)
     ]
     if problems:

@@ -92,12 +92,12 @@ def save(
         trunk = adapters["trunk"]
         tensors[_SCORE] = np.asarray(adapters["score"]["kernel"])[None]
         metadata["score_bias"] = repr(float(adapters["score"]["bias"]))
-    held = traverse_util.flatten_dict(trunk["layers"], sep="/")
+    leaves = traverse_util.flatten_dict(trunk["layers"], sep="/")
     adapted, fused = [], {}
     for linear in fused_adapters.linears(model):
-        if any(f"{path}/lora_a" in held for path in linear.paths):
+        if any(f"{path}/lora_a" in leaves for path in linear.paths):
             down, up = fused_adapters.to_theirs(
-                linear, held, model=model, rank=lora.rank
+                linear, leaves, model=model, rank=lora.rank
             )
             adapted.append(linear)
             if down.shape[1] != lora.rank:
@@ -179,7 +179,7 @@ def _read(
     rank, alpha = config["r"], config["lora_alpha"]
     sizes = fused_adapters.layer_sizes(model)
     problems, expected = [], {_SCORE: (1, model.hidden_size)}
-    found: list[tuple[Linear, int]] = []
+    linears: list[tuple[Linear, int]] = []
     for linear in fused_adapters.linears(model):
         names = [linear.tensors(layer) for layer in range(model.num_layers)]
         if not any(name in tensors for pair in names for name in pair):
@@ -196,7 +196,7 @@ def _read(
         size_out = sum(sizes[path][1] for path in linear.paths)
         for name_a, name_b in names:
             expected |= {name_a: (k, size_in), name_b: (size_out, k)}
-        found.append((linear, k))
+        linears.append((linear, k))
     if config.get("task_type") != "SEQ_CLS":
         expected.pop(_SCORE)
     problems += [f"missing: {name}" for name in expected if name not in tensors]
@@ -208,7 +208,7 @@ def _read(
                 f"misshapen: {name}, expected {list(expected[name])}, got "
                 f"{list(tensor.shape)}"
             )
-    if problems or not found:
+    if problems or not linears:
         raise InputError(
             f"expected adapters of the linear layers of this {model.family} with "
             f"{model.num_layers} layers, got {len(tensors)} tensors with "
@@ -216,7 +216,7 @@ def _read(
             + "\n  ".join(problems)
         )
     adapters: dict[str, Any] = {}
-    for linear, _ in found:
+    for linear, _ in linears:
         names = [linear.tensors(layer) for layer in range(model.num_layers)]
         down = np.stack([tensors[name].T for name, _ in names])
         up = np.stack([tensors[name].T for _, name in names])
@@ -273,11 +273,11 @@ def _supported(config: Mapping[str, Any]) -> None:
 
 
 def _check_base(recorded: str | None, base: Frozen) -> None:
-    found = frozen.source_fingerprint_of(base).root
-    if recorded not in (None, found):
+    fingerprint = frozen.source_fingerprint_of(base).root
+    if recorded not in (None, fingerprint):
         raise InputError(
             f"expected the base that they were trained over, fingerprint {recorded}, "
-            f"got one with {found}; load that checkpoint, in the same dtype"
+            f"got one with {fingerprint}; load that checkpoint, in the same dtype"
         )
 
 

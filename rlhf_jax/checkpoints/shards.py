@@ -108,11 +108,11 @@ class Tensors:
         """A slice of a tensor; its entries that are not finite are counted."""
         # Opened anew, as what was read through a mapping is held until it is closed.
         part = np.asarray(open_file(self._files[name]).get_slice(name)[window])
-        found = NotFinite.of(part)
-        if any(found):
+        not_finite = NotFinite.of(part)
+        if any(not_finite):
             before = self._not_finite.get(name, NotFinite())
             self._not_finite[name] = NotFinite(
-                *map(sum, zip(before, found, strict=True))
+                *map(sum, zip(before, not_finite, strict=True))
             )
         return part
 
@@ -121,10 +121,10 @@ class Tensors:
         finite.refuse(
             {
                 f"{name} in {self._files[name].name}": (
-                    found,
+                    not_finite,
                     math.prod(self.headers[name].shape),
                 )
-                for name, found in self._not_finite.items()
+                for name, not_finite in self._not_finite.items()
             }
         )
 
@@ -244,11 +244,11 @@ def _inside(folder: Path, name: str) -> Path:
         allowed.append(snapshots.parent.resolve() / "blobs")
     try:
         file = (folder / name).resolve()
-        held = any(file.is_relative_to(parent) for parent in allowed)
+        inside = any(file.is_relative_to(parent) for parent in allowed)
     except (OSError, ValueError, RuntimeError):  # too long, a NUL, links in a circle
-        held = False
+        inside = False
     plain = name not in ("", ".", "..") and not set("/\\\0").intersection(name)
-    if not (plain and held):
+    if not (plain and inside):
         raise InputError(
             f"expected {INDEX} to name files of the checkpoint's folder, got "
             f"{name!r:.80}, which leads out of it; put the file into the folder, or "

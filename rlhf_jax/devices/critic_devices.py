@@ -47,7 +47,7 @@ class CriticDevices:
           base: that the critic's adapters adapt, copied to `mesh`; None without.
 
         Raises:
-          InputError: as `PPO.refuse_critic_apart`.
+          InputError: the recipe cannot train a critic apart from its policy.
         """
         recipe.refuse_critic_apart()
         self._ppo, self._mesh, self._home = recipe, mesh, home
@@ -67,21 +67,21 @@ class CriticDevices:
         Raises:
           TypeError: a parameter is not f32; names the leaf.
         """
-        there = sharding.place(params, mesh=self._mesh)
-        state = supervised_state(there, optimizer=self._ppo.critic_optimizer)
+        moved = sharding.place(params, mesh=self._mesh)
+        state = supervised_state(moved, optimizer=self._ppo.critic_optimizer)
         return sharding.place(state, mesh=self._mesh)
 
     def values(self, critic: SupervisedState, *, rollout: Rollout) -> Array:
         """`critic_apart.values`, f32[B, S], on the mesh of the policy."""
-        there = row_sharding.put_rows(rollout, mesh=self._mesh)
-        found = self._values(critic.params, rollout=there, base=self.base)
-        return row_sharding.put_rows(found, mesh=self._home)
+        moved = row_sharding.put_rows(rollout, mesh=self._mesh)
+        values = self._values(critic.params, rollout=moved, base=self.base)
+        return row_sharding.put_rows(values, mesh=self._home)
 
     def update(
         self, critic: SupervisedState, *, experience: Experience, key: Array
     ) -> tuple[SupervisedState, masked.Stats]:
         """`critic_apart.update`; donates `critic`. The stats stay on its mesh."""
-        there = row_sharding.put_rows(experience, mesh=self._mesh)
+        moved = row_sharding.put_rows(experience, mesh=self._mesh)
         # `sharding.place` cannot be traced, as a rehearsal does.
         key = jax.device_put(key, NamedSharding(self._mesh, PartitionSpec()))
-        return self._update(critic, experience=there, key=key, base=self.base)
+        return self._update(critic, experience=moved, key=key, base=self.base)

@@ -40,9 +40,9 @@ class Group:
     process_id: int | None = None  # from 0
 
     def __post_init__(self) -> None:
-        given = (self.num_processes, self.process_id)
+        numbers = (self.num_processes, self.process_id)
         if self.coordinator == AUTO:
-            if given != (None, None):
+            if numbers != (None, None):
                 raise InputError(
                     "--coordinator auto: expected neither --num-processes nor "
                     "--process-id, which it finds out; leave them out"
@@ -73,11 +73,11 @@ class Group:
         Raises:
           InputError: there is nothing to find them out by.
         """
-        found = {} if self.coordinator == AUTO else dataclasses.asdict(self)
-        found["coordinator_address"] = found.pop("coordinator", None)
+        arguments = {} if self.coordinator == AUTO else dataclasses.asdict(self)
+        arguments["coordinator_address"] = arguments.pop("coordinator", None)
         try:
             jax.distributed.initialize(
-                **found,
+                **arguments,
                 heartbeat_timeout_seconds=HEARTBEAT,
                 initialization_timeout=STARTED,
             )

@@ -24,9 +24,9 @@ MAX_BYTES = 4 * 2**30  # of a folder at a start, before the oldest programs go
 
 def default_folder() -> Path | None:
     """rlhf_jax/compiled in the user's cache directory; None without a home."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(given):  # the standard has others ignored
-        return Path(given) / "rlhf_jax" / "compiled"
+    cache_home = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(cache_home):  # the standard has others ignored
+        return Path(cache_home) / "rlhf_jax" / "compiled"
     try:
         return Path.home() / ".cache" / "rlhf_jax" / "compiled"
     except RuntimeError:
@@ -90,15 +90,15 @@ def prune(folder: Path, *, max_bytes: int) -> None:
 
     JAX's own bound reads a file for every program at every program that it writes.
     """
-    found = []
+    programs = []
     for path in folder.glob("*-cache"):
         try:
             status = path.stat()
         except OSError:  # another run removes them too
             continue
-        found.append((status.st_mtime_ns, status.st_size, path))
-    left = sum(size for _, size, _ in found)
-    for _, size, path in sorted(found):
+        programs.append((status.st_mtime_ns, status.st_size, path))
+    left = sum(size for _, size, _ in programs)
+    for _, size, path in sorted(programs):
         if left <= max_bytes:
             return
         path.unlink(missing_ok=True)

@@ -59,8 +59,8 @@ def row_share(mesh: Mesh) -> Share:
     On a TPU slice these need not stand side by side. Processes whose devices differ
     along `tensor` alone hold the same rows.
     """
-    held = _blocks(mesh)
-    return Share(held[jax.process_index()], _num_blocks(mesh))
+    owned = _blocks(mesh)
+    return Share(owned[jax.process_index()], _num_blocks(mesh))
 
 
 def _num_blocks(mesh: Mesh) -> int:
@@ -71,10 +71,10 @@ def _blocks(mesh: Mesh) -> dict[int, tuple[int, ...]]:
     """The blocks of rows that each process of the mesh holds."""
     present = tuple(axis for axis in axes.ROW_AXES if axis in mesh.shape)
     where = NamedSharding(mesh, PartitionSpec(present))
-    held: dict[int, set[int]] = {}
+    owned: dict[int, set[int]] = {}
     for device, (rows,) in where.devices_indices_map((_num_blocks(mesh),)).items():
-        held.setdefault(device.process_index, set()).add(rows.start or 0)
-    return {process: tuple(sorted(blocks)) for process, blocks in held.items()}
+        owned.setdefault(device.process_index, set()).add(rows.start or 0)
+    return {process: tuple(sorted(blocks)) for process, blocks in owned.items()}
 
 
 def row_shardings(batch: Tree, *, mesh: Mesh | None = None) -> Tree:
@@ -119,14 +119,14 @@ def put_rows(batch: Tree, *, mesh: Mesh | None = None) -> Tree:
         if isinstance(leaf, Array):
             return jax.device_put(leaf, _divided(mesh, rows=leaf.shape[0]))
         rows = leaf.shape[0] * share.count // len(share.blocks)
-        where, held = _divided(mesh, rows=rows), np.asarray(leaf)
+        where, array = _divided(mesh, rows=rows), np.asarray(leaf)
         place = {row: at for at, row in enumerate(share.of(rows))}
 
         def part(index: Any) -> Any:
             start, stop, _ = index[0].indices(rows)
-            return held[place[start] :][: stop - start]
+            return array[place[start] :][: stop - start]
 
-        return jax.make_array_from_callback((rows, *held.shape[1:]), where, part)
+        return jax.make_array_from_callback((rows, *array.shape[1:]), where, part)
 
     return jax.tree.map(put, batch)
 
@@ -141,16 +141,16 @@ def put_computed(batch: Any, *, mesh: Mesh) -> Any:
       batch: arrays [b, ...] of NumPy's, of this process's rows.
 
     Raises:
-      InputError: as `put_rows`.
+      InputError: the row axes do not divide the rows.
     """
-    held = _blocks(mesh)
-    if sum(map(len, held.values())) > _num_blocks(mesh):
+    owned = _blocks(mesh)
+    if sum(map(len, owned.values())) > _num_blocks(mesh):
         owner = {
             block: (process, at)
-            for process in sorted(held, reverse=True)
-            for at, block in enumerate(held[process])
+            for process in sorted(owned, reverse=True)
+            for at, block in enumerate(owned[process])
         }
-        mine = [owner[block] for block in held[jax.process_index()]]
+        mine = [owner[block] for block in owned[jax.process_index()]]
 
         def first(leaf: Any) -> Any:
             blocks = np.reshape(leaf, (len(mine), -1, *np.shape(leaf)[1:]))
@@ -184,8 +184,8 @@ def local_rows(batch: Any) -> Any:
 
 
 def _mesh_of(leaf: Array) -> Mesh:
-    held: Any = leaf.sharding  # of several processes: it has a mesh
-    return held.mesh
+    where: Any = leaf.sharding  # of several processes: it has a mesh
+    return where.mesh
 
 
 def _divided(mesh: Mesh, *, rows: int) -> NamedSharding:

@@ -67,7 +67,7 @@ def on(mesh: Mesh | None, function: Callable[Args, Tree]) -> Callable[Args, Tree
 def shardings(
     tree: Tree, *, mesh: Mesh | None = None, rules: Rules = RULES, small: int = SMALL
 ) -> Tree:
-    """Where every leaf of a model, an optimizer or a training state is to lie.
+    """The sharding of every leaf of a model, an optimizer or a training state.
 
     Args:
       tree: arrays or `jax.ShapeDtypeStruct`s, with parameters at any depth.
@@ -93,12 +93,13 @@ def shardings(
     return jax.tree_util.tree_map_with_path(of, tree)
 
 
-def mesh_or_set(given: Mesh | None) -> Mesh:
-    """The mesh that is given, or else set; InputError without one of Auto axes."""
-    mesh = jax.sharding.get_mesh() if given is None else given
+def mesh_or_set(mesh: Mesh | None) -> Mesh:
+    """`mesh`, or the one that is set; InputError without one of Auto axes."""
+    if mesh is None:
+        mesh = jax.sharding.get_mesh()
     if mesh.empty:
         raise InputError(
-            "mesh: expected one that is given or set, got none; put the call into "
+            "mesh: expected one as an argument or set, got none; put the call into "
             "`with jax.set_mesh(mesh):`"
         )
     if any(kind != AxisType.Auto for kind in mesh.axis_types):
@@ -181,9 +182,16 @@ def create(
     rules: Rules = RULES,
     small: int = SMALL,
 ) -> Tree:
-    """What `make` returns, made where it is to lie: never whole on one device.
+    """What `make` returns, made on the mesh: never whole on one device.
 
-    Args, Raises: as `shardings`.
+    Args:
+      make: returns parameters or a state; traced.
+      mesh: None is the one that is set (`jax.set_mesh`).
+      rules: logical axis -> axis of the mesh.
+      small: elements; larger leaves must be sharded by some rule.
+
+    Raises:
+      InputError: `shardings` refuses the mesh, the rules or a leaf; names the leaf.
     """
     where = shardings(jax.eval_shape(make), mesh=mesh, rules=rules, small=small)
     return jax.jit(on(mesh, make), out_shardings=where)()
@@ -192,12 +200,19 @@ def create(
 def place(
     tree: Tree, *, mesh: Mesh | None = None, rules: Rules = RULES, small: int = SMALL
 ) -> Tree:
-    """Existing parameters or a state, moved to where they are to lie.
+    """Existing parameters or a state, moved to a mesh.
 
-    What lies there already is shared: do not read the source after donating this. What
-    every process holds by itself must be the same in all of them.
+    Leaves that are there already are shared: do not read the source after donating the
+    result. Leaves that every process has for itself must be the same in all of them.
 
-    Args, Raises: as `shardings`.
+    Args:
+      tree: arrays, with parameters at any depth.
+      mesh: None is the one that is set (`jax.set_mesh`).
+      rules: logical axis -> axis of the mesh.
+      small: elements; larger leaves must be sharded by some rule.
+
+    Raises:
+      InputError: `shardings` refuses the mesh, the rules or a leaf; names the leaf.
     """
     where = shardings(tree, mesh=mesh, rules=rules, small=small)
     return jax.tree.map(_put, tree, where)
@@ -209,5 +224,5 @@ def _put(leaf: Array, where: NamedSharding) -> Array:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         data = _put(jax.random.key_data(leaf), where)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-    held = np.asarray(leaf)
-    return jax.make_array_from_callback(held.shape, where, lambda index: held[index])
+    array = np.asarray(leaf)
+    return jax.make_array_from_callback(array.shape, where, lambda index: array[index])

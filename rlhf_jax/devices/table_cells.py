@@ -20,11 +20,11 @@ def cells(params: Params) -> tuple[str, str]:
       For example ("gpu 0-3", "data=2,fsdp=2") or ("gpu 0, pinned_host", "none").
     """
     arrays = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
-    found = {array.sharding for array in arrays}
-    devices = {device for each in found for device in each.device_set}
-    memories = {each.memory_kind for each in found if each.memory_kind is not None}
+    shardings = {array.sharding for array in arrays}
+    devices = {device for each in shardings for device in each.device_set}
+    memories = {each.memory_kind for each in shardings if each.memory_kind is not None}
     memories -= {"device", *(device.default_memory().kind for device in devices)}
-    meshes = [each.mesh for each in found if isinstance(each, NamedSharding)]
+    meshes = [each.mesh for each in shardings if isinstance(each, NamedSharding)]
     mesh = next((each for each in meshes if isinstance(each, Mesh)), None)
     shown = ", ".join([_devices_cell(devices), *sorted(memories)])
     return shown, "none" if mesh is None else _mesh_cell(mesh)

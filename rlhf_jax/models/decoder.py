@@ -151,13 +151,24 @@ def prefill(
     segments: Array | None = None,
     first_column: int = 0,
 ) -> tuple[Array, KeyValue]:
-    """`hidden_states`, and the keys and values of every layer, to be cached.
+    """Hidden states of whole rows, and keys and values of every layer for a cache.
+
+    Args:
+      params: the decoder's.
+      model: static shape.
+      tokens: i32[B, S], padded on either side; what stands at padding is not read.
+      mask: bool[B, S], True at tokens.
+      segments: i32[B, S], which text of the row a token is of, 0 at padding; None is
+        one text per row.
+      first_column: hidden states of earlier columns come back as 0.
 
     Returns:
       [B, S, D], and keys and values [L, B, K, S, head_dim] each, in `model.dtype`,
       of all columns.
 
-    Args, Raises: as `hidden_states`.
+    Raises:
+      InputError: tokens, mask and segments differ in shape, or there are more columns
+        than learned positions.
     """
     if tokens.ndim != 2 or tokens.shape != mask.shape:
         raise InputError(

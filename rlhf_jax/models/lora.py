@@ -110,12 +110,15 @@ def init(key: Array, *, model: ModelConfig, lora: LoRA) -> Params:
 
     Args:
       key: key[], draws A.
+      model: static shape of the base.
+      lora: rank, scale and adapted layers.
 
     Returns:
-      f32 pytree, as above.
+      {"layers": {..., "lora_a": f32[L, in, rank], "lora_b": f32[L, rank, out]}}.
 
     Raises:
-      InputError: as `targets`.
+      InputError: no layer matches `lora.modules`, or the rank is above the smaller
+        width of an adapted layer.
     """
     adapted = targets(model=model, lora=lora)
     adapters: Flat = {}
@@ -158,9 +161,15 @@ def attach(base: Params, adapters: Params, *, lora: LoRA) -> Params:
 
 
 def merge(base: Params, adapters: Params, *, lora: LoRA) -> Params:
-    """Plain parameters W + (alpha / rank) · A B, as `hf.save` writes them.
+    """Plain parameters W + (alpha / rank) · A B, which `hf.save` can write.
 
-    Args, Raises: as `attach`.
+    Args:
+      base: a decoder's, stored in any way.
+      adapters: a decoder's, or a scalar model's {"trunk", "score"}.
+      lora: that they were made by.
+
+    Raises:
+      InputError: the adapters do not fit this base or `lora`; names every one.
 
     Returns:
       Arrays on the device, of the dtypes that base is read in. Leaves that are not
@@ -173,12 +182,18 @@ def merge(base: Params, adapters: Params, *, lora: LoRA) -> Params:
 
 
 def unmerge(merged: Params, adapters: Params, *, lora: LoRA) -> Params:
-    """The base that `merge` was given, up to rounding: W - (alpha / rank) · A B.
+    """The base of merged parameters, up to rounding: W - (alpha / rank) · A B.
 
-    Args, Raises: as `attach`, with what `merge` returned for base.
+    Args:
+      merged: what `merge` returned.
+      adapters: a decoder's, or a scalar model's {"trunk", "score"}.
+      lora: that they were made by.
 
     Returns:
       A decoder's parameters, without a score.
+
+    Raises:
+      InputError: the adapters do not fit these parameters or `lora`; names every one.
     """
     if "score" in adapters:
         return unmerge(merged["trunk"], adapters["trunk"], lora=lora)

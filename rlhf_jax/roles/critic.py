@@ -53,7 +53,8 @@ def from_base(key: Array, *, model: ModelConfig, lora: LoRA) -> Params:
       {"trunk": adapters, "score": ...}, to be run with its base (`adapted.params`).
 
     Raises:
-      InputError: as `lora.targets`.
+      InputError: no layer matches `lora.modules`, or the rank is above the smaller
+        width of an adapted layer.
     """
     trunk = init(key, model=model, lora=lora)
     return {"trunk": trunk, "score": heads.zero_score(model=model)}
@@ -94,7 +95,7 @@ def values(
 
 
 def values_of_hidden(score: Params, hidden: Array, *, mask: Array) -> Array:
-    """`values` from hidden states that are at hand, as under a shared trunk.
+    """Values from hidden states that are at hand, for instance of a shared trunk.
 
     Args:
       score: {"kernel": [D], "bias": []}.
@@ -102,7 +103,8 @@ def values_of_hidden(score: Params, hidden: Array, *, mask: Array) -> Array:
       mask: bool[B, S], True at tokens.
 
     Returns:
-      f32[B, S], as `values`.
+      f32[B, S], reward units, of the state just before each token; 0 where no token
+      stands just before.
     """
     after = heads.scores(score, hidden)  # column t has seen tokens[:, t]
     before, known = (

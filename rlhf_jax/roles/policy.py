@@ -116,12 +116,22 @@ def logprobs_from_hidden(
     first_column: int = 1,
     segments: Array | None = None,
 ) -> tuple[Array, Array]:
-    """`logprobs_and_entropy` from hidden states that are at hand.
+    """Log-probability of each token and entropy, from hidden states that are at hand.
 
     Args:
+      params: the decoder's, whose output head is read.
       hidden: floats[B, S, D], `decoder.hidden_states` of the same params, tokens, mask
         and segments, from column `first_column - 1` on at least.
-      The others, Returns: as `logprobs_and_entropy`.
+      model: static shape.
+      tokens: i32[B, S], padded on either side.
+      mask: bool[B, S], True at tokens.
+      temperature: divides the logits; the same in every role.
+      first_column: columns before it are not computed and are 0.
+      segments: i32[B, S], texts packed into one row; None is one text per row.
+
+    Returns:
+      f32[B, S] each, nats; column t is about tokens[:, t]. 0 at padding and at the
+      first token of a text, which nothing predicts.
     """
     head = heads.vocabulary_head(params, model=model)
     # Its chunks hold tokens of every device that shares the vocabulary.
@@ -160,7 +170,7 @@ def exact_kl(
     """KL over the vocabulary at every position, from hidden states that are at hand.
 
     Args:
-      params, hidden: the policy's, as `logprobs_from_hidden`.
+      params, hidden: the policy's parameters and hidden states floats[B, S, D].
       ref_params, ref_hidden: the reference's; no gradient reaches them.
       mask: bool[B, S], True at tokens.
       temperature: divides the logits of both.

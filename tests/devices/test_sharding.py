@@ -248,7 +248,9 @@ def test_meshes_and_batches_that_are_not_ours():
     if any(kind != AxisType.Auto for kind in explicit.axis_types):
         with pytest.raises(InputError, match=r"expected axes of AxisType\.Auto, got"):
             row_sharding.put_rows(toys.prompts(LENGTHS), mesh=explicit)
-    with pytest.raises(InputError, match="expected one that is given or set, got none"):
+    with pytest.raises(
+        InputError, match="expected one as an argument or set, got none"
+    ):
         sharding.shardings(shapes_of(GPT2))
     with pytest.raises(InputError, match=r"expected arrays .* got the scalar 3"):
         row_sharding.put_rows({"step": 3}, mesh=MeshShape(data=8).make())

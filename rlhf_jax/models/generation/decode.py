@@ -160,10 +160,23 @@ def start(
 ) -> Decoding:
     """Runs the prompts once, fills the cache and draws the first response token.
 
-    Args, Raises: as `generate`.
+    Args:
+      params: the decoder's.
+      model: static shape.
+      tokens, mask: i32[B, P] and bool[B, P], left-padded prompts.
+      keys: key[B], from `row_keys`.
+      max_new_tokens: R, response columns.
+      stop_ids: tokens that end a response.
+      temperature: divides the logits, dimensionless.
+      shaping: of evaluation samples; None samples from the whole distribution.
+      group_size: consecutive rows with one prompt, which is run once for all of them.
 
     Returns:
       Decoding with step 1 and room for R columns.
+
+    Raises:
+      InputError: temperature, sizes or groups are out of range, or prompt and response
+        are longer than the model's context.
     """
     _check(model, tokens=tokens, max_new_tokens=max_new_tokens, temperature=temperature)
     rows, prompt_size = tokens.shape
@@ -221,12 +234,16 @@ def finish(
     temperature: float = 1.0,
     shaping: Shaping | None = None,
 ) -> Decoding:
-    """Draws the other tokens, one column a turn, until every row has stopped.
+    """Draws the other tokens, one column per turn, until every row has stopped.
 
     Args:
+      params: the decoder's.
       state: from `start`. Donate it where this is a program of its own: the loop then
-        writes into the cache that it was given.
-      The others: as `generate`, and the same that `start` was given.
+        writes into that cache.
+      model, keys, stop_ids, temperature, shaping: the arguments of `start`.
+
+    Returns:
+      Decoding whose responses are finished.
     """
     rows = state.finished.shape[0]
     layers = cached_decoder.layers_to_decode(params, model=model, rows=rows)

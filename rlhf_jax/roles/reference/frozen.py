@@ -47,11 +47,14 @@ def freeze(
 
     Args:
       params: pytree of arrays; may be donated or overwritten afterwards.
-      dtype, embeddings, memory, sharding: how the copy is stored, as `storage.store`;
-        left out, it is a copy of the same dtype in the same place.
+      dtype, embeddings: dtype of the copy, float or int8, and of its embeddings and
+        output head beside int8; None keeps each leaf's.
+      memory: "pinned_host" or "device"; None keeps each leaf's.
+      sharding: a Sharding, or a tree of them; None keeps each leaf's.
 
     Raises:
-      InputError: there is nothing to freeze, or as `storage.store`.
+      InputError: there is nothing to freeze, or the dtype, memory or sharding cannot
+        be had; names the leaf.
     """
     if not jax.tree.leaves(params):
         raise InputError(

@@ -167,14 +167,14 @@ def check_memory(device: Any) -> None:
 
 def _dtype(name: str, dtype: Any, *, among: tuple[str, ...]) -> Any:
     try:
-        found = jnp.dtype(dtype)
+        checked = jnp.dtype(dtype)
     except TypeError:
-        found = None
-    if found is None or found.name not in among:
+        checked = None
+    if checked is None or checked.name not in among:
         raise InputError(
             f"{name}: expected None or one of {', '.join(among)}, got {dtype!r}"
         )
-    return found
+    return checked
 
 
 def _matrix_axis(path: Any, leaf: Any) -> int | None:

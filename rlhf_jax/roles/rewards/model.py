@@ -47,7 +47,8 @@ def from_base(key: Array, *, model: ModelConfig, lora: LoRA) -> Params:
       {"trunk": adapters, "score": ...}, to be run with its base (`adapted.params`).
 
     Raises:
-      InputError: as `lora.targets`.
+      InputError: no layer matches `lora.modules`, or the rank is above the smaller
+        width of an adapted layer.
     """
     trunk_key, score_key = jax.random.split(key)
     return {

@@ -118,10 +118,10 @@ def _join(argv: Sequence[str]) -> Sequence[str]:
     before.add_argument("--coordinator")
     before.add_argument("--num-processes", type=int)
     before.add_argument("--process-id", type=int)
-    given, options = before.parse_known_args(argv)
-    if given.coordinator is not None:
-        processes.Group(**vars(given)).join()
-    elif (given.num_processes, given.process_id) != (None, None):
+    arguments, options = before.parse_known_args(argv)
+    if arguments.coordinator is not None:
+        processes.Group(**vars(arguments)).join()
+    elif (arguments.num_processes, arguments.process_id) != (None, None):
         raise InputError(
             "--num-processes, --process-id: expected --coordinator HOST:PORT with "
             "them, got none; give it, or leave them out"
@@ -133,8 +133,8 @@ def _compilation_cache(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
     """What --compilation-cache is given, if it is; the other options."""
     before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     before.add_argument("--compilation-cache")
-    given, options = before.parse_known_args(argv)
-    return given.compilation_cache, options
+    arguments, options = before.parse_known_args(argv)
+    return arguments.compilation_cache, options
 
 
 def _check_shared(config: RunConfig) -> None:

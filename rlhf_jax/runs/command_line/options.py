@@ -50,25 +50,25 @@ def parse(
     before.add_argument("--config", type=Path)
     if presets:
         before.add_argument("--preset")
-    given, options = before.parse_known_args(argv)
-    preset = given.preset if presets else None
+    arguments, options = before.parse_known_args(argv)
+    preset = arguments.preset if presets else None
     defaults = tyro.MISSING_NONPROP
     if preset is not None:
-        if preset not in presets or given.config is not None:
+        if preset not in presets or arguments.config is not None:
             got = "--config too" if preset in presets else preset
             raise InputError(
                 f"--preset: expected one of {', '.join(presets)}, without --config, "
                 f"got {got}; the options of a recorded run hold those of its preset"
             )
         config_class = _with_defaults(config_class, presets[preset])
-    if given.config is not None:
-        fields = read_config(given.config)
-        fields |= {"out": os.fspath(given.config.parent), "resume": False}
+    if arguments.config is not None:
+        fields = read_config(arguments.config)
+        fields |= {"out": os.fspath(arguments.config.parent), "resume": False}
         # Of one resume alone; older configs have neither.
         fields |= {"resume_from": None, "accept_lost_rows": False}
         names = {field.name for field in dataclasses.fields(config_class)}
         fields = run_config.complete(fields, names=names)
-        defaults = from_json(config_class, fields, source=given.config)
+        defaults = from_json(config_class, fields, source=arguments.config)
     description = (description or "").strip()
     if screen is not None and not {"-h", "--help"}.isdisjoint(options):
         print(
@@ -78,7 +78,7 @@ def parse(
                 description=description,
                 options=screen,
                 notes=_notes(presets),
-                defaults=None if given.config is None else defaults,
+                defaults=None if arguments.config is None else defaults,
             )
         )
         raise SystemExit(0)

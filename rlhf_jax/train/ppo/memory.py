@@ -20,7 +20,8 @@ def check_memory(options: Config) -> None:
     """Refuses a run that cannot fit, by the shapes of what `make_models` will make.
 
     Raises:
-      InputError: as `memory_check.check`, or there is no such checkpoint.
+      InputError: the run needs more memory than there is, or there is no such
+        checkpoint.
     """
     model = dataclasses.replace(hf.model_config(options.model), dtype=options.dtype)
     placement, lora = options.placement, options.lora.lora

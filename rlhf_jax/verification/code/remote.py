@@ -35,11 +35,11 @@ class Remote:
         "_code_plain",
     )
 
-    def __init__(self, link: Any, number: int, held: type | None, name: str) -> None:
+    def __init__(self, link: Any, number: int, kind: type | None, name: str) -> None:
         put = object.__setattr__
         put(self, "_code_link", link)
         put(self, "_code_number", number)
-        put(self, "_code_held", held)  # the built-in type it is compared as
+        put(self, "_code_held", kind)  # the built-in type it is compared as
         put(self, "_code_name", name)
         put(self, "_code_plain", None)  # what it holds, once that was asked
 
