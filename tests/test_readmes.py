@@ -10,7 +10,7 @@ from urllib.parse import unquote
 
 import pytest
 import yaml
-from places import EXPERIMENTS, RECORDED, ROOT, TESTS
+from places import EXPERIMENTS, PROGRAMS, RECORDED, ROOT, TESTS
 
 import rlhf_jax
 from rlhf_jax.runs import alarms
@@ -179,7 +179,7 @@ def test_the_python_of_the_readmes_imports_what_there_is(file):
 def test_every_option_that_a_readme_names_is_a_field_of_some_config(file):
     source = "\n".join(
         text_of(module)
-        for folder in (PACKAGE, EXPERIMENTS)
+        for folder in (PACKAGE, EXPERIMENTS, PROGRAMS)
         for module in folder.rglob("*.py")
     )
     fields = set(re.findall(r"^ +([a-z]\w*): ", source, flags=re.MULTILINE))
