@@ -403,6 +403,8 @@ def test_never_holds_the_logits_of_every_position():
 
 
 def test_wrong_input_says_what_to_do():
+    with pytest.raises(ValueError, match=r"tokens: expected shape \(any, any\), got"):
+        logprobs.token_logprobs(LOGITS[0], TOKENS[0])
     with pytest.raises(ValueError, match=r"logits: expected shape \(3, 6, any\), got"):
         logprobs.token_logprobs(LOGITS[:, 1:], TOKENS)
     with pytest.raises(TypeError, match=r"tokens: expected int32, got float32; cast"):

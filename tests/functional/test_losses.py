@@ -561,6 +561,19 @@ def test_an_empty_mask_gives_0_and_no_gradient(name: str):
         np.testing.assert_array_equal(gradient, np.zeros((4, 6)))
 
 
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_a_minibatch_of_nothing_is_0(aggregation):
+    """Its counts, which are given, are 0."""
+    loss, _ = losses.entropy_bonus(
+        entropy=jnp.asarray(OLD),
+        mask=jnp.zeros(MASK.shape, bool),
+        aggregation=aggregation,
+        num_tokens=jnp.zeros(()),
+        num_responses=jnp.zeros(()),
+    )
+    assert float(loss) == 0.0
+
+
 def explained(values, returns, mask=MASK) -> float:
     stats = losses.explained_variance(values=values, returns=returns, mask=mask)
     return means(stats)["value/explained_variance"]

@@ -127,6 +127,11 @@ def test_scores_are_normalised_clipped_charged_for_length_and_for_no_end(
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+def test_a_clip_of_scores_to_nothing():
+    with pytest.raises(checks.InputError, match=r"clip: expected .* above 0, got 0\.0"):
+        ScoreShaping(clip=0.0)
+
+
 def test_equal_scores_are_normalised_to_0():
     equal = jnp.full(4, 0.3, jnp.float32)
     shaped = shaping.shape(
