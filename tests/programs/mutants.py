@@ -6,9 +6,9 @@
 Lists every mutant of functional/ and algorithms/ (`mutations.py`), and draws some of
 them with a seed, evenly over the modules. The quick tests run once with every
 statement traced, which says for each test what it reaches and how long it takes. A
-mutant then meets the passing tests that reach its statement, or, if it is no statement
-of a function, the tests of every file that reaches its module: first the doctests and
-the mirrored test file, then the other files of the same folder, then the rest. The
+mutant then meets the passing tests that reach its statement, or its module if it is no
+statement of a function: first the doctests and the mirrored test file, then the other
+files of the same folder, then the rest. The other tests of these files come last. The
 first failure kills it, and so does running out of time, which is recorded as such.
 Everything happens in copies of the checkout. A second start with the same record goes
 on where the first one stopped.
@@ -41,6 +41,7 @@ PACKAGES = ("functional", "algorithms")
 UNCOPIED = {".git", ".venv", ".mutants", "site", "runs", "build"}  # of the top folder
 LONGEST_FILE = 900  # CPU seconds of the tests of one file
 DOCTESTS = "test_doctests.py"
+LATER = 10  # more than any distance of a test file
 
 
 def copied(source: Path, tree: Path) -> Path:
@@ -126,9 +127,7 @@ def trace(work: Path, folders: Sequence[str], *, seconds: float) -> dict:
             print(f"{name}: {status}, {len(before[key])} tests", flush=True)
             saved.write_text(json.dumps(before))
         tests[name] = before[key]
-    every = {
-        name: test for file in tests.values() for name, test in file.items() if test
-    }
+    every = {name: t for file in tests.values() for name, t in file.items() if t}
     for test in every.values():
         test["statements"] = {tuple(statement) for statement in test["statements"]}
     return every
@@ -137,20 +136,17 @@ def trace(work: Path, folders: Sequence[str], *, seconds: float) -> dict:
 def stages(mutant: mutations.Mutant, tests: dict) -> list[list[tuple[str, float]]]:
     """(test, its seconds) of a mutant from the nearest on, the short ones first."""
     place = mutant.file, mutant.statement
-    # A constant is met in every test of a file that reaches its module.
-    around = {
-        name.partition("::")[0]
-        for name, test in tests.items()
-        if mutant.statement is None
-        and any(file == mutant.file for file, _ in test["statements"])
-    }
+
+    def reaches(statements: set) -> bool:
+        if mutant.statement is None:
+            return any(file == mutant.file for file, _ in statements)
+        return place in statements
+
     package_path = Path(mutant.file).relative_to("rlhf_jax")
     mirror = Path("tests") / package_path.with_name(f"test_{package_path.name}")
     files = defaultdict(list)
-    for name, test in tests.items():
-        file = name.partition("::")[0]
-        if place in test["statements"] or file in around:
-            files[Path(file)].append(name)
+    for name in tests:
+        files[Path(name.partition("::")[0])].append(name)
 
     def distance(file: Path) -> int:
         if file == mirror or file.name == DOCTESTS:
@@ -161,9 +157,13 @@ def stages(mutant: mutations.Mutant, tests: dict) -> list[list[tuple[str, float]
 
     steps = defaultdict(list)
     for file, names in files.items():
-        timed = sorted((tests[name]["seconds"], name) for name in names)
-        total = sum(seconds for seconds, _ in timed)
-        steps[distance(file)].append((total, str(file), timed))
+        near = {name for name in names if reaches(tests[name]["statements"])}
+        # What one test traces under `jit`, and reaches, others of its file run.
+        far = set(names) - near if near else set()
+        for more, chosen in ((0, near), (LATER, far)):
+            timed = sorted((tests[name]["seconds"], name) for name in chosen)
+            total = sum(seconds for seconds, _ in timed)
+            steps[distance(file) + more].append((total, str(file), timed))
     return [
         [
             (name, seconds)

@@ -16,6 +16,7 @@ from rlhf_jax.algorithms.policy_gradient import algorithm, loss
 from rlhf_jax.functional.kl.penalty import Penalty
 from rlhf_jax.functional.kl.target_coefficients import adaptive
 
+ITERATION = "rlhf_jax.algorithms.policy_gradient.iteration"
 UPDATE = "rlhf_jax.algorithms.policy_gradient.update"
 
 BASE = reinforce.REINFORCE(
@@ -129,3 +130,40 @@ def test_exact_kl_is_asked_for_as_the_recipe_says(read, direction, top_k):
         "direction": direction,
         "top_k": top_k,
     }
+
+
+@pytest.mark.parametrize(
+    ("fixed_length", "truncate_reward_only", "sampled", "rewarded"),
+    [
+        (False, False, "whole", "whole"),
+        (True, False, "truncated", "truncated"),
+        (True, True, "whole", "truncated"),
+    ],
+)
+def test_who_sees_a_truncated_response(
+    monkeypatch, fixed_length, truncate_reward_only, sampled, rewarded
+):
+    told = {}
+
+    def rollout(*_, **options):
+        told.update(options)
+        return "whole"
+
+    def truncate(_, **options):
+        assert options == {"stop_ids": toys.STOP, "after": 2 * fixed_length}
+        return "truncated"
+
+    monkeypatch.setattr("rlhf_jax.algorithms.flow.rollout.rollout", rollout)
+    monkeypatch.setattr("rlhf_jax.algorithms.flow.rollout.truncate", truncate)
+    recipe = dataclasses.replace(
+        BASE,
+        fixed_length=fixed_length,
+        truncate_reward_only=truncate_reward_only,
+        truncate_after=2 * fixed_length,
+    )
+    whole = reinforce.sample(
+        {}, prompts=toys.prompts(), key=jax.random.key(0), recipe=recipe
+    )
+    assert told["stop_ids"] == (() if fixed_length else toys.STOP)
+    seen = import_module(ITERATION).seen_by_reward(whole, recipe=recipe)
+    assert (whole, seen) == (sampled, rewarded)

@@ -791,6 +791,12 @@ def test_an_exact_estimator_needs_more_than_logprobs():
     assert not Penalty("exact").loss_needs_logits
 
 
+def test_statistics_are_float32():
+    _, stats = loss_of(Penalty(placement="loss", clip=0.5, value_estimator="k3"))
+    assert stats.keys() >= {"loss/kl", "loss/kl_clipfrac", "loss/kl_overflowfrac"}
+    assert {leaf.dtype for leaf in jax.tree.leaves(stats)} == {jnp.dtype("float32")}
+
+
 def test_one_token_may_be_treated_by_itself():
     assert Penalty(value_estimator="exact", top_k=1).top_k == 1
 
