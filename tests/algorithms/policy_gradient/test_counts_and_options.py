@@ -167,3 +167,33 @@ def test_who_sees_a_truncated_response(
     assert told["stop_ids"] == (() if fixed_length else toys.STOP)
     seen = import_module(ITERATION).seen_by_reward(whole, recipe=recipe)
     assert (whole, seen) == (sampled, rewarded)
+
+
+def test_a_critic_with_a_trunk_of_its_own_adapts_the_same_base(monkeypatch):
+    told = {}
+
+    def of_critic(critic, **options):
+        told.update(options)
+        return jnp.float32(2.0), {"loss/value": (2.0, 1.0)}
+
+    def of_policy(policy, **options):
+        return loss.PolicyTerms(jnp.float32(0.5), {"loss/policy": (0.5, 1.0)}, None)
+
+    module = import_module("rlhf_jax.algorithms.ppo.loss")
+    monkeypatch.setattr(module, "critic_loss", of_critic)
+    monkeypatch.setattr(module, "policy_terms", of_policy)
+    total, stats = module.ppo_loss(
+        {},
+        {},
+        experience="experience",
+        kl_coef=0.3,
+        num_tokens=7.0,
+        num_values=8.0,
+        num_responses=2.0,
+        recipe=SimpleNamespace(shared_trunk=False),
+        base="base",
+    )
+    assert float(total) == 2.5
+    assert stats.keys() == {"loss/value", "loss/policy"}
+    assert (told["base"], told["experience"]) == ("base", "experience")
+    assert (told["num_values"], told["num_responses"]) == (8.0, 2.0)

@@ -668,6 +668,7 @@ def test_sizes_that_do_not_divide_stop_before_sampling(changes, message, experie
             "continuous_batching: expected a finite number above 0, got 0",
         ),
         ({"num_epochs": 0}, "num_epochs: expected"),
+        ({"max_new_tokens": 0}, "max_new_tokens: expected a finite number above 0"),
         ({"gamma": -0.1}, "gamma: expected a number from 0 to 1, got -0.1"),
         ({"lam": 9.5}, r"lam: expected a number from 0 to 1, got 9\.5"),
         ({"vf_coef": -0.1}, "vf_coef: expected"),

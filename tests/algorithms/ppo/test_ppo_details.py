@@ -127,9 +127,17 @@ def test_scores_are_normalised_clipped_charged_for_length_and_for_no_end(
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-def test_a_clip_of_scores_to_nothing():
-    with pytest.raises(checks.InputError, match=r"clip: expected .* above 0, got 0\.0"):
-        ScoreShaping(clip=0.0)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"clip": 0.0}, r"clip: expected .* above 0, got 0\.0"),
+        ({"length_penalty": -0.1}, r"length_penalty: expected .* 0 or more, got -0\.1"),
+        ({"missing_stop_penalty": -1.0}, r"missing_stop_penalty: .* 0 or more, got -1"),
+    ],
+)
+def test_a_shaping_that_cannot_be(options, message):
+    with pytest.raises(checks.InputError, match=message):
+        ScoreShaping(**options)
 
 
 def test_equal_scores_are_normalised_to_0():
