@@ -32,7 +32,7 @@ class GroupRecipe(PolicyRecipe):
     penalty: Penalty = IN_LOSS
     """Estimator of the KL and where its penalty acts."""
     group_size: int = 8
-    """Number of responses to each prompt, in neighbouring rows."""
+    """Responses per prompt, in neighbouring rows."""
     baseline: Baseline = "group"
     """Baseline subtracted from a response's reward: group is the mean of its group
     (GRPO), leave_one_out that of the others in it (RLOO)."""
