@@ -40,7 +40,7 @@ class VerifiedConfig(StartConfig, abc.ABC):
     """Field of the rows with the right answers; for gsm8k they end in #### and a
     number."""
     template: str = "{question}"
-    """Text that is put to the model, with {question} where the question stands."""
+    """Prompt, with {question} where the question stands."""
     chat: bool = False
     """Whether the text is put as a message of the user, by the tokenizer's chat
     template."""
