@@ -51,7 +51,7 @@ class VerifiedConfig(StartConfig, abc.ABC):
     """Treatment of questions that leave no room for a response: an error, or drop
     them."""
     reference: Literal["start", "none"] = "start"
-    """Reference that the KL is measured to: --model as it starts, or none."""
+    """Reference of the KL: --model as it starts, or none."""
     kl_coef: float | None = None
     """KL coefficient β, reward units per nat; None is 0.01 with a reference."""
     num_steps: int = 500
