@@ -1,0 +1,1 @@
+"""Parts of `ablate_reference_storage`."""

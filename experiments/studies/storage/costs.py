@@ -1,0 +1,196 @@
+"""What one storage of the reference costs, and its errors against float32."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from rlhf_jax import frozen, policy
+from rlhf_jax.algorithms.batch import Rollout, Scored, Sequences
+from rlhf_jax.algorithms.flow import score
+from rlhf_jax.checkpoints import precomputed
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.planning import compiled, run_shape
+from rlhf_jax.roles.reference.frozen import Frozen
+from studies.storage.options import Config
+
+Params = Any
+Row = dict[str, Any]
+
+
+class Exact(NamedTuple):
+    """Figures of the copy in float32, with which the others are compared."""
+
+    logprobs: np.ndarray  # f32[N], nats, of the held-out tokens
+    kl: np.ndarray  # f32[responses], nats
+
+
+MIB = 2**20
+
+
+def scoring(options: Config, *, model: ModelConfig) -> Callable[..., Scored]:
+    """The program whose cost is measured: KL of the policy's responses."""
+
+    def scored(reference: Frozen | None, responses: Rollout) -> Scored:
+        return score.score(
+            responses,
+            scores=jnp.zeros(options.responses, jnp.float32),
+            reference=reference,
+            model=model,
+            critic=None,
+            critic_model=None,
+            max_new_tokens=options.max_new_tokens,
+            temperature=options.temperature,
+        )
+
+    return scored
+
+
+def cost(
+    options: Config, reference: Frozen | None, *, model: ModelConfig, responses: Rollout
+) -> tuple[Row, Scored]:
+    """What scoring with a storage takes: bytes at most and seconds."""
+
+    def moved() -> Rollout:
+        return responses if reference is None else frozen.beside(reference, responses)
+
+    scoring_of_batch = scoring(options, model=model)
+    program = jax.jit(scoring_of_batch).lower(reference, moved()).compile()
+    scored = program(reference, moved())
+    seconds = []
+    for _ in range(options.repeats):
+        began = time.perf_counter()
+        jax.block_until_ready(program(reference, moved()))
+        seconds.append(time.perf_counter() - began)
+    row: Row = {
+        "peak_mib": peak(program.memory_analysis()),
+        "tpu_peak_mib": None,
+        "seconds": statistics.median(seconds),
+    }
+    if options.topology is not None:
+        device = compiled.target(options.topology)
+        memory = compiled.memory(scoring_of_batch, reference, responses, device=device)
+        row["tpu_peak_mib"] = peak(memory)
+    return row, scored
+
+
+def peak(memory: Any) -> float:
+    """MiB of a program's arguments and temporaries on the device."""
+    return (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / MIB
+
+
+def held_out_logprobs(
+    reference: Frozen, held_out: list[Sequences], *, model: ModelConfig
+) -> np.ndarray:
+    """Log-probs of all held-out tokens, nats."""
+
+    @jax.jit
+    def logprobs(reference: Frozen, batch: Sequences) -> jax.Array:
+        return policy.logprobs(
+            frozen.read(reference), model=model, tokens=batch.tokens, mask=batch.mask
+        )
+
+    parts = [
+        np.asarray(logprobs(reference, frozen.beside(reference, batch)))[
+            np.asarray(batch.response_mask)
+        ]
+        for batch in held_out
+    ]
+    return np.concatenate(parts)
+
+
+def ways(params: Params, *, base: Frozen) -> dict[str, Callable[[], Frozen | None]]:
+    """Every storage by name, made when its turn comes.
+
+    Args:
+      base: that a policy of adapters holds in any case, and is its reference.
+    """
+    chosen: dict[str, Callable[[], Frozen | None]] = {
+        name: functools.partial(frozen.freeze, params, **how)
+        for name, how in run_shape.WAYS.items()
+    }
+    cpu = SingleDeviceSharding(jax.devices("cpu")[0])
+    chosen["cpu"] = functools.partial(frozen.freeze, params, sharding=cpu)
+    chosen["lora-base"] = lambda: base
+    chosen["none"] = lambda: None
+    return chosen
+
+
+def live_mib() -> tuple[float, float]:
+    """MiB of all arrays that live, on the devices and in the host's pinned memory."""
+    sizes = {True: 0, False: 0}
+    for array in jax.live_arrays():
+        sizes[array.sharding.memory_kind == "pinned_host"] += array.nbytes
+    return sizes[False] / MIB, sizes[True] / MIB
+
+
+def errors(logprobs: np.ndarray, kl: np.ndarray, *, exact: Exact) -> Row:
+    """Distance from the figures of the copy in float32."""
+    return {
+        "logprob_error": float(np.abs(logprobs - exact.logprobs).mean()),
+        "kl": float(kl.mean()),
+        "kl_error": float(np.abs(kl - exact.kl).mean()),
+    }
+
+
+def from_disk(
+    options: Config,
+    reference: Frozen,
+    *,
+    folder: Path,
+    model: ModelConfig,
+    responses: Rollout,
+    held_out: list[Sequences],
+    exact: Exact,
+) -> Row:
+    """Log-probs computed once and read back: for a data set that does not change."""
+    cached = functools.partial(
+        precomputed.load_or_compute,
+        folder,
+        reference=reference,
+        model=model,
+        pad_id=0,
+        progress=options.progress,
+    )
+    texts = [
+        (tokens[mask].tolist(), trained[mask])
+        for batch in jax.device_get(held_out)
+        for tokens, mask, trained in zip(
+            batch.tokens, batch.mask, batch.response_mask, strict=True
+        )
+        if mask.any()
+    ]
+    cache = cached([tokens for tokens, _ in texts], batch_size=options.batch_size)
+    logprobs = np.concatenate(
+        [cache.row(i)[trained] for i, (_, trained) in enumerate(texts)]
+    )
+    tokens = np.asarray(responses.tokens).tolist()
+    cached = functools.partial(
+        cached, tokens, batch_size=len(tokens), temperature=options.temperature
+    )
+    ref_logprobs = cached().padded(range(len(tokens)), width=len(tokens[0]))
+    before, seconds = live_mib(), []
+    for _ in range(options.repeats):
+        began = time.perf_counter()
+        cached().padded(range(len(tokens)), width=len(tokens[0]))
+        seconds.append(time.perf_counter() - began)
+    after = live_mib()
+    log_ratio = np.asarray(responses.old_logprobs) - ref_logprobs
+    kl = np.where(np.asarray(responses.response_mask), log_ratio, 0.0).sum(axis=1)
+    return {
+        "held_mib": after[0] - before[0],
+        "host_mib": after[1] - before[1],
+        "peak_mib": None,  # no program runs
+        "tpu_peak_mib": None,
+        "seconds": statistics.median(seconds),
+        **errors(logprobs, kl, exact=exact),
+    }
