@@ -10,8 +10,8 @@ would move: the first command trains a byte-level GPT-2 of 4.8 million parameter
 the text, the second takes a checkpoint. A policy is trained on from it, on other
 blocks of the text, and samples responses. Every storage then scores the same responses
 and the same held-out text: bytes on the device, peak bytes of the scoring program,
-which the compiler reports (its arguments and temporaries; with --topology a TPU's compiler
-does too, which keeps host memory apart), seconds per batch, and the error against
+which the compiler reports (its arguments and temporaries; with --topology so does a
+TPU's compiler, which keeps host memory apart), seconds per batch, and the error against
 float32 of log-probs (nats, mean over held-out tokens) and of the KL from policy to
 reference (nats, mean over responses).
 
