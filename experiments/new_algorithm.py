@@ -4,8 +4,8 @@
 
     ∇J = E[(R - b) ∇ log π(y|x)],  R = score(x, y) - kl_coef · Σ_t k1_t,  b = mean of R
 
-The whole of it is `learn` below: the batch is stopped between `Scored` and the update
-of PPO, and does something else. A model that knows nothing learns to say words of
+The whole of it is `learn` below, which takes a `Scored` batch and makes an update of
+its own, without `PolicyGradient`. A model that knows nothing learns to say words of
 praise while the KL holds it near where it began. 2 laptop cores, 20 seconds: the score
 of a response (its words' grades, praise above 0, blame below) rises from 0 to 10.5 -
 10.9 over seeds 0 to 2, at 6 nats of KL.

@@ -1,6 +1,6 @@
 """The records a batch passes through, from prompts to what the update reads.
 
-    Prompts ─rollout─> Rollout ─score─> Scored ─experience─> Experience ─ppo─> state
+    Prompts ─rollout─> Rollout ─score─> Scored ─experience─> Experience ─update─> state
 
 B rows, P prompt columns, R response columns, S = P + R. Column t of every
 per-token array is about `tokens[:, t]`:

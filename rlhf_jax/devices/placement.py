@@ -181,8 +181,8 @@ class PolicyPlacement:
     """Where the policy is, or whichever model is trained; all other roles are there."""
 
     policy: MeshOption = ONE_DEVICE
-    """Mesh of the model that is trained, for example data=2,fsdp=4; it takes all
-    devices that no other role takes."""
+    """Mesh of the model that is trained, for example data=2,fsdp=4. Its axes multiply
+    to the number of devices that no other role takes; 1 is the first device."""
 
     def places(self) -> dict[str, Place]:
         """The roles other than the policy, each with its place."""
@@ -230,8 +230,8 @@ class Placement(ReferencePlacement):
     """Place of sampling: policy, or last:MESH, which samples the next responses while
     these are learned from, one step off-policy."""
     critic: PlaceOption = WITH_POLICY
-    """Place of the critic and its optimizer: policy, or last:MESH, which trains the
-    critic beside the policy."""
+    """Place of the critic and its optimizer: policy, or last:MESH for the last devices,
+    which train it at the same time as the policy."""
     reward: PlaceOption = WITH_POLICY
     """Place of the reward model, in the forms of --placement.reference."""
 

@@ -1,6 +1,6 @@
 """Records what `transformers` computes for tiny random checkpoints: tests/fixtures.
 
-    python tests/make_fixtures.py [NAME ...]
+    python tests/programs/make_fixtures.py [NAME ...]
 
 Recorded with torch 2.13.0 (CPU), transformers 5.23.0, Python 3.11. It is run by hand in
 an environment with torch when a checkpoint is added; no test imports it.

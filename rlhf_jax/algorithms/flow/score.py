@@ -39,7 +39,7 @@ def score(
     values: Array | None = None,
     value_after_stop: bool = False,
 ) -> Scored:
-    """Prices a rollout with the frozen models, once, before the epochs.
+    """Adds values, reference log-probs and the KL to a rollout, before the epochs.
 
     Args:
       rollout: Rollout[B, S].

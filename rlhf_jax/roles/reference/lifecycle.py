@@ -37,7 +37,7 @@ class Lifecycle:
     """Number of steps after which the policy is mixed into the reference; None never
     mixes."""
     mix_rate: float | None = None
-    """Share of the policy in that mixture, 0 to 1."""
+    """Share r of the policy in ref ← r·policy + (1 − r)·ref, 0 to 1."""
     kl_every: int = 1
     """Number of steps from one measurement of the KL to the next; the reference is not
     run in between."""
