@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rlhf_jax.algorithms import batch, dpo, grpo, ppo, sft, state
+    from rlhf_jax.algorithms import batch, dpo, grpo, ppo, reinforce, sft, state
     from rlhf_jax.checkpoints import hf
     from rlhf_jax.functional import (
         advantages,
@@ -71,6 +71,7 @@ _MODULES = {
     "state": "algorithms.state",
     "ppo": "algorithms.ppo",
     "grpo": "algorithms.grpo",
+    "reinforce": "algorithms.reinforce",
     "dpo": "algorithms.dpo",
     "sft": "algorithms.sft",
     "hf": "checkpoints.hf",
@@ -97,6 +98,7 @@ __all__ = [
     "masked",
     "policy",
     "ppo",
+    "reinforce",
     "rewards",
     "sft",
     "state",
