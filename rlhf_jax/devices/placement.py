@@ -209,7 +209,10 @@ class PolicyPlacement:
                 f"roles take, got {jax.device_count()}; make their meshes smaller, or "
                 f"place them with the policy"
             )
-        return self.policy.make(jax.devices()[: jax.device_count() - taken])
+        try:
+            return self.policy.make(jax.devices()[: jax.device_count() - taken])
+        except InputError as error:
+            raise InputError(f"--placement.policy: {error}") from None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
