@@ -105,15 +105,13 @@ def has(monkeypatch, size):
             (PYTHON, "--placement.reference=cpu"),
             BOTH + floats(NUMBERS) + GRADIENTS,
         ),
-        pytest.param(
+        (
             (PYTHON, "--adam-mu-dtype=bfloat16"),
             BOTH - 2 * (2 * NUMBERS + HEAD) + floats(NUMBERS) + GRADIENTS,
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
+        (
             (PYTHON, "--dtype=bfloat16"),
             BOTH + floats(NUMBERS) + GRADIENTS // 2,
-            marks=pytest.mark.slow,
         ),
         (
             (PYTHON, "--shared-trunk"),
