@@ -3,11 +3,14 @@
 import dataclasses
 import hashlib
 import json
+from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
 
 from rlhf_jax.data import digests
+from rlhf_jax.devices.mesh_shape import MeshShape
+from rlhf_jax.devices.placement import Place, Placement
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import folder, metrics, run, run_config
 from rlhf_jax.runs.snapshots import files, resume
@@ -206,3 +209,61 @@ def test_a_broken_line_in_the_middle_is_told_with_what_to_do(begun):
     path.write_bytes(b"".join([lines[0], b"\0\0\0\n", *lines[2:]]))
     with pytest.raises(InputError, match=r"line 2: .*--accept-lost-rows"):
         play(begun)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placed(run_config.RunConfig):
+    placement: Placement = dataclasses.field(default_factory=Placement)
+
+
+def placed(**places):
+    return run_config.to_json(Placed(out=Path("run"), placement=Placement(**places)))
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "names"),
+    [
+        ({}, {"policy": MeshShape(data=2)}, []),
+        ({}, {"reference": Place.parse("last")}, []),
+        ({}, {"reward": Place.parse("tensor=4")}, []),
+        ({}, {"reference": Place.parse("cpu"), "policy": MeshShape(fsdp=8)}, []),
+        (
+            {},
+            {"reference": Place.parse("pinned_host")},
+            ["placement.reference.memory"],
+        ),
+        ({}, {"critic": Place.parse("last")}, ["placement.critic.devices"]),
+        (
+            {"sampler": Place.parse("last:data=2")},
+            {"sampler": Place.parse("last:data=4")},
+            ["placement.sampler.mesh.data"],
+        ),
+    ],
+)
+def test_a_resume_may_move_the_policy_and_frozen_models_only(before, now, names):
+    """The sampler's responses and the critic's state in a snapshot stay in place."""
+    recorded, current = placed(**before), placed(**now)
+    but = frozenset(run_config.MAY_DIFFER)
+    assert resume.differing(recorded, current, but=but) == names
+
+
+def test_a_name_is_left_out_with_its_group_and_not_what_begins_like_it():
+    recorded = {"mesh": {"data": 1}, "mesh_size": 1, "other": {"mesh": 1}}
+    current = {"mesh": {"data": 2}, "mesh_size": 2, "other": {"mesh": 2}}
+    found = resume.differing(recorded, current, but=frozenset({"mesh"}))
+    assert found == ["mesh_size", "other.mesh"]
+
+
+def test_a_config_of_version_0_1_is_completed_with_its_placement():
+    mesh = {"data": 2, "fsdp": 1, "tensor": 1}
+    recorded = {"mesh": mesh, "critic_mesh": mesh, "seed": 3}
+    completed = run_config.complete(recorded, names=["placement", "seed"])
+    assert completed == {
+        "seed": 3,
+        "placement": {
+            "policy": mesh,
+            "critic": {"devices": "last", "mesh": mesh, "memory": "device"},
+        },
+    }
+    # An experiment without a placement keeps a field that is called mesh.
+    assert run_config.complete(recorded, names=["mesh", "seed"]) == recorded
