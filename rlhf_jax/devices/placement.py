@@ -64,9 +64,8 @@ class Place:
         Raises:
           InputError: The text has another form, or its mesh is wrong.
         """
-        where, at, memory = text.strip().partition("@")
-        if where == PINNED and not at:
-            where, at, memory = "policy", "@", PINNED
+        whole = f"policy@{PINNED}" if text.strip() == PINNED else text.strip()
+        where, at, memory = whole.partition("@")
         if at and memory != PINNED:
             raise InputError(
                 f"place: expected @{PINNED} or nothing after the devices, got {text!r}"

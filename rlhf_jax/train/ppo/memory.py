@@ -30,10 +30,8 @@ def check_memory(options: Config) -> None:
     sampler_mesh = placement.sampler.mesh_beside(mesh)
     assert critic_mesh is not None  # the host is for frozen models
     assert sampler_mesh is not None
-    storage, reference_mesh = (
-        options.reference_storage,
-        placement.reference.memory_mesh(mesh),
-    )
+    storage = options.reference_storage
+    reference_mesh = placement.reference.memory_mesh(mesh)
     params = memory_check.shapes_of(model)
     policy, parts = params, list[Part]()
     valued = jax.eval_shape(functools.partial(critic.from_policy, model=model), params)
