@@ -1,7 +1,8 @@
 """Chips: what they hold and how fast they are at most, from their makers' tables.
 
-A roofline needs three rates: products, the device's memory, and the links to other
-chips. They are peaks, so that what is computed from them is a lower bound.
+A roofline needs the rates of products, of the device's memory and of the links to other
+chips; for GPUs those are two, NVLink inside a node and the network between nodes. They
+are peaks, so that what is computed from them is a lower bound.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ class Chip:
     reserved: str  # what the rest of the maker's figure is, and who says so
     flops: float  # a second, dense products of bfloat16 accumulated in float32
     bandwidth: float  # of its memory, bytes a second
-    links: float  # to all other chips together, one way, bytes a second
+    links: float  # to all other chips (of a GPU: of its node), one way, bytes a second
     source: str
+    # A GPU's share of its node's network, one way, bytes a second; None where the links
+    # reach every chip.
+    network: float | None = None
 
 
 TPU = "what the compiler of libtpu 0.0.52 names as available HBM when it refuses"
@@ -58,23 +62,25 @@ CHIPS: dict[str, Chip] = {
         links=400 * GB,  # 3200 Gbit/s
         source=CLOUD + "v6e",
     ),
-    "a100-80gb": Chip(
+    "a100": Chip(
         kind="NVIDIA A100-SXM4-80GB",
         memory=int(0.75 * 80 * GIB),
         reserved=GPU,
         flops=312e12,
         bandwidth=2039 * GB,
         links=300 * GB,  # NVLink 3, half of 600 GB/s both ways
-        source="NVIDIA A100 data sheet",
+        source="NVIDIA A100 80 GB SXM and DGX A100 data sheets",
+        network=25 * GB,  # 200 Gbit/s
     ),
-    "h100-80gb": Chip(
+    "h100": Chip(
         kind="NVIDIA H100",
         memory=int(0.75 * 80 * GIB),
         reserved=GPU,
         flops=989e12,
         bandwidth=3350 * GB,
         links=450 * GB,  # NVLink 4, half of 900 GB/s both ways
-        source="NVIDIA H100 SXM data sheet",
+        source="NVIDIA H100 SXM and DGX H100 data sheets",
+        network=50 * GB,  # 400 Gbit/s
     ),
     "h200": Chip(
         kind="NVIDIA H200",
@@ -83,7 +89,18 @@ CHIPS: dict[str, Chip] = {
         flops=989e12,
         bandwidth=4800 * GB,
         links=450 * GB,
-        source="NVIDIA H200 data sheet",
+        source="NVIDIA H200 and DGX H200 data sheets",
+        network=50 * GB,
+    ),
+    "b200": Chip(
+        kind="NVIDIA B200",
+        memory=int(0.75 * 180 * GB),
+        reserved=GPU,
+        flops=2250e12,
+        bandwidth=8000 * GB,
+        links=900 * GB,  # NVLink 5, half of 1800 GB/s both ways
+        source="NVIDIA DGX B200 data sheet, an eighth of it",
+        network=50 * GB,
     ),
 }
 """By the name that a topology begins with, or that --chip takes."""

@@ -1,6 +1,6 @@
 """What the compiler says of a program that never runs, for devices not there too.
 
-device = compiled.target("v5e:2x2")
+device = compiled.target("v5e:2x2")     or "h100:1x8", a node of GPUs
 compiled.memory(function, shapes, device=device).temp_size_in_bytes
 """
 
@@ -17,6 +17,7 @@ from jax.sharding import SingleDeviceSharding
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import leaves
+from rlhf_jax.planning import gpu_targets
 
 PyTree = Any
 
@@ -26,23 +27,34 @@ class RefusedError(InputError):
 
 
 def target(topology: str | None) -> Any:
-    """The device to compile for: this machine's first, or a TPU's that is not there.
+    """The device to compile for: this machine's first, or one that is not there.
 
     Raises:
-      InputError: libtpu is not installed or does not know the topology.
+      InputError: as `slice_of`.
     """
     return jax.devices()[0] if topology is None else slice_of(topology)[0]
 
 
 def slice_of(topology: str) -> list[Any]:
-    """The devices of a slice of TPUs that is not there.
+    """The devices of a slice of TPUs, or of nodes of GPUs, that is not there.
 
     libtpu lets one process at a time use a TPU, by a lock. Here none is used, so that
     any number of processes may compile at once.
 
+    Args:
+      topology: v5e:8x8, as libtpu names it, or h100:8x8, 8 nodes of 8 GPUs.
+
     Raises:
-      InputError: libtpu is not installed or does not know the topology.
+      InputError: no chip is named, the compiler for it is not installed, or it does not
+        know the topology.
     """
+    if ":" not in topology:
+        raise InputError(
+            f"topology: expected a chip and its shape, as v5e:8x8 or h100:8x8, got "
+            f"{topology!r}; name the chip before it, or by --chip"
+        )
+    if gpu_targets.is_gpu(topology):
+        return gpu_targets.devices(topology)
     if importlib.util.find_spec("libtpu") is None:
         raise InputError(
             f"topology: expected libtpu, which compiles for {topology!r}, got no such "

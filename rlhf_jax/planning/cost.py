@@ -45,6 +45,11 @@ class Cost:
         """Bytes that a device sends to others."""
         return sum(one.sent * times for one, times in self.collectives.items())
 
+    @property
+    def across(self) -> float:
+        """Bytes of those that leave the device's node."""
+        return sum(one.across * times for one, times in self.collectives.items())
+
     def add(self, other: Cost, *, times: int = 1) -> None:
         """Adds what a part of the program costs, `times` over."""
         self.flops += times * other.flops
@@ -54,22 +59,38 @@ class Cost:
         self.unknown_loops += other.unknown_loops
 
 
-def cost(text: str, *, trips: int = 1) -> Cost:
+def cost(
+    text: str, *, trips: tuple[int, ...] = (1,), per_node: int | None = None
+) -> Cost:
     """The cost of a program.
 
     Args:
       text: `compiled.as_text()`.
-      trips: of a loop that does not say how often it runs, as one that ends when every
-        row has stopped.
+      trips: of the loops that do not say how often they run, as those that end when
+        every row has stopped, in their order. Where there are not as many of them,
+        each takes all of these.
+      per_node: devices of a node, whose links are others than those between nodes; None
+        is one node of all.
     """
     computations, entry = hlo.parse(text)
-    return _Walker(computations, trips=trips).of(entry)
+    total = _Walker(computations, trips=trips, per_node=per_node).of(entry)
+    if total.unknown_loops not in (0, len(trips)):
+        each = (sum(trips),) * total.unknown_loops
+        total = _Walker(computations, trips=each, per_node=per_node).of(entry)
+    return total
 
 
 class _Walker:
-    def __init__(self, computations: dict[str, Computation], *, trips: int) -> None:
+    def __init__(
+        self,
+        computations: dict[str, Computation],
+        *,
+        trips: tuple[int, ...],
+        per_node: int | None,
+    ) -> None:
         self._computations = computations
-        self._trips = trips
+        self._trips = iter(trips)
+        self._per_node = per_node
         self._known: dict[str, Cost] = {}
 
     def of(self, name: str) -> Cost:
@@ -89,7 +110,7 @@ class _Walker:
                 times = self._times(line, lines, body=body, condition=condition)
                 if times is None:
                     total.unknown_loops += 1
-                    times = self._trips
+                    times = next(self._trips, 1)
                 total.add(self.of(body), times=times)
                 total.add(self.of(condition), times=times)
             elif line.opcode == "conditional":
@@ -147,6 +168,8 @@ class _Walker:
         if line.opcode == "fusion":
             inner = self._computations[instructions.called(line, "calls")]
             return sum(self._flops(part, inner) for part in inner.values())
+        if line.opcode == "custom-call" and "__cudnn$fmha" in line.rest:
+            return instructions.attention_flops(line, lines)
         if line.opcode == "custom-call" and "gemm" in line.rest:
             taken = re.search(r'"lhs_contracting_dimensions":\["(\d+)"', line.rest)
             depth = (
@@ -185,10 +208,21 @@ class _Walker:
         operand_bytes = sum(
             leaf.size for name in line.operands for leaf in lines[name].result
         )
-        devices = instructions.devices(line.rest)
+        devices, nodes = self._group(line)
         size = operand_bytes * devices if kind == "all-gather" else operand_bytes
         if devices > 1:
-            total.collectives[Collective(kind, size, devices)] += 1
+            total.collectives[Collective(kind, size, devices, nodes)] += 1
+
+    def _group(self, line: Line) -> tuple[int, int]:
+        """How many devices exchange with each other, and of how many nodes they are."""
+        groups = instructions.pairs(line.rest) or [instructions.group(line.rest)]
+        per_node = self._per_node
+        nodes = (
+            1
+            if per_node is None
+            else max(len({device // per_node for device in group}) for group in groups)
+        )
+        return len(groups[0]), max(nodes, 1)
 
     def _bytes(self, line: Line, lines: Computation) -> int:
         opcode = line.opcode

@@ -22,7 +22,14 @@ from rlhf_jax.algorithms.ppo.recipe import PPO
 from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.planning import chips, compiled, cost, run_shape, workload
+from rlhf_jax.planning import (
+    chips,
+    compiled,
+    cost,
+    gpu_targets,
+    run_shape,
+    workload,
+)
 from rlhf_jax.planning.chips import Chip
 from rlhf_jax.planning.cost import Cost
 from rlhf_jax.planning.workload import Program
@@ -37,6 +44,7 @@ class Target(NamedTuple):
     name: str  # of the chip
     chip: Chip
     compiler: str
+    per_node: int | None = None  # GPUs; None where the links reach every chip
 
 
 class Measured(NamedTuple):
@@ -64,7 +72,7 @@ def target(topology: str | None, *, chip: str | None, mesh: MeshShape) -> Target
     """The chips, as a mesh, and the compiler that stands for them.
 
     Args:
-      topology: a TPU's; None compiles with this machine's own compiler.
+      topology: of TPUs or GPUs; None compiles with this machine's own compiler.
       chip: then the one that it stands in for; None is this machine's.
 
     Raises:
@@ -74,8 +82,13 @@ def target(topology: str | None, *, chip: str | None, mesh: MeshShape) -> Target
         devices = compiled.slice_of(topology)
         name = topology.partition(":")[0]
         figures = chips.named(name)
-        version = importlib.metadata.version("libtpu")
-        return Target(mesh.make(devices), name, figures, f"that of libtpu {version}")
+        if gpu_targets.is_gpu(topology):
+            compiler = f"that of {gpu_targets.compiler()}"
+            per_node = gpu_targets.per_node(topology)
+        else:
+            compiler = f"that of libtpu {importlib.metadata.version('libtpu')}"
+            per_node = None
+        return Target(mesh.make(devices), name, figures, compiler, per_node)
     if mesh.size > 1:
         # As many virtual devices as the mesh has, where this machine is a CPU and no
         # program has run yet; else the mesh says what is missing.
@@ -87,9 +100,9 @@ def target(topology: str | None, *, chip: str | None, mesh: MeshShape) -> Target
     figures = own if chip is None else chips.named(chip)
     if figures is None:
         raise InputError(
-            f"expected --topology, as v5e:8x8, for a TPU (extra 'plan'), or one of "
-            f"--chip {', '.join(chips.CHIPS)}, got neither on {device.device_kind}; "
-            f"name what the run is to fit"
+            f"expected --topology, as v5e:8x8 or h100:8x8 (extras 'plan' and "
+            f"'plan-cuda'), or one of --chip {', '.join(chips.CHIPS)}, got neither on "
+            f"{device.device_kind}; name what the run is to fit"
         )
     note = "" if figures == own else ", whose layouts and fusions are not the chip's"
     compiler = f"this machine's, for {device.platform}{note}"
@@ -140,18 +153,16 @@ def measure(
                 args.append(compiled.placed(tree, place(tree)))
             what = f"{options.batch_size} rows on {target.mesh.size} x {target.name}"
             with waiting(f"compiling {program.name}, {what}"):
-                measurements.append(
-                    _compile(program, args, device=target.mesh.devices.flat[0])
-                )
+                measurements.append(_compile(program, args, target=target))
     return measurements
 
 
-def _compile(program: Program, args: list[Any], *, device: Any) -> Measured:
+def _compile(program: Program, args: list[Any], *, target: Target) -> Measured:
     try:
         done = compiled.program(
             program.function,
             *args,
-            device=device,
+            device=target.mesh.devices.flat[0],
             donate=program.donate,
             keep_unused=True,
         )
@@ -171,7 +182,9 @@ def _compile(program: Program, args: list[Any], *, device: Any) -> Measured:
         "alias": memory.alias_size_in_bytes,
         "host_argument": memory.host_argument_size_in_bytes,
     }
-    program_cost = cost.cost(done.as_text(), trips=program.trips)
+    program_cost = cost.cost(
+        done.as_text(), trips=program.trips, per_node=target.per_node
+    )
     return Measured(program, sizes, None, program_cost)
 
 
@@ -196,7 +209,8 @@ def described(one: Measured, chip: Chip) -> dict[str, Any]:
     seconds = {
         "products": total.flops / chip.flops,
         "memory": total.bytes / chip.bandwidth,
-        "links": total.sent / chip.links,
+        "links": (total.sent - total.across) / chip.links,
+        "network": total.across / chip.network if chip.network else 0.0,
     }
     return {
         "name": one.program.name,
@@ -205,8 +219,9 @@ def described(one: Measured, chip: Chip) -> dict[str, Any]:
         "flops": total.flops,
         "memory_bytes": total.bytes,
         "sent_bytes": total.sent,
+        "network_bytes": total.across,
         "seconds": {**seconds, "bound": max(seconds.values())},
-        "turns": one.program.trips if total.unknown_loops else None,
+        "turns": sum(one.program.trips) if total.unknown_loops else None,
         "collectives": [
             {**one._asdict(), "times": times, "sent": times * one.sent}
             for one, times in sorted(total.collectives.items())

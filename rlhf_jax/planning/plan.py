@@ -1,20 +1,24 @@
-"""Whether a PPO run fits a slice of chips that is not there, and how fast it can be.
+"""Whether a run fits TPUs or GPUs that are not there, and how fast it can be.
 
     rlhf-jax plan --model llama-2-7b --topology v5e:8x8 --mesh fsdp=64 \\
         --dtype bfloat16 --remat full --reference bf16 --reward bf16 \\
         --batch-size 512 --prompt-length 512 --max-new-tokens 512 \\
         --num-minibatches 4 --json plan.json
 
-Every program of a step is compiled for the slice (extra `plan`; nothing runs). The
-verdict is over what is alive at the same time: while one program runs, everything that
-it does not read stays where it is.
+    rlhf-jax plan --model llama-3.1-8b --chip h100 --topology 8x8 --mesh fsdp=64 ...
+
+Every program of a step is compiled for the slice (extra `plan`, or `plan-cuda` for
+GPUs, named as nodes x GPUs of a node; nothing runs). The verdict is over what is alive
+at the same time: while one program runs, everything that it does not read stays where
+it is.
 
     alive = what it does not read + its arguments + temporaries + results - aliases
 
 Seconds are a roofline, a lower bound: matrix products at the chip's peak in bfloat16,
-its memory and its links at their peak rates, and all three at once. Sampling goes on
-to the last token. Without a topology this machine's own compiler stands in for the
-chip's (`--chip`); its layouts and fusions are others, and the plan says so.
+its memory and its links (of GPUs NVLink inside a node, and the network between nodes)
+at their peak rates, and all of it at once. Sampling goes on to the last token. Without
+a topology this machine's own compiler stands in for the chip's (`--chip`); its layouts
+and fusions are others, and the plan says so.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ from rlhf_jax.devices.mesh_shape import ONE_DEVICE, MeshOption, MeshShape
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import decoder
-from rlhf_jax.planning import measured, run_shape, tables, workload
+from rlhf_jax.planning import gpu_targets, measured, run_shape, tables, workload
 from rlhf_jax.planning.measured import Alive, Target, Waiting
 from rlhf_jax.runs import report
 
@@ -51,7 +55,8 @@ class Options(run_shape.Options):
     mesh: MeshOption = ONE_DEVICE
     """How the chips share the work, as fsdp=64 or data=2,fsdp=8,tensor=4."""
     chip: str | None = None
-    """Without a topology, the chip that this machine's compiler stands in for."""
+    """The chip of a topology that names none, as h100 with --topology 8x8; without a
+    topology, the one that this machine's compiler stands in for."""
     num_epochs: int = 4
     """Passes over each batch."""
     find_batch: bool = False
@@ -62,11 +67,18 @@ class Options(run_shape.Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.positive(num_epochs=self.num_epochs)
-        if self.topology is not None and self.chip is not None:
+        if ":" in (self.topology or "") and self.chip is not None:
             raise InputError(
                 f"expected --topology or --chip, got {self.topology} and {self.chip}; "
                 f"a topology names its chip"
             )
+
+    @property
+    def slice(self) -> str | None:
+        """The topology with its chip, as h100:8x8."""
+        if self.topology is None or self.chip is None:
+            return self.topology
+        return f"{self.chip}:{self.topology}"
 
 
 def silent(what: str) -> AbstractContextManager[None]:
@@ -90,7 +102,7 @@ def plan(options: Options, *, waiting: Waiting = silent) -> dict[str, Any]:
       InputError: libtpu or the topology is missing, the mesh does not multiply to the
         chips, an axis does not divide a dimension or the rows, or sizes do not fit.
     """
-    target = measured.target(options.topology, chip=options.chip, mesh=options.mesh)
+    target = measured.target(options.slice, chip=options.chip, mesh=options.mesh)
     ppo = run_shape.algorithm(options, num_epochs=options.num_epochs)
     resident = measured.resident(options, target, recipe=ppo)
     measurements = measured.measure(options, target, recipe=ppo, waiting=waiting)
@@ -104,7 +116,7 @@ def plan(options: Options, *, waiting: Waiting = silent) -> dict[str, Any]:
         "command": command(options),
         "versions": _versions(),
         "compiler": target.compiler,
-        "topology": options.topology,
+        "topology": options.slice,
         "chips": options.mesh.size,
         "mesh": dataclasses.asdict(options.mesh),
         "chip": {"name": target.name, **dataclasses.asdict(target.chip)},
@@ -279,7 +291,7 @@ def within(options: Options, *, recipe: PPO) -> dict[str, int]:
 
 
 def _versions() -> dict[str, str]:
-    names = ("jax", "jaxlib", "libtpu", "rlhf-jax")
+    names = ("jax", "jaxlib", "libtpu", *gpu_targets.PLUGINS, "rlhf-jax")
     versions = {}
     for name in names:
         try:

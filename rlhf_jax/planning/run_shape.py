@@ -12,9 +12,10 @@ from rlhf_jax.checkpoints import hf
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import config
-from rlhf_jax.models.config import ModelConfig, Remat
+from rlhf_jax.models.config import Attention, ModelConfig, Remat
 from rlhf_jax.models.families import registry
 from rlhf_jax.models.lora import LoRA
+from rlhf_jax.planning import gpu_targets
 
 Way = Literal["copy", "bf16", "fp16", "int8", "int8-bf16", "host", "host-int8"]
 WAYS: dict[str, dict[str, Any]] = {
@@ -71,8 +72,12 @@ class Options:
     """Updates of an epoch."""
     micro_batch_size: int | None = None
     """Responses held at once while learning; None is all of a minibatch."""
+    attention: Attention | None = None
+    """What computes the attention of whole sequences; None is cudnn for a GPU topology
+    in bfloat16, and xla elsewhere."""
     topology: str | None = None
-    """A TPU to compile for, as v5e:2x2; None compiles for this machine's device."""
+    """What to compile for, as v5e:2x2, or h100:8x8 for nodes x GPUs; None is this
+    machine's device."""
 
     def __post_init__(self) -> None:
         checks.positive(
@@ -93,6 +98,11 @@ class Options:
                 f"{self.base}; leave it out, or train adapters"
             )
 
+    @property
+    def slice(self) -> str | None:
+        """The topology with its chip, as h100:8x8."""
+        return self.topology
+
 
 def model_of(options: Options) -> ModelConfig:
     """The shape of the model; no parameter is read.
@@ -102,17 +112,21 @@ def model_of(options: Options) -> ModelConfig:
     """
     own = {"dtype": options.dtype, "remat": options.remat}
     if options.model is None:
-        return config.gpt2(
+        model = config.gpt2(
             vocab_size=options.vocab_size,
             hidden_size=options.hidden_size,
             num_layers=options.num_layers,
             num_heads=options.num_heads,
             max_positions=options.max_positions,
-            dtype=options.dtype,
-            remat=options.remat,
         )
-    shape = registry.KNOWN.get(options.model)
-    return dataclasses.replace(shape or hf.model_config(options.model), **own)
+    else:
+        model = registry.KNOWN.get(options.model) or hf.model_config(options.model)
+    attention = options.attention
+    if attention is None:
+        on_gpu = options.slice is not None and gpu_targets.is_gpu(options.slice)
+        flash = options.dtype == "bfloat16" and model.attention_softcap is None
+        attention = "cudnn" if on_gpu and flash else "xla"
+    return dataclasses.replace(model, **own, attention=attention)
 
 
 def algorithm(options: Options, *, num_epochs: int = 4) -> PPO:

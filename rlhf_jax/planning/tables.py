@@ -55,7 +55,7 @@ def show(result: dict[str, Any]) -> None:
     )
     report.table(
         "Seconds, at the least (roofline)",
-        ("", "products", "memory", "links", "bound"),
+        ("", *programs[0]["seconds"]),
         [(one["name"], *one["seconds"].values()) for one in programs],
     )
     report.table(

@@ -10,6 +10,7 @@ is allocated: everything here comes from `jax.eval_shape`.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -53,7 +54,8 @@ class Program(NamedTuple):
     reads: tuple[str, ...]  # those of `parts` among them
     batch: tuple[int, ...]  # which of the arguments have rows
     donate: tuple[int, ...] = ()
-    trips: int = 1  # of a loop that ends when every row has stopped, at the most
+    # Of loops that end when every row has stopped, in their order, at the most.
+    trips: tuple[int, ...] = (1,)
 
 
 def resident(options: Options, *, recipe: PPO) -> Resident:
@@ -125,8 +127,7 @@ def programs(options: Options, resident: Resident, *, recipe: PPO) -> list[Progr
 
     drawn = (resident.state.policy, resident.base, prompts, key)
     rollout = jax.eval_shape(sample, *drawn)
-    # The first token comes from the prompts' own pass.
-    turns = max(options.max_new_tokens - 1, 1)
+    turns = decoding_turns(options.prompt_length, options.max_new_tokens)
     of_step = [Program("sampling", sample, drawn, ("policy", *base), (2,), trips=turns)]
     if resident.reward is not None:
         over = resident.base if options.reward == "base" else None
@@ -153,6 +154,24 @@ def programs(options: Options, resident: Resident, *, recipe: PPO) -> list[Progr
         )
     )
     return of_step
+
+
+def decoding_turns(prompt_length: int, max_new_tokens: int) -> tuple[int, ...]:
+    """Tokens that are decoded in each window of a cache that grows, at the most.
+
+    The first token comes from the prompts' own pass, and the last is run no more.
+
+    Args:
+      prompt_length: columns of prompts, tokens.
+      max_new_tokens: columns of responses, tokens.
+
+    Returns:
+      Turns of the sampler's loops, one after another.
+    """
+    size = prompt_length + max_new_tokens
+    ends = caches.growing_widths(size, first=prompt_length)
+    ends = (prompt_length, *(min(end, size - 1) for end in ends))
+    return tuple(end - start for start, end in itertools.pairwise(ends)) or (1,)
 
 
 def cache_bytes(model: ModelConfig, *, rows: int, columns: int) -> int:

@@ -10,11 +10,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from rlhf_jax import decoder, logprobs, policy
 from rlhf_jax.devices.mesh_shape import MeshShape
-from rlhf_jax.planning import cost
+from rlhf_jax.planning import cost, instructions
 from rlhf_jax.planning.instructions import Collective
 
 
-def cost_of(function, *args, trips=1):
+def cost_of(function, *args, trips=(1,)):
     text = jax.jit(function).lower(*args).compile().as_text()
     return cost.cost(text, trips=trips)
 
@@ -45,7 +45,7 @@ def test_a_loop_of_unknown_length_takes_the_turns_that_are_given():
     def halve(x, w):
         return jax.lax.while_loop(lambda x: x.sum() > 1.0, lambda x: x @ w, x)
 
-    found = cost_of(halve, shape(4, 4), shape(4, 4), trips=7)
+    found = cost_of(halve, shape(4, 4), shape(4, 4), trips=(7,))
     assert found.flops == 7 * 2 * 4**3
     assert found.unknown_loops == 1
 
@@ -92,6 +92,99 @@ def test_remat_is_one_more_pass():
     most = by_hand(model, passes=4)
     last = 2 * model.num_layers * ROWS * COLUMNS * 16 * 64
     assert trained(model, passes=4) == most - last
+
+
+def test_loops_of_unknown_length_take_their_turns_in_order():
+    def twice(x, w):
+        for size in (4, 2):
+            x = jax.lax.while_loop(
+                lambda x: x.sum() > 1.0, lambda x: jnp.tanh(x @ w), x[:size]
+            )
+        return x
+
+    one = 2 * 4**2  # of one row
+    for trips, flops in {(7, 3): 7 * 4 + 3 * 2, (7, 3, 2): 12 * 4 + 12 * 2}.items():
+        found = cost_of(twice, shape(4, 4), shape(4, 4), trips=trips)
+        assert found.flops == flops * one
+        assert found.unknown_loops == 2
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ("{{0,1,2},{3,4,5}}", (0, 1, 2)),
+        ("[2,4]<=[8]", (0, 1, 2, 3)),
+        ("[4,2]<=[2,4]T(1,0)", (0, 4)),
+        ("mesh['a'=2,'b'=4] {'b'}", (0, 1, 2, 3)),
+        ("mesh['a'=2,'b'=4] {'a'}", (0, 4)),
+        ("mesh['a'=2,'b'=4] {'a','b'}", (0, 1, 2, 3, 4, 5, 6, 7)),
+        ("mesh['a'=8] {'a':(1)2}", (0, 4)),
+        ("mesh['a'=8] {'a':(4)2}", (0, 1)),
+        ("mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}", (0, 2, 4, 6)),
+    ],
+)
+def test_the_devices_of_a_group(groups, expected):
+    rest = f", channel_id=1, replica_groups={groups}, dimensions={{0}}"
+    assert instructions.group(rest) == expected
+
+
+def test_what_leaves_a_node():
+    """8 devices in 2 nodes of 4: what a node lacks comes once, over 4 networks."""
+    assert Collective("all-gather", 80, 8, 2).across == 40 / 4
+    assert Collective("reduce-scatter", 80, 8, 2).across == 40 / 4
+    assert Collective("all-reduce", 80, 8, 2).across == 2 * 40 / 4
+    # Half of what each has is for devices of the other node, and for no two the same.
+    assert Collective("all-to-all", 80, 8, 2).across == 40
+    assert Collective("collective-permute", 80, 2, 2).across == 80
+    # One device of each of 8 nodes: all that is sent.
+    alone = Collective("all-gather", 80, 8, 8)
+    assert alone.across == alone.sent == 70
+    assert Collective("all-gather", 80, 8, 1).across == 0
+
+
+TWO_NODES = """
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  %r = f32[8]{0} all-reduce(%p), channel_id=1, replica_groups=[2,4]<=[4,2]T(1,0), to_apply=%add
+  %q = f32[8]{0} all-reduce(%r), channel_id=2, replica_groups=[4,2]<=[8], to_apply=%add
+  %c = f32[8]{0} collective-permute(%q), channel_id=3, source_target_pairs={{0,1},{1,2},{2,3}}
+  ROOT %d = f32[8]{0} collective-permute(%c), channel_id=4, source_target_pairs={{0,1},{3,4}}
+}
+"""  # noqa: E501
+
+
+def test_the_nodes_of_a_group():
+    found = cost.cost(TWO_NODES, per_node=4).collectives
+    assert found == {
+        Collective("all-reduce", 32, 4, 2): 1,
+        Collective("all-reduce", 32, 2, 1): 1,
+        Collective("collective-permute", 32, 2, 1): 1,
+        Collective("collective-permute", 32, 2, 2): 1,
+    }
+    assert {one.nodes for one in cost.cost(TWO_NODES).collectives} == {1}
+
+
+CUDNN = """
+ENTRY %main (q: bf16[2,32,4,16], k: bf16[2,32,2,16], v: bf16[2,32,2,16]) -> bf16[2,4,32,16] {
+  %q = bf16[2,32,4,16]{3,2,1,0} parameter(0)
+  %k = bf16[2,32,2,16]{3,2,1,0} parameter(1)
+  %v = bf16[2,32,2,16]{3,2,1,0} parameter(2)
+  %a = (bf16[2,4,32,16]{3,1,2,0}, u8[0]{0}) custom-call(%q, %k, %v), custom_call_target="__cudnn$fmhaSoftmaxTARGET", backend_config={"cudnn_fmha_backend_config": {"algorithm": {"tuning_knobs": {"17": "1"}}, "intermediate_tensor_shape": {"element_type": "BF16", "dimensions": ["2", "4", "32", "32"], "tuple_shapes": []}, "mask_type": "MASK"}}
+  ROOT %y = bf16[2,4,32,16]{3,1,2,0} get-tuple-element(%a), index=0
+}
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize(
+    ("target", "mask", "products"),
+    [("", "NO_MASK", 2), ("", "PADDING_CAUSAL", 1), ("Backward", "CAUSAL", 2.5)],
+)
+def test_the_products_of_cudnn_s_attention(target, mask, products):
+    """q·kᵀ and shares·v, each 2·B·H·S·S·d; a gradient has five such products."""
+    found = cost.cost(CUDNN.replace("TARGET", target).replace("MASK", mask, 1))
+    assert found.flops == products * 2 * 2 * 4 * 32 * 32 * 16
+    # What it reads and writes, and no logits.
+    assert found.bytes == 2 * 2 * 32 * 16 * (4 + 2 + 2 + 4)
 
 
 def test_collectives_by_kind_and_size():

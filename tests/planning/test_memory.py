@@ -182,8 +182,12 @@ def test_options_that_do_not_go_together(options, message):
 def test_what_is_not_there(tmp_path):
     with pytest.raises(InputError, match="expected a folder with a checkpoint"):
         memory.models(Options(model=str(tmp_path / "none")))
-    message = r"(?s)'abacus'.*(choose another|extra 'plan')"  # with libtpu or without
-    with pytest.raises(InputError, match=message):
-        memory.memory(dataclasses.replace(Options(**TINY), topology="abacus"))
+    for topology, message in {
+        "abacus": r"expected a chip and its shape, .* got 'abacus'; name the chip",
+        # With libtpu or without.
+        "abacus:2x2": r"(?s)'abacus:2x2'.*(choose another|extra 'plan')",
+    }.items():
+        with pytest.raises(InputError, match=message):
+            memory.memory(dataclasses.replace(Options(**TINY), topology=topology))
     with pytest.raises(InputError, match="num_minibatches to divide the 8 rows"):
         memory.memory(Options(**TINY, num_minibatches=3))

@@ -1,6 +1,7 @@
 """Plans: known shapes, what is alive, what a user gets wrong, and the recorded ones."""
 
 import dataclasses
+import importlib.metadata
 import json
 import os
 import shlex
@@ -16,8 +17,17 @@ import tyro
 from rlhf_jax import batch, decoder
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models import caches
 from rlhf_jax.models.families import registry
-from rlhf_jax.planning import chips, compiled, measured, plan, run_shape, workload
+from rlhf_jax.planning import (
+    chips,
+    compiled,
+    gpu_targets,
+    measured,
+    plan,
+    run_shape,
+    workload,
+)
 from rlhf_jax.planning.cost import Cost
 from rlhf_jax.planning.instructions import Collective
 from rlhf_jax.planning.measured import Alive, Measured
@@ -120,11 +130,28 @@ def test_the_roofline_is_the_slowest_of_three():
     cost.collectives[Collective("all-gather", 8, 4)] = 2
     one = Measured(program("learning", ()), {}, None, cost)
     found = measured.described(one, chip)
-    seconds = {"products": 2.0, "memory": 3.0, "links": 2 * 6 / 2.0}
+    seconds = {"products": 2.0, "memory": 3.0, "links": 2 * 6 / 2.0, "network": 0.0}
     assert found["seconds"] == {**seconds, "bound": 6.0}
-    assert found["collectives"] == [
-        {"kind": "all-gather", "size": 8, "devices": 4, "times": 2, "sent": 12.0}
-    ]
+    gathered = {"kind": "all-gather", "size": 8, "devices": 4, "nodes": 1}
+    assert found["collectives"] == [{**gathered, "times": 2, "sent": 12.0}]
+
+
+def test_gpus_of_several_nodes_have_two_links():
+    """8 bytes gathered by 4 GPUs of 2 nodes: of the 6 that each sends, 2 leave it."""
+    chip = dataclasses.replace(
+        chips.CHIPS["h100"], flops=10.0, bandwidth=5.0, links=2.0, network=0.5
+    )
+    cost = Cost()
+    cost.collectives[Collective("all-gather", 8, 4, 2)] = 3
+    found = measured.described(Measured(program("x", ()), {}, None, cost), chip)
+    assert (found["sent_bytes"], found["network_bytes"]) == (18.0, 6.0)
+    assert found["seconds"] == {
+        "products": 0.0,
+        "memory": 0.0,
+        "links": 12 / 2.0,
+        "network": 6 / 0.5,
+        "bound": 12.0,
+    }
 
 
 @pytest.mark.parametrize("start", [1, 3, 40])
@@ -244,7 +271,7 @@ def test_the_command_of_the_issue_is_one():
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"chip": None}, r"expected --topology, as v5e:8x8, .* got neither on cpu"),
+        ({"chip": None}, r"expected --topology, as v5e:8x8 or .* got neither on cpu"),
         ({"chip": "abacus"}, r"chip: expected one of v5e, .*, got 'abacus'"),
         ({"mesh": MeshShape(fsdp=3)}, r"multiply to the 8 devices, got .* = 3"),
         (
@@ -267,6 +294,76 @@ def test_what_a_user_gets_wrong(changed, message):
 def test_a_topology_names_its_chip():
     with pytest.raises(InputError, match=r"--topology or --chip, got v5e:2x2 and v5p"):
         Options(topology="v5e:2x2", chip="v5p")
+
+
+def test_a_topology_takes_the_chip_that_is_named_beside_it():
+    options = Options(chip="h100", topology="8x8", model="gpt2", dtype="bfloat16")
+    assert options.slice == "h100:8x8"
+    assert Options(topology="v5e:2x2").slice == "v5e:2x2"
+    assert Options(chip="v5e").slice is None
+    # As users of both expect it: cuDNN where it can be.
+    assert run_shape.model_of(options).attention == "cudnn"
+    for changed in (
+        {"dtype": "float32"},
+        {"chip": "v5e"},
+        {"attention": "xla"},
+        {"model": "gemma-2-2b"},  # whose softcap cuDNN does not have
+    ):
+        other = dataclasses.replace(options, **changed)
+        assert run_shape.model_of(other).attention == "xla", changed
+
+
+@pytest.mark.parametrize(
+    ("topology", "message"),
+    [
+        ("8x8", r"a chip and its shape, as v5e:8x8 or h100:8x8, got '8x8'; name the"),
+        ("h100:8", r"expected nodes x GPUs of a node, as h100:8x8 .* got 'h100:8'"),
+        ("h100:0x8", r"expected nodes x GPUs of a node, as h100:8x8 .* got 'h100:0x8'"),
+        ("h100:8x8x8", r"expected nodes x GPUs of a node.* got 'h100:8x8x8'"),
+    ],
+)
+def test_a_topology_of_another_form(topology, message):
+    with pytest.raises(InputError, match=message):
+        plan.plan(Options(topology=topology, mesh=MeshShape(fsdp=64)))
+
+
+def test_no_plug_in_for_gpus_is_one_error_with_its_install_line(monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(gpu_targets.importlib.metadata, "version", missing)
+    message = (
+        r"JAX's plug-in for GPUs, which compiles for 'h100:1x8', got no such package; "
+        r"install the extra 'plan-cuda' \(pip install .*\[plan-cuda\]'\)"
+    )
+    with pytest.raises(InputError, match=message):
+        plan.plan(Options(chip="h100", topology="1x8", mesh=MeshShape(fsdp=8)))
+
+
+def test_every_gpu_of_the_roofline_has_a_target():
+    of_gpus = {name for name, chip in chips.CHIPS.items() if chip.network is not None}
+    assert of_gpus == {"a100", "h100", "h200", "b200"}
+    assert {
+        name for name in chips.CHIPS if gpu_targets.is_gpu(f"{name}:1x8")
+    } == of_gpus
+    assert gpu_targets.per_node("h100:4x8") == 8
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response"), [(64, 64), (512, 512), (5, 1), (1, 700)]
+)
+def test_the_turns_of_the_sampler_s_loops(prompt, response):
+    """Token by token, as the sampler goes from one width of its cache to the next."""
+    size = prompt + response
+    widths = caches.growing_widths(size, first=prompt)
+    turns, written = [], prompt + 1
+    for width in widths:
+        turns.append(0)
+        while written < size and written <= width:
+            turns[-1] += 1
+            written += 1
+    assert sum(turns) == response - 1
+    assert list(workload.decoding_turns(prompt, response)) == turns
 
 
 def test_no_libtpu_and_no_such_topology(monkeypatch):

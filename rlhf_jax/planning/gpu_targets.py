@@ -1,0 +1,158 @@
+"""GPUs that are not there, as XLA's compiler is told of them (extra `plan-cuda`).
+
+    devices("h100:8x8")        8 nodes of 8 GPUs, which NVLink joins inside a node
+
+XLA compiles for a description of a GPU as well as for one in the machine, with cuDNN's
+attention among what it calls. It measures no kernels then: which of several it would
+choose on the GPU itself is not known.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import re
+from typing import Any
+
+from jax.experimental import topologies
+
+from rlhf_jax.functional.checks import InputError
+
+PLUGINS = ("jax-cuda13-pjrt", "jax-cuda12-pjrt")
+INSTALL = "pip install -c .ci/constraints.txt -e '.[plan-cuda]'"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Description:
+    """What tells one GPU from another, by NVIDIA's data sheets and CUDA's occupancy."""
+
+    name: str
+    capability: int
+    cores: int  # streaming multiprocessors
+    units: int  # of float32, in each of them
+    clock: float  # GHz
+    shared: int  # bytes of shared memory of a multiprocessor; of a block 1 KiB less
+    cache: int  # bytes, the second level
+    memory: int  # bytes
+    bandwidth: int  # bytes a second
+
+
+_H100 = _Description(
+    name="NVIDIA H100 80GB HBM3",
+    capability=9,
+    cores=132,
+    units=128,
+    clock=1.98,
+    shared=233472,
+    cache=52428800,
+    memory=84942979072,
+    bandwidth=3352320000000,
+)
+_DESCRIPTIONS = {
+    "a100": _Description(
+        name="NVIDIA A100-SXM4-80GB",
+        capability=8,
+        cores=108,
+        units=64,
+        clock=1.41,
+        shared=167936,
+        cache=41943040,
+        memory=85100068864,
+        bandwidth=2039040000000,
+    ),
+    "h100": _H100,
+    "h200": dataclasses.replace(
+        _H100, name="NVIDIA H200", memory=151397597184, bandwidth=4800000000000
+    ),
+    "b200": _Description(
+        name="NVIDIA B200",
+        capability=10,
+        cores=148,
+        units=128,
+        clock=1.965,
+        shared=233472,
+        cache=132644864,
+        memory=191514411008,
+        bandwidth=7672320000000,
+    ),
+}
+
+
+def is_gpu(topology: str) -> bool:
+    """Whether a topology, as h100:8x8, is of GPUs."""
+    return topology.partition(":")[0] in _DESCRIPTIONS
+
+
+def per_node(topology: str) -> int:
+    """GPUs of a node: the second number of h100:8x8.
+
+    Raises:
+      InputError: the topology is of another form.
+    """
+    return _shape(topology)[1]
+
+
+def compiler() -> str | None:
+    """Package and version of the plug-in that compiles for GPUs; None without one."""
+    for name in PLUGINS:
+        try:
+            return f"{name} {importlib.metadata.version(name)}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def devices(topology: str) -> list[Any]:
+    """The GPUs, node after node.
+
+    Args:
+      topology: chip:NODESxGPUS, for instance h100:8x8.
+
+    Raises:
+      InputError: the topology is of another form, or the plug-in that compiles for GPUs
+        is missing.
+    """
+    nodes, gpus = _shape(topology)
+    if compiler() is None:
+        raise InputError(
+            f"topology: expected JAX's plug-in for GPUs, which compiles for "
+            f"{topology!r}, got no such package; install the extra 'plan-cuda' "
+            f"({INSTALL}); no GPU is needed"
+        )
+    described = _DESCRIPTIONS[topology.partition(":")[0]]
+    description = topologies.get_topology_desc(
+        platform="cuda",
+        target_config=_config(described),
+        topology=f"{nodes}x1x{gpus}",
+    )
+    return list(description.devices)
+
+
+def _shape(topology: str) -> tuple[int, int]:
+    shape = re.fullmatch(r"\w+:([1-9]\d*)x([1-9]\d*)", topology)
+    if shape is None:
+        raise InputError(
+            f"topology: expected nodes x GPUs of a node, as h100:8x8 or --chip h100 "
+            f"--topology 8x8, got {topology!r}; name both numbers"
+        )
+    return int(shape[1]), int(shape[2])
+
+
+def _config(gpu: _Description) -> str:
+    """The description in the text form of XLA's GpuTargetConfigProto."""
+    return f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: {gpu.shared - 1024}
+  shared_memory_per_core: {gpu.shared} registers_per_core_limit: 65536
+  registers_per_block_limit: 65536 core_count: {gpu.cores} fpus_per_core: {gpu.units}
+  clock_rate_ghz: {gpu.clock} l2_cache_size: {gpu.cache}
+  memory_bandwidth: {gpu.bandwidth} device_memory_size: {gpu.memory}
+  cuda_compute_capability {{ major: {gpu.capability} }}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }}
+runtime_version {{ major: 13 }}
+device_description_str: "{gpu.name}"
+"""
