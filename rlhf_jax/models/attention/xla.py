@@ -1,4 +1,4 @@
-"""Attention of new tokens to the keys and values of a row, and the cache of those.
+"""Attention by XLA, which holds the logits of all heads, [B, H, T, S].
 
 Shapes: B rows, T new tokens, S tokens attended to, H query heads, K key-value heads.
 """
@@ -11,19 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.models import layout
+from rlhf_jax.models.attention.cache import KeyValue
 
 Array = jax.Array
-# Heads first: what a head reads for a row lies together. In the compute dtype.
-KeyValue = tuple[Array, Array]  # each [B, K, S, head_dim]
-
-
-def append(cache: KeyValue, new: KeyValue, *, column: Array | int) -> KeyValue:
-    """The cache with the keys and values of new tokens written from `column` on."""
-    key, value = (
-        jax.lax.dynamic_update_slice_in_dim(old, fresh, column, axis=2)
-        for old, fresh in zip(cache, new, strict=True)
-    )
-    return key, value
 
 
 def attend_to(
@@ -67,25 +57,3 @@ def attend_to(
     share = jax.nn.softmax(jnp.where(allowed, logits, lowest), axis=-1)
     y = layout.product(share.astype(value.dtype), value)
     return y.reshape(query.shape)
-
-
-def attend_cudnn(
-    query: Array,
-    keys_values: KeyValue,
-    *,
-    attend: Array,
-    scale: float | None = None,
-    softcap: float | None = None,
-) -> Array:
-    """`attend_to` by cuDNN's flash attention, which holds no logits, nor a softcap."""
-    del softcap  # None: `ModelConfig` allows nothing else here
-    key, value = (array.swapaxes(1, 2) for array in keys_values)
-    y = jax.nn.dot_product_attention(
-        query.swapaxes(1, 2),
-        key,
-        value,
-        mask=attend[:, None],
-        scale=scale,
-        implementation="cudnn",
-    )
-    return y.swapaxes(1, 2)
