@@ -504,3 +504,56 @@ def dpo_pairs(
             losses.append(max(0.0, 1 - beta * h))
             slopes.append(-beta if beta * h < 1 else 0.0)
     return losses, slopes
+
+
+def attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    segments: Array,
+    *,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+    gradient: Array,
+) -> tuple[Array, tuple[Array, Array, Array]]:
+    """Attention token by token, and the gradients of Σ gradient · output.
+
+    Args:
+      query: [B, H, T, d], of the last T columns; padded queries attend to nothing.
+      key, value: [B, K, S, d].
+      segments: [B, S], 0 at padding.
+      gradient: [B, H, T, d].
+
+    Returns:
+      [B, H, T, d], 0 at padding, and the gradients of query, key and value.
+    """
+    query, key, value = (np.array(x, np.float64) for x in (query, key, value))
+    rows, heads, queries, _ = query.shape
+    group, first = heads // key.shape[1], key.shape[2] - queries
+    out = np.zeros(query.shape)
+    of_q, of_k, of_v = (np.zeros(x.shape) for x in (query, key, value))
+    for row, head, t in np.ndindex(rows, heads, queries):
+        column, shared = first + t, head // group
+        seen = [
+            s
+            for s in range(column + 1)
+            if segments[row, s] == segments[row, column] > 0
+            and (window is None or column - s < window)
+        ]
+        if not seen:
+            continue
+        q, k, v = query[row, head, t], key[row, shared, seen], value[row, shared, seen]
+        raw = scale * (k @ q)
+        capped = raw if softcap is None else softcap * np.tanh(raw / softcap)
+        slope = 1.0 if softcap is None else 1 - np.tanh(raw / softcap) ** 2
+        weight = np.exp(log_softmax(capped))
+        out[row, head, t] = weight @ v
+        above = np.array(gradient[row, head, t], np.float64)
+        of_weight = v @ above
+        of_raw = weight * (of_weight - weight @ of_weight) * slope * scale
+        of_q[row, head, t] = of_raw @ k
+        for place, s in enumerate(seen):
+            of_k[row, shared, s] += of_raw[place] * q
+            of_v[row, shared, s] += weight[place] * above
+    return out, (of_q, of_k, of_v)

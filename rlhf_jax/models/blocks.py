@@ -15,7 +15,13 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.models import layout
-from rlhf_jax.models.attention import KeyValue, append, attend_cudnn, attend_to
+from rlhf_jax.models.attention import (
+    AttentionMask,
+    KeyValue,
+    append,
+    attend,
+    attend_to,
+)
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.rotary import rotate
 
@@ -119,14 +125,15 @@ class Attention(nn.Module):
         self,
         x: Array,
         *,
-        attend: Array,
+        mask: AttentionMask | Array,
         rotary: tuple[Array, Array] | None,
         first: int,
         cache: KeyValue | None,
         column: Array | int,
     ) -> tuple[Array, KeyValue]:
         model = self.model
-        rows = attend.shape[0]
+        whole = isinstance(mask, AttentionMask)
+        rows = mask.segments.shape[0] if whole else mask.shape[0]
 
         def heads(name: str, x: Array, count: int) -> Array:
             y = Linear(count * model.head_dim, model.attention_bias, name=name)(x)
@@ -145,17 +152,16 @@ class Attention(nn.Module):
         keys_values = key, value
         if cache is not None:
             keys_values = append(cache, keys_values, column=column)
-        # The library's kernel is for many new tokens at a time.
-        attention = (
-            attend_cudnn if model.attention == "cudnn" and cache is None else attend_to
-        )
-        y = attention(
-            query,
-            keys_values,
-            attend=attend[:, first:],
-            scale=model.query_scale,
-            softcap=model.attention_softcap,
-        )
+        if whole:
+            y = attend(query, keys_values, mask=mask, model=model)
+        else:
+            y = attend_to(
+                query,
+                keys_values,
+                attend=mask,
+                scale=model.query_scale,
+                softcap=model.attention_softcap,
+            )
         y = Linear(
             x.shape[-1],
             model.attention_output_bias,
@@ -213,7 +219,8 @@ class Block(nn.Module):
 
     Args of a call:
       x: [B, T, D], in the compute dtype.
-      attend: bool[B, T, S], which tokens each new token may see.
+      mask: which columns each new token attends to: the record of S columns, or, with
+        a cache, bool[B, T, S].
       rotary: `rotary_table` of the new tokens' positions; None for learned ones.
       first: how many columns to leave out; they are attended to all the same.
       cache: keys and values of the columns so far, with room for one more, or None when
@@ -232,7 +239,7 @@ class Block(nn.Module):
         self,
         x: Array,
         *,
-        attend: Array,
+        mask: AttentionMask | Array,
         rotary: tuple[Array, Array] | None,
         first: int = 0,
         cache: KeyValue | None = None,
@@ -242,7 +249,7 @@ class Block(nn.Module):
         x = x.reshape(-1, size)  # the tokens of all rows, as `Linear` wants them
         y, keys_values = Attention(self.model, name="attention")(
             Norm(self.model, name="attention_norm")(x),
-            attend=attend,
+            mask=mask,
             rotary=rotary,
             first=first,
             cache=cache,

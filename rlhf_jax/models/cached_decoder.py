@@ -85,7 +85,7 @@ def decode_step(
         x, cache = blocks.Block(model).apply(
             {"params": leaves.read(layer)},
             x,
-            attend=visible,
+            mask=visible,
             rotary=rotary,
             cache=cache,
             column=column % cache[0].shape[2],

@@ -22,11 +22,11 @@ again. `full` keeps the layer's input alone, for a second forward pass; over lay
 are stored in int8 or on the host `none` is `full`.
 """
 
-Attention = Literal["xla", "cudnn"]
+Attention = Literal["xla", "blockwise", "cudnn"]
 """What computes the attention of whole sequences (decoding always takes XLA).
 
-`cudnn` is flash attention, which holds no [B, H, S, S]; it needs an NVIDIA GPU and
-activations in bfloat16.
+`xla` holds the logits, [B, H, S, S]; the others do not. `blockwise` is plain JAX and
+runs everywhere; `cudnn` needs an NVIDIA GPU and activations in bfloat16.
 """
 
 
@@ -158,7 +158,7 @@ class ModelConfig:
             )
         if self.attention not in get_args(Attention):
             raise InputError(
-                f"expected attention {' or '.join(get_args(Attention))}, got "
+                f"expected attention {', '.join(get_args(Attention))}, got "
                 f"{self.attention!r}; choose one, xla being on every backend"
             )
         if self.attention == "cudnn" and self.dtype != "bfloat16":

@@ -23,13 +23,13 @@ import jax.numpy as jnp
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import axes, blocks, leaves
-from rlhf_jax.models.attention import KeyValue
+from rlhf_jax.models.attention import AttentionMask, KeyValue, mask_of
 from rlhf_jax.models.config import ModelConfig, Remat
 from rlhf_jax.models.rotary import rotary_table
 
 Array = jax.Array
 Params = Any  # nested dict of arrays
-Sight = tuple[Array, Any]  # which tokens are seen, bool[B, T, S], and the rotary table
+Sight = tuple[AttentionMask, Any]  # what is attended to, and the rotary table
 
 KEPT: dict[Remat, Callable[..., Any]] = {
     # Every projection is a matrix product; attention's two have batch dimensions. A
@@ -56,9 +56,9 @@ def init(key: Array, *, model: ModelConfig) -> Params:
         return blocks.INIT_STD * jax.random.normal(key, shape, jnp.float32)
 
     def layer(key: Array) -> Params:
-        attend = jnp.ones((1, 1, 1), bool)
+        mask = AttentionMask(segments=jnp.ones((1, 1), jnp.int32))
         rotary = angles(jnp.zeros((1, 1), jnp.int32), model=model)
-        return block.init(key, x, attend=attend, rotary=rotary)["params"]
+        return block.init(key, x, mask=mask, rotary=rotary)["params"]
 
     params = {
         "embed": {"tokens": normal(embed_key, model.padded_vocab_size)},
@@ -80,20 +80,28 @@ def num_parameters(model: ModelConfig) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(shapes)) - copies * padding
 
 
-def positions_of(mask: Array) -> Array:
-    """How many tokens stand before each column; padding does not count.
+def positions_of(mask: Array, *, segments: Array | None = None) -> Array:
+    """How many tokens of its text stand before each column; padding does not count.
 
         mask         0  0  1  1  1  0
         positions    0  0  0  1  2  3
 
+        segments     0  1  1  2  2  0
+        positions    0  0  1  0  1  0
+
     Args:
       mask: bool[B, S], True at tokens.
+      segments: i32[B, S], each text in columns side by side; None is one text per row.
 
     Returns:
       i32[B, S].
     """
-    count = jnp.cumsum(mask, axis=1, dtype=jnp.int32)
-    return count - mask.astype(jnp.int32)
+    count = jnp.cumsum(mask, axis=1, dtype=jnp.int32) - mask.astype(jnp.int32)
+    if segments is None:
+        return count
+    begins = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
+    # The count never falls: the largest at a beginning so far is the last one's.
+    return count - jax.lax.cummax(jnp.where(begins, count, 0), axis=1)
 
 
 def hidden_states(
@@ -187,29 +195,28 @@ def prefill(
             f"positions), got {tokens.shape[1]}; shorten prompts or responses"
         )
     size = tokens.shape[1]
-    causal = jnp.tril(jnp.ones((size, size), bool))
-    attend = causal[None] & mask[:, None, :]
-    if segments is None:
-        positions = positions_of(mask)
-    else:
-        attend &= segments[:, :, None] == segments[:, None, :]
-        # What a token attends to, less itself, is what stands before it in its text.
-        positions = attend.sum(axis=-1, dtype=jnp.int32) - mask.astype(jnp.int32)
-    everything = attend, angles(positions, model=model)
+    positions = positions_of(mask, segments=segments)
+    attended = mask_of(
+        mask,
+        segments=segments,
+        scale=model.query_scale,
+        softcap=model.attention_softcap,
+    )
+    everything = attended, angles(positions, model=model)
     window = everything
     if model.sliding_window is not None:
         # The tokens of a text stand side by side, so that columns count them.
-        within = jnp.triu(causal, 1 - model.sliding_window)
-        window = attend & within[None], angles(positions, model=model, local=True)
+        near = dataclasses.replace(attended, window=model.sliding_window)
+        window = near, angles(positions, model=model, local=True)
 
     def layer(
         x: Array, params: Params, *, sight: Sight, first: int = 0
     ) -> tuple[Any, Any]:
-        attend, rotary = sight
+        mask, rotary = sight
         y, key_value = blocks.Block(model).apply(
             {"params": leaves.read(params)},
             x,
-            attend=attend,
+            mask=mask,
             rotary=rotary,
             first=first,
         )
@@ -248,16 +255,20 @@ def prefill(
     else:
         mixed = any(model.local_layers) and not all(model.local_layers)
         local = jnp.asarray(model.local_layers) if mixed else None
+        # A window of all columns hides nothing.
+        widths = size if model.sliding_window is None else model.sliding_window, size
 
         def scanned(x: Array, one: tuple[Params, Any]) -> tuple[Any, Any]:
             params, local = one
             sight = window if all(model.local_layers) else everything
             if local is not None:
-                sight = jax.tree.map(
+                width = jnp.where(local, *widths)
+                rotary = jax.tree.map(
                     lambda narrow, wide: jnp.where(local, narrow, wide),
-                    window,
-                    everything,
+                    window[1],
+                    everything[1],
                 )
+                sight = dataclasses.replace(attended, window=width), rotary
             return layer(x, params, sight=sight)
 
         x, key_values = jax.lax.scan(

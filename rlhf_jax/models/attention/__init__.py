@@ -1,7 +1,18 @@
 """Attention of tokens to the keys and values of a row, by several engines."""
 
+from rlhf_jax.models.attention.blockwise import attend_blockwise
 from rlhf_jax.models.attention.cache import KeyValue, append
-from rlhf_jax.models.attention.cudnn import attend_cudnn
-from rlhf_jax.models.attention.xla import attend_to
+from rlhf_jax.models.attention.engines import attend
+from rlhf_jax.models.attention.record import AttentionMask, mask_of
+from rlhf_jax.models.attention.xla import attend_to, attend_xla
 
-__all__ = ["KeyValue", "append", "attend_cudnn", "attend_to"]
+__all__ = [
+    "AttentionMask",
+    "KeyValue",
+    "append",
+    "attend",
+    "attend_blockwise",
+    "attend_to",
+    "attend_xla",
+    "mask_of",
+]

@@ -12,8 +12,29 @@ import jax.numpy as jnp
 
 from rlhf_jax.models import layout
 from rlhf_jax.models.attention.cache import KeyValue
+from rlhf_jax.models.attention.record import AttentionMask, allowed
 
 Array = jax.Array
+
+
+def attend_xla(query: Array, keys_values: KeyValue, *, mask: AttentionMask) -> Array:
+    """softmax(scale · q·kᵀ)·v over what the mask allows.
+
+    Args:
+      query: [B, H, T, head_dim], of the last T columns.
+      keys_values: [B, K, S, head_dim] each.
+      mask: of S columns.
+
+    Returns:
+      [B, H, T, head_dim], in query's dtype.
+    """
+    return attend_to(
+        query,
+        keys_values,
+        attend=allowed(mask, queries=query.shape[2]),
+        scale=mask.scale,
+        softcap=mask.softcap,
+    )
 
 
 def attend_to(

@@ -1,0 +1,129 @@
+"""Blockwise attention in plain JAX: an online softmax that skips hidden blocks.
+
+Queries and keys are cut into blocks. A query block meets one key block after another
+and keeps the largest logit, the sum and the weighted values so far, in float32, so that
+memory grows with S and not with S². Key blocks after the queries, out of the window, or
+of other segments alone are not visited: a packed row costs the squares of its texts.
+
+Source: Rabe & Staats 2021, arXiv:2112.05682; Dao et al. 2022, arXiv:2205.14135.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.functional.custom_transpose import call, linear_call
+from rlhf_jax.models.attention import blockwise_passes
+from rlhf_jax.models.attention.blockwise_passes import Blocks, Form
+from rlhf_jax.models.attention.cache import KeyValue
+from rlhf_jax.models.attention.record import AttentionMask
+
+Array = jax.Array
+# Columns of a block. A CPU's caches hold the logits of small ones, and little of a
+# block is masked; an accelerator's matrix units want larger ones.
+BLOCK = {"cpu": 128}
+BLOCK_ELSEWHERE = 512
+
+
+def attend_blockwise(
+    query: Array,
+    keys_values: KeyValue,
+    *,
+    mask: AttentionMask,
+    block: int | None = None,
+) -> Array:
+    """softmax(scale · q·kᵀ)·v over what the mask allows, holding no [T, S].
+
+    `jax.grad`, `jax.jvp`, `jax.linearize`, `jax.vmap` and the forward mode of a
+    gradient (products with a Hessian) work. A reverse pass through a reverse pass does
+    not, as JAX has none of loops whose length depends on data; `xla` has it.
+
+    Args:
+      query: [B, H, T, head_dim], of the last T columns.
+      keys_values: [B, K, S, head_dim] each; H/K query heads in a row read the same
+        keys. What stands at padding is not read, not even NaN.
+      mask: of S columns.
+      block: columns of a block; None is as measured for this backend.
+
+    Returns:
+      [B, H, T, head_dim], in query's dtype; 0 at padding.
+    """
+    key, value = keys_values
+    rows, heads, queries, head_dim = query.shape
+    kv_heads, size = key.shape[1], key.shape[2]
+    group, first = heads // kv_heads, size - queries
+    if block is None:
+        block = BLOCK.get(jax.default_backend(), BLOCK_ELSEWHERE)
+    block_q, block_k = (min(block, -(-count // 8) * 8) for count in (queries, size))
+    form = Form(
+        first=first,
+        scale=1 / math.sqrt(head_dim) if mask.scale is None else mask.scale,
+        softcap=mask.softcap,
+    )
+
+    def blocks(x: Array, segments: Array, width: int) -> Array:
+        """[B, h, n, head_dim] -> [B, blocks, K, h/K · width, head_dim]."""
+        x = jnp.where((segments > 0)[:, None, :, None], x, 0)
+        room = -x.shape[2] % width
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, room), (0, 0)))
+        x = x.reshape(rows, kv_heads, -1, x.shape[2] // width, width, head_dim)
+        x = x.transpose(0, 3, 1, 2, 4, 5)
+        return x.reshape(*x.shape[:3], -1, head_dim)
+
+    def of_blocks(segments: Array, width: int) -> Array:
+        room = -segments.shape[1] % width
+        padded = jnp.pad(segments, ((0, 0), (0, room)))
+        return padded.reshape(rows, -1, width)
+
+    segments_q = mask.segments[:, first:]
+    window = size if mask.window is None else mask.window
+    out = _attend(
+        blocks(query, segments_q, block_q),
+        blocks(key, mask.segments, block_k),
+        blocks(value, mask.segments, block_k),
+        of_blocks(segments_q, block_q),
+        of_blocks(mask.segments, block_k),
+        jnp.asarray(window, jnp.int32),
+        form,
+    )
+    out = out.reshape(rows, -1, kv_heads, group, block_q, head_dim)
+    out = out.transpose(0, 2, 3, 1, 4, 5).reshape(rows, heads, -1, head_dim)
+    return out[:, :, :queries]
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(6,))
+def _attend(
+    q: Array,
+    k: Array,
+    v: Array,
+    segments_q: Array,
+    segments_k: Array,
+    window: Array,
+    form: Form,
+) -> Array:
+    masked = segments_q, segments_k, window
+    out, _ = blockwise_passes.forward((q, k, v), masked, form=form)
+    return out
+
+
+@_attend.defjvp
+def _attend_jvp(
+    form: Form, primals: tuple[Array, ...], tangents: tuple[Any, ...]
+) -> tuple[Array, Array]:
+    arrays: Blocks = primals[:3]
+    masked = primals[3:]
+    out, normaliser = call(
+        functools.partial(blockwise_passes.forward, form=form), arrays, masked
+    )
+    tangent = linear_call(
+        functools.partial(blockwise_passes.tangent, form=form),
+        functools.partial(blockwise_passes.backward, form=form),
+        (arrays, masked, out, normaliser),
+        tangents[:3],
+    )
+    return out, tangent

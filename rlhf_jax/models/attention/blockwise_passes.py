@@ -1,0 +1,280 @@
+"""The three passes of blockwise attention: forward, its tangent, its transpose.
+
+Shapes: B rows; n, m blocks of queries and keys; K key-value heads; Q queries in a block
+of all heads that share keys, group by group; k columns in a block of keys; d head_dim.
+
+    q        [B, n, K, Q, d]         k, v        [B, m, K, k, d]
+    segments_q  i32[B, n, Q / G]     segments_k  i32[B, m, k]
+
+Logits are held transposed, [K, k, Q]: a softmax then reduces over the first of two
+dimensions, which a CPU does in vectors, and all products are of plain matrices.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+Blocks = tuple[Array, ...]  # q, k, v
+Masked = tuple[Array, ...]  # segments_q, segments_k, and the window, i32[]
+
+HIDDEN = -1e30  # a logit that is masked
+LEAST = -5e29  # the largest logit so far, at first: what is masked is exp(-5e29) = 0
+
+
+class Form(NamedTuple):
+    """What of a call is static."""
+
+    first: int  # column of the first query
+    scale: float  # of q·k
+    softcap: float | None
+
+
+def forward(arrays: Blocks, masked: Masked, *, form: Form) -> tuple[Array, Array]:
+    """What attention returns, and the logarithm of each softmax's denominator.
+
+    Args:
+      arrays: q, k and v.
+      masked: segments of queries and of keys, and the window.
+
+    Returns:
+      [B, n, K, Q, d] in q's dtype, 0 where nothing is attended to; f32[B, n, K, Q].
+    """
+    q, k, v = arrays
+    rows, blocks, kv_heads, queries, head_dim = q.shape
+    segments_q, segments_k, _ = masked
+    num_keys = k.shape[1]
+    start, stop = visited(masked, form=form, of_keys=False)
+    keys, values, segments = _flat(k), _flat(v.mT), _flat(segments_k)
+
+    def of_queries(_: None, one: tuple[Array, ...]) -> tuple[None, tuple[Array, Array]]:
+        number, q, segments_q, start, stop = one
+        row, i = number // blocks, number % blocks
+
+        def meet(j: Array, so_far: tuple[Array, ...]) -> tuple[Array, ...]:
+            largest, total, out = so_far
+            key, value, segment = (
+                _at(x, row * num_keys + j) for x in (keys, values, segments)
+            )
+            s, _ = _logits(*(key, q, i, j, segments_q, segment, masked[2]), form=form)
+            new = jnp.maximum(largest, s.max(axis=1))
+            p = jnp.exp(s - new[:, None])
+            shrunk = jnp.exp(largest - new)
+            out = out * shrunk[:, None] + _product(value, p.astype(v.dtype))
+            return new, total * shrunk + p.sum(axis=1), out
+
+        none = jnp.zeros((kv_heads, queries), jnp.float32)
+        out = jnp.zeros((kv_heads, head_dim, queries), jnp.float32)
+        largest, total, out = jax.lax.fori_loop(
+            start, stop, meet, (none + LEAST, none, out)
+        )
+        live = total > 0
+        total = jnp.where(live, total, 1)
+        normaliser = jnp.where(live, largest + jnp.log(total), 0)
+        return None, ((out / total[:, None]).astype(v.dtype), normaliser)
+
+    every = _numbers(rows * blocks), _flat(q.mT), _flat(segments_q), start, stop
+    _, (out, normaliser) = jax.lax.scan(of_queries, None, every)
+    out = out.reshape(rows, blocks, *out.shape[1:]).mT
+    return out.astype(q.dtype), normaliser.reshape(q.shape[:-1])
+
+
+def tangent(residuals: Any, tangents: Blocks, *, form: Form) -> Array:
+    """Σ_j p_ij (ṡ_ij (v_j - o_i) + v̇_j), the directional derivative of `forward`.
+
+    Args:
+      residuals: arrays and mask of `forward`, and what it returned.
+      tangents: of q, k and v.
+
+    Returns:
+      [B, n, K, Q, d] in q's dtype.
+    """
+    (q, k, v), masked, out, normaliser = residuals
+    rows, blocks, kv_heads, queries, head_dim = q.shape
+    segments_q, segments_k, _ = masked
+    num_keys = k.shape[1]
+    q_dot, k_dot, v_dot = tangents
+    start, stop = visited(masked, form=form, of_keys=False)
+    of_keys = tuple(map(_flat, (k, v.mT, k_dot, v_dot.mT, segments_k)))
+
+    def of_queries(_: None, one: tuple[Array, ...]) -> tuple[None, Array]:
+        number, q, q_dot, out, normaliser, segments_q, start, stop = one
+        row, i = number // blocks, number % blocks
+
+        def meet(j: Array, so_far: tuple[Array, Array]) -> tuple[Array, Array]:
+            moved, total = so_far
+            key, value, key_dot, value_dot, segment = (
+                _at(x, row * num_keys + j) for x in of_keys
+            )
+            s, slope = _logits(
+                *(key, q, i, j, segments_q, segment, masked[2]), form=form
+            )
+            p = jnp.exp(s - normaliser[:, None])
+            s_dot = (_product(key, q_dot) + _product(key_dot, q)) * slope
+            weight = p * s_dot
+            moved += _product(value, weight.astype(v.dtype))
+            moved += _product(value_dot, p.astype(v.dtype))
+            return moved, total + weight.sum(axis=1)
+
+        moved, total = jax.lax.fori_loop(
+            *(start, stop, meet),
+            (
+                jnp.zeros((kv_heads, head_dim, queries), jnp.float32),
+                jnp.zeros((kv_heads, queries), jnp.float32),
+            ),
+        )
+        return None, (moved - out * total[:, None]).astype(v.dtype)
+
+    every = (
+        *(_numbers(rows * blocks), _flat(q.mT), _flat(q_dot.mT), _flat(out.mT)),
+        *(_flat(normaliser), _flat(segments_q), start, stop),
+    )
+    _, out_dot = jax.lax.scan(of_queries, None, every)
+    return out_dot.reshape(rows, blocks, *out_dot.shape[1:]).mT.astype(q.dtype)
+
+
+def backward(residuals: Any, gradient: Array | None, *, form: Form) -> Blocks:
+    """The transpose of `tangent`: gradients of q, k and v.
+
+    A key block meets one query block after another, so that the gradients of its keys
+    and values are summed where they are; the queries' are summed block by block.
+
+    Args:
+      residuals: as `tangent` takes them.
+      gradient: [B, n, K, Q, d], of what `forward` returned.
+
+    Returns:
+      In the shapes and dtypes of q, k and v.
+    """
+    assert gradient is not None
+    (q, k, v), masked, out, normaliser = residuals
+    rows, blocks, *_ = q.shape
+    segments_q, segments_k, _ = masked
+    num_keys = k.shape[1]
+    share = (gradient.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)
+    start, stop = visited(masked, form=form, of_keys=True)
+    of_queries = tuple(
+        map(_flat, (q, q.mT, gradient, gradient.mT, normaliser, share, segments_q))
+    )
+
+    def of_keys(of_q: Array, one: tuple[Array, ...]) -> tuple[Array, Any]:
+        number, k, transposed, v, segments_k, start, stop = one
+        row, j = number // num_keys, number % num_keys
+
+        def meet(i: Array, so_far: tuple[Array, ...]) -> tuple[Array, ...]:
+            of_q, of_k, of_v = so_far
+            place = row * blocks + i
+            query, query_t, grad, grad_t, normaliser, share, segment = (
+                _at(x, place) for x in of_queries
+            )
+            s, slope = _logits(
+                *(k, query_t, i, j, segment, segments_k, masked[2]), form=form
+            )
+            p = jnp.exp(s - normaliser[:, None])
+            of_s = p * (_product(v, grad_t) - share[:, None]) * slope
+            of_s = of_s.astype(q.dtype)
+            of_v += _product(p.astype(grad.dtype), grad)
+            of_k += _product(of_s, query)
+            more = _at(of_q, place) + _product(transposed, of_s)
+            of_q = jax.lax.dynamic_update_index_in_dim(of_q, more, place, axis=0)
+            return of_q, of_k, of_v
+
+        zero = jnp.zeros(k.shape, jnp.float32)
+        of_q, of_k, of_v = jax.lax.fori_loop(start, stop, meet, (of_q, zero, zero))
+        return of_q, (of_k.astype(k.dtype), of_v.astype(v.dtype))
+
+    every = (
+        *(_numbers(rows * num_keys), _flat(k), _flat(k.mT), _flat(v)),
+        *(_flat(segments_k), start, stop),
+    )
+    of_q = jnp.zeros(of_queries[1].shape, jnp.float32)
+    of_q, (of_k, of_v) = jax.lax.scan(of_keys, of_q, every)
+    of_q = of_q.mT.reshape(q.shape).astype(q.dtype)
+    return of_q, of_k.reshape(k.shape), of_v.reshape(v.shape)
+
+
+def _logits(
+    key: Array,
+    query: Array,
+    i: Array,
+    j: Array,
+    segments_q: Array,
+    segments_k: Array,
+    window: Array,
+    *,
+    form: Form,
+) -> tuple[Array, Array | float]:
+    """Logits of key block j [K, k, d] and query block i [K, d, Q], and ds / d(q·k).
+
+    Returns:
+      f32[K, k, Q], `HIDDEN` where masked; the slope of what is not.
+    """
+    width, count = segments_q.shape[0], segments_k.shape[0]
+    group = query.shape[-1] // width
+    s = _product(key, query) * form.scale
+    slope: Array | float = form.scale
+    if form.softcap is not None:
+        bent = jnp.tanh(s / form.softcap)
+        s, slope = form.softcap * bent, form.scale * (1 - jnp.square(bent))
+    column_q = form.first + i * width + _numbers(width)
+    distance = column_q[None, :] - (j * count + _numbers(count))[:, None]
+    seen = (distance >= 0) & (distance < window)
+    seen &= segments_q[None, :] == segments_k[:, None]
+    seen &= (segments_k > 0)[:, None]
+    return jnp.where(jnp.tile(seen, (1, group))[None], s, HIDDEN), slope
+
+
+def _product(a: Array, b: Array) -> Array:
+    """[K, x, y] · [K, y, z], summed in float32."""
+    return jnp.matmul(a, b, preferred_element_type=jnp.float32)
+
+
+def visited(masked: Masked, *, form: Form, of_keys: bool) -> tuple[Array, Array]:
+    """The range of key blocks that each query block meets, or the other way round.
+
+    Returns:
+      i32[B · n] each, the first block and the one after the last; with `of_keys`
+      i32[B · m], of query blocks.
+    """
+    segments_q, segments_k, window = masked
+    (first_q, last_q), (first_k, last_k) = (
+        _bounds(segments) for segments in (segments_q, segments_k)
+    )
+    met = (first_q[:, :, None] <= last_k[:, None, :]) & (
+        first_k[:, None, :] <= last_q[:, :, None]
+    )
+    width, count = segments_q.shape[2], segments_k.shape[2]
+    column_q = form.first + width * _numbers(segments_q.shape[1])[:, None]
+    column_k = count * _numbers(segments_k.shape[1])[None, :]
+    met &= (column_k < column_q + width)[None]
+    met &= (column_q - (column_k + count - 1) < window)[None]
+    if of_keys:
+        met = met.swapaxes(1, 2)
+    number = _numbers(met.shape[2])
+    start = jnp.where(met, number[None, None], met.shape[2]).min(axis=2)
+    stop = jnp.where(met, number[None, None] + 1, 0).max(axis=2)
+    return start.reshape(-1), stop.reshape(-1)
+
+
+def _bounds(segments: Array) -> tuple[Array, Array]:
+    """The least and the largest segment of each block; padding is of none."""
+    token = segments > 0
+    least = jnp.where(token, segments, jnp.iinfo(jnp.int32).max).min(axis=2)
+    return least, jnp.where(token, segments, -1).max(axis=2)
+
+
+def _flat(x: Array) -> Array:
+    """[B, n, ...] -> [B · n, ...]: blocks of all rows, one after another."""
+    return x.reshape(math.prod(x.shape[:2]), *x.shape[2:])
+
+
+def _at(x: Array, place: Array) -> Array:
+    return jax.lax.dynamic_index_in_dim(x, place, keepdims=False)
+
+
+def _numbers(count: int) -> Array:
+    return jnp.arange(count, dtype=jnp.int32)

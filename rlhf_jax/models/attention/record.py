@@ -1,0 +1,78 @@
+"""Which tokens a token attends to, without an array of [S, S].
+
+column       0  1  2  3  4  5  6
+segments     0  1  1  1  2  2  0        two texts between padding
+3 attends       1  2  3                 its own text, up to itself
+5 attends                4  5
+3, window 2        2  3                 its own column and one before
+"""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+
+
+@flax.struct.dataclass
+class AttentionMask:
+    """Causal attention within segments and a window, and the form of its logits.
+
+    A token attends to the columns up to its own, of its own segment, within the window.
+    Padding attends to nothing and is attended to by nothing: what an engine returns
+    there is finite and without meaning.
+    """
+
+    segments: Array  # i32[B, S], the text that each column is of; 0 is padding
+    # Columns that are attended to, its own included; i32[] where it differs between
+    # the layers of a loop; None is all.
+    window: Array | int | None = None
+    # Of q·k, dimensionless; None is 1 / sqrt(head_dim).
+    scale: float | None = flax.struct.field(pytree_node=False, default=None)
+    # c of logits c·tanh(x / c) (Gemma 2, arXiv:2408.00118, section 2); None is off.
+    softcap: float | None = flax.struct.field(pytree_node=False, default=None)
+
+
+def mask_of(
+    mask: Array,
+    *,
+    segments: Array | None,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> AttentionMask:
+    """The record of padded rows, or of rows into which texts are packed.
+
+    Args:
+      mask: bool[B, S], True at tokens.
+      segments: i32[B, S], from 1 at tokens; None is one text per row.
+      scale, softcap: as in `AttentionMask`.
+    """
+    text = mask.astype(jnp.int32)
+    return AttentionMask(
+        segments=text if segments is None else text * segments,
+        scale=scale,
+        softcap=softcap,
+    )
+
+
+def allowed(mask: AttentionMask, *, queries: int) -> Array:
+    """The record as an array, for an engine that takes no other form.
+
+    Args:
+      queries: T; they stand at the last T columns.
+
+    Returns:
+      bool[B, T, S], True where a query attends to a key.
+    """
+    segments = mask.segments
+    size = segments.shape[1]
+    first = size - queries
+    column = jnp.arange(size, dtype=jnp.int32)
+    distance = column[first:, None] - column[None, :]
+    within = distance >= 0
+    if mask.window is not None:
+        within &= distance < mask.window
+    same = segments[:, first:, None] == segments[:, None, :]
+    return within[None] & same & (segments > 0)[:, None, :]

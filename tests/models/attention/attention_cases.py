@@ -1,0 +1,92 @@
+"""Masks of every family on few columns, and what the oracle says of them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+
+from rlhf_jax.models.attention import AttentionMask
+
+SIZE = 29
+# Left padding, right padding, none, packed texts with padding around, padding alone.
+SEGMENTS = np.zeros((5, SIZE), np.int32)
+SEGMENTS[0, 6:] = 1
+SEGMENTS[1, :20] = 1
+SEGMENTS[2] = 1
+SEGMENTS[3, 1:9], SEGMENTS[3, 9:10], SEGMENTS[3, 10:27] = 1, 2, 3
+CASES = {
+    # heads, key heads, queries, and the mask's options
+    "causal": (2, 2, SIZE, {}),
+    "window, soft cap, grouped heads": (
+        *(4, 2, SIZE),
+        {"window": 4, "softcap": 1.5, "scale": 0.7},
+    ),
+    "later queries, traced window": (4, 1, 18, {"window": np.int32(9)}),
+}
+
+
+@functools.cache
+def arrays(name, *, head_dim=6):
+    """query, key, value and the gradient of the output, of mean 0 and variance 1."""
+    heads, kv_heads, queries, _ = CASES[name]
+    rng = np.random.default_rng(0)
+    shapes = [(heads, queries), (kv_heads, SIZE), (kv_heads, SIZE), (heads, queries)]
+    return tuple(
+        rng.normal(size=(len(SEGMENTS), *shape, head_dim)).astype(np.float32)
+        for shape in shapes
+    )
+
+
+@functools.cache
+def expected(name):
+    query, key, value, gradient = arrays(name)
+    options = CASES[name][3]
+    return oracles.attention(
+        query,
+        key,
+        value,
+        SEGMENTS,
+        window=options.get("window"),
+        scale=options.get("scale", query.shape[-1] ** -0.5),
+        softcap=options.get("softcap"),
+        gradient=gradient,
+    )
+
+
+def mask_of(name):
+    """The record, its window traced where the case says so."""
+    return AttentionMask(segments=jnp.asarray(SEGMENTS), **CASES[name][3])
+
+
+def live(name):
+    """bool[B, 1, T, 1], which queries are tokens."""
+    return (SEGMENTS > 0)[:, None, SIZE - CASES[name][2] :, None]
+
+
+def with_gradients(engine, name):
+    """A compiled function of query, key, value: output and three gradients.
+
+    The gradient of what an engine returns at padding is 0, as no caller reads it.
+    """
+    weights = np.where(live(name), arrays(name)[3], 0)
+
+    def both(query, key, value, mask):
+        out, back = jax.vjp(
+            lambda query, key, value: engine(query, (key, value), mask=mask),
+            *(query, key, value),
+        )
+        return out, back(weights.astype(out.dtype))
+
+    mask = mask_of(name)
+    if isinstance(mask.window, int):  # as it would not stay under `jax.jit`
+        return jax.jit(functools.partial(both, mask=mask))
+    return functools.partial(jax.jit(both), mask=mask)
+
+
+def poisoned(name, *, by):
+    """The arrays with `by` at every padded column."""
+    *rest, _ = arrays(name)
+    token = (SEGMENTS > 0)[:, None, :, None]
+    return [np.where(token[:, :, -x.shape[2] :], x, np.float32(by)) for x in rest]
