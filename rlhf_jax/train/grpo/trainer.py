@@ -9,16 +9,15 @@ from typing import Any
 
 import jax
 
-from rlhf_jax.algorithms import self_check, state
-from rlhf_jax.algorithms.batch import Prompts
-from rlhf_jax.algorithms.state import TrainState
+from rlhf_jax.algorithms import state
+from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.data import batches, digests, tokenization
 from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.functional.kl.control import fixed
 from rlhf_jax.roles.reference import frozen
-from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.runs import folder, metrics, plots, report, run
+from rlhf_jax.train import rehearsal
 from rlhf_jax.train.grpo.options import VerifiedConfig
 from rlhf_jax.train.grpo.programs import Programs, accuracy, make_algorithm
 from rlhf_jax.train.grpo.questions import read_questions
@@ -32,31 +31,6 @@ Params = Any
 
 SAMPLE_EVERY = 10  # iterations between rows of samples.jsonl
 SHOWN = 4  # responses in samples.jsonl each time
-
-
-def rehearse(
-    train: TrainState,
-    reference: Frozen | None,
-    programs: Programs,
-    *,
-    prompts: Prompts,
-    reward: PooledReward,
-    key: Array,
-    options: VerifiedConfig,
-) -> None:
-    """The first iteration up to its update, before there is a run folder."""
-    rollout = programs.sample(train.policy, prompts=prompts, key=key)
-    scores, ref_logprobs = programs.score(rollout, reference=reference, reward=reward)
-    batch = {"rollout": rollout, "scores": scores.total, "ref_logprobs": ref_logprobs}
-    jax.eval_shape(programs.learn, train, **batch, reference=reference, key=key)
-    measured = programs.measure(
-        train.policy, rollout=rollout, ref_logprobs=ref_logprobs
-    )
-    self_check.require(
-        processes.whole(measured),
-        tolerance=self_check.TOLERANCE[options.dtype],
-        expect_equal=True,
-    )
 
 
 def improve(
@@ -148,14 +122,23 @@ def main(options: VerifiedConfig) -> None:
             start=start,
             options=options,
         )
-        rehearse(
-            train,
-            reference,
-            programs,
-            prompts=prompts[0],
-            reward=reward,
-            key=jax.random.fold_in(key, 0),
-            options=options,
+        first_key = jax.random.fold_in(key, 0)
+
+        def score(rollout: Rollout) -> dict[str, Any]:
+            scores, ref_logprobs = programs.score(
+                rollout, reference=reference, reward=reward
+            )
+            return {"scores": scores, "ref_logprobs": ref_logprobs}
+
+        rehearsal.rehearse(
+            programs.sample(train.policy, prompts=prompts[0], key=first_key),
+            score=score,
+            learn=functools.partial(
+                programs.learn, train, reference=reference, key=first_key
+            ),
+            measure=functools.partial(programs.measure, train.policy),
+            dtype=options.dtype,
+            expect_equal=True,
         )
         before = measure(train.policy)
         meta = {

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 
-from rlhf_jax.algorithms import ppo, self_check
+from rlhf_jax.algorithms import ppo
 from rlhf_jax.algorithms.batch import Prompts, Rollout, Sequences
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import tokenization
 from rlhf_jax.data.batches import Batches
-from rlhf_jax.devices import processes, row_sharding
+from rlhf_jax.devices import row_sharding
 from rlhf_jax.functional.masked import Stats
 from rlhf_jax.roles import rewards
 from rlhf_jax.roles.reference import drift, lifecycle
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards.scores import Scores
-from rlhf_jax.runs import (
-    run,
-)
+from rlhf_jax.runs import run
+from rlhf_jax.train import rehearsal
 from rlhf_jax.train.judge import Judge
 from rlhf_jax.train.ppo.models import Models, rounding_of
 from rlhf_jax.train.ppo.options import Config
@@ -44,36 +44,33 @@ def rehearse(
 
     A reward function that fails stops the run now, and so does whatever does not fit.
     """
-    train, base, reference = models.train, models.base, models.reference
-    rollout = programs.sample(train.policy, prompts=prompts, key=key)
-    shown = ppo.seen_by_reward(rollout, recipe=models.algorithm)
-    scores = reward(shown)
-    if judge is not None:
-        judge(shown)
-    ref_logprobs = None
-    if reference is not None:
-        ref_logprobs = programs.reference_logprobs(reference, rollout)
-    values = None
-    if models.critic is not None:
-        values = programs.values(train, models.critic, rollout)
-    jax.eval_shape(
-        programs.learn,
-        train,
-        models.critic,
-        rollout=rollout,
-        scores=scores,
-        reference=reference,
-        ref_logprobs=ref_logprobs,
-        values=values,
-        key=key,
-        ptx=None if ptx is None else ptx[0],
-    )
-    measured = programs.measure(
-        train.policy, rollout=rollout, ref_logprobs=ref_logprobs, base=base
-    )
-    self_check.require(
-        processes.whole(measured),
-        tolerance=self_check.TOLERANCE[options.dtype],
+    train, reference = models.train, models.reference
+
+    def score(rollout: Rollout) -> dict[str, Any]:
+        shown = ppo.seen_by_reward(rollout, recipe=models.algorithm)
+        scores = reward(shown)
+        if judge is not None:
+            judge(shown)
+        ref_logprobs, values = None, None
+        if reference is not None:
+            ref_logprobs = programs.reference_logprobs(reference, rollout)
+        if models.critic is not None:
+            values = programs.values(train, models.critic, rollout)
+        return {"scores": scores, "ref_logprobs": ref_logprobs, "values": values}
+
+    rehearsal.rehearse(
+        programs.sample(train.policy, prompts=prompts, key=key),
+        score=score,
+        learn=functools.partial(
+            programs.learn,
+            train,
+            models.critic,
+            reference=reference,
+            key=key,
+            ptx=None if ptx is None else ptx[0],
+        ),
+        measure=functools.partial(programs.measure, train.policy, base=models.base),
+        dtype=options.dtype,
         storage_tolerance=rounding_of(models, options),
         expect_equal=options.reference is None,
     )
