@@ -84,6 +84,7 @@ def test_the_scaled_coefficient_is_n_times_as_large(step):
     assert not toys.leaves_equal(weights(once), weights(plain))
 
 
+@pytest.mark.slow
 def test_a_step_between_is_one_without_a_penalty(step):
     between, stats, scored = step(kl_control.fixed(0.25), THIRD, with_reference=False)
     free, free_stats, _ = step(kl_control.fixed(0.0), EVERY, with_reference=True)

@@ -123,7 +123,12 @@ LONG = pytest.mark.long  # test_ppo_by_hand.py does the same through `update`
 
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=LONG)])
 @pytest.mark.parametrize(
-    "case", [sft_case, reward_case, pytest.param(ppo_case, marks=LONG)]
+    "case",
+    [
+        pytest.param(sft_case, marks=pytest.mark.slow),
+        reward_case,
+        pytest.param(ppo_case, marks=LONG),
+    ],
 )
 def test_micro_batches_of_every_loss_add_up(case, size):
     loss, params, rows = case()

@@ -302,6 +302,7 @@ def test_masks_come_from_lengths_where_the_padding_is_a_real_token():
     assert tokenization.pad_token_id(reader) == tokenization.eos_token_id(reader)
 
 
+@pytest.mark.slow
 def test_a_packed_conversation_has_the_loss_of_one_alone():
     """And the gradient; without its segments it would have seen its neighbours."""
     answers = ["Yes", "No, never", "So", "Why not?"]
@@ -517,7 +518,11 @@ def test_ppo_asks_with_messages(tuned, tmp_path, monkeypatch):
             "it takes (longer than 2 s|more than 1024 MiB)",
             marks=pytest.mark.slow,
         ),
-        ("{{ 'a' * 20000000 }}", "it writes more than 10000000 characters"),
+        pytest.param(
+            "{{ 'a' * 20000000 }}",
+            "it writes more than 10000000 characters",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}"
             "{% endfor %}",

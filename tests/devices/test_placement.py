@@ -111,12 +111,17 @@ def test_processes_share_their_devices(monkeypatch):
     ("text", "expected"),
     [
         ("policy", ("cpu 0-3", "fsdp=4")),
-        ("data=2,tensor=2", ("cpu 0-3", "data=2,tensor=2")),
-        ("last", ("cpu 7", "none")),
-        ("last:fsdp=2,tensor=2", ("cpu 4-7", "fsdp=2,tensor=2")),
         ("last:data=2@pinned_host", ("cpu 6-7, pinned_host", "data=2")),
-        ("pinned_host", ("cpu 0-3, pinned_host", "fsdp=4")),
         ("cpu", ("cpu 0", "none")),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("data=2,tensor=2", ("cpu 0-3", "data=2,tensor=2")),
+                ("last", ("cpu 7", "none")),
+                ("last:fsdp=2,tensor=2", ("cpu 4-7", "fsdp=2,tensor=2")),
+                ("pinned_host", ("cpu 0-3, pinned_host", "fsdp=4")),
+            )
+        ),
     ],
 )
 def test_a_frozen_copy_is_where_its_place_says(text, expected):

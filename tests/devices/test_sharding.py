@@ -436,6 +436,7 @@ def without_padding(params, model):
     return kept
 
 
+@pytest.mark.slow
 def test_a_frozen_model_has_one_fingerprint_wherever_it_lies():
     mesh = MeshShape(fsdp=4, tensor=2).make()
     held = toys.freeze(PARAMS)

@@ -63,6 +63,7 @@ def test_responses_are_all_there_and_each_has_its_index():
     assert enumerable.index_of(jnp.array([[0, 1, 2, 3, 0]])) == 64 + 32 + 12
 
 
+@pytest.mark.slow
 def test_a_stop_token_ends_each_response_once(stopping):
     tokens = np.asarray(enumerable.every_tokens(enumerable.STOPS))
     mask = np.asarray(enumerable.every_mask(enumerable.STOPS))
@@ -235,6 +236,7 @@ def test_every_gradient_is_what_it_is_said_to_be(case, temperature):
         assert finding.holds, finding
 
 
+@pytest.mark.slow
 def test_a_wrong_claim_fails(case):
     k1 = Penalty(placement="loss")
     right, *wrong = certified(

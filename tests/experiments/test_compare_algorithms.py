@@ -192,6 +192,7 @@ def chosen_by(scores, given, **changes):
     return [reviews.decode(pair.chosen)[1] for pair in pairs]
 
 
+@pytest.mark.slow
 def test_pairs_are_as_many_as_the_responses_of_the_others(given):
     found = chosen_by((0.0, 30.0), given, num_steps=6, batch_size=16)
     assert found == ["love"] * (6 * 16 // 2)
@@ -221,6 +222,7 @@ def test_equal_answers_are_no_pair(given):
     assert trainers.pairs_of(given, draw=draw, options=options_in("unused")) == []
 
 
+@pytest.mark.slow
 def test_a_response_that_never_ends_scores_as_in_training(given):
     """One reward for all: shaped when DPO labels and best-of-n chooses, too."""
     options = options_in("unused", missing_stop_score=-7.0)

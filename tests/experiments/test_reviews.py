@@ -92,6 +92,7 @@ def test_a_response_must_end_once_and_follow_a_prompt():
     assert not reviews.parses(MUG[:-1], words("i enjoy it ."))
 
 
+@pytest.mark.slow
 def test_corrupted_reviews_rarely_parse(sampled):
     rng = np.random.default_rng(0)
     survivors = {"replaced": 0, "dropped": 0, "swapped": 0}
@@ -125,6 +126,7 @@ def test_logprob_by_hand():
     assert reviews.logprob(MUG, words("i love it . we love it .")) == -math.inf
 
 
+@pytest.mark.slow
 def test_logprob_agrees_with_the_sampler():
     prompts = [MUG]
     drawn = [r for _, r in reviews.sample_reviews(3, 20000, prompts=prompts)]

@@ -342,11 +342,10 @@ def divergence(hidden, head, temperature):
     ).sum(1)
 
 
-custom = pytest.mark.parametrize(
-    "function", [pytest.param(both, marks=pytest.mark.slow), divergence]
-)
+custom = pytest.mark.parametrize("function", [both, divergence])
 
 
+@pytest.mark.slow
 @custom
 def test_it_composes_with_vmap_scan_and_rematerialisation(function):
     x, v = direction((FLAT, HEAD, ()), 1), direction((FLAT, HEAD, ()), 2)
@@ -377,6 +376,7 @@ def test_it_composes_with_vmap_scan_and_rematerialisation(function):
     np.testing.assert_allclose(columns, rows, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @custom
 def test_products_with_the_hessian_in_every_order(function):
     x, v = direction((FLAT, HEAD, ()), 1), direction((FLAT, HEAD, ()), 2)
@@ -436,6 +436,7 @@ def test_a_cotangent_that_is_zero_by_structure_is_none():
     assert told == [[True, False], [False, False]]
 
 
+@pytest.mark.slow
 def test_within_shard_map_and_on_a_mesh():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     P = jax.sharding.PartitionSpec

@@ -306,6 +306,7 @@ def test_the_gradient_is_that_of_a_and_b_and_of_nothing_else():
     assert abs(slope) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, "int8"])
 def test_the_backward_pass_holds_no_second_base(dtype):
     """Kept for the gradient: activations, but not the kernels that were read."""
@@ -448,6 +449,7 @@ def run():
     }
 
 
+@pytest.mark.slow
 def test_kl_is_exactly_zero_before_any_update_and_not_after(run):
     first, last = run["rows"][0], run["rows"][-1]
     assert first["objective/kl"] == 0.0
@@ -563,6 +565,7 @@ def measure():
     )
 
 
+@pytest.mark.slow
 def test_the_self_check_knows_that_adapters_start_as_the_base(measure, run):
     base = run["base"]
     start = fresh(KEY, model=toys.LLAMA, lora=ALL)

@@ -78,7 +78,11 @@ def by_text(array, *, rows=ROWS, width=WIDTH):
     return [found[text] for text in range(len(TEXTS))]
 
 
-@each_family
+@pytest.mark.parametrize(
+    "model",
+    [tiny.GPT2, pytest.param(tiny.LLAMA, marks=pytest.mark.slow)],
+    ids=lambda model: model.family,
+)
 def test_packed_texts_have_the_log_probs_and_gradients_of_texts_alone(model):
     """The texts alone without segments, by the program that everything else uses."""
     (_, together), gradient = price(model, TEXTS)

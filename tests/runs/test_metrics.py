@@ -258,6 +258,7 @@ def test_an_error_keeps_the_last_row_and_ctrl_c_does_not_wait_for_it(tmp_path):
     assert lines(tmp_path, "metrics") == []
 
 
+@pytest.mark.slow
 def test_writing_does_not_wait_for_the_device(tmp_path):
     @jax.jit
     def slow(x):

@@ -151,6 +151,7 @@ def same_update(found, expected):
     )
 
 
+@pytest.mark.slow
 def test_however_the_pairs_are_packed_the_update_is_the_same(packed, reference):
     """A row for each pair, other neighbours: the loss is the mean over all pairs."""
     one = functools.partial(update, start(), dpo=ALGORITHM, reference=reference)

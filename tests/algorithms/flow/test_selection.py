@@ -128,6 +128,7 @@ def tied(rewards):
     return np.digitize(rewards, np.quantile(rewards, [0.25, 0.5, 0.75])).astype(float)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("n", [2, 8, 64])
 def test_the_exact_kl_of_the_world_is_at_most_the_bound(world, n, ties):

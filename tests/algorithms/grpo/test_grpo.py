@@ -97,6 +97,7 @@ def scored():
 # Groups
 
 
+@pytest.mark.slow
 def test_a_group_s_prompt_is_run_once_and_gives_the_same_samples():
     options = {
         "model": toys.GPT2,
@@ -205,7 +206,7 @@ def by_hand(params, seen, *, kl_coef, weights):
     [
         pytest.param("token_mean", None, marks=pytest.mark.long),  # test_ppo.py
         pytest.param("sequence_mean", None, marks=pytest.mark.slow),
-        ("constant", None),
+        pytest.param("constant", None, marks=pytest.mark.slow),
         pytest.param("constant", 2.5, marks=pytest.mark.long),  # test_ppo_by_hand.py
     ],
 )
@@ -346,6 +347,7 @@ def test_the_published_recipe_learns():
     assert np.mean(means[-5:]) > np.mean(means[:5]) + 0.1
 
 
+@pytest.mark.slow
 def test_a_score_that_is_not_a_number_skips_the_update():
     after, stats, _ = run(broken)
     assert toys.leaves_equal(after.policy, POLICY)

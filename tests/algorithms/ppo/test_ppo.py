@@ -136,6 +136,7 @@ def test_an_update_is_one_step_down_the_gradient(updated, hand_made):
     assert int(after.step) == 1
 
 
+@pytest.mark.slow
 def test_the_stats_of_an_update(updated, hand_made, experience):
     (_, (policy_part, value_part, ratio, m)), grads = hand_made
     found = masked.mean_stats(updated[1])

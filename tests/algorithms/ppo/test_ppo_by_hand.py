@@ -515,7 +515,7 @@ def test_n_plus_by_hand(answered):
 @pytest.mark.parametrize(
     "placement",
     [
-        "both",
+        pytest.param("both", marks=pytest.mark.slow),
         pytest.param("reward", marks=pytest.mark.long),
         pytest.param("loss", marks=pytest.mark.long),
     ],

@@ -212,6 +212,7 @@ def test_garbage_under_the_mask_changes_nothing(penalty):
         np.testing.assert_array_equal(found[name], expected[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("penalty", SOME, ids=words)
 def test_micro_batches_add_up(penalty):
     (whole, stats), gradients = loss_of(penalty), gradients_of(penalty)

@@ -91,7 +91,7 @@ def test_samples_are_those_of_a_place_for_every_row(model, places):
 @pytest.mark.parametrize(
     ("places", "arriving", "stop_ids"),
     [
-        (6, 5, STOPS),
+        pytest.param(6, 5, STOPS, marks=pytest.mark.slow),
         pytest.param(8, 4, STOPS, marks=pytest.mark.slow),
         pytest.param(6, 5, (), marks=pytest.mark.slow),
         pytest.param(5, 5, STOPS, marks=pytest.mark.long),

@@ -74,7 +74,11 @@ def without_cache(params, *, model, tokens, mask, num_tokens):
 
 @pytest.mark.parametrize(
     "name",
-    ["gpt2", "llama_sharded", pytest.param("llama_bf16", marks=pytest.mark.slow)],
+    [
+        "gpt2",
+        pytest.param("llama_sharded", marks=pytest.mark.slow),
+        pytest.param("llama_bf16", marks=pytest.mark.slow),
+    ],
 )
 def test_greedy_equals_a_loop_without_cache_and_transformers(name):
     model, params = hf.load(FIXTURES / name, dtype="float32")
@@ -611,7 +615,9 @@ def test_bad_options_are_named():
         call(columns=21)
 
 
-@pytest.mark.parametrize("continuous_batching", [None, 2])
+@pytest.mark.parametrize(
+    "continuous_batching", [None, pytest.param(2, marks=pytest.mark.slow)]
+)
 def test_nothing_predicts_the_first_token_of_an_empty_prompt(continuous_batching):
     """One rule for sampler and trainer: log-prob 0, and a draw of no parameter."""
     model, rows = tiny.GPT2, 6

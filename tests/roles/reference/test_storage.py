@@ -235,6 +235,7 @@ def test_a_reference_on_devices_of_its_own_says_the_same(name):
         assert frozen.fingerprint_of(other) == frozen.fingerprint_of(here)
 
 
+@pytest.mark.slow
 def test_log_probs_priced_beside_give_the_score_to_the_bit():
     """The rollout goes to the reference's devices, and its log-probs come back."""
     options = {"model": toys.GPT2, "max_new_tokens": toys.SIZE, "temperature": 0.7}
@@ -321,6 +322,7 @@ DEEP = config.gpt2(
 
 
 # Not bfloat16, which XLA:CPU widens before the loop; the TPU's compiler does not.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

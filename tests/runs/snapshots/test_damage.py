@@ -175,6 +175,7 @@ def sweep(out, capsys, *, count, seed):
     assert told_by_verify(out, capsys)[0] == 0
 
 
+@pytest.mark.slow
 def test_damages_are_told_at_restore_and_by_verify(out, capsys):
     sweep(out, capsys, count=12, seed=1)
 

@@ -141,6 +141,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_last_bit(tmp_path, life, how):
     assert rooted(tmp_path / "whole") == rooted(tmp_path / "parts")
 
 
+@pytest.mark.slow
 def test_what_verify_says_of_each_life(finished, tmp_path):
     start = frozen.fingerprint_of(STORED).root
     still = (start, "as it began")

@@ -234,8 +234,7 @@ STORED = {
         pytest.param(
             how,
             id=name,
-            marks=[pytest.mark.slow]
-            * (name not in ("copy", "int8 on the host", "eight devices")),
+            marks=[pytest.mark.slow] * (name not in ("copy", "int8 on the host")),
         )
         for name, how in STORED.items()
     ],
