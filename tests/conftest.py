@@ -23,6 +23,7 @@ os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from jax._src.interpreters import mlir
 from jax.experimental.compilation_cache import compilation_cache
@@ -58,6 +59,19 @@ def programs_let_go():
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:  # else what is free would stay the process's own
             trim(0)
+
+
+@functools.cache
+def start_of(rng: np.random.Generator) -> dict:
+    return rng.bit_generator.state
+
+
+@pytest.fixture(autouse=True)
+def draws_of_its_own(request):
+    """Draws from a module's RNG do not depend on which tests ran before."""
+    rng = getattr(request.module, "RNG", None)
+    if rng is not None:
+        rng.bit_generator.state = start_of(rng)
 
 
 @pytest.fixture(scope="session")

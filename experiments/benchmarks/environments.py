@@ -61,7 +61,7 @@ PEERS = {
     "tunix": Peer(
         "tunix_ppo.py",
         "tunix",
-        "a Qwen2 of the same size; samples and prices a minibatch at a time, log-probs "
+        "a Qwen2 of the same size; samples and scores a minibatch at a time, log-probs "
         "once more after sampling, critic's values outside of any program",
     ),
 }

@@ -51,13 +51,13 @@ class Rates(NamedTuple):
 
 
 def forward(
-    workload: Workload, *, tokens: int, context: int = 0, priced: int = 0
+    workload: Workload, *, tokens: int, context: int = 0, head_columns: int = 0
 ) -> int:
-    """FLOPs of a forward pass of B rows, the head at `priced` positions of a row."""
+    """FLOPs of a forward pass of B rows, the head at `head_columns` of a row."""
     layers, width = workload.num_layers, workload.hidden_size
     attended = tokens * context + tokens * (tokens + 1) // 2
     row = 24 * layers * width**2 * tokens + 4 * layers * width * attended
-    head = 2 * width * workload.vocab_size * priced
+    head = 2 * width * workload.vocab_size * head_columns
     return workload.num_prompts * (row + head)
 
 
@@ -82,16 +82,16 @@ def steps(workload: Workload) -> dict[str, list[Step]]:
     length = prompt + response - 1  # the last token is predicted, not read
     key_values = 2 * FLOAT * workload.num_layers * workload.hidden_size
     read = weights(workload)
-    policy = forward(workload, tokens=length, priced=response)
+    policy = forward(workload, tokens=length, head_columns=response)
     critic = forward(workload, tokens=length)
     updates = workload.num_epochs * workload.num_minibatches
     trained = 2 * parameters(workload) + workload.hidden_size + 1
     return {
         "rollout": [
-            Step(forward(workload, tokens=prompt, priced=1), read),
+            Step(forward(workload, tokens=prompt, head_columns=1), read),
             *(
                 Step(
-                    forward(workload, tokens=1, context=before, priced=1),
+                    forward(workload, tokens=1, context=before, head_columns=1),
                     read + workload.num_prompts * key_values * before,
                 )
                 for before in range(prompt, length)

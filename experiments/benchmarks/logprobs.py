@@ -91,13 +91,13 @@ SIDES = {"rlhf_jax": chunked, "JAX, all logits": plain}
 
 def side(name: str, shape: str, repeats: str) -> None:
     """One turn of a side of ours, printed as JSON."""
-    price = SIDES[name]
+    compute = SIDES[name]
     inputs = resident.inputs(**json.loads(shape))
     names = ("hidden", "head", "tokens", "weights")
     arrays = [jnp.array(inputs.pop(name), copy=True) for name in names]
 
     def loss(hidden: Array, head: Array, tokens: Array, weights: Array) -> Array:
-        picked, entropy = price(hidden, head, tokens)
+        picked, entropy = compute(hidden, head, tokens)
         return jnp.sum(weights[0] * picked + weights[1] * entropy)
 
     step = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(*arrays).compile()

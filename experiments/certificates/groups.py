@@ -92,7 +92,7 @@ def certify(
     columns = COLUMNS if case.stop_ids else ()
     of_columns = {column: _of_column(case, table, column) for column in columns}
     goal = of_reward - BETA * of_kl
-    scored = jax.jit(functools.partial(_price, case))(table)
+    scored = jax.jit(functools.partial(_scored_table, case))(table)
     for claim in claims:
         measure = _finder(claim, case, scored)
         measured = measure(beta=BETA, columns=COLUMNS)
@@ -127,7 +127,7 @@ def _of_column(case: Case, table: Array, column: int) -> Float64:
     return flat(jax.grad(surrogate)(case.policy))
 
 
-def _price(case: Case, table: Array) -> Scored:
+def _scored_table(case: Case, table: Array) -> Scored:
     """Every response once, with k1 of each token, which the reward may take."""
     rollout = enumerable.every_response(case.policy, temperature=1.0, **case.options)
     return score.score(

@@ -151,7 +151,7 @@ ALGORITHM = ppo.PPO(
     num_epochs=1,
 )
 SHAPE = {"model": MODEL, "max_new_tokens": toys.SIZE, "temperature": 0.7}
-price = toys.jit(functools.partial(score.reference_logprobs, **SHAPE))
+reference_logprobs = toys.jit(functools.partial(score.reference_logprobs, **SHAPE))
 sample = toys.jit(functools.partial(ppo.sample, recipe=ALGORITHM))
 learn = toys.jit(functools.partial(ppo.learn, recipe=ALGORITHM))
 
@@ -167,22 +167,22 @@ def fresh():
 
 
 def iterate(train, *, prompts, reference, reference_mesh=None):
-    """One iteration, the reference priced by a program of its own."""
+    """One iteration, the reference run by a program of its own."""
     answered = sample(train.policy, prompts=prompts, key=KEY)
     there = frozen.beside(reference, answered)
     if reference_mesh is None:
-        priced = price(reference, rollout=there)
+        ref_logprobs = reference_logprobs(reference, rollout=there)
     else:
         with jax.set_mesh(reference_mesh):
-            priced = price(reference, rollout=there)
-    priced = jax.device_put(priced, answered.old_logprobs.sharding)
+            ref_logprobs = reference_logprobs(reference, rollout=there)
+    ref_logprobs = jax.device_put(ref_logprobs, answered.old_logprobs.sharding)
     scores = answered.response_mask.sum(axis=1).astype(jnp.float32)
     after, stats, _ = learn(
         train,
         rollout=answered,
         scores=scores,
         reference=None,
-        ref_logprobs=priced,
+        ref_logprobs=ref_logprobs,
         key=KEY,
     )
     return after.policy, masked.mean_stats(stats)

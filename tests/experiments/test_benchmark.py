@@ -40,12 +40,12 @@ def test_forward_flops_by_hand():
     """24 L D² = 3072 a token; 4 L D = 64 a token and position that it sees."""
     assert floor.forward(TOY, tokens=1) == 3 * (3072 + 64)
     # Tokens of 1, 2, 3 and 4 positions, the head (2 D V = 160) at one of them.
-    prompt = floor.forward(TOY, tokens=4, priced=1)
+    prompt = floor.forward(TOY, tokens=4, head_columns=1)
     assert prompt == 3 * (4 * 3072 + 64 * 10 + 160)
-    after = floor.forward(TOY, tokens=1, context=4, priced=1)
+    after = floor.forward(TOY, tokens=1, context=4, head_columns=1)
     assert after == 3 * (3072 + 64 * 5 + 160)
     # The same tokens in one pass or in two.
-    assert floor.forward(TOY, tokens=5, priced=2) == prompt + after
+    assert floor.forward(TOY, tokens=5, head_columns=2) == prompt + after
 
 
 def test_steps_by_hand():

@@ -31,7 +31,7 @@ def test_the_sides_agree(tmp_path):
 
 
 @pytest.mark.parametrize("name", logprobs.SIDES)
-def test_each_side_prices_what_the_oracle_does(name):
+def test_each_side_computes_what_the_oracle_does(name):
     given = resident.inputs(rows=2, columns=9, width=16, words=40)
     hidden, head, tokens = (given[key] for key in ("hidden", "head", "tokens"))
     found = logprobs.SIDES[name](*map(jnp.asarray, (hidden, head, tokens)))

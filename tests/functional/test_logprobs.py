@@ -17,7 +17,7 @@ HEAD = RNG.normal(0, 1, (PADDED, D)).astype(np.float32)
 TOKENS = RNG.integers(0, V, (B, S)).astype(np.int32)
 
 # The head is 16 blocks of 3 rows. Two of each at a time, for the 5 columns that are
-# priced: two chunks, and a row of each block is seen twice.
+# computed: two chunks, and a row of each block is seen twice.
 TWO_ROWS = 2 * 16 * B * (S - 1)
 
 

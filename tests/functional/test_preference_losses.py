@@ -143,10 +143,10 @@ def test_what_both_answers_share_changes_nothing():
 
 def test_a_certainly_wrong_label_is_the_other_answer_chosen():
     chosen, rejected, ref_chosen, ref_rejected = PAIRS.values()
-    turned = dict(zip(PAIRS, (rejected, chosen, ref_rejected, ref_chosen), strict=True))
+    other = dict(zip(PAIRS, (rejected, chosen, ref_rejected, ref_chosen), strict=True))
     certain = jnp.ones(6, jnp.float32)
     found, _ = dpo_loss(label_smoothing=certain)
-    assert float(found) == pytest.approx(float(dpo_loss(turned)[0]), rel=1e-5)
+    assert float(found) == pytest.approx(float(dpo_loss(other)[0]), rel=1e-5)
     # A chance that all pairs share is an array of it.
     same, _ = dpo_loss(label_smoothing=0.2 * certain)
     assert float(same) == pytest.approx(float(dpo_loss(label_smoothing=0.2)[0]))

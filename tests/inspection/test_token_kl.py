@@ -25,7 +25,7 @@ def decode(ids):
     return "".join(LETTERS[i] for i in ids)
 
 
-def prices_of(tokens, **options):
+def divergences_of(tokens, **options):
     found = token_logprobs.compute(
         PARAMS,
         REF_PARAMS,
@@ -54,12 +54,12 @@ def rows_of(params, model, rows, temperature=1.0):
 )
 def test_logprobs_are_those_of_the_two_models(temperature):
     tokens = [3, 9, 1, 12, 0, 7, 7]
-    found = prices_of(tokens, temperature=temperature, alternatives=4)
+    found = divergences_of(tokens, temperature=temperature, alternatives=4)
     both = [
         rows_of(params, model, [tokens], temperature)[0, 1:]
         for params, model in ((PARAMS, toys.GPT2), (REF_PARAMS, toys.LLAMA))
     ]
-    k1s = [price.k1 for price in found]
+    k1s = [token.k1 for token in found]
     assert sum(k1s) == pytest.approx((both[0] - both[1]).sum(), abs=1e-4)
     np.testing.assert_allclose([p.logprob for p in found], both[0], atol=1e-4)
     np.testing.assert_allclose([p.ref_logprob for p in found], both[1], atol=1e-4)
@@ -73,14 +73,14 @@ def test_logprobs_are_those_of_the_two_models(temperature):
         scaled = np.asarray(logits, np.float64)[0] / temperature
         tables.append(scaled - np.log(np.exp(scaled).sum(axis=-1, keepdims=True)))
     own, ref = tables
-    for t, price in enumerate(found):
+    for t, token in enumerate(found):
         exact = sum(math.exp(own[t, v]) * (own[t, v] - ref[t, v]) for v in range(13))
-        assert price.exact == pytest.approx(exact, abs=1e-4)
+        assert token.exact == pytest.approx(exact, abs=1e-4)
         likeliest = sorted(range(13), key=lambda v: -own[t, v])[:4]
-        assert [other.text for other in price.alternatives] == [
+        assert [other.text for other in token.alternatives] == [
             LETTERS[v] for v in likeliest
         ]
-        for v, other in zip(likeliest, price.alternatives, strict=True):
+        for v, other in zip(likeliest, token.alternatives, strict=True):
             assert other[1:] == pytest.approx((own[t, v], ref[t, v]), abs=1e-4)
 
 
@@ -107,7 +107,7 @@ def test_a_long_text_is_read_in_windows_that_overlap_by_half():
     starts = (0, 12, 16)
     rows = rows_of(PARAMS, toys.GPT2, [tokens[start : start + 24] for start in starts])
     expected = [*rows[0, 1:24], *rows[1, 24 - 12 : 24], *rows[2, 36 - 16 : 24]]
-    found = prices_of(tokens)
+    found = divergences_of(tokens)
     np.testing.assert_allclose([p.logprob for p in found], expected, atol=1e-4)
 
 

@@ -19,7 +19,7 @@ SIZE = 7
 
 
 @functools.partial(jax.jit, static_argnames="model")
-def priced(params, *, model, tokens, mask):
+def numbers_of(params, *, model, tokens, mask):
     """((a loss, (log-probs, entropies)), its gradient)."""
 
     def loss(params):
@@ -146,10 +146,10 @@ def test_the_vocabulary_s_padding_never_matters(model):
     params = tiny.params(model)
     tokens, mask = tiny.batch(LENGTHS, SIZE, side="left")
 
-    (_, clean), _ = priced(params, model=model, tokens=tokens, mask=mask)
+    (_, clean), _ = numbers_of(params, model=model, tokens=tokens, mask=mask)
     for value in (np.nan, np.inf, 1e30):
         dirty = tiny.with_rows_of_padding(params, model, value)
-        (_, found), gradient = priced(dirty, model=model, tokens=tokens, mask=mask)
+        (_, found), gradient = numbers_of(dirty, model=model, tokens=tokens, mask=mask)
         for array, expected in zip(found, clean, strict=True):
             np.testing.assert_array_equal(array, expected)
         np.testing.assert_array_equal(
@@ -169,9 +169,9 @@ def test_the_gradient_does_not_see_padding(model):
     params = tiny.params(model)
 
     right, mask = tiny.batch(LENGTHS, SIZE, side="right")
-    _, plain = priced(params, model=model, tokens=right, mask=mask)
+    _, plain = numbers_of(params, model=model, tokens=right, mask=mask)
     left, mask = tiny.batch(LENGTHS, SIZE, side="left", padding=-1)
-    _, padded = priced(params, model=model, tokens=left, mask=mask)
+    _, padded = numbers_of(params, model=model, tokens=left, mask=mask)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
         padded,

@@ -371,10 +371,10 @@ def test_fastest_knows_the_backend_and_the_layers():
     assert layout.fastest(unrolled(deep), backend="cpu") == deep
     assert layout.fastest(unrolled(toys.GPT2), backend="tpu") == toys.GPT2
     wide = dataclasses.replace(deep, hidden_size=layout.TRANSPOSED_SIZE)
-    turned = dataclasses.replace(wide, transposed_rows=layout.TRANSPOSED_ROWS)
-    assert layout.fastest(wide, backend="cpu") == turned
+    transposed = dataclasses.replace(wide, transposed_rows=layout.TRANSPOSED_ROWS)
+    assert layout.fastest(wide, backend="cpu") == transposed
     for backend in ("gpu", "tpu"):
-        assert layout.fastest(turned, backend=backend) == wide
+        assert layout.fastest(transposed, backend=backend) == wide
 
 
 def on_other_platforms(*args, cpu, default):
@@ -439,18 +439,18 @@ def test_chunks_of_words_are_as_many_times_larger_as_devices_share_them(
 ):
     asked, plain = [], logprobs.token_logprobs_from_hidden
 
-    def priced(*args, max_logits, **options):
+    def computed(*args, max_logits, **options):
         asked.append(max_logits)
         return plain(*args, max_logits=max_logits, **options)
 
-    monkeypatch.setattr(policy, "token_logprobs_from_hidden", priced)
+    monkeypatch.setattr(policy, "token_logprobs_from_hidden", computed)
     model, (tokens, mask) = toys.GPT2, batch()
     tokens, mask = (jnp.tile(array[:1], (8, 1)) for array in (tokens, mask))
-    price = functools.partial(policy.logprobs, model=model, tokens=tokens, mask=mask)
+    compute = functools.partial(policy.logprobs, model=model, tokens=tokens, mask=mask)
     params = toys.init(jax.random.key(0), model=model)
     mesh = MeshShape.parse(shape).make()
-    jax.eval_shape(price, params)
-    jax.eval_shape(sharding.on(mesh, price), params)
+    jax.eval_shape(compute, params)
+    jax.eval_shape(sharding.on(mesh, compute), params)
     assert asked == [logprobs.MAX_LOGITS, times * logprobs.MAX_LOGITS]
 
 

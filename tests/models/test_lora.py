@@ -221,9 +221,9 @@ def test_at_the_start_it_is_the_base_to_the_bit(model):
     start = fresh(KEY, model=model, lora=ALL)
     attached = lora.attach(base, start, lora=ALL)
     tokens, mask = texts()
-    price = toys.jit(policy.logprobs, static_argnames=("model",))
+    compute = toys.jit(policy.logprobs, static_argnames=("model",))
     found, expected = (
-        price(params, model=model, tokens=tokens, mask=mask)
+        compute(params, model=model, tokens=tokens, mask=mask)
         for params in (attached, base)
     )
     np.testing.assert_array_equal(found, expected)
@@ -315,7 +315,7 @@ def test_the_backward_pass_holds_no_second_base(dtype):
     )
     one = np.ones((1, 4), np.int32)
 
-    def priced(adapters, held):
+    def loss(adapters, held):
         full = adapted.params(adapters, base=held, lora=ALL)
         return policy.logprobs(full, model=deep, tokens=one, mask=one > 0).sum()
 
@@ -323,7 +323,7 @@ def test_the_backward_pass_holds_no_second_base(dtype):
     params = jax.eval_shape(functools.partial(decoder.init, model=deep), KEY)
     held = jax.eval_shape(functools.partial(frozen.freeze, dtype=dtype), params)
     adapters = jax.eval_shape(functools.partial(lora.init, model=deep, lora=ALL), KEY)
-    compiled = toys.jit(jax.grad(priced)).lower(adapters, held).compile()
+    compiled = toys.jit(jax.grad(loss)).lower(adapters, held).compile()
     temporary = compiled.memory_analysis().temp_size_in_bytes
     # Measured: 0.32 and, each layer being read again, 0.18 (else 1.33).
     assert temporary < 0.5 * storage.nbytes(params["layers"])

@@ -68,18 +68,18 @@ def assert_near(found, expected):
 )
 def test_remat_changes_no_number(model):
     batch, params = texts((7, 4, 1), 7), tiny.params(model)
-    price = jax.jit(value_and_grad, static_argnames="model")
-    expected = price(params, batch, model=model)
+    compute = jax.jit(value_and_grad, static_argnames="model")
+    expected = compute(params, batch, model=model)
     for remat in REMATS:
         again = dataclasses.replace(model, remat=remat)
-        assert_near(price(params, batch, model=again), expected)
+        assert_near(compute(params, batch, model=again), expected)
 
 
 def temporaries(model):
     """Bytes that the program of a gradient needs beside parameters and gradient."""
     params = jax.eval_shape(lambda: decoder.init(jax.random.key(0), model=model))
-    price = jax.jit(functools.partial(value_and_grad, model=model))
-    program = price.lower(params, texts([SIZE] * ROWS, SIZE)).compile()
+    compute = jax.jit(functools.partial(value_and_grad, model=model))
+    program = compute.lower(params, texts([SIZE] * ROWS, SIZE)).compile()
     return program.memory_analysis().temp_size_in_bytes
 
 
@@ -131,10 +131,10 @@ def test_a_stored_base_is_not_kept_as_it_was_read():
     found = {}
     for remat in ["none", "dots"]:
         model = dataclasses.replace(small, remat=remat)
-        price = jax.jit(
+        compute = jax.jit(
             functools.partial(value_and_grad, model=model, adapters=adapters)
         )
-        program = price.lower(trained, batch, base=base).compile()
+        program = compute.lower(trained, batch, base=base).compile()
         room = program.memory_analysis().temp_size_in_bytes
         assert room < storage.nbytes(params["layers"]) / 4
         found[remat] = program(trained, batch, base=base)

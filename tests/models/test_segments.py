@@ -38,7 +38,7 @@ ALONE = tuple((text,) for text in range(len(TEXTS)))
 
 
 @functools.partial(jax.jit, static_argnames=("model",))
-def priced(params, *, model, tokens, segments, weights, mask=None):
+def value_and_gradient(params, *, model, tokens, segments, weights, mask=None):
     """(Σ w·(log-prob + entropy), both), and the gradient."""
 
     def total(params):
@@ -55,10 +55,10 @@ def priced(params, *, model, tokens, segments, weights, mask=None):
     return jax.value_and_grad(total, has_aux=True)(params)
 
 
-def price(model, tokens, *, rows=ROWS, width=WIDTH, segmented=True):
+def of_texts(model, tokens, *, rows=ROWS, width=WIDTH, segmented=True):
     array, segments = packed(tokens, rows=rows, width=width)
     weights, _ = packed(WEIGHTS, rows=rows, width=width)
-    return priced(
+    return value_and_gradient(
         tiny.params(model),
         model=model,
         tokens=jnp.asarray(array, jnp.int32),
@@ -85,8 +85,8 @@ def by_text(array, *, rows=ROWS, width=WIDTH):
 )
 def test_packed_texts_have_the_log_probs_and_gradients_of_texts_alone(model):
     """The texts alone without segments, by the program that everything else uses."""
-    (_, together), gradient = price(model, TEXTS)
-    (_, apart), expected = price(model, TEXTS, rows=ALONE, width=7, segmented=False)
+    (_, together), gradient = of_texts(model, TEXTS)
+    (_, apart), expected = of_texts(model, TEXTS, rows=ALONE, width=7, segmented=False)
     for left, right in zip(together, apart, strict=True):
         for mine, other in zip(
             by_text(left), by_text(right, rows=ALONE, width=7), strict=True
@@ -104,11 +104,11 @@ def test_packed_texts_have_the_log_probs_and_gradients_of_texts_alone(model):
 @each_family
 def test_a_text_does_not_see_its_neighbours(model):
     """Not by a bit, whatever they say, before or after it."""
-    (_, before), _ = price(model, TEXTS)
+    (_, before), _ = of_texts(model, TEXTS)
     for changed in range(len(TEXTS)):
         others = [(text + 1) % tiny.VOCAB for text in TEXTS]
         texts = [others[i] if i == changed else TEXTS[i] for i in range(len(TEXTS))]
-        (_, after), _ = price(model, texts)
+        (_, after), _ = of_texts(model, texts)
         for left, right in zip(before, after, strict=True):
             for i, (old, new) in enumerate(
                 zip(by_text(left), by_text(right), strict=True)
@@ -123,10 +123,10 @@ def test_a_text_does_not_see_its_neighbours(model):
 def test_what_stands_at_padding_is_not_read(model):
     array, segments = packed(TEXTS)
     weights, _ = packed(WEIGHTS)
-    expected, gradient = price(model, TEXTS)
+    expected, gradient = of_texts(model, TEXTS)
     for fill in (-1, 2**31 - 1, tiny.VOCAB):
         spoilt = jnp.asarray(np.where(segments > 0, array, fill), jnp.int32)
-        found, other = priced(
+        found, other = value_and_gradient(
             tiny.params(model),
             model=model,
             tokens=spoilt,

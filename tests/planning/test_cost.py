@@ -231,12 +231,12 @@ def test_every_device_holds_as_many_logits_as_one(monkeypatch):
         tokens = jax.ShapeDtypeStruct((rows, columns), jnp.int32)
         mask = jax.ShapeDtypeStruct((rows, columns), jnp.bool_)
 
-        def price(params, tokens, mask):
+        def compute(params, tokens, mask):
             return policy.logprobs(params, model=model, tokens=tokens, mask=mask)
 
         with jax.set_mesh(mesh):
             args = placed(params, ()), *placed((tokens, mask), ("fsdp",))
-            lowered = jax.jit(price).lower(*args).as_text()
+            lowered = jax.jit(compute).lower(*args).as_text()
         times[devices] = f"tensor<{rows * 16}x32xf32>" in lowered
     assert times == {1: True, 8: True}  # 32 tokens of the vocabulary at a time on both
 

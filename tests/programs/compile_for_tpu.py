@@ -21,7 +21,7 @@ ROWS, PROMPT, RESPONSE = 8, 64, 64
 
 def main():
     device = compiled.target("v5e:2x2")
-    price = functools.partial(
+    score_rollout = functools.partial(
         score.score,
         model=MODEL,
         critic_model=MODEL,
@@ -30,7 +30,7 @@ def main():
     )
 
     def program(rollout, scores, reference, critic):
-        return price(rollout, scores=scores, reference=reference, critic=critic)
+        return score_rollout(rollout, scores=scores, reference=reference, critic=critic)
 
     per_token = jnp.zeros((ROWS, PROMPT + RESPONSE), jnp.float32)
     per_row = jnp.zeros(ROWS, jnp.int32)

@@ -11,7 +11,7 @@ from rlhf_jax import frozen, kl, policy
 
 LENGTHS, SIZE = (6, 4, 1, 5), 6
 logits_of = jax.jit(policy.logits, static_argnames="model")
-priced = jax.jit(
+both = jax.jit(
     policy.logprobs_and_entropy,
     static_argnames=("model", "first_column"),
 )
@@ -24,7 +24,7 @@ def test_logprobs_and_entropy_are_those_of_the_logits(model, side):
     params = tiny.params(model)
     tokens, mask = tiny.batch(LENGTHS, SIZE, side=side)
     logits = np.asarray(logits_of(params, model=model, tokens=tokens, mask=mask))
-    found, entropy = priced(
+    found, entropy = both(
         params, model=model, tokens=tokens, mask=mask, temperature=0.7
     )
     expected = oracles.token_logprobs(logits, tokens, 0.7)
@@ -39,12 +39,12 @@ def test_logprobs_and_entropy_are_those_of_the_logits(model, side):
             assert float(found[row, t]) == float(entropy[row, t]) == 0
 
 
-def test_columns_before_the_first_are_not_priced():
+def test_columns_before_the_first_are_not_computed():
     model = tiny.GPT2
     tokens, mask = tiny.batch(LENGTHS, SIZE, side="left")
     options = {"model": model, "tokens": tokens, "mask": mask, "temperature": 0.7}
-    whole = priced(tiny.params(model), **options)
-    part = priced(tiny.params(model), first_column=4, **options)
+    whole = both(tiny.params(model), **options)
+    part = both(tiny.params(model), first_column=4, **options)
     for everything, response in zip(whole, part, strict=True):
         np.testing.assert_allclose(response[:, 4:], everything[:, 4:], atol=1e-6)
         assert not np.asarray(response[:, :4]).any()
@@ -55,15 +55,19 @@ def test_the_kl_of_a_policy_to_itself_is_0_at_every_temperature(temperature):
     model = tiny.GPT2
     params = tiny.params(model)
     tokens, mask = tiny.batch(LENGTHS, SIZE, side="left")
-    price = functools.partial(
-        priced, model=model, tokens=tokens, mask=mask, temperature=temperature
+    compute = functools.partial(
+        both,
+        model=model,
+        tokens=tokens,
+        mask=mask,
+        temperature=temperature,
     )
-    ours, _ = price(params)
-    theirs, _ = price(frozen.read(frozen.freeze(params)))
+    ours, _ = compute(params)
+    theirs, _ = compute(frozen.read(frozen.freeze(params)))
     assert np.asarray(ours).any()
     for estimator in (kl.k1, kl.k2, kl.k3):
         np.testing.assert_array_equal(estimator(ours, theirs), 0.0)
-    elsewhere, _ = price(tiny.params(model, seed=1))
+    elsewhere, _ = compute(tiny.params(model, seed=1))
     assert float(jnp.abs(kl.k1(ours, elsewhere)).max()) > 0.1
 
 

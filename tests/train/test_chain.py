@@ -125,7 +125,7 @@ def sampled_scores(start, model, params, shared_data):
 
 
 @pytest.fixture(scope="module")
-def judged(tuned, scorer, prompts, tmp_path_factory):
+def finished(tuned, scorer, prompts, tmp_path_factory):
     """PPO from the first against the second."""
     out = tmp_path_factory.mktemp("chain") / "ppo"
     summary = play(
@@ -139,8 +139,8 @@ def judged(tuned, scorer, prompts, tmp_path_factory):
     return out, summary
 
 
-def test_ppo_with_a_reward_model(judged):
-    out, summary = judged
+def test_ppo_with_a_reward_model(finished):
+    out, summary = finished
     rows = metrics.read(out / "metrics.jsonl")
     # Adaptive: at first the KL is 0, below the target, so the coefficient falls.
     expected = 0.05 * (1 - 0.2 * 8 / 10_000)
@@ -197,8 +197,8 @@ def test_transformers_reads_what_became_of_its_checkpoint(theirs):
     agrees_with_transformers(theirs / "model")
 
 
-def test_transformers_reads_the_end_of_the_chain(judged):
-    agrees_with_transformers(judged[0] / "model")
+def test_transformers_reads_the_end_of_the_chain(finished):
+    agrees_with_transformers(finished[0] / "model")
 
 
 def saved_is_the_last_snapshot(out, *, step):

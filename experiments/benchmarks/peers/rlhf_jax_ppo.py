@@ -104,7 +104,7 @@ def prompts_of(workload: Workload, *, step: int) -> Prompts:
     )
 
 
-def price(
+def frozen_scores(
     reference: Frozen, *, answered: Rollout, algorithm: ppo.PPO
 ) -> dict[str, Array]:
     """What reward and reference say of a rollout."""
@@ -147,7 +147,9 @@ class Together:
         ).compile()
         self.about = {"compile": time.perf_counter() - began}
         self._sample = jax.jit(functools.partial(ppo.sample, recipe=algorithm))
-        self._price = jax.jit(functools.partial(price, algorithm=algorithm))
+        self._frozen_scores = jax.jit(
+            functools.partial(frozen_scores, algorithm=algorithm)
+        )
         self._values = jax.jit(functools.partial(ppo.values, recipe=algorithm))
         self._learn = donated(
             functools.partial(ppo.learn, recipe=algorithm, reference=None)
@@ -164,10 +166,10 @@ class Together:
     def phases(self, *, prompts: Prompts, key: Array, lap: Lap) -> None:
         answered = self._sample(self.train.policy, prompts=prompts, key=key)
         lap("rollout", answered)
-        prices = self._price(self._reference, answered=answered)
-        prices["values"] = self._values(self.train, rollout=answered)
-        lap("score", prices)
-        self.train, *_ = self._learn(self.train, rollout=answered, key=key, **prices)
+        outputs = self._frozen_scores(self._reference, answered=answered)
+        outputs["values"] = self._values(self.train, rollout=answered)
+        lap("score", outputs)
+        self.train, *_ = self._learn(self.train, rollout=answered, key=key, **outputs)
         lap("update", self.train)
 
 
@@ -197,7 +199,9 @@ class Apart:
         )
         donated = functools.partial(jax.jit, donate_argnames=("state",))
         self._sample = jax.jit(functools.partial(ppo.sample, recipe=algorithm))
-        self._price = jax.jit(functools.partial(price, algorithm=algorithm))
+        self._frozen_scores = jax.jit(
+            functools.partial(frozen_scores, algorithm=algorithm)
+        )
         self._make_experience = donated(
             functools.partial(ppo.make_experience, recipe=algorithm, reference=None)
         )
@@ -215,10 +219,10 @@ class Apart:
         answered = self._sample(self.train.policy, prompts=prompts, key=key)
         lap("rollout", answered)
         values = self._devices.values(self._critic, rollout=answered)
-        prices = self._price(self._reference, answered=answered)
-        lap("score", (values, prices))
+        outputs = self._frozen_scores(self._reference, answered=answered)
+        lap("score", (values, outputs))
         self.train, experience, _, scored = self._make_experience(
-            self.train, rollout=answered, values=values, **prices
+            self.train, rollout=answered, values=values, **outputs
         )
         key = self._shuffle_key(key)
         self._critic, _ = self._devices.update(

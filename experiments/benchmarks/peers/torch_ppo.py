@@ -49,7 +49,9 @@ def sample(policy: GPT2LMHeadModel, prompts: Tensor, workload: Workload):
     return torch.cat(tokens, 1), torch.cat(logprobs, 1)
 
 
-def price(policy: GPT2LMHeadModel, tokens: Tensor, workload: Workload) -> Tensor:
+def token_logprobs(
+    policy: GPT2LMHeadModel, tokens: Tensor, workload: Workload
+) -> Tensor:
     """[B, R]: log-probs of the response tokens."""
     hidden = policy.transformer(tokens[:, :-1], use_cache=False).last_hidden_state
     logits = policy.lm_head(hidden[:, workload.prompt_length - 1 :])
@@ -137,7 +139,7 @@ def main(workload: Workload) -> None:
         with torch.no_grad():
             responses = tokens[:, prompt_length:]
             scores = (responses % line_protocol.DIVISOR == 0).float().mean(1)
-            ref_logprobs = price(reference, tokens, workload)
+            ref_logprobs = token_logprobs(reference, tokens, workload)
             old_values = critic(tokens, prompt_length=prompt_length)
             rewards = -workload.kl_coef * (old_logprobs - ref_logprobs)
             rewards[:, -1] += scores
@@ -148,7 +150,7 @@ def main(workload: Workload) -> None:
         for _ in range(workload.num_epochs):
             order = torch.randperm(workload.num_prompts, device=device)
             for rows in order.split(workload.minibatch_size):
-                logprobs = price(policy, tokens[rows], workload)
+                logprobs = token_logprobs(policy, tokens[rows], workload)
                 ratio = torch.exp(logprobs - old_logprobs[rows])
                 surrogate = torch.min(
                     ratio * advantages[rows],

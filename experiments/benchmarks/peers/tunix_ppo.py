@@ -7,7 +7,7 @@ Its batches wait for the driver; the calls that `train` makes of the cluster are
 The work differs. Tunix has no GPT-2: its Qwen2 of the same width, depth and heads runs,
 with a gated MLP of 8/3 the width, so that a layer has the parameters of GPT-2's, a tied
 head, rotary positions and fewer biases. A minibatch is its unit of work: each one is
-sampled and priced by itself, by the policy that the one before it left, and repeated
+sampled and scored by itself, by the policy that the one before it left, and repeated
 for all epochs before the next. Log-probs are taken once more after sampling
 (`get_old_per_token_logps`), the head runs at prompt positions as well, and the critic's
 values are computed an operation at a time, outside of any program. Prompts and

@@ -35,7 +35,7 @@ ALGORITHM = dpo.DPO(model=toys.GPT2, optimizer=optax.sgd(0.5), beta=BETA)
 PARAMS = toys.params()
 OTHER = toys.params(seed=1)
 update = toys.jit(dpo.update, static_argnames=("dpo",))
-price = toys.jit(dpo.reference_logprobs, static_argnames=("dpo",))
+reference_of = toys.jit(dpo.reference_logprobs, static_argnames=("dpo",))
 
 
 def whole(width):
@@ -114,8 +114,8 @@ def test_the_loss_is_that_of_the_pairs(packed, family, kind, smoothing, free):
         temperature=0.7,
     )
     held = toys.freeze(ref_params)
-    priced = None if free else price(held, batch=packed, dpo=algorithm)
-    stats = measure(params, batch=packed, dpo=algorithm, ref_logprobs=priced)
+    ref_logprobs = None if free else reference_of(held, batch=packed, dpo=algorithm)
+    stats = measure(params, batch=packed, dpo=algorithm, ref_logprobs=ref_logprobs)
     lead = leads(params, None if free else ref_params, model=model, temperature=0.7)
     terms, _ = oracles.dpo_pairs(lead, BETA, kind, np.full(10, smoothing))
     found = means(stats)
@@ -132,8 +132,10 @@ def test_padding_of_packed_pairs_is_segment_0(packed):
 def test_ipo_of_means_over_tokens(packed, reference):
     """By hand: h is divided by each answer's own length, EOS included."""
     algorithm = dataclasses.replace(ALGORITHM, kind="ipo", token_mean=True)
-    priced = price(reference, batch=packed, dpo=algorithm)
-    found = means(measure(PARAMS, batch=packed, dpo=algorithm, ref_logprobs=priced))
+    ref_logprobs = reference_of(reference, batch=packed, dpo=algorithm)
+    found = means(
+        measure(PARAMS, batch=packed, dpo=algorithm, ref_logprobs=ref_logprobs)
+    )
     lead = leads(PARAMS, OTHER, model=toys.GPT2, token_mean=True)
     expected = np.mean((lead - 1 / (2 * BETA)) ** 2)
     assert found["loss/dpo"] == pytest.approx(expected, rel=1e-4)
@@ -188,8 +190,8 @@ def test_the_reference_is_not_moved_and_takes_no_gradient(packed, reference):
     def of(ref_logprobs):
         return dpo.loss(PARAMS, packed, ref_logprobs=ref_logprobs, dpo=ALGORITHM)[0]
 
-    priced = price(reference, batch=packed, dpo=ALGORITHM)
-    np.testing.assert_array_equal(toys.jit(jax.grad(of))(priced), 0)
+    ref_logprobs = reference_of(reference, batch=packed, dpo=ALGORITHM)
+    np.testing.assert_array_equal(toys.jit(jax.grad(of))(ref_logprobs), 0)
 
     def through(stored):
         held = reference.replace(stored=stored)
@@ -201,16 +203,16 @@ def test_the_reference_is_not_moved_and_takes_no_gradient(packed, reference):
 
 def test_garbage_changes_nothing(packed, reference):
     """At padding, in rows without a pair, and in log-probs that are not of answers."""
-    priced = price(reference, batch=packed, dpo=ALGORITHM)
+    ref_logprobs = reference_of(reference, batch=packed, dpo=ALGORITHM)
     loss = toys.jit(
-        lambda batch, priced: dpo.loss(
-            PARAMS, batch, ref_logprobs=priced, dpo=ALGORITHM
+        lambda batch, ref_logprobs: dpo.loss(
+            PARAMS, batch, ref_logprobs=ref_logprobs, dpo=ALGORITHM
         )[0]
     )
-    expected = loss(packed, priced)
+    expected = loss(packed, ref_logprobs)
     spoilt = packed.replace(tokens=np.where(packed.mask, packed.tokens, -7))
-    dirty = np.where(packed.response_mask, np.asarray(priced), np.float32(np.nan))
-    np.testing.assert_array_equal(loss(spoilt, priced), expected)
+    dirty = np.where(packed.response_mask, np.asarray(ref_logprobs), np.float32(np.nan))
+    np.testing.assert_array_equal(loss(spoilt, ref_logprobs), expected)
     np.testing.assert_array_equal(loss(packed, dirty), expected)
 
 
@@ -241,7 +243,7 @@ def test_the_base_of_adapters_is_the_reference(packed):
     "how", [{}, pytest.param({"dtype": "int8"}, marks=pytest.mark.long)]
 )
 def test_precomputed_and_live_are_one_training_run(tmp_path, how):
-    """To the bit, in batches that are shuffled, and as priced inside the update."""
+    """To the bit, in batches that are shuffled, and as computed in the update."""
     reference = frozen.freeze(OTHER, **how)
     rows = packing.pack(PAIRS, width=WIDTH)
     stream = packing.packed_batches(rows, batch_size=2, seed=3, pad_id=0)
@@ -255,14 +257,14 @@ def test_precomputed_and_live_are_one_training_run(tmp_path, how):
         pad_id=0,
         progress=False,
     )
-    price = jax.jit(functools.partial(dpo.reference_logprobs, dpo=ALGORITHM))
+    reference_of = jax.jit(functools.partial(dpo.reference_logprobs, dpo=ALGORITHM))
     step_of = jax.jit(functools.partial(dpo.update, dpo=ALGORITHM))
 
     def cached(batch):
         return {"ref_logprobs": found.padded(batch.index, width=batch.tokens.shape[1])}
 
     def live(batch):
-        return {"ref_logprobs": price(reference, batch=batch)}
+        return {"ref_logprobs": reference_of(reference, batch=batch)}
 
     def inside(batch):
         return {"reference": reference}
@@ -317,7 +319,7 @@ FREE = dataclasses.replace(ALGORITHM, reference_free=True)
 
 
 def test_references_that_are_missing_or_would_not_be_read(packed, reference):
-    priced = np.zeros(packed.tokens.shape, np.float32)
+    ref_logprobs = np.zeros(packed.tokens.shape, np.float32)
 
     def of(algorithm, **given):
         rehearse = functools.partial(dpo.update, dpo=algorithm)
@@ -328,11 +330,11 @@ def test_references_that_are_missing_or_would_not_be_read(packed, reference):
     with pytest.raises(InputError, match="no reference with reference_free, got one"):
         of(FREE, reference=reference)
     with pytest.raises(InputError, match="no reference with ref_logprobs, got one"):
-        of(ALGORITHM, reference=reference, ref_logprobs=priced)
+        of(ALGORITHM, reference=reference, ref_logprobs=ref_logprobs)
     with pytest.raises(InputError, match="no ref_logprobs with reference_free, got so"):
-        of(FREE, ref_logprobs=priced)
+        of(FREE, ref_logprobs=ref_logprobs)
     with pytest.raises(ValueError, match=r"logprobs \(\d, \d+\), tokens \(\d, \d+\)"):
-        of(ALGORITHM, ref_logprobs=priced[:, 1:])
+        of(ALGORITHM, ref_logprobs=ref_logprobs[:, 1:])
     with pytest.raises(InputError, match="micro_batch_size to divide the"):
         of(dataclasses.replace(FREE, micro_batch_size=3))
     with pytest.raises(InputError, match="base and lora together, got no lora"):

@@ -18,7 +18,7 @@ POLICY = toys.params()
 REFERENCE = toys.freeze(toys.params(seed=5))
 CRITIC = rewards.init(jax.random.key(3), toys.params(seed=6), model=toys.GPT2)
 
-price = functools.partial(
+scored_by = functools.partial(
     score.score,
     scores=SCORES,
     model=toys.GPT2,
@@ -35,7 +35,7 @@ def rollout():
 
 @pytest.fixture(scope="module")
 def scored(rollout):
-    return toys.jit(price)(rollout, reference=REFERENCE, critic=CRITIC)
+    return toys.jit(scored_by)(rollout, reference=REFERENCE, critic=CRITIC)
 
 
 def test_every_number_of_a_scored_rollout(scored, rollout):
@@ -58,7 +58,7 @@ def test_every_number_of_a_scored_rollout(scored, rollout):
     tail = dataclasses.replace(
         rollout, tokens=rollout.tokens.at[:, -1].set(12), mask=rollout.mask
     )
-    moved = toys.jit(price)(tail, reference=None, critic=CRITIC)
+    moved = toys.jit(scored_by)(tail, reference=None, critic=CRITIC)
     np.testing.assert_allclose(moved.values, scored.values, atol=1e-6)
     np.testing.assert_array_equal(scored.scores, SCORES)
     assert scored.rollout.tokens.shape == rollout.tokens.shape
@@ -82,7 +82,7 @@ def test_kl_of_a_policy_to_itself_is_zero_at_every_temperature(temperature):
     """Through the real path: cached decoding, then the reference's full forward."""
     rollout = toys.sampled(POLICY, temperature=temperature)
     scored = toys.jit(
-        functools.partial(price, temperature=temperature, critic_model=None)
+        functools.partial(scored_by, temperature=temperature, critic_model=None)
     )(rollout, reference=toys.freeze(POLICY), critic=None)
     np.testing.assert_allclose(scored.kl, 0.0, atol=2e-5)
     assert int(rollout.response_mask.sum()) > 4
@@ -92,19 +92,19 @@ def test_without_reference_and_critic_nothing_runs(rollout):
     """All matrix products of the program are the models', and there is none."""
 
     def operations(reference, critic):
-        jaxpr = jax.make_jaxpr(price)(rollout, reference=reference, critic=critic)
+        jaxpr = jax.make_jaxpr(scored_by)(rollout, reference=reference, critic=critic)
         return str(jaxpr).count("dot_general")
 
     assert operations(None, None) == 0
     assert 0 < operations(REFERENCE, None) < operations(REFERENCE, CRITIC)
-    bare = price(rollout, reference=None, critic=None)
+    bare = scored_by(rollout, reference=None, critic=None)
     assert (bare.ref_logprobs, bare.kl, bare.values) == (None, None, None)
 
 
 def test_no_gradient_reaches_the_reference(rollout):
     def total(stored):
         reference = dataclasses.replace(REFERENCE, stored=stored)
-        scored = price(rollout, reference=reference, critic=None)
+        scored = scored_by(rollout, reference=reference, critic=None)
         return (scored.ref_logprobs * scored.kl).sum()
 
     grads = toys.jit(jax.grad(total))(REFERENCE.stored)
@@ -114,7 +114,7 @@ def test_no_gradient_reaches_the_reference(rollout):
 def test_the_estimator_is_the_callers(scored, rollout):
     cubed = toys.jit(
         functools.partial(
-            price, penalty=Penalty(value_estimator="k3", placement="both")
+            scored_by, penalty=Penalty(value_estimator="k3", placement="both")
         )
     )(rollout, reference=REFERENCE, critic=None)
     expected = oracles.k3(rollout.old_logprobs, scored.ref_logprobs)
@@ -124,7 +124,7 @@ def test_the_estimator_is_the_callers(scored, rollout):
 def test_a_penalty_that_acts_nowhere_is_measured(rollout):
     def under(placement):
         penalty = Penalty(value_estimator="exact", placement=placement, clip=0.1)
-        return toys.jit(functools.partial(price, penalty=penalty))(
+        return toys.jit(functools.partial(scored_by, penalty=penalty))(
             rollout, reference=REFERENCE, critic=None, policy=POLICY
         )
 
@@ -162,14 +162,14 @@ def test_a_stop_token_in_the_prompt_or_the_padding_ends_nothing(rollout):
 @pytest.mark.parametrize("shape", [(4, 1), (3,), ()])
 def test_scores_of_another_shape(rollout, shape):
     with pytest.raises(ValueError, match=r"scores: expected shape \(4\), got"):
-        price(rollout, scores=jnp.zeros(shape), reference=None, critic=None)
+        scored_by(rollout, scores=jnp.zeros(shape), reference=None, critic=None)
 
 
 def test_scores_cut_to_integers(rollout):
     with pytest.raises(TypeError, match="scores: expected float32, got int32"):
-        price(rollout, scores=SCORES.astype(jnp.int32), reference=None, critic=None)
+        scored_by(rollout, scores=SCORES.astype(jnp.int32), reference=None, critic=None)
 
 
 def test_a_critic_without_its_shape(rollout):
     with pytest.raises(checks.InputError, match="the critic's shape with the critic"):
-        price(rollout, reference=None, critic=CRITIC, critic_model=None)
+        scored_by(rollout, reference=None, critic=CRITIC, critic_model=None)

@@ -79,10 +79,10 @@ def scored():
     """Of a policy that is not the reference, with k1 in the reward."""
     sample = toys.jit(grpo.sample, static_argnames=("recipe",))
     answered = sample(POLICY, prompts=groups(), key=KEY, recipe=BASE)
-    price = toys.jit(
+    compute = toys.jit(
         score.score, static_argnames=("model", "max_new_tokens", "temperature")
     )
-    return price(
+    return compute(
         answered,
         scores=even(answered),
         reference=toys.freeze(OTHER),

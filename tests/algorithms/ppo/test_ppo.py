@@ -483,7 +483,7 @@ def test_scores_are_normalised_then_the_missing_stop_is_scored(rollout, referenc
     np.testing.assert_allclose(scored.scores, [*normal[:2], -1.0, -1.0], rtol=1e-5)
     np.testing.assert_allclose(found["objective/scores"], 3.0)  # as the reward said
     np.testing.assert_allclose(found["response/eos_fraction"], 0.5)
-    # The trainer's prices are used; how far the sampler's were is logged.
+    # The trainer's log-probs are used; how far the sampler's were is logged.
     np.testing.assert_allclose(found["policy/sampler_mismatch"], 0.25, rtol=1e-4)
     np.testing.assert_allclose(found["policy/ratio_mean"], 1.0, atol=1e-5)
     np.testing.assert_allclose(scored.kl, 0.0, atol=2e-5)

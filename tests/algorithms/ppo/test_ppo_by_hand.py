@@ -594,13 +594,13 @@ each_penalty = pytest.mark.parametrize(
 
 
 @pytest.fixture(scope="module")
-def priced(answered):
+def kl_terms(answered):
     """KL in the reward and in the loss of POLICY, and what of them reaches the other.
 
     By temperature where the other is POLICY itself.
     """
 
-    def priced(stored, own, temperature, penalty):
+    def kl_terms(stored, own, temperature, penalty):
         reference = dataclasses.replace(REFERENCE, stored=stored)
         settings = dataclasses.replace(
             BASE, temperature=temperature, penalty=penalty, vf_coef=0.0
@@ -648,7 +648,9 @@ def priced(answered):
         @toys.jit
         def all_of_them(stored, own, temperature):
             return {
-                name: jax.grad(priced, has_aux=True)(stored, own, temperature, penalty)
+                name: jax.grad(kl_terms, has_aux=True)(
+                    stored, own, temperature, penalty
+                )
                 for name, penalty in (PLAIN if plain else PENALTIES).items()
             }
 
@@ -668,15 +670,15 @@ def priced(answered):
 
 @pytest.mark.parametrize("temperature", [0.3, 0.7, 1.5])
 @each_penalty
-def test_the_kl_of_equal_models_is_0_wherever_it_stands(priced, name, temperature):
-    _, (in_reward, in_loss) = priced(name)[temperature][name]
+def test_the_kl_of_equal_models_is_0_wherever_it_stands(kl_terms, name, temperature):
+    _, (in_reward, in_loss) = kl_terms(name)[temperature][name]
     np.testing.assert_allclose(in_reward, 0.0, atol=1e-6)
     np.testing.assert_allclose(in_loss, 0.0, atol=1e-6)
 
 
 @each_penalty
-def test_no_gradient_reaches_the_reference(priced, name):
-    gradient, (in_reward, in_loss) = priced(name)["another"][name]
+def test_no_gradient_reaches_the_reference(kl_terms, name):
+    gradient, (in_reward, in_loss) = kl_terms(name)["another"][name]
     assert np.abs(in_reward).max() > 0.1
     assert abs(in_loss) > 0.1
     for leaf in jax.tree.leaves(gradient):

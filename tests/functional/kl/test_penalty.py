@@ -237,8 +237,8 @@ def test_the_gradient_reaches_the_policy_alone(penalty):
     uses_exact = penalty.grad_estimator == "exact"
     assert np.any(found["exact"] != 0) == uses_exact
     assert np.any(found["logprobs"] != 0) == (not uses_exact)
-    priced = jax.grad(lambda x: jnp.sum(reward_of(penalty, logprobs=x)[0]))
-    np.testing.assert_array_equal(priced(LOGPROBS), 0.0)
+    gradient_of_reward = jax.grad(lambda x: jnp.sum(reward_of(penalty, logprobs=x)[0]))
+    np.testing.assert_array_equal(gradient_of_reward(LOGPROBS), 0.0)
 
 
 @pytest.mark.parametrize("value", ESTIMATORS)

@@ -53,16 +53,16 @@ def sampled(model, **options):
 
 
 @mixed_soon
-def test_prices_of_samples_are_those_of_a_full_forward(model, monkeypatch):
+def test_log_probs_of_samples_are_those_of_a_full_forward(model, monkeypatch):
     """Past the window, in caches that grow."""
     monkeypatch.setattr(caches, "FIRST_WIDTH", 1)
     found = sampled(model)
     assert np.asarray(found.mask).sum(axis=1).max() > 2 * model.sliding_window
-    prices = jax.jit(
+    expected = jax.jit(
         functools.partial(policy.logprobs_and_entropy, model=model, temperature=0.7)
     )(tiny.params(model), tokens=found.tokens, mask=found.mask)
     drawn = np.asarray(found.response_mask)
-    for mine, other in zip((found.logprobs, found.entropy), prices, strict=True):
+    for mine, other in zip((found.logprobs, found.entropy), expected, strict=True):
         np.testing.assert_allclose(mine, np.where(drawn, other, 0.0), atol=2e-5)
 
 

@@ -30,7 +30,7 @@ def compiled():
 
 
 generate = compiled()
-prices_of = toys.jit(
+logprobs_of = toys.jit(
     policy.logprobs_and_entropy, static_argnames=("model", "temperature")
 )
 
@@ -119,9 +119,9 @@ def test_the_last_responses_move_together_twice():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", tiny.BOTH, ids=tiny.NAMES)
-def test_prices_are_those_of_a_full_forward(model):
+def test_log_probs_are_those_of_a_full_forward(model):
     found = sampled(model, continuous_batching=3, temperature=0.7)
-    logprobs, entropy = prices_of(
+    logprobs, entropy = logprobs_of(
         tiny.params(model),
         model=model,
         tokens=found.tokens,

@@ -1,4 +1,4 @@
-"""Sampling: which tokens, with which keys, at what price, in how many turns."""
+"""Sampling: which tokens, with which keys, with which log-probs, in how many turns."""
 
 import functools
 
@@ -173,7 +173,7 @@ def test_a_row_ends_with_its_first_stop_token(model):
 
 
 def assert_same_samples(found, expected, *, rows=slice(None), shift=0):
-    """Tokens exactly, prices up to the order of sums."""
+    """Tokens exactly, log-probs up to the order of sums."""
     for name in ("tokens", "mask", "response_mask"):
         a, b = (np.asarray(getattr(x, name)) for x in (found, expected))
         np.testing.assert_array_equal(a[:, PROMPT + shift :], b[rows, PROMPT:])
@@ -543,7 +543,7 @@ def test_shaping_keeps_what_the_oracle_keeps(shaping):
         np.testing.assert_array_equal(found[row], expected)
 
 
-def test_shaped_draws_are_priced_by_the_shaped_distribution():
+def test_shaped_draws_have_log_probs_of_the_shaped_distribution():
     logits = np.random.default_rng(2).normal(0, 2, (40, 11)).astype(np.float32)
     shaping = Shaping(top_k=3)
     token, logprob, entropy = sample_token(

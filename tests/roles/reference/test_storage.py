@@ -36,7 +36,7 @@ def mesh_on(*devices):
     return jax.make_mesh((len(devices),), ("model",), (AxisType.Auto,), devices=devices)
 
 
-def priced(held, *, model):
+def logprobs_of(held, *, model):
     tokens, mask = frozen.beside(held, (TOKENS, MASK))
     return np.asarray(
         logprobs(frozen.read(held), model=model, tokens=tokens, mask=mask)
@@ -83,11 +83,11 @@ def as_held(params, *, dtype=None, embeddings=None, memory=None):
     "model", [SQUARE, pytest.param(tiny.LLAMA, marks=pytest.mark.long)]
 )
 @pytest.mark.parametrize("way", run_shape.WAYS.values(), ids=run_shape.WAYS.keys())
-def test_every_way_prices_what_it_stands_for(way, model):
+def test_every_way_computes_what_it_stands_for(way, model):
     params = tiny.params(model)
     held = toys.freeze(params, **way) if not way else frozen.freeze(params, **way)
     expected = logprobs(as_held(params, **way), model=model, tokens=TOKENS, mask=MASK)
-    np.testing.assert_allclose(priced(held, model=model), expected, atol=3e-5)
+    np.testing.assert_allclose(logprobs_of(held, model=model), expected, atol=3e-5)
     frozen.verify(held)
     np.testing.assert_array_equal(held.source_digests, fingerprint.digests(params))
 
@@ -220,31 +220,31 @@ def test_a_reference_on_devices_of_its_own_says_the_same(name):
     params = jax.device_put(tiny.params(model), CPUS[0])
     way = run_shape.WAYS[name]
     here = frozen.freeze(params, **way)
-    expected = priced(here, model=model)
+    expected = logprobs_of(here, model=model)
     alone = frozen.freeze(params, **way, sharding=SingleDeviceSharding(CPUS[5]))
-    np.testing.assert_array_equal(priced(alone, model=model), expected)
+    np.testing.assert_array_equal(logprobs_of(alone, model=model), expected)
     split = frozen.freeze(
         params, **way, sharding=tensor_parallel(params, mesh_on(CPUS[4], CPUS[6]))
     )
     up = jax.tree.leaves(split.stored["layers"]["mlp"]["up"]["kernel"])[0]
     assert up.sharding.device_set == {CPUS[4], CPUS[6]}
     assert up.addressable_shards[0].data.shape == (2, 16, 8)
-    np.testing.assert_allclose(priced(split, model=model), expected, atol=1e-5)
+    np.testing.assert_allclose(logprobs_of(split, model=model), expected, atol=1e-5)
     for other in (alone, split):
         frozen.verify(other)
         assert frozen.fingerprint_of(other) == frozen.fingerprint_of(here)
 
 
 @pytest.mark.slow
-def test_log_probs_priced_beside_give_the_score_to_the_bit():
+def test_log_probs_computed_beside_give_the_score_to_the_bit():
     """The rollout goes to the reference's devices, and its log-probs come back."""
     options = {"model": toys.GPT2, "max_new_tokens": toys.SIZE, "temperature": 0.7}
     params = jax.device_put(toys.params(), CPUS[0])
     rollout = toys.sampled(params)
-    price = toys.jit(functools.partial(score.reference_logprobs, **options))
+    compute = toys.jit(functools.partial(score.reference_logprobs, **options))
     here = toys.freeze(toys.params(seed=2))
     there = jax.device_put(here, CPUS[5])
-    beside = price(there, rollout=frozen.beside(there, rollout))
+    beside = compute(there, rollout=frozen.beside(there, rollout))
     assert beside.sharding.device_set == {CPUS[5]}
     back = jax.device_put(beside, rollout.old_logprobs.sharding)
 
@@ -270,7 +270,7 @@ def test_other_rules_than_the_policy_s_say_the_same():
     eight = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
     pairs = jax.make_mesh((4, 2), ("copies", "model"), (AxisType.Auto,) * 2)
     params = tiny.params(model)
-    expected = priced(frozen.freeze(params), model=model)
+    expected = logprobs_of(frozen.freeze(params), model=model)
 
     def by_rows(leaf):
         spec = PartitionSpec(None, "data") if leaf.ndim == 3 else PartitionSpec()
@@ -278,7 +278,7 @@ def test_other_rules_than_the_policy_s_say_the_same():
 
     spread = jax.tree.map(by_rows, params)
     held = frozen.freeze(spread, sharding=tensor_parallel(params, pairs))
-    np.testing.assert_allclose(priced(held, model=model), expected, atol=1e-5)
+    np.testing.assert_allclose(logprobs_of(held, model=model), expected, atol=1e-5)
     assert frozen.fingerprint_of(held) == fingerprint.fingerprint(params)
 
 

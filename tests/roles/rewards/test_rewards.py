@@ -96,7 +96,7 @@ def test_a_frozen_reward_model_is_a_pytree_that_does_not_retrace():
     traces = []
 
     @jax.jit
-    def priced(reward, tokens, mask):
+    def score_rows(reward, tokens, mask):
         traces.append(1)
         return reward(Answers(tokens, mask, mask, jnp.arange(3)))
 
@@ -105,7 +105,7 @@ def test_a_frozen_reward_model_is_a_pytree_that_does_not_retrace():
         held = frozen.freeze(params(seed))
         reward = rewards.from_model(held, model=MODEL)
         assert len(jax.tree.leaves(reward)) == len(jax.tree.leaves(held))
-        found = priced(reward, batch.tokens, batch.mask)
+        found = score_rows(reward, batch.tokens, batch.mask)
         expected = score_of(
             params(seed), model=MODEL, tokens=batch.tokens, mask=batch.mask
         )
@@ -441,7 +441,7 @@ def test_a_sum_of_frozen_models_is_a_pytree_that_does_not_retrace():
     traces = []
 
     @jax.jit
-    def priced(reward, tokens, mask):
+    def score_rows(reward, tokens, mask):
         traces.append(1)
         return reward(Answers(tokens, mask, mask, jnp.arange(3)))
 
@@ -452,7 +452,7 @@ def test_a_sum_of_frozen_models_is_a_pytree_that_does_not_retrace():
         counted = jax.tree_util.Partial(lengths)
         reward = rewards.weighted({"model": (2.0, modelled), "long": (-1.0, counted)})
         assert len(jax.tree.leaves(reward)) == len(jax.tree.leaves(held))
-        found = priced(reward, batch.tokens, batch.mask)
+        found = score_rows(reward, batch.tokens, batch.mask)
         alone = score_of(
             params(seed), model=MODEL, tokens=batch.tokens, mask=batch.mask
         )
