@@ -13,13 +13,12 @@ of a larger array only that part, and nothing in a TPU's on-chip memory.
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections import Counter
 
-from rlhf_jax.planning import hlo, instructions
-from rlhf_jax.planning.hlo import Computation, Line
-from rlhf_jax.planning.instructions import Collective
+from rlhf_jax.planning.hlo import exchanges, instructions, parsing, products
+from rlhf_jax.planning.hlo.exchanges import Collective
+from rlhf_jax.planning.hlo.parsing import Computation, Line
 
 # What moves nothing, or is counted where it is called.
 FREE = {
@@ -72,7 +71,7 @@ def cost(
       per_node: devices of a node, whose links are others than those between nodes; None
         is one node of all.
     """
-    computations, entry = hlo.parse(text)
+    computations, entry = parsing.parse(text)
     total = _Walker(computations, trips=trips, per_node=per_node).of(entry)
     if total.unknown_loops not in (0, len(trips)):
         each = (sum(trips),) * total.unknown_loops
@@ -119,7 +118,7 @@ class _Walker:
             elif line.opcode in ("call", "async-start"):
                 total.add(self.of(instructions.called(line, "(?:calls|to_apply)")))
             else:
-                total.flops += self._flops(line, lines)
+                total.flops += products.flops(line, lines, self._computations)
                 total.bytes += self._bytes(line, lines)
                 self._exchange(line, lines, total, channels)
         return total
@@ -164,30 +163,6 @@ class _Walker:
             max(instructions.constant(lines[name]) or 0 for name in moved.operands) or 1
         )
 
-    def _flops(self, line: Line, lines: Computation) -> float:
-        if line.opcode == "fusion":
-            inner = self._computations[instructions.called(line, "calls")]
-            return sum(self._flops(part, inner) for part in inner.values())
-        if line.opcode == "custom-call" and "__cudnn$fmha" in line.rest:
-            return instructions.attention_flops(line, lines)
-        if line.opcode == "custom-call" and "gemm" in line.rest:
-            taken = re.search(r'"lhs_contracting_dimensions":\["(\d+)"', line.rest)
-            depth = (
-                0
-                if taken is None
-                else instructions.shape(line, lines, 0)[int(taken[1])]
-            )
-            return 2.0 * math.prod(line.result[0].shape) * depth
-        if line.opcode == "dot":
-            taken = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", line.rest)
-            dims = [] if taken is None else [int(i) for i in taken[1].split(",") if i]
-            depth = math.prod(instructions.shape(line, lines, 0)[i] for i in dims)
-            return 2.0 * math.prod(line.result[0].shape) * depth
-        if line.opcode == "convolution":
-            left, right = (instructions.shape(line, lines, i) for i in (0, 1))
-            return instructions.convolution_flops(line, left=left, right=right)
-        return 0.0
-
     def _exchange(
         self, line: Line, lines: Computation, total: Cost, channels: set[str]
     ) -> None:
@@ -198,7 +173,7 @@ class _Walker:
                 self._exchange(part, inner, total, channels)
             return
         kind = line.opcode.removesuffix("-start")
-        if kind not in instructions.COLLECTIVES:
+        if kind not in exchanges.COLLECTIVES:
             return
         channel = re.search(r"channel_id=(\d+)", line.rest)
         if channel is not None:
@@ -215,7 +190,7 @@ class _Walker:
 
     def _group(self, line: Line) -> tuple[int, int]:
         """How many devices exchange with each other, and of how many nodes they are."""
-        groups = instructions.pairs(line.rest) or [instructions.group(line.rest)]
+        groups = exchanges.pairs(line.rest) or [exchanges.group(line.rest)]
         per_node = self._per_node
         nodes = (
             1
@@ -295,7 +270,7 @@ class _Walker:
             elif not (user.root and user.opcode == "tuple"):
                 # What passes through a fusion, or is sent by a collective in it, is
                 # not read by it.
-                passes_through = user.opcode in instructions.COLLECTIVES
+                passes_through = user.opcode in exchanges.COLLECTIVES
                 total += 0 if passes_through else instructions.whole(parameter)
         return min(total, instructions.whole(parameter))
 
@@ -317,7 +292,7 @@ class _Walker:
 
     def _written(self, part: Line, inner: Computation) -> int:
         part = self._origin(part, inner)
-        if part.opcode == "parameter" or part.opcode in instructions.COLLECTIVES:
+        if part.opcode == "parameter" or part.opcode in exchanges.COLLECTIVES:
             return 0
         if part.opcode == "dynamic-update-slice":
             return instructions.whole(inner[part.operands[1]])

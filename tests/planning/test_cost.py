@@ -10,8 +10,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from rlhf_jax import decoder, logprobs, policy
 from rlhf_jax.devices.mesh_shape import MeshShape
-from rlhf_jax.planning import cost, instructions
-from rlhf_jax.planning.instructions import Collective
+from rlhf_jax.planning import cost
+from rlhf_jax.planning.hlo import exchanges
+from rlhf_jax.planning.hlo.exchanges import Collective
 
 
 def cost_of(function, *args, trips=(1,)):
@@ -125,7 +126,7 @@ def test_loops_of_unknown_length_take_their_turns_in_order():
 )
 def test_the_devices_of_a_group(groups, expected):
     rest = f", channel_id=1, replica_groups={groups}, dimensions={{0}}"
-    assert instructions.group(rest) == expected
+    assert exchanges.group(rest) == expected
 
 
 def test_what_leaves_a_node():

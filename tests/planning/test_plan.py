@@ -29,7 +29,7 @@ from rlhf_jax.planning import (
     workload,
 )
 from rlhf_jax.planning.cost import Cost
-from rlhf_jax.planning.instructions import Collective
+from rlhf_jax.planning.hlo.exchanges import Collective
 from rlhf_jax.planning.measured import Alive, Measured
 from rlhf_jax.planning.plan import Options
 

@@ -1,0 +1,1 @@
+"""The text of optimised programs: its lines, and what one of them does."""

@@ -1,0 +1,107 @@
+"""What devices exchange: collectives, and the groups of devices that take part."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import NamedTuple
+
+import numpy as np
+
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+)
+
+
+class Collective(NamedTuple):
+    """One exchange between devices, as often as the program runs it alike."""
+
+    kind: str
+    size: int  # of the whole array on one device, bytes
+    devices: int  # that take part in it together
+    nodes: int = 1  # that those devices are in, as many in each
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a device must send, at the least, and receive."""
+        if self.kind == "collective-permute":
+            return float(self.size)
+        return self._passes * self.size * (self.devices - 1) / self.devices
+
+    @property
+    def across(self) -> float:
+        """Bytes of `sent` that leave the device's node, at the least.
+
+        A node takes what it lacks once, each of its devices an equal share, and shares
+        it out inside. A permutation is bound by those that send to another node.
+        """
+        if self.nodes == 1:
+            return 0.0
+        if self.kind == "collective-permute":
+            return float(self.size)
+        alone = self.devices // self.nodes  # whose data differ within a node
+        parts = alone if "all-to-all" in self.kind else 1
+        sent = self._passes * self.size * (self.nodes - 1) / self.devices
+        return parts * sent
+
+    @property
+    def _passes(self) -> int:
+        return 2 if self.kind == "all-reduce" else 1
+
+
+def group(rest: str) -> tuple[int, ...]:
+    """The devices of the first group; of the forms that an exchange is written in.
+
+    {{0,1},{2,3}}, [2,2]<=[4], [2,2]<=[2,2]T(1,0) or mesh['a'=2,'b'=2] {'b'}. Without
+    groups it is no device at all.
+    """
+    listed = re.search(r"replica_groups=\{\{([\d,]*)\}", rest)
+    if listed is not None:
+        return _integers(listed[1])
+    counted = re.search(
+        r"replica_groups=\[\d+,(\d+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", rest
+    )
+    if counted is not None:
+        return tuple(_iota(counted[2])[: int(counted[1])])
+    meshed = re.search(
+        r"replica_groups=mesh\[([^\]]*)\](?:, ([^{]*))? *\{([^}]*)\}", rest
+    )
+    if meshed is None:
+        return ()
+    sizes = {name: int(n) for name, n in re.findall(r"'(\w+)'=(\d+)", meshed[1])}
+    order = re.search(r"\[[\d,]+\](?:T\([\d,]+\))?", meshed[2] or "")
+    ids = np.arange(math.prod(sizes.values())) if order is None else _iota(order[0])
+    # A part of an axis, 'a':(2)4, is 4 of it behind the first 2.
+    parts = {
+        name: (int(before or 1), int(size or sizes[name]))
+        for name, before, size in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", meshed[3])
+    }
+    shape, first = [], []
+    for name, size in sizes.items():
+        before, taken = parts.get(name, (1, 1))
+        shape += [before, taken, size // (before * taken)]
+        first += [slice(1), slice(taken), slice(1)]
+    return tuple(np.reshape(ids, shape)[tuple(first)].ravel().tolist())
+
+
+def pairs(rest: str) -> list[tuple[int, int]]:
+    """(from, to) of a permutation; none of any other exchange."""
+    listed = re.search(r"source_target_pairs=\{([\d,{}]*)\}", rest)
+    found = [] if listed is None else re.findall(r"\{(\d+),(\d+)\}", listed[1])
+    return [(int(source), int(target)) for source, target in found]
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(int(digits) for digits in re.findall(r"\d+", text))
+
+
+def _iota(text: str) -> list[int]:
+    """The numbers of [2,4]T(1,0): those from 0 on, transposed."""
+    shape, _, order = text.partition("T")
+    ids = np.arange(math.prod(_integers(shape))).reshape(_integers(shape))
+    return (ids.transpose(_integers(order)) if order else ids).ravel().tolist()

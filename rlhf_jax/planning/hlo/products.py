@@ -1,0 +1,104 @@
+"""Matrix products of one line: dots, convolutions, and library calls that are such."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+
+from rlhf_jax.planning.hlo import instructions
+from rlhf_jax.planning.hlo.parsing import Computation, Line
+
+
+def flops(
+    line: Line, lines: Computation, computations: dict[str, Computation]
+) -> float:
+    """2 · products that a line computes, in fusions too; 0 where there are none."""
+    if line.opcode == "fusion":
+        inner = computations[instructions.called(line, "calls")]
+        return sum(flops(part, inner, computations) for part in inner.values())
+    if line.opcode == "custom-call" and "__cudnn$fmha" in line.rest:
+        return _attention(line, lines)
+    if line.opcode == "custom-call" and "gemm" in line.rest:
+        taken = re.search(r'"lhs_contracting_dimensions":\["(\d+)"', line.rest)
+        depth = (
+            0 if taken is None else instructions.shape(line, lines, 0)[int(taken[1])]
+        )
+        return 2.0 * math.prod(line.result[0].shape) * depth
+    if line.opcode == "dot":
+        taken = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", line.rest)
+        dims = [] if taken is None else [int(i) for i in taken[1].split(",") if i]
+        depth = math.prod(instructions.shape(line, lines, 0)[i] for i in dims)
+        return 2.0 * math.prod(line.result[0].shape) * depth
+    if line.opcode == "convolution":
+        left, right = (instructions.shape(line, lines, i) for i in (0, 1))
+        return _convolution(line, left=left, right=right)
+    return 0.0
+
+
+def _attention(line: Line, lines: Computation) -> float:
+    """2 · products of cuDNN's attention, of which a causal mask leaves half.
+
+    Two products forward; backward the first of them again, and the gradients of query,
+    key, value and shares.
+    """
+    dims = re.search(
+        r'"intermediate_tensor_shape":\s*\{[^}]*?"dimensions":\s*\[([^\]]*)\]',
+        line.rest,
+    )
+    assert dims is not None, line
+    products = 5 if "Backward" in line.rest.partition("backend_config")[0] else 2
+    head_dim = instructions.shape(line, lines, 0)[-1]
+    half = 0.5 if re.search(r'"mask_type":\s*"\w*CAUSAL"', line.rest) else 1.0
+    logits = math.prod(int(size) for size in re.findall(r"\d+", dims[1]))
+    return half * products * 2.0 * logits * head_dim
+
+
+def _convolution(line: Line, *, left: tuple[int, ...], right: tuple[int, ...]) -> float:
+    """2 · products of a convolution; padding and the holes of an input cost none."""
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", line.rest)
+    assert labels is not None, line
+    ins, kernels, outs = labels[1], labels[2], labels[3]
+    window = re.search(r"window=\{([^}]*)\}", line.rest)
+    settings = dict(re.findall(r"(\w+)=(\S+)", window[1])) if window else {}
+    groups = re.search(r"batch_group_count=(\d+)", line.rest)
+    total = 2.0 * left[ins.index("b")] / (int(groups[1]) if groups else 1)
+    total *= right[kernels.index("i")] * right[kernels.index("o")]
+    spatial = sorted(label for label in outs if label.isdigit())
+    for at, label in enumerate(spatial):
+
+        def option(name: str, missing: str, at: int = at) -> list[int]:
+            text = settings[name].split("x")[at] if name in settings else missing
+            return [int(size) for size in text.split("_")]
+
+        total *= _meetings(
+            size_in=left[ins.index(label)],
+            size_out=line.result[0].shape[outs.index(label)],
+            window=right[kernels.index(label)],
+            stride=option("stride", "1")[0],
+            before=option("pad", "0_0")[0],
+            hole=option("lhs_dilate", "1")[0],
+            apart=option("rhs_dilate", "1")[0],
+        )
+    return total
+
+
+@functools.cache
+def _meetings(
+    *,
+    size_in: int,
+    size_out: int,
+    window: int,
+    stride: int,
+    before: int,
+    hole: int,
+    apart: int,
+) -> int:
+    """Pairs of an output and an element of the window that meet an input."""
+    last = (size_in - 1) * hole
+    places = (
+        out * stride + element * apart - before
+        for out in range(size_out)
+        for element in range(window)
+    )
+    return sum(0 <= place <= last and place % hole == 0 for place in places)
