@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from rlhf_jax.algorithms.ppo.recipe import PPO
 from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.functional.checks import InputError
@@ -27,8 +26,6 @@ from rlhf_jax.planning import (
     compiled,
     cost,
     gpu_targets,
-    run_shape,
-    workload,
 )
 from rlhf_jax.planning.chips import Chip
 from rlhf_jax.planning.cost import Cost
@@ -109,15 +106,16 @@ def target(topology: str | None, *, chip: str | None, mesh: MeshShape) -> Target
     return Target(made, chip or device.device_kind, figures, compiler)
 
 
-def resident(
-    options: run_shape.Options, target: Target, *, recipe: PPO
-) -> dict[str, int]:
+def resident(parts: dict[str, Any], target: Target) -> dict[str, int]:
     """Bytes per chip of what stays in memory throughout, as the compiler lays them out.
+
+    Args:
+      parts: `Workload.parts`.
+      target: the chips.
 
     Raises:
       InputError: an axis does not divide a dimension of a parameter; names both.
     """
-    parts = workload.parts(workload.resident(options, recipe=recipe))
     # All of them first: what does not divide is told before anything is compiled.
     where = sharding.shardings(parts, mesh=target.mesh)
 
@@ -135,23 +133,28 @@ def resident(
 
 
 def measure(
-    options: run_shape.Options, target: Target, *, recipe: PPO, waiting: Waiting
+    programs: list[Program], target: Target, *, rows: int, waiting: Waiting
 ) -> list[Measured]:
     """Compiles the programs of a step.
+
+    Args:
+      programs: `Workload.programs`.
+      target: the chips.
+      rows: of a batch, for what is shown.
+      waiting: shows what is being compiled.
 
     Raises:
       InputError: the row axes do not divide the rows, or sizes do not fit.
     """
-    shapes = workload.resident(options, recipe=recipe)
     measurements = []
     with jax.set_mesh(target.mesh):
-        for program in workload.programs(options, shapes, recipe=recipe):
+        for program in programs:
             args = []
             for at, tree in enumerate(program.args):
-                rows = at in program.batch
-                place = row_sharding.row_shardings if rows else sharding.shardings
+                batch = at in program.batch
+                place = row_sharding.row_shardings if batch else sharding.shardings
                 args.append(compiled.placed(tree, place(tree)))
-            what = f"{options.batch_size} rows on {target.mesh.size} x {target.name}"
+            what = f"{rows} rows on {target.mesh.size} x {target.name}"
             with waiting(f"compiling {program.name}, {what}"):
                 measurements.append(_compile(program, args, target=target))
     return measurements
@@ -203,8 +206,14 @@ def alive(one: Measured, resident: dict[str, int]) -> Alive:
     return Alive(one.program.name, others, argument, temporary, output, alias, total)
 
 
-def described(one: Measured, chip: Chip) -> dict[str, Any]:
-    """A program's bytes, work and least seconds, as JSON values."""
+def described(one: Measured, chip: Chip, *, num_chips: int = 1) -> dict[str, Any]:
+    """A program's bytes, work and least seconds, as JSON values.
+
+    Args:
+      one: the program and what the compiler says of it.
+      chip: its rates.
+      num_chips: that share `Program.model_flops`.
+    """
     total = one.cost
     seconds = {
         "products": total.flops / chip.flops,
@@ -212,18 +221,41 @@ def described(one: Measured, chip: Chip) -> dict[str, Any]:
         "links": (total.sent - total.across) / chip.links,
         "network": total.across / chip.network if chip.network else 0.0,
     }
+    bound = max(seconds.values())
     return {
         "name": one.program.name,
+        "stage": one.program.stage,
         "refused": one.refused,
         "bytes": one.sizes,
         "flops": total.flops,
         "memory_bytes": total.bytes,
         "sent_bytes": total.sent,
         "network_bytes": total.across,
-        "seconds": {**seconds, "bound": max(seconds.values())},
+        "seconds": {**seconds, "bound": bound},
+        "model_flops": one.program.model_flops,
+        "mfu": mfu(
+            one.program.model_flops, seconds=bound, chip=chip, num_chips=num_chips
+        ),
         "turns": sum(one.program.trips) if total.unknown_loops else None,
         "collectives": [
             {**one._asdict(), "times": times, "sent": times * one.sent}
             for one, times in sorted(total.collectives.items())
         ],
     }
+
+
+def mfu(flops: float, *, seconds: float, chip: Chip, num_chips: int) -> float | None:
+    """model FLOPs / (seconds · chips · peak FLOPs a second of a chip).
+
+    Args:
+      flops: that the model needs, over all chips (`model_flops`).
+      seconds: that they take, at the least.
+      chip: its peak rate.
+      num_chips: chips.
+
+    Returns:
+      A share of 1; None of no time, as of a program that was refused.
+
+    Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
+    """
+    return flops / (seconds * num_chips * chip.flops) if seconds else None

@@ -4,7 +4,7 @@ rest.
     rlhf-jax memory --model gpt2 --reference int8 --policy lora
 
 Parameters, optimizer states and the KV cache are counted from `jax.eval_shape`. What a
-step needs beside them is the temporaries of its own programs (`workload.py`), as the
+step needs beside them is the temporaries of its own programs (`jobs/`), as the
 compiler reports them for one device: this machine's, or that of a TPU that is not there
 (`--topology v5e:2x2`, extra `plan`). For a slice of many, see `plan.py`.
 """
@@ -17,6 +17,7 @@ import jax
 
 from rlhf_jax.models import leaves
 from rlhf_jax.planning import compiled, run_shape, workload
+from rlhf_jax.planning.jobs import policy_gradient
 from rlhf_jax.planning.run_shape import WAYS, Options
 from rlhf_jax.roles.reference import storage
 from rlhf_jax.roles.reference.frozen import Frozen
@@ -45,9 +46,9 @@ def memory(options: Options) -> list[Line]:
     """
     device = compiled.target(options.topology)
     lines = models(options)
-    ppo = run_shape.algorithm(options)
-    programs = workload.programs(
-        options, workload.resident(options, recipe=ppo), recipe=ppo
+    ppo = run_shape.ppo(options)
+    programs = policy_gradient.programs(
+        options, policy_gradient.resident(options, recipe=ppo), recipe=ppo
     )
     temporaries = {
         program.name: compiled.memory(
@@ -79,12 +80,13 @@ def models(options: Options) -> list[Line]:
         lacks.
     """
     ways = (
-        WAYS.get(way, {}) for way in (options.base, options.reference, options.reward)
+        WAYS.get(way, {})
+        for way in (options.base, options.reference, options.reward_model)
     )
     if any("memory" in way for way in ways):
         storage.check_memory(compiled.target(options.topology))
-    ppo = run_shape.algorithm(options)
-    resident = workload.parts(workload.resident(options, recipe=ppo))
+    ppo = run_shape.ppo(options)
+    resident = policy_gradient.parts(policy_gradient.resident(options, recipe=ppo))
     names = ["policy", "policy's optimizer", "critic", "critic's optimizer"]
     names.append("reference, the base" if options.reference == "base" else "reference")
     if options.policy == "lora":

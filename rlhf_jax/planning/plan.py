@@ -29,36 +29,59 @@ import json
 import math
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
-from rlhf_jax.algorithms.ppo.recipe import PPO
 from rlhf_jax.devices.mesh_shape import ONE_DEVICE, MeshOption, MeshShape
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import decoder
-from rlhf_jax.planning import gpu_targets, measured, run_shape, tables, workload
+from rlhf_jax.planning import gpu_targets, histogram, measured, run_shape, tables
+from rlhf_jax.planning.chips import Chip
+from rlhf_jax.planning.jobs import policy_gradient, supervised
 from rlhf_jax.planning.measured import Alive, Target, Waiting
+from rlhf_jax.planning.model_flops import Texts
+from rlhf_jax.planning.run_shape import Way
+from rlhf_jax.planning.workload import Workload
 from rlhf_jax.runs import report
 
 GIB = 2**30
 
 
+Algorithm = Literal["ppo", "grpo", "sft", "reward-model", "dpo"]
+_SUPERVISED = ("reward", "num_epochs", "num_minibatches", "group_size")
+UNREAD: dict[Algorithm, tuple[str, ...]] = {
+    "ppo": ("group_size",),
+    "grpo": (),
+    "sft": ("reference", *_SUPERVISED),
+    "reward-model": ("reference", *_SUPERVISED),
+    "dpo": _SUPERVISED,
+}
+"""Options that an algorithm does not read."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(run_shape.Options):
-    """A PPO run and the chips that it is to run on."""
+    """A run and the chips that it is to run on."""
 
+    algorithm: Algorithm = "ppo"
+    """What is run: ppo, grpo, sft, reward-model or dpo."""
     mesh: MeshOption = ONE_DEVICE
     """How the chips share the work, as fsdp=64 or data=2,fsdp=8,tensor=4."""
     chip: str | None = None
     """The chip of a topology that names none, as h100 with --topology 8x8; without a
     topology, the one that this machine's compiler stands in for."""
-    num_epochs: int = 4
-    """Passes over each batch."""
+    num_epochs: int | None = None
+    """Passes over each batch; None is 4 for ppo and 1 for grpo."""
+    group_size: int = 8
+    """Responses per prompt, of grpo."""
+    lengths: Path | None = None
+    """File of response lengths, an integer or an object with "length" per line; None
+    is responses of all columns."""
     find_batch: bool = False
     """Also look for the largest batch that fits, with some more compiles."""
     json: Path | None = None
@@ -66,12 +89,22 @@ class Options(run_shape.Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.positive(num_epochs=self.num_epochs)
+        checks.positive(num_epochs=self.epochs, group_size=self.group_size)
         if ":" in (self.topology or "") and self.chip is not None:
             raise InputError(
                 f"expected --topology or --chip, got {self.topology} and {self.chip}; "
                 f"a topology names its chip"
             )
+        for name in UNREAD[self.algorithm]:
+            value = getattr(self, name)
+            if value != type(self).__dataclass_fields__[name].default:
+                raise InputError(
+                    f"--{name.replace('_', '-')}: expected none with --algorithm "
+                    f"{self.algorithm}, which does not read it, got {value}; leave it "
+                    f"out"
+                )
+        if self.algorithm == "grpo":
+            checks.groups(self.batch_size, group_size=self.group_size, least=2)
 
     @property
     def slice(self) -> str | None:
@@ -79,6 +112,20 @@ class Options(run_shape.Options):
         if self.topology is None or self.chip is None:
             return self.topology
         return f"{self.chip}:{self.topology}"
+
+    @property
+    def epochs(self) -> int:
+        """Passes over each batch."""
+        if self.num_epochs is not None:
+            return self.num_epochs
+        return 4 if self.algorithm == "ppo" else 1
+
+    @property
+    def reward_model(self) -> Way | Literal["base", "none"]:
+        """How the reward model is stored."""
+        if self.reward is not None:
+            return self.reward
+        return "copy" if self.algorithm == "ppo" else "none"
 
 
 def silent(what: str) -> AbstractContextManager[None]:
@@ -103,42 +150,130 @@ def plan(options: Options, *, waiting: Waiting = silent) -> dict[str, Any]:
         chips, an axis does not divide a dimension or the rows, or sizes do not fit.
     """
     target = measured.target(options.slice, chip=options.chip, mesh=options.mesh)
-    ppo = run_shape.algorithm(options, num_epochs=options.num_epochs)
-    resident = measured.resident(options, target, recipe=ppo)
-    measurements = measured.measure(options, target, recipe=ppo, waiting=waiting)
+    lengths = None if options.lengths is None else histogram.read(options.lengths)
+    work = workload_of(options, lengths=lengths)
+    resident = measured.resident(work.parts, target)
+    measurements = measured.measure(
+        work.programs, target, rows=options.batch_size, waiting=waiting
+    )
     alive = [measured.alive(one, resident) for one in measurements]
     peak = max(alive, key=lambda row: row.total)
     fits = peak.total <= target.chip.memory and not any(
         one.refused for one in measurements
     )
-    programs = [measured.described(one, target.chip) for one in measurements]
+    chips = options.mesh.size
+    programs = [
+        measured.described(one, target.chip, num_chips=chips) for one in measurements
+    ]
+    row_devices = options.mesh.data * options.mesh.fsdp
     result = {
         "command": command(options),
         "versions": _versions(),
         "compiler": target.compiler,
+        "algorithm": options.algorithm,
         "topology": options.slice,
-        "chips": options.mesh.size,
+        "chips": chips,
         "mesh": dataclasses.asdict(options.mesh),
         "chip": {"name": target.name, **dataclasses.asdict(target.chip)},
-        "parameters": decoder.num_parameters(ppo.model),
+        "parameters": decoder.num_parameters(work.model),
+        "attention": work.model.attention,
         "fits": fits,
         "peak": peak._asdict(),
         "held": resident,
         "alive": [row._asdict() for row in alive],
-        "within": within(options, recipe=ppo),
-        "seconds": sum(program["seconds"]["bound"] for program in programs),
+        "within": {name: size // row_devices for name, size in work.within.items()},
+        **speed(programs, chip=target.chip, num_chips=chips, tokens=work.tokens),
         "advice": [] if fits else advice(options, resident=resident, alive=alive),
         "programs": programs,
     }
+    if lengths is not None:
+        result["lengths"] = {
+            "responses": len(lengths),
+            "mean": sum(lengths) / len(lengths),
+            "longest": lengths[-1],
+        }
     if options.find_batch:
         result["largest_batch"] = _largest_batch(
             options,
             target,
             resident=resident,
             peak=peak.total if fits else None,
+            lengths=lengths,
             waiting=waiting,
         )
     return result
+
+
+def workload_of(options: Options, *, lengths: Sequence[int] | None) -> Workload:
+    """The step that is planned.
+
+    Args:
+      options: the algorithm with its sizes and storages.
+      lengths: of responses in rising order, tokens; None fills all columns.
+
+    Raises:
+      InputError: sizes that do not fit, or a length above --max-new-tokens.
+    """
+    texts = 2 if options.algorithm in ("reward-model", "dpo") else 1  # of a pair
+    responses = (options.max_new_tokens,) * (texts * options.batch_size)
+    if lengths is not None:
+        if lengths[-1] > options.max_new_tokens:
+            raise InputError(
+                f"--lengths: expected responses of at most {options.max_new_tokens} "
+                f"tokens (--max-new-tokens), got one of {lengths[-1]}; raise "
+                f"--max-new-tokens"
+            )
+        responses = histogram.spread(lengths, rows=texts * options.batch_size)
+    batch = Texts(options.prompt_length, responses)
+    match options.algorithm:
+        case "ppo":
+            recipe = run_shape.ppo(options, num_epochs=options.epochs)
+            return policy_gradient.workload_of(options, recipe=recipe, texts=batch)
+        case "grpo":
+            recipe = run_shape.grpo(
+                options, num_epochs=options.epochs, group_size=options.group_size
+            )
+            return policy_gradient.workload_of(options, recipe=recipe, texts=batch)
+        case "sft":
+            return supervised.sft_workload(options, texts=batch)
+        case "reward-model":
+            return supervised.reward_model_workload(options, texts=batch)
+        case "dpo":
+            return supervised.dpo_workload(options, texts=batch)
+
+
+def speed(
+    programs: list[dict[str, Any]], *, chip: Chip, num_chips: int, tokens: int
+) -> dict[str, Any]:
+    """How fast a step can be at most, as JSON values.
+
+    Args:
+      programs: from `measured.described`.
+      chip: its peak rate.
+      num_chips: chips.
+      tokens: of a step's prompts and responses, without padding.
+
+    Returns:
+      `seconds`, `model_flops` and `mfu` of a step, `tokens`, tokens a second and chip,
+      and the share of the seconds that each stage takes.
+    """
+    seconds = sum(one["seconds"]["bound"] for one in programs)
+    flops = sum(one["model_flops"] for one in programs)
+    stages = {one["stage"]: 0.0 for one in programs}
+    for one in programs:
+        stages[one["stage"]] += one["seconds"]["bound"]
+    return {
+        "seconds": seconds,
+        "model_flops": flops,
+        "mfu": measured.mfu(flops, seconds=seconds, chip=chip, num_chips=num_chips),
+        "tokens": tokens,
+        "tokens_per_second_per_chip": (
+            tokens / (seconds * num_chips) if seconds else None
+        ),
+        "shares": {
+            stage: part / seconds if seconds else None for stage, part in stages.items()
+        },
+    }
 
 
 def run(options: Options) -> None:
@@ -181,7 +316,7 @@ def advice(
     """
     peak = max(alive, key=lambda row: row.total)
     savings = [(sum(resident.values()) // 2, "twice the chips, all on the fsdp axis")]
-    ways = {"reference": options.reference, "reward model": options.reward}
+    ways = {"reference": options.reference, "reward model": options.reward_model}
     for name, way in ways.items():
         whole, option = resident.get(name, 0), f"--{name.split()[0]}"
         if way == "copy":
@@ -190,15 +325,20 @@ def advice(
         elif way in ("bf16", "fp16"):
             savings.append((whole // 2, f"{option} int8"))
     if options.policy == "full":
-        optimizers = resident["policy's optimizer"] + resident["critic's optimizer"]
-        saved = optimizers + resident["critic"] + resident.get("reference", 0)
-        savings.append((saved, "--policy lora --reference base"))
+        trained = ("critic", "reference")
+        saved = sum(
+            size
+            for name, size in resident.items()
+            if name in trained or name.endswith("optimizer")
+        )
+        base = " --reference base" if "reference" in resident else ""
+        savings.append((saved, f"--policy lora{base}"))
     half = peak.temporary // 2
     if options.dtype == "float32":
         savings.append((half, "--dtype bfloat16"))
     if peak.during == "sampling":
         savings.append((half, f"--batch-size {options.batch_size // 2}"))
-    elif peak.during == "scoring and learning":
+    elif peak.during.endswith("learning"):
         if options.remat != "full":
             savings.append((half, "--remat full"))
         rows = options.batch_size // options.num_minibatches
@@ -218,19 +358,24 @@ def _largest_batch(
     *,
     resident: dict[str, int],
     peak: int | None,
+    lengths: Sequence[int] | None,
     waiting: Waiting,
 ) -> dict[str, Any]:
     """The most rows that fit, by `largest`, in steps that everything divides."""
     rows = options.mesh.data * options.mesh.fsdp
     step = options.num_minibatches * math.lcm(rows, options.micro_batch_size or 1)
+    if options.algorithm == "grpo":
+        step = math.lcm(step, options.group_size)
     known = {}
     if peak is not None and options.batch_size % step == 0:
         known[options.batch_size // step] = peak
 
     def alive(steps: int) -> int | None:
         other = dataclasses.replace(options, batch_size=steps * step)
-        ppo = run_shape.algorithm(other, num_epochs=other.num_epochs)
-        measurements = measured.measure(other, target, recipe=ppo, waiting=waiting)
+        work = workload_of(other, lengths=lengths)
+        measurements = measured.measure(
+            work.programs, target, rows=other.batch_size, waiting=waiting
+        )
         if any(one.refused for one in measurements):
             return None
         return max(measured.alive(one, resident).total for one in measurements)
@@ -279,15 +424,6 @@ def largest(
     told = [n for n, size in sizes.items() if size is not None and size <= limit]
     low = max(told, default=0)
     return low, low + 1 in sizes
-
-
-def within(options: Options, *, recipe: PPO) -> dict[str, int]:
-    """What of the temporaries is known from shapes, bytes a chip, rows shared out."""
-    columns = options.prompt_length + options.max_new_tokens
-    rows = options.batch_size // (options.mesh.data * options.mesh.fsdp)
-    cache = workload.cache_bytes(recipe.model, rows=rows, columns=columns)
-    # `batch.Experience`: tokens, three masks, and six numbers a token.
-    return {"KV cache": cache, "experience": rows * columns * (4 + 3 * 1 + 6 * 4)}
 
 
 def _versions() -> dict[str, str]:

@@ -1,12 +1,14 @@
-"""A PPO run as far as its shapes go: its options, its model and its algorithm."""
+"""A run as far as its shapes go: its options, its model and its algorithm."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any, Literal
 
+import jax
 import optax
 
+from rlhf_jax.algorithms.grpo import GRPO
 from rlhf_jax.algorithms.ppo.recipe import PPO
 from rlhf_jax.checkpoints import hf
 from rlhf_jax.functional import checks
@@ -16,6 +18,9 @@ from rlhf_jax.models.config import Attention, ModelConfig, Remat
 from rlhf_jax.models.families import registry
 from rlhf_jax.models.lora import LoRA
 from rlhf_jax.planning import gpu_targets
+from rlhf_jax.planning.model_flops import Texts
+from rlhf_jax.roles.reference import frozen
+from rlhf_jax.roles.reference.frozen import Frozen
 
 Way = Literal["copy", "bf16", "fp16", "int8", "int8-bf16", "host", "host-int8"]
 WAYS: dict[str, dict[str, Any]] = {
@@ -33,7 +38,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """A PPO run, as far as its shapes go."""
+    """A run, as far as its shapes go."""
 
     model: str | None = None
     """A known name (gpt2, llama-2-7b, ...), a checkpoint folder or a hub id, of which
@@ -49,21 +54,22 @@ class Options:
     max_positions: int = 1024
     """Of that GPT-2, tokens."""
     policy: Literal["full", "lora"] = "full"
-    """Whether policy and critic train every parameter, or adapters over one base."""
+    """Whether what is trained is every parameter, or adapters over one base."""
     lora_rank: int = 16
     """Of the adapters."""
     base: Way = "copy"
     """How the base of the adapters is stored."""
     reference: Way | Literal["base", "none"] = "copy"
     """How the reference is stored; base is that of the adapters."""
-    reward: Way | Literal["base", "none"] = "copy"
-    """How the reward model is stored; base is adapters over it, none a function."""
+    reward: Way | Literal["base", "none"] | None = None
+    """How the reward model is stored; base is adapters over it, none a function, and
+    None a copy for PPO and a function for GRPO."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of activations and of the KV cache; what is trained is float32."""
     remat: Remat = "none"
     """What of a layer the backward pass rematerialises: none, dots or full."""
     batch_size: int = 64
-    """Responses of a step."""
+    """Responses of a step; of sft texts, of reward-model and dpo pairs of them."""
     prompt_length: int = 64
     """Columns of prompts, tokens."""
     max_new_tokens: int = 64
@@ -103,6 +109,21 @@ class Options:
         """The topology with its chip, as h100:8x8."""
         return self.topology
 
+    @property
+    def reward_model(self) -> Way | Literal["base", "none"]:
+        """How the reward model is stored."""
+        return "copy" if self.reward is None else self.reward
+
+    @property
+    def columns(self) -> int:
+        """Of prompts and responses together, tokens."""
+        return self.prompt_length + self.max_new_tokens
+
+    @property
+    def texts(self) -> Texts:
+        """A batch whose responses fill their columns."""
+        return Texts(self.prompt_length, (self.max_new_tokens,) * self.batch_size)
+
 
 def model_of(options: Options) -> ModelConfig:
     """The shape of the model; no parameter is read.
@@ -129,7 +150,7 @@ def model_of(options: Options) -> ModelConfig:
     return dataclasses.replace(model, **own, attention=attention)
 
 
-def algorithm(options: Options, *, num_epochs: int = 4) -> PPO:
+def ppo(options: Options, *, num_epochs: int = 4) -> PPO:
     """PPO with AdamW for both roles."""
     model = model_of(options)
     return PPO(
@@ -142,5 +163,37 @@ def algorithm(options: Options, *, num_epochs: int = 4) -> PPO:
         num_epochs=num_epochs,
         num_minibatches=options.num_minibatches,
         micro_batch_size=options.micro_batch_size,
-        lora=LoRA(rank=options.lora_rank) if options.policy == "lora" else None,
+        lora=lora(options),
     )
+
+
+def grpo(options: Options, *, num_epochs: int, group_size: int) -> GRPO:
+    """GRPO with AdamW."""
+    return GRPO(
+        model=model_of(options),
+        policy_optimizer=optax.adamw(1e-5),
+        max_new_tokens=options.max_new_tokens,
+        stop_ids=(),
+        num_epochs=num_epochs,
+        num_minibatches=options.num_minibatches,
+        micro_batch_size=options.micro_batch_size,
+        group_size=group_size,
+        lora=lora(options),
+    )
+
+
+def lora(options: Options) -> LoRA | None:
+    """The adapters that are trained; None trains every parameter."""
+    return LoRA(rank=options.lora_rank) if options.policy == "lora" else None
+
+
+def adapter_count(options: Options, trained: Any) -> int | None:
+    """Parameters that are trained where they are adapters, else None."""
+    if options.policy == "full":
+        return None
+    return sum(leaf.size for leaf in jax.tree.leaves(trained))
+
+
+def freeze(params: Any, way: str) -> Frozen | None:
+    """A frozen model that is stored in one of `WAYS`; None is "none"."""
+    return None if way == "none" else frozen.freeze(params, **WAYS[way])

@@ -59,6 +59,21 @@ def show(result: dict[str, Any]) -> None:
         [(one["name"], *one["seconds"].values()) for one in programs],
     )
     report.table(
+        "Speed, at the most",
+        ("", "stage", "share of the step [%]", "model TFLOP a chip", "MFU [%]"),
+        [
+            (
+                one["name"],
+                one["stage"],
+                _percent(one["seconds"]["bound"] / result["seconds"]),
+                one["model_flops"] / result["chips"] / 1e12,
+                _percent(one["mfu"]),
+            )
+            for one in programs
+            if result["seconds"]
+        ],
+    )
+    report.table(
         "Held throughout",
         ("", "GiB a chip"),
         [(name, size / GIB) for name, size in result["held"].items()],
@@ -88,10 +103,38 @@ def _verdict(result: dict[str, Any]) -> None:
         f"a chip during {peak['during']}, of {chip['memory'] / GIB:.2f} GiB "
         f"({chip['reserved']})"
     )
-    print(f"A step takes {result['seconds']:.1f} s at the least")
+    _speed(result)
     for line in result["advice"]:
         print(f"  try {line}")
     if "largest_batch" in result:
         most = result["largest_batch"]
         known = "the largest" if most["exact"] else "the largest that was tried"
         print(f"Batch: {most['rows']} responses fit, {known} of {most['multiple_of']}s")
+
+
+def _speed(result: dict[str, Any]) -> None:
+    print(f"A step takes {result['seconds']:.3g} s at the least")
+    if not result["seconds"]:
+        return
+    shares = ", ".join(
+        f"{stage} {share:.0%}" for stage, share in result["shares"].items()
+    )
+    print(
+        f"{result['tokens']:,} tokens a step, at most "
+        f"{result['tokens_per_second_per_chip']:,.0f} per second and chip; {shares}"
+    )
+    print(
+        f"MFU at the bound: {result['mfu']:.1%} = model FLOPs / (seconds · chips · "
+        f"peak) = {result['model_flops']:.3g} / ({result['seconds']:.3g} · "
+        f"{result['chips']} · {result['chip']['flops']:.3g})"
+    )
+    if "lengths" in result:
+        lengths = result["lengths"]
+        print(
+            f"Responses: {lengths['responses']} lengths, {lengths['mean']:.0f} tokens "
+            f"on average, {lengths['longest']} the longest, padded to one width"
+        )
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share

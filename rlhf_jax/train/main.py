@@ -19,7 +19,7 @@ TRAINERS = {
 QUERIES = {
     "verify": "Whether the snapshots of a run are whole and its frozen models unmoved.",
     "memory": "What PPO on a model takes of a device's memory.",
-    "plan": "Whether PPO on a model fits a slice of TPUs, and how fast it is.",
+    "plan": "Whether a job fits TPUs or GPUs that are not there, and how fast it is.",
     "kl": "The KL of a text between two models, token by token.",
 }
 

@@ -72,7 +72,7 @@ def memory(options: Annotated[run_shape.Options, tyro.conf.arg(name="")]) -> Non
 def plan(
     options: Annotated[rlhf_jax.planning.plan.Options, tyro.conf.arg(name="")],
 ) -> None:
-    """Whether PPO on a model fits a slice of TPUs that is not there, and how fast."""
+    """Whether a job fits TPUs or GPUs that are not there, and how fast it can be."""
     rlhf_jax.planning.plan.run(options)
 
 

@@ -10,7 +10,8 @@ import toy_files
 import rlhf_jax.train.ppo
 from rlhf_jax.devices.mesh_shape import ONE_DEVICE, MeshShape
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.planning import compiled, memory_check, run_shape, workload
+from rlhf_jax.planning import compiled, memory_check, run_shape
+from rlhf_jax.planning.jobs import policy_gradient
 from rlhf_jax.planning.memory_check import Part, Passing
 from rlhf_jax.planning.run_shape import Options
 from rlhf_jax.runs import command_line
@@ -279,8 +280,8 @@ def test_the_compiler_asks_for_no_less(dtype):
         max_new_tokens=40,
         dtype=dtype,
     )
-    ppo = run_shape.algorithm(options)
-    resident = workload.resident(options, recipe=ppo)
+    ppo = run_shape.ppo(options)
+    resident = policy_gradient.resident(options, recipe=ppo)
     takes = {
         program.name: compiled.memory(
             program.function,
@@ -288,7 +289,7 @@ def test_the_compiler_asks_for_no_less(dtype):
             device=compiled.target(None),
             donate=program.donate,
         ).temp_size_in_bytes
-        for program in workload.programs(options, resident, recipe=ppo)
+        for program in policy_gradient.programs(options, resident, recipe=ppo)
         if program.name in ("sampling", "scoring and learning")
     }
     mesh = ONE_DEVICE.make()

@@ -30,6 +30,7 @@ from rlhf_jax.planning import (
 )
 from rlhf_jax.planning.cost import Cost
 from rlhf_jax.planning.hlo.exchanges import Collective
+from rlhf_jax.planning.jobs import policy_gradient
 from rlhf_jax.planning.measured import Alive, Measured
 from rlhf_jax.planning.plan import Options
 
@@ -109,7 +110,7 @@ def test_a_chip_is_known_by_its_device_kind():
 
 
 def program(name, reads):
-    return workload.Program(name, lambda: None, (), reads, ())
+    return workload.Program(name, lambda: None, (), reads, (), "rollout", 0.0)
 
 
 def test_what_is_alive_is_more_than_a_program():
@@ -178,15 +179,13 @@ def test_the_largest_batch_says_when_it_was_not_found():
 def test_the_largest_batch_goes_up_by_what_everything_divides(monkeypatch):
     """1000 bytes held and 100 a row, of 10,000: 90 rows, 88 of them in eights."""
 
-    def measure(options, there, *, recipe, waiting):
-        sizes = {"argument": 1000, "temporary": 100 * options.batch_size}
+    def measure(programs, there, *, rows, waiting):
+        sizes = {"argument": 1000, "temporary": 100 * rows}
         return [Measured(program("sampling", ("policy",)), sizes, None, Cost())]
 
     monkeypatch.setattr(measured, "measure", measure)
     none = dict.fromkeys(("critic", "policy's optimizer", "critic's optimizer"), 0)
-    monkeypatch.setattr(
-        measured, "resident", lambda *_, recipe: {"policy": 1000, **none}
-    )
+    monkeypatch.setattr(measured, "resident", lambda *_: {"policy": 1000, **none})
     small = dataclasses.replace(chips.CHIPS["v5e"], memory=10_000)
     monkeypatch.setitem(chips.CHIPS, "v5e", small)
     options = Options(**TINY, mesh=MeshShape(fsdp=8), find_batch=True)
@@ -231,9 +230,8 @@ def test_advice_names_what_saves_most():
 def test_what_is_known_of_the_temporaries():
     """A cache of 2 layers and 64 numbers, float32; of Experience the real arrays."""
     options = Options(**TINY, mesh=MeshShape(fsdp=4))
-    ppo = run_shape.algorithm(options)
-    found = plan.within(options, recipe=ppo)
-    rows, columns = 16 // 4, 6 + 4
+    found = plan.workload_of(options, lengths=None).within
+    rows, columns = 16, 6 + 4
     assert found["KV cache"] == 2 * 2 * rows * columns * 64 * 4
     fields = {field.name for field in dataclasses.fields(batch.Experience)}
     assert fields == {
@@ -241,6 +239,14 @@ def test_what_is_known_of_the_temporaries():
         *("advantages", "value_mask", "old_values", "returns", "token_rewards"),
     }
     assert found["experience"] == rows * columns * (4 + 3 * 1 + 6 * 4)
+    groups = dataclasses.replace(options, algorithm="grpo")
+    found = plan.workload_of(groups, lengths=None).within
+    fields = {field.name for field in dataclasses.fields(batch.PolicyExperience)}
+    assert fields == {
+        *("tokens", "mask", "response_mask", "old_logprobs", "ref_logprobs"),
+        *("advantages", "token_rewards"),
+    }
+    assert found["experience"] == rows * columns * (4 + 2 * 1 + 4 * 4)
 
 
 def test_the_command_of_a_plan_makes_it_again():
@@ -416,18 +422,20 @@ def test_two_plans_at_once():
 def test_per_device_bytes_fall_as_devices_rise(monkeypatch):
     """Parameters, optimizer states and activations alike: no device holds all rows."""
     options = Options(**{**TINY, "batch_size": 64, "num_layers": 1}, num_epochs=1)
-    every = workload.programs
-    monkeypatch.setattr(workload, "programs", lambda *a, **k: every(*a, **k)[-1:])
+    every = policy_gradient.programs
+    monkeypatch.setattr(
+        policy_gradient, "programs", lambda *a, **k: every(*a, **k)[-1:]
+    )
     shares = {}
     for devices in (2, 8):
         mesh = MeshShape(fsdp=devices)
         there = measured.Target(
             mesh.make(jax.devices()[:devices]), "v5e", chips.CHIPS["v5e"], "this"
         )
-        ppo = run_shape.algorithm(options, num_epochs=1)
         one = dataclasses.replace(options, mesh=mesh, micro_batch_size=32)
-        resident = measured.resident(one, there, recipe=ppo)
-        (learn,) = measured.measure(one, there, recipe=ppo, waiting=plan.silent)
+        work = plan.workload_of(one, lengths=None)
+        resident = measured.resident(work.parts, there)
+        (learn,) = measured.measure(work.programs, there, rows=64, waiting=plan.silent)
         shares[devices] = sum(resident.values()), learn.sizes["temporary"]
     assert shares[8][0] == pytest.approx(shares[2][0] / 4, rel=0.15)
     assert shares[8][1] < shares[2][1] / 2
@@ -435,8 +443,8 @@ def test_per_device_bytes_fall_as_devices_rise(monkeypatch):
 
 @pytest.mark.slow
 def test_a_plan_by_this_machine_s_compiler(capsys, tmp_path, monkeypatch):
-    every = workload.programs
-    monkeypatch.setattr(workload, "programs", lambda *a, **k: every(*a, **k)[:2])
+    every = policy_gradient.programs
+    monkeypatch.setattr(policy_gradient, "programs", lambda *a, **k: every(*a, **k)[:2])
     options = Options(**TINY, mesh=MeshShape(fsdp=8), json=tmp_path / "plan.json")
     plan.run(options)
     result = json.loads(options.json.read_text(encoding="utf-8"))

@@ -1,0 +1,1 @@
+"""The jobs that are planned, one algorithm or several to a file."""

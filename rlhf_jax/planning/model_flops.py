@@ -1,0 +1,87 @@
+"""FLOPs that a model needs, whatever its program spends on padding and remat.
+
+    MFU = model FLOPs / (seconds · chips · peak FLOPs a second of a chip)
+
+A forward pass of a text of n tokens through L layers, of H heads of d dimensions:
+
+    2·n·Σ kernels  +  4·H·d·Σ_l pairs_l(n)  +  2·D·V a token that is predicted
+
+pairs_l(n) are the (token, earlier token or itself) that layer l attends to, n(n + 1)/2
+without a window. A gradient costs two forward passes more, or one more and the
+adapters' own where adapters alone are trained. Norms, softmax, optimizers and
+rematerialised layers count nothing.
+
+Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B, here with causal pairs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+from rlhf_jax.models.config import ModelConfig
+
+
+class Texts(NamedTuple):
+    """The lengths of a batch's texts, without padding."""
+
+    prompt: int  # tokens of every prompt
+    responses: tuple[int, ...]  # tokens of each
+
+    @property
+    def tokens(self) -> int:
+        """Of prompts and responses."""
+        return len(self.responses) * self.prompt + sum(self.responses)
+
+
+def forward(
+    model: ModelConfig, texts: Texts, *, head: bool, group_size: int = 1
+) -> float:
+    """FLOPs of one forward pass over all texts.
+
+    Args:
+      model: its shape.
+      texts: what it reads.
+      head: whether the tokens of responses are predicted too.
+      group_size: texts that share a prompt, which is run once for them.
+    """
+    size, width = model.hidden_size, model.num_heads * model.head_dim
+    projections = 2 * size * (width + model.num_kv_heads * model.head_dim)
+    mlp = (3 if model.gated_mlp else 2) * size * model.intermediate_size
+    shared = len(texts.responses) * (1 - 1 / group_size)  # prompts that are not run
+    tokens = texts.tokens - shared * texts.prompt
+    total = 2.0 * tokens * model.num_layers * (projections + mlp)
+    windows = Counter(
+        model.sliding_window if model.is_local(layer) else None
+        for layer in range(model.num_layers)
+    )
+    for window, layers in windows.items():
+        pairs = sum(
+            times * _pairs(texts.prompt + length, window=window)
+            for length, times in Counter(texts.responses).items()
+        )
+        pairs -= shared * _pairs(texts.prompt, window=window)
+        total += 4.0 * width * layers * pairs
+    if head:
+        total += 2.0 * sum(texts.responses) * size * model.vocab_size
+    return total
+
+
+def training(
+    model: ModelConfig, texts: Texts, *, head: bool, adapters: int | None
+) -> float:
+    """FLOPs of a forward pass over all texts and of its gradient.
+
+    Args:
+      model, texts, head: those of `forward`.
+      adapters: parameters of the adapters where these alone are trained, else None.
+    """
+    passes = 3 if adapters is None else 2
+    own = 0.0 if adapters is None else 3 * 2.0 * texts.tokens * adapters
+    return passes * forward(model, texts, head=head) + own
+
+
+def _pairs(length: int, *, window: int | None) -> int:
+    """Σ min(t, window) over t = 1 to length."""
+    near = length if window is None else min(length, window)
+    return near * (near + 1) // 2 + (length - near) * near

@@ -1,0 +1,70 @@
+"""Lengths from files, and the batch that stands for them."""
+
+import jax
+import numpy as np
+import pytest
+
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.planning import histogram, plan, workload
+from rlhf_jax.planning.plan import Options
+
+SIZES = {"vocab_size": 128, "hidden_size": 16, "num_layers": 2, "num_heads": 4}
+SIZES |= {"prompt_length": 6, "max_new_tokens": 200, "batch_size": 4}
+
+
+def test_integers_and_objects_a_line(tmp_path):
+    path = tmp_path / "lengths.jsonl"
+    path.write_text('7\n{"length": 3, "text": "x"}\n\n 12 \n{"length": 3}\n')
+    assert histogram.read(path) == (3, 3, 7, 12)
+
+
+@pytest.mark.parametrize(
+    "line", ["1.5", "0", "-3", "true", '{"len": 3}', '{"length": "3"}', "[3]", "word"]
+)
+def test_a_line_of_another_form_is_named(tmp_path, line):
+    path = tmp_path / "lengths.txt"
+    path.write_text(f"4\n{line}\n")
+    with pytest.raises(InputError, match=r"lengths.txt:2: expected an integer of 1"):
+        histogram.read(path)
+
+
+def test_no_file_and_an_empty_one(tmp_path):
+    with pytest.raises(InputError, match=r"expected a file of lengths, got .*none"):
+        histogram.read(tmp_path / "none")
+    empty = tmp_path / "empty"
+    empty.write_text("\n")
+    with pytest.raises(InputError, match=r"got the empty file .*empty; write one int"):
+        histogram.read(empty)
+
+
+def test_the_batch_has_the_quantiles_of_the_file():
+    lengths = tuple(range(1, 241))
+    assert histogram.spread(lengths, rows=240) == lengths
+    found = histogram.spread(lengths, rows=48)
+    assert np.mean(found) == pytest.approx(np.mean(lengths), abs=1)
+    assert histogram.spread((2, 9), rows=4) == (2, 2, 9, 9)
+    assert histogram.spread((2, 9, 11), rows=1) == (9,)
+
+
+def test_what_a_histogram_changes_of_a_plan():
+    """Tokens, model FLOPs and the sampler's turns: no shape, as rows are padded."""
+    options = Options(**SIZES)
+    full = plan.workload_of(options, lengths=None)
+    short = plan.workload_of(options, lengths=(10, 20, 130, 130))
+    assert full.tokens == 4 * 206
+    assert short.tokens == 4 * 6 + 290
+    for one, other in zip(full.programs, short.programs, strict=True):
+        assert other.model_flops < one.model_flops
+        assert [leaf.shape for leaf in _leaves(one)] == [
+            leaf.shape for leaf in _leaves(other)
+        ]
+    # The windows of the cache end at 128 and 206 columns; 135 are run.
+    assert full.programs[0].trips == (122, 77)
+    assert short.programs[0].trips == (122, 7)
+    assert workload.decoding_turns(6, 200, longest=20) == (19, 0)
+    with pytest.raises(InputError, match=r"at most 200 tokens .* got one of 201"):
+        plan.workload_of(options, lengths=(1, 201))
+
+
+def _leaves(program):
+    return jax.tree.leaves(program.args)

@@ -1,0 +1,102 @@
+"""What a model needs, token by token, and the MFU that follows from it."""
+
+import dataclasses
+
+import pytest
+import tiny
+
+from rlhf_jax.models.families import registry
+from rlhf_jax.planning import chips, measured, model_flops, plan
+from rlhf_jax.planning.model_flops import Texts
+
+TEXTS = Texts(3, (4, 1, 9, 4))
+LOCAL = dataclasses.replace(
+    tiny.LLAMA, sliding_window=5, local_layers=(True, False), num_layers=2
+)
+
+
+def by_token(model, texts, *, head, first=0):
+    """Every product of every token from column `first` of each text on."""
+    total = 0
+    heads = model.num_heads * model.head_dim
+    size = model.hidden_size
+    for response in texts.responses:
+        for column in range(first, texts.prompt + response):
+            for layer in range(model.num_layers):
+                total += 2 * size * heads * 2  # query and output
+                total += 2 * size * model.num_kv_heads * model.head_dim * 2
+                ups = 2 if model.gated_mlp else 1
+                total += 2 * size * model.intermediate_size * (ups + 1)
+                seen = column + 1
+                if model.is_local(layer):
+                    seen = min(seen, model.sliding_window)
+                total += 2 * 2 * seen * heads
+            if head and column >= texts.prompt:
+                total += 2 * size * model.vocab_size
+    return total
+
+
+@pytest.mark.parametrize("model", [tiny.GPT2, tiny.LLAMA, LOCAL])
+@pytest.mark.parametrize("head", [True, False])
+def test_a_forward_pass_token_by_token(model, head):
+    found = model_flops.forward(model, TEXTS, head=head)
+    assert found == by_token(model, TEXTS, head=head)
+
+
+def test_a_prompt_that_texts_share_is_run_once():
+    found = model_flops.forward(LOCAL, TEXTS, head=True, group_size=2)
+    prompt = by_token(LOCAL, Texts(3, (0, 0)), head=False)
+    rest = by_token(LOCAL, TEXTS, head=True, first=3)
+    assert found == prompt + rest
+
+
+def test_a_gradient_is_two_passes_more_and_that_of_adapters_one():
+    forward = model_flops.forward(tiny.GPT2, TEXTS, head=True)
+    assert model_flops.training(
+        tiny.GPT2, TEXTS, head=True, adapters=None
+    ) == pytest.approx(3 * forward)
+    tokens = 4 * 3 + 18
+    assert TEXTS.tokens == tokens
+    assert model_flops.training(
+        tiny.GPT2, TEXTS, head=True, adapters=10
+    ) == pytest.approx(2 * forward + 3 * 2 * 10 * tokens)
+
+
+def test_six_parameters_a_token():
+    """Of a 7B model and short texts a step of training is 6 N a token, about."""
+    model = registry.KNOWN["llama-2-7b"]
+    found = model_flops.training(model, Texts(0, (64,)), head=True, adapters=None)
+    assert found == pytest.approx(6 * 6.738e9 * 64, rel=0.03)
+
+
+def test_the_mfu_by_hand():
+    """989 TFLOP in 2 s on 4 chips of 989 TFLOP/s are an eighth."""
+    chip = chips.CHIPS["h100"]
+    assert measured.mfu(989e12, seconds=2.0, chip=chip, num_chips=4) == 1 / 8
+    assert measured.mfu(1.0, seconds=0.0, chip=chip, num_chips=4) is None
+
+
+def test_the_speed_of_a_step():
+    def program(stage, seconds, flops):
+        return {"stage": stage, "seconds": {"bound": seconds}, "model_flops": flops}
+
+    programs = [
+        program("rollout", 2.0, 1e12),
+        program("score", 0.5, 1e12),
+        program("score", 1.5, 2e12),
+        program("update", 4.0, 12e12),
+    ]
+    chip = dataclasses.replace(chips.CHIPS["h100"], flops=1e12)
+    found = plan.speed(programs, chip=chip, num_chips=4, tokens=640)
+    assert found == {
+        "seconds": 8.0,
+        "model_flops": 16e12,
+        "mfu": 0.5,
+        "tokens": 640,
+        "tokens_per_second_per_chip": 20.0,
+        "shares": {"rollout": 0.25, "score": 0.25, "update": 0.5},
+    }
+    refused = plan.speed(
+        [program("update", 0.0, 1.0)], chip=chip, num_chips=1, tokens=1
+    )
+    assert refused["mfu"] is refused["tokens_per_second_per_chip"] is None
