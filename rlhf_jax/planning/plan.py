@@ -28,104 +28,23 @@ import importlib.metadata
 import json
 import math
 import os
-import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 
-from rlhf_jax.devices.mesh_shape import ONE_DEVICE, MeshOption, MeshShape
-from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import decoder
 from rlhf_jax.planning import gpu_targets, histogram, measured, run_shape, tables
+from rlhf_jax.planning.advice import advice, largest
 from rlhf_jax.planning.chips import Chip
 from rlhf_jax.planning.jobs import policy_gradient, supervised
-from rlhf_jax.planning.measured import Alive, Target, Waiting
+from rlhf_jax.planning.measured import Target, Waiting
 from rlhf_jax.planning.model_flops import Texts
-from rlhf_jax.planning.run_shape import Way
+from rlhf_jax.planning.plan_options import Options, command
 from rlhf_jax.planning.workload import Workload
 from rlhf_jax.runs import report
-
-GIB = 2**30
-
-
-Algorithm = Literal["ppo", "grpo", "sft", "reward-model", "dpo"]
-_SUPERVISED = ("reward", "num_epochs", "num_minibatches", "group_size")
-UNREAD: dict[Algorithm, tuple[str, ...]] = {
-    "ppo": ("group_size",),
-    "grpo": (),
-    "sft": ("reference", *_SUPERVISED),
-    "reward-model": ("reference", *_SUPERVISED),
-    "dpo": _SUPERVISED,
-}
-"""Options that an algorithm does not read."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(run_shape.Options):
-    """A run and the chips that it is to run on."""
-
-    algorithm: Algorithm = "ppo"
-    """What is run: ppo, grpo, sft, reward-model or dpo."""
-    mesh: MeshOption = ONE_DEVICE
-    """How the chips share the work, as fsdp=64 or data=2,fsdp=8,tensor=4."""
-    chip: str | None = None
-    """The chip of a topology that names none, as h100 with --topology 8x8; without a
-    topology, the one that this machine's compiler stands in for."""
-    num_epochs: int | None = None
-    """Passes over each batch; None is 4 for ppo and 1 for grpo."""
-    group_size: int = 8
-    """Responses per prompt, of grpo."""
-    lengths: Path | None = None
-    """File of response lengths, an integer or an object with "length" per line; None
-    is responses of all columns."""
-    find_batch: bool = False
-    """Also look for the largest batch that fits, with some more compiles."""
-    json: Path | None = None
-    """Where to write the plan."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.positive(num_epochs=self.epochs, group_size=self.group_size)
-        if ":" in (self.topology or "") and self.chip is not None:
-            raise InputError(
-                f"expected --topology or --chip, got {self.topology} and {self.chip}; "
-                f"a topology names its chip"
-            )
-        for name in UNREAD[self.algorithm]:
-            value = getattr(self, name)
-            if value != type(self).__dataclass_fields__[name].default:
-                raise InputError(
-                    f"--{name.replace('_', '-')}: expected none with --algorithm "
-                    f"{self.algorithm}, which does not read it, got {value}; leave it "
-                    f"out"
-                )
-        if self.algorithm == "grpo":
-            checks.groups(self.batch_size, group_size=self.group_size, least=2)
-
-    @property
-    def slice(self) -> str | None:
-        """The topology with its chip, as h100:8x8."""
-        if self.topology is None or self.chip is None:
-            return self.topology
-        return f"{self.chip}:{self.topology}"
-
-    @property
-    def epochs(self) -> int:
-        """Passes over each batch."""
-        if self.num_epochs is not None:
-            return self.num_epochs
-        return 4 if self.algorithm == "ppo" else 1
-
-    @property
-    def reward_model(self) -> Way | Literal["base", "none"]:
-        """How the reward model is stored."""
-        if self.reward is not None:
-            return self.reward
-        return "copy" if self.algorithm == "ppo" else "none"
 
 
 def silent(what: str) -> AbstractContextManager[None]:
@@ -289,69 +208,6 @@ def run(options: Options) -> None:
     tables.show(result)
 
 
-def command(options: Options) -> str:
-    """The command line that gives these options."""
-    words = ["rlhf-jax", "plan"]
-    for field in dataclasses.fields(options):
-        value, name = getattr(options, field.name), field.name.replace("_", "-")
-        if value == field.default or field.name == "json":
-            continue
-        if isinstance(value, bool):
-            words.append(f"--{name}")
-        elif isinstance(value, MeshShape):
-            sizes = dataclasses.asdict(value).items()
-            text = ",".join(f"{axis}={size}" for axis, size in sizes if size > 1)
-            words += [f"--{name}", text]
-        else:
-            words += [f"--{name}", str(value)]
-    return shlex.join(words)
-
-
-def advice(
-    options: Options, *, resident: dict[str, int], alive: list[Alive]
-) -> list[str]:
-    """What to change, what saves most first: of the models or of the largest program.
-
-    What a change of a program saves is a guess, half of its temporaries; compile again.
-    """
-    peak = max(alive, key=lambda row: row.total)
-    savings = [(sum(resident.values()) // 2, "twice the chips, all on the fsdp axis")]
-    ways = {"reference": options.reference, "reward model": options.reward_model}
-    for name, way in ways.items():
-        whole, option = resident.get(name, 0), f"--{name.split()[0]}"
-        if way == "copy":
-            savings.append((whole // 2, f"{option} bf16"))
-            savings.append((whole * 3 // 4, f"{option} int8"))
-        elif way in ("bf16", "fp16"):
-            savings.append((whole // 2, f"{option} int8"))
-    if options.policy == "full":
-        trained = ("critic", "reference")
-        saved = sum(
-            size
-            for name, size in resident.items()
-            if name in trained or name.endswith("optimizer")
-        )
-        base = " --reference base" if "reference" in resident else ""
-        savings.append((saved, f"--policy lora{base}"))
-    half = peak.temporary // 2
-    if options.dtype == "float32":
-        savings.append((half, "--dtype bfloat16"))
-    if peak.during == "sampling":
-        savings.append((half, f"--batch-size {options.batch_size // 2}"))
-    elif peak.during.endswith("learning"):
-        if options.remat != "full":
-            savings.append((half, "--remat full"))
-        rows = options.batch_size // options.num_minibatches
-        micro = options.micro_batch_size or rows
-        if micro > options.mesh.data * options.mesh.fsdp:
-            savings.append((half, f"--micro-batch-size {micro // 2}"))
-    return [
-        f"{what}: about {size / GIB:.2f} GiB a chip less"
-        for size, what in sorted(savings, reverse=True)
-        if size
-    ]
-
-
 def _largest_batch(
     options: Options,
     target: Target,
@@ -382,48 +238,6 @@ def _largest_batch(
 
     most, exact = largest(alive, limit=target.chip.memory, known=known)
     return {"rows": most * step, "multiple_of": step, "exact": exact}
-
-
-def largest(
-    alive: Callable[[int], int | None],
-    *,
-    limit: int,
-    known: dict[int, int],
-    calls: int = 6,
-) -> tuple[int, bool]:
-    """The largest n whose bytes are within a limit, found with few calls.
-
-    Bytes grow about linearly in n: a line through two of them foretells where to look,
-    and halving goes on from there.
-
-    Args:
-      alive: n -> bytes; None is too many to be told.
-      known: what is known already.
-      calls: of `alive`, at the most.
-
-    Returns:
-      n, 0 where not even 1 was seen to fit, and whether n + 1 was seen not to fit.
-    """
-    sizes: dict[int, int | None] = dict(known)
-    for _ in range(calls):
-        told = {n: size for n, size in sizes.items() if size is not None}
-        low = max((n for n, size in told.items() if size <= limit), default=0)
-        high = min((n for n in sizes if n > low), default=None)
-        if high == low + 1:
-            return low, True
-        if len(told) < 2:
-            guess = low * 2 or (1 if high is None else high // 2)
-        else:
-            first, last = min(told), max(told)
-            slope = (told[last] - told[first]) / (last - first)
-            guess = first + int((limit - told[first]) / max(slope, 1.0))
-        top = 4 * max(low, 1) if high is None else high - 1
-        # Next to what is known, so that a good forecast is confirmed from both sides.
-        guess = min(max(guess, low + 1), top)
-        sizes[guess] = alive(guess)
-    told = [n for n, size in sizes.items() if size is not None and size <= limit]
-    low = max(told, default=0)
-    return low, low + 1 in sizes
 
 
 def _versions() -> dict[str, str]:

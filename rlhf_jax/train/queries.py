@@ -10,6 +10,7 @@ import tyro
 
 import rlhf_jax.planning.memory
 import rlhf_jax.planning.plan
+import rlhf_jax.planning.plan_options
 from rlhf_jax.functional.checks import StopError
 from rlhf_jax.inspection import token_kl
 from rlhf_jax.planning import run_shape
@@ -70,7 +71,7 @@ def memory(options: Annotated[run_shape.Options, tyro.conf.arg(name="")]) -> Non
 
 
 def plan(
-    options: Annotated[rlhf_jax.planning.plan.Options, tyro.conf.arg(name="")],
+    options: Annotated[rlhf_jax.planning.plan_options.Options, tyro.conf.arg(name="")],
 ) -> None:
     """Whether a job fits TPUs or GPUs that are not there, and how fast it can be."""
     rlhf_jax.planning.plan.run(options)

@@ -6,7 +6,7 @@ import pytest
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.planning import histogram, plan, workload
-from rlhf_jax.planning.plan import Options
+from rlhf_jax.planning.plan_options import Options
 
 SIZES = {"vocab_size": 128, "hidden_size": 16, "num_layers": 2, "num_heads": 4}
 SIZES |= {"prompt_length": 6, "max_new_tokens": 200, "batch_size": 4}

@@ -6,10 +6,19 @@ import itertools
 import jax
 import pytest
 
+from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.planning import chips, measured, model_flops, plan, run_shape
+from rlhf_jax.planning import (
+    advice,
+    chips,
+    measured,
+    model_flops,
+    plan,
+    run_shape,
+    tables,
+)
 from rlhf_jax.planning.model_flops import Texts
-from rlhf_jax.planning.plan import Options
+from rlhf_jax.planning.plan_options import Options
 
 TINY = {"vocab_size": 128, "hidden_size": 16, "num_layers": 2, "num_heads": 4}
 TINY |= {"prompt_length": 6, "max_new_tokens": 4, "batch_size": 8}
@@ -140,7 +149,7 @@ def test_advice_of_a_job_without_a_critic():
     options = Options(**TINY, algorithm="sft")
     resident = {"policy": 4 * 2**30, "policy's optimizer": 8 * 2**30}
     alive = [measured.Alive("learning", 0, 0, 6 * 2**30, 0, 0, 18 * 2**30)]
-    found = plan.advice(options, resident=resident, alive=alive)
+    found = advice.advice(options, resident=resident, alive=alive)
     assert "--policy lora: about 8.00 GiB a chip less" in found
     assert "--remat full: about 3.00 GiB a chip less" in found
 
@@ -155,11 +164,11 @@ def test_a_plan_of_every_job(algorithm, capsys, tmp_path):
         **{**TINY, "batch_size": 16, "hidden_size": 64, "num_heads": 8},
         algorithm=algorithm,
         chip="h100",
-        mesh=plan.MeshShape(fsdp=8),
+        mesh=MeshShape(fsdp=8),
         lengths=lengths,
     )
     result = plan.plan(options)
-    plan.tables.show(result)
+    tables.show(result)
     text = capsys.readouterr().out
     assert [one["name"] for one in result["programs"]] == JOBS[algorithm]
     assert result["algorithm"] == algorithm

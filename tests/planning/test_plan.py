@@ -20,11 +20,13 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import caches
 from rlhf_jax.models.families import registry
 from rlhf_jax.planning import (
+    advice,
     chips,
     compiled,
     gpu_targets,
     measured,
     plan,
+    plan_options,
     run_shape,
     workload,
 )
@@ -32,7 +34,7 @@ from rlhf_jax.planning.cost import Cost
 from rlhf_jax.planning.hlo.exchanges import Collective
 from rlhf_jax.planning.jobs import policy_gradient
 from rlhf_jax.planning.measured import Alive, Measured
-from rlhf_jax.planning.plan import Options
+from rlhf_jax.planning.plan_options import Options
 
 RECORDED = places.RECORDED / "plans"
 GIB = 2**30
@@ -167,13 +169,13 @@ def test_the_largest_batch_is_found_with_few_compiles(start, limit):
 
     size = alive(start)
     known = {start: size} if size <= limit else {}
-    found = plan.largest(alive, limit=limit, known=known)
+    found = advice.largest(alive, limit=limit, known=known)
     assert found == ({107: 20, 100: 18, 9: 0}[limit], True)
     assert len(calls) <= 6
 
 
 def test_the_largest_batch_says_when_it_was_not_found():
-    assert plan.largest(lambda n: 1, limit=10, known={}, calls=3) == (8, False)
+    assert advice.largest(lambda n: 1, limit=10, known={}, calls=3) == (8, False)
 
 
 def test_the_largest_batch_goes_up_by_what_everything_divides(monkeypatch):
@@ -215,7 +217,7 @@ def test_advice_names_what_saves_most():
         "scoring and learning", 6 * GIB, 24 * GIB, 40 * GIB, 0, 0, 70 * GIB
     )
     sampling = Alive("sampling", 26 * GIB, 4 * GIB, 1 * GIB, 0, 0, 31 * GIB)
-    found = plan.advice(options, resident=resident, alive=[sampling, learning])
+    found = advice.advice(options, resident=resident, alive=[sampling, learning])
     assert found[:2] == [
         "--policy lora --reference base: about 24.00 GiB a chip less",
         "--remat full: about 20.00 GiB a chip less",
@@ -223,7 +225,7 @@ def test_advice_names_what_saves_most():
     assert "--reference int8: about 3.00 GiB a chip less" in found
     assert "--micro-batch-size 8: about 20.00 GiB a chip less" in found
     lighter = dataclasses.replace(options, remat="full", reference="int8")
-    again = plan.advice(lighter, resident=resident, alive=[sampling, learning])
+    again = advice.advice(lighter, resident=resident, alive=[sampling, learning])
     assert not any("remat" in line or "--reference int8" in line for line in again)
 
 
@@ -259,7 +261,7 @@ def test_the_command_of_a_plan_makes_it_again():
         find_batch=True,
         json=Path("somewhere.json"),
     )
-    words = shlex.split(plan.command(options))
+    words = shlex.split(plan_options.command(options))
     assert words[:2] == ["rlhf-jax", "plan"]
     assert "--json" not in words
     again = tyro.cli(Options, args=words[2:])
