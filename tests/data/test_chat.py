@@ -535,7 +535,11 @@ def test_ppo_asks_with_messages(tuned, tmp_path, monkeypatch):
             "it takes (longer than 2 s|more than 1024 MiB)",
             marks=pytest.mark.slow,
         ),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "it calls itself without"),
+        pytest.param(
+            "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+            "it calls itself without",
+            marks=pytest.mark.slow,
+        ),
         ("{% if %}", "Expected an expression"),
         ("{{ ''.__class__.__mro__ }}{{ raise_exception('no') }}", "unsafe|no"),
     ],

@@ -273,7 +273,17 @@ STEP = 5e-3
 STENCIL = {1: 8 / 12, -1: -8 / 12, 2: -1 / 12, -2: 1 / 12}  # of fourth order
 
 
-@pytest.mark.parametrize("name", CASES)
+# Each has a case beside it, capped or not, that is not slow.
+TWICE = (
+    "kl.hidden_states.top_k_from_hidden forward capped",
+    "logprob_chunks.logprobs_and_entropy",
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in TWICE)) for name in CASES],
+)
 def test_jvp_is_the_finite_difference_and_the_transpose_of_vjp(name):
     function, shapes = CASES[name]
     x = direction(shapes, seed=1)

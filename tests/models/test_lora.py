@@ -458,6 +458,7 @@ def test_kl_is_exactly_zero_before_any_update_and_not_after(run):
     assert all(row["update/skipped"] == 0 for row in run["rows"])
 
 
+@pytest.mark.slow
 def test_four_models_hold_one_base(run):
     """Counted from the live arrays: no second copy of the base is anywhere."""
     base = storage.nbytes(run["base"].stored)
@@ -472,6 +473,7 @@ def test_four_models_hold_one_base(run):
     assert adapters < 0.5 * base
 
 
+@pytest.mark.slow
 def test_optimizer_state_is_of_the_adapters_alone(run):
     smallest = storage.nbytes(run["state"].policy)
     held = storage.nbytes(run["state"].policy_opt)
@@ -481,6 +483,7 @@ def test_optimizer_state_is_of_the_adapters_alone(run):
         assert leaf.shape not in shapes or leaf.ndim < 2
 
 
+@pytest.mark.slow
 def test_adapters_have_moved_and_the_base_has_not(run):
     frozen.verify(run["base"])
     frozen.verify(run["reward"])
@@ -496,6 +499,7 @@ def test_adapters_have_moved_and_the_base_has_not(run):
         assert all((np.asarray(a) != np.asarray(b)).any() for a, b in pairs), part
 
 
+@pytest.mark.slow
 def test_policy_adapters_run_as_the_merged_model_does(run):
     """The whole way once more, without LoRA: merged parameters sample the same."""
     merged = merge(run["base"].stored, run["state"].policy, lora=ALL)

@@ -187,6 +187,7 @@ def ppo_row(step: int) -> dict:
     return {"stage": "ppo", "step": step} | dict.fromkeys(sorted(names), step / 10)
 
 
+@pytest.mark.slow
 def test_every_figure_of_a_pipeline_is_drawn(tmp_path):
     sft = {"stage": "sft", "step": 0, "loss/language_model": 1.0}
     reward = {

@@ -598,7 +598,12 @@ CHOICES = {
 
 
 @pytest.mark.parametrize(
-    "penalty", penalties(**CHOICES, placement=("loss",)), ids=words
+    "penalty",
+    [
+        pytest.param(penalty, marks=[pytest.mark.slow] * (number % 3 > 0))
+        for number, penalty in enumerate(penalties(**CHOICES, placement=("loss",)))
+    ],
+    ids=words,
 )
 def test_expected_gradient_in_the_loss_is_the_named_one(penalty):
     found = loss_gradient(penalty, POLICY)

@@ -114,7 +114,9 @@ def loss_of(params, *, model):
 @pytest.mark.parametrize(
     ("model", "how"),
     [
-        pytest.param(tiny.MIXED, {"unroll": True}, id="mixed-unroll"),
+        pytest.param(
+            tiny.MIXED, {"unroll": True}, id="mixed-unroll", marks=pytest.mark.slow
+        ),
         *(
             pytest.param(model, {"remat": "full"}, id=name, marks=pytest.mark.slow)
             for model, name in (
