@@ -38,7 +38,7 @@ quickly = hypothesis.settings(
     deadline=None,
     derandomize=True,
     database=None,
-    max_examples=200,
+    max_examples=100,
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
 

@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import oracles
 import pytest
+from tiers import one_in
 
 from rlhf_jax import kl_control
 from rlhf_jax.functional import checks
@@ -155,7 +156,7 @@ PLANT = {
 
 
 @HOLDING
-@pytest.mark.parametrize("lag", [0.5, 0.05])
+@pytest.mark.parametrize("lag", one_in(2, [0.5, 0.05]))
 @pytest.mark.parametrize("unit", ["response", "token"])
 def test_a_lagging_policy_is_held_at_the_target(name, lag, unit):
     controller = PLANT[name]
@@ -179,7 +180,7 @@ WOUND_UP = {
 
 
 @pytest.mark.parametrize("name", WOUND_UP)
-@pytest.mark.parametrize("num_steps", [500, 2000])
+@pytest.mark.parametrize("num_steps", one_in(2, [500, 2000]))
 def test_a_run_that_starts_slowly_comes_back_within_50_steps(name, num_steps):
     """KL stays at 0.5 of 6 nats, then leaves: β is where it started 50 steps later."""
     controller, num_episodes, (lower, _) = WOUND_UP[name]
@@ -189,7 +190,7 @@ def test_a_run_that_starts_slowly_comes_back_within_50_steps(name, num_steps):
 
 
 @pytest.mark.parametrize("name", WOUND_UP)
-@pytest.mark.parametrize("num_steps", [500, 2000])
+@pytest.mark.parametrize("num_steps", one_in(2, [500, 2000]))
 def test_a_run_far_above_its_target_comes_back_within_50_steps(name, num_steps):
     controller, num_episodes, (_, upper) = WOUND_UP[name]
     coefficients = run(controller, [100.0] * num_steps + [0.0] * 50, num_episodes)

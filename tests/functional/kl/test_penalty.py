@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+from tiers import one_in
 
 from rlhf_jax import kl, kl_penalty
 from rlhf_jax.functional.kl.gradients import terms
@@ -165,7 +166,7 @@ def test_value_matches_the_oracle(penalty):
         assert np.array_equal(shares, (reward_clipped, estimates))
 
 
-@pytest.mark.parametrize("penalty", EVERY_VALUE[::2], ids=words)
+@pytest.mark.parametrize("penalty", one_in(3, EVERY_VALUE[::2]), ids=words)
 def test_equal_models_are_not_penalised_at_any_temperature(penalty):
     logits = normal(*MASK.shape, 5)
     for temperature in (0.3, 0.7, 1.5):
@@ -198,7 +199,7 @@ SOME = penalties(
 )[::5]  # each value of each option is among them
 
 
-@pytest.mark.parametrize("penalty", SOME, ids=words)
+@pytest.mark.parametrize("penalty", one_in(2, SOME), ids=words)
 def test_garbage_under_the_mask_changes_nothing(penalty):
     poisoned = {name: oracles.poison(x, MASK) for name, x in ARRAYS.items()}
     for of in (loss_of, reward_of):
@@ -599,10 +600,7 @@ CHOICES = {
 
 @pytest.mark.parametrize(
     "penalty",
-    [
-        pytest.param(penalty, marks=[pytest.mark.slow] * (number % 3 > 0))
-        for number, penalty in enumerate(penalties(**CHOICES, placement=("loss",)))
-    ],
+    one_in(3, penalties(**CHOICES, placement=("loss",))),
     ids=words,
 )
 def test_expected_gradient_in_the_loss_is_the_named_one(penalty):
@@ -616,7 +614,7 @@ def test_expected_gradient_in_the_loss_is_the_named_one(penalty):
 
 
 @pytest.mark.parametrize(
-    "penalty", penalties(**CHOICES, placement=("reward",)), ids=words
+    "penalty", one_in(3, penalties(**CHOICES, placement=("reward",))), ids=words
 )
 def test_expected_gradient_in_the_reward_is_the_named_one(penalty):
     np.testing.assert_allclose(reward_gradient(penalty), targets(penalty), atol=1e-5)

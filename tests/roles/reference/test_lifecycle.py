@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import toys
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from tiers import one_in
 
 from rlhf_jax import drift, fingerprint, frozen
 from rlhf_jax.functional.checks import InputError
@@ -237,7 +238,7 @@ def test_another_model_is_refused(dtype):
             move(held, wider)
 
 
-@pytest.mark.parametrize("shape", [(1, 4, 5), (2, 1, 5), (2, 4, 1), (2, 1, 1)])
+@pytest.mark.parametrize("shape", one_in(2, SHAPES))
 def test_matrices_of_one_row_or_column_keep_their_int8_axis(shape):
     """The axis is read off the scales, which axes of size 1 could confuse."""
     rng = np.random.default_rng(0)
