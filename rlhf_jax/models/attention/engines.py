@@ -32,5 +32,5 @@ def attend(
     if model.attention == "blockwise":
         return attend_per_device(query, keys_values, mask=mask, engine=attend_blockwise)
     if model.attention == "cudnn":
-        return attend_cudnn(query, keys_values, mask=mask)
+        return attend_per_device(query, keys_values, mask=mask, engine=attend_cudnn)
     return attend_xla(query, keys_values, mask=mask)
