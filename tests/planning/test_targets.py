@@ -1,0 +1,107 @@
+"""PPO and GRPO compiled for a TPU and for GPUs that are not there (slow)."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import places
+import plan_for_chips
+import pytest
+
+from rlhf_jax.planning import gpu_targets
+
+SLICES = {
+    "v5e:2x2": pytest.param(
+        ("v5e:2x2", "fsdp=4"),
+        marks=pytest.mark.skipif(
+            importlib.util.find_spec("libtpu") is None,
+            reason="libtpu is not installed (extra plan)",
+        ),
+    ),
+    # Parameters are shared inside a node, and rows by both.
+    "h100:2x4": pytest.param(
+        ("h100:2x4", "data=2,fsdp=4"),
+        marks=pytest.mark.skipif(
+            gpu_targets.compiler() is None,
+            reason="JAX's plug-in for GPUs is not installed (extra plan-cuda)",
+        ),
+    ),
+}
+PROGRAMS = {
+    "ppo": ["sampling", "the reward model", "the reference", "scoring and learning"],
+    "grpo": ["sampling", "the reference", "learning"],
+}
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", params=SLICES.values(), ids=SLICES.keys())
+def planned(request):
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "PYTHONPATH": places.PYTHONPATH,
+    }
+    environment.pop("XLA_FLAGS", None)
+    done = subprocess.run(
+        [sys.executable, plan_for_chips.__file__, *request.param],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return request.param[0], json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("algorithm", PROGRAMS)
+def test_every_program_compiles_and_fits(planned, algorithm):
+    topology, plans = planned
+    plan = plans[algorithm]
+    assert plan["topology"] == topology
+    assert plan["fits"]
+    assert [one["name"] for one in plan["programs"]] == PROGRAMS[algorithm]
+    for one in plan["programs"]:
+        assert one["refused"] is None
+        # Remat adds to what a model needs; masked pairs of attention are computed too.
+        flops = plan["chips"] * one["flops"]
+        assert 0.9 < flops / one["model_flops"] < 1.5, one["name"]
+        assert one["seconds"]["bound"] > 0
+        assert 0 < one["mfu"] < 1
+    # 63 tokens after the first: the loops of the sampler do not say how many.
+    assert plan["programs"][0]["turns"] == 63
+    assert plan["tokens"] == 16 * 128
+
+
+@pytest.mark.parametrize("algorithm", PROGRAMS)
+def test_gpus_run_cudnn_s_kernels(planned, algorithm):
+    """Forward in every program, backward in the update; and none on a TPU."""
+    topology, plans = planned
+    kernels = {name for name in plans[algorithm]["custom_calls"] if "fmha" in name}
+    if topology.startswith("v5e"):
+        assert not kernels
+        return
+    assert plans[algorithm]["attention"] == "cudnn"
+    assert len([name for name in kernels if name.endswith("Backward")]) == 1
+    assert len(kernels) == 2
+
+
+@pytest.mark.parametrize("algorithm", PROGRAMS)
+def test_gradients_alone_leave_a_node(planned, algorithm):
+    """Of `data` on nodes and `fsdp` inside them; the parameters are gathered inside."""
+    topology, plans = planned
+    plan = plans[algorithm]
+    *others, update = plan["programs"]
+    if topology.startswith("v5e"):
+        assert not update["network_bytes"]
+        return
+    for one in others:
+        # But for what says that every row has stopped, and a group's few prompts.
+        assert one["network_bytes"] < 0.001 * one["sent_bytes"], one["name"]
+    # Each GPU of a node exchanges its quarter of the gradients with the other node, to
+    # get the sum: in bfloat16 at the least, in float32 at the most.
+    roles = 2 if algorithm == "ppo" else 1
+    quarter = roles * plan["parameters"] / 4
+    assert 2 * quarter < update["network_bytes"] < 4 * quarter
