@@ -26,6 +26,16 @@ class RefusedError(InputError):
     """The compiler knows already that a device has too little memory."""
 
 
+def ask_compilers_alone() -> None:
+    """Keeps JAX from looking for a TPU or GPU here; before it is first used.
+
+    What compiles for chips that are not there needs none, and a plug-in that finds no
+    GPU would be gone for good.
+    """
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    jax.config.update("jax_platforms", "cpu")
+
+
 def target(topology: str | None) -> Any:
     """The device to compile for: this machine's first, or one that is not there.
 

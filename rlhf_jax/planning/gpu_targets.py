@@ -120,11 +120,18 @@ def devices(topology: str) -> list[Any]:
             f"({INSTALL}); no GPU is needed"
         )
     described = _DESCRIPTIONS[topology.partition(":")[0]]
-    description = topologies.get_topology_desc(
-        platform="cuda",
-        target_config=_config(described),
-        topology=f"{nodes}x1x{gpus}",
-    )
+    try:
+        description = topologies.get_topology_desc(
+            platform="cuda",
+            target_config=_config(described),
+            topology=f"{nodes}x1x{gpus}",
+        )
+    except NotImplementedError:  # the plug-in looked for a GPU as JAX began
+        raise InputError(
+            f"topology: expected a process that compiles for {topology!r}, got one in "
+            f"which JAX's plug-in for GPUs has failed for want of a GPU; start it with "
+            f"JAX_PLATFORMS=cpu"
+        ) from None
     return list(description.devices)
 
 

@@ -97,6 +97,8 @@ def models(options: Options) -> list[Line]:
 
 def run(options: Options) -> None:
     """Prints `memory` as a table."""
+    if options.topology is not None:
+        compiled.ask_compilers_alone()
     where = options.topology or compiled.target(None).device_kind
     name = options.model or f"GPT-2 of {options.num_layers} layers"
     rows = [

@@ -27,16 +27,20 @@ import dataclasses
 import importlib.metadata
 import json
 import math
-import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import jax
-
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import decoder
-from rlhf_jax.planning import gpu_targets, histogram, measured, run_shape, tables
+from rlhf_jax.planning import (
+    compiled,
+    gpu_targets,
+    histogram,
+    measured,
+    run_shape,
+    tables,
+)
 from rlhf_jax.planning.advice import advice, largest
 from rlhf_jax.planning.chips import Chip
 from rlhf_jax.planning.jobs import policy_gradient, supervised
@@ -198,9 +202,7 @@ def speed(
 def run(options: Options) -> None:
     """Prints `plan` as tables, and writes it where `--json` says."""
     if options.topology is not None:
-        # Only the compiler is asked, and no machine what it is.
-        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-        jax.config.update("jax_platforms", "cpu")
+        compiled.ask_compilers_alone()
     result = plan(options, waiting=report.waiting)
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import InputError, StopError
 
 TRAINERS = {
@@ -35,7 +34,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         if name in TRAINERS:
             train(name, options)
         elif name in QUERIES:
-            processes.check_platform()
             from rlhf_jax.train import queries
 
             queries.command(argv)

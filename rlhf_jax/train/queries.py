@@ -11,6 +11,7 @@ import tyro
 import rlhf_jax.planning.memory
 import rlhf_jax.planning.plan
 import rlhf_jax.planning.plan_options
+from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import StopError
 from rlhf_jax.inspection import token_kl
 from rlhf_jax.planning import run_shape
@@ -33,6 +34,7 @@ def verify(run: tyro.conf.Positional[Path]) -> None:
       ReferenceMovedError: a frozen model moved, other than by its lifecycle; names the
         leaves.
     """
+    processes.check_platform()
     checked = {
         (stage.name, step): files.check(stage, step)
         for stage in proof.stages(run)
@@ -67,6 +69,8 @@ def verify(run: tyro.conf.Positional[Path]) -> None:
 
 def memory(options: Annotated[run_shape.Options, tyro.conf.arg(name="")]) -> None:
     """What PPO on a model will take of a device's memory, before anything is run."""
+    if options.topology is None:
+        processes.check_platform()
     rlhf_jax.planning.memory.run(options)
 
 
@@ -74,11 +78,14 @@ def plan(
     options: Annotated[rlhf_jax.planning.plan_options.Options, tyro.conf.arg(name="")],
 ) -> None:
     """Whether a job fits TPUs or GPUs that are not there, and how fast it can be."""
+    if options.topology is None:
+        processes.check_platform()
     rlhf_jax.planning.plan.run(options)
 
 
 def kl(options: Annotated[token_kl.Options, tyro.conf.arg(name="")]) -> None:
     """KL of a text between two models, token by token, on the terminal or as HTML."""
+    processes.check_platform()
     token_kl.run(options)
 
 

@@ -348,6 +348,18 @@ def test_no_plug_in_for_gpus_is_one_error_with_its_install_line(monkeypatch):
         plan.plan(Options(chip="h100", topology="1x8", mesh=MeshShape(fsdp=8)))
 
 
+def test_a_plug_in_that_has_failed_says_how_to_start(monkeypatch):
+    """Outside of `rlhf-jax plan`, where JAX has looked for a GPU before."""
+
+    def gone(**_):
+        raise NotImplementedError("topology not implemented for cuda")
+
+    monkeypatch.setattr(gpu_targets, "compiler", lambda: "jax-cuda13-pjrt 1")
+    monkeypatch.setattr(gpu_targets.topologies, "get_topology_desc", gone)
+    with pytest.raises(InputError, match=r"failed for want .* JAX_PLATFORMS=cpu"):
+        compiled.target("h200:1x8")
+
+
 def test_every_gpu_of_the_roofline_has_a_target():
     of_gpus = {name for name, chip in chips.CHIPS.items() if chip.network is not None}
     assert of_gpus == {"a100", "h100", "h200", "b200"}
