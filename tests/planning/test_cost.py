@@ -188,6 +188,32 @@ def test_the_products_of_cudnn_s_attention(target, mask, products):
     assert found.bytes == 2 * 2 * 32 * 16 * (4 + 2 + 2 + 4)
 
 
+SPLASH = """
+ENTRY %main (m: s8[1,8,GRID], q: bf16[2,4,1024,64], k: bf16[2,2,1024,64]) -> bf16[2,4,1024,64] {
+  %m = s8[1,8,GRID]{2,1,0} parameter(0)
+  %q = bf16[2,4,1024,64]{3,2,1,0} parameter(1)
+  %k = bf16[2,2,1024,64]{3,2,1,0} parameter(2)
+  %s.1 = (RESULTS) custom-call(%m, %q, %k, %k), custom_call_target="tpu_custom_call", operand_layout_constraints={s8[1,8,GRID]{2,1,0}, bf16[2,4,1024,64]{3,2,1,0}, bf16[2,2,1024,64]{3,2,1,0}, bf16[2,2,1024,64]{3,2,1,0}}, frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_qENDING\\": 128, \\"block_kvENDING\\": 128}"
+}}, metadata={op_name="jit(f)/splash_mha_KIND_segmented/pallas_call" stack_frame_id=5}, backend_config={"custom_call_config":{"body":"abc"}}
+  ROOT %y = bf16[2,4,1024,64]{3,2,1,0} get-tuple-element(%s.1), index=0
+}
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize(
+    ("kind", "results", "products"),
+    [("fwd", 5, 2), ("dkv", 4, 4), ("dkv", 5, 5), ("dq", 2, 3)],
+)
+@pytest.mark.parametrize(("grid", "pairs"), [(8, 1024 * 512), (3, 8 * 3 * 128**2)])
+def test_the_products_of_splash_attention(kind, results, products, grid, pairs):
+    """Of a causal mask half of the pairs, of a window the blocks that are visited."""
+    text = SPLASH.replace("KIND", kind).replace("GRID", str(grid))
+    text = text.replace("ENDING", "" if kind == "fwd" else f"_{kind}")
+    text = text.replace("RESULTS", ", ".join(["bf16[2,4,1024,64]{3,2,1,0}"] * results))
+    assert cost.cost(text).flops == 2 * products * 2 * 4 * pairs * 64
+
+
 def test_collectives_by_kind_and_size():
     """Rows over 4 devices, a matrix over 4: gathered in the forward pass."""
     mesh = MeshShape(fsdp=4).make(jax.devices()[:4])

@@ -55,7 +55,8 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
     """The computations by name, and the name of the entry."""
     computations: dict[str, Computation] = {}
     entry, lines = "", {}
-    for row in text.splitlines():
+    # A kernel's description may hold line breaks; its rows begin with a quote or brace.
+    for row in re.sub(r"\n(?=[\"}]{2}|\")", "", text).splitlines():
         header = _HEADER.match(row)
         if header is not None:
             lines = computations.setdefault(header[2], {})

@@ -19,6 +19,8 @@ def flops(
         return sum(flops(part, inner, computations) for part in inner.values())
     if line.opcode == "custom-call" and "__cudnn$fmha" in line.rest:
         return _attention(line, lines)
+    if line.opcode == "custom-call" and "splash_m" in line.rest:
+        return _splash(line)
     if line.opcode == "custom-call" and "gemm" in line.rest:
         taken = re.search(r'"lhs_contracting_dimensions":\["(\d+)"', line.rest)
         depth = (
@@ -52,6 +54,35 @@ def _attention(line: Line, lines: Computation) -> float:
     half = 0.5 if re.search(r'"mask_type":\s*"\w*CAUSAL"', line.rest) else 1.0
     logits = math.prod(int(size) for size in re.findall(r"\d+", dims[1]))
     return half * products * 2.0 * logits * head_dim
+
+
+def _splash(line: Line) -> float:
+    """2 · products of JAX's splash attention, by its kernels' names.
+
+    Its masks are causal: of [Sq, Sk] at most half is computed, and with a window no
+    more than the blocks that the grid visits, [heads, Sq / block, blocks of a row].
+    """
+    kernel = re.search(r"splash_m\w+_(fwd|dkv|dq)", line.rest)
+    shapes = re.search(r"operand_layout_constraints=\{(.*?\})\}", line.rest)
+    assert kernel is not None, line
+    assert shapes is not None, line
+    kind = kernel[1]
+    arrays = re.findall(r"([a-z]+)\d+\[([\d,]+)\]", shapes[1])
+    sizes = [(name, [int(size) for size in dims.split(",")]) for name, dims in arrays]
+    query, key = [dims for name, dims in sizes if name in ("f", "bf")][:2]
+    pairs = query[-2] * key[-2] / 2
+    blocks = {
+        name: int(size)
+        for name, size in re.findall(r'(block_\w+)\\": (\d+)', line.rest)
+    }
+    ending = "" if kind == "fwd" else f"_{kind}"
+    visited = next((dims for name, dims in sizes if name == "s"), None)
+    if visited is not None and f"block_q{ending}" in blocks:
+        block = blocks[f"block_q{ending}"] * blocks[f"block_kv{ending}"]
+        pairs = min(pairs, math.prod(visited[-2:]) * block)
+    fused = len(line.result) > 4  # the query's gradient beside key's and value's
+    products = {"fwd": 2, "dkv": 5 if fused else 4, "dq": 3}[kind]
+    return 2.0 * products * math.prod(query[:-2]) * pairs * query[-1]
 
 
 def _convolution(line: Line, *, left: tuple[int, ...], right: tuple[int, ...]) -> float:
