@@ -562,6 +562,38 @@ def test_the_flops_of_llama_2_7b_by_hand():
     assert flops["scoring and learning"] == pytest.approx(epochs + forward, rel=0.1)
 
 
+def test_llama_3_1_8b_on_64_h100_by_hand():
+    """GRPO, 64 responses of 1,024 + 7,168 tokens: a row per GPU, by cuDNN."""
+    result = recorded("llama-3.1-8b-grpo-h100-8x8")
+    check(result)
+    assert (result["topology"], result["attention"]) == ("h100:8x8", "cudnn")
+    programs = {one["name"]: one for one in result["programs"]}
+    assert list(programs) == ["sampling", "the reference", "learning"]
+    columns, layers, width, vocab = 8192, 32, 4096, 128256
+    kernels = layers * (2 * width**2 + 2 * width * 1024 + 3 * width * 14336)
+    pairs = columns * (columns + 1) / 2
+    head = 2 * 7168 * vocab * width
+    forward = 2 * columns * kernels + 4 * layers * pairs * width + head
+    reference, learning = (programs[name] for name in ("the reference", "learning"))
+    assert reference["model_flops"] == pytest.approx(64 * forward)
+    assert learning["model_flops"] == pytest.approx(3 * 64 * forward)
+    # cuDNN is told of the mask as a bias, and multiplies all pairs.
+    whole = forward + 4 * layers * (columns**2 - pairs) * width
+    assert reference["flops"] == pytest.approx(whole, rel=0.01)
+    # Remat is a fourth pass of the layers, and the backward pass of attention has five
+    # products for two.
+    assert learning["flops"] == pytest.approx(4 * whole, rel=0.05)
+    for one in result["programs"]:
+        peak = 989e12 * one["seconds"]["bound"]
+        assert one["mfu"] == pytest.approx(one["model_flops"] / 64 / peak)
+    # Of what 64 GPUs gather, each receives 63/64, and its share of the 7/8 that its node
+    # lacks, 7/64, by the network. A few all-to-alls send more there.
+    for one in (reference, learning):
+        share = one["network_bytes"] / one["sent_bytes"]
+        assert share == pytest.approx(7 / 63, rel=0.05)
+    assert learning["bytes"]["temporary"] < 4.6 * GIB
+
+
 @pytest.mark.parametrize("chips_", [32, 64])
 def test_bytes_a_chip_fall_as_one_over_chips(chips_):
     """The same batch on 16, 32 and 64 chips: the models, and the most that is alive."""
