@@ -586,8 +586,8 @@ def test_llama_3_1_8b_on_64_h100_by_hand():
     for one in result["programs"]:
         peak = 989e12 * one["seconds"]["bound"]
         assert one["mfu"] == pytest.approx(one["model_flops"] / 64 / peak)
-    # Of what 64 GPUs gather, each receives 63/64, and its share of the 7/8 that its node
-    # lacks, 7/64, by the network. A few all-to-alls send more there.
+    # Of what 64 GPUs gather, each receives 63/64, and its share of the 7/8 that its
+    # node lacks, 7/64, by the network. A few all-to-alls send more there.
     for one in (reference, learning):
         share = one["network_bytes"] / one["sent_bytes"]
         assert share == pytest.approx(7 / 63, rel=0.05)
