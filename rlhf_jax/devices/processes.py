@@ -1,6 +1,6 @@
 """Several processes as one run, each with devices of its own (`jax.distributed`).
 
-    rlhf-jax ppo ... --mesh data=4 \\
+    rlhf-jax ppo ... --placement.policy data=4 \\
         --coordinator HOST:PORT --num-processes 2 --process-id 0      and 1 elsewhere
 
 On TPU pods and under Slurm or Open MPI `--coordinator auto` finds out the rest. All

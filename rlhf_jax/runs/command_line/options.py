@@ -15,7 +15,7 @@ import tyro
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import run_config
-from rlhf_jax.runs.command_line import help_screen
+from rlhf_jax.runs.command_line import help_screen, renamed
 from rlhf_jax.runs.folder import read_config
 from rlhf_jax.runs.run_config import RunConfig, from_json
 
@@ -43,7 +43,8 @@ def parse(
 
     Raises:
       InputError: the recorded config does not fit; names the fields. There is no such
-        preset, or it is asked for with --config.
+        preset, or it is asked for with --config. An option is called something else
+        since version 0.1; names the new one.
     """
     presets = {} if presets is None else presets
     before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -51,6 +52,7 @@ def parse(
     if presets:
         before.add_argument("--preset")
     arguments, options = before.parse_known_args(argv)
+    renamed.refuse(config_class, options)
     preset = arguments.preset if presets else None
     defaults = tyro.MISSING_NONPROP
     if preset is not None:
