@@ -258,6 +258,7 @@ def test_the_command_of_a_plan_makes_it_again():
         mesh=MeshShape(data=2, fsdp=32),
         reference="bf16",
         num_epochs=2,
+        lengths=Path("lengths.jsonl"),
         find_batch=True,
         json=Path("somewhere.json"),
     )
