@@ -27,6 +27,7 @@ LLAMA = config.llama(
 FAMILIES = {"gpt2": GPT2, "llama": LLAMA}
 STOP = (1, 2)  # token ids that end a response
 SIZE = 5  # response columns
+TRUNK = ("embed", "layers", "final_norm")
 
 # Tests compile far more than they run.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -35,8 +36,27 @@ jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_lev
 @functools.cache
 def params(model: ModelConfig = GPT2, *, seed: int = 0, scale: float = 0.3):
     """Parameters spread enough that no two predictions are alike."""
-    start = init(jax.random.key(seed), model=model)
-    return perturbed(start, seed=seed + 100, scale=scale)
+    # The shapes alone: to run `decoder.init` would be a program for every model.
+    shapes = jax.eval_shape(lambda: decoder.init(jax.random.key(0), model=model))
+    rng = np.random.default_rng(seed + 100)
+
+    def draw(path, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        centre = 1.0 if path[-1].key == "scale" and not model.norm_from_one else 0.0
+        drawn = centre + rng.normal(0, scale, leaf.shape)
+        return jnp.asarray(drawn.astype(leaf.dtype))
+
+    return jax.tree.map_with_path(draw, shapes)
+
+
+def scorer(model: ModelConfig = GPT2, *, seed: int = 1):
+    """Parameters with a scalar head: a reward model's or a critic's."""
+    trunk = {name: params(model, seed=seed)[name] for name in TRUNK}
+    drawn = np.random.default_rng(seed + 200).normal(0, 0.3, model.hidden_size)
+    kernel = jnp.asarray(drawn.astype(np.float32))
+    return {
+        "trunk": trunk,
+        "score": {"kernel": kernel, "bias": jnp.asarray(np.float32(0))},
+    }
 
 
 def weights(*, seed: int = 0):
@@ -86,7 +106,6 @@ sample = jit(
 
 # Compiled, since an operation at a time costs more than the copy under jit.
 freeze = jit(frozen.freeze)
-init = jit(decoder.init, static_argnames=("model",))
 logits = jit(policy.logits, static_argnames=("model",))
 
 

@@ -10,11 +10,11 @@ import oracles
 import pytest
 import toys
 
-from rlhf_jax import kl_control, masked, ppo, rewards, state
+from rlhf_jax import kl_control, masked, ppo, state
 from rlhf_jax.roles.reference.lifecycle import Lifecycle
 
 POLICY = toys.params()
-CRITIC = rewards.init(jax.random.key(1), toys.params(seed=1), model=toys.GPT2)
+CRITIC = toys.scorer(seed=1)
 EVERY = ppo.PPO(
     model=toys.GPT2,
     critic_model=toys.GPT2,

@@ -7,7 +7,7 @@ import optax
 import pytest
 import toys
 
-from rlhf_jax import batch, kl_control, masked, ppo, rewards, sft, state
+from rlhf_jax import batch, kl_control, masked, ppo, sft, state
 from rlhf_jax.algorithms import reward_model
 from rlhf_jax.functional import checks
 
@@ -57,7 +57,7 @@ def test_a_micro_batch_size_that_does_not_divide(rows, size):
 
 def ppo_case():
     policy = toys.params()
-    critic = rewards.init(jax.random.key(1), toys.params(seed=1), model=toys.GPT2)
+    critic = toys.scorer(seed=1)
     settings = ppo.PPO(
         model=toys.GPT2,
         critic_model=toys.GPT2,
@@ -109,7 +109,7 @@ def reward_case():
         rejected=sequences(2),
         margin=jnp.asarray([0.0, 0.5, 1.0, 0.0], jnp.float32),
     )
-    params = rewards.init(jax.random.key(2), toys.params(), model=toys.GPT2)
+    params = toys.scorer(seed=2)
 
     def loss(params, part):
         pairs = jnp.asarray(4.0, jnp.float32)

@@ -104,7 +104,7 @@ def run_grpo(place, rows):
     single = toys.prompts(LENGTHS[:4])
     grouped = jax.tree.map(lambda leaf: jnp.repeat(leaf, 4, axis=0), single)
     grouped = grouped.replace(sample=jnp.tile(jnp.arange(4, dtype=jnp.int32), 4))
-    scorer = rewards.init(jax.random.key(1), toys.params(MODEL, seed=1), model=MODEL)
+    scorer = toys.scorer(MODEL, seed=1)
     train = state.grpo_state(
         policy=PARAMS, policy_optimizer=OPTIMIZER, kl=kl_control.fixed(0.1)
     )

@@ -274,7 +274,7 @@ ALGORITHM = ppo.PPO(
 )
 PARAMS = toys.params(GPT2)
 REFERENCE = toys.params(GPT2, seed=3)
-SCORER = rewards.init(jax.random.key(1), toys.params(GPT2, seed=1), model=GPT2)
+SCORER = toys.scorer(GPT2, seed=1)
 LENGTHS = (4, 2, 3, 1) * 4
 
 

@@ -60,7 +60,7 @@ def unrolled(model: config.ModelConfig) -> config.ModelConfig:
     ids=lambda value: getattr(value, "family", value),
 )
 def test_layers_one_by_one_are_the_loop(model, remat):
-    params = toys.init(jax.random.key(0), model=model)
+    params = toys.params(model)
     tokens, mask = batch()
     shape = (*tokens.shape, model.hidden_size)
     weights = np.random.default_rng(1).normal(size=shape).astype(np.float32)
@@ -94,7 +94,7 @@ def test_layers_one_by_one_are_the_loop(model, remat):
     ],
 )
 def test_earlier_columns_are_zero_and_the_others_as_they_were(model, unroll, first):
-    params = toys.init(jax.random.key(0), model=model)
+    params = toys.params(model)
     model = dataclasses.replace(model, unroll=unroll)
     tokens, mask = batch()
     prefill = jax.jit(decoder.prefill, static_argnames=("model", "first_column"))
@@ -108,7 +108,7 @@ def test_earlier_columns_are_zero_and_the_others_as_they_were(model, unroll, fir
 
 def test_the_last_layer_leaves_out_what_nobody_wants():
     model = unrolled(toys.GPT2)
-    params = toys.init(jax.random.key(0), model=toys.GPT2)
+    params = toys.params()
     tokens, mask = batch()
 
     def flops(first: int) -> float:
@@ -129,7 +129,7 @@ def test_the_last_layer_leaves_out_what_nobody_wants():
 
 def test_stored_layers_are_looped_over_whatever_the_layout():
     model = toys.GPT2
-    params = toys.init(jax.random.key(0), model=model)
+    params = toys.params(model)
     stored = in_int8(params)
     tokens, mask = batch()
     hidden = jax.jit(decoder.hidden_states, static_argnames="model")
@@ -223,7 +223,7 @@ def test_windows_cover_every_column_and_grow_slowly():
 )
 def test_windows_change_no_sample(model, stop_ids, monkeypatch):
     model = dataclasses.replace(model, max_positions=64)
-    params = toys.init(jax.random.key(0), model=model)
+    params = toys.params(model)
     tokens, mask = batch(columns=PROMPT)
     keys = decode.row_keys(
         jax.random.key(2), index=jnp.arange(3), sample=jnp.zeros(3, jnp.int32)
@@ -447,7 +447,7 @@ def test_chunks_of_words_are_as_many_times_larger_as_devices_share_them(
     model, (tokens, mask) = toys.GPT2, batch()
     tokens, mask = (jnp.tile(array[:1], (8, 1)) for array in (tokens, mask))
     compute = functools.partial(policy.logprobs, model=model, tokens=tokens, mask=mask)
-    params = toys.init(jax.random.key(0), model=model)
+    params = toys.params(model)
     mesh = MeshShape.parse(shape).make()
     jax.eval_shape(compute, params)
     jax.eval_shape(sharding.on(mesh, compute), params)
@@ -492,7 +492,7 @@ def test_attention_by_cudnn_is_asked_for_and_needs_a_gpu(monkeypatch):
         return plain(*args, **options)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
-    params = toys.init(jax.random.key(0), model=toy)
+    params = toys.params(toy)
     asked.clear()
     tokens, mask = batch()
     given = {"tokens": tokens, "mask": mask}

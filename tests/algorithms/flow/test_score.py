@@ -8,7 +8,7 @@ import oracles
 import pytest
 import toys
 
-from rlhf_jax import critic, rewards
+from rlhf_jax import critic
 from rlhf_jax.algorithms.flow import score
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.kl.penalty import Penalty
@@ -16,7 +16,7 @@ from rlhf_jax.functional.kl.penalty import Penalty
 SCORES = jnp.asarray([1.0, -0.5, 0.25, 2.0], jnp.float32)
 POLICY = toys.params()
 REFERENCE = toys.freeze(toys.params(seed=5))
-CRITIC = rewards.init(jax.random.key(3), toys.params(seed=6), model=toys.GPT2)
+CRITIC = toys.scorer(seed=6)
 
 scored_by = functools.partial(
     score.score,

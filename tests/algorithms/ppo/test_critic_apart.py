@@ -10,7 +10,7 @@ import optax
 import pytest
 import toys
 
-from rlhf_jax import batch, frozen, kl_control, masked, ppo, rewards, state
+from rlhf_jax import batch, frozen, kl_control, masked, ppo, state
 from rlhf_jax.algorithms import optimizers
 from rlhf_jax.algorithms.flow import score
 from rlhf_jax.algorithms.ppo import critic_apart
@@ -22,7 +22,7 @@ from rlhf_jax.roles.critic import from_base
 
 LR = 0.1
 POLICY = toys.params()
-CRITIC = rewards.init(jax.random.key(1), toys.params(seed=1), model=toys.GPT2)
+CRITIC = toys.scorer(seed=1)
 BASE = ppo.PPO(
     model=toys.GPT2,
     critic_model=toys.GPT2,

@@ -16,7 +16,7 @@ import oracles
 import pytest
 import toys
 
-from rlhf_jax import batch, critic, kl_control, masked, policy, ppo, rewards, state
+from rlhf_jax import batch, critic, kl_control, masked, policy, ppo, state
 from rlhf_jax.algorithms.flow import rollout, score
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
 from rlhf_jax.algorithms.ppo.recipe import N_PLUS, OPENAI_2019, Recipe
@@ -26,7 +26,7 @@ from rlhf_jax.functional.kl.penalty import Penalty
 LR, KL_COEF, SIZE = 0.1, 0.1, 8
 POLICY = toys.params()
 REFERENCE = toys.freeze(toys.params(seed=5))
-CRITIC = rewards.init(jax.random.key(1), toys.params(seed=1), model=toys.GPT2)
+CRITIC = toys.scorer(seed=1)
 KEY = jax.random.key(9)
 FIXED = {
     "model": toys.GPT2,

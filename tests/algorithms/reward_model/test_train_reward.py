@@ -14,7 +14,7 @@ from rlhf_jax.algorithms import reward_model
 from rlhf_jax.functional import checks
 
 OPTIMIZER = optax.adam(1e-2)
-PARAMS = rewards.init(jax.random.key(2), toys.params(), model=toys.GPT2)
+PARAMS = toys.scorer(seed=2)
 LENGTHS = ([6, 3, 5, 4], [4, 6, 2, 5])
 update = toys.jit(
     reward_model.update, static_argnames=("model", "optimizer", "micro_batch_size")

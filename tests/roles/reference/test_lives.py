@@ -10,7 +10,7 @@ import optax
 import pytest
 import toys
 
-from rlhf_jax import frozen, kl_control, masked, ppo, rewards, state
+from rlhf_jax import frozen, kl_control, masked, ppo, state
 from rlhf_jax.roles.reference import lifecycle
 from rlhf_jax.roles.reference.lifecycle import Lifecycle
 from rlhf_jax.runs import metrics, run, run_config
@@ -47,7 +47,7 @@ def play(config, *, stop=None):
     life = algorithm.lifecycle
     initial = state.ppo_state(
         policy=jax.tree.map(jnp.copy, toys.params()),
-        critic=rewards.init(jax.random.key(1), toys.params(seed=1), model=toys.GPT2),
+        critic=toys.scorer(seed=1),
         policy_optimizer=ADAM,
         critic_optimizer=ADAM,
         kl=kl_control.adaptive(0.1, target=0.05, unit="response", horizon=80),

@@ -11,7 +11,7 @@ import pytest
 import toys
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from rlhf_jax import frozen, kl_control, masked, ppo, rewards, state
+from rlhf_jax import frozen, kl_control, masked, ppo, state
 from rlhf_jax.functional.kl.penalty import Penalty
 from rlhf_jax.models import leaves
 from rlhf_jax.roles.reference import lifecycle
@@ -156,7 +156,7 @@ def begin(settings: ppo.PPO = BASE) -> state.TrainState:
     """The policy starts with the very parameters that are frozen."""
     return state.ppo_state(
         policy=jax.tree.map(jnp.copy, toys.params()),
-        critic=rewards.init(jax.random.key(1), toys.params(seed=1), model=MODEL),
+        critic=toys.scorer(seed=1),
         policy_optimizer=settings.policy_optimizer,
         critic_optimizer=settings.critic_optimizer,
         kl=kl_control.fixed(0.1),
