@@ -4,7 +4,6 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax import config, decoder
@@ -74,7 +73,9 @@ def params(model: config.ModelConfig, seed: int = 0):
 
     def draw(path, leaf):
         centre = 1.0 if path[-1].key == "scale" else 0.0
-        return jnp.asarray(centre + 0.2 * rng.normal(size=leaf.shape), jnp.float32)
+        drawn = centre + 0.2 * rng.normal(size=leaf.shape)
+        # `jnp.asarray` would be a program for every shape.
+        return jax.device_put(drawn.astype(np.float32))
 
     shapes = jax.eval_shape(lambda: decoder.init(jax.random.key(0), model=model))
     return jax.tree.map_with_path(draw, shapes)
@@ -86,7 +87,7 @@ def with_rows_of_padding(params, model: config.ModelConfig, value: float):
     def fill(rows):
         filled = np.array(rows)
         filled[model.vocab_size :] = value
-        return jnp.asarray(filled)
+        return jax.device_put(filled)
 
     embed = {**params["embed"], "tokens": fill(params["embed"]["tokens"])}
     filled = {**params, "embed": embed}

@@ -1,5 +1,6 @@
 """A user's files at toy size: a tokenizer of words, a checkpoint, data."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -33,6 +34,7 @@ def tokenizer(words=WORDS):
     )
 
 
+@functools.cache
 def params(model=MODEL, *, seed=0):
     init = jax.jit(decoder.init, static_argnames=("model",))
     return init(jax.random.key(seed), model=model)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax import batch, config, decoder, frozen, policy
@@ -33,6 +32,11 @@ TRUNK = ("embed", "layers", "final_norm")
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
+def array(x, dtype: type = np.float32) -> jax.Array:
+    """The array on a device; `jnp.asarray` would be a program for every shape."""
+    return jax.device_put(np.asarray(x, dtype))
+
+
 @functools.cache
 def params(model: ModelConfig = GPT2, *, seed: int = 0, scale: float = 0.3):
     """Parameters spread enough that no two predictions are alike."""
@@ -43,7 +47,7 @@ def params(model: ModelConfig = GPT2, *, seed: int = 0, scale: float = 0.3):
     def draw(path, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         centre = 1.0 if path[-1].key == "scale" and not model.norm_from_one else 0.0
         drawn = centre + rng.normal(0, scale, leaf.shape)
-        return jnp.asarray(drawn.astype(leaf.dtype))
+        return array(drawn, leaf.dtype)
 
     return jax.tree.map_with_path(draw, shapes)
 
@@ -52,10 +56,10 @@ def scorer(model: ModelConfig = GPT2, *, seed: int = 1):
     """Parameters with a scalar head: a reward model's or a critic's."""
     trunk = {name: params(model, seed=seed)[name] for name in TRUNK}
     drawn = np.random.default_rng(seed + 200).normal(0, 0.3, model.hidden_size)
-    kernel = jnp.asarray(drawn.astype(np.float32))
+    kernel = array(drawn)
     return {
         "trunk": trunk,
-        "score": {"kernel": kernel, "bias": jnp.asarray(np.float32(0))},
+        "score": {"kernel": kernel, "bias": array(0)},
     }
 
 
@@ -64,7 +68,7 @@ def weights(*, seed: int = 0):
     rng = np.random.default_rng(seed)
 
     def of(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.normal(0, 0.3, shape), jnp.float32)
+        return array(rng.normal(0, 0.3, shape))
 
     return {
         "embed": {"positions": of(16, 8), "tokens": of(16, 8)},
@@ -80,7 +84,7 @@ def perturbed(tree, *, seed: int, scale: float):
 
     def moved(leaf: jax.Array) -> jax.Array:
         noise = rng.normal(0, scale, leaf.shape).astype(np.float32)
-        return jnp.asarray(np.asarray(leaf) + noise.astype(leaf.dtype))
+        return array(np.asarray(leaf) + noise.astype(leaf.dtype), leaf.dtype)
 
     return jax.tree.map(moved, tree)
 
@@ -91,10 +95,10 @@ def prompts(lengths=(4, 2, 3, 1), *, width: int = 4) -> batch.Prompts:
     mask = np.arange(width)[None, :] >= width - np.array(lengths)[:, None]
     tokens = rng.integers(3, GPT2.vocab_size, mask.shape)
     return batch.Prompts(
-        tokens=jnp.asarray(np.where(mask, tokens, 0), jnp.int32),
-        mask=jnp.asarray(mask),
-        index=jnp.arange(len(lengths), dtype=jnp.int32),
-        sample=jnp.zeros(len(lengths), jnp.int32),
+        tokens=array(np.where(mask, tokens, 0), np.int32),
+        mask=array(mask, bool),
+        index=array(np.arange(len(lengths)), np.int32),
+        sample=array(np.zeros(len(lengths)), np.int32),
     )
 
 
@@ -129,7 +133,7 @@ def experience(rollout: batch.Rollout, *, seed: int = 0) -> batch.Experience:
 
     def noise(scale: float) -> jax.Array:
         normal = rng.normal(0, scale, rollout.tokens.shape)
-        return jnp.asarray(normal * np.asarray(rollout.response_mask), jnp.float32)
+        return array(normal * np.asarray(rollout.response_mask))
 
     return batch.Experience(
         tokens=rollout.tokens,
