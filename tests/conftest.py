@@ -25,6 +25,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jax._src import core
 from jax._src.interpreters import mlir
 from jax.experimental.compilation_cache import compilation_cache
 
@@ -33,6 +34,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # where each operation was asked for into its program, is an eighth of the time.
 gc.set_threshold(100_000, 20, 50)
 jax.config.update("jax_traceback_in_locations_limit", 0)
+# `jnp.asarray` of a NumPy array is a program that returns it, one for every shape.
+if hasattr(core, "stage_p"):
+    core.stage_p.def_impl(jax.device_put)
 # Of a program of one operation a quarter of the time, and of a worker a third of the
 # memory, is an MLIR context of its own: all programs share one.
 if hasattr(mlir, "make_ir_context"):
