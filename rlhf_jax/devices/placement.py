@@ -192,8 +192,9 @@ class PolicyPlacement:
         """The mesh of the policy: over all devices but the last ones that roles take.
 
         Raises:
-          InputError: The mesh does not fit the devices, or roles take the last devices
-            although there are several processes, none of which could copy to all.
+          InputError: A mesh does not fit the devices, JAX has no CPU for a role that is
+            there, or roles are on the last devices or the CPU although there are
+            several processes, none of which could copy to all.
         """
         taken = max((place.num_last for place in self.places().values()), default=0)
         if taken and jax.process_count() > 1:
@@ -209,9 +210,17 @@ class PolicyPlacement:
                 f"place them with the policy"
             )
         try:
-            return self.policy.make(jax.devices()[: jax.device_count() - taken])
+            mesh = self.policy.make(jax.devices()[: jax.device_count() - taken])
         except InputError as error:
             raise InputError(f"--placement.policy: {error}") from None
+        for role, place in self.places().items():  # before any weights are read
+            try:
+                place.mesh_beside(mesh)
+                if place.devices == "cpu":
+                    _host()
+            except InputError as error:
+                raise InputError(f"--placement.{role}: {error}") from None
+        return mesh
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -92,6 +92,23 @@ def test_devices_that_do_not_suffice(options, message):
         Placement(**options).policy_mesh()
 
 
+@pytest.mark.parametrize("role", ["reference", "reward"])
+def test_a_place_that_does_not_fit_is_told_by_its_option(role):
+    """Before any weights are read: trainers begin with the policy's mesh."""
+    wide = Placement(
+        policy=FOUR, critic=Place("last", FOUR), **{role: Place.parse("tensor=8")}
+    )
+    with pytest.raises(InputError, match=rf"^--placement.{role}: .* the 4 devices"):
+        wide.policy_mesh()
+
+
+def test_a_host_that_cannot_be_had_is_told_by_its_option(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    eight = ReferencePlacement(policy=MeshShape(data=8), reference=Place("cpu"))
+    with pytest.raises(InputError, match=r"^--placement.reference: .* got cpu with 2"):
+        eight.policy_mesh()
+
+
 @pytest.mark.parametrize("role", ["sampler", "critic"])
 @pytest.mark.parametrize("text", ["cpu", "data=2", "pinned_host", "last@pinned_host"])
 def test_what_is_trained_or_samples_is_on_devices(role, text):
