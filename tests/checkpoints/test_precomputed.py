@@ -87,6 +87,7 @@ def test_a_cache_equals_live_log_probs_to_the_bit(tmp_path, how, never):
         np.testing.assert_array_equal(ours, expected)
 
 
+@pytest.mark.slow
 def test_any_other_model_data_or_temperature_is_another_file(tmp_path, never):
     first = load(tmp_path)
     other = frozen.freeze(toys.params(seed=1))

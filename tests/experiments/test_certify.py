@@ -86,6 +86,7 @@ def test_a_stop_token_ends_each_response_once(stopping):
     assert np.exp(np.asarray(chances, np.float64)).sum() == pytest.approx(1, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_probabilities_are_those_of_single_words_multiplied(world):
     tokens = enumerable.every_tokens()
     mask = np.ones(tokens.shape, bool)

@@ -199,6 +199,7 @@ def test_pairs_are_as_many_as_the_responses_of_the_others(given):
     assert set(chosen_by((30.0, 0.0), given)) == {"like"}
 
 
+@pytest.mark.slow
 def test_labels_are_bradley_terry_in_units_of_the_score(given):
     found = chosen_by((1.0, 0.0), given, num_steps=64, batch_size=64)
     share = np.mean([verb == "like" for verb in found])

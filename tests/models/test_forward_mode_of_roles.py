@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from tiers import one_in
 
 from rlhf_jax import decoder, policy
 from rlhf_jax.models import heads, layout
@@ -71,7 +72,7 @@ def like(tree, seed, scale=1.0):
 
 @pytest.mark.parametrize(
     ("role", "name"),
-    [(role, "gpt2") for role in QUICK]
+    one_in(2, [(role, "gpt2") for role in QUICK])
     + [
         pytest.param(role, name, marks=pytest.mark.long)
         for name in MODELS

@@ -371,6 +371,7 @@ def test_sft_trains_adapters():
     )
 
 
+@pytest.mark.slow
 def test_a_reward_model_is_adapters_and_a_score():
     start = of_base(KEY, model=toys.GPT2, lora=ALL)
     pairs = batch.Preferences(chosen=sequences(0), rejected=sequences(1), margin=None)

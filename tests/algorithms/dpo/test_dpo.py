@@ -174,6 +174,7 @@ def test_however_an_update_is_cut_it_is_the_same(packed, reference):
         same_update(update(start(), dpo=parts, **given), expected)
 
 
+@pytest.mark.slow
 def test_it_starts_at_log_2_and_learns_its_pairs(packed):
     held = toys.freeze(PARAMS)
     current, losses = start(), []

@@ -204,6 +204,7 @@ def test_garbage_under_the_masks_changes_nothing(updated, experience):
     assert toys.leaves_equal(stats, updated[1])
 
 
+@pytest.mark.slow
 def test_wider_padding_changes_nothing(updated, experience):
     wider = jax.tree.map(lambda leaf: jnp.pad(leaf, ((0, 0), (3, 0))), experience)
     after, stats = update(fresh(), experience=wider, key=KEY, recipe=BASE)

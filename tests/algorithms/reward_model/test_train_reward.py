@@ -81,6 +81,7 @@ def test_an_update_divides_by_the_pairs(pairs, monkeypatch):
     assert after.params["w"] == 1 - 0.5 * 4
 
 
+@pytest.mark.slow
 def test_it_learns_its_pairs_and_the_margin_asked_for(pairs):
     """Without a margin the loss is content with less of a lead."""
 

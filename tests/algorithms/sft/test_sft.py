@@ -105,6 +105,7 @@ def test_texts_of_a_packed_row_do_not_see_each_other():
     np.testing.assert_allclose(value, expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_loss_falls(texts):
     current, losses = state.supervised_state(PARAMS, optimizer=OPTIMIZER), []
     for _ in range(30):

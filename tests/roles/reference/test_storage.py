@@ -95,6 +95,7 @@ def test_every_way_computes_what_it_stands_for(way, model):
     np.testing.assert_array_equal(held.source_digests, fingerprint.digests(params))
 
 
+@pytest.mark.slow
 def test_a_reward_model_is_one_line_away():
     model = SQUARE
     rng = np.random.default_rng(1)

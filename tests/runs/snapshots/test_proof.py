@@ -426,6 +426,7 @@ def verified(capsys, out, status):
     return capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_verify_exits_with_0_1_or_2(finished, tmp_path, capsys):
     told, _ = verified(capsys, finished, 0)
     root = rooted(finished)[8][0]
