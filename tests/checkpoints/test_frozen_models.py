@@ -83,6 +83,7 @@ def test_a_reference_that_cannot_score_the_policy_s_tokens(
     assert message in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_model_is_held_as_its_options_say(policy):
     far = jax.devices()[3]
     params = jax.device_put(policy.params, far)

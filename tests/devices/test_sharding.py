@@ -121,6 +121,7 @@ def fresh(model=GPT2, *, optimizer=None, policy=None):
     )
 
 
+@pytest.mark.slow
 def test_a_training_state_lies_as_the_rules_say():
     mesh = MeshShape(fsdp=2, tensor=4).make()
     made = sharding.create(fresh, mesh=mesh, small=64)

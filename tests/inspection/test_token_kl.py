@@ -49,6 +49,7 @@ def rows_of(params, model, rows, temperature=1.0):
     return np.asarray(found, np.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "temperature", [pytest.param(1.0, marks=pytest.mark.slow), 0.5]
 )

@@ -61,6 +61,7 @@ def assert_near(found, expected):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     [pytest.param(tiny.GPT2, marks=pytest.mark.long), tiny.LLAMA],

@@ -503,6 +503,7 @@ def test_scores_are_normalised_then_the_missing_stop_is_scored(rollout, referenc
     assert masked.mean_stats(broken_stats)["update/skipped"] == 1
 
 
+@pytest.mark.slow
 def test_a_broken_minibatch_is_skipped_alone(experience):
     """Row 2 is broken: its minibatch of one changes nothing, the other three do."""
     broken = dataclasses.replace(

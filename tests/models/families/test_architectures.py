@@ -53,6 +53,7 @@ def sampled(model, **options):
 # --- cached decoding --------------------------------------------------------------
 
 
+@pytest.mark.slow
 @mixed_soon
 def test_log_probs_of_samples_are_those_of_a_full_forward(model, monkeypatch):
     """Past the window, in caches that grow."""

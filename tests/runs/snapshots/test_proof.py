@@ -378,6 +378,7 @@ def test_verify_names_what_was_tampered_with(finished, tmp_path, change, moved):
     assert row.verdict == "MOVED"
 
 
+@pytest.mark.slow
 def test_verify_sees_nothing_amiss_where_nothing_is(finished, tmp_path):
     out = tampered(finished, tmp_path / "run", lambda arrays, meta: None)
     assert rooted(out) == rooted(finished)
