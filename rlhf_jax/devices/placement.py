@@ -46,7 +46,7 @@ class Place:
     devices: Literal["policy", "last", "cpu"] = "policy"
     """The policy's, the last of all (which the policy leaves free), or the host's."""
     mesh: MeshShape | None = None
-    """Mesh over those devices; None is the policy's, or one device of the last."""
+    """Mesh over those devices; None is the policy's, or the last device alone."""
     memory: Literal["device", "pinned_host"] = "device"
     """Memory that keeps the parameters of a frozen model."""
 
@@ -56,6 +56,9 @@ class Place:
                 f"place: expected cpu alone, which has neither a mesh nor another "
                 f"memory, got {self}; leave one or the other out"
             )
+        if self.devices == "last" and self.mesh == ONE_DEVICE:
+            # One place has one record: a resume compares records.
+            object.__setattr__(self, "mesh", None)
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -271,6 +274,8 @@ def from_0_1(recorded: Mapping[str, Any]) -> dict[str, Any]:
         if name in fields:
             mesh = fields.pop(name)
             devices = "policy" if mesh is None else "last"
+            if mesh == dataclasses.asdict(ONE_DEVICE):  # as `Place` records it
+                mesh = None
             placement[role] = {"devices": devices, "mesh": mesh, "memory": "device"}
     for role in ("reference", "reward"):
         match fields.get(f"{role}_storage"):

@@ -1,5 +1,7 @@
 """Where each role is: the forms of a place, meshes over devices, and the table."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -36,6 +38,17 @@ def test_a_place_is_read_and_written(text):
     place = Place.parse(text)
     assert place == FORMS[text]
     assert Place.parse(str(place)) == place
+
+
+def test_one_place_has_one_record():
+    """Or a resume would refuse the place that the run has."""
+    assert Place.parse("last:data=1") == Place("last", ONE_DEVICE) == Place("last")
+    assert str(Place("last", ONE_DEVICE)) == "last"
+    # On the policy's devices a mesh of one is another place than the policy's.
+    assert Place.parse("data=1") != Place()
+    one = {"data": 1, "fsdp": 1, "tensor": 1}
+    old = placement.from_0_1({"mesh": one, "critic_mesh": one})["placement"]
+    assert old["critic"] == dataclasses.asdict(Place("last"))
 
 
 @pytest.mark.parametrize(
