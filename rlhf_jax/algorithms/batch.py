@@ -21,6 +21,7 @@ import jax
 from jaxtyping import Bool, Float32, Int32
 
 from rlhf_jax.functional import masked
+from rlhf_jax.models.packing import SizedPacking
 
 Array = jax.Array
 
@@ -80,6 +81,20 @@ class Experience(PolicyExperience):
     value_mask: Bool[Array, "B S"]  # states with a value; a column longer in N+
     old_values: Float32[Array, "B S"]  # reward units
     returns: Float32[Array, "B S"]  # reward units
+
+
+@flax.struct.dataclass
+class RolloutPacking:
+    """How models read the rows of an iteration packed, while its records stay padded.
+
+    Made on the host from lengths (`data.layouts`). T optimizer steps, each over b rows
+    of the batch in C parts (micro-batches) of whole responses.
+    """
+
+    # Of all rows: for the reference, the critic and `old_logprobs`.
+    batch: SizedPacking
+    minibatches: SizedPacking  # every leaf [T, C, ...]; of the b rows of a minibatch
+    members: Bool[Array, "T C b"]  # the responses of a part; it may have none
 
 
 @flax.struct.dataclass

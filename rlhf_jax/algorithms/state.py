@@ -22,7 +22,8 @@ from rlhf_jax.roles.rewards.normalisation import RunningMoments
 Array = jax.Array
 Params = Any
 Optimizer = optax.GradientTransformation
-LossFunction = Callable[[Params, Any], tuple[Array, masked.Stats]]
+# (params, part of a batch) -> (loss, stats); with `packing=` where models read it so.
+LossFunction = Callable[..., tuple[Array, masked.Stats]]
 
 
 @flax.struct.dataclass

@@ -181,7 +181,19 @@ def _pack(
             f"at most {width} tokens, its texts with their prompts, got {max(sizes)}; "
             f"make rows wider, or leave long {of}s out"
         )
-    room = np.full(len(texts), width)
+    filled = first_fit(sizes, width=width)
+    return [_row(texts, tuple(places)) for places in filled]
+
+
+def first_fit(sizes: Sequence[int], *, width: int) -> list[list[int]]:
+    """Places in `sizes` by row: each goes into the first row that has room for it.
+
+    Args:
+      sizes: tokens of what is packed whole, none above `width`, in the order in which
+        they are put into rows.
+      width: tokens of a row.
+    """
+    room = np.full(len(sizes), width)
     filled: list[list[int]] = []
     for place, size in enumerate(sizes):
         row = int(np.argmax(room[: len(filled) + 1] >= size))
@@ -189,7 +201,7 @@ def _pack(
             filled.append([])
         filled[row].append(place)
         room[row] -= size
-    return [_row(texts, tuple(places)) for places in filled]
+    return filled
 
 
 def _row(texts: Sequence[tuple[Example, ...]], places: tuple[int, ...]) -> PackedRow:

@@ -14,9 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.models import decoder, heads
+from rlhf_jax.models import heads
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import LoRA, init
+from rlhf_jax.models.packing import Packing, texts_of
 from rlhf_jax.roles.reference import storage
 
 Array = jax.Array
@@ -67,6 +68,7 @@ def values(
     tokens: Array,
     mask: Array,
     first_column: int = 1,
+    packing: Packing | None = None,
 ) -> Array:
     """Value of the state just before each token, and of the finished response.
 
@@ -80,18 +82,15 @@ def values(
       mask: bool[B, S], True at tokens.
       first_column: values of earlier columns are not wanted and are the bias alone; the
         prompt's width gives those of the response.
+      packing: of these rows: the trunk runs on packed rows, and only states that the
+        packing reads have a value. None runs on the padded ones.
 
     Returns:
       f32[B, S], reward units; 0 where no token stands just before.
     """
-    hidden = decoder.hidden_states(
-        params["trunk"],
-        model=model,
-        tokens=tokens,
-        mask=mask,
-        first_column=first_column - 1,
-    )
-    return values_of_hidden(params["score"], hidden, mask=mask)
+    texts = texts_of(tokens, mask, first_column=first_column, packing=packing)
+    hidden = texts.hidden_states(params["trunk"], model=model)
+    return texts.padded(values_of_hidden(params["score"], hidden, mask=texts.mask))
 
 
 def values_of_hidden(score: Params, hidden: Array, *, mask: Array) -> Array:

@@ -15,6 +15,7 @@ from rlhf_jax.functional import kl
 from rlhf_jax.functional.logprobs import MAX_LOGITS, token_logprobs_from_hidden
 from rlhf_jax.models import axes, decoder, heads
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.packing import Packing, texts_of
 
 Array = jax.Array
 Params = Any
@@ -46,8 +47,24 @@ def logprobs(
     temperature: float = 1.0,
     first_column: int = 1,
     segments: Array | None = None,
+    packing: Packing | None = None,
 ) -> Array:
-    """log π(tokens[t] | tokens[<t]), the first result of `logprobs_and_entropy`."""
+    """log π(tokens[t] | tokens[<t]), the first result of `logprobs_and_entropy`.
+
+    With a `packing` of these padded rows the model runs on packed ones; log-probs are
+    those of the responses, at their padded columns.
+    """
+    if packing is not None:
+        texts = texts_of(tokens, mask, first_column=first_column, packing=packing)
+        computed, _ = logprobs_from_hidden(
+            params,
+            texts.hidden_states(params, model=model),
+            model=model,
+            tokens=texts.tokens,
+            mask=texts.mask,
+            temperature=temperature,
+        )
+        return texts.padded(computed)
     return logprobs_and_entropy(
         params,
         model=model,

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.generation import decode
+from rlhf_jax.models.packing import Packing, SizedPacking, at_size
 from rlhf_jax.roles.policy import logprobs
 
 Array = jax.Array
@@ -115,6 +116,7 @@ def recompute_logprobs(
     model: ModelConfig,
     max_new_tokens: int,
     temperature: float,
+    packing: SizedPacking | None = None,
 ) -> Rollout:
     """Computes `old_logprobs` by the trainer's forward pass, not the sampler's.
 
@@ -124,17 +126,23 @@ def recompute_logprobs(
       rollout: Rollout[B, S].
       policy: the parameters that sampled it.
       model, max_new_tokens, temperature: the rollout's.
+      packing: how the model reads these rows packed; None reads them padded.
 
     Returns:
       Rollout[B, S] with other `old_logprobs`.
     """
-    recomputed = logprobs(
-        policy,
-        model=model,
-        tokens=rollout.tokens,
-        mask=rollout.mask,
-        temperature=temperature,
-        first_column=rollout.tokens.shape[1] - max_new_tokens,
-    )
+
+    def compute(packing: Packing | None) -> Array:
+        return logprobs(
+            policy,
+            model=model,
+            tokens=rollout.tokens,
+            mask=rollout.mask,
+            temperature=temperature,
+            first_column=rollout.tokens.shape[1] - max_new_tokens,
+            packing=packing,
+        )
+
+    recomputed = at_size(packing, compute)
     kept = jnp.where(rollout.response_mask, recomputed, 0.0)
     return dataclasses.replace(rollout, old_logprobs=kept)

@@ -11,9 +11,9 @@ from rlhf_jax.algorithms.batch import Rollout, Scored
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty, reward_kl
-from rlhf_jax.models import decoder
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import LoRA
+from rlhf_jax.models.packing import Packing, SizedPacking, at_size, texts_of
 from rlhf_jax.roles import adapted, critic
 from rlhf_jax.roles.policy import exact_kl, logprobs, logprobs_from_hidden
 from rlhf_jax.roles.reference import frozen
@@ -38,6 +38,7 @@ def score(
     ref_logprobs: Array | None = None,
     values: Array | None = None,
     value_after_stop: bool = False,
+    packing: SizedPacking | None = None,
 ) -> Scored:
     """Adds values, reference log-probs and the KL to a rollout, before the epochs.
 
@@ -58,6 +59,7 @@ def score(
       values: f32[B, S], reward units, where `response_values` ran before, as while the
         host computed the scores.
       value_after_stop: value the state after the last token too (N+).
+      packing: how the models read these rows packed; None reads them padded.
 
     Returns:
       Scored[B, S]; every per-token array is 0 outside the response.
@@ -83,6 +85,7 @@ def score(
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             penalty=penalty,
+            packing=packing,
         )
         if ref_logprobs is None:
             ref_logprobs = exact_ref_logprobs
@@ -93,6 +96,7 @@ def score(
             model=model,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
+            packing=packing,
         )
     if ref_logprobs is not None and estimated:
         estimate, kl_stats = reward_kl(
@@ -115,6 +119,7 @@ def score(
             model=critic_model,
             max_new_tokens=max_new_tokens,
             after_stop=value_after_stop,
+            packing=packing,
         )
     return Scored(
         rollout=rollout,
@@ -135,6 +140,7 @@ def _exact_kl(
     max_new_tokens: int,
     temperature: float,
     penalty: Penalty,
+    packing: SizedPacking | None,
 ) -> tuple[Array, Array]:
     """Exact KL and the reference's log-probs, from one forward pass of each model."""
     if policy is None or reference is None:
@@ -144,41 +150,42 @@ def _exact_kl(
             f"the hidden states of both, log-probs of the sampled tokens are not "
             f"enough. Run the reference beside the policy, or choose k1, k2 or k3"
         )
-    ref_params, first_column = (
-        frozen.read(reference),
-        rollout.tokens.shape[1] - max_new_tokens,
-    )
-    hidden, ref_hidden = (
-        decoder.hidden_states(
-            params,
-            model=model,
-            tokens=rollout.tokens,
-            mask=rollout.mask,
-            first_column=first_column - 1,
+    ref_params = frozen.read(reference)
+
+    def compute(packing: Packing | None) -> tuple[Array, Array]:
+        texts = texts_of(
+            rollout.tokens,
+            rollout.mask,
+            first_column=rollout.tokens.shape[1] - max_new_tokens,
+            packing=packing,
         )
-        for params in (policy, ref_params)
-    )
-    exact = exact_kl(
-        policy,
-        hidden,
-        ref_params,
-        ref_hidden,
-        model=model,
-        mask=rollout.mask,
-        temperature=temperature,
-        first_column=first_column,
-        direction=penalty.direction,
-        top_k=penalty.top_k,
-    )
-    ref_logprobs, _ = logprobs_from_hidden(
-        ref_params,
-        ref_hidden,
-        model=model,
-        tokens=rollout.tokens,
-        mask=rollout.mask,
-        temperature=temperature,
-        first_column=first_column,
-    )
+        hidden, ref_hidden = (
+            texts.hidden_states(params, model=model) for params in (policy, ref_params)
+        )
+        exact = exact_kl(
+            policy,
+            hidden,
+            ref_params,
+            ref_hidden,
+            model=model,
+            mask=texts.mask,
+            temperature=temperature,
+            first_column=texts.first_column,
+            direction=penalty.direction,
+            top_k=penalty.top_k,
+        )
+        ref_logprobs, _ = logprobs_from_hidden(
+            ref_params,
+            ref_hidden,
+            model=model,
+            tokens=texts.tokens,
+            mask=texts.mask,
+            temperature=temperature,
+            first_column=texts.first_column,
+        )
+        return texts.padded(exact), texts.padded(ref_logprobs)
+
+    exact, ref_logprobs = at_size(packing, compute)
     kept = rollout.response_mask
     return jnp.where(kept, exact, 0.0), jnp.where(kept, ref_logprobs, 0.0)
 
@@ -208,6 +215,7 @@ def response_values(
     model: ModelConfig,
     max_new_tokens: int,
     after_stop: bool,
+    packing: SizedPacking | None = None,
 ) -> Array:
     """V of the states of a response, within `score` or in a program of its own.
 
@@ -217,17 +225,23 @@ def response_values(
       model: the critic's shape.
       max_new_tokens: R, the response columns; the others have no value.
       after_stop: whether the state after the last token has a value.
+      packing: how the critic reads these rows packed; None reads them padded.
 
     Returns:
       f32[B, S], reward units; 0 where a state has no value.
     """
-    values = critic.values(
-        params,
-        model=model,
-        tokens=rollout.tokens,
-        mask=rollout.mask,
-        first_column=rollout.tokens.shape[1] - max_new_tokens,
-    )
+
+    def compute(packing: Packing | None) -> Array:
+        return critic.values(
+            params,
+            model=model,
+            tokens=rollout.tokens,
+            mask=rollout.mask,
+            first_column=rollout.tokens.shape[1] - max_new_tokens,
+            packing=packing,
+        )
+
+    values = at_size(packing, compute)
     return jnp.where(value_mask(rollout, after_stop=after_stop), values, 0.0)
 
 
@@ -240,6 +254,7 @@ def reference_logprobs(
     temperature: float,
     base: Frozen | None = None,
     lora: LoRA | None = None,
+    packing: SizedPacking | None = None,
 ) -> Array:
     """log π_ref of the response tokens, once a rollout, before the epochs.
 
@@ -253,18 +268,25 @@ def reference_logprobs(
       max_new_tokens: R, the response columns; the others get no log-probs.
       temperature: the rollout's.
       base, lora: where the reference is adapters, else None (`adapted.params`).
+      packing: how the model reads these rows packed; None reads them padded.
 
     Returns:
       f32[B, S], nats; 0 outside the response. No gradient reaches the reference.
     """
-    ref_logprobs = logprobs(
-        adapted.params(frozen.read(reference), base=base, lora=lora),
-        model=model,
-        tokens=rollout.tokens,
-        mask=rollout.mask,
-        temperature=temperature,
-        first_column=rollout.tokens.shape[1] - max_new_tokens,
-    )
+    params = adapted.params(frozen.read(reference), base=base, lora=lora)
+
+    def compute(packing: Packing | None) -> Array:
+        return logprobs(
+            params,
+            model=model,
+            tokens=rollout.tokens,
+            mask=rollout.mask,
+            temperature=temperature,
+            first_column=rollout.tokens.shape[1] - max_new_tokens,
+            packing=packing,
+        )
+
+    ref_logprobs = at_size(packing, compute)
     return jnp.where(rollout.response_mask, ref_logprobs, 0.0)
 
 

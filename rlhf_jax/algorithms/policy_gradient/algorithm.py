@@ -25,6 +25,7 @@ from rlhf_jax.functional import aggregation, checks, masked
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import LoRA, targets
+from rlhf_jax.models.packing import Packing
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.reference.lifecycle import FROZEN, Lifecycle
 
@@ -115,8 +116,9 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
           reference: read for exact KL in the loss alone.
 
         Returns:
-          The minibatch to learn from, and ((policy, critic), part) -> (loss, stats),
-          whose losses add up over the parts.
+          The minibatch to learn from, and ((policy, critic), part, packing) ->
+          (loss, stats), whose losses add up over the parts. `packing` is that of the
+          part, and is passed where the update has one.
         """
         mask = minibatch.response_mask
         terms = functools.partial(
@@ -130,9 +132,11 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
         )
 
         def loss(
-            trained: tuple[Params, Params], part: PolicyExperience
+            trained: tuple[Params, Params],
+            part: PolicyExperience,
+            packing: Packing | None = None,
         ) -> tuple[Array, masked.Stats]:
-            output = terms(trained[0], experience=part)
+            output = terms(trained[0], experience=part, packing=packing)
             return output.loss, output.stats
 
         return minibatch, loss

@@ -23,6 +23,7 @@ from rlhf_jax.algorithms.batch import (
     PolicyExperience,
     Prompts,
     Rollout,
+    RolloutPacking,
     Scored,
     Sequences,
 )
@@ -158,6 +159,7 @@ def learn(
     values: Array | None = None,
     base: Frozen | None = None,
     ptx: Sequences | None = None,
+    packing: RolloutPacking | None = None,
 ) -> tuple[TrainState, masked.Stats, Scored]:
     """An iteration from the scores on: `iteration` without sampling and reward.
 
@@ -172,6 +174,8 @@ def learn(
       ref_logprobs: f32[B, S], nats, of `score.reference_logprobs` where that ran
         before; None computes them here, if there is a reference.
       values: f32[B, S], reward units, of `ppo.values`; None computes them here.
+      packing: how the models read this rollout packed, of its lengths and of
+        `minibatches(shuffle_key(key))` (`data.layouts`); None reads it padded.
 
     Without KL, as in a step that `Lifecycle.kl_every` leaves out, `reference` and
     `ref_logprobs` are None, and there is no penalty and none of its metrics.
@@ -192,6 +196,7 @@ def learn(
         ref_logprobs=ref_logprobs,
         values=values,
         base=base,
+        packing=packing,
     )
     state, update_stats = update(
         state,
@@ -201,6 +206,7 @@ def learn(
         base=base,
         reference=reference,
         ptx=ptx,
+        packing=packing,
     )
     return state, masked.merge_stats(stats, update_stats), scored
 
@@ -220,12 +226,14 @@ def make_experience(
     ref_logprobs: Array | None = None,
     values: Array | None = None,
     base: Frozen | None = None,
+    packing: RolloutPacking | None = None,
 ) -> tuple[TrainState, PolicyExperience, masked.Stats, Scored]:
     """What the updates of an iteration read: `learn` without its update.
 
     Args:
       state: donated by the caller's `jit`; without a critic if there are `values`.
-      rollout, scores, reference, recipe, ref_logprobs, values, base: of `learn`.
+      rollout, scores, reference, recipe, ref_logprobs, values, base, packing: of
+        `learn`.
 
     Returns:
       The state with these scores in its moments, the experience [B, S] of the
@@ -235,6 +243,7 @@ def make_experience(
       InputError: the scores are not one per row, or PPO has neither values nor critic.
     """
     critic = None if values is not None else recipe.critic_of(state, base=base)
+    of_batch = None if packing is None else packing.batch
     returned = rewards.scores_of(scores)
     total, rows = returned.total, rollout.tokens.shape[0]
     if total.shape != (rows,):
@@ -266,6 +275,7 @@ def make_experience(
             model=recipe.model,
             max_new_tokens=recipe.max_new_tokens,
             temperature=recipe.temperature,
+            packing=of_batch,
         )
         stats["policy/sampler_mismatch"] = mean_distance(
             rollout.old_logprobs, sampled.old_logprobs, mask=rollout.response_mask
@@ -284,6 +294,7 @@ def make_experience(
         ref_logprobs=ref_logprobs,
         values=values,
         value_after_stop=critic is not None and critic.after_stop,
+        packing=of_batch,
     )
     kl_coef = recipe.kl_coef(state)
     experience, experience_stats = recipe.experience(scored, kl_coef=kl_coef)

@@ -11,7 +11,7 @@ from rlhf_jax.algorithms.batch import PolicyExperience
 from rlhf_jax.functional import losses, masked
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl import penalty
-from rlhf_jax.models import decoder
+from rlhf_jax.models.packing import Packing, Texts, texts_of
 from rlhf_jax.roles import adapted
 from rlhf_jax.roles.policy import exact_kl, logprobs_from_hidden
 from rlhf_jax.roles.reference import frozen
@@ -29,7 +29,10 @@ class PolicyTerms(NamedTuple):
 
     loss: Array  # f32[]
     stats: masked.Stats
-    hidden: Array  # [b, S, D] of the policy, where a head on its trunk reads on
+    hidden: (
+        Array  # of the policy, [*texts.tokens.shape, D]: a head on its trunk reads on
+    )
+    texts: Texts  # the rows as heads read them
 
 
 def policy_terms(
@@ -42,6 +45,7 @@ def policy_terms(
     recipe: PolicyGradient,
     base: Frozen | None = None,
     reference: Frozen | None = None,
+    packing: Packing | None = None,
 ) -> PolicyTerms:
     """L = policy_loss + β·kl_loss - c_H·entropy of a (micro-)batch.
 
@@ -57,6 +61,7 @@ def policy_terms(
       recipe: static.
       base: the parameters that adapters adapt; None without adapters.
       reference: read for exact KL in the loss alone; no gradient reaches it.
+      packing: how the models read these rows packed; None reads them padded.
 
     Returns:
       The loss with the stats of its terms and `policy/sampler_mismatch`.
@@ -67,24 +72,24 @@ def policy_terms(
         together, or adapters that do not fit.
     """
     mask = experience.response_mask
-    first_column = experience.tokens.shape[1] - recipe.max_new_tokens
     params = adapted.params(policy, base=base, lora=recipe.lora)
-    hidden = decoder.hidden_states(
-        params,
-        model=recipe.model,
-        tokens=experience.tokens,
-        mask=experience.mask,
-        first_column=first_column - 1,
+    texts = texts_of(
+        experience.tokens,
+        experience.mask,
+        first_column=experience.tokens.shape[1] - recipe.max_new_tokens,
+        packing=packing,
     )
+    hidden = texts.hidden_states(params, model=recipe.model)
     logprobs, entropy = logprobs_from_hidden(
         params,
         hidden,
         model=recipe.model,
-        tokens=experience.tokens,
-        mask=experience.mask,
+        tokens=texts.tokens,
+        mask=texts.mask,
         temperature=recipe.temperature,
-        first_column=first_column,
+        first_column=texts.first_column,
     )
+    logprobs = texts.padded(logprobs)
     loss, stats = losses.policy_loss(
         logprobs=logprobs,
         old_logprobs=experience.old_logprobs,
@@ -103,7 +108,7 @@ def policy_terms(
     )
     if recipe.entropy_coef:
         bonus, bonus_stats = losses.entropy_bonus(
-            entropy=entropy,
+            entropy=texts.padded(entropy),
             mask=mask,
             aggregation=recipe.aggregation,
             loss_scale_factor=recipe.loss_scale,
@@ -117,7 +122,7 @@ def policy_terms(
             exact = _exact_kl(
                 params,
                 hidden,
-                experience=experience,
+                texts=texts,
                 reference=reference,
                 recipe=recipe,
             )
@@ -137,14 +142,14 @@ def policy_terms(
             exact=exact,
         )
         loss, stats = loss + kl_coef * kl_loss, stats | kl_stats
-    return PolicyTerms(loss, stats, hidden)
+    return PolicyTerms(loss, stats, hidden, texts)
 
 
 def _exact_kl(
     params: Params,
     hidden: Array,
     *,
-    experience: PolicyExperience,
+    texts: Texts,
     reference: Frozen | None,
     recipe: PolicyGradient,
 ) -> Array:
@@ -154,26 +159,19 @@ def _exact_kl(
             "alone; pass reference to update, or choose k1, k2 or k3"
         )
     ref_params = frozen.read(reference)
-    first_column = experience.tokens.shape[1] - recipe.max_new_tokens
-    ref_hidden = decoder.hidden_states(
-        ref_params,
-        model=recipe.model,
-        tokens=experience.tokens,
-        mask=experience.mask,
-        first_column=first_column - 1,
-    )
-    return exact_kl(
+    exact = exact_kl(
         params,
         hidden,
         ref_params,
-        ref_hidden,
+        texts.hidden_states(ref_params, model=recipe.model),
         model=recipe.model,
-        mask=experience.mask,
+        mask=texts.mask,
         temperature=recipe.temperature,
-        first_column=first_column,
+        first_column=texts.first_column,
         direction=recipe.penalty.direction,
         top_k=recipe.penalty.top_k,
     )
+    return texts.padded(exact)
 
 
 def mean_distance(left: Array, right: Array, *, mask: Array) -> tuple[Array, Array]:

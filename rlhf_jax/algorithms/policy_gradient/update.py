@@ -17,8 +17,13 @@ import jax.numpy as jnp
 import optax
 
 from rlhf_jax.algorithms import sft
-from rlhf_jax.algorithms.batch import PolicyExperience, Sequences
+from rlhf_jax.algorithms.batch import PolicyExperience, RolloutPacking, Sequences
 from rlhf_jax.algorithms.policy_gradient.algorithm import MinibatchLoss, PolicyGradient
+from rlhf_jax.algorithms.policy_gradient.packed_parts import (
+    PackedParts,
+    accumulate_packed,
+    packed_parts,
+)
 from rlhf_jax.algorithms.state import (
     Optimizer,
     TrainState,
@@ -46,6 +51,7 @@ def update(
     reference: Frozen | None = None,
     ptx: Sequences | None = None,
     critic_apart: bool = False,
+    packing: RolloutPacking | None = None,
 ) -> tuple[TrainState, masked.Stats]:
     """Epochs over reshuffled minibatches, one optimizer step each, in one program.
 
@@ -59,6 +65,9 @@ def update(
       ptx: Sequences[M, S'], for `recipe.ptx_coef`.
       critic_apart: the critic is updated by a program of its own, and the state has
         none.
+      packing: how the models read the rows packed, of the lengths of this experience
+        and of `minibatches(key)`: the host computes these again, one small transfer
+        per iteration. Its parts are the micro-batches. None reads rows padded.
 
     Returns:
       The state of the next iteration and stats over all minibatches that were used. A
@@ -71,8 +80,8 @@ def update(
     Raises:
       InputError: batch sizes do not divide, the state has a critic where the
         algorithm has none or the other way round, the critic cannot be trained apart,
-        or there is one of `base` and `recipe.lora`, or of `ptx` and `recipe.ptx_coef`,
-        without the other.
+        there is one of `base` and `recipe.lora`, or of `ptx` and `recipe.ptx_coef`,
+        without the other, or the packing is of another number of steps.
     """
     critic_optimizer = recipe.critic_update
     if critic_apart:
@@ -97,9 +106,9 @@ def update(
     policy_waits = recipe.policy_waits(state)
 
     def step(
-        carry: tuple[TrainState, Array], turn: tuple[Array, Array]
+        carry: tuple[TrainState, Array], turn: tuple[Array, Array, PackedParts | None]
     ) -> tuple[tuple[TrainState, Array], masked.Stats]:
-        number, chosen = turn
+        number, chosen, parts = turn
 
         def take(state: TrainState) -> tuple[TrainState, Array, masked.Stats]:
             part = number % recipe.num_minibatches
@@ -112,6 +121,7 @@ def update(
                 base=base,
                 policy_waits=policy_waits,
                 ptx=jax.tree.map(lambda leaf: leaf[part], texts),
+                parts=parts,
             )
 
         def leave(state: TrainState) -> tuple[TrainState, Array, masked.Stats]:
@@ -127,7 +137,8 @@ def update(
             state, stopped, stats = jax.lax.cond(stopped, leave, take, state)
         return (state, stopped), stats
 
-    turns = jnp.arange(len(order)), order
+    parts = packed_parts(packing, steps=len(order))
+    turns = jnp.arange(len(order)), order, parts
     (state, _), stats = jax.lax.scan(step, (state, jnp.bool_(False)), turns)
     mismatch = stats.pop("policy/sampler_mismatch")
     stats = masked.total_stats(stats)
@@ -200,15 +211,19 @@ def _step(
     base: Frozen | None,
     ptx: Sequences | None,
     policy_waits: Array | None,
+    parts: PackedParts | None,
 ) -> tuple[TrainState, Array, masked.Stats]:
     """One optimizer step, or none; True where the updates of this batch are to end."""
     minibatch, loss = loss_of(minibatch)
-    (policy_grads, critic_grads), stats = accumulate(
-        loss,
-        (state.policy, state.critic),
-        minibatch,
-        micro_batch_size=recipe.micro_batch_size,
-    )
+    trained = state.policy, state.critic
+    if parts is None:
+        (policy_grads, critic_grads), stats = accumulate(
+            loss, trained, minibatch, micro_batch_size=recipe.micro_batch_size
+        )
+    else:
+        (policy_grads, critic_grads), stats = accumulate_packed(
+            loss, trained, minibatch, parts=parts
+        )
     if ptx is not None:
         grads, ptx_stats = _ptx_gradient(state.policy, ptx, recipe=recipe, base=base)
         policy_grads = jax.tree.map(jnp.add, policy_grads, grads)

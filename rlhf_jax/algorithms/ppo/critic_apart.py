@@ -23,13 +23,19 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.algorithms import state
-from rlhf_jax.algorithms.batch import Experience, Rollout
+from rlhf_jax.algorithms.batch import Experience, Rollout, RolloutPacking
 from rlhf_jax.algorithms.flow import score
+from rlhf_jax.algorithms.policy_gradient.packed_parts import (
+    PackedParts,
+    accumulate_packed,
+    packed_parts,
+)
 from rlhf_jax.algorithms.policy_gradient.update import minibatches
 from rlhf_jax.algorithms.ppo.loss import critic_loss, whitened
 from rlhf_jax.algorithms.ppo.recipe import PPO
 from rlhf_jax.algorithms.state import SupervisedState
 from rlhf_jax.functional import masked
+from rlhf_jax.models.packing import Packing
 from rlhf_jax.roles import adapted
 from rlhf_jax.roles.reference.frozen import Frozen
 
@@ -38,7 +44,12 @@ Params = Any
 
 
 def values(
-    critic: Params, *, rollout: Rollout, recipe: PPO, base: Frozen | None = None
+    critic: Params,
+    *,
+    rollout: Rollout,
+    recipe: PPO,
+    base: Frozen | None = None,
+    packing: RolloutPacking | None = None,
 ) -> Array:
     """The critic's values of a rollout, f32[B, S], reward units.
 
@@ -47,6 +58,7 @@ def values(
       rollout: Rollout[B, S].
       recipe: static.
       base: the parameters that adapters adapt; None without adapters.
+      packing: how the critic reads the rollout packed; None reads it padded.
     """
     return score.response_values(
         adapted.params(critic, base=base, lora=recipe.lora),
@@ -54,6 +66,7 @@ def values(
         model=recipe.critic_model,
         max_new_tokens=recipe.max_new_tokens,
         after_stop=recipe.value_after_stop,
+        packing=None if packing is None else packing.batch,
     )
 
 
@@ -64,6 +77,7 @@ def update(
     key: Array,
     recipe: PPO,
     base: Frozen | None = None,
+    packing: RolloutPacking | None = None,
 ) -> tuple[SupervisedState, masked.Stats]:
     """The critic's share of `ppo.update`, c_v·value_loss over the same minibatches.
 
@@ -73,6 +87,7 @@ def update(
       key: that of `ppo.update`, `ppo.shuffle_key`.
       recipe: static.
       base: the parameters that adapters adapt; None without adapters.
+      packing: that of `ppo.update`; None reads rows padded.
 
     Returns:
       The next state, whose `step` counts minibatches, and stats of the value loss with
@@ -86,8 +101,9 @@ def update(
     order = minibatches(key, rows=experience.tokens.shape[0], recipe=recipe)
 
     def step(
-        critic: SupervisedState, chosen: Array
+        critic: SupervisedState, turn: tuple[Array, PackedParts | None]
     ) -> tuple[SupervisedState, masked.Stats]:
+        chosen, parts = turn
         minibatch = jax.tree.map(lambda leaf: leaf[chosen], experience)
         minibatch = whitened(minibatch, recipe=recipe)
         responses = minibatch.response_mask.any(axis=1)
@@ -98,16 +114,28 @@ def update(
             recipe=recipe,
             base=base,
         )
-        grads, stats = state.accumulate(
-            lambda params, part: loss(params, experience=part),
-            critic.params,
-            minibatch,
-            micro_batch_size=recipe.micro_batch_size,
-        )
+
+        def of_part(
+            params: Params, part: Experience, packing: Packing | None = None
+        ) -> tuple[Array, masked.Stats]:
+            return loss(params, experience=part, packing=packing)
+
+        if parts is None:
+            grads, stats = state.accumulate(
+                of_part,
+                critic.params,
+                minibatch,
+                micro_batch_size=recipe.micro_batch_size,
+            )
+        else:
+            grads, stats = accumulate_packed(
+                of_part, critic.params, minibatch, parts=parts
+            )
         return state.supervised_step(
             critic, grads, stats, optimizer=recipe.critic_optimizer
         )
 
-    critic, stats = jax.lax.scan(step, critic, order)
+    parts = packed_parts(packing, steps=len(order))
+    critic, stats = jax.lax.scan(step, critic, (order, parts))
     stats = masked.total_stats(stats)
     return critic, {name.replace("update/", "critic/"): x for name, x in stats.items()}

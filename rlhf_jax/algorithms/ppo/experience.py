@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.algorithms.batch import Experience, Rollout, Scored
+from rlhf_jax.algorithms.batch import Experience, Rollout, RolloutPacking, Scored
 from rlhf_jax.algorithms.flow import score
 from rlhf_jax.algorithms.state import TrainState
 from rlhf_jax.functional import masked, token_rewards
@@ -25,7 +25,12 @@ Whiten = Literal["rollout", "minibatch"] | None
 
 
 def values(
-    state: TrainState, *, rollout: Rollout, recipe: PPO, base: Frozen | None = None
+    state: TrainState,
+    *,
+    rollout: Rollout,
+    recipe: PPO,
+    base: Frozen | None = None,
+    packing: RolloutPacking | None = None,
 ) -> Array:
     """The critic's values of a rollout, which `learn` computes if they are not passed.
 
@@ -36,6 +41,7 @@ def values(
       rollout: Rollout[B, S].
       recipe: static.
       base: the parameters that adapters adapt; None without adapters.
+      packing: how the critic reads the rollout packed; None reads it padded.
 
     Returns:
       f32[B, S], reward units; 0 where a state has no value.
@@ -50,6 +56,7 @@ def values(
         model=critic.model,
         max_new_tokens=recipe.max_new_tokens,
         after_stop=critic.after_stop,
+        packing=None if packing is None else packing.batch,
     )
 
 

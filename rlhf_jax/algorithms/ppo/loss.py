@@ -16,6 +16,7 @@ from rlhf_jax.algorithms.batch import Experience
 from rlhf_jax.algorithms.policy_gradient.loss import policy_terms
 from rlhf_jax.algorithms.ppo.experience import estimate
 from rlhf_jax.functional import losses, masked
+from rlhf_jax.models.packing import Packing
 from rlhf_jax.roles import adapted
 from rlhf_jax.roles.critic import values, values_of_hidden
 from rlhf_jax.roles.reference.frozen import Frozen
@@ -61,6 +62,7 @@ def ppo_loss(
     recipe: PPO,
     base: Frozen | None = None,
     reference: Frozen | None = None,
+    packing: Packing | None = None,
 ) -> tuple[Array, masked.Stats]:
     """L = policy_loss + c_v·value_loss + β·kl_loss - c_H·entropy of a (micro-)batch.
 
@@ -78,6 +80,7 @@ def ppo_loss(
       recipe: static.
       base: the parameters that adapters adapt; None without adapters.
       reference: read for exact KL in the loss alone; no gradient reaches it.
+      packing: how the models read these rows packed; None reads them padded.
 
     Returns:
       f32[] and the stats of the losses and `policy/sampler_mismatch`.
@@ -89,7 +92,7 @@ def ppo_loss(
 
     Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
     """
-    loss, stats, hidden = policy_terms(
+    loss, stats, hidden, texts = policy_terms(
         policy,
         experience=experience,
         kl_coef=kl_coef,
@@ -98,16 +101,24 @@ def ppo_loss(
         recipe=recipe,
         base=base,
         reference=reference,
+        packing=packing,
     )
     if critic is None:
         return loss, stats
     counts = {"num_values": num_values, "num_responses": num_responses}
     if recipe.shared_trunk:
-        predicted = values_of_hidden(critic["score"], hidden, mask=experience.mask)
-        added = _value_loss(predicted, experience=experience, recipe=recipe, **counts)
+        predicted = values_of_hidden(critic["score"], hidden, mask=texts.mask)
+        added = _value_loss(
+            texts.padded(predicted), experience=experience, recipe=recipe, **counts
+        )
     else:
         added = critic_loss(
-            critic, experience=experience, recipe=recipe, base=base, **counts
+            critic,
+            experience=experience,
+            recipe=recipe,
+            base=base,
+            packing=packing,
+            **counts,
         )
     return loss + added[0], stats | added[1]
 
@@ -120,6 +131,7 @@ def critic_loss(
     num_responses: Array,
     recipe: PPO,
     base: Frozen | None = None,
+    packing: Packing | None = None,
 ) -> tuple[Array, masked.Stats]:
     """c_v·value_loss of a (micro-)batch, by a critic with a trunk of its own.
 
@@ -129,6 +141,7 @@ def critic_loss(
       num_values, num_responses: f32[], counts of the whole minibatch.
       recipe: the coefficients.
       base: the parameters that adapters adapt; None without adapters.
+      packing: how the critic reads these rows packed; None reads them padded.
 
     Returns:
       f32[] loss and {name: (sum, weight)}, whose parts add up over a minibatch.
@@ -142,6 +155,7 @@ def critic_loss(
         tokens=experience.tokens,
         mask=experience.mask,
         first_column=experience.tokens.shape[1] - recipe.max_new_tokens,
+        packing=packing,
     )
     return _value_loss(
         predicted,

@@ -23,6 +23,7 @@ from rlhf_jax.algorithms.state import LossFunction, Optimizer, TrainState
 from rlhf_jax.functional import checks, losses, masked
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.packing import Packing
 from rlhf_jax.roles import adapted
 from rlhf_jax.roles.reference.frozen import Frozen
 
@@ -173,7 +174,8 @@ class PPO(Recipe, PolicyGradient):
           reference: read for exact KL in the loss alone.
 
         Returns:
-          The minibatch to learn from, and ((policy, critic), part) -> (loss, stats).
+          The minibatch to learn from, and ((policy, critic), part, packing) ->
+          (loss, stats).
         """
         minibatch = whitened(minibatch, recipe=self)
         mask, value_mask = minibatch.response_mask, minibatch.value_mask
@@ -187,7 +189,13 @@ class PPO(Recipe, PolicyGradient):
             base=base,
             reference=reference,
         )
-        return minibatch, lambda trained, part: loss(*trained, experience=part)
+
+        def of_part(
+            trained: tuple[Any, Any], part: Experience, packing: Packing | None = None
+        ) -> tuple[jax.Array, masked.Stats]:
+            return loss(*trained, experience=part, packing=packing)
+
+        return minibatch, of_part
 
     def critic_of(self, state: TrainState, *, base: Frozen | None) -> Critic:
         """The critic of a state: a model, adapters of `base`, or a head on the policy.

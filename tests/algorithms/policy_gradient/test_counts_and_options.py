@@ -15,6 +15,7 @@ from rlhf_jax.algorithms import batch, reinforce, state
 from rlhf_jax.algorithms.policy_gradient import algorithm, loss
 from rlhf_jax.functional.kl.penalty import Penalty
 from rlhf_jax.functional.kl.target_coefficients import adaptive
+from rlhf_jax.models import packing
 
 ITERATION = "rlhf_jax.algorithms.policy_gradient.iteration"
 UPDATE = "rlhf_jax.algorithms.policy_gradient.update"
@@ -35,7 +36,7 @@ def test_counts_are_those_of_the_minibatch(monkeypatch):
 
     def terms(policy, **options):
         told.update(options)
-        return loss.PolicyTerms(jnp.zeros(()), {}, jnp.zeros(()))
+        return loss.PolicyTerms(jnp.zeros(()), {}, jnp.zeros(()), None)
 
     monkeypatch.setattr(algorithm, "policy_terms", terms)
     minibatch = SimpleNamespace(response_mask=MASK)
@@ -89,7 +90,7 @@ def read(monkeypatch):
 
     zeros = jnp.zeros(MASK.shape, jnp.float32)
     hidden = stands_for("hidden_states", jnp.zeros((*MASK.shape, 2), jnp.float32))
-    monkeypatch.setattr(loss.decoder, "hidden_states", hidden)
+    monkeypatch.setattr(packing.decoder, "hidden_states", hidden)
     logprobs = stands_for("logprobs_from_hidden", (zeros, zeros))
     monkeypatch.setattr(loss, "logprobs_from_hidden", logprobs)
     monkeypatch.setattr(loss, "exact_kl", stands_for("exact_kl", zeros))
@@ -177,7 +178,8 @@ def test_a_critic_with_a_trunk_of_its_own_adapts_the_same_base(monkeypatch):
         return jnp.float32(2.0), {"loss/value": (2.0, 1.0)}
 
     def of_policy(policy, **options):
-        return loss.PolicyTerms(jnp.float32(0.5), {"loss/policy": (0.5, 1.0)}, None)
+        terms = {"loss/policy": (0.5, 1.0)}
+        return loss.PolicyTerms(jnp.float32(0.5), terms, None, None)
 
     module = import_module("rlhf_jax.algorithms.ppo.loss")
     monkeypatch.setattr(module, "critic_loss", of_critic)

@@ -138,7 +138,7 @@ def test_the_loss_is_told_the_values_and_the_responses_of_a_minibatch(
 ):
     """Not those of a micro-batch, and a row without a response is none."""
 
-    def counts(critic, *, experience, num_values, num_responses, recipe, base):
+    def counts(critic, *, experience, num_values, num_responses, **_):
         loss = critic["score"]["bias"].sum() * experience.mask.sum()
         one = jnp.ones(())
         return loss, {"values": (num_values, one), "responses": (num_responses, one)}

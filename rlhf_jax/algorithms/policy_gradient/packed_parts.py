@@ -1,0 +1,91 @@
+"""The gradient of a minibatch whose rows the models read packed, part by part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.algorithms.batch import RolloutPacking
+from rlhf_jax.algorithms.state import LossFunction
+from rlhf_jax.functional import masked
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models.packing import Packing, SizedPacking, at_size
+
+Array = jax.Array
+Params = Any
+
+
+@flax.struct.dataclass
+class PackedParts:
+    """How the rows of one minibatch are packed, in C parts of whole responses."""
+
+    packing: SizedPacking  # every leaf [C, ...]
+    members: Array  # bool[C, b], the responses of each part
+
+
+def packed_parts(packing: RolloutPacking | None, *, steps: int) -> PackedParts | None:
+    """The parts of all minibatches of an update, every leaf [steps, C, ...].
+
+    Raises:
+      InputError: the packing is of another number of optimizer steps.
+    """
+    if packing is None:
+        return None
+    if packing.members.shape[0] != steps:
+        raise InputError(
+            f"packing: expected {steps} minibatches, epochs times num_minibatches, got "
+            f"{packing.members.shape[0]}; make it by data.layouts for this recipe"
+        )
+    return PackedParts(packing.minibatches, packing.members)
+
+
+def accumulate_packed(
+    loss: LossFunction, params: Params, minibatch: Any, *, parts: PackedParts
+) -> tuple[Params, masked.Stats]:
+    """`accumulate`, of parts that hold tokens rather than rows.
+
+    The rows of a minibatch that a part does not hold are all 0 and False in it: they
+    weigh nothing. Padded arrays of numbers per token are small beside the model's. A
+    part without responses is not computed.
+
+    Args:
+      loss: (params, rows, packing=) -> (loss f32[], stats), already divided by the
+        counts of the whole minibatch, so that the losses of its parts add up.
+      params: f32 pytree.
+      minibatch: pytree whose leaves have b rows.
+      parts: of its rows.
+
+    Returns:
+      The gradient, as if taken at once, and the stats of all parts together.
+    """
+    gradient = jax.grad(loss, has_aux=True)
+
+    def of_part(part: PackedParts, rows: Any) -> tuple[Params, masked.Stats]:
+        def at(packing: Packing | None) -> tuple[Params, masked.Stats]:
+            return gradient(params, rows, packing=packing)
+
+        return at_size(part.packing, at)
+
+    if parts.members.shape[0] == 1:
+        return of_part(jax.tree.map(lambda leaf: leaf[0], parts), minibatch)
+
+    def add(total: Params, part: PackedParts) -> tuple[Params, masked.Stats]:
+        def own(leaf: Array) -> Array:
+            kept = part.members.reshape(-1, *[1] * (leaf.ndim - 1))
+            return jnp.where(kept, leaf, jnp.zeros_like(leaf))
+
+        def compute(total: Params) -> tuple[Params, masked.Stats]:
+            grads, stats = of_part(part, jax.tree.map(own, minibatch))
+            return jax.tree.map(jnp.add, total, grads), stats
+
+        def leave(total: Params) -> tuple[Params, masked.Stats]:
+            _, stats = jax.eval_shape(compute, total)
+            return total, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), stats)
+
+        return jax.lax.cond(part.members.any(), compute, leave, total)
+
+    grads, stats = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), parts)
+    return grads, masked.total_stats(stats)

@@ -1,0 +1,230 @@
+"""Texts into packed rows, these into parts and groups, and the index arrays of each."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rlhf_jax.data.packing import first_fit
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models.packing import NONE, Packing
+
+HostArray = Any  # NumPy's
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What of a run's packing does not depend on lengths."""
+
+    rows: int  # B, of a batch
+    num_minibatches: int
+    max_new_tokens: int  # R, response columns
+    width: int  # W, tokens of a packed row
+    devices: int = 1  # that share rows: the groups
+    after_stop: bool = False  # the state after the last token has a value
+    max_tokens: int | None = None  # of a part, on each device; None has one part
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and self.max_tokens < self.width:
+            raise InputError(
+                f"--max-tokens-per-device: expected at least the {self.width} tokens "
+                f"of a packed row, got {self.max_tokens}; raise it, or pack narrower "
+                f"rows"
+            )
+
+    @property
+    def minibatch(self) -> int:
+        """b, the responses of an optimizer step."""
+        return self.rows // self.num_minibatches
+
+    def rows_of_part(self, rows: int) -> int | None:
+        """Packed rows that a device has of a part of so many responses, at most."""
+        if self.max_tokens is None:
+            return None
+        return min(self.max_tokens // self.width, -(-rows // self.devices))
+
+
+class Bins(NamedTuple):
+    """Texts, by packed row."""
+
+    texts: list[list[int]]  # rows of the lengths
+    reads: list[int]  # states that are read of each packed row
+
+
+class Part(NamedTuple):
+    """Packed rows that are computed together, by device."""
+
+    groups: list[list[list[int]]]  # texts of each packed row of each group
+    rows: int  # packed rows of the group with most
+    reads: int  # states that are read of the group with most
+    size: int = 0  # number of the size that holds it
+
+
+def needed(lengths: HostArray, *, form: Form) -> tuple[HostArray, HostArray]:
+    """Tokens that a model needs of each row, and states that are read of it.
+
+    The last token predicts nothing, unless the state after it has a value. The first
+    one of a text is predicted by nothing.
+
+    Args:
+      lengths: i32[b, 2], tokens of prompts and of responses.
+
+    Returns:
+      i32[b] each; 0 where nothing is read.
+    """
+    prompt, response = lengths[:, 0], lengths[:, 1]
+    after = (response > 0) & (response < form.max_new_tokens) & form.after_stop
+    size = prompt + response - 1 + after
+    reads = np.maximum(size + 1 - np.maximum(prompt, 1), 0)
+    reads = np.where(response > 0, reads, 0)
+    return np.where(reads > 0, size, 0), reads
+
+
+def fill(lengths: HostArray, *, form: Form) -> Bins:
+    """First fit, the longest first; texts of which nothing is read are left out.
+
+    Raises:
+      InputError: a text is longer than a packed row.
+    """
+    sizes, reads = needed(lengths, form=form)
+    if sizes.max(initial=0) > form.width:
+        raise InputError(
+            f"--packing-width: expected at least the longest row, {sizes.max()} "
+            f"tokens, got {form.width}; make packed rows wider, or leave it out"
+        )
+    ranked = [int(row) for row in np.argsort(-sizes, kind="stable") if sizes[row]]
+    places = first_fit([int(sizes[row]) for row in ranked], width=form.width)
+    texts = [[ranked[place] for place in row] for row in places]
+    return Bins(texts, [int(reads[row].sum()) for row in texts])
+
+
+def alone(lengths: HostArray, *, form: Form) -> Bins:
+    """A packed row for each text of which something is read."""
+    sizes, reads = needed(lengths, form=form)
+    kept = np.flatnonzero(sizes)
+    return Bins([[int(row)] for row in kept], [int(reads[row]) for row in kept])
+
+
+def deal(bins: Bins, *, rows: int, parts: int | None, form: Form) -> list[Part]:
+    """Packed rows by part and group, the states that are read spread evenly.
+
+    All parts but the last are full, or all alike where there are more than it takes.
+
+    Args:
+      rows: of a group, at most.
+      parts: None is as few as hold the packed rows.
+    """
+    devices, count = form.devices, len(bins.texts)
+    least = max(1, -(-count // (rows * devices)))
+    parts = least if parts is None else parts
+    full = rows * devices if parts == least else -(-count // parts)
+    capacities = [min(full, max(0, count - full * part)) for part in range(parts)]
+    dealt = []
+    for numbers in _spread(range(count), bins.reads, capacities):
+        each = -(-len(numbers) // devices)
+        groups = _spread(numbers, bins.reads, [each] * devices)
+        dealt.append(
+            Part(
+                [[bins.texts[number] for number in group] for group in groups],
+                rows=each,
+                reads=max(sum(bins.reads[n] for n in group) for group in groups),
+            )
+        )
+    return dealt
+
+
+def _spread(
+    numbers: Sequence[int], loads: Sequence[int], capacities: Sequence[int]
+) -> list[list[int]]:
+    """Numbers by place: the largest load first, to the place that has least."""
+    heap = [(0.0, place) for place, room in enumerate(capacities) if room]
+    placed: list[list[int]] = [[] for _ in capacities]
+    for number in sorted(numbers, key=lambda n: -loads[n]):
+        load, place = heapq.heappop(heap)
+        placed[place].append(number)
+        if len(placed[place]) < capacities[place]:
+            more = loads[number] / capacities[place]
+            heapq.heappush(heap, (load + more, place))
+    return placed
+
+
+class Arrays:
+    """Parts to index arrays, for padded rows of S columns."""
+
+    def __init__(self, form: Form, *, columns: int) -> None:
+        self._form, self._columns = form, columns
+
+    def __call__(
+        self, lengths: HostArray, part: Part, *, widest: tuple[int, int]
+    ) -> tuple[Packing, int, HostArray]:
+        """The packing of a part, its size and its members.
+
+        Args:
+          lengths: i32[b, 2], tokens of prompts and of responses of all rows.
+          part: of some of them.
+          widest: N/G and M of the largest size.
+
+        Returns:
+          Arrays at the largest size, the number of the size, bool[b].
+        """
+        form, columns = self._form, self._columns
+        (per_group, reads), width = widest, form.width
+        sizes, counts = needed(lengths, form=form)
+        texts = [
+            (row, group, at, number)
+            for group, packed_rows in enumerate(part.groups)
+            for at, in_row in enumerate(packed_rows)
+            for number, row in enumerate(in_row, start=1)
+        ]
+        rows, of_group, at, numbers = np.array(texts, np.int64).reshape(-1, 4).T
+        # Texts before this one in its packed row, which is where it begins.
+        ends = np.cumsum(sizes[rows])
+        begins = ends - sizes[rows]
+        begins -= np.maximum.accumulate(np.where(numbers == 1, begins, 0))
+        first = columns - form.max_new_tokens - lengths[rows, 0]  # column of a text
+
+        text, token = _each(sizes[rows])
+        place = (of_group * per_group + at)[text] * width + begins[text] + token
+        source: HostArray = np.full(form.devices * per_group * width, NONE, np.int32)
+        source[place] = rows[text] * columns + first[text] + token
+        segments: HostArray = np.zeros(len(source), np.int32)
+        segments[place] = numbers[text]
+
+        text, read = _each(counts[rows])
+        token = np.maximum(lengths[rows, 0], 1)[text] + read  # that is predicted
+        group = of_group[text]
+        column = 1 + np.arange(len(text))
+        column -= np.searchsorted(group, np.arange(form.devices))[group]
+        state = at[text] * width + begins[text] + token - 1
+        padded = rows[text] * columns + first[text] + token
+        shape = form.devices, reads
+        about: HostArray = np.full(shape, NONE, np.int32)
+        states: HostArray = np.full(shape, NONE, np.int32)
+        about[group, column] = padded
+        states[group, column - 1] = state
+        inverse: HostArray = np.full((form.devices, per_group * width), NONE, np.int32)
+        inverse[group, state] = column - 1
+        places: HostArray = np.full(len(lengths) * columns, NONE, np.int32)
+        places[padded] = group * reads + column
+        members = np.zeros(len(lengths), bool)
+        members[rows] = True
+        packing = Packing(
+            source=source.reshape(-1, width),
+            segments=segments.reshape(-1, width),
+            states=states,
+            columns=inverse,
+            about=about,
+            places=places.reshape(len(lengths), columns),
+        )
+        return packing, part.size, members
+
+
+def _each(counts: HostArray) -> tuple[HostArray, HostArray]:
+    """For counts 2, 3: (0, 0, 1, 1, 1) and (0, 1, 0, 1, 2)."""
+    owner = np.repeat(np.arange(len(counts)), counts)
+    starts = np.cumsum(counts) - counts
+    return owner, np.arange(len(owner)) - starts[owner]

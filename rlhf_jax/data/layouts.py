@@ -1,0 +1,252 @@
+"""How responses of uneven lengths are packed: made on the host from their lengths.
+
+    rollout ──spans──> i32[B, 2] ──Packer──> RolloutPacking ──> the jitted programs
+    minibatches(key) ──> i32[T, b] ──┘
+
+The longest texts go first, each into the first row with room (first fit decreasing).
+Rows are cut to one of a few sizes, chosen once from a sample of lengths; every size is
+a branch of one program, so that a run compiles a program for packed rows and, where
+lengths outgrow the sizes, one for padded rows. What an iteration is packed into is a
+pure function of its lengths, its order and the sample: a resumed run packs as the run
+did that it goes on with.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlhf_jax.algorithms.batch import Rollout, RolloutPacking
+from rlhf_jax.data import layout_arrays
+from rlhf_jax.data.layout_arrays import Bins, Form, Part
+from rlhf_jax.models.packing import SizedPacking
+
+Array = jax.Array
+HostArray = Any  # NumPy's
+DRAWS = 48  # batches drawn from a sample of lengths, to choose sizes by
+QUANTILES = (0.4, 0.8, 1.0)  # of the packed rows that the draws needed
+GAIN = 0.95  # of the padded rows: a size with more than these is no gain
+MARGIN = 1.1  # of the states read of a row, where more rows are than were drawn
+READS = 8  # columns that a head reads are a multiple of this
+
+
+class Sizes(NamedTuple):
+    """Of the parts of some rows; the branches of a program."""
+
+    parts: int  # C, the most there are
+    sizes: tuple[tuple[int, int], ...]  # (N/G, M), rising
+
+    @property
+    def rows(self) -> int:
+        """Packed rows of a group of the largest size."""
+        return self.sizes[-1][0]
+
+
+def spans(rollout: Rollout) -> Array:
+    """i32[B, 2], tokens of prompt and of response: all that packing needs to know."""
+    response = rollout.response_mask.sum(axis=1, dtype=jnp.int32)
+    whole = rollout.mask.sum(axis=1, dtype=jnp.int32)
+    return jnp.stack([whole - response, response], axis=1)
+
+
+class Packer:
+    """Packs the rollouts of a run, and counts the sizes that it used.
+
+    Attributes:
+      batch, minibatch: the sizes; None where packing is no gain for the sample.
+      used: how often which size was used, by "batch" or "minibatch" and its number;
+        ("padded", 0) counts iterations that were left padded.
+    """
+
+    def __init__(self, form: Form, *, sample: HostArray) -> None:
+        """Chooses the sizes.
+
+        Args:
+          form: of every batch.
+          sample: i32[n, 2], `spans` of the first rollout, or of a histogram.
+
+        Raises:
+          InputError: a text of the sample is longer than a packed row.
+        """
+        self.form = form
+        self.batch, self.minibatch = sizes_of(form, sample)
+        self.used: collections.Counter[tuple[str, int]] = collections.Counter()
+
+    def __call__(
+        self, lengths: HostArray, order: HostArray, *, columns: int
+    ) -> RolloutPacking | None:
+        """How the rows of an iteration are packed.
+
+        Args:
+          lengths: i32[B, 2], `spans` of the rollout.
+          order: i32[T, b], `minibatches` of its update.
+          columns: S, of the rollout.
+
+        Returns:
+          NumPy arrays; None where padded rows are no more work.
+
+        Raises:
+          InputError: a text is longer than a packed row.
+        """
+        rows = [np.arange(len(lengths)), *order]
+        of_rows: list[list[Part]] = []
+        for number, each in enumerate(rows):
+            sizes = self.minibatch if number else self.batch
+            parts = None
+            if sizes is not None:
+                parts = _parts(lengths[each], sizes=sizes, form=self.form)
+            if parts is None:
+                self.used["padded", 0] += 1
+                return None
+            of_rows.append(parts)
+        assert self.batch is not None
+        assert self.minibatch is not None
+        for number, parts in enumerate(of_rows):
+            kind = "minibatch" if number else "batch"
+            self.used.update((kind, part.size) for part in parts)
+        arrays = layout_arrays.Arrays(self.form, columns=columns)
+
+        def made(number: int, sizes: Sizes) -> tuple[SizedPacking, HostArray]:
+            made = [
+                arrays(lengths[rows[number]], part, widest=sizes.sizes[-1])
+                for part in _filled_up(of_rows[number], sizes.parts)
+            ]
+            packings, size, members = zip(*made, strict=True)
+            number_of_size: HostArray = np.array(size, np.int32)
+            of_parts: HostArray = np.stack(members)
+            of_parts[0] |= ~of_parts.any(axis=0)  # no state of theirs is read
+            stacked = SizedPacking(
+                packing=jax.tree.map(lambda *leaves: np.stack(leaves), *packings),
+                size=number_of_size,
+                sizes=sizes.sizes,
+            )
+            return stacked, of_parts
+
+        whole, _ = made(0, self.batch)
+        steps, members = zip(
+            *(made(number, self.minibatch) for number in range(1, len(rows))),
+            strict=True,
+        )
+        in_parts: HostArray = np.stack(members)
+        return RolloutPacking(
+            batch=jax.tree.map(lambda leaf: leaf[0], whole),
+            minibatches=jax.tree.map(lambda *leaves: np.stack(leaves), *steps),
+            members=in_parts,
+        )
+
+
+def sizes_of(form: Form, sample: HostArray) -> tuple[Sizes | None, Sizes | None]:
+    """The sizes for batches with lengths like a sample's, and for their minibatches.
+
+    Some are quantiles of what drawn batches need. One lies between them and padded
+    rows, for lengths that grow during a run. What outgrows it is left padded, or with
+    `form.max_tokens` takes a size that holds anything.
+
+    Args:
+      form: of every batch.
+      sample: i32[n, 2], tokens of prompts and of responses.
+
+    Returns:
+      Both; None each where packed rows would be no fewer than padded ones.
+
+    Raises:
+      InputError: a text of the sample is longer than a packed row.
+    """
+    rng = np.random.default_rng(0)
+    batches, steps = [], []
+    for _ in range(DRAWS):
+        rows = sample[rng.integers(len(sample), size=form.rows)]
+        batches.append(layout_arrays.fill(rows, form=form))
+        steps += [
+            layout_arrays.fill(rows[part], form=form)
+            for part in np.split(rng.permutation(form.rows), form.num_minibatches)
+        ]
+    of_batch = _sizes(form, batches, rows=form.rows, most=None)
+    of_steps = _sizes(
+        form, steps, rows=form.minibatch, most=form.rows_of_part(form.minibatch)
+    )
+    return of_batch, of_steps
+
+
+def _sizes(
+    form: Form, drawn: Sequence[Bins], *, rows: int, most: int | None
+) -> Sizes | None:
+    """Sizes for so many responses, of at most `most` packed rows in a group.
+
+    Args:
+      drawn: what like responses need.
+      most: None is as many as there are responses.
+    """
+    devices = form.devices
+    every = -(-rows // devices)
+    limit = every if most is None else most
+    needs = np.sort([-(-len(bins.texts) // devices) for bins in drawn])
+    wanted = [-(-limit // 2), limit]
+    if needs[-1] <= limit:
+        wanted = [
+            max(1, int(np.quantile(needs, share, method="higher")))
+            for share in QUANTILES
+        ]
+        wanted.append(int(np.ceil(np.sqrt(wanted[-1] * every))))
+    dealt = [
+        part
+        for bins in drawn
+        for part in layout_arrays.deal(bins, rows=limit, parts=None, form=form)
+    ]
+    rows_dealt = sum(part.rows for part in dealt)
+    density = sum(part.reads for part in dealt) / max(1, rows_dealt)
+    sizes: list[tuple[int, int]] = []
+    for count in sorted(set(wanted)):
+        if count > limit or count * devices > GAIN * rows:
+            continue
+        reads = max((part.reads for part in dealt if part.rows <= count), default=0)
+        if count >= needs[-1]:  # as full as others are
+            reads = max(reads, int(MARGIN * density * count))
+        reads = 1 + _up(reads, READS)
+        sizes.append((count, max([reads, *(size[1] for size in sizes)])))
+    if form.max_tokens is not None:  # whatever the lengths are
+        widest = max([1 + limit * form.max_new_tokens, *(size[1] for size in sizes)])
+        if not sizes or sizes[-1] != (limit, widest):
+            sizes.append((limit, widest))
+    return Sizes(-(-every // limit), tuple(sizes)) if sizes else None
+
+
+def _parts(lengths: HostArray, *, sizes: Sizes, form: Form) -> list[Part] | None:
+    """Parts of some rows, each with its size; None where they do not fit."""
+    tried = [layout_arrays.fill(lengths, form=form)]
+    if form.max_tokens is not None:
+        tried.append(layout_arrays.alone(lengths, form=form))
+    for bins in tried:
+        least = max(1, -(-len(bins.texts) // (sizes.rows * form.devices)))
+        for count in range(least, sizes.parts + 1):
+            parts = layout_arrays.deal(bins, rows=sizes.rows, parts=count, form=form)
+            held = [_size_of(part, sizes) for part in parts]
+            if None not in held:
+                return [
+                    part._replace(size=size)
+                    for part, size in zip(parts, held, strict=True)
+                    if size is not None
+                ]
+    return None
+
+
+def _size_of(part: Part, sizes: Sizes) -> int | None:
+    for number, (rows, reads) in enumerate(sizes.sizes):
+        if part.rows <= rows and part.reads < reads:
+            return number
+    return None
+
+
+def _filled_up(parts: list[Part], count: int) -> list[Part]:
+    """With parts of no responses, which cost nothing."""
+    empty = Part([[] for _ in parts[0].groups], rows=0, reads=0, size=0)
+    return parts + [empty] * (count - len(parts))
+
+
+def _up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple

@@ -1,0 +1,250 @@
+"""Packed rows for a model, padded rows for the maths: where each token stands in both.
+
+    padded rows [B, S]        packed row [N, W]       what a head reads [G, M]
+
+    ·  a  b  c  ·             a  b  d  e  g  ·        about    -  b  c  f  g
+    d  e  f  g  ·    source   1  1  2  2  2  0        states   a  b  e  f  -
+    (prompts a and d e)       segments
+
+A model runs on packed rows: texts side by side, with segments. The states that predict
+a response token are read out of them, so that a head computes nothing for prompts, and
+per-token numbers go back to their padded columns. Losses, GAE, whitening and statistics
+know padded rows alone.
+
+The last token of a text predicts nothing (c, g): it is left out unless the finished
+response has a value. State j of a head's row predicts token j + 1, as everywhere.
+
+Every map is a gather, and so is its transpose, by the inverse indices: a scatter of
+hidden states is slow on every backend.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.functional.custom_transpose import linear_call
+from rlhf_jax.models import axes, decoder
+from rlhf_jax.models.config import ModelConfig
+
+Array = jax.Array
+Params = Any
+Tree = TypeVar("Tree")
+NONE = -1  # an index at which nothing stands
+
+
+@flax.struct.dataclass
+class Packing:
+    """Where the tokens of padded rows [B, S] stand in packed rows [N, W].
+
+    The packed rows are in G groups of N/G neighbours, one for each device that shares
+    rows, and a head reads M columns of each group. Made by `data.layouts` on the host.
+    """
+
+    source: Array  # i32[N, W], the padded token b·S + t that stands here, or NONE
+    segments: Array  # i32[N, W], the text of its row, from 1; 0 where none stands
+    # i32[G, M], the place of its group whose state predicts column m + 1, or NONE.
+    states: Array
+    columns: Array  # i32[G, N/G·W], the column m that reads this state, or NONE
+    about: Array  # i32[G, M], the padded token b·S + t of column m, or NONE
+    places: Array  # i32[B, S], the column g·M + m about this token, or NONE
+
+    def pack(self, x: Array) -> Array:
+        """An array of padded rows at the places of packed ones, without a gradient.
+
+        Args:
+          x: [B, S].
+
+        Returns:
+          [N, W], 0 where no token stands.
+        """
+        return jax.lax.stop_gradient(_gather(x.reshape(-1), self.source))
+
+    def read(self, hidden: Array) -> Array:
+        """The states that predict a response token, of packed rows.
+
+        Args:
+          hidden: floats[N, W, D].
+
+        Returns:
+          floats[G, M, D]; state j predicts the token of column j + 1, and is 0 where
+          there is none.
+        """
+        groups = self.states.shape[0]
+        of_groups = hidden.reshape(groups, -1, hidden.shape[-1])
+        indices = self.states, self.columns
+        return axes.rows_apart(linear_call(_read, _unread, indices, of_groups))
+
+    def unpack(self, x: Array) -> Array:
+        """Numbers that a head computed, at their padded columns.
+
+        Args:
+          x: floats[G, M], column m being about the token `about[:, m]`.
+
+        Returns:
+          floats[B, S]; 0 where the head computed nothing.
+        """
+        indices = self.places, self.about
+        return linear_call(_spread, _unspread, indices, x)
+
+
+@flax.struct.dataclass
+class SizedPacking:
+    """A packing that takes one of a few sizes, so that little of a row stands empty.
+
+    The arrays are as large as the largest size; one of the smaller ones holds all that
+    stands in them, and a program has a branch for each.
+    """
+
+    packing: Packing  # at the largest size
+    size: Array  # i32[], which of `sizes`
+    # (N/G, M) of each size, rising: packed rows and columns of a group.
+    sizes: tuple[tuple[int, int], ...] = flax.struct.field(pytree_node=False)
+
+    def cut(self, rows: int, reads: int) -> Packing:
+        """The packing at a size that holds it.
+
+        Args:
+          rows: N/G.
+          reads: M.
+        """
+        whole = self.packing
+        groups, widest = whole.states.shape
+        width = whole.source.shape[1]
+
+        def first(x: Array) -> Array:
+            of_groups = x.reshape(groups, -1, width)[:, :rows]
+            return of_groups.reshape(-1, width)
+
+        group, column = jnp.divmod(whole.places, widest)
+        places = jnp.where(whole.places >= 0, group * reads + column, NONE)
+        return Packing(
+            source=first(whole.source),
+            segments=first(whole.segments),
+            states=whole.states[:, :reads],
+            columns=whole.columns[:, : rows * width],
+            about=whole.about[:, :reads],
+            places=places,
+        )
+
+
+def at_size(
+    packing: SizedPacking | None, function: Callable[[Packing | None], Tree]
+) -> Tree:
+    """function(packing at its size): one branch of the program for each size.
+
+    A gradient belongs into `function`: outside, it would keep what every branch needs.
+
+    Args:
+      packing: None calls the function with None.
+      function: returns arrays whose shapes do not depend on the size.
+    """
+    if packing is None:
+        return function(None)
+
+    def at(size: tuple[int, int]) -> Tree:
+        return function(packing.cut(*size))
+
+    branches = [functools.partial(at, size) for size in packing.sizes]
+    if len(branches) == 1:
+        return branches[0]()
+    return jax.lax.switch(packing.size, branches)
+
+
+class Texts(NamedTuple):
+    """Texts as a head reads them: padded rows as they are, or out of packed ones.
+
+    `tokens`, `mask` and `first_column` belong to `hidden_states`; what a head makes of
+    them goes back through `padded`.
+    """
+
+    tokens: Array  # i32[B, S]; packed i32[G, M]
+    mask: Array  # bool, of the shape of tokens
+    first_column: int  # the first column that is computed
+    rows: Array  # i32[B, S], the padded tokens
+    packing: Packing | None
+
+    def hidden_states(self, params: Params, *, model: ModelConfig) -> Array:
+        """Hidden states after the final norm, [*tokens.shape, D] in `model.dtype`."""
+        if self.packing is None:
+            return decoder.hidden_states(
+                params,
+                model=model,
+                tokens=self.tokens,
+                mask=self.mask,
+                first_column=self.first_column - 1,
+            )
+        hidden = decoder.hidden_states(
+            params,
+            model=model,
+            tokens=self.packing.pack(self.rows),
+            mask=self.packing.source >= 0,
+            segments=self.packing.segments,
+        )
+        return self.packing.read(hidden)
+
+    def padded(self, x: Array) -> Array:
+        """Per-token numbers f32 of the shape of `tokens`, at their columns [B, S]."""
+        return x if self.packing is None else self.packing.unpack(x)
+
+
+def texts_of(
+    tokens: Array, mask: Array, *, first_column: int, packing: Packing | None
+) -> Texts:
+    """Rows as a head reads them.
+
+    Args:
+      tokens: i32[B, S], padded on either side.
+      mask: bool[B, S], True at tokens; read without a packing alone.
+      first_column: columns before it are not computed and are 0; read without a
+        packing alone, which reads the responses it was made for.
+      packing: of these rows; None leaves them padded.
+
+    Raises:
+      ValueError: the packing is of rows of another shape.
+    """
+    if packing is None:
+        return Texts(tokens, mask, first_column, tokens, None)
+    if packing.places.shape != tokens.shape:
+        raise ValueError(
+            f"packing: expected that of {tokens.shape} rows and columns, got one of "
+            f"{packing.places.shape}; make one for these rows"
+        )
+    read = _gather(tokens.reshape(-1), packing.about)
+    return Texts(read, jnp.ones(read.shape, bool), 1, tokens, packing)
+
+
+def _gather(x: Array, indices: Array) -> Array:
+    """x[indices], and 0 where an index is NONE."""
+    values = x.at[jnp.maximum(indices, 0)].get(mode="promise_in_bounds")
+    return jnp.where(indices >= 0, values, jnp.zeros_like(values))
+
+
+def _rows_at(x: Array, indices: Array) -> Array:
+    """[G, places, D] at i32[G, M], 0 where an index is NONE."""
+    at = jnp.maximum(indices, 0)[..., None]
+    rows = jnp.take_along_axis(x, at, axis=1, mode="promise_in_bounds")
+    return jnp.where((indices >= 0)[..., None], rows, jnp.zeros_like(rows))
+
+
+def _read(indices: tuple[Array, Array], hidden: Array) -> Array:
+    return _rows_at(hidden, indices[0])
+
+
+def _unread(indices: tuple[Array, Array], cotangent: Array | None) -> Array:
+    assert cotangent is not None
+    return _rows_at(cotangent, indices[1])
+
+
+def _spread(indices: tuple[Array, Array], x: Array) -> Array:
+    return _gather(x.reshape(-1), indices[0])
+
+
+def _unspread(indices: tuple[Array, Array], cotangent: Array | None) -> Array:
+    assert cotangent is not None
+    return _gather(cotangent.reshape(-1), indices[1])

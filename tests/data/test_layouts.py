@@ -1,0 +1,192 @@
+"""Packed rows against loops: every token once, nothing mixed, in few sizes."""
+
+import dataclasses
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhf_jax.data import layouts
+from rlhf_jax.data.layout_arrays import Form
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models.packing import NONE
+
+FORM = Form(rows=6, num_minibatches=2, max_new_tokens=5, width=9)
+ORDER = np.array([[0, 3, 5], [4, 1, 2], [2, 5, 1], [0, 4, 3]])
+
+
+@st.composite
+def runs(draw):
+    """A form, lengths of a batch and how wide its prompts are padded."""
+    form = dataclasses.replace(
+        FORM,
+        devices=draw(st.sampled_from([1, 2, 3])),
+        after_stop=draw(st.booleans()),
+        width=draw(st.integers(9, 14)),
+        max_tokens=draw(st.sampled_from([None, 14, 30])),
+    )
+    text = st.tuples(st.integers(0, 4), st.integers(0, form.max_new_tokens))
+    lengths = draw(st.lists(text, min_size=form.rows, max_size=form.rows))
+    return form, np.array(lengths), draw(st.integers(4, 6))
+
+
+def expected(lengths, *, form, prompt_columns):
+    """{padded token: the token before it} of all that a head is asked for."""
+    wanted = {}
+    columns = prompt_columns + form.max_new_tokens
+    for row, (prompt, response) in enumerate(lengths.tolist()):
+        first, end = prompt_columns - prompt, prompt_columns + response
+        last = end + (form.after_stop and 0 < response < form.max_new_tokens)
+        for column in range(prompt_columns, last):
+            if column > first and response:
+                wanted[row * columns + column] = row * columns + column - 1
+    return wanted
+
+
+def check(packing, members, lengths, *, form, prompt_columns):
+    """One part: what stands in it is `expected` of its members, told by loops."""
+    columns = prompt_columns + form.max_new_tokens
+    source, segments = np.asarray(packing.source), np.asarray(packing.segments)
+    groups = packing.states.shape[0]
+    np.testing.assert_array_equal(source == NONE, segments == 0)
+    placed = source[source != NONE]
+    assert len({*placed.tolist()}) == len(placed)
+    owner = {}
+    for row, (tokens, texts) in enumerate(zip(source, segments, strict=True)):
+        for text in {*texts.tolist()} - {0}:
+            (where,) = np.nonzero(texts == text)
+            np.testing.assert_array_equal(where, where[0] + np.arange(len(where)))
+            mine = tokens[where]
+            np.testing.assert_array_equal(mine, mine[0] + np.arange(len(mine)))
+            padded_row = int(mine[0]) // columns
+            assert int(mine[0]) % columns == prompt_columns - lengths[padded_row, 0]
+            assert owner.setdefault(padded_row, row) == row  # in one packed row
+            assert members[padded_row]
+    found = {}
+    of_groups = source.reshape(groups, -1)
+    for group in range(groups):
+        for column in range(1, packing.about.shape[1]):
+            token = int(packing.about[group, column])
+            state = int(packing.states[group, column - 1])
+            assert (token == NONE) == (state == NONE)
+            if token != NONE:
+                found[token] = int(of_groups[group, state])
+                assert packing.columns[group, state] == column - 1
+                at = packing.places.reshape(-1)[token]
+                assert at == group * packing.about.shape[1] + column
+    assert (packing.about[:, 0] == NONE).all()
+    assert (np.asarray(packing.places) != NONE).sum() == len(found)
+    assert (np.asarray(packing.columns) != NONE).sum() == len(found)
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(runs())
+def test_every_token_stands_once_beside_its_text(run):
+    form, lengths, prompt_columns = run
+    packer = layouts.Packer(form, sample=lengths)
+    columns = prompt_columns + form.max_new_tokens
+    packed = packer(lengths, ORDER, columns=columns)
+    if packed is None:
+        assert form.max_tokens is None  # else rows would not fit into memory
+        return
+    batch = packed.batch.cut(*packed.batch.sizes[packed.batch.size])
+    shape = {"form": form, "prompt_columns": prompt_columns}
+    every = expected(lengths, **shape)
+    members = np.ones(len(lengths), bool)
+    assert check(numpy_of(batch), members, lengths, **shape) == every
+    assert packed.members.shape[0] == len(ORDER)
+    for step, rows in enumerate(ORDER):
+        own = np.asarray(packed.members[step])
+        np.testing.assert_array_equal(own.sum(axis=0), 1)  # each row in one part
+        found = {}
+        for part in range(own.shape[0]):
+            sized = jax.tree.map(lambda x, at=(step, part): x[at], packed.minibatches)
+            rows_each, reads = sized.sizes[sized.size]
+            if form.max_tokens is not None:
+                assert rows_each * form.width <= form.max_tokens
+            cut = numpy_of(sized.cut(rows_each, reads))
+            assert cut.source.shape == (rows_each * form.devices, form.width)
+            assert cut.states.shape == (form.devices, reads)
+            found |= check(cut, own[part], lengths[rows], **shape)
+        assert found == expected(lengths[rows], **shape)
+
+
+def numpy_of(packing):
+    return jax.tree.map(np.asarray, packing)
+
+
+def test_an_iteration_by_hand():
+    """The drawing of models/packing.py: prompts a and d e, responses b c and f g."""
+    form = Form(rows=2, num_minibatches=1, max_new_tokens=3, width=6)
+    lengths = np.array([[1, 2], [2, 2]])
+    packer = layouts.Packer(form, sample=lengths)
+    packed = packer(lengths, np.array([[1, 0]]), columns=5)
+    found = numpy_of(packed.batch.packing)
+    # The longer first: d e f of row 1, then a b of row 0.
+    np.testing.assert_array_equal(found.source, [[5, 6, 7, 1, 2, NONE]])
+    np.testing.assert_array_equal(found.segments, [[1, 1, 1, 2, 2, 0]])
+    np.testing.assert_array_equal(found.about[0, :5], [NONE, 7, 8, 2, 3])
+    np.testing.assert_array_equal(found.states[0, :5], [1, 2, 3, 4, NONE])
+    np.testing.assert_array_equal(
+        found.places,
+        [[NONE, NONE, 3, 4, NONE], [NONE, NONE, 1, 2, NONE]],
+    )
+    # In the minibatch row 1 of the batch is row 0.
+    minibatch = numpy_of(packed.minibatches.packing)
+    np.testing.assert_array_equal(minibatch.source[0, 0], [[0, 1, 2, 6, 7, NONE]])
+    assert packer.used == {("batch", 0): 1, ("minibatch", 0): 1}
+
+
+def test_sizes_of_a_long_run_are_few_and_hold_what_comes():
+    """Lengths like the sample's are packed; equal ones of full length stay padded."""
+    rng = np.random.default_rng(0)
+    form = Form(rows=64, num_minibatches=4, max_new_tokens=48, width=64)
+
+    def drawn():
+        responses = np.clip(rng.lognormal(np.log(14) - 0.32, 0.8, 64), 1, 48)
+        return np.stack([rng.integers(8, 17, 64), responses], axis=1).astype(int)
+
+    packer = layouts.Packer(form, sample=drawn())
+    padded = 0
+    for _ in range(30):
+        order = rng.permutation(64).reshape(4, 16)
+        padded += packer(drawn(), order, columns=64) is None
+    assert padded <= 3
+    for sizes in (packer.batch, packer.minibatch):
+        assert len(sizes.sizes) <= 5  # and padded rows
+        assert sizes.sizes == tuple(sorted(set(sizes.sizes)))
+    ideal = 16 * (12 + 14) / 64  # packed rows of a minibatch without any gap
+    assert ideal <= packer.minibatch.sizes[0][0] <= 1.3 * ideal
+    full = np.tile([16, 48], (64, 1))
+    assert packer(full, np.arange(64).reshape(4, 16), columns=64) is None
+    assert packer.used["padded", 0] == padded + 1
+
+
+def test_equal_lengths_are_left_padded():
+    lengths = np.tile([4, 5], (6, 1))
+    packer = layouts.Packer(FORM, sample=lengths)
+    assert packer.batch is None
+    assert packer(lengths, ORDER, columns=9) is None
+
+
+def test_what_does_not_fit_is_told():
+    with pytest.raises(InputError, match="--packing-width: expected at least the long"):
+        layouts.Packer(
+            dataclasses.replace(FORM, width=7), sample=np.tile([4, 5], (6, 1))
+        )
+    with pytest.raises(InputError, match="--max-tokens-per-device: expected at least"):
+        dataclasses.replace(FORM, max_tokens=8)
+
+
+def test_spans_count_tokens():
+    mask = jnp.array([[0, 1, 1, 1, 0], [1, 1, 1, 0, 0]], bool)
+    response = jnp.array([[0, 0, 1, 1, 0], [0, 0, 1, 0, 0]], bool)
+    found = layouts.spans(
+        types.SimpleNamespace(mask=mask, response_mask=response)  # what is read of one
+    )
+    np.testing.assert_array_equal(found, [[1, 2], [2, 1]])
