@@ -139,6 +139,29 @@ class Packer:
             members=in_parts,
         )
 
+    def describe(self) -> str:
+        """A line on the sizes, for a person."""
+        form, sizes = self.form, self.minibatch
+        if self.batch is None or sizes is None:
+            return "packing: rows stay padded, as packed ones would be no fewer"
+        rows = sorted({rows * form.devices for rows, _ in sizes.sizes})
+        *some, last = map(str, rows)
+        counts = f"{', '.join(some)} or {last}" if some else last
+        parts = "" if sizes.parts == 1 else f" in up to {sizes.parts} parts"
+        rest = "" if form.max_tokens else "; what needs more stays padded"
+        return (
+            f"packing: minibatches of {form.minibatch} responses{parts} of {counts} "
+            f"packed rows, {form.width} tokens each{rest}"
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """Sizes as (packed rows of a device, columns read), and how often each came."""
+        named = {"batch": self.batch, "minibatch": self.minibatch}
+        return {
+            **{name: list(x.sizes) for name, x in named.items() if x is not None},
+            "used": {f"{kind} {n}": count for (kind, n), count in self.used.items()},
+        }
+
 
 def sizes_of(form: Form, sample: HostArray) -> tuple[Sizes | None, Sizes | None]:
     """The sizes for batches with lengths like a sample's, and for their minibatches.

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rlhf_jax.algorithms.batch import Experience, Rollout
+from rlhf_jax.algorithms.batch import Experience, Rollout, RolloutPacking
 from rlhf_jax.algorithms.ppo import critic_apart
 from rlhf_jax.algorithms.ppo.recipe import PPO
 from rlhf_jax.algorithms.state import SupervisedState, supervised_state
@@ -71,17 +71,32 @@ class CriticDevices:
         state = supervised_state(moved, optimizer=self._ppo.critic_optimizer)
         return sharding.place(state, mesh=self._mesh)
 
-    def values(self, critic: SupervisedState, *, rollout: Rollout) -> Array:
+    def values(
+        self,
+        critic: SupervisedState,
+        *,
+        rollout: Rollout,
+        packing: RolloutPacking | None = None,
+    ) -> Array:
         """`critic_apart.values`, f32[B, S], on the mesh of the policy."""
         moved = row_sharding.put_rows(rollout, mesh=self._mesh)
-        values = self._values(critic.params, rollout=moved, base=self.base)
+        values = self._values(
+            critic.params, rollout=moved, base=self.base, packing=packing
+        )
         return row_sharding.put_rows(values, mesh=self._home)
 
     def update(
-        self, critic: SupervisedState, *, experience: Experience, key: Array
+        self,
+        critic: SupervisedState,
+        *,
+        experience: Experience,
+        key: Array,
+        packing: RolloutPacking | None = None,
     ) -> tuple[SupervisedState, masked.Stats]:
         """`critic_apart.update`; donates `critic`. The stats stay on its mesh."""
         moved = row_sharding.put_rows(experience, mesh=self._mesh)
         # `sharding.place` cannot be traced, as a rehearsal does.
         key = jax.device_put(key, NamedSharding(self._mesh, PartitionSpec()))
-        return self._update(critic, experience=moved, key=key, base=self.base)
+        return self._update(
+            critic, experience=moved, key=key, base=self.base, packing=packing
+        )

@@ -68,6 +68,19 @@ LEARNING = [
         ),
     ),
 ]
+PACKED = [
+    ("--packing=on", CHOICE.format("on", "--packing")),
+    ("--packing-width=99", "--packing-width: expected --packing auto with it, got 99"),
+    ("--max-tokens-per-device=99", "--max-tokens-per-device: expected --packing auto"),
+    (
+        "--packing=auto --packing-width=1",
+        "--packing-width: expected at least . tokens, which the longest packed row",
+    ),
+    (
+        "--packing=auto --packing-width=12 --max-tokens-per-device=11",
+        "--max-tokens-per-device: expected at least 12 tokens, .* got 11",
+    ),
+]
 OWN = {
     "sft": [
         *LEARNING,
@@ -194,9 +207,11 @@ OWN = {
         ("--adam=torch", "--adam"),
         ("--critic-from=scratch", "--critic-from"),
         ("--aggregation=sum", "--aggregation"),
+        *PACKED,
     ],
     "grpo": [
         *LEARNING,
+        *PACKED[1:4],
         ("--group-size=0", "group_size: expected"),
         ("--group-size=1", "group_size: expected"),
         ("--group-size=3", "group_size: expected to divide the 4 rows of a batch"),

@@ -70,6 +70,32 @@ def test_reinforce_is_the_same_trainer_with_another_recipe(files, tmp_path):
 
 
 @pytest.mark.slow
+def test_packed_rows_learn_what_padded_ones_do(files, tmp_path, capsys):
+    argv = ("--unmarked=last_number", "--num-steps=4", "--learning-rate=1e-3")
+    padded = gsm8k(tmp_path / "padded", files, *argv)
+    assert "packing" not in padded
+    packed = gsm8k(
+        *(tmp_path / "packed", files, *argv, "--packing=auto"),
+        *("--max-tokens-per-device=9", "--packing-width=9"),
+    )
+    assert sum(packed["packing"]["used"].values()) > 4
+    for mine, other in zip(
+        metrics.read(tmp_path / "packed" / "metrics.jsonl"),
+        metrics.read(tmp_path / "padded" / "metrics.jsonl"),
+        strict=True,
+    ):
+        assert mine.pop("stage") == other.pop("stage")
+        assert mine == pytest.approx(other, rel=1e-3, abs=1e-4)
+    # A prompt that leaves no room in a packed row is left out, or told.
+    with pytest.raises(SystemExit):
+        gsm8k(
+            *(tmp_path / "narrow", files, *argv, "--packing=auto"),
+            *("--packing-width=8", "--overlong=error"),
+        )
+    assert "train.jsonl:1: expected at most 5 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_it_learns_the_answers_and_resumes_to_the_bit(files, tmp_path):
     argv = (
         *("--unmarked=last_number", "--learning-rate=3e-2", "--batch-size=64"),

@@ -70,6 +70,7 @@ WAYS = {
     "adapters over int8": (*LORA, "--reference-storage.dtype=int8"),
     "adapters, reset": (*LORA, "--lifecycle.reset-every=2"),
     "none": ("--no-measure-kl", "--kl-coef=0"),
+    "packed, cut by tokens": ("--packing=auto", "--max-tokens-per-device=8"),
     "exact KL held by PI": (
         *("--penalty.value-estimator=exact", "--penalty.placement=both"),
         *("--kl-control.kind=pi", "--kl-control.target=0.05"),
@@ -232,6 +233,13 @@ def check_reset(summary, rows, out, files):
     assert drift[2] < drift[1]
 
 
+def check_packed(summary, rows, out, files):
+    """Every batch is, as only so does it fit what a device may hold."""
+    used = summary["packing"]["used"]
+    assert {name.split()[0] for name in used} == {"batch", "minibatch"}
+    assert rows[0]["objective/kl_k3"] < 1e-9 < 1e-5 < rows[-1]["objective/kl_k3"]
+
+
 def check_mixed(summary, rows, out, files):
     measured = [row["step"] for row in rows if "objective/kl" in row]
     assert measured == [0, 3]
@@ -297,6 +305,7 @@ def check_lagrangian(summary, rows, out, files):
 
 
 CHECKS = {
+    "packed, cut by tokens": check_packed,
     "exact KL held by PI": check_pi,
     "k2 in the loss, a Lagrangian and texts": check_lagrangian,
     "on the CPU, a schedule": check_scheduled_copy,

@@ -156,6 +156,11 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
         """The optimizer of the critic; None for an algorithm that has none."""
         return None
 
+    @property
+    def values_the_end(self) -> bool:
+        """Whether the state after the last token of a response has a value."""
+        return False
+
     def policy_waits(self, state: TrainState) -> Array | None:
         """bool[], True while the critic alone is trained; None never is."""
         del state

@@ -220,6 +220,11 @@ class PPO(Recipe, PolicyGradient):
         """The optimizer of the critic."""
         return self.critic_optimizer
 
+    @property
+    def values_the_end(self) -> bool:
+        """Whether the state after the last token of a response has a value."""
+        return self.value_after_stop
+
     def policy_waits(self, state: TrainState) -> Array:
         """bool[], True while the critic alone is trained."""
         return state.step < self.critic_warmup

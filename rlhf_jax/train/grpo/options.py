@@ -15,14 +15,14 @@ from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
 from rlhf_jax.devices.placement import PolicyPlacement
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.train.start import StartConfig
+from rlhf_jax.train.packed_rollouts import PackedConfig
 
 RECIPE = GroupRecipe(temperature=1.0)
 KL_COEF = 0.01  # with a reference, unless another is asked for
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class VerifiedConfig(StartConfig, abc.ABC):
+class VerifiedConfig(PackedConfig, abc.ABC):
     """What the trainers with a verifier share; each adds its recipe."""
 
     model: str
@@ -88,6 +88,7 @@ class VerifiedConfig(StartConfig, abc.ABC):
             stop_timeout=self.stop_timeout,
         )
         checks.non_negative(kl_coef=self.beta)
+        self.check_packing(max_new_tokens=self.max_new_tokens)
         if self.reference == "none" and self.beta:
             raise InputError(
                 f"--reference none: expected no --kl-coef, as there is nothing to take "

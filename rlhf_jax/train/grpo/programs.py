@@ -11,7 +11,7 @@ import optax
 from jax.sharding import Mesh
 
 from rlhf_jax.algorithms import grpo, self_check
-from rlhf_jax.algorithms.batch import Rollout
+from rlhf_jax.algorithms.batch import Rollout, RolloutPacking
 from rlhf_jax.algorithms.flow import rollout, score
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.checkpoints.pretrained import Pretrained
@@ -23,6 +23,7 @@ from rlhf_jax.models.generation import decode
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.train.grpo.options import VerifiedConfig
+from rlhf_jax.train.packed_rollouts import RolloutPacker
 from rlhf_jax.verification.pool import PooledReward, VerifierPool
 
 Array = jax.Array
@@ -47,7 +48,12 @@ def make_algorithm(options: VerifiedConfig, *, start: Pretrained) -> PolicyGradi
 class Programs:
     """What is compiled, each with its parameters as arguments."""
 
-    def __init__(self, algorithm: PolicyGradient, *, mesh: Mesh) -> None:
+    def __init__(
+        self, algorithm: PolicyGradient, *, mesh: Mesh, options: VerifiedConfig
+    ) -> None:
+        self.pack = RolloutPacker(
+            options, recipe=algorithm, rows=options.batch_size, mesh=mesh
+        )
         shape = {
             "model": algorithm.model,
             "max_new_tokens": algorithm.max_new_tokens,
@@ -68,16 +74,29 @@ class Programs:
         self._seen_by_reward = bind(grpo.seen_by_reward, recipe=algorithm)
 
     def score(
-        self, rollout: Rollout, *, reference: Frozen | None, reward: PooledReward
-    ) -> tuple[Scores, Array | None]:
-        """Scores, and the reference's log-probs, computed while processes verify."""
+        self,
+        rollout: Rollout,
+        *,
+        reference: Frozen | None,
+        reward: PooledReward,
+        key: Array,
+    ) -> tuple[Scores, Array | None, RolloutPacking | None]:
+        """Scores, and the reference's log-probs, computed while processes verify.
+
+        Returns:
+          With these how the models read the rollout packed, in the step of `key`.
+        """
         mine = row_sharding.local_rows(self._seen_by_reward(rollout))
         pending = reward.submit(mine)
-        ref_logprobs = None
+        ref_logprobs, packing = None, self.pack(rollout, key=key)
         if reference is not None:
-            ref_logprobs = self.reference_logprobs(reference, rollout=rollout)
+            ref_logprobs = self.reference_logprobs(
+                reference,
+                rollout=rollout,
+                packing=None if packing is None else packing.batch,
+            )
         scores = row_sharding.put_computed(pending.collect(), mesh=self._mesh)
-        return scores, ref_logprobs
+        return scores, ref_logprobs, packing
 
 
 def accuracy(

@@ -44,7 +44,10 @@ def read_questions(
     return encoding.encode_prompts(
         start.tokenizer,
         rows,
-        max_length=start.room(max_new_tokens=options.max_new_tokens),
+        max_length=options.room(
+            start.room(max_new_tokens=options.max_new_tokens),
+            max_new_tokens=options.max_new_tokens,
+        ),
         field="asked",
         overlong=options.overlong,
     )

@@ -47,8 +47,8 @@ def improve(
         key = jax.random.fold_in(stage.state["root_key"], step)
         rollout = programs.sample(train.policy, prompts=prompts[step], key=key)
         with stage.user_code():
-            scores, ref_logprobs = programs.score(
-                rollout, reference=reference, reward=reward
+            scores, ref_logprobs, packing = programs.score(
+                rollout, reference=reference, reward=reward, key=key
             )
         train, stats, _ = programs.learn(
             train,
@@ -58,6 +58,7 @@ def improve(
             reference=reference if options.recipe.penalty.needs_logits else None,
             ref_logprobs=ref_logprobs,
             key=key,
+            packing=packing,
         )
         stage.state["train"] = train
         samples = []
@@ -106,7 +107,7 @@ def main(options: VerifiedConfig) -> None:
     # All of it, or `jit` would compile everything again after a step.
     train = sharding.place(train, mesh=mesh)
     key = sharding.place(jax.random.key(options.seed), mesh=mesh)
-    programs = Programs(algorithm, mesh=mesh)
+    programs = Programs(algorithm, mesh=mesh, options=options)
     with VerifierPool(
         verifier,
         num_workers=options.num_workers,
@@ -125,10 +126,14 @@ def main(options: VerifiedConfig) -> None:
         first_key = jax.random.fold_in(key, 0)
 
         def score(rollout: Rollout) -> dict[str, Any]:
-            scores, ref_logprobs = programs.score(
-                rollout, reference=reference, reward=reward
+            scores, ref_logprobs, packing = programs.score(
+                rollout, reference=reference, reward=reward, key=first_key
             )
-            return {"scores": scores, "ref_logprobs": ref_logprobs}
+            return {
+                "scores": scores,
+                "ref_logprobs": ref_logprobs,
+                "packing": packing,
+            }
 
         rehearsal.rehearse(
             programs.sample(train.policy, prompts=prompts[0], key=first_key),
@@ -181,7 +186,7 @@ def main(options: VerifiedConfig) -> None:
         "score_last": last["objective/scores"],
         "kl_last": last.get("objective/kl"),
         "seconds": time.perf_counter() - started,
-    }
+    } | programs.pack.summary()
     plots.draw(job.folder)
     folder.write_summary(job.folder, summary)
     print(f"accuracy {before:.3f} before, {after:.3f} after; {job.folder / 'model'}")

@@ -52,11 +52,17 @@ def rehearse(
         if judge is not None:
             judge(shown)
         ref_logprobs, values = None, None
+        packing = programs.pack(rollout, key=key)
         if reference is not None:
-            ref_logprobs = programs.reference_logprobs(reference, rollout)
+            ref_logprobs = programs.reference_logprobs(reference, rollout, packing)
         if models.critic is not None:
-            values = programs.values(train, models.critic, rollout)
-        return {"scores": scores, "ref_logprobs": ref_logprobs, "values": values}
+            values = programs.values(train, models.critic, rollout, packing)
+        return {
+            "scores": scores,
+            "ref_logprobs": ref_logprobs,
+            "values": values,
+            "packing": packing,
+        }
 
     rehearsal.rehearse(
         programs.sample(train.policy, prompts=prompts, key=key),
@@ -140,10 +146,11 @@ def improve(
                 rollout = stage.state["rollout"]
             shown = ppo.seen_by_reward(rollout, recipe=models.algorithm)
             ref_logprobs, values = None, None
+            packing = programs.pack(rollout, key=step_key)
             if reference is not None and options.lifecycle.takes_kl(step):
-                ref_logprobs = programs.reference_logprobs(reference, rollout)
+                ref_logprobs = programs.reference_logprobs(reference, rollout, packing)
             if models.reward is None or critic is not None:  # beside what comes next
-                values = programs.values(train, critic, rollout)
+                values = programs.values(train, critic, rollout, packing)
             more = step + 1 < options.num_steps
             if models.sampling is not None and more:  # beside the rest of this step
                 stage.state["rollout"] = programs.sample(
@@ -166,6 +173,7 @@ def improve(
                 values=values,
                 key=step_key,
                 ptx=None if ptx is None else ptx[step],
+                packing=packing,
             )
             stage.state["train"] = train
             if critic is not None:

@@ -23,13 +23,13 @@ from rlhf_jax.runs import (
     alarms,
 )
 from rlhf_jax.runs.alarms import Limits
-from rlhf_jax.train.start import StartConfig
+from rlhf_jax.train.packed_rollouts import PackedConfig
 
 RECIPE = Recipe(num_minibatches=4)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(StartConfig):
+class Config(PackedConfig):
     """The options of `rlhf-jax ppo`."""
 
     model: str
@@ -149,6 +149,7 @@ class Config(StartConfig):
             stop_timeout=self.stop_timeout,
         )
         checks.non_negative(kl_coef=self.kl_coef, num_shown=self.num_shown)
+        self.check_packing(max_new_tokens=self.max_new_tokens)
         if self.max_grad_norm is not None:
             checks.positive(max_grad_norm=self.max_grad_norm)
         self.kl_control.controller(self.kl_coef, num_steps=self.num_steps)  # or raises

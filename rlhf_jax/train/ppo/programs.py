@@ -8,7 +8,13 @@ from typing import Any
 import jax
 
 from rlhf_jax.algorithms import evaluation, ppo, self_check
-from rlhf_jax.algorithms.batch import Prompts, Rollout, Scored, Sequences
+from rlhf_jax.algorithms.batch import (
+    Prompts,
+    Rollout,
+    RolloutPacking,
+    Scored,
+    Sequences,
+)
 from rlhf_jax.algorithms.flow import objective, score
 from rlhf_jax.algorithms.state import SupervisedState, TrainState
 from rlhf_jax.checkpoints import frozen_models
@@ -19,7 +25,9 @@ from rlhf_jax.roles import adapted
 from rlhf_jax.roles.reference import drift, frozen
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards.scores import Scores
+from rlhf_jax.train.packed_rollouts import RolloutPacker
 from rlhf_jax.train.ppo.models import Models
+from rlhf_jax.train.ppo.options import Config
 
 Array = jax.Array
 Params = Any
@@ -28,8 +36,17 @@ Params = Any
 class Programs:
     """The compiled programs, one per stage; parameters are always arguments."""
 
-    def __init__(self, models: Models) -> None:
+    def __init__(self, models: Models, *, options: Config) -> None:
         algorithm = models.algorithm
+        self.pack = RolloutPacker(
+            options,
+            recipe=algorithm,
+            rows=options.batch_size,
+            mesh=models.mesh,
+            columns=None
+            if options.buckets is None
+            else max(options.buckets) + options.max_new_tokens,
+        )
         shape = {
             "model": algorithm.model,
             "max_new_tokens": algorithm.max_new_tokens,
@@ -104,13 +121,21 @@ class Programs:
         return row_sharding.put_rows(rollout, mesh=self._models.mesh)
 
     def values(
-        self, train: TrainState, critic: SupervisedState | None, rollout: Rollout
+        self,
+        train: TrainState,
+        critic: SupervisedState | None,
+        rollout: Rollout,
+        packing: RolloutPacking | None,
     ) -> Array:
         """The critic's values, computed on the critic's devices."""
         if critic is None:
-            return self._values(train, rollout=rollout, base=self._models.base)
+            return self._values(
+                train, rollout=rollout, base=self._models.base, packing=packing
+            )
         assert self._models.critic_devices is not None  # as it has them
-        return self._models.critic_devices.values(critic, rollout=rollout)
+        return self._models.critic_devices.values(
+            critic, rollout=rollout, packing=packing
+        )
 
     def learn(
         self,
@@ -124,6 +149,7 @@ class Programs:
         values: Array | None,
         key: Array,
         ptx: Sequences | None,
+        packing: RolloutPacking | None,
     ) -> tuple[TrainState, SupervisedState | None, Stats, Scored]:
         """`ppo.learn`; a critic that is apart is updated beside it."""
         base, reference = self._models.base, self._inside(reference)
@@ -134,6 +160,7 @@ class Programs:
             "ref_logprobs": ref_logprobs,
             "values": values,
             "base": base,
+            "packing": packing,
         }
         if critic is None:
             train, stats, scored = self._learn(train, **arguments, key=key, ptx=ptx)
@@ -142,7 +169,7 @@ class Programs:
         train, experience, stats, scored = self._make_experience(train, **arguments)
         key = self._shuffle_key(key)
         critic, critic_stats = self._models.critic_devices.update(
-            critic, experience=experience, key=key
+            critic, experience=experience, key=key, packing=packing
         )
         train, update_stats = self._update(
             train,
@@ -151,14 +178,22 @@ class Programs:
             base=base,
             reference=reference,
             ptx=ptx,
+            packing=packing,
         )
         return train, critic, update_stats | stats | critic_stats, scored
 
-    def reference_logprobs(self, reference: Frozen, rollout: Rollout) -> Array:
+    def reference_logprobs(
+        self, reference: Frozen, rollout: Rollout, packing: RolloutPacking | None
+    ) -> Array:
         """The reference's log-probs, computed on the reference's devices."""
 
         def compute(rollout: Rollout) -> Array:
-            return self._reference_logprobs(reference, rollout=rollout, base=self._base)
+            return self._reference_logprobs(
+                reference,
+                rollout=rollout,
+                base=self._base,
+                packing=None if packing is None else packing.batch,
+            )
 
         return frozen_models.run_beside(compute, reference, rollout)
 

@@ -49,7 +49,10 @@ def encode_prompts(
     options: Config, rows: list[Row], *, policy: Pretrained, context: int
 ) -> tuple[list[Row], list[encoding.Tokens]]:
     """The rows whose prompts leave room for a response, and their tokens."""
-    room = policy.room(max_new_tokens=options.max_new_tokens, context=context)
+    room = options.room(
+        policy.room(max_new_tokens=options.max_new_tokens, context=context),
+        max_new_tokens=options.max_new_tokens,
+    )
     if max(options.buckets or (0,)) > room:
         raise InputError(
             f"--buckets: expected at most {room} tokens, the context of {context} less "
@@ -119,7 +122,7 @@ def main(options: Config) -> None:
             share=row_sharding.row_share(mesh),
         ).map(put_rows)
     policy = policy._replace(params=None)  # with LoRA the base is a copy: the only one
-    programs, judge = Programs(models), None
+    programs, judge = Programs(models, options=options), None
     if options.judge is not None:
         judge = Judge(
             load_text_reward("--judge", options.judge, policy=policy, rows=rows),
@@ -236,6 +239,7 @@ def main(options: Config) -> None:
         print(f"reference verified, fingerprint {summary['reference_fingerprint']}")
         print(f"policy moved, relative weight drift {moved['relative']:.3g}")
     plots.draw(job.folder)
+    summary |= programs.pack.summary()
     summary["seconds"] = time.perf_counter() - started
     folder.write_summary(job.folder, summary)
     print(f"{summary['seconds']:.0f} s; the policy is in {job.folder / 'model'}")

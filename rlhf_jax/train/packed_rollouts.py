@@ -1,0 +1,148 @@
+"""--packing: models read responses of uneven lengths packed, in every iteration.
+
+    rollout ──lengths, order──> host ──Packer──> learn(..., packing=)
+
+Lengths and the order of the minibatches are read off the devices where the reward's
+host work begins: two integers per response, and the order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+from jax.sharding import Mesh
+
+from rlhf_jax.algorithms.batch import Rollout, RolloutPacking
+from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
+from rlhf_jax.algorithms.policy_gradient.iteration import shuffle_key
+from rlhf_jax.algorithms.policy_gradient.update import minibatches
+from rlhf_jax.data import layouts
+from rlhf_jax.data.layout_arrays import Form
+from rlhf_jax.devices import processes, row_sharding, sharding
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.train.start import StartConfig
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackedConfig(StartConfig):
+    """Options of the trainers that sample responses."""
+
+    packing: Literal["off", "auto"] = "off"
+    """Whether models read several responses in one row; auto packs each batch whose
+    lengths make that less work."""
+    packing_width: int | None = None
+    """Tokens of a packed row, at least those of the longest prompt and response; None
+    is as many as the padded rows have."""
+    max_tokens_per_device: int | None = None
+    """Tokens of packed rows in one forward and backward pass on each device; None is
+    --micro-batch-size rows, or a whole minibatch."""
+
+    def check_packing(self, *, max_new_tokens: int) -> None:
+        """Raises InputError for options that do not fit together."""
+        for option, value in (
+            ("--packing-width", self.packing_width),
+            ("--max-tokens-per-device", self.max_tokens_per_device),
+        ):
+            if value is None:
+                continue
+            if self.packing == "off":
+                raise InputError(
+                    f"{option}: expected --packing auto with it, got {value} with "
+                    f"padded rows; pack them, or leave it out"
+                )
+            least = max_new_tokens + 1
+            if option == "--max-tokens-per-device" and self.packing_width is not None:
+                least = max(least, self.packing_width)
+            if value < least:
+                raise InputError(
+                    f"{option}: expected at least {least} tokens, which the longest "
+                    f"packed row has (--max-new-tokens is {max_new_tokens}), got "
+                    f"{value}; raise it, or lower --max-new-tokens"
+                )
+
+    def room(self, room: int, *, max_new_tokens: int) -> int:
+        """Tokens that a prompt may have, where a model has room for `room`."""
+        if self.packing_width is None:
+            return room
+        return min(room, self.packing_width - max_new_tokens)
+
+
+class RolloutPacker:
+    """Packs each rollout of a run; the first one chooses the sizes."""
+
+    def __init__(
+        self,
+        options: PackedConfig,
+        *,
+        recipe: PolicyGradient,
+        rows: int,
+        mesh: Mesh,
+        columns: int | None = None,
+    ) -> None:
+        """Compiles nothing yet.
+
+        Args:
+          options: of the run.
+          recipe: its algorithm.
+          rows: responses of a batch.
+          mesh: of the policy.
+          columns: S of the widest rollout; None is that of the first.
+        """
+        self._options, self._recipe, self._rows = options, recipe, rows
+        self._devices = row_sharding.row_share(mesh).count
+        self._columns = columns
+        self._packer: layouts.Packer | None = None
+        on = functools.partial(sharding.on, mesh)
+        self._spans = jax.jit(on(layouts.spans))
+        order = functools.partial(minibatches, rows=rows, recipe=recipe)
+        self._order = jax.jit(lambda key: order(shuffle_key(key)))
+
+    def __call__(self, rollout: Rollout, *, key: Array) -> RolloutPacking | None:
+        """How the models read a rollout packed; waits for it. None is padded.
+
+        Args:
+          rollout: of the run's batch size.
+          key: of this step, the one that `learn` takes.
+
+        Raises:
+          InputError: a text is longer than a packed row, or a packed row than the
+            tokens that a device may hold.
+        """
+        if self._options.packing == "off":
+            return None
+        lengths, order = processes.whole((self._spans(rollout), self._order(key)))
+        columns = rollout.tokens.shape[1]
+        if self._packer is None:
+            self._packer = layouts.Packer(self._form(columns), sample=lengths)
+            if processes.is_first():
+                print(self._packer.describe())
+        return self._packer(lengths, order, columns=columns)
+
+    def summary(self) -> dict[str, Any]:
+        """For summary.json: the sizes, and how often each was used."""
+        if self._packer is None:
+            return {}
+        return {"packing": self._packer.summary()}
+
+    def _form(self, columns: int) -> Form:
+        options, recipe = self._options, self._recipe
+        width = options.packing_width
+        if width is None:
+            width = columns if self._columns is None else self._columns
+        max_tokens = options.max_tokens_per_device
+        if max_tokens is None and recipe.micro_batch_size is not None:
+            max_tokens = width * max(1, recipe.micro_batch_size // self._devices)
+        return Form(
+            rows=self._rows,
+            num_minibatches=recipe.num_minibatches,
+            max_new_tokens=recipe.max_new_tokens,
+            width=width,
+            devices=self._devices,
+            after_stop=recipe.values_the_end,
+            max_tokens=max_tokens,
+        )
