@@ -22,11 +22,12 @@ again. `full` keeps the layer's input alone, for a second forward pass; over lay
 are stored in int8 or on the host `none` is `full`.
 """
 
-Attention = Literal["xla", "blockwise", "cudnn"]
+Attention = Literal["auto", "xla", "blockwise", "splash", "cudnn"]
 """What computes the attention of whole sequences (decoding always takes XLA).
 
 `xla` holds the logits, [B, H, S, S]; the others do not. `blockwise` is plain JAX and
-runs everywhere; `cudnn` needs an NVIDIA GPU and activations in bfloat16.
+runs everywhere; `splash` needs a TPU; `cudnn` needs an NVIDIA GPU and activations in
+bfloat16. `auto` chooses by backend, length and model (`engine_choice.py`).
 """
 
 
@@ -148,7 +149,7 @@ class ModelConfig:
         checks.positive(**{k: v for k, v in optional.items() if v is not None})
         if self.attention == "cudnn" and self.attention_softcap is not None:
             raise InputError(
-                f"expected attention xla with an attention_softcap "
+                f"expected attention auto with an attention_softcap "
                 f"({self.attention_softcap:g}), which cudnn does not have"
             )
         if self.dtype not in ("float32", "bfloat16"):

@@ -268,7 +268,8 @@ def prefill(
                     window[1],
                     everything[1],
                 )
-                sight = dataclasses.replace(attended, window=width), rotary
+                either = dataclasses.replace(attended, window=width, windows=widths)
+                sight = either, rotary
             return layer(x, params, sight=sight)
 
         x, key_values = jax.lax.scan(

@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.custom_transpose import linear_call
+from rlhf_jax.models import engine_choice
 from rlhf_jax.models.config import ModelConfig
 
 Tree = TypeVar("Tree")
@@ -46,10 +46,7 @@ def fastest(model: ModelConfig, *, backend: str | None = None) -> ModelConfig:
       InputError: the backend does not have the attention that the model asks for.
     """
     backend = jax.default_backend() if backend is None else backend
-    if model.attention == "cudnn" and backend != "gpu":
-        raise InputError(
-            f"expected a GPU for attention cudnn, got the backend {backend}; choose xla"
-        )
+    engine_choice.refuse(model, backend=backend)
     unroll = model.num_layers <= UNROLLED.get(backend, 0)
     wide = backend == "cpu" and model.hidden_size >= TRANSPOSED_SIZE
     transposed_rows = TRANSPOSED_ROWS if wide else 0

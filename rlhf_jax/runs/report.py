@@ -18,7 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf_jax.devices import processes, table_cells
-from rlhf_jax.models import leaves
+from rlhf_jax.models import engine_choice, leaves
+from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.runs import alarms, loggers
 from rlhf_jax.runs.alarms import Alarm
 from rlhf_jax.runs.run_config import RunConfig, to_json
@@ -210,6 +211,21 @@ def model_table(
     columns = ("role", "parameters", "MiB", "dtype", "status")
     table("Models", (*columns, "devices", "mesh"), rows)
     Console().print(f"{counts[True]:,} trainable, {counts[False]:,} frozen")
+
+
+def engine(model: ModelConfig, *, columns: int, mesh: Mesh) -> None:
+    """Prints which engine computes the attention of whole rows, and why.
+
+    Args:
+      model: the policy's, or the reward model's that is trained.
+      columns: of the rows that are trained on, tokens.
+      mesh: where it computes.
+    """
+    backend = engine_choice.backend_of(mesh.abstract_mesh)
+    found = engine_choice.choose(model, columns=columns, backend=backend)
+    Console().print(
+        f"attention over rows of {columns:,} tokens: {found.engine}, {found.reason}"
+    )
 
 
 def _cell(value: Any) -> str:

@@ -289,6 +289,8 @@ def main(options: Config) -> None:
                 params=rewards.normalise(initial.params, scores=jnp.asarray(untrained)),
             )
         report.model_table([("reward model", initial.params, True)])
+        columns = preferences[0].chosen.tokens.shape[1]
+        report.engine(start.model, columns=columns, mesh=mesh)
         meta = {"data_digest": digests.of_tokens(pairs)}
         with job.stage("reward_model", initial, meta=meta) as stage:
             for step in stage.steps():

@@ -262,6 +262,8 @@ def main(options: Config) -> None:
     before = mean_loss(start.params, in_order, measure=measure)
     with run.Run(options, num_steps={"sft": num_steps}) as job:
         report.model_table([("policy", initial.params, True)])
+        columns = demonstrations[0].tokens.shape[1]
+        report.engine(model, columns=columns, mesh=mesh)
         meta = {"data_digest": digests.of_tokens(examples)}
         with job.stage("sft", initial, meta=meta) as stage:
             for step in stage.steps():

@@ -25,9 +25,9 @@ class StartConfig(run_config.RunConfig):
     """Dtype of activations; trained parameters stay float32."""
     remat: Remat = "none"
     """What of a layer the backward pass rematerialises, to save memory."""
-    attention: Attention = "xla"
-    """Attention over whole sequences; cudnn is flash attention, on a GPU in
-    bfloat16."""
+    attention: Attention = "auto"
+    """What computes attention over whole sequences; auto takes the flash attention of
+    the backend for long rows, and says so at the start."""
 
 
 def load_start(path_or_repo_id: str, *, options: StartConfig, mesh: Mesh) -> Pretrained:

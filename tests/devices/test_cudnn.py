@@ -39,5 +39,5 @@ def found():
 def test_the_kernel_is_called_forward_and_backward(found, name):
     """Of full parameters and adapters, whose shapes are made without it."""
     assert "H100" in found["device"]
-    kernel = "fmhaScaleBiasSoftmax"
+    kernel = "fmhaSoftmax"  # causal by itself, without a bias
     assert found[name] == [kernel, f"{kernel}Backward"]

@@ -477,7 +477,7 @@ def test_attention_by_cudnn_is_asked_for_and_needs_a_gpu(monkeypatch):
     ):
         dataclasses.replace(toys.GPT2, attention="cudnn")
     with pytest.raises(
-        ValueError, match="expected attention xla, blockwise, cudnn, got 'flash'"
+        ValueError, match="expected attention auto, xla, blockwise, splash, cudnn, got"
     ):
         dataclasses.replace(toys.GPT2, attention="flash")
     model = dataclasses.replace(toys.GPT2, dtype="bfloat16", attention="cudnn")

@@ -2,32 +2,82 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import jax
+import jax.numpy as jnp
 
 from rlhf_jax.models.attention.cache import KeyValue
-from rlhf_jax.models.attention.record import AttentionMask, allowed
+from rlhf_jax.models.attention.record import (
+    AttentionMask,
+    allowed,
+    with_static_window,
+)
 
 Array = jax.Array
 
 
-def attend_cudnn(query: Array, keys_values: KeyValue, *, mask: AttentionMask) -> Array:
+def attend_cudnn(
+    query: Array,
+    keys_values: KeyValue,
+    *,
+    mask: AttentionMask,
+    implementation: Literal["cudnn", "xla"] = "cudnn",
+) -> Array:
     """Flash attention by cuDNN, which holds no logits and has no soft cap.
+
+    The kernel takes causality, a window and the lengths of rows whose tokens come
+    first, so a row of one text is rolled there and back. Packed rows need the mask as
+    an array, which the kernel reads as a bias of [B, T, S].
 
     Args:
       query: [B, H, T, head_dim], of the last T columns, in bfloat16.
       keys_values: [B, K, S, head_dim] each.
-      mask: of S columns, without a soft cap.
+      mask: of S columns, without a soft cap; a traced window of rows that are not
+        packed has its values in `windows`.
+      implementation: "xla" is the same function without the kernel, for tests.
 
     Returns:
-      [B, H, T, head_dim], in query's dtype.
+      [B, H, T, head_dim], in query's dtype; 0 at padding of rows that are not packed.
     """
-    key, value = (array.swapaxes(1, 2) for array in keys_values)
-    y = jax.nn.dot_product_attention(
-        query.swapaxes(1, 2),
-        key,
-        value,
-        mask=allowed(mask, queries=query.shape[2])[:, None],
-        scale=mask.scale,
-        implementation="cudnn",
-    )
-    return y.swapaxes(1, 2)
+    if mask.packed:
+        y = jax.nn.dot_product_attention(
+            *(array.swapaxes(1, 2) for array in (query, *keys_values)),
+            mask=allowed(mask, queries=query.shape[2])[:, None],
+            scale=mask.scale,
+            implementation=implementation,
+        )
+        return y.swapaxes(1, 2)
+    size, queries = keys_values[0].shape[2], query.shape[2]
+    token = mask.segments > 0
+    start = jnp.argmax(token, axis=1)
+    # The kernel has no row of length 0.
+    lengths = jnp.maximum(token.sum(axis=1, dtype=jnp.int32), 1)
+    whole = jnp.pad(query, ((0, 0), (0, 0), (size - queries, 0), (0, 0)))
+    rolled = [
+        _rolled(array, by=-start).swapaxes(1, 2) for array in (whole, *keys_values)
+    ]
+
+    def attend(mask: AttentionMask) -> Array:
+        window = mask.window
+        assert window is None or isinstance(window, int)  # by `with_static_window`
+        return jax.nn.dot_product_attention(
+            *rolled,
+            scale=mask.scale,
+            is_causal=True,
+            query_seq_lengths=lengths,
+            key_value_seq_lengths=lengths,
+            # A window of all columns would be another kernel for the same result.
+            local_window_size=(
+                None if window is None or window >= size else (window - 1, 0)
+            ),
+            implementation=implementation,
+        )
+
+    y = _rolled(with_static_window(mask, attend).swapaxes(1, 2), by=start)
+    return jnp.where(token[:, None, :, None], y, 0)[:, :, size - queries :]
+
+
+def _rolled(x: Array, *, by: Array) -> Array:
+    """[B, H, S, head_dim] with the columns of row b moved right by `by[b]`, around."""
+    return jax.vmap(lambda row, shift: jnp.roll(row, shift, axis=1))(x, by)

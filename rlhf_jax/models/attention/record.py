@@ -9,6 +9,10 @@ segments     0  1  1  1  2  2  0        two texts between padding
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Callable
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -29,10 +33,33 @@ class AttentionMask:
     # Columns that are attended to, its own included; i32[] where it differs between
     # the layers of a loop; None is all.
     window: Array | int | None = None
+    # The values that a traced window may have, for an engine with static windows.
+    windows: tuple[int, ...] = flax.struct.field(pytree_node=False, default=())
+    # Whether a row may hold several texts; without, what is not padding is one text.
+    packed: bool = flax.struct.field(pytree_node=False, default=True)
     # Of q·k, dimensionless; None is 1 / sqrt(head_dim).
     scale: float | None = flax.struct.field(pytree_node=False, default=None)
     # c of logits c·tanh(x / c) (Gemma 2, arXiv:2408.00118, section 2); None is off.
     softcap: float | None = flax.struct.field(pytree_node=False, default=None)
+
+
+def with_static_window(
+    mask: AttentionMask, attend: Callable[[AttentionMask], Array]
+) -> Array:
+    """attend(mask), whose window is an int or None; `jax.lax.switch` of a traced one.
+
+    Args:
+      mask: with `windows` where its window is traced.
+      attend: attention by an engine that takes no traced window.
+    """
+    if mask.window is None or isinstance(mask.window, int):
+        return attend(mask)
+    number = jnp.argmax(jnp.asarray(mask.windows, jnp.int32) == mask.window)
+    branches = [
+        functools.partial(attend, dataclasses.replace(mask, window=window))
+        for window in mask.windows
+    ]
+    return jax.lax.switch(number, branches)
 
 
 def mask_of(
@@ -52,6 +79,7 @@ def mask_of(
     text = mask.astype(jnp.int32)
     return AttentionMask(
         segments=text if segments is None else text * segments,
+        packed=segments is not None,
         scale=scale,
         softcap=softcap,
     )

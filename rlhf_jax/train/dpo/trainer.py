@@ -198,6 +198,7 @@ def main(options: Config) -> None:
                 *((name, model.stored, False) for name, model in beside.items()),
             ]
         )
+        report.engine(start.model, columns=first.tokens.shape[1], mesh=mesh)
         ref_logprobs = live(reference, algorithm=algorithm, mesh=mesh)
         held_out_ref_logprobs = ref_logprobs
         if options.precompute and reference is not None:

@@ -169,6 +169,8 @@ def main(options: VerifiedConfig) -> None:
                     ),
                 ]
             )
+            columns = prompts[0].tokens.shape[1] + options.max_new_tokens
+            report.engine(start.model, columns=columns, mesh=mesh)
             trained = improve(
                 stage, programs, prompts=prompts, reward=reward, options=options
             )

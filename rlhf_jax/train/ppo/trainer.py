@@ -184,6 +184,8 @@ def main(options: Config) -> None:
             ],
             meshes={} if models.sampling is None else {"sampler": models.sampling},
         )
+        columns = prompts[0].tokens.shape[1] + options.max_new_tokens
+        report.engine(policy.model, columns=columns, mesh=mesh)
         trained, reference = improve(
             models,
             programs,

@@ -55,9 +55,12 @@ def expected(name):
     )
 
 
-def mask_of(name):
+def mask_of(name, *, rows=slice(None), packed=True):
     """The record, its window traced where the case says so."""
-    return AttentionMask(segments=jnp.asarray(SEGMENTS), **CASES[name][3])
+    options = dict(CASES[name][3])
+    if isinstance(options.get("window"), np.int32):
+        options["windows"] = int(options["window"]), SIZE
+    return AttentionMask(segments=jnp.asarray(SEGMENTS[rows]), packed=packed, **options)
 
 
 def live(name):

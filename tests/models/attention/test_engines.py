@@ -1,22 +1,37 @@
 """Engines of attention against a float64 oracle: values, gradients, padding."""
 
+import dataclasses
 import functools
 
 import attention_cases
 import jax
+import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
 
-from rlhf_jax.models.attention import attend_blockwise, attend_xla
+from rlhf_jax import config
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models import engine_choice, layout
+from rlhf_jax.models.attention import (
+    AttentionMask,
+    attend_blockwise,
+    attend_xla,
+    splash,
+)
+from rlhf_jax.models.attention.cudnn import attend_cudnn
 
 # Four blocks of 29 columns, the last of them with room.
 ENGINES = {
     "xla": attend_xla,
     "blockwise": functools.partial(attend_blockwise, block=8),
+    "splash": functools.partial(splash.attend_splash, interpret=True),
 }
+GARBAGE = {"xla": 1e4, "blockwise": np.nan, "splash": 1e4}
 each_case = pytest.mark.parametrize("name", attention_cases.CASES)
-each_engine = pytest.mark.parametrize("engine", ENGINES)
+each_engine = pytest.mark.parametrize(
+    "engine", ["xla", "blockwise", pytest.param("splash", marks=pytest.mark.slow)]
+)
 
 
 @each_engine
@@ -25,10 +40,9 @@ def test_values_and_gradients_are_the_oracles(engine, name):
     """At tokens; also with large numbers at padding, which is finite all the same."""
     run = attention_cases.with_gradients(ENGINES[engine], name)
     expected = attention_cases.expected(name)
-    garbage = {"xla": 1e4, "blockwise": np.nan}[engine]
     for given in (
         attention_cases.arrays(name)[:3],
-        attention_cases.poisoned(name, by=garbage),
+        attention_cases.poisoned(name, by=GARBAGE[engine]),
     ):
         out, gradients = run(*given)
         assert np.isfinite(out).all()
@@ -83,9 +97,124 @@ def test_forward_mode_and_products_with_the_hessian():
             )
         )()
 
-    found, expected = (both(engine) for engine in ENGINES.values())
+    found, expected = (both(ENGINES[name]) for name in ("xla", "blockwise"))
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
         found,
         expected,
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fused", [True, False])
+def test_splash_over_several_blocks(monkeypatch, fused):
+    """Three blocks of 128 columns, and the backward pass of long rows."""
+    monkeypatch.setattr(splash, "BLOCK", 128)
+    monkeypatch.setattr(splash, "FUSED", 8192 if fused else 0)
+    rng = np.random.default_rng(0)
+    query, gradient = rng.normal(size=(2, 1, 2, 300, 64)).astype(np.float32)
+    key, value = rng.normal(size=(2, 1, 1, 300, 64)).astype(np.float32)
+    segments = np.repeat([[0, 1, 2, 0]], [20, 150, 110, 20], axis=1).astype(np.int32)
+    mask = AttentionMask(segments=jnp.asarray(segments), window=70)
+    live = (segments > 0)[:, None, :, None]
+    expected, gradients = oracles.attention(
+        *(query, key, value, segments),
+        window=70,
+        scale=1 / 8,
+        softcap=None,
+        gradient=gradient,
+    )
+    out, back = jax.vjp(
+        lambda query, key, value: splash.attend_splash(
+            query, (key, value), mask=mask, interpret=True
+        ),
+        *(query, key, value),
+    )
+    np.testing.assert_allclose(np.where(live, out, 0), expected, atol=2e-5)
+    for mine, other in zip(
+        back(np.where(live, gradient, 0).astype(np.float32)), gradients, strict=True
+    ):
+        np.testing.assert_allclose(mine, other, atol=5e-5)
+
+
+ONE_TEXT = [0, 1, 2, 4]  # rows that are not packed
+
+
+@pytest.mark.parametrize("name", ["causal", "later queries, traced window"])
+def test_cudnn_s_form_of_rows_with_one_text(name):
+    """Rows are rolled to their tokens, by a function of which cuDNN has a kernel."""
+    query, key, value, weights = (x[ONE_TEXT] for x in attention_cases.arrays(name))
+    options = attention_cases.CASES[name][3]
+    live = attention_cases.live(name)[ONE_TEXT]
+    weights = np.where(live, weights, 0).astype(np.float32)
+    expected, gradients = oracles.attention(
+        *(query, key, value, attention_cases.SEGMENTS[ONE_TEXT]),
+        window=options.get("window"),
+        scale=query.shape[-1] ** -0.5,
+        softcap=None,
+        gradient=weights,
+    )
+    mask = attention_cases.mask_of(name, rows=ONE_TEXT, packed=False)
+
+    @jax.jit
+    def both(query, key, value):
+        out, back = jax.vjp(
+            lambda *x: attend_cudnn(x[0], x[1:], mask=mask, implementation="xla"),
+            *(query, key, value),
+        )
+        return out, back(weights)
+
+    out, found = both(query, key, value)
+    np.testing.assert_allclose(out, np.where(live, expected, 0), atol=2e-5)
+    for mine, other in zip(found, gradients, strict=True):
+        np.testing.assert_allclose(mine, other, atol=2e-5)
+
+
+LLAMA = config.llama(
+    vocab_size=32,
+    hidden_size=256,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    intermediate_size=64,
+    max_positions=4096,
+)
+
+
+def model(**changes):
+    return dataclasses.replace(LLAMA, attention="auto", **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "backend", "columns", "engine", "reason"),
+    [
+        ({}, "cpu", 1023, "xla", "as they are short"),
+        ({}, "cpu", 1024, "blockwise", "as cpu has no flash attention of its own"),
+        ({}, "tpu", 2048, "splash", "the flash attention of tpu"),
+        ({"num_heads": 16}, "tpu", 2048, "blockwise", "as splash has no kernel for"),
+        ({"dtype": "bfloat16"}, "gpu", 2048, "cudnn", "the flash attention of gpu"),
+        ({}, "gpu", 2048, "blockwise", "as cudnn computes in bfloat16, and the model"),
+        (
+            {"dtype": "bfloat16", "attention_softcap": 50.0},
+            *("gpu", 2048, "blockwise", "as cudnn has no soft cap"),
+        ),
+    ],
+)
+def test_auto_says_what_it_takes_and_why(changes, backend, columns, engine, reason):
+    if "num_heads" in changes:
+        changes = {**changes, "head_dim": 16, "num_kv_heads": 2}
+    found = engine_choice.choose(model(**changes), columns=columns, backend=backend)
+    assert found.engine == engine
+    assert found.reason.startswith(reason)
+
+
+def test_an_engine_that_cannot_run_is_refused_by_name():
+    splash_ = dataclasses.replace(LLAMA, attention="splash")
+    with pytest.raises(InputError, match="a TPU for attention splash, got the backend"):
+        layout.fastest(splash_, backend="cpu")
+    assert layout.fastest(splash_, backend="tpu").attention == "splash"
+    small = dataclasses.replace(splash_, head_dim=16)
+    with pytest.raises(InputError, match="no kernel for heads of 16 numbers; choose"):
+        layout.fastest(small, backend="tpu")
+    asked = dataclasses.replace(LLAMA, attention="xla")
+    assert engine_choice.choose(asked, columns=9999) == ("xla", "as asked")

@@ -1,0 +1,96 @@
+"""Which engine of `attention/` computes whole rows, and why.
+
+`auto` takes xla for short rows, and for long ones the flash attention of the backend
+if that can compute the model's: splash on a TPU, cuDNN on an NVIDIA GPU, else the
+blockwise engine, which runs everywhere.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+from jax.sharding import AbstractMesh
+
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models.config import ModelConfig
+
+# The engines that one backend alone has.
+BACKEND = {"splash": "tpu", "cudnn": "gpu"}
+# Columns from which xla's [B, H, S, S] costs more than a loop over blocks, measured on
+# CPUs (`experiments/benchmarks/attention.py`).
+LONG = 1024
+CUDNN_HEAD_DIM = 128  # largest that the backward pass takes on every GPU
+SPLASH_HEAD_DIM = 64  # what a head's size is a multiple of
+
+
+class Choice(NamedTuple):
+    """An engine, and the reason in words that follow its name."""
+
+    engine: str
+    reason: str
+
+
+def choose(model: ModelConfig, *, columns: int, backend: str | None = None) -> Choice:
+    """The engine for rows of a model.
+
+    Args:
+      model: its `attention`, dtype, heads and soft cap are read.
+      columns: S, of a row.
+      backend: "cpu", "gpu" or "tpu"; None is that of the mesh that is set, or else the
+        default one of this process.
+    """
+    if model.attention != "auto":
+        return Choice(model.attention, "as asked")
+    if backend is None:
+        backend = backend_of(jax.sharding.get_abstract_mesh())
+    if columns < LONG:
+        return Choice("xla", "as they are short")
+    flash = next((name for name, at in BACKEND.items() if at == backend), None)
+    if flash is None:
+        return Choice("blockwise", f"as {backend} has no flash attention of its own")
+    obstacle = obstacle_to(flash, model)
+    if obstacle is not None:
+        return Choice("blockwise", f"as {flash} {obstacle}")
+    return Choice(flash, f"the flash attention of {backend}")
+
+
+def obstacle_to(engine: str, model: ModelConfig) -> str | None:
+    """Why an engine cannot compute a model's attention, on any machine; or None."""
+    if engine == "cudnn":
+        if model.attention_softcap is not None:
+            return "has no soft cap"
+        if model.dtype != "bfloat16":
+            return f"computes in bfloat16, and the model in {model.dtype}"
+        if model.head_dim % 8 or model.head_dim > CUDNN_HEAD_DIM:
+            return f"has no kernel for heads of {model.head_dim} numbers"
+    if engine == "splash" and model.head_dim % SPLASH_HEAD_DIM:
+        return f"has no kernel for heads of {model.head_dim} numbers"
+    return None
+
+
+def refuse(model: ModelConfig, *, backend: str) -> None:
+    """Stops where a backend lacks the engine that a model names.
+
+    Raises:
+      InputError: says which backend the engine needs, or what it cannot compute.
+    """
+    needs = BACKEND.get(model.attention, backend)
+    if needs != backend:
+        raise InputError(
+            f"expected a {needs.upper()} for attention {model.attention}, got the "
+            f"backend {backend}; choose auto"
+        )
+    obstacle = obstacle_to(model.attention, model)
+    if obstacle is not None:
+        raise InputError(
+            f"expected a model that attention {model.attention} can compute, got one "
+            f"that it cannot: {model.attention} {obstacle}; choose auto"
+        )
+
+
+def backend_of(mesh: AbstractMesh) -> str:
+    """The backend of a mesh, or of this process: "cpu", "gpu" or "tpu"."""
+    device = mesh.abstract_device
+    platform = jax.default_backend() if device is None else device.platform
+    return "gpu" if platform == "cuda" else platform
