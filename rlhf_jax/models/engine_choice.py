@@ -13,10 +13,10 @@ import jax
 from jax.sharding import AbstractMesh
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.config import Attention, ModelConfig
 
 # The engines that one backend alone has.
-BACKEND = {"splash": "tpu", "cudnn": "gpu"}
+BACKEND: dict[Attention, str] = {"splash": "tpu", "cudnn": "gpu"}
 # Columns from which xla's [B, H, S, S] costs more than a loop over blocks, measured on
 # CPUs (`experiments/benchmarks/attention.py`).
 LONG = 1024
@@ -27,7 +27,7 @@ SPLASH_HEAD_DIM = 64  # what a head's size is a multiple of
 class Choice(NamedTuple):
     """An engine, and the reason in words that follow its name."""
 
-    engine: str
+    engine: Attention
     reason: str
 
 
@@ -46,7 +46,8 @@ def choose(model: ModelConfig, *, columns: int, backend: str | None = None) -> C
         backend = backend_of(jax.sharding.get_abstract_mesh())
     if columns < LONG:
         return Choice("xla", "as they are short")
-    flash = next((name for name, at in BACKEND.items() if at == backend), None)
+    own: dict[str, Attention] = {at: name for name, at in BACKEND.items()}
+    flash = own.get(backend)
     if flash is None:
         return Choice("blockwise", f"as {backend} has no flash attention of its own")
     obstacle = obstacle_to(flash, model)
@@ -55,7 +56,7 @@ def choose(model: ModelConfig, *, columns: int, backend: str | None = None) -> C
     return Choice(flash, f"the flash attention of {backend}")
 
 
-def obstacle_to(engine: str, model: ModelConfig) -> str | None:
+def obstacle_to(engine: Attention, model: ModelConfig) -> str | None:
     """Why an engine cannot compute a model's attention, on any machine; or None."""
     if engine == "cudnn":
         if model.attention_softcap is not None:

@@ -13,7 +13,7 @@ from rlhf_jax.algorithms.ppo.recipe import PPO
 from rlhf_jax.checkpoints import hf
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models import config
+from rlhf_jax.models import config, engine_choice
 from rlhf_jax.models.config import Attention, ModelConfig, Remat
 from rlhf_jax.models.families import registry
 from rlhf_jax.models.lora import LoRA
@@ -79,8 +79,7 @@ class Options:
     micro_batch_size: int | None = None
     """Responses held at once while learning; None is all of a minibatch."""
     attention: Attention | None = None
-    """What computes the attention of whole sequences; None is cudnn for a GPU topology
-    in bfloat16, and xla elsewhere."""
+    """What computes the attention of whole sequences; None is auto for the topology."""
     topology: str | None = None
     """What to compile for, as v5e:2x2, or h100:8x8 for nodes x GPUs; None is this
     machine's device."""
@@ -142,12 +141,13 @@ def model_of(options: Options) -> ModelConfig:
         )
     else:
         model = registry.KNOWN.get(options.model) or hf.model_config(options.model)
-    attention = options.attention
-    if attention is None:
-        on_gpu = options.slice is not None and gpu_targets.is_gpu(options.slice)
-        flash = options.dtype == "bfloat16" and model.attention_softcap is None
-        attention = "cudnn" if on_gpu and flash else "xla"
-    return dataclasses.replace(model, **own, attention=attention)
+    own["attention"] = options.attention or "auto"
+    model = dataclasses.replace(model, **own)
+    backend = None  # of this machine
+    if options.slice is not None:
+        backend = "gpu" if gpu_targets.is_gpu(options.slice) else "tpu"
+    choice = engine_choice.choose(model, columns=options.columns, backend=backend)
+    return dataclasses.replace(model, attention=choice.engine)
 
 
 def ppo(options: Options, *, num_epochs: int = 4) -> PPO:

@@ -311,16 +311,18 @@ def test_a_topology_takes_the_chip_that_is_named_beside_it():
     assert options.slice == "h100:8x8"
     assert Options(topology="v5e:2x2").slice == "v5e:2x2"
     assert Options(chip="v5e").slice is None
-    # As users of both expect it: cuDNN where it can be.
+    # The engine that the run takes there, by the length of its rows.
+    assert run_shape.model_of(options).attention == "xla"
+    options = dataclasses.replace(options, prompt_length=1024)
     assert run_shape.model_of(options).attention == "cudnn"
-    for changed in (
-        {"dtype": "float32"},
-        {"chip": "v5e"},
-        {"attention": "xla"},
-        {"model": "gemma-2-2b"},  # whose softcap cuDNN does not have
+    for changed, engine in (
+        ({"dtype": "float32"}, "blockwise"),
+        ({"chip": "v5e"}, "splash"),
+        ({"attention": "xla"}, "xla"),
+        ({"model": "gemma-2-2b"}, "blockwise"),  # whose softcap cuDNN does not have
     ):
         other = dataclasses.replace(options, **changed)
-        assert run_shape.model_of(other).attention == "xla", changed
+        assert run_shape.model_of(other).attention == engine, changed
 
 
 @pytest.mark.parametrize(
