@@ -13,6 +13,7 @@ def test_engines_agree_on_packed_rows(tmp_path):
     assert [int((segments == text).sum()) for text in (1, 2, 3)] == [22, 21, 21]
     first, second = attention.measure(options, columns=64)
     assert (first["engine"], second["engine"]) == ("xla", "blockwise")
-    assert first["ratio"] == first["memory_ratio"] == 1 and first["apart"] == 0
+    assert first["ratio"] == first["memory_ratio"] == 1
+    assert first["apart"] == 0
     assert 0 < second["apart"] < 1e-4
     assert second["temporary_mib"] > 0
