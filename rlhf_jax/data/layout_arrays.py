@@ -26,6 +26,9 @@ class Form:
     width: int  # W, tokens of a packed row
     devices: int = 1  # that share rows: the groups
     after_stop: bool = False  # the state after the last token has a value
+    # Only the state after the last token is read, as a reward model does, whatever
+    # stands before it; rows have one column more, and so has R.
+    ends: bool = False
     max_tokens: int | None = None  # of a part, on each device; None has one part
 
     def __post_init__(self) -> None:
@@ -64,24 +67,31 @@ class Part(NamedTuple):
     size: int = 0  # number of the size that holds it
 
 
-def needed(lengths: HostArray, *, form: Form) -> tuple[HostArray, HostArray]:
-    """Tokens that a model needs of each row, and states that are read of it.
+class Needed(NamedTuple):
+    """What a model needs of each row; i32[b] each."""
+
+    size: HostArray  # tokens of its text that are run; 0 where nothing is read
+    first: HostArray  # the first of its tokens that a state is read for, from 0
+    reads: HostArray  # how many, one after the other
+
+
+def needed(lengths: HostArray, *, form: Form) -> Needed:
+    """What a model needs of each row.
 
     The last token predicts nothing, unless the state after it has a value. The first
     one of a text is predicted by nothing.
 
     Args:
       lengths: i32[b, 2], tokens of prompts and of responses.
-
-    Returns:
-      i32[b] each; 0 where nothing is read.
     """
     prompt, response = lengths[:, 0], lengths[:, 1]
+    if form.ends:
+        whole = prompt + response
+        return Needed(whole, whole, np.minimum(whole, 1))
     after = (response > 0) & (response < form.max_new_tokens) & form.after_stop
-    size = prompt + response - 1 + after
-    reads = np.maximum(size + 1 - np.maximum(prompt, 1), 0)
-    reads = np.where(response > 0, reads, 0)
-    return np.where(reads > 0, size, 0), reads
+    size, first = prompt + response - 1 + after, np.maximum(prompt, 1)
+    reads = np.where(response > 0, np.maximum(size + 1 - first, 0), 0)
+    return Needed(np.where(reads > 0, size, 0), first, reads)
 
 
 def fill(lengths: HostArray, *, form: Form) -> Bins:
@@ -90,7 +100,7 @@ def fill(lengths: HostArray, *, form: Form) -> Bins:
     Raises:
       InputError: a text is longer than a packed row.
     """
-    sizes, reads = needed(lengths, form=form)
+    sizes, _, reads = needed(lengths, form=form)
     if sizes.max(initial=0) > form.width:
         raise InputError(
             f"--packing-width: expected at least the longest row, {sizes.max()} "
@@ -104,7 +114,7 @@ def fill(lengths: HostArray, *, form: Form) -> Bins:
 
 def alone(lengths: HostArray, *, form: Form) -> Bins:
     """A packed row for each text of which something is read."""
-    sizes, reads = needed(lengths, form=form)
+    sizes, _, reads = needed(lengths, form=form)
     kept = np.flatnonzero(sizes)
     return Bins([[int(row)] for row in kept], [int(reads[row]) for row in kept])
 
@@ -173,7 +183,7 @@ class Arrays:
         """
         form, columns = self._form, self._columns
         (per_group, reads), width = widest, form.width
-        sizes, counts = needed(lengths, form=form)
+        sizes, firsts, counts = needed(lengths, form=form)
         texts = [
             (row, group, at, number)
             for group, packed_rows in enumerate(part.groups)
@@ -195,7 +205,7 @@ class Arrays:
         segments[place] = numbers[text]
 
         text, read = _each(counts[rows])
-        token = np.maximum(lengths[rows, 0], 1)[text] + read  # that is predicted
+        token = firsts[rows][text] + read  # that is predicted
         group = of_group[text]
         column = 1 + np.arange(len(text))
         column -= np.searchsorted(group, np.arange(form.devices))[group]

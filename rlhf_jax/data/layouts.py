@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from rlhf_jax.models.packing import SizedPacking
 
 Array = jax.Array
 HostArray = Any  # NumPy's
+Kind = Literal["batch", "minibatch"]
 DRAWS = 48  # batches drawn from a sample of lengths, to choose sizes by
 QUANTILES = (0.4, 0.8, 1.0)  # of the packed rows that the draws needed
 GAIN = 0.95  # of the padded rows: a size with more than these is no gain
@@ -93,51 +94,71 @@ class Packer:
         Raises:
           InputError: a text is longer than a packed row.
         """
-        rows = [np.arange(len(lengths)), *order]
-        of_rows: list[list[Part]] = []
-        for number, each in enumerate(rows):
-            sizes = self.minibatch if number else self.batch
-            parts = None
-            if sizes is not None:
-                parts = _parts(lengths[each], sizes=sizes, form=self.form)
-            if parts is None:
-                self.used["padded", 0] += 1
-                return None
-            of_rows.append(parts)
-        assert self.batch is not None
-        assert self.minibatch is not None
-        for number, parts in enumerate(of_rows):
-            kind = "minibatch" if number else "batch"
-            self.used.update((kind, part.size) for part in parts)
-        arrays = layout_arrays.Arrays(self.form, columns=columns)
-
-        def made(number: int, sizes: Sizes) -> tuple[SizedPacking, HostArray]:
-            made = [
-                arrays(lengths[rows[number]], part, widest=sizes.sizes[-1])
-                for part in _filled_up(of_rows[number], sizes.parts)
-            ]
-            packings, size, members = zip(*made, strict=True)
-            number_of_size: HostArray = np.array(size, np.int32)
-            of_parts: HostArray = np.stack(members)
-            of_parts[0] |= ~of_parts.any(axis=0)  # no state of theirs is read
-            stacked = SizedPacking(
-                packing=jax.tree.map(lambda *leaves: np.stack(leaves), *packings),
-                size=number_of_size,
-                sizes=sizes.sizes,
-            )
-            return stacked, of_parts
-
-        whole, _ = made(0, self.batch)
-        steps, members = zip(
-            *(made(number, self.minibatch) for number in range(1, len(rows))),
-            strict=True,
-        )
+        whole = self._parts("batch", lengths)
+        steps = [self._parts("minibatch", lengths[rows]) for rows in order]
+        if whole is None or None in steps:
+            self.used["padded", 0] += 1
+            return None
+        batch, _ = self._made("batch", lengths, whole, columns=columns)
+        made = [
+            self._made("minibatch", lengths[rows], step, columns=columns)
+            for rows, step in zip(order, steps, strict=True)
+            if step is not None
+        ]
+        packings, members = zip(*made, strict=True)
         in_parts: HostArray = np.stack(members)
         return RolloutPacking(
-            batch=jax.tree.map(lambda leaf: leaf[0], whole),
-            minibatches=jax.tree.map(lambda *leaves: np.stack(leaves), *steps),
+            batch=jax.tree.map(lambda leaf: leaf[0], batch),
+            minibatches=jax.tree.map(lambda *leaves: np.stack(leaves), *packings),
             members=in_parts,
         )
+
+    def whole(self, lengths: HostArray, *, columns: int) -> SizedPacking | None:
+        """How the rows of a batch are packed, for a model that no update reads.
+
+        Args:
+          lengths: i32[B, 2], `spans` of the rollout.
+          columns: S, of the rows that the packing is of.
+
+        Returns:
+          NumPy arrays; None where padded rows are no more work.
+
+        Raises:
+          InputError: a text is longer than a packed row.
+        """
+        parts = self._parts("batch", lengths)
+        if parts is None:
+            self.used["padded", 0] += 1
+            return None
+        batch, _ = self._made("batch", lengths, parts, columns=columns)
+        return jax.tree.map(lambda leaf: leaf[0], batch)
+
+    def _parts(self, kind: Kind, lengths: HostArray) -> list[Part] | None:
+        sizes = self.batch if kind == "batch" else self.minibatch
+        return None if sizes is None else _parts(lengths, sizes=sizes, form=self.form)
+
+    def _made(
+        self, kind: Kind, lengths: HostArray, parts: list[Part], *, columns: int
+    ) -> tuple[SizedPacking, HostArray]:
+        """Every leaf [C, ...], and the members bool[C, b]."""
+        sizes = self.batch if kind == "batch" else self.minibatch
+        assert sizes is not None
+        self.used.update((kind, part.size) for part in parts)
+        arrays = layout_arrays.Arrays(self.form, columns=columns)
+        made = [
+            arrays(lengths, part, widest=sizes.sizes[-1])
+            for part in _filled_up(parts, sizes.parts)
+        ]
+        packings, size, members = zip(*made, strict=True)
+        number_of_size: HostArray = np.array(size, np.int32)
+        of_parts: HostArray = np.stack(members)
+        of_parts[0] |= ~of_parts.any(axis=0)  # no state of theirs is read
+        stacked = SizedPacking(
+            packing=jax.tree.map(lambda *leaves: np.stack(leaves), *packings),
+            size=number_of_size,
+            sizes=sizes.sizes,
+        )
+        return stacked, of_parts
 
     def describe(self) -> str:
         """A line on the sizes, for a person."""

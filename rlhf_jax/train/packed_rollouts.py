@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -23,6 +24,7 @@ from rlhf_jax.data import layouts
 from rlhf_jax.data.layout_arrays import Form
 from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models.packing import SizedPacking
 from rlhf_jax.train.start import StartConfig
 
 Array = jax.Array
@@ -72,8 +74,8 @@ class PackedConfig(StartConfig):
         return min(room, self.packing_width - max_new_tokens)
 
 
-class RolloutPacker:
-    """Packs each rollout of a run; the first one chooses the sizes."""
+class _Lengths:
+    """What the packers of a run share: its options and the lengths of a rollout."""
 
     def __init__(
         self,
@@ -97,10 +99,17 @@ class RolloutPacker:
         self._devices = row_sharding.row_share(mesh).count
         self._columns = columns
         self._packer: layouts.Packer | None = None
-        on = functools.partial(sharding.on, mesh)
-        self._spans = jax.jit(on(layouts.spans))
-        order = functools.partial(minibatches, rows=rows, recipe=recipe)
-        self._order = jax.jit(lambda key: order(shuffle_key(key)))
+        self._spans = jax.jit(sharding.on(mesh, layouts.spans))
+
+    def _width(self, columns: int) -> int:
+        """Tokens of a packed row, in a run whose first rollout has so many columns."""
+        if self._options.packing_width is not None:
+            return self._options.packing_width
+        return columns if self._columns is None else self._columns
+
+
+class RolloutPacker(_Lengths):
+    """Packs each rollout of a run for `learn`; the first one chooses the sizes."""
 
     def __call__(self, rollout: Rollout, *, key: Array) -> RolloutPacking | None:
         """How the models read a rollout packed; waits for it. None is padded.
@@ -123,6 +132,11 @@ class RolloutPacker:
                 print(self._packer.describe())
         return self._packer(lengths, order, columns=columns)
 
+    @functools.cached_property
+    def _order(self) -> Callable[[Array], Array]:
+        order = functools.partial(minibatches, rows=self._rows, recipe=self._recipe)
+        return jax.jit(lambda key: order(shuffle_key(key)))
+
     def summary(self) -> dict[str, Any]:
         """For summary.json: the sizes, and how often each was used."""
         if self._packer is None:
@@ -130,11 +144,8 @@ class RolloutPacker:
         return {"packing": self._packer.summary()}
 
     def _form(self, columns: int) -> Form:
-        options, recipe = self._options, self._recipe
-        width = options.packing_width
-        if width is None:
-            width = columns if self._columns is None else self._columns
-        max_tokens = options.max_tokens_per_device
+        recipe, width = self._recipe, self._width(columns)
+        max_tokens = self._options.max_tokens_per_device
         if max_tokens is None and recipe.micro_batch_size is not None:
             max_tokens = width * max(1, recipe.micro_batch_size // self._devices)
         return Form(
@@ -146,3 +157,32 @@ class RolloutPacker:
             after_stop=recipe.values_the_end,
             max_tokens=max_tokens,
         )
+
+
+class EndPacker(_Lengths):
+    """Packs what a reward model sees: it reads the state after the last token alone."""
+
+    def __call__(self, rollout: Rollout) -> SizedPacking | None:
+        """How the model reads a rollout packed; waits for it. None is padded.
+
+        Args:
+          rollout: of the run's batch size.
+
+        Raises:
+          InputError: a text is longer than a packed row.
+        """
+        if self._options.packing == "off":
+            return None
+        lengths = processes.whole(self._spans(rollout))
+        columns = rollout.tokens.shape[1]
+        if self._packer is None:
+            form = Form(
+                rows=self._rows,
+                num_minibatches=1,
+                max_new_tokens=self._recipe.max_new_tokens + 1,
+                width=self._width(columns),
+                devices=self._devices,
+                ends=True,
+            )
+            self._packer = layouts.Packer(form, sample=lengths)
+        return self._packer.whole(lengths, columns=columns + 1)

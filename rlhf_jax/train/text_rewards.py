@@ -18,6 +18,7 @@ from rlhf_jax.roles.rewards.text import TextReward
 from rlhf_jax.runs import (
     command_line,
 )
+from rlhf_jax.train.packed_rollouts import EndPacker
 
 Array = jax.Array
 
@@ -45,12 +46,24 @@ def text_reward(reward: TextReward, *, mesh: Mesh) -> ppo.Reward:
     return scored
 
 
-def model_reward(scorer: RewardModel) -> ppo.Reward:
-    """A reward model, run on its own devices."""
+def model_reward(scorer: RewardModel, *, pack: EndPacker) -> ppo.Reward:
+    """A reward model, run on its own devices, on packed rows where that is less work.
+
+    Args:
+      scorer: the model.
+      pack: of a run, which packs what it sees or leaves it padded.
+    """
     # An argument of the program: a closure would bake its parameters in.
     reward = rewards.from_model(scorer.frozen, model=scorer.model)
     mesh = frozen.mesh_of(scorer.frozen)
-    apply = jax.jit(sharding.on(mesh, lambda reward, rollout: reward(rollout)))
-    return lambda rollout: frozen_models.run_beside(
-        lambda rollout: apply(reward, rollout), scorer.frozen, rollout
+    apply = jax.jit(
+        sharding.on(mesh, lambda reward, rollout, packing: reward(rollout, packing))
     )
+
+    def scored(rollout: Rollout) -> Array:
+        packing = pack(rollout)
+        return frozen_models.run_beside(
+            lambda moved: apply(reward, moved, packing), scorer.frozen, rollout
+        )
+
+    return scored

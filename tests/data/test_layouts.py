@@ -120,6 +120,17 @@ def numpy_of(packing):
     return jax.tree.map(np.asarray, packing)
 
 
+def test_the_ends_of_texts_by_hand():
+    """A reward model reads the state of the last token, at a column of its own."""
+    form = Form(rows=2, num_minibatches=1, max_new_tokens=3, width=8, ends=True)
+    lengths = np.array([[1, 2], [2, 2]])
+    packer = layouts.Packer(form, sample=lengths)
+    found = numpy_of(packer.whole(lengths, columns=5).packing)
+    np.testing.assert_array_equal(found.source, [[5, 6, 7, 8, 1, 2, 3, NONE]])
+    np.testing.assert_array_equal(found.states[0, :3], [3, 6, NONE])
+    np.testing.assert_array_equal(found.about[0, :4], [NONE, 9, 4, NONE])
+
+
 def test_an_iteration_by_hand():
     """The drawing of models/packing.py: prompts a and d e, responses b c and f g."""
     form = Form(rows=2, num_minibatches=1, max_new_tokens=3, width=6)

@@ -11,7 +11,9 @@ import jax.numpy as jnp
 from rlhf_jax.models import decoder, heads
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import LoRA
+from rlhf_jax.models.packing import Packing, SizedPacking, at_size, texts_of
 from rlhf_jax.roles import adapted
+from rlhf_jax.roles.critic import values_of_hidden
 from rlhf_jax.roles.reference import frozen, storage
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards.text import Responses
@@ -58,7 +60,12 @@ def from_base(key: Array, *, model: ModelConfig, lora: LoRA) -> Params:
 
 
 def sequence_scores(
-    params: Params, *, model: ModelConfig, tokens: Array, mask: Array
+    params: Params,
+    *,
+    model: ModelConfig,
+    tokens: Array,
+    mask: Array,
+    packing: Packing | None = None,
 ) -> Array:
     """score(x, y) = head(hidden state of the last token that is not padding).
 
@@ -66,16 +73,25 @@ def sequence_scores(
       params: {"trunk": ..., "score": {"kernel": [D], "bias": []}}.
       tokens: i32[B, S], prompt and response, padded on either side.
       mask: bool[B, S], True at tokens.
+      packing: how the model reads these rows packed, made of them with a column more,
+        so that the state after the last token has one (`Form.ends`); None reads them
+        padded.
 
     Returns:
       f32[B], reward units.
 
     Source: Stiennon et al. 2020, arXiv:2009.01325, section 3.4.
     """
+    last = tokens.shape[1] - 1 - jnp.argmax(mask[:, ::-1], axis=1)
+    if packing is not None:
+        wider, known = (jnp.pad(x, ((0, 0), (0, 1))) for x in (tokens, mask))
+        texts = texts_of(wider, known, first_column=1, packing=packing)
+        hidden = texts.hidden_states(params["trunk"], model=model)
+        after = texts.padded(values_of_hidden(params["score"], hidden, mask=texts.mask))
+        return jnp.take_along_axis(after, last[:, None] + 1, axis=1)[:, 0]
     hidden = decoder.hidden_states(
         params["trunk"], model=model, tokens=tokens, mask=mask
     )
-    last = tokens.shape[1] - 1 - jnp.argmax(mask[:, ::-1], axis=1)
     final = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
     return heads.scores(params["score"], final)
 
@@ -89,7 +105,8 @@ def from_model(
 ) -> jax.tree_util.Partial:
     """A frozen reward model as `reward(rollout)`: a callable that is a pytree.
 
-    Pass it to `jit` as an argument; its parameters then are arguments too.
+    Pass it to `jit` as an argument; its parameters then are arguments too. A second
+    argument, `SizedPacking`, lets it read the rollout packed (`sequence_scores`).
 
     Args:
       reference: of its parameters, or of adapters and score over `base`.
@@ -106,11 +123,21 @@ class _Scores:
     lora: LoRA | None
 
     def __call__(
-        self, reference: Frozen, base: Frozen | None, rollout: Responses
+        self,
+        reference: Frozen,
+        base: Frozen | None,
+        rollout: Responses,
+        packing: SizedPacking | None = None,
     ) -> Array:
-        return sequence_scores(
-            adapted.params(frozen.read(reference), base=base, lora=self.lora),
-            model=self.model,
-            tokens=rollout.tokens,
-            mask=rollout.mask,
-        )
+        params = adapted.params(frozen.read(reference), base=base, lora=self.lora)
+
+        def compute(packing: Packing | None) -> Array:
+            return sequence_scores(
+                params,
+                model=self.model,
+                tokens=rollout.tokens,
+                mask=rollout.mask,
+                packing=packing,
+            )
+
+        return at_size(packing, compute)

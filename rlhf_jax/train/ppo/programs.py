@@ -25,7 +25,7 @@ from rlhf_jax.roles import adapted
 from rlhf_jax.roles.reference import drift, frozen
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards.scores import Scores
-from rlhf_jax.train.packed_rollouts import RolloutPacker
+from rlhf_jax.train.packed_rollouts import EndPacker, RolloutPacker
 from rlhf_jax.train.ppo.models import Models
 from rlhf_jax.train.ppo.options import Config
 
@@ -38,15 +38,17 @@ class Programs:
 
     def __init__(self, models: Models, *, options: Config) -> None:
         algorithm = models.algorithm
-        self.pack = RolloutPacker(
-            options,
-            recipe=algorithm,
-            rows=options.batch_size,
-            mesh=models.mesh,
-            columns=None
-            if options.buckets is None
-            else max(options.buckets) + options.max_new_tokens,
-        )
+        widest = None
+        if options.buckets is not None:
+            widest = max(options.buckets) + options.max_new_tokens
+        packed: dict[str, Any] = {
+            "recipe": algorithm,
+            "rows": options.batch_size,
+            "mesh": models.mesh,
+            "columns": widest,
+        }
+        self.pack = RolloutPacker(options, **packed)
+        self.pack_ends = EndPacker(options, **packed)
         shape = {
             "model": algorithm.model,
             "max_new_tokens": algorithm.max_new_tokens,

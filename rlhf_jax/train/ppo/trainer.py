@@ -136,7 +136,7 @@ def main(options: Config) -> None:
         )
     else:
         assert models.reward is not None  # checked by Config
-        reward = model_reward(models.reward)
+        reward = model_reward(models.reward, pack=programs.pack_ends)
     key = sharding.place(jax.random.key(options.seed), mesh=mesh)
     rehearse(
         models,

@@ -11,7 +11,7 @@ import pytest
 import tiny
 import toys
 
-from rlhf_jax import batch, critic, frozen, grpo, kl_control, ppo, state
+from rlhf_jax import batch, critic, frozen, grpo, kl_control, ppo, rewards, state
 from rlhf_jax.algorithms.flow import score
 from rlhf_jax.algorithms.policy_gradient.update import minibatches
 from rlhf_jax.algorithms.ppo import critic_apart
@@ -329,3 +329,24 @@ def test_a_reference_by_itself():
     expected = compute(reference, rollout=rollout())
     np.testing.assert_allclose(found, expected, atol=1e-5)
     assert (np.asarray(found) != 0).any()
+
+
+@pytest.mark.slow
+def test_a_reward_model():
+    """Also of responses without a token, and of those that fill all columns."""
+    form = Form(
+        rows=ROWS,
+        num_minibatches=1,
+        max_new_tokens=SIZE + 1,
+        width=COLUMNS,
+        ends=True,
+    )
+    packer = layouts.Packer(form, sample=LENGTHS)
+    packed = packer.whole(LENGTHS, columns=COLUMNS + 1)
+    assert packed is not None
+    scorer = rewards.init(jax.random.key(1), toys.params(seed=1), model=toys.GPT2)
+    reward = rewards.from_model(frozen.freeze(scorer), model=toys.GPT2)
+    compute = jax.jit(lambda reward, rollout, packing: reward(rollout, packing))
+    found = compute(reward, rollout(), packed)
+    np.testing.assert_allclose(found, compute(reward, rollout(), None), atol=1e-5)
+    assert len(set(np.asarray(found).tolist())) == ROWS
