@@ -237,12 +237,29 @@ class ReferencePlacement(PolicyPlacement):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplerPlacement(PolicyPlacement):
+    """Where the policy is, and how its devices are laid out while it samples."""
+
+    sampler: PlaceOption = WITH_POLICY
+    """Place of sampling: policy, or a mesh such as data=2,tensor=4 over the policy's
+    devices, to which parameters are resharded once per iteration."""
+
+    def __post_init__(self) -> None:
+        if self.sampler.devices != "policy" or self.sampler.memory == PINNED:
+            raise InputError(
+                f"--placement.sampler: expected policy or AXIS=SIZE,..., got "
+                f"{self.sampler}; rlhf-jax ppo samples on other devices"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement(ReferencePlacement):
     """Where the policy, sampler, critic, reference and reward model are."""
 
     sampler: PlaceOption = WITH_POLICY
-    """Place of sampling: policy, or last:MESH, which samples the next responses while
-    these are learned from, one step off-policy."""
+    """Place of sampling: policy; a mesh such as data=2,tensor=4 over the policy's
+    devices, to which parameters are resharded once per iteration; or last:MESH, which
+    samples the next responses while these are learned from, one step off-policy."""
     critic: PlaceOption = WITH_POLICY
     """Place of the critic and its optimizer: policy, or last:MESH for the last devices,
     which train it at the same time as the policy."""
@@ -250,13 +267,24 @@ class Placement(ReferencePlacement):
     """Place of the reward model, in the forms of --placement.reference."""
 
     def __post_init__(self) -> None:
-        for name in ("sampler", "critic"):
-            place = self.places()[name]
-            if (place.apart and place.devices != "last") or place.memory == PINNED:
-                raise InputError(
-                    f"--placement.{name}: expected policy or last:AXIS=SIZE,..., got "
-                    f"{place}; the other places are for frozen models"
-                )
+        if self.sampler.devices == "cpu" or self.sampler.memory == PINNED:
+            raise InputError(
+                f"--placement.sampler: expected policy, AXIS=SIZE,... or "
+                f"last:AXIS=SIZE,..., got {self.sampler}; the other places are for "
+                f"frozen models"
+            )
+        if (
+            self.critic.apart and self.critic.devices != "last"
+        ) or self.critic.memory == PINNED:
+            raise InputError(
+                f"--placement.critic: expected policy or last:AXIS=SIZE,..., got "
+                f"{self.critic}; the other places are for frozen models"
+            )
+
+    @property
+    def samples_ahead(self) -> bool:
+        """Whether the next responses are sampled while these are learned from."""
+        return self.sampler.devices == "last"
 
 
 def from_0_1(recorded: Mapping[str, Any]) -> dict[str, Any]:

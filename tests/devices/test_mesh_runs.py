@@ -317,7 +317,7 @@ def test_the_other_experiments(files, name, tmp_path):
                 "--placement.sampler=last:data=4",
                 "--recompute-logprobs",
             ),
-            "--placement.sampler: expected policy with --buckets",
+            "--placement.sampler: expected the policy's devices with --buckets",
         ),
         (
             ("--placement.critic=last:data=4", "--max-ratio-mean=10"),

@@ -11,10 +11,16 @@ from rlhf_jax.checkpoints import frozen_models
 from rlhf_jax.checkpoints.frozen_models import Storage
 from rlhf_jax.devices import placement, sharding, table_cells
 from rlhf_jax.devices.mesh_shape import ONE_DEVICE, MeshShape
-from rlhf_jax.devices.placement import Place, Placement, ReferencePlacement
+from rlhf_jax.devices.placement import (
+    Place,
+    Placement,
+    ReferencePlacement,
+    SamplerPlacement,
+)
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.reference import frozen
 
+THIRDS = Place.parse("tensor=3")
 TWO, FOUR = MeshShape(data=2), MeshShape(fsdp=4)
 FORMS = {
     "policy": Place("policy", None, "device"),
@@ -122,11 +128,35 @@ def test_a_host_that_cannot_be_had_is_told_by_its_option(monkeypatch):
         eight.policy_mesh()
 
 
-@pytest.mark.parametrize("role", ["sampler", "critic"])
-@pytest.mark.parametrize("text", ["cpu", "data=2", "pinned_host", "last@pinned_host"])
-def test_what_is_trained_or_samples_is_on_devices(role, text):
-    with pytest.raises(InputError, match=rf"--placement.{role}: expected policy or"):
-        Placement(**{role: Place.parse(text)})
+@pytest.mark.parametrize("text", ["cpu", "pinned_host", "last@pinned_host"])
+def test_what_is_trained_or_samples_is_on_devices(text):
+    place = Place.parse(text)
+    with pytest.raises(InputError, match=r"--placement.critic: expected policy or"):
+        Placement(critic=place)
+    with pytest.raises(InputError, match=r"--placement.sampler: expected policy, A"):
+        Placement(sampler=place)
+    with pytest.raises(InputError, match=r"--placement.sampler: expected policy or"):
+        SamplerPlacement(sampler=place)
+
+
+def test_a_sampler_may_have_a_mesh_over_the_policy_s_devices():
+    place = Place.parse("data=2,tensor=4")
+    with pytest.raises(InputError, match=r"--placement.critic: expected policy or"):
+        Placement(critic=place)
+    for kind in (Placement, SamplerPlacement):
+        placement = kind(policy=MeshShape(fsdp=8), sampler=place)
+        mesh = placement.policy_mesh()
+        assert dict(placement.sampler.mesh_beside(mesh).shape) == {
+            "data": 2,
+            "fsdp": 1,
+            "tensor": 4,
+        }
+        with pytest.raises(InputError, match=r"^--placement.sampler: .*8 devices"):
+            kind(
+                policy=MeshShape(fsdp=8), sampler=Place.parse("tensor=3")
+            ).policy_mesh()
+    assert not Placement(sampler=place).samples_ahead
+    assert Placement(sampler=Place.parse("last")).samples_ahead
 
 
 def test_processes_share_their_devices(monkeypatch):

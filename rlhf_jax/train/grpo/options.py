@@ -12,7 +12,7 @@ from rlhf_jax.algorithms import grpo
 from rlhf_jax.algorithms.grpo import GRPO, GroupRecipe
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
-from rlhf_jax.devices.placement import PolicyPlacement
+from rlhf_jax.devices.placement import SamplerPlacement
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.train.packed_rollouts import PackedConfig
@@ -74,7 +74,7 @@ class VerifiedConfig(PackedConfig, abc.ABC):
     stops."""
     eval_rows: int = 256
     """Held-out rows to evaluate on, from the beginning."""
-    placement: PolicyPlacement = dataclasses.field(default_factory=PolicyPlacement)
+    placement: SamplerPlacement = dataclasses.field(default_factory=SamplerPlacement)
     """Where each role is: devices, mesh and memory."""
 
     def __post_init__(self) -> None:

@@ -24,6 +24,7 @@ from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.train.grpo.options import VerifiedConfig
 from rlhf_jax.train.packed_rollouts import RolloutPacker
+from rlhf_jax.train.sampler import Sampler
 from rlhf_jax.verification.pool import PooledReward, VerifierPool
 
 Array = jax.Array
@@ -62,7 +63,10 @@ class Programs:
         self._mesh = mesh
         jit, bind, on = jax.jit, functools.partial, functools.partial(sharding.on, mesh)
         learn = bind(on(grpo.learn), recipe=algorithm)
-        self.sample = jit(bind(on(grpo.sample), recipe=algorithm))
+        sampler = options.placement.sampler
+        sampling = sampler.mesh_beside(mesh) if sampler.apart else mesh
+        assert sampling is not None  # the host is for frozen models
+        self.sample = Sampler(algorithm, mesh=sampling, home=mesh)
         self.reference_logprobs = jit(bind(on(score.reference_logprobs), **shape))
         self.learn = jit(learn, donate_argnames=("state",))
         self.measure = jit(bind(on(self_check.measure), reference=None, **shape))

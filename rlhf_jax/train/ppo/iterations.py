@@ -126,7 +126,7 @@ def improve(
         beside["critic_base"] = models.critic_devices.base
     if reference is not None and reference is not base:
         kept["reference"] = reference
-    if models.sampling is not None:  # the responses to learn from next
+    if models.samples_ahead:  # the responses to learn from next
         kept["rollout"] = programs.sample(
             models.train.policy, prompts=prompts[0], key=jax.random.fold_in(key, 0)
         )
@@ -138,12 +138,12 @@ def improve(
             reference = None
         for step in stage.steps():
             step_key = jax.random.fold_in(key, step)
-            if models.sampling is None:
+            if models.samples_ahead:
+                rollout = stage.state["rollout"]
+            else:
                 rollout = programs.sample(
                     train.policy, prompts=prompts[step], key=step_key
                 )
-            else:
-                rollout = stage.state["rollout"]
             shown = ppo.seen_by_reward(rollout, recipe=models.algorithm)
             ref_logprobs, values = None, None
             packing = programs.pack(rollout, key=step_key)
@@ -152,7 +152,7 @@ def improve(
             if models.reward is None or critic is not None:  # beside what comes next
                 values = programs.values(train, critic, rollout, packing)
             more = step + 1 < options.num_steps
-            if models.sampling is not None and more:  # beside the rest of this step
+            if models.samples_ahead and more:  # beside the rest of this step
                 stage.state["rollout"] = programs.sample(
                     train.policy,
                     prompts=prompts[step + 1],

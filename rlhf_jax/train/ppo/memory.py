@@ -72,6 +72,8 @@ def check_memory(options: Config) -> None:
         *parts,
     ]
     copies = [Part("policy", policy, sampler_mesh)] if placement.sampler.apart else []
+    if placement.sampler.apart and lora is not None:
+        parts += [Part("sampler's base", storage.shapes(params), sampler_mesh)]
 
     def passing() -> list[memory_check.Passing]:
         rows = min(

@@ -30,7 +30,8 @@ class Models(NamedTuple):
     """Every model of a run, on its devices."""
 
     mesh: Mesh  # the policy's, and of each role that is with it
-    sampling: Mesh | None  # the sampler's, where it is apart from the policy
+    sampling: Mesh | None  # the sampler's, where it is not the policy's
+    samples_ahead: bool  # the next responses, while these are learned from
     algorithm: ppo.PPO
     train: TrainState  # without a critic where the critic is apart
     critic: SupervisedState | None  # a critic that is apart
@@ -132,6 +133,7 @@ def make_models(options: Config, policy: Pretrained) -> Models:
     return Models(
         mesh,
         placement.sampler.mesh_beside(mesh) if placement.sampler.apart else None,
+        placement.samples_ahead,
         algorithm,
         train,
         critic_state,

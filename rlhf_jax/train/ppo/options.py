@@ -191,14 +191,14 @@ class Config(PackedConfig):
                 f"out"
             )
         place = self.placement.reference
-        if self.placement.sampler.apart and (
+        if self.placement.samples_ahead and (
             self.buckets or self.ppo.recompute_logprobs
         ):
             raise InputError(
-                "--placement.sampler: expected policy with --buckets, as a snapshot "
-                "has the next responses, and with --recompute-logprobs, which would "
-                "take the older policy that sampled them for this one; leave it "
-                "out, or them"
+                "--placement.sampler: expected the policy's devices with --buckets, as "
+                "a snapshot has the next responses of the last devices, and with "
+                "--recompute-logprobs, which would take the older policy that sampled "
+                "them for this one; leave it out, or them"
             )
         if self.placement.critic.apart:
             try:

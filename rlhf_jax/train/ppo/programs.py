@@ -9,7 +9,6 @@ import jax
 
 from rlhf_jax.algorithms import evaluation, ppo, self_check
 from rlhf_jax.algorithms.batch import (
-    Prompts,
     Rollout,
     RolloutPacking,
     Scored,
@@ -18,7 +17,7 @@ from rlhf_jax.algorithms.batch import (
 from rlhf_jax.algorithms.flow import objective, score
 from rlhf_jax.algorithms.state import SupervisedState, TrainState
 from rlhf_jax.checkpoints import frozen_models
-from rlhf_jax.devices import row_sharding, sharding
+from rlhf_jax.devices import sharding
 from rlhf_jax.functional.masked import Stats
 from rlhf_jax.models.lora import merge
 from rlhf_jax.roles import adapted
@@ -28,6 +27,7 @@ from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.train.packed_rollouts import EndPacker, RolloutPacker
 from rlhf_jax.train.ppo.models import Models
 from rlhf_jax.train.ppo.options import Config
+from rlhf_jax.train.sampler import Sampler
 
 Array = jax.Array
 Params = Any
@@ -58,13 +58,12 @@ class Programs:
         self._models = models
         self._lora = algorithm.lora if models.adapters_are_the_reference else None
         self._base = models.base if models.adapters_are_the_reference else None
-        self._sampling = mesh if models.sampling is None else models.sampling
-        self._sample = jax.jit(
-            functools.partial(sharding.on(self._sampling, ppo.sample), recipe=algorithm)
+        self.sample = Sampler(
+            algorithm,
+            mesh=mesh if models.sampling is None else models.sampling,
+            home=mesh,
+            base=models.base,
         )
-        self._sampling_base = models.base
-        if models.base is not None and models.sampling is not None:
-            self._sampling_base = sharding.place(models.base, mesh=models.sampling)
         self._values = jax.jit(functools.partial(on(ppo.values), recipe=algorithm))
         donated = functools.partial(jax.jit, donate_argnames=("state",))
         self._learn = donated(functools.partial(on(ppo.learn), recipe=algorithm))
@@ -104,23 +103,6 @@ class Programs:
     def _inside(self, reference: Frozen | None) -> Frozen | None:
         """The reference if `learn` runs it once more, for exact KL; else None."""
         return reference if self._models.algorithm.penalty.needs_logits else None
-
-    def sample(self, policy: Params, *, prompts: Prompts, key: Array) -> Rollout:
-        """Responses from the sampler's devices, brought to the policy's.
-
-        The call is asynchronous: what is dispatched next on other devices runs beside
-        it.
-        """
-        if self._models.sampling is None:
-            return self._sample(
-                policy, prompts=prompts, key=key, base=self._sampling_base
-            )
-        policy, key = sharding.place((policy, key), mesh=self._sampling)
-        prompts = row_sharding.put_rows(prompts, mesh=self._sampling)
-        rollout = self._sample(
-            policy, prompts=prompts, key=key, base=self._sampling_base
-        )
-        return row_sharding.put_rows(rollout, mesh=self._models.mesh)
 
     def values(
         self,

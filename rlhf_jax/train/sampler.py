@@ -1,0 +1,73 @@
+"""Sampling over a mesh of its own, which parameters and prompts are brought to."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from rlhf_jax.algorithms.batch import Prompts, Rollout
+from rlhf_jax.algorithms.policy_gradient import iteration
+from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
+from rlhf_jax.devices import row_sharding, sharding
+from rlhf_jax.roles.reference.frozen import Frozen
+
+Array = jax.Array
+Params = Any
+
+
+class Sampler:
+    """The compiled `sample` of a recipe.
+
+    Training shards a weight over all devices, so that decoding would fetch it, or sum
+    activations of all rows, for every token. On a mesh such as data=8,tensor=8 of the
+    same devices a group of eight holds all weights, and the parameters are resharded
+    once per iteration.
+    """
+
+    def __init__(
+        self,
+        recipe: PolicyGradient,
+        *,
+        mesh: Mesh,
+        home: Mesh,
+        base: Frozen | None = None,
+    ) -> None:
+        """Compiles nothing yet.
+
+        Args:
+          recipe: static.
+          mesh: where responses are sampled; `home` brings nothing anywhere.
+          home: the policy's mesh, where responses are wanted.
+          base: the parameters that adapters adapt, brought to the mesh now.
+        """
+        self._sample = jax.jit(
+            functools.partial(sharding.on(mesh, iteration.sample), recipe=recipe)
+        )
+        self._mesh, self._home = mesh, home
+        if base is not None and mesh is not home:
+            base = sharding.place(base, mesh=mesh)
+        self._base = base
+
+    def __call__(self, policy: Params, *, prompts: Prompts, key: Array) -> Rollout:
+        """Responses, on the policy's mesh.
+
+        Parameters are resharded once, and let go with the last token. The call is
+        asynchronous: what is dispatched next on other devices runs beside it.
+
+        Args:
+          policy: on the policy's mesh.
+          prompts: Prompts[B, P].
+          key: of this step.
+
+        Raises:
+          InputError: the row axes of the sampler's mesh do not divide the rows.
+        """
+        if self._mesh is self._home:
+            return self._sample(policy, prompts=prompts, key=key, base=self._base)
+        policy, key = sharding.place((policy, key), mesh=self._mesh)
+        prompts = row_sharding.put_rows(prompts, mesh=self._mesh)
+        rollout = self._sample(policy, prompts=prompts, key=key, base=self._base)
+        return row_sharding.put_rows(rollout, mesh=self._home)
