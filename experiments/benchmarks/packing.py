@@ -50,6 +50,8 @@ class Config:
     """Width of the model."""
     num_layers: int = 4
     """Layers of the model."""
+    group_size: int = 1
+    """Neighbouring responses to one prompt, which packed rows hold once."""
     num_minibatches: int = 4
     """Optimizer steps per pass."""
     num_epochs: int = 1
@@ -66,7 +68,10 @@ class Config:
 def lengths(options: Config, rng: np.random.Generator) -> Any:
     """i32[B, 2], tokens of prompts and of responses."""
     longest, rows = options.response_length, options.rows
-    prompts = rng.integers(options.prompt_length // 2, options.prompt_length + 1, rows)
+    groups = rows // options.group_size
+    prompts = rng.integers(
+        options.prompt_length // 2, options.prompt_length + 1, groups
+    ).repeat(options.group_size)
     drawn = rng.lognormal(np.log(options.mean * longest) - 0.32, 0.8, rows).astype(int)
     responses = np.full(rows, longest) if options.equal else np.clip(drawn, 1, longest)
     return np.stack([prompts, responses], axis=1)
@@ -81,13 +86,16 @@ def experience(options: Config, spans: Any, rng: Any) -> PolicyExperience:
     response = (columns >= prompt) & (columns < prompt + spans[:, 1:])
     mask = response | ((columns < prompt) & (columns >= prompt - spans[:, :1]))
     noise = rng.standard_normal(mask.shape)
+    tokens = rng.integers(0, options.vocab_size, mask.shape)
+    size = options.group_size
+    tokens[:, :prompt] = tokens[::size, :prompt].repeat(size, axis=0)
     chance = -np.log(options.vocab_size)
 
     def numbers(values: Any) -> Array:
         return jnp.asarray(np.where(response, values, 0), jnp.float32)
 
     return PolicyExperience(
-        tokens=jnp.asarray(rng.integers(0, options.vocab_size, mask.shape), jnp.int32),
+        tokens=jnp.asarray(tokens, jnp.int32),
         mask=jnp.asarray(mask),
         response_mask=jnp.asarray(response),
         old_logprobs=numbers(chance + 0.1 * noise),
@@ -111,7 +119,7 @@ def main(options: Config) -> None:
     )
     recipe = grpo.GRPO(
         model=model,
-        policy_optimizer=optax.sgd(1e-2),
+        policy_optimizer=optax.sgd(0.1),
         max_new_tokens=options.response_length,
         stop_ids=(1,),
         num_minibatches=options.num_minibatches,
@@ -128,6 +136,7 @@ def main(options: Config) -> None:
             num_minibatches=options.num_minibatches,
             max_new_tokens=options.response_length,
             width=columns,
+            group_size=options.group_size,
         ),
         sample=lengths(options, rng),
     )

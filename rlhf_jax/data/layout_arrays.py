@@ -30,6 +30,8 @@ class Form:
     # stands before it; rows have one column more, and so has R.
     ends: bool = False
     max_tokens: int | None = None  # of a part, on each device; None has one part
+    # Neighbouring rows that hold one prompt, which then stands once in a packed row.
+    group_size: int = 1
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < self.width:
@@ -82,7 +84,7 @@ def needed(lengths: HostArray, *, form: Form) -> Needed:
     one of a text is predicted by nothing.
 
     Args:
-      lengths: i32[b, 2], tokens of prompts and of responses.
+      lengths: i32[b, 3], tokens of prompts and of responses, and the group.
     """
     prompt, response = lengths[:, 0], lengths[:, 1]
     if form.ends:
@@ -106,10 +108,49 @@ def fill(lengths: HostArray, *, form: Form) -> Bins:
             f"--packing-width: expected at least the longest row, {sizes.max()} "
             f"tokens, got {form.width}; make packed rows wider, or leave it out"
         )
-    ranked = [int(row) for row in np.argsort(-sizes, kind="stable") if sizes[row]]
-    places = first_fit([int(sizes[row]) for row in ranked], width=form.width)
-    texts = [[ranked[place] for place in row] for row in places]
+    if form.group_size == 1:
+        ranked = [int(row) for row in np.argsort(-sizes, kind="stable") if sizes[row]]
+        places = first_fit([int(sizes[row]) for row in ranked], width=form.width)
+        texts = [[ranked[place] for place in row] for row in places]
+    else:
+        texts = _fill_groups(lengths, sizes, width=form.width)
     return Bins(texts, [int(reads[row].sum()) for row in texts])
+
+
+def shared(lengths: HostArray) -> HostArray:
+    """Tokens of each row that others of its group have too: the prompt but the last.
+
+    The last token of a prompt stands with each response, whose first token its state
+    predicts, so that every state is read once.
+    """
+    return np.maximum(lengths[:, 0] - 1, 0)
+
+
+def _fill_groups(
+    lengths: HostArray, sizes: HostArray, *, width: int
+) -> list[list[int]]:
+    """Groups with most tokens first, each beside its own where there is room."""
+    prefix, groups = shared(lengths), lengths[:, 2]
+    totals = {
+        int(group): int(sizes[groups == group].sum()) for group in np.unique(groups)
+    }
+    room = np.full(len(lengths) + 1, width)
+    texts: list[list[int]] = []
+    for group in sorted(totals, key=lambda g: -totals[g]):
+        members = np.flatnonzero((groups == group) & (sizes > 0))
+        beside: list[int] = []  # packed rows that hold the prompt
+        for row in sorted(members.tolist(), key=lambda r: -sizes[r]):
+            own = int(sizes[row] - prefix[row])
+            place = next((at for at in beside if room[at] >= own), None)
+            if place is None:
+                own = int(sizes[row])
+                place = int(np.argmax(room >= own))
+                if place == len(texts):
+                    texts.append([])
+                beside.append(place)
+            texts[place].append(row)
+            room[place] -= own
+    return texts
 
 
 def alone(lengths: HostArray, *, form: Form) -> Bins:
@@ -174,7 +215,8 @@ class Arrays:
         """The packing of a part, its size and its members.
 
         Args:
-          lengths: i32[b, 2], tokens of prompts and of responses of all rows.
+          lengths: i32[b, 3], tokens of prompts and of responses of all rows, and
+            their groups.
           part: of some of them.
           widest: N/G and M of the largest size.
 
@@ -184,32 +226,38 @@ class Arrays:
         form, columns = self._form, self._columns
         (per_group, reads), width = widest, form.width
         sizes, firsts, counts = needed(lengths, form=form)
-        texts = [
-            (row, group, at, number)
-            for group, packed_rows in enumerate(part.groups)
-            for at, in_row in enumerate(packed_rows)
-            for number, row in enumerate(in_row, start=1)
-        ]
-        rows, of_group, at, numbers = np.array(texts, np.int64).reshape(-1, 4).T
-        # Texts before this one in its packed row, which is where it begins.
-        ends = np.cumsum(sizes[rows])
-        begins = ends - sizes[rows]
-        begins -= np.maximum.accumulate(np.where(numbers == 1, begins, 0))
-        first = columns - form.max_new_tokens - lengths[rows, 0]  # column of a text
-
-        text, token = _each(sizes[rows])
-        place = (of_group * per_group + at)[text] * width + begins[text] + token
+        pieces = np.array(
+            [
+                (group, at, *piece)
+                for group, packed_rows in enumerate(part.groups)
+                for at, in_row in enumerate(packed_rows)
+                for piece in self._pieces(in_row, lengths, sizes)
+            ],
+            np.int64,
+        ).reshape(-1, 8)
+        first = columns - form.max_new_tokens - lengths[:, 0]  # column of a text
+        of_group, at, row, start, count, begin, segment, before = pieces.T
+        piece, token = _each(count)
+        place = (of_group * per_group + at)[piece] * width + begin[piece] + token
         source: HostArray = np.full(form.devices * per_group * width, NONE, np.int32)
-        source[place] = rows[text] * columns + first[text] + token
+        source[place] = (row * columns + first[row] + start)[piece] + token
         segments: HostArray = np.zeros(len(source), np.int32)
-        segments[place] = numbers[text]
+        segments[place] = segment[piece]
+        prefixes: HostArray = np.zeros(len(source), np.int32)
+        prefixes[place] = before[piece]
 
+        # States are read of the pieces that end their texts.
+        ends = start + count == sizes[row]
+        of_group, at, rows, start, begin = (
+            x[ends] for x in (of_group, at, row, start, begin)
+        )
+        first = first[rows]
         text, read = _each(counts[rows])
         token = firsts[rows][text] + read  # that is predicted
         group = of_group[text]
         column = 1 + np.arange(len(text))
         column -= np.searchsorted(group, np.arange(form.devices))[group]
-        state = at[text] * width + begins[text] + token - 1
+        state = at[text] * width + (begin - start)[text] + token - 1
         padded = rows[text] * columns + first[text] + token
         shape = form.devices, reads
         about: HostArray = np.full(shape, NONE, np.int32)
@@ -225,12 +273,40 @@ class Arrays:
         packing = Packing(
             source=source.reshape(-1, width),
             segments=segments.reshape(-1, width),
+            prefixes=None if form.group_size == 1 else prefixes.reshape(-1, width),
             states=states,
             columns=inverse,
             about=about,
             places=places.reshape(len(lengths), columns),
         )
         return packing, part.size, members
+
+    def _pieces(
+        self, texts: list[int], lengths: HostArray, sizes: HostArray
+    ) -> list[tuple[int, ...]]:
+        """What stands in a packed row, from left to right.
+
+        Returns:
+          Of each piece: the row whose text it is of, its first token there, how many,
+          where it begins, its segment, and the segment of its prompt or 0.
+        """
+        prefix = shared(lengths)
+        pieces, begin, segment, prompt, group = [], 0, 0, 0, None
+        for row in texts:
+            start = 0
+            if self._form.group_size > 1 and prefix[row]:
+                start = int(prefix[row])
+                if lengths[row, 2] != group:
+                    segment += 1
+                    pieces.append((row, 0, start, begin, segment, 0))
+                    begin, prompt = begin + start, segment
+            before = prompt if start else 0
+            group = lengths[row, 2]
+            segment += 1
+            count = int(sizes[row]) - start
+            pieces.append((row, start, count, begin, segment, before))
+            begin += count
+        return pieces
 
 
 def _each(counts: HostArray) -> tuple[HostArray, HostArray]:

@@ -69,7 +69,8 @@ class Packer:
 
         Args:
           form: of every batch.
-          sample: i32[n, 2], `spans` of the first rollout, or of a histogram.
+          sample: i32[n, 2], `spans` of the first rollout, or of a histogram; in
+            whole groups.
 
         Raises:
           InputError: a text of the sample is longer than a packed row.
@@ -94,6 +95,7 @@ class Packer:
         Raises:
           InputError: a text is longer than a packed row.
         """
+        lengths = _in_groups(lengths, form=self.form)
         whole = self._parts("batch", lengths)
         steps = [self._parts("minibatch", lengths[rows]) for rows in order]
         if whole is None or None in steps:
@@ -126,6 +128,7 @@ class Packer:
         Raises:
           InputError: a text is longer than a packed row.
         """
+        lengths = _in_groups(lengths, form=self.form)
         parts = self._parts("batch", lengths)
         if parts is None:
             self.used["padded", 0] += 1
@@ -173,6 +176,7 @@ class Packer:
         return (
             f"packing: minibatches of {form.minibatch} responses{parts} of {counts} "
             f"packed rows, {form.width} tokens each{rest}"
+            + ("; a prompt stands once beside its group" * (form.group_size > 1))
         )
 
     def summary(self) -> dict[str, Any]:
@@ -204,7 +208,11 @@ def sizes_of(form: Form, sample: HostArray) -> tuple[Sizes | None, Sizes | None]
     rng = np.random.default_rng(0)
     batches, steps = [], []
     for _ in range(DRAWS):
-        rows = sample[rng.integers(len(sample), size=form.rows)]
+        groups = rng.integers(
+            len(sample) // form.group_size, size=form.rows // form.group_size
+        )
+        rows = sample.reshape(-1, form.group_size, 2)[groups].reshape(-1, 2)
+        rows = _in_groups(rows, form=form)
         batches.append(layout_arrays.fill(rows, form=form))
         steps += [
             layout_arrays.fill(rows[part], form=form)
@@ -258,6 +266,12 @@ def _sizes(
         if not sizes or sizes[-1] != (limit, widest):
             sizes.append((limit, widest))
     return Sizes(-(-every // limit), tuple(sizes)) if sizes else None
+
+
+def _in_groups(lengths: HostArray, *, form: Form) -> HostArray:
+    """i32[B, 3], with the number of each row's group, which minibatches tear apart."""
+    groups = np.arange(len(lengths)) // form.group_size
+    return np.concatenate([lengths, groups[:, None]], axis=1)
 
 
 def _parts(lengths: HostArray, *, sizes: Sizes, form: Form) -> list[Part] | None:

@@ -80,7 +80,9 @@ def num_parameters(model: ModelConfig) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(shapes)) - copies * padding
 
 
-def positions_of(mask: Array, *, segments: Array | None = None) -> Array:
+def positions_of(
+    mask: Array, *, segments: Array | None = None, prefixes: Array | None = None
+) -> Array:
     """How many tokens of its text stand before each column; padding does not count.
 
         mask         0  0  1  1  1  0
@@ -89,9 +91,14 @@ def positions_of(mask: Array, *, segments: Array | None = None) -> Array:
         segments     0  1  1  2  2  0
         positions    0  0  1  0  1  0
 
+        segments     1  1  2  2  3  3        2 and 3 go on where 1 ends
+        prefixes     0  0  1  1  1  1
+        positions    0  1  2  3  2  3
+
     Args:
       mask: bool[B, S], True at tokens.
       segments: i32[B, S], each text in columns side by side; None is one text per row.
+      prefixes: i32[B, S], the text whose end a text goes on from; 0 and None are none.
 
     Returns:
       i32[B, S].
@@ -101,7 +108,13 @@ def positions_of(mask: Array, *, segments: Array | None = None) -> Array:
         return count
     begins = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
     # The count never falls: the largest at a beginning so far is the last one's.
-    return count - jax.lax.cummax(jnp.where(begins, count, 0), axis=1)
+    own = count - jax.lax.cummax(jnp.where(begins, count, 0), axis=1)
+    if prefixes is None:
+        return own
+    rows = jnp.arange(mask.shape[0], dtype=jnp.int32)[:, None]
+    lengths = jnp.zeros((mask.shape[0], mask.shape[1] + 1), jnp.int32)
+    lengths = lengths.at[rows, segments].add(jnp.where(segments > 0, 1, 0))
+    return own + jnp.take_along_axis(lengths, prefixes, axis=1)
 
 
 def hidden_states(
@@ -111,6 +124,7 @@ def hidden_states(
     tokens: Array,
     mask: Array,
     segments: Array | None = None,
+    prefixes: Array | None = None,
     first_column: int = 0,
 ) -> Array:
     """Hidden states after the final norm.
@@ -127,6 +141,8 @@ def hidden_states(
       mask: bool[B, S], True at tokens.
       segments: i32[B, S], which text of the row a token is of, 0 at padding: each text
         is read as if it stood alone. None is one text a row.
+      prefixes: i32[B, S], a segment further left that a token sees too, and from whose
+        end its positions go on: texts with one beginning. 0 and None are none.
       first_column: hidden states of earlier columns are not wanted and come back as 0;
         with `model.unroll` the last layer does not compute them.
 
@@ -145,6 +161,7 @@ def hidden_states(
         tokens=tokens,
         mask=mask,
         segments=segments,
+        prefixes=prefixes,
         first_column=first_column,
     )
     return hidden
@@ -157,6 +174,7 @@ def prefill(
     tokens: Array,
     mask: Array,
     segments: Array | None = None,
+    prefixes: Array | None = None,
     first_column: int = 0,
 ) -> tuple[Array, KeyValue]:
     """Hidden states of whole rows, and keys and values of every layer for a cache.
@@ -168,6 +186,7 @@ def prefill(
       mask: bool[B, S], True at tokens.
       segments: i32[B, S], which text of the row a token is of, 0 at padding; None is
         one text per row.
+      prefixes: i32[B, S], a segment further left that a token sees too; None is none.
       first_column: hidden states of earlier columns come back as 0.
 
     Returns:
@@ -194,11 +213,18 @@ def prefill(
             f"expected at most {model.max_positions} columns (the model's learned "
             f"positions), got {tokens.shape[1]}; shorten prompts or responses"
         )
+    if prefixes is not None and model.sliding_window is not None:
+        raise InputError(
+            f"expected a model without a sliding window for texts that share a prefix, "
+            f"got one of {model.sliding_window} tokens, which columns would not count; "
+            f"let no texts share one"
+        )
     size = tokens.shape[1]
-    positions = positions_of(mask, segments=segments)
+    positions = positions_of(mask, segments=segments, prefixes=prefixes)
     attended = mask_of(
         mask,
         segments=segments,
+        prefixes=prefixes,
         scale=model.query_scale,
         softcap=model.attention_softcap,
     )

@@ -48,6 +48,9 @@ class Packing:
 
     source: Array  # i32[N, W], the padded token b·S + t that stands here, or NONE
     segments: Array  # i32[N, W], the text of its row, from 1; 0 where none stands
+    # i32[N, W], the segment of the prompt that responses of a group share, or 0; None
+    # where every text has its own.
+    prefixes: Array | None
     # i32[G, M], the place of its group whose state predicts column m + 1, or NONE.
     states: Array
     columns: Array  # i32[G, N/G·W], the column m that reads this state, or NONE
@@ -126,6 +129,7 @@ class SizedPacking:
         return Packing(
             source=first(whole.source),
             segments=first(whole.segments),
+            prefixes=None if whole.prefixes is None else first(whole.prefixes),
             states=whole.states[:, :reads],
             columns=whole.columns[:, : rows * width],
             about=whole.about[:, :reads],
@@ -185,6 +189,7 @@ class Texts(NamedTuple):
             tokens=self.packing.pack(self.rows),
             mask=self.packing.source >= 0,
             segments=self.packing.segments,
+            prefixes=self.packing.prefixes,
         )
         return self.packing.read(hidden)
 

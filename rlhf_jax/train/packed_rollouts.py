@@ -24,6 +24,7 @@ from rlhf_jax.data import layouts
 from rlhf_jax.data.layout_arrays import Form
 from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models import engine_choice
 from rlhf_jax.models.packing import SizedPacking
 from rlhf_jax.train.start import StartConfig
 
@@ -156,7 +157,14 @@ class RolloutPacker(_Lengths):
             devices=self._devices,
             after_stop=recipe.values_the_end,
             max_tokens=max_tokens,
+            group_size=recipe.rows_per_prompt if self._shares(width) else 1,
         )
+
+    def _shares(self, width: int) -> bool:
+        """Whether attention lets responses of a group share their prompt."""
+        model = self._recipe.model
+        engine, _ = engine_choice.choose(model, columns=width)
+        return engine == "xla" and model.sliding_window is None
 
 
 class EndPacker(_Lengths):

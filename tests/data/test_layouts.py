@@ -116,6 +116,63 @@ def test_every_token_stands_once_beside_its_text(run):
         assert found == expected(lengths[rows], **shape)
 
 
+def seen_from(packing, group, state):
+    """Padded tokens that a state has seen, told by segments and prefixes alone."""
+    rows = packing.source.shape[0] // packing.states.shape[0]
+    width = packing.source.shape[1]
+    row, column = group * rows + state // width, state % width
+    segments, prefixes = packing.segments[row], packing.prefixes[row]
+    visible = (segments == segments[column]) | (segments == prefixes[column])
+    visible &= (segments > 0) & (np.arange(width) <= column)
+    return packing.source[row][visible].tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(runs(), st.sampled_from([2, 3]))
+def test_a_group_s_prompt_stands_once_and_each_response_sees_it(run, group_size):
+    form, lengths, prompt_columns = run
+    form = dataclasses.replace(form, group_size=group_size)
+    lengths[:, 0] = np.repeat(lengths[::group_size, 0], group_size)
+    columns = prompt_columns + form.max_new_tokens
+    packed = layouts.Packer(form, sample=lengths)(lengths, ORDER, columns=columns)
+    if packed is None:
+        assert form.max_tokens is None
+        return
+    whole = (packed.batch, lengths, np.arange(len(lengths)))
+    parts = [
+        (
+            jax.tree.map(lambda x, at=(step, part): x[at], packed.minibatches),
+            lengths[rows],
+            rows,
+        )
+        for step, rows in enumerate(ORDER)
+        for part in range(packed.members.shape[1])
+    ]
+    for number, (sized, of_rows, rows) in enumerate([whole, *parts]):
+        cut = numpy_of(sized.cut(*sized.sizes[sized.size]))
+        wanted = expected(of_rows, form=form, prompt_columns=prompt_columns)
+        for group, column in zip(*np.nonzero(cut.about != NONE), strict=True):
+            token = int(cut.about[group, column])
+            row, at = divmod(token, columns)
+            assert wanted.pop(token) == token - 1
+            text = range(prompt_columns - of_rows[row, 0], at)  # columns before it
+            seen = seen_from(cut, group, cut.states[group, column - 1])
+            assert [place % columns for place in seen] == [*text]
+            for place in seen:  # of its own row, or the prompt of its group
+                other = place // columns
+                own_group = rows[other] // group_size == rows[row] // group_size
+                assert other == row or (own_group and place % columns < prompt_columns)
+        if number == 0:
+            assert not wanted
+            # In a packed row no prompt stands twice.
+            for texts in cut.source:
+                prompts = [
+                    t for t in texts if t != NONE and t % columns < prompt_columns - 1
+                ]
+                spots = [(t // columns // group_size, t % columns) for t in prompts]
+                assert len({*spots}) == len(spots)
+
+
 def numpy_of(packing):
     return jax.tree.map(np.asarray, packing)
 

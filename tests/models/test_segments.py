@@ -1,5 +1,6 @@
 """Texts packed into one row are read as if each stood alone."""
 
+import dataclasses
 import functools
 
 import jax
@@ -173,4 +174,47 @@ def test_segments_of_another_shape():
             tokens=np.zeros((2, 5), np.int32),
             mask=np.ones((2, 5), bool),
             segments=np.ones((2, 4), np.int32),
+        )
+
+
+def test_texts_that_share_a_beginning():
+    """The beginning stands once: a b, then c d and e, which both go on from it."""
+    model, params = tiny.LLAMA, tiny.params(tiny.LLAMA)
+    compute = jax.jit(decoder.hidden_states, static_argnames=("model",))
+    a, b, c, d, e = 3, 5, 7, 2, 11
+    tokens = jnp.asarray([[a, b, c, d, e, 0]], jnp.int32)
+    segments = jnp.asarray([[1, 1, 2, 2, 3, 0]], jnp.int32)
+    prefixes = jnp.asarray([[0, 0, 1, 1, 1, 0]], jnp.int32)
+    together = compute(
+        params,
+        model=model,
+        tokens=tokens,
+        mask=segments > 0,
+        segments=segments,
+        prefixes=prefixes,
+    )[0]
+    texts = jnp.asarray([[a, b, c, d], [a, b, e, 0]], jnp.int32)
+    mask = jnp.asarray([[1, 1, 1, 1], [1, 1, 1, 0]], bool)
+    alone = compute(params, model=model, tokens=texts, mask=mask)
+    np.testing.assert_allclose(together[:4], alone[0], atol=1e-5)
+    np.testing.assert_allclose(together[4], alone[1, 2], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attention": "blockwise"}, "attention xla for texts that share a prefix"),
+        ({"sliding_window": 2, "local_layers": (True, True)}, "without a sliding win"),
+    ],
+)
+def test_what_cannot_share_a_beginning_is_told(change, message):
+    model = dataclasses.replace(tiny.LLAMA, **change)
+    ones = jnp.ones((1, 4), jnp.int32)
+    with pytest.raises(InputError, match=message):
+        jax.eval_shape(
+            functools.partial(decoder.hidden_states, model=model, mask=ones > 0),
+            tiny.params(tiny.LLAMA),
+            tokens=ones,
+            segments=ones,
+            prefixes=0 * ones,
         )

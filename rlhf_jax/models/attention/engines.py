@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 
+from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import engine_choice
 from rlhf_jax.models.attention.blockwise import attend_blockwise
 from rlhf_jax.models.attention.cache import KeyValue
@@ -36,8 +37,16 @@ def attend(
 
     Returns:
       [B, H, T, head_dim], in query's dtype; finite at padding.
+
+    Raises:
+      InputError: texts share a prefix, which only xla can compute.
     """
     engine, _ = engine_choice.choose(model, columns=keys_values[0].shape[2])
     if engine == "xla":
         return attend_xla(query, keys_values, mask=mask)
+    if mask.prefixes is not None:
+        raise InputError(
+            f"expected attention xla for texts that share a prefix, got {engine}; "
+            f"choose xla, or let no texts share one"
+        )
     return attend_per_device(query, keys_values, mask=mask, engine=ENGINES[engine])

@@ -30,6 +30,9 @@ class AttentionMask:
     """
 
     segments: Array  # i32[B, S], the text that each column is of; 0 is padding
+    # i32[B, S], a text further left that each column sees too, such as a prompt that
+    # several responses share; 0 is none. For xla alone, and without a window.
+    prefixes: Array | None = None
     # Columns that are attended to, its own included; i32[] where it differs between
     # the layers of a loop; None is all.
     window: Array | int | None = None
@@ -66,6 +69,7 @@ def mask_of(
     mask: Array,
     *,
     segments: Array | None,
+    prefixes: Array | None = None,
     scale: float | None = None,
     softcap: float | None = None,
 ) -> AttentionMask:
@@ -74,11 +78,13 @@ def mask_of(
     Args:
       mask: bool[B, S], True at tokens.
       segments: i32[B, S], from 1 at tokens; None is one text per row.
+      prefixes: i32[B, S], the segment that a token sees beside its own, or 0.
       scale, softcap: as in `AttentionMask`.
     """
     text = mask.astype(jnp.int32)
     return AttentionMask(
         segments=text if segments is None else text * segments,
+        prefixes=prefixes,
         packed=segments is not None,
         scale=scale,
         softcap=softcap,
@@ -103,4 +109,6 @@ def allowed(mask: AttentionMask, *, queries: int) -> Array:
     if mask.window is not None:
         within &= distance < mask.window
     same = segments[:, first:, None] == segments[:, None, :]
+    if mask.prefixes is not None:
+        same |= mask.prefixes[:, first:, None] == segments[:, None, :]
     return within[None] & same & (segments > 0)[:, None, :]

@@ -74,7 +74,11 @@ def rollout(vocab_size: int = toys.GPT2.vocab_size) -> batch.Rollout:
     )
 
 
-def packing(recipe, *, key, devices: int = 1, max_tokens: int | None = None):
+def packing(
+    recipe, *, key, devices: int = 1, max_tokens: int | None = None, group_size: int = 1
+):
+    lengths = LENGTHS.copy()
+    lengths[:, 0] = np.repeat(lengths[::group_size, 0], group_size)
     form = Form(
         rows=ROWS,
         num_minibatches=recipe.num_minibatches,
@@ -83,14 +87,15 @@ def packing(recipe, *, key, devices: int = 1, max_tokens: int | None = None):
         devices=devices,
         after_stop=getattr(recipe, "value_after_stop", False),
         max_tokens=max_tokens,
+        group_size=group_size,
     )
     order = np.asarray(minibatches(key, rows=ROWS, recipe=recipe))
     # Of the lengths that come, and one branch, so that little is compiled.
-    packer = layouts.Packer(form, sample=LENGTHS)
+    packer = layouts.Packer(form, sample=lengths)
     for name in ("batch", "minibatch"):
         sizes = getattr(packer, name)
         setattr(packer, name, sizes._replace(sizes=sizes.sizes[-1:]))
-    packed = packer(LENGTHS, order, columns=COLUMNS)
+    packed = packer(lengths, order, columns=COLUMNS)
     assert packed is not None
     return packed
 
@@ -264,6 +269,26 @@ def test_families(model, remat):
     packed = packing(recipe, key=KEY)
     moves, _ = updated(recipe, policy, packed)
     close(moves, updated(recipe, policy, None)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [toys.GPT2, tiny.LLAMA])
+def test_a_prompt_that_a_group_shares(model):
+    """Run once per packed row, with the gradient of all responses that see it."""
+    recipe = dataclasses.replace(GROUPS, model=model, num_minibatches=1)
+    batched = experience(model.vocab_size)
+    # The prompts of a group are those of its first row.
+    tokens, mask = np.array(batched.tokens), np.array(batched.mask)
+    for array in (tokens, mask):
+        array[:, :PROMPTS] = np.repeat(array[::4, :PROMPTS], 4, axis=0)
+    batched = dataclasses.replace(batched, tokens=tokens, mask=mask)
+    packed = packing(recipe, key=KEY, group_size=4)
+    alone = packing(recipe, key=KEY)
+    occupied = (np.asarray(packed.batch.packing.source) >= 0).sum()
+    assert occupied < (np.asarray(alone.batch.packing.source) >= 0).sum()
+    policy = jax.tree.map(lambda x: 0.5 * x, toys.params(model))
+    moves, _ = updated(recipe, policy, packed, batched=batched)
+    close(moves, updated(recipe, policy, None, batched=batched)[0])
 
 
 @pytest.mark.slow
