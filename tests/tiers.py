@@ -12,7 +12,7 @@ def one_in(count: int, cases: Iterable[Any]) -> list[Any]:
         case
         if number % count == 0
         else pytest.param(
-            *(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow
+            *(case if type(case) is tuple else (case,)), marks=pytest.mark.slow
         )
         for number, case in enumerate(cases)
     ]

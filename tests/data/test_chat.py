@@ -541,7 +541,11 @@ def test_ppo_asks_with_messages(tuned, tmp_path, monkeypatch):
             marks=pytest.mark.slow,
         ),
         ("{% if %}", "Expected an expression"),
-        ("{{ ''.__class__.__mro__ }}{{ raise_exception('no') }}", "unsafe|no"),
+        pytest.param(
+            "{{ ''.__class__.__mro__ }}{{ raise_exception('no') }}",
+            "unsafe|no",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_template_has_limits_of_time_and_memory(monkeypatch, template, message):

@@ -145,7 +145,7 @@ def given():
     """A model that knows nothing, and one that scores at random."""
     options = options_in("unused")
     algorithm = quickstart.algorithm_of(options)
-    params = toys.params(algorithm.model)
+    params = toys.params(algorithm.model, scale=0.1)  # so that some responses end
     reward_model = toys.freeze(
         rewards.init(jax.random.key(1), params, model=algorithm.model)
     )

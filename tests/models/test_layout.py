@@ -49,8 +49,8 @@ def unrolled(model: config.ModelConfig) -> config.ModelConfig:
 @pytest.mark.parametrize(
     ("model", "remat"),
     [
-        pytest.param(toys.LLAMA, "full", marks=pytest.mark.slow),
-        (toys.GPT2, "none"),
+        (toys.LLAMA, "full"),
+        pytest.param(toys.GPT2, "none", marks=pytest.mark.slow),
         *(
             pytest.param(model, remat, marks=pytest.mark.long)
             for model in (toys.GPT2, toys.LLAMA)
@@ -290,7 +290,6 @@ def test_kernels_of_few_rows_are_turned_once_and_what_is_stored_is_not():
     chex.assert_trees_all_equal(kept, apart(stored["layers"]), strict=True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "how"),
     [

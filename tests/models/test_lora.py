@@ -570,7 +570,6 @@ def measure():
     )
 
 
-@pytest.mark.slow
 def test_the_self_check_knows_that_adapters_start_as_the_base(measure, run):
     base = run["base"]
     start = fresh(KEY, model=toys.LLAMA, lora=ALL)

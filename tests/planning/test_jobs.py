@@ -5,6 +5,7 @@ import itertools
 
 import jax
 import pytest
+from tiers import one_in
 
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.functional.checks import InputError
@@ -45,7 +46,7 @@ def work_of(algorithm, **changed):
 
 
 @pytest.mark.parametrize("algorithm", JOBS)
-@pytest.mark.parametrize("policy", ["full", "lora"])
+@pytest.mark.parametrize("policy", one_in(2, ["full", "lora"]))
 def test_every_program_of_every_job_traces(algorithm, policy):
     """Arguments fit, rows stand first in what is named a batch, states return."""
     work = work_of(algorithm, policy=policy, micro_batch_size=4)

@@ -86,15 +86,20 @@ def has(monkeypatch, size):
         pytest.param(
             (PYTHON,), BOTH + floats(NUMBERS) + GRADIENTS, marks=pytest.mark.slow
         ),
-        ((PYTHON, "--no-measure-kl", "--kl-coef=0"), BOTH + GRADIENTS),
+        pytest.param(
+            (PYTHON, "--no-measure-kl", "--kl-coef=0"),
+            BOTH + GRADIENTS,
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             ("--reward-model=SCORER",),
             BOTH + floats(2 * NUMBERS + HEAD) + GRADIENTS,
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             ("--reward-model=SCORER", "--critic-from=reward_model"),
             BOTH + floats(2 * NUMBERS + HEAD) + GRADIENTS,
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             (PYTHON, "--reference-storage.dtype=bfloat16"),
@@ -102,9 +107,10 @@ def has(monkeypatch, size):
             marks=pytest.mark.slow,
         ),
         ((PYTHON, "--reference-storage.dtype=int8"), BOTH + INT8 + GRADIENTS),
-        (
+        pytest.param(
             (PYTHON, "--placement.reference=cpu"),
             BOTH + floats(NUMBERS) + GRADIENTS,
+            marks=pytest.mark.slow,
         ),
         (
             (PYTHON, "--adam-mu-dtype=bfloat16"),
@@ -127,9 +133,10 @@ def has(monkeypatch, size):
             (PYTHON, "--lora.rank=2", "--lifecycle.reset-every=1"),
             floats(NUMBERS) + LORA + floats(2 * ADAPTERS + HEAD),
         ),
-        (
+        pytest.param(
             (PYTHON, "--lora.rank=2", "--batch-size=64", "--max-new-tokens=12"),
             floats(NUMBERS) + LORA + CACHE * 16 * 3,
+            marks=pytest.mark.slow,
         ),
         (
             (PYTHON, "--lora.rank=2", "--batch-size=64", "--continuous-batching=4"),

@@ -10,6 +10,7 @@ import optax
 import pytest
 import toys
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from tiers import one_in
 
 from rlhf_jax import frozen, kl_control, masked, ppo, state
 from rlhf_jax.functional.kl.penalty import Penalty
@@ -53,7 +54,7 @@ def assert_stands(held, before):
 # The buffers.
 
 
-@each_storage
+@pytest.mark.parametrize("how", one_in(2, STORED.values()), ids=STORED.keys())
 def test_nothing_of_the_policy_is_shared(how):
     """An alias of any leaf, the tied table among them, would die or change with it."""
     policy = jax.tree.map(jnp.copy, toys.weights())

@@ -479,7 +479,6 @@ def test_shardings_that_do_not_fit():
         frozen.freeze(params, sharding=pinned)
 
 
-@pytest.mark.slow
 def test_a_memory_that_a_device_lacks_is_told_with_what_it_has():
     memories = [types.SimpleNamespace(kind="device"), types.SimpleNamespace(kind="far")]
     device = types.SimpleNamespace(
