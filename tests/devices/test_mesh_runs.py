@@ -170,6 +170,27 @@ def test_a_critic_elsewhere_in_other_ways(files, way, tmp_path):
     assert_same(found, run_ppo(tmp_path / "alone", files, reward=argv), extra=extra)
 
 
+PACKED = ("--packing=auto", "--max-tokens-per-device=8")
+
+
+def test_packed_rows_on_a_mesh(files, alone, tmp_path):
+    """Cut by tokens on (2, 2, 2), where rows are in four groups."""
+    out = run_ppo(tmp_path / "run", files, MESH, *PACKED)
+    assert_same(out, alone)
+    used = json.loads((out / "summary.json").read_text())["packing"]["used"]
+    assert {name.split()[0] for name in used} == {"batch", "minibatch"}
+
+
+@pytest.mark.long
+def test_packed_rows_of_models_with_devices_of_their_own(files, tmp_path):
+    """Reward model and critic elsewhere; the critic's rows are in other groups."""
+    argv = ("--reward-model=FILES/scorer",)
+    elsewhere = ("--placement.critic=last:data=2", "--placement.reward=last")
+    found = run_ppo(tmp_path / "apart", files, *elsewhere, *PACKED, reward=argv)
+    extra = {"critic/skipped", "critic/skipped_in_a_row"}
+    assert_same(found, run_ppo(tmp_path / "alone", files, reward=argv), extra=extra)
+
+
 @pytest.fixture(scope="module")
 def one_step_behind(files):
     """Every rollout drawn by the policy before the update, on one device, by hand."""
