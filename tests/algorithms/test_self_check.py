@@ -95,7 +95,7 @@ def test_attended_padding(measure, params, rollout):
 def test_positions_that_count_padding(monkeypatch, params, model):
     """In every full forward pass, the sampler's prefill included."""
 
-    def columns(mask, segments=None):
+    def columns(mask, **of_texts):
         count = jnp.arange(mask.shape[1], dtype=jnp.int32)
         return jnp.broadcast_to(count[None, :], mask.shape)
 
