@@ -73,7 +73,7 @@ def inputs(options: Config, *, columns: int) -> tuple[Array, ...]:
     return *arrays, jnp.asarray(segments)
 
 
-def step_of(engine: Callable[..., Array]) -> Callable[..., Any]:
+def step_of(engine: Callable[..., Array]) -> Any:
     """The sum of the weighted output, and its gradient in query, key and value."""
 
     def loss(
