@@ -9,6 +9,7 @@ import pytest
 import toy_files
 import toys
 from jax.sharding import SingleDeviceSharding
+from tiers import one_in
 
 from rlhf_jax import config, fingerprint, frozen, hf
 from rlhf_jax.checkpoints import frozen_models, pretrained
@@ -63,15 +64,30 @@ def gpt2(**changes):
 
 @pytest.mark.parametrize(
     ("model", "words", "message"),
-    [
-        (gpt2(vocab_size=23), WORDS[1:], "got vocab_size 23 for 24; take the checkp"),
-        (gpt2(vocab_size=25), [*WORDS, "bird"], "got vocab_size 25 for 24; take the"),
-        (gpt2(max_positions=8), WORDS, "got max_positions 8 for 16; take the"),
-        (gpt2(num_layers=2), WORDS, "got num_layers 2 for 1; take the"),
-        (LLAMA, WORDS, "got family llama for gpt2, "),
-        (gpt2(), WORDS[::-1], "expected the policy's tokenizer, got one that gives"),
-        (gpt2(), [*WORDS[:-1], "bird"], "expected the policy's tokenizer, got one"),
-    ],
+    one_in(
+        2,
+        [
+            (
+                gpt2(vocab_size=23),
+                WORDS[1:],
+                "got vocab_size 23 for 24; take the checkp",
+            ),
+            (
+                gpt2(vocab_size=25),
+                [*WORDS, "bird"],
+                "got vocab_size 25 for 24; take the",
+            ),
+            (gpt2(max_positions=8), WORDS, "got max_positions 8 for 16; take the"),
+            (gpt2(num_layers=2), WORDS, "got num_layers 2 for 1; take the"),
+            (LLAMA, WORDS, "got family llama for gpt2, "),
+            (
+                gpt2(),
+                WORDS[::-1],
+                "expected the policy's tokenizer, got one that gives",
+            ),
+            (gpt2(), [*WORDS[:-1], "bird"], "expected the policy's tokenizer, got one"),
+        ],
+    ),
 )
 def test_a_reference_that_cannot_score_the_policy_s_tokens(
     tmp_path, policy, model, words, message

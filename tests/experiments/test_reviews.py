@@ -40,6 +40,7 @@ def test_prompts_are_many_split_and_of_several_lengths():
     assert MUG in train | held_out
 
 
+@pytest.mark.slow
 def test_every_sample_parses_and_has_4_to_24_words(sampled):
     assert all(reviews.parses(prompt, response) for prompt, response in sampled)
     lengths = [len(response) - 1 for _, response in sampled]

@@ -46,6 +46,7 @@ def test_the_batch_has_the_quantiles_of_the_file():
     assert histogram.spread((2, 9, 11), rows=1) == (9,)
 
 
+@pytest.mark.slow
 def test_what_a_histogram_changes_of_a_plan():
     """Tokens, model FLOPs and the sampler's turns: no shape, as rows are padded."""
     options = Options(**SIZES)

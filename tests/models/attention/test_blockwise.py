@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from tiers import one_in
 
 from rlhf_jax import policy
 from rlhf_jax.devices.mesh_shape import MeshShape
@@ -61,7 +60,8 @@ def test_holes_in_a_mask_are_those_of_xla():
     np.testing.assert_allclose(found, np.where(token, expected, 0), atol=1e-5)
 
 
-@pytest.mark.parametrize("unroll", one_in(2, [False, True]), ids=["loop", "one by one"])
+@pytest.mark.slow
+@pytest.mark.parametrize("unroll", [False, True], ids=["loop", "one by one"])
 def test_a_decoder_s_log_probs_and_gradients_are_those_of_xla(unroll):
     """Local and global layers in one loop, soft caps, grouped heads, packed rows."""
     model = dataclasses.replace(tiny.MIXED, unroll=unroll)
@@ -97,7 +97,8 @@ def test_a_decoder_s_log_probs_and_gradients_are_those_of_xla(unroll):
     )
 
 
-@pytest.mark.parametrize("kv_heads", one_in(2, [1, 4]))
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_heads", [1, 4])
 def test_devices_compute_their_own_rows_and_heads(kv_heads):
     """Nothing is gathered; one key head is repeated on the devices of its queries."""
     rng = np.random.default_rng(0)
