@@ -207,6 +207,7 @@ def test_a_reward_model_s_score_is_written_beside_its_adapters(tmp_path, bases):
     assert_same(same, params)
 
 
+@pytest.mark.slow
 def test_the_base_is_known_by_its_fingerprint(tmp_path, bases):
     """However it is stored; the file for PEFT says nothing that PEFT does not know."""
     model, base = bases["llama_lora"]

@@ -18,7 +18,7 @@ from rlhf_jax.functional.kl.gradients import FULL_REVERSE
 from rlhf_jax.functional.kl.penalty import Penalty
 from rlhf_jax.runs import command_line
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compilation")]
 MODEL = enumerable.model(hidden_size=8)
 TEMPERATURE = 0.7
 
@@ -63,7 +63,6 @@ def test_responses_are_all_there_and_each_has_its_index():
     assert enumerable.index_of(jnp.array([[0, 1, 2, 3, 0]])) == 64 + 32 + 12
 
 
-@pytest.mark.slow
 def test_a_stop_token_ends_each_response_once(stopping):
     tokens = np.asarray(enumerable.every_tokens(enumerable.STOPS))
     mask = np.asarray(enumerable.every_mask(enumerable.STOPS))
@@ -86,7 +85,6 @@ def test_a_stop_token_ends_each_response_once(stopping):
     assert np.exp(np.asarray(chances, np.float64)).sum() == pytest.approx(1, abs=1e-6)
 
 
-@pytest.mark.slow
 def test_probabilities_are_those_of_single_words_multiplied(world):
     tokens = enumerable.every_tokens()
     mask = np.ones(tokens.shape, bool)
@@ -212,7 +210,6 @@ def test_gradients_are_those_of_the_table(case):
         )
 
 
-@pytest.mark.slow
 def test_gradients_are_those_of_the_table_where_lengths_differ(stopping):
     """And one that each response's length divides, which is no KL's."""
     (divided, *_) = (each for each in OTHERS if each.penalty.per == "length")
@@ -237,7 +234,6 @@ def test_every_gradient_is_what_it_is_said_to_be(case, temperature):
         assert finding.holds, finding
 
 
-@pytest.mark.slow
 def test_a_wrong_claim_fails(case):
     k1 = Penalty(placement="loss")
     right, *wrong = certified(
@@ -251,7 +247,6 @@ def test_a_wrong_claim_fails(case):
 # PPO
 
 
-@pytest.mark.slow
 def test_a_policy_that_does_not_learn_fails_by_name(tmp_path, monkeypatch, capsys):
     out = tmp_path / "run"
     monkeypatch.setattr(annealing, "advance", lambda train, **_: (train, {}))

@@ -22,7 +22,7 @@ from rlhf_jax.functional import best_of_n, checks
 from rlhf_jax.functional.kl.control import Control
 from rlhf_jax.runs import command_line, metrics
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compilation")]
 TOY = {
     "num_seeds": 2,
     "num_steps": 4,
@@ -192,14 +192,12 @@ def chosen_by(scores, given, **changes):
     return [reviews.decode(pair.chosen)[1] for pair in pairs]
 
 
-@pytest.mark.slow
 def test_pairs_are_as_many_as_the_responses_of_the_others(given):
     found = chosen_by((0.0, 30.0), given, num_steps=6, batch_size=16)
     assert found == ["love"] * (6 * 16 // 2)
     assert set(chosen_by((30.0, 0.0), given)) == {"like"}
 
 
-@pytest.mark.slow
 def test_labels_are_bradley_terry_in_units_of_the_score(given):
     found = chosen_by((1.0, 0.0), given, num_steps=64, batch_size=64)
     share = np.mean([verb == "like" for verb in found])
@@ -223,7 +221,6 @@ def test_equal_answers_are_no_pair(given):
     assert trainers.pairs_of(given, draw=draw, options=options_in("unused")) == []
 
 
-@pytest.mark.slow
 def test_a_response_that_never_ends_scores_as_in_training(given):
     """One reward for all: shaped when DPO labels and best-of-n chooses, too."""
     options = options_in("unused", missing_stop_score=-7.0)

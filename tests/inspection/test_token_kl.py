@@ -261,6 +261,7 @@ def checkpoints(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_prints_and_writes(checkpoints, tmp_path, capsys):
     text = "the cat sat on a dog"
     (tmp_path / "text.txt").write_text(text)

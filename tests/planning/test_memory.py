@@ -179,6 +179,7 @@ def test_options_that_do_not_go_together(options, message):
         Options(**options)
 
 
+@pytest.mark.slow
 def test_what_is_not_there(tmp_path):
     with pytest.raises(InputError, match="expected a folder with a checkpoint"):
         memory.models(Options(model=str(tmp_path / "none")))

@@ -15,6 +15,8 @@ from rlhf_jax.runs.folder import read_config
 from rlhf_jax.runs.run_config import from_json, to_json
 from rlhf_jax.train import sft
 
+pytestmark = pytest.mark.slow
+
 FIELDS = ("prompt", "response", "chosen", "rejected", "messages", "role", "content")
 READERS = (
     json_lines.read_jsonl,

@@ -608,6 +608,7 @@ def test_each_role_has_an_optimizer_of_its_own(numbers):
     assert distance(both.critic, CRITIC) > 1e-3
 
 
+@pytest.mark.slow
 def test_values_are_those_of_the_critic_s_own_model(rollout):
     other = dataclasses.replace(BASE, critic_model=REBUILT["critic_model"])
     found = ppo.values(fresh(), rollout=rollout, recipe=other)

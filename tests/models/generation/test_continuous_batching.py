@@ -156,6 +156,7 @@ def test_layers_one_by_one():
     assert_same(sampled(model, continuous_batching=3), expected_of(tiny.GPT2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("places", "arriving", "group"),
     [
