@@ -25,7 +25,13 @@ import rlhf_jax
 from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import lock, write_errors
-from rlhf_jax.runs.run_config import MAY_DIFFER, RunConfig, complete, to_json
+from rlhf_jax.runs.run_config import (
+    MAY_DIFFER,
+    RunConfig,
+    complete,
+    option_names,
+    to_json,
+)
 from rlhf_jax.runs.snapshots import resume
 
 CONFIG = "config.json"
@@ -101,9 +107,9 @@ def _changes(config: RunConfig) -> list[tuple[resume.Recorded, list[str]]]:
     path = config.out / CONFIG
     whole = resume.Recorded(str(path), read_config(path))
     recorded = resume.recorded_configs(config.out)
-    fields = to_json(config)
+    fields, names = to_json(config), option_names(type(config))
     stages = [
-        dataclasses.replace(one, config=complete(one.config, names=fields))
+        dataclasses.replace(one, config=complete(one.config, names=names))
         for one in (recorded if recorded else [whole])
     ]
     return [

@@ -86,8 +86,15 @@ MAY_DIFFER |= {
 }
 # Fields of option groups that were called something else in version 0.1.
 RENAMED = {"slots": "continuous_batching", "reprice": "recompute_logprobs"}
-# Options that older records do not have, with what those runs did.
-ADDED: dict[str, Any] = {"verifier": "gsm8k"}
+# Options that older records do not have, with what those runs did; of a group
+# "placement.sampler".
+ADDED: dict[str, Any] = {
+    "verifier": "gsm8k",
+    "packing": "off",
+    "packing_width": None,
+    "max_tokens_per_device": None,
+    "placement.sampler": dataclasses.asdict(placement.WITH_POLICY),
+}
 Config = TypeVar("Config", bound=RunConfig)
 
 
@@ -96,7 +103,7 @@ def complete(recorded: Mapping[str, Any], *, names: Collection[str]) -> dict[str
 
     Args:
       recorded: Fields as JSON values.
-      names: The options of today.
+      names: The options of today, those of `option_names`.
     """
     if "placement" in names:
         recorded = placement.from_0_1(recorded)
@@ -106,7 +113,25 @@ def complete(recorded: Mapping[str, Any], *, names: Collection[str]) -> dict[str
         else value
         for name, value in recorded.items()
     }
-    return {**{name: ADDED[name] for name in ADDED if name in names}, **recorded}
+    for name in ADDED.keys() & set(names):
+        group, dot, field = name.partition(".")
+        if not dot:
+            recorded.setdefault(name, ADDED[name])
+        elif isinstance(recorded.get(group), dict):
+            recorded[group].setdefault(field, ADDED[name])
+    return recorded
+
+
+def option_names(config_class: type[Any], *, prefix: str = "") -> set[str]:
+    """Names of a config's fields; a field of a group is named "placement.sampler"."""
+    hints = typing.get_type_hints(config_class)
+    names: set[str] = set()
+    for field in dataclasses.fields(config_class):
+        name, group = f"{prefix}{field.name}", _group(hints[field.name])
+        names.add(name)
+        if dataclasses.is_dataclass(group):
+            names |= option_names(typing.cast(Any, group), prefix=f"{name}.")
+    return names
 
 
 def to_json(config: RunConfig) -> dict[str, Any]:

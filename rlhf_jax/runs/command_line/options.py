@@ -68,7 +68,7 @@ def parse(
         fields |= {"out": os.fspath(arguments.config.parent), "resume": False}
         # Of one resume alone; older configs have neither.
         fields |= {"resume_from": None, "accept_lost_rows": False}
-        names = {field.name for field in dataclasses.fields(config_class)}
+        names = run_config.option_names(config_class)
         fields = run_config.complete(fields, names=names)
         defaults = from_json(config_class, fields, source=arguments.config)
     description = (description or "").strip()
