@@ -47,6 +47,7 @@ def parse(
         since version 0.1; names the new one.
     """
     presets = {} if presets is None else presets
+    prog = prog or Path(sys.argv[0]).name
     before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     before.add_argument("--config", type=Path)
     if presets:
@@ -76,7 +77,7 @@ def parse(
         print(
             help_screen.screen(
                 config_class,
-                prog=prog or Path(sys.argv[0]).name,
+                prog=prog,
                 description=description,
                 options=screen,
                 notes=_notes(presets),
@@ -90,19 +91,30 @@ def parse(
             f"{description}\n\n--preset {'|'.join(presets)} starts from the options of "
             "a published recipe."
         )
-    return tyro.cli(
-        config_class,
-        prog=prog,
-        args=options,
-        default=defaults,
-        description=f"{description}\n\n--config RUN/config.json starts from "
+    description = (
+        f"{description}\n\n--config RUN/config.json starts from "
         "the options recorded in RUN instead of the defaults below; add --resume to go "
         "on with that run, or --out to repeat it elsewhere.\n\n--coordinator "
         "HOST:PORT --num-processes N --process-id I, or on a TPU pod or Slurm "
         "--coordinator auto, make this one of the processes of a run.\n\n"
         "--compilation-cache FOLDER keeps compiled programs there for the next start, "
-        "instead of ~/.cache/rlhf_jax/compiled; None keeps none.",
+        "instead of ~/.cache/rlhf_jax/compiled; None keeps none."
     )
+    # tyro's footer of an error names --help, which shows only the options of `screen`.
+    own_footer = screen is not None and "--help" not in options
+    try:
+        return tyro.cli(
+            config_class,
+            prog=prog,
+            args=options,
+            default=defaults,
+            description=description,
+            add_help=not own_footer,
+        )
+    except SystemExit as stop:
+        if own_footer and stop.code == 2:
+            print(f"For every option, run {prog} --help-all", file=sys.stderr)
+        raise
 
 
 def _notes(presets: Presets) -> list[str]:

@@ -1,6 +1,7 @@
 """--help on one screen: its options, their texts and their defaults."""
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -97,6 +98,25 @@ def test_help_all_lists_every_option(monkeypatch, capsys):
     for field in ("--model", "--hidden", "--lam", "--lora.rank", "--keep-snapshots"):
         assert field in shown
     assert "And much else" in shown
+
+
+@pytest.mark.parametrize("wrong", ["--hiden=1", "--hidden=x", "--seed=-1"])
+@pytest.mark.parametrize(
+    ("screen", "asked"), [(SCREEN, "--help-all"), (None, "--help")]
+)
+def test_an_error_names_the_help_with_every_option(wrong, screen, asked, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        command_line.parse(
+            Config,
+            description=DESCRIPTION,
+            screen=screen,
+            prog="train",
+            argv=["--model=m", "--out=run", wrong],
+        )
+    assert exit_.value.code == 2
+    message = capsys.readouterr().err
+    assert re.findall(r"train (--help\S*)", message) == [asked]
+    assert wrong.partition("=")[0] in message
 
 
 def test_no_line_is_wider_than_the_terminal(monkeypatch, capsys):
