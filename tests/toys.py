@@ -54,7 +54,9 @@ def params(model: ModelConfig = GPT2, *, seed: int = 0, scale: float = 0.3):
 
 def scorer(model: ModelConfig = GPT2, *, seed: int = 1):
     """Parameters with a scalar head: a reward model's or a critic's."""
-    trunk = {name: params(model, seed=seed)[name] for name in TRUNK}
+    # Arrays of its own: those that `params` keeps must outlive a donation of these.
+    own = params.__wrapped__(model, seed=seed)
+    trunk = {name: own[name] for name in TRUNK}
     drawn = np.random.default_rng(seed + 200).normal(0, 0.3, model.hidden_size)
     kernel = array(drawn)
     return {
