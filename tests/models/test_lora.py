@@ -417,9 +417,10 @@ def judge():
 @pytest.fixture(scope="module")
 def run():
     """Policy, critic, reward model and reference over one base, four iterations."""
+    source = toys.params(toys.LLAMA)  # kept for all tests, so not one of these
     gc.collect()
     before = {id(array) for array in jax.live_arrays()}
-    base = toys.freeze(toys.params(toys.LLAMA))
+    base = toys.freeze(source)
     reward_adapters = judge()
     reward = rewards.from_model(reward_adapters, model=toys.LLAMA, base=base, lora=ALL)
     step = toys.jit(
