@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, Self
 
 import jax
 
-from rlhf_jax.devices import processes
+from rlhf_jax.devices import compile_counts, processes
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.masked import Stats
 from rlhf_jax.runs import alarms, jsonl, write_errors
@@ -33,7 +33,8 @@ class Recorder:
         samples.jsonl   {"stage": "ppo", "step": 3, ...}, any number of rows a step
         positions.jsonl {"stage": "ppo", "step": 3, "k1": [0.1, 0.0, ...], ...}
 
-    A row of metrics.jsonl that an alarm is active at names it: "alarms": ["kl"].
+    A row of metrics.jsonl that an alarm is active at names it: "alarms": ["kl"]. A row
+    of timings.jsonl has the programs that its step compiled: "compiled": {"learn": 1}.
 
     Step N is the one that snapshot N + 1 is the first to contain:
 
@@ -83,8 +84,7 @@ class Recorder:
         self.rows: dict[str, int] = {}  # of this stage, by file
         self._accept_lost_rows = accept_lost_rows
         self.latest: Row = {}  # the newest row on disk, of the step before the pending
-        self._phases: dict[str, float] = {}
-        self._since = time.perf_counter()
+        self._restart(time.perf_counter())
 
     def __enter__(self) -> Self:
         return self
@@ -137,7 +137,7 @@ class Recorder:
                     self._watch.see(row["step"], row)
         for sink in self._sinks:
             sink.begin(stage, step)
-        self._phases, self._since = {}, time.perf_counter()
+        self._restart(time.perf_counter())
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -172,8 +172,10 @@ class Recorder:
         self._pending = (step, stats, vectors)
         now = time.perf_counter()
         timings = {"seconds": now - self._since, "phases": self._phases}
+        if compiled := compile_counts.since(self._compiled_before):
+            timings["compiled"] = compiled
         self._append("timings", step, timings)
-        self._phases, self._since = {}, now
+        self._restart(now)
 
     def write_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Appends rows of Python values: texts, token ids, scores.
@@ -232,6 +234,12 @@ class Recorder:
                     f"--accept-lost-rows, which changes nothing in what is trained"
                 )
             print(f"warning: {told}; the run goes on without them", file=sys.stderr)
+
+    def _restart(self, now: float) -> None:
+        """Begins the timings of the next step."""
+        self._phases: dict[str, float] = {}
+        self._since = now
+        self._compiled_before = compile_counts.so_far()
 
     def _open(self, name: str) -> None:
         with write_errors.writing(self._paths[name]):

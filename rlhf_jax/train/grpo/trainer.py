@@ -13,7 +13,7 @@ from rlhf_jax.algorithms import state
 from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.data import batches, digests, tokenization
-from rlhf_jax.devices import processes, row_sharding, sharding
+from rlhf_jax.devices import compile_counts, processes, row_sharding, sharding
 from rlhf_jax.functional.kl.control import fixed
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.runs import folder, metrics, plots, report, run
@@ -79,7 +79,7 @@ def improve(
 
 def main(options: VerifiedConfig) -> None:
     """Runs `rlhf-jax grpo`, or another trainer of a recipe without a critic."""
-    started = time.perf_counter()
+    started, compiled = time.perf_counter(), compile_counts.so_far()
     mesh = options.placement.policy_mesh()
     verifier = make_verifier(options)
     start = load_start(options.model, options=options, mesh=mesh)
@@ -188,6 +188,7 @@ def main(options: VerifiedConfig) -> None:
         "score_last": last["objective/scores"],
         "kl_last": last.get("objective/kl"),
         "seconds": time.perf_counter() - started,
+        "compiled": compile_counts.since(compiled),
     } | programs.pack.summary()
     plots.draw(job.folder)
     folder.write_summary(job.folder, summary)

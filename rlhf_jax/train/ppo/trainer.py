@@ -13,7 +13,7 @@ from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import batches, digests, encoding, files
 from rlhf_jax.data.json_lines import Row
-from rlhf_jax.devices import processes, row_sharding, sharding
+from rlhf_jax.devices import compile_counts, processes, row_sharding, sharding
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.runs import (
@@ -70,7 +70,7 @@ def encode_prompts(
 
 def main(options: Config) -> None:
     """Runs `rlhf-jax ppo` with its options."""
-    started = time.perf_counter()
+    started, compiled = time.perf_counter(), compile_counts.so_far()
     for spec in (options.reward, options.judge):  # before anything is loaded
         if spec is not None:
             command_line.load_function(spec)
@@ -226,6 +226,7 @@ def main(options: Config) -> None:
         "kl_first": first.get("objective/kl"),
         "kl_last": last.get("objective/kl"),
         "alarms": job.alarms,
+        "compiled": compile_counts.since(compiled),
     }
     if options.judge is not None and options.judge_failure == "warn":
         summary["judge_failures"] = judge_failures(measured)
