@@ -109,6 +109,7 @@ def require(
     measured: Measured,
     *,
     tolerance: float,
+    sampler_tolerance: float = 0.0,
     storage_tolerance: float = 0.0,
     expect_equal: bool = False,
 ) -> None:
@@ -118,6 +119,8 @@ def require(
       measured: of the first rollout, before any update.
       tolerance: of the mean |trainer - sampler| of any response, nats per token
         (`TOLERANCE`).
+      sampler_tolerance: of that mean beyond `tolerance`, for responses that were
+        sampled with parameters of fewer bits.
       storage_tolerance: of the mean |trainer - reference| beyond `tolerance`, for a
         reference stored in fewer bits than the policy.
       expect_equal: the policy must start as the reference. By default that is read off
@@ -131,7 +134,7 @@ def require(
         measured.trainer,
         measured.sampler,
         mask=measured.mask,
-        tolerance=tolerance,
+        tolerance=tolerance + sampler_tolerance,
         names=("the trainer's log-probs", "those kept while sampling"),
         advice=(
             "the two must use one temperature, one mask, the same positions and the "

@@ -16,10 +16,14 @@ from typing import Any, Literal
 import jax
 from jax.sharding import Mesh
 
+from rlhf_jax.algorithms import self_check
 from rlhf_jax.algorithms.batch import Rollout, RolloutPacking
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.algorithms.policy_gradient.iteration import shuffle_key
+from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
 from rlhf_jax.algorithms.policy_gradient.update import minibatches
+from rlhf_jax.checkpoints import frozen_models
+from rlhf_jax.checkpoints.frozen_models import Storage
 from rlhf_jax.data import layouts
 from rlhf_jax.data.layout_arrays import Form
 from rlhf_jax.devices import processes, row_sharding, sharding
@@ -35,6 +39,9 @@ Array = jax.Array
 class PackedConfig(StartConfig):
     """Options of the trainers that sample responses."""
 
+    sampler_storage: Storage = frozen_models.COPY
+    """Dtype of the parameters that responses are sampled with, cast once per
+    iteration."""
     packing: Literal["off", "auto"] = "off"
     """Whether models read several responses in one row; auto packs each batch whose
     lengths make that less work."""
@@ -67,6 +74,44 @@ class PackedConfig(StartConfig):
                     f"packed row has (--max-new-tokens is {max_new_tokens}), got "
                     f"{value}; raise it, or lower --max-new-tokens"
                 )
+
+    def check_sampler(self, recipe: PolicyRecipe, *, adapters: bool = False) -> None:
+        """Raises InputError where nothing would correct for the sampler's rounding."""
+        storage = self.sampler_storage
+        if adapters and storage != frozen_models.COPY:
+            raise InputError(
+                f"--sampler-storage: expected none with --lora.rank, whose base is "
+                f"sampled with as --reference-storage.dtype has it, got "
+                f"{storage.dtype}; leave one of them out"
+            )
+        if storage.dtype == "float16":
+            raise InputError(
+                "--sampler-storage.dtype: expected float32, bfloat16 or int8, got "
+                "float16, in which a policy that is trained may overflow; choose "
+                "bfloat16"
+            )
+        if not self.sampler_rounds or not recipe.recompute_logprobs:
+            return  # the ratio is then to the log-probs of the sampler itself
+        if recipe.sampler_weight_cap is None:
+            raise InputError(
+                f"--recompute-logprobs: expected --sampler-weight-cap with it where "
+                f"--sampler-storage.dtype {storage.dtype} rounds what responses are "
+                f"sampled with, else nothing corrects for that; give the cap (2 is "
+                f"usual), or leave --recompute-logprobs out"
+            )
+
+    @property
+    def sampler_rounds(self) -> bool:
+        """Whether sampling rounds parameters further than the model's dtype does."""
+        dtype = self.sampler_storage.dtype
+        return dtype == "int8" or (dtype, self.dtype) == ("bfloat16", "float32")
+
+    @property
+    def sampler_tolerance(self) -> float:
+        """What that adds to the distance of trainer and sampler, nats per token."""
+        if not self.sampler_rounds:
+            return 0.0
+        return self_check.TOLERANCE[self.sampler_storage.dtype]
 
     def room(self, room: int, *, max_new_tokens: int) -> int:
         """Tokens that a prompt may have, where a model has room for `room`."""

@@ -23,6 +23,7 @@ def rehearse(
     learn: Callable[..., Any],
     measure: Callable[..., self_check.Measured],
     dtype: str,
+    sampler_tolerance: float = 0.0,
     storage_tolerance: float = 0.0,
     expect_equal: bool,
 ) -> None:
@@ -35,6 +36,8 @@ def rehearse(
       learn: traced with `rollout` and what `score` returned, and not run.
       measure: `self_check.measure` of a rollout and its `ref_logprobs`.
       dtype: the policy's compute dtype, which sets the tolerance.
+      sampler_tolerance: what the storage of the sampler's parameters adds to it, nats
+        per token.
       storage_tolerance: what the reference's storage adds to it, nats per token.
       expect_equal: the policy must start as the reference.
 
@@ -47,6 +50,7 @@ def rehearse(
     self_check.require(
         processes.whole(measure(rollout=rollout, ref_logprobs=scored["ref_logprobs"])),
         tolerance=self_check.TOLERANCE[dtype],
+        sampler_tolerance=sampler_tolerance,
         storage_tolerance=storage_tolerance,
         expect_equal=expect_equal,
     )

@@ -70,6 +70,24 @@ def test_reinforce_is_the_same_trainer_with_another_recipe(files, tmp_path):
 
 
 @pytest.mark.slow
+def test_sampling_in_int8_is_weighted_and_says_how_far_it_is(files, tmp_path):
+    argv = ("--unmarked=last_number", "--num-steps=2", "--sampler-storage.dtype=int8")
+    gsm8k(tmp_path / "ratio", files, *argv)
+    weighted = ("--recompute-logprobs", "--sampler-weight-cap=2")
+    gsm8k(tmp_path / "weights", files, *argv, *weighted)
+    of_ratio, of_weights = (
+        metrics.read(tmp_path / name / "metrics.jsonl") for name in ("ratio", "weights")
+    )
+    for mine, other in zip(of_weights, of_ratio, strict=True):
+        assert mine["policy/sampler_mismatch"] > 1e-6
+        assert mine["policy/sampler_weight"] == pytest.approx(1, abs=0.05)
+        assert mine["policy/sampler_weight_capped"] == 0
+        assert "policy/sampler_weight" not in other
+    first = "policy/sampler_mismatch"
+    assert of_weights[0][first] == pytest.approx(of_ratio[0][first], rel=1e-3)
+
+
+@pytest.mark.slow
 def test_packed_rows_learn_what_padded_ones_do(files, tmp_path, capsys):
     argv = ("--unmarked=last_number", "--num-steps=4", "--learning-rate=1e-3")
     padded = gsm8k(tmp_path / "padded", files, *argv)
@@ -205,6 +223,11 @@ UNMARKED = {"question": "what is one ?", "answer": "one"}
             ("--max-new-tokens=1000000000",),
             "--max-new-tokens: expected less than the cont",
         ),
+        (
+            ("--sampler-storage.dtype=int8", "--recompute-logprobs"),
+            "--recompute-logprobs: expected --sampler-weight-cap with it where --samp",
+        ),
+        (("--sampler-storage.dtype=float16",), "expected float32, bfloat16 or int8"),
         (("--max-new-tokens=15",), "expected a row of at most 1 tokens, got 2 rows"),
     ],
 )

@@ -1,15 +1,20 @@
 """Sampling over another mesh of the policy's devices."""
 
 import dataclasses
+import functools
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 import toys
 
 from rlhf_jax import grpo
+from rlhf_jax.algorithms.flow import rollout as rollouts
+from rlhf_jax.checkpoints import frozen_models
+from rlhf_jax.checkpoints.frozen_models import Storage
 from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.train.sampler import Sampler
@@ -60,3 +65,84 @@ def test_the_tokens_are_the_same_and_no_weight_travels_for_a_token():
     # Heads and cache stay where they are; activations are summed, weights are not sent.
     assert gathered(trained)
     assert not gathered(text)
+
+
+def pairs(rows=64):
+    """Prompts in groups of two."""
+    of_groups = toys.prompts((4, 2, 3, 1) * (rows // 8))
+    return jax.tree.map(lambda leaf: np.repeat(leaf, 2, axis=0), of_groups)
+
+
+def drawn(storage=frozen_models.COPY, *, model=MODEL, home=None, mesh=None):
+    """A rollout sampled in a storage, and its parameters."""
+    home = MeshShape(fsdp=1).make(jax.devices()[:1]) if home is None else home
+    mesh = home if mesh is None else mesh
+    recipe = dataclasses.replace(RECIPE, model=model)
+    params = sharding.place(toys.params(model), mesh=home)
+    sampler = Sampler(recipe, mesh=mesh, home=home, storage=storage)
+    rollout = sampler(
+        params,
+        prompts=row_sharding.put_rows(pairs(), mesh=home),
+        key=sharding.place(KEY, mesh=home),
+    )
+    return jax.device_get((rollout, params))
+
+
+def recomputed(rollout, params, *, model=MODEL):
+    compute = functools.partial(
+        rollouts.recompute_logprobs,
+        model=model,
+        max_new_tokens=toys.SIZE,
+        temperature=RECIPE.temperature,
+    )
+    return jax.jit(compute)(rollout, params).old_logprobs
+
+
+def rounded(params, dtype):
+    """Matrices in another dtype: by hand, unsharded."""
+
+    def of(path, leaf):
+        matrix = path[0].key in ("embed", "head") or path[-1].key == "kernel"
+        if not matrix:
+            return leaf
+        if dtype == "bfloat16":
+            return np.asarray(leaf).astype(jnp.bfloat16)
+        axis = -1 if path[0].key in ("embed", "head") else -2
+        scale = np.abs(leaf).max(axis=axis, keepdims=True) / np.float32(127)
+        return np.round(leaf / scale) * scale
+
+    return jax.tree.map_with_path(of, params)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_tokens_are_those_of_parameters_rounded_by_hand(dtype):
+    meshes = MeshShape(fsdp=4, tensor=2).make(), MeshShape(data=4, tensor=2).make()
+    rollout, params = drawn(Storage(dtype), home=meshes[0], mesh=meshes[1])
+    by_hand = rounded(params, dtype)
+    sample = jax.jit(functools.partial(grpo.sample, recipe=RECIPE))
+    expected = sample(by_hand, prompts=pairs(), key=KEY)
+    np.testing.assert_array_equal(rollout.tokens, expected.tokens)
+    np.testing.assert_allclose(
+        rollout.old_logprobs, expected.old_logprobs, rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.slow
+def test_bfloat16_weights_change_no_sample_where_activations_are_in_bfloat16():
+    model = dataclasses.replace(MODEL, dtype="bfloat16")
+    expected, _ = drawn(model=model)
+    rollout, _ = drawn(Storage("bfloat16"), model=model)
+    np.testing.assert_array_equal(rollout.tokens, expected.tokens)
+    np.testing.assert_array_equal(rollout.old_logprobs, expected.old_logprobs)
+
+
+@pytest.mark.slow
+def test_the_mismatch_of_a_storage_is_what_its_rounding_makes():
+    distances = []
+    for storage in (frozen_models.COPY, Storage("bfloat16"), Storage("int8")):
+        rollout, params = drawn(storage)
+        distance = np.abs(recomputed(rollout, params) - rollout.old_logprobs)
+        distances.append(distance[rollout.response_mask].mean())
+    assert distances[0] < 1e-6
+    assert 1e-4 < distances[1] < distances[2] < 0.05

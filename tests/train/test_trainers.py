@@ -85,6 +85,18 @@ def contents(folder):
 
 
 @pytest.mark.slow
+def test_ppo_samples_in_bfloat16(files, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    body = "def score(prompts, responses, rows):\n    return [1.0] * len(prompts)\n"
+    (tmp_path / "equal_rewards.py").write_text(body)
+    argv = ("--num-steps=2", "--sampler-storage.dtype=bfloat16", "--sample-every=1")
+    ppo(tmp_path / "run", files, "--reward=equal_rewards:score", *argv)
+    for row in metrics.read(tmp_path / "run" / "metrics.jsonl"):
+        assert 1e-6 < row["policy/sampler_mismatch"] < 0.05
+
+
+@pytest.mark.slow
 def test_a_new_algorithm_learns(tmp_path):
     play(new_algorithm, tmp_path / "run", "--num-steps=20", "--batch-size=32")
     rows = metrics.read(tmp_path / "run" / "metrics.jsonl")
@@ -272,6 +284,17 @@ NO_KL = ("--reward=m:f", "--no-measure-kl", "--kl-coef=0", "--reference=x")
         (
             (*NO_KL[:3], "--reference-storage.dtype=int8"),
             "--reference-storage: expected none in a run without such a model, got",
+        ),
+        (
+            ("--reward=m:f", "--sampler-storage.dtype=int8", "--lora.rank=2"),
+            "--sampler-storage: expected none with --lora.rank, whose base is sampled",
+        ),
+        (
+            (
+                *("--reward=m:f", "--recompute-logprobs", "--sampler-weight-cap=2"),
+                *("--whiten-advantages=minibatch",),
+            ),
+            "sampler_weight_cap: expected whitening over the rollout or none",
         ),
         (
             ("--reward=m:f", "--placement.reward=cpu"),

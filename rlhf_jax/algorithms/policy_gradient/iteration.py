@@ -29,6 +29,7 @@ from rlhf_jax.algorithms.batch import (
 )
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.algorithms.policy_gradient.loss import mean_distance
+from rlhf_jax.algorithms.policy_gradient.sampler_weights import weighted
 from rlhf_jax.algorithms.policy_gradient.update import update
 from rlhf_jax.algorithms.state import TrainState
 from rlhf_jax.functional import masked
@@ -267,8 +268,8 @@ def make_experience(
     )
     params = adapted.params(state.policy, base=base, lora=recipe.lora)
     stats: masked.Stats = {}
+    sampled = rollout
     if recipe.recompute_logprobs:
-        sampled = rollout
         rollout = flow.rollout.recompute_logprobs(
             rollout,
             params,
@@ -298,6 +299,13 @@ def make_experience(
     )
     kl_coef = recipe.kl_coef(state)
     experience, experience_stats = recipe.experience(scored, kl_coef=kl_coef)
+    if recipe.sampler_weight_cap is not None:
+        experience, weight_stats = weighted(
+            experience,
+            sampler_logprobs=sampled.old_logprobs,
+            cap=recipe.sampler_weight_cap,
+        )
+        stats |= weight_stats
     stats = masked.merge_stats(
         stats,
         flow.objective.objective_stats(

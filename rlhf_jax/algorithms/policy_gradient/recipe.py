@@ -42,7 +42,11 @@ class PolicyRecipe:
     """Shaping of the reward's scores."""
     recompute_logprobs: bool = False
     """Whether the trainer recomputes old_logprobs instead of taking the sampler's, for
-    training in bfloat16."""
+    training in bfloat16 or sampling in int8."""
+    sampler_weight_cap: float | None = None
+    """With recompute_logprobs: cap of the importance weight of each token, the
+    trainer's probability over the sampler's, by which its advantage is multiplied (2 is
+    usual); None takes the tokens as the trainer's own."""
     clip_range: float = 0.2
     """PPO clip range ε: probability ratios are clipped to [1 − ε, 1 + ε]."""
     clip_range_high: float | None = None
@@ -101,6 +105,18 @@ class PolicyRecipe:
                     f"{name}: expected a finite number above 1, as it bounds a ratio "
                     f"that starts at 1, got {number}; choose another, or leave it out"
                 )
+        cap = self.sampler_weight_cap
+        if cap is not None and not 1 <= cap < math.inf:
+            raise InputError(
+                f"sampler_weight_cap: expected a finite number of at least 1, got "
+                f"{cap}; choose another, or leave it out"
+            )
+        if cap is not None and not self.recompute_logprobs:
+            raise InputError(
+                f"sampler_weight_cap: expected recompute_logprobs with it, got {cap} "
+                f"without, where the ratio is to the sampler's log-probs already; set "
+                f"recompute_logprobs, or leave it out"
+            )
         if self.continuous_batching is not None:
             checks.positive(continuous_batching=self.continuous_batching)
         one_of(aggregation=self.aggregation, among=get_args(losses.Aggregation))

@@ -80,6 +80,16 @@ class Recipe(PolicyRecipe):
                 "the minibatch then; set whiten_advantages='minibatch'"
             )
 
+        if self.sampler_weight_cap is not None and "minibatch" in (
+            self.whiten_rewards,
+            self.whiten_advantages,
+        ):
+            raise InputError(
+                "sampler_weight_cap: expected whitening over the rollout or none, as "
+                "advantages of a minibatch are estimated after they were weighted, got "
+                "'minibatch'; choose 'rollout', or leave the cap out"
+            )
+
     def refuse_critic_apart(self) -> None:
         """For critic and policy that are trained in programs of their own.
 

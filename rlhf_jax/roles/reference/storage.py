@@ -37,6 +37,7 @@ def store(
     *,
     dtype: Any = None,
     embeddings: Any = None,
+    vectors: Any = None,
     memory: Memory | None = None,
     sharding: Any = None,
 ) -> Params:
@@ -55,6 +56,8 @@ def store(
         embedding or an output head); norms, biases and a scalar head are float32.
       embeddings: dtype of embeddings and output head where `dtype` is int8; None is
         int8 too.
+      vectors: dtype of norms, biases and scalar heads where `dtype` is another float;
+        None is `dtype`.
       memory: "pinned_host" keeps the copy in the host's memory, "device" on the
         device; None keeps each leaf's.
       sharding: a Sharding, or a tree of them that is a prefix of `params`, for the
@@ -77,6 +80,8 @@ def store(
                 f"embeddings: expected None where dtype is {dtype}, got {embeddings}; "
                 f"they have a dtype of their own beside int8 only"
             )
+    if vectors is not None:
+        vectors = _dtype("vectors", vectors, among=FLOATS)
     with_path, structure = jax.tree.flatten_with_path(params, is_leaf=leaves.is_stored)
     if dtype == jnp.int8 and not any(_matrix_axis(*item) for item in with_path):
         raise InputError(
@@ -90,7 +95,7 @@ def store(
         if isinstance(leaf, OnHost):
             to_host = memory != "device"
             leaf = jax.device_put(leaf.held, jax.memory.Space.Device)
-        copied = _cast(path, leaf, dtype=dtype, embeddings=embeddings)
+        copied = _cast(path, leaf, dtype=dtype, embeddings=embeddings, vectors=vectors)
         if place is not None:
             copied = _place(name, copied, place)
         return _to_host(copied) if to_host else copied
@@ -185,10 +190,12 @@ def _matrix_axis(path: Any, leaf: Any) -> int | None:
     return -2 if "layers" in names and len(leaf.shape) == 3 else None
 
 
-def _cast(path: Any, leaf: Any, *, dtype: Any, embeddings: Any) -> Any:
+def _cast(path: Any, leaf: Any, *, dtype: Any, embeddings: Any, vectors: Any) -> Any:
     """A copy in the dtype asked for, where the leaf is."""
     axis = _matrix_axis(path, leaf)
-    if dtype == jnp.int8 and axis is None:
+    if axis is None and vectors is not None:
+        dtype = vectors
+    elif dtype == jnp.int8 and axis is None:
         dtype = jnp.float32
     elif axis == -1 and embeddings is not None:
         dtype = embeddings

@@ -89,6 +89,7 @@ class VerifiedConfig(PackedConfig, abc.ABC):
         )
         checks.non_negative(kl_coef=self.beta)
         self.check_packing(max_new_tokens=self.max_new_tokens)
+        self.check_sampler(self.recipe)
         if self.reference == "none" and self.beta:
             raise InputError(
                 f"--reference none: expected no --kl-coef, as there is nothing to take "

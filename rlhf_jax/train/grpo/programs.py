@@ -66,7 +66,9 @@ class Programs:
         sampler = options.placement.sampler
         sampling = sampler.mesh_beside(mesh) if sampler.apart else mesh
         assert sampling is not None  # the host is for frozen models
-        self.sample = Sampler(algorithm, mesh=sampling, home=mesh)
+        self.sample = Sampler(
+            algorithm, mesh=sampling, home=mesh, storage=options.sampler_storage
+        )
         self.reference_logprobs = jit(bind(on(score.reference_logprobs), **shape))
         self.learn = jit(learn, donate_argnames=("state",))
         self.measure = jit(bind(on(self_check.measure), reference=None, **shape))

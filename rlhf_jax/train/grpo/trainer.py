@@ -143,6 +143,7 @@ def main(options: VerifiedConfig) -> None:
             ),
             measure=functools.partial(programs.measure, train.policy),
             dtype=options.dtype,
+            sampler_tolerance=options.sampler_tolerance,
             expect_equal=True,
         )
         before = measure(train.policy)

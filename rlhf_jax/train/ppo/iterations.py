@@ -77,6 +77,7 @@ def rehearse(
         ),
         measure=functools.partial(programs.measure, train.policy, base=models.base),
         dtype=options.dtype,
+        sampler_tolerance=options.sampler_tolerance,
         storage_tolerance=rounding_of(models, options),
         expect_equal=options.reference is None,
     )

@@ -7,7 +7,7 @@ import functools
 
 import jax
 
-from rlhf_jax.checkpoints import hf
+from rlhf_jax.checkpoints import frozen_models, hf
 from rlhf_jax.models.lora import init
 from rlhf_jax.planning import memory_check
 from rlhf_jax.planning.memory_check import Part
@@ -60,7 +60,9 @@ def check_memory(options: Config) -> None:
         parts += [Part("reference", storage.shapes(params), reference_mesh)]
     elif options.measure_kl and options.lifecycle.moves:
         parts += [Part("reference", policy, mesh)]
-    algorithm = make_ppo(options, model=model, critic_model=critic_model, stop_ids=())
+    algorithm = make_ppo(  # none of whose stop tokens is drawn here
+        options, model=model, critic_model=critic_model, stop_ids=(0,)
+    )
     moments = jax.eval_shape(algorithm.policy_optimizer.init, policy)
     critic_moments = jax.eval_shape(algorithm.critic_optimizer.init, valued)
     parts = [
@@ -71,7 +73,10 @@ def check_memory(options: Config) -> None:
         *base,
         *parts,
     ]
-    copies = [Part("policy", policy, sampler_mesh)] if placement.sampler.apart else []
+    copies = []
+    if placement.sampler.apart or options.sampler_storage != frozen_models.COPY:
+        shapes = options.sampler_storage.shapes(policy)
+        copies = [Part("policy", shapes, sampler_mesh)]
     if placement.sampler.apart and lora is not None:
         parts += [Part("sampler's base", storage.shapes(params), sampler_mesh)]
 

@@ -63,6 +63,7 @@ class Programs:
             mesh=mesh if models.sampling is None else models.sampling,
             home=mesh,
             base=models.base,
+            storage=options.sampler_storage,
         )
         self._values = jax.jit(functools.partial(on(ppo.values), recipe=algorithm))
         donated = functools.partial(jax.jit, donate_argnames=("state",))

@@ -563,6 +563,7 @@ ABOVE = {
     *("recompute_logprobs", "micro_batch_size", "lora", "truncate_after", "dual_clip"),
     *("fixed_length", "truncate_reward_only"),  # the first must change nothing too
     "continuous_batching",  # must change nothing: test_continuous_batching.py
+    "sampler_weight_cap",  # test_sampler_weights.py
     "loss_scale_factor",  # test_ppo_by_hand.py, test_grpo.py
     *("ptx_coef", "shared_trunk", "stop_approxkl", "max_ratio_mean"),
 }
