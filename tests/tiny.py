@@ -67,6 +67,12 @@ def bfloat16(model: config.ModelConfig) -> config.ModelConfig:
 
 
 @functools.cache
+def shapes(model: config.ModelConfig):
+    """The shapes alone: to run `decoder.init` would be a program for every model."""
+    return jax.eval_shape(lambda: decoder.init(jax.random.key(0), model=model))
+
+
+@functools.cache
 def params(model: config.ModelConfig, seed: int = 0):
     """Large random numbers on every leaf, so that none could be lost unseen."""
     rng = np.random.default_rng(seed)
@@ -77,8 +83,7 @@ def params(model: config.ModelConfig, seed: int = 0):
         # `jnp.asarray` would be a program for every shape.
         return jax.device_put(drawn.astype(np.float32))
 
-    shapes = jax.eval_shape(lambda: decoder.init(jax.random.key(0), model=model))
-    return jax.tree.map_with_path(draw, shapes)
+    return jax.tree.map_with_path(draw, shapes(model))
 
 
 def with_rows_of_padding(params, model: config.ModelConfig, value: float):

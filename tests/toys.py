@@ -38,10 +38,14 @@ def array(x, dtype: type = np.float32) -> jax.Array:
 
 
 @functools.cache
+def shapes(model: ModelConfig):
+    """The shapes alone: to run `decoder.init` would be a program for every model."""
+    return jax.eval_shape(lambda: decoder.init(jax.random.key(0), model=model))
+
+
+@functools.cache
 def params(model: ModelConfig = GPT2, *, seed: int = 0, scale: float = 0.3):
     """Parameters spread enough that no two predictions are alike."""
-    # The shapes alone: to run `decoder.init` would be a program for every model.
-    shapes = jax.eval_shape(lambda: decoder.init(jax.random.key(0), model=model))
     rng = np.random.default_rng(seed + 100)
 
     def draw(path, leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -49,7 +53,7 @@ def params(model: ModelConfig = GPT2, *, seed: int = 0, scale: float = 0.3):
         drawn = centre + rng.normal(0, scale, leaf.shape)
         return array(drawn, leaf.dtype)
 
-    return jax.tree.map_with_path(draw, shapes)
+    return jax.tree.map_with_path(draw, shapes(model))
 
 
 def scorer(model: ModelConfig = GPT2, *, seed: int = 1):

@@ -65,7 +65,7 @@ def gpt2(**changes):
 @pytest.mark.parametrize(
     ("model", "words", "message"),
     one_in(
-        2,
+        4,
         [
             (
                 gpt2(vocab_size=23),

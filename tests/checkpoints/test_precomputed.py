@@ -22,7 +22,7 @@ RNG = np.random.default_rng(0)
 ROWS = [
     RNG.integers(0, MODEL.vocab_size, length).tolist() for length in (5, 1, 9, 4, 7, 2)
 ]
-REFERENCE = frozen.freeze(toys.params())
+REFERENCE = toys.freeze(toys.params())
 
 
 def load(folder, rows=ROWS, **changes):

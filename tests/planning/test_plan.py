@@ -178,6 +178,7 @@ def test_the_largest_batch_says_when_it_was_not_found():
     assert advice.largest(lambda n: 1, limit=10, known={}, calls=3) == (8, False)
 
 
+@pytest.mark.slow
 def test_the_largest_batch_goes_up_by_what_everything_divides(monkeypatch):
     """1000 bytes held and 100 a row, of 10,000: 90 rows, 88 of them in eights."""
 

@@ -223,7 +223,7 @@ def files(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "bad",
-    [*bad_inputs.by_one_each(OF_EACH), *one_in(2, IN_TURN)],
+    [*bad_inputs.by_one_each(OF_EACH), *one_in(5, IN_TURN)],
     ids=[f"{bad.trainer}: {bad.name}" for bad in CASES],
 )
 def test_a_checkpoint_that_is_refused(files, tmp_path, capsys, bad):

@@ -7,6 +7,7 @@ import shutil
 import pytest
 import toy_files
 from test_trainers import contents, play, refused
+from tiers import one_in
 
 import rlhf_jax.train.grpo
 from rlhf_jax import config, grpo, hf
@@ -197,39 +198,54 @@ UNMARKED = {"question": "what is one ?", "answer": "one"}
 
 @pytest.mark.parametrize(
     ("argv", "message"),
-    [
-        (
-            ("--reference=none", "--kl-coef=0.1"),
-            "expected no --kl-coef, as there is",
-        ),
-        (("--template=question",), "--template: expected {question} where the quest"),
-        (("--chat",), ".jsonl:1: expected a tokenizer with a chat template"),
-        (("--batch-size=6",), "group_size: expected to divide the 6 rows of a batch"),
-        (("--group-size=1",), "group_size: expected at least 2, got 1"),
-        (("--kl-coef=-1",), "kl_coef: expected a finite number, 0 or more, got -1"),
-        (("--eval-rows=0",), "eval_rows: expected a finite number above 0, got 0"),
-        (("--num-minibatches=3",), "expected num_minibatches to divide the 8 rows"),
-        (("--timeout=0",), "timeout: expected a finite number above 0, got 0"),
-        (
-            ("--question-field=q",),
-            "train.jsonl:1: expected a field 'q', got",
-        ),
-        (("--answer-field=a",), "train.jsonl:1: expected a field 'a', got"),
-        (
-            ("--max-new-tokens=12", "--overlong=error"),
-            "train.jsonl:1: expected at most 4 tokens, got 6 of 'what",
-        ),
-        (
-            ("--max-new-tokens=1000000000",),
-            "--max-new-tokens: expected less than the cont",
-        ),
-        (
-            ("--sampler-storage.dtype=int8", "--recompute-logprobs"),
-            "--recompute-logprobs: expected --sampler-weight-cap with it where --samp",
-        ),
-        (("--sampler-storage.dtype=float16",), "expected float32, bfloat16 or int8"),
-        (("--max-new-tokens=15",), "expected a row of at most 1 tokens, got 2 rows"),
-    ],
+    one_in(
+        3,
+        [
+            (
+                ("--reference=none", "--kl-coef=0.1"),
+                "expected no --kl-coef, as there is",
+            ),
+            (
+                ("--template=question",),
+                "--template: expected {question} where the quest",
+            ),
+            (("--chat",), ".jsonl:1: expected a tokenizer with a chat template"),
+            (
+                ("--batch-size=6",),
+                "group_size: expected to divide the 6 rows of a batch",
+            ),
+            (("--group-size=1",), "group_size: expected at least 2, got 1"),
+            (("--kl-coef=-1",), "kl_coef: expected a finite number, 0 or more, got -1"),
+            (("--eval-rows=0",), "eval_rows: expected a finite number above 0, got 0"),
+            (("--num-minibatches=3",), "expected num_minibatches to divide the 8 rows"),
+            (("--timeout=0",), "timeout: expected a finite number above 0, got 0"),
+            (
+                ("--question-field=q",),
+                "train.jsonl:1: expected a field 'q', got",
+            ),
+            (("--answer-field=a",), "train.jsonl:1: expected a field 'a', got"),
+            (
+                ("--max-new-tokens=12", "--overlong=error"),
+                "train.jsonl:1: expected at most 4 tokens, got 6 of 'what",
+            ),
+            (
+                ("--max-new-tokens=1000000000",),
+                "--max-new-tokens: expected less than the cont",
+            ),
+            (
+                ("--sampler-storage.dtype=int8", "--recompute-logprobs"),
+                "--recompute-logprobs: expected --sampler-weight-cap with it where --s",
+            ),
+            (
+                ("--sampler-storage.dtype=float16",),
+                "expected float32, bfloat16 or int8",
+            ),
+            (
+                ("--max-new-tokens=15",),
+                "expected a row of at most 1 tokens, got 2 rows",
+            ),
+        ],
+    ),
 )
 def test_options_that_are_refused(files, tmp_path, capsys, argv, message):
     run = lambda out: gsm8k(out, files, *argv)  # noqa: E731

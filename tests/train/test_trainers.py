@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import toy_files
 import toys
+from tiers import one_in
 
 import rlhf_jax.train.ppo
 from rlhf_jax import fingerprint, hf, rewards
@@ -234,108 +235,126 @@ NO_KL = ("--reward=m:f", "--no-measure-kl", "--kl-coef=0", "--reference=x")
 
 @pytest.mark.parametrize(
     ("argv", "message"),
-    [
-        ((), "expected one of --reward and --reward-model, got neither"),
-        (("--reward=m:f", "--reward-model=x"), "--reward-model, got both"),
-        (("--reward=m:f", "--critic-from=reward_model"), "got a Python reward"),
-        (("--reward=m:f", "--batch-size=0"), "batch_size: expected a finite number"),
-        (("--reward=m:f", "--kl-coef=-1"), "kl_coef: expected a finite number, 0 or"),
-        (("--reward=m:f", "--sample-every=0"), "sample_every: expected"),
-        (("--reward=m:f", "--kl-cof=1"), "--kl-cof"),
-        (("--reward=score",), "expected module:function, got 'score'"),
-        (("--reward=no_such:f",), "got ModuleNotFoundError: No module named 'no_such'"),
-        (("--reward=json:no_such",), "expected a function no_such in"),
-        (("--reward=json:__doc__",), "json/__init__.py, got str; define it there"),
-        (
-            ("--reward=json:dumps", "--batch-size=6", "--num-minibatches=4"),
-            "expected num_minibatches to divide the 6 rows of a batch, got 4",
-        ),
-        (
-            ("--reward=json:dumps", "--micro-batch-size=3"),
-            "expected micro_batch_size to divide the 4 rows of a minibatch",
-        ),
-        (
-            ("--reward=json:dumps", "--max-new-tokens=14"),
-            ".jsonl:2: expected at most 2 tokens, got 3 of 'a dog was'; shorten",
-        ),
-        (
-            ("--reward=json:dumps", "--buckets", "2", "13"),
-            "--buckets: expected at most 12 tokens, the context of 16 less",
-        ),
-        (
-            ("--reward=json:dumps", "--buckets=2"),
-            "2 tokens, the largest bucket or the w",
-        ),
-        (
-            ("--reward=json:dumps", "--max-new-tokens=1000000000"),
-            "--max-new-tokens: expected less than the context of the model, 16 tokens",
-        ),
-        (("--reward=json:dumps", "--temperature=0"), "temperature: expected a finite"),
-        (
+    one_in(
+        3,
+        [
+            ((), "expected one of --reward and --reward-model, got neither"),
+            (("--reward=m:f", "--reward-model=x"), "--reward-model, got both"),
+            (("--reward=m:f", "--critic-from=reward_model"), "got a Python reward"),
             (
-                *("--reward=m:f", "--kl-control.kind=adaptive"),
-                *("--kl-control.target=-1", "--kl-control.unit=response"),
+                ("--reward=m:f", "--batch-size=0"),
+                "batch_size: expected a finite number",
             ),
-            "target: expected a finite number",
-        ),
-        (("--reward=json:dumps", "--num-steps=0"), "num_steps: expected a finite"),
-        (("--reward=m:f", "--no-measure-kl"), "expected --kl-coef 0 and neither"),
-        (NO_KL, "expected --kl-coef 0 and neither --kl-control, --reference"),
-        (
-            (*NO_KL[:3], "--reference-storage.dtype=int8"),
-            "--reference-storage: expected none in a run without such a model, got",
-        ),
-        (
-            ("--reward=m:f", "--sampler-storage.dtype=int8", "--lora.rank=2"),
-            "--sampler-storage: expected none with --lora.rank, whose base is sampled",
-        ),
-        (
             (
-                *("--reward=m:f", "--recompute-logprobs", "--sampler-weight-cap=2"),
-                *("--whiten-advantages=minibatch",),
+                ("--reward=m:f", "--kl-coef=-1"),
+                "kl_coef: expected a finite number, 0 or",
             ),
-            "sampler_weight_cap: expected whitening over the rollout or none",
-        ),
-        (
-            ("--reward=m:f", "--placement.reward=cpu"),
-            "--placement.reward: expected none in a run without such a model, got cpu",
-        ),
-        (
-            ("--reward=m:f", "--lora.modules", "mlp/*"),
-            "--lora.rank: expected a number with --lora.alpha 32 and --lora.modules ml",
-        ),
-        (
-            ("--reward=json:dumps", "--lora.rank=2", "--lora.modules", "mlp/gate"),
-            "got 'mlp/gate', which matches none",
-        ),
-        (
-            ("--reward=m:f", "--lora.rank=2", "--placement.reference=cpu"),
-            "--placement.reference: expected policy with --lora.rank",
-        ),
-        (
+            (("--reward=m:f", "--sample-every=0"), "sample_every: expected"),
+            (("--reward=m:f", "--kl-cof=1"), "--kl-cof"),
+            (("--reward=score",), "expected module:function, got 'score'"),
             (
-                *("--reward=m:f", "--lora.rank=2", "--lifecycle.mix-every=2"),
-                "--lifecycle.mix-rate=0.5",
+                ("--reward=no_such:f",),
+                "got ModuleNotFoundError: No module named 'no_such'",
             ),
-            "mixing adapters does not mix the weights",
-        ),
-        (
+            (("--reward=json:no_such",), "expected a function no_such in"),
+            (("--reward=json:__doc__",), "json/__init__.py, got str; define it there"),
             (
-                *("--reward=m:f", "--lora.rank=2", "--lifecycle.reset-every=2"),
-                "--reference=x",
+                ("--reward=json:dumps", "--batch-size=6", "--num-minibatches=4"),
+                "expected num_minibatches to divide the 6 rows of a batch, got 4",
             ),
-            "--reference: expected none with --lora.rank and a lifecycle",
-        ),
-        (
-            ("--reward-model=x", "--lora.rank=2", "--critic-from=reward_model"),
-            "--critic-from: expected policy with --lora.rank, got reward_model",
-        ),
-        (
-            ("--reward=m:f", "--judge-failure=warn"),
-            "--judge-failure warn: expected a --judge that may fail, got none",
-        ),
-        (("--reward=m:f", "--lifecycle.kl-every=0"), "kl_every: expected a number of"),
-    ],
+            (
+                ("--reward=json:dumps", "--micro-batch-size=3"),
+                "expected micro_batch_size to divide the 4 rows of a minibatch",
+            ),
+            (
+                ("--reward=json:dumps", "--max-new-tokens=14"),
+                ".jsonl:2: expected at most 2 tokens, got 3 of 'a dog was'; shorten",
+            ),
+            (
+                ("--reward=json:dumps", "--buckets", "2", "13"),
+                "--buckets: expected at most 12 tokens, the context of 16 less",
+            ),
+            (
+                ("--reward=json:dumps", "--buckets=2"),
+                "2 tokens, the largest bucket or the w",
+            ),
+            (
+                ("--reward=json:dumps", "--max-new-tokens=1000000000"),
+                "--max-new-tokens: expected less than the context of the model, 16",
+            ),
+            (
+                ("--reward=json:dumps", "--temperature=0"),
+                "temperature: expected a finite",
+            ),
+            (
+                (
+                    *("--reward=m:f", "--kl-control.kind=adaptive"),
+                    *("--kl-control.target=-1", "--kl-control.unit=response"),
+                ),
+                "target: expected a finite number",
+            ),
+            (("--reward=json:dumps", "--num-steps=0"), "num_steps: expected a finite"),
+            (("--reward=m:f", "--no-measure-kl"), "expected --kl-coef 0 and neither"),
+            (NO_KL, "expected --kl-coef 0 and neither --kl-control, --reference"),
+            (
+                (*NO_KL[:3], "--reference-storage.dtype=int8"),
+                "--reference-storage: expected none in a run without such a model, got",
+            ),
+            (
+                ("--reward=m:f", "--sampler-storage.dtype=int8", "--lora.rank=2"),
+                "--sampler-storage: expected none with --lora.rank, whose base is",
+            ),
+            (
+                (
+                    *("--reward=m:f", "--recompute-logprobs", "--sampler-weight-cap=2"),
+                    *("--whiten-advantages=minibatch",),
+                ),
+                "sampler_weight_cap: expected whitening over the rollout or none",
+            ),
+            (
+                ("--reward=m:f", "--placement.reward=cpu"),
+                "--placement.reward: expected none in a run without such a model, got",
+            ),
+            (
+                ("--reward=m:f", "--lora.modules", "mlp/*"),
+                "--lora.rank: expected a number with --lora.alpha 32 and --lora.module",
+            ),
+            (
+                ("--reward=json:dumps", "--lora.rank=2", "--lora.modules", "mlp/gate"),
+                "got 'mlp/gate', which matches none",
+            ),
+            (
+                ("--reward=m:f", "--lora.rank=2", "--placement.reference=cpu"),
+                "--placement.reference: expected policy with --lora.rank",
+            ),
+            (
+                (
+                    *("--reward=m:f", "--lora.rank=2", "--lifecycle.mix-every=2"),
+                    "--lifecycle.mix-rate=0.5",
+                ),
+                "mixing adapters does not mix the weights",
+            ),
+            (
+                (
+                    *("--reward=m:f", "--lora.rank=2", "--lifecycle.reset-every=2"),
+                    "--reference=x",
+                ),
+                "--reference: expected none with --lora.rank and a lifecycle",
+            ),
+            (
+                ("--reward-model=x", "--lora.rank=2", "--critic-from=reward_model"),
+                "--critic-from: expected policy with --lora.rank, got reward_model",
+            ),
+            (
+                ("--reward=m:f", "--judge-failure=warn"),
+                "--judge-failure warn: expected a --judge that may fail, got none",
+            ),
+            (
+                ("--reward=m:f", "--lifecycle.kl-every=0"),
+                "kl_every: expected a number of",
+            ),
+        ],
+    ),
 )
 def test_options_that_ppo_refuses(files, tmp_path, capsys, argv, message):
     run = lambda out: ppo(out, files, *argv)  # noqa: E731

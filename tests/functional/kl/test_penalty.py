@@ -297,7 +297,9 @@ def test_a_clipped_estimate_is_bounded_counted_and_without_slope():
 
 
 @pytest.mark.parametrize("log_weight", [None, -30.0, 5.0])
-@pytest.mark.parametrize("x", [-1e4, -119.0, -100.0, -90.0, -85.0, -21.0, -1.0, 50.0])
+@pytest.mark.parametrize(
+    "x", one_in(3, [-1e4, -119.0, -100.0, -90.0, -85.0, -21.0, -1.0, 50.0])
+)
 def test_k3_in_the_loss_has_its_slope_wherever_that_is_finite(x, log_weight):
     """w·(1 - exp(-x)), told by its log where float64 overflows too."""
     weight = 1.0 if log_weight is None else np.exp(log_weight)

@@ -358,7 +358,7 @@ def another_beginning(arrays, meta):
 @pytest.mark.parametrize(
     ("change", "moved"),
     one_in(
-        2,
+        3,
         [
             (
                 flip("reference/stored/layers/a/held/values"),
