@@ -10,7 +10,7 @@ import pytest
 import tiny
 import toys
 
-from rlhf_jax import frozen, policy
+from rlhf_jax import frozen, masked, policy
 from rlhf_jax.checkpoints import precomputed
 from rlhf_jax.data import batches
 from rlhf_jax.data.encoding import Example
@@ -52,13 +52,20 @@ def never(monkeypatch):
 
 def test_every_row_is_what_its_logits_say(tmp_path):
     found = load(tmp_path)
+    mask = masked.lengths_to_mask(
+        jnp.asarray([len(row) for row in ROWS]), size=max(map(len, ROWS))
+    )
+    tokens = np.zeros(mask.shape, np.int32)
+    tokens[np.asarray(mask)] = np.concatenate(ROWS)
+    logits = toys.logits(
+        toys.params(), model=MODEL, tokens=jnp.asarray(tokens), mask=mask
+    )
+    logprobs = np.asarray(jax.nn.log_softmax(logits / 0.7), np.float64)
     for place, row in enumerate(ROWS):
-        tokens = jnp.asarray([row])
-        logits = toys.logits(
-            toys.params(), model=MODEL, tokens=tokens, mask=jnp.ones_like(tokens, bool)
-        )
-        logprobs = np.asarray(jax.nn.log_softmax(logits / 0.7), np.float64)[0]
-        expected = [0.0] + [logprobs[t, token] for t, token in enumerate(row[1:])]
+        expected = [
+            0.0,
+            *(logprobs[place, t, token] for t, token in enumerate(row[1:])),
+        ]
         np.testing.assert_allclose(found.row(place), expected, atol=2e-5)
 
 

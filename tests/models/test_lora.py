@@ -451,7 +451,6 @@ def run():
     }
 
 
-@pytest.mark.slow
 def test_kl_is_exactly_zero_before_any_update_and_not_after(run):
     first, last = run["rows"][0], run["rows"][-1]
     assert first["objective/kl"] == 0.0

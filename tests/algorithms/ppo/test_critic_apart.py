@@ -78,8 +78,9 @@ def experience():
     return dataclasses.replace(toys.experience(rollout), value_mask=longer)
 
 
+FIRST = "rewards whitened over the minibatch, in parts, clipped, by Adam"
 WAYS = {
-    "rewards whitened over the minibatch, in parts, clipped, by Adam": {
+    FIRST: {
         "whiten_rewards": "minibatch",
         "whiten_advantages": "minibatch",
         "lam": 0.5,
@@ -101,7 +102,7 @@ WAYS = {
 @pytest.mark.parametrize(
     "way",
     [
-        "rewards whitened over the minibatch, in parts, clipped, by Adam",
+        FIRST,
         pytest.param("the policy waits for the critic", marks=pytest.mark.slow),
     ],
 )
@@ -337,7 +338,7 @@ def test_on_devices_of_its_own(place):
 
 def test_a_critic_elsewhere_is_the_one_here(experience):
     """Its values and its update, on the last of eight devices."""
-    settings = dataclasses.replace(BASE, num_epochs=1)
+    settings = dataclasses.replace(BASE, **WAYS[FIRST])
     mesh = MeshShape().make(jax.devices()[-1:])
     home = MeshShape().make(jax.devices()[:1])
     devices = critic_devices.CriticDevices(recipe=settings, mesh=mesh, home=home)
