@@ -14,6 +14,7 @@ from benchmarks.peers import line_protocol
 
 FOLDER = Path(line_protocol.__file__).parent
 OURS = "rlhf_jax"
+OURS_PADDED = "rlhf_jax, padded"
 ENVIRONMENTS: dict[str, tuple[str, ...]] = {
     "trl": (
         "trl==1.12.0",
@@ -41,6 +42,8 @@ class Peer:
     script: str  # in peers/
     environment: str | None  # None is the Python that runs the benchmark
     differs: str  # in a sentence; the script's docstring says all
+    arguments: tuple[str, ...] = ()  # of the script
+    uneven: bool = False  # takes part only where responses end at different lengths
 
 
 PEERS = {
@@ -51,18 +54,31 @@ PEERS = {
         "programs on two virtual devices, one the critic's; words padded to multiples "
         "of 64, which are 128 if nothing is said",
     ),
+    OURS_PADDED: Peer(
+        "rlhf_jax_ppo.py",
+        None,
+        "the same without packed rows: one program reads every column",
+        arguments=("--padded",),
+        uneven=True,
+    ),
     "trl": Peer(
         "trl_ppo.py",
         "trl",
         "keeps all logits and hidden states, head at prompt positions too, entropy a "
-        "minibatch, garbage collection an iteration",
+        "minibatch, garbage collection an iteration; uneven rows padded, as PPO has no "
+        "padding-free mode there",
     ),
-    "torch": Peer("torch_ppo.py", "trl", "eager, by hand: none of TRL's extra work"),
+    "torch": Peer(
+        "torch_ppo.py",
+        "trl",
+        "eager, by hand: none of TRL's extra work; minibatches cut to the longest row",
+    ),
     "tunix": Peer(
         "tunix_ppo.py",
         "tunix",
         "a Qwen2 of the same size; samples and scores a minibatch at a time, log-probs "
-        "once more after sampling, critic's values outside of any program",
+        "once more after sampling, critic's values outside of any program; uneven rows "
+        "packed, a row an optimizer step",
     ),
 }
 

@@ -19,7 +19,9 @@ update   epochs × 3 × the forward of policy and critic (backward is twice forw
          parameter
 
 Left out, as they are small: norms, softmax, activations, biases, the value head.
-Nothing is assumed to be recomputed, copied or padded. The caches of a CPU may hold a
+Nothing is assumed to be recomputed, copied or padded: of uneven responses the tokens
+that are there count, of the mean batch, and a step of decoding reads the weights as
+often as any row goes on. The caches of a CPU may hold a
 small model, whose bytes then move faster than a copy does: below a ratio of 1 that is
 why.
 """
@@ -82,8 +84,23 @@ def steps(workload: Workload) -> dict[str, list[Step]]:
     length = prompt + response - 1  # the last token is predicted, not read
     key_values = 2 * FLOAT * workload.num_layers * workload.hidden_size
     read = weights(workload)
-    policy = forward(workload, tokens=length, head_columns=response)
-    critic = forward(workload, tokens=length)
+    drawn = workload.lengths or (response,)
+    policy, critic = (
+        sum(
+            forward(workload, tokens=prompt + n - 1, head_columns=n * head)
+            for n in drawn
+        )
+        / len(drawn)
+        for head in (1, 0)
+    )
+
+    def alive(before: int) -> float:
+        """Share of the rows that draw a token after so many."""
+        return sum(prompt + n - 1 > before for n in drawn) / len(drawn)
+
+    def any_alive(before: int) -> float:
+        return 1 - (1 - alive(before)) ** workload.num_prompts
+
     updates = workload.num_epochs * workload.num_minibatches
     trained = 2 * parameters(workload) + workload.hidden_size + 1
     return {
@@ -91,8 +108,10 @@ def steps(workload: Workload) -> dict[str, list[Step]]:
             Step(forward(workload, tokens=prompt, head_columns=1), read),
             *(
                 Step(
-                    forward(workload, tokens=1, context=before, head_columns=1),
-                    read + workload.num_prompts * key_values * before,
+                    alive(before)
+                    * forward(workload, tokens=1, context=before, head_columns=1),
+                    any_alive(before) * read
+                    + alive(before) * workload.num_prompts * key_values * before,
                 )
                 for before in range(prompt, length)
             ),

@@ -2,6 +2,8 @@
 
     python experiments benchmarks.iteration --peers trl torch --output benchmark.json
     python experiments benchmarks.iteration --workloads tiny
+    python experiments benchmarks.iteration --peers trl torch --workloads small \\
+        --lengths lognormal --mean 0.29
 
 Every participant is a process of its own (`peers/`) that runs the same workload: random
 prompts without padding, responses that nothing ends, a GPT-2 with random weights in
@@ -11,6 +13,10 @@ counts, so that what else the machine does meets all of them, and a ratio is the
 of those within a round. While one computes the others wait, all of them in memory: of
 GPT-2 small each takes up to 7.5 GB, so name fewer peers at a time where that is too
 much. All are given huge pages where glibc has them.
+
+With --lengths responses end by EOS, at the same token for all participants
+(`lengths.py`): logits are masked as they are sampled. Ours then reads packed rows, and
+takes part a second time without.
 
 Every participant is started twice, as what a run compiles the next one finds on disk:
 the first start tells what compiling takes, the second is the one that is measured.
@@ -39,10 +45,11 @@ from typing import Any
 
 import tyro
 
-from benchmarks import floor, tables
+from benchmarks import floor, lengths, tables
 from benchmarks.environments import (
     FOLDER,
     OURS,
+    OURS_PADDED,
     PEERS,
     PeerError,
     python_of,
@@ -50,57 +57,9 @@ from benchmarks.environments import (
 )
 from benchmarks.participants import Participant
 from benchmarks.peers.line_protocol import Workload
+from benchmarks.workloads import WORKLOADS
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
-
-GPT2_SMALL = Workload(
-    name="gpt2-small",
-    num_layers=12,
-    hidden_size=768,
-    num_heads=12,
-    vocab_size=50257,
-    max_positions=1024,
-    num_prompts=8,
-    prompt_length=32,
-    response_length=32,
-    num_epochs=1,
-    num_minibatches=1,
-)
-SMALL = Workload(
-    name="small",
-    num_layers=4,
-    hidden_size=256,
-    num_heads=4,
-    vocab_size=512,
-    max_positions=64,
-    num_prompts=64,
-    prompt_length=16,
-    response_length=48,
-    num_epochs=4,
-    num_minibatches=4,
-)
-TINY = Workload(
-    name="tiny",
-    num_layers=2,
-    hidden_size=64,
-    num_heads=2,
-    vocab_size=64,
-    max_positions=24,
-    num_prompts=64,
-    prompt_length=8,
-    response_length=16,
-    num_epochs=4,
-    num_minibatches=4,
-)
-WORKLOADS = {
-    workload.name: workload
-    for workload in (
-        GPT2_SMALL,
-        dataclasses.replace(GPT2_SMALL, name="gpt2-small-4-epochs", num_epochs=4),
-        SMALL,
-        TINY,
-    )
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,6 +68,11 @@ class Config:
     """What to run."""
     peers: tuple[str, ...] = ()
     """Whom to run beside ours: trl, torch, tunix."""
+    lengths: str | None = None
+    """Where responses end: geometric, lognormal, or a file with a length per line; None
+    is all columns."""
+    mean: float = 0.29
+    """Mean length of geometric and lognormal ones, as a share of the columns."""
     rounds: int = 7
     """Measured iterations of each participant, after two of warm-up."""
     environments: Path = Path("~/.cache/rlhf_jax/benchmark")
@@ -119,8 +83,8 @@ class Config:
     """Seconds that a participant may take for its start, or for a turn."""
 
     def __post_init__(self) -> None:
-        checks.positive(rounds=self.rounds, limit=self.limit)
-        others = [name for name in PEERS if name != OURS]
+        checks.positive(rounds=self.rounds, limit=self.limit, mean=self.mean)
+        others = [name for name in PEERS if name not in (OURS, OURS_PADDED)]
         for option, given, known in (
             ("--workloads", self.workloads, list(WORKLOADS)),
             ("--peers", self.peers, others),
@@ -136,11 +100,20 @@ class Config:
                 f"--workloads: expected at least one of {', '.join(WORKLOADS)}, got "
                 f"none; name one"
             )
+        for name in self.workloads:
+            self.workload(name)
         if self.output is not None and not self.output.parent.is_dir():
             raise InputError(
                 f"--output: expected a file in a folder that is there, got "
                 f"{self.output}; make {self.output.parent} first"
             )
+
+    def workload(self, name: str) -> Workload:
+        """Raises InputError: --lengths is no file, or has lengths beyond R."""
+        even = WORKLOADS[name]
+        if self.lengths is None:
+            return even
+        return lengths.uneven(even, lengths=self.lengths, mean=self.mean)
 
 
 def machine() -> dict[str, Any]:
@@ -260,15 +233,17 @@ def main(options: Config) -> None:
     folder = options.environments.expanduser()
     commands: dict[str, list[str | Path]] = {}
     left_out: dict[str, str] = {}
-    for name in (OURS, *options.peers):
+    for name in (OURS, OURS_PADDED, *options.peers):
         peer = PEERS[name]
+        if peer.uneven and options.lengths is None:
+            continue
         try:
             python = python_of(peer.environment, folder=folder)
         except PeerError as error:
             print(f"error: {error}", flush=True)
             left_out[name] = str(error)
         else:
-            commands[name] = [python, FOLDER / peer.script]
+            commands[name] = [python, FOLDER / peer.script, *peer.arguments]
     this = machine()
     rates = floor.Rates(this["matmul_flops"], this["copy_bytes"])
     results: dict[str, Any] = {
@@ -279,7 +254,7 @@ def main(options: Config) -> None:
     }
     tables.machine(this)
     for name in options.workloads:
-        workload = WORKLOADS[name]
+        workload = options.workload(name)
         measured = measure(workload, commands=commands, options=options)
         measured["floor"] = floor.floors(workload, rates=rates)
         results["workloads"][name] = measured

@@ -26,8 +26,29 @@ def paired_ratio(
     phase: str,
 ) -> float:
     """Median over rounds of ours / theirs; below 1 ours is faster."""
+    return statistics.median(_ratios(ours, theirs, phase))
+
+
+def ratio(
+    ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]], phase: str
+) -> str:
+    """Of the wall, with the least and the most of the rounds, and of the CPU."""
+    wall = _ratios(ours, theirs, phase)
+    told = f"{statistics.median(wall):.2f} ({min(wall):.2f} - {max(wall):.2f})"
+    mine, their = ([line.get("cpu") for line in lines] for lines in (ours, theirs))
+    if None in (*mine, *their):
+        return told
+    return f"{told}, CPU {statistics.median(_ratios(mine, their, phase)):.2f}"
+
+
+def _ratios(ours: Sequence[Any], theirs: Sequence[Any], phase: str) -> list[float]:
     pairs = zip(ours, theirs, strict=True)
-    return statistics.median(mine[phase] / their[phase] for mine, their in pairs)
+    return [mine[phase] / their[phase] for mine, their in pairs]
+
+
+def length(shape: Workload) -> float:
+    """Mean tokens of a response."""
+    return statistics.mean(shape.lengths or (shape.response_length,))
 
 
 def compile_seconds(run: Mapping[str, Any]) -> float:
@@ -68,9 +89,12 @@ def workload(
     runs, floor_seconds = measured["participants"], measured["floor"]
     if not runs:
         return
-    tokens = shape.num_prompts * shape.response_length
+    tokens = shape.num_prompts * length(shape)
+    up_to = ""
+    if shape.lengths:
+        up_to = f"1 to {max(shape.lengths)}, mean {length(shape):.3g}, of "
     title = (
-        f"{shape.name}: {shape.num_prompts} x ({shape.prompt_length} + "
+        f"{shape.name}: {shape.num_prompts} x ({shape.prompt_length} + {up_to}"
         f"{shape.response_length}), {shape.num_epochs} x {shape.num_minibatches}; "
         f"seconds, median (least - most)"
     )
@@ -105,13 +129,13 @@ def workload(
     )
     if OURS in runs and len(runs) > 1:
         report.table(
-            "Ours / peer, median of the rounds' ratios",
+            "Ours / peer, median (least - most) of the rounds' ratios",
             ("", *PHASES),
             [
                 (
                     name,
                     *(
-                        paired_ratio(runs[OURS]["rounds"], run["rounds"], phase)
+                        ratio(runs[OURS]["rounds"], run["rounds"], phase)
                         for phase in PHASES
                     ),
                 )

@@ -33,8 +33,8 @@ def _listen() -> None:
     monitoring.register_event_duration_secs_listener(_count)
 
 
-def _count(event: str, seconds: float, **about: Any) -> None:
-    del seconds
+def _count(event: str, duration_secs: float, **about: Any) -> None:
+    del duration_secs
     if event == EVENT:
         name = str(about.get("fun_name", "unnamed"))
         _counts[name.removeprefix("jit(").removesuffix(")")] += 1

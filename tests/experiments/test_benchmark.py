@@ -3,13 +3,23 @@
 import dataclasses
 import io
 import json
+import math
+import statistics
 import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks import environments, floor, iteration, participants, tables
+from benchmarks import (
+    environments,
+    floor,
+    iteration,
+    lengths,
+    participants,
+    tables,
+    workloads,
+)
 from benchmarks.floor import Rates, Step
 from benchmarks.peers import line_protocol
 from benchmarks.peers.line_protocol import Workload
@@ -68,7 +78,7 @@ def test_steps_by_hand():
 
 
 def test_gpt2_small_has_its_known_size():
-    assert floor.parameters(iteration.GPT2_SMALL) == 124_439_808
+    assert floor.parameters(workloads.GPT2_SMALL) == 124_439_808
 
 
 def test_a_step_takes_the_longer_of_products_and_copies():
@@ -96,7 +106,7 @@ def test_ratios_are_of_the_same_round():
 
 FAKE = """\
 import json, sys
-workload = json.loads(sys.argv[1])
+workload = json.loads(sys.argv[-1])
 tokens = workload["num_prompts"] * workload["response_length"]
 checks = {"response_tokens": tokens, "mean_score": 0.2, "loss": 0.0, "moved": 1.0}
 start = {"versions": {}, "start_up": 1.0, "warm_up": [3.0, 1.0], "parameters": 7}
@@ -191,8 +201,6 @@ def test_one_that_does_not_answer_is_told(fake):
 
 def test_the_others_go_on_without_one_that_dies(fake, capsys):
     commands = {"rlhf_jax": fake, "torch": [*fake, "--dies"], "trl": fake}
-    # The workload is an argument behind --dies then.
-    changed(fake, "sys.argv[1]", "sys.argv[-1]")
     options = iteration.Config(rounds=3)
     measured = iteration.measure(TOY, commands=commands, options=options)
     assert list(measured["participants"]) == ["rlhf_jax", "trl"]
@@ -213,6 +221,54 @@ def test_the_others_go_on_without_one_that_dies(fake, capsys):
     assert "toy: 3 x (4 + 2), 2 x 1" in told
     assert "Ours / peer" in told
     assert "MFU of the update" in told
+
+
+# --- uneven lengths ---------------------------------------------------------------
+
+
+def test_lengths_are_quantiles_of_the_distribution_cut_to_the_columns():
+    workload = workloads.SMALL
+    geometric = lengths.uneven(workload, lengths="geometric", mean=0.25).lengths
+    # P(n <= k) = 1 - (1 - 1/12)^k.
+    for k in (1, 6, 12, 24):
+        share = sum(n <= k for n in geometric) / len(geometric)
+        assert share == pytest.approx(1 - (11 / 12) ** k, abs=1 / lengths.POOL)
+    lognormal = lengths.uneven(workload, lengths="lognormal", mean=0.25).lengths
+    assert sorted(lognormal)[lengths.POOL // 2] == int(12 * math.exp(-0.32))
+    for drawn in (geometric, lognormal):
+        assert (min(drawn), max(drawn)) == (1, 48)
+        assert 10 < statistics.mean(drawn) < 12.5
+
+
+def test_lengths_of_a_file_and_one_too_long_for_the_workload(tmp_path):
+    file = tmp_path / "lengths.jsonl"
+    file.write_text('{"length": 2}\n1\n1\n1\n')
+    found = lengths.uneven(TOY, lengths=str(file), mean=0.5)
+    assert sorted(found.lengths) == [1] * 192 + [2] * 64
+    file.write_text("1\n3\n")
+    with pytest.raises(checks.InputError, match=r"at most 2 tokens, .* toy has, got 3"):
+        lengths.uneven(TOY, lengths=str(file), mean=0.5)
+    file.write_text("17\n")
+    with pytest.raises(checks.InputError, match=r"at most 16 tokens, .* tiny has"):
+        iteration.Config(workloads=("tiny",), lengths=str(file))
+
+
+def test_a_prompt_chooses_its_length_by_the_sum_of_its_tokens():
+    workload = dataclasses.replace(TOY, lengths=(1, 2, 1))
+    expected = [(1, 2, 1)[sum(prompt) % 3] for prompt in workload.prompts(4)]
+    assert workload.stops(4) == expected
+    assert TOY.stops(4) == [2, 2, 2]
+
+
+def test_the_floor_of_uneven_responses_is_that_of_their_mean():
+    """Half of the rows draw two tokens; weights are read if any of the three does."""
+    steps = floor.steps(dataclasses.replace(TOY, lengths=(1, 2)))
+    decoding = steps["rollout"][1]
+    assert decoding.flops == 0.5 * 3 * (3072 + 320 + 160)
+    assert decoding.bytes == (1 - 0.5**3) * WEIGHTS + 0.5 * 4 * 2 * 4 * 2 * 8 * 3
+    long, short = 3 * (5 * 3072 + 64 * 15), 3 * (4 * 3072 + 64 * 10)
+    assert steps["score"][1].flops == (long + short) / 2
+    assert floor.steps(dataclasses.replace(TOY, lengths=(2, 2))) == floor.steps(TOY)
 
 
 # --- options and environments -----------------------------------------------------
@@ -324,6 +380,36 @@ def test_ours_does_an_iteration_at_toy_size(hidden_size):
     assert times["checks"]["response_tokens"] == 64
     assert all(times[phase] > 0 for phase in tables.PHASES)
     assert end["last_peak_bytes"] >= start["peak_bytes"] >= start["before_bytes"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hidden_size", [TOY.hidden_size, 128], ids=["apart", "whole"])
+def test_ours_packed_does_the_work_of_padded_rows(hidden_size):
+    """Both draw the same tokens, which end where the prompts say."""
+    workload = dataclasses.replace(
+        TOY,
+        num_layers=1,
+        hidden_size=hidden_size,
+        num_prompts=16,
+        num_minibatches=2,
+        response_length=12,
+        max_positions=16,
+    )
+    workload = lengths.uneven(workload, lengths="lognormal", mean=0.3)
+    checked = []
+    for arguments in ([], ["--padded"]):
+        script = str(environments.FOLDER / "rlhf_jax_ppo.py")
+        with participants.Participant(
+            *("rlhf_jax", [sys.executable, script, *arguments]),
+            workload=workload,
+            limit=300.0,
+        ) as peer:
+            checked.append(peer.ready()["checks"])
+            assert peer.go()["cpu"]["update"] > 0
+    packed, padded = checked
+    assert packed.pop("packing")
+    assert packed.pop("moved") > 0
+    assert packed == pytest.approx({k: padded[k] for k in packed}, rel=1e-3, abs=1e-5)
 
 
 def test_of_a_turn_the_second_iteration_counts(monkeypatch):

@@ -5,7 +5,7 @@
                              <──────  {"versions": {...}, "peak_bytes": n, ...}
     go                       ──────>  two iterations; of the second
                              <──────  {"rollout": s, "score": s, "update": s,
-                                       "iteration": s, "checks": {...}}
+                                       "iteration": s, "cpu": {...}, "checks": {...}}
     end                      ──────>
                              <──────  {"last_peak_bytes": n}
 
@@ -28,6 +28,7 @@ from typing import Any
 
 WARM_UP = 2  # iterations: the second shows what is compiled or allocated late
 DIVISOR = 7  # a token that it divides is worth 1
+EOS = 1  # ends the responses of a workload with lengths
 STARTED = time.perf_counter()
 
 
@@ -43,9 +44,12 @@ class Workload:
     max_positions: int  # rows of GPT-2's table of positions
     num_prompts: int  # B
     prompt_length: int  # P, tokens; no padding
-    response_length: int  # R, tokens; nothing ends a response early
+    response_length: int  # R, tokens
     num_epochs: int
     num_minibatches: int  # optimizer steps an epoch
+    # Tokens of responses, EOS included, that prompts choose among; none is R tokens
+    # each, which nothing ends.
+    lengths: tuple[int, ...] = ()
     temperature: float = 1.0
     learning_rate: float = 1e-5
     weight_decay: float = 0.01
@@ -63,6 +67,17 @@ class Workload:
             for _ in range(self.num_prompts)
         ]
 
+    def stops(self, step: int) -> list[int]:
+        """Tokens of the responses [B], EOS included: the same for all participants.
+
+        A prompt chooses by the sum of its tokens, so that a compiled sampler, which
+        sees prompts alone, stops where others do.
+        """
+        if not self.lengths:
+            return [self.response_length] * self.num_prompts
+        count = len(self.lengths)
+        return [self.lengths[sum(prompt) % count] for prompt in self.prompts(step)]
+
     @property
     def minibatch_size(self) -> int:
         """Rows of an optimizer step."""
@@ -70,22 +85,31 @@ class Workload:
 
 
 class Clock:
-    """Seconds of the phases of an iteration; a phase that comes twice adds up."""
+    """Seconds of the phases of an iteration; a phase that comes twice adds up.
+
+    Of the wall, and `cpu` of all threads of this process.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.cpu: dict[str, float] = {}
         self.start()
 
     def start(self) -> None:
         """Begins an iteration."""
-        self.seconds = {}
+        self.seconds, self.cpu = {}, {}
         self._began = self._last = time.perf_counter()
+        self._last_cpu = time.process_time()
 
     def lap(self, phase: str) -> None:
         """Gives the time since the last lap to a phase."""
-        now = time.perf_counter()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
-        self._last = now
+        now, cpu = time.perf_counter(), time.process_time()
+        for seconds, since in (
+            (self.seconds, now - self._last),
+            (self.cpu, cpu - self._last_cpu),
+        ):
+            seconds[phase] = seconds.get(phase, 0.0) + since
+        self._last, self._last_cpu = now, cpu
 
     @property
     def total(self) -> float:
@@ -98,7 +122,8 @@ def read_workload() -> Workload:
     global _lines
     _lines = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    return Workload(**json.loads(sys.argv[1]))
+    read = json.loads(sys.argv[-1])
+    return Workload(**read | {"lengths": tuple(read["lengths"])})
 
 
 _lines = sys.stdout
@@ -114,7 +139,7 @@ def iterations(
     clock: Clock,
     versions: Mapping[str, str],
     about: Mapping[str, Any],
-    check: Callable[[], Mapping[str, float]],
+    check: Callable[[], Mapping[str, Any]],
     wait: Callable[[], None] = lambda: None,
     prepare: Callable[[], None] = lambda: None,
 ) -> Iterator[int]:
@@ -166,7 +191,9 @@ def iterations(
             yield WARM_UP + step
             wait()
             clock.lap("update")
-        say({"iteration": clock.total, **clock.seconds, "checks": check()})
+        cpu = {"iteration": sum(clock.cpu.values()), **clock.cpu}
+        seconds = {"iteration": clock.total, **clock.seconds}
+        say({**seconds, "cpu": cpu, "checks": check()})
     say({"last_peak_bytes": resident("VmHWM")})
 
 

@@ -4,6 +4,10 @@ Hugging Face's GPT-2 modules with its attention (SDPA) and key-value cache; the 
 runs at response positions alone, log-probs come from the sampling loop, the update is
 one fused AdamW over policy and critic. Eager: `torch.compile` is not used. Advantages
 count as "score"; there are no metrics beyond the loss.
+
+With lengths, EOS is written where a response ends, and sampling ends with the longest
+of the batch. Minibatches are cut to their longest response: without a kernel for packed
+rows on CPUs that is what one saves by hand. Padding is masked in losses and means.
 """
 
 # pyright: reportMissingImports=false
@@ -35,15 +39,21 @@ class Critic(nn.Module):
 
 
 @torch.no_grad()
-def sample(policy: GPT2LMHeadModel, prompts: Tensor, workload: Workload):
-    """Tokens [B, P + R] and the log-probs of the responses [B, R]."""
+def sample(policy: GPT2LMHeadModel, prompts: Tensor, stops: Tensor, workload: Workload):
+    """Tokens [B, P + R] and the log-probs of the responses [B, R].
+
+    R is that of the longest; EOS is token `stops[b]` of row b, counted from 1.
+    """
     cache, tokens, logprobs = DynamicCache(config=policy.config), [prompts], []
-    for _ in range(workload.response_length):
+    longest = int(stops.max())
+    for step in range(longest):
         logits = policy(
             tokens[-1], past_key_values=cache, use_cache=True, logits_to_keep=1
         ).logits[:, -1]
         scaled = functional.log_softmax(logits / workload.temperature, dim=-1)
         token = torch.multinomial(scaled.exp(), 1)
+        if workload.lengths:
+            token[stops <= step + 1] = line_protocol.EOS
         tokens.append(token)
         logprobs.append(scaled.gather(1, token))
     return torch.cat(tokens, 1), torch.cat(logprobs, 1)
@@ -64,8 +74,8 @@ def token_logprobs(
     return -loss.view_as(response)
 
 
-def gae(rewards: Tensor, values: Tensor, workload: Workload):
-    """Whitened advantages and returns, [B, R]."""
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, workload: Workload):
+    """Whitened advantages and returns, [B, R], of the tokens in the mask."""
     last = torch.zeros_like(values[:, 0])
     found = []
     for t in reversed(range(values.shape[1])):
@@ -74,8 +84,13 @@ def gae(rewards: Tensor, values: Tensor, workload: Workload):
         last = delta + workload.gamma * workload.lam * last
         found.append(last)
     advantages = torch.stack(found[::-1], 1)
-    std, mean = torch.std_mean(advantages)
+    std, mean = torch.std_mean(advantages[mask])
     return (advantages - mean) / (std + 1e-8), advantages + values
+
+
+def masked_mean(x: Tensor, mask: Tensor, *dimensions: int) -> Tensor:
+    """Mean over the tokens in the mask."""
+    return (x * mask).sum(dimensions) / mask.sum(dimensions)
 
 
 def main(workload: Workload) -> None:
@@ -105,7 +120,7 @@ def main(workload: Workload) -> None:
         fused=True,
     )
     before = policy.transformer.ln_f.weight.detach().clone()
-    responses = scores = loss = torch.zeros(())
+    mask = scores = loss = torch.zeros(())
 
     def wait() -> None:
         if device.type == "cuda":
@@ -113,7 +128,7 @@ def main(workload: Workload) -> None:
 
     def check() -> dict[str, float]:
         return {
-            "response_tokens": responses.numel(),
+            "response_tokens": int(mask.sum()),
             "mean_score": scores.mean().item(),
             "loss": loss.item(),
             "moved": (policy.transformer.ln_f.weight - before).abs().max().item(),
@@ -131,38 +146,47 @@ def main(workload: Workload) -> None:
         wait=wait,
     ):
         prompts = torch.tensor(workload.prompts(step), device=device)
+        stops = torch.tensor(workload.stops(step), device=device)
         clock.start()
-        tokens, old_logprobs = sample(policy, prompts, workload)
+        tokens, old_logprobs = sample(policy, prompts, stops, workload)
         wait()
         clock.lap("rollout")
 
         with torch.no_grad():
             responses = tokens[:, prompt_length:]
-            scores = (responses % line_protocol.DIVISOR == 0).float().mean(1)
+            columns = torch.arange(responses.shape[1], device=device)
+            mask = columns < stops[:, None]
+            worth = (responses % line_protocol.DIVISOR == 0).float()
+            scores = masked_mean(worth, mask, 1)
             ref_logprobs = token_logprobs(reference, tokens, workload)
             old_values = critic(tokens, prompt_length=prompt_length)
-            rewards = -workload.kl_coef * (old_logprobs - ref_logprobs)
-            rewards[:, -1] += scores
-            advantages, returns = gae(rewards, old_values, workload)
+            old_values = old_values * mask
+            rewards = -workload.kl_coef * (old_logprobs - ref_logprobs) * mask
+            rewards[columns == stops[:, None] - 1] += scores
+            advantages, returns = gae(rewards, old_values, mask, workload)
         wait()
         clock.lap("score")
 
         for _ in range(workload.num_epochs):
             order = torch.randperm(workload.num_prompts, device=device)
             for rows in order.split(workload.minibatch_size):
-                logprobs = token_logprobs(policy, tokens[rows], workload)
-                ratio = torch.exp(logprobs - old_logprobs[rows])
+                longest = int(stops[rows].max())
+                own, read = (
+                    mask[rows, :longest],
+                    tokens[rows, : prompt_length + longest],
+                )
+                logprobs = token_logprobs(policy, read, workload)
+                ratio = torch.exp(logprobs - old_logprobs[rows, :longest])
+                advantage = advantages[rows, :longest]
                 surrogate = torch.min(
-                    ratio * advantages[rows],
-                    ratio.clamp(1 - clip, 1 + clip) * advantages[rows],
+                    ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage
                 )
-                values = critic(tokens[rows], prompt_length=prompt_length)
-                old = old_values[rows]
+                values = critic(read, prompt_length=prompt_length)
+                old, target = old_values[rows, :longest], returns[rows, :longest]
                 clipped = torch.clamp(values, old - clip, old + clip)
-                value_loss = torch.max(
-                    (values - returns[rows]) ** 2, (clipped - returns[rows]) ** 2
-                )
-                loss = workload.vf_coef * 0.5 * value_loss.mean() - surrogate.mean()
+                value_loss = torch.max((values - target) ** 2, (clipped - target) ** 2)
+                loss = workload.vf_coef * 0.5 * masked_mean(value_loss, own)
+                loss = loss - masked_mean(surrogate, own)
                 optimizer.zero_grad(set_to_none=True)
                 loss.backward()
                 optimizer.step()

@@ -10,12 +10,17 @@ Beyond what the others do, `train` keeps the logits of every sampled token, runs
 head at prompt positions as well, keeps every layer's hidden states, takes the entropy
 in each minibatch and collects garbage each iteration. AdamW leaves norms and biases
 without weight decay. Advantages count as "score".
+
+With lengths, a logits processor lets EOS alone be drawn at the end of a response, and
+not before; `stop_token_id` makes `generate` end with the last row and `train` mask what
+follows EOS. PPOTrainer pads: TRL's `padding_free` is an option of SFT and DPO alone.
 """
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
 import contextlib
+import functools
 import tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -23,15 +28,19 @@ from typing import Any
 import line_protocol
 import torch
 from datasets import Dataset
-from line_protocol import Clock, Workload
+from line_protocol import EOS, Clock, Workload
 from tokenizers import Tokenizer, models
 from transformers import (
     GPT2Config,
     GPT2ForSequenceClassification,
     GPT2LMHeadModel,
+    LogitsProcessor,
+    LogitsProcessorList,
     PreTrainedTokenizerFast,
 )
 from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
+
+NEVER = -1e9  # a logit
 
 
 class Finished(Exception):
@@ -39,15 +48,33 @@ class Finished(Exception):
 
 
 class Batches:
-    """What `train` takes for its data loader."""
+    """What `train` takes for its data loader; `stops` are of the newest batch."""
+
+    stops: torch.Tensor
 
     def __init__(self, numbers: Iterator[int], workload: Workload) -> None:
         self.numbers, self.workload = numbers, workload
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         for step in self.numbers:
+            self.stops = torch.tensor(self.workload.stops(step))
             yield {"input_ids": torch.tensor(self.workload.prompts(step))}
         raise Finished
+
+
+class Ends(LogitsProcessor):
+    """Makes EOS the only token at the end of a response, and impossible before."""
+
+    def __init__(self, batches: Batches, *, prompt_length: int) -> None:
+        self.batches, self.prompt_length = batches, prompt_length
+
+    def __call__(
+        self, input_ids: torch.LongTensor, scores: torch.FloatTensor
+    ) -> torch.FloatTensor:
+        drawn = input_ids.shape[1] - self.prompt_length
+        last = (self.batches.stops.to(scores.device) == drawn + 1)[:, None]
+        is_eos = torch.arange(scores.shape[1], device=scores.device) == EOS
+        return scores.masked_fill(last != is_eos, NEVER)
 
 
 def tokenizer_of(workload: Workload) -> PreTrainedTokenizerFast:
@@ -96,7 +123,7 @@ def main(workload: Workload) -> None:
             lam=workload.lam,
             cliprange=workload.clip_range,
             vf_coef=workload.vf_coef,
-            stop_token=None,
+            stop_token_id=EOS if workload.lengths else None,
             missing_eos_penalty=None,
             gradient_checkpointing=False,
             bf16=False,
@@ -141,8 +168,10 @@ def main(workload: Workload) -> None:
         if model is not trainer.reward_model:
             return get_reward(model, tokens, pad, prompt_length)
         responses = tokens[:, prompt_length:]
-        scores = (responses % line_protocol.DIVISOR == 0).float().mean(1)
-        seen.update(responses=responses, scores=scores)
+        kept = responses != pad
+        worth = (responses % line_protocol.DIVISOR == 0) & kept
+        scores = worth.sum(1) / kept.sum(1)
+        seen.update(kept=kept, scores=scores)
         return None, scores, None
 
     ppo_trainer.batch_generation = timed_generation
@@ -158,7 +187,7 @@ def main(workload: Workload) -> None:
 
     def check() -> dict[str, float]:
         return {
-            "response_tokens": seen["responses"].numel(),
+            "response_tokens": int(seen["kept"].sum()),
             "mean_score": seen["scores"].mean().item(),
             "loss": seen["loss"],
             "moved": (policy.transformer.ln_f.weight.cpu() - before).abs().max().item(),
@@ -174,7 +203,12 @@ def main(workload: Workload) -> None:
         check=check,
         wait=wait,
     )
-    trainer.dataloader = Batches(numbers, workload)
+    trainer.dataloader = batches = Batches(numbers, workload)
+    if workload.lengths:
+        ends = Ends(batches, prompt_length=workload.prompt_length)
+        processors = LogitsProcessorList([ends])
+        generate = functools.partial(policy.generate, logits_processor=processors)
+        setattr(policy, "generate", generate)  # noqa: B010
     with contextlib.suppress(Finished):
         trainer.train()
 

@@ -12,6 +12,11 @@ for all epochs before the next. Log-probs are taken once more after sampling
 (`get_old_per_token_logps`), the head runs at prompt positions as well, and the critic's
 values are computed an operation at a time, outside of any program. Prompts and
 responses pass through a tokenizer, here of numbers.
+
+With lengths, logits are masked before the sampler draws, so that EOS ends a response
+where the workload says. Rows are packed as Tunix does (`max_seq_token_per_tpu`): a
+stream of responses fills rows of a fixed number of tokens, each a step of the
+optimizer, so that there are about as many steps as minibatches, of other responses.
 """
 
 # pyright: reportMissingImports=false
@@ -24,17 +29,21 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import line_protocol
 import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
-from line_protocol import Clock, Workload
+from line_protocol import EOS, Clock, Workload
+from tunix.generate.sampler import Sampler
 from tunix.models.qwen2.model import ModelConfig, Qwen2
 from tunix.rl import utils
 from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
 from tunix.rl.rl_cluster import ClusterConfig, RLCluster, RLTrainingConfig, Role
 from tunix.rl.rollout.base_rollout import RolloutConfig
+
+NEVER = -1e9  # a logit
 
 
 class Finished(Exception):
@@ -44,8 +53,8 @@ class Finished(Exception):
 class Numbers:
     """A tokenizer whose words are the numbers of tokens."""
 
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
+    def __init__(self, workload: Workload) -> None:
+        self.vocab_size, self._ends = workload.vocab_size, bool(workload.lengths)
 
     def encode(self, text: str) -> list[int]:
         return [int(word) for word in text.split()]
@@ -60,7 +69,33 @@ class Numbers:
         return self.vocab_size  # outside of the vocabulary, so that none is sampled
 
     def eos_id(self) -> int:
-        return self.vocab_size + 1
+        return EOS if self._ends else self.vocab_size + 1
+
+
+def stop(workload: Workload) -> None:
+    """Responses that are sampled from now on end where the workload says."""
+    sample, pool = Sampler._sample, np.array(workload.lengths, np.int32)
+
+    def stopping(self: Any, logits: Any, *, sampler_state: Any, **named: Any) -> Any:
+        # A prompt fills its columns, so that a row is [prompt, response].
+        prompts = sampler_state.token_buffer[:, : workload.prompt_length]
+        stops = jnp.asarray(pool)[prompts.sum(axis=1) % len(pool)]
+        drawn = sampler_state.decoding_step + 1 - workload.prompt_length
+        last = (stops == drawn + 1)[:, None, None]
+        is_eos = jnp.arange(logits.shape[-1]) == EOS
+        logits = jnp.where(last == is_eos, logits, NEVER)
+        return sample(self, logits, sampler_state=sampler_state, **named)
+
+    Sampler._sample = stopping
+
+
+def budget(workload: Workload) -> int | None:
+    """Tokens of a packed row: those of a minibatch on average, and an eighth more."""
+    if not workload.lengths:
+        return None
+    mean = workload.prompt_length + np.mean(workload.lengths)
+    longest = workload.prompt_length + workload.response_length
+    return max(longest, int(1.125 * workload.minibatch_size * mean))
 
 
 def model_of(workload: Workload, *, seed: int, tied: bool) -> Qwen2:
@@ -100,11 +135,18 @@ def main(workload: Workload) -> None:
     clock = Clock()
 
     def reward(prompts: Any, completions: list[str], **_: Any) -> list[float]:
-        tokens = np.array([[int(w) for w in text.split()] for text in completions])
-        scores = (tokens % line_protocol.DIVISOR == 0).mean(axis=1)
-        seen["scores"].append((scores, tokens.size))
-        return scores.tolist()
+        rows = [np.array(text.split(), int) for text in completions]
+        # What ends a response is a token of it, and no word.
+        sizes = [row.size + bool(workload.lengths) for row in rows]
+        scores = [
+            (row % line_protocol.DIVISOR == 0).sum() / size
+            for row, size in zip(rows, sizes, strict=True)
+        ]
+        seen["scores"].append((scores, sum(sizes)))
+        return scores
 
+    if workload.lengths:
+        stop(workload)
     adamw = functools.partial(
         optax.adamw, workload.learning_rate, weight_decay=workload.weight_decay
     )
@@ -115,7 +157,7 @@ def main(workload: Workload) -> None:
         actor=actor,
         critic=critic,
         reference=reference,
-        tokenizer=Numbers(workload.vocab_size),
+        tokenizer=Numbers(workload),
         cluster_config=ClusterConfig(
             role_to_mesh=dict.fromkeys(Role, mesh),
             rollout_engine="vanilla",
@@ -126,6 +168,7 @@ def main(workload: Workload) -> None:
                 train_micro_batch_size=workload.minibatch_size,
                 eval_every_n_steps=10**9,
                 max_steps=10**9,
+                max_seq_token_per_tpu=budget(workload),
             ),
             rollout_config=RolloutConfig(
                 max_tokens_to_generate=workload.response_length,

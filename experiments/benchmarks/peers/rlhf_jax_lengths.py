@@ -1,0 +1,83 @@
+"""What ours does in a workload with lengths: responses stop, and rows are packed."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import line_protocol
+import numpy as np
+from line_protocol import Workload
+
+from rlhf_jax import ppo
+from rlhf_jax.algorithms.batch import Rollout, RolloutPacking
+from rlhf_jax.algorithms.policy_gradient.iteration import shuffle_key
+from rlhf_jax.algorithms.policy_gradient.update import minibatches
+from rlhf_jax.data import layouts
+from rlhf_jax.data.layout_arrays import Form
+from rlhf_jax.models.generation import decode
+from rlhf_jax.models.generation.decoding import Decoding
+
+Array = jax.Array
+Pack = Callable[..., RolloutPacking | None]  # (rollout, *, key)
+NEVER = -1e9  # a logit
+
+
+@contextlib.contextmanager
+def forced(workload: Workload) -> Iterator[None]:
+    """Inside, a program that is traced stops responses where the workload says.
+
+    As a logits processor does: EOS alone can be drawn for the last token of a response,
+    and cannot before.
+    """
+    if not workload.lengths:
+        yield
+        return
+    append, pool = decode.append, np.array(workload.lengths, np.int32)
+
+    def stopping(state: Decoding, logits: Array, **named: Any) -> Decoding:
+        prompts = state.generated.tokens[:, : state.prompt_size]
+        stops = jnp.asarray(pool)[prompts.sum(axis=1) % len(pool)]
+        last = (state.step + 1 == stops)[:, None]
+        is_eos = jnp.arange(logits.shape[1])[None] == line_protocol.EOS
+        return append(state, jnp.where(last == is_eos, logits, NEVER), **named)
+
+    decode.append = stopping
+    try:
+        yield
+    finally:
+        decode.append = append
+
+
+class Packer:
+    """As `--packing auto` does: lengths and order are read, and the host packs."""
+
+    def __init__(self, algorithm: ppo.PPO, *, workload: Workload) -> None:
+        rows = workload.num_prompts
+        prompts = [workload.prompt_length] * rows
+        self._pack = layouts.Packer(
+            Form(
+                rows=rows,
+                num_minibatches=workload.num_minibatches,
+                max_new_tokens=workload.response_length,
+                width=workload.prompt_length + workload.response_length,
+            ),
+            # Of the first rollout, as a run's is.
+            sample=np.stack([prompts, workload.stops(0)], axis=1),
+        )
+        order = functools.partial(minibatches, rows=rows, recipe=algorithm)
+        self._order = jax.jit(lambda key: order(shuffle_key(key)))
+        self._spans = jax.jit(layouts.spans)
+
+    def __call__(self, rollout: Rollout, *, key: Array) -> RolloutPacking | None:
+        """How the models read a rollout; waits for it."""
+        lengths, order = jax.device_get((self._spans(rollout), self._order(key)))
+        return self._pack(lengths, order, columns=rollout.tokens.shape[1])
+
+    def describe(self) -> dict[str, Any]:
+        """Sizes, and how often each was used."""
+        return self._pack.summary()
