@@ -88,11 +88,50 @@ def rows_apart(x: Array) -> Array:
     Args:
       x: [B, ...].
     """
+    sizes = _auto_axes()
+    if not sizes:
+        return x  # with explicit axes the arrays say it themselves
+    spec = PartitionSpec(row_axes(sizes, rows=x.shape[0]))
+    return jax.lax.with_sharding_constraint(x, spec)
+
+
+def rows_spread(logits: Array) -> Array:
+    """Logits with their rows also on the devices that share the vocabulary.
+
+    What a device holds of all rows goes to theirs by one all-to-all, after which a row
+    is whole and a draw from it is local:
+
+        device       0    1    2    3            0    1    2    3
+        row 0        a    b    c    d           abcd
+        row 1        a    b    c    d    -->         abcd
+        row 2        a    b    c    d                     abcd
+        row 3        a    b    c    d                          abcd
+
+    Rows that all the axes together do not divide stay on the row axes.
+
+    Args:
+      logits: [B, V'].
+    """
+    sizes = _auto_axes()
+    spread = (*ROW_AXES, VOCABULARY_AXIS)
+    if not sizes:
+        return logits
+    rows, columns = logits.shape
+    of_rows = row_axes(sizes, rows=rows)
+    if vocabulary_devices(columns) > 1:
+        # Else the compiler, which looks back from the rows, gathers the head.
+        shared = PartitionSpec(of_rows, VOCABULARY_AXIS)
+        logits = jax.lax.with_sharding_constraint(logits, shared)
+    spec = PartitionSpec(row_axes(sizes, rows=rows, among=spread))
+    return jax.lax.with_sharding_constraint(logits, spec)
+
+
+def _auto_axes() -> dict[str, int]:
+    """Sizes of the axes of the mesh that is set; none without one of Auto axes."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1 or mesh.axis_types[0] != AxisType.Auto:
-        return x  # with explicit axes the arrays say it themselves
-    spec = PartitionSpec(row_axes(dict(mesh.shape), rows=x.shape[0]))
-    return jax.lax.with_sharding_constraint(x, spec)
+        return {}
+    return dict(mesh.shape)
 
 
 def row_devices(rows: int) -> int:
@@ -108,13 +147,15 @@ def vocabulary_devices(vocab_size: int) -> int:
     return 1 if vocab_size % count else count
 
 
-def row_axes(sizes: dict[str, int], *, rows: int) -> tuple[str, ...]:
-    """The axes that rows lie on: those of `ROW_AXES`, as far as they divide them.
+def row_axes(
+    sizes: dict[str, int], *, rows: int, among: tuple[str, ...] = ROW_AXES
+) -> tuple[str, ...]:
+    """The axes that rows lie on: those of `among`, as far as they divide them.
 
     Args:
       sizes: of the mesh's axes, by name.
     """
-    present = tuple(axis for axis in ROW_AXES if sizes.get(axis, 1) > 1)
+    present = tuple(axis for axis in among if sizes.get(axis, 1) > 1)
     while present and rows % math.prod(sizes[axis] for axis in present):
         present = present[:-1]
     return present

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.models import layout, leaves
+from rlhf_jax.models import axes, layout, leaves
 from rlhf_jax.models.config import ModelConfig
 
 Array = jax.Array
@@ -21,12 +21,16 @@ def vocabulary_head(params: Params, *, model: ModelConfig) -> Array:
     return leaves.read(head)
 
 
-def logits(params: Params, hidden: Array, *, model: ModelConfig) -> Array:
+def logits(
+    params: Params, hidden: Array, *, model: ModelConfig, spread: bool = False
+) -> Array:
     """f32[..., V] over the true vocabulary, accumulated in float32 and soft-capped.
 
     Args:
       params: the decoder's.
       hidden: [..., D], after the final norm.
+      spread: rows go to all devices that share the vocabulary too, each of them whole
+        (`axes.rows_spread`), for a draw from every row.
     """
     head = vocabulary_head(params, model=model).astype(hidden.dtype)
     rows = hidden.reshape(-1, hidden.shape[-1])
@@ -34,6 +38,8 @@ def logits(params: Params, hidden: Array, *, model: ModelConfig) -> Array:
         padded = layout.transposed_product(rows, head)
     else:
         padded = jnp.matmul(rows, head.T, preferred_element_type=jnp.float32)
+    if spread:
+        padded = axes.rows_spread(padded)
     logits = padded[:, : model.vocab_size]
     if model.logit_softcap is not None:
         logits = model.logit_softcap * jnp.tanh(logits / model.logit_softcap)

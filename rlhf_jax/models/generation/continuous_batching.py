@@ -153,7 +153,7 @@ def respond(
             attend=at_end(mask, size=ring, end=column, axis=1),
             caches=placed(caches, model=model, columns=ring, end=column),
         )
-        logits = heads.logits(params, last, model=model)
+        logits = heads.logits(params, last, model=model, spread=True)
         return draw(logits, state, predicted=mask[:, -1])
 
     def advance(state: Places, column: Array) -> Places:
@@ -176,7 +176,7 @@ def respond(
             column=column,
         )
         state = dataclasses.replace(state, attend=attend, caches=caches)
-        return draw(heads.logits(params, hidden, model=model), state)
+        return draw(heads.logits(params, hidden, model=model, spread=True), state)
 
     def advance_until(state: Places, column: Array, *, until: Array | int) -> Any:
         """Advances until at most so many responses go on."""

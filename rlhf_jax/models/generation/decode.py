@@ -215,7 +215,7 @@ def start(
     )
     return append(
         state,
-        heads.logits(params, last, model=model),
+        heads.logits(params, last, model=model, spread=True),
         keys=keys,
         stop_ids=stop_ids,
         temperature=temperature,
@@ -270,7 +270,7 @@ def finish(
         )
         return append(
             dataclasses.replace(state, caches=caches),
-            heads.logits(params, hidden, model=model),
+            heads.logits(params, hidden, model=model, spread=True),
             keys=keys,
             stop_ids=stop_ids,
             temperature=temperature,

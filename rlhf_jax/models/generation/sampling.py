@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from rlhf_jax.functional import logprobs
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models import axes
 
 Array = jax.Array
 
@@ -82,7 +83,10 @@ def sample_token(
     if predicted is not None:
         logprob = jnp.where(predicted, logprob, 0.0)
         entropy = jnp.where(predicted, entropy, 0.0)
-    return token.astype(jnp.int32), logprob, entropy
+    # A row's numbers go back to where its columns are, however it was drawn.
+    of_rows = token.astype(jnp.int32), logprob, entropy
+    token, logprob, entropy = map(axes.rows_apart, of_rows)
+    return token, logprob, entropy
 
 
 def drawn(weights: Array, *, uniform: Array) -> Array:
