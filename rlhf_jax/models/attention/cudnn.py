@@ -16,6 +16,8 @@ from rlhf_jax.models.attention.record import (
 
 Array = jax.Array
 
+BLOCK = 4096  # queries whose mask is an array at one time
+
 
 def attend_cudnn(
     query: Array,
@@ -28,7 +30,8 @@ def attend_cudnn(
 
     The kernel takes causality, a window and the lengths of rows whose tokens come
     first, so a row of one text is rolled there and back. Packed rows need the mask as
-    an array, which the kernel reads as a bias of [B, T, S].
+    an array, which the kernel reads as a bias: it is made for a block of queries at a
+    time, and again in the backward pass, so that it takes [B, BLOCK, S].
 
     Args:
       query: [B, H, T, head_dim], of the last T columns, in bfloat16.
@@ -41,13 +44,9 @@ def attend_cudnn(
       [B, H, T, head_dim], in query's dtype; 0 at padding of rows that are not packed.
     """
     if mask.packed:
-        y = jax.nn.dot_product_attention(
-            *(array.swapaxes(1, 2) for array in (query, *keys_values)),
-            mask=allowed(mask, queries=query.shape[2])[:, None],
-            scale=mask.scale,
-            implementation=implementation,
+        return _attend_packed(
+            query, keys_values, mask=mask, implementation=implementation
         )
-        return y.swapaxes(1, 2)
     size, queries = keys_values[0].shape[2], query.shape[2]
     token = mask.segments > 0
     start = jnp.argmax(token, axis=1)
@@ -76,6 +75,40 @@ def attend_cudnn(
 
     y = _rolled(with_static_window(mask, attend).swapaxes(1, 2), by=start)
     return jnp.where(token[:, None, :, None], y, 0)[:, :, size - queries :]
+
+
+def _attend_packed(
+    query: Array,
+    keys_values: KeyValue,
+    *,
+    mask: AttentionMask,
+    implementation: Literal["cudnn", "xla"],
+) -> Array:
+    """`attend_cudnn` of packed rows: blocks of queries to the keys up to their last."""
+    size, queries = keys_values[0].shape[2], query.shape[2]
+
+    @jax.checkpoint  # keeps no bias for the backward pass
+    def attend(block: Array, keys: Array, values: Array, mask: AttentionMask) -> Array:
+        y = jax.nn.dot_product_attention(
+            *(array.swapaxes(1, 2) for array in (block, keys, values)),
+            mask=allowed(mask, queries=block.shape[2])[:, None],
+            scale=mask.scale,
+            implementation=implementation,
+        )
+        return y.swapaxes(1, 2)
+
+    blocks = []
+    for start in range(0, queries, BLOCK):
+        end = min(start + BLOCK, queries)
+        up_to = size - queries + end
+        blocks.append(
+            attend(
+                query[:, :, start:end],
+                *(array[:, :, :up_to] for array in keys_values),
+                mask=mask.first_columns(up_to),
+            )
+        )
+    return jnp.concatenate(blocks, axis=2)
 
 
 def _rolled(x: Array, *, by: Array) -> Array:

@@ -45,6 +45,13 @@ class AttentionMask:
     # c of logits c·tanh(x / c) (Gemma 2, arXiv:2408.00118, section 2); None is off.
     softcap: float | None = flax.struct.field(pytree_node=False, default=None)
 
+    def first_columns(self, count: int) -> AttentionMask:
+        """The record of the first `count` columns alone."""
+        prefixes = None if self.prefixes is None else self.prefixes[:, :count]
+        return dataclasses.replace(
+            self, segments=self.segments[:, :count], prefixes=prefixes
+        )
+
 
 def with_static_window(
     mask: AttentionMask, attend: Callable[[AttentionMask], Array]

@@ -17,6 +17,7 @@ from rlhf_jax.models.attention import (
     AttentionMask,
     attend_blockwise,
     attend_xla,
+    cudnn,
     splash,
 )
 from rlhf_jax.models.attention.cudnn import attend_cudnn
@@ -167,6 +168,23 @@ def test_cudnn_s_form_of_rows_with_one_text(name):
     out, found = both(query, key, value)
     np.testing.assert_allclose(out, np.where(live, expected, 0), atol=2e-5)
     for mine, other in zip(found, gradients, strict=True):
+        np.testing.assert_allclose(mine, other, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("causal", marks=pytest.mark.slow), "later queries, traced window"],
+)
+def test_cudnn_s_form_of_packed_rows_block_by_block(monkeypatch, name):
+    """Blocks of 12 queries, the last of which is shorter."""
+    monkeypatch.setattr(cudnn, "BLOCK", 12)
+    engine = functools.partial(attend_cudnn, implementation="xla")
+    run = attention_cases.with_gradients(engine, name)
+    expected, expected_gradients = attention_cases.expected(name)
+    out, gradients = run(*attention_cases.arrays(name)[:3])
+    live = attention_cases.live(name)
+    np.testing.assert_allclose(np.where(live, out, 0), expected, atol=2e-5)
+    for mine, other in zip(gradients, expected_gradients, strict=True):
         np.testing.assert_allclose(mine, other, atol=2e-5)
 
 
