@@ -290,25 +290,6 @@ def reference_logprobs(
     return jnp.where(rollout.response_mask, ref_logprobs, 0.0)
 
 
-def penalise_missing_stop(
-    scores: Array, *, rollout: Rollout, stop_ids: tuple[int, ...], score: float
-) -> Array:
-    """The score of a response that never stopped is replaced (the "EOS trick").
-
-    Args:
-      scores: f32[B], reward units.
-      rollout: Rollout[B, S].
-      stop_ids: tokens that end a response.
-      score: reward units; -1 in N+.
-
-    Returns:
-      f32[B].
-
-    Source: Huang et al. 2024, arXiv:2403.17031, detail 7.
-    """
-    return jnp.where(ended(rollout, stop_ids=stop_ids), scores, score)
-
-
 def ended(rollout: Rollout, *, stop_ids: tuple[int, ...]) -> Array:
     """bool[B]: the response's last token is a stop token."""
     columns = jnp.arange(rollout.tokens.shape[1], dtype=jnp.int32)[None, :]

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.algorithms.batch import Rollout
-from rlhf_jax.algorithms.flow import score
+from rlhf_jax.algorithms.flow.score import ended
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.rewards.normalisation import RunningMoments
@@ -90,13 +90,32 @@ def shape(
         length = rollout.response_mask.sum(axis=1, dtype=jnp.float32)
         scores = scores - shaping.length_penalty * length
     if shaping.missing_stop_penalty:
-        missing = ~score.ended(rollout, stop_ids=stop_ids)
+        missing = ~ended(rollout, stop_ids=stop_ids)
         scores = jnp.where(missing, scores - shaping.missing_stop_penalty, scores)
     if shaping.missing_stop_score is not None:
-        scores = score.penalise_missing_stop(
+        scores = penalise_missing_stop(
             scores,
             rollout=rollout,
             stop_ids=stop_ids,
             score=shaping.missing_stop_score,
         )
     return scores
+
+
+def penalise_missing_stop(
+    scores: Array, *, rollout: Rollout, stop_ids: tuple[int, ...], score: float
+) -> Array:
+    """The score of a response that never stopped is replaced (the "EOS trick").
+
+    Args:
+      scores: f32[B], reward units.
+      rollout: Rollout[B, S].
+      stop_ids: tokens that end a response.
+      score: reward units; -1 in N+.
+
+    Returns:
+      f32[B].
+
+    Source: Huang et al. 2024, arXiv:2403.17031, detail 7.
+    """
+    return jnp.where(ended(rollout, stop_ids=stop_ids), scores, score)

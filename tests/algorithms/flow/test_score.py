@@ -9,7 +9,7 @@ import pytest
 import toys
 
 from rlhf_jax import critic
-from rlhf_jax.algorithms.flow import score
+from rlhf_jax.algorithms.flow import score, shaping
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.kl.penalty import Penalty
 
@@ -145,7 +145,7 @@ def test_a_missing_stop_is_penalised(rollout):
     assert False in stopped
     ended = score.ended(rollout, stop_ids=toys.STOP)
     np.testing.assert_array_equal(ended, stopped)
-    penalised = score.penalise_missing_stop(
+    penalised = shaping.penalise_missing_stop(
         SCORES, rollout=rollout, stop_ids=toys.STOP, score=-1.0
     )
     np.testing.assert_array_equal(penalised, np.where(stopped, SCORES, -1.0))
