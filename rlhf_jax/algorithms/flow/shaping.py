@@ -11,7 +11,7 @@ from rlhf_jax.algorithms.batch import Rollout
 from rlhf_jax.algorithms.flow.score import ended
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.roles.rewards.normalisation import RunningMoments
+from rlhf_jax.roles.rewards.normalisation import RunningMoments, update_moments
 
 Array = jax.Array
 
@@ -100,6 +100,20 @@ def shape(
             score=shaping.missing_stop_score,
         )
     return scores
+
+
+def next_moments(moments: RunningMoments, scores: Array) -> RunningMoments:
+    """Moments with those of a batch, which does not count if a score is not finite.
+
+    Args:
+      moments: of the scores before.
+      scores: f32[B], reward units, as the reward returned them.
+    """
+    return jax.tree.map(
+        lambda new, old: jnp.where(jnp.isfinite(scores).all(), new, old),
+        update_moments(moments, scores),
+        moments,
+    )
 
 
 def penalise_missing_stop(

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from rlhf_jax.algorithms import flow
 from rlhf_jax.algorithms.batch import (
@@ -28,8 +27,7 @@ from rlhf_jax.algorithms.batch import (
     Sequences,
 )
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
-from rlhf_jax.algorithms.policy_gradient.loss import mean_distance
-from rlhf_jax.algorithms.policy_gradient.sampler_weights import weighted
+from rlhf_jax.algorithms.policy_gradient.sampler_weights import recomputed, weighted
 from rlhf_jax.algorithms.policy_gradient.update import update
 from rlhf_jax.algorithms.state import TrainState
 from rlhf_jax.functional import masked
@@ -128,11 +126,8 @@ def sample(
         group_size=recipe.rows_per_prompt,
         continuous_batching=recipe.continuous_batching,
     )
-    if not recipe.fixed_length or recipe.truncate_reward_only:
-        return rollout
-    return flow.rollout.truncate(
-        rollout, stop_ids=recipe.stop_ids, after=recipe.truncate_after
-    )
+    whole = not recipe.fixed_length or recipe.truncate_reward_only
+    return rollout if whole else _truncated(rollout, recipe)
 
 
 def seen_by_reward(rollout: Rollout, *, recipe: PolicyGradient) -> Rollout:
@@ -141,8 +136,10 @@ def seen_by_reward(rollout: Rollout, *, recipe: PolicyGradient) -> Rollout:
     With `recipe.truncate_reward_only` responses end at their first stop token, while
     the policy is trained on all their tokens.
     """
-    if not recipe.truncate_reward_only:
-        return rollout
+    return _truncated(rollout, recipe) if recipe.truncate_reward_only else rollout
+
+
+def _truncated(rollout: Rollout, recipe: PolicyGradient) -> Rollout:
     return flow.rollout.truncate(
         rollout, stop_ids=recipe.stop_ids, after=recipe.truncate_after
     )
@@ -169,7 +166,8 @@ def learn(
       rollout: Rollout[B, S], of `sample`.
       scores: f32[B], reward units, of what `seen_by_reward` returned for the rollout;
         or `rewards.Scores`, whose parts are logged as `reward/NAME`.
-      reference: the frozen policy; None takes no KL at all.
+      reference: the frozen policy; None, as in a step that `Lifecycle.kl_every` leaves
+        out, takes no KL at all, and there is no penalty and none of its metrics.
       key: of this step, the one that `sample` took.
       recipe, base, ptx: of `iteration`.
       ref_logprobs: f32[B, S], nats, of `score.reference_logprobs` where that ran
@@ -177,9 +175,6 @@ def learn(
       values: f32[B, S], reward units, of `ppo.values`; None computes them here.
       packing: how the models read this rollout packed, of its lengths and of
         `minibatches(shuffle_key(key))` (`data.layouts`); None reads it padded.
-
-    Without KL, as in a step that `Lifecycle.kl_every` leaves out, `reference` and
-    `ref_logprobs` are None, and there is no penalty and none of its metrics.
 
     Returns:
       The next state, stats {name: (sum, weight)}, and the scored rollout.
@@ -252,12 +247,7 @@ def make_experience(
             f"expected the reward to return {rows} numbers, one a response, got shape "
             f"{total.shape}"
         )
-    # A batch with a score that is not finite does not count: a NaN would stay.
-    moments = jax.tree.map(
-        lambda new, old: jnp.where(jnp.isfinite(total).all(), new, old),
-        rewards.update_moments(state.scores, total),
-        state.scores,
-    )
+    moments = flow.shaping.next_moments(state.scores, total)
     rewarded = seen_by_reward(rollout, recipe=recipe)
     shaped = flow.shaping.shape(
         total,
@@ -270,17 +260,7 @@ def make_experience(
     stats: masked.Stats = {}
     sampled = rollout
     if recipe.recompute_logprobs:
-        rollout = flow.rollout.recompute_logprobs(
-            rollout,
-            params,
-            model=recipe.model,
-            max_new_tokens=recipe.max_new_tokens,
-            temperature=recipe.temperature,
-            packing=of_batch,
-        )
-        stats["policy/sampler_mismatch"] = mean_distance(
-            rollout.old_logprobs, sampled.old_logprobs, mask=rollout.response_mask
-        )
+        rollout, stats = recomputed(rollout, params, recipe=recipe, packing=of_batch)
     scored = flow.score.score(
         rollout,
         scores=shaped,
@@ -299,11 +279,10 @@ def make_experience(
     )
     kl_coef = recipe.kl_coef(state)
     experience, experience_stats = recipe.experience(scored, kl_coef=kl_coef)
-    if recipe.sampler_weight_cap is not None:
+    cap, sampler_logprobs = recipe.sampler_weight_cap, sampled.old_logprobs
+    if cap is not None:
         experience, weight_stats = weighted(
-            experience,
-            sampler_logprobs=sampled.old_logprobs,
-            cap=recipe.sampler_weight_cap,
+            experience, sampler_logprobs=sampler_logprobs, cap=cap
         )
         stats |= weight_stats
     stats = masked.merge_stats(

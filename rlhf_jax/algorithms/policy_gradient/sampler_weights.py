@@ -1,4 +1,4 @@
-"""Weights for tokens that other weights than the trainer's drew.
+"""Where the sampler's policy is not the trainer's: its log-probs, and weights for them.
 
 sampler, in int8      draws a token with log μ
 trainer               recomputes its log-prob, log π_old
@@ -8,16 +8,54 @@ weight                min(π_old / μ, cap), and 1 outside the response
 from __future__ import annotations
 
 import dataclasses
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.algorithms.batch import PolicyExperience
+from rlhf_jax.algorithms import flow
+from rlhf_jax.algorithms.batch import PolicyExperience, Rollout
+from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
+from rlhf_jax.algorithms.policy_gradient.loss import mean_distance
 from rlhf_jax.functional import masked
+from rlhf_jax.models.packing import SizedPacking
 
 Array = jax.Array
+Params = Any
 Experience = TypeVar("Experience", bound=PolicyExperience)
+
+
+def recomputed(
+    rollout: Rollout,
+    params: Params,
+    *,
+    recipe: PolicyGradient,
+    packing: SizedPacking | None,
+) -> tuple[Rollout, masked.Stats]:
+    """The rollout with the trainer's log-probs as `old_logprobs`.
+
+    Args:
+      rollout: Rollout[B, S], with the sampler's log-probs.
+      params: of the policy, before any update.
+      recipe: of `iteration`.
+      packing: how the model reads these rows packed; None reads them padded.
+
+    Returns:
+      The rollout, and `policy/sampler_mismatch`, mean |log π_old - log μ| over the
+      response tokens, nats per token, as (sum, weight).
+    """
+    after = flow.rollout.recompute_logprobs(
+        rollout,
+        params,
+        model=recipe.model,
+        max_new_tokens=recipe.max_new_tokens,
+        temperature=recipe.temperature,
+        packing=packing,
+    )
+    mismatch = mean_distance(
+        after.old_logprobs, rollout.old_logprobs, mask=after.response_mask
+    )
+    return after, {"policy/sampler_mismatch": mismatch}
 
 
 def weighted(

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from rlhf_jax.algorithms import sft
 from rlhf_jax.algorithms.batch import PolicyExperience, RolloutPacking, Sequences
+from rlhf_jax.algorithms.policy_gradient import ptx_texts
 from rlhf_jax.algorithms.policy_gradient.algorithm import MinibatchLoss, PolicyGradient
 from rlhf_jax.algorithms.policy_gradient.packed_parts import (
     PackedParts,
@@ -34,7 +34,6 @@ from rlhf_jax.algorithms.state import (
 from rlhf_jax.functional import masked
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl import k1
-from rlhf_jax.roles import adapted
 from rlhf_jax.roles.reference.frozen import Frozen
 
 Array = jax.Array
@@ -94,7 +93,7 @@ def update(
             f"it has {needs}; make it by state.ppo_state, or by grpo_state without"
         )
     rows = experience.tokens.shape[0]
-    texts = _shared_out(ptx, recipe)
+    texts = ptx_texts.shared_out(ptx, recipe)
 
     order = minibatches(key, rows=rows, recipe=recipe)
     loss_of = functools.partial(
@@ -180,27 +179,6 @@ def minibatches(key: Array, *, rows: int, recipe: PolicyGradient) -> Array:
     return jax.vmap(shuffled)(epochs).reshape(-1, size)
 
 
-def _shared_out(ptx: Sequences | None, recipe: PolicyGradient) -> Sequences | None:
-    """Sequences[num_minibatches, M / num_minibatches, S']."""
-    if (ptx is None) != (recipe.ptx_coef == 0):
-        texts = "none" if ptx is None else "some"
-        raise InputError(
-            f"expected ptx texts if, and only if, ptx_coef is above 0, got {texts} "
-            f"with ptx_coef {recipe.ptx_coef:g}; give both or neither"
-        )
-    if ptx is None:
-        return None
-    rows, count = ptx.tokens.shape[0], recipe.num_minibatches
-    if rows % count:
-        raise InputError(
-            f"expected num_minibatches to divide the {rows} rows of ptx, got {count}; "
-            f"change either"
-        )
-    return jax.tree.map(
-        lambda leaf: leaf.reshape(count, rows // count, *leaf.shape[1:]), ptx
-    )
-
-
 def _step(
     state: TrainState,
     *,
@@ -225,7 +203,9 @@ def _step(
             loss, trained, minibatch, parts=parts
         )
     if ptx is not None:
-        grads, ptx_stats = _ptx_gradient(state.policy, ptx, recipe=recipe, base=base)
+        grads, ptx_stats = ptx_texts.gradient(
+            state.policy, ptx, recipe=recipe, base=base
+        )
         policy_grads = jax.tree.map(jnp.add, policy_grads, grads)
         stats |= ptx_stats
     norms = {"policy/grad_norm": optax.tree.norm(policy_grads)}
@@ -261,30 +241,6 @@ def _step(
         skipped=skipped,
     )
     return state, stopped, stats | guard_stats
-
-
-def _ptx_gradient(
-    policy: Params, texts: Sequences, *, recipe: PolicyGradient, base: Frozen | None
-) -> tuple[Params, masked.Stats]:
-    """ptx_coef · gradient of the language-model loss at temperature 1.
-
-    Source: Ouyang et al. 2022, arXiv:2203.02155, eq. 2.
-    """
-    num_tokens = sft.predicted(texts).sum(dtype=jnp.float32)
-
-    def ptx_loss(trained: Params, part: Sequences) -> tuple[Array, masked.Stats]:
-        loss, stats = sft.loss(
-            adapted.params(trained, base=base, lora=recipe.lora),
-            part,
-            model=recipe.model,
-            num_tokens=num_tokens,
-        )
-        return recipe.ptx_coef * loss, {"loss/ptx": stats["loss/language_model"]}
-
-    size = recipe.micro_batch_size
-    if size is not None and size >= texts.tokens.shape[0]:
-        size = None
-    return accumulate(ptx_loss, policy, texts, micro_batch_size=size)
 
 
 def _guards(
