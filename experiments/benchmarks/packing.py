@@ -179,11 +179,11 @@ def main(options: Config) -> None:
     for _ in range(options.rounds):
         for name, packed in kinds.items():
             times[name].append(run(packed)[:2])
-    wall = {name: np.array(each)[:, 0] for name, each in times.items()}
     for name, each in times.items():
         print(f"{name}: {np.median(each, axis=0)} s (wall, CPU)")
-    ratio = wall["packed"] / wall["padded"]
-    print(f"ratio {np.median(ratio):.3f} ({ratio.min():.3f} to {ratio.max():.3f})")
+    ratios = np.array(times["packed"]) / np.array(times["padded"])
+    for name, ratio in zip(("ratio", "ratio of CPU time"), ratios.T, strict=True):
+        print(f"{name} {np.median(ratio):.3f} ({ratio.min():.3f} to {ratio.max():.3f})")
     print(f"largest difference {apart / moved:.2g} of the largest movement")
     print(f"sizes of a minibatch (packed rows, columns read): {packer.minibatch}")
     packer.used.clear()
