@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from rlhf_jax.models import layout
 from rlhf_jax.models.attention import (
     AttentionMask,
-    KeyValue,
+    Cached,
     append,
     attend,
     attend_to,
@@ -128,9 +128,9 @@ class Attention(nn.Module):
         mask: AttentionMask | Array,
         rotary: tuple[Array, Array] | None,
         first: int,
-        cache: KeyValue | None,
+        cache: Cached | None,
         column: Array | int,
-    ) -> tuple[Array, KeyValue]:
+    ) -> tuple[Array, Cached]:
         model = self.model
         whole = isinstance(mask, AttentionMask)
         rows = mask.segments.shape[0] if whole else mask.shape[0]
@@ -149,11 +149,11 @@ class Attention(nn.Module):
             cos, sin = rotary
             query = rotate(query, (cos[:, :, first:], sin[:, :, first:]))
             key = rotate(key, rotary)
-        keys_values = key, value
+        keys_values: Cached = key, value
         if cache is not None:
-            keys_values = append(cache, keys_values, column=column)
+            keys_values = append(cache, (key, value), column=column)
         if whole:
-            y = attend(query, keys_values, mask=mask, model=model)
+            y = attend(query, (key, value), mask=mask, model=model)
         else:
             y = attend_to(
                 query,
@@ -242,9 +242,9 @@ class Block(nn.Module):
         mask: AttentionMask | Array,
         rotary: tuple[Array, Array] | None,
         first: int = 0,
-        cache: KeyValue | None = None,
+        cache: Cached | None = None,
         column: Array | int = 0,
-    ) -> tuple[Array, KeyValue]:
+    ) -> tuple[Array, Cached]:
         rows, columns, size = x.shape
         x = x.reshape(-1, size)  # the tokens of all rows, as `Linear` wants them
         y, keys_values = Attention(self.model, name="attention")(

@@ -13,7 +13,7 @@ import jax
 from flax import traverse_util
 
 from rlhf_jax.models import blocks, decoder, leaves
-from rlhf_jax.models.attention import KeyValue
+from rlhf_jax.models.attention import Cached
 from rlhf_jax.models.caches import near
 from rlhf_jax.models.config import ModelConfig
 
@@ -55,9 +55,9 @@ def decode_step(
     tokens: Array,
     positions: Array,
     attend: Array,
-    caches: Sequence[KeyValue],
+    caches: Sequence[Cached],
     column: Array,
-) -> tuple[Array, tuple[KeyValue, ...]]:
+) -> tuple[Array, tuple[Cached, ...]]:
     """One token for every row, against the cache.
 
     Args:
@@ -65,7 +65,7 @@ def decode_step(
       layers: from `layers_to_decode`.
       tokens, positions: i32[B], the new token and how many stand before it.
       attend: bool[B, W], cached columns that the new token may see, its own included.
-      caches: per layer the keys and values, in `model.dtype`, as `caches.py` has them.
+      caches: per layer the keys and values, as `caches.py` has them.
       column: i32[], the number of the new token's column.
 
     Returns:

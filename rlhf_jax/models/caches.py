@@ -11,15 +11,16 @@ A local layer, which sees a sliding window, keeps no more than that:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.models.attention import KeyValue
+from rlhf_jax.models.attention import Cached, Columns, quantise
 from rlhf_jax.models.config import ModelConfig
 
 Array = jax.Array
-Caches = tuple[KeyValue, ...]  # of every layer, [B, K, W, head_dim] each
+Caches = tuple[Cached, ...]  # of every layer, [B, K, W, head_dim] each
 FIRST_WIDTH = 128  # columns of the first cache
 
 
@@ -44,12 +45,13 @@ def width(model: ModelConfig, layer: int, *, columns: int) -> int:
 
 
 def placed(
-    caches: Sequence[KeyValue], *, model: ModelConfig, columns: int, end: Array | int
+    caches: Sequence[Cached], *, model: ModelConfig, columns: int, end: Array | int
 ) -> Caches:
     """Caches of the columns before number `end`, as they came from the prompts.
 
     Args:
-      caches: of every layer, [B, K, P, head_dim] each, of columns end - P to end - 1.
+      caches: of every layer, [B, K, P, head_dim] each, of columns end - P to end - 1;
+        with `model.cache` they are kept in int8.
       columns: places of a layer that sees all; P or more.
       end: i32[].
     """
@@ -57,8 +59,13 @@ def placed(
     for layer, (key, value) in enumerate(caches):
         size = width(model, layer, columns=columns)
 
-        def place(leaf: Array, size: int = size) -> Array:
-            return at_end(leaf[:, :, -size:], size=size, end=end, axis=2)
+        def place(columns: Columns, size: int = size) -> Any:
+            if model.cache == "int8" and isinstance(columns, Array):
+                columns = quantise(columns)
+            return jax.tree.map(
+                lambda leaf: at_end(leaf[:, :, -size:], size=size, end=end, axis=2),
+                columns,
+            )
 
         windows.append((place(key), place(value)))
     return tuple(windows)
@@ -80,8 +87,13 @@ def widened(caches: Caches, *, model: ModelConfig, columns: int) -> Caches:
     windows = []
     for layer, (key, value) in enumerate(caches):
         more = width(model, layer, columns=columns) - key.shape[2]
-        room = ((0, 0), (0, 0), (0, more), (0, 0))
-        windows.append((jnp.pad(key, room), jnp.pad(value, room)))
+
+        def widen(leaf: Array, more: int = more) -> Array:
+            room = [(0, 0)] * leaf.ndim
+            room[2] = (0, more)
+            return jnp.pad(leaf, room)
+
+        windows.append(jax.tree.map(widen, (key, value)))
     return tuple(windows)
 
 

@@ -22,6 +22,10 @@ again. `full` keeps the layer's input alone, for a second forward pass; over lay
 are stored in int8 or on the host `none` is `full`.
 """
 
+Cache = Literal["same", "int8"]
+"""How decoding keeps keys and values: in the compute dtype, or in int8 with a scale for
+each vector of a head (`attention/cache.py`)."""
+
 Attention = Literal["auto", "xla", "blockwise", "splash", "cudnn"]
 """What computes the attention of whole sequences (decoding always takes XLA).
 
@@ -97,6 +101,7 @@ class ModelConfig:
     remat: Remat = "none"  # what of a layer a gradient computes again
     unroll: bool = False  # layers one by one in the program, not as a loop over them
     attention: Attention = "xla"  # what computes that of whole sequences
+    cache: Cache = "same"  # of decoding, keys and values: in dtype, or in int8
     transposed_rows: int = (
         0  # most tokens at a time decoded by `layout.transposed_product`
     )
@@ -174,13 +179,14 @@ class ModelConfig:
             )
 
     def run_as(self, other: ModelConfig) -> ModelConfig:
-        """This model by the other's compute dtype, attention, remat and layout."""
+        """This model by the other's compute dtype, attention, cache, remat, layout."""
         return dataclasses.replace(
             self,
             dtype=other.dtype,
             remat=other.remat,
             unroll=other.unroll,
             attention=other.attention,
+            cache=other.cache,
             transposed_rows=other.transposed_rows,
         )
 

@@ -51,6 +51,7 @@ class Measured(NamedTuple):
     sizes: dict[str, int]  # bytes; of one that was refused the temporaries alone
     refused: str | None  # why
     cost: Cost
+    once: Cost | None = None  # of that what is outside of loops over tokens
 
 
 class Alive(NamedTuple):
@@ -132,6 +133,13 @@ def resident(parts: dict[str, Any], target: Target) -> dict[str, int]:
         return {name: size(name) for name in parts}
 
 
+def mesh_of(program: Program, target: Target) -> Mesh:
+    """The mesh that a program runs on: its own over the same chips, or the run's."""
+    if program.mesh is None:
+        return target.mesh
+    return program.mesh.make(sorted(target.mesh.devices.flat, key=lambda one: one.id))
+
+
 def measure(
     programs: list[Program], target: Target, *, rows: int, waiting: Waiting
 ) -> list[Measured]:
@@ -147,8 +155,8 @@ def measure(
       InputError: the row axes do not divide the rows, or sizes do not fit.
     """
     measurements = []
-    with jax.set_mesh(target.mesh):
-        for program in programs:
+    for program in programs:
+        with jax.set_mesh(mesh_of(program, target)):
             args = []
             for at, tree in enumerate(program.args):
                 batch = at in program.batch
@@ -185,10 +193,12 @@ def _compile(program: Program, args: list[Any], *, target: Target) -> Measured:
         "alias": memory.alias_size_in_bytes,
         "host_argument": memory.host_argument_size_in_bytes,
     }
-    program_cost = cost.cost(
-        done.as_text(), trips=program.trips, per_node=target.per_node
+    text, never = done.as_text(), (0,) * len(program.trips)
+    total, once = (
+        cost.cost(text, trips=trips, per_node=target.per_node)
+        for trips in (program.trips, never)
     )
-    return Measured(program, sizes, None, program_cost)
+    return Measured(program, sizes, None, total, once)
 
 
 def alive(one: Measured, resident: dict[str, int]) -> Alive:
@@ -215,13 +225,15 @@ def described(one: Measured, chip: Chip, *, num_chips: int = 1) -> dict[str, Any
       num_chips: that share `Program.model_flops`.
     """
     total = one.cost
-    seconds = {
-        "products": total.flops / chip.flops,
-        "memory": total.bytes / chip.bandwidth,
-        "links": (total.sent - total.across) / chip.links,
-        "network": total.across / chip.network if chip.network else 0.0,
-    }
+    seconds = least_seconds(total, chip)
     bound = max(seconds.values())
+    turns = sum(one.program.trips) if total.unknown_loops else None
+    if turns and one.once is not None:
+        once = least_seconds(one.once, chip)
+        of_turn = {name: (all_ - once[name]) / turns for name, all_ in seconds.items()}
+        of_turn["bound"] = max(of_turn.values())
+    else:
+        of_turn = None
     return {
         "name": one.program.name,
         "stage": one.program.stage,
@@ -236,11 +248,22 @@ def described(one: Measured, chip: Chip, *, num_chips: int = 1) -> dict[str, Any
         "mfu": mfu(
             one.program.model_flops, seconds=bound, chip=chip, num_chips=num_chips
         ),
-        "turns": sum(one.program.trips) if total.unknown_loops else None,
+        "turns": turns,
+        "seconds_of_turn": of_turn,
         "collectives": [
             {**one._asdict(), "times": times, "sent": times * one.sent}
             for one, times in sorted(total.collectives.items())
         ],
+    }
+
+
+def least_seconds(total: Cost, chip: Chip) -> dict[str, float]:
+    """What each of a chip's rates takes for its part of a program, by its name."""
+    return {
+        "products": total.flops / chip.flops,
+        "memory": total.bytes / chip.bandwidth,
+        "links": (total.sent - total.across) / chip.links,
+        "network": total.across / chip.network if chip.network else 0.0,
     }
 
 

@@ -89,7 +89,13 @@ def plan(options: Options, *, waiting: Waiting = silent) -> dict[str, Any]:
         measured.described(one, target.chip, num_chips=chips) for one in measurements
     ]
     row_devices = options.mesh.data * options.mesh.fsdp
-    result = {
+    within = {name: size // row_devices for name, size in work.within.items()}
+    if options.sampler_mesh is not None and "KV cache" in within:
+        shape = options.sampler_mesh
+        heads = math.gcd(shape.tensor, work.model.num_kv_heads)
+        shared = shape.data * shape.fsdp * heads
+        within["KV cache"] = work.within["KV cache"] // shared
+    result: dict[str, Any] = {
         "command": command(options),
         "versions": _versions(),
         "compiler": target.compiler,
@@ -104,11 +110,13 @@ def plan(options: Options, *, waiting: Waiting = silent) -> dict[str, Any]:
         "peak": peak._asdict(),
         "held": resident,
         "alive": [row._asdict() for row in alive],
-        "within": {name: size // row_devices for name, size in work.within.items()},
+        "within": within,
         **speed(programs, chip=target.chip, num_chips=chips, tokens=work.tokens),
         "advice": [] if fits else advice(options, resident=resident, alive=alive),
         "programs": programs,
     }
+    if options.sampler_mesh is not None:
+        result["sampler_mesh"] = dataclasses.asdict(options.sampler_mesh)
     if lengths is not None:
         result["lengths"] = {
             "responses": len(lengths),

@@ -14,7 +14,15 @@ from rlhf_jax.planning import run_shape
 from rlhf_jax.planning.run_shape import Way
 
 Algorithm = Literal["ppo", "grpo", "sft", "reward-model", "dpo"]
-_SUPERVISED = ("reward", "num_epochs", "num_minibatches", "group_size")
+_SUPERVISED = (
+    "reward",
+    "sampler",
+    "sampler_mesh",
+    "cache",
+    "num_epochs",
+    "num_minibatches",
+    "group_size",
+)
 UNREAD: dict[Algorithm, tuple[str, ...]] = {
     "ppo": ("group_size",),
     "grpo": (),
@@ -33,6 +41,8 @@ class Options(run_shape.Options):
     """What is run: ppo, grpo, sft, reward-model or dpo."""
     mesh: MeshOption = ONE_DEVICE
     """How the chips share the work, as fsdp=64 or data=2,fsdp=8,tensor=4."""
+    sampler_mesh: MeshOption | None = None
+    """How the chips share the sampling, as data=8,tensor=8; None is --mesh."""
     chip: str | None = None
     """The chip of a topology that names none, as h100 with --topology 8x8; without a
     topology, the one that this machine's compiler stands in for."""
@@ -55,6 +65,11 @@ class Options(run_shape.Options):
             raise InputError(
                 f"expected --topology or --chip, got {self.topology} and {self.chip}; "
                 f"a topology names its chip"
+            )
+        if self.sampler_mesh is not None and self.sampler_mesh.size != self.mesh.size:
+            raise InputError(
+                f"--sampler-mesh: expected axes that multiply to the {self.mesh.size} "
+                f"chips of --mesh, got {self.sampler_mesh}; change an axis"
             )
         for name in UNREAD[self.algorithm]:
             value = getattr(self, name)

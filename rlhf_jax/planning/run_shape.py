@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, Literal
 
 import jax
@@ -14,12 +15,12 @@ from rlhf_jax.checkpoints import hf
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import config, engine_choice
-from rlhf_jax.models.config import Attention, ModelConfig, Remat
+from rlhf_jax.models.config import Attention, Cache, ModelConfig, Remat
 from rlhf_jax.models.families import registry
 from rlhf_jax.models.lora import LoRA
 from rlhf_jax.planning import gpu_targets
 from rlhf_jax.planning.model_flops import Texts
-from rlhf_jax.roles.reference import frozen
+from rlhf_jax.roles.reference import frozen, storage
 from rlhf_jax.roles.reference.frozen import Frozen
 
 Way = Literal["copy", "bf16", "fp16", "int8", "int8-bf16", "host", "host-int8"]
@@ -64,6 +65,10 @@ class Options:
     reward: Way | Literal["base", "none"] | None = None
     """How the reward model is stored; base is adapters over it, none a function, and
     None a copy for PPO and a function for GRPO."""
+    sampler: Literal["copy", "bf16", "int8", "int8-bf16"] = "copy"
+    """How the policy is stored while responses are sampled; copy is as it is."""
+    cache: Cache = "same"
+    """How the KV cache is stored: in --dtype, or in int8."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of activations and of the KV cache; what is trained is float32."""
     remat: Remat = "none"
@@ -96,6 +101,11 @@ class Options:
             raise InputError(
                 "expected --policy lora with a reference or reward that is its base, "
                 "got --policy full, which has no base; store a copy, or train adapters"
+            )
+        if self.policy == "lora" and self.sampler != "copy":
+            raise InputError(
+                f"--sampler: expected none with --policy lora, whose base is sampled "
+                f"with as --base has it, got {self.sampler}; leave it out"
             )
         if self.policy == "full" and self.base != "copy":
             raise InputError(
@@ -130,7 +140,11 @@ def model_of(options: Options) -> ModelConfig:
     Raises:
       InputError: there is no such checkpoint.
     """
-    own = {"dtype": options.dtype, "remat": options.remat}
+    own: dict[str, Any] = {
+        "dtype": options.dtype,
+        "remat": options.remat,
+        "cache": options.cache,
+    }
     if options.model is None:
         model = config.gpt2(
             vocab_size=options.vocab_size,
@@ -192,6 +206,14 @@ def adapter_count(options: Options, trained: Any) -> int | None:
     if options.policy == "full":
         return None
     return sum(leaf.size for leaf in jax.tree.leaves(trained))
+
+
+def sampled_with(policy: Any, way: str) -> Any:
+    """Shapes of the policy as it is stored while responses are sampled."""
+    if way == "copy":
+        return policy
+    cast = functools.partial(storage.store, **WAYS[way], vectors="float32")
+    return jax.eval_shape(cast, policy)
 
 
 def freeze(params: Any, way: str) -> Frozen | None:

@@ -113,6 +113,18 @@ def _verdict(result: dict[str, Any]) -> None:
 
 
 def _speed(result: dict[str, Any]) -> None:
+    for one in result["programs"]:
+        turn = one.get("seconds_of_turn")
+        if turn is not None:
+            rates = ", ".join(
+                f"{name} {1e3 * part:.3g}"
+                for name, part in turn.items()
+                if part and name != "bound"
+            )
+            print(
+                f"A token of {one['name']} takes {1e3 * turn['bound']:.3g} ms at the "
+                f"least ({rates}), the mean of {one['turns']}"
+            )
     print(f"A step takes {result['seconds']:.3g} s at the least")
     if not result["seconds"]:
         return

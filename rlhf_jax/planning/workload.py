@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 
+from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.models import caches
 from rlhf_jax.models.config import ModelConfig
 
@@ -30,6 +31,7 @@ class Program(NamedTuple):
     stage: Stage
     model_flops: float  # of all devices, by `model_flops`
     donate: tuple[int, ...] = ()
+    mesh: MeshShape | None = None  # of its own, over the chips of the run
     # Of loops that end when every row has stopped, in their order, at the most.
     trips: tuple[int, ...] = (1,)
 
@@ -70,6 +72,8 @@ def decoding_turns(
 def cache_bytes(model: ModelConfig, *, rows: int, columns: int) -> int:
     """2·B·K·d·Σ_l W_l numbers in `model.dtype`: keys and values of every layer.
 
+    In int8 every d of them have a scale in float32.
+
     Args:
       rows: B.
       columns: of prompt and response together; W_l are those that layer l keeps.
@@ -80,5 +84,7 @@ def cache_bytes(model: ModelConfig, *, rows: int, columns: int) -> int:
     places = sum(
         caches.width(model, layer, columns=columns) for layer in range(model.num_layers)
     )
-    head = model.num_kv_heads * model.head_dim * jnp.dtype(model.dtype).itemsize
-    return 2 * rows * places * head
+    size = model.head_dim * jnp.dtype(model.dtype).itemsize
+    if model.cache == "int8":
+        size = model.head_dim + 4
+    return 2 * rows * places * model.num_kv_heads * size

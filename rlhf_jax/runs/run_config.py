@@ -93,6 +93,7 @@ ADDED: dict[str, Any] = {
     "packing": "off",
     "packing_width": None,
     "max_tokens_per_device": None,
+    "sampler_cache": "same",
     "sampler_storage": {"dtype": "float32", "embeddings": None},
     **{f"{name}.sampler_weight_cap": None for name in ("ppo", "grpo", "reinforce")},
     "placement.sampler": dataclasses.asdict(placement.WITH_POLICY),

@@ -29,6 +29,7 @@ from rlhf_jax.data.layout_arrays import Form
 from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import engine_choice
+from rlhf_jax.models.config import Cache
 from rlhf_jax.models.packing import SizedPacking
 from rlhf_jax.train.start import StartConfig
 
@@ -42,6 +43,8 @@ class PackedConfig(StartConfig):
     sampler_storage: Storage = frozen_models.COPY
     """Dtype of the parameters that responses are sampled with, cast once per
     iteration."""
+    sampler_cache: Cache = "same"
+    """How the sampler keeps keys and values: in --dtype, or in int8."""
     packing: Literal["off", "auto"] = "off"
     """Whether models read several responses in one row; auto packs each batch whose
     lengths make that less work."""
@@ -95,23 +98,26 @@ class PackedConfig(StartConfig):
         if recipe.sampler_weight_cap is None:
             raise InputError(
                 f"--recompute-logprobs: expected --sampler-weight-cap with it where "
-                f"--sampler-storage.dtype {storage.dtype} rounds what responses are "
-                f"sampled with, else nothing corrects for that; give the cap (2 is "
-                f"usual), or leave --recompute-logprobs out"
+                f"--sampler-storage.dtype {storage.dtype} with --sampler-cache "
+                f"{self.sampler_cache} rounds what responses are sampled with, else "
+                f"nothing corrects for that; give the cap (2 is usual), or leave "
+                f"--recompute-logprobs out"
             )
 
     @property
     def sampler_rounds(self) -> bool:
-        """Whether sampling rounds parameters further than the model's dtype does."""
-        dtype = self.sampler_storage.dtype
-        return dtype == "int8" or (dtype, self.dtype) == ("bfloat16", "float32")
+        """Whether sampling rounds further than the model's dtype does."""
+        return self.sampler_tolerance > 0
 
     @property
     def sampler_tolerance(self) -> float:
         """What that adds to the distance of trainer and sampler, nats per token."""
-        if not self.sampler_rounds:
-            return 0.0
-        return self_check.TOLERANCE[self.sampler_storage.dtype]
+        dtype, tolerance = self.sampler_storage.dtype, 0.0
+        if dtype == "int8" or (dtype, self.dtype) == ("bfloat16", "float32"):
+            tolerance += self_check.TOLERANCE[dtype]
+        if self.sampler_cache == "int8":
+            tolerance += self_check.TOLERANCE["int8"]
+        return tolerance
 
     def room(self, room: int, *, max_new_tokens: int) -> int:
         """Tokens that a prompt may have, where a model has room for `room`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -14,6 +15,7 @@ from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.checkpoints import frozen_models
 from rlhf_jax.checkpoints.frozen_models import Storage
 from rlhf_jax.devices import row_sharding, sharding
+from rlhf_jax.models.config import Cache
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.reference.storage import store
 
@@ -40,6 +42,7 @@ class Sampler:
         home: Mesh,
         base: Frozen | None = None,
         storage: Storage = frozen_models.COPY,
+        cache: Cache = "same",
     ) -> None:
         """Compiles nothing yet.
 
@@ -50,7 +53,10 @@ class Sampler:
           base: the parameters that adapters adapt, brought to the mesh now.
           storage: dtype of the parameters while they are sampled with; not for
             adapters.
+          cache: how keys and values are kept.
         """
+        model = dataclasses.replace(recipe.model, cache=cache)
+        recipe = dataclasses.replace(recipe, model=model)
         self._sample = jax.jit(
             functools.partial(sharding.on(mesh, iteration.sample), recipe=recipe)
         )

@@ -646,3 +646,39 @@ def test_a_recorded_plan_is_made_again(tmp_path):
         assert new["flops"] == pytest.approx(old["flops"], rel=0.05)
     assert after["peak"]["total"] == pytest.approx(before["peak"]["total"], rel=0.25)
     assert after["fits"] == before["fits"]
+
+
+@pytest.mark.slow
+def test_sampling_has_a_mesh_and_a_storage_of_its_own(tmp_path):
+    """On eight CPU devices: a copy in int8, whose heads and cache four pairs share."""
+    options = Options(
+        **TINY,
+        algorithm="grpo",
+        mesh=MeshShape(fsdp=8),
+        sampler_mesh=MeshShape(data=4, tensor=2),
+        sampler="int8",
+        cache="int8",
+    )
+    other = dataclasses.replace(options, sampler_mesh=None, sampler="copy")
+    result, plain = plan.plan(options), plan.plan(other)
+    (one, *_), (before, *_) = result["programs"], plain["programs"]
+    assert one["turns"] == before["turns"] == 3
+    kinds = {each["kind"] for each in one["collectives"]}
+    assert "all-to-all" in kinds
+    # The copy is beside the policy, which this program does not read.
+    assert result["alive"][0]["others"] == sum(result["held"].values())
+    assert plain["alive"][0]["others"] == (
+        sum(plain["held"].values()) - plain["held"]["policy"]
+    )
+    assert 0 < one["seconds_of_turn"]["bound"] < before["seconds_of_turn"]["bound"]
+    for each in (one, before):
+        once = each["seconds"]["memory"] - 3 * each["seconds_of_turn"]["memory"]
+        assert 0 < once < each["seconds"]["memory"]
+    # 16 rows of 10 columns, 2 layers and 8 heads of 8 numbers and a scale.
+    assert result["within"]["KV cache"] == 2 * 2 * 16 * 10 * 8 * (8 + 4) // 8
+    assert plan_options.command(options).count("--sampler-mesh data=4,tensor=2") == 1
+
+
+def test_a_sampler_mesh_of_other_chips():
+    with pytest.raises(InputError, match=r"--sampler-mesh: expected axes .* the 8 ch"):
+        Options(**TINY, mesh=MeshShape(fsdp=8), sampler_mesh=MeshShape(tensor=4))

@@ -78,13 +78,15 @@ def pairs(rows=64):
     return jax.tree.map(lambda leaf: np.repeat(leaf, 2, axis=0), of_groups)
 
 
-def drawn(storage=frozen_models.COPY, *, model=MODEL, home=None, mesh=None):
+def drawn(
+    storage=frozen_models.COPY, *, cache="same", model=MODEL, home=None, mesh=None
+):
     """A rollout sampled in a storage, and its parameters."""
     home = MeshShape(fsdp=1).make(jax.devices()[:1]) if home is None else home
     mesh = home if mesh is None else mesh
     recipe = dataclasses.replace(RECIPE, model=model)
     params = sharding.place(toys.params(model), mesh=home)
-    sampler = Sampler(recipe, mesh=mesh, home=home, storage=storage)
+    sampler = Sampler(recipe, mesh=mesh, home=home, storage=storage, cache=cache)
     rollout = sampler(
         params,
         prompts=row_sharding.put_rows(pairs(), mesh=home),
@@ -145,9 +147,11 @@ def test_bfloat16_weights_change_no_sample_where_activations_are_in_bfloat16():
 @pytest.mark.slow
 def test_the_mismatch_of_a_storage_is_what_its_rounding_makes():
     distances = []
-    for storage in (frozen_models.COPY, Storage("bfloat16"), Storage("int8")):
-        rollout, params = drawn(storage)
+    ways = (("float32", "same"), ("bfloat16", "same"), ("int8", "same"))
+    for dtype, cache in (*ways, ("float32", "int8")):
+        rollout, params = drawn(Storage(dtype), cache=cache)
         distance = np.abs(recomputed(rollout, params) - rollout.old_logprobs)
         distances.append(distance[rollout.response_mask].mean())
     assert distances[0] < 1e-6
     assert 1e-4 < distances[1] < distances[2] < 0.05
+    assert 1e-4 < distances[3] < 0.05

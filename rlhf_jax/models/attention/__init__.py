@@ -1,13 +1,21 @@
 """Attention of tokens to the keys and values of a row, by several engines."""
 
 from rlhf_jax.models.attention.blockwise import attend_blockwise
-from rlhf_jax.models.attention.cache import KeyValue, append
+from rlhf_jax.models.attention.cache import (
+    Cached,
+    Columns,
+    KeyValue,
+    append,
+    quantise,
+)
 from rlhf_jax.models.attention.engines import attend
 from rlhf_jax.models.attention.record import AttentionMask, mask_of
 from rlhf_jax.models.attention.xla import attend_to, attend_xla
 
 __all__ = [
     "AttentionMask",
+    "Cached",
+    "Columns",
     "KeyValue",
     "append",
     "attend",
@@ -15,4 +23,5 @@ __all__ = [
     "attend_to",
     "attend_xla",
     "mask_of",
+    "quantise",
 ]

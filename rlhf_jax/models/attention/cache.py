@@ -2,17 +2,73 @@
 
 from __future__ import annotations
 
+import flax.struct
 import jax
+import jax.numpy as jnp
 
 Array = jax.Array
+
+
+@flax.struct.dataclass
+class Int8Columns:
+    """Keys or values in int8, each vector with a scale: vector = values · scale.
+
+    Products take the integers, and the scales their results: q·k = (q·values)·scale.
+    """
+
+    values: Array  # i8[B, K, S, head_dim], -127 to 127
+    scales: Array  # f32[B, K, S]; no dimension of 1, which a TPU would pad to 128
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the vectors."""
+        return self.values.shape
+
+
 # Heads first: what a head reads for a row lies together. In the compute dtype.
 KeyValue = tuple[Array, Array]  # each [B, K, S, head_dim]
+Columns = Array | Int8Columns
+Cached = tuple[Columns, Columns]  # keys and values as a cache has them, likewise
 
 
-def append(cache: KeyValue, new: KeyValue, *, column: Array | int) -> KeyValue:
+def quantise(x: Array) -> Int8Columns:
+    """values = round(x / scale), scale = max|x| / 127 of each vector.
+
+    Args:
+      x: floats[B, K, S, head_dim].
+
+    Returns:
+      Int8Columns; |values · scale - x| <= scale / 2. A vector of zeros has scale 0.
+    """
+    x = x.astype(jnp.float32)
+    scales = jnp.max(jnp.abs(x), axis=-1) / 127.0
+    values = jnp.round(x / jnp.where(scales > 0, scales, 1.0)[..., None])
+    return Int8Columns(values=values.astype(jnp.int8), scales=scales)
+
+
+def plain(columns: Columns, *, dtype: jnp.dtype) -> tuple[Array, Array | None]:
+    """What products read of keys or values in `dtype`, and f32[B, K, S] or None.
+
+    Args:
+      columns: [B, K, S, head_dim].
+      dtype: of the products; exact for integers of int8 in bfloat16 too.
+    """
+    if isinstance(columns, Int8Columns):
+        return columns.values.astype(dtype), columns.scales
+    return columns, None
+
+
+def append(cache: Cached, new: KeyValue, *, column: Array | int) -> Cached:
     """The cache with the keys and values of new tokens written from `column` on."""
-    key, value = (
-        jax.lax.dynamic_update_slice_in_dim(old, fresh, column, axis=2)
-        for old, fresh in zip(cache, new, strict=True)
-    )
+
+    def write(old: Columns, fresh: Array) -> Columns:
+        return jax.tree.map(
+            lambda all_, one: jax.lax.dynamic_update_slice_in_dim(
+                all_, one, column, axis=2
+            ),
+            old,
+            quantise(fresh) if isinstance(old, Int8Columns) else fresh,
+        )
+
+    key, value = map(write, cache, new)
     return key, value

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.models import layout
-from rlhf_jax.models.attention.cache import KeyValue
+from rlhf_jax.models.attention.cache import Cached, KeyValue, plain
 from rlhf_jax.models.attention.record import AttentionMask, allowed
 
 Array = jax.Array
@@ -39,7 +39,7 @@ def attend_xla(query: Array, keys_values: KeyValue, *, mask: AttentionMask) -> A
 
 def attend_to(
     query: Array,
-    keys_values: KeyValue,
+    keys_values: Cached,
     *,
     attend: Array,
     scale: float | None = None,
@@ -49,8 +49,8 @@ def attend_to(
 
     Args:
       query: [B, H, T, head_dim].
-      keys_values: [B, K, S, head_dim] each; H/K query heads in a row read the same
-        keys.
+      keys_values: [B, K, S, head_dim] each, also in int8; H/K query heads in a row
+        read the same keys.
       attend: bool[B, T, S].
       scale: dimensionless; None is 1 / sqrt(head_dim).
       softcap: c of logits c·tanh(x / c) (Gemma 2, arXiv:2408.00118, section 2); None
@@ -59,7 +59,9 @@ def attend_to(
     Returns:
       [B, H, T, head_dim], in query's dtype; logits and softmax are float32.
     """
-    key, value = keys_values
+    (key, key_scales), (value, value_scales) = (
+        plain(columns, dtype=query.dtype) for columns in keys_values
+    )
     rows, kv_heads, _, head_dim = key.shape
     group = query.shape[1] // kv_heads
     # Not the library's, whose heads lie behind the tokens: XLA:CPU then takes five
@@ -69,6 +71,8 @@ def attend_to(
     logits = jnp.einsum(
         "bktd,bksd->bkts", grouped, key, preferred_element_type=jnp.float32
     )
+    if key_scales is not None:
+        logits = logits * key_scales[:, :, None]
     logits = logits / math.sqrt(head_dim) if scale is None else logits * scale
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
@@ -76,5 +80,7 @@ def attend_to(
     # Not -inf: padding that may attend to nothing would be NaN.
     lowest = -0.7 * jnp.finfo(jnp.float32).max
     share = jax.nn.softmax(jnp.where(allowed, logits, lowest), axis=-1)
+    if value_scales is not None:
+        share = share * value_scales[:, :, None]
     y = layout.product(share.astype(value.dtype), value)
     return y.reshape(query.shape)

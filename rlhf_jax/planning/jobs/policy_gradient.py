@@ -159,7 +159,10 @@ def programs(
             base=base,
         )
 
-    drawn = (resident.state.policy, resident.base, prompts, key)
+    sampler_mesh = getattr(options, "sampler_mesh", None)
+    policy = run_shape.sampled_with(resident.state.policy, options.sampler)
+    apart = sampler_mesh is not None or options.sampler != "copy"
+    drawn = (policy, resident.base, prompts, key)
     rollout = jax.eval_shape(sample, *drawn)
     sampled = model_flops.forward(
         recipe.model, texts, head=True, group_size=recipe.rows_per_prompt
@@ -172,11 +175,13 @@ def programs(
             name="sampling",
             function=sample,
             args=drawn,
-            reads=("policy", *base),
+            # A copy of the policy is there while this runs, beside the policy.
+            reads=() if apart else ("policy", *base),
             batch=(2,),
             stage="rollout",
             model_flops=sampled,
             trips=turns,
+            mesh=sampler_mesh,
         )
     ]
     if resident.reward is not None:

@@ -67,7 +67,11 @@ class Programs:
         sampling = sampler.mesh_beside(mesh) if sampler.apart else mesh
         assert sampling is not None  # the host is for frozen models
         self.sample = Sampler(
-            algorithm, mesh=sampling, home=mesh, storage=options.sampler_storage
+            algorithm,
+            mesh=sampling,
+            home=mesh,
+            storage=options.sampler_storage,
+            cache=options.sampler_cache,
         )
         self.reference_logprobs = jit(bind(on(score.reference_logprobs), **shape))
         self.learn = jit(learn, donate_argnames=("state",))

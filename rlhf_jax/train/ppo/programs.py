@@ -64,6 +64,7 @@ class Programs:
             home=mesh,
             base=models.base,
             storage=options.sampler_storage,
+            cache=options.sampler_cache,
         )
         self._values = jax.jit(functools.partial(on(ppo.values), recipe=algorithm))
         donated = functools.partial(jax.jit, donate_argnames=("state",))
