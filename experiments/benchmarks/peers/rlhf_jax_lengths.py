@@ -54,7 +54,11 @@ def forced(workload: Workload) -> Iterator[None]:
 
 
 class Packer:
-    """As `--packing auto` does: lengths and order are read, and the host packs."""
+    """As `--packing auto` does: lengths and order are read, and the host packs.
+
+    Packed rows are half as long again as padded ones (`--packing-width`): where prompts
+    fill half of a row, no two texts stand in one of its length.
+    """
 
     def __init__(self, algorithm: ppo.PPO, *, workload: Workload) -> None:
         rows = workload.num_prompts
@@ -64,7 +68,7 @@ class Packer:
                 rows=rows,
                 num_minibatches=workload.num_minibatches,
                 max_new_tokens=workload.response_length,
-                width=workload.prompt_length + workload.response_length,
+                width=3 * (workload.prompt_length + workload.response_length) // 2,
             ),
             # Of the first rollout, as a run's is.
             sample=np.stack([prompts, workload.stops(0)], axis=1),
