@@ -102,6 +102,7 @@ class ModelConfig:
     unroll: bool = False  # layers one by one in the program, not as a loop over them
     attention: Attention = "xla"  # what computes that of whole sequences
     cache: Cache = "same"  # of decoding, keys and values: in dtype, or in int8
+    prefill_chunk: int | None = None  # columns of prompts at a time; None is all
     transposed_rows: int = (
         0  # most tokens at a time decoded by `layout.transposed_product`
     )
@@ -133,6 +134,11 @@ class ModelConfig:
             raise InputError(
                 f"rotary positions rotate pairs: expected an even rotary_dim from 2 to "
                 f"head_dim = {self.head_dim}, got {self.rotary_dim}"
+            )
+        if self.prefill_chunk is not None and self.prefill_chunk < 1:
+            raise InputError(
+                f"prefill_chunk: expected at least 1 column, got {self.prefill_chunk}; "
+                f"None runs prompts whole"
             )
         if self.local_layers and len(self.local_layers) != self.num_layers:
             raise InputError(
@@ -187,6 +193,7 @@ class ModelConfig:
             unroll=other.unroll,
             attention=other.attention,
             cache=other.cache,
+            prefill_chunk=other.prefill_chunk,
             transposed_rows=other.transposed_rows,
         )
 

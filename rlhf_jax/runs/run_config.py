@@ -94,6 +94,7 @@ ADDED: dict[str, Any] = {
     "packing_width": None,
     "max_tokens_per_device": None,
     "sampler_cache": "same",
+    "prefill_chunk": None,
     "sampler_storage": {"dtype": "float32", "embeddings": None},
     **{f"{name}.sampler_weight_cap": None for name in ("ppo", "grpo", "reinforce")},
     "placement.sampler": dataclasses.asdict(placement.WITH_POLICY),

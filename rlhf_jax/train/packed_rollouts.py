@@ -27,6 +27,7 @@ from rlhf_jax.checkpoints.frozen_models import Storage
 from rlhf_jax.data import layouts
 from rlhf_jax.data.layout_arrays import Form
 from rlhf_jax.devices import processes, row_sharding, sharding
+from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import engine_choice
 from rlhf_jax.models.config import Cache
@@ -45,6 +46,9 @@ class PackedConfig(StartConfig):
     iteration."""
     sampler_cache: Cache = "same"
     """How the sampler keeps keys and values: in --dtype, or in int8."""
+    prefill_chunk: int | None = None
+    """Columns of prompts that the sampler runs at a time, to save memory with long
+    ones; None runs them whole."""
     packing: Literal["off", "auto"] = "off"
     """Whether models read several responses in one row; auto packs each batch whose
     lengths make that less work."""
@@ -81,6 +85,8 @@ class PackedConfig(StartConfig):
     def check_sampler(self, recipe: PolicyRecipe, *, adapters: bool = False) -> None:
         """Raises InputError where nothing would correct for the sampler's rounding."""
         storage = self.sampler_storage
+        if self.prefill_chunk is not None:
+            checks.positive(prefill_chunk=self.prefill_chunk)
         if adapters and storage != frozen_models.COPY:
             raise InputError(
                 f"--sampler-storage: expected none with --lora.rank, whose base is "

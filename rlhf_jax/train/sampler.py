@@ -43,6 +43,7 @@ class Sampler:
         base: Frozen | None = None,
         storage: Storage = frozen_models.COPY,
         cache: Cache = "same",
+        prefill_chunk: int | None = None,
     ) -> None:
         """Compiles nothing yet.
 
@@ -54,8 +55,11 @@ class Sampler:
           storage: dtype of the parameters while they are sampled with; not for
             adapters.
           cache: how keys and values are kept.
+          prefill_chunk: columns of prompts at a time; None is all.
         """
-        model = dataclasses.replace(recipe.model, cache=cache)
+        model = dataclasses.replace(
+            recipe.model, cache=cache, prefill_chunk=prefill_chunk
+        )
         recipe = dataclasses.replace(recipe, model=model)
         self._sample = jax.jit(
             functools.partial(sharding.on(mesh, iteration.sample), recipe=recipe)

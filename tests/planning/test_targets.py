@@ -9,6 +9,7 @@ import sys
 import places
 import plan_for_chips
 import pytest
+import sampler_on_tpu
 
 from rlhf_jax.planning import gpu_targets
 
@@ -39,6 +40,11 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module", params=SLICES.values(), ids=SLICES.keys())
 def planned(request):
+    return request.param[0], played(plan_for_chips, *request.param)
+
+
+def played(program, *argv):
+    """What a program by itself prints."""
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
@@ -47,13 +53,28 @@ def planned(request):
     }
     environment.pop("XLA_FLAGS", None)
     done = subprocess.run(
-        [sys.executable, plan_for_chips.__file__, *request.param],
+        [sys.executable, program.__file__, *argv],
         env=environment,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return request.param[0], json.loads(done.stdout)
+    return json.loads(done.stdout)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="libtpu is not installed (extra plan)",
+)
+def test_a_decoded_token_reads_weights_and_cache_at_most_once_and_sends_neither():
+    """By the program for eight v5e, whose loop over tokens alone is looked at."""
+    loop = played(sampler_on_tpu)
+    assert loop["turns"] == 127
+    # Sums of activations, and the logits of each device's rows.
+    assert loop["collectives"] == ["all-reduce", "all-to-all"]
+    assert loop["copied"] == []  # the cache is written in place
+    # Less where some of either stays on the chip from token to token.
+    assert 0 < loop["bytes"] < 1.15 * (loop["weights"] + loop["cache"])
 
 
 @pytest.mark.parametrize("algorithm", PROGRAMS)

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import axes, cached_decoder, decoder, heads
 from rlhf_jax.models.caches import Caches, at_end, placed
+from rlhf_jax.models.chunked_prefill import prefill
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.generation.sampling import Shaping, sample_token
 
@@ -131,17 +132,16 @@ def respond(
 
     def prepare(tokens: Array, mask: Array, row: Array, column: Array) -> Places:
         """Runs prompts, in the columns before `column`, and draws a token each."""
-        hidden, key_values = decoder.prefill(
+        last, key_values = prefill(
             params,
             model=model,
             tokens=tokens[::group_size],
             mask=mask[::group_size],
-            first_column=prompt_size - 1,
         )
         repeated = jax.tree.map(
             lambda leaf: jnp.repeat(leaf, group_size, axis=0),
             (
-                hidden[:, -1],
+                last,
                 decoder.unstack(key_values, num_layers=model.num_layers),
             ),
         )

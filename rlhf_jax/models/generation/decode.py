@@ -26,6 +26,7 @@ from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import cached_decoder, decoder, heads
 from rlhf_jax.models.caches import growing_widths, placed, widened
+from rlhf_jax.models.chunked_prefill import prefill
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.generation.continuous_batching import Responses, respond
 from rlhf_jax.models.generation.decoding import Decoding, Generated, append
@@ -183,14 +184,13 @@ def start(
     checks.groups(rows, group_size=group_size)
     size = prompt_size + max_new_tokens
     room = ((0, 0), (0, max_new_tokens))
-    hidden, key_values = decoder.prefill(
+    last, key_values = prefill(
         params,
         model=model,
         tokens=tokens[::group_size],
         mask=mask[::group_size],
-        first_column=prompt_size - 1,
     )
-    last = jnp.repeat(hidden[:, -1], group_size, axis=0)
+    last = jnp.repeat(last, group_size, axis=0)
     caches = jax.tree.map(
         lambda leaf: jnp.repeat(leaf, group_size, axis=0),
         decoder.unstack(key_values, num_layers=model.num_layers),

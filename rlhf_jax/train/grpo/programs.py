@@ -72,6 +72,7 @@ class Programs:
             home=mesh,
             storage=options.sampler_storage,
             cache=options.sampler_cache,
+            prefill_chunk=options.prefill_chunk,
         )
         self.reference_logprobs = jit(bind(on(score.reference_logprobs), **shape))
         self.learn = jit(learn, donate_argnames=("state",))

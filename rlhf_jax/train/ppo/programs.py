@@ -65,6 +65,7 @@ class Programs:
             base=models.base,
             storage=options.sampler_storage,
             cache=options.sampler_cache,
+            prefill_chunk=options.prefill_chunk,
         )
         self._values = jax.jit(functools.partial(on(ppo.values), recipe=algorithm))
         donated = functools.partial(jax.jit, donate_argnames=("state",))
