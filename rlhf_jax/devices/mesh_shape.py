@@ -6,6 +6,7 @@
 |---|---|
 | data | rows of a batch; parameters are replicated along it |
 | fsdp | rows of a batch, and a dimension of every large parameter, gathered when read |
+| context | columns of a row, while models run on whole rows; parameters as by fsdp |
 | tensor | heads, MLP width and vocabulary: each device computes its part |
 """
 
@@ -24,7 +25,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from rlhf_jax.functional.checks import InputError
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "context", "tensor")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +38,8 @@ class MeshShape:
     """Devices that share the rows, and the parameters too."""
     tensor: int = 1
     """Devices that share heads, MLP width and vocabulary."""
+    context: int = 1
+    """Devices that share the columns of a row, and the parameters too."""
 
     def __post_init__(self) -> None:
         for name, size in dataclasses.asdict(self).items():
@@ -64,7 +67,10 @@ class MeshShape:
         return cls(**sizes)
 
     def __str__(self) -> str:
-        return ",".join(f"{k}={v}" for k, v in dataclasses.asdict(self).items())
+        sizes = dataclasses.asdict(self)
+        if self.context == 1:
+            del sizes["context"]
+        return ",".join(f"{axis}={size}" for axis, size in sizes.items())
 
     @property
     def size(self) -> int:
@@ -86,10 +92,10 @@ class MeshShape:
         if len(devices) != self.size:
             raise InputError(
                 f"mesh: expected axes that multiply to the {len(devices)} devices, got "
-                f"data={self.data} · fsdp={self.fsdp} · tensor={self.tensor} = "
-                f"{self.size}; change an axis, or give other devices"
+                f"{str(self).replace(',', ' · ')} = {self.size}; change an axis, or "
+                f"give other devices"
             )
-        shape = dataclasses.astuple(self)
+        shape = tuple(getattr(self, axis) for axis in AXES)
         try:
             laid = mesh_utils.create_device_mesh(
                 shape, devices=devices, allow_split_physical_axes=True

@@ -236,6 +236,15 @@ class ReferencePlacement(PolicyPlacement):
     alone, keeps the reference in host memory."""
 
 
+def _refuse_context(sampler: Place) -> None:
+    """InputError for a layout of sampling that shares columns."""
+    if sampler.mesh is not None and sampler.mesh.context > 1:
+        raise InputError(
+            f"--placement.sampler: expected data, fsdp and tensor, got {sampler}; a "
+            f"token that is decoded has no columns to share: give context to data"
+        )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplerPlacement(PolicyPlacement):
     """Where the policy is, and how its devices are laid out while it samples."""
@@ -250,6 +259,7 @@ class SamplerPlacement(PolicyPlacement):
                 f"--placement.sampler: expected policy or AXIS=SIZE,..., got "
                 f"{self.sampler}; rlhf-jax ppo samples on other devices"
             )
+        _refuse_context(self.sampler)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -273,6 +283,7 @@ class Placement(ReferencePlacement):
                 f"last:AXIS=SIZE,..., got {self.sampler}; the other places are for "
                 f"frozen models"
             )
+        _refuse_context(self.sampler)
         if (
             self.critic.apart and self.critic.devices != "last"
         ) or self.critic.memory == PINNED:
@@ -302,7 +313,8 @@ def from_0_1(recorded: Mapping[str, Any]) -> dict[str, Any]:
         if name in fields:
             mesh = fields.pop(name)
             devices = "policy" if mesh is None else "last"
-            if mesh == dataclasses.asdict(ONE_DEVICE):  # as `Place` records it
+            one = dataclasses.asdict(ONE_DEVICE)
+            if mesh is not None and {**one, **mesh} == one:  # as `Place` records it
                 mesh = None
             placement[role] = {"devices": devices, "mesh": mesh, "memory": "device"}
     for role in ("reference", "reward"):

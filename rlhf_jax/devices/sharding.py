@@ -29,14 +29,14 @@ from rlhf_jax.models import axes
 Array = jax.Array
 Tree = TypeVar("Tree")
 Args = ParamSpec("Args")
-Rules = Mapping[str, str | None]
+Rules = Mapping[str, str | tuple[str, ...] | None]
 
 # Logical axes (`models/axes.py`) to axes of the mesh; None is on every device.
 RULES: Rules = {
     "layers": None,
     "vocab": "tensor",
     "positions": "tensor",
-    "embed": "fsdp",
+    "embed": ("fsdp", "context"),
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
@@ -72,7 +72,7 @@ def shardings(
     Args:
       tree: arrays or `jax.ShapeDtypeStruct`s, with parameters at any depth.
       mesh: None is the one that is set (`jax.set_mesh`).
-      rules: logical axis -> axis of the mesh.
+      rules: logical axis -> axis of the mesh, or axes that share it.
       small: elements; a leaf that no rule shards may be copied to every device up to
         this size.
 
@@ -122,24 +122,31 @@ def _spec(
     names = axes.of(path)
     if names is not None and len(names) != len(shape):
         names = None  # of another rank: no parameter, nor what is kept of one
-    placed: list[str | None] = []
+    placed: list[str | tuple[str, ...] | None] = []
+    taken: list[str] = []
     for name, size in zip(names or (None,) * len(shape), shape, strict=True):
-        axis = None if name is None else _axis(name, rules=rules, sizes=sizes)
-        if axis is None or sizes[axis] == 1 or size == 1:  # a scale that is shared
+        found = () if name is None else _axes(name, rules=rules, sizes=sizes)
+        found = tuple(axis for axis in found if sizes[axis] > 1)
+        if not found or size == 1:  # a scale that is shared
             placed.append(None)
             continue
-        if axis in placed:
+        for axis in found:
+            if axis in taken:
+                raise InputError(
+                    f"{where}: expected one dimension on mesh axis {axis!r}, got two, "
+                    f"{names}; map them to different axes"
+                )
+        devices = math.prod(sizes[axis] for axis in found)
+        if size % devices:
+            several = "axes" if len(found) > 1 else "axis"
             raise InputError(
-                f"{where}: expected one dimension on mesh axis {axis!r}, got two, "
-                f"{names}; map them to different axes"
+                f"{where}: expected mesh {several} "
+                f"{' and '.join(map(repr, found))} to divide its {name!r} dimension, "
+                f"got {devices} devices and {size} of {shape}; make the {several} "
+                f"smaller, or map {name!r} to another"
             )
-        if size % sizes[axis]:
-            raise InputError(
-                f"{where}: expected mesh axis {axis!r} to divide its {name!r} "
-                f"dimension, got {sizes[axis]} devices and {size} of {shape}; make the "
-                f"axis smaller, or map {name!r} to another"
-            )
-        placed.append(axis)
+        taken += found
+        placed.append(found[0] if len(found) == 1 else found)
     sharded = any(size > 1 for axis, size in sizes.items() if axis != "data")
     if sharded and not any(placed) and math.prod(shape) > small:
         raise InputError(
@@ -152,19 +159,21 @@ def _spec(
     return PartitionSpec(*placed)
 
 
-def _axis(name: str, *, rules: Rules, sizes: dict[str, int]) -> str | None:
+def _axes(name: str, *, rules: Rules, sizes: dict[str, int]) -> tuple[str, ...]:
     if name not in rules:
         raise InputError(
             f"rules: expected one for {name!r}, got {', '.join(rules)}; add it, None "
             f"for every device"
         )
-    axis = rules[name]
-    if axis is not None and axis not in sizes:
+    rule = rules[name]
+    if isinstance(rule, tuple):  # of these, a mesh has those that it needs
+        return tuple(axis for axis in rule if axis in sizes)
+    if rule is not None and rule not in sizes:
         raise InputError(
             f"rules: expected an axis of the mesh, {', '.join(sizes)}, for {name!r}, "
-            f"got {axis!r}; name one of them, or None"
+            f"got {rule!r}; name one of them, or None"
         )
-    return axis
+    return () if rule is None else (rule,)
 
 
 def _names(path: Any) -> tuple[str, ...]:

@@ -8,7 +8,8 @@ adapters, for what an optimizer keeps of any of them, and for int8 storage.
 
 Activations have one rule of their own: rows lie on every axis of the mesh that holds
 rows, the other dimensions on none. `rows_apart` says so to the compiler where it could
-not know: GSPMD must gather weights that are sharded, and not activations.
+not know: GSPMD must gather weights that are sharded, and not activations. On a mesh
+with a `context` axis `context.py` makes the parts of a row rows of their own.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ Array = jax.Array
 Names = tuple[str | None, ...]
 
 ROW_AXES = ("data", "fsdp")  # of a mesh, that share the rows of a batch
+CONTEXT_AXIS = "context"  # of a mesh, that shares the columns of a row
+# Where no columns are shared, as in decoding, context is one more axis for rows.
+ACTIVATION_AXES = (*ROW_AXES, CONTEXT_AXIS)
 VOCABULARY_AXIS = "tensor"  # of a mesh, that shares the tokens of a vocabulary
 
 # By the end of the path; layers are stacked, and so begin with "layers".
@@ -91,7 +95,7 @@ def rows_apart(x: Array) -> Array:
     sizes = _auto_axes()
     if not sizes:
         return x  # with explicit axes the arrays say it themselves
-    spec = PartitionSpec(row_axes(sizes, rows=x.shape[0]))
+    spec = PartitionSpec(row_axes(sizes, rows=x.shape[0], among=ACTIVATION_AXES))
     return jax.lax.with_sharding_constraint(x, spec)
 
 
@@ -113,11 +117,11 @@ def rows_spread(logits: Array) -> Array:
       logits: [B, V'].
     """
     sizes = _auto_axes()
-    spread = (*ROW_AXES, VOCABULARY_AXIS)
+    spread = (*ACTIVATION_AXES, VOCABULARY_AXIS)
     if not sizes:
         return logits
     rows, columns = logits.shape
-    of_rows = row_axes(sizes, rows=rows)
+    of_rows = row_axes(sizes, rows=rows, among=ACTIVATION_AXES)
     if vocabulary_devices(columns) > 1:
         # Else the compiler, which looks back from the rows, gathers the head.
         shared = PartitionSpec(of_rows, VOCABULARY_AXIS)
@@ -138,7 +142,8 @@ def row_devices(rows: int) -> int:
     """How many devices of the mesh that is set share so many rows; 1 without one."""
     mesh = jax.sharding.get_abstract_mesh()
     sizes = dict(mesh.shape)
-    return math.prod(sizes[axis] for axis in row_axes(sizes, rows=rows))
+    axes = row_axes(sizes, rows=rows, among=ACTIVATION_AXES)
+    return math.prod(sizes[axis] for axis in axes)
 
 
 def vocabulary_devices(vocab_size: int) -> int:
@@ -154,6 +159,7 @@ def row_axes(
 
     Args:
       sizes: of the mesh's axes, by name.
+      among: `ROW_AXES` for the rows of records.
     """
     present = tuple(axis for axis in among if sizes.get(axis, 1) > 1)
     while present and rows % math.prod(sizes[axis] for axis in present):

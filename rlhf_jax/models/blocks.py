@@ -133,7 +133,7 @@ class Attention(nn.Module):
     ) -> tuple[Array, Cached]:
         model = self.model
         whole = isinstance(mask, AttentionMask)
-        rows = mask.segments.shape[0] if whole else mask.shape[0]
+        rows = mask.rows if whole else mask.shape[0]
 
         def heads(name: str, x: Array, count: int) -> Array:
             y = Linear(count * model.head_dim, model.attention_bias, name=name)(x)

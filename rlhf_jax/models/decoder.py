@@ -22,9 +22,10 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models import axes, blocks, leaves
+from rlhf_jax.models import axes, blocks, context, leaves
 from rlhf_jax.models.attention import AttentionMask, KeyValue, mask_of
 from rlhf_jax.models.config import ModelConfig, Remat
+from rlhf_jax.models.context import Cut
 from rlhf_jax.models.rotary import rotary_table
 
 Array = jax.Array
@@ -127,7 +128,7 @@ def hidden_states(
     prefixes: Array | None = None,
     first_column: int = 0,
 ) -> Array:
-    """Hidden states after the final norm.
+    """Hidden states after the final norm; on a mesh with `context` cut over columns.
 
         tokens       a  b  c  d  e  ·        two texts packed into one row
         segments     1  1  2  2  2  0
@@ -155,16 +156,35 @@ def hidden_states(
         than learned positions. With segments that is not known here: of a longer text
         the tokens beyond all take the last position.
     """
-    hidden, _ = prefill(
+    _check(model=model, tokens=tokens, mask=mask, segments=segments, prefixes=prefixes)
+    rows, columns = tokens.shape
+    cut = context.cut_of(rows)
+    if cut is None:
+        hidden, _ = _run(
+            params,
+            model=model,
+            tokens=tokens,
+            mask=mask,
+            segments=segments,
+            prefixes=prefixes,
+            first_column=first_column,
+        )
+        return hidden
+    room = cut.width(columns) - columns
+    tokens, mask = (context.padded(x, room) for x in (tokens, mask))
+    segments = None if segments is None else context.padded(segments, room)
+    hidden, _ = _run(
         params,
         model=model,
         tokens=tokens,
         mask=mask,
         segments=segments,
         prefixes=prefixes,
-        first_column=first_column,
+        cut=cut,
     )
-    return hidden
+    hidden = cut.whole_of_balanced(hidden)[:, :columns]
+    wanted = jnp.arange(columns, dtype=jnp.int32) >= first_column
+    return jnp.where(wanted[None, :, None], hidden, 0)
 
 
 def prefill(
@@ -197,28 +217,34 @@ def prefill(
       InputError: tokens, mask and segments differ in shape, or there are more columns
         than learned positions.
     """
-    if tokens.ndim != 2 or tokens.shape != mask.shape:
-        raise InputError(
-            f"expected tokens and mask of one shape [B, S], got {tokens.shape} and "
-            f"{mask.shape}"
-        )
-    if segments is not None and segments.shape != tokens.shape:
-        raise InputError(
-            f"expected segments of the shape of tokens, {tokens.shape}, got "
-            f"{segments.shape}"
-        )
-    learned = model.positions == "learned" and segments is None
-    if learned and tokens.shape[1] > model.max_positions:
-        raise InputError(
-            f"expected at most {model.max_positions} columns (the model's learned "
-            f"positions), got {tokens.shape[1]}; shorten prompts or responses"
-        )
-    if prefixes is not None and model.sliding_window is not None:
-        raise InputError(
-            f"expected a model without a sliding window for texts that share a prefix, "
-            f"got one of {model.sliding_window} tokens, which columns would not count; "
-            f"let no texts share one"
-        )
+    _check(model=model, tokens=tokens, mask=mask, segments=segments, prefixes=prefixes)
+    return _run(
+        params,
+        model=model,
+        tokens=tokens,
+        mask=mask,
+        segments=segments,
+        prefixes=prefixes,
+        first_column=first_column,
+    )
+
+
+def _run(
+    params: Params,
+    *,
+    model: ModelConfig,
+    tokens: Array,
+    mask: Array,
+    segments: Array | None,
+    prefixes: Array | None,
+    first_column: int = 0,
+    cut: Cut | None = None,
+) -> tuple[Array, KeyValue]:
+    """`prefill`; with a cut, which divides the columns, of the balanced parts of rows.
+
+    Returns:
+      [B·c, S/c, D], and keys and values [L, B·c, K, S/c, head_dim] each.
+    """
     size = tokens.shape[1]
     positions = positions_of(mask, segments=segments, prefixes=prefixes)
     attended = mask_of(
@@ -227,7 +253,12 @@ def prefill(
         prefixes=prefixes,
         scale=model.query_scale,
         softcap=model.attention_softcap,
+        cut=cut,
     )
+    apart = axes.rows_apart
+    if cut is not None:
+        apart = cut.apart
+        tokens, mask, positions = map(cut.balanced_parts, (tokens, mask, positions))
     everything = attended, angles(positions, model=model)
     window = everything
     if model.sliding_window is not None:
@@ -246,7 +277,7 @@ def prefill(
             rotary=rotary,
             first=first,
         )
-        return axes.rows_apart(y), key_value
+        return apart(y), key_value
 
     remat = model.remat
     if remat == "none" and leaves.any_stored(params["layers"]):
@@ -263,7 +294,7 @@ def prefill(
     # Padding may hold any id: one out of range would be NaN, which no mask undoes.
     tokens = jnp.where(mask, tokens, 0)
     x = embed(params, model=model, tokens=tokens, positions=positions)
-    x = axes.rows_apart(x)
+    x = apart(x)
     if model.unroll and not leaves.any_stored(params["layers"]):
         *before, last = enumerate(
             unstack(params["layers"], num_layers=model.num_layers)
@@ -304,6 +335,38 @@ def prefill(
         x = x[:, first_column:]
     hidden = final_norm(params, x, model=model)
     return jnp.pad(hidden, ((0, 0), (first_column, 0), (0, 0))), key_values
+
+
+def _check(
+    *,
+    model: ModelConfig,
+    tokens: Array,
+    mask: Array,
+    segments: Array | None,
+    prefixes: Array | None,
+) -> None:
+    if tokens.ndim != 2 or tokens.shape != mask.shape:
+        raise InputError(
+            f"expected tokens and mask of one shape [B, S], got {tokens.shape} and "
+            f"{mask.shape}"
+        )
+    if segments is not None and segments.shape != tokens.shape:
+        raise InputError(
+            f"expected segments of the shape of tokens, {tokens.shape}, got "
+            f"{segments.shape}"
+        )
+    learned = model.positions == "learned" and segments is None
+    if learned and tokens.shape[1] > model.max_positions:
+        raise InputError(
+            f"expected at most {model.max_positions} columns (the model's learned "
+            f"positions), got {tokens.shape[1]}; shorten prompts or responses"
+        )
+    if prefixes is not None and model.sliding_window is not None:
+        raise InputError(
+            f"expected a model without a sliding window for texts that share a prefix, "
+            f"got one of {model.sliding_window} tokens, which columns would not count; "
+            f"let no texts share one"
+        )
 
 
 def unstack(tree: Any, *, num_layers: int) -> tuple[Any, ...]:

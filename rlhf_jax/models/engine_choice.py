@@ -13,6 +13,7 @@ import jax
 from jax.sharding import AbstractMesh
 
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models.axes import CONTEXT_AXIS
 from rlhf_jax.models.config import Attention, ModelConfig
 
 # The engines that one backend alone has.
@@ -20,6 +21,8 @@ BACKEND: dict[Attention, str] = {"splash": "tpu", "cudnn": "gpu"}
 # Columns from which xla's [B, H, S, S] costs more than a loop over blocks, measured on
 # CPUs (`experiments/benchmarks/attention.py`).
 LONG = 1024
+# What takes queries of any columns, as a device has of a row that is cut.
+ANY_COLUMNS: tuple[Attention, ...] = ("xla", "blockwise", "splash")
 CUDNN_HEAD_DIM = 128  # largest that the backward pass takes on every GPU
 SPLASH_HEAD_DIM = 64  # what a head's size is a multiple of
 
@@ -31,7 +34,13 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose(model: ModelConfig, *, columns: int, backend: str | None = None) -> Choice:
+def choose(
+    model: ModelConfig,
+    *,
+    columns: int,
+    backend: str | None = None,
+    context: int | None = None,
+) -> Choice:
     """The engine for rows of a model.
 
     Args:
@@ -39,11 +48,15 @@ def choose(model: ModelConfig, *, columns: int, backend: str | None = None) -> C
       columns: S, of a row.
       backend: "cpu", "gpu" or "tpu"; None is that of the mesh that is set, or else the
         default one of this process.
+      context: devices that share the columns of a row; None is as on the mesh that is
+        set.
     """
     if model.attention != "auto":
         return Choice(model.attention, "as asked")
+    mesh = jax.sharding.get_abstract_mesh()
     if backend is None:
-        backend = backend_of(jax.sharding.get_abstract_mesh())
+        backend = backend_of(mesh)
+    sharing: int = dict(mesh.shape).get(CONTEXT_AXIS, 1) if context is None else context
     if columns < LONG:
         return Choice("xla", "as they are short")
     own: dict[str, Attention] = {at: name for name, at in BACKEND.items()}
@@ -51,6 +64,8 @@ def choose(model: ModelConfig, *, columns: int, backend: str | None = None) -> C
     if flash is None:
         return Choice("blockwise", f"as {backend} has no flash attention of its own")
     obstacle = obstacle_to(flash, model)
+    if flash not in ANY_COLUMNS and sharing > 1:
+        obstacle = "has no context axis"
     if obstacle is not None:
         return Choice("blockwise", f"as {flash} {obstacle}")
     return Choice(flash, f"the flash attention of {backend}")
@@ -87,6 +102,23 @@ def refuse(model: ModelConfig, *, backend: str) -> None:
         raise InputError(
             f"expected a model that attention {model.attention} can compute, got one "
             f"that it cannot: {model.attention} {obstacle}; choose auto"
+        )
+
+
+def refuse_context(engine: Attention) -> None:
+    """Stops where an engine cannot compute a row whose columns are shared.
+
+    Args:
+      engine: on a mesh with a context axis.
+
+    Raises:
+      InputError: says which engines compute a row whose columns are cut.
+    """
+    if engine not in (*ANY_COLUMNS, "auto"):
+        raise InputError(
+            f"expected attention {', '.join(ANY_COLUMNS[:-1])} or {ANY_COLUMNS[-1]} on "
+            f"a mesh with a context axis, got {engine}; choose auto, or leave context "
+            f"out of the mesh"
         )
 
 

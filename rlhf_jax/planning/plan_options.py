@@ -90,6 +90,11 @@ class Options(run_shape.Options):
         return f"{self.chip}:{self.topology}"
 
     @property
+    def context_devices(self) -> int:
+        """Devices that share the columns of a row."""
+        return self.mesh.context
+
+    @property
     def epochs(self) -> int:
         """Passes over each batch."""
         if self.num_epochs is not None:

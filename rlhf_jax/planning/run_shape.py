@@ -124,6 +124,11 @@ class Options:
         return "copy" if self.reward is None else self.reward
 
     @property
+    def context_devices(self) -> int:
+        """Devices that share the columns of a row."""
+        return 1
+
+    @property
     def columns(self) -> int:
         """Of prompts and responses together, tokens."""
         return self.prompt_length + self.max_new_tokens
@@ -160,7 +165,14 @@ def model_of(options: Options) -> ModelConfig:
     backend = None  # of this machine
     if options.slice is not None:
         backend = "gpu" if gpu_targets.is_gpu(options.slice) else "tpu"
-    choice = engine_choice.choose(model, columns=options.columns, backend=backend)
+    if options.context_devices > 1:
+        engine_choice.refuse_context(model.attention)
+    choice = engine_choice.choose(
+        model,
+        columns=options.columns,
+        backend=backend,
+        context=options.context_devices,
+    )
     return dataclasses.replace(model, attention=choice.engine)
 
 

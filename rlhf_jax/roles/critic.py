@@ -9,12 +9,13 @@ either can start from the other.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.models import heads
+from rlhf_jax.models import context, heads
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import LoRA, init
 from rlhf_jax.models.packing import Packing, texts_of
@@ -105,7 +106,8 @@ def values_of_hidden(score: Params, hidden: Array, *, mask: Array) -> Array:
       f32[B, S], reward units, of the state just before each token; 0 where no token
       stands just before.
     """
-    after = heads.scores(score, hidden)  # column t has seen tokens[:, t]
+    after = context.per_token(functools.partial(heads.scores, score), hidden)
+    # Column t has seen tokens[:, t]
     before, known = (
         jnp.pad(array[:, :-1], ((0, 0), (1, 0))) for array in (after, mask)
     )

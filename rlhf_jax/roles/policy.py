@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from rlhf_jax.functional import kl
 from rlhf_jax.functional.logprobs import MAX_LOGITS, token_logprobs_from_hidden
-from rlhf_jax.models import axes, decoder, heads
+from rlhf_jax.models import axes, context, decoder, heads
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.packing import Packing, texts_of
 
@@ -153,15 +153,21 @@ def logprobs_from_hidden(
     head = heads.vocabulary_head(params, model=model)
     # Its chunks hold tokens of every device that shares the vocabulary.
     shared = axes.vocabulary_devices(head.shape[0])
-    results = token_logprobs_from_hidden(
-        hidden,
-        head,
-        tokens,
-        temperature=temperature,
-        vocab_size=model.vocab_size,
-        softcap=model.logit_softcap,
-        first_column=first_column,
-        max_logits=shared * _max_logits(hidden),
+
+    def computed(hidden: Array, tokens: Array, *, first_column: int) -> Any:
+        return token_logprobs_from_hidden(
+            hidden,
+            head,
+            tokens,
+            temperature=temperature,
+            vocab_size=model.vocab_size,
+            softcap=model.logit_softcap,
+            first_column=first_column,
+            max_logits=shared * _max_logits(hidden),
+        )
+
+    results = context.per_prediction(
+        computed, hidden, tokens=tokens, first_column=first_column
     )
     predicted = _predicted(mask)
     if segments is not None:
@@ -203,33 +209,31 @@ def exact_kl(
     head = heads.vocabulary_head(params, model=model)
     ref_head = jax.lax.stop_gradient(heads.vocabulary_head(ref_params, model=model))
     ref_hidden = jax.lax.stop_gradient(ref_hidden)
-    if top_k is None:
-        divergence = kl.exact_from_hidden(
-            hidden,
-            head,
-            ref_hidden,
-            ref_head,
-            temperature=temperature,
-            vocab_size=model.vocab_size,
-            softcap=model.logit_softcap,
-            first_column=first_column,
-            direction=direction,
-            max_logits=_max_logits(hidden),
-        )
-    else:
-        divergence = kl.top_k_from_hidden(
-            hidden,
-            head,
-            ref_hidden,
-            ref_head,
-            k=top_k,
-            temperature=temperature,
-            vocab_size=model.vocab_size,
-            softcap=model.logit_softcap,
-            first_column=first_column,
-            direction=direction,
-            max_logits=_max_logits(hidden),
-        )
+
+    def computed(
+        hidden: Array, ref_hidden: Array, tokens: Array, *, first_column: int
+    ) -> Array:
+        del tokens
+        options = {
+            "temperature": temperature,
+            "vocab_size": model.vocab_size,
+            "softcap": model.logit_softcap,
+            "first_column": first_column,
+            "direction": direction,
+            "max_logits": _max_logits(hidden),
+        }
+        models = hidden, head, ref_hidden, ref_head
+        if top_k is None:
+            return kl.exact_from_hidden(*models, **options)
+        return kl.top_k_from_hidden(*models, k=top_k, **options)
+
+    divergence = context.per_prediction(
+        computed,
+        hidden,
+        ref_hidden,
+        tokens=mask.astype(jnp.int32),
+        first_column=first_column,
+    )
     return jnp.where(_predicted(mask), divergence, 0.0)
 
 

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf_jax.devices import processes, table_cells
-from rlhf_jax.models import engine_choice, leaves
+from rlhf_jax.models import axes, engine_choice, leaves
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.runs import alarms, loggers
 from rlhf_jax.runs.alarms import Alarm
@@ -222,7 +222,12 @@ def engine(model: ModelConfig, *, columns: int, mesh: Mesh) -> None:
       mesh: where it computes.
     """
     backend = engine_choice.backend_of(mesh.abstract_mesh)
-    found = engine_choice.choose(model, columns=columns, backend=backend)
+    found = engine_choice.choose(
+        model,
+        columns=columns,
+        backend=backend,
+        context=mesh.shape.get(axes.CONTEXT_AXIS, 1),
+    )
     Console().print(
         f"attention over rows of {columns:,} tokens: {found.engine}, {found.reason}"
     )

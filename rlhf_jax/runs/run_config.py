@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import importlib.util
 import json
@@ -98,6 +99,11 @@ ADDED: dict[str, Any] = {
     "sampler_storage": {"dtype": "float32", "embeddings": None},
     **{f"{name}.sampler_weight_cap": None for name in ("ppo", "grpo", "reinforce")},
     "placement.sampler": dataclasses.asdict(placement.WITH_POLICY),
+    "placement.policy.context": 1,
+    **{
+        f"placement.{role}.mesh.context": 1
+        for role in ("sampler", "critic", "reference", "reward")
+    },
 }
 Config = TypeVar("Config", bound=RunConfig)
 
@@ -115,14 +121,15 @@ def complete(recorded: Mapping[str, Any], *, names: Collection[str]) -> dict[str
         name: {RENAMED.get(field, field): one for field, one in value.items()}
         if isinstance(value, dict)
         else value
-        for name, value in recorded.items()
+        for name, value in copy.deepcopy(dict(recorded)).items()
     }
-    for name in ADDED.keys() & set(names):
-        group, dot, field = name.partition(".")
-        if not dot:
-            recorded.setdefault(name, ADDED[name])
-        elif isinstance(recorded.get(group), dict):
-            recorded[group].setdefault(field, ADDED[name])
+    for name in sorted(ADDED.keys() & set(names)):  # a group before its fields
+        *groups, field = name.split(".")
+        group: Any = recorded
+        for part in groups:
+            group = group.get(part) if isinstance(group, dict) else None
+        if isinstance(group, dict):
+            group.setdefault(field, ADDED[name])
     return recorded
 
 

@@ -27,6 +27,7 @@ from rlhf_jax.checkpoints.frozen_models import Storage
 from rlhf_jax.data import layouts
 from rlhf_jax.data.layout_arrays import Form
 from rlhf_jax.devices import processes, row_sharding, sharding
+from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import engine_choice
@@ -59,8 +60,14 @@ class PackedConfig(StartConfig):
     """Tokens of packed rows in one forward and backward pass on each device; None is
     --micro-batch-size rows, or a whole minibatch."""
 
-    def check_packing(self, *, max_new_tokens: int) -> None:
-        """Raises InputError for options that do not fit together."""
+    def check_packing(self, *, max_new_tokens: int, mesh: MeshShape) -> None:
+        """Raises InputError for options that do not fit together, or not the mesh."""
+        if self.packing != "off" and mesh.context > 1:
+            raise InputError(
+                f"--packing {self.packing}: expected --packing off on a mesh with a "
+                f"context axis, got {mesh}, as a head reads packed states from any "
+                f"column; leave one of the two out"
+            )
         for option, value in (
             ("--packing-width", self.packing_width),
             ("--max-tokens-per-device", self.max_tokens_per_device),

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.devices import sharding
+from rlhf_jax.models import axes, engine_choice
 from rlhf_jax.models.config import Attention, Remat
 from rlhf_jax.runs import run_config
 
@@ -39,8 +40,11 @@ def load_start(path_or_repo_id: str, *, options: StartConfig, mesh: Mesh) -> Pre
       mesh: The devices of the policy.
 
     Raises:
-      InputError: As `pretrained.load`.
+      InputError: As `pretrained.load`, or the mesh shares columns, which the attention
+        that is asked for cannot.
     """
+    if mesh.shape.get(axes.CONTEXT_AXIS, 1) > 1:
+        engine_choice.refuse_context(options.attention)
     return pretrained.load(
         path_or_repo_id,
         tokenizer=options.tokenizer,

@@ -127,9 +127,10 @@ def run_grpo(place, rows):
         pytest.param(run_grpo, marks=pytest.mark.long),
     ],
 )
-def test_a_program_on_a_mesh_is_that_of_one_device(program):
+@pytest.mark.parametrize("shape", [MESH, MeshShape(fsdp=2, context=4)], ids=str)
+def test_a_program_on_a_mesh_is_that_of_one_device(program, shape):
     wanted, wanted_stats = program(lambda tree: tree, lambda rows: rows)
-    with jax.set_mesh(MESH.make()):
+    with jax.set_mesh(shape.make()):
         found, stats = program(sharding.place, row_sharding.put_rows)
     near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
     jax.tree.map(near, found, wanted)

@@ -35,6 +35,11 @@ FORMS = {
 }
 
 
+def axes(**sizes):
+    """The axes of a mesh by name, 1 where none is given."""
+    return dataclasses.asdict(MeshShape(**sizes))
+
+
 def ids(mesh):
     return [device.id for device in mesh.devices.flat]
 
@@ -74,7 +79,7 @@ def test_the_policy_has_all_devices_that_no_role_takes():
     assert ids(Placement().policy_mesh()) == [0]
     four = Placement(policy=FOUR, critic=Place.parse("last:data=4"))
     assert ids(four.policy_mesh()) == [0, 1, 2, 3]
-    assert dict(four.policy_mesh().shape) == {"data": 1, "fsdp": 4, "tensor": 1}
+    assert dict(four.policy_mesh().shape) == axes(fsdp=4)
     # Roles on the last devices share them: two of them take as many as the larger.
     shared = Placement(
         policy=MeshShape(data=6), critic=Place.parse("last"), sampler=Place("last", TWO)
@@ -90,7 +95,7 @@ def test_the_mesh_of_each_place():
     assert Place().mesh_beside(mesh) is mesh
     tensor = Place.parse("tensor=4").mesh_beside(mesh)
     assert ids(tensor) == [0, 1, 2, 3]
-    assert dict(tensor.shape) == {"data": 1, "fsdp": 1, "tensor": 4}
+    assert dict(tensor.shape) == axes(tensor=4)
     assert Place("cpu").mesh_beside(mesh) is None
     # Pinned parameters run on the devices and take none of their memory.
     pinned = Place.parse("last:data=2@pinned_host")
@@ -146,11 +151,7 @@ def test_a_sampler_may_have_a_mesh_over_the_policy_s_devices():
     for kind in (Placement, SamplerPlacement):
         placement = kind(policy=MeshShape(fsdp=8), sampler=place)
         mesh = placement.policy_mesh()
-        assert dict(placement.sampler.mesh_beside(mesh).shape) == {
-            "data": 2,
-            "fsdp": 1,
-            "tensor": 4,
-        }
+        assert dict(placement.sampler.mesh_beside(mesh).shape) == axes(data=2, tensor=4)
         with pytest.raises(InputError, match=r"^--placement.sampler: .*8 devices"):
             kind(
                 policy=MeshShape(fsdp=8), sampler=Place.parse("tensor=3")

@@ -180,7 +180,10 @@ def test_nothing_large_is_on_every_device_unsaid(model, shape):
     ("rules", "message"),
     [
         ({"embed": "tensor"}, r"embed/\w+: expected one dimension on mesh axis 'te"),
-        ({"mlp": "rows"}, "rules: expected an axis of the mesh, data, fsdp, tensor, f"),
+        (
+            {"mlp": "rows"},
+            "rules: expected an axis of the mesh, data, fsdp, context, t",
+        ),
         (
             dict.fromkeys(sharding.RULES),
             r"embed/\w+: expected at most 64 numbers on every device, got",
@@ -228,7 +231,7 @@ def test_a_mesh_is_one_option_of_a_command_line():
     shape = MeshShape(data=2, fsdp=3, tensor=5)
     assert MeshShape.parse(str(shape)) == shape
     for text in ("", "fsdp", "fsdp=2,fsdp=2", "rows=2", "data=-1", "data=2.0"):
-        with pytest.raises(InputError, match="expected sizes of data, fsdp, tensor"):
+        with pytest.raises(InputError, match="expected sizes of data, fsdp, context"):
             MeshShape.parse(text)
     with pytest.raises(InputError, match="at least 1 device"):
         MeshShape.parse("data=0")

@@ -11,7 +11,7 @@ NO_FOLDER = "'/nowhere'; that looks like a path, and there is no such folder"
 DEVICES = "expected axes that multiply to the 8 devices, got data="
 CHOICE = "invalid choice '{}' for argument '{}'"
 FINITE = "expected finite numbers .* got {}"
-MESH = "mesh: expected sizes of data, fsdp, tensor,"
+MESH = "mesh: expected sizes of data, fsdp, context, tensor,"
 PLACE = "place: expected policy, AXIS=SIZE,..., last, last:AXIS=SIZE,... or cpu,"
 
 # Of every trainer.

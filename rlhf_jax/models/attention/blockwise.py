@@ -44,7 +44,7 @@ def attend_blockwise(
     not, as JAX has none of loops whose length depends on data; `xla` has it.
 
     Args:
-      query: [B, H, T, head_dim], of the last T columns.
+      query: [B, H, T, head_dim], at `mask.query_columns`.
       keys_values: [B, K, S, head_dim] each; H/K query heads in a row read the same
         keys. What stands at padding is not read, not even NaN.
       mask: of S columns.
@@ -56,12 +56,11 @@ def attend_blockwise(
     key, value = keys_values
     rows, heads, queries, head_dim = query.shape
     kv_heads, size = key.shape[1], key.shape[2]
-    group, first = heads // kv_heads, size - queries
+    group = heads // kv_heads
     if block is None:
         block = BLOCK.get(jax.default_backend(), BLOCK_ELSEWHERE)
     block_q, block_k = (min(block, -(-count // 8) * 8) for count in (queries, size))
     form = Form(
-        first=first,
         scale=1 / math.sqrt(head_dim) if mask.scale is None else mask.scale,
         softcap=mask.softcap,
     )
@@ -78,9 +77,12 @@ def attend_blockwise(
     def of_blocks(segments: Array, width: int) -> Array:
         room = -segments.shape[1] % width
         padded = jnp.pad(segments, ((0, 0), (0, room)))
-        return padded.reshape(rows, -1, width)
+        return padded.reshape(segments.shape[0], -1, width)
 
-    segments_q = mask.segments[:, first:]
+    segments_q = mask.query_segments(queries)
+    columns = mask.query_columns(queries)
+    room = -queries % block_q
+    columns = jnp.pad(columns, (0, room), mode="edge").reshape(-1, block_q)
     window = size if mask.window is None else mask.window
     out = _attend(
         blocks(query, segments_q, block_q),
@@ -88,6 +90,7 @@ def attend_blockwise(
         blocks(value, mask.segments, block_k),
         of_blocks(segments_q, block_q),
         of_blocks(mask.segments, block_k),
+        columns,
         jnp.asarray(window, jnp.int32),
         form,
     )
@@ -96,17 +99,18 @@ def attend_blockwise(
     return out[:, :, :queries]
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(6,))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(7,))
 def _attend(
     q: Array,
     k: Array,
     v: Array,
     segments_q: Array,
     segments_k: Array,
+    columns: Array,
     window: Array,
     form: Form,
 ) -> Array:
-    masked = segments_q, segments_k, window
+    masked = segments_q, segments_k, columns, window
     out, _ = blockwise_passes.forward((q, k, v), masked, form=form)
     return out
 

@@ -5,6 +5,7 @@ of all heads that share keys, group by group; k columns in a block of keys; d he
 
     q        [B, n, K, Q, d]         k, v        [B, m, K, k, d]
     segments_q  i32[B, n, Q / G]     segments_k  i32[B, m, k]
+    columns     i32[n, Q / G], of the queries, rising
 
 Logits are held transposed, [K, k, Q]: a softmax then reduces over the first of two
 dimensions, which a CPU does in vectors, and all products are of plain matrices.
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 
 Array = jax.Array
 Blocks = tuple[Array, ...]  # q, k, v
-Masked = tuple[Array, ...]  # segments_q, segments_k, and the window, i32[]
+Masked = tuple[Array, ...]  # segments_q, segments_k, columns, and the window, i32[]
 
 HIDDEN = -1e30  # a logit that is masked
 LEAST = -5e29  # the largest logit so far, at first: what is masked is exp(-5e29) = 0
@@ -29,7 +30,6 @@ LEAST = -5e29  # the largest logit so far, at first: what is masked is exp(-5e29
 class Form(NamedTuple):
     """What of a call is static."""
 
-    first: int  # column of the first query
     scale: float  # of q·k
     softcap: float | None
 
@@ -46,9 +46,9 @@ def forward(arrays: Blocks, masked: Masked, *, form: Form) -> tuple[Array, Array
     """
     q, k, v = arrays
     rows, blocks, kv_heads, queries, head_dim = q.shape
-    segments_q, segments_k, _ = masked
+    segments_q, segments_k, columns, _ = masked
     num_keys = k.shape[1]
-    start, stop = visited(masked, form=form, of_keys=False)
+    start, stop = visited(masked, of_keys=False)
     keys, values, segments = _flat(k), _flat(v.mT), _flat(segments_k)
 
     def of_queries(_: None, one: tuple[Array, ...]) -> tuple[None, tuple[Array, Array]]:
@@ -60,7 +60,9 @@ def forward(arrays: Blocks, masked: Masked, *, form: Form) -> tuple[Array, Array
             key, value, segment = (
                 _at(x, row * num_keys + j) for x in (keys, values, segments)
             )
-            s, _ = _logits(*(key, q, i, j, segments_q, segment, masked[2]), form=form)
+            s, _ = _logits(
+                *(key, q, columns[i], j, segments_q, segment, masked[3]), form=form
+            )
             new = jnp.maximum(largest, s.max(axis=1))
             p = jnp.exp(s - new[:, None])
             shrunk = jnp.exp(largest - new)
@@ -95,10 +97,10 @@ def tangent(residuals: Any, tangents: Blocks, *, form: Form) -> Array:
     """
     (q, k, v), masked, out, normaliser = residuals
     rows, blocks, kv_heads, queries, head_dim = q.shape
-    segments_q, segments_k, _ = masked
+    segments_q, segments_k, columns, _ = masked
     num_keys = k.shape[1]
     q_dot, k_dot, v_dot = tangents
-    start, stop = visited(masked, form=form, of_keys=False)
+    start, stop = visited(masked, of_keys=False)
     of_keys = tuple(map(_flat, (k, v.mT, k_dot, v_dot.mT, segments_k)))
 
     def of_queries(_: None, one: tuple[Array, ...]) -> tuple[None, Array]:
@@ -111,7 +113,7 @@ def tangent(residuals: Any, tangents: Blocks, *, form: Form) -> Array:
                 _at(x, row * num_keys + j) for x in of_keys
             )
             s, slope = _logits(
-                *(key, q, i, j, segments_q, segment, masked[2]), form=form
+                *(key, q, columns[i], j, segments_q, segment, masked[3]), form=form
             )
             p = jnp.exp(s - normaliser[:, None])
             s_dot = (_product(key, q_dot) + _product(key_dot, q)) * slope
@@ -153,10 +155,10 @@ def backward(residuals: Any, gradient: Array | None, *, form: Form) -> Blocks:
     assert gradient is not None
     (q, k, v), masked, out, normaliser = residuals
     rows, blocks, *_ = q.shape
-    segments_q, segments_k, _ = masked
+    segments_q, segments_k, columns, _ = masked
     num_keys = k.shape[1]
     share = (gradient.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)
-    start, stop = visited(masked, form=form, of_keys=True)
+    start, stop = visited(masked, of_keys=True)
     of_queries = tuple(
         map(_flat, (q, q.mT, gradient, gradient.mT, normaliser, share, segments_q))
     )
@@ -172,7 +174,7 @@ def backward(residuals: Any, gradient: Array | None, *, form: Form) -> Blocks:
                 _at(x, place) for x in of_queries
             )
             s, slope = _logits(
-                *(k, query_t, i, j, segment, segments_k, masked[2]), form=form
+                *(k, query_t, columns[i], j, segment, segments_k, masked[3]), form=form
             )
             p = jnp.exp(s - normaliser[:, None])
             of_s = p * (_product(v, grad_t) - share[:, None]) * slope
@@ -200,7 +202,7 @@ def backward(residuals: Any, gradient: Array | None, *, form: Form) -> Blocks:
 def _logits(
     key: Array,
     query: Array,
-    i: Array,
+    column_q: Array,
     j: Array,
     segments_q: Array,
     segments_k: Array,
@@ -208,19 +210,21 @@ def _logits(
     *,
     form: Form,
 ) -> tuple[Array, Array | float]:
-    """Logits of key block j [K, k, d] and query block i [K, d, Q], and ds / d(q·k).
+    """Logits of key block j [K, k, d] and queries [K, d, Q], and ds / d(q·k).
+
+    Args:
+      column_q: i32[Q / G], of the queries.
 
     Returns:
       f32[K, k, Q], `HIDDEN` where masked; the slope of what is not.
     """
-    width, count = segments_q.shape[0], segments_k.shape[0]
-    group = query.shape[-1] // width
+    count = segments_k.shape[0]
+    group = query.shape[-1] // segments_q.shape[0]
     s = _product(key, query) * form.scale
     slope: Array | float = form.scale
     if form.softcap is not None:
         bent = jnp.tanh(s / form.softcap)
         s, slope = form.softcap * bent, form.scale * (1 - jnp.square(bent))
-    column_q = form.first + i * width + _numbers(width)
     distance = column_q[None, :] - (j * count + _numbers(count))[:, None]
     seen = (distance >= 0) & (distance < window)
     seen &= segments_q[None, :] == segments_k[:, None]
@@ -233,25 +237,24 @@ def _product(a: Array, b: Array) -> Array:
     return jnp.matmul(a, b, preferred_element_type=jnp.float32)
 
 
-def visited(masked: Masked, *, form: Form, of_keys: bool) -> tuple[Array, Array]:
+def visited(masked: Masked, *, of_keys: bool) -> tuple[Array, Array]:
     """The range of key blocks that each query block meets, or the other way round.
 
     Returns:
       i32[B · n] each, the first block and the one after the last; with `of_keys`
       i32[B · m], of query blocks.
     """
-    segments_q, segments_k, window = masked
+    segments_q, segments_k, columns, window = masked
     (first_q, last_q), (first_k, last_k) = (
         _bounds(segments) for segments in (segments_q, segments_k)
     )
     met = (first_q[:, :, None] <= last_k[:, None, :]) & (
         first_k[:, None, :] <= last_q[:, :, None]
     )
-    width, count = segments_q.shape[2], segments_k.shape[2]
-    column_q = form.first + width * _numbers(segments_q.shape[1])[:, None]
+    count = segments_k.shape[2]
     column_k = count * _numbers(segments_k.shape[1])[None, :]
-    met &= (column_k < column_q + width)[None]
-    met &= (column_q - (column_k + count - 1) < window)[None]
+    met &= (column_k <= columns[:, -1:])[None]
+    met &= (columns[:, :1] - (column_k + count - 1) < window)[None]
     if of_keys:
         met = met.swapaxes(1, 2)
     number = _numbers(met.shape[2])

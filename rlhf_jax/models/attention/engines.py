@@ -16,8 +16,10 @@ from rlhf_jax.models.attention.xla import attend_xla
 from rlhf_jax.models.config import ModelConfig
 
 Array = jax.Array
-# Those that a device computes for rows and heads of its own; xla is partitioned.
+# What a device computes for rows and heads of its own. xla, whose operations are
+# partitioned, needs that for columns alone.
 ENGINES: dict[str, Engine] = {
+    "xla": attend_xla,
     "blockwise": attend_blockwise,
     "splash": attend_splash,
     "cudnn": attend_cudnn,
@@ -30,23 +32,30 @@ def attend(
     """softmax(scale · q·kᵀ)·v over what the mask allows, by the model's engine.
 
     Args:
-      query: [B, H, T, head_dim], of the last T columns.
+      query: [B, H, T, head_dim], of the last T columns. With a cut of the columns
+        [B·c, H, S/c, head_dim], the balanced parts of rows (`context.py`).
       keys_values: [B, K, S, head_dim] each; H/K query heads in a row read the same
-        keys.
+        keys. With a cut as the queries.
       mask: of S columns.
 
     Returns:
-      [B, H, T, head_dim], in query's dtype; finite at padding.
+      In the shape and dtype of query; finite at padding.
 
     Raises:
-      InputError: texts share a prefix, which only xla can compute.
+      InputError: texts share a prefix, which only xla can compute, and not of columns
+        that are cut; or the engine cannot compute a cut row.
     """
-    engine, _ = engine_choice.choose(model, columns=keys_values[0].shape[2])
-    if engine == "xla":
+    engine, _ = engine_choice.choose(model, columns=mask.columns)
+    if mask.cut is not None:
+        engine_choice.refuse_context(engine)
+    if engine == "xla" and mask.cut is None:
         return attend_xla(query, keys_values, mask=mask)
     if mask.prefixes is not None:
         raise InputError(
             f"expected attention xla for texts that share a prefix, got {engine}; "
             f"choose xla, or let no texts share one"
+            if mask.cut is None
+            else f"expected a mesh without a context axis for texts that share a "
+            f"prefix, got context={mask.cut.count}; let no texts share one"
         )
     return attend_per_device(query, keys_values, mask=mask, engine=ENGINES[engine])

@@ -1,7 +1,9 @@
-"""An engine by itself on each device of a mesh: rows and heads of its own.
+"""An engine by itself on each device of a mesh: rows, heads and queries of its own.
 
 A loop over blocks, or a kernel, is opaque to the compiler's partitioner, which would
-gather what goes in. Attention needs nothing of other rows or heads.
+gather what goes in. Attention needs nothing of other rows or heads. Of a row whose
+columns are cut, each device gathers keys and values, which grouped heads make small;
+the gradient scatters their sum back.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
-from rlhf_jax.models import axes
+from rlhf_jax.models import axes, context
 from rlhf_jax.models.attention.cache import KeyValue
 from rlhf_jax.models.attention.record import AttentionMask
 
@@ -33,13 +35,13 @@ def attend_per_device(
     Without a mesh, or within `jax.shard_map`, it is the plain call.
 
     Args:
-      query: [B, H, T, head_dim].
-      keys_values: [B, K, S, head_dim] each.
+      query: [B, H, T, head_dim]; with a cut [B·c, H, S/c, head_dim].
+      keys_values: [B, K, S, head_dim] each; with a cut [B·c, K, S/c, head_dim].
       mask: of S columns.
       engine: what each device computes of its rows and heads.
 
     Returns:
-      [B, H, T, head_dim].
+      In the shape of query.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1 or mesh.manual_axes:
@@ -53,9 +55,11 @@ def attend_per_device(
     if shared and kv_heads % devices:
         key, value = (jnp.repeat(x, devices // kv_heads, axis=1) for x in keys_values)
         keys_values = key, value
-    rows = axes.row_axes(sizes, rows=query.shape[0]) or None
-    by_head = PartitionSpec(rows, HEAD_AXIS if shared and devices > 1 else None)
-    by_row = PartitionSpec(rows)
+    rows = axes.row_axes(sizes, rows=query.shape[0], among=axes.ACTIVATION_AXES)
+    by_row, by_part = PartitionSpec(rows or None), PartitionSpec(rows or None)
+    if mask.cut is not None:
+        by_row, by_part = mask.cut.by_row, mask.cut.by_part
+    by_head = PartitionSpec(*by_part, HEAD_AXIS if shared and devices > 1 else None)
     static = mask.window if isinstance(mask.window, int) else None
     traced = () if static is mask.window else (mask.window,)
 
@@ -65,6 +69,10 @@ def attend_per_device(
         own = dataclasses.replace(
             mask, segments=segments, window=window[0] if window else static
         )
+        if mask.cut is not None:
+            own = dataclasses.replace(own, share=jax.lax.axis_index(axes.CONTEXT_AXIS))
+            key, value = (_whole(x, count=mask.cut.count) for x in keys_values)
+            keys_values = key, value
         return engine(query, keys_values, mask=own)
 
     arguments: Any = query, keys_values, mask.segments, traced
@@ -75,6 +83,12 @@ def attend_per_device(
         local, mesh=mesh, in_specs=specs, out_specs=by_head, check_vma=False
     )
     return split(*arguments)
+
+
+def _whole(x: Array, *, count: int) -> Array:
+    """[B, K, S/c, d] of this device -> [B, K, S, d], columns in order."""
+    x = jax.lax.all_gather(x, axes.CONTEXT_AXIS, axis=2, tiled=True)
+    return context.in_order(x, count=count)
 
 
 def _resharded(tree: Any, spec: PartitionSpec) -> Any:

@@ -17,6 +17,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from rlhf_jax.models.context import Cut, balanced
+
 Array = jax.Array
 
 
@@ -44,6 +46,32 @@ class AttentionMask:
     scale: float | None = flax.struct.field(pytree_node=False, default=None)
     # c of logits c·tanh(x / c) (Gemma 2, arXiv:2408.00118, section 2); None is off.
     softcap: float | None = flax.struct.field(pytree_node=False, default=None)
+    # How the columns of queries are cut over devices; None where a device has all.
+    cut: Cut | None = flax.struct.field(pytree_node=False, default=None)
+    share: Array | None = None  # i32[], the device whose queries these are, with a cut
+
+    @property
+    def rows(self) -> int:
+        """B, of hidden states; with a cut B·c."""
+        return self.segments.shape[0] * (1 if self.cut is None else self.cut.count)
+
+    @property
+    def columns(self) -> int:
+        """S, of a row."""
+        return self.segments.shape[1]
+
+    def query_columns(self, queries: int) -> Array:
+        """i32[T], rising: the columns of the queries, the last T without a cut."""
+        if self.cut is None or self.share is None:
+            return jnp.arange(self.columns - queries, self.columns, dtype=jnp.int32)
+        of_devices = balanced(self.columns, count=self.cut.count)
+        return jnp.asarray(of_devices.reshape(-1, queries))[self.share]
+
+    def query_segments(self, queries: int) -> Array:
+        """i32[B, T], the segments of the queries."""
+        if self.share is None:
+            return self.segments[:, self.columns - queries :]
+        return jnp.take(self.segments, self.query_columns(queries), axis=1)
 
     def first_columns(self, count: int) -> AttentionMask:
         """The record of the first `count` columns alone."""
@@ -79,6 +107,7 @@ def mask_of(
     prefixes: Array | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    cut: Cut | None = None,
 ) -> AttentionMask:
     """The record of padded rows, or of rows into which texts are packed.
 
@@ -86,7 +115,7 @@ def mask_of(
       mask: bool[B, S], True at tokens.
       segments: i32[B, S], from 1 at tokens; None is one text per row.
       prefixes: i32[B, S], the segment that a token sees beside its own, or 0.
-      scale, softcap: as in `AttentionMask`.
+      scale, softcap, cut: as in `AttentionMask`.
     """
     text = mask.astype(jnp.int32)
     return AttentionMask(
@@ -95,6 +124,7 @@ def mask_of(
         packed=segments is not None,
         scale=scale,
         softcap=softcap,
+        cut=cut,
     )
 
 
@@ -102,20 +132,19 @@ def allowed(mask: AttentionMask, *, queries: int) -> Array:
     """The record as an array, for an engine that takes no other form.
 
     Args:
-      queries: T; they stand at the last T columns.
+      queries: T, at `mask.query_columns`.
 
     Returns:
       bool[B, T, S], True where a query attends to a key.
     """
-    segments = mask.segments
-    size = segments.shape[1]
-    first = size - queries
-    column = jnp.arange(size, dtype=jnp.int32)
-    distance = column[first:, None] - column[None, :]
+    segments, of_queries = mask.segments, mask.query_segments(queries)
+    column = jnp.arange(mask.columns, dtype=jnp.int32)
+    distance = mask.query_columns(queries)[:, None] - column[None, :]
     within = distance >= 0
     if mask.window is not None:
         within &= distance < mask.window
-    same = segments[:, first:, None] == segments[:, None, :]
+    same = of_queries[:, :, None] == segments[:, None, :]
     if mask.prefixes is not None:
+        first = mask.columns - queries
         same |= mask.prefixes[:, first:, None] == segments[:, None, :]
     return within[None] & same & (segments > 0)[:, None, :]

@@ -5,24 +5,27 @@ Source: `jax.experimental.pallas.ops.tpu.splash_attention`.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention
 
 from rlhf_jax.models.attention.cache import KeyValue
 from rlhf_jax.models.attention.record import AttentionMask, with_static_window
+from rlhf_jax.models.context import balanced
 
 Array = jax.Array
 LANES = 128  # columns that a block is a multiple of
 # Largest block, columns. A block's logits are kept in a TPU core's own memory.
 BLOCK, BLOCK_COMPUTE = 1024, 512
-# Columns up to which the backward pass is one kernel. It keeps the gradient of the
-# queries once for each block of keys, which grows with S²; two kernels do not.
-FUSED = 8192
+# Logits of a head up to which the backward pass is one kernel. It keeps the gradient of
+# the queries once for each block of keys, which grows with them; two kernels do not.
+FUSED = 8192**2
 
 
 def attend_splash(
@@ -34,7 +37,7 @@ def attend_splash(
     their own dtype. JAX has reverse mode alone of this kernel.
 
     Args:
-      query: [B, H, T, head_dim], of the last T columns.
+      query: [B, H, T, head_dim], at `mask.query_columns`.
       keys_values: [B, K, S, head_dim] each; K divides H.
       mask: of S columns; a traced window has its values in `windows`.
       interpret: the kernel's operations one by one, on any backend, for tests.
@@ -43,61 +46,106 @@ def attend_splash(
       [B, H, T, head_dim], in query's dtype; finite at padding where what comes in is.
     """
     size, queries = keys_values[0].shape[2], query.shape[2]
-    block = min(BLOCK, -(-size // LANES) * LANES)
+    block = _block(size)
     room = -size % block
+    # The last T columns stand among all of them, with nothing before; of a row that is
+    # cut, queries are at columns of their own.
+    before, after = size - queries, room
+    block_q, segments_q = block, jnp.pad(mask.segments, ((0, 0), (0, room)))
+    if mask.share is not None:
+        block_q = _block(queries)
+        before, after = 0, -queries % block_q
+        segments_q = jnp.pad(mask.query_segments(queries), ((0, 0), (0, after)))
 
-    def padded(x: Array) -> Array:
-        return jnp.pad(x, ((0, 0), (0, 0), (size - x.shape[2], room), (0, 0)))
+    def padded(x: Array, before: int, after: int) -> Array:
+        return jnp.pad(x, ((0, 0), (0, 0), (before, after), (0, 0)))
 
     scale = 1 / math.sqrt(query.shape[-1]) if mask.scale is None else mask.scale
-    scaled = padded((query * scale).astype(query.dtype))
-    key, value = map(padded, keys_values)
+    scaled = padded((query * scale).astype(query.dtype), before, after)
+    key, value = (padded(x, 0, room) for x in keys_values)
     segments = jnp.pad(mask.segments, ((0, 0), (0, room)))
 
     def attend(mask: AttentionMask) -> Array:
         kernel = _kernel(
             heads=query.shape[1],
+            queries=queries,
             columns=size + room,
-            block=block,
+            blocks=(block_q, block),
             mask=mask,
             interpret=interpret,
         )
 
-        def row(query: Array, key: Array, value: Array, segments: Array) -> Array:
-            ids = splash_attention.SegmentIds(segments, segments)
-            return kernel(query, key, value, segment_ids=ids)
+        def row(query: Array, key: Array, value: Array, ids: tuple[Array, ...]) -> Any:
+            return kernel(
+                query, key, value, segment_ids=splash_attention.SegmentIds(*ids)
+            )
 
-        return jax.vmap(row)(scaled, key, value, segments)
+        return jax.vmap(row)(scaled, key, value, (segments_q, segments))
 
     y = with_static_window(mask, attend)
-    return y[:, :, size - queries : size]
+    return y[:, :, before : before + queries]
+
+
+def _block(columns: int) -> int:
+    """Columns of a block, which the lanes of a TPU divide."""
+    return min(BLOCK, -(-columns // LANES) * LANES)
 
 
 def _kernel(
-    *, heads: int, columns: int, block: int, mask: AttentionMask, interpret: bool
+    *,
+    heads: int,
+    queries: int,
+    columns: int,
+    blocks: tuple[int, int],
+    mask: AttentionMask,
+    interpret: bool,
 ) -> Callable[..., Any]:
-    shape = (columns, columns)
-    causal: splash_attention.Mask = splash_attention.CausalMask(shape)
+    block_q, block = blocks
+    of_queries = np.arange(columns, dtype=np.int32)
+    shares = 1
+    if mask.cut is not None:
+        shares = mask.cut.count
+        of_queries = balanced(mask.columns, count=shares).reshape(shares, queries)
+        # Padding is at column 0, where something is attended to.
+        of_queries = np.pad(of_queries, ((0, 0), (0, -queries % block_q))).reshape(-1)
+    shape = (of_queries.size, columns)
+    causal = splash_attention.CausalMask(shape)
     if mask.window is not None:
         assert isinstance(mask.window, int)  # as `with_static_window` has it
         causal = splash_attention.LocalMask(shape, (mask.window - 1, 0), 0)
+    causal.q_sequence = of_queries
     compute = math.gcd(block, BLOCK_COMPUTE)
-    fused = columns <= FUSED
-    return splash_attention.make_splash_mha(
+    fused = of_queries.size // shares * columns <= FUSED
+    kernel = splash_attention.make_splash_mha(
         splash_attention.MultiHeadMask([causal] * heads),
         block_sizes=splash_attention.BlockSizes(
-            block_q=block,
+            block_q=block_q,
             block_kv=block,
             block_kv_compute=compute,
-            block_q_dkv=block,
+            block_q_dkv=block_q,
             block_kv_dkv=block,
             block_kv_dkv_compute=compute,
-            block_q_dq=None if fused else block,
+            block_q_dq=None if fused else block_q,
             block_kv_dq=None if fused else block,
             use_fused_bwd_kernel=fused,
         ),
         head_shards=1,
-        q_seq_shards=1,
+        q_seq_shards=shares,
         attn_logits_soft_cap=mask.softcap,
         interpret=interpret,
     )
+    if mask.share is None:
+        return kernel
+    return jax.tree.map(functools.partial(_share, mask.share, shares), kernel)
+
+
+def _share(share: Array, shares: int, blocks: Array) -> Array:
+    """What a device has of a kernel's tables: those of its queries.
+
+    Args:
+      blocks: i32[c·T] columns of queries, or [1, c·n, m] of blocks; as the kernel's own
+        `manual_sharding_spec` cuts them.
+    """
+    axis = 0 if blocks.ndim == 1 else 1
+    size = blocks.shape[axis] // shares
+    return jax.lax.dynamic_slice_in_dim(blocks, share * size, size, axis)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.models import decoder, heads
+from rlhf_jax.models import context, decoder, heads
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import LoRA
 from rlhf_jax.models.packing import Packing, SizedPacking, at_size, texts_of
@@ -92,6 +93,11 @@ def sequence_scores(
     hidden = decoder.hidden_states(
         params["trunk"], model=model, tokens=tokens, mask=mask
     )
+    if context.cut_of(tokens.shape[0]) is not None:  # the last token is on one device
+        of_all = context.per_token(
+            functools.partial(heads.scores, params["score"]), hidden
+        )
+        return jnp.take_along_axis(of_all, last[:, None], axis=1)[:, 0]
     final = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
     return heads.scores(params["score"], final)
 

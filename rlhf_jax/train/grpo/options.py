@@ -88,7 +88,9 @@ class VerifiedConfig(PackedConfig, abc.ABC):
             stop_timeout=self.stop_timeout,
         )
         checks.non_negative(kl_coef=self.beta)
-        self.check_packing(max_new_tokens=self.max_new_tokens)
+        self.check_packing(
+            max_new_tokens=self.max_new_tokens, mesh=self.placement.policy
+        )
         self.check_sampler(self.recipe)
         if self.reference == "none" and self.beta:
             raise InputError(

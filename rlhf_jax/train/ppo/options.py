@@ -149,7 +149,9 @@ class Config(PackedConfig):
             stop_timeout=self.stop_timeout,
         )
         checks.non_negative(kl_coef=self.kl_coef, num_shown=self.num_shown)
-        self.check_packing(max_new_tokens=self.max_new_tokens)
+        self.check_packing(
+            max_new_tokens=self.max_new_tokens, mesh=self.placement.policy
+        )
         self.check_sampler(self.ppo, adapters=self.lora.lora is not None)
         if self.max_grad_norm is not None:
             checks.positive(max_grad_norm=self.max_grad_norm)

@@ -8,6 +8,7 @@ import numpy as np
 import oracles
 
 from rlhf_jax.models.attention import AttentionMask
+from rlhf_jax.models.context import Cut, balanced
 
 SIZE = 29
 # Left padding, right padding, none, packed texts with padding around, padding alone.
@@ -66,6 +67,33 @@ def mask_of(name, *, rows=slice(None), packed=True):
 def live(name):
     """bool[B, 1, T, 1], which queries are tokens."""
     return (SEGMENTS > 0)[:, None, SIZE - CASES[name][2] :, None]
+
+
+def in_shares(engine, *, count=2):
+    """The engine, which computes the queries of one device after another."""
+
+    def attend(query, keys_values, *, mask):
+        room = -SIZE % (2 * count)
+        columns = balanced(SIZE + room, count=count).reshape(count, -1)
+        query, key, value = (
+            jnp.pad(x, ((0, 0), (0, 0), (0, room), (0, 0)))
+            for x in (query, *keys_values)
+        )
+        mask = mask.replace(
+            segments=jnp.pad(mask.segments, ((0, 0), (0, room))), cut=Cut((), count)
+        )
+        parts = [
+            engine(
+                query[:, :, columns[share]],
+                (key, value),
+                mask=mask.replace(share=jnp.int32(share)),
+            )
+            for share in range(count)
+        ]
+        whole = jnp.concatenate(parts, axis=2)
+        return whole[:, :, np.argsort(columns.reshape(-1))][:, :, :SIZE]
+
+    return attend
 
 
 def with_gradients(engine, name):

@@ -24,9 +24,9 @@ def visited(segments, *, window=None, block=4, of_keys=False):
     """The range of blocks that each block meets."""
     segments = jnp.asarray(segments, jnp.int32).reshape(1, -1, block)
     window = jnp.int32(segments.size if window is None else window)
-    form = blockwise_passes.Form(first=0, scale=1.0, softcap=None)
+    columns = jnp.arange(segments.size, dtype=jnp.int32).reshape(segments.shape[1:])
     start, stop = blockwise_passes.visited(
-        (segments, segments, window), form=form, of_keys=of_keys
+        (segments, segments, columns, window), of_keys=of_keys
     )
     return [(int(a), int(b)) for a, b in zip(start, stop, strict=True) if a < b]
 

@@ -54,6 +54,23 @@ def test_values_and_gradients_are_the_oracles(engine, name):
             np.testing.assert_allclose(mine, other, atol=2e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", ["causal", "window, soft cap, grouped heads"])
+def test_queries_of_a_device_that_has_some_columns_are_the_oracle_s(engine, name):
+    """Two devices, one after the other: chunks 0 and 3 of four, then 1 and 2."""
+    run = attention_cases.with_gradients(
+        attention_cases.in_shares(ENGINES[engine]), name
+    )
+    expected = attention_cases.expected(name)
+    out, gradients = run(*attention_cases.arrays(name)[:3])
+    np.testing.assert_allclose(
+        np.where(attention_cases.live(name), out, 0), expected[0], atol=2e-5
+    )
+    for mine, other in zip(gradients, expected[1], strict=True):
+        np.testing.assert_allclose(mine, other, atol=2e-5)
+
+
 def test_the_oracle_s_gradients_are_those_of_its_values():
     name = "window, soft cap, grouped heads"
     rng = np.random.default_rng(1)

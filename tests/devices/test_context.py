@@ -1,0 +1,188 @@
+"""Rows whose columns are shared by devices give the numbers of one device."""
+
+import dataclasses
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toys
+
+from rlhf_jax import config, decoder
+from rlhf_jax.devices import placement, row_sharding, sharding
+from rlhf_jax.devices.mesh_shape import MeshShape
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models import context, engine_choice
+from rlhf_jax.roles import critic, policy, rewards
+from rlhf_jax.train import grpo as grpo_trainer
+
+LLAMA = config.llama(
+    vocab_size=50,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    intermediate_size=48,
+    max_positions=40,
+)
+MODELS = {
+    "gpt2": config.gpt2(
+        vocab_size=50, hidden_size=32, num_layers=2, num_heads=4, max_positions=30
+    ),
+    "llama": LLAMA,
+    "windows and soft caps": dataclasses.replace(
+        LLAMA,
+        sliding_window=6,
+        local_layers=(True, False),
+        attention_softcap=2.0,
+        logit_softcap=3.0,
+        query_scale=0.3,
+    ),
+}
+ROWS, COLUMNS = 8, 29  # which no mesh divides
+
+
+def texts():
+    """Tokens and mask, padded on both sides."""
+    rng = np.random.default_rng(0)
+    column = np.arange(COLUMNS)
+    left, right = rng.integers(0, 14, ROWS), rng.integers(0, 8, ROWS)
+    mask = (column >= left[:, None]) & (column < COLUMNS - right[:, None])
+    tokens = np.where(mask, rng.integers(0, 50, mask.shape), 0)
+    return jnp.asarray(tokens, jnp.int32), jnp.asarray(mask)
+
+
+def computed(params, tokens, mask, *, model):
+    """Every number that is read from hidden states, and a gradient of them all."""
+    score = {"kernel": jnp.linspace(-1, 1, 32), "bias": jnp.float32(0.3)}
+    weights = jnp.sin(jnp.arange(mask.size, dtype=jnp.float32)).reshape(mask.shape)
+
+    def numbers(params):
+        options = {"model": model, "tokens": tokens, "mask": mask}
+        reference = jax.tree.map(lambda x: 1.1 * x, params)
+        hidden = decoder.hidden_states(params, **options)
+        ref_hidden = decoder.hidden_states(reference, **options, first_column=2)
+        logprobs, entropy = policy.logprobs_and_entropy(
+            params, **options, first_column=3, temperature=0.7
+        )
+        kl = {
+            k: policy.exact_kl(
+                *(params, hidden, reference, ref_hidden),
+                model=model,
+                mask=mask,
+                first_column=3,
+                top_k=k,
+            )
+            for k in (None, 4)
+        }
+        scorer = {"trunk": params, "score": score}
+        return {
+            "log-probs": logprobs,
+            "entropy": entropy,
+            "exact KL": kl[None],
+            "KL of four": kl[4],
+            "values": critic.values(scorer, **options, first_column=3),
+            "scores": rewards.model.sequence_scores(scorer, **options),
+        }
+
+    def total(params):
+        found = numbers(params)
+        per_token = sum(x for x in found.values() if x.ndim == 2)
+        return (per_token * weights).sum() + found["scores"].sum(), found
+
+    gradient, found = jax.grad(total, has_aux=True)(params)
+    return found, gradient
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("shape", "engine"),
+    [
+        (MeshShape(fsdp=2, context=4), "xla"),
+        (MeshShape(data=2, context=2, tensor=2), "blockwise"),
+    ],
+)
+def test_numbers_and_gradients_are_those_of_one_device(name, shape, engine):
+    model = dataclasses.replace(MODELS[name], attention=engine, remat="full")
+    params, mesh = toys.params(model), shape.make()
+    run = jax.jit(computed, static_argnames="model")
+    wanted = run(params, *texts(), model=model)
+    on_mesh = jax.jit(sharding.on(mesh, computed), static_argnames="model")
+    found = on_mesh(
+        sharding.place(params, mesh=mesh),
+        *row_sharding.put_rows(texts(), mesh=mesh),
+        model=model,
+    )
+    for mine, other in zip(
+        jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True
+    ):
+        scale = max(1, np.abs(other).max())
+        np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-5 * scale)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_compilation")
+def test_no_device_holds_a_row_of_hidden_states_or_its_logits():
+    """Asserted on the compiled program, where columns stand apart by their number."""
+    model = dataclasses.replace(LLAMA, attention="blockwise", max_positions=400)
+    mesh = MeshShape(fsdp=2, context=4).make()
+    columns = 8 * 47
+    shapes = jax.eval_shape(lambda: decoder.init(jax.random.key(0), model=model))
+    where = sharding.shardings(shapes, mesh=mesh)
+    params = jax.tree.map(
+        lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at),
+        shapes,
+        where,
+    )
+    rows = jax.ShapeDtypeStruct((2, columns), jnp.int32)
+    [at] = jax.tree.leaves(row_sharding.row_shardings([rows], mesh=mesh))
+    tokens = jax.ShapeDtypeStruct(rows.shape, rows.dtype, sharding=at)
+
+    def loss(params, tokens):
+        mask = tokens > 0
+        return policy.logprobs(params, model=model, tokens=tokens, mask=mask).sum()
+
+    program = jax.jit(sharding.on(mesh, jax.grad(loss))).lower(params, tokens)
+    text = program.compile().as_text()
+    assert f"f32[{columns // 4},32]" in text  # what a device has, its columns
+    assert f"{columns},32]" not in text
+    assert f"{columns - 1},32]" not in text
+
+
+def test_columns_are_balanced():
+    """Every device has the same number of keys before its queries."""
+    columns = context.balanced(48, count=4).reshape(4, -1)
+    assert sorted(columns.reshape(-1)) == list(range(48))
+    assert len(set((columns + 1).sum(axis=1).tolist())) == 1
+    assert (np.diff(columns, axis=1) > 0).all()
+
+
+def test_what_cannot_share_columns_is_refused():
+    assert str(MeshShape.parse("fsdp=2,context=4")).endswith("context=4")
+    sampler = placement.Place.parse("data=2,context=4")
+    for make in (placement.SamplerPlacement, placement.Placement):
+        with pytest.raises(InputError, match="no columns to share"):
+            make(sampler=sampler)
+    with pytest.raises(InputError, match="expected attention xla, blockwise or splash"):
+        engine_choice.refuse_context("cudnn")
+    engine_choice.refuse_context("auto")
+    with pytest.raises(InputError, match="--packing off on a mesh with a context axis"):
+        grpo_trainer.Config(
+            data="d",
+            held_out="h",
+            model="m",
+            out=pathlib.Path("o"),
+            packing="auto",
+            placement=placement.SamplerPlacement(policy=MeshShape(context=4)),
+        )
+
+
+def test_auto_leaves_an_engine_that_has_no_context_axis():
+    model = dataclasses.replace(LLAMA, dtype="bfloat16", attention="auto")
+    asked = {"columns": 4096, "backend": "gpu"}
+    assert engine_choice.choose(model, **asked).engine == "cudnn"
+    choice = engine_choice.choose(model, **asked, context=4)
+    assert choice == ("blockwise", "as cudnn has no context axis")
