@@ -90,6 +90,8 @@ def plan(options: Options, *, waiting: Waiting = silent) -> dict[str, Any]:
     ]
     row_devices = options.mesh.data * options.mesh.fsdp
     within = {name: size // row_devices for name, size in work.within.items()}
+    if "KV cache" in within:  # whose rows lie on `context` too
+        within["KV cache"] //= options.mesh.context
     if options.sampler_mesh is not None and "KV cache" in within:
         shape = options.sampler_mesh
         heads = math.gcd(shape.tensor, work.model.num_kv_heads)

@@ -71,6 +71,12 @@ class Options(run_shape.Options):
                 f"--sampler-mesh: expected axes that multiply to the {self.mesh.size} "
                 f"chips of --mesh, got {self.sampler_mesh}; change an axis"
             )
+        if self.sampler_mesh is not None and self.sampler_mesh.context > 1:
+            raise InputError(
+                f"--sampler-mesh: expected data, fsdp and tensor, got "
+                f"{self.sampler_mesh}; a token that is decoded has no columns to "
+                f"share: give context to data"
+            )
         for name in UNREAD[self.algorithm]:
             value = getattr(self, name)
             if value != type(self).__dataclass_fields__[name].default:

@@ -14,6 +14,7 @@ from rlhf_jax.devices import placement, row_sharding, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import context, engine_choice
+from rlhf_jax.planning import plan_options, run_shape
 from rlhf_jax.roles import critic, policy, rewards
 from rlhf_jax.train import grpo as grpo_trainer
 
@@ -166,6 +167,15 @@ def test_what_cannot_share_columns_is_refused():
     for make in (placement.SamplerPlacement, placement.Placement):
         with pytest.raises(InputError, match="no columns to share"):
             make(sampler=sampler)
+    for asked, told in (
+        ({"sampler_mesh": MeshShape(context=4)}, "no columns to share"),
+        (
+            {"attention": "cudnn", "dtype": "bfloat16"},
+            "expected attention xla, blockwise or splash",
+        ),
+    ):
+        with pytest.raises(InputError, match=told):
+            run_shape.model_of(plan_options.Options(mesh=MeshShape(context=4), **asked))
     with pytest.raises(InputError, match="expected attention xla, blockwise or splash"):
         engine_choice.refuse_context("cudnn")
     engine_choice.refuse_context("auto")

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import context_on_tpu
 import places
 import plan_for_chips
 import pytest
@@ -75,6 +76,18 @@ def test_a_decoded_token_reads_weights_and_cache_at_most_once_and_sends_neither(
     assert loop["copied"] == []  # the cache is written in place
     # Less where some of either stays on the chip from token to token.
     assert 0 < loop["bytes"] < 1.15 * (loop["weights"] + loop["cache"])
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="libtpu is not installed (extra plan)",
+)
+def test_four_chips_share_the_columns_of_a_row():
+    """For four v5e: splash computes attention, and no chip has the states of a row."""
+    found = played(context_on_tpu)
+    assert found["kernels"] > 0
+    assert found["whole rows"] == 0
+    assert found["own columns"] > 0
 
 
 @pytest.mark.parametrize("algorithm", PROGRAMS)

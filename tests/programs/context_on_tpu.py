@@ -1,0 +1,62 @@
+"""Log-probs of rows whose columns four TPUs share, which are not there; JSON on stdout.
+
+A program by itself, run by test_targets.py: JAX is told of its platforms once.
+"""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax import config, decoder
+from rlhf_jax.devices import row_sharding, sharding
+from rlhf_jax.devices.mesh_shape import MeshShape
+from rlhf_jax.planning import compiled
+from rlhf_jax.roles import policy
+
+COLUMNS, WIDTH, CONTEXT = 8192, 384, 4
+LLAMA = config.llama(
+    vocab_size=4096,
+    hidden_size=WIDTH,
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=2,
+    intermediate_size=512,
+    max_positions=COLUMNS,
+    dtype="bfloat16",
+    remat="full",
+)
+MODEL = dataclasses.replace(LLAMA, attention="splash")
+
+
+def main():
+    jax.config.update("jax_platforms", "cpu")
+    mesh = MeshShape(context=CONTEXT).make(compiled.slice_of("v5e:2x2"))
+    shapes = jax.eval_shape(lambda: decoder.init(jax.random.key(0), model=MODEL))
+    tokens = jax.ShapeDtypeStruct((1, COLUMNS), jnp.int32)
+
+    def loss(params, tokens):
+        mask = tokens > 0
+        return policy.logprobs(params, model=MODEL, tokens=tokens, mask=mask).sum()
+
+    done = compiled.program(
+        sharding.on(mesh, jax.grad(loss)),
+        compiled.placed(shapes, sharding.shardings(shapes, mesh=mesh)),
+        compiled.placed(tokens, row_sharding.row_shardings(tokens, mesh=mesh)),
+        device=mesh.devices.flat[0],
+    )
+    text = done.as_text()
+    print(
+        json.dumps(
+            {
+                "kernels": text.count("splash_m"),
+                "whole rows": text.count(f"{COLUMNS},{WIDTH}]"),
+                "own columns": text.count(f"{COLUMNS // CONTEXT},{WIDTH}]"),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
