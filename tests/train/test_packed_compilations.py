@@ -71,8 +71,13 @@ def check(out, summary):
     assert sum(n for name, n in used.items() if "batch" in name) > STEPS
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("trainer", ["grpo", "ppo"])
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        pytest.param("grpo", marks=pytest.mark.slow),
+        pytest.param("ppo", marks=pytest.mark.long),
+    ],
+)
 def test_200_uneven_steps_compile_few_shapes(trainer, files, tmp_path):
     out = tmp_path / "run"
     argv = (

@@ -180,7 +180,7 @@ def test_damages_are_told_at_restore_and_by_verify(out, capsys):
     sweep(out, capsys, count=12, seed=1)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_none_of_160_damages_is_silent(out, capsys):
     sweep(out, capsys, count=160, seed=0)
 
