@@ -171,11 +171,11 @@ def test_processes_share_their_devices(monkeypatch):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("policy", ("cpu 0-3", "fsdp=4")),
         ("last:data=2@pinned_host", ("cpu 6-7, pinned_host", "data=2")),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
+                ("policy", ("cpu 0-3", "fsdp=4")),
                 ("cpu", ("cpu 0", "none")),
                 ("data=2,tensor=2", ("cpu 0-3", "data=2,tensor=2")),
                 ("last", ("cpu 7", "none")),

@@ -356,6 +356,7 @@ def divergence(hidden, head, temperature):
 custom = pytest.mark.parametrize("function", one_in(2, [divergence, both]))
 
 
+@pytest.mark.slow
 @custom
 def test_it_composes_with_vmap_scan_and_rematerialisation(function):
     x, v = direction((FLAT, HEAD, ()), 1), direction((FLAT, HEAD, ()), 2)

@@ -470,6 +470,7 @@ def test_parameters_are_made_and_counted_without_the_kernel():
     assert decoder.num_parameters(model) == 2 * 13 * 16 + kernels + 16
 
 
+@pytest.mark.slow
 def test_attention_by_cudnn_is_asked_for_and_needs_a_gpu(monkeypatch):
     with pytest.raises(
         ValueError, match="bfloat16 with attention cudnn, got 'float32'"

@@ -45,7 +45,7 @@ def work_of(algorithm, **changed):
     )
 
 
-@pytest.mark.parametrize("algorithm", one_in(2, JOBS))
+@pytest.mark.parametrize("algorithm", one_in(5, JOBS))
 @pytest.mark.parametrize("policy", one_in(2, ["full", "lora"]))
 def test_every_program_of_every_job_traces(algorithm, policy):
     """Arguments fit, rows stand first in what is named a batch, states return."""

@@ -82,6 +82,7 @@ def test_positions_at_the_first_the_middle_and_the_last_step():
     assert len(alone.axes[0].lines) == 1
 
 
+@pytest.mark.slow
 def test_plots_of_what_a_recorder_wrote(tmp_path):
     found = moved(bias=1.0, layers=(0.5, 0.2, 0.0))
     assert [path.name for path in drift_report.plots(tmp_path, found)] == [

@@ -269,6 +269,7 @@ def test_pairs_that_are_refused(files, tmp_path, capsys, row, message):
     assert message in refused(capsys, tmp_path, run)
 
 
+@pytest.mark.slow
 def test_a_reference_of_another_shape(files, tmp_path, capsys):
     model = toy_files.config.gpt2(
         vocab_size=24, hidden_size=8, num_layers=1, num_heads=2, max_positions=16

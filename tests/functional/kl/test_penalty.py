@@ -602,7 +602,7 @@ CHOICES = {
 
 @pytest.mark.parametrize(
     "penalty",
-    one_in(3, penalties(**CHOICES, placement=("loss",))),
+    one_in(6, penalties(**CHOICES, placement=("loss",))),
     ids=words,
 )
 def test_expected_gradient_in_the_loss_is_the_named_one(penalty):

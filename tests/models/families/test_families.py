@@ -98,6 +98,7 @@ def test_scores_are_those_of_transformers(name):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -207,6 +207,7 @@ def steps(given, **options):
     return found, seen
 
 
+@pytest.mark.slow
 def test_no_slot_waits_while_a_prompt_does():
     """Steps are as few as a list of lengths in order of arrival allows."""
     places = 3

@@ -84,7 +84,7 @@ def as_held(params, *, dtype=None, embeddings=None, memory=None):
     "model", [SQUARE, pytest.param(tiny.LLAMA, marks=pytest.mark.long)]
 )
 @pytest.mark.parametrize(
-    "way", one_in(3, run_shape.WAYS.values()), ids=run_shape.WAYS.keys()
+    "way", one_in(6, run_shape.WAYS.values()), ids=run_shape.WAYS.keys()
 )
 def test_every_way_computes_what_it_stands_for(way, model):
     params = tiny.params(model)
