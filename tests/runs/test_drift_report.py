@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import matplotlib.image
 import numpy as np
+import pytest
 
 from rlhf_jax import drift
 from rlhf_jax.runs import drift_report, metrics
