@@ -1,6 +1,6 @@
 """Linen modules of one decoder layer.
 
-A module holds no state and knows nothing of its neighbours: `decoder.py` owns the loop
+A module holds no state and knows nothing of its neighbours: `layers.py` owns the loop
 over layers, the cache and the masks. Shapes: B rows, T new tokens, S tokens attended
 to, D hidden, H query heads, K key-value heads, F the MLP's width.
 """
@@ -23,7 +23,7 @@ from rlhf_jax.models.attention import (
     attend_to,
 )
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.rotary import rotate
+from rlhf_jax.models.positions import rotate
 
 Array = jax.Array
 INIT_STD = 0.02  # Radford et al. 2019

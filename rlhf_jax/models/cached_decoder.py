@@ -16,6 +16,8 @@ from rlhf_jax.models import blocks, decoder, leaves
 from rlhf_jax.models.attention import Cached
 from rlhf_jax.models.caches import near
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.layers import unstack
+from rlhf_jax.models.positions import angles
 
 Array = jax.Array
 Params = Any
@@ -43,7 +45,7 @@ def layers_to_decode(
                 flat[*path[:-1], "transposed"] = flat.pop(path).T
         return traverse_util.unflatten_dict(flat)
 
-    layers = decoder.unstack(params["layers"], num_layers=model.num_layers)
+    layers = unstack(params["layers"], num_layers=model.num_layers)
     return layers if rows > model.transposed_rows else tuple(map(transposed, layers))
 
 
@@ -73,11 +75,11 @@ def decode_step(
       the new column written.
     """
     at = positions[:, None]
-    everything = attend[:, None], decoder.angles(at, model=model)
+    everything = attend[:, None], angles(at, model=model)
     window = everything
     if model.sliding_window is not None:
         visible = near(attend, window=model.sliding_window, column=column)
-        window = visible[:, None], decoder.angles(at, model=model, local=True)
+        window = visible[:, None], angles(at, model=model, local=True)
     x = decoder.embed(params, model=model, tokens=tokens[:, None], positions=at)
     updated = []
     for number, (layer, cache) in enumerate(zip(layers, caches, strict=True)):

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from rlhf_jax.models import axes, blocks, decoder, leaves
 from rlhf_jax.models.attention import KeyValue
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.positions import angles, positions_of
 
 Array = jax.Array
 Params = Any
@@ -49,7 +50,7 @@ def prefill(
     room = -size % chunk
     tokens, mask = (jnp.pad(x, ((0, 0), (room, 0))) for x in (tokens, mask))
     rows, columns = tokens.shape
-    tokens, positions = jnp.where(mask, tokens, 0), decoder.positions_of(mask)
+    tokens, positions = jnp.where(mask, tokens, 0), positions_of(mask)
     number = jnp.arange(columns, dtype=jnp.int32)
     window = columns if model.sliding_window is None else model.sliding_window
 
@@ -63,7 +64,7 @@ def prefill(
         seen = mask[:, None] & (number[None] <= here)[None]
         near = seen & (number[None] > here - window)[None]
         everything, narrow = (
-            decoder.angles(at, model=model, local=local) for local in (False, True)
+            angles(at, model=model, local=local) for local in (False, True)
         )
 
         def layer(x: Array, one: tuple[Params, KeyValue, Array]) -> tuple[Array, Any]:

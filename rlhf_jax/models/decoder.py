@@ -6,39 +6,27 @@
      "head": {"kernel": [V', D]}}                          untied heads only
 
 V' is the vocabulary padded to `model.vocab_multiple`. A leaf may also be stored in
-int8 or in host memory (`leaves.py`): each layer is read when its turn comes. The loop
-over layers is here, `lax.scan` over the stacked layers, and in `cached_decoder.py`, a
-Python loop over layers that `unstack` took apart.
+int8 or in host memory (`leaves.py`). The loop over layers is in `layers.py`, and for
+one token against a cache in `cached_decoder.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models import axes, blocks, context, leaves
+from rlhf_jax.models import axes, blocks, context, layers, leaves
 from rlhf_jax.models.attention import AttentionMask, KeyValue, mask_of
-from rlhf_jax.models.config import ModelConfig, Remat
+from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.context import Cut
-from rlhf_jax.models.rotary import rotary_table
+from rlhf_jax.models.positions import angles, positions_of
 
 Array = jax.Array
 Params = Any  # nested dict of arrays
-Sight = tuple[AttentionMask, Any]  # what is attended to, and the rotary table
-
-KEPT: dict[Remat, Callable[..., Any]] = {
-    # Every projection is a matrix product; attention's two have batch dimensions. A
-    # layer that is stored in int8 or on the host is read by no product: never kept.
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "full": jax.checkpoint_policies.nothing_saveable,
-}
-"""What a gradient keeps of a layer beside its input, by the name of `model.remat`."""
 
 
 def init(key: Array, *, model: ModelConfig) -> Params:
@@ -81,43 +69,6 @@ def num_parameters(model: ModelConfig) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(shapes)) - copies * padding
 
 
-def positions_of(
-    mask: Array, *, segments: Array | None = None, prefixes: Array | None = None
-) -> Array:
-    """How many tokens of its text stand before each column; padding does not count.
-
-        mask         0  0  1  1  1  0
-        positions    0  0  0  1  2  3
-
-        segments     0  1  1  2  2  0
-        positions    0  0  1  0  1  0
-
-        segments     1  1  2  2  3  3        2 and 3 go on where 1 ends
-        prefixes     0  0  1  1  1  1
-        positions    0  1  2  3  2  3
-
-    Args:
-      mask: bool[B, S], True at tokens.
-      segments: i32[B, S], each text in columns side by side; None is one text per row.
-      prefixes: i32[B, S], the text whose end a text goes on from; 0 and None are none.
-
-    Returns:
-      i32[B, S].
-    """
-    count = jnp.cumsum(mask, axis=1, dtype=jnp.int32) - mask.astype(jnp.int32)
-    if segments is None:
-        return count
-    begins = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
-    # The count never falls: the largest at a beginning so far is the last one's.
-    own = count - jax.lax.cummax(jnp.where(begins, count, 0), axis=1)
-    if prefixes is None:
-        return own
-    rows = jnp.arange(mask.shape[0], dtype=jnp.int32)[:, None]
-    lengths = jnp.zeros((mask.shape[0], mask.shape[1] + 1), jnp.int32)
-    lengths = lengths.at[rows, segments].add(jnp.where(segments > 0, 1, 0))
-    return own + jnp.take_along_axis(lengths, prefixes, axis=1)
-
-
 def hidden_states(
     params: Params,
     *,
@@ -156,23 +107,6 @@ def hidden_states(
         than learned positions. With segments that is not known here: of a longer text
         the tokens beyond all take the last position.
     """
-    _check(model=model, tokens=tokens, mask=mask, segments=segments, prefixes=prefixes)
-    rows, columns = tokens.shape
-    cut = context.cut_of(rows)
-    if cut is None:
-        hidden, _ = _run(
-            params,
-            model=model,
-            tokens=tokens,
-            mask=mask,
-            segments=segments,
-            prefixes=prefixes,
-            first_column=first_column,
-        )
-        return hidden
-    room = cut.width(columns) - columns
-    tokens, mask = (context.padded(x, room) for x in (tokens, mask))
-    segments = None if segments is None else context.padded(segments, room)
     hidden, _ = _run(
         params,
         model=model,
@@ -180,11 +114,10 @@ def hidden_states(
         mask=mask,
         segments=segments,
         prefixes=prefixes,
-        cut=cut,
+        first_column=first_column,
+        cut=context.cut_of(tokens.shape[0]),
     )
-    hidden = cut.whole_of_balanced(hidden)[:, :columns]
-    wanted = jnp.arange(columns, dtype=jnp.int32) >= first_column
-    return jnp.where(wanted[None, :, None], hidden, 0)
+    return hidden
 
 
 def prefill(
@@ -217,7 +150,6 @@ def prefill(
       InputError: tokens, mask and segments differ in shape, or there are more columns
         than learned positions.
     """
-    _check(model=model, tokens=tokens, mask=mask, segments=segments, prefixes=prefixes)
     return _run(
         params,
         model=model,
@@ -226,6 +158,7 @@ def prefill(
         segments=segments,
         prefixes=prefixes,
         first_column=first_column,
+        cut=None,
     )
 
 
@@ -237,15 +170,17 @@ def _run(
     mask: Array,
     segments: Array | None,
     prefixes: Array | None,
-    first_column: int = 0,
-    cut: Cut | None = None,
+    first_column: int,
+    cut: Cut | None,
 ) -> tuple[Array, KeyValue]:
-    """`prefill`; with a cut, which divides the columns, of the balanced parts of rows.
-
-    Returns:
-      [B·c, S/c, D], and keys and values [L, B·c, K, S/c, head_dim] each.
-    """
-    size = tokens.shape[1]
+    """`prefill`; with a cut keys and values are those of the balanced parts of rows."""
+    _check(model=model, tokens=tokens, mask=mask, segments=segments, prefixes=prefixes)
+    columns = tokens.shape[1]
+    if cut is not None:
+        room = cut.width(columns) - columns
+        tokens, mask, segments, prefixes = jax.tree.map(
+            lambda x: context.padded(x, room), (tokens, mask, segments, prefixes)
+        )
     positions = positions_of(mask, segments=segments, prefixes=prefixes)
     attended = mask_of(
         mask,
@@ -255,86 +190,25 @@ def _run(
         softcap=model.attention_softcap,
         cut=cut,
     )
-    apart = axes.rows_apart
-    if cut is not None:
-        apart = cut.apart
-        tokens, mask, positions = map(cut.balanced_parts, (tokens, mask, positions))
-    everything = attended, angles(positions, model=model)
-    window = everything
-    if model.sliding_window is not None:
-        # The tokens of a text stand side by side, so that columns count them.
-        near = dataclasses.replace(attended, window=model.sliding_window)
-        window = near, angles(positions, model=model, local=True)
-
-    def layer(
-        x: Array, params: Params, *, sight: Sight, first: int = 0
-    ) -> tuple[Any, Any]:
-        mask, rotary = sight
-        y, key_value = blocks.Block(model).apply(
-            {"params": leaves.read(params)},
-            x,
-            mask=mask,
-            rotary=rotary,
-            first=first,
-        )
-        return apart(y), key_value
-
-    remat = model.remat
-    if remat == "none" and leaves.any_stored(params["layers"]):
-        # A gradient (to adapters beside such a base) would keep what every layer was
-        # read as, which is the whole model; it reads them again instead.
-        remat = "full"
-
-    def rematerialised(run: Callable[..., Any]) -> Callable[..., Any]:
-        if remat == "none":
-            return run
-        # Only a loop keeps the two passes apart by itself.
-        return jax.checkpoint(run, policy=KEPT[remat], prevent_cse=model.unroll)
-
     # Padding may hold any id: one out of range would be NaN, which no mask undoes.
     tokens = jnp.where(mask, tokens, 0)
+    if cut is not None:
+        tokens, positions = map(cut.balanced_parts, (tokens, positions))
     x = embed(params, model=model, tokens=tokens, positions=positions)
-    x = apart(x)
-    if model.unroll and not leaves.any_stored(params["layers"]):
-        *before, last = enumerate(
-            unstack(params["layers"], num_layers=model.num_layers)
-        )
-        earlier = []
-        for number, one in before:
-            sight = window if model.is_local(number) else everything
-            x, key_value = rematerialised(functools.partial(layer, sight=sight))(x, one)
-            earlier.append(key_value)
-        number, one = last
-        sight = window if model.is_local(number) else everything
-        final = functools.partial(layer, sight=sight, first=first_column)
-        x, key_value = rematerialised(final)(x, one)
-        key_values = jax.tree.map(lambda *each: jnp.stack(each), *earlier, key_value)
-    else:
-        mixed = any(model.local_layers) and not all(model.local_layers)
-        local = jnp.asarray(model.local_layers) if mixed else None
-        # A window of all columns hides nothing.
-        widths = size if model.sliding_window is None else model.sliding_window, size
-
-        def scanned(x: Array, one: tuple[Params, Any]) -> tuple[Any, Any]:
-            params, local = one
-            sight = window if all(model.local_layers) else everything
-            if local is not None:
-                width = jnp.where(local, *widths)
-                rotary = jax.tree.map(
-                    lambda narrow, wide: jnp.where(local, narrow, wide),
-                    window[1],
-                    everything[1],
-                )
-                either = dataclasses.replace(attended, window=width, windows=widths)
-                sight = either, rotary
-            return layer(x, params, sight=sight)
-
-        x, key_values = jax.lax.scan(
-            rematerialised(scanned), x, (params["layers"], local)
-        )
-        x = x[:, first_column:]
+    x, keys_values = layers.run(
+        params["layers"],
+        axes.rows_apart(x) if cut is None else cut.apart(x),
+        model=model,
+        mask=attended,
+        positions=positions,
+        first_column=first_column if cut is None else 0,
+    )
     hidden = final_norm(params, x, model=model)
-    return jnp.pad(hidden, ((0, 0), (first_column, 0), (0, 0))), key_values
+    if cut is None:
+        return jnp.pad(hidden, ((0, 0), (first_column, 0), (0, 0))), keys_values
+    hidden = cut.whole_of_balanced(hidden)[:, :columns]
+    wanted = jnp.arange(columns, dtype=jnp.int32) >= first_column
+    return jnp.where(wanted[None, :, None], hidden, 0), keys_values
 
 
 def _check(
@@ -369,26 +243,6 @@ def _check(
         )
 
 
-def unstack(tree: Any, *, num_layers: int) -> tuple[Any, ...]:
-    """Takes stacked layers (or caches) apart, once, before a decode loop.
-
-    Args:
-      tree: pytree whose leaves are [L, ...].
-      num_layers: L.
-
-    Returns:
-      L pytrees of [...] leaves.
-    """
-    leaves, structure = jax.tree.flatten(tree)
-    # Of a split the gradient is one concatenation; of L slices it would be a sum of L
-    # arrays as large as the whole.
-    split = [jax.lax.split(leaf, (1,) * num_layers, axis=0) for leaf in leaves]
-    return tuple(
-        structure.unflatten([jnp.squeeze(part, 0) for part in parts])
-        for parts in zip(*split, strict=True)
-    )
-
-
 def embed(
     params: Params, *, model: ModelConfig, tokens: Array, positions: Array
 ) -> Array:
@@ -402,15 +256,6 @@ def embed(
         within = jnp.minimum(positions, model.max_positions - 1)
         x = x + leaves.rows(embed["positions"], within).astype(model.dtype)
     return x
-
-
-def angles(
-    positions: Array, *, model: ModelConfig, local: bool = False
-) -> tuple[Array, Array] | None:
-    """`rotary_table` of positions i32[B, T]; None where positions are learned."""
-    if model.positions == "learned":
-        return None
-    return rotary_table(positions, model=model, local=local)
 
 
 def final_norm(params: Params, x: Array, *, model: ModelConfig) -> Array:

@@ -11,6 +11,7 @@ import tiny
 from rlhf_jax import config, decoder, policy
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import heads
+from rlhf_jax.models.positions import positions_of
 
 hidden_states = jax.jit(decoder.hidden_states, static_argnames="model")
 logits_of = jax.jit(policy.logits, static_argnames="model")
@@ -101,7 +102,7 @@ def test_a_token_changes_nothing_before_it(model):
 
 def test_positions_count_tokens():
     mask = np.array([[0, 0, 1, 1, 1, 0], [1, 0, 1, 0, 0, 1]], bool)
-    found = decoder.positions_of(mask)
+    found = positions_of(mask)
     assert found.dtype == jnp.int32
     np.testing.assert_array_equal(found, [[0, 0, 0, 1, 2, 3], [0, 1, 1, 2, 2, 2]])
 

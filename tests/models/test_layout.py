@@ -18,6 +18,7 @@ from rlhf_jax.devices import sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.models import cached_decoder, caches, layout
 from rlhf_jax.models.generation import decoding
+from rlhf_jax.models.layers import unstack
 from rlhf_jax.roles.reference import storage
 
 Array = jax.Array
@@ -286,7 +287,7 @@ def test_kernels_of_few_rows_are_turned_once_and_what_is_stored_is_not():
         scale = np.asarray(params["layers"]["mlp_norm"]["scale"])[number]
         np.testing.assert_array_equal(few[number]["mlp_norm"]["scale"], scale)
     kept = layers(stored, model=model, rows=4)
-    apart = toys.jit(functools.partial(decoder.unstack, num_layers=2))
+    apart = toys.jit(functools.partial(unstack, num_layers=2))
     chex.assert_trees_all_equal(kept, apart(stored["layers"]), strict=True)
 
 

@@ -451,6 +451,7 @@ def run():
     }
 
 
+@pytest.mark.slow
 def test_kl_is_exactly_zero_before_any_update_and_not_after(run):
     first, last = run["rows"][0], run["rows"][-1]
     assert first["objective/kl"] == 0.0
@@ -570,6 +571,7 @@ def measure():
     )
 
 
+@pytest.mark.slow
 def test_the_self_check_knows_that_adapters_start_as_the_base(measure, run):
     base = run["base"]
     start = fresh(KEY, model=toys.LLAMA, lora=ALL)

@@ -27,11 +27,12 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models import axes, cached_decoder, decoder, heads
+from rlhf_jax.models import axes, cached_decoder, heads
 from rlhf_jax.models.caches import Caches, at_end, placed
 from rlhf_jax.models.chunked_prefill import prefill
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.generation.sampling import Shaping, sample_token
+from rlhf_jax.models.layers import unstack
 
 Array = jax.Array
 Params = Any
@@ -142,7 +143,7 @@ def respond(
             lambda leaf: jnp.repeat(leaf, group_size, axis=0),
             (
                 last,
-                decoder.unstack(key_values, num_layers=model.num_layers),
+                unstack(key_values, num_layers=model.num_layers),
             ),
         )
         last, caches = repeated

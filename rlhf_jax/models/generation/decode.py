@@ -24,13 +24,14 @@ import jax.numpy as jnp
 
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models import cached_decoder, decoder, heads
+from rlhf_jax.models import cached_decoder, heads
 from rlhf_jax.models.caches import growing_widths, placed, widened
 from rlhf_jax.models.chunked_prefill import prefill
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.generation.continuous_batching import Responses, respond
 from rlhf_jax.models.generation.decoding import Decoding, Generated, append
 from rlhf_jax.models.generation.sampling import Shaping
+from rlhf_jax.models.layers import unstack
 
 Array = jax.Array
 Params = Any
@@ -193,7 +194,7 @@ def start(
     last = jnp.repeat(last, group_size, axis=0)
     caches = jax.tree.map(
         lambda leaf: jnp.repeat(leaf, group_size, axis=0),
-        decoder.unstack(key_values, num_layers=model.num_layers),
+        unstack(key_values, num_layers=model.num_layers),
     )
     state = Decoding(
         generated=Generated(

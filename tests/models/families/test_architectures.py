@@ -250,7 +250,11 @@ def test_kl_of_soft_capped_logits(direction, k):
     how |= {} if k is None else {"k": k}
 
     of_hidden = functools.partial(
-        getattr(kl, f"{name}_from_hidden"), vocab_size=13, softcap=CAP, **how
+        getattr(kl, f"{name}_from_hidden"),
+        vocab_size=13,
+        softcap=CAP,
+        ref_softcap=CAP,
+        **how,
     )
 
     def chunked(*sides):

@@ -1,4 +1,4 @@
-"""Rotary positions: the table of angles, stretched or not, and the rotation by it."""
+"""Which position each column has, and rotary angles: their table and the rotation."""
 
 from __future__ import annotations
 
@@ -10,6 +10,52 @@ import jax.numpy as jnp
 from rlhf_jax.models.config import ModelConfig, RopeScaling
 
 Array = jax.Array
+
+
+def positions_of(
+    mask: Array, *, segments: Array | None = None, prefixes: Array | None = None
+) -> Array:
+    """How many tokens of its text stand before each column; padding does not count.
+
+        mask         0  0  1  1  1  0
+        positions    0  0  0  1  2  3
+
+        segments     0  1  1  2  2  0
+        positions    0  0  1  0  1  0
+
+        segments     1  1  2  2  3  3        2 and 3 go on where 1 ends
+        prefixes     0  0  1  1  1  1
+        positions    0  1  2  3  2  3
+
+    Args:
+      mask: bool[B, S], True at tokens.
+      segments: i32[B, S], each text in columns side by side; None is one text per row.
+      prefixes: i32[B, S], the text whose end a text goes on from; 0 and None are none.
+
+    Returns:
+      i32[B, S].
+    """
+    count = jnp.cumsum(mask, axis=1, dtype=jnp.int32) - mask.astype(jnp.int32)
+    if segments is None:
+        return count
+    begins = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
+    # The count never falls: the largest at a beginning so far is the last one's.
+    own = count - jax.lax.cummax(jnp.where(begins, count, 0), axis=1)
+    if prefixes is None:
+        return own
+    rows = jnp.arange(mask.shape[0], dtype=jnp.int32)[:, None]
+    lengths = jnp.zeros((mask.shape[0], mask.shape[1] + 1), jnp.int32)
+    lengths = lengths.at[rows, segments].add(jnp.where(segments > 0, 1, 0))
+    return own + jnp.take_along_axis(lengths, prefixes, axis=1)
+
+
+def angles(
+    positions: Array, *, model: ModelConfig, local: bool = False
+) -> tuple[Array, Array] | None:
+    """`rotary_table` of positions i32[B, T]; None where positions are learned."""
+    if model.positions == "learned":
+        return None
+    return rotary_table(positions, model=model, local=local)
 
 
 def rotary_table(

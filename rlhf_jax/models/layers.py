@@ -1,0 +1,137 @@
+"""The layers of a decoder over whole rows, and stacked layers taken apart.
+
+`lax.scan` runs over stacked layers, [L, ...] a leaf; with `model.unroll` each layer is
+an operation of its own. A layer that is stored in int8 or on the host (`leaves.py`) is
+read when its turn comes. `cached_decoder.py` runs layers on one token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.models import axes, blocks, leaves
+from rlhf_jax.models.attention import AttentionMask, KeyValue
+from rlhf_jax.models.config import ModelConfig, Remat
+from rlhf_jax.models.positions import angles
+
+Array = jax.Array
+Params = Any  # nested dict of arrays
+Sight = tuple[AttentionMask, Any]  # what is attended to, and the rotary table
+
+KEPT: dict[Remat, Callable[..., Any]] = {
+    # Every projection is a matrix product; attention's two have batch dimensions. A
+    # layer that is stored in int8 or on the host is read by no product: never kept.
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+"""What a gradient keeps of a layer beside its input, by the name of `model.remat`."""
+
+
+def run(
+    layers: Params,
+    x: Array,
+    *,
+    model: ModelConfig,
+    mask: AttentionMask,
+    positions: Array,
+    first_column: int = 0,
+) -> tuple[Array, KeyValue]:
+    """All layers, one after another.
+
+    Args:
+      layers: `params["layers"]`, every leaf [L, ...].
+      x: [B, S, D] in `model.dtype`, the embeddings.
+      mask: of S columns. With a cut x and positions are the balanced parts of rows,
+        [B·c, S/c, ...].
+      positions: i32[B, S].
+      first_column: earlier columns are left out of the hidden states; with
+        `model.unroll` the last layer does not compute them.
+
+    Returns:
+      [B, S - first_column, D] before the final norm, and keys and values
+      [L, B, K, S, head_dim] each, of all columns.
+    """
+    everything = mask, angles(positions, model=model)
+    window = everything
+    if model.sliding_window is not None:
+        # The tokens of a text stand side by side, so that columns count them.
+        near = dataclasses.replace(mask, window=model.sliding_window)
+        window = near, angles(positions, model=model, local=True)
+    stored = leaves.any_stored(layers)
+    # A gradient (to adapters beside such a base) would keep what every layer was read
+    # as, which is the whole model; it reads them again instead.
+    remat = "full" if model.remat == "none" and stored else model.remat
+
+    def rematerialised(run: Callable[..., Any]) -> Callable[..., Any]:
+        if remat == "none":
+            return run
+        # Only a loop keeps the two passes apart by itself.
+        return jax.checkpoint(run, policy=KEPT[remat], prevent_cse=model.unroll)
+
+    if model.unroll and not stored:
+        key_values = []
+        for number, layer in enumerate(unstack(layers, num_layers=model.num_layers)):
+            sight = window if model.is_local(number) else everything
+            first = first_column if number == model.num_layers - 1 else 0
+            one = functools.partial(_layer, model=model, sight=sight, first=first)
+            x, key_value = rematerialised(one)(x, layer)
+            key_values.append(key_value)
+        return x, jax.tree.map(lambda *each: jnp.stack(each), *key_values)
+
+    mixed = any(model.local_layers) and not all(model.local_layers)
+    local = jnp.asarray(model.local_layers) if mixed else None
+    # A window of all columns hides nothing.
+    size = mask.columns
+    widths = size if model.sliding_window is None else model.sliding_window, size
+
+    def scanned(x: Array, one: tuple[Params, Any]) -> tuple[Any, Any]:
+        layer, local = one
+        sight = window if all(model.local_layers) else everything
+        if local is not None:
+            rotary = jax.tree.map(
+                lambda narrow, wide: jnp.where(local, narrow, wide),
+                window[1],
+                everything[1],
+            )
+            width = jnp.where(local, *widths)
+            sight = dataclasses.replace(mask, window=width, windows=widths), rotary
+        return _layer(x, layer, model=model, sight=sight)
+
+    x, key_values = jax.lax.scan(rematerialised(scanned), x, (layers, local))
+    return x[:, first_column:], key_values
+
+
+def _layer(
+    x: Array, params: Params, *, model: ModelConfig, sight: Sight, first: int = 0
+) -> tuple[Any, Any]:
+    mask, rotary = sight
+    y, key_value = blocks.Block(model).apply(
+        {"params": leaves.read(params)}, x, mask=mask, rotary=rotary, first=first
+    )
+    return axes.rows_apart(y) if mask.cut is None else mask.cut.apart(y), key_value
+
+
+def unstack(tree: Any, *, num_layers: int) -> tuple[Any, ...]:
+    """Takes stacked layers (or caches) apart, once, before a decode loop.
+
+    Args:
+      tree: pytree whose leaves are [L, ...].
+      num_layers: L.
+
+    Returns:
+      L pytrees of [...] leaves.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    # Of a split the gradient is one concatenation; of L slices it would be a sum of L
+    # arrays as large as the whole.
+    split = [jax.lax.split(leaf, (1,) * num_layers, axis=0) for leaf in leaves]
+    return tuple(
+        structure.unflatten([jnp.squeeze(part, 0) for part in parts])
+        for parts in zip(*split, strict=True)
+    )
