@@ -10,9 +10,14 @@ cells that have none; one that the compiler refuses has a row with the reason. C
 NVIDIA need the extra `plan-cuda`, in an environment of its own (--gpu-python).
 
 All cells: bfloat16, full remat, the reference in bfloat16, groups of 8, one epoch, a
-prompt of 512 tokens (1,024 from 8,192 on) and responses that fill the rest. A chip has
-8 responses of 2,048 tokens, 4 of 8,192 and 1 of more, of which an update reads one at a
-time. 64 chips share a model by fsdp=64, 256 one of 70B; 128k is cut over context=8.
+prompt of 512 tokens (1,024 from 8,192 on) and responses that fill the rest. 64 chips
+share a model by fsdp=64, 256 one of 70B; rows with more columns than ROW_OF_A_CHIP are
+cut over a context axis. An update reads one row per share of it. Responses are sampled
+with bfloat16 weights, which as many chips share as the model has key and value heads.
+70B on v5e is sampled by 16 chips together, weights and cache in int8.
+
+A row of H200 is that of H100 at the rates of H200 wherever H100 fits: both are compiled
+for the same instructions, and XLA's programs were the same but for 0.1 MB of memory.
 
     MFU = model FLOPs / (seconds at the least · chips · peak FLOPs per second of a chip)
 """
@@ -22,6 +27,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -31,8 +37,12 @@ from typing import Any
 
 import tyro
 
+from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.planning import chips, measured, plan_options
+from rlhf_jax.planning import plan as planner
+from rlhf_jax.planning.plan_options import Options
 
 GIB = 2**30
 LENGTHS = {"2k": 2048, "8k": 8192, "32k": 32_768, "128k": 131_072}  # tokens of a text
@@ -44,9 +54,14 @@ CHIPS = {  # by count
     "h200": {64: "8x8", 256: "32x8"},
 }
 GPUS = ("h100", "h200")
-RESPONSES = {"2k": 8, "8k": 4}  # per chip; 1 of what is longer
-CONTEXT = {"128k": 8}  # chips that share the columns of a row
+RESPONSES = {"2k": 8, "8k": 4}  # per row of an update; 1 of what is longer
+GROUP = {"1.5B": 2, "8B": 8, "70B": 8}  # chips that sample together: key, value heads
+LEAST = "70B", "v5e"  # the model that needs more than GROUP, and int8
+ROW_OF_A_CHIP = {"v5e": 8192}  # tokens, a quarter of it for 70B
+LONGEST_OF_A_CHIP = 32_768  # of the other chips
 LAST_LINES = 3  # of a plan that says why it is refused
+WORK = ("flops", "memory_bytes", "sent_bytes", "network_bytes")
+KEPT = ("name", "stage", "bytes", "seconds", "model_flops", "mfu", "turns", *WORK)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,25 +81,48 @@ class Cell:
         return 256 if self.model == "70B" else 64
 
     @property
-    def mesh(self) -> str:
-        """How the chips share the work."""
-        context = CONTEXT.get(self.length, 1)
-        share = f",context={context}" if context > 1 else ""
-        return f"fsdp={self.chips // context}{share}"
+    def context(self) -> int:
+        """Chips that share the columns of a row."""
+        most = ROW_OF_A_CHIP.get(self.chip, LONGEST_OF_A_CHIP)
+        if self.model == "70B":
+            most //= 4
+        return max(1, LENGTHS[self.length] // most)
 
-    def options(self) -> list[str]:
+    @property
+    def mesh(self) -> MeshShape:
+        """How the chips share the training."""
+        return MeshShape(fsdp=self.chips // self.context, context=self.context)
+
+    @property
+    def sampler_mesh(self) -> MeshShape:
+        """How they share the sampling."""
+        group = 16 if (self.model, self.chip) == LEAST else GROUP[self.model]
+        return MeshShape(data=self.chips // group, tensor=group)
+
+    def options(self) -> Options:
         """Of `rlhf-jax plan`."""
-        tokens, rows = LENGTHS[self.length], RESPONSES.get(self.length, 1)
+        tokens, at_once = LENGTHS[self.length], self.mesh.fsdp
         prompt = 512 if tokens == LENGTHS["2k"] else 1024
-        sharing = self.chips // CONTEXT.get(self.length, 1)
-        return [
-            *("--algorithm", "grpo", "--model", MODELS[self.model]),
-            *("--chip", self.chip, "--topology", CHIPS[self.chip][self.chips]),
-            *("--mesh", self.mesh, "--dtype", "bfloat16", "--remat", "full"),
-            *("--reference", "bf16", "--batch-size", str(rows * sharing)),
-            *("--num-minibatches", str(rows), "--prompt-length", str(prompt)),
-            *("--max-new-tokens", str(tokens - prompt)),
-        ]
+        responses = RESPONSES.get(self.length, 1) * at_once
+        responses = max(responses, self.sampler_mesh.data)
+        int8 = (self.model, self.chip) == LEAST
+        return Options(
+            algorithm="grpo",
+            model=MODELS[self.model],
+            chip=self.chip,
+            topology=CHIPS[self.chip][self.chips],
+            mesh=self.mesh,
+            sampler_mesh=self.sampler_mesh,
+            sampler="int8" if int8 else "bf16",
+            cache="int8" if int8 else "same",
+            dtype="bfloat16",
+            remat="full",
+            reference="bf16",
+            batch_size=responses,
+            num_minibatches=responses // at_once,
+            prompt_length=prompt,
+            max_new_tokens=tokens - prompt,
+        )
 
 
 CELLS = [
@@ -100,7 +138,7 @@ class Config:
     record: Path
     """JSON Lines, a row per plan; is continued."""
     cells: tuple[str, ...] = ()
-    """Which, as "8B 8k v5e"; none is all of them in the order of their length."""
+    """Which in which order, as "8B 8k v5e"; none is all of them."""
     gpu_python: Path | None = None
     """A Python with the extra plan-cuda; None leaves GPUs out."""
     most: int | None = None
@@ -125,7 +163,7 @@ class Config:
             )
 
 
-def plan(cell: Cell, *, python: Path, limit: float) -> dict[str, Any]:
+def plan(cell: Cell, *, python: Path | None, limit: float) -> dict[str, Any]:
     """The row of a cell: what the plan says in short, or why there is none.
 
     Args:
@@ -135,7 +173,8 @@ def plan(cell: Cell, *, python: Path, limit: float) -> dict[str, Any]:
     row: dict[str, Any] = {"cell": dataclasses.asdict(cell)}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "plan.json"
-        command = [python, "-m", "rlhf_jax.train.main", "plan", *cell.options()]
+        _, *words = shlex.split(plan_options.command(cell.options()))
+        command = [python, "-m", "rlhf_jax.train.main", *words]
         try:
             done = subprocess.run(
                 [*command, "--json", file],
@@ -158,22 +197,48 @@ def plan(cell: Cell, *, python: Path, limit: float) -> dict[str, Any]:
         if program["refused"]
     ]
     kept = (
-        *("command", "versions", "compiler", "chips", "mesh", "attention", "fits"),
+        *("command", "versions", "compiler", "chips", "attention", "fits"),
         *("parameters", "peak", "held", "seconds", "model_flops", "mfu", "tokens"),
         *("tokens_per_second_per_chip", "shares"),
     )
     return row | {
         **{name: made.get(name) for name in kept},
         "memory": made["chip"]["memory"],
+        "rows": cell.options().batch_size,
+        "meshes": _meshes(cell),
         "refused": "; ".join(refused) or None,
-        "programs": {
-            program["name"]: {
-                "seconds": program.get("seconds"),
-                "mfu": program.get("mfu"),
-                "temporary": (program.get("bytes") or {}).get("temporary"),
-            }
-            for program in made["programs"]
-        },
+        "programs": [
+            {name: program.get(name) for name in KEPT} for program in made["programs"]
+        ],
+    }
+
+
+def at_rates_of(row: dict[str, Any], chip: str) -> dict[str, Any]:
+    """The row of the same programs on a chip with other rates.
+
+    Args:
+      row: of a chip that runs the same instructions.
+      chip: a name of CHIPS.
+    """
+    figures = chips.named(chip)
+    programs = []
+    for program in row["programs"]:
+        work = {name: program[name] for name in WORK}
+        seconds = measured.least_seconds(figures, **work)
+        bound = max(seconds.values())
+        mfu = measured.mfu(
+            program["model_flops"], seconds=bound, chip=figures, num_chips=row["chips"]
+        )
+        programs.append(program | {"seconds": {**seconds, "bound": bound}, "mfu": mfu})
+    speed = planner.speed(
+        programs, chip=figures, num_chips=row["chips"], tokens=row["tokens"]
+    )
+    return row | {
+        "cell": row["cell"] | {"chip": chip},
+        "programs_of": row["cell"]["chip"],
+        "memory": figures.memory,
+        "programs": programs,
+        **speed,
     }
 
 
@@ -191,8 +256,9 @@ def rows_of(record: Path) -> list[dict[str, Any]]:
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Markdown, a line per plan."""
     header = (
-        *("model, tokens, chips", "peak [GiB a chip]", "step [s]", "tokens/s a chip"),
-        *("MFU", "MFU of the update", "rollout / score / update"),
+        *("model, tokens, chips", "rows", "training / sampling mesh"),
+        *("peak [GiB a chip]", "step [s]", "tokens/s a chip", "MFU"),
+        *("MFU of the update", "rollout / score / update"),
     )
     lines = [" | ".join(header), " | ".join("---" for _ in header)]
     for row in rows:
@@ -203,37 +269,51 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _figures(row: dict[str, Any]) -> list[str]:
+    cell = Cell(**row["cell"])
     if row.get("peak") is None:
-        return [f"no plan: {row['refused']}", *[""] * 5]
+        told = f"no plan: {row['refused']}"
+        return [str(cell.options().batch_size), _meshes(cell), told, *[""] * 5]
+    layout = [str(row["rows"]), row["meshes"]]
     peak = f"{row['peak']['total'] / GIB:.1f} of {row['memory'] / GIB:.1f}"
     if row["refused"] is not None or not row["fits"]:
-        return [f"does not fit: {row['refused'] or peak}", *[""] * 5]
+        return [*layout, f"does not fit: {row['refused'] or peak}", *[""] * 5]
     shares = (row["shares"][name] for name in ("rollout", "score", "update"))
-    update = row["programs"]["learning"]["mfu"]
+    update = next(one for one in row["programs"] if one["name"] == "learning")["mfu"]
     return [
+        *layout,
         *(peak, f"{row['seconds']:.3g}", f"{row['tokens_per_second_per_chip']:,.0f}"),
         *(f"{row['mfu']:.1%}", f"{update:.0%}"),
         " / ".join(f"{share:.0%}" for share in shares),
     ]
 
 
+def _meshes(cell: Cell) -> str:
+    """That of training and that of sampling, without axes of one chip."""
+    shapes = (dataclasses.asdict(mesh) for mesh in (cell.mesh, cell.sampler_mesh))
+    return " / ".join(
+        ",".join(f"{axis}={size}" for axis, size in shape.items() if size > 1)
+        for shape in shapes
+    )
+
+
 def main(options: Config) -> None:
     """Makes what is missing, and prints the table of all that is there."""
-    done = {Cell(**row["cell"]) for row in rows_of(options.record)}
+    done = {Cell(**row["cell"]): row for row in rows_of(options.record)}
     pythons = {
         chip: options.gpu_python if chip in GPUS else Path(sys.executable)
         for chip in CHIPS
     }
-    left = [
-        (cell, python)
-        for cell in CELLS
-        if cell not in done
-        and (not options.cells or cell.name in options.cells)
-        and (python := pythons[cell.chip]) is not None
-    ]
-    for cell, python in left[: options.most]:
-        print(f"{cell.name}: {' '.join(cell.options())}", file=sys.stderr, flush=True)
-        row = plan(cell, python=python, limit=options.limit)
+    by_name = {cell.name: cell for cell in CELLS}
+    asked = [by_name[name] for name in options.cells or by_name]
+    left = [cell for cell in asked if cell not in done and pythons[cell.chip]]
+    for cell in left[: options.most]:
+        print(plan_options.command(cell.options()), file=sys.stderr, flush=True)
+        alike = done.get(dataclasses.replace(cell, chip="h100"))
+        if cell.chip == "h200" and alike is not None and alike.get("fits"):
+            row = at_rates_of(alike, "h200")
+        else:
+            row = plan(cell, python=pythons[cell.chip], limit=options.limit)
+        done[cell] = row
         with options.record.open("a", encoding="utf-8") as file:
             file.write(f"{json.dumps(row)}\n")
     print(table(rows_of(options.record)))

@@ -13,8 +13,11 @@ of a larger array only that part, and nothing in a TPU's on-chip memory.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections import Counter
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from rlhf_jax.planning.hlo import exchanges, instructions, parsing, products
 from rlhf_jax.planning.hlo.exchanges import Collective
@@ -49,17 +52,21 @@ class Cost:
         """Bytes of those that leave the device's node."""
         return sum(one.across * times for one, times in self.collectives.items())
 
-    def add(self, other: Cost, *, times: int = 1) -> None:
+    def add(self, other: Cost, *, times: float = 1) -> None:
         """Adds what a part of the program costs, `times` over."""
         self.flops += times * other.flops
         self.bytes += times * other.bytes
         for one, count in other.collectives.items():
-            self.collectives[one] += times * count
+            self.collectives[one] += int(times * count)
         self.unknown_loops += other.unknown_loops
 
 
 def cost(
-    text: str, *, trips: tuple[int, ...] = (1,), per_node: int | None = None
+    text: str,
+    *,
+    trips: tuple[int, ...] = (1,),
+    named: Mapping[str, float] = MappingProxyType({}),
+    per_node: int | None = None,
 ) -> Cost:
     """The cost of a program.
 
@@ -68,14 +75,16 @@ def cost(
       trips: of the loops that do not say how often they run, as those that end when
         every row has stopped, in their order. Where there are not as many of them,
         each takes all of these.
+      named: scope (`jax.named_scope`) -> trips of the other such loops, in the mean.
       per_node: devices of a node, whose links are others than those between nodes; None
         is one node of all.
     """
     computations, entry = parsing.parse(text)
-    total = _Walker(computations, trips=trips, per_node=per_node).of(entry)
+    walker = functools.partial(_Walker, computations, named=named, per_node=per_node)
+    total = walker(trips=trips).of(entry)
     if total.unknown_loops not in (0, len(trips)):
         each = (sum(trips),) * total.unknown_loops
-        total = _Walker(computations, trips=each, per_node=per_node).of(entry)
+        total = walker(trips=each).of(entry)
     return total
 
 
@@ -85,9 +94,11 @@ class _Walker:
         computations: dict[str, Computation],
         *,
         trips: tuple[int, ...],
+        named: Mapping[str, float],
         per_node: int | None,
     ) -> None:
         self._computations = computations
+        self._named = named
         self._trips = iter(trips)
         self._per_node = per_node
         self._known: dict[str, Cost] = {}
@@ -107,6 +118,8 @@ class _Walker:
                     instructions.called(line, "condition"),
                 )
                 times = self._times(line, lines, body=body, condition=condition)
+                if times is None:
+                    times = self._of_name(line)
                 if times is None:
                     total.unknown_loops += 1
                     times = next(self._trips, 1)
@@ -148,6 +161,11 @@ class _Walker:
         at = instructions.index(counter)
         start = instructions.constant(lines[lines[loop.operands[0]].operands[at]]) or 0
         return -(-(end - start) // self._stride(body, at))
+
+    def _of_name(self, loop: Line) -> float | None:
+        name = re.search(r'op_name="([^"]*)"', loop.rest)
+        scopes = () if name is None else name[1].split("/")
+        return next((self._named[part] for part in scopes if part in self._named), None)
 
     def _stride(self, body: str, at: int) -> int:
         """By how much a turn moves the counter: a loop may have been unrolled."""

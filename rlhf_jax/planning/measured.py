@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -21,12 +22,7 @@ from jax.sharding import Mesh
 from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.planning import (
-    chips,
-    compiled,
-    cost,
-    gpu_targets,
-)
+from rlhf_jax.planning import chips, compiled, cost, gpu_targets
 from rlhf_jax.planning.chips import Chip
 from rlhf_jax.planning.cost import Cost
 from rlhf_jax.planning.workload import Program
@@ -141,7 +137,12 @@ def mesh_of(program: Program, target: Target) -> Mesh:
 
 
 def measure(
-    programs: list[Program], target: Target, *, rows: int, waiting: Waiting
+    programs: list[Program],
+    target: Target,
+    *,
+    rows: int,
+    waiting: Waiting,
+    visits: Mapping[str, float] = MappingProxyType({}),
 ) -> list[Measured]:
     """Compiles the programs of a step.
 
@@ -150,6 +151,7 @@ def measure(
       target: the chips.
       rows: of a batch, for what is shown.
       waiting: shows what is being compiled.
+      visits: from `workload.block_visits`; bytes alone do not need them.
 
     Raises:
       InputError: the row axes do not divide the rows, or sizes do not fit.
@@ -164,11 +166,15 @@ def measure(
                 args.append(compiled.placed(tree, place(tree)))
             what = f"{rows} rows on {target.mesh.size} x {target.name}"
             with waiting(f"compiling {program.name}, {what}"):
-                measurements.append(_compile(program, args, target=target))
+                measurements.append(
+                    _compile(program, args, target=target, visits=visits)
+                )
     return measurements
 
 
-def _compile(program: Program, args: list[Any], *, target: Target) -> Measured:
+def _compile(
+    program: Program, args: list[Any], *, target: Target, visits: Mapping[str, float]
+) -> Measured:
     try:
         done = compiled.program(
             program.function,
@@ -195,7 +201,7 @@ def _compile(program: Program, args: list[Any], *, target: Target) -> Measured:
     }
     text, never = done.as_text(), (0,) * len(program.trips)
     total, once = (
-        cost.cost(text, trips=trips, per_node=target.per_node)
+        cost.cost(text, trips=trips, named=visits, per_node=target.per_node)
         for trips in (program.trips, never)
     )
     return Measured(program, sizes, None, total, once)
@@ -225,11 +231,11 @@ def described(one: Measured, chip: Chip, *, num_chips: int = 1) -> dict[str, Any
       num_chips: that share `Program.model_flops`.
     """
     total = one.cost
-    seconds = least_seconds(total, chip)
+    seconds = _roofline(total, chip)
     bound = max(seconds.values())
     turns = sum(one.program.trips) if total.unknown_loops else None
     if turns and one.once is not None:
-        once = least_seconds(one.once, chip)
+        once = _roofline(one.once, chip)
         of_turn = {name: (all_ - once[name]) / turns for name, all_ in seconds.items()}
         of_turn["bound"] = max(of_turn.values())
     else:
@@ -257,14 +263,39 @@ def described(one: Measured, chip: Chip, *, num_chips: int = 1) -> dict[str, Any
     }
 
 
-def least_seconds(total: Cost, chip: Chip) -> dict[str, float]:
-    """What each of a chip's rates takes for its part of a program, by its name."""
+def least_seconds(
+    chip: Chip,
+    *,
+    flops: float,
+    memory_bytes: float,
+    sent_bytes: float,
+    network_bytes: float,
+) -> dict[str, float]:
+    """What each of a chip's rates takes for its part of a program, by its name.
+
+    Args:
+      chip: its peak rates.
+      flops: of products.
+      memory_bytes: of its memory, read and written.
+      sent_bytes: to other chips.
+      network_bytes: of those that leave its node.
+    """
     return {
-        "products": total.flops / chip.flops,
-        "memory": total.bytes / chip.bandwidth,
-        "links": (total.sent - total.across) / chip.links,
-        "network": total.across / chip.network if chip.network else 0.0,
+        "products": flops / chip.flops,
+        "memory": memory_bytes / chip.bandwidth,
+        "links": (sent_bytes - network_bytes) / chip.links,
+        "network": network_bytes / chip.network if chip.network else 0.0,
     }
+
+
+def _roofline(total: Cost, chip: Chip) -> dict[str, float]:
+    return least_seconds(
+        chip,
+        flops=total.flops,
+        memory_bytes=total.bytes,
+        sent_bytes=total.sent,
+        network_bytes=total.across,
+    )
 
 
 def mfu(flops: float, *, seconds: float, chip: Chip, num_chips: int) -> float | None:

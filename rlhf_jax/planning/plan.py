@@ -32,14 +32,16 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models import decoder
+from rlhf_jax.models import decoder, engine_choice
 from rlhf_jax.planning import (
     compiled,
     gpu_targets,
     histogram,
     measured,
+    resharding,
     run_shape,
     tables,
+    workload,
 )
 from rlhf_jax.planning.advice import advice, largest
 from rlhf_jax.planning.chips import Chip
@@ -76,8 +78,18 @@ def plan(options: Options, *, waiting: Waiting = silent) -> dict[str, Any]:
     lengths = None if options.lengths is None else histogram.read(options.lengths)
     work = workload_of(options, lengths=lengths)
     resident = measured.resident(work.parts, target)
+    visits = workload.block_visits(
+        work.model,
+        columns=options.columns,
+        context=options.mesh.context,
+        backend=engine_choice.backend_of(target.mesh.abstract_mesh),
+    )
     measurements = measured.measure(
-        work.programs, target, rows=options.batch_size, waiting=waiting
+        work.programs,
+        target,
+        rows=options.batch_size,
+        visits=visits,
+        waiting=waiting,
     )
     alive = [measured.alive(one, resident) for one in measurements]
     peak = max(alive, key=lambda row: row.total)
@@ -85,9 +97,11 @@ def plan(options: Options, *, waiting: Waiting = silent) -> dict[str, Any]:
         one.refused for one in measurements
     )
     chips = options.mesh.size
-    programs = [
-        measured.described(one, target.chip, num_chips=chips) for one in measurements
-    ]
+    programs = []
+    for one in measurements:
+        brought = resharding.described(one, target)
+        programs += [] if brought is None else [brought]
+        programs.append(measured.described(one, target.chip, num_chips=chips))
     row_devices = options.mesh.data * options.mesh.fsdp
     within = {name: size // row_devices for name, size in work.within.items()}
     if "KV cache" in within:  # whose rows lie on `context` too

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.models import caches
+from rlhf_jax.models.attention import blockwise, blockwise_passes
 from rlhf_jax.models.config import ModelConfig
 
 PyTree = Any
@@ -32,6 +33,7 @@ class Program(NamedTuple):
     model_flops: float  # of all devices, by `model_flops`
     donate: tuple[int, ...] = ()
     mesh: MeshShape | None = None  # of its own, over the chips of the run
+    resharded: tuple[int, ...] = ()  # arguments that are brought to it for each run
     # Of loops that end when every row has stopped, in their order, at the most.
     trips: tuple[int, ...] = (1,)
 
@@ -67,6 +69,37 @@ def decoding_turns(
     ends = caches.growing_widths(size, first=prompt_length)
     ends = (prompt_length, *(min(end, last) for end in ends))
     return tuple(end - start for start, end in itertools.pairwise(ends))
+
+
+def block_visits(
+    model: ModelConfig, *, columns: int, context: int, backend: str
+) -> dict[str, float]:
+    """Blocks that a turn of blockwise attention visits, the mean of all layers.
+
+    In blocks of b columns, query block i meets min(i + 1, 1 + ⌈(W - 1) / b⌉) blocks of
+    keys through a window of W. Over a context axis a device has 1/context of the
+    queries, and all keys.
+
+    Args:
+      columns: S of a row without padding, tokens.
+      context: devices that share the columns of a row.
+      backend: "cpu", "gpu" or "tpu".
+
+    Returns:
+      Turns by the name of their loop. A packed row of several texts takes fewer.
+    """
+    block = blockwise.block_columns(backend)
+    blocks = -(-columns // block)
+    windows = (
+        1 - (1 - caches.width(model, layer, columns=columns)) // block
+        for layer in range(model.num_layers)
+    )
+    pairs = sum(min(i + 1, window) for window in windows for i in range(blocks))
+    mean = pairs / (blocks * model.num_layers)
+    return {
+        blockwise_passes.KEY_BLOCKS: mean,
+        blockwise_passes.QUERY_BLOCKS: mean / context,
+    }
 
 
 def cache_bytes(model: ModelConfig, *, rows: int, columns: int) -> int:

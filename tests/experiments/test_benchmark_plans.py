@@ -8,12 +8,14 @@ from benchmarks import plans
 from places import RECORDED
 
 from rlhf_jax.functional import checks
+from rlhf_jax.models.families import registry
 
 # In the place of an interpreter: the recorded plan, or what a refusal prints.
 FAKE = """\
 #!{python}
 import pathlib, sys
 options = dict(zip(sys.argv[4::2], sys.argv[5::2]))
+pathlib.Path({log!r}).open("a").write(options["--chip"] + " ")
 if options["--chip"] == "v5p":
     sys.exit("error: the mesh is refused\\n")
 text = pathlib.Path({plan!r}).read_text()
@@ -25,7 +27,8 @@ pathlib.Path(options["--json"]).write_text(text)
 def python(tmp_path, monkeypatch):
     plan = RECORDED / "plans" / "llama-3.1-8b-grpo-h100-8x8.json"
     script = tmp_path / "python"
-    script.write_text(FAKE.format(python=sys.executable, plan=str(plan)))
+    log = tmp_path / "compiled"
+    script.write_text(FAKE.format(python=sys.executable, plan=str(plan), log=str(log)))
     script.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(script))
     return script
@@ -35,32 +38,40 @@ def test_rows_are_written_as_plans_are_made_and_not_made_twice(
     python, tmp_path, capsys
 ):
     record = tmp_path / "grid.jsonl"
-    asked = ("8B 8k v5e", "8B 8k v5p", "8B 8k h100")
+    asked = ("8B 8k v5p", "8B 8k v5e", "8B 8k h100", "8B 8k h200")
     for most in (1, 2, None):  # no GPU without its Python
         plans.main(plans.Config(record=record, cells=asked, most=most))
     rows = [json.loads(line) for line in record.read_text().splitlines()]
-    assert [row["cell"]["chip"] for row in rows] == ["v5e", "v5p"]
+    assert [row["cell"]["chip"] for row in rows] == ["v5p", "v5e"]
     plans.main(plans.Config(record=record, cells=asked, gpu_python=python))
-    assert len(record.read_text().splitlines()) == 3
-    told = capsys.readouterr().out.splitlines()[-3:]
+    assert (tmp_path / "compiled").read_text() == "v5p v5e h100 "  # not h200
+    assert len(record.read_text().splitlines()) == 4
+    told = capsys.readouterr().out.splitlines()[-4:]
+    layout = "256 | fsdp=64 / data=8,tensor=8"
     # Figures of the recorded plan; the table of its README has them too.
     assert told[0] == (
-        "| 8B, 8k, 64 v5e | 6.1 of 60.0 | 8.25 | 993 | 8.4% | 68% | 91% / 2% / 8% |"
+        f"| 8B, 8k, 64 v5e | {layout} | 6.1 of 60.0 | 8.25 | 993 | 8.4% | 68% "
+        f"| 91% / 2% / 8% |"
     )
-    assert told[1].startswith("| 8B, 8k, 64 v5p | no plan: error: the mesh is refused")
-    assert told[2].startswith("| 8B, 8k, 64 h100 | 6.1 of 60.0 |")
+    assert told[1].startswith(
+        f"| 8B, 8k, 64 v5p | {layout} | no plan: error: the mesh is refused"
+    )
+    assert told[2].startswith(f"| 8B, 8k, 64 h100 | {layout} | 6.1 of 60.0 | 8.25 |")
+    # 7.469 s of memory in the rollout become 5.213, where the network takes 5.03.
+    assert told[3].startswith(f"| 8B, 8k, 64 h200 | {layout} | 6.1 of 98.5 | 5.99 |")
 
 
-def test_a_cell_is_a_share_of_chips_and_a_row_per_chip_at_a_time():
-    for cell in plans.CELLS:
-        options = dict(zip(cell.options()[::2], cell.options()[1::2], strict=True))
-        tokens = int(options["--prompt-length"]) + int(options["--max-new-tokens"])
-        assert tokens == plans.LENGTHS[cell.length]
-        axes = dict(axis.split("=") for axis in options["--mesh"].split(","))
-        fsdp, context = int(axes["fsdp"]), int(axes.get("context", 1))
-        assert fsdp * context == cell.chips
-        update = int(options["--batch-size"]) // int(options["--num-minibatches"])
-        assert update == fsdp
+@pytest.mark.parametrize("cell", plans.CELLS, ids=lambda cell: cell.name)
+def test_a_cell_has_rows_for_both_of_its_meshes(cell):
+    options = cell.options()
+    assert options.prompt_length + options.max_new_tokens == plans.LENGTHS[cell.length]
+    assert options.mesh.size == options.sampler_mesh.size == cell.chips
+    update = options.batch_size // options.num_minibatches
+    assert update * options.num_minibatches == options.batch_size
+    assert update == options.mesh.fsdp
+    assert options.batch_size % options.sampler_mesh.data == 0
+    heads = registry.KNOWN[options.model].num_heads
+    assert heads % options.sampler_mesh.tensor == 0
 
 
 def test_unknown_cells_and_folders_are_told(tmp_path):

@@ -10,7 +10,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from rlhf_jax import decoder, logprobs, policy
 from rlhf_jax.devices.mesh_shape import MeshShape
-from rlhf_jax.planning import cost
+from rlhf_jax.models import config
+from rlhf_jax.models.attention import blockwise, blockwise_passes
+from rlhf_jax.models.attention.record import AttentionMask
+from rlhf_jax.planning import cost, workload
 from rlhf_jax.planning.hlo import exchanges
 from rlhf_jax.planning.hlo.exchanges import Collective
 
@@ -49,6 +52,47 @@ def test_a_loop_of_unknown_length_takes_the_turns_that_are_given():
     found = cost_of(halve, shape(4, 4), shape(4, 4), trips=(7,))
     assert found.flops == 7 * 2 * 4**3
     assert found.unknown_loops == 1
+
+
+ATTENTION = config.gpt2(
+    vocab_size=8, hidden_size=16, num_layers=2, num_heads=2, max_positions=600
+)
+
+
+def test_blocks_that_are_visited_by_hand():
+    """5 blocks of 128 columns; block 2 sees one column of block 0 through 256."""
+    local = dataclasses.replace(
+        ATTENTION, sliding_window=256, local_layers=(True, False)
+    )
+    wide, narrow = 1 + 2 + 3 + 4 + 5, 1 + 2 + 3 + 3 + 3
+    for model, pairs in {ATTENTION: wide, local: (wide + narrow) / 2}.items():
+        found = workload.block_visits(model, columns=600, context=4, backend="cpu")
+        assert found == {
+            blockwise_passes.KEY_BLOCKS: pairs / 5,
+            blockwise_passes.QUERY_BLOCKS: pairs / 5 / 4,
+        }
+    found = workload.block_visits(ATTENTION, columns=600, context=1, backend="gpu")
+    assert set(found.values()) == {(1 + 2) / 2}  # blocks of 512
+
+
+@pytest.mark.slow
+def test_blockwise_attention_counts_the_blocks_that_it_visits():
+    """By the products of a gradient: 2 of its forward pass, and 5 of its backward."""
+    visits = workload.block_visits(ATTENTION, columns=600, context=1, backend="cpu")
+    query = shape(3, 2, 600, 8)
+    segments = jax.ShapeDtypeStruct((3, 600), jnp.int32)
+
+    def attend(q, k, v, segments):
+        mask = AttentionMask(segments)
+        return blockwise.attend_blockwise(q, (k, v), mask=mask).sum()
+
+    gradient = jax.jit(jax.grad(attend, argnums=(0, 1, 2)))
+    compiled = gradient.lower(query, query, query, segments).compile()
+    found = cost.cost(compiled.as_text(), named=visits)
+    of_block = 2 * 128 * 128 * 8  # FLOPs of one product of one head
+    blocks = 1 + 2 + 3 + 4 + 5
+    assert found.flops == pytest.approx(3 * 2 * blocks * (2 + 5) * of_block)
+    assert found.unknown_loops == 0
 
 
 ROWS, COLUMNS = 3, 10

@@ -138,6 +138,15 @@ def has(monkeypatch, size):
             floats(NUMBERS) + LORA + CACHE * 16 * 3,
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            (
+                *(PYTHON, "--lora.rank=2", "--batch-size=64", "--max-new-tokens=12"),
+                *("--sampler-cache=int8", "--prefill-chunk=2"),
+            ),
+            # Keys and values of 2 heads, each of 8 bytes and a scale.
+            floats(NUMBERS) + LORA + 2 * 64 * 12 * 2 * (8 + 4),
+            marks=pytest.mark.slow,
+        ),
         (
             (PYTHON, "--lora.rank=2", "--batch-size=64", "--continuous-batching=4"),
             floats(NUMBERS) + LORA + floats(ADAPTERS + HEAD),

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.functional.custom_transpose import call, linear_call
+from rlhf_jax.models import engine_choice
 from rlhf_jax.models.attention import blockwise_passes
 from rlhf_jax.models.attention.blockwise_passes import Blocks, Form
 from rlhf_jax.models.attention.cache import KeyValue
@@ -28,6 +29,11 @@ Array = jax.Array
 # block is masked; an accelerator's matrix units want larger ones.
 BLOCK = {"cpu": 128}
 BLOCK_ELSEWHERE = 512
+
+
+def block_columns(backend: str) -> int:
+    """Columns of a block on a backend: "cpu", "gpu" or "tpu"."""
+    return BLOCK.get(backend, BLOCK_ELSEWHERE)
 
 
 def attend_blockwise(
@@ -58,7 +64,8 @@ def attend_blockwise(
     kv_heads, size = key.shape[1], key.shape[2]
     group = heads // kv_heads
     if block is None:
-        block = BLOCK.get(jax.default_backend(), BLOCK_ELSEWHERE)
+        mesh = jax.sharding.get_abstract_mesh()
+        block = block_columns(engine_choice.backend_of(mesh))
     block_q, block_k = (min(block, -(-count // 8) * 8) for count in (queries, size))
     form = Form(
         scale=1 / math.sqrt(head_dim) if mask.scale is None else mask.scale,

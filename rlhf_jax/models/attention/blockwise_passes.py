@@ -24,6 +24,8 @@ Blocks = tuple[Array, ...]  # q, k, v
 Masked = tuple[Array, ...]  # segments_q, segments_k, columns, and the window, i32[]
 
 HIDDEN = -1e30  # a logit that is masked
+# Of the loops whose length depends on the mask, in the text of a compiled program.
+KEY_BLOCKS, QUERY_BLOCKS = "visited_key_blocks", "visited_query_blocks"
 LEAST = -5e29  # the largest logit so far, at first: what is masked is exp(-5e29) = 0
 
 
@@ -71,9 +73,10 @@ def forward(arrays: Blocks, masked: Masked, *, form: Form) -> tuple[Array, Array
 
         none = jnp.zeros((kv_heads, queries), jnp.float32)
         out = jnp.zeros((kv_heads, head_dim, queries), jnp.float32)
-        largest, total, out = jax.lax.fori_loop(
-            start, stop, meet, (none + LEAST, none, out)
-        )
+        with jax.named_scope(KEY_BLOCKS):
+            largest, total, out = jax.lax.fori_loop(
+                start, stop, meet, (none + LEAST, none, out)
+            )
         live = total > 0
         total = jnp.where(live, total, 1)
         normaliser = jnp.where(live, largest + jnp.log(total), 0)
@@ -122,13 +125,12 @@ def tangent(residuals: Any, tangents: Blocks, *, form: Form) -> Array:
             moved += _product(value_dot, p.astype(v.dtype))
             return moved, total + weight.sum(axis=1)
 
-        moved, total = jax.lax.fori_loop(
-            *(start, stop, meet),
-            (
-                jnp.zeros((kv_heads, head_dim, queries), jnp.float32),
-                jnp.zeros((kv_heads, queries), jnp.float32),
-            ),
+        none = (
+            jnp.zeros((kv_heads, head_dim, queries), jnp.float32),
+            jnp.zeros((kv_heads, queries), jnp.float32),
         )
+        with jax.named_scope(KEY_BLOCKS):
+            moved, total = jax.lax.fori_loop(start, stop, meet, none)
         return None, (moved - out * total[:, None]).astype(v.dtype)
 
     every = (
@@ -186,7 +188,8 @@ def backward(residuals: Any, gradient: Array | None, *, form: Form) -> Blocks:
             return of_q, of_k, of_v
 
         zero = jnp.zeros(k.shape, jnp.float32)
-        of_q, of_k, of_v = jax.lax.fori_loop(start, stop, meet, (of_q, zero, zero))
+        with jax.named_scope(QUERY_BLOCKS):
+            of_q, of_k, of_v = jax.lax.fori_loop(start, stop, meet, (of_q, zero, zero))
         return of_q, (of_k.astype(k.dtype), of_v.astype(v.dtype))
 
     every = (

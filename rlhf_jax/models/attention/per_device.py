@@ -3,7 +3,7 @@
 A loop over blocks, or a kernel, is opaque to the compiler's partitioner, which would
 gather what goes in. Attention needs nothing of other rows or heads. Of a row whose
 columns are cut, each device gathers keys and values, which grouped heads make small;
-the gradient scatters their sum back.
+their gradients are summed over those devices (an all-reduce).
 """
 
 from __future__ import annotations

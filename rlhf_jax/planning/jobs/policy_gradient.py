@@ -182,6 +182,7 @@ def programs(
             model_flops=sampled,
             trips=turns,
             mesh=sampler_mesh,
+            resharded=() if sampler_mesh is None else (0,),
         )
     ]
     if resident.reward is not None:
