@@ -48,6 +48,7 @@ def encode_prompts(
     field: str = "prompt",
     overlong: Overlong = "error",
     widest: int | None = None,
+    more: str = "allow more",
 ) -> tuple[list[Row], list[Tokens]]:
     """The rows whose prompts fit, and the tokens of these prompts.
 
@@ -55,6 +56,7 @@ def encode_prompts(
       max_length: tokens, the context less the room for the response.
       overlong: what becomes of a longer prompt: an error, or left out.
       widest: tokens of the largest bucket; None is no bucket.
+      more: how a prompt may be longer, for the errors.
 
     Raises:
       InputError: a prompt is longer (with overlong="error") or beyond the largest
@@ -76,6 +78,7 @@ def encode_prompts(
         max_length=max_length,
         overlong=overlong,
         widest=widest,
+        more=more,
     )
     return [rows[i] for i in fits], [prompts[i] for i in fits]
 

@@ -24,12 +24,14 @@ class Form:
     num_minibatches: int
     max_new_tokens: int  # R, response columns
     width: int  # W, tokens of a packed row
+    columns: int | None = None  # S, of padded rows; None is as many as W
     devices: int = 1  # that share rows: the groups
     after_stop: bool = False  # the state after the last token has a value
     # Only the state after the last token is read, as a reward model does, whatever
     # stands before it; rows have one column more, and so has R.
     ends: bool = False
     max_tokens: int | None = None  # of a part, on each device; None has one part
+    may_pad: bool = True  # padded rows take no more memory than max_tokens
     # Neighbouring rows that hold one prompt, which then stands once in a packed row.
     group_size: int = 1
 
@@ -45,6 +47,11 @@ class Form:
     def minibatch(self) -> int:
         """b, the responses of an optimizer step."""
         return self.rows // self.num_minibatches
+
+    def packed_share(self, packed: int, *, rows: int) -> float:
+        """Tokens of so many packed rows, relative to those of `rows` padded ones."""
+        columns = self.width if self.columns is None else self.columns
+        return packed * self.width / (rows * columns)
 
     def rows_of_part(self, rows: int) -> int | None:
         """Packed rows that a device has of a part of so many responses, at most."""

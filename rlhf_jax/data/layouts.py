@@ -14,8 +14,7 @@ did that it goes on with.
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,29 +22,13 @@ import numpy as np
 
 from rlhf_jax.algorithms.batch import Rollout, RolloutPacking
 from rlhf_jax.data import layout_arrays
-from rlhf_jax.data.layout_arrays import Bins, Form, Part
+from rlhf_jax.data.layout_arrays import Form, Part
+from rlhf_jax.data.layout_sizes import Sizes, in_groups, sizes_of
 from rlhf_jax.models.packing import SizedPacking
 
 Array = jax.Array
 HostArray = Any  # NumPy's
 Kind = Literal["batch", "minibatch"]
-DRAWS = 48  # batches drawn from a sample of lengths, to choose sizes by
-QUANTILES = (0.4, 0.8, 1.0)  # of the packed rows that the draws needed
-GAIN = 0.95  # of the padded rows: a size with more than these is no gain
-MARGIN = 1.1  # of the states read of a row, where more rows are than were drawn
-READS = 8  # columns that a head reads are a multiple of this
-
-
-class Sizes(NamedTuple):
-    """Of the parts of some rows; the branches of a program."""
-
-    parts: int  # C, the most there are
-    sizes: tuple[tuple[int, int], ...]  # (N/G, M), rising
-
-    @property
-    def rows(self) -> int:
-        """Packed rows of a group of the largest size."""
-        return self.sizes[-1][0]
 
 
 def spans(rollout: Rollout) -> Array:
@@ -95,7 +78,7 @@ class Packer:
         Raises:
           InputError: a text is longer than a packed row.
         """
-        lengths = _in_groups(lengths, form=self.form)
+        lengths = in_groups(lengths, form=self.form)
         whole = self._parts("batch", lengths)
         steps = [self._parts("minibatch", lengths[rows]) for rows in order]
         if whole is None or None in steps:
@@ -128,7 +111,7 @@ class Packer:
         Raises:
           InputError: a text is longer than a packed row.
         """
-        lengths = _in_groups(lengths, form=self.form)
+        lengths = in_groups(lengths, form=self.form)
         parts = self._parts("batch", lengths)
         if parts is None:
             self.used["padded", 0] += 1
@@ -188,95 +171,12 @@ class Packer:
         }
 
 
-def sizes_of(form: Form, sample: HostArray) -> tuple[Sizes | None, Sizes | None]:
-    """The sizes for batches with lengths like a sample's, and for their minibatches.
-
-    Some are quantiles of what drawn batches need. One lies between them and padded
-    rows, for lengths that grow during a run. What outgrows it is left padded, or with
-    `form.max_tokens` takes a size that holds anything.
-
-    Args:
-      form: of every batch.
-      sample: i32[n, 2], tokens of prompts and of responses.
-
-    Returns:
-      Both; None each where packed rows would be no fewer than padded ones.
-
-    Raises:
-      InputError: a text of the sample is longer than a packed row.
-    """
-    rng = np.random.default_rng(0)
-    batches, steps = [], []
-    for _ in range(DRAWS):
-        groups = rng.integers(
-            len(sample) // form.group_size, size=form.rows // form.group_size
-        )
-        rows = sample.reshape(-1, form.group_size, 2)[groups].reshape(-1, 2)
-        rows = _in_groups(rows, form=form)
-        batches.append(layout_arrays.fill(rows, form=form))
-        steps += [
-            layout_arrays.fill(rows[part], form=form)
-            for part in np.split(rng.permutation(form.rows), form.num_minibatches)
-        ]
-    of_batch = _sizes(form, batches, rows=form.rows, most=None)
-    of_steps = _sizes(
-        form, steps, rows=form.minibatch, most=form.rows_of_part(form.minibatch)
-    )
-    return of_batch, of_steps
-
-
-def _sizes(
-    form: Form, drawn: Sequence[Bins], *, rows: int, most: int | None
-) -> Sizes | None:
-    """Sizes for so many responses, of at most `most` packed rows in a group.
-
-    Args:
-      drawn: what like responses need.
-      most: None is as many as there are responses.
-    """
-    devices = form.devices
-    every = -(-rows // devices)
-    limit = every if most is None else most
-    needs = np.sort([-(-len(bins.texts) // devices) for bins in drawn])
-    wanted = [-(-limit // 2), limit]
-    if needs[-1] <= limit:
-        wanted = [
-            max(1, int(np.quantile(needs, share, method="higher")))
-            for share in QUANTILES
-        ]
-        wanted.append(int(np.ceil(np.sqrt(wanted[-1] * every))))
-    dealt = [
-        part
-        for bins in drawn
-        for part in layout_arrays.deal(bins, rows=limit, parts=None, form=form)
-    ]
-    rows_dealt = sum(part.rows for part in dealt)
-    density = sum(part.reads for part in dealt) / max(1, rows_dealt)
-    sizes: list[tuple[int, int]] = []
-    for count in sorted(set(wanted)):
-        if count > limit or count * devices > GAIN * rows:
-            continue
-        reads = max((part.reads for part in dealt if part.rows <= count), default=0)
-        if count >= needs[-1]:  # as full as others are
-            reads = max(reads, int(MARGIN * density * count))
-        reads = 1 + _up(reads, READS)
-        sizes.append((count, max([reads, *(size[1] for size in sizes)])))
-    if form.max_tokens is not None:  # whatever the lengths are
-        widest = max([1 + limit * form.max_new_tokens, *(size[1] for size in sizes)])
-        if not sizes or sizes[-1] != (limit, widest):
-            sizes.append((limit, widest))
-    return Sizes(-(-every // limit), tuple(sizes)) if sizes else None
-
-
-def _in_groups(lengths: HostArray, *, form: Form) -> HostArray:
-    """i32[B, 3], with the number of each row's group, which minibatches tear apart."""
-    groups = np.arange(len(lengths)) // form.group_size
-    return np.concatenate([lengths, groups[:, None]], axis=1)
-
-
 def _parts(lengths: HostArray, *, sizes: Sizes, form: Form) -> list[Part] | None:
     """Parts of some rows, each with its size; None where they do not fit."""
     tried = [layout_arrays.fill(lengths, form=form)]
+    share = form.packed_share(len(tried[0].texts), rows=len(lengths))
+    if share > 1 and form.may_pad:
+        return None
     if form.max_tokens is not None:
         tried.append(layout_arrays.alone(lengths, form=form))
     for bins in tried:
@@ -304,7 +204,3 @@ def _filled_up(parts: list[Part], count: int) -> list[Part]:
     """With parts of no responses, which cost nothing."""
     empty = Part([[] for _ in parts[0].groups], rows=0, reads=0, size=0)
     return parts + [empty] * (count - len(parts))
-
-
-def _up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple

@@ -18,20 +18,25 @@ def fits(
     max_length: int,
     overlong: Overlong,
     widest: int | None,
+    more: str = "allow more",
 ) -> list[int]:
-    """Which of `lengths` are at most `max_length`; none of these may be wider."""
+    """Which of `lengths` are at most `max_length`; none of these may be wider.
+
+    Args:
+      more: how a row may be longer, for the errors.
+    """
     fits = [i for i, length in enumerate(lengths) if length <= max_length]
     if overlong == "error" and len(fits) < len(lengths):
         row = next(i for i, length in enumerate(lengths) if length > max_length)
         raise InputError(
             f"{places[row]}: expected at most {max_length} tokens, got {lengths[row]}"
-            f" of {texts[row]!r:.60}; shorten it, allow more, or leave out what is too"
+            f" of {texts[row]!r:.60}; shorten it, {more}, or leave out what is too"
             " long with overlong='drop'"
         )
     if not fits:
         raise InputError(
             f"expected a row of at most {max_length} tokens, got {len(lengths)} rows,"
-            f" the shortest with {min(lengths)}; allow more"
+            f" the shortest with {min(lengths)}; {more}"
         )
     for row in fits:
         if widest is not None and lengths[row] > widest:

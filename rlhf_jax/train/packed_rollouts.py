@@ -16,22 +16,16 @@ from typing import Any, Literal
 import jax
 from jax.sharding import Mesh
 
-from rlhf_jax.algorithms import self_check
 from rlhf_jax.algorithms.batch import Rollout, RolloutPacking
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.algorithms.policy_gradient.iteration import shuffle_key
-from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
 from rlhf_jax.algorithms.policy_gradient.update import minibatches
-from rlhf_jax.checkpoints import frozen_models
-from rlhf_jax.checkpoints.frozen_models import Storage
-from rlhf_jax.data import layouts
+from rlhf_jax.data import layout_sizes, layouts
 from rlhf_jax.data.layout_arrays import Form
 from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
-from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import engine_choice
-from rlhf_jax.models.config import Cache
 from rlhf_jax.models.packing import SizedPacking
 from rlhf_jax.train.start import StartConfig
 
@@ -40,22 +34,14 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackedConfig(StartConfig):
-    """Options of the trainers that sample responses."""
+    """Options of rows and micro-batches by tokens."""
 
-    sampler_storage: Storage = frozen_models.COPY
-    """Dtype of the parameters that responses are sampled with, cast once per
-    iteration."""
-    sampler_cache: Cache = "same"
-    """How the sampler keeps keys and values: in --dtype, or in int8."""
-    prefill_chunk: int | None = None
-    """Columns of prompts that the sampler runs at a time, to save memory with long
-    ones; None runs them whole."""
     packing: Literal["off", "auto"] = "off"
     """Whether models read several responses in one row; auto packs each batch whose
     lengths make that less work."""
     packing_width: int | None = None
     """Tokens of a packed row, at least those of the longest prompt and response; None
-    is as many as the padded rows have."""
+    is 1 to 2 padded rows, whichever packs the first responses into fewest tokens."""
     max_tokens_per_device: int | None = None
     """Tokens of packed rows in one forward and backward pass on each device; None is
     --micro-batch-size rows, or a whole minibatch."""
@@ -89,54 +75,16 @@ class PackedConfig(StartConfig):
                     f"{value}; raise it, or lower --max-new-tokens"
                 )
 
-    def check_sampler(self, recipe: PolicyRecipe, *, adapters: bool = False) -> None:
-        """Raises InputError where nothing would correct for the sampler's rounding."""
-        storage = self.sampler_storage
-        if self.prefill_chunk is not None:
-            checks.positive(prefill_chunk=self.prefill_chunk)
-        if adapters and storage != frozen_models.COPY:
-            raise InputError(
-                f"--sampler-storage: expected none with --lora.rank, whose base is "
-                f"sampled with as --reference-storage.dtype has it, got "
-                f"{storage.dtype}; leave one of them out"
-            )
-        if storage.dtype == "float16":
-            raise InputError(
-                "--sampler-storage.dtype: expected float32, bfloat16 or int8, got "
-                "float16, in which a policy that is trained may overflow; choose "
-                "bfloat16"
-            )
-        if not self.sampler_rounds or not recipe.recompute_logprobs:
-            return  # the ratio is then to the log-probs of the sampler itself
-        if recipe.sampler_weight_cap is None:
-            raise InputError(
-                f"--recompute-logprobs: expected --sampler-weight-cap with it where "
-                f"--sampler-storage.dtype {storage.dtype} with --sampler-cache "
-                f"{self.sampler_cache} rounds what responses are sampled with, else "
-                f"nothing corrects for that; give the cap (2 is usual), or leave "
-                f"--recompute-logprobs out"
-            )
+    def room(self, room: int, *, max_new_tokens: int) -> tuple[int, str]:
+        """Tokens that a prompt may have, and for errors how it may have more.
 
-    @property
-    def sampler_rounds(self) -> bool:
-        """Whether sampling rounds further than the model's dtype does."""
-        return self.sampler_tolerance > 0
-
-    @property
-    def sampler_tolerance(self) -> float:
-        """What that adds to the distance of trainer and sampler, nats per token."""
-        dtype, tolerance = self.sampler_storage.dtype, 0.0
-        if dtype == "int8" or (dtype, self.dtype) == ("bfloat16", "float32"):
-            tolerance += self_check.TOLERANCE[dtype]
-        if self.sampler_cache == "int8":
-            tolerance += self_check.TOLERANCE["int8"]
-        return tolerance
-
-    def room(self, room: int, *, max_new_tokens: int) -> int:
-        """Tokens that a prompt may have, where a model has room for `room`."""
-        if self.packing_width is None:
-            return room
-        return min(room, self.packing_width - max_new_tokens)
+        Args:
+          room: tokens that the model has for it.
+        """
+        if self.packing_width is None or self.packing_width - max_new_tokens >= room:
+            return room, "lower --max-new-tokens"
+        more = "raise --packing-width or lower --max-new-tokens"
+        return self.packing_width - max_new_tokens, more
 
 
 class _Lengths:
@@ -166,11 +114,19 @@ class _Lengths:
         self._packer: layouts.Packer | None = None
         self._spans = jax.jit(sharding.on(mesh, layouts.spans))
 
-    def _width(self, columns: int) -> int:
-        """Tokens of a packed row, in a run whose first rollout has so many columns."""
+    def _widths(self, columns: int, *, max_tokens: int | None = None) -> list[int]:
+        """Tokens that a packed row may have, the fewest first.
+
+        Args:
+          columns: S, of the padded rows.
+          max_tokens: that a wider row than padded ones may not exceed.
+        """
         if self._options.packing_width is not None:
-            return self._options.packing_width
-        return columns if self._columns is None else self._columns
+            return [self._options.packing_width]
+        widths = [int(share * columns) for share in layout_sizes.WIDTHS]
+        return widths[:1] + [
+            width for width in widths[1:] if max_tokens is None or width <= max_tokens
+        ]
 
 
 class RolloutPacker(_Lengths):
@@ -192,7 +148,8 @@ class RolloutPacker(_Lengths):
         lengths, order = processes.whole((self._spans(rollout), self._order(key)))
         columns = rollout.tokens.shape[1]
         if self._packer is None:
-            self._packer = layouts.Packer(self._form(columns), sample=lengths)
+            form = layout_sizes.best_form(self._forms(columns), lengths)
+            self._packer = layouts.Packer(form, sample=lengths)
             if processes.is_first():
                 print(self._packer.describe())
         return self._packer(lengths, order, columns=columns)
@@ -208,21 +165,29 @@ class RolloutPacker(_Lengths):
             return {}
         return {"packing": self._packer.summary()}
 
-    def _form(self, columns: int) -> Form:
-        recipe, width = self._recipe, self._width(columns)
-        max_tokens = self._options.max_tokens_per_device
+    def _forms(self, columns: int) -> list[Form]:
+        """By the widths to choose from, in a run whose first rollout has S columns."""
+        recipe, options = self._recipe, self._options
+        columns = columns if self._columns is None else self._columns
+        max_tokens = options.max_tokens_per_device
         if max_tokens is None and recipe.micro_batch_size is not None:
-            max_tokens = width * max(1, recipe.micro_batch_size // self._devices)
-        return Form(
-            rows=self._rows,
-            num_minibatches=recipe.num_minibatches,
-            max_new_tokens=recipe.max_new_tokens,
-            width=width,
-            devices=self._devices,
-            after_stop=recipe.values_the_end,
-            max_tokens=max_tokens,
-            group_size=recipe.rows_per_prompt if self._shares(width) else 1,
-        )
+            row = columns if options.packing_width is None else options.packing_width
+            max_tokens = row * max(1, recipe.micro_batch_size // self._devices)
+        return [
+            Form(
+                rows=self._rows,
+                num_minibatches=recipe.num_minibatches,
+                max_new_tokens=recipe.max_new_tokens,
+                width=width,
+                columns=columns,
+                devices=self._devices,
+                after_stop=recipe.values_the_end,
+                max_tokens=max_tokens,
+                may_pad=options.max_tokens_per_device is None,
+                group_size=recipe.rows_per_prompt if self._shares(width) else 1,
+            )
+            for width in self._widths(columns, max_tokens=max_tokens)
+        ]
 
     def _shares(self, width: int) -> bool:
         """Whether attention lets responses of a group share their prompt."""
@@ -248,13 +213,19 @@ class EndPacker(_Lengths):
         lengths = processes.whole(self._spans(rollout))
         columns = rollout.tokens.shape[1]
         if self._packer is None:
-            form = Form(
-                rows=self._rows,
-                num_minibatches=1,
-                max_new_tokens=self._recipe.max_new_tokens + 1,
-                width=self._width(columns),
-                devices=self._devices,
-                ends=True,
-            )
+            widest = columns if self._columns is None else self._columns
+            forms = [
+                Form(
+                    rows=self._rows,
+                    num_minibatches=1,
+                    max_new_tokens=self._recipe.max_new_tokens + 1,
+                    width=width,
+                    columns=widest,
+                    devices=self._devices,
+                    ends=True,
+                )
+                for width in self._widths(widest)
+            ]
+            form = layout_sizes.best_form(forms, lengths)
             self._packer = layouts.Packer(form, sample=lengths)
         return self._packer.whole(lengths, columns=columns + 1)

@@ -1,4 +1,4 @@
-"""Sampling on a mesh and in a dtype of its own, which parameters are brought to."""
+"""Sampling on a mesh and in a dtype of its own: its options and its program."""
 
 from __future__ import annotations
 
@@ -9,18 +9,78 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from rlhf_jax.algorithms import self_check
 from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.algorithms.policy_gradient import iteration
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
+from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
 from rlhf_jax.checkpoints import frozen_models
 from rlhf_jax.checkpoints.frozen_models import Storage
 from rlhf_jax.devices import row_sharding, sharding
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import Cache
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.reference.storage import store
+from rlhf_jax.train.start import StartConfig
 
 Array = jax.Array
 Params = Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplerConfig(StartConfig):
+    """Options of how responses are sampled."""
+
+    sampler_storage: Storage = frozen_models.COPY
+    """Dtype of the parameters that responses are sampled with, cast once per
+    iteration."""
+    sampler_cache: Cache = "same"
+    """How the sampler keeps keys and values: in --dtype, or in int8."""
+    prefill_chunk: int | None = None
+    """Columns of prompts that the sampler runs at a time, to save memory with long
+    ones; None runs them whole."""
+
+    def check_sampler(self, recipe: PolicyRecipe, *, adapters: bool = False) -> None:
+        """Raises InputError where nothing would correct for the sampler's rounding."""
+        storage = self.sampler_storage
+        if self.prefill_chunk is not None:
+            checks.positive(prefill_chunk=self.prefill_chunk)
+        if adapters and storage != frozen_models.COPY:
+            raise InputError(
+                f"--sampler-storage: expected none with --lora.rank, whose base is "
+                f"sampled with as --reference-storage.dtype has it, got "
+                f"{storage.dtype}; leave one of them out"
+            )
+        if storage.dtype == "float16":
+            raise InputError(
+                "--sampler-storage.dtype: expected float32, bfloat16 or int8, got "
+                "float16, in which a policy that is trained may overflow; choose "
+                "bfloat16"
+            )
+        # Unless they are recomputed, the ratio is to the sampler's own log-probs.
+        uncorrected = recipe.recompute_logprobs and recipe.sampler_weight_cap is None
+        if uncorrected and self.sampler_tolerance > 0:
+            raise InputError(
+                f"--recompute-logprobs: expected --sampler-weight-cap with it where "
+                f"--sampler-storage.dtype {storage.dtype} with --sampler-cache "
+                f"{self.sampler_cache} rounds what responses are sampled with, else "
+                f"nothing corrects for that; give the cap (2 is usual), or leave "
+                f"--recompute-logprobs out"
+            )
+
+    @property
+    def sampler_tolerance(self) -> float:
+        """What its rounding adds to the distance to the trainer, nats per token.
+
+        0.0 where sampling rounds no further than --dtype does.
+        """
+        dtype, tolerance = self.sampler_storage.dtype, 0.0
+        if dtype == "int8" or (dtype, self.dtype) == ("bfloat16", "float32"):
+            tolerance += self_check.TOLERANCE[dtype]
+        if self.sampler_cache == "int8":
+            tolerance += self_check.TOLERANCE["int8"]
+        return tolerance
 
 
 class Sampler:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_jax.data import layouts
+from rlhf_jax.data import layout_sizes, layouts
 from rlhf_jax.data.layout_arrays import Form
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.packing import NONE
@@ -233,6 +233,41 @@ def test_sizes_of_a_long_run_are_few_and_hold_what_comes():
     full = np.tile([16, 48], (64, 1))
     assert packer(full, np.arange(64).reshape(4, 16), columns=64) is None
     assert packer.used["padded", 0] == padded + 1
+
+
+def half_prompts(responses):
+    """64 texts whose prompts fill half of a padded row of 64."""
+    return np.stack([np.full(64, 32), responses], axis=1).astype(int)
+
+
+def widths():
+    shape = {"rows": 64, "num_minibatches": 4, "max_new_tokens": 32, "columns": 64}
+    return [Form(width=width, **shape) for width in (64, 80, 96)]
+
+
+def test_the_width_is_the_narrowest_that_packs_well():
+    # Two texts of 32 + 8 tokens fit in 80, of 32 + 14 in 96, and of 32 + 32 in neither.
+    for response, width in ((8, 80), (14, 96), (32, 64)):
+        form = layout_sizes.best_form(widths(), half_prompts(np.full(64, response)))
+        assert form.width == width
+
+
+@pytest.mark.parametrize(
+    ("bound", "left"),
+    [
+        ({}, True),
+        ({"max_tokens": 192}, True),
+        ({"max_tokens": 192, "may_pad": False}, False),
+    ],
+)
+def test_texts_that_grew_alone_in_wide_rows_are_left_padded(bound, left):
+    """64 rows of 96 tokens are more than the padded ones, of 64."""
+    form = dataclasses.replace(widths()[-1], **bound)
+    packer = layouts.Packer(form, sample=half_prompts(np.full(64, 14)))
+    order = np.arange(64).reshape(4, 16)
+    assert packer(half_prompts(np.full(64, 14)), order, columns=64) is not None
+    grown = packer(half_prompts(np.full(64, 32)), order, columns=64)
+    assert (grown is None) == left
 
 
 def test_equal_lengths_are_left_padded():

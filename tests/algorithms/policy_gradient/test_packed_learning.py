@@ -19,6 +19,7 @@ from rlhf_jax.data import layouts
 from rlhf_jax.data.layout_arrays import Form
 from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
+from rlhf_jax.functional import aggregation
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.penalty import Penalty
 from rlhf_jax.models.lora import LoRA, init
@@ -211,6 +212,46 @@ def test_parts_cut_by_tokens_are_one_step():
     expected, padded_stats = updated(GROUPS, policy, None)
     close(moves, expected)
     assert stats.keys() == padded_stats.keys()
+    for name, value in stats.items():
+        np.testing.assert_allclose(
+            np.float32(value[0]), padded_stats[name][0], rtol=1e-4, atol=1e-5
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"ratio_level": "sequence", "clip_range": 0.02, "clip_range_high": 0.03},
+        {"ratio_level": "sequence_token", "aggregation": "sequence_mean"},
+        {"surrogate": "cispo", "clip_range": 1.0, "aggregation": "constant"},
+        {"surrogate": "sapo", "aggregation": "prompt_mean"},
+    ],
+    ids=lambda choices: " ".join(map(str, choices.values())),
+)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_ratios_and_surrogates_in_parts(choices, sharded):
+    """A response whose rows are in another part is left out there, not divided by."""
+    mesh = MeshShape(data=2, fsdp=2, tensor=2).make() if sharded else None
+    recipe = dataclasses.replace(GROUPS, num_minibatches=1, **choices)
+    batched = experience()
+    noise = np.random.default_rng(0).normal(0, 0.3, batched.tokens.shape)
+    moved_away = jnp.where(batched.response_mask, noise, 0.0).astype(jnp.float32)
+    # Rows that an algorithm leaves out of the loss.
+    mask = batched.response_mask.at[1].set(False)
+    batched = dataclasses.replace(
+        batched, old_logprobs=batched.old_logprobs + moved_away, response_mask=mask
+    )
+    if recipe.aggregation == "prompt_mean":
+        scale = aggregation.prompt_scale(mask, group_size=4)
+        batched = dataclasses.replace(batched, prompt_scale=scale)
+    policy = toys.params()
+    devices = 4 if sharded else 1
+    packed = packing(recipe, key=KEY, devices=devices, max_tokens=COLUMNS)
+    moves, stats = updated(recipe, policy, packed, mesh=mesh, batched=batched)
+    expected, padded_stats = updated(recipe, policy, None, batched=batched)
+    close(moves, expected)
+    assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected)) > 1e-5
     for name, value in stats.items():
         np.testing.assert_allclose(
             np.float32(value[0]), padded_stats[name][0], rtol=1e-4, atol=1e-5
