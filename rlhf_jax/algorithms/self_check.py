@@ -76,7 +76,7 @@ def measure(
       InputError: base and lora are not given together, or adapters do not fit.
     """
 
-    def recomputed(params: Params) -> Array:
+    def recomputed(params: Params, model: ModelConfig) -> Array:
         return logprobs(
             params,
             model=model,
@@ -93,11 +93,13 @@ def measure(
             digests, unmoved = fingerprint.digests(policy), True
         else:
             digests, unmoved = base.source_digests, changes_nothing(policy)
-        equal = (digests == reference.source_digests).all() & unmoved
+        if digests.shape == reference.source_digests.shape:
+            equal = (digests == reference.source_digests).all() & unmoved
     if reference is not None and ref_logprobs is None:
-        ref_logprobs = recomputed(frozen.read(reference))
+        shape = frozen.shape_of(reference, policy=model)
+        ref_logprobs = recomputed(frozen.read(reference), shape)
     return Measured(
-        trainer=recomputed(params),
+        trainer=recomputed(params, model),
         sampler=rollout.old_logprobs,
         reference=ref_logprobs,
         mask=rollout.response_mask,

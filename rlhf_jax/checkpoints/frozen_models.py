@@ -58,6 +58,7 @@ class Storage:
         *,
         place: Place = WITH_POLICY,
         policy: Mesh | None = None,
+        model: ModelConfig | None = None,
     ) -> Frozen:
         """A copy of parameters that are on the policy's mesh.
 
@@ -65,6 +66,7 @@ class Storage:
           params: pytree of arrays.
           place: where the copy is to be.
           policy: the policy's mesh; needed for a place apart from the policy's alone.
+          model: their shape, where it is not the policy's.
 
         Raises:
           InputError: the dtype or memory cannot be had, or the mesh does not fit.
@@ -75,6 +77,7 @@ class Storage:
             embeddings=self.embeddings,
             memory=None if place.memory == "device" else place.memory,
             sharding=place.sharding(params, policy=policy),
+            model=model,
         )
 
 
@@ -123,38 +126,60 @@ def load_reference(
       sharding: how a checkpoint is sharded when it is read, as for `hf.load`.
 
     Raises:
-      InputError: there is no such checkpoint, it has another shape or other token ids,
-        or the place cannot be had.
+      InputError: there is no such checkpoint, it has other token ids, a smaller
+        vocabulary or a shorter context, or the place cannot be had.
     """
     if path_or_repo_id is None:
         return storage.freeze(policy.params, place=place, policy=mesh)
     model, params = hf.load(path_or_repo_id, dtype="float32", sharding=sharding)
-    check_reference(path_or_repo_id, model=model, policy=policy.model)
+    shape = reference_shape(path_or_repo_id, model=model, policy=policy.model)
     _check_ids(path_or_repo_id, policy=policy, role="reference")
-    return storage.freeze(params, place=place, policy=mesh)
+    return storage.freeze(params, place=place, policy=mesh, model=shape)
 
 
-def check_reference(name: str, *, model: ModelConfig, policy: ModelConfig) -> None:
-    """InputError unless a reference of shape `model` scores the policy's rollouts.
+def reference_shape(
+    name: str, *, model: ModelConfig, policy: ModelConfig
+) -> ModelConfig | None:
+    """The shape that a reference scores the policy's rollouts with.
 
-    One program reads both, by the policy's compute dtype, attention, remat and layout.
-    Every other field must be the policy's: the vocabulary, for one KL over the same
-    tokens; the context, for the longest rollout; the rest, for drift and lifecycles to
-    compare the two leaf by leaf.
+    Args:
+      name: of its checkpoint, for messages.
+      model: of the checkpoint.
+      policy: of the policy.
+
+    Returns:
+      None where it is the policy's, but for how each computes. Otherwise its own, of
+      any family, width and depth, computed as the policy is; ids beyond the policy's
+      vocabulary, which no token of a rollout has, are no part of its distribution.
+
+    Raises:
+      InputError: it knows fewer ids or shorter texts than the policy.
     """
-    wanted = dataclasses.asdict(policy)
-    got = dataclasses.asdict(model.run_as(policy))
-    differing = [
-        f"{field} {got[field]} for {wanted[field]}"
-        for field in wanted
-        if got[field] != wanted[field]
+    if model.run_as(policy) == policy:
+        return None
+    small = [
+        f"{field} {getattr(model, field)} for {getattr(policy, field)}"
+        for field in ("vocab_size", "max_positions")
+        if getattr(model, field) < getattr(policy, field)
     ]
-    if differing:
+    if small:
         raise InputError(
-            f"reference {name}: expected a model of the policy's shape, got "
-            f"{', '.join(differing)}; take the checkpoint that the policy was trained "
-            f"from, or leave it out for the policy as it starts"
+            f"reference {name}: expected a model that reads the policy's tokens, got "
+            f"{', '.join(small)}; take one with the policy's vocabulary and a context "
+            f"as long, or leave it out for the policy as it starts"
         )
+    return dataclasses.replace(
+        run_beside_policy(model, policy=policy), vocab_size=policy.vocab_size
+    )
+
+
+def run_beside_policy(model: ModelConfig, *, policy: ModelConfig) -> ModelConfig:
+    """A frozen model of its own shape, in the policy's compute dtype and attention."""
+    return layout.fastest(
+        dataclasses.replace(
+            model, dtype=policy.dtype, remat=policy.remat, attention=policy.attention
+        )
+    )
 
 
 def load_reward_model(
@@ -189,12 +214,9 @@ def load_reward_model(
         )
     _check_ids(path_or_repo_id, policy=policy, role="reward model")
     # A critic that is trained from it takes this shape, and how it computes with it.
-    ours = policy.model
-    model = dataclasses.replace(
-        model, dtype=ours.dtype, remat=ours.remat, attention=ours.attention
-    )
     return RewardModel(
-        layout.fastest(model), storage.freeze(params, place=place, policy=mesh)
+        run_beside_policy(model, policy=policy.model),
+        storage.freeze(params, place=place, policy=mesh),
     )
 
 

@@ -161,7 +161,7 @@ def _logprobs(
 ) -> Array:
     return policy.logprobs(
         frozen.read(reference),
-        model=model,
+        model=frozen.shape_of(reference, policy=model),
         tokens=tokens,
         mask=mask,
         temperature=temperature,

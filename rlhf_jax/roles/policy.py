@@ -184,6 +184,7 @@ def exact_kl(
     ref_hidden: Array,
     *,
     model: ModelConfig,
+    ref_model: ModelConfig | None = None,
     mask: Array,
     temperature: float = 1.0,
     first_column: int = 1,
@@ -194,7 +195,9 @@ def exact_kl(
 
     Args:
       params, hidden: the policy's parameters and hidden states floats[B, S, D].
-      ref_params, ref_hidden: the reference's; no gradient reaches them.
+      ref_params, ref_hidden: the reference's, floats[B, S, D']; no gradient reaches
+        them.
+      model, ref_model: the shapes of both; None is the policy's.
       mask: bool[B, S], True at tokens.
       temperature: divides the logits of both.
       first_column: columns before it are 0.
@@ -207,7 +210,9 @@ def exact_kl(
       0 at padding and at the first token of a row.
     """
     head = heads.vocabulary_head(params, model=model)
-    ref_head = jax.lax.stop_gradient(heads.vocabulary_head(ref_params, model=model))
+    ref_model = model if ref_model is None else ref_model
+    ref_head = heads.vocabulary_head(ref_params, model=ref_model)
+    ref_head = jax.lax.stop_gradient(ref_head)
     ref_hidden = jax.lax.stop_gradient(ref_hidden)
 
     def computed(
@@ -218,6 +223,7 @@ def exact_kl(
             "temperature": temperature,
             "vocab_size": model.vocab_size,
             "softcap": model.logit_softcap,
+            "ref_softcap": ref_model.logit_softcap,
             "first_column": first_column,
             "direction": direction,
             "max_logits": _max_logits(hidden),

@@ -14,7 +14,7 @@ import toys
 from tiers import one_in
 
 import rlhf_jax.train.ppo
-from rlhf_jax import fingerprint, hf, rewards
+from rlhf_jax import config, fingerprint, hf, rewards
 from rlhf_jax.checkpoints import frozen_models, pretrained
 from rlhf_jax.data import tokenization
 from rlhf_jax.data.files import hold_out
@@ -216,6 +216,33 @@ def test_ppo_improves_a_python_reward(finished):
     assert model == toy_files.MODEL
     assert fingerprint.fingerprint(params) != start
     assert (out / "plots" / "kl.png").exists()
+
+
+@pytest.mark.slow
+def test_ppo_with_a_reference_of_another_shape(finished, here, capsys):
+    """Its KL is measured, its weight drift is not, and it cannot be reset."""
+    folder, argv = finished
+    model = config.llama(
+        vocab_size=toy_files.MODEL.vocab_size,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        intermediate_size=48,
+        max_positions=32,
+    )
+    reference = toy_files.checkpoint(here / "reference", model=model, seed=3)
+    sys.path.append(str(folder))
+    argv = (*argv, "--num-steps=2", "--reference", reference)
+    moves = "--lifecycle.reset-every=2"
+    with pytest.raises(SystemExit):
+        play(rlhf_jax.train.ppo, here / "refused", *TOY_PPO, *argv, moves)
+    assert "such a reference cannot become the policy" in capsys.readouterr().err
+    summary = play(rlhf_jax.train.ppo, here / "run", *TOY_PPO, *argv)
+    expected = fingerprint.fingerprint(hf.load(reference)[1])
+    assert summary["reference_fingerprint"] == expected.root
+    assert summary["kl_first"] != pytest.approx(0, abs=1e-3)
+    assert "drift_relative" not in summary
 
 
 # --- what a user may get wrong ------------------------------------------------
@@ -530,11 +557,14 @@ def test_a_critic_starts_as_the_reward_model_however_that_is_held(files, tmp_pat
 def test_models_in_the_wrong_place(files, tmp_path, capsys):
     run = lambda out: ppo(out, files, "--reward-model", files / "model")  # noqa: E731
     assert "read it with hf.load" in refused(capsys, tmp_path, run)
-    smaller = dataclasses.replace(toy_files.MODEL, intermediate_size=8)
-    other = toy_files.checkpoint(tmp_path / "other", model=smaller)
+    shorter = dataclasses.replace(toy_files.MODEL, max_positions=8)
+    other = toy_files.checkpoint(tmp_path / "other", model=shorter)
     argv = ("--reward-model", files / "scorer", "--reference", other)
     run = lambda out: ppo(out, files, *argv)  # noqa: E731
-    assert "expected a model of the policy's shape" in refused(capsys, tmp_path, run)
+    assert (
+        "expected a model that reads the policy's tokens, got max_positions 8"
+        in refused(capsys, tmp_path, run)
+    )
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ class DPO(DPORecipe):
     `DPO(**vars(recipe), model=...)` makes one of a `DPORecipe`.
     """
 
-    model: ModelConfig  # of the policy and the reference
+    model: ModelConfig  # of the policy, and of a reference that has none of its own
     optimizer: Optimizer
     lora: LoRA | None = None  # of adapters over a base; None trains every parameter
 
@@ -99,7 +99,9 @@ def reference_logprobs(
       f32[B, S], nats; 0 at padding and at the first token of each text. No gradient
       reaches the reference.
     """
-    return token_logprobs(frozen.read(reference), batch=batch, dpo=dpo)
+    model = frozen.shape_of(reference, policy=dpo.model)
+    own = dataclasses.replace(dpo, model=model)
+    return token_logprobs(frozen.read(reference), batch=batch, dpo=own)
 
 
 def token_logprobs(params: Params, *, batch: PackedPreferences, dpo: DPO) -> Array:

@@ -46,7 +46,7 @@ def score(
       rollout: Rollout[B, S].
       scores: f32[B], reward units, one a response.
       reference: None is never run, and leaves `ref_logprobs` and `kl` None.
-      model: shape of the policy and so of the reference.
+      model: shape of the policy, and of a reference that has none of its own.
       critic, critic_model: None leaves `values` None.
       max_new_tokens: R, the response columns; the others get no log-probs.
       temperature: the rollout's.
@@ -151,6 +151,7 @@ def _exact_kl(
             f"enough. Run the reference beside the policy, or choose k1, k2 or k3"
         )
     ref_params = frozen.read(reference)
+    ref_model = frozen.shape_of(reference, policy=model)
 
     def compute(packing: Packing | None) -> tuple[Array, Array]:
         texts = texts_of(
@@ -159,15 +160,15 @@ def _exact_kl(
             first_column=rollout.tokens.shape[1] - max_new_tokens,
             packing=packing,
         )
-        hidden, ref_hidden = (
-            texts.hidden_states(params, model=model) for params in (policy, ref_params)
-        )
+        hidden = texts.hidden_states(policy, model=model)
+        ref_hidden = texts.hidden_states(ref_params, model=ref_model)
         exact = exact_kl(
             policy,
             hidden,
             ref_params,
             ref_hidden,
             model=model,
+            ref_model=ref_model,
             mask=texts.mask,
             temperature=temperature,
             first_column=texts.first_column,
@@ -177,7 +178,7 @@ def _exact_kl(
         ref_logprobs, _ = logprobs_from_hidden(
             ref_params,
             ref_hidden,
-            model=model,
+            model=ref_model,
             tokens=texts.tokens,
             mask=texts.mask,
             temperature=temperature,
@@ -262,9 +263,9 @@ def reference_logprobs(
     of its own (`frozen.beside` takes the rollout there).
 
     Args:
-      reference: the frozen policy, however it is stored.
+      reference: however it is stored, of any shape (`Frozen.model`).
       rollout: Rollout[B, S].
-      model: shape of the policy and so of the reference.
+      model: shape of the policy, and of a reference that has none of its own.
       max_new_tokens: R, the response columns; the others get no log-probs.
       temperature: the rollout's.
       base, lora: where the reference is adapters, else None (`adapted.params`).
@@ -278,7 +279,7 @@ def reference_logprobs(
     def compute(packing: Packing | None) -> Array:
         return logprobs(
             params,
-            model=model,
+            model=frozen.shape_of(reference, policy=model),
             tokens=rollout.tokens,
             mask=rollout.mask,
             temperature=temperature,

@@ -38,7 +38,8 @@ class Plan(NamedTuple):
     chunk: int  # tokens at a time, 1 to vocab_size
     forward: bool  # KL(ref ‖ π) and not KL(π ‖ ref)
     k: int | None  # tokens that stand alone, the rest in one bucket; None is all
-    softcap: float | None = None  # c, of c·tanh(logit / c) of both; None leaves logits
+    softcap: float | None = None  # c, of the policy's c·tanh(logit / c); None is none
+    ref_softcap: float | None = None  # of the reference's
 
 
 class _Model(NamedTuple):
@@ -127,7 +128,7 @@ def _exact(policy: _Model, reference: _Model, plan: Plan) -> _Result:
     def step(carry: tuple[_Sum, _Sum, Array], index: Array) -> tuple[Any, ...]:
         total, ref_total, moment = carry
         start, fresh = _tokens(index, plan)
-        z, y = _logits(policy, start, plan), _logits(reference, start, plan)
+        z, y = _both(policy, reference, start, plan)
         difference = jnp.where(fresh, z - y, 0.0)
         grown, terms, shrink = _add(total, jnp.where(fresh, z, -jnp.inf))
         ref_grown, ref_terms, ref_shrink = _add(
@@ -158,7 +159,7 @@ def _top_k(policy: _Model, reference: _Model, plan: Plan) -> _Result:
     def step(carry: tuple[Array, ...], index: Array) -> tuple[Array, ...]:
         top_z, top_y, ids, rest_z, rest_y = carry
         start, fresh = _tokens(index, plan)
-        z, y = _logits(policy, start, plan), _logits(reference, start, plan)
+        z, y = _both(policy, reference, start, plan)
         here = start + jnp.arange(plan.chunk, dtype=jnp.int32)
         z = jnp.concatenate([top_z, jnp.where(fresh, z, -jnp.inf)], axis=-1)
         y = jnp.concatenate([top_y, jnp.where(fresh, y, -jnp.inf)], axis=-1)
@@ -280,8 +281,8 @@ def _slope(
     policy: _Model, reference: _Model, result: _Result, start: Array, plan: Plan
 ) -> tuple[Array, Array]:
     """z of a chunk and the gradient of the KL with respect to it, f32[B, T, chunk]."""
-    z = _logits(policy, start, plan)
-    difference = z - _logits(reference, start, plan)
+    z, y = _both(policy, reference, start, plan)
+    difference = z - y
     if result.rest is not None:
         alone = marked(result.rest.alone - start, size=plan.chunk)
         rest = result.rest.difference[..., None]
@@ -327,12 +328,18 @@ def _tokens(index: Array, plan: Plan) -> tuple[Array, Array]:
     return start, fresh[None, None, :]
 
 
-def _logits(model: _Model, start: Array, plan: Plan) -> Array:
-    """f32[B, T, chunk], divided by the temperature."""
-    logits = _raw_logits(model.hidden, model.head, start, plan)
-    if plan.softcap is not None:
-        logits = plan.softcap * jnp.tanh(logits / plan.softcap)
-    return logits / model.temperature
+def _both(
+    policy: _Model, reference: _Model, start: Array, plan: Plan
+) -> tuple[Array, Array]:
+    """Logits f32[B, T, chunk] of both models, divided by the temperature."""
+
+    def logits(model: _Model, softcap: float | None) -> Array:
+        logits = _raw_logits(model.hidden, model.head, start, plan)
+        if softcap is not None:
+            logits = softcap * jnp.tanh(logits / softcap)
+        return logits / model.temperature
+
+    return logits(policy, plan.softcap), logits(reference, plan.ref_softcap)
 
 
 def _raw_logits(hidden: Array, head: Array, start: Array, plan: Plan) -> Array:

@@ -25,6 +25,7 @@ def exact_from_hidden(
     temperature: float | Float32[Array, ""] = 1.0,
     vocab_size: int | None = None,
     softcap: float | None = None,
+    ref_softcap: float | None = None,
     first_column: int = 1,
     direction: Direction = "reverse",
     max_logits: int = 2**24,
@@ -43,8 +44,8 @@ def exact_from_hidden(
         width and its padding may differ.
       temperature: divides the logits of both, dimensionless.
       vocab_size: V, the true vocabulary; None when no row is padding.
-      softcap: c of logits c·tanh(x / c) of both, before the temperature; None disables
-        it.
+      softcap, ref_softcap: c of logits c·tanh(x / c) of the policy and of the
+        reference, before the temperature; None disables it.
       first_column: the first column to compute; earlier ones are 0. The prompt's width
         P gives the response alone.
       direction: "reverse" is KL(π ‖ π_ref), "forward" KL(π_ref ‖ π).
@@ -79,6 +80,7 @@ def exact_from_hidden(
         temperature=temperature,
         vocab_size=vocab_size,
         softcap=softcap,
+        ref_softcap=ref_softcap,
         first_column=first_column,
         direction=direction,
         max_logits=max_logits,
@@ -95,6 +97,7 @@ def top_k_from_hidden(
     temperature: float | Float32[Array, ""] = 1.0,
     vocab_size: int | None = None,
     softcap: float | None = None,
+    ref_softcap: float | None = None,
     first_column: int = 1,
     direction: Direction = "reverse",
     max_logits: int = 2**24,
@@ -112,8 +115,8 @@ def top_k_from_hidden(
       k: tokens outside the bucket, 1 to V.
       temperature: divides the logits of both, dimensionless.
       vocab_size: V, the true vocabulary; None when no row is padding.
-      softcap: c of logits c·tanh(x / c) of both, before the temperature; None disables
-        it.
+      softcap, ref_softcap: c of logits c·tanh(x / c) of the policy and of the
+        reference, before the temperature; None disables it.
       first_column: the first column to compute; earlier ones are 0. The prompt's width
         P gives the response alone.
       direction: "reverse" is KL(π ‖ π_ref), "forward" KL(π_ref ‖ π).
@@ -146,6 +149,7 @@ def top_k_from_hidden(
         temperature=temperature,
         vocab_size=vocab_size,
         softcap=softcap,
+        ref_softcap=ref_softcap,
         first_column=first_column,
         direction=direction,
         max_logits=max_logits,
@@ -160,6 +164,7 @@ def _from_hidden(
     temperature: float | Float32[Array, ""],
     vocab_size: int | None,
     softcap: float | None,
+    ref_softcap: float | None,
     first_column: int,
     direction: Direction,
     max_logits: int,
@@ -176,6 +181,7 @@ def _from_hidden(
         first_column=first_column,
         max_logits=max_logits,
         softcap=1.0 if softcap is None else softcap,
+        ref_softcap=1.0 if ref_softcap is None else ref_softcap,
     )
     padded, ref_padded = head.shape[0], ref_head.shape[0]
     if vocab_size is None and padded != ref_padded:
@@ -206,6 +212,7 @@ def _from_hidden(
             forward=direction == "forward",
             k=k,
             softcap=softcap,
+            ref_softcap=ref_softcap,
         ),
     )
     return jnp.pad(divergences, before)

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.models import axes, leaves
+from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference import fingerprint, storage
 
 Array = jax.Array
@@ -33,6 +34,8 @@ class Frozen:
     stored: Params  # as `storage.store` made it; forward passes take `read`
     source_digests: Array  # u32[N, 2], of the parameters that were frozen
     stored_digests: Array  # u32[N, 2], of `stored`; as above unless the dtype differs
+    model: ModelConfig | None = flax.struct.field(pytree_node=False, default=None)
+    """Its shape; None is that of the policy."""
 
 
 def freeze(
@@ -42,6 +45,7 @@ def freeze(
     embeddings: Any = None,
     memory: storage.Memory | None = None,
     sharding: Any = None,
+    model: ModelConfig | None = None,
 ) -> Frozen:
     """Copies parameters into a frozen model.
 
@@ -51,6 +55,8 @@ def freeze(
         output head beside int8; None keeps each leaf's.
       memory: "pinned_host" or "device"; None keeps each leaf's.
       sharding: a Sharding, or a tree of them; None keeps each leaf's.
+      model: the shape of a model that reads the policy's tokens and has another shape;
+        None is the policy's.
 
     Raises:
       InputError: there is nothing to freeze, or the dtype, memory or sharding cannot
@@ -67,7 +73,13 @@ def freeze(
         stored=stored,
         source_digests=fingerprint.digests(params),
         stored_digests=fingerprint.digests(stored),
+        model=model,
     )
+
+
+def shape_of(frozen: Frozen, *, policy: ModelConfig) -> ModelConfig:
+    """The shape to run a frozen model with: its own, or the policy's."""
+    return policy if frozen.model is None else frozen.model
 
 
 def read(frozen: Frozen) -> Params:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import leaves
+from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference import fingerprint, storage
 from rlhf_jax.roles.reference.frozen import Frozen
 
@@ -95,6 +96,15 @@ class Lifecycle:
                 f"mix_every: expected None where the policy is LoRA adapters, got "
                 f"{self.mix_every}; mixing adapters does not mix the weights they "
                 f"stand for, so use reset_every, or train every parameter"
+            )
+
+    def refuse_another_shape(self, model: ModelConfig | None) -> None:
+        """InputError if this moves a reference that has a shape of its own."""
+        if self.moves and model is not None:
+            raise InputError(
+                f"reset_every, mix_every: expected None where the reference is of "
+                f"another shape than the policy, got {self.reset_every} and "
+                f"{self.mix_every}; such a reference cannot become the policy"
             )
 
 

@@ -29,7 +29,7 @@ class Config(StartConfig):
     data: str
     """Preference pairs: JSONL, or hf:NAME:SPLIT."""
     reference: str | None = None
-    """Reference, a checkpoint folder or hub id; None is --model as it starts."""
+    """Reference, a checkpoint of any shape; None is --model as it starts."""
     dpo: Annotated[DPORecipe, tyro.conf.arg(name="")] = RECIPE
     """Coefficients and choices of DPO, options without a prefix."""
     max_length: int | None = None

@@ -180,7 +180,8 @@ def improve(
             if critic is not None:
                 stage.state["critic"] = critic
             stats |= watched
-            if reference is not None and step % options.drift_every == 0:
+            measured = step % options.drift_every == 0
+            if measured and reference is not None and reference.model is None:
                 stats |= drift.stats(programs.drift(train.policy, reference))
             samples, positions = [], None
             if step % options.sample_every == 0:

@@ -19,6 +19,9 @@ from rlhf_jax.train.ppo.options import Config
 def check_memory(options: Config) -> None:
     """Refuses a run that cannot fit, by the shapes of what `make_models` will make.
 
+    Prompts count neither in the cache nor as activations: `prefill_chunk`, which saves
+    the latter, changes nothing here.
+
     Raises:
       InputError: the run needs more memory than there is, or there is no such
         checkpoint.
@@ -57,7 +60,10 @@ def check_memory(options: Config) -> None:
             from_base = functools.partial(critic.from_base, model=model, lora=lora)
             valued = jax.eval_shape(from_base, key)
     if options.measure_kl and (lora is None or options.reference is not None):
-        parts += [Part("reference", storage.shapes(params), reference_mesh)]
+        reference = params
+        if options.reference is not None:
+            reference = memory_check.shapes_of(hf.model_config(options.reference))
+        parts += [Part("reference", storage.shapes(reference), reference_mesh)]
     elif options.measure_kl and options.lifecycle.moves:
         parts += [Part("reference", policy, mesh)]
     algorithm = make_ppo(  # none of whose stop tokens is drawn here
@@ -86,7 +92,7 @@ def check_memory(options: Config) -> None:
         )
         return [
             memory_check.cache(
-                model,
+                dataclasses.replace(model, cache=options.sampler_cache),
                 rows=rows,
                 max_new_tokens=options.max_new_tokens,
                 mesh=sampler_mesh,

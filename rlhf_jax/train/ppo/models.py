@@ -109,6 +109,7 @@ def make_models(options: Config, policy: Pretrained) -> Models:
             mesh=mesh,
             sharding=over,
         )
+        options.lifecycle.refuse_another_shape(reference.model)
     kl = options.kl_control.controller(options.kl_coef, num_steps=options.num_steps)
     devices, critic_state = None, None
     if not placement.critic.apart:

@@ -24,12 +24,13 @@ from rlhf_jax.runs import (
 )
 from rlhf_jax.runs.alarms import Limits
 from rlhf_jax.train.packed_rollouts import PackedConfig
+from rlhf_jax.train.sampler import SamplerConfig
 
 RECIPE = Recipe(num_minibatches=4)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(PackedConfig):
+class Config(PackedConfig, SamplerConfig):
     """The options of `rlhf-jax ppo`."""
 
     model: str
@@ -41,7 +42,7 @@ class Config(PackedConfig):
     reward_model: str | None = None
     """Reward model, a checkpoint folder or hub id; or give --reward."""
     reference: str | None = None
-    """Checkpoint that the KL is measured to; None is --model as it starts."""
+    """Checkpoint that the KL is measured to, of any shape; None is --model at first."""
     prompt_field: str = "prompt"
     """Field of --prompts with the prompts."""
     overlong: Literal["error", "drop"] = "error"

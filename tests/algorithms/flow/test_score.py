@@ -8,7 +8,7 @@ import oracles
 import pytest
 import toys
 
-from rlhf_jax import critic
+from rlhf_jax import critic, frozen
 from rlhf_jax.algorithms.flow import score, shaping
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.kl.penalty import Penalty
@@ -62,6 +62,34 @@ def test_every_number_of_a_scored_rollout(scored, rollout):
     np.testing.assert_allclose(moved.values, scored.values, atol=1e-6)
     np.testing.assert_array_equal(scored.scores, SCORES)
     assert scored.rollout.tokens.shape == rollout.tokens.shape
+
+
+def test_a_reference_of_another_shape(rollout):
+    """Another family, wider and with a soft cap: its log-probs and the exact KL."""
+    model = dataclasses.replace(toys.LLAMA, hidden_size=32, logit_softcap=3.0)
+    reference = frozen.freeze(toys.params(model, seed=7), model=model)
+    found = toys.jit(
+        functools.partial(
+            scored_by, penalty=Penalty(value_estimator="exact"), critic_model=None
+        )
+    )(rollout, reference=reference, critic=None, policy=POLICY)
+    tokens, response = np.asarray(rollout.tokens), np.asarray(rollout.response_mask)
+    logits, ref_logits = (
+        np.asarray(
+            toys.logits(params, model=shape, tokens=tokens, mask=rollout.mask),
+            np.float64,
+        )
+        for params, shape in ((POLICY, toys.GPT2), (reference.stored, model))
+    )
+    assert np.abs(ref_logits).max() > 2  # where a cap of 3 bends
+    ref_logprobs = oracles.token_logprobs(ref_logits, tokens, 0.7)
+    np.testing.assert_allclose(
+        found.ref_logprobs, np.where(response, ref_logprobs, 0.0), atol=1e-5
+    )
+    exact = np.zeros(tokens.shape)
+    exact[:, 1:] = oracles.exact_kl(logits, ref_logits, 0.7)[:, :-1]
+    np.testing.assert_allclose(found.kl, np.where(response, exact, 0.0), atol=1e-5)
+    assert found.kl.max() > 0.1
 
 
 def test_values_are_the_critics_and_masked(scored, rollout):

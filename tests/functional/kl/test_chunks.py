@@ -74,6 +74,34 @@ def whole(direction="reverse", k=None):
     return with_gradients(functools.partial(materialised, direction=direction, k=k))
 
 
+@pytest.mark.parametrize(
+    ("softcap", "ref_softcap"),
+    [(1.5, None), pytest.param(None, 0.7, marks=pytest.mark.slow), (1.5, 0.7)],
+)
+def test_each_model_has_its_own_softcap(softcap, ref_softcap):
+    """Value and gradient are those of logits that were capped one by one."""
+
+    def whole(hidden, head, ref_hidden, ref_head, *, temperature):
+        def logits(hidden, head, cap):
+            logits = jnp.einsum("btd,vd->btv", hidden, head[:V])
+            return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+        found = kl.exact(
+            logits(hidden, head, softcap),
+            logits(ref_hidden, ref_head, ref_softcap),
+            temperature=temperature,
+        )
+        return jnp.pad(found[:, :-1], ((0, 0), (1, 0)))
+
+    caps = {"softcap": softcap, "ref_softcap": ref_softcap, "max_logits": TEN}
+    found, gradients = with_gradients(functools.partial(from_hidden, **caps))(0.7)
+    expected, wanted = with_gradients(whole)(0.7)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+    for ours, theirs in zip(gradients[:2], wanted[:2], strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert not any(gradient.any() for gradient in gradients[2:])
+
+
 def materialised(*arrays, temperature, k=None, direction="reverse"):
     """The same of the logits of all words, by jax."""
     hidden, head, ref_hidden, ref_head = arrays

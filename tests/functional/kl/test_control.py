@@ -33,17 +33,19 @@ PER_TOKEN = {
 HOLDING = pytest.mark.parametrize("name", PER_RESPONSE)
 
 
+@functools.partial(jax.jit, static_argnames="num_episodes")
+def step(controller, kl, length, *, num_episodes: int):
+    return controller.update(kl=kl, num_episodes=num_episodes, mean_length=length)
+
+
 def run(controller, kls, num_episodes: int = 512, length=None) -> list[float]:
     """Coefficients before the first update and after each, from one jitted step."""
-    step = jax.jit(
-        lambda c, kl, length: c.update(
-            kl=kl, num_episodes=num_episodes, mean_length=length
-        )
-    )
     length = None if length is None else jnp.float32(length)
     coefficients = [float(controller.kl_coef)]
     for kl in kls:
-        controller = step(controller, jnp.float32(kl), length)
+        controller = step(
+            controller, jnp.float32(kl), length, num_episodes=num_episodes
+        )
         assert controller.kl_coef.dtype == jnp.float32
         coefficients.append(float(controller.kl_coef))
     return coefficients
