@@ -67,11 +67,15 @@ class PolicyExperience:
 
     tokens: Int32[Array, "B S"]
     mask: Bool[Array, "B S"]
-    response_mask: Bool[Array, "B S"]
+    response_mask: Bool[Array, "B S"]  # response tokens that are trained on
     old_logprobs: Float32[Array, "B S"]  # nats
     ref_logprobs: Float32[Array, "B S"] | None  # nats
     token_rewards: Float32[Array, "B S"]  # reward units
     advantages: Float32[Array, "B S"]  # reward units (or unit variance if normalised)
+    # Tokens, of `aggregation.prompt_scale`; None unless the aggregation is prompt_mean.
+    prompt_scale: Float32[Array, " B"] | None = flax.struct.field(
+        default=None, kw_only=True
+    )
 
 
 @flax.struct.dataclass

@@ -80,6 +80,7 @@ def group_relative(
     group_size: int,
     normalise: bool = True,
     eps: float = 1e-6,
+    kept: Bool[Array, " B"] | None = None,
 ) -> Float32[Array, " B"]:
     """A_i = (s_i - mean(s)) / (std(s) + eps) over the responses to one prompt.
 
@@ -103,13 +104,17 @@ def group_relative(
       group_size: G, 2 or more; divides B.
       normalise: divide by the standard deviation of the group (ddof 1), as published.
       eps: added to the deviation, reward units.
+      kept: bool[B], responses that count; the others are in neither mean nor deviation,
+        and have no advantage. None keeps all.
 
     Returns:
-      f32[B], in standard deviations, or in reward units where not normalised.
+      f32[B], in standard deviations, or in reward units where not normalised; 0 for a
+      response that alone is kept of its group.
 
     Raises:
       InputError: group_size is less than 2 or does not divide the rows.
-      ValueError: scores is not one axis. TypeError: scores is not f32.
+      ValueError: scores is not one axis, or kept has another shape. TypeError: scores
+      is not f32 or kept is not bool.
 
     Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.2; without the std: Liu et
     al. 2025, arXiv:2503.20783, section 3.2.
@@ -121,17 +126,24 @@ def group_relative(
     [  0. -10.  10.   0.   0.   0.]
     """
     groups = _groups(scores, group_size)
-    centred = groups - jnp.mean(groups, axis=1, keepdims=True)
+    within = _within(scores, kept, group_size)
+    centred = groups - jnp.mean(groups, axis=1, keepdims=True, where=within)
     # The mean of equal scores may be rounded; their advantages are 0 all the same.
-    centred = jnp.where(_all_equal(groups), 0.0, centred)
+    equal = _all_equal(groups, within)
+    centred = jnp.where(equal, 0.0, centred)
     if normalise:
-        std = jnp.std(groups, axis=1, ddof=1, keepdims=True)
+        std = jnp.std(groups, axis=1, ddof=1, keepdims=True, where=within)
         centred = centred / (std + eps)
+    if within is not None:
+        centred = jnp.where(within & ~equal, centred, 0.0)
     return centred.reshape(scores.shape)
 
 
 def leave_one_out(
-    scores: Float32[Array, " B"], *, group_size: int
+    scores: Float32[Array, " B"],
+    *,
+    group_size: int,
+    kept: Bool[Array, " B"] | None = None,
 ) -> Float32[Array, " B"]:
     """A_i = s_i - mean of the other responses' scores to the same prompt.
 
@@ -146,13 +158,16 @@ def leave_one_out(
     Args:
       scores: f32[B], reward units, each group in G neighbouring rows.
       group_size: G, 2 or more; divides B.
+      kept: bool[B], responses that count: the mean is that of the others which are
+        kept, and the rest has no advantage. None keeps all.
 
     Returns:
-      f32[B], reward units.
+      f32[B], reward units; 0 for a response that alone is kept of its group.
 
     Raises:
       InputError: group_size is less than 2 or does not divide the rows.
-      ValueError: scores is not one axis. TypeError: scores is not f32.
+      ValueError: scores is not one axis, or kept has another shape. TypeError: scores
+      is not f32 or kept is not bool.
 
     Source: Kool, van Hoof and Welling 2019; Ahmadian et al. 2024, arXiv:2402.14740,
     eq. 8.
@@ -162,28 +177,43 @@ def leave_one_out(
     [ 0.  -1.5  1.5  0.   0.   0. ]
     >>> print(leave_one_out(scores, group_size=2))
     [ 1. -1. -2.  2.  0.  0.]
+    >>> kept = jnp.array([True, False, True, True, False, False])
+    >>> print(leave_one_out(scores, group_size=3, kept=kept))
+    [-1.  0.  1.  0.  0.  0.]
     """
     groups = _groups(scores, group_size)
-    others = jnp.sum(groups, axis=1, keepdims=True) - groups
-    advantages = groups - others / (group_size - 1)
-    return jnp.where(_all_equal(groups), 0.0, advantages).reshape(scores.shape)
+    within = _within(scores, kept, group_size)
+    others = jnp.sum(groups, axis=1, keepdims=True, where=within) - groups
+    if within is None:
+        advantages = groups - others / (group_size - 1)
+        return jnp.where(_all_equal(groups), 0.0, advantages).reshape(scores.shape)
+    count = within.sum(axis=1, keepdims=True, dtype=jnp.float32)
+    advantages = groups - others / jnp.maximum(count - 1.0, 1.0)
+    teaches = within & ~_all_equal(groups, within)
+    return jnp.where(teaches, advantages, 0.0).reshape(scores.shape)
 
 
 def equal_groups(
-    scores: Float32[Array, " B"], *, group_size: int
+    scores: Float32[Array, " B"],
+    *,
+    group_size: int,
+    kept: Bool[Array, " B"] | None = None,
 ) -> Bool[Array, " groups"]:
     """Groups whose scores are all equal: their advantages are 0.
 
     Args:
       scores: f32[B], reward units, each group in G neighbouring rows.
       group_size: G, 2 or more; divides B.
+      kept: bool[B], responses that count; a group that keeps none or one is equal. None
+        keeps all.
 
     Returns:
       bool[B / G].
 
     Raises:
       InputError: group_size is less than 2 or does not divide the rows.
-      ValueError: scores is not one axis. TypeError: scores is not f32.
+      ValueError: scores is not one axis, or kept has another shape. TypeError: scores
+      is not f32 or kept is not bool.
 
     >>> scores = jnp.array([1.0, 0.0, 2.0, 4.0, 4.0, 4.0])
     >>> print(equal_groups(scores, group_size=3))
@@ -191,7 +221,8 @@ def equal_groups(
     >>> print(equal_groups(scores, group_size=2))
     [False False  True]
     """
-    return _all_equal(_groups(scores, group_size))[:, 0]
+    within = _within(scores, kept, group_size)
+    return _all_equal(_groups(scores, group_size), within)[:, 0]
 
 
 def _groups(scores: Array, group_size: int) -> Array:
@@ -201,6 +232,19 @@ def _groups(scores: Array, group_size: int) -> Array:
     return scores.reshape(-1, group_size)
 
 
-def _all_equal(groups: Array) -> Array:
+def _within(scores: Array, kept: Array | None, group_size: int) -> Array | None:
+    """bool[B / G, G], or None."""
+    if kept is None:
+        return None
+    checks.same_shape(scores=scores, kept=kept)
+    checks.boolean(kept=kept)
+    return kept.reshape(-1, group_size)
+
+
+def _all_equal(groups: Array, within: Array | None = None) -> Array:
     """bool[B / G, 1]."""
-    return (groups == groups[:, :1]).all(axis=1, keepdims=True)
+    if within is None:
+        return (groups == groups[:, :1]).all(axis=1, keepdims=True)
+    kept = {"axis": 1, "keepdims": True, "where": within}
+    largest = jnp.max(groups, initial=-jnp.inf, **kept)
+    return largest <= jnp.min(groups, initial=jnp.inf, **kept)

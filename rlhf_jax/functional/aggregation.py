@@ -6,15 +6,17 @@ its micro-batches *add up* to its loss, and so do their gradients.
                      weight of a token of response b
     token_mean       1/N               N = Σ_b len_b of the minibatch
     sequence_mean    1/(B·len_b)
+    prompt_mean      1/(B·c_b)         c_b the mean length of its prompt's
     constant         1/(B·c)           c = loss_scale_factor, the same at every update
 
 A policy gradient is the mean over responses of a *sum* over tokens. So `constant` is
-the only one of the three whose expected gradient is that of the objective, times 1/c.
-The two means divide by lengths. The policy chooses lengths, and they are correlated
+the only one of the four whose expected gradient is that of the objective, times 1/c.
+The means divide by lengths. The policy chooses lengths, and they are correlated
 with rewards, so with a stop token the expected direction is biased. Under sequence_mean
 a token of a long response has a smaller weight than one of a short response. Under
 token_mean all tokens of a minibatch have one weight, which is smaller where responses
-are longer. Where all responses have one length the three agree, up to the factor c/len.
+are longer; prompt_mean does the same within the responses to each prompt. Where all
+responses have one length the four agree, up to the factor c/len.
 """
 
 from __future__ import annotations
@@ -30,10 +32,15 @@ from rlhf_jax.functional import checks, masked
 Array = jax.Array
 Stats = masked.Stats
 
-Aggregation = Literal["token_mean", "sequence_mean", "constant"]
+LossScale = float | Float32[Array, " B"] | None
+"""What a response's sum is divided by: c with constant, c_b with prompt_mean, tokens.
+The other means divide by what they count, and have None."""
+Aggregation = Literal["token_mean", "sequence_mean", "prompt_mean", "constant"]
 """What a loss is.
 
 token_mean: the mean over tokens, (1/N) Σ m·x; long responses have more weight.
+prompt_mean: the mean over prompts of the mean over all tokens of their responses,
+(1/P) Σ_p (1/N_p) Σ_{b of p} Σ_t m·x; all prompts have equal weight.
 sequence_mean: the mean over responses of their means, (1/B) Σ_b (1/len_b) Σ_t m·x; all
 responses have equal weight.
 constant: the mean over responses of their sums, divided by a constant,
@@ -61,6 +68,7 @@ def bias(aggregation: Aggregation) -> str | None:
     divisor = {
         "token_mean": "the tokens of its minibatch",
         "sequence_mean": "its own tokens",
+        "prompt_mean": "the tokens of all responses to its prompt",
         "constant": None,
     }[aggregation]
     if divisor is None:
@@ -76,11 +84,11 @@ def token_weights(
     mask: Bool[Array, "*shape"],
     *,
     aggregation: Aggregation = "token_mean",
-    loss_scale_factor: float | None = None,
+    loss_scale_factor: LossScale = None,
     num_tokens: Shaped[Array, ""] | None = None,
     num_responses: Shaped[Array, ""] | None = None,
 ) -> Float32[Array, "*shape"]:
-    """Weights w of loss = Σ w·x: m/N, m/(B·len_b), or m/(B·c) with a constant c.
+    """Weights w of loss = Σ w·x: m/N, m/(B·len_b), m/(B·c_b) or m/(B·c).
 
         mask     1  1  1  0      token_mean     1/4  1/4  1/4   0
                  1  0  0  0                     1/4   0    0    0
@@ -94,28 +102,34 @@ def token_weights(
                                                 1/8   0    0    0
                                                  0    0    0    0
 
+                                 prompt_mean    1/4  1/4  1/4   0    the first two
+                                                1/4   0    0    0    rows one prompt
+                                                 0    0    0    0
+
     Args:
       mask: bool[B, S], response tokens, EOS included. Rows without one do not count
         as responses.
       aggregation: what the loss is divided by.
-      loss_scale_factor: c, tokens; required by constant, None with the means. 1 sums
-        over a response; the largest number of response tokens keeps the loss about as
-        large as a mean.
+      loss_scale_factor: c, tokens, with constant; 1 sums over a response; the largest
+        number of response tokens keeps the loss about as large as a mean. f32[B], c_b
+        of each row (`prompt_scale`), with prompt_mean. None with the other means.
       num_tokens: f32[], N of the whole minibatch when this is a micro-batch; None
         counts mask. Read by token_mean.
       num_responses: f32[], rows with a response token in the whole minibatch; None
-        counts mask. Read by sequence_mean and constant.
+        counts mask. Read by all aggregations but token_mean.
 
     Returns:
       f32[B, S], dimensionless, 0 outside the mask. Those of a whole minibatch sum to 1;
-      with constant, to the mean length divided by c.
+      with constant, to the mean length divided by c; with prompt_mean, where a
+      minibatch has all responses to its prompts, or on average over the minibatches.
 
     Raises:
       ValueError: a count is not a scalar, or only the count that is not read is given.
       TypeError: mask is not bool. InputError: no such aggregation, constant without a
-      positive loss_scale_factor, or a mean with one.
+      positive loss_scale_factor, prompt_mean without an array, or a mean with either.
 
-    Source: constant is Liu et al. 2025 (Dr. GRPO), arXiv:2503.20783, section 3.2.
+    Source: constant is Liu et al. 2025 (Dr. GRPO), arXiv:2503.20783, section 3.2;
+    prompt_mean is Khatri et al. 2025 (ScaleRL), arXiv:2510.13786, section 3.2.
 
     >>> mask = jnp.array([[True, True, True, False], [True, False, False, False]])
     >>> print(token_weights(mask))
@@ -139,7 +153,7 @@ def aggregate(
     mask: Bool[Array, "*shape"],
     *,
     aggregation: Aggregation,
-    loss_scale_factor: float | None,
+    loss_scale_factor: LossScale,
     num_tokens: Shaped[Array, ""] | None,
     num_responses: Shaped[Array, ""] | None,
 ) -> tuple[Float32[Array, ""], Stats]:
@@ -150,11 +164,11 @@ def aggregate(
       x: f32[B, S], one number per token; entries outside the mask are not read.
       mask: bool[B, S], response tokens, EOS included.
       aggregation: what the sum is divided by.
-      loss_scale_factor: c, tokens; required by constant, None with the means.
+      loss_scale_factor: c, tokens, as `token_weights` reads it.
       num_tokens: f32[], tokens of the whole minibatch when this is a micro-batch; None
         counts mask. Read by token_mean.
       num_responses: f32[], responses of the whole minibatch; None counts mask. Read by
-        sequence_mean and constant.
+        all aggregations but token_mean.
 
     Returns:
       f32[] and {name: (sum, weight)} of this part alone, without gradient. Its mean is
@@ -163,7 +177,7 @@ def aggregate(
     Raises:
       ValueError: shapes differ, a count is not a scalar, or only the count that is not
       read is given. TypeError: x is not f32 or mask is not bool. InputError: no such
-      aggregation, constant without a positive loss_scale_factor, or a mean with one.
+      aggregation, or a loss_scale_factor that does not fit it.
 
     >>> x = jnp.array([[1.0, 2.0, 3.0, 9.0], [4.0, 9.0, 9.0, 9.0]])
     >>> mask = jnp.array([[True, True, True, False], [True, False, False, False]])
@@ -177,6 +191,46 @@ def aggregate(
     count = _count(weight, aggregation, num_tokens, num_responses)
     total = masked.masked_sum(weights * x, mask=mask)
     return total / count, {name: jax.lax.stop_gradient((total, weight))}
+
+
+def prompt_scale(mask: Bool[Array, "B S"], *, group_size: int) -> Float32[Array, " B"]:
+    """c_b = N_p/(B/P): what prompt_mean divides the sum of a response to prompt p by.
+
+    N_p is the number of tokens in the responses to p, B that of all responses with a
+    token and P that of the prompts with one. So 1/(B·c_b) is 1/(P·N_p), for a whole
+    rollout; a minibatch of other rows in any order has the same c_b.
+
+        mask     1  1  1  0    group_size = 2: N = (4, 2), B/P = 3/2
+                 1  0  0  0
+                 1  1  0  0    c = (8/3, 8/3, 4/3, 4/3)
+                 0  0  0  0
+
+    Args:
+      mask: bool[B, S], response tokens of a whole rollout, each group in neighbouring
+        rows.
+      group_size: G, responses to each prompt; divides B.
+
+    Returns:
+      f32[B], tokens; 1 for prompts without a token.
+
+    Raises:
+      InputError: the groups do not divide the rows. TypeError: mask is not bool.
+
+    >>> rows = [[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0]]
+    >>> mask = jnp.array(rows, bool)
+    >>> print(prompt_scale(mask, group_size=2))
+    [2.667 2.667 1.333 1.333]
+    >>> print(prompt_scale(mask[:2], group_size=2))  # the mean length
+    [2. 2.]
+    """
+    checks.boolean(mask=mask)
+    checks.groups(mask.shape[0], group_size=group_size)
+    lengths = mask.sum(axis=1, dtype=jnp.float32).reshape(-1, group_size)
+    tokens = lengths.sum(axis=1)
+    responses = (lengths > 0).sum(dtype=jnp.float32)
+    prompts = (tokens > 0).sum(dtype=jnp.float32)
+    scale = tokens * prompts / jnp.maximum(responses, 1.0)
+    return jnp.repeat(jnp.where(tokens > 0, scale, 1.0), group_size)
 
 
 def check_scale(aggregation: Aggregation, *, loss_scale_factor: float | None) -> None:
@@ -216,7 +270,7 @@ def check_scale(aggregation: Aggregation, *, loss_scale_factor: float | None) ->
 
 
 def _weights(
-    mask: Array, aggregation: Aggregation, loss_scale_factor: float | None
+    mask: Array, aggregation: Aggregation, loss_scale_factor: LossScale
 ) -> tuple[Array, Array]:
     """(f32[B, S], f32[]): weights of this part, and what they are to be divided by."""
     if aggregation not in get_args(Aggregation):
@@ -224,8 +278,26 @@ def _weights(
             f"aggregation: expected {' or '.join(map(repr, get_args(Aggregation)))}, "
             f"got {aggregation!r}; choose one"
         )
-    check_scale(aggregation, loss_scale_factor=loss_scale_factor)
     weights = mask.astype(jnp.float32)
+    if aggregation == "prompt_mean":
+        if not isinstance(loss_scale_factor, jax.Array):
+            raise checks.InputError(
+                f"loss_scale_factor: expected the f32[B] of `prompt_scale` with "
+                f"aggregation 'prompt_mean', got {loss_scale_factor}; make it of the "
+                f"whole rollout"
+            )
+        checks.shape((None, None), mask=mask)
+        checks.shape((mask.shape[0],), loss_scale_factor=loss_scale_factor)
+        # Rows of another part may be all 0.
+        scale = jnp.where(loss_scale_factor > 0, loss_scale_factor, 1.0)
+        responses = jnp.sum(mask.any(axis=1), dtype=jnp.float32)
+        return weights / scale[:, None], responses
+    if isinstance(loss_scale_factor, jax.Array):
+        raise checks.InputError(
+            f"loss_scale_factor: expected a number or None with aggregation "
+            f"{aggregation!r}, got an array; choose aggregation 'prompt_mean'"
+        )
+    check_scale(aggregation, loss_scale_factor=loss_scale_factor)
     if aggregation == "token_mean":
         return weights, jnp.sum(weights)
     checks.shape((None, None), mask=mask)

@@ -15,18 +15,29 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float32, Shaped
 
 from rlhf_jax.functional import checks, masked, ratios
-from rlhf_jax.functional.aggregation import Aggregation, aggregate, token_weights
+from rlhf_jax.functional.aggregation import (
+    Aggregation,
+    LossScale,
+    aggregate,
+    token_weights,
+)
 from rlhf_jax.functional.preference_losses import dpo_loss, pairwise_loss
+from rlhf_jax.functional.ratios import RatioLevel
+from rlhf_jax.functional.surrogates import cispo_loss, ratio_stats, sapo_loss
 from rlhf_jax.functional.value_losses import explained_variance, value_loss
 
 __all__ = [
     "Aggregation",
+    "LossScale",
+    "RatioLevel",
+    "cispo_loss",
     "dpo_loss",
     "entropy_bonus",
     "explained_variance",
     "language_model_loss",
     "pairwise_loss",
     "policy_loss",
+    "sapo_loss",
     "token_weights",
     "value_loss",
 ]
@@ -44,8 +55,9 @@ def policy_loss(
     clip_range: float,
     clip_range_high: float | None = None,
     dual_clip: float | None = None,
+    ratio_level: RatioLevel = "token",
     aggregation: Aggregation = "token_mean",
-    loss_scale_factor: float | None = None,
+    loss_scale_factor: LossScale = None,
     num_tokens: Shaped[Array, ""] | None = None,
     num_responses: Shaped[Array, ""] | None = None,
 ) -> tuple[Float32[Array, ""], Stats]:
@@ -54,7 +66,8 @@ def policy_loss(
     ρ = exp(logprobs - old_logprobs), clip(ρ) = clip(ρ, 1 - ε, 1 + ε_high). With a dual
     clip the loss of a token with A < 0 is at most -cA: its gradient is 0 where ρ > c.
     Without a dual clip -ρA can exceed the range of float32. It is then capped at
-    e^88.72, value and slope (`ratios.capped_exp`).
+    e^88.72, value and slope (`ratios.capped_exp`). With `ratio_level` ρ is the ratio of
+    the response, to the power of 1/length (GSPO).
 
     Args:
       logprobs, old_logprobs: f32[B, S], nats; column t is about tokens[:, t].
@@ -63,21 +76,23 @@ def policy_loss(
       clip_range: ε, dimensionless.
       clip_range_high: ε_high, dimensionless; None is ε. DAPO: 0.28 with an ε of 0.2.
       dual_clip: dual-clip bound c > 1; None disables it. The source uses 3.
+      ratio_level: what ρ is (`ratios.at_level`).
       aggregation: what the sum over tokens is divided by (`token_weights`).
-      loss_scale_factor: c, tokens; required by aggregation constant, else None.
+      loss_scale_factor: c, tokens, as `token_weights` reads it.
       num_tokens: f32[], tokens of the whole minibatch when this is a micro-batch; None
         counts mask. Read by token_mean.
       num_responses: f32[], responses of the whole minibatch; None counts mask. Read by
-        sequence_mean and constant.
+        the other aggregations.
 
     Returns:
       f32[] loss and {name: (sum, weight)}. The gradient reaches `logprobs` only.
       `loss/policy`: the loss, by `aggregation`. The others are means over tokens under
-      every aggregation. `policy/approxkl`: ½(log ρ)², nats per token, k2 between the
-      policy before and after the update (not of the reference). `policy/clipfrac`:
-      share of tokens where the clipped term is the larger one. `policy/dual_clipfrac`,
-      with a dual clip: share of tokens at its bound. `policy/overflowfrac`: share of
-      tokens whose -ρA is capped. `policy/ratio_mean`, `policy/ratio_max`: of ρ.
+      every aggregation. `policy/approxkl`: ½(log ratio of the token)², nats per token,
+      k2 between the policy before and after the update (not of the reference).
+      `policy/clipfrac`: share of tokens where the clipped term is the larger one.
+      `policy/dual_clipfrac`, with a dual clip: share of tokens at its bound.
+      `policy/overflowfrac`: share of tokens whose -ρA is capped. `policy/ratio_mean`,
+      `policy/ratio_max`: of ρ.
 
     Raises:
       ValueError: shapes differ, a range is not positive, dual_clip is not above 1, a
@@ -86,7 +101,7 @@ def policy_loss(
 
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7; clip-higher is Yu et al.
     2025, arXiv:2503.14476, section 3.1; the dual clip is Ye et al. 2019,
-    arXiv:1912.09729.
+    arXiv:1912.09729; the ratio of a sequence is Zheng et al. 2025, arXiv:2507.18071.
 
     >>> old_logprobs = jnp.log(jnp.array([[0.5, 0.5, 0.1]]))
     >>> logprobs = jnp.log(jnp.array([[0.5, 0.8, 0.9]]))  # ratios 1, 1.6 and 9
@@ -108,8 +123,9 @@ def policy_loss(
     checks.positive(clip_range_high=clip_range_high)
     advantages = jax.lax.stop_gradient(jnp.where(mask, advantages, 0.0))
     log_ratio = jnp.where(mask, logprobs - jax.lax.stop_gradient(old_logprobs), 0.0)
-    fixed_log_ratio = jax.lax.stop_gradient(log_ratio)
-    true_ratio = jnp.exp(fixed_log_ratio)
+    token_log_ratio = jax.lax.stop_gradient(log_ratio)
+    log_ratio = ratios.at_level(log_ratio, mask=mask, ratio_level=ratio_level)
+    true_ratio = jnp.exp(jax.lax.stop_gradient(log_ratio))
     shares = {}
     if dual_clip is not None:
         _check_dual_clip(dual_clip)
@@ -142,17 +158,8 @@ def policy_loss(
         num_tokens=num_tokens,
         num_responses=num_responses,
     )
-    stats |= masked.sum_stats(
-        {
-            "policy/approxkl": 0.5 * jnp.square(fixed_log_ratio),
-            "policy/ratio_mean": true_ratio,
-            **shares,
-        },
-        mask=mask,
-    )
-    largest = jnp.max(true_ratio, where=mask, initial=0.0)
-    stats["policy/ratio_max"] = (largest, None)
-    return loss, stats
+    stats |= masked.sum_stats(shares, mask=mask)
+    return loss, stats | ratio_stats(token_log_ratio, true_ratio, mask=mask)
 
 
 def entropy_bonus(
@@ -160,7 +167,7 @@ def entropy_bonus(
     entropy: Float32[Array, "*shape"],
     mask: Bool[Array, "*shape"],
     aggregation: Aggregation = "token_mean",
-    loss_scale_factor: float | None = None,
+    loss_scale_factor: LossScale = None,
     num_tokens: Shaped[Array, ""] | None = None,
     num_responses: Shaped[Array, ""] | None = None,
 ) -> tuple[Float32[Array, ""], Stats]:
@@ -171,11 +178,11 @@ def entropy_bonus(
         drawn from.
       mask: bool[B, S], response tokens, EOS included.
       aggregation: what the sum over tokens is divided by (`token_weights`).
-      loss_scale_factor: c, tokens; required by aggregation constant, else None.
+      loss_scale_factor: c, tokens, as `token_weights` reads it.
       num_tokens: f32[], tokens of the whole minibatch when this is a micro-batch; None
         counts mask. Read by token_mean.
       num_responses: f32[], responses of the whole minibatch; None counts mask. Read by
-        sequence_mean and constant.
+        the other aggregations.
 
     Returns:
       f32[] loss, nats per token, and {name: (sum, weight)}. The gradient reaches

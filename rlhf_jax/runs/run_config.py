@@ -97,7 +97,23 @@ ADDED: dict[str, Any] = {
     "sampler_cache": "same",
     "prefill_chunk": None,
     "sampler_storage": {"dtype": "float32", "embeddings": None},
-    **{f"{name}.sampler_weight_cap": None for name in ("ppo", "grpo", "reinforce")},
+    "max_redraws": 0,
+    **{
+        f"{name}.{option}": value
+        for name in ("ppo", "grpo", "reinforce")
+        for option, value in {
+            "sampler_weight_cap": None,
+            "ratio_level": "token",
+            "surrogate": "clip",
+            "sapo_temperature_pos": 1.0,
+            "sapo_temperature_neg": 1.05,
+            "scores.overlong_penalty": 0.0,
+            "scores.overlong_after": 0,
+            "scores.overlong_buffer": 0,
+        }.items()
+    },
+    "grpo.overlong_mask": None,
+    "grpo.equal_groups": "keep",
     "placement.sampler": dataclasses.asdict(placement.WITH_POLICY),
     "placement.policy.context": 1,
     **{

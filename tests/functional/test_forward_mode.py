@@ -23,6 +23,7 @@ from rlhf_jax.functional import (
     masked,
     preference_losses,
     ratios,
+    surrogates,
     token_rewards,
     value_losses,
 )
@@ -220,6 +221,21 @@ CASES = {
         (PER_ROW, PER_ROW),
     ),
     "ratios.capped_exp": (ratios.capped_exp, (PER_TOKEN,)),
+    "ratios.at_level": (
+        lambda x: ratios.at_level(x, mask=MASK, ratio_level="sequence"),
+        (PER_TOKEN,),
+    ),
+    "surrogates.sapo_loss": (
+        lambda x: surrogates.sapo_loss(
+            logprobs=0.1 * x,
+            old_logprobs=jnp.zeros(PER_TOKEN),
+            advantages=jnp.cos(jnp.arange(20.0)).reshape(PER_TOKEN),
+            mask=MASK,
+            temperature=1.0,
+            negative_temperature=1.05,
+        )[0],
+        (PER_TOKEN,),
+    ),
     "token_rewards.token_rewards": (
         lambda s, x: token_rewards.token_rewards(
             scores=s, kl=x, mask=MASK, kl_coef=0.2
@@ -239,6 +255,7 @@ CASES = {
 }
 WITHOUT_A_SLOPE = {
     "advantages.equal_groups": "bool",
+    "aggregation.prompt_scale": "reads a mask",
     "aggregation.token_weights": "reads a mask",
     "best_of_n.estimated_log_ratio": "counts scores",
     "best_of_n.selection_weights": "counts scores",
@@ -249,6 +266,8 @@ WITHOUT_A_SLOPE = {
     "kl.weighted_estimates.estimates": "stops the gradient of values",
     "masked.centred": "a number that has no gradient, and what is left",
     "masked.lengths_to_mask": "bool",
+    "surrogates.cispo_loss": "stops the gradient of its weight",
+    "surrogates.ratio_stats": "statistics",
     "statistics.sum_stats": "a dictionary of masked sums",
     "preference_losses.check_dpo": "checks",
     "token_rewards.kl_reward": "of a kl that has no gradient",

@@ -70,6 +70,64 @@ def test_reinforce_is_the_same_trainer_with_another_recipe(files, tmp_path):
     assert not any(name.startswith("group/") for name in rows[0])
 
 
+@pytest.mark.long  # test_packed_learning.py has the losses
+@pytest.mark.parametrize("packing", ["off", "auto"])
+@pytest.mark.parametrize(
+    "preset",
+    ["rloo-masked", "gspo", "cispo", "sapo", "dapo", "dr-grpo", "reinforce++-baseline"],
+)
+def test_each_preset_runs(files, tmp_path, preset, packing):
+    small = ("--unmarked=last_number", "--num-steps=2", "--num-minibatches=2")
+    small += ("--batch-size=32", "--learning-rate=1e-3", f"--packing={packing}")
+    if preset == "dapo":
+        small += ("--scores.overlong-after=2", "--scores.overlong-buffer=1")
+    rlhf_jax.train.grpo.command(
+        [
+            *(f"--preset={preset}", f"--out={tmp_path / 'run'}", "--no-progress"),
+            *(f"--model={files / 'model'}", f"--data={files / 'train.jsonl'}"),
+            *(f"--held-out={files / 'test.jsonl'}", *TOY, *small),
+        ]
+    )
+    rows = metrics.read(tmp_path / "run" / "metrics.jsonl")
+    assert [row["update/skipped"] for row in rows] == [0, 0]
+    assert rows[0]["policy/grad_norm"] > 0
+    gated, masked = "policy/gate" in rows[0], "response/masked" in rows[0]
+    assert gated == (preset == "sapo")
+    assert masked == (preset in ("rloo-masked", "dapo"))
+    assert ("group/redraws" in rows[0]) == (preset == "dapo")
+
+
+@pytest.mark.slow
+def test_groups_of_equal_scores_are_drawn_again_up_to_a_limit(files, tmp_path):
+    """A policy of one token more or less knows the answer now and then."""
+    argv = ("--unmarked=last_number", "--num-steps=4", "--learning-rate=1e-3")
+    argv += ("--equal-groups=leave_out", "--batch-size=32")
+    gsm8k(tmp_path / "plain", files, *argv)
+    gsm8k(tmp_path / "run", files, *argv, "--max-redraws=3", "--snapshot-every=2")
+    plain, rows = (
+        metrics.read(tmp_path / name / "metrics.jsonl") for name in ("plain", "run")
+    )
+    equal = [row["group/equal_fraction"] for row in plain]
+    redraws = [row["group/redraws"] for row in rows]
+    assert max(equal) > 0
+    assert redraws[0] > 0
+    assert max(redraws) <= 3
+    # Of the first step, before the runs part.
+    assert rows[0]["group/equal_fraction"] < equal[0]
+    assert rows[0]["response/masked"] == rows[0]["group/equal_fraction"]
+    assert rows[0]["group/drawn_equal_fraction"] > rows[0]["group/equal_fraction"]
+    # The draws are a function of the seed and the step: a run resumes to the bit.
+    again = tmp_path / "again"
+    shutil.copytree(tmp_path / "run", again)
+    for name in (again / "snapshots" / "grpo").iterdir():
+        if name.name == "4":
+            shutil.rmtree(name)
+    gsm8k(again, files, *argv, "--max-redraws=3", "--snapshot-every=2", "--resume")
+    assert metrics.read(again / "metrics.jsonl") == rows
+    with pytest.raises(SystemExit):
+        gsm8k(tmp_path / "never", files, *argv, "--max-redraws=1", "--verifier=exact")
+
+
 @pytest.mark.slow
 def test_sampling_in_int8_is_weighted_and_says_how_far_it_is(files, tmp_path):
     argv = ("--unmarked=last_number", "--num-steps=2", "--sampler-storage.dtype=int8")
@@ -111,7 +169,9 @@ def test_packed_rows_learn_what_padded_ones_do(files, tmp_path, capsys):
             *(tmp_path / "narrow", files, *argv, "--packing=auto"),
             *("--packing-width=8", "--overlong=error"),
         )
-    assert "train.jsonl:1: expected at most 5 tokens" in capsys.readouterr().err
+    told = " ".join(capsys.readouterr().err.split())
+    assert "train.jsonl:1: expected at most 5 tokens" in told
+    assert "raise --packing-width or lower --max-new-tokens" in told
 
 
 @pytest.mark.slow
@@ -267,6 +327,13 @@ def test_an_answer_without_a_number_is_named_by_file_and_line(
     [
         ("deepseekmath", grpo.PUBLISHED),
         ("rloo", grpo.RLOO),
+        ("rloo-masked", grpo.RLOO_MASKED),
+        ("gspo", grpo.GSPO),
+        ("cispo", grpo.CISPO),
+        ("sapo", grpo.SAPO),
+        ("dapo", grpo.DAPO),
+        ("dr-grpo", grpo.DR_GRPO),
+        ("reinforce++-baseline", grpo.REINFORCE_BASELINE),
     ],
 )
 def test_presets_are_those_of_the_library(preset, recipe):
@@ -280,8 +347,10 @@ def test_presets_are_those_of_the_library(preset, recipe):
     recipe = dataclasses.replace(recipe, temperature=1.0)  # as without a preset
     parsed = parse(argv=[*needed, "--preset", preset])
     assert parsed.grpo == recipe
-    assert parsed.beta == (
-        0.04 if preset == "deepseekmath" else rlhf_jax.train.grpo.options.KL_COEF
-    )
+    without = {"gspo", "cispo", "sapo", "dapo", "dr-grpo"}
+    assert (parsed.reference == "none") == (preset in without)
+    default = 0.0 if preset in without else rlhf_jax.train.grpo.options.KL_COEF
+    assert parsed.beta == (0.04 if preset == "deepseekmath" else default)
+    assert (parsed.redraws > 0) == (preset == "dapo")
     changed = parse(argv=[*needed, "--preset", preset, "--clip-range=0.1"])
     assert changed.grpo == dataclasses.replace(recipe, clip_range=0.1)

@@ -46,6 +46,10 @@ SHARED = {
     # Nothing that came later.
     "clip_range_high": None,
     "dual_clip": None,
+    "ratio_level": "token",
+    "surrogate": "clip",
+    "sapo_temperature_pos": 1.0,  # not read
+    "sapo_temperature_neg": 1.05,
     "entropy_coef": 0.0,
     "ptx_coef": 0.0,
     "critic_warmup": 0,

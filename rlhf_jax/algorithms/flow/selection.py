@@ -1,6 +1,7 @@
-"""Rollout -> Rollout: of the samples of each prompt the one that scores best is kept.
+"""Rollout -> Rollout: the best sample of each prompt, or groups that teach something.
 
     rollout(group_size=n) ─> reward ─> best_of_n ─> Rollout[B / n], scores [B / n]
+    two rollouts of groups, scored   ─> refilled ─> Rollout[B], Scores
 
 Best-of-n trains nothing and samples n responses per prompt: what a trained policy
 has to beat at its KL (`best_of_n.kl_bound`).
@@ -13,11 +14,13 @@ import jax.numpy as jnp
 
 from rlhf_jax.algorithms.batch import Rollout
 from rlhf_jax.functional import checks, masked
+from rlhf_jax.functional.advantages import equal_groups
 from rlhf_jax.functional.best_of_n import (
     estimated_log_ratio,
     finite_or_lowest,
     kl_bound,
 )
+from rlhf_jax.roles.rewards import Scores
 
 Array = jax.Array
 
@@ -58,6 +61,47 @@ def best_of_n(
     first = jnp.arange(0, rows, group_size, dtype=jnp.int32)
     kept = first + jnp.argmax(groups, axis=1).astype(jnp.int32)
     return jax.tree.map(lambda leaf: leaf[kept], rollout), scores[kept]
+
+
+def refilled(
+    batch: tuple[Rollout, Scores], drawn: tuple[Rollout, Scores], *, group_size: int
+) -> tuple[Rollout, Scores]:
+    """The batch with its groups of equal scores replaced by mixed groups of another.
+
+        group      0      1      2            group_size = 2
+        batch      1 1    0 1    0 0          groups 0 and 2 teach nothing
+        drawn      0 0    1 0    1 1          its group 1 is mixed
+        refilled   1 0    0 1    0 0          one is still to be replaced
+
+    The j-th group that is replaced is the j-th mixed one. Where mixed groups are fewer,
+    the last ones stay. This is dynamic sampling (DAPO), a draw at a time.
+
+    Args:
+      batch, drawn: Rollout[B, S] and its Scores[B], the groups in neighbouring rows;
+        both as wide.
+      group_size: G, 2 or more; divides B.
+
+    Returns:
+      Rollout[B, S] and Scores[B].
+
+    Raises:
+      InputError: group_size is less than 2 or does not divide the rows.
+
+    Source: Yu et al. 2025, arXiv:2503.14476, section 3.2 and eq. 11.
+    """
+    equal = equal_groups(batch[1].total, group_size=group_size)
+    mixed = ~equal_groups(drawn[1].total, group_size=group_size)
+    count = equal.size
+    first_mixed = jnp.argsort(~mixed, stable=True).astype(jnp.int32)
+    turn = jnp.maximum(jnp.cumsum(equal, dtype=jnp.int32) - 1, 0)
+    replaced = equal & (turn < mixed.sum(dtype=jnp.int32))
+    own = jnp.arange(count, dtype=jnp.int32)
+    source = jnp.where(replaced, count + first_mixed[turn], own)
+    member = jnp.arange(group_size, dtype=jnp.int32)
+    rows = (source[:, None] * group_size + member[None, :]).reshape(-1)
+    return jax.tree.map(
+        lambda left, right: jnp.concatenate([left, right])[rows], batch, drawn
+    )
 
 
 def kl_stats(scores: Array, *, among: Array, n: int) -> masked.Stats:

@@ -27,6 +27,15 @@ class ScoreShaping:
     """Largest absolute score after normalising, reward units; None does not clip."""
     length_penalty: float = 0.0
     """Penalty subtracted from the score per response token, reward units."""
+    overlong_penalty: float = 0.0
+    """Largest penalty for a long response, reward units: it rises linearly from
+    overlong_after tokens on, over the next overlong_buffer (DAPO: 1)."""
+    overlong_after: int = 0
+    """With overlong_penalty: number of tokens up to which there is none (DAPO:
+    16384)."""
+    overlong_buffer: int = 0
+    """With overlong_penalty: number of tokens over which it rises to its largest (DAPO:
+    4096)."""
     missing_stop_score: float | None = None
     """Score of a response without a stop token, in place of the reward's (n-plus: -1);
     None keeps the reward's."""
@@ -38,7 +47,21 @@ class ScoreShaping:
         checks.non_negative(
             length_penalty=self.length_penalty,
             missing_stop_penalty=self.missing_stop_penalty,
+            overlong_penalty=self.overlong_penalty,
+            overlong_after=self.overlong_after,
+            overlong_buffer=self.overlong_buffer,
         )
+        if bool(self.overlong_penalty) != bool(self.overlong_buffer):
+            raise InputError(
+                f"expected overlong_penalty and overlong_buffer together, got "
+                f"{self.overlong_penalty:g} and {self.overlong_buffer}; give both, or "
+                f"neither"
+            )
+        if self.overlong_after and not self.overlong_penalty:
+            raise InputError(
+                f"overlong_after: expected an overlong_penalty with it, got "
+                f"{self.overlong_after} without; give it, or leave this out"
+            )
         if self.clip is not None:
             checks.positive(clip=self.clip)
         if self.missing_stop_score is not None:
@@ -67,7 +90,10 @@ def shape(
     stop_ids: tuple[int, ...],
     shaping: ScoreShaping,
 ) -> Array:
-    """s' = clip((s - mean) / std, ±c) - a·length, then the "EOS trick".
+    """s' = clip((s - mean) / std, ±c) - a·length - p·over, then the "EOS trick".
+
+    The soft overlong penalty is over = clip((length - overlong_after)/overlong_buffer,
+    0, 1).
 
     Args:
       scores: f32[B], reward units, one a response.
@@ -79,7 +105,8 @@ def shape(
     Returns:
       f32[B], reward units (standard deviations where normalised).
 
-    Source: Huang et al. 2024, arXiv:2403.17031, detail 7, for the EOS trick.
+    Source: Huang et al. 2024, arXiv:2403.17031, detail 7, for the EOS trick; Yu et al.
+    2025 (DAPO), arXiv:2503.14476, eq. 13, for the overlong penalty.
     """
     if shaping.normalise:
         centred = (scores - moments.mean) - moments.mean_rest
@@ -89,6 +116,10 @@ def shape(
     if shaping.length_penalty:
         length = rollout.response_mask.sum(axis=1, dtype=jnp.float32)
         scores = scores - shaping.length_penalty * length
+    if shaping.overlong_penalty:
+        length = rollout.response_mask.sum(axis=1, dtype=jnp.float32)
+        over = (length - shaping.overlong_after) / shaping.overlong_buffer
+        scores = scores - shaping.overlong_penalty * jnp.clip(over, 0.0, 1.0)
     if shaping.missing_stop_penalty:
         missing = ~ended(rollout, stop_ids=stop_ids)
         scores = jnp.where(missing, scores - shaping.missing_stop_penalty, scores)

@@ -1,12 +1,18 @@
-"""GRPO and RLOO: groups of samples instead of a critic."""
+"""GRPO, RLOO and their kin: groups of samples instead of a critic."""
 
 from rlhf_jax.algorithms.grpo.experience import group_experience
-from rlhf_jax.algorithms.grpo.recipe import (
-    GRPO,
+from rlhf_jax.algorithms.grpo.published import (
+    CISPO,
+    DAPO,
+    DR_GRPO,
+    GSPO,
     PUBLISHED,
+    REINFORCE_BASELINE,
     RLOO,
-    GroupRecipe,
+    RLOO_MASKED,
+    SAPO,
 )
+from rlhf_jax.algorithms.grpo.recipe import GRPO, GroupRecipe
 from rlhf_jax.algorithms.policy_gradient.iteration import (
     Reward,
     iteration,
@@ -19,9 +25,16 @@ from rlhf_jax.algorithms.policy_gradient.iteration import (
 from rlhf_jax.algorithms.policy_gradient.update import update
 
 __all__ = [
+    "CISPO",
+    "DAPO",
+    "DR_GRPO",
     "GRPO",
+    "GSPO",
     "PUBLISHED",
+    "REINFORCE_BASELINE",
     "RLOO",
+    "RLOO_MASKED",
+    "SAPO",
     "GroupRecipe",
     "Reward",
     "group_experience",

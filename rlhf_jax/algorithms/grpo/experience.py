@@ -8,12 +8,15 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.algorithms.batch import PolicyExperience, Scored
-from rlhf_jax.functional import masked, token_rewards
+from rlhf_jax.algorithms.flow.score import ended
+from rlhf_jax.functional import aggregation, masked, token_rewards
 from rlhf_jax.functional.advantages import equal_groups, group_relative, leave_one_out
 
 Array = jax.Array
 Baseline = Literal["group", "leave_one_out"]
 Normalise = Literal["group", "rollout"] | None
+OverlongMask = Literal["loss", "group"] | None
+EqualGroups = Literal["keep", "leave_out"]
 
 
 def group_experience(
@@ -23,6 +26,10 @@ def group_experience(
     group_size: int,
     baseline: Baseline,
     normalise: Normalise,
+    overlong_mask: OverlongMask = None,
+    equal: EqualGroups = "keep",
+    stop_ids: tuple[int, ...] = (),
+    prompt_mean: bool = False,
 ) -> tuple[PolicyExperience, masked.Stats]:
     """Scored -> PolicyExperience: advantages over the samples of one prompt.
 
@@ -39,29 +46,52 @@ def group_experience(
       baseline: "group" or "leave_one_out", what is subtracted from R_i.
       normalise: the standard deviation that divides advantages: "group", "rollout" (of
         all tokens, whose mean is subtracted first) or None.
+      overlong_mask: what a response without a stop token is left out of: "loss" is the
+        loss, "group" its group's mean and deviation as well. None trains on it.
+      equal: "leave_out" leaves groups of equal rewards out of the loss, so that it is
+        divided by what the others have.
+      stop_ids: tokens that end a response; read by overlong_mask.
+      prompt_mean: also compute `prompt_scale`, of what is trained on.
 
     Returns:
-      PolicyExperience[B, S] and {name: (sum, weight)}. `group/equal_fraction`: share of
-      groups whose rewards are all the same, which teach nothing; `group/std`: mean
-      standard deviation (ddof 1) within a group, reward units.
+      PolicyExperience[B, S], whose `response_mask` is False where a response is left
+      out, and {name: (sum, weight)}. `group/equal_fraction`: share of groups whose
+      rewards are all the same, which teach nothing; `group/std`: mean standard
+      deviation (ddof 1) within a group, reward units; `response/masked`, where
+      responses may be left out: share of those that are.
 
     Raises:
       InputError: the groups do not divide the rows.
 
     Source: Shao et al. 2024, arXiv:2402.03300 (GRPO); Ahmadian et al. 2024,
-    arXiv:2402.14740 (RLOO).
+    arXiv:2402.14740 (RLOO); Yu et al. 2025, arXiv:2503.14476, sections 3.2 and 3.4
+    (DAPO: what is left out).
     """
     mask = scored.rollout.response_mask
     rewards = token_rewards.token_rewards(
         scores=scored.scores, kl=scored.kl, mask=mask, kl_coef=kl_coef
     )
     totals = masked.masked_sum(rewards, mask=mask, axis=1)
+    finished, kept = None, None
+    if overlong_mask is not None:
+        finished = ended(scored.rollout, stop_ids=stop_ids)
+        kept = finished if overlong_mask == "group" else None
     if baseline == "group":
         of_rows = group_relative(
-            totals, group_size=group_size, normalise=normalise == "group"
+            totals, group_size=group_size, normalise=normalise == "group", kept=kept
         )
     else:
-        of_rows = leave_one_out(totals, group_size=group_size)
+        of_rows = leave_one_out(totals, group_size=group_size, kept=kept)
+    alike = equal_groups(totals, group_size=group_size, kept=kept)
+    stats = _group_stats(totals, alike, group_size=group_size)
+    trained = finished
+    if equal == "leave_out":
+        mixed = jnp.repeat(~alike, group_size)
+        trained = mixed if trained is None else trained & mixed
+    if trained is not None:
+        mask &= trained[:, None]
+        out = (~trained).sum(dtype=jnp.float32)
+        stats["response/masked"] = (out, jnp.asarray(trained.size, jnp.float32))
     advantages = jnp.broadcast_to(of_rows[:, None], mask.shape)
     one_prompt = _of_one_prompt(scored.rollout.index, group_size)
     advantages = jnp.where(one_prompt[:, None], advantages, jnp.nan)
@@ -76,8 +106,11 @@ def group_experience(
         ref_logprobs=scored.ref_logprobs,
         token_rewards=rewards,
         advantages=advantages,
+        prompt_scale=aggregation.prompt_scale(mask, group_size=group_size)
+        if prompt_mean
+        else None,
     )
-    return experience, _group_stats(totals, group_size)
+    return experience, stats
 
 
 def _of_one_prompt(index: Array, group_size: int) -> Array:
@@ -87,8 +120,7 @@ def _of_one_prompt(index: Array, group_size: int) -> Array:
     return jnp.repeat(same, group_size)
 
 
-def _group_stats(totals: Array, group_size: int) -> masked.Stats:
-    equal = equal_groups(totals, group_size=group_size)
+def _group_stats(totals: Array, equal: Array, *, group_size: int) -> masked.Stats:
     spread = jnp.std(totals.reshape(-1, group_size), axis=1, ddof=1)
     count = jnp.asarray(equal.size, jnp.float32)
     return {

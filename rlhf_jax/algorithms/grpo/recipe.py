@@ -13,14 +13,16 @@ import jax
 from rlhf_jax.algorithms.batch import PolicyExperience, Scored
 from rlhf_jax.algorithms.grpo.experience import (
     Baseline,
+    EqualGroups,
     Normalise,
+    OverlongMask,
     group_experience,
 )
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe, one_of
 from rlhf_jax.functional import checks, masked
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.functional.kl.penalty import IN_LOSS, IN_REWARD, Penalty
+from rlhf_jax.functional.kl.penalty import IN_LOSS, Penalty
 
 Array = jax.Array
 
@@ -40,6 +42,12 @@ class GroupRecipe(PolicyRecipe):
     """Standard deviation by which advantages are divided: group is that of their group
     (GRPO as published), rollout that of all tokens, whose mean is subtracted first;
     None does not divide."""
+    overlong_mask: OverlongMask = None
+    """What a response without a stop token is left out of: loss is the loss (DAPO),
+    group the mean and deviation of its group as well; None trains on it."""
+    equal_groups: EqualGroups = "keep"
+    """Whether groups of equal rewards, which teach nothing, count in what the loss is
+    divided by; leave_out leaves them out (dynamic sampling)."""
     num_epochs: int = 1
     """Number of passes over each batch."""
 
@@ -47,6 +55,14 @@ class GroupRecipe(PolicyRecipe):
         super().__post_init__()
         one_of(baseline=self.baseline, among=("group", "leave_one_out"))
         one_of(normalise=self.normalise, among=("group", "rollout", None))
+        one_of(overlong_mask=self.overlong_mask, among=("loss", "group", None))
+        one_of(equal_groups=self.equal_groups, among=("keep", "leave_out"))
+        if self.overlong_mask is not None and self.truncate_reward_only:
+            raise InputError(
+                f"overlong_mask: expected none with truncate_reward_only, where the "
+                f"policy is trained on tokens after the stop token, got "
+                f"{self.overlong_mask!r}; leave one of them out"
+            )
         checks.groups(self.group_size, group_size=self.group_size, least=2)
         if self.normalise == "group" and self.baseline != "group":
             raise InputError(
@@ -63,6 +79,15 @@ class GRPO(GroupRecipe, PolicyGradient):
     `GRPO(**vars(recipe), model=...)` makes one of a `GroupRecipe`, whose defaults
     stand before those of `PolicyGradient`.
     """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.overlong_mask is not None and not self.stop_ids:
+            raise InputError(
+                f"overlong_mask: expected stop_ids to look for, got none with "
+                f"{self.overlong_mask!r}, so that every response would be left out; "
+                f"name stop_ids, or leave it out"
+            )
 
     def experience(
         self, scored: Scored, *, kl_coef: Array
@@ -85,31 +110,18 @@ class GRPO(GroupRecipe, PolicyGradient):
             group_size=self.group_size,
             baseline=self.baseline,
             normalise=self.normalise,
+            overlong_mask=self.overlong_mask,
+            equal=self.equal_groups,
+            stop_ids=self.stop_ids,
+            prompt_mean=self.aggregation == "prompt_mean",
         )
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether some responses of a rollout are not trained on."""
+        return self.overlong_mask is not None or self.equal_groups == "leave_out"
 
     @property
     def rows_per_prompt(self) -> int:
         """Samples of each prompt, in neighbouring rows."""
         return self.group_size
-
-
-PUBLISHED = GroupRecipe(
-    penalty=Penalty(value_estimator="k3", placement="loss"),
-    temperature=1.0,
-    group_size=64,
-    baseline="group",
-    normalise="group",
-    aggregation="sequence_mean",
-)
-"""GRPO as DeepSeekMath has it (Shao et al. 2024, arXiv:2402.03300), with
-`kl.control.fixed(0.04)`: k3 in the loss, whose gradient is that of the *forward* KL.
-Its std, and its mean over each response's own length, bias the direction."""
-
-RLOO = GroupRecipe(
-    penalty=IN_REWARD,
-    group_size=4,
-    baseline="leave_one_out",
-    normalise=None,
-)
-"""Ahmadian et al. 2024, arXiv:2402.14740: KL in the reward, the others as baseline.
-Without bias with aggregation "constant", or responses of one length."""

@@ -76,6 +76,20 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
                 f"of max_new_tokens, got {self.truncate_after}, after which no token "
                 f"is left that could end a response; lower it, or sample longer"
             )
+        if self.aggregation == "prompt_mean" and self.rows_per_prompt == 1:
+            raise InputError(
+                "aggregation: expected groups of responses to a prompt with "
+                "'prompt_mean', got an algorithm without groups, where it is "
+                "'sequence_mean'; choose that"
+            )
+        if self.scores.overlong_penalty and (
+            self.scores.overlong_after >= self.max_new_tokens
+        ):
+            raise InputError(
+                f"scores.overlong_after: expected less than the {self.max_new_tokens} "
+                f"tokens of max_new_tokens, got {self.scores.overlong_after}, which no "
+                f"response exceeds; lower it, or sample longer"
+            )
         if self.lora is not None:
             targets(model=self.model, lora=self.lora)  # raises for a bad pattern
         said = self.penalty.warning
@@ -157,6 +171,11 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
         return None
 
     @property
+    def leaves_out(self) -> bool:
+        """Whether some responses of a rollout are not trained on."""
+        return False
+
+    @property
     def values_the_end(self) -> bool:
         """Whether the state after the last token of a response has a value."""
         return False
@@ -187,7 +206,10 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
 
     @property
     def loss_scale(self) -> float | None:
-        """What aggregation constant divides by, tokens; None with the means."""
+        """What aggregation constant divides by, tokens; None with the means.
+
+        With prompt_mean it is `PolicyExperience.prompt_scale` of each row.
+        """
         if self.aggregation != "constant" or self.loss_scale_factor is not None:
             return self.loss_scale_factor
         return float(self.max_new_tokens)

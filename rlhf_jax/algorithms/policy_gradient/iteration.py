@@ -27,7 +27,7 @@ from rlhf_jax.algorithms.batch import (
     Sequences,
 )
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
-from rlhf_jax.algorithms.policy_gradient.sampler_weights import recomputed, weighted
+from rlhf_jax.algorithms.policy_gradient.sampler_mismatch import recomputed, weighted
 from rlhf_jax.algorithms.policy_gradient.update import update
 from rlhf_jax.algorithms.state import TrainState
 from rlhf_jax.functional import masked
@@ -140,6 +140,7 @@ def seen_by_reward(rollout: Rollout, *, recipe: PolicyGradient) -> Rollout:
 
 
 def _truncated(rollout: Rollout, recipe: PolicyGradient) -> Rollout:
+    """The rollout with responses that end at their first stop token."""
     return flow.rollout.truncate(
         rollout, stop_ids=recipe.stop_ids, after=recipe.truncate_after
     )
@@ -258,7 +259,7 @@ def make_experience(
     )
     params = adapted.params(state.policy, base=base, lora=recipe.lora)
     stats: masked.Stats = {}
-    sampled = rollout
+    sampler_logprobs = rollout.old_logprobs
     if recipe.recompute_logprobs:
         rollout, stats = recomputed(rollout, params, recipe=recipe, packing=of_batch)
     scored = flow.score.score(
@@ -279,10 +280,11 @@ def make_experience(
     )
     kl_coef = recipe.kl_coef(state)
     experience, experience_stats = recipe.experience(scored, kl_coef=kl_coef)
-    cap, sampler_logprobs = recipe.sampler_weight_cap, sampled.old_logprobs
-    if cap is not None:
+    if recipe.sampler_weight_cap is not None:
         experience, weight_stats = weighted(
-            experience, sampler_logprobs=sampler_logprobs, cap=cap
+            experience,
+            sampler_logprobs=sampler_logprobs,
+            cap=recipe.sampler_weight_cap,
         )
         stats |= weight_stats
     stats = masked.merge_stats(

@@ -50,7 +50,8 @@ def policy_terms(
     """L = policy_loss + β·kl_loss - c_H·entropy of a (micro-)batch.
 
     β·kl_loss is there with a penalty in the loss (`recipe.penalty`), the entropy
-    with `recipe.entropy_coef`.
+    with `recipe.entropy_coef`. `recipe.surrogate` chooses `cispo_loss` or `sapo_loss`
+    in place of policy_loss.
 
     Args:
       policy: parameters, or adapters of `base`; the gradient reaches them alone.
@@ -90,16 +91,14 @@ def policy_terms(
         first_column=texts.first_column,
     )
     logprobs = texts.padded(logprobs)
-    loss, stats = losses.policy_loss(
-        logprobs=logprobs,
-        old_logprobs=experience.old_logprobs,
-        advantages=experience.advantages,
-        mask=mask,
-        clip_range=recipe.clip_range,
-        clip_range_high=recipe.clip_range_high,
-        dual_clip=recipe.dual_clip,
-        aggregation=recipe.aggregation,
-        loss_scale_factor=recipe.loss_scale,
+    scale: losses.LossScale = recipe.loss_scale
+    if recipe.aggregation == "prompt_mean":
+        scale = experience.prompt_scale
+    loss, stats = _surrogate(
+        logprobs,
+        experience=experience,
+        recipe=recipe,
+        scale=scale,
         num_tokens=num_tokens,
         num_responses=num_responses,
     )
@@ -111,7 +110,7 @@ def policy_terms(
             entropy=texts.padded(entropy),
             mask=mask,
             aggregation=recipe.aggregation,
-            loss_scale_factor=recipe.loss_scale,
+            loss_scale_factor=scale,
             num_tokens=num_tokens,
             num_responses=num_responses,
         )
@@ -135,7 +134,7 @@ def policy_terms(
             weights=losses.token_weights(
                 mask,
                 aggregation=recipe.aggregation,
-                loss_scale_factor=recipe.loss_scale,
+                loss_scale_factor=scale,
                 num_tokens=num_tokens,
                 num_responses=num_responses,
             ),
@@ -143,6 +142,50 @@ def policy_terms(
         )
         loss, stats = loss + kl_coef * kl_loss, stats | kl_stats
     return PolicyTerms(loss, stats, hidden, texts)
+
+
+def _surrogate(
+    logprobs: Array,
+    *,
+    experience: PolicyExperience,
+    recipe: PolicyGradient,
+    scale: losses.LossScale,
+    num_tokens: Array,
+    num_responses: Array,
+) -> tuple[Array, masked.Stats]:
+    """The loss of the recipe's surrogate, and its stats."""
+    terms: dict[str, Any] = {
+        "logprobs": logprobs,
+        "old_logprobs": experience.old_logprobs,
+        "advantages": experience.advantages,
+        "mask": experience.response_mask,
+        "ratio_level": recipe.ratio_level,
+        "aggregation": recipe.aggregation,
+        "loss_scale_factor": scale,
+        "num_tokens": num_tokens,
+        "num_responses": num_responses,
+    }
+    match recipe.surrogate:
+        case "clip":
+            return losses.policy_loss(
+                **terms,
+                clip_range=recipe.clip_range,
+                clip_range_high=recipe.clip_range_high,
+                dual_clip=recipe.dual_clip,
+            )
+        case "cispo":
+            high = recipe.clip_range_high
+            return losses.cispo_loss(
+                **terms,
+                clip_range=recipe.clip_range,
+                clip_range_high=recipe.clip_range if high is None else high,
+            )
+        case "sapo":
+            return losses.sapo_loss(
+                **terms,
+                temperature=recipe.sapo_temperature_pos,
+                negative_temperature=recipe.sapo_temperature_neg,
+            )
 
 
 def _exact_kl(
@@ -159,12 +202,14 @@ def _exact_kl(
             "alone; pass reference to update, or choose k1, k2 or k3"
         )
     ref_params = frozen.read(reference)
+    ref_model = frozen.shape_of(reference, policy=recipe.model)
     exact = exact_kl(
         params,
         hidden,
         ref_params,
-        texts.hidden_states(ref_params, model=recipe.model),
+        texts.hidden_states(ref_params, model=ref_model),
         model=recipe.model,
+        ref_model=ref_model,
         mask=texts.mask,
         temperature=recipe.temperature,
         first_column=texts.first_column,

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from rlhf_jax.algorithms.flow import shaping
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
 from rlhf_jax.functional import aggregation, checks, losses
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty
+
+Surrogate = Literal["clip", "cispo", "sapo"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,14 +57,27 @@ class PolicyRecipe:
     dual_clip: float | None = None
     """Dual-clip bound c > 1 of probability ratios where the advantage is negative; None
     disables it."""
+    ratio_level: losses.RatioLevel = "token"
+    """Probability ratio of a token: token is its own; sequence is the geometric mean
+    over its response (GSPO); sequence_token has that value and the gradient of the
+    token's own, for advantages that differ within a response."""
+    surrogate: Surrogate = "clip"
+    """Surrogate of the policy gradient: clip is PPO's, whose gradient is 0 beyond the
+    clip; cispo bounds the ratio as a weight of log-probs, and keeps every token's
+    gradient; sapo has a soft gate in place of the clip."""
+    sapo_temperature_pos: float = 1.0
+    """With surrogate sapo: temperature of the gate where the advantage is positive."""
+    sapo_temperature_neg: float = 1.05
+    """With surrogate sapo: temperature of the gate where it is not."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     ptx_coef: float = 0.0
     """Weight of a language-model loss on texts mixed in (InstructGPT: 27.8)."""
     aggregation: losses.Aggregation = "token_mean"
     """Mean of the token losses: token_mean is over all tokens; sequence_mean over each
-    response, then over responses; constant divides each response's sum by a constant,
-    and alone is unbiased where responses differ in length."""
+    response, then over responses; prompt_mean over the responses to each prompt, then
+    over prompts; constant divides each response's sum by a constant, and alone is
+    unbiased where responses differ in length."""
     loss_scale_factor: float | None = None
     """With aggregation constant: the divisor of a response's sum, tokens; None is
     max_new_tokens, and 1 gives gradients the size of the objective's."""
@@ -79,6 +94,7 @@ class PolicyRecipe:
     """Mean ratio above which a minibatch is left out (TRL: 10); None disables it."""
 
     def __post_init__(self) -> None:
+        self._check_surrogate()
         checks.positive(
             temperature=self.temperature,
             num_epochs=self.num_epochs,
@@ -134,6 +150,36 @@ class PolicyRecipe:
                     f"where the sampler ends a response at its first stop token; set "
                     f"fixed_length, or leave it out"
                 )
+
+    def _check_surrogate(self) -> None:
+        """Raises InputError for an option that the surrogate does not read."""
+        one_of(surrogate=self.surrogate, among=get_args(Surrogate))
+        one_of(ratio_level=self.ratio_level, among=get_args(losses.RatioLevel))
+        gates = {
+            "sapo_temperature_pos": (self.sapo_temperature_pos, 1.0),
+            "sapo_temperature_neg": (self.sapo_temperature_neg, 1.05),
+        }
+        checks.positive(**{name: value for name, (value, _) in gates.items()})
+        unread = {"dual_clip": self.dual_clip is not None}
+        if self.surrogate == "clip":
+            unread = {}
+        if self.surrogate == "sapo":
+            unread["clip_range_high"] = self.clip_range_high is not None
+        else:
+            for name, (value, default) in gates.items():
+                unread[name] = value != default
+        for name, given in unread.items():
+            if given:
+                raise InputError(
+                    f"{name}: expected none with surrogate {self.surrogate!r}, which "
+                    f"does not read it, got {getattr(self, name)}; leave it out, or "
+                    f"choose another surrogate"
+                )
+        if self.surrogate == "cispo" and self.ratio_level == "sequence_token":
+            raise InputError(
+                "ratio_level: expected 'token' or 'sequence' with surrogate 'cispo', "
+                "whose weight has no gradient, got 'sequence_token'; choose 'sequence'"
+            )
 
 
 def one_of(*, among: tuple[Any, ...], **choices: Any) -> None:

@@ -144,13 +144,15 @@ def update(
     if not recipe.recompute_logprobs:  # else `make_experience` has compared them
         stats["policy/sampler_mismatch"] = jax.tree.map(lambda leaf: leaf[0], mismatch)
     kl_of_response = None
-    mask = experience.response_mask
+    mask, responses = experience.response_mask, rows
+    if recipe.leaves_out:
+        responses = jnp.maximum(mask.any(axis=1).sum(dtype=jnp.float32), 1.0)
     if experience.ref_logprobs is not None:
         per_token = k1(experience.old_logprobs, experience.ref_logprobs)
-        kl_of_response = masked.masked_sum(per_token, mask=mask) / rows
+        kl_of_response = masked.masked_sum(per_token, mask=mask) / responses
     kl = state.kl.update(
         kl=kl_of_response,
-        mean_length=mask.sum(dtype=jnp.float32) / rows,
+        mean_length=mask.sum(dtype=jnp.float32) / responses,
         num_episodes=rows * recipe.lifecycle.kl_every,
     )
     return dataclasses.replace(state, kl=kl, step=state.step + 1), stats

@@ -23,9 +23,11 @@ limit (--timeout); row is that of --data, and 1 is right.
 --reference none leaves the reference out: it is neither loaded nor run. --template
 "Question: {question} Answer:" is for models that were not trained on bare questions;
 --chat puts the question as a message of the user, by the tokenizer's chat template.
---preset deepseekmath or rloo starts from a published recipe. The accuracy on --held-out
-is the mean score of greedy responses, before and after. OUT/model is a Hugging Face
-checkpoint.
+--preset NAME starts from a published recipe: deepseekmath, rloo, rloo-masked, gspo,
+cispo, sapo, dapo, dr-grpo or reinforce++-baseline. --max-redraws N draws up to N more
+batches where groups have equal rewards, and puts mixed groups in their place. The
+accuracy on --held-out is the mean score of greedy responses, before and after.
+OUT/model is a Hugging Face checkpoint.
 
 It needs one device that holds the parameters in float32 four times, and once more with
 a reference (GPT-2 small: 2.4 GiB), and the activations of --micro-batch-size responses.

@@ -16,13 +16,14 @@ from rlhf_jax.devices.placement import SamplerPlacement
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.train.packed_rollouts import PackedConfig
+from rlhf_jax.train.sampler import SamplerConfig
 
 RECIPE = GroupRecipe(temperature=1.0)
 KL_COEF = 0.01  # with a reference, unless another is asked for
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class VerifiedConfig(PackedConfig, abc.ABC):
+class VerifiedConfig(PackedConfig, SamplerConfig, abc.ABC):
     """What the trainers with a verifier share; each adds its recipe."""
 
     model: str
@@ -113,6 +114,11 @@ class VerifiedConfig(PackedConfig, abc.ABC):
         """The recipe with what a run knows: shapes, optimizer and stop tokens."""
 
     @property
+    def redraws(self) -> int:
+        """Batches drawn again per iteration, at most; 0 without groups."""
+        return 0
+
+    @property
     def beta(self) -> float:
         """The KL coefficient."""
         if self.kl_coef is not None:
@@ -126,10 +132,19 @@ class Config(VerifiedConfig):
 
     grpo: Annotated[GroupRecipe, tyro.conf.arg(name="")] = RECIPE
     """Coefficients and choices of GRPO, options without a prefix."""
+    max_redraws: int = 0
+    """Batches drawn again per iteration at most, until none of its groups has equal
+    rewards (dynamic sampling); 0 draws none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.groups(self.batch_size, group_size=self.grpo.group_size)
+        checks.non_negative(max_redraws=self.max_redraws)
+
+    @property
+    def redraws(self) -> int:
+        """Batches drawn again per iteration, at most."""
+        return self.max_redraws
 
     @property
     def recipe(self) -> GroupRecipe:
@@ -156,6 +171,8 @@ SCREEN = {
 }
 """The options of --help."""
 
+WITHOUT_KL = {"reference": "none"}
+
 PRESETS: dict[str, dict[str, Any]] = {
     "deepseekmath": {
         "grpo": grpo.PUBLISHED,
@@ -165,5 +182,25 @@ PRESETS: dict[str, dict[str, Any]] = {
         "learning_rate": 1e-6,
     },
     "rloo": {"grpo": dataclasses.replace(grpo.RLOO, temperature=1.0)},
+    "rloo-masked": {"grpo": grpo.RLOO_MASKED},
+    "gspo": {"grpo": grpo.GSPO, **WITHOUT_KL},
+    "cispo": {"grpo": grpo.CISPO, "batch_size": 8192, **WITHOUT_KL},
+    "sapo": {"grpo": grpo.SAPO, **WITHOUT_KL},
+    "dapo": {
+        "grpo": grpo.DAPO,
+        "batch_size": 8192,
+        "max_new_tokens": 20_480,
+        "learning_rate": 1e-6,
+        "max_redraws": 10,
+        **WITHOUT_KL,
+    },
+    "dr-grpo": {
+        "grpo": grpo.DR_GRPO,
+        "batch_size": 1024,
+        "max_new_tokens": 3000,
+        "learning_rate": 1e-6,
+        **WITHOUT_KL,
+    },
+    "reinforce++-baseline": {"grpo": grpo.REINFORCE_BASELINE},
 }
 """--preset NAME: what was published, where it differs from the defaults."""

@@ -60,7 +60,7 @@ class Programs:
             "max_new_tokens": algorithm.max_new_tokens,
             "temperature": algorithm.temperature,
         }
-        self._mesh = mesh
+        self._mesh, self.group_size = mesh, algorithm.rows_per_prompt
         jit, bind, on = jax.jit, functools.partial, functools.partial(sharding.on, mesh)
         learn = bind(on(grpo.learn), recipe=algorithm)
         sampler = options.placement.sampler
@@ -91,14 +91,20 @@ class Programs:
         reference: Frozen | None,
         reward: PooledReward,
         key: Array,
+        scores: Scores | None = None,
     ) -> tuple[Scores, Array | None, RolloutPacking | None]:
         """Scores, and the reference's log-probs, computed while processes verify.
+
+        Args:
+          scores: of `verify`; None verifies here.
 
         Returns:
           With these how the models read the rollout packed, in the step of `key`.
         """
-        mine = row_sharding.local_rows(self._seen_by_reward(rollout))
-        pending = reward.submit(mine)
+        pending = None
+        if scores is None:
+            mine = row_sharding.local_rows(self._seen_by_reward(rollout))
+            pending = reward.submit(mine)
         ref_logprobs, packing = None, self.pack(rollout, key=key)
         if reference is not None:
             ref_logprobs = self.reference_logprobs(
@@ -106,8 +112,16 @@ class Programs:
                 rollout=rollout,
                 packing=None if packing is None else packing.batch,
             )
-        scores = row_sharding.put_computed(pending.collect(), mesh=self._mesh)
+        if pending is not None:
+            scores = row_sharding.put_computed(pending.collect(), mesh=self._mesh)
+        assert scores is not None
         return scores, ref_logprobs, packing
+
+    def verify(self, rollout: Rollout, *, reward: PooledReward) -> Scores:
+        """The scores alone, where they decide whether to draw again."""
+        mine = row_sharding.local_rows(self._seen_by_reward(rollout))
+        scores = reward.submit(mine).collect()
+        return row_sharding.put_computed(scores, mesh=self._mesh)
 
 
 def accuracy(

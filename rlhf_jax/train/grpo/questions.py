@@ -41,13 +41,15 @@ def read_questions(
         row | {"asked": put(row[field], options=options)}
         for row in files.read_prompts(source, field=field)
     ]
+    room, more = options.room(
+        start.room(max_new_tokens=options.max_new_tokens),
+        max_new_tokens=options.max_new_tokens,
+    )
     return encoding.encode_prompts(
         start.tokenizer,
         rows,
-        max_length=options.room(
-            start.room(max_new_tokens=options.max_new_tokens),
-            max_new_tokens=options.max_new_tokens,
-        ),
+        max_length=room,
+        more=more,
         field="asked",
         overlong=options.overlong,
     )

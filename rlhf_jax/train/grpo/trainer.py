@@ -18,6 +18,7 @@ from rlhf_jax.functional.kl.control import fixed
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.runs import folder, metrics, plots, report, run
 from rlhf_jax.train import rehearsal
+from rlhf_jax.train.grpo import redraws
 from rlhf_jax.train.grpo.options import VerifiedConfig
 from rlhf_jax.train.grpo.programs import Programs, accuracy, make_algorithm
 from rlhf_jax.train.grpo.questions import read_questions
@@ -46,9 +47,22 @@ def improve(
     for step in stage.steps():
         key = jax.random.fold_in(stage.state["root_key"], step)
         rollout = programs.sample(train.policy, prompts=prompts[step], key=key)
+        scores, draw_stats = None, {}
         with stage.user_code():
+            if options.redraws:
+                rollout, scores, draw_stats = redraws.fill(
+                    rollout,
+                    policy=train.policy,
+                    programs=programs,
+                    prompts=prompts,
+                    reward=reward,
+                    options=options,
+                    group_size=programs.group_size,
+                    step=step,
+                    root_key=stage.state["root_key"],
+                )
             scores, ref_logprobs, packing = programs.score(
-                rollout, reference=reference, reward=reward, key=key
+                rollout, reference=reference, reward=reward, key=key, scores=scores
             )
         train, stats, _ = programs.learn(
             train,
@@ -73,7 +87,7 @@ def improve(
                     strict=True,
                 )
             ]
-        stage.end_step(step, stats, samples)
+        stage.end_step(step, stats | draw_stats, samples)
     return train.policy
 
 

@@ -118,7 +118,7 @@ def test_exact_kl_is_asked_for_as_the_recipe_says(read, direction, top_k):
         num_tokens=jnp.float32(7),
         num_responses=jnp.float32(2),
         recipe=dataclasses.replace(BASE, penalty=penalty),
-        reference={},
+        reference=SimpleNamespace(model=None),  # of the policy's shape
     )
     assert read["hidden_states"]["first_column"] == 1  # it predicts column 2
     assert read["logprobs_from_hidden"]["first_column"] == 2
@@ -126,6 +126,7 @@ def test_exact_kl_is_asked_for_as_the_recipe_says(read, direction, top_k):
     np.testing.assert_array_equal(read["exact_kl"].pop("mask"), True)
     assert read["exact_kl"] == {
         "model": toys.GPT2,
+        "ref_model": toys.GPT2,
         "temperature": 0.6,
         "first_column": 2,
         "direction": direction,

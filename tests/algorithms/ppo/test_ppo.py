@@ -372,6 +372,7 @@ def away() -> state.TrainState:
     return fresh(ITERATION, controller=adaptive(), policy=moved)
 
 
+@pytest.mark.slow
 def test_an_iteration_is_sample_then_reward_then_learn(iteration, learned):
     after, stats, scored = iteration(away())
     sample = toys.jit(ppo.sample, static_argnames=("recipe",))
@@ -563,8 +564,10 @@ ABOVE = {
     *("recompute_logprobs", "micro_batch_size", "lora", "truncate_after", "dual_clip"),
     *("fixed_length", "truncate_reward_only"),  # the first must change nothing too
     "continuous_batching",  # must change nothing: test_continuous_batching.py
-    "sampler_weight_cap",  # test_sampler_weights.py
+    "sampler_weight_cap",  # test_sampler_mismatch.py
     "loss_scale_factor",  # test_ppo_by_hand.py, test_grpo.py
+    # test_published.py, test_surrogates.py, test_packed_learning.py
+    *("ratio_level", "surrogate", "sapo_temperature_pos", "sapo_temperature_neg"),
     *("ptx_coef", "shared_trunk", "stop_approxkl", "max_ratio_mean"),
 }
 

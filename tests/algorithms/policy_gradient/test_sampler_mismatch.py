@@ -10,7 +10,7 @@ import pytest
 import toys
 
 from rlhf_jax.algorithms import batch, grpo, reinforce, state
-from rlhf_jax.algorithms.policy_gradient.sampler_weights import weighted
+from rlhf_jax.algorithms.policy_gradient.sampler_mismatch import weighted
 from rlhf_jax.functional import masked
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.control import fixed

@@ -1,0 +1,118 @@
+"""Published recipes of policy gradients over groups: coefficients and choices.
+
+What stands around them in a run (β, learning rate, batch, length) is a preset of
+`rlhf-jax grpo`.
+"""
+
+from __future__ import annotations
+
+from rlhf_jax.algorithms.flow.shaping import ScoreShaping
+from rlhf_jax.algorithms.grpo.recipe import GroupRecipe
+from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty
+
+PUBLISHED = GroupRecipe(
+    penalty=Penalty(value_estimator="k3", placement="loss"),
+    temperature=1.0,
+    group_size=64,
+    baseline="group",
+    normalise="group",
+    aggregation="sequence_mean",
+)
+"""GRPO as DeepSeekMath has it (Shao et al. 2024, arXiv:2402.03300), with
+`kl.control.fixed(0.04)`: k3 in the loss, whose gradient is that of the *forward* KL.
+Its std, and its mean over each response's own length, bias the direction."""
+
+RLOO = GroupRecipe(
+    penalty=IN_REWARD,
+    group_size=4,
+    baseline="leave_one_out",
+    normalise=None,
+)
+"""Ahmadian et al. 2024, arXiv:2402.14740: KL in the reward, the others as baseline.
+Without bias with aggregation "constant", or responses of one length."""
+
+RLOO_MASKED = GroupRecipe(
+    penalty=IN_REWARD,
+    temperature=1.0,
+    group_size=4,
+    baseline="leave_one_out",
+    normalise=None,
+    overlong_mask="group",
+)
+"""RLOO as it is run in production: a response cut off at the longest length is neither
+trained on nor in the baseline of the others. Its expected gradient is that of the
+objective among responses that end."""
+
+GSPO = GroupRecipe(
+    temperature=1.0,
+    group_size=16,
+    normalise="group",
+    aggregation="sequence_mean",
+    ratio_level="sequence",
+    clip_range=3e-4,
+    clip_range_high=4e-4,
+    num_minibatches=4,
+)
+"""Zheng et al. 2025, arXiv:2507.18071, section 5.1: the ratio of a whole response, to
+the power of 1/length, and no KL. Groups are as large as in verl's example."""
+
+CISPO = GroupRecipe(
+    temperature=1.0,
+    group_size=16,
+    normalise="group",
+    surrogate="cispo",
+    clip_range=1.0,
+    clip_range_high=4.0,
+    num_minibatches=16,
+)
+"""MiniMax-M1 (2025), arXiv:2506.13585: the ratio as a bounded weight of log-probs, with
+no lower bound, and no KL. The upper bound, which that paper does not give, is the 5 of
+ScaleRL (Khatri et al. 2025, arXiv:2510.13786)."""
+
+SAPO = GroupRecipe(
+    temperature=1.0,
+    group_size=16,
+    normalise="group",
+    aggregation="sequence_mean",
+    surrogate="sapo",
+    num_minibatches=4,
+)
+"""Gao et al. 2025, arXiv:2511.20347: a soft gate in place of the clip, of temperature 1
+above and 1.05 below, and no KL. Groups are as large as in verl's example."""
+
+DAPO = GroupRecipe(
+    temperature=1.0,
+    group_size=16,
+    normalise="group",
+    clip_range=0.2,
+    clip_range_high=0.28,
+    equal_groups="leave_out",
+    overlong_mask="loss",
+    scores=ScoreShaping(
+        overlong_penalty=1.0, overlong_after=16_384, overlong_buffer=4096
+    ),
+    num_minibatches=16,
+)
+"""Yu et al. 2025, arXiv:2503.14476, section 4.1: clip-higher, the mean over tokens,
+groups of equal rewards left out (`rlhf-jax grpo` draws them again), unfinished
+responses left out of the loss, a soft overlong penalty, and no KL."""
+
+DR_GRPO = GroupRecipe(
+    temperature=1.0,
+    group_size=8,
+    normalise=None,
+    aggregation="constant",
+    num_minibatches=8,
+)
+"""Liu et al. 2025, arXiv:2503.20783, section 3.2: GRPO without the std, its sums over
+responses divided by max_new_tokens, and no KL."""
+
+REINFORCE_BASELINE = GroupRecipe(
+    penalty=Penalty(value_estimator="k2", placement="loss"),
+    temperature=1.0,
+    group_size=8,
+    normalise="rollout",
+)
+"""REINFORCE++-baseline (Hu et al. 2025, arXiv:2501.03262): the mean of the group is
+subtracted, the deviation is that of all tokens of the batch, and k2 in the loss is its
+KL."""

@@ -1,0 +1,231 @@
+"""Surrogates without PPO's clip: CISPO bounds the weight, SAPO closes a soft gate.
+
+                 gradient of a token's loss, by its log-prob
+    policy_loss  -ρA where the clip does not bind, else 0
+    CISPO        -min(max(ρ, 1 - ε), 1 + ε_high)·A     no token is left out
+    SAPO         -4·σ(1 - σ)·ρA,  σ = sigmoid(τ(ρ - 1))   falls off smoothly
+
+At ρ = 1 all three are -A.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Bool, Float32, Shaped
+
+from rlhf_jax.functional import checks, masked, ratios
+from rlhf_jax.functional.aggregation import Aggregation, LossScale, aggregate
+from rlhf_jax.functional.ratios import RatioLevel
+
+Array = jax.Array
+Stats = masked.Stats
+
+
+def cispo_loss(
+    *,
+    logprobs: Float32[Array, "*shape"],
+    old_logprobs: Float32[Array, "*shape"],
+    advantages: Float32[Array, "*shape"],
+    mask: Bool[Array, "*shape"],
+    clip_range: float,
+    clip_range_high: float,
+    ratio_level: RatioLevel = "token",
+    aggregation: Aggregation = "token_mean",
+    loss_scale_factor: LossScale = None,
+    num_tokens: Shaped[Array, ""] | None = None,
+    num_responses: Shaped[Array, ""] | None = None,
+) -> tuple[Float32[Array, ""], Stats]:
+    """CISPO, the mean of -sg(w)·A·log π with w = clip(ρ, 1 - ε, 1 + ε_high).
+
+    The weight has no gradient, so every token keeps one, however far its ratio is.
+
+    Args:
+      logprobs, old_logprobs: f32[B, S], nats; column t is about tokens[:, t].
+      advantages: f32[B, S], reward units.
+      mask: bool[B, S], response tokens, EOS included.
+      clip_range: ε, dimensionless; 1 or more is no lower bound, as published.
+      clip_range_high: ε_high, dimensionless: the weight is at most 1 + ε_high.
+      ratio_level: what ρ is (`ratios.at_level`); the two levels of a sequence are one
+        here, as the weight has no gradient.
+      aggregation: what the sum over tokens is divided by (`token_weights`).
+      loss_scale_factor: c, as `token_weights` reads it.
+      num_tokens: f32[], tokens of the whole minibatch when this is a micro-batch; None
+        counts mask. Read by token_mean.
+      num_responses: f32[], responses of the whole minibatch; None counts mask. Read by
+        the other aggregations.
+
+    Returns:
+      f32[] loss and {name: (sum, weight)}, those of `losses.policy_loss` except the
+      dual clip and the overflow: `policy/clipfrac` is the share of tokens whose weight
+      is bounded. The gradient reaches `logprobs` only. The loss itself is no distance
+      from anything; its gradient is what matters.
+
+    Raises:
+      ValueError: shapes differ, a range is not positive, a count is not a scalar, or
+      the aggregation does not fit its other arguments. TypeError: floats are not f32 or
+      mask is not bool.
+
+    Source: MiniMax 2025 (MiniMax-M1), arXiv:2506.13585, eq. 4 and 5.
+
+    >>> old_logprobs = jnp.log(jnp.array([[0.5, 0.5, 0.1]]))
+    >>> logprobs = jnp.log(jnp.array([[0.5, 0.8, 0.9]]))  # ratios 1, 1.6 and 9
+    >>> arrays = {"old_logprobs": old_logprobs, "mask": jnp.ones((1, 3), bool)}
+    >>> arrays |= {"advantages": jnp.array([[1.0, 1.0, -1.0]])}
+    >>> bounds = {"clip_range": 1.0, "clip_range_high": 4.0}  # weights of at most 5
+    >>> print(cispo_loss(logprobs=logprobs, **arrays, **bounds)[0])
+    0.174
+    >>> loss = lambda x: cispo_loss(logprobs=x, **arrays, **bounds)[0]
+    >>> print(jax.grad(loss)(logprobs))  # -wA/3
+    [[-0.333 -0.533  1.667]]
+    """
+    log_ratio, advantages = _inputs(logprobs, old_logprobs, advantages, mask)
+    checks.positive(clip_range=clip_range, clip_range_high=clip_range_high)
+    level = ratios.at_level(log_ratio, mask=mask, ratio_level=ratio_level)
+    ratio = jax.lax.stop_gradient(jnp.exp(level))
+    weight = jnp.clip(ratio, 1.0 - clip_range, 1.0 + clip_range_high)
+    loss, stats = aggregate(
+        "loss/policy",
+        -weight * advantages * jnp.where(mask, logprobs, 0.0),
+        mask,
+        aggregation=aggregation,
+        loss_scale_factor=loss_scale_factor,
+        num_tokens=num_tokens,
+        num_responses=num_responses,
+    )
+    bounded = (weight != ratio).astype(jnp.float32)
+    stats |= masked.sum_stats({"policy/clipfrac": bounded}, mask=mask)
+    return loss, stats | ratio_stats(log_ratio, ratio, mask=mask)
+
+
+def sapo_loss(
+    *,
+    logprobs: Float32[Array, "*shape"],
+    old_logprobs: Float32[Array, "*shape"],
+    advantages: Float32[Array, "*shape"],
+    mask: Bool[Array, "*shape"],
+    temperature: float,
+    negative_temperature: float,
+    ratio_level: RatioLevel = "token",
+    aggregation: Aggregation = "token_mean",
+    loss_scale_factor: LossScale = None,
+    num_tokens: Shaped[Array, ""] | None = None,
+    num_responses: Shaped[Array, ""] | None = None,
+) -> tuple[Float32[Array, ""], Stats]:
+    """SAPO, the mean of -f(ρ)·A with the soft gate f(ρ) = (4/τ)·sigmoid(τ(ρ - 1)).
+
+    The slope of f is 1 at ρ = 1 and falls off on both sides, faster with a larger τ.
+    τ is `temperature` where A > 0, `negative_temperature` elsewhere.
+
+    Args:
+      logprobs, old_logprobs: f32[B, S], nats; column t is about tokens[:, t].
+      advantages: f32[B, S], reward units.
+      mask: bool[B, S], response tokens, EOS included.
+      temperature, negative_temperature: τ, dimensionless, above 0; published are 1 and
+        1.05, since pushing tokens down spreads over the whole vocabulary.
+      ratio_level: what ρ is (`ratios.at_level`).
+      aggregation: what the sum over tokens is divided by (`token_weights`).
+      loss_scale_factor: c, as `token_weights` reads it.
+      num_tokens: f32[], tokens of the whole minibatch when this is a micro-batch; None
+        counts mask. Read by token_mean.
+      num_responses: f32[], responses of the whole minibatch; None counts mask. Read by
+        the other aggregations.
+
+    Returns:
+      f32[] loss and {name: (sum, weight)}, those of `losses.policy_loss` about ratios,
+      and `policy/gate`: the mean slope of f, 1 where the policy has not moved. The
+      gradient reaches `logprobs` only.
+
+    Raises:
+      ValueError: shapes differ, a temperature is not positive, a count is not a scalar,
+      or the aggregation does not fit its other arguments. TypeError: floats are not f32
+      or mask is not bool.
+
+    Source: Gao et al. 2025, arXiv:2511.20347, eq. 5 to 7.
+
+    >>> old_logprobs = jnp.log(jnp.array([[0.5, 0.5, 0.1]]))
+    >>> logprobs = jnp.log(jnp.array([[0.5, 0.8, 0.9]]))  # ratios 1, 1.6 and 9
+    >>> arrays = {"old_logprobs": old_logprobs, "mask": jnp.ones((1, 3), bool)}
+    >>> arrays |= {"advantages": jnp.array([[1.0, 1.0, -1.0]])}
+    >>> gates = {"temperature": 1.0, "negative_temperature": 1.05}
+    >>> print(sapo_loss(logprobs=logprobs, **arrays, **gates)[0])
+    -0.258
+    >>> loss = lambda x: sapo_loss(logprobs=x, **arrays, **gates)[0]
+    >>> print(jax.grad(loss)(logprobs))  # the last gate is nearly shut
+    [[-0.333 -0.488  0.003]]
+    """
+    log_ratio, advantages = _inputs(logprobs, old_logprobs, advantages, mask)
+    checks.positive(temperature=temperature, negative_temperature=negative_temperature)
+    level = ratios.at_level(log_ratio, mask=mask, ratio_level=ratio_level)
+    true_ratio = jax.lax.stop_gradient(jnp.exp(level))
+    # Before exp: there the gate is shut, and the gradient of infinity would be NaN.
+    ratio = jnp.exp(jnp.where(level > ratios.LARGE, ratios.LARGE, level))
+    tau = jnp.where(advantages > 0, temperature, negative_temperature)
+    tau = tau.astype(jnp.float32)
+    open_share = jax.nn.sigmoid(tau * (ratio - 1.0))
+    loss, stats = aggregate(
+        "loss/policy",
+        -(4.0 / tau) * open_share * advantages,
+        mask,
+        aggregation=aggregation,
+        loss_scale_factor=loss_scale_factor,
+        num_tokens=num_tokens,
+        num_responses=num_responses,
+    )
+    slope = 4.0 * jax.lax.stop_gradient(open_share * (1.0 - open_share))
+    stats |= masked.sum_stats({"policy/gate": slope}, mask=mask)
+    return loss, stats | ratio_stats(log_ratio, true_ratio, mask=mask)
+
+
+def ratio_stats(
+    log_ratio: Float32[Array, "*shape"],
+    ratio: Float32[Array, "*shape"],
+    *,
+    mask: Bool[Array, "*shape"],
+) -> Stats:
+    """What every surrogate reports of its ratios.
+
+    Args:
+      log_ratio: f32[B, S], nats, of single tokens.
+      ratio: f32[B, S], ρ as the loss reads it.
+      mask: bool[B, S], response tokens.
+
+    Returns:
+      {name: (sum, weight)}, without gradient: `policy/approxkl`, ½(log ratio)² of
+      tokens, nats per token; `policy/ratio_mean` and `policy/ratio_max`, of ρ.
+
+    Raises:
+      ValueError: shapes differ. TypeError: floats are not f32 or mask is not bool.
+
+    >>> x, mask = jnp.array([0.0, 1.0, 9.0]), jnp.array([True, True, False])
+    >>> stats = ratio_stats(x, jnp.exp(x), mask=mask)
+    >>> print(stats["policy/ratio_max"][0])
+    2.718
+    >>> print(masked.mean_stats(stats)["policy/approxkl"])
+    0.25
+    """
+    stats = masked.sum_stats(
+        {
+            "policy/approxkl": 0.5 * jnp.square(log_ratio),
+            "policy/ratio_mean": ratio,
+        },
+        mask=mask,
+    )
+    largest = jax.lax.stop_gradient(jnp.max(ratio, where=mask, initial=0.0))
+    return stats | {"policy/ratio_max": (largest, None)}
+
+
+def _inputs(
+    logprobs: Array, old_logprobs: Array, advantages: Array, mask: Array
+) -> tuple[Array, Array]:
+    """The log-ratios of tokens, and advantages, both 0 outside the mask."""
+    floats = {
+        "logprobs": logprobs,
+        "old_logprobs": old_logprobs,
+        "advantages": advantages,
+    }
+    checks.same_shape(**floats, mask=mask)
+    checks.float32(**floats)
+    checks.boolean(mask=mask)
+    log_ratio = jnp.where(mask, logprobs - jax.lax.stop_gradient(old_logprobs), 0.0)
+    return log_ratio, jax.lax.stop_gradient(jnp.where(mask, advantages, 0.0))

@@ -1,0 +1,328 @@
+"""The published recipes over groups: what they hold, leave out, read and refuse."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracles
+import pytest
+import toys
+from places import FIXTURES
+
+from rlhf_jax import batch, grpo, kl_control, losses, masked, ppo, rewards, state
+from rlhf_jax.algorithms.flow import selection, shaping
+from rlhf_jax.algorithms.flow.shaping import ScoreShaping
+from rlhf_jax.algorithms.policy_gradient import loss as policy_gradient_loss
+from rlhf_jax.algorithms.ppo.recipe import Recipe
+from rlhf_jax.functional import advantages
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.roles.rewards.normalisation import no_moments
+
+RECIPES = {
+    "grpo": grpo.PUBLISHED,
+    "rloo": grpo.RLOO,
+    "rloo-masked": grpo.RLOO_MASKED,
+    "gspo": grpo.GSPO,
+    "cispo": grpo.CISPO,
+    "sapo": grpo.SAPO,
+    "dapo": grpo.DAPO,
+    "dr-grpo": grpo.DR_GRPO,
+    "reinforce++-baseline": grpo.REINFORCE_BASELINE,
+}
+STOP = 1
+LENGTHS = (3, 1, 3, 2, 3, 3, 1, 2)  # of two groups of 4, in 3 columns
+ENDED = np.array([0, 1, 1, 1, 0, 0, 1, 1], bool)
+SCORES = np.array([1, 0, 2, 0, 5, 7, 4, 4], np.float32)
+
+
+def scored(scores=SCORES):
+    """Responses behind a prompt of one token; those that ended hold a stop token."""
+    lengths = np.array(LENGTHS)
+    mask = np.arange(4)[None, :] <= lengths[:, None]
+    tokens = np.where(mask, 5, 0)
+    tokens[ENDED, lengths[ENDED]] = STOP
+    response_mask = mask & (np.arange(4)[None, :] > 0)
+    rows = np.arange(8, dtype=np.int32)
+    rollout = batch.Rollout(
+        tokens=jnp.asarray(tokens, jnp.int32),
+        mask=jnp.asarray(mask),
+        response_mask=jnp.asarray(response_mask),
+        old_logprobs=jnp.zeros((8, 4)),
+        entropy=jnp.zeros((8, 4)),
+        index=jnp.asarray(rows // 4),
+        sample=jnp.asarray(rows % 4),
+    )
+    return batch.Scored(rollout, jnp.asarray(scores), None, None, None)
+
+
+def experience(scores=SCORES, **options):
+    arguments = {"baseline": "group", "normalise": None, "stop_ids": (STOP,)} | options
+    return grpo.group_experience(scored(scores), kl_coef=0.0, group_size=4, **arguments)
+
+
+def of_rows(found):
+    """The advantage of each row, nan where none of its tokens is trained on."""
+    kept = np.asarray(found.response_mask)
+    return np.array(
+        [
+            row[inside][0] if inside.any() else np.nan
+            for row, inside in zip(np.asarray(found.advantages), kept, strict=True)
+        ]
+    )
+
+
+def test_what_is_cut_off_leaves_the_loss_and_is_still_in_the_mean():
+    found, stats = experience(overlong_mask="loss")
+    nan = np.nan
+    np.testing.assert_allclose(
+        of_rows(found), [nan, -0.75, 1.25, -0.75, nan, nan, -1, -1]
+    )
+    np.testing.assert_array_equal(
+        found.response_mask, scored().rollout.response_mask & ENDED[:, None]
+    )
+    assert float(masked.mean_stats(stats)["response/masked"]) == 3 / 8
+
+
+def test_what_is_cut_off_leaves_the_baseline_too():
+    found, stats = experience(overlong_mask="group", baseline="leave_one_out")
+    nan = np.nan
+    np.testing.assert_allclose(of_rows(found), [nan, -1, 2, -1, nan, nan, 0, 0])
+    means = masked.mean_stats(stats)
+    assert float(means["group/equal_fraction"]) == 0.5  # of what is kept
+    assert float(means["response/masked"]) == 3 / 8
+
+
+def test_equal_groups_are_left_out_of_what_the_loss_is_divided_by():
+    equal = np.where(np.arange(8) < 4, 3, SCORES).astype(np.float32)
+    found, stats = experience(equal, equal="leave_out", prompt_mean=True)
+    assert not np.asarray(found.response_mask)[:4].any()
+    np.testing.assert_array_equal(
+        found.response_mask[4:], scored().rollout.response_mask[4:]
+    )
+    np.testing.assert_allclose(of_rows(found)[4:], [0, 2, -1, -1])
+    np.testing.assert_allclose(found.prompt_scale[4:], 9 / 4)  # N_p over B/P = 4
+    assert float(masked.mean_stats(stats)["response/masked"]) == 0.5
+    assert experience(equal)[0].prompt_scale is None
+
+
+def test_whitening_is_over_what_is_trained_on():
+    found, _ = experience(normalise="rollout", overlong_mask="loss")
+    kept = np.asarray(found.response_mask)
+    values = np.asarray(found.advantages)[kept]
+    assert values.mean() == pytest.approx(0, abs=1e-6)
+    assert values.std() == pytest.approx(1, rel=1e-5)
+
+
+def test_the_soft_overlong_penalty_is_trl_s():
+    recorded = np.load(FIXTURES / "trl_policy_gradients.npz")
+    lengths = recorded["lengths"]
+    mask = np.arange(40)[None, :] < lengths[:, None]
+    rollout = dataclasses.replace(
+        scored().rollout, response_mask=jnp.asarray(mask), tokens=jnp.asarray(mask * 5)
+    )
+    found = shaping.shape(
+        jnp.zeros(len(lengths)),
+        moments=no_moments(),
+        rollout=rollout,
+        stop_ids=(STOP,),
+        shaping=ScoreShaping(
+            overlong_penalty=0.5, overlong_after=12, overlong_buffer=8
+        ),
+    )
+    np.testing.assert_allclose(found, 0.5 * recorded["overlong"], atol=1e-6)
+
+
+def test_groups_of_equal_scores_are_replaced_in_turn():
+    def drawn(scores, first):
+        rollout = scored().rollout
+        number = jnp.arange(first, first + 8, dtype=jnp.int32)
+        return (
+            dataclasses.replace(rollout, sample=number),
+            rewards.Scores(jnp.asarray(scores, jnp.float32), {"part": number * 1.0}),
+        )
+
+    batch_ = drawn([1, 1, 0, 1, 0, 0, 2, 2], 0)
+    other = drawn([0, 0, 1, 0, 1, 1, 3, 4], 8)
+    rollout, scores = selection.refilled(batch_, other, group_size=2)
+    # Groups 0 and 2 take groups 1 and 3; nothing is left for the last one.
+    np.testing.assert_array_equal(rollout.sample, [10, 11, 2, 3, 14, 15, 6, 7])
+    np.testing.assert_array_equal(scores.total, [1, 0, 0, 1, 3, 4, 2, 2])
+    np.testing.assert_array_equal(scores.parts["part"], rollout.sample)
+    again, _ = selection.refilled((rollout, scores), batch_, group_size=2)
+    np.testing.assert_array_equal(again.sample, [10, 11, 2, 3, 14, 15, 2, 3])
+    assert advantages.equal_groups(scores.total, group_size=2).sum() == 1
+
+
+MADE = {
+    "model": toys.GPT2,
+    "policy_optimizer": optax.sgd(0.1),
+    "max_new_tokens": toys.SIZE,
+    "stop_ids": toys.STOP,
+}
+
+
+def make(recipe, **changes):
+    fitted = dataclasses.replace(
+        recipe,
+        group_size=4,
+        num_minibatches=1,
+        scores=shaping.AS_THEY_ARE,
+        **changes,
+    )
+    return grpo.GRPO(**vars(fitted), **MADE)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "cispo" else pytest.param(name, marks=pytest.mark.slow)
+        for name in RECIPES
+    ],
+)
+def test_each_recipe_s_choices_reach_its_loss(name, monkeypatch):
+    """Nothing is compiled here."""
+    recipe, read = make(RECIPES[name]), {}
+
+    def record(function):
+        def recorded(**options):
+            read.update(options, function=function.__name__)
+            return function(**options)
+
+        return recorded
+
+    for function in (losses.policy_loss, losses.cispo_loss, losses.sapo_loss):
+        monkeypatch.setattr(
+            policy_gradient_loss.losses, function.__name__, record(function)
+        )
+    prompts = jax.tree.map(lambda leaf: jnp.repeat(leaf, 4, axis=0), toys.prompts((4,)))
+    jax.eval_shape(
+        functools.partial(grpo.iteration, recipe=recipe),
+        state.grpo_state(
+            policy=toys.params(),
+            policy_optimizer=MADE["policy_optimizer"],
+            kl=kl_control.fixed(0.1),
+        ),
+        prompts=prompts,
+        reference=toys.freeze(toys.params(seed=3)),
+        reward=jax.tree_util.Partial(lambda rollout: jnp.arange(4.0)),
+        key=jax.random.key(0),
+    )
+    expected = {"cispo": "cispo_loss", "sapo": "sapo_loss"}
+    assert read["function"] == expected.get(name, "policy_loss")
+    assert read["ratio_level"] == ("sequence" if name == "gspo" else "token")
+    assert read["aggregation"] == recipe.aggregation
+    bounds = {
+        "cispo": {"clip_range": 1.0, "clip_range_high": 4.0},
+        "gspo": {"clip_range": 3e-4, "clip_range_high": 4e-4},
+        "dapo": {"clip_range": 0.2, "clip_range_high": 0.28},
+        "sapo": {"temperature": 1.0, "negative_temperature": 1.05},
+        "dr-grpo": {"loss_scale_factor": toys.SIZE},
+    }.get(name, {"clip_range": 0.2})
+    assert {key: read[key] for key in bounds} == bounds
+
+
+@pytest.mark.slow
+def test_the_kl_of_a_controller_is_per_response_that_is_trained_on():
+    recipe = make(grpo.RLOO, overlong_mask="loss")
+    found, _ = experience(overlong_mask="loss")
+    kept = np.asarray(found.response_mask)
+    wide = {
+        field: jnp.pad(getattr(found, field), ((0, 0), (0, toys.SIZE - 3)))
+        for field in (
+            *("tokens", "mask", "response_mask", "old_logprobs"),
+            *("token_rewards", "advantages"),
+        )
+    }
+    found = dataclasses.replace(
+        found, **wide, ref_logprobs=jnp.full((8, toys.SIZE + 1), -1.0)
+    )
+    after, _ = toys.jit(grpo.update, static_argnames=("recipe",))(
+        state.grpo_state(
+            policy=toys.params(),
+            policy_optimizer=recipe.policy_optimizer,
+            kl=kl_control.adaptive(0.1, target=2.0, unit="response", horizon=1000),
+        ),
+        experience=found,
+        key=jax.random.key(0),
+        recipe=recipe,
+    )
+    per_response = kept.sum() / kept.any(axis=1).sum()  # 1 nat per token
+    expected = oracles.adaptive_kl_coef(0.1, per_response, 8, target=2.0, horizon=1000)
+    assert abs(expected - 0.1) > 1e-6
+    assert float(after.kl.kl_coef) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make_one", "message"),
+    [
+        (
+            lambda: grpo.GroupRecipe(surrogate="sapo", clip_range_high=0.3),
+            "clip_range_high: expected none with surrogate 'sapo'",
+        ),
+        (
+            lambda: grpo.GroupRecipe(surrogate="cispo", dual_clip=3.0),
+            "dual_clip: expected none with surrogate 'cispo'",
+        ),
+        (
+            lambda: grpo.GroupRecipe(sapo_temperature_neg=2.0),
+            "sapo_temperature_neg: expected none with surrogate 'clip'",
+        ),
+        (
+            lambda: grpo.GroupRecipe(surrogate="cispo", ratio_level="sequence_token"),
+            "ratio_level: expected 'token' or 'sequence' with surrogate 'cispo'",
+        ),
+        (
+            lambda: grpo.GroupRecipe(surrogate="ppo"),
+            "surrogate: expected one of 'clip', 'cispo', 'sapo'",
+        ),
+        (
+            lambda: Recipe(ratio_level="response"),
+            "ratio_level: expected one of 'token', 'sequence', 'sequence_token'",
+        ),
+        (
+            lambda: grpo.GroupRecipe(surrogate="sapo", sapo_temperature_pos=0.0),
+            "sapo_temperature_pos: expected",
+        ),
+        (
+            lambda: grpo.GroupRecipe(overlong_mask="all"),
+            "overlong_mask: expected one of",
+        ),
+        (
+            lambda: grpo.GroupRecipe(
+                overlong_mask="loss", fixed_length=True, truncate_reward_only=True
+            ),
+            "overlong_mask: expected none with truncate_reward_only",
+        ),
+        (
+            lambda: grpo.GRPO(overlong_mask="loss", **MADE | {"stop_ids": ()}),
+            "overlong_mask: expected stop_ids to look for",
+        ),
+        (
+            lambda: ppo.PPO(
+                aggregation="prompt_mean",
+                critic_model=toys.GPT2,
+                critic_optimizer=optax.sgd(0.1),
+                **MADE,
+            ),
+            "aggregation: expected groups of responses to a prompt",
+        ),
+        (
+            lambda: ScoreShaping(overlong_penalty=1.0),
+            "overlong_penalty and overlong_buffer together",
+        ),
+        (
+            lambda: ScoreShaping(overlong_after=4),
+            "overlong_after: expected an overlong_penalty",
+        ),
+        (
+            lambda: grpo.GRPO(**vars(grpo.DAPO), **MADE),
+            "scores.overlong_after: expected less than the",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(make_one, message):
+    with pytest.raises(InputError, match=message):
+        make_one()
