@@ -27,7 +27,7 @@ from worlds.enumerable import Float64
 
 from certificates import expected_gradients
 from certificates.cases import OPTIMIZER, Case, flat
-from certificates.group_claims import CLAIMS, Claim
+from certificates.group_claims import CLAIMS, Claim, Recipe
 from certificates.penalty_claims import TOLERANCE
 from rlhf_jax import frozen, grpo
 from rlhf_jax.algorithms.batch import PolicyExperience, Scored
@@ -92,9 +92,9 @@ def certify(
     columns = COLUMNS if case.stop_ids else ()
     of_columns = {column: _of_column(case, table, column) for column in columns}
     goal = of_reward - BETA * of_kl
-    scored = jax.jit(functools.partial(_scored_table, case))(table)
+    scored = jax.jit(functools.partial(scored_table, case))(table)
     for claim in claims:
-        measure = _finder(claim, case, scored)
+        measure = finder(claim.recipe, case=case, scored=scored, critic=claim.critic)
         measured = measure(beta=BETA, columns=COLUMNS)
         in_loss = np.zeros_like(measured)
         if claim.in_loss is not None:
@@ -127,7 +127,7 @@ def _of_column(case: Case, table: Array, column: int) -> Float64:
     return flat(jax.grad(surrogate)(case.policy))
 
 
-def _scored_table(case: Case, table: Array) -> Scored:
+def scored_table(case: Case, table: Array) -> Scored:
     """Every response once, with k1 of each token, which the reward may take."""
     rollout = enumerable.every_response(case.policy, temperature=1.0, **case.options)
     return score.score(
@@ -142,9 +142,17 @@ def _scored_table(case: Case, table: Array) -> Scored:
     )
 
 
-def _finder(claim: Claim, case: Case, scored: Scored) -> Callable[..., Float64]:
-    """The expected ascent of a loss, as `find(beta=, columns=)`, compiled once."""
-    recipe = claim.recipe
+def finder(
+    recipe: Recipe, *, case: Case, scored: Scored, critic: bool = False
+) -> Callable[..., Float64]:
+    """The expected ascent of a loss, as `find(beta=, ...)`, compiled once.
+
+    Args:
+      recipe: whose experience and loss are those of a run.
+      case: the sampler is its policy; `params`, by default the same, is what learns.
+      scored: every response once, of `scored_table`; `scores` may be others.
+      critic: PPO's experience in place of the recipe's.
+    """
     if not recipe.penalty.in_reward:
         scored = dataclasses.replace(scored, kl=None)
     algorithm = ALGORITHMS[type(recipe)](
@@ -157,23 +165,25 @@ def _finder(claim: Claim, case: Case, scored: Scored) -> Callable[..., Float64]:
     chance = jnp.exp(scored.rollout.old_logprobs.sum(axis=1))
     alone = jnp.arange(len(chance))
 
-    def learned(rows: Array, beta: Array) -> PolicyExperience:
-        if claim.critic:
+    def learned(seen: Scored, rows: Array, beta: Array) -> PolicyExperience:
+        if critic:
             return experience.gae_experience(
-                take(scored, rows),
+                take(seen, rows),
                 kl_coef=beta,
                 gamma=1.0,
                 lam=1.0,
                 whiten_advantages=None,
             )
-        return algorithm.experience(take(scored, rows), kl_coef=beta)[0]
+        return algorithm.experience(take(seen, rows), kl_coef=beta)[0]
 
     @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-    def gradients(params: Params, beta: Array, within: Array) -> Params:
+    def gradients(params: Params, beta: Array, within: Array, scores: Array) -> Params:
+        rescored = dataclasses.replace(scored, scores=scores)
+
         def beside(first: Array) -> Params:
             """Of the minibatches (first, j), each by its probability."""
             pairs = jnp.stack([jnp.full_like(alone, first), alone], axis=1)
-            seen = learned(pairs.reshape(-1), beta)
+            seen = learned(rescored, pairs.reshape(-1), beta)
             advantages = jnp.where(within[None, :], seen.advantages, 0.0)
             seen = dataclasses.replace(seen, advantages=advantages)
             minibatches = jax.tree.map(
@@ -199,9 +209,15 @@ def _finder(claim: Claim, case: Case, scored: Scored) -> Callable[..., Float64]:
 
         return jax.lax.map(beside, alone)
 
-    def find(*, beta: float, columns: Iterable[int]) -> Float64:
+    def find(
+        *,
+        beta: float,
+        columns: Iterable[int] = COLUMNS,
+        params: Params = case.policy,
+        scores: Array = scored.scores,
+    ) -> Float64:
         within = np.isin(np.arange(scored.rollout.tokens.shape[1]), list(columns))
-        parts = gradients(case.policy, jnp.float32(beta), jnp.asarray(within))
+        parts = gradients(params, jnp.float32(beta), jnp.asarray(within), scores)
         total = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64).sum(0), parts)
         return -enumerable.LENGTH * flat(total)
 

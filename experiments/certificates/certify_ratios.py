@@ -1,0 +1,142 @@
+"""Certificates of ratios, surrogates and masks: GSPO, CISPO, SAPO, DAPO and the rest.
+
+    python experiments certificates.certify_ratios --out runs/certify_ratios
+
+Four words of which one ends a response, so that all 121 responses of 1 to 4 words are
+known, and all pairs of them (`ratios.py`). Two tables, a row for each method; the exit
+status is 1 if one fails:
+
+target   What the expected gradient is of, where the policy is the sampler's: measured
+         through the experience and the loss of a run it is that within 1e-5, or it is
+         seen to be biased, for the reason that is named.
+formula  After 0, 1, 2 and 4 updates on samples that stay those of the first policy it
+         is, within 1e-5, the gradient of the formula of the paper, written again.
+cosine   Between it and ∇E[r] of the policy as it is then.
+optimum  Where the policy is π* ∝ π_ref exp(r/β), with the KL in the reward, it is 0.
+
+And of groups that are drawn until their rewards differ (dynamic sampling): the gradient
+of the reward keeps its direction, and becomes 1/P(mixed) as large; that of a KL in the
+loss does not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+
+import numpy as np
+from worlds import enumerable
+
+from certificates import cases, ratios
+from certificates.ratios import STALE, Finding
+from rlhf_jax.functional import checks
+from rlhf_jax.runs import command_line, folder, report, run, run_config
+
+KL_OF_MIXED = "dynamic sampling biases a KL in the loss"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(run_config.RunConfig):
+    num_worlds: int = 1
+    """Policies and tables of rewards, each of a seed: --seed, the next, ..."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.positive(num_worlds=self.num_worlds)
+
+
+def show(findings: list[Finding], *, seed: int) -> None:
+    """Prints the tables.
+
+    Columns of the first: the target and the share of it; the error where the policy is
+    the sampler's, or for a bias the share of the gradient that is beside ∇E[r]; what is
+    left at the optimum. Of the second: the largest error against the formula; the
+    cosine to ∇E[r] after 0, 1, 2 and 4 updates; the largest ratio of a token, or its
+    inverse, after 4.
+    """
+    report.table(
+        f"On the sampler's policy, seed {seed}: pairs of responses of 1 to 4 tokens",
+        ("method", "gradient of", "share", "error", "at π*", ""),
+        [
+            (
+                each.claim.name,
+                each.claim.target,
+                "biased" if each.claim.share is None else f"{each.claim.share:.3g}",
+                f"{each.on_policy:.0e}",
+                "" if math.isnan(each.at_optimum) else f"{each.at_optimum:.0e}",
+                "holds" if each.holds else "FAILS",
+            )
+            for each in findings
+        ],
+    )
+    report.table(
+        f"After {', '.join(map(str, STALE))} updates, seed {seed}: cosine to ∇E[r]",
+        ("method", "formula", *map(str, STALE), "ratio"),
+        [
+            (
+                each.claim.name,
+                f"{max(stale.error for stale in each.stale):.0e}",
+                *(f"{stale.cosine:.3f}" for stale in each.stale),
+                f"{each.stale[-1].ratio:.2f}",
+            )
+            for each in findings
+        ],
+    )
+    for each in findings:
+        if each.claim.bias:
+            print(f"{each.claim.name} is biased by {each.claim.bias}")
+
+
+def main(options: Config) -> None:
+    """Prints the tables, and raises StopError where a certificate fails."""
+    started = time.perf_counter()
+    shown: dict[str, bool] = {}
+    rows = []
+    with run.Run(options, num_steps={}) as job:
+        for seed in range(options.seed, options.seed + options.num_worlds):
+            case = cases.draw(seed, stop_ids=enumerable.STOPS)
+            count = len(enumerable.every_tokens(case.stop_ids))
+            rewards = np.random.default_rng(seed).normal(size=count)
+            findings = list(ratios.certify(case, rewards))
+            show(findings, seed=seed)
+            beside = ratios.bias_of_mixed_groups(case, rewards)
+            print(f"{KL_OF_MIXED}: {beside:.3f} of it is beside that of all groups")
+            shown |= {
+                f"{each.claim.name}, seed {seed}": each.holds for each in findings
+            }
+            shown[f"{KL_OF_MIXED}, seed {seed}"] = beside > ratios.SEEN
+            rows += [
+                {
+                    "seed": seed,
+                    "name": each.claim.name,
+                    "target": each.claim.target,
+                    "share": each.claim.share,
+                    "bias": each.claim.bias,
+                    "on_policy": each.on_policy,
+                    "at_optimum": None
+                    if math.isnan(each.at_optimum)
+                    else each.at_optimum,
+                    "stale": [stale._asdict() for stale in each.stale],
+                }
+                for each in findings
+            ]
+            rows.append({"seed": seed, "name": KL_OF_MIXED, "outside": beside})
+    failed = [name for name, holds in shown.items() if not holds]
+    summary = {
+        "certificates": len(shown),
+        "failed": failed,
+        "findings": rows,
+        "seconds": time.perf_counter() - started,
+    }
+    folder.write_summary(job.folder, summary)
+    print(f"{len(shown) - len(failed)} of {len(shown)} certificates hold")
+    print(f"{summary['seconds']:.0f} s; figures in {job.folder}")
+    if failed:
+        raise checks.StopError(
+            f"{len(failed)} of {len(shown)} certificates fail: {'; '.join(failed)}"
+        )
+
+
+if __name__ == "__main__":
+    command_line.main(main, Config, description=__doc__)

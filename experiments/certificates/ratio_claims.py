@@ -1,0 +1,257 @@
+"""What is claimed of the ratios, surrogates and masks that are published.
+
+Each claim has a formula of its own, written from the paper, for sums over all pairs of
+responses (i, j) of the world: no function of the library is called here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax import grpo
+from rlhf_jax.functional.kl.penalty import IN_REWARD
+
+Array = jax.Array
+# (x f32[N, 1, 4] log-ratios, logprobs f32[N, 1, 4], A f32[N, N, 1], lengths f32[N])
+# -> f32[N, N, 4], what each token of response i beside j is worth.
+Surrogate = Callable[[Array, Array, Array, Array], Array]
+# (rewards f32[N], ended bool[N]) -> f32[N, N]: the advantage of i beside j
+Advantage = Callable[[Array, Array], Array]
+# (lengths f32[N], ended bool[N]) -> f32[N, N]: the weight of a token of i beside j
+Weight = Callable[[Array, Array], Array]
+
+
+def clip(x: Array, _: Array, advantage: Array, __: Array, *, low: float, high: float):
+    """min(ρA, clip(ρ)A): Schulman et al. 2017, eq. 7."""
+    ratio = jnp.exp(x)
+    bounded = jnp.minimum(jnp.maximum(ratio, 1 - low), 1 + high)
+    return jnp.minimum(ratio * advantage, bounded * advantage)
+
+
+def sequence_clip(
+    x: Array,
+    logprobs: Array,
+    advantage: Array,
+    lengths: Array,
+    *,
+    low: float,
+    high: float,
+):
+    """The same of s = (π/π_old)^(1/length): Zheng et al. 2025, eq. 5 to 7."""
+    mean = x.sum(axis=2, keepdims=True) / lengths[:, None, None]
+    shared = jnp.broadcast_to(mean, x.shape)
+    return clip(shared, logprobs, advantage, lengths, low=low, high=high)
+
+
+def weighted(x: Array, logprobs: Array, advantage: Array, _: Array, *, high: float):
+    """sg(min(ρ, 1 + high))·A·log π: MiniMax 2025, eq. 4."""
+    weight = jax.lax.stop_gradient(jnp.minimum(jnp.exp(x), 1 + high))
+    return weight * advantage * logprobs
+
+
+def gated(x: Array, _: Array, advantage: Array, __: Array):
+    """(4/τ)·sigmoid(τ(ρ - 1))·A: Gao et al. 2025, eq. 5."""
+    tau = jnp.where(advantage > 0, 1.0, 1.05)
+    return 4 / tau / (1 + jnp.exp(-tau * (jnp.exp(x) - 1))) * advantage
+
+
+def others(rewards: Array, _: Array) -> Array:
+    """r_i - r_j, of leave-one-out in groups of two."""
+    return rewards[:, None] - rewards[None, :]
+
+
+def mean(rewards: Array, ended: Array) -> Array:
+    """(r_i - r_j)/2, about the mean of the two."""
+    return others(rewards, ended) / 2
+
+
+def deviation(rewards: Array, ended: Array) -> Array:
+    """The same over the deviation of the two, |r_i - r_j|/√2."""
+    spread = jnp.abs(others(rewards, ended)) / jnp.sqrt(2.0)
+    return mean(rewards, ended) / (spread + 1e-6)
+
+
+def among_ended(rewards: Array, ended: Array) -> Array:
+    """r_i - r_j where both have ended: neither trained on nor a baseline else."""
+    return jnp.where(ended[:, None] & ended[None, :], others(rewards, ended), 0.0)
+
+
+def sums(lengths: Array, _: Array) -> Array:
+    """1: the mean over responses of their sums."""
+    return jnp.ones((len(lengths), len(lengths)))
+
+
+def by_length(lengths: Array, _: Array) -> Array:
+    """1/len_i, times the 4 tokens that all sums are multiplied by."""
+    return jnp.broadcast_to(4 / lengths[:, None], (len(lengths), len(lengths)))
+
+
+def by_tokens(lengths: Array, _: Array) -> Array:
+    """2/(len_i + len_j), times 4."""
+    return 8 / (lengths[:, None] + lengths[None, :])
+
+
+def of_ended(_: Array, ended: Array) -> Array:
+    """1 where both have ended, 2 where i alone has: it is divided by what is left."""
+    alone = jnp.where(ended[None, :], 1.0, 2.0)
+    return jnp.where(ended[:, None], alone, 0.0)
+
+
+class Claim(NamedTuple):
+    """A method, the formula of its gradient, and what that is of ∇E[r]."""
+
+    name: str
+    recipe: grpo.GroupRecipe
+    surrogate: Surrogate
+    target: str  # of the gradient where the policy is the sampler's
+    share: float | None  # of that target; None where there is none, for `bias`
+    bias: str = ""  # where the policy is the sampler's
+    advantage: Advantage = others
+    weight: Weight = sums
+    binary: bool = False  # rewards of 0 and 1
+
+
+REWARD, ENDED, NO = "∇E[r]", "P(it ends)²·∇E[r | it ends]", "of no objective"
+WIDE = 1e6  # a clip range that never binds
+TOKENS = functools.partial(clip, low=0.2, high=0.2)
+PLAIN = {
+    "aggregation": "constant",
+    "temperature": 1.0,
+    "group_size": 2,
+    "penalty": IN_REWARD,
+}
+
+
+def _recipe(**choices: Any) -> grpo.GroupRecipe:
+    return grpo.GroupRecipe(**{**PLAIN, "baseline": "leave_one_out", **choices})
+
+
+GSPO = {"ratio_level": "sequence", "clip_range": 0.02, "clip_range_high": 0.03}
+OF_SEQUENCE = functools.partial(sequence_clip, low=0.02, high=0.03)
+CLAIMS = (
+    Claim(
+        "token ratio without a clip",
+        _recipe(clip_range=WIDE),
+        functools.partial(clip, low=WIDE, high=WIDE),
+        REWARD,
+        1.0,
+    ),
+    Claim("token ratio, clip 0.2 (PPO, RLOO)", _recipe(), TOKENS, REWARD, 1.0),
+    Claim(
+        "clip-higher, 0.2 and 0.28 (DAPO)",
+        _recipe(clip_range_high=0.28),
+        functools.partial(clip, low=0.2, high=0.28),
+        REWARD,
+        1.0,
+    ),
+    Claim(
+        "Dr. GRPO: the group's mean, a constant divisor",
+        _recipe(baseline="group"),
+        TOKENS,
+        REWARD,
+        0.5,
+        advantage=mean,
+    ),
+    Claim(
+        "GRPO: the group's mean and std, 1/length",
+        _recipe(baseline="group", normalise="group", aggregation="sequence_mean"),
+        TOKENS,
+        NO,
+        None,
+        "the std, and by the length of each response",
+        advantage=deviation,
+        weight=by_length,
+    ),
+    Claim(
+        "GRPO with the std alone",
+        _recipe(baseline="group", normalise="group"),
+        TOKENS,
+        NO,
+        None,
+        "the std: groups pull alike, however little their rewards differ",
+        advantage=deviation,
+    ),
+    Claim(
+        "the mean over tokens (DAPO)",
+        _recipe(aggregation="token_mean"),
+        TOKENS,
+        NO,
+        None,
+        "the number of tokens of its minibatch",
+        weight=by_tokens,
+    ),
+    Claim(
+        "the prompt mean (ScaleRL)",
+        _recipe(aggregation="prompt_mean"),
+        TOKENS,
+        NO,
+        None,
+        "the number of tokens of its prompt's responses",
+        weight=by_tokens,
+    ),
+    Claim("GSPO, a constant divisor", _recipe(**GSPO), OF_SEQUENCE, REWARD, 1.0),
+    Claim(
+        "GSPO as published, 1/length",
+        _recipe(**GSPO, aggregation="sequence_mean"),
+        OF_SEQUENCE,
+        NO,
+        None,
+        "the length of each response",
+        weight=by_length,
+    ),
+    Claim(
+        "GSPO-token, a constant divisor",
+        _recipe(**GSPO | {"ratio_level": "sequence_token"}),
+        OF_SEQUENCE,  # one advantage per response: one gradient
+        REWARD,
+        1.0,
+    ),
+    Claim(
+        "CISPO, weights of at most 1.2",
+        _recipe(surrogate="cispo", clip_range=1.0, clip_range_high=0.2),
+        functools.partial(weighted, high=0.2),
+        REWARD,
+        1.0,
+    ),
+    Claim("SAPO", _recipe(surrogate="sapo"), gated, REWARD, 1.0),
+    Claim(
+        "RLOO, unfinished responses left out of loss and baseline",
+        _recipe(overlong_mask="group"),
+        TOKENS,
+        ENDED,
+        1.0,
+        advantage=among_ended,
+    ),
+    Claim(
+        "unfinished responses left out of the loss alone (DAPO)",
+        _recipe(overlong_mask="loss"),
+        TOKENS,
+        NO,
+        None,
+        "a baseline that holds what the loss leaves out",
+        weight=of_ended,
+    ),
+    Claim(
+        "dynamic sampling: groups drawn until they are mixed (DAPO)",
+        _recipe(baseline="group", equal_groups="leave_out"),
+        TOKENS,
+        REWARD,
+        0.5,
+        advantage=mean,
+        binary=True,
+    ),
+    Claim(
+        "dynamic sampling, divided by the std",
+        _recipe(baseline="group", normalise="group", equal_groups="leave_out"),
+        TOKENS,
+        REWARD,  # of 0 and 1 in groups of two, the std is one number
+        0.5 * 2**0.5,
+        advantage=deviation,
+        binary=True,
+    ),
+)

@@ -1,0 +1,273 @@
+"""Ratios and surrogates, on the policy that sampled and after stale updates.
+
+    measured  Σ over every minibatch of two responses of the sampler, by its
+              probability, of the loss's gradient at the policy: `groups.finder`, whose
+              experience and loss are those of a run
+    named     autodiff of the formula of the paper, summed over the same pairs
+    true      ∇E[r] of the policy as it is, whoever sampled
+
+The policy starts as the sampler and takes steps of gradient ascent up its own measured
+gradient, on samples that stay those of the sampler. So after k steps they are k updates
+old.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from worlds import enumerable
+from worlds.enumerable import Float64
+
+from certificates import groups
+from certificates.cases import Case, flat
+from certificates.penalty_claims import TOLERANCE
+from certificates.ratio_claims import CLAIMS, ENDED, Claim
+from rlhf_jax import grpo
+from rlhf_jax.functional.kl.penalty import Penalty
+
+Array = jax.Array
+Params = Any
+
+STALE = (0, 1, 2, 4)  # updates since the samples were drawn
+STEP = 0.05  # norm of the first step: methods have learning rates of their own
+SEEN = 1e-3  # of a bias that is claimed, share of the norm of what is measured
+BETA = 0.3
+
+
+class Stale(NamedTuple):
+    """A gradient, some updates after its samples were drawn."""
+
+    updates: int
+    error: float  # largest entry of measured - named, of the largest of true
+    cosine: float  # between measured and true
+    outside: float  # share of measured that is along no multiple of true
+    ratio: float  # largest probability ratio of a token, or its inverse
+
+
+class Finding(NamedTuple):
+    """What became of a claim."""
+
+    claim: Claim
+    stale: tuple[Stale, ...]  # of `STALE`
+    # Where the policy is π* of E[r] - β·KL, the KL in the reward: largest entry of the
+    # gradient, of the largest of the same method's without the KL. NaN with a std,
+    # which divides rounding by rounding there.
+    at_optimum: float
+    on_policy: (
+        float  # error against share·target, as `Stale.error`; of a bias `outside`
+    )
+
+    @property
+    def holds(self) -> bool:
+        """It is the formula's; and on policy the target's, or seen to be biased."""
+        small = all(each.error <= TOLERANCE for each in self.stale)
+        small &= math.isnan(self.at_optimum) or self.at_optimum <= TOLERANCE
+        if self.claim.share is None:
+            return small and self.on_policy > SEEN
+        return small and self.on_policy <= TOLERANCE
+
+
+def certify(
+    case: Case, rewards: Float64, *, claims: Iterable[Claim] = CLAIMS
+) -> Iterator[Finding]:
+    """Every claim, for one sampler and table of rewards f64[N], some above 0."""
+    assert case.stop_ids, "where no token ends a response little of this differs"
+    tables = {
+        True: jnp.asarray(rewards > 0, jnp.float32),
+        False: jnp.asarray(rewards, jnp.float32),
+    }
+    for claim in claims:
+        yield _finding(claim, case, tables[claim.binary])
+
+
+def _finding(claim: Claim, case: Case, table: Array) -> Finding:
+    scored = jax.jit(functools.partial(groups.scored_table, case))(table)
+    measure = groups.finder(claim.recipe, case=case, scored=scored)
+    old_logprobs = scored.rollout.old_logprobs
+    ended = _ended(case)
+    params, stale, on_policy, learning_rate = case.policy, [], math.nan, math.nan
+    for updates in range(max(STALE) + 1):
+        measured = measure(beta=0.0, params=params)
+        true = flat(_true(params, table=table, case=case))
+        largest = np.abs(true).max()
+        if updates in STALE:
+            named = flat(
+                _named(params, old_logprobs, table, ended, claim=claim, case=case)
+            )
+            stale.append(
+                Stale(
+                    updates,
+                    float(np.abs(measured - named).max() / largest),
+                    float(
+                        measured @ true / np.sqrt(measured @ measured * (true @ true))
+                    ),
+                    outside(measured, true),
+                    float(_largest_ratio(params, old_logprobs, case=case)),
+                )
+            )
+        if updates == 0:
+            learning_rate = STEP / float(np.linalg.norm(measured))
+            target, share = true, claim.share
+            if claim.target == ENDED:
+                chance, target = _ending(params, table, ended, case=case)
+                target = flat(target)
+                share = float(chance) ** 2
+            on_policy = stale[0].outside
+            if share is not None:
+                on_policy = float(np.abs(measured - share * target).max() / largest)
+        params = _moved(params, learning_rate * measured)
+    at_optimum = math.nan
+    if claim.recipe.normalise is None:
+        ref_logprobs = scored.ref_logprobs
+        assert ref_logprobs is not None
+        best = BETA * (old_logprobs - ref_logprobs).sum(axis=1)
+        still = measure(beta=BETA, scores=best)
+        moving = measure(beta=0.0, scores=best)
+        at_optimum = float(np.abs(still).max() / np.abs(moving).max())
+    return Finding(claim, tuple(stale), at_optimum, on_policy)
+
+
+def outside(measured: Float64, true: Float64) -> float:
+    """Share of the norm of `measured` that is along no multiple of `true`."""
+    along = (measured @ true) / (true @ true) * true
+    return float(np.linalg.norm(measured - along) / np.linalg.norm(measured))
+
+
+def bias_of_mixed_groups(case: Case, rewards: Float64) -> float:
+    """What drawing until groups are mixed does to a KL in the loss.
+
+    Returns:
+      Of the norm of the part that the KL has in the gradient over mixed groups, the
+      share that is along no multiple of its part over all groups.
+    """
+    table = jnp.asarray(rewards > 0, jnp.float32)
+    scored = jax.jit(functools.partial(groups.scored_table, case))(table)
+    parts = {}
+    for equal in ("keep", "leave_out"):
+        recipe = grpo.GroupRecipe(
+            penalty=Penalty("k2", placement="loss"),
+            aggregation="constant",
+            temperature=1.0,
+            group_size=2,
+            equal_groups=equal,
+        )
+        measure = groups.finder(recipe, case=case, scored=scored)
+        parts[equal] = measure(beta=BETA) - measure(beta=0.0)
+    return outside(parts["leave_out"], parts["keep"])
+
+
+def _moved(params: Params, step: Float64) -> Params:
+    """The parameters after a step that is flat."""
+    leaves, structure = jax.tree.flatten(params)
+    ends = np.cumsum([leaf.size for leaf in leaves])[:-1]
+    steps = np.split(step, ends)
+    return jax.tree.unflatten(
+        structure,
+        [
+            leaf + jnp.asarray(part.reshape(leaf.shape), leaf.dtype)
+            for leaf, part in zip(leaves, steps, strict=True)
+        ],
+    )
+
+
+def _ended(case: Case) -> Array:
+    """bool[N], from the drawing of the world: a stop token is in the response."""
+    tokens = enumerable.every_tokens(case.stop_ids)[:, enumerable.PROMPT :]
+    return (tokens == case.stop_ids[0]).any(axis=1)
+
+
+def _logprobs(params: Params, case: Case) -> Array:
+    """f32[N, 4], differentiable."""
+    rollout = enumerable.every_response(params, temperature=1.0, **case.options)
+    return rollout.old_logprobs[:, enumerable.PROMPT :]
+
+
+@functools.partial(jax.jit, static_argnames=("claim", "model", "stop_ids"))
+def _named_gradient(
+    params: Params,
+    old_logprobs: Array,
+    table: Array,
+    ended: Array,
+    *,
+    claim,
+    model,
+    stop_ids,
+) -> Params:
+    case = Case(params, params, params, None, model, stop_ids)  # type: ignore[arg-type]
+    old = old_logprobs[:, enumerable.PROMPT :]
+    mask = enumerable.every_mask(stop_ids)[:, enumerable.PROMPT :]
+    lengths = mask.sum(axis=1, dtype=jnp.float32)
+    chance = jnp.exp(old.sum(axis=1))
+    advantage = claim.advantage(table, ended)
+    weight = claim.weight(lengths, ended)
+
+    def value(params: Params) -> Array:
+        logprobs = _logprobs(params, case)
+        x = jnp.where(mask, logprobs - old, 0.0)
+        worth = claim.surrogate(
+            x[:, None, :], logprobs[:, None, :], advantage[:, :, None], lengths
+        )
+        of_pairs = jnp.where(mask[:, None, :], worth, 0.0).sum(axis=2) * weight
+        return chance @ of_pairs @ chance
+
+    return jax.grad(value)(params)
+
+
+def _named(
+    params: Params,
+    old_logprobs: Array,
+    table: Array,
+    ended: Array,
+    *,
+    claim: Claim,
+    case: Case,
+) -> Params:
+    return _named_gradient(
+        params, old_logprobs, table, ended, claim=claim, **case.options
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("model", "stop_ids"))
+def _true_gradient(
+    params: Params, table: Array, *, model: Any, stop_ids: Any
+) -> Params:
+    def value(params: Params) -> Array:
+        log_policy = enumerable.log_probabilities(
+            params, temperature=1.0, model=model, stop_ids=stop_ids
+        )
+        return jnp.exp(log_policy) @ table
+
+    return jax.grad(value)(params)
+
+
+def _true(params: Params, *, table: Array, case: Case) -> Params:
+    return _true_gradient(params, table, **case.options)
+
+
+def _ending(
+    params: Params, table: Array, ended: Array, *, case: Case
+) -> tuple[Array, Params]:
+    """P(a response ends), and ∇E[r | it ends]."""
+
+    @jax.jit
+    def value(params: Params) -> tuple[Array, Array]:
+        log_policy = enumerable.log_probabilities(
+            params, temperature=1.0, **case.options
+        )
+        chance = jnp.where(ended, jnp.exp(log_policy), 0.0)
+        return chance @ table / chance.sum(), chance.sum()
+
+    gradient, chance = jax.grad(value, has_aux=True)(params)
+    return chance, gradient
+
+
+def _largest_ratio(params: Params, old_logprobs: Array, *, case: Case) -> Array:
+    mask = enumerable.every_mask(case.stop_ids)[:, enumerable.PROMPT :]
+    x = _logprobs(params, case) - old_logprobs[:, enumerable.PROMPT :]
+    return jnp.exp(jnp.max(jnp.abs(x), where=mask, initial=0.0))
