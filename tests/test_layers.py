@@ -1,6 +1,7 @@
 """The walls of the house: who may import whom, and who may touch the world."""
 
 import ast
+import functools
 import graphlib
 import subprocess
 import sys
@@ -40,10 +41,12 @@ IMPURE_CALLS = {
 }
 
 
+@functools.cache
 def tree_of(module: str) -> ast.Module:
     return ast.parse(MODULES[module].read_text(encoding="utf-8"), module)
 
 
+@functools.cache
 def imports_of(tree: ast.Module, *, run: bool = False) -> set[str]:
     """Dotted names of everything imported, wherever in the file the import stands.
 

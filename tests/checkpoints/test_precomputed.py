@@ -118,6 +118,7 @@ def test_any_other_model_data_or_temperature_is_another_file(tmp_path, never):
         load(tmp_path, temperature=0.9)
 
 
+@pytest.mark.slow
 def test_another_batch_size_is_another_file(tmp_path):
     """Whose numbers may differ in the last bit, and in no other."""
     found = [load(tmp_path, batch_size=size).logprobs for size in (4, 1)]
@@ -216,6 +217,7 @@ def test_rows_are_not_cut(tmp_path):
         load(tmp_path).padded([0, 2], width=8)
 
 
+@pytest.mark.slow
 def test_another_shape_of_one_fingerprint_has_a_file_of_its_own(tmp_path):
     """Parameters do not say how many heads read them."""
     one = load(tmp_path)

@@ -565,6 +565,7 @@ def test_a_template_has_limits_of_time_and_memory(monkeypatch, template, message
     templates.stop()
 
 
+@pytest.mark.slow
 def test_a_thousand_conversations_are_written_quickly():
     reader = byte_tokenizer(CHATML)
     chat.render(reader, [user("Hi")], where="row")  # starts the process

@@ -152,6 +152,7 @@ def test_a_training_state_lies_as_the_rules_say():
     )
 
 
+@pytest.mark.slow
 def test_frozen_models_stored_in_int8_lie_as_their_parameters():
     mesh = MeshShape(fsdp=2, tensor=4).make()
     params = init(jax.random.key(0), model=GPT2)

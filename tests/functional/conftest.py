@@ -29,10 +29,15 @@ def checked(function: Callable) -> Callable:
     """
     signature = inspect.signature(function)
     hints = typing.get_type_hints(function)
+    met = set()
 
     @functools.wraps(function)
     def call(*args, **kwargs):
         result = function(*args, **kwargs)
+        form = form_of((args, kwargs, result))
+        if form in met:
+            return result
+        met.add(form)
         arguments = signature.bind(*args, **kwargs).arguments
         values = [
             (name, value, hints[name])
@@ -49,6 +54,17 @@ def checked(function: Callable) -> Callable:
         return result
 
     return call
+
+
+def form_of(values) -> tuple:
+    """All that a check of shapes reads of some values."""
+    leaves, structure = jax.tree.flatten(values)
+    return structure, *(
+        (type(leaf), leaf.shape, leaf.dtype)
+        if hasattr(leaf, "shape")
+        else (type(leaf), leaf if isinstance(leaf, str | int) else None)
+        for leaf in leaves
+    )
 
 
 def each(argument, kind) -> list:

@@ -128,6 +128,7 @@ def test_the_last_layer_leaves_out_what_nobody_wants():
     assert columns > PROMPT
 
 
+@pytest.mark.slow
 def test_stored_layers_are_looped_over_whatever_the_layout():
     model = toys.GPT2
     params = toys.params(model)
@@ -291,6 +292,7 @@ def test_kernels_of_few_rows_are_turned_once_and_what_is_stored_is_not():
     chex.assert_trees_all_equal(kept, apart(stored["layers"]), strict=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "how"),
     [

@@ -170,7 +170,7 @@ def test_a_pattern_that_matches_nothing_says_what_there_is():
 @pytest.mark.parametrize(
     ("model", "options"),
     [
-        pytest.param(tiny.GPT2, FEW, id="gpt2-few"),
+        pytest.param(tiny.GPT2, FEW, id="gpt2-few", marks=pytest.mark.slow),
         pytest.param(tiny.LLAMA, ALL, id="llama-all"),
         pytest.param(tiny.GPT2, ALL, id="gpt2-all", marks=pytest.mark.slow),
         pytest.param(tiny.LLAMA, FEW, id="llama-few", marks=pytest.mark.slow),

@@ -139,6 +139,7 @@ def test_what_stands_at_padding_is_not_read(model):
         jax.tree.map(np.testing.assert_array_equal, other, gradient)
 
 
+@pytest.mark.slow
 def test_rows_may_be_wider_than_the_learned_positions():
     """A text has the context of the model, however many stand before it in its row."""
     model = tiny.GPT2

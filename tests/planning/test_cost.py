@@ -283,6 +283,7 @@ def test_collectives_by_kind_and_size():
     assert found.sent == gathered + 6
 
 
+@pytest.mark.slow
 def test_every_device_holds_as_many_logits_as_one(monkeypatch):
     """A sharded head is gathered once a chunk: more devices must not be more chunks."""
     monkeypatch.setattr("rlhf_jax.roles.policy.MAX_LOGITS", 2 * 128 * 4)

@@ -289,9 +289,10 @@ def test_the_command_of_the_issue_is_one():
             r"critic/trunk/layers/attention/key/bias: expected mesh axis 'tensor' to "
             r"divide its 'kv_heads' dimension, got 8 devices and 60",
         ),
-        (
+        pytest.param(
             {"mesh": MeshShape(data=8), "batch_size": 12},
             r"expected rows that the 8 devices of axes data and fsdp divide, got 12",
+            marks=pytest.mark.slow,
         ),
         ({"num_minibatches": 3}, r"num_minibatches to divide the 16 rows"),
     ],

@@ -165,7 +165,7 @@ def files(tmp_path_factory):
     ("trainer", "content", "message"),
     [
         *bad_inputs.by_one_each([(case[0], *case[2:]) for case in OF_EACH]),
-        *one_in(5, [(case[0], *case[2:]) for case in CASES[len(OF_EACH) :]]),
+        *one_in(9, [(case[0], *case[2:]) for case in CASES[len(OF_EACH) :]]),
     ],
     ids=[f"{trainer}: {name}" for trainer, name, _, _ in CASES],
 )

@@ -297,7 +297,7 @@ def files(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "bad", [*bad_inputs.by_one_each(OF_EACH), *one_in(6, ALONE)], ids=bad_inputs.name
+    "bad", [*bad_inputs.by_one_each(OF_EACH), *one_in(12, ALONE)], ids=bad_inputs.name
 )
 def test_an_option_that_is_refused(files, tmp_path, capsys, bad):
     bad_inputs.refused(

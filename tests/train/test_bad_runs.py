@@ -14,7 +14,7 @@ from rlhf_jax.train import ppo
 files = test_bad_options.files
 
 
-@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("trainer", one_in(2, TRAINERS))
 @pytest.mark.parametrize(
     ("out", "message"),
     [

@@ -282,6 +282,7 @@ def test_precomputed_and_live_are_one_training_run(tmp_path, how):
     assert not toys.leaves_equal(ends[0].params, PARAMS)
 
 
+@pytest.mark.slow
 def test_log_probs_of_packed_rows_are_kept_apart_from_those_of_others(tmp_path):
     """The same tokens as one text, or as two, are two files."""
     options = {

@@ -55,6 +55,7 @@ def test_the_best_of_each_group_is_kept_whole(scores, kept):
     np.testing.assert_array_equal(best, np.asarray(scores)[kept])
 
 
+@pytest.mark.slow
 def test_groups_of_one_are_the_rollout_itself():
     scores = jnp.array([3.0, math.nan, -1.0], jnp.float32)
     found, best = selection.best_of_n(rows(3), scores=scores, group_size=1)

@@ -668,6 +668,7 @@ def kl_terms(answered):
     return lambda name: of(name in PLAIN)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.3, 0.7, 1.5])
 @each_penalty
 def test_the_kl_of_equal_models_is_0_wherever_it_stands(kl_terms, name, temperature):

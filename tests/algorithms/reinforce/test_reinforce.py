@@ -77,6 +77,7 @@ def test_experience_against_loops(kl, whiten):
     assert stats == {}
 
 
+@pytest.mark.slow
 def test_an_update_is_one_step_up_the_policy_gradient():
     """On-policy it is Σ A ∇ log π over rows and a constant, from all logits."""
     settings = dataclasses.replace(BASE, whiten_advantages=False)

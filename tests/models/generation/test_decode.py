@@ -112,11 +112,11 @@ def test_greedy_equals_a_loop_without_cache_and_transformers(name):
     ("model", "temperature"),
     [
         (tiny.GPT2, 0.3),
-        (tiny.LLAMA, 1.0),
         *(
             pytest.param(model, temperature, marks=pytest.mark.slow)
             for model, temperature in [
                 *(
+                    (tiny.LLAMA, 1.0),
                     (tiny.GPT2, 1.0),
                     (tiny.GPT2, 1.5),
                     (tiny.LLAMA, 0.3),
@@ -615,6 +615,7 @@ def test_bad_options_are_named():
         call(columns=21)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "continuous_batching", [None, pytest.param(2, marks=pytest.mark.slow)]
 )

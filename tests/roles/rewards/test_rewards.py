@@ -437,6 +437,7 @@ def test_parts_of_parts_are_named_for_both():
     assert parts == {"inner": 7.0, "inner/a": 1.0, "inner/b": 2.0, "c": 0.5}
 
 
+@pytest.mark.slow
 def test_a_sum_of_frozen_models_is_a_pytree_that_does_not_retrace():
     traces = []
 

@@ -288,6 +288,7 @@ def test_a_changed_meta_is_told(out, capsys):
     assert (status, "\n  meta: digest " in said) == (1, True)
 
 
+@pytest.mark.slow
 def test_a_snapshot_of_before_digests_is_read_with_a_note(out, finished, capsys):
     folder = out / "snapshots" / "second"
     for step in (4, 6):
@@ -357,6 +358,7 @@ def test_a_run_killed_after_it_went_back_goes_on(out, finished, monkeypatch):
     assert rows(out) == rows(finished[0])
 
 
+@pytest.mark.slow
 def test_nothing_whole_is_begun_again(out, finished):
     for step in (4, 6):
         damage(out, "second", step)
