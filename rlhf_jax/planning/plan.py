@@ -31,7 +31,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import decoder, engine_choice
 from rlhf_jax.planning import (
     compiled,
@@ -39,17 +38,14 @@ from rlhf_jax.planning import (
     histogram,
     measured,
     resharding,
-    run_shape,
     tables,
     workload,
 )
 from rlhf_jax.planning.advice import advice, largest
 from rlhf_jax.planning.chips import Chip
-from rlhf_jax.planning.jobs import policy_gradient, supervised
+from rlhf_jax.planning.jobs import job
 from rlhf_jax.planning.measured import Target, Waiting
-from rlhf_jax.planning.model_flops import Texts
 from rlhf_jax.planning.plan_options import Options, command
-from rlhf_jax.planning.workload import Workload
 from rlhf_jax.runs import report
 
 
@@ -76,7 +72,7 @@ def plan(options: Options, *, waiting: Waiting = silent) -> dict[str, Any]:
     """
     target = measured.target(options.slice, chip=options.chip, mesh=options.mesh)
     lengths = None if options.lengths is None else histogram.read(options.lengths)
-    work = workload_of(options, lengths=lengths)
+    work = job.workload_of(options, lengths=lengths)
     resident = measured.resident(work.parts, target)
     visits = workload.block_visits(
         work.model,
@@ -151,44 +147,6 @@ def plan(options: Options, *, waiting: Waiting = silent) -> dict[str, Any]:
     return result
 
 
-def workload_of(options: Options, *, lengths: Sequence[int] | None) -> Workload:
-    """The step that is planned.
-
-    Args:
-      options: the algorithm with its sizes and storages.
-      lengths: of responses in rising order, tokens; None fills all columns.
-
-    Raises:
-      InputError: sizes that do not fit, or a length above --max-new-tokens.
-    """
-    texts = 2 if options.algorithm in ("reward-model", "dpo") else 1  # of a pair
-    responses = (options.max_new_tokens,) * (texts * options.batch_size)
-    if lengths is not None:
-        if lengths[-1] > options.max_new_tokens:
-            raise InputError(
-                f"--lengths: expected responses of at most {options.max_new_tokens} "
-                f"tokens (--max-new-tokens), got one of {lengths[-1]}; raise "
-                f"--max-new-tokens"
-            )
-        responses = histogram.spread(lengths, rows=texts * options.batch_size)
-    batch = Texts(options.prompt_length, responses)
-    match options.algorithm:
-        case "ppo":
-            recipe = run_shape.ppo(options, num_epochs=options.epochs)
-            return policy_gradient.workload_of(options, recipe=recipe, texts=batch)
-        case "grpo":
-            recipe = run_shape.grpo(
-                options, num_epochs=options.epochs, group_size=options.group_size
-            )
-            return policy_gradient.workload_of(options, recipe=recipe, texts=batch)
-        case "sft":
-            return supervised.sft_workload(options, texts=batch)
-        case "reward-model":
-            return supervised.reward_model_workload(options, texts=batch)
-        case "dpo":
-            return supervised.dpo_workload(options, texts=batch)
-
-
 def speed(
     programs: list[dict[str, Any]], *, chip: Chip, num_chips: int, tokens: int
 ) -> dict[str, Any]:
@@ -254,7 +212,7 @@ def _largest_batch(
 
     def alive(steps: int) -> int | None:
         other = dataclasses.replace(options, batch_size=steps * step)
-        work = workload_of(other, lengths=lengths)
+        work = job.workload_of(other, lengths=lengths)
         measurements = measured.measure(
             work.programs, target, rows=other.batch_size, waiting=waiting
         )

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.planning import histogram, plan, workload
+from rlhf_jax.planning import histogram, workload
+from rlhf_jax.planning.jobs import job
 from rlhf_jax.planning.plan_options import Options
 
 SIZES = {"vocab_size": 128, "hidden_size": 16, "num_layers": 2, "num_heads": 4}
@@ -50,8 +51,8 @@ def test_the_batch_has_the_quantiles_of_the_file():
 def test_what_a_histogram_changes_of_a_plan():
     """Tokens, model FLOPs and the sampler's turns: no shape, as rows are padded."""
     options = Options(**SIZES)
-    full = plan.workload_of(options, lengths=None)
-    short = plan.workload_of(options, lengths=(10, 20, 130, 130))
+    full = job.workload_of(options, lengths=None)
+    short = job.workload_of(options, lengths=(10, 20, 130, 130))
     assert full.tokens == 4 * 206
     assert short.tokens == 4 * 6 + 290
     for one, other in zip(full.programs, short.programs, strict=True):
@@ -64,7 +65,7 @@ def test_what_a_histogram_changes_of_a_plan():
     assert short.programs[0].trips == (122, 7)
     assert workload.decoding_turns(6, 200, longest=20) == (19, 0)
     with pytest.raises(InputError, match=r"at most 200 tokens .* got one of 201"):
-        plan.workload_of(options, lengths=(1, 201))
+        job.workload_of(options, lengths=(1, 201))
 
 
 def _leaves(program):

@@ -18,6 +18,7 @@ from rlhf_jax.planning import (
     run_shape,
     tables,
 )
+from rlhf_jax.planning.jobs import job
 from rlhf_jax.planning.model_flops import Texts
 from rlhf_jax.planning.plan_options import Options
 
@@ -40,7 +41,7 @@ STAGES = {
 
 
 def work_of(algorithm, **changed):
-    return plan.workload_of(
+    return job.workload_of(
         Options(**TINY, algorithm=algorithm, **changed), lengths=None
     )
 

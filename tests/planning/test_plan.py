@@ -33,7 +33,7 @@ from rlhf_jax.planning import (
 )
 from rlhf_jax.planning.cost import Cost
 from rlhf_jax.planning.hlo.exchanges import Collective
-from rlhf_jax.planning.jobs import policy_gradient
+from rlhf_jax.planning.jobs import job, policy_gradient
 from rlhf_jax.planning.measured import Alive, Measured
 from rlhf_jax.planning.plan_options import Options
 
@@ -233,7 +233,7 @@ def test_advice_names_what_saves_most():
 def test_what_is_known_of_the_temporaries():
     """A cache of 2 layers and 64 numbers, float32; of Experience the real arrays."""
     options = Options(**TINY, mesh=MeshShape(fsdp=4))
-    found = plan.workload_of(options, lengths=None).within
+    found = job.workload_of(options, lengths=None).within
     rows, columns = 16, 6 + 4
     assert found["KV cache"] == 2 * 2 * rows * columns * 64 * 4
     fields = {field.name for field in dataclasses.fields(batch.Experience)}
@@ -243,7 +243,7 @@ def test_what_is_known_of_the_temporaries():
     }
     assert found["experience"] == rows * columns * (4 + 3 * 1 + 6 * 4)
     groups = dataclasses.replace(options, algorithm="grpo")
-    found = plan.workload_of(groups, lengths=None).within
+    found = job.workload_of(groups, lengths=None).within
     fields = {field.name for field in dataclasses.fields(batch.PolicyExperience)}
     assert fields - {"prompt_scale"} == {
         *("tokens", "mask", "response_mask", "old_logprobs", "ref_logprobs"),
@@ -452,7 +452,7 @@ def test_per_device_bytes_fall_as_devices_rise(monkeypatch):
             mesh.make(jax.devices()[:devices]), "v5e", chips.CHIPS["v5e"], "this"
         )
         one = dataclasses.replace(options, mesh=mesh, micro_batch_size=32)
-        work = plan.workload_of(one, lengths=None)
+        work = job.workload_of(one, lengths=None)
         resident = measured.resident(work.parts, there)
         (learn,) = measured.measure(work.programs, there, rows=64, waiting=plan.silent)
         shares[devices] = sum(resident.values()), learn.sizes["temporary"]

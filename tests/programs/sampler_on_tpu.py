@@ -11,6 +11,7 @@ import jax
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.planning import cost, measured, plan
 from rlhf_jax.planning.hlo import instructions, parsing
+from rlhf_jax.planning.jobs import job
 from rlhf_jax.planning.plan_options import Options
 
 # A cache that does not fit on the chip, and heads that four devices share.
@@ -48,7 +49,7 @@ def main():
         dtype="bfloat16",
     )
     target = measured.target(options.slice, chip=options.chip, mesh=options.mesh)
-    work = plan.workload_of(options, lengths=None)
+    work = job.workload_of(options, lengths=None)
     [one] = measured.measure(
         work.programs[:1], target, rows=options.batch_size, waiting=plan.silent
     )
