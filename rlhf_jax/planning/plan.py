@@ -37,7 +37,6 @@ from rlhf_jax.planning import (
     gpu_targets,
     histogram,
     measured,
-    resharding,
     tables,
     workload,
 )
@@ -46,6 +45,7 @@ from rlhf_jax.planning.chips import Chip
 from rlhf_jax.planning.jobs import job
 from rlhf_jax.planning.measured import Target, Waiting
 from rlhf_jax.planning.plan_options import Options, command
+from rlhf_jax.planning.sampler import meshes, resharding
 from rlhf_jax.runs import report
 
 
@@ -74,6 +74,15 @@ def plan(options: Options, *, waiting: Waiting = silent) -> dict[str, Any]:
     lengths = None if options.lengths is None else histogram.read(options.lengths)
     work = job.workload_of(options, lengths=lengths)
     resident = measured.resident(work.parts, target)
+    layouts = []
+    if options.find_sampler_mesh:
+        layouts = meshes.compare(
+            options, target, resident=resident, lengths=lengths, waiting=waiting
+        )
+        options = dataclasses.replace(
+            options, sampler_mesh=layouts[0].mesh, find_sampler_mesh=False
+        )
+        work = job.workload_of(options, lengths=lengths)
     visits = workload.block_visits(
         work.model,
         columns=options.columns,
@@ -129,6 +138,8 @@ def plan(options: Options, *, waiting: Waiting = silent) -> dict[str, Any]:
     }
     if options.sampler_mesh is not None:
         result["sampler_mesh"] = dataclasses.asdict(options.sampler_mesh)
+    if layouts:
+        result["sampler_meshes"] = [one.described() for one in layouts]
     if lengths is not None:
         result["lengths"] = {
             "responses": len(lengths),

@@ -18,6 +18,7 @@ _SUPERVISED = (
     "reward",
     "sampler",
     "sampler_mesh",
+    "find_sampler_mesh",
     "cache",
     "num_epochs",
     "num_minibatches",
@@ -43,6 +44,9 @@ class Options(run_shape.Options):
     """How the chips share the work, as fsdp=64 or data=2,fsdp=8,tensor=4."""
     sampler_mesh: MeshOption | None = None
     """How the chips share the sampling, as data=8,tensor=8; None is --mesh."""
+    find_sampler_mesh: bool = False
+    """Compare the meshes that the chips allow for sampling, and plan with the fastest
+    that fits; some more compiles."""
     chip: str | None = None
     """The chip of a topology that names none, as h100 with --topology 8x8; without a
     topology, the one that this machine's compiler stands in for."""
@@ -65,6 +69,11 @@ class Options(run_shape.Options):
             raise InputError(
                 f"expected --topology or --chip, got {self.topology} and {self.chip}; "
                 f"a topology names its chip"
+            )
+        if self.sampler_mesh is not None and self.find_sampler_mesh:
+            raise InputError(
+                f"expected --sampler-mesh or --find-sampler-mesh, got "
+                f"{self.sampler_mesh} and a search for another; leave one of them out"
             )
         if self.sampler_mesh is not None and self.sampler_mesh.size != self.mesh.size:
             raise InputError(

@@ -16,6 +16,17 @@ def show(result: dict[str, Any]) -> None:
     where = f"{result['chips']} x {chip['name']}"
     print(f"Compiled for {where} by {result['compiler']} compiler, never run")
     columns = ("argument", "temporary", "output", "alias")
+    if "sampler_meshes" in result:
+        report.table(
+            "Meshes to sample on, the best first (resharding included)",
+            ("", "GiB a chip", "seconds, at the least", "ms a token"),
+            [
+                (one["mesh"], *_of_mesh(one))
+                if one["refused"] is None
+                else (f"{one['mesh']}: {one['refused']:.60}", None, None, None)
+                for one in result["sampler_meshes"]
+            ],
+        )
     report.table(
         "Programs [GiB a chip]",
         ("", *columns),
@@ -146,6 +157,11 @@ def _speed(result: dict[str, Any]) -> None:
             f"Responses: {lengths['responses']} lengths, {lengths['mean']:.0f} tokens "
             f"on average, {lengths['longest']} the longest, padded to one width"
         )
+
+
+def _of_mesh(one: dict[str, Any]) -> tuple[float | None, ...]:
+    token = one["seconds_of_token"]
+    return one["total"] / GIB, one["seconds"], None if token is None else 1e3 * token
 
 
 def _percent(share: float | None) -> float | None:

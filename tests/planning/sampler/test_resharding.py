@@ -1,4 +1,4 @@
-"""`planning/resharding.py`: what chips receive, by hand and by a loop over elements."""
+"""`planning/sampler/resharding.py`: what chips receive, by hand and by a loop over elements."""
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +9,11 @@ from rlhf_jax import decoder
 from rlhf_jax.devices import sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.models import config
-from rlhf_jax.planning import measured, resharding
+from rlhf_jax.planning import measured
 from rlhf_jax.planning.chips import CHIPS
 from rlhf_jax.planning.cost import Cost
 from rlhf_jax.planning.measured import Measured, Target
+from rlhf_jax.planning.sampler import resharding
 from rlhf_jax.planning.workload import Program
 
 MODEL = config.gpt2(
