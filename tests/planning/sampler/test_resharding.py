@@ -1,4 +1,4 @@
-"""`planning/sampler/resharding.py`: what chips receive, by hand and by a loop over elements."""
+"""What chips receive to reshard a policy, by hand and by a loop over elements."""
 
 import jax
 import jax.numpy as jnp
