@@ -516,6 +516,7 @@ def attention(
     scale: float,
     softcap: float | None,
     gradient: Array,
+    prefixes: Array | None = None,
 ) -> tuple[Array, tuple[Array, Array, Array]]:
     """Attention token by token, and the gradients of Σ gradient · output.
 
@@ -523,6 +524,7 @@ def attention(
       query: [B, H, T, d], of the last T columns; padded queries attend to nothing.
       key, value: [B, K, S, d].
       segments: [B, S], 0 at padding.
+      prefixes: [B, S], a segment that a column sees beside its own, or 0.
       gradient: [B, H, T, d].
 
     Returns:
@@ -533,13 +535,15 @@ def attention(
     group, first = heads // key.shape[1], key.shape[2] - queries
     out = np.zeros(query.shape)
     of_q, of_k, of_v = (np.zeros(x.shape) for x in (query, key, value))
+    if prefixes is None:
+        prefixes = np.zeros_like(segments)
     for row, head, t in np.ndindex(rows, heads, queries):
         column, shared = first + t, head // group
+        texts = {segments[row, column], prefixes[row, column]} - {0}
         seen = [
             s
             for s in range(column + 1)
-            if segments[row, s] == segments[row, column] > 0
-            and (window is None or column - s < window)
+            if segments[row, s] in texts and (window is None or column - s < window)
         ]
         if not seen:
             continue

@@ -23,6 +23,8 @@ BACKEND: dict[Attention, str] = {"splash": "tpu", "cudnn": "gpu"}
 LONG = 1024
 # What takes queries of any columns, as a device has of a row that is cut.
 ANY_COLUMNS: tuple[Attention, ...] = ("xla", "blockwise", "splash")
+# What computes texts that share a prefix, such as the responses to one prompt.
+PREFIXES: tuple[Attention, ...] = ("xla", "blockwise", "cudnn")
 CUDNN_HEAD_DIM = 128  # largest that the backward pass takes on every GPU
 SPLASH_HEAD_DIM = 64  # what a head's size is a multiple of
 

@@ -193,7 +193,7 @@ class RolloutPacker(_Lengths):
         """Whether attention lets responses of a group share their prompt."""
         model = self._recipe.model
         engine, _ = engine_choice.choose(model, columns=width)
-        return engine == "xla" and model.sliding_window is None
+        return engine in engine_choice.PREFIXES and model.sliding_window is None
 
 
 class EndPacker(_Lengths):

@@ -204,7 +204,10 @@ def test_texts_that_share_a_beginning():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"attention": "blockwise"}, "attention xla for texts that share a prefix"),
+        (
+            {"attention": "splash"},
+            "attention xla, blockwise, cudnn for texts that share",
+        ),
         ({"sliding_window": 2, "local_layers": (True, True)}, "without a sliding win"),
     ],
 )

@@ -3,7 +3,8 @@
 Queries and keys are cut into blocks. A query block meets one key block after another
 and keeps the largest logit, the sum and the weighted values so far, in float32, so that
 memory grows with S and not with S². Key blocks after the queries, out of the window, or
-of other segments alone are not visited: a packed row costs the squares of its texts.
+of other segments alone are not visited: a packed row costs the squares of its texts,
+and of a prompt that texts share the product of its length and theirs.
 
 Source: Rabe & Staats 2021, arXiv:2112.05682; Dao et al. 2022, arXiv:2205.14135.
 """
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 from rlhf_jax.functional.custom_transpose import call, linear_call
 from rlhf_jax.models import engine_choice
 from rlhf_jax.models.attention import blockwise_passes
-from rlhf_jax.models.attention.blockwise_passes import Blocks, Form
+from rlhf_jax.models.attention.blockwise_passes import Blocks, Form, Masked
 from rlhf_jax.models.attention.cache import KeyValue
 from rlhf_jax.models.attention.record import AttentionMask
 
@@ -87,6 +88,7 @@ def attend_blockwise(
         return padded.reshape(segments.shape[0], -1, width)
 
     segments_q = mask.query_segments(queries)
+    prefixes_q = mask.query_prefixes(queries)
     columns = mask.query_columns(queries)
     room = -queries % block_q
     columns = jnp.pad(columns, (0, room), mode="edge").reshape(-1, block_q)
@@ -95,10 +97,13 @@ def attend_blockwise(
         blocks(query, segments_q, block_q),
         blocks(key, mask.segments, block_k),
         blocks(value, mask.segments, block_k),
-        of_blocks(segments_q, block_q),
-        of_blocks(mask.segments, block_k),
-        columns,
-        jnp.asarray(window, jnp.int32),
+        Masked(
+            segments_q=of_blocks(segments_q, block_q),
+            prefixes_q=of_blocks(prefixes_q, block_q),
+            segments_k=of_blocks(mask.segments, block_k),
+            columns=columns,
+            window=jnp.asarray(window, jnp.int32),
+        ),
         form,
     )
     out = out.reshape(rows, -1, kv_heads, group, block_q, head_dim)
@@ -106,28 +111,18 @@ def attend_blockwise(
     return out[:, :, :queries]
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(7,))
-def _attend(
-    q: Array,
-    k: Array,
-    v: Array,
-    segments_q: Array,
-    segments_k: Array,
-    columns: Array,
-    window: Array,
-    form: Form,
-) -> Array:
-    masked = segments_q, segments_k, columns, window
+@functools.partial(jax.custom_jvp, nondiff_argnums=(4,))
+def _attend(q: Array, k: Array, v: Array, masked: Masked, form: Form) -> Array:
     out, _ = blockwise_passes.forward((q, k, v), masked, form=form)
     return out
 
 
 @_attend.defjvp
 def _attend_jvp(
-    form: Form, primals: tuple[Array, ...], tangents: tuple[Any, ...]
+    form: Form, primals: tuple[Any, ...], tangents: tuple[Any, ...]
 ) -> tuple[Array, Array]:
     arrays: Blocks = primals[:3]
-    masked = primals[3:]
+    masked = primals[3]
     out, normaliser = call(
         functools.partial(blockwise_passes.forward, form=form), arrays, masked
     )

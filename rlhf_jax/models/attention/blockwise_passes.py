@@ -5,6 +5,7 @@ of all heads that share keys, group by group; k columns in a block of keys; d he
 
     q        [B, n, K, Q, d]         k, v        [B, m, K, k, d]
     segments_q  i32[B, n, Q / G]     segments_k  i32[B, m, k]
+    prefixes_q  i32[B, n, Q / G], the segments that queries see beside their own
     columns     i32[n, Q / G], of the queries, rising
 
 Logits are held transposed, [K, k, Q]: a softmax then reduces over the first of two
@@ -21,12 +22,21 @@ import jax.numpy as jnp
 
 Array = jax.Array
 Blocks = tuple[Array, ...]  # q, k, v
-Masked = tuple[Array, ...]  # segments_q, segments_k, columns, and the window, i32[]
 
 HIDDEN = -1e30  # a logit that is masked
 # Of the loops whose length depends on the mask, in the text of a compiled program.
 KEY_BLOCKS, QUERY_BLOCKS = "visited_key_blocks", "visited_query_blocks"
 LEAST = -5e29  # the largest logit so far, at first: what is masked is exp(-5e29) = 0
+
+
+class Masked(NamedTuple):
+    """Which queries attend to which keys."""
+
+    segments_q: Array  # i32[B, n, Q / G], 0 at padding
+    prefixes_q: Array  # i32[B, n, Q / G], 0 is none
+    segments_k: Array  # i32[B, m, k], 0 at padding
+    columns: Array  # i32[n, Q / G], of the queries, rising
+    window: Array  # i32[], columns
 
 
 class Form(NamedTuple):
@@ -48,23 +58,19 @@ def forward(arrays: Blocks, masked: Masked, *, form: Form) -> tuple[Array, Array
     """
     q, k, v = arrays
     rows, blocks, kv_heads, queries, head_dim = q.shape
-    segments_q, segments_k, columns, _ = masked
     num_keys = k.shape[1]
-    start, stop = visited(masked, of_keys=False)
-    keys, values, segments = _flat(k), _flat(v.mT), _flat(segments_k)
+    order, count = visited(masked, of_keys=False)
+    keys, values = _flat(k), _flat(v.mT)
 
     def of_queries(_: None, one: tuple[Array, ...]) -> tuple[None, tuple[Array, Array]]:
-        number, q, segments_q, start, stop = one
+        number, q, order, count = one
         row, i = number // blocks, number % blocks
 
-        def meet(j: Array, so_far: tuple[Array, ...]) -> tuple[Array, ...]:
+        def meet(turn: Array, so_far: tuple[Array, ...]) -> tuple[Array, ...]:
             largest, total, out = so_far
-            key, value, segment = (
-                _at(x, row * num_keys + j) for x in (keys, values, segments)
-            )
-            s, _ = _logits(
-                *(key, q, columns[i], j, segments_q, segment, masked[3]), form=form
-            )
+            j = order[turn]
+            key, value = (_at(x, row * num_keys + j) for x in (keys, values))
+            s, _ = _logits(key, q, masked, row, i, j, form=form)
             new = jnp.maximum(largest, s.max(axis=1))
             p = jnp.exp(s - new[:, None])
             shrunk = jnp.exp(largest - new)
@@ -75,14 +81,14 @@ def forward(arrays: Blocks, masked: Masked, *, form: Form) -> tuple[Array, Array
         out = jnp.zeros((kv_heads, head_dim, queries), jnp.float32)
         with jax.named_scope(KEY_BLOCKS):
             largest, total, out = jax.lax.fori_loop(
-                start, stop, meet, (none + LEAST, none, out)
+                0, count, meet, (none + LEAST, none, out)
             )
         live = total > 0
         total = jnp.where(live, total, 1)
         normaliser = jnp.where(live, largest + jnp.log(total), 0)
         return None, ((out / total[:, None]).astype(v.dtype), normaliser)
 
-    every = _numbers(rows * blocks), _flat(q.mT), _flat(segments_q), start, stop
+    every = _numbers(rows * blocks), _flat(q.mT), order, count
     _, (out, normaliser) = jax.lax.scan(of_queries, None, every)
     out = out.reshape(rows, blocks, *out.shape[1:]).mT
     return out.astype(q.dtype), normaliser.reshape(q.shape[:-1])
@@ -100,24 +106,22 @@ def tangent(residuals: Any, tangents: Blocks, *, form: Form) -> Array:
     """
     (q, k, v), masked, out, normaliser = residuals
     rows, blocks, kv_heads, queries, head_dim = q.shape
-    segments_q, segments_k, columns, _ = masked
     num_keys = k.shape[1]
     q_dot, k_dot, v_dot = tangents
-    start, stop = visited(masked, of_keys=False)
-    of_keys = tuple(map(_flat, (k, v.mT, k_dot, v_dot.mT, segments_k)))
+    order, count = visited(masked, of_keys=False)
+    of_keys = tuple(map(_flat, (k, v.mT, k_dot, v_dot.mT)))
 
     def of_queries(_: None, one: tuple[Array, ...]) -> tuple[None, Array]:
-        number, q, q_dot, out, normaliser, segments_q, start, stop = one
+        number, q, q_dot, out, normaliser, order, count = one
         row, i = number // blocks, number % blocks
 
-        def meet(j: Array, so_far: tuple[Array, Array]) -> tuple[Array, Array]:
+        def meet(turn: Array, so_far: tuple[Array, Array]) -> tuple[Array, Array]:
             moved, total = so_far
-            key, value, key_dot, value_dot, segment = (
+            j = order[turn]
+            key, value, key_dot, value_dot = (
                 _at(x, row * num_keys + j) for x in of_keys
             )
-            s, slope = _logits(
-                *(key, q, columns[i], j, segments_q, segment, masked[3]), form=form
-            )
+            s, slope = _logits(key, q, masked, row, i, j, form=form)
             p = jnp.exp(s - normaliser[:, None])
             s_dot = (_product(key, q_dot) + _product(key_dot, q)) * slope
             weight = p * s_dot
@@ -130,12 +134,12 @@ def tangent(residuals: Any, tangents: Blocks, *, form: Form) -> Array:
             jnp.zeros((kv_heads, queries), jnp.float32),
         )
         with jax.named_scope(KEY_BLOCKS):
-            moved, total = jax.lax.fori_loop(start, stop, meet, none)
+            moved, total = jax.lax.fori_loop(0, count, meet, none)
         return None, (moved - out * total[:, None]).astype(v.dtype)
 
     every = (
         *(_numbers(rows * blocks), _flat(q.mT), _flat(q_dot.mT), _flat(out.mT)),
-        *(_flat(normaliser), _flat(segments_q), start, stop),
+        *(_flat(normaliser), order, count),
     )
     _, out_dot = jax.lax.scan(of_queries, None, every)
     return out_dot.reshape(rows, blocks, *out_dot.shape[1:]).mT.astype(q.dtype)
@@ -157,27 +161,23 @@ def backward(residuals: Any, gradient: Array | None, *, form: Form) -> Blocks:
     assert gradient is not None
     (q, k, v), masked, out, normaliser = residuals
     rows, blocks, *_ = q.shape
-    segments_q, segments_k, columns, _ = masked
     num_keys = k.shape[1]
     share = (gradient.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)
-    start, stop = visited(masked, of_keys=True)
-    of_queries = tuple(
-        map(_flat, (q, q.mT, gradient, gradient.mT, normaliser, share, segments_q))
-    )
+    order, count = visited(masked, of_keys=True)
+    of_queries = tuple(map(_flat, (q, q.mT, gradient, gradient.mT, normaliser, share)))
 
     def of_keys(of_q: Array, one: tuple[Array, ...]) -> tuple[Array, Any]:
-        number, k, transposed, v, segments_k, start, stop = one
+        number, k, transposed, v, order, count = one
         row, j = number // num_keys, number % num_keys
 
-        def meet(i: Array, so_far: tuple[Array, ...]) -> tuple[Array, ...]:
+        def meet(turn: Array, so_far: tuple[Array, ...]) -> tuple[Array, ...]:
             of_q, of_k, of_v = so_far
+            i = order[turn]
             place = row * blocks + i
-            query, query_t, grad, grad_t, normaliser, share, segment = (
+            query, query_t, grad, grad_t, normaliser, share = (
                 _at(x, place) for x in of_queries
             )
-            s, slope = _logits(
-                *(k, query_t, columns[i], j, segment, segments_k, masked[3]), form=form
-            )
+            s, slope = _logits(k, query_t, masked, row, i, j, form=form)
             p = jnp.exp(s - normaliser[:, None])
             of_s = p * (_product(v, grad_t) - share[:, None]) * slope
             of_s = of_s.astype(q.dtype)
@@ -189,12 +189,12 @@ def backward(residuals: Any, gradient: Array | None, *, form: Form) -> Blocks:
 
         zero = jnp.zeros(k.shape, jnp.float32)
         with jax.named_scope(QUERY_BLOCKS):
-            of_q, of_k, of_v = jax.lax.fori_loop(start, stop, meet, (of_q, zero, zero))
+            of_q, of_k, of_v = jax.lax.fori_loop(0, count, meet, (of_q, zero, zero))
         return of_q, (of_k.astype(k.dtype), of_v.astype(v.dtype))
 
     every = (
         *(_numbers(rows * num_keys), _flat(k), _flat(k.mT), _flat(v)),
-        *(_flat(segments_k), start, stop),
+        *(order, count),
     )
     of_q = jnp.zeros(of_queries[1].shape, jnp.float32)
     of_q, (of_k, of_v) = jax.lax.scan(of_keys, of_q, every)
@@ -205,22 +205,22 @@ def backward(residuals: Any, gradient: Array | None, *, form: Form) -> Blocks:
 def _logits(
     key: Array,
     query: Array,
-    column_q: Array,
+    masked: Masked,
+    row: Array,
+    i: Array,
     j: Array,
-    segments_q: Array,
-    segments_k: Array,
-    window: Array,
     *,
     form: Form,
 ) -> tuple[Array, Array | float]:
-    """Logits of key block j [K, k, d] and queries [K, d, Q], and ds / d(q·k).
-
-    Args:
-      column_q: i32[Q / G], of the queries.
+    """Logits of key block j [K, k, d] and query block i [K, d, Q], and ds / d(q·k).
 
     Returns:
       f32[K, k, Q], `HIDDEN` where masked; the slope of what is not.
     """
+    segments_q, prefixes_q = (
+        _block(x, row, i) for x in (masked.segments_q, masked.prefixes_q)
+    )
+    segments_k = _block(masked.segments_k, row, j)
     count = segments_k.shape[0]
     group = query.shape[-1] // segments_q.shape[0]
     s = _product(key, query) * form.scale
@@ -228,10 +228,10 @@ def _logits(
     if form.softcap is not None:
         bent = jnp.tanh(s / form.softcap)
         s, slope = form.softcap * bent, form.scale * (1 - jnp.square(bent))
-    distance = column_q[None, :] - (j * count + _numbers(count))[:, None]
-    seen = (distance >= 0) & (distance < window)
-    seen &= segments_q[None, :] == segments_k[:, None]
-    seen &= (segments_k > 0)[:, None]
+    distance = _at(masked.columns, i)[None, :] - (j * count + _numbers(count))[:, None]
+    seen = segments_q[None, :] == segments_k[:, None]
+    seen |= prefixes_q[None, :] == segments_k[:, None]
+    seen &= (segments_k > 0)[:, None] & (distance >= 0) & (distance < masked.window)
     return jnp.where(jnp.tile(seen, (1, group))[None], s, HIDDEN), slope
 
 
@@ -241,29 +241,28 @@ def _product(a: Array, b: Array) -> Array:
 
 
 def visited(masked: Masked, *, of_keys: bool) -> tuple[Array, Array]:
-    """The range of key blocks that each query block meets, or the other way round.
+    """The key blocks that each query block meets, or the other way round.
 
     Returns:
-      i32[B · n] each, the first block and the one after the last; with `of_keys`
-      i32[B · m], of query blocks.
+      i32[B · n, m], their numbers, rising, before those of the others; i32[B · n], how
+      many they are. With `of_keys` i32[B · m, n] and i32[B · m].
     """
-    segments_q, segments_k, columns, window = masked
-    (first_q, last_q), (first_k, last_k) = (
-        _bounds(segments) for segments in (segments_q, segments_k)
-    )
-    met = (first_q[:, :, None] <= last_k[:, None, :]) & (
-        first_k[:, None, :] <= last_q[:, :, None]
-    )
-    count = segments_k.shape[2]
-    column_k = count * _numbers(segments_k.shape[1])[None, :]
-    met &= (column_k <= columns[:, -1:])[None]
-    met &= (columns[:, :1] - (column_k + count - 1) < window)[None]
+    column_k = masked.segments_k.shape[2] * _numbers(masked.segments_k.shape[1])
+    last_k = column_k + masked.segments_k.shape[2] - 1
+    first_q, last_q = masked.columns[:, :1], masked.columns[:, -1:]
+    within = (column_k[None, :] <= last_q) & (first_q - last_k[None, :] < masked.window)
+    least, largest = _bounds(masked.segments_k)
+    met = jnp.zeros((), bool)
+    for seen in (masked.segments_q, masked.prefixes_q):
+        first, last = _bounds(seen)
+        met |= (first[:, :, None] <= largest[:, None, :]) & (
+            least[:, None, :] <= last[:, :, None]
+        )
+    met &= within[None]
     if of_keys:
         met = met.swapaxes(1, 2)
-    number = _numbers(met.shape[2])
-    start = jnp.where(met, number[None, None], met.shape[2]).min(axis=2)
-    stop = jnp.where(met, number[None, None] + 1, 0).max(axis=2)
-    return start.reshape(-1), stop.reshape(-1)
+    order = jnp.argsort(~met, axis=2, stable=True).astype(jnp.int32)
+    return _flat(order), _flat(met.sum(axis=2, dtype=jnp.int32))
 
 
 def _bounds(segments: Array) -> tuple[Array, Array]:
@@ -280,6 +279,12 @@ def _flat(x: Array) -> Array:
 
 def _at(x: Array, place: Array) -> Array:
     return jax.lax.dynamic_index_in_dim(x, place, keepdims=False)
+
+
+def _block(x: Array, row: Array, number: Array) -> Array:
+    """[B, n, w] -> [w], block `number` of a row."""
+    width = x.shape[2]
+    return jax.lax.dynamic_slice(x, (row, number, 0), (1, 1, width)).reshape(width)
 
 
 def _numbers(count: int) -> Array:

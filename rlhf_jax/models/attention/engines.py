@@ -42,20 +42,23 @@ def attend(
       In the shape and dtype of query; finite at padding.
 
     Raises:
-      InputError: texts share a prefix, which only xla can compute, and not of columns
-        that are cut; or the engine cannot compute a cut row.
+      InputError: texts share a prefix, which splash cannot compute, and no engine of
+        columns that are cut; or the engine cannot compute a cut row.
     """
     engine, _ = engine_choice.choose(model, columns=mask.columns)
     if mask.cut is not None:
         engine_choice.refuse_context(engine)
     if engine == "xla" and mask.cut is None:
         return attend_xla(query, keys_values, mask=mask)
-    if mask.prefixes is not None:
+    if mask.prefixes is not None and mask.cut is not None:
         raise InputError(
-            f"expected attention xla for texts that share a prefix, got {engine}; "
-            f"choose xla, or let no texts share one"
-            if mask.cut is None
-            else f"expected a mesh without a context axis for texts that share a "
-            f"prefix, got context={mask.cut.count}; let no texts share one"
+            f"expected a mesh without a context axis for texts that share a prefix, "
+            f"got context={mask.cut.count}; let no texts share one"
+        )
+    if mask.prefixes is not None and engine not in engine_choice.PREFIXES:
+        raise InputError(
+            f"expected attention {', '.join(engine_choice.PREFIXES)} for texts that "
+            f"share a prefix, got {engine}; choose one of them, or let no texts share "
+            f"one"
         )
     return attend_per_device(query, keys_values, mask=mask, engine=ENGINES[engine])

@@ -64,10 +64,17 @@ def attend_per_device(
     traced = () if static is mask.window else (mask.window,)
 
     def local(
-        query: Array, keys_values: KeyValue, segments: Array, window: tuple[Array, ...]
+        query: Array,
+        keys_values: KeyValue,
+        texts: tuple[Array, Array | None],
+        window: tuple[Array, ...],
     ) -> Array:
+        segments, prefixes = texts
         own = dataclasses.replace(
-            mask, segments=segments, window=window[0] if window else static
+            mask,
+            segments=segments,
+            prefixes=prefixes,
+            window=window[0] if window else static,
         )
         if mask.cut is not None:
             own = dataclasses.replace(own, share=jax.lax.axis_index(axes.CONTEXT_AXIS))
@@ -75,7 +82,7 @@ def attend_per_device(
             keys_values = key, value
         return engine(query, keys_values, mask=own)
 
-    arguments: Any = query, keys_values, mask.segments, traced
+    arguments: Any = query, keys_values, (mask.segments, mask.prefixes), traced
     specs = by_head, by_head, by_row, PartitionSpec()
     if AxisType.Explicit in mesh.axis_types:
         arguments = tuple(map(_resharded, arguments, specs))

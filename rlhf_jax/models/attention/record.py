@@ -33,7 +33,7 @@ class AttentionMask:
 
     segments: Array  # i32[B, S], the text that each column is of; 0 is padding
     # i32[B, S], a text further left that each column sees too, such as a prompt that
-    # several responses share; 0 is none. For xla alone, and without a window.
+    # several responses share; 0 is none. Not for splash, a window or a cut.
     prefixes: Array | None = None
     # Columns that are attended to, its own included; i32[] where it differs between
     # the layers of a loop; None is all.
@@ -72,6 +72,12 @@ class AttentionMask:
         if self.share is None:
             return self.segments[:, self.columns - queries :]
         return jnp.take(self.segments, self.query_columns(queries), axis=1)
+
+    def query_prefixes(self, queries: int) -> Array:
+        """i32[B, T], the prefixes of the queries, 0 without any."""
+        if self.prefixes is None:
+            return jnp.zeros_like(self.query_segments(queries))
+        return self.prefixes[:, self.columns - queries :]
 
     def first_columns(self, count: int) -> AttentionMask:
         """The record of the first `count` columns alone."""
@@ -145,6 +151,6 @@ def allowed(mask: AttentionMask, *, queries: int) -> Array:
         within &= distance < mask.window
     same = of_queries[:, :, None] == segments[:, None, :]
     if mask.prefixes is not None:
-        first = mask.columns - queries
-        same |= mask.prefixes[:, first:, None] == segments[:, None, :]
+        prefixes = mask.query_prefixes(queries)
+        same |= prefixes[:, :, None] == segments[:, None, :]
     return within[None] & same & (segments > 0)[:, None, :]

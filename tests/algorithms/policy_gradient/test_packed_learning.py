@@ -314,9 +314,11 @@ def test_families(model, remat):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("attention", ["xla", "blockwise"])
 @pytest.mark.parametrize("model", [toys.GPT2, tiny.LLAMA])
-def test_a_prompt_that_a_group_shares(model):
+def test_a_prompt_that_a_group_shares(model, attention):
     """Run once per packed row, with the gradient of all responses that see it."""
+    params, model = toys.params(model), dataclasses.replace(model, attention=attention)
     recipe = dataclasses.replace(GROUPS, model=model, num_minibatches=1)
     batched = experience(model.vocab_size)
     # The prompts of a group are those of its first row.
@@ -328,7 +330,7 @@ def test_a_prompt_that_a_group_shares(model):
     alone = packing(recipe, key=KEY)
     occupied = (np.asarray(packed.batch.packing.source) >= 0).sum()
     assert occupied < (np.asarray(alone.batch.packing.source) >= 0).sum()
-    policy = jax.tree.map(lambda x: 0.5 * x, toys.params(model))
+    policy = jax.tree.map(lambda x: 0.5 * x, params)
     moves, _ = updated(recipe, policy, packed, batched=batched)
     close(moves, updated(recipe, policy, None, batched=batched)[0])
 

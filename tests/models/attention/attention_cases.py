@@ -17,6 +17,8 @@ SEGMENTS[0, 6:] = 1
 SEGMENTS[1, :20] = 1
 SEGMENTS[2] = 1
 SEGMENTS[3, 1:9], SEGMENTS[3, 9:10], SEGMENTS[3, 10:27] = 1, 2, 3
+# The second and the third of the packed texts go on from the first.
+PREFIXES = np.where(SEGMENTS > 1, 1, 0).astype(np.int32)
 CASES = {
     # heads, key heads, queries, and the mask's options
     "causal": (2, 2, SIZE, {}),
@@ -25,6 +27,7 @@ CASES = {
         {"window": 4, "softcap": 1.5, "scale": 0.7},
     ),
     "later queries, traced window": (4, 1, 18, {"window": np.int32(9)}),
+    "shared prefix": (4, 2, SIZE, {"prefixes": PREFIXES}),
 }
 
 
@@ -53,6 +56,7 @@ def expected(name):
         scale=options.get("scale", query.shape[-1] ** -0.5),
         softcap=options.get("softcap"),
         gradient=gradient,
+        prefixes=options.get("prefixes"),
     )
 
 

@@ -17,33 +17,51 @@ from rlhf_jax.models.attention import (
     attend_xla,
     blockwise_passes,
 )
+from rlhf_jax.models.attention.blockwise_passes import Masked
 from rlhf_jax.models.attention.per_device import attend_per_device
 
 
-def visited(segments, *, window=None, block=4, of_keys=False):
-    """The range of blocks that each block meets."""
-    segments = jnp.asarray(segments, jnp.int32).reshape(1, -1, block)
-    window = jnp.int32(segments.size if window is None else window)
-    columns = jnp.arange(segments.size, dtype=jnp.int32).reshape(segments.shape[1:])
-    start, stop = blockwise_passes.visited(
-        (segments, segments, columns, window), of_keys=of_keys
+def visited(segments, *, prefixes=None, window=None, block=4, of_keys=False):
+    """The blocks that each block meets."""
+    segments, prefixes = (
+        jnp.asarray(x, jnp.int32).reshape(1, -1, block)
+        for x in (segments, 0 * segments if prefixes is None else prefixes)
     )
-    return [(int(a), int(b)) for a, b in zip(start, stop, strict=True) if a < b]
+    masked = Masked(
+        segments_q=segments,
+        prefixes_q=prefixes,
+        segments_k=segments,
+        columns=jnp.arange(segments.size, dtype=jnp.int32).reshape(-1, block),
+        window=jnp.int32(segments.size if window is None else window),
+    )
+    order, count = blockwise_passes.visited(masked, of_keys=of_keys)
+    return [
+        [int(one) for one in blocks[:many]]
+        for blocks, many in zip(order, count, strict=True)
+    ]
 
 
 def test_blocks_that_the_mask_hides_are_skipped():
-    one = np.ones(16)
-    assert visited(one) == [(0, 1), (0, 2), (0, 3), (0, 4)]
-    assert visited(one, of_keys=True) == [(0, 4), (1, 4), (2, 4), (3, 4)]
+    one = np.ones(16, int)
+    assert visited(one) == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]
+    assert visited(one, of_keys=True) == [[0, 1, 2, 3], [1, 2, 3], [2, 3], [3]]
     # Of column 4 a window of 4 reaches column 1, and one of 1 its own.
-    assert visited(one, window=4) == [(0, 1), (0, 2), (1, 3), (2, 4)]
-    assert visited(one, window=1) == [(0, 1), (1, 2), (2, 3), (3, 4)]
+    assert visited(one, window=4) == [[0], [0, 1], [1, 2], [2, 3]]
+    assert visited(one, window=1) == [[0], [1], [2], [3]]
     # Texts of 8, 3 and 4 columns, and one of padding.
     packed = np.repeat([1, 2, 3, 0], [8, 3, 4, 1])
-    assert visited(packed) == [(0, 1), (0, 2), (2, 3), (2, 4)]
-    assert visited(packed, of_keys=True) == [(0, 2), (1, 2), (2, 4), (3, 4)]
+    assert visited(packed) == [[0], [0, 1], [2], [2, 3]]
+    assert visited(packed, of_keys=True) == [[0, 1], [1], [2, 3], [3]]
     # Blocks of padding alone meet none.
-    assert visited(np.repeat([0, 1], [8, 8])) == [(2, 3), (2, 4)]
+    assert visited(np.repeat([0, 1], [8, 8])) == [[], [], [2], [2, 3]]
+
+
+def test_responses_to_one_prompt_do_not_visit_each_other():
+    segments, prefixes = np.repeat([[1, 2, 3], [0, 1, 1]], [4, 8, 4], axis=1)
+    found = visited(segments, prefixes=prefixes)
+    assert found == [[0], [0, 1], [0, 1, 2], [0, 3]]
+    found = visited(segments, prefixes=prefixes, of_keys=True)
+    assert found == [[0, 1, 2, 3], [1, 2], [2], [3]]
 
 
 def test_holes_in_a_mask_are_those_of_xla():
@@ -104,12 +122,13 @@ def test_devices_compute_their_own_rows_and_heads(kv_heads):
     rng = np.random.default_rng(0)
     query, weights = rng.normal(size=(2, 4, 4, 24, 4)).astype(np.float32)
     key, value = rng.normal(size=(2, 4, kv_heads, 24, 4)).astype(np.float32)
-    segments = np.array([[1] * 24, [0] * 9 + [1] * 15] * 2, np.int32)
+    segments = np.array([[1] * 24, [0] * 9 + [1] * 9 + [2] * 6] * 2, np.int32)
+    prefixes = jnp.asarray(segments // 2)
     engine = functools.partial(attend_blockwise, block=8)
 
     def with_gradient(engine, window):
         def total(query, key, value, segments, window):
-            mask = AttentionMask(segments=segments, window=window)
+            mask = AttentionMask(segments=segments, prefixes=prefixes, window=window)
             return (engine(query, (key, value), mask=mask) * weights).sum()
 
         return jax.jit(jax.value_and_grad(total, (0, 1, 2)))(
