@@ -237,6 +237,9 @@ def test_what_does_not_fit_is_refused():
     arrays = {**ARRAYS, "logprobs": RECORDED["logprobs"], "mask": MASK}
     with pytest.raises(InputError, match="ratio_level: expected 'token' or"):
         PPO(**arrays, ratio_level="prompt")
+    flat = {"mask": jnp.ones(4, bool), "ratio_level": "sequence"}
+    with pytest.raises(ValueError, match="mask"):  # responses need rows
+        ratios.at_level(jnp.zeros(4), **flat)
     with pytest.raises(InputError, match=r"clip_range_high: expected .* above 0"):
         CISPO(**arrays | {"clip_range_high": 0.0})
     with pytest.raises(InputError, match="negative_temperature: expected"):

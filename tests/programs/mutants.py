@@ -156,8 +156,11 @@ def stages(mutant: mutations.Mutant, tests: dict) -> list[list[tuple[str, float]
         return 2 if file.parts[1] == mirror.parts[1] else 3
 
     steps = defaultdict(list)
+    unreached = not any(reaches(test["statements"]) for test in tests.values())
     for file, names in files.items():
         near = {name for name in names if reaches(tests[name]["statements"])}
+        if mutant.statement is None and unreached and distance(file) < 2:
+            near = set(names)  # of a module without a function, such as a recipe
         # What one test traces under `jit`, and reaches, others of its file run.
         far = set(names) - near if near else set()
         for more, chosen in ((0, near), (LATER, far)):

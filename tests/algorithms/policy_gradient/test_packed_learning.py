@@ -150,7 +150,6 @@ def padded():
     return learned(None)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "max_tokens", [pytest.param(None, marks=pytest.mark.slow), COLUMNS]
 )

@@ -161,6 +161,35 @@ def test_the_loss_is_told_the_values_and_the_responses_of_a_minibatch(
     assert means["responses"] == 3
 
 
+def test_adapters_are_read_over_their_base_wherever_they_are_read():
+    """Traced and not run: without its base an adapter is no model."""
+    lora = LoRA(rank=2)
+    recipe = dataclasses.replace(BASE, lora=lora)
+
+    def iterate(base, prompts, key):
+        train = state.ppo_state(
+            policy=init(key, model=toys.GPT2, lora=lora),
+            critic=from_base(key, model=toys.GPT2, lora=lora),
+            policy_optimizer=recipe.policy_optimizer,
+            critic_optimizer=recipe.critic_optimizer,
+            kl=kl_control.fixed(0.1),
+        )
+        return train, ppo.iteration(
+            train,
+            prompts=prompts,
+            reference=base,
+            base=base,
+            reward=reward,
+            key=key,
+            recipe=recipe,
+        )
+
+    before, (after, *_) = jax.eval_shape(
+        iterate, toys.freeze(POLICY), toys.prompts(), KEY
+    )
+    assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, before)
+
+
 def test_values_are_those_of_the_state():
     rollout = toys.sampled(POLICY)
     found = critic_apart.values(CRITIC, rollout=rollout, recipe=BASE)
