@@ -115,6 +115,25 @@ def test_a_row_that_the_verifier_cannot_read_is_named(files, tmp_path, capsys):
         assert f"rows.jsonl:1: expected a field {field!r}, got 'question'" in message
 
 
+@pytest.mark.slow
+def test_a_verifier_that_scores_nothing_is_told_before_anything_is_written(
+    files, tmp_path, capsys, own_module
+):
+    """As one that takes lists does, such as a reward of `rlhf-jax ppo`."""
+    with (own_module / "own_verifiers.py").open("a") as file:
+        file.write("\ndef of_lists(prompts, responses, rows):\n")
+        file.write("    return [1.0] * len(responses)\n")
+    out = tmp_path / "run"
+    argv = ("--verifier=own_verifiers:of_lists", "--out", out, "--no-progress")
+    with pytest.raises(SystemExit) as stop:
+        play(rlhf_jax.train.grpo, out, *files, *argv)
+    assert stop.value.code == 1
+    message = capsys.readouterr().err
+    assert "got none for 8 of 8 (the warning above says why)" in message
+    assert "which is not a number for prompt" in message
+    assert not out.exists()
+
+
 def test_a_run_recorded_without_the_option_goes_on(tmp_path):
     """And only with the verifier that it had."""
     argv = (*NEEDED[1:], f"--out={tmp_path / 'run'}")

@@ -22,7 +22,7 @@ from rlhf_jax.train.grpo import redraws
 from rlhf_jax.train.grpo.options import VerifiedConfig
 from rlhf_jax.train.grpo.programs import Programs, accuracy, make_algorithm
 from rlhf_jax.train.grpo.questions import read_questions
-from rlhf_jax.train.grpo.verifier import make_verifier
+from rlhf_jax.train.grpo.verifier import make_verifier, require_some
 from rlhf_jax.train.start import load_start
 from rlhf_jax.verification.pool import PooledReward, VerifierPool
 
@@ -143,6 +143,7 @@ def main(options: VerifiedConfig) -> None:
             scores, ref_logprobs, packing = programs.score(
                 rollout, reference=reference, reward=reward, key=first_key
             )
+            require_some(scores, options=options)
             return {
                 "scores": scores,
                 "ref_logprobs": ref_logprobs,

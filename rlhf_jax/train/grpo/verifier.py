@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.devices import processes
+from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.roles.rewards import verifiers
+from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.roles.rewards.verifiers import Verifier
 from rlhf_jax.runs import command_line
 from rlhf_jax.train.grpo.options import VerifiedConfig
@@ -40,6 +42,26 @@ def make_verifier(options: VerifiedConfig) -> Verifier:
         )
     _refuse(options, "--answer-field", field, default="answer")
     return command_line.load_function(name)
+
+
+def require_some(scores: Scores, *, options: VerifiedConfig) -> None:
+    """Stops a run whose verifier scores no response of the first batch.
+
+    Args:
+      scores: of the first batch, with `parts["failed"]`.
+      options: of the run.
+
+    Raises:
+      StopError: every response failed.
+    """
+    failed = processes.whole(scores.parts["failed"])
+    if failed.all():
+        raise StopError(
+            f"--verifier {options.verifier}: expected a number for some response of "
+            f"the first batch, got none for {failed.size} of {failed.size} (the "
+            f"warning above says why); mend it: a function of your own is "
+            f"verify(prompt, response, row) -> float"
+        )
 
 
 def _refuse(options: VerifiedConfig, option: str, value: Any, *, default: str) -> None:
