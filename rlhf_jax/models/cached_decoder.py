@@ -7,13 +7,13 @@ more than the layer itself. This takes a second copy of them while tokens are dr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import traverse_util
 
 from rlhf_jax.models import blocks, decoder, leaves
-from rlhf_jax.models.attention import Cached
+from rlhf_jax.models.attention import Cached, Pages
 from rlhf_jax.models.caches import near
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.layers import unstack
@@ -21,6 +21,13 @@ from rlhf_jax.models.positions import angles
 
 Array = jax.Array
 Params = Any
+
+
+class Paged(NamedTuple):
+    """Where keys and values lie whose columns are those of pages."""
+
+    everything: Pages  # of layers that see all columns
+    window: Pages  # of local layers
 
 
 def layers_to_decode(
@@ -56,9 +63,9 @@ def decode_step(
     model: ModelConfig,
     tokens: Array,
     positions: Array,
-    attend: Array,
+    attend: Array | Paged,
     caches: Sequence[Cached],
-    column: Array,
+    column: Array | int,
 ) -> tuple[Array, tuple[Cached, ...]]:
     """One token for every row, against the cache.
 
@@ -66,20 +73,25 @@ def decode_step(
       params: the parameters; their stacked "layers" are not read.
       layers: from `layers_to_decode`.
       tokens, positions: i32[B], the new token and how many stand before it.
-      attend: bool[B, W], cached columns that the new token may see, its own included.
-      caches: per layer the keys and values, as `caches.py` has them.
-      column: i32[], the number of the new token's column.
+      attend: bool[B, W], cached columns that the new token may see, its own included;
+        or the pages that it sees.
+      caches: per layer the keys and values, as `caches.py` has them, or pages.
+      column: i32[], the number of the new token's column; not read of pages.
 
     Returns:
       Hidden states [B, D] after the final norm, in `model.dtype`, and the caches with
       the new column written.
     """
     at = positions[:, None]
-    everything = attend[:, None], angles(at, model=model)
+    paged, everything = isinstance(attend, Paged), angles(at, model=model)
+    everything = attend.everything if paged else attend[:, None], everything
     window = everything
     if model.sliding_window is not None:
-        visible = near(attend, window=model.sliding_window, column=column)
-        window = visible[:, None], angles(at, model=model, local=True)
+        if paged:
+            visible = attend.window
+        else:
+            visible = near(attend, window=model.sliding_window, column=column)[:, None]
+        window = visible, angles(at, model=model, local=True)
     x = decoder.embed(params, model=model, tokens=tokens[:, None], positions=at)
     updated = []
     for number, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
@@ -90,7 +102,7 @@ def decode_step(
             mask=visible,
             rotary=rotary,
             cache=cache,
-            column=column % cache[0].shape[2],
+            column=0 if paged else column % cache[0].shape[2],
         )
         updated.append(cache)
     return decoder.final_norm(params, x, model=model)[:, 0], tuple(updated)

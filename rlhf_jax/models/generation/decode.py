@@ -28,8 +28,9 @@ from rlhf_jax.models import cached_decoder, heads
 from rlhf_jax.models.caches import growing_widths, placed, widened
 from rlhf_jax.models.chunked_prefill import prefill
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.generation.continuous_batching import Responses, respond
+from rlhf_jax.models.generation.continuous_batching import respond
 from rlhf_jax.models.generation.decoding import Decoding, Generated, append
+from rlhf_jax.models.generation.places import Responses
 from rlhf_jax.models.generation.sampling import Shaping
 from rlhf_jax.models.layers import unstack
 
