@@ -65,7 +65,7 @@ def decode_step(
     positions: Array,
     attend: Array | Paged,
     caches: Sequence[Cached],
-    column: Array | int,
+    column: Array,
 ) -> tuple[Array, tuple[Cached, ...]]:
     """One token for every row, against the cache.
 
@@ -83,11 +83,10 @@ def decode_step(
       the new column written.
     """
     at = positions[:, None]
-    paged, everything = isinstance(attend, Paged), angles(at, model=model)
-    everything = attend.everything if paged else attend[:, None], everything
-    window = everything
+    far = attend.everything if isinstance(attend, Paged) else attend[:, None]
+    everything = window = far, angles(at, model=model)
     if model.sliding_window is not None:
-        if paged:
+        if isinstance(attend, Paged):
             visible = attend.window
         else:
             visible = near(attend, window=model.sliding_window, column=column)[:, None]
@@ -95,14 +94,14 @@ def decode_step(
     x = decoder.embed(params, model=model, tokens=tokens[:, None], positions=at)
     updated = []
     for number, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
-        visible, rotary = window if model.is_local(number) else everything
+        mask, rotary = window if model.is_local(number) else everything
         x, cache = blocks.Block(model).apply(
             {"params": leaves.read(layer)},
             x,
-            mask=visible,
+            mask=mask,
             rotary=rotary,
             cache=cache,
-            column=0 if paged else column % cache[0].shape[2],
+            column=column % cache[0].shape[2],
         )
         updated.append(cache)
     return decoder.final_norm(params, x, model=model)[:, 0], tuple(updated)

@@ -26,6 +26,7 @@ Cache = Literal["same", "int8"]
 """How decoding keeps keys and values: in the compute dtype, or in int8 with a scale for
 each vector of a head (`attention/cache.py`)."""
 
+PAGE_SIZE = 64  # columns of a page of keys and values, unless another is chosen
 Attention = Literal["auto", "xla", "blockwise", "splash", "cudnn"]
 """What computes the attention of whole sequences (decoding always takes XLA).
 
@@ -105,7 +106,7 @@ class ModelConfig:
     # Of continuous batching: pages that all rows share for keys and values; None gives
     # every row its own columns.
     cache_pages: int | None = None
-    page_size: int = 64  # columns of such a page
+    page_size: int = PAGE_SIZE  # columns of such a page
     prefill_chunk: int | None = None  # columns of prompts at a time; None is all
     transposed_rows: int = (
         0  # most tokens at a time decoded by `layout.transposed_product`

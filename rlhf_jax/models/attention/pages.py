@@ -20,6 +20,7 @@ Source: pages are those of Kwon et al. 2023 (PagedAttention), arXiv:2309.06180, 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import flax.struct
 import jax
@@ -134,7 +135,7 @@ def attend_to_pages(
     lowest = -0.7 * jnp.finfo(jnp.float32).max
     logits = jnp.where(seen, logits, lowest)
 
-    def of_rows(x: Array, absent: float) -> Array:
+    def of_rows(x: Array, absent: Any) -> Array:
         """[B, J, ...]: of every page of a row, or `absent`."""
         return x.at[pages.table].get(mode="fill", fill_value=absent)
 

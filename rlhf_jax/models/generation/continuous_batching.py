@@ -88,21 +88,17 @@ def respond(
             f"to {rows} (all rows), got {places}; choose one of these, or None for a "
             f"place for every row"
         )
-    arriving = refill_size(places, group_size=group_size)
+    arriving = prompts_at_a_time(
+        model,
+        places=places,
+        prompt=prompt_size,
+        new=max_new_tokens,
+        group_size=group_size,
+    )
     ring = prompt_size + max_new_tokens - 1  # the last token is never run
     paged = model.cache_pages is not None
     if model.cache_pages is not None:
         paged_caches.check(model, longest=ring, places=places)
-        arriving = min(
-            arriving,
-            page_table.arrivals_at_most(
-                model.cache_pages,
-                size=model.page_size,
-                prompt=prompt_size,
-                new=max_new_tokens,
-                group_size=group_size,
-            ),
-        )
     layers = cached_decoder.layers_to_decode(params, model=model, rows=places)
 
     def draw(
@@ -174,51 +170,40 @@ def respond(
         return draw(logits, state, predicted=mask[:, -1])
 
     def advance(state: Places, column: Array) -> Places:
-        """Runs the token drawn last, in `column`, and draws the next."""
-        if state.pages is not None:
-            return advance_in_pages(state, state.pages)
-        assert state.attend is not None
-        attend = jax.lax.dynamic_update_slice_in_dim(
-            state.attend, state.alive[:, None], column % ring, axis=1
-        )
+        """Runs the token drawn last, in `column` or its page, and draws the next."""
+        pages, attend, going = state.pages, state.attend, None
+        if pages is not None:
+            pages, going = page_table.grant(pages, alive=state.alive)
+            seen = paged_caches.seen(pages, model=model, longest=ring, going=going)
+        else:
+            assert attend is not None
+            attend = seen = jax.lax.dynamic_update_slice_in_dim(
+                attend, state.alive[:, None], column % ring, axis=1
+            )
         lengths = state.responses.lengths
         last = jnp.take_along_axis(
             state.responses.tokens, jnp.maximum(lengths - 1, 0)[:, None], axis=1
-        )
+        )[:, 0]
+        if pages is not None:
+            positions = pages.tokens
+        else:
+            assert attend is not None
+            positions = jnp.maximum(attend.sum(axis=1, dtype=jnp.int32) - 1, 0)
         hidden, caches = cached_decoder.decode_step(
             params,
             layers=layers,
             model=model,
-            tokens=last[:, 0],
-            positions=jnp.maximum(attend.sum(axis=1, dtype=jnp.int32) - 1, 0),
-            attend=attend,
+            tokens=last,
+            positions=positions,
+            attend=seen,
             caches=state.caches,
             column=column,
         )
         state = dataclasses.replace(state, attend=attend, caches=caches)
-        return draw(heads.logits(params, hidden, model=model, spread=True), state)
-
-    def advance_in_pages(state: Places, pages: page_table.PageTable) -> Places:
-        """The same, of rows that have a column in a page."""
-        pages, going = page_table.grant(pages, alive=state.alive)
-        lengths = state.responses.lengths
-        last = jnp.take_along_axis(
-            state.responses.tokens, jnp.maximum(lengths - 1, 0)[:, None], axis=1
-        )
-        hidden, caches = cached_decoder.decode_step(
-            params,
-            layers=layers,
-            model=model,
-            tokens=last[:, 0],
-            positions=pages.tokens,
-            attend=paged_caches.seen(pages, model=model, longest=ring, going=going),
-            caches=state.caches,
-            column=0,
-        )
-        state = dataclasses.replace(state, caches=caches)
         logits = heads.logits(params, hidden, model=model, spread=True)
         state = draw(logits, state, going=going)
-        pages = page_table.advanced(pages, going=going, alive=state.alive)
+        if pages is not None and going is not None:
+            pages = page_table.advanced(pages, going=going, alive=state.alive)
         return dataclasses.replace(state, pages=pages)
 
     def advance_until(
@@ -298,6 +283,32 @@ def respond(
         state = moved(state, size=size, rows=rows, model=model, longest=ring)
         state, column = advance_until(state, column, until=limit)
     return collect(done, state, place=jnp.arange(state.row.shape[0]))
+
+
+def prompts_at_a_time(
+    model: ModelConfig, *, places: int, prompt: int, new: int, group_size: int
+) -> int:
+    """How many prompts come in at once: `refill_size`, or as many as have pages.
+
+    Args:
+      places: C.
+      prompt, new: P and R, columns.
+      group_size: rows of one prompt.
+
+    Raises:
+      InputError: not one group has, with its longest responses.
+    """
+    size = refill_size(places, group_size=group_size)
+    if model.cache_pages is None:
+        return size
+    most = page_table.arrivals_at_most(
+        model.cache_pages,
+        size=model.page_size,
+        prompt=prompt,
+        new=new,
+        group_size=group_size,
+    )
+    return min(size, most)
 
 
 def refill_size(places: int, *, group_size: int) -> int:

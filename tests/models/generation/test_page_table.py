@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import toys
@@ -203,7 +204,7 @@ def test_rows_that_go_on_move_with_their_pages():
 
 
 def test_lengths_of_the_prompts_that_come_next():
-    mask = np.arange(4)[None] >= np.array([[3], [0], [2], [4], [1]])
+    mask = jnp.arange(4)[None] >= jnp.array([[2], [4], [2], [1], [3]])
     row = np.arange(6, dtype=np.int32).reshape(3, 2)
     after = page_table.next_lengths(mask, row)
     np.testing.assert_array_equal(after, [[2, 0], [3, -1], [-1, -1]])

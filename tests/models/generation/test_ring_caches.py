@@ -1,4 +1,4 @@
-"""Layers with a sliding window: a ring of its columns against a cache of all columns."""
+"""Layers with a sliding window: a ring of its columns against all columns."""
 
 import dataclasses
 import functools
