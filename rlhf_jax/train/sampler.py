@@ -17,6 +17,8 @@ from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
 from rlhf_jax.checkpoints import frozen_models
 from rlhf_jax.checkpoints.frozen_models import Storage
 from rlhf_jax.devices import row_sharding, sharding
+from rlhf_jax.devices.mesh_shape import ONE_DEVICE, MeshShape
+from rlhf_jax.devices.placement import Placement, SamplerPlacement
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import PAGE_SIZE, Cache
@@ -49,14 +51,21 @@ class SamplerConfig(StartConfig):
     ones; None runs them whole."""
 
     def check_sampler(
-        self, recipe: PolicyRecipe, *, max_new_tokens: int, adapters: bool = False
+        self,
+        recipe: PolicyRecipe,
+        *,
+        max_new_tokens: int,
+        placement: Placement | SamplerPlacement,
+        adapters: bool = False,
     ) -> None:
-        """Raises InputError for pages that are too few or have nothing to share them.
+        """Raises InputError for pages that cannot be on the sampler's mesh.
 
         And where nothing would correct for the sampler's rounding.
         """
         storage = self.sampler_storage
-        self._check_pages(recipe, max_new_tokens=max_new_tokens)
+        alone = placement.sampler.devices == "last"
+        mesh = placement.sampler.mesh or (ONE_DEVICE if alone else placement.policy)
+        self._check_pages(recipe, max_new_tokens=max_new_tokens, mesh=mesh)
         if self.prefill_chunk is not None:
             checks.positive(prefill_chunk=self.prefill_chunk)
         if adapters and storage != frozen_models.COPY:
@@ -82,7 +91,9 @@ class SamplerConfig(StartConfig):
                 f"--recompute-logprobs out"
             )
 
-    def _check_pages(self, recipe: PolicyRecipe, *, max_new_tokens: int) -> None:
+    def _check_pages(
+        self, recipe: PolicyRecipe, *, max_new_tokens: int, mesh: MeshShape
+    ) -> None:
         pages, size = self.sampler_cache_pages, self.sampler_page_size
         checks.positive(sampler_page_size=size)
         if pages is None:
@@ -97,6 +108,12 @@ class SamplerConfig(StartConfig):
                 f"--sampler-cache-pages: expected --continuous-batching with it, whose "
                 f"finished responses free their pages, got {pages} without; give both, "
                 f"or leave it out"
+            )
+        if mesh.data * mesh.fsdp * mesh.context > 1:
+            raise InputError(
+                f"--sampler-cache-pages: expected a mesh for sampling without data, "
+                f"fsdp and context, as tensor=4, since all rows share the pages, got "
+                f"{mesh}; choose another --placement.sampler, or leave it out"
             )
         # A prompt has one token or more, and the last token of a response is not run.
         least = pages_of(max_new_tokens, size=size)

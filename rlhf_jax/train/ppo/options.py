@@ -156,6 +156,7 @@ class Config(PackedConfig, SamplerConfig):
         self.check_sampler(
             self.ppo,
             max_new_tokens=self.max_new_tokens,
+            placement=self.placement,
             adapters=self.lora.lora is not None,
         )
         if self.max_grad_norm is not None:
