@@ -186,13 +186,17 @@ def test_prompts_that_always_fit_together():
 
 def test_rows_that_go_on_move_with_their_pages():
     table = page_table.empty(places=PLACES, pages=9, size=SIZE, longest=LONGEST)
-    place, lengths = np.array([2, 0, 3]), np.array([7, 2, 4])
-    table, page = page_table.admit(table, place=place, lengths=lengths, new=NEW)
+
+    def run(place, lengths, alive):
+        admitted, page = page_table.admit(table, place=place, lengths=lengths, new=NEW)
+        after = page_table.advanced(admitted, going=alive, alive=alive)
+        return page, after, *page_table.moved(after, alive=alive, places=3, pages=7)
+
+    page, after, fewer, source = toys.jit(run)(
+        np.array([2, 0, 3]), np.array([7, 2, 4]), np.array([False, False, True, True])
+    )
     np.testing.assert_array_equal(page[:, :3], [[0, 1, 2], [3, 9, 9], [4, 5, 9]])
-    alive = np.array([False, False, True, True])
-    table = page_table.advanced(table, going=alive, alive=alive)
-    np.testing.assert_array_equal(table.owner, [2, 2, 2, 4, 3, 3, 4, 4, 4])
-    fewer, source = page_table.moved(table, alive=alive, places=3, pages=7)
+    np.testing.assert_array_equal(after.owner, [2, 2, 2, 4, 3, 3, 4, 4, 4])
     np.testing.assert_array_equal(source, [0, 1, 2, 4, 5, 9, 9])
     np.testing.assert_array_equal(fewer.owner, [0, 0, 0, 1, 1, 3, 3])
     np.testing.assert_array_equal(fewer.number[:5], [0, 1, 2, 0, 1])
@@ -204,7 +208,7 @@ def test_rows_that_go_on_move_with_their_pages():
 
 
 def test_lengths_of_the_prompts_that_come_next():
-    mask = jnp.arange(4)[None] >= jnp.array([[2], [4], [2], [1], [3]])
+    mask = jnp.arange(4)[None] >= jnp.array([[3], [0], [2], [4], [1]])
     row = np.arange(6, dtype=np.int32).reshape(3, 2)
     after = page_table.next_lengths(mask, row)
     np.testing.assert_array_equal(after, [[2, 0], [3, -1], [-1, -1]])
