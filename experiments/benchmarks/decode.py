@@ -10,6 +10,8 @@ Three questions, put to a GPT-2 of random weights, in float32:
    batching (`decode.generate`), where the next prompts take the places of finished
    rows. Both draw the same responses, but for a few in a thousand where rounding
    decides which of two tokens is drawn (checked), and take turns in one process.
+   --cache-pages adds continuous batching whose rows share so many pages of keys and
+   values, and the temporary memory of each program by the compiler.
 2. Seconds of a decode step against the rows of a batch, which should grow at most as
    they do.
 3. Seconds of a response against its length, which should grow at most 1.15 times as
@@ -44,7 +46,7 @@ import numpy as np
 from rlhf_jax import config, decode, decoder
 from rlhf_jax.functional import checks
 from rlhf_jax.models import layout
-from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.config import PAGE_SIZE, ModelConfig
 from rlhf_jax.models.generation.decode import Generated
 from rlhf_jax.runs import command_line, report
 from rlhf_jax.runs.folder import open_run, write_summary
@@ -70,6 +72,10 @@ class Config(RunConfig):
     """Rows decoded at a time in 1."""
     batches: int = 8
     """Prompts in the queue of 1, in multiples of those rows; 0 leaves 1 out."""
+    cache_pages: tuple[int, ...] = ()
+    """Pools of pages that rows share in 1, one after another."""
+    page_size: int = PAGE_SIZE
+    """Columns of a page."""
     response_size: int = 64
     """Most tokens of a response in 1, all of it in 2."""
     rows: tuple[int, ...] = (8, 16, 32, 64)
@@ -88,6 +94,7 @@ class Config(RunConfig):
             prompt_size=self.prompt_size,
             continuous_batching=self.continuous_batching,
             response_size=self.response_size,
+            page_size=self.page_size,
             repeats=self.repeats,
         )
 
@@ -150,25 +157,40 @@ def uneven(params: Any, options: Config) -> dict[str, Any]:
         "stop_ids": tuple(range(share)),
     }
     plain = program(params, parts[0], **static)
-    continuous = program(params, queue, continuous_batching=size, **static)
+    pools: dict[str, ModelConfig] = {
+        f"{pages} pages": dataclasses.replace(
+            options.model, cache_pages=pages, page_size=options.page_size
+        )
+        for pages in options.cache_pages
+    }
+    programs = {
+        name: program(
+            params, queue, continuous_batching=size, **static | {"model": model}
+        )
+        for name, model in ({"continuous": options.model} | pools).items()
+    }
 
     def in_batches() -> list[Generated]:
         return [plain(params, **part) for part in parts]
 
-    def in_places() -> Generated:
-        return continuous(params, **queue)
-
-    responses = in_places()
     wanted = jax.tree.map(lambda *leaves: np.concatenate(leaves), *in_batches())
-    check_same(np.asarray(responses.tokens), np.asarray(wanted.tokens))
+    for compiled in programs.values():
+        responses = compiled(params, **queue)
+        check_same(np.asarray(responses.tokens), np.asarray(wanted.tokens))
     tokens = int(wanted.response_mask.sum())
-    seconds = in_turns(
-        {"batches": in_batches, "continuous": in_places}, repeats=options.repeats
-    )
+    runs: dict[str, Run] = {
+        name: functools.partial(compiled, params, **queue)
+        for name, compiled in programs.items()
+    }
+    seconds = in_turns({"batches": in_batches, **runs}, repeats=options.repeats)
     return {
         "mean_length": tokens / len(wanted.tokens),
         "tokens_per_second": {name: tokens / took for name, took in seconds.items()},
         "ratio": seconds["batches"] / seconds["continuous"],
+        "temporary_mib": {
+            name: one.memory_analysis().temp_size_in_bytes / 2**20
+            for name, one in ({"batches": plain} | programs).items()
+        },
     }
 
 
@@ -263,6 +285,7 @@ def main(options: Config) -> None:
             f"Response tokens a second, of {found['mean_length']:.1f} a response",
             [{**speed, "continuous / batches": found["ratio"]}],
         )
+        show("Temporary memory, MiB", [found["temporary_mib"]])
     summary["rows"] = more_rows(params, options)
     show("A step of decoding; growth is beside the rows'", summary["rows"])
     summary["lengths"] = longer(params, options)

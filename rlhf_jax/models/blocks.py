@@ -18,9 +18,12 @@ from rlhf_jax.models import layout
 from rlhf_jax.models.attention import (
     AttentionMask,
     Cached,
+    Pages,
     append,
+    append_to_pages,
     attend,
     attend_to,
+    attend_to_pages,
 )
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.positions import rotate
@@ -125,7 +128,7 @@ class Attention(nn.Module):
         self,
         x: Array,
         *,
-        mask: AttentionMask | Array,
+        mask: AttentionMask | Pages | Array,
         rotary: tuple[Array, Array] | None,
         first: int,
         cache: Cached | None,
@@ -133,7 +136,7 @@ class Attention(nn.Module):
     ) -> tuple[Array, Cached]:
         model = self.model
         whole = isinstance(mask, AttentionMask)
-        rows = mask.rows if whole else mask.shape[0]
+        rows = mask.shape[0] if isinstance(mask, Array) else mask.rows
 
         def heads(name: str, x: Array, count: int) -> Array:
             y = Linear(count * model.head_dim, model.attention_bias, name=name)(x)
@@ -150,10 +153,21 @@ class Attention(nn.Module):
             query = rotate(query, (cos[:, :, first:], sin[:, :, first:]))
             key = rotate(key, rotary)
         keys_values: Cached = key, value
-        if cache is not None:
+        if isinstance(mask, Pages):
+            assert cache is not None
+            keys_values = append_to_pages(cache, (key, value), pages=mask)
+        elif cache is not None:
             keys_values = append(cache, (key, value), column=column)
         if whole:
             y = attend(query, (key, value), mask=mask, model=model)
+        elif isinstance(mask, Pages):
+            y = attend_to_pages(
+                query,
+                keys_values,
+                pages=mask,
+                scale=model.query_scale,
+                softcap=model.attention_softcap,
+            )
         else:
             y = attend_to(
                 query,
@@ -220,7 +234,7 @@ class Block(nn.Module):
     Args of a call:
       x: [B, T, D], in the compute dtype.
       mask: which columns each new token attends to: the record of S columns, or, with
-        a cache, bool[B, T, S].
+        a cache, bool[B, T, S] or the pages of each row.
       rotary: `rotary_table` of the new tokens' positions; None for learned ones.
       first: how many columns to leave out; they are attended to all the same.
       cache: keys and values of the columns so far, with room for one more, or None when
@@ -239,7 +253,7 @@ class Block(nn.Module):
         self,
         x: Array,
         *,
-        mask: AttentionMask | Array,
+        mask: AttentionMask | Pages | Array,
         rotary: tuple[Array, Array] | None,
         first: int = 0,
         cache: Cached | None = None,

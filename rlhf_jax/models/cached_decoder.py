@@ -7,13 +7,13 @@ more than the layer itself. This takes a second copy of them while tokens are dr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import traverse_util
 
 from rlhf_jax.models import blocks, decoder, leaves
-from rlhf_jax.models.attention import Cached
+from rlhf_jax.models.attention import Cached, Pages
 from rlhf_jax.models.caches import near
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.layers import unstack
@@ -21,6 +21,13 @@ from rlhf_jax.models.positions import angles
 
 Array = jax.Array
 Params = Any
+
+
+class Paged(NamedTuple):
+    """Where keys and values lie whose columns are those of pages."""
+
+    everything: Pages  # of layers that see all columns
+    window: Pages  # of local layers
 
 
 def layers_to_decode(
@@ -56,7 +63,7 @@ def decode_step(
     model: ModelConfig,
     tokens: Array,
     positions: Array,
-    attend: Array,
+    attend: Array | Paged,
     caches: Sequence[Cached],
     column: Array,
 ) -> tuple[Array, tuple[Cached, ...]]:
@@ -66,28 +73,32 @@ def decode_step(
       params: the parameters; their stacked "layers" are not read.
       layers: from `layers_to_decode`.
       tokens, positions: i32[B], the new token and how many stand before it.
-      attend: bool[B, W], cached columns that the new token may see, its own included.
-      caches: per layer the keys and values, as `caches.py` has them.
-      column: i32[], the number of the new token's column.
+      attend: bool[B, W], cached columns that the new token may see, its own included;
+        or the pages that it sees.
+      caches: per layer the keys and values, as `caches.py` has them, or pages.
+      column: i32[], the number of the new token's column; not read of pages.
 
     Returns:
       Hidden states [B, D] after the final norm, in `model.dtype`, and the caches with
       the new column written.
     """
     at = positions[:, None]
-    everything = attend[:, None], angles(at, model=model)
-    window = everything
+    far = attend.everything if isinstance(attend, Paged) else attend[:, None]
+    everything = window = far, angles(at, model=model)
     if model.sliding_window is not None:
-        visible = near(attend, window=model.sliding_window, column=column)
-        window = visible[:, None], angles(at, model=model, local=True)
+        if isinstance(attend, Paged):
+            visible = attend.window
+        else:
+            visible = near(attend, window=model.sliding_window, column=column)[:, None]
+        window = visible, angles(at, model=model, local=True)
     x = decoder.embed(params, model=model, tokens=tokens[:, None], positions=at)
     updated = []
     for number, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
-        visible, rotary = window if model.is_local(number) else everything
+        mask, rotary = window if model.is_local(number) else everything
         x, cache = blocks.Block(model).apply(
             {"params": leaves.read(layer)},
             x,
-            mask=visible,
+            mask=mask,
             rotary=rotary,
             cache=cache,
             column=column % cache[0].shape[2],

@@ -26,6 +26,7 @@ Cache = Literal["same", "int8"]
 """How decoding keeps keys and values: in the compute dtype, or in int8 with a scale for
 each vector of a head (`attention/cache.py`)."""
 
+PAGE_SIZE = 64  # columns of a page of keys and values, unless another is chosen
 Attention = Literal["auto", "xla", "blockwise", "splash", "cudnn"]
 """What computes the attention of whole sequences (decoding always takes XLA).
 
@@ -102,6 +103,10 @@ class ModelConfig:
     unroll: bool = False  # layers one by one in the program, not as a loop over them
     attention: Attention = "xla"  # what computes that of whole sequences
     cache: Cache = "same"  # of decoding, keys and values: in dtype, or in int8
+    # Of continuous batching: pages that all rows share for keys and values; None gives
+    # every row its own columns.
+    cache_pages: int | None = None
+    page_size: int = PAGE_SIZE  # columns of such a page
     prefill_chunk: int | None = None  # columns of prompts at a time; None is all
     transposed_rows: int = (
         0  # most tokens at a time decoded by `layout.transposed_product`
@@ -140,6 +145,8 @@ class ModelConfig:
                 f"prefill_chunk: expected at least 1 column, got {self.prefill_chunk}; "
                 f"None runs prompts whole"
             )
+        if self.cache_pages is not None:
+            checks.positive(cache_pages=self.cache_pages, page_size=self.page_size)
         if self.local_layers and len(self.local_layers) != self.num_layers:
             raise InputError(
                 f"expected local_layers to say for each of {self.num_layers} layers "
@@ -193,6 +200,8 @@ class ModelConfig:
             unroll=other.unroll,
             attention=other.attention,
             cache=other.cache,
+            cache_pages=other.cache_pages,
+            page_size=other.page_size,
             prefill_chunk=other.prefill_chunk,
             transposed_rows=other.transposed_rows,
         )

@@ -233,7 +233,8 @@ def described(one: Measured, chip: Chip, *, num_chips: int = 1) -> dict[str, Any
     total = one.cost
     seconds = _roofline(total, chip)
     bound = max(seconds.values())
-    turns = sum(one.program.trips) if total.unknown_loops else None
+    first, *others = one.program.trips
+    turns = first * one.program.repeats + sum(others) if total.unknown_loops else None
     if turns and one.once is not None:
         once = _roofline(one.once, chip)
         of_turn = {name: (all_ - once[name]) / turns for name, all_ in seconds.items()}

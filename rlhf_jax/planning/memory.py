@@ -57,7 +57,7 @@ def memory(options: Options) -> list[Line]:
         for program in programs
     }
     columns = options.prompt_length + options.max_new_tokens
-    cache = workload.cache_bytes(ppo.model, rows=options.batch_size, columns=columns)
+    cache = workload.cache_bytes(ppo.model, rows=options.sampled_rows, columns=columns)
     resident = sum(line.device for line in lines)
     host = sum(line.host for line in lines)
     most = resident + max(cache, *temporaries.values())

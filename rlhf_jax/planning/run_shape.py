@@ -69,6 +69,13 @@ class Options:
     """How the policy is stored while responses are sampled; copy is as it is."""
     cache: Cache = "same"
     """How the KV cache is stored: in --dtype, or in int8."""
+    continuous_batching: int | None = None
+    """Responses sampled at a time by continuous batching; None samples all at once."""
+    cache_pages: int | None = None
+    """With --continuous-batching: pages of the KV cache that all rows share; None gives
+    every row columns for the longest response."""
+    page_size: int = config.PAGE_SIZE
+    """With --cache-pages: columns of a page, tokens."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of activations and of the KV cache; what is trained is float32."""
     remat: Remat = "none"
@@ -97,6 +104,26 @@ class Options:
             max_new_tokens=self.max_new_tokens,
             num_minibatches=self.num_minibatches,
         )
+        if self.continuous_batching is not None:
+            checks.positive(continuous_batching=self.continuous_batching)
+        for name, needed, given in (
+            (
+                "cache-pages",
+                "continuous-batching",
+                self.cache_pages is not None and self.continuous_batching is None,
+            ),
+            (
+                "page-size",
+                "cache-pages",
+                self.page_size != config.PAGE_SIZE and self.cache_pages is None,
+            ),
+        ):
+            if given:
+                raise InputError(
+                    f"--{name}: expected --{needed} with it, got "
+                    f"{getattr(self, name.replace('-', '_'))} without; give both, or "
+                    f"leave it out"
+                )
         if self.policy == "full" and "base" in (self.reference, self.reward):
             raise InputError(
                 "expected --policy lora with a reference or reward that is its base, "
@@ -117,6 +144,11 @@ class Options:
     def slice(self) -> str | None:
         """The topology with its chip, as h100:8x8."""
         return self.topology
+
+    @property
+    def sampled_rows(self) -> int:
+        """Responses that are sampled at a time."""
+        return min(self.batch_size, self.continuous_batching or self.batch_size)
 
     @property
     def reward_model(self) -> Way | Literal["base", "none"]:
@@ -149,6 +181,8 @@ def model_of(options: Options) -> ModelConfig:
         "dtype": options.dtype,
         "remat": options.remat,
         "cache": options.cache,
+        "cache_pages": options.cache_pages,
+        "page_size": options.page_size,
     }
     if options.model is None:
         model = config.gpt2(
@@ -189,6 +223,7 @@ def ppo(options: Options, *, num_epochs: int = 4) -> PPO:
         num_epochs=num_epochs,
         num_minibatches=options.num_minibatches,
         micro_batch_size=options.micro_batch_size,
+        continuous_batching=options.continuous_batching,
         lora=lora(options),
     )
 
@@ -203,6 +238,7 @@ def grpo(options: Options, *, num_epochs: int, group_size: int) -> GRPO:
         num_epochs=num_epochs,
         num_minibatches=options.num_minibatches,
         micro_batch_size=options.micro_batch_size,
+        continuous_batching=options.continuous_batching,
         group_size=group_size,
         lora=lora(options),
     )

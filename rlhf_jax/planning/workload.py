@@ -7,7 +7,7 @@ is allocated: the jobs (`jobs/`) take all their shapes from `jax.eval_shape`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.models import caches
 from rlhf_jax.models.attention import blockwise, blockwise_passes
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.generation import continuous_batching, paged_caches
 
 PyTree = Any
 Stage = Literal["rollout", "score", "update"]
@@ -36,6 +37,7 @@ class Program(NamedTuple):
     resharded: tuple[int, ...] = ()  # arguments that are brought to it for each run
     # Of loops that end when every row has stopped, in their order, at the most.
     trips: tuple[int, ...] = (1,)
+    repeats: int = 1  # of the first of these, which stands in a loop that says so
 
 
 class Workload(NamedTuple):
@@ -69,6 +71,43 @@ def decoding_turns(
     ends = caches.growing_widths(size, first=prompt_length)
     ends = (prompt_length, *(min(end, last) for end in ends))
     return tuple(end - start for start, end in itertools.pairwise(ends))
+
+
+def batching_turns(
+    responses: Sequence[int], *, places: int, arriving: int
+) -> tuple[int, ...]:
+    """Tokens that are decoded in each loop of continuous batching.
+
+    Where pages are fewer than rows want, rows wait, and it takes more.
+
+    Args:
+      responses: tokens of each, in the order of their rows.
+      places: decoded at a time.
+      arriving: prompts that come in at a time.
+
+    Returns:
+      Turns of the loop between two arrivals, the mean rounded up; then those of the
+      loops in fewer places.
+    """
+    queue, left = list(responses), list[int]()
+    sizes = (*continuous_batching.fewer_places(places), 0)
+    turns, arrivals = [0] * len(sizes), 0
+
+    def until(limit: int) -> int:
+        """Turns until so many go on."""
+        nonlocal left
+        steps = sorted(left)[len(left) - limit - 1] if len(left) > limit else 0
+        left = [more - steps for more in left if more > steps]
+        return steps
+
+    while queue:
+        left += [length - 1 for length in queue[:arriving] if length > 1]
+        queue, arrivals = queue[arriving:], arrivals + 1
+        limit = places - min(arriving, len(queue)) if queue else sizes[0]
+        turns[0] += until(limit)
+    for loop, limit in enumerate(sizes[1:], start=1):
+        turns[loop] = until(limit)
+    return (-(-turns[0] // arrivals), *turns[1:])
 
 
 def block_visits(
@@ -105,7 +144,8 @@ def block_visits(
 def cache_bytes(model: ModelConfig, *, rows: int, columns: int) -> int:
     """2·B·K·d·Σ_l W_l numbers in `model.dtype`: keys and values of every layer.
 
-    In int8 every d of them have a scale in float32.
+    In int8 every d of them have a scale in float32. With `model.cache_pages` a layer
+    that sees all columns has those of the pages in place of B·W_l.
 
     Args:
       rows: B.
@@ -114,10 +154,15 @@ def cache_bytes(model: ModelConfig, *, rows: int, columns: int) -> int:
     Returns:
       Bytes.
     """
-    places = sum(
-        caches.width(model, layer, columns=columns) for layer in range(model.num_layers)
-    )
+
+    def places(layer: int) -> int:
+        own = rows * caches.width(model, layer, columns=columns)
+        if not paged_caches.in_pages(model, layer, longest=columns):
+            return own
+        pages = model.cache_pages
+        return own if pages is None else min(own, pages * model.page_size)
+
     size = model.head_dim * jnp.dtype(model.dtype).itemsize
     if model.cache == "int8":
         size = model.head_dim + 4
-    return 2 * rows * places * model.num_kv_heads * size
+    return 2 * sum(map(places, range(model.num_layers))) * model.num_kv_heads * size

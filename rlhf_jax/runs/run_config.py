@@ -95,6 +95,8 @@ ADDED: dict[str, Any] = {
     "packing_width": None,
     "max_tokens_per_device": None,
     "sampler_cache": "same",
+    "sampler_cache_pages": None,
+    "sampler_page_size": 64,
     "prefill_chunk": None,
     "sampler_storage": {"dtype": "float32", "embeddings": None},
     "max_redraws": 0,

@@ -17,9 +17,12 @@ from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
 from rlhf_jax.checkpoints import frozen_models
 from rlhf_jax.checkpoints.frozen_models import Storage
 from rlhf_jax.devices import row_sharding, sharding
+from rlhf_jax.devices.mesh_shape import ONE_DEVICE, MeshShape
+from rlhf_jax.devices.placement import Placement, SamplerPlacement
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models.config import Cache
+from rlhf_jax.models.config import PAGE_SIZE, Cache
+from rlhf_jax.models.generation.page_table import pages_of
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.reference.storage import store
 from rlhf_jax.train.start import StartConfig
@@ -37,13 +40,32 @@ class SamplerConfig(StartConfig):
     iteration."""
     sampler_cache: Cache = "same"
     """How the sampler keeps keys and values: in --dtype, or in int8."""
+    sampler_cache_pages: int | None = None
+    """With continuous_batching: number of pages for keys and values that all rows
+    share, so that memory follows the tokens that are there; a row for which there is no
+    page waits. None gives every row columns for the longest response."""
+    sampler_page_size: int = PAGE_SIZE
+    """With --sampler-cache-pages: columns of a page, tokens."""
     prefill_chunk: int | None = None
     """Columns of prompts that the sampler runs at a time, to save memory with long
     ones; None runs them whole."""
 
-    def check_sampler(self, recipe: PolicyRecipe, *, adapters: bool = False) -> None:
-        """Raises InputError where nothing would correct for the sampler's rounding."""
+    def check_sampler(
+        self,
+        recipe: PolicyRecipe,
+        *,
+        max_new_tokens: int,
+        placement: Placement | SamplerPlacement,
+        adapters: bool = False,
+    ) -> None:
+        """Raises InputError for pages that cannot be on the sampler's mesh.
+
+        And where nothing would correct for the sampler's rounding.
+        """
         storage = self.sampler_storage
+        alone = placement.sampler.devices == "last"
+        mesh = placement.sampler.mesh or (ONE_DEVICE if alone else placement.policy)
+        self._check_pages(recipe, max_new_tokens=max_new_tokens, mesh=mesh)
         if self.prefill_chunk is not None:
             checks.positive(prefill_chunk=self.prefill_chunk)
         if adapters and storage != frozen_models.COPY:
@@ -67,6 +89,39 @@ class SamplerConfig(StartConfig):
                 f"{self.sampler_cache} rounds what responses are sampled with, else "
                 f"nothing corrects for that; give the cap (2 is usual), or leave "
                 f"--recompute-logprobs out"
+            )
+
+    def _check_pages(
+        self, recipe: PolicyRecipe, *, max_new_tokens: int, mesh: MeshShape
+    ) -> None:
+        pages, size = self.sampler_cache_pages, self.sampler_page_size
+        checks.positive(sampler_page_size=size)
+        if pages is None:
+            if size != PAGE_SIZE:
+                raise InputError(
+                    f"--sampler-page-size: expected --sampler-cache-pages with it, got "
+                    f"{size} without; give both, or leave it out"
+                )
+            return
+        if recipe.continuous_batching is None:
+            raise InputError(
+                f"--sampler-cache-pages: expected --continuous-batching with it, whose "
+                f"finished responses free their pages, got {pages} without; give both, "
+                f"or leave it out"
+            )
+        if mesh.data * mesh.fsdp * mesh.context > 1:
+            raise InputError(
+                f"--sampler-cache-pages: expected a mesh for sampling without data, "
+                f"fsdp and context, as tensor=4, since all rows share the pages, got "
+                f"{mesh}; choose another --placement.sampler, or leave it out"
+            )
+        # A prompt has one token or more, and the last token of a response is not run.
+        least = pages_of(max_new_tokens, size=size)
+        if pages < least:
+            raise InputError(
+                f"--sampler-cache-pages: expected at least {least} pages of {size} "
+                f"columns, which one response of {max_new_tokens} tokens may take, got "
+                f"{pages}; give more, or leave it out"
             )
 
     @property
@@ -103,6 +158,8 @@ class Sampler:
         base: Frozen | None = None,
         storage: Storage = frozen_models.COPY,
         cache: Cache = "same",
+        cache_pages: int | None = None,
+        page_size: int = PAGE_SIZE,
         prefill_chunk: int | None = None,
     ) -> None:
         """Compiles nothing yet.
@@ -115,10 +172,16 @@ class Sampler:
           storage: dtype of the parameters while they are sampled with; not for
             adapters.
           cache: how keys and values are kept.
+          cache_pages: pages that all rows share for them; None gives each its own.
+          page_size: columns of a page.
           prefill_chunk: columns of prompts at a time; None is all.
         """
         model = dataclasses.replace(
-            recipe.model, cache=cache, prefill_chunk=prefill_chunk
+            recipe.model,
+            cache=cache,
+            cache_pages=cache_pages,
+            page_size=page_size,
+            prefill_chunk=prefill_chunk,
         )
         recipe = dataclasses.replace(recipe, model=model)
         self._sample = jax.jit(

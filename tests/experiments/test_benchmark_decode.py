@@ -19,12 +19,18 @@ def test_every_figure_is_there(tmp_path):
         "--prompt-size=3",
         "--continuous-batching=4",
     ]
+    words += ["--cache-pages", "6", "12", "--page-size=3"]
     words += ["--batches=2", "--response-size=8", "--repeats=1"]
     words += ["--rows", "2", "4", "--response-sizes", "4", "8", "--length-rows", "2"]
     command_line.main(decode.main, decode.Config, description="", argv=words)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert 1 <= summary["uneven"]["mean_length"] <= 8
     assert summary["uneven"]["ratio"] > 0
+    names = ["batches", "continuous", "6 pages", "12 pages"]
+    assert list(summary["uneven"]["tokens_per_second"]) == names
+    memory = summary["uneven"]["temporary_mib"]
+    assert list(memory) == names
+    assert memory["6 pages"] < memory["12 pages"]
     assert [row["rows"] for row in summary["rows"]] == [2, 4]
     assert [row["tokens"] for row in summary["lengths"]] == [4, 8]
     assert summary["lengths"][0]["growth"] == 1.0

@@ -105,6 +105,13 @@ def test_the_cache_by_hand():
     """Keys and values, L layers, B rows, S columns, K heads of head_dim."""
     found = workload.cache_bytes(tiny.LLAMA, rows=3, columns=10)
     assert found == 2 * 2 * 3 * 10 * 2 * 8 * 4
+    model = dataclasses.replace(tiny.LLAMA, cache_pages=6, page_size=4)
+    assert workload.cache_bytes(model, rows=3, columns=10) == 2 * 2 * 24 * 2 * 8 * 4
+    assert workload.cache_bytes(model, rows=2, columns=10) == 2 * 2 * 20 * 2 * 8 * 4
+    # Of MIXED two layers keep a window of 4 for each row, one has pages.
+    mixed = dataclasses.replace(tiny.MIXED, cache_pages=6, page_size=4)
+    found = workload.cache_bytes(mixed, rows=3, columns=10)
+    assert found == 2 * (2 * 3 * 4 + 24) * 12 * 4
     half = workload.cache_bytes(tiny.bfloat16(tiny.GPT2), rows=3, columns=10)
     assert half == 2 * 2 * 3 * 10 * 16 * 2
 

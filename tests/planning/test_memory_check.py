@@ -147,6 +147,16 @@ def has(monkeypatch, size):
             floats(NUMBERS) + LORA + 2 * 64 * 12 * 2 * (8 + 4),
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            (
+                *(PYTHON, "--lora.rank=2", "--batch-size=64", "--max-new-tokens=12"),
+                *("--continuous-batching=64", "--sampler-cache-pages=96"),
+                "--sampler-page-size=2",
+            ),
+            # 192 columns of pages, not 64 times 12 of rows.
+            floats(NUMBERS) + LORA + CACHE * 192 // 16,
+            marks=pytest.mark.slow,
+        ),
         (
             (PYTHON, "--lora.rank=2", "--batch-size=64", "--continuous-batching=4"),
             floats(NUMBERS) + LORA + floats(ADAPTERS + HEAD),

@@ -391,6 +391,49 @@ def test_the_turns_of_the_sampler_s_loops(prompt, response):
     assert list(workload.decoding_turns(prompt, response)) == turns
 
 
+def test_the_turns_of_continuous_batching():
+    """Six responses in three places, one comes in at a time.
+
+    They take 18, 0, 12, 6, 24 and 6 turns, the first token coming with the prompt. Six
+    turns end the fourth, six more the third and make room for the last, and eighteen
+    the others: 30 in 6 arrivals.
+    """
+    lengths = (19, 1, 13, 7, 25, 7)
+    assert workload.batching_turns(lengths, places=3, arriving=1) == (5,)
+    assert workload.batching_turns((4,) * 16, places=8, arriving=4) == (2, 0)
+
+
+@pytest.mark.slow
+def test_a_plan_of_continuous_batching_in_pages():
+    options = Options(
+        **TINY, algorithm="grpo", group_size=4, continuous_batching=8, reference="bf16"
+    )
+    pages = dataclasses.replace(options, cache_pages=12, page_size=4)
+    paged = plan.plan(pages)["programs"][0]
+    # 16 of 4 tokens, four at a time in eight places: 3 turns twice, in 4 arrivals.
+    assert paged["turns"] == 4 * 2
+    assert paged["seconds_of_turn"]["bound"] > 0
+    work = [plan.workload_of(one, lengths=None) for one in (options, pages)]
+    columns = 2 * 2 * 64 * 4  # bytes of a column
+    assert [one.within["KV cache"] for one in work] == [80 * columns, 48 * columns]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"cache_pages": 4}, "--cache-pages: expected --continuous-batching with it"),
+        (
+            {"continuous_batching": 4, "page_size": 4},
+            "--page-size: expected --cache-pages with it, got 4 without",
+        ),
+        ({"continuous_batching": 0}, "continuous_batching: expected a finite number"),
+    ],
+)
+def test_pages_of_nothing(given, message):
+    with pytest.raises(InputError, match=message):
+        Options(**TINY, **given)
+
+
 def test_no_libtpu_and_no_such_topology(monkeypatch):
     def unknown(**_):
         raise RuntimeError("no such slice")

@@ -297,6 +297,28 @@ UNMARKED = {"question": "what is one ?", "answer": "one"}
                 "--recompute-logprobs: expected --sampler-weight-cap with it where --s",
             ),
             (
+                ("--sampler-cache-pages=4",),
+                "--sampler-cache-pages: expected --continuous-batching with it, whose",
+            ),
+            (
+                (
+                    *("--sampler-cache-pages=4", "--continuous-batching=4"),
+                    "--placement.policy=data=2",
+                ),
+                "--sampler-cache-pages: expected a mesh for sampling without data, fs",
+            ),
+            (
+                ("--sampler-page-size=4", "--continuous-batching=4"),
+                "--sampler-page-size: expected --sampler-cache-pages with it, got 4",
+            ),
+            (
+                (
+                    *("--sampler-page-size=2", "--sampler-cache-pages=2"),
+                    *("--continuous-batching=4", "--max-new-tokens=5"),
+                ),
+                "--sampler-cache-pages: expected at least 3 pages of 2 columns, which",
+            ),
+            (
                 ("--sampler-storage.dtype=float16",),
                 "expected float32, bfloat16 or int8",
             ),

@@ -9,6 +9,12 @@ from rlhf_jax.models.attention.cache import (
     quantise,
 )
 from rlhf_jax.models.attention.engines import attend
+from rlhf_jax.models.attention.pages import (
+    Pages,
+    append_to_pages,
+    attend_to_pages,
+    ring,
+)
 from rlhf_jax.models.attention.record import AttentionMask, mask_of
 from rlhf_jax.models.attention.xla import attend_to, attend_xla
 
@@ -17,11 +23,15 @@ __all__ = [
     "Cached",
     "Columns",
     "KeyValue",
+    "Pages",
     "append",
+    "append_to_pages",
     "attend",
     "attend_blockwise",
     "attend_to",
+    "attend_to_pages",
     "attend_xla",
     "mask_of",
     "quantise",
+    "ring",
 ]

@@ -14,6 +14,10 @@ a mask says which are the row's own.
     column    0    1    2    3    4    5     P = 3, R = 4; column 1 comes next
     place 0   r0   ·    ·    p0   p1   p2    r1 is drawn, and will be run in column 1
     place 1   p2   ·    ·    ·    p0   p1    came in now: so will its r0
+
+With `model.cache_pages` a place has no columns of its own. Its keys and values lie in
+pages of a pool that all places share (`page_table.py`): memory follows the tokens that
+are there. A row for which there is no page waits, and draws its token in a later step.
 """
 
 from __future__ import annotations
@@ -22,15 +26,24 @@ import dataclasses
 import itertools
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models import axes, cached_decoder, heads
-from rlhf_jax.models.caches import Caches, at_end, placed
+from rlhf_jax.models import cached_decoder, heads
+from rlhf_jax.models.caches import at_end, placed
 from rlhf_jax.models.chunked_prefill import prefill
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.generation import page_table, paged_caches
+from rlhf_jax.models.generation.places import (
+    Places,
+    Responses,
+    collect,
+    come_in,
+    empty,
+    moved,
+    none,
+)
 from rlhf_jax.models.generation.sampling import Shaping, sample_token
 from rlhf_jax.models.layers import unstack
 
@@ -38,27 +51,6 @@ Array = jax.Array
 Params = Any
 
 SHARE = 8  # prompts come in when one place in so many is free
-
-
-@flax.struct.dataclass
-class Responses:
-    """What was drawn, from the response's first column on; 0 after its end."""
-
-    tokens: Array  # i32[N, R]
-    logprobs: Array  # f32[N, R], nats
-    entropy: Array  # f32[N, R], nats
-    lengths: Array  # i32[N], tokens of each response, the stop token included
-
-
-@flax.struct.dataclass
-class Places:
-    """C places: responses under way, or finished where no prompt has come in since."""
-
-    responses: Responses  # [C, R], so far
-    row: Array  # i32[C], which of the N prompts the response is to; N before the first
-    alive: Array  # bool[C], it goes on
-    attend: Array  # bool[C, W], columns of the ring that are the row's own
-    caches: Caches  # of every layer, W columns where it sees all
 
 
 def respond(
@@ -96,13 +88,29 @@ def respond(
             f"to {rows} (all rows), got {places}; choose one of these, or None for a "
             f"place for every row"
         )
-    arriving = refill_size(places, group_size=group_size)
+    arriving = prompts_at_a_time(
+        model,
+        places=places,
+        prompt=prompt_size,
+        new=max_new_tokens,
+        group_size=group_size,
+    )
     ring = prompt_size + max_new_tokens - 1  # the last token is never run
+    paged = model.cache_pages is not None
+    if model.cache_pages is not None:
+        paged_caches.check(model, longest=ring, places=places)
     layers = cached_decoder.layers_to_decode(params, model=model, rows=places)
 
-    def draw(logits: Array, state: Places, *, predicted: Array | None = None) -> Places:
-        """Appends a token to every response that goes on."""
+    def draw(
+        logits: Array,
+        state: Places,
+        *,
+        predicted: Array | None = None,
+        going: Array | None = None,
+    ) -> Places:
+        """Appends a token to every response that goes on, of those that are going."""
         lengths = state.responses.lengths
+        drawn = state.alive if going is None else going
         mine = keys[jnp.minimum(state.row, rows - 1)]
         token, *numbers = sample_token(
             logits,
@@ -111,9 +119,7 @@ def respond(
             shaping=shaping,
             predicted=predicted,
         )
-        here = state.alive[:, None] & (
-            jnp.arange(max_new_tokens)[None] == lengths[:, None]
-        )
+        here = drawn[:, None] & (jnp.arange(max_new_tokens)[None] == lengths[:, None])
         so_far = state.responses
         tokens, logprobs, entropy = (
             jnp.where(here, new[:, None], old)
@@ -123,8 +129,10 @@ def respond(
                 strict=True,
             )
         )
-        lengths = lengths + state.alive
+        lengths = lengths + drawn
         stopped = jnp.isin(token, jnp.asarray(stop_ids, jnp.int32))
+        if going is not None:
+            stopped = stopped & going
         return dataclasses.replace(
             state,
             responses=Responses(tokens, logprobs, entropy, lengths),
@@ -148,61 +156,100 @@ def respond(
         )
         last, caches = repeated
         state = Places(
-            responses=_none(row.shape[0], max_new_tokens),
+            responses=none(row.shape[0], max_new_tokens),
             row=row,
             alive=jnp.ones(row.shape, bool),
-            attend=at_end(mask, size=ring, end=column, axis=1),
-            caches=placed(caches, model=model, columns=ring, end=column),
+            attend=None if paged else at_end(mask, size=ring, end=column, axis=1),
+            caches=(
+                caches
+                if paged
+                else placed(caches, model=model, columns=ring, end=column)
+            ),
         )
         logits = heads.logits(params, last, model=model, spread=True)
         return draw(logits, state, predicted=mask[:, -1])
 
     def advance(state: Places, column: Array) -> Places:
-        """Runs the token drawn last, in `column`, and draws the next."""
-        attend = jax.lax.dynamic_update_slice_in_dim(
-            state.attend, state.alive[:, None], column % ring, axis=1
-        )
+        """Runs the token drawn last, in `column` or its page, and draws the next."""
+        pages, attend, going = state.pages, state.attend, None
+        if pages is not None:
+            pages, going = page_table.grant(pages, alive=state.alive)
+            seen = paged_caches.seen(pages, model=model, longest=ring, going=going)
+        else:
+            assert attend is not None
+            attend = seen = jax.lax.dynamic_update_slice_in_dim(
+                attend, state.alive[:, None], column % ring, axis=1
+            )
         lengths = state.responses.lengths
         last = jnp.take_along_axis(
             state.responses.tokens, jnp.maximum(lengths - 1, 0)[:, None], axis=1
-        )
+        )[:, 0]
+        if pages is not None:
+            positions = pages.tokens
+        else:
+            assert attend is not None
+            positions = jnp.maximum(attend.sum(axis=1, dtype=jnp.int32) - 1, 0)
         hidden, caches = cached_decoder.decode_step(
             params,
             layers=layers,
             model=model,
-            tokens=last[:, 0],
-            positions=jnp.maximum(attend.sum(axis=1, dtype=jnp.int32) - 1, 0),
-            attend=attend,
+            tokens=last,
+            positions=positions,
+            attend=seen,
             caches=state.caches,
             column=column,
         )
         state = dataclasses.replace(state, attend=attend, caches=caches)
-        return draw(heads.logits(params, hidden, model=model, spread=True), state)
+        logits = heads.logits(params, hidden, model=model, spread=True)
+        state = draw(logits, state, going=going)
+        if pages is not None and going is not None:
+            pages = page_table.advanced(pages, going=going, alive=state.alive)
+        return dataclasses.replace(state, pages=pages)
 
-    def advance_until(state: Places, column: Array, *, until: Array | int) -> Any:
-        """Advances until at most so many responses go on."""
+    def advance_until(
+        state: Places,
+        column: Array,
+        *,
+        until: Array | int,
+        waiting: Array | None = None,
+    ) -> Any:
+        """Advances until at most so many responses go on, and those waiting can come.
+
+        Args:
+          waiting: i32[A], tokens of the prompts that come next, below 0 for none.
+        """
+
+        def more(carry: tuple[Places, Array]) -> Array:
+            state, _ = carry
+            full = state.alive.sum() > until
+            if waiting is None or state.pages is None:
+                return full
+            fit = page_table.admissible(
+                state.pages, lengths=waiting, new=max_new_tokens
+            )
+            return full | ~fit
+
         return jax.lax.while_loop(
-            lambda carry: carry[0].alive.sum() > until,
+            more,
             lambda carry: (advance(*carry), carry[1] + 1),
             (state, column),
         )
 
     def turn(
         carry: tuple[Places, Responses, Array],
-        arrival: tuple[Array, Array, Array, Array],
+        arrival: tuple[Array, Array, Array, Array, Array | None],
     ) -> tuple[tuple[Places, Responses, Array], None]:
         """Lets prompts in, then decodes until the next ones can come."""
         state, done, column = carry
-        tokens, mask, row, limit = arrival
+        tokens, mask, row, limit, waiting = arrival
         [free] = jnp.nonzero(~state.alive, size=arriving, fill_value=places)
         place = jnp.where(row < rows, free, places)
-        done = _collect(done, state, place=place)
-        state = jax.tree.map(
-            lambda old, new: old.at[place].set(new, mode="drop"),
-            state,
-            prepare(tokens, mask, row, column),
+        done = collect(done, state, place=place)
+        arrived = prepare(tokens, mask, row, column)
+        state = come_in(
+            state, arrived, place=place, mask=mask, model=model, longest=ring
         )
-        state, column = advance_until(state, column, until=limit)
+        state, column = advance_until(state, column, until=limit, waiting=waiting)
         return (state, done, column), None
 
     turns = -(-rows // arriving)
@@ -220,19 +267,48 @@ def respond(
             ],
             jnp.int32,
         ),
+        page_table.next_lengths(mask, row) if paged else None,
     )
-    state = _empty(
+    state = empty(
         jax.eval_shape(prepare, *(leaf[0] for leaf in arrivals[:3]), row[0, 0]),
         places=places,
         rows=rows,
+        model=model,
+        longest=ring,
     )
-    carry = (state, _none(rows, max_new_tokens), jnp.zeros((), jnp.int32))
+    carry = (state, none(rows, max_new_tokens), jnp.zeros((), jnp.int32))
     (state, done, column), _ = jax.lax.scan(turn, carry, arrivals)
     for size, limit in itertools.pairwise(sizes):
-        done = _collect(done, state, place=jnp.arange(state.row.shape[0]))
-        state = _moved(state, size=size, rows=rows)
+        done = collect(done, state, place=jnp.arange(state.row.shape[0]))
+        state = moved(state, size=size, rows=rows, model=model, longest=ring)
         state, column = advance_until(state, column, until=limit)
-    return _collect(done, state, place=jnp.arange(state.row.shape[0]))
+    return collect(done, state, place=jnp.arange(state.row.shape[0]))
+
+
+def prompts_at_a_time(
+    model: ModelConfig, *, places: int, prompt: int, new: int, group_size: int
+) -> int:
+    """How many prompts come in at once: `refill_size`, or as many as have pages.
+
+    Args:
+      places: C.
+      prompt, new: P and R, columns.
+      group_size: rows of one prompt.
+
+    Raises:
+      InputError: not one group has, with its longest responses.
+    """
+    size = refill_size(places, group_size=group_size)
+    if model.cache_pages is None:
+        return size
+    most = page_table.arrivals_at_most(
+        model.cache_pages,
+        size=model.page_size,
+        prompt=prompt,
+        new=new,
+        group_size=group_size,
+    )
+    return min(size, most)
 
 
 def refill_size(places: int, *, group_size: int) -> int:
@@ -246,42 +322,3 @@ def refill_size(places: int, *, group_size: int) -> int:
 def fewer_places(places: int) -> tuple[int, ...]:
     """How many places are left, one after another, once no prompt waits."""
     return tuple(size for size in (places // 4, places // 16) if size)
-
-
-def _none(rows: int, size: int) -> Responses:
-    return Responses(
-        tokens=jnp.zeros((rows, size), jnp.int32),
-        logprobs=jnp.zeros((rows, size), jnp.float32),
-        entropy=jnp.zeros((rows, size), jnp.float32),
-        lengths=jnp.zeros(rows, jnp.int32),
-    )
-
-
-def _empty(shapes: Places, *, places: int, rows: int) -> Places:
-    """Places that are free, like those of `shapes` but for their number."""
-    state = jax.tree.map(
-        lambda leaf: axes.rows_apart(jnp.zeros((places, *leaf.shape[1:]), leaf.dtype)),
-        shapes,
-    )
-    return dataclasses.replace(state, row=jnp.full(places, rows, jnp.int32))
-
-
-def _moved(state: Places, *, size: int, rows: int) -> Places:
-    """The responses that go on, at most `size`, in as many places."""
-    [going] = jnp.nonzero(state.alive, size=size)  # beyond them 0, which is a copy
-    kept = jnp.arange(size) < state.alive.sum()
-    state = jax.tree.map(lambda leaf: axes.rows_apart(leaf[going]), state)
-    return dataclasses.replace(state, row=jnp.where(kept, state.row, rows), alive=kept)
-
-
-def _collect(done: Responses, state: Places, *, place: Array) -> Responses:
-    """`done` with the responses at those places."""
-    nowhere = done.lengths.shape[0]
-    row = state.row.at[place].get(mode="fill", fill_value=nowhere)
-    return jax.tree.map(
-        lambda old, new: old.at[row].set(
-            new.at[place].get(mode="fill", fill_value=0), mode="drop"
-        ),
-        done,
-        state.responses,
-    )

@@ -28,8 +28,9 @@ from rlhf_jax.models import cached_decoder, heads
 from rlhf_jax.models.caches import growing_widths, placed, widened
 from rlhf_jax.models.chunked_prefill import prefill
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.generation.continuous_batching import Responses, respond
+from rlhf_jax.models.generation.continuous_batching import respond
 from rlhf_jax.models.generation.decoding import Decoding, Generated, append
+from rlhf_jax.models.generation.places import Responses
 from rlhf_jax.models.generation.sampling import Shaping
 from rlhf_jax.models.layers import unstack
 
@@ -96,8 +97,9 @@ def generate(
 
     Raises:
       InputError: temperature <= 0, no new tokens, a prompt of no columns, more
-        columns than the model has positions, groups that do not divide the rows, or
-        continuous_batching below a group or above the rows.
+        columns than the model has positions, groups that do not divide the rows,
+        continuous_batching below a group or above the rows, or `model.cache_pages`
+        without it or below what one row may take.
     """
     if continuous_batching is not None:
         _check(
@@ -123,6 +125,12 @@ def generate(
             ),
             tokens=tokens,
             mask=mask,
+        )
+    if model.cache_pages is not None:
+        raise InputError(
+            f"cache_pages: expected continuous_batching with it, whose rows free their "
+            f"pages for prompts that wait, got {model.cache_pages} without; give both, "
+            f"or neither"
         )
     state = start(
         params,

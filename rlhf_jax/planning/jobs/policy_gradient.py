@@ -23,6 +23,7 @@ from rlhf_jax.algorithms.ppo.recipe import PPO
 from rlhf_jax.algorithms.state import TrainState, grpo_state, ppo_state
 from rlhf_jax.functional.kl import control
 from rlhf_jax.models import decoder
+from rlhf_jax.models.generation import continuous_batching
 from rlhf_jax.models.lora import init
 from rlhf_jax.planning import model_flops, run_shape, workload
 from rlhf_jax.planning.model_flops import Texts
@@ -67,7 +68,9 @@ def workload_of(options: Options, *, recipe: PolicyGradient, texts: Texts) -> Wo
         programs=programs(options, shapes, recipe=recipe, texts=texts),
         tokens=texts.tokens,
         within={
-            "KV cache": workload.cache_bytes(recipe.model, rows=rows, columns=columns),
+            "KV cache": workload.cache_bytes(
+                recipe.model, rows=options.sampled_rows, columns=columns
+            ),
             # `batch.Experience` or `batch.PolicyExperience`, and tokens.
             "experience": rows * columns * (4 + masks + 4 * numbers),
         },
@@ -167,9 +170,7 @@ def programs(
     sampled = model_flops.forward(
         recipe.model, texts, head=True, group_size=recipe.rows_per_prompt
     )
-    turns = workload.decoding_turns(
-        options.prompt_length, options.max_new_tokens, longest=max(texts.responses)
-    )
+    turns, repeats = _turns(options, recipe=recipe, texts=texts)
     of_step = [
         Program(
             name="sampling",
@@ -181,6 +182,7 @@ def programs(
             stage="rollout",
             model_flops=sampled,
             trips=turns,
+            repeats=repeats,
             mesh=sampler_mesh,
             resharded=() if sampler_mesh is None else (0,),
         )
@@ -233,6 +235,27 @@ def programs(
         )
     )
     return of_step
+
+
+def _turns(
+    options: Options, *, recipe: PolicyGradient, texts: Texts
+) -> tuple[tuple[int, ...], int]:
+    """Turns of the sampler's loops, and how often the first of them runs."""
+    places = recipe.continuous_batching
+    if places is None:
+        turns = workload.decoding_turns(
+            options.prompt_length, options.max_new_tokens, longest=max(texts.responses)
+        )
+        return turns, 1
+    arriving = continuous_batching.prompts_at_a_time(
+        recipe.model,
+        places=places,
+        prompt=options.prompt_length,
+        new=options.max_new_tokens,
+        group_size=recipe.rows_per_prompt,
+    )
+    turns = workload.batching_turns(texts.responses, places=places, arriving=arriving)
+    return turns, -(-options.batch_size // arriving)
 
 
 def _shapes_of_prompts(options: Options) -> Prompts:

@@ -92,7 +92,11 @@ class VerifiedConfig(PackedConfig, SamplerConfig, abc.ABC):
         self.check_packing(
             max_new_tokens=self.max_new_tokens, mesh=self.placement.policy
         )
-        self.check_sampler(self.recipe)
+        self.check_sampler(
+            self.recipe,
+            max_new_tokens=self.max_new_tokens,
+            placement=self.placement,
+        )
         if self.reference == "none" and self.beta:
             raise InputError(
                 f"--reference none: expected no --kl-coef, as there is nothing to take "

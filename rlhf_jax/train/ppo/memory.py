@@ -92,7 +92,12 @@ def check_memory(options: Config) -> None:
         )
         return [
             memory_check.cache(
-                dataclasses.replace(model, cache=options.sampler_cache),
+                dataclasses.replace(
+                    model,
+                    cache=options.sampler_cache,
+                    cache_pages=options.sampler_cache_pages,
+                    page_size=options.sampler_page_size,
+                ),
                 rows=rows,
                 max_new_tokens=options.max_new_tokens,
                 mesh=sampler_mesh,
@@ -105,7 +110,8 @@ def check_memory(options: Config) -> None:
     memory_check.check(
         parts,
         passing,
-        change="lower --max-new-tokens, --batch-size or --continuous-batching, train "
-        "adapters with --lora.rank, store the reference with "
-        "--reference-storage.dtype, or share it among devices with --placement.policy",
+        change="lower --max-new-tokens, --batch-size or --continuous-batching, share "
+        "pages with --sampler-cache-pages, train adapters with --lora.rank, store the "
+        "reference with --reference-storage.dtype, or share it among devices with "
+        "--placement.policy",
     )

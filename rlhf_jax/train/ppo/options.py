@@ -153,7 +153,12 @@ class Config(PackedConfig, SamplerConfig):
         self.check_packing(
             max_new_tokens=self.max_new_tokens, mesh=self.placement.policy
         )
-        self.check_sampler(self.ppo, adapters=self.lora.lora is not None)
+        self.check_sampler(
+            self.ppo,
+            max_new_tokens=self.max_new_tokens,
+            placement=self.placement,
+            adapters=self.lora.lora is not None,
+        )
         if self.max_grad_norm is not None:
             checks.positive(max_grad_norm=self.max_grad_norm)
         self.kl_control.controller(self.kl_coef, num_steps=self.num_steps)  # or raises

@@ -65,6 +65,8 @@ class Programs:
             base=models.base,
             storage=options.sampler_storage,
             cache=options.sampler_cache,
+            cache_pages=options.sampler_cache_pages,
+            page_size=options.sampler_page_size,
             prefill_chunk=options.prefill_chunk,
         )
         self._values = jax.jit(functools.partial(on(ppo.values), recipe=algorithm))

@@ -1,0 +1,153 @@
+"""Attention of a new token to keys and values that lie in pages of a pool.
+
+A pool has N pages of C columns. Token i of a row lies in column i mod C of page i div C
+of its row; the columns of a page are those of one row:
+
+    C = 4      page      0     1     2     3     4        N = 5
+               owner     1     0     -     0     1
+               tokens   4567   45          0123  0123     row 0 has 6, row 1 has 8
+    table      row 0: 3 1      row 1: 4 0
+
+No page is copied: each meets the query of its owner, where it lies, and a row sums up
+what its pages return. What is read is the pool, whatever the longest row.
+
+    m = max_jc l_jc,   z = Σ_j Σ_c exp(l_jc - m),   y = Σ_j Σ_c exp(l_jc - m) / z · v_jc
+
+Source: pages are those of Kwon et al. 2023 (PagedAttention), arXiv:2309.06180, section
+4.1; the sums over parts of a row those of Flash-Decoding (Dao et al. 2023).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.models.attention.cache import Cached, Columns, KeyValue, plain, quantise
+
+Array = jax.Array
+
+
+@flax.struct.dataclass
+class Pages:
+    """Where the tokens of B rows lie in N pages, and where a new token of each goes."""
+
+    table: Array  # i32[B, J], pages of a row in the order of its tokens; N is none
+    owner: Array  # i32[N], row of a page; any where `seen` is False throughout
+    seen: Array  # bool[N, C], columns that its owner's new token sees, its own included
+    page: Array  # i32[B], page of the new token; N where it is not written
+    column: Array  # i32[B], its column there
+
+    @property
+    def rows(self) -> int:
+        """B."""
+        return self.table.shape[0]
+
+
+def ring(position: Array, *, size: int, going: Array) -> Pages:
+    """One page for every row, of its last `size` tokens: column i mod size has token i.
+
+    Args:
+      position: i32[B], tokens before the new one.
+      size: columns of a page: the window of a local layer.
+      going: bool[B], rows whose new token is written.
+
+    Returns:
+      Pages of B rows in as many pages.
+    """
+    rows = position.shape[0]
+    row = jnp.arange(rows, dtype=jnp.int32)
+    # The last token that each column was given; below 0 there was none yet.
+    column = jnp.arange(size, dtype=jnp.int32)[None]
+    token = position[:, None] - (position[:, None] - column) % size
+    return Pages(
+        table=row[:, None],
+        owner=row,
+        seen=token >= 0,
+        page=jnp.where(going, row, rows),
+        column=position % size,
+    )
+
+
+def append_to_pages(cache: Cached, new: KeyValue, *, pages: Pages) -> Cached:
+    """The pool with the keys and values of one new token of every row.
+
+    Args:
+      cache: [N, K, C, head_dim] each.
+      new: [B, K, 1, head_dim] each.
+      pages: where they go.
+    """
+
+    def write(old: Columns, fresh: Array) -> Columns:
+        return jax.tree.map(
+            lambda pool, one: pool.at[pages.page, :, pages.column].set(
+                one[:, :, 0], mode="drop"
+            ),
+            old,
+            fresh if isinstance(old, Array) else quantise(fresh),
+        )
+
+    key, value = map(write, cache, new)
+    return key, value
+
+
+def attend_to_pages(
+    query: Array,
+    keys_values: Cached,
+    *,
+    pages: Pages,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> Array:
+    """softmax(scale · q·kᵀ)·v of one token per row, over the columns of its pages.
+
+    Args:
+      query: [B, H, 1, head_dim].
+      keys_values: [N, K, C, head_dim] each, also in int8.
+      pages: which of them a row's are.
+      scale: dimensionless; None is 1 / sqrt(head_dim).
+      softcap: c of logits c·tanh(x / c); None leaves them.
+
+    Returns:
+      [B, H, 1, head_dim], in query's dtype; logits and softmax are float32. A row of
+      no pages returns 0.
+    """
+    (key, key_scales), (value, value_scales) = (
+        plain(columns, dtype=query.dtype) for columns in keys_values
+    )
+    kv_heads, head_dim = key.shape[1], key.shape[3]
+    grouped = query.reshape(query.shape[0], kv_heads, -1, head_dim)
+    logits = jnp.einsum(
+        "nkgd,nkcd->nkgc",
+        grouped[pages.owner],
+        key,
+        preferred_element_type=jnp.float32,
+    )
+    if key_scales is not None:
+        logits = logits * key_scales[:, :, None]
+    logits = logits / math.sqrt(head_dim) if scale is None else logits * scale
+    if softcap is not None:
+        logits = softcap * jnp.tanh(logits / softcap)
+    seen = pages.seen[:, None, None]
+    lowest = -0.7 * jnp.finfo(jnp.float32).max
+    logits = jnp.where(seen, logits, lowest)
+
+    def of_rows(x: Array, absent: Any) -> Array:
+        """[B, J, ...]: of every page of a row, or `absent`."""
+        return x.at[pages.table].get(mode="fill", fill_value=absent)
+
+    highest = of_rows(logits.max(axis=-1), lowest).max(axis=1)
+    weights = jnp.where(seen, jnp.exp(logits - highest[pages.owner][..., None]), 0.0)
+    total = of_rows(weights.sum(axis=-1), 0.0).sum(axis=1)
+    total = jnp.where(total > 0, total, 1.0)  # of a row without pages
+    share = weights / total[pages.owner][..., None]
+    if value_scales is not None:
+        share = share * value_scales[:, :, None]
+    parts = jnp.matmul(
+        share.astype(value.dtype), value, preferred_element_type=jnp.float32
+    )
+    y = of_rows(parts, 0.0).sum(axis=1)
+    return y.reshape(query.shape).astype(query.dtype)

@@ -1,0 +1,172 @@
+"""Keys and values of continuous batching in pages: made, filled from prompts, moved.
+
+A layer that sees all columns of a row has a pool, [N, K, C, head_dim] of keys and of
+values; `page_table.py` says which page is whose, the same in all these layers. A local
+layer whose window is shorter than the longest row keeps one ring per place, as wide as
+the window, [B, K, window, head_dim]. Padding of prompts is kept by neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models import axes
+from rlhf_jax.models.attention import Cached, Columns, quantise, ring
+from rlhf_jax.models.attention.cache import Int8Columns
+from rlhf_jax.models.cached_decoder import Paged
+from rlhf_jax.models.caches import Caches
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.generation import page_table
+from rlhf_jax.models.generation.page_table import PageTable, pages_of
+
+Array = jax.Array
+
+
+def in_pages(model: ModelConfig, layer: int, *, longest: int) -> bool:
+    """Whether a layer has pages, for rows of up to `longest` tokens; else a ring."""
+    window = model.sliding_window
+    return window is None or not model.is_local(layer) or window >= longest
+
+
+def check(model: ModelConfig, *, longest: int, places: int) -> None:
+    """Raises InputError where pages would save nothing, or cannot be."""
+    if not any(in_pages(model, n, longest=longest) for n in range(model.num_layers)):
+        raise InputError(
+            f"cache_pages: expected a layer that sees all of {longest} columns, got "
+            f"windows of {model.sliding_window} in every layer, whose caches are no "
+            f"wider than that; leave it out"
+        )
+    devices = axes.row_devices(places)
+    if devices > 1:
+        raise InputError(
+            f"cache_pages: expected a mesh whose devices all hold the same rows, such "
+            f"as tensor={devices}, got one with {devices} shares of {places} rows; "
+            f"leave it out, or choose another mesh for sampling"
+        )
+
+
+def empty(model: ModelConfig, *, places: int, pages: int, longest: int) -> Caches:
+    """Caches of no tokens.
+
+    Args:
+      places: B.
+      pages: N.
+      longest: tokens of the longest row.
+    """
+
+    def zeros(layer: int) -> Columns:
+        count, columns = places, model.sliding_window
+        if in_pages(model, layer, longest=longest):
+            count, columns = pages, model.page_size
+        shape = (count, model.num_kv_heads, columns, model.head_dim)
+        if model.cache == "int8":
+            return Int8Columns(
+                values=jnp.zeros(shape, jnp.int8),
+                scales=jnp.zeros(shape[:-1], jnp.float32),
+            )
+        return jnp.zeros(shape, model.dtype)
+
+    return tuple((zeros(n), zeros(n)) for n in range(model.num_layers))
+
+
+def filled(
+    caches: Caches,
+    prompts: Sequence[Cached],
+    *,
+    model: ModelConfig,
+    lengths: Array,
+    longest: int,
+    page: Array,
+    place: Array,
+) -> Caches:
+    """The caches with those of prompts that come in.
+
+    Args:
+      caches: of every layer.
+      prompts: of every layer, [A, K, P, head_dim] each, left-padded.
+      lengths: i32[A], tokens of each prompt.
+      longest: tokens of the longest row.
+      page: i32[A, J], their pages in the order of their tokens; N is none.
+      place: i32[A], their places; B is none.
+    """
+    size = model.page_size
+    columns = prompts[0][0].shape[2]
+    slots = pages_of(columns, size=size)
+    pad = (columns - lengths)[:, None]
+    in_order = pad + jnp.arange(slots * size, dtype=jnp.int32)[None]
+
+    def one(pool: Columns, prompt: Columns, layer: int) -> Columns:
+        window, fresh = model.sliding_window, prompt
+        if isinstance(pool, Int8Columns) and isinstance(prompt, Array):
+            fresh = quantise(prompt)
+        if window is None or in_pages(model, layer, longest=longest):
+
+            def put(all_: Array, new: Array) -> Array:
+                new = _columns(new, in_order)
+                new = new.reshape(*new.shape[:2], slots, size, *new.shape[3:])
+                new = jnp.moveaxis(new, 2, 1)
+                return all_.at[page[:, :slots]].set(new, mode="drop")
+        else:
+            last = lengths[:, None] - 1
+            column = jnp.arange(window, dtype=jnp.int32)[None]
+            token = last - (last - column) % window
+
+            def put(all_: Array, new: Array) -> Array:
+                return all_.at[place].set(_columns(new, pad + token), mode="drop")
+
+        return jax.tree.map(put, pool, fresh)
+
+    return tuple(
+        (one(pools[0], prompt[0], n), one(pools[1], prompt[1], n))
+        for n, (pools, prompt) in enumerate(zip(caches, prompts, strict=True))
+    )
+
+
+def seen(pages: PageTable, *, model: ModelConfig, longest: int, going: Array) -> Paged:
+    """What the next token of every row sees, and where it is written.
+
+    Args:
+      pages: of the pools.
+      longest: tokens of the longest row.
+      going: bool[B], rows that have a column for it.
+    """
+    everything = page_table.view(pages, going=going)
+    window, size = everything, model.sliding_window
+    if size is not None and size < longest:
+        window = ring(pages.tokens, size=size, going=going)
+    return Paged(everything, window)
+
+
+def moved(
+    caches: Caches, *, model: ModelConfig, longest: int, page: Array, place: Array
+) -> Caches:
+    """The caches of some pages and places.
+
+    Args:
+      caches: of every layer.
+      longest: tokens of the longest row.
+      page: i32[N'], which page each was; N for none.
+      place: i32[B'], which place each was.
+    """
+    moved = []
+    for layer, cache in enumerate(caches):
+        index = page if in_pages(model, layer, longest=longest) else place
+
+        def take(leaf: Array, index: Array = index) -> Any:
+            return leaf.at[index].get(mode="clip")
+
+        moved.append(jax.tree.map(take, cache))
+    return tuple(moved)
+
+
+def _columns(array: Array, column: Array) -> Array:
+    """[A, K, W, ...] of [A, K, P, ...]: columns i32[A, W] of each row, the nearest."""
+    column = jnp.clip(column, 0, array.shape[2] - 1)[:, None]
+    if array.ndim == 4:
+        column = column[..., None]
+    return jnp.take_along_axis(array, column, axis=2)

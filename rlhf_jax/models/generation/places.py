@@ -1,0 +1,178 @@
+"""Places of continuous batching: responses under way, coming in, moving, collected."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.models import axes
+from rlhf_jax.models.caches import Caches
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.generation import page_table, paged_caches
+from rlhf_jax.models.generation.page_table import PageTable
+
+Array = jax.Array
+
+
+@flax.struct.dataclass
+class Responses:
+    """What was drawn, from the response's first column on; 0 after its end."""
+
+    tokens: Array  # i32[N, R]
+    logprobs: Array  # f32[N, R], nats
+    entropy: Array  # f32[N, R], nats
+    lengths: Array  # i32[N], tokens of each response, the stop token included
+
+
+@flax.struct.dataclass
+class Places:
+    """C places: responses under way, or finished where no prompt has come in since."""
+
+    responses: Responses  # [C, R], so far
+    row: Array  # i32[C], which of the N prompts the response is to; N before the first
+    alive: Array  # bool[C], it goes on
+    attend: Array | None  # bool[C, W], columns of the ring that are the row's own
+    caches: Caches  # of every layer, W columns where it sees all
+    pages: PageTable | None = None  # whose the pages of the caches are; else rings
+
+
+def none(rows: int, size: int) -> Responses:
+    """Responses of no tokens."""
+    return Responses(
+        tokens=jnp.zeros((rows, size), jnp.int32),
+        logprobs=jnp.zeros((rows, size), jnp.float32),
+        entropy=jnp.zeros((rows, size), jnp.float32),
+        lengths=jnp.zeros(rows, jnp.int32),
+    )
+
+
+def empty(
+    shapes: Places, *, places: int, rows: int, model: ModelConfig, longest: int
+) -> Places:
+    """Places that are free, like those of `shapes` but for their number.
+
+    Args:
+      shapes: of prompts that come in.
+      places: C.
+      rows: N.
+      model: whose caches lie in pages with `cache_pages`.
+      longest: tokens of the longest row.
+    """
+    if model.cache_pages is not None:
+        shapes = dataclasses.replace(shapes, caches=())
+    state = jax.tree.map(
+        lambda leaf: axes.rows_apart(jnp.zeros((places, *leaf.shape[1:]), leaf.dtype)),
+        shapes,
+    )
+    state = dataclasses.replace(state, row=jnp.full(places, rows, jnp.int32))
+    if model.cache_pages is None:
+        return state
+    slots = page_table.pages_of(longest, size=model.page_size)
+    pages = min(model.cache_pages, places * slots)
+    return dataclasses.replace(
+        state,
+        caches=paged_caches.empty(model, places=places, pages=pages, longest=longest),
+        pages=page_table.empty(
+            places=places, pages=pages, size=model.page_size, longest=longest
+        ),
+    )
+
+
+def come_in(
+    state: Places,
+    arrived: Places,
+    *,
+    place: Array,
+    mask: Array,
+    model: ModelConfig,
+    longest: int,
+) -> Places:
+    """The places with prompts in some of them.
+
+    Args:
+      state: with pages for those prompts (`page_table.admissible`).
+      arrived: [A], with caches as `continuous_batching` has them, or as they came.
+      place: i32[A], where each goes; C for a prompt that is none.
+      mask: bool[A, P], of the prompts.
+      longest: tokens of the longest row.
+    """
+
+    def put(old: Places, new: Places) -> Places:
+        return jax.tree.map(
+            lambda old, new: old.at[place].set(new, mode="drop"), old, new
+        )
+
+    if state.pages is None:
+        return put(state, arrived)
+    lengths = mask.sum(axis=1, dtype=jnp.int32)
+    pages, page = page_table.admit(
+        state.pages,
+        place=place,
+        # A response may end with its first token.
+        lengths=jnp.where(arrived.alive & (place < state.row.shape[0]), lengths, -1),
+        new=longest - mask.shape[1] + 1,
+    )
+    caches = paged_caches.filled(
+        state.caches,
+        arrived.caches,
+        model=model,
+        lengths=lengths,
+        longest=longest,
+        page=page,
+        place=place,
+    )
+    return dataclasses.replace(
+        put(
+            dataclasses.replace(state, caches=(), pages=None),
+            dataclasses.replace(arrived, caches=()),
+        ),
+        caches=caches,
+        pages=pages,
+    )
+
+
+def moved(
+    state: Places, *, size: int, rows: int, model: ModelConfig, longest: int
+) -> Places:
+    """The responses that go on, at most `size`, in as many places.
+
+    Args:
+      rows: N.
+      longest: tokens of the longest row.
+    """
+    [going] = jnp.nonzero(state.alive, size=size)  # beyond them 0, which is a copy
+    kept = jnp.arange(size) < state.alive.sum()
+    pages, caches = state.pages, state.caches
+    if pages is not None:
+        slots = pages.table.shape[1]
+        pages, page = page_table.moved(
+            pages,
+            alive=state.alive,
+            places=size,
+            pages=min(pages.owner.shape[0], size * slots),
+        )
+        caches = paged_caches.moved(
+            caches, model=model, longest=longest, page=page, place=going
+        )
+        state = dataclasses.replace(state, caches=(), pages=None)
+    state = jax.tree.map(lambda leaf: axes.rows_apart(leaf[going]), state)
+    state = dataclasses.replace(state, row=jnp.where(kept, state.row, rows), alive=kept)
+    if pages is None:
+        return state
+    return dataclasses.replace(state, caches=caches, pages=pages)
+
+
+def collect(done: Responses, state: Places, *, place: Array) -> Responses:
+    """`done` with the responses at those places."""
+    nowhere = done.lengths.shape[0]
+    row = state.row.at[place].get(mode="fill", fill_value=nowhere)
+    return jax.tree.map(
+        lambda old, new: old.at[row].set(
+            new.at[place].get(mode="fill", fill_value=0), mode="drop"
+        ),
+        done,
+        state.responses,
+    )

@@ -1,0 +1,312 @@
+"""Continuous batching in pages of a pool: the samples of a cache for every row."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+import toys
+from places import FIXTURES
+
+from rlhf_jax import decode, hf, policy
+from rlhf_jax.devices import sharding
+from rlhf_jax.devices.mesh_shape import MeshShape
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models import attention
+from rlhf_jax.models.attention import pages as pages_module
+
+LENGTHS, PROMPT, NEW = (6, 3, 1, 5, 2, 4, 6, 1, 2), 6, 9
+ROWS = len(LENGTHS)
+STOPS = (2, 7)
+LEAST = {1: 14, 3: 5, 4: 4, 64: 1}  # pages of a longest row, by their columns
+
+
+def inputs(model, lengths=LENGTHS):
+    tokens, mask = tiny.batch(lengths, PROMPT, side="left")
+    index = np.arange(len(lengths), dtype=np.int32)
+    keys = decode.row_keys(jax.random.key(0), index=index, sample=index % 3)
+    return {"tokens": tokens % model.vocab_size, "mask": mask, "keys": keys}
+
+
+def sampled(model, params=None, *, given=None, **options):
+    options = {"max_new_tokens": NEW, "stop_ids": STOPS, **options}
+    run = toys.jit(functools.partial(decode.generate, model=model, **options))
+    params = tiny.params(model) if params is None else params
+    return run(params, **(inputs(model) if given is None else given))
+
+
+def in_pages(model, pages, size):
+    return dataclasses.replace(model, cache_pages=pages, page_size=size)
+
+
+def assert_same(output, expected):
+    for name in ("tokens", "mask", "response_mask"):
+        np.testing.assert_array_equal(getattr(output, name), getattr(expected, name))
+    for name in ("logprobs", "entropy"):
+        np.testing.assert_allclose(
+            getattr(output, name), getattr(expected, name), atol=1e-5
+        )
+
+
+@functools.cache
+def expected_of(model, stop_ids=STOPS):
+    return sampled(model, stop_ids=stop_ids)
+
+
+SLOW = (
+    (tiny.MIXED, 5, 3, 7, STOPS),
+    *((tiny.MIXED, 3, 3, 5, ()), (tiny.MIXED, 5, 1, 20, STOPS)),
+    *((tiny.GPT2, 1, 4, 4, STOPS), (tiny.GPT2, 8, 4, 40, ())),
+    *((tiny.LLAMA, 4, 3, 9, ()), (tiny.LLAMA, ROWS, 64, 3, STOPS)),
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "places", "size", "pages", "stop_ids"),
+    [
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
+    ],
+)
+def test_samples_are_those_of_a_cache_for_every_row(
+    model, places, size, pages, stop_ids
+):
+    """Layers with and without a window; from the smallest pool to one for all."""
+    assert pages >= LEAST[size]
+    expected = expected_of(model, stop_ids)
+    output = sampled(
+        in_pages(model, pages, size), stop_ids=stop_ids, continuous_batching=places
+    )
+    assert_same(output, expected)
+
+
+def test_greedy_responses_are_those_of_whole_forward_passes():
+    """A layer of pages and one of rings, in the smallest pool: rows wait in it."""
+    model = dataclasses.replace(
+        toys.GPT2, num_layers=2, sliding_window=3, local_layers=(True, False)
+    )
+    params = toys.params(model)
+    lengths = (5, 2, 4, 1)
+    tokens, mask = tiny.batch(lengths, 5, side="left")
+    output = toys.jit(
+        functools.partial(
+            decode.generate,
+            model=in_pages(model, 5, 2),
+            max_new_tokens=6,
+            stop_ids=(3, 8),
+            shaping=decode.Shaping(greedy=True),
+            continuous_batching=2,
+        )
+    )(params, tokens=tokens, mask=mask, keys=inputs(model, lengths)["keys"])
+    logits = toys.jit(functools.partial(policy.logits, model=model))(
+        params, tokens=output.tokens, mask=output.mask
+    )
+    drawn = np.asarray(output.response_mask)[:, 1:]
+    wanted = np.where(drawn, np.argmax(logits, axis=-1)[:, :-1], 0)
+    np.testing.assert_array_equal(np.where(drawn, output.tokens[:, 1:], 0), wanted)
+    # A response ends at a stop token, or with its last column.
+    ends = np.isin(np.asarray(output.tokens), (3, 8)) & np.asarray(output.response_mask)
+    sizes = drawn.sum(axis=1)
+    np.testing.assert_array_equal(sizes, np.where(ends.any(1), sizes, 6))
+    assert (ends.sum(axis=1) <= 1).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "mistral", "phi3", "qwen2"])
+@pytest.mark.parametrize("cache", ["same", "int8"])
+def test_families_with_windows(name, cache):
+    model, params = hf.load(FIXTURES / name, dtype="float32")
+    model = dataclasses.replace(model, cache=cache)
+    given = inputs(model)
+    if all(model.is_local(n) for n in range(model.num_layers)):
+        # Longer than any row, so that pages hold all layers.
+        model = dataclasses.replace(model, sliding_window=PROMPT + NEW)
+    stops = tuple(range(12))
+    expected = sampled(model, params, given=given, stop_ids=stops)
+    lengths = np.asarray(expected.response_mask).sum(axis=1)
+    assert lengths.min() < lengths.max()
+    output = sampled(
+        in_pages(model, 8, 2),
+        params,
+        given=given,
+        stop_ids=stops,
+        continuous_batching=4,
+    )
+    assert_same(output, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_new_tokens": 1},
+        {"stop_ids": tuple(range(tiny.VOCAB))},
+        {"stop_ids": tuple(range(0, tiny.VOCAB, 2))},
+    ],
+    ids=["one token", "every token stops", "most are short"],
+)
+def test_short_responses(options):
+    output = sampled(in_pages(tiny.GPT2, 5, 4), continuous_batching=4, **options)
+    assert_same(output, sampled(tiny.GPT2, **options))
+
+
+@pytest.mark.slow
+def test_groups_come_in_together():
+    lengths = np.repeat(LENGTHS[:4], 3)
+    tokens, mask = tiny.batch(LENGTHS[:4], PROMPT, side="left")
+    given = inputs(tiny.GPT2, lengths)
+    given |= {"tokens": np.repeat(tokens, 3, 0), "mask": np.repeat(mask, 3, 0)}
+    expected = sampled(tiny.GPT2, given=given)
+    # A longest row of 4 pages, and two prompts of 2.
+    output = sampled(
+        in_pages(tiny.GPT2, 8, 4), given=given, continuous_batching=6, group_size=3
+    )
+    assert_same(output, expected)
+
+
+@pytest.mark.slow
+def test_empty_prompts_and_a_prompt_in_chunks():
+    given = inputs(tiny.MIXED, (0, 3, 0, 6, 1))
+    model = dataclasses.replace(in_pages(tiny.MIXED, 6, 3), prefill_chunk=2)
+    output = sampled(model, given=given, continuous_batching=2)
+    assert_same(output, sampled(tiny.MIXED, given=given))
+
+
+@pytest.mark.slow
+def test_heads_on_several_devices():
+    expected = expected_of(tiny.LLAMA)
+    with jax.set_mesh(MeshShape(tensor=2).make(jax.devices()[:2])):
+        output = sampled(
+            in_pages(tiny.LLAMA, 7, 3),
+            sharding.place(tiny.params(tiny.LLAMA)),
+            continuous_batching=3,
+        )
+    assert_same(output, expected)
+
+
+@pytest.mark.slow
+def test_memory_follows_the_pages():
+    """Temporaries of the program, of as many rows: less by what the pool is smaller."""
+    model = dataclasses.replace(tiny.LLAMA, max_positions=600)
+
+    def temporary(pages):
+        run = functools.partial(
+            decode.generate,
+            model=model if pages is None else in_pages(model, pages, 16),
+            max_new_tokens=500,
+            stop_ids=STOPS,
+            continuous_batching=ROWS,
+        )
+        compiled = jax.jit(run).lower(tiny.params(model), **inputs(model)).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    column = 2 * model.num_layers * model.num_kv_heads * model.head_dim * 4  # bytes
+    whole, full, half = temporary(None), temporary(9 * 32), temporary(9 * 16)
+    assert full - half >= 9 * 16 * 16 * column
+    assert half < 0.7 * whole
+
+
+@pytest.mark.parametrize(
+    ("cache", "softcap"),
+    [
+        ("int8", 1.5),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("int8", None), ("same", None), ("same", 1.5))
+        ),
+    ],
+)
+def test_attention_to_pages_by_hand(softcap, cache):
+    """Rows of 5, 2 and no tokens, against a float64 loop over their tokens."""
+    rng = np.random.default_rng(0)
+    kv_heads, group, size, head_dim = 2, 3, 3, 4
+    keys, values = rng.normal(size=(2, 4, kv_heads, size, head_dim)).astype(np.float32)
+    query = rng.normal(size=(3, kv_heads * group, 1, head_dim)).astype(np.float32)
+    new = rng.normal(size=(2, 3, kv_heads, 1, head_dim)).astype(np.float32)
+    table = np.array([[2, 0], [3, 4], [4, 4]], np.int32)
+    seen = np.array([[1, 1, 0], [0, 0, 0], [1, 1, 1], [1, 1, 0]], bool)
+    where = attention.Pages(
+        table=table,
+        owner=np.array([0, 2, 0, 1], np.int32),
+        seen=seen,
+        page=np.array([0, 3, 4], np.int32),
+        column=np.array([1, 1, 0], np.int32),
+    )
+    pools = tuple(map(jnp.asarray, (keys, values)))
+    if cache == "int8":
+        pools = tuple(map(attention.quantise, pools))
+
+    def run(query, pools, new):
+        pools = attention.append_to_pages(pools, new, pages=where)
+        y = attention.attend_to_pages(
+            query, pools, pages=where, scale=0.7, softcap=softcap
+        )
+        return y, pools
+
+    output, pools = toys.jit(run)(query, pools, tuple(new))
+    keys[[0, 3], :, 1], values[[0, 3], :, 1] = new[:, :2, :, 0]
+    if cache == "int8":
+        exact = keys, values
+        keys, values = (
+            np.asarray(x.values) * np.asarray(x.scales)[..., None] for x in pools
+        )
+        np.testing.assert_allclose((keys, values), exact, atol=0.02)
+    for row, pages in enumerate(([2, 0], [3], [])):
+        for head in range(kv_heads * group):
+            k, v = (
+                np.concatenate(
+                    [x[p, head // group][seen[p]].astype(np.float64) for p in pages]
+                    or [np.zeros((0, head_dim))]
+                )
+                for x in (keys, values)
+            )
+            logits = 0.7 * k @ query[row, head, 0]
+            if softcap is not None:
+                logits = softcap * np.tanh(logits / softcap)
+            share = np.exp(logits)
+            wanted = share @ v / max(share.sum(), 1e-30)
+            np.testing.assert_allclose(output[row, head, 0], wanted, atol=1e-6)
+
+
+def test_a_ring_of_pages_by_hand():
+    """Tokens 0 to 4 are there, and 5 comes; the second row has none, and its first."""
+    pages = pages_module.ring(jnp.array([5, 0]), size=4, going=jnp.array([True, False]))
+    np.testing.assert_array_equal(pages.seen, [[1, 1, 1, 1], [1, 0, 0, 0]])
+    np.testing.assert_array_equal(pages.page, [0, 2])
+    np.testing.assert_array_equal(pages.column, [1, 0])
+
+
+def test_pools_that_cannot_be():
+    def call(model, places=3, mesh=None, **options):
+        run = functools.partial(
+            decode.generate,
+            model=model,
+            max_new_tokens=NEW,
+            stop_ids=STOPS,
+            continuous_batching=places,
+            **options,
+        )
+        jax.eval_shape(run, tiny.shapes(model), **inputs(model))
+
+    with pytest.raises(
+        InputError, match=r"cache_pages: expected at least 5 pages of 3"
+    ):
+        call(in_pages(tiny.GPT2, 4, 3))
+    with pytest.raises(InputError, match=r"at least 9 pages .* 2 prompts more of its"):
+        call(in_pages(tiny.GPT2, 8, 3), group_size=3)
+    with pytest.raises(InputError, match=r"cache_pages: expected continuous_batching"):
+        call(in_pages(tiny.GPT2, 40, 3), places=None)
+    with pytest.raises(InputError, match=r"windows of 4 in every layer"):
+        call(in_pages(tiny.PARALLEL, 40, 3))
+    with (
+        jax.set_mesh(MeshShape(data=3).make(jax.devices()[:3])),
+        pytest.raises(InputError, match=r"cache_pages: expected a mesh .* got one wit"),
+    ):
+        call(in_pages(tiny.GPT2, 40, 3))
+    for options in ({"cache_pages": 0}, {"cache_pages": 3, "page_size": 0}):
+        with pytest.raises(
+            InputError, match=r"expected a finite number above 0, got 0"
+        ):
+            dataclasses.replace(tiny.GPT2, **options)
