@@ -154,9 +154,7 @@ def importance_weights(
     """
     check_bounds(correction, cap=cap, floor=floor)
     _check(logprobs, sampler_logprobs, mask)
-    log_ratio = jax.lax.stop_gradient(
-        jnp.where(mask, logprobs - sampler_logprobs, 0.0)
-    )
+    log_ratio = jax.lax.stop_gradient(jnp.where(mask, logprobs - sampler_logprobs, 0.0))
     if correction == "geometric_reject":
         log_ratio = ratios.at_level(log_ratio, mask=mask, ratio_level="sequence")
     elif not correction.startswith("token"):

@@ -59,7 +59,7 @@ def test_weights_and_what_is_said_of_them_against_loops(correction):
     means = masked.mean_stats(stats)
     each = expected[mask]
     if not correction.startswith("token"):
-        each = np.array([row[on][0] for row, on in zip(expected, mask) if on.any()])
+        each = expected[np.flatnonzero(mask.any(axis=1)), 0]
     assert float(stats["policy/sampler_ess"][1]) == len(each)
     for name, value in {
         "policy/sampler_weight": expected[mask].mean(),
@@ -166,7 +166,7 @@ def test_ratios_far_beyond_float32():
         "geometric_reject": [[1, 1], [1, 1]],
     }.items():
         output = weights(kind, cap=1e6, floor=None, **arrays)
-        np.testing.assert_array_equal(output.weights, expected)
+        np.testing.assert_allclose(output.weights, expected, rtol=1e-6)
         stats = importance.weight_stats(output, mask=arrays["mask"], correction=kind)
         assert np.isfinite(masked.mean_stats(stats)["policy/sampler_ess"])
     nothing = importance.Weights(

@@ -95,7 +95,7 @@ def trl_weights(tensors, mode):
     method = trl.GRPOTrainer._generate_and_score_completions
     lines = inspect.getsource(method).split("\n")
     start = next(i for i, line in enumerate(lines) if "logps_diff = (old" in line)
-    end = next(i for i, line in enumerate(lines) if "log probabilities for the ref" in line)
+    end = next(i for i, line in enumerate(lines) if "for the reference model" in line)
     trainer = types.SimpleNamespace(
         vllm_importance_sampling_mode=mode,
         vllm_importance_sampling_clip_min=FLOOR if mode.endswith("mask") else None,

@@ -125,10 +125,11 @@ def policy_terms(
                 reference=reference,
                 recipe=recipe,
             )
+        drawn = experience.sampler_logprobs
         kl_loss, kl_stats = penalty.kl_loss(
             penalty=recipe.penalty,
             logprobs=logprobs,
-            old_logprobs=experience.old_logprobs,
+            old_logprobs=experience.old_logprobs if drawn is None else drawn,
             ref_logprobs=experience.ref_logprobs,
             mask=mask,
             weights=losses.token_weights(
