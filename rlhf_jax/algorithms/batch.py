@@ -98,6 +98,13 @@ class PolicyExperience:
         default=None, kw_only=True
     )
 
+    @property
+    def behaviour_logprobs(self) -> Array:
+        """f32[B, S], nats, of the policy whose samples these are taken to be."""
+        if self.sampler_logprobs is None:
+            return self.old_logprobs
+        return self.sampler_logprobs
+
 
 @flax.struct.dataclass
 class Experience(PolicyExperience):

@@ -125,11 +125,10 @@ def policy_terms(
                 reference=reference,
                 recipe=recipe,
             )
-        drawn = experience.sampler_logprobs
         kl_loss, kl_stats = penalty.kl_loss(
             penalty=recipe.penalty,
             logprobs=logprobs,
-            old_logprobs=experience.old_logprobs if drawn is None else drawn,
+            old_logprobs=experience.behaviour_logprobs,
             ref_logprobs=experience.ref_logprobs,
             mask=mask,
             weights=losses.token_weights(
