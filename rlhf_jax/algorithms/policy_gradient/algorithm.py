@@ -21,8 +21,9 @@ from rlhf_jax.algorithms.batch import PolicyExperience, Scored
 from rlhf_jax.algorithms.policy_gradient.loss import policy_terms
 from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
 from rlhf_jax.algorithms.state import LossFunction, Optimizer, TrainState
-from rlhf_jax.functional import aggregation, checks, importance, masked
+from rlhf_jax.functional import aggregation, checks, masked
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.off_policy import importance
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import LoRA, targets
 from rlhf_jax.models.packing import Packing

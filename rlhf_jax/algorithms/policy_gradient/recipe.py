@@ -11,10 +11,11 @@ from typing import Any, Literal, get_args
 
 from rlhf_jax.algorithms.flow import shaping
 from rlhf_jax.algorithms.flow.shaping import ScoreShaping
-from rlhf_jax.functional import aggregation, checks, importance, losses
+from rlhf_jax.functional import aggregation, checks, losses
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.functional.importance import Correction
 from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty
+from rlhf_jax.functional.off_policy import importance
+from rlhf_jax.functional.off_policy.importance import Correction
 
 Surrogate = Literal["clip", "cispo", "sapo"]
 

@@ -17,8 +17,9 @@ from rlhf_jax.algorithms import flow
 from rlhf_jax.algorithms.batch import PolicyExperience, Rollout
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.algorithms.policy_gradient.loss import mean_distance
-from rlhf_jax.functional import aggregation, importance, masked
-from rlhf_jax.functional.importance import Correction
+from rlhf_jax.functional import aggregation, masked
+from rlhf_jax.functional.off_policy import importance, mismatch
+from rlhf_jax.functional.off_policy.importance import Correction
 from rlhf_jax.models.packing import SizedPacking
 
 Array = jax.Array
@@ -54,10 +55,10 @@ def recomputed(
         temperature=recipe.temperature,
         packing=packing,
     )
-    mismatch = mean_distance(
+    distance = mean_distance(
         after.old_logprobs, after.behaviour_logprobs, mask=after.response_mask
     )
-    return after, {"policy/sampler_mismatch": mismatch}
+    return after, {"policy/sampler_mismatch": distance}
 
 
 def corrected(
@@ -112,8 +113,8 @@ def weighted(
       group_size: responses to each prompt, in neighbouring rows.
 
     Returns:
-      The experience, and {name: (sum, weight)} of `importance.weight_stats` and
-      `importance.sampler_kl`.
+      The experience, and {name: (sum, weight)} of `mismatch.weight_stats` and
+      `mismatch.sampler_kl`.
     """
     mask = experience.response_mask
     pair = {
@@ -124,8 +125,8 @@ def weighted(
     output = importance.importance_weights(
         **pair, correction=correction, cap=cap, floor=floor
     )
-    stats = importance.weight_stats(output, mask=mask, correction=correction)
-    stats |= importance.sampler_kl(**pair)
+    stats = mismatch.weight_stats(output, mask=mask, correction=correction)
+    stats |= mismatch.sampler_kl(**pair)
     changed: dict[str, Array] = {
         "advantages": output.weights * experience.advantages,
         "sampler_logprobs": sampler_logprobs,

@@ -14,13 +14,17 @@ import toys
 
 from rlhf_jax.algorithms import batch, grpo, reinforce, state
 from rlhf_jax.algorithms.policy_gradient import loss
-from rlhf_jax.algorithms.policy_gradient.sampler_mismatch import staleness, weighted
+from rlhf_jax.algorithms.policy_gradient.sampler_mismatch import (
+    corrected,
+    staleness,
+    weighted,
+)
 from rlhf_jax.functional import masked
 from rlhf_jax.functional.aggregation import prompt_scale
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.functional.importance import Correction
 from rlhf_jax.functional.kl.control import fixed
 from rlhf_jax.functional.kl.penalty import UNBIASED_K3
+from rlhf_jax.functional.off_policy.importance import Correction
 
 CAP = 1.5
 
@@ -113,6 +117,45 @@ def test_of_the_trainer_s_own_tokens_nothing_changes(correction):
     assert means["policy/sampler_kl"] == means["policy/sampler_kl_k3"] == 0
 
 
+RECIPE = grpo.GRPO(
+    model=toys.GPT2,
+    policy_optimizer=optax.sgd(0.1),
+    max_new_tokens=6,
+    stop_ids=toys.STOP,
+    group_size=2,
+    penalty=UNBIASED_K3,
+    recompute_logprobs=True,
+)
+
+
+def test_the_recipe_says_how_an_experience_is_corrected():
+    experience, sampler = drawn(1)
+    scale = prompt_scale(experience.response_mask, group_size=2)
+    experience = dataclasses.replace(experience, prompt_scale=scale)
+    rollout = SimpleNamespace(
+        behaviour_logprobs=sampler,
+        version=jnp.zeros(sampler.shape, jnp.int32),
+        response_mask=experience.response_mask,
+    )
+    at = {"rollout": rollout, "step": jnp.int32(2)}
+    same, nothing = corrected(experience, **at, recipe=RECIPE)
+    assert same is experience
+    assert nothing == {}
+    assert not RECIPE.leaves_out
+    bounds = {"cap": 1.3, "floor": 0.6, "correction": "geometric_reject"}
+    recipe = dataclasses.replace(
+        RECIPE,
+        sampler_weight_cap=1.3,
+        sampler_weight_floor=0.6,
+        sampler_correction="geometric_reject",
+    )
+    output, stats = corrected(experience, **at, recipe=recipe)
+    expected, _ = weighted(experience, sampler_logprobs=sampler, **bounds, group_size=2)
+    assert toys.leaves_equal(output, expected)
+    assert masked.mean_stats(stats)["policy/staleness"] == 2
+    assert recipe.leaves_out  # whose KL per response is over those that are left
+
+
 def test_the_age_of_tokens_is_in_iterations():
     rollout = SimpleNamespace(
         version=jnp.array([[0, 2, 3], [0, 5, 0]], jnp.int32),
@@ -138,13 +181,6 @@ def test_weights_of_a_kl_in_the_loss_are_over_the_sampler(monkeypatch):
     )
     monkeypatch.setattr(loss, "texts_of", lambda *_, **__: texts)
     monkeypatch.setattr(loss, "logprobs_from_hidden", lambda *_, **__: (now, None))
-    recipe = grpo.GRPO(
-        model=toys.GPT2,
-        policy_optimizer=optax.sgd(0.1),
-        max_new_tokens=6,
-        stop_ids=toys.STOP,
-        penalty=UNBIASED_K3,
-    )
 
     def value(**changed):
         _, stats, *_ = loss.policy_terms(
@@ -153,7 +189,7 @@ def test_weights_of_a_kl_in_the_loss_are_over_the_sampler(monkeypatch):
             kl_coef=0.1,
             num_tokens=jnp.float32(mask.sum()),
             num_responses=jnp.float32(4),
-            recipe=recipe,
+            recipe=RECIPE,
         )
         return float(masked.mean_stats(stats)["loss/kl"])
 

@@ -10,8 +10,8 @@ import pytest
 from places import FIXTURES
 
 from rlhf_jax import kl_penalty, losses, masked
-from rlhf_jax.functional import importance
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.off_policy import importance, mismatch
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
 
@@ -55,7 +55,7 @@ def test_weights_and_what_is_said_of_them_against_loops(correction):
     cut = mask & (expected == (CAP if floor is None else 0.0))
     np.testing.assert_array_equal(output.cut, cut)
     assert 0 < cut.sum() < mask.sum()
-    stats = importance.weight_stats(output, mask=mask, correction=correction)
+    stats = mismatch.weight_stats(output, mask=mask, correction=correction)
     means = masked.mean_stats(stats)
     each = expected[mask]
     if not correction.startswith("token"):
@@ -75,7 +75,7 @@ def test_of_one_s_own_tokens_every_weight_is_exactly_1(correction):
     output = weights(correction, sampler_logprobs=RECORDED["old_logprobs"], **bounds)
     np.testing.assert_array_equal(output.weights, np.ones(MASK.shape))
     np.testing.assert_array_equal(output.kept, MASK)
-    stats = importance.weight_stats(output, mask=MASK, correction=correction)
+    stats = mismatch.weight_stats(output, mask=MASK, correction=correction)
     assert float(masked.mean_stats(stats)["policy/sampler_ess"]) == 1.0
 
 
@@ -95,7 +95,7 @@ def test_weights_are_those_of_trl_and_verl():
         ("geometric_reject", "verl/reject/seq_mean_k1"),
     ):
         np.testing.assert_array_equal(weights(ours).kept, RECORDED[theirs])
-    stats = importance.weight_stats(
+    stats = mismatch.weight_stats(
         weights("token_truncate"), mask=MASK, correction="token_truncate"
     )
     ess = float(masked.mean_stats(stats)["policy/sampler_ess"])
@@ -167,12 +167,12 @@ def test_ratios_far_beyond_float32():
     }.items():
         output = weights(kind, cap=1e6, floor=None, **arrays)
         np.testing.assert_allclose(output.weights, expected, rtol=1e-6)
-        stats = importance.weight_stats(output, mask=arrays["mask"], correction=kind)
+        stats = mismatch.weight_stats(output, mask=arrays["mask"], correction=kind)
         assert np.isfinite(masked.mean_stats(stats)["policy/sampler_ess"])
     nothing = importance.Weights(
         jnp.zeros((2, 2)), jnp.zeros((2, 2), bool), arrays["mask"]
     )
-    stats = importance.weight_stats(
+    stats = mismatch.weight_stats(
         nothing, mask=arrays["mask"], correction="sequence_reject"
     )
     assert float(masked.mean_stats(stats)["policy/sampler_ess"]) == 0.0
@@ -183,7 +183,7 @@ def test_the_kl_of_the_sampler_against_loops():
         "logprobs": np.where(MASK, RECORDED["old_logprobs"], np.inf),
         "sampler_logprobs": np.where(MASK, RECORDED["sampler_logprobs"], np.inf),
     }
-    means = masked.mean_stats(importance.sampler_kl(**arrays, mask=MASK))
+    means = masked.mean_stats(mismatch.sampler_kl(**arrays, mask=MASK))
     pair = RECORDED["sampler_logprobs"], RECORDED["old_logprobs"]
     for name, of in (("kl", oracles.k1), ("kl_k3", oracles.k3)):
         expected = oracles.masked_mean(of(*pair), MASK)
