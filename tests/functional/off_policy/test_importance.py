@@ -102,6 +102,7 @@ def test_weights_are_those_of_trl_and_verl():
     assert ess == pytest.approx(RECORDED["verl/ess"], rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("correction", KINDS[:4])
 def test_losses_and_gradients_are_those_of_trl(correction):
     """Advantages are weighted here, losses there: as w >= 0 these are one."""
@@ -154,10 +155,11 @@ def test_the_unbiased_k3_is_trl_s_and_that_of_a_ratio_that_is_differentiated():
 
 
 def test_ratios_far_beyond_float32():
-    sampler = jnp.array([[-300.0, -1.0], [-1.0, -1.0]])
-    trainer = jnp.array([[-1.0, -300.0], [-1.0, -300.0]])
-    arrays = {"logprobs": trainer, "sampler_logprobs": sampler}
-    arrays["mask"] = jnp.ones((2, 2), bool)
+    sampler, trainer = np.full((2, *MASK.shape), -1.0, np.float32)
+    sampler[0, 0] = trainer[:2, 1] = -300.0
+    mask = np.zeros(MASK.shape, bool)
+    mask[:2, :2] = True
+    arrays = {"logprobs": trainer, "sampler_logprobs": sampler, "mask": mask}
     for kind, expected in {
         "token_truncate": [[1e6, 0], [1, 0]],
         "token_mask": [[0, 0], [1, 0]],
@@ -166,15 +168,11 @@ def test_ratios_far_beyond_float32():
         "geometric_reject": [[1, 1], [1, 1]],
     }.items():
         output = weights(kind, cap=1e6, floor=None, **arrays)
-        np.testing.assert_allclose(output.weights, expected, rtol=1e-6)
-        stats = mismatch.weight_stats(output, mask=arrays["mask"], correction=kind)
+        np.testing.assert_allclose(output.weights[:2, :2], expected, rtol=1e-6)
+        stats = mismatch.weight_stats(output, mask=mask, correction=kind)
         assert np.isfinite(masked.mean_stats(stats)["policy/sampler_ess"])
-    nothing = importance.Weights(
-        jnp.zeros((2, 2)), jnp.zeros((2, 2), bool), arrays["mask"]
-    )
-    stats = mismatch.weight_stats(
-        nothing, mask=arrays["mask"], correction="sequence_reject"
-    )
+    nothing = importance.Weights(0.0 * trainer, mask & False, mask)
+    stats = mismatch.weight_stats(nothing, mask=mask, correction="sequence_reject")
     assert float(masked.mean_stats(stats)["policy/sampler_ess"]) == 0.0
 
 
