@@ -76,6 +76,8 @@ def test_of_one_s_own_tokens_every_weight_is_exactly_1(correction):
     output = weights(correction, sampler_logprobs=RECORDED["old_logprobs"], **bounds)
     np.testing.assert_array_equal(output.weights, np.ones(MASK.shape))
     np.testing.assert_array_equal(output.kept, MASK)
+    at_cap = MASK & correction.endswith("truncate")  # which changes nothing
+    np.testing.assert_array_equal(output.cut, at_cap)
     stats = mismatch.weight_stats(output, mask=MASK, correction=correction)
     assert float(masked.mean_stats(stats)["policy/sampler_ess"]) == 1.0
 
