@@ -195,7 +195,8 @@ class Config(PackedConfig, SamplerConfig):
                 f"out"
             )
         place = self.placement.reference
-        uncorrected = self.ppo.recompute_logprobs and not self.ppo.sampler_weight_cap
+        uncorrected = self.ppo.recompute_logprobs
+        uncorrected &= self.ppo.sampler_weight_cap is None
         if self.placement.samples_ahead and (self.buckets or uncorrected):
             raise InputError(
                 "--placement.sampler: expected the policy's devices with --buckets, as "
