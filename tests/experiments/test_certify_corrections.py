@@ -5,8 +5,8 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from certificates import cases
-from certificates.corrections import certify, claims, gradients
+from certificates import cases, certify_corrections
+from certificates.corrections import claims, gradients
 from worlds import enumerable
 
 from rlhf_jax.functional.checks import InputError
@@ -100,4 +100,4 @@ def test_objectives_by_hand():
 
 def test_no_world_is_refused(tmp_path):
     with pytest.raises(InputError, match="num_worlds"):
-        certify.Config(out=tmp_path, num_worlds=0)
+        certify_corrections.Config(out=tmp_path, num_worlds=0)

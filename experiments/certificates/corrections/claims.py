@@ -153,9 +153,9 @@ def _recipe(
     )
 
 
-TOKENS = {"cap": 1.1, "floor": 0.9}
-RESPONSES = {"cap": 1.5, "floor": 0.7}
-MEANS = {"cap": 1.15, "floor": 0.9}
+TOKENS: dict[str, Any] = {"cap": 1.1, "floor": 0.9}
+RESPONSES: dict[str, Any] = {"cap": 1.5, "floor": 0.7}
+MEANS: dict[str, Any] = {"cap": 1.15, "floor": 0.9}
 BEYOND = "what is beyond the bounds"
 PREFIXES = "prefixes and continuations of the sampler"
 CLAIMS = (

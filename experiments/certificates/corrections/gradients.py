@@ -28,7 +28,7 @@ from certificates.cases import OPTIMIZER, Case, flat
 from certificates.corrections.claims import CLAIMS, Claim, Known, expected_reward
 from certificates.penalty_claims import TOLERANCE
 from certificates.ratios import BETA, SEEN, STALE, STEP, outside
-from rlhf_jax import frozen, grpo
+from rlhf_jax import frozen, grpo, masked
 from rlhf_jax.algorithms.batch import PolicyExperience
 from rlhf_jax.algorithms.flow import score
 from rlhf_jax.algorithms.policy_gradient.loss import policy_terms
@@ -36,6 +36,7 @@ from rlhf_jax.algorithms.policy_gradient.sampler_mismatch import corrected, reco
 
 Array = jax.Array
 Params = Any
+CUT = "policy/sampler_weight_capped"
 COLUMNS = slice(enumerable.PROMPT, None)
 
 
@@ -209,9 +210,8 @@ def finder(claim: Claim, *, case: Case) -> Callable[..., tuple[Float64, float]]:
                 losses = jax.vmap(loss, in_axes=(None, 0))(params, minibatches)
                 return chance[first] * (chance @ losses)
 
-            zero = (jnp.zeros(()), jnp.ones(()))
-            cut, tokens = stats.get("policy/sampler_weight_capped", zero)
-            return jax.grad(mean)(params), cut / tokens
+            cut = masked.mean_stats(stats).get(CUT, jnp.zeros(()))
+            return jax.grad(mean)(params), cut
 
         return jax.lax.map(beside, alone)
 

@@ -1,11 +1,11 @@
 """Certificates of corrections: TIS, masked importance sampling, rejection, unbiased k3.
 
-    python experiments certificates.corrections.certify --out runs/certify_corrections
+    python experiments certificates.certify_corrections --out runs/certify_corrections
 
 Four words of which one ends a response, so that all 121 responses of 1 to 4 words are
 known, and all pairs of them. The samples stay those of the first policy while it takes
-updates up ∇E[r] (`gradients.py`). One table, a row for each correction; the exit status
-is 1 if one fails:
+updates up ∇E[r] (`corrections/gradients.py`). One table, a row for each correction; the
+exit status is 1 if one fails:
 
 target   After 0, 1, 2 and 4 updates the expected gradient, measured through the log-
          probs, the experience and the loss of a run, is that of the objective that is
