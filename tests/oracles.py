@@ -561,3 +561,36 @@ def attention(
             of_k[row, shared, s] += of_raw[place] * q
             of_v[row, shared, s] += weight[place] * above
     return out, (of_q, of_k, of_v)
+
+
+def importance_weights(
+    log_ratio: Array, mask: Array, correction: str, cap: float, floor: float | None
+) -> tuple[Array, Array]:
+    """(weights, kept) of `importance.importance_weights`, token by token."""
+    weights, kept = np.ones(mask.shape), mask.copy()
+    level, what = correction.rsplit("_", 1)
+    for b in range(mask.shape[0]):
+        columns = [t for t in range(mask.shape[1]) if mask[b, t]]
+        whole = math.fsum(float(log_ratio[b, t]) for t in columns)
+        for t in columns:
+            own = {
+                "token": float(log_ratio[b, t]),
+                "sequence": whole,
+                "geometric": whole / len(columns),
+            }[level]
+            beyond = own > math.log(cap)
+            beyond |= floor is not None and own < math.log(floor)
+            if what == "truncate":
+                weights[b, t] = min(math.exp(min(own, 700)), cap)
+            elif what == "mask":
+                weights[b, t] = 0.0 if beyond else math.exp(own)
+            else:
+                weights[b, t] = 0.0 if beyond else 1.0
+                kept[b, t] = not beyond
+    return weights, kept
+
+
+def effective_share(weights: Array) -> float:
+    """Kish's effective sample size over the number of weights."""
+    values = [float(w) for w in weights]
+    return math.fsum(values) ** 2 / math.fsum(w * w for w in values) / len(values)

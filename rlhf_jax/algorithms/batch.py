@@ -38,7 +38,11 @@ class Prompts:
 
 @flax.struct.dataclass
 class Rollout:
-    """Prompts with sampled responses, as the sampler saw them."""
+    """Prompts with sampled responses, as the sampler saw them.
+
+    Three policies are kept apart. μ drew the tokens (`sampler_logprobs`), π_old is the
+    trainer before the update (`old_logprobs`), and π is what the update moves.
+    """
 
     tokens: Int32[Array, "B S"]
     mask: Bool[Array, "B S"]  # not padding
@@ -47,6 +51,19 @@ class Rollout:
     entropy: Float32[Array, "B S"]  # nats, of each token's distribution
     index: Int32[Array, " B"]
     sample: Int32[Array, " B"]
+    # Nats, 0 outside the response, of μ; None where the sampler is the trainer, or is
+    # taken for it: then `old_logprobs` are its own.
+    sampler_logprobs: Float32[Array, "B S"] | None = None
+    # Of the parameters that drew each token, 0 outside the response: `TrainState.step`
+    # of that time, iterations done. None where nobody counts.
+    version: Int32[Array, "B S"] | None = None
+
+    @property
+    def behaviour_logprobs(self) -> Array:
+        """f32[B, S], nats: log μ, of whoever drew the tokens."""
+        if self.sampler_logprobs is None:
+            return self.old_logprobs
+        return self.sampler_logprobs
 
 
 @flax.struct.dataclass
@@ -76,6 +93,17 @@ class PolicyExperience:
     prompt_scale: Float32[Array, " B"] | None = flax.struct.field(
         default=None, kw_only=True
     )
+    # Nats, log μ of the tokens; None unless advantages are corrected for who drew them.
+    sampler_logprobs: Float32[Array, "B S"] | None = flax.struct.field(
+        default=None, kw_only=True
+    )
+
+    @property
+    def behaviour_logprobs(self) -> Array:
+        """f32[B, S], nats, of the policy whose samples these are taken to be."""
+        if self.sampler_logprobs is None:
+            return self.old_logprobs
+        return self.sampler_logprobs
 
 
 @flax.struct.dataclass

@@ -100,7 +100,7 @@ def measure(
         ref_logprobs = recomputed(frozen.read(reference), shape)
     return Measured(
         trainer=recomputed(params, model),
-        sampler=rollout.old_logprobs,
+        sampler=rollout.behaviour_logprobs,
         reference=ref_logprobs,
         mask=rollout.response_mask,
         starts_equal=equal,

@@ -105,6 +105,8 @@ ADDED: dict[str, Any] = {
         for name in ("ppo", "grpo", "reinforce")
         for option, value in {
             "sampler_weight_cap": None,
+            "sampler_correction": "token_truncate",
+            "sampler_weight_floor": None,
             "ratio_level": "token",
             "surrogate": "clip",
             "sapo_temperature_pos": 1.0,

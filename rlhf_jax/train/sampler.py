@@ -7,6 +7,7 @@ import functools
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from rlhf_jax.algorithms import self_check
@@ -138,6 +139,17 @@ class SamplerConfig(StartConfig):
         return tolerance
 
 
+def versions(rollout: Rollout) -> list[int]:
+    """Which version of the policy drew each response; of several its oldest.
+
+    Args:
+      rollout: on the host, with versions.
+    """
+    assert rollout.version is not None  # as trainers stamp every token
+    of_tokens = np.where(rollout.response_mask, rollout.version, np.iinfo(np.int32).max)
+    return of_tokens.min(axis=1).tolist()
+
+
 class Sampler:
     """The compiled `sample` of a recipe.
 
@@ -202,7 +214,14 @@ class Sampler:
             base = sharding.place(base, mesh=mesh)
         self._base = base
 
-    def __call__(self, policy: Params, *, prompts: Prompts, key: Array) -> Rollout:
+    def __call__(
+        self,
+        policy: Params,
+        *,
+        prompts: Prompts,
+        key: Array,
+        version: Array | None = None,
+    ) -> Rollout:
         """Responses, on the policy's mesh.
 
         Parameters are cast and resharded once, and let go with the last token. It is
@@ -212,6 +231,7 @@ class Sampler:
           policy: on the policy's mesh.
           prompts: Prompts[B, P].
           key: of this step.
+          version: i32[], of the policy, `TrainState.step`; None stamps no token.
 
         Raises:
           InputError: the row axes of the sampler's mesh do not divide the rows.
@@ -219,8 +239,12 @@ class Sampler:
         if self._store is not None:
             policy = sharding.place(self._store(policy), mesh=self._mesh)
         if self._mesh is self._home:
-            return self._sample(policy, prompts=prompts, key=key, base=self._base)
-        policy, key = sharding.place((policy, key), mesh=self._mesh)
+            return self._sample(
+                policy, prompts=prompts, key=key, base=self._base, version=version
+            )
+        policy, key, version = sharding.place((policy, key, version), mesh=self._mesh)
         prompts = row_sharding.put_rows(prompts, mesh=self._mesh)
-        rollout = self._sample(policy, prompts=prompts, key=key, base=self._base)
+        rollout = self._sample(
+            policy, prompts=prompts, key=key, base=self._base, version=version
+        )
         return row_sharding.put_rows(rollout, mesh=self._home)

@@ -35,6 +35,14 @@ def test_from_prompts_to_experience():
             max_new_tokens=toys.SIZE,
             stop_ids=toys.STOP,
             temperature=0.7,
+            version=jnp.int32(3),
+        )
+        sampled = rollout.recompute_logprobs(
+            sampled,
+            params,
+            model=toys.GPT2,
+            max_new_tokens=toys.SIZE,
+            temperature=0.7,
         )
         scored = score.score(
             sampled,

@@ -67,6 +67,25 @@ def test_without_a_reference_only_the_sampler_is_checked(measure, params, rollou
     self_check.require(measured, tolerance=TOLERANCE)
 
 
+def test_who_drew_the_tokens_is_checked_where_log_probs_were_recomputed(
+    rollout, model, monkeypatch
+):
+    monkeypatch.setattr(self_check, "logprobs", lambda *_, **__: rollout.old_logprobs)
+    drawn = rollout.old_logprobs - 1.0
+    both = dataclasses.replace(rollout, sampler_logprobs=drawn)
+    measured = self_check.measure(
+        {},
+        rollout=both,
+        reference=None,
+        model=model,
+        max_new_tokens=toys.SIZE,
+        temperature=0.7,
+    )
+    np.testing.assert_array_equal(measured.sampler, drawn)
+    with pytest.raises(self_check.SelfCheckError, match=SAMPLER):
+        self_check.require(measured, tolerance=TOLERANCE)
+
+
 def test_wrong_temperature(params, rollout, model):
     warmer = toys.jit(
         functools.partial(

@@ -259,6 +259,27 @@ def test_rollouts_are_drawn_while_the_last_are_learned_from(
     )
 
 
+def test_an_older_sampler_is_corrected_for(files, tmp_path):
+    """Recomputed log-probs are of the trainer now; the tokens are a version older."""
+    argv = (
+        *("--placement.policy=data=1", "--placement.sampler=last:data=1"),
+        *("--recompute-logprobs", "--sampler-weight-cap=2"),
+        *("--sampler-weight-floor=0.5", "--sampler-correction=sequence_mask"),
+        *("--penalty.placement=loss", "--penalty.value-estimator=k3"),
+        *("--penalty.grad-estimator=k2", "--penalty.importance-weights=token"),
+    )
+    out = run_ppo(tmp_path / "run", files, *argv)
+    rows = metrics.read(out / "metrics.jsonl")
+    assert [row["policy/staleness"] for row in rows] == [0, 1, 1]
+    drawn = [row["version"] for row in metrics.read(out / "samples.jsonl")]
+    assert drawn == [0] * 4 + [0] * 4 + [1] * 4
+    assert rows[0]["policy/sampler_kl_k3"] < 1e-9
+    assert rows[0]["policy/sampler_ess"] > 0.9999
+    for row in rows[1:]:
+        assert row["policy/sampler_kl_k3"] > 1e-6
+        assert 0 < row["policy/sampler_ess"] < 1
+
+
 WAYS = {
     "a reward model of its own devices": (
         *("--reward-model=FILES/scorer", "--placement.reward=last:data=4"),

@@ -141,7 +141,12 @@ def test_sampling_in_int8_is_weighted_and_says_how_far_it_is(files, tmp_path):
         assert mine["policy/sampler_mismatch"] > 1e-6
         assert mine["policy/sampler_weight"] == pytest.approx(1, abs=0.05)
         assert mine["policy/sampler_weight_capped"] == 0
+        assert 0.99 < mine["policy/sampler_ess"] <= 1
+        assert mine["policy/sampler_kl_k3"] > 1e-9
+        assert mine["policy/staleness"] == 0  # rounded, but not older
         assert "policy/sampler_weight" not in other
+    drawn = metrics.read(tmp_path / "weights" / "samples.jsonl")
+    assert {row["version"] for row in drawn} == {0}
     first = "policy/sampler_mismatch"
     assert of_weights[0][first] == pytest.approx(of_ratio[0][first], rel=1e-3)
 

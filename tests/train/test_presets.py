@@ -32,6 +32,8 @@ SHARED = {
     "scores": ScoreShaping(missing_stop_score=-1.0),  # penalty_reward_value
     "recompute_logprobs": False,
     "sampler_weight_cap": None,
+    "sampler_correction": "token_truncate",
+    "sampler_weight_floor": None,
     "gamma": 1.0,
     "lam": 0.95,
     "whiten_advantages": "minibatch",

@@ -30,6 +30,7 @@ def rollout(
     shaping: decode.Shaping | None = None,
     group_size: int = 1,
     continuous_batching: int | None = None,
+    version: Array | None = None,
 ) -> Rollout:
     """Samples one response to every row of prompts.
 
@@ -43,9 +44,12 @@ def rollout(
       shaping: for evaluation samples only.
       group_size: neighbouring rows that hold the same prompt, which is run once.
       continuous_batching: rows sampled at a time; None samples all at once.
+      version: i32[], of the policy, which draws every token of this rollout; None
+        stamps none.
 
     Returns:
-      Rollout[B, P + R]; `old_logprobs` are of the logits the tokens were drawn from.
+      Rollout[B, P + R]; `old_logprobs` are of the logits the tokens were drawn from,
+      and `sampler_logprobs` None: the sampler is taken for the trainer.
 
     Raises:
       InputError: temperature <= 0, no new tokens, prompts too long for the model, or
@@ -72,6 +76,9 @@ def rollout(
         entropy=generated.entropy,
         index=prompts.index,
         sample=prompts.sample,
+        version=None
+        if version is None
+        else jnp.where(generated.response_mask, version, 0),
     )
 
 
@@ -100,12 +107,19 @@ def truncate(rollout: Rollout, *, stop_ids: tuple[int, ...], after: int = 0) -> 
     before = jnp.cumsum(stops, axis=1) - stops  # stop tokens to the left of a column
     kept = before == 0
     response_mask = rollout.response_mask & kept
+    of_tokens = {
+        "old_logprobs": rollout.old_logprobs,
+        "entropy": rollout.entropy,
+        "sampler_logprobs": rollout.sampler_logprobs,
+        "version": rollout.version,
+    }
     return dataclasses.replace(
         rollout,
         mask=rollout.mask & kept,
         response_mask=response_mask,
-        old_logprobs=jnp.where(response_mask, rollout.old_logprobs, 0.0),
-        entropy=jnp.where(response_mask, rollout.entropy, 0.0),
+        **jax.tree.map(
+            lambda x: jnp.where(response_mask, x, jnp.zeros_like(x)), of_tokens
+        ),
     )
 
 
@@ -121,15 +135,17 @@ def recompute_logprobs(
     """Computes `old_logprobs` by the trainer's forward pass, not the sampler's.
 
     In bfloat16 the two differ by more than a clip range. It costs one forward pass.
+    Those of whoever drew the tokens stay beside them, in `sampler_logprobs`.
 
     Args:
       rollout: Rollout[B, S].
-      policy: the parameters that sampled it.
+      policy: the trainer's parameters before the update; an older policy, or one in
+        fewer bits, may have sampled.
       model, max_new_tokens, temperature: the rollout's.
       packing: how the model reads these rows packed; None reads them padded.
 
     Returns:
-      Rollout[B, S] with other `old_logprobs`.
+      Rollout[B, S] with other `old_logprobs`, and with `sampler_logprobs`.
     """
 
     def compute(packing: Packing | None) -> Array:
@@ -145,4 +161,6 @@ def recompute_logprobs(
 
     recomputed = at_size(packing, compute)
     kept = jnp.where(rollout.response_mask, recomputed, 0.0)
-    return dataclasses.replace(rollout, old_logprobs=kept)
+    return dataclasses.replace(
+        rollout, old_logprobs=kept, sampler_logprobs=rollout.behaviour_logprobs
+    )

@@ -119,7 +119,8 @@ class GRPO(GroupRecipe, PolicyGradient):
     @property
     def leaves_out(self) -> bool:
         """Whether some responses of a rollout are not trained on."""
-        return self.overlong_mask is not None or self.equal_groups == "leave_out"
+        left_out = self.overlong_mask is not None or self.equal_groups == "leave_out"
+        return left_out or super().leaves_out
 
     @property
     def rows_per_prompt(self) -> int:

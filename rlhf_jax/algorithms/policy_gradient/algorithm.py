@@ -23,6 +23,7 @@ from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
 from rlhf_jax.algorithms.state import LossFunction, Optimizer, TrainState
 from rlhf_jax.functional import aggregation, checks, masked
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.off_policy import importance
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import LoRA, targets
 from rlhf_jax.models.packing import Packing
@@ -173,7 +174,9 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
     @property
     def leaves_out(self) -> bool:
         """Whether some responses of a rollout are not trained on."""
-        return False
+        return self.sampler_weight_cap is not None and importance.rejects(
+            self.sampler_correction
+        )
 
     @property
     def values_the_end(self) -> bool:

@@ -27,7 +27,7 @@ from rlhf_jax.algorithms.batch import (
     Sequences,
 )
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
-from rlhf_jax.algorithms.policy_gradient.sampler_mismatch import recomputed, weighted
+from rlhf_jax.algorithms.policy_gradient.sampler_mismatch import corrected, recomputed
 from rlhf_jax.algorithms.policy_gradient.update import update
 from rlhf_jax.algorithms.state import TrainState
 from rlhf_jax.functional import masked
@@ -78,7 +78,14 @@ def iteration(
         row, or there is one of `base` and `recipe.lora`, or of `ptx` and
         `recipe.ptx_coef`, without the other.
     """
-    rollout = sample(state.policy, prompts=prompts, key=key, recipe=recipe, base=base)
+    rollout = sample(
+        state.policy,
+        prompts=prompts,
+        key=key,
+        recipe=recipe,
+        base=base,
+        version=state.step,
+    )
     return learn(
         state,
         rollout=rollout,
@@ -98,6 +105,7 @@ def sample(
     key: Array,
     recipe: PolicyGradient,
     base: Frozen | None = None,
+    version: Array | None = None,
 ) -> Rollout:
     """The rollout of an iteration.
 
@@ -106,6 +114,7 @@ def sample(
       prompts: Prompts[B, P]; a prompt in `recipe.rows_per_prompt` rows is run once.
       key: of this step; the sampler takes the first of the two keys split from it.
       recipe, base: of `iteration`.
+      version: i32[], of the policy, `TrainState.step`; None stamps no token.
 
     Returns:
       Rollout[B, P + R], R = `recipe.max_new_tokens`.
@@ -125,6 +134,7 @@ def sample(
         temperature=recipe.temperature,
         group_size=recipe.rows_per_prompt,
         continuous_batching=recipe.continuous_batching,
+        version=version,
     )
     whole = not recipe.fixed_length or recipe.truncate_reward_only
     return rollout if whole else _truncated(rollout, recipe)
@@ -259,7 +269,6 @@ def make_experience(
     )
     params = adapted.params(state.policy, base=base, lora=recipe.lora)
     stats: masked.Stats = {}
-    sampler_logprobs = rollout.old_logprobs
     if recipe.recompute_logprobs:
         rollout, stats = recomputed(rollout, params, recipe=recipe, packing=of_batch)
     scored = flow.score.score(
@@ -280,13 +289,10 @@ def make_experience(
     )
     kl_coef = recipe.kl_coef(state)
     experience, experience_stats = recipe.experience(scored, kl_coef=kl_coef)
-    if recipe.sampler_weight_cap is not None:
-        experience, weight_stats = weighted(
-            experience,
-            sampler_logprobs=sampler_logprobs,
-            cap=recipe.sampler_weight_cap,
-        )
-        stats |= weight_stats
+    experience, weight_stats = corrected(
+        experience, rollout=rollout, step=state.step, recipe=recipe
+    )
+    stats |= weight_stats
     stats = masked.merge_stats(
         stats,
         flow.objective.objective_stats(

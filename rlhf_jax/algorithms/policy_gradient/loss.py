@@ -128,7 +128,7 @@ def policy_terms(
         kl_loss, kl_stats = penalty.kl_loss(
             penalty=recipe.penalty,
             logprobs=logprobs,
-            old_logprobs=experience.old_logprobs,
+            old_logprobs=experience.behaviour_logprobs,
             ref_logprobs=experience.ref_logprobs,
             mask=mask,
             weights=losses.token_weights(

@@ -14,6 +14,8 @@ from rlhf_jax.algorithms.flow.shaping import ScoreShaping
 from rlhf_jax.functional import aggregation, checks, losses
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty
+from rlhf_jax.functional.off_policy import importance
+from rlhf_jax.functional.off_policy.importance import Correction
 
 Surrogate = Literal["clip", "cispo", "sapo"]
 
@@ -49,6 +51,14 @@ class PolicyRecipe:
     """With recompute_logprobs: cap of the importance weight of each token, the
     trainer's probability over the sampler's, by which its advantage is multiplied (2 is
     usual); None takes the tokens as the trainer's own."""
+    sampler_correction: Correction = "token_truncate"
+    """With sampler_weight_cap: importance weight of a token and what the cap does to
+    it. token has the ratio of the token, sequence that of its response. truncate bounds
+    it; mask makes it 0 beyond the bounds; reject leaves out responses beyond them, by
+    their ratio (sequence) or its geometric mean over tokens (geometric)."""
+    sampler_weight_floor: float | None = None
+    """With sampler_weight_cap and a correction that masks or rejects: lower bound of
+    the ratio (IcePop: 0.5 with a cap of 5); None bounds it from above alone."""
     clip_range: float = 0.2
     """PPO clip range ε: probability ratios are clipped to [1 − ε, 1 + ε]."""
     clip_range_high: float | None = None
@@ -121,18 +131,7 @@ class PolicyRecipe:
                     f"{name}: expected a finite number above 1, as it bounds a ratio "
                     f"that starts at 1, got {number}; choose another, or leave it out"
                 )
-        cap = self.sampler_weight_cap
-        if cap is not None and not 1 <= cap < math.inf:
-            raise InputError(
-                f"sampler_weight_cap: expected a finite number of at least 1, got "
-                f"{cap}; choose another, or leave it out"
-            )
-        if cap is not None and not self.recompute_logprobs:
-            raise InputError(
-                f"sampler_weight_cap: expected recompute_logprobs with it, got {cap} "
-                f"without, where the ratio is to the sampler's log-probs already; set "
-                f"recompute_logprobs, or leave it out"
-            )
+        self._check_correction()
         if self.continuous_batching is not None:
             checks.positive(continuous_batching=self.continuous_batching)
         one_of(aggregation=self.aggregation, among=get_args(losses.Aggregation))
@@ -150,6 +149,29 @@ class PolicyRecipe:
                     f"where the sampler ends a response at its first stop token; set "
                     f"fixed_length, or leave it out"
                 )
+
+    def _check_correction(self) -> None:
+        """Raises InputError for a correction without bounds or log-probs to read."""
+        cap, floor = self.sampler_weight_cap, self.sampler_weight_floor
+        if cap is None:
+            for name, value, default in (
+                ("sampler_correction", self.sampler_correction, "token_truncate"),
+                ("sampler_weight_floor", floor, None),
+            ):
+                if value != default:
+                    raise InputError(
+                        f"{name}: expected sampler_weight_cap with it, got {value!r} "
+                        f"without, where tokens are taken as the trainer's own; set "
+                        f"sampler_weight_cap, or leave it out"
+                    )
+            return
+        importance.check_bounds(self.sampler_correction, cap=cap, floor=floor)
+        if not self.recompute_logprobs:
+            raise InputError(
+                f"sampler_weight_cap: expected recompute_logprobs with it, got {cap} "
+                f"without, where the ratio is to the sampler's log-probs already; set "
+                f"recompute_logprobs, or leave it out"
+            )
 
     def _check_surrogate(self) -> None:
         """Raises InputError for an option that the surrogate does not read."""

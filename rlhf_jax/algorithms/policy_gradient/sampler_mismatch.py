@@ -1,8 +1,8 @@
 """Where the sampler's policy is not the trainer's: its log-probs, and weights for them.
 
-sampler, in int8      draws a token with log μ
-trainer               recomputes its log-prob, log π_old
-weight                min(π_old / μ, cap), and 1 outside the response
+sampler, in int8 or older      draws a token with log μ
+trainer                        recomputes its log-prob, log π_old
+weight                         of π_old / μ, by default min(π_old / μ, cap)
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from rlhf_jax.algorithms import flow
 from rlhf_jax.algorithms.batch import PolicyExperience, Rollout
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.algorithms.policy_gradient.loss import mean_distance
-from rlhf_jax.functional import masked
+from rlhf_jax.functional import aggregation, masked
+from rlhf_jax.functional.off_policy import importance, mismatch
+from rlhf_jax.functional.off_policy.importance import Correction
 from rlhf_jax.models.packing import SizedPacking
 
 Array = jax.Array
@@ -35,7 +37,8 @@ def recomputed(
     """The rollout with the trainer's log-probs as `old_logprobs`.
 
     Args:
-      rollout: Rollout[B, S], with the sampler's log-probs.
+      rollout: Rollout[B, S], with the sampler's log-probs, which stay in
+        `sampler_logprobs`.
       params: of the policy, before any update.
       recipe: of `iteration`.
       packing: how the model reads these rows packed; None reads them padded.
@@ -52,44 +55,103 @@ def recomputed(
         temperature=recipe.temperature,
         packing=packing,
     )
-    mismatch = mean_distance(
-        after.old_logprobs, rollout.old_logprobs, mask=after.response_mask
+    distance = mean_distance(
+        after.old_logprobs, after.behaviour_logprobs, mask=after.response_mask
     )
-    return after, {"policy/sampler_mismatch": mismatch}
+    return after, {"policy/sampler_mismatch": distance}
+
+
+def corrected(
+    experience: Experience, *, rollout: Rollout, step: Array, recipe: PolicyGradient
+) -> tuple[Experience, masked.Stats]:
+    """The experience, weighted for who drew its tokens where the recipe says so.
+
+    Args:
+      experience: PolicyExperience[B, S] of the rollout.
+      rollout: Rollout[B, S], of `recomputed`.
+      step: i32[], iterations that the trainer has done.
+      recipe: of `iteration`; without `sampler_weight_cap` nothing changes.
+
+    Returns:
+      The experience, and the stats of `weighted` and `staleness`.
+    """
+    if recipe.sampler_weight_cap is None:
+        return experience, {}
+    experience, stats = weighted(
+        experience,
+        sampler_logprobs=rollout.behaviour_logprobs,
+        cap=recipe.sampler_weight_cap,
+        correction=recipe.sampler_correction,
+        floor=recipe.sampler_weight_floor,
+        group_size=recipe.rows_per_prompt,
+    )
+    return experience, stats | staleness(rollout, step=step)
 
 
 def weighted(
-    experience: Experience, *, sampler_logprobs: Array, cap: float
+    experience: Experience,
+    *,
+    sampler_logprobs: Array,
+    cap: float,
+    correction: Correction = "token_truncate",
+    floor: float | None = None,
+    group_size: int = 1,
 ) -> tuple[Experience, masked.Stats]:
-    """The experience with advantages w·A, w = min(exp(log π_old - log μ), cap).
+    """The experience with advantages w·A, w the importance weights of a correction.
 
-    As w >= 0, max(-ρ·wA, -clip(ρ)·wA) = w·max(-ρA, -clip(ρ)A): the policy's loss is
-    weighted token by token. Returns, the value loss, the entropy bonus and a KL in the
-    loss are not.
+    As w >= 0, max(-ρ·wA, -clip(ρ)·wA) = w·max(-ρA, -clip(ρ)A), and as much holds for
+    every surrogate: the policy's loss is weighted token by token. Returns, the value
+    loss, the entropy bonus and a KL in the loss are not, but for the importance weights
+    of the KL's own (`Penalty`), which are over the sampler too. A response that is
+    rejected is left out of all these, and of what they are divided by; the critic is
+    trained on it.
 
     Args:
       experience: PolicyExperience[B, S], whose `old_logprobs` are the trainer's.
       sampler_logprobs: f32[B, S], nats, log μ of the weights that drew the tokens.
-      cap: C >= 1, dimensionless.
+      cap, correction, floor: of `importance.importance_weights`.
+      group_size: responses to each prompt, in neighbouring rows.
 
     Returns:
-      The experience, and {name: (sum, weight)}: `policy/sampler_weight` is the mean of
-      w, `policy/sampler_weight_capped` the share of tokens whose w is the cap.
-
-    Source: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy
-    RL training" (truncated importance sampling).
+      The experience, and {name: (sum, weight)} of `mismatch.weight_stats` and
+      `mismatch.sampler_kl`.
     """
     mask = experience.response_mask
-    log_cap = jnp.log(jnp.float32(cap))
-    distance = jnp.where(mask, experience.old_logprobs - sampler_logprobs, 0.0)
-    weights = jnp.exp(jnp.minimum(distance, log_cap))
-    count = mask.sum(dtype=jnp.float32)
-    stats: masked.Stats = {
-        "policy/sampler_weight": (masked.masked_sum(weights, mask=mask), count),
-        "policy/sampler_weight_capped": (
-            (mask & (distance >= log_cap)).sum(dtype=jnp.float32),
-            count,
-        ),
+    pair = {
+        "logprobs": experience.old_logprobs,
+        "sampler_logprobs": sampler_logprobs,
+        "mask": mask,
     }
-    advantages = weights * experience.advantages
-    return dataclasses.replace(experience, advantages=advantages), stats
+    output = importance.importance_weights(
+        **pair, correction=correction, cap=cap, floor=floor
+    )
+    stats = mismatch.weight_stats(output, mask=mask, correction=correction)
+    stats |= mismatch.sampler_kl(**pair)
+    changed: dict[str, Array] = {
+        "advantages": output.weights * experience.advantages,
+        "sampler_logprobs": sampler_logprobs,
+    }
+    if importance.rejects(correction):
+        changed["response_mask"] = output.kept
+        if experience.prompt_scale is not None:
+            changed["prompt_scale"] = aggregation.prompt_scale(
+                output.kept, group_size=group_size
+            )
+    return dataclasses.replace(experience, **changed), stats
+
+
+def staleness(rollout: Rollout, *, step: Array) -> masked.Stats:
+    """How old the parameters that drew the tokens are.
+
+    Args:
+      rollout: Rollout[B, S], the versions of its tokens known or None.
+      step: i32[], iterations that the trainer has done.
+
+    Returns:
+      {name: (sum, weight)}: `policy/staleness`, step - version, mean over the response
+      tokens, iterations; nothing where no version is known.
+    """
+    if rollout.version is None:
+        return {}
+    age = (step - rollout.version).astype(jnp.float32)
+    return masked.sum_stats({"policy/staleness": age}, mask=rollout.response_mask)

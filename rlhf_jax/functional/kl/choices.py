@@ -210,3 +210,14 @@ class Penalty:
 
 IN_REWARD = Penalty()
 IN_LOSS = Penalty(grad_estimator="k2", placement="loss")
+UNBIASED_K3 = Penalty(
+    value_estimator="k3",
+    grad_estimator="k2",
+    placement="loss",
+    importance_weights="token",
+)
+"""ρ·k3 of DeepSeek-V3.2 (2025), arXiv:2512.02556, section 3.1, ρ = π/μ differentiated.
+
+As ∇(ρ·k3(x)) = ρ·x·∇log π, its gradient is that of k2 with the weight ρ: the reverse
+KL at the prefixes of the sampler μ, however old, where k3's own is a forward KL.
+"""

@@ -21,10 +21,17 @@ from jaxtyping import Bool, Float32
 
 from rlhf_jax.functional import checks, masked
 from rlhf_jax.functional.kl import estimators
-from rlhf_jax.functional.kl.choices import IN_LOSS, IN_REWARD, Penalty
+from rlhf_jax.functional.kl.choices import IN_LOSS, IN_REWARD, UNBIASED_K3, Penalty
 from rlhf_jax.functional.kl.weighted_estimates import estimates
 
-__all__ = ["IN_LOSS", "IN_REWARD", "Penalty", "kl_loss", "reward_kl"]
+__all__ = [
+    "IN_LOSS",
+    "IN_REWARD",
+    "UNBIASED_K3",
+    "Penalty",
+    "kl_loss",
+    "reward_kl",
+]
 
 Array = jax.Array
 Stats = masked.Stats

@@ -35,6 +35,7 @@ def fill(
     rollout: Rollout,
     *,
     policy: Params,
+    version: Array,
     programs: Programs,
     prompts: batches.Batches[Prompts],
     reward: PooledReward,
@@ -51,6 +52,7 @@ def fill(
     Args:
       rollout: of the step's own prompts and key.
       policy: what samples.
+      version: i32[], of the policy.
       options: of the run; `max_redraws` is the limit.
       group_size: responses to a prompt.
       step: of the run, from 0.
@@ -70,7 +72,10 @@ def fill(
         draws += 1
         other = step + draws * options.num_steps
         answered = programs.sample(
-            policy, prompts=prompts[other], key=jax.random.fold_in(root_key, other)
+            policy,
+            prompts=prompts[other],
+            key=jax.random.fold_in(root_key, other),
+            version=version,
         )
         drawn = answered, programs.verify(answered, reward=reward)
         seen.append(_equal(drawn[1], group_size))

@@ -23,6 +23,7 @@ from rlhf_jax.train.grpo.options import VerifiedConfig
 from rlhf_jax.train.grpo.programs import Programs, accuracy, make_algorithm
 from rlhf_jax.train.grpo.questions import read_questions
 from rlhf_jax.train.grpo.verifier import make_verifier, require_some
+from rlhf_jax.train.sampler import versions
 from rlhf_jax.train.start import load_start
 from rlhf_jax.verification.pool import PooledReward, VerifierPool
 
@@ -46,13 +47,16 @@ def improve(
     train, reference = stage.state["train"], stage.state["reference"]
     for step in stage.steps():
         key = jax.random.fold_in(stage.state["root_key"], step)
-        rollout = programs.sample(train.policy, prompts=prompts[step], key=key)
+        rollout = programs.sample(
+            train.policy, prompts=prompts[step], key=key, version=train.step
+        )
         scores, draw_stats = None, {}
         with stage.user_code():
             if options.redraws:
                 rollout, scores, draw_stats = redraws.fill(
                     rollout,
                     policy=train.policy,
+                    version=train.step,
                     programs=programs,
                     prompts=prompts,
                     reward=reward,
@@ -80,10 +84,16 @@ def improve(
             mine, totals = row_sharding.local_rows((rollout, scores.total))
             shown = jax.tree.map(lambda leaf: leaf[:SHOWN], mine)
             samples = [
-                {"question": question, "answer": answer, "score": float(total)}
-                for (question, answer), total in zip(
+                {
+                    "question": question,
+                    "answer": answer,
+                    "score": float(total),
+                    "version": version,
+                }
+                for (question, answer), total, version in zip(
                     tokenization.texts(shown, decode=reward.decode),
                     totals[:SHOWN],
+                    versions(shown),
                     strict=True,
                 )
             ]
@@ -151,7 +161,9 @@ def main(options: VerifiedConfig) -> None:
             }
 
         rehearsal.rehearse(
-            programs.sample(train.policy, prompts=prompts[0], key=first_key),
+            programs.sample(
+                train.policy, prompts=prompts[0], key=first_key, version=train.step
+            ),
             score=score,
             learn=functools.partial(
                 programs.learn, train, reference=reference, key=first_key

@@ -24,6 +24,7 @@ from rlhf_jax.train.judge import Judge
 from rlhf_jax.train.ppo.models import Models, rounding_of
 from rlhf_jax.train.ppo.options import Config
 from rlhf_jax.train.ppo.programs import Programs
+from rlhf_jax.train.sampler import versions
 
 Array = jax.Array
 Params = Any
@@ -65,7 +66,7 @@ def rehearse(
         }
 
     rehearsal.rehearse(
-        programs.sample(train.policy, prompts=prompts, key=key),
+        programs.sample(train.policy, prompts=prompts, key=key, version=train.step),
         score=score,
         learn=functools.partial(
             programs.learn,
@@ -90,10 +91,17 @@ def sample_rows(
     rollout, total = row_sharding.local_rows((rollout, rewards.scores_of(scores).total))
     shown = jax.tree.map(lambda leaf: leaf[:count], rollout)
     return [
-        {"row": int(row), "prompt": prompt, "response": response, "score": float(score)}
-        for row, score, (prompt, response) in zip(
+        {
+            "row": int(row),
+            "prompt": prompt,
+            "response": response,
+            "score": float(score),
+            "version": version,
+        }
+        for row, score, version, (prompt, response) in zip(
             shown.index,
             total[:count],
+            versions(shown),
             tokenization.texts(shown, decode=policy.decode),
             strict=True,
         )
@@ -129,7 +137,10 @@ def improve(
         kept["reference"] = reference
     if models.samples_ahead:  # the responses to learn from next
         kept["rollout"] = programs.sample(
-            models.train.policy, prompts=prompts[0], key=jax.random.fold_in(key, 0)
+            models.train.policy,
+            prompts=prompts[0],
+            key=jax.random.fold_in(key, 0),
+            version=models.train.step,
         )
     moving = ("reference",) if options.lifecycle.moves else ()
     with job.stage("ppo", kept, meta=meta, beside=beside, moving=moving) as stage:
@@ -143,7 +154,10 @@ def improve(
                 rollout = stage.state["rollout"]
             else:
                 rollout = programs.sample(
-                    train.policy, prompts=prompts[step], key=step_key
+                    train.policy,
+                    prompts=prompts[step],
+                    key=step_key,
+                    version=train.step,
                 )
             shown = ppo.seen_by_reward(rollout, recipe=models.algorithm)
             ref_logprobs, values = None, None
@@ -158,6 +172,7 @@ def improve(
                     train.policy,
                     prompts=prompts[step + 1],
                     key=jax.random.fold_in(key, step + 1),
+                    version=train.step,
                 )
             watched = {}
             with stage.user_code():

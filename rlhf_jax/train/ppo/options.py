@@ -200,14 +200,15 @@ class Config(PackedConfig, SamplerConfig):
                 f"out"
             )
         place = self.placement.reference
-        if self.placement.samples_ahead and (
-            self.buckets or self.ppo.recompute_logprobs
-        ):
+        uncorrected = self.ppo.recompute_logprobs
+        uncorrected &= self.ppo.sampler_weight_cap is None
+        if self.placement.samples_ahead and (self.buckets or uncorrected):
             raise InputError(
                 "--placement.sampler: expected the policy's devices with --buckets, as "
                 "a snapshot has the next responses of the last devices, and with "
-                "--recompute-logprobs, which would take the older policy that sampled "
-                "them for this one; leave it out, or them"
+                "--recompute-logprobs without --sampler-weight-cap, which would take "
+                "the older policy that sampled them for this one; leave it out, or "
+                "them"
             )
         if self.placement.critic.apart:
             try:

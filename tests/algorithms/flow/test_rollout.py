@@ -68,7 +68,15 @@ def test_recomputed_logprobs_are_the_trainers_logprobs(sampled, params, model):
         wrong, params, model=model, max_new_tokens=toys.SIZE, temperature=0.7
     )
     np.testing.assert_allclose(recomputed.old_logprobs, sampled.old_logprobs, atol=1e-5)
-    other = dataclasses.replace(recomputed, old_logprobs=wrong.old_logprobs)
+    # What the sampler said stays beside them, however often they are recomputed.
+    np.testing.assert_array_equal(recomputed.sampler_logprobs, wrong.old_logprobs)
+    again = rollout.recompute_logprobs(
+        recomputed, params, model=model, max_new_tokens=toys.SIZE, temperature=0.7
+    )
+    assert toys.leaves_equal(again, recomputed)
+    other = dataclasses.replace(
+        recomputed, old_logprobs=wrong.old_logprobs, sampler_logprobs=None
+    )
     assert toys.leaves_equal(other, wrong)
 
 
@@ -87,6 +95,8 @@ def test_truncate_ends_a_response_after_its_first_stop():
         entropy=jnp.where(response_mask, 2.5, 0.0),
         index=jnp.arange(3),
         sample=jnp.zeros(3, jnp.int32),
+        sampler_logprobs=jnp.where(response_mask, -3.5, 0.0),
+        version=jnp.where(response_mask, 7, 0),
     )
     short = rollout.truncate(long, stop_ids=toys.STOP)
     expected = np.array([[0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1], [0, 0, 1, 0, 0, 0]])
@@ -94,6 +104,8 @@ def test_truncate_ends_a_response_after_its_first_stop():
     np.testing.assert_array_equal(short.mask, expected | [1, 1, 0, 0, 0, 0])
     np.testing.assert_array_equal(short.old_logprobs, expected * -1.5)
     np.testing.assert_array_equal(short.entropy, expected * 2.5)
+    np.testing.assert_array_equal(short.sampler_logprobs, expected * -3.5)
+    np.testing.assert_array_equal(short.version, expected * 7)
     assert toys.leaves_equal(rollout.truncate(long, stop_ids=()), long)
 
 

@@ -31,6 +31,8 @@ def rows(count):
         entropy=wide.astype(jnp.float32),
         index=number // 3,
         sample=number % 3,
+        sampler_logprobs=wide.astype(jnp.float32) + 0.5,
+        version=wide + 7,
     )
 
 

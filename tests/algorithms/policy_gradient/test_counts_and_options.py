@@ -112,7 +112,10 @@ def test_exact_kl_is_asked_for_as_the_recipe_says(read, direction, top_k):
             tokens=jnp.zeros(MASK.shape, jnp.int32),
             mask=jnp.ones(MASK.shape, bool),
             response_mask=MASK,
-            **dict.fromkeys(("old_logprobs", "ref_logprobs", "advantages"), zeros),
+            **dict.fromkeys(
+                ("old_logprobs", "behaviour_logprobs", "ref_logprobs", "advantages"),
+                zeros,
+            ),
         ),
         kl_coef=0.3,
         num_tokens=jnp.float32(7),

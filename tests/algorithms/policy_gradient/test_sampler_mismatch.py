@@ -1,25 +1,37 @@
 """Weights of tokens that a rounded policy drew."""
 
 import dataclasses
+from types import SimpleNamespace
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import oracles
 import pytest
 import toys
 
 from rlhf_jax.algorithms import batch, grpo, reinforce, state
-from rlhf_jax.algorithms.policy_gradient.sampler_mismatch import weighted
+from rlhf_jax.algorithms.policy_gradient import loss
+from rlhf_jax.algorithms.policy_gradient.sampler_mismatch import (
+    corrected,
+    staleness,
+    weighted,
+)
 from rlhf_jax.functional import masked
+from rlhf_jax.functional.aggregation import prompt_scale
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.control import fixed
+from rlhf_jax.functional.kl.penalty import UNBIASED_K3
+from rlhf_jax.functional.off_policy.importance import Correction
 
 CAP = 1.5
 
 
-def test_advantages_are_multiplied_by_capped_ratios():
-    rng = np.random.default_rng(0)
+def drawn(seed=0):
+    """An experience of four responses, and the log-probs of who drew them."""
+    rng = np.random.default_rng(seed)
     trainer, sampler, advantages = rng.normal(0, 1, (3, 4, 6))
     mask = rng.random((4, 6)) < 0.7
     sampler[~mask] = np.inf  # what stands there is not read
@@ -35,16 +47,162 @@ def test_advantages_are_multiplied_by_capped_ratios():
         response_mask=toys.array(mask, bool),
         **numbers,
     )
-    output, stats = weighted(experience, sampler_logprobs=toys.array(sampler), cap=CAP)
-    weights = np.ones(mask.shape)
-    weights[mask] = np.minimum(np.exp((trainer - sampler)[mask]), CAP)
-    expected = np.where(mask, weights * advantages, 0)
+    return experience, toys.array(sampler)
+
+
+def test_advantages_are_multiplied_by_capped_ratios():
+    experience, sampler = drawn()
+    mask = np.asarray(experience.response_mask)
+    ratio = np.exp(np.where(mask, experience.old_logprobs - sampler, 0.0))
+    output, stats = weighted(experience, sampler_logprobs=sampler, cap=CAP)
+    weights = np.minimum(ratio, CAP)
+    expected = np.where(mask, weights * experience.advantages, 0)
     np.testing.assert_allclose(output.advantages, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(output.response_mask, mask)
+    np.testing.assert_array_equal(output.behaviour_logprobs, sampler)
+    np.testing.assert_array_equal(
+        experience.behaviour_logprobs, experience.old_logprobs
+    )
     means = masked.mean_stats(stats)
     mean, capped = weights[mask].mean(), (weights[mask] == CAP).mean()
     np.testing.assert_allclose(means["policy/sampler_weight"], mean, rtol=1e-5)
     np.testing.assert_allclose(means["policy/sampler_weight_capped"], capped, rtol=1e-5)
+    kl = -np.log(ratio[mask]).mean()
+    np.testing.assert_allclose(means["policy/sampler_kl"], kl, rtol=1e-5)
     assert 0 < capped < 1
+    assert 0 < means["policy/sampler_ess"] < 1
+
+
+def test_a_rejected_response_is_left_out_of_everything_and_scales_follow():
+    experience, sampler = drawn(5)
+    scale = prompt_scale(experience.response_mask, group_size=2)
+    experience = dataclasses.replace(experience, prompt_scale=scale)
+    output, stats = weighted(
+        experience,
+        sampler_logprobs=sampler,
+        cap=1.3,
+        correction="geometric_reject",
+        floor=0.8,
+        group_size=2,
+    )
+    mask = np.asarray(experience.response_mask)
+    gap = np.where(mask, experience.old_logprobs - sampler, 0.0)
+    mean = gap.sum(axis=1) / mask.sum(axis=1)
+    kept = (mean <= np.log(1.3)) & (mean >= np.log(0.8))
+    assert kept.any()
+    assert (mean > np.log(1.3)).any()
+    assert (mean < np.log(0.8)).any()
+    np.testing.assert_array_equal(output.response_mask, mask & kept[:, None])
+    np.testing.assert_array_equal(
+        output.advantages, np.where(kept[:, None], experience.advantages, 0.0)
+    )
+    np.testing.assert_array_equal(
+        output.prompt_scale, prompt_scale(output.response_mask, group_size=2)
+    )
+    means = masked.mean_stats(stats)
+    np.testing.assert_allclose(means["policy/sampler_ess"], kept.mean())
+
+
+@pytest.mark.parametrize("correction", get_args(Correction))
+def test_of_the_trainer_s_own_tokens_nothing_changes(correction):
+    """To the bit, at the tightest bounds."""
+    experience, _ = drawn()
+    own = experience.old_logprobs
+    floor = None if correction.endswith("truncate") else 1.0
+    output, stats = weighted(
+        experience, sampler_logprobs=own, cap=1.0, correction=correction, floor=floor
+    )
+    expected = dataclasses.replace(experience, sampler_logprobs=own)
+    assert toys.leaves_equal(output, expected)
+    means = masked.mean_stats(stats)
+    assert means["policy/sampler_weight"] == means["policy/sampler_ess"] == 1
+    assert means["policy/sampler_kl"] == means["policy/sampler_kl_k3"] == 0
+
+
+RECIPE = grpo.GRPO(
+    model=toys.GPT2,
+    policy_optimizer=optax.sgd(0.1),
+    max_new_tokens=6,
+    stop_ids=toys.STOP,
+    group_size=2,
+    penalty=UNBIASED_K3,
+    recompute_logprobs=True,
+)
+
+
+def test_the_recipe_says_how_an_experience_is_corrected():
+    experience, sampler = drawn(5)
+    scale = prompt_scale(experience.response_mask, group_size=2)
+    experience = dataclasses.replace(experience, prompt_scale=scale)
+    rollout = SimpleNamespace(
+        behaviour_logprobs=sampler,
+        version=jnp.zeros(sampler.shape, jnp.int32),
+        response_mask=experience.response_mask,
+    )
+    at = {"rollout": rollout, "step": jnp.int32(2)}
+    same, nothing = corrected(experience, **at, recipe=RECIPE)
+    assert same is experience
+    assert nothing == {}
+    assert not RECIPE.leaves_out
+    bounds = {"cap": 1.3, "floor": 0.8, "correction": "geometric_reject"}
+    recipe = dataclasses.replace(
+        RECIPE,
+        sampler_weight_cap=1.3,
+        sampler_weight_floor=0.8,
+        sampler_correction="geometric_reject",
+    )
+    output, stats = corrected(experience, **at, recipe=recipe)
+    expected, _ = weighted(experience, sampler_logprobs=sampler, **bounds, group_size=2)
+    assert toys.leaves_equal(output, expected)
+    assert masked.mean_stats(stats)["policy/staleness"] == 2
+    assert recipe.leaves_out  # whose KL per response is over those that are left
+
+
+def test_the_age_of_tokens_is_in_iterations():
+    rollout = SimpleNamespace(
+        version=jnp.array([[0, 2, 3], [0, 5, 0]], jnp.int32),
+        response_mask=jnp.array([[False, True, True], [False, True, False]]),
+    )
+    means = masked.mean_stats(staleness(rollout, step=jnp.int32(5)))
+    np.testing.assert_allclose(means["policy/staleness"], 5 / 3, rtol=1e-6)
+    assert staleness(SimpleNamespace(version=None), step=jnp.int32(5)) == {}
+
+
+def test_weights_of_a_kl_in_the_loss_are_over_the_sampler(monkeypatch):
+    """The unbiased k3, of log-probs that no model computes here."""
+    experience, sampler = drawn()
+    mask = np.asarray(experience.response_mask)
+    ref = toys.array(np.where(mask, experience.old_logprobs + 0.3, 0.0))
+    now = toys.array(np.where(mask, experience.old_logprobs - 0.1, 0.0))
+    texts = SimpleNamespace(
+        tokens=experience.tokens,
+        mask=experience.mask,
+        first_column=0,
+        hidden_states=lambda *_, **__: None,
+        padded=lambda x: x,
+    )
+    monkeypatch.setattr(loss, "texts_of", lambda *_, **__: texts)
+    monkeypatch.setattr(loss, "logprobs_from_hidden", lambda *_, **__: (now, None))
+
+    def value(**changed):
+        _, stats, *_ = loss.policy_terms(
+            {},
+            experience=dataclasses.replace(experience, ref_logprobs=ref, **changed),
+            kl_coef=0.1,
+            num_tokens=jnp.float32(mask.sum()),
+            num_responses=jnp.float32(4),
+            recipe=RECIPE,
+        )
+        return float(masked.mean_stats(stats)["loss/kl"])
+
+    k3 = oracles.k3(np.asarray(now), np.asarray(ref))
+    for drawn_by, changed in (
+        (sampler, {"sampler_logprobs": sampler}),
+        (experience.old_logprobs, {}),
+    ):
+        weighted_k3 = np.where(mask, np.exp(np.where(mask, now - drawn_by, 0)) * k3, 0)
+        expected = weighted_k3.sum() / mask.sum()
+        assert value(**changed) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.slow
@@ -88,6 +246,29 @@ def test_an_iteration_weights_by_the_sampler_that_was_there():
     capped, stats = experience(low, sampler_weight_cap=1.0)
     np.testing.assert_array_equal(capped.advantages, plain.advantages)
     assert stats["policy/sampler_weight_capped"] == 1
+    # Of whole responses, of an older version, told by a sampler that is not asked.
+    lengths = np.asarray(low.response_mask).sum(axis=1, keepdims=True)
+    old = dataclasses.replace(
+        rollout,
+        sampler_logprobs=low.old_logprobs,
+        version=jnp.where(low.response_mask, -3, 0),
+    )
+    made, stats = experience(
+        old, sampler_weight_cap=9.0, sampler_correction="sequence_truncate"
+    )
+    np.testing.assert_allclose(
+        made.advantages, np.exp(0.25 * lengths) * plain.advantages, rtol=1e-4
+    )
+    assert stats["policy/staleness"] == 3
+    made, stats = experience(
+        old,
+        sampler_weight_cap=2.0,
+        sampler_weight_floor=0.5,
+        sampler_correction="sequence_reject",
+    )
+    kept = (0.25 * lengths <= np.log(2)) & np.asarray(low.response_mask)
+    np.testing.assert_array_equal(made.response_mask, kept)
+    assert 0 < kept.sum() < np.asarray(low.response_mask).sum()
 
 
 @pytest.mark.parametrize(
@@ -97,6 +278,22 @@ def test_an_iteration_weights_by_the_sampler_that_was_there():
         (
             {"sampler_weight_cap": 0.5, "recompute_logprobs": True},
             "expected a finite number of at least 1, got 0.5",
+        ),
+        (
+            {"sampler_correction": "token_mask"},
+            "sampler_correction: expected sampler_weight_cap with it, got 'token_mask'",
+        ),
+        (
+            {"sampler_weight_floor": 0.5, "recompute_logprobs": True},
+            "sampler_weight_floor: expected sampler_weight_cap with it, got 0.5",
+        ),
+        (
+            {
+                "sampler_weight_cap": 5.0,
+                "sampler_weight_floor": 0.5,
+                "recompute_logprobs": True,
+            },
+            "sampler_weight_floor: expected none with 'token_truncate'",
         ),
     ],
 )

@@ -443,6 +443,14 @@ def test_the_scores_moments_count_every_score(iteration):
     np.testing.assert_allclose(two.scores.variance, both.var(), rtol=1e-4)
 
 
+def test_every_token_has_the_version_that_drew_it(iteration):
+    one, _, first = iteration(away())
+    _, _, second = iteration(one, jax.random.key(10))
+    for version, scored in enumerate((first, second)):
+        drawn = np.asarray(scored.rollout.response_mask)
+        np.testing.assert_array_equal(scored.rollout.version, version * drawn)
+
+
 # Options.
 
 
@@ -564,7 +572,8 @@ ABOVE = {
     *("recompute_logprobs", "micro_batch_size", "lora", "truncate_after", "dual_clip"),
     *("fixed_length", "truncate_reward_only"),  # the first must change nothing too
     "continuous_batching",  # must change nothing: test_continuous_batching.py
-    "sampler_weight_cap",  # test_sampler_mismatch.py
+    # test_sampler_mismatch.py
+    *("sampler_weight_cap", "sampler_correction", "sampler_weight_floor"),
     "loss_scale_factor",  # test_ppo_by_hand.py, test_grpo.py
     # test_published.py, test_surrogates.py, test_packed_learning.py
     *("ratio_level", "surrogate", "sapo_temperature_pos", "sapo_temperature_neg"),

@@ -1,0 +1,1 @@
+"""Certificates of corrections for tokens that another policy drew."""

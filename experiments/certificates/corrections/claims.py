@@ -1,0 +1,246 @@
+"""What is claimed of corrections: each has an objective, whose gradient it follows.
+
+μ drew the responses, π is the policy now, s a prefix and a the token after it. With b
+the mean reward of μ, Q(s, a) what μ goes on to earn and d(s) how often it meets s:
+
+    of responses   Σ_y μ(y)·h(π(y)/μ(y))·(r(y) - b)
+    of tokens      Σ_s d(s) Σ_a μ(a|s)·h(π(a|s)/μ(a|s))·(Q(s, a) - b)
+
+h is the ratio itself, cut at the bounds (a mask, which has no slope beyond them), or
+C + C·log(ρ/C) beyond the cap C (a truncation, whose slope there is C/ρ). No function of
+the library is called here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax import grpo
+from rlhf_jax.functional.kl.penalty import IN_REWARD, UNBIASED_K3, Penalty
+
+Array = jax.Array
+Ratio = Callable[[Array], Array]  # h, of positive numbers
+
+
+class Known(NamedTuple):
+    """All that is known of the sampler's responses, each in a row."""
+
+    logprobs: Array  # f32[N, 4], log μ, nats
+    mask: Array  # bool[N, 4]
+    rewards: Array  # f32[N]
+    ref_logprobs: Array  # f32[N, 4], nats
+    met: Array  # f32[N, 4], d(s): the probability of the tokens before
+    earned: Array  # f32[N, 4], Q(s, a): mean reward of the responses that go on so
+    same: Array  # f32[N, 4], responses with the same tokens up to here
+
+
+Objective = Callable[[Array, Known], Array]  # of log π f32[N, 4]
+
+
+def itself(ratio: Array) -> Array:
+    return ratio
+
+
+def truncated(ratio: Array, *, cap: float) -> Array:
+    below = jnp.minimum(ratio, cap)  # log is not taken of what is below
+    return below + cap * jnp.log(jnp.maximum(ratio, cap) / cap)
+
+
+def masked(ratio: Array, *, cap: float, floor: float) -> Array:
+    return jnp.minimum(jnp.maximum(ratio, floor), cap)
+
+
+def expected_reward(logprobs: Array, known: Known) -> Array:
+    return _chance(logprobs, known) @ known.rewards
+
+
+def of_responses(logprobs: Array, known: Known, *, h: Ratio) -> Array:
+    drawn = _chance(known.logprobs, known)
+    ratio = _chance(logprobs, known) / drawn
+    return (drawn * h(ratio)) @ (known.rewards - drawn @ known.rewards)
+
+
+def of_tokens(logprobs: Array, known: Known, *, h: Ratio) -> Array:
+    mean = _chance(known.logprobs, known) @ known.rewards
+    drawn = jnp.exp(known.logprobs)
+    worth = drawn * h(jnp.exp(logprobs) / drawn) * (known.earned - mean)
+    return _each_prefix(worth, known)
+
+
+def likelihood(logprobs: Array, known: Known) -> Array:
+    """E_μ[(r - b)·log π], of samples that are taken as the policy's own."""
+    drawn = _chance(known.logprobs, known)
+    worth = drawn * (known.rewards - drawn @ known.rewards)
+    return worth @ jnp.sum(logprobs, axis=1, where=known.mask)
+
+
+def kept_likelihood(
+    logprobs: Array, known: Known, *, cap: float, floor: float, mean: bool
+) -> Array:
+    """The same of pairs whose first response is kept, divided by what is kept."""
+    drawn = _chance(known.logprobs, known)
+    total = jnp.sum(logprobs, axis=1, where=known.mask)
+    gap = total - jnp.log(drawn)
+    if mean:
+        gap = gap / known.mask.sum(axis=1)
+    kept = (jnp.exp(gap) <= cap) & (jnp.exp(gap) >= floor)
+    kept = jax.lax.stop_gradient(kept.astype(jnp.float32))
+    share = 2 / (1 + kept)[None, :]  # 1 where the other is kept too, 2 where not
+    pairs = share * (known.rewards[:, None] - known.rewards[None, :])
+    return (drawn * kept * total) @ pairs @ drawn
+
+
+def reverse_kl(logprobs: Array, known: Known) -> Array:
+    """-Σ_s d(s)·KL(π(·|s) ‖ π_ref(·|s))."""
+    x = logprobs - known.ref_logprobs
+    return -_each_prefix(jnp.exp(logprobs) * x, known)
+
+
+def drawn_k3(logprobs: Array, known: Known) -> Array:
+    """-Σ_s d(s) Σ_a μ(a|s)·k3, without the weight."""
+    x = logprobs - known.ref_logprobs
+    return -_each_prefix(jnp.exp(known.logprobs) * (jnp.exp(-x) - 1 + x), known)
+
+
+def _chance(logprobs: Array, known: Known) -> Array:
+    return jnp.exp(jnp.sum(logprobs, axis=1, where=known.mask))
+
+
+def _each_prefix(of_tokens: Array, known: Known) -> Array:
+    """Σ_s d(s) Σ_a, every prefix and token once."""
+    return jnp.sum(known.met * of_tokens / known.same, where=known.mask)
+
+
+class Claim(NamedTuple):
+    """A correction, the objective it follows, and what it is meant to follow."""
+
+    name: str
+    recipe: grpo.GroupRecipe
+    target: str  # in words
+    objective: Objective
+    goal: Objective = expected_reward
+    bias: str = ""  # why the objective is not the goal; none where it is
+    bounded: bool = True  # some token is beyond a bound after 4 updates
+
+
+def _recipe(
+    correction: str | None,
+    *,
+    cap: float = 1e6,
+    floor: float | None = None,
+    penalty: Penalty = IN_REWARD,
+) -> grpo.GroupRecipe:
+    choices: dict[str, Any] = {}
+    if correction is not None:
+        choices = {
+            "sampler_correction": correction,
+            "sampler_weight_cap": cap,
+            "sampler_weight_floor": floor,
+        }
+    return grpo.GroupRecipe(
+        aggregation="constant",
+        temperature=1.0,
+        group_size=2,
+        baseline="leave_one_out",
+        penalty=penalty,
+        recompute_logprobs=True,
+        **choices,
+    )
+
+
+TOKENS: dict[str, Any] = {"cap": 1.1, "floor": 0.9}
+RESPONSES: dict[str, Any] = {"cap": 1.5, "floor": 0.7}
+MEANS: dict[str, Any] = {"cap": 1.15, "floor": 0.9}
+BEYOND = "what is beyond the bounds"
+PREFIXES = "prefixes and continuations of the sampler"
+CLAIMS = (
+    Claim(
+        "none: log-probs recomputed alone",
+        _recipe(None),
+        "E_μ[(r − b)·log π]",
+        likelihood,
+        bias="samples of the sampler",
+        bounded=False,
+    ),
+    Claim(
+        "token ratio without a bound",
+        _recipe("token_truncate"),
+        "Σ_s d_μ(s) Σ_a π(a|s)·Q_μ(s, a)",
+        functools.partial(of_tokens, h=itself),
+        bias=PREFIXES,
+        bounded=False,
+    ),
+    Claim(
+        "token_truncate, 1.1 (TIS)",
+        _recipe("token_truncate", cap=TOKENS["cap"]),
+        "the same of ρ, C + C·log(ρ/C) beyond C",
+        functools.partial(of_tokens, h=functools.partial(truncated, cap=TOKENS["cap"])),
+        bias=f"{PREFIXES}, and {BEYOND}",
+    ),
+    Claim(
+        "token_mask, 0.9 to 1.1 (IcePop)",
+        _recipe("token_mask", **TOKENS),
+        "the same of clip(ρ)",
+        functools.partial(of_tokens, h=functools.partial(masked, **TOKENS)),
+        bias=f"{PREFIXES}, and {BEYOND}",
+    ),
+    Claim(
+        "sequence ratio without a bound",
+        _recipe("sequence_truncate"),
+        "E_π[r]",
+        expected_reward,
+        bounded=False,
+    ),
+    Claim(
+        "sequence_truncate, 1.5",
+        _recipe("sequence_truncate", cap=RESPONSES["cap"]),
+        "E_μ[R·(r − b)], C + C·log(R/C) beyond C",
+        functools.partial(
+            of_responses, h=functools.partial(truncated, cap=RESPONSES["cap"])
+        ),
+        bias=BEYOND,
+    ),
+    Claim(
+        "sequence_mask, 0.7 to 1.5",
+        _recipe("sequence_mask", **RESPONSES),
+        "E_μ[clip(R)·(r − b)]",
+        functools.partial(of_responses, h=functools.partial(masked, **RESPONSES)),
+        bias=BEYOND,
+    ),
+    Claim(
+        "sequence_reject, 0.7 to 1.5",
+        _recipe("sequence_reject", **RESPONSES),
+        "E_μ[(r − r')·log π | kept]",
+        functools.partial(kept_likelihood, **RESPONSES, mean=False),
+        bias="samples of the sampler, and a baseline that holds what is left out",
+    ),
+    Claim(
+        "geometric_reject, 0.9 to 1.15",
+        _recipe("geometric_reject", **MEANS),
+        "the same by R^(1/length)",
+        functools.partial(kept_likelihood, **MEANS, mean=True),
+        bias="samples of the sampler, and a baseline that holds what is left out",
+    ),
+    Claim(
+        "unbiased k3 in the loss (DeepSeek-V3.2)",
+        _recipe("token_truncate", penalty=UNBIASED_K3),
+        "−Σ_s d_μ(s)·KL(π ‖ π_ref)",
+        reverse_kl,
+        goal=reverse_kl,
+        bounded=False,
+    ),
+    Claim(
+        "k3 in the loss without its weight",
+        _recipe("token_truncate", penalty=Penalty("k3", placement="loss")),
+        "−Σ_s d_μ(s) Σ_a μ(a|s)·k3",
+        drawn_k3,
+        goal=reverse_kl,
+        bias="a gradient that is a forward KL's on the sampler's policy",
+        bounded=False,
+    ),
+)

@@ -1,0 +1,243 @@
+"""Corrections on samples of an older policy, through the experience and loss of a run.
+
+    measured  Σ over every minibatch of two responses of the sampler, by its
+              probability, of the loss's gradient at the policy: its log-probs are
+              recomputed, advantages are corrected, as in `make_experience`
+    target    autodiff of the claim's objective
+    goal      autodiff of E[r], of the policy as it is
+
+The policy starts as the sampler and takes steps up the exact ∇E[r]: all claims meet the
+same policies, 0, 1, 2 and 4 updates after the samples were drawn.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.flatten_util import ravel_pytree
+from worlds import enumerable
+from worlds.enumerable import Float64
+
+from certificates import groups
+from certificates.cases import OPTIMIZER, Case, flat
+from certificates.corrections.claims import CLAIMS, Claim, Known, expected_reward
+from certificates.penalty_claims import TOLERANCE
+from certificates.ratios import BETA, SEEN, STALE, STEP, outside
+from rlhf_jax import frozen, grpo, masked
+from rlhf_jax.algorithms.batch import PolicyExperience
+from rlhf_jax.algorithms.flow import score
+from rlhf_jax.algorithms.policy_gradient.loss import policy_terms
+from rlhf_jax.algorithms.policy_gradient.sampler_mismatch import corrected, recomputed
+
+Array = jax.Array
+Params = Any
+CUT = "policy/sampler_weight_capped"
+COLUMNS = slice(enumerable.PROMPT, None)
+
+
+class Stale(NamedTuple):
+    """A gradient, some updates after its samples were drawn."""
+
+    updates: int
+    error: float  # largest entry of measured - target, of the largest of the goal's
+    cosine: float  # between measured and the goal's
+    outside: float  # share of measured that is along no multiple of the goal's
+
+
+class Finding(NamedTuple):
+    """What became of a claim."""
+
+    claim: Claim
+    stale: tuple[Stale, ...]  # of `STALE`
+    # Where the policy is π* of E[r] - β·KL, the KL in the reward, after the last
+    # update: largest entry of the gradient, of the largest without the KL.
+    at_optimum: float
+    cut: float  # share of all tokens that are beyond a bound after the last update
+
+    @property
+    def holds(self) -> bool:
+        """It is the target's; and where a bias is claimed, that is seen."""
+        small = all(each.error <= TOLERANCE for each in self.stale)
+        small &= self.at_optimum <= TOLERANCE
+        small &= (self.cut > 0) == self.claim.bounded
+        return small and (self.stale[-1].outside > SEEN) == bool(self.claim.bias)
+
+
+def certify(
+    case: Case, rewards: Float64, *, claims: Iterable[Claim] = CLAIMS
+) -> Iterator[Finding]:
+    """Every claim, for one sampler and table of rewards f64[N]."""
+    known = know(case, jnp.asarray(rewards, jnp.float32))
+    policies = trajectory(case, known)
+    for claim in claims:
+        yield _finding(claim, case, known, policies)
+
+
+def know(case: Case, rewards: Array) -> Known:
+    """What the objectives read, from the drawing of the world alone."""
+    tokens = np.asarray(enumerable.every_tokens(case.stop_ids))[:, COLUMNS]
+    mask = np.asarray(enumerable.every_mask(case.stop_ids))[:, COLUMNS]
+    logprobs = np.asarray(_logprobs(case.policy, case=case), np.float64)
+    chance = np.exp(np.where(mask, logprobs, 0).sum(axis=1))
+    met, earned, same = (np.ones(mask.shape) for _ in range(3))
+    for row, column in np.argwhere(mask):
+        before = (tokens[:, :column] == tokens[row, :column]).all(axis=1)
+        before &= mask[:, column]
+        alike = before & (tokens[:, column] == tokens[row, column])
+        met[row, column] = chance[before].sum()
+        earned[row, column] = chance[alike] @ np.asarray(rewards)[alike]
+        earned[row, column] /= chance[alike].sum()
+        same[row, column] = alike.sum()
+    ref_logprobs = _logprobs(frozen.read(case.reference), case=case)
+    return Known(
+        jnp.asarray(logprobs, jnp.float32),
+        jnp.asarray(mask),
+        rewards,
+        ref_logprobs,
+        *(jnp.asarray(each, jnp.float32) for each in (met, earned, same)),
+    )
+
+
+def trajectory(case: Case, known: Known) -> dict[int, Params]:
+    """{updates: parameters}, the sampler's after 0."""
+    start, unravel = ravel_pytree(case.policy)
+    policies, learning_rate = {}, 0.0
+    for updates in range(max(STALE) + 1):
+        policies[updates] = unravel(start)
+        up, _ = ravel_pytree(_climb(expected_reward, policies[updates], case, known))
+        if updates == 0:
+            learning_rate = STEP / float(jnp.linalg.norm(up))
+        start = start + learning_rate * up
+    return policies
+
+
+def _finding(
+    claim: Claim, case: Case, known: Known, policies: dict[int, Params]
+) -> Finding:
+    measure = finder(claim, case=case)
+    of_kl = claim.recipe.penalty.in_loss
+    beta = 1.0 if of_kl else 0.0
+    scores = jnp.zeros_like(known.rewards) if of_kl else known.rewards
+    stale, cut = [], 0.0
+    for updates in STALE:
+        params = policies[updates]
+        measured, cut = measure(params, scores=scores, beta=beta)
+        target, goal = (
+            flat(_climb(objective, params, case, known))
+            for objective in (claim.objective, claim.goal)
+        )
+        stale.append(
+            Stale(
+                updates,
+                float(np.abs(measured - target).max() / np.abs(goal).max()),
+                float(measured @ goal / np.sqrt(measured @ measured * (goal @ goal))),
+                outside(measured, goal),
+            )
+        )
+    at_optimum = 0.0
+    if not of_kl:
+        last = policies[max(STALE)]
+        x = _logprobs(last, case=case) - known.ref_logprobs
+        best = BETA * jnp.sum(x, axis=1, where=known.mask)
+        still, _ = measure(last, scores=best, beta=BETA)
+        moving, _ = measure(last, scores=best, beta=0.0)
+        at_optimum = float(np.abs(still).max() / np.abs(moving).max())
+    return Finding(claim, tuple(stale), at_optimum, cut)
+
+
+def finder(claim: Claim, *, case: Case) -> Callable[..., tuple[Float64, float]]:
+    """The expected ascent of a corrected loss, as `find(params, ...)`, compiled once.
+
+    It is multiplied by the 4 tokens that aggregation "constant" divides by.
+    """
+    algorithm = grpo.GRPO(
+        **vars(claim.recipe),
+        model=case.model,
+        policy_optimizer=OPTIMIZER,
+        max_new_tokens=enumerable.LENGTH,
+        stop_ids=case.stop_ids,
+    )
+    shape = {"model": case.model, "temperature": 1.0}
+
+    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    def gradients(
+        params: Params, sampler: Params, scores: Array, beta: Array
+    ) -> tuple[Params, Array]:
+        drawn = enumerable.every_response(sampler, stop_ids=case.stop_ids, **shape)
+        rollout, _ = recomputed(drawn, params, recipe=algorithm, packing=None)
+        scored = score.score(
+            rollout,
+            scores=scores,
+            reference=case.reference,
+            critic=None,
+            critic_model=None,
+            max_new_tokens=enumerable.LENGTH,
+            penalty=algorithm.penalty,
+            **shape,
+        )
+        chance = jnp.exp(drawn.old_logprobs.sum(axis=1))
+        alone = jnp.arange(len(chance))
+
+        def beside(first: Array) -> tuple[Params, Array]:
+            """Of the minibatches (first, j), each by its probability."""
+            pairs = jnp.stack([jnp.full_like(alone, first), alone], axis=1)
+            seen = groups.take(scored, pairs.reshape(-1))
+            experience, _ = algorithm.experience(seen, kl_coef=beta)
+            experience, stats = corrected(
+                experience, rollout=seen.rollout, step=jnp.int32(0), recipe=algorithm
+            )
+            minibatches = jax.tree.map(
+                lambda leaf: leaf.reshape(*pairs.shape, *leaf.shape[1:]), experience
+            )
+
+            def loss(params: Params, minibatch: PolicyExperience) -> Array:
+                mask = minibatch.response_mask
+                return policy_terms(
+                    params,
+                    experience=minibatch,
+                    kl_coef=beta,
+                    num_tokens=mask.sum(dtype=jnp.float32),
+                    num_responses=mask.any(axis=1).sum(dtype=jnp.float32),
+                    recipe=algorithm,
+                ).loss
+
+            def mean(params: Params) -> Array:
+                losses = jax.vmap(loss, in_axes=(None, 0))(params, minibatches)
+                return chance[first] * (chance @ losses)
+
+            cut = masked.mean_stats(stats).get(CUT, jnp.zeros(()))
+            return jax.grad(mean)(params), cut
+
+        return jax.lax.map(beside, alone)
+
+    def find(params: Params, *, scores: Array, beta: float) -> tuple[Float64, float]:
+        parts, cut = gradients(params, case.policy, scores, jnp.float32(beta))
+        total = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64).sum(0), parts)
+        return -enumerable.LENGTH * flat(total), float(np.asarray(cut).mean())
+
+    return find
+
+
+def _logprobs(params: Params, *, case: Case) -> Array:
+    """f32[N, 4], differentiable."""
+    rollout = enumerable.every_response(params, temperature=1.0, **case.options)
+    return rollout.old_logprobs[:, COLUMNS]
+
+
+@functools.partial(jax.jit, static_argnames=("objective", "model", "stop_ids"))
+def _gradient(
+    params: Params, known: Known, *, objective: Any, model: Any, stop_ids: Any
+) -> Params:
+    case = Case(params, params, params, None, model, stop_ids)  # type: ignore[arg-type]
+    return jax.grad(lambda params: objective(_logprobs(params, case=case), known))(
+        params
+    )
+
+
+def _climb(objective: Any, params: Params, case: Case, known: Known) -> Params:
+    return _gradient(params, known, objective=objective, **case.options)

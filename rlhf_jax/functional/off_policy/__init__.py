@@ -1,0 +1,1 @@
+"""Tokens that another policy drew: weights for them, and how far that policy is."""

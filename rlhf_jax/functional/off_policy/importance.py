@@ -1,0 +1,203 @@
+"""Weights for tokens that another policy drew: the sampler is not the trainer.
+
+μ drew the tokens, π_old is the trainer before the update. With r_t = π_old/μ of token t
+and R = Π_t r_t of its response, a token's advantage is multiplied by w_t:
+
+    token_truncate      w_t = min(r_t, cap)
+    token_mask          w_t = r_t where floor <= r_t <= cap, else 0
+    sequence_truncate   w_t = min(R, cap)
+    sequence_mask       w_t = R where floor <= R <= cap, else 0
+    sequence_reject     w_t = 1; a response outside floor <= R <= cap is left out
+    geometric_reject    the same of R^(1/length)
+
+What is masked still counts in what a loss is divided by. What is rejected does not.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Bool, Float32
+
+from rlhf_jax.functional import checks, ratios
+from rlhf_jax.functional.checks import InputError
+
+Array = jax.Array
+Correction = Literal[
+    "token_truncate",
+    "token_mask",
+    "sequence_truncate",
+    "sequence_mask",
+    "sequence_reject",
+    "geometric_reject",
+]
+
+
+class Weights(NamedTuple):
+    """Importance weights of tokens, and what their bounds did."""
+
+    weights: Float32[Array, "B S"]  # w, 1 outside the mask, 0 where cut to nothing
+    kept: Bool[Array, "B S"]  # the mask without rejected responses
+    cut: Bool[Array, "B S"]  # tokens whose ratio is at or beyond a bound that acts
+
+
+def rejects(correction: Correction) -> bool:
+    """Whether a correction leaves whole responses out.
+
+    Args:
+      correction: one of `Correction`.
+
+    >>> rejects("geometric_reject")
+    True
+    >>> rejects("sequence_mask")
+    False
+    """
+    return correction in ("sequence_reject", "geometric_reject")
+
+
+def check_bounds(
+    correction: Correction, *, cap: float, floor: float | None = None
+) -> None:
+    """Checks that a ratio of 1 is within the bounds of a correction.
+
+    Args:
+      correction: one of `Correction`.
+      cap: upper bound of a ratio, dimensionless, 1 or more.
+      floor: lower bound, above 0 and at most 1; None is no bound. Not for a truncation,
+        which bounds a weight from above alone.
+
+    Raises:
+      InputError: there is no such correction, or a bound does not fit.
+
+    >>> print(check_bounds("token_mask", cap=5.0, floor=0.5))
+    None
+    >>> check_bounds("token_truncate", cap=0.5)
+    Traceback (most recent call last):
+        ...
+    rlhf_jax.functional.number_checks.InputError: sampler_weight_cap: expected a ...
+    """
+    if correction not in get_args(Correction):
+        raise InputError(
+            f"sampler_correction: expected one of "
+            f"{', '.join(map(repr, get_args(Correction)))}, got {correction!r}; choose "
+            f"one"
+        )
+    if not 1 <= cap < math.inf:
+        raise InputError(
+            f"sampler_weight_cap: expected a finite number of at least 1, got {cap}; "
+            f"choose another, or leave it out"
+        )
+    if floor is None:
+        return
+    if not 0 < floor <= 1:
+        raise InputError(
+            f"sampler_weight_floor: expected a number above 0 and of at most 1, got "
+            f"{floor}; choose another, or leave it out"
+        )
+    if correction.endswith("_truncate"):
+        raise InputError(
+            f"sampler_weight_floor: expected none with {correction!r}, which bounds "
+            f"weights from above alone, got {floor}; leave it out, or choose a "
+            f"correction that masks or rejects"
+        )
+
+
+def importance_weights(
+    *,
+    logprobs: Float32[Array, "B S"],
+    sampler_logprobs: Float32[Array, "B S"],
+    mask: Bool[Array, "B S"],
+    correction: Correction,
+    cap: float,
+    floor: float | None = None,
+) -> Weights:
+    """w of each token, by the correction's formula above.
+
+    Where logprobs and sampler_logprobs are equal every w is exactly 1. No gradient
+    flows: weights change whose samples these are, not what is differentiated.
+
+    Args:
+      logprobs: f32[B, S], nats, log π_old of the trainer; column t is about
+        tokens[:, t].
+      sampler_logprobs: f32[B, S], nats, log μ of whoever drew the tokens.
+      mask: bool[B, S], response tokens, EOS included.
+      correction: which formula.
+      cap, floor: bounds of the ratio, as `check_bounds` has them.
+
+    Returns:
+      Weights[B, S]. `cut` has the tokens at the cap of a truncation, and those of
+      masked or rejected ratios.
+
+    Raises:
+      InputError: of `check_bounds`. ValueError: shapes differ. TypeError: floats are
+      not f32 or mask is not bool.
+
+    Source: truncation is Yao et al. 2025, "Your efficient RL framework secretly brings
+    you off-policy RL training" (of tokens), and Espeholt et al. 2018, arXiv:1802.01561;
+    masks are IcePop, Ling Team 2025, arXiv:2510.18855 (of tokens), and Liu et al. 2025,
+    "When speed kills stability", which also has truncation and rejection of sequences
+    and of geometric means.
+
+    >>> logprobs = jnp.log(jnp.array([[0.5, 0.9, 0.3]]))
+    >>> sampler_logprobs = jnp.log(jnp.array([[0.5, 0.3, 0.6]]))  # r = 1, 3, 0.5
+    >>> arrays = {"logprobs": logprobs, "sampler_logprobs": sampler_logprobs}
+    >>> arrays |= {"mask": jnp.ones((1, 3), bool), "cap": 2.0}
+    >>> print(importance_weights(**arrays, correction="token_truncate").weights)
+    [[1.  2.  0.5]]
+    >>> print(importance_weights(**arrays, correction="token_mask").weights)
+    [[1.  0.  0.5]]
+    >>> print(importance_weights(**arrays, correction="sequence_mask").weights)
+    [[1.5 1.5 1.5]]
+    """
+    check_bounds(correction, cap=cap, floor=floor)
+    check_arrays(logprobs, sampler_logprobs, mask)
+    log_ratio = jax.lax.stop_gradient(jnp.where(mask, logprobs - sampler_logprobs, 0.0))
+    if correction == "geometric_reject":
+        log_ratio = ratios.at_level(log_ratio, mask=mask, ratio_level="sequence")
+    elif not correction.startswith("token"):
+        total = jnp.sum(log_ratio, axis=1, keepdims=True)
+        log_ratio = jnp.where(mask, total, 0.0)
+    log_cap = jnp.log(jnp.float32(cap))
+    if correction.endswith("_truncate"):
+        weights = jnp.exp(jnp.minimum(log_ratio, log_cap))
+        return Weights(weights, mask, mask & (log_ratio >= log_cap))
+    within = log_ratio <= log_cap
+    if floor is not None:
+        within &= log_ratio >= jnp.log(jnp.float32(floor))
+    cut = mask & ~within
+    if rejects(correction):
+        return Weights(jnp.where(cut, 0.0, 1.0), mask & ~cut, cut)
+    weights = jnp.exp(jnp.where(within, log_ratio, 0.0))
+    return Weights(jnp.where(cut, 0.0, weights), mask, cut)
+
+
+def check_arrays(
+    logprobs: Float32[Array, "B S"],
+    sampler_logprobs: Float32[Array, "B S"],
+    mask: Bool[Array, "B S"],
+) -> None:
+    """Checks what the functions of this folder read.
+
+    Args:
+      logprobs, sampler_logprobs: f32[B, S], nats.
+      mask: bool[B, S].
+
+    Raises:
+      ValueError: shapes differ. TypeError: floats are not f32 or mask is not bool.
+
+    >>> x, mask = jnp.zeros((1, 2)), jnp.ones((1, 2), bool)
+    >>> print(check_arrays(x, x, mask))
+    None
+    >>> check_arrays(x, x, mask[:, :1])
+    Traceback (most recent call last):
+        ...
+    ValueError: ...
+    """
+    floats = {"logprobs": logprobs, "sampler_logprobs": sampler_logprobs}
+    checks.shape((None, None), mask=mask)
+    checks.same_shape(**floats, mask=mask)
+    checks.float32(**floats)
+    checks.boolean(mask=mask)

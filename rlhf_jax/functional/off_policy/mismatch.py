@@ -1,0 +1,113 @@
+"""How far the sampler is from the trainer, and what weights leave of a batch.
+
+μ drew the tokens, π_old is the trainer before the update, w their importance weights.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Bool, Float32
+
+from rlhf_jax.functional import checks, kl, masked
+from rlhf_jax.functional.off_policy.importance import Correction, Weights, check_arrays
+
+Array = jax.Array
+Stats = masked.Stats
+
+
+def weight_stats(
+    output: Weights, *, mask: Bool[Array, "B S"], correction: Correction
+) -> Stats:
+    """Their mean, the share that was cut, and the effective sample size.
+
+    The effective sample size (Σ w)²/Σ w² is that of tokens, or of responses where a
+    response has one weight. It is given as a share of their number: 1 where all weights
+    are equal.
+
+    Args:
+      output: of `importance_weights`.
+      mask: bool[B, S], response tokens, those of rejected responses included.
+      correction: of the weights.
+
+    Returns:
+      {name: (sum, weight)}: `policy/sampler_weight`, the mean of w over tokens;
+      `policy/sampler_weight_capped`, the share of tokens in `output.cut`;
+      `policy/sampler_ess`, of the whole batch: shares of its parts do not add up.
+
+    Raises:
+      ValueError: shapes differ. TypeError: mask is not bool.
+
+    Source: Kong 1992, "A note on importance sampling using standardized weights".
+
+    >>> weights, mask = jnp.array([[1.0, 3.0]]), jnp.ones((1, 2), bool)
+    >>> output = Weights(weights, mask, jnp.array([[False, True]]))
+    >>> means = masked.mean_stats(
+    ...     weight_stats(output, mask=mask, correction="token_truncate")
+    ... )
+    >>> print(means["policy/sampler_weight"], means["policy/sampler_ess"])  # 16/10 of 2
+    2.0 0.8
+    >>> print(means["policy/sampler_weight_capped"])
+    0.5
+    """
+    checks.same_shape(weights=output.weights, mask=mask)
+    checks.boolean(mask=mask)
+    stats = masked.sum_stats(
+        {
+            "policy/sampler_weight": output.weights,
+            "policy/sampler_weight_capped": output.cut.astype(jnp.float32),
+        },
+        mask=mask,
+    )
+    weights, counted = output.weights, mask
+    if not correction.startswith("token"):
+        counted = mask.any(axis=1)
+        weights = jnp.min(weights, axis=1, where=mask, initial=jnp.inf)
+    largest = jnp.max(weights, where=counted, initial=0.0)
+    scaled = weights / jnp.where(largest > 0, largest, 1.0)  # whose squares are finite
+    total = jnp.sum(scaled, where=counted)
+    squares = jnp.sum(jnp.square(scaled), where=counted)
+    size = jnp.square(total) / jnp.where(squares > 0, squares, 1.0)
+    count = jnp.sum(counted, dtype=jnp.float32)
+    return stats | {"policy/sampler_ess": jax.lax.stop_gradient((size, count))}
+
+
+def sampler_kl(
+    *,
+    logprobs: Float32[Array, "B S"],
+    sampler_logprobs: Float32[Array, "B S"],
+    mask: Bool[Array, "B S"],
+) -> Stats:
+    """KL(μ ‖ π_old) between sampler and trainer, by the sampler's own tokens.
+
+    Args:
+      logprobs: f32[B, S], nats, log π_old of the trainer.
+      sampler_logprobs: f32[B, S], nats, log μ of whoever drew the tokens.
+      mask: bool[B, S], response tokens, EOS included.
+
+    Returns:
+      {name: (sum, weight)}, nats per token: `policy/sampler_kl` by k1 and
+      `policy/sampler_kl_k3` by k3. Both are unbiased; k3 is never negative.
+
+    Raises:
+      ValueError: shapes differ. TypeError: floats are not f32 or mask is not bool.
+
+    >>> logprobs = jnp.log(jnp.array([[0.5, 0.2]]))
+    >>> sampler_logprobs = jnp.log(jnp.array([[0.5, 0.4]]))
+    >>> mask = jnp.ones((1, 2), bool)
+    >>> arrays = {"logprobs": logprobs, "sampler_logprobs": sampler_logprobs}
+    >>> means = masked.mean_stats(sampler_kl(**arrays, mask=mask))
+    >>> print(means["policy/sampler_kl"])  # (log 2)/2
+    0.347
+    >>> print(means["policy/sampler_kl_k3"])
+    0.097
+    """
+    check_arrays(logprobs, sampler_logprobs, mask)
+    pair = [jnp.where(mask, each, 0.0) for each in (sampler_logprobs, logprobs)]
+    return masked.sum_stats(
+        {
+            "policy/sampler_kl": kl.k1(*pair),
+            "policy/sampler_kl_k3": kl.k3(*pair),
+        },
+        mask=mask,
+    )
