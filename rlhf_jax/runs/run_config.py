@@ -98,6 +98,8 @@ ADDED: dict[str, Any] = {
     "prefill_chunk": None,
     "sampler_storage": {"dtype": "float32", "embeddings": None},
     "max_redraws": 0,
+    "references": [],
+    "reference_storage": {"dtype": "float32", "embeddings": None},
     **{
         f"{name}.{option}": value
         for name in ("ppo", "grpo", "reinforce")
@@ -115,6 +117,7 @@ ADDED: dict[str, Any] = {
     "grpo.overlong_mask": None,
     "grpo.equal_groups": "keep",
     "placement.sampler": dataclasses.asdict(placement.WITH_POLICY),
+    "placement.reference": dataclasses.asdict(placement.WITH_POLICY),
     "placement.policy.context": 1,
     **{
         f"placement.{role}.mesh.context": 1
@@ -256,6 +259,11 @@ def _decode(value: Any, kind: Any) -> Any:
             inner = inner[:1] * len(value)
         if len(inner) == len(value):
             return tuple(map(_decode, value, inner))
+    elif dataclasses.is_dataclass(kind) and isinstance(value, dict):
+        fields, wrong = _decode_fields(value, kind, prefix="")
+        if wrong:
+            raise TypeError("; ".join(each.strip() for each in wrong))
+        return typing.cast(Any, kind)(**fields)
     elif kind is Path and isinstance(value, str):
         return Path(value)
     elif kind is float and type(value) in (int, float):

@@ -51,10 +51,11 @@ def rehearse(
         scores = reward(shown)
         if judge is not None:
             judge(shown)
-        ref_logprobs, values = None, None
+        ref_logprobs, values, further = None, None, {}
         packing = programs.pack(rollout, key=key)
         if reference is not None:
             ref_logprobs = programs.reference_logprobs(reference, rollout, packing)
+            further = programs.further(rollout, packing)
         if models.critic is not None:
             values = programs.values(train, models.critic, rollout, packing)
         return {
@@ -62,6 +63,7 @@ def rehearse(
             "ref_logprobs": ref_logprobs,
             "values": values,
             "packing": packing,
+            "further": further,
         }
 
     rehearsal.rehearse(
@@ -121,6 +123,7 @@ def improve(
     if models.critic is not None:
         kept["critic"] = models.critic
     beside = {} if models.reward is None else {"reward": models.reward.frozen}
+    beside |= {f"references/{name}": each for name, each in models.further.items()}
     if base is not None:
         beside["base"] = base
     if models.critic_devices is not None and models.critic_devices.base is not None:
@@ -146,10 +149,11 @@ def improve(
                     train.policy, prompts=prompts[step], key=step_key
                 )
             shown = ppo.seen_by_reward(rollout, recipe=models.algorithm)
-            ref_logprobs, values = None, None
+            ref_logprobs, values, further = None, None, {}
             packing = programs.pack(rollout, key=step_key)
             if reference is not None and options.lifecycle.takes_kl(step):
                 ref_logprobs = programs.reference_logprobs(reference, rollout, packing)
+                further = programs.further(rollout, packing)
             if models.reward is None or critic is not None:  # beside what comes next
                 values = programs.values(train, critic, rollout, packing)
             more = step + 1 < options.num_steps
@@ -175,6 +179,7 @@ def improve(
                 key=step_key,
                 ptx=None if ptx is None else ptx[step],
                 packing=packing,
+                further=further,
             )
             stage.state["train"] = train
             if critic is not None:

@@ -12,25 +12,24 @@ from rlhf_jax.algorithms.ppo.recipe import N_PLUS, OPENAI_2019, Recipe
 from rlhf_jax.checkpoints import frozen_models, pretrained
 from rlhf_jax.checkpoints.frozen_models import Storage
 from rlhf_jax.checkpoints.pretrained import Adapters
-from rlhf_jax.devices.placement import WITH_POLICY, Place, Placement
+from rlhf_jax.devices.placement import Placement
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.control import CONSTANT, Control
 from rlhf_jax.functional.kl.penalty import IN_REWARD
 from rlhf_jax.roles.reference import lifecycle
 from rlhf_jax.roles.reference.lifecycle import Lifecycle
-from rlhf_jax.runs import (
-    alarms,
-)
+from rlhf_jax.runs import alarms
 from rlhf_jax.runs.alarms import Limits
 from rlhf_jax.train.packed_rollouts import PackedConfig
+from rlhf_jax.train.references import ReferencesConfig, refuse_unused
 from rlhf_jax.train.sampler import SamplerConfig
 
 RECIPE = Recipe(num_minibatches=4)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(PackedConfig, SamplerConfig):
+class Config(ReferencesConfig, PackedConfig, SamplerConfig):
     """The options of `rlhf-jax ppo`."""
 
     model: str
@@ -215,10 +214,13 @@ class Config(PackedConfig, SamplerConfig):
                 f"hidden states of both in one program, got {place}; leave it out, or "
                 f"choose k1, k2 or k3"
             )
+        self.check_references(
+            self.ppo.penalty, first=None if self.measure_kl else "--no-measure-kl"
+        )
         if not self.measure_kl and self.lora.lora is None:
-            _refuse_unused("reference", self.reference_storage, place)
+            refuse_unused("reference", self.reference_storage, place)
         if self.reward_model is None:
-            _refuse_unused("reward", self.reward_storage, self.placement.reward)
+            refuse_unused("reward", self.reward_storage, self.placement.reward)
         if self.lora.lora is not None:
             self.lifecycle.refuse_mixing_adapters()
             if self.ppo.penalty.needs_logits and self.lifecycle.moves:
@@ -243,18 +245,6 @@ class Config(PackedConfig, SamplerConfig):
                     "--critic-from: expected policy with --lora.rank, got reward_model;"
                     " the critic's adapters are over the policy's base"
                 )
-
-
-def _refuse_unused(role: str, storage: Storage, place: Place) -> None:
-    for option, value, default in (
-        (f"--{role}-storage", storage, frozen_models.COPY),
-        (f"--placement.{role}", place, WITH_POLICY),
-    ):
-        if value != default:
-            raise InputError(
-                f"{option}: expected none in a run without such a model, got {value}; "
-                f"leave it out"
-            )
 
 
 SCREEN = {
