@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -221,14 +222,26 @@ def load_reward_model(
 
 
 def _check_ids(path_or_repo_id: str, *, policy: Pretrained, role: str) -> None:
-    ids = policy.tokenizer.get_vocab()
-    try:
-        read = tokenization.load_tokenizer(path_or_repo_id).get_vocab()
-    except InputError:  # it came without one: the sizes must do
+    """Refuses a checkpoint whose tokenizer gives the policy's texts other ids.
+
+    One without a tokenizer is told, as its sizes must do then.
+    """
+    own, named = policy.tokenizer, f"{role} {path_or_repo_id}"
+    whose = own.name_or_path or "the policy's tokenizer"
+    if not tokenization.has_files(path_or_repo_id):
+        print(
+            f"note: {named} has no tokenizer to compare with {whose}: its vocabulary "
+            f"is as large, and that its ids mean the same tokens is not checked",
+            file=sys.stderr,
+        )
         return
-    if not ids.items() <= read.items():
+    theirs = tokenization.load_tokenizer(path_or_repo_id)
+    differing = tokenization.differing(own, theirs)
+    if differing is not None:
+        text, ids, read = differing
         raise InputError(
-            f"{role} {path_or_repo_id}: expected the policy's tokenizer, got one that "
-            f"gives other ids; both must read the same tokens, so take one that was "
-            f"trained on top of this policy or of its ancestor"
+            f"{named}: expected the policy's tokenizer, got one that gives other ids: "
+            f"{read} for {text!r}, for which {whose} gives {ids}; both must read the "
+            f"same tokens, so take one that was trained on top of this policy or of "
+            f"its ancestor"
         )

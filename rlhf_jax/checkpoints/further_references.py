@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import typing
 from collections.abc import Sequence
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
 from jax.sharding import Mesh
-from tyro.constructors import PrimitiveConstructorSpec
 
 from rlhf_jax.checkpoints import frozen_models
 from rlhf_jax.checkpoints.frozen_models import Storage
@@ -65,29 +65,19 @@ class FurtherReference:
                 f"--references {name}: expected {', '.join(KEYS)} after the "
                 f"checkpoint, got {unknown[1]}"
             )
-        try:
-            weight = float(fields.get("weight", 1.0))
-        except ValueError:
-            raise InputError(
-                f"--references {name}: expected a number as its weight, got "
-                f"{fields['weight']!r}"
-            ) from None
         kinds: dict[str, Any] = {
             key: fields[key] for key in ("dtype", "embeddings") if key in fields
         }
-        _check_dtypes(name, kinds)
-        place = Place.parse(fields["place"]) if "place" in fields else WITH_POLICY
-        return cls(name, path, weight, Storage(**kinds), place)
-
-    def __str__(self) -> str:
-        parts = [f"{self.name}={self.path}", f"weight={self.weight:g}"]
-        if self.storage != frozen_models.COPY:
-            parts.append(f"dtype={self.storage.dtype}")
-        if self.storage.embeddings is not None:
-            parts.append(f"embeddings={self.storage.embeddings}")
-        if self.place != WITH_POLICY:
-            parts.append(f"place={self.place}")
-        return ",".join(parts)
+        try:
+            return cls(
+                name,
+                path,
+                _number(fields.get("weight", "1")),
+                _storage(**kinds),
+                Place.parse(fields["place"]) if "place" in fields else WITH_POLICY,
+            )
+        except InputError as error:
+            raise InputError(f"--references {name}: {error}") from None
 
     @property
     def option(self) -> str:
@@ -95,30 +85,22 @@ class FurtherReference:
         return f"--references {self.name}"
 
 
-def _check_dtypes(name: str, kinds: dict[str, str]) -> None:
-    known = {
-        "dtype": ("float32", "bfloat16", "float16", "int8"),
-        "embeddings": ("float32", "bfloat16", "float16"),
-    }
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise InputError(f"expected a number as its weight, got {text!r}") from None
+
+
+def _storage(**kinds: Any) -> Storage:
+    hints = typing.get_type_hints(Storage)
     for key, kind in kinds.items():
-        if kind not in known[key]:
+        known = re.findall(r"\'(\w+)\'", str(hints[key]))
+        if kind not in known:
             raise InputError(
-                f"--references {name}: expected {key} to be one of "
-                f"{', '.join(known[key])}, got {kind!r}"
+                f"expected {key} to be one of {', '.join(known)}, got {kind!r}"
             )
-
-
-FurtherOption = Annotated[
-    FurtherReference,
-    PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="NAME=CHECKPOINT,weight=W",
-        instance_from_str=lambda texts: FurtherReference.parse(texts[0]),
-        is_instance=lambda value: isinstance(value, FurtherReference),
-        str_from_instance=lambda value: [str(value)],
-    ),
-]
-"""A FurtherReference as one word of a command line."""
+    return Storage(**kinds)
 
 
 def load(

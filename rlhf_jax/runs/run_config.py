@@ -259,11 +259,6 @@ def _decode(value: Any, kind: Any) -> Any:
             inner = inner[:1] * len(value)
         if len(inner) == len(value):
             return tuple(map(_decode, value, inner))
-    elif dataclasses.is_dataclass(kind) and isinstance(value, dict):
-        fields, wrong = _decode_fields(value, kind, prefix="")
-        if wrong:
-            raise TypeError("; ".join(each.strip() for each in wrong))
-        return typing.cast(Any, kind)(**fields)
     elif kind is Path and isinstance(value, str):
         return Path(value)
     elif kind is float and type(value) in (int, float):

@@ -15,7 +15,7 @@ from rlhf_jax.algorithms.flow import score
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.checkpoints import frozen_models
 from rlhf_jax.checkpoints.frozen_models import Storage
-from rlhf_jax.checkpoints.further_references import FurtherOption
+from rlhf_jax.checkpoints.further_references import FurtherReference
 from rlhf_jax.devices import sharding
 from rlhf_jax.devices.placement import WITH_POLICY, Place, PolicyPlacement
 from rlhf_jax.functional.checks import InputError
@@ -32,15 +32,20 @@ Array = jax.Array
 class ReferencesConfig(StartConfig):
     """Options of the references beside the first."""
 
-    references: tuple[FurtherOption, ...] = ()
+    references: tuple[str, ...] = ()
     """Further references, each NAME=CHECKPOINT,weight=W: a KL to it is penalised with W
     times --kl-coef and logged as objective/kl_NAME; dtype=, embeddings= and place=
     may follow."""
 
+    @property
+    def further(self) -> tuple[FurtherReference, ...]:
+        """What `references` says."""
+        return tuple(map(FurtherReference.parse, self.references))
+
     def policy_mesh(self, placement: PolicyPlacement) -> Mesh:
         """The policy's mesh, which leaves the devices of every reference free."""
         return placement.policy_mesh(
-            further={each.option: each.place for each in self.references}
+            further={each.option: each.place for each in self.further}
         )
 
     def check_references(self, penalty: Penalty, *, first: str | None) -> None:
@@ -51,7 +56,7 @@ class ReferencesConfig(StartConfig):
           first: the option that leaves the first reference out; None where there is
             one.
         """
-        names = [each.name for each in self.references]
+        names = [each.name for each in self.further]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise InputError(
@@ -64,7 +69,7 @@ class ReferencesConfig(StartConfig):
                 f"KL coefficient of the first reference, got {', '.join(names)}; leave "
                 f"one of them out"
             )
-        for each in self.references:
+        for each in self.further:
             if penalty.needs_logits and each.place.apart:
                 raise InputError(
                     f"{each.option}: expected place=policy for exact KL, which needs "
@@ -104,7 +109,7 @@ class FurtherPrograms:
           recipe: static.
         """
         self._models = dict(models)
-        self._weights = {each.name: each.weight for each in options.references}
+        self._weights = {each.name: each.weight for each in options.further}
         self._inside = recipe.penalty.needs_logits
         shape: dict[str, Any] = {
             "model": recipe.model,

@@ -55,8 +55,7 @@ class VerifiedConfig(ReferencesConfig, PackedConfig, SamplerConfig, abc.ABC):
     """Treatment of questions that leave no room for a response: an error, or drop
     them."""
     reference: str = "start"
-    """Reference of the KL: start, which is --model as it starts, none, or a checkpoint
-    of any shape."""
+    """Reference of the KL: start, none, or a checkpoint."""
     reference_storage: Storage = frozen_models.COPY
     """Dtype in which the reference is stored."""
     kl_coef: float | None = None

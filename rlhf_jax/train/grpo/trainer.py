@@ -122,7 +122,7 @@ def main(options: VerifiedConfig) -> None:
             place=options.placement.reference,
             **on_mesh,
         )
-    further = further_references.load(options.references, **on_mesh)
+    further = further_references.load(options.further, **on_mesh)
     train = state.grpo_state(
         policy=start.params,
         policy_optimizer=algorithm.policy_optimizer,

@@ -66,7 +66,7 @@ def check_memory(options: Config) -> None:
         parts += [Part("reference", storage.shapes(reference), reference_mesh)]
     elif options.measure_kl and options.lifecycle.moves:
         parts += [Part("reference", policy, mesh)]
-    for each in options.references:
+    for each in options.further:
         shapes = memory_check.shapes_of(hf.model_config(each.path))
         where = each.place.memory_mesh(mesh)
         parts += [Part(f"reference {each.name}", each.storage.shapes(shapes), where)]

@@ -112,7 +112,7 @@ def make_models(options: Config, policy: Pretrained) -> Models:
         )
         options.lifecycle.refuse_another_shape(reference.model)
     further = further_references.load(
-        options.references, policy=policy, mesh=mesh, sharding=over
+        options.further, policy=policy, mesh=mesh, sharding=over
     )
     kl = options.kl_control.controller(options.kl_coef, num_steps=options.num_steps)
     devices, critic_state = None, None
