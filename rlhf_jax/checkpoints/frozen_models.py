@@ -227,11 +227,11 @@ def _check_ids(path_or_repo_id: str, *, policy: Pretrained, role: str) -> None:
     One without a tokenizer is told, as its sizes must do then.
     """
     own, named = policy.tokenizer, f"{role} {path_or_repo_id}"
-    whose = own.name_or_path or "the policy's tokenizer"
+    whose = own.name_or_path or "the policy"
     if not tokenization.has_files(path_or_repo_id):
         print(
-            f"note: {named} has no tokenizer to compare with {whose}: its vocabulary "
-            f"is as large, and that its ids mean the same tokens is not checked",
+            f"note: {named} has no tokenizer to compare with that of {whose}: only "
+            f"the size of its vocabulary was checked, not that its ids mean the same",
             file=sys.stderr,
         )
         return

@@ -87,7 +87,7 @@ def differing(
       A token or a text, and what each tokenizer gives for it, with its digest.
     """
     ids, read = own.get_vocab(), other.get_vocab()
-    for token, id_ in ids.items():
+    for token, id_ in sorted(ids.items(), key=lambda item: item[1]):
         if read.get(token) != id_:
             return token, str(id_), str(read.get(token, "no id"))
     texts = probes(own)

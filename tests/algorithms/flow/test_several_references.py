@@ -87,9 +87,7 @@ def test_what_is_missing_is_named():
             scored(ref_logprobs=None), further=REFERENCES, penalty=IN_REWARD, **SHAPE
         )
     with pytest.raises(InputError, match="reference b: expected its parameters or"):
-        further.add(
-            scored(), further={"b": Further(None)}, penalty=IN_REWARD, **SHAPE
-        )
+        further.add(scored(), further={"b": Further(None)}, penalty=IN_REWARD, **SHAPE)
     with pytest.raises(InputError, match="reference b: expected policy and reference"):
         further.add(
             scored(),

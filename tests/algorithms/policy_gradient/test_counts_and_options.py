@@ -15,8 +15,8 @@ from rlhf_jax.algorithms import batch, reinforce, state
 from rlhf_jax.algorithms.policy_gradient import algorithm, loss
 from rlhf_jax.functional.kl.penalty import Penalty
 from rlhf_jax.functional.kl.target_coefficients import adaptive
-from rlhf_jax.roles.reference.further import Further
 from rlhf_jax.models import packing
+from rlhf_jax.roles.reference.further import Further
 
 ITERATION = "rlhf_jax.algorithms.policy_gradient.iteration"
 UPDATE = "rlhf_jax.algorithms.policy_gradient.update"
