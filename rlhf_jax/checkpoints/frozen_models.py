@@ -23,6 +23,7 @@ from rlhf_jax.devices.placement import WITH_POLICY, Place
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import layout
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.roles import critic
 from rlhf_jax.roles.reference import frozen, storage
 from rlhf_jax.roles.reference.frozen import Frozen
 
@@ -158,6 +159,13 @@ def reference_shape(
     """
     if model.run_as(policy) == policy:
         return None
+    _check_sizes(f"reference {name}", model=model, policy=policy)
+    return dataclasses.replace(
+        run_beside_policy(model, policy=policy), vocab_size=policy.vocab_size
+    )
+
+
+def _check_sizes(named: str, *, model: ModelConfig, policy: ModelConfig) -> None:
     small = [
         f"{field} {getattr(model, field)} for {getattr(policy, field)}"
         for field in ("vocab_size", "max_positions")
@@ -165,13 +173,10 @@ def reference_shape(
     ]
     if small:
         raise InputError(
-            f"reference {name}: expected a model that reads the policy's tokens, got "
+            f"{named}: expected a model that reads the policy's tokens, got "
             f"{', '.join(small)}; take one with the policy's vocabulary and a context "
             f"as long, or leave it out for the policy as it starts"
         )
-    return dataclasses.replace(
-        run_beside_policy(model, policy=policy), vocab_size=policy.vocab_size
-    )
 
 
 def run_beside_policy(model: ModelConfig, *, policy: ModelConfig) -> ModelConfig:
@@ -181,6 +186,29 @@ def run_beside_policy(model: ModelConfig, *, policy: ModelConfig) -> ModelConfig
             model, dtype=policy.dtype, remat=policy.remat, attention=policy.attention
         )
     )
+
+
+def load_critic(
+    path_or_repo_id: str, *, policy: Pretrained, sharding: Any = None
+) -> tuple[ModelConfig, Params]:
+    """A critic on the trunk of a language model of any shape, whose values start at 0.
+
+    Args:
+      path_or_repo_id: folder or hub id.
+      policy: whose tokens it reads.
+      sharding: how the checkpoint is sharded when it is read, as for `hf.load`.
+
+    Returns:
+      Its shape, which runs as the policy does, and its parameters, to be trained.
+
+    Raises:
+      InputError: as `load_reference`.
+    """
+    model, params = hf.load(path_or_repo_id, dtype="float32", sharding=sharding)
+    _check_sizes(f"critic {path_or_repo_id}", model=model, policy=policy.model)
+    _check_ids(path_or_repo_id, policy=policy, role="critic")
+    shape = run_beside_policy(model, policy=policy.model)
+    return shape, critic.from_policy(params, model=shape)
 
 
 def load_reward_model(

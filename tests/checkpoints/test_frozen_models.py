@@ -124,10 +124,33 @@ def test_a_reference_that_cannot_score_the_policy_s_tokens(
         assert f"for which {policy.tokenizer.name_or_path} gives" in str(error.value)
 
 
+def test_a_critic_is_on_a_trunk_of_any_shape(tmp_path, policy):
+    folder = toy_files.checkpoint(tmp_path / "llama", model=LLAMA)
+    model, params = frozen_models.load_critic(str(folder), policy=policy)
+    read, source = hf.load(folder)
+    how = {"dtype": read.dtype, "attention": read.attention}
+    assert dataclasses.replace(model, **how) == layout.fastest(read)
+    assert model.dtype == policy.model.dtype == "bfloat16"
+    assert toys.leaves_equal(
+        params["trunk"], {name: source[name] for name in toys.TRUNK}
+    )
+    assert not np.asarray(params["score"]["kernel"]).any()
+    short = toy_files.checkpoint(tmp_path / "short", model=gpt2(max_positions=8))
+    with pytest.raises(
+        InputError, match=r"^critic .*: expected a model that reads the"
+    ):
+        frozen_models.load_critic(str(short), policy=policy)
+    words = toy_files.checkpoint(tmp_path / "words", words=WORDS[::-1])
+    with pytest.raises(
+        InputError, match=r"^critic .*: expected the policy's tokenizer"
+    ):
+        frozen_models.load_critic(str(words), policy=policy)
+
+
 def test_a_tokenizer_that_cannot_be_read_is_not_taken_for_none(tmp_path, policy):
     folder = toy_files.checkpoint(tmp_path)
     (folder / "tokenizer.json").write_text("{")
-    with pytest.raises(InputError, match="expected a folder with tokenizer.json"):
+    with pytest.raises(InputError, match=r"expected a folder with tokenizer\.json"):
         load(folder, policy)
 
 

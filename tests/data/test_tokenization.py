@@ -1,4 +1,4 @@
-"""Whether two tokenizers give the same ids: by tokens, and by what they make of texts."""
+"""Whether two tokenizers give the same ids, by tokens and by texts."""
 
 import pytest
 import tokenizers

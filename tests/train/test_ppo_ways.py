@@ -78,6 +78,7 @@ WAYS = {
     "three references": (
         *("--reference=FOLDER/other", "--references", "wide=FOLDER/wide,weight=0.5"),
         "watched=FOLDER/model,weight=0,dtype=int8,place=cpu",
+        "--critic-from=FOLDER/wide",
     ),
     "exact KL held by PI": (
         *("--penalty.value-estimator=exact", "--penalty.placement=both"),

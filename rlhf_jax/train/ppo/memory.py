@@ -49,6 +49,10 @@ def check_memory(options: Config) -> None:
             valued, critic_model = scorer, scoring
         shapes = options.reward_storage.shapes(scorer)
         parts += [Part("reward model", shapes, placement.reward.memory_mesh(mesh))]
+    if options.critic_from not in ("policy", "reward_model"):
+        critic_model = hf.model_config(options.critic_from)
+        start = functools.partial(critic.from_policy, model=critic_model)
+        valued = jax.eval_shape(start, memory_check.shapes_of(critic_model))
     if options.ppo.shared_trunk:
         valued = jax.eval_shape(functools.partial(critic.on_policy_trunk, model=model))
     base = []

@@ -87,6 +87,11 @@ def make_models(options: Config, policy: Pretrained) -> Models:
         if placement.critic.apart:
             trunk = sharding.place(trained, mesh=critic_mesh)
         valued = critic.from_policy(trunk, model=model)
+    elif options.critic_from != "reward_model":
+        trained = policy.params
+        critic_model, valued = frozen_models.load_critic(
+            options.critic_from, policy=policy, sharding=over_critic
+        )
     else:
         assert options.reward_model is not None  # checked by Config
         assert reward is not None  # of it

@@ -79,8 +79,9 @@ class Config(ReferencesConfig, PackedConfig, SamplerConfig):
     """Form of Adam; "tf" adds eps outside the bias correction (OAI)."""
     adam_mu_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of Adam's first moment; bfloat16 saves 2 bytes per parameter."""
-    critic_from: Literal["policy", "reward_model"] = "policy"
-    """Model whose trunk the critic starts with; from the policy, values start at 0."""
+    critic_from: str = "policy"
+    """Model whose trunk the critic starts with: policy, reward_model, or a checkpoint
+    of any shape; values start at 0, or as the reward model's scores."""
     reference_storage: Storage = frozen_models.COPY
     """Dtype in which the reference is stored; with LoRA it is the base."""
     reward_storage: Storage = frozen_models.COPY
@@ -240,10 +241,11 @@ class Config(ReferencesConfig, PackedConfig, SamplerConfig):
                     f"reset makes the reference adapters of the base, got "
                     f"{self.reference}; leave one of them out"
                 )
-            if self.critic_from == "reward_model":
+            if self.critic_from != "policy":
                 raise InputError(
-                    "--critic-from: expected policy with --lora.rank, got reward_model;"
-                    " the critic's adapters are over the policy's base"
+                    f"--critic-from: expected policy with --lora.rank, got "
+                    f"{self.critic_from}; the critic's adapters are over the policy's "
+                    f"base"
                 )
 
 

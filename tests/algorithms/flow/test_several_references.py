@@ -82,7 +82,7 @@ def test_in_the_loss_alone_no_reward_has_it():
 
 
 def test_what_is_missing_is_named():
-    with pytest.raises(InputError, match="first reference with the .* b, c, got none"):
+    with pytest.raises(InputError, match=r"first reference with the .* b, c, got none"):
         further.add(
             scored(ref_logprobs=None), further=REFERENCES, penalty=IN_REWARD, **SHAPE
         )

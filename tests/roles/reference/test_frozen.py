@@ -177,7 +177,7 @@ def test_of_several_models_the_one_that_moved_is_named():
     held = frozen.freeze(toys.weights())
     moved = held.replace(stored=jax.tree.map(lambda leaf: leaf + 1, held.stored))
     frozen.verify_all({"code": held, "chat": held})
-    with pytest.raises(frozen.ReferenceMovedError, match="^chat: expected the param"):
+    with pytest.raises(frozen.ReferenceMovedError, match=r"^chat: expected the param"):
         frozen.verify_all({"code": held, "chat": moved})
 
 
