@@ -14,7 +14,10 @@ optimum    PPO as it always runs, with k1 in the reward and β annealed down fro
            reaches π* ∝ Π_i π_i^(β_i/Σβ)·exp(r/Σβ): KL(π ‖ π*) <= 0.01 nats.
 identity   J(π*) - J(π) = Σβ·KL(π ‖ π*), with the KLs in J(π) as a run takes them.
 
-Expect all certificates to hold.
+Expect all 54 certificates to hold: the largest error of a gradient is 1.7e-6, and the
+annealed policy ends at most 0.0022 nats from π* over seeds 0 to 2. Recorded in
+`recorded/certify_references`: 25 minutes on two CPU cores with much other work beside
+it.
 
 Source of the optimum: Aminian et al. 2025, arXiv:2502.01203, section 5.
 """

@@ -136,14 +136,10 @@ def test_a_critic_is_on_a_trunk_of_any_shape(tmp_path, policy):
     )
     assert not np.asarray(params["score"]["kernel"]).any()
     short = toy_files.checkpoint(tmp_path / "short", model=gpt2(max_positions=8))
-    with pytest.raises(
-        InputError, match=r"^critic .*: expected a model that reads the"
-    ):
+    with pytest.raises(InputError, match=r"^critic .*: expected a model that reads"):
         frozen_models.load_critic(str(short), policy=policy)
     words = toy_files.checkpoint(tmp_path / "words", words=WORDS[::-1])
-    with pytest.raises(
-        InputError, match=r"^critic .*: expected the policy's tokenizer"
-    ):
+    with pytest.raises(InputError, match=r"^critic .*: expected the policy's"):
         frozen_models.load_critic(str(words), policy=policy)
 
 
