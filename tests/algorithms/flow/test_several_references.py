@@ -129,31 +129,48 @@ def learned(recipe, kl_coef, **references):
     )
 
 
-def test_an_iteration_hands_them_from_the_reward_to_the_loss():
-    """Its shapes alone: nothing is compiled."""
-    both = dataclasses.replace(
-        GRPO, penalty=Penalty("k3", placement="both"), max_new_tokens=3
+def test_an_iteration_hands_them_on_to_the_loss():
+    """Its shapes alone: nothing is compiled. Exact KL in the loss reads the models."""
+    recipe = dataclasses.replace(
+        GRPO,
+        penalty=Penalty("k3", grad_estimator="exact", placement="loss"),
+        max_new_tokens=3,
     )
     params = toys.shapes(toys.GPT2)
     wide = functools.partial(frozen.freeze, model=WIDE)
     other = jax.eval_shape(wide, toys.shapes(WIDE))
     start = functools.partial(
         state.grpo_state,
-        policy_optimizer=both.policy_optimizer,
+        policy_optimizer=recipe.policy_optimizer,
         kl=kl_control.fixed(0.3),
     )
-    _, stats, found = jax.eval_shape(
-        functools.partial(ppo.learn, recipe=both),
-        jax.eval_shape(lambda policy: start(policy=policy), params),
-        rollout=scored().rollout,
-        scores=jax.ShapeDtypeStruct((2,), jnp.float32),
-        reference=jax.eval_shape(frozen.freeze, params),
-        further={"b": Further(other, weight=0.5)},
-        key=KEY,
+    train = jax.eval_shape(lambda policy: start(policy=policy), params)
+    references = {
+        "reference": jax.eval_shape(frozen.freeze, params),
+        "further": {"b": Further(other, weight=0.5)},
+    }
+    _, stats, _ = jax.eval_shape(
+        functools.partial(
+            grpo.iteration,
+            recipe=recipe,
+            reward=lambda rollout: jnp.zeros(len(rollout.tokens), jnp.float32),
+            prompts=toys.prompts((2, 2), width=2),
+            key=KEY,
+        ),
+        train,
+        **references,
     )
     assert "objective/kl_b" in stats
-    assert {"loss/kl", "loss/kl_overflowfrac", "penalty/overflowfrac"} <= set(stats)
-    assert found.kl is not None
+    assert {"loss/kl", "loss/kl_overflowfrac"} <= set(stats)
+    _, experience, _, _ = jax.eval_shape(
+        functools.partial(ppo.make_experience, recipe=recipe),
+        train,
+        rollout=scored().rollout,
+        scores=jax.ShapeDtypeStruct((2,), jnp.float32),
+        **references,
+    )
+    assert experience.further["b"].logprobs.shape == MASK.shape
+    assert experience.further["b"].weight == 0.5
 
 
 PENALTIES = {
