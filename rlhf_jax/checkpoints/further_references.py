@@ -95,7 +95,9 @@ def _number(text: str) -> float:
 def _storage(**kinds: Any) -> Storage:
     hints = typing.get_type_hints(Storage)
     for key, kind in kinds.items():
-        known = re.findall(r"\'(\w+)\'", str(hints[key]))
+        parts = (hints[key], *typing.get_args(hints[key]))  # a Literal, or None too
+        known = [each for part in parts for each in typing.get_args(part)]
+        known = [each for each in known if isinstance(each, str)]
         if kind not in known:
             raise InputError(
                 f"expected {key} to be one of {', '.join(known)}, got {kind!r}"

@@ -73,7 +73,7 @@ def test_reinforce_is_the_same_trainer_with_another_recipe(files, tmp_path):
 @pytest.mark.slow
 def test_the_references_are_other_checkpoints(files, tmp_path):
     """One of another width, in int8 on the CPU, and the policy as it starts."""
-    wide = dataclasses.replace(MODEL, hidden_size=32)
+    wide = dataclasses.replace(MODEL, hidden_size=32, num_heads=4, num_kv_heads=4)
     other = toy_files.checkpoint(tmp_path / "wide", model=wide, words=WORDS)
     options = (
         *("--unmarked=last_number", "--num-steps=2", "--learning-rate=1e-2"),
