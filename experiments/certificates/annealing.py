@@ -21,6 +21,7 @@ from rlhf_jax.functional import checks
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference import storage
 from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.reference.further import References
 from rlhf_jax.runs import run
 
 Array = jax.Array
@@ -94,6 +95,7 @@ def advance(
     key: Array,
     iteration: Iteration,
     batch_size: int,
+    further: References | None = None,
 ) -> tuple[TrainState, masked.Stats]:
     """Some iterations in one program, and their stats together."""
 
@@ -104,6 +106,7 @@ def advance(
             reference=reference,
             reward=enumerable.reward_of(table),
             key=jax.random.fold_in(key, train.step),
+            further=further,
         )
         return train, stats
 
@@ -123,10 +126,12 @@ def improve(
     model: ModelConfig,
     iterations: int,
     batch_size: int,
+    further: References | None = None,
 ) -> list[Policy]:
     """A policy gradient from the reference: what it is at the end of each of `betas`.
 
-    They are as long as each other, whatever the state's controller makes of them.
+    They are as long as each other, whatever the state's controller makes of them. With
+    further references the KL of a policy is KL_ref + Σ_i w_i·KL_i.
     """
     table = jnp.asarray(world.rewards, jnp.float32)
     reached = jnp.zeros((len(betas), enumerable.NUM_RESPONSES), jnp.float32)
@@ -146,6 +151,7 @@ def improve(
                 key=key,
                 iteration=iteration,
                 batch_size=batch_size,
+                further=further,
             )
             level = step * ITERATIONS_A_STEP // iterations
             log_policy = enumerable.known(
@@ -161,6 +167,7 @@ def improve(
                 stage.state["reference"],
                 model=model,
                 temperature=1.0,
+                further=further,
             )
             stage.state["kl"] = stage.state["kl"].at[level].set(policy_kl)
             best = world.optimum(betas[level]).log_policy

@@ -38,7 +38,9 @@ class _Tables(NamedTuple):
     lengths: Array  # f32[N], tokens
 
 
-@functools.partial(jax.jit, static_argnames=("model", "temperature", "stop_ids"))
+@functools.partial(
+    jax.jit, static_argnames=("model", "ref_model", "temperature", "stop_ids")
+)
 def of_penalties(
     params: Params,
     ref_params: Params,
@@ -46,12 +48,13 @@ def of_penalties(
     model: ModelConfig,
     temperature: float,
     stop_ids: tuple[int, ...] = (),
+    ref_model: ModelConfig | None = None,
 ) -> dict[Key, Params]:
     """The gradients by `params` that `Penalty.terms` names.
 
     Args:
       params, ref_params: of policy and reference.
-      model, temperature, stop_ids: static.
+      model, temperature, stop_ids, ref_model: static; a None of the last is `model`.
     """
 
     def sums(params: Params) -> dict[Key, Array]:
@@ -59,6 +62,7 @@ def of_penalties(
             params,
             ref_params,
             model=model,
+            ref_model=ref_model,
             temperature=temperature,
             stop_ids=stop_ids,
         )
@@ -145,7 +149,9 @@ def _bucketed(words: Array, ref_words: Array) -> Array:
     return (p * jnp.log(p / q)).sum(axis=-1)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "temperature", "stop_ids"))
+@functools.partial(
+    jax.jit, static_argnames=("model", "ref_model", "temperature", "stop_ids")
+)
 def _tables(
     params: Params,
     ref_params: Params,
@@ -153,16 +159,20 @@ def _tables(
     model: ModelConfig,
     temperature: float,
     stop_ids: tuple[int, ...],
+    ref_model: ModelConfig | None = None,
 ) -> _Tables:
     tokens = enumerable.every_tokens(stop_ids)
     mask = enumerable.every_mask(stop_ids)
     within = mask[:, enumerable.PROMPT :, None]
     words, ref_words = (
         jax.nn.log_softmax(
-            policy.logits(each, model=model, tokens=tokens, mask=mask)[:, :-1]
+            policy.logits(each, model=shape, tokens=tokens, mask=mask)[:, :-1]
             / temperature
         )
-        for each in (params, ref_params)
+        for each, shape in (
+            (params, model),
+            (ref_params, model if ref_model is None else ref_model),
+        )
     )
     chosen = tokens[:, enumerable.PROMPT :, None]
     taken, ref_taken = (

@@ -32,6 +32,7 @@ from certificates import expected_gradients
 from certificates.cases import OPTIMIZER, Case, flat
 from certificates.penalty_claims import KLS, ZERO, Claim, Finding
 from rlhf_jax import frozen, ppo
+from rlhf_jax.algorithms import flow
 from rlhf_jax.algorithms.batch import Experience, Scored
 from rlhf_jax.algorithms.flow import score
 from rlhf_jax.algorithms.ppo import experience
@@ -39,6 +40,7 @@ from rlhf_jax.algorithms.ppo.loss import ppo_loss
 from rlhf_jax.functional.kl.gradients import FULL_REVERSE
 from rlhf_jax.functional.kl.penalty import Penalty
 from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.reference.further import Further, References
 
 Array = jax.Array
 Params = Any
@@ -63,13 +65,13 @@ def certify(
     )
     claims = tuple(claims)
     samples = {
-        older: _sample(case, older=older, temperature=temperature)
+        older: sample(case, older=older, temperature=temperature)
         for older in {claim.older for claim in claims}
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # `Finding.holds` reads what they would say
         algorithms = [
-            _algorithm(claim.penalty, case=case, temperature=temperature)
+            algorithm_of(claim.penalty, case=case, temperature=temperature)
             for claim in claims
         ]
 
@@ -146,7 +148,7 @@ def _finding(
     )
 
 
-def _sample(case: Case, *, older: bool, temperature: float) -> Scored:
+def sample(case: Case, *, older: bool, temperature: float) -> Scored:
     """Every response, scored; by the older policy there are no values.
 
     Ratios are clipped where there are advantages, so with them there are none.
@@ -172,7 +174,7 @@ def _sample(case: Case, *, older: bool, temperature: float) -> Scored:
     return scored
 
 
-def _algorithm(penalty: Penalty, *, case: Case, temperature: float) -> ppo.PPO:
+def algorithm_of(penalty: Penalty, *, case: Case, temperature: float) -> ppo.PPO:
     return ppo.PPO(
         model=case.model,
         critic_model=case.model,
@@ -201,6 +203,7 @@ def measure(
     reference: Frozen,
     scored: Scored,
     algorithm: ppo.PPO,
+    further: References | None = None,
 ) -> tuple[Params, Array]:
     """The expected gradient of the loss of a run, and the mean of its estimates.
 
@@ -210,6 +213,7 @@ def measure(
       scored: every response of the sampler once, with its values and the reference's
         log-probs; its KL is computed again, as `algorithm` has it.
       algorithm: static.
+      further: references beside the first, by name.
 
     Returns:
       The gradient by `params` of β·penalty, whichever way it comes, and f32[],
@@ -230,9 +234,21 @@ def measure(
         ref_logprobs=scored.ref_logprobs,  # so are these: less to compile
     )
     scored = dataclasses.replace(scored, values=values)
+    beside: dict[str, Further] = {}
+    if further:
+        scored, beside = flow.further.add(
+            scored,
+            further=further,
+            model=algorithm.model,
+            max_new_tokens=algorithm.max_new_tokens,
+            temperature=algorithm.temperature,
+            penalty=algorithm.penalty,
+            policy=sampler,
+        )
     batch = experience.gae_experience(
         scored, kl_coef=BETA, gamma=1.0, lam=1.0, whiten_advantages=None
     )
+    batch = dataclasses.replace(batch, further=beside)
     probabilities = jnp.exp(scored.rollout.old_logprobs.sum(axis=1))
     one = jnp.ones((), jnp.float32)
 
@@ -247,6 +263,7 @@ def measure(
             num_responses=one,
             recipe=algorithm,
             reference=reference,
+            further=further,
         )
         value, _ = stats.get("loss/kl", (jnp.float32(jnp.nan), one))
         return loss, value

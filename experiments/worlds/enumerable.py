@@ -32,10 +32,13 @@ import numpy as np
 import numpy.typing as npt
 
 from rlhf_jax import batch, config, decoder, frozen, policy
+from rlhf_jax.algorithms import flow
 from rlhf_jax.algorithms.flow import score
 from rlhf_jax.functional import checks
+from rlhf_jax.functional.kl.penalty import IN_REWARD
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.reference.further import References
 from worlds.optima import Frontier, Optimum, divergence, expected_reward, optimum
 
 Array = jax.Array
@@ -255,7 +258,12 @@ def known(params: Params, *, model: ModelConfig, temperature: float) -> Float64:
 
 @functools.partial(jax.jit, static_argnames=("model", "temperature"))
 def _run_kl(
-    params: Params, reference: Frozen, *, model: ModelConfig, temperature: float
+    params: Params,
+    reference: Frozen,
+    *,
+    model: ModelConfig,
+    temperature: float,
+    further: References | None = None,
 ) -> tuple[Array, Array]:
     rollout = every_response(params, model=model, temperature=temperature)
     scored = score.score(
@@ -268,15 +276,31 @@ def _run_kl(
         max_new_tokens=LENGTH,
         temperature=temperature,
     )
+    if further:
+        scored, _ = flow.further.add(
+            scored,
+            further=further,
+            model=model,
+            max_new_tokens=LENGTH,
+            temperature=temperature,
+            penalty=IN_REWARD,
+        )
     assert scored.kl is not None
     return rollout.old_logprobs.sum(axis=1), scored.kl.sum(axis=1)
 
 
 def run_kl(
-    params: Params, reference: Frozen, *, model: ModelConfig, temperature: float
+    params: Params,
+    reference: Frozen,
+    *,
+    model: ModelConfig,
+    temperature: float,
+    further: References | None = None,
 ) -> float:
     """E_π[Σ_t kl_t], nats, the kl_t that a run would take off the reward."""
-    logprobs, kl = _run_kl(params, reference, model=model, temperature=temperature)
+    logprobs, kl = _run_kl(
+        params, reference, model=model, temperature=temperature, further=further
+    )
     return float(np.exp(np.asarray(logprobs, np.float64)) @ np.asarray(kl, np.float64))
 
 

@@ -22,6 +22,7 @@ from jaxtyping import Bool, Float32, Int32
 
 from rlhf_jax.functional import masked
 from rlhf_jax.models.packing import SizedPacking
+from rlhf_jax.roles.reference.further import Further
 
 Array = jax.Array
 
@@ -93,6 +94,8 @@ class PolicyExperience:
     prompt_scale: Float32[Array, " B"] | None = flax.struct.field(
         default=None, kw_only=True
     )
+    # Log-probs f32[B, S] and weights of the references beside the first one, by name.
+    further: dict[str, Further] = flax.struct.field(default_factory=dict, kw_only=True)
     # Nats, log μ of the tokens; None unless advantages are corrected for who drew them.
     sampler_logprobs: Float32[Array, "B S"] | None = flax.struct.field(
         default=None, kw_only=True

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -22,6 +23,7 @@ from rlhf_jax.devices.placement import WITH_POLICY, Place
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import layout
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.roles import critic
 from rlhf_jax.roles.reference import frozen, storage
 from rlhf_jax.roles.reference.frozen import Frozen
 
@@ -157,6 +159,13 @@ def reference_shape(
     """
     if model.run_as(policy) == policy:
         return None
+    _check_sizes(f"reference {name}", model=model, policy=policy)
+    return dataclasses.replace(
+        run_beside_policy(model, policy=policy), vocab_size=policy.vocab_size
+    )
+
+
+def _check_sizes(named: str, *, model: ModelConfig, policy: ModelConfig) -> None:
     small = [
         f"{field} {getattr(model, field)} for {getattr(policy, field)}"
         for field in ("vocab_size", "max_positions")
@@ -164,13 +173,10 @@ def reference_shape(
     ]
     if small:
         raise InputError(
-            f"reference {name}: expected a model that reads the policy's tokens, got "
+            f"{named}: expected a model that reads the policy's tokens, got "
             f"{', '.join(small)}; take one with the policy's vocabulary and a context "
             f"as long, or leave it out for the policy as it starts"
         )
-    return dataclasses.replace(
-        run_beside_policy(model, policy=policy), vocab_size=policy.vocab_size
-    )
 
 
 def run_beside_policy(model: ModelConfig, *, policy: ModelConfig) -> ModelConfig:
@@ -180,6 +186,29 @@ def run_beside_policy(model: ModelConfig, *, policy: ModelConfig) -> ModelConfig
             model, dtype=policy.dtype, remat=policy.remat, attention=policy.attention
         )
     )
+
+
+def load_critic(
+    path_or_repo_id: str, *, policy: Pretrained, sharding: Any = None
+) -> tuple[ModelConfig, Params]:
+    """A critic on the trunk of a language model of any shape, whose values start at 0.
+
+    Args:
+      path_or_repo_id: folder or hub id.
+      policy: whose tokens it reads.
+      sharding: how the checkpoint is sharded when it is read, as for `hf.load`.
+
+    Returns:
+      Its shape, which runs as the policy does, and its parameters, to be trained.
+
+    Raises:
+      InputError: as `load_reference`.
+    """
+    model, params = hf.load(path_or_repo_id, dtype="float32", sharding=sharding)
+    _check_sizes(f"critic {path_or_repo_id}", model=model, policy=policy.model)
+    _check_ids(path_or_repo_id, policy=policy, role="critic")
+    shape = run_beside_policy(model, policy=policy.model)
+    return shape, critic.from_policy(params, model=shape)
 
 
 def load_reward_model(
@@ -221,14 +250,26 @@ def load_reward_model(
 
 
 def _check_ids(path_or_repo_id: str, *, policy: Pretrained, role: str) -> None:
-    ids = policy.tokenizer.get_vocab()
-    try:
-        read = tokenization.load_tokenizer(path_or_repo_id).get_vocab()
-    except InputError:  # it came without one: the sizes must do
+    """Refuses a checkpoint whose tokenizer gives the policy's texts other ids.
+
+    One without a tokenizer is told, as its sizes must do then.
+    """
+    own, named = policy.tokenizer, f"{role} {path_or_repo_id}"
+    whose = own.name_or_path or "the policy"
+    if not tokenization.has_files(path_or_repo_id):
+        print(
+            f"note: {named} has no tokenizer to compare with that of {whose}: only "
+            f"the size of its vocabulary was checked, not that its ids mean the same",
+            file=sys.stderr,
+        )
         return
-    if not ids.items() <= read.items():
+    theirs = tokenization.load_tokenizer(path_or_repo_id)
+    differing = tokenization.differing(own, theirs)
+    if differing is not None:
+        text, ids, read = differing
         raise InputError(
-            f"{role} {path_or_repo_id}: expected the policy's tokenizer, got one that "
-            f"gives other ids; both must read the same tokens, so take one that was "
-            f"trained on top of this policy or of its ancestor"
+            f"{named}: expected the policy's tokenizer, got one that gives other ids: "
+            f"{read} for {text!r}, for which {whose} gives {ids}; both must read the "
+            f"same tokens, so take one that was trained on top of this policy or of "
+            f"its ancestor"
         )

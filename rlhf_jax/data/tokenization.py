@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -19,6 +22,12 @@ _DOWNLOADED = [  # all that tokenizers are made of, and config.json names their 
     *("config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.*", "merges.txt", "*.model", "*.tiktoken", "chat_template*"),
     "additional_chat_templates/*",
+]
+_FILES = ("tokenizer*", "vocab.*", "merges.txt", "*.model", "*.tiktoken")
+_SHAPES = [  # of texts, which no vocabulary need have as tokens
+    *("The cat sat.", "THE CAT, the Cat", "  two  spaces ", "a\tb\n\nc\r\n"),
+    *("12345 6.78", "it's don't we'll", "x = f(a[0]) != {b}  # c", "http://a.b/c?d=e"),
+    *("naïve café ﬁ Å é", "日本語 한국어", "🙂🙃", "a_b-c/d\\e", "\u00a0\u200b|"),
 ]
 
 
@@ -39,6 +48,61 @@ def load_tokenizer(path_or_id: str | Path) -> PreTrainedTokenizerBase:
             " folder that holds it with --tokenizer"
         )
     return tokenizer
+
+
+def has_files(path_or_id: str | Path) -> bool:
+    """Whether a checkpoint folder or a hub id has a tokenizer, readable or not."""
+    folder = hub.folder(path_or_id, patterns=_DOWNLOADED)
+    return any(any(folder.glob(pattern)) for pattern in _FILES)
+
+
+def probes(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Texts of all of a tokenizer's tokens, a few at a time, and some of `_SHAPES`.
+
+    Two tokenizers that encode all of them alike have the same rules, but for rules that
+    no such text meets.
+    """
+    ids = sorted(tokenizer.get_vocab().values())
+    random.Random(0).shuffle(ids)
+    starts = range(0, len(ids), 8)
+    return [*_SHAPES, *(str(tokenizer.decode(ids[at : at + 8])) for at in starts)]
+
+
+def digest(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> str:
+    """What a tokenizer makes of texts, as a hash: equal for equal ids."""
+    ids = encode(tokenizer, texts, special=False)
+    return hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:12]
+
+
+def differing(
+    own: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase
+) -> tuple[str, str, str] | None:
+    """Where another tokenizer gives other ids than this one; None where nowhere.
+
+    The other one may have more tokens, but gives each of these the same id, and encodes
+    `probes` of these to the same digest. Special tokens that a tokenizer adds around a
+    text are left out.
+
+    Returns:
+      A token or a text, and what each tokenizer gives for it, with its digest.
+    """
+    ids, read = own.get_vocab(), other.get_vocab()
+    for token, id_ in sorted(ids.items(), key=lambda item: item[1]):
+        if read.get(token) != id_:
+            return token, str(id_), str(read.get(token, "no id"))
+    texts = probes(own)
+    digests = digest(own, texts), digest(other, texts)
+    if digests[0] == digests[1]:
+        return None
+    encoded = (encode(each, texts, special=False) for each in (own, other))
+    text, mine, theirs = next(
+        each for each in zip(texts, *encoded, strict=True) if each[1] != each[2]
+    )
+    return (
+        text[:40],
+        f"{mine!s:.60} (digest {digests[0]})",
+        f"{theirs!s:.60} (digest {digests[1]})",
+    )
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, *, vocab_size: int) -> None:

@@ -191,15 +191,20 @@ class PolicyPlacement:
         names = (field.name for field in dataclasses.fields(self))
         return {name: getattr(self, name) for name in names if name != "policy"}
 
-    def policy_mesh(self) -> Mesh:
+    def policy_mesh(self, *, further: Mapping[str, Place] | None = None) -> Mesh:
         """The mesh of the policy: over all devices but the last ones that roles take.
+
+        Args:
+          further: Places of other models beside the policy, by the option of each.
 
         Raises:
           InputError: A mesh does not fit the devices, JAX has no CPU for a role that is
             there, or roles are on the last devices or the CPU although there are
             several processes, none of which could copy to all.
         """
-        taken = max((place.num_last for place in self.places().values()), default=0)
+        places = {f"--placement.{role}": at for role, at in self.places().items()}
+        places |= {} if further is None else further
+        taken = max((place.num_last for place in places.values()), default=0)
         if taken and jax.process_count() > 1:
             raise InputError(
                 f"--placement: expected no role on the last devices with several "
@@ -216,13 +221,13 @@ class PolicyPlacement:
             mesh = self.policy.make(jax.devices()[: jax.device_count() - taken])
         except InputError as error:
             raise InputError(f"--placement.policy: {error}") from None
-        for role, place in self.places().items():  # before any weights are read
+        for option, place in places.items():  # before any weights are read
             try:
                 place.mesh_beside(mesh)
                 if place.devices == "cpu":
                     _host()
             except InputError as error:
-                raise InputError(f"--placement.{role}: {error}") from None
+                raise InputError(f"{option}: {error}") from None
         return mesh
 
 
@@ -246,8 +251,8 @@ def _refuse_context(sampler: Place) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SamplerPlacement(PolicyPlacement):
-    """Where the policy is, and how its devices are laid out while it samples."""
+class SamplerPlacement(ReferencePlacement):
+    """Where policy and reference are, and how the policy's devices sample."""
 
     sampler: PlaceOption = WITH_POLICY
     """Place of sampling: policy, or a mesh such as data=2,tensor=4 over the policy's

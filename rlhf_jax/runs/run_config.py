@@ -100,6 +100,8 @@ ADDED: dict[str, Any] = {
     "prefill_chunk": None,
     "sampler_storage": {"dtype": "float32", "embeddings": None},
     "max_redraws": 0,
+    "references": [],
+    "reference_storage": {"dtype": "float32", "embeddings": None},
     **{
         f"{name}.{option}": value
         for name in ("ppo", "grpo", "reinforce")
@@ -119,6 +121,7 @@ ADDED: dict[str, Any] = {
     "grpo.overlong_mask": None,
     "grpo.equal_groups": "keep",
     "placement.sampler": dataclasses.asdict(placement.WITH_POLICY),
+    "placement.reference": dataclasses.asdict(placement.WITH_POLICY),
     "placement.policy.context": 1,
     **{
         f"placement.{role}.mesh.context": 1

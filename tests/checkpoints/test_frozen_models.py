@@ -32,8 +32,8 @@ def load(folder, policy):
     )
 
 
-def test_another_checkpoint_of_the_policy_s_shape_is_taken(tmp_path, policy):
-    """However the policy runs, and with a tokenizer or none."""
+def test_another_checkpoint_of_the_policy_s_shape_is_taken(tmp_path, policy, capsys):
+    """However the policy runs, and with a tokenizer or none, which is told."""
     folder = toy_files.checkpoint(tmp_path, seed=1)
     how = {"dtype": "bfloat16", "remat": "full", "unroll": False, "transposed_rows": 4}
     model = dataclasses.replace(policy.model, **how)
@@ -41,9 +41,12 @@ def test_another_checkpoint_of_the_policy_s_shape_is_taken(tmp_path, policy):
     expected = fingerprint.fingerprint(hf.load(folder)[1])
     assert expected != fingerprint.fingerprint(policy.params)
     assert frozen.fingerprint_of(load(folder, policy)) == expected
+    assert capsys.readouterr().err == ""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
     assert frozen.fingerprint_of(load(folder, policy)) == expected
+    told = f"note: reference {folder} has no tokenizer to compare with that of "
+    assert capsys.readouterr().err.startswith(told + policy.tokenizer.name_or_path)
     own = frozen_models.load_reference(None, policy=policy, storage=frozen_models.COPY)
     assert frozen.fingerprint_of(own) == fingerprint.fingerprint(policy.params)
 
@@ -117,6 +120,34 @@ def test_a_reference_that_cannot_score_the_policy_s_tokens(
         load(folder, policy)
     assert str(error.value).startswith(f"reference {folder}: expected")
     assert message in str(error.value)
+    if "tokenizer" in message:  # both are named
+        assert f"for which {policy.tokenizer.name_or_path} gives" in str(error.value)
+
+
+def test_a_critic_is_on_a_trunk_of_any_shape(tmp_path, policy):
+    folder = toy_files.checkpoint(tmp_path / "llama", model=LLAMA)
+    model, params = frozen_models.load_critic(str(folder), policy=policy)
+    read, source = hf.load(folder)
+    how = {"dtype": read.dtype, "attention": read.attention}
+    assert dataclasses.replace(model, **how) == layout.fastest(read)
+    assert model.dtype == policy.model.dtype == "bfloat16"
+    assert toys.leaves_equal(
+        params["trunk"], {name: source[name] for name in toys.TRUNK}
+    )
+    assert not np.asarray(params["score"]["kernel"]).any()
+    short = toy_files.checkpoint(tmp_path / "short", model=gpt2(max_positions=8))
+    with pytest.raises(InputError, match=r"^critic .*: expected a model that reads"):
+        frozen_models.load_critic(str(short), policy=policy)
+    words = toy_files.checkpoint(tmp_path / "words", words=WORDS[::-1])
+    with pytest.raises(InputError, match=r"^critic .*: expected the policy's"):
+        frozen_models.load_critic(str(words), policy=policy)
+
+
+def test_a_tokenizer_that_cannot_be_read_is_not_taken_for_none(tmp_path, policy):
+    folder = toy_files.checkpoint(tmp_path)
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(InputError, match=r"expected a folder with tokenizer\.json"):
+        load(folder, policy)
 
 
 @pytest.mark.slow

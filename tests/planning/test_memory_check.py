@@ -107,6 +107,13 @@ def has(monkeypatch, size):
             marks=pytest.mark.slow,
         ),
         ((PYTHON, "--reference-storage.dtype=int8"), BOTH + INT8 + GRADIENTS),
+        (
+            (
+                *(PYTHON, "--references", "b=SCORER,weight=0", "c=SCORER,dtype=int8"),
+                "--critic-from=SCORER",
+            ),
+            BOTH + floats(2 * NUMBERS) + INT8 + GRADIENTS,
+        ),
         pytest.param(
             (PYTHON, "--placement.reference=cpu"),
             BOTH + floats(NUMBERS) + GRADIENTS,

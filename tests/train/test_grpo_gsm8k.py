@@ -70,6 +70,25 @@ def test_reinforce_is_the_same_trainer_with_another_recipe(files, tmp_path):
     assert not any(name.startswith("group/") for name in rows[0])
 
 
+@pytest.mark.slow
+def test_the_references_are_other_checkpoints(files, tmp_path):
+    """One of another width, in int8 on the CPU, and the policy as it starts."""
+    wide = dataclasses.replace(MODEL, hidden_size=32, num_heads=4, num_kv_heads=4)
+    other = toy_files.checkpoint(tmp_path / "wide", model=wide, words=WORDS)
+    options = (
+        *("--unmarked=last_number", "--num-steps=2", "--learning-rate=1e-2"),
+        *("--reference", other, "--reference-storage.dtype=int8"),
+        *("--placement.reference=cpu", "--references", f"start={files / 'model'}"),
+    )
+    gsm8k(tmp_path / "run", files, *options)
+    first, last = metrics.read(tmp_path / "run" / "metrics.jsonl")
+    assert abs(first["objective/kl_start"]) < 1e-5 < abs(first["objective/kl"])
+    assert abs(last["objective/kl_start"]) > 1e-5
+    before = contents(tmp_path / "run")
+    gsm8k(tmp_path / "run", files, *options, "--resume")  # nothing is left to do
+    assert contents(tmp_path / "run") == before
+
+
 @pytest.mark.long  # test_packed_learning.py has the losses
 @pytest.mark.parametrize("packing", ["off", "auto"])
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 Each way runs whole, and again stopped by a signal and resumed: the same bits come out.
 """
 
+import dataclasses
 import itertools
 import json
 import signal
@@ -13,15 +14,19 @@ import numpy as np
 import pytest
 import toy_files
 import toys
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from rlhf_jax import fingerprint, frozen, hf, lora
 from rlhf_jax.checkpoints import peft
 from rlhf_jax.runs import command_line, metrics
+from rlhf_jax.runs.snapshots import proof
 from rlhf_jax.train import main, ppo
 
 pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.slow]
 STEPS = 6
+WIDE = dataclasses.replace(
+    toy_files.MODEL, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=4
+)
 REWARD = r"""
 import signal
 from rlhf_jax import verifiers
@@ -71,6 +76,11 @@ WAYS = {
     "adapters, reset": (*LORA, "--lifecycle.reset-every=2"),
     "none": ("--no-measure-kl", "--kl-coef=0"),
     "packed, cut by tokens": ("--packing=auto", "--max-tokens-per-device=8"),
+    "three references": (
+        *("--reference=FOLDER/other", "--references", "wide=FOLDER/wide,weight=0.5"),
+        "watched=FOLDER/model,weight=0,dtype=int8,place=cpu",
+        "--critic-from=FOLDER/wide",
+    ),
     "exact KL held by PI": (
         *("--penalty.value-estimator=exact", "--penalty.placement=both"),
         *("--kl-control.kind=pi", "--kl-control.target=0.05"),
@@ -99,6 +109,8 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     (folder / "distinct_words.py").write_text(REWARD)
     toy_files.checkpoint(folder / "model")
+    toy_files.checkpoint(folder / "other", seed=5)
+    toy_files.checkpoint(folder / "wide", model=WIDE, seed=7)
     rows = [{"prompt": prompt} for prompt in ("the cat", "a dog was")]
     toy_files.jsonl(folder / "prompts.jsonl", *rows)
     (folder / "held_out.txt").write_text("the cat sat on a dog . " * 20)
@@ -114,6 +126,7 @@ def play(files, out, *argv, reward="score"):
         *(*BASICS, *argv),
     ]
     words = [str(word).replace("TEXTS", str(files / "held_out.txt")) for word in words]
+    words = [word.replace("FOLDER", str(files)) for word in words]
     command_line.main(
         ppo.main,
         ppo.Config,
@@ -304,7 +317,47 @@ def check_lagrangian(summary, rows, out, files):
     assert all(row["loss/ptx"] > 0 for row in rows)
 
 
+def check_several(summary, rows, out, files):
+    """Each KL by its own model, and of the reward the weighted sum."""
+    for row in rows:
+        kl = row["objective/kl"] + 0.5 * row["objective/kl_wide"]
+        assert row["objective/non_score_reward"] == pytest.approx(-0.1 * kl, abs=1e-6)
+    assert abs(rows[0]["objective/kl_watched"]) < 0.05  # rounding of int8 alone
+    assert abs(rows[0]["objective/kl_wide"] - rows[0]["objective/kl"]) > 1e-3
+    roots = summary["reference_fingerprints"]
+    stored = frozen.freeze(hf.load(files / "model")[1], dtype="int8")
+    assert roots["watched"] == frozen.fingerprint_of(stored).root
+    _, wide = hf.load(files / "wide")
+    assert roots["wide"] == fingerprint.fingerprint(wide).root
+
+
+def test_another_second_reference_is_refused_by_its_name(files, tmp_path, capsys):
+    """Of a checkpoint that was written to since, or at another weight."""
+    out, options = tmp_path / "run", ("--num-steps=2", *WAYS["three references"])
+    play(files, out, *options)
+    weights = files / "wide" / "model.safetensors"
+    kept = weights.read_bytes()
+    tensors = load_file(weights)
+    name = sorted(tensors)[0]
+    tensors[name] = tensors[name] + np.float32(1e-3)
+    save_file(tensors, weights, metadata={"format": "pt"})
+    with pytest.raises(SystemExit) as exit_:
+        play(files, out, *options, "--resume")
+    assert exit_.value.code == 2
+    told = capsys.readouterr().err
+    assert "of ppo: references/wide, as source: expected fingerprint" in told
+    weights.write_bytes(kept)
+    heavier = [word.replace("weight=0.5", "weight=0.7") for word in options]
+    with pytest.raises(SystemExit) as exit_:
+        play(files, out, *heavier, "--resume")
+    assert exit_.value.code == 2
+    assert "references: recorded" in capsys.readouterr().err
+    models = {each.model for each in proof.check_run(out)}
+    assert {"reference", "references/wide", "references/watched"} <= models
+
+
 CHECKS = {
+    "three references": check_several,
     "packed, cut by tokens": check_packed,
     "exact KL held by PI": check_pi,
     "k2 in the loss, a Lagrangian and texts": check_lagrangian,

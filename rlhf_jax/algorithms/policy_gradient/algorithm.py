@@ -28,6 +28,7 @@ from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import LoRA, targets
 from rlhf_jax.models.packing import Packing
 from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.reference.further import References
 from rlhf_jax.roles.reference.lifecycle import FROZEN, Lifecycle
 
 Array = jax.Array
@@ -120,6 +121,7 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
         kl_coef: Array,
         base: Frozen | None,
         reference: Frozen | None,
+        further: References | None = None,
     ) -> tuple[Any, LossFunction]:
         """The loss of the parts of a minibatch: here that of the policy alone.
 
@@ -129,6 +131,7 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
             `policy_terms` where the KL is in the loss.
           base: the parameters that adapters adapt; None without adapters.
           reference: read for exact KL in the loss alone.
+          further: references beside the first, read as it is.
 
         Returns:
           The minibatch to learn from, and ((policy, critic), part, packing) ->
@@ -144,6 +147,7 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
             recipe=self,
             base=base,
             reference=reference,
+            further=further,
         )
 
         def loss(

@@ -34,6 +34,7 @@ from rlhf_jax.functional import masked
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles import adapted, rewards
 from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.reference.further import Further, References
 
 Array = jax.Array
 Params = Any
@@ -51,10 +52,12 @@ def iteration(
     recipe: PolicyGradient,
     base: Frozen | None = None,
     ptx: Sequences | None = None,
+    further: References | None = None,
 ) -> tuple[TrainState, masked.Stats, Scored]:
     """One iteration: respond to the prompts, score the responses, learn from them.
 
-    Maximises E[reward(x, y)] - β·KL(π ‖ π_ref).
+    Maximises E[reward(x, y)] - β·KL(π ‖ π_ref), and with further references
+    - β·Σ_i w_i·KL(π ‖ π_i) too.
 
     Args:
       state: of `state.ppo_state` or `state.grpo_state`; donated by the caller's `jit`.
@@ -68,6 +71,7 @@ def iteration(
         donated, and no gradient reaches it. None without adapters.
       ptx: Sequences[M, S'], texts whose language-model loss is mixed in with
         `recipe.ptx_coef`, shared out over the minibatches of an epoch.
+      further: references beside the first, by name; None is none.
 
     Returns:
       The next state, stats {name: (sum, weight)}, and the scored rollout for the
@@ -95,6 +99,7 @@ def iteration(
         recipe=recipe,
         base=base,
         ptx=ptx,
+        further=further,
     )
 
 
@@ -169,6 +174,7 @@ def learn(
     base: Frozen | None = None,
     ptx: Sequences | None = None,
     packing: RolloutPacking | None = None,
+    further: References | None = None,
 ) -> tuple[TrainState, masked.Stats, Scored]:
     """An iteration from the scores on: `iteration` without sampling and reward.
 
@@ -186,6 +192,8 @@ def learn(
       values: f32[B, S], reward units, of `ppo.values`; None computes them here.
       packing: how the models read this rollout packed, of its lengths and of
         `minibatches(shuffle_key(key))` (`data.layouts`); None reads it padded.
+      further: references beside the first, by name, with their log-probs where those
+        ran before; None is none.
 
     Returns:
       The next state, stats {name: (sum, weight)}, and the scored rollout.
@@ -204,6 +212,7 @@ def learn(
         values=values,
         base=base,
         packing=packing,
+        further=further,
     )
     state, update_stats = update(
         state,
@@ -214,6 +223,7 @@ def learn(
         reference=reference,
         ptx=ptx,
         packing=packing,
+        further=further,
     )
     return state, masked.merge_stats(stats, update_stats), scored
 
@@ -234,13 +244,14 @@ def make_experience(
     values: Array | None = None,
     base: Frozen | None = None,
     packing: RolloutPacking | None = None,
+    further: References | None = None,
 ) -> tuple[TrainState, PolicyExperience, masked.Stats, Scored]:
     """What the updates of an iteration read: `learn` without its update.
 
     Args:
       state: donated by the caller's `jit`; without a critic if there are `values`.
-      rollout, scores, reference, recipe, ref_logprobs, values, base, packing: of
-        `learn`.
+      rollout, scores, reference, recipe, ref_logprobs, values, base, packing, further:
+        of `learn`.
 
     Returns:
       The state with these scores in its moments, the experience [B, S] of the
@@ -287,8 +298,22 @@ def make_experience(
         value_after_stop=critic is not None and critic.after_stop,
         packing=of_batch,
     )
+    beside: dict[str, Further] = {}
+    if further:
+        scored, beside = flow.further.add(
+            scored,
+            further=further,
+            model=recipe.model,
+            max_new_tokens=recipe.max_new_tokens,
+            temperature=recipe.temperature,
+            penalty=recipe.penalty,
+            policy=params,
+            packing=of_batch,
+        )
     kl_coef = recipe.kl_coef(state)
     experience, experience_stats = recipe.experience(scored, kl_coef=kl_coef)
+    if beside:
+        experience = dataclasses.replace(experience, further=beside)
     experience, weight_stats = corrected(
         experience, rollout=rollout, step=state.step, recipe=recipe
     )

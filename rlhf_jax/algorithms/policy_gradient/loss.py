@@ -16,6 +16,7 @@ from rlhf_jax.roles import adapted
 from rlhf_jax.roles.policy import exact_kl, logprobs_from_hidden
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.reference.further import References
 
 if TYPE_CHECKING:  # whose recipes hand this loss on
     from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
@@ -46,12 +47,14 @@ def policy_terms(
     base: Frozen | None = None,
     reference: Frozen | None = None,
     packing: Packing | None = None,
+    further: References | None = None,
 ) -> PolicyTerms:
     """L = policy_loss + β·kl_loss - c_H·entropy of a (micro-)batch.
 
     β·kl_loss is there with a penalty in the loss (`recipe.penalty`), the entropy
-    with `recipe.entropy_coef`. `recipe.surrogate` chooses `cispo_loss` or `sapo_loss`
-    in place of policy_loss.
+    with `recipe.entropy_coef`. With further references in the experience, kl_loss is
+    kl_loss(π, π_ref) + Σ_i w_i·kl_loss(π, π_i). `recipe.surrogate` chooses
+    `cispo_loss` or `sapo_loss` in place of policy_loss.
 
     Args:
       policy: parameters, or adapters of `base`; the gradient reaches them alone.
@@ -63,6 +66,7 @@ def policy_terms(
       base: the parameters that adapters adapt; None without adapters.
       reference: read for exact KL in the loss alone; no gradient reaches it.
       packing: how the models read these rows packed; None reads them padded.
+      further: references beside the first, read as it is; those of the experience.
 
     Returns:
       The loss with the stats of its terms and `policy/sampler_mismatch`.
@@ -116,30 +120,45 @@ def policy_terms(
         )
         loss, stats = loss + recipe.entropy_coef * bonus, stats | bonus_stats
     if recipe.penalty.in_loss and experience.ref_logprobs is not None:
-        exact = None
-        if recipe.penalty.loss_needs_logits:
-            exact = _exact_kl(
-                params,
-                hidden,
-                texts=texts,
-                reference=reference,
-                recipe=recipe,
+
+        def of_reference(
+            ref_logprobs: Array, reference: Frozen | None
+        ) -> tuple[Array, masked.Stats]:
+            exact = None
+            if recipe.penalty.loss_needs_logits:
+                exact = _exact_kl(
+                    params,
+                    hidden,
+                    texts=texts,
+                    reference=reference,
+                    recipe=recipe,
+                )
+            return penalty.kl_loss(
+                penalty=recipe.penalty,
+                logprobs=logprobs,
+                old_logprobs=experience.behaviour_logprobs,
+                ref_logprobs=ref_logprobs,
+                mask=mask,
+                weights=losses.token_weights(
+                    mask,
+                    aggregation=recipe.aggregation,
+                    loss_scale_factor=scale,
+                    num_tokens=num_tokens,
+                    num_responses=num_responses,
+                ),
+                exact=exact,
             )
-        kl_loss, kl_stats = penalty.kl_loss(
-            penalty=recipe.penalty,
-            logprobs=logprobs,
-            old_logprobs=experience.behaviour_logprobs,
-            ref_logprobs=experience.ref_logprobs,
-            mask=mask,
-            weights=losses.token_weights(
-                mask,
-                aggregation=recipe.aggregation,
-                loss_scale_factor=scale,
-                num_tokens=num_tokens,
-                num_responses=num_responses,
-            ),
-            exact=exact,
-        )
+
+        kl_loss, kl_stats = of_reference(experience.ref_logprobs, reference)
+        for name, each in experience.further.items():
+            assert each.logprobs is not None  # of `flow.further.add`
+            frozen_model = None if further is None else further[name].frozen
+            added, added_stats = of_reference(each.logprobs, frozen_model)
+            kl_loss += each.weight * added
+            kl_sum, num_kl = added_stats.pop("loss/kl")
+            first_sum, _ = kl_stats.pop("loss/kl")
+            kl_stats = masked.add_stats(kl_stats, added_stats)
+            kl_stats["loss/kl"] = first_sum + each.weight * kl_sum, num_kl
         loss, stats = loss + kl_coef * kl_loss, stats | kl_stats
     return PolicyTerms(loss, stats, hidden, texts)
 

@@ -35,6 +35,7 @@ from rlhf_jax.functional import masked
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl import k1
 from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.reference.further import References
 
 Array = jax.Array
 Params = Any
@@ -51,6 +52,7 @@ def update(
     ptx: Sequences | None = None,
     critic_apart: bool = False,
     packing: RolloutPacking | None = None,
+    further: References | None = None,
 ) -> tuple[TrainState, masked.Stats]:
     """Epochs over reshuffled minibatches, one optimizer step each, in one program.
 
@@ -67,6 +69,8 @@ def update(
       packing: how the models read the rows packed, of the lengths of this experience
         and of `minibatches(key)`: the host computes these again, one small transfer
         per iteration. Its parts are the micro-batches. None reads rows padded.
+      further: references beside the first, read for exact KL in the loss alone; their
+        log-probs are the experience's.
 
     Returns:
       The state of the next iteration and stats over all minibatches that were used. A
@@ -101,6 +105,8 @@ def update(
         kl_coef=recipe.kl_coef(state),
         base=base,
         reference=reference,
+        # An algorithm whose loss knows none of them is called as ever without them.
+        **({"further": further} if further else {}),
     )
     policy_waits = recipe.policy_waits(state)
 

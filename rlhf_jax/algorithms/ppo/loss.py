@@ -20,6 +20,7 @@ from rlhf_jax.models.packing import Packing
 from rlhf_jax.roles import adapted
 from rlhf_jax.roles.critic import values, values_of_hidden
 from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.reference.further import References
 
 if TYPE_CHECKING:  # whose recipes hand this loss on
     from rlhf_jax.algorithms.ppo.recipe import PPO
@@ -63,6 +64,7 @@ def ppo_loss(
     base: Frozen | None = None,
     reference: Frozen | None = None,
     packing: Packing | None = None,
+    further: References | None = None,
 ) -> tuple[Array, masked.Stats]:
     """L = policy_loss + c_v·value_loss + β·kl_loss - c_H·entropy of a (micro-)batch.
 
@@ -81,6 +83,7 @@ def ppo_loss(
       base: the parameters that adapters adapt; None without adapters.
       reference: read for exact KL in the loss alone; no gradient reaches it.
       packing: how the models read these rows packed; None reads them padded.
+      further: references beside the first, read as it is.
 
     Returns:
       f32[] and the stats of the losses and `policy/sampler_mismatch`.
@@ -102,6 +105,7 @@ def ppo_loss(
         base=base,
         reference=reference,
         packing=packing,
+        further=further,
     )
     if critic is None:
         return loss, stats

@@ -26,6 +26,7 @@ from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.packing import Packing
 from rlhf_jax.roles import adapted
 from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.reference.further import References
 
 Array = jax.Array
 Params = Any
@@ -174,6 +175,7 @@ class PPO(Recipe, PolicyGradient):
         kl_coef: Array,
         base: Frozen | None,
         reference: Frozen | None,
+        further: References | None = None,
     ) -> tuple[Experience, LossFunction]:
         """`ppo_loss` of the parts of a minibatch, which is whitened as a whole first.
 
@@ -182,6 +184,7 @@ class PPO(Recipe, PolicyGradient):
           kl_coef: β of this iteration, f32[], reward units per nat.
           base: the parameters that adapters adapt; None without adapters.
           reference: read for exact KL in the loss alone.
+          further: references beside the first, read as it is.
 
         Returns:
           The minibatch to learn from, and ((policy, critic), part, packing) ->
@@ -198,6 +201,7 @@ class PPO(Recipe, PolicyGradient):
             recipe=self,
             base=base,
             reference=reference,
+            further=further,
         )
 
         def of_part(

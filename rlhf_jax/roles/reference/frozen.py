@@ -7,6 +7,7 @@ stand beside them, as arrays: a static field would retrace every program at a re
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import flax.struct
@@ -168,3 +169,16 @@ def verify(frozen: Frozen) -> None:
             f"{fingerprint_of(frozen).root}), got others in {', '.join(names)}. "
             f"Something wrote to them: start again from the last verified snapshot"
         )
+
+
+def verify_all(models: Mapping[str, Frozen]) -> None:
+    """`verify` of several models, whose name the message begins with.
+
+    Raises:
+      ReferenceMovedError: names the model and every leaf that moved.
+    """
+    for name, model in models.items():
+        try:
+            verify(model)
+        except ReferenceMovedError as error:
+            raise ReferenceMovedError(f"{name}: {error}") from None

@@ -69,7 +69,7 @@ class Proof:
         """
         record = {}
         for name, model in self._all(state).items():
-            frozen.verify(model)
+            frozen.verify_all({name: model})
             initial, now = self._initial[name], _said(model)
             moves = name in self._moving
             if not moves and now != initial:

@@ -20,7 +20,8 @@ compares the last number, exact the whole text, and my_verifiers:check calls
 of my_verifiers.py in the working directory, in processes of its own and with a time
 limit (--timeout); row is that of --data, and 1 is right.
 
---reference none leaves the reference out: it is neither loaded nor run. --template
+The reference is --model as it starts; --reference CHECKPOINT takes another one, of any
+shape, and --reference none leaves it out: it is neither loaded nor run. --template
 "Question: {question} Answer:" is for models that were not trained on bare questions;
 --chat puts the question as a message of the user, by the tokenizer's chat template.
 --preset NAME starts from a published recipe: deepseekmath, rloo, rloo-masked, gspo,

@@ -8,14 +8,17 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from rlhf_jax.algorithms import grpo
+from rlhf_jax.algorithms import grpo, self_check
 from rlhf_jax.algorithms.grpo import GRPO, GroupRecipe
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
+from rlhf_jax.checkpoints import frozen_models
+from rlhf_jax.checkpoints.frozen_models import Storage
 from rlhf_jax.devices.placement import SamplerPlacement
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.train.packed_rollouts import PackedConfig
+from rlhf_jax.train.references import ReferencesConfig, refuse_unused
 from rlhf_jax.train.sampler import SamplerConfig
 
 RECIPE = GroupRecipe(temperature=1.0)
@@ -23,7 +26,7 @@ KL_COEF = 0.01  # with a reference, unless another is asked for
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class VerifiedConfig(PackedConfig, SamplerConfig, abc.ABC):
+class VerifiedConfig(ReferencesConfig, PackedConfig, SamplerConfig, abc.ABC):
     """What the trainers with a verifier share; each adds its recipe."""
 
     model: str
@@ -51,8 +54,10 @@ class VerifiedConfig(PackedConfig, SamplerConfig, abc.ABC):
     overlong: Literal["error", "drop"] = "drop"
     """Treatment of questions that leave no room for a response: an error, or drop
     them."""
-    reference: Literal["start", "none"] = "start"
-    """Reference of the KL: --model as it starts, or none."""
+    reference: str = "start"
+    """Reference of the KL: start, none, or a checkpoint."""
+    reference_storage: Storage = frozen_models.COPY
+    """Dtype in which the reference is stored."""
     kl_coef: float | None = None
     """KL coefficient β, reward units per nat; None is 0.01 with a reference."""
     num_steps: int = 500
@@ -102,6 +107,17 @@ class VerifiedConfig(PackedConfig, SamplerConfig, abc.ABC):
                 f"--reference none: expected no --kl-coef, as there is nothing to take "
                 f"a KL to, got {self.beta:g}; leave one of them out"
             )
+        place, penalty = self.placement.reference, self.recipe.penalty
+        if self.reference == "none":
+            refuse_unused("reference", self.reference_storage, place)
+        if penalty.needs_logits and place.apart:
+            raise InputError(
+                f"--placement.reference: expected policy for exact KL, which needs the "
+                f"hidden states of both in one program, got {place}; leave it out, or "
+                f"choose k1, k2 or k3"
+            )
+        left_out = "--reference none" if self.reference == "none" else None
+        self.check_references(penalty, first=left_out)
         if "{question}" not in self.template:
             raise InputError(
                 f"--template: expected {{question}} where the question is to stand, "
@@ -123,11 +139,20 @@ class VerifiedConfig(PackedConfig, SamplerConfig, abc.ABC):
         return 0
 
     @property
+    def reference_tolerance(self) -> float:
+        """What storing the reference adds to its distance to the policy at the start.
+
+        Nats per token.
+        """
+        dtype = self.reference_storage.dtype
+        return 0.0 if dtype == "float32" else self_check.TOLERANCE[dtype]
+
+    @property
     def beta(self) -> float:
         """The KL coefficient."""
         if self.kl_coef is not None:
             return self.kl_coef
-        return KL_COEF if self.reference == "start" else 0.0
+        return 0.0 if self.reference == "none" else KL_COEF
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

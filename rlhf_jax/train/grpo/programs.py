@@ -11,19 +11,22 @@ import optax
 from jax.sharding import Mesh
 
 from rlhf_jax.algorithms import grpo, self_check
-from rlhf_jax.algorithms.batch import Rollout, RolloutPacking
+from rlhf_jax.algorithms.batch import Rollout
 from rlhf_jax.algorithms.flow import rollout, score
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
+from rlhf_jax.checkpoints import frozen_models
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import batches
 from rlhf_jax.data.encoding import Tokens
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.models.generation import decode
+from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.train.grpo.options import VerifiedConfig
 from rlhf_jax.train.packed_rollouts import RolloutPacker
+from rlhf_jax.train.references import FurtherPrograms
 from rlhf_jax.train.sampler import Sampler
 from rlhf_jax.verification.pool import PooledReward, VerifierPool
 
@@ -50,7 +53,13 @@ class Programs:
     """What is compiled, each with its parameters as arguments."""
 
     def __init__(
-        self, algorithm: PolicyGradient, *, mesh: Mesh, options: VerifiedConfig
+        self,
+        algorithm: PolicyGradient,
+        *,
+        mesh: Mesh,
+        options: VerifiedConfig,
+        reference: Frozen | None,
+        further: dict[str, Frozen],
     ) -> None:
         self.pack = RolloutPacker(
             options, recipe=algorithm, rows=options.batch_size, mesh=mesh
@@ -76,7 +85,11 @@ class Programs:
             page_size=options.sampler_page_size,
             prefill_chunk=options.prefill_chunk,
         )
-        self.reference_logprobs = jit(bind(on(score.reference_logprobs), **shape))
+        there = mesh if reference is None else frozen.mesh_of(reference)
+        self.reference_logprobs = jit(
+            bind(sharding.on(there, score.reference_logprobs), **shape)
+        )
+        self.further = FurtherPrograms(further, options=options, recipe=algorithm)
         self.learn = jit(learn, donate_argnames=("state",))
         self.measure = jit(bind(on(self_check.measure), reference=None, **shape))
         greedy = decode.Shaping(greedy=True)
@@ -94,30 +107,40 @@ class Programs:
         reward: PooledReward,
         key: Array,
         scores: Scores | None = None,
-    ) -> tuple[Scores, Array | None, RolloutPacking | None]:
-        """Scores, and the reference's log-probs, computed while processes verify.
+    ) -> dict[str, Any]:
+        """Scores, and the references' log-probs, computed while processes verify.
 
         Args:
           scores: of `verify`; None verifies here.
 
         Returns:
-          With these how the models read the rollout packed, in the step of `key`.
+          Arguments of `learn`: with these how the models read the rollout packed, in
+          the step of `key`.
         """
         pending = None
         if scores is None:
             mine = row_sharding.local_rows(self._seen_by_reward(rollout))
             pending = reward.submit(mine)
         ref_logprobs, packing = None, self.pack(rollout, key=key)
+        of_batch = None if packing is None else packing.batch
         if reference is not None:
-            ref_logprobs = self.reference_logprobs(
+            ref_logprobs = frozen_models.run_beside(
+                lambda there: self.reference_logprobs(
+                    reference, rollout=there, packing=of_batch
+                ),
                 reference,
-                rollout=rollout,
-                packing=None if packing is None else packing.batch,
+                rollout,
             )
+        further = self.further(rollout, packing)
         if pending is not None:
             scores = row_sharding.put_computed(pending.collect(), mesh=self._mesh)
         assert scores is not None
-        return scores, ref_logprobs, packing
+        return {
+            "scores": scores,
+            "ref_logprobs": ref_logprobs,
+            "packing": packing,
+            "further": further,
+        }
 
     def verify(self, rollout: Rollout, *, reward: PooledReward) -> Scores:
         """The scores alone, where they decide whether to draw again."""

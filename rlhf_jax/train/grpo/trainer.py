@@ -11,7 +11,7 @@ import jax
 
 from rlhf_jax.algorithms import state
 from rlhf_jax.algorithms.batch import Prompts, Rollout
-from rlhf_jax.checkpoints import pretrained
+from rlhf_jax.checkpoints import frozen_models, further_references, pretrained
 from rlhf_jax.data import batches, digests, tokenization
 from rlhf_jax.devices import compile_counts, processes, row_sharding, sharding
 from rlhf_jax.functional.kl.control import fixed
@@ -65,23 +65,21 @@ def improve(
                     step=step,
                     root_key=stage.state["root_key"],
                 )
-            scores, ref_logprobs, packing = programs.score(
+            scored = programs.score(
                 rollout, reference=reference, reward=reward, key=key, scores=scores
             )
         train, stats, _ = programs.learn(
             train,
             rollout=rollout,
-            scores=scores,
             # Run again there only for exact KL, which needs its hidden states.
             reference=reference if options.recipe.penalty.needs_logits else None,
-            ref_logprobs=ref_logprobs,
             key=key,
-            packing=packing,
+            **scored,
         )
         stage.state["train"] = train
         samples = []
         if step % SAMPLE_EVERY == 0:
-            mine, totals = row_sharding.local_rows((rollout, scores.total))
+            mine, totals = row_sharding.local_rows((rollout, scored["scores"].total))
             shown = jax.tree.map(lambda leaf: leaf[:SHOWN], mine)
             samples = [
                 {
@@ -104,7 +102,7 @@ def improve(
 def main(options: VerifiedConfig) -> None:
     """Runs `rlhf-jax grpo`, or another trainer of a recipe without a critic."""
     started, compiled = time.perf_counter(), compile_counts.so_far()
-    mesh = options.placement.policy_mesh()
+    mesh = options.policy_mesh(options.placement)
     verifier = make_verifier(options)
     start = load_start(options.model, options=options, mesh=mesh)
     algorithm = make_algorithm(options, start=start)
@@ -121,7 +119,20 @@ def main(options: VerifiedConfig) -> None:
         pad_id=start.pad_id,
         share=row_sharding.row_share(mesh),
     ).map(lambda batch: row_sharding.put_rows(batch, mesh=mesh))
-    reference = None if options.reference == "none" else frozen.freeze(start.params)
+    on_mesh: dict[str, Any] = {
+        "policy": start,
+        "mesh": mesh,
+        "sharding": functools.partial(sharding.shardings, mesh=mesh),
+    }
+    reference = None
+    if options.reference != "none":
+        reference = frozen_models.load_reference(
+            None if options.reference == "start" else options.reference,
+            storage=options.reference_storage,
+            place=options.placement.reference,
+            **on_mesh,
+        )
+    further = further_references.load(options.further, **on_mesh)
     train = state.grpo_state(
         policy=start.params,
         policy_optimizer=algorithm.policy_optimizer,
@@ -131,7 +142,9 @@ def main(options: VerifiedConfig) -> None:
     # All of it, or `jit` would compile everything again after a step.
     train = sharding.place(train, mesh=mesh)
     key = sharding.place(jax.random.key(options.seed), mesh=mesh)
-    programs = Programs(algorithm, mesh=mesh, options=options)
+    programs = Programs(
+        algorithm, mesh=mesh, options=options, reference=reference, further=further
+    )
     with VerifierPool(
         verifier,
         num_workers=options.num_workers,
@@ -150,15 +163,11 @@ def main(options: VerifiedConfig) -> None:
         first_key = jax.random.fold_in(key, 0)
 
         def score(rollout: Rollout) -> dict[str, Any]:
-            scores, ref_logprobs, packing = programs.score(
+            scored = programs.score(
                 rollout, reference=reference, reward=reward, key=first_key
             )
-            require_some(scores, options=options)
-            return {
-                "scores": scores,
-                "ref_logprobs": ref_logprobs,
-                "packing": packing,
-            }
+            require_some(scored["scores"], options=options)
+            return scored
 
         rehearsal.rehearse(
             programs.sample(
@@ -171,7 +180,8 @@ def main(options: VerifiedConfig) -> None:
             measure=functools.partial(programs.measure, train.policy),
             dtype=options.dtype,
             sampler_tolerance=options.sampler_tolerance,
-            expect_equal=True,
+            storage_tolerance=options.reference_tolerance,
+            expect_equal=options.reference == "start",
         )
         before = measure(train.policy)
         meta = {
@@ -179,13 +189,14 @@ def main(options: VerifiedConfig) -> None:
             "rows_digest": digests.of_rows(rows),  # with the answers
         }
         kept = {"train": train, "reference": reference, "root_key": key}
+        beside = {f"references/{name}": each for name, each in further.items()}
         with (
             run.Run(
                 options,
                 num_steps={"grpo": options.num_steps},
                 stop_timeout=options.stop_timeout,
             ) as job,
-            job.stage("grpo", kept, meta=meta) as stage,
+            job.stage("grpo", kept, meta=meta, beside=beside) as stage,
         ):
             report.model_table(
                 [
@@ -195,6 +206,7 @@ def main(options: VerifiedConfig) -> None:
                         None if reference is None else reference.stored,
                         False,
                     ),
+                    *((name, each.stored, False) for name, each in beside.items()),
                 ]
             )
             columns = prompts[0].tokens.shape[1] + options.max_new_tokens
@@ -205,6 +217,7 @@ def main(options: VerifiedConfig) -> None:
         after = measure(trained)
     if reference is not None:
         frozen.verify(reference)
+    frozen.verify_all(further)
     pretrained.save(
         job.folder, trained, start=start, base=None, lora=None, name=options.model
     )

@@ -19,7 +19,8 @@ checkpoint with its tokenizer.
 the reference; OUT/adapter is then a PEFT adapter, and OUT/model is merged.
 --reference-storage.dtype int8 makes the reference cheaper, --placement.reference
 pinned_host or cpu takes it off the device, --lifecycle.* moves it, and --no-measure-kl
-with --kl-coef 0 leaves it out.
+with --kl-coef 0 leaves it out. --references NAME=CHECKPOINT,weight=W penalises a KL to
+another reference too, at W times the coefficient of the first.
 --preset openai-2019 or n-plus starts from a published recipe.
 Every --eval-every steps the run evaluates --held-out and --out-of-domain texts and a
 --judge; --alarms.* are limits beyond which it prints a warning.

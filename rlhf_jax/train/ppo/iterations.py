@@ -52,10 +52,11 @@ def rehearse(
         scores = reward(shown)
         if judge is not None:
             judge(shown)
-        ref_logprobs, values = None, None
+        ref_logprobs, values, further = None, None, {}
         packing = programs.pack(rollout, key=key)
         if reference is not None:
             ref_logprobs = programs.reference_logprobs(reference, rollout, packing)
+            further = programs.further(rollout, packing)
         if models.critic is not None:
             values = programs.values(train, models.critic, rollout, packing)
         return {
@@ -63,6 +64,7 @@ def rehearse(
             "ref_logprobs": ref_logprobs,
             "values": values,
             "packing": packing,
+            "further": further,
         }
 
     rehearsal.rehearse(
@@ -129,6 +131,7 @@ def improve(
     if models.critic is not None:
         kept["critic"] = models.critic
     beside = {} if models.reward is None else {"reward": models.reward.frozen}
+    beside |= {f"references/{name}": each for name, each in models.further.items()}
     if base is not None:
         beside["base"] = base
     if models.critic_devices is not None and models.critic_devices.base is not None:
@@ -160,10 +163,11 @@ def improve(
                     version=train.step,
                 )
             shown = ppo.seen_by_reward(rollout, recipe=models.algorithm)
-            ref_logprobs, values = None, None
+            ref_logprobs, values, further = None, None, {}
             packing = programs.pack(rollout, key=step_key)
             if reference is not None and options.lifecycle.takes_kl(step):
                 ref_logprobs = programs.reference_logprobs(reference, rollout, packing)
+                further = programs.further(rollout, packing)
             if models.reward is None or critic is not None:  # beside what comes next
                 values = programs.values(train, critic, rollout, packing)
             more = step + 1 < options.num_steps
@@ -190,6 +194,7 @@ def improve(
                 key=step_key,
                 ptx=None if ptx is None else ptx[step],
                 packing=packing,
+                further=further,
             )
             stage.state["train"] = train
             if critic is not None:

@@ -28,7 +28,7 @@ def check_memory(options: Config) -> None:
     """
     model = dataclasses.replace(hf.model_config(options.model), dtype=options.dtype)
     placement, lora = options.placement, options.lora.lora
-    mesh = placement.policy_mesh()
+    mesh = options.policy_mesh(placement)
     critic_mesh = placement.critic.mesh_beside(mesh)
     sampler_mesh = placement.sampler.mesh_beside(mesh)
     assert critic_mesh is not None  # the host is for frozen models
@@ -49,6 +49,10 @@ def check_memory(options: Config) -> None:
             valued, critic_model = scorer, scoring
         shapes = options.reward_storage.shapes(scorer)
         parts += [Part("reward model", shapes, placement.reward.memory_mesh(mesh))]
+    if options.critic_from not in ("policy", "reward_model"):
+        critic_model = hf.model_config(options.critic_from)
+        start = functools.partial(critic.from_policy, model=critic_model)
+        valued = jax.eval_shape(start, memory_check.shapes_of(critic_model))
     if options.ppo.shared_trunk:
         valued = jax.eval_shape(functools.partial(critic.on_policy_trunk, model=model))
     base = []
@@ -66,6 +70,10 @@ def check_memory(options: Config) -> None:
         parts += [Part("reference", storage.shapes(reference), reference_mesh)]
     elif options.measure_kl and options.lifecycle.moves:
         parts += [Part("reference", policy, mesh)]
+    for each in options.further:
+        shapes = memory_check.shapes_of(hf.model_config(each.path))
+        where = each.place.memory_mesh(mesh)
+        parts += [Part(f"reference {each.name}", each.storage.shapes(shapes), where)]
     algorithm = make_ppo(  # none of whose stop tokens is drawn here
         options, model=model, critic_model=critic_model, stop_ids=(0,)
     )

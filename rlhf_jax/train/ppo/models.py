@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from rlhf_jax.algorithms import optimizers, ppo, self_check, state
 from rlhf_jax.algorithms.state import SupervisedState, TrainState
-from rlhf_jax.checkpoints import frozen_models, hf
+from rlhf_jax.checkpoints import frozen_models, further_references, hf
 from rlhf_jax.checkpoints.frozen_models import RewardModel
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.devices import sharding
@@ -39,6 +39,7 @@ class Models(NamedTuple):
     base: Frozen | None  # that policy and critic adapt, with LoRA
     reference: Frozen | None
     reward: RewardModel | None
+    further: dict[str, Frozen]  # references beside the first, by name
 
     @property
     def adapters_are_the_reference(self) -> bool:
@@ -50,7 +51,7 @@ def make_models(options: Config, policy: Pretrained) -> Models:
     """Policy and critic to train, reference and reward model frozen."""
     lora, model, reward = options.lora.lora, policy.model, None
     placement = options.placement
-    mesh = placement.policy_mesh()
+    mesh = options.policy_mesh(placement)
     over = functools.partial(sharding.shardings, mesh=mesh)
     if options.reward_model is not None:
         reward = frozen_models.load_reward_model(
@@ -86,6 +87,11 @@ def make_models(options: Config, policy: Pretrained) -> Models:
         if placement.critic.apart:
             trunk = sharding.place(trained, mesh=critic_mesh)
         valued = critic.from_policy(trunk, model=model)
+    elif options.critic_from != "reward_model":
+        trained = policy.params
+        critic_model, valued = frozen_models.load_critic(
+            options.critic_from, policy=policy, sharding=over_critic
+        )
     else:
         assert options.reward_model is not None  # checked by Config
         assert reward is not None  # of it
@@ -110,6 +116,9 @@ def make_models(options: Config, policy: Pretrained) -> Models:
             sharding=over,
         )
         options.lifecycle.refuse_another_shape(reference.model)
+    further = further_references.load(
+        options.further, policy=policy, mesh=mesh, sharding=over
+    )
     kl = options.kl_control.controller(options.kl_coef, num_steps=options.num_steps)
     devices, critic_state = None, None
     if not placement.critic.apart:
@@ -142,6 +151,7 @@ def make_models(options: Config, policy: Pretrained) -> Models:
         base,
         reference,
         reward,
+        further,
     )
 
 

@@ -12,25 +12,24 @@ from rlhf_jax.algorithms.ppo.recipe import N_PLUS, OPENAI_2019, Recipe
 from rlhf_jax.checkpoints import frozen_models, pretrained
 from rlhf_jax.checkpoints.frozen_models import Storage
 from rlhf_jax.checkpoints.pretrained import Adapters
-from rlhf_jax.devices.placement import WITH_POLICY, Place, Placement
+from rlhf_jax.devices.placement import Placement
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.control import CONSTANT, Control
 from rlhf_jax.functional.kl.penalty import IN_REWARD
 from rlhf_jax.roles.reference import lifecycle
 from rlhf_jax.roles.reference.lifecycle import Lifecycle
-from rlhf_jax.runs import (
-    alarms,
-)
+from rlhf_jax.runs import alarms
 from rlhf_jax.runs.alarms import Limits
 from rlhf_jax.train.packed_rollouts import PackedConfig
+from rlhf_jax.train.references import ReferencesConfig, refuse_unused
 from rlhf_jax.train.sampler import SamplerConfig
 
 RECIPE = Recipe(num_minibatches=4)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(PackedConfig, SamplerConfig):
+class Config(ReferencesConfig, PackedConfig, SamplerConfig):
     """The options of `rlhf-jax ppo`."""
 
     model: str
@@ -80,8 +79,9 @@ class Config(PackedConfig, SamplerConfig):
     """Form of Adam; "tf" adds eps outside the bias correction (OAI)."""
     adam_mu_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of Adam's first moment; bfloat16 saves 2 bytes per parameter."""
-    critic_from: Literal["policy", "reward_model"] = "policy"
-    """Model whose trunk the critic starts with; from the policy, values start at 0."""
+    critic_from: str = "policy"
+    """Model whose trunk the critic starts with: policy, reward_model, or a checkpoint
+    of any shape; values start at 0, or as the reward model's scores."""
     reference_storage: Storage = frozen_models.COPY
     """Dtype in which the reference is stored; with LoRA it is the base."""
     reward_storage: Storage = frozen_models.COPY
@@ -221,10 +221,13 @@ class Config(PackedConfig, SamplerConfig):
                 f"hidden states of both in one program, got {place}; leave it out, or "
                 f"choose k1, k2 or k3"
             )
+        self.check_references(
+            self.ppo.penalty, first=None if self.measure_kl else "--no-measure-kl"
+        )
         if not self.measure_kl and self.lora.lora is None:
-            _refuse_unused("reference", self.reference_storage, place)
+            refuse_unused("reference", self.reference_storage, place)
         if self.reward_model is None:
-            _refuse_unused("reward", self.reward_storage, self.placement.reward)
+            refuse_unused("reward", self.reward_storage, self.placement.reward)
         if self.lora.lora is not None:
             self.lifecycle.refuse_mixing_adapters()
             if self.ppo.penalty.needs_logits and self.lifecycle.moves:
@@ -244,23 +247,12 @@ class Config(PackedConfig, SamplerConfig):
                     f"reset makes the reference adapters of the base, got "
                     f"{self.reference}; leave one of them out"
                 )
-            if self.critic_from == "reward_model":
+            if self.critic_from != "policy":
                 raise InputError(
-                    "--critic-from: expected policy with --lora.rank, got reward_model;"
-                    " the critic's adapters are over the policy's base"
+                    f"--critic-from: expected policy with --lora.rank, got "
+                    f"{self.critic_from}; the critic's adapters are over the policy's "
+                    f"base"
                 )
-
-
-def _refuse_unused(role: str, storage: Storage, place: Place) -> None:
-    for option, value, default in (
-        (f"--{role}-storage", storage, frozen_models.COPY),
-        (f"--placement.{role}", place, WITH_POLICY),
-    ):
-        if value != default:
-            raise InputError(
-                f"{option}: expected none in a run without such a model, got {value}; "
-                f"leave it out"
-            )
 
 
 SCREEN = {

@@ -23,10 +23,12 @@ from rlhf_jax.models.lora import merge
 from rlhf_jax.roles import adapted
 from rlhf_jax.roles.reference import drift, frozen
 from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.reference.further import Further
 from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.train.packed_rollouts import EndPacker, RolloutPacker
 from rlhf_jax.train.ppo.models import Models
 from rlhf_jax.train.ppo.options import Config
+from rlhf_jax.train.references import FurtherPrograms
 from rlhf_jax.train.sampler import Sampler
 
 Array = jax.Array
@@ -104,6 +106,9 @@ class Programs:
             functools.partial(on(score.reference_logprobs), lora=self._lora, **shape)
         )
         self._drift = jax.jit(self._drift_of)
+        self.further = FurtherPrograms(
+            models.further, options=options, recipe=algorithm
+        )
 
     def _inside(self, reference: Frozen | None) -> Frozen | None:
         """The reference if `learn` runs it once more, for exact KL; else None."""
@@ -139,6 +144,7 @@ class Programs:
         key: Array,
         ptx: Sequences | None,
         packing: RolloutPacking | None,
+        further: dict[str, Further],
     ) -> tuple[TrainState, SupervisedState | None, Stats, Scored]:
         """`ppo.learn`; a critic that is apart is updated beside it."""
         base, reference = self._models.base, self._inside(reference)
@@ -150,6 +156,7 @@ class Programs:
             "values": values,
             "base": base,
             "packing": packing,
+            "further": further,
         }
         if critic is None:
             train, stats, scored = self._learn(train, **arguments, key=key, ptx=ptx)
@@ -168,6 +175,7 @@ class Programs:
             reference=reference,
             ptx=ptx,
             packing=packing,
+            further=further,
         )
         return train, critic, update_stats | stats | critic_stats, scored
 

@@ -76,7 +76,7 @@ def main(options: Config) -> None:
         if spec is not None:
             command_line.load_function(spec)
     rows = files.read_prompts(options.prompts, field=options.prompt_field)
-    mesh = options.placement.policy_mesh()
+    mesh = options.policy_mesh(options.placement)
     if options.check_memory:
         check_memory(options)
     policy = load_start(options.model, options=options, mesh=mesh)
@@ -180,6 +180,10 @@ def main(options: Config) -> None:
                     else reference.stored,
                     False,
                 ),
+                *(
+                    (f"references/{name}", each.stored, False)
+                    for name, each in models.further.items()
+                ),
                 ("reward", None if scorer is None else scorer.frozen.stored, False),
                 *([("sampler", None, True)] if models.sampling is not None else []),
             ],
@@ -204,6 +208,7 @@ def main(options: Config) -> None:
     for model in (models.base, reference, None if scorer is None else scorer.frozen):
         if model is not None:
             frozen.verify(model)
+    frozen.verify_all(models.further)
     pretrained.save(
         job.folder,
         trained,
@@ -237,6 +242,11 @@ def main(options: Config) -> None:
             "reference_verified": True,
         }
         print(f"reference verified, fingerprint {summary['reference_fingerprint']}")
+    if models.further:
+        summary["reference_fingerprints"] = {
+            name: frozen.fingerprint_of(each).root
+            for name, each in models.further.items()
+        }
     if reference is not None and reference.model is None:  # leaf by leaf
         moved = processes.whole(programs.drift(trained, reference))
         drift_report.table(moved)

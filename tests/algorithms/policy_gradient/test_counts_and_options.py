@@ -16,6 +16,7 @@ from rlhf_jax.algorithms.policy_gradient import algorithm, loss
 from rlhf_jax.functional.kl.penalty import Penalty
 from rlhf_jax.functional.kl.target_coefficients import adaptive
 from rlhf_jax.models import packing
+from rlhf_jax.roles.reference.further import Further
 
 ITERATION = "rlhf_jax.algorithms.policy_gradient.iteration"
 UPDATE = "rlhf_jax.algorithms.policy_gradient.update"
@@ -116,6 +117,7 @@ def test_exact_kl_is_asked_for_as_the_recipe_says(read, direction, top_k):
                 ("old_logprobs", "behaviour_logprobs", "ref_logprobs", "advantages"),
                 zeros,
             ),
+            further={},
         ),
         kl_coef=0.3,
         num_tokens=jnp.float32(7),
@@ -135,6 +137,56 @@ def test_exact_kl_is_asked_for_as_the_recipe_says(read, direction, top_k):
         "direction": direction,
         "top_k": top_k,
     }
+
+
+@pytest.mark.parametrize("estimator", ["k2", "exact"])
+def test_the_kl_of_a_further_reference_is_added_by_its_weight(
+    read, monkeypatch, estimator
+):
+    """β·(kl + w·kl_b): of k2, and of exact KL that reads the model of that name."""
+    exact = {"first": jnp.float32(0.2), "other": jnp.float32(0.6)}
+
+    def exact_kl(params, hidden, reference, ref_hidden, *, mask, **_):
+        return jnp.where(mask, exact[reference.name], 0.0)
+
+    monkeypatch.setattr(loss, "exact_kl", exact_kl)
+    first, other = (
+        SimpleNamespace(model=None, name=name) for name in ("first", "other")
+    )
+    zeros = jnp.zeros(MASK.shape, jnp.float32)
+
+    def terms(further):
+        return loss.policy_terms(
+            {},
+            experience=SimpleNamespace(
+                tokens=jnp.zeros(MASK.shape, jnp.int32),
+                mask=MASK,
+                response_mask=MASK,
+                old_logprobs=zeros,
+                advantages=zeros,
+                ref_logprobs=jnp.where(MASK, 0.4, 0.0),
+                further={
+                    name: Further(None, jnp.where(MASK, 1.2, 0.0), 0.5)
+                    for name in further
+                },
+            ),
+            kl_coef=0.3,
+            num_tokens=jnp.float32(7),
+            num_responses=jnp.float32(2),
+            recipe=dataclasses.replace(
+                BASE, penalty=Penalty(estimator, placement="loss")
+            ),
+            reference=first,
+            further={name: Further(other, None, 0.5) for name in further},
+        )
+
+    kl, kl_b = (0.08, 0.72) if estimator == "k2" else (0.2, 0.6)
+    assert float(terms(()).loss) == pytest.approx(0.3 * kl, rel=1e-5)
+    both = terms(("b",))
+    assert float(both.loss) == pytest.approx(0.3 * (kl + 0.5 * kl_b), rel=1e-5)
+    total, tokens = both.stats["loss/kl"]
+    assert float(total / tokens) == pytest.approx(kl + 0.5 * kl_b, rel=1e-5)
+    assert float(tokens) == 7
 
 
 @pytest.mark.parametrize(

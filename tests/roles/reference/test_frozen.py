@@ -173,6 +173,14 @@ def test_verify_names_the_leaf_that_moved(change):
     assert frozen.fingerprint_of(held).root in str(error.value)
 
 
+def test_of_several_models_the_one_that_moved_is_named():
+    held = frozen.freeze(toys.weights())
+    moved = held.replace(stored=jax.tree.map(lambda leaf: leaf + 1, held.stored))
+    frozen.verify_all({"code": held, "chat": held})
+    with pytest.raises(frozen.ReferenceMovedError, match=r"^chat: expected the param"):
+        frozen.verify_all({"code": held, "chat": moved})
+
+
 def test_verify_sees_swapped_and_missing_leaves():
     held = frozen.freeze(small())
     layers = held.stored["layers"]

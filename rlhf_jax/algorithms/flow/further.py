@@ -1,0 +1,97 @@
+"""The KL to references beside the first one: Scored -> Scored, or nothing to do.
+
+    score(rollout, reference=first) ─> add(scored, further={name: Further})
+
+Each is scored as the first one is. What goes into the reward becomes
+KL_ref + Σ_i w_i·KL_i, and their log-probs go on to the loss.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.algorithms.batch import Scored
+from rlhf_jax.algorithms.flow.score import score
+from rlhf_jax.functional import kl, masked
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.kl.penalty import Penalty
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.packing import SizedPacking
+from rlhf_jax.roles.reference.further import Further, References
+
+Array = jax.Array
+Params = Any
+
+
+def add(
+    scored: Scored,
+    *,
+    further: References,
+    model: ModelConfig,
+    max_new_tokens: int,
+    temperature: float,
+    penalty: Penalty,
+    policy: Params | None = None,
+    packing: SizedPacking | None = None,
+) -> tuple[Scored, dict[str, Further]]:
+    """Adds the KL to further references to a rollout that has that to the first.
+
+    Args:
+      scored: Scored[B, S], of `score` with the first reference.
+      further: by name; log-probs are computed where there are none.
+      model, max_new_tokens, temperature, penalty, policy, packing: of `score`.
+
+    Returns:
+      Scored[B, S], whose `kl` is KL_ref + Σ_i w_i·KL_i and whose `kl_stats` have
+      `objective/kl_NAME`, k1 to each reference, nats per response; and the references
+      for `PolicyExperience.further`: log-probs and weights alone.
+
+    Raises:
+      InputError: there is no first reference, or exact KL is to be taken without
+        `policy` or a reference's parameters.
+    """
+    if further and scored.ref_logprobs is None:
+        raise InputError(
+            f"expected the first reference with the further references "
+            f"{', '.join(further)}, got none; pass reference, whose weight is 1"
+        )
+    mask = scored.rollout.response_mask
+    total, stats, beside = scored.kl, dict(scored.kl_stats), dict[str, Further]()
+    for name, each in further.items():
+        try:
+            of_each = score(
+                scored.rollout,
+                scores=scored.scores,
+                reference=each.frozen,
+                model=model,
+                critic=None,
+                critic_model=None,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                penalty=penalty,
+                policy=policy,
+                ref_logprobs=each.logprobs,
+                packing=packing,
+            )
+        except InputError as error:
+            raise InputError(f"reference {name}: {error}") from None
+        if of_each.ref_logprobs is None:
+            raise InputError(
+                f"reference {name}: expected its parameters or its log-probs, got "
+                f"neither; pass one of them"
+            )
+        if total is not None and of_each.kl is not None:
+            total = total + each.weight * of_each.kl
+        for key in of_each.kl_stats.keys() - {"objective/kl_exact"}:
+            both = ({key: stats[key]}, {key: of_each.kl_stats[key]})
+            stats |= masked.add_stats(*both)
+        per_token = kl.k1(scored.rollout.old_logprobs, of_each.ref_logprobs)
+        per_response = masked.masked_sum(per_token, mask=mask, axis=1)
+        rows = jnp.asarray(per_response.shape[0], jnp.float32)
+        stats[f"objective/kl_{name}"] = per_response.sum(), rows
+        beside[name] = Further(None, of_each.ref_logprobs, each.weight)
+    return dataclasses.replace(scored, kl=total, kl_stats=stats), beside

@@ -1,0 +1,80 @@
+"""--references: a word of the command line becomes a frozen model beside the first."""
+
+import dataclasses
+
+import pytest
+import toy_files
+
+from rlhf_jax import fingerprint, frozen, hf
+from rlhf_jax.checkpoints import further_references, pretrained
+from rlhf_jax.checkpoints.frozen_models import COPY, Storage
+from rlhf_jax.checkpoints.further_references import FurtherReference
+from rlhf_jax.devices.placement import WITH_POLICY, Place
+from rlhf_jax.functional.checks import InputError
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("b=runs/b/model", FurtherReference("b", "runs/b/model")),
+        ("b=org/name,weight=0.5", FurtherReference("b", "org/name", 0.5)),
+        (
+            "b=/a,b/c=d,dtype=int8,embeddings=bfloat16",
+            FurtherReference("b", "/a,b/c=d", 1.0, Storage("int8", "bfloat16")),
+        ),
+        (
+            "b=x,place=last:data=2,tensor=2@pinned_host,weight=0",
+            FurtherReference(
+                "b", "x", 0.0, COPY, Place.parse("last:data=2,tensor=2@pinned_host")
+            ),
+        ),
+    ],
+)
+def test_a_reference_of_each_form(text, expected):
+    found = FurtherReference.parse(text)
+    assert found == expected
+    assert (found.option, found.place == WITH_POLICY) == (
+        "--references b",
+        "place" not in text,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("runs/b/model", "--references: expected NAME=CHECKPOINT[,weight=W]"),
+        ("=runs/b", "--references: expected NAME=CHECKPOINT[,weight=W]"),
+        ("b=x,weight=1,weight=2", "--references: expected NAME=CHECKPOINT[,weight=W]"),
+        ("b=x,wait=1", "weight, dtype, embeddings, place after the checkpoint, got wa"),
+        ("b=x,weight=much", "--references b: expected a number as its weight, got 'mu"),
+        ("b=x,weight=-1", "--references b: expected a weight of 0 or more for referen"),
+        ("k3=x", "--references k3: expected a name of letters"),
+        ("b=x,dtype=int4", "b: expected dtype to be one of float32, bfloat16, float16"),
+        ("b=x,embeddings=int8", "expected embeddings to be one of float32, bfloat16"),
+        ("b=x,embeddings=float16", "b: embeddings: expected None where dtype is float"),
+        ("b=x,place=moon", "--references b: place: expected policy, AXIS=SIZE"),
+    ],
+)
+def test_a_word_that_is_no_reference_is_told_what_one_is(text, message):
+    with pytest.raises(InputError) as error:
+        FurtherReference.parse(text)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.slow
+def test_they_are_loaded_as_they_are_asked_for(tmp_path):
+    policy = pretrained.load(str(toy_files.checkpoint(tmp_path / "policy")))
+    deeper = dataclasses.replace(toy_files.MODEL, num_layers=2)
+    toy_files.checkpoint(tmp_path / "same", seed=1)
+    toy_files.checkpoint(tmp_path / "deeper", model=deeper)
+    words = (f"a={tmp_path}/same,dtype=float16", f"b={tmp_path}/deeper,place=cpu")
+    found = further_references.load(
+        [FurtherReference.parse(word) for word in words], policy=policy
+    )
+    assert list(found) == ["a", "b"]
+    source = frozen.source_fingerprint_of(found["a"])
+    assert source == fingerprint.fingerprint(hf.load(tmp_path / "same")[1])
+    assert found["a"].stored["embed"]["tokens"].dtype == "float16"
+    assert found["a"].model is None
+    assert found["b"].model.num_layers == 2
