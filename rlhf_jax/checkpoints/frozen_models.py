@@ -133,7 +133,7 @@ def load_reference(
         return storage.freeze(policy.params, place=place, policy=mesh)
     model, params = hf.load(path_or_repo_id, dtype="float32", sharding=sharding)
     shape = reference_shape(path_or_repo_id, model=model, policy=policy.model)
-    _check_ids(path_or_repo_id, policy=policy, role="reference")
+    _check_ids(path_or_repo_id, ids=policy.tokenizer.get_vocab(), role="reference")
     return storage.freeze(params, place=place, policy=mesh, model=shape)
 
 
@@ -171,6 +171,29 @@ def reference_shape(
     return dataclasses.replace(
         run_beside_policy(model, policy=policy), vocab_size=policy.vocab_size
     )
+
+
+def check_teacher(teacher: str, *, student: str, tokenizer: str | None) -> None:
+    """Refuses a teacher of other tokens by its small files, before weights are read.
+
+    Args:
+      teacher, student: folders or hub ids.
+      tokenizer: of the student, a folder or hub id; None takes the one in `student`.
+
+    Raises:
+      InputError: there is no such checkpoint, or the teacher has other token ids, a
+        smaller vocabulary or a shorter context.
+    """
+    model, own = hf.model_config(teacher), hf.model_config(student)
+    reader = tokenization.load_tokenizer(student if tokenizer is None else tokenizer)
+    for field, what in {"vocab_size": "vocabulary", "max_positions": "context"}.items():
+        if getattr(model, field) < getattr(own, field):
+            raise InputError(
+                f"--teacher {teacher}: expected a {what} of at least the student's "
+                f"{getattr(own, field)} tokens, got {getattr(model, field)}; take "
+                f"models of one vocabulary, and a teacher that reads texts as long"
+            )
+    _check_ids(teacher, ids=reader.get_vocab(), role="teacher")
 
 
 def run_beside_policy(model: ModelConfig, *, policy: ModelConfig) -> ModelConfig:
@@ -212,7 +235,7 @@ def load_reward_model(
             f"{policy.model.vocab_size} ids, got {model.vocab_size}; train one on top "
             f"of this policy (reward_model.py)"
         )
-    _check_ids(path_or_repo_id, policy=policy, role="reward model")
+    _check_ids(path_or_repo_id, ids=policy.tokenizer.get_vocab(), role="reward model")
     # A critic that is trained from it takes this shape, and how it computes with it.
     return RewardModel(
         run_beside_policy(model, policy=policy.model),
@@ -220,8 +243,7 @@ def load_reward_model(
     )
 
 
-def _check_ids(path_or_repo_id: str, *, policy: Pretrained, role: str) -> None:
-    ids = policy.tokenizer.get_vocab()
+def _check_ids(path_or_repo_id: str, *, ids: dict[str, int], role: str) -> None:
     try:
         read = tokenization.load_tokenizer(path_or_repo_id).get_vocab()
     except InputError:  # it came without one: the sizes must do

@@ -175,7 +175,8 @@ def test_it_lies_between_0_and_its_largest_value_and_tends_to_both_kls():
         # Policy and reference change places with β and 1 - β.
         other = kl.jensen_shannon(jnp.asarray(ref_logits), logits, beta=1 - beta)
         np.testing.assert_allclose(found, other, rtol=1e-5)
-        assert np.all(found > 0) and np.all(found < largest)
+        assert np.all(found > 0)
+        assert np.all(found < largest)
     forward = kl.exact(jnp.asarray(ref_logits), logits)
     near_0 = kl.jensen_shannon(logits, ref_logits, beta=1e-4) / 1e-4
     np.testing.assert_allclose(near_0, forward, rtol=0.02)
