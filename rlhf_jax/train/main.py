@@ -14,7 +14,7 @@ TRAINERS = {
     "grpo": "GRPO or RLOO on your own model, with a verifier.",
     "reinforce": "REINFORCE++ on your own model, with a verifier.",
     "dpo": "DPO from your own preference pairs, without a reward model.",
-    "distill": "A student that learns a larger teacher's distributions on its own text.",
+    "distill": "A student learns a teacher's distributions on its own samples.",
 }
 QUERIES = {
     "verify": "Whether the snapshots of a run are whole and its frozen models unmoved.",

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float
 
 from rlhf_jax.algorithms.batch import PolicyExperience
 from rlhf_jax.algorithms.policy_gradient.loss import (
@@ -16,7 +15,7 @@ from rlhf_jax.algorithms.policy_gradient.loss import (
     policy_terms,
 )
 from rlhf_jax.functional import masked
-from rlhf_jax.functional.aggregation import aggregate
+from rlhf_jax.functional.aggregation import token_weights
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.packing import Packing, texts_of
 from rlhf_jax.roles import adapted
@@ -35,8 +34,8 @@ Params = Any
 class DistillExperience(PolicyExperience):
     """What an update of distillation reads."""
 
-    # Of the teacher, as `TeacherStates`; None runs the teacher in the update.
-    teacher_hidden: Float[Array, "B S teacher_D"] | None = None
+    # floats[B, S, D'], as in `TeacherStates`; None runs the teacher in the update.
+    teacher_hidden: Array | None = None
 
 
 def distillation_loss(
@@ -120,16 +119,17 @@ def distillation_loss(
         top_k=recipe.top_k,
         jsd_beta=recipe.jsd_beta if mixed else None,
     )
-    divergence, divergence_stats = aggregate(
-        "loss/divergence",
-        texts.padded(divergence),
+    divergence = texts.padded(divergence)
+    weights = token_weights(
         mask,
         aggregation=recipe.aggregation,
         loss_scale_factor=recipe.loss_scale,
         num_tokens=num_tokens,
         num_responses=num_responses,
     )
-    return loss + kl_coef * divergence, stats | divergence_stats
+    of_tokens = masked.masked_sum(jax.lax.stop_gradient(divergence), mask=mask)
+    stats |= {"loss/divergence": (of_tokens, mask.sum(dtype=jnp.float32))}
+    return loss + kl_coef * masked.masked_sum(weights * divergence, mask=mask), stats
 
 
 def _no_policy_loss(

@@ -7,7 +7,6 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Float32
 
 from rlhf_jax.algorithms.batch import Rollout
 from rlhf_jax.models.config import ModelConfig
@@ -26,8 +25,8 @@ class TeacherStates:
     With its head this is its distribution at every token, in D' numbers and not in V.
     """
 
-    hidden: Float[Array, "B S teacher_D"]  # after the final norm, in the compute dtype
-    logprobs: Float32[Array, "B S"]  # nats, of the response tokens, else 0
+    hidden: Array  # floats[B, S, D'], after the final norm, in the compute dtype
+    logprobs: Array  # f32[B, S], nats, of the response tokens, else 0
 
 
 def teacher_states(

@@ -92,9 +92,7 @@ class Programs:
 
     def teacher_states(self, teacher: Frozen, rollout: Rollout) -> TeacherStates:
         """Computed on the teacher's devices, and brought to the student's."""
-        states = self._teacher_states(
-            teacher, rollout=frozen.beside(teacher, rollout)
-        )
+        states = self._teacher_states(teacher, rollout=frozen.beside(teacher, rollout))
         return jax.device_put(states, rollout.index.sharding)
 
 
@@ -190,9 +188,7 @@ def main(options: Config) -> None:
         train = stage.state["train"]
         for step in stage.steps():
             step_key = jax.random.fold_in(key, step)
-            rollout = programs.sample(
-                train.policy, prompts=prompts[step], key=step_key
-            )
+            rollout = programs.sample(train.policy, prompts=prompts[step], key=step_key)
             with stage.user_code():
                 scored = score(rollout)
             train, stats, _ = programs.learn(
