@@ -12,7 +12,7 @@ from rlhf_jax.algorithms.batch import Rollout
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.packing import texts_of
 from rlhf_jax.roles.policy import logprobs_from_hidden
-from rlhf_jax.roles.reference import frozen
+from rlhf_jax.roles.reference import frozen, storage
 from rlhf_jax.roles.reference.frozen import Frozen
 
 Array = jax.Array
@@ -79,6 +79,5 @@ def head_of(teacher: Frozen, *, model: ModelConfig, sharding: Any) -> Frozen:
     shape = frozen.shape_of(teacher, policy=model)
     table = ("embed", "tokens") if shape.tied_head else ("head", "kernel")
     head = {table[0]: {table[1]: teacher.stored[table[0]][table[1]]}}
-    return frozen.freeze(
-        head, memory="device", sharding=sharding(head), model=teacher.model
-    )
+    head = storage.store(head, memory="device")  # where `sharding` looks for it
+    return frozen.freeze(head, sharding=sharding(head), model=teacher.model)

@@ -86,7 +86,7 @@ class Config(SamplerConfig):
 SCREEN = {
     "Start": ("model", "teacher"),
     "Data": ("prompts", "max_new_tokens"),
-    "Teacher": ("distill.divergence", "distill.jsd_beta", "teacher_storage.dtype"),
+    "Teacher": ("distill.divergence", "distill.jsd_beta"),
     "Reward": ("reward", "kl_coef"),
     "Training": (
         *("num_steps", "batch_size", "learning_rate", "distill.micro_batch_size"),

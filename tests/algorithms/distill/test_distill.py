@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ import oracles
 import pytest
 import tiny
 
-from rlhf_jax import kl_control, masked, state
+from rlhf_jax import config, decoder, kl_control, masked, state
 from rlhf_jax.algorithms import distill
 from rlhf_jax.algorithms.batch import Prompts, Rollout, Scored
 from rlhf_jax.algorithms.policy_gradient.iteration import iteration, sample
@@ -313,3 +315,69 @@ def test_what_is_missing_is_told():
     experience, _ = BASE.experience(scored(), kl_coef=jnp.float32(BETA))
     with pytest.raises(InputError, match="expected the teacher as the reference"):
         jax.eval_shape(loss_of(BASE, experience, teacher=None), STUDENT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("divergence", ["reverse", "jensen_shannon"])
+def test_no_array_is_over_tokens_and_vocabulary(divergence):
+    """The compiler's word, for an update with a teacher that is twice as wide.
+
+    No array of the program, forward or backward, has a number for every response token
+    and every word; and what it holds beside its arguments is less than that array.
+    """
+    rows, prompt, vocab, width = 8, 8, 65_536, 32
+    size = {"num_heads": 2, "max_positions": 128}
+    student = config.gpt2(vocab_size=vocab, hidden_size=width, num_layers=1, **size)
+    teacher = config.gpt2(vocab_size=vocab, hidden_size=2 * width, num_layers=2, **size)
+    recipe = distill.Distill(
+        divergence=divergence,
+        model=student,
+        policy_optimizer=optax.sgd(0.1),
+        max_new_tokens=112,
+        stop_ids=(3,),
+    )
+    columns = prompt + recipe.max_new_tokens
+
+    def learn(train, teacher, rollout, key):
+        states = distill.teacher_states(
+            teacher,
+            rollout=rollout,
+            model=student,
+            max_new_tokens=recipe.max_new_tokens,
+            temperature=1.0,
+        )
+        return distill.learn(
+            train,
+            rollout=rollout,
+            scores=None,
+            head=teacher,
+            states=states,
+            key=key,
+            recipe=recipe,
+        )
+
+    def arguments():
+        floats = jnp.zeros((rows, columns), jnp.float32)
+        mask, index = jnp.ones((rows, columns), bool), jnp.arange(rows)
+        tokens = jnp.zeros((rows, columns), jnp.int32)
+        rollout = Rollout(tokens, mask, mask, floats, floats, index, index)
+        train = state.grpo_state(
+            policy=decoder.init(jax.random.key(0), model=student),
+            policy_optimizer=recipe.policy_optimizer,
+            kl=kl_control.fixed(1.0),
+        )
+        of_teacher = frozen.Frozen(
+            decoder.init(jax.random.key(1), model=teacher),
+            jnp.zeros((1, 2), jnp.uint32),
+            jnp.zeros((1, 2), jnp.uint32),
+            model=teacher,
+        )
+        return train, of_teacher, rollout, jax.random.key(2)
+
+    program = jax.jit(learn).lower(*jax.eval_shape(arguments)).compile()
+    forbidden = rows * recipe.max_new_tokens * vocab
+    shapes = re.findall(r"(?:f32|bf16|pred|s32)\[([\d,]+)\]", program.as_text())
+    largest = max(math.prod(map(int, shape.split(","))) for shape in set(shapes))
+    assert len(set(shapes)) > 50
+    assert largest < forbidden / 3
+    assert program.memory_analysis().temp_size_in_bytes < 4 * forbidden
