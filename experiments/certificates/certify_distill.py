@@ -321,12 +321,14 @@ def main(options: Config) -> None:
                 )
                 errors.append({"seed": seed, "name": claim.name, "error": error})
                 shown[f"gradient: {claim.name}, seed {seed}"] = error <= TOLERANCE
+            farthest = 0.0
             for name, divergence in DIVERGENCES.items():
                 distances = reach(options, divergence, seed=seed)
                 reached.append({"seed": seed, "name": name, "distances": distances})
                 where = f"{name}, seed {seed}"
                 shown[f"optimum: {where}"] = distances[-1] <= NATS
-            shown[f"world: seed {seed}"] = distances[0] >= FARTHEST
+                farthest = distances[0]
+            shown[f"world: seed {seed}"] = farthest >= FARTHEST
     report.table(
         f"Expected gradients (error at most {TOLERANCE:g} of the largest entry)",
         ("seed", "loss", "error"),

@@ -175,13 +175,15 @@ def steps_of(way: str, options: Config, *, student: Params, teacher: Params) -> 
     """Steps at equal compute: operations per response token, by parameters."""
     if way == OF_TEACHER:
         return options.num_steps
-    small, large = (
-        sum(leaf.size for leaf in jax.tree.leaves(params))
-        for params in (student, teacher)
-    )
+    small, large = size(student), size(teacher)
     write, read, learn = 2 * large, 2 * large, 6 * small
     sample = 2 * small
     return round(options.num_steps * (write + learn) / (read + learn + sample))
+
+
+def size(params: Params) -> int:
+    """Parameters of a model."""
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
 def stacked(stream: Any, *, first: int, count: int) -> Prompts:
@@ -354,6 +356,7 @@ def main(options: Config) -> None:
     small = shape(options.student_size, num_layers=1)
     large = shape(options.teacher_size, num_layers=2)
     rows: list[Row] = []
+    parameters: dict[str, int] = {}
     with run.Run(options, num_steps={}) as job:
         for seed in range(options.seed, options.seed + options.num_seeds):
             teacher = frozen.freeze(
@@ -363,6 +366,7 @@ def main(options: Config) -> None:
             student = fine_tuned(
                 seed + 1000, model=small, num_steps=options.student_steps
             )
+            parameters = {"student": size(student), "teacher": size(teacher.stored)}
             measure = functools.partial(
                 look, teacher=teacher, seed=seed, model=small, options=options
             )
@@ -388,10 +392,7 @@ def main(options: Config) -> None:
     show(rows)
     summary = {
         "rows": rows,
-        "parameters": {
-            name: sum(leaf.size for leaf in jax.tree.leaves(params))
-            for name, params in (("student", student), ("teacher", teacher.stored))
-        },
+        "parameters": parameters,
         "seconds": time.perf_counter() - started,
     }
     folder.write_summary(job.folder, summary)

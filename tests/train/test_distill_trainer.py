@@ -129,7 +129,9 @@ def test_a_teacher_anywhere_gives_the_same_numbers(files, tmp_path):
         for row, wanted in zip(rows, first, strict=True):
             assert row.keys() == wanted.keys()
             for key, value in wanted.items():
-                near = pytest.approx(value, rel=2e-4, abs=2e-5)
+                near = value
+                if not isinstance(value, str):  # the stage's name
+                    near = pytest.approx(value, rel=2e-4, abs=2e-5)
                 assert row[key] == near, (name, row["step"], key)
     key = "loss/divergence"
     assert rounded[0][key] != first[0][key]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
@@ -65,13 +66,15 @@ def teacher_states(
     return TeacherStates(hidden, jnp.where(rollout.response_mask, logprobs, 0.0))
 
 
-def head_of(teacher: Frozen, *, model: ModelConfig, sharding: Any) -> Frozen:
+def head_of(
+    teacher: Frozen, *, model: ModelConfig, place: Callable[[Any], Any]
+) -> Frozen:
     """A copy of the teacher's head, as it is stored, for the devices of the student.
 
     Args:
       teacher: wherever it is.
       model: shape of the student, and of a teacher that has none of its own.
-      sharding: parameters -> a tree of their shardings there.
+      place: stored parameters -> the same on the student's devices.
 
     Returns:
       A frozen model of the head alone, for `learn` with `TeacherStates`.
@@ -79,5 +82,5 @@ def head_of(teacher: Frozen, *, model: ModelConfig, sharding: Any) -> Frozen:
     shape = frozen.shape_of(teacher, policy=model)
     table = ("embed", "tokens") if shape.tied_head else ("head", "kernel")
     head = {table[0]: {table[1]: teacher.stored[table[0]][table[1]]}}
-    head = storage.store(head, memory="device")  # where `sharding` looks for it
-    return frozen.freeze(head, sharding=sharding(head), model=teacher.model)
+    head = storage.store(head, memory="device")
+    return frozen.freeze(place(head), model=teacher.model)

@@ -124,16 +124,17 @@ def main(options: Config) -> None:
         pad_id=start.pad_id,
         share=row_sharding.row_share(mesh),
     ).map(lambda batch: row_sharding.put_rows(batch, mesh=mesh))
-    over = functools.partial(sharding.shardings, mesh=mesh)
     teacher = frozen_models.load_reference(
         options.teacher,
         policy=start,
         storage=options.teacher_storage,
         place=options.placement.teacher,
         mesh=mesh,
-        sharding=over,
+        sharding=functools.partial(sharding.shardings, mesh=mesh),
     )
-    head = distill.head_of(teacher, model=start.model, sharding=over)
+    head = distill.head_of(
+        teacher, model=start.model, place=functools.partial(sharding.place, mesh=mesh)
+    )
     train = state.grpo_state(
         policy=start.params,
         policy_optimizer=algorithm.policy_optimizer,
