@@ -15,7 +15,7 @@ optimum    The teacher is where it ends: a student that samples and learns as a 
            reaches KL(student ‖ teacher) <= 0.005 nats from more than 0.5, with every
            divergence. Sums are over all 256 responses of four words.
 
-Expect all 30 certificates of three worlds to hold.
+Expect all 10 certificates of a world to hold.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ CLAIMS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(run_config.RunConfig):
-    num_worlds: int = 3
+    num_worlds: int = 1
     """Students, teachers and rewards, each of a seed: --seed, the next, ..."""
     iterations: int = 500
     """Iterations from student to teacher; a multiple of 25."""

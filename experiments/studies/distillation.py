@@ -31,16 +31,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from pipeline import preferences
 from pipeline.options import (
-    HELD_OUT_PROMPTS,
     PROMPT_COLUMNS,
     RESPONSE_COLUMNS,
     STOP_IDS,
@@ -48,11 +46,9 @@ from pipeline.options import (
 )
 from worlds import reviews
 
-from rlhf_jax import config, decoder, frozen, kl_control, policy, sft, state
-from rlhf_jax.algorithms import distill
-from rlhf_jax.algorithms.batch import Prompts, Rollout, Sequences
+from rlhf_jax import config, decoder, frozen, kl_control, sft, state
+from rlhf_jax.algorithms.batch import Prompts, Sequences
 from rlhf_jax.algorithms.distill.recipe import Distill, DistillRecipe
-from rlhf_jax.algorithms.flow import rollout
 from rlhf_jax.algorithms.policy_gradient.iteration import iteration
 from rlhf_jax.data import batches
 from rlhf_jax.data.encoding import Example
@@ -61,6 +57,7 @@ from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference import storage
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.runs import command_line, folder, report, run, run_config
+from studies.distilled_students import look, prompts_of, respond
 
 Array = jax.Array
 Params = Any
@@ -145,30 +142,6 @@ def fine_tuned(seed: int, *, model: ModelConfig, num_steps: int) -> Params:
     for step in range(num_steps):
         train, _ = update(train, batch=stream[step])
     return train.params
-
-
-def prompts_of(rows: Sequence[list[int]], *, count: int, seed: int) -> Any:
-    """Batches of prompts, as wide as the widest."""
-    return batches.prompt_batches(
-        rows,
-        batch_size=count,
-        seed=seed,
-        pad_id=reviews.PAD_ID,
-        buckets=(PROMPT_COLUMNS,),
-    )
-
-
-def respond(params: Params, *, model: ModelConfig, prompts: Prompts, key: Array):
-    """Responses at temperature 1."""
-    return rollout.rollout(
-        params,
-        model=model,
-        prompts=prompts,
-        key=key,
-        max_new_tokens=RESPONSE_COLUMNS,
-        stop_ids=STOP_IDS,
-        temperature=1.0,
-    )
 
 
 def steps_of(way: str, options: Config, *, student: Params, teacher: Params) -> int:
@@ -289,67 +262,6 @@ def run_steps(
     return train
 
 
-@functools.partial(jax.jit, static_argnames=("model", "writer"))
-def kl_of_responses(
-    student: Params, teacher: Frozen, prompts: Prompts, key: Array, *, model, writer
-) -> tuple[Rollout, Array]:
-    """Responses of one of the two, and the KL from it to the other, nats a response."""
-    teacher_model = frozen.shape_of(teacher, policy=model)
-    params, its_model = student, model
-    if writer == "teacher":
-        params, its_model = frozen.read(teacher), teacher_model
-    said = respond(params, model=its_model, prompts=prompts, key=key)
-    states = distill.teacher_states(
-        teacher,
-        rollout=said,
-        model=model,
-        max_new_tokens=RESPONSE_COLUMNS,
-        temperature=1.0,
-    )
-    hidden = decoder.hidden_states(
-        student, model=model, tokens=said.tokens, mask=said.mask
-    )
-    kl = policy.exact_kl(
-        student,
-        hidden,
-        frozen.read(teacher),
-        states.hidden,
-        model=model,
-        ref_model=teacher_model,
-        mask=said.mask,
-        first_column=PROMPT_COLUMNS,
-        direction="forward" if writer == "teacher" else "reverse",
-    )
-    return said, jnp.where(said.response_mask, kl, 0.0).sum(axis=1).mean()
-
-
-def look(
-    student: Params, teacher: Frozen, *, seed: int, model: ModelConfig, options: Config
-) -> Row:
-    """What is known of a student, on held-out prompts."""
-    prompts = prompts_of(HELD_OUT_PROMPTS, count=options.num_answers, seed=seed)[0]
-    key = jax.random.fold_in(jax.random.key(seed), 1_000_000)
-    measure = functools.partial(kl_of_responses, student, teacher, prompts, key)
-    said, reverse = measure(model=model, writer="student")
-    _, forward = measure(model=model, writer="teacher")
-    parsed = [
-        reviews.parses(prompt.split(), response.split())
-        for prompt, response in preferences.answers_in(said)
-    ]
-    return {
-        "kl_to_teacher": float(reverse),
-        "kl_from_teacher": float(forward),
-        "fluency": float(np.mean(parsed)),
-    }
-
-
-def fluency_of(teacher: Frozen, *, seed: int, model: ModelConfig, options: Config):
-    """Share of the teacher's responses that parse."""
-    return look(frozen.read(teacher), teacher, seed=seed, model=model, options=options)[
-        "fluency"
-    ]
-
-
 def main(options: Config) -> None:
     """Prints mean and standard deviation over the seeds."""
     started = time.perf_counter()
@@ -368,22 +280,32 @@ def main(options: Config) -> None:
             )
             parameters = {"student": size(student), "teacher": size(teacher.stored)}
             measure = functools.partial(
-                look, teacher=teacher, seed=seed, model=small, options=options
+                look,
+                teacher=teacher,
+                seed=seed,
+                model=small,
+                num_answers=options.num_answers,
             )
-            share = fluency_of(teacher, seed=seed, model=large, options=options)
-            rows.append({"seed": seed, "way": "teacher", "fluency": share})
+            known = look(
+                frozen.read(teacher),
+                teacher,
+                seed=seed,
+                model=large,
+                num_answers=options.num_answers,
+            )
+            rows.append({"seed": seed, "way": "teacher", "fluency": known["fluency"]})
             rows.append({"seed": seed, "way": "start", **measure(student)})
             for way in (OF_TEACHER, *RECIPES):
                 begun = time.perf_counter()
                 num_steps = steps_of(
                     way, options, student=student, teacher=teacher.stored
                 )
-                known = {"seed": seed, "model": small, "options": options}
+                given = {"seed": seed, "model": small, "options": options}
                 if way == OF_TEACHER:
-                    learned = from_samples(student, teacher, **known)
+                    learned = from_samples(student, teacher, **given)
                 else:
                     learned = on_policy(
-                        RECIPES[way], student, teacher, num_steps=num_steps, **known
+                        RECIPES[way], student, teacher, num_steps=num_steps, **given
                     )
                 row = {"seed": seed, "way": way, "steps": num_steps}
                 row |= measure(learned) | {"seconds": time.perf_counter() - begun}

@@ -15,6 +15,7 @@ from rlhf_jax.checkpoints import frozen_models
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import command_line, metrics
 from rlhf_jax.train import distill, main
+from rlhf_jax.train.distill import trainer
 
 STEPS = 5
 # Twice as wide as the student, deeper and of another family.
@@ -151,8 +152,9 @@ def test_a_teacher_of_other_tokens_is_refused_by_its_small_files(tmp_path):
     """In one line, from config.json and the tokenizer: there are no weights here."""
 
     def folder(name, *, words=toy_files.WORDS, vocab_size=24, positions=16):
-        shape = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": positions}
-        described = transformers.GPT2Config(vocab_size=vocab_size, **shape)
+        described = transformers.GPT2Config(
+            vocab_size=vocab_size, n_embd=16, n_layer=1, n_head=2, n_positions=positions
+        )
         described.architectures = ["GPT2LMHeadModel"]
         described.save_pretrained(tmp_path / name)
         toy_files.tokenizer(words).save_pretrained(tmp_path / name)
@@ -184,7 +186,7 @@ def test_it_is_refused_before_anything_is_loaded(files, tmp_path, capsys, monkey
     other = toy_files.checkpoint(
         tmp_path / "other", model=TEACHER, words=toy_files.WORDS[::-1], seed=3
     )
-    monkeypatch.setattr(distill.trainer, "load_start", None)
+    monkeypatch.setattr(trainer, "load_start", None)
     with pytest.raises(SystemExit) as exit_:
         play(files, tmp_path / "run", "--teacher", other)
     assert exit_.value.code == 2
