@@ -93,6 +93,27 @@ def exact_kl(logits: Array, ref_logits: Array, temperature: float = 1.0) -> Arra
     return found
 
 
+def jensen_shannon(
+    policy: Array, reference: Array, beta: float, k: int | None = None
+) -> float:
+    """β·KL(P ‖ M) + (1 - β)·KL(Q ‖ M) of log-probs f[V], Q the policy's.
+
+    With k of the policy's k likeliest outcomes and all others as one.
+    """
+    q, p = np.exp(np.asarray(policy)), np.exp(np.asarray(reference))
+    if k is not None:
+        order = np.argsort(-q, kind="stable")
+        q, p = (np.append(x[order[:k]], x[order[k:]].sum()) for x in (q, p))
+    total = 0.0
+    for of_policy, of_reference in zip(q, p, strict=True):
+        mixture = beta * of_reference + (1 - beta) * of_policy
+        if of_reference > 0:
+            total += beta * of_reference * math.log(of_reference / mixture)
+        if of_policy > 0:
+            total += (1 - beta) * of_policy * math.log(of_policy / mixture)
+    return total
+
+
 def adaptive_kl_coef(
     kl_coef: float, kl: float, num_episodes: int, target: float, horizon: int
 ) -> float:

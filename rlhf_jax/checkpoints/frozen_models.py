@@ -135,7 +135,7 @@ def load_reference(
         return storage.freeze(policy.params, place=place, policy=mesh)
     model, params = hf.load(path_or_repo_id, dtype="float32", sharding=sharding)
     shape = reference_shape(path_or_repo_id, model=model, policy=policy.model)
-    _check_ids(path_or_repo_id, policy=policy, role="reference")
+    _check_ids(path_or_repo_id, own=policy.tokenizer, role="reference")
     return storage.freeze(params, place=place, policy=mesh, model=shape)
 
 
@@ -179,6 +179,29 @@ def _check_sizes(named: str, *, model: ModelConfig, policy: ModelConfig) -> None
         )
 
 
+def check_teacher(teacher: str, *, student: str, tokenizer: str | None) -> None:
+    """Refuses a teacher of other tokens by its small files, before weights are read.
+
+    Args:
+      teacher, student: folders or hub ids.
+      tokenizer: of the student, a folder or hub id; None takes the one in `student`.
+
+    Raises:
+      InputError: there is no such checkpoint, or the teacher has other token ids, a
+        smaller vocabulary or a shorter context.
+    """
+    model, own = hf.model_config(teacher), hf.model_config(student)
+    reader = tokenization.load_tokenizer(student if tokenizer is None else tokenizer)
+    for field, what in {"vocab_size": "vocabulary", "max_positions": "context"}.items():
+        if getattr(model, field) < getattr(own, field):
+            raise InputError(
+                f"--teacher {teacher}: expected a {what} of at least the student's "
+                f"{getattr(own, field)} tokens, got {getattr(model, field)}; take "
+                f"models of one vocabulary, and a teacher that reads texts as long"
+            )
+    _check_ids(teacher, own=reader, role="teacher")
+
+
 def run_beside_policy(model: ModelConfig, *, policy: ModelConfig) -> ModelConfig:
     """A frozen model of its own shape, in the policy's compute dtype and attention."""
     return layout.fastest(
@@ -206,7 +229,7 @@ def load_critic(
     """
     model, params = hf.load(path_or_repo_id, dtype="float32", sharding=sharding)
     _check_sizes(f"critic {path_or_repo_id}", model=model, policy=policy.model)
-    _check_ids(path_or_repo_id, policy=policy, role="critic")
+    _check_ids(path_or_repo_id, own=policy.tokenizer, role="critic")
     shape = run_beside_policy(model, policy=policy.model)
     return shape, critic.from_policy(params, model=shape)
 
@@ -241,7 +264,7 @@ def load_reward_model(
             f"{policy.model.vocab_size} ids, got {model.vocab_size}; train one on top "
             f"of this policy (reward_model.py)"
         )
-    _check_ids(path_or_repo_id, policy=policy, role="reward model")
+    _check_ids(path_or_repo_id, own=policy.tokenizer, role="reward model")
     # A critic that is trained from it takes this shape, and how it computes with it.
     return RewardModel(
         run_beside_policy(model, policy=policy.model),
@@ -249,12 +272,12 @@ def load_reward_model(
     )
 
 
-def _check_ids(path_or_repo_id: str, *, policy: Pretrained, role: str) -> None:
+def _check_ids(path_or_repo_id: str, *, own: Any, role: str) -> None:
     """Refuses a checkpoint whose tokenizer gives the policy's texts other ids.
 
     One without a tokenizer is told, as its sizes must do then.
     """
-    own, named = policy.tokenizer, f"{role} {path_or_repo_id}"
+    named = f"{role} {path_or_repo_id}"
     whose = own.name_or_path or "the policy"
     if not tokenization.has_files(path_or_repo_id):
         print(

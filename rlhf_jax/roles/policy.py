@@ -190,6 +190,7 @@ def exact_kl(
     first_column: int = 1,
     direction: kl.Direction = "reverse",
     top_k: int | None = None,
+    jsd_beta: float | None = None,
 ) -> Array:
     """KL over the vocabulary at every position, from hidden states that are at hand.
 
@@ -204,6 +205,8 @@ def exact_kl(
       direction: "reverse" is KL(π ‖ π_ref), "forward" KL(π_ref ‖ π).
       top_k: tokens of the policy to take one by one, the rest being one bucket, so that
         the KL is a lower bound; None takes every token.
+      jsd_beta: share of the reference in the mixture of the generalised Jensen-Shannon
+        divergence, which then stands in place of the KL; None takes the KL.
 
     Returns:
       f32[B, S], nats; column t is about the distribution tokens[:, t] was drawn from.
@@ -225,10 +228,14 @@ def exact_kl(
             "softcap": model.logit_softcap,
             "ref_softcap": ref_model.logit_softcap,
             "first_column": first_column,
-            "direction": direction,
             "max_logits": _max_logits(hidden),
         }
         models = hidden, head, ref_hidden, ref_head
+        if jsd_beta is not None:
+            return kl.jensen_shannon_from_hidden(
+                *models, beta=jsd_beta, k=top_k, **options
+            )
+        options["direction"] = direction
         if top_k is None:
             return kl.exact_from_hidden(*models, **options)
         return kl.top_k_from_hidden(*models, k=top_k, **options)

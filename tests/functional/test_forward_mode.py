@@ -27,7 +27,7 @@ from rlhf_jax.functional import (
     token_rewards,
     value_losses,
 )
-from rlhf_jax.functional.kl import chunks, penalty
+from rlhf_jax.functional.kl import chunks, mixtures, penalty
 from rlhf_jax.functional.kl.choices import Penalty
 
 ROWS, COLUMNS, WIDTH, VOCAB = 4, 5, 6, 11
@@ -147,6 +147,28 @@ CASES = {
         }.items()
         for direction, cap in (("reverse", None), ("forward", 1.5))
     },
+    "kl.hidden_states.jensen_shannon_from_hidden": (
+        lambda h, w: kl.jensen_shannon_from_hidden(
+            h,
+            w,
+            jnp.cos(jnp.arange(120.0)).reshape(HIDDEN),
+            jnp.sin(jnp.arange(66.0)).reshape(HEAD),
+            beta=0.3,
+            temperature=0.7,
+            vocab_size=10,
+            softcap=1.5,
+            max_logits=FEW,
+        ),
+        (HIDDEN, HEAD),
+    ),
+    "kl.mixtures.jensen_shannon": (
+        lambda x, y: kl.jensen_shannon(x, y, beta=0.3, temperature=0.7),
+        (LOGITS, LOGITS),
+    ),
+    "kl.mixtures.mixture_log_ratios": (
+        lambda x: mixtures.mixture_log_ratios(x, beta=0.3),
+        (LOGITS,),
+    ),
     "kl.penalty.kl_loss": (
         lambda x: penalty.kl_loss(
             penalty=Penalty(value_estimator="k3", placement="loss"),
@@ -293,8 +315,9 @@ STEP = 5e-3
 STENCIL = {1: 8 / 12, -1: -8 / 12, 2: -1 / 12, -2: 1 / 12}  # of fourth order
 
 
-# Each has a case beside it, capped or not, that is not slow.
+# Each has a case beside it, capped or not, that is not slow; or its slope is quick.
 TWICE = (
+    "kl.hidden_states.jensen_shannon_from_hidden",
     "kl.hidden_states.top_k_from_hidden forward capped",
     "logprob_chunks.logprobs_and_entropy",
 )

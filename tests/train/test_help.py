@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from rlhf_jax.runs.command_line import help_screen
-from rlhf_jax.train import dpo, grpo, main, ppo, reinforce, reward_model, sft
+from rlhf_jax.train import distill, dpo, grpo, main, ppo, reinforce, reward_model, sft
 
 TRAINERS = {
     "sft": sft,
@@ -14,6 +14,7 @@ TRAINERS = {
     "grpo": grpo,
     "reinforce": reinforce,
     "dpo": dpo,
+    "distill": distill,
 }
 
 

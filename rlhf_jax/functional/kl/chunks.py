@@ -1,7 +1,8 @@
 """KL of two heads over one vocabulary, some tokens at a time, with its own gradient.
 
 Nothing here shifts columns: position t is about the distribution that hidden[:, t]
-gives. `kl.exact_from_hidden` and `kl.top_k_from_hidden` are the public names.
+gives. `kl.exact_from_hidden`, `kl.top_k_from_hidden` and
+`kl.jensen_shannon_from_hidden` are the public names.
 
 With z, y the logits / temperature of policy and reference, P, Q their softmax and
 d_v = z_v - y_v of a token (or of the bucket of all tokens beside a top k, from its
@@ -12,7 +13,9 @@ log-sum-exps), the KL and its gradient with respect to z_v are
     forward  KL = level - E_Q[d]    P_v - exp(z_v - d_v) / Σ exp(y)
 
 E[d] goes along with the two sums in one pass over the tokens; of equal models d is 0 to
-the bit, and so is the KL. The backward pass computes the logits of a chunk again.
+the bit, and so is the KL. The backward pass computes the logits of a chunk again. The
+Jensen-Shannon divergence (`mixtures`) reads level - d = log(Q/P), and so takes a
+second pass after the sums.
 Chunks are slices of equal size of the true vocabulary; the last one starts early enough
 to be whole, and tokens of earlier chunks are left out.
 """
@@ -27,6 +30,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.functional.custom_transpose import call, linear_call
+from rlhf_jax.functional.kl import mixtures
 
 Array = jax.Array
 
@@ -40,6 +44,7 @@ class Plan(NamedTuple):
     k: int | None  # tokens that stand alone, the rest in one bucket; None is all
     softcap: float | None = None  # c, of the policy's c·tanh(logit / c); None is none
     ref_softcap: float | None = None  # of the reference's
+    beta: float | None = None  # of a Jensen-Shannon divergence; None is a KL
 
 
 class _Model(NamedTuple):
@@ -67,10 +72,10 @@ class _Rest(NamedTuple):
 
 
 class _Result(NamedTuple):
-    kl: Array  # f32[B, T], nats
+    kl: Array  # f32[B, T], nats; the divergence
     log_sum: Array  # f32[B, T], of the policy's logits
     ref_log_sum: Array  # f32[B, T]
-    mean: Array  # f32[B, T], E[d]
+    mean: Array  # f32[B, T], E[d]; with a mixture KL(π ‖ M)
     rest: _Rest | None  # None where every token stands alone
 
 
@@ -143,8 +148,49 @@ def _exact(policy: _Model, reference: _Model, plan: Plan) -> _Result:
     zero, nothing = jnp.zeros(shape, jnp.float32), jnp.full(shape, -jnp.inf)
     empty = _Sum(nothing, zero)
     total, ref_total, moment = _loop(step, (empty, empty, zero), plan)
+    if plan.beta is not None:
+        return _jensen_shannon(policy, reference, total, ref_total, plan)
     mean = moment / (ref_total if plan.forward else total).total
     return _summarise(total, ref_total, mean, None, plan)
+
+
+def _jensen_shannon(
+    policy: _Model, reference: _Model, total: _Sum, ref_total: _Sum, plan: Plan
+) -> _Result:
+    """The second pass, with the sums of the first."""
+
+    def step(carry: tuple[Array, Array], index: Array) -> tuple[Array, Array]:
+        start, fresh = _tokens(index, plan)
+        z, y = _both(policy, reference, start, plan)
+        value, mean = _of_mixture(z, y, z - y, total.log, ref_total.log, fresh, plan)
+        return carry[0] + value, carry[1] + mean
+
+    zero = jnp.zeros(policy.hidden.shape[:2], jnp.float32)
+    value, mean = _loop(step, (zero, zero), plan)
+    return _Result(value, total.log, ref_total.log, mean, None)
+
+
+def _of_mixture(
+    z: Array,
+    y: Array,
+    difference: Array,
+    log_sum: Array,
+    ref_log_sum: Array,
+    included: Array,
+    plan: Plan,
+) -> tuple[Array, Array]:
+    """The share of some tokens in JSD_β and in KL(π ‖ M), f32[B, T]."""
+    assert plan.beta is not None
+    from_mixture, ref_from_mixture = mixtures.mixture_log_ratios(
+        (log_sum - ref_log_sum)[..., None] - difference, beta=plan.beta
+    )
+    of_policy = jnp.exp(z - log_sum[..., None]) * from_mixture
+    of_reference = jnp.exp(y - ref_log_sum[..., None]) * ref_from_mixture
+    of_tokens = plan.beta * of_reference + (1 - plan.beta) * of_policy
+    return (
+        jnp.sum(of_tokens, axis=-1, where=included),
+        jnp.sum(of_policy, axis=-1, where=included),
+    )
 
 
 def _top_k(policy: _Model, reference: _Model, plan: Plan) -> _Result:
@@ -192,11 +238,17 @@ def _top_k(policy: _Model, reference: _Model, plan: Plan) -> _Result:
     empty = _Sum(no_rest, jnp.zeros(shape, jnp.float32))
     total, terms, _ = _add(empty, z)
     ref_total, ref_terms, _ = _add(empty, y)
+    rest = _Rest(ids, difference[..., -1])
+    if plan.beta is not None:
+        sums = total.log, ref_total.log
+        some = jnp.ones((1, 1, 1), jnp.bool_)
+        value, mean = _of_mixture(z, y, difference, *sums, some, plan)
+        return _Result(value, *sums, mean, rest)
     if plan.forward:
         mean = jnp.sum(ref_terms * difference, axis=-1) / ref_total.total
     else:
         mean = jnp.sum(terms * difference, axis=-1) / total.total
-    return _summarise(total, ref_total, mean, _Rest(ids, difference[..., -1]), plan)
+    return _summarise(total, ref_total, mean, rest, plan)
 
 
 def _add(total: _Sum, logits: Array) -> tuple[_Sum, Array, Array]:
@@ -288,7 +340,11 @@ def _slope(
         rest = result.rest.difference[..., None]
         difference = jnp.where(alone, difference, rest)
     slope = jnp.exp(z - result.log_sum[..., None])
-    if plan.forward:
+    if plan.beta is not None:
+        log_ratio = (result.log_sum - result.ref_log_sum)[..., None] - difference
+        from_mixture, _ = mixtures.mixture_log_ratios(log_ratio, beta=plan.beta)
+        slope *= (1 - plan.beta) * (from_mixture - result.mean[..., None])
+    elif plan.forward:
         slope -= jnp.exp(z - difference - result.ref_log_sum[..., None])
     else:
         slope *= difference - result.mean[..., None]

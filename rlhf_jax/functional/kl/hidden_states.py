@@ -1,4 +1,4 @@
-"""The exact KL of two models at every token, from their hidden states.
+"""Exact divergences of two models at every token, from their hidden states.
 
 Columns shift by one here, as in `logprobs`: position t - 1 predicts token t.
 """
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Float32
 
 from rlhf_jax.functional import checks
-from rlhf_jax.functional.kl import chunks
+from rlhf_jax.functional.kl import chunks, mixtures
 from rlhf_jax.functional.kl.estimators import Direction, check_k
 
 Array = jax.Array
@@ -156,6 +156,80 @@ def top_k_from_hidden(
     )
 
 
+def jensen_shannon_from_hidden(
+    hidden: Float[Array, "B S D"],
+    head: Float[Array, "rows D"],
+    ref_hidden: Float[Array, "B S ref_D"],
+    ref_head: Float[Array, "ref_rows ref_D"],
+    *,
+    beta: float,
+    k: int | None = None,
+    temperature: float | Float32[Array, ""] = 1.0,
+    vocab_size: int | None = None,
+    softcap: float | None = None,
+    ref_softcap: float | None = None,
+    first_column: int = 1,
+    max_logits: int = 2**24,
+) -> Float32[Array, "B S"]:
+    """Generalised Jensen-Shannon divergence, without an array [B, S, V] in either pass.
+
+    JSD_β = β·KL(π_ref ‖ M) + (1 - β)·KL(π ‖ M) with M = β·π_ref + (1 - β)·π: it is
+    `kl.jensen_shannon` of logits = hidden·headᵀ. The vocabulary is read twice, as the
+    mixture needs both normalisers, and once more in the backward pass.
+
+    Args:
+      hidden: floats[B, S, D], the policy's last layer after its norm.
+      head: floats[V', D]; rows from `vocab_size` on are padding and are not read.
+      ref_hidden, ref_head: floats[B, S, D'] and floats[V'', D'], the reference's; its
+        width and its padding may differ.
+      beta: β, share of the reference in the mixture, between 0 and 1.
+      k: take the policy's k most likely tokens one by one and all others as one bucket,
+        as `kl.top_k_from_hidden` does; None takes every token.
+      temperature: divides the logits of both, dimensionless.
+      vocab_size: V, the true vocabulary; None when no row is padding.
+      softcap, ref_softcap: c of logits c·tanh(x / c) of the policy and of the
+        reference, before the temperature; None disables it.
+      first_column: the first column to compute; earlier ones are 0. The prompt's width
+        P gives the response alone.
+      max_logits: logits of both models in memory at a time. The least is one token of
+        the vocabulary for every position (2·B·S).
+
+    Returns:
+      f32[B, S], nats; column t is about the distribution that tokens[:, t] was drawn
+      from, given the columns before it. Column 0 is 0. The gradient reaches `hidden`
+      and `head` only. Columns whose cotangent is 0 (masked out) do not contribute to
+      it, whatever their hidden states.
+
+    Raises:
+      ValueError: shapes do not belong together, or beta, k, temperature, vocab_size,
+      first_column or max_logits is out of range. TypeError: not floats.
+
+    Source: Agarwal et al. 2023, arXiv:2306.13649, eq. 1.
+
+    >>> hidden = jnp.array([[[1.0, 0.0], [0.0, 2.0], [9.0, 9.0]]])
+    >>> head = jnp.array([[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]])
+    >>> models = hidden, head, hidden, 2 * head
+    >>> print(jensen_shannon_from_hidden(*models, beta=0.5))
+    [[0.    0.032 0.027]]
+    >>> print(jensen_shannon_from_hidden(*models, beta=0.5, k=1))
+    [[0.    0.029 0.026]]
+    """
+    mixtures.check_beta(beta)
+    return _from_hidden(
+        (hidden, head),
+        (ref_hidden, ref_head),
+        k=k,
+        temperature=temperature,
+        vocab_size=vocab_size,
+        softcap=softcap,
+        ref_softcap=ref_softcap,
+        first_column=first_column,
+        direction="reverse",
+        max_logits=max_logits,
+        beta=beta,
+    )
+
+
 def _from_hidden(
     policy: tuple[Array, Array],
     reference: tuple[Array, Array],
@@ -168,6 +242,7 @@ def _from_hidden(
     first_column: int,
     direction: Direction,
     max_logits: int,
+    beta: float | None = None,
 ) -> Array:
     (hidden, head), (ref_hidden, ref_head) = policy, reference
     checks.shape((None, None, None), hidden=hidden)
@@ -213,6 +288,7 @@ def _from_hidden(
             k=k,
             softcap=softcap,
             ref_softcap=ref_softcap,
+            beta=beta,
         ),
     )
     return jnp.pad(divergences, before)

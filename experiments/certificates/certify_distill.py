@@ -1,0 +1,368 @@
+"""Certificates of distillation: what its gradients are of, and where it ends.
+
+    python experiments certificates.certify_distill --out runs/certify_distill
+
+Four words, of which one ends a response: all 121 responses of 1 to 4 words are known,
+and so is every divergence of a student from a teacher that is twice as wide. The exit
+status is 1 if one of these fails:
+
+gradients  The expected gradient of the loss of a run, summed over all responses by
+           their probability, is within 1e-5 that of the sum of divergences along
+           prefixes that are held fixed. With k1 in the reward it is that of
+           KL(student ‖ teacher) of whole responses, and with a reward beside it that of
+           β·KL - E[r].
+optimum    The teacher is where it ends: a student that samples and learns as a run does
+           reaches KL(student ‖ teacher) <= 0.005 nats from more than 0.5, with every
+           divergence. Sums are over all 256 responses of four words.
+
+Expect all 10 certificates of a world to hold.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from worlds import enumerable
+
+from certificates.annealing import falling
+from certificates.cases import flat
+from rlhf_jax import frozen, kl_control, policy, state
+from rlhf_jax.algorithms import optimizers
+from rlhf_jax.algorithms.distill.recipe import Distill, DistillRecipe
+from rlhf_jax.algorithms.flow import score
+from rlhf_jax.algorithms.policy_gradient.iteration import iteration
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.kl.penalty import IN_REWARD
+from rlhf_jax.runs import command_line, folder, report, run, run_config
+
+Array = jax.Array
+Params = Any
+TOLERANCE = 1e-5  # of a gradient, share of the largest entry of its target
+NATS = 0.005  # KL(student ‖ teacher) that is reached, of a response
+FARTHEST = 0.5  # and that it is more than at first
+BETA = 0.3  # of the gradients
+SCALE = 0.3  # of the noise in every leaf of a teacher
+ITERATIONS_A_STEP = 25  # in one program
+DIVERGENCES: dict[str, dict[str, Any]] = {
+    "reverse": {"divergence": "reverse"},
+    "forward": {"divergence": "forward"},
+    "Jensen-Shannon, β = 0.5": {"divergence": "jensen_shannon"},
+}
+
+
+class Claim(NamedTuple):
+    """An option of distillation, and what its expected gradient is of."""
+
+    name: str
+    recipe: DistillRecipe
+    rewarded: bool
+    # (log-probs f32[N, 4], of all words f32[N, 4, V], the teacher's of both, rewards
+    # f32[N], mask bool[N, 4]) -> f32[]; its gradient is the target.
+    value: Callable[..., Array]
+
+
+def along_fixed_prefixes(divergence: Callable[[Array, Array], Array]) -> Any:
+    """Σ_y π(y) Σ_t D_t with π(y) held fixed; D of log-probs of student and teacher."""
+
+    def value(logprobs: Array, words: Array, _: Array, of_teacher: Array, *rest: Array):
+        chance = jax.lax.stop_gradient(jnp.exp(logprobs.sum(axis=1)))
+        per_token = divergence(words, of_teacher).sum(axis=-1)
+        return BETA * chance @ jnp.where(rest[1], per_token, 0.0).sum(axis=1)
+
+    return value
+
+
+def whole(logprobs: Array, _: Array, of_teacher: Array, __: Array, *rest: Array):
+    """β·KL(student ‖ teacher) of whole responses."""
+    log_student = logprobs.sum(axis=1)
+    return BETA * jnp.exp(log_student) @ (log_student - of_teacher.sum(axis=1))
+
+
+def less_reward(value: Any) -> Any:
+    """The value less E[r]."""
+
+    def less(logprobs: Array, *others: Array) -> Array:
+        chance = jnp.exp(logprobs.sum(axis=1))
+        return value(logprobs, *others) - chance @ others[-2]
+
+    return less
+
+
+def reverse(q: Array, p: Array) -> Array:
+    """KL(student ‖ teacher) of log-probs, term by term."""
+    return jnp.exp(q) * (q - p)
+
+
+def forward(q: Array, p: Array) -> Array:
+    """KL(teacher ‖ student) of log-probs, term by term."""
+    return jnp.exp(p) * (p - q)
+
+
+def jensen_shannon(q: Array, p: Array, *, beta: float) -> Array:
+    """Agarwal et al. 2023, eq. 1, term by term."""
+    mixture = jnp.log(beta * jnp.exp(p) + (1 - beta) * jnp.exp(q))
+    return beta * jnp.exp(p) * (p - mixture) + (1 - beta) * jnp.exp(q) * (q - mixture)
+
+
+def recipe(**options: Any) -> DistillRecipe:
+    """Without what biases an expected gradient."""
+    return DistillRecipe(
+        aggregation="constant",
+        loss_scale_factor=1.0,
+        whiten_advantages=False,
+        **options,
+    )
+
+
+IN_THE_REWARD = recipe(divergence=None, penalty=IN_REWARD)
+CLAIMS = (
+    Claim("reverse", recipe(), False, along_fixed_prefixes(reverse)),
+    Claim(
+        "forward", recipe(divergence="forward"), False, along_fixed_prefixes(forward)
+    ),
+    Claim(
+        "Jensen-Shannon, β = 0.3",
+        recipe(divergence="jensen_shannon", jsd_beta=0.3),
+        False,
+        along_fixed_prefixes(functools.partial(jensen_shannon, beta=0.3)),
+    ),
+    Claim(
+        "reverse and a reward",
+        recipe(),
+        True,
+        less_reward(along_fixed_prefixes(reverse)),
+    ),
+    Claim("k1 in the reward", IN_THE_REWARD, False, whole),
+    Claim("k1 in the reward and a reward", IN_THE_REWARD, True, less_reward(whole)),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(run_config.RunConfig):
+    num_worlds: int = 1
+    """Students, teachers and rewards, each of a seed: --seed, the next, ..."""
+    iterations: int = 500
+    """Iterations from student to teacher; a multiple of 25."""
+    hidden_size: int = 32
+    """Width of the student; the teacher's is twice as large."""
+    batch_size: int = 128
+    """Responses per iteration."""
+    learning_rate: float = 3e-3
+    """At the start."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.positive(
+            num_worlds=self.num_worlds,
+            iterations=self.iterations,
+            batch_size=self.batch_size,
+            learning_rate=self.learning_rate,
+        )
+
+
+def distill(options: DistillRecipe, *, hidden_size: int, **others: Any) -> Distill:
+    """A recipe in the world."""
+    return Distill(
+        **vars(options),
+        model=enumerable.model(hidden_size=hidden_size),
+        max_new_tokens=enumerable.LENGTH,
+        **others,
+    )
+
+
+def pair(seed: int, *, hidden_size: int) -> tuple[Params, frozen.Frozen]:
+    """A student and a teacher that is twice as wide."""
+    keys = jax.random.split(jax.random.key(seed))
+    student = enumerable.init(keys[0], model=enumerable.model(hidden_size=hidden_size))
+    model = enumerable.model(hidden_size=2 * hidden_size)
+    return student, frozen.freeze(
+        enumerable.init(keys[1], model=model, scale=SCALE), model=model
+    )
+
+
+def gradient_error(claim: Claim, *, seed: int, hidden_size: int) -> float:
+    """Largest entry of measured less named, of the largest entry of named."""
+    student, teacher = pair(seed, hidden_size=hidden_size)
+    stops = enumerable.STOPS
+    algorithm = distill(
+        claim.recipe,
+        hidden_size=hidden_size,
+        policy_optimizer=optimizers.adam(1e-3),
+        stop_ids=stops,
+        rewarded=claim.rewarded,
+    )
+    model = algorithm.model
+    assert teacher.model is not None
+    mask = enumerable.every_mask(stops)[:, enumerable.PROMPT :]
+    tokens = enumerable.every_tokens(stops)
+    rewards = jnp.asarray(
+        np.random.default_rng(seed).normal(size=len(tokens)), jnp.float32
+    )
+
+    def known(params: Params, model: Any) -> tuple[Array, Array]:
+        every = enumerable.every_mask(stops)
+        logits = policy.logits(params, model=model, tokens=tokens, mask=every)
+        rollout = enumerable.every_response(
+            params, model=model, temperature=1.0, stop_ids=stops
+        )
+        words = jax.nn.log_softmax(logits)[:, enumerable.PROMPT - 1 : -1]
+        return rollout.old_logprobs[:, enumerable.PROMPT :], words
+
+    def measured(params: Params) -> Array:
+        rollout = enumerable.every_response(
+            student, model=model, temperature=1.0, stop_ids=stops
+        )
+        scored = score.score(
+            rollout,
+            scores=rewards if claim.rewarded else jnp.zeros_like(rewards),
+            reference=teacher,
+            model=model,
+            critic=None,
+            critic_model=None,
+            max_new_tokens=enumerable.LENGTH,
+            temperature=1.0,
+            penalty=claim.recipe.penalty,
+        )
+        beta = jnp.float32(BETA)
+        experience, _ = algorithm.experience(scored, kl_coef=beta)
+
+        def loss_of(row: Any) -> Array:
+            minibatch, loss = algorithm.minibatch_loss(
+                jax.tree.map(lambda leaf: leaf[None], row),
+                kl_coef=beta,
+                base=None,
+                reference=teacher,
+            )
+            return loss((params, None), minibatch)[0]
+
+        chance = jnp.exp(rollout.old_logprobs.sum(axis=1))
+        return chance @ jax.lax.map(loss_of, experience)
+
+    def named(params: Params) -> Array:
+        of_teacher, teacher_words = known(frozen.read(teacher), teacher.model)
+        logprobs, words = known(params, model)
+        return claim.value(logprobs, words, of_teacher, teacher_words, rewards, mask)
+
+    ours, target = (
+        flat(jax.jit(jax.grad(function))(student)) for function in (measured, named)
+    )
+    return float(np.abs(ours - target).max() / np.abs(target).max())
+
+
+def reach(options: Config, divergence: dict[str, Any], *, seed: int) -> list[float]:
+    """KL(student ‖ teacher) before, and after every tenth of the iterations, nats."""
+    student, teacher = pair(seed, hidden_size=options.hidden_size)
+    assert teacher.model is not None
+    algorithm = distill(
+        DistillRecipe(**divergence),
+        hidden_size=options.hidden_size,
+        policy_optimizer=optimizers.adam(
+            falling(options.learning_rate, updates=1, iterations=options.iterations),
+            eps=1e-8,
+        ),
+        stop_ids=(),
+    )
+    log_teacher = enumerable.known(
+        frozen.read(teacher), model=teacher.model, temperature=1.0
+    )
+
+    def distance(params: Params) -> float:
+        log_student = enumerable.known(params, model=algorithm.model, temperature=1.0)
+        return enumerable.divergence(log_student, log_teacher)
+
+    prompts = enumerable.prompts(options.batch_size)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def advance(train: Any, teacher: frozen.Frozen, key: Array, first: Array) -> Any:
+        def one(train: Any, step: Array) -> tuple[Any, None]:
+            train, _, _ = iteration(
+                train,
+                prompts=prompts,
+                reference=teacher,
+                reward=lambda rollout: jnp.zeros(rollout.index.shape, jnp.float32),
+                key=jax.random.fold_in(key, step),
+                recipe=algorithm,
+            )
+            return train, None
+
+        return jax.lax.scan(one, train, first + jnp.arange(ITERATIONS_A_STEP))[0]
+
+    train = state.grpo_state(
+        policy=student,
+        policy_optimizer=algorithm.policy_optimizer,
+        kl=kl_control.fixed(1.0),
+    )
+    distances, key = [distance(student)], jax.random.key(seed)
+    steps = options.iterations // ITERATIONS_A_STEP
+    for step in range(steps):
+        train = advance(train, teacher, key, jnp.int32(step * ITERATIONS_A_STEP))
+        if (step + 1) % max(1, steps // 10) == 0 or step + 1 == steps:
+            distances.append(distance(train.policy))
+    return distances
+
+
+def main(options: Config) -> None:
+    """Prints the tables, and raises StopError where a certificate fails."""
+    started = time.perf_counter()
+    shown: dict[str, bool] = {}
+    errors, reached = [], []
+    with run.Run(options, num_steps={}) as job:
+        for seed in range(options.seed, options.seed + options.num_worlds):
+            for claim in CLAIMS:
+                error = gradient_error(
+                    claim, seed=seed, hidden_size=options.hidden_size
+                )
+                errors.append({"seed": seed, "name": claim.name, "error": error})
+                shown[f"gradient: {claim.name}, seed {seed}"] = error <= TOLERANCE
+            farthest = 0.0
+            for name, divergence in DIVERGENCES.items():
+                distances = reach(options, divergence, seed=seed)
+                reached.append({"seed": seed, "name": name, "distances": distances})
+                where = f"{name}, seed {seed}"
+                shown[f"optimum: {where}"] = distances[-1] <= NATS
+                farthest = distances[0]
+            shown[f"world: seed {seed}"] = farthest >= FARTHEST
+    report.table(
+        f"Expected gradients (error at most {TOLERANCE:g} of the largest entry)",
+        ("seed", "loss", "error"),
+        [(str(row["seed"]), row["name"], f"{row['error']:.0e}") for row in errors],
+    )
+    report.table(
+        f"KL(student ‖ teacher) [nats per response], at most {NATS:g} at the end",
+        ("seed", "divergence", "before", "after"),
+        [
+            (
+                str(row["seed"]),
+                row["name"],
+                f"{row['distances'][0]:.3f}",
+                f"{row['distances'][-1]:.6f}",
+            )
+            for row in reached
+        ],
+    )
+    failed = [name for name, holds in shown.items() if not holds]
+    summary = {
+        "certificates": len(shown),
+        "failed": failed,
+        "gradients": errors,
+        "reached": reached,
+        "seconds": time.perf_counter() - started,
+    }
+    folder.write_summary(job.folder, summary)
+    print(f"{len(shown) - len(failed)} of {len(shown)} certificates hold")
+    print(f"{summary['seconds']:.0f} s; figures in {job.folder}")
+    if failed:
+        raise checks.StopError(
+            f"{len(failed)} of {len(shown)} certificates fail: {'; '.join(failed)}"
+        )
+
+
+if __name__ == "__main__":
+    command_line.main(main, Config, description=__doc__)

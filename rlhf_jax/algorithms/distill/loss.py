@@ -1,0 +1,168 @@
+"""The loss of distillation: a divergence at every token, beside the policy loss."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.algorithms.batch import PolicyExperience
+from rlhf_jax.algorithms.policy_gradient.loss import (
+    PolicyTerms,
+    mean_distance,
+    policy_terms,
+)
+from rlhf_jax.functional import masked
+from rlhf_jax.functional.aggregation import token_weights
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models.packing import Packing, texts_of
+from rlhf_jax.roles import adapted
+from rlhf_jax.roles.policy import exact_kl, logprobs_from_hidden
+from rlhf_jax.roles.reference import frozen
+from rlhf_jax.roles.reference.frozen import Frozen
+
+if TYPE_CHECKING:  # whose loss this is
+    from rlhf_jax.algorithms.distill.recipe import Distill
+
+Array = jax.Array
+Params = Any
+
+
+@flax.struct.dataclass
+class DistillExperience(PolicyExperience):
+    """What an update of distillation reads."""
+
+    # floats[B, S, D'], as in `TeacherStates`; None runs the teacher in the update.
+    teacher_hidden: Array | None = None
+
+
+def distillation_loss(
+    policy: Params,
+    *,
+    experience: DistillExperience,
+    kl_coef: Array | float,
+    num_tokens: Array,
+    num_responses: Array,
+    recipe: Distill,
+    base: Frozen | None,
+    teacher: Frozen | None,
+    packing: Packing | None = None,
+) -> tuple[Array, masked.Stats]:
+    """L = β Σ_t w_t·D(student ‖ teacher)_t + policy_loss of a (micro-)batch.
+
+    D is `recipe.divergence` of the distributions of token t, over the vocabulary, and w
+    the weights of `recipe.aggregation`. The prefixes are the student's samples and are
+    not differentiated. The policy loss is there where something reads its advantages.
+
+    Args:
+      policy: the student's parameters, or adapters of `base`; the gradient reaches them
+        alone.
+      experience: DistillExperience[b, S].
+      kl_coef: β, f32[], reward units per nat.
+      num_tokens, num_responses: f32[], of the whole minibatch.
+      recipe: static.
+      base: the parameters that adapters adapt; None without adapters.
+      teacher: the teacher, or its head where the experience has its hidden states.
+      packing: how the models read these rows packed; None reads them padded.
+
+    Returns:
+      f32[] and {name: (sum, weight)}; `loss/divergence` is D, nats per token.
+
+    Raises:
+      InputError: there is no teacher, or hidden states of padded rows with a packing.
+
+    Source: Agarwal et al. 2023, arXiv:2306.13649, algorithm 1 with λ = 1.
+    """
+    mask = experience.response_mask
+    make = policy_terms if recipe.reads_advantages else _no_policy_loss
+    loss, stats, hidden, texts = make(
+        policy,
+        experience=experience,
+        kl_coef=kl_coef,
+        num_tokens=num_tokens,
+        num_responses=num_responses,
+        recipe=recipe,
+        base=base,
+        packing=packing,
+    )
+    if recipe.divergence is None:
+        return loss, stats
+    if teacher is None:
+        raise InputError(
+            "expected the teacher as the reference of the update, got none; pass it, "
+            "or its head with its hidden states"
+        )
+    teacher_model = frozen.shape_of(teacher, policy=recipe.model)
+    teacher_hidden = experience.teacher_hidden
+    if teacher_hidden is None:
+        read = frozen.read(teacher)
+        teacher_hidden = texts.hidden_states(read, model=teacher_model)
+    elif packing is not None:
+        raise InputError(
+            "packing: expected none with hidden states of the teacher, which are of "
+            "padded rows; leave one of them out"
+        )
+    mixed = recipe.divergence == "jensen_shannon"
+    divergence = exact_kl(
+        adapted.params(policy, base=base, lora=recipe.lora),
+        hidden,
+        frozen.read(teacher),
+        teacher_hidden,
+        model=recipe.model,
+        ref_model=teacher_model,
+        mask=texts.mask,
+        temperature=recipe.temperature,
+        first_column=texts.first_column,
+        direction="forward" if recipe.divergence == "forward" else "reverse",
+        top_k=recipe.top_k,
+        jsd_beta=recipe.jsd_beta if mixed else None,
+    )
+    divergence = texts.padded(divergence)
+    weights = token_weights(
+        mask,
+        aggregation=recipe.aggregation,
+        loss_scale_factor=recipe.loss_scale,
+        num_tokens=num_tokens,
+        num_responses=num_responses,
+    )
+    of_tokens = masked.masked_sum(jax.lax.stop_gradient(divergence), mask=mask)
+    stats |= {"loss/divergence": (of_tokens, mask.sum(dtype=jnp.float32))}
+    return loss + kl_coef * masked.masked_sum(weights * divergence, mask=mask), stats
+
+
+def _no_policy_loss(
+    policy: Params,
+    *,
+    experience: PolicyExperience,
+    kl_coef: Array | float,
+    num_tokens: Array,
+    num_responses: Array,
+    recipe: Distill,
+    base: Frozen | None,
+    packing: Packing | None,
+) -> PolicyTerms:
+    """`policy_terms` where all advantages are 0; its head has no backward pass."""
+    del kl_coef, num_tokens, num_responses
+    params = adapted.params(policy, base=base, lora=recipe.lora)
+    texts = texts_of(
+        experience.tokens,
+        experience.mask,
+        first_column=experience.tokens.shape[1] - recipe.max_new_tokens,
+        packing=packing,
+    )
+    hidden = texts.hidden_states(params, model=recipe.model)
+    logprobs, _ = logprobs_from_hidden(
+        *jax.lax.stop_gradient((params, hidden)),
+        model=recipe.model,
+        tokens=texts.tokens,
+        mask=texts.mask,
+        temperature=recipe.temperature,
+        first_column=texts.first_column,
+    )
+    mismatch = mean_distance(
+        texts.padded(logprobs), experience.old_logprobs, mask=experience.response_mask
+    )
+    stats: masked.Stats = {"policy/sampler_mismatch": mismatch}
+    return PolicyTerms(jnp.zeros((), jnp.float32), stats, hidden, texts)

@@ -1,0 +1,157 @@
+"""The options of on-policy distillation, and what it brings: an experience and a loss.
+
+    loss = β·divergence(student, teacher), per token
+           + policy loss of the reward, if there is one
+
+The teacher is the reference of the KL, so that everything that is reported of the
+reference (`objective/kl`) is of the teacher.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.algorithms.batch import PolicyExperience, Scored
+from rlhf_jax.algorithms.distill.loss import DistillExperience, distillation_loss
+from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
+from rlhf_jax.algorithms.policy_gradient.recipe import one_of
+from rlhf_jax.algorithms.reinforce.experience import reward_to_go_experience
+from rlhf_jax.algorithms.reinforce.recipe import ReinforceRecipe
+from rlhf_jax.algorithms.state import LossFunction
+from rlhf_jax.functional import masked
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.kl.mixtures import check_beta
+from rlhf_jax.functional.kl.penalty import Penalty
+from rlhf_jax.roles.reference.frozen import Frozen
+
+Array = jax.Array
+Divergence = Literal["reverse", "forward", "jensen_shannon"]
+MEASURED = Penalty(placement=None)
+HALF = 0.5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DistillRecipe(ReinforceRecipe):
+    """The coefficients and choices of distillation; an option group."""
+
+    temperature: float = 1.0
+    """Temperature that divides the logits of student and teacher."""
+    penalty: Penalty = MEASURED
+    """Estimator of the KL to the teacher; placement reward adds it to the reward, so
+    that a token is credited with the KL of the tokens after it too."""
+    divergence: Divergence | None = "reverse"
+    """Divergence that the loss takes at every token: reverse is KL(student ‖ teacher),
+    forward KL(teacher ‖ student), jensen_shannon lies between them; None leaves the KL
+    to the reward."""
+    jsd_beta: float = HALF
+    """With divergence jensen_shannon: share of the teacher in the mixture, between 0
+    (which tends to the forward KL) and 1 (to the reverse KL)."""
+    top_k: int | None = None
+    """Number of the student's most likely tokens that the divergence treats one by one,
+    with one bucket for all others; None treats every token one by one."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of(divergence=self.divergence, among=(None, *get_args(Divergence)))
+        check_beta(self.jsd_beta)
+        mixed = self.divergence == "jensen_shannon"
+        for name, unread in {
+            "jsd_beta": self.jsd_beta != HALF and not mixed,
+            "top_k": self.top_k is not None and self.divergence is None,
+        }.items():
+            if unread:
+                raise InputError(
+                    f"{name}: expected none with divergence {self.divergence}, which "
+                    f"does not read it, got {getattr(self, name)}; leave it out, or "
+                    f"choose another divergence"
+                )
+        if self.top_k is not None and self.top_k < 1:
+            raise InputError(f"top_k: expected 1 token or more, got {self.top_k}")
+        if self.penalty.in_loss or self.penalty.needs_logits:
+            raise InputError(
+                f"penalty: expected k1, k2 or k3 in the reward or nowhere, got "
+                f"{self.penalty.value_estimator} in the {self.penalty.placement}; "
+                f"choose a divergence for the loss, which is exact"
+            )
+        if self.divergence is None and not self.penalty.in_reward:
+            raise InputError(
+                "divergence: expected one, or penalty.placement reward, got neither, "
+                "so that nothing would be learned from the teacher; choose either"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Distill(DistillRecipe, PolicyGradient):
+    """A recipe with its shapes and optimizer; hashable, so static under `jax.jit`.
+
+    `Distill(**vars(recipe), model=...)` makes one of a `DistillRecipe`.
+    """
+
+    rewarded: bool = False  # there is a reward beside the teacher
+
+    @property
+    def reads_advantages(self) -> bool:
+        """Whether the policy loss is a term: else its head is not differentiated."""
+        guards = self.stop_approxkl is not None or self.max_ratio_mean is not None
+        learns = self.rewarded or self.penalty.in_reward
+        return learns or guards or self.entropy_coef != 0
+
+    def experience(
+        self, scored: Scored, *, kl_coef: Array
+    ) -> tuple[PolicyExperience, masked.Stats]:
+        """Rewards to go, as REINFORCE++ has them; 0 without a reward.
+
+        Args:
+          scored: Scored[B, S].
+          kl_coef: β of this iteration, f32[], reward units per nat.
+
+        Returns:
+          DistillExperience[B, S] without hidden states, and no stats.
+        """
+        experience = reward_to_go_experience(
+            scored, kl_coef=kl_coef, whiten_advantages=self.whiten_advantages
+        )
+        return DistillExperience(**vars(experience)), {}
+
+    def minibatch_loss(
+        self,
+        minibatch: Any,
+        *,
+        kl_coef: Array,
+        base: Frozen | None,
+        reference: Frozen | None,
+    ) -> tuple[Any, LossFunction]:
+        """`distillation_loss` of the parts of a minibatch.
+
+        Args:
+          minibatch: DistillExperience[b, S].
+          kl_coef: β of this iteration, f32[], reward units per nat.
+          base: the parameters that adapters adapt; None without adapters.
+          reference: the teacher, of which the head alone is read where the minibatch
+            has its hidden states.
+
+        Returns:
+          The minibatch, and ((policy, None), part, packing) -> (loss, stats).
+        """
+        mask = minibatch.response_mask
+        terms = functools.partial(
+            distillation_loss,
+            kl_coef=kl_coef,
+            num_tokens=mask.sum(dtype=jnp.float32),
+            num_responses=mask.any(axis=1).sum(dtype=jnp.float32),
+            recipe=self,
+            base=base,
+            teacher=reference,
+        )
+
+        def loss(
+            trained: tuple[Any, Any], part: DistillExperience, packing: Any = None
+        ) -> tuple[Array, masked.Stats]:
+            return terms(trained[0], experience=part, packing=packing)
+
+        return minibatch, loss

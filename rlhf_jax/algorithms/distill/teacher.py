@@ -1,0 +1,86 @@
+"""What a student reads of its teacher: hidden states of its samples, and the head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.algorithms.batch import Rollout
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.packing import texts_of
+from rlhf_jax.roles.policy import logprobs_from_hidden
+from rlhf_jax.roles.reference import frozen, storage
+from rlhf_jax.roles.reference.frozen import Frozen
+
+Array = jax.Array
+
+
+@flax.struct.dataclass
+class TeacherStates:
+    """What the teacher says of a rollout, in one forward pass on its own devices.
+
+    With its head this is its distribution at every token, in D' numbers and not in V.
+    """
+
+    hidden: Array  # floats[B, S, D'], after the final norm, in the compute dtype
+    logprobs: Array  # f32[B, S], nats, of the response tokens, else 0
+
+
+def teacher_states(
+    teacher: Frozen,
+    *,
+    rollout: Rollout,
+    model: ModelConfig,
+    max_new_tokens: int,
+    temperature: float,
+) -> TeacherStates:
+    """One forward pass of the teacher over the student's samples.
+
+    Args:
+      teacher: however it is stored, of any shape (`Frozen.model`).
+      rollout: Rollout[B, S].
+      model: shape of the student, and of a teacher that has none of its own.
+      max_new_tokens: R, the response columns.
+      temperature: the rollout's.
+    """
+    params = frozen.read(teacher)
+    model = frozen.shape_of(teacher, policy=model)
+    first_column = rollout.tokens.shape[1] - max_new_tokens
+    texts = texts_of(
+        rollout.tokens, rollout.mask, first_column=first_column, packing=None
+    )
+    hidden = texts.hidden_states(params, model=model)
+    logprobs, _ = logprobs_from_hidden(
+        params,
+        hidden,
+        model=model,
+        tokens=rollout.tokens,
+        mask=rollout.mask,
+        temperature=temperature,
+        first_column=first_column,
+    )
+    return TeacherStates(hidden, jnp.where(rollout.response_mask, logprobs, 0.0))
+
+
+def head_of(
+    teacher: Frozen, *, model: ModelConfig, place: Callable[[Any], Any]
+) -> Frozen:
+    """A copy of the teacher's head, as it is stored, for the devices of the student.
+
+    Args:
+      teacher: wherever it is.
+      model: shape of the student, and of a teacher that has none of its own.
+      place: stored parameters -> the same on the student's devices.
+
+    Returns:
+      A frozen model of the head alone, for `learn` with `TeacherStates`.
+    """
+    shape = frozen.shape_of(teacher, policy=model)
+    table = ("embed", "tokens") if shape.tied_head else ("head", "kernel")
+    head = {table[0]: {table[1]: teacher.stored[table[0]][table[1]]}}
+    head = storage.store(head, memory="device")
+    return frozen.freeze(place(head), model=teacher.model)

@@ -1,0 +1,63 @@
+"""Records what TRL computes as the loss and gradient of distillation.
+
+    PYTHONPATH=tests python tests/programs/record_trl_distillation.py
+
+Recorded with trl 1.16.0, torch 2.14.1 (CPU), Python 3.11, into
+`tests/fixtures/trl_distillation.npz`. It is run by hand in an environment with trl; no
+test imports it, and reading the file needs neither.
+
+Inputs, ragged on the right:
+
+    logits, ref_logits    f32[3, 5, 11], of student and teacher
+    mask                  bool[3, 5]
+    temperature           f32[]
+    betas                 f32[5]; 0 is TRL's forward KL, 1 its reverse KL
+
+For each of them `losses` f32[5] and `gradients` f32[5, 3, 5, 11], by the student's
+logits, of `GKDTrainer.generalized_jsd_loss`: the mean over the tokens of the mask.
+"""
+
+import numpy as np
+import torch
+from places import FIXTURES
+from trl.experimental.gkd import GKDTrainer
+
+BETAS = (0.0, 0.1, 0.5, 0.9, 1.0)
+LENGTHS = (5, 1, 3)
+COLUMNS, VOCAB, TEMPERATURE = 5, 11, 0.7
+
+
+def main() -> None:
+    """Writes the file."""
+    rng = np.random.default_rng(0)
+    shape = (len(LENGTHS), COLUMNS, VOCAB)
+    logits, ref_logits = rng.normal(0, 1.5, (2, *shape)).astype("f4")
+    mask = np.arange(COLUMNS)[None, :] < np.array(LENGTHS)[:, None]
+    labels = torch.tensor(np.where(mask, 0, -100))
+    losses, gradients = [], []
+    for beta in BETAS:
+        student = torch.tensor(logits).requires_grad_()
+        loss = GKDTrainer.generalized_jsd_loss(
+            student,
+            torch.tensor(ref_logits),
+            labels=labels,
+            beta=beta,
+            temperature=TEMPERATURE,
+        )
+        loss.backward()
+        losses.append(loss.detach().numpy())
+        gradients.append(student.grad.numpy())
+    np.savez(
+        FIXTURES / "trl_distillation.npz",
+        logits=logits,
+        ref_logits=ref_logits,
+        mask=mask,
+        temperature=np.float32(TEMPERATURE),
+        betas=np.float32(BETAS),
+        losses=np.stack(losses),
+        gradients=np.stack(gradients),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""`rlhf-jax distill`: resumed to the bit, its teacher anywhere, bad input refused."""
+
+import json
+import signal
+import sys
+
+import numpy as np
+import pytest
+import toy_files
+import transformers
+from safetensors.numpy import load_file
+
+from rlhf_jax import config
+from rlhf_jax.checkpoints import frozen_models
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runs import command_line, metrics
+from rlhf_jax.train import distill, main
+from rlhf_jax.train.distill import trainer
+
+STEPS = 5
+# Twice as wide as the student, deeper and of another family.
+TEACHER = config.llama(
+    vocab_size=toy_files.MODEL.vocab_size,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    intermediate_size=24,
+    max_positions=32,
+)
+REWARD = r"""
+import signal
+calls = 0
+
+def score(prompts, responses, rows):
+    global calls
+    calls += 1
+    if calls == 4:  # the rehearsal is a call too
+        signal.raise_signal(signal.SIGTERM)
+    return [float(len(set(response.split()))) for response in responses]
+"""
+BASICS = (
+    *("--batch-size=8", "--max-new-tokens=5", f"--num-steps={STEPS}", "--no-progress"),
+    *("--learning-rate=1e-2", "--snapshot-every=2", "--sample-every=2"),
+)
+slow = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "stopping.py").write_text(REWARD)
+    toy_files.checkpoint(folder / "student")
+    toy_files.checkpoint(folder / "teacher", model=TEACHER, seed=3)
+    rows = [{"prompt": prompt} for prompt in ("the cat", "a dog was", "we ran")]
+    toy_files.jsonl(folder / "prompts.jsonl", *rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [*sys.path, str(folder)])
+        yield folder
+
+
+def play(files, out, *argv):
+    words = [
+        *("--out", out, "--model", files / "student", "--teacher", files / "teacher"),
+        *("--prompts", files / "prompts.jsonl", *BASICS, *argv),
+    ]
+    command_line.main(
+        distill.main, distill.Config, description="", argv=list(map(str, words))
+    )
+    return json.loads((out / "summary.json").read_text())
+
+
+def result(out):
+    record = {
+        name: (out / name).read_bytes() for name in ("metrics.jsonl", "samples.jsonl")
+    }
+    for key, tensor in load_file(out / "model" / "model.safetensors").items():
+        record[key] = tensor.tobytes()
+    return record
+
+
+@slow
+def test_a_stopped_run_goes_on_to_the_last_bit(files, tmp_path, capsys):
+    """With a reward, Jensen-Shannon over a top k, and the KL in the reward as well."""
+    options = (
+        *("--reward=stopping:score", "--kl-coef=0.3", "--divergence=jensen_shannon"),
+        *("--jsd-beta=0.4", "--top-k=5", "--penalty.placement=reward"),
+        *("--num-minibatches=2", "--micro-batch-size=2"),
+    )
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    with pytest.raises(SystemExit) as exit_:
+        play(files, parts, *options)
+    assert exit_.value.code == 128 + signal.SIGTERM
+    assert len(metrics.read(parts / "metrics.jsonl")) < STEPS
+    play(files, parts, *options, "--resume")
+    summary = play(files, whole, *options)
+    assert result(parts) == result(whole)
+    assert summary["teacher_verified"]
+    capsys.readouterr()
+    main.main(["verify", str(parts)])
+    assert "none moved" in capsys.readouterr().out
+    rows = metrics.read(whole / "metrics.jsonl")
+    for name in ("loss/divergence", "loss/policy", "objective/kl", "objective/scores"):
+        assert all(np.isfinite(row[name]) for row in rows)
+    assert any(row["objective/non_score_reward"] for row in rows)
+
+
+@slow
+def test_a_teacher_anywhere_gives_the_same_numbers(files, tmp_path):
+    """On devices of its own, on the host, beside a student over four devices."""
+    places = {
+        "with the student": (),
+        "on two devices of its own": ("--placement.teacher=last:data=2",),
+        "on the CPU": ("--placement.teacher=cpu",),
+        "in pinned memory": ("--placement.teacher=pinned_host",),
+        "beside four devices": (
+            *("--placement.policy=data=2,fsdp=2", "--placement.teacher=last:tensor=4"),
+        ),
+        "in int8": ("--teacher-storage.dtype=int8",),
+    }
+    runs = {}
+    for name, options in places.items():
+        out = tmp_path / name.replace(" ", "_")
+        play(files, out, *options)
+        runs[name] = metrics.read(out / "metrics.jsonl")
+    first = runs.pop("with the student")
+    rounded = runs.pop("in int8")
+    assert len(first) == STEPS
+    for name, rows in runs.items():
+        for row, wanted in zip(rows, first, strict=True):
+            assert row.keys() == wanted.keys()
+            for key, value in wanted.items():
+                near = value
+                if not isinstance(value, str):  # the stage's name
+                    near = pytest.approx(value, rel=2e-4, abs=2e-5)
+                assert row[key] == near, (name, row["step"], key)
+    key = "loss/divergence"
+    assert rounded[0][key] != first[0][key]
+    assert rounded[0][key] == pytest.approx(first[0][key], rel=0.1)
+
+
+@slow
+def test_the_student_comes_closer_without_a_reward(files, tmp_path):
+    summary = play(files, tmp_path / "run", "--num-steps=40", "--batch-size=32")
+    assert summary["divergence_last"] < 0.5 * summary["divergence_first"]
+    rows = metrics.read(tmp_path / "run" / "metrics.jsonl")
+    assert "loss/policy" not in rows[0]
+    assert rows[0]["objective/kl_coef"] == 1.0
+
+
+def test_a_teacher_of_other_tokens_is_refused_by_its_small_files(tmp_path):
+    """In one line, from config.json and the tokenizer: there are no weights here."""
+
+    def folder(name, *, words=toy_files.WORDS, vocab_size=24, positions=16):
+        described = transformers.GPT2Config(
+            vocab_size=vocab_size, n_embd=16, n_layer=1, n_head=2, n_positions=positions
+        )
+        described.architectures = ["GPT2LMHeadModel"]
+        described.save_pretrained(tmp_path / name)
+        toy_files.tokenizer(words).save_pretrained(tmp_path / name)
+        return str(tmp_path / name)
+
+    student = folder("student")
+    for teacher, message in {
+        folder("ids", words=toy_files.WORDS[::-1]): "teacher .*: expected the policy's",
+        folder("small", vocab_size=23, words=toy_files.WORDS[:-1]): (
+            "--teacher .*: expected a vocabulary of at least the student's 24 tokens, "
+            "got 23"
+        ),
+        folder("short", positions=8): (
+            "--teacher .*: expected a context of at least the student's 16 tokens"
+        ),
+    }.items():
+        with pytest.raises(InputError, match=message) as error:
+            frozen_models.check_teacher(teacher, student=student, tokenizer=None)
+        assert "\n" not in str(error.value)
+    # Rows beyond the tokenizer's ids, and the student's tokenizer from elsewhere.
+    larger = folder("larger", vocab_size=30, positions=32)
+    frozen_models.check_teacher(larger, student=student, tokenizer=None)
+    other = str(tmp_path / "ids")
+    frozen_models.check_teacher(other, student=student, tokenizer=other)
+
+
+@slow
+def test_it_is_refused_before_anything_is_loaded(files, tmp_path, capsys, monkeypatch):
+    other = toy_files.checkpoint(
+        tmp_path / "other", model=TEACHER, words=toy_files.WORDS[::-1], seed=3
+    )
+    monkeypatch.setattr(trainer, "load_start", None)
+    with pytest.raises(SystemExit) as exit_:
+        play(files, tmp_path / "run", "--teacher", other)
+    assert exit_.value.code == 2
+    assert "expected the policy's tokenizer" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--kl-coef=0", "kl_coef: expected a finite number above 0, got 0"),
+        ("--ptx-coef=1", "--ptx-coef: expected 0, as there are no texts"),
+        ("--num-shown=-1", "num_shown: expected a finite number, 0 or more"),
+        ("--max-grad-norm=0", "max_grad_norm: expected a finite number above 0"),
+        ("--recompute-logprobs --sampler-storage.dtype=int8", "--recompute-logprobs:"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(argv, message, tmp_path, capsys):
+    words = ["--out", tmp_path / "run", "--model=a", "--teacher=b", "--prompts=c"]
+    with pytest.raises(SystemExit) as exit_:
+        command_line.main(
+            distill.main,
+            distill.Config,
+            description="",
+            argv=[*map(str, words), *argv.split()],
+        )
+    assert exit_.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
