@@ -207,7 +207,10 @@ def test_real_pairs(real, shared_data, tmp_path):
         (("--beta=0",), "beta: expected a finite number above 0, got 0.0"),
         (("--label-smoothing=0.5",), "label_smoothing: expected a chance from 0 to be"),
         (("--kind=ipo", "--label-smoothing=0.1"), "expected 0 with kind 'ipo'"),
-        (("--kind=ipo", "--reference-free"), "expected sigmoid or hinge without a ref"),
+        (
+            ("--kind=ipo", "--reference-free"),
+            "sigmoid, robust or hinge without a reference",
+        ),
         (("--reference-free", "--precompute"), "--precompute: expected none with --re"),
         (("--reference-free", "--reference=x"), "--reference: expected none with --re"),
         (

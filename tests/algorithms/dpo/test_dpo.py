@@ -349,7 +349,7 @@ def test_references_that_are_missing_or_would_not_be_read(packed, reference):
         ({"kind": "slic"}, "kind: expected one of"),
         ({"kind": "hinge", "label_smoothing": 0.1}, "0 with kind 'hinge'"),
         ({"label_smoothing": 0.6}, "from 0 to below 0.5"),
-        ({"kind": "ipo", "reference_free": True}, "sigmoid or hinge without"),
+        ({"kind": "ipo", "reference_free": True}, "sigmoid, robust or hinge without"),
         ({"temperature": 0.0}, "temperature: expected"),
         ({"token_mean": True}, "token_mean: expected False with kind 'sigmoid'"),
     ],
