@@ -139,6 +139,8 @@ class PackedPreferences:
     response_mask: Bool[Array, "B S"]  # tokens of the responses, EOS included
     pairs: Bool[Array, "B K"]  # True where the row has a pair of that number
     index: Int32[Array, " B"]  # row of the packed data set
+    # KTO's: the chosen text is desirable, and the rejected one is of another prompt.
+    labels: Bool[Array, "B K"] | None = None
 
     @property
     def mask(self) -> Array:
