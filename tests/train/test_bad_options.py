@@ -197,6 +197,20 @@ OWN = {
         ("--reward=math:pi", "expected a function pi in .*, got float"),
         ("--reward-model=x", "--reward and --reward-model, got both"),
         ("--reward=None --reward-model=/nowhere", NO_FOLDER),
+        ("--reward=None --reward-model={}/scorer,/nowhere", NO_FOLDER),
+        ("--reward=None --reward-model=a,a", "different checkpoints between commas"),
+        ("--reward=None --reward-model=a,", "different checkpoints between commas"),
+        ("--reward-combine=minimum", "expected several models in --reward-model"),
+        ("--reward-std-coef=1", "expected --reward-combine mean_minus_std with it"),
+        (
+            "--reward=None --reward-model=a,b --reward-combine=mean_minus_std "
+            "--reward-std-coef=-1",
+            "reward_std_coef: expected a finite number, 0 or more, got -1",
+        ),
+        (
+            "--reward=None --reward-model=a,b --critic-from=reward_model",
+            "expected one --reward-model to start from, got 2",
+        ),
         ("--reward=None --reward-model={}/model", "expected the architecture GPT2For"),
         ("--model={}/scorer", "expected the architecture GPT2LMHead"),
         ("--reference={}/scorer", "expected the architecture GPT2LMHead"),
