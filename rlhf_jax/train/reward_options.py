@@ -15,7 +15,7 @@ class RewardModelConfig(StartConfig):
     """Which reward models score the responses, and what is made of several."""
 
     reward_model: str | None = None
-    """Reward model, a checkpoint, or several as A,B,C; or give --reward."""
+    """Reward model, or several as A,B,C; or give --reward."""
     reward_combine: Combine = "mean"
     """Score of several reward models: their mean, their minimum, or mean_minus_std,
     their mean less --reward-std-coef times their standard deviation."""

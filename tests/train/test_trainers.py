@@ -549,7 +549,7 @@ def test_ppo_on_an_ensemble_of_reward_models(files, tmp_path):
     for name in ("reward_0", "reward_1"):
         assert any(
             name in path.read_text()
-            for path in (tmp_path / "run" / "snapshots").rglob("*.json")
+            for path in (tmp_path / "run" / "snapshots").rglob("metadata")
         )
 
 
