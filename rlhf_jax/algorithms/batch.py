@@ -88,6 +88,18 @@ class Experience(PolicyExperience):
 
 
 @flax.struct.dataclass
+class PairExperience(PolicyExperience):
+    """What online DPO reads: a row is a pair, its chosen response and the rejected one.
+
+    columns     0 ... S-1                  S ... 2S-1
+    tokens      prompt and chosen          the same prompt and rejected
+    """
+
+    pairs: Bool[Array, " B"]  # that are trained on
+    rejected_better: Float32[Array, " B"]  # probability of the opposite preference
+
+
+@flax.struct.dataclass
 class RolloutPacking:
     """How models read the rows of an iteration packed, while its records stay padded.
 

@@ -14,6 +14,7 @@ TRAINERS = {
     "grpo": "GRPO or RLOO on your own model, with a verifier.",
     "reinforce": "REINFORCE++ on your own model, with a verifier.",
     "dpo": "DPO from your own preference pairs, without a reward model.",
+    "online-dpo": "DPO on pairs of the model's own samples, with a verifier.",
 }
 QUERIES = {
     "verify": "Whether the snapshots of a run are whole and its frozen models unmoved.",
@@ -75,6 +76,10 @@ def train(name: str, options: Sequence[str]) -> None:
             from rlhf_jax.train import dpo
 
             dpo.command(options)
+        case "online-dpo":
+            from rlhf_jax.train import online_dpo
+
+            online_dpo.command(options)
 
 
 def usage() -> str:

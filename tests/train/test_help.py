@@ -5,7 +5,16 @@ import dataclasses
 import pytest
 
 from rlhf_jax.runs.command_line import help_screen
-from rlhf_jax.train import dpo, grpo, main, ppo, reinforce, reward_model, sft
+from rlhf_jax.train import (
+    dpo,
+    grpo,
+    main,
+    online_dpo,
+    ppo,
+    reinforce,
+    reward_model,
+    sft,
+)
 
 TRAINERS = {
     "sft": sft,
@@ -14,6 +23,7 @@ TRAINERS = {
     "grpo": grpo,
     "reinforce": reinforce,
     "dpo": dpo,
+    "online-dpo": online_dpo,
 }
 
 
