@@ -1,11 +1,11 @@
-"""Certificates of losses of preferences: cDPO, robust DPO, KTO, SimPO, online DPO.
+"""Certificates of preferences: cDPO, robust DPO, KTO, SimPO, online DPO, Nash-MD.
 
     python experiments certificates.certify_preferences --out runs/certify_preferences
 
 Four words, four columns, 256 responses, all of them known (`enumerable.py`). Offline
 losses are summed over all pairs of responses, with the probability of each label
-(`preferences.py`); online DPO is sampled and trained as in a run. The exit status is 1
-if one fails:
+(`preferences.py`); online DPO and Nash-MD are sampled and trained as in a run. The exit
+status is 1 if one fails:
 
 formula  The gradient of the expected loss is that of the formula, within 1e-5.
 optimum  Training ends within 0.01 nats of the optimum that is named, or, where there is
@@ -16,7 +16,8 @@ reaches π*; DPO and cDPO do not. KTO has no optimum: it goes on to the response
 most labels call desirable, and its z0 is 0 however far the policy has come. SimPO's
 optimum does not know the reference. Online DPO reaches π* where the judge prefers by
 the chance of Bradley and Terry; where the higher score always wins it goes on to the
-best response.
+best response. Nash-MD reaches its fixed point, π ∝ π_ref exp(P(y beats π^mix)/τ), with
+the mixture of each token's distributions that it samples from.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import dataclasses
 import functools
 import math
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -35,8 +36,9 @@ from worlds.enumerable import Float64, World
 from certificates import annealing, preferences, verdicts
 from certificates.penalty_claims import TOLERANCE
 from rlhf_jax import kl_control, online_dpo, state
-from rlhf_jax.algorithms import optimizers
+from rlhf_jax.algorithms import nash_md, optimizers
 from rlhf_jax.algorithms.online_dpo.recipe import Labels
+from rlhf_jax.algorithms.state import Optimizer
 from rlhf_jax.functional import checks
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference import storage
@@ -44,6 +46,7 @@ from rlhf_jax.runs import command_line, folder, report, run, run_config
 
 SEEN = 0.03  # nats from π*, of a bias that is claimed
 SIMPO_BETA = 2.0
+MIXTURE = 0.125  # of Nash-MD, the share of the reference
 
 
 class Finding(NamedTuple):
@@ -70,6 +73,8 @@ class Config(run_config.RunConfig):
     """Worlds, each of a seed of its own: --seed, the next, ..."""
     beta: float = 0.3
     """Of all losses but SimPO's, reward units per nat."""
+    tau: float = 0.05
+    """KL coefficient of Nash-MD, per nat; its rewards are probabilities."""
     flip_rate: float = 0.2
     """Probability that a label is turned round."""
     steps: int = preferences.STEPS
@@ -92,6 +97,7 @@ class Config(run_config.RunConfig):
             num_worlds=self.num_worlds,
             distance=self.distance,
             steps=self.steps,
+            tau=self.tau,
             learning_rate=self.learning_rate,
         )
         if not 0 < self.flip_rate < 0.5:
@@ -194,32 +200,27 @@ def online(
 ) -> Finding:
     """Online DPO as a run has it: sampled pairs, the frozen reference."""
     model = enumerable.model(hidden_size=options.hidden_size)
-    algorithm = online_algorithm(options, model=model, labels=labels)
-    train = state.grpo_state(
-        policy=storage.store(world.start),
-        policy_optimizer=algorithm.policy_optimizer,
-        kl=kl_control.fixed(options.beta),
+    algorithm = online_dpo.OnlineDPO(
+        labels=labels, beta=options.beta, **_shapes(options, model)
     )
-    [policy] = annealing.improve(
+    log_policy = _trained(
         world,
-        name=f"{labels}-{seed}",
-        train=train,
+        options,
         iteration=functools.partial(online_dpo.iteration, recipe=algorithm),
-        betas=(options.beta,),
-        key=jax.random.fold_in(jax.random.key(seed), 1),
+        optimizer=algorithm.policy_optimizer,
+        name=f"{labels}-{seed}",
+        coefficient=options.beta,
+        seed=seed,
         job=job,
-        model=model,
-        iterations=options.iterations,
-        batch_size=options.batch_size,
     )
     best = world.optimum(options.beta).log_policy
-    distance = enumerable.divergence(policy.log_policy, best)
+    distance = enumerable.divergence(log_policy, best)
     exact = labels == "bradley_terry"
-    top = float(policy.log_policy[world.rewards.argmax()])
     if not exact:
+        place = world.rewards.argmax()
         print(
-            f"online DPO, the higher score always wins: {np.exp(top):.2f} of π on the "
-            f"best response, {np.exp(best[world.rewards.argmax()]):.2f} of π*"
+            f"online DPO, the higher score always wins: {np.exp(log_policy[place]):.2f}"
+            f" of π on the best response, {np.exp(best[place]):.2f} of π*"
         )
     return Finding(
         f"online DPO, labels {labels}",
@@ -231,23 +232,76 @@ def online(
     )
 
 
-def online_algorithm(
-    options: Config, *, model: ModelConfig, labels: Labels
-) -> online_dpo.OnlineDPO:
-    """Two samples of the prompt make a pair."""
-    return online_dpo.OnlineDPO(
-        labels=labels,
-        beta=options.beta,
-        model=model,
-        policy_optimizer=optimizers.adam(
-            annealing.falling(
-                options.learning_rate, updates=1, iterations=options.iterations
-            ),
-            eps=1e-8,
-        ),
-        max_new_tokens=enumerable.LENGTH,
-        stop_ids=(),
+def nash(world: World, options: Config, *, seed: int, job: run.Run) -> Finding:
+    """Nash-MD as a run has it, its opponents drawn from the mixture."""
+    model = enumerable.model(hidden_size=options.hidden_size)
+    algorithm = nash_md.NashMD(
+        mixture=MIXTURE, temperature=1.0, **_shapes(options, model)
     )
+    log_policy = _trained(
+        world,
+        options,
+        iteration=functools.partial(nash_md.iteration, recipe=algorithm),
+        optimizer=algorithm.policy_optimizer,
+        name=f"nash_md-{seed}",
+        coefficient=options.tau,
+        seed=seed,
+        job=job,
+    )
+    fixed_point = preferences.nash(world, tau=options.tau, share=MIXTURE)
+    return Finding(
+        "Nash-MD",
+        "exp(P(y beats π^mix)/τ)·π_ref",
+        math.nan,
+        enumerable.divergence(log_policy, fixed_point),
+        enumerable.divergence(world.log_ref, fixed_point),
+        biased=False,
+    )
+
+
+def _trained(
+    world: World,
+    options: Config,
+    *,
+    iteration: annealing.Iteration,
+    optimizer: Optimizer,
+    name: str,
+    coefficient: float,
+    seed: int,
+    job: run.Run,
+) -> Float64:
+    """f64[256]: log π, nats, after all iterations from the reference."""
+    train = state.grpo_state(
+        policy=storage.store(world.start),
+        policy_optimizer=optimizer,
+        kl=kl_control.fixed(coefficient),
+    )
+    [policy] = annealing.improve(
+        world,
+        name=name,
+        train=train,
+        iteration=iteration,
+        betas=(options.beta,),
+        key=jax.random.fold_in(jax.random.key(seed), 1),
+        job=job,
+        model=enumerable.model(hidden_size=options.hidden_size),
+        iterations=options.iterations,
+        batch_size=options.batch_size,
+    )
+    return policy.log_policy
+
+
+def _shapes(options: Config, model: ModelConfig) -> dict[str, Any]:
+    """What both algorithms that sample share: two samples of the prompt are a pair."""
+    schedule = annealing.falling(
+        options.learning_rate, updates=1, iterations=options.iterations
+    )
+    return {
+        "model": model,
+        "policy_optimizer": optimizers.adam(schedule, eps=1e-8),
+        "max_new_tokens": enumerable.LENGTH,
+        "stop_ids": (),
+    }
 
 
 def show(findings: list[Finding], *, seed: int) -> None:
@@ -277,7 +331,9 @@ def main(options: Config) -> None:
     seeds = range(options.seed, options.seed + options.num_worlds)
     kinds: tuple[Labels, ...] = ("bradley_terry", "ranked")
     steps = options.iterations // annealing.ITERATIONS_A_STEP
-    num_steps = {f"{kind}-{seed}": steps for seed in seeds for kind in kinds}
+    num_steps = {
+        f"{kind}-{seed}": steps for seed in seeds for kind in (*kinds, "nash_md")
+    }
     rows, shown = [], {}
     with run.Run(options, num_steps=num_steps) as job:
         for seed in seeds:
@@ -287,6 +343,7 @@ def main(options: Config) -> None:
                 online(world, options, labels=kind, seed=seed, job=job)
                 for kind in kinds
             ]
+            findings.append(nash(world, options, seed=seed, job=job))
             show(findings, seed=seed)
             shown |= {f"{each.method}, seed {seed}": each.holds for each in findings}
             rows += [

@@ -169,7 +169,7 @@ def dpo_optimum(world: World, preference: Float64, *, beta: float) -> Float64:
 
     def value(log_ratio: Float64) -> tuple[float, Float64]:
         margin = beta * (log_ratio[:, None] - log_ratio[None, :])
-        loss = (preference * np.logaddexp(0, -margin)).sum() / 2
+        loss = (preference * np.logaddexp(0, -margin)).sum()
         wanted = 1 / (1 + np.exp(-margin))
         return float(loss), beta * (wanted - preference).sum(axis=1)
 
@@ -224,3 +224,37 @@ def _train(
         step, (logits, optimizer.init(logits)), None, length=steps
     )
     return logits
+
+
+def mixed(log_policy: Float64, log_ref: Float64, *, share: float) -> Float64:
+    """log of the mixture of each token's distributions: π^(1-m)·π_ref^m, normalised.
+
+    The distribution of a token follows from the sums over all responses that begin so.
+    """
+    shape = (enumerable.VOCABULARY,) * enumerable.LENGTH
+    total = np.zeros(shape)
+    for column in range(enumerable.LENGTH):
+        later = tuple(range(column + 1, enumerable.LENGTH))
+
+        def conditional(log_p: Float64, later: tuple[int, ...] = later) -> Float64:
+            known = np.logaddexp.reduce(log_p.reshape(shape), axis=later, keepdims=True)
+            return known - np.logaddexp.reduce(
+                known, axis=enumerable.LENGTH - 1 - len(later), keepdims=True
+            )
+
+        mix = (1 - share) * conditional(log_policy) + share * conditional(log_ref)
+        mix -= np.logaddexp.reduce(mix, axis=column, keepdims=True)
+        total = total + mix
+    return total.reshape(-1)
+
+
+def nash(world: World, *, tau: float, share: float) -> Float64:
+    """log π of Nash-MD's fixed point: π ∝ π_ref exp(P(y beats π^mix)/τ)."""
+    log_policy, beats = world.log_ref, clean(world.rewards)
+    for _ in range(2000):
+        mix = np.exp(mixed(log_policy, world.log_ref, share=share))
+        best = world.log_ref + beats @ mix / tau
+        best -= np.logaddexp.reduce(best)
+        log_policy = 0.5 * log_policy + 0.5 * best
+        log_policy -= np.logaddexp.reduce(log_policy)
+    return log_policy
