@@ -15,9 +15,10 @@ With labels flipped at a rate of 0.2 robust DPO has DPO's gradient on clean labe
 reaches π*; DPO and cDPO do not. KTO has no optimum: it goes on to the responses that
 most labels call desirable, and its z0 is 0 however far the policy has come. SimPO's
 optimum does not know the reference. Online DPO reaches π* where the judge prefers by
-the chance of Bradley and Terry; where the higher score always wins it goes on to the
-best response. Nash-MD reaches its fixed point, π ∝ π_ref exp(P(y beats π^mix)/τ), with
-the mixture of each token's distributions that it samples from.
+the chance of Bradley and Terry; where the higher score always wins it collapses onto
+one response, which need not be the best. Nash-MD reaches its fixed point, π ∝ π_ref
+exp(P(y beats π^mix)/τ), with the mixture of each token's distributions that it samples
+from.
 """
 
 from __future__ import annotations
@@ -216,17 +217,19 @@ def online(
     best = world.optimum(options.beta).log_policy
     distance = enumerable.divergence(log_policy, best)
     exact = labels == "bradley_terry"
+    left = -float(log_policy.max())  # KL to a policy of one response alone
     if not exact:
-        place = world.rewards.argmax()
+        place = log_policy.argmax()
+        better = int((world.rewards > world.rewards[place]).sum())
         print(
-            f"online DPO, the higher score always wins: {np.exp(log_policy[place]):.2f}"
-            f" of π on the best response, {np.exp(best[place]):.2f} of π*"
+            f"online DPO, the higher score always wins: {np.exp(-left):.3f} of π on a "
+            f"response, {better} have higher rewards; {np.exp(best[place]):.3f} of π*"
         )
     return Finding(
         f"online DPO, labels {labels}",
-        "π*" if exact else "none: on to the best response",
+        "π*" if exact else "none: one response alone",
         math.nan,
-        distance if exact else 0.0,
+        distance if exact else left,
         distance,
         biased=not exact,
     )

@@ -9,8 +9,8 @@ A row of the experience is a pair, its preferred response and then the other:
 
 The reference is the frozen one of every policy gradient, and β the coefficient of E[r]
 - β·KL. With labels of Bradley and Terry the gradient is 0, on average over the labels,
-at π* ∝ π_ref exp(r/β), whatever the pairs. With ranked labels it is not: π goes on to
-whatever response has the highest score.
+at π* ∝ π_ref exp(r/β), whatever the pairs. With ranked labels it is not: π goes on
+until one response is left, which need not be the best.
 """
 
 from __future__ import annotations
