@@ -8,7 +8,7 @@ losses are summed over all pairs of responses, with the probability of each labe
 status is 1 if one fails:
 
 formula  The gradient of the expected loss is that of the formula, within 1e-5.
-optimum  Training ends within 0.01 nats of the optimum that is named, or, where there is
+optimum  Training ends within 0.01 nats (Nash-MD: 0.02) of what is named, or, where there is
          a bias, is seen to end elsewhere than at π* ∝ π_ref exp(r/β).
 
 With labels flipped at a rate of 0.2 robust DPO has DPO's gradient on clean labels and
@@ -48,6 +48,7 @@ from rlhf_jax.runs import command_line, folder, report, run, run_config
 SEEN = 0.03  # nats from π*, of a bias that is claimed
 SIMPO_BETA = 2.0
 MIXTURE = 0.125  # of Nash-MD, the share of the reference
+NASH_NATS = 0.02  # from its fixed point: a policy gradient without any baseline
 
 
 class Finding(NamedTuple):
@@ -59,13 +60,14 @@ class Finding(NamedTuple):
     distance: float  # KL(π ‖ what is named), nats
     from_best: float  # KL(π ‖ π*), nats
     biased: bool
+    within: float = verdicts.NATS  # of what is named, nats
 
     @property
     def holds(self) -> bool:
         """The formula's gradient, and the optimum's policy or a bias that is seen."""
         small = math.isnan(self.error) or self.error <= TOLERANCE
         ends = self.from_best > SEEN if self.biased else True
-        return small and ends and not self.distance > verdicts.NATS
+        return small and ends and not self.distance > self.within
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +76,7 @@ class Config(run_config.RunConfig):
     """Worlds, each of a seed of its own: --seed, the next, ..."""
     beta: float = 0.3
     """Of all losses but SimPO's, reward units per nat."""
-    tau: float = 0.05
+    tau: float = 0.1
     """KL coefficient of Nash-MD, per nat; its rewards are probabilities."""
     flip_rate: float = 0.2
     """Probability that a label is turned round."""
@@ -82,6 +84,8 @@ class Config(run_config.RunConfig):
     """Of Adam, on all pairs each."""
     iterations: int = 800
     """Of online DPO; a multiple of 25."""
+    nash_iterations: int = 1600
+    """Of Nash-MD, whose gradient is noisier; a multiple of 25."""
     distance: float = 3.5
     """KL from the reference to the optimum at a beta of 0.1, nats; scales rewards."""
     hidden_size: int = 32
@@ -93,7 +97,8 @@ class Config(run_config.RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        annealing.check_annealing((self.beta,), iterations=self.iterations)
+        for iterations in (self.iterations, self.nash_iterations):
+            annealing.check_annealing((self.beta,), iterations=iterations)
         checks.positive(
             num_worlds=self.num_worlds,
             distance=self.distance,
@@ -237,6 +242,7 @@ def online(
 
 def nash(world: World, options: Config, *, seed: int, job: run.Run) -> Finding:
     """Nash-MD as a run has it, its opponents drawn from the mixture."""
+    options = dataclasses.replace(options, iterations=options.nash_iterations)
     model = enumerable.model(hidden_size=options.hidden_size)
     algorithm = nash_md.NashMD(
         mixture=MIXTURE, temperature=1.0, **_shapes(options, model)
@@ -259,6 +265,7 @@ def nash(world: World, options: Config, *, seed: int, job: run.Run) -> Finding:
         enumerable.divergence(log_policy, fixed_point),
         enumerable.divergence(world.log_ref, fixed_point),
         biased=False,
+        within=NASH_NATS,
     )
 
 
@@ -311,7 +318,7 @@ def show(findings: list[Finding], *, seed: int) -> None:
     """Prints the table of a world."""
     report.table(
         f"Losses of preferences, seed {seed}: KL to what is named at most "
-        f"{verdicts.NATS:g} nats",
+        f"{verdicts.NATS:g} nats (Nash-MD: {NASH_NATS:g})",
         ("method", "ends at", "formula", "KL to it", "KL to π*", ""),
         [
             (
@@ -333,9 +340,11 @@ def main(options: Config) -> None:
     model = enumerable.model(hidden_size=options.hidden_size)
     seeds = range(options.seed, options.seed + options.num_worlds)
     kinds: tuple[Labels, ...] = ("bradley_terry", "ranked")
-    steps = options.iterations // annealing.ITERATIONS_A_STEP
+    iterations = dict.fromkeys(kinds, options.iterations)
     num_steps = {
-        f"{kind}-{seed}": steps for seed in seeds for kind in (*kinds, "nash_md")
+        f"{name}-{seed}": count // annealing.ITERATIONS_A_STEP
+        for seed in seeds
+        for name, count in {**iterations, "nash_md": options.nash_iterations}.items()
     }
     rows, shown = [], {}
     with run.Run(options, num_steps=num_steps) as job:
