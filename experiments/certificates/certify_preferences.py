@@ -8,8 +8,8 @@ losses are summed over all pairs of responses, with the probability of each labe
 status is 1 if one fails:
 
 formula  The gradient of the expected loss is that of the formula, within 1e-5.
-optimum  Training ends within 0.01 nats (Nash-MD: 0.02) of what is named, or, where there is
-         a bias, is seen to end elsewhere than at π* ∝ π_ref exp(r/β).
+optimum  Training ends within 0.01 nats (Nash-MD: 0.02) of what is named; where there is
+         a bias it is seen to end elsewhere than at π* ∝ π_ref exp(r/β).
 
 With labels flipped at a rate of 0.2 robust DPO has DPO's gradient on clean labels and
 reaches π*; DPO and cDPO do not. KTO has no optimum: it goes on to the responses that

@@ -3,7 +3,7 @@
 import pytest
 import toy_files
 
-from rlhf_jax.data import packing, tokenization, unpaired
+from rlhf_jax.data import packing, unpaired
 from rlhf_jax.functional.checks import InputError
 
 ROWS = [
@@ -15,10 +15,8 @@ ROWS = [
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("words") / "model"
-    toy_files.checkpoint(folder)
-    return tokenization.load_tokenizer(folder)
+def tokenizer():
+    return toy_files.tokenizer()
 
 
 def read(path, *rows, **options):

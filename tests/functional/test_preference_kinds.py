@@ -75,7 +75,8 @@ TRL = {
 }
 
 
-@pytest.mark.parametrize("name", one_in(2, TRL))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRL)
 def test_losses_and_gradients_are_those_of_trl(name):
     loss, gradient = jax.value_and_grad(TRL[name])(jnp.asarray(RECORDED["logprobs"]))
     assert float(loss) == pytest.approx(RECORDED[f"{name}/loss"], abs=1e-6)
@@ -183,14 +184,14 @@ def test_no_gradient_reaches_z0_or_the_reference():
     np.testing.assert_array_equal(slope, 0)
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", one_in(2, EACH))
 def test_garbage_and_cuts_change_nothing(name):
     loss, arrays = EACH[name]
     mask = np.array([1, 1, 0, 1, 0, 1], bool)
     labels = {"desirable": GOOD[mask]} if name == "kto" else {}
     expected, stats = loss(**{key: x[mask] for key, x in arrays.items()}, **labels)
     count = "num_texts" if name == "kto" else "num_pairs"
-    for garbage in (np.nan, np.inf, -1e30, 0.0):
+    for garbage in (np.nan, -1e30):
         spoilt = {
             key: np.where(mask, x, np.float32(garbage)) for key, x in arrays.items()
         }

@@ -90,9 +90,14 @@ def leads(pairs):
     ("recipe", "pairs", "kept"),
     [
         # Of equal scores the first is best and the last worst; the row of 0.0 leads.
-        (BASE, [(1, 3), (6, 7)], [0, 1]),
+        pytest.param(BASE, [(1, 3), (6, 7)], [0, 1], marks=pytest.mark.slow),
         (BRADLEY_TERRY, [(1, 3), (6, 7)], [0, 1]),
-        (NEIGHBOURS, [(1, 0), (2, 3), (4, 5), (6, 7)], [0, 1, 3]),
+        pytest.param(
+            NEIGHBOURS,
+            [(1, 0), (2, 3), (4, 5), (6, 7)],
+            [0, 1, 3],
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             dataclasses.replace(NEIGHBOURS, kind="ipo"),
             [(1, 0), (2, 3), (4, 5), (6, 7)],
