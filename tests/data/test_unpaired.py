@@ -61,10 +61,11 @@ def test_each_text_has_a_response_to_another_prompt(tmp_path, tokenizer):
 
 def test_a_mismatched_response_is_cut_where_it_does_not_fit(tmp_path, tokenizer):
     long = {"prompt": "it was so", "completion": "good", "label": True}
-    rows = read(tmp_path, ROWS[0], ROWS[1] | {"prompt": "the cat"}, long)
+    other = {"prompt": "the cat", "completion": "ran very bad .", "label": False}
+    rows = read(tmp_path, ROWS[0], other, long)
     texts = unpaired.encode_labelled(tokenizer, rows, max_length=7, seed=0)
     by_length = {len(text.prompt): text for text in texts}
-    assert len(by_length[3].mismatched) in (2, 4)
+    assert len(by_length[3].mismatched) == 4  # of 5
     # A row of 10 tokens: 3 + 2 of the text, 3 + 2 of the other.
     short = read(tmp_path, long, {"prompt": "a", "completion": "bad", "label": False})
     for widest, cut in ((10, 2), (9, 1)):
