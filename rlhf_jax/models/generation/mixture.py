@@ -132,7 +132,8 @@ def generate(
         so_far = state.generated
         column = state.prompt_size + state.step - 1
         hidden, caches = [], []
-        for side, of_side, cache in zip(sides, layers, state.caches, strict=True):
+        each: Any = state.caches  # of both
+        for side, of_side, cache in zip(sides, layers, each, strict=True):
             state_of_last, cache = cached_decoder.decode_step(
                 side.params,
                 layers=of_side,
@@ -151,9 +152,10 @@ def generate(
         return draw(state, mixed(hidden))
 
     for width in widths:
+        each: Any = state.caches
         wider = tuple(
             widened(cache, model=side.model, columns=width)
-            for side, cache in zip(sides, state.caches, strict=True)
+            for side, cache in zip(sides, each, strict=True)
         )
         state = jax.lax.while_loop(
             functools.partial(more, width=width),
