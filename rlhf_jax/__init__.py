@@ -11,7 +11,16 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rlhf_jax.algorithms import batch, dpo, grpo, ppo, reinforce, sft, state
+    from rlhf_jax.algorithms import (
+        batch,
+        dpo,
+        grpo,
+        online_dpo,
+        ppo,
+        reinforce,
+        sft,
+        state,
+    )
     from rlhf_jax.checkpoints import hf
     from rlhf_jax.functional import (
         advantages,
@@ -73,6 +82,7 @@ _MODULES = {
     "grpo": "algorithms.grpo",
     "reinforce": "algorithms.reinforce",
     "dpo": "algorithms.dpo",
+    "online_dpo": "algorithms.online_dpo",
     "sft": "algorithms.sft",
     "hf": "checkpoints.hf",
 }
@@ -96,6 +106,7 @@ __all__ = [
     "lora",
     "losses",
     "masked",
+    "online_dpo",
     "policy",
     "ppo",
     "reinforce",

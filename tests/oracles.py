@@ -518,6 +518,10 @@ def dpo_pairs(
         if kind == "sigmoid":
             losses.append(-(1 - eps) * math.log(right) - eps * math.log(wrong))
             slopes.append(beta * (eps * right - (1 - eps) * wrong))
+        elif kind == "robust":
+            scale = 1 / (1 - 2 * eps)
+            losses.append(scale * (eps * math.log(wrong) - (1 - eps) * math.log(right)))
+            slopes.append(-beta * scale * (eps * right + (1 - eps) * wrong))
         elif kind == "ipo":
             losses.append((h - 1 / (2 * beta)) ** 2)
             slopes.append(2 * (h - 1 / (2 * beta)))
@@ -525,6 +529,43 @@ def dpo_pairs(
             losses.append(max(0.0, 1 - beta * h))
             slopes.append(-beta if beta * h < 1 else 0.0)
     return losses, slopes
+
+
+def simpo_pairs(chosen: Array, rejected: Array, beta: float, gamma: float) -> Array:
+    """The loss of each pair by the mean log-probs of its responses."""
+    return np.array(
+        [
+            math.log(1 + math.exp(gamma - beta * (c - r)))
+            for c, r in zip(chosen, rejected, strict=True)
+        ]
+    )
+
+
+def orpo_pairs(chosen: Array, rejected: Array, weight: float) -> Array:
+    """The same for ORPO, by probabilities: σ(log x) is x / (1 + x)."""
+    losses = []
+    for c, r in zip(np.exp(chosen), np.exp(rejected), strict=True):
+        odds = (c / (1 - c)) / (r / (1 - r))
+        losses.append(-math.log(c) - weight * math.log(odds / (1 + odds)))
+    return np.array(losses)
+
+
+def kto_texts(
+    ratios: Array,
+    desirable: Array,
+    others: Array,
+    beta: float,
+    weights: tuple[float, float],
+) -> tuple[Array, Array, float]:
+    """(losses, slopes in the log-ratio, z0) of texts, and of mismatched ones."""
+    z0 = max(0.0, sum(others) / len(others))
+    losses, slopes = [], []
+    for u, good in zip(ratios, desirable, strict=True):
+        sign, weight = (1, weights[0]) if good else (-1, weights[1])
+        value = 1 / (1 + math.exp(-sign * beta * (u - z0)))
+        losses.append(weight - weight * value)
+        slopes.append(-weight * sign * beta * value * (1 - value))
+    return np.array(losses), np.array(slopes), z0
 
 
 def attention(

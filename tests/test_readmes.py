@@ -30,7 +30,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 # Metrics are named by a group and a name; other strings with a slash are not of these.
 GROUPS = (
     *("objective", "policy", "loss", "value", "response", "drift", "update", "critic"),
-    *("penalty", "pairwise", "dpo", "group", "eval", "judge", "reward"),
+    *("penalty", "pairwise", "dpo", "kto", "pair", "group", "eval", "judge", "reward"),
 )
 
 # Of tyro, pytest, JAX and XLA.

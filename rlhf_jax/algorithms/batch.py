@@ -119,6 +119,18 @@ class Experience(PolicyExperience):
 
 
 @flax.struct.dataclass
+class PairExperience(PolicyExperience):
+    """What online DPO reads: a row is a pair, its chosen response and the rejected one.
+
+    columns     0 ... S-1                  S ... 2S-1
+    tokens      prompt and chosen          the same prompt and rejected
+    """
+
+    pairs: Bool[Array, " B"]  # that are trained on
+    rejected_better: Float32[Array, " B"]  # probability of the opposite preference
+
+
+@flax.struct.dataclass
 class RolloutPacking:
     """How models read the rows of an iteration packed, while its records stay padded.
 
@@ -170,6 +182,8 @@ class PackedPreferences:
     response_mask: Bool[Array, "B S"]  # tokens of the responses, EOS included
     pairs: Bool[Array, "B K"]  # True where the row has a pair of that number
     index: Int32[Array, " B"]  # row of the packed data set
+    # KTO's: the chosen text is desirable, and the rejected one is of another prompt.
+    labels: Bool[Array, "B K"] | None = None
 
     @property
     def mask(self) -> Array:

@@ -73,6 +73,35 @@ def read_demonstrations(
     return rows
 
 
+def checked_response(
+    where: str, row: Row, *, response: str, blank: Blank = "keep"
+) -> Row | None:
+    """A row with a prompt and a response in the field that is named.
+
+    Args:
+      where: its file and line.
+      blank: what becomes of a response of nothing but white space.
+
+    Returns:
+      The row; None where it is left out.
+
+    Raises:
+      InputError: a text is missing, or blank (a response with blank="error").
+    """
+    asked = _asked(where, row, "prompt")
+    if not chat.content(asked).strip():
+        raise InputError(
+            f"{where}: expected a prompt in 'prompt', got an empty text; remove the row"
+        )
+    _check_response(where, row, asked, response)
+    return _unless_blank(where, row, (response,), blank=blank)
+
+
+def checked_preference(where: str, row: Row, *, blank: Blank = "keep") -> Row | None:
+    """As `checked_response`, of a pair: its prompt, chosen and rejected responses."""
+    return _unless_blank(where, _preference(where, row), SIDES, blank=blank)
+
+
 def read_preferences(source: str | Path, *, blank: Blank = "keep") -> list[Row]:
     """Rows with prompt, chosen and rejected: texts, or messages.
 
@@ -91,14 +120,8 @@ def read_preferences(source: str | Path, *, blank: Blank = "keep") -> list[Row]:
     """
     pairs = []
     for where, row in json_lines.read_located(source):
-        pair = _preference(where, row)
-        empty = [side for side in SIDES if not chat.content(pair[side]).strip()]
-        if empty and blank == "error":
-            raise InputError(
-                f"{where}: expected a response in {empty[0]!r}, got an empty text;"
-                " remove the pair, or leave out all such pairs with blank='drop'"
-            )
-        if not empty or blank == "keep":
+        pair = checked_preference(where, row, blank=blank)
+        if pair is not None:
             pairs.append(pair)
     if not pairs:
         raise InputError(f"{source}: expected a pair of two responses, got empty ones")
@@ -127,6 +150,19 @@ def hold_out(
     held_out = set(np.random.default_rng(seed).permutation(len(rows))[:count].tolist())
     kept = [row for i, row in enumerate(rows) if i not in held_out]
     return kept, [row for i, row in enumerate(rows) if i in held_out]
+
+
+def _unless_blank(
+    where: str, row: Row, fields: Sequence[str], *, blank: Blank
+) -> Row | None:
+    """The row, or None where a response is blank and such rows are left out."""
+    empty = [field for field in fields if not chat.content(row[field]).strip()]
+    if empty and blank == "error":
+        raise InputError(
+            f"{where}: expected a response in {empty[0]!r}, got an empty text;"
+            " remove the pair, or leave out all such pairs with blank='drop'"
+        )
+    return row if not empty or blank == "keep" else None
 
 
 def _preference(where: str, row: Row) -> Row:

@@ -72,11 +72,14 @@ def packed_batches(
     seed: int,
     pad_id: int,
     share: Share = row_sharding.WHOLE,
+    labels: Sequence[bool] | None = None,
 ) -> Batches[PackedPreferences]:
     """Right-padded rows, all as wide as the longest of the data set.
 
     Args:
       rows: of `pack`.
+      labels: of each pair that was packed, whether its first text is desirable (KTO);
+        None has none.
       batch_size: rows, not pairs, of the global batch.
       seed: of the order, which is another in every pass.
       pad_id: fills the columns behind a text.
@@ -86,7 +89,7 @@ def packed_batches(
       InputError: no rows, or sizes that do not divide.
     """
     mine = share.of(batch_size)
-    collate = _Collate(rows, pad_id=pad_id)
+    collate = _Collate(rows, pad_id=pad_id, labels=labels)
 
     def of_visits(visits: Sequence[Visit]) -> PackedPreferences:
         return collate([visits[place].row for place in mine])
@@ -119,13 +122,18 @@ def sequence_batches(
 
 
 def packed_in_order(
-    rows: Sequence[PackedRow], *, batch_size: int, pad_id: int
+    rows: Sequence[PackedRow],
+    *,
+    batch_size: int,
+    pad_id: int,
+    labels: Sequence[bool] | None = None,
 ) -> list[PackedPreferences]:
     """Every row once, in order, for evaluation.
 
-    Rows without pairs, of index -1, fill up the last batch.
+    Rows without pairs, of index -1, fill up the last batch. `labels` are those of
+    `packed_batches`.
     """
-    collate = _Collate(rows, pad_id=pad_id)
+    collate = _Collate(rows, pad_id=pad_id, labels=labels)
     places = [*range(len(rows)), *[-1] * (-len(rows) % batch_size)]
     return [
         collate(places[start : start + batch_size])
@@ -136,8 +144,15 @@ def packed_in_order(
 class _Collate:
     """Places in `rows` to a batch; -1 is a row without pairs."""
 
-    def __init__(self, rows: Sequence[PackedRow], *, pad_id: int) -> None:
+    def __init__(
+        self,
+        rows: Sequence[PackedRow],
+        *,
+        pad_id: int,
+        labels: Sequence[bool] | None = None,
+    ) -> None:
         self._rows = [*rows, PackedRow((), (), (), ())]
+        self._labels = labels
         self._pad_id = pad_id
         self._width = max(len(row.tokens) for row in self._rows)
         self._most = max(len(row.places) for row in self._rows)
@@ -157,12 +172,19 @@ class _Collate:
         counts = np.array([len(row.places) for row in rows])
         pairs: HostArray = np.arange(self._most)[None, :] < counts[:, None]
         index: HostArray = np.array(places, np.int32)
+        labels: HostArray = None
+        if self._labels is not None:
+            labels = np.zeros(pairs.shape, bool)
+            labels[pairs] = [
+                self._labels[place] for row in rows for place in row.places
+            ]
         return PackedPreferences(
             tokens=tokens,
             segments=segments,
             response_mask=response_mask,
             pairs=pairs,
             index=index,
+            labels=labels,
         )
 
 

@@ -21,7 +21,14 @@ from rlhf_jax.functional.aggregation import (
     aggregate,
     token_weights,
 )
-from rlhf_jax.functional.preference_losses import dpo_loss, pairwise_loss
+from rlhf_jax.functional.preference_losses import (
+    dpo_loss,
+    kto_kl,
+    kto_loss,
+    orpo_loss,
+    pairwise_loss,
+    simpo_loss,
+)
 from rlhf_jax.functional.ratios import RatioLevel
 from rlhf_jax.functional.surrogates import cispo_loss, ratio_stats, sapo_loss
 from rlhf_jax.functional.value_losses import explained_variance, value_loss
@@ -34,10 +41,14 @@ __all__ = [
     "dpo_loss",
     "entropy_bonus",
     "explained_variance",
+    "kto_kl",
+    "kto_loss",
     "language_model_loss",
+    "orpo_loss",
     "pairwise_loss",
     "policy_loss",
     "sapo_loss",
+    "simpo_loss",
     "token_weights",
     "value_loss",
 ]

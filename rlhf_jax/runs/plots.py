@@ -27,10 +27,14 @@ PLOTS: dict[str, dict[str, dict[str, str]]] = {
         "implicit reward\n[reward units]": {
             "dpo/chosen_reward": "chosen",
             "dpo/rejected_reward": "rejected",
+            "kto/desirable_reward": "desirable",
+            "kto/undesirable_reward": "undesirable",
         },
         "log-probability\n[nats per response]": {
             "dpo/chosen_logprob": "chosen",
             "dpo/rejected_logprob": "rejected",
+            "kto/desirable_logprob": "desirable",
+            "kto/undesirable_logprob": "undesirable",
         },
     },
     "reward": {

@@ -102,6 +102,11 @@ ADDED: dict[str, Any] = {
     "max_redraws": 0,
     "references": [],
     "reference_storage": {"dtype": "float32", "embeddings": None},
+    "reward_combine": "mean",
+    "reward_std_coef": None,
+    "dpo.target_margin": 0.0,
+    "dpo.desirable_weight": 1.0,
+    "dpo.undesirable_weight": 1.0,
     **{
         f"{name}.{option}": value
         for name in ("ppo", "grpo", "reinforce")

@@ -15,6 +15,7 @@ TRAINERS = {
     "reinforce": "REINFORCE++ on your own model, with a verifier.",
     "dpo": "DPO from your own preference pairs, without a reward model.",
     "distill": "A student learns a teacher's distributions on its own samples.",
+    "online-dpo": "DPO on pairs of the model's own samples, with a verifier.",
 }
 QUERIES = {
     "verify": "Whether the snapshots of a run are whole and its frozen models unmoved.",
@@ -80,6 +81,10 @@ def train(name: str, options: Sequence[str]) -> None:
             from rlhf_jax.train import distill
 
             distill.command(options)
+        case "online-dpo":
+            from rlhf_jax.train import online_dpo
+
+            online_dpo.command(options)
 
 
 def usage() -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 import jax
 from jax.sharding import Mesh
 
@@ -14,6 +17,7 @@ from rlhf_jax.data.json_lines import Row
 from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.roles import rewards
 from rlhf_jax.roles.reference import frozen
+from rlhf_jax.roles.rewards.ensembles import Combine
 from rlhf_jax.roles.rewards.text import TextReward
 from rlhf_jax.runs import (
     command_line,
@@ -46,24 +50,36 @@ def text_reward(reward: TextReward, *, mesh: Mesh) -> ppo.Reward:
     return scored
 
 
-def model_reward(scorer: RewardModel, *, pack: EndPacker) -> ppo.Reward:
-    """A reward model, run on its own devices, on packed rows where that is less work.
+def model_reward(
+    scorers: Sequence[RewardModel],
+    *,
+    pack: EndPacker,
+    how: Combine = "mean",
+    std_coef: float = 1.0,
+) -> ppo.Reward:
+    """Reward models, run on their own devices, on packed rows where that is less work.
 
     Args:
-      scorer: the model.
+      scorers: one model, or several to combine.
       pack: of a run, which packs what it sees or leaves it padded.
+      how, std_coef: of `rewards.combine`; read where there are several.
     """
     # An argument of the program: a closure would bake its parameters in.
-    reward = rewards.from_model(scorer.frozen, model=scorer.model)
-    mesh = frozen.mesh_of(scorer.frozen)
+    members = [rewards.from_model(each.frozen, model=each.model) for each in scorers]
+    mesh = frozen.mesh_of(scorers[0].frozen)
     apply = jax.jit(
         sharding.on(mesh, lambda reward, rollout, packing: reward(rollout, packing))
     )
+    combine = jax.jit(functools.partial(rewards.combine, how=how, std_coef=std_coef))
 
-    def scored(rollout: Rollout) -> Array:
+    def scored(rollout: Rollout) -> Array | rewards.Scores:
         packing = pack(rollout)
-        return frozen_models.run_beside(
-            lambda moved: apply(reward, moved, packing), scorer.frozen, rollout
-        )
+        scores = [
+            frozen_models.run_beside(
+                functools.partial(apply, member, packing=packing), each.frozen, rollout
+            )
+            for member, each in zip(members, scorers, strict=True)
+        ]
+        return scores[0] if len(scores) == 1 else combine(scores)
 
     return scored

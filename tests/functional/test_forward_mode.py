@@ -228,17 +228,45 @@ CASES = {
         lambda x: masked.masked_whiten(x, mask=MASK),
         (PER_TOKEN,),
     ),
-    "preference_losses.pairwise_loss": (
+    "preference_losses.bradley_terry.pairwise_loss": (
         lambda c, r: preference_losses.pairwise_loss(chosen=c, rejected=r)[0],
         (PER_ROW, PER_ROW),
     ),
-    "preference_losses.dpo_loss": (
+    "preference_losses.bradley_terry.per_pair": (
+        lambda x: preference_losses.per_pair(x, mask=jnp.ones(PER_ROW, bool)),
+        (PER_ROW,),
+    ),
+    "preference_losses.dpo.dpo_loss": (
         lambda c, r: preference_losses.dpo_loss(
             chosen_logprobs=c,
             rejected_logprobs=r,
             ref_chosen_logprobs=jnp.zeros(PER_ROW),
             ref_rejected_logprobs=jnp.ones(PER_ROW),
             beta=0.3,
+        )[0],
+        (PER_ROW, PER_ROW),
+    ),
+    "preference_losses.kto.kto_loss": (
+        lambda x: preference_losses.kto_loss(
+            logprobs=x,
+            ref_logprobs=jnp.ones(PER_ROW),
+            desirable=jnp.arange(PER_ROW[0]) % 2 == 0,
+            kl=jnp.float32(0.1),
+            beta=0.3,
+        )[0],
+        (PER_ROW,),
+    ),
+    "preference_losses.reference_free.orpo_loss": (
+        lambda c, r: preference_losses.orpo_loss(
+            chosen_logprobs=-0.1 - jnp.square(c),
+            rejected_logprobs=-0.1 - jnp.square(r),
+            odds_weight=0.4,
+        )[0],
+        (PER_ROW, PER_ROW),
+    ),
+    "preference_losses.reference_free.simpo_loss": (
+        lambda c, r: preference_losses.simpo_loss(
+            chosen_logprobs=c, rejected_logprobs=r, beta=0.5, target_margin=0.2
         )[0],
         (PER_ROW, PER_ROW),
     ),
@@ -291,7 +319,8 @@ WITHOUT_A_SLOPE = {
     "surrogates.cispo_loss": "stops the gradient of its weight",
     "surrogates.ratio_stats": "statistics",
     "statistics.sum_stats": "a dictionary of masked sums",
-    "preference_losses.check_dpo": "checks",
+    "preference_losses.dpo.check_dpo": "checks",
+    "preference_losses.kto.kto_kl": "stops the gradient",
     "token_rewards.kl_reward": "of a kl that has no gradient",
     "value_losses.explained_variance": "a statistic",
 }

@@ -25,6 +25,7 @@ each_kind = pytest.mark.parametrize(
     ("kind", "smoothing"),
     [
         *(("sigmoid", smoothing) for smoothing in SMOOTH),
+        ("robust", "0.2"),
         *((kind, "0") for kind in ("ipo", "hinge")),
     ],
 )
@@ -55,6 +56,7 @@ def means(stats):
         ("sigmoid", "0", PAIRS),
         ("sigmoid", "0.2", PAIRS),
         ("sigmoid", "soft", PAIRS),
+        ("robust", "0.2", PAIRS),
         ("ipo", "0", PAIRS),
         ("hinge", "0", PAIRS),
         ("sigmoid", "0.2", FREE),
@@ -114,8 +116,9 @@ def test_where_the_policy_is_the_reference(kind, smoothing):
     smooth = SMOOTH[smoothing]
     smooth = smooth[:4] if smoothing == "soft" else smooth
     loss, stats = dpo_loss(same, kind=kind, label_smoothing=smooth)
-    start = {"sigmoid": np.log(2), "ipo": 1 / (2 * BETA) ** 2, "hinge": 1.0}[kind]
-    if kind == "sigmoid":
+    start = {"ipo": 1 / (2 * BETA) ** 2, "hinge": 1.0}
+    start = start.get(kind, np.log(2))
+    if kind in ("sigmoid", "robust"):
         assert float(loss) == np.float32(np.log(2))
     assert float(loss) == pytest.approx(start, rel=1e-6)
     assert means(stats)["dpo/margin"] == means(stats)["dpo/accuracy"] == 0
@@ -127,6 +130,7 @@ def test_no_gradient_reaches_the_reference_or_the_labels(kind, smoothing):
 
     def loss(reference, smooth):
         labels = {"label_smoothing": smooth} if kind == "sigmoid" else {}
+        labels |= {"label_smoothing": SMOOTH["0.2"]} if kind == "robust" else {}
         return dpo_loss(PAIRS | reference, kind=kind, **labels)[0]
 
     reference = {name: x for name, x in PAIRS.items() if "ref" in name}
@@ -215,7 +219,11 @@ def test_nothing_overflows():
         (PAIRS, {"beta": 0.0}, r"beta: expected a finite number above 0, got 0.0"),
         (PAIRS, {"beta": -1.0}, r"beta: expected a finite number above 0, got -1.0"),
         (PAIRS, {"beta": float("nan")}, r"beta: expected a finite number above 0"),
-        (PAIRS, {"kind": "slic"}, r"kind: expected one of sigmoid, ipo, hinge, got 's"),
+        (
+            PAIRS,
+            {"kind": "slic"},
+            r"one of sigmoid, robust, ipo, hinge, got 's",
+        ),
         (PAIRS, {"label_smoothing": 0.5}, r"from 0 to below 0.5, .* got 0.5"),
         (PAIRS, {"label_smoothing": -0.1}, r"from 0 to below 0.5, .* got -0.1"),
         (PAIRS, {"label_smoothing": float("nan")}, r"below 0.5, .* got nan"),
@@ -225,7 +233,13 @@ def test_nothing_overflows():
             r"0 with kind 'ipo', which does not read it, got 0.1; leave it out",
         ),
         (PAIRS, {"kind": "hinge", "label_smoothing": SOFT}, r"'hinge'.* got an array"),
-        (FREE, {"kind": "ipo"}, r"sigmoid or hinge without a reference, got 'ipo'"),
+        (FREE, {"kind": "ipo"}, r"sigmoid, robust or hinge without a .* got 'ipo'"),
+        (PAIRS, {"kind": "robust"}, r"a number above 0 with kind 'robust', .* got 0.0"),
+        (
+            PAIRS,
+            {"kind": "robust", "label_smoothing": SOFT},
+            r"a number above 0 with kind 'robust', .* got an array",
+        ),
         (
             PAIRS | {"ref_chosen_logprobs": None},
             {},

@@ -47,6 +47,7 @@ def play(out, files, *argv):
         dpo.main,
         dpo.Config,
         description="",
+        presets=dpo.PRESETS,
         argv=[str(word) for word in words],
     )
     return json.loads((out / "summary.json").read_text())
@@ -165,6 +166,37 @@ def test_another_reference_and_none(files, tmp_path):
     assert free["held_out"] == {}
 
 
+@pytest.mark.slow
+def test_kto_of_labels_live_and_precomputed(files, tmp_path):
+    """A file of pairs is read as labels: the run learns them, resumes and repeats."""
+    argv = ("--kind=kto", "--num-steps=12", "--learning-rate=1e-2", "--held-out=0.4")
+    argv += ("--beta=0.5", "--micro-batch-size=2")
+    live = play(tmp_path / "live", files, *argv)
+    assert live["texts"] + live["held_out_texts"] == 6 * 5
+    assert live["held_out_texts"] == 10  # of one prompt of the three
+    before, after = live["held_out_before"], live["held_out"]
+    assert before["loss/dpo"] == pytest.approx(0.5, abs=1e-5)
+    assert before["kto/kl"] == 0
+    rows = metrics.read(tmp_path / "live" / "metrics.jsonl")
+    assert rows[-1]["loss/dpo"] < 0.4
+    assert rows[-1]["kto/desirable_reward"] > rows[-1]["kto/undesirable_reward"] + 0.5
+    assert after["kto/desirable_logprob"] != before["kto/desirable_logprob"]
+    again = play(tmp_path / "cached", files, *argv, "--precompute", "--row-width=60")
+    assert again["rows"] < again["texts"]
+    assert again["held_out_before"]["loss/dpo"] == pytest.approx(0.5, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["simpo", "orpo"])
+def test_losses_without_a_reference(files, tmp_path, kind):
+    argv = ("--preset", kind, "--num-steps=12", "--learning-rate=1e-2")
+    summary = play(tmp_path / "run", files, *argv)
+    assert summary["reference_fingerprint"] is None
+    before, after = summary["held_out_before"], summary["held_out"]
+    assert after["loss/dpo"] < before["loss/dpo"] - 0.1
+    assert after["dpo/accuracy"] == 1
+
+
 @pytest.fixture(scope="module")
 def real(shared_data, tmp_path_factory):
     """A fresh GPT-2 of a little width, with the real vocabulary."""
@@ -207,7 +239,15 @@ def test_real_pairs(real, shared_data, tmp_path):
         (("--beta=0",), "beta: expected a finite number above 0, got 0.0"),
         (("--label-smoothing=0.5",), "label_smoothing: expected a chance from 0 to be"),
         (("--kind=ipo", "--label-smoothing=0.1"), "expected 0 with kind 'ipo'"),
-        (("--kind=ipo", "--reference-free"), "expected sigmoid or hinge without a ref"),
+        (("--kind=simpo", "--precompute"), "--precompute: expected none with --kind s"),
+        (
+            ("--kind=kto", "--row-width=8"),
+            "at most 8 tokens, the width of a row",
+        ),
+        (
+            ("--kind=ipo", "--reference-free"),
+            "sigmoid, robust or hinge without a reference",
+        ),
         (("--reference-free", "--precompute"), "--precompute: expected none with --re"),
         (("--reference-free", "--reference=x"), "--reference: expected none with --re"),
         (

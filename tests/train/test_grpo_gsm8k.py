@@ -13,7 +13,7 @@ import rlhf_jax.train.grpo
 from rlhf_jax import config, grpo, hf
 from rlhf_jax.data import tokenization
 from rlhf_jax.runs import command_line, metrics
-from rlhf_jax.train import reinforce
+from rlhf_jax.train import online_dpo, reinforce
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 WORDS = [*("what", "is", "one", "and", "two", "?", "####"), *map(str, range(10))]
@@ -87,6 +87,41 @@ def test_the_references_are_other_checkpoints(files, tmp_path):
     before = contents(tmp_path / "run")
     gsm8k(tmp_path / "run", files, *options, "--resume")  # nothing is left to do
     assert contents(tmp_path / "run") == before
+
+
+@pytest.mark.slow
+def test_online_dpo_is_the_same_trainer_with_another_recipe(files, tmp_path):
+    summary = play(
+        *(online_dpo, tmp_path / "run", "--model", files / "model"),
+        *("--data", files / "train.jsonl", "--held-out", files / "test.jsonl"),
+        *("--unmarked=last_number", "--learning-rate=1e-2", "--batch-size=64"),
+        *("--max-new-tokens=3", "--num-workers=1", "--group-size=8"),
+        "--num-steps=20",
+    )
+    assert summary["accuracy_before"] < 1
+    assert summary["accuracy_after"] == 1
+    rows = metrics.read(tmp_path / "run" / "metrics.jsonl")
+    assert rows[0]["loss/dpo"] == pytest.approx(0.6931, abs=1e-4)
+    assert rows[0]["objective/kl_coef"] == pytest.approx(0.1)
+    assert rows[0]["objective/kl"] == pytest.approx(0, abs=1e-5)
+    assert rows[-1]["objective/scores"] > rows[0]["objective/scores"] + 0.3
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--reference=none", "--reference none: expected start"),
+        ("--kl-coef=0", "kl_coef: expected a finite number above 0"),
+        ("--packing=auto", "--packing auto: expected off"),
+        ("--group-size=3", "3"),
+        ("--clip-range=0.1", "clip_range: expected none for online DPO"),
+    ],
+)
+def test_options_that_online_dpo_refuses(files, tmp_path, capsys, argv, message):
+    words = ("--model", "x", "--data", "x", "--held-out", "x", "--batch-size=8")
+    with pytest.raises(SystemExit):
+        play(online_dpo, tmp_path / "run", *words, argv)
+    assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
 
 
 @pytest.mark.long  # test_packed_learning.py has the losses

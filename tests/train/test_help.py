@@ -5,7 +5,17 @@ import dataclasses
 import pytest
 
 from rlhf_jax.runs.command_line import help_screen
-from rlhf_jax.train import distill, dpo, grpo, main, ppo, reinforce, reward_model, sft
+from rlhf_jax.train import (
+    distill,
+    dpo,
+    grpo,
+    main,
+    online_dpo,
+    ppo,
+    reinforce,
+    reward_model,
+    sft,
+)
 
 TRAINERS = {
     "sft": sft,
@@ -15,6 +25,7 @@ TRAINERS = {
     "reinforce": reinforce,
     "dpo": dpo,
     "distill": distill,
+    "online-dpo": online_dpo,
 }
 
 

@@ -6,8 +6,9 @@ import shutil
 import pytest
 from places import FIXTURES
 
-from rlhf_jax.runs import command_line
+from rlhf_jax.runs import command_line, run_config
 from rlhf_jax.runs.folder import check_run
+from rlhf_jax.train.dpo import Config as DPO
 from rlhf_jax.train.grpo import Config as GRPO
 from rlhf_jax.train.ppo.options import Config as PPO
 
@@ -56,3 +57,12 @@ def test_an_older_config_repeats_and_resumes_its_run(trainer, tmp_path):
     recorded = parse(config_class, f"--config={out / 'config.json'}")
     assert recorded == asked
     check_run(dataclasses.replace(asked, resume=True))
+
+
+def test_a_config_of_dpo_from_before_its_kinds_is_read(tmp_path):
+    asked = parse(DPO, "--model=model", "--data=pairs.jsonl", f"--out={tmp_path}")
+    older = run_config.to_json(asked)
+    for name in ("target_margin", "desirable_weight", "undesirable_weight"):
+        del older["dpo"][name]
+    fields = run_config.complete(older, names=run_config.option_names(DPO))
+    assert run_config.from_json(DPO, fields, source=tmp_path) == asked

@@ -532,6 +532,28 @@ def test_a_reward_model_with_other_words(files, tmp_path, capsys, words, message
 
 
 @pytest.mark.slow
+def test_ppo_on_an_ensemble_of_reward_models(files, tmp_path):
+    """Each is frozen, snapshotted and verified; one model alone is logged as before."""
+    scorer = rewards.init(jax.random.key(2), toy_files.params(), model=toy_files.MODEL)
+    hf.save_reward(
+        tmp_path / "other", toy_files.MODEL, scorer, tokenizer=toy_files.tokenizer()
+    )
+    models = f"{files / 'scorer'},{tmp_path / 'other'}"
+    argv = ("--num-steps=2", "--snapshot-every=1", "--reward-combine=minimum")
+    ppo(tmp_path / "run", files, "--reward-model", models, *argv)
+    [*rows] = metrics.read(tmp_path / "run" / "metrics.jsonl")
+    for row in rows:
+        members = [row["reward/member_0"], row["reward/member_1"]]
+        assert row["objective/scores"] <= min(members) + 1e-6
+        assert row["reward/disagreement"] > 0
+    for name in ("reward_0", "reward_1"):
+        assert any(
+            name in path.read_text()
+            for path in (tmp_path / "run" / "snapshots").rglob("metadata")
+        )
+
+
+@pytest.mark.slow
 def test_a_critic_starts_as_the_reward_model_however_that_is_held(files, tmp_path):
     """Neither rounded nor on the host, as the frozen one is."""
     folder = other_scorer(tmp_path, words=toy_files.WORDS)

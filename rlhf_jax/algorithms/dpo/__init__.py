@@ -1,19 +1,28 @@
 """DPO and its kin: preferences without a reward model."""
 
-from rlhf_jax.algorithms.dpo.update import (
-    DPO,
-    DPORecipe,
+from rlhf_jax.algorithms.dpo.pair_loss import (
+    kto_baseline,
     loss,
-    measure,
     pair_logprobs,
     reference_logprobs,
     token_logprobs,
-    update,
 )
+from rlhf_jax.algorithms.dpo.recipe import (
+    DPO,
+    ORPO,
+    SIMPO,
+    DPORecipe,
+    PreferenceKind,
+)
+from rlhf_jax.algorithms.dpo.update import measure, update
 
 __all__ = [
     "DPO",
+    "ORPO",
+    "SIMPO",
     "DPORecipe",
+    "PreferenceKind",
+    "kto_baseline",
     "loss",
     "measure",
     "pair_logprobs",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rlhf_jax.roles.rewards.ensembles import Combine, combine, ensemble
     from rlhf_jax.roles.rewards.model import (
         from_base,
         from_model,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from rlhf_jax.roles.rewards.text import Responses, TextFunction, TextReward, Texts
 
 __all__ = [
+    "Combine",
     "Responses",
     "Reward",
     "RunningMoments",
@@ -37,6 +39,8 @@ __all__ = [
     "TextFunction",
     "TextReward",
     "Texts",
+    "combine",
+    "ensemble",
     "from_base",
     "from_model",
     "init",
@@ -53,7 +57,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"rlhf_jax.roles.rewards has no name {name!r}")
-    from rlhf_jax.roles.rewards import model, normalisation, scores, text
+    from rlhf_jax.roles.rewards import ensembles, model, normalisation, scores, text
 
-    modules = (model, normalisation, scores, text)
+    modules = (ensembles, model, normalisation, scores, text)
     return next(getattr(each, name) for each in modules if hasattr(each, name))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
-from rlhf_jax.algorithms.dpo.update import DPORecipe
+from rlhf_jax.algorithms import dpo
+from rlhf_jax.algorithms.dpo import DPORecipe
 from rlhf_jax.checkpoints import frozen_models, pretrained
 from rlhf_jax.checkpoints.frozen_models import Storage
 from rlhf_jax.checkpoints.pretrained import Adapters
@@ -27,7 +28,8 @@ class Config(StartConfig):
     model: str
     """Policy to start from, a checkpoint folder or hub id."""
     data: str
-    """Preference pairs: JSONL, or hf:NAME:SPLIT."""
+    """Preference pairs, or with --kind kto responses with a label: JSONL, or
+    hf:NAME:SPLIT."""
     reference: str | None = None
     """Reference, a checkpoint of any shape; None is --model as it starts."""
     dpo: Annotated[DPORecipe, tyro.conf.arg(name="")] = RECIPE
@@ -93,20 +95,28 @@ class Config(StartConfig):
             "--reference-storage": stored,
             "--placement.reference": placed,
         }.items():
-            if asked and self.dpo.reference_free:
+            if asked and not self.dpo.has_reference:
+                free = f"--kind {self.dpo.kind}"
+                free = "--reference-free" if self.dpo.reference_free else free
                 raise InputError(
-                    f"{option}: expected none with --reference-free, where there is no "
+                    f"{option}: expected none with {free}, where there is no "
                     f"reference; leave one of them out"
                 )
 
 
 SCREEN = {
     "Start": ("model", "reference"),
-    "Data": ("data", "max_length", "overlong", "row_width", "held_out"),
+    "Data": ("data", "row_width", "held_out"),
     "Training": (
-        *("num_steps", "batch_size", "learning_rate", "dpo.beta", "precompute"),
-        *("dpo.micro_batch_size", "lora.rank", "dtype"),
+        *("dpo.kind", "dpo.beta", "num_steps", "batch_size", "learning_rate"),
+        *("precompute", "dpo.micro_batch_size", "lora.rank", "dtype"),
     ),
     "Run": ("out", "resume"),
 }
 """The options of --help."""
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "simpo": {"dpo": dpo.SIMPO, "batch_size": 128, "learning_rate": 6e-7},
+    "orpo": {"dpo": dpo.ORPO, "batch_size": 64, "learning_rate": 8e-6},
+}
+"""--preset NAME: what was published, where it differs from the defaults."""

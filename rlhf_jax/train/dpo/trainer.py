@@ -15,10 +15,10 @@ from jax.sharding import Mesh
 
 from rlhf_jax.algorithms import dpo, state
 from rlhf_jax.algorithms.batch import PackedPreferences
-from rlhf_jax.algorithms.dpo.update import DPO
+from rlhf_jax.algorithms.dpo import DPO
 from rlhf_jax.checkpoints import frozen_models, precomputed, pretrained
 from rlhf_jax.checkpoints.pretrained import Pretrained
-from rlhf_jax.data import digests, encoding, files, packing
+from rlhf_jax.data import digests, packing
 from rlhf_jax.data.packing import PackedRow
 from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.functional import masked
@@ -27,6 +27,7 @@ from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.runs import plots, report, run
 from rlhf_jax.runs.folder import write_summary
+from rlhf_jax.train.dpo import pairs as pairs_of
 from rlhf_jax.train.dpo.options import Config
 from rlhf_jax.train.start import load_start
 
@@ -48,8 +49,8 @@ def make_models(
         key = jax.random.key(options.seed)
         trained = init(key, model=start.model, lora=options.lora.lora)
     if base is not None and options.reference is None:
-        reference = None if options.dpo.reference_free else base
-    elif not options.dpo.reference_free:
+        reference = base if options.dpo.has_reference else None
+    elif options.dpo.has_reference:
         reference = frozen_models.load_reference(
             options.reference,
             policy=start,
@@ -142,29 +143,20 @@ def main(options: Config) -> None:
     """Runs `rlhf-jax dpo` with its options."""
     started = time.perf_counter()
     mesh = options.placement.policy_mesh()
-    texts = files.read_preferences(options.data, blank=options.blank)
+    read = pairs_of.read(options)
     start = load_start(options.model, options=options, mesh=mesh)
-    pairs, others = files.hold_out(
-        encoding.encode_preferences(
-            start.tokenizer,
-            texts,
-            max_length=start.limit(options.max_length),
-            stop_ids=start.stop_ids,
-            overlong=options.overlong,
-            widest=options.row_width,
-            packed=True,
-        ),
-        share=options.held_out,
-        seed=options.seed,
-    )
-    processes.agree("the pairs", digests.of_tokens([*pairs, *others]))
-    rows = packing.pack(pairs, width=options.row_width)
-    other_rows = packing.pack(others, width=options.row_width) if others else []
+    pairs, others = pairs_of.encode(read, options=options, start=start)
+    processes.agree("the pairs", digests.of_tokens([*pairs.digested, *others.digested]))
+    rows, other_rows = pairs.rows, others.rows
     shape = {"batch_size": options.batch_size, "pad_id": start.pad_id}
     preferences = packing.packed_batches(
-        rows, seed=options.seed, share=row_sharding.row_share(mesh), **shape
+        rows,
+        seed=options.seed,
+        share=row_sharding.row_share(mesh),
+        labels=pairs.labels,
+        **shape,
     ).map(lambda batch: row_sharding.put_rows(batch, mesh=mesh))
-    held_out = packing.packed_in_order(other_rows, **shape)
+    held_out = packing.packed_in_order(other_rows, labels=others.labels, **shape)
     num_steps = options.num_steps
     if num_steps is None:
         num_steps = preferences.steps_per_epoch
@@ -185,7 +177,7 @@ def main(options: Config) -> None:
     zeros = None if reference is None else np.zeros(first.tokens.shape, np.float32)
     jax.eval_shape(update, initial, batch=first, ref_logprobs=zeros, base=base)
 
-    meta: dict[str, Any] = {"data_digest": digests.of_tokens(pairs)}
+    meta: dict[str, Any] = {"data_digest": digests.of_tokens(pairs.digested)}
     if reference is not None:
         meta["reference"] = frozen.fingerprint_of(reference).root
     with run.Run(options, num_steps={"dpo": num_steps}) as job:
@@ -240,15 +232,15 @@ def main(options: Config) -> None:
     )
     after = held_out_means(trained)
     report.table(
-        f"{len(others)} held-out pairs",
+        f"{len(others.digested)} held-out {pairs.called}",
         ("", "before", "after"),
         [(name, before[name], after[name]) for name in after],
     )
     plots.draw(job.folder)
     summary: dict[str, Any] = {
-        "pairs": len(pairs),
+        pairs.called: len(pairs.digested),
         "rows": len(rows),
-        "held_out_pairs": len(others),
+        f"held_out_{pairs.called}": len(others.digested),
         "held_out_before": before,
         "held_out": after,
         "reference_fingerprint": meta.get("reference"),

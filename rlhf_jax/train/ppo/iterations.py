@@ -130,7 +130,7 @@ def improve(
     kept: dict[str, Any] = {"train": models.train, "root_key": key}
     if models.critic is not None:
         kept["critic"] = models.critic
-    beside = {} if models.reward is None else {"reward": models.reward.frozen}
+    beside = models.frozen_rewards
     beside |= {f"references/{name}": each for name, each in models.further.items()}
     if base is not None:
         beside["base"] = base
@@ -168,7 +168,7 @@ def improve(
             if reference is not None and options.lifecycle.takes_kl(step):
                 ref_logprobs = programs.reference_logprobs(reference, rollout, packing)
                 further = programs.further(rollout, packing)
-            if models.reward is None or critic is not None:  # beside what comes next
+            if not models.rewards or critic is not None:  # beside what comes next
                 values = programs.values(train, critic, rollout, packing)
             more = step + 1 < options.num_steps
             if models.samples_ahead and more:  # beside the rest of this step

@@ -39,8 +39,8 @@ def check_memory(options: Config) -> None:
     policy, parts = params, list[Part]()
     valued = jax.eval_shape(functools.partial(critic.from_policy, model=model), params)
     key, critic_model = jax.eval_shape(jax.random.key, 0), model
-    if options.reward_model is not None:
-        scoring = hf.model_config(options.reward_model)
+    for name in options.reward_models:
+        scoring = hf.model_config(name)
         scorer = jax.eval_shape(
             functools.partial(critic.from_policy, model=scoring),
             memory_check.shapes_of(scoring),

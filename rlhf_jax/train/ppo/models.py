@@ -38,8 +38,15 @@ class Models(NamedTuple):
     critic_devices: CriticDevices | None
     base: Frozen | None  # that policy and critic adapt, with LoRA
     reference: Frozen | None
-    reward: RewardModel | None
     further: dict[str, Frozen]  # references beside the first, by name
+    rewards: tuple[RewardModel, ...]  # none with a Python reward
+
+    @property
+    def frozen_rewards(self) -> dict[str, Frozen]:
+        """The reward models by their names in snapshots and tables."""
+        if len(self.rewards) == 1:
+            return {"reward": self.rewards[0].frozen}
+        return {f"reward_{i}": each.frozen for i, each in enumerate(self.rewards)}
 
     @property
     def adapters_are_the_reference(self) -> bool:
@@ -49,19 +56,21 @@ class Models(NamedTuple):
 
 def make_models(options: Config, policy: Pretrained) -> Models:
     """Policy and critic to train, reference and reward model frozen."""
-    lora, model, reward = options.lora.lora, policy.model, None
+    lora, model = options.lora.lora, policy.model
     placement = options.placement
     mesh = options.policy_mesh(placement)
     over = functools.partial(sharding.shardings, mesh=mesh)
-    if options.reward_model is not None:
-        reward = frozen_models.load_reward_model(
-            options.reward_model,
+    reward_models = tuple(
+        frozen_models.load_reward_model(
+            name,
             policy=policy,
             storage=options.reward_storage,
             place=placement.reward,
             mesh=mesh,
             sharding=over,
         )
+        for name in options.reward_models
+    )
     critic_mesh = placement.critic.mesh_beside(mesh)
     assert critic_mesh is not None  # the host is for frozen models
     over_critic = functools.partial(sharding.shardings, mesh=critic_mesh)
@@ -93,12 +102,9 @@ def make_models(options: Config, policy: Pretrained) -> Models:
             options.critic_from, policy=policy, sharding=over_critic
         )
     else:
-        assert options.reward_model is not None  # checked by Config
-        assert reward is not None  # of it
+        [name], [reward] = options.reward_models, reward_models  # checked by Config
         # Read again: what is frozen may be rounded, or be on the host.
-        _, valued = hf.load_reward(
-            options.reward_model, dtype="float32", sharding=over_critic
-        )
+        _, valued = hf.load_reward(name, dtype="float32", sharding=over_critic)
         trained, critic_model = policy.params, reward.model
     algorithm = make_ppo(
         options, model=model, critic_model=critic_model, stop_ids=policy.stop_ids
@@ -150,8 +156,8 @@ def make_models(options: Config, policy: Pretrained) -> Models:
         devices,
         base,
         reference,
-        reward,
         further,
+        reward_models,
     )
 
 

@@ -23,13 +23,14 @@ from rlhf_jax.runs import alarms
 from rlhf_jax.runs.alarms import Limits
 from rlhf_jax.train.packed_rollouts import PackedConfig
 from rlhf_jax.train.references import ReferencesConfig, refuse_unused
+from rlhf_jax.train.reward_options import RewardModelConfig
 from rlhf_jax.train.sampler import SamplerConfig
 
 RECIPE = Recipe(num_minibatches=4)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(ReferencesConfig, PackedConfig, SamplerConfig):
+class Config(RewardModelConfig, ReferencesConfig, PackedConfig, SamplerConfig):
     """The options of `rlhf-jax ppo`."""
 
     model: str
@@ -38,8 +39,6 @@ class Config(ReferencesConfig, PackedConfig, SamplerConfig):
     """Prompts: JSONL, .txt, or hf:NAME:SPLIT."""
     reward: str | None = None
     """Reward as a Python function of texts, module:function; or give --reward-model."""
-    reward_model: str | None = None
-    """Reward model, a checkpoint folder or hub id; or give --reward."""
     reference: str | None = None
     """Checkpoint that the KL is measured to, of any shape; None is --model at first."""
     prompt_field: str = "prompt"
@@ -128,6 +127,12 @@ class Config(ReferencesConfig, PackedConfig, SamplerConfig):
         if (self.reward is None) == (self.reward_model is None):
             got = "neither" if self.reward is None else "both"
             raise InputError(f"expected one of --reward and --reward-model, got {got}")
+        self.check_reward_models()
+        if len(self.reward_models) > 1 and self.critic_from == "reward_model":
+            raise InputError(
+                f"--critic-from reward_model: expected one --reward-model to start "
+                f"from, got {len(self.reward_models)}; start the critic from the policy"
+            )
         if self.judge is None and self.judge_failure != "stop":
             raise InputError(
                 f"--judge-failure {self.judge_failure}: expected a --judge that may "

@@ -81,9 +81,8 @@ def main(options: Config) -> None:
         check_memory(options)
     policy = load_start(options.model, options=options, mesh=mesh)
     models = make_models(options, policy)
-    context = policy.model.max_positions
-    if models.reward is not None:
-        context = min(context, models.reward.model.max_positions)
+    contexts = [each.model.max_positions for each in models.rewards]
+    context = min([policy.model.max_positions, *contexts])
     rows, token_lists = encode_prompts(options, rows, policy=policy, context=context)
     processes.agree("the prompts", json.dumps([rows, token_lists]))
     put_rows = functools.partial(row_sharding.put_rows, mesh=mesh)
@@ -136,8 +135,12 @@ def main(options: Config) -> None:
             mesh=mesh,
         )
     else:
-        assert models.reward is not None  # checked by Config
-        reward = model_reward(models.reward, pack=programs.pack_ends)
+        reward = model_reward(
+            models.rewards,
+            pack=programs.pack_ends,
+            how=options.reward_combine,
+            std_coef=options.std_coef,
+        )
     key = sharding.place(jax.random.key(options.seed), mesh=mesh)
     rehearse(
         models,
@@ -161,7 +164,7 @@ def main(options: Config) -> None:
         check=check,
         stop_timeout=options.stop_timeout,
     ) as job:
-        reference, scorer = models.reference, models.reward
+        reference, scorers = models.reference, models.frozen_rewards
         report.model_table(
             [
                 ("policy", models.train.policy, True),
@@ -184,7 +187,7 @@ def main(options: Config) -> None:
                     (f"references/{name}", each.stored, False)
                     for name, each in models.further.items()
                 ),
-                ("reward", None if scorer is None else scorer.frozen.stored, False),
+                *((name, each.stored, False) for name, each in scorers.items()),
                 *([("sampler", None, True)] if models.sampling is not None else []),
             ],
             meshes={} if models.sampling is None else {"sampler": models.sampling},
@@ -205,7 +208,7 @@ def main(options: Config) -> None:
             policy=policy,
             options=options,
         )
-    for model in (models.base, reference, None if scorer is None else scorer.frozen):
+    for model in (models.base, reference, *scorers.values()):
         if model is not None:
             frozen.verify(model)
     frozen.verify_all(models.further)

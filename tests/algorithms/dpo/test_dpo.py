@@ -350,9 +350,34 @@ def test_references_that_are_missing_or_would_not_be_read(packed, reference):
         ({"kind": "slic"}, "kind: expected one of"),
         ({"kind": "hinge", "label_smoothing": 0.1}, "0 with kind 'hinge'"),
         ({"label_smoothing": 0.6}, "from 0 to below 0.5"),
-        ({"kind": "ipo", "reference_free": True}, "sigmoid or hinge without"),
+        ({"kind": "ipo", "reference_free": True}, "sigmoid, robust or hinge without"),
         ({"temperature": 0.0}, "temperature: expected"),
         ({"token_mean": True}, "token_mean: expected False with kind 'sigmoid'"),
+        (
+            {"kind": "simpo", "token_mean": True},
+            "token_mean: .* 'simpo', which always takes the mean",
+        ),
+        ({"kind": "robust"}, "label_smoothing: expected a number above 0 with kind"),
+        (
+            {"kind": "kto", "label_smoothing": 0.1},
+            "label_smoothing: expected none with kind 'kto', which does not read it",
+        ),
+        ({"target_margin": 0.5}, "target_margin: expected none with kind 'sigmoid'"),
+        ({"target_margin": -1.0}, "target_margin: expected a finite number, 0 or"),
+        ({"desirable_weight": 2.0}, "desirable_weight: expected none with kind 'sig"),
+        (
+            {"kind": "simpo", "undesirable_weight": 2.0},
+            "undesirable_weight: expected none with kind 'simpo'",
+        ),
+        ({"kind": "kto", "desirable_weight": 0.0}, "desirable_weight: expected a fin"),
+        (
+            {"kind": "kto", "reference_free": True},
+            "False with kind 'kto', whose rewards are log-ratios",
+        ),
+        (
+            {"kind": "orpo", "reference_free": True},
+            "False with kind 'orpo', which has no reference anyway",
+        ),
     ],
 )
 def test_recipes_that_are_none(change, message):

@@ -484,3 +484,85 @@ def test_parts_of_other_sizes_are_not_broadcast():
     reward = rewards.weighted({"a": (1.0, constant(1.0)), "b": (1.0, one)})
     with pytest.raises(ValueError, match=r"one shape, got a \(3,\), b \(1,\)"):
         reward(answers())
+
+
+# --- ensembles ----------------------------------------------------------------
+
+MEMBERS = np.float32(
+    [[1.0, -2.0, 0.5, 3.0], [2.0, -1.0, 0.5, -5.0], [0.0, 4.0, 0.5, 1]]
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"how": "mean"}, MEMBERS.mean(axis=0)),
+        ({"how": "minimum"}, [0.0, -2.0, 0.5, -5.0]),
+        (
+            {"how": "mean_minus_std", "std_coef": 0.7},
+            np.mean(MEMBERS, axis=0) - 0.7 * np.std(np.float64(MEMBERS), axis=0),
+        ),
+        (
+            {"how": "mean_minus_std"},
+            np.mean(MEMBERS, axis=0) - np.std(np.float64(MEMBERS), axis=0),
+        ),
+    ],
+)
+def test_an_ensemble_is_its_formula(options, expected):
+    scores = rewards.combine(list(MEMBERS), **options)
+    np.testing.assert_allclose(scores.total, expected, rtol=1e-5, atol=1e-7)
+    found = means_of(rewards.part_stats(scores))
+    for i, member in enumerate(MEMBERS):
+        assert found[f"reward/member_{i}"] == pytest.approx(member.mean())
+    spread = np.float64(MEMBERS).std(axis=0)
+    assert spread[2] == float(scores.parts["disagreement"][2]) == 0
+    assert found["reward/disagreement"] == pytest.approx(spread.mean(), rel=1e-5)
+
+
+def means_of(stats):
+    return {name: float(mean) for name, mean in masked.mean_stats(stats).items()}
+
+
+def test_an_ensemble_of_functions():
+    """2, 3 and 1 response tokens; of a member with parts the total is taken."""
+    inner = rewards.weighted({"a": (2.0, constant(1.0)), "b": (0.25, constant(2.0))})
+    reward = rewards.ensemble([lengths, inner], how="minimum")
+    scores = reward(answers())
+    np.testing.assert_array_equal(scores.total, [2.0, 2.5, 1.0])
+    np.testing.assert_array_equal(scores.parts["disagreement"], [0.25, 0.25, 0.75])
+    same = rewards.ensemble([lengths, inner], how="mean_minus_std", std_coef=2.0)
+    np.testing.assert_array_equal(same(answers()).total, [1.75, 2.25, 0.25])
+
+
+@pytest.mark.slow
+def test_an_ensemble_of_frozen_models_is_a_pytree():
+    """Each member has a copy of its own, of which the total is taken."""
+    held = [frozen.freeze(params(seed)) for seed in (0, 1)]
+    inner = rewards.weighted({"a": (2.0, rewards.from_model(held[1], model=MODEL))})
+    members = [rewards.from_model(held[0], model=MODEL), inner]
+    reward = rewards.ensemble(members, how="minimum")
+    assert len(jax.tree.leaves(reward)) == 2 * len(jax.tree.leaves(held[0]))
+    batch = answers()
+    alone = [
+        np.asarray(
+            score_of(params(i), model=MODEL, tokens=batch.tokens, mask=batch.mask)
+        )
+        for i in (0, 1)
+    ]
+    found = reward(batch)
+    np.testing.assert_allclose(
+        found.total, np.minimum(alone[0], 2 * alone[1]), atol=1e-5
+    )
+
+
+def test_ensembles_that_are_refused():
+    with pytest.raises(InputError, match="at least 2 rewards to combine, got 1"):
+        rewards.ensemble([lengths], how="mean")
+    with pytest.raises(InputError, match="at least 2 rewards to combine, got 1"):
+        rewards.combine(MEMBERS[:1], how="mean")
+    with pytest.raises(InputError, match=r"how: expected one of mean, min.*'max'"):
+        rewards.combine(MEMBERS, how="max")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(InputError, match="std_coef: expected a finite number, 0 or mo"):
+        rewards.combine(MEMBERS, how="mean_minus_std", std_coef=-1.0)
+    with pytest.raises(ValueError, match=r"member_1 \(3,\)"):
+        rewards.combine([MEMBERS[0], MEMBERS[1][1:]], how="mean")

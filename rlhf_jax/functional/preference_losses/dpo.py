@@ -1,9 +1,4 @@
-"""Losses over pairs of responses: Bradley-Terry, and DPO with its variants.
-
-A loss is a sum over pairs divided by the number of pairs. With the number of pairs of
-the whole minibatch (`num_pairs`), the losses of its micro-batches add up to its loss.
-`losses` offers these functions too.
-"""
+"""DPO and its variants: losses of the implicit rewards of a pair of responses."""
 
 from __future__ import annotations
 
@@ -15,68 +10,18 @@ from jaxtyping import Bool, Float32, Shaped
 
 from rlhf_jax.functional import checks, masked
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.preference_losses.bradley_terry import per_pair
 
 Array = jax.Array
 Stats = masked.Stats
 
-DPOKind = Literal["sigmoid", "ipo", "hinge"]
+DPOKind = Literal["sigmoid", "robust", "ipo", "hinge"]
 """What is asked of the implicit rewards of a pair.
 
-sigmoid: the likelihood of the preference is maximised. ipo: the lead of the chosen
-response is 1/(2β) nats. hinge: the difference of the implicit rewards is at least 1.
+sigmoid: the likelihood of the preference is maximised. robust: the same, corrected for
+labels that are flipped at a known rate. ipo: the lead of the chosen response is 1/(2β)
+nats. hinge: the difference of the implicit rewards is at least 1.
 """
-
-
-def pairwise_loss(
-    *,
-    chosen: Float32[Array, " B"],
-    rejected: Float32[Array, " B"],
-    margin: Float32[Array, " B"] | None = None,
-    num_pairs: Shaped[Array, ""] | None = None,
-) -> tuple[Float32[Array, ""], Stats]:
-    """Bradley-Terry, -(1/N) Σ log σ(chosen - rejected - margin).
-
-    Args:
-      chosen, rejected: f32[B], reward units, scores of the two responses of a pair.
-      margin: f32[B], reward units by which chosen should lead; None is 0.
-      num_pairs: f32[], N of the whole minibatch when this is a micro-batch; None
-        is B.
-
-    Returns:
-      f32[] loss and {name: (sum, weight)}. The gradient reaches `chosen` and
-      `rejected`. `loss/pairwise`: the loss. `pairwise/accuracy`: share of pairs with
-      chosen > rejected, whatever the margin; a tie counts as wrong. `pairwise/lead`:
-      chosen - rejected, reward units.
-
-    Raises:
-      ValueError: shapes differ. TypeError: not f32.
-
-    Source: Stiennon et al. 2020, arXiv:2009.01325, section 3.4; the margin is
-    Touvron et al. 2023, arXiv:2307.09288, eq. 2.
-
-    >>> chosen, rejected = jnp.array([1.0, 0.0]), jnp.array([0.0, 0.0])
-    >>> loss, stats = pairwise_loss(chosen=chosen, rejected=rejected)
-    >>> print(loss)  # (log(1 + 1/e) + log 2) / 2
-    0.503
-    >>> print(masked.mean_stats(stats)["pairwise/accuracy"])
-    0.5
-    """
-    checks.shape((None,), chosen=chosen)
-    margin = jnp.zeros_like(chosen) if margin is None else margin
-    checks.same_shape(chosen=chosen, rejected=rejected, margin=margin)
-    checks.float32(chosen=chosen, rejected=rejected, margin=margin)
-    every_pair = jnp.ones(chosen.shape, jnp.bool_)
-    lead = chosen - rejected
-    losses = -jax.nn.log_sigmoid(lead - jax.lax.stop_gradient(margin))
-    stats = masked.sum_stats(
-        {
-            "loss/pairwise": losses,
-            "pairwise/accuracy": (lead > 0).astype(jnp.float32),
-            "pairwise/lead": lead,
-        },
-        mask=every_pair,
-    )
-    return _per_pair(losses, every_pair, num_pairs), stats
 
 
 def dpo_loss(
@@ -95,6 +40,7 @@ def dpo_loss(
 
         h        = log π(c)/π_ref(c) - log π(r)/π_ref(r)     c chosen, r rejected
         sigmoid  -(1-ε) log σ(βh) - ε log σ(-βh)             DPO; ε > 0 is cDPO
+        robust   (-(1-ε) log σ(βh) + ε log σ(-βh)) / (1-2ε)  robust DPO
         ipo      (h - 1/(2β))²                               IPO
         hinge    max(0, 1 - βh)                              SLiC
 
@@ -102,6 +48,11 @@ def dpo_loss(
     grows with the length, and 1/(2β) is a lead in nats of whole responses. The authors
     of IPO have since confirmed that they meant the mean over tokens. For that, pass
     means and a β in reward units per nat per token (`dpo.DPORecipe.token_mean`).
+
+    cDPO and robust DPO are two answers to labels that are flipped with probability ε.
+    cDPO asks for a lead of (1/β) log((1-ε)/ε) nats and no more. Robust DPO is an
+    unbiased estimate of the loss on labels that are not flipped, so that on average its
+    optimum is that of DPO on clean labels; of a single pair it has no minimum.
 
     The implicit reward β·log π(y)/π_ref(y) is the reward for which π is optimal, up to
     a constant of each prompt. So the reference is a part of the loss. Without one (both
@@ -114,11 +65,12 @@ def dpo_loss(
       ref_chosen_logprobs, ref_rejected_logprobs: f32[B], nats, the reference's sums;
         both None is the reference-free variant.
       beta: β, reward units per nat: the KL coefficient of the objective that is solved
-        (sigmoid, ipo), or the inverse of the lead in nats that is enough (hinge).
+        (sigmoid, robust, ipo), or the inverse of the lead in nats that is enough
+        (hinge).
       kind: which loss.
       label_smoothing: ε, the probability that the preference is reversed: a number in
-        [0, 0.5), or f32[B], a probability in [0, 1] for each pair (soft labels). Only
-        for sigmoid.
+        [0, 0.5), or f32[B], a probability in [0, 1] for each pair (soft labels), which
+        only sigmoid takes. robust needs a number above 0; ipo and hinge read none.
       num_pairs: f32[], N of the whole minibatch when this is a micro-batch; None
         counts mask.
       mask: bool[B], True at pairs and False at padding; None is all True.
@@ -137,7 +89,8 @@ def dpo_loss(
       two arrays is None.
 
     Source: Rafailov et al. 2023, arXiv:2305.18290, eq. 7; cDPO is Mitchell 2023, "A
-    note on DPO with noisy preferences & relationship to IPO"; IPO is Azar et al. 2023,
+    note on DPO with noisy preferences & relationship to IPO"; robust DPO is
+    Chowdhury et al. 2024, arXiv:2403.00409, section 3; IPO is Azar et al. 2023,
     arXiv:2310.12036, eq. 17, its mean over tokens Rasul et al. 2024, "Preference tuning
     LLMs with direct preference optimization methods"; the hinge is Zhao et al. 2023,
     arXiv:2305.10425, eq. 1, on ratios as Liu et al. 2023, arXiv:2309.06657, eq. 7.
@@ -153,6 +106,8 @@ def dpo_loss(
     0.5
     >>> print(dpo_loss(**arrays, beta=0.5, kind="ipo")[0])  # (1² + 1²) / 2
     1.0
+    >>> print(dpo_loss(**arrays, beta=0.5, kind="robust", label_smoothing=0.25)[0])
+    0.253
     """
     checks.shape((None,), chosen_logprobs=chosen_logprobs)
     if (ref_chosen_logprobs is None) != (ref_rejected_logprobs is None):
@@ -195,6 +150,10 @@ def dpo_loss(
             margin = beta * lead
             smoothing = jax.lax.stop_gradient(smoothing)
             losses = smoothing * margin - jax.nn.log_sigmoid(margin)
+        case "robust":
+            margin = beta * lead
+            losses = -jax.nn.log_sigmoid(margin)
+            losses -= smoothing / (1.0 - 2.0 * smoothing) * margin
         case "ipo":
             losses = jnp.square(lead - 1 / (2 * beta))
         case "hinge":
@@ -211,7 +170,7 @@ def dpo_loss(
         },
         mask=mask,
     )
-    return _per_pair(losses, mask, num_pairs), stats
+    return per_pair(losses, mask=mask, num_pairs=num_pairs), stats
 
 
 def check_dpo(
@@ -231,7 +190,7 @@ def check_dpo(
 
     Raises:
       InputError: beta is not positive, there is no such kind, label_smoothing is not in
-        [0, 0.5) or would not be read, or IPO has no reference.
+        [0, 0.5), would not be read, or is missing for robust, or IPO has no reference.
 
     >>> print(check_dpo(beta=0.1, kind="sigmoid", label_smoothing=0.1))
     None
@@ -254,25 +213,21 @@ def check_dpo(
             f"the rejected response would be the better one, got {label_smoothing}; "
             f"choose another"
         )
-    if kind != "sigmoid" and not (number and label_smoothing == 0):
-        got = label_smoothing if number else "an array"
+    got = label_smoothing if number else "an array"
+    if kind == "robust" and not (number and label_smoothing > 0):
+        raise InputError(
+            f"label_smoothing: expected a number above 0 with kind 'robust', the rate "
+            f"at which labels are flipped, got {got}; give it, or choose sigmoid"
+        )
+    if kind in ("ipo", "hinge") and not (number and label_smoothing == 0):
         raise InputError(
             f"label_smoothing: expected 0 with kind {kind!r}, which does not read it, "
             f"got {got}; leave it out, or choose sigmoid"
         )
     if kind == "ipo" and reference_free:
         raise InputError(
-            "kind: expected sigmoid or hinge without a reference, got 'ipo', which "
-            "holds every pair to one lead over the reference: over none, that is a "
-            "claim about the lengths of responses; choose another, or give the "
+            "kind: expected sigmoid, robust or hinge without a reference, got 'ipo', "
+            "which holds every pair to one lead over the reference: over none, that is "
+            "a claim about the lengths of responses; choose another, or give the "
             "reference"
         )
-
-
-def _per_pair(losses: Array, mask: Array, num_pairs: Array | None) -> Array:
-    """Σ m·loss / N, N counted where None."""
-    if num_pairs is None:
-        return masked.masked_mean(losses, mask=mask)
-    checks.shape((), num_pairs=num_pairs)
-    count = jnp.asarray(num_pairs, jnp.float32)
-    return masked.masked_sum(losses, mask=mask) / jnp.maximum(count, 1.0)

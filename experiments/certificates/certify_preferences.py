@@ -1,0 +1,386 @@
+"""Certificates of preferences: cDPO, robust DPO, KTO, SimPO, online DPO, Nash-MD.
+
+    python experiments certificates.certify_preferences --out runs/certify_preferences
+
+Four words, four columns, 256 responses, all of them known (`enumerable.py`). Offline
+losses are summed over all pairs of responses, with the probability of each label
+(`preferences.py`); online DPO and Nash-MD are sampled and trained as in a run. The exit
+status is 1 if one fails:
+
+formula  The gradient of the expected loss is that of the formula, within 1e-5.
+optimum  Training ends within 0.01 nats (Nash-MD: 0.02) of what is named; where there is
+         a bias it is seen to end elsewhere than at π* ∝ π_ref exp(r/β).
+
+With labels flipped at a rate of 0.2 robust DPO has DPO's gradient on clean labels and
+reaches π*; DPO and cDPO do not. KTO has no optimum: it goes on to the responses that
+most labels call desirable, and its z0 is 0 however far the policy has come. SimPO's
+optimum does not know the reference. Online DPO reaches π* where the judge prefers by
+the chance of Bradley and Terry; where the higher score always wins it collapses onto
+one response, which need not be the best. Nash-MD reaches its fixed point, π ∝ π_ref
+exp(P(y beats π^mix)/τ), with the mixture of each token's distributions that it samples
+from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import time
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from worlds import enumerable
+from worlds.enumerable import Float64, World
+
+from certificates import annealing, preferences, verdicts
+from certificates.penalty_claims import TOLERANCE
+from rlhf_jax import kl_control, online_dpo, state
+from rlhf_jax.algorithms import nash_md, optimizers
+from rlhf_jax.algorithms.online_dpo.recipe import Labels
+from rlhf_jax.algorithms.state import Optimizer
+from rlhf_jax.functional import checks
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.roles.reference import storage
+from rlhf_jax.runs import command_line, folder, report, run, run_config
+
+SEEN = 0.03  # nats from π*, of a bias that is claimed
+SIMPO_BETA = 2.0
+MIXTURE = 0.125  # of Nash-MD, the share of the reference
+NASH_NATS = 0.02  # from its fixed point: a policy gradient without any baseline
+
+
+class Finding(NamedTuple):
+    """What became of a method."""
+
+    method: str
+    optimum: str  # what training is to end at, or what happens instead
+    error: float  # of the gradient against the formula; NaN where it is sampled
+    distance: float  # KL(π ‖ what is named), nats
+    from_best: float  # KL(π ‖ π*), nats
+    biased: bool
+    within: float = verdicts.NATS  # of what is named, nats
+
+    @property
+    def holds(self) -> bool:
+        """The formula's gradient, and the optimum's policy or a bias that is seen."""
+        small = math.isnan(self.error) or self.error <= TOLERANCE
+        ends = self.from_best > SEEN if self.biased else True
+        return small and ends and not self.distance > self.within
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(run_config.RunConfig):
+    num_worlds: int = 3
+    """Worlds, each of a seed of its own: --seed, the next, ..."""
+    beta: float = 0.3
+    """Of all losses but SimPO's, reward units per nat."""
+    tau: float = 0.1
+    """KL coefficient of Nash-MD, per nat; its rewards are probabilities."""
+    flip_rate: float = 0.2
+    """Probability that a label is turned round."""
+    steps: int = preferences.STEPS
+    """Of Adam, on all pairs each."""
+    iterations: int = 800
+    """Of online DPO; a multiple of 25."""
+    nash_iterations: int = 1600
+    """Of Nash-MD, whose gradient is noisier; a multiple of 25."""
+    distance: float = 3.5
+    """KL from the reference to the optimum at a beta of 0.1, nats; scales rewards."""
+    hidden_size: int = 32
+    """Width of the policy of online DPO and of the reference."""
+    batch_size: int = 512
+    """Responses of online DPO per iteration."""
+    learning_rate: float = 3e-3
+    """Of online DPO at the start."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for iterations in (self.iterations, self.nash_iterations):
+            annealing.check_annealing((self.beta,), iterations=iterations)
+        checks.positive(
+            num_worlds=self.num_worlds,
+            distance=self.distance,
+            steps=self.steps,
+            tau=self.tau,
+            learning_rate=self.learning_rate,
+        )
+        if not 0 < self.flip_rate < 0.5:
+            raise checks.InputError(
+                f"flip_rate: expected a rate above 0 and below 0.5, got "
+                f"{self.flip_rate}; choose another"
+            )
+
+
+def offline(world: World, options: Config) -> list[Finding]:
+    """DPO, cDPO and robust DPO under flipped labels; SimPO and KTO."""
+    beta, rate = options.beta, options.flip_rate
+    best = world.optimum(beta).log_policy
+    asked = preferences.clean(world.rewards)
+    noisy = preferences.flipped(asked, rate)
+    twice = preferences.flipped(noisy, rate)
+    rng = np.random.default_rng(0)
+    somewhere = world.log_ref + rng.normal(size=len(best))
+    somewhere -= np.logaddexp.reduce(somewhere)
+    cases = {  # of DPO: labels, options, and the labels whose gradient it has
+        "DPO, clean labels": (asked, {}, asked),
+        "DPO, flipped labels": (noisy, {}, noisy),
+        "cDPO, clean labels": (asked, {"label_smoothing": rate}, noisy),
+        "cDPO, flipped labels": (noisy, {"label_smoothing": rate}, twice),
+        "robust DPO, flipped labels": (
+            noisy,
+            {"kind": "robust", "label_smoothing": rate},
+            asked,
+        ),
+    }
+    findings = []
+    for method, (labels, choices, target) in cases.items():
+        loss = preferences.dpo(world, labels, beta=beta, **choices)
+        named = preferences.dpo_gradient(world, somewhere, target, beta=beta)
+        reached = preferences.reach(loss, world, steps=options.steps)
+        optimum = preferences.dpo_optimum(world, target, beta=beta)
+        exact = target is asked
+        findings.append(
+            Finding(
+                method,
+                "π*" if exact else f"of labels flipped {1 + (target is twice)}x",
+                error(preferences.gradient(loss, somewhere), named),
+                enumerable.divergence(reached, best if exact else optimum),
+                enumerable.divergence(reached, best),
+                biased=not exact,
+            )
+        )
+    return [*findings, _simpo(world, options), _kto(world, options, somewhere)]
+
+
+def error(measured: Float64, named: Float64) -> float:
+    """Largest entry of the difference, of the largest of what is named."""
+    return float(np.abs(measured - named).max() / np.abs(named).max())
+
+
+def _simpo(world: World, options: Config) -> Finding:
+    loss = preferences.simpo(world, beta=SIMPO_BETA)
+    reached = preferences.reach(loss, world, steps=options.steps)
+    best = world.optimum(SIMPO_BETA / enumerable.LENGTH).log_policy
+    return Finding(
+        "SimPO, clean labels",
+        "exp(L·r/β), no reference",
+        math.nan,
+        enumerable.divergence(
+            reached, preferences.simpo_optimum(world, beta=SIMPO_BETA)
+        ),
+        enumerable.divergence(reached, best),
+        biased=True,
+    )
+
+
+def _kto(world: World, options: Config, somewhere: Float64) -> Finding:
+    """Its bias: nothing but the responses that most labels call desirable is left."""
+    loss = preferences.kto(world, beta=options.beta)
+    reached = preferences.reach(loss, world, steps=options.steps)
+    best = world.optimum(options.beta).log_policy
+    good = preferences.desirable(world) > 0.5
+    left = float(np.log(np.exp(reached)[good].sum()))
+    print(
+        f"KTO: {np.exp(left):.6f} of π on responses that most labels call desirable, "
+        f"{np.exp(best)[good].sum():.3f} of π*; KL to the reference "
+        f"{enumerable.divergence(reached, world.log_ref):.2f} nats, z0 "
+        f"{max(0.0, float((reached - world.log_ref).mean())):.2f}"
+    )
+    return Finding(
+        "KTO",
+        "none: π(mostly desirable) = 1",
+        error(
+            preferences.gradient(loss, somewhere),
+            preferences.kto_gradient(world, somewhere, beta=options.beta),
+        ),
+        -left,  # the least KL to a policy on these responses alone
+        enumerable.divergence(reached, best),
+        biased=True,
+    )
+
+
+def online(
+    world: World, options: Config, *, labels: Labels, seed: int, job: run.Run
+) -> Finding:
+    """Online DPO as a run has it: sampled pairs, the frozen reference."""
+    model = enumerable.model(hidden_size=options.hidden_size)
+    algorithm = online_dpo.OnlineDPO(
+        labels=labels, beta=options.beta, **_shapes(options, model)
+    )
+    log_policy = _trained(
+        world,
+        options,
+        iteration=functools.partial(online_dpo.iteration, recipe=algorithm),
+        optimizer=algorithm.policy_optimizer,
+        name=f"{labels}-{seed}",
+        coefficient=options.beta,
+        seed=seed,
+        job=job,
+    )
+    best = world.optimum(options.beta).log_policy
+    distance = enumerable.divergence(log_policy, best)
+    exact = labels == "bradley_terry"
+    left = -float(log_policy.max())  # KL to a policy of one response alone
+    if not exact:
+        place = log_policy.argmax()
+        better = int((world.rewards > world.rewards[place]).sum())
+        print(
+            f"online DPO, the higher score always wins: {np.exp(-left):.3f} of π on a "
+            f"response, {better} have higher rewards; {np.exp(best[place]):.3f} of π*"
+        )
+    return Finding(
+        f"online DPO, labels {labels}",
+        "π*" if exact else "none: one response alone",
+        math.nan,
+        distance if exact else left,
+        distance,
+        biased=not exact,
+    )
+
+
+def nash(world: World, options: Config, *, seed: int, job: run.Run) -> Finding:
+    """Nash-MD as a run has it, its opponents drawn from the mixture."""
+    options = dataclasses.replace(options, iterations=options.nash_iterations)
+    model = enumerable.model(hidden_size=options.hidden_size)
+    algorithm = nash_md.NashMD(
+        mixture=MIXTURE, temperature=1.0, **_shapes(options, model)
+    )
+    log_policy = _trained(
+        world,
+        options,
+        iteration=functools.partial(nash_md.iteration, recipe=algorithm),
+        optimizer=algorithm.policy_optimizer,
+        name=f"nash_md-{seed}",
+        coefficient=options.tau,
+        seed=seed,
+        job=job,
+    )
+    fixed_point = preferences.nash(world, tau=options.tau, share=MIXTURE)
+    return Finding(
+        "Nash-MD",
+        "exp(P(y beats π^mix)/τ)·π_ref",
+        math.nan,
+        enumerable.divergence(log_policy, fixed_point),
+        enumerable.divergence(world.log_ref, fixed_point),
+        biased=False,
+        within=NASH_NATS,
+    )
+
+
+def _trained(
+    world: World,
+    options: Config,
+    *,
+    iteration: annealing.Iteration,
+    optimizer: Optimizer,
+    name: str,
+    coefficient: float,
+    seed: int,
+    job: run.Run,
+) -> Float64:
+    """f64[256]: log π, nats, after all iterations from the reference."""
+    train = state.grpo_state(
+        policy=storage.store(world.start),
+        policy_optimizer=optimizer,
+        kl=kl_control.fixed(coefficient),
+    )
+    [policy] = annealing.improve(
+        world,
+        name=name,
+        train=train,
+        iteration=iteration,
+        betas=(options.beta,),
+        key=jax.random.fold_in(jax.random.key(seed), 1),
+        job=job,
+        model=enumerable.model(hidden_size=options.hidden_size),
+        iterations=options.iterations,
+        batch_size=options.batch_size,
+    )
+    return policy.log_policy
+
+
+def _shapes(options: Config, model: ModelConfig) -> dict[str, Any]:
+    """What both algorithms that sample share: two samples of the prompt are a pair."""
+    schedule = annealing.falling(
+        options.learning_rate, updates=1, iterations=options.iterations
+    )
+    return {
+        "model": model,
+        "policy_optimizer": optimizers.adam(schedule, eps=1e-8),
+        "max_new_tokens": enumerable.LENGTH,
+        "stop_ids": (),
+    }
+
+
+def show(findings: list[Finding], *, seed: int) -> None:
+    """Prints the table of a world."""
+    report.table(
+        f"Losses of preferences, seed {seed}: KL to what is named at most "
+        f"{verdicts.NATS:g} nats (Nash-MD: {NASH_NATS:g})",
+        ("method", "ends at", "formula", "KL to it", "KL to π*", ""),
+        [
+            (
+                each.method,
+                each.optimum,
+                "" if math.isnan(each.error) else f"{each.error:.0e}",
+                f"{each.distance:.1e}",
+                f"{each.from_best:.1e}",
+                "holds" if each.holds else "FAILS",
+            )
+            for each in findings
+        ],
+    )
+
+
+def main(options: Config) -> None:
+    """Prints the tables, and raises StopError where a certificate fails."""
+    started = time.perf_counter()
+    model = enumerable.model(hidden_size=options.hidden_size)
+    seeds = range(options.seed, options.seed + options.num_worlds)
+    kinds: tuple[Labels, ...] = ("bradley_terry", "ranked")
+    iterations = dict.fromkeys(kinds, options.iterations)
+    num_steps = {
+        f"{name}-{seed}": count // annealing.ITERATIONS_A_STEP
+        for seed in seeds
+        for name, count in {**iterations, "nash_md": options.nash_iterations}.items()
+    }
+    rows, shown = [], {}
+    with run.Run(options, num_steps=num_steps) as job:
+        for seed in seeds:
+            world = enumerable.draw(seed, model=model, distance=options.distance)
+            findings = offline(world, options)
+            findings += [
+                online(world, options, labels=kind, seed=seed, job=job)
+                for kind in kinds
+            ]
+            findings.append(nash(world, options, seed=seed, job=job))
+            show(findings, seed=seed)
+            shown |= {f"{each.method}, seed {seed}": each.holds for each in findings}
+            rows += [
+                {"seed": seed}
+                | {
+                    name: None if value != value else value
+                    for name, value in each._asdict().items()
+                }
+                for each in findings
+            ]
+    failed = [name for name, holds in shown.items() if not holds]
+    summary = {
+        "certificates": len(shown),
+        "failed": failed,
+        "findings": rows,
+        "seconds": time.perf_counter() - started,
+    }
+    folder.write_summary(job.folder, summary)
+    print(f"{len(shown) - len(failed)} of {len(shown)} certificates hold")
+    print(f"{summary['seconds']:.0f} s; figures in {job.folder}")
+    if failed:
+        raise checks.StopError(
+            f"{len(failed)} of {len(shown)} certificates fail: {'; '.join(failed)}"
+        )
+
+
+if __name__ == "__main__":
+    command_line.main(main, Config, description=__doc__)

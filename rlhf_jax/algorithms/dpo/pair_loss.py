@@ -1,0 +1,237 @@
+"""The loss of packed preferences, of log-probs of whole responses.
+
+policy ──> token_logprobs ──> pair_logprobs ──┐
+reference ─> reference_logprobs ──> the same ─┴─> loss, by its kind
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.algorithms.batch import PackedPreferences
+from rlhf_jax.algorithms.dpo.recipe import DPO
+from rlhf_jax.functional import checks, masked, preference_losses
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.roles import adapted, policy
+from rlhf_jax.roles.reference import frozen
+from rlhf_jax.roles.reference.frozen import Frozen
+
+Array = jax.Array
+Params = Any
+
+
+def reference_logprobs(
+    reference: Frozen, *, batch: PackedPreferences, dpo: DPO
+) -> Array:
+    """log π_ref of every token of every pair.
+
+    Args:
+      reference: the frozen policy, or the base of adapters; stored in any way.
+      batch: PackedPreferences[B, S].
+      dpo: static.
+
+    Returns:
+      f32[B, S], nats; 0 at padding and at the first token of each text. No gradient
+      reaches the reference.
+    """
+    model = frozen.shape_of(reference, policy=dpo.model)
+    own = dataclasses.replace(dpo, model=model)
+    return token_logprobs(frozen.read(reference), batch=batch, dpo=own)
+
+
+def token_logprobs(params: Params, *, batch: PackedPreferences, dpo: DPO) -> Array:
+    """As `reference_logprobs`, of parameters that a gradient reaches."""
+    return policy.logprobs(
+        params,
+        model=dpo.model,
+        tokens=batch.tokens,
+        mask=batch.mask,
+        temperature=dpo.temperature,
+        segments=batch.segments,
+    )
+
+
+def pair_logprobs(
+    logprobs: Array, *, batch: PackedPreferences, token_mean: bool = False
+) -> tuple[Array, Array]:
+    """Sums over the responses: log π(chosen | prompt) and log π(rejected | prompt).
+
+    Args:
+      logprobs: f32[B, S], nats per token; those outside `response_mask` are not read.
+      batch: PackedPreferences[B, S].
+      token_mean: divide each sum by the response's tokens, EOS included.
+
+    Returns:
+      f32[B, K] each, nats, or nats per token with token_mean; 0 where there is no pair.
+
+    Raises:
+      ValueError: shapes do not belong together. TypeError: logprobs is not f32.
+    """
+    checks.same_shape(logprobs=logprobs, tokens=batch.tokens)
+    checks.float32(logprobs=logprobs)
+    texts = 1 + jnp.arange(2 * batch.pairs.shape[1], dtype=jnp.int32)
+    of_text = batch.segments[:, :, None] == texts[None, None, :]
+    responses = of_text & batch.response_mask[:, :, None]
+    # Not a product with ones: that would round on devices that multiply in bfloat16.
+    sums = jnp.sum(jnp.where(responses, logprobs[:, :, None], 0.0), axis=1)
+    if token_mean:
+        lengths = jnp.sum(responses, axis=1, dtype=jnp.float32)
+        sums = sums / jnp.maximum(lengths, 1.0)
+    return sums[:, 0::2], sums[:, 1::2]
+
+
+def loss(
+    params: Params,
+    batch: PackedPreferences,
+    *,
+    ref_logprobs: Array | None,
+    dpo: DPO,
+    num_pairs: Array | None = None,
+    kl: Array | None = None,
+) -> tuple[Array, masked.Stats]:
+    """The loss of the pairs, all their responses in one forward pass.
+
+    Args:
+      params: the decoder's, adapters applied.
+      batch: PackedPreferences[b, S]; with labels for KTO.
+      ref_logprobs: f32[b, S], nats, `reference_logprobs` of the same rows; None without
+        a reference (`DPORecipe.has_reference`).
+      dpo: static.
+      num_pairs: f32[], pairs in the whole batch; None counts these.
+      kl: f32[], nats per response, `kto_baseline` of the whole batch; None takes KTO's
+        z0 of this one.
+
+    Returns:
+      f32[] and the stats of `losses.dpo_loss`, `simpo_loss`, `orpo_loss` or
+      `kto_loss`. No gradient reaches ref_logprobs or kl.
+
+    Raises:
+      InputError: ref_logprobs is missing, or given without being read; or there are
+        labels where the kind is not kto, or none where it is.
+      ValueError: shapes differ. TypeError: floats are not f32.
+    """
+    if dpo.has_reference == (ref_logprobs is None):
+        free = "reference_free" if dpo.reference_free else f"kind {dpo.kind!r}"
+        raise InputError(
+            f"expected no ref_logprobs with {free}, got some, which would not "
+            "be read; leave one of them out"
+            if ref_logprobs is not None
+            else "expected ref_logprobs, as DPO is a loss of what the policy says over "
+            "what its reference says, got none; give them (`reference_logprobs`), or "
+            "set reference_free"
+        )
+    if (dpo.kind == "kto") != (batch.labels is not None):
+        needs = "labels" if dpo.kind == "kto" else "no labels"
+        raise InputError(
+            f"expected pairs with {needs} for kind {dpo.kind!r}, got others; see "
+            f"data.unpaired"
+        )
+    logprobs = token_logprobs(params, batch=batch, dpo=dpo)
+    chosen, rejected = _flat_pairs(logprobs, batch=batch, dpo=dpo)
+    ref_chosen, ref_rejected = None, None
+    if ref_logprobs is not None:
+        ref_chosen, ref_rejected = _flat_pairs(ref_logprobs, batch=batch, dpo=dpo)
+    pairs = {"num_pairs": num_pairs, "mask": batch.pairs.reshape(-1)}
+    match dpo.kind:
+        case "simpo":
+            return preference_losses.simpo_loss(
+                chosen_logprobs=chosen,
+                rejected_logprobs=rejected,
+                beta=dpo.beta,
+                target_margin=dpo.target_margin,
+                **pairs,
+            )
+        case "orpo":
+            return preference_losses.orpo_loss(
+                chosen_logprobs=chosen,
+                rejected_logprobs=rejected,
+                odds_weight=dpo.beta,
+                **pairs,
+            )
+        case "kto":
+            assert batch.labels is not None
+            assert ref_chosen is not None
+            assert ref_rejected is not None
+            if kl is None:
+                kl = preference_losses.kto_kl(
+                    logprobs=rejected, ref_logprobs=ref_rejected, mask=pairs["mask"]
+                )
+            return preference_losses.kto_loss(
+                logprobs=chosen,
+                ref_logprobs=ref_chosen,
+                desirable=batch.labels.reshape(-1),
+                kl=kl,
+                beta=dpo.beta,
+                desirable_weight=dpo.desirable_weight,
+                undesirable_weight=dpo.undesirable_weight,
+                num_texts=num_pairs,
+                mask=pairs["mask"],
+            )
+    return preference_losses.dpo_loss(
+        chosen_logprobs=chosen,
+        rejected_logprobs=rejected,
+        ref_chosen_logprobs=ref_chosen,
+        ref_rejected_logprobs=ref_rejected,
+        beta=dpo.beta,
+        kind=dpo.dpo_kind,
+        label_smoothing=dpo.label_smoothing,
+        **pairs,
+    )
+
+
+def _flat_pairs(
+    logprobs: Array, *, batch: PackedPreferences, dpo: DPO
+) -> tuple[Array, Array]:
+    """`pair_logprobs` as f32[B·K] each."""
+    both = pair_logprobs(logprobs, batch=batch, token_mean=dpo.mean_logprobs)
+    return both[0].reshape(-1), both[1].reshape(-1)
+
+
+def kto_baseline(
+    trained: Params,
+    *,
+    batch: PackedPreferences,
+    ref_logprobs: Array,
+    dpo: DPO,
+    base: Frozen | None = None,
+) -> Array:
+    """KTO's z0 of a whole batch, a micro-batch at a time: a forward pass more.
+
+    Args:
+      trained: the policy's parameters, or its adapters over `base`.
+      batch: PackedPreferences[B, S], whose rejected texts are of other prompts.
+      ref_logprobs: f32[B, S], nats, the reference's.
+      dpo, base: of `update`.
+
+    Returns:
+      f32[], nats per response. No gradient reaches any argument.
+
+    Raises:
+      InputError: micro_batch_size does not divide B.
+    """
+    rows = dpo.micro_batch_size or len(batch.tokens)
+    if len(batch.tokens) % rows:
+        raise InputError(
+            f"expected micro_batch_size to divide the {len(batch.tokens)} rows of an "
+            f"update, got {rows}; change either, or leave it out to hold all at once"
+        )
+    params = adapted.params(trained, base=base, lora=dpo.lora)
+    parts = jax.tree.map(
+        lambda leaf: leaf.reshape(rows, -1, *leaf.shape[1:]).swapaxes(0, 1), batch
+    )
+    logprobs = jax.lax.map(
+        lambda part: pair_logprobs(
+            token_logprobs(params, batch=part, dpo=dpo), batch=part
+        )[1],
+        parts,
+    )
+    rejected = logprobs.swapaxes(0, 1).reshape(batch.pairs.shape)
+    return preference_losses.kto_kl(
+        logprobs=rejected.reshape(-1),
+        ref_logprobs=pair_logprobs(ref_logprobs, batch=batch)[1].reshape(-1),
+        mask=batch.pairs.reshape(-1),
+    )

@@ -1,0 +1,139 @@
+"""DPO's coefficients and choices, and which of them go together."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, get_args
+
+from rlhf_jax.algorithms.state import Optimizer
+from rlhf_jax.functional import checks, preference_losses
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.preference_losses import DPOKind
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.lora import LoRA
+
+PreferenceKind = Literal["sigmoid", "robust", "ipo", "hinge", "simpo", "orpo", "kto"]
+"""A loss of preferences: one of `DPOKind`, or SimPO, ORPO or KTO."""
+REFERENCE_FREE = ("simpo", "orpo")  # by definition; their log-probs are means
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DPORecipe:
+    """The coefficients and choices of DPO; an option group of a command line."""
+
+    beta: float = 0.1
+    """KL coefficient β, reward units per nat; with simpo the scale of the reward, with
+    orpo λ."""
+    kind: PreferenceKind = "sigmoid"
+    """Loss: DPO's (sigmoid), robust DPO's, IPO's, SLiC's, KTO's, or SimPO's or ORPO's,
+    which have no reference."""
+    label_smoothing: float = 0.0
+    """Probability that a preference is the wrong way round: sigmoid then is cDPO, and
+    robust corrects for it."""
+    target_margin: float = 0.0
+    """With simpo: margin γ by which the chosen response should lead, reward units."""
+    desirable_weight: float = 1.0
+    """With kto: weight λ_D of desirable responses."""
+    undesirable_weight: float = 1.0
+    """With kto: weight λ_U of undesirable responses."""
+    token_mean: bool = False
+    """Whether IPO takes the mean log-prob of a response's tokens instead of their sum;
+    beta is then reward units per nat per token."""
+    reference_free: bool = False
+    """Whether the reference is left out, for comparison; sigmoid, robust or hinge."""
+    temperature: float = 1.0
+    """Temperature that divides the logits of policy and reference."""
+    micro_batch_size: int | None = None
+    """Rows per forward and backward pass; None is all of a batch."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(PreferenceKind):
+            raise InputError(
+                f"kind: expected one of {', '.join(get_args(PreferenceKind))}, got "
+                f"{self.kind!r}; choose one"
+            )
+        if self.kind in get_args(DPOKind):
+            preference_losses.check_dpo(
+                beta=self.beta,
+                kind=self.dpo_kind,
+                label_smoothing=self.label_smoothing,
+                reference_free=self.reference_free,
+            )
+        checks.positive(
+            beta=self.beta,
+            temperature=self.temperature,
+            desirable_weight=self.desirable_weight,
+            undesirable_weight=self.undesirable_weight,
+        )
+        checks.non_negative(target_margin=self.target_margin)
+        if self.token_mean and self.kind != "ipo":
+            raise InputError(
+                f"token_mean: expected False with kind {self.kind!r}, whose implicit "
+                f"reward is β log π/π_ref of whole responses, got True; leave it out, "
+                f"or choose ipo"
+                if self.kind not in REFERENCE_FREE
+                else f"token_mean: expected False with kind {self.kind!r}, which "
+                f"always takes the mean over tokens, got True; leave it out"
+            )
+        unread = {"label_smoothing": self.label_smoothing != 0.0}
+        if self.kind in get_args(DPOKind):
+            unread = {}
+        unread["target_margin"] = self.target_margin != 0.0 and self.kind != "simpo"
+        for name in ("desirable_weight", "undesirable_weight"):
+            unread[name] = getattr(self, name) != 1.0 and self.kind != "kto"
+        for name, given in unread.items():
+            if given:
+                raise InputError(
+                    f"{name}: expected none with kind {self.kind!r}, which does not "
+                    f"read it, got {getattr(self, name)}; leave it out, or choose "
+                    f"another kind"
+                )
+        if self.reference_free and self.kind not in get_args(DPOKind):
+            raise InputError(
+                "reference_free: expected False with kind 'kto', whose rewards are "
+                "log-ratios to the reference, got True; leave it out"
+                if self.kind == "kto"
+                else f"reference_free: expected False with kind {self.kind!r}, which "
+                f"has no reference anyway, got True; leave it out"
+            )
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss reads a reference."""
+        return not self.reference_free and self.kind not in REFERENCE_FREE
+
+    @property
+    def mean_logprobs(self) -> bool:
+        """Whether the loss reads means over tokens instead of sums."""
+        return self.token_mean or self.kind in REFERENCE_FREE
+
+    @property
+    def dpo_kind(self) -> DPOKind:
+        """The kind of a loss of implicit rewards.
+
+        Raises:
+          InputError: it is none of them.
+        """
+        for kind in get_args(DPOKind):
+            if kind == self.kind:
+                return kind
+        raise InputError(f"kind: expected one of {get_args(DPOKind)}, got {self.kind}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DPO(DPORecipe):
+    """A recipe with its shape and optimizer; hashable, so static under `jax.jit`.
+
+    `DPO(**vars(recipe), model=...)` makes one of a `DPORecipe`.
+    """
+
+    model: ModelConfig  # of the policy, and of a reference that has none of its own
+    optimizer: Optimizer
+    lora: LoRA | None = None  # of adapters over a base; None trains every parameter
+
+
+SIMPO = DPORecipe(kind="simpo", beta=2.0, target_margin=1.0)
+"""Meng et al. 2024, arXiv:2405.14734, for Llama 3 8B after SFT."""
+
+ORPO = DPORecipe(kind="orpo", beta=0.1)
+"""Hong et al. 2024, arXiv:2403.07691, for Mistral 7B; it starts from the base model."""

@@ -1,0 +1,10 @@
+"""Nash-MD: preferred to samples of a mixture of the policy and its reference."""
+
+from rlhf_jax.algorithms.nash_md.recipe import (
+    NashMD,
+    NashMDRecipe,
+    iteration,
+    sample,
+)
+
+__all__ = ["NashMD", "NashMDRecipe", "iteration", "sample"]

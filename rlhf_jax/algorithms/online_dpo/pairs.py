@@ -1,0 +1,177 @@
+"""Online DPO: the policy's own samples, ranked by a reward, as pairs for DPO's loss.
+
+    Scored ──groups──> PairExperience ──update──> TrainState
+
+A row of the experience is a pair, its preferred response and then the other:
+
+    columns         0 ... S-1                S ... 2S-1
+    tokens          prompt and chosen        the same prompt and rejected
+
+The reference is the frozen one of every policy gradient, and β the coefficient of E[r]
+- β·KL. With labels of Bradley and Terry the gradient is 0, on average over the labels,
+at π* ∝ π_ref exp(r/β), whatever the pairs. With ranked labels it is not: π goes on
+until one response is left, which need not be the best.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.algorithms.batch import PairExperience, Scored
+from rlhf_jax.algorithms.online_dpo.recipe import OnlineDPORecipe
+from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
+from rlhf_jax.algorithms.policy_gradient.loss import mean_distance
+from rlhf_jax.algorithms.state import LossFunction
+from rlhf_jax.functional import checks, losses, masked
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models.packing import Packing
+from rlhf_jax.roles import adapted, policy
+from rlhf_jax.roles.reference.frozen import Frozen
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OnlineDPO(OnlineDPORecipe, PolicyGradient):
+    """A recipe with its shapes, optimizer and β; hashable, so static under `jax.jit`.
+
+    `OnlineDPO(**vars(recipe), beta=..., model=...)` makes one of an `OnlineDPORecipe`.
+    """
+
+    beta: float  # β, reward units per nat
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.positive(beta=self.beta)
+
+    def experience(
+        self, scored: Scored, *, kl_coef: Array
+    ) -> tuple[PairExperience, masked.Stats]:
+        """Pairs of each group, the response with the higher score first.
+
+        Args:
+          scored: Scored[B, S], each prompt in `group_size` neighbouring rows.
+          kl_coef: read by the statistics of the objective alone; β is a number here.
+
+        Returns:
+          PairExperience of N pairs and {name: (sum, weight)}. `pair/score_gap`: the
+          difference of the scores, reward units; `pair/tied_fraction`: share of pairs
+          with equal scores, which ranked labels leave out.
+
+        Raises:
+          InputError: the groups do not divide the rows, or there is no reference.
+        """
+        del kl_coef
+        if scored.ref_logprobs is None:
+            raise InputError(
+                "expected a reference, as DPO is a loss of what the policy says over "
+                "what its reference says, got none; give one"
+            )
+        rows = len(scored.scores)
+        checks.groups(rows, group_size=self.group_size)
+        size = self.group_size if self.pairing == "best_worst" else 2
+        scores = scored.scores.reshape(-1, size)
+        first = size * jnp.arange(len(scores))
+        # Of equal scores the first is the best and the last the worst: two responses.
+        best = first + jnp.argmax(scores, axis=1)
+        worst = first + size - 1 - jnp.argmin(scores[:, ::-1], axis=1)
+        gap = scored.scores[best] - scored.scores[worst]
+        tied = gap == 0
+        pairs = jnp.isfinite(gap) & (~tied if self.labels == "ranked" else True)
+
+        def laid_out(x: Array) -> Array:
+            return jnp.concatenate([x[best], x[worst]], axis=1)
+
+        rollout = scored.rollout
+        nothing = jnp.zeros((len(best), 2 * rollout.tokens.shape[1]), jnp.float32)
+        experience = PairExperience(
+            tokens=laid_out(rollout.tokens),
+            mask=laid_out(rollout.mask),
+            response_mask=laid_out(rollout.response_mask),
+            old_logprobs=laid_out(rollout.old_logprobs),
+            ref_logprobs=laid_out(scored.ref_logprobs),
+            token_rewards=nothing,
+            advantages=nothing,
+            pairs=pairs,
+            rejected_better=jnp.where(
+                self.labels == "ranked", 0.0, jax.nn.sigmoid(-gap)
+            ).astype(jnp.float32),
+        )
+        every = jnp.ones_like(tied)
+        return experience, masked.sum_stats(
+            {"pair/score_gap": gap, "pair/tied_fraction": tied.astype(jnp.float32)},
+            mask=every,
+        )
+
+    def minibatch_loss(
+        self,
+        minibatch: PairExperience,
+        *,
+        kl_coef: Array,
+        base: Frozen | None,
+        reference: Frozen | None,
+    ) -> tuple[PairExperience, LossFunction]:
+        """`losses.dpo_loss` of the pairs.
+
+        Args:
+          minibatch: N pairs.
+          kl_coef, reference: not read; the reference's log-probs are in the pairs.
+          base: the parameters that adapters adapt; None without adapters.
+
+        Returns:
+          The minibatch, and ((policy, critic), part) -> (loss, stats of `dpo_loss`).
+        """
+        del kl_coef, reference
+        num_pairs = minibatch.pairs.sum(dtype=jnp.float32)
+
+        def loss(
+            trained: tuple[Array, Array],
+            part: PairExperience,
+            packing: Packing | None = None,
+        ) -> tuple[Array, masked.Stats]:
+            if packing is not None:
+                raise InputError("packing: expected none for online DPO; leave it out")
+            pairs = part.tokens.shape[0]
+
+            def apart(x: Array) -> Array:
+                return x.reshape(2 * pairs, -1)
+
+            logprobs = policy.logprobs(
+                adapted.params(trained[0], base=base, lora=self.lora),
+                model=self.model,
+                tokens=apart(part.tokens),
+                mask=apart(part.mask),
+                temperature=self.temperature,
+            )
+            mask = apart(part.response_mask)
+            assert part.ref_logprobs is not None
+            ours, theirs = (
+                masked.masked_sum(x, mask=mask, axis=1).reshape(pairs, 2)
+                for x in (logprobs, apart(part.ref_logprobs))
+            )
+            smoothing = 0.0 if self.labels == "ranked" else part.rejected_better
+            value, stats = losses.dpo_loss(
+                chosen_logprobs=ours[:, 0],
+                rejected_logprobs=ours[:, 1],
+                ref_chosen_logprobs=theirs[:, 0],
+                ref_rejected_logprobs=theirs[:, 1],
+                beta=self.beta,
+                kind=self.kind,
+                label_smoothing=smoothing,
+                num_pairs=num_pairs,
+                mask=part.pairs,
+            )
+            stats["policy/sampler_mismatch"] = mean_distance(
+                jax.lax.stop_gradient(logprobs), apart(part.old_logprobs), mask=mask
+            )
+            return value, stats
+
+        return minibatch, loss
+
+    @property
+    def rows_per_prompt(self) -> int:
+        """Samples of each prompt, in neighbouring rows."""
+        return self.group_size

@@ -1,0 +1,66 @@
+"""The options of online DPO: which samples make a pair, and what is asked of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe, one_of
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.checks import InputError
+
+Labels = Literal["ranked", "bradley_terry"]
+Pairing = Literal["best_worst", "neighbours"]
+OnlineKind = Literal["sigmoid", "ipo", "hinge"]
+
+# Options of policy gradients that a loss of pairs does not read.
+UNREAD = (
+    *("penalty", "recompute_logprobs", "sampler_weight_cap", "clip_range"),
+    *("clip_range_high", "dual_clip", "ratio_level", "surrogate"),
+    *("sapo_temperature_pos", "sapo_temperature_neg", "entropy_coef", "aggregation"),
+    *("loss_scale_factor", "stop_approxkl", "max_ratio_mean"),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OnlineDPORecipe(PolicyRecipe):
+    """The coefficients and choices of online DPO; an option group of a command line."""
+
+    group_size: int = 2
+    """Responses per prompt, in neighbouring rows."""
+    pairing: Pairing = "best_worst"
+    """Pairs of a group: its best response against its worst, or each response of an
+    even number against the next."""
+    labels: Labels = "ranked"
+    """Preference of a pair: ranked always prefers the higher score, whatever the
+    difference; bradley_terry prefers it with probability σ of the difference."""
+    kind: OnlineKind = "sigmoid"
+    """Loss of the pair's margin: DPO's own, IPO's or the hinge of SLiC."""
+    temperature: float = 1.0
+    """Temperature that divides the logits in every role."""
+    num_epochs: int = 1
+    """Number of passes over each batch."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of(pairing=self.pairing, among=("best_worst", "neighbours"))
+        one_of(labels=self.labels, among=("ranked", "bradley_terry"))
+        one_of(kind=self.kind, among=("sigmoid", "ipo", "hinge"))
+        checks.groups(self.group_size, group_size=self.group_size, least=2)
+        if self.pairing == "neighbours" and self.group_size % 2:
+            raise InputError(
+                f"group_size: expected an even number with pairing 'neighbours', got "
+                f"{self.group_size}; choose another, or best_worst"
+            )
+        if self.labels == "bradley_terry" and self.kind != "sigmoid":
+            raise InputError(
+                f"labels: expected 'ranked' with kind {self.kind!r}, which takes no "
+                f"probabilities, got 'bradley_terry'; choose one of them"
+            )
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for name in UNREAD:
+            if getattr(self, name) != defaults[name]:
+                raise InputError(
+                    f"{name}: expected none for online DPO, whose loss is of pairs, "
+                    f"got {getattr(self, name)}; leave it out"
+                )

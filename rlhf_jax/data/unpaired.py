@@ -1,0 +1,158 @@
+"""Single responses with a label, as KTO reads them: rows, tokens, mismatched responses.
+
+    {"prompt": ..., "completion": ..., "label": true}    or a pair, which is two of them
+
+KTO compares a response with responses to *other* prompts (z0). Each text is encoded
+with one of these, so that a packed row holds all that its loss needs:
+
+    prompt, completion  |  the same prompt, a response to another prompt
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from rlhf_jax.data import encoding, files, json_lines
+from rlhf_jax.data.encoding import Pair, Tokens
+from rlhf_jax.data.files import Blank
+from rlhf_jax.data.json_lines import LocatedRow, Row
+from rlhf_jax.data.lengths import Overlong
+from rlhf_jax.functional.checks import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Labelled(NamedTuple):
+    """A response with its label, and one that was given to another prompt."""
+
+    prompt: Tokens
+    completion: Tokens  # with EOS
+    mismatched: Tokens  # cut where it would not fit
+    desirable: bool
+
+    @property
+    def pair(self) -> Pair:
+        """Both as the two texts of a packed pair, the response first."""
+        return Pair(self.prompt, self.completion, self.mismatched)
+
+
+def read_labelled(source: str | Path, *, blank: Blank = "keep") -> list[Row]:
+    """Rows with prompt, completion and label: a text or messages, and true or false.
+
+    A row of `files.read_preferences` becomes two: its chosen response is desirable, its
+    rejected one is not.
+
+    Args:
+      blank: what becomes of a row with a response of nothing but white space.
+
+    Raises:
+      InputError: the file is empty or malformed, a text or a label is missing, or all
+        labels are the same; and as `files.read_preferences`, for a pair.
+    """
+    rows: list[Row] = []
+    for where, row in json_lines.read_located(source):
+        if "completion" not in row and {"chosen", "rejected"} <= row.keys():
+            for side, label in (("chosen", True), ("rejected", False)):
+                pair = files.checked_preference(where, row, blank=blank)
+                if pair is not None:
+                    fields = {"prompt": pair["prompt"], "completion": pair[side]}
+                    rows.append(LocatedRow(fields | {"label": label}, where=where))
+            continue
+        row = files.checked_response(where, row, response="completion", blank=blank)
+        if row is None:
+            continue
+        if not isinstance(row.get("label"), bool):
+            raise InputError(
+                f"{where}: expected true or false in 'label', got"
+                f" {row.get('label')!r:.40}; say whether the completion is desirable,"
+                " or give pairs with 'chosen' and 'rejected'"
+            )
+        rows.append(row)
+    labels = {row["label"] for row in rows}
+    if len(labels) < 2:
+        got = "none" if not rows else f"only {str(labels.pop()).lower()}"
+        raise InputError(
+            f"{source}: expected desirable and undesirable completions, got {got} as"
+            " 'label'; KTO learns from both"
+        )
+    return rows
+
+
+def encode_labelled(
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Row],
+    *,
+    max_length: int,
+    seed: int,
+    stop_ids: Sequence[int] | None = None,
+    overlong: Overlong = "error",
+    widest: int | None = None,
+) -> list[Labelled]:
+    """Texts of at most `max_length` tokens, each with a response to another prompt.
+
+    Args:
+      rows: of `read_labelled`.
+      seed: of the order in which the next response to another prompt is looked for.
+      stop_ids: tokens that end a response; None is the tokenizer's EOS.
+      widest: tokens of a packed row, which holds the prompt twice; None is no limit.
+
+    Raises:
+      InputError: as `encoding.encode_demonstrations`; all prompts are the same tokens,
+        or a row of `widest` tokens does not hold a text with its prompt twice.
+    """
+    texts = [
+        (example, label)
+        for label in (True, False)
+        for example in encoding.encode_demonstrations(
+            tokenizer,
+            [row for row in rows if row["label"] is label],
+            max_length=max_length,
+            response="completion",
+            stop_ids=stop_ids,
+            overlong=overlong,
+        )
+    ]
+    prompts = {tuple(example.prompt) for example, _ in texts}
+    if len(prompts) < 2:
+        raise InputError(
+            "expected completions of at least 2 prompts, as KTO compares each with one"
+            " that was given to another prompt, got 1; give more rows"
+        )
+    order = np.random.default_rng(seed).permutation(len(texts)).tolist()
+    found: dict[int, Tokens] = {}
+    for turn, place in enumerate(order):
+        prompt = tuple(texts[place][0].prompt)
+        other = turn + 1
+        while tuple(texts[order[other % len(order)]][0].prompt) == prompt:
+            other += 1
+        found[place] = texts[order[other % len(order)]][0].response
+    labelled = []
+    for place, ((prompt, completion), label) in enumerate(texts):
+        room = max_length - len(prompt)
+        if widest is not None:
+            room = min(room, widest - 2 * len(prompt) - len(completion))
+        if room < 1:
+            raise InputError(
+                f"expected at most {widest} tokens, the width of a row, for a response"
+                f" with its prompt twice and one token of another response, got"
+                f" {2 * len(prompt) + len(completion) + 1}; make rows wider, or remove"
+                " such texts"
+            )
+        labelled.append(Labelled(prompt, completion, found[place][:room], label))
+    return labelled
+
+
+def by_prompt(texts: Sequence[Labelled]) -> list[list[Labelled]]:
+    """The texts of each prompt together, in the order of the prompts' first texts.
+
+    What is held out is held out by prompt: no prompt stands on both sides.
+    """
+    groups: dict[tuple[int, ...], list[Labelled]] = {}
+    for text in texts:
+        groups.setdefault(tuple(text.prompt), []).append(text)
+    return list(groups.values())

@@ -1,0 +1,146 @@
+"""KTO: a loss of single responses, each labelled desirable or undesirable.
+
+A loss is a sum over texts divided by the number of texts. With that of the whole
+minibatch (`num_texts`) and its z0 (`kto_kl`), the losses of micro-batches add up.
+`losses` offers these functions too.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Bool, Float32, Shaped
+
+from rlhf_jax.functional import checks, masked
+from rlhf_jax.functional.preference_losses.bradley_terry import per_pair
+
+Array = jax.Array
+Stats = masked.Stats
+
+
+def kto_kl(
+    *,
+    logprobs: Float32[Array, " B"],
+    ref_logprobs: Float32[Array, " B"],
+    mask: Bool[Array, " B"] | None = None,
+) -> Float32[Array, ""]:
+    """z0 = max(0, (1/N) Σ log π(y'|x)/π_ref(y'|x)), KTO's point of comparison.
+
+    y' is a response to another prompt of the data. The paper's z0 is KL(π ‖ π_ref), an
+    expectation over responses of π; that of mismatched responses is a biased estimate,
+    as y' does not come from π, and often 0.
+
+    Args:
+      logprobs, ref_logprobs: f32[B], nats, sums over the tokens of y', of the policy
+        and the reference, over the whole minibatch.
+      mask: bool[B], True at texts and False at padding; None is all True.
+
+    Returns:
+      f32[], nats per response; 0 without texts. No gradient reaches any argument.
+
+    Raises:
+      ValueError: shapes differ. TypeError: floats are not f32 or mask is not bool.
+
+    Source: Ethayarajh et al. 2024, arXiv:2402.01306, section 4.1.
+
+    >>> ref_logprobs = jnp.array([-3.0, -3.0])
+    >>> print(kto_kl(logprobs=jnp.array([-1.0, -2.0]), ref_logprobs=ref_logprobs))
+    1.5
+    >>> print(kto_kl(logprobs=jnp.array([-9.0, -2.0]), ref_logprobs=ref_logprobs))
+    0.0
+    """
+    checks.shape((None,), logprobs=logprobs)
+    if mask is None:
+        mask = jnp.ones(logprobs.shape, jnp.bool_)
+    checks.same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs, mask=mask)
+    checks.float32(logprobs=logprobs, ref_logprobs=ref_logprobs)
+    mean = masked.masked_mean(jnp.where(mask, logprobs - ref_logprobs, 0.0), mask=mask)
+    return jax.lax.stop_gradient(jnp.maximum(mean, 0.0))
+
+
+def kto_loss(
+    *,
+    logprobs: Float32[Array, " B"],
+    ref_logprobs: Float32[Array, " B"],
+    desirable: Bool[Array, " B"],
+    kl: Float32[Array, ""],
+    beta: float,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+    num_texts: Shaped[Array, ""] | None = None,
+    mask: Bool[Array, " B"] | None = None,
+) -> tuple[Float32[Array, ""], Stats]:
+    """KTO, (1/N) Σ λ_y - v(x, y), with u = log π(y)/π_ref(y) and z0 = kl.
+
+        desirable     λ_D σ(β(z0 - u))        = λ_D - λ_D σ(β(u - z0))
+        undesirable   λ_U σ(β(u - z0))        = λ_U - λ_U σ(β(z0 - u))
+
+    A loss of each text is bounded: one that is far on the wrong side hardly teaches. If
+    labels of a response differ, the minimum is at the label of the (weighted) majority,
+    for ever larger u: it is not π* ∝ π_ref exp(r/β).
+
+    Args:
+      logprobs: f32[B], nats, sums over the response tokens.
+      ref_logprobs: f32[B], nats, the reference's.
+      desirable: bool[B], the label.
+      kl: f32[], nats per response, `kto_kl` of the whole minibatch.
+      beta: β, reward units per nat.
+      desirable_weight, undesirable_weight: λ_D and λ_U, dimensionless.
+      num_texts: f32[], N of the whole minibatch when this is a micro-batch; None
+        counts mask.
+      mask: bool[B], True at texts and False at padding; None is all True.
+
+    Returns:
+      f32[] loss and {name: (sum, weight)}. The gradient reaches `logprobs` only: z0 is
+      under a stop-gradient. `loss/dpo`: the loss. `kto/kl`: z0, nats per response.
+      Means over the texts of a label: `kto/desirable_reward`,
+      `kto/undesirable_reward`, βu, reward units; `kto/desirable_logprob`,
+      `kto/undesirable_logprob`, nats per response.
+
+    Raises:
+      ValueError: shapes differ. TypeError: floats are not f32, or mask or desirable is
+        not bool. InputError: beta or a weight is not positive.
+
+    Source: Ethayarajh et al. 2024, arXiv:2402.01306, section 4.1.
+
+    >>> texts = {"logprobs": jnp.array([-1.0, -2.0])}
+    >>> texts |= {"ref_logprobs": jnp.array([-2.0, -2.0])}
+    >>> texts |= {"desirable": jnp.array([True, False])}
+    >>> loss, stats = kto_loss(**texts, kl=jnp.float32(0), beta=1.0)
+    >>> print(loss)  # (1 / (1 + e) + 1 / 2) / 2
+    0.384
+    >>> print(masked.mean_stats(stats)["kto/desirable_reward"])
+    1.0
+    """
+    checks.positive(
+        beta=beta,
+        desirable_weight=desirable_weight,
+        undesirable_weight=undesirable_weight,
+    )
+    checks.shape((None,), logprobs=logprobs)
+    checks.shape((), kl=kl)
+    if mask is None:
+        mask = jnp.ones(logprobs.shape, jnp.bool_)
+    checks.same_shape(
+        logprobs=logprobs, ref_logprobs=ref_logprobs, desirable=desirable, mask=mask
+    )
+    checks.float32(logprobs=logprobs, ref_logprobs=ref_logprobs, kl=kl)
+    checks.boolean(desirable=desirable, mask=mask)
+    logprobs = jnp.where(mask, logprobs, 0.0)
+    ref_logprobs = jax.lax.stop_gradient(jnp.where(mask, ref_logprobs, 0.0))
+    kl = jax.lax.stop_gradient(kl)
+    ratio = logprobs - ref_logprobs
+    wrong = jnp.where(desirable, kl - ratio, ratio - kl)
+    weight = jnp.where(
+        desirable, jnp.float32(desirable_weight), jnp.float32(undesirable_weight)
+    )
+    losses = weight * jax.nn.sigmoid(beta * wrong)
+    stats = masked.sum_stats(
+        {"loss/dpo": losses, "kto/kl": jnp.broadcast_to(kl, losses.shape)}, mask=mask
+    )
+    for name, of in {"desirable": desirable, "undesirable": ~desirable}.items():
+        stats |= masked.sum_stats(
+            {f"kto/{name}_reward": beta * ratio, f"kto/{name}_logprob": logprobs},
+            mask=mask & of,
+        )
+    return per_pair(losses, mask=mask, num_pairs=num_texts), stats

@@ -1,0 +1,110 @@
+"""Reward ensembles: several rewards of one response as one, and how far they differ.
+
+    combine      r_1 ... r_M of each response -> what is maximised
+    mean         mean(r)
+    minimum      min(r), the worst case
+    mean_minus_std   mean(r) - c·std(r)
+
+Where the members agree only on the data that they learned from, a policy that leaves it
+finds responses that one of them overrates. The minimum, and a charge for disagreement,
+pay less for those. Members must have one scale: give each mean 0 and the same standard
+deviation on the same samples (`rewards.normalise`, `rlhf-jax reward-model`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.functional import checks
+from rlhf_jax.roles.rewards.scores import Reward, Scores, scores_of
+
+Array = jax.Array
+Combine = Literal["mean", "minimum", "mean_minus_std"]
+
+
+def combine(scores: Sequence[Array], *, how: Combine, std_coef: float = 1.0) -> Scores:
+    """The scores of M members as one score per response.
+
+    Args:
+      scores: f32[B] each, reward units, of at least two members.
+      how: mean, minimum or mean_minus_std.
+      std_coef: c of mean_minus_std, dimensionless; the standard deviation is over the
+        members, of ddof 0.
+
+    Returns:
+      Scores, whose parts are "member_0", ..., reward units, and "disagreement", the
+      standard deviation over the members of each response, reward units.
+
+    Raises:
+      ValueError: shapes differ. InputError: there are fewer than two members, there is
+        no such way, or std_coef is negative.
+
+    Source: Coste et al. 2024, arXiv:2310.02743, section 3: mean and minimum (worst
+    case); where their third subtracts a variance, this subtracts a standard deviation.
+    """
+    if len(scores) < 2:
+        raise checks.InputError(
+            f"expected at least 2 rewards to combine, got {len(scores)}; add another"
+        )
+    if how not in get_args(Combine):
+        raise checks.InputError(
+            f"how: expected one of {', '.join(get_args(Combine))}, got {how!r}"
+        )
+    checks.non_negative(std_coef=std_coef)
+    checks.same_shape(**{f"member_{i}": each for i, each in enumerate(scores)})
+    members = jnp.stack([jnp.asarray(each, jnp.float32) for each in scores])
+    mean = members.mean(axis=0)
+    # Of the differences: equal members disagree by 0 exactly.
+    spread = jnp.sqrt(jnp.mean(jnp.square(members - mean[None]), axis=0))
+    match how:
+        case "mean":
+            total = mean
+        case "minimum":
+            total = members.min(axis=0)
+        case "mean_minus_std":
+            total = mean - std_coef * spread
+    parts = {f"member_{i}": each for i, each in enumerate(members)}
+    return Scores(total=total, parts=parts | {"disagreement": spread})
+
+
+def ensemble(
+    members: Sequence[Reward], *, how: Combine, std_coef: float = 1.0
+) -> jax.tree_util.Partial:
+    """Several rewards as one: `combine` of what each says of a rollout.
+
+    A pytree of the members, as `weighted` is: pass it to `jit` as an argument where all
+    of them are pytrees (`from_model`, each with a `Frozen` of its own).
+
+    Args:
+      members: rewards, at least two; of a member that returns `Scores` the total.
+      how, std_coef: of `combine`.
+
+    Returns:
+      rollout -> Scores.
+
+    Raises:
+      InputError: there are fewer than two members, or as `combine`.
+    """
+    if len(members) < 2:
+        raise checks.InputError(
+            f"expected at least 2 rewards to combine, got {len(members)}; add another"
+        )
+    return jax.tree_util.Partial(_Ensemble(how, float(std_coef)), *members)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ensemble:
+    """Hashable by its options, so that equal ensembles share one program."""
+
+    how: Combine
+    std_coef: float
+
+    def __call__(self, *members_and_rollout: Any) -> Scores:
+        *members, rollout = members_and_rollout
+        scores = [scores_of(member(rollout)).total for member in members]
+        return combine(scores, how=self.how, std_coef=self.std_coef)

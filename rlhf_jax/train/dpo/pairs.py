@@ -1,0 +1,87 @@
+"""The data of `rlhf-jax dpo`: pairs, or for KTO single responses with a label."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rlhf_jax.checkpoints.pretrained import Pretrained
+from rlhf_jax.data import encoding, files, packing, unpaired
+from rlhf_jax.data.encoding import Pair
+from rlhf_jax.data.json_lines import Row
+from rlhf_jax.data.packing import PackedRow
+from rlhf_jax.data.unpaired import Labelled
+from rlhf_jax.train.dpo.options import Config
+
+
+class Packed(NamedTuple):
+    """One side of the data, trained on or held out."""
+
+    rows: list[PackedRow]
+    digested: Sequence[Pair | Labelled]  # what a resumed run must find again
+    labels: list[bool] | None  # of KTO's texts
+
+    @property
+    def called(self) -> str:
+        """What the data is made of, for a person."""
+        return "pairs" if self.labels is None else "texts"
+
+
+def read(options: Config) -> list[Row]:
+    """The rows of --data, before a model is loaded.
+
+    Raises:
+      InputError: as `files.read_preferences` and `unpaired.read_labelled`.
+    """
+    if options.dpo.kind == "kto":
+        return unpaired.read_labelled(options.data, blank=options.blank)
+    return files.read_preferences(options.data, blank=options.blank)
+
+
+def encode(
+    rows: list[Row], *, options: Config, start: Pretrained
+) -> tuple[Packed, Packed]:
+    """(what is trained on, what is held out), packed into rows.
+
+    Raises:
+      InputError: as `encode_preferences`, `encode_labelled` and `hold_out`.
+    """
+    max_length = start.limit(options.max_length)
+    hold_out = {"share": options.held_out, "seed": options.seed}
+    if options.dpo.kind == "kto":
+        texts = unpaired.encode_labelled(
+            start.tokenizer,
+            rows,
+            max_length=max_length,
+            seed=options.seed,
+            stop_ids=start.stop_ids,
+            overlong=options.overlong,
+            widest=options.row_width,
+        )
+        sides = files.hold_out(unpaired.by_prompt(texts), **hold_out)
+        kept, held = (list(itertools.chain.from_iterable(side)) for side in sides)
+        return _pack_labelled(kept, options), _pack_labelled(held, options)
+    pairs = encoding.encode_preferences(
+        start.tokenizer,
+        rows,
+        max_length=max_length,
+        stop_ids=start.stop_ids,
+        overlong=options.overlong,
+        widest=options.row_width,
+        packed=True,
+    )
+    kept, held = files.hold_out(pairs, **hold_out)
+    return (
+        Packed(_pack(kept, options), kept, None),
+        Packed(_pack(held, options), held, None),
+    )
+
+
+def _pack(pairs: Sequence[Pair], options: Config) -> list[PackedRow]:
+    return packing.pack(pairs, width=options.row_width) if pairs else []
+
+
+def _pack_labelled(texts: Sequence[Labelled], options: Config) -> Packed:
+    rows = _pack([text.pair for text in texts], options)
+    return Packed(rows, texts, [text.desirable for text in texts])

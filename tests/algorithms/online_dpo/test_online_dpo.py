@@ -1,0 +1,201 @@
+"""Online DPO: which samples make a pair, and its loss, against loops and by hand.
+
+A table of log-probs stands for the model: its "parameters" are those of every token.
+"""
+
+import dataclasses
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracles
+import pytest
+import toys
+
+from rlhf_jax import kl_control, masked, online_dpo, state
+from rlhf_jax.algorithms.batch import Rollout, Scored
+from rlhf_jax.algorithms.online_dpo import pairs as pairs_of
+from rlhf_jax.functional.checks import InputError
+
+BETA, RATE = 0.3, 0.1
+ROWS, COLUMNS = 8, 5
+RNG = np.random.default_rng(5)
+MASK = np.arange(COLUMNS)[None, :] >= 2
+MASK = MASK & (np.arange(COLUMNS)[None, :] < RNG.integers(3, 6, (ROWS, 1)))
+TABLE, OLD, REF = -np.abs(RNG.normal(1, 0.5, (3, ROWS, COLUMNS))).astype(np.float32)
+SCORES = np.array([1.0, 3.0, 2.0, 0.5, -1.0, -1.0, 0.0, -1.0], np.float32)
+BASE = online_dpo.OnlineDPO(
+    model=toys.GPT2,
+    policy_optimizer=optax.sgd(RATE),
+    max_new_tokens=3,
+    stop_ids=toys.STOP,
+    group_size=4,
+    beta=BETA,
+)
+BRADLEY_TERRY = dataclasses.replace(BASE, labels="bradley_terry")
+NEIGHBOURS = dataclasses.replace(BASE, pairing="neighbours")
+
+
+def scored(scores=SCORES, ref=REF):
+    """Each token is the number of its place, by which the table is read."""
+    rollout = Rollout(
+        tokens=jnp.arange(ROWS * COLUMNS, dtype=jnp.int32).reshape(ROWS, COLUMNS),
+        mask=jnp.ones(MASK.shape, bool),
+        response_mask=jnp.asarray(MASK),
+        old_logprobs=jnp.asarray(np.where(MASK, OLD, 0)),
+        entropy=jnp.zeros(MASK.shape, jnp.float32),
+        index=jnp.repeat(jnp.arange(2, dtype=jnp.int32), 4),
+        sample=jnp.arange(ROWS, dtype=jnp.int32),
+    )
+    return Scored(
+        rollout=rollout,
+        scores=jnp.asarray(scores),
+        values=None,
+        ref_logprobs=None if ref is None else jnp.asarray(ref),
+        kl=None,
+    )
+
+
+@pytest.fixture(autouse=True)
+def no_model(monkeypatch):
+    def logprobs(params, *, model, tokens, mask, temperature):
+        return params.reshape(-1)[tokens]
+
+    monkeypatch.setattr(pairs_of, "policy", types.SimpleNamespace(logprobs=logprobs))
+
+
+def updated(recipe, given, rows=None):
+    """(the table after a step, stats), all pairs in one step of `rows` at a time."""
+    experience, stats = recipe.experience(given, kl_coef=jnp.float32(BETA))
+    minibatch, loss = recipe.minibatch_loss(
+        experience, kl_coef=jnp.float32(BETA), base=None, reference=None
+    )
+    (slope, _), more = state.accumulate(
+        loss, (jnp.asarray(TABLE), None), minibatch, micro_batch_size=rows
+    )
+    found = masked.mean_stats(stats | more)
+    after = TABLE - RATE * np.asarray(slope)
+    return after, {name: float(x) for name, x in found.items()}
+
+
+def leads(pairs):
+    """h of each (chosen, rejected) in float64."""
+    ratios = np.where(MASK, np.float64(TABLE) - REF, 0).sum(axis=1)
+    return np.array([ratios[c] - ratios[r] for c, r in pairs])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "pairs", "kept"),
+    [
+        # Of equal scores the first is best and the last worst; the row of 0.0 leads.
+        pytest.param(BASE, [(1, 3), (6, 7)], [0, 1], marks=pytest.mark.slow),
+        (BRADLEY_TERRY, [(1, 3), (6, 7)], [0, 1]),
+        pytest.param(
+            NEIGHBOURS,
+            [(1, 0), (2, 3), (4, 5), (6, 7)],
+            [0, 1, 3],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            dataclasses.replace(NEIGHBOURS, kind="ipo"),
+            [(1, 0), (2, 3), (4, 5), (6, 7)],
+            [0, 1, 3],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_an_update_is_dpo_s_of_the_ranked_samples(recipe, pairs, kept):
+    gaps = np.array([SCORES[c] - SCORES[r] for c, r in pairs], np.float64)
+    smooth = np.zeros(len(pairs))
+    if recipe.labels == "bradley_terry":
+        smooth = 1 / (1 + np.exp(gaps))
+    terms, slopes = oracles.dpo_pairs(leads(pairs), BETA, recipe.kind, smooth)
+    after, stats = updated(recipe, scored())
+    assert stats["loss/dpo"] == pytest.approx(np.mean([terms[i] for i in kept]))
+    assert stats["pair/score_gap"] == pytest.approx(gaps.mean())
+    assert stats["pair/tied_fraction"] == pytest.approx((gaps == 0).mean())
+    expected = np.zeros(TABLE.shape)
+    for i in kept:
+        chosen, rejected = pairs[i]
+        expected[chosen][MASK[chosen]] += slopes[i] / len(kept)
+        expected[rejected][MASK[rejected]] -= slopes[i] / len(kept)
+    np.testing.assert_allclose((TABLE - after) / RATE, expected, atol=1e-5)
+    both = [row for i in range(len(pairs)) for row in pairs[i]]
+    far = np.abs(np.float64(TABLE) - OLD)[both][MASK[both]]
+    assert stats["policy/sampler_mismatch"] == pytest.approx(far.mean(), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_parts_of_pairs_are_the_whole_and_update_is_a_step():
+    whole, stats = updated(NEIGHBOURS, scored())
+    parts, same = updated(NEIGHBOURS, scored(), rows=2)
+    np.testing.assert_allclose(parts, whole, atol=1e-6)
+    assert same == pytest.approx(stats, rel=1e-5)
+    experience, _ = NEIGHBOURS.experience(scored(), kl_coef=jnp.float32(BETA))
+    train = state.grpo_state(
+        policy=jnp.asarray(TABLE),
+        policy_optimizer=NEIGHBOURS.policy_optimizer,
+        kl=kl_control.fixed(BETA),
+    )
+    after, found = online_dpo.update(
+        train, experience=experience, key=jax.random.key(0), recipe=NEIGHBOURS
+    )
+    np.testing.assert_allclose(after.policy, whole, atol=1e-6)
+    means = masked.mean_stats(found)
+    for name in ("loss/dpo", "dpo/margin", "policy/sampler_mismatch"):
+        assert float(means[name]) == pytest.approx(stats[name], rel=1e-5)
+
+
+def test_labels_of_bradley_and_terry_teach_ties_and_stand_still_at_the_optimum():
+    """βh = r1 - r2: no gradient, whatever the pairs. Ranked labels go on."""
+    ratios = np.where(MASK, np.float64(TABLE) - REF, 0).sum(axis=1)
+    given = scored((BETA * ratios).astype(np.float32))
+    recipe = dataclasses.replace(NEIGHBOURS, labels="bradley_terry")
+    still, _ = updated(recipe, given)
+    np.testing.assert_allclose(still, TABLE, atol=1e-6)
+    moved, _ = updated(NEIGHBOURS, given)
+    assert np.abs(moved - TABLE).max() > 1e-3
+    tied = scored(np.zeros(ROWS, np.float32))
+    still, stats = updated(NEIGHBOURS, tied)
+    np.testing.assert_array_equal(still, TABLE)
+    assert stats["pair/tied_fraction"] == 1
+    moved, _ = updated(recipe, tied)
+    assert np.abs(moved - TABLE).max() > 1e-4
+
+
+def test_a_score_that_is_not_finite_makes_no_pair():
+    scores = SCORES.copy()
+    scores[4] = np.inf
+    after, stats = updated(NEIGHBOURS, scored(scores))
+    np.testing.assert_array_equal(after[4:6], TABLE[4:6])
+    assert np.isfinite(stats["loss/dpo"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"beta": 0.0}, "beta: expected a finite number above 0"),
+        ({"group_size": 1}, "group_size"),
+        ({"group_size": 3, "pairing": "neighbours"}, "an even number with pairing"),
+        ({"pairing": "all"}, "pairing: expected one of"),
+        ({"labels": "soft"}, "labels: expected one of"),
+        ({"kind": "robust"}, "kind: expected one of"),
+        ({"kind": "ipo", "labels": "bradley_terry"}, "'ranked' with kind 'ipo'"),
+        ({"clip_range": 0.3}, "clip_range: expected none for online DPO"),
+        ({"max_ratio_mean": 3.0}, "max_ratio_mean: expected none for online DPO"),
+        ({"recompute_logprobs": True}, "recompute_logprobs: expected none for online"),
+    ],
+)
+def test_recipes_that_are_refused(change, message):
+    with pytest.raises(InputError, match=message):
+        dataclasses.replace(BASE, **change)
+
+
+def test_what_there_is_no_pair_of():
+    with pytest.raises(InputError, match="expected a reference, as DPO is a loss of"):
+        BASE.experience(scored(ref=None), kl_coef=jnp.float32(1))
+    three = dataclasses.replace(BASE, group_size=3)
+    with pytest.raises(InputError, match="group"):
+        three.experience(scored(), kl_coef=jnp.float32(1))

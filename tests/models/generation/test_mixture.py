@@ -1,0 +1,110 @@
+"""The geometric mixture of two decoders: its log-probs and draws, by a full forward."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+import toys
+
+from rlhf_jax import policy
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models.generation import decode, mixture
+from rlhf_jax.models.generation.mixture import Side
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+OURS = Side(toys.params(), toys.GPT2)
+FIXED = ("max_new_tokens", "stop_ids", "temperature")
+DEEPER = dataclasses.replace(toys.LLAMA, num_layers=2)
+SHARE, TEMPERATURE, SIZE = 0.3, 0.7, 4
+
+
+def prompts(rows):
+    rng = np.random.default_rng(0)
+    mask = np.arange(4)[None, :] >= rng.integers(0, 3, (rows, 1))
+    return np.where(mask, rng.integers(3, 13, (rows, 4)), 0).astype(np.int32), mask
+
+
+def drawn(other, *, rows=8, stop_ids=toys.STOP, **options):
+    """What is generated, and the arguments of `decode.generate` for the same."""
+    tokens, mask = prompts(rows)
+    counts = np.arange(rows, dtype=np.int32)
+    given = {
+        "tokens": tokens,
+        "mask": mask,
+        "keys": decode.row_keys(jax.random.key(2), index=counts, sample=counts),
+    }
+    fixed = {
+        "max_new_tokens": SIZE,
+        "stop_ids": stop_ids,
+        "temperature": TEMPERATURE,
+    }
+    draw = functools.partial(
+        mixture.generate, OURS, other, **{"share": SHARE, **fixed, **options}
+    )
+    return toys.jit(draw)(**given), given | fixed
+
+
+def mixed(side, other, generated):
+    """log of the mixture's distribution at every column, from two full forwards."""
+    logits = [
+        np.float64(
+            policy.logits(
+                of.params, model=of.model, tokens=generated.tokens, mask=generated.mask
+            )
+        )
+        / TEMPERATURE
+        for of in (side, other)
+    ]
+    whole = (1 - SHARE) * logits[0] + SHARE * logits[1]
+    return whole - np.logaddexp.reduce(whole, axis=-1, keepdims=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [toys.GPT2, DEEPER])
+def test_log_probs_are_those_of_the_mixture(model):
+    """Of a model of another family and depth; the entropy too, and rows that stop."""
+    other = Side(toys.params(model, seed=1), model)
+    generated, _ = drawn(other)
+    mask = np.asarray(generated.response_mask)
+    lengths = mask.sum(axis=1)
+    assert lengths.min() < lengths.max()
+    log_mix = mixed(OURS, other, generated)[:, :-1]
+    tokens = np.asarray(generated.tokens)[:, 1:]
+    of_token = np.take_along_axis(log_mix, tokens[..., None], axis=-1)[..., 0]
+    entropy = -(np.exp(log_mix) * log_mix).sum(axis=-1)
+    for found, expected in (
+        (generated.logprobs, of_token),
+        (generated.entropy, entropy),
+    ):
+        np.testing.assert_allclose(
+            found[:, 1:][mask[:, 1:]], expected[mask[:, 1:]], rtol=1e-3, atol=1e-4
+        )
+        np.testing.assert_array_equal(np.asarray(found)[~mask], 0)
+
+
+@pytest.mark.slow
+def test_the_mixture_of_a_model_with_itself_draws_what_it_draws():
+    generated, given = drawn(OURS)
+    alone = toys.jit(
+        functools.partial(
+            decode.generate,
+            OURS.params,
+            model=OURS.model,
+            **{name: given.pop(name) for name in FIXED},
+        )
+    )(**given)
+    np.testing.assert_array_equal(generated.tokens, alone.tokens)
+    np.testing.assert_allclose(generated.logprobs, alone.logprobs, atol=1e-5)
+
+
+def test_mixtures_that_are_none():
+    more = dataclasses.replace(toys.GPT2, vocab_size=14)
+    with pytest.raises(InputError, match="share: expected a number between 0 and 1"):
+        drawn(OURS, share=1.0)
+    with pytest.raises(InputError, match="two models of one vocabulary, got 13 and 14"):
+        drawn(Side(OURS.params, more))
+    short = dataclasses.replace(toys.GPT2, max_positions=6)
+    with pytest.raises(InputError, match=r"within 6 positions .* got 8 and 0.7"):
+        drawn(Side(OURS.params, short))
