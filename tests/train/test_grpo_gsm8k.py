@@ -206,6 +206,24 @@ def test_sampling_in_int8_is_weighted_and_says_how_far_it_is(files, tmp_path):
 
 
 @pytest.mark.slow
+def test_pages_change_no_run_and_resume(files, tmp_path):
+    """Packed rows too."""
+    argv = ("--unmarked=last_number", "--num-steps=2", "--continuous-batching=4")
+    argv += ("--batch-size=16", "--packing=auto", "--snapshot-every=1")
+    in_pages = (*argv, "--sampler-cache-pages=13", "--sampler-page-size=2")
+    gsm8k(tmp_path / "plain", files, *argv)
+    gsm8k(tmp_path / "pages", files, *in_pages)
+    plain, pages = (
+        metrics.read(tmp_path / name / "metrics.jsonl") for name in ("plain", "pages")
+    )
+    for mine, other in zip(pages, plain, strict=True):
+        assert mine == pytest.approx(other, rel=1e-3, abs=1e-5)
+    shutil.rmtree(tmp_path / "pages" / "snapshots" / "grpo" / "2")
+    gsm8k(tmp_path / "pages", files, *in_pages, "--resume")
+    assert metrics.read(tmp_path / "pages" / "metrics.jsonl") == pages
+
+
+@pytest.mark.slow
 def test_packed_rows_learn_what_padded_ones_do(files, tmp_path, capsys):
     argv = ("--unmarked=last_number", "--num-steps=4", "--learning-rate=1e-3")
     padded = gsm8k(tmp_path / "padded", files, *argv)

@@ -17,6 +17,7 @@ from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import attention
 from rlhf_jax.models.attention import pages as pages_module
+from rlhf_jax.models.generation import paged_caches, sampling
 
 LENGTHS, PROMPT, NEW = (6, 3, 1, 5, 2, 4, 6, 1, 2), 6, 9
 ROWS = len(LENGTHS)
@@ -82,35 +83,50 @@ def test_samples_are_those_of_a_cache_for_every_row(
     assert_same(output, expected)
 
 
-def test_greedy_responses_are_those_of_whole_forward_passes():
-    """A layer of pages and one of rings, in the smallest pool: rows wait in it."""
-    model = dataclasses.replace(
-        toys.GPT2, num_layers=2, sliding_window=3, local_layers=(True, False)
-    )
-    params = toys.params(model)
-    lengths = (5, 2, 4, 1)
-    tokens, mask = tiny.batch(lengths, 5, side="left")
+WITH_A_RING = dataclasses.replace(
+    toys.GPT2, num_layers=2, sliding_window=3, local_layers=(True, False)
+)
+
+
+@pytest.mark.parametrize(
+    "model", [toys.GPT2, pytest.param(WITH_A_RING, marks=pytest.mark.slow)]
+)
+def test_responses_are_drawn_from_whole_forward_passes(model):
+    """In the smallest pool, where rows wait."""
+    params, lengths, prompt, new = toys.params(model), (5, 2, 4, 1) * 4, 5, 8
+    tokens, mask = tiny.batch(lengths, prompt, side="left")
+    keys = inputs(model, lengths)["keys"]
     output = toys.jit(
         functools.partial(
             decode.generate,
-            model=in_pages(model, 5, 2),
-            max_new_tokens=6,
+            model=in_pages(model, 6, 2),
+            max_new_tokens=new,
             stop_ids=(3, 8),
-            shaping=decode.Shaping(greedy=True),
-            continuous_batching=2,
+            continuous_batching=3,
         )
-    )(params, tokens=tokens, mask=mask, keys=inputs(model, lengths)["keys"])
-    logits = toys.jit(functools.partial(policy.logits, model=model))(
-        params, tokens=output.tokens, mask=output.mask
-    )
-    drawn = np.asarray(output.response_mask)[:, 1:]
-    wanted = np.where(drawn, np.argmax(logits, axis=-1)[:, :-1], 0)
-    np.testing.assert_array_equal(np.where(drawn, output.tokens[:, 1:], 0), wanted)
-    # A response ends at a stop token, or with its last column.
-    ends = np.isin(np.asarray(output.tokens), (3, 8)) & np.asarray(output.response_mask)
+    )(params, tokens=tokens, mask=mask, keys=keys)
+
+    def drawn_again(params, tokens, mask, keys):
+        logits = policy.logits(params, model=model, tokens=tokens, mask=mask)
+        mine = jax.vmap(
+            jax.vmap(jax.random.fold_in, in_axes=(None, 0)), in_axes=(0, None)
+        )(keys, jnp.arange(new))
+        logits = logits[:, prompt - 1 : -1].reshape(-1, logits.shape[-1])
+        return sampling.sample_token(logits, keys=mine.reshape(-1), temperature=1.0)
+
+    again = toys.jit(drawn_again)(params, output.tokens, output.mask, keys)
+    drawn = np.asarray(output.response_mask)[:, prompt:]
+    for name, wanted in zip(("tokens", "logprobs", "entropy"), again, strict=True):
+        one, other = getattr(output, name)[:, prompt:], wanted.reshape(drawn.shape)
+        np.testing.assert_allclose(one, np.where(drawn, other, 0), atol=1e-5)
+    # A response ends with its first stop token, or with its last column.
+    ends = np.isin(np.asarray(output.tokens)[:, prompt:], (3, 8)) & drawn
     sizes = drawn.sum(axis=1)
-    np.testing.assert_array_equal(sizes, np.where(ends.any(1), sizes, 6))
+    assert sizes.min() < 3 < sizes.max()
+    assert ((sizes == new) | ends.any(axis=1)).all()
     assert (ends.sum(axis=1) <= 1).all()
+    last = ends[np.arange(len(lengths)), sizes - 1]
+    np.testing.assert_array_equal(last, ends.any(axis=1))
 
 
 @pytest.mark.slow
@@ -278,8 +294,52 @@ def test_a_ring_of_pages_by_hand():
     np.testing.assert_array_equal(pages.column, [1, 0])
 
 
+@pytest.mark.parametrize(
+    "cache", ["same", pytest.param("int8", marks=pytest.mark.slow)]
+)
+def test_prompts_fill_rings_and_pages(cache):
+    """Of 3 and 5 tokens in 6 columns; a window of 4, and pages of 2 columns."""
+    model = dataclasses.replace(
+        WITH_A_RING, sliding_window=4, cache=cache, cache_pages=7, page_size=2
+    )
+    of_token = np.full((2, 6), 9.0, np.float32)  # of padding
+    of_token[0, 3:], of_token[1, 1:] = [10, 11, 12], [20, 21, 22, 23, 24]
+    shape = (2, model.num_kv_heads, 6, model.head_dim)
+    prompt = np.broadcast_to(of_token[:, None, :, None], shape)
+
+    def fill(prompt):
+        return paged_caches.filled(
+            paged_caches.empty(model, places=3, pages=7, longest=11),
+            [(prompt, prompt + 50)] * 2,
+            model=model,
+            lengths=np.array([3, 5]),
+            longest=11,
+            page=np.array([[4, 0, 7, 7, 7, 7], [2, 6, 5, 7, 7, 7]]),
+            place=np.array([2, 0]),
+        )
+
+    for layer, expected in zip(
+        toys.jit(fill)(prompt),
+        (
+            # Token i in column i mod 4.
+            {(2, 0): 10, (2, 1): 11, (2, 2): 12}
+            | {(0, 0): 24, (0, 1): 21, (0, 2): 22, (0, 3): 23},
+            {(4, 0): 10, (4, 1): 11, (0, 0): 12}
+            | {(2, 0): 20, (2, 1): 21, (6, 0): 22, (6, 1): 23, (5, 0): 24},
+        ),
+        strict=True,
+    ):
+        for offset, columns in zip((0, 50), layer, strict=True):
+            if cache == "int8":
+                columns = columns.values * columns.scales[..., None]
+            for (page, column), value in expected.items():
+                np.testing.assert_allclose(
+                    columns[page, :, column], value + offset, rtol=1e-5
+                )
+
+
 def test_pools_that_cannot_be():
-    def call(model, places=3, mesh=None, **options):
+    def call(model, places=3, **options):
         run = functools.partial(
             decode.generate,
             model=model,
@@ -288,7 +348,7 @@ def test_pools_that_cannot_be():
             continuous_batching=places,
             **options,
         )
-        jax.eval_shape(run, tiny.shapes(model), **inputs(model))
+        jax.eval_shape(run, {}, **inputs(model))  # before a parameter is read
 
     with pytest.raises(
         InputError, match=r"cache_pages: expected at least 5 pages of 3"
