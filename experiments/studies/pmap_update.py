@@ -48,6 +48,7 @@ from rlhf_jax.algorithms.state import LossFunction, TrainState
 from rlhf_jax.data import batches
 from rlhf_jax.functional import checks
 from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.reference.further import References
 from rlhf_jax.runs import command_line, report
 from rlhf_jax.runs.folder import open_run, write_summary
 from rlhf_jax.runs.run_config import RunConfig
@@ -112,6 +113,7 @@ class MappedPPO(ppo.PPO):
         kl_coef: Array,
         base: Frozen | None,
         reference: Frozen | None,
+        further: References | None = None,
     ) -> tuple[Experience, LossFunction]:
         """`ppo_loss` of this device's rows, over the tokens of all devices."""
         mask = minibatch.response_mask
@@ -124,6 +126,7 @@ class MappedPPO(ppo.PPO):
             recipe=self,
             base=base,
             reference=reference,
+            further=further,
         )
 
         def loss(trained: Any, part: Experience) -> tuple[Array, masked.Stats]:

@@ -28,6 +28,7 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.mixtures import check_beta
 from rlhf_jax.functional.kl.penalty import Penalty
 from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.reference.further import References
 
 Array = jax.Array
 Divergence = Literal["reverse", "forward", "jensen_shannon"]
@@ -125,6 +126,7 @@ class Distill(DistillRecipe, PolicyGradient):
         kl_coef: Array,
         base: Frozen | None,
         reference: Frozen | None,
+        further: References | None = None,
     ) -> tuple[Any, LossFunction]:
         """`distillation_loss` of the parts of a minibatch.
 
@@ -134,10 +136,19 @@ class Distill(DistillRecipe, PolicyGradient):
           base: the parameters that adapters adapt; None without adapters.
           reference: the teacher, of which the head alone is read where the minibatch
             has its hidden states.
+          further: none, as a student has one teacher.
 
         Returns:
           The minibatch, and ((policy, None), part, packing) -> (loss, stats).
+
+        Raises:
+          InputError: there are further references.
         """
+        if further:
+            raise InputError(
+                f"further: expected no references beside the teacher, got "
+                f"{', '.join(further)}; leave them out"
+            )
         mask = minibatch.response_mask
         terms = functools.partial(
             distillation_loss,

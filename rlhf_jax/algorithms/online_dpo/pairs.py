@@ -30,6 +30,7 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.packing import Packing
 from rlhf_jax.roles import adapted, policy
 from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.reference.further import References
 
 Array = jax.Array
 
@@ -113,6 +114,7 @@ class OnlineDPO(OnlineDPORecipe, PolicyGradient):
         kl_coef: Array,
         base: Frozen | None,
         reference: Frozen | None,
+        further: References | None = None,
     ) -> tuple[PairExperience, LossFunction]:
         """`losses.dpo_loss` of the pairs.
 
@@ -120,11 +122,20 @@ class OnlineDPO(OnlineDPORecipe, PolicyGradient):
           minibatch: N pairs.
           kl_coef, reference: not read; the reference's log-probs are in the pairs.
           base: the parameters that adapters adapt; None without adapters.
+          further: none, as the loss has one reference.
 
         Returns:
           The minibatch, and ((policy, critic), part) -> (loss, stats of `dpo_loss`).
+
+        Raises:
+          InputError: there are further references.
         """
         del kl_coef, reference
+        if further:
+            raise InputError(
+                f"further: expected one reference for online DPO, got "
+                f"{', '.join(further)} beside it; leave them out"
+            )
         num_pairs = minibatch.pairs.sum(dtype=jnp.float32)
 
         def loss(

@@ -75,7 +75,11 @@ class Config(SamplerConfig):
             stop_timeout=self.stop_timeout,
         )
         checks.non_negative(num_shown=self.num_shown)
-        self.check_sampler(self.distill)
+        self.check_sampler(
+            self.distill,
+            max_new_tokens=self.max_new_tokens,
+            placement=self.placement,
+        )
         if self.distill.ptx_coef:
             raise InputError(
                 f"--ptx-coef: expected 0, as there are no texts to mix in here, got "

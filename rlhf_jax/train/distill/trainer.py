@@ -80,6 +80,8 @@ class Programs:
             home=mesh,
             storage=options.sampler_storage,
             cache=options.sampler_cache,
+            cache_pages=options.sampler_cache_pages,
+            page_size=options.sampler_page_size,
             prefill_chunk=options.prefill_chunk,
         )
         learn = functools.partial(on(distill.learn), recipe=algorithm)
