@@ -3,8 +3,8 @@
     python experiments studies.distillation --out runs/distillation
 
 A teacher learns the quickstart's language of reviews, and a student with an eleventh of
-its parameters sees 40 batches of it, after which none of its responses parses. Then the student learns from the teacher in four ways,
-from one start, with one optimizer:
+its parameters sees 40 batches of it, after which none of its responses parses. Then the
+student learns from the teacher in four ways, from one start, with one optimizer:
 
 teacher's samples    The teacher responds, and the student learns its tokens by
                      cross-entropy: sequence-level distillation (Kim and Rush 2016).
@@ -23,10 +23,10 @@ student's responses that parse.
 
 Expect of seeds 0 to 2 that the reverse KL on its own samples ends with the larger share
 that parses, 0.34 for 0.23, and that the teacher's samples end nearer in both KLs: 4.3
-nats for 4.7, of which one seed of three has the reverse order, and 1.8 nats for 8.1.
-The student starts 79 nats away, so that its first samples, which are all that it learns
-from, are none of the teacher's. A start that is fine-tuned (--student-steps 400) was not
-measured, and one learning rate serves all ways.
+nats for 4.7 (one seed has the other order), and 1.8 nats for 8.1. The student starts 79
+nats away, so that its first samples, which are all that it learns from, are none of the
+teacher's. A start that is fine-tuned (--student-steps 400) was not measured, and one
+learning rate serves all ways.
 """
 
 from __future__ import annotations
