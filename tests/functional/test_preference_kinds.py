@@ -184,7 +184,7 @@ def test_no_gradient_reaches_z0_or_the_reference():
     np.testing.assert_array_equal(slope, 0)
 
 
-@pytest.mark.parametrize("name", one_in(2, EACH))
+@pytest.mark.parametrize("name", one_in(3, sorted(EACH)))
 def test_garbage_and_cuts_change_nothing(name):
     loss, arrays = EACH[name]
     mask = np.array([1, 1, 0, 1, 0, 1], bool)

@@ -310,10 +310,13 @@ def test_pairs_that_are_refused(files, tmp_path, capsys, row, message):
 
 
 @pytest.mark.slow
-def test_a_reference_of_another_shape(files, tmp_path, capsys):
+def test_a_reference_of_another_shape(files, tmp_path):
     model = toy_files.config.gpt2(
         vocab_size=24, hidden_size=8, num_layers=1, num_heads=2, max_positions=16
     )
     toy_files.checkpoint(tmp_path / "small", model=model)
-    run = lambda out: play(out, files, "--reference", tmp_path / "small")  # noqa: E731
-    assert "expected a model of the policy's shape" in refused(capsys, tmp_path, run)
+    argv = ("--num-steps=1", "--reference", tmp_path / "small")
+    summary = play(tmp_path / "run", files, *argv)
+    assert summary["held_out_before"]["dpo/margin"] != 0
+    start = fingerprint.fingerprint(hf.load(tmp_path / "small")[1])
+    assert summary["reference_fingerprint"] == start.root

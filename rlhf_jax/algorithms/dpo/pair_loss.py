@@ -130,11 +130,13 @@ def loss(
             f"expected pairs with {needs} for kind {dpo.kind!r}, got others; see "
             f"data.unpaired"
         )
-    logprobs = token_logprobs(params, batch=batch, dpo=dpo)
-    chosen, rejected = _flat_pairs(logprobs, batch=batch, dpo=dpo)
+    means = {"batch": batch, "token_mean": dpo.mean_logprobs}
+    both = pair_logprobs(token_logprobs(params, batch=batch, dpo=dpo), **means)
     ref_chosen, ref_rejected = None, None
     if ref_logprobs is not None:
-        ref_chosen, ref_rejected = _flat_pairs(ref_logprobs, batch=batch, dpo=dpo)
+        of_reference = pair_logprobs(ref_logprobs, **means)
+        ref_chosen, ref_rejected = (numbers.reshape(-1) for numbers in of_reference)
+    chosen, rejected = (numbers.reshape(-1) for numbers in both)
     pairs = {"num_pairs": num_pairs, "mask": batch.pairs.reshape(-1)}
     match dpo.kind:
         case "simpo":
@@ -181,14 +183,6 @@ def loss(
         label_smoothing=dpo.label_smoothing,
         **pairs,
     )
-
-
-def _flat_pairs(
-    logprobs: Array, *, batch: PackedPreferences, dpo: DPO
-) -> tuple[Array, Array]:
-    """`pair_logprobs` as f32[B·K] each."""
-    both = pair_logprobs(logprobs, batch=batch, token_mean=dpo.mean_logprobs)
-    return both[0].reshape(-1), both[1].reshape(-1)
 
 
 def kto_baseline(
