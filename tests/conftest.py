@@ -57,7 +57,7 @@ def resident() -> int:
 def programs_let_go():
     """Programs pile up to 4 GB in a worker that keeps those of every module."""
     yield
-    if resident() > 1.2e9:
+    if resident() > 2.0e9:
         jax.clear_caches()
         gc.collect()
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -111,6 +111,7 @@ def test_attended_padding(measure, params, rollout):
         self_check.require(measured, tolerance=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_positions_that_count_padding(monkeypatch, params, model):
     """In every full forward pass, the sampler's prefill included."""
 

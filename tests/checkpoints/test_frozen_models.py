@@ -32,6 +32,7 @@ def load(folder, policy):
     )
 
 
+@pytest.mark.slow
 def test_another_checkpoint_of_the_policy_s_shape_is_taken(tmp_path, policy, capsys):
     """However the policy runs, and with a tokenizer or none, which is told."""
     folder = toy_files.checkpoint(tmp_path, seed=1)

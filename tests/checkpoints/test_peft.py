@@ -168,6 +168,7 @@ def test_what_is_written_is_read_back_to_the_bit(tmp_path, model, options):
         assert lora.targets(model=model, lora=found) == every
 
 
+@pytest.mark.slow
 def test_three_adapters_of_gpt2_become_one_of_three_times_the_rank(tmp_path):
     """lora_B · lora_A is the three changes side by side, scaled as they were."""
     model, options = tiny.GPT2, LoRA(rank=2, alpha=3.0)

@@ -127,6 +127,7 @@ def seen_from(packing, group, state):
     return packing.source[row][visible].tolist()
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(runs(), st.sampled_from([2, 3]))
 def test_a_group_s_prompt_stands_once_and_each_response_sees_it(run, group_size):

@@ -182,6 +182,7 @@ def test_its_mean_over_what_best_of_n_chooses_is_the_bound(n, size):
     assert float(found @ chance) == pytest.approx(best_of_n.kl_bound(n), abs=2e-2)
 
 
+@pytest.mark.slow
 def test_with_ties_it_comes_to_the_exact_kl():
     rng = np.random.default_rng(0)
     n, groups = 6, 4000

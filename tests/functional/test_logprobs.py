@@ -202,6 +202,7 @@ def test_sizes_that_do_not_divide(words: int, width: int):
         )
 
 
+@pytest.mark.slow
 def test_gradient_of_one_argument_alone_and_its_products():
     """4 products with the head where both are differentiated, 3 for hidden alone."""
     weights = RNG.normal(size=(2, B, S)).astype(np.float32)

@@ -7,6 +7,7 @@ import numpy as np
 import oracles
 import pytest
 import tiny
+from tiers import one_in
 
 from rlhf_jax import config, decoder, policy
 from rlhf_jax.functional.checks import InputError
@@ -142,7 +143,7 @@ def test_a_layer_is_compiled_once(model):
     assert len(str(eight).splitlines()) == len(str(program(2)).splitlines())
 
 
-@each_family
+@pytest.mark.parametrize("model", one_in(2, tiny.BOTH), ids=tiny.NAMES)
 def test_the_vocabulary_s_padding_never_matters(model):
     params = tiny.params(model)
     tokens, mask = tiny.batch(LENGTHS, SIZE, side="left")

@@ -250,6 +250,7 @@ def test_a_merged_model_keeps_the_dtype_of_its_base():
     assert {leaf.dtype.name for leaf in jax.tree.leaves(merged)} == {"bfloat16"}
 
 
+@pytest.mark.slow
 def test_a_scalar_model_has_a_score_over_the_adapted_trunk():
     base, model = tiny.params(tiny.LLAMA), tiny.LLAMA
     params = of_base(KEY, model=model, lora=ALL)

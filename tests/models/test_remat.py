@@ -147,6 +147,7 @@ def test_a_name_that_is_none():
         dataclasses.replace(GPT2, remat="all")
 
 
+@pytest.mark.slow
 def test_remat_is_of_a_run_and_not_of_a_checkpoint(tmp_path):
     folder = str(toy_files.checkpoint(tmp_path / "model"))
     start = pretrained.load(folder, remat="full")

@@ -119,6 +119,7 @@ def test_the_model_flops_of_every_job():
         assert found[name] == pytest.approx(expected[name]), name
 
 
+@pytest.mark.slow
 def test_tokens_of_a_step():
     rows = 8 * 10
     tokens = {name: work_of(name).tokens for name in JOBS}

@@ -237,7 +237,8 @@ def test_what_is_known_of_the_temporaries():
     rows, columns = 16, 6 + 4
     assert found["KV cache"] == 2 * 2 * rows * columns * 64 * 4
     fields = {field.name for field in dataclasses.fields(batch.Experience)}
-    assert fields - {"prompt_scale"} == {  # None but with prompt_mean
+    of_options = {"prompt_scale", "sampler_logprobs", "further"}  # none by default
+    assert fields - of_options == {
         *("tokens", "mask", "response_mask", "old_logprobs", "ref_logprobs"),
         *("advantages", "value_mask", "old_values", "returns", "token_rewards"),
     }
@@ -245,7 +246,7 @@ def test_what_is_known_of_the_temporaries():
     groups = dataclasses.replace(options, algorithm="grpo")
     found = job.workload_of(groups, lengths=None).within
     fields = {field.name for field in dataclasses.fields(batch.PolicyExperience)}
-    assert fields - {"prompt_scale"} == {
+    assert fields - of_options == {
         *("tokens", "mask", "response_mask", "old_logprobs", "ref_logprobs"),
         *("advantages", "token_rewards"),
     }

@@ -576,6 +576,7 @@ def test_a_critic_starts_as_the_reward_model_however_that_is_held(files, tmp_pat
         assert leaf.sharding.memory_kind == "device"
 
 
+@pytest.mark.slow
 def test_models_in_the_wrong_place(files, tmp_path, capsys):
     run = lambda out: ppo(out, files, "--reward-model", files / "model")  # noqa: E731
     assert "read it with hf.load" in refused(capsys, tmp_path, run)

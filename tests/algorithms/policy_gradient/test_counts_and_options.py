@@ -163,6 +163,7 @@ def test_the_kl_of_a_further_reference_is_added_by_its_weight(
                 mask=MASK,
                 response_mask=MASK,
                 old_logprobs=zeros,
+                behaviour_logprobs=zeros,
                 advantages=zeros,
                 ref_logprobs=jnp.where(MASK, 0.4, 0.0),
                 further={

@@ -677,6 +677,7 @@ def test_the_kl_of_equal_models_is_0_wherever_it_stands(kl_terms, name, temperat
     np.testing.assert_allclose(in_loss, 0.0, atol=1e-6)
 
 
+@pytest.mark.slow
 @each_penalty
 def test_no_gradient_reaches_the_reference(kl_terms, name):
     gradient, (in_reward, in_loss) = kl_terms(name)["another"][name]
@@ -686,6 +687,7 @@ def test_no_gradient_reaches_the_reference(kl_terms, name):
         np.testing.assert_array_equal(leaf, 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", ["reward", "loss", "both"])
 @pytest.mark.filterwarnings("ignore:KL penalty")
 def test_exact_kl_needs_the_reference_itself(answered, given, placement):

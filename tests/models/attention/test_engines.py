@@ -97,6 +97,7 @@ def test_the_oracle_s_gradients_are_those_of_its_values():
         np.testing.assert_allclose(mine, numerical, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_forward_mode_and_products_with_the_hessian():
     """Blockwise attention against `xla`, which JAX differentiates by itself."""
     name = "window, soft cap, grouped heads"

@@ -200,6 +200,7 @@ def test_samples_depend_on_key_index_and_sample_alone(model):
         assert differ.any(axis=1).sum() >= 6
 
 
+@pytest.mark.slow
 @gpt2_and_slowly_llama
 def test_samples_do_not_depend_on_the_devices(model):
     mesh = jax.make_mesh((8,), ("batch",), axis_types=(AxisType.Auto,))
@@ -262,6 +263,7 @@ def in_two_parts():
     return state, compiled, compiled(params, state=state, keys=keys_of())
 
 
+@pytest.mark.slow
 def test_the_loop_ends_with_the_last_row():
     _, _, final = in_two_parts()
     lengths = np.asarray(final.generated.response_mask).sum(axis=1)

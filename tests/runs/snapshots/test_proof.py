@@ -164,6 +164,7 @@ def test_what_verify_says_of_each_life(finished, tmp_path):
         assert row.verdict == "as it began, held outside"
 
 
+@pytest.mark.slow
 def test_the_meta_of_a_snapshot_holds_every_leaf(tmp_path):
     end = play(tmp_path, life=MIXED)["reference"]
     meta = json.loads((tmp_path / "snapshots/ppo/8/meta/metadata").read_text())

@@ -228,6 +228,7 @@ STORED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [
