@@ -138,6 +138,7 @@ def test_text_blocks_share_one_token(tokenizer):
         encoding.encode_text(tokenizer, "a b c", block_size=1)
 
 
+@pytest.mark.slow
 def test_real_text(gpt2, shared_data):
     text = json_lines.read_text(shared_data / "tinyshakespeare.txt")
     blocks = encoding.encode_text(gpt2, text, block_size=256)

@@ -238,6 +238,7 @@ def test_a_mesh_is_one_option_of_a_command_line():
         MeshShape.parse("data=0")
 
 
+@pytest.mark.slow
 def test_a_model_in_pinned_host_memory_stays_there():
     params = init(jax.random.key(0), model=GPT2)
     held = jax.jit(functools.partial(frozen.freeze, memory="pinned_host"))(params)

@@ -89,6 +89,7 @@ def loss_of(out, params):
     return -np.take_along_axis(logprobs, rows[:, 1:, None], -1).mean()
 
 
+@pytest.mark.slow
 def test_a_model_of_its_own_reads_bytes(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("naïve " * 10)

@@ -102,6 +102,7 @@ def test_a_model_has_no_kl_to_itself():
         assert len(token.divergence.alternatives) == 13  # there are no more
 
 
+@pytest.mark.slow
 def test_a_long_text_is_read_in_windows_that_overlap_by_half():
     """40 tokens in a context of 24: windows from 0, 12 and 16."""
     tokens = np.random.default_rng(0).integers(0, 13, 40).tolist()

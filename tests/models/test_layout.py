@@ -47,6 +47,7 @@ def unrolled(model: config.ModelConfig) -> config.ModelConfig:
     return dataclasses.replace(model, unroll=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "remat"),
     [

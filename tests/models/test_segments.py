@@ -102,6 +102,7 @@ def test_packed_texts_have_the_log_probs_and_gradients_of_texts_alone(model):
     )
 
 
+@pytest.mark.slow
 @each_family
 def test_a_text_does_not_see_its_neighbours(model):
     """Not by a bit, whatever they say, before or after it."""

@@ -91,6 +91,7 @@ def test_what_each_job_holds():
     assert "reward model" in work_of("grpo", reward="bf16").parts
 
 
+@pytest.mark.slow
 def test_the_model_flops_of_every_job():
     """Forward passes, f, or h with a head; a gradient is two more."""
     model = run_shape.model_of(Options(**TINY))

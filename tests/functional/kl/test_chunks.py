@@ -154,7 +154,7 @@ def test_exact_matches_the_oracle(direction, k, max_logits):
         np.testing.assert_array_equal(found[:, 0], 0.0)
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("direction", one_in(2, DIRECTIONS))
 def test_exact_gradient_matches_finite_differences(direction):
     """Of a reference that is of another width, with other padding."""
     arrays = (HIDDEN, HEAD, normal(B, S, 4), normal(V + 2, 4))
@@ -269,6 +269,7 @@ def test_a_column_that_is_masked_out_plays_no_part(k):
         np.testing.assert_allclose(poisoned[1], gradients[1], atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [None, pytest.param(5, marks=pytest.mark.slow)])
 def test_rows_on_eight_devices_give_the_same(k):
     rng = np.random.default_rng(2)
@@ -379,6 +380,7 @@ def test_top_k_with_words_that_cannot_come():
         assert all(np.all(np.isfinite(gradient)) for gradient in gradients)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_a_quarter_of_the_memory_at_the_size_of_gpt2(direction):
     """Bytes by the compiler, nothing runs; D = 64 keeps the heads small beside."""

@@ -151,7 +151,7 @@ def test_logprobs_are_those_of_a_full_forward(model, temperature):
         assert not np.asarray(outside)[~mask].any()
 
 
-@each_family
+@gpt2_and_slowly_llama
 def test_a_row_ends_with_its_first_stop_token(model):
     found = expected_of(model)
     tokens, mask, response = map(
@@ -220,6 +220,7 @@ def test_samples_do_not_depend_on_the_devices(model):
     assert_same_samples(found, expected_of(model))
 
 
+@pytest.mark.slow
 def test_every_key_is_used_once(monkeypatch):
     """The keys that every row and every turn of the loop draws with."""
     seen = []

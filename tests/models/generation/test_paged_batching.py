@@ -88,6 +88,7 @@ WITH_A_RING = dataclasses.replace(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model", [toys.GPT2, pytest.param(WITH_A_RING, marks=pytest.mark.slow)]
 )
