@@ -162,7 +162,9 @@ def main(options: Config) -> None:
     first_key = jax.random.fold_in(key, 0)
     learn = functools.partial(programs.learn, train, head=head, key=first_key)
     rehearsal.rehearse(
-        programs.sample(train.policy, prompts=prompts[0], key=first_key),
+        programs.sample(
+            train.policy, prompts=prompts[0], key=first_key, version=train.step
+        ),
         score=lambda rollout: score(rollout) | {"ref_logprobs": None},
         learn=lambda ref_logprobs, **scored: learn(**scored),
         measure=functools.partial(programs.measure, train.policy),
@@ -191,7 +193,9 @@ def main(options: Config) -> None:
         train = stage.state["train"]
         for step in stage.steps():
             step_key = jax.random.fold_in(key, step)
-            rollout = programs.sample(train.policy, prompts=prompts[step], key=step_key)
+            rollout = programs.sample(
+                train.policy, prompts=prompts[step], key=step_key, version=train.step
+            )
             with stage.user_code():
                 scored = score(rollout)
             train, stats, _ = programs.learn(

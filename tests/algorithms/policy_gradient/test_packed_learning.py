@@ -337,7 +337,7 @@ def test_a_prompt_that_a_group_shares(model, attention):
 @pytest.mark.slow
 def test_adapters():
     lora = LoRA(rank=2)
-    recipe = dataclasses.replace(GROUPS, lora=lora)
+    recipe = dataclasses.replace(GROUPS, lora=lora, num_minibatches=1)
     policy = toys.perturbed(
         init(jax.random.key(2), model=toys.GPT2, lora=lora), seed=2, scale=0.1
     )
