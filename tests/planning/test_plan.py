@@ -182,7 +182,7 @@ def test_the_largest_batch_says_when_it_was_not_found():
 def test_the_largest_batch_goes_up_by_what_everything_divides(monkeypatch):
     """1000 bytes held and 100 a row, of 10,000: 90 rows, 88 of them in eights."""
 
-    def measure(programs, there, *, rows, waiting):
+    def measure(programs, there, *, rows, waiting, visits=None):
         sizes = {"argument": 1000, "temporary": 100 * rows}
         return [Measured(program("sampling", ("policy",)), sizes, None, Cost())]
 
@@ -414,7 +414,7 @@ def test_a_plan_of_continuous_batching_in_pages():
     # 16 of 4 tokens, four at a time in eight places: 3 turns twice, in 4 arrivals.
     assert paged["turns"] == 4 * 2
     assert paged["seconds_of_turn"]["bound"] > 0
-    work = [plan.workload_of(one, lengths=None) for one in (options, pages)]
+    work = [job.workload_of(one, lengths=None) for one in (options, pages)]
     columns = 2 * 2 * 64 * 4  # bytes of a column
     assert [one.within["KV cache"] for one in work] == [80 * columns, 48 * columns]
 
@@ -706,7 +706,10 @@ def test_sampling_has_a_mesh_and_a_storage_of_its_own(tmp_path):
     )
     other = dataclasses.replace(options, sampler_mesh=None, sampler="copy")
     result, plain = plan.plan(options), plan.plan(other)
-    (one, *_), (before, *_) = result["programs"], plain["programs"]
+    resharding, one, *_ = result["programs"]
+    assert resharding["name"] == "resharding for sampling"
+    assert resharding["sent_bytes"] > 0
+    before, *_ = plain["programs"]
     assert one["turns"] == before["turns"] == 3
     kinds = {each["kind"] for each in one["collectives"]}
     assert "all-to-all" in kinds
