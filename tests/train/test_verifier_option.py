@@ -120,11 +120,11 @@ def test_a_verifier_that_scores_nothing_is_told_before_anything_is_written(
     files, tmp_path, capsys, own_module
 ):
     """As one that takes lists does, such as a reward of `rlhf-jax ppo`."""
-    with (own_module / "own_verifiers.py").open("a") as file:
-        file.write("\ndef of_lists(prompts, responses, rows):\n")
-        file.write("    return [1.0] * len(responses)\n")
+    (own_module / "list_verifiers.py").write_text(
+        "def of_lists(prompts, responses, rows):\n    return [1.0] * len(responses)\n"
+    )
     out = tmp_path / "run"
-    argv = ("--verifier=own_verifiers:of_lists", "--out", out, "--no-progress")
+    argv = ("--verifier=list_verifiers:of_lists", "--out", out, "--no-progress")
     with pytest.raises(SystemExit) as stop:
         play(rlhf_jax.train.grpo, out, *files, *argv)
     assert stop.value.code == 1
