@@ -38,7 +38,7 @@ import jax.numpy as jnp
 import numpy as np
 from worlds import enumerable
 
-from certificates import verdicts
+from certificates import conclusion, verdicts
 from certificates.annealing import (
     ITERATIONS_A_STEP,
     annealing,
@@ -53,7 +53,7 @@ from certificates.penalty_claims import OTHERS, TABLE, Claim, Finding
 from rlhf_jax import kl_control, ppo
 from rlhf_jax.algorithms import optimizers
 from rlhf_jax.functional import checks
-from rlhf_jax.runs import command_line, folder, run, run_config
+from rlhf_jax.runs import command_line, run, run_config
 
 Array = jax.Array
 
@@ -255,35 +255,30 @@ def main(options: Config) -> None:
         *verdicts.show_frontier(annealed),
     ]
     verdicts.plot(job.folder / "plots" / "frontier.png", worlds, annealed, fixed)
-    failed = [each.name for each in shown if not each.holds]
-    summary = {
-        "certificates": len(shown),
-        "failed": failed,
-        "gradients": [
-            {
-                "estimator": finding.estimator,
-                "place": finding.place,
-                "temperature": finding.temperature,
-                "lengths": finding.lengths,
-                "gradient": finding.claim.gradient or finding.claim.penalty.gradient,
-                "error": _or_none(finding.error),
-                "nearest": _or_none(finding.nearest),
-                "value": _or_none(finding.value),
-                "bias": _or_none(finding.bias),
-            }
-            for finding in findings
-        ],
-        "annealed": [reached._asdict() for reached in annealed],
-        "fixed": [reached._asdict() for reached in fixed],
-        "seconds": time.perf_counter() - started,
-    }
-    folder.write_summary(job.folder, summary)
-    print(f"{len(shown) - len(failed)} of {len(shown)} certificates hold")
-    print(f"{summary['seconds']:.0f} s; figures and plots in {job.folder}")
-    if failed:
-        raise checks.StopError(
-            f"{len(failed)} of {len(shown)} certificates fail: {'; '.join(failed)}"
-        )
+    conclusion.conclude(
+        job.folder,
+        shown,
+        figures={
+            "gradients": [
+                {
+                    "estimator": finding.estimator,
+                    "place": finding.place,
+                    "temperature": finding.temperature,
+                    "lengths": finding.lengths,
+                    "gradient": finding.claim.gradient
+                    or finding.claim.penalty.gradient,
+                    "error": _or_none(finding.error),
+                    "nearest": _or_none(finding.nearest),
+                    "value": _or_none(finding.value),
+                    "bias": _or_none(finding.bias),
+                }
+                for finding in findings
+            ],
+            "annealed": [reached._asdict() for reached in annealed],
+            "fixed": [reached._asdict() for reached in fixed],
+        },
+        started=started,
+    )
 
 
 if __name__ == "__main__":

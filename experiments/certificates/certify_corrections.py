@@ -25,12 +25,12 @@ import time
 import numpy as np
 from worlds import enumerable
 
-from certificates import cases
+from certificates import cases, conclusion
 from certificates.corrections import gradients
 from certificates.corrections.gradients import Finding
 from certificates.ratios import STALE
 from rlhf_jax.functional import checks
-from rlhf_jax.runs import command_line, folder, report, run, run_config
+from rlhf_jax.runs import command_line, report, run, run_config
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,20 +99,14 @@ def main(options: Config) -> None:
                 }
                 for each in findings
             ]
-    failed = [name for name, holds in shown.items() if not holds]
-    summary = {
-        "certificates": len(shown),
-        "failed": failed,
-        "findings": rows,
-        "seconds": time.perf_counter() - started,
-    }
-    folder.write_summary(job.folder, summary)
-    print(f"{len(shown) - len(failed)} of {len(shown)} certificates hold")
-    print(f"{summary['seconds']:.0f} s; figures in {job.folder}")
-    if failed:
-        raise checks.StopError(
-            f"{len(failed)} of {len(shown)} certificates fail: {'; '.join(failed)}"
-        )
+    conclusion.conclude(
+        job.folder,
+        list(shown.items()),
+        figures={
+            "findings": rows,
+        },
+        started=started,
+    )
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from worlds import enumerable
 
+from certificates import conclusion
 from certificates.annealing import falling
 from certificates.cases import flat
 from rlhf_jax import frozen, kl_control, policy, state
@@ -41,7 +42,7 @@ from rlhf_jax.algorithms.flow import score
 from rlhf_jax.algorithms.policy_gradient.iteration import iteration
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.kl.penalty import IN_REWARD
-from rlhf_jax.runs import command_line, folder, report, run, run_config
+from rlhf_jax.runs import command_line, report, run, run_config
 
 Array = jax.Array
 Params = Any
@@ -348,21 +349,15 @@ def main(options: Config) -> None:
             for row in reached
         ],
     )
-    failed = [name for name, holds in shown.items() if not holds]
-    summary = {
-        "certificates": len(shown),
-        "failed": failed,
-        "gradients": errors,
-        "reached": reached,
-        "seconds": time.perf_counter() - started,
-    }
-    folder.write_summary(job.folder, summary)
-    print(f"{len(shown) - len(failed)} of {len(shown)} certificates hold")
-    print(f"{summary['seconds']:.0f} s; figures in {job.folder}")
-    if failed:
-        raise checks.StopError(
-            f"{len(failed)} of {len(shown)} certificates fail: {'; '.join(failed)}"
-        )
+    conclusion.conclude(
+        job.folder,
+        list(shown.items()),
+        figures={
+            "gradients": errors,
+            "reached": reached,
+        },
+        started=started,
+    )
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ from worlds.enumerable import World
 from certificates import (
     annealing,
     cases,
+    conclusion,
     dpo,
     group_claims,
     groups,
@@ -52,7 +53,7 @@ from rlhf_jax.functional import checks
 from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference import storage
-from rlhf_jax.runs import command_line, folder, report, run, run_config
+from rlhf_jax.runs import command_line, report, run, run_config
 
 NATS = 0.03  # KL(π ‖ π*) of a policy that has reached the optimum without a critic
 RECIPES = {
@@ -239,23 +240,17 @@ def main(options: Config) -> None:
         shown += verdicts.show_optimum(
             figures, name=name.upper(), nats=verdicts.NATS if name == "dpo" else NATS
         )
-    failed = [each.name for each in shown if not each.holds]
-    summary = {
-        "certificates": len(shown),
-        "failed": failed,
-        **{
-            name: [each._asdict() for each in figures]
-            for name, figures in reached.items()
+    conclusion.conclude(
+        job.folder,
+        shown,
+        figures={
+            **{
+                name: [each._asdict() for each in figures]
+                for name, figures in reached.items()
+            },
         },
-        "seconds": time.perf_counter() - started,
-    }
-    folder.write_summary(job.folder, summary)
-    print(f"{len(shown) - len(failed)} of {len(shown)} certificates hold")
-    print(f"{summary['seconds']:.0f} s; figures in {job.folder}")
-    if failed:
-        raise checks.StopError(
-            f"{len(failed)} of {len(shown)} certificates fail: {'; '.join(failed)}"
-        )
+        started=started,
+    )
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ import numpy as np
 from worlds import enumerable
 from worlds.enumerable import Float64, World
 
-from certificates import annealing, preferences, verdicts
+from certificates import annealing, conclusion, preferences, verdicts
 from certificates.penalty_claims import TOLERANCE
 from rlhf_jax import kl_control, online_dpo, state
 from rlhf_jax.algorithms import nash_md, optimizers
@@ -43,7 +43,7 @@ from rlhf_jax.algorithms.state import Optimizer
 from rlhf_jax.functional import checks
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference import storage
-from rlhf_jax.runs import command_line, folder, report, run, run_config
+from rlhf_jax.runs import command_line, report, run, run_config
 
 SEEN = 0.03  # nats from π*, of a bias that is claimed
 SIMPO_BETA = 2.0
@@ -366,20 +366,14 @@ def main(options: Config) -> None:
                 }
                 for each in findings
             ]
-    failed = [name for name, holds in shown.items() if not holds]
-    summary = {
-        "certificates": len(shown),
-        "failed": failed,
-        "findings": rows,
-        "seconds": time.perf_counter() - started,
-    }
-    folder.write_summary(job.folder, summary)
-    print(f"{len(shown) - len(failed)} of {len(shown)} certificates hold")
-    print(f"{summary['seconds']:.0f} s; figures in {job.folder}")
-    if failed:
-        raise checks.StopError(
-            f"{len(failed)} of {len(shown)} certificates fail: {'; '.join(failed)}"
-        )
+    conclusion.conclude(
+        job.folder,
+        list(shown.items()),
+        figures={
+            "findings": rows,
+        },
+        started=started,
+    )
 
 
 if __name__ == "__main__":

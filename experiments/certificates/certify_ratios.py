@@ -28,10 +28,10 @@ import time
 import numpy as np
 from worlds import enumerable
 
-from certificates import cases, ratios
+from certificates import cases, conclusion, ratios
 from certificates.ratios import STALE, Finding
 from rlhf_jax.functional import checks
-from rlhf_jax.runs import command_line, folder, report, run, run_config
+from rlhf_jax.runs import command_line, report, run, run_config
 
 KL_OF_MIXED = "dynamic sampling biases a KL in the loss"
 
@@ -122,20 +122,14 @@ def main(options: Config) -> None:
                 for each in findings
             ]
             rows.append({"seed": seed, "name": KL_OF_MIXED, "outside": beside})
-    failed = [name for name, holds in shown.items() if not holds]
-    summary = {
-        "certificates": len(shown),
-        "failed": failed,
-        "findings": rows,
-        "seconds": time.perf_counter() - started,
-    }
-    folder.write_summary(job.folder, summary)
-    print(f"{len(shown) - len(failed)} of {len(shown)} certificates hold")
-    print(f"{summary['seconds']:.0f} s; figures in {job.folder}")
-    if failed:
-        raise checks.StopError(
-            f"{len(failed)} of {len(shown)} certificates fail: {'; '.join(failed)}"
-        )
+    conclusion.conclude(
+        job.folder,
+        list(shown.items()),
+        figures={
+            "findings": rows,
+        },
+        started=started,
+    )
 
 
 if __name__ == "__main__":

@@ -36,7 +36,14 @@ import numpy as np
 from worlds import enumerable
 from worlds.enumerable import Float64, World
 
-from certificates import annealing, certify, expected_gradients, gradients, verdicts
+from certificates import (
+    annealing,
+    certify,
+    conclusion,
+    expected_gradients,
+    gradients,
+    verdicts,
+)
 from certificates.cases import Case, draw, flat
 from certificates.expected_gradients import Key
 from certificates.gradients import BETA, Flat
@@ -47,7 +54,7 @@ from rlhf_jax.functional import checks
 from rlhf_jax.functional.kl.gradients import FULL_REVERSE
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.reference.further import Further
-from rlhf_jax.runs import command_line, folder, report, run, run_config
+from rlhf_jax.runs import command_line, report, run, run_config
 
 Params = Any
 Known = dict[Key, Params]
@@ -285,34 +292,28 @@ def main(options: Config) -> None:
         for each in verdicts.show_optimum(reached, name="PPO, two references")
         if not each.name.startswith("world")
     ]
-    failed = [each.name for each in shown if not each.holds]
-    summary = {
-        "certificates": len(shown),
-        "failed": failed,
-        "gradients": [
-            {
-                "penalty": _name(each.claim),
-                "of each reference": each.claim.penalty.gradient,
-                "is the gradient of E[r] less the KLs": each.claim.gradient
-                == FULL_REVERSE,
-                "error": each.error,
-                "second": each.second,
-            }
-            for each in findings
-        ],
-        "annealed": [
-            each._asdict() | {"sum_of_betas": each.beta, "beta": each.beta / TOTAL}
-            for each in reached
-        ],
-        "seconds": time.perf_counter() - started,
-    }
-    folder.write_summary(job.folder, summary)
-    print(f"{len(shown) - len(failed)} of {len(shown)} certificates hold")
-    print(f"{summary['seconds']:.0f} s; figures in {job.folder}")
-    if failed:
-        raise checks.StopError(
-            f"{len(failed)} of {len(shown)} certificates fail: {'; '.join(failed)}"
-        )
+    conclusion.conclude(
+        job.folder,
+        shown,
+        figures={
+            "gradients": [
+                {
+                    "penalty": _name(each.claim),
+                    "of each reference": each.claim.penalty.gradient,
+                    "is the gradient of E[r] less the KLs": each.claim.gradient
+                    == FULL_REVERSE,
+                    "error": each.error,
+                    "second": each.second,
+                }
+                for each in findings
+            ],
+            "annealed": [
+                each._asdict() | {"sum_of_betas": each.beta, "beta": each.beta / TOTAL}
+                for each in reached
+            ],
+        },
+        started=started,
+    )
 
 
 if __name__ == "__main__":

@@ -18,8 +18,7 @@ from jax.sharding import Mesh
 
 from rlhf_jax.algorithms.batch import Rollout, RolloutPacking
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
-from rlhf_jax.algorithms.policy_gradient.iteration import shuffle_key
-from rlhf_jax.algorithms.policy_gradient.update import minibatches
+from rlhf_jax.algorithms.policy_gradient.update import minibatches, shuffle_key
 from rlhf_jax.data import layout_sizes, layouts
 from rlhf_jax.data.layout_arrays import Form
 from rlhf_jax.devices import processes, row_sharding, sharding

@@ -15,8 +15,7 @@ from line_protocol import Workload
 
 from rlhf_jax import ppo
 from rlhf_jax.algorithms.batch import Rollout, RolloutPacking
-from rlhf_jax.algorithms.policy_gradient.iteration import shuffle_key
-from rlhf_jax.algorithms.policy_gradient.update import minibatches
+from rlhf_jax.algorithms.policy_gradient.update import minibatches, shuffle_key
 from rlhf_jax.data import layouts
 from rlhf_jax.data.layout_arrays import Form
 from rlhf_jax.models.generation import decode

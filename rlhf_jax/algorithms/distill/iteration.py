@@ -18,8 +18,8 @@ from rlhf_jax.algorithms.batch import Rollout, Scored
 from rlhf_jax.algorithms.distill.loss import DistillExperience
 from rlhf_jax.algorithms.distill.recipe import Distill
 from rlhf_jax.algorithms.distill.teacher import TeacherStates
-from rlhf_jax.algorithms.policy_gradient.iteration import make_experience, shuffle_key
-from rlhf_jax.algorithms.policy_gradient.update import update
+from rlhf_jax.algorithms.policy_gradient.iteration import make_experience
+from rlhf_jax.algorithms.policy_gradient.update import shuffle_key, update
 from rlhf_jax.algorithms.state import TrainState
 from rlhf_jax.functional import masked
 from rlhf_jax.roles import rewards

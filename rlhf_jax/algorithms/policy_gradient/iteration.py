@@ -17,47 +17,38 @@ from typing import Any
 
 import jax
 
-from rlhf_jax.algorithms import flow
-from rlhf_jax.algorithms.batch import (
-    PolicyExperience,
-    Prompts,
-    Rollout,
-    RolloutPacking,
-    Scored,
-    Sequences,
-)
+from rlhf_jax.algorithms import batch, flow
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.algorithms.policy_gradient.sampler_mismatch import corrected, recomputed
-from rlhf_jax.algorithms.policy_gradient.update import update
+from rlhf_jax.algorithms.policy_gradient.update import shuffle_key, update
 from rlhf_jax.algorithms.state import TrainState
 from rlhf_jax.functional import masked
-from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles import adapted, rewards
 from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.roles.reference.further import Further, References
+from rlhf_jax.roles.reference.further import References
 
 Array = jax.Array
 Params = Any
 # rollout -> f32[B] or Scores; a pytree (`rewards.from_model`) if it holds parameters.
-Reward = Callable[[Rollout], Array | rewards.Scores]
+Reward = Callable[[batch.Rollout], Array | rewards.Scores]
 
 
 def iteration(
     state: TrainState,
     *,
-    prompts: Prompts,
+    prompts: batch.Prompts,
     reference: Frozen | None,
     reward: Reward,
     key: Array,
     recipe: PolicyGradient,
     base: Frozen | None = None,
-    ptx: Sequences | None = None,
+    ptx: batch.Sequences | None = None,
     further: References | None = None,
-) -> tuple[TrainState, masked.Stats, Scored]:
+) -> tuple[TrainState, masked.Stats, batch.Scored]:
     """One iteration: respond to the prompts, score the responses, learn from them.
 
-    Maximises E[reward(x, y)] - β·KL(π ‖ π_ref), and with further references
-    - β·Σ_i w_i·KL(π ‖ π_i) too.
+    Maximises E[reward(x, y)] - β·(KL(π ‖ π_ref) + Σ_i w_i·KL(π ‖ π_i)), i over the
+    further references.
 
     Args:
       state: of `state.ppo_state` or `state.grpo_state`; donated by the caller's `jit`.
@@ -67,8 +58,8 @@ def iteration(
       reward: rollout -> f32[B] or `rewards.Scores`, in JAX.
       key: of this step, `fold_in(root, step)`.
       recipe: static, a `ppo.PPO`, a `grpo.GRPO` or another `PolicyGradient`.
-      base: with `recipe.lora` the parameters that the state's adapters adapt; never
-        donated, and no gradient reaches it. None without adapters.
+      base: what the state's adapters adapt, with `recipe.lora`; never donated, and no
+        gradient reaches it. None without adapters.
       ptx: Sequences[M, S'], texts whose language-model loss is mixed in with
         `recipe.ptx_coef`, shared out over the minibatches of an epoch.
       further: references beside the first, by name; None is none.
@@ -79,8 +70,7 @@ def iteration(
 
     Raises:
       InputError: batch sizes or groups do not divide, the reward is not one number a
-        row, or there is one of `base` and `recipe.lora`, or of `ptx` and
-        `recipe.ptx_coef`, without the other.
+        row, or `base` and `recipe.lora`, or `ptx` and `recipe.ptx_coef`, come alone.
     """
     rollout = sample(
         state.policy,
@@ -106,12 +96,12 @@ def iteration(
 def sample(
     policy: Params,
     *,
-    prompts: Prompts,
+    prompts: batch.Prompts,
     key: Array,
     recipe: PolicyGradient,
     base: Frozen | None = None,
     version: Array | None = None,
-) -> Rollout:
+) -> batch.Rollout:
     """The rollout of an iteration.
 
     Args:
@@ -145,7 +135,7 @@ def sample(
     return rollout if whole else _truncated(rollout, recipe)
 
 
-def seen_by_reward(rollout: Rollout, *, recipe: PolicyGradient) -> Rollout:
+def seen_by_reward(rollout: batch.Rollout, *, recipe: PolicyGradient) -> batch.Rollout:
     """What the reward sees of a rollout of `sample`: all of it, unless it is cut here.
 
     With `recipe.truncate_reward_only` responses end at their first stop token, while
@@ -154,7 +144,7 @@ def seen_by_reward(rollout: Rollout, *, recipe: PolicyGradient) -> Rollout:
     return _truncated(rollout, recipe) if recipe.truncate_reward_only else rollout
 
 
-def _truncated(rollout: Rollout, recipe: PolicyGradient) -> Rollout:
+def _truncated(rollout: batch.Rollout, recipe: PolicyGradient) -> batch.Rollout:
     """The rollout with responses that end at their first stop token."""
     return flow.rollout.truncate(
         rollout, stop_ids=recipe.stop_ids, after=recipe.truncate_after
@@ -164,7 +154,7 @@ def _truncated(rollout: Rollout, recipe: PolicyGradient) -> Rollout:
 def learn(
     state: TrainState,
     *,
-    rollout: Rollout,
+    rollout: batch.Rollout,
     scores: Array | rewards.Scores,
     reference: Frozen | None,
     key: Array,
@@ -172,10 +162,10 @@ def learn(
     ref_logprobs: Array | None = None,
     values: Array | None = None,
     base: Frozen | None = None,
-    ptx: Sequences | None = None,
-    packing: RolloutPacking | None = None,
+    ptx: batch.Sequences | None = None,
+    packing: batch.RolloutPacking | None = None,
     further: References | None = None,
-) -> tuple[TrainState, masked.Stats, Scored]:
+) -> tuple[TrainState, masked.Stats, batch.Scored]:
     """An iteration from the scores on: `iteration` without sampling and reward.
 
     Args:
@@ -184,7 +174,7 @@ def learn(
       scores: f32[B], reward units, of what `seen_by_reward` returned for the rollout;
         or `rewards.Scores`, whose parts are logged as `reward/NAME`.
       reference: the frozen policy; None, as in a step that `Lifecycle.kl_every` leaves
-        out, takes no KL at all, and there is no penalty and none of its metrics.
+        out, takes no KL at all: no penalty and none of its metrics.
       key: of this step, the one that `sample` took.
       recipe, base, ptx: of `iteration`.
       ref_logprobs: f32[B, S], nats, of `score.reference_logprobs` where that ran
@@ -192,15 +182,13 @@ def learn(
       values: f32[B, S], reward units, of `ppo.values`; None computes them here.
       packing: how the models read this rollout packed, of its lengths and of
         `minibatches(shuffle_key(key))` (`data.layouts`); None reads it padded.
-      further: references beside the first, by name, with their log-probs where those
-        ran before; None is none.
+      further: references beside the first, with their log-probs where those ran before.
 
     Returns:
       The next state, stats {name: (sum, weight)}, and the scored rollout.
 
     Raises:
-      InputError: sizes do not divide, the scores are not one number a row, or one of
-        two arguments that belong together is missing.
+      InputError: as `iteration`'s, or the recipe has a critic and the state has none.
     """
     state, experience, stats, scored = make_experience(
         state,
@@ -228,24 +216,19 @@ def learn(
     return state, masked.merge_stats(stats, update_stats), scored
 
 
-def shuffle_key(key: Array) -> Array:
-    """The key of `update` in the iteration of `key`: the second of the two split."""
-    return jax.random.split(key)[1]
-
-
 def make_experience(
     state: TrainState,
     *,
-    rollout: Rollout,
+    rollout: batch.Rollout,
     scores: Array | rewards.Scores,
     reference: Frozen | None,
     recipe: PolicyGradient,
     ref_logprobs: Array | None = None,
     values: Array | None = None,
     base: Frozen | None = None,
-    packing: RolloutPacking | None = None,
+    packing: batch.RolloutPacking | None = None,
     further: References | None = None,
-) -> tuple[TrainState, PolicyExperience, masked.Stats, Scored]:
+) -> tuple[TrainState, batch.PolicyExperience, masked.Stats, batch.Scored]:
     """What the updates of an iteration read: `learn` without its update.
 
     Args:
@@ -262,66 +245,52 @@ def make_experience(
     """
     critic = None if values is not None else recipe.critic_of(state, base=base)
     of_batch = None if packing is None else packing.batch
-    returned = rewards.scores_of(scores)
-    total, rows = returned.total, rollout.tokens.shape[0]
-    if total.shape != (rows,):
-        raise InputError(
-            f"expected the reward to return {rows} numbers, one a response, got shape "
-            f"{total.shape}"
-        )
-    moments = flow.shaping.next_moments(state.scores, total)
+    returned = rewards.scores_of(scores, rows=rollout.tokens.shape[0])
+    moments = flow.shaping.next_moments(state.scores, returned.total)
     rewarded = seen_by_reward(rollout, recipe=recipe)
     shaped = flow.shaping.shape(
-        total,
+        returned.total,
         moments=moments,
         rollout=rewarded,
         stop_ids=recipe.stop_ids,
         shaping=recipe.scores,
     )
     params = adapted.params(state.policy, base=base, lora=recipe.lora)
-    stats: masked.Stats = {}
-    if recipe.recompute_logprobs:
-        rollout, stats = recomputed(rollout, params, recipe=recipe, packing=of_batch)
+    rollout, stats = recomputed(rollout, params, recipe=recipe, packing=of_batch)
+    as_sampled: dict[str, Any] = {
+        "model": recipe.model,
+        "max_new_tokens": recipe.max_new_tokens,
+        "temperature": recipe.temperature,
+        "penalty": recipe.penalty,
+        "policy": params,
+        "packing": of_batch,
+    }
     scored = flow.score.score(
         rollout,
         scores=shaped,
         reference=reference,
-        model=recipe.model,
         critic=None if critic is None else critic.params,
         critic_model=None if critic is None else critic.model,
-        max_new_tokens=recipe.max_new_tokens,
-        temperature=recipe.temperature,
-        penalty=recipe.penalty,
-        policy=params,
         ref_logprobs=ref_logprobs,
         values=values,
         value_after_stop=critic is not None and critic.after_stop,
-        packing=of_batch,
+        **as_sampled,
     )
-    beside: dict[str, Further] = {}
-    if further:
-        scored, beside = flow.further.add(
-            scored,
-            further=further,
-            model=recipe.model,
-            max_new_tokens=recipe.max_new_tokens,
-            temperature=recipe.temperature,
-            penalty=recipe.penalty,
-            policy=params,
-            packing=of_batch,
-        )
+    scored, beside = flow.further.add(scored, further=further or {}, **as_sampled)
     kl_coef = recipe.kl_coef(state)
     experience, experience_stats = recipe.experience(scored, kl_coef=kl_coef)
-    if beside:
-        experience = dataclasses.replace(experience, further=beside)
     experience, weight_stats = corrected(
-        experience, rollout=rollout, step=state.step, recipe=recipe
+        dataclasses.replace(experience, further=beside),
+        rollout=rollout,
+        step=state.step,
+        recipe=recipe,
     )
-    stats |= weight_stats
+    as_returned = dataclasses.replace(scored, scores=returned.total)
     stats = masked.merge_stats(
         stats,
+        weight_stats,
         flow.objective.objective_stats(
-            dataclasses.replace(scored, scores=total),  # as the reward gave them
+            as_returned,
             kl_coef=kl_coef,
             ended=flow.score.ended(rewarded, stop_ids=recipe.stop_ids),
         ),

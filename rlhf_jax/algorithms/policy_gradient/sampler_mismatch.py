@@ -34,19 +34,21 @@ def recomputed(
     recipe: PolicyGradient,
     packing: SizedPacking | None,
 ) -> tuple[Rollout, masked.Stats]:
-    """The rollout with the trainer's log-probs as `old_logprobs`.
+    """The rollout with the trainer's log-probs as `old_logprobs`, if the recipe asks.
 
     Args:
       rollout: Rollout[B, S], with the sampler's log-probs, which stay in
         `sampler_logprobs`.
       params: of the policy, before any update.
-      recipe: of `iteration`.
+      recipe: without `recompute_logprobs` nothing changes.
       packing: how the model reads these rows packed; None reads them padded.
 
     Returns:
       The rollout, and `policy/sampler_mismatch`, mean |log π_old - log μ| over the
       response tokens, nats per token, as (sum, weight).
     """
+    if not recipe.recompute_logprobs:
+        return rollout, {}
     after = flow.rollout.recompute_logprobs(
         rollout,
         params,

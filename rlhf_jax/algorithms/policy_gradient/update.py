@@ -164,6 +164,11 @@ def update(
     return dataclasses.replace(state, kl=kl, step=state.step + 1), stats
 
 
+def shuffle_key(key: Array) -> Array:
+    """The key of `update` in the iteration of `key`: the second of the two split."""
+    return jax.random.split(key)[1]
+
+
 def minibatches(key: Array, *, rows: int, recipe: PolicyGradient) -> Array:
     """The rows of every minibatch of an update, in turn.
 

@@ -7,9 +7,8 @@ from rlhf_jax.algorithms.policy_gradient.iteration import (
     make_experience,
     sample,
     seen_by_reward,
-    shuffle_key,
 )
-from rlhf_jax.algorithms.policy_gradient.update import update
+from rlhf_jax.algorithms.policy_gradient.update import shuffle_key, update
 from rlhf_jax.algorithms.ppo.experience import gae_experience, values
 from rlhf_jax.algorithms.ppo.loss import ppo_loss
 from rlhf_jax.algorithms.ppo.recipe import N_PLUS, OPENAI_2019, PPO, Recipe

@@ -7,9 +7,8 @@ from rlhf_jax.algorithms.policy_gradient.iteration import (
     make_experience,
     sample,
     seen_by_reward,
-    shuffle_key,
 )
-from rlhf_jax.algorithms.policy_gradient.update import update
+from rlhf_jax.algorithms.policy_gradient.update import shuffle_key, update
 from rlhf_jax.algorithms.reinforce.experience import reward_to_go_experience
 from rlhf_jax.algorithms.reinforce.recipe import (
     PUBLISHED,

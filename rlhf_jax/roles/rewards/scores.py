@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.functional import checks, masked
+from rlhf_jax.functional.checks import InputError
 
 Array = jax.Array
 
@@ -42,9 +43,23 @@ class Scores:
 Reward = Callable[[Any], Array | Scores]  # of `Responses`
 
 
-def scores_of(returned: Array | Scores) -> Scores:
-    """What any reward returned, as a record: bare numbers have no parts."""
-    return returned if isinstance(returned, Scores) else Scores(total=returned)
+def scores_of(returned: Array | Scores, *, rows: int | None = None) -> Scores:
+    """What any reward returned, as a record: bare numbers have no parts.
+
+    Args:
+      returned: f32[B], or Scores.
+      rows: B, where it is known.
+
+    Raises:
+      InputError: they are not one number a row.
+    """
+    scores = returned if isinstance(returned, Scores) else Scores(total=returned)
+    if rows is not None and scores.total.shape != (rows,):
+        raise InputError(
+            f"expected the reward to return {rows} numbers, one a response, got shape "
+            f"{scores.total.shape}"
+        )
+    return scores
 
 
 def part_stats(scores: Scores) -> masked.Stats:
