@@ -1,5 +1,6 @@
 """Eight CPU devices, warnings as errors (pyproject), no silent rank promotion."""
 
+import collections
 import ctypes
 import functools
 import gc
@@ -51,6 +52,23 @@ def resident() -> int:
     if not pages.exists():
         return 0
     return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.hookimpl(tryfirst=True)  # before those that `-m` leaves out
+def pytest_collection_modifyitems(items):
+    """Of a test with `cases(n)`, n cases, evenly spread, stay in its tier.
+
+    The others are long, whatever else they are.
+    """
+    tests = collections.defaultdict(list)
+    for item in items:
+        if (mark := item.get_closest_marker("cases")) is not None:
+            tests[item.nodeid.partition("[")[0], mark.args[0]].append(item)
+    for (_, count), cases in tests.items():
+        kept = {number * len(cases) // count for number in range(count)}
+        for number, item in enumerate(cases):
+            if number not in kept:
+                item.add_marker(pytest.mark.long)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -138,6 +138,7 @@ def test_ppo_with_a_reference_elsewhere(files, alone, argv, tmp_path):
     assert_same(run_ppo(tmp_path / "run", files, *argv), alone)
 
 
+@pytest.mark.long
 def test_ppo_with_a_critic_elsewhere(files, alone, tmp_path):
     """Stopped by a signal and continued, on one device and four of the critic's."""
     out, argv = tmp_path / "run", ("--placement.critic=last:data=2,tensor=2",)
@@ -259,6 +260,7 @@ def test_rollouts_are_drawn_while_the_last_are_learned_from(
     )
 
 
+@pytest.mark.long
 def test_an_older_sampler_is_corrected_for(files, tmp_path):
     """Recomputed log-probs are of the trainer now; the tokens are a version older."""
     argv = (
@@ -343,6 +345,7 @@ def test_the_other_experiments(files, name, tmp_path):
     assert_same(found, play(experiment, tmp_path / "alone", files, *argv))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["reward model", "dpo"])
 def test_pairs_whose_columns_are_shared(files, name, tmp_path):
     experiment, *argv = OTHERS[name]

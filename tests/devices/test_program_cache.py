@@ -60,6 +60,7 @@ def start(out: Path, *argv: object, home: Path) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_from_kept_programs_is_the_run_that_compiled_them(tmp_path):
     home = tmp_path / "home"

@@ -354,6 +354,7 @@ def test_phases_add_up_to_the_iteration():
     assert sum(clock.seconds.values()) == pytest.approx(clock.total)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("hidden_size", [TOY.hidden_size, 128], ids=["apart", "whole"])
 def test_ours_does_an_iteration_at_toy_size(hidden_size):
@@ -382,6 +383,7 @@ def test_ours_does_an_iteration_at_toy_size(hidden_size):
     assert end["last_peak_bytes"] >= start["peak_bytes"] >= start["before_bytes"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("hidden_size", [TOY.hidden_size, 128], ids=["apart", "whole"])
 def test_ours_packed_does_the_work_of_padded_rows(hidden_size):

@@ -11,6 +11,7 @@ from rlhf_jax.runs import command_line
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.long
 def test_every_figure_is_there(tmp_path):
     words = ["--out", str(tmp_path), "--num-layers=1", "--hidden-size=16"]
     words += [

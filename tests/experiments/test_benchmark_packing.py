@@ -8,6 +8,7 @@ from benchmarks import packing
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("equal", [False, True])
 def test_the_ratio_is_told_and_the_results_are_the_same(equal, capsys):
     packing.main(

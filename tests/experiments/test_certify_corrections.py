@@ -28,6 +28,7 @@ def certified(case, *chosen):
     return list(gradients.certify(case, rewards, claims=chosen))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_ratio_of_a_response_has_the_gradient_of_the_reward(case):
     (finding,) = certified(case, UNBOUNDED)

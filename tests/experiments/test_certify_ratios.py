@@ -26,6 +26,7 @@ def certified(case, *claims):
     return list(ratios.certify(case, rewards, claims=claims))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_ratio_of_a_sequence_is_its_formula_s(case):
     claim = CLAIMS["GSPO, a constant divisor"]

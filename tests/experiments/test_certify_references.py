@@ -54,6 +54,7 @@ def test_the_optimum_is_the_best_of_the_objective_with_each_kl_apart(world, othe
     assert enumerable.divergence(alone, best.log_policy) > 0.1
 
 
+@pytest.mark.long
 def test_the_gradient_is_that_of_the_sum():
     case = cases.draw(0, hidden_size=8, stop_ids=enumerable.STOPS)
     other = certify_references.second(0, hidden_size=4)

@@ -293,6 +293,7 @@ def test_kernels_of_few_rows_are_turned_once_and_what_is_stored_is_not():
     chex.assert_trees_all_equal(kept, apart(stored["layers"]), strict=True)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "how"),

@@ -190,6 +190,7 @@ def test_attached_and_merged_are_w_plus_a_b(model, options):
     np.testing.assert_allclose(merged, expected, atol=2e-4)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "way"),

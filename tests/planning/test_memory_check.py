@@ -298,6 +298,7 @@ def test_what_a_device_has():
     assert memory_check.limit(Accelerator(None)) is None
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_compiler_asks_for_no_less(dtype):

@@ -105,6 +105,7 @@ def test_a_stopped_run_goes_on_to_the_last_bit(files, tmp_path, capsys):
     assert any(row["objective/non_score_reward"] for row in rows)
 
 
+@pytest.mark.long
 @slow
 def test_a_teacher_anywhere_gives_the_same_numbers(files, tmp_path):
     """On devices of its own, on the host, beside a student over four devices."""
@@ -139,6 +140,7 @@ def test_a_teacher_anywhere_gives_the_same_numbers(files, tmp_path):
     assert rounded[0][key] == pytest.approx(first[0][key], rel=0.1)
 
 
+@pytest.mark.long
 @slow
 def test_the_student_comes_closer_without_a_reward(files, tmp_path):
     summary = play(files, tmp_path / "run", "--num-steps=40", "--batch-size=32")

@@ -187,6 +187,7 @@ def test_kto_of_labels_live_and_precomputed(files, tmp_path):
     assert again["held_out_before"]["loss/dpo"] == pytest.approx(0.5, abs=1e-5)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["simpo", "orpo"])
 def test_losses_without_a_reference(files, tmp_path, kind):
@@ -328,6 +329,7 @@ def test_pairs_that_are_refused(files, tmp_path, capsys, row, message):
     assert message in refused(capsys, tmp_path, run)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_reference_of_another_shape(files, tmp_path):
     model = toy_files.config.gpt2(

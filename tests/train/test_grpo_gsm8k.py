@@ -70,6 +70,7 @@ def test_reinforce_is_the_same_trainer_with_another_recipe(files, tmp_path):
     assert not any(name.startswith("group/") for name in rows[0])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_references_are_other_checkpoints(files, tmp_path):
     """One of another width, in int8 on the CPU, and the policy as it starts."""
@@ -182,6 +183,7 @@ def test_groups_of_equal_scores_are_drawn_again_up_to_a_limit(files, tmp_path):
         gsm8k(tmp_path / "never", files, *argv, "--max-redraws=1", "--verifier=exact")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_sampling_in_int8_is_weighted_and_says_how_far_it_is(files, tmp_path):
     argv = ("--unmarked=last_number", "--num-steps=2", "--sampler-storage.dtype=int8")
@@ -205,6 +207,7 @@ def test_sampling_in_int8_is_weighted_and_says_how_far_it_is(files, tmp_path):
     assert of_weights[0][first] == pytest.approx(of_ratio[0][first], rel=1e-3)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_pages_change_no_run_and_resume(files, tmp_path):
     """Packed rows too."""
@@ -228,6 +231,7 @@ def test_pages_change_no_run_and_resume(files, tmp_path):
     assert metrics.read(tmp_path / "pages" / "metrics.jsonl") == pages
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_packed_rows_learn_what_padded_ones_do(files, tmp_path, capsys):
     argv = ("--unmarked=last_number", "--num-steps=4", "--learning-rate=1e-3")

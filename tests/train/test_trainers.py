@@ -85,6 +85,7 @@ def contents(folder):
     }
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_ppo_samples_in_bfloat16(files, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -201,6 +201,7 @@ def by_hand(params, seen, *, kl_coef, weights):
     return (of_tokens * jnp.broadcast_to(weights, of_tokens.shape)).sum()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("aggregation", "factor"),
     [

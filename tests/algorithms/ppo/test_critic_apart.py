@@ -99,6 +99,7 @@ WAYS = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "way",

@@ -99,6 +99,7 @@ def distance(one, other):
     return max(jax.tree.leaves(apart))
 
 
+@pytest.mark.long
 @every_model
 def test_an_iteration_of_ppo_on_one_device_and_on_eight(name):
     after, means, scored, before = first_iteration(name)
@@ -165,6 +166,7 @@ def two_steps_of_dpo(name, *, mesh=None):
     return found
 
 
+@pytest.mark.cases(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*DECODERS, *NAMES])
 def test_a_step_of_dpo(name):

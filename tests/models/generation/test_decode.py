@@ -479,6 +479,7 @@ def test_logits_of_bfloat16_are_taken_to_float32(words):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("temperature", "dtype", "planted"),

@@ -324,6 +324,7 @@ DEEP = config.gpt2(
 
 
 # Not bfloat16, which XLA:CPU widens before the loop; the TPU's compiler does not.
+@pytest.mark.cases(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
@@ -374,6 +375,7 @@ def test_a_table_counts_parameters_not_scales(capsys, monkeypatch):
 # --- no gradient --------------------------------------------------------------
 
 
+@pytest.mark.cases(1)
 @pytest.mark.slow  # quick: test_no_gradient_reaches_it_through_an_iteration
 @pytest.mark.parametrize("name", ["copy", "bf16"])
 def test_no_loss_moves_the_reference(name):

@@ -123,6 +123,7 @@ def bits(state):
     return [np.asarray(x).tobytes() for x in jax.tree.leaves(state) if x.ndim]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [{}, {"dtype": "int8", "memory": "pinned_host"}])
 @pytest.mark.parametrize("life", LIVES.values(), ids=LIVES.keys())
