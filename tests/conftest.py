@@ -56,19 +56,23 @@ def resident() -> int:
 
 @pytest.hookimpl(tryfirst=True)  # before those that `-m` leaves out
 def pytest_collection_modifyitems(items):
-    """Of a test with `cases(n)`, n cases, evenly spread, stay in its tier.
+    """Of a test with `cases(quick=n)`, n quick cases, evenly spread, stay quick.
 
-    The others are long, whatever else they are.
+    The others go down a tier: they are slow, and with `cases(slow=n)` long.
     """
     tests = collections.defaultdict(list)
     for item in items:
-        if (mark := item.get_closest_marker("cases")) is not None:
-            tests[item.nodeid.partition("[")[0], mark.args[0]].append(item)
-    for (_, count), cases in tests.items():
-        kept = {number * len(cases) // count for number in range(count)}
-        for number, item in enumerate(cases):
+        marks = [item.get_closest_marker(name) for name in ("cases", "slow", "long")]
+        cases, slow, long = marks
+        tier = "quick" if slow is None else "slow"
+        if cases is not None and long is None and tier in cases.kwargs:
+            name = item.nodeid.partition("[")[0]
+            tests[name, tier, cases.kwargs[tier]].append(item)
+    for (_, tier, count), group in tests.items():
+        kept = {number * len(group) // count for number in range(count)}
+        for number, item in enumerate(group):
             if number not in kept:
-                item.add_marker(pytest.mark.long)
+                item.add_marker({"quick": "slow", "slow": "long"}[tier])
 
 
 @pytest.fixture(scope="module", autouse=True)

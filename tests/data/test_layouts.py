@@ -84,6 +84,7 @@ def check(packing, members, lengths, *, form, prompt_columns):
     return found
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(runs())
 def test_every_token_stands_once_beside_its_text(run):

@@ -96,7 +96,7 @@ def computed(params, tokens, mask, *, model):
     return found, gradient
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(slow=1)
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("name", MODELS)

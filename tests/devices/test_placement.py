@@ -168,6 +168,7 @@ def test_processes_share_their_devices(monkeypatch):
         Place("cpu").sharding({}, policy=None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -82,6 +82,7 @@ def public_functions() -> list[str]:
     return names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name for name, test in EXAMPLES.items() if test.examples]
 )

@@ -356,6 +356,7 @@ TWICE = (
 )
 
 
+@pytest.mark.cases(quick=10)
 @pytest.mark.parametrize(
     "name",
     one_in(2, [name for name in CASES if name not in TWICE])

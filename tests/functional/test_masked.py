@@ -71,6 +71,7 @@ def test_whitening_a_large_mean_keeps_its_digits():
     np.testing.assert_allclose(found, expected, atol=1e-3)
 
 
+@pytest.mark.cases(quick=5)
 @pytest.mark.parametrize("number", [100.1, 1000.1, -7.3e-6, 1.7e20, 3e38])
 @pytest.mark.parametrize("count", [3, 300, 100_003])
 def test_equal_numbers_are_whitened_to_0(number, count):

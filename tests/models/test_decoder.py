@@ -143,6 +143,7 @@ def test_a_layer_is_compiled_once(model):
     assert len(str(eight).splitlines()) == len(str(program(2)).splitlines())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", one_in(2, tiny.BOTH), ids=tiny.NAMES)
 def test_the_vocabulary_s_padding_never_matters(model):
     params = tiny.params(model)

@@ -70,6 +70,7 @@ def like(tree, seed, scale=1.0):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("role", "name"),
     one_in(2, [(role, "gpt2") for role in QUICK])

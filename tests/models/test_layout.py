@@ -80,6 +80,7 @@ def test_layers_one_by_one_are_the_loop(model, remat):
     chex.assert_trees_all_close(looped, apart, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize(
     ("model", "unroll", "first"),
     [
@@ -293,7 +294,7 @@ def test_kernels_of_few_rows_are_turned_once_and_what_is_stored_is_not():
     chex.assert_trees_all_equal(kept, apart(stored["layers"]), strict=True)
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(slow=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "how"),
@@ -436,6 +437,7 @@ def test_change_if_branches_on_a_cpu_alone():
         assert ("stablehlo.select" in text) == selects
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize(
     ("shape", "times"), [("tensor=8", 8), ("data=2,tensor=4", 8), ("data=8", 8)]
 )

@@ -167,6 +167,7 @@ def test_a_pattern_that_matches_nothing_says_what_there_is():
 # What adapters compute.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "options"),
     [
@@ -190,7 +191,7 @@ def test_attached_and_merged_are_w_plus_a_b(model, options):
     np.testing.assert_allclose(merged, expected, atol=2e-4)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(slow=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "way"),

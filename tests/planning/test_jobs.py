@@ -46,6 +46,7 @@ def work_of(algorithm, **changed):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", one_in(5, JOBS))
 @pytest.mark.parametrize("policy", one_in(2, ["full", "lora"]))
 def test_every_program_of_every_job_traces(algorithm, policy):
@@ -159,7 +160,7 @@ def test_advice_of_a_job_without_a_critic():
     assert "--remat full: about 3.00 GiB a chip less" in found
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(slow=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", JOBS)
 def test_a_plan_of_every_job(algorithm, capsys, tmp_path):

@@ -83,6 +83,7 @@ def test_lora_by_hand():
     assert found["reward model"].device == adapters + score
 
 
+@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize("way", one_in(2, WAYS))
 def test_a_storage_takes_what_its_arrays_take(way):
     found = lines(Options(**TINY, reference=way, reward=way))

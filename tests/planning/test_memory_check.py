@@ -80,6 +80,7 @@ def has(monkeypatch, size):
     monkeypatch.setattr(memory_check, "limit", lambda place: size)
 
 
+@pytest.mark.cases(quick=3)
 @pytest.mark.parametrize(
     ("options", "least"),
     [
@@ -180,6 +181,7 @@ def test_every_part_by_hand(files, tmp_path, monkeypatch, options, least):
     assert "\n  policy: 0.0 MiB\n" in str(told.value)
 
 
+@pytest.mark.slow
 def test_nothing_is_read_or_left_and_the_option_goes_on(
     files, tmp_path, monkeypatch, capsys
 ):
@@ -298,7 +300,7 @@ def test_what_a_device_has():
     assert memory_check.limit(Accelerator(None)) is None
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(slow=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_compiler_asks_for_no_less(dtype):

@@ -92,6 +92,7 @@ PUBLISHED = [
 ]
 
 
+@pytest.mark.cases(quick=4)
 @pytest.mark.parametrize(("name", "parameters"), one_in(4, PUBLISHED))
 def test_known_shapes_have_the_published_number_of_parameters(name, parameters):
     assert decoder.num_parameters(registry.KNOWN[name]) == parameters
@@ -230,6 +231,7 @@ def test_advice_names_what_saves_most():
     assert not any("remat" in line or "--reference int8" in line for line in again)
 
 
+@pytest.mark.slow
 def test_what_is_known_of_the_temporaries():
     """A cache of 2 layers and 64 numbers, float32; of Experience the real arrays."""
     options = Options(**TINY, mesh=MeshShape(fsdp=4))

@@ -77,7 +77,7 @@ def start(*argv: object, **environment: str) -> subprocess.CompletedProcess[str]
     )
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(slow=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("largest", "name", "safe"),

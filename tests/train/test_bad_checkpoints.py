@@ -221,6 +221,7 @@ def files(tmp_path_factory):
     return bad_inputs.make_files(tmp_path_factory.mktemp("files"))
 
 
+@pytest.mark.cases(quick=8)
 @pytest.mark.parametrize(
     "bad",
     [*bad_inputs.by_one_each(OF_EACH), *one_in(5, IN_TURN)],

@@ -14,6 +14,7 @@ from rlhf_jax.train import ppo
 files = test_bad_options.files
 
 
+@pytest.mark.cases(quick=6)
 @pytest.mark.parametrize("trainer", one_in(2, TRAINERS))
 @pytest.mark.parametrize(
     ("out", "message"),
@@ -46,6 +47,7 @@ def begun(trainer, files, out, **changes):
     (out / "config.json").write_text(json.dumps(recorded))
 
 
+@pytest.mark.cases(quick=6)
 @pytest.mark.parametrize("trainer", TRAINERS)
 @pytest.mark.parametrize(
     ("changes", "message"),

@@ -187,7 +187,7 @@ def test_kto_of_labels_live_and_precomputed(files, tmp_path):
     assert again["held_out_before"]["loss/dpo"] == pytest.approx(0.5, abs=1e-5)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(slow=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["simpo", "orpo"])
 def test_losses_without_a_reference(files, tmp_path, kind):

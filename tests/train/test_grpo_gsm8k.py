@@ -430,6 +430,7 @@ def test_an_answer_without_a_number_is_named_by_file_and_line(
     assert "bad.jsonl:3: expected #### and a number at the end of 'answer'" in told
 
 
+@pytest.mark.cases(quick=3)
 @pytest.mark.parametrize(
     ("preset", "recipe"),
     [

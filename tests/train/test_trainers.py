@@ -261,6 +261,7 @@ def refused(capsys, tmp_path, run):
 NO_KL = ("--reward=m:f", "--no-measure-kl", "--kl-coef=0", "--reference=x")
 
 
+@pytest.mark.cases(quick=6)
 @pytest.mark.parametrize(
     ("argv", "message"),
     one_in(
@@ -591,6 +592,7 @@ def test_models_in_the_wrong_place(files, tmp_path, capsys):
     )
 
 
+@pytest.mark.cases(quick=5)
 @pytest.mark.parametrize(
     ("row", "argv", "message"),
     [
@@ -665,6 +667,7 @@ def test_options_that_sft_refuses(files, tmp_path, capsys, argv, message):
     assert message in refused(capsys, tmp_path, run)
 
 
+@pytest.mark.slow
 def test_a_run_folder_that_may_not_be_continued(finished, capsys, monkeypatch):
     """In use without --resume, or resumed with other options, data or reference."""
     folder, argv = finished

@@ -226,7 +226,7 @@ def test_every_divergence_is_that_of_the_logits(options):
     assert float(loss) == pytest.approx(BETA * expected, rel=1e-5)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(slow=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("penalty", [Penalty(placement=None), IN_REWARD])
 def test_an_iteration_is_the_same_wherever_the_teacher_runs(penalty):

@@ -149,6 +149,7 @@ def test_the_estimator_is_the_callers(scored, rollout):
     np.testing.assert_allclose(cubed.kl, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_penalty_that_acts_nowhere_is_measured(rollout):
     def under(placement):
         penalty = Penalty(value_estimator="exact", placement=placement, clip=0.1)

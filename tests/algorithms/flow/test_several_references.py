@@ -182,7 +182,7 @@ PENALTIES = {
 }
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(slow=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("penalty", PENALTIES.values(), ids=PENALTIES)
 def test_the_same_reference_twice_is_one_with_the_sum_of_the_weights(penalty):
@@ -207,7 +207,7 @@ def test_the_same_reference_twice_is_one_with_the_sum_of_the_weights(penalty):
         np.testing.assert_allclose(means["loss/kl"], 1.5 * ones["loss/kl"], rtol=1e-4)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(slow=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("penalty", PENALTIES.values(), ids=PENALTIES)
 def test_a_weight_of_0_changes_nothing_but_is_measured(penalty):

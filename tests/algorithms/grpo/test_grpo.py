@@ -128,6 +128,7 @@ def test_a_group_s_prompt_is_run_once_and_gives_the_same_samples():
     assert flops[1]["flops"] < flops[0]["flops"]
 
 
+@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize(
     ("baseline", "normalise"),
     [
@@ -201,7 +202,7 @@ def by_hand(params, seen, *, kl_coef, weights):
     return (of_tokens * jnp.broadcast_to(weights, of_tokens.shape)).sum()
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(
     ("aggregation", "factor"),
     [

@@ -148,6 +148,7 @@ def test_parts_of_pairs_are_the_whole_and_update_is_a_step():
         assert float(means[name]) == pytest.approx(stats[name], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_labels_of_bradley_and_terry_teach_ties_and_stand_still_at_the_optimum():
     """βh = r1 - r2: no gradient, whatever the pairs. Ranked labels go on."""
     ratios = np.where(MASK, np.float64(TABLE) - REF, 0).sum(axis=1)

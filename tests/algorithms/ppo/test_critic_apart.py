@@ -99,7 +99,7 @@ WAYS = {
 }
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(slow=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "way",
@@ -162,6 +162,7 @@ def test_the_loss_is_told_the_values_and_the_responses_of_a_minibatch(
     assert means["responses"] == 3
 
 
+@pytest.mark.slow
 def test_adapters_are_read_over_their_base_wherever_they_are_read():
     """Traced and not run: without its base an adapter is no model."""
     lora = LoRA(rank=2)

@@ -163,6 +163,7 @@ def test_the_stats_of_an_update(updated, hand_made, experience):
         np.testing.assert_allclose(found[name], value, rtol=1e-3, err_msg=name)
 
 
+@pytest.mark.slow
 def test_before_any_update_the_ratio_is_one(rollout, experience):
     """approxkl 0, whatever was sampled, since nothing has moved yet."""
     own = dataclasses.replace(experience, old_logprobs=rollout.old_logprobs)

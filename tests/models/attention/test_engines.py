@@ -40,6 +40,7 @@ each_engine_and_case = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.cases(quick=4)
 @each_engine_and_case
 def test_values_and_gradients_are_the_oracles(engine, name):
     """At tokens; also with large numbers at padding, which is finite all the same."""
@@ -163,6 +164,7 @@ def test_splash_over_several_blocks(monkeypatch, fused):
 ONE_TEXT = [0, 1, 2, 4]  # rows that are not packed
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("name", ["causal", "later queries, traced window"])
 def test_cudnn_s_form_of_rows_with_one_text(name):
     """Rows are rolled to their tokens, by a function of which cuDNN has a kernel."""
@@ -193,6 +195,7 @@ def test_cudnn_s_form_of_rows_with_one_text(name):
         np.testing.assert_allclose(mine, other, atol=2e-5)
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize(
     "name",
     [

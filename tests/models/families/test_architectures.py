@@ -68,7 +68,7 @@ def test_log_probs_of_samples_are_those_of_a_full_forward(model, monkeypatch):
         np.testing.assert_allclose(mine, np.where(drawn, other, 0.0), atol=2e-5)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(slow=1)
 @pytest.mark.slow
 @both
 def test_continuous_batching_draws_the_same_samples(model):
@@ -114,7 +114,7 @@ def loss_of(params, *, model):
     return jnp.square(jnp.where(mask[..., None], hidden, 0.0)).sum()
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize(
     ("model", "how"),
     [

@@ -88,7 +88,7 @@ def test_samples_are_those_of_a_place_for_every_row(model, places):
     assert_same(sampled(model, continuous_batching=places), expected)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(
     ("places", "arriving", "stop_ids"),
     [
@@ -222,7 +222,7 @@ def test_no_slot_waits_while_a_prompt_does():
     assert len(seen) == ROWS + max(ends)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(slow=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("model", tiny.BOTH, ids=tiny.NAMES)
 def test_samples_do_not_depend_on_the_devices(model):

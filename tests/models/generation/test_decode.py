@@ -427,6 +427,7 @@ counted = jax.jit(
 )
 
 
+@pytest.mark.cases(quick=3)
 @pytest.mark.parametrize("temperature", [0.3, 0.7, 3.0])
 @pytest.mark.parametrize("words", [200, 50_257])
 def test_no_draw_at_an_edge_takes_an_unlikely_token(words, temperature):
@@ -462,6 +463,7 @@ def test_a_uniform_number_of_0_takes_no_unlikely_first_token(words):
     assert int(found[0]) == 1
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("words", [200, 5 * sampling.BLOCK - 3])
 def test_logits_of_bfloat16_are_taken_to_float32(words):
     logits = random_logits(words, jnp.bfloat16)
@@ -567,6 +569,7 @@ def test_shaped_draws_have_log_probs_of_the_shaped_distribution():
         )
 
 
+@pytest.mark.slow
 def test_padded_rows_of_the_vocabulary_change_no_sample():
     model = tiny.LLAMA
     tokens, mask = tiny.batch(LENGTHS, PROMPT, side="left", padding=-1)

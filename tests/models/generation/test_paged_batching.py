@@ -65,7 +65,7 @@ SLOW = (
 )
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(slow=3)
 @pytest.mark.parametrize(
     ("model", "places", "size", "pages", "stop_ids"),
     [
@@ -131,7 +131,7 @@ def test_responses_are_drawn_from_whole_forward_passes(model):
     np.testing.assert_array_equal(last, ends.any(axis=1))
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(slow=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "mistral", "phi3", "qwen2"])
 @pytest.mark.parametrize("cache", ["same", "int8"])
@@ -156,7 +156,7 @@ def test_families_with_windows(name, cache):
     assert_same(output, expected)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(slow=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",

@@ -70,6 +70,7 @@ def test_a_reset_is_a_freeze_of_the_policy_in_the_same_storage(how):
     same_bits(held, frozen.freeze(START, **how()))  # a value: the old one stands
 
 
+@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize("how", one_in(2, STORED.values()), ids=STORED.keys())
 def test_a_mixture_by_hand_in_every_storage(how):
     held = frozen.freeze(START, **how())

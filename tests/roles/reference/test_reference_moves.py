@@ -75,6 +75,7 @@ def test_nothing_of_the_policy_is_shared(how):
     assert_stands(held, before)
 
 
+@pytest.mark.cases(quick=3)
 @each_storage
 def test_writes_into_the_source_s_numpy_buffer_do_not_reach_it(how):
     """Aligned as XLA likes it, so that a view would be taken if one could."""
@@ -88,6 +89,7 @@ def test_writes_into_the_source_s_numpy_buffer_do_not_reach_it(how):
     assert_stands(held, before)
 
 
+@pytest.mark.cases(quick=3)
 @each_storage
 def test_numpy_views_of_it_are_read_only(how):
     held = frozen.freeze(toys.weights(), **how())

@@ -155,6 +155,7 @@ def kinds(tree):
     return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree)}
 
 
+@pytest.mark.slow
 def test_what_is_stored_is_copied_as_it_is():
     """Frozen again without an option: the same integers, in the same memory."""
     for way in run_shape.WAYS.values():
@@ -324,7 +325,7 @@ DEEP = config.gpt2(
 
 
 # Not bfloat16, which XLA:CPU widens before the loop; the TPU's compiler does not.
-@pytest.mark.cases(2)
+@pytest.mark.cases(slow=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
@@ -375,7 +376,7 @@ def test_a_table_counts_parameters_not_scales(capsys, monkeypatch):
 # --- no gradient --------------------------------------------------------------
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(slow=1)
 @pytest.mark.slow  # quick: test_no_gradient_reaches_it_through_an_iteration
 @pytest.mark.parametrize("name", ["copy", "bf16"])
 def test_no_loss_moves_the_reference(name):

@@ -92,6 +92,7 @@ def test_a_reward_model_starts_from_a_copy_under_a_random_head():
     assert float(head["bias"]) == 0
 
 
+@pytest.mark.slow
 def test_a_frozen_reward_model_is_a_pytree_that_does_not_retrace():
     traces = []
 

@@ -185,6 +185,7 @@ def test_none_of_160_damages_is_silent(out, capsys):
     sweep(out, capsys, count=160, seed=0)
 
 
+@pytest.mark.slow
 def test_every_file_is_missed(out, capsys):
     folder = out / "snapshots" / "second"
     files = [path for path in (folder / "6").rglob("*") if path.is_file()]
@@ -250,6 +251,7 @@ def saved_again(folder, step, change):
     (folder / str(step) / LIST).unlink()
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize(
     "path",
     [

@@ -123,7 +123,7 @@ def bits(state):
     return [np.asarray(x).tobytes() for x in jax.tree.leaves(state) if x.ndim]
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(slow=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [{}, {"dtype": "int8", "memory": "pinned_host"}])
 @pytest.mark.parametrize("life", LIVES.values(), ids=LIVES.keys())
@@ -335,6 +335,7 @@ def another_model(arrays, meta):
     arrays.update({path: np.asarray(leaf) for path, leaf in _flat(saved).items()})
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize(
     ("change", "moved"),
     [
@@ -359,6 +360,7 @@ def another_beginning(arrays, meta):
     said["initial"] = said["now"]
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize(
     ("change", "moved"),
     one_in(

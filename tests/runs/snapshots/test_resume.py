@@ -158,6 +158,7 @@ def without(path, *steps):
     path.write_bytes(b"".join(x for x in lines if json.loads(x)["step"] not in steps))
 
 
+@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize(
     ("name", "steps", "told"),
     [
