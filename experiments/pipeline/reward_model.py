@@ -30,12 +30,17 @@ def train_reward_model(
     job: run.Run,
     model: ModelConfig,
     options: Config,
+    member: int = 0,
 ) -> Params:
-    """Stage 2: a reward model learns from the labels alone."""
+    """Stage 2: a reward model learns from the labels alone.
+
+    Args:
+      member: of an ensemble; each has a stage, and an order of the pairs, of its own.
+    """
     preferences = batches.preference_batches(
         pairs,
         batch_size=options.sft_batch_size,
-        seed=options.seed,
+        seed=options.seed + 1000 * member,
         pad_id=reviews.PAD_ID,
         buckets=(PROMPT_COLUMNS + RESPONSE_COLUMNS,),
     )
@@ -47,11 +52,16 @@ def train_reward_model(
         donate_argnames=("state",),
     )
     initial = state.supervised_state(params, optimizer=optimizer)
-    with job.stage("reward_model", initial, meta={}) as stage:
+    with job.stage(stage_of(member), initial, meta={}) as stage:
         for step in stage.steps():
             stage.state, stats = update(stage.state, batch=preferences[step])
             stage.end_step(step, stats)
     return stage.state.params
+
+
+def stage_of(member: int) -> str:
+    """The name of the stage that trains it."""
+    return f"reward_model_{member}" if member else "reward_model"
 
 
 def measure_reward_model(

@@ -130,7 +130,7 @@ def prepare(
     prepared = preparation.prepare(
         options.of_seed(seed), algorithm=algorithm, generate=generate
     )
-    reward_model = frozen.freeze(prepared.reward_model)
+    reward_model = frozen.freeze(prepared.reward_models[0])
     return SeedModels(
         seed,
         frozen.freeze(prepared.reference),

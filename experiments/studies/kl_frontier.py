@@ -28,14 +28,23 @@ import jax.numpy as jnp
 import quickstart
 from pipeline.options import TRAIN_PROMPTS
 
-from rlhf_jax import frozen, masked, ppo
+from rlhf_jax import frozen, masked, ppo, rewards
 from rlhf_jax.algorithms.batch import Rollout
 from rlhf_jax.functional import checks
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.runs import command_line, folder, metrics, report, run, run_config
 from studies import overoptimisation
 from studies.preparation import answers_of, judgement, keys_of, prepare, prompts_of
-from studies.sweep import Mapped, evaluate, in_total, iterations, pick, stack, start
+from studies.sweep import (
+    Ensemble,
+    Mapped,
+    evaluate,
+    in_total,
+    iterations,
+    pick,
+    stack,
+    start,
+)
 
 Array = jax.Array
 Params = Any
@@ -82,6 +91,12 @@ class Config(run_config.RunConfig):
     """Optimizer steps a pass."""
     num_evaluated: int = 512
     """Responses of each policy to held-out prompts at the end."""
+    num_members: int = 1
+    """Reward models of a seed; they differ in their heads and the order of pairs."""
+    combine: rewards.Combine = "mean"
+    """How several reward models make one reward."""
+    std_coef: float = 1.0
+    """c of --combine mean_minus_std, the charge for the members' disagreement."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -93,7 +108,14 @@ class Config(run_config.RunConfig):
             )
         for kl_coef in self.kl_coefs:
             checks.non_negative(kl_coefs=kl_coef)
+        if self.num_members == 1 and self.combine != "mean":
+            raise checks.InputError(
+                f"--combine {self.combine}: expected several reward models, got one; "
+                f"add --num-members 3"
+            )
+        checks.non_negative(std_coef=self.std_coef)
         checks.positive(
+            num_members=self.num_members,
             num_seeds=self.num_seeds,
             chunk_steps=self.chunk_steps,
             measure_every=self.measure_every,
@@ -112,6 +134,10 @@ class Config(run_config.RunConfig):
     @property
     def seeds(self) -> range:
         return range(self.seed, self.seed + self.num_seeds)
+
+    @property
+    def ensemble(self) -> Ensemble:
+        return Ensemble(self.combine, self.std_coef)
 
     def of_seed(self, seed: int) -> quickstart.Config:
         """The quickstart whose first two stages prepare the runs of a seed."""
@@ -157,7 +183,9 @@ def sweep(
     if mapped is None:
         mapped = "map" if jax.default_backend() == "cpu" else "vmap"
     program = jax.jit(
-        functools.partial(iterations, algorithm=algorithm, mapped=mapped),
+        functools.partial(
+            iterations, algorithm=algorithm, mapped=mapped, ensemble=options.ensemble
+        ),
         donate_argnames=("train",),
     )
     prompts = [
@@ -234,11 +262,18 @@ def main(options: Config) -> None:
     generate = jax.jit(functools.partial(answers_of, algorithm=algorithm))
     with run.Run(options, num_steps={"sweep": options.num_steps}) as job:
         prepared = [
-            prepare(options.of_seed(seed), algorithm=algorithm, generate=generate)
+            prepare(
+                options.of_seed(seed),
+                algorithm=algorithm,
+                generate=generate,
+                num_members=options.num_members,
+            )
             for seed in options.seeds
         ]
         references = frozen.freeze(stack([of.reference for of in prepared]))
-        reward_models = frozen.freeze(stack([of.reward_model for of in prepared]))
+        reward_models = frozen.freeze(
+            stack([stack(of.reward_models) for of in prepared])
+        )
         sweep_started = time.perf_counter()
         policies = sweep(
             references, reward_models, job=job, algorithm=algorithm, options=options
@@ -254,6 +289,7 @@ def main(options: Config) -> None:
         kl_coefs=options.kl_coefs,
         num_responses=options.num_evaluated,
         batch_size=options.batch_size,
+        ensemble=options.ensemble,
     )
     points = metrics.read(options.out / "samples.jsonl")
     figures = overoptimisation.summarise(points, before, after)

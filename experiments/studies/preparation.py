@@ -28,8 +28,8 @@ class Prepared(NamedTuple):
     """What the runs of one seed share."""
 
     reference: Params
-    reward_model: Params
-    accuracy: float  # of the reward model, against the judge's own order
+    reward_models: tuple[Params, ...]  # members of an ensemble, or one
+    accuracy: float  # of a reward model, against the judge's own order; their mean
 
 
 def prepare(
@@ -37,11 +37,18 @@ def prepare(
     *,
     algorithm: ppo.PPO,
     generate: Callable[..., Rollout],
+    num_members: int = 1,
 ) -> Prepared:
-    """Stages 1 and 2 of the quickstart, in a run folder of their own."""
+    """Stages 1 and 2 of the quickstart, in a run folder of their own.
+
+    Args:
+      num_members: reward models that learn from the same pairs, each from a head and in
+        an order of its own.
+    """
     model = algorithm.model
     init_key, pair_key, head_key = keys_of(options.seed)[:3]
-    num_steps = {"sft": options.sft_steps, "reward_model": options.reward_steps}
+    stages = [reward_model.stage_of(member) for member in range(num_members)]
+    num_steps = {"sft": options.sft_steps} | dict.fromkeys(stages, options.reward_steps)
     with run.Run(options, num_steps=num_steps) as job:
         tuned = quickstart.fine_tune(
             decoder.init(init_key, model=model), job=job, model=model, options=options
@@ -54,15 +61,27 @@ def prepare(
             options=options,
         )
         job.interrupt.check()  # no step of a stage may come to notice
-        scorer = reward_model.train_reward_model(
-            rewards.init(head_key, tuned, model=model),
-            pairs,
-            job=job,
-            model=model,
-            options=options,
-        )
-    scorer, accuracy = reward_model.measure_reward_model(scorer, held_out, model=model)
-    return Prepared(tuned, scorer, accuracy)
+        scorers = [
+            reward_model.train_reward_model(
+                rewards.init(
+                    jax.random.fold_in(head_key, member) if member else head_key,
+                    tuned,
+                    model=model,
+                ),
+                pairs,
+                job=job,
+                model=model,
+                options=options,
+                member=member,
+            )
+            for member in range(num_members)
+        ]
+    measured = [
+        reward_model.measure_reward_model(scorer, held_out, model=model)
+        for scorer in scorers
+    ]
+    scorers, accuracies = zip(*measured, strict=True)
+    return Prepared(tuned, scorers, float(np.mean(accuracies)))
 
 
 def judgement(answered: Rollout, *, batch_size: int) -> Row:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from rlhf_jax import critic, kl_control, masked, ppo, rewards, state
 from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.algorithms.flow import score
 from rlhf_jax.algorithms.state import TrainState
+from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference.frozen import Frozen
 from studies.preparation import answers_of, judgement, keys_of, prompts_of
 
@@ -23,6 +24,38 @@ Row = dict[str, Any]
 Mapped = Literal["map", "vmap"]
 # Also a line of metrics.jsonl for each β, beside that of all runs together.
 OF_BETA = ("objective/scores", "objective/kl", "response/distinct_fraction")
+
+
+class Ensemble(NamedTuple):
+    """How the reward models of a seed are one reward."""
+
+    how: rewards.Combine = "mean"
+    std_coef: float = 1.0  # c of mean_minus_std
+
+
+MEAN = Ensemble()
+
+
+def reward_of(
+    members: Params, *, frozen_as: Frozen, model: ModelConfig, ensemble: Ensemble
+) -> rewards.Reward:
+    """The reward of a seed: its reward model, or several as one.
+
+    Args:
+      members: [M, ...], parameters of the reward models.
+      frozen_as: the record of all seeds; its digests are read by no forward pass.
+      model: shape of each.
+      ensemble: read where M > 1.
+    """
+    scorers = [
+        rewards.from_model(
+            dataclasses.replace(frozen_as, stored=pick(members, m)), model=model
+        )
+        for m in range(jax.tree.leaves(members)[0].shape[0])
+    ]
+    if len(scorers) == 1:
+        return scorers[0]
+    return rewards.ensemble(scorers, how=ensemble.how, std_coef=ensemble.std_coef)
 
 
 def start(
@@ -62,11 +95,13 @@ def iterations(
     steps: Array,
     algorithm: ppo.PPO,
     mapped: Mapped,
+    ensemble: Ensemble = MEAN,
 ) -> tuple[TrainState, masked.Stats, Rollout]:
     """K iterations of every run: a scan over steps, mapped over β and over seeds.
 
         train                        [seeds, β, ...]     a run each
-        references, reward_models    [seeds, ...]        the runs of a seed share them:
+        references                   [seeds, ...]        the runs of a seed share them:
+        reward_models                [seeds, M, ...]
         prompts                      [seeds, K, B, P]    they differ in β alone, and
         keys                         [seeds]             begin with the same tokens
 
@@ -74,7 +109,7 @@ def iterations(
       train: donated by the caller's `jit`.
       prompts, references, reward_models, keys: as above.
       steps: i32[K], numbers of the iterations.
-      algorithm, mapped: static.
+      algorithm, mapped, ensemble: static.
 
     Returns:
       The next states; stats {name: (sum, weight)} and rollouts [seeds, β, K, ...].
@@ -84,11 +119,12 @@ def iterations(
     def of_seed(
         arguments: tuple[TrainState, Prompts, Params, Params, Array],
     ) -> tuple[TrainState, tuple[masked.Stats, Rollout]]:
-        trains, prompts, reference, reward_model, key = arguments
+        trains, prompts, reference, members, key = arguments
         # Digests are of the seeds together; no forward pass reads them.
         frozen_reference = dataclasses.replace(references, stored=reference)
-        frozen_scorer = dataclasses.replace(reward_models, stored=reward_model)
-        reward = rewards.from_model(frozen_scorer, model=algorithm.model)
+        reward = reward_of(
+            members, frozen_as=reward_models, model=algorithm.model, ensemble=ensemble
+        )
 
         def iteration(
             train: TrainState, now: tuple[Array, Prompts]
@@ -156,11 +192,13 @@ def evaluate(
     kl_coefs: Sequence[float],
     num_responses: int,
     batch_size: int,
+    ensemble: Ensemble = MEAN,
 ) -> tuple[list[Row], list[Row]]:
     """Responses of every reference, and of every policy, to held-out prompts.
 
     Args:
       policies: [seeds, β, ...].
+      reward_models: [seeds, M, ...].
       num_responses: of each policy.
       batch_size: responses among which "distinct" counts.
 
@@ -170,15 +208,15 @@ def evaluate(
 
     @jax.jit
     def answer(
-        policy: Params, reference: Params, scorer: Params, prompts: Prompts, key: Array
+        policy: Params, reference: Params, members: Params, prompts: Prompts, key: Array
     ) -> tuple[Rollout, Array, Array]:
         answered = answers_of(policy, algorithm=algorithm, prompts=prompts, key=key)
-        reward = rewards.from_model(
-            dataclasses.replace(reward_models, stored=scorer), model=algorithm.model
+        reward = reward_of(
+            members, frozen_as=reward_models, model=algorithm.model, ensemble=ensemble
         )
         scored = score.score(
             answered,
-            scores=reward(answered),
+            scores=rewards.scores_of(reward(answered)).total,
             reference=dataclasses.replace(references, stored=reference),
             model=algorithm.model,
             critic=None,
@@ -193,13 +231,13 @@ def evaluate(
     before, after = [], []
     for s, seed in enumerate(seeds):
         prompts = prompts_of(HELD_OUT_PROMPTS, batch_size=num_responses, seed=seed)[0]
-        reference, scorer = pick((references.stored, reward_models.stored), s)
+        reference, members = pick((references.stored, reward_models.stored), s)
         of_seed = [(before, None, reference)] + [
             (after, kl_coef, pick(policies, s, b)) for b, kl_coef in enumerate(kl_coefs)
         ]
         for rows, kl_coef, policy in of_seed:
             key = keys_of(seed)[4]
-            answered, mean, kl = answer(policy, reference, scorer, prompts, key)
+            answered, mean, kl = answer(policy, reference, members, prompts, key)
             rows.append(
                 {
                     "seed": seed,

@@ -278,7 +278,9 @@ def runs(tmp_path_factory):
             [sweep.stack([of[step] for step in range(5)]) for of in data]
         ),
         "references": frozen.freeze(sweep.stack(policies)),
-        "reward_models": frozen.freeze(sweep.stack(scorers)),
+        "reward_models": frozen.freeze(
+            sweep.stack([sweep.stack([scorer]) for scorer in scorers])
+        ),
         "keys": jnp.stack(keys),
         "steps": jnp.arange(5, dtype=jnp.int32),
     }
@@ -329,6 +331,45 @@ def test_runs_of_a_seed_begin_alike_and_part(runs):
     np.testing.assert_array_equal(first[0], first[1])
     assert (first[0] != first[2]).any()
     assert not toys.leaves_equal(alone[0, 0].policy, alone[0, 1].policy)
+
+
+@pytest.mark.slow
+def test_the_reward_of_a_seed_is_its_members_combined(tmp_path):
+    algorithm = quickstart.algorithm_of(options_in(tmp_path).of_seed(0))
+    policy = decoder.init(jax.random.key(0), model=algorithm.model)
+    scorers = [
+        rewards.init(jax.random.key(seed), policy, model=algorithm.model)
+        for seed in (1, 2, 3)
+    ]
+    answered = two_answers(
+        policy,
+        prompts=preparation.prompts_of(TRAIN_PROMPTS, batch_size=4, seed=0)[0],
+        key=None,
+    )
+    each = np.stack(
+        [
+            rewards.from_model(frozen.freeze(scorer), model=algorithm.model)(answered)
+            for scorer in scorers
+        ]
+    )
+    assert each.std(axis=0).min() > 1e-3
+    for how, expected in (
+        ("mean", each.mean(axis=0)),
+        ("minimum", each.min(axis=0)),
+        ("mean_minus_std", each.mean(axis=0) - 0.5 * each.std(axis=0)),
+    ):
+        reward = sweep.reward_of(
+            sweep.stack(scorers),
+            frozen_as=frozen.freeze(sweep.stack([sweep.stack(scorers)])),
+            model=algorithm.model,
+            ensemble=sweep.Ensemble(how, 0.5),
+        )
+        np.testing.assert_allclose(reward(answered).total, expected, atol=1e-5)
+
+
+def test_one_model_is_not_combined(tmp_path):
+    with pytest.raises(checks.InputError, match="expected several reward models, got"):
+        options_in(tmp_path, combine="minimum")
 
 
 # --- the experiment ---------------------------------------------------------------
@@ -394,6 +435,20 @@ def test_the_experiment_leaves_figures_and_plots(whole):
         assert (abs(of["kl"]) < 1e-4) == at_start
     prepared = metrics.read(out / "seed_1" / "metrics.jsonl")
     assert {of["stage"] for of in prepared} == {"sft", "reward_model"}
+
+
+@pytest.mark.long
+def test_an_ensemble_of_reward_models(tmp_path, lenient):
+    summary = play(tmp_path / "run", "--num-members=3", "--combine=minimum")
+    rows = metrics.read(tmp_path / "run" / "metrics.jsonl")
+    for row in rows:
+        members = [row[f"reward/member_{m}"] for m in range(3)]
+        assert row["objective/scores"] < min(members) + 1e-6
+        assert row["reward/disagreement"] > 0
+    prepared = metrics.read(tmp_path / "run" / "seed_1" / "metrics.jsonl")
+    stages = {row["stage"] for row in prepared}
+    assert stages == {"sft", "reward_model", "reward_model_1", "reward_model_2"}
+    assert summary["reference"]["score"] < 0  # a minimum of scores with mean 0
 
 
 @pytest.mark.long

@@ -133,7 +133,13 @@ class DPO(DPORecipe):
 
 
 SIMPO = DPORecipe(kind="simpo", beta=2.0, target_margin=1.0)
-"""Meng et al. 2024, arXiv:2405.14734, for Llama 3 8B after SFT."""
+"""Meng et al. 2024, arXiv:2405.14734, for Llama 3 8B after SFT: β 2, γ/β 0.5.
+
+Source: the table of the authors' repository, princeton-nlp/SimPO.
+"""
 
 ORPO = DPORecipe(kind="orpo", beta=0.1)
-"""Hong et al. 2024, arXiv:2403.07691, for Mistral 7B; it starts from the base model."""
+"""Hong et al. 2024, arXiv:2403.07691, for Mistral 7B; it starts from the base model.
+
+Source: `scripts/run_mistral_orpo_beta.sh` of the authors' repository, xfactlab/orpo.
+"""

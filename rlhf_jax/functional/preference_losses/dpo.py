@@ -90,7 +90,7 @@ def dpo_loss(
 
     Source: Rafailov et al. 2023, arXiv:2305.18290, eq. 7; cDPO is Mitchell 2023, "A
     note on DPO with noisy preferences & relationship to IPO"; robust DPO is
-    Chowdhury et al. 2024, arXiv:2403.00409, section 3; IPO is Azar et al. 2023,
+    Chowdhury et al. 2024, arXiv:2403.00409, its rDPO loss; IPO is Azar et al. 2023,
     arXiv:2310.12036, eq. 17, its mean over tokens Rasul et al. 2024, "Preference tuning
     LLMs with direct preference optimization methods"; the hinge is Zhao et al. 2023,
     arXiv:2305.10425, eq. 1, on ratios as Liu et al. 2023, arXiv:2309.06657, eq. 7.

@@ -41,7 +41,7 @@ def kto_kl(
     Raises:
       ValueError: shapes differ. TypeError: floats are not f32 or mask is not bool.
 
-    Source: Ethayarajh et al. 2024, arXiv:2402.01306, section 4.1.
+    Source: Ethayarajh et al. 2024, arXiv:2402.01306, its L_KTO and z_0.
 
     >>> ref_logprobs = jnp.array([-3.0, -3.0])
     >>> print(kto_kl(logprobs=jnp.array([-1.0, -2.0]), ref_logprobs=ref_logprobs))
@@ -101,7 +101,7 @@ def kto_loss(
       ValueError: shapes differ. TypeError: floats are not f32, or mask or desirable is
         not bool. InputError: beta or a weight is not positive.
 
-    Source: Ethayarajh et al. 2024, arXiv:2402.01306, section 4.1.
+    Source: Ethayarajh et al. 2024, arXiv:2402.01306, its L_KTO and z_0.
 
     >>> texts = {"logprobs": jnp.array([-1.0, -2.0])}
     >>> texts |= {"ref_logprobs": jnp.array([-2.0, -2.0])}

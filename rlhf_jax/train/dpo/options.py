@@ -117,6 +117,6 @@ SCREEN = {
 
 PRESETS: dict[str, dict[str, Any]] = {
     "simpo": {"dpo": dpo.SIMPO, "batch_size": 128, "learning_rate": 6e-7},
-    "orpo": {"dpo": dpo.ORPO, "batch_size": 64, "learning_rate": 8e-6},
+    "orpo": {"dpo": dpo.ORPO, "batch_size": 32, "learning_rate": 5e-6},
 }
 """--preset NAME: what was published, where it differs from the defaults."""
