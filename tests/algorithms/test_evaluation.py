@@ -84,7 +84,6 @@ def test_a_judges_mean():
         evaluation.judge_stats(jnp.ones((2, 1)))
 
 
-@pytest.mark.slow
 def test_a_judge_that_failed_for_some_counts_nothing_there():
     """Whatever stands where there is no score; a mean of none is no number at all."""
     scores = jnp.asarray([1.0, jnp.nan, 3.0, jnp.inf], jnp.float32)

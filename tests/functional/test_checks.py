@@ -3,6 +3,7 @@
 import itertools
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from rlhf_jax.functional import checks
@@ -64,3 +65,7 @@ def test_numbers_at_the_edge_pass():
     checks.non_negative(x=0)
     checks.fraction(x=0, y=1)
     checks.groups(8, group_size=8, least=2)
+    largest, smallest = np.finfo(np.float32).max, np.finfo(np.float32).tiny
+    checks.positive(x=float(largest), y=float(smallest))
+    with pytest.raises(checks.InputError, match="a number that float32 holds"):
+        checks.positive(x=2.0 * float(largest))

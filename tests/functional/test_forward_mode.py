@@ -550,3 +550,23 @@ def test_within_shard_map_and_on_a_mesh():
     gradient = jax.jit(jax.grad(lambda h, w: split(h, w, tokens).sum(), (0, 1)))
     whole = jax.grad(lambda h, w: rows(h, w, tokens).sum(), (0, 1))(*x[:2])
     np.testing.assert_allclose(flat(gradient(*x[:2])), flat(whole), atol=1e-5)
+
+
+@pytest.mark.parametrize("axis", [None, 0, 1])
+def test_residuals_of_any_axis_under_vmap(axis):
+    """The batch stands along an axis of the residual, or it has none."""
+    scale = np.arange(6, dtype=np.float32).reshape(2, 3)
+    x = np.arange(1, 7, dtype=np.float32).reshape(2, 3)
+
+    def of_row(scale, x):
+        def product(scale, x):
+            return scale * x
+
+        return custom_transpose.linear_call(product, product, scale, x)
+
+    residual = {None: scale[0], 0: scale, 1: scale.T}[axis]
+    found = jax.vmap(of_row, in_axes=(axis, 0))(residual, x)
+    np.testing.assert_array_equal(found, (scale if axis is not None else scale[0]) * x)
+    gradient = jax.grad(lambda x: jax.vmap(of_row, (axis, 0))(residual, x).sum())(x)
+    expected = np.broadcast_to(scale if axis is not None else scale[0], (2, 3))
+    np.testing.assert_array_equal(gradient, expected)

@@ -585,6 +585,11 @@ def test_explained_variance():
     expected = oracles.explained_variance(values, returns, MASK)
     assert explained(values, returns) == pytest.approx(expected, rel=1e-5)
     assert explained(returns, returns) == 1.0
+    # Its weight is what there is to explain, so that batches add up.
+    stats = losses.explained_variance(values=values, returns=returns, mask=MASK)
+    spread = np.square(returns[MASK] - returns[MASK].mean()).sum()
+    weight = stats["value/explained_variance"][1]
+    assert float(weight) == pytest.approx(spread, rel=1e-5)
     assert explained(np.ones_like(returns), returns) == pytest.approx(0.0, abs=1e-6)
     poisoned = oracles.poison(values, MASK), oracles.poison(returns, MASK)
     assert explained(*poisoned) == explained(values, returns)

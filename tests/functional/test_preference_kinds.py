@@ -252,7 +252,16 @@ def test_wrong_arrays_say_what_to_do():
         kto(**TEXTS, desirable=GOOD.astype(np.int32))
     with pytest.raises(ValueError, match=r"kl: expected shape \(\)"):
         kto(**TEXTS, kl=jnp.zeros(6))
+    with pytest.raises(TypeError, match=r"logprobs: expected float32"):
+        losses.kto_kl(logprobs=LOGPROBS.astype(np.float16), ref_logprobs=REF)
     with pytest.raises(ValueError, match=r"ref_logprobs \(5,\)"):
         losses.kto_kl(logprobs=LOGPROBS, ref_logprobs=REF[1:])
     with pytest.raises(TypeError, match=r"mask: expected bool, got int32"):
         simpo(**PAIRS, mask=np.ones(6, np.int32))
+
+
+def test_without_a_margin_simpo_is_a_difference_of_means():
+    loss, _ = losses.simpo_loss(**PAIRS, beta=2.0)
+    margin = np.asarray(CHOSEN, np.float64) - np.asarray(REJECTED, np.float64)
+    expected = np.log1p(np.exp(-2.0 * margin)).mean()
+    assert float(loss) == pytest.approx(expected, rel=1e-5)

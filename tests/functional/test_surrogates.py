@@ -252,3 +252,15 @@ def test_what_does_not_fit_is_refused():
         SAPO(**arrays | {"mask": MASK[:4]})
     with pytest.raises(TypeError, match="logprobs"):
         SAPO(**arrays | {"logprobs": arrays["logprobs"].astype(jnp.bfloat16)})
+
+
+@pytest.mark.parametrize("name", one_in(2, EACH))
+def test_nothing_but_the_log_probs_has_a_gradient(name):
+    """Advantages and the log-probs of the sampler are data."""
+
+    def value(arrays):
+        return EACH[name](logprobs=RECORDED["logprobs"], mask=MASK, **arrays)[0]
+
+    arrays = jax.tree.map(jnp.asarray, ARRAYS)
+    for key, gradient in jax.grad(value)(arrays).items():
+        assert not gradient.any(), key

@@ -382,3 +382,37 @@ def test_no_array_is_over_tokens_and_vocabulary(divergence):
     assert len(set(shapes)) > 50
     assert largest < forbidden / 3
     assert program.memory_analysis().temp_size_in_bytes < 4 * forbidden
+
+
+@pytest.mark.parametrize("scores", [None, jnp.asarray([1.0, 2.0, 3.0])])
+def test_what_an_iteration_hands_on(scores, monkeypatch):
+    """Nothing is computed here: without a reward all scores are 0."""
+    seen = {}
+
+    def experienced(state, **options):
+        seen["experience"] = options
+        return state, BASE.experience(scored(), kl_coef=BETA)[0], {}, scored()
+
+    def updated(state, **options):
+        seen["update"] = options
+        return state, {}
+
+    monkeypatch.setattr(distill.iteration, "make_experience", experienced)
+    monkeypatch.setattr(distill.iteration, "update", updated)
+    hidden = jnp.zeros((3, P + R, 8))
+    distill.learn(
+        None,
+        rollout=scored().rollout,
+        scores=scores,
+        head=FROZEN,
+        states=distill.TeacherStates(hidden, jnp.full(MASK.shape, -3.0)),
+        key=jax.random.key(0),
+        recipe=BASE,
+        base=FROZEN,
+    )
+    expected = [0, 0, 0] if scores is None else [1, 2, 3]
+    np.testing.assert_array_equal(seen["experience"]["scores"], expected)
+    assert float(seen["experience"]["ref_logprobs"][0, 0]) == -3
+    assert seen["experience"]["base"] is seen["update"]["base"] is FROZEN
+    assert seen["update"]["reference"] is FROZEN
+    assert seen["update"]["experience"].teacher_hidden is hidden

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from importlib import import_module
 
 import jax
 import jax.numpy as jnp
@@ -383,3 +384,27 @@ def test_references_that_are_missing_or_would_not_be_read(packed, reference):
 def test_recipes_that_are_none(change, message):
     with pytest.raises(InputError, match=message):
         dpo.DPORecipe(**change)
+
+
+def test_pairs_are_measured_against_the_base_of_adapters(packed, monkeypatch):
+    """What is read for the reference, and when; no model is run."""
+    base, seen = toys.freeze(PARAMS), []
+    updating = import_module("rlhf_jax.algorithms.dpo.update")
+    adapted = dataclasses.replace(ALGORITHM, lora=lora.LoRA(rank=2))
+
+    def reference_logprobs(reference, *, batch, dpo):
+        seen.append(reference)
+        return "of the base"
+
+    def loss(params, batch, *, ref_logprobs, dpo):
+        return None, ref_logprobs
+
+    monkeypatch.setattr(updating, "reference_logprobs", reference_logprobs)
+    monkeypatch.setattr(updating, "loss", loss)
+    monkeypatch.setattr(updating.adapted, "params", lambda *_, **__: None)
+    assert dpo.measure(None, batch=packed, dpo=adapted, base=base) == "of the base"
+    assert seen == [base]
+    known = dpo.measure(None, batch=packed, dpo=adapted, base=base, ref_logprobs=1)
+    assert known == 1
+    assert dpo.measure(None, batch=packed, dpo=ALGORITHM) is None
+    assert len(seen) == 1

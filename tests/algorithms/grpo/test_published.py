@@ -86,6 +86,49 @@ def test_what_is_cut_off_leaves_the_loss_and_is_still_in_the_mean():
     assert float(masked.mean_stats(stats)["response/masked"]) == 3 / 8
 
 
+def test_a_group_s_mean_and_deviation_are_of_what_is_kept():
+    nan = np.nan
+    found, _ = experience(overlong_mask="group", normalise="group")
+    std = np.std([0, 2, 0], ddof=1)
+    expected = np.array([nan, -2 / 3, 4 / 3, -2 / 3, nan, nan, 0, 0]) / std
+    np.testing.assert_allclose(of_rows(found), expected, rtol=1e-4)
+
+
+def test_a_recipe_looks_for_its_own_stop_tokens():
+    recipe = make(grpo.RLOO, overlong_mask="loss")
+    found, _ = dataclasses.replace(recipe, stop_ids=(STOP,)).experience(
+        scored(), kl_coef=jnp.float32(0)
+    )
+    np.testing.assert_array_equal(
+        found.response_mask, scored().rollout.response_mask & ENDED[:, None]
+    )
+
+
+PRINTED = {
+    "grpo": {"group_size": 64, "normalise": "group", "aggregation": "sequence_mean"},
+    "rloo": {"group_size": 4, "normalise": None, "baseline": "leave_one_out"},
+    "rloo-masked": {"overlong_mask": "group", "baseline": "leave_one_out"},
+    "gspo": {"ratio_level": "sequence", "normalise": "group"},
+    "cispo": {"surrogate": "cispo", "temperature": 1.0},
+    "sapo": {"surrogate": "sapo", "temperature": 1.0},
+    "dapo": {"group_size": 16, "temperature": 1.0, "num_minibatches": 16},
+    "dr-grpo": {"group_size": 8, "temperature": 1.0, "num_minibatches": 8},
+    "reinforce++-baseline": {"group_size": 8, "temperature": 1.0},
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_numbers_are_those_of_the_papers(name):
+    options = vars(RECIPES[name])
+    assert {key: options[key] for key in PRINTED[name]} == PRINTED[name]
+
+
+def test_dapo_charges_for_the_last_4096_of_20480_tokens():
+    charged = grpo.DAPO.scores
+    assert charged.overlong_after + charged.overlong_buffer == 20_480
+    assert (charged.overlong_buffer, charged.overlong_penalty) == (4096, 1.0)
+
+
 def test_what_is_cut_off_leaves_the_baseline_too():
     found, stats = experience(overlong_mask="group", baseline="leave_one_out")
     nan = np.nan

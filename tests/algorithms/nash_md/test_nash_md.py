@@ -1,6 +1,7 @@
 """Nash-MD: who sampled which row, its advantages by hand, what is refused."""
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -114,3 +115,49 @@ def test_an_iteration_learns_from_its_own_rows_alone():
     assert means["policy/grad_norm"] > 0
     assert not toys.leaves_equal(after.policy, train.policy)
     np.testing.assert_array_equal(done.rollout.index, prompts.index)
+
+
+def test_rows_of_the_policy_and_of_the_mixture_take_turns(monkeypatch):
+    """What each sampler is asked for, and where its rows go; nothing is sampled."""
+    prompts = Prompts(
+        tokens=jnp.arange(8, dtype=jnp.int32).reshape(4, 2),
+        mask=jnp.ones((4, 2), bool),
+        index=jnp.array([0, 0, 1, 1], jnp.int32),
+        sample=jnp.arange(4, dtype=jnp.int32),
+    )
+
+    def answered(tokens, index, sample, *, logprob):
+        shape = (len(tokens), 3)
+        return Rollout(
+            tokens=jnp.concatenate([tokens, tokens[:, :1]], axis=1),
+            mask=jnp.ones(shape, bool),
+            response_mask=jnp.ones(shape, bool),
+            old_logprobs=jnp.full(shape, logprob),
+            entropy=jnp.zeros(shape),
+            index=index,
+            sample=sample,
+        )
+
+    def ours(params, *, prompts, **options):
+        return answered(prompts.tokens, prompts.index, prompts.sample, logprob=-1.0)
+
+    def mixed(policy, reference, *, share, tokens, keys, **options):
+        assert share == BASE.mixture
+        drawn = answered(tokens, None, None, logprob=-2.0)
+        return types.SimpleNamespace(**vars(drawn) | {"logprobs": drawn.old_logprobs})
+
+    monkeypatch.setattr(nash_md.recipe.flow.rollout, "rollout", ours)
+    monkeypatch.setattr(nash_md.recipe.mixture, "generate", mixed)
+    reference = toys.freeze(toys.params(seed=1))
+    rollout = nash_md.sample(
+        toys.params(), reference, prompts=prompts, key=jax.random.key(0), recipe=BASE
+    )
+    np.testing.assert_array_equal(rollout.tokens[:, :2], prompts.tokens)
+    np.testing.assert_array_equal(rollout.index, prompts.index)
+    np.testing.assert_array_equal(rollout.sample, prompts.sample)
+    np.testing.assert_array_equal(rollout.old_logprobs[:, 0], [-1, -2, -1, -2])
+    odd = jax.tree.map(lambda x: x[:3], prompts)
+    with pytest.raises(InputError, match="2"):
+        nash_md.sample(
+            toys.params(), reference, prompts=odd, key=jax.random.key(0), recipe=BASE
+        )

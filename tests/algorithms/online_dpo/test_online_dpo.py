@@ -178,6 +178,7 @@ def test_a_score_that_is_not_finite_makes_no_pair():
     ("change", "message"),
     [
         ({"beta": 0.0}, "beta: expected a finite number above 0"),
+        ({"temperature": 0.0}, "temperature: expected a finite number above 0"),
         ({"group_size": 1}, "group_size"),
         ({"group_size": 3, "pairing": "neighbours"}, "an even number with pairing"),
         ({"pairing": "all"}, "pairing: expected one of"),
@@ -192,6 +193,13 @@ def test_a_score_that_is_not_finite_makes_no_pair():
 def test_recipes_that_are_refused(change, message):
     with pytest.raises(InputError, match=message):
         dataclasses.replace(BASE, **change)
+
+
+def test_the_defaults_are_two_samples_ranked():
+    recipe = online_dpo.OnlineDPORecipe()
+    assert (recipe.group_size, recipe.num_epochs, recipe.temperature) == (2, 1, 1.0)
+    assert (recipe.pairing, recipe.labels) == ("best_worst", "ranked")
+    assert recipe.kind == "sigmoid"
 
 
 def test_what_there_is_no_pair_of():

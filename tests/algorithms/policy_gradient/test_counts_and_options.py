@@ -12,7 +12,7 @@ import pytest
 import toys
 
 from rlhf_jax.algorithms import batch, reinforce, state
-from rlhf_jax.algorithms.policy_gradient import algorithm, loss
+from rlhf_jax.algorithms.policy_gradient import algorithm, loss, ptx_texts
 from rlhf_jax.functional.kl.penalty import Penalty
 from rlhf_jax.functional.kl.target_coefficients import adaptive
 from rlhf_jax.models import packing
@@ -256,3 +256,65 @@ def test_a_critic_with_a_trunk_of_its_own_adapts_the_same_base(monkeypatch):
     assert stats.keys() == {"loss/value", "loss/policy"}
     assert (told["base"], told["experience"]) == ("base", "experience")
     assert (told["num_values"], told["num_responses"]) == (8.0, 2.0)
+
+
+def test_what_learn_hands_on(monkeypatch):
+    """Every argument reaches the experience and the update that read it."""
+    iteration = import_module(ITERATION)
+    seen = {}
+
+    def experienced(state, **options):
+        seen["experience"] = options
+        return "state", "experience", {"a": (1.0, 1.0)}, "scored"
+
+    def updated(state, **options):
+        seen["update"] = options
+        return "next", {"b": (2.0, 1.0)}
+
+    monkeypatch.setattr(iteration, "make_experience", experienced)
+    monkeypatch.setattr(iteration, "update", updated)
+    names = ("rollout", "scores", "reference", "ref_logprobs", "values", "base")
+    options = {name: object() for name in (*names, "ptx", "packing", "further")}
+    key = jax.random.key(3)
+    found = iteration.learn("start", key=key, recipe=BASE, **options)
+    assert found == ("next", {"a": (1.0, 1.0), "b": (2.0, 1.0)}, "scored")
+    shared = ("reference", "base", "packing", "further")
+    told = {name: options[name] for name in (*names, "packing", "further")}
+    assert seen["experience"] == told | {"recipe": BASE}
+    again = seen["update"].pop("key")
+    assert seen["update"] == {
+        **{name: options[name] for name in (*shared, "ptx")},
+        "recipe": BASE,
+        "experience": "experience",
+    }
+    np.testing.assert_array_equal(
+        jax.random.key_data(again), jax.random.key_data(jax.random.split(key)[1])
+    )
+
+
+def test_without_a_critic_no_state_has_a_value():
+    assert BASE.values_the_end is False
+    assert BASE.critic_update is None
+
+
+@pytest.mark.parametrize("rows", [None, 1])
+def test_texts_count_by_their_tokens_however_they_are_cut(monkeypatch, rows):
+    """A loss of w per predicted token, over the tokens of the whole minibatch."""
+    recipe = dataclasses.replace(BASE, ptx_coef=0.5, micro_batch_size=rows)
+    texts = batch.Sequences(
+        tokens=jnp.zeros((2, 4), jnp.int32),
+        mask=jnp.ones((2, 4), bool),
+        response_mask=jnp.asarray([[0, 1, 1, 1], [0, 0, 1, 0]], bool),
+    )
+
+    def loss(params, part, *, model, num_tokens):
+        count = part.response_mask.sum(dtype=jnp.float32)
+        assert model == toys.GPT2
+        stats = {"loss/language_model": (params["w"] * count, count)}
+        return params["w"] * count / num_tokens, stats
+
+    monkeypatch.setattr(ptx_texts.sft, "loss", loss)
+    params = {"w": jnp.float32(3)}
+    found, stats = ptx_texts.gradient(params, texts, recipe=recipe, base=None)
+    assert float(found["w"]) == 0.5
+    assert [float(x) for x in stats["loss/ptx"]] == [12.0, 4.0]

@@ -300,3 +300,19 @@ def test_an_iteration_weights_by_the_sampler_that_was_there():
 def test_caps_that_are_refused(options, message):
     with pytest.raises(InputError, match=message):
         reinforce.ReinforceRecipe(**options)
+
+
+def test_a_response_of_each_prompt_is_a_group_of_its_own():
+    experience, sampler = drawn(5)
+    three = jax.tree.map(lambda x: x[:3], experience)
+    scale = prompt_scale(three.response_mask, group_size=1)
+    output, _ = weighted(
+        dataclasses.replace(three, prompt_scale=scale),
+        sampler_logprobs=sampler[:3],
+        cap=1.3,
+        correction="geometric_reject",
+        floor=0.8,
+    )
+    np.testing.assert_array_equal(
+        output.prompt_scale, prompt_scale(output.response_mask, group_size=1)
+    )

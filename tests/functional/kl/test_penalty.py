@@ -17,7 +17,7 @@ import pytest
 from tiers import one_in
 
 from rlhf_jax import kl, kl_penalty
-from rlhf_jax.functional.kl.gradients import terms
+from rlhf_jax.functional.kl.gradients import is_kl, terms
 from rlhf_jax.functional.kl.penalty import Penalty
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes", "quick_compilation")
@@ -719,11 +719,11 @@ def test_names_of_gradients(options, gradient):
     """PPO_DETAILS' table, and what follows from it."""
     penalty = Penalty(**options)
     assert penalty.gradient == gradient
-    is_kl = gradient.removeprefix("2 × ").removeprefix("top-k ") in (
+    is_one = gradient.removeprefix("2 × ").removeprefix("top-k ") in (
         *("full reverse", "full forward", "fixed-state reverse", "fixed-state forward"),
         "none",  # measured only: nothing to warn of
     )
-    assert (penalty.warning is None) == is_kl
+    assert (penalty.warning is None) == is_one
     if penalty.warning is not None:
         assert gradient in penalty.warning
 
@@ -818,3 +818,14 @@ def test_wrong_arrays_say_what_to_do():
         reward_of(Penalty(), mask=MASK.astype(np.int32))
     with pytest.raises(TypeError, match=r"weights: expected float32, got float16"):
         loss_of(Penalty(), weights=WEIGHTS.astype(np.float16))
+
+
+def test_a_warning_says_where_which_estimator_stands():
+    in_loss = Penalty(placement="loss").warning
+    assert in_loss is not None
+    assert in_loss.startswith("KL penalty (k1 in the loss, reverse, per token)")
+    in_reward = Penalty("k3").warning
+    assert in_reward is not None
+    assert in_reward.startswith("KL penalty (k3 in the reward, reverse, per token)")
+    assert is_kl({"full reverse": 2})
+    assert not is_kl({"full reverse": 0})
