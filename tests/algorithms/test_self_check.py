@@ -210,3 +210,23 @@ def test_a_number_that_is_not_finite_stops(which, bad):
 def test_what_stands_outside_the_response_is_not_compared():
     array = np.where(MASK, 0.0, np.nan).astype(np.float32)
     self_check.require(measured(sampler=array), tolerance=0.0)
+
+
+def test_one_leaf_that_differs_is_not_an_equal_start(
+    monkeypatch, params, rollout, model
+):
+    """Digests are compared; no model is run."""
+    zeros = jnp.zeros(rollout.tokens.shape, jnp.float32)
+    monkeypatch.setattr(self_check, "logprobs", lambda *_, **__: zeros)
+    leaves, tree = jax.tree.flatten(params)
+    moved = jax.tree.unflatten(tree, [leaves[0] + 1, *leaves[1:]])
+    for reference, equal in ((params, True), (moved, False)):
+        found = self_check.measure(
+            params,
+            rollout=rollout,
+            reference=toys.freeze(reference),
+            model=model,
+            max_new_tokens=toys.SIZE,
+            temperature=0.7,
+        )
+        assert bool(found.starts_equal) == equal

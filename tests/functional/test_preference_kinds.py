@@ -265,3 +265,11 @@ def test_without_a_margin_simpo_is_a_difference_of_means():
     margin = np.asarray(CHOSEN, np.float64) - np.asarray(REJECTED, np.float64)
     expected = np.log1p(np.exp(-2.0 * margin)).mean()
     assert float(loss) == pytest.approx(expected, rel=1e-5)
+
+
+def test_parts_of_pairs_are_divided_by_the_pairs_of_the_whole():
+    for loss, arrays in ((simpo, PAIRS), (orpo, PAIRS), (kto, TEXTS)):
+        whole, _ = loss(**arrays)
+        count = {"num_texts" if loss is kto else "num_pairs": jnp.float32(12)}
+        half, _ = loss(**arrays, **count)
+        assert float(half) == pytest.approx(float(whole) / 2, rel=1e-6)

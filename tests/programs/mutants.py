@@ -7,11 +7,11 @@ Lists every mutant of functional/ and algorithms/ (`mutations.py`), and draws so
 them with a seed, evenly over the modules. The quick tests run once with every
 statement traced, which says for each test what it reaches and how long it takes. A
 mutant then meets the passing tests that reach its statement, or its module if it is no
-statement of a function: first the doctests and the mirrored test file, then the other
-files of the same folder, then the rest. The other tests of these files come last. The
-first failure kills it, and so does running out of time, which is recorded as such.
-Everything happens in copies of the checkout. A second start with the same record goes
-on where the first one stopped.
+statement of a function: first the mirrored test file, then the other files of the same
+folder, then the rest. The other tests of these files come last. The first failure kills
+it, and so does running out of time, which is recorded as such. Everything happens in
+copies of the checkout. A second start with the same record goes on where the first one
+stopped.
 
 Libraries are imported once, and each run is a fork (Linux). Programs that XLA compiled
 before are read from a cache, which only the first, unbroken run writes.
@@ -40,7 +40,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("functional", "algorithms")
 UNCOPIED = {".git", ".venv", ".mutants", "site", "runs", "build"}  # of the top folder
 LONGEST_FILE = 900  # CPU seconds of the tests of one file
-DOCTESTS = "test_doctests.py"
 LATER = 10  # more than any distance of a test file
 
 
@@ -149,7 +148,7 @@ def stages(mutant: mutations.Mutant, tests: dict) -> list[list[tuple[str, float]
         files[Path(name.partition("::")[0])].append(name)
 
     def distance(file: Path) -> int:
-        if file == mirror or file.name == DOCTESTS:
+        if file == mirror:
             return 0
         if file.parent == mirror.parent:
             return 1

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -416,3 +417,21 @@ def test_what_an_iteration_hands_on(scores, monkeypatch):
     assert seen["experience"]["base"] is seen["update"]["base"] is FROZEN
     assert seen["update"]["reference"] is FROZEN
     assert seen["update"]["experience"].teacher_hidden is hidden
+
+
+def test_counts_are_those_of_the_minibatch(monkeypatch):
+    """A part of it is told them too, and a row without a response is none."""
+    told = {}
+
+    def recorded(policy, **options):
+        told.update(options)
+        return jnp.zeros(()), {}
+
+    monkeypatch.setattr(distill.recipe, "distillation_loss", recorded)
+    mask = jnp.asarray(RESPONSE).at[1].set(False)
+    minibatch = types.SimpleNamespace(response_mask=mask)
+    _, loss = BASE.minibatch_loss(minibatch, kl_coef=0.3, base=None, reference=FROZEN)
+    loss((STUDENT, None), types.SimpleNamespace(response_mask=mask[:1]))
+    assert (told["num_tokens"], told["num_responses"]) == (5.0, 2.0)
+    assert (told["kl_coef"], told["recipe"]) == (0.3, BASE)
+    assert told["teacher"] is FROZEN

@@ -408,3 +408,8 @@ def test_pairs_are_measured_against_the_base_of_adapters(packed, monkeypatch):
     assert known == 1
     assert dpo.measure(None, batch=packed, dpo=ALGORITHM) is None
     assert len(seen) == 1
+
+
+def test_presets_are_those_of_the_authors():
+    assert (dpo.SIMPO.kind, dpo.SIMPO.beta, dpo.SIMPO.target_margin) == ("simpo", 2, 1)
+    assert (dpo.ORPO.kind, dpo.ORPO.beta) == ("orpo", 0.1)

@@ -202,3 +202,20 @@ def test_scores_cut_to_integers(rollout):
 def test_a_critic_without_its_shape(rollout):
     with pytest.raises(checks.InputError, match="the critic's shape with the critic"):
         scored_by(rollout, reference=None, critic=CRITIC, critic_model=None)
+
+
+def test_exact_kl_is_told_as_a_sum_over_responses(rollout, monkeypatch):
+    mask = rollout.response_mask
+    exact = jnp.where(mask, jnp.float32(0.25), 0.0)
+    monkeypatch.setattr(score, "_exact_kl", lambda *_, **__: (exact, 2 * exact))
+    found = scored_by(
+        rollout,
+        reference=REFERENCE,
+        critic=None,
+        policy=POLICY,
+        penalty=Penalty("exact"),
+    )
+    total, rows = found.kl_stats["objective/kl_exact"]
+    assert (float(total), float(rows)) == (0.25 * int(mask.sum()), mask.shape[0])
+    np.testing.assert_array_equal(found.ref_logprobs, 2 * exact)
+    np.testing.assert_array_equal(found.kl, exact)

@@ -229,3 +229,28 @@ def test_a_weight_of_0_changes_nothing_but_is_measured(penalty):
     )
     moved = jax.tree.map(jnp.subtract, heavy.policy, alone.policy)
     assert float(optax.tree.norm(moved)) > 1e-4
+
+
+def test_each_is_scored_as_the_first(monkeypatch):
+    """The policy and its packing are handed on, which exact KL reads."""
+    told = []
+
+    def recorded(rollout, **options):
+        told.append(options)
+        return scored(options["penalty"], ref_logprobs=SECOND)
+
+    monkeypatch.setattr(further, "score", recorded)
+    policy, packing = object(), object()
+    further.add(
+        scored(),
+        further={"b": REFERENCES["b"]},
+        penalty=IN_REWARD,
+        policy=policy,
+        packing=packing,
+        **SHAPE,
+    )
+    (options,) = told
+    assert options["policy"] is policy
+    assert options["packing"] is packing
+    assert options["reference"] is REFERENCES["b"].frozen
+    assert options["ref_logprobs"] is REFERENCES["b"].logprobs

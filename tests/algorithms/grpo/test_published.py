@@ -94,6 +94,13 @@ def test_a_group_s_mean_and_deviation_are_of_what_is_kept():
     np.testing.assert_allclose(of_rows(found), expected, rtol=1e-4)
 
 
+def test_a_mean_over_prompts_scales_the_tokens_of_each():
+    for aggregation, scaled in (("prompt_mean", True), ("token_mean", False)):
+        recipe = make(grpo.RLOO, aggregation=aggregation)
+        found, _ = recipe.experience(scored(), kl_coef=jnp.float32(0))
+        assert (found.prompt_scale is not None) == scaled
+
+
 def test_a_recipe_looks_for_its_own_stop_tokens():
     recipe = make(grpo.RLOO, overlong_mask="loss")
     found, _ = dataclasses.replace(recipe, stop_ids=(STOP,)).experience(

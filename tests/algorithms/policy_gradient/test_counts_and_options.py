@@ -297,7 +297,7 @@ def test_without_a_critic_no_state_has_a_value():
     assert BASE.critic_update is None
 
 
-@pytest.mark.parametrize("rows", [None, 1])
+@pytest.mark.parametrize("rows", [None, 1, 3])
 def test_texts_count_by_their_tokens_however_they_are_cut(monkeypatch, rows):
     """A loss of w per predicted token, over the tokens of the whole minibatch."""
     recipe = dataclasses.replace(BASE, ptx_coef=0.5, micro_batch_size=rows)
@@ -318,3 +318,36 @@ def test_texts_count_by_their_tokens_however_they_are_cut(monkeypatch, rows):
     found, stats = ptx_texts.gradient(params, texts, recipe=recipe, base=None)
     assert float(found["w"]) == 0.5
     assert [float(x) for x in stats["loss/ptx"]] == [12.0, 4.0]
+
+
+def test_log_probs_of_the_reference_that_are_there_are_not_computed_again():
+    """There is no reference to compute them by."""
+    iteration = import_module(ITERATION)
+    zeros, ones = jnp.zeros(MASK.shape, jnp.float32), jnp.ones(MASK.shape, bool)
+    rollout = batch.Rollout(
+        tokens=jnp.zeros(MASK.shape, jnp.int32),
+        mask=ones,
+        response_mask=MASK,
+        old_logprobs=zeros,
+        entropy=zeros,
+        index=jnp.arange(3, dtype=jnp.int32),
+        sample=jnp.arange(3, dtype=jnp.int32),
+    )
+    given = jnp.where(MASK, jnp.float32(-0.5), 0.0)
+    start = state.grpo_state(
+        policy={"w": jnp.zeros(())},
+        policy_optimizer=BASE.policy_optimizer,
+        kl=adaptive(0.3, target=1 / 11, unit="token", horizon=30),
+    )
+    _, experience, stats, scored = iteration.make_experience(
+        start,
+        rollout=rollout,
+        scores=jnp.asarray([1.0, 2.0, 3.0]),
+        reference=None,
+        recipe=BASE,
+        ref_logprobs=given,
+    )
+    np.testing.assert_array_equal(scored.ref_logprobs, given)
+    np.testing.assert_array_equal(experience.ref_logprobs, given)
+    np.testing.assert_array_equal(scored.kl, -given)
+    assert [float(x) for x in stats["objective/kl"]] == [3.5, 3.0]

@@ -133,6 +133,10 @@ def test_scores_are_normalised_clipped_charged_for_length_and_for_no_end(
         ({"clip": 0.0}, r"clip: expected .* above 0, got 0\.0"),
         ({"length_penalty": -0.1}, r"length_penalty: expected .* 0 or more, got -0\.1"),
         ({"missing_stop_penalty": -1.0}, r"missing_stop_penalty: .* 0 or more, got -1"),
+        (
+            {"missing_stop_penalty": 1.0, "missing_stop_score": -1.0},
+            r"one of missing_stop_score and missing_stop_penalty, got -1\.0 and 1\.0",
+        ),
     ],
 )
 def test_a_shaping_that_cannot_be(options, message):
