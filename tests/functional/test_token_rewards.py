@@ -96,6 +96,14 @@ def test_wrong_input_says_what_to_do():
             score_mask=jnp.asarray(MASK),
             kl_coef=0.1,
         )
+    with pytest.raises(ValueError, match=r"score_mask \(3, "):
+        token_rewards(
+            scores=jnp.asarray(SCORES),
+            kl=None,
+            mask=jnp.asarray(MASK),
+            score_mask=jnp.asarray(MASK[:3]),
+            kl_coef=0.1,
+        )
     with pytest.raises(ValueError, match=r"scores: expected shape \(4\), got \(3,\)"):
         reward(scores=SCORES[:3])
     with pytest.raises(ValueError, match=r"got kl \(4, 4\), mask \(4, 6\); cut"):

@@ -219,3 +219,11 @@ def test_exact_kl_is_told_as_a_sum_over_responses(rollout, monkeypatch):
     assert (float(total), float(rows)) == (0.25 * int(mask.sum()), mask.shape[0])
     np.testing.assert_array_equal(found.ref_logprobs, 2 * exact)
     np.testing.assert_array_equal(found.kl, exact)
+    least = scored_by(  # of the top k it is a lower bound, and not told as exact
+        rollout,
+        reference=REFERENCE,
+        critic=None,
+        policy=POLICY,
+        penalty=Penalty("exact", top_k=3),
+    )
+    assert "objective/kl_exact" not in least.kl_stats

@@ -1,4 +1,5 @@
 import math
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -218,3 +219,12 @@ def test_kl_by_position_needs_a_reference():
         checks.InputError, match="expected a rollout with the log-probs of a ref"
     ):
         objective.kl_by_position(scored(kl=None, ref_logprobs=None), max_new_tokens=4)
+
+
+def test_a_response_that_stands_twice_is_distinct_once():
+    """The second, third and fifth row say what a row before them said."""
+    tokens = jnp.asarray([[9, 4, 5], [9, 4, 5], [8, 4, 5], [9, 4, 6], [9, 4, 6]])
+    mask = jnp.asarray([[0, 1, 1]] * 5, bool)
+    rollout = types.SimpleNamespace(tokens=tokens, response_mask=mask)
+    found = objective._first_of_its_kind(types.SimpleNamespace(rollout=rollout))
+    np.testing.assert_array_equal(found, [1, 0, 0, 1, 0])

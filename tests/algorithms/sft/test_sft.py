@@ -148,3 +148,16 @@ def test_a_micro_batch_size_that_does_not_divide(texts):
             optimizer=OPTIMIZER,
             micro_batch_size=3,
         )
+
+
+def test_a_part_is_divided_by_the_tokens_of_the_whole(texts, monkeypatch):
+    """No model is run: every token has a log-prob of -1."""
+    monkeypatch.setattr(
+        import_module("rlhf_jax.algorithms.sft.update").policy,
+        "logprobs",
+        lambda *_, tokens, **__: jnp.full(tokens.shape, -1.0),
+    )
+    count = int(sft.predicted(texts).sum())
+    for total, expected in ((count, 1.0), (2 * count, 0.5)):
+        found, _ = sft.loss(None, texts, model=None, num_tokens=jnp.float32(total))
+        assert float(found) == pytest.approx(expected, rel=1e-6)
