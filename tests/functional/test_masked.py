@@ -219,6 +219,8 @@ def test_wrong_input_says_what_to_do():
 def test_a_column_of_another_shape_than_its_mask():
     with pytest.raises(ValueError, match=r"got x \(5,\), mask \(3, 5\)"):
         masked.sum_stats({"x": jnp.asarray(X[0])}, mask=jnp.asarray(MASK))
+    with pytest.raises(TypeError, match=r"mask: expected bool, got int32"):
+        masked.sum_stats({"x": jnp.asarray(X)}, mask=jnp.asarray(MASK, jnp.int32))
 
 
 def test_total_stats_keeps_all_axes_but_the_first():

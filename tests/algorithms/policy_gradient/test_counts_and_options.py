@@ -351,3 +351,38 @@ def test_log_probs_of_the_reference_that_are_there_are_not_computed_again():
     np.testing.assert_array_equal(experience.ref_logprobs, given)
     np.testing.assert_array_equal(scored.kl, -given)
     assert [float(x) for x in stats["objective/kl"]] == [3.5, 3.0]
+
+
+def test_the_mismatch_is_told_of_the_first_minibatch(monkeypatch):
+    """Later ones see a policy that has moved."""
+
+    def step(current, **_):
+        moved = current.policy["w"] + 1
+        mismatch = (current.policy["w"] + 5, jnp.ones(()))
+        after = dataclasses.replace(current, policy={"w": moved})
+        return after, jnp.bool_(False), {"policy/sampler_mismatch": mismatch}
+
+    monkeypatch.setattr(import_module(UPDATE), "_step", step)
+    zeros = jnp.zeros(MASK.shape, jnp.float32)
+    experience = batch.PolicyExperience(
+        tokens=jnp.zeros(MASK.shape, jnp.int32),
+        mask=jnp.ones(MASK.shape, bool),
+        response_mask=MASK,
+        old_logprobs=zeros,
+        ref_logprobs=None,
+        advantages=zeros,
+        token_rewards=zeros,
+    )
+    start = state.grpo_state(
+        policy={"w": jnp.zeros(())},
+        policy_optimizer=BASE.policy_optimizer,
+        kl=adaptive(0.3, target=1 / 11, unit="token", horizon=30),
+    )
+    after, stats = reinforce.update(
+        start,
+        experience=experience,
+        key=jax.random.key(0),
+        recipe=dataclasses.replace(BASE, num_minibatches=3),
+    )
+    assert float(after.policy["w"]) == 3
+    assert float(stats["policy/sampler_mismatch"][0]) == 5
