@@ -217,7 +217,13 @@ def test_one_leaf_that_differs_is_not_an_equal_start(
 ):
     """Digests are compared; no model is run."""
     zeros = jnp.zeros(rollout.tokens.shape, jnp.float32)
-    monkeypatch.setattr(self_check, "logprobs", lambda *_, **__: zeros)
+    first_columns = []
+
+    def logprobs(params, *, first_column, **options):
+        first_columns.append(first_column)
+        return zeros
+
+    monkeypatch.setattr(self_check, "logprobs", logprobs)
     leaves, tree = jax.tree.flatten(params)
     moved = jax.tree.unflatten(tree, [leaves[0] + 1, *leaves[1:]])
     for reference, equal in ((params, True), (moved, False)):
@@ -230,3 +236,5 @@ def test_one_leaf_that_differs_is_not_an_equal_start(
             temperature=0.7,
         )
         assert bool(found.starts_equal) == equal
+    # A head reads the columns of the response alone.
+    assert first_columns == [rollout.tokens.shape[1] - toys.SIZE] * 4

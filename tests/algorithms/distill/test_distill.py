@@ -5,6 +5,7 @@ import functools
 import math
 import re
 import types
+from importlib import import_module
 
 import jax
 import jax.numpy as jnp
@@ -435,3 +436,36 @@ def test_counts_are_those_of_the_minibatch(monkeypatch):
     assert (told["num_tokens"], told["num_responses"]) == (5.0, 2.0)
     assert (told["kl_coef"], told["recipe"]) == (0.3, BASE)
     assert told["teacher"] is FROZEN
+
+
+def test_the_divergence_reads_the_columns_of_the_response(monkeypatch):
+    """No model is run."""
+    told = {}
+    module = import_module("rlhf_jax.algorithms.distill.loss")
+
+    def exact_kl(*_, **options):
+        told.update(options)
+        return jnp.where(RESPONSE, jnp.float32(2), 0.0)
+
+    monkeypatch.setattr(module, "exact_kl", exact_kl)
+    monkeypatch.setattr(
+        import_module("rlhf_jax.models.packing").decoder,
+        "hidden_states",
+        lambda *_, **__: jnp.zeros((*MASK.shape, 8), jnp.float32),
+    )
+    experience, _ = BASE.experience(scored(), kl_coef=jnp.float32(BETA))
+    loss, stats = module.distillation_loss(
+        STUDENT,
+        experience=experience,
+        kl_coef=BETA,
+        num_tokens=jnp.float32(RESPONSE.sum()),
+        num_responses=jnp.float32(3),
+        recipe=BASE,
+        base=None,
+        teacher=FROZEN,
+    )
+    assert told["first_column"] == P
+    assert told["temperature"] == 0.7
+    assert [told[name] for name in ("model", "ref_model")] == [tiny.GPT2, tiny.LLAMA]
+    assert float(masked.mean_stats(stats)["loss/divergence"]) == 2
+    assert float(loss) == pytest.approx(2 * BETA, rel=1e-6)

@@ -1,6 +1,7 @@
 """Weights of tokens that a rounded policy drew."""
 
 import dataclasses
+from importlib import import_module
 from types import SimpleNamespace
 from typing import get_args
 
@@ -16,6 +17,7 @@ from rlhf_jax.algorithms import batch, grpo, reinforce, state
 from rlhf_jax.algorithms.policy_gradient import loss
 from rlhf_jax.algorithms.policy_gradient.sampler_mismatch import (
     corrected,
+    recomputed,
     staleness,
     weighted,
 )
@@ -316,3 +318,32 @@ def test_a_response_of_each_prompt_is_a_group_of_its_own():
     np.testing.assert_array_equal(
         output.prompt_scale, prompt_scale(output.response_mask, group_size=1)
     )
+
+
+def test_log_probs_are_recomputed_as_the_rows_are_packed(monkeypatch):
+    told = {}
+    zeros = jnp.zeros((4, 6), jnp.float32)
+    after = SimpleNamespace(
+        old_logprobs=zeros + 0.5,
+        behaviour_logprobs=zeros,
+        response_mask=jnp.ones((4, 6), bool),
+    )
+
+    def recompute_logprobs(rollout, params, **options):
+        told.update(options)
+        return after
+
+    module = import_module("rlhf_jax.algorithms.policy_gradient.sampler_mismatch")
+    monkeypatch.setattr(module.flow.rollout, "recompute_logprobs", recompute_logprobs)
+    packing = object()
+    found, stats = recomputed(None, None, recipe=RECIPE, packing=packing)
+    assert found is after
+    assert float(masked.mean_stats(stats)["policy/sampler_mismatch"]) == 0.5
+    assert told == {
+        "model": toys.GPT2,
+        "max_new_tokens": 6,
+        "temperature": RECIPE.temperature,
+        "packing": packing,
+    }
+    without = dataclasses.replace(RECIPE, recompute_logprobs=False)
+    assert recomputed(after, None, recipe=without, packing=None) == (after, {})

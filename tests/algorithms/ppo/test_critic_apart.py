@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import types
+from importlib import import_module
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ import toys
 from rlhf_jax import batch, frozen, kl_control, masked, ppo, state
 from rlhf_jax.algorithms import optimizers
 from rlhf_jax.algorithms.flow import score
+from rlhf_jax.algorithms.policy_gradient.packed_parts import PackedParts
 from rlhf_jax.algorithms.ppo import critic_apart
 from rlhf_jax.devices import critic_devices, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
@@ -391,3 +394,54 @@ def test_a_critic_elsewhere_is_the_one_here(experience):
     close(masked.mean_stats(jax.device_get(stats)), masked.mean_stats(wanted_stats))
     for leaf in jax.tree.leaves(critic):
         assert leaf.sharding.device_set == {jax.devices()[-1]}
+
+
+def test_the_critic_reads_responses_alone_and_packed_where_they_are(
+    experience, monkeypatch
+):
+    """What its loss and its values are told; no model is run."""
+    told = []
+    zeros = jnp.zeros(experience.tokens.shape, jnp.float32)
+
+    def values(params, *, first_column, packing, **options):
+        told.append((first_column, packing))
+        return zeros
+
+    monkeypatch.setattr(import_module("rlhf_jax.algorithms.ppo.loss"), "values", values)
+    counts = {"num_values": jnp.float32(4), "num_responses": jnp.float32(2)}
+    loss = import_module("rlhf_jax.algorithms.ppo.loss").critic_loss
+    loss(CRITIC, experience=experience, recipe=BASE, packing="how", **counts)
+    assert told.pop() == (experience.tokens.shape[1] - toys.SIZE, "how")
+
+    def response_values(params, *, packing, **options):
+        told.append(packing)
+        return zeros
+
+    monkeypatch.setattr(score, "response_values", response_values)
+    packing = types.SimpleNamespace(batch="of the batch")
+    ppo.values(fresh(BASE), rollout=None, recipe=BASE, packing=packing)
+    critic_apart.values(CRITIC, rollout=None, recipe=BASE, packing=packing)
+    assert told == ["of the batch"] * 2
+
+
+def test_parts_of_packed_rows_reach_the_critic_s_loss(experience, monkeypatch):
+    told = []
+
+    def loss(params, *, packing, **options):
+        told.append(packing)
+        return jnp.zeros(()), {"loss/value": (jnp.zeros(()), jnp.ones(()))}
+
+    def of_parts(loss, params, minibatch, *, parts):
+        _, stats = loss(params, minibatch, packing="a part")
+        return jax.tree.map(jnp.zeros_like, params), stats
+
+    def parts(packing, *, steps):
+        return PackedParts(None, jnp.ones((steps, 1, 2), bool))
+
+    monkeypatch.setattr(critic_apart, "critic_loss", loss)
+    monkeypatch.setattr(critic_apart, "accumulate_packed", of_parts)
+    monkeypatch.setattr(critic_apart, "packed_parts", parts)
+    _, critic = fresh_apart(BASE)
+    after, _ = critic_apart.update(critic, experience=experience, key=KEY, recipe=BASE)
+    assert set(told) == {"a part"}
+    assert toys.leaves_equal(after.params, CRITIC)
