@@ -451,7 +451,7 @@ def test_the_divergence_reads_the_columns_of_the_response(monkeypatch):
     monkeypatch.setattr(
         import_module("rlhf_jax.models.packing").decoder,
         "hidden_states",
-        lambda *_, **__: jnp.zeros((*MASK.shape, 8), jnp.float32),
+        lambda *_, **__: jnp.zeros((*MASK.shape, tiny.GPT2.hidden_size)),
     )
     experience, _ = BASE.experience(scored(), kl_coef=jnp.float32(BETA))
     loss, stats = module.distillation_loss(
