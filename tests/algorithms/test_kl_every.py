@@ -96,6 +96,7 @@ def test_a_step_between_is_one_without_a_penalty(step):
     assert means["objective/non_score_reward"] == 0
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_adaptive_coefficient_moves_where_a_kl_was_seen(step):
     controller = kl_control.adaptive(0.3, target=0.8, unit="response", horizon=40)

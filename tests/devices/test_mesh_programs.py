@@ -118,7 +118,7 @@ def run_grpo(place, rows):
     return after, stats
 
 
-@pytest.mark.cases(slow=2)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(
     "program",
     [

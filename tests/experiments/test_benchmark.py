@@ -354,6 +354,7 @@ def test_phases_add_up_to_the_iteration():
     assert sum(clock.seconds.values()) == pytest.approx(clock.total)
 
 
+@pytest.mark.long
 @pytest.mark.cases(slow=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("hidden_size", [TOY.hidden_size, 128], ids=["apart", "whole"])

@@ -210,6 +210,7 @@ def test_gradients_are_those_of_the_table(case):
         )
 
 
+@pytest.mark.long
 def test_gradients_are_those_of_the_table_where_lengths_differ(stopping):
     """And one that each response's length divides, which is no KL's."""
     (divided, *_) = (each for each in OTHERS if each.penalty.per == "length")

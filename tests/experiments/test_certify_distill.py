@@ -10,6 +10,7 @@ from rlhf_jax.functional.checks import InputError
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
+@pytest.mark.long
 @pytest.mark.cases(slow=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ def other():
     return certify_references.second(5, hidden_size=4)
 
 
+@pytest.mark.long
 def test_the_optimum_is_the_best_of_the_objective_with_each_kl_apart(world, other):
     """J(π) = E[r] - β·KL_1 - β/2·KL_2, added up here by its own sums."""
     beta = 0.1

@@ -254,6 +254,7 @@ def test_bad_shapes_and_configs_are_named():
             dataclasses.replace(tiny.LLAMA, **change)
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.slow
 @each_family
 def test_the_gradient_of_many_tokens_is_that_of_their_parts(model):

@@ -160,7 +160,7 @@ def test_advice_of_a_job_without_a_critic():
     assert "--remat full: about 3.00 GiB a chip less" in found
 
 
-@pytest.mark.cases(slow=2)
+@pytest.mark.cases(slow=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", JOBS)
 def test_a_plan_of_every_job(algorithm, capsys, tmp_path):

@@ -167,6 +167,7 @@ def test_a_checkpoint_s_shape_is_read_from_its_config_alone(tmp_path):
     assert lines(options)["policy"].device == expected
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_table(capsys):
     memory.run(Options(**{**TINY, "batch_size": 2}, reference="none", reward="none"))

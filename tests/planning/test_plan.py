@@ -406,6 +406,7 @@ def test_the_turns_of_continuous_batching():
     assert workload.batching_turns((4,) * 16, places=8, arriving=4) == (2, 0)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_plan_of_continuous_batching_in_pages():
     options = Options(

@@ -155,6 +155,7 @@ def test_a_run_that_stopped_goes_on_to_the_bit(files, tmp_path, monkeypatch, how
     }
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_another_reference_and_none(files, tmp_path):
     argv = ("--num-steps=2", "--learning-rate=1e-4")

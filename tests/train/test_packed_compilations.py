@@ -71,6 +71,7 @@ def check(out, summary):
     assert sum(n for name, n in used.items() if "batch" in name) > STEPS
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "trainer",
     [

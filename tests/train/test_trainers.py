@@ -219,6 +219,7 @@ def test_ppo_improves_a_python_reward(finished):
     assert (out / "plots" / "kl.png").exists()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_ppo_with_a_reference_of_another_shape(finished, here, capsys):
     """Its KL is measured, its weight drift is not, and it cannot be reset."""

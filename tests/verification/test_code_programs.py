@@ -620,6 +620,7 @@ def test_right_programs_earn_one(code, tests):
     assert run_tests(code, tests, seconds=20.0) == (len(tests), len(tests), "")
 
 
+@pytest.mark.cases(slow=36)
 @pytest.mark.parametrize(
     "code",
     [

@@ -207,6 +207,7 @@ def test_the_same_reference_twice_is_one_with_the_sum_of_the_weights(penalty):
         np.testing.assert_allclose(means["loss/kl"], 1.5 * ones["loss/kl"], rtol=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.cases(slow=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("penalty", PENALTIES.values(), ids=PENALTIES)

@@ -78,6 +78,7 @@ def test_holes_in_a_mask_are_those_of_xla():
     np.testing.assert_allclose(found, np.where(token, expected, 0), atol=1e-5)
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("unroll", [False, True], ids=["loop", "one by one"])
 def test_a_decoder_s_log_probs_and_gradients_are_those_of_xla(unroll):

@@ -119,6 +119,7 @@ def test_an_iteration_of_ppo_on_one_device_and_on_eight(name):
     assert distance(others.critic, after.critic) < 2e-5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [
@@ -176,6 +177,7 @@ def test_a_step_of_dpo(name):
     assert after["loss/dpo"] < before["loss/dpo"] - 1e-3
 
 
+@pytest.mark.long
 @every_model
 def test_a_step_of_dpo_on_eight_devices(name):
     with jax.set_mesh(mesh := MeshShape(data=2, fsdp=2, tensor=2).make()):

@@ -131,7 +131,7 @@ def test_responses_are_drawn_from_whole_forward_passes(model):
     np.testing.assert_array_equal(last, ends.any(axis=1))
 
 
-@pytest.mark.cases(slow=2)
+@pytest.mark.cases(slow=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "mistral", "phi3", "qwen2"])
 @pytest.mark.parametrize("cache", ["same", "int8"])
@@ -206,6 +206,7 @@ def test_heads_on_several_devices():
     assert_same(output, expected)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_memory_follows_the_pages():
     """Temporaries of the program, of as many rows: less by what the pool is smaller."""

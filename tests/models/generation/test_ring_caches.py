@@ -45,7 +45,7 @@ def sampled_from_all_columns(model, params, **options):
         return sampled(model, params, **options)
 
 
-@pytest.mark.cases(slow=2)
+@pytest.mark.cases(slow=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("cache", ["same", "int8"])

@@ -60,6 +60,7 @@ def test_it_is_looked_for_or_given():
         Options(**sft, find_sampler_mesh=True)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_plan_is_that_of_the_fastest_mesh_that_fits():
     found = plan.plan(Options(**TINY, find_sampler_mesh=True))

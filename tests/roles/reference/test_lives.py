@@ -87,6 +87,7 @@ def play(config, *, stop=None):
     return stage.state
 
 
+@pytest.mark.long
 def test_a_stopped_run_goes_on_to_the_last_bit(tmp_path):
     """Reset, with every second KL; the mixed one is among the ways of a checkpoint."""
     life = Lifecycle(reset_every=3, kl_every=2, scale_kl_coef=True)

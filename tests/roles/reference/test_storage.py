@@ -303,6 +303,7 @@ def held_mib(params, **way):
     return sum(leaf.nbytes for leaf in jax.tree.leaves(storage.store(params, **way)))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_gpt2_small_measured_from_the_arrays():
     """The 47 rows that pad the vocabulary to 50304 take 0.14 MiB more in float32."""

@@ -200,6 +200,7 @@ def test_every_file_is_missed(out, capsys):
         path.write_bytes(content)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_digests_alone_let_no_changed_array_pass(out, capsys, monkeypatch):
     """As for files too large for the list to hold more than their sizes."""
