@@ -64,6 +64,10 @@ def pytest_collection_modifyitems(items):
     for item in items:
         marks = [item.get_closest_marker(name) for name in ("cases", "slow", "long")]
         cases, slow, long = marks
+        if cases is not None and (
+            cases.args or cases.kwargs.keys() - {"quick", "slow"}
+        ):
+            raise pytest.UsageError(f"{item.nodeid}: expected cases(quick=, slow=)")
         tier = "quick" if slow is None else "slow"
         if cases is not None and long is None and tier in cases.kwargs:
             name = item.nodeid.partition("[")[0]

@@ -369,9 +369,7 @@ def main(options: Config) -> None:
     conclusion.conclude(
         job.folder,
         list(shown.items()),
-        figures={
-            "findings": rows,
-        },
+        figures={"findings": rows},
         started=started,
     )
 

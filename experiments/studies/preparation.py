@@ -29,7 +29,7 @@ class Prepared(NamedTuple):
 
     reference: Params
     reward_models: tuple[Params, ...]  # members of an ensemble, or one
-    accuracy: float  # of a reward model, against the judge's own order; their mean
+    accuracy: float  # against the judge's own order, mean over the reward models
 
 
 def prepare(

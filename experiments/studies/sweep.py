@@ -37,19 +37,19 @@ MEAN = Ensemble()
 
 
 def reward_of(
-    members: Params, *, frozen_as: Frozen, model: ModelConfig, ensemble: Ensemble
+    members: Params, *, reward_models: Frozen, model: ModelConfig, ensemble: Ensemble
 ) -> rewards.Reward:
     """The reward of a seed: its reward model, or several as one.
 
     Args:
       members: [M, ...], parameters of the reward models.
-      frozen_as: the record of all seeds; its digests are read by no forward pass.
+      reward_models: of all seeds; no forward pass reads their digests.
       model: shape of each.
       ensemble: read where M > 1.
     """
     scorers = [
         rewards.from_model(
-            dataclasses.replace(frozen_as, stored=pick(members, m)), model=model
+            dataclasses.replace(reward_models, stored=pick(members, m)), model=model
         )
         for m in range(jax.tree.leaves(members)[0].shape[0])
     ]
@@ -100,10 +100,10 @@ def iterations(
     """K iterations of every run: a scan over steps, mapped over β and over seeds.
 
         train                        [seeds, β, ...]     a run each
-        references                   [seeds, ...]        the runs of a seed share them:
-        reward_models                [seeds, M, ...]
-        prompts                      [seeds, K, B, P]    they differ in β alone, and
-        keys                         [seeds]             begin with the same tokens
+        references                   [seeds, ...]        the runs of a seed share these:
+        reward_models                [seeds, M, ...]     they differ in β alone, and
+        prompts                      [seeds, K, B, P]    begin with the same tokens
+        keys                         [seeds]
 
     Args:
       train: donated by the caller's `jit`.
@@ -123,7 +123,10 @@ def iterations(
         # Digests are of the seeds together; no forward pass reads them.
         frozen_reference = dataclasses.replace(references, stored=reference)
         reward = reward_of(
-            members, frozen_as=reward_models, model=algorithm.model, ensemble=ensemble
+            members,
+            reward_models=reward_models,
+            model=algorithm.model,
+            ensemble=ensemble,
         )
 
         def iteration(
@@ -212,7 +215,10 @@ def evaluate(
     ) -> tuple[Rollout, Array, Array]:
         answered = answers_of(policy, algorithm=algorithm, prompts=prompts, key=key)
         reward = reward_of(
-            members, frozen_as=reward_models, model=algorithm.model, ensemble=ensemble
+            members,
+            reward_models=reward_models,
+            model=algorithm.model,
+            ensemble=ensemble,
         )
         scored = score.score(
             answered,

@@ -360,7 +360,7 @@ def test_the_reward_of_a_seed_is_its_members_combined(tmp_path):
     ):
         reward = sweep.reward_of(
             sweep.stack(scorers),
-            frozen_as=frozen.freeze(sweep.stack([sweep.stack(scorers)])),
+            reward_models=frozen.freeze(sweep.stack([sweep.stack(scorers)])),
             model=algorithm.model,
             ensemble=sweep.Ensemble(how, 0.5),
         )

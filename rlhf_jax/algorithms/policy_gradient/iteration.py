@@ -70,7 +70,7 @@ def iteration(
 
     Raises:
       InputError: batch sizes or groups do not divide, the reward is not one number a
-        row, or `base` and `recipe.lora`, or `ptx` and `recipe.ptx_coef`, come alone.
+        row, or `base` is without `recipe.lora`, `ptx` without `ptx_coef`, or reverse.
     """
     rollout = sample(
         state.policy,
@@ -188,7 +188,7 @@ def learn(
       The next state, stats {name: (sum, weight)}, and the scored rollout.
 
     Raises:
-      InputError: as `iteration`'s, or the recipe has a critic and the state has none.
+      InputError: sizes do not divide, or scores, base, ptx or critic do not fit.
     """
     state, experience, stats, scored = make_experience(
         state,
@@ -257,7 +257,7 @@ def make_experience(
     )
     params = adapted.params(state.policy, base=base, lora=recipe.lora)
     rollout, stats = recomputed(rollout, params, recipe=recipe, packing=of_batch)
-    as_sampled: dict[str, Any] = {
+    scoring: dict[str, Any] = {
         "model": recipe.model,
         "max_new_tokens": recipe.max_new_tokens,
         "temperature": recipe.temperature,
@@ -274,9 +274,9 @@ def make_experience(
         ref_logprobs=ref_logprobs,
         values=values,
         value_after_stop=critic is not None and critic.after_stop,
-        **as_sampled,
+        **scoring,
     )
-    scored, beside = flow.further.add(scored, further=further or {}, **as_sampled)
+    scored, beside = flow.further.add(scored, further=further or {}, **scoring)
     kl_coef = recipe.kl_coef(state)
     experience, experience_stats = recipe.experience(scored, kl_coef=kl_coef)
     experience, weight_stats = corrected(

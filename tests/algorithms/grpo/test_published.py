@@ -111,7 +111,7 @@ def test_a_recipe_looks_for_its_own_stop_tokens():
     )
 
 
-PRINTED = {
+APART = {
     "grpo": {"group_size": 64, "normalise": "group", "aggregation": "sequence_mean"},
     "rloo": {"group_size": 4, "normalise": None, "baseline": "leave_one_out"},
     "rloo-masked": {"overlong_mask": "group", "baseline": "leave_one_out"},
@@ -125,9 +125,9 @@ PRINTED = {
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_numbers_are_those_of_the_papers(name):
+def test_what_tells_the_recipes_apart_stays(name):
     options = vars(RECIPES[name])
-    assert {key: options[key] for key in PRINTED[name]} == PRINTED[name]
+    assert {key: options[key] for key in APART[name]} == APART[name]
 
 
 def test_dapo_charges_for_the_last_4096_of_20480_tokens():

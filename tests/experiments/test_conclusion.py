@@ -1,0 +1,26 @@
+"""What every command of certificates leaves behind, and its exit."""
+
+import json
+import time
+
+import pytest
+from certificates.conclusion import conclude
+
+from rlhf_jax.functional.checks import StopError
+
+
+def test_all_hold(tmp_path, capsys):
+    shown = [("a", True), ("a", True)]  # names may stand twice
+    conclude(tmp_path, shown, figures={"rows": [1]}, started=time.perf_counter())
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary.pop("seconds") >= 0
+    assert summary == {"certificates": 2, "failed": [], "rows": [1]}
+    assert "2 of 2 certificates hold" in capsys.readouterr().out
+
+
+def test_one_that_fails_is_named_after_the_figures_are_written(tmp_path):
+    shown = [("a", True), ("b", False)]
+    with pytest.raises(StopError, match="1 of 2 certificates fail: b"):
+        conclude(tmp_path, shown, figures={}, started=time.perf_counter())
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["failed"] == ["b"]
