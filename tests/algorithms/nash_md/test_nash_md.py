@@ -161,3 +161,34 @@ def test_rows_of_the_policy_and_of_the_mixture_take_turns(monkeypatch):
         nash_md.sample(
             toys.params(), reference, prompts=odd, key=jax.random.key(0), recipe=BASE
         )
+
+
+def test_an_iteration_samples_scores_and_learns(monkeypatch):
+    """What is handed on; nothing is sampled or learned."""
+    told = {}
+
+    def sample(policy, reference, **options):
+        told["sample"] = (policy, reference, options)
+        return "rollout"
+
+    def learn(train, **options):
+        told["learn"] = (train, options)
+        return "next"
+
+    monkeypatch.setattr(nash_md.recipe, "sample", sample)
+    monkeypatch.setattr(nash_md.recipe.policy_gradient, "learn", learn)
+    train = types.SimpleNamespace(policy="policy")
+    shared = {"key": "key", "recipe": BASE, "base": "base"}
+    found = nash_md.iteration(
+        train,
+        prompts="prompts",
+        reference="reference",
+        reward=lambda rollout: (rollout, "scored"),
+        **shared,
+    )
+    assert found == "next"
+    assert told["sample"] == ("policy", "reference", shared | {"prompts": "prompts"})
+    outcome = {"rollout": "rollout", "scores": ("rollout", "scored")}
+    assert told["learn"] == (train, shared | outcome | {"reference": "reference"})
+    assert BASE.rows_per_prompt == 2
+    assert BASE.leaves_out

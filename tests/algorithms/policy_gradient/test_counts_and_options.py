@@ -29,6 +29,24 @@ BASE = reinforce.REINFORCE(
     temperature=0.6,
 )
 MASK = jnp.asarray([[0, 0, 1, 1, 1, 0], [0] * 6, [0, 0, 1, 1, 1, 1]], bool)
+ZEROS = jnp.zeros(MASK.shape, jnp.float32)
+EXPERIENCE = batch.PolicyExperience(
+    tokens=jnp.zeros(MASK.shape, jnp.int32),
+    mask=jnp.ones(MASK.shape, bool),
+    response_mask=MASK,
+    old_logprobs=ZEROS,
+    ref_logprobs=ZEROS,
+    advantages=ZEROS,
+    token_rewards=ZEROS,
+)
+
+
+def fresh():
+    return state.grpo_state(
+        policy={"w": jnp.zeros(())},
+        policy_optimizer=BASE.policy_optimizer,
+        kl=adaptive(0.3, target=1 / 11, unit="token", horizon=30),
+    )
 
 
 def test_counts_are_those_of_the_minibatch(monkeypatch):
@@ -56,23 +74,12 @@ def test_a_controller_per_token_divides_by_the_mean_length(monkeypatch):
         return current, jnp.bool_(False), nothing
 
     monkeypatch.setattr(import_module(UPDATE), "_step", step)
-    zeros = jnp.zeros(MASK.shape, jnp.float32)
-    experience = batch.PolicyExperience(
-        tokens=jnp.zeros(MASK.shape, jnp.int32),
-        mask=jnp.ones(MASK.shape, bool),
-        response_mask=MASK,
-        old_logprobs=zeros.at[0, 3].set(0.5).at[2, 4].set(0.2).at[1, 2].set(9.0),
-        ref_logprobs=zeros,
-        advantages=zeros,
-        token_rewards=zeros,
-    )
-    start = state.grpo_state(
-        policy={"w": jnp.zeros(())},
-        policy_optimizer=BASE.policy_optimizer,
-        kl=adaptive(0.3, target=1 / 11, unit="token", horizon=30),
+    experience = dataclasses.replace(
+        EXPERIENCE,
+        old_logprobs=ZEROS.at[0, 3].set(0.5).at[2, 4].set(0.2).at[1, 2].set(9.0),
     )
     after, _ = reinforce.update(
-        start, experience=experience, key=jax.random.key(0), recipe=BASE
+        fresh(), experience=experience, key=jax.random.key(0), recipe=BASE
     )
     assert float(after.kl.kl_coef) == pytest.approx(0.3 * (1 + 0.1 * 3 / 30), rel=1e-5)
 
@@ -323,24 +330,18 @@ def test_texts_count_by_their_tokens_however_they_are_cut(monkeypatch, rows):
 def test_log_probs_of_the_reference_that_are_there_are_not_computed_again():
     """There is no reference to compute them by."""
     iteration = import_module(ITERATION)
-    zeros, ones = jnp.zeros(MASK.shape, jnp.float32), jnp.ones(MASK.shape, bool)
     rollout = batch.Rollout(
-        tokens=jnp.zeros(MASK.shape, jnp.int32),
-        mask=ones,
+        tokens=EXPERIENCE.tokens,
+        mask=EXPERIENCE.mask,
         response_mask=MASK,
-        old_logprobs=zeros,
-        entropy=zeros,
+        old_logprobs=ZEROS,
+        entropy=ZEROS,
         index=jnp.arange(3, dtype=jnp.int32),
         sample=jnp.arange(3, dtype=jnp.int32),
     )
     given = jnp.where(MASK, jnp.float32(-0.5), 0.0)
-    start = state.grpo_state(
-        policy={"w": jnp.zeros(())},
-        policy_optimizer=BASE.policy_optimizer,
-        kl=adaptive(0.3, target=1 / 11, unit="token", horizon=30),
-    )
     _, experience, stats, scored = iteration.make_experience(
-        start,
+        fresh(),
         rollout=rollout,
         scores=jnp.asarray([1.0, 2.0, 3.0]),
         reference=None,
@@ -363,24 +364,9 @@ def test_the_mismatch_is_told_of_the_first_minibatch(monkeypatch):
         return after, jnp.bool_(False), {"policy/sampler_mismatch": mismatch}
 
     monkeypatch.setattr(import_module(UPDATE), "_step", step)
-    zeros = jnp.zeros(MASK.shape, jnp.float32)
-    experience = batch.PolicyExperience(
-        tokens=jnp.zeros(MASK.shape, jnp.int32),
-        mask=jnp.ones(MASK.shape, bool),
-        response_mask=MASK,
-        old_logprobs=zeros,
-        ref_logprobs=None,
-        advantages=zeros,
-        token_rewards=zeros,
-    )
-    start = state.grpo_state(
-        policy={"w": jnp.zeros(())},
-        policy_optimizer=BASE.policy_optimizer,
-        kl=adaptive(0.3, target=1 / 11, unit="token", horizon=30),
-    )
     after, stats = reinforce.update(
-        start,
-        experience=experience,
+        fresh(),
+        experience=EXPERIENCE,
         key=jax.random.key(0),
         recipe=dataclasses.replace(BASE, num_minibatches=3),
     )
