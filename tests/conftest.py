@@ -22,13 +22,18 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
+from grain._src.python.dataset.transformations import shuffle
 from jax._src import core
 from jax._src.interpreters import mlir
 from jax.experimental.compilation_cache import compilation_cache
+from matplotlib.figure import Figure
+
+from rlhf_jax.runs import plots
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Tracing leaves many objects that live on; looking for garbage among them, and writing
@@ -43,7 +48,27 @@ if hasattr(core, "stage_p"):
 if hasattr(mlir, "make_ir_context"):
     mlir.make_ir_context = functools.cache(mlir.make_ir_context)
 
+# Where a shuffled row of few ends up takes grain 10 ms, and tests ask again and again.
+if hasattr(shuffle, "index_shuffle"):
+    shuffle.index_shuffle = SimpleNamespace(
+        index_shuffle=functools.cache(shuffle.index_shuffle.index_shuffle)
+    )
+
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+SAVEFIG = Figure.savefig
+
+
+def savefig(figure: Figure, path: Path, **options) -> None:
+    """Ten figures of a run take 2 s to draw: those of a test with `rendered` are."""
+    if Path(path).stem in plots.PLOTS:
+        Path(path).touch()
+    else:
+        SAVEFIG(figure, path, **options)
+
+
+Figure.savefig = savefig
 
 
 def resident() -> int:
@@ -110,6 +135,12 @@ def shared_data() -> Path:
     if not SHARED_DATA.is_dir():
         pytest.skip(f"real inputs are not at {SHARED_DATA}")
     return SHARED_DATA
+
+
+@pytest.fixture
+def rendered(monkeypatch):
+    """The figures of a run are drawn, and not only their files made."""
+    monkeypatch.setattr(Figure, "savefig", SAVEFIG)
 
 
 @pytest.fixture

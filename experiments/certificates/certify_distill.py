@@ -118,12 +118,11 @@ def recipe(**options: Any) -> DistillRecipe:
     return DistillRecipe(
         aggregation="constant",
         loss_scale_factor=1.0,
-        whiten_advantages=False,
         **options,
     )
 
 
-IN_THE_REWARD = recipe(divergence=None, penalty=IN_REWARD)
+IN_THE_REWARD = recipe(divergence=None, penalty=IN_REWARD, whiten_advantages=False)
 CLAIMS = (
     Claim("reverse", recipe(), False, along_fixed_prefixes(reverse)),
     Claim(
@@ -137,7 +136,7 @@ CLAIMS = (
     ),
     Claim(
         "reverse and a reward",
-        recipe(),
+        recipe(whiten_advantages=False),
         True,
         less_reward(along_fixed_prefixes(reverse)),
     ),

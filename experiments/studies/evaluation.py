@@ -13,9 +13,9 @@ from pipeline.options import HELD_OUT_PROMPTS
 from rlhf_jax import masked, ppo
 from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.algorithms.flow import score, selection
-from rlhf_jax.algorithms.policy_gradient.iteration import Reward
 from rlhf_jax.functional import best_of_n
 from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.rewards import Reward
 from studies import preparation, trainers
 from studies.trainers import SeedModels
 

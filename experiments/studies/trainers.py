@@ -25,13 +25,13 @@ from rlhf_jax import critic, dpo, grpo, kl_control, masked, ppo, rewards, state
 from rlhf_jax.algorithms.batch import PackedPreferences, Prompts, Rollout
 from rlhf_jax.algorithms.flow import rollout, shaping
 from rlhf_jax.algorithms.grpo import GroupRecipe
-from rlhf_jax.algorithms.policy_gradient.iteration import Reward
 from rlhf_jax.algorithms.state import SupervisedState, TrainState
 from rlhf_jax.data import packing
 from rlhf_jax.data.batches import Batches
 from rlhf_jax.data.encoding import Pair
 from rlhf_jax.roles.reference import storage
 from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.rewards import Reward
 from studies import preparation
 
 Array = jax.Array

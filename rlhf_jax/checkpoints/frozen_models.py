@@ -225,7 +225,7 @@ def load_critic(
       Its shape, which runs as the policy does, and its parameters, to be trained.
 
     Raises:
-      InputError: as `load_reference`.
+      InputError: the checkpoint cannot be read, or reads other tokens than the policy.
     """
     model, params = hf.load(path_or_repo_id, dtype="float32", sharding=sharding)
     _check_sizes(f"critic {path_or_repo_id}", model=model, policy=policy.model)

@@ -121,7 +121,7 @@ def load(
       sharding: how a checkpoint is sharded when it is read, as for `hf.load`.
 
     Raises:
-      InputError: as `frozen_models.load_reference`.
+      InputError: a checkpoint cannot be read, or reads other tokens than the policy.
     """
     return {
         each.name: frozen_models.load_reference(

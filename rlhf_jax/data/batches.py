@@ -150,8 +150,21 @@ def preference_batches(
 ) -> Batches[Preferences]:
     """Right-padded pairs; both sides have the width that holds the longer one.
 
-    Arguments and errors as in `prompt_batches`; `batch_size` counts pairs. Either all
-    pairs have a margin or none.
+    Args:
+      pairs: token lists with margins or without, one a row of the data set.
+      batch_size: pairs of the global batch.
+      seed: of the shuffle, 0 <= seed < 2³².
+      pad_id: what stands where the mask is False.
+      buckets: widths; a batch takes the smallest that holds its longest text. None is
+        one bucket, the longest text of all.
+      share: which part of the rows to return, `row_sharding.row_share`.
+
+    Returns:
+      `Preferences` of NumPy arrays.
+
+    Raises:
+      InputError: no pairs, a margin on some pairs only, a text longer than the largest
+        bucket, or sizes that do not divide.
     """
     with_margin = sum(pair.margin is not None for pair in pairs)
     if with_margin not in (0, len(pairs)):

@@ -98,7 +98,19 @@ def checked_response(
 
 
 def checked_preference(where: str, row: Row, *, blank: Blank = "keep") -> Row | None:
-    """As `checked_response`, of a pair: its prompt, chosen and rejected responses."""
+    """A row with a prompt and two responses, as `read_preferences` has them.
+
+    Args:
+      where: file and line, for the error.
+      row: as it was read.
+      blank: what becomes of a row with a response of nothing but white space.
+
+    Returns:
+      The row; None where it is left out.
+
+    Raises:
+      InputError: a text is missing, malformed or, with blank="error", blank.
+    """
     return _unless_blank(where, _preference(where, row), SIDES, blank=blank)
 
 

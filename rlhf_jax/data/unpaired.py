@@ -51,8 +51,8 @@ def read_labelled(source: str | Path, *, blank: Blank = "keep") -> list[Row]:
       blank: what becomes of a row with a response of nothing but white space.
 
     Raises:
-      InputError: the file is empty or malformed, a text or a label is missing, or all
-        labels are the same; and as `files.read_preferences`, for a pair.
+      InputError: the file is empty or malformed, a text, a side of a pair or a label
+        is missing, or all labels are the same.
     """
     rows: list[Row] = []
     for where, row in json_lines.read_located(source):
@@ -102,8 +102,9 @@ def encode_labelled(
       widest: tokens of a packed row, which holds the prompt twice; None is no limit.
 
     Raises:
-      InputError: as `encoding.encode_demonstrations`; all prompts are the same tokens,
-        or a row of `widest` tokens does not hold a text with its prompt twice.
+      InputError: a prompt or response is empty, a text is too long, all prompts are
+        the same tokens, or a row of `widest` tokens does not hold a text with its
+        prompt twice.
     """
     texts = [
         (example, label)
@@ -124,13 +125,13 @@ def encode_labelled(
             " that was given to another prompt, got 1; give more rows"
         )
     order = np.random.default_rng(seed).permutation(len(texts)).tolist()
-    found: dict[int, Tokens] = {}
+    others: dict[int, Tokens] = {}
     for turn, place in enumerate(order):
         prompt = tuple(texts[place][0].prompt)
         other = turn + 1
         while tuple(texts[order[other % len(order)]][0].prompt) == prompt:
             other += 1
-        found[place] = texts[order[other % len(order)]][0].response
+        others[place] = texts[order[other % len(order)]][0].response
     labelled = []
     for place, ((prompt, completion), label) in enumerate(texts):
         room = max_length - len(prompt)
@@ -143,7 +144,7 @@ def encode_labelled(
                 f" {2 * len(prompt) + len(completion) + 1}; make rows wider, or remove"
                 " such texts"
             )
-        labelled.append(Labelled(prompt, completion, found[place][:room], label))
+        labelled.append(Labelled(prompt, completion, others[place][:room], label))
     return labelled
 
 

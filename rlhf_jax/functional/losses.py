@@ -106,9 +106,10 @@ def policy_loss(
       `policy/ratio_max`: of ρ.
 
     Raises:
-      ValueError: shapes differ, a range is not positive, dual_clip is not above 1, a
-      count is not a scalar, or the aggregation does not fit its other arguments.
-      TypeError: floats are not f32 or mask is not bool.
+      ValueError: shapes differ, a range is not positive, dual_clip is not above 1,
+      there is no such ratio_level or it is of sequences that have no axis, a count is
+      not a scalar, or the aggregation does not fit its other arguments. TypeError:
+      floats are not f32 or mask is not bool.
 
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7; clip-higher is Yu et al.
     2025, arXiv:2503.14476, section 3.1; the dual clip is Ye et al. 2019,

@@ -62,8 +62,9 @@ def cispo_loss(
       from anything; its gradient is what matters.
 
     Raises:
-      ValueError: shapes differ, a range is not positive, a count is not a scalar, or
-      the aggregation does not fit its other arguments. TypeError: floats are not f32 or
+      ValueError: shapes differ, a range is not positive, there is no such ratio_level
+      or it is of sequences that have no axis, a count is not a scalar, or the
+      aggregation does not fit its other arguments. TypeError: floats are not f32 or
       mask is not bool.
 
     Source: MiniMax 2025 (MiniMax-M1), arXiv:2506.13585, eq. 4 and 5.
@@ -137,9 +138,10 @@ def sapo_loss(
       gradient reaches `logprobs` only.
 
     Raises:
-      ValueError: shapes differ, a temperature is not positive, a count is not a scalar,
-      or the aggregation does not fit its other arguments. TypeError: floats are not f32
-      or mask is not bool.
+      ValueError: shapes differ, a temperature is not positive, there is no such
+      ratio_level or it is of sequences that have no axis, a count is not a scalar, or
+      the aggregation does not fit its other arguments. TypeError: floats are not f32 or
+      mask is not bool.
 
     Source: Gao et al. 2025, arXiv:2511.20347, eq. 5 to 7.
 

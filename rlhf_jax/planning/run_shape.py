@@ -148,7 +148,9 @@ class Options:
     @property
     def sampled_rows(self) -> int:
         """Responses that are sampled at a time."""
-        return min(self.batch_size, self.continuous_batching or self.batch_size)
+        if self.continuous_batching is None:
+            return self.batch_size
+        return min(self.batch_size, self.continuous_batching)
 
     @property
     def reward_model(self) -> Way | Literal["base", "none"]:

@@ -52,9 +52,15 @@ class Config(VerifiedConfig):
                 "--reference none: expected start, as DPO is a loss of log-ratios to "
                 "its reference; leave it out"
             )
+        if self.references:
+            raise InputError(
+                f"--references: expected none, as DPO's loss has one reference, got "
+                f"{', '.join(self.references)}; leave it out"
+            )
         super().__post_init__()
         checks.positive(kl_coef=self.beta)
         checks.groups(self.batch_size, group_size=self.online_dpo.group_size)
+        self.online_dpo.check_batch(self.batch_size)
         if self.packing != "off":
             raise InputError(
                 f"--packing {self.packing}: expected off, as a pair is read padded; "

@@ -188,7 +188,7 @@ def ppo_row(step: int) -> dict:
 
 
 @pytest.mark.slow
-def test_every_figure_of_a_pipeline_is_drawn(tmp_path):
+def test_every_figure_of_a_pipeline_is_drawn(tmp_path, rendered):
     sft = {"stage": "sft", "step": 0, "loss/language_model": 1.0}
     reward = {
         "stage": "reward",
@@ -206,7 +206,7 @@ def test_every_figure_of_a_pipeline_is_drawn(tmp_path):
         assert len(np.unique(image)) > 10
 
 
-def test_only_what_was_measured_is_drawn(tmp_path):
+def test_only_what_was_measured_is_drawn(tmp_path, rendered):
     write_rows(tmp_path, [{"stage": "ppo", "step": 0, "objective/entropy": 1.0}])
     assert [path.name for path in plots.draw(tmp_path)] == ["entropy.png"]
 
@@ -241,7 +241,7 @@ def test_two_stages_are_two_lines():
     assert labels == ["warm: k1", "ppo: k1"]
 
 
-def test_plots_read_what_a_recorder_writes(tmp_path):
+def test_plots_read_what_a_recorder_writes(tmp_path, rendered):
     with metrics.Recorder(tmp_path) as record:
         record.begin("ppo")
         record.write(0, {"loss/value": (jnp.float32(jnp.nan), jnp.float32(1))})

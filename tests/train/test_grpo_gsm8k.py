@@ -115,6 +115,8 @@ def test_online_dpo_is_the_same_trainer_with_another_recipe(files, tmp_path):
         ("--kl-coef=0", "kl_coef: expected a finite number above 0"),
         ("--packing=auto", "--packing auto: expected off"),
         ("--group-size=3", "3"),
+        ("--micro-batch-size=8", "micro_batch_size: expected to divide the 4 pairs"),
+        ("--references=other=x,weight=1", "--references: expected none, as DPO's loss"),
         ("--clip-range=0.1", "clip_range: expected none for online DPO"),
     ],
 )
@@ -461,5 +463,5 @@ def test_presets_are_those_of_the_library(preset, recipe):
     default = 0.0 if preset in without else rlhf_jax.train.grpo.options.KL_COEF
     assert parsed.beta == (0.04 if preset == "deepseekmath" else default)
     assert (parsed.redraws > 0) == (preset == "dapo")
-    changed = parse(argv=[*needed, "--preset", preset, "--clip-range=0.1"])
-    assert changed.grpo == dataclasses.replace(recipe, clip_range=0.1)
+    changed = parse(argv=[*needed, "--preset", preset, "--entropy-coef=0.1"])
+    assert changed.grpo == dataclasses.replace(recipe, entropy_coef=0.1)

@@ -96,8 +96,9 @@ WAYS = {
 }
 
 
-LONG = ("adapters", "adapters over int8", "adapters, reset", "none")
+LONG = ("adapters", "adapters over int8", "adapters, reset")
 LONG += (
+    "packed, cut by tokens",
     "int8 on the host, mixed, every third KL",
     "on the CPU, a schedule",
     "k2 in the loss, a Lagrangian and texts",

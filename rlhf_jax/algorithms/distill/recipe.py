@@ -34,6 +34,12 @@ Array = jax.Array
 Divergence = Literal["reverse", "forward", "jensen_shannon"]
 MEASURED = Penalty(placement=None)
 HALF = 0.5
+# Options of the policy loss, which nothing reads where there is no reward.
+OF_THE_POLICY_LOSS = (
+    *("scores", "whiten_advantages", "clip_range", "clip_range_high", "dual_clip"),
+    *("ratio_level", "surrogate", "sapo_temperature_pos", "sapo_temperature_neg"),
+    "sampler_weight_cap",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,6 +91,36 @@ class DistillRecipe(ReinforceRecipe):
                 "so that nothing would be learned from the teacher; choose either"
             )
 
+    def has_policy_loss(self, *, rewarded: bool) -> bool:
+        """Whether the policy loss is a term: else its head is not differentiated.
+
+        Args:
+          rewarded: there is a reward beside the teacher.
+        """
+        guards = self.stop_approxkl is not None or self.max_ratio_mean is not None
+        learns = rewarded or self.penalty.in_reward
+        return learns or guards or self.entropy_coef != 0
+
+    def check_read(self, *, rewarded: bool) -> None:
+        """Checks that the options of the policy loss are left alone without one.
+
+        Args:
+          rewarded: there is a reward beside the teacher.
+
+        Raises:
+          InputError: one of them is set, and nothing would read it.
+        """
+        if self.has_policy_loss(rewarded=rewarded):
+            return
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for name in OF_THE_POLICY_LOSS:
+            if getattr(self, name) != defaults[name]:
+                raise InputError(
+                    f"{name}: expected none without a reward, where the divergence is "
+                    f"the whole loss, got {getattr(self, name)}; leave it out, or give "
+                    f"a reward"
+                )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Distill(DistillRecipe, PolicyGradient):
@@ -95,12 +131,14 @@ class Distill(DistillRecipe, PolicyGradient):
 
     rewarded: bool = False  # there is a reward beside the teacher
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_read(rewarded=self.rewarded)
+
     @property
     def reads_advantages(self) -> bool:
         """Whether the policy loss is a term: else its head is not differentiated."""
-        guards = self.stop_approxkl is not None or self.max_ratio_mean is not None
-        learns = self.rewarded or self.penalty.in_reward
-        return learns or guards or self.entropy_coef != 0
+        return self.has_policy_loss(rewarded=self.rewarded)
 
     def experience(
         self, scored: Scored, *, kl_coef: Array

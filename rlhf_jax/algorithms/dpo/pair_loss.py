@@ -44,7 +44,16 @@ def reference_logprobs(
 
 
 def token_logprobs(params: Params, *, batch: PackedPreferences, dpo: DPO) -> Array:
-    """As `reference_logprobs`, of parameters that a gradient reaches."""
+    """log π of every token of every pair.
+
+    Args:
+      params: of the policy; the gradient reaches them.
+      batch: PackedPreferences[B, S].
+      dpo: static.
+
+    Returns:
+      f32[B, S], nats; 0 at padding and at the first token of each text.
+    """
     return policy.logprobs(
         params,
         model=dpo.model,
@@ -116,13 +125,14 @@ def loss(
     """
     if dpo.has_reference == (ref_logprobs is None):
         free = "reference_free" if dpo.reference_free else f"kind {dpo.kind!r}"
+        or_free = "" if dpo.kind in ("ipo", "kto") else ", or set reference_free"
         raise InputError(
             f"expected no ref_logprobs with {free}, got some, which would not "
             "be read; leave one of them out"
             if ref_logprobs is not None
             else "expected ref_logprobs, as DPO is a loss of what the policy says over "
-            "what its reference says, got none; give them (`reference_logprobs`), or "
-            "set reference_free"
+            "what its reference says, got none; give them (`reference_logprobs`)"
+            f"{or_free}"
         )
     if (dpo.kind == "kto") != (batch.labels is not None):
         needs = "labels" if dpo.kind == "kto" else "no labels"
@@ -199,7 +209,8 @@ def kto_baseline(
       trained: the policy's parameters, or its adapters over `base`.
       batch: PackedPreferences[B, S], whose rejected texts are of other prompts.
       ref_logprobs: f32[B, S], nats, the reference's.
-      dpo, base: of `update`.
+      dpo: static.
+      base: the parameters that adapters adapt; None without adapters.
 
     Returns:
       f32[], nats per response. No gradient reaches any argument.
@@ -207,7 +218,7 @@ def kto_baseline(
     Raises:
       InputError: micro_batch_size does not divide B.
     """
-    rows = dpo.micro_batch_size or len(batch.tokens)
+    rows = len(batch.tokens) if dpo.micro_batch_size is None else dpo.micro_batch_size
     if len(batch.tokens) % rows:
         raise InputError(
             f"expected micro_batch_size to divide the {len(batch.tokens)} rows of an "

@@ -43,7 +43,12 @@ def add(
     Args:
       scored: Scored[B, S], of `score` with the first reference.
       further: by name; log-probs are computed where there are none.
-      model, max_new_tokens, temperature, penalty, policy, packing: of `score`.
+      model: shape of the policy, and of references that have none of their own.
+      max_new_tokens: R, the response columns.
+      temperature: the rollout's.
+      penalty: which KL, and where it is applied.
+      policy: the policy's parameters, which exact KL reads.
+      packing: how the models read these rows packed; None reads them padded.
 
     Returns:
       Scored[B, S], whose `kl` is KL_ref + Σ_i w_i·KL_i and whose `kl_stats` have
@@ -86,9 +91,9 @@ def add(
             )
         if total is not None and of_each.kl is not None:
             total = total + each.weight * of_each.kl
-        for key in of_each.kl_stats.keys() - {"objective/kl_exact"}:
-            both = ({key: stats[key]}, {key: of_each.kl_stats[key]})
-            stats |= masked.add_stats(*both)
+        for key, value in of_each.kl_stats.items():
+            if key != "objective/kl_exact":
+                stats |= masked.add_stats({key: stats[key]}, {key: value})
         per_token = kl.k1(scored.rollout.old_logprobs, of_each.ref_logprobs)
         per_response = masked.masked_sum(per_token, mask=mask, axis=1)
         rows = jnp.asarray(per_response.shape[0], jnp.float32)

@@ -14,7 +14,6 @@ from rlhf_jax.algorithms.grpo.published import (
 )
 from rlhf_jax.algorithms.grpo.recipe import GRPO, GroupRecipe
 from rlhf_jax.algorithms.policy_gradient.iteration import (
-    Reward,
     iteration,
     learn,
     make_experience,
@@ -22,6 +21,7 @@ from rlhf_jax.algorithms.policy_gradient.iteration import (
     seen_by_reward,
 )
 from rlhf_jax.algorithms.policy_gradient.update import shuffle_key, update
+from rlhf_jax.roles.rewards import Reward
 
 __all__ = [
     "CISPO",

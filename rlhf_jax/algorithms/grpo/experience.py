@@ -83,7 +83,7 @@ def group_experience(
     else:
         of_rows = leave_one_out(totals, group_size=group_size, kept=kept)
     alike = equal_groups(totals, group_size=group_size, kept=kept)
-    stats = _group_stats(totals, alike, group_size=group_size)
+    stats = _group_stats(totals, alike, group_size=group_size)  # of all responses
     trained = finished
     if equal == "leave_out":
         mixed = jnp.repeat(~alike, group_size)

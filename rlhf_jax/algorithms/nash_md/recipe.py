@@ -30,6 +30,7 @@ from rlhf_jax.models.generation.mixture import Side
 from rlhf_jax.roles import adapted
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.rewards import Reward
 
 Array = jax.Array
 Params = Any
@@ -54,6 +55,11 @@ class NashMDRecipe(PolicyRecipe):
             raise InputError(
                 f"mixture: expected a share between 0 and 1, got {self.mixture}; "
                 f"choose another"
+            )
+        if self.aggregation == "prompt_mean":
+            raise InputError(
+                "aggregation: expected another than 'prompt_mean' for Nash-MD, which "
+                "trains on one response to a prompt; choose sequence_mean, its equal"
             )
         for name in ("fixed_length", "continuous_batching"):
             if getattr(self, name):
@@ -183,15 +189,33 @@ def iteration(
     *,
     prompts: Prompts,
     reference: Frozen,
-    reward: policy_gradient.Reward,
+    reward: Reward,
     key: Array,
     recipe: NashMD,
     base: Frozen | None = None,
 ) -> tuple[TrainState, masked.Stats, Scored]:
-    """`policy_gradient.iteration` with the responses of the mixture in every other row.
+    """One iteration: the responses of policy and mixture, their scores, one update.
 
-    Arguments and results as there; the reference is needed. Statistics of the objective
-    are over both halves.
+    Args:
+      state: of `state.grpo_state`; donated by the caller's `jit`.
+      prompts: Prompts[B, P], each prompt in two neighbouring rows.
+      reference: the frozen model of the mixture and of the KL.
+      reward: rollout -> f32[B] or `rewards.Scores`, reward units, in JAX; of a pair's
+        two scores `recipe.labels` makes the preference.
+      key: of this step, `fold_in(root, step)`.
+      recipe: static.
+      base: with `recipe.lora` the parameters that the state's adapters adapt.
+
+    Returns:
+      The next state, stats {name: (sum, weight)}, and the scored rollout [B, P + R], in
+      which rows of the policy and of the mixture take turns. Statistics of the
+      objective are over both.
+
+    Raises:
+      InputError: sizes do not divide, the reference has another vocabulary, or the
+        reward is not one number a row.
+
+    Source: Munos et al. 2023, arXiv:2312.00886, section 7.
     """
     rollout = sample(
         state.policy,

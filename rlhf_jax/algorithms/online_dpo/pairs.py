@@ -73,7 +73,7 @@ class OnlineDPO(OnlineDPORecipe, PolicyGradient):
             )
         rows = len(scored.scores)
         checks.groups(rows, group_size=self.group_size)
-        size = self.group_size if self.pairing == "best_worst" else 2
+        size = self.responses_per_pair
         scores = scored.scores.reshape(-1, size)
         first = size * jnp.arange(len(scores))
         # Of equal scores the first is the best and the last the worst: two responses.

@@ -40,6 +40,8 @@ class OnlineDPORecipe(PolicyRecipe):
     """Temperature that divides the logits in every role."""
     num_epochs: int = 1
     """Number of passes over each batch."""
+    micro_batch_size: int | None = None
+    """Pairs per forward and backward pass; None is a minibatch."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,6 +59,38 @@ class OnlineDPORecipe(PolicyRecipe):
                 f"labels: expected 'ranked' with kind {self.kind!r}, which takes no "
                 f"probabilities, got 'bradley_terry'; choose one of them"
             )
+        self._check_unread()
+
+    @property
+    def responses_per_pair(self) -> int:
+        """Responses that are sampled for each pair that is learned from."""
+        return self.group_size if self.pairing == "best_worst" else 2
+
+    def check_batch(self, responses: int) -> None:
+        """Checks that the pairs of a batch divide into minibatches and micro-batches.
+
+        Args:
+          responses: in a batch, whole groups.
+
+        Raises:
+          InputError: they do not.
+        """
+        pairs = responses // self.responses_per_pair
+        size, rest = divmod(pairs, self.num_minibatches)
+        if rest or not size:
+            raise InputError(
+                f"num_minibatches: expected to divide the {pairs} pairs of a batch of "
+                f"{responses} responses, got {self.num_minibatches}; change either"
+            )
+        micro_size = size if self.micro_batch_size is None else self.micro_batch_size
+        if micro_size < 1 or size % micro_size:
+            raise InputError(
+                f"micro_batch_size: expected to divide the {size} pairs of a minibatch "
+                f"({responses} responses, {self.responses_per_pair} for a pair), got "
+                f"{micro_size}; change either, or leave it out"
+            )
+
+    def _check_unread(self) -> None:
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         for name in UNREAD:
             if getattr(self, name) != defaults[name]:

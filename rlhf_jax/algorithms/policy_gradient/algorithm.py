@@ -131,7 +131,7 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
             `policy_terms` where the KL is in the loss.
           base: the parameters that adapters adapt; None without adapters.
           reference: read for exact KL in the loss alone.
-          further: references beside the first, read as it is.
+          further: further references by name, read for exact KL in the loss alone.
 
         Returns:
           The minibatch to learn from, and ((policy, critic), part, packing) ->
@@ -206,6 +206,7 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
     def kl_coef(self, state: TrainState) -> Array:
         """β of this iteration, f32[], reward units per nat: the only place it is made.
 
+        Online DPO has a constant in its place, `OnlineDPO.beta`.
         The controller's coefficient, times `lifecycle.kl_scale` where the KL is taken
         in some iterations only.
         """

@@ -6,13 +6,12 @@
 `iteration` is for rewards that run in JAX. A reward that runs on the host stands
 between two programs, `sample` and `learn`. A critic on devices of its own has programs
 of its own (`ppo.critic_apart`). All ways give the same numbers, as long as gradients
-are finite. The recipe brings what makes an algorithm itself (`PolicyGradient`).
+are finite.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,8 +28,6 @@ from rlhf_jax.roles.reference.further import References
 
 Array = jax.Array
 Params = Any
-# rollout -> f32[B] or Scores; a pytree (`rewards.from_model`) if it holds parameters.
-Reward = Callable[[batch.Rollout], Array | rewards.Scores]
 
 
 def iteration(
@@ -38,7 +35,7 @@ def iteration(
     *,
     prompts: batch.Prompts,
     reference: Frozen | None,
-    reward: Reward,
+    reward: rewards.Reward,
     key: Array,
     recipe: PolicyGradient,
     base: Frozen | None = None,
@@ -52,16 +49,13 @@ def iteration(
 
     Args:
       state: of `state.ppo_state` or `state.grpo_state`; donated by the caller's `jit`.
-      prompts: Prompts[B, P]; with groups each prompt fills `recipe.rows_per_prompt`
-        neighbouring rows.
+      prompts: Prompts[B, P]; `recipe.rows_per_prompt` neighbouring rows of each prompt.
       reference: the frozen policy; None takes no KL at all.
-      reward: rollout -> f32[B] or `rewards.Scores`, in JAX.
+      reward: rollout -> f32[B] or `rewards.Scores`, reward units, in JAX.
       key: of this step, `fold_in(root, step)`.
       recipe: static, a `ppo.PPO`, a `grpo.GRPO` or another `PolicyGradient`.
-      base: what the state's adapters adapt, with `recipe.lora`; never donated, and no
-        gradient reaches it. None without adapters.
-      ptx: Sequences[M, S'], texts whose language-model loss is mixed in with
-        `recipe.ptx_coef`, shared out over the minibatches of an epoch.
+      base: what adapters adapt, with `recipe.lora`; never donated. None without.
+      ptx: Sequences[M, S'], texts for `recipe.ptx_coef`, shared out over minibatches.
       further: references beside the first, by name; None is none.
 
     Returns:
@@ -108,7 +102,8 @@ def sample(
       policy: the policy's parameters, or its adapters of `base`.
       prompts: Prompts[B, P]; a prompt in `recipe.rows_per_prompt` rows is run once.
       key: of this step; the sampler takes the first of the two keys split from it.
-      recipe, base: of `iteration`.
+      recipe: static.
+      base: what adapters adapt, with `recipe.lora`; None without adapters.
       version: i32[], of the policy, `TrainState.step`; None stamps no token.
 
     Returns:
@@ -166,22 +161,21 @@ def learn(
     packing: batch.RolloutPacking | None = None,
     further: References | None = None,
 ) -> tuple[TrainState, masked.Stats, batch.Scored]:
-    """An iteration from the scores on: `iteration` without sampling and reward.
+    """The part of an iteration that follows the reward.
 
     Args:
       state: donated by the caller's `jit`.
       rollout: Rollout[B, S], of `sample`.
       scores: f32[B], reward units, of what `seen_by_reward` returned for the rollout;
         or `rewards.Scores`, whose parts are logged as `reward/NAME`.
-      reference: the frozen policy; None, as in a step that `Lifecycle.kl_every` leaves
-        out, takes no KL at all: no penalty and none of its metrics.
+      reference: the frozen policy; None takes no KL, and logs no metric of it.
       key: of this step, the one that `sample` took.
-      recipe, base, ptx: of `iteration`.
-      ref_logprobs: f32[B, S], nats, of `score.reference_logprobs` where that ran
-        before; None computes them here, if there is a reference.
+      recipe: static.
+      base: what adapters adapt, with `recipe.lora`; None without adapters.
+      ptx: Sequences[M, S'], texts for `recipe.ptx_coef`; None mixes none in.
+      ref_logprobs: f32[B, S], nats; None computes them here, if there is a reference.
       values: f32[B, S], reward units, of `ppo.values`; None computes them here.
-      packing: how the models read this rollout packed, of its lengths and of
-        `minibatches(shuffle_key(key))` (`data.layouts`); None reads it padded.
+      packing: how the models read this rollout packed (`data.layouts`); None pads it.
       further: references beside the first, with their log-probs where those ran before.
 
     Returns:
@@ -229,12 +223,19 @@ def make_experience(
     packing: batch.RolloutPacking | None = None,
     further: References | None = None,
 ) -> tuple[TrainState, batch.PolicyExperience, masked.Stats, batch.Scored]:
-    """What the updates of an iteration read: `learn` without its update.
+    """What the updates of an iteration read.
 
     Args:
       state: donated by the caller's `jit`; without a critic if there are `values`.
-      rollout, scores, reference, recipe, ref_logprobs, values, base, packing, further:
-        of `learn`.
+      rollout: Rollout[B, S], of `sample`.
+      scores: f32[B], reward units, or `rewards.Scores`.
+      reference: the frozen policy; None takes no KL at all.
+      recipe: static.
+      ref_logprobs: f32[B, S], nats; None computes them here, if there is a reference.
+      values: f32[B, S], reward units; None computes them here.
+      base: what adapters adapt, with `recipe.lora`; None without adapters.
+      packing: how the models read this rollout packed; None reads it padded.
+      further: references beside the first, by name.
 
     Returns:
       The state with these scores in its moments, the experience [B, S] of the
@@ -256,7 +257,7 @@ def make_experience(
         shaping=recipe.scores,
     )
     params = adapted.params(state.policy, base=base, lora=recipe.lora)
-    rollout, stats = recomputed(rollout, params, recipe=recipe, packing=of_batch)
+    rollout = recomputed(rollout, params, recipe=recipe, packing=of_batch)
     scoring: dict[str, Any] = {
         "model": recipe.model,
         "max_new_tokens": recipe.max_new_tokens,
@@ -285,12 +286,10 @@ def make_experience(
         step=state.step,
         recipe=recipe,
     )
-    as_returned = dataclasses.replace(scored, scores=returned.total)
     stats = masked.merge_stats(
-        stats,
         weight_stats,
         flow.objective.objective_stats(
-            as_returned,
+            dataclasses.replace(scored, scores=returned.total),
             kl_coef=kl_coef,
             ended=flow.score.ended(rewarded, stop_ids=recipe.stop_ids),
         ),

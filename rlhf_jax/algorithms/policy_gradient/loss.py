@@ -30,9 +30,8 @@ class PolicyTerms(NamedTuple):
 
     loss: Array  # f32[]
     stats: masked.Stats
-    hidden: (
-        Array  # of the policy, [*texts.tokens.shape, D]: a head on its trunk reads on
-    )
+    # Of the policy, floats[*texts.tokens.shape, D]: a head on its trunk reads on.
+    hidden: Array
     texts: Texts  # the rows as heads read them
 
 
@@ -66,7 +65,8 @@ def policy_terms(
       base: the parameters that adapters adapt; None without adapters.
       reference: read for exact KL in the loss alone; no gradient reaches it.
       packing: how the models read these rows packed; None reads them padded.
-      further: references beside the first, read as it is; those of the experience.
+      further: further references by name, read for exact KL in the loss alone; their
+        log-probs and weights are the experience's.
 
     Returns:
       The loss with the stats of its terms and `policy/sampler_mismatch`.

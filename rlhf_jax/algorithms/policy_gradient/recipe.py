@@ -187,11 +187,12 @@ class PolicyRecipe:
             unread = {}
         if self.surrogate == "sapo":
             unread["clip_range_high"] = self.clip_range_high is not None
+            unread["clip_range"] = self.clip_range != PolicyRecipe.clip_range
         else:
             for name, (value, default) in gates.items():
                 unread[name] = value != default
-        for name, given in unread.items():
-            if given:
+        for name, is_set in unread.items():
+            if is_set:
                 raise InputError(
                     f"{name}: expected none with surrogate {self.surrogate!r}, which "
                     f"does not read it, got {getattr(self, name)}; leave it out, or "

@@ -33,7 +33,7 @@ def recomputed(
     *,
     recipe: PolicyGradient,
     packing: SizedPacking | None,
-) -> tuple[Rollout, masked.Stats]:
+) -> Rollout:
     """The rollout with the trainer's log-probs as `old_logprobs`, if the recipe asks.
 
     Args:
@@ -42,14 +42,10 @@ def recomputed(
       params: of the policy, before any update.
       recipe: without `recompute_logprobs` nothing changes.
       packing: how the model reads these rows packed; None reads them padded.
-
-    Returns:
-      The rollout, and `policy/sampler_mismatch`, mean |log π_old - log μ| over the
-      response tokens, nats per token, as (sum, weight).
     """
     if not recipe.recompute_logprobs:
-        return rollout, {}
-    after = flow.rollout.recompute_logprobs(
+        return rollout
+    return flow.rollout.recompute_logprobs(
         rollout,
         params,
         model=recipe.model,
@@ -57,10 +53,6 @@ def recomputed(
         temperature=recipe.temperature,
         packing=packing,
     )
-    distance = mean_distance(
-        after.old_logprobs, after.behaviour_logprobs, mask=after.response_mask
-    )
-    return after, {"policy/sampler_mismatch": distance}
 
 
 def corrected(
@@ -72,22 +64,31 @@ def corrected(
       experience: PolicyExperience[B, S] of the rollout.
       rollout: Rollout[B, S], of `recomputed`.
       step: i32[], iterations that the trainer has done.
-      recipe: of `iteration`; without `sampler_weight_cap` nothing changes.
+      recipe: static; without `sampler_weight_cap` nothing changes.
 
     Returns:
-      The experience, and the stats of `weighted` and `staleness`.
+      The experience, and stats {name: (sum, weight)}: where log-probs are recomputed
+      `policy/sampler_mismatch`, mean |log π_old - log μ| over the tokens that are
+      trained on, nats per token; and those of `weighted` and `staleness`.
     """
-    if recipe.sampler_weight_cap is None:
+    if not recipe.recompute_logprobs:
         return experience, {}
+    sampler_logprobs = rollout.behaviour_logprobs
+    mismatch = mean_distance(
+        experience.old_logprobs, sampler_logprobs, mask=experience.response_mask
+    )
+    compared: masked.Stats = {"policy/sampler_mismatch": mismatch}
+    if recipe.sampler_weight_cap is None:
+        return experience, compared
     experience, stats = weighted(
         experience,
-        sampler_logprobs=rollout.behaviour_logprobs,
+        sampler_logprobs=sampler_logprobs,
         cap=recipe.sampler_weight_cap,
         correction=recipe.sampler_correction,
         floor=recipe.sampler_weight_floor,
         group_size=recipe.rows_per_prompt,
     )
-    return experience, stats | staleness(rollout, step=step)
+    return experience, compared | stats | staleness(rollout, step=step)
 
 
 def weighted(
@@ -104,14 +105,16 @@ def weighted(
     As w >= 0, max(-ρ·wA, -clip(ρ)·wA) = w·max(-ρA, -clip(ρ)A), and as much holds for
     every surrogate: the policy's loss is weighted token by token. Returns, the value
     loss, the entropy bonus and a KL in the loss are not, but for the importance weights
-    of the KL's own (`Penalty`), which are over the sampler too. A response that is
-    rejected is left out of all these, and of what they are divided by; the critic is
-    trained on it.
+    of the KL's own (`Penalty`), which are over the sampler too. A rejected response is
+    left out of the policy loss, the entropy bonus and the KL in the loss, and of their
+    divisors; the critic is still trained on it.
 
     Args:
       experience: PolicyExperience[B, S], whose `old_logprobs` are the trainer's.
       sampler_logprobs: f32[B, S], nats, log μ of the weights that drew the tokens.
-      cap, correction, floor: of `importance.importance_weights`.
+      cap: C, the largest weight, dimensionless.
+      correction: how weights beyond the bounds are cut (`importance.Correction`).
+      floor: the smallest weight of the masks and of rejection; None is none.
       group_size: responses to each prompt, in neighbouring rows.
 
     Returns:

@@ -1,7 +1,6 @@
 """PPO: a critic, generalised advantages and a clipped loss."""
 
 from rlhf_jax.algorithms.policy_gradient.iteration import (
-    Reward,
     iteration,
     learn,
     make_experience,
@@ -12,6 +11,7 @@ from rlhf_jax.algorithms.policy_gradient.update import shuffle_key, update
 from rlhf_jax.algorithms.ppo.experience import gae_experience, values
 from rlhf_jax.algorithms.ppo.loss import ppo_loss
 from rlhf_jax.algorithms.ppo.recipe import N_PLUS, OPENAI_2019, PPO, Recipe
+from rlhf_jax.roles.rewards import Reward
 
 __all__ = [
     "N_PLUS",

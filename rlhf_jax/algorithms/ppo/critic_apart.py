@@ -106,11 +106,11 @@ def update(
         chosen, parts = turn
         minibatch = jax.tree.map(lambda leaf: leaf[chosen], experience)
         minibatch = whitened(minibatch, recipe=recipe)
-        responses = minibatch.response_mask.any(axis=1)
+        value_mask = minibatch.value_mask
         loss = functools.partial(
             critic_loss,
-            num_values=minibatch.value_mask.sum(dtype=jnp.float32),
-            num_responses=responses.sum(dtype=jnp.float32),
+            num_values=value_mask.sum(dtype=jnp.float32),
+            num_valued=value_mask.any(axis=1).sum(dtype=jnp.float32),
             recipe=recipe,
             base=base,
         )

@@ -61,6 +61,7 @@ def ppo_loss(
     num_values: Array,
     num_responses: Array,
     recipe: PPO,
+    num_valued: Array | None = None,
     base: Frozen | None = None,
     reference: Frozen | None = None,
     packing: Packing | None = None,
@@ -80,10 +81,12 @@ def ppo_loss(
       num_tokens, num_values, num_responses: f32[], response tokens, valued states and
         responses that hold a token, all of the whole minibatch.
       recipe: static.
+      num_valued: f32[], responses that hold a valued state, those that a correction
+        rejects among them; None is num_responses.
       base: the parameters that adapters adapt; None without adapters.
       reference: read for exact KL in the loss alone; no gradient reaches it.
       packing: how the models read these rows packed; None reads them padded.
-      further: references beside the first, read as it is.
+      further: further references by name, read for exact KL in the loss alone.
 
     Returns:
       f32[] and the stats of the losses and `policy/sampler_mismatch`.
@@ -109,7 +112,10 @@ def ppo_loss(
     )
     if critic is None:
         return loss, stats
-    counts = {"num_values": num_values, "num_responses": num_responses}
+    counts = {
+        "num_values": num_values,
+        "num_valued": num_responses if num_valued is None else num_valued,
+    }
     if recipe.shared_trunk:
         predicted = values_of_hidden(critic["score"], hidden, mask=texts.mask)
         added = _value_loss(
@@ -132,7 +138,7 @@ def critic_loss(
     *,
     experience: Experience,
     num_values: Array,
-    num_responses: Array,
+    num_valued: Array,
     recipe: PPO,
     base: Frozen | None = None,
     packing: Packing | None = None,
@@ -142,7 +148,8 @@ def critic_loss(
     Args:
       critic: its parameters, or its adapters over `base`.
       experience: Experience[b, S], rows of a minibatch.
-      num_values, num_responses: f32[], counts of the whole minibatch.
+      num_values, num_valued: f32[], valued states and responses that hold one, of the
+        whole minibatch.
       recipe: the coefficients.
       base: the parameters that adapters adapt; None without adapters.
       packing: how the critic reads these rows packed; None reads them padded.
@@ -165,7 +172,7 @@ def critic_loss(
         predicted,
         experience=experience,
         num_values=num_values,
-        num_responses=num_responses,
+        num_valued=num_valued,
         recipe=recipe,
     )
 
@@ -175,7 +182,7 @@ def _value_loss(
     *,
     experience: Experience,
     num_values: Array,
-    num_responses: Array,
+    num_valued: Array,
     recipe: PPO,
 ) -> tuple[Array, masked.Stats]:
     loss, stats = losses.value_loss(
@@ -187,6 +194,6 @@ def _value_loss(
         aggregation=recipe.aggregation,
         loss_scale_factor=recipe.loss_scale,
         num_tokens=num_values,
-        num_responses=num_responses,
+        num_responses=num_valued,
     )
     return recipe.vf_coef * loss, stats

@@ -184,7 +184,7 @@ class PPO(Recipe, PolicyGradient):
           kl_coef: β of this iteration, f32[], reward units per nat.
           base: the parameters that adapters adapt; None without adapters.
           reference: read for exact KL in the loss alone.
-          further: references beside the first, read as it is.
+          further: further references by name, read for exact KL in the loss alone.
 
         Returns:
           The minibatch to learn from, and ((policy, critic), part, packing) ->
@@ -198,6 +198,7 @@ class PPO(Recipe, PolicyGradient):
             num_tokens=mask.sum(dtype=jnp.float32),
             num_values=value_mask.sum(dtype=jnp.float32),
             num_responses=mask.any(axis=1).sum(dtype=jnp.float32),
+            num_valued=value_mask.any(axis=1).sum(dtype=jnp.float32),
             recipe=self,
             base=base,
             reference=reference,

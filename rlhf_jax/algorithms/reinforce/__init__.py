@@ -1,7 +1,6 @@
 """REINFORCE++: no critic and no groups, each token has its own reward to go."""
 
 from rlhf_jax.algorithms.policy_gradient.iteration import (
-    Reward,
     iteration,
     learn,
     make_experience,
@@ -15,6 +14,7 @@ from rlhf_jax.algorithms.reinforce.recipe import (
     REINFORCE,
     ReinforceRecipe,
 )
+from rlhf_jax.roles.rewards import Reward
 
 __all__ = [
     "PUBLISHED",

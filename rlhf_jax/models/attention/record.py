@@ -121,7 +121,9 @@ def mask_of(
       mask: bool[B, S], True at tokens.
       segments: i32[B, S], from 1 at tokens; None is one text per row.
       prefixes: i32[B, S], the segment that a token sees beside its own, or 0.
-      scale, softcap, cut: as in `AttentionMask`.
+      scale: factor of the scores; None is 1/√(head size).
+      softcap: c of c·tanh(score/c); None caps nothing.
+      cut: the columns that the devices of a context axis hold; None is one device.
     """
     text = mask.astype(jnp.int32)
     return AttentionMask(

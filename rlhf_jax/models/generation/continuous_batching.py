@@ -70,8 +70,17 @@ def respond(
     """Samples a response to every prompt, `places` rows at a time.
 
     Args:
+      params: of the policy.
+      model: static.
+      tokens: i32[N, P], prompts, left-padded; those of a group are the same.
+      mask: bool[N, P], False at padding.
+      keys: key[N], of the rows, independent of N.
       places: C, from group_size to N.
-      The others: as `decode.generate`, with N rows, and checked there.
+      max_new_tokens: R.
+      stop_ids: tokens that end a response, themselves kept.
+      temperature: of the draw, above 0.
+      shaping: of the draw's logits; None draws from the policy.
+      group_size: neighbouring rows of the same prompt, which is run once.
 
     Returns:
       Responses[N, R], the samples of a place for every row: each is drawn with keys

@@ -140,21 +140,22 @@ def grant(table: PageTable, *, alive: Array) -> tuple[PageTable, Array]:
     # other's: row i allows as many, to rows after it, as its slack.
     rank = wants + (before & wants[:, None]).sum(axis=0, dtype=jnp.int32)
     allowed = jnp.where(before, (slack + rank)[:, None], pages + places).min(axis=0)
-    given = wants & (rank <= allowed)
+    granted = wants & (rank <= allowed)
     # The k-th row to get a page gets the k-th that is free.
     free = table.owner == places
-    nth_row, nth_page = (jnp.cumsum(x, dtype=jnp.int32) for x in (given, free))
+    nth_row, nth_page = (jnp.cumsum(x, dtype=jnp.int32) for x in (granted, free))
     page = _first(nth_page, nth_row)
     row = _first(nth_row, nth_page)
     taken = free & (nth_page <= nth_row[-1])
-    here = given[:, None] & (jnp.arange(table.table.shape[1])[None] == held[:, None])
+    last = jnp.arange(table.table.shape[1])[None] == held[:, None]
+    here = granted[:, None] & last
     table = dataclasses.replace(
         table,
         table=jnp.where(here, page[:, None], table.table),
         owner=jnp.where(taken, row, table.owner),
         number=jnp.where(taken, held[jnp.minimum(row, places - 1)], table.number),
     )
-    return table, alive & (~wants | given)
+    return table, alive & (~wants | granted)
 
 
 def view(table: PageTable, *, going: Array) -> Pages:
@@ -331,5 +332,5 @@ def _slack(*, held: Array, more: Array, pages: Array | int, before: Array) -> Ar
 
 def _first(counted: Array, number: Array) -> Array:
     """The first index where a running count is `number`; its length where none is."""
-    found = jnp.searchsorted(counted, number, side="left", method="compare_all")
-    return found.astype(jnp.int32)
+    index = jnp.searchsorted(counted, number, side="left", method="compare_all")
+    return index.astype(jnp.int32)

@@ -153,15 +153,15 @@ def moved(
       page: i32[N'], which page each was; N for none.
       place: i32[B'], which place each was.
     """
-    moved = []
+    layers = []
     for layer, cache in enumerate(caches):
         index = page if in_pages(model, layer, longest=longest) else place
 
         def take(leaf: Array, index: Array = index) -> Any:
             return leaf.at[index].get(mode="clip")
 
-        moved.append(jax.tree.map(take, cache))
-    return tuple(moved)
+        layers.append(jax.tree.map(take, cache))
+    return tuple(layers)
 
 
 def _columns(array: Array, column: Array) -> Array:

@@ -41,7 +41,7 @@ def described(one: Measured, target: Target) -> dict[str, Any] | None:
       target: the chips, and the mesh that the arguments are on.
 
     Returns:
-      As `measured.described`; None where nothing is brought.
+      A row of the plan's JSON (`measured.described`); None where nothing is brought.
     """
     if not one.program.resharded:
         return None

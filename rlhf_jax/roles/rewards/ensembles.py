@@ -47,20 +47,13 @@ def combine(scores: Sequence[Array], *, how: Combine, std_coef: float = 1.0) -> 
     Source: Coste et al. 2024, arXiv:2310.02743, section 3: mean and minimum (worst
     case); where their third subtracts a variance, this subtracts a standard deviation.
     """
-    if len(scores) < 2:
-        raise checks.InputError(
-            f"expected at least 2 rewards to combine, got {len(scores)}; add another"
-        )
-    if how not in get_args(Combine):
-        raise checks.InputError(
-            f"how: expected one of {', '.join(get_args(Combine))}, got {how!r}"
-        )
-    checks.non_negative(std_coef=std_coef)
+    _check(len(scores), how=how, std_coef=std_coef)
     checks.same_shape(**{f"member_{i}": each for i, each in enumerate(scores)})
     members = jnp.stack([jnp.asarray(each, jnp.float32) for each in scores])
     mean = members.mean(axis=0)
-    # Of the differences: equal members disagree by 0 exactly.
-    spread = jnp.sqrt(jnp.mean(jnp.square(members - mean[None]), axis=0))
+    # Around the first: equal members disagree by 0, however their mean is rounded.
+    apart = members - members[:1]
+    spread = jnp.sqrt(jnp.mean(jnp.square(apart - apart.mean(axis=0)[None]), axis=0))
     match how:
         case "mean":
             total = mean
@@ -82,19 +75,31 @@ def ensemble(
 
     Args:
       members: rewards, at least two; of a member that returns `Scores` the total.
-      how, std_coef: of `combine`.
+      how: mean, minimum, or mean_minus_std.
+      std_coef: c of mean - c·std, dimensionless; read by mean_minus_std alone.
 
     Returns:
       rollout -> Scores.
 
     Raises:
-      InputError: there are fewer than two members, or as `combine`.
+      InputError: there are fewer than two members, there is no such way, or c is
+        negative or not finite.
     """
-    if len(members) < 2:
-        raise checks.InputError(
-            f"expected at least 2 rewards to combine, got {len(members)}; add another"
-        )
+    _check(len(members), how=how, std_coef=std_coef)
     return jax.tree_util.Partial(_Ensemble(how, float(std_coef)), *members)
+
+
+def _check(members: int, *, how: Combine, std_coef: float) -> None:
+    if members < 2:
+        raise checks.InputError(
+            f"expected at least 2 rewards to combine, got {members}; add another"
+        )
+    if how not in get_args(Combine):
+        raise checks.InputError(
+            f"how: expected one of {', '.join(get_args(Combine))}, got {how!r}; choose "
+            f"one"
+        )
+    checks.non_negative(std_coef=std_coef)
 
 
 @dataclasses.dataclass(frozen=True)

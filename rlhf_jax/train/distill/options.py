@@ -75,6 +75,7 @@ class Config(SamplerConfig):
             stop_timeout=self.stop_timeout,
         )
         checks.non_negative(num_shown=self.num_shown)
+        self.distill.check_read(rewarded=self.reward is not None)
         self.check_sampler(
             self.distill,
             max_new_tokens=self.max_new_tokens,

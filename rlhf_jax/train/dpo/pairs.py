@@ -32,7 +32,7 @@ def read(options: Config) -> list[Row]:
     """The rows of --data, before a model is loaded.
 
     Raises:
-      InputError: as `files.read_preferences` and `unpaired.read_labelled`.
+      InputError: the file is empty or malformed, or for KTO all labels are the same.
     """
     if options.dpo.kind == "kto":
         return unpaired.read_labelled(options.data, blank=options.blank)
@@ -45,7 +45,8 @@ def encode(
     """(what is trained on, what is held out), packed into rows.
 
     Raises:
-      InputError: as `encode_preferences`, `encode_labelled` and `hold_out`.
+      InputError: a text is too long or has no room in a row, or nothing is left to
+        train on or to hold out.
     """
     max_length = start.limit(options.max_length)
     hold_out = {"share": options.held_out, "seed": options.seed}

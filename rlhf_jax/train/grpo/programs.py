@@ -111,6 +111,10 @@ class Programs:
         """Scores, and the references' log-probs, computed while processes verify.
 
         Args:
+          rollout: of `sample`.
+          reference: the frozen policy, on its own devices; None for a run without.
+          reward: that verifies, in processes.
+          key: of this step.
           scores: of `verify`; None verifies here.
 
         Returns:

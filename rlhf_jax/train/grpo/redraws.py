@@ -53,9 +53,13 @@ def fill(
       rollout: of the step's own prompts and key.
       policy: what samples.
       version: i32[], of the policy.
+      programs: that sample and verify.
+      prompts: of every step, those of other draws among them.
+      reward: that verifies, in processes.
       options: of the run; `max_redraws` is the limit.
       group_size: responses to a prompt.
       step: of the run, from 0.
+      root_key: of the run; draw d takes `fold_in(root_key, step + d * num_steps)`.
 
     Returns:
       The rollout, its scores and {name: (sum, weight)}: `group/redraws`, batches drawn
@@ -67,18 +71,18 @@ def fill(
     """
     batch = rollout, programs.verify(rollout, reward=reward)
     equal = _equal(batch[1], group_size)
-    seen, draws = [equal], 0
+    of_draws, draws = [equal], 0
     while equal.any() and draws < options.redraws:
         draws += 1
         other = step + draws * options.num_steps
-        answered = programs.sample(
+        responses = programs.sample(
             policy,
             prompts=prompts[other],
             key=jax.random.fold_in(root_key, other),
             version=version,
         )
-        drawn = answered, programs.verify(answered, reward=reward)
-        seen.append(_equal(drawn[1], group_size))
+        drawn = responses, programs.verify(responses, reward=reward)
+        of_draws.append(_equal(drawn[1], group_size))
         filled = _refilled(batch, drawn, group_size=group_size)
         # On the devices of a rollout that was sampled, or `learn` would compile again.
         batch = jax.device_put(filled, jax.tree.map(lambda x: x.sharding, batch))
@@ -86,12 +90,12 @@ def fill(
     if equal.all():
         raise StopError(
             f"step {step}: expected groups of unequal scores among "
-            f"{len(seen) * equal.size} in {len(seen)} batches, got none, so that there "
-            f"is nothing to learn from; choose questions that are solved sometimes, a "
-            f"larger --group-size, or --max-redraws 0"
+            f"{len(of_draws) * equal.size} in {len(of_draws)} batches, got none, so "
+            f"that there is nothing to learn from; choose questions that are solved "
+            f"sometimes, a larger --group-size, or --max-redraws 0"
         )
     one = jnp.ones((), jnp.float32)
-    every = np.concatenate(seen)
+    every = np.concatenate(of_draws)
     stats: masked.Stats = {
         "group/redraws": (jnp.float32(draws), one),
         "group/drawn_equal_fraction": (

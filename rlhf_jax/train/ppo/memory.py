@@ -95,9 +95,9 @@ def check_memory(options: Config) -> None:
         parts += [Part("sampler's base", storage.shapes(params), sampler_mesh)]
 
     def passing() -> list[memory_check.Passing]:
-        rows = min(
-            options.batch_size, options.ppo.continuous_batching or options.batch_size
-        )
+        rows = options.batch_size
+        if options.ppo.continuous_batching is not None:
+            rows = min(rows, options.ppo.continuous_batching)
         return [
             memory_check.cache(
                 dataclasses.replace(

@@ -18,6 +18,7 @@ import tiny
 from rlhf_jax import config, decoder, kl_control, masked, state
 from rlhf_jax.algorithms import distill
 from rlhf_jax.algorithms.batch import Prompts, Rollout, Scored
+from rlhf_jax.algorithms.flow.shaping import ScoreShaping
 from rlhf_jax.algorithms.policy_gradient.iteration import iteration, sample
 from rlhf_jax.algorithms.policy_gradient.loss import policy_terms
 from rlhf_jax.functional.checks import InputError
@@ -312,6 +313,23 @@ def test_what_reads_advantages():
         {"max_ratio_mean": 2.0},
     ):
         assert dataclasses.replace(BASE, **options).reads_advantages
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clip_range": 0.3},
+        {"surrogate": "cispo"},
+        {"whiten_advantages": False},
+        {"recompute_logprobs": True, "sampler_weight_cap": 2.0},
+        {"scores": ScoreShaping(clip=1.0)},
+    ],
+)
+def test_without_a_reward_the_options_of_its_loss_are_refused(options):
+    with pytest.raises(InputError, match="expected none without a reward"):
+        dataclasses.replace(BASE, **options)
+    rewarded = dataclasses.replace(BASE, rewarded=True, **options)
+    assert rewarded.reads_advantages
 
 
 def test_what_is_missing_is_told():

@@ -313,6 +313,10 @@ def test_the_kl_of_a_controller_is_per_response_that_is_trained_on():
             "clip_range_high: expected none with surrogate 'sapo'",
         ),
         (
+            lambda: grpo.GroupRecipe(surrogate="sapo", clip_range=0.3),
+            "clip_range: expected none with surrogate 'sapo'",
+        ),
+        (
             lambda: grpo.GroupRecipe(surrogate="cispo", dual_clip=3.0),
             "dual_clip: expected none with surrogate 'cispo'",
         ),

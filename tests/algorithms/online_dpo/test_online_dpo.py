@@ -202,6 +202,26 @@ def test_the_defaults_are_two_samples_ranked():
     assert recipe.kind == "sigmoid"
 
 
+@pytest.mark.parametrize(
+    ("pairing", "options", "message"),
+    [
+        ("best_worst", {}, None),  # 2 pairs of 8 responses
+        ("best_worst", {"num_minibatches": 2, "micro_batch_size": 1}, None),
+        ("best_worst", {"num_minibatches": 4}, "to divide the 2 pairs of a batch"),
+        ("best_worst", {"micro_batch_size": 4}, "the 2 pairs of a minibatch"),
+        ("neighbours", {"micro_batch_size": 4}, None),  # 4 pairs
+        ("neighbours", {"micro_batch_size": 3}, "to divide the 4 pairs of a minibatch"),
+    ],
+)
+def test_sizes_are_of_pairs(pairing, options, message):
+    recipe = dataclasses.replace(BASE, pairing=pairing, **options)
+    if message is None:
+        recipe.check_batch(8)
+        return
+    with pytest.raises(InputError, match=message):
+        recipe.check_batch(8)
+
+
 def test_what_there_is_no_pair_of():
     with pytest.raises(InputError, match="expected a reference, as DPO is a loss of"):
         BASE.experience(scored(ref=None), kl_coef=jnp.float32(1))

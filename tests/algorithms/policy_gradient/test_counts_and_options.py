@@ -234,7 +234,10 @@ def test_who_sees_a_truncated_response(
     assert (whole, seen) == (sampled, rewarded)
 
 
-def test_a_critic_with_a_trunk_of_its_own_adapts_the_same_base(monkeypatch):
+@pytest.mark.parametrize(("counts", "valued"), [({}, 2.0), ({"num_valued": 3.0}, 3.0)])
+def test_a_critic_with_a_trunk_of_its_own_adapts_the_same_base(
+    monkeypatch, counts, valued
+):
     told = {}
 
     def of_critic(critic, **options):
@@ -258,11 +261,12 @@ def test_a_critic_with_a_trunk_of_its_own_adapts_the_same_base(monkeypatch):
         num_responses=2.0,
         recipe=SimpleNamespace(shared_trunk=False),
         base="base",
+        **counts,
     )
     assert float(total) == 2.5
     assert stats.keys() == {"loss/value", "loss/policy"}
     assert (told["base"], told["experience"]) == ("base", "experience")
-    assert (told["num_values"], told["num_responses"]) == (8.0, 2.0)
+    assert (told["num_values"], told["num_valued"]) == (8.0, valued)
 
 
 def test_what_learn_hands_on(monkeypatch):

@@ -142,9 +142,18 @@ def test_the_recipe_says_how_an_experience_is_corrected():
         response_mask=experience.response_mask,
     )
     at = {"rollout": rollout, "step": jnp.int32(2)}
-    same, nothing = corrected(experience, **at, recipe=RECIPE)
+    plain = dataclasses.replace(RECIPE, recompute_logprobs=False)
+    same, nothing = corrected(experience, **at, recipe=plain)
     assert same is experience
     assert nothing == {}
+    # Of the tokens that are trained on, whatever else the rollout has.
+    same, stats = corrected(experience, **at, recipe=RECIPE)
+    assert same is experience
+    trained = np.asarray(experience.response_mask)
+    apart = np.abs(np.asarray(experience.old_logprobs - sampler))[trained]
+    assert float(masked.mean_stats(stats)["policy/sampler_mismatch"]) == pytest.approx(
+        apart.mean(), rel=1e-5
+    )
     assert not RECIPE.leaves_out
     bounds = {"cap": 1.3, "floor": 0.8, "correction": "geometric_reject"}
     recipe = dataclasses.replace(
@@ -323,11 +332,7 @@ def test_a_response_of_each_prompt_is_a_group_of_its_own():
 def test_log_probs_are_recomputed_as_the_rows_are_packed(monkeypatch):
     told = {}
     zeros = jnp.zeros((4, 6), jnp.float32)
-    after = SimpleNamespace(
-        old_logprobs=zeros + 0.5,
-        behaviour_logprobs=zeros,
-        response_mask=jnp.ones((4, 6), bool),
-    )
+    after = SimpleNamespace(old_logprobs=zeros)
 
     def recompute_logprobs(rollout, params, **options):
         told.update(options)
@@ -336,9 +341,7 @@ def test_log_probs_are_recomputed_as_the_rows_are_packed(monkeypatch):
     module = import_module("rlhf_jax.algorithms.policy_gradient.sampler_mismatch")
     monkeypatch.setattr(module.flow.rollout, "recompute_logprobs", recompute_logprobs)
     packing = object()
-    found, stats = recomputed(None, None, recipe=RECIPE, packing=packing)
-    assert found is after
-    assert float(masked.mean_stats(stats)["policy/sampler_mismatch"]) == 0.5
+    assert recomputed(None, None, recipe=RECIPE, packing=packing) is after
     assert told == {
         "model": toys.GPT2,
         "max_new_tokens": 6,
@@ -346,4 +349,4 @@ def test_log_probs_are_recomputed_as_the_rows_are_packed(monkeypatch):
         "packing": packing,
     }
     without = dataclasses.replace(RECIPE, recompute_logprobs=False)
-    assert recomputed(after, None, recipe=without, packing=None) == (after, {})
+    assert recomputed(after, None, recipe=without, packing=None) is after

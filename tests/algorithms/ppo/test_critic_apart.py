@@ -139,30 +139,34 @@ def test_two_programs_do_what_one_does(experience, way):
     close({name: found[name] for name in wanted_stats}, masked.mean_stats(wanted_stats))
 
 
+@pytest.mark.parametrize(
+    ("emptied", "valued"), [("response_mask", 4), ("value_mask", 3)]
+)
 def test_the_loss_is_told_the_values_and_the_responses_of_a_minibatch(
-    experience, monkeypatch
+    experience, monkeypatch, emptied, valued
 ):
-    """Not those of a micro-batch, and a row without a response is none."""
+    """Not those of a micro-batch; a rejected response has values, an empty row none."""
 
-    def counts(critic, *, experience, num_values, num_responses, **_):
+    def counts(critic, *, experience, num_values, num_valued, **_):
         loss = critic["score"]["bias"].sum() * experience.mask.sum()
         one = jnp.ones(())
-        return loss, {"values": (num_values, one), "responses": (num_responses, one)}
+        return loss, {"values": (num_values, one), "responses": (num_valued, one)}
 
     monkeypatch.setattr(critic_apart, "critic_loss", counts)
     settings = dataclasses.replace(
         BASE, num_epochs=1, num_minibatches=1, micro_batch_size=1
     )
-    empty = experience.response_mask.at[1].set(False)
+    mask = getattr(experience, emptied).at[1].set(False)
+    experience = dataclasses.replace(experience, **{emptied: mask})
     _, stats = toys.jit(critic_apart.update, static_argnames=("recipe",))(
         fresh_apart(settings)[1],
-        experience=dataclasses.replace(experience, response_mask=empty),
+        experience=experience,
         key=KEY,
         recipe=settings,
     )
     means = masked.mean_stats(stats)
     assert means["values"] == np.asarray(experience.value_mask).sum()
-    assert means["responses"] == 3
+    assert means["responses"] == valued
 
 
 @pytest.mark.slow
@@ -408,7 +412,7 @@ def test_the_critic_reads_responses_alone_and_packed_where_they_are(
         return zeros
 
     monkeypatch.setattr(import_module("rlhf_jax.algorithms.ppo.loss"), "values", values)
-    counts = {"num_values": jnp.float32(4), "num_responses": jnp.float32(2)}
+    counts = {"num_values": jnp.float32(4), "num_valued": jnp.float32(2)}
     loss = import_module("rlhf_jax.algorithms.ppo.loss").critic_loss
     loss(CRITIC, experience=experience, recipe=BASE, packing="how", **counts)
     assert told.pop() == (experience.tokens.shape[1] - toys.SIZE, "how")
