@@ -121,6 +121,7 @@ def reward_case():
 LONG = pytest.mark.long  # test_ppo_by_hand.py does the same through `update`
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=LONG)])
 @pytest.mark.parametrize(
     "case",

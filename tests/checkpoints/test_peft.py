@@ -75,6 +75,7 @@ def assert_same(found, expected):
 # What PEFT wrote.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", one_in(2, CAUSAL[::-1]))
 def test_logits_are_those_of_peft(bases, name):
     model, base = bases[name]

@@ -158,14 +158,12 @@ def test_padded_rows_of_the_head_play_no_part(max_logits: int, padding: float):
     jax.tree.map(np.testing.assert_array_equal, both(head), both(HEAD))
 
 
+@pytest.mark.cases(slow=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("width", "words"),
     [
-        (5, 30),
-        *(
-            pytest.param(*n, marks=pytest.mark.slow)
-            for n in ((1, 1), (5, 1), (1, 13), (5, 13), (1, 30))
-        ),
+        *((5, 30), (1, 1), (5, 1), (1, 13), (5, 13), (1, 30)),
         *(
             pytest.param(w, n, marks=pytest.mark.long)
             for w in (1, 5)

@@ -167,6 +167,7 @@ def test_the_vocabulary_s_padding_never_matters(model):
                 assert np.isfinite(np.asarray(leaf)).all()
 
 
+@pytest.mark.cases(quick=1)
 @each_family
 def test_the_gradient_does_not_see_padding(model):
     params = tiny.params(model)

@@ -79,6 +79,7 @@ def by_text(array, *, rows=ROWS, width=WIDTH):
     return [found[text] for text in range(len(TEXTS))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     [tiny.GPT2, pytest.param(tiny.LLAMA, marks=pytest.mark.slow)],

@@ -37,6 +37,7 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     toy_files.checkpoint(folder / "model", model=MODEL, words=WORDS)
     toy_files.jsonl(folder / "train.jsonl", *ROWS)
+    toy_files.jsonl(folder / "many.jsonl", *ROWS * 32)  # two rows are slow to shuffle
     toy_files.jsonl(folder / "test.jsonl", ROWS[0])
     return folder
 
@@ -59,7 +60,7 @@ def gsm8k(out, files, *argv):
 def test_reinforce_is_the_same_trainer_with_another_recipe(files, tmp_path):
     summary = play(
         *(reinforce, tmp_path / "run", "--model", files / "model"),
-        *("--data", files / "train.jsonl", "--held-out", files / "test.jsonl"),
+        *("--data", files / "many.jsonl", "--held-out", files / "test.jsonl"),
         *("--unmarked=last_number", "--learning-rate=3e-2", "--batch-size=64"),
         *("--max-new-tokens=3", "--num-workers=1", "--clip-range=10"),
         "--num-steps=20",
@@ -94,7 +95,7 @@ def test_the_references_are_other_checkpoints(files, tmp_path):
 def test_online_dpo_is_the_same_trainer_with_another_recipe(files, tmp_path):
     summary = play(
         *(online_dpo, tmp_path / "run", "--model", files / "model"),
-        *("--data", files / "train.jsonl", "--held-out", files / "test.jsonl"),
+        *("--data", files / "many.jsonl", "--held-out", files / "test.jsonl"),
         *("--unmarked=last_number", "--learning-rate=1e-2", "--batch-size=64"),
         *("--max-new-tokens=3", "--num-workers=1", "--group-size=8"),
         "--num-steps=20",

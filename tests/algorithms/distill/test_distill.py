@@ -235,7 +235,10 @@ def test_every_divergence_is_that_of_the_logits(options):
 def test_an_iteration_is_the_same_wherever_the_teacher_runs(penalty):
     """Within the update, or before it; at once, or in micro-batches."""
     recipe = dataclasses.replace(
-        BASE, num_minibatches=2, penalty=penalty, whiten_advantages=False
+        BASE,
+        num_minibatches=2,
+        penalty=penalty,
+        whiten_advantages=not penalty.in_reward,
     )
     key = jax.random.key(3)
     prompts = Prompts(

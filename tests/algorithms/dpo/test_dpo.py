@@ -167,6 +167,7 @@ def test_however_the_pairs_are_packed_the_update_is_the_same(packed, reference):
     same_update(one(batch=whole(None)), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", one_in(2, [1, 2]))
 def test_however_an_update_is_cut_it_is_the_same(packed, reference, rows):
     given = {"batch": packed, "reference": reference}

@@ -76,9 +76,7 @@ def test_recipes_that_are_refused():
         dataclasses.replace(BASE, mixture=1.0)
     with pytest.raises(InputError, match="labels: expected one of"):
         dataclasses.replace(BASE, labels="soft")
-    with pytest.raises(
-        InputError, match="another than 'prompt_mean' for Nash"
-    ):
+    with pytest.raises(InputError, match="another than 'prompt_mean' for Nash"):
         dataclasses.replace(BASE, aggregation="prompt_mean")
     with pytest.raises(InputError, match="continuous_batching: expected none for Nash"):
         dataclasses.replace(BASE, continuous_batching=2)

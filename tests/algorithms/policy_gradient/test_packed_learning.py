@@ -218,7 +218,7 @@ def test_parts_cut_by_tokens_are_one_step():
         )
 
 
-@pytest.mark.cases(slow=3)
+@pytest.mark.cases(slow=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "choices",

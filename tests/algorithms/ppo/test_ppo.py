@@ -178,6 +178,7 @@ def test_before_any_update_the_ratio_is_one(rollout, experience):
 # What must not matter.
 
 
+@pytest.mark.slow
 def test_rows_may_come_in_any_order(updated, experience):
     order = jnp.asarray([2, 0, 3, 1])
     shuffled = jax.tree.map(lambda leaf: leaf[order], experience)

@@ -601,7 +601,7 @@ CHOICES = {
 }
 
 
-@pytest.mark.cases(slow=20)
+@pytest.mark.cases(slow=10)
 @pytest.mark.parametrize(
     "penalty",
     one_in(18, penalties(**CHOICES, placement=("loss",))),

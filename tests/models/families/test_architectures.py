@@ -152,6 +152,7 @@ def test_value_and_gradient_are_those_of_the_loop(model, how):
     assert all(np.abs(leaf).max() > 0 for leaf in moved)
 
 
+@pytest.mark.slow
 @both
 def test_texts_that_share_a_row_are_read_as_if_alone(model):
     tokens, mask = tiny.batch((7, 5), 7, side="right")

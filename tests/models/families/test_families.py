@@ -99,14 +99,9 @@ def test_scores_are_those_of_transformers(name):
     )
 
 
+@pytest.mark.cases(slow=3)
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name != "gemma3"))
-        for name in NAMES
-    ],
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_greedy_decoding_is_that_of_transformers_far_past_the_window(name):
     model, params = loaded(name)
     recorded = np.load(FIXTURES / name / "recorded.npz")

@@ -65,7 +65,7 @@ SLOW = (
 )
 
 
-@pytest.mark.cases(slow=3)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(
     ("model", "places", "size", "pages", "stop_ids"),
     [
