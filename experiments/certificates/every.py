@@ -1,0 +1,132 @@
+"""Every certificate of this folder, in worlds of one seed, two commands at a time.
+
+    python experiments certificates.every --out runs/certificates
+
+Each command is a run of its own, OUT/NAME, whose output is OUT/NAME.log. One that is
+done is not run again, and one that was stopped goes on. Expect all certificates to
+hold; the exit status is 1 where one does not, or where a command ends otherwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tyro
+
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.checks import InputError
+
+EXPERIMENTS = Path(__file__).resolve().parents[1]
+NAMES = (  # the longest first, so that both cores have work to the end
+    *("certify", "certify_references", "certify_corrections", "certify_family"),
+    *("certify_ratios", "certify_preferences", "certify_distill"),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    out: Path
+    """Folder of the runs; is continued."""
+    seed: int = 0
+    """Seed of the first world."""
+    num_worlds: int = 1
+    """Worlds of each command, each of a seed: --seed, the next, ..."""
+    jobs: int = 2
+    """Commands at a time."""
+    only: tuple[str, ...] = NAMES
+    """Commands to run."""
+
+    def __post_init__(self) -> None:
+        checks.positive(num_worlds=self.num_worlds, jobs=self.jobs)
+        unknown = [name for name in self.only if name not in NAMES]
+        if unknown or not self.only:
+            raise InputError(
+                f"--only: expected some of {', '.join(NAMES)}, got "
+                f"{', '.join(unknown) or 'none'}; name others, or leave it out"
+            )
+
+
+class Outcome(NamedTuple):
+    """What became of a command."""
+
+    name: str
+    status: int  # of the process; 0 where it was done before
+    certificates: int
+    failed: tuple[str, ...]
+    seconds: float  # of the run, as it says itself
+
+    @property
+    def holds(self) -> bool:
+        """Whether it ended well, and every certificate holds."""
+        return self.status == 0 and not self.failed
+
+
+def certify(name: str, options: Config) -> Outcome:
+    """Runs a command to its end, or reads what it found before.
+
+    Args:
+      name: one of NAMES.
+      options: of all commands.
+    """
+    folder, status = options.out / name, 0
+    summary = folder / "summary.json"
+    if not summary.exists():
+        command = [
+            *(sys.executable, EXPERIMENTS, f"certificates.{name}", "--out", folder),
+            *("--seed", options.seed, "--num-worlds", options.num_worlds),
+            *(["--resume"] if folder.exists() else []),
+        ]
+        with (options.out / f"{name}.log").open("a", encoding="utf-8") as log:
+            status = subprocess.run(
+                list(map(str, command)), stdout=log, stderr=log, check=False
+            ).returncode
+    found: dict[str, Any] = json.loads(summary.read_text()) if summary.exists() else {}
+    return Outcome(
+        name,
+        status if not found else 0,
+        found.get("certificates", 0),
+        tuple(found.get("failed", ())),
+        found.get("seconds", 0.0),
+    )
+
+
+def told(outcome: Outcome) -> str:
+    """A line for a person."""
+    if outcome.status:
+        return f"{outcome.name}: ended with status {outcome.status}; see its log"
+    hold = outcome.certificates - len(outcome.failed)
+    line = f"{outcome.name}: {hold} of {outcome.certificates} hold"
+    failed = f"; not {'; '.join(outcome.failed)}" if outcome.failed else ""
+    return f"{line}, {outcome.seconds:.0f} s{failed}"
+
+
+def main(options: Config) -> int:
+    """Runs all commands; the number of those that do not hold."""
+    started = time.perf_counter()
+    options.out.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        outcomes = []
+        for outcome in pool.map(lambda name: certify(name, options), options.only):
+            print(told(outcome), flush=True)
+            outcomes.append(outcome)
+    print(
+        f"{sum(each.certificates - len(each.failed) for each in outcomes)} of "
+        f"{sum(each.certificates for each in outcomes)} certificates hold, "
+        f"{time.perf_counter() - started:.0f} s"
+    )
+    return sum(not each.holds for each in outcomes)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(min(main(tyro.cli(Config, description=__doc__)), 1))
+    except InputError as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        sys.exit(2)
