@@ -48,7 +48,7 @@ from certificates.annealing import (
     start,
 )
 from certificates.cases import draw
-from certificates.gradients import certify
+from certificates.measured.gradients import certify
 from certificates.penalty_claims import OTHERS, TABLE, Claim, Finding
 from rlhf_jax import kl_control, ppo
 from rlhf_jax.algorithms import optimizers

@@ -28,7 +28,7 @@ from worlds import enumerable
 from certificates import cases, conclusion
 from certificates.corrections import gradients
 from certificates.corrections.gradients import Finding
-from certificates.ratios import STALE
+from certificates.measured.ratios import STALE
 from rlhf_jax.functional import checks
 from rlhf_jax.runs import command_line, report, run, run_config
 

@@ -40,12 +40,11 @@ from certificates import (
     annealing,
     cases,
     conclusion,
-    dpo,
     group_claims,
-    groups,
     penalty_claims,
     verdicts,
 )
+from certificates.measured import dpo, groups
 from certificates.verdicts import Certificate, Policy, Reached
 from rlhf_jax import grpo, state
 from rlhf_jax.algorithms import optimizers

@@ -34,7 +34,8 @@ import numpy as np
 from worlds import enumerable
 from worlds.enumerable import Float64, World
 
-from certificates import annealing, conclusion, preferences, verdicts
+from certificates import annealing, conclusion, verdicts
+from certificates.measured import preferences
 from certificates.penalty_claims import TOLERANCE
 from rlhf_jax import kl_control, online_dpo, state
 from rlhf_jax.algorithms import nash_md, optimizers

@@ -28,8 +28,9 @@ import time
 import numpy as np
 from worlds import enumerable
 
-from certificates import cases, conclusion, ratios
-from certificates.ratios import STALE, Finding
+from certificates import cases, conclusion
+from certificates.measured import ratios
+from certificates.measured.ratios import STALE, Finding
 from rlhf_jax.functional import checks
 from rlhf_jax.runs import command_line, report, run, run_config
 

@@ -36,17 +36,11 @@ import numpy as np
 from worlds import enumerable
 from worlds.enumerable import Float64, World
 
-from certificates import (
-    annealing,
-    certify,
-    conclusion,
-    expected_gradients,
-    gradients,
-    verdicts,
-)
+from certificates import annealing, certify, conclusion, verdicts
 from certificates.cases import Case, draw, flat
-from certificates.expected_gradients import Key
-from certificates.gradients import BETA, Flat
+from certificates.measured import expected_gradients, gradients
+from certificates.measured.expected_gradients import Key
+from certificates.measured.gradients import BETA, Flat
 from certificates.penalty_claims import TABLE, TOLERANCE, Claim
 from certificates.verdicts import Certificate, Policy, Reached
 from rlhf_jax import frozen, ppo

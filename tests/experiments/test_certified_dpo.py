@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toys
-from certificates import dpo, verdicts
+from certificates import verdicts
+from certificates.measured import dpo
 from worlds import enumerable
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

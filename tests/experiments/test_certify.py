@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from certificates import annealing, cases, certify, gradients
+from certificates import annealing, cases, certify
+from certificates.measured import gradients
 from certificates.penalty_claims import NONE, OTHERS, TABLE, ZERO, Claim
 from worlds import enumerable
 

@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from certificates import cases, certify_family, group_claims, groups
+from certificates import cases, certify_family, group_claims
+from certificates.measured import groups
 from worlds import enumerable
 
 from rlhf_jax.functional.checks import InputError

@@ -5,8 +5,9 @@ import math
 
 import numpy as np
 import pytest
-from certificates import certify_preferences, preferences
+from certificates import certify_preferences
 from certificates.certify_preferences import Finding
+from certificates.measured import preferences
 from worlds import enumerable, optima
 
 from rlhf_jax.functional.checks import InputError

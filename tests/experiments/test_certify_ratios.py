@@ -5,7 +5,8 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from certificates import cases, certify_ratios, ratio_claims, ratios
+from certificates import cases, certify_ratios, ratio_claims
+from certificates.measured import ratios
 from worlds import enumerable
 
 from rlhf_jax.functional.checks import InputError

@@ -23,11 +23,11 @@ from jax.flatten_util import ravel_pytree
 from worlds import enumerable
 from worlds.enumerable import Float64
 
-from certificates import groups
 from certificates.cases import OPTIMIZER, Case, flat
 from certificates.corrections.claims import CLAIMS, Claim, Known, expected_reward
+from certificates.measured import groups
+from certificates.measured.ratios import BETA, SEEN, STALE, STEP, outside
 from certificates.penalty_claims import TOLERANCE
-from certificates.ratios import BETA, SEEN, STALE, STEP, outside
 from rlhf_jax import frozen, grpo, masked
 from rlhf_jax.algorithms.batch import PolicyExperience
 from rlhf_jax.algorithms.flow import score
@@ -169,7 +169,7 @@ def finder(claim: Claim, *, case: Case) -> Callable[..., tuple[Float64, float]]:
         params: Params, sampler: Params, scores: Array, beta: Array
     ) -> tuple[Params, Array]:
         drawn = enumerable.every_response(sampler, stop_ids=case.stop_ids, **shape)
-        rollout, _ = recomputed(drawn, params, recipe=algorithm, packing=None)
+        rollout = recomputed(drawn, params, recipe=algorithm, packing=None)
         scored = score.score(
             rollout,
             scores=scores,

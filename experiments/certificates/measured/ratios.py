@@ -24,8 +24,8 @@ import numpy as np
 from worlds import enumerable
 from worlds.enumerable import Float64
 
-from certificates import groups
 from certificates.cases import Case, flat
+from certificates.measured import groups
 from certificates.penalty_claims import TOLERANCE
 from certificates.ratio_claims import CLAIMS, ENDED, Claim
 from rlhf_jax import grpo

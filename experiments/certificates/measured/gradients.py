@@ -28,8 +28,8 @@ import numpy as np
 import numpy.typing as npt
 from worlds import enumerable
 
-from certificates import expected_gradients
 from certificates.cases import OPTIMIZER, Case, flat
+from certificates.measured import expected_gradients
 from certificates.penalty_claims import KLS, ZERO, Claim, Finding
 from rlhf_jax import frozen, ppo
 from rlhf_jax.algorithms import flow

@@ -25,9 +25,9 @@ import numpy as np
 from worlds import enumerable
 from worlds.enumerable import Float64
 
-from certificates import expected_gradients
 from certificates.cases import OPTIMIZER, Case, flat
 from certificates.group_claims import CLAIMS, Claim, Recipe
+from certificates.measured import expected_gradients
 from certificates.penalty_claims import TOLERANCE
 from rlhf_jax import frozen, grpo
 from rlhf_jax.algorithms.batch import PolicyExperience, Scored
