@@ -74,9 +74,13 @@ def certify(name: str, options: Config) -> Outcome:
     Args:
       name: one of NAMES.
       options: of all commands.
+
+    Raises:
+      InputError: its run was begun with other worlds.
     """
     folder, status = options.out / name, 0
     summary = folder / "summary.json"
+    _check_same(folder, options)
     if not summary.exists():
         command = [
             *(sys.executable, EXPERIMENTS, f"certificates.{name}", "--out", folder),
@@ -87,14 +91,28 @@ def certify(name: str, options: Config) -> Outcome:
             status = subprocess.run(
                 list(map(str, command)), stdout=log, stderr=log, check=False
             ).returncode
-    found: dict[str, Any] = json.loads(summary.read_text()) if summary.exists() else {}
+    result: dict[str, Any] = json.loads(summary.read_text()) if summary.exists() else {}
     return Outcome(
         name,
-        status if not found else 0,
-        found.get("certificates", 0),
-        tuple(found.get("failed", ())),
-        found.get("seconds", 0.0),
+        0 if result else status,
+        result.get("certificates", 0),
+        tuple(result.get("failed", ())),
+        result.get("seconds", 0.0),
     )
+
+
+def _check_same(folder: Path, options: Config) -> None:
+    """Raises InputError for a run that was begun with other worlds."""
+    config = folder / "config.json"
+    if not config.exists():
+        return
+    begun = json.loads(config.read_text())
+    for name in ("seed", "num_worlds"):
+        if begun[name] != getattr(options, name):
+            raise InputError(
+                f"--{name.replace('_', '-')}: expected {begun[name]}, with which "
+                f"{folder} was begun, got {getattr(options, name)}; give another --out"
+            )
 
 
 def told(outcome: Outcome) -> str:

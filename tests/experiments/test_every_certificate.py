@@ -52,6 +52,15 @@ def test_every_command_is_run_once_and_what_fails_is_told(commands, tmp_path, ca
     assert (again[2], again[-1]) == ("certificates.certify_family", "--resume")
 
 
+def test_a_run_of_other_worlds_is_not_read(commands, tmp_path):
+    folder = tmp_path / "certify"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"seed": 0, "num_worlds": 3}')
+    with pytest.raises(InputError, match="--num-worlds: expected 3, with which"):
+        every.main(every.Config(out=tmp_path, only=("certify",)))
+    assert commands == []
+
+
 def test_commands_that_are_not_there(tmp_path):
     with pytest.raises(InputError, match=r"--only: expected some of certify, .* got x"):
         every.Config(out=tmp_path, only=("x",))

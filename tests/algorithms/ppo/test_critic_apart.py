@@ -139,6 +139,25 @@ def test_two_programs_do_what_one_does(experience, way):
     close({name: found[name] for name in wanted_stats}, masked.mean_stats(wanted_stats))
 
 
+def test_beside_the_policy_s_loss_a_rejected_response_has_values_too(
+    experience, monkeypatch
+):
+    told = {}
+    monkeypatch.setattr(
+        "rlhf_jax.algorithms.ppo.recipe.ppo_loss",
+        lambda *_, **told_: told.update(told_),
+    )
+    kept = experience.response_mask.at[1].set(False)
+    minibatch, loss = BASE.minibatch_loss(
+        dataclasses.replace(experience, response_mask=kept),
+        kl_coef=jnp.float32(0),
+        base=None,
+        reference=None,
+    )
+    loss((None, None), minibatch)
+    assert (int(told["num_responses"]), int(told["num_valued"])) == (3, 4)
+
+
 @pytest.mark.parametrize(
     ("emptied", "valued"), [("response_mask", 4), ("value_mask", 3)]
 )
