@@ -57,7 +57,7 @@ def rehearse(
         if reference is not None:
             ref_logprobs = programs.reference_logprobs(reference, rollout, packing)
             further = programs.further(rollout, packing)
-        if models.critic is not None:
+        if precedes_reward(models):
             values = programs.values(train, models.critic, rollout, packing)
         return {
             "scores": scores,
@@ -84,6 +84,11 @@ def rehearse(
         storage_tolerance=rounding_of(models, options),
         expect_equal=options.reference is None,
     )
+
+
+def precedes_reward(models: Models) -> bool:
+    """The critic runs before the reward, and not in one program with the update."""
+    return not models.rewards or models.critic is not None
 
 
 def sample_rows(
@@ -168,7 +173,7 @@ def improve(
             if reference is not None and options.lifecycle.takes_kl(step):
                 ref_logprobs = programs.reference_logprobs(reference, rollout, packing)
                 further = programs.further(rollout, packing)
-            if not models.rewards or critic is not None:  # beside what comes next
+            if precedes_reward(models):  # beside what comes next
                 values = programs.values(train, critic, rollout, packing)
             more = step + 1 < options.num_steps
             if models.samples_ahead and more:  # beside the rest of this step

@@ -311,6 +311,7 @@ def test_log_probs_of_packed_rows_are_kept_apart_from_those_of_others(tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_moves_nothing(packed):
     broken = toys.freeze(jax.tree.map(lambda leaf: leaf * jnp.nan, OTHER))
     current, stats = update(start(), batch=packed, dpo=ALGORITHM, reference=broken)

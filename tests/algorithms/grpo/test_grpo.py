@@ -128,7 +128,7 @@ def test_a_group_s_prompt_is_run_once_and_gives_the_same_samples():
     assert flops[1]["flops"] < flops[0]["flops"]
 
 
-@pytest.mark.cases(quick=2)
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize(
     ("baseline", "normalise"),
     [

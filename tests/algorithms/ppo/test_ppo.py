@@ -187,6 +187,7 @@ def test_rows_may_come_in_any_order(updated, experience):
     close(masked.mean_stats(stats), masked.mean_stats(updated[1]))
 
 
+@pytest.mark.slow
 def test_garbage_under_the_masks_changes_nothing(updated, experience):
     response = np.asarray(experience.response_mask)
     names = ("old_logprobs", "ref_logprobs", "old_values", "advantages", "returns")
@@ -272,6 +273,7 @@ def test_every_epoch_visits_every_row_once_in_an_order_of_its_own(monkeypatch):
 
 def test_each_random_key_is_used_once(monkeypatch):
     """Rows and positions of the sampler, epochs of the update, over several steps."""
+    current, experience = fresh(), toys.experience(toys.sampled(POLICY))
     used = []
 
     def recorded(draw):
@@ -296,7 +298,6 @@ def test_each_random_key_is_used_once(monkeypatch):
         return rollout, update
 
     num_positions = 0
-    current, experience = fresh(), toys.experience(toys.sampled(POLICY))
     for number in range(3):
         rollout, _ = step(current, experience, jax.random.fold_in(KEY, number))
         jax.effects_barrier()
@@ -388,6 +389,7 @@ def test_an_iteration_is_sample_then_reward_then_learn(iteration, learned):
     close(masked.mean_stats(stats), masked.mean_stats(part_stats), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_state_is_donated_and_the_reference_is_not(iteration, reference):
     memory = iteration.compiled.memory_analysis()
     current = away()
@@ -415,6 +417,7 @@ def test_a_reference_frozen_from_the_donated_policy_stands_still(reference):
     assert toys.leaves_equal(kept.stored, reference.stored)
 
 
+@pytest.mark.slow
 def test_the_same_key_gives_the_same_bits_and_another_does_not(iteration):
     first, again = iteration(away()), iteration(away())
     other = iteration(away(), jax.random.key(10))
@@ -423,6 +426,7 @@ def test_the_same_key_gives_the_same_bits_and_another_does_not(iteration):
     assert distance(first[0].policy, other[0].policy) > 1e-4
 
 
+@pytest.mark.slow
 def test_the_controller_moves_by_its_formula(iteration):
     after, stats, scored = iteration(away())
     response = np.asarray(scored.rollout.response_mask)
@@ -436,6 +440,7 @@ def test_the_controller_moves_by_its_formula(iteration):
     np.testing.assert_allclose(means["objective/kl"], seen, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_the_scores_moments_count_every_score(iteration):
     one, _, first = iteration(away())
     two, _, second = iteration(one, jax.random.key(10))
@@ -606,6 +611,7 @@ def numbers(rollout, learned):
     return run, PLAIN
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGED)
 def test_no_number_of_the_config_is_inert(numbers, name):
     run, plain = numbers
@@ -613,6 +619,7 @@ def test_no_number_of_the_config_is_inert(numbers, name):
     assert distance(weights(before), weights(after)) > 1e-5
 
 
+@pytest.mark.slow
 def test_each_role_has_an_optimizer_of_its_own(numbers):
     """Where one stands still, the other moves as it would."""
     run, plain = numbers

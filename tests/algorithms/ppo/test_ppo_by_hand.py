@@ -264,6 +264,7 @@ def unmoved_by_garbage(found, settings: ppo.PPO, e: batch.Experience, **argument
         assert toys.leaves_equal(left, right)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("aggregation", "factor"),
     [

@@ -199,6 +199,7 @@ SOME = penalties(
 )[::5]  # each value of each option is among them
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("penalty", one_in(4, SOME), ids=words)
 def test_garbage_under_the_mask_changes_nothing(penalty):
     poisoned = {name: oracles.poison(x, MASK) for name, x in ARRAYS.items()}
@@ -601,7 +602,7 @@ CHOICES = {
 }
 
 
-@pytest.mark.cases(slow=10)
+@pytest.mark.cases(quick=1, slow=10)
 @pytest.mark.parametrize(
     "penalty",
     one_in(18, penalties(**CHOICES, placement=("loss",))),

@@ -272,6 +272,7 @@ def test_the_loop_ends_with_the_last_row():
     assert 1 < int(final.step) == lengths.max() < NEW
 
 
+@pytest.mark.slow
 def test_both_parts_draw_what_generate_draws():
     """Fewer stops make longer responses that begin with the same tokens."""
     _, _, final = in_two_parts()
@@ -316,6 +317,7 @@ def test_sampled_frequencies_are_the_softmax():
     assert ((counts[possible] - expected) ** 2 / expected).sum() < 24.3
 
 
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("words", [11, 2 * sampling.BLOCK, 5 * sampling.BLOCK - 3])
 def test_a_draw_inverts_the_cumulative_distribution(words):
     logits = np.random.default_rng(0).normal(0, 2, (64, words)).astype(np.float32)
@@ -427,7 +429,7 @@ counted = jax.jit(
 )
 
 
-@pytest.mark.cases(quick=3)
+@pytest.mark.cases(quick=1)
 @pytest.mark.parametrize("temperature", [0.3, 0.7, 3.0])
 @pytest.mark.parametrize("words", [200, 50_257])
 def test_no_draw_at_an_edge_takes_an_unlikely_token(words, temperature):
@@ -507,6 +509,7 @@ def test_unlikely_tokens_come_as_often_as_their_mass(temperature, dtype, planted
     assert came[mass < 1e-3].max(initial=0) == 0
 
 
+@pytest.mark.cases(quick=2)
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-24, 1.0])
 def test_a_token_of_probability_0_is_never_drawn(monkeypatch, uniform):
     monkeypatch.setattr(jax.random, "uniform", lambda key: jnp.float32(uniform))
