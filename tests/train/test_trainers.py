@@ -1,6 +1,7 @@
 """The experiments on a user's files: what comes out, and what each mistake is told."""
 
 import dataclasses
+import functools
 import json
 import sys
 
@@ -14,7 +15,7 @@ import toys
 from tiers import one_in
 
 import rlhf_jax.train.ppo
-from rlhf_jax import config, fingerprint, hf, rewards
+from rlhf_jax import algorithms, config, fingerprint, hf, rewards
 from rlhf_jax.checkpoints import frozen_models, pretrained
 from rlhf_jax.data import tokenization
 from rlhf_jax.data.files import hold_out
@@ -178,8 +179,21 @@ def count(prompts, responses, rows):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def traces():
+    """One entry for every time that the run of `finished` traced its update."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, traces):
     """A PPO run with a Python reward: its folder and its options."""
+    learn = algorithms.ppo.learn
+
+    @functools.wraps(learn)
+    def traced(*args, **kwargs):
+        traces.append(learn)
+        return learn(*args, **kwargs)
+
     folder = tmp_path_factory.mktemp("finished")
     (folder / "wanted_words.py").write_text(COUNT)
     rows = [{"prompt": prompt, "wanted": "good"} for prompt in PROMPTS] * MANY
@@ -193,6 +207,7 @@ def finished(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(sys, "path", [*sys.path])
+        patch.setattr(algorithms.ppo, "learn", traced)
         play(rlhf_jax.train.ppo, folder / "run", *TOY_PPO, *argv)
     return folder, argv
 
@@ -217,6 +232,10 @@ def test_ppo_improves_a_python_reward(finished):
     assert model == toy_files.MODEL
     assert fingerprint.fingerprint(params) != start
     assert (out / "plots" / "kl.png").exists()
+
+
+def test_the_rehearsal_traces_the_program_that_runs(finished, traces):
+    assert len(traces) == 1
 
 
 @pytest.mark.long

@@ -450,6 +450,7 @@ def test_the_scores_moments_count_every_score(iteration):
     np.testing.assert_allclose(two.scores.variance, both.var(), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_every_token_has_the_version_that_drew_it(iteration):
     one, _, first = iteration(away())
     _, _, second = iteration(one, jax.random.key(10))
