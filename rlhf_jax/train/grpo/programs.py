@@ -98,6 +98,7 @@ class Programs:
             bind(on(rollout.rollout), **shape, stop_ids=stop_ids, shaping=greedy)
         )
         self._seen_by_reward = bind(grpo.seen_by_reward, recipe=algorithm)
+        self._inside = algorithm.penalty.needs_logits
 
     def score(
         self,
@@ -119,7 +120,7 @@ class Programs:
 
         Returns:
           Arguments of `learn`: with these how the models read the rollout packed, in
-          the step of `key`.
+          the step of `key`, and the reference where an exact KL runs it once more.
         """
         pending = None
         if scores is None:
@@ -141,6 +142,7 @@ class Programs:
         assert scores is not None
         return {
             "scores": scores,
+            "reference": reference if self._inside else None,
             "ref_logprobs": ref_logprobs,
             "packing": packing,
             "further": further,

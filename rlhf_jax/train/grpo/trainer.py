@@ -68,14 +68,7 @@ def improve(
             scored = programs.score(
                 rollout, reference=reference, reward=reward, key=key, scores=scores
             )
-        train, stats, _ = programs.learn(
-            train,
-            rollout=rollout,
-            # Run again there only for exact KL, which needs its hidden states.
-            reference=reference if options.recipe.penalty.needs_logits else None,
-            key=key,
-            **scored,
-        )
+        train, stats, _ = programs.learn(train, rollout=rollout, key=key, **scored)
         stage.state["train"] = train
         samples = []
         if step % SAMPLE_EVERY == 0:
@@ -174,9 +167,7 @@ def main(options: VerifiedConfig) -> None:
                 train.policy, prompts=prompts[0], key=first_key, version=train.step
             ),
             score=score,
-            learn=functools.partial(
-                programs.learn, train, reference=reference, key=first_key
-            ),
+            learn=functools.partial(programs.learn, train, key=first_key),
             measure=functools.partial(programs.measure, train.policy),
             dtype=options.dtype,
             sampler_tolerance=options.sampler_tolerance,
