@@ -9,17 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.algorithms.batch import PolicyExperience
-from rlhf_jax.algorithms.policy_gradient.loss import (
-    PolicyTerms,
-    mean_distance,
-    policy_terms,
-)
+from rlhf_jax.algorithms.policy_gradient.loss import policy_terms
 from rlhf_jax.functional import masked
 from rlhf_jax.functional.aggregation import token_weights
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.models.packing import Packing, texts_of
+from rlhf_jax.models.packing import Packing
 from rlhf_jax.roles import adapted
-from rlhf_jax.roles.policy import exact_kl, logprobs_from_hidden
+from rlhf_jax.roles.policy import exact_kl
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
 
@@ -76,8 +72,7 @@ def distillation_loss(
     Source: Agarwal et al. 2023, arXiv:2306.13649, algorithm 1 with λ = 1.
     """
     mask = experience.response_mask
-    make = policy_terms if recipe.reads_advantages else _no_policy_loss
-    loss, stats, hidden, texts = make(
+    loss, stats, hidden, texts = policy_terms(
         policy,
         experience=experience,
         kl_coef=kl_coef,
@@ -87,6 +82,9 @@ def distillation_loss(
         base=base,
         packing=packing,
     )
+    if not recipe.reads_advantages:  # no policy loss, and no backward pass for one
+        mismatch = stats["policy/sampler_mismatch"]
+        loss, stats = jnp.zeros_like(loss), {"policy/sampler_mismatch": mismatch}
     if recipe.divergence is None:
         return loss, stats
     if teacher is None:
@@ -130,39 +128,3 @@ def distillation_loss(
     of_tokens = masked.masked_sum(jax.lax.stop_gradient(divergence), mask=mask)
     stats |= {"loss/divergence": (of_tokens, mask.sum(dtype=jnp.float32))}
     return loss + kl_coef * masked.masked_sum(weights * divergence, mask=mask), stats
-
-
-def _no_policy_loss(
-    policy: Params,
-    *,
-    experience: PolicyExperience,
-    kl_coef: Array | float,
-    num_tokens: Array,
-    num_responses: Array,
-    recipe: Distill,
-    base: Frozen | None,
-    packing: Packing | None,
-) -> PolicyTerms:
-    """`policy_terms` where all advantages are 0; its head has no backward pass."""
-    del kl_coef, num_tokens, num_responses
-    params = adapted.params(policy, base=base, lora=recipe.lora)
-    texts = texts_of(
-        experience.tokens,
-        experience.mask,
-        first_column=experience.tokens.shape[1] - recipe.max_new_tokens,
-        packing=packing,
-    )
-    hidden = texts.hidden_states(params, model=recipe.model)
-    logprobs, _ = logprobs_from_hidden(
-        *jax.lax.stop_gradient((params, hidden)),
-        model=recipe.model,
-        tokens=texts.tokens,
-        mask=texts.mask,
-        temperature=recipe.temperature,
-        first_column=texts.first_column,
-    )
-    mismatch = mean_distance(
-        texts.padded(logprobs), experience.old_logprobs, mask=experience.response_mask
-    )
-    stats: masked.Stats = {"policy/sampler_mismatch": mismatch}
-    return PolicyTerms(jnp.zeros((), jnp.float32), stats, hidden, texts)
