@@ -433,6 +433,7 @@ def divergence(hidden, head, temperature):
 custom = pytest.mark.parametrize("function", one_in(2, [divergence, both]))
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.slow
 @custom
 def test_it_composes_with_vmap_scan_and_rematerialisation(function):

@@ -454,6 +454,7 @@ def test_no_libtpu_and_no_such_topology(monkeypatch):
         plan.plan(options)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_two_plans_at_once():
     """Each holds libtpu, the one while the other loads it."""

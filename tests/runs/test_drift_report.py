@@ -84,7 +84,7 @@ def test_positions_at_the_first_the_middle_and_the_last_step():
 
 
 @pytest.mark.slow
-def test_plots_of_what_a_recorder_wrote(tmp_path):
+def test_plots_of_what_a_recorder_wrote(tmp_path, rendered):
     found = moved(bias=1.0, layers=(0.5, 0.2, 0.0))
     assert [path.name for path in drift_report.plots(tmp_path, found)] == [
         "drift_by_layer.png"

@@ -325,6 +325,7 @@ def test_a_group_of_two_prompts_has_no_advantage(scored, baseline):
     assert np.isfinite(np.asarray(found.advantages)[4:]).all()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_published_recipe_learns():
     fitted = dataclasses.replace(grpo.PUBLISHED, group_size=4)

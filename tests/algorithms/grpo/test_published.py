@@ -225,6 +225,7 @@ def make(recipe, **changes):
     return grpo.GRPO(**vars(fitted), **MADE)
 
 
+@pytest.mark.cases(slow=3)
 @pytest.mark.parametrize(
     "name",
     [

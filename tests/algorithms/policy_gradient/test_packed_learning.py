@@ -151,7 +151,7 @@ def padded():
 
 
 @pytest.mark.parametrize(
-    "max_tokens", [pytest.param(None, marks=pytest.mark.slow), COLUMNS]
+    "max_tokens", [pytest.param(None, marks=pytest.mark.long), COLUMNS]
 )
 def test_an_iteration_of_everything(padded, max_tokens):
     """Exact KL in reward and loss, values on the trunk and after the stop, old

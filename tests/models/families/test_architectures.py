@@ -114,7 +114,7 @@ def loss_of(params, *, model):
     return jnp.square(jnp.where(mask[..., None], hidden, 0.0)).sum()
 
 
-@pytest.mark.cases(slow=2)
+@pytest.mark.cases(slow=1)
 @pytest.mark.parametrize(
     ("model", "how"),
     [

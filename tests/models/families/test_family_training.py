@@ -167,7 +167,7 @@ def two_steps_of_dpo(name, *, mesh=None):
     return found
 
 
-@pytest.mark.cases(slow=3)
+@pytest.mark.cases(slow=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*DECODERS, *NAMES])
 def test_a_step_of_dpo(name):

@@ -137,7 +137,7 @@ def test_log_probs_are_those_of_a_full_forward(model):
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"shaping": Shaping(greedy=True)}, marks=pytest.mark.slow),
+        pytest.param({"shaping": Shaping(greedy=True)}, marks=pytest.mark.long),
         pytest.param(
             {"temperature": 0.3, "shaping": Shaping(top_k=3)}, marks=pytest.mark.long
         ),
@@ -164,7 +164,7 @@ def test_layers_one_by_one():
         (3, 3, 3),
         pytest.param(8, 3, 3, marks=pytest.mark.long),
         pytest.param(16, 2, 2, marks=pytest.mark.long),
-        pytest.param(7, 1, 1, marks=pytest.mark.slow),
+        pytest.param(7, 1, 1, marks=pytest.mark.long),
     ],
 )
 def test_a_group_comes_in_as_one_prompt(places, arriving, group, monkeypatch):

@@ -108,6 +108,7 @@ def test_greedy_equals_a_loop_without_cache_and_transformers(name):
     assert np.asarray(found.response_mask[:, size:]).all()
 
 
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize(
     ("model", "temperature"),
     [

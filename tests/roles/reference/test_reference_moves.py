@@ -253,6 +253,7 @@ def test_no_gradient_reaches_it_through_an_iteration(rollout, name):
     assert gradient_of_all(rollout, name) == 0
 
 
+@pytest.mark.cases(slow=1)
 @pytest.mark.slow  # a test of the test above, which fails without that line
 @pytest.mark.parametrize("name", ["copy", "int8 with bf16 tables"])
 def test_but_for_one_line_it_would(rollout, monkeypatch, name):
