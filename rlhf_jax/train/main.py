@@ -16,6 +16,7 @@ TRAINERS = {
     "dpo": "DPO from your own preference pairs, without a reward model.",
     "distill": "A student learns a teacher's distributions on its own samples.",
     "online-dpo": "DPO on pairs of the model's own samples, with a verifier.",
+    "nash-md": "Nash-MD against a mixture with the reference, with a verifier.",
 }
 QUERIES = {
     "verify": "Whether the snapshots of a run are whole and its frozen models unmoved.",
@@ -85,6 +86,10 @@ def train(name: str, options: Sequence[str]) -> None:
             from rlhf_jax.train import online_dpo
 
             online_dpo.command(options)
+        case "nash-md":
+            from rlhf_jax.train import nash_md
+
+            nash_md.command(options)
 
 
 def usage() -> str:

@@ -522,6 +522,7 @@ def test_policy_adapters_run_as_the_merged_model_does(run):
     np.testing.assert_allclose(over.old_logprobs, whole.old_logprobs, atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "memory", ["device", pytest.param("pinned_host", marks=pytest.mark.long)]

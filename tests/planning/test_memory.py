@@ -122,6 +122,7 @@ def whole():
     return lines(Options(**TINY), of=memory.memory)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_what_is_held_adds_up(whole):
     models = sum(line.device for line in memory.models(Options(**TINY)))

@@ -697,6 +697,7 @@ def test_a_recorded_plan_is_made_again(tmp_path):
     assert after["fits"] == before["fits"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_sampling_has_a_mesh_and_a_storage_of_its_own(tmp_path):
     """On eight CPU devices: a copy in int8, whose heads and cache four pairs share."""

@@ -13,7 +13,7 @@ import rlhf_jax.train.grpo
 from rlhf_jax import config, grpo, hf
 from rlhf_jax.data import tokenization
 from rlhf_jax.runs import command_line, metrics
-from rlhf_jax.train import online_dpo, reinforce
+from rlhf_jax.train import nash_md, online_dpo, reinforce
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 WORDS = [*("what", "is", "one", "and", "two", "?", "####"), *map(str, range(10))]
@@ -107,6 +107,50 @@ def test_online_dpo_is_the_same_trainer_with_another_recipe(files, tmp_path):
     assert rows[0]["objective/kl_coef"] == pytest.approx(0.1)
     assert rows[0]["objective/kl"] == pytest.approx(0, abs=1e-5)
     assert rows[-1]["objective/scores"] > rows[0]["objective/scores"] + 0.3
+
+
+@pytest.mark.slow
+def test_nash_md_is_the_same_trainer_with_another_recipe(files, tmp_path):
+    out = tmp_path / "run"
+    argv = (
+        *("--model", files / "model", "--data", files / "many.jsonl"),
+        *("--held-out", files / "test.jsonl", "--unmarked=last_number"),
+        *("--learning-rate=3e-2", "--batch-size=64", "--max-new-tokens=3"),
+        *("--num-workers=1", "--num-steps=20", "--mixture=0.25"),
+    )
+    summary = play(nash_md, out, *argv)
+    assert summary["accuracy_before"] < 1
+    assert summary["accuracy_after"] == 1
+    rows = metrics.read(out / "metrics.jsonl")
+    assert rows[0]["pair/win"] == pytest.approx(0.5, abs=0.1)
+    assert rows[0]["objective/kl"] == pytest.approx(0, abs=1e-5)
+    assert rows[-1]["objective/kl"] > 0.1
+    assert rows[-1]["policy/sampler_mismatch"] < 1e-5  # of rows that are trained on
+    for row in metrics.read(out / "samples.jsonl"):
+        assert row["version"] == row["step"]
+    before = contents(out)
+    play(nash_md, out, *argv, "--resume")  # nothing is left to do
+    assert contents(out) == before
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--reference=none", "--reference: expected start, the policy before any"),
+        ("--batch-size=7", "7"),
+        ("--mixture=1", "mixture: expected a share between 0 and 1, got 1.0"),
+        ("--sampler-cache=int8", "--sampler-cache: expected none for Nash-MD"),
+        ("--prefill-chunk=4", "--prefill-chunk: expected none for Nash-MD"),
+        ("--placement.reference=last", "--placement.reference: expected policy for"),
+        ("--continuous-batching=4", "continuous_batching: expected none for Nash-MD"),
+    ],
+)
+def test_options_that_nash_md_refuses(files, tmp_path, capsys, argv, message):
+    words = ("--model", "x", "--data", "x", "--held-out", "x", "--batch-size=8")
+    with pytest.raises(SystemExit):
+        play(nash_md, tmp_path / "run", *words, argv)
+    assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

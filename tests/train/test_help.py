@@ -10,6 +10,7 @@ from rlhf_jax.train import (
     dpo,
     grpo,
     main,
+    nash_md,
     online_dpo,
     ppo,
     reinforce,
@@ -26,6 +27,7 @@ TRAINERS = {
     "dpo": dpo,
     "distill": distill,
     "online-dpo": online_dpo,
+    "nash-md": nash_md,
 }
 
 

@@ -131,6 +131,7 @@ def sample(
     key: Array,
     recipe: NashMD,
     base: Frozen | None = None,
+    version: Array | None = None,
 ) -> Rollout:
     """The rollout of an iteration: the policy's responses and the mixture's, in turn.
 
@@ -141,6 +142,7 @@ def sample(
       key: of this step, split as in `policy_gradient.sample`.
       recipe: static.
       base: with `recipe.lora` the parameters that the adapters adapt.
+      version: i32[], of the policy, `TrainState.step`; None stamps no token.
 
     Returns:
       Rollout[B, P + R]; `old_logprobs` are those of what each response was drawn from.
@@ -149,6 +151,7 @@ def sample(
       InputError: sizes do not divide, or the reference has another vocabulary.
     """
     checks.groups(len(prompts.index), group_size=2)
+    recipe.minibatch_size(len(prompts.index))  # before any work is done in vain
     halves = [jax.tree.map(lambda x, i=i: x[i::2], prompts) for i in (0, 1)]
     sample_key, _ = jax.random.split(key)
     params = adapted.params(policy, base=base, lora=recipe.lora)
@@ -179,9 +182,13 @@ def sample(
         index=other.index,
         sample=other.sample,
     )
-    return jax.tree.map(
+    both = jax.tree.map(
         lambda a, b: jnp.stack([a, b], axis=1).reshape(-1, *a.shape[1:]), ours, theirs
     )
+    if version is None:
+        return both
+    stamps = jnp.where(both.response_mask, version, 0)
+    return dataclasses.replace(both, version=stamps)
 
 
 def iteration(
@@ -224,6 +231,7 @@ def iteration(
         key=key,
         recipe=recipe,
         base=base,
+        version=state.step,
     )
     return policy_gradient.learn(
         state,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import tyro
+from jax.sharding import Mesh
 
 from rlhf_jax.algorithms import grpo, self_check
+from rlhf_jax.algorithms.batch import Rollout
 from rlhf_jax.algorithms.grpo import GRPO, GroupRecipe
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
@@ -17,9 +20,10 @@ from rlhf_jax.checkpoints.frozen_models import Storage
 from rlhf_jax.devices.placement import SamplerPlacement
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.train.packed_rollouts import PackedConfig
 from rlhf_jax.train.references import ReferencesConfig, refuse_unused
-from rlhf_jax.train.sampler import SamplerConfig
+from rlhf_jax.train.sampler import Sampler, SamplerConfig
 
 RECIPE = GroupRecipe(temperature=1.0)
 KL_COEF = 0.01  # with a reference, unless another is asked for
@@ -132,6 +136,31 @@ class VerifiedConfig(ReferencesConfig, PackedConfig, SamplerConfig, abc.ABC):
     @abc.abstractmethod
     def algorithm(self, **shapes: Any) -> PolicyGradient:
         """The recipe with what a run knows: shapes, optimizer and stop tokens."""
+
+    def sampler(
+        self, algorithm: PolicyGradient, *, mesh: Mesh, reference: Frozen | None
+    ) -> Callable[..., Rollout]:
+        """The compiled sampler of a run.
+
+        Args:
+          algorithm: of `algorithm`.
+          mesh: the policy's, where responses are wanted.
+          reference: for an algorithm whose samples it takes part in.
+        """
+        del reference
+        place = self.placement.sampler
+        there = place.mesh_beside(mesh) if place.apart else mesh
+        assert there is not None  # the host is for frozen models
+        return Sampler(
+            algorithm,
+            mesh=there,
+            home=mesh,
+            storage=self.sampler_storage,
+            cache=self.sampler_cache,
+            cache_pages=self.sampler_cache_pages,
+            page_size=self.sampler_page_size,
+            prefill_chunk=self.prefill_chunk,
+        )
 
     @property
     def redraws(self) -> int:

@@ -27,7 +27,6 @@ from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.train.grpo.options import VerifiedConfig
 from rlhf_jax.train.packed_rollouts import RolloutPacker
 from rlhf_jax.train.references import FurtherPrograms
-from rlhf_jax.train.sampler import Sampler
 from rlhf_jax.verification.pool import PooledReward, VerifierPool
 
 Array = jax.Array
@@ -72,19 +71,7 @@ class Programs:
         self._mesh, self.group_size = mesh, algorithm.rows_per_prompt
         jit, bind, on = jax.jit, functools.partial, functools.partial(sharding.on, mesh)
         learn = bind(on(grpo.learn), recipe=algorithm)
-        sampler = options.placement.sampler
-        sampling = sampler.mesh_beside(mesh) if sampler.apart else mesh
-        assert sampling is not None  # the host is for frozen models
-        self.sample = Sampler(
-            algorithm,
-            mesh=sampling,
-            home=mesh,
-            storage=options.sampler_storage,
-            cache=options.sampler_cache,
-            cache_pages=options.sampler_cache_pages,
-            page_size=options.sampler_page_size,
-            prefill_chunk=options.prefill_chunk,
-        )
+        self.sample = options.sampler(algorithm, mesh=mesh, reference=reference)
         there = mesh if reference is None else frozen.mesh_of(reference)
         self.reference_logprobs = jit(
             bind(sharding.on(there, score.reference_logprobs), **shape)

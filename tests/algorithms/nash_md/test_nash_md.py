@@ -151,13 +151,15 @@ def test_rows_of_the_policy_and_of_the_mixture_take_turns(monkeypatch):
     monkeypatch.setattr(nash_md.recipe.flow.rollout, "rollout", ours)
     monkeypatch.setattr(nash_md.recipe.mixture, "generate", mixed)
     reference = toys.freeze(toys.params(seed=1))
-    rollout = nash_md.sample(
-        toys.params(), reference, prompts=prompts, key=jax.random.key(0), recipe=BASE
-    )
+    options = {"prompts": prompts, "key": jax.random.key(0), "recipe": BASE}
+    rollout = nash_md.sample(toys.params(), reference, **options)
     np.testing.assert_array_equal(rollout.tokens[:, :2], prompts.tokens)
     np.testing.assert_array_equal(rollout.index, prompts.index)
     np.testing.assert_array_equal(rollout.sample, prompts.sample)
     np.testing.assert_array_equal(rollout.old_logprobs[:, 0], [-1, -2, -1, -2])
+    assert rollout.version is None
+    stamped = nash_md.sample(toys.params(), reference, **options, version=jnp.int32(7))
+    np.testing.assert_array_equal(stamped.version, np.full((4, 3), 7))
     odd = jax.tree.map(lambda x: x[:3], prompts)
     with pytest.raises(InputError, match="2"):
         nash_md.sample(
@@ -179,7 +181,7 @@ def test_an_iteration_samples_scores_and_learns(monkeypatch):
 
     monkeypatch.setattr(nash_md.recipe, "sample", sample)
     monkeypatch.setattr(nash_md.recipe.policy_gradient, "learn", learn)
-    train = types.SimpleNamespace(policy="policy")
+    train = types.SimpleNamespace(policy="policy", step="step")
     shared = {"key": "key", "recipe": BASE, "base": "base"}
     found = nash_md.iteration(
         train,
@@ -189,7 +191,11 @@ def test_an_iteration_samples_scores_and_learns(monkeypatch):
         **shared,
     )
     assert found == "next"
-    assert told["sample"] == ("policy", "reference", shared | {"prompts": "prompts"})
+    assert told["sample"] == (
+        "policy",
+        "reference",
+        shared | {"prompts": "prompts", "version": "step"},
+    )
     outcome = {"rollout": "rollout", "scores": ("rollout", "scored")}
     assert told["learn"] == (train, shared | outcome | {"reference": "reference"})
     assert BASE.rows_per_prompt == 2

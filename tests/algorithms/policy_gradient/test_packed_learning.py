@@ -218,7 +218,7 @@ def test_parts_cut_by_tokens_are_one_step():
         )
 
 
-@pytest.mark.cases(slow=2)
+@pytest.mark.cases(slow=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "choices",
@@ -301,7 +301,7 @@ def test_every_size_is_a_branch():
                 assert found[row, column] == wanted
 
 
-@pytest.mark.cases(slow=2)
+@pytest.mark.cases(slow=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [tiny.LLAMA, tiny.MIXED, tiny.PARALLEL])
 @pytest.mark.parametrize("remat", ["none", "full"])

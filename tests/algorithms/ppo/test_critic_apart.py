@@ -103,6 +103,7 @@ WAYS = {
 
 
 @pytest.mark.cases(slow=1)
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "way",

@@ -69,6 +69,7 @@ def test_log_probs_of_samples_are_those_of_a_full_forward(model, monkeypatch):
 
 
 @pytest.mark.cases(slow=1)
+@pytest.mark.long
 @pytest.mark.slow
 @both
 def test_continuous_batching_draws_the_same_samples(model):
