@@ -1,6 +1,7 @@
 """Messages about numbers stay short, however large the number is."""
 
 import itertools
+import math
 
 import jax.numpy as jnp
 import numpy as np
@@ -69,3 +70,8 @@ def test_numbers_at_the_edge_pass():
     checks.positive(x=float(largest), y=float(smallest))
     with pytest.raises(checks.InputError, match="a number that float32 holds"):
         checks.positive(x=2.0 * float(largest))
+    with pytest.raises(checks.InputError, match="a number that float32 holds"):
+        checks.positive(x=0.5 * float(smallest))
+    for number in (-math.inf, math.inf, math.nan):
+        with pytest.raises(checks.InputError, match="x: expected a finite number, got"):
+            checks.finite(x=number)

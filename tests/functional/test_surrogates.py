@@ -233,6 +233,15 @@ def test_prompts_weigh_the_same_by_prompt_mean():
     np.testing.assert_array_equal(weights, 0.0)
 
 
+def test_a_prompt_without_a_token_weighs_nothing():
+    mask = np.array([[0, 0], [0, 0], [1, 1], [1, 0]], bool)
+    scale = aggregation.prompt_scale(mask, group_size=2)
+    np.testing.assert_array_equal(scale, [1.0, 1.0, 1.5, 1.5])  # 3 tokens · 1 / 2
+    options = {"aggregation": "prompt_mean", "loss_scale_factor": scale}
+    weights = losses.token_weights(mask, **options)
+    np.testing.assert_allclose(weights, mask / 3.0, rtol=1e-6)
+
+
 def test_what_does_not_fit_is_refused():
     arrays = {**ARRAYS, "logprobs": RECORDED["logprobs"], "mask": MASK}
     with pytest.raises(InputError, match="ratio_level: expected 'token' or"):

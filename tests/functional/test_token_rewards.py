@@ -88,6 +88,13 @@ def test_padding_and_row_order_change_nothing():
 def test_wrong_input_says_what_to_do():
     with pytest.raises(ValueError, match=r"mask: expected shape \(any, any\), got"):
         reward(mask=MASK[0])
+    with pytest.raises(TypeError, match=r"^kl: expected float32, got float16"):
+        token_rewards(
+            scores=jnp.asarray(SCORES),
+            kl=jnp.asarray(KL, jnp.float16),
+            mask=jnp.asarray(MASK),
+            kl_coef=0.1,
+        )
     with pytest.raises(TypeError, match=r"^mask: expected bool, got int32"):
         token_rewards(
             scores=jnp.asarray(SCORES),

@@ -306,6 +306,15 @@ def test_options_that_do_not_fit_are_refused(options, message):
         distill.DistillRecipe(**options)
 
 
+def test_the_head_of_a_teacher_in_host_memory_is_copied_to_the_device():
+    far = frozen.freeze(TEACHER, model=tiny.LLAMA, memory="pinned_host")
+    copied = distill.head_of(far, model=tiny.GPT2, place=lambda params: params)
+    leaves, here = jax.tree.leaves(copied.stored), jax.tree.leaves(head().stored)
+    for leaf, near in zip(leaves, here, strict=True):
+        assert leaf.sharding.memory_kind == near.sharding.memory_kind != "pinned_host"
+        np.testing.assert_array_equal(leaf, near)
+
+
 def test_what_reads_advantages():
     assert not BASE.reads_advantages
     for options in (

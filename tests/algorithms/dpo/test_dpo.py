@@ -204,6 +204,30 @@ def test_the_reference_is_not_moved_and_takes_no_gradient(packed, reference):
         np.testing.assert_array_equal(leaf, 0)
 
 
+def test_the_reference_is_run_where_its_log_probs_are_not_given(packed, monkeypatch):
+    def run(frozen_model, *, batch, dpo):
+        return jnp.full(batch.tokens.shape, frozen_model)
+
+    def loss_of_part(params, part, *, ref_logprobs, **options):
+        return params["w"] * ref_logprobs.max(), {}
+
+    module = import_module(dpo.update.__module__)
+    monkeypatch.setattr(module, "reference_logprobs", run)
+    monkeypatch.setattr(module, "loss", loss_of_part)
+    given = jnp.full(packed.tokens.shape, 7.0)
+    for options, number in [
+        ({"reference": 2.0}, 2),
+        ({"base": 3.0}, 3),
+        ({"base": 3.0, "ref_logprobs": given}, 7),
+    ]:
+        monkeypatch.setattr(module.adapted, "params", lambda params, **_: params)
+        current = state.supervised_state(
+            {"w": jnp.ones(())}, optimizer=ALGORITHM.optimizer
+        )
+        after, _ = dpo.update(current, batch=packed, dpo=ALGORITHM, **options)
+        assert after.params["w"] == 1 - 0.5 * number
+
+
 def test_garbage_changes_nothing(packed, reference):
     """At padding, in rows without a pair, and in log-probs that are not of answers."""
     ref_logprobs = reference_of(reference, batch=packed, dpo=ALGORITHM)

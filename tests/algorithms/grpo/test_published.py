@@ -185,6 +185,18 @@ def test_the_soft_overlong_penalty_is_trl_s():
     np.testing.assert_allclose(found, 0.5 * recorded["overlong"], atol=1e-6)
 
 
+def test_a_penalty_of_overlong_responses_fits_the_longest_response():
+    """One that charges some tokens; and none at all, whatever its other numbers."""
+    charged = ScoreShaping(
+        overlong_penalty=1.0, overlong_after=toys.SIZE - 1, overlong_buffer=1
+    )
+    recipe = dataclasses.replace(make(grpo.RLOO), scores=charged)
+    assert recipe.scores == charged
+    longer = dataclasses.replace(charged, overlong_after=toys.SIZE)
+    with pytest.raises(InputError, match=r"scores.overlong_after: expected less than"):
+        dataclasses.replace(recipe, scores=longer)
+
+
 def test_groups_of_equal_scores_are_replaced_in_turn():
     def drawn(scores, first):
         rollout = scored().rollout

@@ -20,6 +20,7 @@ from rlhf_jax.roles.reference.further import Further
 
 ITERATION = "rlhf_jax.algorithms.policy_gradient.iteration"
 UPDATE = "rlhf_jax.algorithms.policy_gradient.update"
+CUT, REJECT = "token_truncate", "sequence_reject"
 
 BASE = reinforce.REINFORCE(
     model=toys.GPT2,
@@ -41,12 +42,26 @@ EXPERIENCE = batch.PolicyExperience(
 )
 
 
-def fresh():
+def fresh(*, target=1 / 11, unit="token"):
     return state.grpo_state(
         policy={"w": jnp.zeros(())},
         policy_optimizer=BASE.policy_optimizer,
-        kl=adaptive(0.3, target=1 / 11, unit="token", horizon=30),
+        kl=adaptive(0.3, target=target, unit=unit, horizon=30),
     )
+
+
+@pytest.fixture
+def nothing_learned(monkeypatch):
+    """Steps of an update that leave the state alone."""
+
+    def step(current, **_):
+        nothing = {"policy/sampler_mismatch": (jnp.zeros(()), jnp.ones(()))}
+        return current, jnp.bool_(False), nothing
+
+    monkeypatch.setattr(import_module(UPDATE), "_step", step)
+
+
+OLD_LOGPROBS = ZEROS.at[0, 3].set(0.5).at[2, 4].set(0.2).at[1, 2].set(9.0)
 
 
 def test_counts_are_those_of_the_minibatch(monkeypatch):
@@ -66,22 +81,40 @@ def test_counts_are_those_of_the_minibatch(monkeypatch):
     assert (told["kl_coef"], told["recipe"]) == (0.3, BASE)
 
 
-def test_a_controller_per_token_divides_by_the_mean_length(monkeypatch):
+@pytest.mark.usefixtures("nothing_learned")
+def test_a_controller_per_token_divides_by_the_mean_length():
     """0.7 nats over 7 tokens is 10 % more than a target of 1/11 of a nat a token."""
-
-    def step(current, **_):
-        nothing = {"policy/sampler_mismatch": (jnp.zeros(()), jnp.ones(()))}
-        return current, jnp.bool_(False), nothing
-
-    monkeypatch.setattr(import_module(UPDATE), "_step", step)
-    experience = dataclasses.replace(
-        EXPERIENCE,
-        old_logprobs=ZEROS.at[0, 3].set(0.5).at[2, 4].set(0.2).at[1, 2].set(9.0),
-    )
+    experience = dataclasses.replace(EXPERIENCE, old_logprobs=OLD_LOGPROBS)
     after, _ = reinforce.update(
         fresh(), experience=experience, key=jax.random.key(0), recipe=BASE
     )
     assert float(after.kl.kl_coef) == pytest.approx(0.3 * (1 + 0.1 * 3 / 30), rel=1e-5)
+
+
+@pytest.mark.usefixtures("nothing_learned")
+@pytest.mark.parametrize(("correction", "rows"), [(CUT, 3), (REJECT, 2)])
+def test_a_controller_per_response_counts_those_that_are_trained_on(correction, rows):
+    """A row without a trained token is one, unless the recipe leaves some out."""
+    recipe = dataclasses.replace(
+        BASE,
+        recompute_logprobs=True,
+        sampler_weight_cap=2.0,
+        sampler_correction=correction,
+    )
+    experience = dataclasses.replace(EXPERIENCE, old_logprobs=OLD_LOGPROBS)
+    target = 0.7 / rows / 1.1  # nats a response
+    after, _ = reinforce.update(
+        fresh(target=target, unit="response"),
+        experience=experience,
+        key=jax.random.key(0),
+        recipe=recipe,
+    )
+    assert float(after.kl.kl_coef) == pytest.approx(0.3 * (1 + 0.1 * 3 / 30), rel=1e-5)
+    none = dataclasses.replace(experience, response_mask=jnp.zeros_like(MASK))
+    after, _ = reinforce.update(
+        fresh(), experience=none, key=jax.random.key(0), recipe=recipe
+    )
+    assert np.isfinite(float(after.kl.kl_coef))
 
 
 @pytest.fixture

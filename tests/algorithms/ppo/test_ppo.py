@@ -1,5 +1,6 @@
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -713,6 +714,7 @@ def test_sizes_that_do_not_divide_stop_before_sampling(changes, message, experie
         ({"fixed_length": True, "stop_ids": ()}, "fixed_length: expected stop_ids"),
         ({"truncate_after": 3}, "truncate_after: expected fixed_length with it"),
         ({"dual_clip": 1.0}, "dual_clip: expected a finite number above 1"),
+        ({"dual_clip": math.inf}, "dual_clip: expected a finite number above 1"),
         ({"max_ratio_mean": 0.5}, "max_ratio_mean: expected a finite number above 1"),
         ({"stop_approxkl": 0.0}, "stop_approxkl: expected a finite number above 0"),
         ({"clip_range_high": -0.2}, "clip_range_high: expected a finite number above"),

@@ -35,8 +35,7 @@ def pairs():
 
 
 @toys.jit
-def loss(params, pairs):
-    num_pairs = jnp.asarray(pairs.chosen.tokens.shape[0], jnp.float32)
+def loss(params, pairs, num_pairs=4.0):
     return reward_model.loss(params, pairs, model=toys.GPT2, num_pairs=num_pairs)
 
 
@@ -57,6 +56,8 @@ def test_the_loss_is_bradley_terrys(pairs, margin):
         chosen, rejected, np.zeros(4) if margin is None else margin
     )
     np.testing.assert_allclose(value, np.mean(expected), rtol=1e-5)
+    part, _ = loss(PARAMS, dataclasses.replace(pairs, margin=given), 16.0)
+    np.testing.assert_allclose(part, np.sum(expected) / 16, rtol=1e-5)
     means = masked.mean_stats(stats)
     np.testing.assert_allclose(means["pairwise/accuracy"], (chosen > rejected).mean())
     np.testing.assert_allclose(

@@ -704,6 +704,21 @@ def test_both_is_the_sum_of_the_two():
             {"placement": "loss", "direction": "forward", "value_estimator": "exact"},
             "fixed-state forward",
         ),
+        *(
+            (
+                {
+                    "placement": "loss",
+                    "direction": "forward",
+                    "value_estimator": "k2",
+                    "importance_weights": weights,
+                },
+                gradient,
+            )
+            for weights, gradient in (
+                ("token", "fixed-state k2"),
+                ("prefix", "reference's mean k2"),
+            )
+        ),
         (
             {"placement": "both", "direction": "forward", "value_estimator": "exact"},
             "own-prefix forward",

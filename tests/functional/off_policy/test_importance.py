@@ -220,3 +220,7 @@ def test_a_truncation_has_no_floor_and_arrays_have_one_shape():
         weights("token_mask", mask=MASK.astype(np.int32))
     with pytest.raises(TypeError, match="logprobs"):
         weights("token_mask", logprobs=RECORDED["old_logprobs"].astype(np.float16))
+    with pytest.raises(ValueError, match="weights"):
+        mismatch.weight_stats(
+            weights("token_mask"), mask=MASK[:, :1], correction="token_mask"
+        )
