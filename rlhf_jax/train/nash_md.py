@@ -24,9 +24,7 @@ from rlhf_jax.algorithms import nash_md
 from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.algorithms.nash_md import NashMD, NashMDRecipe
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
-from rlhf_jax.checkpoints import frozen_models
 from rlhf_jax.devices import sharding
-from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.runs import command_line
@@ -38,9 +36,10 @@ Params = Any
 RECIPE = NashMDRecipe(temperature=1.0)
 SCREEN = {
     **VERIFIED_SCREEN,
+    "Start": ("model",),
     "Training": (
-        *("num_steps", "batch_size", "nash_md.mixture", "nash_md.labels"),
-        *("learning_rate", "dtype"),
+        *("num_steps", "batch_size", "nash_md.mixture", "learning_rate"),
+        *("nash_md.micro_batch_size", "dtype"),
     ),
     "Run": ("out", "resume"),
 }
@@ -91,21 +90,22 @@ class MixtureSampler:
 class Config(VerifiedConfig):
     """The options of `rlhf-jax nash-md`."""
 
+    batch_size: int = 128
+    """Responses per iteration, half of them the mixture's, which are not trained on."""
+    reference: str = "start"
+    """Reference of the mixture and of the KL: start, the policy before any update."""
     nash_md: Annotated[NashMDRecipe, tyro.conf.arg(name="")] = RECIPE
     """Coefficients and choices of Nash-MD, options without a prefix."""
 
     def __post_init__(self) -> None:
         if self.reference != "start":
             raise InputError(
-                f"--reference: expected start, the policy before any update, which the "
-                f"mixture is of, got {self.reference}; leave it out"
+                f"--reference: expected start, as the mixture is of the policy and its "
+                f"own start, got {self.reference}; leave it out"
             )
-        super().__post_init__()
-        checks.groups(self.batch_size, group_size=2)
         plain = {
-            "--sampler-storage.dtype": (self.sampler_storage, frozen_models.COPY),
-            "--sampler-cache": (self.sampler_cache, "same"),
-            "--prefill-chunk": (self.prefill_chunk, None),
+            "--sampler-storage.dtype": (self.sampler_storage.dtype, "float32"),
+            "--sampler-cache-pages": (self.sampler_cache_pages, None),
         }
         for option, (value, default) in plain.items():
             if value != default:
@@ -113,6 +113,13 @@ class Config(VerifiedConfig):
                     f"{option}: expected none for Nash-MD, whose mixture is sampled "
                     f"without it, got {value}; leave it out"
                 )
+        if self.batch_size % 2:
+            raise InputError(
+                f"--batch-size: expected an even number, for a response of the policy "
+                f"and one of the mixture to each question, got {self.batch_size}; "
+                f"change it"
+            )
+        super().__post_init__()
         for role in ("sampler", "reference"):
             place = getattr(self.placement, role)
             if place.apart:
@@ -123,6 +130,14 @@ class Config(VerifiedConfig):
                 )
 
     @property
+    def sampler_tolerance(self) -> float:
+        """What rounding of sampler and reference adds to the distance to the trainer.
+
+        Nats per token.
+        """
+        return super().sampler_tolerance + self.reference_tolerance
+
+    @property
     def recipe(self) -> NashMDRecipe:
         """The coefficients and choices of Nash-MD."""
         return self.nash_md
@@ -131,13 +146,19 @@ class Config(VerifiedConfig):
         """The recipe with what a run knows: shapes, optimizer and stop tokens."""
         return NashMD(**vars(self.nash_md), **shapes)
 
-    def sampler(
+    def make_sampler(
         self, algorithm: PolicyGradient, *, mesh: Mesh, reference: Frozen | None
     ) -> MixtureSampler:
         """The compiled sampler of a run, in which the reference takes part."""
         assert isinstance(algorithm, NashMD)  # of `algorithm`
         assert reference is not None  # it is start
-        return MixtureSampler(algorithm, mesh=mesh, reference=reference)
+        model = dataclasses.replace(
+            algorithm.model,
+            cache=self.sampler_cache,
+            prefill_chunk=self.prefill_chunk,
+        )
+        sampled = dataclasses.replace(algorithm, model=model)
+        return MixtureSampler(sampled, mesh=mesh, reference=reference)
 
 
 def command(argv: Sequence[str] | None = None) -> None:

@@ -67,7 +67,6 @@ def gpt2(**changes):
     return dataclasses.replace(toy_files.MODEL, **changes)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     [

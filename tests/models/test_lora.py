@@ -524,9 +524,7 @@ def test_policy_adapters_run_as_the_merged_model_does(run):
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "memory", ["device", pytest.param("pinned_host", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("memory", ["device", "pinned_host"])
 def test_adapters_are_trained_over_a_base_in_int8(memory):
     """In either memory; the reference is that very base, so KL starts at 0 again."""
     params = toys.params(toys.LLAMA)

@@ -255,7 +255,6 @@ with pool.VerifierPool(toy_verifier.check, num_workers=1) as running:
 """
 
 
-@pytest.mark.cases(slow=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGINT])
 def test_workers_end_and_clear_away_when_the_run_is_killed(tmp_path, by):

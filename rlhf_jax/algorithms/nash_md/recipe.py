@@ -11,7 +11,7 @@ them. Where π^mix is near π its fixed point is π ∝ π_ref exp(P(y beats π)
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ from rlhf_jax.roles.rewards import Reward
 
 Array = jax.Array
 Params = Any
+Tree = TypeVar("Tree")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,12 @@ class NashMDRecipe(PolicyRecipe):
     """Number of passes over each batch."""
 
     def __post_init__(self) -> None:
+        for name in ("fixed_length", "truncate_after", "continuous_batching"):
+            if getattr(self, name):
+                raise InputError(
+                    f"{name}: expected none for Nash-MD, whose mixture is sampled "
+                    f"without it, got {getattr(self, name)}; leave it out"
+                )
         super().__post_init__()
         one_of(labels=self.labels, among=("ranked", "bradley_terry"))
         if not 0 < self.mixture < 1:
@@ -61,12 +68,6 @@ class NashMDRecipe(PolicyRecipe):
                 "aggregation: expected another than 'prompt_mean' for Nash-MD, which "
                 "trains on one response to a prompt; choose sequence_mean, its equal"
             )
-        for name in ("fixed_length", "continuous_batching"):
-            if getattr(self, name):
-                raise InputError(
-                    f"{name}: expected none for Nash-MD, whose mixture is sampled "
-                    f"without it, got {getattr(self, name)}; leave it out"
-                )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,6 +117,14 @@ class NashMD(NashMDRecipe, PolicyGradient):
     def leaves_out(self) -> bool:
         """Half of the responses are not trained on."""
         return True
+
+    def reported(self, rows: Tree) -> Tree:
+        """Of the policy's responses alone: the mixture is no policy that is trained.
+
+        Args:
+          rows: a pytree of arrays over the B rows of a rollout, or over nothing.
+        """
+        return jax.tree.map(lambda x: x[0::2] if jnp.ndim(x) else x, rows)
 
     @property
     def rows_per_prompt(self) -> int:
@@ -216,7 +225,7 @@ def iteration(
     Returns:
       The next state, stats {name: (sum, weight)}, and the scored rollout [B, P + R], in
       which rows of the policy and of the mixture take turns. Statistics of the
-      objective are over both.
+      objective are of the policy's.
 
     Raises:
       InputError: sizes do not divide, the reference has another vocabulary, or the

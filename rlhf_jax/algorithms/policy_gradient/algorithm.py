@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,7 @@ from rlhf_jax.roles.reference.lifecycle import FROZEN, Lifecycle
 
 Array = jax.Array
 Params = Any
+Tree = TypeVar("Tree")
 # A whole minibatch -> the minibatch that is learned from, and the loss of its parts.
 MinibatchLoss = Callable[[Any], tuple[Any, LossFunction]]
 
@@ -181,6 +182,14 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
         return self.sampler_weight_cap is not None and importance.rejects(
             self.sampler_correction
         )
+
+    def reported(self, rows: Tree) -> Tree:
+        """The rows that statistics of the objective, and shown samples, are of.
+
+        Args:
+          rows: a pytree of arrays over the B rows of a rollout, or over nothing.
+        """
+        return rows
 
     @property
     def values_the_end(self) -> bool:

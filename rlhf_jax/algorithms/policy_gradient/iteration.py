@@ -286,14 +286,15 @@ def make_experience(
         step=state.step,
         recipe=recipe,
     )
+    ended = flow.score.ended(rewarded, stop_ids=recipe.stop_ids)
     stats = masked.merge_stats(
         weight_stats,
         flow.objective.objective_stats(
-            dataclasses.replace(scored, scores=returned.total),
+            recipe.reported(dataclasses.replace(scored, scores=returned.total)),
             kl_coef=kl_coef,
-            ended=flow.score.ended(rewarded, stop_ids=recipe.stop_ids),
+            ended=recipe.reported(ended),
         ),
-        rewards.part_stats(returned),
+        rewards.part_stats(recipe.reported(returned)),
         experience_stats,
     )
     return dataclasses.replace(state, scores=moments), experience, stats, scored

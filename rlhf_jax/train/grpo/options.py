@@ -137,7 +137,7 @@ class VerifiedConfig(ReferencesConfig, PackedConfig, SamplerConfig, abc.ABC):
     def algorithm(self, **shapes: Any) -> PolicyGradient:
         """The recipe with what a run knows: shapes, optimizer and stop tokens."""
 
-    def sampler(
+    def make_sampler(
         self, algorithm: PolicyGradient, *, mesh: Mesh, reference: Frozen | None
     ) -> Callable[..., Rollout]:
         """The compiled sampler of a run.

@@ -71,7 +71,7 @@ class Programs:
         self._mesh, self.group_size = mesh, algorithm.rows_per_prompt
         jit, bind, on = jax.jit, functools.partial, functools.partial(sharding.on, mesh)
         learn = bind(on(grpo.learn), recipe=algorithm)
-        self.sample = options.sampler(algorithm, mesh=mesh, reference=reference)
+        self.sample = options.make_sampler(algorithm, mesh=mesh, reference=reference)
         there = mesh if reference is None else frozen.mesh_of(reference)
         self.reference_logprobs = jit(
             bind(sharding.on(there, score.reference_logprobs), **shape)
@@ -86,6 +86,7 @@ class Programs:
         )
         self._seen_by_reward = bind(grpo.seen_by_reward, recipe=algorithm)
         self._inside = algorithm.penalty.needs_logits
+        self.reported = algorithm.reported
 
     def score(
         self,

@@ -72,7 +72,8 @@ def improve(
         stage.state["train"] = train
         samples = []
         if step % SAMPLE_EVERY == 0:
-            mine, totals = row_sharding.local_rows((rollout, scored["scores"].total))
+            local = row_sharding.local_rows((rollout, scored["scores"].total))
+            mine, totals = programs.reported(local)
             shown = jax.tree.map(lambda leaf: leaf[:SHOWN], mine)
             samples = [
                 {

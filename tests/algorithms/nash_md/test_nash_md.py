@@ -71,6 +71,17 @@ def test_advantages_are_wins_over_the_mixture_less_the_kl(labels):
     assert float(mean) == pytest.approx(np.mean(wins), rel=1e-5)
 
 
+def test_statistics_of_the_objective_are_of_the_policy_s_rows():
+    given = scored()
+    found = BASE.reported(given)
+    np.testing.assert_array_equal(found.scores, SCORES[0::2])
+    np.testing.assert_array_equal(found.rollout.index, [0, 1])
+    np.testing.assert_array_equal(found.kl, np.asarray(given.kl)[0::2])
+    number = {"objective/kl_clipped": (jnp.float32(1), jnp.float32(9))}
+    with_stats = dataclasses.replace(given, kl_stats=number)
+    assert BASE.reported(with_stats).kl_stats == number
+
+
 def test_recipes_that_are_refused():
     with pytest.raises(InputError, match="mixture: expected a share between 0 and 1"):
         dataclasses.replace(BASE, mixture=1.0)

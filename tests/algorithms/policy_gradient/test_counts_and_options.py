@@ -364,6 +364,33 @@ def test_texts_count_by_their_tokens_however_they_are_cut(monkeypatch, rows):
     assert [float(x) for x in stats["loss/ptx"]] == [12.0, 4.0]
 
 
+def test_what_the_sampler_is_asked_for(monkeypatch):
+    """Nothing is sampled; the version of the policy goes with its tokens."""
+    iteration, told = import_module(ITERATION), {}
+
+    def rollout(policy, **options):
+        told.update(options, policy=policy)
+        return "rollout"
+
+    monkeypatch.setattr(iteration.flow.rollout, "rollout", rollout)
+    prompts = SimpleNamespace(tokens=jnp.zeros((8, 2), jnp.int32))
+    key = jax.random.key(4)
+    asked = {"prompts": prompts, "key": key, "recipe": BASE, "version": 7}
+    assert iteration.sample("policy", **asked) == "rollout"
+    assert told.pop("key") == jax.random.split(key)[0]
+    assert told == {
+        "policy": "policy",
+        "prompts": prompts,
+        "version": 7,
+        "model": BASE.model,
+        "max_new_tokens": 4,
+        "stop_ids": toys.STOP,
+        "temperature": 0.6,
+        "group_size": 1,
+        "continuous_batching": None,
+    }
+
+
 def test_log_probs_of_the_reference_that_are_there_are_not_computed_again():
     """There is no reference to compute them by."""
     iteration = import_module(ITERATION)

@@ -102,16 +102,9 @@ WAYS = {
 }
 
 
-@pytest.mark.cases(slow=1)
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "way",
-    [
-        FIRST,
-        pytest.param("the policy waits for the critic", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("way", [FIRST, "the policy waits for the critic"])
 def test_two_programs_do_what_one_does(experience, way):
     settings = dataclasses.replace(BASE, **WAYS[way])
     wanted, wanted_stats = together(

@@ -68,7 +68,6 @@ def test_log_probs_of_samples_are_those_of_a_full_forward(model, monkeypatch):
         np.testing.assert_allclose(mine, np.where(drawn, other, 0.0), atol=2e-5)
 
 
-@pytest.mark.cases(slow=1)
 @pytest.mark.long
 @pytest.mark.slow
 @both
