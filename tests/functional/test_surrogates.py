@@ -257,6 +257,8 @@ def test_what_does_not_fit_is_refused():
         CISPO(**arrays, aggregation="prompt_mean")
     with pytest.raises(InputError, match="a number or None"):
         CISPO(**arrays, loss_scale_factor=jnp.ones(8))
+    with pytest.raises(TypeError, match="mask: expected bool, got int32"):
+        losses.token_weights(jnp.asarray(MASK, jnp.int32))
     with pytest.raises(ValueError, match="mask"):
         SAPO(**arrays | {"mask": MASK[:4]})
     with pytest.raises(TypeError, match="logprobs"):
