@@ -44,8 +44,14 @@ from rlhf_jax.functional import checks
 from rlhf_jax.runs import command_line
 from rlhf_jax.runs.folder import open_run, write_summary
 from rlhf_jax.runs.run_config import RunConfig
-from studies.kl_drawings import ESTIMATORS, POLICY_WORDS, REFERENCE_WORDS, plots, tables
-from studies.model_pair import Pair, answer, logprobs_and_kl
+from studies.pictures.drawings import (
+    ESTIMATORS,
+    POLICY_WORDS,
+    REFERENCE_WORDS,
+    plots,
+    tables,
+)
+from studies.pictures.model_pair import Pair, answer, logprobs_and_kl
 
 Array = jax.Array
 Params = Any

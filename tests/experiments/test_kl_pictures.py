@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
-from studies import kl_pictures, model_pair
+from studies import kl_pictures
+from studies.pictures import model_pair
 
 from rlhf_jax import policy
 from rlhf_jax.runs import command_line
