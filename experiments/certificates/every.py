@@ -139,6 +139,9 @@ def main(options: Config) -> int:
         f"{sum(each.certificates for each in outcomes)} certificates hold, "
         f"{time.perf_counter() - started:.0f} s"
     )
+    ended = [each.name for each in outcomes if each.status]
+    if ended:
+        print(f"without those of {', '.join(ended)}, which did not come to their end")
     return sum(not each.holds for each in outcomes)
 
 

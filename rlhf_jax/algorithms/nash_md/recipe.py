@@ -30,6 +30,7 @@ from rlhf_jax.models.generation.mixture import Side
 from rlhf_jax.roles import adapted
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.reference.further import References
 from rlhf_jax.roles.rewards import Reward
 
 Array = jax.Array
@@ -209,6 +210,7 @@ def iteration(
     key: Array,
     recipe: NashMD,
     base: Frozen | None = None,
+    further: References | None = None,
 ) -> tuple[TrainState, masked.Stats, Scored]:
     """One iteration: the responses of policy and mixture, their scores, one update.
 
@@ -221,6 +223,7 @@ def iteration(
       key: of this step, `fold_in(root, step)`.
       recipe: static.
       base: with `recipe.lora` the parameters that the state's adapters adapt.
+      further: references of the KL beside the first, by name.
 
     Returns:
       The next state, stats {name: (sum, weight)}, and the scored rollout [B, P + R], in
@@ -250,4 +253,5 @@ def iteration(
         key=key,
         recipe=recipe,
         base=base,
+        further=further,
     )

@@ -199,6 +199,7 @@ def test_an_iteration_samples_scores_and_learns(monkeypatch):
         prompts="prompts",
         reference="reference",
         reward=lambda rollout: (rollout, "scored"),
+        further="further",
         **shared,
     )
     assert found == "next"
@@ -208,6 +209,7 @@ def test_an_iteration_samples_scores_and_learns(monkeypatch):
         shared | {"prompts": "prompts", "version": "step"},
     )
     outcome = {"rollout": "rollout", "scores": ("rollout", "scored")}
-    assert told["learn"] == (train, shared | outcome | {"reference": "reference"})
+    references = {"reference": "reference", "further": "further"}
+    assert told["learn"] == (train, shared | outcome | references)
     assert BASE.rows_per_prompt == 2
     assert BASE.leaves_out
