@@ -22,6 +22,7 @@ import tyro
 
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runs.folder import read_config
 
 EXPERIMENTS = Path(__file__).resolve().parents[1]
 NAMES = (  # the longest first, so that both cores have work to the end
@@ -106,7 +107,7 @@ def _check_same(folder: Path, options: Config) -> None:
     config = folder / "config.json"
     if not config.exists():
         return
-    begun = json.loads(config.read_text())
+    begun = read_config(config)
     for name in ("seed", "num_worlds"):
         if begun[name] != getattr(options, name):
             raise InputError(
@@ -141,7 +142,7 @@ def main(options: Config) -> int:
     )
     ended = [each.name for each in outcomes if each.status]
     if ended:
-        print(f"without those of {', '.join(ended)}, which did not come to their end")
+        print(f"without those of {', '.join(ended)}, which did not come to its end")
     return sum(not each.holds for each in outcomes)
 
 

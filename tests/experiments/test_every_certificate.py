@@ -44,7 +44,8 @@ def test_every_command_is_run_once_and_what_fails_is_told(commands, tmp_path, ca
     assert "certify_family: ended with status 7; see its log" in lines
     assert "certify_ratios: 2 of 3 hold, 2 s; not an optimum" in lines
     assert "certify_distill: 3 of 3 hold, 2 s" in lines
-    assert lines[-1].startswith("17 of 18 certificates hold")
+    assert lines[-2].startswith("17 of 18 certificates hold")
+    assert lines[-1] == "without those of certify_family, which did not come to its end"
     # What is done is read again, and what was stopped goes on.
     del commands[:]
     assert every.main(options) == 2
@@ -55,7 +56,8 @@ def test_every_command_is_run_once_and_what_fails_is_told(commands, tmp_path, ca
 def test_a_run_of_other_worlds_is_not_read(commands, tmp_path):
     folder = tmp_path / "certify"
     folder.mkdir()
-    (folder / "config.json").write_text('{"seed": 0, "num_worlds": 3}')
+    recorded = {"config": {"seed": 0, "num_worlds": 3}, "versions": {}}
+    (folder / "config.json").write_text(json.dumps(recorded))
     with pytest.raises(InputError, match="--num-worlds: expected 3, with which"):
         every.main(every.Config(out=tmp_path, only=("certify",)))
     assert commands == []
