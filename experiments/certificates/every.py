@@ -142,7 +142,7 @@ def main(options: Config) -> int:
     )
     ended = [each.name for each in outcomes if each.status]
     if ended:
-        print(f"without those of {', '.join(ended)}, which did not come to its end")
+        print(f"not counted: {', '.join(ended)}, which ended otherwise")
     return sum(not each.holds for each in outcomes)
 
 

@@ -418,6 +418,31 @@ def test_log_probs_of_the_reference_that_are_there_are_not_computed_again():
     assert [float(x) for x in stats["objective/kl"]] == [3.5, 3.0]
 
 
+def test_statistics_of_the_objective_are_of_the_rows_that_are_reported():
+    class FirstRow(reinforce.REINFORCE):
+        def reported(self, rows):
+            return jax.tree.map(lambda x: x[:1] if jnp.ndim(x) else x, rows)
+
+    _, _, stats, scored = import_module(ITERATION).make_experience(
+        fresh(),
+        rollout=batch.Rollout(
+            tokens=EXPERIENCE.tokens,
+            mask=EXPERIENCE.mask,
+            response_mask=MASK,
+            old_logprobs=ZEROS,
+            entropy=ZEROS,
+            index=jnp.arange(3, dtype=jnp.int32),
+            sample=jnp.arange(3, dtype=jnp.int32),
+        ),
+        scores=jnp.asarray([1.5, 2.0, 3.0]),
+        reference=None,
+        recipe=FirstRow(**vars(BASE)),
+    )
+    assert [float(x) for x in stats["objective/scores"]] == [1.5, 1.0]
+    assert [float(x) for x in stats["response/eos_fraction"]] == [0.0, 1.0]
+    assert scored.scores.shape == (3,)
+
+
 def test_the_mismatch_is_told_of_the_first_minibatch(monkeypatch):
     """Later ones see a policy that has moved."""
 
