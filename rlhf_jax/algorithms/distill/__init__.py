@@ -3,7 +3,7 @@
 from rlhf_jax.algorithms.distill.iteration import learn
 from rlhf_jax.algorithms.distill.loss import DistillExperience
 from rlhf_jax.algorithms.distill.recipe import Distill, DistillRecipe, Divergence
-from rlhf_jax.algorithms.distill.teacher import TeacherStates, head_of, teacher_states
+from rlhf_jax.algorithms.flow.teacher import TeacherStates, head_of, teacher_states
 from rlhf_jax.algorithms.policy_gradient.iteration import sample, seen_by_reward
 
 __all__ = [

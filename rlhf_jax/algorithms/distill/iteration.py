@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from rlhf_jax.algorithms.batch import Rollout, Scored
 from rlhf_jax.algorithms.distill.loss import DistillExperience
 from rlhf_jax.algorithms.distill.recipe import Distill
-from rlhf_jax.algorithms.distill.teacher import TeacherStates
+from rlhf_jax.algorithms.flow.teacher import TeacherStates
 from rlhf_jax.algorithms.policy_gradient.iteration import make_experience
 from rlhf_jax.algorithms.policy_gradient.update import shuffle_key, update
 from rlhf_jax.algorithms.state import TrainState

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from rlhf_jax.algorithms import distill, self_check, state
 from rlhf_jax.algorithms.batch import Rollout
 from rlhf_jax.algorithms.distill.recipe import Distill
-from rlhf_jax.algorithms.distill.teacher import TeacherStates
+from rlhf_jax.algorithms.flow.teacher import TeacherStates
 from rlhf_jax.checkpoints import frozen_models, pretrained
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import batches, digests, encoding, files
