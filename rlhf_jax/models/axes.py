@@ -131,17 +131,26 @@ def rows_spread(logits: Array) -> Array:
 
 
 def _auto_axes() -> dict[str, int]:
-    """Sizes of the axes of the mesh that is set; none without one of Auto axes."""
+    """Sizes of the Auto axes of the mesh that is set; none without, or of one device.
+
+    Within a `jax.shard_map` over some axes the others are still Auto.
+    """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1 or mesh.axis_types[0] != AxisType.Auto:
-        return {}
-    return dict(mesh.shape)
+    sizes = {
+        axis: mesh.shape[axis]
+        for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Auto
+    }
+    return sizes if math.prod(sizes.values()) > 1 else {}
 
 
 def row_devices(rows: int) -> int:
-    """How many devices of the mesh that is set share so many rows; 1 without one."""
+    """How many devices of the mesh that is set share so many rows; 1 without one.
+
+    Within a `jax.shard_map` over axes of rows, so many rows of one device of those.
+    """
     mesh = jax.sharding.get_abstract_mesh()
-    sizes = dict(mesh.shape)
+    sizes = {axis: mesh.shape[axis] for axis in {*mesh.shape} - {*mesh.manual_axes}}
     axes = row_axes(sizes, rows=rows, among=ACTIVATION_AXES)
     return math.prod(sizes[axis] for axis in axes)
 

@@ -72,8 +72,9 @@ class Options:
     continuous_batching: int | None = None
     """Responses sampled at a time by continuous batching; None samples all at once."""
     cache_pages: int | None = None
-    """With --continuous-batching: pages of the KV cache that all rows share; None gives
-    every row columns for the longest response."""
+    """With --continuous-batching: pages of the KV cache that rows share, on a mesh with
+    data=N an Nth of them each share of the rows; None gives every row columns for the
+    longest response."""
     page_size: int = config.PAGE_SIZE
     """With --cache-pages: columns of a page, tokens."""
     dtype: Literal["float32", "bfloat16"] = "float32"

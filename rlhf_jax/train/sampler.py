@@ -42,9 +42,10 @@ class SamplerConfig(StartConfig):
     sampler_cache: Cache = "same"
     """How the sampler keeps keys and values: in --dtype, or in int8."""
     sampler_cache_pages: int | None = None
-    """With continuous_batching: number of pages for keys and values that all rows
-    share, so that memory follows the tokens that are there; a row for which there is no
-    page waits. None gives every row columns for the longest response."""
+    """With continuous_batching: number of pages for keys and values that rows share,
+    so that memory follows the tokens that are there; a row for which there is no page
+    waits. On a mesh with data=N each share of the rows has an Nth of them. None gives
+    every row columns for the longest response."""
     sampler_page_size: int = PAGE_SIZE
     """With --sampler-cache-pages: columns of a page, tokens."""
     prefill_chunk: int | None = None
@@ -110,19 +111,30 @@ class SamplerConfig(StartConfig):
                 f"finished responses free their pages, got {pages} without; give both, "
                 f"or leave it out"
             )
-        if mesh.data * mesh.fsdp * mesh.context > 1:
+        if mesh.fsdp * mesh.context > 1:
             raise InputError(
-                f"--sampler-cache-pages: expected a mesh for sampling without data, "
-                f"fsdp and context, as tensor=4, since all rows share the pages, got "
-                f"{mesh}; choose another --placement.sampler, or leave it out"
+                f"--sampler-cache-pages: expected a mesh for sampling without fsdp and "
+                f"context, as data=2,tensor=4, whose devices with the same rows have "
+                f"all weights, got {mesh}; choose another --placement.sampler, or "
+                f"leave it out"
             )
+        for name, number in {
+            "--sampler-cache-pages": pages,
+            "--continuous-batching": recipe.continuous_batching,
+        }.items():
+            if number % mesh.data:
+                raise InputError(
+                    f"{name}: expected a multiple of {mesh.data}, as each share of the "
+                    f"rows of {mesh} has pages of its own, got {number}; change it, or "
+                    f"choose another --placement.sampler"
+                )
         # A prompt has one token or more, and the last token of a response is not run.
-        least = pages_of(max_new_tokens, size=size)
+        least = pages_of(max_new_tokens, size=size) * mesh.data
         if pages < least:
             raise InputError(
                 f"--sampler-cache-pages: expected at least {least} pages of {size} "
-                f"columns, which one response of {max_new_tokens} tokens may take, got "
-                f"{pages}; give more, or leave it out"
+                f"columns, of which one response of {max_new_tokens} tokens may take "
+                f"{least // mesh.data}, got {pages}; give more, or leave it out"
             )
 
     @property

@@ -16,7 +16,7 @@ import tyro
 from tiers import one_in
 
 from rlhf_jax import batch, decoder
-from rlhf_jax.devices.mesh_shape import MeshShape
+from rlhf_jax.devices.mesh_shape import ONE_DEVICE, MeshShape
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import caches
 from rlhf_jax.models.families import registry
@@ -420,6 +420,24 @@ def test_a_plan_of_continuous_batching_in_pages():
     work = [job.workload_of(one, lengths=None) for one in (options, pages)]
     columns = 2 * 2 * 64 * 4  # bytes of a column
     assert [one.within["KV cache"] for one in work] == [80 * columns, 48 * columns]
+
+
+@pytest.mark.slow
+def test_shares_of_the_rows_have_turns_of_their_own():
+    """Of 16 responses of 4 tokens each of two shares has 8, all its places at a time.
+
+    Of pages in one pool 16 come in four at a time.
+    """
+    options = Options(
+        **TINY, algorithm="grpo", group_size=4, continuous_batching=8, reference="bf16"
+    )
+    for mesh, expected in (
+        (ONE_DEVICE, ((2, 0), 4)),
+        (MeshShape(data=2), ((3, 0), 2)),
+    ):
+        paged = dataclasses.replace(options, cache_pages=24, page_size=4, mesh=mesh)
+        sampling = job.workload_of(paged, lengths=None).programs[0]
+        assert (sampling.trips, sampling.repeats) == expected
 
 
 @pytest.mark.parametrize(

@@ -487,9 +487,16 @@ UNMARKED = {"question": "what is one ?", "answer": "one"}
             (
                 (
                     *("--sampler-cache-pages=4", "--continuous-batching=4"),
+                    "--placement.policy=fsdp=2",
+                ),
+                "--sampler-cache-pages: expected a mesh for sampling without fsdp and",
+            ),
+            (
+                (
+                    *("--sampler-cache-pages=5", "--continuous-batching=4"),
                     "--placement.policy=data=2",
                 ),
-                "--sampler-cache-pages: expected a mesh for sampling without data, fs",
+                "--sampler-cache-pages: expected a multiple of 2, as each share of th",
             ),
             (
                 ("--sampler-page-size=4", "--continuous-batching=4"),
@@ -500,7 +507,7 @@ UNMARKED = {"question": "what is one ?", "answer": "one"}
                     *("--sampler-page-size=2", "--sampler-cache-pages=2"),
                     *("--continuous-batching=4", "--max-new-tokens=5"),
                 ),
-                "--sampler-cache-pages: expected at least 3 pages of 2 columns, which",
+                "--sampler-cache-pages: expected at least 3 pages of 2 columns, of whi",
             ),
             (
                 ("--sampler-storage.dtype=float16",),

@@ -9,6 +9,7 @@ their gradients are summed over those devices (an all-reduce).
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +33,8 @@ def attend_per_device(
 
     Rows are shared by the axes that hold rows as far as these divide them, heads by
     `tensor` where it divides the query heads; fewer key heads than that are repeated.
-    Without a mesh, or within `jax.shard_map`, it is the plain call.
+    Without a mesh, or within `jax.shard_map` over all axes, it is the plain call; of one
+    over some axes, as those of rows, the others share what each device of those has.
 
     Args:
       query: [B, H, T, head_dim]; with a cut [B·c, H, S/c, head_dim].
@@ -44,9 +46,11 @@ def attend_per_device(
       In the shape of query.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1 or mesh.manual_axes:
+    sizes = {
+        axis: size for axis, size in mesh.shape.items() if axis not in mesh.manual_axes
+    }
+    if math.prod(sizes.values()) == 1:
         return engine(query, keys_values, mask=mask)
-    sizes = dict(mesh.shape)
     heads, kv_heads = query.shape[1], keys_values[0].shape[1]
     devices = sizes.get(HEAD_AXIS, 1)
     shared = heads % devices == 0 and (
@@ -87,7 +91,12 @@ def attend_per_device(
     if AxisType.Explicit in mesh.axis_types:
         arguments = tuple(map(_resharded, arguments, specs))
     split = jax.shard_map(
-        local, mesh=mesh, in_specs=specs, out_specs=by_head, check_vma=False
+        local,
+        mesh=mesh,
+        in_specs=specs,
+        out_specs=by_head,
+        axis_names=set(sizes),
+        check_vma=False,
     )
     return split(*arguments)
 

@@ -28,9 +28,9 @@ from rlhf_jax.models import cached_decoder, heads
 from rlhf_jax.models.caches import growing_widths, placed, widened
 from rlhf_jax.models.chunked_prefill import prefill
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.generation.continuous_batching import respond
 from rlhf_jax.models.generation.decoding import Decoding, Generated, append
 from rlhf_jax.models.generation.places import Responses
+from rlhf_jax.models.generation.row_shares import respond
 from rlhf_jax.models.generation.sampling import Shaping
 from rlhf_jax.models.layers import unstack
 
@@ -90,7 +90,8 @@ def generate(
       continuous_batching: rows that are decoded at a time, so that the others take
         the places of rows that finish (`continuous_batching.respond`). The samples
         are the same up to rounding, in less time where their lengths differ and in
-        less memory always. None decodes every row at once.
+        less memory always. None decodes every row at once. With `model.cache_pages` on
+        a mesh the rows of a `data` share are decoded by themselves (`row_shares`).
 
     Returns:
       Generated, with 0 in `logprobs` and `entropy` outside the response.

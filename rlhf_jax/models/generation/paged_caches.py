@@ -44,9 +44,9 @@ def check(model: ModelConfig, *, longest: int, places: int) -> None:
     devices = axes.row_devices(places)
     if devices > 1:
         raise InputError(
-            f"cache_pages: expected a mesh whose devices all hold the same rows, such "
-            f"as tensor={devices}, got one with {devices} shares of {places} rows; "
-            f"leave it out, or choose another mesh for sampling"
+            f"cache_pages: expected a mesh whose rows are shared by data alone, got "
+            f"one that shares {places} rows among {devices} devices by fsdp or "
+            f"context; leave it out, or sample on a mesh with data={devices}"
         )
 
 

@@ -68,6 +68,7 @@ def sample_token(
       had it been drawn.
     """
     if predicted is not None:
+        predicted = axes.rows_apart(predicted)
         logits = jnp.where(predicted[:, None], logits, 0.0)
     logits = logits.astype(jnp.float32) / temperature
     if shaping is not None:
@@ -77,7 +78,8 @@ def sample_token(
     if shaping is not None and shaping.greedy:
         token = jnp.argmax(logits, axis=-1)
     else:
-        uniform = jax.vmap(lambda key: jax.random.uniform(key))(keys)
+        # Else what the keys come from would be spread as the logits are.
+        uniform = axes.rows_apart(jax.vmap(lambda key: jax.random.uniform(key))(keys))
         token = drawn(jnp.exp(log_softmax), uniform=uniform)
     logprob = jnp.take_along_axis(log_softmax, token[:, None], axis=-1)[:, 0]
     if predicted is not None:

@@ -9,6 +9,7 @@ one is asked for, and no critic: its last program is `learning`.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from rlhf_jax.algorithms.flow import score
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.algorithms.ppo.recipe import PPO
 from rlhf_jax.algorithms.state import TrainState, grpo_state, ppo_state
+from rlhf_jax.devices.mesh_shape import ONE_DEVICE
 from rlhf_jax.functional.kl import control
 from rlhf_jax.models import decoder
 from rlhf_jax.models.generation import continuous_batching
@@ -240,22 +242,41 @@ def programs(
 def _turns(
     options: Options, *, recipe: PolicyGradient, texts: Texts
 ) -> tuple[tuple[int, ...], int]:
-    """Turns of the sampler's loops, and how often the first of them runs."""
+    """Turns of the sampler's loops, and how often the first of them runs.
+
+    In pages every share of the rows has loops of its own, of which the longest count.
+    """
     places = recipe.continuous_batching
     if places is None:
         turns = workload.decoding_turns(
             options.prompt_length, options.max_new_tokens, longest=max(texts.responses)
         )
         return turns, 1
+    model, shares = recipe.model, 1
+    if model.cache_pages is not None:
+        of_policy = getattr(options, "mesh", ONE_DEVICE)
+        shares = (getattr(options, "sampler_mesh", None) or of_policy).data
+        model = dataclasses.replace(model, cache_pages=model.cache_pages // shares)
     arriving = continuous_batching.prompts_at_a_time(
-        recipe.model,
-        places=places,
+        model,
+        places=places // shares,
         prompt=options.prompt_length,
         new=options.max_new_tokens,
         group_size=recipe.rows_per_prompt,
     )
-    turns = workload.batching_turns(texts.responses, places=places, arriving=arriving)
-    return turns, -(-options.batch_size // arriving)
+    arrivals = -(-options.batch_size // shares // arriving)
+    turns = max(
+        (
+            workload.batching_turns(
+                texts.responses[share::shares],
+                places=places // shares,
+                arriving=arriving,
+            )
+            for share in range(shares)
+        ),
+        key=lambda turns: arrivals * turns[0] + sum(turns[1:]),
+    )
+    return turns, arrivals
 
 
 def _shapes_of_prompts(options: Options) -> Prompts:

@@ -206,6 +206,27 @@ def test_heads_on_several_devices():
     assert_same(output, expected)
 
 
+@pytest.mark.cases(slow=1)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "model", "engine"),
+    [
+        (MeshShape(data=3), tiny.MIXED, "xla"),
+        (MeshShape(data=3, tensor=2), tiny.LLAMA, "blockwise"),
+    ],
+    ids=["rows", "rows and heads"],
+)
+def test_each_share_of_the_rows_has_pages_of_its_own(mesh, model, engine):
+    """Some shares are done before others, which go on by themselves."""
+    expected = expected_of(model)
+    paged = dataclasses.replace(in_pages(model, 21, 3), attention=engine)
+    with jax.set_mesh(mesh.make(jax.devices()[: mesh.size])):
+        output = sampled(
+            paged, sharding.place(tiny.params(model)), continuous_batching=6
+        )
+    assert_same(output, expected)
+
+
 @pytest.mark.long
 @pytest.mark.slow
 def test_memory_follows_the_pages():
@@ -366,10 +387,17 @@ def test_pools_that_cannot_be():
     with pytest.raises(InputError, match=r"windows of 4 in every layer"):
         call(in_pages(tiny.PARALLEL, 40, 3))
     with (
-        jax.set_mesh(MeshShape(data=3).make(jax.devices()[:3])),
-        pytest.raises(InputError, match=r"cache_pages: expected a mesh .* got one wit"),
+        jax.set_mesh(MeshShape(fsdp=3).make(jax.devices()[:3])),
+        pytest.raises(InputError, match=r"shared by data alone, got one that shares 3"),
     ):
         call(in_pages(tiny.GPT2, 40, 3))
+    with jax.set_mesh(MeshShape(data=3).make(jax.devices()[:3])):
+        with pytest.raises(InputError, match=r"cache_pages: .* multiple of 3.* got 40"):
+            call(in_pages(tiny.GPT2, 40, 3))
+        with pytest.raises(InputError, match=r"continuous_batching: .* multiple of 3"):
+            call(in_pages(tiny.GPT2, 42, 3), places=4)
+        with pytest.raises(InputError, match=r"cache_pages: expected at least 5 pages"):
+            call(in_pages(tiny.GPT2, 12, 3))
     for options in ({"cache_pages": 0}, {"cache_pages": 3, "page_size": 0}):
         with pytest.raises(
             InputError, match=r"expected a finite number above 0, got 0"

@@ -1,0 +1,105 @@
+"""Continuous batching by itself on each share of the rows, where a mesh has several.
+
+    data=2, tensor=2       rows 0 to 3           rows 4 to 7
+    devices 0 and 1        pool of N/2 pages
+    devices 2 and 3                              pool of N/2 pages
+
+A page has one owner, and any row may have any page. So the devices of a share have a
+pool, places and a queue of their own: nothing is asked of other shares, and one that is
+done waits for the others at the end. The axes within a share, as `tensor`, share heads
+and vocabulary as everywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.generation import continuous_batching
+from rlhf_jax.models.generation.places import Responses
+
+Array = jax.Array
+Params = Any
+
+AXIS = "data"  # of a mesh: its devices have all weights, and rows of their own
+
+
+def respond(
+    params: Params,
+    *,
+    model: ModelConfig,
+    tokens: Array,
+    mask: Array,
+    keys: Array,
+    places: int,
+    group_size: int,
+    **options: Any,
+) -> Responses:
+    """`continuous_batching.respond`, on a mesh with a pool of pages for every share.
+
+    Samples are those of one pool: a draw depends on its row's key alone.
+
+    Args:
+      params: of the policy, the same in every share.
+      model: static; `cache_pages` are those of all shares together.
+      tokens, mask: i32[N, P] and bool[N, P], prompts, left-padded.
+      keys: key[N], of the rows.
+      places: C, of all shares together.
+      group_size: neighbouring rows of the same prompt, which stay together.
+      options: the other arguments.
+
+    Returns:
+      Responses[N, R], rows on `data`.
+
+    Raises:
+      InputError: `data` does not divide the groups, the places or the pages; or what
+        `continuous_batching.respond` refuses, of the numbers of one share.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    shares, pages = dict(mesh.shape).get(AXIS, 1), model.cache_pages
+    own = functools.partial(
+        continuous_batching.respond, group_size=group_size, **options
+    )
+    if pages is None or shares == 1:
+        return own(
+            params, model=model, tokens=tokens, mask=mask, keys=keys, places=places
+        )
+    for name, number in {
+        "prompts": tokens.shape[0] // group_size,
+        "continuous_batching": places,
+        "cache_pages": pages,
+    }.items():
+        if number % shares:
+            raise InputError(
+                f"{name}: expected a multiple of {shares}, as each share of the rows "
+                f"on a mesh with data={shares} has its own pages, got {number}; change "
+                f"it, or choose another mesh for sampling"
+            )
+    model = dataclasses.replace(model, cache_pages=pages // shares)
+    rows = PartitionSpec(AXIS)
+
+    def of_share(params: Params, tokens: Array, mask: Array, keys: Array) -> Responses:
+        return own(
+            params,
+            model=model,
+            tokens=tokens,
+            mask=mask,
+            keys=keys,
+            places=places // shares,
+        )
+
+    split = jax.shard_map(
+        of_share,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), rows, rows, rows),
+        out_specs=rows,
+        axis_names={AXIS},
+        check_vma=False,
+    )
+    return split(params, tokens, mask, keys)
