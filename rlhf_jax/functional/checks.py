@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from rlhf_jax.functional.number_checks import (
     LARGEST_FLOAT,
     InputError,
+    at_least_one,
     finite,
     fraction,
     groups,
@@ -28,6 +29,7 @@ __all__ = [
     "LARGEST_FLOAT",
     "InputError",
     "StopError",
+    "at_least_one",
     "boolean",
     "finite",
     "float32",

@@ -141,10 +141,10 @@ def token_logprobs_from_hidden(
     checks.shape((None, hidden.shape[-1]), head=head)
     checks.floating(hidden=hidden, head=head)
     checks.int32(tokens=tokens)
+    checks.at_least_one(max_logits=max_logits)
     checks.positive(
         temperature=temperature,
         first_column=first_column,
-        max_logits=max_logits,
         softcap=1.0 if softcap is None else softcap,
     )
     batch, columns = tokens.shape

@@ -125,6 +125,30 @@ def fraction(**numbers: float | Array) -> None:
             )
 
 
+def at_least_one(**numbers: int) -> None:
+    """Checks that every number is 1 or more; of integers that never become an array.
+
+    Args:
+      numbers: numbers by the names that the error shows, of any size.
+
+    Raises:
+      InputError: a number is below 1.
+
+    >>> print(at_least_one(max_logits=2**33))
+    None
+    >>> at_least_one(max_logits=0)
+    Traceback (most recent call last):
+        ...
+    rlhf_jax.functional.number_checks.InputError: max_logits: expected 1 or more, got
+        0; choose max_logits >= 1
+    """
+    for name, number in numbers.items():
+        if number < 1:
+            raise InputError(
+                f"{name}: expected 1 or more, got {_shown(number)}; choose {name} >= 1"
+            )
+
+
 def rows(**numbers: int) -> None:
     """Checks that every number of rows is positive and small enough for the host.
 

@@ -251,10 +251,10 @@ def _from_hidden(
     checks.shape((None, hidden.shape[-1]), head=head)
     checks.shape((None, ref_hidden.shape[-1]), ref_head=ref_head)
     checks.floating(hidden=hidden, head=head, ref_hidden=ref_hidden, ref_head=ref_head)
+    checks.at_least_one(max_logits=max_logits)
     checks.positive(
         temperature=temperature,
         first_column=first_column,
-        max_logits=max_logits,
         softcap=1.0 if softcap is None else softcap,
         ref_softcap=1.0 if ref_softcap is None else ref_softcap,
     )

@@ -33,8 +33,8 @@ def attend_per_device(
 
     Rows are shared by the axes that hold rows as far as these divide them, heads by
     `tensor` where it divides the query heads; fewer key heads than that are repeated.
-    Without a mesh, or within `jax.shard_map` over all axes, it is the plain call; of one
-    over some axes, as those of rows, the others share what each device of those has.
+    Without a mesh, or within `jax.shard_map` over all axes, it is the plain call.
+    Within one over some axes, as those of rows, the other axes share what is left.
 
     Args:
       query: [B, H, T, head_dim]; with a cut [B·c, H, S/c, head_dim].
