@@ -53,6 +53,7 @@ PACKAGES = (
     "verification",
     "planning",
     "inspection",
+    "sweeps",
     "train",
 )
 

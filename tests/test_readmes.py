@@ -183,7 +183,8 @@ def test_every_option_that_a_readme_names_is_a_field_of_some_config(file):
         for module in folder.rglob("*.py")
     )
     fields = set(re.findall(r"^ +([a-z]\w*): ", source, flags=re.MULTILINE))
-    fields |= {name.replace("-", "_") for name in re.findall(r'"--([a-z-]+)"', source)}
+    words = re.findall(r'(?:"--|arg\(name=")([a-z-]+)"', source)
+    fields |= {name.replace("-", "_") for name in words}
     options = set(re.findall(r"(?<![\w-])--([a-z][a-z.-]*[a-z])", text_of(file)))
     unknown = {
         option

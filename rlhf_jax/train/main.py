@@ -18,6 +18,7 @@ TRAINERS = {
     "online-dpo": "DPO on pairs of the model's own samples, with a verifier.",
     "nash-md": "Nash-MD against a mixture with the reference, with a verifier.",
 }
+SWEEP = {"sweep": "Many runs as one question: a grid, seeds, and claims answered."}
 QUERIES = {
     "verify": "Whether the snapshots of a run are whole and its frozen models unmoved.",
     "memory": "What PPO on a model takes of a device's memory.",
@@ -40,8 +41,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             from rlhf_jax.train import queries
 
             queries.command(argv)
+        elif name in SWEEP:
+            from rlhf_jax.train import sweep
+
+            sweep.command(options)
         else:
-            known = ", ".join((*TRAINERS, *QUERIES))
+            known = ", ".join((*TRAINERS, *SWEEP, *QUERIES))
             raise InputError(f"expected one of the commands {known}, got {name!r}")
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -95,7 +100,8 @@ def train(name: str, options: Sequence[str]) -> None:
 def usage() -> str:
     """All commands, on one screen."""
     lines = ["usage: rlhf-jax COMMAND [OPTIONS]; rlhf-jax COMMAND --help lists options"]
-    for title, commands in (("Train", TRAINERS), ("Ask", QUERIES)):
+    titled = {"Train": TRAINERS, "Compare": SWEEP, "Ask": QUERIES}
+    for title, commands in titled.items():
         lines += ["", f"{title}:", *(f"  {k:13} {v}" for k, v in commands.items())]
     return "\n".join(lines)
 

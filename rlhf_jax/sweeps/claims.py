@@ -1,0 +1,190 @@
+"""What a sweep says of its cells, and whether the seeds bear it out.
+
+    gold(kl_coef=0.2) > gold(kl_coef=0)
+    score(kl_coef=0.2) - score(kl_coef=0) > -0.5
+    gold(estimator="k3") < 2 * gold(estimator="k1")
+
+A measure is called with what its cells have in the grid (penalty.value_estimator is
+value_estimator here); several cells that fit count by their mean. Equal seeds draw
+equal prompts and keys, so the two sides are subtracted seed by seed: the claim is borne
+out if the 95% interval of the mean difference is above 0.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.sweeps import statistics
+from rlhf_jax.sweeps.declaration import Cell, Value, short
+from rlhf_jax.sweeps.statistics import Interval
+
+Numbers = Mapping[int, float]  # {seed: value}
+# (measure, settings of the grid) -> the values of the cells that have them
+Lookup = Callable[[str, Mapping[str, Value]], Numbers]
+Answer = Literal["yes", "no", "not enough seeds"]
+FORM = "MEASURE(OPTION=VALUE) > MEASURE(OPTION=VALUE), with +, -, * and numbers"
+
+
+class Answered(NamedTuple):
+    """A claim and what the seeds say."""
+
+    answer: Answer
+    seeds: int  # that both sides have
+    difference: float | None  # of the larger side by the claim and the other, the mean
+    interval: Interval | None
+
+
+def answer(claim: str, *, lookup: Lookup) -> Answered:
+    """Whether a claim is borne out.
+
+    Args:
+      claim: as above.
+      lookup: of `lookup_in`.
+
+    Returns:
+      "yes" where the interval of the difference is above 0, "no" where it is below,
+      else "not enough seeds".
+
+    Raises:
+      InputError: the claim has another form, a measure or cell that there is not.
+    """
+    left, larger, right = _sides(claim)
+    sides = [_value(side, claim=claim, lookup=lookup) for side in (left, right)]
+    if not any(isinstance(side, Mapping) for side in sides):
+        raise _wrong(claim, "numbers alone")
+    difference = _combined(np.subtract, *(sides if larger else sides[::-1]))
+    assert isinstance(difference, Mapping)
+    values = np.asarray(list(difference.values()), float)
+    interval = statistics.of_mean(values)
+    mean = float(values.mean()) if len(values) else None
+    verdict: Answer = "not enough seeds"
+    if interval is not None and interval.low > 0:
+        verdict = "yes"
+    elif interval is not None and interval.high < 0:
+        verdict = "no"
+    return Answered(verdict, len(values), mean, interval)
+
+
+def lookup_in(
+    cells: Sequence[Cell], values: Mapping[str, Mapping[Cell, Numbers]]
+) -> Lookup:
+    """A lookup among the cells of a sweep.
+
+    Args:
+      cells: all of them.
+      values: of each measure and cell the numbers by seed.
+    """
+
+    def lookup(measure: str, settings: Mapping[str, Value]) -> Numbers:
+        if measure not in values:
+            raise InputError(
+                f"expected one of the measures {', '.join(values) or '(none)'}, got "
+                f"{measure}"
+            )
+        fit = [
+            cell
+            for cell in cells
+            if all(_setting(cell, key) == one for key, one in settings.items())
+        ]
+        if not fit:
+            shown = ", ".join(f"{key}={one!r}" for key, one in settings.items())
+            raise InputError(
+                f"expected settings that a cell of the grid has, got {shown}; cells "
+                f"are {', '.join(cell.name for cell in cells[:5])}"
+            )
+        of_cells = [values[measure].get(cell, {}) for cell in fit]
+        seeds = [seed for seed in of_cells[0] if all(seed in of for of in of_cells)]
+        return {
+            seed: sum(of[seed] for of in of_cells) / len(of_cells) for seed in seeds
+        }
+
+    return lookup
+
+
+def _setting(cell: Cell, key: str) -> Value:
+    """The value that a cell has of the option of that name, or of that last part."""
+    values = dict(cell.values)
+    by_name = {short(name, among=values): value for name, value in values.items()}
+    return (values | by_name).get(key)
+
+
+def _sides(claim: str) -> tuple[ast.expr, bool, ast.expr]:
+    """Its two sides, and whether the left one is said to be larger."""
+    try:
+        tree = ast.parse(claim, mode="eval").body
+    except SyntaxError as error:
+        raise _wrong(claim, error.msg) from error
+    if not isinstance(tree, ast.Compare) or len(tree.ops) != 1:
+        raise _wrong(claim, "no comparison of two sides")
+    if not isinstance(tree.ops[0], ast.Gt | ast.Lt):
+        raise _wrong(claim, "a comparison other than > and <")
+    return tree.left, isinstance(tree.ops[0], ast.Gt), tree.comparators[0]
+
+
+def _value(node: ast.expr, *, claim: str, lookup: Lookup) -> Numbers | float:
+    """An expression as a number, or as numbers by seed."""
+    match node:
+        case ast.Constant(value=int() | float() as number):
+            return float(number)
+        case ast.UnaryOp(op=ast.USub(), operand=inner):
+            value = _value(inner, claim=claim, lookup=lookup)
+            return _combined(np.multiply, -1.0, value)
+        case ast.BinOp(
+            left=left, op=ast.Add() | ast.Sub() | ast.Mult() as op, right=right
+        ):
+            operations = {ast.Add: np.add, ast.Sub: np.subtract, ast.Mult: np.multiply}
+            return _combined(
+                operations[type(op)],
+                *(_value(side, claim=claim, lookup=lookup) for side in (left, right)),
+            )
+        case ast.Call(func=name, args=[]):
+            return _called(name, node.keywords, claim=claim, lookup=lookup)
+    raise _wrong(claim, ast.unparse(node))
+
+
+def _called(
+    name: ast.expr, keywords: Sequence[ast.keyword], *, claim: str, lookup: Lookup
+) -> Numbers:
+    """A measure called with settings."""
+    settings: dict[str, Value] = {}
+    for keyword in keywords:
+        try:
+            value = ast.literal_eval(keyword.value)
+        except ValueError:
+            raise _wrong(claim, ast.unparse(keyword.value)) from None
+        if keyword.arg is not None:
+            settings[keyword.arg] = value
+        else:
+            raise _wrong(claim, ast.unparse(keyword.value))
+    try:
+        return lookup(ast.unparse(name), settings)
+    except InputError as error:
+        raise InputError(f"claim {claim!r}: {error}; correct it") from None
+
+
+def _combined(
+    operation: Callable[[float, float], float],
+    left: Numbers | float,
+    right: Numbers | float,
+) -> Numbers | float:
+    """Seed by seed, where both sides have the seed."""
+    if not isinstance(left, Mapping):
+        if not isinstance(right, Mapping):
+            return float(operation(left, right))
+        return {seed: float(operation(left, one)) for seed, one in right.items()}
+    if not isinstance(right, Mapping):
+        return {seed: float(operation(one, right)) for seed, one in left.items()}
+    return {
+        seed: float(operation(one, right[seed]))
+        for seed, one in left.items()
+        if seed in right
+    }
+
+
+def _wrong(claim: str, got: str) -> InputError:
+    return InputError(f"claim {claim!r}: expected {FORM}, got {got}; write it so")

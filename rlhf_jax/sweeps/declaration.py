@@ -1,0 +1,306 @@
+"""The file that declares a sweep, in TOML or Python.
+
+    question = "What does the KL penalty buy?"
+    trainer = "ppo"
+    seeds = [0, 1, 2]
+
+    [options]                          of every run
+    model = "runs/sft/model"
+    prompts = "prompts.jsonl"
+    reward_model = "runs/reward/model"
+
+    [grid]                             every combination is a cell
+    kl_coef = [0.0, 0.05, 0.2]
+    "penalty.value_estimator" = ["k1", "k3"]
+
+    [measures]                         a number of every run
+    score = "objective/scores"
+
+    [claims]                           answered by paired seeds
+    "a penalty costs score" = "score(kl_coef=0.2) < score(kl_coef=0.0)"
+
+A Python file has the same names at its top level, so that a grid may be computed. A
+value of the grid may set several options:
+
+    penalty = [
+        { label = "none", kl_coef = 0.0 },
+        { label = "k1 in the reward", kl_coef = 0.1, "penalty.placement" = "reward" },
+    ]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import itertools
+import math
+import re
+import runpy
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_jax.functional.checks import InputError
+
+Value = Any  # of an option: a number, text, bool, or a list of those
+FIELDS = (
+    *("question", "trainer", "program", "seeds"),
+    *("options", "grid", "measures", "claims", "slurm"),
+)
+OF_A_RUN = ("out", "seed", "resume", "resume_from", "config")  # the sweep gives these
+LABEL = "label"  # of a value of the grid that sets several options
+LONGEST_NAME = 150  # characters of a cell's folder
+
+
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """A number of a run, by where it is."""
+
+    metric: str | None = None  # of metrics.jsonl
+    last: int = 1  # rows that have the metric, of which the mean is taken
+    summary: str | None = None  # of summary.json; "policy.gold" is within "policy"
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A combination of the grid."""
+
+    values: tuple[tuple[str, Value], ...]  # (name in the grid, value or its label)
+    options: tuple[tuple[str, Value], ...]  # (field, value), of this cell alone
+
+    @property
+    def name(self) -> str:
+        """As in kl_coef=0.05,value_estimator=k1; "run" without a grid.
+
+        Of an option in a group the last part, unless another one ends with that.
+        """
+        shown = ",".join(
+            f"{short(name, among=dict(self.values))}={_word(value)}"
+            for name, value in self.values
+        )
+        return re.sub(r"[^\w.,=+-]", "-", shown) or "run"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """A question, and the runs that answer it."""
+
+    question: str
+    trainer: str | None  # of `rlhf-jax`
+    program: tuple[str, ...]  # a Python file and its arguments, in place of a trainer
+    seeds: tuple[int, ...]
+    options: Mapping[str, Value]
+    cells: tuple[Cell, ...]
+    measures: Mapping[str, Measure]
+    claims: Mapping[str, str]
+    slurm: Mapping[str, Any]  # parameters of submitit, of every run
+
+
+def short(name: str, *, among: Iterable[str]) -> str:
+    """The last part of an option's name, or all of it where another ends so too."""
+    last = name.rpartition(".")[2]
+    alike = [one for one in among if one.rpartition(".")[2] == last]
+    return last if len(alike) == 1 else name
+
+
+def read(path: Path) -> Sweep:
+    """The sweep that a file declares.
+
+    Raises:
+      InputError: there is no such file, or it is no sweep: names what is wrong.
+    """
+    if path.suffix not in (".toml", ".py"):
+        raise InputError(
+            f"{path}: expected a sweep in a file that ends with .toml or .py; rename it"
+        )
+    try:
+        if path.suffix == ".toml":
+            fields = tomllib.loads(path.read_text(encoding="utf-8"))
+        else:
+            fields = {
+                name: value
+                for name, value in runpy.run_path(str(path)).items()
+                if name in FIELDS
+            }
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"{path}: expected a sweep's file that can be read, got: {error}; name one"
+        ) from error
+    except Exception as error:  # of the user's own code, or not TOML
+        raise InputError(
+            f"{path}: expected a sweep, got {type(error).__name__}: {error}; see to "
+            f"the file"
+        ) from error
+    return declared(fields, source=str(path))
+
+
+def declared(fields: Mapping[str, Any], *, source: str) -> Sweep:
+    """The sweep of fields by name, as a file has them.
+
+    Args:
+      fields: those of FIELDS that there are.
+      source: where they are from, for errors.
+
+    Raises:
+      InputError: a field is unknown, missing or of another kind; names it.
+    """
+    for name in fields:
+        if name not in FIELDS:
+            near = difflib.get_close_matches(name, FIELDS, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise InputError(
+                f"{source}: expected the fields {', '.join(FIELDS)}, got {name}{hint}"
+            )
+    trainer, program = fields.get("trainer"), tuple(fields.get("program", ()))
+    if (trainer is None) == (not program):
+        raise InputError(
+            f'{source}: expected either trainer, as "ppo", or program, as '
+            f'["experiments", "studies.kl_frontier"], got '
+            f"{'neither' if trainer is None else 'both'}; name what a cell runs"
+        )
+    options = _table(fields, "options", source=source)
+    grid = _table(fields, "grid", source=source)
+    for name in {*options, *grid} & {*OF_A_RUN}:
+        raise InputError(
+            f"{source}: expected options other than {', '.join(OF_A_RUN)}, which a "
+            f"sweep gives to its runs, got {name}; leave it out (seeds is a field)"
+        )
+    for name in sorted(options.keys() & grid.keys()):
+        raise InputError(
+            f"{source}: expected each option in options or in grid, got {name} in "
+            f"both; leave one of them out"
+        )
+    return Sweep(
+        question=str(fields.get("question", "")),
+        trainer=trainer,
+        program=tuple(map(str, program)),
+        seeds=_seeds(fields.get("seeds", (0,)), source=source),
+        options=options,
+        cells=_cells(grid, source=source),
+        measures={
+            name: _measure(name, value, source=source)
+            for name, value in _table(fields, "measures", source=source).items()
+        },
+        claims={
+            name: str(value)
+            for name, value in _table(fields, "claims", source=source).items()
+        },
+        slurm=_table(fields, "slurm", source=source),
+    )
+
+
+def _table(fields: Mapping[str, Any], name: str, *, source: str) -> dict[str, Any]:
+    """A field that is a table; nested tables are options of a group, "ppo.lam"."""
+    table = fields.get(name, {})
+    if not isinstance(table, Mapping):
+        raise InputError(
+            f"{source}: expected a table [{name}], got {table!r:.80}; write one"
+        )
+    if name in ("measures", "claims", "slurm"):
+        return dict(table)
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            inner = _table({name: value}, name, source=source)
+            flat |= {f"{key}.{field}": one for field, one in inner.items()}
+        else:
+            flat[key] = value
+    return flat
+
+
+def _seeds(seeds: Any, *, source: str) -> tuple[int, ...]:
+    whole = isinstance(seeds, Sequence) and all(type(seed) is int for seed in seeds)
+    if not whole or not seeds or len(set(seeds)) < len(seeds):
+        raise InputError(
+            f"{source}: expected seeds as a list of different integers, got {seeds!r}; "
+            f"write seeds = [0, 1, 2]"
+        )
+    return tuple(seeds)
+
+
+def _cells(grid: Mapping[str, Any], *, source: str) -> tuple[Cell, ...]:
+    for name, values in grid.items():
+        if not isinstance(values, Sequence) or isinstance(values, str) or not values:
+            raise InputError(
+                f"{source}: expected a list of values for {name} of the grid, got "
+                f"{values!r:.80}; write {name} = [...], or move it to options"
+            )
+    cells = []
+    for values in itertools.product(*grid.values()):
+        named, options = [], dict[str, Value]()
+        for name, value in zip(grid, values, strict=True):
+            own: Mapping[str, Any] = {name: value}
+            if isinstance(value, Mapping):
+                own = dict(_table({"grid": value}, "grid", source=source))
+                value = own.pop(LABEL, None)
+                if value is None:
+                    raise InputError(
+                        f"{source}: expected {LABEL} = TEXT in each value of {name} "
+                        f"that sets several options, got {own!r:.80}; name it"
+                    )
+            for field in sorted(options.keys() & own.keys()):
+                raise InputError(
+                    f"{source}: expected an option in one list of the grid, got "
+                    f"{field} in two; leave one of them out"
+                )
+            named.append((name, _hashable(value)))
+            options |= {field: _hashable(one) for field, one in own.items()}
+        cells.append(Cell(tuple(named), tuple(options.items())))
+    names = [cell.name for cell in cells]
+    for name in names:
+        if names.count(name) > 1 or len(name) > LONGEST_NAME:
+            raise InputError(
+                f"{source}: expected cells with different names of at most "
+                f"{LONGEST_NAME} characters, got {name:.200}; list each value once, "
+                f"or give values that set several options a {LABEL}"
+            )
+    return tuple(cells)
+
+
+def _measure(name: str, value: Any, *, source: str) -> Measure:
+    fields: dict[str, Any] = {"metric": value} if isinstance(value, str) else value
+    try:
+        measure = Measure(**fields)
+    except TypeError:
+        measure = Measure()
+    one = (measure.metric is None) != (measure.summary is None)
+    if not one or type(measure.last) is not int or measure.last < 1:
+        raise InputError(
+            f"{source}: expected the measure {name} as a metric, as "
+            f'"objective/scores", {{ metric = TEXT, last = 5 }} or '
+            f"{{ summary = TEXT }}, got {value!r:.80}; write one of these"
+        )
+    if not name.isidentifier():
+        raise InputError(
+            f"{source}: expected a name of letters, digits and _ for a measure, which "
+            f"claims call, got {name!r}; choose another"
+        )
+    return measure
+
+
+def words(option: str, value: Value) -> list[str]:
+    """An option of a command line.
+
+    Args:
+      option: its field, as in "penalty.value_estimator".
+      value: True and False are --name and --no-name; a list is several words.
+    """
+    name = option.replace("_", "-")
+    if isinstance(value, bool):
+        *groups, last = name.split(".")
+        return [f"--{name}" if value else "--" + ".".join([*groups, f"no-{last}"])]
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [f"--{name}", *map(_word, value)]
+    return [f"--{name}={_word(value)}"]
+
+
+def _hashable(value: Value) -> Value:
+    """A list as a tuple."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _word(value: Value) -> str:
+    if isinstance(value, float) and math.isfinite(value) and value == int(value):
+        return str(int(value))
+    return str(value)

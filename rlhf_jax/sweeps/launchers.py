@@ -1,0 +1,130 @@
+"""Where the runs of a sweep are started: on this machine, or on a cluster's."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.sweeps import tied
+from rlhf_jax.sweeps.planned import Planned
+
+BETWEEN = 1.0  # seconds between looks at a job that is to end
+
+
+class Process(Protocol):
+    """A run under way; a `subprocess.Popen` is one."""
+
+    def poll(self) -> int | None:
+        """Its exit status once it has ended, -N of signal N."""
+        ...
+
+    def terminate(self) -> None:
+        """Asks it to save and stop."""
+        ...
+
+    def wait(self) -> int:
+        """Waits for its end."""
+        ...
+
+
+class Launcher(Protocol):
+    """What starts runs."""
+
+    def start(self, run: Planned) -> Process:
+        """Starts a run, whose output goes to its log."""
+        ...
+
+
+class Local:
+    """A process of this machine for each run, which is killed when the sweep is."""
+
+    def start(self, run: Planned) -> Process:
+        """Starts a run, whose output goes to its log."""
+        parent = str(os.getpid())
+        return _process(run, tie=(sys.executable, "-m", tied.__name__, parent))
+
+
+class Submitit:
+    """A job of Slurm for each run, through `submitit`.
+
+    Jobs outlive a sweep that is killed; start it again when they have ended.
+    """
+
+    def __init__(
+        self, folder: Path, *, parameters: Mapping[str, Any], cluster: str = "slurm"
+    ) -> None:
+        """Starts nothing yet.
+
+        Args:
+          folder: for the files of jobs, which all machines see.
+          parameters: of `submitit.AutoExecutor.update_parameters`, as
+            {"timeout_min": 60, "gpus_per_node": 1, "slurm_partition": "long"}.
+          cluster: "slurm", or "local" for processes that stand for jobs.
+
+        Raises:
+          InputError: submitit is not installed, knows no such cluster here, or has no
+            such parameter.
+        """
+        if importlib.util.find_spec("submitit") is None:
+            raise InputError(
+                "--launcher slurm needs the package submitit, which is not installed; "
+                "pip install 'rlhf-jax[slurm]', or leave --launcher out"
+            )
+        import submitit
+
+        try:
+            self._executor = submitit.AutoExecutor(folder=folder, cluster=cluster)
+            self._executor.update_parameters(**parameters)
+        except Exception as error:  # of several kinds, and NameError among them
+            raise InputError(
+                f"--launcher slurm: expected a cluster and parameters of submitit, "
+                f"got: {error}; start it where sbatch is, and see [slurm] of the file"
+            ) from error
+
+    def start(self, run: Planned) -> Process:
+        """Submits a run, whose output goes to its log."""
+        return _Job(self._executor.submit(_as_job, run))
+
+
+class _Job:
+    """A job as a process."""
+
+    def __init__(self, job: Any) -> None:
+        self._job = job
+
+    def poll(self) -> int | None:
+        return self.wait() if self._job.done() else None
+
+    def terminate(self) -> None:
+        self._job.cancel(check=False)
+
+    def wait(self) -> int:
+        while not self._job.done():
+            time.sleep(BETWEEN)
+        try:
+            return int(self._job.result())
+        except Exception:  # it was cancelled, or its machine was lost
+            return 1
+
+
+def _as_job(run: Planned) -> int:
+    """In the job: the run's exit status."""
+    return _process(run).wait()
+
+
+def _process(run: Planned, *, tie: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+    run.log.parent.mkdir(parents=True, exist_ok=True)
+    with run.log.open("ab") as log:
+        return subprocess.Popen(
+            [*tie, *run.command(), "--no-progress"],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )

@@ -1,0 +1,150 @@
+"""The runs of a sweep: their commands, their folders, and how far each has come.
+
+OUT/sweep.json                     what the sweep began with
+OUT/runs/kl_coef=0.05/seed_0/      a run folder like any other
+OUT/logs/kl_coef=0.05/seed_0.log   what it printed
+OUT/results.json                   see `results`
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runs import folder
+from rlhf_jax.sweeps.declaration import Cell, Sweep, words
+
+BEGUN = "sweep.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A run of a sweep: one cell from one seed."""
+
+    cell: Cell
+    seed: int
+    folder: Path
+    log: Path
+    options: tuple[str, ...]  # of its trainer or program, without --resume
+    program: tuple[str, ...]  # before them
+    shown: tuple[str, ...]  # the program as a person types it
+
+    @property
+    def name(self) -> str:
+        """As in "kl_coef=0.05 seed 0"."""
+        return f"{self.cell.name} seed {self.seed}"
+
+    @property
+    def done(self) -> bool:
+        """Its summary is there, which a run writes when it has finished."""
+        return (self.folder / "summary.json").exists()
+
+    def command(self) -> list[str]:
+        """What runs it, or goes on with it where it has begun."""
+        begun = (self.folder / folder.CONFIG).exists()
+        return [*self.program, *self.options, *(["--resume"] if begun else [])]
+
+    def line(self) -> str:
+        """Its command as a person types it."""
+        return shlex.join((*self.shown, *self.options))
+
+
+def runs_of(sweep: Sweep, *, out: Path) -> list[Planned]:
+    """Every run of a sweep: all cells of the first seed, then of the next.
+
+    Args:
+      out: the sweep's folder.
+    """
+    if sweep.trainer is not None:
+        program = (sys.executable, "-m", "rlhf_jax.train.main", sweep.trainer)
+        shown = ("rlhf-jax", sweep.trainer)
+    else:
+        program = (sys.executable, *sweep.program)
+        shown = ("python", *sweep.program)
+    planned = []
+    for seed in sweep.seeds:
+        for cell in sweep.cells:
+            place = Path(cell.name) / f"seed_{seed}"
+            own = [*sweep.options.items(), *cell.options]
+            options = [word for option in own for word in words(*option)]
+            planned.append(
+                Planned(
+                    cell=cell,
+                    seed=seed,
+                    folder=out / "runs" / place,
+                    log=out / "logs" / place.with_suffix(".log"),
+                    options=(
+                        *options,
+                        f"--seed={seed}",
+                        f"--out={out / 'runs' / place}",
+                    ),
+                    program=program,
+                    shown=shown,
+                )
+            )
+    return planned
+
+
+def begin(sweep: Sweep, *, out: Path) -> None:
+    """Makes the folder of a sweep, or checks that it is the same sweep's.
+
+    Cells, seeds, measures and claims may be added. What every run has been given may
+    not change, or runs that are done would answer another question.
+
+    Raises:
+      InputError: the folder holds something else, or another sweep's runs; says what
+        differs.
+    """
+    path = out / BEGUN
+    asked = {
+        "trainer": sweep.trainer,
+        "program": list(sweep.program),
+        "options": json.loads(json.dumps(dict(sweep.options), default=os.fspath)),
+    }
+    if path.exists():
+        begun = _read(path)
+        for name, value in asked.items():
+            if begun.get(name) != value:
+                raise InputError(
+                    f"--out {out}: expected the sweep that this folder began with, "
+                    f"whose {_difference(name, begun.get(name), value)}; give "
+                    f"another --out, or change it back"
+                )
+        return
+    held = sorted(each.name for each in out.iterdir()) if out.is_dir() else []
+    if out.exists() and (held or not out.is_dir()):
+        raise InputError(
+            f"--out {out}: expected a folder of a sweep, or none, got "
+            f"{', '.join(held[:4]) or 'a file'}; give another"
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    folder.write_json(path, asked)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{path}: expected the beginning of a sweep, got: {error}; give another "
+            f"--out"
+        ) from error
+
+
+def _difference(name: str, begun: Any, now: Any) -> str:
+    """As in "option num_steps was 10, got 20"."""
+    if not isinstance(begun, dict) or not isinstance(now, dict):
+        return f"{name} was {begun}, got {now}"
+    fields: Sequence[str] = sorted(begun.keys() | now.keys())
+    field = next(each for each in fields if begun.get(each) != now.get(each))
+    return (
+        f"option {field} was {begun.get(field, 'not given')}, got "
+        f"{now.get(field, 'none')}"
+    )

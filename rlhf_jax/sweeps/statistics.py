@@ -1,0 +1,89 @@
+"""Means over seeds, and how far they can be trusted.
+
+An interval of 95% should hold the true value in 95 of 100 sweeps. With few seeds that
+of Student's t does, and a bootstrap has too few values to draw from: over normal
+numbers the percentile bootstrap of a mean holds it in 75% of sweeps with 3 seeds, 85%
+with 5 and 91% with 10. So means have t intervals. The interquartile mean, which one bad
+seed does not move, has a bootstrap interval from ENOUGH seeds on.
+
+Sources: Agarwal et al. 2021, arXiv:2108.13264 (interquartile mean, bootstrap over
+runs); Student 1908.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from scipy import stats
+
+Floats = npt.NDArray[np.floating]
+
+CONFIDENCE = 0.95
+ENOUGH = 10  # seeds for a bootstrap interval
+TRIMMED = 0.25  # on either side of an interquartile mean
+RESAMPLES = 2000
+
+
+class Interval(NamedTuple):
+    """Where the true value is, in 95 of 100 sweeps."""
+
+    low: float
+    high: float
+
+
+class Estimate(NamedTuple):
+    """A number over seeds."""
+
+    seeds: int
+    mean: float
+    interval: Interval | None  # of the mean; None with one seed
+    iqm: float  # interquartile mean
+    iqm_interval: Interval | None  # None with fewer than ENOUGH seeds
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """Mean and interquartile mean of the values of seeds, at least one.
+
+        mean ± t(0.975, n - 1)·s/√n,        iqm = mean of the middle half
+
+    With strata of one value each there is one stratum: the seeds of a cell.
+    """
+    array = np.asarray(values, float)
+    return Estimate(
+        seeds=len(array),
+        mean=float(array.mean()),
+        interval=of_mean(array),
+        iqm=float(stats.trim_mean(array, TRIMMED)),
+        iqm_interval=of_iqm(array) if len(array) >= ENOUGH else None,
+    )
+
+
+def of_mean(values: Floats) -> Interval | None:
+    """Student's t interval of a mean, of two values or more."""
+    if len(values) < 2:
+        return None
+    if np.ptp(values) == 0:
+        return Interval(float(values[0]), float(values[0]))
+    low, high = stats.t.interval(
+        CONFIDENCE, len(values) - 1, loc=values.mean(), scale=stats.sem(values)
+    )
+    return Interval(float(low), float(high))
+
+
+def of_iqm(values: Floats) -> Interval:
+    """Percentile bootstrap interval of an interquartile mean; the same every time."""
+    if np.ptp(values) == 0:
+        return Interval(float(values[0]), float(values[0]))
+    drawn = stats.bootstrap(
+        (values,),
+        lambda x, axis: stats.trim_mean(x, TRIMMED, axis=axis),
+        n_resamples=RESAMPLES,
+        confidence_level=CONFIDENCE,
+        method="percentile",
+        vectorized=True,
+        rng=np.random.default_rng(0),
+    ).confidence_interval
+    return Interval(float(drawn.low), float(drawn.high))

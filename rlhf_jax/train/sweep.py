@@ -1,0 +1,191 @@
+"""Many runs as one question: a grid of options, seeds, and claims that are answered.
+
+    rlhf-jax sweep sweep.toml --out runs/sweep [--print] [--jobs N]
+
+The file declares a trainer, options of every run, a grid of options, seeds, measures
+and claims (see sweeps/README.md). Each cell of the grid is, for each seed, an ordinary
+run in OUT/runs, whose command --print shows. The same command again goes on: runs that
+are done are left alone, and one that was killed goes on from its newest snapshot. A run
+that fails is told and leaves the others alone.
+
+OUT/results.json has every measure of every seed, means with 95% intervals, differences
+to the first cell seed by seed, and the answers: yes, no, or not enough seeds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import io
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import jax
+import tyro
+
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.checks import InputError, StopError
+from rlhf_jax.runs import command_line, folder, lock
+from rlhf_jax.sweeps import declaration, execution, planned, results
+from rlhf_jax.sweeps.declaration import Sweep
+from rlhf_jax.sweeps.execution import Ended
+from rlhf_jax.sweeps.launchers import Launcher, Local, Submitit
+from rlhf_jax.sweeps.planned import Planned
+
+TRAINERS = {  # their modules, whose Config has the options
+    "sft": "sft",
+    "reward-model": "reward_model",
+    "ppo": "ppo",
+    "grpo": "grpo",
+    "reinforce": "reinforce",
+    "dpo": "dpo",
+    "distill": "distill",
+    "online-dpo": "online_dpo",
+    "nash-md": "nash_md",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """The options of `rlhf-jax sweep`."""
+
+    file: tyro.conf.Positional[Path]
+    """What is swept, .toml or .py."""
+    out: Path
+    """Folder of the sweep; the one of an earlier start goes on."""
+    print_: Annotated[bool, tyro.conf.arg(name="print")] = False
+    """Whether the commands of all runs are printed, and nothing is run."""
+    jobs: int = 1
+    """Runs at a time."""
+    launcher: Literal["local", "slurm"] = "local"
+    """Where runs are started: on this machine, or as jobs of Slurm (extra slurm)."""
+
+    def __post_init__(self) -> None:
+        checks.positive(jobs=self.jobs)
+
+
+def main(options: Config) -> None:
+    """Runs `rlhf-jax sweep` with its options.
+
+    Raises:
+      InputError: the file is no sweep, an option of a cell is not the trainer's, or
+        the folder is another sweep's.
+      StopError: a run failed; names each, with its last line.
+      Interrupted: a signal came; the runs under way have saved.
+    """
+    sweep = declaration.read(options.file)
+    if not sweep.cells:
+        raise InputError(f"{options.file}: expected a cell, got an empty grid; fill it")
+    runs = planned.runs_of(sweep, out=options.out)
+    check_options(sweep, runs)
+    results.check_claims(sweep)
+    if options.print_:
+        for run in runs:
+            print(run.line())
+        return
+    launcher: Launcher = Local()
+    if options.launcher == "slurm":
+        launcher = Submitit(options.out / "logs" / "slurm", parameters=sweep.slurm)
+    planned.begin(sweep, out=options.out)
+    with lock.hold(options.out):
+        done = sum(run.done for run in runs)
+        print(f"{len(runs)} runs of {len(sweep.cells)} cells, {done} done already")
+        began, left = time.monotonic(), len(runs) - done
+        told = 0
+
+        def tell(ended: Ended) -> None:
+            nonlocal told
+            told += 1
+            each = (time.monotonic() - began) / told
+            verdict = f"failed: {ended.why}" if ended.failed else "done"
+            print(
+                f"[{done + told}/{len(runs)}] {ended.run.name}: {verdict} "
+                f"({ended.seconds:.0f} s; about {each * (left - told):.0f} s left)",
+                flush=True,
+            )
+
+        ended = execution.run_all(runs, launcher=launcher, jobs=options.jobs, tell=tell)
+        found = results.collected(sweep, runs)
+        folder.write_json(options.out / "results.json", results.as_json(sweep, found))
+    if sweep.question:
+        print(f"\n{sweep.question}")
+    results.tell(sweep, found)
+    failed = [run for run in ended if run.failed]
+    if failed:
+        names = "\n".join(
+            f"  {each.run.name} (status {each.status}): {each.why}\n    {each.run.log}"
+            for each in failed
+        )
+        raise StopError(
+            f"{len(failed)} of {len(runs)} runs failed, the others are complete:\n"
+            f"{names}\nsee to them, and give the same command again"
+        )
+    print(f"results are in {options.out / 'results.json'}")
+
+
+def check_options(sweep: Sweep, runs: Sequence[Planned]) -> None:
+    """Checks that the trainer has every option, with such values, before anything runs.
+
+    A program of one's own is not asked.
+
+    Raises:
+      InputError: there is no such trainer, or it refuses a run's options.
+    """
+    if sweep.trainer is None:
+        return
+    if sweep.trainer not in TRAINERS:
+        raise InputError(
+            f"trainer: expected one of {', '.join(TRAINERS)}, got {sweep.trainer}; "
+            f"choose one, or give program"
+        )
+    module = importlib.import_module(f"rlhf_jax.train.{TRAINERS[sweep.trainer]}")
+    for run in runs:
+        if run.seed != sweep.seeds[0]:
+            continue
+        output = io.StringIO()
+        try:
+            with _quiet(output):
+                command_line.parse(
+                    module.Config,
+                    description=None,
+                    presets=vars(module).get("PRESETS"),
+                    prog=f"rlhf-jax {sweep.trainer}",
+                    argv=run.options,
+                )
+        except InputError as error:
+            raise InputError(f"{run.cell.name}: {error}") from error
+        except SystemExit:
+            raise InputError(
+                f"{run.cell.name}: expected options of rlhf-jax {sweep.trainer}, got "
+                f"{_reason(output.getvalue())}; --help-all lists them"
+            ) from None
+
+
+@contextlib.contextmanager
+def _quiet(output: io.StringIO) -> Iterator[None]:
+    with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
+        yield
+
+
+def _reason(box: str) -> str:
+    """The first sentence of what the parser of options drew."""
+    lines = [line.strip("│╭╮╰╯─- ") for line in box.splitlines()]
+    said = [line for line in lines if line and "error" not in line.lower()]
+    return " ".join(said[:2]) or "another"
+
+
+def command(argv: Sequence[str] | None = None) -> None:
+    """`rlhf-jax sweep`: from a command line to a table."""
+    options: Any = tyro.cli(
+        Config, prog="rlhf-jax sweep", description=__doc__, args=argv
+    )
+    jax.config.update("jax_platforms", "cpu")  # the runs' devices are left to them
+    try:
+        main(options)
+    except command_line.Interrupted as stop:
+        print("stopped and saved; the same command goes on", file=sys.stderr)
+        raise SystemExit(128 + stop.signum) from None

@@ -1,0 +1,164 @@
+"""Files of sweeps: what they declare, and what is refused."""
+
+import json
+import shlex
+
+import pytest
+
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.sweeps import declaration, planned
+from rlhf_jax.sweeps.declaration import Measure
+
+TOML = """
+question = "What does the penalty buy?"
+trainer = "ppo"
+seeds = [3, 5]
+
+[options]
+model = "a model"
+whiten_rewards = true
+"scores.clip" = [1.0, 2.5]
+
+[options.penalty]
+placement = "reward"
+
+[grid]
+kl_coef = [0.0, 0.05]
+how = [
+    { label = "k1", "penalty.value_estimator" = "k1" },
+    { label = "k3, raw", "penalty.value_estimator" = "k3", whiten_advantages = false },
+]
+
+[measures]
+score = "objective/scores"
+late = { metric = "objective/kl", last = 5 }
+gold = { summary = "policy.gold" }
+
+[claims]
+"more is more" = "score(kl_coef=0.05) > score(kl_coef=0.0)"
+"""
+PYTHON = """
+trainer = "ppo"
+options = {"model": "m"}
+grid = {"kl_coef": [n / 10 for n in range(3)]}
+helper = 3
+"""
+FIELDS = {"trainer": "ppo", "grid": {"kl_coef": [0.0, 0.1]}}
+
+
+def test_a_toml_file_declares_runs(tmp_path):
+    file = tmp_path / "sweep.toml"
+    file.write_text(TOML)
+    sweep = declaration.read(file)
+    assert sweep.question == "What does the penalty buy?"
+    assert sweep.seeds == (3, 5)
+    assert [cell.name for cell in sweep.cells] == [
+        *("kl_coef=0,how=k1", "kl_coef=0,how=k3,-raw"),
+        *("kl_coef=0.05,how=k1", "kl_coef=0.05,how=k3,-raw"),
+    ]
+    assert sweep.measures == {
+        "score": Measure(metric="objective/scores"),
+        "late": Measure(metric="objective/kl", last=5),
+        "gold": Measure(summary="policy.gold"),
+    }
+    runs = planned.runs_of(sweep, out=tmp_path / "out")
+    assert [(run.cell.name, run.seed) for run in runs[3:5]] == [
+        ("kl_coef=0.05,how=k3,-raw", 3),
+        ("kl_coef=0,how=k1", 5),
+    ]
+    folder = tmp_path / "out" / "runs" / "kl_coef=0.05,how=k3,-raw" / "seed_3"
+    assert runs[3].line() == shlex.join(
+        [
+            *("rlhf-jax", "ppo", "--model=a model", "--whiten-rewards"),
+            *("--scores.clip", "1", "2.5", "--penalty.placement=reward"),
+            *("--kl-coef=0.05", "--penalty.value-estimator=k3"),
+            *("--no-whiten-advantages", "--seed=3", f"--out={folder}"),
+        ]
+    )
+
+
+def test_a_python_file_computes_its_grid(tmp_path):
+    file = tmp_path / "sweep.py"
+    file.write_text(PYTHON)
+    sweep = declaration.read(file)
+    assert [cell.options for cell in sweep.cells] == [
+        (("kl_coef", n / 10),) for n in range(3)
+    ]
+
+
+def test_options_with_the_same_last_part_keep_their_whole_names():
+    grid = {
+        "policy.rank": [1, 2],
+        "critic.rank": [3],
+        "penalty.value_estimator": ["k1"],
+    }
+    sweep = declaration.declared({"trainer": "ppo", "grid": grid}, source="file")
+    assert sweep.cells[0].name == "policy.rank=1,critic.rank=3,value_estimator=k1"
+
+
+def test_a_sweep_without_a_grid_is_one_cell():
+    sweep = declaration.declared({"trainer": "sft", "seeds": [0, 1]}, source="file")
+    assert [cell.name for cell in sweep.cells] == ["run"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"trainr": "ppo"}, "got trainr; did you mean trainer?"),
+        ({"trainer": None}, "expected either trainer"),
+        ({"program": ["a.py"]}, "got both"),
+        ({"seeds": []}, "expected seeds as a list of different integers, got []"),
+        ({"seeds": [1, 1]}, "different integers, got [1, 1]"),
+        ({"seeds": 3}, "different integers, got 3"),
+        ({"options": 3}, "expected a table [options], got 3"),
+        ({"options": {"out": "x"}}, "which a sweep gives to its runs, got out"),
+        ({"grid": {"seed": [1]}}, "which a sweep gives to its runs, got seed"),
+        ({"options": {"kl_coef": 1}}, "got kl_coef in both"),
+        ({"grid": {"kl_coef": []}}, "a list of values for kl_coef of the grid, got []"),
+        ({"grid": {"kl_coef": 0.5}}, "a list of values for kl_coef of the grid, got 0"),
+        ({"grid": {"kl_coef": [1, 1.0]}}, "cells with different names"),
+        ({"grid": {"how": [{"kl_coef": 1}]}}, "expected label = TEXT in each value of"),
+        (
+            {"grid": {"kl_coef": [1], "how": [{"label": "a", "kl_coef": 1}]}},
+            "an option in one list of the grid, got kl_coef in two",
+        ),
+        ({"measures": {"score": 3}}, "the measure score as a metric"),
+        ({"measures": {"score": {"metric": "a", "summary": "b"}}}, "the measure score"),
+        ({"measures": {"score": {"metric": "a", "last": 0}}}, "the measure score"),
+        ({"measures": {"a b": "c"}}, "a name of letters, digits and _ for a measure"),
+    ],
+)
+def test_what_is_no_sweep(fields, message):
+    with pytest.raises(InputError) as error:
+        declaration.declared(FIELDS | fields, source="file")
+    assert message in str(error.value)
+    assert str(error.value).startswith("file: ")
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    for name, text, message in (
+        ("sweep.yaml", "", "ends with .toml or .py"),
+        ("absent.toml", None, "that can be read, got"),
+        ("bad.toml", "a = ", "expected a sweep, got TOMLDecodeError"),
+        ("bad.py", "1 / 0", "expected a sweep, got ZeroDivisionError"),
+    ):
+        file = tmp_path / name
+        if text is not None:
+            file.write_text(text)
+        with pytest.raises(InputError, match=message):
+            declaration.read(file)
+
+
+def test_a_folder_keeps_to_the_sweep_that_it_began_with(tmp_path):
+    out = tmp_path / "out"
+    options = {"options": {"model": "m"}}
+    sweep = declaration.declared(FIELDS | options, source="file")
+    planned.begin(sweep, out=out)
+    assert json.loads((out / "sweep.json").read_text())["options"] == {"model": "m"}
+    more = FIELDS | options | {"seeds": [0, 1], "grid": {"kl_coef": [0.0, 0.1, 0.2]}}
+    planned.begin(declaration.declared(more, source="file"), out=out)
+    other = declaration.declared(FIELDS | {"options": {"model": "n"}}, source="file")
+    with pytest.raises(InputError, match=r"whose option model was m, got n; give"):
+        planned.begin(other, out=out)
+    with pytest.raises(InputError, match=r"expected a folder of a sweep, or none, got"):
+        planned.begin(sweep, out=out.parent)

@@ -1,0 +1,178 @@
+"""`rlhf-jax sweep`: runs that are done, killed, failed and gone on with."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import places
+import pytest
+import toy_experiment
+
+from rlhf_jax.functional.checks import InputError, StopError
+from rlhf_jax.runs.command_line import Interrupted
+from rlhf_jax.sweeps import declaration, execution, launchers, planned
+from rlhf_jax.train import sweep
+
+PROGRAM = f"program = [{toy_experiment.__file__!r}]"
+TOML = f"""
+question = "Is a slope of 2 more than one of 1?"
+{PROGRAM}
+seeds = [0, 1, 2]
+
+[options]
+steps = 3
+
+[grid]
+slope = [1.0, 2.0]
+
+[measures]
+end = "value"
+told = {{ summary = "at.end" }}
+
+[claims]
+"steeper" = "end(slope=2) > end(slope=1)"
+"""
+
+
+def swept(tmp_path, text, *, name="out", **options):
+    file = tmp_path / "sweep.toml"
+    file.write_text(text)
+    sweep.main(sweep.Config(file=file, out=tmp_path / name, **options))
+    return json.loads((tmp_path / name / "results.json").read_text())
+
+
+def rows_of(out):
+    """Every file of every run, and the results."""
+    files = sorted(path for path in out.rglob("*.json*") if path.name != "sweep.json")
+    return {str(path.relative_to(out)): path.read_text() for path in files}
+
+
+def test_a_sweep_from_file_to_answer(tmp_path, capsys):
+    found = swept(tmp_path, TOML, jobs=3)
+    cells = found["cells"]
+    assert list(cells) == ["slope=1", "slope=2"]
+    # The noise of a seed's last step is the same in both cells.
+    noise = [random.Random(1000 * seed + 2).random() for seed in range(3)]
+    expected = {str(seed): 6.0 + one for seed, one in enumerate(noise)}
+    assert cells["slope=2"]["end"]["seeds"] == pytest.approx(expected)
+    assert cells["slope=2"]["told"] == cells["slope=2"]["end"]
+    less = cells["slope=2"]["end"]["less_first_cell"]
+    assert (less["seeds"], less["mean"]) == (3, pytest.approx(3.0))
+    assert found["claims"]["steeper"]["answer"] == "yes"
+    assert found["claims"]["steeper"]["difference"] == pytest.approx(3.0)
+    printed = capsys.readouterr().out
+    assert "6 runs of 2 cells, 0 done already" in printed
+    assert "[6/6]" in printed
+    assert "Is a slope of 2 more than one of 1?" in printed
+    # Nothing is run again, and a new claim is answered from what is there.
+    log = tmp_path / "out" / "logs" / "slope=1" / "seed_0.log"
+    before = log.stat().st_mtime_ns
+    more = swept(tmp_path, TOML + '"flat" = "end(slope=1) > end(slope=2)"\n')
+    assert log.stat().st_mtime_ns == before
+    assert more["claims"]["flat"]["answer"] == "no"
+    assert "6 done already" in capsys.readouterr().out
+
+
+def test_commands_are_printed_and_nothing_is_run(tmp_path, capsys):
+    file = tmp_path / "sweep.toml"
+    file.write_text(TOML)
+    sweep.main(sweep.Config(file=file, out=tmp_path / "out", print_=True))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 6
+    assert lines[1] == (
+        f"python {toy_experiment.__file__} --steps=3 --slope=2 --seed=0 "
+        f"--out={tmp_path}/out/runs/slope=2/seed_0"
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_that_fails_leaves_the_others_alone(tmp_path):
+    failing = TOML.replace("[1.0, 2.0]", "[1.0, 13.0, 2.0]")
+    with pytest.raises(StopError) as error:
+        swept(tmp_path, failing, jobs=3)
+    assert "3 of 9 runs failed, the others are complete" in str(error.value)
+    assert "slope=13 seed 1 (status 1): error: a slope of 13 brings" in str(error.value)
+    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert found["cells"]["slope=13"]["end"]["seeds"] == {}
+    assert found["cells"]["slope=2"]["end"]["estimate"]["seeds"] == 3
+    assert found["claims"]["steeper"]["answer"] == "yes"
+
+
+@pytest.mark.cases(quick=1)
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGTERM])
+def test_a_sweep_that_is_ended_takes_its_runs_with_it_and_goes_on(tmp_path, kind):
+    slow = TOML.replace("steps = 3", "steps = 4\nseconds = 0.15")
+    swept(tmp_path, slow, name="whole", jobs=3)
+    command = [sys.executable, "-m", "rlhf_jax.train.main", "sweep"]
+    command += [str(tmp_path / "sweep.toml"), "--out", str(tmp_path / "out")]
+    environment = {**os.environ, "PYTHONPATH": places.PYTHONPATH}
+    process = subprocess.Popen(
+        [*command, "--jobs=2"], env=environment, stderr=subprocess.PIPE, text=True
+    )
+    rows = tmp_path / "out" / "runs" / "slope=1" / "seed_0" / "metrics.jsonl"
+    while not rows.exists():
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(kind)
+    _, told = process.communicate(timeout=60)
+    if kind == signal.SIGTERM:
+        assert process.returncode == 128 + kind
+        assert "stopped and saved; the same command goes on" in told
+    time.sleep(0.4)
+    cut = rows.read_text()
+    assert 1 <= cut.count("\n") < 4  # nobody writes any more
+    swept(tmp_path, slow, jobs=3)
+    assert rows_of(tmp_path / "out") == rows_of(tmp_path / "whole")
+
+
+def test_a_job_of_submitit_is_a_run(tmp_path):
+    pytest.importorskip("submitit", reason="extra slurm")
+    fields = {"program": [toy_experiment.__file__], "grid": {"slope": [2.0, 13.0]}}
+    runs = planned.runs_of(declaration.declared(fields, source="file"), out=tmp_path)
+    launcher = launchers.Submitit(
+        tmp_path / "jobs", parameters={"timeout_min": 1}, cluster="local"
+    )
+    ended = execution.run_all(runs, launcher=launcher, jobs=2, tell=lambda ended: None)
+    statuses = {each.run.cell.name: each.status for each in ended}
+    assert statuses == {"slope=2": 0, "slope=13": 1}
+    assert runs[0].done
+    with pytest.raises(InputError, match=r"expected a cluster and parameters of subm"):
+        launchers.Submitit(tmp_path / "jobs", parameters={"gpus": 1}, cluster="local")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            'trainer = "sft"\n[options]\nmodel = "m"\ndata = "d"\n'
+            "[grid]\nlearning_rat = [1e-3]",
+            "learning_rat=0.001: expected options of rlhf-jax sft, got Unrecognized",
+        ),
+        (
+            'trainer = "sft"\n[options]\nmodel = "m"\ndata = "d"\nlearning_rate = "x"',
+            "run: expected options of rlhf-jax sft, got",
+        ),
+        ('trainer = "sftt"', "trainer: expected one of sft, reward-model, ppo"),
+        (TOML.replace("end(slope=2)", "start(slope=2)"), "got start; correct it"),
+        (TOML.replace("end(slope=2)", "end(slope=7)"), "got slope=7; cells are slope"),
+        (TOML.replace('"value"', '"valve"'), "got valve, which no run has; there are"),
+        (TOML.replace("slope = [1.0, 2.0]", "slope = []"), "a list of values for slop"),
+    ],
+)
+def test_sweeps_that_are_refused(tmp_path, text, message):
+    with pytest.raises(InputError) as error:
+        swept(tmp_path, text, jobs=3)
+    assert message in str(error.value)
+
+
+def test_an_interrupted_sweep_is_told(tmp_path, monkeypatch):
+    """The signal of a terminal comes to this process as to any."""
+    monkeypatch.setattr(
+        time, "sleep", lambda seconds: os.kill(os.getpid(), signal.SIGINT)
+    )
+    with pytest.raises(Interrupted):
+        swept(tmp_path, TOML, jobs=3)
