@@ -81,7 +81,8 @@ def shardings(
 
     Raises:
       InputError: two dimensions of a parameter would lie on one axis, an axis does not
-        divide a dimension, or a leaf above `small` would be copied; names the leaf.
+        divide a dimension, or a leaf above `small` would be copied, other than the
+        scales of an int8 kernel; names the leaf.
     """
     mesh = mesh_or_set(mesh)
 
@@ -124,10 +125,12 @@ def _spec(
         names = None  # of another rank: no parameter, nor what is kept of one
     placed: list[str | tuple[str, ...] | None] = []
     taken: list[str] = []
+    scales = False  # of an int8 kernel, one for all numbers along a sharded axis
     for name, size in zip(names or (None,) * len(shape), shape, strict=True):
         found = () if name is None else _axes(name, rules=rules, sizes=sizes)
         found = tuple(axis for axis in found if sizes[axis] > 1)
-        if not found or size == 1:  # a scale that is shared
+        if not found or size == 1:
+            scales |= bool(found)
             placed.append(None)
             continue
         for axis in found:
@@ -148,7 +151,7 @@ def _spec(
         taken += found
         placed.append(found[0] if len(found) == 1 else found)
     sharded = any(size > 1 for axis, size in sizes.items() if axis != "data")
-    if sharded and not any(placed) and math.prod(shape) > small:
+    if sharded and not any(placed) and not scales and math.prod(shape) > small:
         raise InputError(
             f"{where}: expected at most {small} numbers on every device, got "
             f"{shape} that no rule shards; give it logical axes in models/axes.py, or "

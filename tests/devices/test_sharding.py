@@ -199,6 +199,23 @@ def test_rules_that_are_refused(rules, message):
         )
 
 
+def test_scales_of_a_kernel_that_is_sharded_along_them_are_on_every_device():
+    """Those of 70B's MLP in int8 are 80 x 28,672, of its kernel 8,192 times as many."""
+    shape = jax.ShapeDtypeStruct((80, 1, 28_672), np.float32)
+    kernel = jax.ShapeDtypeStruct((80, 8192, 28_672), jnp.int8)
+    stored = {"mlp": {"gate": {"kernel": {"values": kernel, "scales": shape}}}}
+    for mesh, of_scales in (
+        (MeshShape(fsdp=8), PartitionSpec()),
+        (MeshShape(fsdp=2, tensor=4), PartitionSpec(None, None, "tensor")),
+    ):
+        placed = sharding.shardings({"layers": stored}, mesh=mesh.make())
+        leaves = placed["layers"]["mlp"]["gate"]["kernel"]
+        assert leaves["scales"].spec == of_scales
+        assert leaves["values"].spec[1] == "fsdp"
+    with pytest.raises(InputError, match=r"expected at most 1048576 numbers on every"):
+        sharding.shardings({"other": shape}, mesh=MeshShape(fsdp=8).make())
+
+
 def test_an_axis_that_does_not_divide_names_the_parameter():
     model = dataclasses.replace(GPT2, intermediate_size=36)
     mesh = MeshShape(tensor=8).make()
