@@ -126,26 +126,27 @@ def fraction(**numbers: float | Array) -> None:
 
 
 def at_least_one(**numbers: int) -> None:
-    """Checks that every number is 1 or more; of integers that never become an array.
+    """Checks integers that never become an array: 1 or more, of any size.
 
     Args:
-      numbers: numbers by the names that the error shows, of any size.
+      numbers: numbers by the names that the error shows.
 
     Raises:
-      InputError: a number is below 1.
+      InputError: a number is below 1, or not an integer.
 
     >>> print(at_least_one(max_logits=2**33))
     None
     >>> at_least_one(max_logits=0)
     Traceback (most recent call last):
         ...
-    rlhf_jax.functional.number_checks.InputError: max_logits: expected 1 or more, got
-        0; choose max_logits >= 1
+    rlhf_jax.functional.number_checks.InputError: max_logits: expected a whole number,
+        1 or more, got 0; choose max_logits >= 1
     """
     for name, number in numbers.items():
-        if number < 1:
+        if type(number) is not int or number < 1:
             raise InputError(
-                f"{name}: expected 1 or more, got {_shown(number)}; choose {name} >= 1"
+                f"{name}: expected a whole number, 1 or more, got {number!r}; choose "
+                f"{name} >= 1"
             )
 
 

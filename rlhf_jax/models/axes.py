@@ -131,7 +131,7 @@ def rows_spread(logits: Array) -> Array:
 
 
 def _auto_axes() -> dict[str, int]:
-    """Sizes of the Auto axes of the mesh that is set; none without, or of one device.
+    """Sizes of the Auto axes of the mesh that is set; none if those are one device.
 
     Within a `jax.shard_map` over some axes the others are still Auto.
     """
@@ -147,7 +147,7 @@ def _auto_axes() -> dict[str, int]:
 def row_devices(rows: int) -> int:
     """How many devices of the mesh that is set share so many rows; 1 without one.
 
-    Within a `jax.shard_map` over axes of rows, so many rows of one device of those.
+    Axes of a `jax.shard_map` around it do not count, as `rows` are of one share there.
     """
     mesh = jax.sharding.get_abstract_mesh()
     sizes = {axis: mesh.shape[axis] for axis in {*mesh.shape} - {*mesh.manual_axes}}

@@ -13,6 +13,8 @@ out if the 95% interval of the mean difference is above 0.
 from __future__ import annotations
 
 import ast
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
@@ -27,6 +29,7 @@ Numbers = Mapping[int, float]  # {seed: value}
 # (measure, settings of the grid) -> the values of the cells that have them
 Lookup = Callable[[str, Mapping[str, Value]], Numbers]
 Answer = Literal["yes", "no", "not enough seeds"]
+FEW = 3  # seeds
 FORM = "MEASURE(OPTION=VALUE) > MEASURE(OPTION=VALUE), with +, -, * and numbers"
 
 
@@ -35,7 +38,8 @@ class Answered(NamedTuple):
 
     answer: Answer
     seeds: int  # that both sides have
-    difference: float | None  # of the larger side by the claim and the other, the mean
+    # Of the side that the claim has larger less the other, the mean over seeds.
+    difference: float | None
     interval: Interval | None
 
 
@@ -47,8 +51,9 @@ def answer(claim: str, *, lookup: Lookup) -> Answered:
       lookup: of `lookup_in`.
 
     Returns:
-      "yes" where the interval of the difference is above 0, "no" where it is below,
-      else "not enough seeds".
+      "yes" where the interval of the difference is above 0, "no" where it is below or
+      every difference is 0, else "not enough seeds". Fewer than FEW equal differences
+      may be equal by chance, and answer nothing.
 
     Raises:
       InputError: the claim has another form, a measure or cell that there is not.
@@ -62,12 +67,16 @@ def answer(claim: str, *, lookup: Lookup) -> Answered:
     values = np.asarray(list(difference.values()), float)
     interval = statistics.of_mean(values)
     mean = float(values.mean()) if len(values) else None
-    verdict: Answer = "not enough seeds"
-    if interval is not None and interval.low > 0:
-        verdict = "yes"
-    elif interval is not None and interval.high < 0:
-        verdict = "no"
-    return Answered(verdict, len(values), mean, interval)
+    return Answered(_verdict(interval, seeds=len(values)), len(values), mean, interval)
+
+
+def _verdict(interval: Interval | None, *, seeds: int) -> Answer:
+    equal = interval is not None and interval.low == interval.high
+    if interval is None or (equal and seeds < FEW):
+        return "not enough seeds"
+    if interval.low > 0:
+        return "yes"
+    return "no" if interval.high < 0 or equal else "not enough seeds"
 
 
 def lookup_in(
@@ -89,7 +98,7 @@ def lookup_in(
         fit = [
             cell
             for cell in cells
-            if all(_setting(cell, key) == one for key, one in settings.items())
+            if all(_same(_setting(cell, key), one) for key, one in settings.items())
         ]
         if not fit:
             shown = ", ".join(f"{key}={one!r}" for key, one in settings.items())
@@ -107,10 +116,27 @@ def lookup_in(
 
 
 def _setting(cell: Cell, key: str) -> Value:
-    """The value that a cell has of the option of that name, or of that last part."""
+    """The value that a cell has of the option that a claim names.
+
+    Args:
+      key: the last part of the option's name, or with _ for . and - all of it.
+
+    Raises:
+      InputError: the grid has no such option.
+    """
     values = dict(cell.values)
     by_name = {short(name, among=values): value for name, value in values.items()}
-    return (values | by_name).get(key)
+    by_name |= {re.sub(r"\W", "_", name): value for name, value in values.items()}
+    if key not in by_name:
+        raise InputError(
+            f"expected options of the grid, {', '.join(by_name) or '(none)'}, got {key}"
+        )
+    return by_name[key]
+
+
+def _same(value: Value, other: Value) -> bool:
+    """Equal, and not a number for True or False."""
+    return isinstance(value, bool) == isinstance(other, bool) and value == other
 
 
 def _sides(claim: str) -> tuple[ast.expr, bool, ast.expr]:
@@ -129,7 +155,7 @@ def _sides(claim: str) -> tuple[ast.expr, bool, ast.expr]:
 def _value(node: ast.expr, *, claim: str, lookup: Lookup) -> Numbers | float:
     """An expression as a number, or as numbers by seed."""
     match node:
-        case ast.Constant(value=int() | float() as number):
+        case ast.Constant(value=int() | float() as number) if _is_number(number):
             return float(number)
         case ast.UnaryOp(op=ast.USub(), operand=inner):
             value = _value(inner, claim=claim, lookup=lookup)
@@ -155,12 +181,11 @@ def _called(
     for keyword in keywords:
         try:
             value = ast.literal_eval(keyword.value)
-        except ValueError:
+        except (ValueError, TypeError):
             raise _wrong(claim, ast.unparse(keyword.value)) from None
-        if keyword.arg is not None:
-            settings[keyword.arg] = value
-        else:
+        if keyword.arg is None:
             raise _wrong(claim, ast.unparse(keyword.value))
+        settings[keyword.arg] = tuple(value) if isinstance(value, list) else value
     try:
         return lookup(ast.unparse(name), settings)
     except InputError as error:
@@ -184,6 +209,10 @@ def _combined(
         for seed, one in left.items()
         if seed in right
     }
+
+
+def _is_number(value: float) -> bool:
+    return not isinstance(value, bool) and math.isfinite(value)
 
 
 def _wrong(claim: str, got: str) -> InputError:

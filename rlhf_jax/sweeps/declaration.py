@@ -36,6 +36,7 @@ import itertools
 import math
 import re
 import runpy
+import sys
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -50,7 +51,7 @@ FIELDS = (
 )
 OF_A_RUN = ("out", "seed", "resume", "resume_from", "config")  # the sweep gives these
 LABEL = "label"  # of a value of the grid that sets several options
-LONGEST_NAME = 150  # characters of a cell's folder
+LONGEST_NAME = 200  # bytes of a cell's folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,21 +119,37 @@ def read(path: Path) -> Sweep:
         if path.suffix == ".toml":
             fields = tomllib.loads(path.read_text(encoding="utf-8"))
         else:
-            fields = {
-                name: value
-                for name, value in runpy.run_path(str(path)).items()
-                if name in FIELDS
-            }
+            fields = _of_python(path)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
             f"{path}: expected a sweep's file that can be read, got: {error}; name one"
         ) from error
+    except InputError:
+        raise
     except Exception as error:  # of the user's own code, or not TOML
         raise InputError(
             f"{path}: expected a sweep, got {type(error).__name__}: {error}; see to "
             f"the file"
         ) from error
     return declared(fields, source=str(path))
+
+
+def _of_python(path: Path) -> dict[str, Any]:
+    """The fields of a Python file, which may import what is beside it."""
+    beside = str(path.resolve().parent)
+    sys.path.insert(0, beside)
+    try:
+        names = runpy.run_path(str(path))
+    finally:
+        sys.path.remove(beside)
+    for name in names:
+        near = difflib.get_close_matches(name, FIELDS, n=1, cutoff=0.85)
+        if name not in FIELDS and near:
+            raise InputError(
+                f"{path}: expected the fields {', '.join(FIELDS)} beside names of its "
+                f"own, got {name}; did you mean {near[0]}? Else rename it"
+            )
+    return {name: value for name, value in names.items() if name in FIELDS}
 
 
 def declared(fields: Mapping[str, Any], *, source: str) -> Sweep:
@@ -152,21 +169,34 @@ def declared(fields: Mapping[str, Any], *, source: str) -> Sweep:
             raise InputError(
                 f"{source}: expected the fields {', '.join(FIELDS)}, got {name}{hint}"
             )
-    trainer, program = fields.get("trainer"), tuple(fields.get("program", ()))
+    trainer, program = fields.get("trainer"), fields.get("program", ())
+    if isinstance(program, str) or not isinstance(program, Sequence):
+        raise InputError(
+            f"{source}: expected program as a list of words, as "
+            f'["experiments/new_algorithm.py"], got {program!r:.80}; write one'
+        )
     if (trainer is None) == (not program):
         raise InputError(
             f'{source}: expected either trainer, as "ppo", or program, as '
-            f'["experiments", "studies.kl_frontier"], got '
+            f'["experiments/new_algorithm.py"], got '
             f"{'neither' if trainer is None else 'both'}; name what a cell runs"
         )
     options = _table(fields, "options", source=source)
     grid = _table(fields, "grid", source=source)
-    for name in {*options, *grid} & {*OF_A_RUN}:
-        raise InputError(
-            f"{source}: expected options other than {', '.join(OF_A_RUN)}, which a "
-            f"sweep gives to its runs, got {name}; leave it out (seeds is a field)"
-        )
-    for name in sorted(options.keys() & grid.keys()):
+    cells = _cells(grid, source=source)
+    of_cells = {name for cell in cells for name, _ in cell.options}
+    for name in sorted({*options, *grid, *of_cells}):
+        if name in OF_A_RUN:
+            raise InputError(
+                f"{source}: expected options other than {', '.join(OF_A_RUN)}, which a "
+                f"sweep gives to its runs, got {name}; leave it out"
+            )
+        if name in FIELDS:
+            raise InputError(
+                f"{source}: expected options of a run in [options] and [grid], got "
+                f"{name}, which is a field of the sweep; move it above the first table"
+            )
+    for name in sorted(options.keys() & (grid.keys() | of_cells)):
         raise InputError(
             f"{source}: expected each option in options or in grid, got {name} in "
             f"both; leave one of them out"
@@ -177,7 +207,7 @@ def declared(fields: Mapping[str, Any], *, source: str) -> Sweep:
         program=tuple(map(str, program)),
         seeds=_seeds(fields.get("seeds", (0,)), source=source),
         options=options,
-        cells=_cells(grid, source=source),
+        cells=cells,
         measures={
             name: _measure(name, value, source=source)
             for name, value in _table(fields, "measures", source=source).items()
@@ -206,7 +236,7 @@ def _table(fields: Mapping[str, Any], name: str, *, source: str) -> dict[str, An
             flat |= {f"{key}.{field}": one for field, one in inner.items()}
         else:
             flat[key] = value
-    return flat
+    return {key.replace("-", "_"): value for key, value in flat.items()}
 
 
 def _seeds(seeds: Any, *, source: str) -> tuple[int, ...]:
@@ -249,10 +279,10 @@ def _cells(grid: Mapping[str, Any], *, source: str) -> tuple[Cell, ...]:
         cells.append(Cell(tuple(named), tuple(options.items())))
     names = [cell.name for cell in cells]
     for name in names:
-        if names.count(name) > 1 or len(name) > LONGEST_NAME:
+        if names.count(name) > 1 or len(name.encode()) > LONGEST_NAME:
             raise InputError(
                 f"{source}: expected cells with different names of at most "
-                f"{LONGEST_NAME} characters, got {name:.200}; list each value once, "
+                f"{LONGEST_NAME} bytes, got {name:.100}; list each value once, "
                 f"or give values that set several options a {LABEL}"
             )
     return tuple(cells)
@@ -296,8 +326,8 @@ def words(option: str, value: Value) -> list[str]:
 
 
 def _hashable(value: Value) -> Value:
-    """A list as a tuple."""
-    return tuple(value) if isinstance(value, list) else value
+    """Lists as tuples."""
+    return tuple(map(_hashable, value)) if isinstance(value, list) else value
 
 
 def _word(value: Value) -> str:

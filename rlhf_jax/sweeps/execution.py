@@ -6,8 +6,10 @@ and the others go on. When the sweep is stopped its runs are, each saved.
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from rlhf_jax.runs.command_line import Interrupt
@@ -21,22 +23,24 @@ class Ended(NamedTuple):
     """A run whose process has ended."""
 
     run: Planned
-    status: int  # its exit status, 0 where it is done; -N where signal N ended it
+    status: int  # its exit status; -N where signal N ended it
     seconds: float
+    printed: str  # the last line that it printed
 
     @property
     def failed(self) -> bool:
         """It is not done."""
-        return self.status != 0
+        return not self.run.done
 
     @property
     def why(self) -> str:
-        """The last line that it printed."""
-        try:
-            text = self.run.log.read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return ""
-        return next((line for line in reversed(text.splitlines()) if line.strip()), "")
+        """Why it is not done, as far as is known."""
+        if self.status < 0:
+            names = {number.value: number.name for number in signal.Signals}
+            return f"ended by {names.get(-self.status, -self.status)}"
+        if self.status == 0:
+            return "ended without summary.json, which a run writes at its end"
+        return self.printed
 
 
 def run_all(
@@ -59,21 +63,21 @@ def run_all(
       Interrupted: a signal came; the runs under way were stopped and have saved.
     """
     waiting = [run for run in planned if not run.done]
-    going: dict[Process, tuple[Planned, float]] = {}
+    going: dict[Process, tuple[Planned, float, int]] = {}
     ended: list[Ended] = []
     with Interrupt() as interrupt:
         try:
             while (waiting or going) and not interrupt.requested:
                 while waiting and len(going) < jobs:
                     run = waiting.pop(0)
-                    going[launcher.start(run)] = run, time.monotonic()
+                    size = run.log.stat().st_size if run.log.exists() else 0
+                    going[launcher.start(run)] = run, time.monotonic(), size
                 time.sleep(BETWEEN)
                 for process in [each for each in going if each.poll() is not None]:
-                    run, began = going.pop(process)
-                    status = process.wait()
-                    if status == 0 and not run.done:
-                        status = 1  # it ended, but not as a run does
-                    ended.append(Ended(run, status, time.monotonic() - began))
+                    run, began, size = going.pop(process)
+                    seconds = time.monotonic() - began
+                    printed = _last_line(run.log, after=size)
+                    ended.append(Ended(run, process.wait(), seconds, printed))
                     tell(ended[-1])
         finally:
             for process in going:
@@ -82,3 +86,14 @@ def run_all(
                 process.wait()
         interrupt.check()
     return ended
+
+
+def _last_line(log: Path, *, after: int) -> str:
+    """The last line that is not empty, beyond the bytes of earlier starts."""
+    try:
+        with log.open("rb") as file:
+            file.seek(after)
+            lines = file.read().decode("utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((line for line in reversed(lines) if line.strip()), "")

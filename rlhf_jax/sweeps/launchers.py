@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.sweeps import tied
 from rlhf_jax.sweeps.planned import Planned
 
@@ -43,7 +43,10 @@ class Launcher(Protocol):
 
 
 class Local:
-    """A process of this machine for each run, which is killed when the sweep is."""
+    """A process of this machine for each run, which is killed when the sweep is.
+
+    It is in a session of its own: Ctrl-C comes to the sweep, which lets it save.
+    """
 
     def start(self, run: Planned) -> Process:
         """Starts a run, whose output goes to its log."""
@@ -54,7 +57,8 @@ class Local:
 class Submitit:
     """A job of Slurm for each run, through `submitit`.
 
-    Jobs outlive a sweep that is killed; start it again when they have ended.
+    Jobs outlive a sweep that is killed; start it again when they have ended. One that
+    comes to its time limit has failed, and goes on when the sweep is started again.
     """
 
     def __init__(
@@ -89,8 +93,18 @@ class Submitit:
             ) from error
 
     def start(self, run: Planned) -> Process:
-        """Submits a run, whose output goes to its log."""
-        return _Job(self._executor.submit(_as_job, run))
+        """Submits a run, whose output goes to its log.
+
+        Raises:
+          StopError: the cluster takes no job.
+        """
+        try:
+            return _Job(self._executor.submit(_as_job, run))
+        except Exception as error:
+            raise StopError(
+                f"--launcher slurm: expected a job of {run.name} to be taken, got: "
+                f"{error}; see to [slurm] of the file, and start the sweep again"
+            ) from error
 
 
 class _Job:
@@ -127,4 +141,5 @@ def _process(run: Planned, *, tie: Sequence[str] = ()) -> subprocess.Popen[bytes
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
+            start_new_session=True,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,49 +21,52 @@ def measured(run: Path, measure: Measure) -> float | None:
       run: its folder.
 
     Returns:
-      None where the run has it nowhere, or where it is not finite.
+      None where the run has it nowhere, or where one of its last values is not finite:
+      a run that diverged has no number.
+
+    Raises:
+      InputError: a file of the run cannot be read.
     """
     if measure.summary is not None:
         value: Any = _summary(run)
         for key in measure.summary.split("."):
             value = value.get(key) if isinstance(value, Mapping) else None
         return _number(value)
-    metric, rows = measure.metric or "", metrics.read(run / "metrics.jsonl")
-    values = [_number(row.get(metric)) for row in rows]
-    last = [value for value in values if value is not None][-measure.last :]
-    return sum(last) / len(last) if last else None
+    metric, rows = measure.metric or "", _rows(run)
+    last = [_number(row[metric]) for row in rows if metric in row][-measure.last :]
+    numbers = [value for value in last if value is not None]
+    if not last or len(numbers) < len(last):
+        return None
+    return sum(numbers) / len(numbers)
 
 
-def check(measures: Mapping[str, Measure], *, runs: Iterable[Path]) -> None:
-    """Checks that some run has each measure.
+def absent(measures: Mapping[str, Measure], *, runs: Sequence[Path]) -> list[str]:
+    """What to tell of each measure that no run has, with those that are like it.
 
     Args:
       runs: folders of runs that are done, at least one.
-
-    Raises:
-      InputError: no run has one of them; names what is like it.
     """
-    folders = list(runs)
+    told = []
     for name, measure in measures.items():
-        if any(measured(run, measure) is not None for run in folders):
+        if any(measured(run, measure) is not None for run in runs):
             continue
-        there = _known(folders[0], of_summary=measure.summary is not None)
+        known = _known(runs[0], of_summary=measure.summary is not None)
         wanted = measure.summary or measure.metric or ""
-        near = difflib.get_close_matches(wanted, there, n=3, cutoff=0.4) or there[:5]
+        near = difflib.get_close_matches(wanted, known, n=3, cutoff=0.4) or known[:5]
         where = "summary.json" if measure.summary else "metrics.jsonl"
-        raise InputError(
-            f"measure {name}: expected a number in {where} of a run, got {wanted}, "
-            f"which no run has; there are {', '.join(near)}"
+        told.append(
+            f"measure {name}: expected a finite number in {where}, got {wanted}, which "
+            f"no run has; there are {', '.join(near) or 'none'}"
         )
+    return told
 
 
 def _known(run: Path, *, of_summary: bool) -> list[str]:
     """Names of the numbers of a run."""
     if of_summary:
         return sorted(_leaves(_summary(run), prefix=""))
-    rows = metrics.read(run / "metrics.jsonl")
     return sorted(
-        {name for row in rows for name in row if _number(row[name]) is not None}
+        {name for row in _rows(run) for name in row if _number(row[name]) is not None}
     )
 
 
@@ -77,8 +80,21 @@ def _leaves(value: Any, *, prefix: str) -> list[str]:
     return [] if _number(value) is None else [prefix]
 
 
+def _rows(run: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl; none where there is no such file."""
+    path = run / "metrics.jsonl"
+    return metrics.read(path) if path.exists() else []
+
+
 def _summary(run: Path) -> Any:
-    return json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    path = run / "summary.json"
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{path}: expected the summary of a run, got: {error}; remove the folder "
+            f"of that run, and start the sweep again"
+        ) from error
 
 
 def _number(value: Any) -> float | None:

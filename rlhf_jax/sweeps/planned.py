@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -63,7 +62,8 @@ def runs_of(sweep: Sweep, *, out: Path) -> list[Planned]:
       out: the sweep's folder.
     """
     if sweep.trainer is not None:
-        program = (sys.executable, "-m", "rlhf_jax.train.main", sweep.trainer)
+        # -P, as a console script, leaves the working directory out of the path.
+        program = (sys.executable, "-P", "-m", "rlhf_jax.train.main", sweep.trainer)
         shown = ("rlhf-jax", sweep.trainer)
     else:
         program = (sys.executable, *sweep.program)
@@ -95,37 +95,52 @@ def runs_of(sweep: Sweep, *, out: Path) -> list[Planned]:
 def begin(sweep: Sweep, *, out: Path) -> None:
     """Makes the folder of a sweep, or checks that it is the same sweep's.
 
-    Cells, seeds, measures and claims may be added. What every run has been given may
-    not change, or runs that are done would answer another question.
+    Cells, seeds, measures and claims may be added. The options of a run that may be
+    done already may not change: its numbers would be taken for those of other options.
 
     Raises:
-      InputError: the folder holds something else, or another sweep's runs; says what
-        differs.
+      InputError: the folder has something else in it, or runs with other options; says
+        what differs.
     """
     path = out / BEGUN
-    asked = {
-        "trainer": sweep.trainer,
-        "program": list(sweep.program),
-        "options": json.loads(json.dumps(dict(sweep.options), default=os.fspath)),
-    }
+    asked = _plain(
+        {
+            "trainer": sweep.trainer,
+            "program": sweep.program,
+            "options": dict(sweep.options),
+            "cells": {cell.name: dict(cell.options) for cell in sweep.cells},
+        }
+    )
     if path.exists():
         begun = _read(path)
-        for name, value in asked.items():
-            if begun.get(name) != value:
+        before = {name: begun.get(name) for name in ("trainer", "program", "options")}
+        cells = begun.get("cells", {})
+        known = {name: now for name, now in asked["cells"].items() if name in cells}
+        for name, value, now in [
+            *((name, value, asked[name]) for name, value in before.items()),
+            *((f"cell {name}", cells[name], now) for name, now in known.items()),
+        ]:
+            if value != now:
                 raise InputError(
                     f"--out {out}: expected the sweep that this folder began with, "
-                    f"whose {_difference(name, begun.get(name), value)}; give "
-                    f"another --out, or change it back"
+                    f"whose {_difference(name, value, now)}; give another --out, or "
+                    f"change it back"
                 )
+        folder.write_json(path, asked | {"cells": cells | asked["cells"]})
         return
-    held = sorted(each.name for each in out.iterdir()) if out.is_dir() else []
-    if out.exists() and (held or not out.is_dir()):
+    names = sorted(each.name for each in out.iterdir()) if out.is_dir() else []
+    if out.exists() and (names or not out.is_dir()):
         raise InputError(
             f"--out {out}: expected a folder of a sweep, or none, got "
-            f"{', '.join(held[:4]) or 'a file'}; give another"
+            f"{', '.join(names[:4]) or 'a file'}; give another"
         )
     out.mkdir(parents=True, exist_ok=True)
     folder.write_json(path, asked)
+
+
+def _plain(value: dict[str, Any]) -> dict[str, Any]:
+    """As JSON has it: tuples are lists, and dates are text."""
+    return json.loads(json.dumps(value, default=str))
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -139,12 +154,12 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _difference(name: str, begun: Any, now: Any) -> str:
-    """As in "option num_steps was 10, got 20"."""
+    """As in "options.num_steps was 10, got 20"."""
     if not isinstance(begun, dict) or not isinstance(now, dict):
         return f"{name} was {begun}, got {now}"
     fields: Sequence[str] = sorted(begun.keys() | now.keys())
     field = next(each for each in fields if begun.get(each) != now.get(each))
     return (
-        f"option {field} was {begun.get(field, 'not given')}, got "
+        f"{name}.{field} was {begun.get(field, 'not given')}, got "
         f"{now.get(field, 'none')}"
     )

@@ -18,6 +18,7 @@ class Results(NamedTuple):
 
     # {measure: {cell: {seed: value}}}
     values: Mapping[str, Mapping[Cell, Numbers]]
+    absent: list[str]  # what to tell of measures that no run has
     answers: dict[str, tuple[str, Answered]]  # {name: (claim, answer)}
 
 
@@ -40,11 +41,12 @@ def collected(sweep: Sweep, planned: Sequence[Planned]) -> Results:
       planned: of `planned.runs_of`.
 
     Raises:
-      InputError: no run has a measure.
+      InputError: a file of a run cannot be read.
     """
     done = [run for run in planned if run.done]
+    absent = []
     if done:
-        measures.check(sweep.measures, runs=[run.folder for run in done])
+        absent = measures.absent(sweep.measures, runs=[run.folder for run in done])
     values: dict[str, dict[Cell, dict[int, float]]] = {
         name: {cell: {} for cell in sweep.cells} for name in sweep.measures
     }
@@ -58,7 +60,7 @@ def collected(sweep: Sweep, planned: Sequence[Planned]) -> Results:
         name: (claim, claims.answer(claim, lookup=lookup))
         for name, claim in sweep.claims.items()
     }
-    return Results(values, answers)
+    return Results(values, absent, answers)
 
 
 def as_json(sweep: Sweep, results: Results) -> dict[str, Any]:
@@ -133,10 +135,10 @@ def _less(values: Numbers, others: Numbers) -> Numbers:
 def _estimate(values: Numbers) -> dict[str, Any] | None:
     if not values:
         return None
-    found: Estimate = statistics.estimate(list(values.values()))
+    estimate: Estimate = statistics.estimate(list(values.values()))
     return {
         name: list(value) if isinstance(value, Interval) else value
-        for name, value in found._asdict().items()
+        for name, value in estimate._asdict().items()
     }
 
 

@@ -4,7 +4,7 @@ An interval of 95% should hold the true value in 95 of 100 sweeps. With few seed
 of Student's t does, and a bootstrap has too few values to draw from: over normal
 numbers the percentile bootstrap of a mean holds it in 75% of sweeps with 3 seeds, 85%
 with 5 and 91% with 10. So means have t intervals. The interquartile mean, which one bad
-seed does not move, has a bootstrap interval from ENOUGH seeds on.
+seed of four or more does not move, has a bootstrap interval from ENOUGH seeds on.
 
 Sources: Agarwal et al. 2021, arXiv:2108.13264 (interquartile mean, bootstrap over
 runs); Student 1908.
@@ -40,7 +40,7 @@ class Estimate(NamedTuple):
     seeds: int
     mean: float
     interval: Interval | None  # of the mean; None with one seed
-    iqm: float  # interquartile mean
+    iqm: float | None  # interquartile mean; None with fewer than four seeds
     iqm_interval: Interval | None  # None with fewer than ENOUGH seeds
 
 
@@ -49,14 +49,14 @@ def estimate(values: Sequence[float]) -> Estimate:
 
         mean ± t(0.975, n - 1)·s/√n,        iqm = mean of the middle half
 
-    With strata of one value each there is one stratum: the seeds of a cell.
+    A quarter of the seeds, rounded down, is left out at either end: of three, none.
     """
     array = np.asarray(values, float)
     return Estimate(
         seeds=len(array),
         mean=float(array.mean()),
         interval=of_mean(array),
-        iqm=float(stats.trim_mean(array, TRIMMED)),
+        iqm=float(stats.trim_mean(array, TRIMMED)) if len(array) >= 4 else None,
         iqm_interval=of_iqm(array) if len(array) >= ENOUGH else None,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from rlhf_jax.functional.checks import InputError, StopError
 
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     name, *options = argv
     try:
         if name in TRAINERS:
-            train(name, options)
+            trainer(name).command(options)
         elif name in QUERIES:
             from rlhf_jax.train import queries
 
@@ -56,45 +57,46 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(1) from None
 
 
-def train(name: str, options: Sequence[str]) -> None:
-    """Runs a trainer, of which only its own modules are loaded."""
+def trainer(name: str) -> Any:
+    """The module of a trainer, with its `Config` and `command`; no other is loaded."""
     match name:
         case "sft":
             from rlhf_jax.train import sft
 
-            sft.command(options)
+            return sft
         case "reward-model":
             from rlhf_jax.train import reward_model
 
-            reward_model.command(options)
+            return reward_model
         case "ppo":
             from rlhf_jax.train import ppo
 
-            ppo.command(options)
+            return ppo
         case "grpo":
             from rlhf_jax.train import grpo
 
-            grpo.command(options)
+            return grpo
         case "reinforce":
             from rlhf_jax.train import reinforce
 
-            reinforce.command(options)
+            return reinforce
         case "dpo":
             from rlhf_jax.train import dpo
 
-            dpo.command(options)
+            return dpo
         case "distill":
             from rlhf_jax.train import distill
 
-            distill.command(options)
+            return distill
         case "online-dpo":
             from rlhf_jax.train import online_dpo
 
-            online_dpo.command(options)
+            return online_dpo
         case "nash-md":
             from rlhf_jax.train import nash_md
 
-            nash_md.command(options)
+            return nash_md
+    raise AssertionError(name)  # of TRAINERS
 
 
 def usage() -> str:

@@ -196,7 +196,8 @@ class Sampler:
           storage: dtype of the parameters while they are sampled with; not for
             adapters.
           cache: how keys and values are kept.
-          cache_pages: pages that all rows share for them; None gives each its own.
+          cache_pages: pages that rows share for them, of all shares of the rows
+            together; None gives each row columns of its own.
           page_size: columns of a page.
           prefill_chunk: columns of prompts at a time; None is all.
         """

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import io
+import os
+import re
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -30,23 +32,12 @@ import tyro
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.runs import command_line, folder, lock
-from rlhf_jax.sweeps import declaration, execution, planned, results
+from rlhf_jax.sweeps import declaration, execution, measures, planned, results
 from rlhf_jax.sweeps.declaration import Sweep
 from rlhf_jax.sweeps.execution import Ended
 from rlhf_jax.sweeps.launchers import Launcher, Local, Submitit
 from rlhf_jax.sweeps.planned import Planned
-
-TRAINERS = {  # their modules, whose Config has the options
-    "sft": "sft",
-    "reward-model": "reward_model",
-    "ppo": "ppo",
-    "grpo": "grpo",
-    "reinforce": "reinforce",
-    "dpo": "dpo",
-    "distill": "distill",
-    "online-dpo": "online_dpo",
-    "nash-md": "nash_md",
-}
+from rlhf_jax.train import main as main_
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,8 +69,6 @@ def main(options: Config) -> None:
       Interrupted: a signal came; the runs under way have saved.
     """
     sweep = declaration.read(options.file)
-    if not sweep.cells:
-        raise InputError(f"{options.file}: expected a cell, got an empty grid; fill it")
     runs = planned.runs_of(sweep, out=options.out)
     check_options(sweep, runs)
     results.check_claims(sweep)
@@ -87,10 +76,10 @@ def main(options: Config) -> None:
         for run in runs:
             print(run.line())
         return
+    planned.begin(sweep, out=options.out)
     launcher: Launcher = Local()
     if options.launcher == "slurm":
         launcher = Submitit(options.out / "logs" / "slurm", parameters=sweep.slurm)
-    planned.begin(sweep, out=options.out)
     with lock.hold(options.out):
         done = sum(run.done for run in runs)
         print(f"{len(runs)} runs of {len(sweep.cells)} cells, {done} done already")
@@ -107,13 +96,16 @@ def main(options: Config) -> None:
                 f"({ended.seconds:.0f} s; about {each * (left - told):.0f} s left)",
                 flush=True,
             )
+            if told == 1 and not ended.failed:
+                for line in measures.absent(sweep.measures, runs=[ended.run.folder]):
+                    print(f"warning: {line}", file=sys.stderr, flush=True)
 
         ended = execution.run_all(runs, launcher=launcher, jobs=options.jobs, tell=tell)
-        found = results.collected(sweep, runs)
-        folder.write_json(options.out / "results.json", results.as_json(sweep, found))
+        of_runs = results.collected(sweep, runs)
+        folder.write_json(options.out / "results.json", results.as_json(sweep, of_runs))
     if sweep.question:
         print(f"\n{sweep.question}")
-    results.tell(sweep, found)
+    results.tell(sweep, of_runs)
     failed = [run for run in ended if run.failed]
     if failed:
         names = "\n".join(
@@ -124,6 +116,8 @@ def main(options: Config) -> None:
             f"{len(failed)} of {len(runs)} runs failed, the others are complete:\n"
             f"{names}\nsee to them, and give the same command again"
         )
+    if of_runs.absent:
+        raise InputError("\n".join(of_runs.absent))
     print(f"results are in {options.out / 'results.json'}")
 
 
@@ -137,12 +131,12 @@ def check_options(sweep: Sweep, runs: Sequence[Planned]) -> None:
     """
     if sweep.trainer is None:
         return
-    if sweep.trainer not in TRAINERS:
+    if sweep.trainer not in main_.TRAINERS:
         raise InputError(
-            f"trainer: expected one of {', '.join(TRAINERS)}, got {sweep.trainer}; "
-            f"choose one, or give program"
+            f"trainer: expected one of {', '.join(main_.TRAINERS)}, got "
+            f"{sweep.trainer}; choose one, or give program"
         )
-    module = importlib.import_module(f"rlhf_jax.train.{TRAINERS[sweep.trainer]}")
+    module = main_.trainer(sweep.trainer)
     for run in runs:
         if run.seed != sweep.seeds[0]:
             continue
@@ -172,10 +166,11 @@ def _quiet(output: io.StringIO) -> Iterator[None]:
 
 
 def _reason(box: str) -> str:
-    """The first sentence of what the parser of options drew."""
-    lines = [line.strip("│╭╮╰╯─- ") for line in box.splitlines()]
-    said = [line for line in lines if line and "error" not in line.lower()]
-    return " ".join(said[:2]) or "another"
+    """What the parser of options says first, below the title of its box."""
+    lines = [line.strip("│| ") for line in box.splitlines()]
+    parts = re.split(r"^\W*[-─]{9,}.*$", "\n".join(lines), flags=re.MULTILINE)
+    texts = [" ".join(part.split()) for part in parts]
+    return next(iter([text for text in texts if text][1:]), "another")
 
 
 def command(argv: Sequence[str] | None = None) -> None:
@@ -189,3 +184,8 @@ def command(argv: Sequence[str] | None = None) -> None:
     except command_line.Interrupted as stop:
         print("stopped and saved; the same command goes on", file=sys.stderr)
         raise SystemExit(128 + stop.signum) from None
+    except KeyboardInterrupt:
+        print("stopped without saving; the same command goes on", file=sys.stderr)
+        raise SystemExit(128 + signal.SIGINT) from None
+    except BrokenPipeError:  # of --print, whose reader has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

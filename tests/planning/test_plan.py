@@ -438,6 +438,9 @@ def test_shares_of_the_rows_have_turns_of_their_own():
         paged = dataclasses.replace(options, cache_pages=24, page_size=4, mesh=mesh)
         sampling = job.workload_of(paged, lengths=None).programs[0]
         assert (sampling.trips, sampling.repeats) == expected
+    few = dataclasses.replace(paged, continuous_batching=6)
+    with pytest.raises(InputError, match=r"expected at least 8 places, as a prompt ha"):
+        job.workload_of(few, lengths=None)
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,12 @@ def test_answers(claim, answer, seeds, difference):
         ("gold.x > 1", "gold.x"),
         ("silver(kl_coef=0) > 1", "one of the measures gold, got silver"),
         ("gold(kl_coef=0.3) > 1", "that a cell of the grid has, got kl_coef=0.3"),
-        ("gold(lr=1) > 1", "that a cell of the grid has, got lr=1"),
+        ("gold(lr=1) > 1", "options of the grid, kl_coef, value_estimator, penalty"),
+        ("gold(lr=None) > 1", "value_estimator, penalty_value_estimator, got lr"),
+        ("gold(kl_coef=False) > 1", "that a cell of the grid has, got kl_coef=False"),
+        ("gold(kl_coef={1, [2]}) > 1", "{1, [2]}"),
+        ("gold(kl_coef=0) > True", "True"),
+        ("gold(kl_coef=0) > 1e999", "got 1e309"),
     ],
 )
 def test_what_is_no_claim(claim, message):
@@ -84,3 +89,30 @@ def test_what_is_no_claim(claim, message):
         claims.answer(claim, lookup=LOOKUP)
     assert message in str(error.value)
     assert str(error.value).startswith("claim ")
+
+
+def test_settings_by_whole_names_and_lists():
+    grid = {"policy.rank": [1], "critic.rank": [3], "clip": [[0.1, 0.2]]}
+    sweep = declaration.declared({"trainer": "ppo", "grid": grid}, source="file")
+    lookup = claims.lookup_in(sweep.cells, {"gold": {sweep.cells[0]: {0: 1.0}}})
+    assert lookup("gold", {"policy_rank": 1, "critic_rank": 3}) == {0: 1.0}
+    told = claims.answer("gold(clip=[0.1, 0.2]) > 0", lookup=lookup)
+    assert (told.seeds, told.difference) == (1, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("differences", "answer"),
+    [
+        ((0.0, 0.0, 0.0), "no"),
+        ((1.0, 1.0, 1.0), "yes"),
+        ((-1.0, -1.0, -1.0), "no"),
+        ((1.0, 1.0), "not enough seeds"),  # by chance
+        ((1.0,), "not enough seeds"),
+        ((), "not enough seeds"),
+    ],
+)
+def test_differences_that_are_equal(differences, answer):
+    cell = SWEEP.cells[0]
+    numbers = dict(enumerate(differences))
+    lookup = claims.lookup_in((cell,), {"gold": {cell: numbers}})
+    assert claims.answer("gold(kl_coef=0) > 0", lookup=lookup).answer == answer

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import sys
 
 import pytest
 
@@ -86,6 +87,14 @@ def test_a_python_file_computes_its_grid(tmp_path):
     ]
 
 
+def test_a_python_file_imports_what_is_beside_it(tmp_path):
+    (tmp_path / "my_grid.py").write_text("KL = [0.5]")
+    file = tmp_path / "sweep.py"
+    file.write_text("import my_grid\ntrainer = 'ppo'\ngrid = {'kl_coef': my_grid.KL}")
+    assert declaration.read(file).cells[0].options == (("kl_coef", 0.5),)
+    assert str(tmp_path) not in sys.path
+
+
 def test_options_with_the_same_last_part_keep_their_whole_names():
     grid = {
         "policy.rank": [1, 2],
@@ -114,6 +123,20 @@ def test_a_sweep_without_a_grid_is_one_cell():
         ({"options": {"out": "x"}}, "which a sweep gives to its runs, got out"),
         ({"grid": {"seed": [1]}}, "which a sweep gives to its runs, got seed"),
         ({"options": {"kl_coef": 1}}, "got kl_coef in both"),
+        ({"options": {"kl-coef": 1}}, "got kl_coef in both"),
+        ({"options": {"resume-from": 1}}, "gives to its runs, got resume_from"),
+        ({"options": {"seeds": [0]}}, "got seeds, which is a field of the sweep"),
+        (
+            {"grid": {"how": [{"label": "a", "out": "x"}]}},
+            "gives to its runs, got out",
+        ),
+        (
+            {"options": {"lam": 1}, "grid": {"how": [{"label": "a", "lam": 1}]}},
+            "got lam in both",
+        ),
+        ({"program": 3}, "expected program as a list of words, as"),
+        ({"program": "x.py"}, "expected program as a list of words, as"),
+        ({"grid": {"how": [{"label": "\u4e00" * 100, "lam": 1}]}}, "at most 200 bytes"),
         ({"grid": {"kl_coef": []}}, "a list of values for kl_coef of the grid, got []"),
         ({"grid": {"kl_coef": 0.5}}, "a list of values for kl_coef of the grid, got 0"),
         ({"grid": {"kl_coef": [1, 1.0]}}, "cells with different names"),
@@ -141,6 +164,7 @@ def test_files_that_cannot_be_read(tmp_path):
         ("absent.toml", None, "that can be read, got"),
         ("bad.toml", "a = ", "expected a sweep, got TOMLDecodeError"),
         ("bad.py", "1 / 0", "expected a sweep, got ZeroDivisionError"),
+        ("near.py", "mesures = {}", "got mesures; did you mean measures"),
     ):
         file = tmp_path / name
         if text is not None:
@@ -158,7 +182,16 @@ def test_a_folder_keeps_to_the_sweep_that_it_began_with(tmp_path):
     more = FIELDS | options | {"seeds": [0, 1], "grid": {"kl_coef": [0.0, 0.1, 0.2]}}
     planned.begin(declaration.declared(more, source="file"), out=out)
     other = declaration.declared(FIELDS | {"options": {"model": "n"}}, source="file")
-    with pytest.raises(InputError, match=r"whose option model was m, got n; give"):
+    with pytest.raises(InputError, match=r"whose options.model was m, got n; give"):
         planned.begin(other, out=out)
+    # What a label stands for may not change either, of cells that are there.
+    how = {"grid": {"how": [{"label": "a", "lam": 1.0}]}}
+    planned.begin(declaration.declared(FIELDS | options | how, source="file"), out=out)
+    how = {"grid": {"how": [{"label": "a", "lam": 0.9}]}}
+    with pytest.raises(InputError, match=r"whose cell how=a.lam was 1.0, got 0.9; giv"):
+        planned.begin(
+            declaration.declared(FIELDS | options | how, source="file"), out=out
+        )
+    planned.begin(sweep, out=out)
     with pytest.raises(InputError, match=r"expected a folder of a sweep, or none, got"):
         planned.begin(sweep, out=out.parent)

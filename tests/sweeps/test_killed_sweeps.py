@@ -36,7 +36,6 @@ loss = "loss/language_model"
 [claims]
 "more learning is less loss" = "loss(learning_rate=0.01) < loss(learning_rate=0.001)"
 """
-FAILING = "learning_rate = [1e-3, 1e-2, 1e-1, 1e38]"
 
 
 @pytest.fixture
@@ -93,12 +92,16 @@ def test_a_sweep_killed_at_random_equals_a_whole_one(file, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_cell_that_diverges_is_told_and_the_others_are_complete(file, tmp_path):
-    text = file.read_text().replace("learning_rate = [1e-3, 1e-2, 1e-1]", FAILING)
-    file.write_text(text.replace("[0.0, 0.1]", "[0.0]"))
+def test_a_cell_that_fails_is_told_and_the_others_are_complete(file, tmp_path):
+    """No example fits into rows of one token, as the trainer finds at its start."""
+    text = file.read_text().replace("max_length = 12\n", "")
+    text = text.replace("weight_decay = [0.0, 0.1]", "max_length = [12, 1]")
+    file.write_text(text.replace("[1e-3, 1e-2, 1e-1]", "[1e-3, 1e-2]"))
     out = tmp_path / "out"
-    with pytest.raises(StopError, match=r"2 of 8 runs failed, the others are complet"):
+    with pytest.raises(StopError, match=r"4 of 8 runs failed, the others are complet"):
         sweep.main(sweep.Config(file=file, out=out, jobs=2))
-    done = sorted(path.parent.parent.name for path in out.rglob("summary.json"))
-    assert len(done) == 6
-    assert "learning_rate=1e+38" not in " ".join(done)
+    done = {path.parent.parent.name for path in out.rglob("summary.json")}
+    assert done == {
+        "learning_rate=0.001,max_length=12",
+        "learning_rate=0.01,max_length=12",
+    }

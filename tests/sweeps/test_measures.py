@@ -12,7 +12,10 @@ ROWS = [
     {"stage": "ppo", "step": 0, "objective/kl": 1.0, "pairs": 3.0},
     {"stage": "ppo", "step": 1, "objective/kl": 2.0},
     {"stage": "ppo", "step": 2, "objective/kl": 4.0, "alarms": ["kl"]},
-    {"stage": "ppo", "step": 3, "objective/kl": None},
+    {"stage": "ppo", "step": 3, "loss/policy": None},
+    {"stage": "ppo", "step": 4, "loss/policy": 1.0},
+    {"stage": "ppo", "step": 5, "loss/value": 1.0},
+    {"stage": "ppo", "step": 6, "loss/value": None},
 ]
 SUMMARY = {"policy": {"gold": 1.5, "verified": True, "range": [1, 2]}, "seconds": 3}
 
@@ -32,6 +35,10 @@ def run(tmp_path):
         (Measure(metric="objective/kl", last=2), 3.0),
         (Measure(metric="objective/kl", last=9), 7 / 3),
         (Measure(metric="pairs"), 3.0),
+        # A value that was not finite: the run had diverged there.
+        (Measure(metric="loss/policy"), 1.0),
+        (Measure(metric="loss/policy", last=2), None),
+        (Measure(metric="loss/value"), None),
         (Measure(metric="alarms"), None),
         (Measure(metric="objective/scores"), None),
         (Measure(summary="policy.gold"), 1.5),
@@ -49,18 +56,24 @@ def test_a_number_of_a_run(run, measure, expected):
     [
         (
             Measure(metric="objective/scores"),
-            "measure score: expected a number in metrics.jsonl of a run, got "
+            "measure score: expected a finite number in metrics.jsonl, got "
             "objective/scores, which no run has; there are objective/kl",
         ),
         (
             Measure(summary="policy.golds"),
-            "a number in summary.json of a run, got policy.golds, which no run has; "
+            "a finite number in summary.json, got policy.golds, which no run has; "
             "there are policy.gold",
         ),
     ],
 )
 def test_a_measure_that_nobody_has(run, measure, message):
-    with pytest.raises(InputError) as error:
-        measures.check({"score": measure}, runs=[run])
-    assert message in str(error.value)
-    measures.check({"kl": Measure(metric="objective/kl")}, runs=[run])
+    there = Measure(metric="objective/kl")
+    [told] = measures.absent({"score": measure, "kl": there}, runs=[run])
+    assert message in told
+
+
+def test_runs_without_files_or_with_broken_ones(tmp_path):
+    assert measures.measured(tmp_path, Measure(metric="objective/kl")) is None
+    (tmp_path / "summary.json").write_text("{")
+    with pytest.raises(InputError, match=r"summary.json: expected the summary of a ru"):
+        measures.measured(tmp_path, Measure(summary="seconds"))

@@ -26,7 +26,7 @@ def test_an_iqm_leaves_bad_seeds_out():
 
 def test_few_and_equal_seeds():
     one = statistics.estimate([3.0])
-    assert (one.mean, one.interval) == (3.0, None)
+    assert (one.mean, one.interval, one.iqm) == (3.0, None, None)
     equal = statistics.estimate([0.1] * 12)
     assert equal.interval == equal.iqm_interval == (0.1, 0.1)
 

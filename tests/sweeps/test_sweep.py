@@ -13,6 +13,7 @@ import pytest
 import toy_experiment
 
 from rlhf_jax.functional.checks import InputError, StopError
+from rlhf_jax.runs import lock
 from rlhf_jax.runs.command_line import Interrupted
 from rlhf_jax.sweeps import declaration, execution, launchers, planned
 from rlhf_jax.train import sweep
@@ -122,9 +123,10 @@ def test_a_sweep_that_is_ended_takes_its_runs_with_it_and_goes_on(tmp_path, kind
     if kind == signal.SIGTERM:
         assert process.returncode == 128 + kind
         assert "stopped and saved; the same command goes on" in told
-    time.sleep(0.4)
     cut = rows.read_text()
-    assert 1 <= cut.count("\n") < 4  # nobody writes any more
+    assert 1 <= cut.count("\n") < 4
+    time.sleep(0.6)
+    assert rows.read_text() == cut  # nobody writes any more
     swept(tmp_path, slow, jobs=3)
     assert rows_of(tmp_path / "out") == rows_of(tmp_path / "whole")
 
@@ -150,7 +152,8 @@ def test_a_job_of_submitit_is_a_run(tmp_path):
         (
             'trainer = "sft"\n[options]\nmodel = "m"\ndata = "d"\n'
             "[grid]\nlearning_rat = [1e-3]",
-            "learning_rat=0.001: expected options of rlhf-jax sft, got Unrecognized",
+            "learning_rat=0.001: expected options of rlhf-jax sft, got Unrecognized "
+            "options: --learning-rat=0.001; --help-all lists them",
         ),
         (
             'trainer = "sft"\n[options]\nmodel = "m"\ndata = "d"\nlearning_rate = "x"',
@@ -159,7 +162,6 @@ def test_a_job_of_submitit_is_a_run(tmp_path):
         ('trainer = "sftt"', "trainer: expected one of sft, reward-model, ppo"),
         (TOML.replace("end(slope=2)", "start(slope=2)"), "got start; correct it"),
         (TOML.replace("end(slope=2)", "end(slope=7)"), "got slope=7; cells are slope"),
-        (TOML.replace('"value"', '"valve"'), "got valve, which no run has; there are"),
         (TOML.replace("slope = [1.0, 2.0]", "slope = []"), "a list of values for slop"),
     ],
 )
@@ -167,6 +169,72 @@ def test_sweeps_that_are_refused(tmp_path, text, message):
     with pytest.raises(InputError) as error:
         swept(tmp_path, text, jobs=3)
     assert message in str(error.value)
+
+
+def test_a_measure_that_no_run_has_does_not_hide_the_others(tmp_path, capsys):
+    text = TOML.replace("[measures]", '[measures]\nbad = "valve"')
+    text = text.replace("[1.0, 2.0]", "[1.0, 2.0, 13.0]")
+    with pytest.raises(StopError, match=r"3 of 9 runs failed"):
+        swept(tmp_path, text, jobs=3)
+    told = capsys.readouterr()
+    assert "warning: measure bad: expected a finite number in" in told.err
+    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert found["cells"]["slope=2"]["bad"]["estimate"] is None
+    assert found["cells"]["slope=2"]["end"]["estimate"]["seeds"] == 3
+    with pytest.raises(
+        InputError, match=r"got valve, which no run has; there are valu"
+    ):
+        swept(tmp_path, text.replace(", 13.0]", "]"))
+
+
+def test_two_sweeps_do_not_share_a_folder(tmp_path):
+    file, out = tmp_path / "sweep.toml", tmp_path / "out"
+    file.write_text(TOML)
+    planned.begin(declaration.read(file), out=out)
+    command = [sys.executable, "-m", "rlhf_jax.train.main", "sweep", str(file)]
+    with lock.hold(out):  # as this process does while its runs are under way
+        told = subprocess.run(
+            [*command, f"--out={out}"],
+            env={**os.environ, "PYTHONPATH": places.PYTHONPATH},
+            capture_output=True,
+            text=True,
+        )
+    assert told.returncode == 2
+    assert f"{os.getpid()}" in told.stderr
+    assert not (out / "runs").exists()
+
+
+def test_why_a_run_is_not_done(tmp_path):
+    """By its last start alone, and not by what an earlier one printed."""
+    fields = {"program": [toy_experiment.__file__], "grid": {"slope": [1.0]}}
+    [run] = planned.runs_of(declaration.declared(fields, source="file"), out=tmp_path)
+    run.log.parent.mkdir(parents=True)
+    run.log.write_text("error: of an earlier start\n")
+
+    class Ends:
+        def __init__(self, status, line=""):
+            self.status, self.line = status, line
+
+        def start(self, run):
+            with run.log.open("a") as log:
+                log.write(self.line)
+            return self
+
+        def poll(self):
+            return self.status
+
+        wait = poll
+
+    for launcher, why in (
+        (Ends(-9), "ended by SIGKILL"),
+        (Ends(0, "all is well\n"), "ended without summary.json, which a run"),
+        (Ends(2, "error: now\n\n"), "error: now"),
+        (Ends(1), ""),
+    ):
+        [ended] = execution.run_all([run], launcher=launcher, jobs=1, tell=str)
+        assert ended.failed
+        assert ended.why.startswith(why)
+        assert why or not ended.why
 
 
 def test_an_interrupted_sweep_is_told(tmp_path, monkeypatch):

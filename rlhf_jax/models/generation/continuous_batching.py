@@ -107,7 +107,7 @@ def respond(
     ring = prompt_size + max_new_tokens - 1  # the last token is never run
     paged = model.cache_pages is not None
     if model.cache_pages is not None:
-        paged_caches.check(model, longest=ring, places=places)
+        paged_caches.check(model, longest=ring)
     layers = cached_decoder.layers_to_decode(params, model=model, rows=places)
 
     def draw(

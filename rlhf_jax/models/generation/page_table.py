@@ -55,7 +55,7 @@ def pages_of(tokens: Any, *, size: int) -> Any:
 
 
 def arrivals_at_most(
-    pages: int, *, size: int, prompt: int, new: int, group_size: int
+    pages: int, *, size: int, prompt: int, new: int, group_size: int, shares: int = 1
 ) -> int:
     """How many prompts can come in at once, whatever their lengths, in whole groups.
 
@@ -68,6 +68,7 @@ def arrivals_at_most(
       prompt: P, columns of prompts.
       new: R, columns of responses, of which the last is never run.
       group_size: rows of one prompt.
+      shares: how many such pools there are, for the error.
 
     Returns:
       A, a multiple of group_size.
@@ -80,10 +81,13 @@ def arrivals_at_most(
     least = longest + (group_size - 1) * one
     if pages < least:
         others = f" and {group_size - 1} prompts more of its group"
+        of_all = f" in each of {shares} shares of the rows"
         raise InputError(
-            f"cache_pages: expected at least {least} pages of {size} columns, which "
-            f"one row of {prompt} + {new} columns{others if group_size > 1 else ''} "
-            f"may take, got {pages}; give more, or leave it out"
+            f"cache_pages: expected at least {least * shares} pages of {size} columns, "
+            f"which one row of {prompt} + {new} columns"
+            f"{others if group_size > 1 else ''} may take"
+            f"{of_all if shares > 1 else ''}, got {pages * shares}; give more, or "
+            f"leave it out"
         )
     return (pages - longest + one) // (one * group_size) * group_size
 

@@ -33,7 +33,7 @@ def in_pages(model: ModelConfig, layer: int, *, longest: int) -> bool:
     return window is None or not model.is_local(layer) or window >= longest
 
 
-def check(model: ModelConfig, *, longest: int, places: int) -> None:
+def check(model: ModelConfig, *, longest: int) -> None:
     """Raises InputError where pages would save nothing, or cannot be."""
     if not any(in_pages(model, n, longest=longest) for n in range(model.num_layers)):
         raise InputError(
@@ -41,12 +41,17 @@ def check(model: ModelConfig, *, longest: int, places: int) -> None:
             f"windows of {model.sliding_window} in every layer, whose caches are no "
             f"wider than that; leave it out"
         )
-    devices = axes.row_devices(places)
-    if devices > 1:
+    mesh = jax.sharding.get_abstract_mesh()
+    sharing = {
+        axis: mesh.shape[axis]
+        for axis in axes.ACTIVATION_AXES
+        if axis not in mesh.manual_axes and mesh.shape.get(axis, 1) > 1
+    }
+    if sharing:
+        shown = ",".join(f"{axis}={size}" for axis, size in sharing.items())
         raise InputError(
-            f"cache_pages: expected a mesh whose rows are shared by data alone, got "
-            f"one that shares {places} rows among {devices} devices by fsdp or "
-            f"context; leave it out, or sample on a mesh with data={devices}"
+            f"cache_pages: expected a mesh whose rows are shared by data alone, with "
+            f"Auto axes, got one with {shown}; leave it out, or sample on another mesh"
         )
 
 

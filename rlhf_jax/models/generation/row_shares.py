@@ -17,11 +17,11 @@ import functools
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.generation import continuous_batching
+from rlhf_jax.models.generation import continuous_batching, page_table
 from rlhf_jax.models.generation.places import Responses
 
 Array = jax.Array
@@ -38,6 +38,7 @@ def respond(
     mask: Array,
     keys: Array,
     places: int,
+    max_new_tokens: int,
     group_size: int,
     **options: Any,
 ) -> Responses:
@@ -51,38 +52,41 @@ def respond(
       tokens, mask: i32[N, P] and bool[N, P], prompts, left-padded.
       keys: key[N], of the rows.
       places: C, of all shares together.
+      max_new_tokens: R.
       group_size: neighbouring rows of the same prompt, which stay together.
-      options: the other arguments.
+      options: the other arguments of `continuous_batching.respond`.
 
     Returns:
       Responses[N, R], rows on `data`.
 
     Raises:
-      InputError: `data` does not divide the groups, the places or the pages; or what
-        `continuous_batching.respond` refuses, of the numbers of one share.
+      InputError: as `check_shares`, or as `continuous_batching.respond`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     shares, pages = dict(mesh.shape).get(AXIS, 1), model.cache_pages
     own = functools.partial(
-        continuous_batching.respond, group_size=group_size, **options
+        continuous_batching.respond,
+        max_new_tokens=max_new_tokens,
+        group_size=group_size,
+        **options,
     )
-    if pages is None or shares == 1:
+    auto = AxisType.Auto in mesh.axis_types and AXIS not in mesh.manual_axes
+    if pages is None or shares == 1 or not auto:
         return own(
             params, model=model, tokens=tokens, mask=mask, keys=keys, places=places
         )
-    for name, number in {
-        "prompts": tokens.shape[0] // group_size,
-        "continuous_batching": places,
-        "cache_pages": pages,
-    }.items():
-        if number % shares:
-            raise InputError(
-                f"{name}: expected a multiple of {shares}, as each share of the rows "
-                f"on a mesh with data={shares} has its own pages, got {number}; change "
-                f"it, or choose another mesh for sampling"
-            )
+    rows, prompt = tokens.shape
+    check_shares(shares, rows=rows, places=places, pages=pages, group_size=group_size)
     model = dataclasses.replace(model, cache_pages=pages // shares)
-    rows = PartitionSpec(AXIS)
+    page_table.arrivals_at_most(  # refuses too few, of all shares together
+        pages // shares,
+        size=model.page_size,
+        prompt=prompt,
+        new=max_new_tokens,
+        group_size=group_size,
+        shares=shares,
+    )
+    by_row = PartitionSpec(AXIS)
 
     def of_share(params: Params, tokens: Array, mask: Array, keys: Array) -> Responses:
         return own(
@@ -97,9 +101,42 @@ def respond(
     split = jax.shard_map(
         of_share,
         mesh=mesh,
-        in_specs=(PartitionSpec(), rows, rows, rows),
-        out_specs=rows,
+        in_specs=(PartitionSpec(), by_row, by_row, by_row),
+        out_specs=by_row,
         axis_names={AXIS},
         check_vma=False,
     )
     return split(params, tokens, mask, keys)
+
+
+def check_shares(
+    shares: int, *, rows: int, places: int, pages: int, group_size: int
+) -> None:
+    """Checks that shares of the rows can have places and pages of their own.
+
+    Args:
+      shares: size of `data`.
+      rows, places, pages: of all shares together.
+      group_size: rows of a prompt, which stay together.
+
+    Raises:
+      InputError: `shares` does not divide one of them, or a group has fewer places
+        than rows in a share.
+    """
+    for name, number in {
+        "prompts": rows // group_size,
+        "continuous_batching": places,
+        "cache_pages": pages,
+    }.items():
+        if number % shares:
+            raise InputError(
+                f"{name}: expected a multiple of {shares}, as each share of the rows "
+                f"on a mesh with data={shares} has pages of its own, got {number}; "
+                f"change it, or choose another mesh for sampling"
+            )
+    if places < group_size * shares:
+        raise InputError(
+            f"continuous_batching: expected at least {group_size * shares} places, as "
+            f"a prompt has {group_size} rows in each of {shares} shares, got {places}; "
+            f"give more, or choose another mesh for sampling"
+        )

@@ -25,7 +25,7 @@ from rlhf_jax.algorithms.state import TrainState, grpo_state, ppo_state
 from rlhf_jax.devices.mesh_shape import ONE_DEVICE
 from rlhf_jax.functional.kl import control
 from rlhf_jax.models import decoder
-from rlhf_jax.models.generation import continuous_batching
+from rlhf_jax.models.generation import continuous_batching, row_shares
 from rlhf_jax.models.lora import init
 from rlhf_jax.planning import model_flops, run_shape, workload
 from rlhf_jax.planning.model_flops import Texts
@@ -256,6 +256,13 @@ def _turns(
     if model.cache_pages is not None:
         of_policy = getattr(options, "mesh", ONE_DEVICE)
         shares = (getattr(options, "sampler_mesh", None) or of_policy).data
+        row_shares.check_shares(
+            shares,
+            rows=options.batch_size,
+            places=places,
+            pages=model.cache_pages,
+            group_size=recipe.rows_per_prompt,
+        )
         model = dataclasses.replace(model, cache_pages=model.cache_pages // shares)
     arriving = continuous_batching.prompts_at_a_time(
         model,
@@ -268,6 +275,7 @@ def _turns(
     turns = max(
         (
             workload.batching_turns(
+                # Dealt out, as they are sorted here and in a batch are not.
                 texts.responses[share::shares],
                 places=places // shares,
                 arriving=arriving,

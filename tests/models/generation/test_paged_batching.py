@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tiny
 import toys
+from jax.sharding import AxisType
 from places import FIXTURES
 
 from rlhf_jax import decode, hf, policy
@@ -227,6 +228,25 @@ def test_each_share_of_the_rows_has_pages_of_its_own(mesh, model, engine):
     assert_same(output, expected)
 
 
+@pytest.mark.slow
+def test_groups_stay_together_in_a_share():
+    """Two shares of three groups of two rows; greedy, so that a group agrees."""
+    given = inputs(tiny.MIXED, (6, 6, 3, 3, 1, 1, 5, 5, 2, 2, 4, 4))
+    given["tokens"] = given["tokens"][::2].repeat(2, axis=0)
+    options = {"group_size": 2, "shaping": sampling.Shaping(greedy=True)}
+    expected = sampled(tiny.MIXED, given=given, **options)
+    with jax.set_mesh(MeshShape(data=2).make(jax.devices()[:2])):
+        output = sampled(
+            in_pages(tiny.MIXED, 20, 3),
+            sharding.place(tiny.params(tiny.MIXED)),
+            given=given,
+            continuous_batching=4,
+            **options,
+        )
+    assert_same(output, expected)
+    np.testing.assert_array_equal(output.tokens[::2], output.tokens[1::2])
+
+
 @pytest.mark.long
 @pytest.mark.slow
 def test_memory_follows_the_pages():
@@ -387,17 +407,26 @@ def test_pools_that_cannot_be():
     with pytest.raises(InputError, match=r"windows of 4 in every layer"):
         call(in_pages(tiny.PARALLEL, 40, 3))
     with (
-        jax.set_mesh(MeshShape(fsdp=3).make(jax.devices()[:3])),
-        pytest.raises(InputError, match=r"shared by data alone, got one that shares 3"),
+        jax.set_mesh(MeshShape(data=3, fsdp=2).make(jax.devices()[:6])),
+        pytest.raises(
+            InputError, match=r"shared by data alone, .* got one with fsdp=2"
+        ),
     ):
-        call(in_pages(tiny.GPT2, 40, 3))
+        call(in_pages(tiny.GPT2, 42, 3))
+    with (
+        jax.set_mesh(jax.make_mesh((3,), ("data",), axis_types=(AxisType.Explicit,))),
+        pytest.raises(InputError, match=r"with Auto axes, got one with data=3"),
+    ):
+        call(in_pages(tiny.GPT2, 42, 3))
     with jax.set_mesh(MeshShape(data=3).make(jax.devices()[:3])):
         with pytest.raises(InputError, match=r"cache_pages: .* multiple of 3.* got 40"):
             call(in_pages(tiny.GPT2, 40, 3))
         with pytest.raises(InputError, match=r"continuous_batching: .* multiple of 3"):
             call(in_pages(tiny.GPT2, 42, 3), places=4)
-        with pytest.raises(InputError, match=r"cache_pages: expected at least 5 pages"):
+        with pytest.raises(InputError, match=r"at least 15 pages .* 3 shares.* got 12"):
             call(in_pages(tiny.GPT2, 12, 3))
+        with pytest.raises(InputError, match=r"at least 9 places, as a prompt has 3"):
+            call(in_pages(tiny.GPT2, 99, 3), places=6, group_size=3)
     for options in ({"cache_pages": 0}, {"cache_pages": 3, "page_size": 0}):
         with pytest.raises(
             InputError, match=r"expected a finite number above 0, got 0"
