@@ -7,6 +7,7 @@ judge is asked about pairs, in both orders: many prefer what they read first
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -49,7 +50,9 @@ def win_rate(scores: Sequence[float], ref_scores: Sequence[float]) -> float:
 class Verdict(NamedTuple):
     """What a judge says of a pair, asked in both orders."""
 
-    policy_first: float  # probability that the policy's is better, when it is read first
+    policy_first: (
+        float  # probability that the policy's is better, when it is read first
+    )
     policy_second: float  # and when it is read second
 
     @property
@@ -90,7 +93,7 @@ def judged(
     def ask(first: Sequence[str], second: Sequence[str]) -> list[float]:
         try:
             returned = judge(
-                [*prompts], [*first], [*second], [dict(row) for row in rows]
+                [*prompts], [*first], [*second], [copy.deepcopy(row) for row in rows]
             )
         except SystemExit as stop:
             raise StopError(

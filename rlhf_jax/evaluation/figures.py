@@ -68,9 +68,7 @@ class Response:
 PerPrompt = list[list[Response]]  # responses of one model, by prompt and sample
 
 
-def by_prompt(
-    responses: Sequence[Response], *, model: str, decoding: str
-) -> PerPrompt:
+def by_prompt(responses: Sequence[Response], *, model: str, decoding: str) -> PerPrompt:
     """The responses of one model in one way of decoding, in order."""
     prompts: dict[int, list[Response]] = {}
     for each in sorted(responses, key=lambda each: (each.row, each.sample)):
