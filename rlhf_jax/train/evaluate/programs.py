@@ -39,7 +39,8 @@ def prompts_of(
       num_samples: neighbouring rows with the same prompt.
       pad_id: what stands left of shorter ones.
     """
-    index = np.repeat(np.asarray(rows, np.int32), num_samples)
+    # The record names jax.Array; these are the NumPy arrays that become one.
+    index: Any = np.repeat(np.asarray(rows, np.int32), num_samples)
     padded, mask = batches.pad(
         [tokens[row] for row in index],
         width=max(map(len, tokens)),

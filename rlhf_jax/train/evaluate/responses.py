@@ -173,8 +173,9 @@ def stats(responses: Sequence[Response]) -> Stats:
         "response/length": [each.length for each in ours],
         "response/eos_fraction": [each.ended for each in ours],
     }
-    return {
+    means: dict[str, Any] = {
         name: (np.float32(np.sum(values)), np.float32(len(values)))
         for name, values in numbers.items()
         if values[0] is not None
     }
+    return means

@@ -77,7 +77,7 @@ def main(options: Config) -> None:
         )
     programs = Programs(options, start=start, mesh=mesh)
     key = sharding.place(jax.random.key(options.seed), mesh=mesh)
-    answers = verifier if isinstance(verifier, verifiers.Answering) else None
+    answers = answering(verifier)
     with scoring.opened(
         options,
         programs=programs,
@@ -164,6 +164,11 @@ def main(options: Config) -> None:
         },
     )
     print(f"{seconds:.0f} s; results are in {job.folder / 'results.json'}")
+
+
+def answering(verifier: object) -> verifiers.Answering | None:
+    """The verifier where it reads answers, which majority@k needs."""
+    return verifier if isinstance(verifier, verifiers.Answering) else None
 
 
 def load_functions(options: Config) -> tuple[Verifier | None, PairFunction | None]:
