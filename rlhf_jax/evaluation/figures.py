@@ -77,15 +77,24 @@ def by_prompt(responses: Sequence[Response], *, model: str, decoding: str) -> Pe
     return list(prompts.values())
 
 
-def over_prompts(values: Sequence[float]) -> Figure:
+def over_prompts(values: Sequence[float], *, share: bool = False) -> Figure:
     """The mean of a number for each prompt, and its 95% interval.
 
-    mean ± t(0.975, P - 1)·s/√P
+        mean ± t(0.975, P - 1)·s/√P
+
+    Args:
+      values: of P prompts.
+      share: whether each is in [0, 1], to which the interval is then cut.
     """
     array = np.asarray(values, float)
     interval = statistics.of_mean(array)
-    low, high = (None, None) if interval is None else interval
-    return Figure(float(array.mean()), low, high, len(array))
+    mean = float(array.mean())
+    if interval is None:
+        return Figure(mean, None, None, len(array))
+    low, high = interval
+    if share:
+        low, high = max(low, 0.0), min(high, 1.0)
+    return Figure(mean, low, high, len(array))
 
 
 def of_model(
@@ -117,7 +126,8 @@ def of_model(
                         k=k,
                     )
                     for samples in prompts
-                ]
+                ],
+                share=True,
             )
         elif kind == "reward":
             figures[f"best@{k}"] = over_prompts(
@@ -133,13 +143,17 @@ def of_model(
                         k=k,
                     )
                     for samples in prompts
-                ]
+                ],
+                share=True,
             )
     figures["length"] = over_prompts(_means(prompts, lambda each: each.length))
-    figures["ended"] = over_prompts(_means(prompts, lambda each: each.ended))
+    figures["ended"] = over_prompts(
+        _means(prompts, lambda each: each.ended), share=True
+    )
     if count > 1:
         figures["distinct"] = over_prompts(
-            [len({each.response for each in p}) / len(p) for p in prompts]
+            [len({each.response for each in p}) / len(p) for p in prompts],
+            share=True,
         )
     if prompts[0][0].ref_logprob is not None:
         figures["log_perplexity"] = over_prompts(_means(prompts, _log_perplexity))
@@ -166,14 +180,15 @@ def compared(policy: PerPrompt, reference: PerPrompt, *, kind: Kind) -> dict[str
             [float(np.mean(ours) - np.mean(theirs)) for ours, theirs in scores]
         )
         figures["win_rate_by_score"] = over_prompts(
-            [comparison.win_rate(ours, theirs) for ours, theirs in scores]
+            [comparison.win_rate(ours, theirs) for ours, theirs in scores],
+            share=True,
         )
     if policy[0][0].verdict is not None:
         figures["win_rate_by_judge"] = over_prompts(
-            _means(policy, lambda each: _verdict(each).win)
+            _means(policy, lambda each: _verdict(each).win), share=True
         )
         figures["judge_prefers_first"] = over_prompts(
-            _means(policy, lambda each: _verdict(each).first)
+            _means(policy, lambda each: _verdict(each).first), share=True
         )
     return figures
 

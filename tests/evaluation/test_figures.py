@@ -3,9 +3,10 @@
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 
-from rlhf_jax.evaluation import figures
+from rlhf_jax.evaluation import figures, success
 from rlhf_jax.evaluation.figures import Response
 
 FIRST = Response(
@@ -55,7 +56,7 @@ def test_a_mean_and_its_interval_are_over_prompts():
     _, told = of(responses([[1, 0], [1, 1]]))
     half = 12.7062 * math.sqrt(0.125) / math.sqrt(2)
     assert told["score"] == pytest.approx((0.75, 0.75 - half, 0.75 + half, 2), abs=1e-3)
-    assert told["pass@1"] == told["score"]
+    assert told["pass@1"] == (0.75, 0.0, 1.0, 2)  # a share: cut to [0, 1]
     assert told["pass@2"] == (1.0, 1.0, 1.0, 2)
     assert told["majority@2"].mean == 0.75  # a tie of the first prompt
     assert "pass@4" not in told  # of two samples
@@ -67,6 +68,21 @@ def test_a_mean_and_its_interval_are_over_prompts():
 def test_one_prompt_has_no_interval():
     _, told = of(responses([[1, 0]]))
     assert told["score"] == (0.5, None, None, 1)
+
+
+@pytest.mark.cases(quick=1)
+@pytest.mark.parametrize(("prompts", "k"), [(50, 1), (200, 8), (200, 1)])
+def test_intervals_of_pass_at_k_hold_the_truth_in_95_of_100_evaluations(prompts, k):
+    """Rates of right responses are uniform over prompts, so pass@k is k/(k + 1)."""
+    rng = np.random.default_rng(prompts + k)
+    of_counts = [success.pass_at_k(c, num_samples=8, k=k) for c in range(9)]
+    right = rng.binomial(8, rng.uniform(size=(2000, prompts)))
+    told = [
+        figures.over_prompts(values, share=True)
+        for values in np.asarray(of_counts)[right]
+    ]
+    held = [figure.low <= k / (k + 1) <= figure.high for figure in told]
+    assert 0.93 <= np.mean(held) <= 0.97
 
 
 def test_what_is_not_there_is_left_out():

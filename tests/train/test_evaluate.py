@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 import sys
 
 import numpy as np
@@ -17,6 +18,19 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 slow = pytest.mark.slow
 
 MODULE = r"""
+import signal
+calls = 0
+
+def stopping(prompts, responses, rows):
+    global calls
+    calls += 1
+    if calls == 6:  # of the second batch; four calls each
+        signal.raise_signal(signal.SIGTERM)
+    return length(prompts, responses, rows)
+
+def has_a(prompt, response, row):
+    return float(row["answer"] in response.split())
+
 def length(prompts, responses, rows):
     return [float(len(response.split())) for response in responses]
 
@@ -174,6 +188,19 @@ def test_a_killed_run_goes_on_to_the_last_bit(whole, files, tmp_path):
 
 
 @slow
+def test_a_stopped_run_goes_on_to_the_last_bit(files, tmp_path):
+    stopped, once = tmp_path / "stopped", tmp_path / "once"
+    with pytest.raises(SystemExit) as exit_:
+        play(files, stopped, "--reward=measures:stopping")
+    assert exit_.value.code == 128 + signal.SIGTERM
+    assert not (stopped / "results.json").exists()
+    assert 0 < len(samples_of(stopped)) < len(PROMPTS) * 10
+    play(files, stopped, "--reward=measures:stopping", "--resume")
+    play(files, once, "--reward=measures:stopping")
+    for name in ("results.json", "samples.jsonl", "metrics.jsonl"):
+        assert (stopped / name).read_bytes() == (once / name).read_bytes(), name
+
+
 def test_the_batch_size_does_not_change_samples(whole, files, tmp_path):
     out, options, _ = whole
     play(files, tmp_path / "run", *options, "--batch-size=5")
@@ -231,6 +258,16 @@ def test_a_policy_alone_with_a_reward_model(files, tmp_path):
     assert told["best@2"]["mean"] > told["best@1"]["mean"]
     assert "reference" not in results
     assert "kl" not in told
+
+
+@slow
+def test_a_verifier_that_reads_no_answers_has_no_majority(files, tmp_path, capsys):
+    results = play(files, tmp_path / "run", "--verifier=measures:has_a")
+    told = results["policy"]["sampled"]
+    assert {"pass@1", "pass@2", "pass@4"} <= told.keys()
+    assert not any(name.startswith("majority") for name in told)
+    assert "measures:has_a" in results["left_out"]["majority"]
+    assert "left out: majority@k, as measures:has_a says" in capsys.readouterr().out
 
 
 @slow

@@ -146,7 +146,7 @@ SCREEN = {
     "Models": ("model", "reference"),
     "Data": ("prompts", "prompt_field", "texts", "max_new_tokens"),
     "Score": ("verifier", "answer_field", "reward", "reward_model", "judge"),
-    "Sampling": ("num_samples", "ks", "temperature", "batch_size", "dtype"),
+    "Sampling": ("num_samples", "ks", "temperature", "batch_size"),
     "Run": ("out", "resume"),
 }
 """The options of --help."""

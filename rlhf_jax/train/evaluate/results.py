@@ -11,17 +11,18 @@ from rlhf_jax.runs import report
 from rlhf_jax.train.evaluate.options import Config
 
 DECODINGS = ("sampled", "greedy")
-UNITS = {
+SHOWN = {
     "length": "length [tokens]",
-    "ended": "ended (share)",
-    "distinct": "distinct per prompt (share)",
-    "log_perplexity": "log perplexity under the reference [nats per token]",
-    "kl": "KL to the reference, exact [nats per response]",
-    "kl_k1": "KL to the reference, k1 [nats per response]",
-    "score_difference": "score, policy less reference",
+    "ended": "ended by a stop token",
+    "distinct": "distinct, of a prompt",
+    "distinct_overall": "distinct, of all",
+    "log_perplexity": "log perplexity [nats per token]",
+    "kl": "KL, exact [nats per response]",
+    "kl_k1": "KL, k1 [nats per response]",
+    "score_difference": "score less the reference's",
     "win_rate_by_score": "win rate by score",
-    "win_rate_by_judge": "win rate by judge, both orders",
-    "judge_prefers_first": "judge prefers what it reads first",
+    "win_rate_by_judge": "win rate by judge",
+    "judge_prefers_first": "judge prefers the first",
 }
 
 
@@ -79,24 +80,26 @@ def collected(
 
 
 def tell(results: dict[str, Any]) -> None:
-    """Prints the table, and the losses of texts below it."""
-    rows = []
-    for decoding in DECODINGS:
-        ours = results["policy"][decoding]
+    """Prints a table for samples and one for greedy responses, and what is beside."""
+    counts = {"sampled": results["num_samples"], "greedy": 1}
+    for decoding, count in counts.items():
         theirs = results.get("reference", {}).get(decoding, {})
-        for name, figure in ours.items():
-            if isinstance(figure, dict):
-                both = (*_cells(figure), *_cells(theirs.get(name)))
-            else:  # a share of all responses, which has no interval
-                both = (figure, "", theirs.get(name), "")
-            rows.append((f"{decoding}: {UNITS.get(name, name)}", *both))
-        for name, figure in results.get("comparison", {}).get(decoding, {}).items():
-            rows.append((f"{decoding}: {UNITS[name]}", *_cells(figure), None, ""))
-    report.table(
-        f"{results['prompts']} prompts, {results['num_samples']} samples of each",
-        ("", "policy", "95% interval", "reference", "95% interval"),
-        rows,
-    )
+        rows = [
+            (name, figure, theirs.get(name))
+            for name, figure in results["policy"][decoding].items()
+        ]
+        compared = results.get("comparison", {}).get(decoding, {})
+        rows += [(name, figure, None) for name, figure in compared.items()]
+        columns = ["", "policy", "reference"] if theirs else ["", "policy"]
+        report.table(
+            f"{decoding.capitalize()}: {count} of each of {results['prompts']} "
+            f"prompts; 95% intervals",
+            columns,
+            [
+                (SHOWN.get(name, name), *map(_cell, figures))[: len(columns)]
+                for name, *figures in rows
+            ],
+        )
     for why in results.get("left_out", {}).items():
         print("left out: {}@k, as {}".format(*why))
     if "texts" in results:
@@ -119,11 +122,13 @@ def _as_json(of: dict[str, Figure]) -> dict[str, Any]:
     return {name: figure._asdict() for name, figure in of.items()}
 
 
-def _cells(figure: dict[str, Any] | None) -> tuple[float | None, str]:
-    """The mean and its interval, as the table shows them."""
+def _cell(figure: dict[str, Any] | float | None) -> str:
+    """A mean with its interval; a share of all responses has none."""
     if figure is None:
-        return None, ""
-    interval = ""
-    if figure["low"] is not None:
-        interval = f"{figure['low']:.4g} to {figure['high']:.4g}"
-    return figure["mean"], interval
+        return ""
+    if not isinstance(figure, dict):
+        return f"{figure:.3g}"
+    mean = f"{figure['mean']:.3g}"
+    if figure["low"] is None:
+        return mean
+    return f"{mean} ({figure['low']:.3g} to {figure['high']:.3g})"
