@@ -71,6 +71,29 @@ def best_at_k(scores: Sequence[float], *, k: int) -> float:
     )
 
 
+def best_of_k_kl(k: int) -> float:
+    """KL of the best of k responses to the policy that they were drawn from, at most.
+
+        KL(π_best-of-k ‖ π) <= log k - (k - 1)/k
+
+    Equal where no two responses score alike and none is likely by itself.
+
+    Args:
+      k: responses that the best one is chosen of.
+
+    Returns:
+      Nats per response.
+
+    Raises:
+      InputError: k is below 1.
+
+    Source: Stiennon et al. 2020, arXiv:2009.01325 (the formula); Beirami et al. 2024,
+    arXiv:2401.01879 (that it is a bound).
+    """
+    _check_k(k, num_samples=max(k, 1))
+    return math.log(k) - (k - 1) / k
+
+
 def majority_at_k(
     answers: Sequence[str | None], right: Sequence[bool], *, k: int
 ) -> float:

@@ -57,6 +57,24 @@ def test_best_at_k_of_zeros_and_ones_is_pass_at_k():
         )
 
 
+def kl_of_best(probabilities, k):
+    """Of responses in the order of their scores: P(best is i) = F(i)^k - F(i-1)^k."""
+    below = np.concatenate([[0.0], np.cumsum(probabilities)])
+    best = np.diff(below**k)
+    return float(np.sum(best * np.log(best / probabilities)))
+
+
+@pytest.mark.parametrize("k", [1, 2, 8])
+def test_the_kl_of_the_best_of_k_is_bounded(k):
+    """And the bound is met where each response is unlikely."""
+    bound = success.best_of_k_kl(k)
+    many = kl_of_best(np.full(100_000, 1e-5), k)
+    assert bound - 1e-3 < many <= bound + 1e-9
+    few = kl_of_best(np.array([0.2, 0.5, 0.3]), k)
+    assert few <= bound + 1e-12
+    assert (k > 1) == (few < bound - 0.03)
+
+
 def majority(answers, right):
     """By counting: every tied answer in turn is what the vote says."""
     voted = [answer for answer in answers if answer is not None]

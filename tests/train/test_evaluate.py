@@ -1,5 +1,6 @@
 """`rlhf-jax evaluate`: figures that its samples give, resumed to the bit, bad input."""
 
+import dataclasses
 import json
 import shutil
 import signal
@@ -152,6 +153,10 @@ def test_the_policy_is_compared_prompt_by_prompt(whole):
         rows, lambda of: np.mean([np.mean(row["verdict"]) for row in of])
     )
     assert told["win_rate_by_judge"]["mean"] == pytest.approx(np.mean(judged))
+    best = results["best_of_k"]
+    assert [each["k"] for each in best] == [1, 3]
+    assert best[1]["mean"] == results["reference"]["sampled"]["best@3"]["mean"]
+    assert best[1]["kl_at_most"] == success.best_of_k_kl(3)
     # The judge's preference for the first is 0.1, and cancels.
     assert told["judge_prefers_first"]["mean"] == pytest.approx(0.6)
 
@@ -319,6 +324,9 @@ def refused(capsys, files, out, *argv, reference=None):
         ("--max-new-tokens=16", "--max-new-tokens: expected less than the context"),
         ("--prompt-field=q", "prompts.jsonl:1: expected a field 'q'"),
         ("--temperature=0", "temperature: expected a finite number above 0, got 0"),
+        ("--texts=/nowhere.txt", "/nowhere.txt: expected a readable file"),
+        ("--reference=/nowhere", "'/nowhere'; that looks like a path"),
+        ("--reward-model=/nowhere", "'/nowhere'; that looks like a path"),
         ("--template=x", "--template: expected {question} where the prompt"),
     ],
 )
@@ -328,6 +336,20 @@ def test_it_is_refused_before_a_model_is_loaded(
     monkeypatch.setattr(trainer, "load_start", None)
     said = refused(capsys, files, tmp_path / "run", *argv.split())
     assert message in said
+
+
+@slow
+def test_a_reference_of_other_tokens_is_refused_before_a_model_is_loaded(
+    files, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(trainer, "load_start", None)
+    other = toy_files.checkpoint(tmp_path / "other", words=toy_files.WORDS[::-1])
+    said = refused(capsys, files, tmp_path / "run", reference=other)
+    assert "expected the policy's tokenizer, got one that gives other ids" in said
+    short = dataclasses.replace(toy_files.MODEL, max_positions=8)
+    toy_files.checkpoint(tmp_path / "short", model=short)
+    said = refused(capsys, files, tmp_path / "run", reference=tmp_path / "short")
+    assert "short: expected a context of at least the policy's 16 tokens, got 8" in said
 
 
 def test_a_reward_that_fails_leaves_no_run(files, tmp_path, capsys):

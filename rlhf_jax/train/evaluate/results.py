@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rlhf_jax.evaluation import figures
-from rlhf_jax.evaluation.figures import Figure, Response
+from rlhf_jax.evaluation import figures, success
+from rlhf_jax.evaluation.figures import Figure, Kind, Response
 from rlhf_jax.runs import report
 from rlhf_jax.train.evaluate.options import Config
 
@@ -72,11 +72,26 @@ def collected(
             )
             for decoding in DECODINGS
         }
+        if options.kind != "none":
+            results["best_of_k"] = _best_of_k(
+                results["reference"]["sampled"], kind=options.kind, ks=options.levels
+            )
     if options.kind == "verifier" and not answers:
         results["left_out"] = {
             "majority": f"{options.verifier} says of no response which answer it reads"
         }
     return results
+
+
+def _best_of_k(
+    of_reference: dict[str, Any], *, kind: Kind, ks: Sequence[int]
+) -> list[dict[str, Any]]:
+    """The reference's best of k responses by the score: a policy without training."""
+    name = "pass" if kind == "verifier" else "best"
+    return [
+        {"k": k, "kl_at_most": success.best_of_k_kl(k)} | of_reference[f"{name}@{k}"]
+        for k in ks
+    ]
 
 
 def tell(results: dict[str, Any]) -> None:
@@ -98,6 +113,24 @@ def tell(results: dict[str, Any]) -> None:
             [
                 (SHOWN.get(name, name), *map(_cell, figures))[: len(columns)]
                 for name, *figures in rows
+            ],
+        )
+    if "best_of_k" in results:
+        policy = results["policy"]["sampled"]
+        beside = policy.get("pass@1", policy["score"])
+        report.table(
+            "The policy beside the best of k of the reference",
+            ("", "score", "KL [nats per response]"),
+            [
+                ("policy", _cell(beside), _cell(policy["kl"])),
+                *(
+                    (
+                        f"reference, best of {each['k']}",
+                        _cell(each),
+                        f"at most {each['kl_at_most']:.3g}",
+                    )
+                    for each in results["best_of_k"]
+                ),
             ],
         )
     for why in results.get("left_out", {}).items():

@@ -12,7 +12,7 @@ import jax
 
 from rlhf_jax.checkpoints import frozen_models, hf, pretrained
 from rlhf_jax.checkpoints.pretrained import Pretrained
-from rlhf_jax.data import digests, encoding, files, json_lines, tokenization
+from rlhf_jax.data import digests, encoding, files, json_lines
 from rlhf_jax.data.encoding import Tokens
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.devices import compile_counts, sharding
@@ -48,7 +48,20 @@ def main(options: Config) -> None:
             f"with one, whose devices --placement.policy shares out"
         )
     verifier, judge = load_functions(options)
-    rows, tokens = read_prompts(options, verifier=verifier)
+    reader = pretrained.described(options.model, tokenizer=options.tokenizer)
+    rows, tokens = read_prompts(options, reader=reader, verifier=verifier)
+    texts = None
+    if options.texts is not None:
+        texts = pretrained.read_texts(
+            reader,
+            options.texts,
+            batch_size=min(options.batch_size, options.num_texts),
+            max_rows=options.num_texts,
+        )
+    if options.reference is not None:
+        frozen_models.check_reference(options.reference, policy=reader)
+    if options.reward_model is not None:
+        hf.model_config(options.reward_model)
     mesh = options.placement.policy_mesh()
     start = load_start(options.model, options=options, mesh=mesh)
     on_mesh: dict[str, Any] = {
@@ -67,14 +80,6 @@ def main(options: Config) -> None:
     reward_model = None
     if options.reward_model is not None:
         reward_model = frozen_models.load_reward_model(options.reward_model, **on_mesh)
-    texts = None
-    if options.texts is not None:
-        texts = pretrained.read_texts(
-            start,
-            options.texts,
-            batch_size=min(options.batch_size, options.num_texts),
-            max_rows=options.num_texts,
-        )
     programs = Programs(options, start=start, mesh=mesh)
     key = sharding.place(jax.random.key(options.seed), mesh=mesh)
     answers = answering(verifier)
@@ -187,9 +192,14 @@ def load_functions(options: Config) -> tuple[Verifier | None, PairFunction | Non
 
 
 def read_prompts(
-    options: Config, *, verifier: Verifier | None
+    options: Config, *, reader: Pretrained, verifier: Verifier | None
 ) -> tuple[list[Row], list[Tokens]]:
-    """The prompts and their rows, from the policy's small files alone.
+    """The prompts and their rows.
+
+    Args:
+      options: of the run.
+      reader: the policy, whose params are not read.
+      verifier: which will read the rows.
 
     Raises:
       InputError: the file cannot be read, a prompt is too long, or the verifier cannot
@@ -203,9 +213,6 @@ def read_prompts(
         row | {"asked": put(row[field], options=options)}
         for row in files.read_prompts(options.prompts, field=field)
     ]
-    model = hf.model_config(options.model)
-    tokenizer = options.model if options.tokenizer is None else options.tokenizer
-    reader = Pretrained(model, None, tokenization.load_tokenizer(tokenizer), ())
     return encoding.encode_prompts(
         reader.tokenizer,
         rows,
