@@ -190,11 +190,12 @@ def check_teacher(teacher: str, *, student: str, tokenizer: str | None) -> None:
       InputError: there is no such checkpoint, or the teacher has other token ids, a
         smaller vocabulary or a shorter context.
     """
+    shape = hf.model_config(student)  # or the tokenizer is blamed for what is missing
     reader = tokenization.load_tokenizer(student if tokenizer is None else tokenizer)
     _check_files(
         teacher,
         option="--teacher",
-        shape=hf.model_config(student),
+        shape=shape,
         whose="the student's",
         own=reader,
         role="teacher",
