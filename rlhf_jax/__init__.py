@@ -54,6 +54,7 @@ PACKAGES = (
     "planning",
     "inspection",
     "sweeps",
+    "evaluation",
     "train",
 )
 

@@ -1,24 +1,27 @@
-"""What a run watches besides its reward: fixed texts under the policy, and a judge.
+"""What is measured besides the reward: fixed texts, a judge, the distance of responses.
 
     stats = evaluation.text_stats(policy, texts, model=model)     log perplexity
     stats |= evaluation.judge_stats(judge(rollout))               never trained on
+    evaluation.divergence(policy, reference, rollout=...)         KL of each response
 
-Taken before the update of a step, both describe the policy that sampled the step's
-rollout, as `objective/` does.
+Taken before the update of a step, the first two describe the policy that sampled the
+step's rollout, as `objective/` does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from rlhf_jax.algorithms import sft
-from rlhf_jax.algorithms.batch import Sequences
-from rlhf_jax.functional import checks, masked
+from rlhf_jax.algorithms.batch import Rollout, Sequences
+from rlhf_jax.functional import checks, kl, masked
+from rlhf_jax.models import decoder
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.roles.policy import exact_kl, logprobs_from_hidden
 
 Array = jax.Array
 Params = Any
@@ -85,3 +88,75 @@ def judge_stats(scores: Array, *, judged: Array | None = None) -> masked.Stats:
         "judge/score": (jnp.where(judged, scores, 0.0).sum(), count),
         "judge/failed": (size - count, size),
     }
+
+
+class Divergence(NamedTuple):
+    """How far a policy's responses are from a reference, each summed over tokens."""
+
+    exact: Array  # f32[B], nats, Σ KL(π ‖ π_ref) over the vocabulary
+    k1: Array  # f32[B], nats, Σ log π(token) - log π_ref(token)
+    ref_logprobs: Array  # f32[B], nats, Σ log π_ref(token)
+
+
+def divergence(
+    policy: Params,
+    reference: Params,
+    *,
+    rollout: Rollout,
+    model: ModelConfig,
+    ref_model: ModelConfig,
+    max_new_tokens: int,
+    temperature: float,
+) -> Divergence:
+    """The KL of each response to the reference, from a forward pass of each model.
+
+    Both estimate KL(π ‖ π_ref) of whole responses where π drew them: `exact` takes the
+    expectation over each token by itself, at the prefixes that were drawn, and so
+    varies less; `k1` reads the drawn tokens alone.
+
+    Args:
+      policy, reference: parameters of the two decoders.
+      rollout: Rollout[B, S], of the policy.
+      model, ref_model: static.
+      max_new_tokens: R, response columns.
+      temperature: divides the logits of both; the rollout's.
+    """
+    tokens, mask = rollout.tokens, rollout.mask
+    first_column = tokens.shape[1] - max_new_tokens
+    texts = {"tokens": tokens, "mask": mask}
+
+    def hidden_states(params: Params, model: ModelConfig) -> Array:
+        return decoder.hidden_states(
+            params, model=model, **texts, first_column=first_column - 1
+        )
+
+    def logprobs(params: Params, hidden: Array, model: ModelConfig) -> Array:
+        return logprobs_from_hidden(
+            params,
+            hidden,
+            model=model,
+            **texts,
+            temperature=temperature,
+            first_column=first_column,
+        )[0]
+
+    hidden = hidden_states(policy, model)
+    ref_hidden = hidden_states(reference, ref_model)
+    exact = exact_kl(
+        policy,
+        hidden,
+        reference,
+        ref_hidden,
+        model=model,
+        ref_model=ref_model,
+        mask=mask,
+        temperature=temperature,
+        first_column=first_column,
+    )
+    ref_logprobs = logprobs(reference, ref_hidden, ref_model)
+    k1 = kl.k1(logprobs(policy, hidden, model), ref_logprobs)
+
+    def summed(x: Array) -> Array:
+        return jnp.sum(x, axis=1, where=rollout.response_mask)
+
+    return Divergence(summed(exact), summed(k1), summed(ref_logprobs))

@@ -190,16 +190,51 @@ def check_teacher(teacher: str, *, student: str, tokenizer: str | None) -> None:
       InputError: there is no such checkpoint, or the teacher has other token ids, a
         smaller vocabulary or a shorter context.
     """
-    model, own = hf.model_config(teacher), hf.model_config(student)
+    shape = hf.model_config(student)  # or the tokenizer is blamed for what is missing
     reader = tokenization.load_tokenizer(student if tokenizer is None else tokenizer)
+    _check_files(
+        teacher,
+        option="--teacher",
+        shape=shape,
+        whose="the student's",
+        own=reader,
+        role="teacher",
+    )
+
+
+def check_reference(reference: str, *, policy: Pretrained) -> None:
+    """Refuses a reference of other tokens by its small files, before weights are read.
+
+    Args:
+      reference: folder or hub id.
+      policy: whose tokens it is to score; its params are not read.
+
+    Raises:
+      InputError: there is no such checkpoint, or it has other token ids, a smaller
+        vocabulary or a shorter context.
+    """
+    _check_files(
+        reference,
+        option="--reference",
+        shape=policy.model,
+        whose="the policy's",
+        own=policy.tokenizer,
+        role="reference",
+    )
+
+
+def _check_files(
+    name: str, *, option: str, shape: ModelConfig, whose: str, own: Any, role: str
+) -> None:
+    model = hf.model_config(name)
     for field, what in {"vocab_size": "vocabulary", "max_positions": "context"}.items():
-        if getattr(model, field) < getattr(own, field):
+        if getattr(model, field) < getattr(shape, field):
             raise InputError(
-                f"--teacher {teacher}: expected a {what} of at least the student's "
-                f"{getattr(own, field)} tokens, got {getattr(model, field)}; take "
-                f"models of one vocabulary, and a teacher that reads texts as long"
+                f"{option} {name}: expected a {what} of at least {whose} "
+                f"{getattr(shape, field)} tokens, got {getattr(model, field)}; take "
+                f"models of one vocabulary, and a {role} that reads texts as long"
             )
-    _check_ids(teacher, own=reader, role="teacher")
+    _check_ids(name, own=own, role=role)
 
 
 def run_beside_policy(model: ModelConfig, *, policy: ModelConfig) -> ModelConfig:

@@ -116,6 +116,32 @@ class Adapters:
 ALL_PARAMETERS = Adapters()
 
 
+def described(path_or_repo_id: str, *, tokenizer: str | None = None) -> Pretrained:
+    """A checkpoint by its small files: everything but its parameters, which are None.
+
+    Args:
+      path_or_repo_id: a folder, or a hub id.
+      tokenizer: where the tokenizer is; None for in the checkpoint.
+
+    Raises:
+      InputError: either is missing or unreadable, or the tokenizer has ids that the
+        model lacks.
+    """
+    model = hf.model_config(path_or_repo_id)  # or the tokenizer is blamed for it
+    reader = tokenization.load_tokenizer(
+        path_or_repo_id if tokenizer is None else tokenizer
+    )
+    tokenization.check_vocabulary(reader, vocab_size=model.vocab_size)
+    # A chat model may stop at more than the tokenizer's EOS, which may be None.
+    stop_ids = [reader.eos_token_id, *hf.stop_ids(path_or_repo_id)]
+    return Pretrained(
+        model=model,
+        params=None,
+        tokenizer=reader,
+        stop_ids=tuple(dict.fromkeys(i for i in stop_ids if i is not None)),
+    )
+
+
 def load(
     path_or_repo_id: str,
     *,
@@ -139,21 +165,13 @@ def load(
       InputError: either is missing or unreadable (`hf.load`), the tokenizer has ids
         that the model lacks, or this backend has no such attention.
     """
-    hf.model_config(path_or_repo_id)  # or the tokenizer is blamed for its config.json
-    reader = tokenization.load_tokenizer(
-        path_or_repo_id if tokenizer is None else tokenizer
-    )
+    start = described(path_or_repo_id, tokenizer=tokenizer)
     model, params = hf.load(path_or_repo_id, dtype="float32", sharding=sharding)
-    tokenization.check_vocabulary(reader, vocab_size=model.vocab_size)
-    # A chat model may stop at more than the tokenizer's EOS, which may be None.
-    stop_ids = [reader.eos_token_id, *hf.stop_ids(path_or_repo_id)]
-    return Pretrained(
+    return start._replace(
         model=layout.fastest(
             dataclasses.replace(model, dtype=dtype, remat=remat, attention=attention)
         ),
         params=params,
-        tokenizer=reader,
-        stop_ids=tuple(dict.fromkeys(i for i in stop_ids if i is not None)),
     )
 
 

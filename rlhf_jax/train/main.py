@@ -19,6 +19,9 @@ TRAINERS = {
     "online-dpo": "DPO on pairs of the model's own samples, with a verifier.",
     "nash-md": "Nash-MD against a mixture with the reference, with a verifier.",
 }
+EVALUATE = {
+    "evaluate": "A policy and its reference on held-out prompts, with intervals."
+}
 SWEEP = {"sweep": "Many runs as one question: a grid, seeds, and claims answered."}
 QUERIES = {
     "verify": "Whether the snapshots of a run are whole and its frozen models unmoved.",
@@ -42,12 +45,16 @@ def main(argv: Sequence[str] | None = None) -> None:
             from rlhf_jax.train import queries
 
             queries.command(argv)
+        elif name in EVALUATE:
+            from rlhf_jax.train import evaluate
+
+            evaluate.command(options)
         elif name in SWEEP:
             from rlhf_jax.train import sweep
 
             sweep.command(options)
         else:
-            known = ", ".join((*TRAINERS, *SWEEP, *QUERIES))
+            known = ", ".join((*TRAINERS, *EVALUATE, *SWEEP, *QUERIES))
             raise InputError(f"expected one of the commands {known}, got {name!r}")
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -102,7 +109,7 @@ def trainer(name: str) -> Any:
 def usage() -> str:
     """All commands, on one screen."""
     lines = ["usage: rlhf-jax COMMAND [OPTIONS]; rlhf-jax COMMAND --help lists options"]
-    titled = {"Train": TRAINERS, "Compare": SWEEP, "Ask": QUERIES}
+    titled = {"Train": TRAINERS, "Compare": EVALUATE | SWEEP, "Ask": QUERIES}
     for title, commands in titled.items():
         lines += ["", f"{title}:", *(f"  {k:13} {v}" for k, v in commands.items())]
     return "\n".join(lines)

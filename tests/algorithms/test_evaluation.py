@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracles
 import pytest
 import toys
 from tiers import one_in
@@ -72,6 +73,60 @@ def test_padding_does_not_count():
         for each in (clean, dirty)
     ]
     assert float(found[0][0]) == float(found[1][0])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_divergence_of_each_response(temperature):
+    """Against the logits of both models, by a loop over the response's tokens.
+
+    column           0  1  2  3  4  5  6
+    tokens           ·  3  4  5  6  1  ·
+    response_mask    0  0  0  1  1  1  0
+    """
+    tokens = jnp.asarray([[0, 3, 4, 5, 6, 1, 0], [7, 8, 9, 3, 4, 5, 6]], jnp.int32)
+    mask = jnp.asarray([[0, 1, 1, 1, 1, 1, 0], [1] * 7], bool)
+    columns = jnp.arange(7)[None, :] >= 3
+    zeros = jnp.zeros(tokens.shape, jnp.float32)
+    responses = batch.Rollout(
+        tokens=tokens,
+        mask=mask,
+        response_mask=mask & columns,
+        old_logprobs=zeros,
+        entropy=zeros,
+        index=jnp.arange(2, dtype=jnp.int32),
+        sample=jnp.zeros(2, jnp.int32),
+    )
+    reference = toys.params(toys.LLAMA)
+    told = toys.jit(
+        evaluation.divergence,
+        static_argnames=("model", "ref_model", "max_new_tokens", "temperature"),
+    )(
+        PARAMS,
+        reference,
+        rollout=responses,
+        model=toys.GPT2,
+        ref_model=toys.LLAMA,
+        max_new_tokens=4,
+        temperature=temperature,
+    )
+    logits, ref_logits = (
+        np.asarray(toys.logits(params, model=model, tokens=tokens, mask=mask))
+        for params, model in ((PARAMS, toys.GPT2), (reference, toys.LLAMA))
+    )
+    exact = oracles.exact_kl(logits, ref_logits, temperature)
+    scaled = [np.asarray(of, np.float64) / temperature for of in (logits, ref_logits)]
+    ours, theirs = (
+        of - np.log(np.exp(of).sum(axis=-1, keepdims=True)) for of in scaled
+    )
+    for row in range(2):
+        at = np.flatnonzero(np.asarray(responses.response_mask)[row])
+        ids = np.asarray(tokens)[row, at]
+        ref = theirs[row, at - 1, ids].sum()
+        assert told.exact[row] == pytest.approx(exact[row, at - 1].sum(), rel=1e-4)
+        assert told.ref_logprobs[row] == pytest.approx(ref, rel=1e-4)
+        assert told.k1[row] == pytest.approx(
+            ours[row, at - 1, ids].sum() - ref, abs=1e-3
+        )
 
 
 def test_a_judges_mean():

@@ -8,6 +8,7 @@ from rlhf_jax.runs.command_line import help_screen
 from rlhf_jax.train import (
     distill,
     dpo,
+    evaluate,
     grpo,
     main,
     nash_md,
@@ -29,6 +30,7 @@ TRAINERS = {
     "online-dpo": online_dpo,
     "nash-md": nash_md,
 }
+COMMANDS = TRAINERS | {"evaluate": evaluate}  # with a screen of options
 
 
 def told(name, asked, *, capsys, monkeypatch, columns=90):
@@ -43,7 +45,7 @@ def test_every_trainer_is_here():
     assert set(main.TRAINERS) == set(TRAINERS)
 
 
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_help_is_one_screen_with_all_that_is_required(name, capsys, monkeypatch):
     shown = told(name, "--help", capsys=capsys, monkeypatch=monkeypatch)
     assert len(shown.splitlines()) <= 42
@@ -51,7 +53,7 @@ def test_help_is_one_screen_with_all_that_is_required(name, capsys, monkeypatch)
     assert f"usage: rlhf-jax {name} " in shown
     assert f"\n    rlhf-jax {name} --" in shown  # how it is called
     usage = shown.partition("\n\n")[0]
-    for field in dataclasses.fields(TRAINERS[name].Config):
+    for field in dataclasses.fields(COMMANDS[name].Config):
         defaults = (field.default, field.default_factory)
         required = defaults == (dataclasses.MISSING, dataclasses.MISSING)
         option = f"--{field.name.replace('_', '-')} "
@@ -59,11 +61,11 @@ def test_help_is_one_screen_with_all_that_is_required(name, capsys, monkeypatch)
     assert "--help-all" in shown
 
 
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_help_all_has_every_option(name, capsys, monkeypatch):
     shown = told(name, "--help-all", capsys=capsys, monkeypatch=monkeypatch)
-    texts = help_screen.documented(TRAINERS[name].Config)
-    for field in dataclasses.fields(TRAINERS[name].Config):
+    texts = help_screen.documented(COMMANDS[name].Config)
+    for field in dataclasses.fields(COMMANDS[name].Config):
         assert texts[field.name]
         if not dataclasses.is_dataclass(field.default):
             assert f"--{field.name.replace('_', '-')}" in shown
@@ -73,5 +75,5 @@ def test_the_command_alone_lists_all_commands_on_one_screen(capsys):
     main.main([])
     shown = capsys.readouterr().out
     assert len(shown.splitlines()) <= 40
-    for name in (*main.TRAINERS, *main.SWEEP, *main.QUERIES):
+    for name in (*main.TRAINERS, *main.EVALUATE, *main.SWEEP, *main.QUERIES):
         assert f"  {name} " in shown

@@ -54,6 +54,14 @@ class Readable(Protocol):
         """What is right by this row; ValueError if the row does not say."""
 
 
+@runtime_checkable
+class Answering(Protocol):
+    """A verifier that says which answer it reads in a response."""
+
+    def answer(self, response: str) -> str | None:
+        """That answer, in a form that is equal for equal ones; None without any."""
+
+
 def each(verifier: Verifier) -> TextFunction:
     """(prompts, responses, rows) -> one number a response, for `rewards.TextReward`."""
     return _Each(verifier)
@@ -103,6 +111,10 @@ class LastInteger:
     def __call__(self, prompt: str, response: str, row: Row) -> float:
         return float(last_number(response) == self.gold(row))
 
+    def answer(self, response: str) -> str | None:
+        """The last number in the response; None without any."""
+        return _plain(last_number(response))
+
     def gold(self, row: Row) -> Decimal:
         """The integer; ValueError if there is none."""
         gold = _number_in(row, self.field)
@@ -127,6 +139,10 @@ class ExactMatch:
 
     def __call__(self, prompt: str, response: str, row: Row) -> float:
         return float(self._normal(response) == self.gold(row))
+
+    def answer(self, response: str) -> str | None:
+        """The response, normalised; None if it is empty."""
+        return self._normal(response) or None
 
     def gold(self, row: Row) -> str:
         """The text, normalised; ValueError if there is none."""
@@ -200,13 +216,11 @@ class Gsm8k:
     (for models that were not trained on the form)."""
 
     def __call__(self, prompt: str, response: str, row: Row) -> float:
-        _, marker, answer = response.rpartition(MARKER)
-        if marker or self.unmarked == "wrong":
-            match = _WHOLE.match(answer) if marker else None
-            value = None if match is None else _value(match)
-        else:
-            value = last_number(response)
-        return float(value == self.gold(row))
+        return float(self._number(response) == self.gold(row))
+
+    def answer(self, response: str) -> str | None:
+        """The number that counts in the response; None without any."""
+        return _plain(self._number(response))
 
     def gold(self, row: Row) -> Decimal:
         """The number after the last ####; ValueError if there is none."""
@@ -219,6 +233,13 @@ class Gsm8k:
                 f"{got!r:.60}; correct it, or remove the row"
             )
         return value
+
+    def _number(self, response: str) -> Decimal | None:
+        _, marker, answer = response.rpartition(MARKER)
+        if not marker and self.unmarked == "last_number":
+            return last_number(response)
+        match = _WHOLE.match(answer) if marker else None
+        return None if match is None else _value(match)
 
 
 def number(text: str) -> Decimal | None:
@@ -233,6 +254,16 @@ def last_number(text: str) -> Decimal | None:
     for match in _NUMBER.finditer(text):
         last = match
     return None if last is None else _value(last)
+
+
+def _plain(value: Decimal | None) -> str | None:
+    """A number as digits, equal texts for equal numbers: 12.50 is 12.5, -0 is 0."""
+    if value is None:
+        return None
+    digits = f"{value:f}"
+    if "." in digits:
+        digits = digits.rstrip("0").removesuffix(".")
+    return "0" if value == 0 else digits
 
 
 def _value(match: re.Match[str]) -> Decimal | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import encoding, files, json_lines
 from rlhf_jax.data.encoding import Tokens, Written
@@ -11,7 +13,21 @@ from rlhf_jax.roles.rewards.verifiers import Verifier
 from rlhf_jax.train.grpo.options import VerifiedConfig
 
 
-def put(question: Written, *, options: VerifiedConfig) -> Written:
+class PromptForm(Protocol):
+    """Options of how a question is put to the model."""
+
+    @property
+    def template(self) -> str:
+        """Prompt, with {question} in it."""
+        ...
+
+    @property
+    def chat(self) -> bool:
+        """Whether it is a message of the user."""
+        ...
+
+
+def put(question: Written, *, options: PromptForm) -> Written:
     """What the model is asked; of a conversation the last message is the question."""
     if not isinstance(question, str):
         *before, last = question

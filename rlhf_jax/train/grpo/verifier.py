@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, Protocol
 
 from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import InputError, StopError
@@ -13,7 +13,26 @@ from rlhf_jax.runs import command_line
 from rlhf_jax.train.grpo.options import VerifiedConfig
 
 
-def make_verifier(options: VerifiedConfig) -> Verifier:
+class VerifierOptions(Protocol):
+    """Options that name a verifier."""
+
+    @property
+    def verifier(self) -> str | None:
+        """gsm8k, integer, exact or module:function."""
+        ...
+
+    @property
+    def answer_field(self) -> str:
+        """Field of the rows with the right answers."""
+        ...
+
+    @property
+    def unmarked(self) -> Literal["wrong", "last_number"]:
+        """What becomes of a response without #### with gsm8k."""
+        ...
+
+
+def make_verifier(options: VerifierOptions) -> Verifier:
     """The verifier that --verifier names.
 
     "gsm8k", "integer" and "exact" compare a response with --answer-field of its row:
@@ -35,7 +54,7 @@ def make_verifier(options: VerifiedConfig) -> Verifier:
             return verifiers.LastInteger(field)
         case "exact":
             return verifiers.ExactMatch(field)
-    if ":" not in name:
+    if name is None or ":" not in name:
         raise InputError(
             f"--verifier: expected gsm8k, integer, exact or module:function, got "
             f"{name!r}; choose one"
@@ -64,7 +83,7 @@ def require_some(scores: Scores, *, options: VerifiedConfig) -> None:
         )
 
 
-def _refuse(options: VerifiedConfig, option: str, value: Any, *, default: str) -> None:
+def _refuse(options: VerifierOptions, option: str, value: Any, *, default: str) -> None:
     """InputError for an option that this verifier does not read."""
     if value != default:
         raise InputError(

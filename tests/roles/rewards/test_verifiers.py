@@ -120,6 +120,29 @@ def test_the_number_after_the_last_marker(answer, right):
     assert verifiers.Gsm8k()("q", answer, row) == float(right)
 
 
+@pytest.mark.parametrize(
+    ("verifier", "response", "answer"),
+    [
+        (verifiers.Gsm8k(), "so\n#### $1,000.50", "1000.5"),
+        (verifiers.Gsm8k(), "#### 1000", "1000"),
+        (verifiers.Gsm8k(), "#### 1000.00.", "1000"),
+        (verifiers.Gsm8k(), f"#### {10**31 + 1}", str(10**31 + 1)),
+        (verifiers.Gsm8k(), "#### -0.0", "0"),
+        (verifiers.Gsm8k(), "#### about 5", None),
+        (verifiers.Gsm8k(), "it is 5", None),
+        (verifiers.Gsm8k(unmarked="last_number"), "it is 5.10", "5.1"),
+        (verifiers.LastInteger(), "3 + 4 = 07", "7"),
+        (verifiers.LastInteger(), "none", None),
+        (verifiers.ExactMatch(), " two  dogs ", "two dogs"),
+        (verifiers.ExactMatch(ignore_case=True), "Two", "two"),
+        (verifiers.ExactMatch(), " ", None),
+    ],
+)
+def test_the_answer_that_a_verifier_reads(verifier, response, answer):
+    assert isinstance(verifier, verifiers.Answering)
+    assert verifier.answer(response) == answer
+
+
 def test_without_a_marker_the_last_number_may_count():
     row = {"answer": "#### 12"}
     lenient = verifiers.Gsm8k(unmarked="last_number")

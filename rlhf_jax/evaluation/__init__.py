@@ -1,0 +1,1 @@
+"""From scored responses to the figures of an evaluation, with their intervals."""

@@ -1,0 +1,135 @@
+"""How often the policy's responses are better than the reference's, prompt by prompt.
+
+By scores every response of the one is compared with every response of the other. A
+judge is asked about pairs, in both orders: many prefer what they read first
+(Zheng et al. 2023, arXiv:2306.05685), and the mean of both orders is free of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rlhf_jax.functional.checks import InputError, StopError
+
+Row = Mapping[str, Any]  # of the user's data
+# (prompts, first responses, second responses, rows) -> the probability of each pair
+# that its first response is the better one.
+PairFunction = Callable[[list[str], list[str], list[str], list[Row]], Sequence[float]]
+
+
+def win_rate(scores: Sequence[float], ref_scores: Sequence[float]) -> float:
+    """Probability that a response of the policy scores above one of the reference.
+
+        (1/nm) Σ_ij [s_i > r_j] + ½[s_i = r_j]
+
+    Args:
+      scores: of the policy's n responses to a prompt, in reward units.
+      ref_scores: of the reference's m responses to it.
+
+    Returns:
+      A share; ½ where the two are alike.
+
+    Raises:
+      InputError: there are no scores of one of them.
+    """
+    if not len(scores) or not len(ref_scores):
+        raise InputError(
+            f"expected scores of policy and reference, got {len(scores)} and "
+            f"{len(ref_scores)}; score a response of each"
+        )
+    ours = np.asarray(scores, float)[:, None]
+    theirs = np.asarray(ref_scores, float)[None, :]
+    return float(np.mean((ours > theirs) + 0.5 * (ours == theirs)))
+
+
+class Verdict(NamedTuple):
+    """What a judge says of a pair, asked in both orders."""
+
+    # Probability that the policy's response is better, by where it is read.
+    policy_first: float
+    policy_second: float
+
+    @property
+    def win(self) -> float:
+        """Probability that the policy's response is the better one."""
+        return (self.policy_first + self.policy_second) / 2
+
+    @property
+    def first(self) -> float:
+        """Probability of choosing the response that is read first; ½ is unbiased."""
+        return (self.policy_first + 1 - self.policy_second) / 2
+
+
+def judged(
+    judge: PairFunction,
+    *,
+    prompts: Sequence[str],
+    responses: Sequence[str],
+    ref_responses: Sequence[str],
+    rows: Sequence[Row],
+    called: str = "the judge",
+) -> list[Verdict]:
+    """Asks a judge about pairs of responses, in both orders.
+
+    Args:
+      judge: (prompts, first, second, rows) -> probabilities that the first is better.
+      prompts, responses, ref_responses, rows: of the pairs.
+      called: what messages call the judge, as "--judge my_judges:better".
+
+    Returns:
+      A verdict for each pair.
+
+    Raises:
+      InputError: the judge raised, or did not return a probability for each pair.
+      StopError: the judge called `sys.exit`.
+    """
+
+    def ask(first: Sequence[str], second: Sequence[str]) -> list[float]:
+        try:
+            returned = judge(
+                [*prompts], [*first], [*second], [copy.deepcopy(row) for row in rows]
+            )
+        except SystemExit as stop:
+            raise StopError(
+                f"{called} called sys.exit({stop.code!r:.80}); return a probability, "
+                f"or raise an error to stop the run"
+            ) from stop
+        except Exception as error:  # whatever the user's own code raises
+            raise InputError(
+                f"{called} raised {type(error).__name__}: {error} for a batch of "
+                f"{len(prompts)} pairs, the first with the prompt {prompts[0]!r:.80}; "
+                f"mend it"
+            ) from error
+        return _probabilities(returned, count=len(prompts), called=called)
+
+    if not prompts:
+        return []
+    policy_first = ask(responses, ref_responses)
+    policy_second = [1 - each for each in ask(ref_responses, responses)]
+    return list(map(Verdict, policy_first, policy_second))
+
+
+def _probabilities(returned: Any, *, count: int, called: str) -> list[float]:
+    expected = (
+        f"expected {called} to return {count} probabilities, one for each pair, that "
+        f"the first response is better"
+    )
+    try:
+        numbers = [float(each) for each in returned]
+    except (TypeError, ValueError):
+        raise InputError(
+            f"{expected}, got {returned!r:.80}; return a list of floats"
+        ) from None
+    if len(numbers) != count:
+        raise InputError(f"{expected}, got {len(numbers)}; return one for each pair")
+    for place, number in enumerate(numbers):
+        if not (math.isfinite(number) and 0 <= number <= 1):
+            raise InputError(
+                f"{expected}, got {number} at index {place}; return numbers from 0 to 1"
+            )
+    return numbers

@@ -1,0 +1,223 @@
+"""From responses and their numbers to figures over prompts, with intervals.
+
+A figure is computed for each prompt, from all its samples, and then averaged over
+prompts. Prompts are the independent draws, so that its interval is Student's t over
+prompts (`sweeps.statistics`); samples of one prompt are not independent draws of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Self
+
+import numpy as np
+
+from rlhf_jax.evaluation import comparison, success
+from rlhf_jax.evaluation.comparison import Verdict
+from rlhf_jax.sweeps import statistics
+
+Kind = Literal["verifier", "reward", "none"]  # what scores are
+RIGHT = 1.0  # a verifier's score of a right response
+
+
+class Figure(NamedTuple):
+    """A mean over prompts."""
+
+    mean: float
+    low: float | None  # of the 95% interval of the mean; None with one prompt
+    high: float | None
+    prompts: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Response:
+    """A response with its numbers; a row of samples.jsonl."""
+
+    model: Literal["policy", "reference"]
+    decoding: Literal["sampled", "greedy"]
+    row: int  # of the prompts
+    sample: int  # which of the prompt's samples
+    prompt: str
+    response: str
+    length: int  # tokens, the stop token included
+    ended: bool  # by a stop token
+    score: float | None  # reward units; None where nothing scores
+    answer: str | None  # what the verifier reads as the answer
+    logprob: float  # nats, Σ log π(token) of the model that responded
+    ref_logprob: float | None  # nats, Σ log π_ref(token)
+    kl: float | None  # nats, Σ KL(π ‖ π_ref) over the vocabulary, of the policy's
+    k1: float | None  # nats, Σ log π(token) - log π_ref(token), of the policy's
+    verdict: tuple[float, float] | None  # `comparison.Verdict`, of the policy's
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Self:
+        """The response of a row of samples.jsonl."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        values = {name: row[name] for name in names}
+        if values["verdict"] is not None:
+            values["verdict"] = tuple(values["verdict"])
+        return cls(**values)
+
+    @property
+    def right(self) -> bool:
+        """Whether a verifier calls it right."""
+        return self.score == RIGHT
+
+
+PerPrompt = list[list[Response]]  # responses of one model, by prompt and sample
+
+
+def by_prompt(responses: Sequence[Response], *, model: str, decoding: str) -> PerPrompt:
+    """The responses of one model in one way of decoding, in order."""
+    prompts: dict[int, list[Response]] = {}
+    for each in sorted(responses, key=lambda each: (each.row, each.sample)):
+        if (each.model, each.decoding) == (model, decoding):
+            prompts.setdefault(each.row, []).append(each)
+    return list(prompts.values())
+
+
+def over_prompts(values: Sequence[float], *, share: bool = False) -> Figure:
+    """The mean of a number for each prompt, and its 95% interval.
+
+        mean ± t(0.975, P - 1)·s/√P
+
+    Args:
+      values: of P prompts.
+      share: whether each is in [0, 1], to which the interval is then cut.
+    """
+    array = np.asarray(values, float)
+    interval = statistics.of_mean(array)
+    mean = float(array.mean())
+    if interval is None:
+        return Figure(mean, None, None, len(array))
+    low, high = interval
+    if share:
+        low, high = max(low, 0.0), min(high, 1.0)
+    return Figure(mean, low, high, len(array))
+
+
+def of_model(
+    prompts: PerPrompt, *, kind: Kind, ks: Sequence[int], answers: bool
+) -> dict[str, Figure]:
+    """Figures of one model's responses in one way of decoding.
+
+    Args:
+      prompts: the responses, n to each prompt.
+      kind: what the scores are.
+      ks: k of pass@k, best@k and majority@k; those above n are left out.
+      answers: whether the verifier reads answers.
+
+    Returns:
+      By name; README.md defines each.
+    """
+    count = min(map(len, prompts))
+    chosen = [k for k in ks if k <= count]
+    figures: dict[str, Figure] = {}
+    if kind != "none":
+        figures["score"] = over_prompts(_means(prompts, _score))
+    for k in chosen:
+        if kind == "verifier":
+            figures[f"pass@{k}"] = over_prompts(
+                [
+                    success.pass_at_k(
+                        sum(each.right for each in samples),
+                        num_samples=len(samples),
+                        k=k,
+                    )
+                    for samples in prompts
+                ],
+                share=True,
+            )
+        elif kind == "reward":
+            figures[f"best@{k}"] = over_prompts(
+                [success.best_at_k(list(map(_score, p)), k=k) for p in prompts]
+            )
+    if kind == "verifier" and answers:
+        for k in chosen:
+            figures[f"majority@{k}"] = over_prompts(
+                [
+                    success.majority_at_k(
+                        [each.answer for each in samples],
+                        [each.right for each in samples],
+                        k=k,
+                    )
+                    for samples in prompts
+                ],
+                share=True,
+            )
+    figures["length"] = over_prompts(_means(prompts, lambda each: each.length))
+    figures["ended"] = over_prompts(
+        _means(prompts, lambda each: each.ended), share=True
+    )
+    if count > 1:
+        figures["distinct"] = over_prompts(
+            [len({each.response for each in p}) / len(p) for p in prompts],
+            share=True,
+        )
+    if prompts[0][0].ref_logprob is not None:
+        figures["log_perplexity"] = over_prompts(_means(prompts, _log_perplexity))
+    if prompts[0][0].kl is not None:
+        figures["kl"] = over_prompts(_means(prompts, lambda each: _given(each.kl)))
+        figures["kl_k1"] = over_prompts(_means(prompts, lambda each: _given(each.k1)))
+    return figures
+
+
+def compared(policy: PerPrompt, reference: PerPrompt, *, kind: Kind) -> dict[str, Any]:
+    """Figures of the policy beside the reference, prompt by prompt.
+
+    Args:
+      policy, reference: responses to the same prompts.
+      kind: what the scores are.
+    """
+    figures: dict[str, Figure] = {}
+    if kind != "none":
+        scores = [
+            (list(map(_score, ours)), list(map(_score, theirs)))
+            for ours, theirs in zip(policy, reference, strict=True)
+        ]
+        figures["score_difference"] = over_prompts(
+            [float(np.mean(ours) - np.mean(theirs)) for ours, theirs in scores]
+        )
+        figures["win_rate_by_score"] = over_prompts(
+            [comparison.win_rate(ours, theirs) for ours, theirs in scores],
+            share=True,
+        )
+    if policy[0][0].verdict is not None:
+        figures["win_rate_by_judge"] = over_prompts(
+            _means(policy, lambda each: _verdict(each).win), share=True
+        )
+        figures["judge_prefers_first"] = over_prompts(
+            _means(policy, lambda each: _verdict(each).first), share=True
+        )
+    return figures
+
+
+def distinct_share(prompts: PerPrompt) -> float:
+    """Share of the responses to all prompts that no other one before is equal to."""
+    texts = [each.response for samples in prompts for each in samples]
+    return len(set(texts)) / len(texts)
+
+
+def _means(prompts: PerPrompt, number: Callable[[Response], float]) -> list[float]:
+    """The mean over a prompt's samples, for each prompt."""
+    return [float(np.mean([number(each) for each in samples])) for samples in prompts]
+
+
+def _score(response: Response) -> float:
+    return _given(response.score)
+
+
+def _log_perplexity(response: Response) -> float:
+    """-(1/T) Σ log π_ref(token), nats per token."""
+    return -_given(response.ref_logprob) / response.length
+
+
+def _verdict(response: Response) -> Verdict:
+    assert response.verdict is not None  # all have one, or none
+    return Verdict(*response.verdict)
+
+
+def _given(number: float | None) -> float:
+    assert number is not None  # all have one, or none
+    return number

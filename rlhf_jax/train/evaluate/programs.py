@@ -1,0 +1,151 @@
+"""The compiled programs of an evaluation: `jax.jit` stands here."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from rlhf_jax.algorithms import evaluation
+from rlhf_jax.algorithms.batch import Prompts, Rollout, Sequences
+from rlhf_jax.algorithms.evaluation import Divergence
+from rlhf_jax.algorithms.flow.rollout import rollout
+from rlhf_jax.checkpoints.frozen_models import RewardModel
+from rlhf_jax.checkpoints.pretrained import Pretrained
+from rlhf_jax.data import batches
+from rlhf_jax.data.encoding import Tokens
+from rlhf_jax.devices import row_sharding, sharding
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.generation.sampling import Shaping
+from rlhf_jax.roles import rewards
+from rlhf_jax.roles.reference import frozen
+from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.train.evaluate.options import Config
+
+Array = jax.Array
+
+
+def prompts_of(
+    tokens: list[Tokens], *, rows: list[int], num_samples: int, pad_id: int
+) -> Prompts:
+    """Some prompts, each `num_samples` times, as wide as the longest of all.
+
+    Args:
+      tokens: of all prompts.
+      rows: which of them.
+      num_samples: neighbouring rows with the same prompt.
+      pad_id: what stands left of shorter ones.
+    """
+    # The record names jax.Array; these are the NumPy arrays that become one.
+    index: Any = np.repeat(np.asarray(rows, np.int32), num_samples)
+    padded, mask = batches.pad(
+        [tokens[row] for row in index],
+        width=max(map(len, tokens)),
+        pad_id=pad_id,
+        left=True,
+    )
+    sample: Any = np.tile(np.arange(num_samples, dtype=np.int32), len(rows))
+    return Prompts(tokens=padded, mask=mask, index=index, sample=sample)
+
+
+class Programs:
+    """What is compiled, once for each shape; frozen models are arguments."""
+
+    def __init__(self, options: Config, *, start: Pretrained, mesh: Mesh) -> None:
+        self._model, self._mesh = start.model, mesh
+        on = functools.partial(sharding.on, mesh)
+        sampled = {
+            "max_new_tokens": options.max_new_tokens,
+            "temperature": options.temperature,
+        }
+
+        def respond(
+            frozen_model: Frozen,
+            prompts: Prompts,
+            key: Array,
+            *,
+            model: ModelConfig,
+            greedy: bool,
+        ) -> Rollout:
+            return rollout(
+                frozen.read(frozen_model),
+                model=model,
+                prompts=prompts,
+                key=key,
+                stop_ids=start.stop_ids,
+                shaping=Shaping(greedy=True) if greedy else None,
+                group_size=1 if greedy else options.num_samples,
+                **sampled,
+            )
+
+        def divergence(
+            policy: Frozen,
+            reference: Frozen,
+            responses: Rollout,
+            *,
+            ref_model: ModelConfig,
+        ) -> Divergence:
+            return evaluation.divergence(
+                frozen.read(policy),
+                frozen.read(reference),
+                rollout=responses,
+                model=start.model,
+                ref_model=ref_model,
+                **sampled,
+            )
+
+        def text_stats(
+            frozen_model: Frozen, texts: Sequences, *, model: ModelConfig
+        ) -> Any:
+            return evaluation.text_stats(
+                frozen.read(frozen_model), {"texts": texts}, model=model
+            )
+
+        self._respond = jax.jit(on(respond), static_argnames=("model", "greedy"))
+        self._divergence = jax.jit(on(divergence), static_argnames=("ref_model",))
+        self._text_stats = jax.jit(on(text_stats), static_argnames=("model",))
+        self._score = jax.jit(on(lambda reward, responses: reward(responses)))
+
+    def respond(
+        self, model: Frozen, prompts: Prompts, *, key: Array, greedy: bool
+    ) -> Rollout:
+        """Responses of a frozen model.
+
+        Args:
+          model: the policy or the reference.
+          prompts: of NumPy, from `prompts_of`, once each where `greedy`.
+          key: of this model; each row's is folded from its prompt and sample number.
+          greedy: take the most likely tokens.
+        """
+        return self._respond(
+            model,
+            row_sharding.put_rows(prompts, mesh=self._mesh),
+            key,
+            model=self._shape(model),
+            greedy=greedy,
+        )
+
+    def divergence(
+        self, policy: Frozen, reference: Frozen, responses: Rollout
+    ) -> Divergence:
+        """The KL of the policy's responses to the reference, of each."""
+        return self._divergence(
+            policy, reference, responses, ref_model=self._shape(reference)
+        )
+
+    def score(self, scorer: RewardModel, responses: Rollout) -> Array:
+        """f32[B], of a reward model."""
+        reward = rewards.from_model(scorer.frozen, model=scorer.model)
+        return self._score(reward, responses)
+
+    def text_loss(self, model: Frozen, texts: Sequences) -> float:
+        """-(1/N) Σ log π(token) of fixed texts at temperature 1, nats per token."""
+        stats = self._text_stats(model, texts, model=self._shape(model))
+        ((total, weight),) = stats.values()
+        return float(total) / float(weight)
+
+    def _shape(self, model: Frozen) -> ModelConfig:
+        return frozen.shape_of(model, policy=self._model)

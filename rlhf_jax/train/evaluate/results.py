@@ -1,0 +1,168 @@
+"""From responses to results.json and a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rlhf_jax.evaluation import figures
+from rlhf_jax.evaluation.figures import Figure, Kind, Response
+from rlhf_jax.functional import best_of_n
+from rlhf_jax.runs import report
+from rlhf_jax.train.evaluate.options import Config
+
+DECODINGS = ("sampled", "greedy")
+SHOWN = {
+    "length": "length [tokens]",
+    "ended": "ended by a stop token",
+    "distinct": "distinct, of a prompt",
+    "distinct_overall": "distinct, of all",
+    "log_perplexity": "log perplexity [nats per token]",
+    "kl": "KL, exact [nats per response]",
+    "kl_k1": "KL, k1 [nats per response]",
+    "score_difference": "score less the reference's",
+    "win_rate_by_score": "win rate by score",
+    "win_rate_by_judge": "win rate by judge",
+    "judge_prefers_first": "judge prefers the first",
+}
+
+
+def collected(
+    responses: Sequence[Response], *, options: Config, answers: bool
+) -> dict[str, Any]:
+    """The figures of all responses, as JSON; equal for equal responses.
+
+    Args:
+      responses: of all prompts.
+      options: of the run.
+      answers: whether the verifier reads answers, which majority@k needs.
+    """
+    names = list(dict.fromkeys(each.model for each in responses))
+    of = {
+        (name, decoding): figures.by_prompt(responses, model=name, decoding=decoding)
+        for name in names
+        for decoding in DECODINGS
+    }
+    results: dict[str, Any] = {
+        "prompts": len(of["policy", "sampled"]),
+        "num_samples": options.num_samples,
+        "temperature": options.temperature,
+        "scored_by": options.verifier or options.reward or options.reward_model,
+    }
+    for name in names:
+        results[name] = {
+            decoding: _as_json(
+                figures.of_model(
+                    of[name, decoding],
+                    kind=options.kind,
+                    ks=options.levels if decoding == "sampled" else (1,),
+                    answers=answers and decoding == "sampled",
+                )
+            )
+            | {"distinct_overall": figures.distinct_share(of[name, decoding])}
+            for decoding in DECODINGS
+        }
+    if "reference" in names:
+        results["comparison"] = {
+            decoding: _as_json(
+                figures.compared(
+                    of["policy", decoding],
+                    of["reference", decoding],
+                    kind=options.kind,
+                )
+            )
+            for decoding in DECODINGS
+        }
+        if options.kind != "none":
+            results["best_of_k"] = _best_of_k(
+                results["reference"]["sampled"], kind=options.kind, ks=options.levels
+            )
+    if options.kind == "verifier" and not answers:
+        results["left_out"] = {
+            "majority": f"{options.verifier} says of no response which answer it reads"
+        }
+    return results
+
+
+def _best_of_k(
+    of_reference: dict[str, Any], *, kind: Kind, ks: Sequence[int]
+) -> list[dict[str, Any]]:
+    """The reference's best of k responses by the score: a policy without training."""
+    name = "pass" if kind == "verifier" else "best"
+    return [
+        {"k": k, "kl_at_most": best_of_n.kl_bound(k)} | of_reference[f"{name}@{k}"]
+        for k in ks
+    ]
+
+
+def tell(results: dict[str, Any]) -> None:
+    """Prints a table for samples and one for greedy responses, and what is beside."""
+    counts = {"sampled": results["num_samples"], "greedy": 1}
+    for decoding, count in counts.items():
+        theirs = results.get("reference", {}).get(decoding, {})
+        rows = [
+            (name, figure, theirs.get(name))
+            for name, figure in results["policy"][decoding].items()
+        ]
+        compared = results.get("comparison", {}).get(decoding, {})
+        rows += [(name, figure, None) for name, figure in compared.items()]
+        columns = ["", "policy", "reference"] if theirs else ["", "policy"]
+        report.table(
+            f"{decoding.capitalize()}: {count} of each of {results['prompts']} "
+            f"prompts; 95% intervals",
+            columns,
+            [
+                (SHOWN.get(name, name), *map(_cell, figures))[: len(columns)]
+                for name, *figures in rows
+            ],
+        )
+    if "best_of_k" in results:
+        policy = results["policy"]["sampled"]
+        beside = policy.get("pass@1", policy["score"])
+        report.table(
+            "The policy beside the best of k of the reference",
+            ("", "score", "KL [nats per response]"),
+            [
+                ("policy", _cell(beside), _cell(policy["kl"])),
+                *(
+                    (
+                        f"reference, best of {each['k']}",
+                        _cell(each),
+                        f"at most {each['kl_at_most']:.3g}",
+                    )
+                    for each in results["best_of_k"]
+                ),
+            ],
+        )
+    for why in results.get("left_out", {}).items():
+        print("left out: {}@k, as {}".format(*why))
+    if "texts" in results:
+        texts = results["texts"]
+        report.table(
+            "Held-out texts",
+            ("", "policy", "reference", "forgetting"),
+            [
+                (
+                    "loss [nats per token]",
+                    texts["policy_loss"],
+                    texts.get("reference_loss"),
+                    texts.get("forgetting"),
+                )
+            ],
+        )
+
+
+def _as_json(of: dict[str, Figure]) -> dict[str, Any]:
+    return {name: figure._asdict() for name, figure in of.items()}
+
+
+def _cell(figure: dict[str, Any] | float | None) -> str:
+    """A mean with its interval; a share of all responses has none."""
+    if figure is None:
+        return ""
+    if not isinstance(figure, dict):
+        return f"{figure:.3g}"
+    mean = f"{figure['mean']:.3g}"
+    if figure["low"] is None:
+        return mean
+    return f"{mean} ({figure['low']:.3g} to {figure['high']:.3g})"

@@ -1,0 +1,63 @@
+"""What scores responses: a reward, a verifier in other processes, a reward model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from rlhf_jax.algorithms.batch import Rollout
+from rlhf_jax.checkpoints.frozen_models import RewardModel
+from rlhf_jax.checkpoints.pretrained import Pretrained
+from rlhf_jax.data.json_lines import Row
+from rlhf_jax.devices import processes
+from rlhf_jax.roles.rewards.verifiers import Verifier
+from rlhf_jax.train.evaluate.options import Config
+from rlhf_jax.train.evaluate.programs import Programs
+from rlhf_jax.train.text_rewards import load_text_reward
+from rlhf_jax.verification.pool import VerifierPool
+
+HostArray = np.ndarray[Any, Any]
+# Responses, and how many of them from the first count, to their scores f32[count].
+Score = Callable[[Rollout, int], HostArray]
+
+
+@contextlib.contextmanager
+def opened(
+    options: Config,
+    *,
+    programs: Programs,
+    start: Pretrained,
+    rows: list[Row],
+    verifier: Verifier | None,
+    reward_model: RewardModel | None,
+) -> Iterator[Score | None]:
+    """The score that the options ask for; None where they ask for none."""
+    if reward_model is not None:
+        yield lambda rollout, count: processes.whole(
+            programs.score(reward_model, rollout)
+        )[:count]
+    elif verifier is not None:
+        with VerifierPool(
+            verifier,
+            num_workers=options.num_workers,
+            timeout=options.timeout,
+            on_failure=options.on_failure,
+        ) as pool:
+            verified = pool.reward(decode=start.decode, rows=rows)
+            yield lambda rollout, count: np.asarray(
+                verified(first(rollout, count)).total
+            )
+    elif options.reward is not None:
+        reward = load_text_reward("--reward", options.reward, policy=start, rows=rows)
+        yield lambda rollout, count: reward(first(rollout, count))
+    else:
+        yield None
+
+
+def first(rollout: Rollout, count: int) -> Rollout:
+    """The first responses, on the host."""
+    return jax.tree.map(lambda leaf: leaf[:count], processes.whole(rollout))

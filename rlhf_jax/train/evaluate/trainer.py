@@ -1,0 +1,223 @@
+"""`rlhf-jax evaluate`, from its options to the results."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import time
+from typing import Any
+
+import jax
+
+from rlhf_jax.checkpoints import frozen_models, hf, pretrained
+from rlhf_jax.checkpoints.pretrained import Pretrained
+from rlhf_jax.data import digests, encoding, files, json_lines
+from rlhf_jax.data.encoding import Tokens
+from rlhf_jax.data.json_lines import Row
+from rlhf_jax.devices import compile_counts, sharding
+from rlhf_jax.evaluation.comparison import PairFunction
+from rlhf_jax.evaluation.figures import Response
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.roles.reference import frozen
+from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.rewards import verifiers
+from rlhf_jax.roles.rewards.verifiers import Verifier
+from rlhf_jax.runs import command_line, folder, metrics, report, run
+from rlhf_jax.train.evaluate import responses, results, scoring
+from rlhf_jax.train.evaluate.options import Config
+from rlhf_jax.train.evaluate.programs import Programs
+from rlhf_jax.train.evaluate.responses import Evaluation, Model
+from rlhf_jax.train.grpo.questions import put
+from rlhf_jax.train.grpo.verifier import make_verifier
+from rlhf_jax.train.start import load_start
+
+STAGE = "evaluate"
+
+
+def main(options: Config) -> None:
+    """Runs `rlhf-jax evaluate` with its options.
+
+    Raises:
+      InputError: an option, a file or a checkpoint is not what it should be.
+    """
+    started, compiled = time.perf_counter(), compile_counts.so_far()
+    if jax.process_count() > 1:
+        raise InputError(
+            f"--coordinator: expected one process, got {jax.process_count()}; evaluate "
+            f"with one, whose devices --placement.policy shares out"
+        )
+    verifier, judge = load_functions(options)
+    reader = pretrained.described(options.model, tokenizer=options.tokenizer)
+    rows, tokens = read_prompts(options, reader=reader, verifier=verifier)
+    texts = None
+    if options.texts is not None:
+        texts = pretrained.read_texts(
+            reader,
+            options.texts,
+            batch_size=min(options.batch_size, options.num_texts),
+            max_rows=options.num_texts,
+        )
+    if options.reference is not None:
+        frozen_models.check_reference(options.reference, policy=reader)
+    if options.reward_model is not None:
+        hf.model_config(options.reward_model)
+    mesh = options.placement.policy_mesh()
+    start = load_start(options.model, options=options, mesh=mesh)
+    on_mesh: dict[str, Any] = {
+        "policy": start,
+        "storage": frozen_models.COPY,
+        "mesh": mesh,
+        "sharding": functools.partial(sharding.shardings, mesh=mesh),
+    }
+    models: dict[Model, Frozen] = {
+        "policy": frozen_models.load_reference(None, **on_mesh)
+    }
+    start = start._replace(params=None)  # the frozen copy is enough
+    on_mesh["policy"] = start
+    if options.reference is not None:
+        models["reference"] = frozen_models.load_reference(options.reference, **on_mesh)
+    reward_model = None
+    if options.reward_model is not None:
+        reward_model = frozen_models.load_reward_model(options.reward_model, **on_mesh)
+    programs = Programs(options, start=start, mesh=mesh)
+    key = sharding.place(jax.random.key(options.seed), mesh=mesh)
+    answers = answering(verifier)
+    with scoring.opened(
+        options,
+        programs=programs,
+        start=start,
+        rows=rows,
+        verifier=verifier,
+        reward_model=reward_model,
+    ) as score:
+        evaluation = Evaluation(
+            programs=programs,
+            start=start,
+            models=models,
+            keys={
+                name: jax.random.fold_in(key, number)
+                for number, name in enumerate(models)
+            },
+            rows=rows,
+            tokens=tokens,
+            num_samples=options.num_samples,
+            batch_size=options.batch_size,
+            score=score,
+            answers=answers,
+            judge=judge,
+            judge_called=f"--judge {options.judge}",
+        )
+        rehearsed = None
+        if not options.resume:
+            # Before there is a run folder, so that a reward or judge that fails leaves
+            # none behind.
+            rehearsed = evaluation.batch(0, guard=contextlib.nullcontext)
+        meta = {
+            "data_digest": digests.of_tokens(tokens),
+            "rows_digest": digests.of_rows(rows),
+        }
+        beside: dict[str, Frozen] = {**models}
+        if reward_model is not None:
+            beside["reward_model"] = reward_model.frozen
+        with (
+            run.Run(
+                options,
+                num_steps={STAGE: evaluation.num_steps},
+                stop_timeout=options.stop_timeout,
+            ) as job,
+            job.stage(STAGE, {"root_key": key}, meta=meta, beside=beside) as stage,
+        ):
+            report.model_table(
+                [(name, each.stored, False) for name, each in beside.items()]
+            )
+            for step in stage.steps():
+                if step > 0 or rehearsed is None:
+                    batch = evaluation.batch(step, guard=stage.user_code)
+                else:
+                    batch = rehearsed
+                rows_of_batch = [dataclasses.asdict(each) for each in batch]
+                stage.end_step(step, responses.stats(batch), rows_of_batch)
+    collected = results.collected(
+        [
+            Response.from_json(row)
+            for row in metrics.read(job.folder / "samples.jsonl")
+            if row["stage"] == STAGE
+        ],
+        options=options,
+        answers=answers is not None,
+    )
+    if texts is not None:
+        losses = {
+            f"{name}_loss": programs.text_loss(model, texts)
+            for name, model in models.items()
+        }
+        if "reference" in models:
+            losses["forgetting"] = losses["policy_loss"] - losses["reference_loss"]
+        collected["texts"] = losses
+    frozen.verify_all(beside)
+    folder.write_json(job.folder / "results.json", collected)
+    results.tell(collected)
+    seconds = time.perf_counter() - started
+    folder.write_summary(
+        job.folder,
+        collected
+        | {
+            "frozen_verified": True,
+            "compiled": compile_counts.since(compiled),
+            "seconds": seconds,
+        },
+    )
+    print(f"{seconds:.0f} s; results are in {job.folder / 'results.json'}")
+
+
+def answering(verifier: object) -> verifiers.Answering | None:
+    """The verifier where it reads answers, which majority@k needs."""
+    return verifier if isinstance(verifier, verifiers.Answering) else None
+
+
+def load_functions(options: Config) -> tuple[Verifier | None, PairFunction | None]:
+    """The verifier and the judge, before a model is loaded; the reward is tried too.
+
+    Raises:
+      InputError: there is no such function.
+    """
+    if options.reward is not None:
+        command_line.load_function(options.reward)
+    verifier = None if options.verifier is None else make_verifier(options)
+    judge = None
+    if options.judge is not None:
+        judge = command_line.load_function(options.judge)
+    return verifier, judge
+
+
+def read_prompts(
+    options: Config, *, reader: Pretrained, verifier: Verifier | None
+) -> tuple[list[Row], list[Tokens]]:
+    """The prompts and their rows.
+
+    Args:
+      options: of the run.
+      reader: the policy, whose params are not read.
+      verifier: which will read the rows.
+
+    Raises:
+      InputError: the file cannot be read, a prompt is too long, or the verifier cannot
+        read the right answer of a row.
+    """
+    field = options.prompt_field
+    if isinstance(verifier, verifiers.Readable):
+        located = json_lines.read_located(options.prompts)
+        verifiers.check_answers(located, verifier=verifier)
+    rows = [
+        row | {"asked": put(row[field], options=options)}
+        for row in files.read_prompts(options.prompts, field=field)
+    ]
+    return encoding.encode_prompts(
+        reader.tokenizer,
+        rows,
+        max_length=reader.room(max_new_tokens=options.max_new_tokens),
+        field="asked",
+        overlong=options.overlong,
+        more="lower --max-new-tokens",
+    )

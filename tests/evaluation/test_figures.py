@@ -1,0 +1,135 @@
+"""Figures over prompts, from responses that are made up."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from rlhf_jax.evaluation import figures, success
+from rlhf_jax.evaluation.figures import Response
+
+FIRST = Response(
+    model="policy",
+    decoding="sampled",
+    row=0,
+    sample=0,
+    prompt="p",
+    response="a",
+    length=2,
+    ended=True,
+    score=1.0,
+    answer="a",
+    logprob=-1.0,
+    ref_logprob=-3.0,
+    kl=0.5,
+    k1=2.0,
+    verdict=None,
+)
+
+
+def responses(scores, *, texts="abcd", **fields):
+    """One prompt for each row of scores."""
+    return [
+        dataclasses.replace(
+            FIRST,
+            row=row,
+            sample=sample,
+            score=score,
+            response=texts[sample],
+            answer=texts[sample],
+            **fields,
+        )
+        for row, of_prompt in enumerate(scores)
+        for sample, score in enumerate(of_prompt)
+    ]
+
+
+def of(made, **changes):
+    prompts = figures.by_prompt(made, model="policy", decoding="sampled")
+    options = {"kind": "verifier", "ks": (1, 2, 4), "answers": True} | changes
+    return prompts, figures.of_model(prompts, **options)
+
+
+def test_a_mean_and_its_interval_are_over_prompts():
+    """Means 0.5 and 1 of two prompts: s = 0.3536, t(0.975, 1) = 12.706."""
+    _, told = of(responses([[1, 0], [1, 1]]))
+    half = 12.7062 * math.sqrt(0.125) / math.sqrt(2)
+    assert told["score"] == pytest.approx((0.75, 0.75 - half, 0.75 + half, 2), abs=1e-3)
+    assert told["pass@1"] == (0.75, 0.0, 1.0, 2)  # a share: cut to [0, 1]
+    assert told["pass@2"] == (1.0, 1.0, 1.0, 2)
+    assert told["majority@2"].mean == 0.75  # a tie of the first prompt
+    assert "pass@4" not in told  # of two samples
+    assert (told["length"].mean, told["ended"].mean) == (2.0, 1.0)
+    assert told["log_perplexity"].mean == 1.5
+    assert (told["kl"].mean, told["kl_k1"].mean) == (0.5, 2.0)
+
+
+def test_one_prompt_has_no_interval():
+    _, told = of(responses([[1, 0]]))
+    assert told["score"] == (0.5, None, None, 1)
+
+
+@pytest.mark.cases(quick=1)
+@pytest.mark.parametrize(("prompts", "k"), [(50, 1), (200, 8), (200, 1)])
+def test_intervals_of_pass_at_k_hold_the_truth_in_95_of_100_evaluations(prompts, k):
+    """Rates of right responses are uniform over prompts, so pass@k is k/(k + 1)."""
+    rng = np.random.default_rng(prompts + k)
+    of_counts = [success.pass_at_k(c, num_samples=8, k=k) for c in range(9)]
+    right = rng.binomial(8, rng.uniform(size=(2000, prompts)))
+    told = [
+        figures.over_prompts(values, share=True)
+        for values in np.asarray(of_counts)[right]
+    ]
+    held = [figure.low <= k / (k + 1) <= figure.high for figure in told]
+    assert 0.93 <= np.mean(held) <= 0.97
+
+
+def test_what_is_not_there_is_left_out():
+    bare = responses([[1, 0]], kl=None, k1=None, ref_logprob=None)
+    _, told = of(bare, answers=False)
+    assert set(told) == {"score", "pass@1", "pass@2", "length", "ended", "distinct"}
+    _, told = of(bare, kind="none")
+    assert set(told) == {"length", "ended", "distinct"}
+    _, told = of(bare, kind="reward")
+    assert set(told) == {"score", "best@1", "best@2", "length", "ended", "distinct"}
+
+
+def test_distinct_shares():
+    prompts, told = of(responses([[1, 0, 1, 0]] * 2, texts="aabc"))
+    assert told["distinct"].mean == 0.75
+    assert figures.distinct_share(prompts) == 3 / 8
+
+
+def test_only_a_score_of_1_is_right():
+    _, told = of(responses([[0.5, 0.0]]))
+    assert (told["score"].mean, told["pass@2"].mean) == (0.25, 0.0)
+
+
+def test_the_policy_is_paired_with_the_reference():
+    ours = figures.by_prompt(
+        responses([[1, 0], [1, 1]], verdict=(0.9, 0.3)),
+        model="policy",
+        decoding="sampled",
+    )
+    theirs = figures.by_prompt(
+        responses([[0, 0], [1, 1]], model="reference"),
+        model="reference",
+        decoding="sampled",
+    )
+    told = figures.compared(ours, theirs, kind="verifier")
+    assert told["score_difference"].mean == 0.25
+    assert told["win_rate_by_score"].mean == (0.75 + 0.5) / 2
+    assert told["win_rate_by_judge"].mean == pytest.approx(0.6)
+    assert told["judge_prefers_first"].mean == pytest.approx(0.8)
+    assert set(figures.compared(ours, theirs, kind="none")) == {
+        "win_rate_by_judge",
+        "judge_prefers_first",
+    }
+
+
+def test_a_response_is_read_back():
+    row = dataclasses.asdict(dataclasses.replace(FIRST, verdict=(0.5, 0.25)))
+    told = Response.from_json(row | {"stage": "evaluate", "verdict": [0.5, 0.25]})
+    assert told.verdict == (0.5, 0.25)
+    assert dataclasses.asdict(told) == row

@@ -1,0 +1,358 @@
+"""`rlhf-jax evaluate`: figures that its samples give, resumed to the bit, bad input."""
+
+import dataclasses
+import json
+import shutil
+import signal
+import sys
+
+import numpy as np
+import pytest
+import toy_files
+
+from rlhf_jax.evaluation import comparison, success
+from rlhf_jax.functional import best_of_n
+from rlhf_jax.runs import command_line, metrics
+from rlhf_jax.train import evaluate
+from rlhf_jax.train.evaluate import trainer
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+slow = pytest.mark.slow
+
+MODULE = r"""
+import signal
+calls = 0
+
+def stopping(prompts, responses, rows):
+    global calls
+    calls += 1
+    if calls == 6:  # of the second batch; four calls each
+        signal.raise_signal(signal.SIGTERM)
+    return length(prompts, responses, rows)
+
+def has_a(prompt, response, row):
+    return float(row["answer"] in response.split())
+
+def length(prompts, responses, rows):
+    return [float(len(response.split())) for response in responses]
+
+def longer(prompts, first, second, rows):
+    return [0.5 + 0.4 * ((len(a) > len(b)) - (len(a) < len(b))) + 0.1
+            for a, b in zip(first, second)]
+
+def fails(prompts, responses, rows):
+    raise KeyError("no score")
+"""
+PROMPTS = ("the cat", "a dog was", "we ran", "it", "so good")
+BASICS = (
+    *("--num-samples=4", "--max-new-tokens=4", "--batch-size=2", "--no-progress"),
+    *("--snapshot-every=1", "--num-workers=1"),
+)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "measures.py").write_text(MODULE)
+    toy_files.checkpoint(folder / "policy")
+    toy_files.checkpoint(folder / "reference", seed=3)
+    rows = [{"prompt": prompt, "answer": "a"} for prompt in PROMPTS]
+    toy_files.jsonl(folder / "prompts.jsonl", *rows)
+    (folder / "texts.txt").write_text("the cat sat on a dog . " * 8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [*sys.path, str(folder)])
+        yield folder
+
+
+def play(files, out, *argv, reference="reference"):
+    words = ["--out", out, "--model", files / "policy", *BASICS]
+    words += ["--prompts", files / "prompts.jsonl", *argv]
+    if reference is not None:
+        words += ["--reference", files / reference]
+    command_line.main(
+        evaluate.main, evaluate.Config, description="", argv=list(map(str, words))
+    )
+    return json.loads((out / "results.json").read_text())
+
+
+def samples_of(out):
+    return metrics.read(out / "samples.jsonl")
+
+
+def per_prompt(rows, number, *, model="policy", decoding="sampled"):
+    """What `number` makes of each prompt's rows."""
+    return [
+        number(
+            [
+                row
+                for row in rows
+                if (row["model"], row["decoding"], row["row"])
+                == (model, decoding, prompt)
+            ]
+        )
+        for prompt in range(len(PROMPTS))
+    ]
+
+
+@pytest.fixture(scope="module")
+def whole(files, tmp_path_factory):
+    """A run with a reward, a judge and texts."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    options = ("--reward=measures:length", "--judge=measures:longer", "--ks", "1", "3")
+    results = play(files, out, *options, "--texts", files / "texts.txt")
+    return out, options, results
+
+
+def test_the_figures_are_those_of_the_samples(whole):
+    out, _, results = whole
+    rows = samples_of(out)
+    assert len(rows) == len(PROMPTS) * 2 * (4 + 1)
+    for model in ("policy", "reference"):
+        told = results[model]["sampled"]
+        for name, number in {
+            "score": lambda of: np.mean([row["score"] for row in of]),
+            "best@1": lambda of: np.mean([row["score"] for row in of]),
+            "best@3": lambda of: success.best_at_k([r["score"] for r in of], k=3),
+            "length": lambda of: np.mean([row["length"] for row in of]),
+            "ended": lambda of: np.mean([row["ended"] for row in of]),
+            "distinct": lambda of: len({row["response"] for row in of}) / 4,
+            "log_perplexity": lambda of: np.mean(
+                [-row["ref_logprob"] / row["length"] for row in of]
+            ),
+        }.items():
+            values = per_prompt(rows, number, model=model)
+            assert told[name]["mean"] == pytest.approx(np.mean(values), abs=1e-12)
+            assert told[name]["prompts"] == len(PROMPTS)
+            assert told[name]["low"] <= told[name]["mean"] <= told[name]["high"]
+        texts = {row["response"] for row in rows if is_sampled(row, model)}
+        assert told["distinct_overall"] == len(texts) / 20
+        assert not any(name.startswith(("pass", "majority")) for name in told)
+        (best,) = (n for n in results[model]["greedy"] if n.startswith("best"))
+        assert best == "best@1"
+    kl = results["policy"]["sampled"]
+    exact = per_prompt(rows, lambda of: np.mean([row["kl"] for row in of]))
+    assert kl["kl"]["mean"] == pytest.approx(np.mean(exact), abs=1e-12)
+    assert 0 < kl["kl"]["mean"] == pytest.approx(kl["kl_k1"]["mean"], abs=0.2)
+
+
+def is_sampled(row, model):
+    return (row["model"], row["decoding"]) == (model, "sampled")
+
+
+def test_the_policy_is_compared_prompt_by_prompt(whole):
+    out, _, results = whole
+    rows, told = samples_of(out), results["comparison"]["sampled"]
+    ours, theirs = (
+        per_prompt(rows, lambda of: [row["score"] for row in of], model=model)
+        for model in ("policy", "reference")
+    )
+    wins = list(map(comparison.win_rate, ours, theirs))
+    assert told["win_rate_by_score"]["mean"] == pytest.approx(np.mean(wins))
+    difference = np.mean(ours) - np.mean(theirs)
+    assert told["score_difference"]["mean"] == pytest.approx(difference, abs=1e-12)
+    judged = per_prompt(
+        rows, lambda of: np.mean([np.mean(row["verdict"]) for row in of])
+    )
+    assert told["win_rate_by_judge"]["mean"] == pytest.approx(np.mean(judged))
+    best = results["best_of_k"]
+    assert [each["k"] for each in best] == [1, 3]
+    assert best[1]["mean"] == results["reference"]["sampled"]["best@3"]["mean"]
+    assert best[1]["kl_at_most"] == best_of_n.kl_bound(3)
+    # The judge's preference for the first is 0.1, and cancels.
+    assert told["judge_prefers_first"]["mean"] == pytest.approx(0.6)
+
+
+def test_the_loss_on_texts_shows_forgetting(whole):
+    out, _, results = whole
+    texts = results["texts"]
+    assert texts["forgetting"] == texts["policy_loss"] - texts["reference_loss"]
+    assert 2 < texts["policy_loss"] < 4  # of untrained models, about log 24
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["frozen_verified"]
+    assert {name: summary[name] for name in results} == results
+    (row, *_) = metrics.read(out / "metrics.jsonl")
+    assert {"objective/scores", "objective/kl_exact", "response/length"} <= row.keys()
+
+
+def test_a_killed_run_goes_on_to_the_last_bit(whole, files, tmp_path):
+    """Without its newest snapshot, and with rows that a killed process had written."""
+    out, options, _ = whole
+    again = tmp_path / "run"
+    shutil.copytree(out, again)
+    newest = max(
+        (p for p in (again / "snapshots" / "evaluate").iterdir() if p.name.isdigit()),
+        key=lambda path: int(path.name),
+    )
+    assert newest.name == "3"
+    shutil.rmtree(newest)
+    (again / "results.json").unlink()
+    recorded = json.loads((out / "config.json").read_text())["config"]
+    assert recorded["out"] == str(out)
+    play(files, again, *options, "--texts", files / "texts.txt", "--resume")
+    for name in ("results.json", "samples.jsonl", "metrics.jsonl"):
+        assert (again / name).read_bytes() == (out / name).read_bytes(), name
+
+
+@slow
+def test_a_stopped_run_goes_on_to_the_last_bit(files, tmp_path):
+    stopped, once = tmp_path / "stopped", tmp_path / "once"
+    with pytest.raises(SystemExit) as exit_:
+        play(files, stopped, "--reward=measures:stopping")
+    assert exit_.value.code == 128 + signal.SIGTERM
+    assert not (stopped / "results.json").exists()
+    assert 0 < len(samples_of(stopped)) < len(PROMPTS) * 10
+    play(files, stopped, "--reward=measures:stopping", "--resume")
+    play(files, once, "--reward=measures:stopping")
+    for name in ("results.json", "samples.jsonl", "metrics.jsonl"):
+        assert (stopped / name).read_bytes() == (once / name).read_bytes(), name
+
+
+def test_the_batch_size_does_not_change_samples(whole, files, tmp_path):
+    out, options, _ = whole
+    play(files, tmp_path / "run", *options, "--batch-size=5")
+    texts = [
+        sorted(
+            (row["model"], row["decoding"], row["row"], row["sample"], row["response"])
+            for row in samples_of(folder)
+        )
+        for folder in (out, tmp_path / "run")
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_equal_models_have_no_kl_and_other_samples(files, tmp_path):
+    out = tmp_path / "run"
+    argv = ("--verifier=exact", "--ks", "1", "2")
+    results = play(files, out, *argv, reference="policy")
+    rows = samples_of(out)
+    for row in rows:
+        if is_sampled(row, "policy"):
+            assert row["kl"] == pytest.approx(0, abs=1e-6)
+            assert row["k1"] == pytest.approx(0, abs=1e-5)
+            # The forward pass of the reference reads what the sampler drew.
+            assert row["ref_logprob"] == pytest.approx(row["logprob"], abs=1e-3)
+    ours, theirs = (
+        [row["response"] for row in rows if is_sampled(row, model)]
+        for model in ("policy", "reference")
+    )
+    assert ours != theirs
+    greedy = results["comparison"]["greedy"]["win_rate_by_score"]
+    assert (greedy["mean"], greedy["low"], greedy["high"]) == (0.5, 0.5, 0.5)
+    told = results["policy"]["sampled"]
+    for k in (1, 2):
+        right = per_prompt(rows, lambda of: sum(row["score"] for row in of))
+        passed = [success.pass_at_k(int(c), num_samples=4, k=k) for c in right]
+        assert told[f"pass@{k}"]["mean"] == pytest.approx(np.mean(passed))
+        voted = per_prompt(
+            rows,
+            lambda of, k=k: success.majority_at_k(
+                [row["response"] or None for row in of],
+                [row["response"] == "a" for row in of],
+                k=k,
+            ),
+        )
+        assert told[f"majority@{k}"]["mean"] == pytest.approx(np.mean(voted))
+    assert "left_out" not in results
+
+
+@slow
+def test_a_policy_alone_with_a_reward_model(files, tmp_path):
+    toy_files.reward_model(tmp_path / "scorer")
+    argv = ("--reward-model", tmp_path / "scorer", "--num-samples=2")
+    results = play(files, tmp_path / "run", *argv, reference=None)
+    told = results["policy"]["sampled"]
+    assert told["best@2"]["mean"] > told["best@1"]["mean"]
+    assert "reference" not in results
+    assert "kl" not in told
+
+
+@slow
+def test_a_verifier_that_reads_no_answers_has_no_majority(files, tmp_path, capsys):
+    results = play(files, tmp_path / "run", "--verifier=measures:has_a")
+    told = results["policy"]["sampled"]
+    assert {"pass@1", "pass@2", "pass@4"} <= told.keys()
+    assert not any(name.startswith("majority") for name in told)
+    assert "measures:has_a" in results["left_out"]["majority"]
+    assert "left out: majority@k, as measures:has_a says" in capsys.readouterr().out
+
+
+@slow
+def test_nothing_that_scores(files, tmp_path):
+    results = play(files, tmp_path / "run")
+    assert results["scored_by"] is None
+    assert "score" not in results["policy"]["sampled"]
+    assert results["comparison"]["sampled"] == {}
+    assert results["policy"]["sampled"]["kl"]["mean"] > 0
+
+
+@slow
+def test_one_device_and_four_give_the_same_samples(files, tmp_path):
+    runs = {}
+    for name, argv in {
+        "one": (),
+        "four": ("--placement.policy=data=2,fsdp=4",),
+    }.items():
+        play(files, tmp_path / name, *argv, "--batch-size=8")
+        runs[name] = [row["response"] for row in samples_of(tmp_path / name)]
+    assert runs["one"] == runs["four"]
+
+
+def refused(capsys, files, out, *argv, reference=None):
+    with pytest.raises(SystemExit) as exit_:
+        play(files, out, *argv, reference=reference)
+    assert exit_.value.code == 2
+    assert not out.exists()
+    said = capsys.readouterr().err
+    return " ".join(said.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            "--reward=measures:length --verifier=exact",
+            "expected one of --reward, --verifier and --reward-model, or none, got "
+            "--reward measures:length and --verifier exact",
+        ),
+        ("--ks 1 5", "--ks: expected 1 to the 4 samples of --num-samples, got 5"),
+        ("--ks 0", "--ks: expected 1 to the 4 samples of --num-samples, got 0"),
+        ("--judge=measures:longer", "--judge measures:longer: expected --reference"),
+        ("--answer-field=right", "--answer-field: expected --verifier with it"),
+        ("--verifier=gsm9k", "--verifier: expected gsm8k, integer, exact or module:"),
+        ("--verifier=gsm8k", "prompts.jsonl:1: expected #### and a number at the end"),
+        ("--reward=measures:none", "measures:none: expected a function none"),
+        ("--max-new-tokens=14", "prompts.jsonl:2: expected at most 2 tokens, got 3"),
+        ("--max-new-tokens=16", "--max-new-tokens: expected less than the context"),
+        ("--prompt-field=q", "prompts.jsonl:1: expected a field 'q'"),
+        ("--temperature=0", "temperature: expected a finite number above 0, got 0"),
+        ("--texts=/nowhere.txt", "/nowhere.txt: expected a readable file"),
+        ("--reference=/nowhere", "'/nowhere'; that looks like a path"),
+        ("--reward-model=/nowhere", "'/nowhere'; that looks like a path"),
+        ("--template=x", "--template: expected {question} where the prompt"),
+    ],
+)
+def test_it_is_refused_before_a_model_is_loaded(
+    argv, message, files, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(trainer, "load_start", None)
+    said = refused(capsys, files, tmp_path / "run", *argv.split())
+    assert message in said
+
+
+@slow
+def test_a_reference_of_other_tokens_is_refused_before_a_model_is_loaded(
+    files, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(trainer, "load_start", None)
+    other = toy_files.checkpoint(tmp_path / "other", words=toy_files.WORDS[::-1])
+    said = refused(capsys, files, tmp_path / "run", reference=other)
+    assert "expected the policy's tokenizer, got one that gives other ids" in said
+    short = dataclasses.replace(toy_files.MODEL, max_positions=8)
+    toy_files.checkpoint(tmp_path / "short", model=short)
+    said = refused(capsys, files, tmp_path / "run", reference=tmp_path / "short")
+    assert "short: expected a context of at least the policy's 16 tokens, got 8" in said
+
+
+def test_a_reward_that_fails_leaves_no_run(files, tmp_path, capsys):
+    said = refused(capsys, files, tmp_path / "run", "--reward=measures:fails")
+    assert "error: --reward measures:fails raised KeyError: 'no score'" in said
