@@ -37,7 +37,6 @@ from rlhf_jax.sweeps.declaration import Sweep
 from rlhf_jax.sweeps.execution import Ended
 from rlhf_jax.sweeps.launchers import Launcher, Local, Submitit
 from rlhf_jax.sweeps.planned import Planned
-from rlhf_jax.train import main as main_
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,14 +128,16 @@ def check_options(sweep: Sweep, runs: Sequence[Planned]) -> None:
     Raises:
       InputError: there is no such trainer, or it refuses a run's options.
     """
+    from rlhf_jax.train import main as commands  # which imports this module
+
     if sweep.trainer is None:
         return
-    if sweep.trainer not in main_.TRAINERS:
+    if sweep.trainer not in commands.TRAINERS:
         raise InputError(
-            f"trainer: expected one of {', '.join(main_.TRAINERS)}, got "
+            f"trainer: expected one of {', '.join(commands.TRAINERS)}, got "
             f"{sweep.trainer}; choose one, or give program"
         )
-    module = main_.trainer(sweep.trainer)
+    module = commands.trainer(sweep.trainer)
     for run in runs:
         if run.seed != sweep.seeds[0]:
             continue
