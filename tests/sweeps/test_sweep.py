@@ -131,6 +131,7 @@ def test_a_sweep_that_is_ended_takes_its_runs_with_it_and_goes_on(tmp_path, kind
     assert rows_of(tmp_path / "out") == rows_of(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_job_of_submitit_is_a_run(tmp_path):
     pytest.importorskip("submitit", reason="extra slurm")
     fields = {"program": [toy_experiment.__file__], "grid": {"slope": [2.0, 13.0]}}

@@ -207,6 +207,7 @@ def test_a_stopped_run_goes_on_to_the_last_bit(files, tmp_path):
         assert (stopped / name).read_bytes() == (once / name).read_bytes(), name
 
 
+@pytest.mark.slow
 def test_the_batch_size_does_not_change_samples(whole, files, tmp_path):
     out, options, _ = whole
     play(files, tmp_path / "run", *options, "--batch-size=5")
@@ -353,6 +354,7 @@ def test_a_reference_of_other_tokens_is_refused_before_a_model_is_loaded(
     assert "short: expected a context of at least the policy's 16 tokens, got 8" in said
 
 
+@pytest.mark.slow
 def test_a_reward_that_fails_leaves_no_run(files, tmp_path, capsys):
     said = refused(capsys, files, tmp_path / "run", "--reward=measures:fails")
     assert "error: --reward measures:fails raised KeyError: 'no score'" in said
