@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,6 +94,8 @@ def judged(
             returned = judge(
                 [*prompts], [*first], [*second], [copy.deepcopy(row) for row in rows]
             )
+            if isinstance(returned, Iterator):  # whose code has not run yet
+                returned = list(returned)
         except SystemExit as stop:
             raise StopError(
                 f"{called} called sys.exit({stop.code!r:.80}); return a probability, "

@@ -25,7 +25,8 @@ class Figure(NamedTuple):
     """A mean over prompts."""
 
     mean: float
-    low: float | None  # of the 95% interval of the mean; None with one prompt
+    # Of the 95% interval of the mean; None where all prompts have one value.
+    low: float | None
     high: float | None
     prompts: int
 
@@ -36,13 +37,14 @@ class Response:
 
     model: Literal["policy", "reference"]
     decoding: Literal["sampled", "greedy"]
-    row: int  # of the prompts
+    row: int  # of the file of prompts, from 0
     sample: int  # which of the prompt's samples
     prompt: str
     response: str
     length: int  # tokens, the stop token included
     ended: bool  # by a stop token
     score: float | None  # reward units; None where nothing scores
+    failed: bool  # the verifier had no score for it, which is then 0
     answer: str | None  # what the verifier reads as the answer
     logprob: float  # nats, Σ log π(token) of the model that responded
     ref_logprob: float | None  # nats, Σ log π_ref(token)
@@ -89,7 +91,7 @@ def over_prompts(values: Sequence[float], *, share: bool = False) -> Figure:
     array = np.asarray(values, float)
     interval = statistics.of_mean(array)
     mean = float(array.mean())
-    if interval is None:
+    if interval is None or interval.low == interval.high:
         return Figure(mean, None, None, len(array))
     low, high = interval
     if share:
@@ -146,6 +148,10 @@ def of_model(
                 ],
                 share=True,
             )
+    if kind == "verifier":
+        figures["failed"] = over_prompts(
+            _means(prompts, lambda each: each.failed), share=True
+        )
     figures["length"] = over_prompts(_means(prompts, lambda each: each.length))
     figures["ended"] = over_prompts(
         _means(prompts, lambda each: each.ended), share=True

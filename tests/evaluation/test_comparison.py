@@ -73,6 +73,7 @@ def stops(*_):
         (lambda *_: [0.5, 2.0], "got 2.0 at index 1; return numbers from 0 to 1"),
         (lambda *_: [float("nan"), 0.5], "got nan at index 0"),
         (lambda *_: {}["x"], "--judge raised KeyError: 'x' for a batch of 2 pairs"),
+        (lambda *_: ({}["x"] for _ in "ab"), "--judge raised KeyError: 'x' for a b"),
     ],
 )
 def test_a_judge_that_fails(judge, message):

@@ -19,6 +19,7 @@ FIRST = Response(
     length=2,
     ended=True,
     score=1.0,
+    failed=False,
     answer="a",
     logprob=-1.0,
     ref_logprob=-3.0,
@@ -57,7 +58,7 @@ def test_a_mean_and_its_interval_are_over_prompts():
     half = 12.7062 * math.sqrt(0.125) / math.sqrt(2)
     assert told["score"] == pytest.approx((0.75, 0.75 - half, 0.75 + half, 2), abs=1e-3)
     assert told["pass@1"] == (0.75, 0.0, 1.0, 2)  # a share: cut to [0, 1]
-    assert told["pass@2"] == (1.0, 1.0, 1.0, 2)
+    assert told["pass@2"] == (1.0, None, None, 2)  # equal in all prompts
     assert told["majority@2"].mean == 0.75  # a tie of the first prompt
     assert "pass@4" not in told  # of two samples
     assert (told["length"].mean, told["ended"].mean) == (2.0, 1.0)
@@ -88,7 +89,8 @@ def test_intervals_of_pass_at_k_hold_the_truth_in_95_of_100_evaluations(prompts,
 def test_what_is_not_there_is_left_out():
     bare = responses([[1, 0]], kl=None, k1=None, ref_logprob=None)
     _, told = of(bare, answers=False)
-    assert set(told) == {"score", "pass@1", "pass@2", "length", "ended", "distinct"}
+    of_scores = {"score", "pass@1", "pass@2", "failed"}
+    assert set(told) == of_scores | {"length", "ended", "distinct"}
     _, told = of(bare, kind="none")
     assert set(told) == {"length", "ended", "distinct"}
     _, told = of(bare, kind="reward")

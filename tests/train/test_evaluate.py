@@ -12,9 +12,11 @@ import toy_files
 
 from rlhf_jax.evaluation import comparison, success
 from rlhf_jax.functional import best_of_n
+from rlhf_jax.functional.checks import StopError
 from rlhf_jax.runs import command_line, metrics
 from rlhf_jax.train import evaluate
 from rlhf_jax.train.evaluate import trainer
+from rlhf_jax.train.evaluate.responses import Evaluation
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 slow = pytest.mark.slow
@@ -42,6 +44,24 @@ def longer(prompts, first, second, rows):
 
 def fails(prompts, responses, rows):
     raise KeyError("no score")
+
+class Parity:  # right where the first word's length is even or odd, as the row says
+    def __call__(self, prompt, response, row):
+        if self.answer(response) is None:
+            raise ValueError("no word")
+        return float(self.answer(response) == row["parity"])
+    def answer(self, response):
+        words = response.split()
+        return ("even", "odd")[len(words[0]) % 2] if words else None
+
+parity = Parity()
+
+def broken(prompt, response, row):
+    raise KeyError("no answer")
+
+def graded(prompt, response, row):
+    return 0.5
+
 """
 PROMPTS = ("the cat", "a dog was", "we ran", "it", "so good")
 BASICS = (
@@ -56,7 +76,10 @@ def files(tmp_path_factory):
     (folder / "measures.py").write_text(MODULE)
     toy_files.checkpoint(folder / "policy")
     toy_files.checkpoint(folder / "reference", seed=3)
-    rows = [{"prompt": prompt, "answer": "a"} for prompt in PROMPTS]
+    rows = [
+        {"prompt": prompt, "answer": "a", "parity": ("even", "odd")[n % 2], "asked": n}
+        for n, prompt in enumerate(PROMPTS)
+    ]
     toy_files.jsonl(folder / "prompts.jsonl", *rows)
     (folder / "texts.txt").write_text("the cat sat on a dog . " * 8)
     with pytest.MonkeyPatch.context() as patch:
@@ -123,7 +146,10 @@ def test_the_figures_are_those_of_the_samples(whole):
             values = per_prompt(rows, number, model=model)
             assert told[name]["mean"] == pytest.approx(np.mean(values), abs=1e-12)
             assert told[name]["prompts"] == len(PROMPTS)
-            assert told[name]["low"] <= told[name]["mean"] <= told[name]["high"]
+            half = 2.776445 * np.std(values, ddof=1) / np.sqrt(5)  # t(0.975, 4)
+            width = 0.0 if half == 0 else told[name]["high"] - told[name]["low"]
+            assert (told[name]["low"] is None) == (half == 0)
+            assert 0 <= width <= 2 * half + 1e-4  # shares are cut to [0, 1]
         texts = {row["response"] for row in rows if is_sampled(row, model)}
         assert told["distinct_overall"] == len(texts) / 20
         assert not any(name.startswith(("pass", "majority")) for name in told)
@@ -223,7 +249,7 @@ def test_the_batch_size_does_not_change_samples(whole, files, tmp_path):
 
 def test_equal_models_have_no_kl_and_other_samples(files, tmp_path):
     out = tmp_path / "run"
-    argv = ("--verifier=exact", "--ks", "1", "2")
+    argv = ("--verifier=measures:parity", "--ks", "2")
     results = play(files, out, *argv, reference="policy")
     rows = samples_of(out)
     for row in rows:
@@ -238,8 +264,19 @@ def test_equal_models_have_no_kl_and_other_samples(files, tmp_path):
     )
     assert ours != theirs
     greedy = results["comparison"]["greedy"]["win_rate_by_score"]
-    assert (greedy["mean"], greedy["low"], greedy["high"]) == (0.5, 0.5, 0.5)
+    assert (greedy["mean"], greedy["low"], greedy["high"]) == (0.5, None, None)
     told = results["policy"]["sampled"]
+    assert 0 < told["pass@1"]["mean"] < told["pass@2"]["mean"] < 1
+
+    def parity(row):
+        words = row["response"].split()
+        return ("even", "odd")[len(words[0]) % 2] if words else None
+
+    for row in rows:
+        right = parity(row) == ("even", "odd")[row["row"] % 2]
+        assert row["score"] == (right and parity(row) is not None)
+        assert row["failed"] == (parity(row) is None)
+        assert row["answer"] == parity(row)
     for k in (1, 2):
         right = per_prompt(rows, lambda of: sum(row["score"] for row in of))
         passed = [success.pass_at_k(int(c), num_samples=4, k=k) for c in right]
@@ -247,8 +284,8 @@ def test_equal_models_have_no_kl_and_other_samples(files, tmp_path):
         voted = per_prompt(
             rows,
             lambda of, k=k: success.majority_at_k(
-                [row["response"] or None for row in of],
-                [row["response"] == "a" for row in of],
+                list(map(parity, of)),
+                [row["score"] == 1 for row in of],
                 k=k,
             ),
         )
@@ -274,7 +311,7 @@ def test_a_verifier_that_reads_no_answers_has_no_majority(files, tmp_path, capsy
     assert {"pass@1", "pass@2", "pass@4"} <= told.keys()
     assert not any(name.startswith("majority") for name in told)
     assert "measures:has_a" in results["left_out"]["majority"]
-    assert "left out: majority@k, as measures:has_a says" in capsys.readouterr().out
+    assert "left out: majority@k, as measures:has_a has no" in capsys.readouterr().out
 
 
 @slow
@@ -287,15 +324,67 @@ def test_nothing_that_scores(files, tmp_path):
 
 
 @slow
-def test_one_device_and_four_give_the_same_samples(files, tmp_path):
+def test_one_device_and_eight_give_the_same_samples(files, tmp_path):
     runs = {}
     for name, argv in {
         "one": (),
-        "four": ("--placement.policy=data=2,fsdp=4",),
+        "eight": ("--placement.policy=data=2,fsdp=4",),
     }.items():
         play(files, tmp_path / name, *argv, "--batch-size=8")
         runs[name] = [row["response"] for row in samples_of(tmp_path / name)]
-    assert runs["one"] == runs["four"]
+    assert runs["one"] == runs["eight"]
+
+
+@slow
+def test_prompts_that_are_dropped_keep_their_rows(files, tmp_path, capsys):
+    """With room for 2 tokens the second prompt, of 3, is dropped."""
+    out, options = tmp_path / "run", ("--reward=measures:length", "--overlong=drop")
+    results = play(files, out, *options, "--max-new-tokens=14", reference=None)
+    assert (results["prompts"], results["dropped"]) == (4, 1)
+    assert "1 of 5 prompts leave no room" in capsys.readouterr().out
+    rows = samples_of(out)
+    assert {row["row"]: row["prompt"] for row in rows} == {
+        n: prompt for n, prompt in enumerate(PROMPTS) if n != 1
+    }
+
+
+@slow
+def test_rows_that_are_lost_are_told(whole, files, tmp_path, capsys):
+    out, options, _ = whole
+    again = tmp_path / "run"
+    shutil.copytree(out, again)
+    lines = (again / "samples.jsonl").read_text().splitlines(keepends=True)
+    (again / "samples.jsonl").write_text("".join(lines[1:]))
+    argv = ("--texts", files / "texts.txt", "--resume", "--accept-lost-rows")
+    with pytest.raises(SystemExit):
+        play(files, again, *options, *argv)
+    assert "expected 50 rows, one for each response, got 49" in capsys.readouterr().err
+
+
+@slow
+def test_a_verifier_that_fails_throughout_stops_the_run(files, tmp_path, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        play(files, tmp_path / "run", "--verifier=measures:broken")
+    assert exit_.value.code == 1
+    assert "measures:broken: expected a score for some resp" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@slow
+def test_scores_between_are_told(files, tmp_path, capsys):
+    results = play(
+        files, tmp_path / "run", "--verifier=measures:graded", reference=None
+    )
+    assert results["graded"] == len(PROMPTS) * 5
+    assert results["policy"]["sampled"]["pass@4"]["mean"] == 0
+    assert "have a score other than 0 and 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("wrong", ["scores", "log-probs"])
+def test_numbers_that_are_not_finite_stop_it(wrong):
+    numbers = [np.zeros(3), np.array([0.0, np.nan, 0.0])]
+    with pytest.raises(StopError, match=rf"it: expected finite {wrong}, got nan for"):
+        Evaluation._check_finite(None, "it", numbers, what=wrong, rows=[4, 7, 9])
 
 
 def refused(capsys, files, out, *argv, reference=None):
@@ -319,6 +408,11 @@ def refused(capsys, files, out, *argv, reference=None):
         ("--ks 0", "--ks: expected 1 to the 4 samples of --num-samples, got 0"),
         ("--judge=measures:longer", "--judge measures:longer: expected --reference"),
         ("--answer-field=right", "--answer-field: expected --verifier with it"),
+        ("--unmarked=last_number", "--unmarked: expected --verifier gsm8k with it"),
+        (
+            "--placement.policy=data=4",
+            "--batch-size: expected a multiple of 4, the devices that share the",
+        ),
         ("--verifier=gsm9k", "--verifier: expected gsm8k, integer, exact or module:"),
         ("--verifier=gsm8k", "prompts.jsonl:1: expected #### and a number at the end"),
         ("--reward=measures:none", "measures:none: expected a function none"),

@@ -53,7 +53,8 @@ class Config(StartConfig):
     num_samples: int = 8
     """Number of sampled responses per prompt, n."""
     ks: tuple[int, ...] | None = None
-    """k of pass@k, best@k and majority@k, at most n; None is 1, 2, 4, ... and n."""
+    """k of pass@k, best@k and majority@k, at most n, beside 1; None is 1, 2, 4, ...
+    and n."""
     temperature: float = 1.0
     """Temperature of sampling, of the KL and of the perplexity of responses."""
     max_new_tokens: int = 256
@@ -92,7 +93,14 @@ class Config(StartConfig):
             stop_timeout=self.stop_timeout,
         )
         checks.rows(batch_size=self.batch_size * self.num_samples)
-        for k in self.levels:
+        mesh = self.placement.policy
+        sharing = mesh.data * mesh.fsdp * mesh.context
+        if self.batch_size % sharing:
+            raise InputError(
+                f"--batch-size: expected a multiple of {sharing}, the devices that "
+                f"share the prompts on {mesh}, got {self.batch_size}; change either"
+            )
+        for k in self.ks or ():
             if not 1 <= k <= self.num_samples:
                 raise InputError(
                     f"--ks: expected 1 to the {self.num_samples} samples of "
@@ -108,6 +116,11 @@ class Config(StartConfig):
             raise InputError(
                 f"expected one of --reward, --verifier and --reward-model, or none, "
                 f"got {' and '.join(given)}; evaluate with each in a run of its own"
+            )
+        if self.verifier is None and self.unmarked != "wrong":
+            raise InputError(
+                f"--unmarked: expected --verifier gsm8k with it, which reads it, got "
+                f"{self.unmarked} without; give both, or leave it out"
             )
         if self.verifier is None and self.answer_field != ANSWER_FIELD:
             raise InputError(
@@ -129,9 +142,18 @@ class Config(StartConfig):
     def levels(self) -> tuple[int, ...]:
         """The k of pass@k, best@k and majority@k."""
         if self.ks is not None:
-            return tuple(sorted(set(self.ks)))
+            return tuple(sorted({1, *self.ks}))
         powers = [2**i for i in range(self.num_samples.bit_length())]
         return tuple(sorted({*powers, self.num_samples}))
+
+    @property
+    def score_called(self) -> str:
+        """What messages call the reward or verifier."""
+        if self.verifier is not None:
+            return f"--verifier {self.verifier}"
+        if self.reward is not None:
+            return f"--reward {self.reward}"
+        return f"--reward-model {self.reward_model}"
 
     @property
     def kind(self) -> Kind:
@@ -144,9 +166,9 @@ class Config(StartConfig):
 
 SCREEN = {
     "Models": ("model", "reference"),
-    "Data": ("prompts", "prompt_field", "texts", "max_new_tokens"),
+    "Data": ("prompts", "prompt_field", "template", "chat", "texts"),
     "Score": ("verifier", "answer_field", "reward", "reward_model", "judge"),
-    "Sampling": ("num_samples", "ks", "temperature", "batch_size"),
+    "Sampling": ("num_samples", "ks", "temperature", "max_new_tokens", "batch_size"),
     "Run": ("out", "resume"),
 }
 """The options of --help."""

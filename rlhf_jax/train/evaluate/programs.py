@@ -29,12 +29,12 @@ Array = jax.Array
 
 
 def prompts_of(
-    tokens: list[Tokens], *, rows: list[int], num_samples: int, pad_id: int
+    tokens: dict[int, Tokens], *, rows: list[int], num_samples: int, pad_id: int
 ) -> Prompts:
     """Some prompts, each `num_samples` times, as wide as the longest of all.
 
     Args:
-      tokens: of all prompts.
+      tokens: of all prompts, by their row.
       rows: which of them.
       num_samples: neighbouring rows with the same prompt.
       pad_id: what stands left of shorter ones.
@@ -43,7 +43,7 @@ def prompts_of(
     index: Any = np.repeat(np.asarray(rows, np.int32), num_samples)
     padded, mask = batches.pad(
         [tokens[row] for row in index],
-        width=max(map(len, tokens)),
+        width=max(map(len, tokens.values())),
         pad_id=pad_id,
         left=True,
     )

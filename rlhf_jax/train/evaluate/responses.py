@@ -17,6 +17,7 @@ from rlhf_jax.devices import processes
 from rlhf_jax.evaluation import comparison
 from rlhf_jax.evaluation.comparison import PairFunction
 from rlhf_jax.evaluation.figures import Response
+from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.functional.masked import Stats
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards import text
@@ -37,14 +38,15 @@ class Evaluation:
     start: Pretrained  # its params are not read
     models: dict[Model, Frozen]  # the policy, and a reference if there is one
     keys: dict[Model, Array]  # one for each, so that equal models differ in samples
-    rows: list[Row]
-    tokens: list[Tokens]
+    rows: list[Row]  # of the file of prompts
+    tokens: dict[int, Tokens]  # of the prompts that leave room, by their row
     num_samples: int
     batch_size: int  # prompts
     score: Score | None
     answers: Answering | None  # a verifier that reads answers
     judge: PairFunction | None
     judge_called: str
+    score_called: str  # what messages call the reward or verifier
 
     @property
     def num_steps(self) -> int:
@@ -61,9 +63,9 @@ class Evaluation:
           step: of the batches of prompts, in their order.
           guard: a context around the user's code.
         """
-        begin = step * self.batch_size
-        count = min(self.batch_size, len(self.tokens) - begin)
-        rows = [(begin + i) % len(self.tokens) for i in range(self.batch_size)]
+        begin, kept = step * self.batch_size, list(self.tokens)
+        count = min(self.batch_size, len(kept) - begin)
+        rows = [kept[(begin + i) % len(kept)] for i in range(self.batch_size)]
         responses: list[Response] = []
         for greedy in (False, True):
             of_models = {
@@ -94,15 +96,20 @@ class Evaluation:
         if name == "policy" and reference is not None and not greedy:
             distance = self.programs.divergence(model, reference, rollout)
         count *= num_samples
-        scores = None
+        scored = None
         if self.score is not None:
             with guard():
-                scores = self.score(rollout, count)
+                scored = self.score(rollout, count)
         kept = first(rollout, count)
-        distance = processes.whole(distance)
+        distance = jax.tree.map(lambda leaf: leaf[:count], processes.whole(distance))
         texts = text.read(kept, decode=self.start.decode, rows=self.rows)
         mask, tokens = np.asarray(kept.response_mask), np.asarray(kept.tokens)
         logprobs = np.asarray(kept.old_logprobs).sum(axis=1)
+        of_models = [logprobs, *jax.tree.leaves(distance)]
+        self._check_finite(name, of_models, what="log-probs", rows=texts.index)
+        if scored is not None:
+            called = self.score_called
+            self._check_finite(called, [scored.scores], what="scores", rows=texts.index)
         responses = []
         for i in range(count):
             written, response = tokens[i][mask[i]], texts.responses[i]
@@ -121,7 +128,8 @@ class Evaluation:
                     response=response,
                     length=len(written),
                     ended=int(written[-1]) in self.start.stop_ids,
-                    score=None if scores is None else float(scores[i]),
+                    score=None if scored is None else float(scored.scores[i]),
+                    failed=scored is not None and bool(scored.failed[i]),
                     answer=None if self.answers is None else self._answer(response),
                     logprob=float(logprobs[i]),
                     ref_logprob=ref_logprob,
@@ -132,9 +140,36 @@ class Evaluation:
             )
         return responses
 
+    def _check_finite(
+        self, called: str, numbers: Sequence[Any], *, what: str, rows: Any
+    ) -> None:
+        """Raises StopError for a number that is not, which would be in every figure."""
+        for array in numbers:
+            wrong = ~np.isfinite(np.asarray(array))
+            if wrong.any():
+                place = int(np.argmax(wrong))
+                raise StopError(
+                    f"{called}: expected finite {what}, got {array[place]} for a "
+                    f"response to row {rows[place]} of the prompts; see whether the "
+                    f"model has diverged, or leave that row out"
+                )
+
     def _answer(self, response: str) -> str | None:
         assert self.answers is not None
-        return self.answers.answer(response)
+        try:
+            answer = self.answers.answer(response)
+        except Exception as error:  # whatever the user's own code raises
+            raise InputError(
+                f"{self.score_called}: expected answer(response) to return a text or "
+                f"None, got {type(error).__name__}: {error} for {response!r:.60}; mend "
+                f"it"
+            ) from error
+        if answer is not None and not isinstance(answer, str):
+            raise InputError(
+                f"{self.score_called}: expected answer(response) to return a text or "
+                f"None, got {answer!r:.60}; mend it"
+            )
+        return answer
 
     def _judged(
         self,
@@ -173,6 +208,8 @@ def stats(responses: Sequence[Response]) -> Stats:
         "response/length": [each.length for each in ours],
         "response/eos_fraction": [each.ended for each in ours],
     }
+    if any(each.failed for each in ours):
+        numbers["reward/failed"] = [each.failed for each in ours]
     means: dict[str, Any] = {
         name: (np.float32(np.sum(values)), np.float32(len(values)))
         for name, values in numbers.items()

@@ -13,6 +13,7 @@ from rlhf_jax.train.evaluate.options import Config
 
 DECODINGS = ("sampled", "greedy")
 SHOWN = {
+    "failed": "without a score",
     "length": "length [tokens]",
     "ended": "ended by a stop token",
     "distinct": "distinct, of a prompt",
@@ -79,8 +80,11 @@ def collected(
             )
     if options.kind == "verifier" and not answers:
         results["left_out"] = {
-            "majority": f"{options.verifier} says of no response which answer it reads"
+            "majority": f"{options.verifier} has no answer(response)"
         }
+    graded = sum(each.score not in (0.0, 1.0) for each in responses)
+    if options.kind == "verifier" and graded:
+        results["graded"] = graded
     return results
 
 
@@ -118,7 +122,7 @@ def tell(results: dict[str, Any]) -> None:
         )
     if "best_of_k" in results:
         policy = results["policy"]["sampled"]
-        beside = policy.get("pass@1", policy["score"])
+        beside = policy.get("pass@1", policy.get("best@1"))
         report.table(
             "The policy beside the best of k of the reference",
             ("", "score", "KL [nats per response]"),
@@ -136,6 +140,11 @@ def tell(results: dict[str, Any]) -> None:
         )
     for why in results.get("left_out", {}).items():
         print("left out: {}@k, as {}".format(*why))
+    if "graded" in results:
+        print(
+            f"{results['graded']} responses have a score other than 0 and 1: pass@k "
+            f"and majority@k count those of 1 alone"
+        )
     if "texts" in results:
         texts = results["texts"]
         report.table(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -21,8 +21,17 @@ from rlhf_jax.train.text_rewards import load_text_reward
 from rlhf_jax.verification.pool import VerifierPool
 
 HostArray = np.ndarray[Any, Any]
-# Responses, and how many of them from the first count, to their scores f32[count].
-Score = Callable[[Rollout, int], HostArray]
+
+
+class Scored(NamedTuple):
+    """Scores of responses."""
+
+    scores: HostArray  # f32[count], reward units
+    failed: HostArray  # bool[count], the verifier had none for it
+
+
+# Responses, and how many of them from the first count.
+Score = Callable[[Rollout, int], Scored]
 
 
 @contextlib.contextmanager
@@ -37,9 +46,9 @@ def opened(
 ) -> Iterator[Score | None]:
     """The score that the options ask for; None where they ask for none."""
     if reward_model is not None:
-        yield lambda rollout, count: processes.whole(
-            programs.score(reward_model, rollout)
-        )[:count]
+        yield lambda rollout, count: _all(
+            processes.whole(programs.score(reward_model, rollout))[:count]
+        )
     elif verifier is not None:
         with VerifierPool(
             verifier,
@@ -48,14 +57,22 @@ def opened(
             on_failure=options.on_failure,
         ) as pool:
             verified = pool.reward(decode=start.decode, rows=rows)
-            yield lambda rollout, count: np.asarray(
-                verified(first(rollout, count)).total
-            )
+
+            def verify(rollout: Rollout, count: int) -> Scored:
+                scores = verified(first(rollout, count))
+                failed = np.asarray(scores.parts["failed"], bool)
+                return Scored(np.asarray(scores.total), failed)
+
+            yield verify
     elif options.reward is not None:
         reward = load_text_reward("--reward", options.reward, policy=start, rows=rows)
-        yield lambda rollout, count: reward(first(rollout, count))
+        yield lambda rollout, count: _all(reward(first(rollout, count)))
     else:
         yield None
+
+
+def _all(scores: HostArray) -> Scored:
+    return Scored(scores, np.zeros(len(scores), bool))
 
 
 def first(rollout: Rollout, count: int) -> Rollout:

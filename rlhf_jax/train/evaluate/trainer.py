@@ -18,7 +18,7 @@ from rlhf_jax.data.json_lines import Row
 from rlhf_jax.devices import compile_counts, sharding
 from rlhf_jax.evaluation.comparison import PairFunction
 from rlhf_jax.evaluation.figures import Response
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards import verifiers
@@ -107,14 +107,21 @@ def main(options: Config) -> None:
             answers=answers,
             judge=judge,
             judge_called=f"--judge {options.judge}",
+            score_called=options.score_called,
         )
         rehearsed = None
         if not options.resume:
             # Before there is a run folder, so that a reward or judge that fails leaves
             # none behind.
             rehearsed = evaluation.batch(0, guard=contextlib.nullcontext)
+            if all(each.failed for each in rehearsed):
+                raise StopError(
+                    f"{options.score_called}: expected a score for some response of "
+                    f"the first batch, got none for {len(rehearsed)} of "
+                    f"{len(rehearsed)} (the warning above says why); mend it"
+                )
         meta = {
-            "data_digest": digests.of_tokens(tokens),
+            "data_digest": digests.of_tokens(list(tokens.values())),
             "rows_digest": digests.of_rows(rows),
         }
         beside: dict[str, Frozen] = {**models}
@@ -138,15 +145,19 @@ def main(options: Config) -> None:
                     batch = rehearsed
                 rows_of_batch = [dataclasses.asdict(each) for each in batch]
                 stage.end_step(step, responses.stats(batch), rows_of_batch)
-    collected = results.collected(
-        [
-            Response.from_json(row)
-            for row in metrics.read(job.folder / "samples.jsonl")
-            if row["stage"] == STAGE
-        ],
-        options=options,
-        answers=answers is not None,
-    )
+    read = [
+        Response.from_json(row)
+        for row in metrics.read(job.folder / "samples.jsonl")
+        if row["stage"] == STAGE
+    ]
+    expected = len(models) * len(tokens) * (options.num_samples + 1)
+    if len(read) != expected:
+        raise InputError(
+            f"{job.folder / 'samples.jsonl'}: expected {expected} rows, one for each "
+            f"response, got {len(read)}; evaluate again with another --out"
+        )
+    collected = results.collected(read, options=options, answers=answers is not None)
+    collected["dropped"] = len(rows) - len(tokens)
     if texts is not None:
         losses = {
             f"{name}_loss": programs.text_loss(model, texts)
@@ -193,8 +204,8 @@ def load_functions(options: Config) -> tuple[Verifier | None, PairFunction | Non
 
 def read_prompts(
     options: Config, *, reader: Pretrained, verifier: Verifier | None
-) -> tuple[list[Row], list[Tokens]]:
-    """The prompts and their rows.
+) -> tuple[list[Row], dict[int, Tokens]]:
+    """The rows of the prompts, and the tokens of those that leave room, by row.
 
     Args:
       options: of the run.
@@ -209,15 +220,23 @@ def read_prompts(
     if isinstance(verifier, verifiers.Readable):
         located = json_lines.read_located(options.prompts)
         verifiers.check_answers(located, verifier=verifier)
-    rows = [
-        row | {"asked": put(row[field], options=options)}
-        for row in files.read_prompts(options.prompts, field=field)
+    rows = files.read_prompts(options.prompts, field=field)
+    asked = [
+        row | {"asked": put(row[field], options=options), "number": number}
+        for number, row in enumerate(rows)
     ]
-    return encoding.encode_prompts(
+    kept, tokens = encoding.encode_prompts(
         reader.tokenizer,
-        rows,
+        asked,
         max_length=reader.room(max_new_tokens=options.max_new_tokens),
         field="asked",
         overlong=options.overlong,
         more="lower --max-new-tokens",
     )
+    if len(kept) < len(rows):
+        print(
+            f"{len(rows) - len(kept)} of {len(rows)} prompts leave no room for a "
+            f"response and are dropped (--overlong drop)"
+        )
+    numbers = (int(row["number"]) for row in kept)
+    return rows, dict(zip(numbers, tokens, strict=True))
