@@ -168,7 +168,7 @@ SCREEN = {
     "Models": ("model", "reference"),
     "Data": ("prompts", "prompt_field", "template", "chat", "texts"),
     "Score": ("verifier", "answer_field", "reward", "reward_model", "judge"),
-    "Sampling": ("num_samples", "ks", "temperature", "max_new_tokens", "batch_size"),
+    "Sampling": ("num_samples", "temperature", "max_new_tokens"),
     "Run": ("out", "resume"),
 }
 """The options of --help."""
