@@ -51,7 +51,8 @@ class Local:
     def start(self, run: Planned) -> Process:
         """Starts a run, whose output goes to its log."""
         parent = str(os.getpid())
-        return _process(run, tie=(sys.executable, "-m", tied.__name__, parent))
+        tie = (sys.executable, "-P", "-m", tied.__name__, parent)
+        return _process(run, tie=tie, own_session=True)
 
 
 class Submitit:
@@ -129,11 +130,13 @@ class _Job:
 
 
 def _as_job(run: Planned) -> int:
-    """In the job: the run's exit status."""
+    """In the job, whose signals come to the run too: the run's exit status."""
     return _process(run).wait()
 
 
-def _process(run: Planned, *, tie: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+def _process(
+    run: Planned, *, tie: Sequence[str] = (), own_session: bool = False
+) -> subprocess.Popen[bytes]:
     run.log.parent.mkdir(parents=True, exist_ok=True)
     with run.log.open("ab") as log:
         return subprocess.Popen(
@@ -141,5 +144,5 @@ def _process(run: Planned, *, tie: Sequence[str] = ()) -> subprocess.Popen[bytes
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
+            start_new_session=own_session,
         )

@@ -23,6 +23,7 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.generation import continuous_batching, page_table
 from rlhf_jax.models.generation.places import Responses
+from rlhf_jax.models.generation.sampling import Shaping
 
 Array = jax.Array
 Params = Any
@@ -39,8 +40,10 @@ def respond(
     keys: Array,
     places: int,
     max_new_tokens: int,
+    stop_ids: tuple[int, ...],
+    temperature: float,
+    shaping: Shaping | None,
     group_size: int,
-    **options: Any,
 ) -> Responses:
     """`continuous_batching.respond`, on a mesh with a pool of pages for every share.
 
@@ -53,8 +56,8 @@ def respond(
       keys: key[N], of the rows.
       places: C, of all shares together.
       max_new_tokens: R.
+      stop_ids, temperature, shaping: of `continuous_batching.respond`.
       group_size: neighbouring rows of the same prompt, which stay together.
-      options: the other arguments of `continuous_batching.respond`.
 
     Returns:
       Responses[N, R], rows on `data`.
@@ -67,8 +70,10 @@ def respond(
     own = functools.partial(
         continuous_batching.respond,
         max_new_tokens=max_new_tokens,
+        stop_ids=stop_ids,
+        temperature=temperature,
+        shaping=shaping,
         group_size=group_size,
-        **options,
     )
     auto = AxisType.Auto in mesh.axis_types and AXIS not in mesh.manual_axes
     if pages is None or shares == 1 or not auto:

@@ -38,10 +38,10 @@ def main(options: Config) -> None:
         done = sum(run.done for run in runs)
         print(f"{len(runs)} runs of {len(sweep.cells)} cells, {done} done already")
         began, left = time.monotonic(), len(runs) - done
-        told = 0
+        told, warned = 0, False
 
         def tell(ended: Ended) -> None:
-            nonlocal told
+            nonlocal told, warned
             told += 1
             each = (time.monotonic() - began) / told
             verdict = f"failed: {ended.why}" if ended.failed else "done"
@@ -50,9 +50,10 @@ def main(options: Config) -> None:
                 f"({ended.seconds:.0f} s; about {each * (left - told):.0f} s left)",
                 flush=True,
             )
-            if told == 1 and not ended.failed:
+            if not ended.failed and not warned:  # by the first run that is done
                 for line in measures.absent(sweep.measures, runs=[ended.run.folder]):
                     print(f"warning: {line}", file=sys.stderr, flush=True)
+                warned = True
 
         ended = execution.run_all(runs, launcher=launcher, jobs=options.jobs, tell=tell)
         of_runs = results.collected(sweep, runs)
