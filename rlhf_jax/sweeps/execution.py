@@ -84,6 +84,7 @@ def run_all(
                 process.terminate()
             for process in going:
                 process.wait()
+            launcher.close()
         interrupt.check()
     return ended
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import select
 import subprocess
 import sys
 import time
@@ -12,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlhf_jax.functional.checks import InputError, StopError
-from rlhf_jax.sweeps import tied
+from rlhf_jax.sweeps import tied, worker
 from rlhf_jax.sweeps.planned import Planned
 
 BETWEEN = 1.0  # seconds between looks at a job that is to end
@@ -41,6 +43,10 @@ class Launcher(Protocol):
         """Starts a run, whose output goes to its log."""
         ...
 
+    def close(self) -> None:
+        """Ends what it keeps, after all runs have ended."""
+        ...
+
 
 class Local:
     """A process of this machine for each run, which is killed when the sweep is.
@@ -50,9 +56,99 @@ class Local:
 
     def start(self, run: Planned) -> Process:
         """Starts a run, whose output goes to its log."""
-        parent = str(os.getpid())
-        tie = (sys.executable, "-P", "-m", tied.__name__, parent)
-        return _process(run, tie=tie, own_session=True)
+        return _process(run, tie=_tie(), own_session=True)
+
+    def close(self) -> None:
+        """Does nothing: each process ends with its run."""
+
+
+class Workers:
+    """Processes of this machine that stay from run to run (`worker`).
+
+    Runs of one process share its compiled programs. As with `Local`, they are killed
+    when the sweep is, and Ctrl-C comes to the sweep alone.
+    """
+
+    def __init__(self) -> None:
+        self._idle: list[_Worker] = []
+
+    def start(self, run: Planned) -> Process:
+        """Gives a run to a process that is idle, or to a new one."""
+        run.log.parent.mkdir(parents=True, exist_ok=True)
+        while self._idle:
+            given = self._idle.pop()
+            if given.lives():
+                break
+        else:
+            given = _Worker(self._idle)
+        given.give(run)
+        return given
+
+    def close(self) -> None:
+        """Ends the processes, whose runs have ended."""
+        for each in self._idle:
+            each.end()
+        self._idle.clear()
+
+
+class _Worker:
+    """A process that stays; a `Process` of the run that it was given last."""
+
+    def __init__(self, idle: list[_Worker]) -> None:
+        """Starts it.
+
+        Args:
+          idle: where it puts itself when its run has ended.
+        """
+        self._idle = idle
+        self._status: int | None = None
+        self._process = subprocess.Popen(
+            [*_tie(), sys.executable, "-P", "-m", worker.__name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            text=True,
+        )
+
+    def give(self, run: Planned) -> None:
+        """Has it do a run, while it does none."""
+        assert self._process.stdin is not None
+        self._status = None
+        line = {"module": run.module, "argv": run.arguments(), "log": str(run.log)}
+        self._process.stdin.write(json.dumps(line) + "\n")
+        self._process.stdin.flush()
+
+    def lives(self) -> bool:
+        """Whether nothing has ended it since its last run."""
+        return self._process.poll() is None
+
+    def poll(self) -> int | None:
+        assert self._process.stdout is not None
+        if self._status is None and select.select([self._process.stdout], [], [], 0)[0]:
+            return self.wait()
+        return self._status
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def wait(self) -> int:
+        if self._status is None:
+            assert self._process.stdout is not None
+            line = self._process.stdout.readline()
+            if line:
+                self._status = int(line)
+                self._idle.append(self)
+            else:  # the run took the process with it
+                self._status = self._process.wait()
+        return self._status
+
+    def end(self) -> None:
+        """Lets it end."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
 
 
 class Submitit:
@@ -107,6 +203,9 @@ class Submitit:
                 f"{error}; see to [slurm] of the file, and start the sweep again"
             ) from error
 
+    def close(self) -> None:
+        """Does nothing: each job ends with its run."""
+
 
 class _Job:
     """A job as a process."""
@@ -134,13 +233,18 @@ def _as_job(run: Planned) -> int:
     return _process(run).wait()
 
 
+def _tie() -> tuple[str, ...]:
+    """What has a command killed when this process is."""
+    return (sys.executable, "-P", "-m", tied.__name__, str(os.getpid()))
+
+
 def _process(
     run: Planned, *, tie: Sequence[str] = (), own_session: bool = False
 ) -> subprocess.Popen[bytes]:
     run.log.parent.mkdir(parents=True, exist_ok=True)
     with run.log.open("ab") as log:
         return subprocess.Popen(
-            [*tie, *run.command(), "--no-progress"],
+            [*tie, *run.command()],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

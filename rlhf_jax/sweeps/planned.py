@@ -32,7 +32,8 @@ class Planned:
     folder: Path
     log: Path
     options: tuple[str, ...]  # of its trainer or program, without --resume
-    program: tuple[str, ...]  # before them
+    module: str | None  # what runs it; None of a file or folder, the first of program
+    program: tuple[str, ...]  # before the options
     shown: tuple[str, ...]  # the program as a person types it
 
     @property
@@ -45,10 +46,17 @@ class Planned:
         """Its summary is there, which a run writes when it has finished."""
         return (self.folder / "summary.json").exists()
 
-    def command(self) -> list[str]:
-        """What runs it, or goes on with it where it has begun."""
+    def arguments(self) -> list[str]:
+        """Of its module, or of Python, to begin it or to go on where it has begun."""
         begun = (self.folder / folder.CONFIG).exists()
-        return [*self.program, *self.options, *(["--resume"] if begun else [])]
+        resume = ["--resume"] if begun else []
+        return [*self.program, *self.options, *resume, "--no-progress"]
+
+    def command(self) -> list[str]:
+        """What runs it in a process of its own."""
+        # -P, as a console script, leaves the working directory out of the path.
+        module = [] if self.module is None else ["-P", "-m", self.module]
+        return [sys.executable, *module, *self.arguments()]
 
     def line(self) -> str:
         """Its command as a person types it."""
@@ -62,11 +70,10 @@ def runs_of(sweep: Sweep, *, out: Path) -> list[Planned]:
       out: the sweep's folder.
     """
     if sweep.trainer is not None:
-        # -P, as a console script, leaves the working directory out of the path.
-        program = (sys.executable, "-P", "-m", "rlhf_jax.train.main", sweep.trainer)
+        module, program = "rlhf_jax.train.main", (sweep.trainer,)
         shown = ("rlhf-jax", sweep.trainer)
     else:
-        program = (sys.executable, *sweep.program)
+        module, program = None, sweep.program
         shown = ("python", *sweep.program)
     planned = []
     for seed in sweep.seeds:
@@ -85,6 +92,7 @@ def runs_of(sweep: Sweep, *, out: Path) -> list[Planned]:
                         f"--seed={seed}",
                         f"--out={out / 'runs' / place}",
                     ),
+                    module=module,
                     program=program,
                     shown=shown,
                 )

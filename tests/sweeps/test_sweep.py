@@ -103,16 +103,22 @@ def test_a_run_that_fails_leaves_the_others_alone(tmp_path):
     assert found["claims"]["steeper"]["answer"] == "yes"
 
 
-@pytest.mark.cases(quick=1)
+@pytest.mark.cases(quick=2)
+@pytest.mark.parametrize("mapped", [[], ["--map"]])
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGTERM])
-def test_a_sweep_that_is_ended_takes_its_runs_with_it_and_goes_on(tmp_path, kind):
+def test_a_sweep_that_is_ended_takes_its_runs_with_it_and_goes_on(
+    tmp_path, kind, mapped
+):
     slow = TOML.replace("steps = 3", "steps = 4\nseconds = 0.15")
     swept(tmp_path, slow, name="whole", jobs=3)
     command = [sys.executable, "-m", "rlhf_jax.train.main", "sweep"]
     command += [str(tmp_path / "sweep.toml"), "--out", str(tmp_path / "out")]
     environment = {**os.environ, "PYTHONPATH": places.PYTHONPATH}
     process = subprocess.Popen(
-        [*command, "--jobs=2"], env=environment, stderr=subprocess.PIPE, text=True
+        [*command, "--jobs=2", *mapped],
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     rows = tmp_path / "out" / "runs" / "slope=1" / "seed_0" / "metrics.jsonl"
     while not rows.exists():
@@ -129,6 +135,63 @@ def test_a_sweep_that_is_ended_takes_its_runs_with_it_and_goes_on(tmp_path, kind
     assert rows.read_text() == cut  # nobody writes any more
     swept(tmp_path, slow, jobs=3)
     assert rows_of(tmp_path / "out") == rows_of(tmp_path / "whole")
+
+
+KEEPS = """
+import functools, os, sys
+from pathlib import Path
+
+import kept  # beside this file
+
+options = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
+out = Path(options["--out"])
+out.mkdir(parents=True)
+(out / "config.json").write_text("{}")
+kept.runs += 1
+print("word", options["--word"])
+if options["--word"] == "dies":
+    os._exit(7)
+if options["--word"] == "fails":
+    raise ValueError("no luck")
+values = {"process": os.getpid(), "runs": kept.runs}
+(out / "summary.json").write_text(str(values).replace("'", '"'))
+"""
+
+
+def test_runs_that_are_mapped_share_processes(tmp_path):
+    """A module stays from run to run, and a process that dies is replaced."""
+    (tmp_path / "keeps.py").write_text(KEEPS)
+    (tmp_path / "kept.py").write_text("runs = 0")
+    cells = ["a", "fails", "b", "dies", "c", "d"]
+    text = f"""
+program = [{str(tmp_path / "keeps.py")!r}]
+[grid]
+word = {cells}
+[measures]
+process = {{ summary = "process" }}
+runs = {{ summary = "runs" }}
+"""
+    with pytest.raises(StopError, match="2 of 6 runs failed") as told:
+        swept(tmp_path, text, map=True)
+    assert "word=fails seed 0 (status 1): ValueError: no luck" in str(told.value)
+    assert "word=dies seed 0 (status 7): word dies" in str(told.value)
+    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    of_cells = [
+        {name: one["seeds"].get("0") for name, one in of.items()}
+        for of in found["cells"].values()
+    ]
+    assert [of["runs"] for of in of_cells] == [1, None, 3, None, 1, 2]
+    processes = [of["process"] for of in of_cells]
+    assert processes[0] == processes[2] != processes[4] == processes[5]
+    assert os.getpid() not in processes
+
+
+def test_mapped_runs_are_those_of_processes_of_their_own(tmp_path):
+    swept(tmp_path, TOML, name="apart", jobs=3)
+    swept(tmp_path, TOML, name="mapped", jobs=2, map=True)
+    apart, mapped = rows_of(tmp_path / "apart"), rows_of(tmp_path / "mapped")
+    assert apart == mapped
+    assert len(apart) == 6 * 3 + 1
 
 
 @pytest.mark.slow
@@ -225,6 +288,9 @@ def test_why_a_run_is_not_done(tmp_path):
             return self.status
 
         wait = poll
+
+        def close(self):
+            pass
 
     for launcher, why in (
         (Ends(-9), "ended by SIGKILL"),

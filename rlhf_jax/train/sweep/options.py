@@ -32,11 +32,19 @@ class Config:
     """Whether the commands of all runs are printed, and nothing is run."""
     jobs: int = 1
     """Runs at a time."""
+    map: bool = False
+    """Whether the runs are mapped over --jobs processes that stay, so that cells which
+    differ in numbers alone share compiled programs."""
     launcher: Literal["local", "slurm"] = "local"
     """Where runs are started: on this machine, or as jobs of Slurm (extra slurm)."""
 
     def __post_init__(self) -> None:
         checks.positive(jobs=self.jobs)
+        if self.map and self.launcher != "local":
+            raise InputError(
+                f"--map: expected --launcher local, whose processes stay from run to "
+                f"run, got {self.launcher}; leave one of them out"
+            )
 
 
 def check_options(sweep: Sweep, runs: Sequence[Planned]) -> None:

@@ -9,7 +9,7 @@ from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.runs import folder, lock
 from rlhf_jax.sweeps import declaration, execution, measures, planned, results
 from rlhf_jax.sweeps.execution import Ended
-from rlhf_jax.sweeps.launchers import Launcher, Local, Submitit
+from rlhf_jax.sweeps.launchers import Launcher, Local, Submitit, Workers
 from rlhf_jax.train.sweep.options import Config, check_options
 
 
@@ -31,7 +31,7 @@ def main(options: Config) -> None:
             print(run.line())
         return
     planned.begin(sweep, out=options.out)
-    launcher: Launcher = Local()
+    launcher: Launcher = Workers() if options.map else Local()
     if options.launcher == "slurm":
         launcher = Submitit(options.out / "logs" / "slurm", parameters=sweep.slurm)
     with lock.hold(options.out):
