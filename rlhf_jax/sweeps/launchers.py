@@ -79,6 +79,7 @@ class Workers:
             given = self._idle.pop()
             if given.lives():
                 break
+            given.end()
         else:
             given = _Worker(self._idle)
         given.give(run)
@@ -139,16 +140,16 @@ class _Worker:
                 self._status = int(line)
                 self._idle.append(self)
             else:  # the run took the process with it
-                self._status = self._process.wait()
+                self._status = self.end()
         return self._status
 
-    def end(self) -> None:
-        """Lets it end."""
+    def end(self) -> int:
+        """Lets it end; its exit status."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
-        self._process.wait()
         self._process.stdout.close()
+        return self._process.wait()
 
 
 class Submitit:

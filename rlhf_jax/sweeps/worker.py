@@ -3,8 +3,8 @@
     python -m rlhf_jax.sweeps.worker
 
 Each line of its input names a run, and each line of its output is the exit status of
-one: {"module": "rlhf_jax.train.main", "argv": ["ppo", "--out=..."], "log": "..."} or, of
-a Python file or folder, {"module": null, "argv": ["experiments", "studies.policies"]}.
+one: {"module": "rlhf_jax.train.main", "argv": ["ppo", "--out=..."], "log": "..."}, or
+with null for the module of a Python file or folder, which is the first of argv.
 What the run prints goes to its log. Programs that a module keeps by their options are
 compiled by the first run and found by the next, where runs differ in numbers alone.
 """
