@@ -33,9 +33,11 @@ from rlhf_jax import frozen, grpo, kl_control, ppo, rewards
 from rlhf_jax.algorithms.batch import Rollout
 from rlhf_jax.functional import checks
 from rlhf_jax.runs import command_line, folder, metrics, report, run
-from studies import comparison, preparation, trainers
-from studies.evaluation import best_of, looker
-from studies.trainers import SeedModels, Trainer
+from studies import comparison
+from studies.policies import algorithms as trainers
+from studies.policies import preparation
+from studies.policies.algorithms import SeedModels, Trainer
+from studies.policies.evaluation import best_of, looker
 
 Array = jax.Array
 Params = Any

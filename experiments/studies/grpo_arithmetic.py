@@ -49,7 +49,7 @@ from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference import storage
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.runs import command_line, folder, plots, report, run, run_config
-from studies.arithmetic_scores import accuracy, kl_of
+from studies.policies.arithmetic_scores import accuracy, kl_of
 
 Array = jax.Array
 Params = Any

@@ -34,7 +34,13 @@ from rlhf_jax.functional import checks
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.runs import command_line, folder, metrics, report, run, run_config
 from studies import overoptimisation
-from studies.preparation import answers_of, judgement, keys_of, prepare, prompts_of
+from studies.policies.preparation import (
+    answers_of,
+    judgement,
+    keys_of,
+    prepare,
+    prompts_of,
+)
 from studies.sweep import (
     Ensemble,
     Mapped,

@@ -16,7 +16,7 @@ from rlhf_jax.algorithms.flow import score
 from rlhf_jax.algorithms.state import TrainState
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference.frozen import Frozen
-from studies.preparation import answers_of, judgement, keys_of, prompts_of
+from studies.policies.preparation import answers_of, judgement, keys_of, prompts_of
 
 Array = jax.Array
 Params = Any

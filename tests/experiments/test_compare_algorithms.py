@@ -13,7 +13,9 @@ import pytest
 import quickstart
 import toys
 from pipeline.options import TRAIN_PROMPTS
-from studies import compare_algorithms, comparison, preparation, trainers
+from studies import compare_algorithms, comparison
+from studies.policies import algorithms as trainers
+from studies.policies import preparation
 from worlds import reviews
 
 from rlhf_jax import grpo, rewards

@@ -14,7 +14,8 @@ import quickstart
 import toys
 from pipeline import preferences
 from pipeline.options import TRAIN_PROMPTS
-from studies import kl_frontier, overoptimisation, preparation, sweep
+from studies import kl_frontier, overoptimisation, sweep
+from studies.policies import preparation
 from worlds import review_grammar, reviews
 
 from rlhf_jax import decoder, frozen, ppo, rewards

@@ -16,8 +16,9 @@ from rlhf_jax.algorithms.flow import score, selection
 from rlhf_jax.functional import best_of_n
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards import Reward
-from studies import preparation, trainers
-from studies.trainers import SeedModels
+from studies.policies import algorithms as trainers
+from studies.policies import preparation
+from studies.policies.algorithms import SeedModels
 
 Array = jax.Array
 Params = Any

@@ -32,7 +32,7 @@ from rlhf_jax.data.encoding import Pair
 from rlhf_jax.roles.reference import storage
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards import Reward
-from studies import preparation
+from studies.policies import preparation
 
 Array = jax.Array
 Params = Any

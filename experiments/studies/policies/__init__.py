@@ -1,0 +1,1 @@
+"""One policy trained in one world: what the sweeps of the studies start."""
