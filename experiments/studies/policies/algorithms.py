@@ -1,4 +1,4 @@
-"""The algorithms that `compare_algorithms.py` compares, each as its loop sees it.
+"""The algorithms that make a policy, each as its loop sees it.
 
     trainer.start(reference) ─> state ─update(batches[step])─> state ─> policy
 
@@ -21,10 +21,10 @@ from pipeline import optimizers, preferences
 from pipeline.options import TRAIN_PROMPTS
 from worlds import reviews
 
-from rlhf_jax import critic, dpo, grpo, kl_control, masked, ppo, rewards, state
-from rlhf_jax.algorithms.batch import PackedPreferences, Prompts, Rollout
+from rlhf_jax import critic, dpo, grpo, masked, ppo, rewards, state
+from rlhf_jax.algorithms.batch import PackedPreferences, Prompts, Rollout, Scored
 from rlhf_jax.algorithms.flow import rollout, shaping
-from rlhf_jax.algorithms.grpo import GroupRecipe
+from rlhf_jax.algorithms.grpo.experience import Baseline
 from rlhf_jax.algorithms.state import SupervisedState, TrainState
 from rlhf_jax.data import packing
 from rlhf_jax.data.batches import Batches
@@ -33,105 +33,120 @@ from rlhf_jax.roles.reference import storage
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards import Reward
 from studies.policies import preparation
+from studies.policies.options import Config
+from studies.policies.preparation import SeedModels
 
 Array = jax.Array
 Params = Any
-# Without the std, by which β would mean another thing in every group; k2 per token in
-# the loss. (Per response it has all of the KL's gradient, but is too noisy for 16
-# updates on a batch: the KL goes beyond 100 nats within 40 iterations.)
-GRPO = GroupRecipe(baseline="group", normalise=None)
-
-
-class SeedModels(NamedTuple):
-    """What the runs of one seed share."""
-
-    seed: int
-    reference: Frozen
-    reward_model: Frozen
-    reward: Reward  # of the reward model
-    accuracy: float  # of the reward model, against the judge's own order
-
-    @property
-    def train_key(self) -> Array:
-        return preparation.keys_of(self.seed)[3]
-
-    @property
-    def test_key(self) -> Array:
-        return preparation.keys_of(self.seed)[4]
 
 
 class Trainer(NamedTuple):
     """An algorithm as the loop sees it."""
 
     num_steps: int
-    start: Callable[[Params], Any]  # reference -> the state before the first step
+    # (reference, kl_coef) -> the state before the first step
+    start: Callable[[Params, float], Any]
     batches: Callable[[SeedModels], Batches[Any]]
-    # (state, batch=, reference=, reward=, key=) -> (state, stats); donates the state.
-    update: Callable[..., tuple[Any, masked.Stats]]
+    # (state, batch=, reference=, reward=, key=) -> (state, stats, responses of the
+    # policy or None); donates the state.
+    update: Callable[..., tuple[Any, masked.Stats, Rollout | None]]
     policy: Callable[[Any], Params]  # of a state
 
 
-def by_ppo(algorithm: ppo.PPO, *, options: quickstart.Config) -> Trainer:
+@functools.cache
+def trainer_of(options: Config) -> Trainer | None:
+    """The trainer of an algorithm, whose programs are compiled once.
+
+    Args:
+      options: `Config.of_programs` of a run; equal ones share a trainer.
+
+    Returns:
+      None of best-of-n.
+    """
+    algorithm = dataclasses.replace(
+        quickstart.algorithm_of(options),
+        penalty=options.penalty,
+        aggregation=options.aggregation,
+        whiten_advantages=options.whiten_advantages,
+        lam=options.lam,
+    )
+    match options.algorithm:
+        case "ppo":
+            return _by_ppo(algorithm, options=options)
+        case "grpo":
+            return _by_groups("group", algorithm, options=options)
+        case "rloo":
+            return _by_groups("leave_one_out", algorithm, options=options)
+        case "dpo":
+            return _by_dpo(algorithm, options=options)
+        case "best_of_n":
+            return None
+
+
+def _by_ppo(algorithm: ppo.PPO, *, options: Config) -> Trainer:
     """PPO with a critic, a response to each prompt."""
 
-    def start(reference: Params) -> TrainState:
+    def start(reference: Params, kl_coef: float) -> TrainState:
         return state.ppo_state(
             policy=storage.store(reference),
             critic=critic.from_policy(reference, model=algorithm.critic_model),
             policy_optimizer=algorithm.policy_optimizer,
             critic_optimizer=algorithm.critic_optimizer,
-            kl=kl_control.fixed(options.kl_coef),
+            kl=options.kl_control.controller(kl_coef, num_steps=options.num_steps),
         )
 
     iteration = functools.partial(ppo.iteration, recipe=algorithm)
     return _online(start, iteration, samples_per_prompt=1, options=options)
 
 
-def by_groups(
-    recipe: GroupRecipe,
-    algorithm: ppo.PPO,
-    *,
-    group_size: int,
-    options: quickstart.Config,
-) -> Trainer:
-    """GRPO or RLOO, whose other options are those of the PPO."""
-    fitted = dataclasses.replace(
-        recipe,
-        group_size=group_size,
+def _by_groups(baseline: Baseline, algorithm: ppo.PPO, *, options: Config) -> Trainer:
+    """GRPO or RLOO, whose other options are those of the PPO.
+
+    Nothing is divided by the deviation of a group, by which β would mean another thing
+    in every group.
+    """
+    groups = grpo.GRPO(
+        baseline=baseline,
+        normalise=None,
+        group_size=options.group_size,
+        penalty=algorithm.penalty,
+        aggregation=algorithm.aggregation,
         temperature=algorithm.temperature,
         scores=algorithm.scores,
         num_epochs=algorithm.num_epochs,
         num_minibatches=algorithm.num_minibatches,
-    )
-    groups = grpo.GRPO(
-        **vars(fitted),
         model=algorithm.model,
         policy_optimizer=algorithm.policy_optimizer,
         max_new_tokens=algorithm.max_new_tokens,
         stop_ids=algorithm.stop_ids,
     )
-
     # The mean of its group holds the response itself, and so (G - 1)/G of its reward
-    # counts: with as much of β the optimum is that of the others.
-    share = 1 - 1 / group_size if groups.baseline == "group" else 1.0
+    # counts: with as much of a β in the loss the optimum is that of the others.
+    share = 1.0
+    if baseline == "group" and algorithm.penalty.placement == "loss":
+        share = 1 - 1 / options.group_size
 
-    def start(reference: Params) -> TrainState:
+    def start(reference: Params, kl_coef: float) -> TrainState:
         return state.grpo_state(
             policy=storage.store(reference),
             policy_optimizer=groups.policy_optimizer,
-            kl=kl_control.fixed(share * options.kl_coef),
+            kl=options.kl_control.controller(
+                share * kl_coef, num_steps=options.num_steps
+            ),
         )
 
     iteration = functools.partial(grpo.iteration, recipe=groups)
-    return _online(start, iteration, samples_per_prompt=group_size, options=options)
+    return _online(
+        start, iteration, samples_per_prompt=options.group_size, options=options
+    )
 
 
 def _online(
-    start: Callable[[Params], TrainState],
-    iteration: Callable[..., tuple[TrainState, masked.Stats, Any]],
+    start: Callable[[Params, float], TrainState],
+    iteration: Callable[..., tuple[TrainState, masked.Stats, Scored]],
     *,
     samples_per_prompt: int,
-    options: quickstart.Config,
+    options: Config,
 ) -> Trainer:
     def update(
         train: TrainState,
@@ -140,11 +155,11 @@ def _online(
         reference: Frozen,
         reward: Reward,
         key: Array,
-    ) -> tuple[TrainState, masked.Stats]:
-        train, stats, _ = iteration(
+    ) -> tuple[TrainState, masked.Stats, Rollout]:
+        train, stats, scored = iteration(
             train, prompts=batch, reference=reference, reward=reward, key=key
         )
-        return train, stats
+        return train, stats, scored.rollout
 
     return Trainer(
         num_steps=options.num_steps,
@@ -157,18 +172,22 @@ def _online(
     )
 
 
-def by_dpo(
-    algorithm: ppo.PPO, *, learning_rate: float, options: quickstart.Config
-) -> Trainer:
+def _by_dpo(algorithm: ppo.PPO, *, options: Config) -> Trainer:
     """DPO on pairs of the reference's answers that the reward model labels."""
     updates = options.num_steps * options.num_epochs * options.num_minibatches
     pairwise = dpo.DPO(
         model=algorithm.model,
-        optimizer=optimizers.adam(learning_rate, updates),
+        optimizer=optimizers.adam(options.dpo_learning_rate, updates),
         beta=options.kl_coef,
         temperature=algorithm.temperature,
     )
     draw = jax.jit(functools.partial(sampled, algorithm=algorithm, group_size=2))
+
+    def start(reference: Params, kl_coef: float) -> SupervisedState:
+        assert kl_coef == pairwise.beta
+        return state.supervised_state(
+            storage.store(reference), optimizer=pairwise.optimizer
+        )
 
     def update(
         train: SupervisedState,
@@ -177,15 +196,13 @@ def by_dpo(
         reference: Frozen,
         reward: Reward,
         key: Array,
-    ) -> tuple[SupervisedState, masked.Stats]:
+    ) -> tuple[SupervisedState, masked.Stats, None]:
         del reward, key  # both have had their part in the pairs
-        return dpo.update(train, batch=batch, dpo=pairwise, reference=reference)
+        return *dpo.update(train, batch=batch, dpo=pairwise, reference=reference), None
 
     return Trainer(
         num_steps=updates,
-        start=lambda reference: state.supervised_state(
-            storage.store(reference), optimizer=pairwise.optimizer
-        ),
+        start=start,
         batches=lambda models: packing.packed_batches(
             packing.pack(pairs_of(models, draw=draw, options=options), width=None),
             batch_size=options.batch_size // options.num_minibatches // 2,
@@ -201,7 +218,7 @@ def pairs_of(
     models: SeedModels,
     *,
     draw: Callable[..., tuple[Rollout, Array]],
-    options: quickstart.Config,
+    options: Config,
 ) -> list[Pair]:
     """Pairs of the reference's answers, P(a is chosen) = σ(score(a) - score(b))."""
     prompts = _prompts(models, samples_per_prompt=2, options=options)
@@ -257,7 +274,7 @@ def sampled(
 
 
 def _prompts(
-    models: SeedModels, *, samples_per_prompt: int, options: quickstart.Config
+    models: SeedModels, *, samples_per_prompt: int, options: Config
 ) -> Batches[Prompts]:
     return preparation.prompts_of(
         TRAIN_PROMPTS,

@@ -2,40 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import quickstart
 from pipeline.options import HELD_OUT_PROMPTS
 
-from rlhf_jax import masked, ppo
+from rlhf_jax import masked, rewards
 from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.algorithms.flow import score, selection
 from rlhf_jax.functional import best_of_n
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards import Reward
-from studies.policies import algorithms as trainers
-from studies.policies import preparation
-from studies.policies.algorithms import SeedModels
+from studies.policies import algorithms, preparation
+from studies.policies.options import Config
+from studies.policies.preparation import SeedModels
 
 Array = jax.Array
 Params = Any
 Row = dict[str, Any]
 
 
-def looker(algorithm: ppo.PPO, *, batch_size: int) -> Callable[..., Row]:
-    """Makes `look(policy, models, num_answers=)`: a row about held-out prompts.
+@functools.cache
+def programs_of(options: Config) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """What measures responses of a policy, and what draws those of best-of-n.
 
-    to_each is how many of the answers each prompt has, 1 unless said.
+    Args:
+      options: `Config.of_programs` of a run; equal ones share their programs.
     """
+    algorithm = quickstart.algorithm_of(options)
 
     @jax.jit
     def measure(
         policy: Params, reference: Frozen, reward: Reward, prompts: Prompts, key: Array
-    ) -> tuple[Rollout, Array, Array]:
-        answered, scores = trainers.sampled(
+    ) -> tuple[Rollout, Array, Array, Array]:
+        answered, scores = algorithms.sampled(
             policy,
             reward=reward,
             prompts=prompts,
@@ -55,41 +60,63 @@ def looker(algorithm: ppo.PPO, *, batch_size: int) -> Callable[..., Row]:
         )
         assert scored.kl is not None
         kl = masked.masked_sum(scored.kl, mask=answered.response_mask)
-        return answered, scores.mean(), kl / scores.size
+        unshaped = rewards.scores_of(reward(answered)).total
+        return answered, scores.mean(), unshaped.mean(), kl / scores.size
 
-    def look(
-        policy: Params, models: SeedModels, *, num_answers: int, to_each: int = 1
-    ) -> Row:
-        prompts = preparation.prompts_of(
-            HELD_OUT_PROMPTS,
-            batch_size=num_answers,
-            seed=models.seed,
-            samples_per_prompt=to_each,
-        )[0]
-        answered, mean, kl = measure(
-            policy, models.reference, models.reward, prompts, models.test_key
-        )
-        said = judgement(
-            answered, num_prompts=num_answers // to_each, batch_size=batch_size
-        )
-        return {"score": float(mean), "kl": float(kl), **said}
-
-    return look
+    draw = functools.partial(
+        algorithms.sampled, algorithm=algorithm, group_size=2 * max(options.best_of)
+    )
+    return measure, jax.jit(draw)
 
 
-def best_of(
+def look(
+    policy: Params,
     models: SeedModels,
     *,
-    draw: Callable[..., Any],
-    sizes: Sequence[int],
-    num_prompts: int,
-    batch_size: int,
-) -> list[Row]:
+    num_answers: int,
+    options: Config,
+    to_each: int = 1,
+) -> Row:
+    """A row about held-out prompts.
+
+    Args:
+      policy: the parameters that respond.
+      num_answers: in all.
+      to_each: of these, how many each prompt has.
+
+    Returns:
+      "score" as the policy is trained by it, "unshaped_score" of the reward model
+      alone, "kl" by k1 in nats per response, and `preparation.judgement`.
+    """
+    measure, _ = programs_of(options.of_programs())
+    prompts = preparation.prompts_of(
+        HELD_OUT_PROMPTS,
+        batch_size=num_answers,
+        seed=models.seed,
+        samples_per_prompt=to_each,
+    )[0]
+    answered, mean, unshaped, kl = measure(
+        policy, models.reference, models.reward, prompts, models.test_key
+    )
+    said = judgement(
+        answered, num_prompts=num_answers // to_each, batch_size=options.batch_size
+    )
+    return {
+        "score": float(mean),
+        "unshaped_score": float(unshaped),
+        "kl": float(kl),
+        **said,
+    }
+
+
+def best_of(models: SeedModels, *, options: Config) -> list[Row]:
     """Best-of-n for every n, from two sets of the largest n samples of each prompt.
 
     Each set is chosen from, and the other tells what its choice cost.
     """
-    most = max(sizes)
+    _, draw = programs_of(options.of_programs())
+    most = max(options.best_of)
+    num_prompts = options.num_evaluated // options.responses_per_prompt
     prompts = preparation.prompts_of(
         HELD_OUT_PROMPTS,
         batch_size=2 * most,
@@ -108,18 +135,18 @@ def best_of(
     answered, scores = jax.tree.map(lambda *parts: jnp.concatenate(parts), *drawn)
     others = scores.reshape(-1, 2, most)[:, ::-1].reshape(-1, most)
     rows = []
-    for n in sorted({*sizes}):
+    for n in sorted({*options.best_of}):
         chosen, best = selection.best_of_n(answered, scores=scores, group_size=n)
         stats = selection.kl_stats(best.reshape(len(others), -1), among=others, n=n)
         rows.append(
             {
-                "algorithm": "best_of_n",
-                "seed": models.seed,
                 "n": n,
                 "kl_bound": best_of_n.kl_bound(n),
                 "kl": float(masked.mean_stats(stats)["best_of_n/kl"]),
                 "score": float(best.mean()),
-                **judgement(chosen, num_prompts=num_prompts, batch_size=batch_size),
+                **judgement(
+                    chosen, num_prompts=num_prompts, batch_size=options.batch_size
+                ),
             }
         )
     return rows

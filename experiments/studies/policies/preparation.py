@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -12,53 +17,103 @@ from pipeline import preferences, reward_model
 from pipeline.options import PROMPT_COLUMNS
 from worlds import reviews
 
-from rlhf_jax import decoder, ppo, rewards
+from rlhf_jax import decoder, frozen, ppo, rewards
 from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.algorithms.flow import rollout
 from rlhf_jax.data import batches
 from rlhf_jax.data.batches import Batches
-from rlhf_jax.runs import run
+from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.rewards import Reward
+from rlhf_jax.runs import run, run_config
+from studies.policies import made_once
+from studies.policies.options import Config
 
 Array = jax.Array
 Params = Any
 Row = dict[str, Any]
 
 
-class Prepared(NamedTuple):
+class SeedModels(NamedTuple):
     """What the runs of one seed share."""
 
-    reference: Params
-    reward_models: tuple[Params, ...]  # members of an ensemble, or one
+    seed: int
+    reference: Frozen
+    reward_models: tuple[Frozen, ...]  # members of an ensemble, or one
+    reward: Reward  # of the reward models
     accuracy: float  # against the judge's own order, mean over the reward models
 
+    @property
+    def train_key(self) -> Array:
+        return keys_of(self.seed)[3]
 
-def prepare(
-    options: quickstart.Config,
-    *,
-    algorithm: ppo.PPO,
-    generate: Callable[..., Rollout],
-    num_members: int = 1,
-) -> Prepared:
-    """Stages 1 and 2 of the quickstart, in a run folder of their own.
+    @property
+    def test_key(self) -> Array:
+        return keys_of(self.seed)[4]
 
-    Args:
-      num_members: reward models that learn from the same pairs, each from a head and in
-        an order of its own.
+    def verify(self) -> None:
+        """Checks that no frozen model has moved.
+
+        Raises:
+          ReferenceMovedError: one has; names the leaf.
+        """
+        for model in (self.reference, *self.reward_models):
+            frozen.verify(model)
+
+
+def seed_models(options: Config) -> SeedModels:
+    """The frozen models of a seed, which the first run that asks for them makes.
+
+    They stand in a folder named for the seed and a digest of the options that they
+    depend on, so that runs which differ in anything else share it.
     """
+    prepared = (
+        options.out / "prepared" if options.prepared is None else options.prepared
+    )
+    own = options.of_preparation(Path())
+    alike = run_config.to_json(dataclasses.replace(own, seed=0, progress=False))
+    digest = hashlib.sha256(json.dumps([alike, options.num_members]).encode())
+    folder = prepared / f"reviews_{digest.hexdigest()[:8]}" / f"seed_{options.seed}"
+    made = made_once.made_once(folder, functools.partial(_prepare, options, folder))
+    model = quickstart.algorithm_of(own).model
+    members = tuple(
+        frozen.freeze(made[f"reward_model_{member}"])
+        for member in range(options.num_members)
+    )
+    scorers = [rewards.from_model(member, model=model) for member in members]
+    reward = scorers[0]
+    if len(scorers) > 1:
+        reward = rewards.ensemble(
+            scorers, how=options.combine, std_coef=options.std_coef
+        )
+    return SeedModels(
+        options.seed,
+        frozen.freeze(made["reference"]),
+        members,
+        reward,
+        float(made["accuracy"].mean()),
+    )
+
+
+def _prepare(options: Config, folder: Path) -> made_once.Arrays:
+    """Stages 1 and 2 of the quickstart with the careful judge, as a run in a folder.
+
+    Several reward models learn from the same pairs, each from a head and in an order of
+    its own.
+    """
+    own = options.of_preparation(folder / "run")
+    algorithm = quickstart.algorithm_of(own)
     model = algorithm.model
-    init_key, pair_key, head_key = keys_of(options.seed)[:3]
-    stages = [reward_model.stage_of(member) for member in range(num_members)]
-    num_steps = {"sft": options.sft_steps} | dict.fromkeys(stages, options.reward_steps)
-    with run.Run(options, num_steps=num_steps) as job:
+    generate = jax.jit(functools.partial(answers_of, algorithm=algorithm))
+    init_key, pair_key, head_key = keys_of(own.seed)[:3]
+    members = range(options.num_members)
+    stages = [reward_model.stage_of(member) for member in members]
+    num_steps = {"sft": own.sft_steps} | dict.fromkeys(stages, own.reward_steps)
+    with run.Run(own, num_steps=num_steps) as job:
         tuned = quickstart.fine_tune(
-            decoder.init(init_key, model=model), job=job, model=model, options=options
+            decoder.init(init_key, model=model), job=job, model=model, options=own
         )
         pairs, held_out = preferences.label_pairs(
-            tuned,
-            generate,
-            judge=reviews.careful_gold,
-            key=pair_key,
-            options=options,
+            tuned, generate, judge=reviews.careful_gold, key=pair_key, options=own
         )
         job.interrupt.check()  # no step of a stage may come to notice
         scorers = [
@@ -71,17 +126,20 @@ def prepare(
                 pairs,
                 job=job,
                 model=model,
-                options=options,
+                options=own,
                 member=member,
             )
-            for member in range(num_members)
+            for member in members
         ]
     measured = [
         reward_model.measure_reward_model(scorer, held_out, model=model)
         for scorer in scorers
     ]
-    scorers, accuracies = zip(*measured, strict=True)
-    return Prepared(tuned, scorers, float(np.mean(accuracies)))
+    return {
+        "reference": tuned,
+        "accuracy": np.array([accuracy for _, accuracy in measured]),
+        **{f"reward_model_{m}": params for m, (params, _) in enumerate(measured)},
+    }
 
 
 def judgement(answered: Rollout, *, batch_size: int) -> Row:

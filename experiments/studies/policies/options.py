@@ -1,0 +1,154 @@
+"""Options of one policy on the language of the quickstart."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+import quickstart
+
+from rlhf_jax import kl_control, rewards
+from rlhf_jax.algorithms.ppo.experience import Whiten
+from rlhf_jax.functional import checks, losses
+from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty
+
+Algorithm = Literal["ppo", "grpo", "rloo", "dpo", "best_of_n"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(quickstart.Config):
+    algorithm: Algorithm = "ppo"
+    """What makes the policy. best_of_n trains none: it chooses among samples of the
+    reference."""
+    penalty: Penalty = IN_REWARD
+    """Estimator of the KL and where its penalty acts; of PPO, GRPO and RLOO."""
+    aggregation: losses.Aggregation = "token_mean"
+    """Mean of the token losses; of PPO, GRPO and RLOO."""
+    whiten_advantages: Whiten = "rollout"
+    """Rows over which PPO's advantages are whitened; None does not."""
+    lam: float = 0.95
+    """λ of PPO's GAE."""
+    group_size: int = 8
+    """Responses to each prompt of GRPO and RLOO."""
+    dpo_learning_rate: float = 1e-4
+    """Falls to 0 linearly."""
+    best_of: tuple[int, ...] = (2, 4, 8, 16, 32, 64)
+    """The n of best-of-n; each divides the last."""
+    responses_per_prompt: int = 1
+    """Responses to each held-out prompt among the --num-evaluated at the end."""
+    look: Literal["held_out", "training"] = "held_out"
+    """Which responses judge and grammar read on the way: as many as --batch-size to
+    held-out prompts, or those that the policy was trained on."""
+    sample_every: int = 5
+    """Iterations between rows of samples.jsonl, for which judge and grammar read."""
+    snapshot_every: int = 20
+    """Steps between snapshots."""
+    num_members: int = 1
+    """Reward models of a seed; they differ in their heads and the order of pairs."""
+    combine: rewards.Combine = "mean"
+    """How several reward models make one reward."""
+    std_coef: float = 1.0
+    """c of --combine mean_minus_std, the charge for the members' disagreement."""
+    prepared: Path | None = None
+    """Folder where reference and reward models of each seed are made once, for all runs
+    with the same options of their training; None is OUT/prepared."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.positive(
+            dpo_learning_rate=self.dpo_learning_rate,
+            num_members=self.num_members,
+            responses_per_prompt=self.responses_per_prompt,
+        )
+        checks.non_negative(std_coef=self.std_coef)
+        checks.fraction(lam=self.lam)
+        if self.num_members == 1 and self.combine != "mean":
+            raise checks.InputError(
+                f"--combine {self.combine}: expected several reward models, got one; "
+                f"add --num-members 3"
+            )
+        if self.num_evaluated % self.responses_per_prompt:
+            raise checks.InputError(
+                f"--num-evaluated: expected a multiple of the "
+                f"{self.responses_per_prompt} of --responses-per-prompt, got "
+                f"{self.num_evaluated}; change either"
+            )
+        match self.algorithm:
+            case "ppo":
+                pass
+            case "grpo" | "rloo":
+                checks.groups(self.batch_size, group_size=self.group_size, least=2)
+            case "dpo" | "best_of_n":
+                self._check_offline()
+
+    def _check_offline(self) -> None:
+        if self.kl_control != kl_control.CONSTANT:
+            raise checks.InputError(
+                f"--kl-control: expected none with --algorithm {self.algorithm}, which "
+                f"has one β at most, got kind {self.kl_control.kind}; leave it out"
+            )
+        if self.penalty != IN_REWARD or self.look == "training":
+            raise checks.InputError(
+                f"--penalty, --look training: expected neither with --algorithm "
+                f"{self.algorithm}, which trains on no samples of its own; leave it out"
+            )
+        if self.algorithm == "best_of_n":
+            rising = sorted(set(self.best_of))
+            if not rising or rising[0] < 2 or any(rising[-1] % n for n in rising):
+                raise checks.InputError(
+                    f"--best-of: expected numbers above 1 that divide the largest of "
+                    f"them, got {self.best_of}; choose powers of 2"
+                )
+            return
+        checks.positive(kl_coef=self.kl_coef)  # which DPO divides by
+        if self.batch_size % (2 * self.num_minibatches):
+            raise checks.InputError(
+                f"--batch-size: expected pairs of responses in each of the "
+                f"{self.num_minibatches} minibatches of DPO, got {self.batch_size} "
+                f"responses; change either"
+            )
+
+    def of_programs(self) -> Config:
+        """These options without those that no compiled program depends on.
+
+        Runs that are equal in it share their programs: they differ in seed, β and
+        files. Of DPO β is a part of the loss.
+        """
+        kl_coef = self.kl_coef if self.algorithm == "dpo" else 1.0
+        return dataclasses.replace(
+            self,
+            out=Path(),
+            seed=0,
+            resume=False,
+            resume_from=None,
+            accept_lost_rows=False,
+            progress=False,
+            prepared=None,
+            kl_coef=kl_coef,
+        )
+
+    def of_preparation(self, folder: Path) -> quickstart.Config:
+        """The quickstart whose first two stages prepare the runs of this seed.
+
+        What comes after those stages has its defaults, so that runs which differ in it
+        share them.
+        """
+        return quickstart.Config(
+            out=folder,
+            seed=self.seed,
+            resume=True,  # or begin
+            progress=self.progress,
+            sft_steps=self.sft_steps,
+            sft_batch_size=self.sft_batch_size,
+            sft_learning_rate=self.sft_learning_rate,
+            reward_steps=self.reward_steps,
+            reward_learning_rate=self.reward_learning_rate,
+            num_pairs=self.num_pairs,
+            label_noise=self.label_noise,
+            temperature=self.temperature,
+            hidden_size=self.hidden_size,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_evaluated=self.num_evaluated,
+        )
