@@ -110,11 +110,16 @@ def logprob(prompt: Sequence[str], response: Sequence[str]) -> float:
     The inside algorithm. Its mean over `sample_reviews` is minus the entropy of the
     language, the floor of a language model's loss.
     """
-    product = _PRODUCT_OF.get(tuple(prompt))
+    return _logprob(tuple(prompt), tuple(response))
+
+
+@functools.lru_cache(maxsize=2**14)  # judge and grammar ask of the same responses
+def _logprob(prompt: Words, response: Words) -> float:
+    product = _PRODUCT_OF.get(prompt)
     if product is None or not response or response[-1] != EOS:
         return -math.inf
     grammar = grammar_of(product.plural)
-    words = tuple(response[:-1])
+    words = response[:-1]
 
     @functools.cache
     def inside(symbol: str, start: int) -> dict[int, float]:

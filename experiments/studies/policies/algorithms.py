@@ -47,9 +47,9 @@ class Trainer(NamedTuple):
     # (reference, kl_coef) -> the state before the first step
     start: Callable[[Params, float], Any]
     batches: Callable[[SeedModels], Batches[Any]]
-    # (state, batch=, reference=, reward=, key=) -> (state, stats, responses of the
-    # policy or None); donates the state.
-    update: Callable[..., tuple[Any, masked.Stats, Rollout | None]]
+    # (state, batch=, reference=, reward=, key=) -> (state, stats, the policy's scored
+    # responses or None); donates the state.
+    update: Callable[..., tuple[Any, masked.Stats, Scored | None]]
     policy: Callable[[Any], Params]  # of a state
 
 
@@ -155,11 +155,10 @@ def _online(
         reference: Frozen,
         reward: Reward,
         key: Array,
-    ) -> tuple[TrainState, masked.Stats, Rollout]:
-        train, stats, scored = iteration(
+    ) -> tuple[TrainState, masked.Stats, Scored]:
+        return iteration(
             train, prompts=batch, reference=reference, reward=reward, key=key
         )
-        return train, stats, scored.rollout
 
     return Trainer(
         num_steps=options.num_steps,

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from worlds.arithmetic import prompts_of, verifier
 
-from rlhf_jax import decode, grpo, masked
+from rlhf_jax import decode, grpo, masked, ppo
 from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.algorithms.flow import rollout, score
 from rlhf_jax.roles.reference.frozen import Frozen
@@ -24,7 +24,7 @@ def accuracy(
     params: Params,
     rows: Sequence[Row],
     *,
-    algorithm: grpo.GRPO,
+    algorithm: ppo.PPO | grpo.GRPO,
     greedy: bool,
     key: Array,
 ) -> float:
@@ -44,7 +44,7 @@ def kl_of(
     reference: Frozen,
     rows: Sequence[Row],
     *,
-    algorithm: grpo.GRPO,
+    algorithm: ppo.PPO | grpo.GRPO,
     key: Array,
 ) -> float:
     """KL(π ‖ π_ref) of sampled answers, k1, nats per response."""
@@ -55,10 +55,7 @@ def kl_of(
         algorithm=algorithm,
         greedy=False,
     )
-    ref_logprobs = jax.jit(
-        score.reference_logprobs,
-        static_argnames=("model", "max_new_tokens", "temperature"),
-    )(
+    ref_logprobs = _reference_logprobs(
         reference,
         rollout=answered,
         model=algorithm.model,
@@ -70,9 +67,20 @@ def kl_of(
     return float(total) / len(rows)
 
 
+_reference_logprobs = jax.jit(
+    score.reference_logprobs,
+    static_argnames=("model", "max_new_tokens", "temperature"),
+)
+
+
 @functools.partial(jax.jit, static_argnames=("algorithm", "greedy"))
 def respond(
-    params: Params, *, prompts: Prompts, key: Array, algorithm: grpo.GRPO, greedy: bool
+    params: Params,
+    *,
+    prompts: Prompts,
+    key: Array,
+    algorithm: ppo.PPO | grpo.GRPO,
+    greedy: bool,
 ) -> Rollout:
     return rollout.rollout(
         params,

@@ -158,5 +158,6 @@ def judgement(answered: Rollout, *, num_prompts: int, batch_size: int) -> Row:
     rows = len(answered.tokens)
     order = np.arange(rows).reshape(num_prompts, -1).T.reshape(-1)
     return preparation.judgement(
-        jax.tree.map(lambda leaf: leaf[order], answered), batch_size=batch_size
+        jax.tree.map(lambda leaf: leaf[order], jax.device_get(answered)),
+        batch_size=batch_size,
     )

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -18,7 +20,8 @@ import numpy as np
 from flax import traverse_util
 from safetensors import numpy as safetensors
 
-from rlhf_jax.runs import write_errors
+from rlhf_jax.runs import run_config, write_errors
+from rlhf_jax.runs.run_config import RunConfig
 
 Arrays = Mapping[str, Any]  # dicts of arrays within dicts
 
@@ -47,6 +50,25 @@ def made_once(folder: Path, make: Callable[[], Arrays]) -> Arrays:
                 safetensors.save_file(arrays, partial)
                 os.replace(partial, file)
     return traverse_util.unflatten_dict(safetensors.load_file(file), sep="/")
+
+
+def folder_of(
+    prepared: Path, world: str, options: RunConfig, *further: int | str
+) -> Path:
+    """The folder of what the runs of a seed share: `world`_DIGEST/seed_N.
+
+    Args:
+      prepared: where such folders are.
+      world: the first part of its name.
+      options: of the run that makes it. Those that change nothing of the result are not
+        in the digest.
+      further: what else it depends on.
+    """
+    alike = run_config.to_json(options)
+    for name in run_config.MAY_DIFFER | {"seed"}:
+        alike.pop(name, None)
+    digest = hashlib.sha256(json.dumps([alike, *further]).encode()).hexdigest()
+    return prepared / f"{world}_{digest[:8]}" / f"seed_{options.seed}"
 
 
 @contextlib.contextmanager

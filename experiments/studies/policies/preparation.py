@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +21,7 @@ from rlhf_jax.data import batches
 from rlhf_jax.data.batches import Batches
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards import Reward
-from rlhf_jax.runs import run, run_config
+from rlhf_jax.runs import run
 from studies.policies import made_once
 from studies.policies.options import Config
 
@@ -66,13 +63,9 @@ def seed_models(options: Config) -> SeedModels:
     They stand in a folder named for the seed and a digest of the options that they
     depend on, so that runs which differ in anything else share it.
     """
-    prepared = (
-        options.out / "prepared" if options.prepared is None else options.prepared
-    )
-    own = options.of_preparation(Path())
-    alike = run_config.to_json(dataclasses.replace(own, seed=0, progress=False))
-    digest = hashlib.sha256(json.dumps([alike, options.num_members]).encode())
-    folder = prepared / f"reviews_{digest.hexdigest()[:8]}" / f"seed_{options.seed}"
+    place = options.out / "prepared" if options.prepared is None else options.prepared
+    own = options.of_preparation(place)
+    folder = made_once.folder_of(place, "reviews", own, options.num_members)
     made = made_once.made_once(folder, functools.partial(_prepare, options, folder))
     model = quickstart.algorithm_of(own).model
     members = tuple(
@@ -157,8 +150,6 @@ def judgement(answered: Rollout, *, batch_size: int) -> Row:
         "gold": float(np.mean([reviews.careful_gold(*pair) for pair in split])),
         "fluency": float(np.mean([reviews.parses(*pair) for pair in split])),
         "distinct": float(np.mean([len(set(said)) / len(said) for said in of_batches])),
-        "prompt": answers[0][0],
-        "response": responses[0],
     }
 
 

@@ -10,7 +10,8 @@ Reference and reward model are those of the quickstart, but the judge is a caref
 are the labels as well. A reference and its reward model are made once for all runs of a
 seed (--prepared).
 
-samples.jsonl has what judge and grammar say of the policy on the way. summary.json has
+samples.jsonl has what judge and grammar say of the policy on the way, in a row without
+a prompt, and a few of its responses. summary.json has
 "reference" and "policy" (or "best of 2" and so on), measured on held-out prompts: gold,
 fluency (share that parses), distinct (share of the responses of a batch), score, KL in
 nats per response.
@@ -23,13 +24,16 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from worlds import reviews
 
 from rlhf_jax import masked
-from rlhf_jax.runs import command_line, folder, plots, report, run
-from studies.policies import preparation
+from rlhf_jax.runs import command_line, folder, report, run
+from studies.policies import preparation, shown
 from studies.policies.algorithms import Trainer, trainer_of
 from studies.policies.evaluation import best_of, look
 from studies.policies.options import Config
@@ -62,21 +66,35 @@ def train(
                 policy = trainer.policy(stage.state["train"])
                 count = options.batch_size
                 rows = [look(policy, models, num_answers=count, options=options)]
-            stage.state["train"], stats, answered = trainer.update(
+            stage.state["train"], stats, scored = trainer.update(
                 stage.state["train"],
                 batch=batches[step],
                 reference=stage.state["reference"],
                 reward=models.reward,
                 key=jax.random.fold_in(stage.state["root_key"], step),
             )
-            if step % every == 0 and options.look == "training":
-                assert answered is not None  # of DPO, which the options refuse
-                means = masked.mean_stats(stats)
-                said = preparation.judgement(answered, batch_size=options.batch_size)
-                score, kl = means["objective/scores"], means["objective/kl"]
-                rows = [{"score": float(score), "kl": float(kl), **said}]
+            if step % every == 0 and scored is not None:
+                said = preparation.judgement(
+                    scored.rollout, batch_size=options.batch_size
+                )
+                stats |= {"judge/score": (jnp.float32(said["gold"]), jnp.float32(1))}
+                if options.look == "training":
+                    means = masked.mean_stats(stats)
+                    score, kl = means["objective/scores"], means["objective/kl"]
+                    rows = [{"score": float(score), "kl": float(kl), **said}]
+                rows += shown.rows_of(scored, decode=text_of, judge=careful_gold)
             stage.end_step(step, stats, rows)
     return trainer.policy(stage.state["train"])
+
+
+def text_of(ids: Sequence[int]) -> str:
+    """The words of the language."""
+    return " ".join(reviews.decode(ids))
+
+
+def careful_gold(prompt: str, response: str) -> float:
+    """What the judge says of a response, gold units."""
+    return reviews.careful_gold(prompt.split(), response.split())
 
 
 def main(options: Config) -> None:
@@ -110,8 +128,6 @@ def main(options: Config) -> None:
             for name, row in measured.items()
         ],
     )
-    if trainer is not None:
-        plots.draw(job.folder)
     summary |= measured
     summary |= {
         "responses_for_training": options.num_steps * options.batch_size,

@@ -1,0 +1,32 @@
+"""The sweep of `kl_in_practice` on sums of three digits, with a verifier.
+
+Advantages are not whitened, and losses are sums over responses, so that every choice
+has the gradient that its name says, at the β that is given.
+"""
+
+from choices import grid as choices_at
+
+question = "What does the choice of the KL do with a verifier?"
+program = ["experiments", "studies.policies.arithmetic"]
+seeds = [0, 1, 2, 3, 4]
+options = {
+    "prepared": "runs/prepared",
+    "hidden_size": 64,
+    "num_steps": 120,
+    "batch_size": 128,
+    "num_minibatches": 1,
+    "learning_rate": 1e-3,
+    "critic_learning_rate": 2e-3,
+    "sample_every": 15,
+    "snapshot_every": 120,
+    "keep_snapshots": 1,
+    "aggregation": "constant",
+    "lam": 1.0,
+}
+grid = {"algorithm": ["ppo", "grpo"], "kl": choices_at((0.01, 0.05, 0.2))}
+measures = {
+    "gold": {"summary": "policy.gold"},
+    "greedy": {"summary": "policy.greedy"},
+    "kl": {"summary": "policy.kl"},
+    "entropy": {"metric": "objective/entropy", "last": 10},
+}

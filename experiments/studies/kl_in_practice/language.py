@@ -1,0 +1,39 @@
+"""The sweep of `kl_in_practice` on the quickstart's language, against a reward model.
+
+Advantages are not whitened, and losses are sums over responses, so that every choice
+has the gradient that its name says, at the β that is given.
+"""
+
+from choices import grid as choices_at
+
+question = "What does the choice of the KL do against a reward model?"
+program = ["experiments", "studies.policies.reviews"]
+seeds = [0, 1, 2, 3, 4]
+options = {
+    "prepared": "runs/prepared",
+    "hidden_size": 64,
+    "sft_steps": 300,
+    "num_steps": 30,
+    "batch_size": 64,
+    "num_epochs": 2,
+    "num_minibatches": 2,
+    "policy_learning_rate": 1e-3,
+    "critic_learning_rate": 2e-3,
+    "num_evaluated": 256,
+    "look": "training",
+    "sample_every": 3,
+    "snapshot_every": 30,
+    "keep_snapshots": 1,
+    "aggregation": "constant",
+    "whiten_advantages": None,
+    "lam": 1.0,
+}
+grid = {"algorithm": ["ppo", "grpo"], "kl": choices_at((0.05, 0.2, 0.8))}
+measures = {
+    "gold": {"summary": "policy.gold"},
+    "score": {"summary": "policy.score"},
+    "kl": {"summary": "policy.kl"},
+    "fluency": {"summary": "policy.fluency"},
+    "distinct": {"summary": "policy.distinct"},
+    "entropy": {"metric": "objective/entropy", "last": 5},
+}

@@ -1,0 +1,51 @@
+"""Responses token by token, as the rows of samples.jsonl have them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from rlhf_jax.algorithms.batch import Scored
+from rlhf_jax.data import tokenization
+from rlhf_jax.inspection import sampled_tokens
+
+Row = dict[str, Any]
+SHOWN = 2  # of a batch
+
+
+def rows_of(
+    scored: Scored,
+    *,
+    decode: Callable[[Sequence[int]], str],
+    judge: Callable[[str, str], float],
+) -> list[Row]:
+    """The first responses of a batch, with what judge and reward say of each.
+
+    Args:
+      judge: (prompt, response) -> its word.
+    """
+    first = jax.tree.map(lambda leaf: leaf[:SHOWN], jax.device_get(scored))
+    return [
+        {
+            "row": int(index),
+            "prompt": prompt,
+            "response": response,
+            "score": round(float(score), 4),
+            "judge": round(judge(prompt, response), 4),
+            **tokens,
+        }
+        for index, score, (prompt, response), tokens in zip(
+            first.rollout.index,
+            first.scores,
+            tokenization.texts(first.rollout, decode=decode),
+            sampled_tokens.columns(
+                first.rollout,
+                logprobs=first.rollout.old_logprobs,
+                ref_logprobs=first.ref_logprobs,
+                decode=decode,
+            ),
+            strict=True,
+        )
+    ]
