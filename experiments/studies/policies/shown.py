@@ -26,7 +26,10 @@ def rows_of(
     Args:
       judge: (prompt, response) -> its word.
     """
-    first = jax.tree.map(lambda leaf: leaf[:SHOWN], jax.device_get(scored))
+    read = scored.rollout, scored.scores, scored.ref_logprobs
+    rollout, scores, ref_logprobs = jax.tree.map(
+        lambda leaf: leaf[:SHOWN], jax.device_get(read)
+    )
     return [
         {
             "row": int(index),
@@ -37,13 +40,13 @@ def rows_of(
             **tokens,
         }
         for index, score, (prompt, response), tokens in zip(
-            first.rollout.index,
-            first.scores,
-            tokenization.texts(first.rollout, decode=decode),
+            rollout.index,
+            scores,
+            tokenization.texts(rollout, decode=decode),
             sampled_tokens.columns(
-                first.rollout,
-                logprobs=first.rollout.old_logprobs,
-                ref_logprobs=first.ref_logprobs,
+                rollout,
+                logprobs=rollout.old_logprobs,
+                ref_logprobs=ref_logprobs,
                 decode=decode,
             ),
             strict=True,

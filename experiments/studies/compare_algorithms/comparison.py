@@ -15,7 +15,7 @@ import numpy.typing as npt
 from matplotlib.figure import Figure
 
 from rlhf_jax.runs import report
-from studies.overoptimisation import MEASURED
+from studies.kl_frontier.overoptimisation import MEASURED
 
 Floats = npt.NDArray[np.floating]
 Row = Mapping[str, Any]

@@ -1,0 +1,1 @@
+"""PPO, GRPO, RLOO, DPO and best-of-n on one language: gold score against KL."""

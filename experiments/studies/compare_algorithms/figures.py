@@ -1,0 +1,55 @@
+"""Tables and the plot of a comparison of algorithms, from its sweep.
+
+    python experiments studies.compare_algorithms.figures runs/compare
+
+Writes figures.json and plots/comparison.png into the sweep's folder: gold and score
+against √KL, net objectives, and gold over that of best-of-n at the same KL.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import tyro
+
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runs import folder
+from studies import finished
+from studies.compare_algorithms import comparison
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    sweep: tyro.conf.Positional[Path]
+    """Folder of the sweep."""
+
+
+def main(options: Options) -> None:
+    """Tells and draws what a sweep of algorithms has come to."""
+    runs = finished.runs_of(options.sweep)
+    before, after, points = [], [], []
+    for run in runs:
+        own = {"algorithm": run.config["algorithm"], "seed": run.seed}
+        after += [
+            own | row
+            for name, row in run.summary.items()
+            if name == "policy" or name.startswith("best of ")
+        ]
+        points += [own | row for row in run.points()]
+        if run.cell == runs[0].cell:
+            before.append({"seed": run.seed} | run.summary["reference"])
+    kl_coef = runs[0].config["kl_coef"]
+    figures = comparison.summarise(points, before, after, kl_coef=kl_coef)
+    comparison.tell(figures, kl_coef=kl_coef)
+    comparison.plot(options.sweep, points, before, after)
+    folder.write_json(options.sweep / "figures.json", figures | {"kl_coef": kl_coef})
+    print(f"figures.json and plots are in {options.sweep}")
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Options, description=__doc__))
+    except InputError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,73 @@
+"""The runs of a sweep that are done, as figures are made of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runs import metrics
+
+Row = Mapping[str, Any]
+
+
+class Finished(NamedTuple):
+    """A run that is done."""
+
+    cell: str  # its name, as in "kl_coef=0.05"
+    seed: int
+    config: Row
+    summary: Row
+    folder: Path
+
+    def points(self) -> list[dict[str, Any]]:
+        """The rows of samples.jsonl that are of whole batches, in their order."""
+        return [
+            row
+            for row in metrics.read(self.folder / "samples.jsonl")
+            if "tokens" not in row
+        ]
+
+
+def runs_of(sweep: Path) -> list[Finished]:
+    """Every run that is done, by cell in the order of the sweep and then by seed.
+
+    Args:
+      sweep: the folder of `rlhf-jax sweep --out`.
+
+    Raises:
+      InputError: it is none, or no run of it is done.
+    """
+    begun = sweep / "sweep.json"
+    if not begun.exists():
+        raise InputError(
+            f"{sweep}: expected the folder of a sweep, got one without sweep.json; "
+            f"give the --out of rlhf-jax sweep"
+        )
+    cells = _read(begun)["cells"]
+    runs = [
+        Finished(
+            cell=cell,
+            seed=int(folder.name.removeprefix("seed_")),
+            config=_read(folder / "config.json"),
+            summary=_read(folder / "summary.json"),
+            folder=folder,
+        )
+        for cell in cells
+        for folder in sorted(
+            (sweep / "runs" / cell).glob("seed_*"),
+            key=lambda path: int(path.name.removeprefix("seed_")),
+        )
+        if (folder / "summary.json").exists()
+    ]
+    if not runs:
+        raise InputError(
+            f"{sweep}: expected runs that are done, got none; start the sweep first"
+        )
+    return runs
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))

@@ -1,0 +1,1 @@
+"""What the KL penalty buys, and three failures that come without it."""

@@ -1,0 +1,55 @@
+"""Tables and plots of the β frontier, from its sweep.
+
+    python experiments studies.kl_frontier.figures runs/frontier
+
+Writes figures.json, plots/frontier.png and plots/objective.png into the sweep's folder:
+the fit of gold against √KL (Gao et al. 2022), net objectives, and in how many seeds
+each of three failures is seen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import tyro
+
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runs import folder
+from studies import finished
+from studies.kl_frontier import overoptimisation
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    sweep: tyro.conf.Positional[Path]
+    """Folder of the sweep."""
+
+
+def main(options: Options) -> None:
+    """Tells and draws what a sweep of β has come to."""
+    runs = finished.runs_of(options.sweep)
+    before, after, points = [], [], []
+    for run in runs:
+        own = {"seed": run.seed, "kl_coef": run.config["kl_coef"]}
+        measured = {
+            name: run.summary[name] | {"score": run.summary[name]["unshaped_score"]}
+            for name in ("reference", "policy")
+        }
+        after.append(own | measured["policy"])
+        points += [own | row for row in run.points()]
+        if run.cell == runs[0].cell:
+            before.append({"seed": run.seed} | measured["reference"])
+    figures = overoptimisation.summarise(points, before, after)
+    overoptimisation.tell(figures)
+    overoptimisation.plots(options.sweep, [*points, *after], figures)
+    folder.write_json(options.sweep / "figures.json", figures)
+    print(f"figures.json and plots are in {options.sweep}")
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Options, description=__doc__))
+    except InputError as error:
+        sys.exit(f"error: {error}")
