@@ -21,7 +21,7 @@ from rlhf_jax.checkpoints import precomputed
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.planning import compiled, run_shape
 from rlhf_jax.roles.reference.frozen import Frozen
-from studies.storage.options import Config, Preparation, Storage
+from studies.storage.options import Config, Preparation
 
 Params = Any
 Row = dict[str, Any]
@@ -108,10 +108,11 @@ def held_out_logprobs(
     return np.concatenate(parts)
 
 
-def stored(storage: Storage, params: Params, *, base: Frozen) -> Frozen | None:
+def stored(storage: str, params: Params, *, base: Frozen) -> Frozen | None:
     """The reference in a storage that a program reads, not from the disk.
 
     Args:
+      storage: one of `STORAGES`, without precomputed.
       base: that a policy of adapters holds in any case, and is its reference.
     """
     match storage:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Literal
 
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.planning.run_shape import Way
+from rlhf_jax.planning.run_shape import WAYS
 from rlhf_jax.runs.run_config import RunConfig
 
-Storage = Literal[Way, "cpu", "lora-base", "none", "precomputed"]
+STORAGES = (*WAYS, "cpu", "lora-base", "none", "precomputed")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,8 +72,9 @@ class Preparation(RunConfig):
 class Config(Preparation):
     """One storage, and where what it shares with the others is prepared."""
 
-    storage: Storage
-    """Storage of the reference that is measured."""
+    storage: str
+    """Storage of the reference that is measured: copy, bf16, fp16, int8, int8-bf16,
+    host, host-int8, cpu, lora-base, none or precomputed."""
     prepared: Path | None = None
     """Folder of what runs of all storages share, made by the first of them; None is
     OUT/prepared."""
@@ -87,6 +87,11 @@ class Config(Preparation):
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.positive(repeats=self.repeats)
+        if self.storage not in STORAGES:
+            raise InputError(
+                f"--storage: expected one of {', '.join(STORAGES)}, got "
+                f"{self.storage}; choose one of them"
+            )
 
     def preparation(self) -> Preparation:
         """The options of what is shared, with the folder of this seed as `out`."""
