@@ -335,8 +335,11 @@ def test_tables_of_rows(tmp_path, capsys):
     assert "on a TPU" not in printed  # nobody asked
     with pytest.raises(InputError, match=r"seed 0 that is done .* \(2 of 2 lack one\)"):
         tables.main(tables.Config(sweep=tmp_path))
-    with pytest.raises(InputError, match="expected the folder of a sweep of ablate_r"):
+    with pytest.raises(InputError, match=r"sweep.json: expected a file of a sweep"):
         tables.main(tables.Config(sweep=tmp_path / "runs"))
+    (folder / "summary.json").write_text(json.dumps({"held_out_loss": 1.0}))
+    with pytest.raises(InputError, match="got: one without row"):
+        tables.main(tables.Config(sweep=tmp_path, seed=1))
 
 
 def test_options_that_cannot_be(tmp_path, capsys):
@@ -352,3 +355,16 @@ def test_options_that_cannot_be(tmp_path, capsys):
         )
     assert "no.txt" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_cannot_be_prepared(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "text.txt").write_text(TEXT)
+    options = Config(
+        out=tmp_path / "run",
+        storage="copy",
+        text=str(tmp_path / "text.txt"),
+        prepared=tmp_path / "file",
+    )
+    with pytest.raises(InputError, match=r"file: expected a folder that can be made"):
+        preparation.get(options)

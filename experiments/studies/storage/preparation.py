@@ -195,16 +195,24 @@ def _read(options: Preparation) -> Prepared:
 
 @contextlib.contextmanager
 def _alone(place: Path) -> Iterator[None]:
-    """While one run prepares, the others wait here."""
+    """While one run prepares, the others wait here; a lock goes with its process."""
     import fcntl  # not at the top of the file: only POSIX systems have it
 
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with place.with_name(f"{place.name}.lock").open("w") as file:
+    with contextlib.ExitStack() as held:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"waiting for the run that prepares {place}", flush=True)
-            fcntl.flock(file, fcntl.LOCK_EX)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            path = place.with_name(f"{place.name}.lock")
+            file = held.enter_context(path.open("w"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print(f"waiting for the run that prepares {place}", flush=True)
+                fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            raise InputError(
+                f"--prepared {place.parent}: expected a folder that can be made, "
+                f"written to and locked, got: {error.strerror}; give another"
+            ) from error
         yield
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,26 +61,32 @@ def read(sweep: Path, *, seed: int) -> list[dict[str, Any]]:
     Raises:
       InputError: it is no such sweep, or a run is not done.
     """
-    try:
-        begun = json.loads((sweep / planned.BEGUN).read_text(encoding="utf-8"))
-        places = [sweep / "runs" / cell / f"seed_{seed}" for cell in begun["cells"]]
-        waiting = [place for place in places if not (place / "summary.json").exists()]
-        if not waiting:
-            summaries = [
-                json.loads((place / "summary.json").read_text(encoding="utf-8"))
-                for place in places
-            ]
-            assert all("storage" in summary["row"] for summary in summaries)
-            return summaries
-    except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
+    cells = _read(sweep / planned.BEGUN, has=("cells",))["cells"]
+    files = [sweep / "runs" / cell / f"seed_{seed}" / "summary.json" for cell in cells]
+    waiting = [file.parent for file in files if not file.exists()]
+    if waiting:
         raise InputError(
-            f"{sweep}: expected the folder of a sweep of ablate_reference_storage, "
-            f"got {type(error).__name__}: {error}; give the sweep's --out"
-        ) from error
+            f"{sweep}: expected a run of seed {seed} that is done for every storage, "
+            f"got none in {waiting[0]} ({len(waiting)} of {len(files)} lack one); run "
+            f"the sweep, or give another --seed"
+        )
+    return [_read(file, has=("row", "held_out_loss")) for file in files]
+
+
+def _read(file: Path, *, has: Sequence[str]) -> dict[str, Any]:
+    """An object of JSON with the fields that it must have."""
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+        missing = [name for name in has if name not in fields]
+    except (OSError, ValueError, TypeError) as error:
+        got = str(error)
+    else:
+        if not missing:
+            return fields
+        got = f"one without {missing[0]}"
     raise InputError(
-        f"{sweep}: expected a run of seed {seed} that is done for every storage, got "
-        f"none in {waiting[0]} ({len(waiting)} of {len(places)} lack one); run the "
-        f"sweep, or give another --seed"
+        f"{file}: expected a file of a sweep of ablate_reference_storage, got: {got}; "
+        f"give the sweep's --out"
     )
 
 
