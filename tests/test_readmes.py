@@ -145,7 +145,9 @@ def test_every_detail_of_ppo_has_a_test():
 
 @pytest.mark.parametrize("file", DOCUMENTS, ids=relative)
 def test_every_experiment_that_a_readme_runs_is_there(file):
-    for name in re.findall(r"python experiments ([a-z_]+\.[a-z_]+)", text_of(file)):
+    for name in re.findall(
+        r"python experiments ([a-z_]+(?:\.[a-z_]+)+)", text_of(file)
+    ):
         assert (EXPERIMENTS / f"{name.replace('.', '/')}.py").is_file(), name
     for path in re.findall(r"python (experiments/\w+\.py)", text_of(file)):
         if file.name == "README.md" and file.parent != EXPERIMENTS:

@@ -3,6 +3,10 @@
 A figure is computed for each prompt, from all its samples, and then averaged over
 prompts. Prompts are the independent draws, so that its interval is Student's t over
 prompts (`sweeps.statistics`); samples of one prompt are not independent draws of it.
+Where each prompt is one trial, right or wrong, the interval is Wilson's, which is near
+95% for small shares too.
+
+Source: Wilson 1927; Brown, Cai and DasGupta 2001.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
+from scipy import stats
 
 from rlhf_jax.evaluation import comparison, success
 from rlhf_jax.evaluation.comparison import Verdict
@@ -25,7 +30,8 @@ class Figure(NamedTuple):
     """A mean over prompts."""
 
     mean: float
-    # Of the 95% interval of the mean; None where all prompts have one value.
+    # Of the 95% interval of the mean; None where that is Student's t and all prompts
+    # have one value.
     low: float | None
     high: float | None
     prompts: int
@@ -79,18 +85,27 @@ def by_prompt(responses: Sequence[Response], *, model: str, decoding: str) -> Pe
     return list(prompts.values())
 
 
-def over_prompts(values: Sequence[float], *, share: bool = False) -> Figure:
+def over_prompts(
+    values: Sequence[float], *, share: bool = False, trials: bool = False
+) -> Figure:
     """The mean of a number for each prompt, and its 95% interval.
 
-        mean ± t(0.975, P - 1)·s/√P
+        mean ± t(0.975, P - 1)·s/√P,        or Wilson's of a share of trials
 
     Args:
       values: of P prompts.
       share: whether each is in [0, 1], to which the interval is then cut.
+      trials: whether a prompt has one outcome, as by one sample. If all values are 0
+        or 1, the interval is then Wilson's. Means over several samples of a prompt
+        keep Student's t, whatever they are: each prompt has a rate of its own.
     """
     array = np.asarray(values, float)
-    interval = statistics.of_mean(array)
     mean = float(array.mean())
+    if trials and np.isin(array, (0.0, 1.0)).all():
+        outcome = stats.binomtest(int(array.sum()), len(array))
+        wilson = outcome.proportion_ci(statistics.CONFIDENCE, method="wilson")
+        return Figure(mean, float(wilson.low), float(wilson.high), len(array))
+    interval = statistics.of_mean(array)
     if interval is None or interval.low == interval.high:
         return Figure(mean, None, None, len(array))
     low, high = interval
@@ -113,11 +128,13 @@ def of_model(
     Returns:
       By name; README.md defines each.
     """
-    count = min(map(len, prompts))
+    count, single = min(map(len, prompts)), _single(prompts)
     chosen = [k for k in ks if k <= count]
     figures: dict[str, Figure] = {}
     if kind != "none":
-        figures["score"] = over_prompts(_means(prompts, _score))
+        figures["score"] = over_prompts(
+            _means(prompts, _score), trials=single and kind == "verifier"
+        )
     for k in chosen:
         if kind == "verifier":
             figures[f"pass@{k}"] = over_prompts(
@@ -130,6 +147,8 @@ def of_model(
                     for samples in prompts
                 ],
                 share=True,
+                # Of all the samples of a prompt it is one outcome: some are right.
+                trials=all(len(samples) == k for samples in prompts),
             )
         elif kind == "reward":
             figures[f"best@{k}"] = over_prompts(
@@ -147,14 +166,15 @@ def of_model(
                     for samples in prompts
                 ],
                 share=True,
+                trials=single,
             )
     if kind == "verifier":
         figures["failed"] = over_prompts(
-            _means(prompts, lambda each: each.failed), share=True
+            _means(prompts, lambda each: each.failed), share=True, trials=single
         )
     figures["length"] = over_prompts(_means(prompts, lambda each: each.length))
     figures["ended"] = over_prompts(
-        _means(prompts, lambda each: each.ended), share=True
+        _means(prompts, lambda each: each.ended), share=True, trials=single
     )
     if count > 1:
         figures["distinct"] = over_prompts(
@@ -177,6 +197,7 @@ def compared(policy: PerPrompt, reference: PerPrompt, *, kind: Kind) -> dict[str
       kind: what the scores are.
     """
     figures: dict[str, Figure] = {}
+    single = _single(policy) and _single(reference)
     if kind != "none":
         scores = [
             (list(map(_score, ours)), list(map(_score, theirs)))
@@ -188,13 +209,16 @@ def compared(policy: PerPrompt, reference: PerPrompt, *, kind: Kind) -> dict[str
         figures["win_rate_by_score"] = over_prompts(
             [comparison.win_rate(ours, theirs) for ours, theirs in scores],
             share=True,
+            trials=single,
         )
     if policy[0][0].verdict is not None:
         figures["win_rate_by_judge"] = over_prompts(
-            _means(policy, lambda each: _verdict(each).win), share=True
+            _means(policy, lambda each: _verdict(each).win), share=True, trials=single
         )
         figures["judge_prefers_first"] = over_prompts(
-            _means(policy, lambda each: _verdict(each).first), share=True
+            _means(policy, lambda each: _verdict(each).first),
+            share=True,
+            trials=single,
         )
     return figures
 
@@ -203,6 +227,11 @@ def distinct_share(prompts: PerPrompt) -> float:
     """Share of the responses to all prompts that no other one before is equal to."""
     texts = [each.response for samples in prompts for each in samples]
     return len(set(texts)) / len(texts)
+
+
+def _single(prompts: PerPrompt) -> bool:
+    """Whether each prompt has one response."""
+    return all(len(samples) == 1 for samples in prompts)
 
 
 def _means(prompts: PerPrompt, number: Callable[[Response], float]) -> list[float]:

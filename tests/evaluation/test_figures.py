@@ -58,7 +58,8 @@ def test_a_mean_and_its_interval_are_over_prompts():
     half = 12.7062 * math.sqrt(0.125) / math.sqrt(2)
     assert told["score"] == pytest.approx((0.75, 0.75 - half, 0.75 + half, 2), abs=1e-3)
     assert told["pass@1"] == (0.75, 0.0, 1.0, 2)  # a share: cut to [0, 1]
-    assert told["pass@2"] == (1.0, None, None, 2)  # equal in all prompts
+    assert told["pass@2"] == pytest.approx((1.0, *wilson(2, 2), 2))  # one outcome each
+    assert told["ended"] == (1.0, None, None, 2)  # equal in all prompts
     assert told["majority@2"].mean == 0.75  # a tie of the first prompt
     assert "pass@4" not in told  # of two samples
     assert (told["length"].mean, told["ended"].mean) == (2.0, 1.0)
@@ -71,6 +72,76 @@ def test_one_prompt_has_no_interval():
     assert told["score"] == (0.5, None, None, 1)
 
 
+def wilson(right, count):
+    """The two shares p from which `right` of `count` is z standard errors away."""
+    share, z = right / count, 1.959964
+    middle = (share + z**2 / (2 * count)) / (1 + z**2 / count)
+    half = math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
+    half *= z / (1 + z**2 / count)
+    return middle - half, middle + half
+
+
+def test_one_sample_of_each_prompt_has_wilson_s_interval():
+    made = responses([[1.0], [0.0], [0.0], [0.0]], ended=False)
+    _, told = of(made, ks=(1,))
+    share = pytest.approx((0.25, *wilson(1, 4), 4), abs=1e-6)
+    assert told["score"] == told["pass@1"] == told["majority@1"] == share
+    none = pytest.approx((0.0, *wilson(0, 4), 4), abs=1e-6)
+    assert told["ended"] == told["failed"] == none
+    # A reward is no outcome of a trial, though it may be 0 or 1 every time; and a
+    # verifier may grade.
+    spread = 0.25 - 3.182446 * 0.25  # t(0.975, 3), s/√P
+    _, told = of(made, kind="reward", ks=(1,))
+    assert told["score"].low == told["best@1"].low == pytest.approx(spread, abs=1e-5)
+    _, told = of(responses([[0.5], [0.0], [0.0], [0.0]]), ks=(1,))
+    assert told["score"].low == pytest.approx(spread / 2, abs=1e-5)
+    assert told["pass@1"] == pytest.approx((0.0, *wilson(0, 4), 4), abs=1e-6)
+
+
+def test_several_samples_of_a_prompt_keep_student_s_t_but_for_pass_at_all_of_them():
+    _, told = of(responses([[1, 1], [0, 0], [0, 0], [0, 0]]))
+    t = (0.25, 0.0, 1.0, 4)  # 0.25 ± 3.182·0.25, cut
+    assert told["pass@1"] == told["majority@1"] == told["majority@2"] == t
+    assert told["pass@2"] == pytest.approx((0.25, *wilson(1, 4), 4), abs=1e-6)
+
+
+def test_win_rates_of_one_pair_per_prompt():
+    def compared(ours, verdicts):
+        theirs = [[0.0]] * len(ours)
+        policy, reference = (
+            figures.by_prompt(made, model=model, decoding="sampled")
+            for model, made in {
+                "policy": responses([[score] for score in ours]),
+                "reference": responses(theirs, model="reference"),
+            }.items()
+        )
+        policy = [
+            [dataclasses.replace(each, verdict=verdict)]
+            for (each,), verdict in zip(policy, verdicts, strict=True)
+        ]
+        return figures.compared(policy, reference, kind="reward")
+
+    told = compared([1.0, 2.0, -1.0], [(1.0, 1.0), (0.0, 0.0), (1.0, 1.0)])
+    wins = pytest.approx((2 / 3, *wilson(2, 3), 3), abs=1e-6)
+    assert told["win_rate_by_score"] == told["win_rate_by_judge"] == wins
+    # ½ of a tie, or of a judge that prefers what it reads first, is no outcome.
+    told = compared([1.0, 0.0, -1.0], [(1.0, 0.0), (0.0, 0.0), (1.0, 1.0)])
+    for name in ("win_rate_by_score", "win_rate_by_judge"):
+        assert told[name] == (0.5, 0.0, 1.0, 3)  # ½ ± 4.303·½/√3, cut
+
+
+@pytest.mark.parametrize(("rate", "held"), [(0.05, 0.939), (0.5, 0.957)])
+def test_wilson_s_interval_of_30_prompts_holds_the_truth(rate, held):
+    """Summed over all counts of right responses, each as likely as it is."""
+    total = 0.0
+    for right in range(31):
+        values = [1.0] * right + [0.0] * (30 - right)
+        told = figures.over_prompts(values, share=True, trials=True)
+        likely = math.comb(30, right) * rate**right * (1 - rate) ** (30 - right)
+        total += likely * (told.low <= rate <= told.high)
+    assert total == pytest.approx(held, abs=1e-3)
+
+
 @pytest.mark.cases(quick=1)
 @pytest.mark.parametrize(("prompts", "k"), [(50, 1), (200, 8), (200, 1)])
 def test_intervals_of_pass_at_k_hold_the_truth_in_95_of_100_evaluations(prompts, k):
@@ -79,7 +150,7 @@ def test_intervals_of_pass_at_k_hold_the_truth_in_95_of_100_evaluations(prompts,
     of_counts = [success.pass_at_k(c, num_samples=8, k=k) for c in range(9)]
     right = rng.binomial(8, rng.uniform(size=(2000, prompts)))
     told = [
-        figures.over_prompts(values, share=True)
+        figures.over_prompts(values, share=True, trials=k == 8)
         for values in np.asarray(of_counts)[right]
     ]
     held = [figure.low <= k / (k + 1) <= figure.high for figure in told]

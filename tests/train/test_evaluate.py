@@ -1,6 +1,7 @@
 """`rlhf-jax evaluate`: figures that its samples give, resumed to the bit, bad input."""
 
 import dataclasses
+import importlib
 import json
 import shutil
 import signal
@@ -24,6 +25,19 @@ slow = pytest.mark.slow
 MODULE = r"""
 import signal
 calls = 0
+
+def early(signum, prompts, responses, rows):
+    global calls
+    calls += 1
+    if calls == 1:  # of the first batch
+        signal.raise_signal(signum)
+    return length(prompts, responses, rows)
+
+def terminated(prompts, responses, rows):
+    return early(signal.SIGTERM, prompts, responses, rows)
+
+def interrupted(prompts, responses, rows):
+    return early(signal.SIGINT, prompts, responses, rows)
 
 def stopping(prompts, responses, rows):
     global calls
@@ -66,7 +80,7 @@ def graded(prompt, response, row):
 PROMPTS = ("the cat", "a dog was", "we ran", "it", "so good")
 BASICS = (
     *("--num-samples=4", "--max-new-tokens=4", "--batch-size=2", "--no-progress"),
-    *("--snapshot-every=1", "--num-workers=1"),
+    "--snapshot-every=1",
 )
 
 
@@ -233,6 +247,26 @@ def test_a_stopped_run_goes_on_to_the_last_bit(files, tmp_path):
         assert (stopped / name).read_bytes() == (once / name).read_bytes(), name
 
 
+@slow
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_in_the_first_batch_stops_after_it(files, tmp_path, kind, capsys):
+    stopped, once = tmp_path / "stopped", tmp_path / "once"
+    name = {signal.SIGTERM: "terminated", signal.SIGINT: "interrupted"}[kind]
+    measures = importlib.import_module("measures")
+    measures.calls = 0
+    with pytest.raises(SystemExit) as exit_:
+        play(files, stopped, f"--reward=measures:{name}")
+    assert exit_.value.code == 128 + kind
+    assert "stopped and saved; go on with" in capsys.readouterr().err
+    assert {row["row"] for row in samples_of(stopped)} == {0, 1}  # a batch of two
+    play(files, stopped, f"--reward=measures:{name}", "--resume")
+    assert measures.calls == 3 * 4  # of three batches: none is scored twice
+    play(files, once, f"--reward=measures:{name}")
+    for file in ("results.json", "samples.jsonl", "metrics.jsonl"):
+        told = (stopped / file).read_text().replace(str(stopped), str(once))
+        assert told == (once / file).read_text(), file
+
+
 @pytest.mark.slow
 def test_the_batch_size_does_not_change_samples(whole, files, tmp_path):
     out, options, _ = whole
@@ -249,7 +283,7 @@ def test_the_batch_size_does_not_change_samples(whole, files, tmp_path):
 
 def test_equal_models_have_no_kl_and_other_samples(files, tmp_path):
     out = tmp_path / "run"
-    argv = ("--verifier=measures:parity", "--ks", "2")
+    argv = ("--verifier=measures:parity", "--num-workers=1", "--ks", "2")
     results = play(files, out, *argv, reference="policy")
     rows = samples_of(out)
     for row in rows:
@@ -407,6 +441,13 @@ def refused(capsys, files, out, *argv, reference=None):
         ("--ks 1 5", "--ks: expected 1 to the 4 samples of --num-samples, got 5"),
         ("--ks 0", "--ks: expected 1 to the 4 samples of --num-samples, got 0"),
         ("--judge=measures:longer", "--judge measures:longer: expected --reference"),
+        ("--num-workers=2", "--num-workers: expected --verifier with it"),
+        ("--timeout=3", "--timeout: expected --verifier with it, which it belongs to"),
+        ("--on-failure=stop", "--on-failure: expected --verifier with it"),
+        (
+            "--num-texts=7",
+            "--num-texts: expected --texts with it, which it belongs to, got 7 without",
+        ),
         ("--answer-field=right", "--answer-field: expected --verifier with it"),
         ("--unmarked=last_number", "--unmarked: expected --verifier gsm8k with it"),
         (

@@ -21,7 +21,7 @@ from rlhf_jax.checkpoints import precomputed
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.planning import compiled, run_shape
 from rlhf_jax.roles.reference.frozen import Frozen
-from studies.storage.options import Config
+from studies.storage.options import Config, Preparation
 
 Params = Any
 Row = dict[str, Any]
@@ -37,7 +37,7 @@ class Exact(NamedTuple):
 MIB = 2**20
 
 
-def scoring(options: Config, *, model: ModelConfig) -> Callable[..., Scored]:
+def scoring(options: Preparation, *, model: ModelConfig) -> Callable[..., Scored]:
     """The program whose cost is measured: KL of the policy's responses."""
 
     def scored(reference: Frozen | None, responses: Rollout) -> Scored:
@@ -108,21 +108,22 @@ def held_out_logprobs(
     return np.concatenate(parts)
 
 
-def ways(params: Params, *, base: Frozen) -> dict[str, Callable[[], Frozen | None]]:
-    """Every storage by name, made when its turn comes.
+def stored(storage: str, params: Params, *, base: Frozen) -> Frozen | None:
+    """The reference in a storage that a program reads, not from the disk.
 
     Args:
+      storage: one of `STORAGES`, without precomputed.
       base: that a policy of adapters holds in any case, and is its reference.
     """
-    chosen: dict[str, Callable[[], Frozen | None]] = {
-        name: functools.partial(frozen.freeze, params, **how)
-        for name, how in run_shape.WAYS.items()
-    }
-    cpu = SingleDeviceSharding(jax.devices("cpu")[0])
-    chosen["cpu"] = functools.partial(frozen.freeze, params, sharding=cpu)
-    chosen["lora-base"] = lambda: base
-    chosen["none"] = lambda: None
-    return chosen
+    match storage:
+        case "none":
+            return None
+        case "lora-base":
+            return base
+        case "cpu":
+            device = SingleDeviceSharding(jax.devices("cpu")[0])
+            return frozen.freeze(params, sharding=device)
+    return frozen.freeze(params, **run_shape.WAYS[storage])
 
 
 def live_mib() -> tuple[float, float]:

@@ -19,12 +19,12 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference import storage
 from rlhf_jax.runs import run
-from studies.storage.options import Config
+from studies.storage.options import Preparation
 
 Params = Any
 
 
-def blocks(options: Config) -> tuple[ModelConfig, Params, list[Example]]:
+def blocks(options: Preparation) -> tuple[ModelConfig, Params, list[Example]]:
     """The model as it is before any update here, and the text in its tokens."""
     text = json_lines.read_text(options.text)
     size = options.max_length
@@ -78,7 +78,7 @@ def train(
 
 
 def sample(
-    options: Config, params: Params, *, model: ModelConfig, texts: list[Example]
+    options: Preparation, params: Params, *, model: ModelConfig, texts: list[Example]
 ) -> Rollout:
     """The policy goes on from the beginnings of texts."""
     width = options.max_length - options.max_new_tokens

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.planning.run_shape import WAYS
 from rlhf_jax.runs.run_config import RunConfig
+
+STORAGES = (*WAYS, "cpu", "lora-base", "none", "precomputed")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(RunConfig):
+class Preparation(RunConfig):
+    """What all storages are measured on: a reference, a policy and its responses."""
+
     text: str
     """A .txt file; a share of it is held out, and the rest trains a model without
     --model."""
@@ -42,11 +48,6 @@ class Config(RunConfig):
     """Temperature of sampling and of log-probs."""
     held_out: float = 0.05
     """Share of the blocks that measures log-probs; as many more make the policy."""
-    repeats: int = 5
-    """Times that a batch is scored; the median of the seconds counts."""
-    topology: str | None = None
-    """TPU whose compiler is asked too, for instance v5e:2x2 (extra plan); None is no
-    TPU."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,10 +60,43 @@ class Config(RunConfig):
             responses=self.responses,
             temperature=self.temperature,
             held_out=self.held_out,
-            repeats=self.repeats,
         )
         if self.max_new_tokens >= self.max_length:
             raise InputError(
                 f"max_new_tokens: expected less than max_length, {self.max_length}, "
                 f"so that there is a prompt, got {self.max_new_tokens}"
             )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(Preparation):
+    """One storage, and where what it shares with the others is prepared."""
+
+    storage: str
+    """Storage of the reference that is measured: copy, bf16, fp16, int8, int8-bf16,
+    host, host-int8, cpu, lora-base, none or precomputed."""
+    prepared: Path | None = None
+    """Folder of what runs of all storages share, made by the first of them; None is
+    OUT/prepared."""
+    repeats: int = 5
+    """Times that a batch is scored; the median of the seconds counts."""
+    topology: str | None = None
+    """TPU whose compiler is asked too, for instance v5e:2x2 (extra plan); None is no
+    TPU."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.positive(repeats=self.repeats)
+        if self.storage not in STORAGES:
+            raise InputError(
+                f"--storage: expected one of {', '.join(STORAGES)}, got "
+                f"{self.storage}; choose one of them"
+            )
+
+    def preparation(self) -> Preparation:
+        """The options of what is shared, with the folder of this seed as `out`."""
+        shared = {field.name for field in dataclasses.fields(Preparation)}
+        fields = {name: value for name, value in vars(self).items() if name in shared}
+        at = self.out / "prepared" if self.prepared is None else self.prepared
+        own = {"out": at / f"seed_{self.seed}", "resume": False, "resume_from": None}
+        return Preparation(**(fields | own))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Literal
 
 from rlhf_jax.devices.placement import PolicyPlacement
@@ -11,7 +12,10 @@ from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.train.start import StartConfig
 
+# Defaults of options that belong to another one.
 ANSWER_FIELD = "answer"
+NUM_TEXTS = 256
+TIMEOUT = 10.0  # seconds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,11 +68,11 @@ class Config(StartConfig):
     texts: str | None = None
     """Held-out texts whose loss shows forgetting: plain text (.txt), or demonstrations
     in JSONL."""
-    num_texts: int = 256
+    num_texts: int = NUM_TEXTS
     """Rows of --texts to read, from the beginning."""
     num_workers: int | None = None
     """Processes that verify; None is one per processor."""
-    timeout: float = 10.0
+    timeout: float = TIMEOUT
     """Seconds to verify one response."""
     on_failure: Literal["zero", "stop"] = "zero"
     """What happens where a response could not be verified: it scores 0, or the run
@@ -127,6 +131,14 @@ class Config(StartConfig):
                 f"--answer-field: expected --verifier with it, which reads it, got "
                 f"{self.answer_field} without; give both, or leave it out"
             )
+        of_verifier = {
+            "--num-workers": (self.num_workers, None),
+            "--timeout": (self.timeout, TIMEOUT),
+            "--on-failure": (self.on_failure, "zero"),
+        }
+        _check_read(of_verifier, by="--verifier", given=self.verifier is not None)
+        of_texts = {"--num-texts": (self.num_texts, NUM_TEXTS)}
+        _check_read(of_texts, by="--texts", given=self.texts is not None)
         if self.judge is not None and self.reference is None:
             raise InputError(
                 f"--judge {self.judge}: expected --reference with it, whose responses "
@@ -162,6 +174,24 @@ class Config(StartConfig):
             return "verifier"
         scored = self.reward is not None or self.reward_model is not None
         return "reward" if scored else "none"
+
+
+def _check_read(
+    options: Mapping[str, tuple[object, object]], *, by: str, given: bool
+) -> None:
+    """Refuses options that nothing would read.
+
+    Args:
+      options: {name: (value, default)}.
+      by: the option that they belong to.
+      given: whether that is.
+    """
+    for name, (value, default) in options.items():
+        if value != default and not given:
+            raise InputError(
+                f"{name}: expected {by} with it, which it belongs to, got {value} "
+                f"without; give both, or leave it out"
+            )
 
 
 SCREEN = {

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import shutil
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,7 +26,7 @@ from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards import verifiers
 from rlhf_jax.roles.rewards.verifiers import Verifier
-from rlhf_jax.runs import command_line, folder, metrics, report, run
+from rlhf_jax.runs import command_line, folder, lock, metrics, report, run
 from rlhf_jax.train.evaluate import responses, results, scoring
 from rlhf_jax.train.evaluate.options import Config
 from rlhf_jax.train.evaluate.programs import Programs
@@ -109,17 +112,6 @@ def main(options: Config) -> None:
             judge_called=f"--judge {options.judge}",
             score_called=options.score_called,
         )
-        rehearsed = None
-        if not options.resume:
-            # Before there is a run folder, so that a reward or judge that fails leaves
-            # none behind.
-            rehearsed = evaluation.batch(0, guard=contextlib.nullcontext)
-            if all(each.failed for each in rehearsed):
-                raise StopError(
-                    f"{options.score_called}: expected a score for some response of "
-                    f"the first batch, got none for {len(rehearsed)} of "
-                    f"{len(rehearsed)} (the warning above says why); mend it"
-                )
         meta = {
             "data_digest": digests.of_tokens(list(tokens.values())),
             "rows_digest": digests.of_rows(rows),
@@ -128,6 +120,7 @@ def main(options: Config) -> None:
         if reward_model is not None:
             beside["reward_model"] = reward_model.frozen
         with (
+            contextlib.ExitStack() as unscored,
             run.Run(
                 options,
                 num_steps={STAGE: evaluation.num_steps},
@@ -135,14 +128,17 @@ def main(options: Config) -> None:
             ) as job,
             job.stage(STAGE, {"root_key": key}, meta=meta, beside=beside) as stage,
         ):
+            if not options.resume and options.resume_from is None:
+                # A reward or judge that fails at once leaves no run behind.
+                unscored.callback(empty, job.folder)
             report.model_table(
                 [(name, each.stored, False) for name, each in beside.items()]
             )
             for step in stage.steps():
-                if step > 0 or rehearsed is None:
-                    batch = evaluation.batch(step, guard=stage.user_code)
-                else:
-                    batch = rehearsed
+                batch = evaluation.batch(step, guard=stage.user_code)
+                if step == 0:
+                    check_scored(batch, options=options)
+                    unscored.pop_all()
                 rows_of_batch = [dataclasses.asdict(each) for each in batch]
                 stage.end_step(step, responses.stats(batch), rows_of_batch)
     read = [
@@ -180,6 +176,29 @@ def main(options: Config) -> None:
         },
     )
     print(f"{seconds:.0f} s; results are in {job.folder / 'results.json'}")
+
+
+def check_scored(batch: Sequence[Response], *, options: Config) -> None:
+    """Checks that something of the first batch has a score.
+
+    Raises:
+      StopError: nothing has.
+    """
+    if all(each.failed for each in batch):
+        raise StopError(
+            f"{options.score_called}: expected a score for some response of the first "
+            f"batch, got none for {len(batch)} of {len(batch)} (the warning above says "
+            f"why); mend it"
+        )
+
+
+def empty(run: Path) -> None:
+    """Removes what is in the folder of a run that has done nothing yet."""
+    for path in run.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != lock.NAME:  # this process holds it
+            path.unlink()
 
 
 def answering(verifier: object) -> verifiers.Answering | None:
