@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runs import metrics
+from rlhf_jax.runs import folder, metrics
 
 Row = Mapping[str, Any]
 
@@ -50,17 +50,17 @@ def runs_of(sweep: Path) -> list[Finished]:
     runs = [
         Finished(
             cell=cell,
-            seed=int(folder.name.removeprefix("seed_")),
-            config=_read(folder / "config.json"),
-            summary=_read(folder / "summary.json"),
-            folder=folder,
+            seed=int(place.name.removeprefix("seed_")),
+            config=folder.read_config(place / folder.CONFIG),
+            summary=_read(place / "summary.json"),
+            folder=place,
         )
         for cell in cells
-        for folder in sorted(
+        for place in sorted(
             (sweep / "runs" / cell).glob("seed_*"),
             key=lambda path: int(path.name.removeprefix("seed_")),
         )
-        if (folder / "summary.json").exists()
+        if (place / "summary.json").exists()
     ]
     if not runs:
         raise InputError(

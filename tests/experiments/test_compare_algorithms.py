@@ -114,7 +114,10 @@ def test_figures_of_a_sweep(tmp_path):
             else:
                 summary["best of 2"] = measured | {"n": 2, "kl_bound": 0.2}
             for name, value in {
-                "config": {"algorithm": algorithm, "kl_coef": 0.25},
+                "config": {
+                    "config": {"algorithm": algorithm, "kl_coef": 0.25},
+                    "versions": {},
+                },
                 "summary": summary,
             }.items():
                 (folder / f"{name}.json").write_text(json.dumps(value))

@@ -225,7 +225,9 @@ def swept(tmp_path):
                 "reference": at | {"score": -9.0, "unshaped_score": 0.0},
                 "policy": policy | {"score": -9.0, "unshaped_score": 2.0},
             }
-            (run / "config.json").write_text(json.dumps(options))
+            (run / "config.json").write_text(
+                json.dumps({"config": options, "versions": {}})
+            )
             (run / "summary.json").write_text(json.dumps(summary))
             rows = [
                 {"stage": "ppo", "step": 0, **at, "score": 0.0},

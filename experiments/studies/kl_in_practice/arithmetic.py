@@ -5,6 +5,10 @@ has the gradient that its name says, at the β that is given.
 """
 
 from choices import grid as choices_at
+from published import claims_at
+
+kl_coefs = (0.01, 0.05, 0.2)
+algorithms = ("ppo", "grpo")
 
 question = "What does the choice of the KL do with a verifier?"
 program = ["experiments", "studies.policies.arithmetic"]
@@ -23,10 +27,11 @@ options = {
     "aggregation": "constant",
     "lam": 1.0,
 }
-grid = {"algorithm": ["ppo", "grpo"], "kl": choices_at((0.01, 0.05, 0.2))}
+grid = {"algorithm": list(algorithms), "kl": choices_at(kl_coefs)}
 measures = {
     "gold": {"summary": "policy.gold"},
     "greedy": {"summary": "policy.greedy"},
     "kl": {"summary": "policy.kl"},
     "entropy": {"metric": "objective/entropy", "last": 10},
 }
+claims = claims_at(kl_coefs, algorithms=algorithms)

@@ -5,6 +5,10 @@ has the gradient that its name says, at the β that is given.
 """
 
 from choices import grid as choices_at
+from published import claims_at
+
+kl_coefs = (0.05, 0.2, 0.8)
+algorithms = ("ppo", "grpo")
 
 question = "What does the choice of the KL do against a reward model?"
 program = ["experiments", "studies.policies.reviews"]
@@ -28,7 +32,7 @@ options = {
     "whiten_advantages": None,
     "lam": 1.0,
 }
-grid = {"algorithm": ["ppo", "grpo"], "kl": choices_at((0.05, 0.2, 0.8))}
+grid = {"algorithm": list(algorithms), "kl": choices_at(kl_coefs)}
 measures = {
     "gold": {"summary": "policy.gold"},
     "score": {"summary": "policy.score"},
@@ -37,3 +41,4 @@ measures = {
     "distinct": {"summary": "policy.distinct"},
     "entropy": {"metric": "objective/entropy", "last": 5},
 }
+claims = claims_at(kl_coefs, algorithms=algorithms)

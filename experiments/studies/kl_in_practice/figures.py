@@ -1,0 +1,290 @@
+"""The answers of `kl_in_practice`, from its two sweeps.
+
+    python experiments studies.kl_in_practice.figures runs/kl_in_practice/language
+    python experiments studies.kl_in_practice.figures runs/kl_in_practice/arithmetic
+
+Writes figures.json and plots/frontier.png into the sweep's folder. Of every choice at
+every β, means over seeds with 95% intervals:
+
+    gold, kl, entropy    at the end of a run
+    fall                 of gold below the best it had before, gold units: stability
+    gradient             the greatest norm of a step over the median of the run
+    tokens               sampled until gold passed a half of the best mean gain of the
+                         sweep, of the seeds that did
+    lead                 gold above that of the unpenalised run of the seed where that
+                         had come to the same KL: what β has over stopping early
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runs import folder, metrics, report
+from rlhf_jax.sweeps import statistics
+from studies import finished
+from studies.finished import Finished
+from studies.kl_in_practice.choices import NONE
+
+Row = Mapping[str, Any]
+MEASURED = ("gold", "kl", "entropy", "fall", "gradient", "tokens", "lead")
+LAST = 5  # steps of which the entropy at the end is the mean
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    sweep: tyro.conf.Positional[Path]
+    """Folder of one of the two sweeps."""
+
+
+# --- a run ------------------------------------------------------------------------
+
+
+def measured(run: Finished, *, target: float, unpenalised: Finished | None) -> Row:
+    """The figures of a run, None where it has none.
+
+    Args:
+      target: gold whose price in tokens is asked.
+      unpenalised: the run of the same algorithm and seed with β = 0.
+    """
+    rows = metrics.read(run.folder / "metrics.jsonl")
+    path = run.points()
+    gold = np.array([row["gold"] for row in path] + [run.summary["policy"]["gold"]])
+    norms = [row["policy/grad_norm"] for row in rows]
+    finite = all(isinstance(norm, float) for norm in norms)
+    return {
+        "gold": run.summary["policy"]["gold"],
+        "kl": run.summary["policy"]["kl"],
+        "entropy": float(np.mean([row["objective/entropy"] for row in rows[-LAST:]])),
+        "fall": float(np.max(np.maximum.accumulate(gold) - gold)),
+        "gradient": float(max(norms) / np.median(norms)) if finite else None,
+        "tokens": tokens_to(target, path, rows, batch_size=run.config["batch_size"]),
+        "lead": None if unpenalised is None else lead(run, unpenalised),
+    }
+
+
+def tokens_to(
+    target: float, path: Sequence[Row], rows: Sequence[Row], *, batch_size: int
+) -> float | None:
+    """Response tokens sampled before gold on the way was first at the target.
+
+    Args:
+      path: rows of gold on the way, by step.
+      rows: of metrics.jsonl, with the mean length of each step's responses.
+
+    Returns:
+      None where it never was.
+    """
+    lengths = [row["response/length"] * batch_size for row in rows]
+    for row in path:
+        if row["gold"] >= target:
+            return float(sum(lengths[: row["step"]]))
+    return None
+
+
+def lead(run: Finished, unpenalised: Finished) -> float | None:
+    """Gold above that of the unpenalised run where it came to the same KL.
+
+    Linear in √KL between its rows, up to the first row beyond that KL.
+
+    Returns:
+      None where the unpenalised run never came so far, or the run is at no KL.
+    """
+    own = run.summary["policy"]
+    path = [*unpenalised.points(), unpenalised.summary["policy"]]
+    at = max(own["kl"], 0.0) ** 0.5
+    before = path[0]
+    for row in path[1:]:
+        low, high = (max(each["kl"], 0.0) ** 0.5 for each in (before, row))
+        if low <= at <= high:
+            share = (at - low) / (high - low) if high > low else 0.0
+            other = before["gold"] + share * (row["gold"] - before["gold"])
+            return float(own["gold"] - other)
+        before = row
+    return None
+
+
+# --- a sweep ----------------------------------------------------------------------
+
+
+def summarise(runs: Sequence[Finished]) -> dict[str, Any]:
+    """From runs to figures.
+
+    Returns:
+      "target"; "cells": of each cell of the sweep its algorithm, choice, β, and the
+      estimates of MEASURED with their values by seed.
+    """
+    free = {
+        (run.config["algorithm"], run.seed): run
+        for run in runs
+        if run.config["kl_coef"] == 0
+    }
+    gains = collections.defaultdict(list)
+    for run in runs:
+        gold = (run.summary[name]["gold"] for name in ("policy", "reference"))
+        gains[run.cell].append(np.subtract(*gold))
+    start = float(np.mean([run.summary["reference"]["gold"] for run in runs]))
+    target = start + 0.5 * float(max(np.mean(of_cell) for of_cell in gains.values()))
+    cells: dict[str, dict[str, Any]] = {}
+    for run in runs:
+        config = run.config
+        of_cell = cells.setdefault(
+            run.cell,
+            {
+                "algorithm": config["algorithm"],
+                "choice": choice_of(run),
+                "kl_coef": config["kl_coef"],
+                "by_seed": {name: {} for name in MEASURED},
+            },
+        )
+        other = free.get((config["algorithm"], run.seed))
+        unpenalised = None if config["kl_coef"] == 0 else other
+        for name, value in measured(
+            run, target=target, unpenalised=unpenalised
+        ).items():
+            if value is not None:
+                of_cell["by_seed"][name][str(run.seed)] = value
+    for of_cell in cells.values():
+        for name, by_seed in of_cell["by_seed"].items():
+            values = list(by_seed.values())
+            told = statistics.estimate(values) if values else None
+            of_cell[name] = told and {
+                "seeds": told.seeds,
+                "mean": told.mean,
+                "interval": told.interval and list(told.interval),
+            }
+    return {"target": target, "reference": start, "cells": cells}
+
+
+def choice_of(run: Finished) -> str:
+    """As "k1 reward"; `NONE` at β = 0."""
+    if run.config["kl_coef"] == 0:
+        return NONE
+    penalty = run.config["penalty"]
+    forward = "forward " if penalty["direction"] == "forward" else ""
+    return f"{forward}{penalty['value_estimator']} {penalty['placement']}"
+
+
+def tell(figures: Row) -> None:
+    """The figures of `summarise` as a table of each algorithm."""
+    cells = figures["cells"].values()
+    for algorithm in dict.fromkeys(of["algorithm"] for of in cells):
+        report.table(
+            f"{algorithm}: mean (95% interval) over seeds; tokens to a gold of "
+            f"{figures['target']:.2f}",
+            ("choice", "β", "seeds", *MEASURED),
+            [
+                (
+                    of["choice"],
+                    f"{of['kl_coef']:g}",
+                    str(len(of["by_seed"]["gold"])),
+                    *(_cell(of[name]) for name in MEASURED),
+                )
+                for of in cells
+                if of["algorithm"] == algorithm
+            ],
+        )
+
+
+def _cell(told: Row | None) -> str:
+    if told is None:
+        return "-"
+    if told["interval"] is None:
+        return f"{told['mean']:.3g}"
+    low, high = told["interval"]
+    return f"{told['mean']:.3g} ({low:.3g} to {high:.3g})"
+
+
+def draw(figures: Row, runs: Sequence[Finished]) -> Figure:
+    """Gold against √KL, a panel an algorithm: choices along β, and β = 0 on its way."""
+    cells = list(figures["cells"].values())
+    algorithms = list(dict.fromkeys(of["algorithm"] for of in cells))
+    choices = [c for c in dict.fromkeys(of["choice"] for of in cells) if c != NONE]
+    colours = dict(
+        zip(
+            choices,
+            colormaps["turbo"](np.linspace(0.03, 0.97, len(choices))),
+            strict=True,
+        )
+    )
+    figure = Figure(figsize=(6 * len(algorithms) + 2.4, 5), layout="constrained")
+    axes = figure.subplots(1, len(algorithms), sharey=True, squeeze=False)[0]
+    for axis, algorithm in zip(axes, algorithms, strict=True):
+        for run in runs:
+            if run.config["algorithm"] == algorithm and run.config["kl_coef"] == 0:
+                path = [*run.points(), run.summary["policy"]]
+                axis.plot(
+                    [max(row["kl"], 0.0) ** 0.5 for row in path],
+                    [row["gold"] for row in path],
+                    *("-",),
+                    color="0.75",
+                    linewidth=1,
+                    zorder=0,
+                    label="β = 0 on its way" if run.seed == runs[0].seed else None,
+                )
+        for choice in choices:
+            of_choice = sorted(
+                (
+                    of
+                    for of in cells
+                    if (of["algorithm"], of["choice"]) == (algorithm, choice)
+                ),
+                key=lambda of: of["kl_coef"],
+            )
+            if not of_choice:
+                continue
+            kl = [max(of["kl"]["mean"], 0.0) ** 0.5 for of in of_choice]
+            gold = [of["gold"]["mean"] for of in of_choice]
+            spread = np.array(
+                [of["gold"]["interval"] or [of["gold"]["mean"]] * 2 for of in of_choice]
+            ).T
+            axis.errorbar(
+                kl,
+                gold,
+                yerr=np.abs(spread - gold),
+                fmt="--" if choice.startswith("forward") else "-",
+                marker={"reward": "o", "loss": "s", "both": "^"}[choice.split()[-1]],
+                color=colours[choice],
+                linewidth=1.2,
+                elinewidth=0.6,
+                markersize=4,
+                label=choice,
+            )
+        axis.set_title(algorithm.upper())
+        axis.set_xlabel("√KL to the reference [√nat]")
+        axis.axhline(figures["reference"], color="0.6", linewidth=0.8, linestyle=":")
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("gold at the end")
+    axes[-1].legend(
+        frameon=False, fontsize="x-small", loc="center left", bbox_to_anchor=(1.0, 0.5)
+    )
+    return figure
+
+
+def main(options: Options) -> None:
+    """Tells and draws what a sweep of choices has come to."""
+    runs = finished.runs_of(options.sweep)
+    figures = summarise(runs)
+    tell(figures)
+    (options.sweep / "plots").mkdir(exist_ok=True)
+    draw(figures, runs).savefig(options.sweep / "plots" / "frontier.png", dpi=130)
+    folder.write_json(options.sweep / "figures.json", figures)
+    print(f"figures.json and plots are in {options.sweep}")
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Options, description=__doc__))
+    except InputError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,143 @@
+"""The choices of the KL, what has been published of them, and figures of a sweep."""
+
+import json
+from pathlib import Path
+
+import pytest
+from studies import finished
+from studies.kl_in_practice import figures, study
+
+from rlhf_jax.functional.kl.penalty import Penalty
+from rlhf_jax.sweeps import claims, declaration
+
+
+@pytest.fixture(scope="module", params=study.WORLDS)
+def sweep(request):
+    return declaration.read(Path(study.__file__).with_name(f"{request.param}.py"))
+
+
+def test_every_gradient_is_swept_once(sweep):
+    """All that estimators, placements and directions give, per token."""
+    every = {
+        Penalty(
+            value_estimator=estimator,
+            placement=placement,
+            direction=direction,
+            importance_weights=weights,
+        ).gradient
+        for estimator in ("k1", "k2", "k3", "exact")
+        for placement in ("reward", "loss", "both")
+        for direction, weights in (
+            ("reverse", None),
+            ("forward", None if estimator == "exact" else "token"),
+        )
+    }
+    swept = []
+    for cell in sweep.cells:
+        options = dict(cell.options)
+        own = {
+            name.removeprefix("penalty."): value
+            for name, value in options.items()
+            if name.startswith("penalty.")
+        }
+        swept.append(
+            (options["algorithm"], options["kl_coef"], Penalty(**own).gradient)
+        )
+    assert len(swept) == len(set(swept)) == 2 * (1 + 3 * len(every))
+    for algorithm in ("ppo", "grpo"):
+        kl_coefs = {coef for name, coef, _ in swept if name == algorithm}
+        assert len(kl_coefs) == 4
+        assert 0 in kl_coefs
+        for kl_coef in kl_coefs - {0}:
+            at = {gradient for *key, gradient in swept if key == [algorithm, kl_coef]}
+            assert at == every
+    assert len(sweep.seeds) >= 5
+
+
+def test_published_claims_name_cells_of_the_sweep(sweep):
+    nothing = {name: {cell: {} for cell in sweep.cells} for name in sweep.measures}
+    lookup = claims.lookup_in(sweep.cells, nothing)
+    assert len(sweep.claims) == 10 * 2 * 3
+    for claim in sweep.claims.values():
+        assert claims.answer(claim, lookup=lookup).answer == "not enough seeds"
+
+
+def run_of(folder, *, kl_coef, gold, kl, norms=(1.0, 1.0, 1.0), estimator="k1"):
+    """A run of three steps whose gold and KL are given on the way and at the end."""
+    folder.mkdir(parents=True)
+    penalty = {"value_estimator": estimator, "placement": "reward"}
+    config = {"algorithm": "ppo", "kl_coef": kl_coef, "batch_size": 10}
+    config |= {"penalty": penalty | {"direction": "reverse"}}
+    (folder / "config.json").write_text(json.dumps({"config": config, "versions": {}}))
+    summary = {
+        "reference": {"gold": 0.0},
+        "policy": {"gold": gold[-1], "kl": kl[-1]},
+    }
+    (folder / "summary.json").write_text(json.dumps(summary))
+    steps = range(3)
+    samples = [
+        {"stage": "ppo", "step": step, "gold": gold[step], "kl": kl[step]}
+        for step in steps
+    ]
+    rows = [
+        {
+            "stage": "ppo",
+            "step": step,
+            "policy/grad_norm": norms[step],
+            "objective/entropy": 1.0 - step / 4,
+            "response/length": 5.0 + step,
+        }
+        for step in steps
+    ]
+    for name, lines in (("samples", samples), ("metrics", rows)):
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / f"{name}.jsonl").write_text(text)
+
+
+@pytest.fixture
+def swept(tmp_path):
+    cells = ["algorithm=ppo,kl=none", "algorithm=ppo,kl=k1_reward_0.5"]
+    (tmp_path / "sweep.json").write_text(json.dumps({"cells": dict.fromkeys(cells)}))
+    for seed in (0, 1):
+        none, held = (tmp_path / "runs" / cell / f"seed_{seed}" for cell in cells)
+        # At √KL 0, 1, 2 and 3 gold is 0, 1, 0 and -2.
+        run_of(none, kl_coef=0.0, gold=[0.0, 1.0, 0.0, -2.0], kl=[0.0, 1.0, 4.0, 9.0])
+        run_of(
+            held,
+            kl_coef=0.5,
+            gold=[0.0, 0.75, 0.5, 1.5 + seed],
+            kl=[0.0, 1.0, 2.0, 2.25],
+            norms=(1.0, 6.0, 2.0),
+        )
+    return tmp_path
+
+
+def test_figures_by_hand(swept, capsys):
+    figures.main(figures.Options(swept))
+    found = json.loads((swept / "figures.json").read_text())
+    assert found["target"] == pytest.approx(0.5 * 2.0)  # of the best mean gain
+    none, held = found["cells"].values()
+    assert (none["choice"], held["choice"]) == ("none", "k1 reward")
+    assert none["fall"]["mean"] == 3.0
+    assert held["fall"]["mean"] == 0.25
+    assert held["gradient"]["mean"] == 3.0
+    assert held["entropy"]["mean"] == pytest.approx(0.75)
+    # The first step sampled 10 responses of 5 tokens; held came to 1.0 at its end only.
+    assert none["by_seed"]["tokens"] == {"0": 50.0, "1": 50.0}
+    assert held["tokens"] is None
+    # √2.25 is half way between 1 and 2, where the unpenalised gold is 0.5.
+    assert held["by_seed"]["lead"] == pytest.approx({"0": 1.0, "1": 2.0})
+    assert held["gold"]["interval"][0] < held["gold"]["mean"] == 2.0
+    assert none["lead"] is None
+    assert (swept / "plots" / "frontier.png").stat().st_size > 10_000
+    assert "k1 reward" in capsys.readouterr().out
+
+
+def test_a_run_farther_than_the_unpenalised_one_has_no_lead(swept):
+    runs = {run.cell: run for run in finished.runs_of(swept) if run.seed == 0}
+    none, held = runs.values()
+    far = held._replace(summary={"policy": {"kl": 16.0, "gold": 0.0}})
+    assert figures.lead(far, none) is None
+    rows = [{"response/length": length} for length in (2.0, 3.0, 4.0)]
+    assert figures.tokens_to(0.6, held.points(), rows, batch_size=10) == 20
+    assert figures.tokens_to(0.8, held.points(), rows, batch_size=10) is None
