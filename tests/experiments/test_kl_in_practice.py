@@ -130,7 +130,8 @@ def test_figures_by_hand(swept, capsys):
     assert held["gold"]["interval"][0] < held["gold"]["mean"] == 2.0
     assert none["lead"] is None
     assert (swept / "plots" / "frontier.png").stat().st_size > 10_000
-    assert "k1 reward" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "│ k1 reward │ 0.5 │ 2 ±6.4 (2) │ 2.25 ±0 (2) │" in told
 
 
 def test_a_run_farther_than_the_unpenalised_one_has_no_lead(swept):

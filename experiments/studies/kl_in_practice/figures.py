@@ -176,33 +176,33 @@ def choice_of(run: Finished) -> str:
 
 
 def tell(figures: Row) -> None:
-    """The figures of `summarise` as a table of each algorithm."""
+    """The figures of `summarise` as two tables of each algorithm."""
     cells = figures["cells"].values()
     for algorithm in dict.fromkeys(of["algorithm"] for of in cells):
-        report.table(
-            f"{algorithm}: mean (95% interval) over seeds; tokens to a gold of "
-            f"{figures['target']:.2f}",
-            ("choice", "β", "seeds", *MEASURED),
-            [
-                (
-                    of["choice"],
-                    f"{of['kl_coef']:g}",
-                    str(len(of["by_seed"]["gold"])),
-                    *(_cell(of[name]) for name in MEASURED),
-                )
-                for of in cells
-                if of["algorithm"] == algorithm
-            ],
-        )
+        for names in (MEASURED[:3], MEASURED[3:]):
+            report.table(
+                f"{algorithm}: mean ± half of the 95% interval over seeds"
+                + (f"; tokens to {figures['target']:.2f}" if "tokens" in names else ""),
+                ("choice", "β", *names),
+                [
+                    (
+                        of["choice"],
+                        f"{of['kl_coef']:g}",
+                        *(_cell(of[name]) for name in names),
+                    )
+                    for of in cells
+                    if of["algorithm"] == algorithm
+                ],
+            )
 
 
 def _cell(told: Row | None) -> str:
     if told is None:
         return "-"
-    if told["interval"] is None:
-        return f"{told['mean']:.3g}"
-    low, high = told["interval"]
-    return f"{told['mean']:.3g} ({low:.3g} to {high:.3g})"
+    spread = ""
+    if told["interval"] is not None:
+        spread = f" ±{(told['interval'][1] - told['interval'][0]) / 2:.2g}"
+    return f"{told['mean']:.3g}{spread} ({told['seeds']})"
 
 
 def draw(figures: Row, runs: Sequence[Finished]) -> Figure:
