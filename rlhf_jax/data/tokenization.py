@@ -23,6 +23,7 @@ _DOWNLOADED = [  # all that tokenizers are made of, and config.json names their 
     *("vocab.*", "merges.txt", "*.model", "*.tiktoken", "chat_template*"),
     "additional_chat_templates/*",
 ]
+CONTEXT = 8  # tokens before a piece: more than any character is made of
 _FILES = ("tokenizer*", "vocab.*", "merges.txt", "*.model", "*.tiktoken")
 _SHAPES = [  # of texts, which no vocabulary need have as tokens
     *("The cat sat.", "THE CAT, the Cat", "  two  spaces ", "a\tb\n\nc\r\n"),
@@ -162,3 +163,28 @@ def encode(
         return []
     # verbose=False: lengths are checked here, against the context of the model.
     return tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"]
+
+
+def pieces(ids: list[int], *, decode: Callable[[list[int]], str]) -> list[str]:
+    """What each token adds to the text of those before it; together they are the text.
+
+    Where several tokens make one character the last of them shows it, and those before
+    it "�".
+    """
+    return [
+        piece(ids[at], before=ids[max(0, at - CONTEXT) : at], decode=decode)
+        for at in range(len(ids))
+    ]
+
+
+def piece(
+    token: int, *, before: list[int], decode: Callable[[list[int]], str]
+) -> str:
+    """What a token adds to the text of the few before it.
+
+    Not the token decoded alone, which may lose its space.
+    """
+    shorter, longer = decode(before), decode([*before, token])
+    if not longer.startswith(shorter):
+        shorter = shorter.rstrip("�")
+    return longer[len(shorter) :] or ("�" if longer.endswith("�") else "")

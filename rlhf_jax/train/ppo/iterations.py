@@ -14,6 +14,7 @@ from rlhf_jax.data import tokenization
 from rlhf_jax.data.batches import Batches
 from rlhf_jax.devices import row_sharding
 from rlhf_jax.functional.masked import Stats
+from rlhf_jax.inspection import sampled_tokens
 from rlhf_jax.roles import rewards
 from rlhf_jax.roles.reference import drift, lifecycle
 from rlhf_jax.roles.reference.frozen import Frozen
@@ -92,26 +93,53 @@ def precedes_reward(models: Models) -> bool:
 
 
 def sample_rows(
-    rollout: Rollout, scores: Array | Scores, *, policy: Pretrained, count: int
+    rollout: Rollout,
+    scores: Array | Scores,
+    *,
+    ref_logprobs: Array | None,
+    policy: Pretrained,
+    count: int,
+    beside: Rollout | None = None,
 ) -> list[dict[str, Any]]:
-    """The first responses of a batch, for samples.jsonl."""
-    rollout, total = row_sharding.local_rows((rollout, rewards.scores_of(scores).total))
-    shown = jax.tree.map(lambda leaf: leaf[:count], rollout)
-    return [
+    """The first responses of a batch, for samples.jsonl.
+
+    Args:
+      ref_logprobs: f32[B, S], nats, of the rollout; None leaves them out.
+      policy: that decodes.
+      count: of rows.
+      beside: the reference's responses to the same prompts; None leaves them out.
+    """
+    total = rewards.scores_of(scores).total
+    mine = row_sharding.local_rows((rollout, total, ref_logprobs, beside))
+    shown, total, ref_logprobs, beside = jax.tree.map(lambda leaf: leaf[:count], mine)
+    rows = [
         {
             "row": int(row),
             "prompt": prompt,
             "response": response,
             "score": float(score),
             "version": version,
+            **tokens,
         }
-        for row, score, version, (prompt, response) in zip(
+        for row, score, version, (prompt, response), tokens in zip(
             shown.index,
-            total[:count],
+            total,
             versions(shown),
             tokenization.texts(shown, decode=policy.decode),
+            sampled_tokens.columns(
+                shown,
+                logprobs=shown.old_logprobs,
+                ref_logprobs=ref_logprobs,
+                decode=policy.decode,
+            ),
             strict=True,
         )
+    ]
+    if beside is None:
+        return rows
+    texts = tokenization.texts(beside, decode=policy.decode)
+    return [
+        row | {"reference": text} for row, (_, text) in zip(rows, texts, strict=True)
     ]
 
 
@@ -211,7 +239,11 @@ def improve(
             samples, positions = [], None
             if step % options.sample_every == 0:
                 samples = sample_rows(
-                    shown, scores, policy=policy, count=options.num_shown
+                    shown,
+                    scores,
+                    ref_logprobs=ref_logprobs,
+                    policy=policy,
+                    count=options.num_shown,
                 )
                 positions = None if ref_logprobs is None else programs.positions(scored)
             if reference is not None and options.lifecycle.moves:
