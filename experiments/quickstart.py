@@ -33,9 +33,9 @@ from pipeline.options import (
     Config,
     algorithm_of,
 )
-from pipeline.preferences import answers_in, label_pairs
-from pipeline.samples import judged, sample_rows
+from pipeline.preferences import label_pairs
 from pipeline.reward_model import measure_reward_model, train_reward_model
+from pipeline.samples import judged, sample_rows
 from worlds import reviews
 
 from rlhf_jax import critic, decoder, drift, frozen, ppo, rewards, sft, state
@@ -157,9 +157,7 @@ def improve(
             samples, positions = [], None
             if step % options.sample_every == 0:
                 positions = by_position(scored)
-                beside = sample(
-                    reference.stored, prompts=prompts[step], key=step_key
-                )
+                beside = sample(reference.stored, prompts=prompts[step], key=step_key)
                 samples = sample_rows(scored, beside=beside, count=SHOWN)
             stage.end_step(step, stats, samples, positions=positions)
     return train.policy

@@ -83,9 +83,7 @@ def run(
         row |= {f"reward/part_{n}": float(rng.normal()) for n in range(further)}
         metrics.append(row)
         phases = {"sample": 1.0 + share, "learn": 2.0}
-        timings.append(
-            {"stage": "ppo", "step": step, "seconds": 4.0, "phases": phases}
-        )
+        timings.append({"stage": "ppo", "step": step, "seconds": 4.0, "phases": phases})
         if step % 10 == 0:
             samples += [
                 sample(

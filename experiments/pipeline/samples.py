@@ -20,9 +20,7 @@ def judged(answered: Rollout) -> Stats:
     return evaluation.judge_stats(jnp.asarray(_verdicts(answered), jnp.float32))
 
 
-def sample_rows(
-    scored: Scored, *, beside: Rollout, count: int
-) -> list[dict[str, Any]]:
+def sample_rows(scored: Scored, *, beside: Rollout, count: int) -> list[dict[str, Any]]:
     """The first responses of a batch, token by token.
 
     Args:

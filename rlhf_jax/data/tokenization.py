@@ -177,9 +177,7 @@ def pieces(ids: list[int], *, decode: Callable[[list[int]], str]) -> list[str]:
     ]
 
 
-def piece(
-    token: int, *, before: list[int], decode: Callable[[list[int]], str]
-) -> str:
+def piece(token: int, *, before: list[int], decode: Callable[[list[int]], str]) -> str:
     """What a token adds to the text of the few before it.
 
     Not the token decoded alone, which may lose its space.

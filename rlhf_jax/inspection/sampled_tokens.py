@@ -25,7 +25,7 @@ def columns(
 ) -> list[dict[str, Any]]:
     """What each response is made of, one entry per response token.
 
-        {"tokens": ["It", " is"], "logprobs": [-0.5, -1.25], "ref_logprobs": [-0.5, -2.0]}
+        {"tokens": ["It", " is"], "logprobs": [-0.5, -1.2], "ref_logprobs": [-0.5, -2]}
 
     The pieces of `tokens` together are the response. Nothing is computed on a device:
     the arrays are those that the step has.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.reports import glossary, grouping, samples, verdicts
-from rlhf_jax.reports.curves import curves, tables
+from rlhf_jax.reports.curves import FINER, curves, tables
 from rlhf_jax.reports.grouping import Groups
 from rlhf_jax.reports.reading import Run, finite
 
@@ -59,10 +59,15 @@ def contents(
     _check_metrics(metrics, runs)
     notes = [f"{len(waiting)} runs have no step yet: {', '.join(waiting[:5])}"]
     notes = notes if waiting else []
-    drawn, points = _curves(runs, groups, limit=min(CURVES, size * 2 // 3))
-    steps = max(len({(r["stage"], r["step"]) for r in run.metrics}) for run in runs)
-    if max(map(len, drawn["steps"]), default=0) < steps and points != POINTS[0]:
-        notes.append(f"Curves show {points} of up to {steps} steps, to bound the page.")
+    drawn, points = _curves(
+        runs, groups, limit=min(CURVES, size * 2 // 3), metrics=metrics
+    )
+    steps = max(row["step"] + 1 for run in runs for row in run.metrics)
+    if points < min(steps, POINTS[0]):
+        notes.append(
+            f"To bound the page, curves show {points} of up to {steps} steps, those of "
+            f"reward, judge, KL and other main metrics {min(steps, FINER * points)}."
+        )
     data: dict[str, Json] = {
         "title": title,
         "options": list(groups.options),
@@ -90,8 +95,8 @@ def contents(
     shown, recorded = (sum(map(len, each)) for each in (kept, rows))
     if shown < recorded:
         notes.append(
-            f"{shown} of {recorded} recorded responses are shown, to bound the page: of "
-            f"each run the extremes by KL, reward and length, then whole steps; "
+            f"{shown} of {recorded} recorded responses are shown, to bound the page: "
+            f"of each run the extremes by KL, reward and length, then whole steps; "
             f"samples.jsonl of a run has all."
         )
     return Contents(data, notes)
@@ -108,19 +113,12 @@ def _check_metrics(metrics: Sequence[str], runs: Sequence[Run]) -> None:
 
 
 def _curves(
-    runs: Sequence[Run], groups: Groups, *, limit: int
+    runs: Sequence[Run], groups: Groups, *, limit: int, metrics: Sequence[str]
 ) -> tuple[dict[str, Json], int]:
     """The curves with the most points that fit, and how many those are at most."""
     of_groups = tables(runs, groups.groups)
     for points in POINTS:
-        # Of a number, its comma included, 7 characters are few.
-        at_least = 7 * sum(
-            min(points, len(each.steps)) * (4 if len(each.values) > 1 else 1)
-            for each in of_groups
-        )
-        if at_least > limit and points != POINTS[-1]:
-            continue
-        drawn = curves(of_groups, points=points)
+        drawn = curves(of_groups, points=points, fine=(*FIRST, *metrics))
         if len(json.dumps(drawn)) <= limit or points == POINTS[-1]:
             return drawn, points
     raise AssertionError("the last number of points is taken")
@@ -145,7 +143,9 @@ def _glossary(drawn: Mapping[str, Json]) -> dict[str, dict[str, str]]:
     return {name: entry._asdict() for name, entry in told.items() if entry.text}
 
 
-def _record(run: Run, *, group: int, rows: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
+def _record(
+    run: Run, *, group: int, rows: Sequence[Mapping[str, Json]]
+) -> dict[str, Json]:
     verdict = verdicts.verdict(run)
     summary = {} if run.summary is None else run.summary
     last = {
@@ -189,7 +189,8 @@ def _phases(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         return {}
     names = list(dict.fromkeys(name for row in rows for name in row.get("phases", {})))
     sums = {
-        name: sum(row.get("phases", {}).get(name, 0.0) for row in rows) for name in names
+        name: sum(row.get("phases", {}).get(name, 0.0) for row in rows)
+        for name in names
     }
     sums["other"] = sum(row.get("seconds", 0.0) for row in rows) - sum(sums.values())
     return {name: round(value / len(rows), 4) for name, value in sums.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +12,7 @@ from rlhf_jax.reports.grouping import Group
 from rlhf_jax.reports.reading import Run, finite
 from rlhf_jax.sweeps import statistics
 
+FINER = 4
 DIGITS = 4  # significant, of a number on the page
 
 Json = Any
@@ -57,8 +58,10 @@ def tables(runs: Sequence[Run], groups: Sequence[Group]) -> list[Table]:
     ]
 
 
-def curves(of_groups: Sequence[Table], *, points: int) -> dict[str, Json]:
-    """All curves as JSON: {"steps": lists, "stages": {stage: {metric: {group: curve}}}}.
+def curves(
+    of_groups: Sequence[Table], *, points: int, fine: Collection[str] = ()
+) -> dict[str, Json]:
+    """All curves: {"steps": lists, "stages": {stage: {metric: {group: curve}}}}.
 
         curve   {"x": number of a list of steps, "n": seeds, "y": means}
                 with several seeds also "lo", "hi", the least and the greatest of them,
@@ -66,11 +69,13 @@ def curves(of_groups: Sequence[Table], *, points: int) -> dict[str, Json]:
 
     Args:
       points: a curve with more steps is shown at as many, evenly spread, ends included.
+      fine: metrics with FINER times the points.
     """
     steps = Steps()
     stages: dict[str, dict[str, dict[str, Json]]] = {}
     for table in of_groups:
-        kept = thinned(len(table.steps), points=points)
+        times = FINER if table.metric in fine else 1
+        kept = thinned(len(table.steps), points=times * points)
         curve = {
             "x": steps.number([table.steps[k] for k in kept]),
             "n": len(table.values),

@@ -99,7 +99,7 @@ def _other(value: Any, first: Any) -> bool:
 
 
 def _name(options: Sequence[str], *, config: Mapping[str, Any]) -> str:
-    """As in "kl_coef=0.2, lam=0.95"; the last part of an option where that is its own."""
+    """As in "kl_coef=0.2, lam=0.95"; of an option its last part where that will do."""
     last = [option.rpartition(".")[2] for option in options]
     names = [
         short if last.count(short) == 1 else option

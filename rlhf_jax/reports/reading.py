@@ -43,7 +43,9 @@ class Run:
             if name not in ("stage", "step", "alarms")
         }
 
-    def series(self, metric: str, *, stage: str | None = None) -> list[tuple[int, float]]:
+    def series(
+        self, metric: str, *, stage: str | None = None
+    ) -> list[tuple[int, float]]:
         """(step, value) of the last stage, or another; without what is not finite."""
         stage = self.stage if stage is None else stage
         pairs = [
@@ -80,7 +82,9 @@ def folders(paths: Sequence[Path]) -> list[Path]:
                 )
             found |= dict.fromkeys(run.parent for run in runs)
         else:
-            names = sorted(each.name for each in path.iterdir()) if path.is_dir() else []
+            names = (
+                sorted(each.name for each in path.iterdir()) if path.is_dir() else []
+            )
             got = ", ".join(names[:4]) or ("nothing" if path.is_dir() else "no folder")
             raise InputError(
                 f"{path}: expected the folder of a run, with {folder.CONFIG}, or of a "

@@ -1,4 +1,4 @@
-"""The rows of samples.jsonl as the page has them, and which of them where all are too many."""
+"""The rows of samples.jsonl that the page has."""
 
 from __future__ import annotations
 

@@ -71,10 +71,10 @@ def verdict(run: Run) -> Verdict:
         return Verdict("none", why, None)
     raised = {each.name: each for each in reversed(alarms_of(run))}
     since = fallen_since(score, judge)
-    rise = f"reward {score[0][1]:.3g} → {score[-1][1]:.3g}"
+    rise = f"reward {_told(score[0][1])} → {_told(score[-1][1])}"
     if judge:
         best = max(judge, key=lambda pair: pair[1])
-        rise += f", judge {best[1]:.3g} at best → {judge[-1][1]:.3g}"
+        rise += f", judge {_told(best[1])} at best → {_told(judge[-1][1])}"
     if "reward_hacking" in raised or since is not None:
         alarm = raised.get("reward_hacking")
         step = since if alarm is None else alarm.step
@@ -113,6 +113,10 @@ def fallen_since(score: Series, judge: Series) -> int | None:
     fell = _errors(judged, best) < -ERRORS
     rose = _errors(scored, best) > ERRORS
     return int(cut[best][-1]) if fell and rose else None
+
+
+def _told(value: float) -> str:
+    return f"{value:.3g}".replace("-", "−")
 
 
 def _within(series: Series, steps: np.ndarray) -> np.ndarray:

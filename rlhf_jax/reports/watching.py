@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,15 +96,32 @@ class Server(http.server.ThreadingHTTPServer):
         return f"http://{HOST}:{self.server_port}/"
 
 
+@contextlib.contextmanager
+def serving(source: Source, *, port: int) -> Iterator[Server]:
+    """Serves in a thread of its own, while the body runs.
+
+    Raises:
+      InputError: the port is taken.
+    """
+    with Server(source, port=port) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
 class Handler(http.server.BaseHTTPRequestHandler):
     """Answers GET / and GET /data.json, and nothing else."""
 
-    server: Server
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
         """The page, or its data if they are newer than what the browser has."""
         # Another site could name this address as its own: only ours is answered.
+        assert isinstance(self.server, Server)  # that made this handler
         port = self.server.server_port
         if self.headers.get("Host") not in (f"{HOST}:{port}", f"localhost:{port}"):
             self._send(403, "text/plain", b"not this host\n")

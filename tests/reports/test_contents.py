@@ -131,7 +131,13 @@ def test_samples_are_left_out_first_and_the_page_says_so(tmp_path):
 
 def test_of_many_steps_curves_are_thinned(tmp_path):
     data = data_of(run(tmp_path / "a", steps=300, further=20), size=60_000)
-    assert max(map(len, data["curves"]["steps"])) < 300
+    of_ppo, steps = data["curves"]["stages"]["ppo"], data["curves"]["steps"]
+    counts = {name: len(each["0"]["y"]) for name, each in of_ppo.items()}
+    assert counts["reward/part_3"] < 300
+    assert counts["objective/kl"] == min(300, 4 * counts["reward/part_3"])
+    for each in of_ppo.values():
+        at = steps[each["0"]["x"]]
+        assert (at[0], at[-1]) == (0, 299)
     assert any("steps" in note for note in data["notes"])
 
 

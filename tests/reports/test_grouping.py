@@ -37,7 +37,7 @@ def test_an_option_that_one_config_lacks_differs_and_true_is_not_one(tmp_path):
     )
     assert set(groups.options) == {"packing", "whiten"}
     assert [group.values for group in groups.groups] == [
-        ('off', "true"),
+        ("off", "true"),
         ("null", "1"),
     ]
 

@@ -202,7 +202,7 @@ def finished(tmp_path_factory, traces):
         *("--prompts", toy_files.jsonl(folder / "prompts.jsonl", *rows)),
         *("--reward=wanted_words:count", "--num-steps=10", "--batch-size=16"),
         *("--policy-learning-rate=3e-2", "--kl-coef=0", "--sample-every=3"),
-        *("--num-shown=2", "--num-epochs=2"),
+        *("--num-shown=2", "--num-epochs=2", "--sample-reference"),
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -228,6 +228,15 @@ def test_ppo_improves_a_python_reward(finished):
     for row in samples:
         assert row["score"] == row["response"].split().count("good")
         assert row["prompt"] == PROMPTS[row["row"] % len(PROMPTS)]
+        assert "".join(row["tokens"]) == row["response"]
+        assert len(row["logprobs"]) == len(row["ref_logprobs"]) == len(row["tokens"])
+    for row in samples[:2]:  # the policy is its reference, with the same keys
+        assert row["reference"] == row["response"]
+        assert row["ref_logprobs"] == pytest.approx(row["logprobs"], abs=1e-3)
+    last = [np.subtract(row["logprobs"], row["ref_logprobs"]) for row in samples[-2:]]
+    assert max(np.abs(each).max() for each in last) > 0.05
+    assert {row["reference"] for row in samples} != {row["response"] for row in samples}
+    assert summary["compiled"]["sample"] == 1  # both respond by one program
     model, params = hf.load(out / "model")
     assert model == toy_files.MODEL
     assert fingerprint.fingerprint(params) != start

@@ -79,6 +79,8 @@ function readTokens(name) {
   byId("sample-list").querySelector(".tokens")?.focus({ preventScroll: true });
 }
 
+const judged = () => data.runs.some((run) => run.last[JUDGE] !== undefined);
+
 const COLUMNS = [
   { name: "run", title: "Run", text: true, value: (run) => titleOf(run),
     cell: (run) => el("button", { type: "button", class: "link", on: { click: () => readTokens(run.name) } }, titleOf(run)) },
@@ -86,7 +88,7 @@ const COLUMNS = [
     cell: (run) => el("span", { class: `verdict ${run.verdict.kind}`, title: run.verdict.why }, VERDICTS[run.verdict.kind]) },
   { name: "reward", title: "Reward", value: (run) => run.last[REWARD], cell: (run) => number(run.last[REWARD]) },
   { name: "judge", title: "Judge", value: (run) => run.last[JUDGE], cell: (run) => number(run.last[JUDGE]) },
-  { name: "gold", title: "Gold", value: (run) => run.gold, cell: (run) => number(run.gold) },
+  { name: "gold", title: "Gold", value: (run) => (judged() ? undefined : run.gold), cell: (run) => number(run.gold) },
   { name: "kl", title: "KL [nats]", value: (run) => run.last[KL], cell: (run) => number(run.last[KL]) },
   { name: "drift", title: "Weight drift", value: (run) => run.last["drift/relative"], cell: (run) => number(run.last["drift/relative"]) },
   { name: "alarms", title: "Alarms", value: (run) => run.alarms.length,

@@ -56,10 +56,19 @@ byId("theme").addEventListener("click", () => repaint(isDark() ? "light" : "dark
 preferred.addEventListener("change", (event) => repaint(event.matches ? "dark" : "light"));
 state.metrics = data.first.map((pair) => [...pair]);
 drawAll();
-// The charts' library is large: it runs once a reader sees the rest of the page.
-requestAnimationFrame(() => setTimeout(() => {
-  document.head.append(el("script", {}, byId("plotly").textContent));
-  drawCharts();
-  document.documentElement.dataset.ready = "true";
-  if (LIVE) follow();
+// The charts' library is large: it runs once a reader sees the rest of the page, and
+// lets them act between one kind of chart and the next.
+const then = (...acts) => requestAnimationFrame(() => setTimeout(() => {
+  acts[0]();
+  if (acts.length > 1) then(...acts.slice(1));
 }));
+then(
+  () => document.head.append(el("script", {}, byId("plotly").textContent)),
+  drawScatter,
+  drawCurves,
+  drawTimings,
+  () => {
+    document.documentElement.dataset.ready = "true";
+    if (LIVE) follow();
+  },
+);

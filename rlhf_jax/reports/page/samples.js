@@ -129,13 +129,13 @@ function sample(run, row) {
   const told = (name, value, unit = "") => (value === undefined ? null
     : el("span", {}, `${name} `, el("b", {}, number(value)), unit));
   const other = beside(run, row);
-  const policy = row.tokens ? tokensOf(row, wanted) : el("div", { class: "text" }, marked(row.response, wanted));
+  const policy = row.tokens ? tokensOf(row, wanted) : el("div", { class: "said" }, marked(row.response, wanted));
   return el("article", { class: "sample" },
     el("header", {}, el("span", {}, "step ", el("b", {}, String(row.step))), told("reward", row.score), told("judge", row.judge),
       told("KL", row.kl, " nats"), row.tokens ? told("length", row.length, " tokens") : null),
     el("div", { class: "prompt" }, marked(row.prompt, wanted)),
     el("div", { class: "sides" },
-      el("div", {}, el("h3", {}, other.title), el("div", { class: "text" }, other.text ?? el("span", { class: "faint" }, "none recorded"))),
+      el("div", {}, el("h3", {}, other.title), el("div", { class: "said" }, other.text ?? el("span", { class: "faint" }, "none recorded"))),
       el("div", {}, el("h3", {}, row.step === 0 && !("reference" in row) ? "Policy at step 0, its reference" : `Policy at step ${row.step}`), policy)));
 }
 

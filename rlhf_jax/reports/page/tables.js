@@ -12,7 +12,8 @@ function drawConfigs() {
     ...data.options.map((option, k) => ({ title: option, text: true, cell: (group) => group.values[k] })),
   ];
   const rows = data.groups.map((group, number) => ({ ...group, number }));
-  fill("config-table", el("p", { class: "how" }, `${plural(data.options.length, "option")} of the configs differ; all others are equal.`),
+  fill("config-table", el("p", { class: "how" }, data.options.length === 1
+      ? "One option differs; all others are equal." : `${data.options.length} options differ; all others are equal.`),
     inPanel(table(columns, rows, { caption: "Options that differ" })));
 }
 

@@ -24,7 +24,7 @@ function shade(node, k1, colours = { more: css("--more"), less: css("--less") })
 
 function tokensOf(row, search) {
   const found = matches(row.tokens, search);
-  const node = el("div", { class: "text tokens", tabindex: "0", role: "group",
+  const node = el("div", { class: "said tokens", tabindex: "0", role: "group",
     "aria-label": "Tokens of the policy's response; left and right arrows go through them" });
   const colours = { more: css("--more"), less: css("--less") };
   row.tokens.forEach((text, k) => {

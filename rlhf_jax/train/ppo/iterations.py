@@ -238,12 +238,23 @@ def improve(
                 stats |= drift.stats(programs.drift(train.policy, reference))
             samples, positions = [], None
             if step % options.sample_every == 0:
+                beside = None
+                if options.sample_reference:
+                    assert reference is not None  # as the options ask for it
+                    beside = programs.sample(
+                        reference.stored,
+                        prompts=prompts[step],
+                        key=step_key,
+                        version=train.step,  # of nothing; it is the same program
+                    )
+                    beside = ppo.seen_by_reward(beside, recipe=models.algorithm)
                 samples = sample_rows(
                     shown,
                     scores,
                     ref_logprobs=ref_logprobs,
                     policy=policy,
                     count=options.num_shown,
+                    beside=beside,
                 )
                 positions = None if ref_logprobs is None else programs.positions(scored)
             if reference is not None and options.lifecycle.moves:

@@ -41,6 +41,4 @@ def load(options: Config) -> dict[str, Any]:
     if title is None:
         title = ", ".join(path.resolve().name for path in options.runs[:4])
         title += ", ..." if len(options.runs) > 4 else ""
-    return contents(
-        runs, title=title, metrics=options.metrics, waiting=waiting
-    ).data
+    return contents(runs, title=title, metrics=options.metrics, waiting=waiting).data
