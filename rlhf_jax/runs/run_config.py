@@ -105,6 +105,7 @@ ADDED: dict[str, Any] = {
     "reward_combine": "mean",
     "reward_std_coef": None,
     "sample_reference": False,
+    "num_alternatives": 0,
     "dpo.target_margin": 0.0,
     "dpo.desirable_weight": 1.0,
     "dpo.undesirable_weight": 1.0,

@@ -1,5 +1,6 @@
 // Curves with bands over seeds, and the reward beside the judge, drawn by Plotly.
 
+const loaded = () => typeof Plotly !== "undefined"; // it comes after the first screen
 const PLAIN = { displayModeBar: false, responsive: true, doubleClick: "reset" };
 
 function layout({ x, y, top = 8 }) {
@@ -50,6 +51,7 @@ function curveTraces(stage, metric) {
 }
 
 function drawCurves() {
+  if (!loaded()) return;
   const place = byId("charts");
   const key = ([stage, metric]) => `${stage} ${metric}`;
   const wanted = state.metrics.map(key);
@@ -110,6 +112,7 @@ function metricChooser() {
 
 // Reward beside judge, a path per group from its start to the mark at its end.
 function drawScatter() {
+  if (!loaded()) return;
   const judged = stageOf(JUDGE) !== undefined;
   const across = judged && state.across === "reward" ? REWARD : KL;
   const up = judged ? JUDGE : REWARD;
@@ -146,7 +149,6 @@ function path(group, across, up) {
 }
 
 function drawCharts() {
-  if (typeof Plotly === "undefined") return; // it comes after this script
   drawScatter();
   drawCurves();
   drawTimings();

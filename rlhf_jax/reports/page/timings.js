@@ -10,6 +10,7 @@ function phasesOf(group) {
 }
 
 function drawTimings() {
+  if (!loaded()) return;
   const groups = visibleGroups().map((group) => ({ ...group, phases: phasesOf(group) })).filter((group) => group.phases.size);
   const names = [...new Set(groups.flatMap((group) => [...group.phases.keys()]))];
   const named = names.filter((name) => name !== "other");

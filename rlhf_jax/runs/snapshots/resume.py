@@ -24,7 +24,7 @@ Fields = Mapping[str, Any]
 MAY_CHANGE = frozenset(
     (
         *("num_steps", "sample_every", "num_shown", "sample_reference"),
-        *("drift_every", "eval_every", "alarms"),
+        *("num_alternatives", "drift_every", "eval_every", "alarms"),
     )
 )
 FINISHED = ("model", "adapter", "summary.json")  # what a run writes at its end

@@ -100,6 +100,7 @@ def sample_rows(
     policy: Pretrained,
     count: int,
     beside: Rollout | None = None,
+    likely: tuple[Array, Array, Array] | None = None,
 ) -> list[dict[str, Any]]:
     """The first responses of a batch, for samples.jsonl.
 
@@ -108,6 +109,7 @@ def sample_rows(
       policy: that decodes.
       count: of rows.
       beside: the reference's responses to the same prompts; None leaves them out.
+      likely: of `sampled_tokens.likeliest`, of these rows; None leaves them out.
     """
     total = rewards.scores_of(scores).total
     mine = row_sharding.local_rows((rollout, total, ref_logprobs, beside))
@@ -135,12 +137,17 @@ def sample_rows(
             strict=True,
         )
     ]
-    if beside is None:
-        return rows
-    texts = tokenization.texts(beside, decode=policy.decode)
-    return [
-        row | {"reference": text} for row, (_, text) in zip(rows, texts, strict=True)
-    ]
+    if beside is not None:
+        texts = tokenization.texts(beside, decode=policy.decode)
+        for row, (_, text) in zip(rows, texts, strict=True):
+            row["reference"] = text
+    if likely is not None:
+        others = sampled_tokens.alternatives(
+            shown, jax.device_get(likely), decode=policy.decode
+        )
+        for row, each in zip(rows, others, strict=True):
+            row["alternatives"] = each
+    return rows
 
 
 def improve(
@@ -216,6 +223,11 @@ def improve(
                 scores = reward(shown)
                 if step % options.eval_every == 0:
                     watched = watch(programs, train.policy, texts, base, judge, shown)
+            shows, likely = step % options.sample_every == 0, None
+            if shows:  # of the policy that responded, which the update takes
+                likely = programs.likeliest(
+                    train.policy, reference, shown, rows=options.num_shown
+                )
             train, critic, stats, scored = programs.learn(
                 train,
                 critic,
@@ -237,7 +249,7 @@ def improve(
             if measured and reference is not None and reference.model is None:
                 stats |= drift.stats(programs.drift(train.policy, reference))
             samples, positions = [], None
-            if step % options.sample_every == 0:
+            if shows:
                 beside = None
                 if options.sample_reference:
                     assert reference is not None  # as the options ask for it
@@ -255,6 +267,7 @@ def improve(
                     policy=policy,
                     count=options.num_shown,
                     beside=beside,
+                    likely=likely,
                 )
                 positions = None if ref_logprobs is None else programs.positions(scored)
             if reference is not None and options.lifecycle.moves:
