@@ -33,8 +33,9 @@ from pipeline.options import (
     Config,
     algorithm_of,
 )
-from pipeline.preferences import answers_in, label_pairs
+from pipeline.preferences import label_pairs
 from pipeline.reward_model import measure_reward_model, train_reward_model
+from pipeline.samples import judged, sample_rows
 from worlds import reviews
 
 from rlhf_jax import critic, decoder, drift, frozen, ppo, rewards, sft, state
@@ -151,17 +152,13 @@ def improve(
                 key=step_key,
             )
             stage.state["train"] = train
+            stats |= judged(answered)
             stats |= drift.stats(distance(train.policy, reference.stored))
             samples, positions = [], None
             if step % options.sample_every == 0:
                 positions = by_position(scored)
-                texts = answers_in(answered)[:SHOWN]
-                samples = [
-                    {"prompt": prompt, "response": response, "score": float(value)}
-                    for (prompt, response), value in zip(
-                        texts, scored.scores[:SHOWN], strict=True
-                    )
-                ]
+                beside = sample(reference.stored, prompts=prompts[step], key=step_key)
+                samples = sample_rows(scored, beside=beside, count=SHOWN)
             stage.end_step(step, stats, samples, positions=positions)
     return train.policy
 

@@ -55,6 +55,7 @@ PACKAGES = (
     "inspection",
     "sweeps",
     "evaluation",
+    "reports",
     "train",
 )
 

@@ -72,9 +72,12 @@ def label_pairs(
 
 def answers_in(answered: Rollout) -> list[tuple[str, str]]:
     """(prompt, response) of every row, words separated by blanks."""
-    return tokenization.texts(
-        answered, decode=lambda ids: " ".join(reviews.decode(ids))
-    )
+    return tokenization.texts(answered, decode=text_of)
+
+
+def text_of(ids: list[int]) -> str:
+    """The words of the language, separated by blanks."""
+    return " ".join(reviews.decode(ids))
 
 
 def ids_of(text: str) -> list[int]:

@@ -6,12 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax.algorithms.batch import Rollout
 from rlhf_jax.data import tokenization
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.roles import policy
 
 Array = jax.Array
+Params = Any
 
 DIGITS = 4  # of a log-prob, nats: more would only make the file larger
 
@@ -25,7 +29,7 @@ def columns(
 ) -> list[dict[str, Any]]:
     """What each response is made of, one entry per response token.
 
-        {"tokens": ["It", " is"], "logprobs": [-0.5, -1.25], "ref_logprobs": [-0.5, -2.0]}
+        {"tokens": ["It", " is"], "logprobs": [-0.5, -1.2], "ref_logprobs": [-0.5, -2]}
 
     The pieces of `tokens` together are the response. Nothing is computed on a device:
     the arrays are those that the step has.
@@ -53,6 +57,89 @@ def columns(
             zip(rollout.tokens, np.asarray(rollout.response_mask), strict=True)
         )
     ]
+
+
+def likeliest(
+    params: Params,
+    ref_params: Params,
+    tokens: Array,
+    mask: Array,
+    *,
+    model: ModelConfig,
+    temperature: float,
+    count: int,
+) -> tuple[Array, Array, Array]:
+    """The tokens that the policy finds likeliest at each place; a row at a time.
+
+    Args:
+      params, ref_params: decoders of one shape, stored in any way.
+      tokens: i32[n, S]. mask: bool[n, S].
+      model: their shape.
+      temperature: divides the logits of both.
+      count: k.
+
+    Returns:
+      ids i32[n, S, k], the likeliest first, and f32[n, S, k] log π and log π_ref, nats;
+      entry t is in the place of tokens[:, t], and of column 0 none has a meaning.
+    """
+
+    def of_row(row: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        tokens, mask = (each[None] for each in row)
+        every, ref_every = (
+            jax.nn.log_softmax(
+                policy.logits(each, model=model, tokens=tokens, mask=mask)[0]
+                / temperature
+            )
+            for each in (params, ref_params)
+        )
+        likely, ids = jax.lax.top_k(every, count)
+        ref_likely = jnp.take_along_axis(ref_every, ids, axis=-1)
+        ids, likely, ref_likely = (
+            jnp.roll(each, 1, axis=0) for each in (ids, likely, ref_likely)
+        )
+        return ids, likely, ref_likely
+
+    return jax.lax.map(of_row, (tokens, mask))
+
+
+def alternatives(
+    rollout: Rollout,
+    likely: tuple[Array, Array, Array],
+    *,
+    decode: Callable[[list[int]], str],
+) -> list[list[list[list[Any]]]]:
+    """Per response token of each row [[text, log π, log π_ref], ...].
+
+    Args:
+      rollout: Rollout[n, S] on the host.
+      likely: of `likeliest`, on the host.
+      decode: ids -> text.
+    """
+    told = []
+    for row, (tokens, mask) in enumerate(
+        zip(rollout.tokens, rollout.response_mask, strict=True)
+    ):
+        places = np.flatnonzero(mask)
+        response = np.asarray(tokens)[places].tolist()
+        told.append(
+            [
+                [
+                    [
+                        tokenization.piece(
+                            int(token),
+                            before=response[max(0, at - tokenization.CONTEXT) : at],
+                            decode=decode,
+                        ),
+                        *rounded(numbers),
+                    ]
+                    for token, *numbers in zip(
+                        *(each[row, place] for each in likely), strict=True
+                    )
+                ]
+                for at, place in enumerate(places)
+            ]
+        )
+    return told
 
 
 def rounded(numbers: Any) -> list[float]:

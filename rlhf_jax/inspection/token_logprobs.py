@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlhf_jax.data import tokenization
 from rlhf_jax.functional import kl, logprobs
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
@@ -104,15 +105,16 @@ def compute(
             )
         ),
     )
-    read = [Token(_piece(decode, [], tokens[0]), None)]
+    piece = functools.partial(tokenization.piece, decode=decode)
+    read = [Token(piece(tokens[0], before=[]), None)]
     for t in range(1, len(tokens)):
         own, ref, exact, ids, *pairs = (column[t].tolist() for column in columns)
-        before = list(tokens[max(0, t - 8) : t])
+        before = list(tokens[max(0, t - tokenization.CONTEXT) : t])
         others = [
-            Alternative(_piece(decode, before, token), likely, ref_likely)
+            Alternative(piece(token, before=before), likely, ref_likely)
             for token, likely, ref_likely in zip(ids, *pairs, strict=True)
         ]
-        text = _piece(decode, before, tokens[t])
+        text = piece(tokens[t], before=before)
         read.append(Token(text, Divergence(own, ref, exact, tuple(others))))
     return read
 
@@ -176,15 +178,3 @@ def _columns(
         parts.append([column[done - start :] for column in window])
         done = start + size
     return [np.concatenate(columns) for columns in zip(*parts, strict=True)]
-
-
-def _piece(decode: Callable[[list[int]], str], before: list[int], token: int) -> str:
-    """What a token adds to the text before it.
-
-    Not the token decoded alone, which may lose its space; the last of several tokens
-    that make one character shows it, those before it "�".
-    """
-    shorter, longer = decode(before), decode([*before, token])
-    if not longer.startswith(shorter):
-        shorter = shorter.rstrip("�")
-    return longer[len(shorter) :] or ("�" if longer.endswith("�") else "")

@@ -104,6 +104,8 @@ ADDED: dict[str, Any] = {
     "reference_storage": {"dtype": "float32", "embeddings": None},
     "reward_combine": "mean",
     "reward_std_coef": None,
+    "sample_reference": False,
+    "num_alternatives": 0,
     "dpo.target_margin": 0.0,
     "dpo.desirable_weight": 1.0,
     "dpo.undesirable_weight": 1.0,

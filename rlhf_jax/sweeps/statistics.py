@@ -87,3 +87,21 @@ def of_iqm(values: Floats) -> Interval:
         rng=np.random.default_rng(0),
     ).confidence_interval
     return Interval(float(drawn.low), float(drawn.high))
+
+
+def half_widths(values: Floats) -> Floats:
+    """Half of the t interval of each mean, t(0.975, n - 1)·s/√n; NaN with one value.
+
+    Args:
+      values: f[n, K], n values of K numbers; NaN is no value.
+
+    Returns:
+      f[K].
+    """
+    count = np.sum(~np.isnan(values), axis=0)
+    several = count > 1
+    n = np.where(several, count, 2)
+    mean = np.nansum(values, axis=0) / np.maximum(count, 1)
+    variance = np.nansum((values - mean) ** 2, axis=0) / (n - 1)
+    width = stats.t.ppf((1 + CONFIDENCE) / 2, n - 1) * np.sqrt(variance / n)
+    return np.where(several, width, np.nan)

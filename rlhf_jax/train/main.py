@@ -12,6 +12,7 @@ EVALUATE = {
     "evaluate": "A policy and its reference on held-out prompts, with intervals."
 }
 SWEEP = {"sweep": "Many runs as one question: a grid, seeds, and claims answered."}
+REPORT = {"report": "Runs on one page: curves, tokens by KL, and hacked rewards."}
 QUERIES = {
     "verify": "Whether the snapshots of a run are whole and its frozen models unmoved.",
     "memory": "What PPO on a model takes of a device's memory.",
@@ -42,8 +43,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             from rlhf_jax.train import sweep
 
             sweep.command(options)
+        elif name in REPORT:
+            from rlhf_jax.train import report
+
+            report.command(options)
         else:
-            known = ", ".join((*TRAINERS, *EVALUATE, *SWEEP, *QUERIES))
+            known = ", ".join((*TRAINERS, *EVALUATE, *SWEEP, *REPORT, *QUERIES))
             raise InputError(f"expected one of the commands {known}, got {name!r}")
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -56,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def usage() -> str:
     """All commands, on one screen."""
     lines = ["usage: rlhf-jax COMMAND [OPTIONS]; rlhf-jax COMMAND --help lists options"]
-    titled = {"Train": TRAINERS, "Compare": EVALUATE | SWEEP, "Ask": QUERIES}
+    titled = {"Train": TRAINERS, "Compare": EVALUATE | SWEEP | REPORT, "Ask": QUERIES}
     for title, commands in titled.items():
         lines += ["", f"{title}:", *(f"  {k:13} {v}" for k, v in commands.items())]
     return "\n".join(lines)

@@ -12,6 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import quickstart
+from worlds import reviews
 
 from rlhf_jax.runs import command_line, metrics
 
@@ -71,6 +72,15 @@ def test_every_stage_leaves_its_rows(toy):
     samples = metrics.read(out / "samples.jsonl")
     assert len(samples) == 3 * quickstart.SHOWN
     assert samples[0]["prompt"].startswith("review : the ")
+    for row in samples:
+        assert "".join(row["tokens"]) == row["response"]
+        prompt, response = row["prompt"].split(), row["response"].split()
+        assert row["judge"] == reviews.careful_gold(prompt, response)
+    for row in samples[: quickstart.SHOWN]:  # before any update
+        assert row["reference"] == row["response"]
+        assert row["ref_logprobs"] == pytest.approx(row["logprobs"], abs=1e-3)
+    assert samples[-1]["logprobs"] != samples[-1]["ref_logprobs"]
+    assert all(-6 < row["judge/score"] < 2 for row in rows[9:])
 
 
 @pytest.mark.long

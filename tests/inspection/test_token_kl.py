@@ -141,10 +141,7 @@ def test_tokens_read_as_in_their_place(shared_data):
     reader = tokenization.load_tokenizer(shared_data / "gpt2-tokenizer")
     text = "Naïve “café” 🙂🤖 for  two\n\n\tlines — 日本語."
     ids = reader(text)["input_ids"]
-    pieces = [
-        token_logprobs._piece(reader.decode, ids[max(0, t - 8) : t], ids[t])
-        for t in range(len(ids))
-    ]
+    pieces = tokenization.pieces(ids, decode=reader.decode)
     assert len(ids) > len(text) / 2
     assert "�" in "".join(pieces)
     assert "".join(pieces).replace("�", "") == text

@@ -18,6 +18,14 @@ def test_an_estimate_by_hand():
     assert told.iqm_interval is None
 
 
+def test_half_widths_are_those_of_each_column():
+    values = np.array([[1.0, 7.0, np.nan], [2.0, 7.0, 5.0], [4.0, np.nan, np.nan]])
+    widths = statistics.half_widths(values)
+    assert widths[0] == pytest.approx(4.302653 * math.sqrt(7 / 3 / 3), rel=1e-6)
+    assert widths[1] == 0
+    assert np.isnan(widths[2])  # of one value
+
+
 def test_an_iqm_leaves_bad_seeds_out():
     told = statistics.estimate([*range(10), 1e6, -1e6])
     assert told.iqm == pytest.approx(4.5)

@@ -103,6 +103,11 @@ def test_a_stopped_run_goes_on_to_the_last_bit(files, tmp_path, capsys):
     for name in ("loss/divergence", "loss/policy", "objective/kl", "objective/scores"):
         assert all(np.isfinite(row[name]) for row in rows)
     assert any(row["objective/non_score_reward"] for row in rows)
+    k1 = [
+        np.subtract(row["logprobs"], row["ref_logprobs"])
+        for row in metrics.read(whole / "samples.jsonl")
+    ]
+    assert max(np.abs(each).max() for each in k1) > 0.01  # the teacher is another model
 
 
 @pytest.mark.long

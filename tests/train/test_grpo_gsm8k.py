@@ -168,6 +168,11 @@ def test_nash_md_is_the_same_trainer_with_another_recipe(files, tmp_path):
     shown = metrics.read(out / "samples.jsonl")
     assert [row["version"] for row in shown] == [row["step"] for row in shown]
     assert len(shown) == 2 * 4
+    for row in shown:  # of the policy and not of the mixture
+        assert "".join(row["tokens"]) == row["answer"]
+        assert len(row["logprobs"]) == len(row["ref_logprobs"]) == len(row["tokens"])
+    for row in shown[:4]:
+        assert row["ref_logprobs"] == pytest.approx(row["logprobs"], abs=1e-3)
     before = contents(out)
     play(nash_md, out, *argv, "--resume")  # nothing is left to do
     assert contents(out) == before

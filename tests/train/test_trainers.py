@@ -202,7 +202,8 @@ def finished(tmp_path_factory, traces):
         *("--prompts", toy_files.jsonl(folder / "prompts.jsonl", *rows)),
         *("--reward=wanted_words:count", "--num-steps=10", "--batch-size=16"),
         *("--policy-learning-rate=3e-2", "--kl-coef=0", "--sample-every=3"),
-        *("--num-shown=2", "--num-epochs=2"),
+        *("--num-shown=2", "--num-epochs=2", "--sample-reference"),
+        "--num-alternatives=3",
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -225,9 +226,32 @@ def test_ppo_improves_a_python_reward(finished):
     assert summary["reference_fingerprint"] == start.root
     samples = metrics.read(out / "samples.jsonl")
     assert [row["step"] for row in samples] == [0, 0, 3, 3, 6, 6, 9, 9]
+    named = 0
     for row in samples:
         assert row["score"] == row["response"].split().count("good")
         assert row["prompt"] == PROMPTS[row["row"] % len(PROMPTS)]
+        assert "".join(row["tokens"]) == row["response"]
+        assert len(row["logprobs"]) == len(row["ref_logprobs"]) == len(row["tokens"])
+        for text, own, ref, others in zip(
+            *(row[key] for key in ("tokens", "logprobs", "ref_logprobs")),
+            row["alternatives"],
+            strict=True,
+        ):
+            likely = [other[1] for other in others]
+            assert likely == sorted(likely, reverse=True)
+            assert len(others) == 3
+            assert own <= likely[0] + 1e-3
+            same = [other[1:] for other in others if other[0] == text]
+            assert all(pair == pytest.approx([own, ref], abs=2e-3) for pair in same)
+            named += len(same)
+    assert named > 10  # a token that was drawn is often among the likeliest
+    for row in samples[:2]:  # the policy is its reference, with the same keys
+        assert row["reference"] == row["response"]
+        assert row["ref_logprobs"] == pytest.approx(row["logprobs"], abs=1e-3)
+    last = [np.subtract(row["logprobs"], row["ref_logprobs"]) for row in samples[-2:]]
+    assert max(np.abs(each).max() for each in last) > 0.05
+    assert {row["reference"] for row in samples} != {row["response"] for row in samples}
+    assert summary["compiled"]["sample"] == 1  # both respond by one program
     model, params = hf.load(out / "model")
     assert model == toy_files.MODEL
     assert fingerprint.fingerprint(params) != start

@@ -22,7 +22,10 @@ Fields = Mapping[str, Any]
 # These may change on resume. Training depends on none of them but `num_steps`, about
 # which `tell_changes` warns.
 MAY_CHANGE = frozenset(
-    ("num_steps", "sample_every", "num_shown", "drift_every", "eval_every", "alarms")
+    (
+        *("num_steps", "sample_every", "num_shown", "sample_reference"),
+        *("num_alternatives", "drift_every", "eval_every", "alarms"),
+    )
 )
 FINISHED = ("model", "adapter", "summary.json")  # what a run writes at its end
 

@@ -205,7 +205,11 @@ def main(options: Config) -> None:
             samples = []
             if step % options.sample_every == 0:
                 samples = sample_rows(
-                    rollout, scored["scores"], policy=start, count=options.num_shown
+                    rollout,
+                    scored["scores"],
+                    ref_logprobs=scored["states"].logprobs,  # of the teacher
+                    policy=start,
+                    count=options.num_shown,
                 )
             stage.end_step(step, stats, samples)
     for model in (teacher, head):

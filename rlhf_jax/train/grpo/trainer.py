@@ -15,6 +15,7 @@ from rlhf_jax.checkpoints import frozen_models, further_references, pretrained
 from rlhf_jax.data import batches, digests, tokenization
 from rlhf_jax.devices import compile_counts, processes, row_sharding, sharding
 from rlhf_jax.functional.kl.control import fixed
+from rlhf_jax.inspection import sampled_tokens
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.runs import folder, metrics, plots, report, run
 from rlhf_jax.train import rehearsal
@@ -72,20 +73,30 @@ def improve(
         stage.state["train"] = train
         samples = []
         if step % SAMPLE_EVERY == 0:
-            local = row_sharding.local_rows((rollout, scored["scores"].total))
-            mine, totals = programs.reported(local)
-            shown = jax.tree.map(lambda leaf: leaf[:SHOWN], mine)
+            local = row_sharding.local_rows(
+                (rollout, scored["scores"].total, scored["ref_logprobs"])
+            )
+            shown, totals, ref_logprobs = jax.tree.map(
+                lambda leaf: leaf[:SHOWN], programs.reported(local)
+            )
             samples = [
                 {
                     "question": question,
                     "answer": answer,
                     "score": float(total),
                     "version": version,
+                    **tokens,
                 }
-                for (question, answer), total, version in zip(
+                for (question, answer), total, version, tokens in zip(
                     tokenization.texts(shown, decode=reward.decode),
-                    totals[:SHOWN],
+                    totals,
                     versions(shown),
+                    sampled_tokens.columns(
+                        shown,
+                        logprobs=shown.old_logprobs,
+                        ref_logprobs=ref_logprobs,
+                        decode=reward.decode,
+                    ),
                     strict=True,
                 )
             ]

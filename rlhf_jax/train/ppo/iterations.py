@@ -14,6 +14,7 @@ from rlhf_jax.data import tokenization
 from rlhf_jax.data.batches import Batches
 from rlhf_jax.devices import row_sharding
 from rlhf_jax.functional.masked import Stats
+from rlhf_jax.inspection import sampled_tokens
 from rlhf_jax.roles import rewards
 from rlhf_jax.roles.reference import drift, lifecycle
 from rlhf_jax.roles.reference.frozen import Frozen
@@ -92,27 +93,61 @@ def precedes_reward(models: Models) -> bool:
 
 
 def sample_rows(
-    rollout: Rollout, scores: Array | Scores, *, policy: Pretrained, count: int
+    rollout: Rollout,
+    scores: Array | Scores,
+    *,
+    ref_logprobs: Array | None,
+    policy: Pretrained,
+    count: int,
+    beside: Rollout | None = None,
+    likely: tuple[Array, Array, Array] | None = None,
 ) -> list[dict[str, Any]]:
-    """The first responses of a batch, for samples.jsonl."""
-    rollout, total = row_sharding.local_rows((rollout, rewards.scores_of(scores).total))
-    shown = jax.tree.map(lambda leaf: leaf[:count], rollout)
-    return [
+    """The first responses of a batch, for samples.jsonl.
+
+    Args:
+      ref_logprobs: f32[B, S], nats, of the rollout; None leaves them out.
+      policy: that decodes.
+      count: of rows.
+      beside: the reference's responses to the same prompts; None leaves them out.
+      likely: of `sampled_tokens.likeliest`, of these rows; None leaves them out.
+    """
+    total = rewards.scores_of(scores).total
+    mine = row_sharding.local_rows((rollout, total, ref_logprobs, beside))
+    shown, total, ref_logprobs, beside = jax.tree.map(lambda leaf: leaf[:count], mine)
+    rows = [
         {
             "row": int(row),
             "prompt": prompt,
             "response": response,
             "score": float(score),
             "version": version,
+            **tokens,
         }
-        for row, score, version, (prompt, response) in zip(
+        for row, score, version, (prompt, response), tokens in zip(
             shown.index,
-            total[:count],
+            total,
             versions(shown),
             tokenization.texts(shown, decode=policy.decode),
+            sampled_tokens.columns(
+                shown,
+                logprobs=shown.old_logprobs,
+                ref_logprobs=ref_logprobs,
+                decode=policy.decode,
+            ),
             strict=True,
         )
     ]
+    if beside is not None:
+        texts = tokenization.texts(beside, decode=policy.decode)
+        for row, (_, text) in zip(rows, texts, strict=True):
+            row["reference"] = text
+    if likely is not None:
+        others = sampled_tokens.alternatives(
+            shown, jax.device_get(likely), decode=policy.decode
+        )
+        for row, each in zip(rows, others, strict=True):
+            row["alternatives"] = each
+    return rows
 
 
 def improve(
@@ -188,6 +223,11 @@ def improve(
                 scores = reward(shown)
                 if step % options.eval_every == 0:
                     watched = watch(programs, train.policy, texts, base, judge, shown)
+            shows, likely = step % options.sample_every == 0, None
+            if shows:  # of the policy that responded, which the update takes
+                likely = programs.likeliest(
+                    train.policy, reference, shown, rows=options.num_shown
+                )
             train, critic, stats, scored = programs.learn(
                 train,
                 critic,
@@ -209,9 +249,25 @@ def improve(
             if measured and reference is not None and reference.model is None:
                 stats |= drift.stats(programs.drift(train.policy, reference))
             samples, positions = [], None
-            if step % options.sample_every == 0:
+            if shows:
+                beside = None
+                if options.sample_reference:
+                    assert reference is not None  # as the options ask for it
+                    beside = programs.sample(
+                        reference.stored,
+                        prompts=prompts[step],
+                        key=step_key,
+                        version=train.step,  # of nothing; it is the same program
+                    )
+                    beside = ppo.seen_by_reward(beside, recipe=models.algorithm)
                 samples = sample_rows(
-                    shown, scores, policy=policy, count=options.num_shown
+                    shown,
+                    scores,
+                    ref_logprobs=ref_logprobs,
+                    policy=policy,
+                    count=options.num_shown,
+                    beside=beside,
+                    likely=likely,
                 )
                 positions = None if ref_logprobs is None else programs.positions(scored)
             if reference is not None and options.lifecycle.moves:

@@ -12,7 +12,7 @@ from rlhf_jax.algorithms.ppo.recipe import N_PLUS, OPENAI_2019, Recipe
 from rlhf_jax.checkpoints import frozen_models, pretrained
 from rlhf_jax.checkpoints.frozen_models import Storage
 from rlhf_jax.checkpoints.pretrained import Adapters
-from rlhf_jax.devices.placement import Placement
+from rlhf_jax.devices.placement import WITH_POLICY, Placement
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.control import CONSTANT, Control
@@ -100,6 +100,12 @@ class Config(RewardModelConfig, ReferencesConfig, PackedConfig, SamplerConfig):
     """Iterations between rows of samples.jsonl."""
     num_shown: int = 4
     """Responses in samples.jsonl each time."""
+    sample_reference: bool = False
+    """Whether the reference responds to the same prompts for samples.jsonl, with the
+    same keys; it costs the sampling of another batch each time."""
+    num_alternatives: int = 0
+    """Likeliest tokens at each place of the responses in samples.jsonl; two forward
+    passes of these few rows each time. 0 records none."""
     drift_every: int = 1
     """Iterations between measurements of the weight drift."""
     held_out: str | None = None
@@ -154,7 +160,11 @@ class Config(RewardModelConfig, ReferencesConfig, PackedConfig, SamplerConfig):
             eval_rows=self.eval_rows,
             stop_timeout=self.stop_timeout,
         )
-        checks.non_negative(kl_coef=self.kl_coef, num_shown=self.num_shown)
+        checks.non_negative(
+            kl_coef=self.kl_coef,
+            num_shown=self.num_shown,
+            num_alternatives=self.num_alternatives,
+        )
         self.check_packing(
             max_new_tokens=self.max_new_tokens, mesh=self.placement.policy
         )
@@ -231,6 +241,18 @@ class Config(RewardModelConfig, ReferencesConfig, PackedConfig, SamplerConfig):
         )
         if not self.measure_kl and self.lora.lora is None:
             refuse_unused("reference", self.reference_storage, place)
+        if (self.sample_reference or self.num_alternatives) and (
+            self.reference is not None
+            or not self.measure_kl
+            or self.lora.lora is not None
+            or place != WITH_POLICY
+        ):
+            raise InputError(
+                "--sample-reference, --num-alternatives: expected the policy as it "
+                "starts for the reference, on the policy's devices and without "
+                "--lora.rank, as it runs in the policy's own program; leave one or "
+                "the other out"
+            )
         if self.reward_model is None:
             refuse_unused("reward", self.reward_storage, self.placement.reward)
         if self.lora.lora is not None:

@@ -17,8 +17,10 @@ from rlhf_jax.algorithms.batch import (
 from rlhf_jax.algorithms.flow import objective, score
 from rlhf_jax.algorithms.state import SupervisedState, TrainState
 from rlhf_jax.checkpoints import frozen_models
-from rlhf_jax.devices import sharding
+from rlhf_jax.devices import row_sharding, sharding
+from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.masked import Stats
+from rlhf_jax.inspection import sampled_tokens
 from rlhf_jax.models.lora import merge
 from rlhf_jax.roles import adapted
 from rlhf_jax.roles.reference import drift, frozen
@@ -84,6 +86,20 @@ class Programs:
         self.measure = jax.jit(
             functools.partial(
                 on(self_check.measure), reference=None, lora=algorithm.lora, **shape
+            )
+        )
+        self._count = options.num_alternatives
+        if self._count and jax.process_count() > 1:
+            raise InputError(
+                f"--num-alternatives {self._count}: expected one process, got "
+                f"{jax.process_count()}; leave it out"
+            )
+        self._likeliest = jax.jit(
+            functools.partial(
+                on(sampled_tokens.likeliest),
+                model=algorithm.model,
+                temperature=algorithm.temperature,
+                count=min(self._count, algorithm.model.vocab_size),
             )
         )
         self.positions = jax.jit(
@@ -193,6 +209,16 @@ class Programs:
             )
 
         return frozen_models.run_beside(compute, reference, rollout)
+
+    def likeliest(
+        self, policy: Params, reference: Frozen | None, rollout: Rollout, *, rows: int
+    ) -> tuple[Array, Array, Array] | None:
+        """`sampled_tokens.likeliest` of the first rows, or None where not asked for."""
+        if not self._count or not rows:
+            return None
+        assert reference is not None  # as the options ask for it
+        tokens, mask = row_sharding.local_rows((rollout.tokens, rollout.mask))
+        return self._likeliest(policy, reference.stored, tokens[:rows], mask[:rows])
 
     def drift(self, policy: Params, reference: Frozen) -> dict[str, Any]:
         """`drift.weight_drift` of the policy, merged with its base under LoRA."""

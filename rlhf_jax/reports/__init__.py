@@ -1,0 +1,1 @@
+"""Runs on one page: curves, samples token by token, and who hacked its reward."""

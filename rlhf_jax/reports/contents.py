@@ -1,0 +1,215 @@
+"""All that the page shows, as JSON, within a bound of its size."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.reports import glossary, grouping, samples, verdicts
+from rlhf_jax.reports.curves import FINER, curves, tables
+from rlhf_jax.reports.grouping import Groups
+from rlhf_jax.reports.reading import Run, finite
+
+SIZE = 9_500_000  # bytes of JSON; the charts' library takes 4.8 million more
+CURVES = 6_000_000  # bytes that curves may take of it
+POINTS = (400, 200, 140, 100, 70, 50, 35, 25)  # of a curve, the most that fit
+FEWEST = 3000  # bytes of a run's samples, however many runs
+FIRST = (
+    *(verdicts.SCORE, verdicts.JUDGE, verdicts.KL, "objective/ref_nll"),
+    *("response/length", "response/distinct_fraction", "objective/entropy"),
+    *("loss/divergence", "loss/dpo", "dpo/accuracy", "dpo/margin", "loss/pairwise"),
+    *("pairwise/accuracy", "loss/language_model"),
+)
+SHOWN = 6  # curves when the page opens
+
+Json = Any
+
+
+class Contents(NamedTuple):
+    """The data of a page, and what was left out of it."""
+
+    data: dict[str, Json]
+    notes: list[str]
+
+
+def contents(
+    runs: Sequence[Run],
+    *,
+    title: str,
+    metrics: Sequence[str] = (),
+    waiting: Sequence[str] = (),
+    size: int = SIZE,
+) -> Contents:
+    """The data of the page.
+
+    Args:
+      runs: of `reading.read_all`.
+      title: of the page.
+      metrics: whose curves are open first; none are those of FIRST.
+      waiting: names of runs without a row yet.
+      size: bytes that the data may take as JSON. Where all is too much, curves have
+        fewer points, and then samples are left out; a note says so.
+
+    Raises:
+      InputError: no run has one of `metrics`.
+    """
+    groups = grouping.grouped(runs)
+    _check_metrics(metrics, runs)
+    notes = [f"{len(waiting)} runs have no step yet: {', '.join(waiting[:5])}"]
+    notes = notes if waiting else []
+    drawn, points = _curves(
+        runs, groups, limit=min(CURVES, size * 2 // 3), metrics=metrics
+    )
+    steps = max(row["step"] + 1 for run in runs for row in run.metrics)
+    if points < min(steps, POINTS[0]):
+        notes.append(
+            f"To bound the page, curves show {points} of up to {steps} steps, those of "
+            f"reward, judge, KL and other main metrics {min(steps, FINER * points)}."
+        )
+    data: dict[str, Json] = {
+        "title": title,
+        "options": list(groups.options),
+        "groups": [
+            {"name": group.name, "runs": list(group.runs), "values": list(group.values)}
+            for group in groups.groups
+        ],
+        "curves": drawn,
+        "first": _first(metrics, drawn),
+        "glossary": _glossary(drawn),
+        "notes": notes,
+        "runs": [],
+    }
+    records, rows = [], []
+    for number, run in enumerate(runs):
+        group = next(g for g, each in enumerate(groups.groups) if number in each.runs)
+        of_run = samples.rows_of(run)
+        rows.append(of_run)
+        records.append(_record(run, group=group, rows=of_run))
+    data["runs"] = records
+    left = max(size - len(json.dumps(data)), FEWEST * len(runs))
+    kept = _shared_out(rows, size=left)
+    for record, mine, all_ in zip(records, kept, rows, strict=True):
+        record |= {"samples": mine, "sampled": len(all_)}
+    shown, recorded = (sum(map(len, each)) for each in (kept, rows))
+    if shown < recorded:
+        notes.append(
+            f"{shown} of {recorded} recorded responses are shown, to bound the page: "
+            f"of each run the extremes by KL, reward and length, then whole steps; "
+            f"samples.jsonl of a run has all."
+        )
+    return Contents(data, notes)
+
+
+def _check_metrics(metrics: Sequence[str], runs: Sequence[Run]) -> None:
+    known = set().union(*(run.names for run in runs))
+    for metric in metrics:
+        if metric not in known:
+            raise InputError(
+                f"--metrics: expected metrics of these runs, got {metric}, which none "
+                f"has; there are {', '.join(sorted(known))}"
+            )
+
+
+def _curves(
+    runs: Sequence[Run], groups: Groups, *, limit: int, metrics: Sequence[str]
+) -> tuple[dict[str, Json], int]:
+    """The curves with the most points that fit, and how many those are at most."""
+    of_groups = tables(runs, groups.groups)
+    for points in POINTS:
+        drawn = curves(of_groups, points=points, fine=(*FIRST, *metrics))
+        if len(json.dumps(drawn)) <= limit or points == POINTS[-1]:
+            return drawn, points
+    raise AssertionError("the last number of points is taken")
+
+
+def _first(metrics: Sequence[str], drawn: Mapping[str, Json]) -> list[list[str]]:
+    """[stage, metric] of the curves that are open first."""
+    where: dict[str, str] = {}
+    for stage, of_stage in drawn["stages"].items():
+        where |= dict.fromkeys(of_stage, stage)  # the last stage that has it
+    if metrics:
+        return [[where[name], name] for name in metrics if name in where]
+    chosen = [name for name in FIRST if name in where][:SHOWN]
+    chosen = chosen or sorted(where)[:SHOWN]
+    return [[where[name], name] for name in chosen]
+
+
+def _glossary(drawn: Mapping[str, Json]) -> dict[str, dict[str, str]]:
+    entries = glossary.read()
+    names = {name for of_stage in drawn["stages"].values() for name in of_stage}
+    told = {name: glossary.entry_of(name, entries=entries) for name in sorted(names)}
+    return {name: entry._asdict() for name, entry in told.items() if entry.text}
+
+
+def _record(
+    run: Run, *, group: int, rows: Sequence[Mapping[str, Json]]
+) -> dict[str, Json]:
+    verdict = verdicts.verdict(run)
+    summary = {} if run.summary is None else run.summary
+    last = {
+        name: series[-1][1]
+        for name in (verdicts.SCORE, verdicts.JUDGE, verdicts.KL, "drift/relative")
+        if (series := run.series(name))
+    }
+    timed = [row for row in run.timings if row["stage"] == run.stage]
+    return {
+        "name": run.name,
+        "group": group,
+        "seed": run.config.get("seed"),
+        "stage": run.stage,
+        "steps": run.metrics[-1]["step"] + 1,
+        "done": run.summary is not None,
+        "last": {name: float(f"{value:.5g}") for name, value in last.items()},
+        "gold": finite(summary.get("gold_policy")),
+        "verdict": verdict._asdict(),
+        "alarms": [each._asdict() for each in verdicts.alarms_of(run)],
+        "tokens": samples.common_tokens(rows),
+        "reference": {
+            "fingerprint": summary.get(
+                "reference_fingerprint", summary.get("teacher_fingerprint")
+            ),
+            "verified": summary.get(
+                "reference_verified", summary.get("teacher_verified")
+            ),
+        },
+        "phases": _phases(timed),
+        "seconds": round(sum(row.get("seconds", 0.0) for row in run.timings), 1),
+    }
+
+
+def _phases(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Mean seconds of each phase per step; of the first step, which compiles, none.
+
+    What is in no phase is "other".
+    """
+    rows = rows[1:] or rows
+    if not rows:
+        return {}
+    names = list(dict.fromkeys(name for row in rows for name in row.get("phases", {})))
+    sums = {
+        name: sum(row.get("phases", {}).get(name, 0.0) for row in rows)
+        for name in names
+    }
+    sums["other"] = sum(row.get("seconds", 0.0) for row in rows) - sum(sums.values())
+    return {name: round(value / len(rows), 4) for name, value in sums.items()}
+
+
+def _shared_out(
+    rows: Sequence[Sequence[dict[str, Json]]], *, size: int
+) -> list[list[dict[str, Json]]]:
+    """The rows of each run that fit when all share the bytes evenly.
+
+    What runs with few rows leave is shared among the others.
+    """
+    costs = [sum(len(json.dumps(row)) + 2 for row in each) for each in rows]
+    shares = [0] * len(rows)
+    left, open_ = size, sorted(range(len(rows)), key=lambda number: costs[number])
+    for at, number in enumerate(open_):
+        shares[number] = min(costs[number], left // (len(open_) - at))
+        left -= shares[number]
+    return [
+        samples.within(each, size=share)
+        for each, share in zip(rows, shares, strict=True)
+    ]

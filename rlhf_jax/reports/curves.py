@@ -1,0 +1,138 @@
+"""Curves of every metric: mean over the seeds of a group, with its bands."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rlhf_jax.reports.grouping import Group
+from rlhf_jax.reports.reading import Run, finite
+from rlhf_jax.sweeps import statistics
+
+FINER = 4
+DIGITS = 4  # significant, of a number on the page
+
+Json = Any
+
+
+class Steps:
+    """Lists of steps, of which many metrics share one."""
+
+    def __init__(self) -> None:
+        self.lists: list[list[int]] = []
+        self._numbers: dict[tuple[int, ...], int] = {}
+
+    def number(self, steps: Sequence[int]) -> int:
+        """Where in `lists` these steps are."""
+        key = tuple(steps)
+        if key not in self._numbers:
+            self._numbers[key] = len(self.lists)
+            self.lists.append(list(key))
+        return self._numbers[key]
+
+
+class Table(NamedTuple):
+    """The values of a metric in the runs of a group."""
+
+    group: int
+    stage: str
+    metric: str
+    steps: list[int]  # K
+    values: np.ndarray  # f[n, K], of n seeds; NaN where a seed has no number
+
+
+def tables(runs: Sequence[Run], groups: Sequence[Group]) -> list[Table]:
+    """All numbers of all metrics."""
+    return [
+        Table(number, stage, metric, steps, values)
+        for number, group in enumerate(groups)
+        for stage in dict.fromkeys(
+            row["stage"] for member in group.runs for row in runs[member].metrics
+        )
+        for metric, (steps, values) in _of_stage(
+            [runs[member] for member in group.runs], stage=stage
+        ).items()
+    ]
+
+
+def curves(
+    of_groups: Sequence[Table], *, points: int, fine: Collection[str] = ()
+) -> dict[str, Json]:
+    """All curves: {"steps": lists, "stages": {stage: {metric: {group: curve}}}}.
+
+        curve   {"x": number of a list of steps, "n": seeds, "y": means}
+                with several seeds also "lo", "hi", the least and the greatest of them,
+                and "t", half of the 95% interval of the mean
+
+    Args:
+      points: a curve with more steps is shown at as many, evenly spread, ends included.
+      fine: metrics with FINER times the points.
+    """
+    steps = Steps()
+    stages: dict[str, dict[str, dict[str, Json]]] = {}
+    for table in of_groups:
+        times = FINER if table.metric in fine else 1
+        kept = thinned(len(table.steps), points=times * points)
+        curve = {
+            "x": steps.number([table.steps[k] for k in kept]),
+            "n": len(table.values),
+        }
+        of_metric = stages.setdefault(table.stage, {}).setdefault(table.metric, {})
+        of_metric[str(table.group)] = curve | _bands(table.values[:, kept])
+    return {"steps": steps.lists, "stages": stages}
+
+
+def thinned(count: int, *, points: int) -> list[int]:
+    """At most `points` places of `count`, evenly spread, both ends included."""
+    if count <= points:
+        return list(range(count))
+    return sorted({round(k * (count - 1) / (points - 1)) for k in range(points)})
+
+
+def compact(values: Any) -> list[float | None]:
+    """Numbers with as many digits as a page needs; None where there is none."""
+    return [
+        None if np.isnan(value) else float(f"{value:.{DIGITS}g}") for value in values
+    ]
+
+
+def _of_stage(
+    runs: Sequence[Run], *, stage: str
+) -> dict[str, tuple[list[int], np.ndarray]]:
+    """{metric: (steps [K], values [n, K])} of one group."""
+    cells: dict[str, dict[int, dict[int, float]]] = {}
+    for seed, run in enumerate(runs):
+        for row in run.metrics:
+            if row["stage"] != stage:
+                continue
+            for name, value in row.items():
+                number = finite(value)
+                if number is not None and name != "step":
+                    cells.setdefault(name, {}).setdefault(row["step"], {})[seed] = (
+                        number
+                    )
+    of_metrics = {}
+    for name, by_step in cells.items():
+        at = sorted(by_step)
+        values = np.full((len(runs), len(at)), np.nan)
+        for k, step in enumerate(at):
+            for seed, number in by_step[step].items():
+                values[seed, k] = number
+        of_metrics[name] = (at, values)
+    return of_metrics
+
+
+def _bands(values: np.ndarray) -> dict[str, Json]:
+    if len(values) == 1:
+        return {"y": compact(values[0])}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of steps without a value
+        return {
+            "y": compact(np.nanmean(values, axis=0)),
+            "lo": compact(np.nanmin(values, axis=0)),
+            "hi": compact(np.nanmax(values, axis=0)),
+            "t": compact(statistics.half_widths(values)),
+        }

@@ -1,0 +1,82 @@
+"""The page itself: HTML, style, scripts and data in one file."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from importlib import resources
+from typing import Any
+
+from rlhf_jax.functional.checks import InputError
+
+SCRIPTS = (
+    *("state.js", "elements.js", "overview.js", "legend.js", "charts.js"),
+    *("tokens.js", "samples.js", "tables.js", "timings.js", "page.js"),
+)
+# Nothing is fetched, whatever a text of a run says; a page that is served asks only the
+# server it came from.
+POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "img-src data: blob:; connect-src {connect}; base-uri 'none'; form-action 'none'"
+)
+
+
+def page(data: dict[str, Any], *, live: bool = False) -> str:
+    """One HTML document that needs no other file and no network.
+
+    Args:
+      data: of `contents.contents`.
+      live: whether it asks its server for newer data.
+
+    Raises:
+      InputError: the charting library is not installed.
+    """
+    parts = {
+        "POLICY": POLICY.format(connect="'self'" if live else "'none'"),
+        "TITLE": escaped(data["title"]),
+        "STYLE": _file("page.css"),
+        "DATA": as_script(data),
+        "LIVE": "true" if live else "false",
+        "SCRIPTS": "\n".join(_file(name) for name in SCRIPTS),
+        "PLOTLY": plotly(),
+    }
+    document = _file("page.html")
+    head, *rest = document.split("{{")
+    filled = [head]
+    for part in rest:  # one pass: what is filled in is not searched again
+        name, _, after = part.partition("}}")
+        filled += [parts[name], after]
+    return "".join(filled)
+
+
+def as_script(data: Any) -> str:
+    """JSON that stands in a script element: no text of it can end the element."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for mark in "<>&\u2028\u2029":
+        text = text.replace(mark, f"\\u{ord(mark):04x}")
+    return text
+
+
+def escaped(text: str) -> str:
+    """Text between tags."""
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def plotly() -> str:
+    """The source of plotly.js, from the Python package that bundles it.
+
+    Raises:
+      InputError: it is not installed.
+    """
+    if importlib.util.find_spec("plotly") is None:
+        raise InputError(
+            "rlhf-jax report needs the package plotly, which is not installed; "
+            "pip install 'rlhf-jax[report]'"
+        )
+    source = resources.files("plotly").joinpath("package_data", "plotly.min.js")
+    return source.read_text(encoding="utf-8")
+
+
+def _file(name: str) -> str:
+    place = resources.files("rlhf_jax.reports").joinpath("page", name)
+    return place.read_text(encoding="utf-8")

@@ -1,0 +1,43 @@
+"""What a metric means and its unit, read from the glossary of runs/README.md."""
+
+from __future__ import annotations
+
+import re
+from importlib import resources
+from typing import NamedTuple
+
+ROW = re.compile(r"^\| (`.*?`) \| (.*?) \| (.*?) \|$", re.MULTILINE)
+
+
+class Entry(NamedTuple):
+    """One metric of the glossary."""
+
+    unit: str  # "" where it has none
+    text: str
+
+
+def read() -> dict[str, Entry]:
+    """{metric: entry}; in a name such as `reward/NAME` NAME stands for any word."""
+    readme = resources.files("rlhf_jax.runs").joinpath("README.md")
+    _, _, section = readme.read_text(encoding="utf-8").partition("\n## Metrics\n")
+    section = section.partition("\n## ")[0]
+    entries: dict[str, Entry] = {}
+    for named, units, text in ROW.findall(section):
+        names = re.findall(r"`([^`]+)`", named)
+        told = [unit.strip() for unit in units.split(", ")]
+        if len(told) != len(names):  # one for all of them
+            told = [units.strip()] * len(names)
+        for name, unit in zip(names, told, strict=True):
+            entries[name] = Entry(unit, text.replace("`", ""))
+    return entries
+
+
+def entry_of(metric: str, *, entries: dict[str, Entry]) -> Entry:
+    """The entry of a metric, its own or that of its pattern; empty where none fits."""
+    if metric in entries:
+        return entries[metric]
+    for pattern, entry in entries.items():
+        regex = re.escape(pattern).replace("NAME", r"[\w./-]+")
+        if "NAME" in pattern and re.fullmatch(regex, metric):
+            return entry
+    return Entry("", "")

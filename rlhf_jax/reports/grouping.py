@@ -1,0 +1,131 @@
+"""What differs between configs, and which runs are seeds of one another."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rlhf_jax.reports.reading import Run
+from rlhf_jax.runs.run_config import MAY_DIFFER
+
+SEED = "seed"
+LONGEST = 60  # characters of a group's name
+
+
+class Group(NamedTuple):
+    """Runs with one config but for the seed."""
+
+    name: str
+    runs: tuple[int, ...]  # numbers of runs, in order
+    values: tuple[str, ...]  # of the options that differ between groups
+
+
+class Groups(NamedTuple):
+    """All groups, and the options that tell them apart."""
+
+    options: tuple[str, ...]
+    groups: tuple[Group, ...]
+
+
+def grouped(runs: Sequence[Run]) -> Groups:
+    """The groups of runs, in order of their first run.
+
+    Where a run is written, how often it saves and what it shows do not count.
+    """
+    configs = [settings(run) for run in runs]
+    members: dict[str, list[int]] = {}
+    for number, config in enumerate(configs):
+        key = json.dumps({k: v for k, v in config.items() if k != SEED}, sort_keys=True)
+        members.setdefault(key, []).append(number)
+    firsts = [configs[numbers[0]] for numbers in members.values()]
+    options = tuple(name for name in differing(firsts) if name != SEED)
+    groups = [
+        Group(
+            name=_name(options, config=first) or _folder(runs[numbers[0]]),
+            runs=tuple(numbers),
+            values=tuple(shown(first.get(name)) for name in options),
+        )
+        for first, numbers in zip(firsts, members.values(), strict=True)
+    ]
+    return Groups(options, _distinct(groups, runs))
+
+
+def settings(run: Run) -> dict[str, Any]:
+    """{option: value} of all that may change a result; versions too."""
+    flat = flatten(run.config)
+    kept = {
+        name: value
+        for name, value in flat.items()
+        if not any(name == each or name.startswith(f"{each}.") for each in MAY_DIFFER)
+    }
+    return kept | {f"version of {name}": value for name, value in run.versions.items()}
+
+
+def flatten(config: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
+    """{"ppo.lam": 0.95} of {"ppo": {"lam": 0.95}}."""
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, prefix=f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The options that have not the same value everywhere, in order of appearance."""
+    names = list(dict.fromkeys(name for config in configs for name in config))
+    missing = object()
+    return [
+        name
+        for name in names
+        if any(
+            _other(config.get(name, missing), configs[0].get(name, missing))
+            for config in configs
+        )
+    ]
+
+
+def shown(value: Any) -> str:
+    """A value as a command line has it."""
+    if isinstance(value, str):
+        return value
+    return json.dumps(value)
+
+
+def _other(value: Any, first: Any) -> bool:
+    return type(value) is not type(first) or value != first
+
+
+def _name(options: Sequence[str], *, config: Mapping[str, Any]) -> str:
+    """As in "kl_coef=0.2, lam=0.95"; of an option its last part where that will do."""
+    last = [option.rpartition(".")[2] for option in options]
+    names = [
+        short if last.count(short) == 1 else option
+        for option, short in zip(options, last, strict=True)
+    ]
+    told = [
+        f"{name}={shown(config.get(option))}"
+        for option, name in zip(options, names, strict=True)
+    ]
+    name = ", ".join(told)
+    return name if len(name) <= LONGEST else ""
+
+
+def _folder(run: Run) -> str:
+    """The folder's name, without a last part that tells only the seed."""
+    *above, last = run.name.split("/")
+    of_seed = last.lower().removeprefix("seed").strip("_-=").isdigit()
+    return above[-1] if of_seed and above else last
+
+
+def _distinct(groups: Sequence[Group], runs: Sequence[Run]) -> tuple[Group, ...]:
+    """The groups with names of their own."""
+    names = [group.name for group in groups]
+    return tuple(
+        group
+        if names.count(group.name) == 1
+        else group._replace(name=runs[group.runs[0]].name)
+        for group in groups
+    )

@@ -1,0 +1,73 @@
+// What the page shows now: the data of the runs, and what a reader has chosen.
+
+const read = () => JSON.parse(document.getElementById("data").textContent);
+let data = read();
+
+const MANY = 12; // groups; of more, only some are shown at first
+
+// By name, so that newer data keep them.
+const state = {
+  hidden: new Set(), // groups
+  known: new Set(), // groups that have been there before
+  filter: "", // of the legend
+  metrics: [], // [stage, metric] of the open charts
+  band: "range",
+  across: "reward", // horizontal axis of the scatter
+  sort: { column: "verdict", down: false }, // of the table of runs
+  run: null, // whose samples are shown, by name
+  step: null, // null is all steps
+  search: "",
+  prompt: "",
+  order: "kl",
+  limit: 12, // samples shown
+  scale: null, // nats at which a token's colour is full; null is of the data
+};
+
+const SEVERITY = ["hacked", "degraded", "alarm", "unjudged", "clean", "none"];
+const VERDICTS = {
+  hacked: "reward hacked",
+  degraded: "language lost",
+  alarm: "alarm",
+  unjudged: "no judge",
+  clean: "no sign",
+  none: "no verdict",
+};
+
+const severity = (run) => SEVERITY.indexOf(run.verdict.kind);
+const flagged = (run) => severity(run) < 2;
+const runsOf = (group) => group.runs.map((number) => data.runs[number]);
+const runNamed = (name) => data.runs.find((run) => run.name === name);
+const groupOf = (run) => data.groups[run.group];
+
+// The name of a run as a reader knows it: its group and its seed.
+function titleOf(run) {
+  const group = groupOf(run);
+  if (group.runs.length === 1 && data.groups.length > 1) return group.name;
+  return run.seed === null ? run.name : `${group.name} · seed ${run.seed}`;
+}
+
+// Of many groups those with a hacked reward are shown first, and others up to MANY.
+function showSomeGroups() {
+  const names = data.groups.map((group) => group.name);
+  const fresh = names.filter((name) => !state.known.has(name));
+  if (names.length > MANY && state.known.size === 0) {
+    const worst = (group) => Math.min(...runsOf(group).map(severity));
+    const ordered = [...data.groups].sort((a, b) => worst(a) - worst(b));
+    ordered.slice(MANY).forEach((group) => state.hidden.add(group.name));
+  }
+  fresh.forEach((name) => state.known.add(name));
+}
+
+const visibleGroups = () =>
+  data.groups.map((group, number) => ({ ...group, number }))
+    .filter((group) => !state.hidden.has(group.name));
+
+const curveOf = (stage, metric, number) =>
+  data.curves.stages[stage]?.[metric]?.[String(number)];
+const stepsOf = (curve) => data.curves.steps[curve.x];
+
+// The last stage in which some group has the metric.
+function stageOf(metric) {
+  const stages = Object.keys(data.curves.stages);
+  return stages.filter((stage) => metric in data.curves.stages[stage]).at(-1);
+}

@@ -1,0 +1,125 @@
+// A response token by token: colour by KL, and what both models say of the active one.
+
+function visible(text) {
+  return text.replaceAll("\n", "⏎").replaceAll("\t", "⇥") || "∅";
+}
+
+// Nats at which a colour is full: what only 2 in 100 tokens of these runs exceed.
+function fullScale() {
+  if (state.scale !== null) return state.scale;
+  const all = data.runs.flatMap((run) => run.samples.flatMap((row) =>
+    (row.ref_logprobs ? row.logprobs.map((own, k) => Math.abs(own - row.ref_logprobs[k])) : [])));
+  if (!all.length) return 2;
+  all.sort((a, b) => a - b);
+  return Math.min(8, Math.max(1, Math.round(all[Math.floor(0.98 * (all.length - 1))])));
+}
+let full = 2;
+
+// Blue where the policy is likelier to say it than its reference, orange where less.
+function shade(node, k1, colours = { more: css("--more"), less: css("--less") }) {
+  const strength = Math.min(1, Math.abs(k1) / full);
+  if (strength < 0.04) return;
+  node.style.backgroundColor = `rgba(${k1 > 0 ? colours.more : colours.less}, ${(0.08 + 0.62 * strength).toFixed(3)})`;
+}
+
+function tokensOf(row, search) {
+  const found = matches(row.tokens, search);
+  const node = el("div", { class: "said tokens", tabindex: "0", role: "group",
+    "aria-label": "Tokens of the policy's response; left and right arrows go through them" });
+  const colours = { more: css("--more"), less: css("--less") };
+  row.tokens.forEach((text, k) => {
+    const span = el("span", { "data-k": k, class: found.has(k) ? "found" : null }, text);
+    if (row.ref_logprobs) shade(span, row.logprobs[k] - row.ref_logprobs[k], colours);
+    node.append(span);
+  });
+  const cut = row.length - row.tokens.length;
+  if (cut > 0) node.append(el("em", { class: "faint" }, ` … and ${plural(cut, "more token")}`));
+  listen(node, row);
+  return node;
+}
+
+// Numbers of the tokens that a search's hits in the whole response touch.
+function matches(tokens, search) {
+  const found = new Set();
+  if (!search) return found;
+  const text = tokens.join("").toLowerCase();
+  let [k, end] = [0, tokens[0]?.length ?? 0];
+  for (let at = text.indexOf(search); at >= 0; at = text.indexOf(search, at + 1)) {
+    while (k < tokens.length - 1 && end <= at) end += tokens[++k].length;
+    let [j, reach] = [k, end];
+    found.add(j);
+    while (j < tokens.length - 1 && reach < at + search.length) { reach += tokens[++j].length; found.add(j); }
+  }
+  return found;
+}
+
+function listen(node, row) {
+  const activate = (span) => {
+    node.querySelector(".active")?.classList.remove("active");
+    if (!span) return hideTip();
+    span.classList.add("active");
+    showTip(span, row, Number(span.dataset.k));
+  };
+  const over = (event) => event.target.closest("span[data-k]");
+  node.addEventListener("pointermove", (event) => { if (event.pointerType === "mouse") activate(over(event)); });
+  node.addEventListener("pointerleave", () => { if (document.activeElement !== node) activate(null); });
+  node.addEventListener("click", (event) => activate(over(event)));
+  node.addEventListener("blur", () => activate(null));
+  node.addEventListener("keydown", (event) => {
+    const step = { ArrowRight: 1, ArrowLeft: -1, Home: -Infinity, End: Infinity }[event.key];
+    if (event.key === "Escape") activate(null);
+    if (step === undefined) return;
+    event.preventDefault();
+    const spans = [...node.querySelectorAll("span[data-k]")];
+    const from = spans.indexOf(node.querySelector(".active"));
+    const to = from < 0 && Math.abs(step) === 1 ? (step > 0 ? 0 : spans.length - 1) : Math.max(0, Math.min(spans.length - 1, from + step));
+    spans[to]?.scrollIntoView({ block: "nearest" });
+    activate(spans[to]);
+  });
+}
+
+const percent = (logprob) => {
+  const share = 100 * Math.exp(logprob);
+  return share >= 99.95 ? "100%" : share < 0.01 ? "under 0.01%" : `${Number(share.toPrecision(2))}%`;
+};
+
+function showTip(span, row, k) {
+  const tip = byId("tip");
+  const [own, ref] = [row.logprobs?.[k], row.ref_logprobs?.[k]];
+  const lines = [el("div", {}, el("b", {}, visible(row.tokens[k])), el("span", {}, `  token ${k + 1} of ${row.length}`))];
+  if (ref !== undefined) {
+    const times = Math.exp(Math.abs(own - ref));
+    const how = own >= ref ? "likelier" : "less likely";
+    lines.push(el("div", {}, `KL ${signed(own - ref)} nats: ${times >= 1000 ? "over 1000" : number(times, 2)}× ${how} than under the reference`));
+  }
+  const cell = (tag, text) => el(tag, {}, text);
+  const say = (name, value) => el("tr", {}, cell("th", name), cell("td", `${number(value, 4)} nats`), cell("td", percent(value)));
+  const rows = [];
+  if (own !== undefined) rows.push(say("log π", own));
+  if (ref !== undefined) rows.push(say("log π_ref", ref));
+  if (rows.length) lines.push(el("table", {}, rows));
+  const others = row.alternatives?.[k];
+  if (others?.length) {
+    lines.push(el("table", {}, el("tr", {}, cell("th", "or"), cell("th", "π"), cell("th", "π_ref")),
+      others.map(([text, a, b]) => el("tr", {}, cell("td", visible(text)), cell("td", percent(a)), cell("td", b === null ? "" : percent(b))))));
+  }
+  tip.replaceChildren(...lines);
+  tip.hidden = false;
+  anchor = span;
+  placeTip();
+}
+
+// Above its token, or below where there is no room.
+function placeTip() {
+  const [tip, span] = [byId("tip"), anchor];
+  if (tip.hidden || !span?.isConnected) return hideTip();
+  const [at, size] = [span.getBoundingClientRect(), tip.getBoundingClientRect()];
+  const left = Math.min(Math.max(8, at.left), document.documentElement.clientWidth - size.width - 8);
+  const above = at.top - size.height - 8;
+  Object.assign(tip.style, { left: `${left}px`, top: `${above > 8 ? above : at.bottom + 8}px` });
+}
+
+let anchor = null; // the token that the tip is about
+
+function hideTip() { byId("tip").hidden = true; }
+addEventListener("scroll", placeTip, { passive: true, capture: true });

@@ -1,0 +1,186 @@
+"""A run folder as a record: its config, metrics, samples, timings and summary."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runs import folder, metrics
+from rlhf_jax.sweeps.planned import BEGUN
+
+Row = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a run has left on disk so far."""
+
+    folder: Path
+    config: dict[str, Any]
+    versions: dict[str, Any]
+    metrics: list[Row]
+    samples: list[Row]
+    timings: list[Row]
+    summary: dict[str, Any] | None  # None while it runs
+    name: str  # shortest path that tells it from the others
+
+    @property
+    def stage(self) -> str:
+        """The last stage that has begun."""
+        return self.metrics[-1]["stage"]
+
+    @property
+    def names(self) -> set[str]:
+        """The metrics it has a number of."""
+        return {
+            name
+            for row in self.metrics
+            for name in row
+            if name not in ("stage", "step", "alarms")
+        }
+
+    def series(
+        self, metric: str, *, stage: str | None = None
+    ) -> list[tuple[int, float]]:
+        """(step, value) of the last stage, or another; without what is not finite."""
+        stage = self.stage if stage is None else stage
+        pairs = [
+            (row["step"], finite(row.get(metric)))
+            for row in self.metrics
+            if row["stage"] == stage
+        ]
+        return [(step, value) for step, value in pairs if value is not None]
+
+
+def finite(value: Any) -> float | None:
+    """A number of a row, or None: "NaN" and "Infinity" are strings in those files."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if abs(value) < float("inf") else None
+
+
+def folders(paths: Sequence[Path]) -> list[Path]:
+    """The run folders that are meant: a sweep's folder means all of its runs.
+
+    Raises:
+      InputError: a path is neither; names what is there.
+    """
+    found: dict[Path, None] = {}
+    for path in paths:
+        if (path / folder.CONFIG).is_file():
+            found[path] = None
+        elif (path / BEGUN).is_file():
+            runs = sorted((path / "runs").rglob(folder.CONFIG))
+            if not runs:
+                raise InputError(
+                    f"{path}: expected a sweep with runs, got none that has begun; "
+                    f"wait for the first"
+                )
+            found |= dict.fromkeys(run.parent for run in runs)
+        else:
+            names = (
+                sorted(each.name for each in path.iterdir()) if path.is_dir() else []
+            )
+            got = ", ".join(names[:4]) or ("nothing" if path.is_dir() else "no folder")
+            raise InputError(
+                f"{path}: expected the folder of a run, with {folder.CONFIG}, or of a "
+                f"sweep, with {BEGUN}, got {got}; give the --out of a run"
+            )
+    return list(found)
+
+
+def read_all(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
+    """Every run that has a row of metrics.
+
+    Args:
+      paths: of run folders, and of sweeps.
+
+    Returns:
+      The runs, and the names of those that have no row yet.
+
+    Raises:
+      InputError: a path is no run's, a file cannot be read, no run has a row, or runs
+        share no metric.
+    """
+    places = folders(paths)
+    names = short_names(places)
+    runs, waiting = [], []
+    for place, name in zip(places, names, strict=True):
+        run = read(place, name=name)
+        if run is None:
+            waiting.append(name)
+        else:
+            runs.append(run)
+    if not runs:
+        raise InputError(
+            f"{', '.join(map(str, paths)):.200}: expected rows in metrics.jsonl, got "
+            f"none yet; wait for the first step"
+        )
+    _check_alike(runs)
+    return runs, waiting
+
+
+def read(place: Path, *, name: str) -> Run | None:
+    """A run; None where it has no row of metrics yet.
+
+    Raises:
+      InputError: a file is not what a run writes.
+    """
+    rows = _rows(place / "metrics.jsonl")
+    if not rows:
+        return None
+    recorded = json.loads((place / folder.CONFIG).read_text(encoding="utf-8"))
+    return Run(
+        folder=place,
+        config=folder.read_config(place / folder.CONFIG),
+        versions=recorded["versions"],
+        metrics=rows,
+        samples=_rows(place / "samples.jsonl"),
+        timings=_rows(place / "timings.jsonl"),
+        summary=_summary(place / "summary.json"),
+        name=name,
+    )
+
+
+def short_names(places: Sequence[Path]) -> list[str]:
+    """Paths without the folders that all of them are in."""
+    parts = [place.resolve().parts for place in places]
+    shared = 0
+    while all(len(each) > shared + 1 for each in parts) and (
+        len({each[shared] for each in parts}) == 1
+    ):
+        shared += 1
+    return ["/".join(each[shared:]) for each in parts]
+
+
+def _rows(path: Path) -> list[Row]:
+    return list(metrics.read(path)) if path.exists() else []
+
+
+def _summary(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{path}: expected the summary of a run, got: {error}; remove it to show "
+            f"the run without"
+        ) from error
+    return summary if isinstance(summary, dict) else None
+
+
+def _check_alike(runs: Sequence[Run]) -> None:
+    """InputError where a run shares no metric with the first."""
+    first = runs[0]
+    for run in runs[1:]:
+        if not run.names & first.names:
+            raise InputError(
+                f"expected runs with metrics in common, got {first.folder} (stage "
+                f"{first.stage}) and {run.folder} (stage {run.stage}), which share "
+                f"none; give each a report of its own"
+            )

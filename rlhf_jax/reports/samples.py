@@ -1,0 +1,121 @@
+"""The rows of samples.jsonl that the page has."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlhf_jax.reports.curves import thinned
+from rlhf_jax.reports.reading import Run, finite
+
+LONGEST = 1000  # tokens of a response that are shown
+COMMON = 8  # tokens told of a run
+
+Row = Mapping[str, Any]
+Json = Any
+
+
+def rows_of(run: Run) -> list[dict[str, Json]]:
+    """The rows that have a prompt and a response; GRPO's call them question and answer.
+
+    A row has "stage", "step", "prompt", "response", "score" and, where recorded,
+    "judge", "reference" (its response to the same prompt), "tokens", "logprobs",
+    "ref_logprobs" and "alternatives". Of a long response the first LONGEST tokens.
+    """
+    rows = []
+    for row in run.samples:
+        prompt = row.get("prompt", row.get("question"))
+        response = row.get("response", row.get("answer"))
+        if not isinstance(prompt, str) or not isinstance(response, str):
+            continue
+        judge = finite(row.get("judge", row.get("gold")))
+        kept: dict[str, Json] = {
+            "stage": row["stage"],
+            "step": row["step"],
+            "prompt": prompt,
+            "response": response,
+            "score": finite(row.get("score")),
+            "judge": None if judge is None else round(judge, 4),
+        }
+        if isinstance(row.get("reference"), str):
+            kept["reference"] = row["reference"]
+        kept |= {
+            name: row[name][:LONGEST]
+            for name in ("tokens", "logprobs", "ref_logprobs", "alternatives")
+            if isinstance(row.get(name), list)
+        }
+        kept["length"] = len(row.get("tokens", ()))
+        kept["kl"] = _kl(row)
+        rows.append({k: v for k, v in kept.items() if v is not None})
+    return rows
+
+
+def common_tokens(rows: Sequence[Row]) -> list[dict[str, Json]]:
+    """The tokens that most of the KL is on, in the newest quarter of the steps.
+
+    Returns:
+      {"text", "count", "kl": Σ k1 over the `count` times, nats} of the greatest sums.
+    """
+    steps = sorted({row["step"] for row in rows if "ref_logprobs" in row})
+    newest = set(steps[-max(1, len(steps) // 4) :])
+    sums: dict[str, list[float]] = {}
+    for row in rows:
+        if row["step"] not in newest or "ref_logprobs" not in row:
+            continue
+        for text, own, ref in zip(
+            row["tokens"], row["logprobs"], row["ref_logprobs"], strict=True
+        ):
+            sums.setdefault(text.strip() or text, []).append(own - ref)
+    most = sorted(sums.items(), key=lambda item: -sum(item[1]))[:COMMON]
+    return [
+        {"text": text, "count": len(each), "kl": round(sum(each), 3)}
+        for text, each in most
+        if sum(each) > 0
+    ]
+
+
+def within(rows: Sequence[dict[str, Json]], *, size: int) -> list[dict[str, Json]]:
+    """As many rows as fit `size` bytes of JSON, in their order.
+
+    First the most and the least by score, KL and length, then whole steps: the last,
+    the first, and others evenly between them.
+    """
+    costs = [len(json.dumps(row)) + 2 for row in rows]
+    if sum(costs) <= size:
+        return list(rows)
+    kept, left = set(), size
+    for number in _in_order(rows):
+        if number not in kept and costs[number] <= left:
+            kept.add(number)
+            left -= costs[number]
+    return [row for number, row in enumerate(rows) if number in kept]
+
+
+def _in_order(rows: Sequence[Row]) -> list[int]:
+    """Numbers of rows, those that are wanted most first."""
+    numbers = range(len(rows))
+    extremes = []
+    for name in ("kl", "score", "length"):
+        of_name = [number for number in numbers if name in rows[number]]
+        if of_name:
+            ordered = sorted(of_name, key=lambda number: rows[number][name])
+            extremes += [ordered[-1], ordered[0]]
+    steps = sorted({row["step"] for row in rows})
+    order: dict[int, None] = {}
+    points = 2
+    while len(order) < len(steps):
+        chosen = thinned(len(steps), points=points)
+        order |= dict.fromkeys(steps[k] for k in reversed(chosen))
+        points = 2 * points - 1
+    by_step: dict[int, list[int]] = {}
+    for number in numbers:
+        by_step.setdefault(rows[number]["step"], []).append(number)
+    return [*extremes, *(number for step in order for number in by_step[step])]
+
+
+def _kl(row: Row) -> float | None:
+    """Σ_t log π - log π_ref of a response, nats; None where they are not recorded."""
+    if "ref_logprobs" not in row or "logprobs" not in row:
+        return None
+    return round(sum(row["logprobs"]) - sum(row["ref_logprobs"]), 3)

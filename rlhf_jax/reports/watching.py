@@ -1,0 +1,154 @@
+"""The page of a run under way, served to this machine alone."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.reports import document, reading
+
+HOST = "127.0.0.1"
+FILES = ("metrics.jsonl", "samples.jsonl", "timings.jsonl", "summary.json")
+
+Version = tuple[Any, ...]
+
+
+class Source:
+    """The newest data of some runs, read again when a file has changed."""
+
+    def __init__(
+        self, paths: Sequence[Path], *, load: Callable[[], dict[str, Any]]
+    ) -> None:
+        """Reads everything once.
+
+        Args:
+          paths: of runs and sweeps.
+          load: the data of the page, of all that is there now.
+
+        Raises:
+          InputError: whatever `load` raises.
+        """
+        self._paths, self._load = paths, load
+        self._lock = threading.Lock()
+        self._seen = self._version()
+        self._data = load()
+        self._number = 0
+
+    def latest(self) -> tuple[str, dict[str, Any]]:
+        """(a tag that changes with the data, the data).
+
+        While a file cannot be read, as within a write, they are the last ones.
+        """
+        with self._lock:
+            now = self._version()
+            if now != self._seen:
+                try:
+                    self._data = self._load()
+                except (InputError, OSError, ValueError) as error:
+                    print(f"not read again yet: {error}", file=sys.stderr)
+                else:
+                    self._seen, self._number = now, self._number + 1
+            return f'"{self._number}"', self._data
+
+    def _version(self) -> Version:
+        """Sizes and times of all files that the page is made of."""
+        try:
+            places = reading.folders(self._paths)
+        except InputError:
+            return ()
+        files = [place / name for place in places for name in FILES]
+        stats = [file.stat() for file in files if file.exists()]
+        return tuple((str(place), len(stats)) for place in places) + tuple(
+            (stat.st_mtime_ns, stat.st_size) for stat in stats
+        )
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """Serves two things, the page and its data, on 127.0.0.1."""
+
+    daemon_threads = True
+
+    def __init__(self, source: Source, *, port: int) -> None:
+        """Takes the port; 0 is any that is free.
+
+        Raises:
+          InputError: the port is taken.
+        """
+        self.source = source
+        try:
+            super().__init__((HOST, port), Handler)
+        except OSError as error:
+            raise InputError(
+                f"--port {port}: expected a free port, got: {error.strerror}; choose "
+                f"another, or 0 for any"
+            ) from error
+
+    @property
+    def address(self) -> str:
+        """Where a browser finds it."""
+        return f"http://{HOST}:{self.server_port}/"
+
+
+@contextlib.contextmanager
+def serving(source: Source, *, port: int) -> Iterator[Server]:
+    """Serves in a thread of its own, while the body runs.
+
+    Raises:
+      InputError: the port is taken.
+    """
+    with Server(source, port=port) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Answers GET / and GET /data.json, and nothing else."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        """The page, or its data if they are newer than what the browser has."""
+        # Another site could name this address as its own: only ours is answered.
+        assert isinstance(self.server, Server)  # that made this handler
+        port = self.server.server_port
+        if self.headers.get("Host") not in (f"{HOST}:{port}", f"localhost:{port}"):
+            self._send(403, "text/plain", b"not this host\n")
+            return
+        if self.path == "/":
+            _, data = self.server.source.latest()
+            self._send(200, "text/html", document.page(data, live=True).encode())
+        elif self.path == "/data.json":
+            tag, data = self.server.source.latest()
+            if self.headers.get("If-None-Match") == tag:
+                self._send(304, "application/json", b"", tag=tag)
+                return
+            body = json.dumps(data, allow_nan=False).encode()
+            self._send(200, "application/json", body, tag=tag)
+        else:
+            self._send(404, "text/plain", b"not found\n")
+
+    def _send(self, status: int, kind: str, body: bytes, *, tag: str = "") -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-cache")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        if tag:
+            self.send_header("ETag", tag)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Says nothing of each request."""

@@ -1,0 +1,209 @@
+"""What the page is made of: curves, samples, sizes, and bad input in one line."""
+
+import json
+
+import numpy as np
+import pytest
+from scipy import stats
+from toy_runs import lines, run
+
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.reports import curves, glossary, reading, samples
+from rlhf_jax.reports.contents import contents
+from rlhf_jax.runs import metrics
+
+
+def data_of(*folders, **asked):
+    runs, waiting = reading.read_all(folders)
+    return contents(runs, title="Runs", waiting=waiting, **asked).data
+
+
+def rewritten(folder, name, values):
+    """The run with other values of a metric, None where a step has none."""
+    rows = [
+        {"stage": "ppo", "step": step} | ({} if value is None else {name: value})
+        for step, value in enumerate(values)
+    ]
+    lines(folder / "metrics.jsonl", rows)
+
+
+def test_a_curve_is_the_mean_over_seeds_with_its_range_and_interval(tmp_path):
+    values = [[1.0, None, 4.0], [3.0, 5.0, "NaN"], [8.0, None, 6.0]]
+    folders = [run(tmp_path / str(seed), seed=seed) for seed in range(3)]
+    for folder, each in zip(folders, values, strict=True):
+        rewritten(folder, "objective/kl", each)
+    drawn = data_of(*folders)["curves"]
+    curve = drawn["stages"]["ppo"]["objective/kl"]["0"]
+    assert drawn["steps"][curve["x"]] == [0, 1, 2]
+    assert (curve["n"], curve["y"]) == (3, [4.0, 5.0, 5.0])
+    assert (curve["lo"], curve["hi"]) == ([1.0, 5.0, 4.0], [8.0, 5.0, 6.0])
+    low, _ = stats.t.interval(0.95, 2, loc=4.0, scale=stats.sem([1.0, 3.0, 8.0]))
+    assert curve["t"][0] == pytest.approx(4.0 - low, rel=1e-3)
+    assert curve["t"][1] is None  # one seed
+    assert curve["t"][2] == pytest.approx(12.706, rel=1e-3)  # of 4 and 6
+
+
+def test_a_single_run_has_no_band(tmp_path):
+    data = data_of(run(tmp_path / "a", steps=5))
+    curve = data["curves"]["stages"]["ppo"]["objective/kl"]["0"]
+    assert curve.keys() == {"x", "n", "y"}
+    assert len(curve["y"]) == 5
+
+
+def test_stages_are_apart(tmp_path):
+    folder = run(tmp_path / "a", steps=3)
+    text = (folder / "metrics.jsonl").read_text()
+    first = '{"stage": "sft", "step": 0, "loss/language_model": 2.5}\n'
+    (folder / "metrics.jsonl").write_text(first + text)
+    data = data_of(folder)
+    assert set(data["curves"]["stages"]["sft"]) == {"loss/language_model"}
+    assert data["runs"][0]["stage"] == "ppo"
+    assert ["ppo", "objective/scores"] in data["first"]
+
+
+@pytest.mark.parametrize(("count", "points"), [(3, 5), (5, 5), (200, 50), (7, 2)])
+def test_thinning_keeps_both_ends(count, points):
+    kept = curves.thinned(count, points=points)
+    assert len(kept) == min(count, points)
+    assert (kept[0], kept[-1]) == (0, count - 1)
+    assert max(np.diff(kept)) <= 2 * count / points
+
+
+def test_the_tokens_with_the_most_kl_are_of_the_newest_steps():
+    def row(step, tokens, k1):
+        return {
+            "step": step,
+            "tokens": tokens,
+            "logprobs": [-1.0] * len(k1),
+            "ref_logprobs": [-1.0 - each for each in k1],
+        }
+
+    rows = [row(step, ["old"], [9.0]) for step in range(6)]
+    rows += [row(6, [" so", "so ", "!"], [1.0, 2.0, 2.5]), row(7, ["no"], [-4.0])]
+    assert samples.common_tokens(rows) == [
+        {"text": "so", "count": 2, "kl": 3.0},
+        {"text": "!", "count": 1, "kl": 2.5},
+    ]
+
+
+def test_a_row_has_the_kl_that_its_tokens_sum_to(tmp_path):
+    folder = run(tmp_path / "a", hacked=True)
+    recorded = metrics.read(folder / "samples.jsonl")
+    rows = data_of(folder)["runs"][0]["samples"]
+    for row, source in zip(rows, recorded, strict=True):
+        k1 = np.subtract(source["logprobs"], source["ref_logprobs"])
+        assert row["kl"] == pytest.approx(k1.sum(), abs=1e-3)
+        assert row["response"] == source["response"]
+        assert row["length"] == len(source["tokens"])
+
+
+def test_questions_and_answers_are_prompts_and_responses(tmp_path):
+    folder = run(tmp_path / "a")
+    row = {"stage": "ppo", "step": 0, "question": "2+2?", "answer": "4", "score": 1.0}
+    lines(folder / "samples.jsonl", [row, {"stage": "ppo", "step": 0, "seed": 3}])
+    (only,) = data_of(folder)["runs"][0]["samples"]
+    assert (only["prompt"], only["response"], only["score"]) == ("2+2?", "4", 1.0)
+
+
+def test_samples_are_left_out_first_and_the_page_says_so(tmp_path):
+    folders = [
+        run(tmp_path / str(seed), seed=seed, steps=100, shown=8) for seed in range(3)
+    ]
+    whole = data_of(*folders)
+    assert not whole["notes"]
+    size = len(json.dumps(whole)) - 90_000
+    data = data_of(*folders, size=size)
+    assert len(json.dumps(data)) <= size + 300  # the note
+    assert data["curves"] == whole["curves"]
+    (note,) = data["notes"]
+    shown = sum(len(each["samples"]) for each in data["runs"])
+    assert note.startswith(f"{shown} of 240 recorded responses")
+    for before, after in zip(whole["runs"], data["runs"], strict=True):
+        assert 0 < len(after["samples"]) < len(before["samples"])
+        assert after["sampled"] == 80
+        for name in ("kl", "score", "length"):
+            for extreme in (min, max):
+                assert extreme(row[name] for row in after["samples"]) == extreme(
+                    row[name] for row in before["samples"]
+                )
+        assert {0, 90} <= {row["step"] for row in after["samples"]}
+
+
+def test_of_many_steps_curves_are_thinned(tmp_path):
+    data = data_of(run(tmp_path / "a", steps=300, further=20), size=60_000)
+    of_ppo, steps = data["curves"]["stages"]["ppo"], data["curves"]["steps"]
+    counts = {name: len(each["0"]["y"]) for name, each in of_ppo.items()}
+    assert counts["reward/part_3"] < 300
+    assert counts["objective/kl"] == min(300, 4 * counts["reward/part_3"])
+    for each in of_ppo.values():
+        at = steps[each["0"]["x"]]
+        assert (at[0], at[-1]) == (0, 299)
+    assert any("steps" in note for note in data["notes"])
+
+
+def test_phases_are_means_without_the_step_that_compiles(tmp_path):
+    folder = run(tmp_path / "a", steps=3)
+    rows = [
+        {"stage": "ppo", "step": n, "seconds": s, "phases": {"sample": p}}
+        for n, (s, p) in enumerate([(90.0, 80.0), (4.0, 1.0), (6.0, 2.0)])
+    ]
+    lines(folder / "timings.jsonl", rows)
+    record = data_of(folder)["runs"][0]
+    assert record["phases"] == {"sample": 1.5, "other": 3.5}
+    assert record["seconds"] == 100.0
+
+
+def test_the_metrics_that_are_asked_for_are_open_first(tmp_path):
+    folder = run(tmp_path / "a")
+    data = data_of(folder, metrics=["drift/relative", "objective/kl"])
+    assert data["first"] == [["ppo", "drift/relative"], ["ppo", "objective/kl"]]
+    with pytest.raises(InputError, match=r"got kl/objective, which none has; there"):
+        data_of(folder, metrics=["kl/objective"])
+
+
+def test_a_metric_has_the_unit_of_the_glossary(tmp_path):
+    entries = glossary.read()
+    assert entries["objective/kl"].unit == "nats per response"
+    assert [entries[f"pairwise/{name}"].unit for name in ("accuracy", "lead")] == [
+        "share",
+        "reward units",
+    ]
+    assert entries["value/clipfrac"].unit == "share of tokens"
+    assert len(entries) > 80
+    of_part = glossary.entry_of("reward/helpful", entries=entries)
+    assert of_part.unit == "the part's units per response"
+    assert glossary.entry_of("mine/own", entries=entries) == ("", "")
+    told = data_of(run(tmp_path / "a"))["glossary"]
+    assert told["judge/score"]["unit"] == "the judge's units per response"
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda path: path.mkdir(), r"expected the folder of a run.* got nothing"),
+        (lambda path: None, r"expected the folder of a run.* got no folder"),
+        (
+            lambda path: (path / "plots").mkdir(parents=True),
+            r"expected the folder of a run.* got plots",
+        ),
+    ],
+)
+def test_a_folder_that_is_no_run(make, said, tmp_path):
+    make(tmp_path / "x")
+    with pytest.raises(InputError, match=said):
+        reading.read_all([tmp_path / "x"])
+
+
+def test_runs_that_share_no_metric(tmp_path):
+    folders = [run(tmp_path / "ppo"), run(tmp_path / "dpo")]
+    rows = [{"stage": "dpo", "step": 0, "loss/dpo": 0.7}]
+    lines(folders[1] / "metrics.jsonl", rows)
+    with pytest.raises(InputError, match=r"ppo \(stage ppo\) and .*dpo \(stage dpo\)"):
+        reading.read_all(folders)
+
+
+def test_runs_of_which_none_has_begun(tmp_path):
+    folder = run(tmp_path / "a")
+    (folder / "metrics.jsonl").unlink()
+    with pytest.raises(InputError, match=r"got none yet; wait for the first step"):
+        reading.read_all([folder])
