@@ -1,0 +1,45 @@
+"""Names of operations in a trace."""
+
+import pytest
+import xspaces
+
+from rlhf_jax.runs.profile.op_names import op_names
+
+PROGRAMS = {
+    "jit_learn(144)": xspaces.program(
+        {"dot.1": "jit(learn)/loss/dot_general", "add": "jit(learn)/optimizer/add"}
+    ),
+    "jit_sample(12)": xspaces.program({"dot.1": "jit(sample)/rollout/dot_general"}),
+    "unnumbered": xspaces.program({"dot.1": "wrong"}),
+}
+
+
+def test_names_are_those_of_the_program_that_ran():
+    names = op_names(
+        xspaces.serialised(xspaces.plane("/host:metadata", {}, programs=PROGRAMS))
+    )
+    assert names.of_programs.keys() == {144, 12}
+
+    def name(program, operation):
+        return names.name(event="dot.1", program=program, operation=operation)
+
+    assert name(144, "dot.1") == "jit(learn)/loss/dot_general"
+    assert name(12, "dot.1") == "jit(sample)/rollout/dot_general"
+    assert name(144, "add") == "jit(learn)/optimizer/add"
+    assert name(12, "add") == name(7, "dot.1") == name(None, None) == ""
+
+
+def test_a_trace_may_say_it_of_the_event_itself():
+    long = "%fusion.3 = f32[8] fusion(p)"
+    line = {"XLA Ops": [(long, 0, 1, {})]}
+    plane = xspaces.plane("/device:TPU:0", line, tf_ops={long: "jit(f)/values/dot:"})
+    names = op_names(xspaces.serialised(plane))
+    assert names.name(event=long, program=None, operation=None) == "jit(f)/values/dot:"
+
+
+def test_what_is_cut_off_is_told():
+    whole = xspaces.serialised(xspaces.plane("/host:metadata", {}, programs=PROGRAMS))
+    for size in (len(whole) - 1, len(whole) // 2, 1):
+        with pytest.raises(ValueError, match="expected"):
+            op_names(whole[:size])
+    assert op_names(b"") == ({}, {})
