@@ -12,8 +12,8 @@ from __future__ import annotations
 import functools
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 from rlhf_jax.checkpoints.pretrained import load
 from rlhf_jax.data import tokenization
@@ -44,8 +44,6 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Answer = TypeVar("Answer")
 
 
 @register_model("rlhf_jax")
@@ -255,6 +253,13 @@ class Policy(TemplateLM):
         requests: Sequence[tuple[tuple[str, str], Tokens, Tokens]],
         disable_tqdm: bool = False,
     ) -> list[tuple[float, bool]]:
+        for (context, continuation), _, tokens in requests:
+            if not tokens:  # it would be certain, and win against every other
+                raise InputError(
+                    f"continuation {continuation!r:.60} of {context[-40:]!r}: expected "
+                    f"a token of its own, got none, as the tokenizer has none or joins "
+                    f"it to the context; begin continuations with a space"
+                )
         pairs = [(context, continuation) for _, context, continuation in requests]
         found = self._likelihoods(pairs, disable_tqdm=disable_tqdm)
         for (texts, _, _), likelihood in zip(requests, found, strict=True):
@@ -264,16 +269,11 @@ class Policy(TemplateLM):
     def _likelihoods(
         self, pairs: Sequence[tuple[Tokens, Tokens]], *, disable_tqdm: bool
     ) -> list[Likelihood]:
-        # A text that is its own prefix predicts nothing, and is as likely as can be.
-        asked = [number for number, (_, wanted) in enumerate(pairs) if wanted]
-        answers = [Likelihood(0.0, True)] * len(pairs)
-        for at, likelihood in _shown(
-            self._programs.likelihoods([pairs[number] for number in asked]),
-            total=len(asked),
-            disable=disable_tqdm,
-        ):
-            answers[asked[at]] = likelihood
-        return answers
+        computed = self._programs.likelihoods(pairs)
+        answers = dict(
+            tqdm(computed, total=len(pairs), disable=disable_tqdm, desc="likelihoods")
+        )
+        return [answers[number] for number in range(len(pairs))]
 
     def _draw(self, options: dict[str, Any]) -> tuple[list[str], Draw]:
         """What ends a response, and how it is drawn."""
@@ -318,7 +318,3 @@ class Policy(TemplateLM):
             tokens = tokens[:-1]
         text = cast(str, self.tokenizer.decode(tokens, skip_special_tokens=True))
         return postprocess_generated_text(text, list(until), None)
-
-
-def _shown(answers: Iterator[Answer], *, total: int, disable: bool) -> Iterator[Answer]:
-    return iter(tqdm(answers, total=total, disable=disable, desc="likelihoods"))
