@@ -264,7 +264,7 @@ class Policy(TemplateLM):
         found = self._likelihoods(pairs, disable_tqdm=disable_tqdm)
         for (texts, _, _), likelihood in zip(requests, found, strict=True):
             self.cache_hook.add_partial("loglikelihood", texts, tuple(likelihood))
-        return [tuple(likelihood) for likelihood in found]
+        return [(each.logprob, each.greedy) for each in found]
 
     def _likelihoods(
         self, pairs: Sequence[tuple[Tokens, Tokens]], *, disable_tqdm: bool

@@ -15,10 +15,11 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.profiler import ProfileData
+from numpy.typing import NDArray
 
 from rlhf_jax.runs.profile.op_names import OpNames, op_names
 
@@ -28,7 +29,8 @@ HOST_SCOPE = "reward"  # that user code has on the host
 # Also inside transformations, "jit(learn)/transpose(jvp(loss))/dot_general". A function
 # of that name is none: "jit(values)".
 SCOPE = re.compile(rf"(?:^|/|(?<!jit)\()({'|'.join(SCOPES)})(?=[/)]|$)")
-Spans = np.ndarray  # f64[n, 2], start and end, ns
+Spans = NDArray[np.float64]  # [n, 2], start and end, ns
+OfDevices = dict[str, dict[str | None, Spans]]  # by device and scope
 
 
 class Times(NamedTuple):
@@ -92,9 +94,7 @@ def times(path: Path) -> Times:
     )
 
 
-def _operations(
-    space: ProfileData, names: OpNames
-) -> tuple[dict[str, dict[str | None, Spans]], dict[str, dict[str | None, Spans]]]:
+def _operations(space: Any, names: OpNames) -> tuple[OfDevices, OfDevices]:
     """The spans of operations by device and scope: on devices, and on the host."""
     of_devices, of_host = defaultdict(list), defaultdict(list)
     scopes: dict[tuple[str, int | None, str | None], str | None] = {}
@@ -125,7 +125,7 @@ def _operations(
 
 def _by_scope(
     devices: dict[str, list[tuple[str | None, tuple[float, float]]]],
-) -> dict[str, dict[str | None, Spans]]:
+) -> OfDevices:
     by_device = {}
     for device, events in devices.items():
         lists = defaultdict(list)
@@ -135,7 +135,7 @@ def _by_scope(
     return by_device
 
 
-def _annotations(space: ProfileData) -> Spans:
+def _annotations(space: Any) -> Spans:
     """When the host was in user code."""
     spans = [
         (event.start_ns, event.start_ns + event.duration_ns)
