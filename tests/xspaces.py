@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from jax.profiler import ProfileData
 
-STATS = ("hlo_op", "program_id", "device_ordinal", "Hlo Proto", "tf_op")
+STATS = (
+    *("hlo_op", "program_id", "device_ordinal", "Hlo Proto", "tf_op", "hlo_module"),
+)
 
 
 def field(number: int, value: bytes | str) -> bytes:

@@ -15,6 +15,7 @@ The event metadata that holds a program is named for it: "jit_learn(144)" is 144
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -25,20 +26,33 @@ class OpNames(NamedTuple):
     """Names as JAX gave them: "jit(learn)/jit(main)/loss/dot_general"."""
 
     of_programs: dict[int, dict[str, str]]  # by program id and operation
+    of_modules: dict[str, list[dict[str, str]]]  # by module: its programs
     of_events: dict[str, str]  # by the event's name, where the trace says so itself
 
-    def name(self, *, event: str, program: int | None, operation: str | None) -> str:
-        """The name of an event's operation; "" where none is known.
+    def names(
+        self,
+        *,
+        event: str,
+        program: int | None = None,
+        module: str | None = None,
+        operation: str | None = None,
+    ) -> set[str]:
+        """The names that an event's operation may have; none where none is known.
+
+        A program that was read from the compilation cache runs under another number
+        than it is kept with: then every program of its module may be meant.
 
         Args:
           event: the event's own name.
-          program, operation: its stats `program_id` and `hlo_op`.
+          program, module, operation: its stats `program_id`, `hlo_module`, `hlo_op`.
         """
-        if program is not None and operation is not None:
-            known = self.of_programs.get(program, {}).get(operation)
-            if known is not None:
-                return known
-        return self.of_events.get(event, "")
+        programs = self.of_modules.get(module or "", [])
+        if program in self.of_programs:
+            programs = [self.of_programs[program]]
+        known = {each[operation] for each in programs if operation in each}
+        if not known and event in self.of_events:
+            return {self.of_events[event]}
+        return known
 
 
 def op_names(space: bytes) -> OpNames:
@@ -48,6 +62,7 @@ def op_names(space: bytes) -> OpNames:
       ValueError: it is cut off.
     """
     of_programs: dict[int, dict[str, str]] = {}
+    of_modules: dict[str, list[dict[str, str]]] = defaultdict(list)
     of_events: dict[str, str] = {}
     for plane in _messages(memoryview(space), 1):
         stat_names = {
@@ -59,14 +74,16 @@ def op_names(space: bytes) -> OpNames:
             for metadata in _messages(entry, 2):
                 for stat in _messages(metadata, 5):
                     kind = stat_names.get(_number(stat, 1), "")
-                    program = re.search(r"\((\d+)\)$", _text(metadata, 2))
+                    program = re.fullmatch(r"(.*)\((\d+)\)", _text(metadata, 2))
                     if kind in ("hlo_proto", "Hlo Proto") and program is not None:
                         for proto in _messages(stat, 6):
-                            of_programs[int(program[1])] = _of_module(proto)
+                            names = _of_module(proto)
+                            of_programs[int(program[2])] = names
+                            of_modules[program[1]].append(names)
                     elif kind == "tf_op":
                         text = _text(stat, 5) or stat_names.get(_number(stat, 7), "")
                         of_events[_text(metadata, 2)] = text
-    return OpNames(of_programs, of_events)
+    return OpNames(of_programs, dict(of_modules), of_events)
 
 
 def _of_module(proto: memoryview) -> dict[str, str]:

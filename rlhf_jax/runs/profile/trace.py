@@ -112,8 +112,15 @@ def _operations(space: Any, names: OpNames) -> tuple[OfDevices, OfDevices]:
                     continue
                 key = (event.name, stats.get("program_id"), stats.get("hlo_op"))
                 if key not in scopes:
-                    name = names.name(event=key[0], program=key[1], operation=key[2])
-                    scopes[key] = scope_of(name or str(stats.get("tf_op", "")))
+                    known = names.names(
+                        event=key[0],
+                        program=key[1],
+                        module=stats.get("hlo_module"),
+                        operation=key[2],
+                    ) or {str(stats.get("tf_op", ""))}
+                    # Programs of one name may disagree: then it is in no scope.
+                    (scope, *others) = {scope_of(name) for name in known}
+                    scopes[key] = None if others else scope
                 span = (event.start_ns, event.start_ns + event.duration_ns)
                 if is_device:
                     of_devices[plane.name].append((scopes[key], span))

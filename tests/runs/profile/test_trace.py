@@ -86,6 +86,25 @@ def test_a_scope_takes_the_time_in_which_it_runs(tmp_path):
     assert times.devices == 1
 
 
+def test_programs_of_one_name_that_disagree_are_in_no_scope(tmp_path):
+    programs = {
+        "jit_f(1)": xspaces.program({"a": "f/loss/x", "b": "f/loss/x"}),
+        "jit_f(2)": xspaces.program({"a": "f/values/x", "b": "f/loss/y"}),
+    }
+
+    def cached(operation):
+        return {"hlo_op": operation, "program_id": 9, "hlo_module": "jit_f"}
+
+    events = [("a", 0, 10, cached("a")), ("b", 10, 14, cached("b"))]
+    times = written(
+        tmp_path,
+        xspaces.plane("/host:metadata", {}, programs=programs),
+        xspaces.plane("/host:CPU", {"thread": events}),
+    )
+    assert times.scopes == pytest.approx({"loss": 4e-6})
+    assert times.unscoped == pytest.approx(10e-6)
+
+
 def test_seconds_are_means_over_devices(tmp_path):
     events = [("dot", 0, 10, on_cpu("dot")), ("dot", 0, 30, on_cpu("dot", 1))]
     times = written(
