@@ -34,7 +34,7 @@ GROUPS = (
 )
 
 # Of tyro, pytest, JAX and XLA.
-OTHERS_OPTIONS = {"help", "help-all", "dist", "xla"}
+OTHERS_OPTIONS = {"help", "help-all", "dist", "xla", "logdir", "project", "tasks"}
 
 
 def relative(file: Path) -> str:

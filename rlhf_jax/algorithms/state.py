@@ -129,6 +129,7 @@ def _check_float32(params: Params) -> None:
             )
 
 
+@jax.named_scope("loss")
 def accumulate(
     loss: LossFunction, params: Params, batch: Any, *, micro_batch_size: int | None
 ) -> tuple[Params, masked.Stats]:
@@ -175,6 +176,7 @@ def accumulate(
     return grads, masked.total_stats(stats)
 
 
+@jax.named_scope("optimizer")
 def apply_gradients(
     params: Params,
     opt: optax.OptState,

@@ -25,6 +25,7 @@ import rlhf_jax
 from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import lock, write_errors
+from rlhf_jax.runs.profile import window
 from rlhf_jax.runs.run_config import (
     MAY_DIFFER,
     RunConfig,
@@ -53,10 +54,14 @@ def check_run(config: RunConfig) -> None:
     """Checks that `open_run` can use the folder, touching nothing.
 
     Raises:
-      InputError: `out` holds something and `resume` is off; or `resume` is on and the
+      InputError: the run does not have the steps of `profile`; `out` holds something
+        and `resume` is off; or `resume` is on and the
         folder is not a run's, has a file that cannot be written, or its recorded
         config differs from this one.
     """
+    num_steps = to_json(config).get("num_steps")
+    if config.profile is not None and num_steps is not None:
+        window.parse(config.profile).check(num_steps)
     out = config.out
     if "\0" in str(config.out):
         raise InputError(

@@ -1,4 +1,4 @@
-"""Where else the rows of metrics.jsonl go: TensorBoard and Weights & Biases."""
+"""Where else the rows of metrics.jsonl go: TensorBoard, Weights & Biases, Trackio."""
 
 from __future__ import annotations
 
@@ -96,4 +96,49 @@ class Wandb:
 
     def close(self) -> None:
         """Finishes the W&B run."""
+        self._run.finish()
+
+
+class Trackio:
+    """A Trackio run named for the folder, on this machine (extra `trackio`).
+
+    It stands in the project rlhf_jax where Trackio keeps its runs, TRACKIO_DIR or else
+    in the cache of Hugging Face. Its name is in folder/trackio.txt, so that a resume
+    goes on with it; that writes the steps after its snapshot again, with the same
+    values. NaN and infinities are kept as such.
+    """
+
+    def __init__(self, folder: Path, *, config: dict[str, Any]) -> None:
+        import trackio  # pyright: ignore[reportMissingImports]
+
+        name_file = folder / "trackio.txt"
+        if not name_file.exists():
+            # Trackio goes on with runs by their names: two folders are not one run.
+            name = f"{folder.absolute().name}-{uuid.uuid4().hex[:8]}"
+            write_text(name_file, name)
+        self._run = trackio.init(
+            project="rlhf_jax",
+            name=name_file.read_text(),
+            resume="allow",
+            config=config,
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def begin(self, stage: str, step: int) -> None:
+        """Does nothing: every row names its stage."""
+
+    def write(
+        self, stage: str, step: int, row: Row, active: Sequence[Alarm] = ()
+    ) -> None:
+        """Logs every measured value, and raises a Trackio alert for a new alarm."""
+        values = {name: value for name, value in row.items() if value is not None}
+        self._run.log({f"{stage}/{k}": v for k, v in values.items()}, step=step)
+        for alarm in alarms.begun(active, step=step):
+            title = f"{stage} step {step}: {alarm.name}"
+            self._run.alert(title=title, text=alarm.message, step=step)
+
+    def close(self) -> None:
+        """Finishes the Trackio run, which writes what is left."""
         self._run.finish()

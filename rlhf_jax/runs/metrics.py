@@ -153,6 +153,15 @@ class Recorder:
             seconds = time.perf_counter() - start
             self._phases[name] = self._phases.get(name, 0.0) + seconds
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves the seconds spent inside out of this step's timings."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._since += time.perf_counter() - start
+
     def write(self, step: int, stats: Stats, *, positions: Stats | None = None) -> None:
         """Takes a step's statistics, and writes the rows of the step before.
 

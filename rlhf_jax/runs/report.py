@@ -128,6 +128,8 @@ def sinks(config: RunConfig, *, num_steps: Mapping[str, int]) -> list[loggers.Si
         chosen.append(loggers.TensorBoard(config.out))
     if config.wandb:
         chosen.append(loggers.Wandb(config.out, config=to_json(config)))
+    if config.trackio:
+        chosen.append(loggers.Trackio(config.out, config=to_json(config)))
     return chosen
 
 

@@ -36,6 +36,9 @@ from rlhf_jax.runs import (
     report,
 )
 from rlhf_jax.runs.folder import open_run, versions
+from rlhf_jax.runs.profile import window
+from rlhf_jax.runs.profile.profiler import Masks, Profiler
+from rlhf_jax.runs.profile.trace import HOST_SCOPE
 from rlhf_jax.runs.run_config import RunConfig, to_json
 from rlhf_jax.runs.snapshots import beginning, files, proof, resume, snapshots
 
@@ -64,8 +67,9 @@ class Run:
             several processes, which save together.
 
         Raises:
-          InputError: a stage has no steps, stop_timeout is no time, another process
-            writes the folder, or it cannot be used (`folder.open_run`).
+          InputError: a stage has no steps, or the last one not those of `profile`;
+            stop_timeout is no time, another process writes the folder, or it cannot be
+            used (`folder.open_run`).
         """
         for stage, steps in num_steps.items():
             if steps < 1:
@@ -76,6 +80,10 @@ class Run:
                     f"{stage}: expected at least the {done} steps that its newest "
                     f"snapshot has, got {steps}; give as many, or more"
                 )
+        profiled = None
+        if config.profile is not None:
+            profiled = window.parse(config.profile)
+            profiled.check(list(num_steps.values())[-1])
         self.deadline = None
         if stop_timeout is not None and jax.process_count() == 1:
             self.deadline = deadline.Deadline(stop_timeout)
@@ -93,6 +101,9 @@ class Run:
                 accept_lost_rows=config.accept_lost_rows,
             )
             undone.pop_all()
+        self.profiler = Profiler(
+            self.folder, stage=list(num_steps)[-1], window=profiled
+        )
         self.versions = versions()
         self.resume_from = config.resume_from  # None once a stage has gone back to it
         self.interrupt = command_line.Interrupt(
@@ -106,6 +117,7 @@ class Run:
             entered.push(self._lock)
             entered.enter_context(self.interrupt)
             entered.push(self.record)
+            entered.callback(self.profiler.close)
             if self.deadline is not None:
                 entered.enter_context(self.deadline)
             self._entered = entered.pop_all()
@@ -197,6 +209,7 @@ class Stage:
             "config": to_json(run.config),
             "versions": run.versions,
         }
+        self._name = name
         self._snapshots = snapshots.Snapshots(
             run.folder / "snapshots" / name, keep=run.config.keep_snapshots
         )
@@ -217,6 +230,7 @@ class Stage:
         run.record.begin(name, step=self.start, rows=begun.rows)
 
     def __enter__(self) -> Self:
+        self._begin_step(self.start)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -236,7 +250,7 @@ class Stage:
         limit = contextlib.nullcontext()
         if self._run.deadline is not None:
             limit = self._run.deadline.limit(self._save_whole)
-        with limit:
+        with limit, jax.profiler.TraceAnnotation(HOST_SCOPE):
             yield
 
     def end_step(
@@ -246,6 +260,7 @@ class Stage:
         samples: Sequence[Mapping[str, Any]] = (),
         *,
         positions: Stats | None = None,
+        texts: Sequence[Masks] = (),
     ) -> None:
         """Records a step, and saves when it is time or a signal asks for it.
 
@@ -254,6 +269,8 @@ class Stage:
           samples: rows for samples.jsonl.
           positions: {name: (sums, weights)} by position in the response, for
             positions.jsonl; read as late as stats.
+          texts: what the step read, (segments or mask [B, S], response tokens [B, S])
+            of each batch; for the tokens and FLOPs of a profile, and read for it alone.
 
         Raises:
           DivergedError: `MAX_SKIPPED` updates in a row were skipped, of all or of the
@@ -261,6 +278,8 @@ class Stage:
           cli.Interrupted: after a signal, with everything saved.
         """
         record, config = self._run.record, self._run.config
+        with record.paused():
+            self._run.profiler.end_step(step, texts)
         if step == self.start:
             # Whatever a step compiles it has compiled by now.
             program_cache.give_back_memory()
@@ -277,6 +296,11 @@ class Stage:
             self._save(done, self.state)
         if stop:
             self._run.interrupt.stop()
+        self._begin_step(done)
+
+    def _begin_step(self, step: int) -> None:
+        with self._run.record.paused():
+            self._run.profiler.begin_step(self._name, step)
 
     def _save(self, done: int, state: PyTree) -> None:
         meta = {**self._meta, proof.META: self._frozen.check(state)}

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from rlhf_jax.devices import placement
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runs.profile import window
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,11 @@ class RunConfig:
     """Whether TensorBoard events are written to OUT/tensorboard too."""
     wandb: bool = False
     """Whether metrics go to Weights & Biases too."""
+    trackio: bool = False
+    """Whether metrics go to Trackio too, on this machine."""
+    profile: str | None = None
+    """Steps FIRST:END of which a JAX profiler trace is written to OUT/profile, with a
+    table at the end; 5:8 are the steps 5, 6 and 7."""
 
     def __post_init__(self) -> None:
         counts = {
@@ -65,9 +71,12 @@ class RunConfig:
             raise InputError(
                 f"--seed: expected 0 to 4294967295, got {self.seed}; choose another"
             )
+        if self.profile is not None:
+            window.parse(self.profile)
         extras = {
             "tensorboard": (self.tensorboard, "tensorboardX"),
             "wandb": (self.wandb, "wandb"),
+            "trackio": (self.trackio, "trackio"),
         }
         for extra, (wanted, package) in extras.items():
             if wanted and importlib.util.find_spec(package) is None:
@@ -90,6 +99,8 @@ RENAMED = {"slots": "continuous_batching", "reprice": "recompute_logprobs"}
 # Options that older records do not have, with what those runs did; of a group
 # "placement.sampler".
 ADDED: dict[str, Any] = {
+    "trackio": False,
+    "profile": None,
     "verifier": "gsm8k",
     "packing": "off",
     "packing_width": None,

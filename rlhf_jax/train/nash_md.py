@@ -138,6 +138,11 @@ class Config(VerifiedConfig):
         return super().sampler_tolerance + self.reference_tolerance
 
     @property
+    def trained_share(self) -> float:
+        """The policy's own responses, not the mixture's."""
+        return 0.5
+
+    @property
     def recipe(self) -> NashMDRecipe:
         """The coefficients and choices of Nash-MD."""
         return self.nash_md

@@ -73,6 +73,11 @@ class Config(VerifiedConfig):
         return BETA if self.kl_coef is None else self.kl_coef
 
     @property
+    def trained_share(self) -> float:
+        """Share of the responses that are in a pair."""
+        return 2 / self.online_dpo.responses_per_pair
+
+    @property
     def recipe(self) -> OnlineDPORecipe:
         """The coefficients and choices of online DPO."""
         return self.online_dpo

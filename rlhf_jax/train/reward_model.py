@@ -44,6 +44,7 @@ from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.devices.placement import PolicyPlacement
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.planning import profiled
 from rlhf_jax.roles import rewards
 from rlhf_jax.runs import command_line, folder, plots, report, run
 from rlhf_jax.train.start import StartConfig, load_start
@@ -294,8 +295,11 @@ def main(options: Config) -> None:
         meta = {"data_digest": digests.of_tokens(pairs)}
         with job.stage("reward_model", initial, meta=meta) as stage:
             for step in stage.steps():
-                stage.state, stats = update(stage.state, batch=preferences[step])
-                stage.end_step(step, stats)
+                batch = preferences[step]
+                stage.state, stats = update(stage.state, batch=batch)
+                sides = (batch.chosen, batch.rejected)
+                texts_read = [(side.mask, side.response_mask) for side in sides]
+                stage.end_step(step, stats, texts=texts_read)
     trained = stage.state.params
 
     scores = None
@@ -333,6 +337,10 @@ def main(options: Config) -> None:
             summary |= {f"{when}_mean": mean, f"{when}_std": std}
     report.table("Reward model", ("", "value"), shown)
     plots.draw(job.folder)
+    summary |= profiled.summary(
+        job.folder,
+        flops=functools.partial(profiled.supervised_flops, model=model, head=False),
+    )
     summary["seconds"] = time.perf_counter() - started
     folder.write_summary(job.folder, summary)
     print(f"{summary['seconds']:.0f} s; go on with --reward-model {saved}")

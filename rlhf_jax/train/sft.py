@@ -51,6 +51,7 @@ from rlhf_jax.devices.placement import PolicyPlacement
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import config, decoder, layout
+from rlhf_jax.planning import profiled
 from rlhf_jax.runs import command_line, folder, plots, report, run
 from rlhf_jax.train.start import StartConfig, load_start
 
@@ -267,8 +268,10 @@ def main(options: Config) -> None:
         meta = {"data_digest": digests.of_tokens(examples)}
         with job.stage("sft", initial, meta=meta) as stage:
             for step in stage.steps():
-                stage.state, stats = update(stage.state, batch=demonstrations[step])
-                stage.end_step(step, stats)
+                batch = demonstrations[step]
+                stage.state, stats = update(stage.state, batch=batch)
+                which = batch.mask if batch.segments is None else batch.segments
+                stage.end_step(step, stats, texts=[(which, batch.response_mask)])
     trained = stage.state.params
 
     saved = job.folder / "model"
@@ -292,7 +295,10 @@ def main(options: Config) -> None:
         "held_out_loss": after,
         "held_out_examples": len(held_out),
         "seconds": time.perf_counter() - started,
-    }
+    } | profiled.summary(
+        job.folder,
+        flops=functools.partial(profiled.supervised_flops, model=model, head=True),
+    )
     folder.write_summary(job.folder, summary)
     print(f"{summary['seconds']:.0f} s; go on with --model {saved}")
 

@@ -257,7 +257,7 @@ def test_counts_are_at_least_one(field):
         Config(out=Path("x"), **{field: 0})
 
 
-@pytest.mark.parametrize("extra", ["tensorboard", "wandb"])
+@pytest.mark.parametrize("extra", ["tensorboard", "wandb", "trackio"])
 def test_an_extra_that_is_not_installed_is_named(monkeypatch, extra):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(InputError, match=rf"pip install 'rlhf-jax\[{extra}\]'"):

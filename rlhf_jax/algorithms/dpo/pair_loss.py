@@ -24,6 +24,7 @@ Array = jax.Array
 Params = Any
 
 
+@jax.named_scope("reference")
 def reference_logprobs(
     reference: Frozen, *, batch: PackedPreferences, dpo: DPO
 ) -> Array:

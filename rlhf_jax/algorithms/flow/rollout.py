@@ -18,6 +18,7 @@ Array = jax.Array
 Params = Any
 
 
+@jax.named_scope("rollout")
 def rollout(
     policy: Params,
     *,

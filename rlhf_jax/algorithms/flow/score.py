@@ -131,6 +131,7 @@ def score(
     )
 
 
+@jax.named_scope("reference")
 def _exact_kl(
     rollout: Rollout,
     *,
@@ -209,6 +210,7 @@ def value_mask(rollout: Rollout, *, after_stop: bool) -> Array:
     return mask | jnp.pad(mask[:, :-1], ((0, 0), (1, 0))) if after_stop else mask
 
 
+@jax.named_scope("values")
 def response_values(
     params: Params,
     *,
@@ -246,6 +248,7 @@ def response_values(
     return jnp.where(value_mask(rollout, after_stop=after_stop), values, 0.0)
 
 
+@jax.named_scope("reference")
 def reference_logprobs(
     reference: Frozen,
     *,

@@ -30,6 +30,7 @@ class TeacherStates:
     logprobs: Array  # f32[B, S], nats, of the response tokens, else 0
 
 
+@jax.named_scope("reference")
 def teacher_states(
     teacher: Frozen,
     *,

@@ -133,6 +133,7 @@ class NashMD(NashMDRecipe, PolicyGradient):
         return 2
 
 
+@jax.named_scope("rollout")
 def sample(
     policy: Params,
     reference: Frozen,

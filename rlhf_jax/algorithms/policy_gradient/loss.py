@@ -207,6 +207,7 @@ def _surrogate(
             )
 
 
+@jax.named_scope("reference")
 def _exact_kl(
     params: Params,
     hidden: Array,

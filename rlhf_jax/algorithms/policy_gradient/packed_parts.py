@@ -42,6 +42,7 @@ def packed_parts(packing: RolloutPacking | None, *, steps: int) -> PackedParts |
     return PackedParts(packing.minibatches, packing.members)
 
 
+@jax.named_scope("loss")
 def accumulate_packed(
     loss: LossFunction, params: Params, minibatch: Any, *, parts: PackedParts
 ) -> tuple[Params, masked.Stats]:

@@ -128,6 +128,7 @@ class _Scores:
     model: ModelConfig
     lora: LoRA | None
 
+    @jax.named_scope("reward")
     def __call__(
         self,
         reference: Frozen,

@@ -21,6 +21,7 @@ from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import batches, digests, encoding, files
 from rlhf_jax.devices import compile_counts, processes, row_sharding, sharding
 from rlhf_jax.functional.kl.control import fixed
+from rlhf_jax.planning import profiled
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.runs import command_line, folder, metrics, plots, report, run
@@ -211,7 +212,9 @@ def main(options: Config) -> None:
                     policy=start,
                     count=options.num_shown,
                 )
-            stage.end_step(step, stats, samples)
+            stage.end_step(
+                step, stats, samples, texts=[(rollout.mask, rollout.response_mask)]
+            )
     for model in (teacher, head):
         frozen.verify(model)
     pretrained.save(
@@ -236,6 +239,16 @@ def main(options: Config) -> None:
         "compiled": compile_counts.since(compiled),
         "seconds": time.perf_counter() - started,
     }
+    summary |= profiled.summary(
+        job.folder,
+        flops=functools.partial(
+            profiled.policy_gradient_flops,
+            model=algorithm.model,
+            num_epochs=algorithm.num_epochs,
+            group_size=algorithm.rows_per_prompt,
+            references=[frozen.shape_of(teacher, policy=algorithm.model)],
+        ),
+    )
     plots.draw(job.folder)
     folder.write_summary(job.folder, summary)
     print(f"{summary['seconds']:.0f} s; the student is in {job.folder / 'model'}")

@@ -23,6 +23,7 @@ from rlhf_jax.data.packing import PackedRow
 from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.functional import masked
 from rlhf_jax.models.lora import init
+from rlhf_jax.planning import profiled
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.runs import plots, report, run
@@ -206,6 +207,9 @@ def main(options: Config) -> None:
                 for each in (rows, other_rows)
             )
             beside.pop("reference", None)
+        ref_model = None
+        if reference is not None and not options.precompute:
+            ref_model = frozen.shape_of(reference, policy=start.model)
         reference = None  # its functions keep it, if it is still needed
         held_out_means = functools.partial(
             evaluate,
@@ -225,7 +229,8 @@ def main(options: Config) -> None:
                     ref_logprobs=ref_logprobs(batch),
                     base=base,
                 )
-                stage.end_step(step, stats)
+                texts = [(batch.segments, batch.response_mask)]
+                stage.end_step(step, stats, texts=texts)
     trained, lora = stage.state.params, algorithm.lora
     pretrained.save(
         job.folder, trained, start=start, base=base, lora=lora, name=options.model
@@ -246,5 +251,15 @@ def main(options: Config) -> None:
         "reference_fingerprint": meta.get("reference"),
         "seconds": time.perf_counter() - started,
     }
+    summary |= profiled.summary(
+        job.folder,
+        flops=functools.partial(
+            profiled.supervised_flops,
+            model=start.model,
+            head=True,
+            adapters=None if lora is None else trained,
+            reference=ref_model,
+        ),
+    )
     write_summary(job.folder, summary)
     print(f"{summary['seconds']:.0f} s; the policy is in {job.folder / 'model'}")

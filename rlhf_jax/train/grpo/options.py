@@ -87,6 +87,11 @@ class VerifiedConfig(ReferencesConfig, PackedConfig, SamplerConfig, abc.ABC):
     placement: SamplerPlacement = dataclasses.field(default_factory=SamplerPlacement)
     """Where each role is: devices, mesh and memory."""
 
+    @property
+    def trained_share(self) -> float:
+        """Share of an iteration's responses that the update reads."""
+        return 1.0
+
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.rows(batch_size=self.batch_size)

@@ -16,6 +16,7 @@ from rlhf_jax.data import batches, digests, tokenization
 from rlhf_jax.devices import compile_counts, processes, row_sharding, sharding
 from rlhf_jax.functional.kl.control import fixed
 from rlhf_jax.inspection import sampled_tokens
+from rlhf_jax.planning import profiled
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.runs import folder, metrics, plots, report, run
 from rlhf_jax.train import rehearsal
@@ -100,7 +101,12 @@ def improve(
                     strict=True,
                 )
             ]
-        stage.end_step(step, stats | draw_stats, samples)
+        stage.end_step(
+            step,
+            stats | draw_stats,
+            samples,
+            texts=[(rollout.mask, rollout.response_mask)],
+        )
     return train.policy
 
 
@@ -234,6 +240,20 @@ def main(options: VerifiedConfig) -> None:
         "seconds": time.perf_counter() - started,
         "compiled": compile_counts.since(compiled),
     } | programs.pack.summary()
+    references = [] if reference is None else [reference, *further.values()]
+    summary |= profiled.summary(
+        job.folder,
+        flops=functools.partial(
+            profiled.policy_gradient_flops,
+            model=algorithm.model,
+            num_epochs=algorithm.num_epochs,
+            group_size=algorithm.rows_per_prompt,
+            trained=options.trained_share,
+            references=[
+                frozen.shape_of(each, policy=algorithm.model) for each in references
+            ],
+        ),
+    )
     plots.draw(job.folder)
     folder.write_summary(job.folder, summary)
     print(f"accuracy {before:.3f} before, {after:.3f} after; {job.folder / 'model'}")

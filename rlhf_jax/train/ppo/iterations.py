@@ -275,7 +275,13 @@ def improve(
                     reference, train.policy, step=step, lifecycle=options.lifecycle
                 )
                 stage.state["reference"] = reference
-            stage.end_step(step, stats, samples, positions=positions)
+            stage.end_step(
+                step,
+                stats,
+                samples,
+                positions=positions,
+                texts=[(rollout.mask, rollout.response_mask)],
+            )
     return train.policy, reference
 
 

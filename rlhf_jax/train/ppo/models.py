@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -18,9 +19,11 @@ from rlhf_jax.devices import sharding
 from rlhf_jax.devices.critic_devices import CriticDevices
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.lora import init
+from rlhf_jax.planning import profiled
 from rlhf_jax.roles import critic
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.runs.profile.profiler import Text
 from rlhf_jax.train.ppo.options import Config
 
 ADAPTERS = 2**32 - 1  # folded into the root key where a step is, which none reaches
@@ -47,6 +50,25 @@ class Models(NamedTuple):
         if len(self.rewards) == 1:
             return {"reward": self.rewards[0].frozen}
         return {f"reward_{i}": each.frozen for i, each in enumerate(self.rewards)}
+
+    def flops(self, texts: Sequence[Text]) -> dict[str, float]:
+        """Model FLOPs of an iteration over these texts, by scope."""
+        recipe, references = self.algorithm, []
+        if self.reference is not None:
+            references = [self.reference, *self.further.values()]
+        return profiled.policy_gradient_flops(
+            texts,
+            model=recipe.model,
+            num_epochs=recipe.num_epochs,
+            group_size=recipe.rows_per_prompt,
+            adapters=None if recipe.lora is None else self.train.policy,
+            references=[
+                frozen.shape_of(each, policy=recipe.model) for each in references
+            ],
+            rewards=[each.model for each in self.rewards],
+            critic=recipe.critic_model,
+            shared_trunk=recipe.shared_trunk,
+        )
 
     @property
     def adapters_are_the_reference(self) -> bool:

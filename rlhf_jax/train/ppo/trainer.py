@@ -15,6 +15,7 @@ from rlhf_jax.data import batches, digests, encoding, files
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.devices import compile_counts, processes, row_sharding, sharding
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.planning import profiled
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.runs import (
     alarms,
@@ -258,6 +259,7 @@ def main(options: Config) -> None:
         print(f"policy moved, relative weight drift {moved['relative']:.3g}")
     plots.draw(job.folder)
     summary |= programs.pack.summary()
+    summary |= profiled.summary(job.folder, flops=models.flops)
     summary["seconds"] = time.perf_counter() - started
     folder.write_summary(job.folder, summary)
     print(f"{summary['seconds']:.0f} s; the policy is in {job.folder / 'model'}")

@@ -1,0 +1,320 @@
+"""The policy as lm-eval knows models: texts in, likelihoods and texts out.
+
+    policy = Policy("runs/ppo/model", batch_size=16)
+    lm_eval.simple_evaluate(policy, tasks=["hellaswag"])
+
+What it makes of texts is what lm-eval's own `hf` model makes of them: special tokens,
+the prefix of an empty context, windows of long texts, where `until` ends a response.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from rlhf_jax.checkpoints.pretrained import load
+from rlhf_jax.data import tokenization
+from rlhf_jax.data.encoding import Tokens
+from rlhf_jax.devices import sharding
+from rlhf_jax.devices.mesh_shape import MeshShape
+from rlhf_jax.evaluation.harness.programs import Draw, Likelihood, Programs
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models.config import Attention
+from rlhf_jax.models.generation.sampling import Shaping
+
+try:
+    from lm_eval import utils  # pyright: ignore[reportMissingImports]
+    from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
+    from lm_eval.api.registry import (  # pyright: ignore[reportMissingImports]
+        register_model,
+    )
+    from lm_eval.models.utils import (  # pyright: ignore[reportMissingImports]
+        normalize_gen_kwargs,
+        postprocess_generated_text,
+    )
+    from tqdm import tqdm  # pyright: ignore[reportMissingModuleSource]
+except ImportError as error:
+    raise InputError(
+        "rlhf_jax.evaluation.harness needs the package lm_eval, which is not "
+        "installed; pip install 'rlhf-jax[lm-eval]'"
+    ) from error
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@register_model("rlhf_jax")
+class Policy(TemplateLM):
+    """A checkpoint in Hugging Face's layout, run by this package's own decoder."""
+
+    def __init__(
+        self,
+        pretrained: str,
+        *,
+        tokenizer: str | None = None,
+        batch_size: int | str = 8,
+        dtype: str = "float32",
+        attention: Attention = "auto",
+        mesh: str = "data=1",
+        max_length: int | None = None,
+        max_gen_toks: int = 256,
+        add_bos_token: bool | None = None,
+        seed: int = 0,
+        max_batch_size: int | None = None,
+        device: str | None = None,
+    ) -> None:
+        """Loads it.
+
+        Args:
+          pretrained: a folder, or a hub id.
+          tokenizer: a folder, or a hub id; None takes the one in `pretrained`.
+          batch_size: rows at a time, which the mesh's row axes divide.
+          dtype: of activations; parameters are float32.
+          attention: what computes attention over whole rows.
+          mesh: devices, as data=2,tensor=4; 1 is the first device.
+          max_length: tokens that the policy reads at most; None is its context.
+          max_gen_toks: tokens of a response, where the task does not say.
+          add_bos_token: whether texts begin with BOS; None as the tokenizer does.
+          seed: of responses that a task samples.
+          max_batch_size, device: not read; lm-eval's command hands them to every model.
+            JAX_PLATFORMS chooses the backend.
+
+        Raises:
+          InputError: the checkpoint, its tokenizer or the mesh does not fit, or an
+            option is not one of these.
+        """
+        super().__init__()
+        del max_batch_size, device
+        if not str(batch_size).isdecimal() or int(batch_size) < 1:
+            raise InputError(
+                f"batch_size: expected rows at a time, at least 1, got {batch_size!r}; "
+                f"give a number"
+            )
+        made = MeshShape.parse(mesh).make()
+        self._start = load(
+            pretrained,
+            tokenizer=tokenizer,
+            dtype=dtype,
+            attention=attention,
+            sharding=functools.partial(sharding.shardings, mesh=made),
+        )
+        self._name, self._max_gen_toks = pretrained, int(max_gen_toks)
+        self._add_bos_token = add_bos_token
+        self.batch_size = int(batch_size)
+        self.max_length = self._start.limit(max_length)
+        self._programs = Programs(
+            self._start,
+            mesh=made,
+            batch_size=self.batch_size,
+            max_length=self.max_length,
+            seed=seed,
+        )
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The checkpoint's."""
+        return self._start.tokenizer
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Names the tokenizer in lm-eval's caches."""
+        return self._name.replace("/", "__")
+
+    @property
+    def eot_token_id(self) -> int:
+        """EOS.
+
+        Raises:
+          InputError: the tokenizer has none.
+        """
+        return tokenization.eos_token_id(self.tokenizer)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text without a context: BOS, or else EOS."""
+        bos = cast("int | None", self.tokenizer.bos_token_id)
+        return self.eot_token_id if bos is None else bos
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **unread: Any
+    ) -> Tokens:
+        """Token ids of a text.
+
+        Args:
+          string: the text.
+          add_special_tokens: None adds what the tokenizer adds, or `add_bos_token`
+            says, unless the text begins with BOS.
+          unread: what lm-eval hands to other models.
+        """
+        del unread
+        special = add_special_tokens
+        if special is None:
+            prefix = cast(str, self.tokenizer.decode([self.prefix_token_id]))
+            special = self._add_bos_token is not False and not string.startswith(prefix)
+        return tokenization.encode(self.tokenizer, [string], special=special)[0]
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """Messages as one text, by the tokenizer's chat template.
+
+        Args:
+          chat_history: [{"role": ..., "content": ...}, ...].
+          add_generation_prompt: whether the response comes next; otherwise the last
+            message goes on.
+        """
+        return cast(
+            str,
+            self.tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            ),
+        )
+
+    def loglikelihood_rolling(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[float]:
+        """log π of whole texts, each token predicted once.
+
+        A text longer than the model's context is read in windows, the last of them as
+        full as the others.
+
+        Args:
+          requests: of lm-eval, each with a text.
+          disable_tqdm: whether to show no progress.
+
+        Returns:
+          Nats, of each text.
+        """
+        windows: list[tuple[Tokens, Tokens]] = []
+        of_text: list[int] = []
+        for number, request in enumerate(requests):
+            (text,) = request.args
+            for window in utils.get_rolling_token_windows(
+                token_list=self.tok_encode(text),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            ):
+                windows.append(utils.make_disjoint_window(window))
+                of_text.append(number)
+        totals = [0.0] * len(requests)
+        found = self._likelihoods(windows, disable_tqdm=disable_tqdm)
+        for number, likelihood in zip(of_text, found, strict=True):
+            totals[number] += likelihood.logprob
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def generate_until(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[str]:
+        """Responses, each cut before the first of its `until` texts.
+
+        A response ends at EOS, at any other stop token of the checkpoint, and at a
+        token whose own text has one of `until` in it. Where an `until` spans several
+        tokens, the tokens after it are drawn and then cut off.
+
+        Args:
+          requests: of lm-eval, each with a context and generation options: until,
+            max_gen_toks, do_sample, temperature, top_k, top_p and min_p.
+          disable_tqdm: whether to show no progress.
+
+        Raises:
+          InputError: there are other options, or the response has no room.
+        """
+        groups: dict[str, list[int]] = defaultdict(list)
+        for number, request in enumerate(requests):
+            groups[json.dumps(request.args[1], sort_keys=True)].append(number)
+        texts = [""] * len(requests)
+        with tqdm(total=len(requests), disable=disable_tqdm, desc="responses") as bar:
+            for options, numbers in groups.items():
+                until, draw = self._draw(json.loads(options))
+                contexts = [
+                    self.tok_encode(requests[number].args[0]) or [self.prefix_token_id]
+                    for number in numbers
+                ]
+                for number, tokens in self._programs.responses(
+                    contexts, numbers=numbers, draw=draw
+                ):
+                    texts[number] = self._text(tokens, until=until)
+                    bar.update()
+        for request, text in zip(requests, texts, strict=True):
+            self.cache_hook.add_partial("generate_until", request.args, text)
+        return texts
+
+    def _loglikelihood_tokens(
+        self,
+        requests: Sequence[tuple[tuple[str, str], Tokens, Tokens]],
+        disable_tqdm: bool = False,
+    ) -> list[tuple[float, bool]]:
+        for (context, continuation), _, tokens in requests:
+            if not tokens:  # it would be certain, and win against every other
+                raise InputError(
+                    f"continuation {continuation!r:.60} of {context[-40:]!r}: expected "
+                    f"a token of its own, got none, as the tokenizer has none or joins "
+                    f"it to the context; begin continuations with a space"
+                )
+        pairs = [(context, continuation) for _, context, continuation in requests]
+        found = self._likelihoods(pairs, disable_tqdm=disable_tqdm)
+        for (texts, _, _), likelihood in zip(requests, found, strict=True):
+            self.cache_hook.add_partial("loglikelihood", texts, tuple(likelihood))
+        return [(each.logprob, each.greedy) for each in found]
+
+    def _likelihoods(
+        self, pairs: Sequence[tuple[Tokens, Tokens]], *, disable_tqdm: bool
+    ) -> list[Likelihood]:
+        computed = self._programs.likelihoods(pairs)
+        answers = dict(
+            tqdm(computed, total=len(pairs), disable=disable_tqdm, desc="likelihoods")
+        )
+        return [answers[number] for number in range(len(pairs))]
+
+    def _draw(self, options: dict[str, Any]) -> tuple[list[str], Draw]:
+        """What ends a response, and how it is drawn."""
+        kwargs = dict(normalize_gen_kwargs(options, self._max_gen_toks))
+        until = [text for text in kwargs.pop("until") if text]
+        max_new_tokens = kwargs.pop("max_gen_toks")
+        sampled, temperature = kwargs.pop("do_sample"), kwargs.pop("temperature", 1.0)
+        shaping = {name: kwargs.pop(name, None) for name in ("top_k", "top_p", "min_p")}
+        if kwargs:
+            raise InputError(
+                f"gen_kwargs: expected until, max_gen_toks, do_sample, temperature, "
+                f"top_k, top_p and min_p, got {', '.join(kwargs)} too; leave them out"
+            )
+        if sampled and not temperature > 0:
+            raise InputError(
+                f"gen_kwargs: expected a temperature above 0 with do_sample, got "
+                f"{temperature}; raise it, or leave do_sample out"
+            )
+        return until, Draw(
+            max_new_tokens=max_new_tokens,
+            stop_ids=tuple(sorted({*self._start.stop_ids, *self._ending(until)})),
+            temperature=float(temperature) if sampled else 1.0,
+            shaping=Shaping(**shaping) if sampled else Shaping(greedy=True),
+        )
+
+    def _ending(self, until: Sequence[str]) -> set[int]:
+        """The tokens whose own text has one of `until` in it."""
+        return {
+            token
+            for token, text in self._token_texts.items()
+            if any(end in text for end in until)
+        }
+
+    @functools.cached_property
+    def _token_texts(self) -> dict[int, str]:
+        ids = sorted(self.tokenizer.get_vocab().values())
+        texts = self.tokenizer.batch_decode([[each] for each in ids])
+        return dict(zip(ids, texts, strict=True))
+
+    def _text(self, tokens: Tokens, *, until: Sequence[str]) -> str:
+        if tokens and tokens[-1] in self._start.stop_ids:
+            tokens = tokens[:-1]
+        text = cast(str, self.tokenizer.decode(tokens, skip_special_tokens=True))
+        return postprocess_generated_text(text, list(until), None)

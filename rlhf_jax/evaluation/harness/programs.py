@@ -1,0 +1,277 @@
+"""What the harness asks of a model, on token ids: `jax.jit` stands here.
+
+    column        0    1    2    3    4    5        S = 6 inputs, K = 2 predictions
+    inputs        ·   BOS  The  cat  sat  on
+    predicted                        on   the       of the continuation "on the"
+
+Rows are padded on the left, so that what is predicted stands in the last columns. S and
+K are a few widths, and the rows of a batch are always as many: few programs.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from rlhf_jax.checkpoints.pretrained import Pretrained
+from rlhf_jax.data import batches
+from rlhf_jax.data.encoding import Tokens
+from rlhf_jax.devices import processes, row_sharding, sharding
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.logprobs import MAX_LOGITS
+from rlhf_jax.models import axes, decoder, heads
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.generation import decode
+from rlhf_jax.models.generation.sampling import Shaping
+
+Array = jax.Array
+Params = Any
+NARROWEST = 16  # columns
+
+
+class Likelihood(NamedTuple):
+    """Of a continuation after its context."""
+
+    logprob: float  # Σ log π(token), nats
+    greedy: bool  # whether every token is the most likely one
+
+
+class Draw(NamedTuple):
+    """How responses are drawn; responses of one kind share programs."""
+
+    max_new_tokens: int
+    stop_ids: tuple[int, ...]
+    temperature: float
+    shaping: Shaping | None
+
+
+class Programs:
+    """Likelihoods and responses of one policy."""
+
+    def __init__(
+        self,
+        start: Pretrained,
+        *,
+        mesh: Mesh,
+        batch_size: int,
+        max_length: int,
+        seed: int,
+    ) -> None:
+        """Compiles nothing yet.
+
+        Args:
+          start: the policy, with parameters on the mesh.
+          mesh: whose row axes divide batch_size.
+          batch_size: rows of every batch.
+          max_length: tokens that the policy reads at most.
+          seed: of responses that are drawn.
+        """
+        self._start, self._mesh = start, mesh
+        self._rows, self._max_length = batch_size, max_length
+        self._key = sharding.place(jax.random.key(seed), mesh=mesh)
+        on = functools.partial(sharding.on, mesh)
+        self._score = jax.jit(functools.partial(on(score), model=start.model))
+        self._respond = jax.jit(
+            functools.partial(on(respond), model=start.model),
+            static_argnames=("draw",),
+        )
+
+    def likelihoods(
+        self, texts: Sequence[tuple[Tokens, Tokens]]
+    ) -> Iterator[tuple[int, Likelihood]]:
+        """Log-probabilities of continuations, as batches are done.
+
+        A context that is too long loses its first tokens.
+
+        Args:
+          texts: (context, continuation), neither of them empty.
+
+        Yields:
+          The number of a text, and its likelihood.
+
+        Raises:
+          InputError: a continuation is longer than the model's context.
+        """
+        groups: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for number, (context, continuation) in enumerate(texts):
+            if len(continuation) > self._max_length:
+                raise InputError(
+                    f"continuation: expected at most the {self._max_length} tokens "
+                    f"that the model reads, got {len(continuation)}; choose a task of "
+                    f"shorter ones"
+                )
+            read = min(len(context) + len(continuation) - 1, self._max_length)
+            widths = bucket(read, limit=self._max_length)
+            groups[widths, bucket(len(continuation), limit=self._max_length)].append(
+                number
+            )
+        for (width, predicted), numbers in sorted(groups.items(), reverse=True):
+            for chosen in self._batches(numbers):
+                rows = [self._whole(*texts[number]) for number in chosen]
+                inputs, mask = self._padded([row[:-1] for row in rows], width=width)
+                targets, wanted = self._padded(
+                    [texts[number][1] for number in chosen], width=predicted
+                )
+                logprobs, greedy = processes.whole(
+                    self._score(self._start.params, *self._put(inputs, mask, targets))
+                )
+                for row, number in enumerate(dict.fromkeys(chosen)):
+                    kept = wanted[row]
+                    total = float(logprobs[row][kept].sum(dtype=np.float64))
+                    yield number, Likelihood(total, bool(greedy[row][kept].all()))
+
+    def responses(
+        self, prompts: Sequence[Tokens], *, numbers: Sequence[int], draw: Draw
+    ) -> Iterator[tuple[int, Tokens]]:
+        """Responses to prompts, as batches are done.
+
+        A prompt that is too long loses its first tokens.
+
+        Args:
+          prompts: none of them empty.
+          numbers: of each, by which its tokens are drawn.
+          draw: how.
+
+        Yields:
+          The number of a prompt, and the tokens of its response, the stop token among
+          them.
+
+        Raises:
+          InputError: the model reads no more tokens than are to be drawn.
+        """
+        room = self._max_length - draw.max_new_tokens
+        if room < 1:
+            raise InputError(
+                f"max_gen_toks: expected less than the {self._max_length} tokens that "
+                f"the model reads, got {draw.max_new_tokens}; set a lower one in "
+                f"gen_kwargs"
+            )
+        groups: dict[int, list[int]] = defaultdict(list)
+        for at, prompt in enumerate(prompts):
+            groups[bucket(min(len(prompt), room), limit=room)].append(at)
+        for width, places in sorted(groups.items(), reverse=True):
+            for chosen in self._batches(places):
+                tokens, mask = self._padded(
+                    [prompts[at][-room:] for at in chosen], width=width
+                )
+                index = np.array([numbers[at] for at in chosen], np.int32)
+                drawn, kept = processes.whole(
+                    self._respond(
+                        self._start.params,
+                        *self._put(tokens, mask, index),
+                        self._key,
+                        draw=draw,
+                    )
+                )
+                for row, at in enumerate(dict.fromkeys(chosen)):
+                    yield numbers[at], drawn[row][kept[row]].tolist()
+
+    def _whole(self, context: Tokens, continuation: Tokens) -> Tokens:
+        return [*context, *continuation][-(self._max_length + 1) :]
+
+    def _padded(self, rows: Sequence[Tokens], *, width: int) -> Any:
+        return batches.pad(rows, width=width, pad_id=self._start.pad_id, left=True)
+
+    def _put(self, *arrays: Any) -> Any:
+        return row_sharding.put_rows(arrays, mesh=self._mesh)
+
+    def _batches(self, numbers: Sequence[int]) -> Iterator[list[int]]:
+        """As many at a time as a batch has rows; the last is filled with its last."""
+        for begin in range(0, len(numbers), self._rows):
+            chosen = list(numbers[begin : begin + self._rows])
+            yield chosen + chosen[-1:] * (self._rows - len(chosen))
+
+
+def bucket(length: int, *, limit: int) -> int:
+    """The narrowest of 16, 32, 64, ... columns that holds a length, at most `limit`."""
+    width = NARROWEST
+    while width < length:
+        width *= 2
+    return min(width, limit)
+
+
+def score(
+    params: Params, inputs: Array, mask: Array, targets: Array, *, model: ModelConfig
+) -> tuple[Array, Array]:
+    """log π of the tokens after the last inputs, and whether they are the likeliest.
+
+    Args:
+      params: the decoder's.
+      inputs, mask: i32[B, S] and bool[B, S], padded on the left.
+      targets: i32[B, K], K <= S: the token after each of the last K inputs.
+      model: its shape.
+
+    Returns:
+      f32[B, K], nats, and bool[B, K]. Of tokens of equal probability the first in the
+      vocabulary is the likeliest.
+    """
+    rows, size = targets.shape
+    hidden = decoder.hidden_states(
+        params,
+        model=model,
+        tokens=inputs,
+        mask=mask,
+        first_column=inputs.shape[1] - size,
+    )[:, -size:]
+    # Logits of a few columns at a time: all of them would take the most memory by far.
+    room = MAX_LOGITS * axes.row_devices(rows) // (rows * model.vocab_size)
+    columns = math.gcd(size, 2 ** max(room, 1).bit_length() // 2)
+
+    def chunked(array: Array) -> Array:
+        shape = (rows, size // columns, columns, *array.shape[2:])
+        return array.reshape(shape).swapaxes(0, 1)
+
+    def of_columns(part: tuple[Array, Array]) -> tuple[Array, Array]:
+        hidden, targets = part
+        logits = heads.logits(params, hidden, model=model)
+        logprobs = jax.nn.log_softmax(logits, axis=-1)
+        chosen = jnp.take_along_axis(logprobs, targets[..., None], axis=-1)[..., 0]
+        return chosen, jnp.argmax(logits, axis=-1) == targets
+
+    parts = jax.lax.map(of_columns, (chunked(hidden), chunked(targets)))
+    logprobs, greedy = (x.swapaxes(0, 1).reshape(rows, size) for x in parts)
+    return logprobs, greedy
+
+
+def respond(
+    params: Params,
+    tokens: Array,
+    mask: Array,
+    index: Array,
+    key: Array,
+    *,
+    model: ModelConfig,
+    draw: Draw,
+) -> tuple[Array, Array]:
+    """Responses to prompts.
+
+    Args:
+      params: the decoder's.
+      tokens, mask: i32[B, P] and bool[B, P], padded on the left.
+      index: i32[B], which prompt this is, for the key of a row.
+      key: of this evaluation.
+      model, draw: static.
+
+    Returns:
+      i32[B, P + R] and bool[B, P + R], True at the response.
+    """
+    generated = decode.generate(
+        params,
+        model=model,
+        tokens=tokens,
+        mask=mask,
+        keys=decode.row_keys(key, index=index, sample=jnp.zeros_like(index)),
+        max_new_tokens=draw.max_new_tokens,
+        stop_ids=draw.stop_ids,
+        temperature=draw.temperature,
+        shaping=draw.shaping,
+    )
+    return generated.tokens, generated.response_mask

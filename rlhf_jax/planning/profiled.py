@@ -1,0 +1,266 @@
+"""Where the time of a run went: the table of `--profile`, with tokens and MFU.
+
+    MFU = model FLOPs / (seconds · devices · peak FLOPs a second of a device)
+
+Model FLOPs are those of `model_flops` for the texts that the steps did read. Not
+counted are texts mixed in by --ptx, recomputed log-probs, exact KL, batches drawn
+again, and the reference in the sampler of Nash-MD.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.planning import chips, measured, model_flops
+from rlhf_jax.planning.model_flops import Texts
+from rlhf_jax.runs import metrics, report
+from rlhf_jax.runs.profile import profiler, trace
+from rlhf_jax.runs.profile.profiler import Profiled, Text
+
+Flops = Callable[[Sequence[Text]], dict[str, float]]
+FORMULA = "model FLOPs / (seconds · devices · peak FLOPs per second of a device)"
+
+
+def policy_gradient_flops(
+    texts: Sequence[Text],
+    *,
+    model: ModelConfig,
+    num_epochs: int,
+    group_size: int,
+    trained: float = 1.0,
+    adapters: Any | None = None,
+    references: Sequence[ModelConfig] = (),
+    rewards: Sequence[ModelConfig] = (),
+    critic: ModelConfig | None = None,
+    shared_trunk: bool = False,
+) -> dict[str, float]:
+    """Model FLOPs of an iteration by scope.
+
+    Args:
+      texts: prompts and responses of the rollout.
+      model: the policy's shape.
+      num_epochs: of the update.
+      group_size: responses of a prompt, which is run once for them.
+      trained: share of the responses that the update reads.
+      adapters: their parameters, where these alone are trained; else None.
+      references, rewards: shapes of the frozen models that score the rollout.
+      critic: its shape, None without one.
+      shared_trunk: whether the critic is a head on the policy.
+    """
+    flops = {
+        "rollout": _forward(model, texts, head=True, group_size=group_size),
+        "reference": sum(_forward(each, texts, head=True) for each in references),
+        "reward": sum(_forward(each, texts, head=False) for each in rewards),
+        "values": 0.0,
+        "loss": trained
+        * num_epochs
+        * _training(model, texts, head=True, adapters=adapters),
+    }
+    if critic is not None:
+        flops["values"] = _forward(critic, texts, head=False)
+        if not shared_trunk:
+            own = _training(critic, texts, head=False, adapters=adapters)
+            flops["loss"] += num_epochs * own
+    return flops
+
+
+def supervised_flops(
+    texts: Sequence[Text],
+    *,
+    model: ModelConfig,
+    head: bool,
+    adapters: Any | None = None,
+    reference: ModelConfig | None = None,
+) -> dict[str, float]:
+    """Model FLOPs of one update by scope.
+
+    Args:
+      texts: all that it reads, of a pair both.
+      model: the shape of what is trained.
+      head: whether tokens are predicted.
+      adapters: their parameters, where these alone are trained; else None.
+      reference: shape of a reference that runs in the step; None of none.
+    """
+    flops = {"loss": _training(model, texts, head=head, adapters=adapters)}
+    if reference is not None:
+        flops["reference"] = _forward(reference, texts, head=True)
+    return flops
+
+
+def summary(run_folder: Path, *, flops: Flops | None) -> dict[str, Any]:
+    """Prints the table of a profiled run; its figures for summary.json.
+
+    Args:
+      run_folder: of the run, which is over.
+      flops: texts of a step -> its model FLOPs by scope; None where nobody counts.
+
+    Returns:
+      {"profile": {...}}, or {} of a run without a profile.
+    """
+    profiled = profiler.read(run_folder)
+    if profiled is None:
+        return {}
+    times = _times(run_folder / profiled.trace)
+    devices = jax.process_count() * times.devices if times else jax.device_count()
+    work: dict[str, float] = defaultdict(float)
+    if flops is not None:
+        for step in profiled.texts:
+            for scope, count in flops(step).items():
+                work[scope] += count
+    tokens = sum(
+        text.prompt + text.response for step in profiled.texts for text in step
+    )
+    seconds = _seconds(run_folder, profiled, times)
+    device = jax.devices()[0]
+    chip = chips.of_device(device)
+
+    def mfu(count: float, seconds: float) -> float | None:
+        if chip is None or not count:
+            return None
+        return measured.mfu(count, seconds=seconds, chip=chip, num_chips=devices)
+
+    whole = mfu(sum(work.values()), profiled.seconds)
+    reference = seconds.get("reference")
+    figures = {
+        "stage": profiled.stage,
+        "first": profiled.first,
+        "end": profiled.end,
+        "trace": profiled.trace,
+        "source": "trace" if times else "timings.jsonl",
+        "seconds_per_step": profiled.seconds / profiled.steps,
+        "seconds": {name: each / profiled.steps for name, each in seconds.items()},
+        "tokens_per_second": tokens / profiled.seconds if tokens else None,
+        "model_flops_per_step": sum(work.values()) / profiled.steps if work else None,
+        "mfu": whole,
+        "mfu_formula": FORMULA,
+        "reference_share": None if reference is None else reference / profiled.seconds,
+        "devices": devices,
+        "device": device.device_kind,
+    }
+    total = figures["model_flops_per_step"]
+    work["step"] = sum(work.values())
+    rows = [
+        (
+            name,
+            each / profiled.steps,
+            _share(each / profiled.seconds),
+            work[name] / profiled.steps / 1e12 if work.get(name) else None,
+            _share(mfu(work.get(name, 0.0), each)),
+        )
+        for name, each in [*seconds.items(), ("step", profiled.seconds)]
+    ]
+    report.table(
+        f"Where the time goes: {profiled.stage}, steps {profiled.first} to "
+        f"{profiled.end - 1}",
+        ("", "seconds per step", "share", "model TFLOPs", "MFU"),
+        rows,
+    )
+    _tell(figures, chip=chip, total=total, named=times is not None)
+    return {"profile": figures}
+
+
+def _tell(
+    figures: dict[str, Any],
+    *,
+    chip: chips.Chip | None,
+    total: float | None,
+    named: bool,
+) -> None:
+    """Prints what stands below the table."""
+    devices, kind = figures["devices"], figures["device"]
+    source = "device time by named scope, from the trace"
+    if not named:
+        source = "phases of timings.jsonl, as the trace names no scope"
+    print(f"seconds: {source}; {devices} × {kind}")
+    if figures["tokens_per_second"] is not None:
+        print(
+            f"tokens per second, prompts and responses: "
+            f"{figures['tokens_per_second']:,.0f}"
+        )
+    print(f"MFU = {FORMULA}")
+    if total is None:
+        print("    unknown: nobody counts the model FLOPs of this run")
+    elif chip is None:
+        rate = total / figures["seconds_per_step"]
+        print(
+            f"    unknown: no peak of this device is known; {total:.3g} model FLOPs "
+            f"per step are {rate:.3g} per second"
+        )
+    else:
+        print(
+            f"    {_share(figures['mfu'])} = {total:.3g} / "
+            f"({figures['seconds_per_step']:.3g} · {devices} · {chip.flops:.3g}), the "
+            f"peak of bfloat16 products"
+        )
+    if figures["reference_share"] is not None:
+        print(f"the reference costs {figures['reference_share']:.1%} of a step")
+    print(f"trace: {figures['trace']}; xprof and Perfetto read it")
+
+
+def _times(path: Path) -> trace.Times | None:
+    """None where the trace is gone, is not whole, or names no scope."""
+    try:
+        times = trace.times(path)
+    except (OSError, ValueError):
+        return None
+    return times if times.scopes else None
+
+
+def _seconds(
+    run_folder: Path, profiled: Profiled, times: trace.Times | None
+) -> dict[str, float]:
+    """Seconds of all steps by row of the table, in its order."""
+    if times is not None:
+        idle = max(profiled.seconds - times.busy - times.waited, 0.0)
+        return {
+            **times.scopes,
+            "other device work": times.unscoped,
+            "waiting for the reward": times.waited,
+            "devices idle": idle,
+        }
+    seconds: dict[str, float] = defaultdict(float)
+    for row in metrics.read(run_folder / "timings.jsonl"):
+        inside = profiled.first <= row["step"] < profiled.end
+        if row["stage"] == profiled.stage and inside:
+            for phase, each in row["phases"].items():
+                seconds[phase] += each
+    return dict(seconds)
+
+
+def _share(value: float | None) -> str | None:
+    return None if value is None else f"{value:.1%}"
+
+
+def _by_prompt(texts: Sequence[Text]) -> list[Texts]:
+    """Texts whose prompts are equally long, together."""
+    responses: dict[int, list[int]] = defaultdict(list)
+    for text in texts:
+        responses[text.prompt].append(text.response)
+    return [Texts(prompt, tuple(each)) for prompt, each in responses.items()]
+
+
+def _forward(
+    model: ModelConfig, texts: Sequence[Text], *, head: bool, group_size: int = 1
+) -> float:
+    return sum(
+        model_flops.forward(model, each, head=head, group_size=group_size)
+        for each in _by_prompt(texts)
+    )
+
+
+def _training(
+    model: ModelConfig, texts: Sequence[Text], *, head: bool, adapters: Any | None
+) -> float:
+    count = None
+    if adapters is not None:
+        count = sum(leaf.size for leaf in jax.tree.leaves(adapters))
+    return sum(
+        model_flops.training(model, each, head=head, adapters=count)
+        for each in _by_prompt(texts)
+    )

@@ -1,0 +1,1 @@
+"""Where the time of a few steps goes: their trace, and what it says of each scope."""

@@ -1,0 +1,174 @@
+"""Seconds of devices by named scope, from a trace.
+
+    time          ─────────────────────────────────────────>
+    device        rollout │ reference │   loss │opt│loss │opt
+    host                  │  reward: waits for a verifier    waited: no device runs
+
+A scope takes the time in which at least one of its operations runs. Operations that run
+at the same time count in each of their scopes, and a loop that holds operations of
+several scopes in theirs alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.profiler import ProfileData
+from numpy.typing import NDArray
+
+from rlhf_jax.runs.profile.op_names import OpNames, op_names
+
+SCOPES = ("rollout", "reference", "reward", "values", "loss", "optimizer")
+"""The scopes that a step has, in its order."""
+HOST_SCOPE = "reward"  # that user code has on the host
+# Also inside transformations, "jit(learn)/transpose(jvp(loss))/dot_general". A function
+# of that name is none: "jit(values)".
+SCOPE = re.compile(rf"(?:^|/|(?<!jit)\()({'|'.join(SCOPES)})(?=[/)]|$)")
+Spans = NDArray[np.float64]  # [n, 2], start and end, ns
+OfDevices = dict[str, dict[str | None, Spans]]  # by device and scope
+
+
+class Times(NamedTuple):
+    """Seconds of a trace, means over its devices."""
+
+    scopes: dict[str, float]  # those that were seen, in the order of SCOPES
+    busy: float  # in which a device ran any operation
+    unscoped: float  # of these, in which it ran operations of no scope alone
+    waited: float  # in which no operation ran and the host was in user code
+    devices: int
+
+
+def scope_of(op_name: str) -> str | None:
+    """The innermost scope of an operation's name; None outside of all."""
+    found = SCOPE.findall(op_name)
+    return found[-1] if found else None
+
+
+def times(path: Path) -> Times:
+    """Reads a trace.
+
+    Args:
+      path: the .xplane.pb of one process.
+
+    Raises:
+      ValueError: it is not whole.
+    """
+    data = path.read_bytes()
+    names = op_names(data)
+    space = ProfileData.from_serialized_xspace(data)
+    of_devices, of_host = _operations(space, names)
+    # A CPU runs operations in the host's threads; the host of others launches them.
+    spans = of_devices or of_host
+    host = _annotations(space)
+    per_device = []
+    for of_scope in spans.values():
+        every = _union(np.concatenate(list(of_scope.values())))
+        scoped = [x for scope, x in of_scope.items() if scope is not None]
+        scoped = _union(np.concatenate(scoped)) if scoped else np.zeros((0, 2))
+        seconds = {scope: _length(_union(x)) for scope, x in of_scope.items()}
+        both = _union(np.concatenate([every, host]))
+        per_device.append(
+            (
+                seconds,
+                _length(every),
+                _length(every) - _length(scoped),
+                _length(both) - _length(every),
+            )
+        )
+    count = max(len(per_device), 1)
+    total = defaultdict(float)
+    for seconds, *_ in per_device:
+        for scope, value in seconds.items():
+            total[scope] += value / count
+    return Times(
+        scopes={scope: total[scope] for scope in SCOPES if scope in total},
+        busy=sum(each[1] for each in per_device) / count,
+        unscoped=sum(each[2] for each in per_device) / count,
+        waited=sum(each[3] for each in per_device) / count,
+        devices=len(per_device),
+    )
+
+
+def _operations(space: Any, names: OpNames) -> tuple[OfDevices, OfDevices]:
+    """The spans of operations by device and scope: on devices, and on the host."""
+    of_devices, of_host = defaultdict(list), defaultdict(list)
+    scopes: dict[tuple[str, int | None, str | None], str | None] = {}
+    for plane in space.planes:
+        is_device = plane.name.startswith("/device:")
+        if not is_device and plane.name != "/host:CPU":
+            continue
+        for line in plane.lines:
+            # Of TPUs and GPUs; other lines there say the same again in other words.
+            if is_device and not (line.name or "").startswith(("XLA Ops", "Stream")):
+                continue
+            for event in line.events:
+                stats = dict(event.stats)
+                if not is_device and "hlo_op" not in stats:
+                    continue
+                key = (event.name, stats.get("program_id"), stats.get("hlo_op"))
+                if key not in scopes:
+                    known = names.names(
+                        event=key[0],
+                        program=key[1],
+                        module=stats.get("hlo_module"),
+                        operation=key[2],
+                    ) or {str(stats.get("tf_op", ""))}
+                    # Programs of one name may disagree: then it is in no scope.
+                    (scope, *others) = {scope_of(name) for name in known}
+                    scopes[key] = None if others else scope
+                span = (event.start_ns, event.start_ns + event.duration_ns)
+                if is_device:
+                    of_devices[plane.name].append((scopes[key], span))
+                else:
+                    device = str(stats.get("device_ordinal", 0))
+                    of_host[device].append((scopes[key], span))
+    return _by_scope(of_devices), _by_scope(of_host)
+
+
+def _by_scope(
+    devices: dict[str, list[tuple[str | None, tuple[float, float]]]],
+) -> OfDevices:
+    by_device = {}
+    for device, events in devices.items():
+        lists = defaultdict(list)
+        for scope, span in events:
+            lists[scope].append(span)
+        by_device[device] = {scope: np.array(each) for scope, each in lists.items()}
+    return by_device
+
+
+def _annotations(space: Any) -> Spans:
+    """When the host was in user code."""
+    spans = [
+        (event.start_ns, event.start_ns + event.duration_ns)
+        for plane in space.planes
+        if plane.name == "/host:CPU"
+        for line in plane.lines
+        for event in _named(line.events)
+    ]
+    return _union(np.array(spans, np.float64).reshape(-1, 2))
+
+
+def _named(events: Iterable) -> Iterable:
+    return (event for event in events if event.name == HOST_SCOPE)
+
+
+def _union(spans: Spans) -> Spans:
+    """The same time in spans that do not overlap, in order."""
+    if not len(spans):
+        return spans.reshape(0, 2)
+    spans = spans[np.argsort(spans[:, 0], kind="stable")]
+    ends = np.maximum.accumulate(spans[:, 1])
+    begins = np.concatenate([[True], spans[1:, 0] > ends[:-1]])
+    last = np.concatenate([np.flatnonzero(begins)[1:] - 1, [len(spans) - 1]])
+    return np.stack([spans[begins, 0], ends[last]], axis=1)
+
+
+def _length(spans: Spans) -> float:
+    """Seconds of spans that do not overlap."""
+    return float((spans[:, 1] - spans[:, 0]).sum()) / 1e9

@@ -1,0 +1,43 @@
+"""The steps that --profile asks for."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from rlhf_jax.functional.checks import InputError
+
+
+class Window(NamedTuple):
+    """Steps of the last stage of a run."""
+
+    first: int
+    end: int  # the first one that is not profiled
+
+    def check(self, num_steps: int) -> None:
+        """Checks that a run has these steps.
+
+        Raises:
+          InputError: it has fewer.
+        """
+        if self.end > num_steps:
+            raise InputError(
+                f"--profile {self.first}:{self.end}: expected steps of a run that has "
+                f"{num_steps}, up to {num_steps - 1}, got {self.end - 1} for the last; "
+                f"profile earlier ones, or raise --num-steps"
+            )
+
+
+def parse(text: str) -> Window:
+    """The steps of "5:8", which are 5, 6 and 7.
+
+    Raises:
+      InputError: it is not that, or holds no step.
+    """
+    match = re.fullmatch(r"(\d{1,9}):(\d{1,9})", text, flags=re.ASCII)
+    if match is None or int(match[1]) >= int(match[2]):
+        raise InputError(
+            f"--profile: expected FIRST:END with FIRST < END, as 5:8 for the steps 5, "
+            f"6 and 7, got {text!r:.40}; give such a pair"
+        )
+    return Window(int(match[1]), int(match[2]))

@@ -1,0 +1,195 @@
+"""The table of a profiled run: seconds by scope, tokens, model FLOPs and MFU."""
+
+import functools
+import json
+
+import numpy as np
+import pytest
+import xspaces
+
+from rlhf_jax import config
+from rlhf_jax.planning import chips, profiled
+from rlhf_jax.runs.profile.profiler import Text
+
+MODEL = config.gpt2(
+    vocab_size=50, hidden_size=8, num_layers=3, num_heads=2, max_positions=64
+)
+CRITIC = config.gpt2(
+    vocab_size=50, hidden_size=4, num_layers=2, num_heads=2, max_positions=64
+)
+TEXTS = [Text(5, 3), Text(5, 7), Text(2, 4), Text(2, 1)]
+MATRIX = np.zeros((6, 7))
+
+
+def forward(size, layers, *, head, texts=TEXTS, group_size=1):
+    """A loop over tokens: kernels, (query, key) pairs, and predictions."""
+    flops = 0
+    for row, (prompt, response) in enumerate(texts):
+        first = prompt if row % group_size else 0  # which its group has run
+        for token in range(first, prompt + response):
+            flops += 2 * layers * (4 * size * size + 2 * 4 * size * size)
+            flops += layers * 2 * 2 * size * (token + 1)
+        flops += 2 * size * 50 * response * head
+    return flops
+
+
+def test_an_iteration_of_ppo_counts_every_pass():
+    policy, value = (
+        functools.partial(forward, 8, 3),
+        functools.partial(forward, 4, 2),
+    )
+    flops = profiled.policy_gradient_flops(
+        TEXTS,
+        model=MODEL,
+        num_epochs=4,
+        group_size=1,
+        references=[MODEL, CRITIC],
+        rewards=[CRITIC],
+        critic=CRITIC,
+    )
+    assert flops == pytest.approx(
+        {
+            "rollout": policy(head=True),
+            "reference": policy(head=True) + value(head=True),
+            "reward": value(head=False),
+            "values": value(head=False),
+            "loss": 4 * 3 * (policy(head=True) + value(head=False)),
+        }
+    )
+
+
+def test_groups_share_their_prompt_and_adapters_save_a_pass():
+    flops = functools.partial(
+        profiled.policy_gradient_flops, TEXTS, model=MODEL, num_epochs=1, group_size=2
+    )
+    whole = forward(8, 3, head=True)
+    assert flops()["rollout"] == pytest.approx(forward(8, 3, head=True, group_size=2))
+    assert flops()["loss"] == pytest.approx(3 * whole)
+    assert flops(trained=0.5)["loss"] == pytest.approx(1.5 * whole)
+    assert flops(critic=MODEL, shared_trunk=True)["loss"] == flops()["loss"]
+    adapters = {"a": MATRIX, "b": MATRIX}
+    tokens = sum(map(sum, TEXTS))
+    own = 3 * 2 * tokens * 2 * MATRIX.size
+    assert flops(adapters=adapters)["loss"] == pytest.approx(2 * whole + own)
+
+
+def test_an_update_of_dpo_counts_its_reference():
+    flops = profiled.supervised_flops(TEXTS, model=MODEL, head=True, reference=CRITIC)
+    assert flops == pytest.approx(
+        {"loss": 3 * forward(8, 3, head=True), "reference": forward(4, 2, head=True)}
+    )
+    flops = profiled.supervised_flops(TEXTS, model=MODEL, head=False)
+    assert flops == pytest.approx({"loss": 3 * forward(8, 3, head=False)})
+
+
+def run_folder(tmp_path, *, scopes=("rollout", "reference", "loss")):
+    """Two steps in 100 µs: 20 of rollout, 10 of the reference, 40 of the loss."""
+    names = {"a": "rollout", "b": "reference", "c": "loss"}
+    program = {
+        operation: f"jit(f)/{scope}/dot"
+        for operation, scope in names.items()
+        if scope in scopes
+    }
+    ends = {"a": (0, 20), "b": (20, 30), "c": (35, 75), "d": (75, 80)}
+    events = [
+        (operation, *span, {"hlo_op": operation, "program_id": 7})
+        for operation, span in ends.items()
+    ]
+    file = tmp_path / "profile" / "a.xplane.pb"
+    file.parent.mkdir()
+    file.write_bytes(
+        xspaces.serialised(
+            xspaces.plane(
+                "/host:metadata", {}, programs={"jit_f(7)": xspaces.program(program)}
+            ),
+            xspaces.plane("/host:CPU", {"t": events, "p": [("reward", 28, 34, {})]}),
+        )
+    )
+    window = {
+        "stage": "ppo",
+        "first": 5,
+        "end": 7,
+        "seconds": 100e-6,
+        "trace": "profile/a.xplane.pb",
+        "texts": [TEXTS, TEXTS[:2]],
+    }
+    (tmp_path / "profile" / "window.json").write_text(json.dumps(window))
+    rows = [
+        {"stage": stage, "step": step, "seconds": 1.0, "phases": {"sample": 0.25}}
+        for stage in ("sft", "ppo")
+        for step in range(8)
+    ]
+    lines = "".join(f"{json.dumps(row)}\n" for row in rows)
+    (tmp_path / "timings.jsonl").write_text(lines)
+    return tmp_path
+
+
+def flops_of(texts):
+    return {"rollout": 1e3 * len(texts), "loss": 1e6 * len(texts)}
+
+
+def test_the_table_of_a_cpu_has_no_mfu(tmp_path, capsys):
+    summary = profiled.summary(run_folder(tmp_path), flops=flops_of)["profile"]
+    assert summary["source"] == "trace"
+    assert summary["seconds"] == pytest.approx(
+        {
+            "rollout": 10e-6,
+            "reference": 5e-6,
+            "loss": 20e-6,
+            "other device work": 2.5e-6,
+            "waiting for the reward": 2e-6,
+            "devices idle": 10.5e-6,
+        }
+    )
+    # The parts and nothing else make the step, where nothing runs at the same time.
+    assert sum(summary["seconds"].values()) == pytest.approx(50e-6)
+    assert summary["seconds_per_step"] == pytest.approx(50e-6)
+    assert summary["reference_share"] == pytest.approx(0.1)
+    assert summary["tokens_per_second"] == pytest.approx((29 + 20) / 100e-6)
+    assert summary["model_flops_per_step"] == pytest.approx(3 * 1.001e6)
+    assert summary["mfu"] is None
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Where the time goes: ppo, steps 5 to 6" in text
+    assert "MFU = model FLOPs / (seconds · devices · peak FLOPs per second" in text
+    assert "unknown: no peak of this device is known" in text
+    assert "the reference costs 10.0% of a step" in text
+    assert "490,000" in text
+
+
+def test_the_mfu_of_a_chip_that_is_known(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(chips, "of_device", lambda device: chips.named("h100"))
+
+    def work(texts):
+        return {"loss": 1e10}
+
+    summary = profiled.summary(run_folder(tmp_path), flops=work)["profile"]
+    assert summary["mfu"] == pytest.approx(2e10 / (100e-6 * 1 * 989e12))
+    text = " ".join(capsys.readouterr().out.split())
+    assert "20.2% = 1e+10 / (5e-05 · 1 · 9.89e+14), the peak of bfloat16" in text
+    assert "50.6%" in text  # of the 40 µs of the loss alone
+
+
+@pytest.mark.parametrize("broken", ["names no scope", "is gone", "is cut off"])
+def test_without_scopes_the_table_has_the_host_s_phases(tmp_path, capsys, broken):
+    folder = run_folder(
+        tmp_path, scopes=() if broken == "names no scope" else ("loss",)
+    )
+    trace = folder / "profile" / "a.xplane.pb"
+    if broken == "is gone":
+        trace.unlink()
+    if broken == "is cut off":
+        trace.write_bytes(trace.read_bytes()[:-3])
+    summary = profiled.summary(folder, flops=None)["profile"]
+    assert summary["source"] == "timings.jsonl"
+    assert summary["seconds"] == {"sample": 0.25}
+    assert summary["reference_share"] is None
+    assert summary["model_flops_per_step"] is None
+    assert summary["tokens_per_second"] == pytest.approx(490_000)
+    text = " ".join(capsys.readouterr().out.split())
+    assert "phases of timings.jsonl, as the trace names no scope" in text
+    assert "unknown: nobody counts the model FLOPs of this run" in text
+
+
+def test_a_run_without_a_profile_has_no_table(tmp_path, capsys):
+    assert profiled.summary(tmp_path, flops=flops_of) == {}
+    assert capsys.readouterr().out == ""
