@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,6 +67,27 @@ def runs_of(sweep: Path) -> list[Finished]:
             f"{sweep}: expected runs that are done, got none; start the sweep first"
         )
     return runs
+
+
+def complete(runs: Sequence[Finished]) -> list[Finished]:
+    """The runs of the seeds that every cell has; says which seeds are left out.
+
+    Raises:
+      InputError: there is no such seed.
+    """
+    of_cells: dict[str, set[int]] = {}
+    for run in runs:
+        of_cells.setdefault(run.cell, set()).add(run.seed)
+    common = set.intersection(*of_cells.values())
+    left_out = sorted(set.union(*of_cells.values()) - common)
+    if not common:
+        raise InputError(
+            "expected a seed of which every cell is done, got none; go on with the "
+            "sweep first"
+        )
+    if left_out:
+        print(f"not every cell has seeds {', '.join(map(str, left_out))}: left out")
+    return [run for run in runs if run.seed in common]
 
 
 def _read(path: Path) -> dict[str, Any]:

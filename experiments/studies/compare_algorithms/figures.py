@@ -28,7 +28,13 @@ class Options:
 
 def main(options: Options) -> None:
     """Tells and draws what a sweep of algorithms has come to."""
-    runs = finished.runs_of(options.sweep)
+    runs = finished.complete(finished.runs_of(options.sweep))
+    cells = {run.cell: run.config["algorithm"] for run in runs}
+    if len(set(cells.values())) < len(cells):
+        raise InputError(
+            f"{options.sweep}: expected cells that differ in the algorithm, got "
+            f"{', '.join(cells):.200}; results.json has the figures of every cell"
+        )
     before, after, points = [], [], []
     for run in runs:
         own = {"algorithm": run.config["algorithm"], "seed": run.seed}

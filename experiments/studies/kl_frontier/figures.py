@@ -29,7 +29,13 @@ class Options:
 
 def main(options: Options) -> None:
     """Tells and draws what a sweep of β has come to."""
-    runs = finished.runs_of(options.sweep)
+    runs = finished.complete(finished.runs_of(options.sweep))
+    cells = {run.cell: run.config["kl_coef"] for run in runs}
+    if len(set(cells.values())) < len(cells):
+        raise InputError(
+            f"{options.sweep}: expected cells that differ in kl_coef alone, got "
+            f"{', '.join(cells):.200}; results.json has the figures of every cell"
+        )
     before, after, points = [], [], []
     for run in runs:
         own = {"seed": run.seed, "kl_coef": run.config["kl_coef"]}

@@ -1,7 +1,8 @@
 """The sweep of `kl_in_practice` on sums of three digits, with a verifier.
 
-Advantages are not whitened, and losses are sums over responses, so that every choice
-has the gradient that its name says, at the β that is given.
+Advantages are not whitened, losses are sums over responses, GRPO's baseline is the mean
+of the others in a group (RLOO's), and there is one update on a batch, so that every
+choice has the gradient that it is named for, at the β that is given.
 """
 
 from choices import grid as choices_at
@@ -27,11 +28,17 @@ options = {
     "aggregation": "constant",
     "lam": 1.0,
 }
-grid = {"algorithm": list(algorithms), "kl": choices_at(kl_coefs)}
+grid = {
+    "algorithm": [
+        "ppo",
+        {"label": "grpo", "algorithm": "grpo", "baseline": "leave_one_out"},
+    ],
+    "kl": choices_at(kl_coefs),
+}
 measures = {
     "gold": {"summary": "policy.gold"},
     "greedy": {"summary": "policy.greedy"},
     "kl": {"summary": "policy.kl"},
-    "entropy": {"metric": "objective/entropy", "last": 10},
+    "entropy": {"metric": "objective/entropy", "last": 5},
 }
-claims = claims_at(kl_coefs, algorithms=algorithms)
+claims = claims_at(kl_coefs, algorithms=algorithms, world="arithmetic")

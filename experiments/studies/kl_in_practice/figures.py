@@ -7,12 +7,15 @@ Writes figures.json and plots/frontier.png into the sweep's folder. Of every cho
 every β, means over seeds with 95% intervals:
 
     gold, kl, entropy    at the end of a run
-    fall                 of gold below the best it had before, gold units: stability
+    fall                 of gold below the best it had before, gold units: stability.
+                         Of means of three looks; a policy that stands still falls by
+                         about one standard error of a look
     gradient             the greatest norm of a step over the median of the run
     tokens               sampled until gold passed a half of the best mean gain of the
                          sweep, of the seeds that did
-    lead                 gold above that of the unpenalised run of the seed where that
-                         had come to the same KL: what β has over stopping early
+    lead                 gold at the last look above that of the unpenalised run of the
+                         seed where that had come to the same KL: what β has over
+                         stopping early
 """
 
 from __future__ import annotations
@@ -34,11 +37,11 @@ from rlhf_jax.runs import folder, metrics, report
 from rlhf_jax.sweeps import statistics
 from studies import finished
 from studies.finished import Finished
-from studies.kl_in_practice.choices import NONE
 
 Row = Mapping[str, Any]
 MEASURED = ("gold", "kl", "entropy", "fall", "gradient", "tokens", "lead")
 LAST = 5  # steps of which the entropy at the end is the mean
+NONE = "none"  # the choice at β = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,14 +62,14 @@ def measured(run: Finished, *, target: float, unpenalised: Finished | None) -> R
     """
     rows = metrics.read(run.folder / "metrics.jsonl")
     path = run.points()
-    gold = np.array([row["gold"] for row in path] + [run.summary["policy"]["gold"]])
+    gold = np.convolve([row["gold"] for row in path], np.ones(3) / 3, mode="valid")
     norms = [row["policy/grad_norm"] for row in rows]
-    finite = all(isinstance(norm, float) for norm in norms)
+    finite = all(isinstance(norm, float) for norm in norms) and np.median(norms) > 0
     return {
         "gold": run.summary["policy"]["gold"],
         "kl": run.summary["policy"]["kl"],
         "entropy": float(np.mean([row["objective/entropy"] for row in rows[-LAST:]])),
-        "fall": float(np.max(np.maximum.accumulate(gold) - gold)),
+        "fall": float(np.max(np.maximum.accumulate(gold) - gold, initial=0.0)),
         "gradient": float(max(norms) / np.median(norms)) if finite else None,
         "tokens": tokens_to(target, path, rows, batch_size=run.config["batch_size"]),
         "lead": None if unpenalised is None else lead(run, unpenalised),
@@ -100,8 +103,7 @@ def lead(run: Finished, unpenalised: Finished) -> float | None:
     Returns:
       None where the unpenalised run never came so far, or the run is at no KL.
     """
-    own = run.summary["policy"]
-    path = [*unpenalised.points(), unpenalised.summary["policy"]]
+    own, path = run.points()[-1], unpenalised.points()
     at = max(own["kl"], 0.0) ** 0.5
     before = path[0]
     for row in path[1:]:
@@ -125,9 +127,7 @@ def summarise(runs: Sequence[Finished]) -> dict[str, Any]:
       estimates of MEASURED with their values by seed.
     """
     free = {
-        (run.config["algorithm"], run.seed): run
-        for run in runs
-        if run.config["kl_coef"] == 0
+        (algorithm_of(run), run.seed): run for run in runs if run.config["kl_coef"] == 0
     }
     gains = collections.defaultdict(list)
     for run in runs:
@@ -141,13 +141,13 @@ def summarise(runs: Sequence[Finished]) -> dict[str, Any]:
         of_cell = cells.setdefault(
             run.cell,
             {
-                "algorithm": config["algorithm"],
+                "algorithm": algorithm_of(run),
                 "choice": choice_of(run),
                 "kl_coef": config["kl_coef"],
                 "by_seed": {name: {} for name in MEASURED},
             },
         )
-        other = free.get((config["algorithm"], run.seed))
+        other = free.get((algorithm_of(run), run.seed))
         unpenalised = None if config["kl_coef"] == 0 else other
         for name, value in measured(
             run, target=target, unpenalised=unpenalised
@@ -164,6 +164,11 @@ def summarise(runs: Sequence[Finished]) -> dict[str, Any]:
                 "interval": told.interval and list(told.interval),
             }
     return {"target": target, "reference": start, "cells": cells}
+
+
+def algorithm_of(run: Finished) -> str:
+    """As the sweep calls it: RLOO's baseline is GRPO's here."""
+    return "ppo" if run.config["algorithm"] == "ppo" else "grpo"
 
 
 def choice_of(run: Finished) -> str:
@@ -221,8 +226,8 @@ def draw(figures: Row, runs: Sequence[Finished]) -> Figure:
     axes = figure.subplots(1, len(algorithms), sharey=True, squeeze=False)[0]
     for axis, algorithm in zip(axes, algorithms, strict=True):
         for run in runs:
-            if run.config["algorithm"] == algorithm and run.config["kl_coef"] == 0:
-                path = [*run.points(), run.summary["policy"]]
+            if algorithm_of(run) == algorithm and run.config["kl_coef"] == 0:
+                path = run.points()
                 axis.plot(
                     [max(row["kl"], 0.0) ** 0.5 for row in path],
                     [row["gold"] for row in path],

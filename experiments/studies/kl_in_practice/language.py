@@ -1,7 +1,9 @@
 """The sweep of `kl_in_practice` on the quickstart's language, against a reward model.
 
-Advantages are not whitened, and losses are sums over responses, so that every choice
-has the gradient that its name says, at the β that is given.
+Advantages are not whitened, losses are sums over responses, and GRPO's baseline is the
+mean of the others in a group (RLOO's), so that the first update on a batch has the
+gradient that the choice is named for, at the β that is given. As in practice there are
+more updates on a batch, here three, at a policy that has moved on.
 """
 
 from choices import grid as choices_at
@@ -32,7 +34,10 @@ options = {
     "whiten_advantages": None,
     "lam": 1.0,
 }
-grid = {"algorithm": list(algorithms), "kl": choices_at(kl_coefs)}
+grid = {
+    "algorithm": ["ppo", {"label": "grpo", "algorithm": "rloo"}],
+    "kl": choices_at(kl_coefs),
+}
 measures = {
     "gold": {"summary": "policy.gold"},
     "score": {"summary": "policy.score"},
@@ -41,4 +46,4 @@ measures = {
     "distinct": {"summary": "policy.distinct"},
     "entropy": {"metric": "objective/entropy", "last": 5},
 }
-claims = claims_at(kl_coefs, algorithms=algorithms)
+claims = claims_at(kl_coefs, algorithms=algorithms, world="language")

@@ -3,81 +3,119 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from choices import NONE, cell
 
+World = Literal["language", "arithmetic"]
+BOTH: tuple[World, ...] = ("language", "arithmetic")
+
 
 class Published(NamedTuple):
-    """A claim, and the comparison that would bear it out."""
+    """A claim, borne out by greater > factor · less - margin."""
 
     source: str
     says: str
     measure: str
     greater: str  # a choice; NONE is β = 0
     less: str
+    factor: float = 1.0
+    margin: float = 0.0  # in the unit of the measure
+    worlds: tuple[World, ...] = BOTH
 
 
+SHAH = "Shah et al. 2025, arXiv:2512.21852"
+LIU = "Liu et al. 2025, arXiv:2510.01555"
 PUBLISHED = (
     Published(
-        "Shah et al. 2025, arXiv:2512.21852",
-        "k1 in the reward, whose gradient is unbiased, does better than k3 in the loss",
-        *("gold", "k1 reward", "k3 loss"),
+        source=SHAH,
+        says="k1 in the reward, whose gradient is unbiased, does better than k3 in the "
+        "loss",
+        measure="gold",
+        greater="k1 reward",
+        less="k3 loss",
     ),
     Published(
-        "Shah et al. 2025, arXiv:2512.21852",
-        "k3 in the reward is worse than k1 there",
-        *("gold", "k1 reward", "k3 reward"),
+        source=SHAH,
+        says="k3 in the reward is worse than k1 there",
+        measure="gold",
+        greater="k1 reward",
+        less="k3 reward",
     ),
     Published(
-        "Liu et al. 2025, arXiv:2510.01555",
-        "k1 in the loss does not hold the policy, as k1 in the reward does",
-        *("kl", "k1 loss", "k1 reward"),
+        source=LIU,
+        says="k1 in the loss does not hold the policy, as k1 in the reward does",
+        measure="kl",
+        greater="k1 loss",
+        less="k1 reward",
     ),
     Published(
-        "Liu et al. 2025, arXiv:2510.01555",
-        "k2 in the loss is k1 in the reward: the KL is not higher with it",
-        *("kl", "k2 loss", "k1 reward"),
+        source=LIU,
+        says="k2 in the loss is k1 in the reward: its KL is at most a quarter higher",
+        measure="kl",
+        greater="k1 reward",
+        less="k2 loss",
+        factor=0.8,
     ),
     Published(
-        "Liu et al. 2025, arXiv:2510.01555",
-        "k2 in the loss is k1 in the reward: the KL is not lower with it",
-        *("kl", "k1 reward", "k2 loss"),
+        source=LIU,
+        says="k2 in the loss is k1 in the reward: its KL is at most a quarter lower",
+        measure="kl",
+        greater="k2 loss",
+        less="k1 reward",
+        factor=0.8,
     ),
     Published(
-        "Liu et al. 2025, arXiv:2510.01555",
-        "k3 in the loss, a first-order approximation, holds the policy less than k2",
-        *("kl", "k3 loss", "k2 loss"),
+        source=LIU,
+        says="k3 in the loss, a first-order approximation, holds the policy less than "
+        "k2",
+        measure="kl",
+        greater="k3 loss",
+        less="k2 loss",
     ),
     Published(
-        "Shao et al. 2024, arXiv:2402.03300",
-        "k3 in the loss holds the policy to its reference",
-        *("kl", NONE, "k3 loss"),
+        source="Shao et al. 2024, arXiv:2402.03300",
+        says="k3 in the loss holds the policy to its reference",
+        measure="kl",
+        greater=NONE,
+        less="k3 loss",
     ),
     Published(
-        "Yu et al. 2025, arXiv:2503.14476",
-        "without a KL penalty a policy comes further",
-        *("gold", NONE, "k1 reward"),
+        source="Yu et al. 2025, arXiv:2503.14476",
+        says="with a verifier k3 in the loss is not needed: without it no less is "
+        "learned",
+        measure="gold",
+        greater=NONE,
+        less="k3 loss",
+        margin=0.02,
+        worlds=("arithmetic",),
     ),
     Published(
-        "Stiennon et al. 2020, arXiv:2009.01325",
-        "the KL penalty keeps a policy from exploiting its reward model",
-        *("gold", "k1 reward", NONE),
+        source="Stiennon et al. 2020, arXiv:2009.01325",
+        says="k1 in the reward keeps a policy from exploiting its reward model",
+        measure="gold",
+        greater="k1 reward",
+        less=NONE,
+        worlds=("language",),
     ),
     Published(
-        "Minka 2005, MSR-TR-2005-173",
-        "a forward KL keeps more entropy than a reverse one",
-        *("entropy", "k3 loss", "k2 loss"),
+        source="Minka 2005, MSR-TR-2005-173",
+        says="a forward KL keeps more entropy than a reverse one",
+        measure="entropy",
+        greater="k3 loss",
+        less="k2 loss",
     ),
 )
 
 
 def claims_at(
-    kl_coefs: Sequence[float], *, algorithms: Sequence[str]
+    kl_coefs: Sequence[float], *, algorithms: Sequence[str], world: World
 ) -> dict[str, str]:
     """The claims of a sweep: each published one, of each algorithm at each β."""
     claims = {}
     for one in PUBLISHED:
+        if world not in one.worlds:
+            continue
         for algorithm in algorithms:
             for kl_coef in kl_coefs:
                 greater, less = (
@@ -85,6 +123,8 @@ def claims_at(
                     f"kl={(NONE if name == NONE else cell(name, kl_coef))!r})"
                     for name in (one.greater, one.less)
                 )
+                factor = "" if one.factor == 1 else f"{one.factor:g} * "
+                margin = f" - {one.margin:g}" if one.margin else ""
                 name = f"{one.says} ({one.source}; {algorithm}, β = {kl_coef:g})"
-                claims[name] = f"{greater} > {less}"
+                claims[name] = f"{greater} > {factor}{less}{margin}"
     return claims

@@ -129,7 +129,9 @@ def main(options: Config) -> None:
     rows = every_triple(options.seed)
     held_out, learned = rows[: options.held_out], rows[options.held_out :]
     with run.Run(options, num_steps={options.algorithm: options.num_steps}) as job:
-        reference = frozen.freeze(reference_of(options, learned))
+        reference = frozen.freeze(
+            reference_of(options, learned, check=job.interrupt.check)
+        )
         job.interrupt.check()  # no step of a stage may come to notice
         policy = improve(
             reference,

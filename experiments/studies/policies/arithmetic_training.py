@@ -22,6 +22,7 @@ from worlds.arithmetic import (
 
 from rlhf_jax import config, critic, decoder, grpo, kl_control, ppo, sft, state
 from rlhf_jax.algorithms.batch import Rollout
+from rlhf_jax.algorithms.grpo.experience import Baseline
 from rlhf_jax.algorithms.state import TrainState
 from rlhf_jax.data import batches
 from rlhf_jax.data.encoding import Example
@@ -85,6 +86,9 @@ class Config(Sft):
     """Responses an iteration."""
     group_size: int = 8
     """Responses to each prompt of GRPO."""
+    baseline: Baseline = "group"
+    """Baseline of GRPO: the mean of the group, or of the others in it, with which β in
+    the loss weighs as much as β in the reward."""
     kl_coef: float = 0.05
     """β, reward units per nat."""
     learning_rate: float = 5e-4
@@ -109,11 +113,12 @@ class Config(Sft):
             learning_rate=self.learning_rate,
             critic_learning_rate=self.critic_learning_rate,
             sample_every=self.sample_every,
+            num_steps=self.num_steps,
         )
+        checks.non_negative(kl_coef=self.kl_coef)
         checks.fraction(lam=self.lam)
         if self.algorithm == "grpo":
-            checks.positive(group_size=self.group_size)
-            checks.groups(self.batch_size, group_size=self.group_size)
+            checks.groups(self.batch_size, group_size=self.group_size, least=2)
 
     def of_programs(self) -> Config:
         """These options without those that no compiled program depends on."""
@@ -149,11 +154,14 @@ class Config(Sft):
 # --- the reference ----------------------------------------------------------------
 
 
-def reference_of(options: Config, rows: Sequence[Row]) -> Params:
+def reference_of(
+    options: Config, rows: Sequence[Row], *, check: Callable[[], None]
+) -> Params:
     """The reference of a seed, which the first run that asks for it makes.
 
     Args:
       rows: worked examples.
+      check: as of `made_once.made_once`.
     """
     place = options.out / "prepared" if options.prepared is None else options.prepared
     folder = made_once.folder_of(place, "arithmetic", options.of_preparation(place))
@@ -163,7 +171,9 @@ def reference_of(options: Config, rows: Sequence[Row]) -> Params:
         with run.Run(own, num_steps={"sft": own.sft_steps}) as job:
             return fine_tune(rows, job=job, options=own)
 
-    return jax.tree.map(jnp.asarray, made_once.made_once(folder, fine_tuned))
+    return jax.tree.map(
+        jnp.asarray, made_once.made_once(folder, fine_tuned, check=check)
+    )
 
 
 def fine_tune(rows: Sequence[Row], *, job: run.Run, options: Sft) -> Params:
@@ -241,6 +251,7 @@ def programs_of(options: Config) -> Programs:
             temperature=options.temperature,
             penalty=options.penalty,
             aggregation=options.aggregation,
+            baseline=options.baseline,
             group_size=options.group_size,
             num_epochs=options.num_epochs,
             num_minibatches=options.num_minibatches,

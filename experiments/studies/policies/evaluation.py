@@ -32,7 +32,7 @@ def programs_of(options: Config) -> tuple[Callable[..., Any], Callable[..., Any]
     """What measures responses of a policy, and what draws those of best-of-n.
 
     Args:
-      options: `Config.of_programs` of a run; equal ones share their programs.
+      options: `Config.of_measuring` of a run; equal ones share their programs.
     """
     algorithm = quickstart.algorithm_of(options)
 
@@ -88,7 +88,7 @@ def look(
       "score" as the policy is trained by it, "unshaped_score" of the reward model
       alone, "kl" by k1 in nats per response, and `preparation.judgement`.
     """
-    measure, _ = programs_of(options.of_programs())
+    measure, _ = programs_of(options.of_measuring())
     prompts = preparation.prompts_of(
         HELD_OUT_PROMPTS,
         batch_size=num_answers,
@@ -114,7 +114,7 @@ def best_of(models: SeedModels, *, options: Config) -> list[Row]:
 
     Each set is chosen from, and the other tells what its choice cost.
     """
-    _, draw = programs_of(options.of_programs())
+    _, draw = programs_of(options.of_measuring())
     most = max(options.best_of)
     num_prompts = options.num_evaluated // options.responses_per_prompt
     prompts = preparation.prompts_of(

@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,21 @@ from typing import Any
 import jax
 import numpy as np
 from flax import traverse_util
+from safetensors import SafetensorError
 from safetensors import numpy as safetensors
 
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runs import folder as run_folder
 from rlhf_jax.runs import run_config, write_errors
 from rlhf_jax.runs.run_config import RunConfig
 
 Arrays = Mapping[str, Any]  # dicts of arrays within dicts
+BETWEEN = 0.5  # seconds between looks at a lock that another run holds
 
 
-def made_once(folder: Path, make: Callable[[], Arrays]) -> Arrays:
+def made_once(
+    folder: Path, make: Callable[[], Arrays], *, check: Callable[[], None]
+) -> Arrays:
     """What `make` returns, from the disk where it was made before.
 
     Runs that begin at once wait for the first. One that is killed leaves its folder to
@@ -35,21 +42,28 @@ def made_once(folder: Path, make: Callable[[], Arrays]) -> Arrays:
     Args:
       folder: of these arrays alone.
       make: returns arrays of JAX or NumPy.
+      check: called while another run is waited for; raises where this one is to stop.
 
     Returns:
       The same to the last bit, of NumPy.
+
+    Raises:
+      InputError: the file is there and cannot be read.
     """
     file = folder / "arrays.safetensors"
-    folder.mkdir(parents=True, exist_ok=True)
-    with _held(folder / "made.lock"):
-        if not file.exists():
-            flat = traverse_util.flatten_dict(jax.device_get(make()), sep="/")
-            arrays = {name: np.ascontiguousarray(leaf) for name, leaf in flat.items()}
-            partial = file.with_suffix(".partial")
-            with write_errors.writing(partial):
-                safetensors.save_file(arrays, partial)
-                os.replace(partial, file)
-    return traverse_util.unflatten_dict(safetensors.load_file(file), sep="/")
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with _held(folder / "made.lock", check=check):
+            if not file.exists():
+                _write(make(), file)
+    try:
+        flat = safetensors.load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise InputError(
+            f"{file}: expected arrays that an earlier run made, got: {error}; remove "
+            f"{folder}, and they are made again"
+        ) from error
+    return traverse_util.unflatten_dict(flat, sep="/")
 
 
 def folder_of(
@@ -61,19 +75,41 @@ def folder_of(
       prepared: where such folders are.
       world: the first part of its name.
       options: of the run that makes it. Those that change nothing of the result are not
-        in the digest.
+        in the digest, and the versions of the library and of JAX are.
       further: what else it depends on.
     """
     alike = run_config.to_json(options)
     for name in run_config.MAY_DIFFER | {"seed"}:
         alike.pop(name, None)
-    digest = hashlib.sha256(json.dumps([alike, *further]).encode()).hexdigest()
+    versions = run_folder.versions()
+    made_by = [alike, *further, versions.get("rlhf_jax"), versions.get("jax")]
+    digest = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()
     return prepared / f"{world}_{digest[:8]}" / f"seed_{options.seed}"
 
 
+def _write(arrays: Arrays, file: Path) -> None:
+    """The file, whole or not at all."""
+    flat = traverse_util.flatten_dict(jax.device_get(arrays), sep="/")
+    partial = file.with_suffix(".partial")
+    with write_errors.writing(partial), partial.open("wb") as written:
+        written.write(
+            safetensors.save(
+                {name: np.ascontiguousarray(leaf) for name, leaf in flat.items()}
+            )
+        )
+        written.flush()
+        os.fsync(written.fileno())
+        os.replace(partial, file)
+
+
 @contextlib.contextmanager
-def _held(path: Path) -> Iterator[None]:
+def _held(path: Path, *, check: Callable[[], None]) -> Iterator[None]:
     """Waits for a lock, and holds it."""
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        while True:
+            check()
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(BETWEEN)
         yield

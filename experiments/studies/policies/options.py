@@ -113,9 +113,10 @@ class Config(quickstart.Config):
         """These options without those that no compiled program depends on.
 
         Runs that are equal in it share their programs: they differ in seed, β and
-        files. Of DPO β is a part of the loss.
+        files. Of DPO β is a part of the loss, and a controller has bounds around it.
         """
-        kl_coef = self.kl_coef if self.algorithm == "dpo" else 1.0
+        bound = self.algorithm == "dpo" or self.kl_control != kl_control.CONSTANT
+        kl_coef = self.kl_coef if bound else 1.0
         return dataclasses.replace(
             self,
             out=Path(),
@@ -126,6 +127,20 @@ class Config(quickstart.Config):
             progress=False,
             prepared=None,
             kl_coef=kl_coef,
+        )
+
+    def of_measuring(self) -> Config:
+        """Of these options those that responses and their measurement depend on."""
+        return dataclasses.replace(
+            self.of_programs(),
+            algorithm="best_of_n",
+            kl_control=kl_control.CONSTANT,
+            kl_coef=1.0,
+            penalty=IN_REWARD,
+            aggregation="token_mean",
+            whiten_advantages="rollout",
+            lam=0.95,
+            look="held_out",
         )
 
     def of_preparation(self, folder: Path) -> quickstart.Config:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,16 +57,20 @@ class SeedModels(NamedTuple):
             frozen.verify(model)
 
 
-def seed_models(options: Config) -> SeedModels:
+def seed_models(options: Config, *, check: Callable[[], None]) -> SeedModels:
     """The frozen models of a seed, which the first run that asks for them makes.
 
     They stand in a folder named for the seed and a digest of the options that they
     depend on, so that runs which differ in anything else share it.
+
+    Args:
+      check: as of `made_once.made_once`.
     """
     place = options.out / "prepared" if options.prepared is None else options.prepared
     own = options.of_preparation(place)
     folder = made_once.folder_of(place, "reviews", own, options.num_members)
-    made = made_once.made_once(folder, functools.partial(_prepare, options, folder))
+    make = functools.partial(_prepare, options, folder)
+    made = made_once.made_once(folder, make, check=check)
     model = quickstart.algorithm_of(own).model
     members = tuple(
         frozen.freeze(made[f"reward_model_{member}"])

@@ -104,7 +104,8 @@ def main(options: Config) -> None:
     measured: dict[str, Row] = {}
     summary: Row = {"algorithm": options.algorithm, "kl_coef": options.kl_coef}
     with run.Run(options, num_steps=num_steps) as job:
-        models = preparation.seed_models(options)
+        models = preparation.seed_models(options, check=job.interrupt.check)
+        job.interrupt.check()  # no step of a stage may come to notice
         at_end = functools.partial(
             look,
             models=models,
