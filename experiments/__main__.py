@@ -1,4 +1,4 @@
-"""Runs an experiment of a folder: `python experiments studies.kl_frontier --out ...`.
+"""Runs an experiment: `python experiments studies.distillation --out runs/distill`.
 
 Its folders import each other by their names here (`from worlds import reviews`).
 """
@@ -14,7 +14,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def experiments() -> dict[str, str]:
-    """{"studies.kl_frontier": the first line of its docstring} of what can be run."""
+    """{"studies.distillation": the first line of its docstring} of what can be run."""
     lines = {}
     for file in sorted(HERE.rglob("*.py")):
         text = file.read_text(encoding="utf-8")

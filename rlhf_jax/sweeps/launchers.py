@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -18,6 +19,7 @@ from rlhf_jax.sweeps import tied, worker
 from rlhf_jax.sweeps.planned import Planned
 
 BETWEEN = 1.0  # seconds between looks at a job that is to end
+BETWEEN_ANSWERS = 0.05  # seconds between looks at a worker that is to end its run
 
 
 class Process(Protocol):
@@ -77,11 +79,13 @@ class Workers:
         run.log.parent.mkdir(parents=True, exist_ok=True)
         while self._idle:
             given = self._idle.pop()
-            if given.lives():
-                break
-            given.end()
-        else:
-            given = _Worker(self._idle)
+            try:
+                given.give(run)
+            except BrokenPipeError:  # something has ended it since its last run
+                given.end()
+            else:
+                return given
+        given = _Worker(self._idle, log=run.log)
         given.give(run)
         return given
 
@@ -95,60 +99,68 @@ class Workers:
 class _Worker:
     """A process that stays; a `Process` of the run that it was given last."""
 
-    def __init__(self, idle: list[_Worker]) -> None:
+    def __init__(self, idle: list[_Worker], *, log: Path) -> None:
         """Starts it.
 
         Args:
           idle: where it puts itself when its run has ended.
+          log: for what is printed before its first run.
         """
         self._idle = idle
         self._status: int | None = None
-        self._process = subprocess.Popen(
-            [*_tie(), sys.executable, "-P", "-m", worker.__name__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-            text=True,
-        )
+        reading, writing = os.pipe()
+        with log.open("ab") as printed:
+            self._process = subprocess.Popen(
+                [*_tie(), sys.executable, "-P", "-m", worker.__name__, str(writing)],
+                stdin=subprocess.PIPE,
+                stdout=printed,
+                stderr=subprocess.STDOUT,
+                pass_fds=(writing,),
+                start_new_session=True,
+                text=True,
+            )
+        os.close(writing)
+        self._answers = os.fdopen(reading)
 
     def give(self, run: Planned) -> None:
         """Has it do a run, while it does none."""
         assert self._process.stdin is not None
         self._status = None
-        line = {"module": run.module, "argv": run.arguments(), "log": str(run.log)}
+        log = str(run.log.resolve())
+        line = {"module": run.module, "argv": run.arguments(), "log": log}
         self._process.stdin.write(json.dumps(line) + "\n")
         self._process.stdin.flush()
 
-    def lives(self) -> bool:
-        """Whether nothing has ended it since its last run."""
-        return self._process.poll() is None
-
     def poll(self) -> int | None:
-        assert self._process.stdout is not None
-        if self._status is None and select.select([self._process.stdout], [], [], 0)[0]:
-            return self.wait()
+        if self._status is None:
+            answered = bool(select.select([self._answers], [], [], 0)[0])
+            if answered or self._process.poll() is not None:
+                self._take(answered)
         return self._status
 
     def terminate(self) -> None:
         self._process.terminate()
 
     def wait(self) -> int:
-        if self._status is None:
-            assert self._process.stdout is not None
-            line = self._process.stdout.readline()
-            if line:
-                self._status = int(line)
-                self._idle.append(self)
-            else:  # the run took the process with it
-                self._status = self.end()
-        return self._status
+        while (status := self.poll()) is None:
+            time.sleep(BETWEEN_ANSWERS)
+        return status
+
+    def _take(self, answered: bool) -> None:
+        """Takes its answer, or its end where the run took the process with it."""
+        line = self._answers.readline() if answered else ""
+        if line:
+            self._status = int(line)
+            self._idle.append(self)
+        else:
+            self._status = self.end()
 
     def end(self) -> int:
         """Lets it end; its exit status."""
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.stdout.close()
+        with contextlib.suppress(BrokenPipeError):  # of what it has not taken
+            self._process.stdin.close()
+        self._answers.close()
         return self._process.wait()
 
 

@@ -1,12 +1,16 @@
 """A process that does one run after another, and keeps what was compiled.
 
-    python -m rlhf_jax.sweeps.worker
+    python -m rlhf_jax.sweeps.worker ANSWERS
 
-Each line of its input names a run, and each line of its output is the exit status of
-one: {"module": "rlhf_jax.train.main", "argv": ["ppo", "--out=..."], "log": "..."}, or
-with null for the module of a Python file or folder, which is the first of argv.
-What the run prints goes to its log. Programs that a module keeps by their options are
-compiled by the first run and found by the next, where runs differ in numbers alone.
+Each line of its input names a run, and each line of the file descriptor ANSWERS is the
+exit status of one: {"module": "rlhf_jax.train.main", "argv": ["ppo", "--out=..."],
+"log": "..."}, or with null for the module of a Python file or folder, the first of
+argv. What a run prints goes to its log. Programs that a module keeps by their options
+are compiled by the first run and found by the next, where runs differ in numbers only.
+
+After each run the working directory, the environment, the path of modules and the
+handlers of signals are those of before. What else a run leaves behind stays: modules,
+JAX's configuration, threads.
 """
 
 from __future__ import annotations
@@ -14,26 +18,29 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
 
 def main() -> None:
     """Does the runs that its input names, until that ends."""
-    asked, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    asked, answers = os.fdopen(os.dup(0)), os.fdopen(int(sys.argv[1]), "w")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
     for line in asked:
-        asked_for: dict[str, Any] = json.loads(line)
-        log = os.open(asked_for["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        given: dict[str, Any] = json.loads(line)
+        log = os.open(given["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
-        status = run(asked_for["argv"], module=asked_for["module"])
+        status = run(given["argv"], module=given["module"])
         print(status, file=answers, flush=True)
 
 
@@ -47,7 +54,8 @@ def run(argv: Sequence[str], *, module: str | None) -> int:
     Returns:
       Its exit status; 1 where it ends with an exception, whose traceback is printed.
     """
-    path = list(sys.path)
+    here, path, environment = Path.cwd(), list(sys.path), dict(os.environ)
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         if module is not None:
             sys.argv = [module, *argv]
@@ -59,16 +67,21 @@ def run(argv: Sequence[str], *, module: str | None) -> int:
             runpy.run_path(argv[0], run_name="__main__")
     except SystemExit as stop:
         if stop.code is None or isinstance(stop.code, int):
-            return stop.code or 0
+            return (stop.code or 0) & 0xFF  # what the system keeps of it
         print(stop.code, file=sys.stderr)
         return 1
     except BaseException:
         traceback.print_exc()
         return 1
     finally:
-        sys.path[:] = path
         sys.stdout.flush()
         sys.stderr.flush()
+        sys.path[:] = path
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(here)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     return 0
 
 

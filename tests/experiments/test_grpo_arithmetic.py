@@ -118,6 +118,24 @@ def test_stopped_in_both_stages_a_run_is_the_same_to_the_last_bit(
     assert found | {"seconds": None} == expected | {"seconds": None}
 
 
+def test_programs_are_shared_where_runs_differ_in_numbers_alone(tmp_path):
+    def programs(folder="a", **changes):
+        options = arithmetic_training.Config(out=tmp_path / folder, **changes)
+        return options.of_programs()
+
+    first = programs()
+    assert first == programs("b", seed=3, kl_coef=0.0, prepared=tmp_path)
+    assert arithmetic_training.programs_of(first) is arithmetic_training.programs_of(
+        programs("b", seed=4)
+    )
+    found = arithmetic_training.programs_of(
+        programs(baseline="leave_one_out", aggregation="constant")
+    ).algorithm
+    assert (found.baseline, found.aggregation) == ("leave_one_out", "constant")
+    assert first != programs(baseline="leave_one_out")
+    assert first != programs(algorithm="ppo")
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -125,6 +143,9 @@ def test_stopped_in_both_stages_a_run_is_the_same_to_the_last_bit(
         ({"held_out": 1000}, "leave some to train on"),
         ({"group_size": 7}, "divide the"),
         ({"group_size": 0}, "group_size"),
+        ({"group_size": 1}, "group_size"),
+        ({"kl_coef": -1.0}, "kl_coef"),
+        ({"num_steps": 0}, "num_steps"),
         ({"learning_rate": -1.0}, "learning_rate"),
     ],
 )

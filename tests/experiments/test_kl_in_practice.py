@@ -40,9 +40,8 @@ def test_every_gradient_is_swept_once(sweep):
             for name, value in options.items()
             if name.startswith("penalty.")
         }
-        swept.append(
-            (options["algorithm"], options["kl_coef"], Penalty(**own).gradient)
-        )
+        algorithm = dict(cell.values)["algorithm"]
+        swept.append((algorithm, options["kl_coef"], Penalty(**own).gradient))
     assert len(swept) == len(set(swept)) == 2 * (1 + 3 * len(every))
     for algorithm in ("ppo", "grpo"):
         kl_coefs = {coef for name, coef, _ in swept if name == algorithm}
@@ -57,13 +56,54 @@ def test_every_gradient_is_swept_once(sweep):
 def test_published_claims_name_cells_of_the_sweep(sweep):
     nothing = {name: {cell: {} for cell in sweep.cells} for name in sweep.measures}
     lookup = claims.lookup_in(sweep.cells, nothing)
-    assert len(sweep.claims) == 10 * 2 * 3
+    assert len(sweep.claims) == 9 * 2 * 3
     for claim in sweep.claims.values():
         assert claims.answer(claim, lookup=lookup).answer == "not enough seeds"
 
 
-def run_of(folder, *, kl_coef, gold, kl, norms=(1.0, 1.0, 1.0), estimator="k1"):
-    """A run of three steps whose gold and KL are given on the way and at the end."""
+@pytest.mark.parametrize(
+    ("says", "measure", "numbers", "answer"),
+    [
+        # What each paper says, where it is so and where it is not.
+        ("does better than k3", "gold", {"k1_reward": 1.0, "k3_loss": 0.0}, "yes"),
+        ("does better than k3", "gold", {"k1_reward": 0.0, "k3_loss": 1.0}, "no"),
+        ("is worse than k1", "gold", {"k1_reward": 1.0, "k3_reward": 0.0}, "yes"),
+        ("does not hold", "kl", {"k1_loss": 9.0, "k1_reward": 1.0}, "yes"),
+        ("quarter higher", "kl", {"k2_loss": 2.0, "k1_reward": 1.0}, "no"),
+        ("quarter higher", "kl", {"k2_loss": 1.2, "k1_reward": 1.0}, "yes"),
+        ("quarter lower", "kl", {"k2_loss": 0.5, "k1_reward": 1.0}, "no"),
+        ("quarter lower", "kl", {"k2_loss": 0.9, "k1_reward": 1.0}, "yes"),
+        ("less than k2", "kl", {"k3_loss": 2.0, "k2_loss": 1.0}, "yes"),
+        ("k3 in the loss holds", "kl", {"none": 9.0, "k3_loss": 1.0}, "yes"),
+        ("is not needed", "gold", {"none": 0.50, "k3_loss": 0.51}, "yes"),
+        ("is not needed", "gold", {"none": 0.50, "k3_loss": 0.60}, "no"),
+        ("from exploiting", "gold", {"k1_reward": 1.0, "none": -2.0}, "yes"),
+        ("more entropy", "entropy", {"k3_loss": 1.0, "k2_loss": 0.5}, "yes"),
+    ],
+)
+def test_published_claims_say_what_is_published(says, measure, numbers, answer):
+    sweeps = [
+        declaration.read(Path(study.__file__).with_name(f"{world}.py"))
+        for world in study.WORLDS
+    ]
+    seen = 0
+    for sweep in sweeps:
+        values = {name: {cell: {} for cell in sweep.cells} for name in sweep.measures}
+        for cell in sweep.cells:
+            label = dict(cell.values)["kl"]
+            choice = label if label == "none" else label.rpartition("_")[0]
+            if choice in numbers:
+                values[measure][cell] = dict.fromkeys(range(5), numbers[choice])
+        lookup = claims.lookup_in(sweep.cells, values)
+        for name, claim in sweep.claims.items():
+            if says in name:
+                assert claims.answer(claim, lookup=lookup).answer == answer
+                seen += 1
+    assert seen in (6, 12)  # two algorithms at three β, in one world or both
+
+
+def run_of(folder, *, kl_coef, gold, kl, norms=(1.0,) * 5, estimator="k1"):
+    """A run of five steps whose gold and KL are given on the way and at the end."""
     folder.mkdir(parents=True)
     penalty = {"value_estimator": estimator, "placement": "reward"}
     config = {"algorithm": "ppo", "kl_coef": kl_coef, "batch_size": 10}
@@ -74,7 +114,7 @@ def run_of(folder, *, kl_coef, gold, kl, norms=(1.0, 1.0, 1.0), estimator="k1"):
         "policy": {"gold": gold[-1], "kl": kl[-1]},
     }
     (folder / "summary.json").write_text(json.dumps(summary))
-    steps = range(3)
+    steps = range(5)
     samples = [
         {"stage": "ppo", "step": step, "gold": gold[step], "kl": kl[step]}
         for step in steps
@@ -101,13 +141,18 @@ def swept(tmp_path):
     for seed in (0, 1):
         none, held = (tmp_path / "runs" / cell / f"seed_{seed}" for cell in cells)
         # At √KL 0, 1, 2 and 3 gold is 0, 1, 0 and -2.
-        run_of(none, kl_coef=0.0, gold=[0.0, 1.0, 0.0, -2.0], kl=[0.0, 1.0, 4.0, 9.0])
+        run_of(
+            none,
+            kl_coef=0.0,
+            gold=[0.0, 1.0, 0.0, -2.0, -2.0, -2.0],
+            kl=[0.0, 1.0, 4.0, 9.0, 9.0, 9.0],
+        )
         run_of(
             held,
             kl_coef=0.5,
-            gold=[0.0, 0.75, 0.5, 1.5 + seed],
-            kl=[0.0, 1.0, 2.0, 2.25],
-            norms=(1.0, 6.0, 2.0),
+            gold=[0.0, 0.75, 0.5, 0.9, 1.5 + seed, 1.5 + seed],
+            kl=[0.0, 1.0, 2.0, 2.0, 2.25, 2.5],
+            norms=(1.0, 6.0, 2.0, 2.0, 2.0),
         )
     return tmp_path
 
@@ -118,27 +163,46 @@ def test_figures_by_hand(swept, capsys):
     assert found["target"] == pytest.approx(0.5 * 2.0)  # of the best mean gain
     none, held = found["cells"].values()
     assert (none["choice"], held["choice"]) == ("none", "k1 reward")
-    assert none["fall"]["mean"] == 3.0
-    assert held["fall"]["mean"] == 0.25
+    assert none["fall"]["mean"] == pytest.approx(1 / 3 + 4 / 3)  # of means of three
+    assert held["fall"]["mean"] == 0.0
     assert held["gradient"]["mean"] == 3.0
-    assert held["entropy"]["mean"] == pytest.approx(0.75)
-    # The first step sampled 10 responses of 5 tokens; held came to 1.0 at its end only.
+    assert held["entropy"]["mean"] == pytest.approx(0.5)
+    # A step sampled 10 responses, of 5 tokens first, and of one more each time.
     assert none["by_seed"]["tokens"] == {"0": 50.0, "1": 50.0}
-    assert held["tokens"] is None
+    assert held["by_seed"]["tokens"] == {"0": 260.0, "1": 260.0}
     # √2.25 is half way between 1 and 2, where the unpenalised gold is 0.5.
     assert held["by_seed"]["lead"] == pytest.approx({"0": 1.0, "1": 2.0})
     assert held["gold"]["interval"][0] < held["gold"]["mean"] == 2.0
     assert none["lead"] is None
     assert (swept / "plots" / "frontier.png").stat().st_size > 10_000
     told = capsys.readouterr().out
-    assert "│ k1 reward │ 0.5 │ 2 ±6.4 (2) │ 2.25 ±0 (2) │" in told
+    assert "│ k1 reward │ 0.5 │ 2 ±6.4 (2) │ 2.5 ±0 (2) │" in told
 
 
 def test_a_run_farther_than_the_unpenalised_one_has_no_lead(swept):
     runs = {run.cell: run for run in finished.runs_of(swept) if run.seed == 0}
     none, held = runs.values()
-    far = held._replace(summary={"policy": {"kl": 16.0, "gold": 0.0}})
-    assert figures.lead(far, none) is None
     rows = [{"response/length": length} for length in (2.0, 3.0, 4.0)]
     assert figures.tokens_to(0.6, held.points(), rows, batch_size=10) == 20
-    assert figures.tokens_to(0.8, held.points(), rows, batch_size=10) is None
+    assert figures.tokens_to(9.0, held.points(), rows, batch_size=10) is None
+    with (none.folder / "samples.jsonl").open("a") as file:
+        row = {"stage": "ppo", "step": 5, "gold": -2.0, "kl": 16.0}
+        file.write(json.dumps(row) + "\n")
+    assert figures.lead(none, held) is None
+
+
+def test_what_a_run_has_no_number_of(swept):
+    """No step moved it, or a norm was not finite."""
+    run = finished.runs_of(swept)[0]
+    for norms in ((1.0, 0.0, 0.0, 0.0, 0.0), (1.0, "NaN", 1.0, 1.0, 1.0)):
+        path = run.folder / "metrics.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        lines = [
+            json.dumps(row | {"policy/grad_norm": norm})
+            for row, norm in zip(rows, norms, strict=True)
+        ]
+        path.write_text("\n".join(lines) + "\n")
+        found = figures.measured(run, target=0.5, unpenalised=None)
+        assert found["gradient"] is None
+        assert found["lead"] is None
+        assert found["tokens"] == 50.0

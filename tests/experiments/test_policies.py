@@ -4,6 +4,8 @@ import functools
 import json
 import os
 import signal
+import threading
+import time
 from pathlib import Path
 
 import jax
@@ -13,7 +15,7 @@ import pytest
 import quickstart
 import toys
 from pipeline.options import TRAIN_PROMPTS
-from studies.policies import algorithms, preparation
+from studies.policies import algorithms, made_once, preparation
 from studies.policies import reviews as program
 from studies.policies.options import Config
 from worlds import reviews
@@ -182,6 +184,9 @@ def test_programs_are_shared_where_runs_differ_in_numbers_alone(tmp_path):
         return options_in(tmp_path, **changes).of_programs()
 
     first = programs(seed=0, kl_coef=0.0)
+    elsewhere = options_in(tmp_path / "elsewhere").of_programs()
+    assert first == elsewhere
+    assert algorithms.trainer_of(first) is algorithms.trainer_of(elsewhere)
     assert first == programs(seed=7, kl_coef=0.3, prepared=tmp_path, resume=True)
     assert algorithms.trainer_of(first) is algorithms.trainer_of(programs(seed=3))
     for other in (
@@ -191,9 +196,111 @@ def test_programs_are_shared_where_runs_differ_in_numbers_alone(tmp_path):
         {"lam": 1.0},
     ):
         assert first != programs(**other)
+    # A controller has bounds around β.
+    control = Control(kind="adaptive", target=3.0, unit="response", max_kl_coef=0.5)
+    assert programs(kl_control=control, kl_coef=0.1).kl_coef == 0.1
+    # What measures responses knows nothing of how they are learned from.
+    measuring = options_in(tmp_path).of_measuring()
+    for other in ({"algorithm": "rloo"}, {"penalty": IN_LOSS}, {"lam": 1.0}):
+        assert options_in(tmp_path, **other).of_measuring() == measuring
+    assert options_in(tmp_path, temperature=0.9).of_measuring() != measuring
     # β is a part of DPO's loss.
     both = [programs(algorithm="dpo", kl_coef=kl_coef) for kl_coef in (0.1, 0.2)]
     assert both[0] != both[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "options"),
+    [
+        ({"penalty": IN_LOSS}, {"penalty": IN_LOSS}),
+        ({"aggregation": "constant"}, {"aggregation": "constant"}),
+        ({"whiten_advantages": None}, {"whiten_advantages": None}),
+        ({"lam": 1.0}, {"lam": 1.0}),
+        ({"algorithm": "grpo", "aggregation": "constant"}, {"aggregation": "constant"}),
+        ({"algorithm": "rloo", "group_size": 2}, {"group_size": 2, "normalise": None}),
+        ({"algorithm": "rloo"}, {"baseline": "leave_one_out"}),
+    ],
+)
+def test_options_come_to_the_recipe(tmp_path, monkeypatch, changes, options):
+    """That is the one whose iteration is compiled."""
+    seen = []
+    for name in ("ppo", "grpo"):
+        monkeypatch.setattr(
+            getattr(algorithms, name),
+            "iteration",
+            lambda *args, recipe, **kwargs: seen.append(recipe),
+        )
+    own = options_in(tmp_path, num_evaluated=32, **changes).of_programs()
+    trainer = algorithms.trainer_of.__wrapped__(own)
+    trainer.update(None, batch=None, reference=None, reward=None, key=None)
+    for name, value in options.items():
+        assert vars(seen[0])[name] == value
+
+
+def test_models_are_made_anew_where_their_training_differs(tmp_path):
+    def folder(seed=0, **changes):
+        own = options_in(tmp_path, seed=seed, **changes).of_preparation(tmp_path)
+        return made_once.folder_of(tmp_path, "reviews", own)
+
+    first = folder()
+    assert first == folder(kl_coef=0.0, num_steps=9, algorithm="rloo", lam=1.0)
+    assert first.parent == folder(seed=1).parent
+    assert first.name != folder(seed=1).name
+    for other in (
+        {"label_noise": 0.5},
+        {"sft_steps": 31},
+        {"sft_learning_rate": 1e-3},
+        {"sft_batch_size": 4},
+        {"reward_steps": 3},
+        {"reward_learning_rate": 1e-4},
+        {"num_pairs": 48},
+        {"temperature": 1.0},
+        {"hidden_size": 8},
+        {"num_layers": 2},
+        {"num_heads": 1},
+        {"num_evaluated": 32},
+    ):
+        assert folder(**other) != first
+
+
+def test_arrays_are_made_by_the_first_that_comes(tmp_path):
+    """The others wait for it, and may be stopped as they do."""
+    made, waiting = [], threading.Event()
+
+    def make():
+        made.append(None)
+        waiting.wait(10)
+        return {"a": {"b": np.arange(3.0)}}
+
+    first = threading.Thread(
+        target=made_once.made_once,
+        args=(tmp_path / "of", make),
+        kwargs={"check": lambda: None},
+    )
+    first.start()
+    while not made:
+        time.sleep(0.01)
+
+    def stop():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        made_once.made_once(tmp_path / "of", make, check=stop)
+    looks = []
+
+    def look():
+        looks.append(None)
+        if len(looks) == 2:
+            waiting.set()
+
+    found = made_once.made_once(tmp_path / "of", make, check=look)
+    first.join()
+    np.testing.assert_array_equal(found["a"]["b"], [0, 1, 2])
+    assert len(made) == 1
+    assert len(looks) >= 2
+    (tmp_path / "of" / "arrays.safetensors").write_bytes(b"")
+    with pytest.raises(checks.InputError, match="expected arrays that an earlier run"):
+        made_once.made_once(tmp_path / "of", make, check=look)
 
 
 @pytest.fixture(scope="module")
@@ -258,6 +365,21 @@ def test_a_run_leaves_what_it_came_to(tmp_path, prepared):
         assert (tmp_path / "again" / name).read_bytes() == (out / name).read_bytes()
 
 
+def test_the_way_is_told_of_training_responses_too(tmp_path, prepared):
+    """With --look training: score and KL are those of metrics.jsonl."""
+    out = tmp_path / "run"
+    play(out, prepared, algorithm="rloo", look="training")
+    points = [row for row in metrics.read(out / "samples.jsonl") if "tokens" not in row]
+    learned = metrics.read(out / "metrics.jsonl")
+    for row in points:
+        own = learned[row["step"]]
+        assert row["score"] == pytest.approx(own["objective/scores"], abs=1e-5)
+        assert row["kl"] == pytest.approx(own["objective/kl"], abs=1e-5)
+        assert row["gold"] == pytest.approx(own["judge/score"], abs=1e-5)
+    assert [row["step"] for row in points] == [0, 2]
+    assert points[1]["score"] != pytest.approx(points[1]["kl"], abs=1e-3)
+
+
 def test_best_of_n_has_the_kl_that_theory_says(tmp_path, prepared):
     summary = play(tmp_path / "run", prepared, algorithm="best_of_n")
     rows = [summary[f"best of {n}"] for n in (2, 4)]
@@ -309,7 +431,7 @@ def test_stopped_and_crashed_a_run_goes_on_to_the_last_bit(
 def test_the_reward_of_a_seed_is_its_members_combined(tmp_path, prepared):
     def models(**changes):
         options = options_in(tmp_path, prepared=prepared, num_members=3, **changes)
-        return preparation.seed_models(options)
+        return preparation.seed_models(options, check=lambda: None)
 
     given = models()
     model = quickstart.algorithm_of(options_in(tmp_path)).model

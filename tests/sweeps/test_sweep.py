@@ -186,6 +186,91 @@ runs = {{ summary = "runs" }}
     assert os.getpid() not in processes
 
 
+LEAVES = """
+import os, signal, sys, time
+from pathlib import Path
+
+options = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
+word, out = options["--word"], Path(options["--out"])
+if word in ("first", "after"):
+    found = [Path.cwd().name, os.environ.get("LEFT"), "left" in sys.path]
+    found += [signal.getsignal(signal.SIGTERM) is signal.SIG_DFL]
+    out.mkdir(parents=True)
+    (out / "config.json").write_text("{}")
+    (out / "summary.json").write_text('{"found": 1}')
+    (out / "found.txt").write_text(repr(found))
+if word == "leaves":
+    os.chdir("/")
+    os.environ["LEFT"] = "it"
+    sys.path.append("left")
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(256 + 4)
+if word == "forks" and os.fork() == 0:
+    time.sleep(30)
+if word == "forks":
+    os._exit(3)
+"""
+
+
+def test_a_mapped_run_finds_what_the_first_one_found(tmp_path, monkeypatch):
+    """And one that leaves a child behind as it dies does not hold up the sweep."""
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    monkeypatch.chdir(tmp_path)
+    text = """
+program = ["leaves.py"]
+[grid]
+word = ["first", "leaves", "after", "forks"]
+[measures]
+found = { summary = "found" }
+"""
+    began = time.monotonic()
+    with pytest.raises(StopError, match="2 of 4 runs failed") as told:
+        swept(tmp_path, text, map=True)
+    assert time.monotonic() - began < 20
+    assert "word=leaves seed 0 (status 4)" in str(told.value)
+    assert "word=forks seed 0 (status 3)" in str(told.value)
+    first, after = (
+        (
+            tmp_path / "out" / "runs" / f"word={word}" / "seed_0" / "found.txt"
+        ).read_text()
+        for word in ("first", "after")
+    )
+    assert first == after == repr([tmp_path.name, None, False, True])
+
+
+def test_a_worker_that_is_gone_or_talks_as_it_starts_is_no_harm(tmp_path, monkeypatch):
+    """Python prints what a sitecustomize says before a run has a log."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text("print('module loaded')")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site'}:{places.PYTHONPATH}")
+    fields = {"program": [toy_experiment.__file__], "grid": {"slope": [1.0, 2.0]}}
+    runs = planned.runs_of(declaration.declared(fields, source="file"), out=tmp_path)
+    workers = launchers.Workers()
+
+    def kill(ended):
+        for worker in workers._idle:
+            worker._process.kill()
+            worker._process.wait()
+
+    ended = execution.run_all(runs, launcher=workers, jobs=1, tell=kill)
+    assert [each.status for each in ended] == [0, 0]
+    assert "module loaded" in runs[0].log.read_text()
+
+
+@pytest.mark.slow
+def test_a_mapped_trainer_is_the_trainer(tmp_path):
+    """Its options come to the trainer, which refuses them in the worker."""
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    fields = {"trainer": "sft", "options": {"model": str(empty), "data": "no.jsonl"}}
+    runs = planned.runs_of(declaration.declared(fields, source="file"), out=tmp_path)
+    [ended] = execution.run_all(
+        runs, launcher=launchers.Workers(), jobs=1, tell=lambda ended: None
+    )
+    assert ended.status == 2
+    assert str(empty) in runs[0].log.read_text()
+
+
 def test_mapped_runs_are_those_of_processes_of_their_own(tmp_path):
     swept(tmp_path, TOML, name="apart", jobs=3)
     swept(tmp_path, TOML, name="mapped", jobs=2, map=True)

@@ -6,7 +6,8 @@ Two sweeps of 520 runs (`language.py` against a reward model, `arithmetic.py` wi
 verifier), and their figures: the 17 choices of estimator, placement and direction whose
 expected gradient is their own (`choices.py`) at three β, and β = 0. The field's claims
 about them (`published.py`) are answered in each sweep's results.json. The same command
-goes on where it was stopped.
+goes on where it was stopped. References and reward models are made once, in
+runs/prepared.
 
 About two hours of two idle CPU cores. What to expect is recorded in
 `recorded/kl_in_practice`.
@@ -15,6 +16,7 @@ About two hours of two idle CPU cores. What to expect is recorded in
 from __future__ import annotations
 
 import dataclasses
+import signal
 import sys
 from pathlib import Path
 
@@ -38,11 +40,17 @@ class Options:
 
 def main(options: Options) -> None:
     """Runs what is left of both sweeps, and tells what they have come to."""
+    failed = []
     for world in WORLDS:
         file = Path(__file__).with_name(f"{world}.py")
         out = options.out / world
-        sweep.main(sweep.Config(file=file, out=out, jobs=options.jobs, map=True))
+        try:
+            sweep.main(sweep.Config(file=file, out=out, jobs=options.jobs, map=True))
+        except StopError as error:  # some runs failed, and the others are complete
+            failed.append(str(error))
         figures.main(figures.Options(out))
+    if failed:
+        raise StopError("\n".join(failed))
 
 
 if __name__ == "__main__":
@@ -55,3 +63,6 @@ if __name__ == "__main__":
     except Interrupted as stop:
         print("stopped and saved; the same command goes on", file=sys.stderr)
         sys.exit(128 + stop.signum)
+    except KeyboardInterrupt:
+        print("stopped without saving; the same command goes on", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)

@@ -44,5 +44,8 @@ def command(argv: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("stopped without saving; the same command goes on", file=sys.stderr)
         raise SystemExit(128 + signal.SIGINT) from None
-    except BrokenPipeError:  # of --print, whose reader has read enough
+    except BrokenPipeError:
+        if not options.print_:
+            raise
+        # The reader of the commands has read enough.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -50,12 +50,17 @@ class Config:
 def check_options(sweep: Sweep, runs: Sequence[Planned]) -> None:
     """Checks that the trainer has every option, with such values, before anything runs.
 
-    A program of one's own is not asked.
+    A program of one's own has to be there, and is not asked.
 
     Raises:
-      InputError: there is no such trainer, or it refuses a run's options.
+      InputError: there is no such trainer or program, or it refuses a run's options.
     """
     if sweep.trainer is None:
+        if not Path(sweep.program[0]).exists():
+            raise InputError(
+                f"program: expected a Python file or folder first, seen from "
+                f"{Path.cwd()}, got {sweep.program[0]}; start the sweep where it is"
+            )
         return
     if sweep.trainer not in TRAINERS:
         raise InputError(
