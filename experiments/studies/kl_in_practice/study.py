@@ -9,8 +9,7 @@ about them (`published.py`) are answered in each sweep's results.json. The same 
 goes on where it was stopped. References and reward models are made once, in
 runs/prepared.
 
-About two hours of two idle CPU cores. What to expect is recorded in
-`recorded/kl_in_practice`.
+About two hours of two idle CPU cores. It is not recorded yet.
 """
 
 from __future__ import annotations
