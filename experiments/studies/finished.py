@@ -1,16 +1,37 @@
-"""The runs of a sweep that are done, as figures are made of them."""
+"""The runs of a sweep that are done, and the programs that make figures of them."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import tyro
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import folder, metrics
 
 Row = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Of a program that makes figures."""
+
+    sweep: tyro.conf.Positional[Path]
+    """Folder of the sweep, --out of rlhf-jax sweep."""
+
+
+def command(main: Callable[[Options], None], *, description: str | None) -> None:
+    """A program that makes figures of a sweep."""
+    try:
+        main(tyro.cli(Options, description=description))
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 class Finished(NamedTuple):

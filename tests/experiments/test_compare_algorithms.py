@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from studies import finished
 from studies.compare_algorithms import comparison
 from studies.compare_algorithms import figures as compared
 
@@ -124,7 +125,7 @@ def test_figures_of_a_sweep(tmp_path):
             lines = "".join(json.dumps(row) + "\n" for row in way)
             (folder / "samples.jsonl").write_text(lines)
     (tmp_path / "sweep.json").write_text(json.dumps({"cells": cells}))
-    compared.main(compared.Options(tmp_path))
+    compared.main(finished.Options(tmp_path))
     found = json.loads((tmp_path / "figures.json").read_text())
     assert found["policies"]["PPO"]["of_seeds"]["gold"] == [0.9, 1.9]
     assert found["policies"]["PPO"]["of_seeds"]["net_gold"] == [0.65, 1.65]

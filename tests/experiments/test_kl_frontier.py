@@ -8,6 +8,7 @@ import pytest
 import quickstart
 from pipeline import preferences
 from pipeline.options import TRAIN_PROMPTS
+from studies import finished
 from studies.kl_frontier import figures as frontier
 from studies.kl_frontier import overoptimisation
 from studies.policies import preparation
@@ -240,7 +241,7 @@ def swept(tmp_path):
 
 
 def test_figures_of_a_sweep(swept, capsys):
-    frontier.main(frontier.Options(swept))
+    frontier.main(finished.Options(swept))
     found = json.loads((swept / "figures.json").read_text())
     assert found["num_seeds"] == 2
     assert found["reference"]["score"] == 0.0
@@ -256,8 +257,8 @@ def test_figures_of_a_sweep(swept, capsys):
 
 def test_folders_that_are_no_finished_sweep(swept, tmp_path):
     with pytest.raises(checks.InputError, match=r"got one without sweep\.json; give"):
-        frontier.main(frontier.Options(tmp_path / "runs"))
+        frontier.main(finished.Options(tmp_path / "runs"))
     for summary in swept.rglob("summary.json"):
         summary.unlink()
     with pytest.raises(checks.InputError, match="runs that are done, got none"):
-        frontier.main(frontier.Options(swept))
+        frontier.main(finished.Options(swept))

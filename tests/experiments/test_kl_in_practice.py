@@ -158,7 +158,7 @@ def swept(tmp_path):
 
 
 def test_figures_by_hand(swept, capsys):
-    figures.main(figures.Options(swept))
+    figures.main(finished.Options(swept))
     found = json.loads((swept / "figures.json").read_text())
     assert found["target"] == pytest.approx(0.5 * 2.0)  # of the best mean gain
     none, held = found["cells"].values()

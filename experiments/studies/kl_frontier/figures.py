@@ -9,25 +9,13 @@ each of three failures is seen.
 
 from __future__ import annotations
 
-import dataclasses
-import sys
-from pathlib import Path
-
-import tyro
-
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import folder
 from studies import finished
 from studies.kl_frontier import overoptimisation
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    sweep: tyro.conf.Positional[Path]
-    """Folder of the sweep."""
-
-
-def main(options: Options) -> None:
+def main(options: finished.Options) -> None:
     """Tells and draws what a sweep of β has come to."""
     runs = finished.complete(finished.runs_of(options.sweep))
     cells = {run.cell: run.config["kl_coef"] for run in runs}
@@ -55,7 +43,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Options, description=__doc__))
-    except InputError as error:
-        sys.exit(f"error: {error}")
+    finished.command(main, description=__doc__)

@@ -21,18 +21,13 @@ every β, means over seeds with 95% intervals:
 from __future__ import annotations
 
 import collections
-import dataclasses
-import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
-from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import folder, metrics, report
 from rlhf_jax.sweeps import statistics
 from studies import finished
@@ -42,12 +37,6 @@ Row = Mapping[str, Any]
 MEASURED = ("gold", "kl", "entropy", "fall", "gradient", "tokens", "lead")
 LAST = 5  # steps of which the entropy at the end is the mean
 NONE = "none"  # the choice at β = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    sweep: tyro.conf.Positional[Path]
-    """Folder of one of the two sweeps."""
 
 
 # --- a run ------------------------------------------------------------------------
@@ -277,7 +266,7 @@ def draw(figures: Row, runs: Sequence[Finished]) -> Figure:
     return figure
 
 
-def main(options: Options) -> None:
+def main(options: finished.Options) -> None:
     """Tells and draws what a sweep of choices has come to."""
     runs = finished.runs_of(options.sweep)
     figures = summarise(runs)
@@ -289,7 +278,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Options, description=__doc__))
-    except InputError as error:
-        sys.exit(f"error: {error}")
+    finished.command(main, description=__doc__)

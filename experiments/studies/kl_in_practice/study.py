@@ -24,6 +24,7 @@ import tyro
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.runs.command_line import Interrupted
 from rlhf_jax.train import sweep
+from studies import finished
 from studies.kl_in_practice import figures
 
 WORLDS = ("language", "arithmetic")
@@ -47,7 +48,7 @@ def main(options: Options) -> None:
             sweep.main(sweep.Config(file=file, out=out, jobs=options.jobs, map=True))
         except StopError as error:  # some runs failed, and the others are complete
             failed.append(str(error))
-        figures.main(figures.Options(out))
+        figures.main(finished.Options(out))
     if failed:
         raise StopError("\n".join(failed))
 
