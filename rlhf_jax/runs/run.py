@@ -59,7 +59,7 @@ class Run:
         """Makes or continues `config.out`.
 
         Args:
-          num_steps: of each stage, in order.
+          num_steps: of each stage, in order; none of a program without steps.
           check: decides on alarms from a stage's rows, as `alarms.check` does with its
             limits bound; None raises none.
           stop_timeout: seconds after a signal; a step that is in `Stage.user_code`
@@ -67,7 +67,8 @@ class Run:
             several processes, which save together.
 
         Raises:
-          InputError: a stage has no steps, or the last one not those of `profile`;
+          InputError: a stage has no steps, or the last one not those of `profile`,
+            which needs a stage;
             stop_timeout is no time, another process writes the folder, or it cannot be
             used (`folder.open_run`).
         """
@@ -82,6 +83,11 @@ class Run:
                 )
         profiled = None
         if config.profile is not None:
+            if not num_steps:
+                raise InputError(
+                    f"--profile {config.profile}: expected a program that trains step "
+                    f"by step, got one without steps; leave --profile out"
+                )
             profiled = window.parse(config.profile)
             profiled.check(list(num_steps.values())[-1])
         self.deadline = None
@@ -102,7 +108,7 @@ class Run:
             )
             undone.pop_all()
         self.profiler = Profiler(
-            self.folder, stage=list(num_steps)[-1], window=profiled
+            self.folder, stage=next(reversed(list(num_steps)), ""), window=profiled
         )
         self.versions = versions()
         self.resume_from = config.resume_from  # None once a stage has gone back to it

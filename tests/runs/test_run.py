@@ -73,6 +73,17 @@ def test_a_stage_goes_on_at_its_newest_snapshot(tmp_path):
     assert float(state["sum"]) == sum(range(10))
 
 
+def test_a_run_without_stages_has_a_folder_and_no_profile(tmp_path):
+    config = Config(out=tmp_path / "run")
+    with run.Run(config, num_steps={}) as job:
+        assert job.alarms == []
+    assert (tmp_path / "run" / "config.json").exists()
+    profiled = dataclasses.replace(config, out=tmp_path / "other", profile="2:4")
+    with pytest.raises(InputError, match="--profile 2:4: expected .* without steps"):
+        run.Run(profiled, num_steps={})
+    assert not (tmp_path / "other").exists()
+
+
 def test_a_run_tells_its_alarms_and_positions(tmp_path):
     def check(rows):
         return {"late": f"{len(rows)} rows"} if len(rows) in (4, 5, 8) else {}
