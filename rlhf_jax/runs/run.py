@@ -108,7 +108,10 @@ class Run:
             )
             undone.pop_all()
         self.profiler = Profiler(
-            self.folder, stage=next(reversed(list(num_steps)), ""), window=profiled
+            self.folder,
+            stage=next(reversed(list(num_steps)), ""),
+            window=profiled,
+            paused=self.record.paused,
         )
         self.versions = versions()
         self.resume_from = config.resume_from  # None once a stage has gone back to it
@@ -236,6 +239,7 @@ class Stage:
         run.record.begin(name, step=self.start, rows=begun.rows)
 
     def __enter__(self) -> Self:
+        self._run.profiler.begin_stage(self._name, self.start)
         self._begin_step(self.start)
         return self
 
@@ -284,8 +288,7 @@ class Stage:
           cli.Interrupted: after a signal, with everything saved.
         """
         record, config = self._run.record, self._run.config
-        with record.paused():
-            self._run.profiler.end_step(step, texts)
+        self._run.profiler.end_step(step, texts)
         if step == self.start:
             # Whatever a step compiles it has compiled by now.
             program_cache.give_back_memory()
@@ -305,8 +308,7 @@ class Stage:
         self._begin_step(done)
 
     def _begin_step(self, step: int) -> None:
-        with self._run.record.paused():
-            self._run.profiler.begin_step(self._name, step)
+        self._run.profiler.begin_step(self._name, step)
 
     def _save(self, done: int, state: PyTree) -> None:
         meta = {**self._meta, proof.META: self._frozen.check(state)}

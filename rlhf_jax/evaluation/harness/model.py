@@ -104,8 +104,8 @@ class Policy(TemplateLM):
         )
         if add_bos_token and self.tokenizer.bos_token_id is None:
             raise InputError(
-                "add_bos_token: expected a tokenizer with a BOS token, got one without; "
-                "leave it out"
+                "add_bos_token: expected a tokenizer with a BOS token, got one "
+                "without; leave it out"
             )
         self._name, self._max_gen_toks = pretrained, int(max_gen_toks)
         self._add_bos_token = add_bos_token

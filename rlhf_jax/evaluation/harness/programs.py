@@ -107,7 +107,7 @@ class Programs:
                 empty = "continuation" if context else "context"
                 raise InputError(
                     f"text {number}: expected a context and a continuation of at least "
-                    f"a token each, got no {empty}; give BOS or EOS for an empty context"
+                    f"a token each, got no {empty}; give BOS or EOS as the context"
                 )
             if len(continuation) > self._max_length:
                 raise InputError(
