@@ -32,6 +32,7 @@ from rlhf_jax.runs import (
     deadline,
     divergence,
     lock,
+    loggers,
     metrics,
     report,
 )
@@ -68,7 +69,7 @@ class Run:
 
         Raises:
           InputError: a stage has no steps, or the last one not those of `profile`,
-            which needs a stage;
+            which needs a stage; the package of a logger cannot be imported;
             stop_timeout is no time, another process writes the folder, or it cannot be
             used (`folder.open_run`).
         """
@@ -90,6 +91,12 @@ class Run:
                 )
             profiled = window.parse(config.profile)
             profiled.check(list(num_steps.values())[-1])
+        if processes.is_first():
+            loggers.check(
+                tensorboard=config.tensorboard,
+                wandb=config.wandb,
+                trackio=config.trackio,
+            )
         self.deadline = None
         if stop_timeout is not None and jax.process_count() == 1:
             self.deadline = deadline.Deadline(stop_timeout)
