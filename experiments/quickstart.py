@@ -45,6 +45,7 @@ from rlhf_jax.algorithms.flow import objective, rollout
 from rlhf_jax.data import batches
 from rlhf_jax.data.encoding import Example
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.planning import profiled
 from rlhf_jax.roles.reference import storage
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.runs import alarms, command_line, drift_report, folder, plots, report, run
@@ -281,6 +282,7 @@ def main(options: Config) -> None:
         "alarms": job.alarms,
         "seconds": time.perf_counter() - started,
     }
+    summary |= profiled.summary(job.folder, profile=options.profile, flops=None)
     folder.write_summary(job.folder, summary)
     print(f"{summary['seconds']:.0f} s; figures, samples and plots in {job.folder}")
 

@@ -13,8 +13,8 @@ The reference is trained, never at its initial weights, whose log-probs no round
 would move: a byte-level GPT-2 of 4.8 million parameters learns the text, or --model
 names a checkpoint. A policy is trained on from it, on other blocks of the text, and
 samples responses. All of this, and the figures of a copy in float32, the first run
-prepares in --prepared, and the others read it. Two runs may begin at once, and a run
-that is killed while it prepares is gone on from by the next.
+prepares in --prepared, and the others read it. Two runs may begin at once, and the
+next run continues a preparation that was killed.
 
 Every storage scores the same responses and the same held-out text: bytes on the
 device, peak bytes of the scoring program, which the compiler reports (its arguments

@@ -122,7 +122,10 @@ def named(name: str) -> Chip:
 
 def of_device(device: Any) -> Chip | None:
     """The chip that a JAX device is; None where the table has none, as of a CPU."""
-    matching = [
-        chip for chip in CHIPS.values() if device.device_kind.startswith(chip.kind)
-    ]
+    return of_kind(device.device_kind)
+
+
+def of_kind(kind: str) -> Chip | None:
+    """The chip that JAX calls by this `device_kind`; None where the table has none."""
+    matching = [chip for chip in CHIPS.values() if kind.startswith(chip.kind)]
     return max(matching, key=lambda chip: len(chip.kind), default=None)

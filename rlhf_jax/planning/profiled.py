@@ -1,6 +1,6 @@
 """Where the time of a run went: the table of `--profile`, with tokens and MFU.
 
-    MFU = model FLOPs / (seconds · devices · peak FLOPs a second of a device)
+    MFU = model FLOPs / (seconds · devices · peak FLOPs per second of a device)
 
 Model FLOPs are those of `model_flops` for the texts that the steps did read. Not
 counted are texts mixed in by --ptx, recomputed log-probs, exact KL, batches drawn
@@ -20,7 +20,7 @@ from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.planning import chips, measured, model_flops
 from rlhf_jax.planning.model_flops import Texts
 from rlhf_jax.runs import metrics, report
-from rlhf_jax.runs.profile import profiler, trace
+from rlhf_jax.runs.profile import profiler, trace, window
 from rlhf_jax.runs.profile.profiler import Profiled, Text
 
 Flops = Callable[[Sequence[Text]], dict[str, float]]
@@ -93,21 +93,27 @@ def supervised_flops(
     return flops
 
 
-def summary(run_folder: Path, *, flops: Flops | None) -> dict[str, Any]:
+def summary(
+    run_folder: Path, *, profile: str | None, flops: Flops | None
+) -> dict[str, Any]:
     """Prints the table of a profiled run; its figures for summary.json.
 
     Args:
       run_folder: of the run, which is over.
-      flops: texts of a step -> its model FLOPs by scope; None where nobody counts.
+      profile: the steps of --profile; None makes no table.
+      flops: texts of a step -> its model FLOPs by scope; None of a command that counts
+        none.
 
     Returns:
-      {"profile": {...}}, or {} of a run without a profile.
+      {"profile": {...}}, or {} of a run without a profile of these steps.
     """
-    profiled = profiler.read(run_folder)
+    if profile is None:
+        return {}
+    profiled = profiler.read(run_folder, window=window.parse(profile))
     if profiled is None:
         return {}
     times = _times(run_folder / profiled.trace)
-    devices = jax.process_count() * times.devices if times else jax.device_count()
+    devices = profiled.processes * times.devices if times else profiled.devices
     work: dict[str, float] = defaultdict(float)
     if flops is not None:
         for step in profiled.texts:
@@ -117,8 +123,7 @@ def summary(run_folder: Path, *, flops: Flops | None) -> dict[str, Any]:
         text.prompt + text.response for step in profiled.texts for text in step
     )
     seconds = _seconds(run_folder, profiled, times)
-    device = jax.devices()[0]
-    chip = chips.of_device(device)
+    chip = chips.of_kind(profiled.device)
 
     def mfu(count: float, seconds: float) -> float | None:
         if chip is None or not count:
@@ -141,7 +146,8 @@ def summary(run_folder: Path, *, flops: Flops | None) -> dict[str, Any]:
         "mfu_formula": FORMULA,
         "reference_share": None if reference is None else reference / profiled.seconds,
         "devices": devices,
-        "device": device.device_kind,
+        "device": profiled.device,
+        "compiled": profiled.compiled,
     }
     total = figures["model_flops_per_step"]
     work["step"] = sum(work.values())
@@ -185,7 +191,7 @@ def _tell(
         )
     print(f"MFU = {FORMULA}")
     if total is None:
-        print("    unknown: nobody counts the model FLOPs of this run")
+        print("    unknown: model FLOPs are not counted for this command")
     elif chip is None:
         rate = total / figures["seconds_per_step"]
         print(
@@ -197,6 +203,11 @@ def _tell(
             f"    {_share(figures['mfu'])} = {total:.3g} / "
             f"({figures['seconds_per_step']:.3g} · {devices} · {chip.flops:.3g}), the "
             f"peak of bfloat16 products"
+        )
+    if figures["compiled"]:
+        print(
+            f"{figures['compiled']} programs were compiled in this window: profile "
+            f"later steps, or read the shares without that time"
         )
     if figures["reference_share"] is not None:
         print(f"the reference costs {figures['reference_share']:.1%} of a step")

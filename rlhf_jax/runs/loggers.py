@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import alarms
 from rlhf_jax.runs.alarms import Alarm
 from rlhf_jax.runs.folder import write_text
@@ -28,6 +30,31 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """The run ends, well or not."""
+
+
+def check(*, tensorboard: bool, wandb: bool, trackio: bool) -> None:
+    """Checks that the packages that are wanted can be imported, before there is a run.
+
+    Raises:
+      InputError: one cannot.
+    """
+    packages = {
+        "tensorboard": (tensorboard, "tensorboardX"),
+        "wandb": (wandb, "wandb"),
+        "trackio": (trackio, "trackio"),
+    }
+    for extra, (wanted, package) in packages.items():
+        if not wanted:
+            continue
+        try:
+            importlib.import_module(package)
+        except Exception as error:  # they do as they like when they are imported
+            said = " ".join(str(error).split()) or type(error).__name__
+            raise InputError(
+                f"--{extra}: expected the package {package} to be imported, got: "
+                f"{said:.200}; pip install 'rlhf-jax[{extra}]' again, or leave "
+                f"--{extra} out"
+            ) from error
 
 
 class TensorBoard:

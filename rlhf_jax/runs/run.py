@@ -32,6 +32,7 @@ from rlhf_jax.runs import (
     deadline,
     divergence,
     lock,
+    loggers,
     metrics,
     report,
 )
@@ -59,7 +60,7 @@ class Run:
         """Makes or continues `config.out`.
 
         Args:
-          num_steps: of each stage, in order.
+          num_steps: of each stage, in order; none of a program without steps.
           check: decides on alarms from a stage's rows, as `alarms.check` does with its
             limits bound; None raises none.
           stop_timeout: seconds after a signal; a step that is in `Stage.user_code`
@@ -67,7 +68,8 @@ class Run:
             several processes, which save together.
 
         Raises:
-          InputError: a stage has no steps, or the last one not those of `profile`;
+          InputError: a stage has no steps, or the last one not those of `profile`,
+            which needs a stage; the package of a logger cannot be imported;
             stop_timeout is no time, another process writes the folder, or it cannot be
             used (`folder.open_run`).
         """
@@ -82,8 +84,19 @@ class Run:
                 )
         profiled = None
         if config.profile is not None:
+            if not num_steps:
+                raise InputError(
+                    f"--profile {config.profile}: expected a program that trains step "
+                    f"by step, got one without steps; leave --profile out"
+                )
             profiled = window.parse(config.profile)
             profiled.check(list(num_steps.values())[-1])
+        if processes.is_first():
+            loggers.check(
+                tensorboard=config.tensorboard,
+                wandb=config.wandb,
+                trackio=config.trackio,
+            )
         self.deadline = None
         if stop_timeout is not None and jax.process_count() == 1:
             self.deadline = deadline.Deadline(stop_timeout)
@@ -102,7 +115,10 @@ class Run:
             )
             undone.pop_all()
         self.profiler = Profiler(
-            self.folder, stage=list(num_steps)[-1], window=profiled
+            self.folder,
+            stage=next(reversed(list(num_steps)), ""),
+            window=profiled,
+            paused=self.record.paused,
         )
         self.versions = versions()
         self.resume_from = config.resume_from  # None once a stage has gone back to it
@@ -230,6 +246,7 @@ class Stage:
         run.record.begin(name, step=self.start, rows=begun.rows)
 
     def __enter__(self) -> Self:
+        self._run.profiler.begin_stage(self._name, self.start)
         self._begin_step(self.start)
         return self
 
@@ -278,8 +295,7 @@ class Stage:
           cli.Interrupted: after a signal, with everything saved.
         """
         record, config = self._run.record, self._run.config
-        with record.paused():
-            self._run.profiler.end_step(step, texts)
+        self._run.profiler.end_step(step, texts)
         if step == self.start:
             # Whatever a step compiles it has compiled by now.
             program_cache.give_back_memory()
@@ -299,8 +315,7 @@ class Stage:
         self._begin_step(done)
 
     def _begin_step(self, step: int) -> None:
-        with self._run.record.paused():
-            self._run.profiler.begin_step(self._name, step)
+        self._run.profiler.begin_step(self._name, step)
 
     def _save(self, done: int, state: PyTree) -> None:
         meta = {**self._meta, proof.META: self._frozen.check(state)}

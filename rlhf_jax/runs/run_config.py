@@ -51,8 +51,8 @@ class RunConfig:
     trackio: bool = False
     """Whether metrics go to Trackio too, on this machine."""
     profile: str | None = None
-    """Steps FIRST:END of which a JAX profiler trace is written to OUT/profile, with a
-    table at the end; 5:8 are the steps 5, 6 and 7."""
+    """Steps FIRST:END of which a JAX profiler trace is written to OUT/profile, and by
+    rlhf-jax and the quickstart a table; 5:8 are the steps 5, 6 and 7."""
 
     def __post_init__(self) -> None:
         counts = {

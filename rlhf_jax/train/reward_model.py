@@ -339,6 +339,7 @@ def main(options: Config) -> None:
     plots.draw(job.folder)
     summary |= profiled.summary(
         job.folder,
+        profile=options.profile,
         flops=functools.partial(profiled.supervised_flops, model=model, head=False),
     )
     summary["seconds"] = time.perf_counter() - started

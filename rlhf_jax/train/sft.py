@@ -297,6 +297,7 @@ def main(options: Config) -> None:
         "seconds": time.perf_counter() - started,
     } | profiled.summary(
         job.folder,
+        profile=options.profile,
         flops=functools.partial(profiled.supervised_flops, model=model, head=True),
     )
     folder.write_summary(job.folder, summary)

@@ -14,19 +14,23 @@ from rlhf_jax.algorithms import dpo, ppo, state
 from rlhf_jax.algorithms.flow import score
 from rlhf_jax.functional.kl import control
 from rlhf_jax.functional.kl.penalty import Penalty
+from rlhf_jax.runs.profile import trace
 
 ROWS = 4
 ADAM = optax.adam(1e-3)
 
 
+def names_of(function, *args, **kwargs):
+    """The names of a program's operations."""
+    lowered = jax.jit(functools.partial(function, **kwargs)).lower(*args)
+    return re.findall(r'loc\("([^"]*)"', lowered.as_text(debug_info=True))
+
+
 def scopes_of(function, *args, **kwargs):
     """All name scopes of a program, {(scope, operation)}."""
-    lowered = jax.jit(functools.partial(function, **kwargs)).lower(*args)
-    text = lowered.as_text(debug_info=True)
-    names = re.findall(r'loc\("([^"]*)"', text)
     return {
         (scope, name.rpartition("/")[-1])
-        for name in names
+        for name in names_of(function, *args, **kwargs)
         for scope in re.split(r"[/()]", name)[:-1]
     }
 
@@ -111,6 +115,35 @@ def test_exact_kl_is_of_the_reference(placement):
     found = scopes_of(learn, start(), rollout, scores, reference, jax.random.key(0))
     assert ("reference", "while") in found
     assert ("loss", "while") in found
+
+
+@pytest.mark.filterwarnings("ignore:KL penalty")
+def test_the_policy_s_part_of_exact_kl_is_not_the_reference_s():
+    """In no scope are its loops over layers, and over the vocabulary for both."""
+    rollout = jax.eval_shape(
+        functools.partial(ppo.sample, recipe=algorithm()),
+        toys.params(),
+        prompts=prompts(),
+        key=jax.random.key(0),
+    )
+
+    def exact(policy, reference, rollout):
+        return score._exact_kl(
+            rollout,
+            policy=policy,
+            reference=reference,
+            model=toys.GPT2,
+            max_new_tokens=toys.SIZE,
+            temperature=1.0,
+            penalty=Penalty(placement="reward", value_estimator="exact"),
+            packing=None,
+        )
+
+    names = names_of(exact, toys.params(), frozen.freeze(toys.params()), rollout)
+    loops = {trace.scope_of(name) for name in names if name.endswith("/while")}
+    assert loops == {None, "reference"}
+    logits = {name for name in names if name.endswith("btd,vd->btv/dot_general")}
+    assert {trace.scope_of(name) for name in logits} == {None, "reference"}
 
 
 def test_programs_of_their_own_have_theirs():

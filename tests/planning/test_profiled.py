@@ -71,6 +71,11 @@ def test_groups_share_their_prompt_and_adapters_save_a_pass():
     tokens = sum(map(sum, TEXTS))
     own = 3 * 2 * tokens * 2 * MATRIX.size
     assert flops(adapters=adapters)["loss"] == pytest.approx(2 * whole + own)
+    # A critic apart has adapters too; one that is a head has its values, and no pass.
+    apart = flops(adapters=adapters, critic=MODEL)
+    value = forward(8, 3, head=False)
+    assert apart["loss"] == pytest.approx(2 * whole + 2 * value + 2 * own)
+    assert flops(critic=MODEL, shared_trunk=True)["values"] == pytest.approx(value)
 
 
 def test_an_update_of_dpo_counts_its_reference():
@@ -82,7 +87,7 @@ def test_an_update_of_dpo_counts_its_reference():
     assert flops == pytest.approx({"loss": 3 * forward(8, 3, head=False)})
 
 
-def run_folder(tmp_path, *, scopes=("rollout", "reference", "loss")):
+def run_folder(tmp_path, *, scopes=("rollout", "reference", "loss"), **more):
     """Two steps in 100 µs: 20 of rollout, 10 of the reference, 40 of the loss."""
     names = {"a": "rollout", "b": "reference", "c": "loss"}
     program = {
@@ -112,6 +117,11 @@ def run_folder(tmp_path, *, scopes=("rollout", "reference", "loss")):
         "seconds": 100e-6,
         "trace": "profile/a.xplane.pb",
         "texts": [TEXTS, TEXTS[:2]],
+        "compiled": 0,
+        "device": "cpu",
+        "devices": 8,
+        "processes": 1,
+        **more,
     }
     (tmp_path / "profile" / "window.json").write_text(json.dumps(window))
     rows = [
@@ -129,7 +139,9 @@ def flops_of(texts):
 
 
 def test_the_table_of_a_cpu_has_no_mfu(tmp_path, capsys):
-    summary = profiled.summary(run_folder(tmp_path), flops=flops_of)["profile"]
+    summary = profiled.summary(
+        run_folder(tmp_path, compiled=3), profile="4:8", flops=flops_of
+    )["profile"]
     assert summary["source"] == "trace"
     assert summary["seconds"] == pytest.approx(
         {
@@ -154,15 +166,15 @@ def test_the_table_of_a_cpu_has_no_mfu(tmp_path, capsys):
     assert "unknown: no peak of this device is known" in text
     assert "the reference costs 10.0% of a step" in text
     assert "490,000" in text
+    assert "3 programs were compiled in this window" in text
 
 
-def test_the_mfu_of_a_chip_that_is_known(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(chips, "of_device", lambda device: chips.named("h100"))
-
+def test_the_mfu_of_a_chip_that_is_known(tmp_path, capsys):
     def work(texts):
         return {"loss": 1e10}
 
-    summary = profiled.summary(run_folder(tmp_path), flops=work)["profile"]
+    folder = run_folder(tmp_path, device=f"{chips.named('h100').kind} 80GB HBM3")
+    summary = profiled.summary(folder, profile="5:7", flops=work)["profile"]
     assert summary["mfu"] == pytest.approx(2e10 / (100e-6 * 1 * 989e12))
     text = " ".join(capsys.readouterr().out.split())
     assert "20.2% = 1e+10 / (5e-05 · 1 · 9.89e+14), the peak of bfloat16" in text
@@ -179,17 +191,31 @@ def test_without_scopes_the_table_has_the_host_s_phases(tmp_path, capsys, broken
         trace.unlink()
     if broken == "is cut off":
         trace.write_bytes(trace.read_bytes()[:-3])
-    summary = profiled.summary(folder, flops=None)["profile"]
+    summary = profiled.summary(folder, profile="5:7", flops=None)["profile"]
     assert summary["source"] == "timings.jsonl"
+    assert summary["devices"] == 8
     assert summary["seconds"] == {"sample": 0.25}
     assert summary["reference_share"] is None
     assert summary["model_flops_per_step"] is None
     assert summary["tokens_per_second"] == pytest.approx(490_000)
     text = " ".join(capsys.readouterr().out.split())
     assert "phases of timings.jsonl, as the trace names no scope" in text
-    assert "unknown: nobody counts the model FLOPs of this run" in text
+    assert "unknown: model FLOPs are not counted for this command" in text
 
 
-def test_a_run_without_a_profile_has_no_table(tmp_path, capsys):
-    assert profiled.summary(tmp_path, flops=flops_of) == {}
+def test_every_process_has_the_devices_of_the_first_one_s_trace(tmp_path, capsys):
+    """One device runs in each of 4 processes, of 8 devices in all."""
+    folder = run_folder(tmp_path, processes=4)
+    summary = profiled.summary(folder, profile="5:7", flops=flops_of)["profile"]
+    assert summary["devices"] == 4
+    out = capsys.readouterr().out
+    assert "4 × cpu" in out
+    assert "compiled" not in out
+
+
+def test_a_run_without_a_profile_of_these_steps_has_no_table(tmp_path, capsys):
+    assert profiled.summary(tmp_path, profile="5:7", flops=flops_of) == {}
+    folder = run_folder(tmp_path)
+    for profile in (None, "6:8", "3:6"):
+        assert profiled.summary(folder, profile=profile, flops=flops_of) == {}
     assert capsys.readouterr().out == ""

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import signal
+import sys
 import threading
 
 import jax
@@ -71,6 +72,27 @@ def test_a_stage_goes_on_at_its_newest_snapshot(tmp_path):
     state, steps = play(again, meta={"reference": "a"})
     assert steps == []
     assert float(state["sum"]) == sum(range(10))
+
+
+def test_a_run_without_stages_has_a_folder_and_no_profile(tmp_path):
+    config = Config(out=tmp_path / "run")
+    with run.Run(config, num_steps={}) as job:
+        assert job.alarms == []
+    assert (tmp_path / "run" / "config.json").exists()
+    profiled = dataclasses.replace(config, out=tmp_path / "other", profile="2:4")
+    with pytest.raises(InputError, match=r"--profile 2:4: expected .* without steps"):
+        run.Run(profiled, num_steps={})
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_logger_that_cannot_be_imported_leaves_no_folder(tmp_path, monkeypatch):
+    (tmp_path / "wandb.py").write_text("raise OSError('no room\\nfor a cache')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    config = Config(out=tmp_path / "run", wandb=True)
+    with pytest.raises(InputError, match=r"--wandb: .* got: no room for a cache; pip"):
+        run.Run(config, num_steps={"only": 10})
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_tells_its_alarms_and_positions(tmp_path):

@@ -99,4 +99,6 @@ class Config(Preparation):
         fields = {name: value for name, value in vars(self).items() if name in shared}
         at = self.out / "prepared" if self.prepared is None else self.prepared
         own = {"out": at / f"seed_{self.seed}", "resume": False, "resume_from": None}
+        # The others that read it may want none of these.
+        own |= {"profile": None, "tensorboard": False, "wandb": False, "trackio": False}
         return Preparation(**(fields | own))

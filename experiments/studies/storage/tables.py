@@ -109,7 +109,7 @@ def tell(rows: list[Row], *, loss: float) -> None:
 
 
 def draw(rows: list[Row]) -> Figure:
-    """A panel a column of the table, a bar a storage."""
+    """One panel per column of the table, one bar per storage."""
     wanted = ("held_mib", "peak_mib", "tpu_peak_mib", "logprob_error", "kl_error")
     shown = [name for name in wanted if any(row[name] is not None for row in rows)]
     figure = Figure(figsize=(3 * len(shown), 3.6), layout="constrained")

@@ -131,7 +131,6 @@ def score(
     )
 
 
-@jax.named_scope("reference")
 def _exact_kl(
     rollout: Rollout,
     *,
@@ -151,7 +150,8 @@ def _exact_kl(
             f"the hidden states of both, log-probs of the sampled tokens are not "
             f"enough. Run the reference beside the policy, or choose k1, k2 or k3"
         )
-    ref_params = frozen.read(reference)
+    with jax.named_scope("reference"):
+        ref_params = frozen.read(reference)
     ref_model = frozen.shape_of(reference, policy=model)
 
     def compute(packing: Packing | None) -> tuple[Array, Array]:
@@ -162,7 +162,8 @@ def _exact_kl(
             packing=packing,
         )
         hidden = texts.hidden_states(policy, model=model)
-        ref_hidden = texts.hidden_states(ref_params, model=ref_model)
+        with jax.named_scope("reference"):
+            ref_hidden = texts.hidden_states(ref_params, model=ref_model)
         exact = exact_kl(
             policy,
             hidden,
@@ -176,15 +177,16 @@ def _exact_kl(
             direction=penalty.direction,
             top_k=penalty.top_k,
         )
-        ref_logprobs, _ = logprobs_from_hidden(
-            ref_params,
-            ref_hidden,
-            model=ref_model,
-            tokens=texts.tokens,
-            mask=texts.mask,
-            temperature=temperature,
-            first_column=texts.first_column,
-        )
+        with jax.named_scope("reference"):
+            ref_logprobs, _ = logprobs_from_hidden(
+                ref_params,
+                ref_hidden,
+                model=ref_model,
+                tokens=texts.tokens,
+                mask=texts.mask,
+                temperature=temperature,
+                first_column=texts.first_column,
+            )
         return texts.padded(exact), texts.padded(ref_logprobs)
 
     exact, ref_logprobs = at_size(packing, compute)

@@ -207,7 +207,6 @@ def _surrogate(
             )
 
 
-@jax.named_scope("reference")
 def _exact_kl(
     params: Params,
     hidden: Array,
@@ -221,13 +220,15 @@ def _exact_kl(
             "expected the reference itself for exact KL in the loss, got log-probs "
             "alone; pass reference to update, or choose k1, k2 or k3"
         )
-    ref_params = frozen.read(reference)
     ref_model = frozen.shape_of(reference, policy=recipe.model)
+    with jax.named_scope("reference"):
+        ref_params = frozen.read(reference)
+        ref_hidden = texts.hidden_states(ref_params, model=ref_model)
     exact = exact_kl(
         params,
         hidden,
         ref_params,
-        texts.hidden_states(ref_params, model=ref_model),
+        ref_hidden,
         model=recipe.model,
         ref_model=ref_model,
         mask=texts.mask,

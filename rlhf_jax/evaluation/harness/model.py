@@ -77,7 +77,8 @@ class Policy(TemplateLM):
           mesh: devices, as data=2,tensor=4; 1 is the first device.
           max_length: tokens that the policy reads at most; None is its context.
           max_gen_toks: tokens of a response, where the task does not say.
-          add_bos_token: whether texts begin with BOS; None as the tokenizer does.
+          add_bos_token: whether texts begin with BOS, which a tokenizer that adds none
+            is helped to; None as the tokenizer does.
           seed: of responses that a task samples.
           max_batch_size, device: not read; lm-eval's command hands them to every model.
             JAX_PLATFORMS chooses the backend.
@@ -101,6 +102,11 @@ class Policy(TemplateLM):
             attention=attention,
             sharding=functools.partial(sharding.shardings, mesh=made),
         )
+        if add_bos_token and self.tokenizer.bos_token_id is None:
+            raise InputError(
+                "add_bos_token: expected a tokenizer with a BOS token, got one "
+                "without; leave it out"
+            )
         self._name, self._max_gen_toks = pretrained, int(max_gen_toks)
         self._add_bos_token = add_bos_token
         self.batch_size = int(batch_size)
@@ -154,7 +160,11 @@ class Policy(TemplateLM):
         if special is None:
             prefix = cast(str, self.tokenizer.decode([self.prefix_token_id]))
             special = self._add_bos_token is not False and not string.startswith(prefix)
-        return tokenization.encode(self.tokenizer, [string], special=special)[0]
+        tokens = tokenization.encode(self.tokenizer, [string], special=special)[0]
+        bos = cast("int | None", self.tokenizer.bos_token_id)
+        if special and self._add_bos_token and bos is not None and tokens[:1] != [bos]:
+            return [bos, *tokens]
+        return tokens
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
@@ -204,8 +214,8 @@ class Policy(TemplateLM):
                 windows.append(utils.make_disjoint_window(window))
                 of_text.append(number)
         totals = [0.0] * len(requests)
-        found = self._likelihoods(windows, disable_tqdm=disable_tqdm)
-        for number, likelihood in zip(of_text, found, strict=True):
+        likelihoods = self._likelihoods(windows, disable_tqdm=disable_tqdm)
+        for number, likelihood in zip(of_text, likelihoods, strict=True):
             totals[number] += likelihood.logprob
         for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
@@ -260,11 +270,15 @@ class Policy(TemplateLM):
                     f"a token of its own, got none, as the tokenizer has none or joins "
                     f"it to the context; begin continuations with a space"
                 )
-        pairs = [(context, continuation) for _, context, continuation in requests]
-        found = self._likelihoods(pairs, disable_tqdm=disable_tqdm)
-        for (texts, _, _), likelihood in zip(requests, found, strict=True):
+        # Of a context of spaces alone no token is left: they go to the continuation.
+        pairs = [
+            (context or [self.prefix_token_id], continuation)
+            for _, context, continuation in requests
+        ]
+        likelihoods = self._likelihoods(pairs, disable_tqdm=disable_tqdm)
+        for (texts, _, _), likelihood in zip(requests, likelihoods, strict=True):
             self.cache_hook.add_partial("loglikelihood", texts, tuple(likelihood))
-        return [(each.logprob, each.greedy) for each in found]
+        return [(each.logprob, each.greedy) for each in likelihoods]
 
     def _likelihoods(
         self, pairs: Sequence[tuple[Tokens, Tokens]], *, disable_tqdm: bool
@@ -282,10 +296,17 @@ class Policy(TemplateLM):
         max_new_tokens = kwargs.pop("max_gen_toks")
         sampled, temperature = kwargs.pop("do_sample"), kwargs.pop("temperature", 1.0)
         shaping = {name: kwargs.pop(name, None) for name in ("top_k", "top_p", "min_p")}
+        for name in ("top_k", "min_p"):  # 0 is off in tasks, as in transformers
+            shaping[name] = shaping[name] or None
         if kwargs:
             raise InputError(
                 f"gen_kwargs: expected until, max_gen_toks, do_sample, temperature, "
                 f"top_k, top_p and min_p, got {', '.join(kwargs)} too; leave them out"
+            )
+        if max_new_tokens < 1:
+            raise InputError(
+                f"gen_kwargs: expected max_gen_toks of at least 1, got "
+                f"{max_new_tokens}; raise it"
             )
         if sampled and not temperature > 0:
             raise InputError(

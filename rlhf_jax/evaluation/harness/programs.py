@@ -98,10 +98,17 @@ class Programs:
           The number of a text, and its likelihood.
 
         Raises:
-          InputError: a continuation is longer than the model's context.
+          InputError: a text is empty, or a continuation is longer than the model's
+            context.
         """
         groups: dict[tuple[int, int], list[int]] = defaultdict(list)
         for number, (context, continuation) in enumerate(texts):
+            if not context or not continuation:
+                empty = "continuation" if context else "context"
+                raise InputError(
+                    f"text {number}: expected a context and a continuation of at least "
+                    f"a token each, got no {empty}; give BOS or EOS as the context"
+                )
             if len(continuation) > self._max_length:
                 raise InputError(
                     f"continuation: expected at most the {self._max_length} tokens "

@@ -395,7 +395,9 @@ def _both(
             logits = softcap * jnp.tanh(logits / softcap)
         return logits / model.temperature
 
-    return logits(policy, plan.softcap), logits(reference, plan.ref_softcap)
+    of_policy = logits(policy, plan.softcap)
+    with jax.named_scope("reference"):
+        return of_policy, logits(reference, plan.ref_softcap)
 
 
 def _raw_logits(hidden: Array, head: Array, start: Array, plan: Plan) -> Array:

@@ -10,23 +10,26 @@ The run waits for its devices at the two boundaries alone.
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from rlhf_jax.devices import processes
+from rlhf_jax.devices import compile_counts, processes
 from rlhf_jax.runs import write_errors
 from rlhf_jax.runs.folder import write_text
 from rlhf_jax.runs.profile.window import Window
 
 Array = jax.Array
 Masks = tuple[Array, Array]  # segments or mask [B, S], response tokens [B, S]
-FOLDER, WINDOW = "profile", "window.json"
+FOLDER, WINDOW, TRACES = "profile", "window.json", "*.xplane.pb"
 
 
 class Text(NamedTuple):
@@ -45,6 +48,10 @@ class Profiled(NamedTuple):
     seconds: float  # between the two boundaries
     trace: str  # the .xplane.pb, below the run folder
     texts: list[list[Text]]  # of each step
+    compiled: int  # programs, meanwhile
+    device: str  # the kind that JAX calls it
+    devices: int  # of all processes, whether the run computed there or not
+    processes: int
 
     @property
     def steps(self) -> int:
@@ -58,13 +65,42 @@ class Profiler:
     Of several processes the first traces, its own devices.
     """
 
-    def __init__(self, run_folder: Path, *, stage: str, window: Window | None) -> None:
-        """Takes the run's folder and the stage whose steps are meant."""
+    def __init__(
+        self,
+        run_folder: Path,
+        *,
+        stage: str,
+        window: Window | None,
+        paused: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Takes the run's folder and the stage whose steps are meant.
+
+        Args:
+          run_folder: of the run.
+          stage: whose steps these are.
+          window: the steps; None traces none.
+          paused: around what is no step's time, `metrics.Recorder.paused`.
+        """
         self._folder, self._stage, self._window = run_folder, stage, window
+        self._paused = paused
         self._since: float | None = None
         self._first = 0
         self._masks: list[list[Masks]] = []
+        self._earlier: set[Path] = set()
+        self._compiled_before = compile_counts.Counts()
         self._annotation: jax.profiler.StepTraceAnnotation | None = None
+
+    def begin_stage(self, stage: str, start: int) -> None:
+        """Tells where a stage goes on after the window, without a trace of it."""
+        window = self._window
+        if window is None or stage != self._stage or start < window.end:
+            return
+        if processes.is_first() and read(self._folder, window=window) is None:
+            print(
+                f"warning: --profile {window.first}:{window.end}: {stage} goes on at "
+                f"step {start}, after these steps; nothing is traced",
+                file=sys.stderr,
+            )
 
     def begin_step(self, stage: str, step: int) -> None:
         """Starts the trace where `step`, the next one, is in the window."""
@@ -91,18 +127,28 @@ class Profiler:
         """Gives up a trace that is under way, as a stop or an error does."""
         self._leave_step()
         if self._since is not None and processes.is_first():
-            jax.profiler.stop_trace()
+            folder = self._folder / FOLDER
+            with write_errors.writing(folder):
+                jax.profiler.stop_trace()
+                if not (folder / WINDOW).exists():
+                    shutil.rmtree(folder)
+                else:  # of an earlier window, whose trace stays
+                    for path in set(folder.rglob(TRACES)) - self._earlier:
+                        shutil.rmtree(path.parent)
         self._since, self._masks = None, []
 
     def _start(self, step: int) -> None:
+        # The devices' time is of the steps, whose timings have it.
         jax.block_until_ready(jax.live_arrays())
         if processes.is_first():
             options = jax.profiler.ProfileOptions()
             # Python's own calls would be most of the trace, and slow the run.
             options.python_tracer_level = 0
             folder = self._folder / FOLDER
-            with write_errors.writing(folder):
+            self._earlier = set(folder.rglob(TRACES))
+            with self._paused(), write_errors.writing(folder):
                 jax.profiler.start_trace(folder, profiler_options=options)
+        self._compiled_before = compile_counts.so_far()
         self._first, self._since = step, time.perf_counter()
 
     def _stop(self) -> None:
@@ -111,6 +157,11 @@ class Profiler:
         jax.block_until_ready(jax.live_arrays())
         seconds = time.perf_counter() - self._since
         self._since = None
+        with self._paused():
+            self._write(seconds, window=self._window)
+
+    def _write(self, seconds: float, *, window: Window) -> None:
+        compiled = compile_counts.since(self._compiled_before)
         texts, self._masks = [_lengths(each) for each in self._masks], []
         if not processes.is_first():
             return
@@ -118,14 +169,18 @@ class Profiler:
         with write_errors.writing(folder):
             jax.profiler.stop_trace()
         # Named by their time, of which the newest is this one.
-        newest = max(folder.rglob("*.xplane.pb"), key=lambda path: path.parent.name)
+        newest = max(folder.rglob(TRACES), key=lambda path: path.parent.name)
         profiled = Profiled(
             stage=self._stage,
             first=self._first,
-            end=self._window.end,
+            end=window.end,
             seconds=seconds,
             trace=newest.relative_to(self._folder).as_posix(),
             texts=texts,
+            compiled=sum(compiled.values()),
+            device=jax.devices()[0].device_kind,
+            devices=jax.device_count(),
+            processes=jax.process_count(),
         )
         with write_errors.writing(folder / WINDOW):
             write_text(folder / WINDOW, json.dumps(profiled._asdict()))
@@ -136,14 +191,22 @@ class Profiler:
             self._annotation = None
 
 
-def read(run_folder: Path) -> Profiled | None:
-    """The newest profile of a run; None where it has none."""
+def read(run_folder: Path, *, window: Window | None) -> Profiled | None:
+    """The newest profile of a run; None where it has none of these steps.
+
+    Args:
+      run_folder: of the run.
+      window: that it is within, as of a resume that traced what was left; None is of
+        no step.
+    """
     path = run_folder / FOLDER / WINDOW
-    if not path.exists():
+    if window is None or not path.exists():
         return None
     fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     fields["texts"] = [[Text(*each) for each in step] for step in fields["texts"]]
-    return Profiled(**fields)
+    profiled = Profiled(**fields)
+    within = window.first <= profiled.first and profiled.end <= window.end
+    return profiled if within else None
 
 
 def _lengths(masks: Sequence[Masks]) -> list[Text]:

@@ -5,8 +5,8 @@
     host                  │  reward: waits for a verifier    waited: no device runs
 
 A scope takes the time in which at least one of its operations runs. Operations that run
-at the same time count in each of their scopes, and a loop that holds operations of
-several scopes in theirs alone.
+at the same time count in each of their scopes, and a loop or a branch, whose event
+spans those of its body, with what they leave of it alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ HOST_SCOPE = "reward"  # that user code has on the host
 # Also inside transformations, "jit(learn)/transpose(jvp(loss))/dot_general". A function
 # of that name is none: "jit(values)".
 SCOPE = re.compile(rf"(?:^|/|(?<!jit)\()({'|'.join(SCOPES)})(?=[/)]|$)")
+Event = tuple[str | None, float, float]  # scope, start and end, ns
 Spans = NDArray[np.float64]  # [n, 2], start and end, ns
+ROUNDING = 1.0  # ns
 OfDevices = dict[str, dict[str | None, Spans]]  # by device and scope
 
 
@@ -106,6 +108,7 @@ def _operations(space: Any, names: OpNames) -> tuple[OfDevices, OfDevices]:
             # Of TPUs and GPUs; other lines there say the same again in other words.
             if is_device and not (line.name or "").startswith(("XLA Ops", "Stream")):
                 continue
+            of_line: dict[str, list[Event]] = defaultdict(list)
             for event in line.events:
                 stats = dict(event.stats)
                 if not is_device and "hlo_op" not in stats:
@@ -121,22 +124,54 @@ def _operations(space: Any, names: OpNames) -> tuple[OfDevices, OfDevices]:
                     # Programs of one name may disagree: then it is in no scope.
                     (scope, *others) = {scope_of(name) for name in known}
                     scopes[key] = None if others else scope
-                span = (event.start_ns, event.start_ns + event.duration_ns)
-                if is_device:
-                    of_devices[plane.name].append((scopes[key], span))
-                else:
+                device = plane.name
+                if not is_device:
                     device = str(stats.get("device_ordinal", 0))
-                    of_host[device].append((scopes[key], span))
+                end = event.start_ns + event.duration_ns
+                of_line[device].append((scopes[key], event.start_ns, end))
+            found = of_devices if is_device else of_host
+            for device, events in of_line.items():
+                found[device] += _own(events)
     return _by_scope(of_devices), _by_scope(of_host)
 
 
-def _by_scope(
-    devices: dict[str, list[tuple[str | None, tuple[float, float]]]],
-) -> OfDevices:
+def _own(events: list[Event]) -> list[Event]:
+    """The events of a line, each without the time of those that lie inside it.
+
+    while   0 ────────────── 9       0 ─ 2     5 ─ 6     8 ─ 9
+    body        2 ─── 5  6 ─ 8           2 ─ 5     6 ─ 8
+    """
+    own: list[Event] = []
+    around: list[tuple[str | None, float]] = []  # scope and end, the innermost last
+    at = 0.0  # up to where the innermost is in `own`
+
+    def leave(until: float) -> None:
+        nonlocal at
+        while around and around[-1][1] <= until:
+            scope, end = around.pop()
+            own.append((scope, at, end))
+            at = end
+
+    for scope, start, end in sorted(events, key=lambda each: (each[1], -each[2])):
+        leave(start)
+        if around:
+            outer, last = around[-1]
+            if end > last + ROUNDING:  # at the same time as it, not inside
+                own.append((scope, start, end))
+                continue
+            own.append((outer, at, start))
+            end = min(end, last)
+        around.append((scope, end))
+        at = start
+    leave(np.inf)
+    return own
+
+
+def _by_scope(devices: dict[str, list[Event]]) -> OfDevices:
     by_device = {}
     for device, events in devices.items():
         lists = defaultdict(list)
-        for scope, span in events:
+        for scope, *span in events:
             lists[scope].append(span)
         by_device[device] = {scope: np.array(each) for scope, each in lists.items()}
     return by_device

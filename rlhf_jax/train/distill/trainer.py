@@ -241,6 +241,7 @@ def main(options: Config) -> None:
     }
     summary |= profiled.summary(
         job.folder,
+        profile=options.profile,
         flops=functools.partial(
             profiled.policy_gradient_flops,
             model=algorithm.model,

@@ -253,6 +253,7 @@ def main(options: Config) -> None:
     }
     summary |= profiled.summary(
         job.folder,
+        profile=options.profile,
         flops=functools.partial(
             profiled.supervised_flops,
             model=start.model,

@@ -22,6 +22,7 @@ from rlhf_jax.devices import compile_counts, sharding
 from rlhf_jax.evaluation.comparison import PairFunction
 from rlhf_jax.evaluation.figures import Response
 from rlhf_jax.functional.checks import InputError, StopError
+from rlhf_jax.planning import profiled
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards import verifiers
@@ -173,7 +174,8 @@ def main(options: Config) -> None:
             "frozen_verified": True,
             "compiled": compile_counts.since(compiled),
             "seconds": seconds,
-        },
+        }
+        | profiled.summary(job.folder, profile=options.profile, flops=None),
     )
     print(f"{seconds:.0f} s; results are in {job.folder / 'results.json'}")
 

@@ -243,6 +243,7 @@ def main(options: VerifiedConfig) -> None:
     references = [] if reference is None else [reference, *further.values()]
     summary |= profiled.summary(
         job.folder,
+        profile=options.profile,
         flops=functools.partial(
             profiled.policy_gradient_flops,
             model=algorithm.model,

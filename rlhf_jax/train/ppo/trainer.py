@@ -259,7 +259,7 @@ def main(options: Config) -> None:
         print(f"policy moved, relative weight drift {moved['relative']:.3g}")
     plots.draw(job.folder)
     summary |= programs.pack.summary()
-    summary |= profiled.summary(job.folder, flops=models.flops)
+    summary |= profiled.summary(job.folder, profile=options.profile, flops=models.flops)
     summary["seconds"] = time.perf_counter() - started
     folder.write_summary(job.folder, summary)
     print(f"{summary['seconds']:.0f} s; the policy is in {job.folder / 'model'}")

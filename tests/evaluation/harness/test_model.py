@@ -117,6 +117,31 @@ def test_an_empty_context_is_the_prefix_token(policy, checkpoint, alone):
     assert second == pytest.approx(first, rel=1e-6)
 
 
+def test_a_context_of_spaces_is_the_prefix_token(policy, checkpoint, alone):
+    """The spaces go to the continuation, and nothing is left before it."""
+    _, _, tokenizer = checkpoint
+    ids = tokenizer(" The cat")["input_ids"]
+    logprobs, _ = alone([tokenizer.bos_token_id, *ids])
+    ((total, _),) = policy.loglikelihood([asked(" ", "The cat")], disable_tqdm=True)
+    assert total == pytest.approx(logprobs.sum(), rel=1e-5)
+
+
+def test_bos_is_added_where_it_is_asked_for(policy, checkpoint, alone, monkeypatch):
+    """GPT-2's tokenizer adds none itself."""
+    _, _, tokenizer = checkpoint
+    bos, ids = tokenizer.bos_token_id, tokenizer("The cat")["input_ids"]
+    assert policy.tok_encode("The cat") == ids
+    monkeypatch.setattr(policy, "_add_bos_token", True)
+    assert policy.tok_encode("The cat") == [bos, *ids]
+    assert policy.tok_encode(END + "The cat") == [bos, *ids]
+    assert policy.tok_encode("The cat", add_special_tokens=False) == ids
+    logprobs, _ = alone([bos, *tokenizer("The cat sat")["input_ids"]])
+    ((total, _),) = policy.loglikelihood([asked("The cat", " sat")], disable_tqdm=True)
+    assert total == pytest.approx(logprobs[-1], rel=1e-5)
+    monkeypatch.setattr(policy, "_add_bos_token", False)
+    assert policy.tok_encode("The cat") == ids
+
+
 @pytest.mark.parametrize("times", [1, 2, 4, 6])
 def test_long_texts_are_read_in_windows(policy, checkpoint, alone, times):
     """Every token once; a window but the first begins with one token that was read.
@@ -192,6 +217,8 @@ def test_sampling_has_the_temperature_of_the_task(policy):
     _, draw = policy._draw({**options, "temperature": 0.7, "top_p": 0.9})
     assert (draw.temperature, draw.shaping.top_p) == (0.7, 0.9)
     assert not draw.shaping.greedy
+    _, off = policy._draw({**options, "temperature": 1.0, "top_k": 0, "min_p": 0.0})
+    assert (off.shaping.top_k, off.shaping.min_p) == (None, None)
     texts = policy.generate_until(
         [asked(TEXT, {**options, "temperature": 5.0}) for _ in range(5)],
         disable_tqdm=True,
@@ -207,6 +234,7 @@ def test_sampling_has_the_temperature_of_the_task(policy):
     [
         ({"num_beams": 4}, "expected until, .* got num_beams too"),
         ({"do_sample": True, "temperature": 0.0}, "a temperature above 0"),
+        ({"max_gen_toks": 0}, "expected max_gen_toks of at least 1, got 0"),
         ({"max_gen_toks": CONTEXT}, f"expected less than the {CONTEXT} tokens"),
     ],
 )

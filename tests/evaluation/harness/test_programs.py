@@ -113,6 +113,13 @@ def test_a_model_reads_no_more_than_it_is_told():
         list(made(max_length=8).likelihoods([([1], drawn(0, 9))]))
 
 
+def test_an_empty_context_or_continuation_is_told():
+    with pytest.raises(InputError, match=r"text 1: .* got no context"):
+        list(made().likelihoods([([2], [3]), ([], [3])]))
+    with pytest.raises(InputError, match=r"text 0: .* got no continuation"):
+        list(made().likelihoods([([2], [])]))
+
+
 def test_logits_are_taken_a_few_columns_at_a_time(monkeypatch):
     texts = [(drawn(i, 4), drawn(i + 50, 15)) for i in range(3)]
     whole = dict(made().likelihoods(texts))

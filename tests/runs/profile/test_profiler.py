@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlhf_jax.runs import metrics, run, run_config
-from rlhf_jax.runs.profile import profiler, trace
+from rlhf_jax.runs.profile import profiler, trace, window
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,6 +30,7 @@ SEGMENTS = jnp.array([[1, 1, 1, 2, 2, 0], [0, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1]
 RESPONSES = jnp.array(
     [[0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 1]], bool
 )
+ALL = window.Window(0, 100)
 LENGTHS = [(1, 2), (0, 2), (5, 1)]
 BY_MASK = [(1, 4), (5, 1)]
 
@@ -70,7 +71,7 @@ def steps_of(path):
 def plain(tmp_path_factory):
     config = Config(out=tmp_path_factory.mktemp("plain") / "run")
     play(config)
-    assert profiler.read(config.out) is None
+    assert profiler.read(config.out, window=ALL) is None
     assert not (config.out / "profile").exists()
     return config
 
@@ -82,7 +83,7 @@ def test_the_steps_of_the_last_stage_are_traced(tmp_path, plain):
     assert steps_of(path) == [2, 3, 4]
     times = trace.times(path)
     assert list(times.scopes) == ["loss"]
-    profiled = profiler.read(config.out)
+    profiled = profiler.read(config.out, window=ALL)
     assert profiled is not None
     assert (profiled.stage, profiled.first, profiled.end) == ("last", 2, 5)
     assert profiled.steps == 3
@@ -99,10 +100,10 @@ def test_a_resume_within_the_window_traces_what_is_left(tmp_path, plain):
     config = dataclasses.replace(plain, out=tmp_path / "run", profile="1:6")
     with pytest.raises(RuntimeError, match="a defect"):
         play(config, fail_at=3)  # with snapshot 2
-    profiled = profiler.read(config.out)
+    profiled = profiler.read(config.out, window=ALL)
     assert profiled is None  # of a window that was not finished
     play(dataclasses.replace(config, resume=True))
-    profiled = profiler.read(config.out)
+    profiled = profiler.read(config.out, window=ALL)
     assert profiled is not None
     assert (profiled.first, profiled.end) == (2, 6)
     assert steps_of(config.out / profiled.trace) == [2, 3, 4, 5]
@@ -123,32 +124,108 @@ def test_a_run_that_fails_leaves_the_profiler_free(tmp_path, plain):
         pass
 
 
-def test_the_time_of_starting_and_stopping_is_no_step_s(tmp_path, plain, monkeypatch):
+def test_a_trace_that_was_given_up_leaves_no_file(tmp_path, plain):
+    config = dataclasses.replace(plain, out=tmp_path / "run", profile="1:2")
+    play(config, stages=("last",))
+    files = {path for path in config.out.rglob("profile/**/*") if path.is_file()}
+    more = dataclasses.replace(config, resume=True, num_steps=12, profile="7:11")
+    with pytest.raises(RuntimeError, match="a defect"):
+        play(more, stages=("last",), fail_at=9)
+    kept = {path for path in config.out.rglob("profile/**/*") if path.is_file()}
+    assert kept == files
+    other = dataclasses.replace(plain, out=tmp_path / "other", profile="2:5")
+    with pytest.raises(RuntimeError, match="a defect"):
+        play(other, stages=("last",), fail_at=4)
+    assert not (other.out / "profile").exists()
+
+
+def test_a_resume_after_the_window_says_so(tmp_path, plain, capsys):
+    config = dataclasses.replace(plain, out=tmp_path / "run")
+    with pytest.raises(RuntimeError, match="a defect"):
+        play(config, fail_at=5)
+    capsys.readouterr()
+    play(dataclasses.replace(config, resume=True, profile="1:4"))
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told == (
+        "warning: --profile 1:4: last goes on at step 4, after these steps; nothing is "
+        "traced"
+    )
+    # Of a run that has a profile of these steps there is nothing to say.
+    whole = dataclasses.replace(plain, out=tmp_path / "whole", profile="1:4")
+    play(whole)
+    capsys.readouterr()
+    play(dataclasses.replace(whole, resume=True))
+    assert capsys.readouterr().err == ""
+
+
+def test_a_profile_is_read_of_the_steps_that_are_asked_for(tmp_path, plain):
     config = dataclasses.replace(plain, out=tmp_path / "run", profile="2:4")
-    waited = []
+    play(config)
+    for first, end in ((2, 4), (1, 4), (2, 5)):
+        assert profiler.read(config.out, window=window.Window(first, end)) is not None
+    for first, end in ((3, 4), (2, 3), (0, 2)):
+        assert profiler.read(config.out, window=window.Window(first, end)) is None
+    assert profiler.read(config.out, window=None) is None
 
-    def wait(*_, **__):
-        waited.append(run.jax.block_until_ready(jnp.float32(0)))
-        profiler.time.sleep(0.3)
 
-    monkeypatch.setattr(profiler.jax.profiler, "start_trace", wait)
+def test_devices_count_and_the_profiler_does_not(tmp_path, plain, monkeypatch):
+    """What the devices are behind by at a boundary is time of steps."""
+    config = dataclasses.replace(plain, out=tmp_path / "run", profile="2:4")
+    order = []
+    real = jax.block_until_ready
+
+    def wait(arrays):
+        if isinstance(arrays, list):  # all that are alive
+            order.append("wait")
+            profiler.time.sleep(0.3)
+        return real(arrays)
+
+    def start(*_, **__):
+        order.append("start")
+        profiler.time.sleep(0.7)
 
     def stop():
-        wait()
+        start()
+        order[-1] = "stop"
         path = config.out / "profile" / "plugins" / "a.xplane.pb"
         path.parent.mkdir(parents=True)
         path.write_bytes(b"")
 
+    monkeypatch.setattr(profiler.jax, "block_until_ready", wait)
+    monkeypatch.setattr(profiler.jax.profiler, "start_trace", start)
     monkeypatch.setattr(profiler.jax.profiler, "stop_trace", stop)
-    play(config)
-    assert len(waited) == 2
-    profiled = profiler.read(config.out)
+    play(config, stages=("last",))
+    assert order == ["wait", "start", "wait", "stop"]
+    profiled = profiler.read(config.out, window=ALL)
     assert profiled is not None
-    assert profiled.seconds < 0.3
+    assert 0.3 <= profiled.seconds < 0.6  # the second wait, neither start nor stop
     rows = metrics.read(config.out / "timings.jsonl")
-    mine = [row["seconds"] for row in rows if row["stage"] == "last"]
-    assert len(mine) == 6
-    assert max(mine[2:5]) < 0.3
+    seconds = [row["seconds"] for row in rows]
+    assert [round(each / 0.3) for each in seconds[1:]] == [0, 1, 1, 0, 0]
+
+
+def test_programs_that_the_window_compiles_are_counted(tmp_path, plain, monkeypatch):
+    config = dataclasses.replace(plain, out=tmp_path / "run", profile="3:6")
+    steps = iter(range(100))
+
+    @jax.jit
+    def grown(total, step):
+        return total + step.astype(jnp.float32).sum()
+
+    def once(total, step):
+        at = next(steps)
+        return grown(total, jnp.full(max(at - 2, 1), step))  # new at 4 and 5
+
+    monkeypatch.setitem(globals(), "update", once)
+    play(config, stages=("last",))
+    profiled = profiler.read(config.out, window=ALL)
+    assert profiled is not None
+    assert profiled.device == "cpu"
+    assert profiled.devices == jax.device_count()
+    assert profiled.processes == 1
+    rows = metrics.read(config.out / "timings.jsonl")
+    of_rows = [sum(row.get("compiled", {}).values()) for row in rows]
+    assert profiled.compiled == sum(of_rows[3:6]) >= 2
 
 
 def test_lengths_are_counted_by_row_and_segment():

@@ -142,6 +142,41 @@ def test_an_accelerator_s_own_lines_count_and_not_what_its_host_launches(tmp_pat
     assert times.busy == pytest.approx(6e-6)
 
 
+def test_a_loop_has_what_its_body_leaves_of_it(tmp_path):
+    """A TPU's line has the loop, whose event spans its branch, which spans its own."""
+    names = {
+        "%while": "jit(f)/loss/while",
+        "%conditional": "jit(f)/loss/while/body/cond",
+        "%dot": "jit(f)/loss/while/body/reference/dot",
+        "%add": "jit(f)/loss/while/body/optimizer/add",
+        "%late": "jit(f)/values/add",
+    }
+    events = [
+        ("%while", 0, 50),
+        ("%conditional", 10, 30),
+        ("%dot", 12, 20),
+        ("%dot", 20, 28),
+        ("%add", 40, 50),
+        ("%late", 60, 70),
+        ("%dot", 65, 80),  # not inside of the one before
+    ]
+    tpu = xspaces.plane(
+        "/device:TPU:0",
+        {"XLA Ops": [(*event, {}) for event in events]},
+        tf_ops=names,
+    )
+    times = written(tmp_path, tpu)
+    assert times.scopes == pytest.approx(
+        {
+            "reference": 16e-6 + 15e-6,
+            "values": 10e-6,
+            "loss": 24e-6,  # 0 to 12, 28 to 40
+            "optimizer": 10e-6,
+        }
+    )
+    assert times.busy == pytest.approx(70e-6)
+
+
 def test_a_trace_without_operations_names_no_scope(tmp_path):
     host = xspaces.plane("/host:CPU", {"python": [("reward", 0, 10, {})]})
     assert written(tmp_path, host) == ({}, 0.0, 0.0, 0.0, 0)
