@@ -149,9 +149,10 @@ def _record(
     verdict = verdicts.verdict(run)
     summary = {} if run.summary is None else run.summary
     last = {
-        name: series[-1][1]
+        name: value
         for name in (verdicts.SCORE, verdicts.JUDGE, verdicts.KL, "drift/relative")
         if (series := run.series(name))
+        and (value := finite(float(f"{series[-1][1]:.5g}"))) is not None
     }
     timed = [row for row in run.timings if row["stage"] == run.stage]
     return {
@@ -161,7 +162,7 @@ def _record(
         "stage": run.stage,
         "steps": run.metrics[-1]["step"] + 1,
         "done": run.summary is not None,
-        "last": {name: float(f"{value:.5g}") for name, value in last.items()},
+        "last": last,
         "gold": finite(summary.get("gold_policy")),
         "verdict": verdict._asdict(),
         "alarms": [each._asdict() for each in verdicts.alarms_of(run)],
@@ -175,7 +176,7 @@ def _record(
             ),
         },
         "phases": _phases(timed),
-        "seconds": round(sum(row.get("seconds", 0.0) for row in run.timings), 1),
+        "seconds": round(sum(map(_seconds, run.timings)), 1),
     }
 
 
@@ -189,11 +190,15 @@ def _phases(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         return {}
     names = list(dict.fromkeys(name for row in rows for name in row.get("phases", {})))
     sums = {
-        name: sum(row.get("phases", {}).get(name, 0.0) for row in rows)
+        name: sum(finite(row.get("phases", {}).get(name)) or 0.0 for row in rows)
         for name in names
     }
-    sums["other"] = sum(row.get("seconds", 0.0) for row in rows) - sum(sums.values())
+    sums["other"] = sum(map(_seconds, rows)) - sum(sums.values())
     return {name: round(value / len(rows), 4) for name, value in sums.items()}
+
+
+def _seconds(row: Mapping[str, Any]) -> float:
+    return finite(row.get("seconds")) or 0.0
 
 
 def _shared_out(

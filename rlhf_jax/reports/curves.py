@@ -94,9 +94,7 @@ def thinned(count: int, *, points: int) -> list[int]:
 
 def compact(values: Any) -> list[float | None]:
     """Numbers with as many digits as a page needs; None where there is none."""
-    return [
-        None if np.isnan(value) else float(f"{value:.{DIGITS}g}") for value in values
-    ]
+    return [finite(float(f"{value:.{DIGITS}g}")) for value in values]
 
 
 def _of_stage(
@@ -129,7 +127,8 @@ def _bands(values: np.ndarray) -> dict[str, Json]:
     if len(values) == 1:
         return {"y": compact(values[0])}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of steps without a value
+        # Of steps without a value, and of values whose sum no float can hold.
+        warnings.simplefilter("ignore", RuntimeWarning)
         return {
             "y": compact(np.nanmean(values, axis=0)),
             "lo": compact(np.nanmin(values, axis=0)),

@@ -8,7 +8,7 @@ from scipy import stats
 from toy_runs import lines, run
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.reports import curves, glossary, reading, samples
+from rlhf_jax.reports import curves, document, glossary, reading, samples
 from rlhf_jax.reports.contents import contents
 from rlhf_jax.runs import metrics
 
@@ -97,6 +97,36 @@ def test_a_row_has_the_kl_that_its_tokens_sum_to(tmp_path):
         assert row["length"] == len(source["tokens"])
 
 
+def test_a_run_that_diverged_has_a_page(tmp_path):
+    folder = run(tmp_path / "a", steps=2)
+    (row, *_) = metrics.read(folder / "samples.jsonl")
+    row |= {"tokens": ["a", "b", "c"], "logprobs": ["NaN", -1.0, -0.5]}
+    row |= {"ref_logprobs": [-2.0, None, -3.0], "score": float("nan")}
+    row["alternatives"] = [[["x", "-Infinity", -1.0]], [["y", -1.0, None]], []]
+    lines(folder / "samples.jsonl", [row])
+    timed = {"stage": "ppo", "step": 0, "seconds": "NaN", "phases": {"learn": "NaN"}}
+    lines(folder / "timings.jsonl", [timed])
+    data = data_of(folder)
+    document.as_script(data)  # takes no NaN
+    ((only,), tokens) = data["runs"][0]["samples"], data["runs"][0]["tokens"]
+    assert only["logprobs"] == [None, -1.0, -0.5]
+    assert only["ref_logprobs"] == [-2.0, None, -3.0]
+    assert only["alternatives"] == [[["x", None, -1.0]], [["y", -1.0, None]], []]
+    assert (only["kl"], tokens) == (2.5, [{"text": "c", "count": 1, "kl": 2.5}])
+    assert "score" not in only
+    assert data["runs"][0]["phases"] == {"learn": 0.0, "other": 0.0}
+
+
+def test_numbers_beyond_all_floats_are_left_out(tmp_path):
+    folders = [run(tmp_path / str(seed), seed=seed, steps=2) for seed in range(2)]
+    for folder in folders:
+        rewritten(folder, "objective/kl", [10**400, 1.7e308])
+    drawn = data_of(*folders)["curves"]
+    curve = drawn["stages"]["ppo"]["objective/kl"]["0"]
+    assert (drawn["steps"][curve["x"]], curve["y"]) == ([1], [None])
+    assert curve["hi"] == [1.7e308]
+
+
 def test_questions_and_answers_are_prompts_and_responses(tmp_path):
     folder = run(tmp_path / "a")
     row = {"stage": "ppo", "step": 0, "question": "2+2?", "answer": "4", "score": 1.0}
@@ -157,6 +187,11 @@ def test_the_metrics_that_are_asked_for_are_open_first(tmp_path):
     folder = run(tmp_path / "a")
     data = data_of(folder, metrics=["drift/relative", "objective/kl"])
     assert data["first"] == [["ppo", "drift/relative"], ["ppo", "objective/kl"]]
+    rewritten(folder, "objective/kl", ["NaN", "NaN"])
+    rows = metrics.read(folder / "metrics.jsonl")
+    lines(folder / "metrics.jsonl", [row | {"loss/policy": 1.0} for row in rows])
+    with pytest.raises(InputError, match=r"got objective/kl, which none has"):
+        data_of(folder, metrics=["objective/kl"])
     with pytest.raises(InputError, match=r"got kl/objective, which none has; there"):
         data_of(folder, metrics=["kl/objective"])
 

@@ -25,6 +25,8 @@ function number(value, digits = 3) {
   return shown.replace("-", "−");
 }
 
+// Of two log-probs; undefined where one of them is no number, as of a run that diverged.
+const between = (own, ref) => (Number.isFinite(own) && Number.isFinite(ref) ? own - ref : undefined);
 const signed = (value, digits = 3) => (value > 0 ? "+" : "") + number(value, digits);
 const plural = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
 
