@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.reports import glossary, grouping, samples, verdicts
+from rlhf_jax.reports import document, glossary, grouping, samples, verdicts
 from rlhf_jax.reports.curves import FINER, curves, tables
 from rlhf_jax.reports.grouping import Groups
 from rlhf_jax.reports.reading import Run, finite
@@ -88,7 +87,7 @@ def contents(
         rows.append(of_run)
         records.append(_record(run, group=group, rows=of_run))
     data["runs"] = records
-    left = max(size - len(json.dumps(data)), FEWEST * len(runs))
+    left = max(size - document.written(data), FEWEST * len(runs))
     kept = _shared_out(rows, size=left)
     for record, mine, all_ in zip(records, kept, rows, strict=True):
         record |= {"samples": mine, "sampled": len(all_)}
@@ -119,7 +118,7 @@ def _curves(
     of_groups = tables(runs, groups.groups)
     for points in POINTS:
         drawn = curves(of_groups, points=points, fine=(*FIRST, *metrics))
-        if len(json.dumps(drawn)) <= limit or points == POINTS[-1]:
+        if document.written(drawn) <= limit or points == POINTS[-1]:
             return drawn, points
     raise AssertionError("the last number of points is taken")
 
@@ -208,7 +207,7 @@ def _shared_out(
 
     What runs with few rows leave is shared among the others.
     """
-    costs = [sum(len(json.dumps(row)) + 2 for row in each) for each in rows]
+    costs = [sum(document.written(row) + 2 for row in each) for each in rows]
     shares = [0] * len(rows)
     left, open_ = size, sorted(range(len(rows)), key=lambda number: costs[number])
     for at, number in enumerate(open_):

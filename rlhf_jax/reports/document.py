@@ -57,6 +57,11 @@ def as_script(data: Any) -> str:
     return text
 
 
+def written(data: Any) -> int:
+    """Bytes that some data take in the page."""
+    return len(as_script(data).encode())
+
+
 def escaped(text: str) -> str:
     """Text between tags."""
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlhf_jax.reports import document
 from rlhf_jax.reports.curves import thinned
 from rlhf_jax.reports.reading import Run, finite
 
@@ -90,7 +90,7 @@ def within(rows: Sequence[dict[str, Json]], *, size: int) -> list[dict[str, Json
     First the most and the least by score, KL and length, then whole steps: the last,
     the first, and others evenly between them.
     """
-    costs = [len(json.dumps(row)) + 2 for row in rows]
+    costs = [document.written(row) + 2 for row in rows]
     if sum(costs) <= size:
         return list(rows)
     kept, left = set(), size

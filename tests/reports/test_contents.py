@@ -1,7 +1,5 @@
 """What the page is made of: curves, samples, sizes, and bad input in one line."""
 
-import json
-
 import numpy as np
 import pytest
 from scipy import stats
@@ -141,9 +139,9 @@ def test_samples_are_left_out_first_and_the_page_says_so(tmp_path):
     ]
     whole = data_of(*folders)
     assert not whole["notes"]
-    size = len(json.dumps(whole)) - 90_000
+    size = document.written(whole) - 90_000
     data = data_of(*folders, size=size)
-    assert len(json.dumps(data)) <= size + 300  # the note
+    assert document.written(data) <= size + 300  # the note
     assert data["curves"] == whole["curves"]
     (note,) = data["notes"]
     shown = sum(len(each["samples"]) for each in data["runs"])
@@ -157,6 +155,20 @@ def test_samples_are_left_out_first_and_the_page_says_so(tmp_path):
                     row[name] for row in before["samples"]
                 )
         assert {0, 90} <= {row["step"] for row in after["samples"]}
+
+
+def test_tokens_of_markup_count_as_what_the_page_writes(tmp_path):
+    """A `<` is six bytes there."""
+    folder = run(tmp_path / "a", steps=100, shown=8)
+    rows = metrics.read(folder / "samples.jsonl")
+    for row in rows:
+        row["tokens"] = ["<td></td>&"] * len(row["tokens"])
+        row["response"] = "".join(row["tokens"])
+    lines(folder / "samples.jsonl", rows)
+    whole = document.written(data_of(folder))
+    data = data_of(folder, size=whole - 50_000)
+    assert document.written(data) <= whole - 50_000 + 300  # the note
+    assert 0 < len(data["runs"][0]["samples"]) < len(rows)
 
 
 def test_of_many_steps_curves_are_thinned(tmp_path):
