@@ -76,6 +76,7 @@ def folders(paths: Sequence[Path]) -> list[Path]:
     """
     found: dict[Path, None] = {}
     for path in paths:
+        _check_reachable(path)
         if (path / folder.CONFIG).is_file():
             found[path] = None
         elif (path / BEGUN).is_file():
@@ -149,6 +150,19 @@ def read(place: Path, *, name: str) -> Run | None:
         summary=_summary(place / "summary.json"),
         name=name,
     )
+
+
+def _check_reachable(path: Path) -> None:
+    """InputError where the system does not take the path, as one that is too long."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise InputError(
+            f"{path!s:.80}: expected the folder of a run, got: {error.strerror}; give "
+            f"the --out of a run"
+        ) from error
 
 
 def short_names(places: Sequence[Path]) -> list[str]:

@@ -30,13 +30,18 @@ function chip(group) {
   const on = !state.hidden.has(group.name);
   const seeds = group.runs.length > 1 ? ` (${group.runs.length} seeds)` : "";
   return el("button", { type: "button", class: "group", "aria-pressed": on, "data-group": group.name,
-    title: "Click to show or hide; double-click to show it alone",
-    on: { click: () => toggle(group.name), dblclick: () => only([group]), keydown: alongLegend } },
+    title: "Click to show or hide; Shift and click, or Shift and Enter, to show it alone",
+    on: { click: (event) => (event.shiftKey ? only([group]) : toggle(group.name)), keydown: alongLegend } },
   swatch(group.number), group.name + seeds);
 }
 
 // Left and right go along the legend, as in a toolbar.
 function alongLegend(event) {
+  if (event.key === "Enter" && event.shiftKey) {
+    event.preventDefault(); // some browsers click too, and some without Shift
+    only([{ name: event.currentTarget.dataset.group }]);
+    return;
+  }
   const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
   if (!step) return;
   event.preventDefault();
