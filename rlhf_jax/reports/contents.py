@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -56,8 +57,9 @@ def contents(
     """
     groups = grouping.grouped(runs)
     _check_metrics(metrics, runs)
-    notes = [f"{len(waiting)} runs have no step yet: {', '.join(waiting[:5])}"]
-    notes = notes if waiting else []
+    have = "1 run has" if len(waiting) == 1 else f"{len(waiting)} runs have"
+    notes = [f"{have} no step yet: {', '.join(waiting[:5])}"] if waiting else []
+    notes += _repeated(runs, groups)
     drawn, points = _curves(
         runs, groups, limit=min(CURVES, size * 2 // 3), metrics=metrics
     )
@@ -99,6 +101,21 @@ def contents(
             f"samples.jsonl of a run has all."
         )
     return Contents(data, notes)
+
+
+def _repeated(runs: Sequence[Run], groups: Groups) -> list[str]:
+    """A note for each config and seed that several folders have."""
+    of_seed: dict[tuple[int, str], list[str]] = {}
+    for number, group in enumerate(groups.groups):
+        for member in group.runs:
+            seed = json.dumps(runs[member].config.get(grouping.SEED))
+            of_seed.setdefault((number, seed), []).append(runs[member].name)
+    return [
+        f"{', '.join(names[:5])} have one config and seed {seed}: they repeat one "
+        f"run, so that bands over seeds are narrower than they should be."
+        for (_, seed), names in of_seed.items()
+        if len(names) > 1
+    ]
 
 
 def _check_metrics(metrics: Sequence[str], runs: Sequence[Run]) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from rlhf_jax.reports.grouping import Group
 from rlhf_jax.reports.reading import Run, finite
+from rlhf_jax.reports.verdicts import JUDGE, KL, SCORE
 from rlhf_jax.sweeps import statistics
 
 FINER = 4
@@ -69,13 +70,25 @@ def curves(
 
     Args:
       points: a curve with more steps is shown at as many, evenly spread, ends included.
+        Reward and KL also at the judge's, beside which they are drawn.
       fine: metrics with FINER times the points.
     """
+    together = {
+        (table.group, table.stage): {
+            table.steps[k] for k in thinned(len(table.steps), points=FINER * points)
+        }
+        for table in of_groups
+        if table.metric == JUDGE
+    }
     steps = Steps()
     stages: dict[str, dict[str, dict[str, Json]]] = {}
     for table in of_groups:
         times = FINER if table.metric in fine else 1
         kept = thinned(len(table.steps), points=times * points)
+        if table.metric in (SCORE, KL):
+            judged = together.get((table.group, table.stage), set())
+            at = {k for k, step in enumerate(table.steps) if step in judged}
+            kept = sorted(at.union(kept))
         curve = {
             "x": steps.number([table.steps[k] for k in kept]),
             "n": len(table.values),

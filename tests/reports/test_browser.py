@@ -154,6 +154,7 @@ def test_curves_are_drawn_with_bands_and_the_legend_toggles_them(browser, page):
     assert unit == "reward units per response"
     chips = "#legend button.group"
     hacked = browser.find_elements(By.CSS_SELECTOR, chips)[1]
+    hacked_name = hacked.text
     hacked.click()
     assert len(traces(browser, first)) == 3
     assert len(traces(browser, "#scatter")) == 1
@@ -161,6 +162,15 @@ def test_curves_are_drawn_with_bands_and_the_legend_toggles_them(browser, page):
     assert hacked.get_attribute("aria-pressed") == "false"
     hacked.send_keys(Keys.ENTER)
     assert len(traces(browser, first)) == 6
+    active = browser.switch_to.active_element
+    assert active.text == hacked_name
+    active.send_keys(Keys.SHIFT, Keys.ENTER)  # alone
+    assert len(traces(browser, first)) == 3
+    pressed = [
+        each.get_attribute("aria-pressed")
+        for each in browser.find_elements(By.CSS_SELECTOR, chips)
+    ]
+    assert pressed == ["false", "true"]
 
 
 def test_any_metric_can_be_added_and_closed(browser, page):
@@ -187,9 +197,37 @@ def test_a_band_may_be_the_interval_of_the_mean(browser, page):
         "95% interval",
         "mean alone",
     ]
-    choices[2].click()
+    half = "document.querySelector('#charts .chart').data[1].y.at(-1)"
+    widest = browser.execute_script(f"return {half}")
+    choices[1].send_keys(Keys.ENTER)
+    # Of two seeds the interval is 12.7 standard errors to a side, the range one.
+    assert browser.execute_script(f"return {half}") > widest
+    assert browser.switch_to.active_element.text == "95% interval"
+    browser.find_elements(By.CSS_SELECTOR, "#band button")[2].click()
     assert len(traces(browser, "#charts .panel:first-child")) == 2
     assert until(browser, box)
+
+
+def test_a_run_that_diverged_without_a_judge_is_told_as_such(browser, tmp_path):
+    folder = run(tmp_path / "a", judge=False, reference=False)
+    rows = metrics.read(folder / "samples.jsonl")
+    rows[-1]["logprobs"][0] = "NaN"
+    rows[-1]["alternatives"] = [[["x", "NaN", None]] for _ in rows[-1]["tokens"]]
+    lines(folder / "samples.jsonl", rows)
+    html = tmp_path / "report.html"
+    report.main(report.Config(runs=(folder,), html=html))
+    opened(browser, html.as_uri())
+    headline = browser.find_element(By.ID, "headline")
+    assert headline.text == "No judge looked at this run"
+    titles = {
+        each.text for each in browser.find_elements(By.CSS_SELECTOR, ".sides h3")
+    }
+    assert "Policy at step 0; same prompt" in titles  # its log-probs are not equal
+    browser.find_element(By.ID, "sample-step").send_keys(Keys.END)
+    tokens = browser.find_elements(By.CSS_SELECTOR, ".tokens")[-1]
+    tokens.send_keys(Keys.ARROW_RIGHT)
+    assert "no number" in browser.find_element(By.ID, "tip").text
+    assert browser.get_log("browser") == []
 
 
 def test_tokens_are_shaded_by_their_kl(browser, page):
@@ -370,4 +408,17 @@ def test_watch_follows_a_run_under_way_and_keeps_what_a_reader_chose(browser, tm
         box = browser.find_element(By.ID, "sample-search")
         assert box.get_attribute("value") == "number"
         assert browser.switch_to.active_element == box
+        button = browser.find_element(By.CSS_SELECTOR, "#runs tbody button")
+        browser.execute_script("arguments[0].focus()", button)
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(row | {"step": 21}) + "\n")
+        until(
+            browser,
+            "document.getElementById('live').textContent === '● live, step 22'",
+        )
+        active = browser.switch_to.active_element
+        assert active != button
+        assert active.text == browser.find_element(
+            By.CSS_SELECTOR, "#runs tbody button"
+        ).text
         assert browser.get_log("browser") == []

@@ -6,7 +6,7 @@ from scipy import stats
 from toy_runs import lines, run
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.reports import curves, document, glossary, reading, samples
+from rlhf_jax.reports import curves, document, glossary, grouping, reading, samples
 from rlhf_jax.reports.contents import contents
 from rlhf_jax.runs import metrics
 
@@ -181,6 +181,34 @@ def test_of_many_steps_curves_are_thinned(tmp_path):
         at = steps[each["0"]["x"]]
         assert (at[0], at[-1]) == (0, 299)
     assert any("steps" in note for note in data["notes"])
+
+
+def test_reward_and_kl_have_the_judges_steps_too(tmp_path):
+    folder = run(tmp_path / "a", steps=300)
+    rows = metrics.read(folder / "metrics.jsonl")
+    for row in rows:
+        if row["step"] % 7:
+            del row["judge/score"]
+    lines(folder / "metrics.jsonl", rows)
+    runs, _ = reading.read_all([folder])
+    tables = curves.tables(runs, grouping.grouped(runs).groups)
+    drawn = curves.curves(tables, points=5, fine=("judge/score",))
+    of_ppo = drawn["stages"]["ppo"]
+    at = {
+        name: set(drawn["steps"][each["0"]["x"]])
+        for name, each in of_ppo.items()
+        if name in ("judge/score", "objective/scores", "objective/kl")
+    }
+    assert len(at["judge/score"]) == 20
+    assert at["judge/score"] <= at["objective/scores"] == at["objective/kl"]
+    assert len(at["objective/kl"]) <= 25
+
+
+def test_two_folders_of_one_config_and_seed_are_told(tmp_path):
+    folders = [run(tmp_path / name, seed=seed) for name, seed in (("a", 3), ("b", 3))]
+    (note,) = data_of(*folders)["notes"]
+    assert note.startswith("a, b have one config and seed 3")
+    assert not data_of(folders[0], run(tmp_path / "c", seed=4))["notes"]
 
 
 def test_phases_are_means_without_the_step_that_compiles(tmp_path):

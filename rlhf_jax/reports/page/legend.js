@@ -5,7 +5,6 @@ function drawLegend() {
   const wanted = state.filter.toLowerCase();
   const matching = data.groups.map((group, number) => ({ ...group, number }))
     .filter((group) => group.name.toLowerCase().includes(wanted));
-  const focused = document.activeElement?.dataset?.group;
   const tools = many ? [
     el("input", { type: "search", value: state.filter, placeholder: `Filter ${data.groups.length} groups`, "aria-label": "Filter groups",
       on: { input: (event) => { state.filter = event.target.value; drawLegend(); } } }),
@@ -14,14 +13,7 @@ function drawLegend() {
     tool("Flagged", () => only(data.groups.filter((group) => runsOf(group).some(flagged)))),
     el("span", { class: "faint" }, `${visibleGroups().length} of ${data.groups.length} shown`),
   ] : [];
-  const typing = document.activeElement?.type === "search" && byId("legend").contains(document.activeElement);
   fill("legend", tools, matching.slice(0, 200).map(chip));
-  if (typing) {
-    const input = byId("legend").querySelector("input");
-    input.focus();
-    input.setSelectionRange(input.value.length, input.value.length);
-  }
-  if (focused !== undefined) [...byId("legend").querySelectorAll("button.group")].find((each) => each.dataset.group === focused)?.focus();
 }
 
 const tool = (text, act) => el("button", { type: "button", on: { click: act } }, text);

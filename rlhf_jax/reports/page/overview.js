@@ -24,7 +24,7 @@ function lede(hacked, lost) {
       + "The words below carry most of its KL: what the policy now says and its reference would not."];
   }
   if (lost.length) return ["The reward rose while the reference finds the responses ever less likely, or they became alike."];
-  const unjudged = data.runs.filter((run) => run.verdict.kind === "unjudged").length;
+  const unjudged = data.runs.filter((run) => run.verdict.kind !== "none" && run.last[JUDGE] === undefined).length;
   if (unjudged) return [`No held-out judge looked at ${plural(unjudged, "run")}, so that a hacked reward could not be seen there; `
     + "rlhf-jax ppo --judge gives one."];
   if (data.runs.some((run) => run.verdict.kind === "clean")) return ["Nowhere did the reward rise while the held-out judge fell."];

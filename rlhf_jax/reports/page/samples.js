@@ -35,21 +35,11 @@ function drawSamples() {
   const worst = [...runs].sort((a, b) => severity(a) - severity(b) || (b.last[KL] ?? 0) - (a.last[KL] ?? 0))[0];
   const run = runs.find((each) => each.name === state.run) ?? worst;
   state.run = run.name;
-  keepingFocus(byId("sample-controls"), () => drawControls(runs, run));
+  drawControls(runs, run);
   drawScale();
   drawList(run);
   for (const row of byId("runs").querySelectorAll("tbody tr"))
     row.classList.toggle("chosen", row.cells[0].textContent === titleOf(run));
-}
-
-// Newer data come while a reader types: the place stays.
-function keepingFocus(place, draw) {
-  const before = place.contains(document.activeElement) ? document.activeElement : null;
-  const at = before?.type === "search" ? before.selectionStart : null;
-  draw();
-  const after = before && byId(before.id);
-  after?.focus({ preventScroll: true });
-  if (after && at !== null) after.setSelectionRange(at, at);
 }
 
 function drawControls(runs, run) {
