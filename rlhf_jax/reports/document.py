@@ -73,7 +73,13 @@ def written(data: Any) -> int:
 
 def escaped(text: str) -> str:
     """Text between tags."""
-    return text.encode(errors="replace").decode().replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return (
+        text.encode(errors="replace")
+        .decode()
+        .replace("&", "&amp;")
+        .replace("<", "&lt;")
+        .replace(">", "&gt;")
+    )
 
 
 def plotly() -> str:

@@ -219,9 +219,7 @@ def test_a_run_that_diverged_without_a_judge_is_told_as_such(browser, tmp_path):
     opened(browser, html.as_uri())
     headline = browser.find_element(By.ID, "headline")
     assert headline.text == "No judge looked at this run"
-    titles = {
-        each.text for each in browser.find_elements(By.CSS_SELECTOR, ".sides h3")
-    }
+    titles = {each.text for each in browser.find_elements(By.CSS_SELECTOR, ".sides h3")}
     assert "Policy at step 0; same prompt" in titles  # its log-probs are not equal
     browser.find_element(By.ID, "sample-step").send_keys(Keys.END)
     tokens = browser.find_elements(By.CSS_SELECTOR, ".tokens")[-1]
@@ -418,7 +416,8 @@ def test_watch_follows_a_run_under_way_and_keeps_what_a_reader_chose(browser, tm
         )
         active = browser.switch_to.active_element
         assert active != button
-        assert active.text == browser.find_element(
-            By.CSS_SELECTOR, "#runs tbody button"
-        ).text
+        assert (
+            active.text
+            == browser.find_element(By.CSS_SELECTOR, "#runs tbody button").text
+        )
         assert browser.get_log("browser") == []

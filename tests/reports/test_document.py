@@ -90,9 +90,7 @@ def test_only_a_page_of_ours_is_replaced(tmp_path, capsys, without_library):
     assert data_in(html.read_text())["title"] == "a"
 
 
-def test_watch_without_the_library_ends_before_it_serves(
-    tmp_path, monkeypatch, capsys
-):
+def test_watch_without_the_library_ends_before_it_serves(tmp_path, monkeypatch, capsys):
     folder = run(tmp_path / "a")
 
     def missing():
