@@ -56,8 +56,7 @@ def as_script(data: Any) -> str:
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for mark in "<>&\u2028\u2029":
         text = text.replace(mark, f"\\u{ord(mark):04x}")
-    # A lone surrogate, which JSON may hold and a file may not, is shown as "?".
-    return text.encode(errors="replace").decode()
+    return _whole(text)
 
 
 def is_page(path: Path) -> bool:
@@ -73,13 +72,13 @@ def written(data: Any) -> int:
 
 def escaped(text: str) -> str:
     """Text between tags."""
-    return (
-        text.encode(errors="replace")
-        .decode()
-        .replace("&", "&amp;")
-        .replace("<", "&lt;")
-        .replace(">", "&gt;")
-    )
+    text = _whole(text).replace("&", "&amp;")
+    return text.replace("<", "&lt;").replace(">", "&gt;")
+
+
+def _whole(text: str) -> str:
+    """With "?" for lone surrogates, which JSON may hold and a file may not."""
+    return text.encode(errors="replace").decode()
 
 
 def plotly() -> str:

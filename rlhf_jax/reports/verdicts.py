@@ -60,9 +60,9 @@ def alarms_of(run: Run) -> list[Raised]:
 def verdict(run: Run) -> Verdict:
     """What a run's score, its judge and its alarms say together.
 
-    *hacked*    the alarm `reward_hacking` in the last LATE of the rows; or from the part
-                of the run in which the judge was best to the last part, the score rose
-                and the judge fell, each by ERRORS standard errors
+    *hacked*    the alarm `reward_hacking` in the last of LATE parts of the rows; or
+                from the part of the run in which the judge was best to the last part,
+                the score rose and the judge fell, each by ERRORS standard errors
     *degraded*  the language or its variety was lost while the score rose
     *alarm*     another alarm, or that one earlier: it compares a few steps with those
                 before, which noise of a long run may bring about
