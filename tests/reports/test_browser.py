@@ -28,6 +28,7 @@ pytestmark = [
     ),
 ]
 EVIL = "<script>document.title='taken'</script><img src=x onerror=alert(1)>"
+MARKED = "<b>learn</b>"
 SWITCHES = (
     *("headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run"),
     *("disable-background-networking", "disable-component-update", "disable-sync"),
@@ -93,6 +94,10 @@ def page(tmp_path_factory):
             row["tokens"] = [EVIL, *row["tokens"][1:]]
             row["response"] = "".join(row["tokens"])
             row["prompt"] = f"say {EVIL}"
+        timed = metrics.read(hacked / "timings.jsonl")
+        for each in timed:
+            each["phases"][MARKED] = 0.5
+        lines(hacked / "timings.jsonl", timed)
         rows[-1]["alternatives"] = [[["gift", -0.5, -2.0]] for _ in rows[-1]["tokens"]]
         lines(hacked / "samples.jsonl", rows)
     html = folder / "report.html"
@@ -288,6 +293,8 @@ def test_text_with_markup_stays_text(browser, page):
     token = browser.find_element(By.CSS_SELECTOR, ".tokens .found")
     assert token.text == EVIL
     assert EVIL in browser.find_element(By.CSS_SELECTOR, ".sample .prompt").text
+    phases = browser.find_elements(By.CSS_SELECTOR, "#timing-chart .legendtext")
+    assert MARKED in [each.text for each in phases]
     # The library itself, the page's script and nothing of a text.
     assert browser.execute_script("return document.scripts.length") == 4
     assert browser.get_log("browser") == []
