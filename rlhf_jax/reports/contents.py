@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.reports import glossary, grouping, samples, verdicts
+from rlhf_jax.reports import document, glossary, grouping, samples, verdicts
 from rlhf_jax.reports.curves import FINER, curves, tables
 from rlhf_jax.reports.grouping import Groups
 from rlhf_jax.reports.reading import Run, finite
@@ -57,8 +57,9 @@ def contents(
     """
     groups = grouping.grouped(runs)
     _check_metrics(metrics, runs)
-    notes = [f"{len(waiting)} runs have no step yet: {', '.join(waiting[:5])}"]
-    notes = notes if waiting else []
+    have = "1 run has" if len(waiting) == 1 else f"{len(waiting)} runs have"
+    notes = [f"{have} no step yet: {', '.join(waiting[:5])}"] if waiting else []
+    notes += _repeated(runs, groups)
     drawn, points = _curves(
         runs, groups, limit=min(CURVES, size * 2 // 3), metrics=metrics
     )
@@ -88,7 +89,7 @@ def contents(
         rows.append(of_run)
         records.append(_record(run, group=group, rows=of_run))
     data["runs"] = records
-    left = max(size - len(json.dumps(data)), FEWEST * len(runs))
+    left = max(size - document.written(data), FEWEST * len(runs))
     kept = _shared_out(rows, size=left)
     for record, mine, all_ in zip(records, kept, rows, strict=True):
         record |= {"samples": mine, "sampled": len(all_)}
@@ -100,6 +101,21 @@ def contents(
             f"samples.jsonl of a run has all."
         )
     return Contents(data, notes)
+
+
+def _repeated(runs: Sequence[Run], groups: Groups) -> list[str]:
+    """A note for each config and seed that several folders have."""
+    of_seed: dict[tuple[int, str], list[str]] = {}
+    for number, group in enumerate(groups.groups):
+        for member in group.runs:
+            seed = json.dumps(runs[member].config.get(grouping.SEED))
+            of_seed.setdefault((number, seed), []).append(runs[member].name)
+    return [
+        f"{', '.join(names[:5])} have one config and seed {seed}: they repeat one "
+        f"run, so that bands over seeds are narrower than they should be."
+        for (_, seed), names in of_seed.items()
+        if len(names) > 1
+    ]
 
 
 def _check_metrics(metrics: Sequence[str], runs: Sequence[Run]) -> None:
@@ -119,7 +135,7 @@ def _curves(
     of_groups = tables(runs, groups.groups)
     for points in POINTS:
         drawn = curves(of_groups, points=points, fine=(*FIRST, *metrics))
-        if len(json.dumps(drawn)) <= limit or points == POINTS[-1]:
+        if document.written(drawn) <= limit or points == POINTS[-1]:
             return drawn, points
     raise AssertionError("the last number of points is taken")
 
@@ -149,9 +165,10 @@ def _record(
     verdict = verdicts.verdict(run)
     summary = {} if run.summary is None else run.summary
     last = {
-        name: series[-1][1]
+        name: value
         for name in (verdicts.SCORE, verdicts.JUDGE, verdicts.KL, "drift/relative")
         if (series := run.series(name))
+        and (value := finite(float(f"{series[-1][1]:.5g}"))) is not None
     }
     timed = [row for row in run.timings if row["stage"] == run.stage]
     return {
@@ -161,7 +178,7 @@ def _record(
         "stage": run.stage,
         "steps": run.metrics[-1]["step"] + 1,
         "done": run.summary is not None,
-        "last": {name: float(f"{value:.5g}") for name, value in last.items()},
+        "last": last,
         "gold": finite(summary.get("gold_policy")),
         "verdict": verdict._asdict(),
         "alarms": [each._asdict() for each in verdicts.alarms_of(run)],
@@ -175,7 +192,7 @@ def _record(
             ),
         },
         "phases": _phases(timed),
-        "seconds": round(sum(row.get("seconds", 0.0) for row in run.timings), 1),
+        "seconds": round(sum(map(_seconds, run.timings)), 1),
     }
 
 
@@ -189,11 +206,15 @@ def _phases(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         return {}
     names = list(dict.fromkeys(name for row in rows for name in row.get("phases", {})))
     sums = {
-        name: sum(row.get("phases", {}).get(name, 0.0) for row in rows)
+        name: sum(finite(row.get("phases", {}).get(name)) or 0.0 for row in rows)
         for name in names
     }
-    sums["other"] = sum(row.get("seconds", 0.0) for row in rows) - sum(sums.values())
+    sums["other"] = sum(map(_seconds, rows)) - sum(sums.values())
     return {name: round(value / len(rows), 4) for name, value in sums.items()}
+
+
+def _seconds(row: Mapping[str, Any]) -> float:
+    return finite(row.get("seconds")) or 0.0
 
 
 def _shared_out(
@@ -203,7 +224,7 @@ def _shared_out(
 
     What runs with few rows leave is shared among the others.
     """
-    costs = [sum(len(json.dumps(row)) + 2 for row in each) for each in rows]
+    costs = [sum(document.written(row) + 2 for row in each) for each in rows]
     shares = [0] * len(rows)
     left, open_ = size, sorted(range(len(rows)), key=lambda number: costs[number])
     for at, number in enumerate(open_):

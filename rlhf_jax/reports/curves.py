@@ -10,6 +10,7 @@ import numpy as np
 
 from rlhf_jax.reports.grouping import Group
 from rlhf_jax.reports.reading import Run, finite
+from rlhf_jax.reports.verdicts import JUDGE, KL, SCORE
 from rlhf_jax.sweeps import statistics
 
 FINER = 4
@@ -69,13 +70,25 @@ def curves(
 
     Args:
       points: a curve with more steps is shown at as many, evenly spread, ends included.
+        Reward and KL also at the judge's, beside which they are drawn.
       fine: metrics with FINER times the points.
     """
+    together = {
+        (table.group, table.stage): {
+            table.steps[k] for k in thinned(len(table.steps), points=FINER * points)
+        }
+        for table in of_groups
+        if table.metric == JUDGE
+    }
     steps = Steps()
     stages: dict[str, dict[str, dict[str, Json]]] = {}
     for table in of_groups:
         times = FINER if table.metric in fine else 1
         kept = thinned(len(table.steps), points=times * points)
+        if table.metric in (SCORE, KL):
+            judged = together.get((table.group, table.stage), set())
+            at = {k for k, step in enumerate(table.steps) if step in judged}
+            kept = sorted(at.union(kept))
         curve = {
             "x": steps.number([table.steps[k] for k in kept]),
             "n": len(table.values),
@@ -94,9 +107,7 @@ def thinned(count: int, *, points: int) -> list[int]:
 
 def compact(values: Any) -> list[float | None]:
     """Numbers with as many digits as a page needs; None where there is none."""
-    return [
-        None if np.isnan(value) else float(f"{value:.{DIGITS}g}") for value in values
-    ]
+    return [finite(float(f"{value:.{DIGITS}g}")) for value in values]
 
 
 def _of_stage(
@@ -129,7 +140,8 @@ def _bands(values: np.ndarray) -> dict[str, Json]:
     if len(values) == 1:
         return {"y": compact(values[0])}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of steps without a value
+        # Of steps without a value, and of values whose sum no float can hold.
+        warnings.simplefilter("ignore", RuntimeWarning)
         return {
             "y": compact(np.nanmean(values, axis=0)),
             "lo": compact(np.nanmin(values, axis=0)),

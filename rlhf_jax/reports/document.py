@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from rlhf_jax.functional.checks import InputError
@@ -15,6 +16,7 @@ SCRIPTS = (
 )
 # Nothing is fetched, whatever a text of a run says; a page that is served asks only the
 # server it came from.
+MARK = '<meta name="generator" content="rlhf-jax report">'  # of page.html
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "img-src data: blob:; connect-src {connect}; base-uri 'none'; form-action 'none'"
@@ -54,12 +56,29 @@ def as_script(data: Any) -> str:
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for mark in "<>&\u2028\u2029":
         text = text.replace(mark, f"\\u{ord(mark):04x}")
-    return text
+    return _whole(text)
+
+
+def is_page(path: Path) -> bool:
+    """Whether a file is a page that was written here."""
+    with path.open("rb") as file:
+        return MARK.encode() in file.read(2000)
+
+
+def written(data: Any) -> int:
+    """Bytes that some data take in the page."""
+    return len(as_script(data).encode())
 
 
 def escaped(text: str) -> str:
     """Text between tags."""
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    text = _whole(text).replace("&", "&amp;")
+    return text.replace("<", "&lt;").replace(">", "&gt;")
+
+
+def _whole(text: str) -> str:
+    """With "?" for lone surrogates, which JSON may hold and a file may not."""
+    return text.encode(errors="replace").decode()
 
 
 def plotly() -> str:

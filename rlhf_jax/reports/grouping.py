@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rlhf_jax.reports.reading import Run
-from rlhf_jax.runs.run_config import MAY_DIFFER
+from rlhf_jax.runs import run_config
+from rlhf_jax.runs.snapshots import resume
 
 SEED = "seed"
+# What a run writes, where and how often: no difference of its results.
+RECORDING = run_config.MAY_DIFFER | (resume.MAY_CHANGE - {"num_steps"})
 LONGEST = 60  # characters of a group's name
 
 
@@ -33,7 +36,13 @@ def grouped(runs: Sequence[Run]) -> Groups:
 
     Where a run is written, how often it saves and what it shows do not count.
     """
-    configs = [settings(run) for run in runs]
+    names = {
+        ".".join(parts[: k + 1])  # groups too
+        for run in runs
+        for parts in (name.split(".") for name in flatten(run.config))
+        for k in range(len(parts))
+    }
+    configs = [settings(run, names=names) for run in runs]
     members: dict[str, list[int]] = {}
     for number, config in enumerate(configs):
         key = json.dumps({k: v for k, v in config.items() if k != SEED}, sort_keys=True)
@@ -51,13 +60,19 @@ def grouped(runs: Sequence[Run]) -> Groups:
     return Groups(options, _distinct(groups, runs))
 
 
-def settings(run: Run) -> dict[str, Any]:
-    """{option: value} of all that may change a result; versions too."""
-    flat = flatten(run.config)
+def settings(run: Run, *, names: Collection[str]) -> dict[str, Any]:
+    """{option: value} of all that may change a result; versions too.
+
+    Args:
+      run: of any version.
+      names: of the options and groups of all runs. Where a record is older than one of
+        them it gets the value that such a run had.
+    """
+    flat = flatten(run_config.complete(run.config, names=names))
     kept = {
         name: value
         for name, value in flat.items()
-        if not any(name == each or name.startswith(f"{each}.") for each in MAY_DIFFER)
+        if not any(name == each or name.startswith(f"{each}.") for each in RECORDING)
     }
     return kept | {f"version of {name}": value for name, value in run.versions.items()}
 

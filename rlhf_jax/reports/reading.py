@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,8 @@ class Run:
         return {
             name
             for row in self.metrics
-            for name in row
-            if name not in ("stage", "step", "alarms")
+            for name, value in row.items()
+            if name not in ("stage", "step") and finite(value) is not None
         }
 
     def series(
@@ -60,7 +61,11 @@ def finite(value: Any) -> float | None:
     """A number of a row, or None: "NaN" and "Infinity" are strings in those files."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if abs(value) < float("inf") else None
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond all floats
+        return None
+    return number if math.isfinite(number) else None
 
 
 def folders(paths: Sequence[Path]) -> list[Path]:
@@ -71,6 +76,7 @@ def folders(paths: Sequence[Path]) -> list[Path]:
     """
     found: dict[Path, None] = {}
     for path in paths:
+        _check_reachable(path)
         if (path / folder.CONFIG).is_file():
             found[path] = None
         elif (path / BEGUN).is_file():
@@ -144,6 +150,19 @@ def read(place: Path, *, name: str) -> Run | None:
         summary=_summary(place / "summary.json"),
         name=name,
     )
+
+
+def _check_reachable(path: Path) -> None:
+    """InputError where the system does not take the path, as one that is too long."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise InputError(
+            f"{path!s:.80}: expected the folder of a run, got: {error.strerror}; give "
+            f"the --out of a run"
+        ) from error
 
 
 def short_names(places: Sequence[Path]) -> list[str]:

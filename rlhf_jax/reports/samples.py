@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlhf_jax.reports import document
 from rlhf_jax.reports.curves import thinned
 from rlhf_jax.reports.reading import Run, finite
 
@@ -22,6 +23,7 @@ def rows_of(run: Run) -> list[dict[str, Json]]:
     A row has "stage", "step", "prompt", "response", "score" and, where recorded,
     "judge", "reference" (its response to the same prompt), "tokens", "logprobs",
     "ref_logprobs" and "alternatives". Of a long response the first LONGEST tokens.
+    A log-prob that is no finite number, as a run that diverged writes, is None.
     """
     rows = []
     for row in run.samples:
@@ -40,13 +42,18 @@ def rows_of(run: Run) -> list[dict[str, Json]]:
         }
         if isinstance(row.get("reference"), str):
             kept["reference"] = row["reference"]
-        kept |= {
-            name: row[name][:LONGEST]
-            for name in ("tokens", "logprobs", "ref_logprobs", "alternatives")
+        numbers = {
+            name: [finite(each) for each in row[name]]
+            for name in ("logprobs", "ref_logprobs")
             if isinstance(row.get(name), list)
         }
+        if isinstance(row.get("tokens"), list):
+            kept["tokens"] = row["tokens"][:LONGEST]
+        kept |= {name: each[:LONGEST] for name, each in numbers.items()}
+        if isinstance(row.get("alternatives"), list):
+            kept["alternatives"] = _alternatives(row["alternatives"][:LONGEST])
         kept["length"] = len(row.get("tokens", ()))
-        kept["kl"] = _kl(row)
+        kept["kl"] = _kl(numbers)
         rows.append({k: v for k, v in kept.items() if v is not None})
     return rows
 
@@ -55,7 +62,8 @@ def common_tokens(rows: Sequence[Row]) -> list[dict[str, Json]]:
     """The tokens that most of the KL is on, in the newest quarter of the steps.
 
     Returns:
-      {"text", "count", "kl": Σ k1 over the `count` times, nats} of the greatest sums.
+      {"text", "count", "kl": Σ k1 over the `count` times, nats} of the greatest sums,
+      over the places where both log-probs are numbers.
     """
     steps = sorted({row["step"] for row in rows if "ref_logprobs" in row})
     newest = set(steps[-max(1, len(steps) // 4) :])
@@ -66,12 +74,13 @@ def common_tokens(rows: Sequence[Row]) -> list[dict[str, Json]]:
         for text, own, ref in zip(
             row["tokens"], row["logprobs"], row["ref_logprobs"], strict=True
         ):
-            sums.setdefault(text.strip() or text, []).append(own - ref)
+            if own is not None and ref is not None:
+                sums.setdefault(text.strip() or text, []).append(own - ref)
     most = sorted(sums.items(), key=lambda item: -sum(item[1]))[:COMMON]
     return [
         {"text": text, "count": len(each), "kl": round(sum(each), 3)}
         for text, each in most
-        if sum(each) > 0
+        if 0 < sum(each) < math.inf
     ]
 
 
@@ -81,7 +90,7 @@ def within(rows: Sequence[dict[str, Json]], *, size: int) -> list[dict[str, Json
     First the most and the least by score, KL and length, then whole steps: the last,
     the first, and others evenly between them.
     """
-    costs = [len(json.dumps(row)) + 2 for row in rows]
+    costs = [document.written(row) + 2 for row in rows]
     if sum(costs) <= size:
         return list(rows)
     kept, left = set(), size
@@ -114,8 +123,24 @@ def _in_order(rows: Sequence[Row]) -> list[int]:
     return [*extremes, *(number for step in order for number in by_step[step])]
 
 
-def _kl(row: Row) -> float | None:
-    """Σ_t log π - log π_ref of a response, nats; None where they are not recorded."""
-    if "ref_logprobs" not in row or "logprobs" not in row:
+def _alternatives(places: Sequence[Sequence[Sequence[Any]]]) -> Json:
+    """[[text, log π, log π_ref], ...] of each place; None for what is no number."""
+    return [
+        [[text, *(finite(each) for each in logprobs)] for text, *logprobs in place]
+        for place in places
+    ]
+
+
+def _kl(numbers: Mapping[str, Sequence[float | None]]) -> float | None:
+    """Σ_t log π - log π_ref of a response, nats; None where they are not recorded.
+
+    Places where one of the two is None are left out.
+    """
+    if "ref_logprobs" not in numbers or "logprobs" not in numbers:
         return None
-    return round(sum(row["logprobs"]) - sum(row["ref_logprobs"]), 3)
+    k1 = [
+        own - ref
+        for own, ref in zip(numbers["logprobs"], numbers["ref_logprobs"], strict=True)
+        if own is not None and ref is not None
+    ]
+    return finite(round(sum(k1), 3)) if k1 else None

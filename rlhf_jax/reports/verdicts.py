@@ -13,6 +13,8 @@ from rlhf_jax.runs.alarms import ADVICE
 
 SCORE, JUDGE, KL = "objective/scores", "judge/score", "objective/kl"
 PARTS = 5  # a series is compared part by part
+LATE = 10  # one in as many rows, the last ones, tells what an alarm is at the end
+MOST = 0.95  # autocorrelation that the judge is taken to have
 ERRORS = 3.0  # standard errors of a difference that count, as the best part is picked
 LOST = ("language_degradation", "mode_collapse_distinct", "mode_collapse_entropy")
 
@@ -58,11 +60,12 @@ def alarms_of(run: Run) -> list[Raised]:
 def verdict(run: Run) -> Verdict:
     """What a run's score, its judge and its alarms say together.
 
-    *hacked*    the alarm `reward_hacking`; or from the part of the run in which the
-                judge was best to the last part, the score rose and the judge fell, each
-                by ERRORS standard errors
+    *hacked*    the alarm `reward_hacking` in the last of LATE parts of the rows; or
+                from the part of the run in which the judge was best to the last part,
+                the score rose and the judge fell, each by ERRORS standard errors
     *degraded*  the language or its variety was lost while the score rose
-    *alarm*     another alarm
+    *alarm*     another alarm, or that one earlier: it compares a few steps with those
+                before, which noise of a long run may bring about
     *unjudged*  no sign of it, but no judge looked either
     """
     score, judge = run.series(SCORE), run.series(JUDGE)
@@ -75,10 +78,9 @@ def verdict(run: Run) -> Verdict:
     if judge:
         best = max(judge, key=lambda pair: pair[1])
         rise += f", judge {_told(best[1])} at best → {_told(judge[-1][1])}"
-    if "reward_hacking" in raised or since is not None:
-        alarm = raised.get("reward_hacking")
-        step = since if alarm is None else alarm.step
-        return Verdict("hacked", rise, step)
+    began = _still_raised(run, "reward_hacking")
+    if began is not None or since is not None:
+        return Verdict("hacked", rise, since if began is None else began)
     lost = [raised[name] for name in LOST if name in raised]
     if lost and score[-1][1] > score[0][1]:
         first = min(lost, key=lambda each: each.step)
@@ -97,7 +99,9 @@ def fallen_since(score: Series, judge: Series) -> int | None:
 
     Both are cut into PARTS at the same steps, or into two where the judge has fewer
     than ten values. d = mean of the last part - mean of the judge's best part, with
-    error s √(1/n + 1/m), s the standard deviation within parts.
+    error s √(1/n + 1/m), s the standard deviation within parts. The judge's error is
+    √((1 + ρ) / (1 - ρ)) times that, as of an AR(1) process with the autocorrelation ρ
+    that it has within parts.
     """
     if len(judge) < 4:
         return None
@@ -110,9 +114,22 @@ def fallen_since(score: Series, judge: Series) -> int | None:
     best = int(np.argmax([part.mean() for part in judged]))
     if best == parts - 1:
         return None
-    fell = _errors(judged, best) < -ERRORS
+    rho = _autocorrelation(judged)
+    fell = _errors(judged, best) < -ERRORS * math.sqrt((1 + rho) / (1 - rho))
     rose = _errors(scored, best) > ERRORS
     return int(cut[best][-1]) if fell and rose else None
+
+
+def _still_raised(run: Run, name: str) -> int | None:
+    """The step at which an alarm last began that the run's last rows still have."""
+    last = run.metrics[-max(1, len(run.metrics) // LATE) :]
+    began = [each for each in alarms_of(run) if each.name == name]
+    if not began:
+        return None
+    newest = began[-1]
+    of_last = any(name in row.get("alarms", ()) for row in last)
+    of_last |= newest.stage == run.stage and newest.step >= last[0]["step"]
+    return newest.step if of_last else None
 
 
 def _told(value: float) -> str:
@@ -121,6 +138,33 @@ def _told(value: float) -> str:
 
 def _within(series: Series, steps: np.ndarray) -> np.ndarray:
     return np.array([value for step, value in series if steps[0] <= step <= steps[-1]])
+
+
+def _autocorrelation(parts: Sequence[np.ndarray]) -> float:
+    """ρ of neighbouring values' deviations from a line through their part, 0 to MOST.
+
+    A line, as a steady fall is no noise. The estimate r of parts of L values is about
+    (2 + 4 r) / L too small, which is added.
+    """
+    deviations = [_from_line(part) for part in parts]
+    variance = sum((each**2).sum() for each in deviations)
+    pairs = sum(len(each) - 1 for each in deviations)
+    count = sum(map(len, deviations))
+    whole = sum(((part - part.mean()) ** 2).sum() for part in parts)
+    if pairs < 1 or variance <= 1e-12 * whole:  # lines but for rounding
+        return 0.0
+    covariance = sum((each[1:] * each[:-1]).sum() for each in deviations)
+    r = (covariance / pairs) / (variance / count)
+    return float(np.clip(r + (2 + 4 * r) / (count / len(parts)), 0.0, MOST))
+
+
+def _from_line(part: np.ndarray) -> np.ndarray:
+    """Deviations from the line of least squares; from the mean of two values or one."""
+    apart = part - part.mean()
+    if len(part) < 3:
+        return apart
+    at = np.arange(len(part)) - (len(part) - 1) / 2
+    return apart - at * (at @ apart) / (at @ at)
 
 
 def _errors(parts: Sequence[np.ndarray], best: int) -> float:

@@ -28,6 +28,7 @@ pytestmark = [
     ),
 ]
 EVIL = "<script>document.title='taken'</script><img src=x onerror=alert(1)>"
+MARKED = "<b>learn</b>"
 SWITCHES = (
     *("headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run"),
     *("disable-background-networking", "disable-component-update", "disable-sync"),
@@ -93,6 +94,10 @@ def page(tmp_path_factory):
             row["tokens"] = [EVIL, *row["tokens"][1:]]
             row["response"] = "".join(row["tokens"])
             row["prompt"] = f"say {EVIL}"
+        timed = metrics.read(hacked / "timings.jsonl")
+        for each in timed:
+            each["phases"][MARKED] = 0.5
+        lines(hacked / "timings.jsonl", timed)
         rows[-1]["alternatives"] = [[["gift", -0.5, -2.0]] for _ in rows[-1]["tokens"]]
         lines(hacked / "samples.jsonl", rows)
     html = folder / "report.html"
@@ -154,6 +159,7 @@ def test_curves_are_drawn_with_bands_and_the_legend_toggles_them(browser, page):
     assert unit == "reward units per response"
     chips = "#legend button.group"
     hacked = browser.find_elements(By.CSS_SELECTOR, chips)[1]
+    hacked_name = hacked.text
     hacked.click()
     assert len(traces(browser, first)) == 3
     assert len(traces(browser, "#scatter")) == 1
@@ -161,6 +167,15 @@ def test_curves_are_drawn_with_bands_and_the_legend_toggles_them(browser, page):
     assert hacked.get_attribute("aria-pressed") == "false"
     hacked.send_keys(Keys.ENTER)
     assert len(traces(browser, first)) == 6
+    active = browser.switch_to.active_element
+    assert active.text == hacked_name
+    active.send_keys(Keys.SHIFT, Keys.ENTER)  # alone
+    assert len(traces(browser, first)) == 3
+    pressed = [
+        each.get_attribute("aria-pressed")
+        for each in browser.find_elements(By.CSS_SELECTOR, chips)
+    ]
+    assert pressed == ["false", "true"]
 
 
 def test_any_metric_can_be_added_and_closed(browser, page):
@@ -187,9 +202,38 @@ def test_a_band_may_be_the_interval_of_the_mean(browser, page):
         "95% interval",
         "mean alone",
     ]
-    choices[2].click()
+    half = "document.querySelector('#charts .chart').data[1].y.at(-1)"
+    widest = browser.execute_script(f"return {half}")
+    choices[1].send_keys(Keys.ENTER)
+    # Of two seeds the interval is 12.7 standard errors to a side, the range one.
+    assert browser.execute_script(f"return {half}") > widest
+    assert browser.switch_to.active_element.text == "95% interval"
+    browser.find_elements(By.CSS_SELECTOR, "#band button")[2].click()
     assert len(traces(browser, "#charts .panel:first-child")) == 2
     assert until(browser, box)
+
+
+def test_a_run_that_diverged_without_a_judge_is_told_as_such(browser, tmp_path):
+    folder = run(tmp_path / "a", judge=False, reference=False)
+    rows = metrics.read(folder / "samples.jsonl")
+    rows[-1]["logprobs"][0] = "NaN"
+    rows[-1]["alternatives"] = [[["x", "NaN", None]] for _ in rows[-1]["tokens"]]
+    lines(folder / "samples.jsonl", rows)
+    html = tmp_path / "report.html"
+    report.main(report.Config(runs=(folder,), html=html))
+    opened(browser, html.as_uri())
+    headline = browser.find_element(By.ID, "headline")
+    assert headline.text == "No judge looked at this run"
+    titles = {each.text for each in browser.find_elements(By.CSS_SELECTOR, ".sides h3")}
+    assert "Policy at step 0; same prompt" in titles  # its log-probs are not equal
+    told = []
+    for tokens in browser.find_elements(By.CSS_SELECTOR, ".tokens"):
+        tokens.send_keys(Keys.ARROW_RIGHT)
+        told.append(browser.find_element(By.ID, "tip").text)
+        tokens.send_keys(Keys.ESCAPE)
+    assert len(told) == 12
+    assert ["log π no number" in each for each in told].count(True) == 1
+    assert browser.get_log("browser") == []
 
 
 def test_tokens_are_shaded_by_their_kl(browser, page):
@@ -249,6 +293,8 @@ def test_text_with_markup_stays_text(browser, page):
     token = browser.find_element(By.CSS_SELECTOR, ".tokens .found")
     assert token.text == EVIL
     assert EVIL in browser.find_element(By.CSS_SELECTOR, ".sample .prompt").text
+    phases = browser.find_elements(By.CSS_SELECTOR, "#timing-chart .legendtext")
+    assert MARKED in [each.text for each in phases]
     # The library itself, the page's script and nothing of a text.
     assert browser.execute_script("return document.scripts.length") == 4
     assert browser.get_log("browser") == []
@@ -370,4 +416,18 @@ def test_watch_follows_a_run_under_way_and_keeps_what_a_reader_chose(browser, tm
         box = browser.find_element(By.ID, "sample-search")
         assert box.get_attribute("value") == "number"
         assert browser.switch_to.active_element == box
+        button = browser.find_element(By.CSS_SELECTOR, "#runs tbody button")
+        browser.execute_script("arguments[0].focus()", button)
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(row | {"step": 21}) + "\n")
+        until(
+            browser,
+            "document.getElementById('live').textContent === '● live, step 22'",
+        )
+        active = browser.switch_to.active_element
+        assert active != button
+        assert (
+            active.text
+            == browser.find_element(By.CSS_SELECTOR, "#runs tbody button").text
+        )
         assert browser.get_log("browser") == []

@@ -1,14 +1,12 @@
 """What the page is made of: curves, samples, sizes, and bad input in one line."""
 
-import json
-
 import numpy as np
 import pytest
 from scipy import stats
 from toy_runs import lines, run
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.reports import curves, glossary, reading, samples
+from rlhf_jax.reports import curves, document, glossary, grouping, reading, samples
 from rlhf_jax.reports.contents import contents
 from rlhf_jax.runs import metrics
 
@@ -97,6 +95,36 @@ def test_a_row_has_the_kl_that_its_tokens_sum_to(tmp_path):
         assert row["length"] == len(source["tokens"])
 
 
+def test_a_run_that_diverged_has_a_page(tmp_path):
+    folder = run(tmp_path / "a", steps=2)
+    (row, *_) = metrics.read(folder / "samples.jsonl")
+    row |= {"tokens": ["a", "b", "c"], "logprobs": ["NaN", -1.0, -0.5]}
+    row |= {"ref_logprobs": [-2.0, None, -3.0], "score": float("nan")}
+    row["alternatives"] = [[["x", "-Infinity", -1.0]], [["y", -1.0, None]], []]
+    lines(folder / "samples.jsonl", [row])
+    timed = {"stage": "ppo", "step": 0, "seconds": "NaN", "phases": {"learn": "NaN"}}
+    lines(folder / "timings.jsonl", [timed])
+    data = data_of(folder)
+    document.as_script(data)  # takes no NaN
+    ((only,), tokens) = data["runs"][0]["samples"], data["runs"][0]["tokens"]
+    assert only["logprobs"] == [None, -1.0, -0.5]
+    assert only["ref_logprobs"] == [-2.0, None, -3.0]
+    assert only["alternatives"] == [[["x", None, -1.0]], [["y", -1.0, None]], []]
+    assert (only["kl"], tokens) == (2.5, [{"text": "c", "count": 1, "kl": 2.5}])
+    assert "score" not in only
+    assert data["runs"][0]["phases"] == {"learn": 0.0, "other": 0.0}
+
+
+def test_numbers_beyond_all_floats_are_left_out(tmp_path):
+    folders = [run(tmp_path / str(seed), seed=seed, steps=2) for seed in range(2)]
+    for folder in folders:
+        rewritten(folder, "objective/kl", [10**400, 1.7e308])
+    drawn = data_of(*folders)["curves"]
+    curve = drawn["stages"]["ppo"]["objective/kl"]["0"]
+    assert (drawn["steps"][curve["x"]], curve["y"]) == ([1], [None])
+    assert curve["hi"] == [1.7e308]
+
+
 def test_questions_and_answers_are_prompts_and_responses(tmp_path):
     folder = run(tmp_path / "a")
     row = {"stage": "ppo", "step": 0, "question": "2+2?", "answer": "4", "score": 1.0}
@@ -111,9 +139,9 @@ def test_samples_are_left_out_first_and_the_page_says_so(tmp_path):
     ]
     whole = data_of(*folders)
     assert not whole["notes"]
-    size = len(json.dumps(whole)) - 90_000
+    size = document.written(whole) - 90_000
     data = data_of(*folders, size=size)
-    assert len(json.dumps(data)) <= size + 300  # the note
+    assert document.written(data) <= size + 300  # the note
     assert data["curves"] == whole["curves"]
     (note,) = data["notes"]
     shown = sum(len(each["samples"]) for each in data["runs"])
@@ -129,6 +157,20 @@ def test_samples_are_left_out_first_and_the_page_says_so(tmp_path):
         assert {0, 90} <= {row["step"] for row in after["samples"]}
 
 
+def test_tokens_of_markup_count_as_what_the_page_writes(tmp_path):
+    """A `<` is six bytes there."""
+    folder = run(tmp_path / "a", steps=100, shown=8)
+    rows = metrics.read(folder / "samples.jsonl")
+    for row in rows:
+        row["tokens"] = ["<td></td>&"] * len(row["tokens"])
+        row["response"] = "".join(row["tokens"])
+    lines(folder / "samples.jsonl", rows)
+    whole = document.written(data_of(folder))
+    data = data_of(folder, size=whole - 50_000)
+    assert document.written(data) <= whole - 50_000 + 300  # the note
+    assert 0 < len(data["runs"][0]["samples"]) < len(rows)
+
+
 def test_of_many_steps_curves_are_thinned(tmp_path):
     data = data_of(run(tmp_path / "a", steps=300, further=20), size=60_000)
     of_ppo, steps = data["curves"]["stages"]["ppo"], data["curves"]["steps"]
@@ -139,6 +181,34 @@ def test_of_many_steps_curves_are_thinned(tmp_path):
         at = steps[each["0"]["x"]]
         assert (at[0], at[-1]) == (0, 299)
     assert any("steps" in note for note in data["notes"])
+
+
+def test_reward_and_kl_have_the_judges_steps_too(tmp_path):
+    folder = run(tmp_path / "a", steps=300)
+    rows = metrics.read(folder / "metrics.jsonl")
+    for row in rows:
+        if row["step"] % 7:
+            del row["judge/score"]
+    lines(folder / "metrics.jsonl", rows)
+    runs, _ = reading.read_all([folder])
+    tables = curves.tables(runs, grouping.grouped(runs).groups)
+    drawn = curves.curves(tables, points=5, fine=("judge/score",))
+    of_ppo = drawn["stages"]["ppo"]
+    at = {
+        name: set(drawn["steps"][each["0"]["x"]])
+        for name, each in of_ppo.items()
+        if name in ("judge/score", "objective/scores", "objective/kl")
+    }
+    assert len(at["judge/score"]) == 20
+    assert at["judge/score"] <= at["objective/scores"] == at["objective/kl"]
+    assert len(at["objective/kl"]) <= 25
+
+
+def test_two_folders_of_one_config_and_seed_are_told(tmp_path):
+    folders = [run(tmp_path / name, seed=seed) for name, seed in (("a", 3), ("b", 3))]
+    (note,) = data_of(*folders)["notes"]
+    assert note.startswith("a, b have one config and seed 3")
+    assert not data_of(folders[0], run(tmp_path / "c", seed=4))["notes"]
 
 
 def test_phases_are_means_without_the_step_that_compiles(tmp_path):
@@ -157,6 +227,11 @@ def test_the_metrics_that_are_asked_for_are_open_first(tmp_path):
     folder = run(tmp_path / "a")
     data = data_of(folder, metrics=["drift/relative", "objective/kl"])
     assert data["first"] == [["ppo", "drift/relative"], ["ppo", "objective/kl"]]
+    rewritten(folder, "objective/kl", ["NaN", "NaN"])
+    rows = metrics.read(folder / "metrics.jsonl")
+    lines(folder / "metrics.jsonl", [row | {"loss/policy": 1.0} for row in rows])
+    with pytest.raises(InputError, match=r"got objective/kl, which none has"):
+        data_of(folder, metrics=["objective/kl"])
     with pytest.raises(InputError, match=r"got kl/objective, which none has; there"):
         data_of(folder, metrics=["kl/objective"])
 

@@ -69,7 +69,38 @@ def test_the_command_writes_the_page_and_says_its_size(
     folder, html = run(tmp_path / "a"), tmp_path / "a.html"
     main.main(["report", str(folder), "--html", str(html), "--title", "My runs"])
     assert data_in(html.read_text())["title"] == "My runs"
-    assert capsys.readouterr().out == f"1 runs, 0.1 MB, in {html}\n"
+    assert capsys.readouterr().out == f"1 run, 0.1 MB, in {html}\n"
+
+
+def test_a_text_with_half_a_character_is_written(tmp_path, without_library):
+    page = document.page({"title": "x", "text": "\ud800 a"})
+    assert data_in(page.encode().decode())["text"] == "? a"
+
+
+def test_only_a_page_of_ours_is_replaced(tmp_path, capsys, without_library):
+    folder, html = run(tmp_path / "a"), tmp_path / "notes.html"
+    html.write_text("<p>mine</p>")
+    with pytest.raises(SystemExit):
+        main.main(["report", str(folder), "--html", str(html)])
+    assert "got another" in capsys.readouterr().err
+    assert html.read_text() == "<p>mine</p>"
+    html.unlink()
+    for _ in range(2):
+        main.main(["report", str(folder), "--html", str(html)])
+    assert data_in(html.read_text())["title"] == "a"
+
+
+def test_watch_without_the_library_ends_before_it_serves(tmp_path, monkeypatch, capsys):
+    folder = run(tmp_path / "a")
+
+    def missing():
+        raise InputError("needs the package plotly")
+
+    monkeypatch.setattr(document, "plotly", missing)
+    with pytest.raises(SystemExit) as exit_:
+        main.main(["report", str(folder), "--watch", "--port", "0"])
+    assert exit_.value.code == 2
+    assert "plotly" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -78,6 +109,9 @@ def test_the_command_writes_the_page_and_says_its_size(
         (["RUN"], "expected --html FILE, to write the page, or --watch"),
         (["RUN", "--html", "no/such/folder/x.html"], "a folder that exists"),
         (["RUN", "--html", "."], "expected a file, got a folder"),
+        (["RUN", "--html", f"{'x' * 300}.html"], "File name too long"),
+        (["x" * 300, "--html", "x.html"], "File name too long"),
+        (["RUN", "--html", "/dev/null"], "got no regular file"),
         (["none", "--html", "x.html"], "expected the folder of a run"),
         (["RUN", "--html", "x.html", "--metrics", "kl"], "got kl, which none has"),
         (["RUN", "--watch", "--port", "70000"], "expected 0 to 65535"),

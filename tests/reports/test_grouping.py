@@ -32,14 +32,24 @@ def test_runs_that_differ_in_the_seed_and_in_where_they_are_written_are_one_grou
 
 def test_an_option_that_one_config_lacks_differs_and_true_is_not_one(tmp_path):
     groups = grouped(
-        run(tmp_path / "a", packing="off", whiten=True, num=1),
+        run(tmp_path / "a", critic="x", whiten=True, num=1),
         run(tmp_path / "b", whiten=1, num=1),
     )
-    assert set(groups.options) == {"packing", "whiten"}
+    assert set(groups.options) == {"critic", "whiten"}
     assert [group.values for group in groups.groups] == [
-        ("off", "true"),
+        ("x", "true"),
         ("null", "1"),
     ]
+
+
+def test_options_that_only_record_and_older_records_split_no_seeds(tmp_path):
+    groups = grouped(
+        run(tmp_path / "a", seed=0, sample_every=10, sample_reference=True),
+        run(tmp_path / "b", seed=1, num_alternatives=3, packing="off", num_shown=4),
+        run(tmp_path / "c", seed=2, packing="on"),
+    )
+    assert groups.options == ("packing",)
+    assert [group.runs for group in groups.groups] == [(0, 1), (2,)]
 
 
 def test_other_versions_are_other_configs(tmp_path):

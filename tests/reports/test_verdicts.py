@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from toy_runs import run
+from toy_runs import lines, run
 
 from rlhf_jax.reports import reading, verdicts
 from rlhf_jax.runs import metrics
@@ -32,7 +32,8 @@ def test_the_verdict_of_a_run_that_was_hacked_and_of_one_that_was_not(tmp_path):
 def test_a_judge_that_rose_at_first_and_fell_then():
     """Over-optimisation: the peak is what the end is compared with."""
     steps = np.arange(50)
-    score, judge = series(steps / 50), series(np.sin(steps / 50 * 2.8))
+    noise = np.random.default_rng(0).normal(0, 0.05, 50)
+    score, judge = series(steps / 50), series(np.sin(steps / 50 * 2.8) + noise)
     since = verdicts.fallen_since(score, judge)
     assert 20 <= since < 40
 
@@ -64,6 +65,34 @@ def test_noise_is_seldom_taken_for_it():
     assert false <= 10
 
 
+def test_noise_that_drifts_is_taken_for_it_far_less_often():
+    """An AR(1) judge at ρ = 0.8: 38 % of such runs if its values counted as apart."""
+    rng = np.random.default_rng(2)
+    score = series(np.linspace(0, 1, 100))
+    false = 0
+    for noise in rng.normal(size=(400, 200)):
+        judge = np.zeros(200)
+        for step in range(1, 200):
+            judge[step] = 0.8 * judge[step - 1] + noise[step]
+        false += verdicts.fallen_since(score, series(judge[100:])) is not None
+    assert false <= 32  # 8 %
+
+
+def test_an_alarm_that_passed_while_the_judge_recovered_is_no_hacking(tmp_path):
+    folder = run(tmp_path / "a", done=False)
+    rows = metrics.read(folder / "metrics.jsonl")
+    for row in rows[5:8]:
+        row["alarms"] = ["reward_hacking"]
+    lines(folder / "metrics.jsonl", rows)
+    assert (verdict(folder).kind, verdict(folder).step) == ("alarm", 5)
+    began = {"stage": "ppo", "name": "reward_hacking", "step": 5, "message": "seen"}
+    (folder / "summary.json").write_text(json.dumps({"alarms": [began]}))
+    assert verdict(folder).kind == "alarm"
+    rows[-1]["alarms"] = ["reward_hacking"]  # among the last tenth
+    lines(folder / "metrics.jsonl", rows)
+    assert verdict(folder).kind == "hacked"
+
+
 def test_alarms_count_also_while_the_run_goes_on(tmp_path):
     folder = run(tmp_path / "a", done=False)
     rows = metrics.read(folder / "metrics.jsonl")
@@ -79,7 +108,7 @@ def test_alarms_count_also_while_the_run_goes_on(tmp_path):
     ]
     assert "judge fell" in raised[0].message
     assert verdict(folder) == verdicts.verdict(only)
-    assert (verdict(folder).kind, verdict(folder).step) == ("hacked", 5)
+    assert (verdict(folder).kind, verdict(folder).step) == ("hacked", 20)
 
 
 @pytest.mark.parametrize(

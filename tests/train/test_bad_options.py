@@ -180,6 +180,10 @@ OWN = {
         ("--sample-reference --lora.rank=2", "--sample-reference, .*without --lora"),
         ("--num-alternatives=2 --lora.rank=2", "--num-alternatives: expected the pol"),
         ("--sample-reference --no-measure-kl --kl-coef=0", "--sample-reference, --num"),
+        (
+            "--num-alternatives=2 --placement.sampler=last:data=1",
+            "--num-alternatives 2: expected 0 with",
+        ),
         ("--num-alternatives=-1", "num_alternatives: .*-1"),
         ("--reference-storage.dtype=int4", "--reference-storage.dtype"),
         ("--placement.reference=disk", f"{PLACE}.* got 'disk'"),

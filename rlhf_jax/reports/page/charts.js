@@ -30,7 +30,7 @@ function bandOf(curve) {
   if (!curve.lo || state.band === "none") return null;
   if (state.band === "range") return [curve.lo, curve.hi];
   const around = (sign) => curve.y.map((y, k) => (y === null || curve.t[k] === null ? null : y + sign * curve.t[k]));
-  return curve.n < 3 ? [curve.lo, curve.hi] : [around(-1), around(1)];
+  return [around(-1), around(1)];
 }
 
 function curveTraces(stage, metric) {
@@ -66,7 +66,7 @@ function drawCurves() {
     let panel = [...place.children].find((each) => each.dataset.key === key(pair));
     if (!panel) place.append(panel = curvePanel(stage, metric));
     const chart = panel.querySelector(".chart");
-    Plotly.react(chart, curveTraces(stage, metric), layout({ x: `step of ${stage}`, y: unitOf(metric) }), PLAIN);
+    Plotly.react(chart, curveTraces(stage, metric), layout({ x: `step of ${plain(stage)}`, y: plain(unitOf(metric)) }), PLAIN);
     chart.setAttribute("aria-label", `${metric}: ${lastValues(stage, metric)}`);
   }
 }
@@ -136,7 +136,8 @@ function path(group, across, up) {
   const stage = stageOf(up);
   const [a, b] = [across, up].map((metric) => curveOf(stage, metric, group.number));
   if (!a || !b) return [];
-  const steps = stepsOf(b).filter((step) => stepsOf(a).includes(step));
+  const both = new Set(stepsOf(a));
+  const steps = stepsOf(b).filter((step) => both.has(step));
   const at = (curve) => steps.map((step) => curve.y[stepsOf(curve).indexOf(step)]);
   const hex = colour(group.number);
   const last = steps.length - 1;

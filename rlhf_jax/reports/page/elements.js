@@ -15,7 +15,24 @@ function el(tag, attributes = {}, ...children) {
 }
 
 const byId = (id) => document.getElementById(id);
-const fill = (id, ...children) => byId(id).replaceChildren(...children.flat());
+const FOCUSABLE = "button, input, select, a[href], [tabindex]";
+const keyOf = (node) => node.id || node.dataset.group || [node.tagName, node.getAttribute("aria-label") ?? "", node.textContent].join(" ");
+const alike = (place, key) => [...place.querySelectorAll(FOCUSABLE)].filter((each) => keyOf(each) === key);
+
+// What has the focus keeps it: what comes in its place has the same id, group or text.
+function fill(id, ...children) {
+  const place = byId(id);
+  const before = place !== document.activeElement && place.contains(document.activeElement) ? document.activeElement : null;
+  const key = before && keyOf(before);
+  const nth = before && alike(place, key).indexOf(before);
+  const at = before?.type === "search" ? before.selectionStart : null;
+  place.replaceChildren(...children.flat());
+  if (!before) return;
+  const found = alike(place, key);
+  const after = found[Math.min(nth, found.length - 1)];
+  after?.focus({ preventScroll: true });
+  if (after && at !== null) after.setSelectionRange(at, at);
+}
 
 function number(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
@@ -25,6 +42,8 @@ function number(value, digits = 3) {
   return shown.replace("-", "−");
 }
 
+// Of two log-probs; undefined where one of them is no number, as of a run that diverged.
+const between = (own, ref) => (Number.isFinite(own) && Number.isFinite(ref) ? own - ref : undefined);
 const signed = (value, digits = 3) => (value > 0 ? "+" : "") + number(value, digits);
 const plural = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
 

@@ -5,7 +5,6 @@ function drawLegend() {
   const wanted = state.filter.toLowerCase();
   const matching = data.groups.map((group, number) => ({ ...group, number }))
     .filter((group) => group.name.toLowerCase().includes(wanted));
-  const focused = document.activeElement?.dataset?.group;
   const tools = many ? [
     el("input", { type: "search", value: state.filter, placeholder: `Filter ${data.groups.length} groups`, "aria-label": "Filter groups",
       on: { input: (event) => { state.filter = event.target.value; drawLegend(); } } }),
@@ -14,14 +13,7 @@ function drawLegend() {
     tool("Flagged", () => only(data.groups.filter((group) => runsOf(group).some(flagged)))),
     el("span", { class: "faint" }, `${visibleGroups().length} of ${data.groups.length} shown`),
   ] : [];
-  const typing = document.activeElement?.type === "search" && byId("legend").contains(document.activeElement);
   fill("legend", tools, matching.slice(0, 200).map(chip));
-  if (typing) {
-    const input = byId("legend").querySelector("input");
-    input.focus();
-    input.setSelectionRange(input.value.length, input.value.length);
-  }
-  if (focused !== undefined) [...byId("legend").querySelectorAll("button.group")].find((each) => each.dataset.group === focused)?.focus();
 }
 
 const tool = (text, act) => el("button", { type: "button", on: { click: act } }, text);
@@ -30,13 +22,18 @@ function chip(group) {
   const on = !state.hidden.has(group.name);
   const seeds = group.runs.length > 1 ? ` (${group.runs.length} seeds)` : "";
   return el("button", { type: "button", class: "group", "aria-pressed": on, "data-group": group.name,
-    title: "Click to show or hide; double-click to show it alone",
-    on: { click: () => toggle(group.name), dblclick: () => only([group]), keydown: alongLegend } },
+    title: "Click to show or hide; Shift and click, or Shift and Enter, to show it alone",
+    on: { click: (event) => (event.shiftKey ? only([group]) : toggle(group.name)), keydown: alongLegend } },
   swatch(group.number), group.name + seeds);
 }
 
 // Left and right go along the legend, as in a toolbar.
 function alongLegend(event) {
+  if (event.key === "Enter" && event.shiftKey) {
+    event.preventDefault(); // some browsers click too, and some without Shift
+    only([{ name: event.currentTarget.dataset.group }]);
+    return;
+  }
   const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
   if (!step) return;
   event.preventDefault();

@@ -6,10 +6,13 @@ function headline() {
   const hacked = data.runs.filter((run) => run.verdict.kind === "hacked");
   const lost = data.runs.filter((run) => run.verdict.kind === "degraded");
   const total = data.runs.length;
+  const seen = data.runs.filter((run) => run.last[JUDGE] !== undefined).length;
   let text = total === 1 ? "No sign of reward hacking in this run" : `No sign of reward hacking in ${total} runs`;
   if (hacked.length) text = `${hacked.length} of ${plural(total, "run")} hacked ${hacked.length === 1 ? "its" : "their"} reward`;
   else if (lost.length) text = `${lost.length} of ${plural(total, "run")} gained reward and lost the language`;
   else if (data.runs.every((run) => run.verdict.kind === "none")) text = data.title;
+  else if (!seen) text = total === 1 ? "No judge looked at this run" : "No judge looked at these runs";
+  else if (seen < total) text = `No sign of reward hacking in the ${plural(seen, "run")} that a judge looked at`;
   byId("headline").textContent = text;
   byId("lede").replaceChildren(...lede(hacked, lost));
   fill("notes", data.notes.map((note) => el("p", { class: "note" }, note)));
@@ -21,7 +24,7 @@ function lede(hacked, lost) {
       + "The words below carry most of its KL: what the policy now says and its reference would not."];
   }
   if (lost.length) return ["The reward rose while the reference finds the responses ever less likely, or they became alike."];
-  const unjudged = data.runs.filter((run) => run.verdict.kind === "unjudged").length;
+  const unjudged = data.runs.filter((run) => run.verdict.kind !== "none" && run.last[JUDGE] === undefined).length;
   if (unjudged) return [`No held-out judge looked at ${plural(unjudged, "run")}, so that a hacked reward could not be seen there; `
     + "rlhf-jax ppo --judge gives one."];
   if (data.runs.some((run) => run.verdict.kind === "clean")) return ["Nowhere did the reward rise while the held-out judge fell."];

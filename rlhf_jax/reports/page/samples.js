@@ -35,21 +35,11 @@ function drawSamples() {
   const worst = [...runs].sort((a, b) => severity(a) - severity(b) || (b.last[KL] ?? 0) - (a.last[KL] ?? 0))[0];
   const run = runs.find((each) => each.name === state.run) ?? worst;
   state.run = run.name;
-  keepingFocus(byId("sample-controls"), () => drawControls(runs, run));
+  drawControls(runs, run);
   drawScale();
   drawList(run);
   for (const row of byId("runs").querySelectorAll("tbody tr"))
     row.classList.toggle("chosen", row.cells[0].textContent === titleOf(run));
-}
-
-// Newer data come while a reader types: the place stays.
-function keepingFocus(place, draw) {
-  const before = place.contains(document.activeElement) ? document.activeElement : null;
-  const at = before?.type === "search" ? before.selectionStart : null;
-  draw();
-  const after = before && byId(before.id);
-  after?.focus({ preventScroll: true });
-  if (after && at !== null) after.setSelectionRange(at, at);
 }
 
 function drawControls(runs, run) {
@@ -129,6 +119,7 @@ function sample(run, row) {
   const told = (name, value, unit = "") => (value === undefined ? null
     : el("span", {}, `${name} `, el("b", {}, number(value)), unit));
   const other = beside(run, row);
+  const untouched = row.step === 0 && isReference(row) && !("reference" in row);
   const policy = row.tokens ? tokensOf(row, wanted) : el("div", { class: "said" }, marked(row.response, wanted));
   return el("article", { class: "sample" },
     el("header", {}, el("span", {}, "step ", el("b", {}, String(row.step))), told("reward", row.score), told("judge", row.judge),
@@ -136,17 +127,24 @@ function sample(run, row) {
     el("div", { class: "prompt" }, marked(row.prompt, wanted)),
     el("div", { class: "sides" },
       el("div", {}, el("h3", {}, other.title), el("div", { class: "said" }, other.text ?? el("span", { class: "faint" }, "none recorded"))),
-      el("div", {}, el("h3", {}, row.step === 0 && !("reference" in row) ? "Policy at step 0, its reference" : `Policy at step ${row.step}`), policy)));
+      el("div", {}, el("h3", {}, untouched ? "Policy at step 0, its reference" : `Policy at step ${row.step}`), policy)));
 }
 
-// The reference's response to the same prompt; else one of step 0, when both were one.
+// Whether the policy was its reference when it said this: their log-probs are equal.
+function isReference(row) {
+  const ref = row.ref_logprobs;
+  return Boolean(ref?.length) && row.logprobs.every((own, k) => Math.abs(between(own, ref[k])) < 1e-3);
+}
+
+// The reference's response to the same prompt; else one of step 0, when both may be one.
 function beside(run, row) {
   if (row.reference !== undefined) return { title: "Reference, same prompt and key", text: row.reference };
   const first = run.samples.filter((each) => each.step === 0 && each.stage === row.stage);
+  const early = (each) => (isReference(each) ? "Step 0, when the policy was its reference" : "Policy at step 0");
   const same = first.find((each) => each.prompt === row.prompt);
-  if (same) return { title: "Step 0, when the policy was its reference; same prompt", text: same.response };
+  if (same) return { title: `${early(same)}; same prompt`, text: same.response };
   const any = first[run.samples.filter((each) => each.step === row.step).indexOf(row) % Math.max(1, first.length)];
-  return { title: "Step 0, when the policy was its reference; another prompt", text: any && `${any.prompt} ⟶ ${any.response}` };
+  return { title: any ? `${early(any)}; another prompt` : "Policy at step 0", text: any && `${any.prompt} ⟶ ${any.response}` };
 }
 
 // Text with the hits of a search marked.

@@ -43,7 +43,8 @@ const groupOf = (run) => data.groups[run.group];
 function titleOf(run) {
   const group = groupOf(run);
   if (group.runs.length === 1 && data.groups.length > 1) return group.name;
-  return run.seed === null ? run.name : `${group.name} · seed ${run.seed}`;
+  const repeated = runsOf(group).some((each) => each !== run && each.seed === run.seed);
+  return run.seed === null || repeated ? run.name : `${group.name} · seed ${run.seed}`;
 }
 
 // Of many groups those with a hacked reward are shown first, and others up to MANY.

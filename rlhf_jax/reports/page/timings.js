@@ -16,8 +16,8 @@ function drawTimings() {
   const named = names.filter((name) => name !== "other");
   const order = [...named, "other"];
   const short = (text) => (text.length > 26 ? `${text.slice(0, 25)}…` : text);
-  const labels = groups.map((group) => `${short(plain(group.name))} `);
-  const traces = order.map((name, k) => ({ type: "bar", orientation: "h", name,
+  const labels = groups.map((group) => `${plain(short(group.name))} `);
+  const traces = order.map((name, k) => ({ type: "bar", orientation: "h", name: plain(name),
     y: groups.map((_, at) => at), x: groups.map((group) => group.phases.get(name) ?? 0),
     marker: { color: name === "other" ? SHADES.at(-1) : SHADES[k % (SHADES.length - 1)] },
     hovertemplate: `${plain(name)}: %{x:.3g} s<extra></extra>` }));

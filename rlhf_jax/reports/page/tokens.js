@@ -8,7 +8,7 @@ function visible(text) {
 function fullScale() {
   if (state.scale !== null) return state.scale;
   const all = data.runs.flatMap((run) => run.samples.flatMap((row) =>
-    (row.ref_logprobs ? row.logprobs.map((own, k) => Math.abs(own - row.ref_logprobs[k])) : [])));
+    (row.ref_logprobs ? row.logprobs.map((own, k) => Math.abs(between(own, row.ref_logprobs[k]))) : []))).filter(Number.isFinite);
   if (!all.length) return 2;
   all.sort((a, b) => a - b);
   return Math.min(8, Math.max(1, Math.round(all[Math.floor(0.98 * (all.length - 1))])));
@@ -18,7 +18,7 @@ let full = 2;
 // Blue where the policy is likelier to say it than its reference, orange where less.
 function shade(node, k1, colours = { more: css("--more"), less: css("--less") }) {
   const strength = Math.min(1, Math.abs(k1) / full);
-  if (strength < 0.04) return;
+  if (!(strength >= 0.04)) return;
   node.style.backgroundColor = `rgba(${k1 > 0 ? colours.more : colours.less}, ${(0.08 + 0.62 * strength).toFixed(3)})`;
 }
 
@@ -29,7 +29,7 @@ function tokensOf(row, search) {
   const colours = { more: css("--more"), less: css("--less") };
   row.tokens.forEach((text, k) => {
     const span = el("span", { "data-k": k, class: found.has(k) ? "found" : null }, text);
-    if (row.ref_logprobs) shade(span, row.logprobs[k] - row.ref_logprobs[k], colours);
+    if (row.ref_logprobs) shade(span, between(row.logprobs[k], row.ref_logprobs[k]), colours);
     node.append(span);
   });
   const cut = row.length - row.tokens.length;
@@ -79,6 +79,7 @@ function listen(node, row) {
 }
 
 const percent = (logprob) => {
+  if (!Number.isFinite(logprob)) return "–";
   const share = 100 * Math.exp(logprob);
   return share >= 99.95 ? "100%" : share < 0.01 ? "under 0.01%" : `${Number(share.toPrecision(2))}%`;
 };
@@ -87,13 +88,13 @@ function showTip(span, row, k) {
   const tip = byId("tip");
   const [own, ref] = [row.logprobs?.[k], row.ref_logprobs?.[k]];
   const lines = [el("div", {}, el("b", {}, visible(row.tokens[k])), el("span", {}, `  token ${k + 1} of ${row.length}`))];
-  if (ref !== undefined) {
+  if (between(own, ref) !== undefined) {
     const times = Math.exp(Math.abs(own - ref));
     const how = own >= ref ? "likelier" : "less likely";
     lines.push(el("div", {}, `KL ${signed(own - ref)} nats: ${times >= 1000 ? "over 1000" : number(times, 2)}× ${how} than under the reference`));
   }
   const cell = (tag, text) => el(tag, {}, text);
-  const say = (name, value) => el("tr", {}, cell("th", name), cell("td", `${number(value, 4)} nats`), cell("td", percent(value)));
+  const say = (name, value) => el("tr", {}, cell("th", name), cell("td", value === null ? "no number" : `${number(value, 4)} nats`), cell("td", percent(value)));
   const rows = [];
   if (own !== undefined) rows.push(say("log π", own));
   if (ref !== undefined) rows.push(say("log π_ref", ref));
@@ -101,7 +102,7 @@ function showTip(span, row, k) {
   const others = row.alternatives?.[k];
   if (others?.length) {
     lines.push(el("table", {}, el("tr", {}, cell("th", "or"), cell("th", "π"), cell("th", "π_ref")),
-      others.map(([text, a, b]) => el("tr", {}, cell("td", visible(text)), cell("td", percent(a)), cell("td", b === null ? "" : percent(b))))));
+      others.map(([text, a, b]) => el("tr", {}, cell("td", visible(text)), cell("td", percent(a)), cell("td", b === undefined ? "" : percent(b))))));
   }
   tip.replaceChildren(...lines);
   tip.hidden = false;

@@ -225,6 +225,12 @@ class Config(RewardModelConfig, ReferencesConfig, PackedConfig, SamplerConfig):
                 "the older policy that sampled them for this one; leave it out, or "
                 "them"
             )
+        if self.placement.samples_ahead and self.num_alternatives:
+            raise InputError(
+                f"--num-alternatives {self.num_alternatives}: expected 0 with "
+                f"--placement.sampler last, as the responses are then of an older "
+                f"policy than the one that would be asked; leave one of them out"
+            )
         if self.placement.critic.apart:
             try:
                 self.ppo.refuse_critic_apart()

@@ -8,6 +8,7 @@ from pathlib import Path
 import tyro
 
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.reports import document
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,16 +45,42 @@ class Config:
                 "expected --html FILE, to write the page, or --watch, to serve it; got "
                 "neither"
             )
-        if self.html is not None and not self.html.parent.is_dir():
-            raise InputError(
-                f"--html {self.html}: expected a file in a folder that exists, got no "
-                f"{self.html.parent}; make it first"
-            )
-        if self.html is not None and self.html.is_dir():
-            raise InputError(
-                f"--html {self.html}: expected a file, got a folder; name a file in it"
-            )
+        if self.html is not None:
+            try:
+                _check_file(self.html)
+            except OSError as error:
+                raise InputError(
+                    f"--html {self.html}: expected a file to write, got: "
+                    f"{error.strerror}; choose another"
+                ) from error
         if not 0 <= self.port < 2**16:
             raise InputError(
                 f"--port: expected 0 to 65535, got {self.port}; choose another"
             )
+
+
+def _check_file(html: Path) -> None:
+    """InputError where a page cannot be written; OSError where it cannot be told."""
+    if not html.parent.is_dir():
+        raise InputError(
+            f"--html {html}: expected a file in a folder that exists, got no "
+            f"{html.parent}; make it first"
+        )
+    try:
+        html.lstat()
+    except FileNotFoundError:
+        return
+    if html.is_dir():
+        raise InputError(
+            f"--html {html}: expected a file, got a folder; name a file in it"
+        )
+    if not html.is_file():
+        raise InputError(
+            f"--html {html}: expected a new file or an earlier report, got no regular "
+            f"file; choose another"
+        )
+    if not document.is_page(html):
+        raise InputError(
+            f"--html {html}: expected a new file or an earlier report, got another "
+            f"file, which would be lost; choose another name or remove it"
+        )

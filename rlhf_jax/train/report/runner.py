@@ -15,22 +15,24 @@ def main(options: Config) -> None:
 
     Raises:
       InputError: a folder is no run's, runs share no metric, none has one of
-        --metrics, or the port is taken.
+        --metrics, the port is taken, or Plotly is not installed.
       WriteError: the file cannot be written.
     """
     options.check()
-    data = load(options)
+    document.plotly()  # before anything is read or served
+    source = watching.Source(options.runs, load=lambda: load(options))
+    _, data = source.latest()
+    count = len(data["runs"])
+    runs = f"{count} run{'' if count == 1 else 's'}"
     if options.html is not None:
         page = document.page(data)
         folder.write_text(options.html, page)
-        size = len(page.encode()) / 1e6
-        print(f"{len(data['runs'])} runs, {size:.1f} MB, in {options.html}")
+        print(f"{runs}, {len(page.encode()) / 1e6:.1f} MB, in {options.html}")
         for note in data["notes"]:
             print(note)
     if options.watch:
-        source = watching.Source(options.runs, load=lambda: load(options))
         with watching.Server(source, port=options.port) as server:
-            print(f"{server.address} follows {len(data['runs'])} runs; Ctrl-C ends it")
+            print(f"{server.address} follows {runs}; Ctrl-C ends it")
             server.serve_forever()
 
 
