@@ -1,6 +1,7 @@
 """The file: nothing in a text ends its element, and nothing is asked of a network."""
 
 import json
+import os
 import re
 
 import pytest
@@ -111,7 +112,7 @@ def test_watch_without_the_library_ends_before_it_serves(tmp_path, monkeypatch, 
         (["RUN", "--html", "."], "expected a file, got a folder"),
         (["RUN", "--html", f"{'x' * 300}.html"], "File name too long"),
         (["x" * 300, "--html", "x.html"], "File name too long"),
-        (["RUN", "--html", "/dev/null"], "got no regular file"),
+        (["RUN", "--html", "pipe"], "got no regular file"),
         (["none", "--html", "x.html"], "expected the folder of a run"),
         (["RUN", "--html", "x.html", "--metrics", "kl"], "got kl, which none has"),
         (["RUN", "--watch", "--port", "70000"], "expected 0 to 65535"),
@@ -122,6 +123,7 @@ def test_bad_input_is_one_line_and_status_2(
 ):
     monkeypatch.chdir(tmp_path)
     run(tmp_path / "RUN")
+    os.mkfifo("pipe")
     with pytest.raises(SystemExit) as exit_:
         main.main(["report", *options])
     assert exit_.value.code == 2
