@@ -85,7 +85,7 @@ def supervised_flops(
       model: the shape of what is trained.
       head: whether tokens are predicted.
       adapters: their parameters, where these alone are trained; else None.
-      reference: shape of a reference that runs in the step; None of none.
+      reference: shape of a reference that runs in the step; None without one.
     """
     flops = {"loss": _training(model, texts, head=head, adapters=adapters)}
     if reference is not None:

@@ -311,6 +311,9 @@ def test_the_sweep_s_file_has_every_storage_and_options_of_the_program(tmp_path)
         config = command_line.parse(Config, description="", argv=run.options)
         assert config.storage == dict(run.cell.values)["storage"]
         assert config.preparation().out.name == "seed_0"
+        # What a run is looked at with is its own, not that of what all of them share.
+        watched = dataclasses.replace(config, profile="1:2")
+        assert watched.preparation() == config.preparation()
     assert {measure.summary for measure in declared.measures.values()} == {
         f"row.{name}" for name in (tables.COST | tables.ERROR)
     }
