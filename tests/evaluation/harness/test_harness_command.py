@@ -1,4 +1,4 @@
-"""The command of the harness."""
+"""The command of the harness, `python -m rlhf_jax.evaluation.harness`."""
 
 import sys
 
