@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from studies.policies import arithmetic as program
-from studies.policies import arithmetic_training
+from studies.policies.sums import training
 from worlds import arithmetic
 
 from rlhf_jax import batch
@@ -57,7 +57,7 @@ def play(out, *argv):
     ]
     command_line.main(
         program.main,
-        arithmetic_training.Config,
+        training.Config,
         description="",
         argv=[*words, *argv],
     )
@@ -120,15 +120,13 @@ def test_stopped_in_both_stages_a_run_is_the_same_to_the_last_bit(
 
 def test_programs_are_shared_where_runs_differ_in_numbers_alone(tmp_path):
     def programs(folder="a", **changes):
-        options = arithmetic_training.Config(out=tmp_path / folder, **changes)
+        options = training.Config(out=tmp_path / folder, **changes)
         return options.of_programs()
 
     first = programs()
     assert first == programs("b", seed=3, kl_coef=0.0, prepared=tmp_path)
-    assert arithmetic_training.programs_of(first) is arithmetic_training.programs_of(
-        programs("b", seed=4)
-    )
-    found = arithmetic_training.programs_of(
+    assert training.programs_of(first) is training.programs_of(programs("b", seed=4))
+    found = training.programs_of(
         programs(baseline="leave_one_out", aggregation="constant")
     ).algorithm
     assert (found.baseline, found.aggregation) == ("leave_one_out", "constant")
@@ -151,4 +149,4 @@ def test_programs_are_shared_where_runs_differ_in_numbers_alone(tmp_path):
 )
 def test_sizes_that_mean_nothing_are_refused(tmp_path, options, told):
     with pytest.raises(InputError, match=told):
-        arithmetic_training.Config(out=tmp_path, **options)
+        training.Config(out=tmp_path, **options)

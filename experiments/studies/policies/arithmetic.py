@@ -35,8 +35,8 @@ from rlhf_jax import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.runs import command_line, folder, report, run
 from studies.policies import shown
-from studies.policies.arithmetic_scores import accuracy, kl_of
-from studies.policies.arithmetic_training import (
+from studies.policies.sums.scores import accuracy, kl_of
+from studies.policies.sums.training import (
     Config,
     Programs,
     programs_of,

@@ -1,0 +1,1 @@
+"""How a small decoder learns to add, and how well it does."""
