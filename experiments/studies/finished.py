@@ -111,5 +111,19 @@ def complete(runs: Sequence[Finished]) -> list[Finished]:
     return [run for run in runs if run.seed in common]
 
 
+def check_apart(runs: Sequence[Finished], *, option: str) -> None:
+    """Checks that cells differ in an option, by which figures tell them apart.
+
+    Raises:
+      InputError: two cells have one value of it.
+    """
+    values = {run.cell: run.config[option] for run in runs}
+    if len(set(values.values())) < len(values):
+        raise InputError(
+            f"expected cells that differ in {option}, got {', '.join(values):.200}; "
+            f"results.json has the figures of every cell"
+        )
+
+
 def _read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))

@@ -8,7 +8,6 @@ against √KL, net objectives, and gold over that of best-of-n at the same KL.
 
 from __future__ import annotations
 
-from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import folder
 from studies import finished
 from studies.compare_algorithms import comparison
@@ -17,12 +16,7 @@ from studies.compare_algorithms import comparison
 def main(options: finished.Options) -> None:
     """Tells and draws what a sweep of algorithms has come to."""
     runs = finished.complete(finished.runs_of(options.sweep))
-    cells = {run.cell: run.config["algorithm"] for run in runs}
-    if len(set(cells.values())) < len(cells):
-        raise InputError(
-            f"{options.sweep}: expected cells that differ in the algorithm, got "
-            f"{', '.join(cells):.200}; results.json has the figures of every cell"
-        )
+    finished.check_apart(runs, option="algorithm")
     before, after, points = [], [], []
     for run in runs:
         own = {"algorithm": run.config["algorithm"], "seed": run.seed}

@@ -9,7 +9,6 @@ each of three failures is seen.
 
 from __future__ import annotations
 
-from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import folder
 from studies import finished
 from studies.kl_frontier import overoptimisation
@@ -18,12 +17,7 @@ from studies.kl_frontier import overoptimisation
 def main(options: finished.Options) -> None:
     """Tells and draws what a sweep of β has come to."""
     runs = finished.complete(finished.runs_of(options.sweep))
-    cells = {run.cell: run.config["kl_coef"] for run in runs}
-    if len(set(cells.values())) < len(cells):
-        raise InputError(
-            f"{options.sweep}: expected cells that differ in kl_coef alone, got "
-            f"{', '.join(cells):.200}; results.json has the figures of every cell"
-        )
+    finished.check_apart(runs, option="kl_coef")
     before, after, points = [], [], []
     for run in runs:
         own = {"seed": run.seed, "kl_coef": run.config["kl_coef"]}

@@ -220,7 +220,6 @@ def draw(figures: Row, runs: Sequence[Finished]) -> Figure:
                 axis.plot(
                     [max(row["kl"], 0.0) ** 0.5 for row in path],
                     [row["gold"] for row in path],
-                    *("-",),
                     color="0.75",
                     linewidth=1,
                     zorder=0,

@@ -23,7 +23,7 @@ from worlds import reviews
 
 from rlhf_jax import critic, dpo, grpo, masked, ppo, rewards, state
 from rlhf_jax.algorithms.batch import PackedPreferences, Prompts, Rollout, Scored
-from rlhf_jax.algorithms.flow import rollout, shaping
+from rlhf_jax.algorithms.flow import shaping
 from rlhf_jax.algorithms.grpo.experience import Baseline
 from rlhf_jax.algorithms.state import SupervisedState, TrainState
 from rlhf_jax.data import packing
@@ -252,15 +252,8 @@ def sampled(
     group_size: int,
 ) -> tuple[Rollout, Array]:
     """Answers, and their scores f32[B] as all are trained, or chosen, by them."""
-    answered = rollout.rollout(
-        policy,
-        model=algorithm.model,
-        prompts=prompts,
-        key=key,
-        max_new_tokens=algorithm.max_new_tokens,
-        stop_ids=algorithm.stop_ids,
-        temperature=algorithm.temperature,
-        group_size=group_size,
+    answered = preparation.answers_of(
+        policy, algorithm=algorithm, prompts=prompts, key=key, group_size=group_size
     )
     shaped = shaping.shape(
         rewards.scores_of(reward(answered)).total,

@@ -35,7 +35,7 @@ from rlhf_jax import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.runs import command_line, folder, report, run
 from studies.policies import shown
-from studies.policies.sums.scores import accuracy, kl_of
+from studies.policies.sums import scores
 from studies.policies.sums.training import (
     Config,
     Programs,
@@ -71,6 +71,7 @@ def improve(
     )
     reward = verifier(rows)
     key, test_key = keys_of(options.seed)
+    measure = functools.partial(scores.sampled, algorithm=programs.algorithm)
     start = programs.start(reference.stored, options.kl_coef)
     stage_state = {"train": start, "reference": reference, "root_key": key}
     with job.stage(options.algorithm, stage_state, meta={}) as stage:
@@ -78,7 +79,7 @@ def improve(
         for step in stage.steps():
             seen = []
             if step % options.sample_every == 0:
-                seen = [measured(train.policy, reference, held_out, programs, test_key)]
+                seen = [measure(train.policy, reference, held_out, key=test_key)]
             step_key = jax.random.fold_in(key, step)
             answered = programs.sample(
                 train.policy, prompts=prompts[step], key=step_key
@@ -100,21 +101,6 @@ def improve(
 def right(prompt: str, response: str) -> float:
     """1 where the response is the sum and its stop, else 0."""
     return float(response == f"{sum(int(d) for d in prompt if d.isdigit())}.")
-
-
-def measured(
-    policy: Params,
-    reference: Frozen,
-    rows: Sequence[Row],
-    programs: Programs,
-    key: Array,
-) -> Row:
-    """What a policy does with sums: samples that are right ("gold"), and their KL."""
-    algorithm = programs.algorithm
-    return {
-        "gold": accuracy(policy, rows, algorithm=algorithm, greedy=False, key=key),
-        "kl": kl_of(policy, reference, rows, algorithm=algorithm, key=key),
-    }
 
 
 def keys_of(seed: int) -> tuple[Array, Array]:
@@ -143,15 +129,16 @@ def main(options: Config) -> None:
         )
     frozen.verify(reference)
     _, key = keys_of(options.seed)
-    share = functools.partial(
-        accuracy, algorithm=programs.algorithm, key=key, greedy=True
-    )
+    own = {"algorithm": programs.algorithm, "key": key}
     figures = {
-        name: measured(params, reference, held_out, programs, key)
-        | {"greedy": share(params, held_out), "train": share(params, learned)}
+        name: scores.sampled(params, reference, held_out, **own)
+        | {
+            "greedy": scores.greedy(params, held_out, **own),
+            "train": scores.greedy(params, learned, **own),
+        }
         for name, params in (("reference", reference.stored), ("policy", policy))
     }
-    shown = {
+    lines = {
         "greedy": f"{len(held_out)} held-out triples, greedy",
         "gold": "sampled",
         "train": f"{len(learned)} training triples, greedy",
@@ -162,7 +149,7 @@ def main(options: Config) -> None:
         ("", *figures),
         [
             (line, *(of[name] for of in figures.values()))
-            for name, line in shown.items()
+            for name, line in lines.items()
         ],
     )
     summary = {

@@ -1,18 +1,15 @@
 """Arrays that several runs share, made by the first of them that comes.
 
 FOLDER/arrays.safetensors     there once they are made
-FOLDER/made.lock              held while they are; it goes with its process
+FOLDER/made.lock              held by the run that makes them
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +23,9 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import folder as run_folder
 from rlhf_jax.runs import run_config, write_errors
 from rlhf_jax.runs.run_config import RunConfig
+from studies import locks
 
 Arrays = Mapping[str, Any]  # dicts of arrays within dicts
-BETWEEN = 0.5  # seconds between looks at a lock that another run holds
 
 
 def made_once(
@@ -53,7 +50,8 @@ def made_once(
     file = folder / "arrays.safetensors"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        with _held(folder / "made.lock", check=check):
+        lock = folder / "made.lock"
+        with locks.held(lock, prepares=folder, check=check):
             if not file.exists():
                 _write(make(), file)
     try:
@@ -100,16 +98,3 @@ def _write(arrays: Arrays, file: Path) -> None:
         written.flush()
         os.fsync(written.fileno())
         os.replace(partial, file)
-
-
-@contextlib.contextmanager
-def _held(path: Path, *, check: Callable[[], None]) -> Iterator[None]:
-    """Waits for a lock, and holds it."""
-    with path.open("w") as file:
-        while True:
-            check()
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            time.sleep(BETWEEN)
-        yield

@@ -12,6 +12,7 @@ from rlhf_jax import kl_control, rewards
 from rlhf_jax.algorithms.ppo.experience import Whiten
 from rlhf_jax.functional import checks, losses
 from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty
+from studies.policies import programs
 
 Algorithm = Literal["ppo", "grpo", "rloo", "dpo", "best_of_n"]
 
@@ -118,15 +119,7 @@ class Config(quickstart.Config):
         bound = self.algorithm == "dpo" or self.kl_control != kl_control.CONSTANT
         kl_coef = self.kl_coef if bound else 1.0
         return dataclasses.replace(
-            self,
-            out=Path(),
-            seed=0,
-            resume=False,
-            resume_from=None,
-            accept_lost_rows=False,
-            progress=False,
-            prepared=None,
-            kl_coef=kl_coef,
+            programs.without_place(self), prepared=None, kl_coef=kl_coef
         )
 
     def of_measuring(self) -> Config:

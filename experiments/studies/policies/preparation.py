@@ -140,7 +140,7 @@ def _prepare(options: Config, folder: Path) -> made_once.Arrays:
 
 
 def judgement(answered: Rollout, *, batch_size: int) -> Row:
-    """What judge and grammar say of some responses, and one of them.
+    """What judge and grammar say of some responses.
 
     "distinct" is a mean over batches, as of more responses fewer are.
     """
@@ -180,7 +180,12 @@ def prompts_of(
 
 
 def answers_of(
-    policy: Params, *, algorithm: ppo.PPO, prompts: Prompts, key: Array
+    policy: Params,
+    *,
+    algorithm: ppo.PPO,
+    prompts: Prompts,
+    key: Array,
+    group_size: int = 1,
 ) -> Rollout:
     return rollout.rollout(
         policy,
@@ -190,4 +195,5 @@ def answers_of(
         max_new_tokens=algorithm.max_new_tokens,
         stop_ids=algorithm.stop_ids,
         temperature=algorithm.temperature,
+        group_size=group_size,
     )

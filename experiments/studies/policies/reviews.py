@@ -11,10 +11,9 @@ are the labels as well. A reference and its reward model are made once for all r
 seed (--prepared).
 
 samples.jsonl has what judge and grammar say of the policy on the way, in a row without
-a prompt, and a few of its responses. summary.json has
-"reference" and "policy" (or "best of 2" and so on), measured on held-out prompts: gold,
-fluency (share that parses), distinct (share of the responses of a batch), score, KL in
-nats per response.
+a prompt, and a few of its responses. summary.json has "reference" and "policy" (or
+"best of 2" and so on), measured on held-out prompts: gold, fluency (share that parses),
+distinct (share of the responses of a batch), score, KL in nats per response.
 
 A run of PPO takes about a minute on two CPU cores, and the models of a seed half of
 one. Expect of seed 0 with --kl-coef 0.2 a gold score of 0.8 to 0.9 at 2 to 3 nats.
@@ -41,6 +40,7 @@ from studies.policies.preparation import SeedModels
 
 Params = Any
 Row = dict[str, Any]
+MEASURED = ("gold", "score", "fluency", "distinct")
 
 
 def train(
@@ -138,9 +138,6 @@ def main(options: Config) -> None:
     }
     folder.write_summary(job.folder, summary)
     print(f"{summary['seconds']:.0f} s; figures and samples in {job.folder}")
-
-
-MEASURED = ("gold", "score", "fluency", "distinct")
 
 
 if __name__ == "__main__":

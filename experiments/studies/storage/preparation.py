@@ -35,6 +35,7 @@ from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference import fingerprint
 from rlhf_jax.runs import folder, plots, run, run_config
 from rlhf_jax.runs.snapshots import resume
+from studies import locks
 from studies.storage.costs import Exact, held_out_logprobs, scoring
 from studies.storage.models import blocks, sample, train
 from studies.storage.options import Config, Preparation
@@ -195,19 +196,12 @@ def _read(options: Preparation) -> Prepared:
 
 @contextlib.contextmanager
 def _alone(place: Path) -> Iterator[None]:
-    """While one run prepares, the others wait here; a lock goes with its process."""
-    import fcntl  # not at the top of the file: only POSIX systems have it
-
+    """While one run prepares, the others wait here."""
+    path = place.with_name(f"{place.name}.lock")
     with contextlib.ExitStack() as held:
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
-            path = place.with_name(f"{place.name}.lock")
-            file = held.enter_context(path.open("w"))
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                print(f"waiting for the run that prepares {place}", flush=True)
-                fcntl.flock(file, fcntl.LOCK_EX)
+            held.enter_context(locks.held(path, prepares=place, check=lambda: None))
         except OSError as error:
             raise InputError(
                 f"--prepared {place.parent}: expected a folder that can be made, "

@@ -20,41 +20,31 @@ Params = Any
 Row = dict[str, Any]
 
 
-def accuracy(
+def greedy(
     params: Params,
     rows: Sequence[Row],
     *,
     algorithm: ppo.PPO | grpo.GRPO,
-    greedy: bool,
     key: Array,
 ) -> float:
-    """Share of the rows that are answered right, by the likeliest word or a sample."""
-    answered = respond(
-        params,
-        prompts=prompts_of(rows, batch_size=len(rows), seed=0)[0],
-        key=key,
-        algorithm=algorithm,
-        greedy=greedy,
-    )
+    """Share of the rows that the likeliest responses get right."""
+    answered = _respond(params, rows, algorithm=algorithm, key=key, greedy=True)
     return float(np.mean(verifier(rows)(answered)))
 
 
-def kl_of(
+def sampled(
     params: Params,
     reference: Frozen,
     rows: Sequence[Row],
     *,
     algorithm: ppo.PPO | grpo.GRPO,
     key: Array,
-) -> float:
-    """KL(π ‖ π_ref) of sampled answers, k1, nats per response."""
-    answered = respond(
-        params,
-        prompts=prompts_of(rows, batch_size=len(rows), seed=0)[0],
-        key=key,
-        algorithm=algorithm,
-        greedy=False,
-    )
+) -> Row:
+    """A sample of each row: the share that is right ("gold"), and their KL ("kl").
+
+    The KL is KL(π ‖ π_ref) by k1, nats per response.
+    """
+    answered = _respond(params, rows, algorithm=algorithm, key=key, greedy=False)
     ref_logprobs = _reference_logprobs(
         reference,
         rollout=answered,
@@ -64,7 +54,27 @@ def kl_of(
     )
     difference = answered.old_logprobs - ref_logprobs
     total = masked.masked_sum(difference, mask=answered.response_mask)
-    return float(total) / len(rows)
+    return {
+        "gold": float(np.mean(verifier(rows)(answered))),
+        "kl": float(total) / len(rows),
+    }
+
+
+def _respond(
+    params: Params,
+    rows: Sequence[Row],
+    *,
+    algorithm: ppo.PPO | grpo.GRPO,
+    key: Array,
+    greedy: bool,
+) -> Rollout:
+    return _rollout(
+        params,
+        prompts=prompts_of(rows, batch_size=len(rows), seed=0)[0],
+        key=key,
+        algorithm=algorithm,
+        greedy=greedy,
+    )
 
 
 _reference_logprobs = jax.jit(
@@ -74,7 +84,7 @@ _reference_logprobs = jax.jit(
 
 
 @functools.partial(jax.jit, static_argnames=("algorithm", "greedy"))
-def respond(
+def _rollout(
     params: Params,
     *,
     prompts: Prompts,

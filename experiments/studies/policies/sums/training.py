@@ -32,7 +32,7 @@ from rlhf_jax.functional.masked import Stats
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference import storage
 from rlhf_jax.runs import run, run_config
-from studies.policies import made_once
+from studies.policies import made_once, programs
 
 Array = jax.Array
 Params = Any
@@ -123,15 +123,7 @@ class Config(Sft):
     def of_programs(self) -> Config:
         """These options without those that no compiled program depends on."""
         return dataclasses.replace(
-            self,
-            out=Path(),
-            seed=0,
-            resume=False,
-            resume_from=None,
-            accept_lost_rows=False,
-            progress=False,
-            prepared=None,
-            kl_coef=1.0,
+            programs.without_place(self), prepared=None, kl_coef=1.0
         )
 
     def of_preparation(self, folder: Path) -> Sft:
