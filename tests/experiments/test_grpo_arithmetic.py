@@ -3,14 +3,17 @@
 import json
 import signal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import toys
 from studies.policies import arithmetic as program
-from studies.policies.sums import training
+from studies.policies.sums import scores, training
 from worlds import arithmetic
 
 from rlhf_jax import batch
+from rlhf_jax import policy as roles_policy
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import command_line, metrics, run
 
@@ -47,6 +50,37 @@ def test_the_verifier_reads_the_last_integer(response, right):
         sample=jnp.zeros(1, jnp.int32),
     )
     assert arithmetic.verifier([row])(answered).tolist() == [right]
+
+
+def test_the_share_and_the_kl_of_samples(tmp_path):
+    """By hand, from the log-probs of both models at the tokens that were drawn."""
+    options = training.Config(
+        out=tmp_path, hidden_size=16, num_layers=1, temperature=0.7, batch_size=16
+    )
+    algorithm = training.programs_of(options.of_programs()).algorithm
+    policy, other = (toys.params(algorithm.model, seed=seed) for seed in (0, 1))
+    rows = arithmetic.every_triple(0)[:40]
+    key = jax.random.key(2)
+    found = scores.sampled(
+        policy, toys.freeze(other), rows, algorithm=algorithm, key=key
+    )
+    answered = scores._respond(policy, rows, algorithm=algorithm, key=key, greedy=False)
+    log_ratio = np.subtract(
+        *(
+            roles_policy.logprobs(
+                params,
+                model=algorithm.model,
+                tokens=answered.tokens,
+                mask=answered.mask,
+                temperature=0.7,
+            )
+            for params in (policy, other)
+        )
+    )
+    by_row = np.where(answered.response_mask, log_ratio, 0.0).sum(axis=1)
+    assert abs(by_row.mean()) > 1e-3
+    assert found["kl"] == pytest.approx(by_row.mean(), abs=1e-4)
+    assert found["gold"] == arithmetic.verifier(rows)(answered).mean()
 
 
 def play(out, *argv):

@@ -262,3 +262,25 @@ def test_folders_that_are_no_finished_sweep(swept, tmp_path):
         summary.unlink()
     with pytest.raises(checks.InputError, match="runs that are done, got none"):
         frontier.main(finished.Options(swept))
+
+
+def test_figures_are_of_the_seeds_that_every_cell_has(swept, capsys):
+    left = swept / "runs" / "kl_coef=1" / "seed_1" / "summary.json"
+    left.unlink()
+    frontier.main(finished.Options(swept))
+    assert "not every cell has seeds 1: left out" in capsys.readouterr().out
+    found = json.loads((swept / "figures.json").read_text())
+    assert found["num_seeds"] == 1
+    assert found["kl_coefs"]["0"]["of_seeds"]["gold_gain"] == [-1.5]
+    (left.parent.parent / "seed_0" / "summary.json").rename(left)
+    (swept / "runs" / "kl_coef=0" / "seed_1" / "summary.json").unlink()
+    with pytest.raises(checks.InputError, match="a seed of which every cell is done"):
+        frontier.main(finished.Options(swept))
+
+
+def test_cells_that_one_option_does_not_tell_apart_are_refused(swept):
+    for seed in (0, 1):
+        config = swept / "runs" / "kl_coef=1" / f"seed_{seed}" / "config.json"
+        config.write_text(json.dumps({"config": {"kl_coef": 0.0}, "versions": {}}))
+    with pytest.raises(checks.InputError, match="cells that differ in kl_coef, got"):
+        frontier.main(finished.Options(swept))
