@@ -6,60 +6,36 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from pipeline import shown
 from pipeline.preferences import answers_in, text_of
 from worlds import reviews
 
 from rlhf_jax.algorithms import evaluation
 from rlhf_jax.algorithms.batch import Rollout, Scored
 from rlhf_jax.functional.masked import Stats
-from rlhf_jax.inspection import sampled_tokens
 
 
 def judged(answered: Rollout) -> Stats:
     """`judge/score` of a batch: the gold judge who reads sentences, not words alone."""
-    return evaluation.judge_stats(jnp.asarray(_verdicts(answered), jnp.float32))
+    verdicts = [careful_gold(*pair) for pair in answers_in(answered)]
+    return evaluation.judge_stats(jnp.asarray(verdicts, jnp.float32))
 
 
 def sample_rows(scored: Scored, *, beside: Rollout, count: int) -> list[dict[str, Any]]:
-    """The first responses of a batch, token by token.
+    """The first responses of a batch, token by token, with the reference's beside them.
 
     Args:
       beside: the reference's responses to the same prompts, drawn with the same keys.
       count: of rows.
     """
-    shown, other = jax.tree.map(
-        lambda leaf: leaf[:count], jax.device_get((scored, beside))
-    )
+    rows = shown.rows_of(scored, count=count, decode=text_of, judge=careful_gold)
+    other = answers_in(jax.tree.map(lambda leaf: leaf[:count], jax.device_get(beside)))
     return [
-        {
-            "row": int(row),
-            "prompt": prompt,
-            "response": response,
-            "reference": reference,
-            "score": float(score),
-            "judge": verdict,
-            **tokens,
-        }
-        for row, (prompt, response), (_, reference), score, verdict, tokens in zip(
-            shown.rollout.index,
-            answers_in(shown.rollout),
-            answers_in(other),
-            shown.scores,
-            _verdicts(shown.rollout),
-            sampled_tokens.columns(
-                shown.rollout,
-                logprobs=shown.rollout.old_logprobs,
-                ref_logprobs=shown.ref_logprobs,
-                decode=text_of,
-            ),
-            strict=True,
-        )
+        row | {"reference": reference}
+        for row, (_, reference) in zip(rows, other, strict=True)
     ]
 
 
-def _verdicts(answered: Rollout) -> list[float]:
-    """The careful judge's word on each response, gold units."""
-    return [
-        reviews.careful_gold(prompt.split(), response.split())
-        for prompt, response in answers_in(answered)
-    ]
+def careful_gold(prompt: str, response: str) -> float:
+    """What the judge who reads sentences says of a response, gold units."""
+    return reviews.careful_gold(prompt.split(), response.split())

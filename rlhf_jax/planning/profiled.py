@@ -4,7 +4,7 @@
 
 Model FLOPs are those of `model_flops` for the texts that the steps did read. Not
 counted are texts mixed in by --ptx, recomputed log-probs, exact KL, batches drawn
-again, and the reference in the sampler of Nash-MD.
+again, and of Nash-MD the reference in the sampler, which runs every prompt twice.
 """
 
 from __future__ import annotations

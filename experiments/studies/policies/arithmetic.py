@@ -29,12 +29,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from pipeline import shown
 from worlds.arithmetic import decode_text, every_triple, prompts_of, verifier
 
 from rlhf_jax import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.runs import command_line, folder, report, run
-from studies.policies import shown
 from studies.policies.sums import scores
 from studies.policies.sums.training import (
     Config,
@@ -46,6 +46,7 @@ from studies.policies.sums.training import (
 Array = jax.Array
 Params = Any
 Row = dict[str, Any]
+SHOWN = 2  # responses in samples.jsonl each time
 
 
 def improve(
@@ -93,7 +94,9 @@ def improve(
             )
             stage.state["train"] = train
             if seen:
-                seen += shown.rows_of(scored, decode=decode_text, judge=right)
+                seen += shown.rows_of(
+                    scored, count=SHOWN, decode=decode_text, judge=right
+                )
             stage.end_step(step, stats, seen)
     return train.policy
 

@@ -23,16 +23,17 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from worlds import reviews
+from pipeline import shown
+from pipeline.preferences import text_of
+from pipeline.samples import careful_gold
 
 from rlhf_jax import masked
 from rlhf_jax.runs import command_line, folder, report, run
-from studies.policies import preparation, shown
+from studies.policies import preparation
 from studies.policies.algorithms import Trainer, trainer_of
 from studies.policies.evaluation import best_of, look
 from studies.policies.options import Config
@@ -40,6 +41,7 @@ from studies.policies.preparation import SeedModels
 
 Params = Any
 Row = dict[str, Any]
+SHOWN = 2  # responses in samples.jsonl each time
 MEASURED = ("gold", "score", "fluency", "distinct")
 
 
@@ -82,19 +84,11 @@ def train(
                     means = masked.mean_stats(stats)
                     score, kl = means["objective/scores"], means["objective/kl"]
                     rows = [{"score": float(score), "kl": float(kl), **said}]
-                rows += shown.rows_of(scored, decode=text_of, judge=careful_gold)
+                rows += shown.rows_of(
+                    scored, count=SHOWN, decode=text_of, judge=careful_gold
+                )
             stage.end_step(step, stats, rows)
     return trainer.policy(stage.state["train"])
-
-
-def text_of(ids: Sequence[int]) -> str:
-    """The words of the language."""
-    return " ".join(reviews.decode(ids))
-
-
-def careful_gold(prompt: str, response: str) -> float:
-    """What the judge says of a response, gold units."""
-    return reviews.careful_gold(prompt.split(), response.split())
 
 
 def main(options: Config) -> None:

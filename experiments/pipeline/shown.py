@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,31 +12,32 @@ from rlhf_jax.data import tokenization
 from rlhf_jax.inspection import sampled_tokens
 
 Row = dict[str, Any]
-SHOWN = 2  # of a batch
 
 
 def rows_of(
     scored: Scored,
     *,
-    decode: Callable[[Sequence[int]], str],
+    count: int,
+    decode: Callable[[list[int]], str],
     judge: Callable[[str, str], float],
 ) -> list[Row]:
     """The first responses of a batch, with what judge and reward say of each.
 
     Args:
+      count: of rows.
       judge: (prompt, response) -> its word.
     """
     read = scored.rollout, scored.scores, scored.ref_logprobs
     rollout, scores, ref_logprobs = jax.tree.map(
-        lambda leaf: leaf[:SHOWN], jax.device_get(read)
+        lambda leaf: leaf[:count], jax.device_get(read)
     )
     return [
         {
             "row": int(index),
             "prompt": prompt,
             "response": response,
-            "score": round(float(score), 4),
-            "judge": round(judge(prompt, response), 4),
+            "score": float(score),
+            "judge": judge(prompt, response),
             **tokens,
         }
         for index, score, (prompt, response), tokens in zip(
