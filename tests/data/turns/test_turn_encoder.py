@@ -6,13 +6,24 @@ import chat_templates
 import pytest
 import tokenizers
 import transformers
-from chat_templates import FAMILIES, QWEN3
+from chat_templates import FAMILIES, PHI3, QWEN3
 
 from rlhf_jax.data import encoding, tokenization
 from rlhf_jax.data.turns import TurnEncoder
 from rlhf_jax.functional.checks import InputError
 
 UNSPOKEN = ("<think>", "</think>", "<tool_response>", "</tool_response>")  # not special
+
+_SPLIT = tokenizers.Regex(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA3_RULES = tokenizers.pre_tokenizers.Sequence(
+    [
+        tokenizers.pre_tokenizers.Split(_SPLIT, "isolated"),
+        tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+)
 
 
 def said(role, text):
@@ -22,14 +33,13 @@ def said(role, text):
 def finished(reader, template):
     """A tokenizer with a template's tokens, one of which strips what follows it."""
     tokens = [
-        tokenizers.AddedToken(text, special=True, rstrip=template is FAMILIES["phi3"])
+        tokenizers.AddedToken(text, special=True, rstrip=template is PHI3)
         for text in template.special
     ]
     reader.add_special_tokens({"extra_special_tokens": tokens})
-    reader.add_special_tokens(
-        {"eos_token": template.stop}
-        | ({"bos_token": template.bos} if template.bos else {})
-    )
+    eos = {"eos_token": PHI3.special[0] if template is PHI3 else template.stop}
+    bos = {"bos_token": template.bos} if template.bos else {}
+    reader.add_special_tokens(eos | bos)
     if template is QWEN3:
         reader.add_tokens([*UNSPOKEN])
     reader.chat_template = template.text
@@ -37,7 +47,7 @@ def finished(reader, template):
 
 
 def sentencepiece(template):
-    """As Llama 2's: a blank before every text, bytes for letters that it does not know."""
+    """As Llama 2's: a blank before every text, bytes for unknown letters."""
     letters = [chr(code) for code in range(33, 127)] + ["▁", "▁▁", "▁t", "er"]
     names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters]
     model = tokenizers.models.BPE(
@@ -70,8 +80,12 @@ def gpt2(shared_data):
     """GPT-2's own byte pairs, with a template's tokens."""
 
     def read(template):
-        folder = shared_data / "gpt2-tokenizer"
-        return finished(tokenization.load_tokenizer(folder), template)
+        reader = tokenization.load_tokenizer(shared_data / "gpt2-tokenizer")
+        if template is chat_templates.LLAMA3:
+            # GPT-2's rules read the line ends before a word in another way than those
+            # at the end of a text, where this template asks for a response.
+            reader.backend_tokenizer.pre_tokenizer = LLAMA3_RULES
+        return finished(reader, template)
 
     return read
 
@@ -106,7 +120,10 @@ def check_turns(reader, template, *, prompt, turns):
     for response, observation in turns:
         end = whole.index(stop, at) + 1
         sampled = whole[at:end]
-        assert reader.decode(sampled[:-1]).strip() == response.strip()
+        spoken = reader.decode(sampled[:-1]).strip()
+        if template is QWEN3:  # it writes an empty thought into the last turn
+            spoken = spoken.removeprefix("<think>\n\n</think>\n\n")
+        assert spoken == response.strip()
         at = end
         if observation is not None:
             between = encoder.observation(observation)
@@ -145,7 +162,7 @@ def test_a_message_of_the_system(family, gpt2):
     prompt = [said("system", "Be brief."), said("user", "What is 12*7?")]
     turns = [(response, seen(text)) for response, text in TURNS]
     if not template.system:
-        with pytest.raises(InputError, match="row 0: .* System role not supported"):
+        with pytest.raises(InputError, match=r"row 0: .* System role not supported"):
             encoder_of(reader, template).prompt(prompt, where="row 0")
     elif family == "mistral":
         encoder = encoder_of(reader, template)
@@ -316,7 +333,7 @@ def test_a_word_without_a_token_is_no_control_token():
 
 def test_a_turn_may_end_with_any_of_the_stop_ids(gpt2):
     """What follows is what the template writes after its own."""
-    template = chat_templates.PHI3
+    template = PHI3
     reader = gpt2(template)
     stops = [reader.convert_tokens_to_ids(t) for t in ("<|endoftext|>", "<|end|>")]
     several = TurnEncoder(reader, stop_ids=stops, chat=True)
@@ -343,7 +360,7 @@ def test_templates_that_do_not_serve(gpt2):
 
 def test_messages_that_a_template_does_not_take_there(gpt2):
     encoder = encoder_of(gpt2(chat_templates.GEMMA2), chat_templates.GEMMA2)
-    with pytest.raises(InputError, match="episode 4: .* roles must alternate"):
+    with pytest.raises(InputError, match=r"episode 4: .* roles must alternate"):
         encoder.observation([said("user", "a"), said("user", "b")], where="episode 4")
     with pytest.raises(InputError, match="row 0: expected messages that wait for the"):
         encoder.prompt([said("user", "a"), said("assistant", "b")], where="row 0")
