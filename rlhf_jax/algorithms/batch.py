@@ -17,7 +17,7 @@ An episode of several turns is a row, too: what the policy sampled and what it r
 between its turns stand in one run of tokens from column P on.
 
     column            0   1   2   3   4   5   6   7   8   9
-    tokens            ·   p   p   a   E   o   o   b   E   ·    E: stop token, ends a turn
+    tokens            ·   p   p   a   E   o   o   b   E   ·    E: a stop token
     mask              0   1   1   1   1   1   1   1   1   0
     response_mask     0   0   0   1   1   0   0   1   1   0    sampled (P = 3)
     observed          0   0   0   0   0   1   1   0   0   0    context of what follows
