@@ -89,7 +89,7 @@ def rollout(params=None, *, temperature: float = 0.7, **of_tokens) -> batch.Roll
 
 def rewards() -> tuple[np.ndarray, np.ndarray]:
     """f32[6] totals and f32[6, 11] of the turns before the last, reward units."""
-    rng = np.random.default_rng(2)
+    rng = np.random.default_rng(8)  # no group's totals are close
     turn_ends = SAMPLED & np.pad(~SAMPLED[:, 1:], ((0, 0), (0, 1)))
     early = turn_ends & (np.arange(CELLS.shape[1]) < LAST[:, None])
     of_turns = np.where(early, rng.normal(size=CELLS.shape), 0.0)

@@ -136,7 +136,9 @@ def test_one_more_sampled_token_would_weigh(stubbed):
 
 @functools.cache
 def models():
-    return toys.params(), toys.scorer(), toys.freeze(toys.params(seed=3))
+    """Of small numbers, so that gradients are rounded by less than 1e-6."""
+    own, other = (toys.params(seed=seed, scale=0.15) for seed in (0, 3))
+    return own, toys.scorer(), toys.freeze(other)
 
 
 def fresh(recipe):
@@ -299,7 +301,7 @@ def test_the_gradient_of_ppo_is_that_of_a_loop_over_turns():
     expected, slope = toys.jit(jax.value_and_grad(by_hand))(
         (policy_params, critic_params)
     )
-    np.testing.assert_allclose(found[0], expected, rtol=2e-5)
+    np.testing.assert_allclose(found[0], expected, rtol=2e-6)
     close(gradient, slope)
 
 
@@ -351,7 +353,7 @@ def test_the_gradient_of_grpo_is_that_of_a_loop_over_turns():
         return x**2 / 2 + jax.lax.stop_gradient(x - x**2 / 2)
 
     expected, slope = toys.jit(jax.value_and_grad(by_hand))(policy_params)
-    np.testing.assert_allclose(found[0], expected, rtol=2e-5)
+    np.testing.assert_allclose(found[0], expected, rtol=2e-6)
     close(gradient, slope)
 
 
