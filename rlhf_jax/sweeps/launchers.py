@@ -149,11 +149,15 @@ class _Worker:
     def _take(self, answered: bool) -> None:
         """Takes its answer, or its end where the run took the process with it."""
         line = self._answers.readline() if answered else ""
-        if line:
-            self._status = int(line)
-            self._idle.append(self)
-        else:
+        if not line:
             self._status = self.end()
+            return
+        status, *last = line.split()
+        self._status = int(status)
+        if worker.LAST in last:
+            self.end()
+        else:
+            self._idle.append(self)
 
     def end(self) -> int:
         """Lets it end; its exit status."""
