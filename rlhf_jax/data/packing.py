@@ -196,7 +196,7 @@ def _pack(
         raise InputError("expected at least one row of data, got none")
     if width is None:
         return [_row(texts, (place,)) for place in range(len(texts))]
-    sizes = [sum(len(p) + len(r) for p, r in whole) for whole in texts]
+    sizes = [sum(text.length for text in whole) for whole in texts]
     if max(sizes) > width:
         raise InputError(
             f"{of} {int(np.argmax(sizes))} (from 0, of those to be packed): expected "
@@ -231,10 +231,8 @@ def _row(texts: Sequence[tuple[Example, ...]], places: tuple[int, ...]) -> Packe
     segments: list[int] = []
     in_response: list[bool] = []
     in_row = [text for place in places for text in texts[place]]
-    for number, (prompt, response) in enumerate(in_row, start=1):
-        whole = [*prompt, *response]
-        start = max(len(prompt), 1)  # nothing predicts the first token of a text
-        tokens += whole
-        segments += [number] * len(whole)
-        in_response += [place >= start for place in range(len(whole))]
+    for number, text in enumerate(in_row, start=1):
+        tokens += [*text.prompt, *text.response]
+        segments += [number] * text.length
+        in_response += text.trained
     return PackedRow(tokens, segments, in_response, places)
