@@ -27,6 +27,7 @@ Blank = Literal["keep", "drop", "error"]
 ASSISTANT = "\n\nAssistant:"  # hh-rlhf: what stands before each response
 HUMAN = "\n\nHuman:"  # and before each turn of the other side
 SIDES = ("chosen", "rejected")
+TURNS = "turns"  # of a demonstration: responses, and what was observed between them
 
 
 def read_prompts(source: str | Path, *, field: str = "prompt") -> list[Row]:
@@ -57,14 +58,20 @@ def read_demonstrations(
     """Rows with texts in the fields named by `prompt` and `response`, or messages.
 
     Rows with a whole conversation in `messages` instead of a response are cut before
-    its last turn, which is the response.
+    its last turn, which is the response. Rows with `turns` instead of a response hold
+    responses and observations in turn, from the first response to the last.
 
     Raises:
-      InputError: the file is empty or malformed, a row lacks one of the texts, or its
-        messages are not a prompt and one response of the assistant.
+      InputError: the file is empty or malformed, a row lacks one of the texts, its
+        messages are not a prompt and one response of the assistant, or its turns do
+        not begin and end with a response.
     """
     rows = []
     for where, row in json_lines.read_located(source):
+        if row.get(response) is None and TURNS in row:
+            _check_turns(where, row, _asked(where, row, prompt))
+            rows.append(row)
+            continue
         if row.get(response) is None and "messages" in row:
             asked, last_turn = _last_turn(where, row, "messages")
             row = row | {prompt: asked, response: last_turn}
@@ -268,6 +275,33 @@ def _check_responses(where: str, row: Row, prompt: str | list[Any]) -> None:
                 f" with prompts of its own; leave its last response, or leave out the"
                 f" field 'prompt' where both sides share it"
             )
+
+
+def _check_turns(where: str, row: Row, prompt: str | list[Any]) -> None:
+    """InputError unless the turns are responses with observations between them."""
+    turns = row[TURNS]
+    if not isinstance(turns, list) or len(turns) % 2 == 0:
+        count = f"{len(turns)} of them" if isinstance(turns, list) else repr(turns)
+        raise InputError(
+            f"{where}: expected a list in {TURNS!r} that begins and ends with a"
+            f" response, with an observation between each two, got {count:.60};"
+            " correct the row"
+        )
+    for number, turn in enumerate(turns):
+        observed = number % 2 == 1
+        messages = observed and isinstance(turn, list) and not isinstance(prompt, str)
+        if not isinstance(turn, str) and not messages:
+            what = "an observation" if observed else "a response"
+            kind = (
+                " or messages" if observed and not isinstance(prompt, str) else ""
+            )
+            raise InputError(
+                f"{where}: expected text{kind} as turn {number} (from 0) of {TURNS!r},"
+                f" {what}, got {turn!r:.60}; correct the row"
+            )
+        _check_encodable(where, TURNS, turn)
+        if messages:
+            chat.check_messages(turn, where=where, field=TURNS)
 
 
 def _asked(where: str, row: Row, field: str) -> str | list[Any]:
