@@ -51,6 +51,7 @@ PACKAGES = (
     "data",
     "checkpoints",
     "verification",
+    "environments",
     "planning",
     "inspection",
     "sweeps",

@@ -14,27 +14,21 @@ leaves the others as they are. Its own score is 0, or the run stops, as configur
 from __future__ import annotations
 
 import dataclasses
-import os
-import pickle
 import sys
-import types
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import numpy as np
-import pebble
 
-from rlhf_jax.functional import checks
-from rlhf_jax.functional.checks import InputError, StopError
+from rlhf_jax.functional.checks import StopError
 from rlhf_jax.roles.rewards import text
 from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.roles.rewards.text import Decode, Responses, Row, Texts
 from rlhf_jax.roles.rewards.verifiers import Verifier
-from rlhf_jax.verification import worker
+from rlhf_jax.verification import processes, worker
+from rlhf_jax.verification.processes import OnFailure
 from rlhf_jax.verification.worker import Answer
-
-OnFailure = Literal["zero", "stop"]
 
 
 class VerifierPool:
@@ -66,25 +60,10 @@ class VerifierPool:
           InputError: the verifier cannot be sent to another process, or a number is
             not one to choose.
         """
-        if num_workers is None:
-            num_workers = os.cpu_count() or 1
-        checks.positive(num_workers=num_workers, timeout=timeout)
-        if num_workers != int(num_workers):
-            raise InputError(
-                f"num_workers: expected a whole number, got {num_workers}; choose one"
-            )
-        if on_failure not in ("zero", "stop"):
-            raise InputError(
-                f"on_failure: expected 'zero' or 'stop', got {on_failure!r}; choose one"
-            )
+        processes.check_options(timeout=timeout, on_failure=on_failure)
         self.timeout, self.on_failure = timeout, on_failure
-        self._pickled = _pickled(verifier)
-        self._pool = pebble.ProcessPool(
-            max_workers=num_workers,
-            initializer=worker.prepare,
-            initargs=(self._pickled,),
-            context=worker.Context(),
-        )
+        self._pickled = processes.pickled(verifier, kind="verifier")
+        self._pool = processes.start(self._pickled, num_workers=num_workers)
 
     def __enter__(self) -> Self:
         return self
@@ -190,17 +169,15 @@ class Pending:
     def _answer(self, future: Future[Answer]) -> Answer:
         try:
             return future.result()
-        except TimeoutError:
-            why = f"took longer than {self.pool.timeout:g} s"
-            return Answer(0.0, why, timed_out=True)
-        except pebble.ProcessExpired as error:
-            return Answer(0.0, f"ended its process (status {error.exitcode})")
         except Exception as error:
-            # Not the verifier's: the pool itself, or a row that cannot be sent.
-            raise StopError(
-                f"the processes that verify do not work: {type(error).__name__}: "
-                f"{error}"
-            ) from error
+            ended = processes.ended(error, timeout=self.pool.timeout)
+            if ended is None:
+                # Not the verifier's: the pool itself, or a row that cannot be sent.
+                raise StopError(
+                    f"the processes that verify do not work: {type(error).__name__}: "
+                    f"{error}"
+                ) from error
+            return Answer(0.0, ended.why, timed_out=ended.timed_out)
 
     def _show(self, place: int) -> str:
         return self.texts.show_both(place)
@@ -208,21 +185,3 @@ class Pending:
 
 def _floats(numbers: Any) -> Any:
     return np.fromiter(numbers, np.float32)
-
-
-def _pickled(verifier: Verifier) -> bytes:
-    expected = (
-        "expected a verifier that other processes can import: a function, or an "
-        "instance of a class, at the top of a module"
-    )
-    try:
-        pickled = pickle.dumps(verifier)
-    except Exception as error:  # whatever its own state raises
-        raise InputError(f"{expected}; got {verifier!r:.80}: {error}") from error
-    kind = verifier if isinstance(verifier, types.FunctionType) else type(verifier)
-    if kind.__module__ == "__main__":
-        raise InputError(
-            f"{expected}; got {verifier!r:.80} of the script that was started; move it "
-            f"to a module beside it"
-        )
-    return pickled

@@ -1,9 +1,10 @@
 """What a process that verifies runs, and how it is started: without JAX.
 
-`pool` pools such processes. They are spawned, never forked: this process has
-the threads of JAX, and a copy of it could wait for ever for a lock that one of them
-held. And they import the verifier's module alone, not the script that was started:
-that would load JAX, and its models' libraries, once a worker.
+`processes` makes pools of them, for verifiers (`pool`) and for environments. They are
+spawned, never forked: this process has the threads of JAX, and a copy of it could wait
+for ever for a lock that one of them held. And they import the module of what they call
+alone, not the script that was started: that would load JAX, and its models' libraries,
+once a worker.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ import time
 import types
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.context import SpawnContext, SpawnProcess
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 GRACE_SECONDS = 2.0  # for a worker to end by itself
+Result = TypeVar("Result")
 
 
 class Answer(NamedTuple):
@@ -40,50 +42,69 @@ class Terminated(BaseException):
     """This worker is to end; on its way up it clears away what verifiers have made."""
 
 
-_verifying = False
+class Failed(NamedTuple):
+    """Why a call in a worker returned nothing."""
+
+    why: str
+    imported: bool = True  # False where what is called could not be imported
+
+
+_working = False
 
 
 def prepare(pickled: bytes) -> None:
-    """Before a worker's first response: imports the verifier, outside its time limit.
+    """Before a worker's first call: imports what is called, outside its time limit.
 
     From here on the worker ends with its parent, however that ends.
     """
     signal.signal(signal.SIGTERM, _terminate)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    with contextlib.suppress(BaseException):  # told with the first response
-        _verifier(pickled)
+    with contextlib.suppress(BaseException):  # told with the first call
+        _loaded(pickled)
+
+
+def call(pickled: bytes, use: Callable[[Any], Result]) -> Result | Failed:
+    """`use` of what was pickled, in a worker; whatever it raises is an answer.
+
+    Args:
+      pickled: a verifier, or whatever else the pool's processes hold.
+    """
+    global _working
+    try:
+        _working = True
+        try:
+            loaded = _loaded(pickled)
+        except (Exception, SystemExit) as error:
+            return Failed(f"could not be imported: {shown(error)}", imported=False)
+        return use(loaded)
+    except Terminated:
+        os._exit(1)
+    except BaseException as error:  # sys.exit too; nor need the error be picklable
+        return Failed(f"raised {shown(error)}")
+    finally:
+        _working = False
 
 
 def verify(
     pickled: bytes, prompt: str, response: str, row: Mapping[str, Any]
 ) -> Answer:
-    """One response, in a worker; whatever the verifier raises is an answer.
+    """One response, in a worker.
 
     Args:
       pickled: the verifier.
     """
-    global _verifying
-    try:
-        _verifying = True
-        try:
-            verifier = _verifier(pickled)
-        except (Exception, SystemExit) as error:
-            return Answer(
-                0.0, f"could not be imported: {_shown(error)}", imported=False
-            )
-        returned = verifier(prompt, response, row)
-        if not hasattr(returned, "__float__"):
-            return Answer(0.0, f"returned {returned!r:.60}, which is not a number")
-        score = float(returned)
-        if not _is_float32(score):
-            return Answer(0.0, f"returned {score}")
-        return Answer(score, "")
-    except Terminated:
-        os._exit(1)
-    except BaseException as error:  # sys.exit too; nor need the error be picklable
-        return Answer(0.0, f"raised {_shown(error)}")
-    finally:
-        _verifying = False
+    returned = call(pickled, lambda verifier: number(verifier(prompt, response, row)))
+    if isinstance(returned, Failed):
+        return Answer(0.0, returned.why, imported=returned.imported)
+    return Answer(returned, "")
+
+
+def number(returned: Any) -> float | Failed:
+    """A finite float32, or why what was returned is none."""
+    if not hasattr(returned, "__float__"):
+        return Failed(f"returned {returned!r:.60}, which is not a number")
+    score = float(returned)
+    return score if _is_float32(score) else Failed(f"returned {score}")
 
 
 def _is_float32(score: float) -> bool:
@@ -95,7 +116,7 @@ def _is_float32(score: float) -> bool:
     return math.isfinite(score)
 
 
-def _shown(error: BaseException) -> str:
+def shown(error: BaseException) -> str:
     """The error in a line."""
     try:
         return f"{type(error).__name__}: {error}".split("\n")[0][:300]
@@ -104,7 +125,7 @@ def _shown(error: BaseException) -> str:
 
 
 def _terminate(signum: int, frame: types.FrameType | None) -> None:
-    if not _verifying:
+    if not _working:
         os._exit(1)
     raise Terminated
 
@@ -119,7 +140,7 @@ def _end_with_parent() -> None:
 
 
 @functools.lru_cache(maxsize=1)
-def _verifier(pickled: bytes) -> Callable[[str, str, Mapping[str, Any]], float]:
+def _loaded(pickled: bytes) -> Any:
     return pickle.loads(pickled)
 
 

@@ -1,0 +1,5 @@
+"""Conversations of several turns as token ids: what stands between the turns."""
+
+from rlhf_jax.data.turns.encoder import TurnEncoder
+
+__all__ = ["TurnEncoder"]

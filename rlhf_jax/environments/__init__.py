@@ -1,0 +1,1 @@
+"""Environments: tasks of several turns, in processes of their own."""

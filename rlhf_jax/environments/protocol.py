@@ -1,0 +1,56 @@
+"""What an environment is: a task that answers what the model writes, turn by turn.
+
+    row ──reset──> prompt, state
+                   response ──step──> observation, reward, state
+                   response ──step──> observation, reward, done
+
+Worker processes import this module: it loads no JAX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+Row = Mapping[str, Any]  # one row of the user's data, every field of it
+Message = dict[str, Any]  # role and content, as a chat template reads them
+Written = str | list[Message]  # plain text, or messages for the chat template
+
+
+class Started(NamedTuple):
+    """The beginning of an episode."""
+
+    prompt: Written
+    state: Any
+    """What `step` is to know; any value that can be pickled."""
+
+
+class Turn(NamedTuple):
+    """What an environment answers to a response."""
+
+    observation: Written
+    """What the model reads next; not shown to it if `done`."""
+    reward: float
+    """Of this turn. The score of an episode is the sum of its rewards."""
+    done: bool
+    """Whether the episode ends here."""
+    state: Any
+    """What the next `step` is to know; not read if `done`."""
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """A task of several turns: a function of its arguments, with nothing besides.
+
+    Both methods run in worker processes, one call in this and the next in that one. So
+    what an environment remembers stands in its state alone; what it draws at random is
+    drawn from the row, or from its state.
+    """
+
+    def reset(self, row: Row) -> Started:
+        """The prompt and the first state of a row; the same for an equal row."""
+        ...
+
+    def step(self, state: Any, response: str) -> Turn:
+        """The answer to a response; the same for an equal state and response."""
+        ...

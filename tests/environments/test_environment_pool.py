@@ -1,0 +1,280 @@
+"""Environments in processes: what they answer, and every way not to."""
+
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import toy_environment
+
+import rlhf_jax
+from rlhf_jax.data.json_lines import LocatedRow
+from rlhf_jax.environments.answers import Answer, Begun
+from rlhf_jax.environments.pool import EnvironmentPool
+from rlhf_jax.functional.checks import InputError, StopError
+
+START = pickle.dumps(0)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    toy = toy_environment.Toy()
+    with EnvironmentPool(toy, num_workers=2, timeout=60.0) as made:
+        yield made
+
+
+def test_states_go_from_turn_to_turn_as_bytes(pool):
+    rows = [{"prompt": "a"}, {"prompt": [toy_environment.user("b")], "count": 6}]
+    first, second = pool.reset(rows)
+    assert first == Begun("a", first.state)
+    assert second.prompt == rows[1]["prompt"]
+    one = pool.step(first.state, "x").result()
+    assert one == Answer("1 x", 0.25, False, one.state)
+    two = pool.step(one.state, "y").result()
+    assert (two.observation, two.reward) == ("2 y", 0.5)
+    assert pool.step(second.state, "z").result().observation == "7 z"
+    # The state of before is as good as it was.
+    assert pool.step(one.state, "y").result() == two
+    assert isinstance(two.state, bytes)
+
+
+def test_what_is_done_needs_no_state(pool):
+    assert pool.step(START, "done 2").result() == Answer("", 2.0, True, b"")
+
+
+def test_answers_are_of_plain_types(pool):
+    loud = pool.step(START, "loud").result()
+    assert (type(loud.observation), type(loud.reward)) == (str, float)
+    assert (loud.observation, loud.reward) == ("seen", 0.5)
+    said = pool.step(START, "messages").result().observation
+    assert said == [toy_environment.user("one"), toy_environment.user("two 1")]
+    control = pool.step(START, "control").result()
+    assert (control.observation, control.why) == ("<|im_end|>\n<|im_start|>", "")
+
+
+FAILURES = {
+    "raise": "raised KeyError: 'gold'",
+    "exit": "raised SystemExit: 3",
+    "die": "ended its process (status 3)",
+    "secretive": "raised Secretive, which cannot be shown",
+    "nothing": "returned None, expected a Turn",
+    "tuple": "returned a value of type tuple, expected a Turn",
+    "reward nan": "returned nan, expected a finite number as the reward",
+    "reward text": "returned '1', which is not a number, expected a finite number as",
+    "reward large": "returned 1e+39, expected a finite number as the reward",
+    "reward none": "returned None, which is not a number, expected a finite",
+    "undecided": "returned a value of type int as `done`, expected True or False",
+    "long": "returned 10000000 characters as the observation, expected at most 100000",
+    "bytes": "returned a value of type bytes as the observation, expected a text or",
+    "surrogate": r"returned '\udcff' at character 4 of the observation, which is no",
+    "number": "returned a value of type int as the observation",
+    "unpicklable": "returned a state that cannot be pickled: TypeError: not this one",
+    "heavy": "returned a state of 33554",
+    "spoken": "returned a message of the assistant as an observation, expected those",
+    "silent": "returned no message as the observation, expected one",
+    "typed": "returned a value of type int as the observation, expected a text",
+    "bare": "returned 'seen' as a message of the observation, expected {\"role\"",
+    "many": "returned 60000 characters as the observation, expected at most 39992",
+    "more": "returned 1000 messages as the observation, expected a text or a list of",
+}
+
+
+@pytest.mark.parametrize("response", FAILURES)
+def test_a_failure_ends_its_episode_and_no_other(pool, response):
+    futures = [pool.step(START, word) for word in ("a", response, "b")]
+    before, failed, after = (future.result() for future in futures)
+    assert failed.why.startswith(FAILURES[response])
+    assert failed.why.endswith(f" for response {response!r}")
+    assert failed == Answer("", 0.0, True, b"", failed.why)
+    assert (before.observation, after.observation) == ("1 a", "1 b")
+
+
+def test_failures_of_a_batch_are_told_in_a_line(pool, capsys):
+    pool.warn([], num_episodes=4)
+    answer = pool.step(START, "raise", where="prompt 'Hi' (row 3)").result()
+    pool.warn([answer, answer], num_episodes=4)
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err == (
+        "warning: 2 of 4 episodes were ended by a failure of their environment, with"
+        " what they had; the environment raised KeyError: 'gold' for prompt 'Hi' (row"
+        " 3) and response 'raise'\n"
+    )
+
+
+def test_long_responses_are_cut_in_messages(pool):
+    assert len(pool.step(START, "raise " + "x" * 10**5).result().why) < 500
+
+
+def test_a_response_may_hold_any_text(pool):
+    text = "<|im_end|>\0é\u2028🙂"
+    assert pool.step(START, text).result().observation == f"1 {text}"
+
+
+def test_processes_do_not_load_jax(pool):
+    assert pool.step(START, "loaded").result().observation == "False"
+
+
+@pytest.mark.parametrize(
+    ("reset", "why"),
+    [
+        ("raise", "raised KeyError: 'gold'"),
+        ("die", r"ended its process \(status 3\)"),
+        ("nothing", "returned None, expected a Started"),
+        ("assistant", "returned a prompt that does not wait for the assistant"),
+        ("empty", "returned a prompt that does not wait for the assistant"),
+        ("bytes", "returned a value of type bytes as the prompt"),
+    ],
+)
+def test_a_row_without_a_beginning_is_named(pool, reset, why):
+    rows = [{}, LocatedRow({"reset": reset}, where="rows.jsonl:7")]
+    with pytest.raises(
+        InputError,
+        match=rf"rows.jsonl:7: expected a row .* got {{'reset': '{reset}'}}, for which"
+        rf" its reset {why}.*; correct the row",
+    ):
+        pool.reset(rows)
+    assert pool.reset([{}])[0].prompt == "Go: "
+
+
+def test_a_row_that_cannot_be_sent_stops_the_run(pool):
+    with pytest.raises(StopError, match=r"processes of the environment do not work"):
+        pool.reset([{"count": lambda: 1}])
+
+
+@pytest.mark.slow
+def test_what_hangs_is_ended_and_the_others_go_on():
+    toy = toy_environment.Toy()
+    with EnvironmentPool(toy, num_workers=2, timeout=1.0) as pool:
+        said = ("hang", "a", "spin", "b", "die", "c")
+        found = [future.result() for future in [pool.step(START, s) for s in said]]
+        assert [answer.timed_out for answer in found] == [1, 0, 1, 0, 0, 0]
+        assert found[0].why == "took longer than 1 s for response 'hang'"
+        assert [bool(answer.why) for answer in found] == [1, 0, 1, 0, 1, 0]
+        assert [found[i].observation for i in (1, 3, 5)] == ["1 a", "1 b", "1 c"]
+        with pytest.raises(InputError, match=r"row 0 .* its reset took longer than 1"):
+            pool.reset([{"reset": "hang"}])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("response", "why"),
+    [("raise", "raised KeyError"), ("hang", "took longer"), ("die", "ended its proc")],
+)
+def test_a_failure_may_stop_the_run(response, why):
+    toy = toy_environment.Toy()
+    options = {"num_workers": 1, "timeout": 1.0, "on_failure": "stop"}
+    with EnvironmentPool(toy, **options) as pool:
+        assert pool.step(START, "a").result().why == ""
+        future = pool.step(START, response, where="prompt 'Hi'")
+        with pytest.raises(
+            StopError, match=f"{why}.* for prompt 'Hi' and response '{response}'; mend"
+        ):
+            future.result()
+
+
+@pytest.mark.slow
+def test_a_call_can_be_cancelled():
+    with EnvironmentPool(toy_environment.Toy(), num_workers=1) as pool:
+        futures = [pool.step(START, "hang") for _ in range(3)]
+        assert [future.cancel() for future in futures] == [True] * 3
+        assert pool.step(START, "a").result().observation == "1 a"
+
+
+LATE = """
+from rlhf_jax.environments.protocol import Started, Turn
+{body}
+
+class Late:
+    def reset(self, row):
+        return Started("Go", 0)
+
+    def step(self, state, response):
+        return Turn("", 1.0, True, None)
+"""
+
+
+@pytest.mark.slow
+def test_an_environment_that_cannot_be_imported(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "late_environment.py"
+    file.write_text(LATE.format(body=""))
+    from late_environment import Late  # type: ignore
+
+    file.write_text(LATE.format(body="raise ImportError('no such library')"))
+    with EnvironmentPool(Late(), num_workers=1) as pool:
+        why = r"environment could not be imported: ImportError: no such .* PYTHONPATH"
+        with pytest.raises(StopError, match=why):
+            pool.reset([{}])
+        with pytest.raises(StopError, match=why):
+            pool.step(START, "a").result()
+
+
+KILLED = """
+import pickle, sys, toy_environment
+from rlhf_jax.environments.pool import EnvironmentPool
+
+with EnvironmentPool(toy_environment.Toy(), num_workers=1) as pool:
+    pool.step(pickle.dumps(0), f"made {sys.argv[1]}").result()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_workers_end_and_clear_away_when_the_run_is_killed(tmp_path, by):
+    made = tmp_path / "made"
+    places = [Path(rlhf_jax.__file__).parents[1], Path(toy_environment.__file__).parent]
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, made],
+        env={"PYTHONPATH": ":".join(map(str, places)), "JAX_PLATFORMS": "cpu"},
+        stderr=subprocess.DEVNULL,
+    )
+    until(made.exists)
+    process.send_signal(by)
+    process.wait()
+    until(lambda: not made.exists())
+
+
+def until(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_a_pool_that_never_started_ends_at_once():
+    with EnvironmentPool(toy_environment.Toy()):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_workers": 0}, "num_workers: expected a finite number above 0, got 0"),
+        ({"timeout": 0.0}, "timeout: expected a finite number above 0, got 0.0"),
+        ({"max_observation": 0}, "max_observation: expected a finite number above 0"),
+        ({"on_failure": "ignore"}, "on_failure: expected 'zero' or 'stop', got 'ign"),
+    ],
+)
+def test_options_that_make_no_pool(options, message):
+    with pytest.raises(InputError, match=message):
+        EnvironmentPool(toy_environment.Toy(), **options)
+
+
+class Local(toy_environment.Toy):
+    """Cannot be sent."""
+
+    def __reduce__(self):
+        raise TypeError("it has a lock")
+
+
+def test_what_is_no_environment():
+    with pytest.raises(InputError, match=r"methods reset and step, got 7; see"):
+        EnvironmentPool(7)
+    with pytest.raises(InputError, match=r"expected an instance .* got <class"):
+        EnvironmentPool(toy_environment.Toy)
+    with pytest.raises(InputError, match=r"expected an environment that other .* lock"):
+        EnvironmentPool(Local())
