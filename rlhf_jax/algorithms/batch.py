@@ -12,12 +12,26 @@ per-token array is about `tokens[:, t]`:
     logprobs[t]       log π(tokens[t] | tokens[<t]); column 0 is 0, and so is the first
                       token of a row, which nothing predicts
     values[t]         value of the state just before tokens[t]
+
+An episode of several turns is a row, too: what the policy sampled and what it read
+between its turns stand in one run of tokens from column P on.
+
+    column            0   1   2   3   4   5   6   7   8   9
+    tokens            ·   p   p   a   E   o   o   b   E   ·    E: a stop token
+    mask              0   1   1   1   1   1   1   1   1   0
+    response_mask     0   0   0   1   1   0   0   1   1   0    sampled (P = 3)
+    observed          0   0   0   0   0   1   1   0   0   0    context of what follows
+    turn_rewards      0   0   0   0   r   0   0   0   0   0    the last turn's reward is
+                                                               the rest of the score
+Everything per token (log-probs, entropy, KL, advantages, losses, counts) is about the
+sampled tokens; a number that an array has at an observed one is 0.
 """
 
 from __future__ import annotations
 
 import flax.struct
 import jax
+import jax.numpy as jnp
 from jaxtyping import Bool, Float32, Int32
 
 from rlhf_jax.functional import masked
@@ -47,7 +61,7 @@ class Rollout:
 
     tokens: Int32[Array, "B S"]
     mask: Bool[Array, "B S"]  # not padding
-    response_mask: Bool[Array, "B S"]  # response tokens, EOS included
+    response_mask: Bool[Array, "B S"]  # sampled tokens, EOS included
     old_logprobs: Float32[Array, "B S"]  # nats, 0 outside the response
     entropy: Float32[Array, "B S"]  # nats, of each token's distribution
     index: Int32[Array, " B"]
@@ -66,6 +80,15 @@ class Rollout:
             return self.old_logprobs
         return self.sampler_logprobs
 
+    @property
+    def observed(self) -> Array:
+        """bool[B, S]: tokens between two turns, which the policy read.
+
+        Where an episode ends with an observation, its tokens too.
+        """
+        began = jnp.cumsum(self.response_mask, axis=1, dtype=jnp.int32) > 0
+        return self.mask & ~self.response_mask & began
+
 
 @flax.struct.dataclass
 class Scored:
@@ -77,6 +100,9 @@ class Scored:
     ref_logprobs: Float32[Array, "B S"] | None  # nats; None without a reference
     kl: Float32[Array, "B S"] | None  # nats, what goes into the reward; None if off
     kl_stats: masked.Stats = flax.struct.field(default_factory=dict)  # of its clipping
+    # Reward units, of the turns before the last, each at its turn's last sampled token;
+    # part of `scores`. None where episodes have one turn.
+    turn_rewards: Float32[Array, "B S"] | None = None
 
 
 @flax.struct.dataclass

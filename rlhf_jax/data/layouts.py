@@ -32,8 +32,14 @@ Kind = Literal["batch", "minibatch"]
 
 
 def spans(rollout: Rollout) -> Array:
-    """i32[B, 2], tokens of prompt and of response: all that packing needs to know."""
-    response = rollout.response_mask.sum(axis=1, dtype=jnp.int32)
+    """i32[B, 2], tokens of prompt and of response: all that packing needs to know.
+
+    The response of an episode is all that follows its prompt, observed tokens included:
+    they stand in the packed row as they do in the padded one, and nothing is read of
+    their log-probs but by masks.
+    """
+    sampled = rollout.response_mask.sum(axis=1, dtype=jnp.int32)
+    response = sampled + rollout.observed.sum(axis=1, dtype=jnp.int32)
     whole = rollout.mask.sum(axis=1, dtype=jnp.int32)
     return jnp.stack([whole - response, response], axis=1)
 

@@ -14,6 +14,7 @@ import jax
 from rlhf_jax.algorithms.batch import Rollout
 from rlhf_jax.data import hub
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.roles.rewards.transcripts import transcript
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -145,13 +146,13 @@ def eos_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
 def texts(
     rollout: Rollout, *, decode: Callable[[list[int]], str]
 ) -> list[tuple[str, str]]:
-    """(prompt, response) of every row, as text."""
+    """(prompt, response) of every row, as text; observations are marked as such."""
     tokens, mask, response_mask = jax.device_get(
         (rollout.tokens, rollout.mask, rollout.response_mask)
     )
     return [
-        (decode(row[kept & ~response].tolist()), decode(row[response].tolist()))
-        for row, kept, response in zip(tokens, mask, response_mask, strict=True)
+        transcript(*row, decode=decode)
+        for row in zip(tokens, mask, response_mask, strict=True)
     ]
 
 

@@ -29,11 +29,18 @@ def gae(
         mask         0    0    1    1    1    0
         δ_2 = r_2 + γ·V_3 - V_2        δ_4 = r_4 - V_4
 
+    Columns outside the mask are no steps. In an episode of several turns the state that
+    follows a turn's last token is the one before the next sampled token:
+
+        tokens       The  cat  EOS   it   is   sat  EOS      it is: observed
+        mask          0    1    1    0    0    1    1
+        δ_2 = r_2 + γ·V_5 - V_2        A_2 = δ_2 + γλ·A_5
+
     Args:
       rewards: f32[B, S], reward units.
       values: f32[B, S], reward units.
-      mask: bool[B, S], response tokens, EOS included: one run of True in each row.
-      gamma: γ, discount per token, dimensionless.
+      mask: bool[B, S], sampled tokens, EOS included; any number of runs in each row.
+      gamma: γ, discount per sampled token, dimensionless.
       lam: λ, 0 is one-step TD, 1 is the discounted return minus the value.
 
     Returns:
@@ -61,17 +68,36 @@ def gae(
     checks.boolean(mask=mask)
 
     values = jnp.where(mask, values, 0.0)
-    next_values = jnp.pad(values[:, 1:], ((0, 0), (0, 1)))
-    deltas = jnp.where(mask, rewards, 0.0) + gamma * next_values - values
+    deltas = jnp.where(mask, rewards, 0.0) + gamma * _next(values, mask) - values
 
     def step(next_advantage: Array, column: tuple[Array, Array]):
         delta, inside = column
         advantage = jnp.where(inside, delta + gamma * lam * next_advantage, 0.0)
-        return advantage, advantage
+        return jnp.where(inside, advantage, next_advantage), advantage
 
     end = jnp.zeros_like(deltas[:, 0])
     _, advantages = jax.lax.scan(step, end, (deltas.T, mask.T), reverse=True)
     return advantages.T, advantages.T + values
+
+
+def _next(values: Array, mask: Array) -> Array:
+    """f32[B, S]: the value in the next column of the mask, 0 where there is none.
+
+    mask          0    1    1    0    0    1    1
+    values        0    a    b    0    0    c    d
+    next          a    b    c    c    c    d    0
+    """
+    size = mask.shape[1]
+    columns = jnp.where(mask, jnp.arange(size, dtype=jnp.int32)[None, :], size)
+    following = jax.lax.cummin(_shifted(columns, end=size), axis=1, reverse=True)
+    ended = jnp.pad(values, ((0, 0), (0, 1)))
+    later = jnp.take_along_axis(ended, following, axis=1)
+    # A gather alone is compiled to other roundings of what is added to it.
+    return jnp.where(_shifted(mask, end=False), _shifted(values, end=0.0), later)
+
+
+def _shifted(x: Array, *, end: float | bool) -> Array:
+    return jnp.pad(x[:, 1:], ((0, 0), (0, 1)), constant_values=end)
 
 
 def group_relative(

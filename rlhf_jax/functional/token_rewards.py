@@ -18,6 +18,7 @@ def token_rewards(
     mask: Bool[Array, "B S"],
     kl_coef: Float32[Array, ""] | float,
     score_mask: Bool[Array, "B S"] | None = None,
+    turn_rewards: Float32[Array, "B S"] | None = None,
 ) -> Float32[Array, "B S"]:
     """r_t = -β·kl_t on every response token, plus the score on the last one.
 
@@ -27,13 +28,22 @@ def token_rewards(
         kl         ·    ·    2    1    3    ·
         rewards    0    0   -2β  -β  -3β+s  0
 
+    In an episode of several turns each turn's reward is on the last token of the turn,
+    and the last token has what they leave of the score:
+
+        mask            0    1    1    0    0    1    1
+        turn_rewards    0    0    a    0    0    0    0
+        rewards         0    0    a    0    0    0   s-a     without KL
+
     Args:
-      scores: f32[B], reward units, one per response.
+      scores: f32[B], reward units, one per response; of an episode, of all its turns.
       kl: f32[B, S], nats per token by any estimator; None is no penalty.
       mask: bool[B, S], response tokens, EOS included.
       kl_coef: β, f32[] or float, reward units per nat.
       score_mask: bool[B, S], the score is added at the last True of a row; None is
         `mask`. PPO in the variant N+ passes one that is a column longer.
+      turn_rewards: f32[B, S], reward units, of the turns before the last; a part of
+        scores, not read outside the mask. None is none.
 
     Returns:
       f32[B, S], reward units, 0 outside the mask. A row whose mask is empty has reward
@@ -64,7 +74,14 @@ def token_rewards(
     checks.same_shape(score_mask=score_mask, mask=mask)
     checks.boolean(score_mask=score_mask)
     last = jnp.max(columns, axis=1, where=score_mask, initial=-1, keepdims=True)
-    score_rewards = jnp.where(columns == last, scores[:, None], 0.0)
+    if turn_rewards is None:
+        score_rewards = jnp.where(columns == last, scores[:, None], 0.0)
+    else:
+        checks.same_shape(turn_rewards=turn_rewards, mask=mask)
+        checks.float32(turn_rewards=turn_rewards)
+        earlier = jnp.where(mask, turn_rewards, 0.0)
+        rest = scores[:, None] - earlier.sum(axis=1, keepdims=True)
+        score_rewards = earlier + jnp.where(columns == last, rest, 0.0)
     if kl is None:
         return score_rewards
     checks.same_shape(kl=kl, mask=mask)

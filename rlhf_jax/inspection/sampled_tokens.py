@@ -13,6 +13,7 @@ from rlhf_jax.algorithms.batch import Rollout
 from rlhf_jax.data import tokenization
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles import policy
+from rlhf_jax.roles.rewards import transcripts
 
 Array = jax.Array
 Params = Any
@@ -31,7 +32,13 @@ def columns(
 
         {"tokens": ["It", " is"], "logprobs": [-0.5, -1.2], "ref_logprobs": [-0.5, -2]}
 
-    The pieces of `tokens` together are the response. Nothing is computed on a device:
+    The pieces of `tokens` together are the response. With observed tokens they are all
+    that follows the prompt, and an observed one has no log-probs:
+
+        {"tokens": ["It", " was", "?"], "logprobs": [-0.5, null, -1.2],
+         "observed": [false, true, false]}
+
+    Nothing is computed on a device:
     the arrays are those that the step has.
 
     Args:
@@ -46,17 +53,23 @@ def columns(
     told = {"logprobs": logprobs}
     if ref_logprobs is not None:
         told["ref_logprobs"] = ref_logprobs
-    return [
-        {
-            "tokens": tokenization.pieces(
-                np.asarray(tokens)[mask].tolist(), decode=decode
-            ),
-            **{name: rounded(array[at][mask]) for name, array in told.items()},
+    every_token, sampled = np.asarray(rollout.tokens), np.asarray(rollout.response_mask)
+    every_read = transcripts.observed_of(np.asarray(rollout.mask), sampled)
+    rows = []
+    for at, (tokens, mask, read) in enumerate(
+        zip(every_token, sampled, every_read, strict=True)
+    ):
+        shown = mask | read
+        row: dict[str, Any] = {
+            "tokens": tokenization.pieces(tokens[shown].tolist(), decode=decode)
         }
-        for at, (tokens, mask) in enumerate(
-            zip(rollout.tokens, np.asarray(rollout.response_mask), strict=True)
-        )
-    ]
+        for name, array in told.items():
+            numbers = iter(rounded(array[at][mask]))
+            row[name] = [next(numbers) if own else None for own in mask[shown]]
+        if read.any():
+            row["observed"] = read[shown].tolist()
+        rows.append(row)
+    return rows
 
 
 def likeliest(
@@ -108,7 +121,9 @@ def alternatives(
     *,
     decode: Callable[[list[int]], str],
 ) -> list[list[list[list[Any]]]]:
-    """Per response token of each row [[text, log π, log π_ref], ...].
+    """Per entry of `columns` of each row [[text, log π, log π_ref], ...].
+
+    An observed token has none: the policy drew nothing there.
 
     Args:
       rollout: Rollout[n, S] on the host.
@@ -116,10 +131,10 @@ def alternatives(
       decode: ids -> text.
     """
     told = []
-    for row, (tokens, mask) in enumerate(
-        zip(rollout.tokens, rollout.response_mask, strict=True)
-    ):
-        places = np.flatnonzero(mask)
+    sampled = np.asarray(rollout.response_mask)
+    every_read = transcripts.observed_of(np.asarray(rollout.mask), sampled)
+    for row, (tokens, read) in enumerate(zip(rollout.tokens, every_read, strict=True)):
+        places = np.flatnonzero(sampled[row] | read)
         response = np.asarray(tokens)[places].tolist()
         told.append(
             [
@@ -135,6 +150,7 @@ def alternatives(
                     for token, *numbers in zip(
                         *(each[row, place] for each in likely), strict=True
                     )
+                    if not read[place]
                 ]
                 for at, place in enumerate(places)
             ]

@@ -23,7 +23,8 @@ def rows_of(run: Run) -> list[dict[str, Json]]:
     A row has "stage", "step", "prompt", "response", "score" and, where recorded,
     "judge", "reference" (its response to the same prompt), "tokens", "logprobs",
     "ref_logprobs" and "alternatives". Of a long response the first LONGEST tokens.
-    A log-prob that is no finite number, as a run that diverged writes, is None.
+    "length" counts sampled tokens, and "read" those that the policy observed between
+    its turns, which "observed" tells apart. They have no log-probs, and no KL. A log-prob that is no finite number, as a run that diverged writes, is None.
     """
     rows = []
     for row in run.samples:
@@ -53,6 +54,10 @@ def rows_of(run: Run) -> list[dict[str, Json]]:
         if isinstance(row.get("alternatives"), list):
             kept["alternatives"] = _alternatives(row["alternatives"][:LONGEST])
         kept["length"] = len(row.get("tokens", ()))
+        if isinstance(row.get("observed"), list):
+            kept["observed"] = [bool(each) for each in row["observed"][:LONGEST]]
+            kept["read"] = sum(map(bool, row["observed"]))
+            kept["length"] -= kept["read"]
         kept["kl"] = _kl(numbers)
         rows.append({k: v for k, v in kept.items() if v is not None})
     return rows

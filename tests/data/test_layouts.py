@@ -1,7 +1,6 @@
 """Packed rows against loops: every token once, nothing mixed, in few sizes."""
 
 import dataclasses
-import types
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlhf_jax import batch
 from rlhf_jax.data import layout_sizes, layouts
 from rlhf_jax.data.layout_arrays import Form
 from rlhf_jax.functional.checks import InputError
@@ -289,9 +289,17 @@ def test_what_does_not_fit_is_told():
 
 
 def test_spans_count_tokens():
-    mask = jnp.array([[0, 1, 1, 1, 0], [1, 1, 1, 0, 0]], bool)
-    response = jnp.array([[0, 0, 1, 1, 0], [0, 0, 1, 0, 0]], bool)
-    found = layouts.spans(
-        types.SimpleNamespace(mask=mask, response_mask=response)  # what is read of one
+    """Of the prompt, and of all that follows: the last row observes two tokens."""
+    mask = [[0, 1, 1, 1, 0, 0, 0], [1, 1, 1, 0, 0, 0, 0], [0, 1, 1, 1, 1, 1, 0]]
+    response = [[0, 0, 1, 1, 0, 0, 0], [0, 0, 1, 0, 0, 0, 0], [0, 0, 1, 0, 0, 1, 0]]
+    nothing = np.zeros((3, 7), np.float32)
+    rollout = batch.Rollout(
+        tokens=jnp.zeros((3, 7), jnp.int32),
+        mask=jnp.array(mask, bool),
+        response_mask=jnp.array(response, bool),
+        old_logprobs=nothing,
+        entropy=nothing,
+        index=jnp.arange(3),
+        sample=jnp.zeros(3, jnp.int32),
     )
-    np.testing.assert_array_equal(found, [[1, 2], [2, 1]])
+    np.testing.assert_array_equal(layouts.spans(rollout), [[1, 2], [2, 1], [1, 4]])

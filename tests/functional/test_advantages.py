@@ -117,6 +117,78 @@ def test_padding_row_order_and_jit_change_nothing():
         np.testing.assert_allclose(jitted[i], expected, rtol=1e-6, atol=1e-6)
 
 
+# Two turns, three with one of a single token, one turn, a turn at the very end.
+TURNS = np.array(
+    [
+        [0, 1, 1, 0, 0, 1, 1, 1, 0],
+        [0, 1, 0, 1, 0, 0, 0, 1, 1],
+        [0, 0, 1, 1, 1, 0, 0, 0, 0],
+        [0, 1, 0, 0, 0, 0, 0, 0, 1],
+    ],
+    bool,
+)
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.8), (0.9, 0.0)])
+def test_columns_outside_the_mask_are_no_steps(gamma: float, lam: float):
+    """As if they had never been there: the oracle sees rows without them."""
+    rng = np.random.default_rng(1)
+    rewards, values = rng.normal(0, 1, (2, *TURNS.shape)).astype(np.float32)
+    found = gae(rewards, values, TURNS, gamma=gamma, lam=lam)
+    for b, mask in enumerate(TURNS):
+        rows = (x[None, b, mask] for x in (rewards, values))
+        alone = oracles.gae(*rows, np.ones((1, mask.sum()), bool), gamma, lam)
+        for output, expected in zip(found, alone, strict=True):
+            np.testing.assert_allclose(output[b, mask], expected[0], 1e-5, 1e-6)
+            np.testing.assert_array_equal(output[b, ~mask], 0.0)
+
+
+def test_the_state_after_a_turn_is_the_one_before_the_next_sampled_token():
+    found, returns = gae(
+        rewards=jnp.array([[1.0, 7.0, 7.0, 4.0]]),
+        values=jnp.array([[2.0, 9.0, 9.0, 3.0]]),
+        mask=jnp.array([[True, False, False, True]]),
+        gamma=1.0,
+        lam=0.5,
+    )
+    np.testing.assert_array_equal(found, [[2.5, 0.0, 0.0, 1.0]])
+    np.testing.assert_array_equal(returns, [[4.5, 0.0, 0.0, 4.0]])
+
+
+def of_one_run(rewards, values, mask, gamma, lam):
+    """What stood here until episodes had turns, for masks of one run of True."""
+    values = jnp.where(mask, values, 0.0)
+    next_values = jnp.pad(values[:, 1:], ((0, 0), (0, 1)))
+    deltas = jnp.where(mask, rewards, 0.0) + gamma * next_values - values
+
+    def step(next_advantage, column):
+        delta, inside = column
+        advantage = jnp.where(inside, delta + gamma * lam * next_advantage, 0.0)
+        return advantage, advantage
+
+    end = jnp.zeros_like(deltas[:, 0])
+    columns = deltas.T, mask.T
+    _, advantages = jax.lax.scan(step, end, columns, reverse=True)
+    return advantages.T, advantages.T + values
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_one_run_of_true_keeps_its_bits(*, jitted: bool):
+    """Recorded curves of one turn stay what they are; 0.9 is where roundings differ."""
+    rng = np.random.default_rng(2)
+    rewards, values = rng.normal(0, 1, (2, 16, 64)).astype(np.float32)
+    start, length = rng.integers(0, 64, (2, 16, 1))
+    columns = np.arange(64)[None, :]
+    mask = (columns >= start) & (columns < start + length)
+    arrays = [jnp.asarray(x) for x in (rewards, values, mask)]
+    of_now, of_then = (
+        (jax.jit(function) if jitted else function)(*arrays)
+        for function in (gae, lambda r, v, m: of_one_run(r, v, m, 0.9, 0.8))
+    )
+    for found, expected in zip(of_now, of_then, strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
 def test_wrong_input_says_what_to_do():
     with pytest.raises(ValueError, match=r"rewards \(4, 6\), values \(4, 5\), mask"):
         gae(values=VALUES[:, 1:])

@@ -56,6 +56,39 @@ def test_fractional_scores_are_kept():
     assert float(found[0, -1]) == np.float32(0.7)
 
 
+def test_rewards_of_turns_stand_at_their_turns_and_the_rest_of_the_score_at_the_end():
+    found = token_rewards(
+        scores=jnp.array([1.0, 2.0]),
+        kl=jnp.array([[0.0, 1.0, 2.0, 9.0, 4.0], [0.0, 0.0, 9.0, 9.0, 8.0]]),
+        mask=jnp.array([[0, 1, 1, 0, 1], [0, 1, 0, 0, 1]], bool),
+        kl_coef=0.125,
+        turn_rewards=jnp.array([[0.0, 0.0, 0.75, 7.0, 0.0], [0.0, -0.5, 0, 0, 0]]),
+    )
+    expected = [[0, -0.125, 0.75 - 0.25, 0, 0.25 - 0.5], [0, -0.5, 0, 0, 2.5 - 1]]
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_the_score_mask_has_the_rest_of_the_score():
+    """N+: in the column after the last token; those of turns stay where they are."""
+    found = token_rewards(
+        scores=jnp.array([1.0]),
+        kl=None,
+        mask=jnp.array([[True, False, True, False]]),
+        kl_coef=0.5,
+        score_mask=jnp.array([[True, False, True, True]]),
+        turn_rewards=jnp.array([[0.25, 0.0, 0.0, 0.0]]),
+    )
+    np.testing.assert_array_equal(found, [[0.25, 0.0, 0.0, 0.75]])
+
+
+def test_one_turn_without_a_reward_of_its_own_is_as_without_turns():
+    nothing = np.zeros(MASK.shape, np.float32)
+    found = token_rewards(
+        scores=SCORES, kl=KL, mask=MASK, kl_coef=0.2, turn_rewards=nothing
+    )
+    np.testing.assert_array_equal(found, reward())
+
+
 def test_garbage_changes_neither_value_nor_gradient():
     scores = np.append(SCORES[:3], np.float32(np.nan))
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import toys
 
+from rlhf_jax import batch
 from rlhf_jax.data import tokenization
 from rlhf_jax.inspection import sampled_tokens
 
@@ -59,3 +60,53 @@ def test_an_empty_response(rollout):
         empty, logprobs=empty.old_logprobs, ref_logprobs=None, decode=decode
     )
     assert told[0] == {"tokens": [], "logprobs": []}
+
+
+@pytest.fixture
+def two_turns():
+    """it is <stop> | a fine | gift <eos>, and it <stop> | dull: an end that is read."""
+    row = [0, 8, 9, 3, 4, 2, 5, 6, 7, 1, 0]
+    other = [8, 9, 9, 3, 2, 12, 0, 0, 0, 0, 0]
+    sampled = [[0, 0, 0, 1, 1, 1, 0, 0, 1, 1, 0], [0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0]]
+    mask = np.array([row, other]) > 0
+    logprobs = -np.arange(22, dtype=np.float32).reshape(2, 11)
+    return batch.Rollout(
+        tokens=np.array([row, other]),
+        mask=mask,
+        response_mask=np.array(sampled, bool),
+        old_logprobs=logprobs,
+        entropy=logprobs,
+        index=np.arange(2),
+        sample=np.zeros(2, int),
+    )
+
+
+def test_observed_tokens_stand_in_their_places_without_numbers(two_turns):
+    told = sampled_tokens.columns(
+        two_turns, logprobs=two_turns.old_logprobs, ref_logprobs=None, decode=decode
+    )
+    assert "".join(told[0]["tokens"]) == "it is <stop> a fine gift <eos>"
+    assert told[0]["logprobs"] == [-3.0, -4.0, -5.0, None, None, -8.0, -9.0]
+    assert told[0]["observed"] == [False, False, False, True, True, False, False]
+    assert told[1] == {
+        "tokens": ["it", " <stop>", " dull"],
+        "logprobs": [-14.0, -15.0, None],
+        "observed": [False, False, True],
+    }
+    np.testing.assert_array_equal(np.nonzero(two_turns.observed)[1], [6, 7, 5])
+
+
+def test_texts_have_what_was_observed_in_its_place_and_not_in_the_prompt(two_turns):
+    assert tokenization.texts(two_turns, decode=decode) == [
+        ("we love", "it is <stop>⟦a fine⟧gift <eos>"),
+        ("we love love", "it <stop>⟦dull⟧"),
+    ]
+
+
+def test_an_observed_token_has_no_alternatives(two_turns):
+    ids = np.tile(np.array([3, 4]), (2, 11, 1))
+    likely = ids, ids.astype(np.float32), ids.astype(np.float32)
+    told = sampled_tokens.alternatives(two_turns, likely, decode=decode)
+    assert [len(places) for places in told[0]] == [2, 2, 2, 0, 0, 2, 2]
+    assert told[0][0] == [["it", 3.0, 3.0], ["is", 4.0, 4.0]]
+    assert told[0][5] == [[" it", 3.0, 3.0], [" is", 4.0, 4.0]]

@@ -95,6 +95,20 @@ def test_a_row_has_the_kl_that_its_tokens_sum_to(tmp_path):
         assert row["length"] == len(source["tokens"])
 
 
+def test_what_was_observed_counts_neither_as_length_nor_as_kl(tmp_path):
+    folder = run(tmp_path / "a", steps=2)
+    (row, *_) = metrics.read(folder / "samples.jsonl")
+    row |= {"tokens": ["4", "higher", "6"], "response": "4⟦higher⟧6"}
+    row |= {"logprobs": [-1.0, None, -0.5], "ref_logprobs": [-2.0, None, -3.0]}
+    row |= {"observed": [False, True, False]}
+    lines(folder / "samples.jsonl", [row])
+    data = data_of(folder)
+    ((only,), tokens) = data["runs"][0]["samples"], data["runs"][0]["tokens"]
+    assert (only["length"], only["read"], only["kl"]) == (2, 1, 3.5)
+    assert only["observed"] == [False, True, False]
+    assert [each["text"] for each in tokens] == ["6", "4"]
+
+
 def test_a_run_that_diverged_has_a_page(tmp_path):
     folder = run(tmp_path / "a", steps=2)
     (row, *_) = metrics.read(folder / "samples.jsonl")

@@ -24,6 +24,8 @@ def objective_stats(scored: Scored, *, kl_coef: Array, ended: Array) -> masked.S
       {name: (sum, weight)} over responses or response tokens; no `objective/kl`,
       `objective/kl_k3` and `objective/ref_nll` without a reference. The last is
       -log π_ref a token, nats: perplexity is exp of its mean, so it is not taken here.
+      Of episodes with rewards of turns also `response/turns` and `response/observed`;
+      all others are of sampled tokens.
     """
     mask = scored.rollout.response_mask
     ones = jnp.ones(scored.scores.shape, jnp.float32)
@@ -42,6 +44,13 @@ def objective_stats(scored: Scored, *, kl_coef: Array, ended: Array) -> masked.S
         "response/eos_fraction": per_response(ended.astype(jnp.float32)),
         "response/distinct_fraction": per_response(_first_of_its_kind(scored)),
     }
+    if scored.turn_rewards is not None:
+        begins = mask & ~jnp.pad(mask[:, :-1], ((0, 0), (1, 0)))
+        observed = scored.rollout.observed
+        stats["response/turns"] = per_response(begins.sum(axis=1, dtype=jnp.float32))
+        stats["response/observed"] = per_response(
+            observed.sum(axis=1, dtype=jnp.float32)
+        )
     stats |= scored.kl_stats
     penalty = jnp.zeros_like(ones)
     if scored.ref_logprobs is not None:
@@ -95,8 +104,16 @@ def kl_by_position(scored: Scored, *, max_new_tokens: int) -> masked.Stats:
 
 
 def _first_of_its_kind(scored: Scored) -> Array:
-    """f32[B]: 1 where no earlier row of the batch holds the same response."""
-    mask = scored.rollout.response_mask
-    responses = jnp.where(mask, scored.rollout.tokens, -1)
+    """f32[B]: 1 where no earlier row of the batch holds the same response.
+
+    Of several turns the sampled tokens, whatever was observed between them.
+    """
+    mask, tokens = scored.rollout.response_mask, scored.rollout.tokens
+    if scored.turn_rewards is not None:
+        sampled_first = jnp.argsort(~mask, axis=1, stable=True)
+        mask, tokens = (
+            jnp.take_along_axis(x, sampled_first, axis=1) for x in (mask, tokens)
+        )
+    responses = jnp.where(mask, tokens, -1)
     same = (responses[:, None, :] == responses[None, :, :]).all(axis=-1)
     return (~jnp.tril(same, k=-1).any(axis=1)).astype(jnp.float32)

@@ -92,6 +92,8 @@ def truncate(rollout: Rollout, *, stop_ids: tuple[int, ...], after: int = 0) -> 
         truncated       0    0    1    1    0    0
         after = 2       0    0    1    1    1    1
 
+    It is for responses of one turn: an episode of several would end with its first.
+
     Args:
       rollout: Rollout[B, S], sampled with `stop_ids=()`.
       stop_ids: tokens that end a response, themselves kept.

@@ -39,6 +39,7 @@ def score(
     values: Array | None = None,
     value_after_stop: bool = False,
     packing: SizedPacking | None = None,
+    turn_rewards: Array | None = None,
 ) -> Scored:
     """Adds values, reference log-probs and the KL to a rollout, before the epochs.
 
@@ -60,6 +61,7 @@ def score(
         host computed the scores.
       value_after_stop: value the state after the last token too (N+).
       packing: how the models read these rows packed; None reads them padded.
+      turn_rewards: f32[B, S], reward units, of `rewards.Scores.turns`; None is none.
 
     Returns:
       Scored[B, S]; every per-token array is 0 outside the response.
@@ -128,6 +130,7 @@ def score(
         ref_logprobs=ref_logprobs,
         kl=kl,
         kl_stats=kl_stats,
+        turn_rewards=turn_rewards,
     )
 
 
@@ -202,6 +205,9 @@ def value_mask(rollout: Rollout, *, after_stop: bool) -> Array:
         response_mask   0    0    1    1    1    0
         after_stop      0    0    1    1    1    1
 
+    Of several turns the last one alone has a state after it that is not the beginning
+    of another.
+
     Args:
       after_stop: count the finished response as a state, where there is a column left
         for it; the score lands there then (N+).
@@ -209,7 +215,16 @@ def value_mask(rollout: Rollout, *, after_stop: bool) -> Array:
     Source: `padding_mask_p1` of summarize_from_feedback_details (Huang et al. 2024).
     """
     mask = rollout.response_mask
-    return mask | jnp.pad(mask[:, :-1], ((0, 0), (1, 0))) if after_stop else mask
+    if not after_stop:
+        return mask
+    columns, last = _last(mask)
+    return mask | ((columns == last + 1) & (last >= 0))
+
+
+def _last(mask: Array) -> tuple[Array, Array]:
+    """i32[1, S] and i32[B, 1]: all columns, and the last of each row's mask or -1."""
+    columns = jnp.arange(mask.shape[1], dtype=jnp.int32)[None, :]
+    return columns, jnp.max(columns, axis=1, where=mask, initial=-1, keepdims=True)
 
 
 @jax.named_scope("values")
@@ -298,8 +313,6 @@ def reference_logprobs(
 
 def ended(rollout: Rollout, *, stop_ids: tuple[int, ...]) -> Array:
     """bool[B]: the response's last token is a stop token."""
-    columns = jnp.arange(rollout.tokens.shape[1], dtype=jnp.int32)[None, :]
-    mask = rollout.response_mask
-    last = jnp.max(columns, axis=1, where=mask, initial=-1, keepdims=True)
+    columns, last = _last(rollout.response_mask)
     stops = jnp.isin(rollout.tokens, jnp.asarray(stop_ids, jnp.int32))
     return (stops & (columns == last)).any(axis=1)

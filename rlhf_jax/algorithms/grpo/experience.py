@@ -34,7 +34,8 @@ def group_experience(
     """Scored -> PolicyExperience: advantages over the samples of one prompt.
 
     With R_i the sum of a response's token rewards, the score and -β·KL where that is
-    in the reward, every token of response i has the advantage
+    in the reward, every token of response i has the advantage below. A response is the
+    whole episode where it has several turns, and its score that of all of them.
 
         group            R_i - mean(R), over std(R) where normalised by the group
         leave_one_out    R_i - mean of the others
@@ -72,6 +73,15 @@ def group_experience(
         scores=scored.scores, kl=scored.kl, mask=mask, kl_coef=kl_coef
     )
     totals = masked.masked_sum(rewards, mask=mask, axis=1)
+    if scored.turn_rewards is not None:
+        # After the totals: however turns share a score, equal scores stay equal.
+        rewards = token_rewards.token_rewards(
+            scores=scored.scores,
+            kl=scored.kl,
+            mask=mask,
+            kl_coef=kl_coef,
+            turn_rewards=scored.turn_rewards,
+        )
     finished, kept = None, None
     if overlong_mask is not None:
         finished = ended(scored.rollout, stop_ids=stop_ids)

@@ -212,6 +212,23 @@ class PolicyGradient(PolicyRecipe, abc.ABC):
             f"{type(self).__name__}; leave it out"
         )
 
+    def refuse_turns(self, turns: Array | None) -> None:
+        """Raises InputError for rewards of turns where a response has one turn alone.
+
+        Args:
+          turns: of `rewards.Scores`, f32[B, S], reward units; None is none.
+
+        Raises:
+          InputError: responses are sampled to a fixed length and end afterwards at
+            their first stop token, where the first turn of an episode ends.
+        """
+        if self.fixed_length and turns is not None:
+            raise InputError(
+                "fixed_length: expected False for episodes of several turns, each of "
+                "which ends at a stop token, got True, which would cut them at the "
+                "first; leave it out"
+            )
+
     def kl_coef(self, state: TrainState) -> Array:
         """β of this iteration, f32[], reward units per nat: the only place it is made.
 

@@ -242,11 +242,13 @@ def make_experience(
       algorithm, stats {name: (sum, weight)} and the scored rollout.
 
     Raises:
-      InputError: the scores are not one per row, or PPO has neither values nor critic.
+      InputError: the scores are not one per row, PPO has neither values nor critic, or
+        the recipe is of responses of one turn and there are rewards of several.
     """
     critic = None if values is not None else recipe.critic_of(state, base=base)
     of_batch = None if packing is None else packing.batch
     returned = rewards.scores_of(scores, rows=rollout.tokens.shape[0])
+    recipe.refuse_turns(returned.turns)
     moments = flow.shaping.next_moments(state.scores, returned.total)
     rewarded = seen_by_reward(rollout, recipe=recipe)
     shaped = flow.shaping.shape(
@@ -275,6 +277,7 @@ def make_experience(
         ref_logprobs=ref_logprobs,
         values=values,
         value_after_stop=critic is not None and critic.after_stop,
+        turn_rewards=returned.turns,
         **scoring,
     )
     scored, beside = flow.further.add(scored, further=further or {}, **scoring)

@@ -101,6 +101,7 @@ def gae_experience(
         mask=mask,
         kl_coef=kl_coef,
         score_mask=value_mask,
+        turn_rewards=scored.turn_rewards,
     )
     unestimated = Experience(
         tokens=scored.rollout.tokens,

@@ -16,6 +16,9 @@ def reward_to_go_experience(
 ) -> PolicyExperience:
     """A_t = Σ_{s >= t} r_s, with r the token rewards: the score and -β·KL.
 
+    Of an episode of several turns, the rewards of turns that end before t are not in
+    A_t.
+
     Args:
       scored: Scored[B, S].
       kl_coef: β, f32[] or float, reward units per nat.
@@ -29,7 +32,11 @@ def reward_to_go_experience(
     """
     mask = scored.rollout.response_mask
     rewards = token_rewards.token_rewards(
-        scores=scored.scores, kl=scored.kl, mask=mask, kl_coef=kl_coef
+        scores=scored.scores,
+        kl=scored.kl,
+        mask=mask,
+        kl_coef=kl_coef,
+        turn_rewards=scored.turn_rewards,
     )
     advantages = jnp.cumsum(rewards[:, ::-1], axis=1)[:, ::-1]
     advantages = jnp.where(mask, advantages, 0.0)

@@ -123,7 +123,7 @@ function sample(run, row) {
   const policy = row.tokens ? tokensOf(row, wanted) : el("div", { class: "said" }, marked(row.response, wanted));
   return el("article", { class: "sample" },
     el("header", {}, el("span", {}, "step ", el("b", {}, String(row.step))), told("reward", row.score), told("judge", row.judge),
-      told("KL", row.kl, " nats"), row.tokens ? told("length", row.length, " tokens") : null),
+      told("KL", row.kl, " nats"), row.tokens ? told("length", row.length, " tokens") : null, told("observed", row.read, " tokens")),
     el("div", { class: "prompt" }, marked(row.prompt, wanted)),
     el("div", { class: "sides" },
       el("div", {}, el("h3", {}, other.title), el("div", { class: "said" }, other.text ?? el("span", { class: "faint" }, "none recorded"))),
@@ -133,7 +133,7 @@ function sample(run, row) {
 // Whether the policy was its reference when it said this: their log-probs are equal.
 function isReference(row) {
   const ref = row.ref_logprobs;
-  return Boolean(ref?.length) && row.logprobs.every((own, k) => Math.abs(between(own, ref[k])) < 1e-3);
+  return Boolean(ref?.length) && row.logprobs.every((own, k) => row.observed?.[k] || Math.abs(between(own, ref[k])) < 1e-3);
 }
 
 // The reference's response to the same prompt; else one of step 0, when both may be one.

@@ -22,17 +22,21 @@ function shade(node, k1, colours = { more: css("--more"), less: css("--less") })
   node.style.backgroundColor = `rgba(${k1 > 0 ? colours.more : colours.less}, ${(0.08 + 0.62 * strength).toFixed(3)})`;
 }
 
+// Sampled ones, and what the policy read between its turns.
+const everyToken = (row) => row.length + (row.read ?? 0);
+
 function tokensOf(row, search) {
   const found = matches(row.tokens, search);
   const node = el("div", { class: "said tokens", tabindex: "0", role: "group",
     "aria-label": "Tokens of the policy's response; left and right arrows go through them" });
   const colours = { more: css("--more"), less: css("--less") };
   row.tokens.forEach((text, k) => {
-    const span = el("span", { "data-k": k, class: found.has(k) ? "found" : null }, text);
+    const kinds = [found.has(k) && "found", row.observed?.[k] && "observed"].filter(Boolean);
+    const span = el("span", { "data-k": k, class: kinds.join(" ") || null }, text);
     if (row.ref_logprobs) shade(span, between(row.logprobs[k], row.ref_logprobs[k]), colours);
     node.append(span);
   });
-  const cut = row.length - row.tokens.length;
+  const cut = everyToken(row) - row.tokens.length;
   if (cut > 0) node.append(el("em", { class: "faint" }, ` … and ${plural(cut, "more token")}`));
   listen(node, row);
   return node;
@@ -87,7 +91,8 @@ const percent = (logprob) => {
 function showTip(span, row, k) {
   const tip = byId("tip");
   const [own, ref] = [row.logprobs?.[k], row.ref_logprobs?.[k]];
-  const lines = [el("div", {}, el("b", {}, visible(row.tokens[k])), el("span", {}, `  token ${k + 1} of ${row.length}`))];
+  const lines = [el("div", {}, el("b", {}, visible(row.tokens[k])), el("span", {}, `  token ${k + 1} of ${everyToken(row)}`))];
+  if (row.observed?.[k]) lines.push(el("div", {}, "Observed: the policy read it, and did not say it."));
   if (between(own, ref) !== undefined) {
     const times = Math.exp(Math.abs(own - ref));
     const how = own >= ref ? "likelier" : "less likely";
@@ -96,8 +101,8 @@ function showTip(span, row, k) {
   const cell = (tag, text) => el(tag, {}, text);
   const say = (name, value) => el("tr", {}, cell("th", name), cell("td", value === null ? "no number" : `${number(value, 4)} nats`), cell("td", percent(value)));
   const rows = [];
-  if (own !== undefined) rows.push(say("log π", own));
-  if (ref !== undefined) rows.push(say("log π_ref", ref));
+  if (own !== undefined && !row.observed?.[k]) rows.push(say("log π", own));
+  if (ref !== undefined && !row.observed?.[k]) rows.push(say("log π_ref", ref));
   if (rows.length) lines.push(el("table", {}, rows));
   const others = row.alternatives?.[k];
   if (others?.length) {

@@ -38,6 +38,10 @@ class Scores:
     total: Array  # f32[B], reward units, one a response; what is maximised
     # f32[B] each, in units of their own, by their names in the metrics.
     parts: dict[str, Array] = flax.struct.field(default_factory=dict)
+    # f32[B, S], reward units, of episodes of several turns: the rewards of the turns
+    # before the last, each at its turn's last sampled token, else 0. They are part of
+    # `total`, whose rest lands at the episode's last token. None: one turn.
+    turns: Array | None = None
 
 
 Reward = Callable[[Any], Array | Scores]  # of `Responses`
@@ -51,13 +55,19 @@ def scores_of(returned: Array | Scores, *, rows: int | None = None) -> Scores:
       rows: B, where it is known.
 
     Raises:
-      InputError: they are not one number a row.
+      InputError: they are not one number a row, or turns are not [B, S].
     """
     scores = returned if isinstance(returned, Scores) else Scores(total=returned)
     if rows is not None and scores.total.shape != (rows,):
         raise InputError(
             f"expected the reward to return {rows} numbers, one a response, got shape "
             f"{scores.total.shape}"
+        )
+    turns = scores.turns
+    if turns is not None and (turns.ndim != 2 or turns.shape[:1] != scores.total.shape):
+        raise InputError(
+            f"expected the rewards of turns as f32[B, S] beside {scores.total.shape} "
+            f"totals, one at each turn's last sampled token, got shape {turns.shape}"
         )
     return scores
 
@@ -118,8 +128,17 @@ class _WeightedSum:
             (weight * scored[name].total for name, weight in self.weights if weight),
             start=jnp.zeros_like(next(iter(scored.values())).total),
         )
+        of_turns = [
+            weight * scored[name].turns
+            for name, weight in self.weights
+            if weight and scored[name].turns is not None
+        ]
         parts: dict[str, Array] = {}
         for name, scores in scored.items():
             parts[name] = scores.total
             parts |= {f"{name}/{part}": of for part, of in scores.parts.items()}
-        return Scores(total=jnp.asarray(total, jnp.float32), parts=parts)
+        return Scores(
+            total=jnp.asarray(total, jnp.float32),
+            parts=parts,
+            turns=sum(of_turns[1:], start=of_turns[0]) if of_turns else None,
+        )

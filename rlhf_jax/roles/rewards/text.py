@@ -18,10 +18,10 @@ import jax
 import numpy as np
 
 from rlhf_jax.functional.checks import InputError, StopError
+from rlhf_jax.roles.rewards.transcripts import Decode, transcript
 
 Array = jax.Array
 HostArray = np.ndarray[Any, Any]
-Decode = Callable[[list[int]], str]
 Row = Mapping[str, Any]  # one row of the user's data, every field of it
 SHOWN = 300  # characters of a text in a message
 SHOWN_VALUE = 80  # characters of what a function returned
@@ -86,6 +86,9 @@ class Texts:
 def read(rollout: Responses, *, decode: Decode, rows: Sequence[Row]) -> Texts:
     """The texts of a rollout, without padding, and the rows they belong to.
 
+    The response of an episode of several turns is its `transcript`, observations marked
+    as such.
+
     Args:
       decode: token ids -> text; the tokenizer's, with special tokens left out.
       rows: the data set that `rollout.index` points into.
@@ -96,9 +99,13 @@ def read(rollout: Responses, *, decode: Decode, rows: Sequence[Row]) -> Texts:
             (rollout.tokens, rollout.mask, rollout.response_mask, rollout.index)
         )
     )
+    texts = [
+        transcript(*row, decode=decode)
+        for row in zip(tokens, mask, response_mask, strict=True)
+    ]
     return Texts(
-        prompts=_decode_rows(decode, tokens, mask & ~response_mask),
-        responses=_decode_rows(decode, tokens, response_mask),
+        prompts=[prompt for prompt, _ in texts],
+        responses=[response for _, response in texts],
         rows=[rows[i] for i in index],
         index=index,
     )
@@ -267,7 +274,3 @@ def _shortened(text: str, most: int) -> str:
 
 def _cut(text: str) -> str:
     return repr(_shortened(text, SHOWN))
-
-
-def _decode_rows(decode: Decode, tokens: HostArray, mask: HostArray) -> list[str]:
-    return [decode(row[keep].tolist()) for row, keep in zip(tokens, mask, strict=True)]

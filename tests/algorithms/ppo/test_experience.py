@@ -226,5 +226,7 @@ def test_a_response_that_stands_twice_is_distinct_once():
     tokens = jnp.asarray([[9, 4, 5], [9, 4, 5], [8, 4, 5], [9, 4, 6], [9, 4, 6]])
     mask = jnp.asarray([[0, 1, 1]] * 5, bool)
     rollout = types.SimpleNamespace(tokens=tokens, response_mask=mask)
-    found = objective._first_of_its_kind(types.SimpleNamespace(rollout=rollout))
+    found = objective._first_of_its_kind(
+        types.SimpleNamespace(rollout=rollout, turn_rewards=None)
+    )
     np.testing.assert_array_equal(found, [1, 0, 0, 1, 0])
