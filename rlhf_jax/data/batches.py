@@ -20,7 +20,7 @@ import grain
 import numpy as np
 
 from rlhf_jax.algorithms.batch import Preferences, Prompts, Sequences
-from rlhf_jax.data.encoding import Episode, Example, Pair, Tokens
+from rlhf_jax.data.examples import Example, Pair, Text, Tokens
 from rlhf_jax.devices import row_sharding
 from rlhf_jax.devices.row_sharding import Share
 from rlhf_jax.functional.checks import InputError
@@ -114,7 +114,7 @@ def prompt_batches(
 
 
 def sequence_batches(
-    examples: Sequence[Example | Episode],
+    examples: Sequence[Text],
     *,
     batch_size: int,
     seed: int,
@@ -198,7 +198,7 @@ def preference_batches(
 
 
 def sequences_in_order(
-    examples: Sequence[Example | Episode], *, batch_size: int, pad_id: int
+    examples: Sequence[Text], *, batch_size: int, pad_id: int
 ) -> list[Sequences]:
     """Every example once, in order, for evaluation.
 
@@ -254,7 +254,7 @@ def _width(longest: int, widths: Sequence[int]) -> int:
     return next(width for width in widths if width >= longest)
 
 
-def _sequences(examples: Sequence[Example | Episode], *, width: int, pad_id: int) -> Sequences:
+def _sequences(examples: Sequence[Text], *, width: int, pad_id: int) -> Sequences:
     tokens, mask = pad(
         [[*each.prompt, *each.response] for each in examples],
         width=width,

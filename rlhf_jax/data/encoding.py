@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from rlhf_jax.data import chat, json_lines, lengths, tokenization
+from rlhf_jax.data.examples import Example, Pair, Tokens
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.lengths import Overlong
 from rlhf_jax.functional import checks
@@ -20,58 +21,7 @@ from rlhf_jax.functional.checks import InputError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Tokens = Sequence[int]
 Written = str | list[chat.Message]  # a text, or messages for the chat template
-
-
-class Example(NamedTuple):
-    """A text for the language-model loss, which reads the response."""
-
-    prompt: Tokens
-    response: Tokens  # with EOS
-
-    @property
-    def length(self) -> int:
-        """Tokens of both."""
-        return len(self.prompt) + len(self.response)
-
-    @property
-    def trained(self) -> list[bool]:
-        """Whether the loss reads each token; nothing predicts the first one."""
-        start = max(len(self.prompt), 1)
-        return [place >= start for place in range(self.length)]
-
-
-class Episode(NamedTuple):
-    """A demonstration of several turns, of which the loss reads the responses."""
-
-    prompt: Tokens
-    response: Tokens  # all turns, each response with EOS, and what was observed
-    observed: tuple[tuple[int, int], ...]  # [start, end) in `response`, not trained on
-
-    @property
-    def length(self) -> int:
-        """Tokens of both."""
-        return len(self.prompt) + len(self.response)
-
-    @property
-    def trained(self) -> list[bool]:
-        """Whether the loss reads each token; nothing predicts the first one."""
-        trained = Example(self.prompt, self.response).trained
-        for start, end in self.observed:
-            size = end - start
-            start += len(self.prompt)
-            trained[start : start + size] = [False] * size
-        return trained
-
-
-class Pair(NamedTuple):
-    """Two responses to one prompt."""
-
-    prompt: Tokens
-    chosen: Tokens  # with EOS
-    rejected: Tokens  # with EOS
-    margin: float | None = None  # score difference asked for
 
 
 def encode_prompts(

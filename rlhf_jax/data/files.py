@@ -69,7 +69,10 @@ def read_demonstrations(
     rows = []
     for where, row in json_lines.read_located(source):
         if row.get(response) is None and TURNS in row:
-            _check_turns(where, row, _asked(where, row, prompt))
+            _check_encodable(where, TURNS, row[TURNS])
+            asked = _asked(where, row, prompt)
+            by_template = not isinstance(asked, str)
+            chat.check_turns(row[TURNS], where=where, by_template=by_template)
             rows.append(row)
             continue
         if row.get(response) is None and "messages" in row:
@@ -275,33 +278,6 @@ def _check_responses(where: str, row: Row, prompt: str | list[Any]) -> None:
                 f" with prompts of its own; leave its last response, or leave out the"
                 f" field 'prompt' where both sides share it"
             )
-
-
-def _check_turns(where: str, row: Row, prompt: str | list[Any]) -> None:
-    """InputError unless the turns are responses with observations between them."""
-    turns = row[TURNS]
-    if not isinstance(turns, list) or len(turns) % 2 == 0:
-        count = f"{len(turns)} of them" if isinstance(turns, list) else repr(turns)
-        raise InputError(
-            f"{where}: expected a list in {TURNS!r} that begins and ends with a"
-            f" response, with an observation between each two, got {count:.60};"
-            " correct the row"
-        )
-    for number, turn in enumerate(turns):
-        observed = number % 2 == 1
-        messages = observed and isinstance(turn, list) and not isinstance(prompt, str)
-        if not isinstance(turn, str) and not messages:
-            what = "an observation" if observed else "a response"
-            kind = (
-                " or messages" if observed and not isinstance(prompt, str) else ""
-            )
-            raise InputError(
-                f"{where}: expected text{kind} as turn {number} (from 0) of {TURNS!r},"
-                f" {what}, got {turn!r:.60}; correct the row"
-            )
-        _check_encodable(where, TURNS, turn)
-        if messages:
-            chat.check_messages(turn, where=where, field=TURNS)
 
 
 def _asked(where: str, row: Row, field: str) -> str | list[Any]:

@@ -18,7 +18,7 @@ import numpy as np
 from rlhf_jax.algorithms.batch import PackedPreferences, Sequences
 from rlhf_jax.data import batches
 from rlhf_jax.data.batches import Batches, Visit
-from rlhf_jax.data.encoding import Episode, Example, Pair, Tokens
+from rlhf_jax.data.examples import Example, Pair, Text, Tokens
 from rlhf_jax.devices import row_sharding
 from rlhf_jax.devices.row_sharding import Share
 from rlhf_jax.functional.checks import InputError
@@ -59,7 +59,7 @@ def pack(pairs: Sequence[Pair], *, width: int | None) -> list[PackedRow]:
     return _pack(texts, width=width, of="pair")
 
 
-def pack_examples(examples: Sequence[Example | Episode], *, width: int) -> list[PackedRow]:
+def pack_examples(examples: Sequence[Text], *, width: int) -> list[PackedRow]:
     """As `pack`, one text each; without a prompt it is read from its second token."""
     texts = [(example,) for example in examples]
     return _pack(texts, width=width, of="example")
@@ -189,7 +189,7 @@ class _Collate:
 
 
 def _pack(
-    texts: Sequence[tuple[Example | Episode, ...]], *, width: int | None, of: str
+    texts: Sequence[tuple[Text, ...]], *, width: int | None, of: str
 ) -> list[PackedRow]:
     """First fit of what is packed whole, one or two texts."""
     if not texts:
@@ -226,7 +226,7 @@ def first_fit(sizes: Sequence[int], *, width: int) -> list[list[int]]:
     return filled
 
 
-def _row(texts: Sequence[tuple[Example | Episode, ...]], places: tuple[int, ...]) -> PackedRow:
+def _row(texts: Sequence[tuple[Text, ...]], places: tuple[int, ...]) -> PackedRow:
     tokens: list[int] = []
     segments: list[int] = []
     in_response: list[bool] = []

@@ -24,7 +24,8 @@ def rows_of(run: Run) -> list[dict[str, Json]]:
     "judge", "reference" (its response to the same prompt), "tokens", "logprobs",
     "ref_logprobs" and "alternatives". Of a long response the first LONGEST tokens.
     "length" counts sampled tokens, and "read" those that the policy observed between
-    its turns, which "observed" tells apart. They have no log-probs, and no KL. A log-prob that is no finite number, as a run that diverged writes, is None.
+    its turns, which "observed" tells apart. They have no log-probs, and no KL. A
+    log-prob that is no finite number, as a run that diverged writes, is None.
     """
     rows = []
     for row in run.samples:

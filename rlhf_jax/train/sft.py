@@ -8,9 +8,9 @@
 learned, or, as a .txt file, plain text that is cut into blocks. A prompt may be a list
 of messages, and {"messages": [...]} a conversation whose last turn is learned: both are
 written by the tokenizer's chat template. {"prompt": ..., "turns": [...]} is an episode
-of responses and observations in turn, of which the responses are learned. --row-width packs examples into rows, where
-one text does not see another. OUT/model is a Hugging Face checkpoint with its
-tokenizer, for `rlhf-jax reward-model` and `rlhf-jax ppo`.
+of responses and observations in turn, of which the responses are learned. --row-width
+packs examples into rows, where one text does not see another. OUT/model is a Hugging
+Face checkpoint with its tokenizer, for `rlhf-jax reward-model` and `rlhf-jax ppo`.
 
 It needs one device that holds the parameters in float32 four times over (GPT-2 small: 2
 GiB). The second command, a fresh model of 7.2 million parameters on tiny Shakespeare,
@@ -47,7 +47,7 @@ from rlhf_jax.data import (
     turns,
 )
 from rlhf_jax.data.batches import Batches
-from rlhf_jax.data.encoding import Episode, Example
+from rlhf_jax.data.examples import Text
 from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.devices.placement import PolicyPlacement
 from rlhf_jax.functional import checks
@@ -165,9 +165,7 @@ def starting_point(options: Config, *, mesh: Mesh) -> Pretrained:
     )
 
 
-def read_examples(
-    options: Config, start: Pretrained
-) -> Sequence[Example | Episode]:
+def read_examples(options: Config, start: Pretrained) -> Sequence[Text]:
     """Responses to prompts, episodes of several turns, or blocks of plain text."""
     longest = start.limit(options.max_length)
     if options.data.endswith(".txt"):
@@ -206,7 +204,7 @@ def widest(options: Config) -> int | None:
 
 def make_batches(
     options: Config,
-    examples: Sequence[Example | Episode],
+    examples: Sequence[Text],
     *,
     start: Pretrained,
     mesh: Mesh,

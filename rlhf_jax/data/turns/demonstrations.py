@@ -1,10 +1,10 @@
 """Demonstrations of several turns to tokens, as a run of episodes has them.
 
-    {"prompt": "3+4+5\n", "turns": ["calc: 3+4\n", "7\n", "calc: 7+5\n", "12\n", "= 12"]}
+{"prompt": "3+4+5⏎", "turns": ["calc: 3+4", "⏎7⏎", "calc: 7+5", "⏎12⏎", "= 12"]}
 
-    prompt    3+4+5⏎
-    response  calc: 3+4⏎<eos> 7⏎ calc: 7+5⏎<eos> 12⏎ = 12<eos>
-    observed                  --                 ---
+prompt    3+4+5⏎
+response  calc: 3+4<eos>⏎7⏎calc: 7+5<eos>⏎12⏎= 12<eos>
+observed                ---              ----
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rlhf_jax.data import chat, json_lines, lengths, tokenization
-from rlhf_jax.data.encoding import Episode
+from rlhf_jax.data.examples import Episode
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.lengths import Overlong
 from rlhf_jax.data.turns.encoder import TurnEncoder

@@ -17,7 +17,7 @@ from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.checkpoints import frozen_models
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import batches
-from rlhf_jax.data.encoding import Tokens
+from rlhf_jax.data.examples import Tokens
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.models.generation import decode
