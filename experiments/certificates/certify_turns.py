@@ -1,0 +1,101 @@
+"""Certificates of episodes of two turns with an observation between them.
+
+    python experiments certificates.certify_turns --out runs/certify_turns
+
+Four words of which one ends a turn, turns of 1 or 2 words, and an environment that
+draws one of two observations with chances of its own: all 113 episodes are known
+(`conversations.py`), 9 of which end with their first turn. The exit status is 1 if one
+fails:
+
+gradient  The expected gradient of each loss, through the scores, the experience and the
+          loss of a run, is that of J = E[r] - β·E[KL of sampled tokens] within 1e-5 of
+          its largest entry; with a group mean a share of the reward's, as in one turn.
+          Rewards of first turns land at their turns, or all at the end.
+bias      Where observed tokens are taken for sampled ones, it is not: what is shown
+          above is not shown of any mask.
+
+Expect all 12 certificates of a world to hold.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import numpy as np
+
+from certificates import conclusion, penalty_claims
+from certificates.measured import turns
+from rlhf_jax.functional import checks
+from rlhf_jax.runs import command_line, report, run, run_config
+
+WORLD = "chances of all episodes sum to 1"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(run_config.RunConfig):
+    num_worlds: int = 1
+    """Policies, environments and rewards, each of a seed: --seed, the next, ..."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.positive(num_worlds=self.num_worlds)
+
+
+def show(findings: list[turns.Finding], *, seed: int) -> None:
+    """Prints the table.
+
+    Columns: the estimator, its share of ∇E[r], where rewards of turns land, the error.
+    """
+    report.table(
+        f"Expected gradient over episodes of two turns, seed {seed} (error at most "
+        f"{penalty_claims.TOLERANCE:g} of the largest entry of ∇J)",
+        ("estimator", "share", "rewards of turns", "error", ""),
+        [
+            (
+                each.claim.name,
+                "biased" if each.claim.share is None else f"{each.claim.share:g}",
+                "at their turns" if each.claim.turns else "at the end",
+                f"{each.error:.0e}",
+                "holds" if each.holds else "FAILS",
+            )
+            for each in findings
+        ],
+    )
+    for each in findings:
+        if each.claim.bias:
+            print(f"{each.claim.name}, is biased by {each.claim.bias}")
+
+
+def main(options: Config) -> None:
+    """Prints the tables, and raises StopError where a certificate fails."""
+    started = time.perf_counter()
+    shown: dict[str, bool] = {}
+    rows = []
+    with run.Run(options, num_steps={}) as job:
+        for seed in range(options.seed, options.seed + options.num_worlds):
+            case = turns.draw(seed)
+            total = turns.chance_of_all(case)
+            shown[f"{WORLD}, seed {seed}"] = bool(np.abs(total - 1) < 1e-6)
+            findings = list(turns.certify(case))
+            show(findings, seed=seed)
+            shown |= {
+                f"{each.claim.name}, seed {seed}": each.holds for each in findings
+            }
+            rows += [
+                {
+                    "seed": seed,
+                    "name": each.claim.name,
+                    "share": each.claim.share,
+                    "turns": each.claim.turns,
+                    "error": each.error,
+                }
+                for each in findings
+            ]
+    conclusion.conclude(
+        job.folder, list(shown.items()), figures={"findings": rows}, started=started
+    )
+
+
+if __name__ == "__main__":
+    command_line.main(main, Config, description=__doc__)

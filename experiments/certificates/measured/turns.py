@@ -1,0 +1,291 @@
+"""Policy gradients over episodes of two turns, against the gradient of J.
+
+    measured  Σ over every minibatch, by its probability, of the gradient of its loss,
+              through `score`, the algorithm's `experience` and its `minibatch_loss`
+    expected  ∇J, or share·∇E[r] - β·∇KL, by autodiff of a sum over all episodes
+
+A minibatch is one episode, or a group of two. Losses are sums over the sampled tokens
+of an episode (aggregation "constant" with a divisor of 1). The critic's values are
+noise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from worlds import conversations, enumerable
+from worlds.conversations import Episodes
+
+from certificates.cases import OPTIMIZER, flat
+from certificates.penalty_claims import TOLERANCE
+from rlhf_jax import critic, frozen, grpo, ppo
+from rlhf_jax.algorithms.batch import PolicyExperience, Scored
+from rlhf_jax.algorithms.flow import score
+from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
+from rlhf_jax.algorithms.reinforce import REINFORCE, ReinforceRecipe
+from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.roles.reference.frozen import Frozen
+
+Array = jax.Array
+Params = Any
+Recipe = ppo.Recipe | grpo.GroupRecipe | ReinforceRecipe
+
+BETA = 0.3  # reward units per nat
+TEMPERATURE = 0.7
+GROUP = 2
+SEEN = 1e-2  # the error of what is claimed to be no gradient of J is larger
+
+
+class Claim(NamedTuple):
+    """An estimator and its expectation, share·∇E[r] - β·∇KL (share·β in the reward)."""
+
+    name: str
+    recipe: Recipe
+    share: float | None = 1.0  # None: no gradient of J, for the reason in `bias`
+    turns: bool = True  # rewards of turns land at their turns, else all at the end
+    observed: bool = False  # observed tokens are taken for sampled ones, on purpose
+    bias: str = ""
+
+
+class Finding(NamedTuple):
+    """What became of a claim."""
+
+    claim: Claim
+    error: float  # largest entry of measured - expected, of the largest of ∇J
+
+    @property
+    def holds(self) -> bool:
+        """The error of what is claimed is small, that of a known bias is not."""
+        if self.claim.share is None:
+            return self.error > SEEN
+        return self.error <= TOLERANCE
+
+
+class Case(NamedTuple):
+    """A policy, a reference and a critic in the world of `conversations`."""
+
+    policy: Params
+    critic: Params  # its values are noise
+    reference: Frozen
+    model: ModelConfig
+    episodes: Episodes
+    totals: Array  # f32[N], reward units
+    of_turns: Array  # f32[N, S], reward units, a part of them
+
+
+COMMON: dict[str, Any] = {
+    "temperature": TEMPERATURE,
+    "aggregation": "constant",
+    "loss_scale_factor": 1.0,
+}
+WHOLE = {"gamma": 1.0, "lam": 1.0, "whiten_advantages": None}
+OTHERS = {"group_size": GROUP, "baseline": "leave_one_out", "normalise": None}
+MEAN = {"group_size": GROUP, "baseline": "group", "normalise": None}
+OWN_SHARE = (GROUP - 1) / GROUP  # a mean that holds the episode itself
+EXACT = Penalty("exact", placement="both")
+RESPONSE_K2 = Penalty("k2", placement="loss", per="response")
+CLAIMS = (
+    Claim("PPO, KL in the reward", ppo.Recipe(penalty=IN_REWARD, **WHOLE, **COMMON)),
+    Claim(
+        "PPO, all of the reward at the end",
+        ppo.Recipe(penalty=IN_REWARD, **WHOLE, **COMMON),
+        turns=False,
+    ),
+    Claim(
+        "PPO, a value after the last turn",
+        ppo.Recipe(penalty=IN_REWARD, value_after_stop=True, **WHOLE, **COMMON),
+    ),
+    Claim(
+        "PPO, exact KL in reward and loss",
+        ppo.Recipe(penalty=EXACT, **WHOLE, **COMMON),
+    ),
+    Claim(
+        "REINFORCE, KL in the reward",
+        ReinforceRecipe(penalty=IN_REWARD, whiten_advantages=False, **COMMON),
+    ),
+    Claim(
+        "RLOO, KL in the reward",
+        grpo.GroupRecipe(penalty=IN_REWARD, **OTHERS, **COMMON),
+    ),
+    Claim(
+        "RLOO by the ratio of the episode (GSPO)",
+        grpo.GroupRecipe(penalty=IN_REWARD, ratio_level="sequence", **OTHERS, **COMMON),
+    ),
+    Claim(
+        "RLOO, CISPO",
+        grpo.GroupRecipe(penalty=IN_REWARD, surrogate="cispo", **OTHERS, **COMMON),
+    ),
+    Claim(
+        "GRPO, k2 of episodes in the loss",
+        grpo.GroupRecipe(penalty=RESPONSE_K2, **MEAN, **COMMON),
+        OWN_SHARE,
+    ),
+    Claim(
+        "PPO, observed tokens trained on",
+        ppo.Recipe(penalty=IN_REWARD, **WHOLE, **COMMON),
+        None,
+        turns=False,
+        observed=True,
+        bias="a gradient through the chances of words that the policy did not draw",
+    ),
+    Claim(
+        "GRPO, observed tokens trained on",
+        grpo.GroupRecipe(penalty=RESPONSE_K2, **MEAN, **COMMON),
+        None,
+        turns=False,
+        observed=True,
+        bias="the same",
+    ),
+)
+
+
+def draw(seed: int, *, hidden_size: int = 16) -> Case:
+    """Random decoders, chances of observations and rewards."""
+    model = conversations.model(hidden_size=hidden_size)
+    keys = jax.random.split(jax.random.key(seed), 4)
+    init = jax.jit(functools.partial(enumerable.init, model=model))
+    now, trunk, start = (init(key) for key in keys[:3])
+    values = critic.from_policy(trunk, model=model)
+    kernel = jax.random.normal(keys[3], values["score"]["kernel"].shape)
+    values["score"] = values["score"] | {"kernel": kernel}
+    episodes = conversations.every_episode(seed=seed)
+    totals, of_turns = conversations.rewards(episodes, seed=seed)
+    reference = frozen.freeze(start)
+    return Case(now, values, reference, model, episodes, totals, of_turns)
+
+
+def certify(case: Case, *, claims: Iterable[Claim] = CLAIMS) -> Iterator[Finding]:
+    """Every claim, for one policy, reference, environment and table of rewards."""
+    of_reward, of_objective = (expected(case, beta=beta) for beta in (0.0, BETA))
+    of_penalty = of_reward - of_objective
+    for claim in claims:
+        ascent = measured(case, claim)
+        share = 1.0 if claim.share is None else claim.share
+        of_kl = share if claim.recipe.penalty.placement == "reward" else 1.0
+        wanted = share * of_reward - of_kl * of_penalty
+        error = np.abs(ascent - wanted).max() / np.abs(of_objective).max()
+        yield Finding(claim, float(error))
+
+
+def expected(case: Case, *, beta: float) -> enumerable.Float64:
+    """∇J at one β, from logits alone."""
+    gradient = jax.jit(
+        jax.grad(conversations.objective),
+        static_argnames=("beta", "model", "temperature"),
+    )(
+        case.policy,
+        frozen.read(case.reference),
+        case.episodes,
+        totals=case.totals,
+        beta=beta,
+        model=case.model,
+        temperature=TEMPERATURE,
+    )
+    return flat(gradient)
+
+
+def chance_of_all(case: Case) -> float:
+    """The chances of all episodes, added up."""
+    rollout = conversations.rollout(
+        case.policy, case.episodes, model=case.model, temperature=TEMPERATURE
+    )
+    own = np.asarray(rollout.old_logprobs, np.float64).sum(axis=1)
+    return float(np.asarray(case.episodes.chance, np.float64) @ np.exp(own))
+
+
+def algorithm_of(recipe: Recipe, *, case: Case) -> PolicyGradient:
+    """The recipe in this world."""
+    shape: dict[str, Any] = {
+        **vars(recipe),
+        "model": case.model,
+        "policy_optimizer": OPTIMIZER,
+        "max_new_tokens": conversations.LENGTH,
+        "stop_ids": (conversations.STOP,),
+    }
+    if isinstance(recipe, ppo.Recipe):
+        return ppo.PPO(**shape, critic_model=case.model, critic_optimizer=OPTIMIZER)
+    if isinstance(recipe, grpo.GroupRecipe):
+        return grpo.GRPO(**shape)
+    return REINFORCE(**shape)
+
+
+def scored_of(case: Case, claim: Claim) -> Scored:
+    """Every episode once, as `make_experience` has it before the algorithm's own."""
+    recipe, episodes = claim.recipe, case.episodes
+    if claim.observed:
+        began = jnp.cumsum(episodes.response_mask, axis=1) > 0
+        episodes = episodes._replace(response_mask=episodes.mask & began)
+    rollout = conversations.rollout(
+        case.policy, episodes, model=case.model, temperature=TEMPERATURE
+    )
+    has_critic = isinstance(recipe, ppo.Recipe)
+    return score.score(
+        rollout,
+        scores=case.totals,
+        turn_rewards=case.of_turns if claim.turns else None,
+        reference=case.reference,
+        model=case.model,
+        critic=case.critic if has_critic else None,
+        critic_model=case.model,
+        max_new_tokens=conversations.LENGTH,
+        temperature=TEMPERATURE,
+        penalty=recipe.penalty,
+        policy=case.policy,
+        value_after_stop=isinstance(recipe, ppo.Recipe) and recipe.value_after_stop,
+    )
+
+
+def measured(case: Case, claim: Claim) -> enumerable.Float64:
+    """The expected ascent of the loss of a run, a number per parameter."""
+    algorithm = algorithm_of(claim.recipe, case=case)
+    group = algorithm.rows_per_prompt
+    rows = jnp.arange(len(case.totals))
+
+    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    def gradients(params: Params) -> Params:
+        scored = scored_of(case, claim)
+        sampled = jnp.where(case.episodes.response_mask, scored.rollout.old_logprobs, 0)
+        chance = case.episodes.chance * jnp.exp(sampled.sum(axis=1))
+
+        def of_minibatches(members: Array) -> Params:
+            """Of [M, G] episodes, each minibatch by its probability."""
+            bare = dataclasses.replace(scored, kl_stats={})
+            chosen = jax.tree.map(lambda leaf: leaf[members.reshape(-1)], bare)
+            made, _ = algorithm.experience(chosen, kl_coef=jnp.float32(BETA))
+            minibatches = jax.tree.map(
+                lambda leaf: leaf.reshape(*members.shape, *leaf.shape[1:]), made
+            )
+
+            def loss(params: Params, minibatch: PolicyExperience) -> Array:
+                minibatch, of_part = algorithm.minibatch_loss(
+                    minibatch,
+                    kl_coef=jnp.float32(BETA),
+                    base=None,
+                    reference=case.reference,
+                )
+                return of_part((params, case.critic), minibatch)[0]
+
+            def mean(params: Params) -> Array:
+                losses = jax.vmap(loss, in_axes=(None, 0))(params, minibatches)
+                return chance[members].prod(axis=1) @ losses
+
+            return jax.grad(mean)(params)
+
+        if group == 1:
+            return jax.tree.map(lambda leaf: leaf[None], of_minibatches(rows[:, None]))
+        return jax.lax.map(
+            lambda first: of_minibatches(
+                jnp.stack([jnp.full_like(rows, first), rows], axis=1)
+            ),
+            rows,
+        )
+
+    parts = gradients(case.policy)
+    return -flat(jax.tree.map(lambda leaf: np.asarray(leaf, np.float64).sum(0), parts))

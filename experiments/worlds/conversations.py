@@ -1,0 +1,169 @@
+"""Episodes of two turns, all of them known: 4 words, and an observation between them.
+
+    column          0  1  2  3  4  5  6
+    tokens          0  1  3  2  0  1  3      the prompt is one 0; a 3 ends a turn
+    sampled         0  1  1  0  0  1  1
+    observed        0  0  0  1  1  0  0
+
+A turn has 1 or 2 tokens. One that a 3 ends is answered: the environment draws one of
+two observations, a 1 or a 2 and a 0, with chances of its own that depend on the turn,
+and the policy has a second turn. One without a 3 has met the limit of its tokens, and
+ends the episode. So there are 9 episodes of one turn and 4·2·13 of two, 113 in all, of
+1 to 4 sampled tokens and 0 to 2 observed ones.
+
+    J(π) = E[r] - β·E[Σ log π(a)/π_ref(a)], a over sampled tokens alone
+
+The chance of an episode is π of its sampled tokens times the environment's chance of
+what it observed, which no gradient reaches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from rlhf_jax import batch, policy
+from rlhf_jax.models.config import ModelConfig
+from worlds import enumerable
+
+Array = jax.Array
+Float64 = npt.NDArray[np.float64]
+Params = Any
+
+PROMPT = enumerable.PROMPT
+STOP = 3  # ends a turn
+TURN_TOKENS = 2  # that a turn has at most
+OBSERVATIONS = ((1,), (2, 0))
+LENGTH = 2 * TURN_TOKENS + 2  # response columns, those of observations included
+Turn = tuple[int, ...]
+
+
+class Episodes(NamedTuple):
+    """Every episode once."""
+
+    tokens: Array  # i32[N, 7]
+    mask: Array  # bool[N, 7], not padding
+    response_mask: Array  # bool[N, 7], sampled tokens
+    chance: Array  # f32[N], the environment's, of what was observed; 1 without
+    first: Array  # i32[N], which of the 4 answered turns came first; -1 without
+    # bool[N, 7], the last token of a turn that another follows.
+    turn_ends: Array
+
+
+def turns() -> list[Turn]:
+    """The 13 turns: a 3, a word and a 3, two words."""
+    alone = [(STOP,)]
+    words = range(enumerable.VOCABULARY)
+    pairs = itertools.product([word for word in words if word != STOP], words)
+    return alone + list(pairs)
+
+
+def every_episode(*, seed: int) -> Episodes:
+    """All 113 of them.
+
+    Args:
+      seed: of the chances of observations.
+    """
+    answered = [turn for turn in turns() if turn[-1] == STOP]
+    chances = np.random.default_rng(seed).dirichlet((2.0, 2.0), len(answered))
+    rows: list[tuple[Turn, Turn, Turn, float, int]] = [
+        (turn, (), (), 1.0, -1) for turn in turns() if turn[-1] != STOP
+    ]
+    for number, first in enumerate(answered):
+        for observation, chance in zip(OBSERVATIONS, chances[number], strict=True):
+            rows += [(first, observation, last, chance, number) for last in turns()]
+    size = len(rows), PROMPT + LENGTH
+    tokens = np.zeros(size, np.int32)
+    mask, sampled, ends = (np.zeros(size, bool) for _ in range(3))
+    mask[:, :PROMPT] = True
+    for row, (first, observation, last, _, _) in enumerate(rows):
+        column = PROMPT
+        for part, own in ((first, True), (observation, False), (last, True)):
+            at = slice(column, column + len(part))
+            tokens[row, at], mask[row, at], sampled[row, at] = part, True, own
+            column += len(part)
+        ends[row, PROMPT + len(first) - 1] = bool(last)
+    return Episodes(
+        tokens=jnp.asarray(tokens),
+        mask=jnp.asarray(mask),
+        response_mask=jnp.asarray(sampled),
+        chance=jnp.asarray([row[3] for row in rows], jnp.float32),
+        first=jnp.asarray([row[4] for row in rows], jnp.int32),
+        turn_ends=jnp.asarray(ends),
+    )
+
+
+def model(*, hidden_size: int) -> ModelConfig:
+    """That of `enumerable`, with as many positions as an episode has tokens."""
+    shape = enumerable.model(hidden_size=hidden_size)
+    return dataclasses.replace(shape, max_positions=PROMPT + LENGTH)
+
+
+def rewards(episodes: Episodes, *, seed: int) -> tuple[Array, Array]:
+    """f32[N] totals and f32[N, 7] of first turns, normal numbers, reward units.
+
+    The reward of a first turn depends on that turn alone; what the total has beside it
+    depends on the whole episode.
+    """
+    rng = np.random.default_rng(seed)
+    of_first = np.append(rng.normal(size=int(episodes.first.max()) + 1), 0.0)
+    early = of_first[np.asarray(episodes.first)]
+    total = early + rng.normal(size=len(early))
+    of_turns = np.where(episodes.turn_ends, early[:, None], 0.0)
+    return jnp.asarray(total, jnp.float32), jnp.asarray(of_turns, jnp.float32)
+
+
+def rollout(
+    params: Params, episodes: Episodes, *, model: ModelConfig, temperature: float
+) -> batch.Rollout:
+    """Each episode once, as if the policy had sampled its tokens. Its entropy is 0."""
+    logprobs = policy.logprobs(
+        params,
+        model=model,
+        tokens=episodes.tokens,
+        mask=episodes.mask,
+        temperature=temperature,
+        first_column=PROMPT,
+    )
+    rows = len(episodes.tokens)
+    return batch.Rollout(
+        tokens=episodes.tokens,
+        mask=episodes.mask,
+        response_mask=episodes.response_mask,
+        old_logprobs=jnp.where(episodes.response_mask, logprobs, 0.0),
+        entropy=jnp.zeros(logprobs.shape, jnp.float32),
+        index=jnp.zeros(rows, jnp.int32),
+        sample=jnp.arange(rows, dtype=jnp.int32),
+    )
+
+
+def objective(
+    params: Params,
+    ref_params: Params,
+    episodes: Episodes,
+    *,
+    totals: Array,
+    beta: float,
+    model: ModelConfig,
+    temperature: float,
+) -> Array:
+    """J(π), reward units, as a sum over all episodes that reads logits alone."""
+
+    def taken(params: Params) -> Array:
+        words = jax.nn.log_softmax(
+            policy.logits(
+                params, model=model, tokens=episodes.tokens, mask=episodes.mask
+            )[:, :-1]
+            / temperature
+        )
+        chosen = jnp.take_along_axis(words, episodes.tokens[:, 1:, None], axis=-1)
+        return jnp.where(episodes.response_mask[:, 1:], chosen[..., 0], 0.0)
+
+    own, reference = taken(params).sum(axis=1), taken(ref_params).sum(axis=1)
+    return (episodes.chance * jnp.exp(own)) @ (totals - beta * (own - reference))
