@@ -7,8 +7,8 @@ arguments over, and a copy of the result comes back. So the code sees arguments 
 neither the tests nor what they expect, and every comparison is made here, between plain
 values.
 
-It writes to a pipe, a line each: `ready WAY why`; then a number for each test passed;
-then `end why`.
+It writes to a pipe, a line each: `ready WAY why`; then `passed` for each test passed;
+then, if it was asked to show it, `printed` and a JSON text; then `end why`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import ast
 import builtins
 import importlib
+import io
 import json
 import os
 import sys
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
+SHOWN = 10_000  # characters that are passed on of what the code printed
 BUILT_IN = frozenset(vars(builtins))
 
 
@@ -156,6 +158,11 @@ def main() -> None:
     guard.forbid_processes()
     sys.addaudithook(guard.guard(os.path.realpath(os.getcwd())))
     os.write(told, f"ready {candidate.way} {candidate.why}\n".encode())
+    shown = io.StringIO() if task.pop("show", False) else None
+    if shown is not None:
+        sys.stdout = shown
     why = judge(task, candidate, told)
+    if shown is not None:
+        os.write(told, f"printed {json.dumps(shown.getvalue()[:SHOWN])}\n".encode())
     os.write(told, f"end {why[:300]}\n".encode("utf-8", "replace"))
     os._exit(0)

@@ -47,6 +47,7 @@ class Verdict(NamedTuple):
     passed: int  # tests, in order, before one failed
     total: int  # tests
     why: str  # the first error, or what ended the process; "" if all passed
+    printed: str = ""  # of `show`, the first characters that the code printed
 
     @property
     def right(self) -> bool:
@@ -70,6 +71,7 @@ def run_tests(
     memory: int = 512,
     file_size: int = 16,
     disk: int = 64,
+    show: bool = False,
 ) -> Verdict:
     """Runs the code and its tests, in two processes that are gone afterwards.
 
@@ -78,12 +80,14 @@ def run_tests(
       tests: pieces of Python, run in order. A name that they do not define is the
         code's (`judge.Names`).
       seconds, memory, file_size, disk: limits in seconds and bytes.
+      show: whether to return what the code printed; nothing of one that was ended for
+        its time.
 
     Raises:
       RuntimeError: the process did not start: this is not the code's fault.
     """
     return _start(
-        {"code": code, "tests": [*tests]},
+        {"code": code, "tests": [*tests], "show": show},
         seconds=seconds,
         memory=memory,
         file_size=file_size,
@@ -133,30 +137,32 @@ def _start(task: dict[str, Any], **limits: float) -> tuple[Verdict, Isolation]:
         isolation = Isolation(*started.split(" ", 2)[1:])
         watched = None if isolation.way == "namespaces" else settings["folder"]
         seconds, disk = limits["seconds"], limits["disk"]
-        passed, why = _follow(lines, watched, seconds=seconds, disk=disk)
-        return Verdict(passed, len(task["tests"]), why), isolation
+        passed, why, printed = _follow(lines, watched, seconds=seconds, disk=disk)
+        return Verdict(passed, len(task["tests"]), why, printed), isolation
 
 
 def _follow(
     lines: _Lines, watched: str | None, *, seconds: float, disk: float
-) -> tuple[int, str]:
-    """How many tests passed, and why that was not all of them."""
-    passed, end = 0, time.monotonic() + seconds
+) -> tuple[int, str, str]:
+    """How many tests passed, why that was not all of them, and what was printed."""
+    passed, printed, end = 0, "", time.monotonic() + seconds
     while True:
         now = time.monotonic()
         if now > end:
-            return passed, f"took longer than {seconds:g} s"
+            return passed, f"took longer than {seconds:g} s", printed
         line = lines.next(end if watched is None else min(end, now + WATCH_SECONDS))
         if line == "passed":
             passed += 1
         elif line == "":  # a test ended the judge: nothing that it said counts
-            return 0, "its process ended before the tests did"
+            return 0, "its process ended before the tests did", printed
+        elif line is not None and line.startswith("printed "):
+            printed = json.loads(line.removeprefix("printed "))
         elif line is not None:
-            return passed, line.removeprefix("end").strip()
+            return passed, line.removeprefix("end").strip(), printed
         if watched is not None:
             why = folder.too_much(watched, disk=disk, files=sandbox.FILES)
             if why:
-                return passed, why
+                return passed, why, printed
 
 
 class _Lines:

@@ -119,7 +119,7 @@ class PythonTests:
                 ) from None
         return tests
 
-    def run(self, code: str, tests: Sequence[str]) -> Verdict:
+    def run(self, code: str, tests: Sequence[str], *, show: bool = False) -> Verdict:
         """What `trial.run_tests` says of the code, with these limits."""
         return trial.run_tests(
             code,
@@ -128,6 +128,7 @@ class PythonTests:
             memory=self.memory,
             file_size=self.file_size,
             disk=self.disk,
+            show=show,
         )
 
 

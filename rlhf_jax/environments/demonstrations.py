@@ -1,0 +1,62 @@
+"""Demonstrations: what an expert writes in an environment, as rows for SFT.
+
+    {"prompt": "...", "turns": ["calc: 12*7", "84", "answer: 84"]}
+
+The turns are responses and observations by turns; the expert's are learned, what the
+environment answered is read (`data/README.md`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from rlhf_jax.environments.protocol import Environment, Row, Written
+
+MAX_TURNS = 1_000
+Expert = Callable[[Row, list[Written]], str]
+
+
+class Played(NamedTuple):
+    """An episode of an expert's."""
+
+    prompt: Written
+    turns: list[Written]
+    """Responses and observations by turns, a response first and last."""
+    reward: float
+    """Of all turns."""
+
+
+def play(environment: Environment, row: Row, *, expert: Expert) -> Played:
+    """One episode, in this process.
+
+    Args:
+      expert: (row, the turns so far) -> the next response.
+
+    Raises:
+      ValueError: it does not end.
+    """
+    prompt, state = environment.reset(row)
+    turns: list[Written] = []
+    reward = 0.0
+    for _ in range(MAX_TURNS):
+        response = expert(row, [*turns])
+        turn = environment.step(state, response)
+        turns.append(response)
+        reward += float(turn.reward)
+        if turn.done:
+            return Played(prompt, turns, reward)
+        turns.append(turn.observation)
+        state = turn.state
+    raise ValueError(
+        f"expected an episode that ends, got {MAX_TURNS} turns from {row!r:.80}; give"
+        " the environment a limit of turns"
+    )
+
+
+def demonstrations(
+    environment: Environment, rows: Iterable[Row], *, expert: Expert
+) -> list[dict[str, Any]]:
+    """Rows of the expert's episodes, prompt and turns, for `rlhf-jax sft`."""
+    played = [play(environment, row, expert=expert) for row in rows]
+    return [{"prompt": each.prompt, "turns": each.turns} for each in played]

@@ -1,0 +1,90 @@
+"""Guess a number: higher, lower, and a reward for success in few guesses.
+
+prompt        Guess a number from 1 to 20.⏎
+response      10
+observation   higher⏎
+response      15
+observation   lower⏎
+response      12                    1, less what the two guesses before it cost
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import re
+from typing import NamedTuple
+
+from rlhf_jax.environments.protocol import Row, Started, Turn, Written
+
+_NUMBER = re.compile(r"(?<![0-9])-?[0-9]{1,9}(?![0-9])")
+
+
+class State(NamedTuple):
+    """What of an episode goes on."""
+
+    number: int
+    guesses: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Guessing:
+    """Rows with `number`, which the last number of a response is to be."""
+
+    largest: int = 20
+    """Numbers are from 1 to this."""
+    max_guesses: int = 8
+    """After as many guesses the episode ends, without a reward."""
+    guess_cost: float = 0.1
+    """Of each guess before the right one, taken off its reward of 1 down to 0."""
+
+    def reset(self, row: Row) -> Started:
+        """What is to be guessed."""
+        return Started(
+            f"Guess a number from 1 to {self.largest}.\n", State(int(row["number"]), 0)
+        )
+
+    def step(self, state: State, response: str) -> Turn:
+        """Whether the number is higher or lower."""
+        found = _NUMBER.findall(response)
+        guess = int(found[-1]) if found else None
+        if guess == state.number:
+            return Turn("", max(0.0, 1 - self.guess_cost * state.guesses), True, None)
+        guesses = state.guesses + 1
+        if guesses >= self.max_guesses:
+            return Turn("", 0.0, True, None)
+        if guess is None:
+            said = "a number, please"
+        else:
+            said = "higher" if guess < state.number else "lower"
+        return Turn(f"{said}\n", 0.0, False, state._replace(guesses=guesses))
+
+
+def rows(count: int, *, seed: int, largest: int = 20) -> list[Row]:
+    """Numbers to guess, each about as often as another.
+
+    Args:
+      largest: as the environment has it.
+    """
+    draw = random.Random(seed)
+    numbers: list[int] = []
+    while len(numbers) < count:
+        numbers += draw.sample(range(1, largest + 1), largest)
+    return [{"number": number} for number in numbers[:count]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Bisection:
+    """The expert: the middle of what is left."""
+
+    largest: int = 20
+    """As the environment has it."""
+
+    def __call__(self, row: Row, turns: list[Written]) -> str:
+        low, high = 1, self.largest
+        for guess, said in zip(turns[::2], turns[1::2], strict=True):
+            if str(said).strip() == "higher":
+                low = int(str(guess)) + 1
+            else:
+                high = int(str(guess)) - 1
+        return str((low + high) // 2)

@@ -1,0 +1,118 @@
+"""Python to write and to run, until unit tests decide.
+
+    response      Let me see. ```python⏎print(sorted([3, 1]))⏎```
+    observation   [1, 3]
+    response      FINAL ```python⏎def least(xs): return sorted(xs)[0]⏎```
+
+Code runs in the code verifier's sandbox (`verification/code`), each block in a process
+of its own that is gone afterwards: nothing of one block is there for the next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+from rlhf_jax.environments.protocol import Row, Started, Turn, Written
+from rlhf_jax.verification.code import verifier
+from rlhf_jax.verification.code.verifier import PythonTests
+
+_FINAL = re.compile(r"^[ \t]*FINAL\b", re.MULTILINE)
+HOW = (
+    "\n\nA ```python block that you write is run, and you read what it prints. When you"
+    " are done, write a line FINAL and a block with the whole solution.\n"
+)
+
+
+class State(NamedTuple):
+    """What of an episode goes on."""
+
+    tests: list[str]
+    code: str
+    """The last block that was written."""
+    runs: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Programming:
+    """Rows with `prompt` and `tests`; 1 where the final code passes every test.
+
+    The time limit of the pool should be above `tests.seconds`.
+    """
+
+    tests: PythonTests = dataclasses.field(default_factory=PythonTests)
+    """The verifier: the field of the tests, and the limits of a run."""
+    field: str = "prompt"
+    """Of the row, a text."""
+    max_runs: int = 4
+    """After as many blocks the last one is the final one."""
+    shown: int = 1_000
+    """Characters of its output that the model reads."""
+
+    def reset(self, row: Row) -> Started:
+        """The task, and how to run code."""
+        asked = row[self.field]
+        if not isinstance(asked, str):
+            raise TypeError(f"expected a text in {self.field!r}, got {asked!r:.60}")
+        return Started(f"{asked}{HOW}", State(self.tests.gold(row), "", 0))
+
+    def step(self, state: State, response: str) -> Turn:
+        """What the code prints, or whether it is right."""
+        found = verifier.last_block(response)
+        code = state.code if found is None else found
+        runs = state.runs + 1
+        if _FINAL.search(response) or runs > self.max_runs:
+            right = bool(code.strip()) and self.tests.run(code, state.tests).right
+            return Turn("", float(right), True, None)
+        state = state._replace(code=code, runs=runs)
+        if found is None:
+            return Turn("error: expected a ```python block\n", 0.0, False, state)
+        ran = self.tests.run(found, [], show=True)
+        said = ran.printed
+        if ran.why:
+            said = f"{said}{'' if said.endswith(chr(10)) or not said else chr(10)}"
+            said += f"error: {ran.why}\n"
+        if len(said) > self.shown:
+            said = f"{said[: self.shown]}...\n"
+        return Turn(said or "(no output)\n", 0.0, False, state)
+
+
+TASKS: tuple[tuple[str, str, Callable[[int, int], int]], ...] = (
+    ("the larger of a and b", "max(a, b)", max),
+    ("the sum of a and b", "a + b", operator.add),
+    ("a minus b", "a - b", operator.sub),
+    ("the remainder of a divided by b + 1", "a % (b + 1)", lambda a, b: a % (b + 1)),
+    (
+        "the sum of the numbers from 1 to a, plus b",
+        "sum(range(a + 1)) + b",
+        lambda a, b: a * (a + 1) // 2 + b,
+    ),
+    ("how often b + 1 goes into a", "a // (b + 1)", lambda a, b: a // (b + 1)),
+)
+PAIRS = ((3, 8), (12, 5), (20, 20), (1, 0))
+
+
+def rows(count: int) -> list[Row]:
+    """Small tasks of two whole numbers with tests, the same ones over and over."""
+    made = []
+    for place in range(count):
+        told, source, right = TASKS[place % len(TASKS)]
+        made.append(
+            {
+                "prompt": f"Write a function solve(a, b) that returns {told}.",
+                "tests": [f"assert solve({a}, {b}) == {right(a, b)}" for a, b in PAIRS],
+                "solution": f"def solve(a, b):\n    return {source}\n",
+            }
+        )
+    return made
+
+
+def expert(row: Row, turns: list[Written]) -> str:
+    """Tries the solution, reads what it prints, and hands it in."""
+    block = f"```python\n{row['solution']}{{}}```\n"
+    if not turns:
+        return block.format("print(solve(3, 8))\n")
+    return f"FINAL\n{block.format('')}"
