@@ -70,7 +70,7 @@ class Programming:
         state = state._replace(code=code, runs=runs)
         if found is None:
             return Turn("error: expected a ```python block\n", 0.0, False, state)
-        ran = self.tests.run(found, [], show=True)
+        ran = self.tests.show(found)
         said = ran.printed
         if ran.why:
             said = f"{said}{'' if said.endswith(chr(10)) or not said else chr(10)}"

@@ -47,12 +47,18 @@ class Verdict(NamedTuple):
     passed: int  # tests, in order, before one failed
     total: int  # tests
     why: str  # the first error, or what ended the process; "" if all passed
-    printed: str = ""  # of `show`, the first characters that the code printed
 
     @property
     def right(self) -> bool:
         """Every test ran and passed."""
         return self.passed == self.total
+
+
+class Ran(NamedTuple):
+    """What some code did without tests."""
+
+    printed: str  # the first characters; nothing where its time was over
+    why: str  # the error it raised, or what ended its process; "" if nothing did
 
 
 @functools.cache
@@ -71,7 +77,6 @@ def run_tests(
     memory: int = 512,
     file_size: int = 16,
     disk: int = 64,
-    show: bool = False,
 ) -> Verdict:
     """Runs the code and its tests, in two processes that are gone afterwards.
 
@@ -80,14 +85,12 @@ def run_tests(
       tests: pieces of Python, run in order. A name that they do not define is the
         code's (`judge.Names`).
       seconds, memory, file_size, disk: limits in seconds and bytes.
-      show: whether to return what the code printed; nothing of one that was ended for
-        its time.
 
     Raises:
       RuntimeError: the process did not start: this is not the code's fault.
     """
     return _start(
-        {"code": code, "tests": [*tests], "show": show},
+        {"code": code, "tests": [*tests]},
         seconds=seconds,
         memory=memory,
         file_size=file_size,
@@ -95,7 +98,26 @@ def run_tests(
     )[0]
 
 
-def _start(task: dict[str, Any], **limits: float) -> tuple[Verdict, Isolation]:
+def run_code(
+    code: str,
+    *,
+    seconds: float = 5.0,
+    memory: int = 512,
+    file_size: int = 16,
+    disk: int = 64,
+) -> Ran:
+    """Runs the code as `run_tests` does, to see what it prints."""
+    verdict, _, printed = _start(
+        {"code": code, "tests": [], "show": True},
+        seconds=seconds,
+        memory=memory,
+        file_size=file_size,
+        disk=disk,
+    )
+    return Ran(printed, verdict.why)
+
+
+def _start(task: dict[str, Any], **limits: float) -> tuple[Verdict, Isolation, str]:
     settings = {
         "folder": tempfile.mkdtemp(prefix="code-"),
         "ways": WAYS,
@@ -138,7 +160,7 @@ def _start(task: dict[str, Any], **limits: float) -> tuple[Verdict, Isolation]:
         watched = None if isolation.way == "namespaces" else settings["folder"]
         seconds, disk = limits["seconds"], limits["disk"]
         passed, why, printed = _follow(lines, watched, seconds=seconds, disk=disk)
-        return Verdict(passed, len(task["tests"]), why, printed), isolation
+        return Verdict(passed, len(task["tests"]), why), isolation, printed
 
 
 def _follow(

@@ -44,7 +44,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from rlhf_jax.verification.code import trial
-from rlhf_jax.verification.code.trial import Verdict
+from rlhf_jax.verification.code.trial import Ran, Verdict
 
 _BLOCK = re.compile(
     r"^[ \t]*```[ \t]*(?:python3?|py)\b[^\n]*\n(.*?)(?:^[ \t]*```|\Z)",
@@ -119,7 +119,7 @@ class PythonTests:
                 ) from None
         return tests
 
-    def run(self, code: str, tests: Sequence[str], *, show: bool = False) -> Verdict:
+    def run(self, code: str, tests: Sequence[str]) -> Verdict:
         """What `trial.run_tests` says of the code, with these limits."""
         return trial.run_tests(
             code,
@@ -128,7 +128,16 @@ class PythonTests:
             memory=self.memory,
             file_size=self.file_size,
             disk=self.disk,
-            show=show,
+        )
+
+    def show(self, code: str) -> Ran:
+        """What `trial.run_code` says of the code, with these limits."""
+        return trial.run_code(
+            code,
+            seconds=self.seconds,
+            memory=self.memory,
+            file_size=self.file_size,
+            disk=self.disk,
         )
 
 
