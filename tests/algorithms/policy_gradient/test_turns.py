@@ -1,0 +1,443 @@
+"""Several turns: observed tokens weigh nothing, and gradients are those of loops."""
+
+import dataclasses
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracles
+import pytest
+import toy_turns
+import toys
+from toy_turns import AFTER, MASK, OBSERVATIONS, SAMPLED, UNREAD
+
+from rlhf_jax import critic, frozen, grpo, kl_control, policy, ppo, rewards, state
+from rlhf_jax.algorithms.flow import objective, score
+from rlhf_jax.algorithms.policy_gradient import loss as policy_loss
+from rlhf_jax.algorithms.policy_gradient.iteration import make_experience
+from rlhf_jax.algorithms.ppo import loss as value_loss
+from rlhf_jax.algorithms.reinforce import REINFORCE
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.kl.penalty import IN_LOSS, Penalty
+
+KL_COEF = 0.3
+SHAPE = {
+    "model": toys.GPT2,
+    "policy_optimizer": optax.sgd(0.1),
+    "max_new_tokens": toy_turns.SIZE,
+    "stop_ids": toys.STOP,
+}
+VALUED = SHAPE | {"critic_model": toys.GPT2, "critic_optimizer": optax.sgd(0.1)}
+GROUP = SHAPE | {"group_size": 2}
+EXACT = Penalty(value_estimator="exact", placement="both")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of penalties that are no KL
+    RECIPES = {
+        "PPO": ppo.PPO(**VALUED, gamma=0.9, lam=0.8, entropy_coef=0.1),
+        "PPO, exact KL": ppo.PPO(**VALUED, penalty=EXACT, whiten_rewards="rollout"),
+        "PPO, k2 of responses": ppo.PPO(
+            **VALUED, penalty=Penalty("k2", placement="both", per="response")
+        ),
+        "N+": ppo.PPO(**VALUED, value_after_stop=True, whiten_advantages="minibatch"),
+        "GRPO": grpo.GRPO(**GROUP, penalty=IN_LOSS, normalise="group"),
+        "GRPO, forward KL": grpo.GRPO(
+            **GROUP,
+            penalty=Penalty(
+                "k3", placement="loss", direction="forward", importance_weights="prefix"
+            ),
+            aggregation="sequence_mean",
+        ),
+        "RLOO": grpo.GRPO(
+            **GROUP, baseline="leave_one_out", normalise=None, aggregation="prompt_mean"
+        ),
+        "REINFORCE++": REINFORCE(**SHAPE),
+        "GSPO": grpo.GRPO(**GROUP, ratio_level="sequence", aggregation="constant"),
+        "GSPO-token": grpo.GRPO(**GROUP, ratio_level="sequence_token"),
+        "CISPO": grpo.GRPO(**GROUP, surrogate="cispo", normalise="rollout"),
+        "SAPO": grpo.GRPO(**GROUP, surrogate="sapo"),
+    }
+
+
+@pytest.fixture
+def stubbed(monkeypatch):
+    """Losses whose models say what stands in their parameters."""
+
+    class Texts:
+        mask, tokens, first_column, packing = MASK, None, 0, None
+
+        def hidden_states(self, params, *, model):
+            return jnp.zeros(())
+
+        def padded(self, x):
+            return x
+
+    monkeypatch.setattr(policy_loss, "texts_of", lambda *_, **__: Texts())
+    monkeypatch.setattr(
+        policy_loss,
+        "logprobs_from_hidden",
+        lambda params, *_, **__: (params["logprobs"], params["entropy"]),
+    )
+    monkeypatch.setattr(
+        policy_loss, "_exact_kl", lambda params, *_, **__: params["exact"]
+    )
+    monkeypatch.setattr(value_loss, "values", lambda params, **_: params["values"])
+
+
+def said(*, observed: float = 0.0, values_after: bool = False):
+    """Parameters of the stubs, with some number at observed tokens."""
+    rng = np.random.default_rng(4)
+    numbers = {}
+    for name in ("logprobs", "entropy", "exact", "values"):
+        numbers[name] = rng.normal(-1.0, 0.7, MASK.shape)
+        valued = AFTER & (name == "values") & values_after
+        numbers[name] = np.where(OBSERVATIONS & ~valued, observed, numbers[name])
+    return {name: toys.array(x) for name, x in numbers.items()}
+
+
+def gradient_of(recipe, scored, params):
+    """((loss, stats), gradient) of an experience of all rows."""
+    made, _ = recipe.experience(scored, kl_coef=jnp.float32(KL_COEF))
+    minibatch, loss = recipe.minibatch_loss(
+        made, kl_coef=jnp.float32(KL_COEF), base=None, reference=None
+    )
+    return jax.value_and_grad(lambda p: loss((p, p), minibatch), has_aux=True)(params)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_observed_tokens_have_no_weight_in_any_term(stubbed, name):
+    """Other ids, and 1e9 wherever a number is about them: the same loss to the bit."""
+    recipe, after = RECIPES[name], {"values_after": name == "N+"}
+    expected = gradient_of(recipe, toy_turns.scored(**after), said(**after))
+    mutated = toy_turns.scored(observed=1e9, observed_seed=5, **after)
+    assert (np.asarray(mutated.rollout.tokens) != toy_turns.tokens()).any()
+    found = gradient_of(recipe, mutated, said(observed=-1e9, **after))
+    assert toys.leaves_equal(found, expected)
+    (loss, _), gradient = found
+    assert float(loss) != 0
+    moved = {name: np.asarray(x) != 0 for name, x in gradient.items()}
+    assert moved["logprobs"][SAMPLED].any()
+    moved["values"] &= ~(AFTER & after["values_after"])
+    for of_one in moved.values():
+        assert not (of_one & ~SAMPLED).any()
+
+
+def test_one_more_sampled_token_would_weigh(stubbed):
+    """What the test above compares does change where the mask is another."""
+    recipe = RECIPES["GRPO"]
+    mutated = toy_turns.scored()
+    wider = dataclasses.replace(mutated.rollout, response_mask=SAMPLED | OBSERVATIONS)
+    found = gradient_of(recipe, dataclasses.replace(mutated, rollout=wider), said())
+    expected = gradient_of(recipe, mutated, said())
+    assert not toys.leaves_equal(found, expected)
+
+
+@functools.cache
+def models():
+    """Of small numbers, so that gradients are rounded by less than 1e-6."""
+    own, other = (toys.params(seed=seed, scale=0.15) for seed in (0, 3))
+    return own, toys.scorer(), toys.freeze(other)
+
+
+def fresh(recipe):
+    policy_params, critic_params, _ = models()
+    train = {
+        "policy": jax.tree.map(jnp.copy, policy_params),
+        "policy_optimizer": recipe.policy_optimizer,
+        "kl": kl_control.fixed(KL_COEF),
+    }
+    if recipe.critic_update is None:
+        return state.grpo_state(**train)
+    valued = jax.tree.map(jnp.copy, critic_params)
+    return state.ppo_state(
+        **train, critic=valued, critic_optimizer=recipe.critic_optimizer
+    )
+
+
+@functools.partial(toys.jit, static_argnames=("recipe",))
+def learned(rollout, scores, *, recipe):
+    """Loss, gradient and stats of a run's own way, and its experience."""
+    _, critic_params, reference = models()
+    start = fresh(recipe)
+    _, made, stats, scored = make_experience(
+        start, rollout=rollout, scores=scores, reference=reference, recipe=recipe
+    )
+    minibatch, loss = recipe.minibatch_loss(
+        made, kl_coef=jnp.float32(KL_COEF), base=None, reference=reference
+    )
+    of_loss = jax.value_and_grad(loss, has_aux=True)(
+        (start.policy, critic_params), minibatch
+    )
+    return of_loss, made, stats, scored
+
+
+def of_turns():
+    totals, early = toy_turns.rewards()
+    return rewards.Scores(jnp.asarray(totals), turns=jnp.asarray(early))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["PPO", "PPO, exact KL", "N+", "GRPO", "REINFORCE++", "GSPO", "CISPO"]
+)
+def test_what_no_sampled_token_follows_changes_nothing_through_the_models(name):
+    """Policy, reference, critic, rewards and losses: all to the bit."""
+    recipe = RECIPES[name]
+    rollout = toy_turns.rollout(models()[0])
+    other = np.where(UNREAD, 3 + (toy_turns.tokens() + 4) % 10, toy_turns.tokens())
+    assert (other != toy_turns.tokens()).sum() > 1
+    mutated = dataclasses.replace(rollout, tokens=toys.array(other, np.int32))
+    (expected, made, *_), (found, again, *_) = (
+        learned(each, of_turns(), recipe=recipe) for each in (rollout, mutated)
+    )
+    assert toys.leaves_equal(found, expected)
+    for field in ("advantages", "token_rewards"):
+        assert toys.leaves_equal(getattr(again, field), getattr(made, field))
+
+
+def test_what_sampled_tokens_follow_is_their_context():
+    """Log-probs of what came before stay to the bit; those behind do not."""
+    arrays = {"model": toys.GPT2, "mask": toys.array(MASK, bool), "temperature": 0.7}
+    logprobs = toys.jit(policy.logprobs, static_argnames=("model", "temperature"))
+    found, other = (
+        np.asarray(logprobs(models()[0], tokens=toys.array(tokens, np.int32), **arrays))
+        for tokens in (toy_turns.tokens(), toy_turns.tokens(observed_seed=5))
+    )
+    behind = np.cumsum(OBSERVATIONS, axis=1) > 0
+    np.testing.assert_array_equal(found[SAMPLED & ~behind], other[SAMPLED & ~behind])
+    assert (found[SAMPLED & behind] != other[SAMPLED & behind]).all()
+
+
+def episode_of(row: int) -> list[int]:
+    """Columns of the sampled tokens, in their order."""
+    return [column for column in range(MASK.shape[1]) if SAMPLED[row, column]]
+
+
+def close(found, expected):
+    """Gradients within 1e-6, or of entries above 1 within 1e-6 of the largest."""
+    largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(expected))
+    assert 0.1 < largest < 10
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(
+            a, b, rtol=0, atol=1e-6 * max(1, largest)
+        ),
+        found,
+        expected,
+    )
+
+
+def log_of(logits, token: int, *, temperature: float):
+    scaled = logits / temperature
+    return scaled[token] - jax.scipy.special.logsumexp(scaled)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_compilation")
+def test_the_gradient_of_ppo_is_that_of_a_loop_over_turns():
+    """Rewards, GAE and both losses written again, a token at a time."""
+    gamma, lam, temperature, clip = 0.9, 0.8, 0.7, 0.2
+    recipe = ppo.PPO(
+        **VALUED,
+        gamma=gamma,
+        lam=lam,
+        temperature=temperature,
+        clip_range=clip,
+        value_clip_range=clip,
+        whiten_advantages="rollout",
+    )
+    policy_params, critic_params, reference = models()
+    rollout = toy_turns.rollout(policy_params)
+    tokens, old = np.asarray(rollout.tokens), np.asarray(rollout.old_logprobs)
+    inputs = {"tokens": rollout.tokens, "mask": rollout.mask}
+    (found, gradient), *_ = learned(rollout, of_turns(), recipe=recipe)
+
+    ref_logits = np.asarray(
+        toys.logits(frozen.read(reference), model=toys.GPT2, **inputs), np.float64
+    )
+    old_values = np.asarray(
+        critic.values(critic_params, model=toys.GPT2, **inputs), np.float64
+    )
+    totals, early = toy_turns.rewards()
+    advantages, returns = np.zeros(MASK.shape), np.zeros(MASK.shape)
+    for row in range(len(MASK)):
+        ahead, value_ahead = 0.0, 0.0
+        left = float(totals[row]) - float(early[row].sum())
+        for column in reversed(episode_of(row)):
+            ref = oracles.log_softmax(ref_logits[row, column - 1], temperature)
+            kl = float(old[row, column]) - ref[tokens[row, column]]
+            reward = left + float(early[row, column]) - KL_COEF * kl
+            left = 0.0
+            value = old_values[row, column]
+            ahead = reward + gamma * value_ahead - value + gamma * lam * ahead
+            value_ahead = value
+            advantages[row, column], returns[row, column] = ahead, ahead + value
+    whitened = oracles.masked_whiten(advantages, SAMPLED)
+
+    def by_hand(params):
+        logits = policy.logits(params[0], model=toys.GPT2, **inputs)
+        values = critic.values(params[1], model=toys.GPT2, **inputs)
+        total, count = 0.0, int(SAMPLED.sum())
+        for row in range(len(MASK)):
+            for column in episode_of(row):
+                logprob = log_of(
+                    logits[row, column - 1],
+                    tokens[row, column],
+                    temperature=temperature,
+                )
+                ratio = jnp.exp(logprob - old[row, column])
+                advantage = whitened[row, column]
+                total -= jnp.minimum(
+                    ratio * advantage, jnp.clip(ratio, 1 - clip, 1 + clip) * advantage
+                )
+                value, was = values[row, column], old_values[row, column]
+                near = jnp.clip(value, was - clip, was + clip)
+                target = returns[row, column]
+                squares = jnp.maximum((value - target) ** 2, (near - target) ** 2)
+                total += recipe.vf_coef * 0.5 * squares
+        return total / count
+
+    expected, slope = toys.jit(jax.value_and_grad(by_hand))(
+        (policy_params, critic_params)
+    )
+    np.testing.assert_allclose(found[0], expected, rtol=2e-6)
+    close(gradient, slope)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_compilation")
+def test_the_gradient_of_grpo_is_that_of_a_loop_over_turns():
+    """Whole episodes in groups of two, k3 in the loss, the mean of each episode."""
+    temperature, clip = 1.0, 0.2
+    recipe = grpo.GRPO(
+        **GROUP,
+        penalty=IN_LOSS,
+        temperature=temperature,
+        clip_range=clip,
+        normalise="group",
+        aggregation="sequence_mean",
+    )
+    policy_params, _, reference = models()
+    rollout = toy_turns.rollout(policy_params)
+    tokens, old = np.asarray(rollout.tokens), np.asarray(rollout.old_logprobs)
+    inputs = {"tokens": rollout.tokens, "mask": rollout.mask}
+    (found, (gradient, _)), *_ = learned(rollout, of_turns(), recipe=recipe)
+    ref_logits = np.asarray(
+        toys.logits(frozen.read(reference), model=toys.GPT2, **inputs), np.float64
+    )
+    totals, _ = toy_turns.rewards()
+    of_rows = oracles.group_relative(totals, 2, normalise=True)
+
+    def by_hand(params):
+        logits = policy.logits(params, model=toys.GPT2, **inputs)
+        total = 0.0
+        for row in range(len(MASK)):
+            episode = 0.0
+            for column in episode_of(row):
+                token = tokens[row, column]
+                logprob = log_of(
+                    logits[row, column - 1], token, temperature=temperature
+                )
+                ratio = jnp.exp(logprob - old[row, column])
+                clipped = jnp.clip(ratio, 1 - clip, 1 + clip)
+                gain = jnp.minimum(ratio * of_rows[row], clipped * of_rows[row])
+                ref = oracles.log_softmax(ref_logits[row, column - 1], temperature)
+                x = logprob - ref[token]
+                episode += KL_COEF * penalty_of(x) - gain
+            total += episode / len(episode_of(row))
+        return total / len(MASK)
+
+    def penalty_of(x):
+        """The value of IN_LOSS is k1, its gradient that of k2."""
+        return x**2 / 2 + jax.lax.stop_gradient(x - x**2 / 2)
+
+    expected, slope = toys.jit(jax.value_and_grad(by_hand))(policy_params)
+    np.testing.assert_allclose(found[0], expected, rtol=2e-6)
+    close(gradient, slope)
+
+
+def test_rewards_to_go_leave_out_turns_that_are_over():
+    scored = dataclasses.replace(toy_turns.scored(), kl=None)
+    plain = dataclasses.replace(RECIPES["REINFORCE++"], whiten_advantages=False)
+    made, _ = plain.experience(scored, kl_coef=jnp.float32(0.0))
+    totals, early = toy_turns.rewards()
+    for row in range(len(MASK)):
+        gone = 0.0
+        for column in episode_of(row):
+            expected = totals[row] - gone
+            assert float(made.advantages[row, column]) == pytest.approx(
+                expected, abs=1e-5
+            )
+            gone += early[row, column]
+    assert not np.asarray(made.advantages)[~SAMPLED].any()
+
+
+def test_groups_compare_whole_episodes_however_turns_share_their_reward():
+    """Equal totals are equal to the bit, though 0.1 + 0.2 + 0.7 is no 1 in float32."""
+    totals = jnp.asarray([1.0, 1.0, 1.0, 0.0, 1.0, 1.0])
+    _, early = toy_turns.rewards()
+    scored = dataclasses.replace(
+        toy_turns.scored(), scores=totals, kl=None, turn_rewards=jnp.asarray(early)
+    )
+    made, stats = RECIPES["GRPO"].experience(scored, kl_coef=jnp.float32(0.0))
+    equal, count = stats["group/equal_fraction"]
+    assert (float(equal), float(count)) == (2, 3)
+    assert not np.asarray(made.advantages)[[0, 1, 4, 5]].any()
+    assert np.asarray(made.advantages)[2:4][SAMPLED[2:4]].all()
+    np.testing.assert_allclose(made.token_rewards.sum(axis=1), totals, atol=1e-6)
+
+
+def test_only_the_state_after_the_last_turn_has_a_value():
+    found = score.value_mask(toy_turns.rollout(), after_stop=True)
+    expected = SAMPLED.copy()
+    for row, last in enumerate(toy_turns.LAST):
+        if last + 1 < MASK.shape[1]:
+            expected[row, last + 1] = True
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_statistics_count_turns_and_what_was_observed():
+    stats = objective.objective_stats(
+        toy_turns.scored(), kl_coef=jnp.float32(0.1), ended=jnp.ones(6, bool)
+    )
+    for name, expected in {
+        "response/turns": sum(toy_turns.TURNS),
+        "response/observed": sum(toy_turns.OBSERVED),
+        "response/length": SAMPLED.sum(),
+    }.items():
+        assert float(stats[name][0]) == expected
+    alone = dataclasses.replace(toy_turns.scored(), turn_rewards=None)
+    told = objective.objective_stats(
+        alone, kl_coef=jnp.float32(0.1), ended=jnp.ones(6, bool)
+    )
+    assert stats.keys() - told.keys() == {"response/turns", "response/observed"}
+
+
+def test_episodes_are_alike_that_say_the_same_whatever_they_observe():
+    scored = toy_turns.scored()
+    said = ("p a E o b -", "p a E o o b", "p a E o o c")
+    cells = np.array([row.split() for row in said])
+    tokens = np.array([[ord(cell) for cell in row] for row in cells])
+    tokens[1] += np.where(cells[1] == "o", 1, 0)
+    mask, sampled = cells != "-", np.isin(cells, ["a", "E", "b", "c"])
+    rollout = dataclasses.replace(
+        scored.rollout,
+        tokens=jnp.asarray(tokens),
+        mask=jnp.asarray(mask, bool),
+        response_mask=jnp.asarray(sampled, bool),
+    )
+    found = objective._first_of_its_kind(dataclasses.replace(scored, rollout=rollout))
+    np.testing.assert_array_equal(found, [1, 0, 1])
+
+
+def test_responses_of_fixed_length_have_one_turn():
+    recipe = grpo.GRPO(**GROUP, fixed_length=True)
+    with pytest.raises(InputError, match="fixed_length: expected False for episodes"):
+        make_experience(
+            fresh(recipe),
+            rollout=toy_turns.rollout(),
+            scores=of_turns(),
+            reference=None,
+            recipe=recipe,
+        )
