@@ -88,8 +88,8 @@ def _next(values: Array, mask: Array) -> Array:
     next          a    b    c    c    c    d    0
     """
 
-    # By a scan, as a gather would be fused with what is added to it, and round otherwise:
-    # numbers of episodes of one turn stay what they were before there were others.
+    # By a scan: a gather would be fused with what is added to it, and round otherwise
+    # than rows of one turn were rounded before there were others.
     def fill(following: Array, column: tuple[Array, Array]):
         value, inside = column
         following = jnp.where(inside, value, following)
