@@ -18,6 +18,7 @@ from rlhf_jax.algorithms.batch import Sequences
 from rlhf_jax.checkpoints import hf, peft
 from rlhf_jax.data import batches, encoding, files, json_lines, tokenization
 from rlhf_jax.data.encoding import Example
+from rlhf_jax.data.turns import demonstrations
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import layout
 from rlhf_jax.models.config import Attention, ModelConfig, Remat
@@ -231,7 +232,7 @@ def read_examples(
     if source.endswith(".txt"):
         text = json_lines.read_text(source)
         return encoding.encode_text(start.tokenizer, text, block_size=longest)
-    return encoding.encode_demonstrations(
+    return demonstrations.encode_demonstrations(
         start.tokenizer,
         files.read_demonstrations(source),
         max_length=longest,

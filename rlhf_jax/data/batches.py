@@ -127,12 +127,14 @@ def sequence_batches(
     Column 0 is never in `response_mask`: nothing predicts it. Arguments, errors as in
     `prompt_batches`, with the width that of prompt and response together.
     """
-    widths = _widths([len(p) + len(r) for p, r in examples], buckets)
+    widths = _widths(
+        [len(each.prompt) + len(each.response) for each in examples], buckets
+    )
     mine = share.of(batch_size)
 
     def collate(visits: Sequence[Visit]) -> Sequences:
         rows = [examples[visit.row] for visit in visits]
-        width = _width(max(len(p) + len(r) for p, r in rows), widths)
+        width = _width(max(map(_length, rows)), widths)
         own_rows = [rows[place] for place in mine]
         return _sequences(own_rows, width=width, pad_id=pad_id)
 
@@ -205,7 +207,7 @@ def sequences_in_order(
     Rows that fill up the last batch are one token with none to predict: they add
     nothing to a loss, and a score a row is cut to `len(examples)`.
     """
-    width = max((len(p) + len(r) for p, r in examples), default=0)
+    width = max(map(_length, examples), default=0)
     fillers = [Example((pad_id,), ())] * (-len(examples) % batch_size)
     rows = [*examples, *fillers]
     return [
@@ -254,15 +256,23 @@ def _width(longest: int, widths: Sequence[int]) -> int:
     return next(width for width in widths if width >= longest)
 
 
+def _length(example: Example) -> int:
+    return len(example.prompt) + len(example.response)
+
+
 def _sequences(examples: Sequence[Example], *, width: int, pad_id: int) -> Sequences:
     tokens, mask = pad(
-        [[*prompt, *response] for prompt, response in examples],
+        [[*each.prompt, *each.response] for each in examples],
         width=width,
         pad_id=pad_id,
         left=False,
     )
-    starts = np.array([max(len(prompt), 1) for prompt, _ in examples])
+    starts = np.array([max(len(each.prompt), 1) for each in examples])
     response_mask: HostArray = mask & (np.arange(width)[None, :] >= starts[:, None])
+    for row, each in enumerate(examples):
+        if each.observed is not None:
+            at = len(each.prompt)
+            response_mask[row, at : at + len(each.observed)] &= ~np.array(each.observed)
     return Sequences(tokens=tokens, mask=mask, response_mask=response_mask)
 
 

@@ -29,6 +29,9 @@ class Example(NamedTuple):
 
     prompt: Tokens
     response: Tokens  # with EOS
+    observed: Sequence[bool] | None = (
+        None  # tokens of the response that are not learned
+    )
 
 
 class Pair(NamedTuple):

@@ -57,7 +57,8 @@ def read_demonstrations(
     """Rows with texts in the fields named by `prompt` and `response`, or messages.
 
     Rows with a whole conversation in `messages` instead of a response are cut before
-    its last turn, which is the response.
+    its last turn, which is the response. Rows with an episode in `turns` are left so
+    (`turns.demonstrations`).
 
     Raises:
       InputError: the file is empty or malformed, a row lacks one of the texts, or its
@@ -65,6 +66,10 @@ def read_demonstrations(
     """
     rows = []
     for where, row in json_lines.read_located(source):
+        if row.get(response) is None and "turns" in row:
+            _asked(where, row, prompt)
+            rows.append(row)
+            continue
         if row.get(response) is None and "messages" in row:
             asked, last_turn = _last_turn(where, row, "messages")
             row = row | {prompt: asked, response: last_turn}

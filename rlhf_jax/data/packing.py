@@ -196,7 +196,9 @@ def _pack(
         raise InputError("expected at least one row of data, got none")
     if width is None:
         return [_row(texts, (place,)) for place in range(len(texts))]
-    sizes = [sum(len(p) + len(r) for p, r in whole) for whole in texts]
+    sizes = [
+        sum(len(each.prompt) + len(each.response) for each in whole) for whole in texts
+    ]
     if max(sizes) > width:
         raise InputError(
             f"{of} {int(np.argmax(sizes))} (from 0, of those to be packed): expected "
@@ -231,10 +233,14 @@ def _row(texts: Sequence[tuple[Example, ...]], places: tuple[int, ...]) -> Packe
     segments: list[int] = []
     in_response: list[bool] = []
     in_row = [text for place in places for text in texts[place]]
-    for number, (prompt, response) in enumerate(in_row, start=1):
-        whole = [*prompt, *response]
-        start = max(len(prompt), 1)  # nothing predicts the first token of a text
+    for number, text in enumerate(in_row, start=1):
+        whole = [*text.prompt, *text.response]
+        start = max(len(text.prompt), 1)  # nothing predicts the first token of a text
+        observed = [False] * len(text.prompt)
+        observed += text.observed or [False] * len(text.response)
         tokens += whole
         segments += [number] * len(whole)
-        in_response += [place >= start for place in range(len(whole))]
+        in_response += [
+            place >= start and not read for place, read in enumerate(observed)
+        ]
     return PackedRow(tokens, segments, in_response, places)

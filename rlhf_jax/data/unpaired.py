@@ -133,7 +133,7 @@ def encode_labelled(
             other += 1
         others[place] = texts[order[other % len(order)]][0].response
     labelled = []
-    for place, ((prompt, completion), label) in enumerate(texts):
+    for place, ((prompt, completion, _), label) in enumerate(texts):
         room = max_length - len(prompt)
         if widest is not None:
             room = min(room, widest - 2 * len(prompt) - len(completion))

@@ -46,6 +46,7 @@ from rlhf_jax.data import (
 )
 from rlhf_jax.data.batches import Batches
 from rlhf_jax.data.encoding import Example
+from rlhf_jax.data.turns import demonstrations
 from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.devices.placement import PolicyPlacement
 from rlhf_jax.functional import checks
@@ -172,7 +173,7 @@ def read_examples(options: Config, start: Pretrained) -> list[Example]:
     rows = files.read_demonstrations(
         options.data, prompt=options.prompt_field, response=options.response_field
     )
-    return encoding.encode_demonstrations(
+    return demonstrations.encode_demonstrations(
         start.tokenizer,
         rows,
         max_length=longest,

@@ -272,7 +272,7 @@ def test_masks_come_from_lengths_where_the_padding_is_a_real_token():
     """EOS, or the first token of every prompt."""
     rows = [MESSY, MESSY | {"response": "No, never"}, MESSY | {"prompt": [user("I")]}]
     examples = demonstrate(QWEN, *rows)
-    pairs = [Pair(p, r, [*spelt("No"), r[-1]]) for p, r in examples]
+    pairs = [Pair(p, r, [*spelt("No"), r[-1]]) for p, r, _ in examples]
     prompts = [example.prompt for example in examples]
 
     def made(pad_id):
