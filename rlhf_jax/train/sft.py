@@ -8,9 +8,10 @@
 learned, or, as a .txt file, plain text that is cut into blocks. A prompt may be a list
 of messages, and {"messages": [...]} a conversation whose last turn is learned: both are
 written by the tokenizer's chat template. {"prompt": ..., "turns": [...]} is an episode
-of several turns, of which the responses are learned and the observations read. --row-width packs examples into rows, where
-one text does not see another. OUT/model is a Hugging Face checkpoint with its
-tokenizer, for `rlhf-jax reward-model` and `rlhf-jax ppo`.
+of several turns, of which the responses are learned and the observations read.
+--row-width packs examples into rows, where one text does not see another. OUT/model is
+a Hugging Face checkpoint with its tokenizer, for `rlhf-jax reward-model` and `rlhf-jax
+ppo`.
 
 It needs one device that holds the parameters in float32 four times over (GPT-2 small: 2
 GiB). The second command, a fresh model of 7.2 million parameters on tiny Shakespeare,
