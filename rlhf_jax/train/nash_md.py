@@ -121,8 +121,8 @@ class Config(VerifiedConfig):
             )
         if self.staleness:
             raise InputError(
-                f"--max-staleness: expected 0 for Nash-MD, whose mixture is of the policy as it is, "
-                f"got {self.staleness}; leave it out"
+                f"--max-staleness: expected 0 for Nash-MD, whose mixture is of "
+                f"the policy as it is, got {self.staleness}; leave it out"
             )
         super().__post_init__()
         for role in ("sampler", "reference"):

@@ -59,8 +59,8 @@ class Config(VerifiedConfig):
             )
         if self.staleness:
             raise InputError(
-                f"--max-staleness: expected 0 for online DPO, whose loss has no ratio to the policy that sampled, "
-                f"got {self.staleness}; leave it out"
+                f"--max-staleness: expected 0 for online DPO, whose loss has no "
+                f"ratio to the policy that sampled, got {self.staleness}; leave it out"
             )
         super().__post_init__()
         checks.positive(kl_coef=self.beta)

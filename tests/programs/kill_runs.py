@@ -53,6 +53,11 @@ ON_PPO = (
     *("--max-new-tokens=4", "--num-minibatches=1", "--sample-every=1"),
     *("--policy-learning-rate=1e-3", "--critic-learning-rate=1e-3", *STEPS),
 )
+ON_GRPO = (
+    *("--model=model", "--data=questions.jsonl", "--held-out=held_out.jsonl"),
+    *("--batch-size=8", "--group-size=4", "--max-new-tokens=3"),
+    *("--num-workers=1", "--unmarked=last_number", *STEPS),
+)
 REWARDED = "--reward=their_rewards:score"
 KINDS = {
     "ppo": Kind("ppo", (*ON_PPO, REWARDED, "--kl-coef=0.1")),
@@ -73,20 +78,18 @@ KINDS = {
         ),
         devices=4,
     ),
+    "ppo on-policy": Kind("ppo", (*ON_PPO, REWARDED, "--max-staleness=0")),
+    "ppo one step behind": Kind("ppo", (*ON_PPO, REWARDED, "--max-staleness=1")),
+    "ppo three steps behind": Kind("ppo", (*ON_PPO, REWARDED, "--max-staleness=3")),
     "ppo in two processes": Kind(
         "ppo",
         (*ON_PPO, REWARDED, "--placement.policy=data=2,fsdp=2"),
         devices=2,
         processes=2,
     ),
-    "grpo": Kind(
-        "grpo",
-        (
-            *("--model=model", "--data=questions.jsonl", "--held-out=held_out.jsonl"),
-            *("--batch-size=8", "--group-size=4", "--max-new-tokens=3"),
-            *("--num-workers=1", "--unmarked=last_number", *STEPS),
-        ),
-    ),
+    "grpo": Kind("grpo", ON_GRPO),
+    "grpo one step behind": Kind("grpo", (*ON_GRPO, "--max-staleness=1")),
+    "grpo three steps behind": Kind("grpo", (*ON_GRPO, "--max-staleness=3")),
     "dpo": Kind(
         "dpo",
         ("--model=model", "--data=pairs.jsonl", "--batch-size=4", *STEPS),

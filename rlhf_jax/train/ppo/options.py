@@ -218,8 +218,8 @@ class Config(RewardModelConfig, ReferencesConfig, PackedConfig, StalenessConfig)
         self.check_staleness(self.ppo)
         if self.staleness and self.buckets:
             raise InputError(
-                "--buckets: expected none where the sampler is behind (--max-staleness, "
-                "or --placement.sampler last), as a snapshot has the next responses, "
+                "--buckets: expected none where the sampler is behind "
+                "(--max-staleness, or --placement.sampler last), as a snapshot has the next responses, "
                 "all of one width; leave one of them out"
             )
         if self.staleness and self.num_alternatives:

@@ -53,8 +53,8 @@ class StalenessConfig(SamplerConfig):
         cap = self.staleness_weight_cap
         if cap != WEIGHT_CAP and (not self.max_staleness or self._corrects(recipe)):
             raise InputError(
-                f"--staleness-weight-cap: expected --max-staleness above 0 with it, and "
-                f"no --sampler-weight-cap, got {cap}; leave it out"
+                f"--staleness-weight-cap: expected --max-staleness above 0 with it, "
+                f"and no --sampler-weight-cap, got {cap}; leave it out"
             )
         if cap is not None and not 1 <= cap < math.inf:
             raise InputError(
