@@ -35,6 +35,10 @@ def score(prompts, responses, rows):
     time.sleep({PAUSE})
     return [float(len(set(response.split()))) for response in responses]
 """
+VERIFIER = """
+def check(prompt, response, row):
+    return float(len(response) % 3)
+"""
 WITH_CLOCKS = {"timings.jsonl", "summary.json"}
 
 
@@ -58,6 +62,10 @@ ON_GRPO = (
     *("--batch-size=8", "--group-size=4", "--max-new-tokens=3"),
     *("--num-workers=1", "--unmarked=last_number", *STEPS),
 )
+MOVED = (
+    *(option for option in ON_GRPO if not option.startswith("--unmarked")),
+    *("--verifier=their_verifiers:check", "--learning-rate=1e-3"),
+)  # scores differ, so that versions do
 REWARDED = "--reward=their_rewards:score"
 KINDS = {
     "ppo": Kind("ppo", (*ON_PPO, REWARDED, "--kl-coef=0.1")),
@@ -88,8 +96,8 @@ KINDS = {
         processes=2,
     ),
     "grpo": Kind("grpo", ON_GRPO),
-    "grpo one step behind": Kind("grpo", (*ON_GRPO, "--max-staleness=1")),
-    "grpo three steps behind": Kind("grpo", (*ON_GRPO, "--max-staleness=3")),
+    "grpo one step behind": Kind("grpo", (*MOVED, "--max-staleness=1")),
+    "grpo three steps behind": Kind("grpo", (*MOVED, "--max-staleness=3")),
     "dpo": Kind(
         "dpo",
         ("--model=model", "--data=pairs.jsonl", "--batch-size=4", *STEPS),
@@ -112,6 +120,7 @@ def write_files(folder: Path) -> None:
     """A checkpoint, a reward model, a reward and data."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "their_rewards.py").write_text(REWARD)
+    (folder / "their_verifiers.py").write_text(VERIFIER)
     toy_files.checkpoint(folder / "model")
     toy_files.reward_model(folder / "scorer")
     prompts = ("the cat", "a dog was", "it is so")

@@ -219,8 +219,8 @@ class Config(RewardModelConfig, ReferencesConfig, PackedConfig, StalenessConfig)
         if self.staleness and self.buckets:
             raise InputError(
                 "--buckets: expected none where the sampler is behind "
-                "(--max-staleness, or --placement.sampler last), as a snapshot has the next responses, "
-                "all of one width; leave one of them out"
+                "(--max-staleness, or --placement.sampler last), as a snapshot has "
+                "the next responses, all of one width; leave one of them out"
             )
         if self.staleness and self.num_alternatives:
             raise InputError(
