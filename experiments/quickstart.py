@@ -43,7 +43,7 @@ from rlhf_jax.algorithms import self_check
 from rlhf_jax.algorithms.batch import Rollout
 from rlhf_jax.algorithms.flow import objective, rollout
 from rlhf_jax.data import batches
-from rlhf_jax.data.encoding import Example
+from rlhf_jax.data.examples import Example
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.planning import profiled
 from rlhf_jax.roles.reference import storage

@@ -25,7 +25,8 @@ import tyro
 from rlhf_jax import config, decoder, grpo, kl_control, state
 from rlhf_jax.algorithms.batch import PolicyExperience, RolloutPacking
 from rlhf_jax.algorithms.policy_gradient.update import minibatches
-from rlhf_jax.data import layout_arrays, layouts
+from rlhf_jax.data import layouts
+from rlhf_jax.data.layouts import arrays
 from rlhf_jax.functional import checks
 from rlhf_jax.models import layout
 
@@ -131,7 +132,7 @@ def main(options: Config) -> None:
     batch = experience(options, spans, rng)
     columns = batch.tokens.shape[1]
     packer = layouts.Packer(
-        layout_arrays.Form(
+        arrays.Form(
             rows=options.rows,
             num_minibatches=options.num_minibatches,
             max_new_tokens=options.response_length,

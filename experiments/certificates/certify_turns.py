@@ -14,7 +14,9 @@ gradient  The expected gradient of each loss, through the scores, the experience
 bias      Where observed tokens are taken for sampled ones, it is not: what is shown
           above is not shown of any mask.
 
-Expect all 12 certificates of a world to hold.
+Expect all 12 certificates of a world to hold. Over seeds 0 to 2 the largest error is
+2.5e-6; observed tokens taken for sampled ones make one of 0.34 or more. Recorded in
+`recorded/certify_turns`: 73 s for three worlds.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from rlhf_jax.runs.folder import read_config
 EXPERIMENTS = Path(__file__).resolve().parents[1]
 NAMES = (  # the longest first, so that both cores have work to the end
     *("certify", "certify_references", "certify_corrections", "certify_family"),
-    *("certify_ratios", "certify_preferences", "certify_distill"),
+    *("certify_ratios", "certify_preferences", "certify_distill", "certify_turns"),
 )
 
 

@@ -12,7 +12,7 @@ from worlds import reviews
 
 from rlhf_jax.algorithms.batch import Rollout
 from rlhf_jax.data import batches, tokenization
-from rlhf_jax.data.encoding import Pair
+from rlhf_jax.data.examples import Pair
 from rlhf_jax.functional import checks
 
 Array = jax.Array

@@ -16,7 +16,7 @@ from worlds import reviews
 from rlhf_jax import rewards, state
 from rlhf_jax.algorithms import reward_model
 from rlhf_jax.data import batches
-from rlhf_jax.data.encoding import Pair
+from rlhf_jax.data.examples import Pair
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.runs import run
 

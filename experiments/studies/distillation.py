@@ -54,7 +54,7 @@ from rlhf_jax.algorithms.batch import Prompts, Sequences
 from rlhf_jax.algorithms.distill.recipe import Distill, DistillRecipe
 from rlhf_jax.algorithms.policy_gradient.iteration import iteration
 from rlhf_jax.data import batches
-from rlhf_jax.data.encoding import Example
+from rlhf_jax.data.examples import Example
 from rlhf_jax.functional import checks
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference import storage

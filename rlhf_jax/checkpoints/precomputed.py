@@ -32,7 +32,7 @@ from rich.progress import track
 
 from rlhf_jax.algorithms.batch import Sequences
 from rlhf_jax.data import batches, digests
-from rlhf_jax.data.encoding import Example, Tokens
+from rlhf_jax.data.examples import Example, Tokens
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles import policy

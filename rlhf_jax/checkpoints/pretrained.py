@@ -17,7 +17,7 @@ import numpy as np
 from rlhf_jax.algorithms.batch import Sequences
 from rlhf_jax.checkpoints import hf, peft
 from rlhf_jax.data import batches, encoding, files, json_lines, tokenization
-from rlhf_jax.data.encoding import Example
+from rlhf_jax.data.examples import Example
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import layout
 from rlhf_jax.models.config import Attention, ModelConfig, Remat

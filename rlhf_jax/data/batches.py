@@ -20,7 +20,7 @@ import grain
 import numpy as np
 
 from rlhf_jax.algorithms.batch import Preferences, Prompts, Sequences
-from rlhf_jax.data.encoding import Example, Pair, Tokens
+from rlhf_jax.data.examples import Example, Pair, Text, Tokens
 from rlhf_jax.devices import row_sharding
 from rlhf_jax.devices.row_sharding import Share
 from rlhf_jax.functional.checks import InputError
@@ -114,7 +114,7 @@ def prompt_batches(
 
 
 def sequence_batches(
-    examples: Sequence[Example],
+    examples: Sequence[Text],
     *,
     batch_size: int,
     seed: int,
@@ -127,12 +127,12 @@ def sequence_batches(
     Column 0 is never in `response_mask`: nothing predicts it. Arguments, errors as in
     `prompt_batches`, with the width that of prompt and response together.
     """
-    widths = _widths([len(p) + len(r) for p, r in examples], buckets)
+    widths = _widths([each.length for each in examples], buckets)
     mine = share.of(batch_size)
 
     def collate(visits: Sequence[Visit]) -> Sequences:
         rows = [examples[visit.row] for visit in visits]
-        width = _width(max(len(p) + len(r) for p, r in rows), widths)
+        width = _width(max(row.length for row in rows), widths)
         own_rows = [rows[place] for place in mine]
         return _sequences(own_rows, width=width, pad_id=pad_id)
 
@@ -198,14 +198,14 @@ def preference_batches(
 
 
 def sequences_in_order(
-    examples: Sequence[Example], *, batch_size: int, pad_id: int
+    examples: Sequence[Text], *, batch_size: int, pad_id: int
 ) -> list[Sequences]:
     """Every example once, in order, for evaluation.
 
     Rows that fill up the last batch are one token with none to predict: they add
     nothing to a loss, and a score a row is cut to `len(examples)`.
     """
-    width = max((len(p) + len(r) for p, r in examples), default=0)
+    width = max((each.length for each in examples), default=0)
     fillers = [Example((pad_id,), ())] * (-len(examples) % batch_size)
     rows = [*examples, *fillers]
     return [
@@ -254,15 +254,15 @@ def _width(longest: int, widths: Sequence[int]) -> int:
     return next(width for width in widths if width >= longest)
 
 
-def _sequences(examples: Sequence[Example], *, width: int, pad_id: int) -> Sequences:
+def _sequences(examples: Sequence[Text], *, width: int, pad_id: int) -> Sequences:
     tokens, mask = pad(
-        [[*prompt, *response] for prompt, response in examples],
+        [[*each.prompt, *each.response] for each in examples],
         width=width,
         pad_id=pad_id,
         left=False,
     )
-    starts = np.array([max(len(prompt), 1) for prompt, _ in examples])
-    response_mask: HostArray = mask & (np.arange(width)[None, :] >= starts[:, None])
+    response_mask: HostArray = np.zeros(mask.shape, bool)
+    response_mask[mask] = np.concatenate([each.trained for each in examples])
     return Sequences(tokens=tokens, mask=mask, response_mask=response_mask)
 
 

@@ -65,6 +65,31 @@ def check_response(messages: Sequence[Message], *, where: str, field: str) -> No
         )
 
 
+def check_turns(turns: Any, *, where: str, by_template: bool) -> None:
+    """InputError unless turns are responses with observations between them.
+
+    Args:
+      by_template: whether the prompt is of messages, so that observations may be.
+    """
+    if not isinstance(turns, list) or len(turns) % 2 == 0:
+        count = f"{len(turns)} of them" if isinstance(turns, list) else repr(turns)
+        raise InputError(
+            f"{where}: expected a list in 'turns' that begins and ends with a response,"
+            f" with an observation between each two, got {count:.60}; correct the row"
+        )
+    for number, turn in enumerate(turns):
+        observed = number % 2 == 1
+        if observed and by_template and isinstance(turn, list):
+            check_messages(turn, where=where, field="turns")
+        elif not isinstance(turn, str):
+            kinds = "text or messages" if observed and by_template else "text"
+            what = "an observation" if observed else "a response"
+            raise InputError(
+                f"{where}: expected {kinds} as turn {number} (from 0) of 'turns',"
+                f" {what}, got {turn!r:.60}; correct the row"
+            )
+
+
 def content(text: str | list[Message]) -> str:
     """What a text says, or the last of its messages."""
     return text if isinstance(text, str) else text[-1]["content"]

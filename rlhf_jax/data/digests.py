@@ -12,7 +12,7 @@ from rlhf_jax.data.json_lines import Row
 
 
 def of_tokens(rows: Sequence[Sequence[object]]) -> str:
-    """SHA-256 of token lists, or of records of them such as `encoding.Example`."""
+    """SHA-256 of token lists, or of records of them such as `examples.Example`."""
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from rlhf_jax.data import chat, json_lines, lengths, tokenization
+from rlhf_jax.data.examples import Example, Pair, Tokens
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.lengths import Overlong
 from rlhf_jax.functional import checks
@@ -20,24 +21,7 @@ from rlhf_jax.functional.checks import InputError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Tokens = Sequence[int]
 Written = str | list[chat.Message]  # a text, or messages for the chat template
-
-
-class Example(NamedTuple):
-    """A text for the language-model loss, which reads the response."""
-
-    prompt: Tokens
-    response: Tokens  # with EOS
-
-
-class Pair(NamedTuple):
-    """Two responses to one prompt."""
-
-    prompt: Tokens
-    chosen: Tokens  # with EOS
-    rejected: Tokens  # with EOS
-    margin: float | None = None  # score difference asked for
 
 
 def encode_prompts(

@@ -27,6 +27,7 @@ Blank = Literal["keep", "drop", "error"]
 ASSISTANT = "\n\nAssistant:"  # hh-rlhf: what stands before each response
 HUMAN = "\n\nHuman:"  # and before each turn of the other side
 SIDES = ("chosen", "rejected")
+TURNS = "turns"  # of a demonstration: responses, and what was observed between them
 
 
 def read_prompts(source: str | Path, *, field: str = "prompt") -> list[Row]:
@@ -57,14 +58,23 @@ def read_demonstrations(
     """Rows with texts in the fields named by `prompt` and `response`, or messages.
 
     Rows with a whole conversation in `messages` instead of a response are cut before
-    its last turn, which is the response.
+    its last turn, which is the response. Rows with `turns` instead of a response hold
+    responses and observations in turn, from the first response to the last.
 
     Raises:
-      InputError: the file is empty or malformed, a row lacks one of the texts, or its
-        messages are not a prompt and one response of the assistant.
+      InputError: the file is empty or malformed, a row lacks one of the texts, its
+        messages are not a prompt and one response of the assistant, or its turns do
+        not begin and end with a response.
     """
     rows = []
     for where, row in json_lines.read_located(source):
+        if row.get(response) is None and TURNS in row:
+            _check_encodable(where, TURNS, row[TURNS])
+            asked = _asked(where, row, prompt)
+            by_template = not isinstance(asked, str)
+            chat.check_turns(row[TURNS], where=where, by_template=by_template)
+            rows.append(row)
+            continue
         if row.get(response) is None and "messages" in row:
             asked, last_turn = _last_turn(where, row, "messages")
             row = row | {prompt: asked, response: last_turn}

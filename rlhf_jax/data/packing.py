@@ -18,7 +18,7 @@ import numpy as np
 from rlhf_jax.algorithms.batch import PackedPreferences, Sequences
 from rlhf_jax.data import batches
 from rlhf_jax.data.batches import Batches, Visit
-from rlhf_jax.data.encoding import Example, Pair, Tokens
+from rlhf_jax.data.examples import Example, Pair, Text, Tokens
 from rlhf_jax.devices import row_sharding
 from rlhf_jax.devices.row_sharding import Share
 from rlhf_jax.functional.checks import InputError
@@ -59,7 +59,7 @@ def pack(pairs: Sequence[Pair], *, width: int | None) -> list[PackedRow]:
     return _pack(texts, width=width, of="pair")
 
 
-def pack_examples(examples: Sequence[Example], *, width: int) -> list[PackedRow]:
+def pack_examples(examples: Sequence[Text], *, width: int) -> list[PackedRow]:
     """As `pack`, one text each; without a prompt it is read from its second token."""
     texts = [(example,) for example in examples]
     return _pack(texts, width=width, of="example")
@@ -189,14 +189,14 @@ class _Collate:
 
 
 def _pack(
-    texts: Sequence[tuple[Example, ...]], *, width: int | None, of: str
+    texts: Sequence[tuple[Text, ...]], *, width: int | None, of: str
 ) -> list[PackedRow]:
     """First fit of what is packed whole, one or two texts."""
     if not texts:
         raise InputError("expected at least one row of data, got none")
     if width is None:
         return [_row(texts, (place,)) for place in range(len(texts))]
-    sizes = [sum(len(p) + len(r) for p, r in whole) for whole in texts]
+    sizes = [sum(text.length for text in whole) for whole in texts]
     if max(sizes) > width:
         raise InputError(
             f"{of} {int(np.argmax(sizes))} (from 0, of those to be packed): expected "
@@ -226,15 +226,13 @@ def first_fit(sizes: Sequence[int], *, width: int) -> list[list[int]]:
     return filled
 
 
-def _row(texts: Sequence[tuple[Example, ...]], places: tuple[int, ...]) -> PackedRow:
+def _row(texts: Sequence[tuple[Text, ...]], places: tuple[int, ...]) -> PackedRow:
     tokens: list[int] = []
     segments: list[int] = []
     in_response: list[bool] = []
     in_row = [text for place in places for text in texts[place]]
-    for number, (prompt, response) in enumerate(in_row, start=1):
-        whole = [*prompt, *response]
-        start = max(len(prompt), 1)  # nothing predicts the first token of a text
-        tokens += whole
-        segments += [number] * len(whole)
-        in_response += [place >= start for place in range(len(whole))]
+    for number, text in enumerate(in_row, start=1):
+        tokens += [*text.prompt, *text.response]
+        segments += [number] * text.length
+        in_response += text.trained
     return PackedRow(tokens, segments, in_response, places)

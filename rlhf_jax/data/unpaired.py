@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from rlhf_jax.data import encoding, files, json_lines
-from rlhf_jax.data.encoding import Pair, Tokens
+from rlhf_jax.data.examples import Pair, Tokens
 from rlhf_jax.data.files import Blank
 from rlhf_jax.data.json_lines import LocatedRow, Row
 from rlhf_jax.data.lengths import Overlong

@@ -87,17 +87,17 @@ def _next(values: Array, mask: Array) -> Array:
     values        0    a    b    0    0    c    d
     next          a    b    c    c    c    d    0
     """
-    size = mask.shape[1]
-    columns = jnp.where(mask, jnp.arange(size, dtype=jnp.int32)[None, :], size)
-    following = jax.lax.cummin(_shifted(columns, end=size), axis=1, reverse=True)
-    ended = jnp.pad(values, ((0, 0), (0, 1)))
-    later = jnp.take_along_axis(ended, following, axis=1)
-    # A gather alone is compiled to other roundings of what is added to it.
-    return jnp.where(_shifted(mask, end=False), _shifted(values, end=0.0), later)
 
+    # By a scan: a gather would be fused with what is added to it, and round otherwise
+    # than rows of one turn were rounded before there were others.
+    def fill(following: Array, column: tuple[Array, Array]):
+        value, inside = column
+        following = jnp.where(inside, value, following)
+        return following, following
 
-def _shifted(x: Array, *, end: float | bool) -> Array:
-    return jnp.pad(x[:, 1:], ((0, 0), (0, 1)), constant_values=end)
+    end = jnp.zeros_like(values[:, 0])
+    _, filled = jax.lax.scan(fill, end, (values.T, mask.T), reverse=True)
+    return jnp.pad(filled.T[:, 1:], ((0, 0), (0, 1)))
 
 
 def group_relative(

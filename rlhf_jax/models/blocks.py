@@ -239,7 +239,7 @@ class Block(nn.Module):
       first: how many columns to leave out; they are attended to all the same.
       cache: keys and values of the columns so far, with room for one more, or None when
         S = T.
-      column: i32[], where in the cache the one new token stands.
+      column: i32[] or i32[B], where in the cache the first new token stands.
 
     Returns:
       [B, T - first, D], and the keys and values that were attended to: the cache with

@@ -162,7 +162,14 @@ class Recorder:
         finally:
             self._since += time.perf_counter() - start
 
-    def write(self, step: int, stats: Stats, *, positions: Stats | None = None) -> None:
+    def write(
+        self,
+        step: int,
+        stats: Stats,
+        *,
+        positions: Stats | None = None,
+        waits: Mapping[str, float] | None = None,
+    ) -> None:
         """Takes a step's statistics, and writes the rows of the step before.
 
         One step late the values have long reached the host, so the devices never
@@ -174,6 +181,8 @@ class Recorder:
           stats: {name: (sum, weight)}, scalars; for metrics.jsonl.
           positions: the same of vectors, one number per position; for
             positions.jsonl. None writes no row there.
+          waits: seconds that each side of a queue waited for the other; for
+            timings.jsonl. None is no queue.
         """
         self._write_pending()
         vectors = {} if positions is None else positions
@@ -183,6 +192,8 @@ class Recorder:
         timings = {"seconds": now - self._since, "phases": self._phases}
         if compiled := compile_counts.since(self._compiled_before):
             timings["compiled"] = compiled
+        if waits is not None:
+            timings["waits"] = dict(waits)
         self._append("timings", step, timings)
         self._restart(now)
 

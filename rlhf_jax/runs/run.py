@@ -41,7 +41,14 @@ from rlhf_jax.runs.profile import window
 from rlhf_jax.runs.profile.profiler import Masks, Profiler
 from rlhf_jax.runs.profile.trace import HOST_SCOPE
 from rlhf_jax.runs.run_config import RunConfig, to_json
-from rlhf_jax.runs.snapshots import beginning, files, proof, resume, snapshots
+from rlhf_jax.runs.snapshots import (
+    beginning,
+    files,
+    pending,
+    proof,
+    resume,
+    snapshots,
+)
 
 PyTree = Any
 
@@ -181,7 +188,8 @@ class Run:
         of each snapshot, and must be those the stage began with unless `moving`.
 
         Args:
-          state: pytree of arrays, all that the stage changes or must not lose.
+          state: pytree of arrays, all that the stage changes or must not lose. Later
+            a leaf may be a `Future` of arrays, which a snapshot waits for.
           meta: JSON values that must be equal when the stage is resumed, as the
             reference's fingerprint.
           beside: frozen models by name that the stage reads and its state does not
@@ -278,6 +286,7 @@ class Stage:
         *,
         positions: Stats | None = None,
         texts: Sequence[Masks] = (),
+        waits: Mapping[str, float] | None = None,
     ) -> None:
         """Records a step, and saves when it is time or a signal asks for it.
 
@@ -288,6 +297,8 @@ class Stage:
             positions.jsonl; read as late as stats.
           texts: what the step read, (segments or mask [B, S], response tokens [B, S])
             of each batch; for the tokens and FLOPs of a profile, and read for it alone.
+          waits: seconds that each side of a queue waited for the other, for
+            timings.jsonl; None is no queue.
 
         Raises:
           DivergedError: `MAX_SKIPPED` updates in a row were skipped, of all or of the
@@ -299,7 +310,7 @@ class Stage:
         if step == self.start:
             # Whatever a step compiles it has compiled by now.
             program_cache.give_back_memory()
-        record.write(step, stats, positions=positions)
+        record.write(step, stats, positions=positions, waits=waits)
         record.write_samples(step, samples)
         done = step + 1
         self._whole = self._kept(done)
@@ -318,6 +329,7 @@ class Stage:
         self._run.profiler.begin_step(self._name, step)
 
     def _save(self, done: int, state: PyTree) -> None:
+        state = pending.settled(state)
         meta = {**self._meta, proof.META: self._frozen.check(state)}
         # A copy, as the snapshot is written while the next steps run.
         meta[beginning.ROWS] = dict(self._run.record.rows)
@@ -333,7 +345,9 @@ class Stage:
         """Saves the state from before this step, in another thread; what to tell."""
         done, state = self._whole
         saved = "no step was done yet"
-        if done:
+        if done and not pending.is_settled(state):
+            saved = "its rollouts are not drawn; the snapshots before stay"
+        elif done:
             saved = f"saved as of step {done}"
             self._run.record.flush()
             self._save(done, state)

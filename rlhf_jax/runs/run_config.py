@@ -111,6 +111,8 @@ ADDED: dict[str, Any] = {
     "prefill_chunk": None,
     "sampler_storage": {"dtype": "float32", "embeddings": None},
     "max_redraws": 0,
+    "max_staleness": None,
+    "staleness_weight_cap": 2.0,
     "references": [],
     "reference_storage": {"dtype": "float32", "embeddings": None},
     "reward_combine": "mean",

@@ -20,6 +20,7 @@ from rlhf_jax.sweeps.planned import Planned
 
 BETWEEN = 1.0  # seconds between looks at a job that is to end
 BETWEEN_ANSWERS = 0.05  # seconds between looks at a worker that is to end its run
+LEAVING = 5.0  # seconds that a process may take to end after its last run
 
 
 class Process(Protocol):
@@ -68,11 +69,13 @@ class Workers:
     """Processes of this machine that stay from run to run (`worker`).
 
     Runs of one process share its compiled programs. As with `Local`, they are killed
-    when the sweep is, and Ctrl-C comes to the sweep alone.
+    when the sweep is, and Ctrl-C comes to the sweep alone. One that is full
+    (`worker.full`) is replaced.
     """
 
     def __init__(self) -> None:
         self._idle: list[_Worker] = []
+        self._leaving: list[_Worker] = []  # full; a run may have left threads in one
 
     def start(self, run: Planned) -> Process:
         """Gives a run to a process that is idle, or to a new one."""
@@ -85,7 +88,7 @@ class Workers:
                 given.end()
             else:
                 return given
-        given = _Worker(self._idle, log=run.log)
+        given = _Worker(self._idle, self._leaving, log=run.log)
         given.give(run)
         return given
 
@@ -94,19 +97,25 @@ class Workers:
         for each in self._idle:
             each.end()
         self._idle.clear()
+        for each in self._leaving:
+            each.end(within=LEAVING)
+        self._leaving.clear()
 
 
 class _Worker:
     """A process that stays; a `Process` of the run that it was given last."""
 
-    def __init__(self, idle: list[_Worker], *, log: Path) -> None:
+    def __init__(
+        self, idle: list[_Worker], leaving: list[_Worker], *, log: Path
+    ) -> None:
         """Starts it.
 
         Args:
           idle: where it puts itself when its run has ended.
+          leaving: where it does, if that was its last.
           log: for what is printed before its first run.
         """
-        self._idle = idle
+        self._idle, self._leaving = idle, leaving
         self._status: int | None = None
         reading, writing = os.pipe()
         with log.open("ab") as printed:
@@ -149,19 +158,28 @@ class _Worker:
     def _take(self, answered: bool) -> None:
         """Takes its answer, or its end where the run took the process with it."""
         line = self._answers.readline() if answered else ""
-        if line:
-            self._status = int(line)
-            self._idle.append(self)
-        else:
+        if not line:
             self._status = self.end()
+            return
+        status, *last = line.split()
+        self._status = int(status)
+        (self._leaving if worker.LAST in last else self._idle).append(self)
 
-    def end(self) -> int:
-        """Lets it end; its exit status."""
+    def end(self, *, within: float | None = None) -> int:
+        """Lets it end; its exit status.
+
+        Args:
+          within: seconds after which it is killed; None waits.
+        """
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # of what it has not taken
             self._process.stdin.close()
         self._answers.close()
-        return self._process.wait()
+        try:
+            return self._process.wait(within)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
 
 
 class Submitit:

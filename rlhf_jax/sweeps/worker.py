@@ -8,6 +8,9 @@ exit status of one: {"module": "rlhf_jax.train.main", "argv": ["ppo", "--out=...
 argv. What a run prints goes to its log. Programs that a module keeps by their options
 are compiled by the first run and found by the next, where runs differ in numbers only.
 
+The system gives a process a number of memory mappings, and every compiled program takes
+some. One that has half of them answers "STATUS last", and ends.
+
 After each run the working directory, the environment, the path of modules and the
 handlers of signals are those of before. What else a run leaves behind stays: modules,
 JAX's configuration, threads.
@@ -26,6 +29,9 @@ from pathlib import Path
 from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+LAST = "last"  # beside the status of the last run that a process does
+MAPPINGS = Path("/proc/self/maps")  # of this process, a line each; Linux has it
+MOST_MAPPINGS = Path("/proc/sys/vm/max_map_count")
 
 
 def main() -> None:
@@ -41,7 +47,23 @@ def main() -> None:
         os.dup2(log, 2)
         os.close(log)
         status = run(given["argv"], module=given["module"])
-        print(status, file=answers, flush=True)
+        last = full()
+        print(status, LAST if last else "", file=answers, flush=True)
+        if last:
+            return
+
+
+def full() -> bool:
+    """Whether this process has half of the mappings that the system gives it.
+
+    Beyond them LLVM finds no memory for a program, and the process ends by SIGSEGV. The
+    usual number is 65,530; two workers came to it after some 100 runs of a study.
+    """
+    try:
+        most = int(MOST_MAPPINGS.read_text())
+        return 2 * len(MAPPINGS.read_bytes().splitlines()) >= most
+    except OSError:  # another system, where nothing is known of a bound
+        return False
 
 
 def run(argv: Sequence[str], *, module: str | None) -> int:

@@ -119,6 +119,11 @@ class Config(VerifiedConfig):
                 f"and one of the mixture to each question, got {self.batch_size}; "
                 f"change it"
             )
+        if self.staleness:
+            raise InputError(
+                f"--max-staleness: expected 0 for Nash-MD, whose mixture is of "
+                f"the policy as it is, got {self.staleness}; leave it out"
+            )
         super().__post_init__()
         for role in ("sampler", "reference"):
             place = getattr(self.placement, role)

@@ -57,6 +57,11 @@ class Config(VerifiedConfig):
                 f"--references: expected none, as DPO's loss has one reference, got "
                 f"{', '.join(self.references)}; leave it out"
             )
+        if self.staleness:
+            raise InputError(
+                f"--max-staleness: expected 0 for online DPO, whose loss has no "
+                f"ratio to the policy that sampled, got {self.staleness}; leave it out"
+            )
         super().__post_init__()
         checks.positive(kl_coef=self.beta)
         checks.groups(self.batch_size, group_size=self.online_dpo.group_size)

@@ -19,8 +19,9 @@ from jax.sharding import Mesh
 from rlhf_jax.algorithms.batch import Rollout, RolloutPacking
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.algorithms.policy_gradient.update import minibatches, shuffle_key
-from rlhf_jax.data import layout_sizes, layouts
-from rlhf_jax.data.layout_arrays import Form
+from rlhf_jax.data import layouts
+from rlhf_jax.data.layouts.arrays import Form
+from rlhf_jax.data.layouts.sizes import WIDTHS, best_form
 from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.functional.checks import InputError
@@ -122,7 +123,7 @@ class _Lengths:
         """
         if self._options.packing_width is not None:
             return [self._options.packing_width]
-        widths = [int(share * columns) for share in layout_sizes.WIDTHS]
+        widths = [int(share * columns) for share in WIDTHS]
         return widths[:1] + [
             width for width in widths[1:] if max_tokens is None or width <= max_tokens
         ]
@@ -147,7 +148,7 @@ class RolloutPacker(_Lengths):
         lengths, order = processes.whole((self._spans(rollout), self._order(key)))
         columns = rollout.tokens.shape[1]
         if self._packer is None:
-            form = layout_sizes.best_form(self._forms(columns), lengths)
+            form = best_form(self._forms(columns), lengths)
             self._packer = layouts.Packer(form, sample=lengths)
             if processes.is_first():
                 print(self._packer.describe())
@@ -225,6 +226,6 @@ class EndPacker(_Lengths):
                 )
                 for width in self._widths(widest)
             ]
-            form = layout_sizes.best_form(forms, lengths)
+            form = best_form(forms, lengths)
             self._packer = layouts.Packer(form, sample=lengths)
         return self._packer.whole(lengths, columns=columns + 1)

@@ -39,7 +39,7 @@ from rlhf_jax.checkpoints import hf
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import batches, digests, encoding, files
 from rlhf_jax.data.batches import Batches
-from rlhf_jax.data.encoding import Example, Pair
+from rlhf_jax.data.examples import Example, Pair
 from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.devices.placement import PolicyPlacement
 from rlhf_jax.functional import checks

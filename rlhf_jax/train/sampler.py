@@ -7,6 +7,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -162,6 +163,20 @@ def versions(rollout: Rollout) -> list[int]:
     return of_tokens.min(axis=1).tolist()
 
 
+def threaded(sampling: Mesh, *, home: Mesh) -> bool:
+    """Whether a thread may start the sampler's programs.
+
+    Where programs of two threads run on the same devices, several of them, each device
+    may be given them in another order, and they wait for each other for ever.
+
+    Args:
+      sampling: mesh of the sampler.
+      home: mesh of the policy.
+    """
+    shared = set(sampling.devices.flat) & set(home.devices.flat)
+    return not shared or home.devices.size == sampling.devices.size == 1
+
+
 class Sampler:
     """The compiled `sample` of a recipe.
 
@@ -213,6 +228,7 @@ class Sampler:
             functools.partial(sharding.on(mesh, iteration.sample), recipe=recipe)
         )
         self._mesh, self._home = mesh, home
+        self.threaded = threaded(mesh, home=home)
         self._store = None
         if storage != frozen_models.COPY:
             self._store = jax.jit(
@@ -251,6 +267,39 @@ class Sampler:
         """
         if self._store is not None:
             policy = sharding.place(self._store(policy), mesh=self._mesh)
+        return self.draw(policy, prompts=prompts, key=key, version=version)
+
+    def hand_over(self, policy: Params) -> Params:
+        """The parameters as `draw` takes them, which no donation of `policy` touches.
+
+        They are cast and resharded; on devices of the policy it is a copy of all.
+
+        Args:
+          policy: on the policy's mesh.
+        """
+        if self._store is not None:
+            policy = self._store(policy)
+        elif not set(self._mesh.devices.flat).isdisjoint(self._home.devices.flat):
+            policy = jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), policy)
+        return sharding.place(policy, mesh=self._mesh)
+
+    def draw(
+        self,
+        policy: Params,
+        *,
+        prompts: Prompts,
+        key: Array,
+        version: Array | None = None,
+    ) -> Rollout:
+        """Responses, on the policy's mesh.
+
+        Args:
+          policy: of `hand_over`.
+          prompts, key, version: as those of a call.
+
+        Raises:
+          InputError: the row axes of the sampler's mesh do not divide the rows.
+        """
         if self._mesh is self._home:
             return self._sample(
                 policy, prompts=prompts, key=key, base=self._base, version=version

@@ -7,9 +7,10 @@
 --data holds {"prompt": ..., "response": ...} per line, of which the responses are
 learned, or, as a .txt file, plain text that is cut into blocks. A prompt may be a list
 of messages, and {"messages": [...]} a conversation whose last turn is learned: both are
-written by the tokenizer's chat template. --row-width packs examples into rows, where
-one text does not see another. OUT/model is a Hugging Face checkpoint with its
-tokenizer, for `rlhf-jax reward-model` and `rlhf-jax ppo`.
+written by the tokenizer's chat template. {"prompt": ..., "turns": [...]} is an episode
+of responses and observations in turn, of which the responses are learned. --row-width
+packs examples into rows, where one text does not see another. OUT/model is a Hugging
+Face checkpoint with its tokenizer, for `rlhf-jax reward-model` and `rlhf-jax ppo`.
 
 It needs one device that holds the parameters in float32 four times over (GPT-2 small: 2
 GiB). The second command, a fresh model of 7.2 million parameters on tiny Shakespeare,
@@ -43,9 +44,10 @@ from rlhf_jax.data import (
     json_lines,
     packing,
     tokenization,
+    turns,
 )
 from rlhf_jax.data.batches import Batches
-from rlhf_jax.data.encoding import Example
+from rlhf_jax.data.examples import Text
 from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.devices.placement import PolicyPlacement
 from rlhf_jax.functional import checks
@@ -163,8 +165,8 @@ def starting_point(options: Config, *, mesh: Mesh) -> Pretrained:
     )
 
 
-def read_examples(options: Config, start: Pretrained) -> list[Example]:
-    """Responses to prompts, or blocks of plain text."""
+def read_examples(options: Config, start: Pretrained) -> Sequence[Text]:
+    """Responses to prompts, episodes of several turns, or blocks of plain text."""
     longest = start.limit(options.max_length)
     if options.data.endswith(".txt"):
         text = json_lines.read_text(options.data)
@@ -172,15 +174,24 @@ def read_examples(options: Config, start: Pretrained) -> list[Example]:
     rows = files.read_demonstrations(
         options.data, prompt=options.prompt_field, response=options.response_field
     )
+    limits: dict[str, Any] = {
+        "max_length": longest,
+        "prompt": options.prompt_field,
+        "stop_ids": start.stop_ids,
+        "overlong": options.overlong,
+        "widest": widest(options),
+    }
+    of_turns = [row for row in rows if row.get(options.response_field) is None]
+    if of_turns and len(of_turns) < len(rows):
+        raise InputError(
+            f"{options.data}: expected {options.response_field!r} in every row, or "
+            f"'turns' in every row, got {len(of_turns)} of {len(rows)} rows with "
+            f"turns; write a response as a list of one turn"
+        )
+    if of_turns:
+        return turns.encode_episodes(start.tokenizer, rows, **limits)
     return encoding.encode_demonstrations(
-        start.tokenizer,
-        rows,
-        max_length=longest,
-        prompt=options.prompt_field,
-        response=options.response_field,
-        stop_ids=start.stop_ids,
-        overlong=options.overlong,
-        widest=widest(options),
+        start.tokenizer, rows, response=options.response_field, **limits
     )
 
 
@@ -192,7 +203,11 @@ def widest(options: Config) -> int | None:
 
 
 def make_batches(
-    options: Config, examples: list[Example], *, start: Pretrained, mesh: Mesh
+    options: Config,
+    examples: Sequence[Text],
+    *,
+    start: Pretrained,
+    mesh: Mesh,
 ) -> Batches[Sequences]:
     """Rows of one example, or of as many as fit."""
     stream = {

@@ -13,7 +13,7 @@ from tiers import one_in
 from rlhf_jax import batch, masked
 from rlhf_jax.algorithms import evaluation
 from rlhf_jax.data import batches
-from rlhf_jax.data.encoding import Example
+from rlhf_jax.data.examples import Example
 
 PARAMS = toys.params()
 EXAMPLES = [

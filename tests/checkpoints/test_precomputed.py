@@ -13,7 +13,7 @@ import toys
 from rlhf_jax import frozen, masked, policy
 from rlhf_jax.checkpoints import precomputed
 from rlhf_jax.data import batches
-from rlhf_jax.data.encoding import Example
+from rlhf_jax.data.examples import Example
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.roles.reference.frozen import ReferenceMovedError
 

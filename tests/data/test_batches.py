@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from rlhf_jax.data import batches
-from rlhf_jax.data.encoding import Example, Pair
+from rlhf_jax.data.examples import Example, Pair
 from rlhf_jax.devices.row_sharding import Share
 from rlhf_jax.functional.checks import InputError
 

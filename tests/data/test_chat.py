@@ -25,7 +25,7 @@ from rlhf_jax.data import (
     templates,
     tokenization,
 )
-from rlhf_jax.data.encoding import Example, Pair
+from rlhf_jax.data.examples import Example, Pair
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.rewards.text import read
 from rlhf_jax.runs import metrics

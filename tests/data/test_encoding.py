@@ -9,7 +9,14 @@ import tokenizers
 import transformers
 
 from rlhf_jax import batch
-from rlhf_jax.data import digests, encoding, files, json_lines, tokenization
+from rlhf_jax.data import (
+    digests,
+    encoding,
+    examples,
+    files,
+    json_lines,
+    tokenization,
+)
 from rlhf_jax.functional.checks import InputError
 
 WORDS = {"<pad>": 0, "<s>": 1, "</s>": 2, "a": 3, "b": 4, "c": 5, "d": 6}
@@ -71,7 +78,7 @@ def test_no_tokenizer(tmp_path):
 def test_special_tokens_stand_at_the_ends(tokenizer):
     rows = [{"prompt": "a b", "response": "c"}]
     assert encoding.encode_demonstrations(tokenizer, rows, max_length=5) == [
-        encoding.Example([1, 3, 4], [5, 2])
+        examples.Example([1, 3, 4], [5, 2])
     ]
     assert encoding.encode_prompts(tokenizer, rows, max_length=3)[1] == [[1, 3, 4]]
     assert tokenization.pad_token_id(tokenizer) == 0
@@ -85,7 +92,7 @@ def test_an_answer_needs_an_end():
 
 def test_preferences_and_margins(tokenizer):
     rows = [{"prompt": "a", "chosen": "b c", "rejected": "d", "by": 2}]
-    plain = encoding.Pair([1, 3], [4, 5, 2], [6, 2])
+    plain = examples.Pair([1, 3], [4, 5, 2], [6, 2])
     assert encoding.encode_preferences(tokenizer, rows, max_length=5) == [plain]
     (pair,) = encoding.encode_preferences(tokenizer, rows, max_length=5, margin="by")
     assert pair == plain._replace(margin=2.0)
@@ -124,7 +131,7 @@ def test_overlong_demonstrations(tokenizer):
     kept = encoding.encode_demonstrations(
         tokenizer, rows, max_length=5, overlong="drop"
     )
-    assert kept == [encoding.Example([1, 3], [4, 2])]
+    assert kept == [examples.Example([1, 3], [4, 2])]
 
 
 def test_text_blocks_share_one_token(tokenizer):
@@ -178,11 +185,9 @@ def test_texts_of_a_rollout(tokenizer):
 def test_a_digest_tells_token_lists_apart():
     lists = [[[1, 2], [3]], [[1], [2, 3]], [[1, 2, 3]], [[3], [1, 2]]]
     assert len({digests.of_tokens(tokens) for tokens in lists}) == len(lists)
-    examples = [encoding.Example([1], [2])]
-    assert digests.of_tokens(examples) == digests.of_tokens(list(examples))
-    assert digests.of_tokens(examples) != digests.of_tokens(
-        [encoding.Example([1], [3])]
-    )
+    kept = [examples.Example([1], [2])]
+    assert digests.of_tokens(kept) == digests.of_tokens(list(kept))
+    assert digests.of_tokens(kept) != digests.of_tokens([examples.Example([1], [3])])
 
 
 def test_a_checkpoint_without_a_tokenizer():

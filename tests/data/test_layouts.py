@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_jax import batch
-from rlhf_jax.data import layout_sizes, layouts
-from rlhf_jax.data.layout_arrays import Form
+from rlhf_jax.data import layouts
+from rlhf_jax.data.layouts.arrays import Form
+from rlhf_jax.data.layouts.sizes import best_form
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.packing import NONE
 
@@ -250,7 +251,7 @@ def widths():
 def test_the_width_is_the_narrowest_that_packs_well():
     # Two texts of 32 + 8 tokens fit in 80, of 32 + 14 in 96, and of 32 + 32 in neither.
     for response, width in ((8, 80), (14, 96), (32, 64)):
-        form = layout_sizes.best_form(widths(), half_prompts(np.full(64, response)))
+        form = best_form(widths(), half_prompts(np.full(64, response)))
         assert form.width == width
 
 

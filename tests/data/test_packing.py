@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from rlhf_jax.data import packing
-from rlhf_jax.data.encoding import Pair
+from rlhf_jax.data.examples import Pair
 from rlhf_jax.devices.row_sharding import Share
 from rlhf_jax.functional.checks import InputError
 

@@ -26,7 +26,7 @@ from rlhf_jax import (
 from rlhf_jax.algorithms import reward_model
 from rlhf_jax.algorithms.flow import score
 from rlhf_jax.data import packing
-from rlhf_jax.data.encoding import Pair
+from rlhf_jax.data.examples import Pair
 from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
 

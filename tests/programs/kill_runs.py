@@ -35,6 +35,10 @@ def score(prompts, responses, rows):
     time.sleep({PAUSE})
     return [float(len(set(response.split()))) for response in responses]
 """
+VERIFIER = """
+def check(prompt, response, row):
+    return float(len(response) % 3)
+"""
 WITH_CLOCKS = {"timings.jsonl", "summary.json"}
 
 
@@ -53,6 +57,15 @@ ON_PPO = (
     *("--max-new-tokens=4", "--num-minibatches=1", "--sample-every=1"),
     *("--policy-learning-rate=1e-3", "--critic-learning-rate=1e-3", *STEPS),
 )
+ON_GRPO = (
+    *("--model=model", "--data=questions.jsonl", "--held-out=held_out.jsonl"),
+    *("--batch-size=8", "--group-size=4", "--max-new-tokens=3"),
+    *("--num-workers=1", "--unmarked=last_number", *STEPS),
+)
+MOVED = (
+    *(option for option in ON_GRPO if not option.startswith("--unmarked")),
+    *("--verifier=their_verifiers:check", "--learning-rate=1e-3"),
+)  # scores differ, so that versions do
 REWARDED = "--reward=their_rewards:score"
 KINDS = {
     "ppo": Kind("ppo", (*ON_PPO, REWARDED, "--kl-coef=0.1")),
@@ -73,20 +86,18 @@ KINDS = {
         ),
         devices=4,
     ),
+    "ppo on-policy": Kind("ppo", (*ON_PPO, REWARDED, "--max-staleness=0")),
+    "ppo one step behind": Kind("ppo", (*ON_PPO, REWARDED, "--max-staleness=1")),
+    "ppo three steps behind": Kind("ppo", (*ON_PPO, REWARDED, "--max-staleness=3")),
     "ppo in two processes": Kind(
         "ppo",
         (*ON_PPO, REWARDED, "--placement.policy=data=2,fsdp=2"),
         devices=2,
         processes=2,
     ),
-    "grpo": Kind(
-        "grpo",
-        (
-            *("--model=model", "--data=questions.jsonl", "--held-out=held_out.jsonl"),
-            *("--batch-size=8", "--group-size=4", "--max-new-tokens=3"),
-            *("--num-workers=1", "--unmarked=last_number", *STEPS),
-        ),
-    ),
+    "grpo": Kind("grpo", ON_GRPO),
+    "grpo one step behind": Kind("grpo", (*MOVED, "--max-staleness=1")),
+    "grpo three steps behind": Kind("grpo", (*MOVED, "--max-staleness=3")),
     "dpo": Kind(
         "dpo",
         ("--model=model", "--data=pairs.jsonl", "--batch-size=4", *STEPS),
@@ -109,6 +120,7 @@ def write_files(folder: Path) -> None:
     """A checkpoint, a reward model, a reward and data."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "their_rewards.py").write_text(REWARD)
+    (folder / "their_verifiers.py").write_text(VERIFIER)
     toy_files.checkpoint(folder / "model")
     toy_files.reward_model(folder / "scorer")
     prompts = ("the cat", "a dog was", "it is so")

@@ -236,6 +236,32 @@ def test_a_run_that_diverged_without_a_judge_is_told_as_such(browser, tmp_path):
     assert browser.get_log("browser") == []
 
 
+def test_what_was_observed_is_shown_as_such(browser, tmp_path):
+    folder = run(tmp_path / "a")
+    rows = metrics.read(folder / "samples.jsonl")
+    row = rows[-1] | {"tokens": ["4", "higher", "6"], "response": "4⟦higher⟧6"}
+    row |= {"logprobs": [-1.0, None, -0.5], "ref_logprobs": [-2.0, None, -3.0]}
+    lines(folder / "samples.jsonl", [row | {"observed": [False, True, False]}])
+    html = tmp_path / "report.html"
+    report.main(report.Config(runs=(folder,), html=html))
+    opened(browser, html.as_uri())
+    (sample,) = samples(browser)
+    header = sample.find_element(By.TAG_NAME, "header").text
+    assert "length 2 tokens" in header
+    assert "observed 1 tokens" in header
+    (read,) = sample.find_elements(By.CSS_SELECTOR, "span.observed")
+    assert read.text == "higher"
+    assert read.value_of_css_property("background-color") == "rgba(0, 0, 0, 0)"
+    tokens = sample.find_element(By.CSS_SELECTOR, ".tokens")
+    for _ in range(2):
+        tokens.send_keys(Keys.ARROW_RIGHT)
+    tip = browser.find_element(By.ID, "tip").text
+    assert "token 2 of 3" in tip
+    assert "Observed" in tip
+    assert "log π" not in tip
+    assert browser.get_log("browser") == []
+
+
 def test_tokens_are_shaded_by_their_kl(browser, page):
     opened(browser, page)
     colours = browser.execute_script(

@@ -15,7 +15,7 @@ import toy_experiment
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.runs import lock
 from rlhf_jax.runs.command_line import Interrupted
-from rlhf_jax.sweeps import declaration, execution, launchers, planned
+from rlhf_jax.sweeps import declaration, execution, launchers, planned, worker
 from rlhf_jax.train import sweep
 
 PROGRAM = f"program = [{toy_experiment.__file__!r}]"
@@ -186,6 +186,57 @@ runs = {{ summary = "runs" }}
     assert os.getpid() not in processes
 
 
+MAPS = """
+import mmap, os, sys, threading, time
+from pathlib import Path
+
+options = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
+if options["--word"] == "maps":
+    most = int(Path("/proc/sys/vm/max_map_count").read_text())
+    # Neighbours of one kind are one mapping: every second one has another right.
+    rights = [mmap.PROT_READ, mmap.PROT_READ | mmap.PROT_WRITE]
+    page = mmap.PAGESIZE
+    kept = [mmap.mmap(-1, page, prot=rights[n % 2]) for n in range(most // 2 + 500)]
+    sys.modules["kept"] = kept
+    # Its process does not end by itself for a while, for which nothing waits.
+    threading.Thread(target=time.sleep, args=(60,)).start()
+out = Path(options["--out"])
+out.mkdir(parents=True)
+(out / "config.json").write_text("{}")
+(out / "summary.json").write_text('{"process": ' + str(os.getpid()) + "}")
+"""
+
+
+def most_mappings():
+    if not worker.MOST_MAPPINGS.exists():
+        return 0
+    return int(worker.MOST_MAPPINGS.read_text())
+
+
+@pytest.mark.skipif(
+    not 0 < most_mappings() < 200_000, reason="needs Linux, and its usual number"
+)
+def test_a_worker_near_its_last_memory_mappings_is_replaced(tmp_path, monkeypatch):
+    """Else a later run of it would end by SIGSEGV in the compiler."""
+    (tmp_path / "maps.py").write_text(MAPS)
+    text = f"""
+program = [{str(tmp_path / "maps.py")!r}]
+[grid]
+word = ["a", "maps", "b", "c"]
+[measures]
+process = {{ summary = "process" }}
+"""
+    monkeypatch.setattr(launchers, "LEAVING", 0.1)
+    began = time.monotonic()
+    swept(tmp_path, text, map=True)
+    assert time.monotonic() - began < 20
+    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    first, maps, after, later = (
+        of["process"]["seeds"]["0"] for of in found["cells"].values()
+    )
+    assert first == maps != after == later
+
+
 LEAVES = """
 import os, signal, sys, time
 from pathlib import Path
@@ -248,9 +299,9 @@ def test_a_worker_that_is_gone_or_talks_as_it_starts_is_no_harm(tmp_path, monkey
     workers = launchers.Workers()
 
     def kill(ended):
-        for worker in workers._idle:
-            worker._process.kill()
-            worker._process.wait()
+        for one in workers._idle:
+            one._process.kill()
+            one._process.wait()
 
     ended = execution.run_all(runs, launcher=workers, jobs=1, tell=kill)
     assert [each.status for each in ended] == [0, 0]

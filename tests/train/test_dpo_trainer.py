@@ -12,7 +12,7 @@ from tiers import one_in
 
 from rlhf_jax import fingerprint, hf, policy
 from rlhf_jax.data import batches, encoding, tokenization
-from rlhf_jax.data.encoding import Example
+from rlhf_jax.data.examples import Example
 from rlhf_jax.runs import command_line, metrics, run
 from rlhf_jax.train import dpo
 

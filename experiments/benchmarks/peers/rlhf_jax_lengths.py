@@ -17,7 +17,7 @@ from rlhf_jax import ppo
 from rlhf_jax.algorithms.batch import Rollout, RolloutPacking
 from rlhf_jax.algorithms.policy_gradient.update import minibatches, shuffle_key
 from rlhf_jax.data import layouts
-from rlhf_jax.data.layout_arrays import Form
+from rlhf_jax.data.layouts.arrays import Form
 from rlhf_jax.models.generation import decode
 from rlhf_jax.models.generation.decoding import Decoding
 

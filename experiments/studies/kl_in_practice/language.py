@@ -3,7 +3,7 @@
 Advantages are not whitened, losses are sums over responses, and GRPO's baseline is the
 mean of the others in a group (RLOO's), so that the first update on a batch has the
 gradient that the choice is named for, at the β that is given. As in practice there are
-more updates on a batch, here three, at a policy that has moved on.
+more updates on a batch, here four, of which three are at a policy that has moved on.
 """
 
 from choices import grid as choices_at

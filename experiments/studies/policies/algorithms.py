@@ -28,7 +28,7 @@ from rlhf_jax.algorithms.grpo.experience import Baseline
 from rlhf_jax.algorithms.state import SupervisedState, TrainState
 from rlhf_jax.data import packing
 from rlhf_jax.data.batches import Batches
-from rlhf_jax.data.encoding import Pair
+from rlhf_jax.data.examples import Pair
 from rlhf_jax.roles.reference import storage
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards import Reward

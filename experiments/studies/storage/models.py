@@ -14,7 +14,7 @@ from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.algorithms.flow import rollout
 from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.data import batches, digests, encoding, json_lines
-from rlhf_jax.data.encoding import Example
+from rlhf_jax.data.examples import Example
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference import storage

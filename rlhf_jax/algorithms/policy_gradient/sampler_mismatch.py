@@ -154,9 +154,14 @@ def staleness(rollout: Rollout, *, step: Array) -> masked.Stats:
 
     Returns:
       {name: (sum, weight)}: `policy/staleness`, step - version, mean over the response
-      tokens, iterations; nothing where no version is known.
+      tokens, iterations, and `policy/staleness_max`, the largest; nothing where no
+      version is known.
     """
     if rollout.version is None:
         return {}
     age = (step - rollout.version).astype(jnp.float32)
-    return masked.sum_stats({"policy/staleness": age}, mask=rollout.response_mask)
+    mask = rollout.response_mask
+    oldest = jnp.max(age, where=mask, initial=0.0)
+    return masked.sum_stats({"policy/staleness": age}, mask=mask) | {
+        "policy/staleness_max": (oldest, None)
+    }

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rlhf_jax.checkpoints.pretrained import load
 from rlhf_jax.data import tokenization
-from rlhf_jax.data.encoding import Tokens
+from rlhf_jax.data.examples import Tokens
 from rlhf_jax.devices import sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.evaluation.harness.programs import Draw, Likelihood, Programs

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import batches
-from rlhf_jax.data.encoding import Tokens
+from rlhf_jax.data.examples import Tokens
 from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.logprobs import MAX_LOGITS

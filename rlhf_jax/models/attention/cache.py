@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -59,15 +61,24 @@ def plain(columns: Columns, *, dtype: jnp.dtype) -> tuple[Array, Array | None]:
 
 
 def append(cache: Cached, new: KeyValue, *, column: Array | int) -> Cached:
-    """The cache with the keys and values of new tokens written from `column` on."""
+    """The cache with the keys and values of new tokens written from `column` on.
+
+    Args:
+      cache: keys and values of the columns so far.
+      new: of the new tokens.
+      column: i32[], the same in all rows, or i32[B], of each row.
+    """
+
+    def put(all_: Array, one: Array) -> Array:
+        update = jax.lax.dynamic_update_slice_in_dim
+        if isinstance(column, int) or column.ndim == 0:
+            return update(all_, one, column, axis=2)
+        of_row = functools.partial(update, axis=1)
+        return jax.vmap(of_row)(all_, one, column)
 
     def write(old: Columns, fresh: Array) -> Columns:
         return jax.tree.map(
-            lambda all_, one: jax.lax.dynamic_update_slice_in_dim(
-                all_, one, column, axis=2
-            ),
-            old,
-            quantise(fresh) if isinstance(old, Int8Columns) else fresh,
+            put, old, quantise(fresh) if isinstance(old, Int8Columns) else fresh
         )
 
     key, value = map(write, cache, new)

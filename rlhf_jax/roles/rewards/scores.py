@@ -129,9 +129,9 @@ class _WeightedSum:
             start=jnp.zeros_like(next(iter(scored.values())).total),
         )
         of_turns = [
-            weight * scored[name].turns
+            weight * turns
             for name, weight in self.weights
-            if weight and scored[name].turns is not None
+            if weight and (turns := scored[name].turns) is not None
         ]
         parts: dict[str, Array] = {}
         for name, scores in scored.items():

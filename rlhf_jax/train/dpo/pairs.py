@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import encoding, files, packing, unpaired
-from rlhf_jax.data.encoding import Pair
+from rlhf_jax.data.examples import Pair
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.packing import PackedRow
 from rlhf_jax.data.unpaired import Labelled

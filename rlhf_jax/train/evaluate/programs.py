@@ -16,7 +16,7 @@ from rlhf_jax.algorithms.flow.rollout import rollout
 from rlhf_jax.checkpoints.frozen_models import RewardModel
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import batches
-from rlhf_jax.data.encoding import Tokens
+from rlhf_jax.data.examples import Tokens
 from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.generation.sampling import Shaping

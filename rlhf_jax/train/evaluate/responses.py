@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from rlhf_jax.checkpoints.pretrained import Pretrained
-from rlhf_jax.data.encoding import Tokens
+from rlhf_jax.data.examples import Tokens
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.devices import processes
 from rlhf_jax.evaluation import comparison

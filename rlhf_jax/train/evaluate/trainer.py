@@ -16,7 +16,7 @@ import jax
 from rlhf_jax.checkpoints import frozen_models, hf, pretrained
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import digests, encoding, files, json_lines
-from rlhf_jax.data.encoding import Tokens
+from rlhf_jax.data.examples import Tokens
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.devices import compile_counts, sharding
 from rlhf_jax.evaluation.comparison import PairFunction

@@ -23,14 +23,15 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.train.packed_rollouts import PackedConfig
 from rlhf_jax.train.references import ReferencesConfig, refuse_unused
-from rlhf_jax.train.sampler import Sampler, SamplerConfig
+from rlhf_jax.train.rollouts.options import StalenessConfig
+from rlhf_jax.train.sampler import Sampler
 
 RECIPE = GroupRecipe(temperature=1.0)
 KL_COEF = 0.01  # with a reference, unless another is asked for
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class VerifiedConfig(ReferencesConfig, PackedConfig, SamplerConfig, abc.ABC):
+class VerifiedConfig(ReferencesConfig, PackedConfig, StalenessConfig, abc.ABC):
     """What the trainers with a verifier share; each adds its recipe."""
 
     model: str
@@ -111,6 +112,7 @@ class VerifiedConfig(ReferencesConfig, PackedConfig, SamplerConfig, abc.ABC):
             max_new_tokens=self.max_new_tokens,
             placement=self.placement,
         )
+        self.check_staleness(self.recipe)
         if self.reference == "none" and self.beta:
             raise InputError(
                 f"--reference none: expected no --kl-coef, as there is nothing to take "
@@ -203,6 +205,12 @@ class Config(VerifiedConfig):
         super().__post_init__()
         checks.groups(self.batch_size, group_size=self.grpo.group_size)
         checks.non_negative(max_redraws=self.max_redraws)
+        if self.max_redraws and self.staleness:
+            raise InputError(
+                f"--max-redraws {self.max_redraws}: expected 0 with --max-staleness "
+                f"{self.staleness}, as a batch that is drawn again would be of another "
+                f"policy than the one it fills up; leave one of them out"
+            )
 
     @property
     def redraws(self) -> int:

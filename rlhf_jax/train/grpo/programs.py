@@ -11,13 +11,13 @@ import optax
 from jax.sharding import Mesh
 
 from rlhf_jax.algorithms import grpo, self_check
-from rlhf_jax.algorithms.batch import Rollout
+from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.algorithms.flow import rollout, score
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.checkpoints import frozen_models
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import batches
-from rlhf_jax.data.encoding import Tokens
+from rlhf_jax.data.examples import Tokens
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.models.generation import decode
@@ -27,6 +27,7 @@ from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.train.grpo.options import VerifiedConfig
 from rlhf_jax.train.packed_rollouts import RolloutPacker
 from rlhf_jax.train.references import FurtherPrograms
+from rlhf_jax.train.sampler import Sampler
 from rlhf_jax.verification.pool import PooledReward, VerifierPool
 
 Array = jax.Array
@@ -37,7 +38,7 @@ def make_algorithm(options: VerifiedConfig, *, start: Pretrained) -> PolicyGradi
     """What is fixed during the run."""
     recipe = options.recipe
     updates = options.num_steps * recipe.num_epochs * recipe.num_minibatches
-    return options.algorithm(
+    algorithm = options.algorithm(
         model=start.model,
         policy_optimizer=optax.chain(
             optax.clip_by_global_norm(1.0),
@@ -46,6 +47,7 @@ def make_algorithm(options: VerifiedConfig, *, start: Pretrained) -> PolicyGradi
         max_new_tokens=options.max_new_tokens,
         stop_ids=start.stop_ids,
     )
+    return options.corrected(algorithm)
 
 
 class Programs:
@@ -135,6 +137,20 @@ class Programs:
             "packing": packing,
             "further": further,
         }
+
+    def draw(
+        self,
+        policy: Params,
+        *,
+        prompts: Prompts,
+        key: Array,
+        version: Array,
+        sampler: Sampler,
+        reward: PooledReward,
+    ) -> tuple[Rollout, Scores]:
+        """A draw of the queue, verified in its thread: no trainer waits for that."""
+        rollout = sampler.draw(policy, prompts=prompts, key=key, version=version)
+        return rollout, self.verify(rollout, reward=reward)
 
     def verify(self, rollout: Rollout, *, reward: PooledReward) -> Scores:
         """The scores alone, where they decide whether to draw again."""

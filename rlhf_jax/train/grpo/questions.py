@@ -6,7 +6,8 @@ from typing import Protocol
 
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import encoding, files, json_lines
-from rlhf_jax.data.encoding import Tokens, Written
+from rlhf_jax.data.encoding import Written
+from rlhf_jax.data.examples import Tokens
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.roles.rewards import verifiers
 from rlhf_jax.roles.rewards.verifiers import Verifier

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from rlhf_jax.algorithms import state
 from rlhf_jax.algorithms.batch import Prompts, Rollout
+from rlhf_jax.algorithms.policy_gradient.sampler_mismatch import staleness
 from rlhf_jax.checkpoints import frozen_models, further_references, pretrained
 from rlhf_jax.data import batches, digests, tokenization
 from rlhf_jax.devices import compile_counts, processes, row_sharding, sharding
@@ -25,7 +28,9 @@ from rlhf_jax.train.grpo.options import VerifiedConfig
 from rlhf_jax.train.grpo.programs import Programs, accuracy, make_algorithm
 from rlhf_jax.train.grpo.questions import read_questions
 from rlhf_jax.train.grpo.verifier import make_verifier, require_some
-from rlhf_jax.train.sampler import versions
+from rlhf_jax.train.rollouts.options import refuse_processes
+from rlhf_jax.train.rollouts.queue import RolloutQueue
+from rlhf_jax.train.sampler import Sampler, versions
 from rlhf_jax.train.start import load_start
 from rlhf_jax.verification.pool import PooledReward, VerifierPool
 
@@ -43,16 +48,29 @@ def improve(
     *,
     prompts: batches.Batches[Prompts],
     reward: PooledReward,
+    ahead: RolloutQueue | None,
     options: VerifiedConfig,
 ) -> Params:
     """Trains on the score less β · KL to the reference; returns the policy."""
     train, reference = stage.state["train"], stage.state["reference"]
+    if ahead is not None:
+        stage.state |= ahead.begin(
+            stage.state, start=stage.start, policy=train.policy, version=train.step
+        )
     for step in stage.steps():
         key = jax.random.fold_in(stage.state["root_key"], step)
-        rollout = programs.sample(
-            train.policy, prompts=prompts[step], key=key, version=train.step
-        )
         scores, draw_stats = None, {}
+        if ahead is not None:
+            with stage.user_code():
+                rollout, scores = ahead.take()
+            stage.state |= ahead.submit(
+                step + options.staleness, train.policy, version=train.step
+            )
+            draw_stats = staleness(rollout, step=jnp.int32(step))
+        else:
+            rollout = programs.sample(
+                train.policy, prompts=prompts[step], key=key, version=train.step
+            )
         with stage.user_code():
             if options.redraws:
                 rollout, scores, draw_stats = redraws.fill(
@@ -106,6 +124,7 @@ def improve(
             stats | draw_stats,
             samples,
             texts=[(rollout.mask, rollout.response_mask)],
+            waits=None if ahead is None else ahead.waits.read(),
         )
     return train.policy
 
@@ -199,6 +218,23 @@ def main(options: VerifiedConfig) -> None:
         }
         kept = {"train": train, "reference": reference, "root_key": key}
         beside = {f"references/{name}": each for name, each in further.items()}
+        ahead = None
+        if options.staleness:
+            assert isinstance(programs.sample, Sampler)  # as others refuse it
+            refuse_processes(options.staleness)
+            ahead = RolloutQueue(
+                functools.partial(
+                    programs.draw, sampler=programs.sample, reward=reward
+                ),
+                hand_over=programs.sample.hand_over,
+                prompts=prompts.__getitem__,
+                key=key,
+                staleness=options.staleness,
+                num_steps=options.num_steps,
+                threaded=programs.sample.threaded,
+                patience=options.stop_timeout,
+            )
+            kept |= ahead.first(train.policy, version=train.step)
         with (
             run.Run(
                 options,
@@ -206,6 +242,7 @@ def main(options: VerifiedConfig) -> None:
                 stop_timeout=options.stop_timeout,
             ) as job,
             job.stage("grpo", kept, meta=meta, beside=beside) as stage,
+            contextlib.nullcontext() if ahead is None else ahead,
         ):
             report.model_table(
                 [
@@ -221,7 +258,12 @@ def main(options: VerifiedConfig) -> None:
             columns = prompts[0].tokens.shape[1] + options.max_new_tokens
             report.engine(start.model, columns=columns, mesh=mesh)
             trained = improve(
-                stage, programs, prompts=prompts, reward=reward, options=options
+                stage,
+                programs,
+                prompts=prompts,
+                reward=reward,
+                ahead=ahead,
+                options=options,
             )
         after = measure(trained)
     if reference is not None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from rlhf_jax.algorithms import ppo
 from rlhf_jax.algorithms.batch import Prompts, Rollout, Sequences
+from rlhf_jax.algorithms.policy_gradient.sampler_mismatch import staleness
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import tokenization
 from rlhf_jax.data.batches import Batches
@@ -25,6 +28,8 @@ from rlhf_jax.train.judge import Judge
 from rlhf_jax.train.ppo.models import Models, rounding_of
 from rlhf_jax.train.ppo.options import Config
 from rlhf_jax.train.ppo.programs import Programs
+from rlhf_jax.train.rollouts.options import refuse_processes
+from rlhf_jax.train.rollouts.queue import RolloutQueue
 from rlhf_jax.train.sampler import versions
 
 Array = jax.Array
@@ -178,23 +183,42 @@ def improve(
         beside["critic_base"] = models.critic_devices.base
     if reference is not None and reference is not base:
         kept["reference"] = reference
-    if models.samples_ahead:  # the responses to learn from next
-        kept["rollout"] = programs.sample(
-            models.train.policy,
-            prompts=prompts[0],
-            key=jax.random.fold_in(key, 0),
-            version=models.train.step,
+    ahead = None
+    if options.staleness:
+        refuse_processes(options.staleness)
+        ahead = RolloutQueue(
+            programs.draw,
+            hand_over=programs.sample.hand_over,
+            prompts=prompts.__getitem__,
+            key=key,
+            staleness=options.staleness,
+            num_steps=options.num_steps,
+            threaded=programs.sample.threaded,
+            patience=options.stop_timeout,
         )
+        kept |= ahead.first(models.train.policy, version=models.train.step)
     moving = ("reference",) if options.lifecycle.moves else ()
-    with job.stage("ppo", kept, meta=meta, beside=beside, moving=moving) as stage:
+    with (
+        job.stage("ppo", kept, meta=meta, beside=beside, moving=moving) as stage,
+        contextlib.nullcontext() if ahead is None else ahead,
+    ):
         train, critic = stage.state["train"], stage.state.get("critic")
         reference = stage.state.get("reference", base)
         if models.reference is None:
             reference = None
+        if ahead is not None:
+            stage.state |= ahead.begin(
+                stage.state, start=stage.start, policy=train.policy, version=train.step
+            )
         for step in stage.steps():
-            step_key = jax.random.fold_in(key, step)
-            if models.samples_ahead:
-                rollout = stage.state["rollout"]
+            step_key, old = jax.random.fold_in(key, step), {}
+            if ahead is not None:
+                with stage.user_code():
+                    rollout, _ = ahead.take()
+                stage.state |= ahead.submit(
+                    step + options.staleness, train.policy, version=train.step
+                )
+                old = staleness(rollout, step=jnp.int32(step))
             else:
                 rollout = programs.sample(
                     train.policy,
@@ -210,14 +234,6 @@ def improve(
                 further = programs.further(rollout, packing)
             if precedes_reward(models):  # beside what comes next
                 values = programs.values(train, critic, rollout, packing)
-            more = step + 1 < options.num_steps
-            if models.samples_ahead and more:  # beside the rest of this step
-                stage.state["rollout"] = programs.sample(
-                    train.policy,
-                    prompts=prompts[step + 1],
-                    key=jax.random.fold_in(key, step + 1),
-                    version=train.step,
-                )
             watched = {}
             with stage.user_code():
                 scores = reward(shown)
@@ -244,7 +260,7 @@ def improve(
             stage.state["train"] = train
             if critic is not None:
                 stage.state["critic"] = critic
-            stats |= watched
+            stats |= old | watched
             measured = step % options.drift_every == 0
             if measured and reference is not None and reference.model is None:
                 stats |= drift.stats(programs.drift(train.policy, reference))
@@ -281,6 +297,7 @@ def improve(
                 samples,
                 positions=positions,
                 texts=[(rollout.mask, rollout.response_mask)],
+                waits=None if ahead is None else ahead.waits.read(),
             )
     return train.policy, reference
 

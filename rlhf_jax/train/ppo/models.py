@@ -34,7 +34,6 @@ class Models(NamedTuple):
 
     mesh: Mesh  # the policy's, and of each role that is with it
     sampling: Mesh | None  # the sampler's, where it is not the policy's
-    samples_ahead: bool  # the next responses, while these are learned from
     algorithm: ppo.PPO
     train: TrainState  # without a critic where the critic is apart
     critic: SupervisedState | None  # a critic that is apart
@@ -171,7 +170,6 @@ def make_models(options: Config, policy: Pretrained) -> Models:
     return Models(
         mesh,
         placement.sampler.mesh_beside(mesh) if placement.sampler.apart else None,
-        placement.samples_ahead,
         algorithm,
         train,
         critic_state,
@@ -191,7 +189,7 @@ def make_ppo(
     stop_ids: tuple[int, ...],
 ) -> ppo.PPO:
     """What is fixed during the run."""
-    recipe = options.ppo
+    recipe = options.corrected(options.ppo)
     updates = recipe.num_epochs * recipe.num_minibatches  # an iteration
 
     def adam(learning_rate: float, iterations: int) -> optax.GradientTransformation:

@@ -24,13 +24,13 @@ from rlhf_jax.runs.alarms import Limits
 from rlhf_jax.train.packed_rollouts import PackedConfig
 from rlhf_jax.train.references import ReferencesConfig, refuse_unused
 from rlhf_jax.train.reward_options import RewardModelConfig
-from rlhf_jax.train.sampler import SamplerConfig
+from rlhf_jax.train.rollouts.options import StalenessConfig
 
 RECIPE = Recipe(num_minibatches=4)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(RewardModelConfig, ReferencesConfig, PackedConfig, SamplerConfig):
+class Config(RewardModelConfig, ReferencesConfig, PackedConfig, StalenessConfig):
     """The options of `rlhf-jax ppo`."""
 
     model: str
@@ -215,21 +215,19 @@ class Config(RewardModelConfig, ReferencesConfig, PackedConfig, SamplerConfig):
                 f"out"
             )
         place = self.placement.reference
-        uncorrected = self.ppo.recompute_logprobs
-        uncorrected &= self.ppo.sampler_weight_cap is None
-        if self.placement.samples_ahead and (self.buckets or uncorrected):
+        self.check_staleness(self.ppo)
+        if self.staleness and self.buckets:
             raise InputError(
-                "--placement.sampler: expected the policy's devices with --buckets, as "
-                "a snapshot has the next responses of the last devices, and with "
-                "--recompute-logprobs without --sampler-weight-cap, which would take "
-                "the older policy that sampled them for this one; leave it out, or "
-                "them"
+                "--buckets: expected none where the sampler is behind "
+                "(--max-staleness, or --placement.sampler last), as a snapshot has "
+                "the next responses, all of one width; leave one of them out"
             )
-        if self.placement.samples_ahead and self.num_alternatives:
+        if self.staleness and self.num_alternatives:
             raise InputError(
-                f"--num-alternatives {self.num_alternatives}: expected 0 with "
-                f"--placement.sampler last, as the responses are then of an older "
-                f"policy than the one that would be asked; leave one of them out"
+                f"--num-alternatives {self.num_alternatives}: expected 0 where the "
+                f"sampler is behind (--max-staleness, or --placement.sampler last), as "
+                f"the responses are then of an older policy than the one that would be "
+                f"asked; leave one of them out"
             )
         if self.placement.critic.apart:
             try:
@@ -286,6 +284,10 @@ class Config(RewardModelConfig, ReferencesConfig, PackedConfig, SamplerConfig):
                     f"{self.critic_from}; the critic's adapters are over the policy's "
                     f"base"
                 )
+
+    def staleness_by_default(self) -> int:
+        """k where --max-staleness is not given: 1 for a sampler of its own devices."""
+        return int(self.placement.samples_ahead)
 
 
 SCREEN = {

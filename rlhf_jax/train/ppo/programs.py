@@ -9,6 +9,7 @@ import jax
 
 from rlhf_jax.algorithms import evaluation, ppo, self_check
 from rlhf_jax.algorithms.batch import (
+    Prompts,
     Rollout,
     RolloutPacking,
     Scored,
@@ -125,6 +126,13 @@ class Programs:
         self.further = FurtherPrograms(
             models.further, options=options, recipe=algorithm
         )
+
+    def draw(
+        self, policy: Params, *, prompts: Prompts, key: Array, version: Array
+    ) -> tuple[Rollout, None]:
+        """A draw of the queue; its rewards are computed in the step that learns."""
+        handed = {"prompts": prompts, "key": key, "version": version}
+        return self.sample.draw(policy, **handed), None
 
     def _inside(self, reference: Frozen | None) -> Frozen | None:
         """The reference if `learn` runs it once more, for exact KL; else None."""

@@ -12,6 +12,7 @@ import jax
 from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import batches, digests, encoding, files
+from rlhf_jax.data.examples import Tokens
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.devices import compile_counts, processes, row_sharding, sharding
 from rlhf_jax.functional.checks import InputError
@@ -48,7 +49,7 @@ MEASURED = {
 
 def encode_prompts(
     options: Config, rows: list[Row], *, policy: Pretrained, context: int
-) -> tuple[list[Row], list[encoding.Tokens]]:
+) -> tuple[list[Row], list[Tokens]]:
     """The rows whose prompts leave room for a response, and their tokens."""
     room, more = options.room(
         policy.room(max_new_tokens=options.max_new_tokens, context=context),

@@ -16,7 +16,7 @@ from tiers import one_in
 from rlhf_jax import dpo, frozen, lora, masked, policy, state
 from rlhf_jax.checkpoints import precomputed
 from rlhf_jax.data import batches, packing
-from rlhf_jax.data.encoding import Example, Pair
+from rlhf_jax.data.examples import Example, Pair
 from rlhf_jax.functional.checks import InputError
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -16,7 +16,7 @@ from rlhf_jax.algorithms.flow import score
 from rlhf_jax.algorithms.policy_gradient.update import minibatches
 from rlhf_jax.algorithms.ppo import critic_apart
 from rlhf_jax.data import layouts
-from rlhf_jax.data.layout_arrays import Form
+from rlhf_jax.data.layouts.arrays import Form
 from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.functional import aggregation

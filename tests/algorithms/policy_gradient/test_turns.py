@@ -12,18 +12,22 @@ import oracles
 import pytest
 import toy_turns
 import toys
+from rlhf_jax.data.layout_arrays import Form
 from toy_turns import AFTER, MASK, OBSERVATIONS, SAMPLED, UNREAD
 
 from rlhf_jax import critic, frozen, grpo, kl_control, policy, ppo, rewards, state
 from rlhf_jax.algorithms.flow import objective, score
 from rlhf_jax.algorithms.policy_gradient import loss as policy_loss
 from rlhf_jax.algorithms.policy_gradient.iteration import make_experience
+from rlhf_jax.algorithms.policy_gradient.update import minibatches
 from rlhf_jax.algorithms.ppo import loss as value_loss
 from rlhf_jax.algorithms.reinforce import REINFORCE
+from rlhf_jax.data import layouts
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.penalty import IN_LOSS, Penalty
 
 KL_COEF = 0.3
+KEY = jax.random.key(9)
 SHAPE = {
     "model": toys.GPT2,
     "policy_optimizer": optax.sgd(0.1),
@@ -42,6 +46,13 @@ with warnings.catch_warnings():
             **VALUED, penalty=Penalty("k2", placement="both", per="response")
         ),
         "N+": ppo.PPO(**VALUED, value_after_stop=True, whiten_advantages="minibatch"),
+        "N+, exact KL": ppo.PPO(
+            **VALUED,
+            value_after_stop=True,
+            penalty=EXACT,
+            num_epochs=1,
+            recompute_logprobs=True,
+        ),
         "GRPO": grpo.GRPO(**GROUP, penalty=IN_LOSS, normalise="group"),
         "GRPO, forward KL": grpo.GRPO(
             **GROUP,
@@ -109,7 +120,7 @@ def gradient_of(recipe, scored, params):
 @pytest.mark.parametrize("name", RECIPES)
 def test_observed_tokens_have_no_weight_in_any_term(stubbed, name):
     """Other ids, and 1e9 wherever a number is about them: the same loss to the bit."""
-    recipe, after = RECIPES[name], {"values_after": name == "N+"}
+    recipe, after = RECIPES[name], {"values_after": name.startswith("N+")}
     expected = gradient_of(recipe, toy_turns.scored(**after), said(**after))
     mutated = toy_turns.scored(observed=1e9, observed_seed=5, **after)
     assert (np.asarray(mutated.rollout.tokens) != toy_turns.tokens()).any()
@@ -301,7 +312,7 @@ def test_the_gradient_of_ppo_is_that_of_a_loop_over_turns():
     expected, slope = toys.jit(jax.value_and_grad(by_hand))(
         (policy_params, critic_params)
     )
-    np.testing.assert_allclose(found[0], expected, rtol=2e-6)
+    np.testing.assert_allclose(found[0], expected, rtol=0, atol=1e-6)
     close(gradient, slope)
 
 
@@ -353,8 +364,80 @@ def test_the_gradient_of_grpo_is_that_of_a_loop_over_turns():
         return x**2 / 2 + jax.lax.stop_gradient(x - x**2 / 2)
 
     expected, slope = toys.jit(jax.value_and_grad(by_hand))(policy_params)
-    np.testing.assert_allclose(found[0], expected, rtol=2e-6)
+    np.testing.assert_allclose(found[0], expected, rtol=0, atol=1e-6)
     close(gradient, slope)
+
+
+def in_shared_prompts(rollout):
+    """The prompts of a group are those of its first row."""
+    tokens, mask = np.array(rollout.tokens), np.array(rollout.mask)
+    for array in (tokens, mask):
+        array[:, : toy_turns.PROMPT] = np.repeat(
+            array[::2, : toy_turns.PROMPT], 2, axis=0
+        )
+    return dataclasses.replace(
+        rollout, tokens=toys.array(tokens, np.int32), mask=toys.array(mask, bool)
+    )
+
+
+@pytest.mark.cases(slow=1)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "group_size"), [("N+, exact KL", 1), ("GRPO", 2), ("GSPO", 1)]
+)
+def test_packed_rows_give_the_numbers_of_padded_ones(name, group_size):
+    """Observed tokens stand in packed rows, and responses may share their prompt."""
+    recipe = RECIPES[name]
+    rollout = in_shared_prompts(toy_turns.rollout(models()[0]))
+    columns = MASK.shape[1]
+    form = Form(
+        rows=len(MASK),
+        num_minibatches=1,
+        max_new_tokens=toy_turns.SIZE,
+        width=18,
+        columns=columns,
+        after_stop=recipe.values_the_end,
+        group_size=group_size,
+    )
+    lengths = np.asarray(layouts.spans(rollout))
+    order = np.asarray(minibatches(ppo.shuffle_key(KEY), rows=len(MASK), recipe=recipe))
+    packed = layouts.Packer(form, sample=lengths)(lengths, order, columns=columns)
+    assert packed is not None
+    start = fresh(recipe)
+    learn = toys.jit(ppo.learn, static_argnames=("recipe",))
+    (expected, stats, scored), (found, packed_stats, again) = (
+        learn(
+            start,
+            rollout=rollout,
+            scores=of_turns(),
+            reference=models()[2],
+            key=KEY,
+            recipe=recipe,
+            packing=each,
+        )
+        for each in (None, packed)
+    )
+    for field in ("values", "ref_logprobs", "kl"):
+        mine, other = getattr(again, field), getattr(scored, field)
+        assert (mine is None) == (other is None)
+        if mine is not None:
+            np.testing.assert_allclose(mine, other, atol=1e-5)
+    for key, value in stats.items():
+        np.testing.assert_allclose(
+            packed_stats[key][0], value[0], rtol=1e-4, atol=1e-5, err_msg=key
+        )
+    moves, padded_moves = (
+        jax.tree.map(jnp.subtract, (after.policy, after.critic), before)
+        for after in (found, expected)
+        for before in [(start.policy, start.critic)]
+    )
+    largest = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(padded_moves))
+    assert largest > 1e-3
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * largest),
+        moves,
+        padded_moves,
+    )
 
 
 def test_rewards_to_go_leave_out_turns_that_are_over():

@@ -17,7 +17,7 @@ from test_families import NAMES
 
 from rlhf_jax import critic, dpo, frozen, hf, kl_control, lora, masked, ppo, state
 from rlhf_jax.data import packing
-from rlhf_jax.data.encoding import Pair
+from rlhf_jax.data.examples import Pair
 from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.models.lora import LoRA

@@ -399,6 +399,34 @@ def test_numbers_alone_are_scores_without_parts():
     assert rewards.scores_of(plain) is plain
 
 
+def test_a_weighted_sum_has_the_weighted_rewards_of_turns():
+    """Of the parts that have some; a part of weight 0 counts nothing."""
+    of_turns = jnp.asarray([[0.0, 1.0, 0.0], [0.0, 0.0, 2.0]])
+    total = jnp.asarray([3.0, 5.0])
+
+    def played(_):
+        return rewards.Scores(total, turns=of_turns)
+
+    def broken(_):
+        return rewards.Scores(total, turns=of_turns * jnp.nan)
+
+    def plain(_):
+        return total
+
+    parts = {"a": (0.5, played), "b": (2.0, plain), "c": (0.0, broken)}
+    found = rewards.weighted(parts)(None)
+    np.testing.assert_array_equal(found.turns, 0.5 * of_turns)
+    np.testing.assert_array_equal(found.total, 2.5 * total)
+    twice = rewards.weighted({"a": (0.5, played), "d": (1.0, played)})(None)
+    np.testing.assert_array_equal(twice.turns, 1.5 * of_turns)
+    assert rewards.weighted({"b": (2.0, plain)})(None).turns is None
+
+
+def test_rewards_of_turns_stand_beside_their_totals():
+    with pytest.raises(InputError, match=r"rewards of turns as f32\[B, S\] beside"):
+        rewards.scores_of(rewards.Scores(jnp.zeros(2), turns=jnp.zeros((3, 4))))
+
+
 def test_a_weighted_sum_names_its_parts():
     """2, 3 and 1 response tokens; the text's reward is length plus gold."""
 

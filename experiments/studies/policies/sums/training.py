@@ -25,7 +25,7 @@ from rlhf_jax.algorithms.batch import Rollout
 from rlhf_jax.algorithms.grpo.experience import Baseline
 from rlhf_jax.algorithms.state import TrainState
 from rlhf_jax.data import batches
-from rlhf_jax.data.encoding import Example
+from rlhf_jax.data.examples import Example
 from rlhf_jax.functional import checks, losses
 from rlhf_jax.functional.kl.penalty import IN_LOSS, Penalty
 from rlhf_jax.functional.masked import Stats

@@ -21,9 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax.algorithms.batch import Rollout, RolloutPacking
-from rlhf_jax.data import layout_arrays
-from rlhf_jax.data.layout_arrays import Form, Part
-from rlhf_jax.data.layout_sizes import Sizes, in_groups, sizes_of
+from rlhf_jax.data.layouts.arrays import Arrays, Form, Part, alone, deal, fill
+from rlhf_jax.data.layouts.sizes import Sizes, in_groups, sizes_of
 from rlhf_jax.models.packing import SizedPacking
 
 Array = jax.Array
@@ -136,7 +135,7 @@ class Packer:
         sizes = self.batch if kind == "batch" else self.minibatch
         assert sizes is not None
         self.used.update((kind, part.size) for part in parts)
-        arrays = layout_arrays.Arrays(self.form, columns=columns)
+        arrays = Arrays(self.form, columns=columns)
         made = [
             arrays(lengths, part, widest=sizes.sizes[-1])
             for part in _filled_up(parts, sizes.parts)
@@ -179,16 +178,16 @@ class Packer:
 
 def _parts(lengths: HostArray, *, sizes: Sizes, form: Form) -> list[Part] | None:
     """Parts of some rows, each with its size; None where they do not fit."""
-    tried = [layout_arrays.fill(lengths, form=form)]
+    tried = [fill(lengths, form=form)]
     share = form.packed_share(len(tried[0].texts), rows=len(lengths))
     if share > 1 and form.may_pad:
         return None
     if form.max_tokens is not None:
-        tried.append(layout_arrays.alone(lengths, form=form))
+        tried.append(alone(lengths, form=form))
     for bins in tried:
         least = max(1, -(-len(bins.texts) // (sizes.rows * form.devices)))
         for count in range(least, sizes.parts + 1):
-            parts = layout_arrays.deal(bins, rows=sizes.rows, parts=count, form=form)
+            parts = deal(bins, rows=sizes.rows, parts=count, form=form)
             held = [_size_of(part, sizes) for part in parts]
             if None not in held:
                 return [

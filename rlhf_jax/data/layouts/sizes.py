@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlhf_jax.data import layout_arrays
-from rlhf_jax.data.layout_arrays import Bins, Form
+from rlhf_jax.data.layouts import arrays
+from rlhf_jax.data.layouts.arrays import Bins, Form
 
 HostArray = Any  # NumPy's
 DRAWS = 48  # batches drawn from a sample of lengths, to choose sizes by
@@ -46,7 +46,7 @@ def best_form(forms: Sequence[Form], sample: HostArray) -> Form:
 
     def tokens(form: Form) -> int:
         of_steps = [
-            layout_arrays.fill(part, form=form)
+            arrays.fill(part, form=form)
             for _, parts in _drawn(form, sample, count=WIDTH_DRAWS)
             for part in parts
         ]
@@ -95,8 +95,8 @@ def sizes_of(form: Form, sample: HostArray) -> tuple[Sizes | None, Sizes | None]
     """
     batches, steps = [], []
     for rows, parts in _drawn(form, sample, count=DRAWS):
-        batches.append(layout_arrays.fill(rows, form=form))
-        steps += [layout_arrays.fill(part, form=form) for part in parts]
+        batches.append(arrays.fill(rows, form=form))
+        steps += [arrays.fill(part, form=form) for part in parts]
     of_batch = _sizes(form, batches, rows=form.rows, most=None)
     of_steps = _sizes(
         form, steps, rows=form.minibatch, most=form.rows_of_part(form.minibatch)
@@ -128,7 +128,7 @@ def _sizes(
     dealt = [
         part
         for bins in drawn
-        for part in layout_arrays.deal(bins, rows=limit, parts=None, form=form)
+        for part in arrays.deal(bins, rows=limit, parts=None, form=form)
     ]
     rows_dealt = sum(part.rows for part in dealt)
     density = sum(part.reads for part in dealt) / max(1, rows_dealt)

@@ -1,0 +1,65 @@
+"""What losses of texts read: encoded demonstrations, episodes and pairs.
+
+prompt       The cat               response    sat. <eos>
+trained       0   0                             1    1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+Tokens = Sequence[int]
+
+
+class Example(NamedTuple):
+    """A text for the language-model loss, which reads the response."""
+
+    prompt: Tokens
+    response: Tokens  # with EOS
+
+    @property
+    def length(self) -> int:
+        """Tokens of both."""
+        return len(self.prompt) + len(self.response)
+
+    @property
+    def trained(self) -> list[bool]:
+        """Whether the loss reads each token; nothing predicts the first one."""
+        start = max(len(self.prompt), 1)
+        return [place >= start for place in range(self.length)]
+
+
+class Episode(NamedTuple):
+    """A demonstration of several turns, of which the loss reads the responses."""
+
+    prompt: Tokens
+    response: Tokens  # all turns, each response with EOS, and what was observed
+    observed: tuple[tuple[int, int], ...]  # [start, end) in `response`, not trained on
+
+    @property
+    def length(self) -> int:
+        """Tokens of both."""
+        return len(self.prompt) + len(self.response)
+
+    @property
+    def trained(self) -> list[bool]:
+        """Whether the loss reads each token; nothing predicts the first one."""
+        trained = Example(self.prompt, self.response).trained
+        for start, end in self.observed:
+            size = end - start
+            start += len(self.prompt)
+            trained[start : start + size] = [False] * size
+        return trained
+
+
+class Pair(NamedTuple):
+    """Two responses to one prompt."""
+
+    prompt: Tokens
+    chosen: Tokens  # with EOS
+    rejected: Tokens  # with EOS
+    margin: float | None = None  # score difference asked for
+
+
+Text = Example | Episode

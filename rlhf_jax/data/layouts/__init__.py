@@ -1,0 +1,5 @@
+"""Responses of uneven lengths to packed rows, on the host."""
+
+from rlhf_jax.data.layouts.packer import Packer, spans
+
+__all__ = ["Packer", "spans"]

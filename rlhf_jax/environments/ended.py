@@ -1,0 +1,93 @@
+"""Episodes that have ended, as a rollout and its scores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rlhf_jax.algorithms.batch import Prompts, Rollout
+from rlhf_jax.models.generation.episodes import Episodes
+from rlhf_jax.roles.rewards.scores import Scores
+
+HostArray = Any
+# How an episode ended before its environment was done with it.
+EARLY = (*("failed", "timed_out", "truncated", "out_of_turns", "out_of_room", "late"),)
+
+
+class Ended(NamedTuple):
+    """B rows of NumPy arrays, filled as episodes end."""
+
+    rollout: Rollout
+    first: int  # P, the column behind the prompts
+    total: HostArray  # f32[B], reward units
+    turns: HostArray  # f32[B, S], as `Scores.turns`
+    parts: dict[str, HostArray]  # f32[B], 1 where true: EARLY; and the turns of each
+
+    def scores(self) -> Scores:
+        """The rewards; parts are logged as `reward/NAME`."""
+        return Scores(total=self.total, parts=self.parts, turns=self.turns)
+
+
+def none(prompts: Prompts, *, size: int) -> Ended:
+    """Rows of prompts alone.
+
+    Args:
+      prompts: Prompts[B, P], of NumPy arrays.
+      size: R, columns behind the prompts.
+    """
+    rows, columns = prompts.tokens.shape
+    room = ((0, 0), (0, size))
+    shape = (rows, columns + size)
+    arrays: dict[str, HostArray] = {
+        "tokens": np.pad(np.where(prompts.mask, prompts.tokens, 0), room),
+        "mask": np.pad(prompts.mask, room),
+        "response_mask": np.zeros(shape, bool),
+        "old_logprobs": np.zeros(shape, np.float32),
+        "entropy": np.zeros(shape, np.float32),
+        "index": np.asarray(prompts.index),
+        "sample": np.asarray(prompts.sample),
+    }
+    return Ended(
+        Rollout(**arrays),
+        first=columns,
+        total=np.zeros(rows, np.float32),
+        turns=np.zeros(shape, np.float32),
+        parts={name: np.zeros(rows, np.float32) for name in (*EARLY, "turns")},
+    )
+
+
+def keep(
+    ended: Ended,
+    view: Episodes,
+    *,
+    row: int,
+    place: int,
+    start: int,
+    size: int,
+    rewards: Sequence[tuple[int, float]],
+) -> None:
+    """Writes an episode into its row.
+
+    Args:
+      view: the places, with the episode in `place`.
+      start: tokens of its prompt.
+      size: tokens behind it.
+      rewards: of each turn, with the number of its last token behind the prompt.
+    """
+    rollout: Any = ended.rollout
+    first = ended.first
+    there, here = slice(start, start + size), slice(first, first + size)
+    sampled = view.sampled[place, there]
+    rollout.tokens[row, here] = view.tokens[place, there]
+    rollout.mask[row, here] = True
+    rollout.response_mask[row, here] = sampled
+    rollout.old_logprobs[row, here] = np.where(sampled, view.logprobs[place, there], 0)
+    rollout.entropy[row, here] = np.where(sampled, view.entropy[place, there], 0)
+    last = int(np.flatnonzero(sampled)[-1])
+    for number, reward in rewards:
+        if number < last:  # else it is the rest of the total
+            ended.turns[row, first + number] = reward
+    ended.total[row] = sum(reward for _, reward in rewards)
+    ended.parts["turns"][row] = len(rewards)

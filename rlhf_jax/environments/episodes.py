@@ -1,0 +1,297 @@
+"""The host's part of a rollout of episodes: who draws, who waits, who reads.
+
+    device   advance ........ read advance ............ read advance
+    pool          step(b's turn) ....└ answer     step(a's turn) ...
+
+A finished turn goes to the pool at once, and the other places draw on while it is
+answered. An episode that ends leaves its place to the next one. The rollout is done
+when all of its episodes are.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from rlhf_jax.algorithms.batch import Prompts
+from rlhf_jax.data.turns import TurnEncoder
+from rlhf_jax.environments import ended
+from rlhf_jax.environments.answers import Answer
+from rlhf_jax.environments.ended import Ended
+from rlhf_jax.environments.pool import EnvironmentPool
+from rlhf_jax.models.generation.episodes import Arrivals, Episodes
+
+Array = jax.Array
+HostArray = Any
+SHARE = 8  # the host looks when one turn in so many has ended
+POLL = 0.05  # seconds between looks at the clock while nothing else is to be done
+
+
+class Limits(NamedTuple):
+    """Of an episode; `Scores.parts` counts the episodes that one of them ended."""
+
+    tokens: int  # R, of all turns and observations
+    turn_tokens: int  # of a turn; one without a stop token by then is the last
+    turns: int
+    seconds: float | None = None  # of all episodes of a rollout; None waits for them
+
+
+class Device(Protocol):
+    """What runs the policy: compiled programs and the places that they keep."""
+
+    @property
+    def places(self) -> int:
+        """C."""
+        ...
+
+    @property
+    def arriving(self) -> int:
+        """A, places that read at a time."""
+        ...
+
+    @property
+    def chunk(self) -> int:
+        """N, columns that they read at a time."""
+        ...
+
+    def read(self, arrivals: Arrivals) -> None:
+        """Runs prompts and observations."""
+        ...
+
+    def advance(self, *, until: int, steps: int) -> Episodes:
+        """Draws on, and returns what stands in the places, on the host, cacheless."""
+        ...
+
+
+@dataclasses.dataclass
+class _Episode:
+    """An episode under way."""
+
+    row: int
+    place: int
+    state: bytes
+    reading: list[int] | None  # tokens that are still to be read; None reads nothing
+    prompt: int  # tokens of its prompt
+    begins: bool = True  # nothing of it has been read
+    drawing: bool = False  # a turn is under way
+    stopped: bool = True  # the turn that ended last has a stop token
+    size: int = 0  # tokens behind the prompt, without those that are being drawn
+    kept: int = 0  # tokens behind it up to the end of the turn that ended last
+    rewards: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+    future: concurrent.futures.Future[Answer] | None = None
+
+
+def play(
+    device: Device,
+    *,
+    prompts: Prompts,
+    states: Sequence[bytes],
+    keys: Array,
+    pool: EnvironmentPool,
+    encoder: TurnEncoder,
+    decode: Callable[[list[int]], str],
+    stop_ids: tuple[int, ...],
+    limits: Limits,
+    steps: int = 32,
+) -> Ended:
+    """An episode from every row of prompts.
+
+    Args:
+      device: with places that are free.
+      prompts: Prompts[B, P], of NumPy arrays.
+      states: of the environment, by `prompts.index`.
+      keys: key[B], of the rows.
+      pool: that answers turns.
+      encoder: of observations.
+      decode: token ids -> text, of a turn, for the environment alone.
+      stop_ids: tokens that end a turn.
+      limits: of an episode.
+      steps: tokens that are drawn before the host looks for answers.
+
+    Returns:
+      Episodes[B, P + R] in the order of the prompts. One that a limit or a failure
+      ended keeps its tokens and rewards up to there.
+
+    Raises:
+      StopError: the environment failed, and the pool is to stop then.
+    """
+    return _Play(
+        device,
+        prompts=prompts,
+        states=states,
+        keys=keys,
+        pool=pool,
+        encoder=encoder,
+        decode=decode,
+        stop_ids=stop_ids,
+        limits=limits,
+    ).run(steps=steps)
+
+
+class _Play:
+    """One rollout."""
+
+    def __init__(
+        self,
+        device: Device,
+        *,
+        prompts: Prompts,
+        states: Sequence[bytes],
+        keys: Array,
+        pool: EnvironmentPool,
+        encoder: TurnEncoder,
+        decode: Callable[[list[int]], str],
+        stop_ids: tuple[int, ...],
+        limits: Limits,
+    ) -> None:
+        self._device, self._prompts, self._states = device, prompts, states
+        self._keys, self._pool, self._encoder = keys, pool, encoder
+        self._decode, self._stop_ids, self._limits = decode, stop_ids, limits
+        self._ended = ended.none(prompts, size=limits.tokens)
+        self._free = list(range(device.places))[::-1]
+        self._live: list[_Episode] = []
+        self._failures: list[Answer] = []
+        self._view: Episodes | None = None
+
+    def run(self, *, steps: int) -> Ended:
+        """Until all have ended, or the time is over."""
+        began, seconds = time.monotonic(), self._limits.seconds
+        waiting = list(range(len(self._prompts.index)))[::-1]
+        try:
+            while self._live or waiting:
+                if seconds is not None and time.monotonic() - began > seconds:
+                    self._end_late(waiting)
+                    break
+                while self._free and waiting:
+                    self._begin(waiting.pop())
+                self._take_answers()
+                self._read()
+                if any(each.drawing for each in self._live):
+                    self._advance(steps)
+                elif not any(each.reading is not None for each in self._live):
+                    answers = [each.future for each in self._live if each.future]
+                    concurrent.futures.wait(
+                        answers, timeout=POLL, return_when="FIRST_COMPLETED"
+                    )
+        finally:
+            for episode in self._live:
+                if episode.future is not None:
+                    episode.future.cancel()
+        self._pool.warn(self._failures, num_episodes=len(self._prompts.index))
+        return self._ended
+
+    def _begin(self, row: int) -> None:
+        tokens = self._prompts.tokens[row][self._prompts.mask[row]].tolist()
+        state = self._states[int(self._prompts.index[row])]
+        self._live.append(_Episode(row, self._free.pop(), state, tokens, len(tokens)))
+
+    def _read(self) -> None:
+        """The next columns of what some episodes are to read."""
+        size, chunk = self._device.arriving, self._device.chunk
+        reading = [each for each in self._live if each.reading is not None][:size]
+        if not reading:
+            return
+        of_row = np.zeros(size, np.int32)
+        arrays: dict[str, HostArray] = {
+            "place": np.full(size, self._device.places, np.int32),
+            "tokens": np.zeros((size, chunk), np.int32),
+            **{name: np.zeros(size, np.int32) for name in ("count", "turn")},
+            **{name: np.zeros(size, bool) for name in ("begins", "prompt", "draws")},
+        }
+        for at, episode in enumerate(reading):
+            tokens = episode.reading or []
+            part, episode.reading = tokens[:chunk], tokens[chunk:] or None
+            of_row[at], arrays["place"][at] = episode.row, episode.place
+            arrays["tokens"][at, : len(part)] = part
+            arrays["count"][at] = len(part)
+            arrays["begins"][at], episode.begins = episode.begins, False
+            of_prompt = not episode.rewards
+            arrays["prompt"][at] = of_prompt
+            if not of_prompt:
+                episode.size += len(part)
+            arrays["draws"][at] = episode.drawing = episode.reading is None
+            room = self._limits.tokens - episode.size
+            arrays["turn"][at] = min(self._limits.turn_tokens, room)
+        self._device.read(Arrivals(**arrays, keys=self._keys[of_row]))
+
+    def _advance(self, steps: int) -> None:
+        """Draws on, and hands the turns that ended to the pool."""
+        drawing = [each for each in self._live if each.drawing]
+        # Those that are to draw soon are not kept waiting.
+        busy = any(each.reading is not None for each in self._live)
+        self._view = view = self._device.advance(
+            until=len(drawing) - max(1, len(drawing) // SHARE),
+            steps=1 if busy else steps,
+        )
+        for episode in drawing:
+            if view.drawing[episode.place]:
+                continue
+            start, end = episode.prompt + episode.size, view.length[episode.place]
+            tokens = view.tokens[episode.place, start:end].tolist()
+            episode.drawing = False
+            episode.size = episode.kept = int(end) - episode.prompt
+            episode.stopped = tokens[-1] in self._stop_ids
+            said = self._decode(tokens[:-1] if episode.stopped else tokens)
+            where = f"row {int(self._prompts.index[episode.row])}"
+            episode.future = self._pool.step(episode.state, said, where=where)
+
+    def _take_answers(self) -> None:
+        for episode in list(self._live):
+            if episode.future is None or not episode.future.done():
+                continue
+            answer, episode.future = episode.future.result(), None
+            episode.rewards.append((episode.size - 1, answer.reward))
+            if answer.why:
+                self._failures.append(answer)
+                self._end(episode, "timed_out" if answer.timed_out else "failed")
+            elif answer.done:
+                self._end(episode, None if episode.stopped else "truncated")
+            elif not episode.stopped:
+                self._end(episode, "truncated")
+            elif len(episode.rewards) >= self._limits.turns:
+                self._end(episode, "out_of_turns")
+            else:
+                self._go_on(episode, answer)
+
+    def _go_on(self, episode: _Episode, answer: Answer) -> None:
+        where = f"an observation of row {int(self._prompts.index[episode.row])}"
+        observed = self._encoder.observation(answer.observation, where=where)
+        if episode.size + len(observed) >= self._limits.tokens:
+            self._end(episode, "out_of_room")
+            return
+        episode.state, episode.reading = answer.state, observed  # it may be of nothing
+
+    def _end_late(self, waiting: list[int]) -> None:
+        """Ends all episodes as they are; those that have not begun stay empty."""
+        self._view = self._device.advance(until=0, steps=0)
+        for episode in list(self._live):
+            if episode.drawing:
+                length = int(self._view.length[episode.place])
+                episode.kept = length - episode.prompt
+            self._end(episode, "late")
+        self._ended.parts["late"][waiting] = 1.0
+
+    def _end(self, episode: _Episode, why: str | None) -> None:
+        """Keeps what the episode has come to, and frees its place."""
+        if self._view is not None and episode.kept:
+            ended.keep(
+                self._ended,
+                self._view,
+                row=episode.row,
+                place=episode.place,
+                start=episode.prompt,
+                size=episode.kept,
+                rewards=episode.rewards,
+            )
+        if why is not None:
+            self._ended.parts[why][episode.row] = 1.0
+        if episode.future is not None:
+            episode.future.cancel()
+        self._live.remove(episode)
+        self._free.append(episode.place)

@@ -1,0 +1,209 @@
+"""Environments of the `verifiers` library, its `MultiTurnEnv` and all that it is of.
+
+    def load():                                     at the top of a module of yours
+        return verifiers.load_environment("wordle")
+
+    environment = VerifiersLibrary(load)
+    rows = dataset(load)                            {"prompt": [...], "answer": ...}
+
+Extra `verifiers`, versions before 0.4, which has taken these classes out. An episode
+goes as the library's own `rollout`: stop conditions, `setup_state`, `env_response`, and
+once, at the end, the score of the rubric.
+
+The library's models answer with structured tool calls, ours with text. So the prompt of
+a `ToolEnv` says how to write a call, and calls are read from the text, in the form of
+Qwen and Hermes:
+
+    <tool_call>⏎{"name": "add", "arguments": {"a": 1, "b": 2}}⏎</tool_call>
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import dataclasses
+import functools
+import importlib
+import json
+import re
+import signal
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from rlhf_jax.environments.protocol import Message, Row, Started, Turn
+
+Load = Callable[[], Any]  # -> verifiers.Environment
+
+_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+TOOLS = (
+    "# Tools\n\nYou may call functions. Their signatures, a JSON object a line:\n{}\n\n"
+    "A call is a JSON object with a name and arguments within <tool_call></tool_call>:"
+    '\n<tool_call>\n{{"name": ..., "arguments": {{...}}}}\n</tool_call>'
+)
+# Not the state's own: made anew, or of no use without the library's own client.
+_LEFT_OUT = ("client", "usage", "usage_tracker")
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifiersLibrary:
+    """Rows of the library's data set; the score of its rubric at the end."""
+
+    load: Load
+    """Makes the library's environment, once in each process; at the top of a module."""
+    tool_role: str = "tool"
+    """The role in which the chat template reads what tools return; user for templates
+    that have none."""
+
+    def reset(self, row: Row) -> Started:
+        """The row's prompt, with the tools that there are.
+
+        Raises:
+          ValueError: its rubric scores groups, or the prompt is no text.
+        """
+        environment = _environment(self.load)
+        if environment.requires_group_rollouts:
+            raise ValueError(
+                "expected a rubric that scores an episode, got one that scores groups;"
+                " remove its group rewards"
+            )
+        state = asyncio.run(_begun(environment, row))
+        prompt = [self._message(message) for message in state["prompt"]]
+        if state["tool_defs"]:
+            told = TOOLS.format("\n".join(map(_signature, state["tool_defs"])))
+            if prompt[0]["role"] == "system":
+                first = prompt.pop(0)["content"]
+                told = f"{first}\n\n{told}"
+            prompt.insert(0, {"role": "system", "content": told})
+        return Started(prompt, _bare(state))
+
+    def step(self, state: dict[str, Any], response: str) -> Turn:
+        """What the environment says to a response, or the rubric's score."""
+        environment = _environment(self.load)
+        return asyncio.run(self._step(environment, copy.deepcopy(state), response))
+
+    async def _step(self, environment: Any, state: Any, response: str) -> Turn:
+        library = _library()
+        environment._get_usage_tracker(state, create_if_missing=True)
+        asked = state["asked"]
+        said = _assistant(response, tools=bool(state["tool_defs"]))
+        step = library.types.TrajectoryStep(
+            prompt=asked,
+            completion=[said],
+            response=None,
+            tokens=None,
+            reward=None,
+            advantage=None,
+            is_truncated=False,
+            trajectory_id=state["trajectory_id"],
+            extras={},
+        )
+        await environment.add_trajectory_step(state, step)
+        if not await environment.is_completed(state):
+            messages = await environment.get_prompt_messages(state)
+            messages = library.utils.message_utils.maybe_normalize_messages(
+                messages, field_name="prompt_messages"
+            )
+            if state.get("final_env_response") is None:
+                state["asked"] = messages
+                seen = messages[len(asked) + 1 :]
+                observation = [self._message(message) for message in seen]
+                return Turn(observation, 0.0, False, _bare(state))
+            await environment.is_completed(state)  # which says why it is over
+        await environment.cleanup(state)
+        await environment.rubric.score_rollout(state)
+        await environment.rubric.cleanup(state)
+        return Turn("", state["reward"], True, None)
+
+    def _message(self, message: Any) -> Message:
+        if isinstance(message, dict):
+            role, content = message["role"], message["content"]
+        else:
+            role, content = message.role, message.content
+        if not isinstance(content, str):
+            raise ValueError(
+                f"expected messages of text, got {content!r:.60}; images and sounds"
+                " have no tokens here"
+            )
+        role = {"text": "user", "tool": self.tool_role}.get(role, role)
+        return {"role": role, "content": content}
+
+
+def dataset(load: Load, *, num_rows: int = -1, seed: int | None = None) -> list[Row]:
+    """Rows of the library's training data: prompt, answer and whatever else it has.
+
+    Args:
+      num_rows: the first so many; -1 is all.
+      seed: of a shuffle before; None is none.
+    """
+    found = _environment(load).get_dataset(n=num_rows, seed=seed)
+    return [dict(row) for row in found.to_list()]
+
+
+@functools.lru_cache(maxsize=4)
+def _environment(load: Load) -> Any:
+    """The library's environment, without the handlers that it sets for signals."""
+    kept = {number: signal.getsignal(number) for number in (2, 15)}
+    try:
+        return load()
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+
+
+@functools.cache
+def _library() -> Any:
+    library = importlib.import_module("verifiers")
+    for module in ("types", "utils.message_utils", "clients"):
+        importlib.import_module(f"verifiers.{module}")
+    return library
+
+
+async def _begun(environment: Any, row: Row) -> Any:
+    """The library's state of a row, ready for the first response."""
+    config = _library().types.ClientConfig(api_base_url="http://127.0.0.1:9")
+    given: dict[str, Any] = {"example_id": 0, **row}
+    state = await environment.init_state(given, config, "policy", None)
+    made: Coroutine[Any, Any, Any] = environment.setup_state(state)
+    state = await made or state
+    messages = await environment.get_prompt_messages(state)
+    state["asked"] = _library().utils.message_utils.maybe_normalize_messages(
+        messages, field_name="prompt_messages"
+    )
+    state["prompt"] = state["asked"]
+    return state
+
+
+def _bare(state: Any) -> Any:
+    """The state without what no process could hand to another."""
+    for name in _LEFT_OUT:
+        state.pop(name, None)
+    return state
+
+
+def _assistant(text: str, *, tools: bool) -> Any:
+    """The response as the library's message, with the calls that it holds.
+
+    What stands in a call and is no JSON object is handed over as a call without
+    arguments that the library reports as an error.
+    """
+    types = _library().types
+    calls = []
+    for place, found in enumerate(_CALL.findall(text) if tools else ()):
+        name, arguments = "", found.strip()
+        try:
+            read = json.loads(found)
+            name, arguments = str(read["name"]), json.dumps(read.get("arguments", {}))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            pass  # its text, as arguments of no function
+        calls.append(types.ToolCall(id=f"call_{place}", name=name, arguments=arguments))
+    return types.AssistantMessage(content=text, tool_calls=calls or None)
+
+
+def _signature(tool: Any) -> str:
+    return json.dumps(
+        {
+            "name": tool.name,
+            "description": tool.description,
+            "parameters": tool.parameters,
+        }
+    )

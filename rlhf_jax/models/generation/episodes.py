@@ -1,0 +1,316 @@
+"""Episodes of several turns: places that draw, wait for an answer, and read it.
+
+    place 0   p p p  a a E  o o  b b E          p: prompt, o: observed, E: a stop token
+    place 1   p p    a a a a a E   . . .        waits for its answer
+    column    0 1 2  3 4 5 ...                  of the row itself, without padding
+
+`read` runs what stands in a row and was not drawn, its prompt or an observation, a few
+columns at a time, and draws the first token of a turn behind it. `advance` draws on in
+all places whose turn has not ended. The cache is kept: of an observation only its own
+tokens are run, and the stop token before it.
+
+Every row has its own columns, and all shapes are fixed. So the numbers of a row depend
+on its own tokens and key, and not on when an answer came or who stood beside it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.models import blocks, cached_decoder, decoder, heads, leaves
+from rlhf_jax.models.attention import quantise
+from rlhf_jax.models.caches import Caches
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.generation.sampling import Shaping, sample_token
+from rlhf_jax.models.positions import angles
+
+Array = jax.Array
+Params = Any
+
+
+@flax.struct.dataclass
+class Episodes:
+    """C places, each with the row of an episode; donate it."""
+
+    tokens: Array  # i32[C, W], without padding; no meaning from `length` on
+    sampled: Array  # bool[C, W], drawn here; else prompt or observed
+    logprobs: Array  # f32[C, W], nats, of the distribution each token was drawn from
+    entropy: Array  # f32[C, W], nats, of that distribution
+    length: Array  # i32[C], tokens so far
+    cached: Array  # i32[C], columns in the cache; of what was drawn last none is
+    prompt: Array  # i32[C], tokens of the prompt
+    limit: Array  # i32[C], length at which the turn is cut
+    drawing: Array  # bool[C], the turn goes on
+    keys: Array  # key[C], of the rows
+    caches: Caches  # of every layer, W columns each
+
+
+@flax.struct.dataclass
+class Arrivals:
+    """What A places are to read: N columns at most of each."""
+
+    place: Array  # i32[A]; C is nowhere
+    tokens: Array  # i32[A, N]
+    count: Array  # i32[A], tokens of these
+    begins: Array  # bool[A], a new episode begins with them
+    prompt: Array  # bool[A], they are of its prompt
+    draws: Array  # bool[A], a turn follows; else more columns do
+    turn: Array  # i32[A], most tokens of that turn
+    keys: Array  # key[A], of the rows
+
+
+def empty(model: ModelConfig, *, places: int, columns: int, key: Array) -> Episodes:
+    """Places without an episode.
+
+    Args:
+      places: C.
+      columns: W: of the longest row, and those that `read` takes at a time.
+      key: key[], of any row.
+    """
+    shape = (places, model.num_kv_heads, columns, model.head_dim)
+    one = jnp.zeros(shape, model.dtype)
+    cached: Any = quantise(one) if model.cache == "int8" else one
+    caches = tuple((cached, cached) for _ in range(model.num_layers))
+    return Episodes(
+        tokens=jnp.zeros((places, columns), jnp.int32),
+        sampled=jnp.zeros((places, columns), bool),
+        logprobs=jnp.zeros((places, columns), jnp.float32),
+        entropy=jnp.zeros((places, columns), jnp.float32),
+        length=jnp.ones(places, jnp.int32),
+        cached=jnp.zeros(places, jnp.int32),
+        prompt=jnp.zeros(places, jnp.int32),
+        limit=jnp.zeros(places, jnp.int32),
+        drawing=jnp.zeros(places, bool),
+        keys=jnp.broadcast_to(key, (places,)),
+        caches=jax.tree.map(jnp.array, caches),  # each of its own: they are donated
+    )
+
+
+def read(
+    params: Params,
+    state: Episodes,
+    arrivals: Arrivals,
+    *,
+    model: ModelConfig,
+    stop_ids: tuple[int, ...],
+    temperature: float,
+    shaping: Shaping | None = None,
+) -> Episodes:
+    """The places with those columns read, and a token drawn behind them where asked.
+
+    Args:
+      params: the decoder's.
+      state: Episodes[C].
+      arrivals: Arrivals[A], for places whose turn has ended, or that are free.
+      model: static.
+      stop_ids: tokens that end a turn, themselves kept.
+      temperature: divides the logits, dimensionless.
+      shaping: for evaluation only.
+    """
+    place, size = arrivals.place, arrivals.tokens.shape[1]
+    inside = jnp.minimum(place, state.length.shape[0] - 1)
+
+    def rows(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf[inside], tree)
+
+    of = rows(state)
+    start = jnp.where(arrivals.begins, 0, of.length)
+    cached = jnp.where(arrivals.begins, 0, of.cached)
+    new = jnp.arange(size, dtype=jnp.int32)[None] < arrivals.count[:, None]
+    length = start + arrivals.count
+    blank = arrivals.begins[:, None]
+    tokens = _written(of.tokens, arrivals.tokens, start)
+    # One more than arrives: the token drawn last has not been run.
+    hidden, caches = _extend(
+        params,
+        _slice(tokens, cached, size=size + 1),
+        layers=cached_decoder.layers_to_decode(
+            params, model=model, rows=place.shape[0]
+        ),
+        model=model,
+        start=cached,
+        caches=of.caches,
+    )
+    last = jnp.maximum(length - 1 - cached, 0)
+    hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
+    of = dataclasses.replace(
+        of,
+        tokens=tokens,
+        sampled=_written(of.sampled & ~blank, jnp.zeros_like(new), start),
+        logprobs=_written(
+            jnp.where(blank, 0.0, of.logprobs), jnp.zeros(new.shape), start
+        ),
+        entropy=_written(
+            jnp.where(blank, 0.0, of.entropy), jnp.zeros(new.shape), start
+        ),
+        length=length,
+        cached=length,
+        prompt=jnp.where(arrivals.prompt, length, of.prompt),
+        limit=length + arrivals.turn,
+        drawing=arrivals.draws,
+        keys=jnp.where(arrivals.begins, arrivals.keys, of.keys),
+        caches=caches,
+    )
+    of = _drawn(
+        of,
+        heads.logits(params, hidden, model=model, spread=True),
+        stop_ids=stop_ids,
+        temperature=temperature,
+        shaping=shaping,
+    )
+    return jax.tree.map(lambda old, row: old.at[place].set(row, mode="drop"), state, of)
+
+
+def advance(
+    params: Params,
+    state: Episodes,
+    *,
+    until: Array,
+    steps: Array,
+    model: ModelConfig,
+    stop_ids: tuple[int, ...],
+    temperature: float,
+    shaping: Shaping | None = None,
+) -> Episodes:
+    """Draws on until at most so many turns go on, or for so many tokens.
+
+    Args:
+      params: the decoder's.
+      state: Episodes[C].
+      until: i32[], turns that go on.
+      steps: i32[], tokens.
+      model, stop_ids, temperature, shaping: the arguments of `read`.
+    """
+    layers = cached_decoder.layers_to_decode(
+        params, model=model, rows=state.length.shape[0]
+    )
+
+    def more(carry: tuple[Episodes, Array]) -> Array:
+        state, step = carry
+        return (state.drawing.sum() > until) & (step < steps)
+
+    def draw(carry: tuple[Episodes, Array]) -> tuple[Episodes, Array]:
+        state, step = carry
+        column = state.length - 1  # of what was drawn last, also where a place waits
+        hidden, caches = _extend(
+            params,
+            _slice(state.tokens, column, size=1),
+            layers=layers,
+            model=model,
+            start=column,
+            caches=state.caches,
+        )
+        state = dataclasses.replace(
+            state,
+            caches=caches,
+            cached=jnp.where(state.drawing, state.length, state.cached),
+        )
+        logits = heads.logits(params, hidden[:, 0], model=model, spread=True)
+        state = _drawn(
+            state,
+            logits,
+            stop_ids=stop_ids,
+            temperature=temperature,
+            shaping=shaping,
+        )
+        return state, step + 1
+
+    state, _ = jax.lax.while_loop(more, draw, (state, jnp.zeros((), jnp.int32)))
+    return state
+
+
+def _drawn(
+    state: Episodes,
+    logits: Array,
+    *,
+    stop_ids: tuple[int, ...],
+    temperature: float,
+    shaping: Shaping | None,
+) -> Episodes:
+    """A token more in every place whose turn goes on."""
+    number = state.length - state.prompt
+    token, logprob, entropy = sample_token(
+        logits,
+        keys=jax.vmap(jax.random.fold_in)(state.keys, number),
+        temperature=temperature,
+        shaping=shaping,
+    )
+    columns = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)[None]
+    here = state.drawing[:, None] & (columns == state.length[:, None])
+
+    def put(old: Array, new: Array) -> Array:
+        return jnp.where(here, new[:, None], old)
+
+    length = state.length + state.drawing
+    stopped = jnp.isin(token, jnp.asarray(stop_ids, jnp.int32))
+    return dataclasses.replace(
+        state,
+        tokens=put(state.tokens, token),
+        sampled=state.sampled | here,
+        logprobs=put(state.logprobs, logprob),
+        entropy=put(state.entropy, entropy),
+        length=length,
+        drawing=state.drawing & ~stopped & (length < state.limit),
+    )
+
+
+def _extend(
+    params: Params,
+    tokens: Array,
+    *,
+    layers: Sequence[Params],
+    model: ModelConfig,
+    start: Array,
+    caches: Caches,
+) -> tuple[Array, Caches]:
+    """Hidden states of new tokens, against the columns before them.
+
+    Args:
+      tokens: i32[B, N].
+      start: i32[B], the column of the first.
+      caches: of every layer, W columns each.
+
+    Returns:
+      [B, N, D] after the final norm, and the caches with the new columns.
+    """
+    at = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    columns = jnp.arange(caches[0][0].shape[2], dtype=jnp.int32)[None, None]
+    seen = columns <= at[:, :, None]
+    everything = local = seen, angles(at, model=model)
+    if model.sliding_window is not None:
+        near = seen & (columns > at[:, :, None] - model.sliding_window)
+        local = near, angles(at, model=model, local=True)
+    x = decoder.embed(params, model=model, tokens=tokens, positions=at)
+    updated = []
+    for number, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
+        mask, rotary = local if model.is_local(number) else everything
+        x, cache = blocks.Block(model).apply(
+            {"params": leaves.read(layer)},
+            x,
+            mask=mask,
+            rotary=rotary,
+            cache=cache,
+            column=start,
+        )
+        updated.append(cache)
+    return decoder.final_norm(params, x, model=model), tuple(updated)
+
+
+def _slice(array: Array, start: Array, *, size: int) -> Array:
+    """[B, size] of [B, W], from a column of each row on."""
+    return jax.vmap(lambda row, first: jax.lax.dynamic_slice_in_dim(row, first, size))(
+        array, start
+    )
+
+
+def _written(array: Array, new: Array, start: Array) -> Array:
+    """[B, W] with [B, N] from a column of each row on."""
+    return jax.vmap(jax.lax.dynamic_update_slice_in_dim, in_axes=(0, 0, 0, None))(
+        array, new.astype(array.dtype), start, 0
+    )

@@ -1,0 +1,179 @@
+"""Episodes as a sampler of a run: its compiled programs, and a rollout with scores."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from rlhf_jax.algorithms.batch import Prompts, Rollout
+from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
+from rlhf_jax.data.turns import TurnEncoder
+from rlhf_jax.environments.episodes import Limits, play
+from rlhf_jax.environments.pool import EnvironmentPool
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models.generation import decode as decoding
+from rlhf_jax.models.generation import episodes
+from rlhf_jax.models.generation.episodes import Arrivals, Episodes
+from rlhf_jax.models.generation.sampling import Shaping
+from rlhf_jax.roles import adapted
+from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.rewards.scores import Scores
+
+Array = jax.Array
+Params = Any
+SHARE = 8  # one place in so many reads at a time
+
+
+class Drawn(NamedTuple):
+    """Episodes and what they were worth."""
+
+    rollout: Rollout
+    scores: Scores
+
+
+class EpisodeSampler:
+    """The compiled programs of episodes, on one device.
+
+    The cache of a run stays on the device from iteration to iteration; every program
+    is compiled once.
+    """
+
+    def __init__(
+        self,
+        recipe: PolicyGradient,
+        *,
+        pool: EnvironmentPool,
+        encoder: TurnEncoder,
+        decode: Callable[[list[int]], str],
+        limits: Limits,
+        prompt_size: int,
+        places: int,
+        chunk: int,
+        base: Frozen | None = None,
+        shaping: Shaping | None = None,
+    ) -> None:
+        """Compiles nothing yet.
+
+        Args:
+          recipe: static.
+          pool: that answers turns.
+          encoder: of observations.
+          decode: token ids -> text of a turn, for the environment.
+          limits: of an episode.
+          prompt_size: P, tokens of the longest prompt.
+          places: C, episodes at a time.
+          chunk: N, columns that are read at a time.
+          base: the parameters that adapters adapt.
+          shaping: for evaluation only.
+
+        Raises:
+          InputError: an episode is longer than the model's context.
+        """
+        size = prompt_size + limits.tokens
+        if size > recipe.model.max_positions:
+            raise InputError(
+                f"expected prompt and episode within {recipe.model.max_positions} "
+                f"positions, got {prompt_size} + {limits.tokens}; shorten either"
+            )
+        self.places, self.chunk = places, chunk
+        self.arriving = max(1, places // SHARE)
+        self._pool, self._encoder, self._decode = pool, encoder, decode
+        self._limits, self._stop_ids = limits, recipe.stop_ids
+        self._empty = functools.partial(
+            episodes.empty, recipe.model, places=places, columns=size + chunk + 1
+        )
+        options: dict[str, Any] = {
+            "model": recipe.model,
+            "stop_ids": recipe.stop_ids,
+            "temperature": recipe.temperature,
+            "shaping": shaping,
+        }
+
+        def whole(policy: Params) -> Params:
+            return adapted.params(policy, base=base, lora=recipe.lora)
+
+        def read(policy: Params, state: Episodes, arrivals: Arrivals) -> Episodes:
+            return episodes.read(whole(policy), state, arrivals, **options)
+
+        def advance(
+            policy: Params, state: Episodes, until: Array, steps: Array
+        ) -> tuple[Episodes, Episodes]:
+            state = episodes.advance(
+                whole(policy), state, until=until, steps=steps, **options
+            )
+            return state, dataclasses.replace(state, caches=())
+
+        self._read_program = jax.jit(read, donate_argnums=1)
+        self._advance_program = jax.jit(advance, donate_argnums=1)
+        self._state: Episodes | None = None
+        self._policy: Params = None
+
+    def __call__(
+        self,
+        policy: Params,
+        *,
+        prompts: Prompts,
+        states: Sequence[bytes],
+        key: Array,
+        version: Array | None = None,
+    ) -> Drawn:
+        """An episode from every row of prompts.
+
+        Args:
+          policy: the policy's parameters, or its adapters.
+          prompts: Prompts[B, P].
+          states: of the environment, by `prompts.index`.
+          key: of this step; the sampler takes the first of the two keys split from it.
+          version: i32[], of the policy; None stamps no token.
+
+        Returns:
+          Rollout[B, P + R] and Scores[B] of NumPy arrays.
+
+        Raises:
+          StopError: the environment failed, and the pool is to stop then.
+        """
+        sample_key, _ = jax.random.split(key)
+        mine = jax.device_get(prompts)
+        keys = decoding.row_keys(sample_key, index=mine.index, sample=mine.sample)
+        if self._state is None:
+            self._state = self._empty(key=sample_key)
+        self._policy = policy
+        try:
+            ended = play(
+                self,
+                prompts=mine,
+                states=states,
+                keys=keys,
+                pool=self._pool,
+                encoder=self._encoder,
+                decode=self._decode,
+                stop_ids=self._stop_ids,
+                limits=self._limits,
+            )
+        except BaseException:
+            self._state = None  # turns may be under way in it
+            raise
+        finally:
+            self._policy = None  # the update takes it
+        rollout = ended.rollout
+        if version is not None:
+            stamped = np.where(rollout.response_mask, int(version), 0)
+            rollout = dataclasses.replace(rollout, version=stamped.astype(np.int32))
+        return Drawn(rollout, ended.scores())
+
+    def read(self, arrivals: Arrivals) -> None:
+        """Runs prompts and observations."""
+        assert self._state is not None
+        self._state = self._read_program(self._policy, self._state, arrivals)
+
+    def advance(self, *, until: int, steps: int) -> Episodes:
+        """Draws on, and returns the places on the host, without their caches."""
+        self._state, seen = self._advance_program(
+            self._policy, self._state, np.int32(until), np.int32(steps)
+        )
+        return jax.device_get(seen)

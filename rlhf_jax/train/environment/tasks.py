@@ -1,0 +1,64 @@
+"""The rows of a run as an environment begins them, once, when the data is loaded."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from rlhf_jax.data import json_lines, lengths
+from rlhf_jax.data.examples import Tokens
+from rlhf_jax.data.json_lines import Row
+from rlhf_jax.data.lengths import Overlong
+from rlhf_jax.data.turns import TurnEncoder
+from rlhf_jax.environments.pool import EnvironmentPool
+
+
+class Tasks(NamedTuple):
+    """What episodes begin with; number n of each list belongs together."""
+
+    rows: list[Row]
+    prompts: list[Tokens]
+    states: list[bytes]  # of the environment, pickled
+
+
+def read_tasks(
+    source: str,
+    *,
+    pool: EnvironmentPool,
+    encoder: TurnEncoder,
+    room: int,
+    more: str,
+    overlong: Overlong,
+) -> Tasks:
+    """The rows whose prompts leave room for an episode.
+
+    Args:
+      source: JSONL, or hf:NAME:SPLIT; the environment reads the fields that it needs.
+      room: tokens that a prompt may have.
+      more: how a prompt may be longer, for the errors.
+      overlong: what becomes of longer ones: an error, or left out.
+
+    Raises:
+      InputError: the file is empty or malformed, the environment cannot begin with a
+        row, or no prompt fits; names file and line.
+    """
+    rows = [row for _, row in json_lines.read_located(source)]
+    places = [json_lines.place(row, number) for number, row in enumerate(rows)]
+    begun = pool.reset(rows)
+    prompts = [
+        encoder.prompt(each.prompt, where=where)
+        for each, where in zip(begun, places, strict=True)
+    ]
+    kept = lengths.fits(
+        [len(tokens) for tokens in prompts],
+        texts=[each.prompt for each in begun],
+        places=places,
+        max_length=room,
+        overlong=overlong,
+        widest=None,
+        more=more,
+    )
+    return Tasks(
+        [rows[n] for n in kept],
+        [prompts[n] for n in kept],
+        [begun[n].state for n in kept],
+    )

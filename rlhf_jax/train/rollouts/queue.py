@@ -1,0 +1,285 @@
+"""The queue of rollouts: those of the next steps, drawn by a thread of its own.
+
+    step        0    1    2    3    4        k = 2
+    learns from 0    1    2    3    4        rollout s in step s
+    drawn by    0    0    0    1    2        version max(0, s - k) of the policy
+    submits     2    3    4    5    6        rollout s + k, with the version of step s
+
+One thread runs the draws in their order. Which version draws a rollout is fixed by its
+step and not by what was ready first, so that runs repeat to the bit, and so do runs
+that were killed: a snapshot waits for the k rollouts of the next steps, and has them.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol, Self
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.algorithms.batch import Prompts, Rollout
+from rlhf_jax.roles.rewards.scores import Scores
+
+Array = jax.Array
+Params = Any
+# As a snapshot has it: the rollout alone where the draw did not score it.
+Entry = Rollout | tuple[Rollout, Scores]
+
+
+class Draw(Protocol):
+    """Draws a rollout, and scores it where the scores come with it.
+
+    It is called from the queue's thread, and may take as long as it likes there: host
+    loops over tools, verifiers, and servers that sample are all draws.
+    """
+
+    def __call__(
+        self, policy: Params, *, prompts: Prompts, key: Array, version: Array
+    ) -> tuple[Rollout, Scores | None]:
+        """The rollout of these prompts.
+
+        Args:
+          policy: of `HandOver`.
+          prompts: Prompts[B, P].
+          key: of the step that is to learn from it.
+          version: i32[], of the policy, `TrainState.step`.
+        """
+        ...
+
+
+class HandOver(Protocol):
+    """The parameters as a draw reads them, in buffers that no update donates."""
+
+    def __call__(self, policy: Params) -> Params:
+        """Called where the queue is, before the update of the step."""
+        ...
+
+
+class Waits:
+    """Seconds that each side has waited for the other since they were last read."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seconds = {"trainer": 0.0, "sampler": 0.0}
+
+    @contextlib.contextmanager
+    def of(self, side: str) -> Iterator[None]:
+        """Adds the seconds spent inside."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._seconds[side] += time.perf_counter() - start
+
+    def read(self) -> dict[str, float]:
+        """The seconds, which begin again at 0."""
+        with self._lock:
+            seconds = self._seconds
+            self._seconds = dict.fromkeys(seconds, 0.0)
+        return seconds
+
+
+class RolloutQueue:
+    """The rollouts of the next k steps; a context manager that ends its thread.
+
+    queue = RolloutQueue(draw, hand_over=hand_over, staleness=k, ...)
+    kept |= queue.first(policy, version=version)
+    with job.stage("ppo", kept) as stage, queue:
+        stage.state |= queue.begin(stage.state, start=stage.start, ...)
+        for step in stage.steps():
+            with stage.user_code():
+                rollout, scores = queue.take()
+            stage.state |= queue.submit(step + k, policy, version=version)
+            ...
+    """
+
+    def __init__(
+        self,
+        draw: Draw,
+        *,
+        hand_over: HandOver,
+        prompts: Callable[[int], Prompts],
+        key: Array,
+        staleness: int,
+        num_steps: int,
+        threaded: bool,
+        patience: float = 20.0,
+    ) -> None:
+        """A queue that is empty.
+
+        Args:
+          draw: of a rollout.
+          hand_over: of the parameters, at each `submit`.
+          prompts: of a step.
+          key: of the run; a step's is `fold_in(key, step)`.
+          staleness: k, at least 1.
+          num_steps: of the run; no rollout is drawn for a later one.
+          threaded: whether draws have a thread; without one `submit` draws, whose
+            programs devices then run behind it.
+          patience: seconds that leaving waits for the draw that is under way.
+        """
+        self._draw, self._hand_over = draw, hand_over
+        self._prompts, self._key = prompts, key
+        self.staleness, self._num_steps = staleness, num_steps
+        self._patience = patience
+        self._held: collections.deque[Future[Entry]] = collections.deque()
+        self._last: Future[Entry] | None = None  # that was taken
+        self._waiting: collections.deque[Callable[[], None]] = collections.deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self.waits = Waits()
+        self._thread = None
+        if threaded:
+            # A daemon, as a draw that hangs must not keep the process.
+            self._thread = threading.Thread(
+                target=self._work, name="rollouts", daemon=True
+            )
+
+    def __enter__(self) -> Self:
+        if self._thread is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with self._changed:
+            self._closed = True
+            self._waiting.clear()
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(self._patience)
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        """The entries of a stage's state, in the order of the steps they are for."""
+        # One rollout has the name it had in version 0.1, whose snapshots go on.
+        return ("rollout", *(f"rollout_{i}" for i in range(1, self.staleness)))
+
+    def first(self, policy: Params, *, version: Array) -> dict[str, Entry]:
+        """Draws the rollout of step 0, in this thread.
+
+        Args:
+          policy, version: as the run starts.
+
+        Returns:
+          What a stage's state begins with: this rollout in every place of the queue,
+          of the shapes that a snapshot has.
+        """
+        entry = _entry(*self._draw(self._hand_over(policy), **self._of(0, version)))
+        return dict.fromkeys(self._names, entry)
+
+    def begin(
+        self, state: dict[str, Any], *, start: int, policy: Params, version: Array
+    ) -> dict[str, Future[Entry]]:
+        """Fills the queue: from a snapshot, or with draws of the policy as it starts.
+
+        Args:
+          state: of the stage, which is at step `start`.
+          start: steps that are done.
+          policy, version: of that step.
+
+        Returns:
+          The entries of the stage's state from now on.
+        """
+        if start:
+            self._held.extend(_done(state[name]) for name in self._names)
+        else:
+            self._held.append(_done(state[self._names[0]]))
+            for step in range(1, self.staleness):
+                self.submit(step, policy, version=version)
+        return self._state()
+
+    def submit(
+        self, step: int, policy: Params, *, version: Array
+    ) -> dict[str, Future[Entry]]:
+        """Hands the parameters over, and asks for the rollout of a later step.
+
+        Args:
+          step: that is to learn from it; nothing is drawn where the run ends before.
+          policy: not donated before this returns.
+          version: i32[], of the policy.
+
+        Returns:
+          The entries of the stage's state from now on.
+        """
+        if step >= self._num_steps:
+            return self._state()
+        handed = self._hand_over(policy)
+        arguments = self._of(step, version)
+        future: Future[Entry] = Future()
+        self._held.append(future)
+
+        def job() -> None:
+            try:
+                entry = _entry(*self._draw(handed, **arguments))
+                if self._thread is not None:
+                    # One draw at a time, and its parameters are let go after it.
+                    entry = jax.block_until_ready(entry)
+            except BaseException as error:  # the main thread raises it
+                future.set_exception(error)
+            else:
+                future.set_result(entry)
+
+        if self._thread is None:
+            job()
+            return self._state()
+        with self._changed:
+            self._waiting.append(job)
+            self._changed.notify_all()
+        return self._state()
+
+    def take(self) -> tuple[Rollout, Scores | None]:
+        """The rollout of the next step, once it is drawn.
+
+        Raises:
+          Whatever its draw raised.
+        """
+        self._last = self._held.popleft()
+        with self.waits.of("trainer"):
+            entry = self._last.result()
+        return entry if isinstance(entry, tuple) else (entry, None)
+
+    def _of(self, step: int, version: Array) -> dict[str, Any]:
+        """What a draw for a step is called with beside the parameters."""
+        return {
+            "prompts": self._prompts(step),
+            "key": jax.random.fold_in(self._key, step),
+            "version": jnp.array(version, copy=True),  # the update donates it
+        }
+
+    def _state(self) -> dict[str, Future[Entry]]:
+        """The entries of a stage's state; a snapshot waits for what is not drawn yet.
+
+        Near the end, where no more are drawn, the last one stands in every place left.
+        """
+        held: Sequence[Future[Entry]] = tuple(self._held)
+        last = held[-1] if held else self._last
+        assert last is not None  # after `begin`
+        filled = (*held, *[last] * (self.staleness - len(held)))
+        return dict(zip(self._names, filled, strict=True))
+
+    def _work(self) -> None:
+        while True:
+            with self._changed, self.waits.of("sampler"):
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if self._closed:
+                    return
+                job = self._waiting.popleft()
+            job()
+            del job  # and with it the parameters
+
+
+def _entry(rollout: Rollout, scores: Scores | None) -> Entry:
+    return rollout if scores is None else (rollout, scores)
+
+
+def _done(entry: Entry) -> Future[Entry]:
+    future: Future[Entry] = Future()
+    future.set_result(entry)
+    return future

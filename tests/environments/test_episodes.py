@@ -1,0 +1,246 @@
+"""Episodes on a device, beside full passes, one-turn samples and other orders."""
+
+import concurrent.futures
+import functools
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from rlhf_jax.algorithms.batch import Prompts
+from rlhf_jax.algorithms.grpo import GRPO
+from rlhf_jax.environments import answers, episodes
+from rlhf_jax.environments.answers import Answer
+from rlhf_jax.models import decoder
+from rlhf_jax.models.generation import decode
+from rlhf_jax.roles import policy
+from rlhf_jax.train.environment.sampler import EpisodeSampler
+
+STOP = 1
+ROWS, PROMPT, ROOM = 6, 5, 19
+
+
+class Script:
+    """A pool in threads: what it answers depends on what was said alone."""
+
+    def __init__(self, *, latency=lambda row, turn: 0.0, turns=3, fails=()):
+        self.threads = concurrent.futures.ThreadPoolExecutor(8)
+        self.latency, self.turns, self.fails = latency, turns, fails
+        self.said, self.warned = [], []
+
+    def step(self, state, response, *, where=""):
+        return self.threads.submit(self.answer, state, response)
+
+    def answer(self, state, response):
+        row, turn = state[0], state[1] + 1
+        time.sleep(self.latency(row, turn))
+        self.said.append((row, response))
+        if (row, turn) in self.fails:
+            return answers.failed("raised")
+        done = turn == 1 + row % self.turns
+        observed = "9" * ((3 * row + turn) % 5)  # none, too
+        return Answer(observed, turn / 4, done, bytes([row, turn]))
+
+    def warn(self, failures, *, num_episodes):
+        self.warned.append((len(failures), num_episodes))
+
+
+class Encoder:
+    def observation(self, written, *, where):
+        return [int(letter) for letter in written]
+
+
+def shown(ids):
+    return " ".join(map(str, ids))
+
+
+@functools.cache
+def prompts():
+    random = np.random.default_rng(0)
+    lengths = np.array([5, 3, 1, 4, 2, 5])
+    mask = np.arange(PROMPT)[None] >= PROMPT - lengths[:, None]
+    return Prompts(
+        tokens=np.where(mask, random.integers(2, 9, (ROWS, PROMPT)), 0).astype(
+            np.int32
+        ),
+        mask=mask,
+        index=np.arange(ROWS, dtype=np.int32),
+        sample=np.zeros(ROWS, np.int32),
+    )
+
+
+def recipe_of(model, **options):
+    return GRPO(
+        model=model,
+        policy_optimizer=None,
+        max_new_tokens=ROOM,
+        stop_ids=(STOP,),
+        group_size=2,
+        temperature=1.0,
+        **options,
+    )
+
+
+def sampler_of(model, pool, *, places=ROWS, chunk=3, limits=None):
+    return EpisodeSampler(
+        recipe_of(model),
+        pool=pool,
+        encoder=Encoder(),
+        decode=shown,
+        limits=limits or episodes.Limits(tokens=ROOM, turn_tokens=6, turns=4),
+        prompt_size=PROMPT,
+        places=places,
+        chunk=chunk,
+    )
+
+
+def draw(sampler, params):
+    return sampler(
+        params,
+        prompts=prompts(),
+        states=[bytes([row, 0]) for row in range(ROWS)],
+        key=jax.random.key(7),
+        version=jnp.int32(3),
+    )
+
+
+def drawn(model, params, pool, **options):
+    return draw(sampler_of(model, pool, **options), params)
+
+
+MODELS = {
+    "gpt2": tiny.GPT2,
+    "llama": tiny.LLAMA,
+    "mixed": tiny.MIXED,
+    "parallel": tiny.PARALLEL,
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request):
+    return MODELS[request.param]
+
+
+@functools.cache
+def params_of(model):
+    params = decoder.init(jax.random.key(1), model=model)
+    return jax.tree.map(lambda leaf: 3 * leaf, params)  # far from uniform
+
+
+def test_logprobs_are_those_of_whole_rows(model):
+    params = params_of(model)
+    rollout, scores = drawn(model, params, Script())
+    full = policy.logprobs(
+        params,
+        model=model,
+        tokens=jnp.asarray(rollout.tokens),
+        mask=jnp.asarray(rollout.mask),
+    )
+    sampled = rollout.response_mask
+    np.testing.assert_allclose(
+        np.where(sampled, full, 0), rollout.old_logprobs, atol=1e-5
+    )
+    observed = np.asarray(rollout.mask & ~sampled)[:, PROMPT:]
+    assert 0 < observed.sum() < sampled.sum()
+    assert (rollout.tokens[:, PROMPT:][observed] == 9).all()
+    assert (rollout.version == np.where(sampled, 3, 0)).all()
+    assert (scores.parts["turns"] >= 1).all()
+    np.testing.assert_allclose(
+        scores.total, [n * (n + 1) / 8 for n in scores.parts["turns"]]
+    )
+
+
+def test_rewards_stand_at_the_ends_of_turns(model):
+    params = params_of(model)
+    rollout, scores = drawn(model, params, Script())
+    for row in range(ROWS):
+        count = int(scores.parts["turns"][row])
+        at = np.flatnonzero(scores.turns[row])
+        np.testing.assert_allclose(scores.turns[row][at], np.arange(1, count) / 4)
+        assert rollout.response_mask[row][at].all()
+        stops = np.flatnonzero(
+            (rollout.tokens[row] == STOP) & rollout.response_mask[row]
+        )
+        assert set(at) <= set(np.flatnonzero(stops))
+
+
+def test_bits_do_not_depend_on_latency_places_or_order(model):
+    params = params_of(model)
+    whole = drawn(model, params, Script())
+    late = Script(latency=lambda row, turn: 0.01 * ((row * 7 + turn * 3) % 5))
+    for other in (
+        drawn(model, params, late),
+        drawn(model, params, Script(latency=lambda row, turn: 0.02 * (row == 0))),
+    ):
+        jax.tree.map(np.testing.assert_array_equal, whole, other)
+    # Fewer places are other products, which round otherwise.
+    few = drawn(model, params, late, places=2)
+    np.testing.assert_array_equal(whole.rollout.tokens, few.rollout.tokens)
+    np.testing.assert_allclose(
+        whole.rollout.old_logprobs, few.rollout.old_logprobs, atol=1e-5
+    )
+
+
+def test_one_turn_is_what_a_sampler_draws(model):
+    params = params_of(model)
+    limits = episodes.Limits(tokens=ROOM, turn_tokens=ROOM, turns=1)
+    rollout, scores = drawn(model, params, Script(turns=1), limits=limits)
+    asked = prompts()
+    key, _ = jax.random.split(jax.random.key(7))
+    generated = decode.generate(
+        params,
+        model=model,
+        tokens=jnp.asarray(asked.tokens),
+        mask=jnp.asarray(asked.mask),
+        keys=decode.row_keys(key, index=asked.index, sample=asked.sample),
+        max_new_tokens=ROOM,
+        stop_ids=(STOP,),
+    )
+    np.testing.assert_array_equal(rollout.tokens, generated.tokens)
+    np.testing.assert_array_equal(rollout.response_mask, generated.response_mask)
+    np.testing.assert_allclose(rollout.old_logprobs, generated.logprobs, atol=1e-5)
+    np.testing.assert_allclose(rollout.entropy, generated.entropy, atol=1e-5)
+    assert not scores.turns.any()
+
+
+def test_what_ends_an_episode_is_counted():
+    model = tiny.GPT2
+    params = params_of(model)
+    endless = Script(turns=99)
+    limits = episodes.Limits(tokens=10, turn_tokens=3, turns=2)
+    rollout, scores = drawn(model, params, endless, limits=limits)
+    parts = {name: part for name, part in scores.parts.items() if name != "turns"}
+    ended = np.array(list(parts.values()))
+    assert ((ended.sum(axis=0) == 1) | (np.arange(ROWS) == 0)).all()
+    assert parts["truncated"].sum() >= 1
+    assert (rollout.response_mask.sum(axis=1) <= 10).all()
+    failing = Script(fails={(2, 1)})
+    _, scores = drawn(model, params, failing)
+    assert scores.parts["failed"].tolist() == [0, 0, 1, 0, 0, 0]
+    assert scores.total[2] == 0
+    assert failing.warned == [(1, ROWS)]
+
+
+def test_a_slow_answer_ends_its_episode_alone():
+    model = tiny.GPT2
+    params = params_of(model)
+    pool = Script()
+    limits = episodes.Limits(tokens=ROOM, turn_tokens=6, turns=4, seconds=1.5)
+    sampler = sampler_of(model, pool, limits=limits)
+    draw(sampler, params)  # compiles, which may be late
+    whole = drawn(model, params, Script())
+    pool.latency = lambda row, turn: 2.0 * (row == 1 and turn == 1)
+    rollout, scores = draw(sampler, params)
+    assert scores.parts["late"].tolist() == [0, 1, 0, 0, 0, 0]
+    others = np.arange(ROWS) != 1
+    jax.tree.map(
+        lambda old, new: np.testing.assert_array_equal(old[others], new[others]),
+        (whole.rollout, whole.scores.total, whole.scores.turns),
+        (rollout, scores.total, scores.turns),
+    )
+    kept = rollout.response_mask[1]
+    assert 0 < kept.sum() <= whole.rollout.response_mask[1].sum()
+    assert (rollout.tokens[1][kept] == whole.rollout.tokens[1][kept]).all()
