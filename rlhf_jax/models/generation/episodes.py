@@ -163,6 +163,7 @@ def read(
         stop_ids=stop_ids,
         temperature=temperature,
         shaping=shaping,
+        predicted=length > 0,
     )
     return jax.tree.map(lambda old, row: old.at[place].set(row, mode="drop"), state, of)
 
@@ -197,7 +198,10 @@ def advance(
 
     def draw(carry: tuple[Episodes, Array]) -> tuple[Episodes, Array]:
         state, step = carry
-        column = state.length - 1  # of what was drawn last, also where a place waits
+        # What was drawn last. A place that draws nothing writes where none attends: in
+        # its own columns this step would round otherwise than `read`, which ran them.
+        columns = state.tokens.shape[1]
+        column = jnp.where(state.drawing, state.length - 1, columns - 1)
         hidden, caches = _extend(
             params,
             _slice(state.tokens, column, size=1),
@@ -232,14 +236,21 @@ def _drawn(
     stop_ids: tuple[int, ...],
     temperature: float,
     shaping: Shaping | None,
+    predicted: Array | None = None,
 ) -> Episodes:
-    """A token more in every place whose turn goes on."""
+    """A token more in every place whose turn goes on.
+
+    Args:
+      predicted: bool[C], a token stands before it; None is everywhere. Nothing predicts
+        the first token of an empty prompt.
+    """
     number = state.length - state.prompt
     token, logprob, entropy = sample_token(
         logits,
         keys=jax.vmap(jax.random.fold_in)(state.keys, number),
         temperature=temperature,
         shaping=shaping,
+        predicted=predicted,
     )
     columns = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)[None]
     here = state.drawing[:, None] & (columns == state.length[:, None])

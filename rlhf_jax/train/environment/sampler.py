@@ -94,22 +94,30 @@ class EpisodeSampler:
             "shaping": shaping,
         }
 
-        def whole(policy: Params) -> Params:
+        # The base is an argument: a closure would make it a part of the programs.
+        def whole(policy: Params, base: Frozen | None) -> Params:
             return adapted.params(policy, base=base, lora=recipe.lora)
 
-        def read(policy: Params, state: Episodes, arrivals: Arrivals) -> Episodes:
-            return episodes.read(whole(policy), state, arrivals, **options)
+        def read(
+            policy: Params, base: Frozen | None, state: Episodes, arrivals: Arrivals
+        ) -> Episodes:
+            return episodes.read(whole(policy, base), state, arrivals, **options)
 
         def advance(
-            policy: Params, state: Episodes, until: Array, steps: Array
+            policy: Params,
+            base: Frozen | None,
+            state: Episodes,
+            until: Array,
+            steps: Array,
         ) -> tuple[Episodes, Episodes]:
             state = episodes.advance(
-                whole(policy), state, until=until, steps=steps, **options
+                whole(policy, base), state, until=until, steps=steps, **options
             )
             return state, dataclasses.replace(state, caches=())
 
-        self._read_program = jax.jit(read, donate_argnums=1)
-        self._advance_program = jax.jit(advance, donate_argnums=1)
+        self._base = base
+        self._read_program = jax.jit(read, donate_argnums=2)
+        self._advance_program = jax.jit(advance, donate_argnums=2)
         self._state: Episodes | None = None
         self._policy: Params = None
 
@@ -169,11 +177,13 @@ class EpisodeSampler:
     def read(self, arrivals: Arrivals) -> None:
         """Runs prompts and observations."""
         assert self._state is not None
-        self._state = self._read_program(self._policy, self._state, arrivals)
+        self._state = self._read_program(
+            self._policy, self._base, self._state, arrivals
+        )
 
     def advance(self, *, until: int, steps: int) -> Episodes:
         """Draws on, and returns the places on the host, without their caches."""
         self._state, seen = self._advance_program(
-            self._policy, self._state, np.int32(until), np.int32(steps)
+            self._policy, self._base, self._state, np.int32(until), np.int32(steps)
         )
         return jax.device_get(seen)
