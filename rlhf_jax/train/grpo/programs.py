@@ -95,7 +95,7 @@ class Programs:
         rollout: Rollout,
         *,
         reference: Frozen | None,
-        reward: PooledReward,
+        reward: PooledReward | None,
         key: Array,
         scores: Scores | None = None,
     ) -> dict[str, Any]:
@@ -114,6 +114,7 @@ class Programs:
         """
         pending = None
         if scores is None:
+            assert reward is not None  # of a draw without scores
             mine = row_sharding.local_rows(self._seen_by_reward(rollout))
             pending = reward.submit(mine)
         ref_logprobs, packing = None, self.pack(rollout, key=key)
@@ -145,11 +146,11 @@ class Programs:
         prompts: Prompts,
         key: Array,
         version: Array,
-        sampler: Sampler,
         reward: PooledReward,
     ) -> tuple[Rollout, Scores]:
         """A draw of the queue, verified in its thread: no trainer waits for that."""
-        rollout = sampler.draw(policy, prompts=prompts, key=key, version=version)
+        assert isinstance(self.sample, Sampler)  # as others refuse the queue
+        rollout = self.sample.draw(policy, prompts=prompts, key=key, version=version)
         return rollout, self.verify(rollout, reward=reward)
 
     def verify(self, rollout: Rollout, *, reward: PooledReward) -> Scores:
