@@ -64,8 +64,9 @@ class Config(VerifiedConfig):
             )
         if self.environment is not None:
             raise InputError(
-                f"--environment: expected none for online DPO, whose pairs are of "
-                f"single responses, got {self.environment}; leave it out, or use rlhf-jax grpo"
+                f"--environment: expected none for online DPO, whose pairs are "
+                f"of single responses, got {self.environment}; leave it out, or use "
+                f"rlhf-jax grpo"
             )
         super().__post_init__()
         checks.positive(kl_coef=self.beta)
