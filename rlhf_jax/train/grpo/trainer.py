@@ -29,7 +29,7 @@ from rlhf_jax.train.grpo.programs import Programs, accuracy, make_algorithm
 from rlhf_jax.train.grpo.questions import read_questions
 from rlhf_jax.train.grpo.verifier import make_verifier, require_some
 from rlhf_jax.train.rollouts.options import refuse_processes
-from rlhf_jax.train.rollouts.queue import RolloutQueue
+from rlhf_jax.train.rollouts.queue import RolloutQueue, waited
 from rlhf_jax.train.sampler import Sampler, versions
 from rlhf_jax.train.start import load_start
 from rlhf_jax.verification.pool import PooledReward, VerifierPool
@@ -297,6 +297,8 @@ def main(options: VerifiedConfig) -> None:
             ],
         ),
     )
+    if options.staleness:
+        summary["waits"] = waited(job.folder)
     plots.draw(job.folder)
     folder.write_summary(job.folder, summary)
     print(f"accuracy {before:.3f} before, {after:.3f} after; {job.folder / 'model'}")

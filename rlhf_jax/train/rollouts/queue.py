@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, Protocol, Self
 
 import jax
@@ -25,6 +26,7 @@ import jax.numpy as jnp
 
 from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.roles.rewards.scores import Scores
+from rlhf_jax.runs import metrics, report
 
 Array = jax.Array
 Params = Any
@@ -67,23 +69,49 @@ class Waits:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._seconds = {"trainer": 0.0, "sampler": 0.0}
+        self._since: dict[str, float] = {}  # of the waits that are under way
 
     @contextlib.contextmanager
     def of(self, side: str) -> Iterator[None]:
         """Adds the seconds spent inside."""
-        start = time.perf_counter()
+        with self._lock:
+            self._since[side] = time.perf_counter()
         try:
             yield
         finally:
             with self._lock:
-                self._seconds[side] += time.perf_counter() - start
+                self._seconds[side] += time.perf_counter() - self._since.pop(side)
 
     def read(self) -> dict[str, float]:
         """The seconds, which begin again at 0."""
         with self._lock:
-            seconds = self._seconds
+            seconds, now = self._seconds, time.perf_counter()
+            for side, since in self._since.items():
+                seconds[side] += now - since
+                self._since[side] = now
             self._seconds = dict.fromkeys(seconds, 0.0)
         return seconds
+
+
+def waited(run_folder: Path) -> dict[str, float]:
+    """Seconds that each side of the queue waited in a run, for its summary.
+
+    Args:
+      run_folder: whose timings.jsonl is read.
+    """
+    total: dict[str, float] = {}
+    for row in metrics.read(run_folder / "timings.jsonl"):
+        for side, seconds in row.get("waits", {}).items():
+            total[side] = total.get(side, 0.0) + seconds
+    report.table(
+        "Seconds that one side of the queue waited for the other",
+        ("", "seconds"),
+        [
+            ("trainer, for its next rollout", total.get("trainer")),
+            ("sampler, for its next policy", total.get("sampler")),
+        ],
+    )
+    return total
 
 
 class RolloutQueue:
