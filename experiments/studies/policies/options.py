@@ -85,8 +85,8 @@ class Config(quickstart.Config):
         checks.non_negative(staleness=self.staleness)
         if not self.staleness and self.correction != "truncate":
             raise checks.InputError(
-                f"--correction {self.correction}: expected --staleness above 0 with it, "
-                f"got 0, where there is nothing to correct for; leave it out"
+                f"--correction {self.correction}: expected --staleness above 0 with "
+                f"it, got 0, where there is nothing to correct for; leave it out"
             )
         match self.algorithm:
             case "ppo":

@@ -47,19 +47,11 @@ class Draw(Protocol):
         """The rollout of these prompts.
 
         Args:
-          policy: of `HandOver`.
+          policy: as the queue's `hand_over` made it.
           prompts: Prompts[B, P].
           key: of the step that is to learn from it.
           version: i32[], of the policy, `TrainState.step`.
         """
-        ...
-
-
-class HandOver(Protocol):
-    """The parameters as a draw reads them, in buffers that no update donates."""
-
-    def __call__(self, policy: Params) -> Params:
-        """Called where the queue is, before the update of the step."""
         ...
 
 
@@ -132,7 +124,7 @@ class RolloutQueue:
         self,
         draw: Draw,
         *,
-        hand_over: HandOver,
+        hand_over: Callable[[Params], Params],
         prompts: Callable[[int], Prompts],
         key: Array,
         staleness: int,
@@ -144,7 +136,8 @@ class RolloutQueue:
 
         Args:
           draw: of a rollout.
-          hand_over: of the parameters, at each `submit`.
+          hand_over: the parameters as draws read them, in buffers that no update
+            donates; called at each `submit`.
           prompts: of a step.
           key: of the run; a step's is `fold_in(key, step)`.
           staleness: k, at least 1.
