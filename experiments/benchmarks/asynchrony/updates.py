@@ -21,6 +21,7 @@ import functools
 import json
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,9 @@ class Config:
     """Columns of a prompt."""
     response_length: int = 32
     """Columns of a response."""
-    hidden_size: int = 128
+    hidden_size: int = 192
     """Width of the model."""
-    num_layers: int = 2
+    num_layers: int = 3
     """Layers of the model."""
     num_minibatches: int = 4
     """Optimizer steps per pass."""
@@ -137,10 +138,10 @@ class Turns:
 
     def draw(
         self, policy: Params, *, prompts: Prompts, key: Array, version: Array
-    ) -> tuple[Rollout, Scores]:
-        """Samples, and waits for the verifiers."""
+    ) -> tuple[Rollout, Callable[[], Scores]]:
+        """Samples, and starts the verifiers."""
         rollout = self._sample(policy, prompts=prompts, key=key, version=version)
-        return rollout, self._reward(rollout)
+        return rollout, self._reward.submit(rollout).collect
 
     def __call__(self, staleness: int) -> dict[str, float]:
         """Seconds of a turn, and of waiting on both sides."""
@@ -159,12 +160,13 @@ class Turns:
             waited = 0.0
             for step in range(options.updates):
                 since = time.perf_counter()
-                rollout, scores = self.draw(
+                rollout, pending = self.draw(
                     train.policy,
                     prompts=self.prompts(step),
                     key=jax.random.fold_in(key, step),
                     version=train.step,
                 )
+                scores = pending()
                 waited += time.perf_counter() - since
                 train, *_ = learn(train, rollout=rollout, scores=scores)
             jax.block_until_ready(train)

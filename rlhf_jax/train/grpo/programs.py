@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -147,10 +148,14 @@ class Programs:
         version: Array,
         sampler: Sampler,
         reward: PooledReward,
-    ) -> tuple[Rollout, Scores]:
-        """A draw of the queue, verified in its thread: no trainer waits for that."""
+    ) -> tuple[Rollout, Callable[[], Scores]]:
+        """A draw of the queue, verified while the next one is drawn."""
         rollout = sampler.draw(policy, prompts=prompts, key=key, version=version)
-        return rollout, self.verify(rollout, reward=reward)
+        mine = row_sharding.local_rows(self._seen_by_reward(rollout))
+        pending = reward.submit(mine)
+        return rollout, lambda: row_sharding.put_computed(
+            pending.collect(), mesh=self._mesh
+        )
 
     def verify(self, rollout: Rollout, *, reward: PooledReward) -> Scores:
         """The scores alone, where they decide whether to draw again."""

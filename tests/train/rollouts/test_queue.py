@@ -134,6 +134,35 @@ def test_both_waits_are_counted_also_while_they_last(update):
         assert queue.waits.read()["sampler"] < 0.1
 
 
+def test_the_next_draw_begins_while_scores_are_waited_for():
+    """Two scores of 0.3 s and draws of 0.3 s: 0.9 s, and not 1.2."""
+
+    def scored(policy, *, prompts, key, version):
+        time.sleep(0.3 if prompts else 0)
+        rollout, _ = drawn(policy, prompts=prompts, key=key, version=version)
+
+        def scores():
+            time.sleep(0.3 if prompts else 0)
+            if prompts == 3:
+                raise StopError("no scores of step 3")
+            return rollout[:1]
+
+        return rollout, scores
+
+    policy, version, queue = jnp.float32(0), jnp.int32(0), queue_of(3, draw=scored)
+    state = queue.first(policy, version=version)
+    with queue:
+        start = time.perf_counter()
+        queue.begin(state, start=0, policy=policy, version=version)
+        taken = [queue.take()]
+        queue.submit(3, policy, version=version)
+        taken += [queue.take(), queue.take()]
+        assert 0.85 < time.perf_counter() - start < 1.15
+        assert [int(scores[0]) for _, scores in taken] == [0, 1, 2]
+        with pytest.raises(StopError, match="no scores of step 3"):
+            queue.take()
+
+
 def test_a_state_that_failed_is_not_settled():
     future: Future[object] = Future()
     future.set_exception(StopError("gone"))
