@@ -32,6 +32,7 @@ from pipeline.preferences import text_of
 from pipeline.samples import careful_gold
 
 from rlhf_jax import masked
+from rlhf_jax.algorithms.policy_gradient.sampler_mismatch import staleness
 from rlhf_jax.roles.reference import storage
 from rlhf_jax.runs import command_line, folder, report, run
 from rlhf_jax.train.rollouts.queue import RolloutQueue
@@ -92,10 +93,11 @@ def train(
                 count = options.batch_size
                 rows = [look(policy, models, num_answers=count, options=options)]
             if ahead is None:
-                batch = batches[step]
+                batch, old = batches[step], {}
             else:
                 train = stage.state["train"]
                 batch, _ = ahead.take()
+                old = staleness(batch, step=jnp.int32(step))
                 stage.state |= ahead.submit(
                     step + options.staleness,
                     trainer.policy(train),
@@ -108,6 +110,7 @@ def train(
                 reward=models.reward,
                 key=jax.random.fold_in(stage.state["root_key"], step),
             )
+            stats |= old
             if step % every == 0 and scored is not None:
                 said = preparation.judgement(
                     scored.rollout, batch_size=options.batch_size
