@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -147,11 +148,15 @@ class Programs:
         key: Array,
         version: Array,
         reward: PooledReward,
-    ) -> tuple[Rollout, Scores]:
-        """A draw of the queue, verified in its thread: no trainer waits for that."""
+    ) -> tuple[Rollout, Callable[[], Scores]]:
+        """A draw of the queue, verified while the next one is drawn."""
         assert isinstance(self.sample, Sampler)  # as others refuse the queue
         rollout = self.sample.draw(policy, prompts=prompts, key=key, version=version)
-        return rollout, self.verify(rollout, reward=reward)
+        mine = row_sharding.local_rows(self._seen_by_reward(rollout))
+        pending = reward.submit(mine)
+        return rollout, lambda: row_sharding.put_computed(
+            pending.collect(), mesh=self._mesh
+        )
 
     def verify(self, rollout: Rollout, *, reward: PooledReward) -> Scores:
         """The scores alone, where they decide whether to draw again."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -82,8 +82,8 @@ class Task(Protocol):
         prompts: Prompts,
         key: Array,
         version: Array,
-    ) -> tuple[Rollout, Scores]:
-        """A draw of the queue, in its thread, scored."""
+    ) -> tuple[Rollout, Scores | Callable[[], Scores]]:
+        """A draw of the queue, in its thread, with scores or what waits for them."""
         ...
 
     def measure(self, policy: Params, *, programs: Programs) -> float:
@@ -147,8 +147,8 @@ class Questions:
         prompts: Prompts,
         key: Array,
         version: Array,
-    ) -> tuple[Rollout, Scores]:
-        """A rollout that is verified: no trainer waits for that."""
+    ) -> tuple[Rollout, Scores | Callable[[], Scores]]:
+        """A rollout that is verified while the next one is drawn."""
         assert self.reward is not None
         return programs.draw(
             policy, prompts=prompts, key=key, version=version, reward=self.reward

@@ -30,7 +30,7 @@ from rlhf_jax.train.grpo.programs import Programs, make_algorithm
 from rlhf_jax.train.grpo.tasks import Task, make_task
 from rlhf_jax.train.grpo.verifier import require_some
 from rlhf_jax.train.rollouts.options import refuse_processes
-from rlhf_jax.train.rollouts.queue import RolloutQueue
+from rlhf_jax.train.rollouts.queue import RolloutQueue, waited
 from rlhf_jax.train.sampler import Sampler, versions
 from rlhf_jax.train.start import load_start
 
@@ -306,6 +306,8 @@ def run_task(options: VerifiedConfig, *, stack: contextlib.ExitStack) -> None:
             ],
         ),
     )
+    if options.staleness:
+        summary["waits"] = waited(job.folder)
     plots.draw(job.folder)
     folder.write_summary(job.folder, summary)
     name = task.measured.replace("_", " ")
