@@ -77,8 +77,6 @@ def test_a_run_of_episodes_and_its_resume(files):
     assert abs(rows[0]["objective/kl"]) < 1e-5
     summary = json.loads((run / "summary.json").read_text())
     assert np.isfinite(summary["held_out_score_after"])
-    samples = metrics.read(run / "samples.jsonl")
-    assert any(any(sample.get("observed", [])) for sample in samples)
     before = (run / "metrics.jsonl").read_bytes()
     shutil.rmtree(run / "snapshots" / "grpo" / "4")
     train(files, "run", *GROUPS, "--keep-snapshots=4", "--resume")
