@@ -209,6 +209,11 @@ def _phases(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         name: sum(finite(row.get("phases", {}).get(name)) or 0.0 for row in rows)
         for name in names
     }
+    waits = [row["waits"] for row in rows if "waits" in row]
+    if waits:  # the sampler's own is beside the step, not in it
+        sums["waiting for rollouts"] = sum(
+            finite(each["trainer"]) or 0.0 for each in waits
+        )
     sums["other"] = sum(map(_seconds, rows)) - sum(sums.values())
     return {name: round(value / len(rows), 4) for name, value in sums.items()}
 

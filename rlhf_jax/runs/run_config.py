@@ -112,6 +112,8 @@ ADDED: dict[str, Any] = {
     "sampler_storage": {"dtype": "float32", "embeddings": None},
     "max_redraws": 0,
     "max_staleness": None,
+    "staleness": 0,
+    "correction": "truncate",
     "staleness_weight_cap": 2.0,
     "references": [],
     "reference_storage": {"dtype": "float32", "embeddings": None},

@@ -124,6 +124,11 @@ class Config(VerifiedConfig):
                 f"--max-staleness: expected 0 for Nash-MD, whose mixture is of "
                 f"the policy as it is, got {self.staleness}; leave it out"
             )
+        if self.environment is not None:
+            raise InputError(
+                f"--environment: expected none for Nash-MD, whose mixture draws single "
+                f"responses, got {self.environment}; leave it out, or use rlhf-jax grpo"
+            )
         super().__post_init__()
         for role in ("sampler", "reference"):
             place = getattr(self.placement, role)

@@ -62,6 +62,12 @@ class Config(VerifiedConfig):
                 f"--max-staleness: expected 0 for online DPO, whose loss has no "
                 f"ratio to the policy that sampled, got {self.staleness}; leave it out"
             )
+        if self.environment is not None:
+            raise InputError(
+                f"--environment: expected none for online DPO, whose pairs are "
+                f"of single responses, got {self.environment}; leave it out, or use "
+                f"rlhf-jax grpo"
+            )
         super().__post_init__()
         checks.positive(kl_coef=self.beta)
         checks.groups(self.batch_size, group_size=self.online_dpo.group_size)

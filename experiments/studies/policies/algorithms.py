@@ -25,6 +25,7 @@ from rlhf_jax import critic, dpo, grpo, masked, ppo, rewards, state
 from rlhf_jax.algorithms.batch import PackedPreferences, Prompts, Rollout, Scored
 from rlhf_jax.algorithms.flow import shaping
 from rlhf_jax.algorithms.grpo.experience import Baseline
+from rlhf_jax.algorithms.policy_gradient import iteration as policy_gradient
 from rlhf_jax.algorithms.state import SupervisedState, TrainState
 from rlhf_jax.data import packing
 from rlhf_jax.data.batches import Batches
@@ -32,6 +33,8 @@ from rlhf_jax.data.examples import Pair
 from rlhf_jax.roles.reference import storage
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards import Reward
+from rlhf_jax.train.rollouts.options import WEIGHT_CAP
+from rlhf_jax.train.rollouts.queue import Draw
 from studies.policies import preparation
 from studies.policies.options import Config
 from studies.policies.preparation import SeedModels
@@ -51,6 +54,9 @@ class Trainer(NamedTuple):
     # responses or None); donates the state.
     update: Callable[..., tuple[Any, masked.Stats, Scored | None]]
     policy: Callable[[Any], Params]  # of a state
+    # A draw of `RolloutQueue`; with one, the batch of `update` is the rollout. None
+    # draws inside `update`, with the policy of the step.
+    draw: Draw | None = None
 
 
 @functools.cache
@@ -69,6 +75,7 @@ def trainer_of(options: Config) -> Trainer | None:
         aggregation=options.aggregation,
         whiten_advantages=options.whiten_advantages,
         lam=options.lam,
+        **_correction(options),
     )
     match options.algorithm:
         case "ppo":
@@ -95,8 +102,7 @@ def _by_ppo(algorithm: ppo.PPO, *, options: Config) -> Trainer:
             kl=options.kl_control.controller(kl_coef, num_steps=options.num_steps),
         )
 
-    iteration = functools.partial(ppo.iteration, recipe=algorithm)
-    return _online(start, iteration, samples_per_prompt=1, options=options)
+    return _online(start, algorithm, samples_per_prompt=1, options=options)
 
 
 def _by_groups(baseline: Baseline, algorithm: ppo.PPO, *, options: Config) -> Trainer:
@@ -117,6 +123,8 @@ def _by_groups(baseline: Baseline, algorithm: ppo.PPO, *, options: Config) -> Tr
         num_minibatches=algorithm.num_minibatches,
         model=algorithm.model,
         policy_optimizer=algorithm.policy_optimizer,
+        recompute_logprobs=algorithm.recompute_logprobs,
+        sampler_weight_cap=algorithm.sampler_weight_cap,
         max_new_tokens=algorithm.max_new_tokens,
         stop_ids=algorithm.stop_ids,
     )
@@ -135,15 +143,14 @@ def _by_groups(baseline: Baseline, algorithm: ppo.PPO, *, options: Config) -> Tr
             ),
         )
 
-    iteration = functools.partial(grpo.iteration, recipe=groups)
     return _online(
-        start, iteration, samples_per_prompt=options.group_size, options=options
+        start, groups, samples_per_prompt=options.group_size, options=options
     )
 
 
 def _online(
     start: Callable[[Params, float], TrainState],
-    iteration: Callable[..., tuple[TrainState, masked.Stats, Scored]],
+    recipe: ppo.PPO | grpo.GRPO,
     *,
     samples_per_prompt: int,
     options: Config,
@@ -156,19 +163,59 @@ def _online(
         reward: Reward,
         key: Array,
     ) -> tuple[TrainState, masked.Stats, Scored]:
-        return iteration(
-            train, prompts=batch, reference=reference, reward=reward, key=key
+        return policy_gradient.iteration(
+            train,
+            prompts=batch,
+            reference=reference,
+            reward=reward,
+            key=key,
+            recipe=recipe,
         )
 
+    def learn(
+        train: TrainState,
+        *,
+        batch: Rollout,
+        reference: Frozen,
+        reward: Reward,
+        key: Array,
+    ) -> tuple[TrainState, masked.Stats, Scored]:
+        seen = policy_gradient.seen_by_reward(batch, recipe=recipe)
+        return policy_gradient.learn(
+            train,
+            rollout=batch,
+            scores=reward(seen),
+            reference=reference,
+            key=key,
+            recipe=recipe,
+        )
+
+    sample = jax.jit(functools.partial(policy_gradient.sample, recipe=recipe))
+
+    def draw(
+        policy: Params, *, prompts: Prompts, key: Array, version: Array
+    ) -> tuple[Rollout, None]:
+        return sample(policy, prompts=prompts, key=key, version=version), None
+
+    ahead = options.staleness > 0
     return Trainer(
         num_steps=options.num_steps,
         start=start,
         batches=lambda models: _prompts(
             models, samples_per_prompt=samples_per_prompt, options=options
         ),
-        update=jax.jit(update, donate_argnames=("train",)),
+        update=jax.jit(learn if ahead else update, donate_argnames=("train",)),
         policy=lambda train: train.policy,
+        draw=draw if ahead else None,
     )
+
+
+def _correction(options: Config) -> dict[str, Any]:
+    """Fields of a recipe: what corrects for an older sampler."""
+    if not options.staleness or options.correction == "ratio":
+        return {}
+    cap = WEIGHT_CAP if options.correction == "truncate" else None
+    return {"recompute_logprobs": True, "sampler_weight_cap": cap}
 
 
 def _by_dpo(algorithm: ppo.PPO, *, options: Config) -> Trainer:

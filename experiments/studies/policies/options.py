@@ -41,6 +41,13 @@ class Config(quickstart.Config):
     look: Literal["held_out", "training"] = "held_out"
     """Which responses judge and grammar read on the way: as many as --batch-size to
     held-out prompts, or those that the policy was trained on."""
+    staleness: int = 0
+    """Iterations k that the sampler is behind: step s learns from responses of the
+    policy of step max(0, s - k); of PPO, GRPO and RLOO."""
+    correction: Literal["truncate", "ratio", "none"] = "truncate"
+    """What corrects for an older sampler: truncated importance weights over it; the
+    clipped ratio to its log-probs alone; or nothing, as if the responses were of the
+    policy of the step."""
     sample_every: int = 5
     """Iterations between rows of samples.jsonl, for which judge and grammar read."""
     snapshot_every: int = 20
@@ -75,6 +82,12 @@ class Config(quickstart.Config):
                 f"{self.responses_per_prompt} of --responses-per-prompt, got "
                 f"{self.num_evaluated}; change either"
             )
+        checks.non_negative(staleness=self.staleness)
+        if not self.staleness and self.correction != "truncate":
+            raise checks.InputError(
+                f"--correction {self.correction}: expected --staleness above 0 with "
+                f"it, got 0, where there is nothing to correct for; leave it out"
+            )
         match self.algorithm:
             case "ppo":
                 pass
@@ -84,6 +97,12 @@ class Config(quickstart.Config):
                 self._check_offline()
 
     def _check_offline(self) -> None:
+        if self.staleness:
+            raise checks.InputError(
+                f"--staleness {self.staleness}: expected 0 with --algorithm "
+                f"{self.algorithm}, which samples with no policy that it trains; leave "
+                f"it out"
+            )
         if self.kl_control != kl_control.CONSTANT:
             raise checks.InputError(
                 f"--kl-control: expected none with --algorithm {self.algorithm}, which "
@@ -119,7 +138,10 @@ class Config(quickstart.Config):
         bound = self.algorithm == "dpo" or self.kl_control != kl_control.CONSTANT
         kl_coef = self.kl_coef if bound else 1.0
         return dataclasses.replace(
-            programs.without_place(self), prepared=None, kl_coef=kl_coef
+            programs.without_place(self),
+            prepared=None,
+            kl_coef=kl_coef,
+            staleness=min(self.staleness, 1),  # a queue, or none
         )
 
     def of_measuring(self) -> Config:
@@ -133,6 +155,8 @@ class Config(quickstart.Config):
             aggregation="token_mean",
             whiten_advantages="rollout",
             lam=0.95,
+            staleness=0,
+            correction="truncate",
             look="held_out",
         )
 

@@ -32,7 +32,10 @@ from pipeline.preferences import text_of
 from pipeline.samples import careful_gold
 
 from rlhf_jax import masked
+from rlhf_jax.algorithms.policy_gradient.sampler_mismatch import staleness
+from rlhf_jax.roles.reference import storage
 from rlhf_jax.runs import command_line, folder, report, run
+from rlhf_jax.train.rollouts.queue import RolloutQueue
 from studies.policies import preparation
 from studies.policies.algorithms import Trainer, trainer_of
 from studies.policies.evaluation import best_of, look
@@ -54,6 +57,19 @@ def train(
         "reference": models.reference,
         "root_key": models.train_key,
     }
+    ahead = None
+    if trainer.draw is not None:
+        # Without a thread: the study asks what older samples do, not how fast they are.
+        ahead = RolloutQueue(
+            trainer.draw,
+            hand_over=storage.store,
+            prompts=trainer.batches(models).__getitem__,
+            key=models.train_key,
+            staleness=options.staleness,
+            num_steps=trainer.num_steps,
+            threaded=False,
+        )
+        start |= ahead.first(models.reference.stored, version=start["train"].step)
     every = options.sample_every * trainer.num_steps // options.num_steps
     beside = {
         "reward model" if m == 0 else f"reward model {m}": model
@@ -62,19 +78,39 @@ def train(
     with job.stage(options.algorithm, start, meta={}, beside=beside) as stage:
         left = stage.steps()
         batches = trainer.batches(models) if left else []
+        if ahead is not None:
+            train = stage.state["train"]
+            stage.state |= ahead.begin(
+                stage.state,
+                start=stage.start,
+                policy=trainer.policy(train),
+                version=train.step,
+            )
         for step in left:
             rows = []
             if step % every == 0 and options.look == "held_out":
                 policy = trainer.policy(stage.state["train"])
                 count = options.batch_size
                 rows = [look(policy, models, num_answers=count, options=options)]
+            if ahead is None:
+                batch, old = batches[step], {}
+            else:
+                train = stage.state["train"]
+                batch, _ = ahead.take()
+                old = staleness(batch, step=jnp.int32(step))
+                stage.state |= ahead.submit(
+                    step + options.staleness,
+                    trainer.policy(train),
+                    version=train.step,
+                )
             stage.state["train"], stats, scored = trainer.update(
                 stage.state["train"],
-                batch=batches[step],
+                batch=batch,
                 reference=stage.state["reference"],
                 reward=models.reward,
                 key=jax.random.fold_in(stage.state["root_key"], step),
             )
+            stats |= old
             if step % every == 0 and scored is not None:
                 said = preparation.judgement(
                     scored.rollout, batch_size=options.batch_size

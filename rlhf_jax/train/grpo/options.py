@@ -21,6 +21,7 @@ from rlhf_jax.devices.placement import SamplerPlacement
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.train.environment.options import EnvironmentConfig
 from rlhf_jax.train.packed_rollouts import PackedConfig
 from rlhf_jax.train.references import ReferencesConfig, refuse_unused
 from rlhf_jax.train.rollouts.options import StalenessConfig
@@ -31,7 +32,9 @@ KL_COEF = 0.01  # with a reference, unless another is asked for
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class VerifiedConfig(ReferencesConfig, PackedConfig, StalenessConfig, abc.ABC):
+class VerifiedConfig(
+    ReferencesConfig, PackedConfig, StalenessConfig, EnvironmentConfig, abc.ABC
+):
     """What the trainers with a verifier share; each adds its recipe."""
 
     model: str
@@ -113,6 +116,9 @@ class VerifiedConfig(ReferencesConfig, PackedConfig, StalenessConfig, abc.ABC):
             placement=self.placement,
         )
         self.check_staleness(self.recipe)
+        self.check_environment(
+            max_new_tokens=self.max_new_tokens, replaced=self._replaced()
+        )
         if self.reference == "none" and self.beta:
             raise InputError(
                 f"--reference none: expected no --kl-coef, as there is nothing to take "
@@ -143,6 +149,24 @@ class VerifiedConfig(ReferencesConfig, PackedConfig, StalenessConfig, abc.ABC):
     @abc.abstractmethod
     def algorithm(self, **shapes: Any) -> PolicyGradient:
         """The recipe with what a run knows: shapes, optimizer and stop tokens."""
+
+    def _replaced(self) -> dict[str, Any]:
+        """What an environment takes the place of, or cannot use, where it was set."""
+        fields = {each.name: each for each in dataclasses.fields(self)}
+        names = ("verifier", "question_field", "answer_field", "template", "unmarked")
+        names += ("sampler_storage", "sampler_cache_pages", "prefill_chunk")
+        changed: dict[str, Any] = {
+            f"--{name.replace('_', '-')}": value
+            for name in names
+            if (value := vars(self)[name]) != fields[name].default
+        }
+        if self.placement.sampler.apart:
+            changed["--placement.sampler"] = self.placement.sampler
+        if self.redraws:
+            changed["--max-redraws"] = self.redraws
+        if self.recipe.fixed_length:
+            changed["--fixed-length"] = True
+        return changed
 
     def make_sampler(
         self, algorithm: PolicyGradient, *, mesh: Mesh, reference: Frozen | None

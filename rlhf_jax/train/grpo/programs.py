@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -95,7 +96,7 @@ class Programs:
         rollout: Rollout,
         *,
         reference: Frozen | None,
-        reward: PooledReward,
+        reward: PooledReward | None,
         key: Array,
         scores: Scores | None = None,
     ) -> dict[str, Any]:
@@ -114,6 +115,7 @@ class Programs:
         """
         pending = None
         if scores is None:
+            assert reward is not None  # of a draw without scores
             mine = row_sharding.local_rows(self._seen_by_reward(rollout))
             pending = reward.submit(mine)
         ref_logprobs, packing = None, self.pack(rollout, key=key)
@@ -145,12 +147,16 @@ class Programs:
         prompts: Prompts,
         key: Array,
         version: Array,
-        sampler: Sampler,
         reward: PooledReward,
-    ) -> tuple[Rollout, Scores]:
-        """A draw of the queue, verified in its thread: no trainer waits for that."""
-        rollout = sampler.draw(policy, prompts=prompts, key=key, version=version)
-        return rollout, self.verify(rollout, reward=reward)
+    ) -> tuple[Rollout, Callable[[], Scores]]:
+        """A draw of the queue, verified while the next one is drawn."""
+        assert isinstance(self.sample, Sampler)  # as others refuse the queue
+        rollout = self.sample.draw(policy, prompts=prompts, key=key, version=version)
+        mine = row_sharding.local_rows(self._seen_by_reward(rollout))
+        pending = reward.submit(mine)
+        return rollout, lambda: row_sharding.put_computed(
+            pending.collect(), mesh=self._mesh
+        )
 
     def verify(self, rollout: Rollout, *, reward: PooledReward) -> Scores:
         """The scores alone, where they decide whether to draw again."""

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,14 +26,13 @@ from rlhf_jax.runs import folder, metrics, plots, report, run
 from rlhf_jax.train import rehearsal
 from rlhf_jax.train.grpo import redraws
 from rlhf_jax.train.grpo.options import VerifiedConfig
-from rlhf_jax.train.grpo.programs import Programs, accuracy, make_algorithm
-from rlhf_jax.train.grpo.questions import read_questions
-from rlhf_jax.train.grpo.verifier import make_verifier, require_some
+from rlhf_jax.train.grpo.programs import Programs, make_algorithm
+from rlhf_jax.train.grpo.tasks import Task, make_task
+from rlhf_jax.train.grpo.verifier import require_some
 from rlhf_jax.train.rollouts.options import refuse_processes
-from rlhf_jax.train.rollouts.queue import RolloutQueue
+from rlhf_jax.train.rollouts.queue import RolloutQueue, waited
 from rlhf_jax.train.sampler import Sampler, versions
 from rlhf_jax.train.start import load_start
-from rlhf_jax.verification.pool import PooledReward, VerifierPool
 
 Array = jax.Array
 Params = Any
@@ -47,12 +47,14 @@ def improve(
     programs: Programs,
     *,
     prompts: batches.Batches[Prompts],
-    reward: PooledReward,
+    task: Task,
+    decode: Callable[[list[int]], str],
     ahead: RolloutQueue | None,
     options: VerifiedConfig,
 ) -> Params:
     """Trains on the score less β · KL to the reference; returns the policy."""
     train, reference = stage.state["train"], stage.state["reference"]
+    reward = task.reward
     if ahead is not None:
         stage.state |= ahead.begin(
             stage.state, start=stage.start, policy=train.policy, version=train.step
@@ -68,11 +70,17 @@ def improve(
             )
             draw_stats = staleness(rollout, step=jnp.int32(step))
         else:
-            rollout = programs.sample(
-                train.policy, prompts=prompts[step], key=key, version=train.step
-            )
+            with stage.user_code():  # of an environment
+                rollout, scores = task.draw(
+                    train.policy,
+                    programs=programs,
+                    prompts=prompts[step],
+                    key=key,
+                    version=train.step,
+                )
         with stage.user_code():
             if options.redraws:
+                assert reward is not None  # as the options have it
                 rollout, scores, draw_stats = redraws.fill(
                     rollout,
                     policy=train.policy,
@@ -107,14 +115,14 @@ def improve(
                     **tokens,
                 }
                 for (question, answer), total, version, tokens in zip(
-                    tokenization.texts(shown, decode=reward.decode),
+                    tokenization.texts(shown, decode=decode),
                     totals,
                     versions(shown),
                     sampled_tokens.columns(
                         shown,
                         logprobs=shown.old_logprobs,
                         ref_logprobs=ref_logprobs,
-                        decode=reward.decode,
+                        decode=decode,
                     ),
                     strict=True,
                 )
@@ -131,16 +139,23 @@ def improve(
 
 def main(options: VerifiedConfig) -> None:
     """Runs `rlhf-jax grpo`, or another trainer of a recipe without a critic."""
+    with contextlib.ExitStack() as stack:
+        run_task(options, stack=stack)
+
+
+def run_task(options: VerifiedConfig, *, stack: contextlib.ExitStack) -> None:
+    """From the options to the summary.
+
+    Args:
+      stack: that ends the processes of verifiers and environments.
+    """
     started, compiled = time.perf_counter(), compile_counts.so_far()
     mesh = options.policy_mesh(options.placement)
-    verifier = make_verifier(options)
     start = load_start(options.model, options=options, mesh=mesh)
     algorithm = make_algorithm(options, start=start)
-    (rows, tokens), held_out = (
-        read_questions(source, verifier=verifier, start=start, options=options)
-        for source in (options.data, options.held_out)
-    )
-    processes.agree("the questions", json.dumps([rows, tokens, held_out]))
+    task = make_task(options, start=start, algorithm=algorithm, mesh=mesh, stack=stack)
+    rows, tokens = task.rows, task.prompts
+    processes.agree("the questions", json.dumps([rows, tokens, task.held_out]))
     prompts = batches.prompt_batches(
         tokens,
         batch_size=options.batch_size,
@@ -175,97 +190,91 @@ def main(options: VerifiedConfig) -> None:
     programs = Programs(
         algorithm, mesh=mesh, options=options, reference=reference, further=further
     )
-    with VerifierPool(
-        verifier,
-        num_workers=options.num_workers,
-        timeout=options.timeout,
-        on_failure=options.on_failure,
-    ) as pool:
-        reward = pool.reward(decode=start.decode, rows=rows)
-        measure = functools.partial(
-            accuracy,
-            held_out=held_out,
-            programs=programs,
-            pool=pool,
-            start=start,
+    reward = task.reward
+    first_key = jax.random.fold_in(key, 0)
+    rollout, drawn_scores = task.draw(
+        train.policy,
+        programs=programs,
+        prompts=prompts[0],
+        key=first_key,
+        version=train.step,
+    )
+
+    def score(rollout: Rollout) -> dict[str, Any]:
+        scored = programs.score(
+            rollout,
+            reference=reference,
+            reward=reward,
+            key=first_key,
+            scores=drawn_scores,
+        )
+        require_some(scored["scores"], options=options)
+        return scored
+
+    rehearsal.rehearse(
+        rollout,
+        score=score,
+        learn=functools.partial(programs.learn, train, key=first_key),
+        measure=functools.partial(programs.measure, train.policy),
+        dtype=options.dtype,
+        sampler_tolerance=options.sampler_tolerance,
+        storage_tolerance=options.reference_tolerance,
+        expect_equal=options.reference == "start",
+    )
+    before = task.measure(train.policy, programs=programs)
+    meta = {
+        "data_digest": digests.of_tokens(tokens),
+        "rows_digest": digests.of_rows(rows),  # with the answers
+    }
+    kept = {"train": train, "reference": reference, "root_key": key}
+    beside = {f"references/{name}": each for name, each in further.items()}
+    ahead = None
+    if options.staleness:
+        assert isinstance(programs.sample, Sampler)  # as others refuse it
+        refuse_processes(options.staleness)
+        ahead = RolloutQueue(
+            functools.partial(task.draw_ahead, programs=programs),
+            hand_over=programs.sample.hand_over,
+            prompts=prompts.__getitem__,
+            key=key,
+            staleness=options.staleness,
+            num_steps=options.num_steps,
+            threaded=programs.sample.threaded,
+            patience=options.stop_timeout,
+        )
+        kept |= ahead.first(train.policy, version=train.step)
+    with (
+        run.Run(
+            options,
+            num_steps={"grpo": options.num_steps},
+            stop_timeout=options.stop_timeout,
+        ) as job,
+        job.stage("grpo", kept, meta=meta, beside=beside) as stage,
+        contextlib.nullcontext() if ahead is None else ahead,
+    ):
+        report.model_table(
+            [
+                ("policy", train.policy, True),
+                (
+                    "reference",
+                    None if reference is None else reference.stored,
+                    False,
+                ),
+                *((name, each.stored, False) for name, each in beside.items()),
+            ]
+        )
+        columns = prompts[0].tokens.shape[1] + options.max_new_tokens
+        report.engine(start.model, columns=columns, mesh=mesh)
+        trained = improve(
+            stage,
+            programs,
+            prompts=prompts,
+            task=task,
+            decode=start.decode,
+            ahead=ahead,
             options=options,
         )
-        first_key = jax.random.fold_in(key, 0)
-
-        def score(rollout: Rollout) -> dict[str, Any]:
-            scored = programs.score(
-                rollout, reference=reference, reward=reward, key=first_key
-            )
-            require_some(scored["scores"], options=options)
-            return scored
-
-        rehearsal.rehearse(
-            programs.sample(
-                train.policy, prompts=prompts[0], key=first_key, version=train.step
-            ),
-            score=score,
-            learn=functools.partial(programs.learn, train, key=first_key),
-            measure=functools.partial(programs.measure, train.policy),
-            dtype=options.dtype,
-            sampler_tolerance=options.sampler_tolerance,
-            storage_tolerance=options.reference_tolerance,
-            expect_equal=options.reference == "start",
-        )
-        before = measure(train.policy)
-        meta = {
-            "data_digest": digests.of_tokens(tokens),
-            "rows_digest": digests.of_rows(rows),  # with the answers
-        }
-        kept = {"train": train, "reference": reference, "root_key": key}
-        beside = {f"references/{name}": each for name, each in further.items()}
-        ahead = None
-        if options.staleness:
-            assert isinstance(programs.sample, Sampler)  # as others refuse it
-            refuse_processes(options.staleness)
-            ahead = RolloutQueue(
-                functools.partial(
-                    programs.draw, sampler=programs.sample, reward=reward
-                ),
-                hand_over=programs.sample.hand_over,
-                prompts=prompts.__getitem__,
-                key=key,
-                staleness=options.staleness,
-                num_steps=options.num_steps,
-                threaded=programs.sample.threaded,
-                patience=options.stop_timeout,
-            )
-            kept |= ahead.first(train.policy, version=train.step)
-        with (
-            run.Run(
-                options,
-                num_steps={"grpo": options.num_steps},
-                stop_timeout=options.stop_timeout,
-            ) as job,
-            job.stage("grpo", kept, meta=meta, beside=beside) as stage,
-            contextlib.nullcontext() if ahead is None else ahead,
-        ):
-            report.model_table(
-                [
-                    ("policy", train.policy, True),
-                    (
-                        "reference",
-                        None if reference is None else reference.stored,
-                        False,
-                    ),
-                    *((name, each.stored, False) for name, each in beside.items()),
-                ]
-            )
-            columns = prompts[0].tokens.shape[1] + options.max_new_tokens
-            report.engine(start.model, columns=columns, mesh=mesh)
-            trained = improve(
-                stage,
-                programs,
-                prompts=prompts,
-                reward=reward,
-                ahead=ahead,
-                options=options,
-            )
-        after = measure(trained)
+    after = task.measure(trained, programs=programs)
     if reference is not None:
         frozen.verify(reference)
     frozen.verify_all(further)
@@ -274,8 +283,8 @@ def main(options: VerifiedConfig) -> None:
     )
     first, *_, last = metrics.read(job.folder / "metrics.jsonl") * 2
     summary: dict[str, Any] = {
-        "accuracy_before": before,
-        "accuracy_after": after,
+        f"{task.measured}_before": before,
+        f"{task.measured}_after": after,
         "score_first": first["objective/scores"],
         "score_last": last["objective/scores"],
         "kl_last": last.get("objective/kl"),
@@ -297,6 +306,9 @@ def main(options: VerifiedConfig) -> None:
             ],
         ),
     )
+    if options.staleness:
+        summary["waits"] = waited(job.folder)
     plots.draw(job.folder)
     folder.write_summary(job.folder, summary)
-    print(f"accuracy {before:.3f} before, {after:.3f} after; {job.folder / 'model'}")
+    name = task.measured.replace("_", " ")
+    print(f"{name} {before:.3f} before, {after:.3f} after; {job.folder / 'model'}")

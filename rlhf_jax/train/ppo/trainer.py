@@ -34,6 +34,7 @@ from rlhf_jax.train.ppo.memory import check_memory
 from rlhf_jax.train.ppo.models import make_models
 from rlhf_jax.train.ppo.options import Config
 from rlhf_jax.train.ppo.programs import Programs
+from rlhf_jax.train.rollouts.queue import waited
 from rlhf_jax.train.start import load_start
 from rlhf_jax.train.text_rewards import load_text_reward, model_reward, text_reward
 
@@ -258,6 +259,8 @@ def main(options: Config) -> None:
         drift_report.plots(job.folder, moved)
         summary["drift_relative"] = float(moved["relative"])
         print(f"policy moved, relative weight drift {moved['relative']:.3g}")
+    if options.staleness:
+        summary["waits"] = waited(job.folder)
     plots.draw(job.folder)
     summary |= programs.pack.summary()
     summary |= profiled.summary(job.folder, profile=options.profile, flops=models.flops)

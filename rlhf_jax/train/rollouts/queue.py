@@ -5,19 +5,23 @@
     drawn by    0    0    0    1    2        version max(0, s - k) of the policy
     submits     2    3    4    5    6        rollout s + k, with the version of step s
 
-One thread runs the draws in their order. Which version draws a rollout is fixed by its
-step and not by what was ready first, so that runs repeat to the bit, and so do runs
-that were killed: a snapshot waits for the k rollouts of the next steps, and has them.
+One thread runs the draws in their order, and a second one waits for their scores where
+verifiers are slow, so that the next draw begins meanwhile. Which version draws a
+rollout is fixed by its step and not by what was ready first, so that runs repeat to the
+bit, and so do runs that were killed: a snapshot waits for the k rollouts of the next
+steps, and has them.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, Protocol, Self
 
 import jax
@@ -25,6 +29,7 @@ import jax.numpy as jnp
 
 from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.roles.rewards.scores import Scores
+from rlhf_jax.runs import metrics, report
 
 Array = jax.Array
 Params = Any
@@ -41,23 +46,18 @@ class Draw(Protocol):
 
     def __call__(
         self, policy: Params, *, prompts: Prompts, key: Array, version: Array
-    ) -> tuple[Rollout, Scores | None]:
-        """The rollout of these prompts.
+    ) -> tuple[Rollout, Scores | Callable[[], Scores] | None]:
+        """The rollout of these prompts, and its scores.
+
+        Scores may be a function that waits for them. It is called from a second thread,
+        in the order of the draws, while the next rollout is drawn.
 
         Args:
-          policy: of `HandOver`.
+          policy: as the queue's `hand_over` made it.
           prompts: Prompts[B, P].
           key: of the step that is to learn from it.
           version: i32[], of the policy, `TrainState.step`.
         """
-        ...
-
-
-class HandOver(Protocol):
-    """The parameters as a draw reads them, in buffers that no update donates."""
-
-    def __call__(self, policy: Params) -> Params:
-        """Called where the queue is, before the update of the step."""
         ...
 
 
@@ -67,23 +67,49 @@ class Waits:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._seconds = {"trainer": 0.0, "sampler": 0.0}
+        self._since: dict[str, float] = {}  # of the waits that are under way
 
     @contextlib.contextmanager
     def of(self, side: str) -> Iterator[None]:
         """Adds the seconds spent inside."""
-        start = time.perf_counter()
+        with self._lock:
+            self._since[side] = time.perf_counter()
         try:
             yield
         finally:
             with self._lock:
-                self._seconds[side] += time.perf_counter() - start
+                self._seconds[side] += time.perf_counter() - self._since.pop(side)
 
     def read(self) -> dict[str, float]:
         """The seconds, which begin again at 0."""
         with self._lock:
-            seconds = self._seconds
+            seconds, now = self._seconds, time.perf_counter()
+            for side, since in self._since.items():
+                seconds[side] += now - since
+                self._since[side] = now
             self._seconds = dict.fromkeys(seconds, 0.0)
         return seconds
+
+
+def waited(run_folder: Path) -> dict[str, float]:
+    """Seconds that each side of the queue waited in a run, for its summary.
+
+    Args:
+      run_folder: whose timings.jsonl is read.
+    """
+    total: dict[str, float] = {}
+    for row in metrics.read(run_folder / "timings.jsonl"):
+        for side, seconds in row.get("waits", {}).items():
+            total[side] = total.get(side, 0.0) + seconds
+    report.table(
+        "Seconds that one side of the queue waited for the other",
+        ("", "seconds"),
+        [
+            ("trainer, for its next rollout", total.get("trainer")),
+            ("sampler, for its next policy", total.get("sampler")),
+        ],
+    )
+    return total
 
 
 class RolloutQueue:
@@ -104,7 +130,7 @@ class RolloutQueue:
         self,
         draw: Draw,
         *,
-        hand_over: HandOver,
+        hand_over: Callable[[Params], Params],
         prompts: Callable[[int], Prompts],
         key: Array,
         staleness: int,
@@ -116,7 +142,8 @@ class RolloutQueue:
 
         Args:
           draw: of a rollout.
-          hand_over: of the parameters, at each `submit`.
+          hand_over: the parameters as draws read them, in buffers that no update
+            donates; called at each `submit`.
           prompts: of a step.
           key: of the run; a step's is `fold_in(key, step)`.
           staleness: k, at least 1.
@@ -131,29 +158,22 @@ class RolloutQueue:
         self._patience = patience
         self._held: collections.deque[Future[Entry]] = collections.deque()
         self._last: Future[Entry] | None = None  # that was taken
-        self._waiting: collections.deque[Callable[[], None]] = collections.deque()
-        self._changed = threading.Condition()
-        self._closed = False
         self.waits = Waits()
-        self._thread = None
+        self._drawing = self._scoring = None
         if threaded:
-            # A daemon, as a draw that hangs must not keep the process.
-            self._thread = threading.Thread(
-                target=self._work, name="rollouts", daemon=True
-            )
+            self._drawing = _Lane("rollouts", waits=self.waits)
+            self._scoring = _Lane("scores")
 
     def __enter__(self) -> Self:
-        if self._thread is not None:
-            self._thread.start()
+        for lane in (self._drawing, self._scoring):
+            if lane is not None:
+                lane.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        with self._changed:
-            self._closed = True
-            self._waiting.clear()
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join(self._patience)
+        for lane in (self._drawing, self._scoring):
+            if lane is not None:
+                lane.close(self._patience)
 
     @property
     def _names(self) -> tuple[str, ...]:
@@ -171,8 +191,8 @@ class RolloutQueue:
           What a stage's state begins with: this rollout in every place of the queue,
           of the shapes that a snapshot has.
         """
-        entry = _entry(*self._draw(self._hand_over(policy), **self._of(0, version)))
-        return dict.fromkeys(self._names, entry)
+        drawn = self._draw(self._hand_over(policy), **self._of(0, version))
+        return dict.fromkeys(self._names, _entry(*drawn))
 
     def begin(
         self, state: dict[str, Any], *, start: int, policy: Params, version: Array
@@ -216,22 +236,25 @@ class RolloutQueue:
         self._held.append(future)
 
         def job() -> None:
-            try:
-                entry = _entry(*self._draw(handed, **arguments))
-                if self._thread is not None:
-                    # One draw at a time, and its parameters are let go after it.
-                    entry = jax.block_until_ready(entry)
-            except BaseException as error:  # the main thread raises it
-                future.set_exception(error)
-            else:
-                future.set_result(entry)
+            with _told(future):
+                rollout, scores = self._draw(handed, **arguments)
+                if self._scoring is None:
+                    future.set_result(_entry(rollout, scores))
+                    return
+                # One draw at a time, and its parameters are let go after it.
+                jax.block_until_ready(rollout)
+                self._scoring.append(functools.partial(finish, rollout, scores))
 
-        if self._thread is None:
+        def finish(
+            rollout: Rollout, scores: Scores | Callable[[], Scores] | None
+        ) -> None:
+            with _told(future):
+                future.set_result(jax.block_until_ready(_entry(rollout, scores)))
+
+        if self._drawing is None:
             job()
-            return self._state()
-        with self._changed:
-            self._waiting.append(job)
-            self._changed.notify_all()
+        else:
+            self._drawing.append(job)
         return self._state()
 
     def take(self) -> tuple[Rollout, Scores | None]:
@@ -264,18 +287,59 @@ class RolloutQueue:
         filled = (*held, *[last] * (self.staleness - len(held)))
         return dict(zip(self._names, filled, strict=True))
 
+
+class _Lane:
+    """A thread that runs jobs in their order."""
+
+    def __init__(self, name: str, *, waits: Waits | None = None) -> None:
+        self._jobs: collections.deque[Callable[[], None]] = collections.deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._waits = waits
+        # A daemon, as a draw that hangs must not keep the process.
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def append(self, job: Callable[[], None]) -> None:
+        with self._changed:
+            self._jobs.append(job)
+            self._changed.notify_all()
+
+    def close(self, patience: float) -> None:
+        with self._changed:
+            self._closed = True
+            self._jobs.clear()
+            self._changed.notify_all()
+        self._thread.join(patience)
+
     def _work(self) -> None:
         while True:
-            with self._changed, self.waits.of("sampler"):
-                self._changed.wait_for(lambda: self._waiting or self._closed)
+            waiting = contextlib.nullcontext()
+            if self._waits is not None:
+                waiting = self._waits.of("sampler")
+            with self._changed, waiting:
+                self._changed.wait_for(lambda: self._jobs or self._closed)
                 if self._closed:
                     return
-                job = self._waiting.popleft()
+                job = self._jobs.popleft()
             job()
             del job  # and with it the parameters
 
 
-def _entry(rollout: Rollout, scores: Scores | None) -> Entry:
+@contextlib.contextmanager
+def _told(future: Future[Entry]) -> Iterator[None]:
+    """What is raised inside is the future's, and the main thread raises it."""
+    try:
+        yield
+    except BaseException as error:
+        future.set_exception(error)
+
+
+def _entry(rollout: Rollout, scores: Scores | Callable[[], Scores] | None) -> Entry:
+    if callable(scores):
+        scores = scores()
     return rollout if scores is None else (rollout, scores)
 
 

@@ -1,0 +1,1 @@
+"""What a queue of rollouts saves where sampling waits for the host."""

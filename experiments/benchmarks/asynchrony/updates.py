@@ -1,0 +1,244 @@
+"""The wall clock of GRPO at equal updates, with the sampler 0, 1 and 2 steps behind.
+
+    python experiments benchmarks.asynchrony.updates
+    python experiments benchmarks.asynchrony.updates --latency 0.2 --output async.json
+
+Each response is verified in a process that sleeps for --latency. On-policy the trainer
+waits for the verifiers; with a queue (`rlhf-jax grpo --max-staleness`) sampling and
+verifying are a draw of the queue's thread, and the trainer learns from earlier
+responses meanwhile. One process runs all of them in turns, round after round, from one
+state, with programs that are compiled before; the random model learns nothing of use.
+A ratio is the median over rounds of that within a round.
+
+On devices that both sides share only the host's time can be saved: the arithmetic of
+an update and of sampling is the same, and runs on the same cores.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import tyro
+
+from benchmarks.asynchrony.verifier import Slow
+from rlhf_jax import config, decoder, grpo, kl_control, state
+from rlhf_jax.algorithms.batch import Prompts, Rollout
+from rlhf_jax.functional import checks
+from rlhf_jax.roles.reference import storage
+from rlhf_jax.roles.rewards.scores import Scores
+from rlhf_jax.runs import report
+from rlhf_jax.train.rollouts.options import WEIGHT_CAP
+from rlhf_jax.train.rollouts.queue import RolloutQueue
+from rlhf_jax.verification.pool import PooledReward, VerifierPool
+
+Array = jax.Array
+Params = Any
+VOCABULARY = 128
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    staleness: tuple[int, ...] = (0, 1, 2)
+    """Steps that the sampler is behind, compared in turns; ratios are to the first."""
+    latency: float = 0.05
+    """Seconds that the verification of a response takes."""
+    num_workers: int = 8
+    """Processes that verify; they sleep."""
+    updates: int = 10
+    """Iterations of a turn."""
+    rounds: int = 5
+    """Turns of each, after one of warm-up."""
+    rows: int = 64
+    """Responses per iteration."""
+    group_size: int = 8
+    """Responses to a prompt."""
+    prompt_length: int = 16
+    """Columns of a prompt."""
+    response_length: int = 32
+    """Columns of a response."""
+    hidden_size: int = 192
+    """Width of the model."""
+    num_layers: int = 3
+    """Layers of the model."""
+    num_minibatches: int = 4
+    """Optimizer steps per pass."""
+    output: Path | None = None
+    """File for the figures, JSON; None writes none."""
+
+    def __post_init__(self) -> None:
+        checks.positive(
+            updates=self.updates, rounds=self.rounds, num_workers=self.num_workers
+        )
+        checks.non_negative(latency=self.latency)
+        checks.groups(self.rows, group_size=self.group_size)
+
+
+class Turns:
+    """The compiled programs, and a turn of a given staleness."""
+
+    def __init__(self, options: Config, *, pool: VerifierPool) -> None:
+        self._options = options
+        model = config.gpt2(
+            vocab_size=VOCABULARY,
+            hidden_size=options.hidden_size,
+            num_layers=options.num_layers,
+            num_heads=4,
+            max_positions=options.prompt_length + options.response_length,
+        )
+        self._params = jax.jit(decoder.init, static_argnames=("model",))(
+            jax.random.key(0), model=model
+        )
+        plain = grpo.GRPO(
+            model=model,
+            policy_optimizer=optax.adam(1e-5),
+            max_new_tokens=options.response_length,
+            stop_ids=(),
+            temperature=1.0,
+            group_size=options.group_size,
+            num_epochs=1,
+            num_minibatches=options.num_minibatches,
+        )
+        stale = dataclasses.replace(
+            plain, recompute_logprobs=True, sampler_weight_cap=WEIGHT_CAP
+        )
+        self._recipe = plain
+        self._sample = jax.jit(functools.partial(grpo.sample, recipe=plain))
+        self._learn = {
+            ahead: jax.jit(
+                functools.partial(grpo.learn, recipe=stale if ahead else plain),
+                donate_argnames=("state",),
+            )
+            for ahead in (False, True)
+        }
+        rows = [{} for _ in range(options.rows)]
+        self._reward: PooledReward = pool.reward(decode=_decode, rows=rows)
+
+    def prompts(self, step: int) -> Prompts:
+        """Random tokens, one prompt to each group."""
+        options, rng = self._options, np.random.default_rng(step)
+        groups = options.rows // options.group_size
+        tokens = rng.integers(1, VOCABULARY, (groups, options.prompt_length))
+        tokens = tokens.repeat(options.group_size, axis=0).astype(np.int32)
+        return Prompts(
+            tokens=tokens,
+            mask=np.ones(tokens.shape, bool),
+            index=np.arange(groups, dtype=np.int32).repeat(options.group_size),
+            sample=np.tile(np.arange(options.group_size, dtype=np.int32), groups),
+        )
+
+    def draw(
+        self, policy: Params, *, prompts: Prompts, key: Array, version: Array
+    ) -> tuple[Rollout, Callable[[], Scores]]:
+        """Samples, and starts the verifiers."""
+        rollout = self._sample(policy, prompts=prompts, key=key, version=version)
+        return rollout, self._reward.submit(rollout).collect
+
+    def __call__(self, staleness: int) -> dict[str, float]:
+        """Seconds of a turn, and of waiting on both sides."""
+        options, key = self._options, jax.random.key(1)
+        train = state.grpo_state(
+            policy=storage.store(self._params),
+            policy_optimizer=self._recipe.policy_optimizer,
+            kl=kl_control.fixed(0.0),
+        )
+        jax.block_until_ready(train)
+        learn = functools.partial(
+            self._learn[staleness > 0], reference=None, key=jax.random.key(2)
+        )
+        start = time.perf_counter()
+        if not staleness:
+            waited = 0.0
+            for step in range(options.updates):
+                since = time.perf_counter()
+                rollout, pending = self.draw(
+                    train.policy,
+                    prompts=self.prompts(step),
+                    key=jax.random.fold_in(key, step),
+                    version=train.step,
+                )
+                scores = pending()
+                waited += time.perf_counter() - since
+                train, *_ = learn(train, rollout=rollout, scores=scores)
+            jax.block_until_ready(train)
+            seconds = time.perf_counter() - start
+            return {"seconds": seconds, "trainer": waited, "sampler": seconds - waited}
+        queue = RolloutQueue(
+            self.draw,
+            hand_over=storage.store,
+            prompts=self.prompts,
+            key=key,
+            staleness=staleness,
+            num_steps=options.updates,
+            threaded=True,
+        )
+        begun = queue.first(train.policy, version=train.step)
+        with queue:
+            queue.begin(begun, start=0, policy=train.policy, version=train.step)
+            for step in range(options.updates):
+                rollout, scores = queue.take()
+                queue.submit(step + staleness, train.policy, version=train.step)
+                train, *_ = learn(train, rollout=rollout, scores=scores)
+            jax.block_until_ready(train)
+            seconds = time.perf_counter() - start
+            return {"seconds": seconds} | queue.waits.read()
+
+
+def _decode(ids: Any) -> str:
+    return " ".join(map(str, ids))
+
+
+def main(options: Config) -> None:
+    """Runs the rounds, and tells and writes what they took."""
+    turns: dict[int, list[dict[str, float]]] = {k: [] for k in options.staleness}
+    with VerifierPool(
+        Slow(options.latency), num_workers=options.num_workers, timeout=60.0
+    ) as pool:
+        turn = Turns(options, pool=pool)
+        for number in range(options.rounds + 1):
+            for k, measured in turns.items():
+                told = turn(k)
+                if number:  # the first one compiles
+                    measured.append(told)
+    first = turns[options.staleness[0]]
+    figures = []
+    for k, measured in turns.items():
+        ratios = [
+            own["seconds"] / other["seconds"]
+            for own, other in zip(measured, first, strict=True)
+        ]
+        figures.append(
+            {"staleness": k, "ratio": statistics.median(ratios), "ratios": ratios}
+            | {
+                name: statistics.median(each[name] for each in measured)
+                for name in ("seconds", "trainer", "sampler")
+            }
+        )
+    report.table(
+        f"{options.updates} updates; medians of {options.rounds} rounds, in turns",
+        ("steps behind", "seconds", "ratio", "trainer waited", "sampler waited"),
+        [
+            (
+                str(row["staleness"]),
+                *(row[name] for name in ("seconds", "ratio", "trainer", "sampler")),
+            )
+            for row in figures
+        ],
+    )
+    if options.output is not None:
+        told = {"options": dataclasses.asdict(options), "figures": figures}
+        text = json.dumps(told, default=str, indent=1)
+        options.output.write_text(f"{text}\n")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))

@@ -1,0 +1,135 @@
+"""Frontiers of gold against KL of samplers that are behind, from their sweep.
+
+    python experiments studies.staleness.figures runs/staleness
+
+Writes figures.json and plots/frontier.png into the sweep's folder: of every sampler at
+every β the means over seeds of gold, KL and fluency at the end with their 95%
+intervals, and the largest staleness that its metrics.jsonl has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+
+from rlhf_jax.runs import folder, metrics, report
+from rlhf_jax.sweeps import statistics
+from studies import finished
+from studies.finished import Finished
+
+MEASURED = ("gold", "kl", "fluency")
+ON_POLICY = "on-policy"
+
+
+def sampler_of(run: Finished) -> str:
+    """As "4 behind, truncate"."""
+    if not run.config["staleness"]:
+        return ON_POLICY
+    return f"{run.config['staleness']} behind, {run.config['correction']}"
+
+
+def summarise(runs: Sequence[Finished]) -> list[dict[str, Any]]:
+    """Of each cell its sampler, β, largest staleness and the estimates of MEASURED.
+
+    Args:
+      runs: that are done, by cell.
+    """
+    cells: dict[str, list[Finished]] = {}
+    for run in runs:
+        cells.setdefault(run.cell, []).append(run)
+    rows = []
+    for of_cell in cells.values():
+        row: dict[str, Any] = {
+            "sampler": sampler_of(of_cell[0]),
+            "kl_coef": of_cell[0].config["kl_coef"],
+            "staleness_max": max(map(_oldest, of_cell)),
+            "seeds": [run.seed for run in of_cell],
+        }
+        for name in MEASURED:
+            told = statistics.estimate([run.summary["policy"][name] for run in of_cell])
+            row[name] = {
+                "mean": told.mean,
+                "interval": told.interval and list(told.interval),
+            }
+        rows.append(row)
+    return rows
+
+
+def _oldest(run: Finished) -> float:
+    rows = metrics.read(run.folder / "metrics.jsonl")
+    return max(row.get("policy/staleness_max", 0.0) for row in rows)
+
+
+def tell(rows: Sequence[dict[str, Any]]) -> None:
+    """The rows of `summarise` as a table."""
+    report.table(
+        "Mean ± half of the 95% interval over seeds",
+        ("sampler", "β", *MEASURED),
+        [
+            (
+                row["sampler"],
+                f"{row['kl_coef']:g}",
+                *(_told(row[name]) for name in MEASURED),
+            )
+            for row in rows
+        ],
+    )
+
+
+def _told(estimate: dict[str, Any]) -> str:
+    if estimate["interval"] is None:
+        return f"{estimate['mean']:.3g}"
+    low, high = estimate["interval"]
+    return f"{estimate['mean']:.3g} ±{(high - low) / 2:.2g}"
+
+
+def draw(rows: Sequence[dict[str, Any]]) -> Figure:
+    """Gold against √KL: a line for each sampler, along β."""
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axis = figure.subplots()
+    samplers = list(dict.fromkeys(row["sampler"] for row in rows))
+    colours = colormaps["viridis"](np.linspace(0.0, 0.9, len(samplers)))
+    for sampler, colour in zip(samplers, colours, strict=True):
+        of_sampler = sorted(
+            (row for row in rows if row["sampler"] == sampler),
+            key=lambda row: row["kl_coef"],
+        )
+        gold = [row["gold"]["mean"] for row in of_sampler]
+        ends = [
+            row["gold"]["interval"] or [row["gold"]["mean"]] * 2 for row in of_sampler
+        ]
+        axis.errorbar(
+            [max(row["kl"]["mean"], 0.0) ** 0.5 for row in of_sampler],
+            gold,
+            yerr=np.abs(np.array(ends).T - gold),
+            fmt="--" if "none" in sampler else "-",
+            marker="o",
+            markersize=4,
+            color="black" if sampler == ON_POLICY else colour,
+            elinewidth=0.6,
+            label=sampler,
+        )
+    axis.set_xlabel("√KL to the reference [√nat]")
+    axis.set_ylabel("gold at the end")
+    axis.grid(alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, fontsize="small")
+    return figure
+
+
+def main(options: finished.Options) -> None:
+    """Tells and draws what a sweep of samplers has come to."""
+    rows = summarise(finished.runs_of(options.sweep))
+    tell(rows)
+    (options.sweep / "plots").mkdir(exist_ok=True)
+    draw(rows).savefig(options.sweep / "plots" / "frontier.png", dpi=130)
+    folder.write_json(options.sweep / "figures.json", {"cells": rows})
+    print(f"figures.json and plots are in {options.sweep}")
+
+
+if __name__ == "__main__":
+    finished.command(main, description=__doc__)

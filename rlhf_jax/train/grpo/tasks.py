@@ -1,0 +1,327 @@
+"""What a run's responses are drawn for: questions with a verifier, or episodes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from rlhf_jax.algorithms.batch import Prompts, Rollout
+from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
+from rlhf_jax.checkpoints.pretrained import Pretrained
+from rlhf_jax.data import batches
+from rlhf_jax.data.examples import Tokens
+from rlhf_jax.data.json_lines import Row
+from rlhf_jax.data.turns import TurnEncoder
+from rlhf_jax.devices import row_sharding
+from rlhf_jax.environments.episodes import Limits
+from rlhf_jax.environments.pool import EnvironmentPool
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models.generation.sampling import Shaping
+from rlhf_jax.roles.rewards.scores import Scores
+from rlhf_jax.train.environment.options import make_environment
+from rlhf_jax.train.environment.sampler import EpisodeSampler
+from rlhf_jax.train.environment.tasks import Tasks, read_tasks
+from rlhf_jax.train.grpo.options import VerifiedConfig
+from rlhf_jax.train.grpo.programs import Programs, accuracy
+from rlhf_jax.train.grpo.questions import read_questions
+from rlhf_jax.train.grpo.verifier import make_verifier
+from rlhf_jax.verification.pool import PooledReward, VerifierPool
+
+Array = jax.Array
+Params = Any
+
+
+class Task(Protocol):
+    """Rows to train on, and how a batch of them becomes a rollout."""
+
+    measured: str
+    """What `measure` returns, for the summary."""
+
+    @property
+    def rows(self) -> list[Row]:
+        """To train on, as they were read."""
+        ...
+
+    @property
+    def prompts(self) -> Sequence[Tokens]:
+        """Of the rows."""
+        ...
+
+    @property
+    def held_out(self) -> Any:
+        """What is measured on, as JSON holds it."""
+        ...
+
+    @property
+    def reward(self) -> PooledReward | None:
+        """Of rollouts that are drawn without scores."""
+        ...
+
+    def draw(
+        self,
+        policy: Params,
+        *,
+        programs: Programs,
+        prompts: Prompts,
+        key: Array,
+        version: Array,
+    ) -> tuple[Rollout, Scores | None]:
+        """A rollout, with its scores where they come with it."""
+        ...
+
+    def draw_ahead(
+        self,
+        policy: Params,
+        *,
+        programs: Programs,
+        prompts: Prompts,
+        key: Array,
+        version: Array,
+    ) -> tuple[Rollout, Scores | Callable[[], Scores]]:
+        """A draw of the queue, in its thread, with scores or what waits for them."""
+        ...
+
+    def measure(self, policy: Params, *, programs: Programs) -> float:
+        """On the held-out rows, greedily."""
+        ...
+
+
+class Questions:
+    """One response to each question, and a verifier."""
+
+    measured = "accuracy"
+
+    def __init__(
+        self, options: VerifiedConfig, *, start: Pretrained, stack: contextlib.ExitStack
+    ) -> None:
+        """Reads the questions; processes start with the first response.
+
+        Args:
+          start: whose tokenizer encodes and decodes.
+          stack: that ends the processes.
+
+        Raises:
+          InputError: as `read_questions` and `make_verifier`.
+        """
+        verifier = make_verifier(options)
+        (self.rows, self.prompts), self.held_out = (
+            read_questions(source, verifier=verifier, start=start, options=options)
+            for source in (options.data, options.held_out)
+        )
+        self._pool = stack.enter_context(
+            VerifierPool(
+                verifier,
+                num_workers=options.num_workers,
+                timeout=options.timeout,
+                on_failure=options.on_failure,
+            )
+        )
+        self.reward: PooledReward | None = self._pool.reward(
+            decode=start.decode, rows=self.rows
+        )
+        self._start, self._options = start._replace(params=None), options
+
+    def draw(
+        self,
+        policy: Params,
+        *,
+        programs: Programs,
+        prompts: Prompts,
+        key: Array,
+        version: Array,
+    ) -> tuple[Rollout, Scores | None]:
+        """A rollout, which is to be verified."""
+        rollout = programs.sample(policy, prompts=prompts, key=key, version=version)
+        return rollout, None
+
+    def draw_ahead(
+        self,
+        policy: Params,
+        *,
+        programs: Programs,
+        prompts: Prompts,
+        key: Array,
+        version: Array,
+    ) -> tuple[Rollout, Scores | Callable[[], Scores]]:
+        """A rollout that is verified while the next one is drawn."""
+        assert self.reward is not None
+        return programs.draw(
+            policy, prompts=prompts, key=key, version=version, reward=self.reward
+        )
+
+    def measure(self, policy: Params, *, programs: Programs) -> float:
+        """Share of the held-out questions whose greedy response is right."""
+        return accuracy(
+            policy,
+            self.held_out,
+            programs=programs,
+            pool=self._pool,
+            start=self._start,
+            options=self._options,
+        )
+
+
+class Episodes:
+    """Episodes of several turns in an environment."""
+
+    measured = "held_out_score"
+    reward: PooledReward | None = None
+
+    def __init__(
+        self,
+        options: VerifiedConfig,
+        *,
+        start: Pretrained,
+        algorithm: PolicyGradient,
+        mesh: Mesh,
+        stack: contextlib.ExitStack,
+    ) -> None:
+        """Has the environment begin with every row.
+
+        Args:
+          start: whose tokenizer encodes and decodes.
+          algorithm: static.
+          mesh: of the policy, one device.
+          stack: that ends the processes.
+
+        Raises:
+          InputError: the environment cannot begin with a row, no prompt fits, or the
+            mesh has several devices.
+        """
+        assert options.environment is not None
+        if mesh.devices.size > 1:
+            raise InputError(
+                f"--environment: expected one device, on which episodes are drawn, got "
+                f"a mesh of {mesh.devices.size}; leave out --placement.policy, or "
+                f"--environment"
+            )
+        pool = stack.enter_context(
+            EnvironmentPool(
+                make_environment(options.environment),
+                num_workers=options.num_workers,
+                timeout=options.timeout,
+                on_failure=options.on_failure,
+            )
+        )
+        stop_ids = start.stop_ids
+        encoder = TurnEncoder(start.tokenizer, stop_ids=stop_ids, chat=options.chat)
+        room, more = options.room(
+            start.room(max_new_tokens=options.max_new_tokens),
+            max_new_tokens=options.max_new_tokens,
+        )
+        self._tasks, self._held_out = (
+            read_tasks(
+                source,
+                pool=pool,
+                encoder=encoder,
+                room=room,
+                more=more,
+                overlong=options.overlong,
+            )
+            for source in (options.data, options.held_out)
+        )
+        count = min(len(self._held_out.rows), options.eval_rows)
+        rows, prompts, states = self._held_out
+        self._held_out = Tasks(rows[:count], prompts[:count], states[:count])
+        self._pad_id, self._mesh = start.pad_id, mesh
+
+        def sampler(tasks: Tasks, rows: int, shaping: Shaping | None) -> EpisodeSampler:
+            places = algorithm.continuous_batching or rows
+            return EpisodeSampler(
+                algorithm,
+                pool=pool,
+                encoder=encoder,
+                decode=start.decode,
+                limits=Limits(
+                    tokens=options.max_new_tokens,
+                    turn_tokens=options.max_turn_tokens or options.max_new_tokens,
+                    turns=options.max_turns,
+                    seconds=options.episodes_timeout,
+                ),
+                prompt_size=max(map(len, tasks.prompts)),
+                places=min(places, rows),
+                chunk=options.observation_chunk,
+                shaping=shaping,
+            )
+
+        self._size = min(options.batch_size, count)
+        self._sample = sampler(self._tasks, options.batch_size, None)
+        self._greedy = sampler(self._held_out, self._size, Shaping(greedy=True))
+
+    @property
+    def rows(self) -> list[Row]:
+        """To train on."""
+        return self._tasks.rows
+
+    @property
+    def prompts(self) -> Sequence[Tokens]:
+        """As the environment began with the rows."""
+        return self._tasks.prompts
+
+    @property
+    def held_out(self) -> Any:
+        """Rows and prompts."""
+        return self._held_out[:2]
+
+    def draw(
+        self,
+        policy: Params,
+        *,
+        programs: Programs,
+        prompts: Prompts,
+        key: Array,
+        version: Array,
+    ) -> tuple[Rollout, Scores]:
+        """Episodes, scored."""
+        del programs
+        drawn = self._sample(
+            policy,
+            prompts=prompts,
+            states=self._tasks.states,
+            key=key,
+            version=version,
+        )
+        return (
+            row_sharding.put_rows(drawn.rollout, mesh=self._mesh),
+            row_sharding.put_rows(drawn.scores, mesh=self._mesh),
+        )
+
+    draw_ahead = draw
+
+    def measure(self, policy: Params, *, programs: Programs) -> float:
+        """Mean score of the held-out rows, with the most likely token everywhere."""
+        del programs
+        count = len(self._held_out.rows)
+        asked = batches.prompt_batches(
+            self._held_out.prompts, batch_size=self._size, seed=0, pad_id=self._pad_id
+        )
+        scores = [
+            self._greedy(
+                policy,
+                prompts=asked[number],
+                states=self._held_out.states,
+                key=jax.random.key(0),  # greedy responses need none
+            ).scores.total
+            for number in range(-(-count // self._size))
+        ]
+        # The last batch is filled with rows of the first ones.
+        return float(np.concatenate(scores)[:count].mean())
+
+
+def make_task(
+    options: VerifiedConfig,
+    *,
+    start: Pretrained,
+    algorithm: PolicyGradient,
+    mesh: Mesh,
+    stack: contextlib.ExitStack,
+) -> Task:
+    """The task of a run, by its options."""
+    if options.environment is None:
+        return Questions(options, start=start, stack=stack)
+    return Episodes(options, start=start, algorithm=algorithm, mesh=mesh, stack=stack)

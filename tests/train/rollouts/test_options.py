@@ -1,0 +1,80 @@
+"""--max-staleness: what it corrects by default, and what it refuses."""
+
+import pytest
+
+from rlhf_jax.runs import command_line
+from rlhf_jax.train import grpo, nash_md, online_dpo, ppo, reinforce
+
+WORDS = {
+    ppo: "--model=x --prompts=x --reward=x:y",
+    grpo: "--model=x --data=x --held-out=x",
+    reinforce: "--model=x --data=x --held-out=x",
+    nash_md: "--model=x --data=x --held-out=x",
+    online_dpo: "--model=x --data=x --held-out=x",
+}
+
+
+def config_of(trainer, *argv):
+    words = ["--out=none", *WORDS[trainer].split(), *argv]
+    return command_line.parse(trainer.Config, description="", argv=words)
+
+
+@pytest.mark.parametrize("trainer", [ppo, grpo, reinforce])
+def test_samples_of_an_older_policy_are_weighted_unless_asked_otherwise(trainer):
+    def corrected(*argv):
+        config = config_of(trainer, *argv)
+        recipe = config.ppo if trainer is ppo else config.recipe
+        recipe = config.corrected(recipe)
+        return (
+            config.staleness,
+            recipe.recompute_logprobs,
+            recipe.sampler_weight_cap,
+            recipe.sampler_correction,
+        )
+
+    assert corrected() == (0, False, None, "token_truncate")
+    assert corrected("--max-staleness=0") == (0, False, None, "token_truncate")
+    stale = "--max-staleness=2"
+    assert corrected(stale) == (2, True, 2.0, "token_truncate")
+    assert corrected(stale, "--staleness-weight-cap=5")[2] == 5.0
+    alone = corrected(stale, "--staleness-weight-cap=None")
+    assert alone == (2, False, None, "token_truncate")
+    own = ("--recompute-logprobs", "--sampler-weight-cap=3")
+    masked = corrected(stale, *own, "--sampler-correction=token_mask")
+    assert masked == (2, True, 3.0, "token_mask")
+
+
+def test_a_sampler_of_its_own_devices_is_one_step_behind_as_before():
+    config = config_of(ppo, "--placement.sampler=last:data=1")
+    assert config.staleness == 1
+    assert config.corrected(config.ppo) == config.ppo
+    last = ("--placement.sampler=last:data=1", "--max-staleness=0")
+    assert config_of(ppo, *last).staleness == 0
+
+
+@pytest.mark.parametrize(
+    ("trainer", "argv", "message"),
+    [
+        (ppo, "--max-staleness=-1", "max_staleness"),
+        (ppo, "--max-staleness=1 --buckets 8", "--buckets: expected none where"),
+        (ppo, "--max-staleness=1 --num-alternatives=2", "--num-alternatives 2: exp"),
+        (ppo, "--staleness-weight-cap=3", "--staleness-weight-cap: expected --max"),
+        (
+            ppo,
+            "--max-staleness=1 --recompute-logprobs --staleness-weight-cap=None",
+            "--recompute-logprobs: expected --sampler-weight-cap",
+        ),
+        (
+            ppo,
+            "--max-staleness=1 --staleness-weight-cap=0.5",
+            "--staleness-weight-cap: expected a finite number of at least 1, got 0.5",
+        ),
+        (grpo, "--max-staleness=1 --max-redraws=2", "--max-redraws 2: expected 0"),
+        (nash_md, "--max-staleness=1", "--max-staleness: expected 0 for Nash-MD"),
+        (online_dpo, "--max-staleness=1", "--max-staleness: expected 0 for online DPO"),
+    ],
+)
+def test_what_does_not_go_with_an_older_sampler(trainer, argv, message, capsys):
+    with pytest.raises(SystemExit):
+        config_of(trainer, *argv.split())
+    assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())

@@ -1,0 +1,171 @@
+"""The queue of rollouts: which version draws which, errors, waits, and snapshots."""
+
+import threading
+import time
+from concurrent.futures import Future
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlhf_jax.functional.checks import StopError
+from rlhf_jax.runs.snapshots import pending
+from rlhf_jax.train.rollouts.queue import RolloutQueue
+
+NUM_STEPS = 7
+
+
+def drawn(policy, *, prompts, key, version):
+    """An array in a rollout's place: prompt, policy and version that met in a draw."""
+    del key
+    return jnp.stack([jnp.float32(prompts), policy, jnp.float32(version)]), None
+
+
+def queue_of(staleness, *, draw=drawn, threaded=True, patience=20.0):
+    return RolloutQueue(
+        draw,
+        hand_over=lambda policy: jnp.array(policy, copy=True),
+        prompts=lambda step: step,
+        key=jax.random.key(0),
+        staleness=staleness,
+        num_steps=NUM_STEPS,
+        threaded=threaded,
+        patience=patience,
+    )
+
+
+@pytest.fixture(scope="module")
+def update():
+    return jax.jit(lambda policy, version: (policy + 10, version + 1), donate_argnums=0)
+
+
+def played(queue, update, *, start=0, state=None, stop=NUM_STEPS):
+    """What each step learned from, and the state after the last one."""
+    policy, version = jnp.float32(10 * start), jnp.int32(start)
+    state = queue.first(policy, version=version) if state is None else dict(state)
+    learned = []
+    with queue:
+        state |= queue.begin(state, start=start, policy=policy, version=version)
+        for step in range(start, stop):
+            rollout, scores = queue.take()
+            assert scores is None
+            learned.append(np.asarray(rollout).tolist())
+            state |= queue.submit(step + queue.staleness, policy, version=version)
+            policy, version = update(policy, version)  # which donates what it reads
+        return learned, pending.settled(state)
+
+
+@pytest.mark.parametrize("threaded", [True, False])
+@pytest.mark.parametrize("staleness", [1, 3, NUM_STEPS + 2])
+def test_each_step_learns_from_its_rollout_by_a_policy_k_steps_older(
+    update, staleness, threaded
+):
+    learned, state = played(queue_of(staleness, threaded=threaded), update)
+    versions = [max(0, step - staleness) for step in range(NUM_STEPS)]
+    assert learned == [
+        [step, 10 * version, version] for step, version in enumerate(versions)
+    ]
+    assert len(state) == staleness
+
+
+@pytest.mark.parametrize("stop", [1, 3, 6])
+def test_what_a_snapshot_has_goes_on_as_if_nothing_had_been(update, stop):
+    whole, _ = played(queue_of(3), update)
+    before, state = played(queue_of(3), update, stop=stop)
+    after, _ = played(queue_of(3), update, start=stop, state=state)
+    assert before + after == whole
+    names = ["rollout", "rollout_1", "rollout_2"]
+    assert sorted(state) == names
+    held = [float(state[name][0]) for name in names]
+    assert held == [min(stop + i, NUM_STEPS - 1) for i in range(3)]
+
+
+def test_what_a_draw_raises_reaches_the_trainer_with_its_message(update):
+    def failing(policy, *, prompts, key, version):
+        if prompts == 4:
+            raise StopError("the verifier of step 4 is gone")
+        return drawn(policy, prompts=prompts, key=key, version=version)
+
+    before = threading.active_count()
+    with pytest.raises(StopError, match=r"^the verifier of step 4 is gone$"):
+        played(queue_of(2, draw=failing), update)
+    assert threading.active_count() == before
+
+
+def test_a_draw_that_hangs_keeps_neither_the_trainer_nor_a_snapshot(update):
+    released = threading.Event()
+
+    def hanging(policy, *, prompts, key, version):
+        if prompts > 1:
+            released.wait(20)
+        return drawn(policy, prompts=prompts, key=key, version=version)
+
+    start, queue = time.monotonic(), queue_of(2, draw=hanging, patience=0.1)
+    policy, version = jnp.float32(0), jnp.int32(0)
+    state = queue.first(policy, version=version)
+    with queue:
+        state |= queue.begin(state, start=0, policy=policy, version=version)
+        queue.take()
+        state |= queue.submit(2, policy, version=version)
+        assert not pending.is_settled(state)
+    assert time.monotonic() - start < 10
+    released.set()
+
+
+def test_both_waits_are_counted_also_while_they_last(update):
+    def slow(policy, *, prompts, key, version):
+        time.sleep(0.1 if prompts else 0)
+        return drawn(policy, prompts=prompts, key=key, version=version)
+
+    policy, version, queue = jnp.float32(0), jnp.int32(0), queue_of(1, draw=slow)
+    state = queue.first(policy, version=version)
+    with queue:
+        queue.begin(state, start=0, policy=policy, version=version)
+        queue.take()
+        queue.submit(1, policy, version=version)
+        queue.take()
+        waits = queue.waits.read()
+        assert 0.05 < waits["trainer"] < 1
+        time.sleep(0.2)
+        idle = queue.waits.read()  # it waits on
+        assert idle["trainer"] == 0
+        assert 0.1 < idle["sampler"] < 1
+        assert queue.waits.read()["sampler"] < 0.1
+
+
+def test_the_next_draw_begins_while_scores_are_waited_for():
+    """Two scores of 0.3 s and draws of 0.3 s: 0.9 s, and not 1.2."""
+
+    def scored(policy, *, prompts, key, version):
+        time.sleep(0.3 if prompts else 0)
+        rollout, _ = drawn(policy, prompts=prompts, key=key, version=version)
+
+        def scores():
+            time.sleep(0.3 if prompts else 0)
+            if prompts == 3:
+                raise StopError("no scores of step 3")
+            return rollout[:1]
+
+        return rollout, scores
+
+    policy, version, queue = jnp.float32(0), jnp.int32(0), queue_of(3, draw=scored)
+    state = queue.first(policy, version=version)
+    with queue:
+        start = time.perf_counter()
+        queue.begin(state, start=0, policy=policy, version=version)
+        taken = [queue.take()]
+        queue.submit(3, policy, version=version)
+        taken += [queue.take(), queue.take()]
+        assert 0.85 < time.perf_counter() - start < 1.15
+        assert [int(scores[0]) for _, scores in taken] == [0, 1, 2]
+        with pytest.raises(StopError, match="no scores of step 3"):
+            queue.take()
+
+
+def test_a_state_that_failed_is_not_settled():
+    future: Future[object] = Future()
+    future.set_exception(StopError("gone"))
+    assert not pending.is_settled({"rollout": future})
+    with pytest.raises(StopError, match="gone"):
+        pending.settled({"rollout": future})

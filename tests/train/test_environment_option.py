@@ -1,0 +1,141 @@
+"""--environment: runs of episodes, killed, resumed, ahead; and what is refused."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import toy_files
+
+import rlhf_jax.train.grpo
+import rlhf_jax.train.reinforce
+from rlhf_jax.environments.protocol import Started, Turn
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runs import metrics
+from rlhf_jax.train.environment.options import make_environment
+
+WORDS = ["go", "left", "right", "key", "door", "hall"]
+
+
+class Hall:
+    """Three turns; a word of the response's own is worth something."""
+
+    def reset(self, row):
+        return Started(row["start"], (row["start"], 0))
+
+    def step(self, state, response):
+        start, turn = state
+        reward = 0.25 * ("key" in response.split()) + 0.5 * (start in response)
+        return Turn("door hall", reward, turn == 2, (start, turn + 1))
+
+
+class Dark:
+    """No environment."""
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(__file__.rpartition("/")[0])
+    toy_files.checkpoint(tmp_path / "model", words=WORDS)
+    rows = [{"start": word} for word in ("left", "right", "go", "hall")]
+    toy_files.jsonl(tmp_path / "rows.jsonl", *rows)
+    return tmp_path
+
+
+def train(files, out, *options, command=rlhf_jax.train.grpo.command):
+    command(
+        [
+            *("--environment=test_environment_option:Hall", f"--model={files}/model"),
+            *(f"--data={files}/rows.jsonl", f"--held-out={files}/rows.jsonl"),
+            *("--max-new-tokens=14", "--max-turn-tokens=4", "--max-turns=3"),
+            *("--batch-size=8", "--num-steps=4", "--learning-rate=1e-3"),
+            *("--snapshot-every=1", "--num-workers=2", f"--out={files / out}"),
+            *options,
+        ]
+    )
+    return files / out
+
+
+def rows_of(run):
+    return metrics.read(run / "metrics.jsonl")
+
+
+GROUPS = ("--group-size=4", "--observation-chunk=3")
+
+
+def test_a_run_of_episodes_and_its_resume(files):
+    run = train(files, "run", *GROUPS, "--keep-snapshots=4")
+    rows = rows_of(run)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    for row in rows:
+        assert row["policy/sampler_mismatch"] < 1e-5
+        assert 1 <= row["response/turns"] <= 3
+        assert row["reward/turns"] == row["response/turns"]
+        assert row["reward/failed"] == 0
+    assert max(row["response/turns"] for row in rows) > 1
+    assert max(row["response/observed"] for row in rows) > 0
+    assert abs(rows[0]["objective/kl"]) < 1e-5
+    summary = json.loads((run / "summary.json").read_text())
+    assert np.isfinite(summary["held_out_score_after"])
+    before = (run / "metrics.jsonl").read_bytes()
+    shutil.rmtree(run / "snapshots" / "grpo" / "4")
+    train(files, "run", *GROUPS, "--keep-snapshots=4", "--resume")
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_a_queue_of_episodes_repeats_to_the_bit(files):
+    options = (*GROUPS, "--max-staleness=2", "--keep-snapshots=4")
+    run, again = train(files, "run", *options), train(files, "again", *options)
+    assert (run / "metrics.jsonl").read_bytes() == (
+        again / "metrics.jsonl"
+    ).read_bytes()
+    assert [row["policy/staleness"] for row in rows_of(run)] == [0, 1, 2, 2]
+    before = (run / "metrics.jsonl").read_bytes()
+    for step in (3, 4):
+        shutil.rmtree(run / "snapshots" / "grpo" / str(step))
+    train(files, "run", *options, "--resume")
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_reinforce_has_rewards_of_turns(files):
+    run = train(files, "run", command=rlhf_jax.train.reinforce.command)
+    assert all(np.isfinite(row["policy/grad_norm"]) for row in rows_of(run))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--verifier=exact"], "--verifier: expected none with --environment"),
+        (
+            ["--environment=maze"],
+            "expected calculator, guessing, programming, rooms or",
+        ),
+        (
+            ["--environment=test_environment_option:Dark"],
+            "expected what it makes to have the methods reset and step",
+        ),
+        (["--environment=calculator"], "rows.jsonl:1: expected a row that the environ"),
+    ],
+)
+def test_what_is_refused(files, capsys, options, message):
+    with pytest.raises(SystemExit) as stop:
+        train(files, "run", *GROUPS, *options)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not (files / "run").exists()
+
+
+def test_turn_options_need_an_environment():
+    with pytest.raises(
+        InputError, match=r"--max-turns: expected --environment with it"
+    ):
+        rlhf_jax.train.grpo.Config(
+            model="m", data="d", held_out="h", out="o", max_turns=3
+        )
+
+
+def test_environments_by_name():
+    assert type(make_environment("calculator")).__name__ == "Calculator"
+    assert type(make_environment("rooms")).__name__ == "Rooms"
