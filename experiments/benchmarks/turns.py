@@ -38,7 +38,7 @@ from rlhf_jax.algorithms.grpo import GRPO
 from rlhf_jax.environments.answers import Answer
 from rlhf_jax.environments.episodes import Limits
 from rlhf_jax.functional import checks
-from rlhf_jax.models import layout
+from rlhf_jax.models import cached_decoder, layout
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.generation import episodes
 from rlhf_jax.models.generation.episodes import Arrivals, Episodes
@@ -215,6 +215,13 @@ class Whole:
             "stop_ids": options.stop_ids,
             "temperature": 1.0,
         }
+        self._layers = jax.jit(
+            functools.partial(
+                cached_decoder.layers_to_decode,
+                model=options.model,
+                rows=options.rows,
+            )
+        )
         self._read = jax.jit(
             functools.partial(episodes.read, **static), donate_argnums=1
         )
@@ -291,17 +298,19 @@ class Whole:
         state = episodes.empty(
             options.model, places=options.rows, columns=columns, key=keys[0]
         )
-        state = self._read(params, state, arrivals)
+        layers = self._layers(params)
+        state = self._read(params, state, arrivals, layers=layers)
         if longest:
             more = dataclasses.replace(
                 arrivals, tokens=rest, count=count, begins=~yes, prompt=~yes, draws=yes
             )
-            state = self._read(params, state, more)
+            state = self._read(params, state, more, layers=layers)
         return self._advance(
             params,
             state,
             until=jnp.zeros((), jnp.int32),
             steps=jnp.full((), options.turn_size, jnp.int32),
+            layers=layers,
         )
 
 

@@ -171,10 +171,12 @@ class _Play:
                 while self._free and waiting:
                     self._begin(waiting.pop())
                 self._take_answers()
-                self._read()
+                # All of it first: a step draws as many tokens as there are places.
+                while self._read():
+                    pass
                 if any(each.drawing for each in self._live):
                     self._advance(steps)
-                elif not any(each.reading is not None for each in self._live):
+                elif self._live:
                     answers = [each.future for each in self._live if each.future]
                     concurrent.futures.wait(
                         answers, timeout=POLL, return_when="FIRST_COMPLETED"
@@ -191,12 +193,12 @@ class _Play:
         state = self._states[int(self._prompts.index[row])]
         self._live.append(_Episode(row, self._free.pop(), state, tokens, len(tokens)))
 
-    def _read(self) -> None:
-        """The next columns of what some episodes are to read."""
+    def _read(self) -> bool:
+        """The next columns of what some episodes are to read; False if none are."""
         size, chunk = self._device.arriving, self._device.chunk
         reading = [each for each in self._live if each.reading is not None][:size]
         if not reading:
-            return
+            return False
         of_row = np.zeros(size, np.int32)
         arrays: dict[str, HostArray] = {
             "place": np.full(size, self._device.places, np.int32),
@@ -219,15 +221,14 @@ class _Play:
             room = self._limits.tokens - episode.size
             arrays["turn"][at] = min(self._limits.turn_tokens, room)
         self._device.read(Arrivals(**arrays, keys=self._keys[of_row]))
+        return True
 
     def _advance(self, steps: int) -> None:
         """Draws on, and hands the turns that ended to the pool."""
         drawing = [each for each in self._live if each.drawing]
-        # Those that are to draw soon are not kept waiting.
-        busy = any(each.reading is not None for each in self._live)
         self._view = view = self._device.advance(
             until=len(drawing) - max(1, len(drawing) // SHARE),
-            steps=1 if busy else steps,
+            steps=steps,
         )
         for episode in drawing:
             if view.drawing[episode.place]:

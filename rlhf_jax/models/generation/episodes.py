@@ -23,7 +23,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.models import blocks, cached_decoder, decoder, heads, leaves
+from rlhf_jax.models import blocks, decoder, heads, leaves
 from rlhf_jax.models.attention import quantise
 from rlhf_jax.models.caches import Caches
 from rlhf_jax.models.config import ModelConfig
@@ -97,6 +97,7 @@ def read(
     state: Episodes,
     arrivals: Arrivals,
     *,
+    layers: Sequence[Params],
     model: ModelConfig,
     stop_ids: tuple[int, ...],
     temperature: float,
@@ -108,6 +109,7 @@ def read(
       params: the decoder's.
       state: Episodes[C].
       arrivals: Arrivals[A], for places whose turn has ended, or that are free.
+      layers: of `cached_decoder.layers_to_decode` for C rows, once per rollout.
       model: static.
       stop_ids: tokens that end a turn, themselves kept.
       temperature: divides the logits, dimensionless.
@@ -130,9 +132,7 @@ def read(
     hidden, caches = _extend(
         params,
         _slice(tokens, cached, size=size + 1),
-        layers=cached_decoder.layers_to_decode(
-            params, model=model, rows=place.shape[0]
-        ),
+        layers=layers,
         model=model,
         start=cached,
         caches=of.caches,
@@ -174,6 +174,7 @@ def advance(
     *,
     until: Array,
     steps: Array,
+    layers: Sequence[Params],
     model: ModelConfig,
     stop_ids: tuple[int, ...],
     temperature: float,
@@ -186,11 +187,8 @@ def advance(
       state: Episodes[C].
       until: i32[], turns that go on.
       steps: i32[], tokens.
-      model, stop_ids, temperature, shaping: the arguments of `read`.
+      layers, model, stop_ids, temperature, shaping: the arguments of `read`.
     """
-    layers = cached_decoder.layers_to_decode(
-        params, model=model, rows=state.length.shape[0]
-    )
 
     def more(carry: tuple[Episodes, Array]) -> Array:
         state, step = carry

@@ -16,6 +16,7 @@ from rlhf_jax.data.turns import TurnEncoder
 from rlhf_jax.environments.episodes import Limits, play
 from rlhf_jax.environments.pool import EnvironmentPool
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models import cached_decoder
 from rlhf_jax.models.generation import decode as decoding
 from rlhf_jax.models.generation import episodes
 from rlhf_jax.models.generation.episodes import Arrivals, Episodes
@@ -27,6 +28,13 @@ from rlhf_jax.roles.rewards.scores import Scores
 Array = jax.Array
 Params = Any
 SHARE = 8  # one place in so many reads at a time
+
+
+class Weights(NamedTuple):
+    """What the programs of a rollout read."""
+
+    params: Params  # of the whole policy
+    layers: tuple[Params, ...]  # the same, as decoding reads them
 
 
 class Drawn(NamedTuple):
@@ -94,32 +102,35 @@ class EpisodeSampler:
             "shaping": shaping,
         }
 
-        # The base is an argument: a closure would make it a part of the programs.
-        def whole(policy: Params, base: Frozen | None) -> Params:
-            return adapted.params(policy, base=base, lora=recipe.lora)
+        # Taken apart once per rollout: in every call it would copy all parameters.
+        def weights(policy: Params, base: Frozen | None) -> Weights:
+            params = adapted.params(policy, base=base, lora=recipe.lora)
+            return Weights(
+                params,
+                cached_decoder.layers_to_decode(
+                    params, model=recipe.model, rows=places
+                ),
+            )
 
-        def read(
-            policy: Params, base: Frozen | None, state: Episodes, arrivals: Arrivals
-        ) -> Episodes:
-            return episodes.read(whole(policy, base), state, arrivals, **options)
+        def read(weights: Weights, state: Episodes, arrivals: Arrivals) -> Episodes:
+            params, layers = weights
+            return episodes.read(params, state, arrivals, layers=layers, **options)
 
         def advance(
-            policy: Params,
-            base: Frozen | None,
-            state: Episodes,
-            until: Array,
-            steps: Array,
+            weights: Weights, state: Episodes, until: Array, steps: Array
         ) -> tuple[Episodes, Episodes]:
+            params, layers = weights
             state = episodes.advance(
-                whole(policy, base), state, until=until, steps=steps, **options
+                params, state, until=until, steps=steps, layers=layers, **options
             )
             return state, dataclasses.replace(state, caches=())
 
         self._base = base
-        self._read_program = jax.jit(read, donate_argnums=2)
-        self._advance_program = jax.jit(advance, donate_argnums=2)
+        self._weights_program = jax.jit(weights)
+        self._read_program = jax.jit(read, donate_argnums=1)
+        self._advance_program = jax.jit(advance, donate_argnums=1)
         self._state: Episodes | None = None
-        self._policy: Params = None
+        self._weights: Weights | None = None
 
     def __call__(
         self,
@@ -150,7 +161,7 @@ class EpisodeSampler:
         keys = decoding.row_keys(sample_key, index=mine.index, sample=mine.sample)
         if self._state is None:
             self._state = self._empty(key=sample_key)
-        self._policy = policy
+        self._weights = self._weights_program(policy, self._base)
         try:
             ended = play(
                 self,
@@ -167,7 +178,7 @@ class EpisodeSampler:
             self._state = None  # turns may be under way in it
             raise
         finally:
-            self._policy = None  # the update takes it
+            self._weights = None  # the update takes the policy
         rollout = ended.rollout
         if version is not None:
             stamped = np.where(rollout.response_mask, int(version), 0)
@@ -177,13 +188,11 @@ class EpisodeSampler:
     def read(self, arrivals: Arrivals) -> None:
         """Runs prompts and observations."""
         assert self._state is not None
-        self._state = self._read_program(
-            self._policy, self._base, self._state, arrivals
-        )
+        self._state = self._read_program(self._weights, self._state, arrivals)
 
     def advance(self, *, until: int, steps: int) -> Episodes:
         """Draws on, and returns the places on the host, without their caches."""
         self._state, seen = self._advance_program(
-            self._policy, self._base, self._state, np.int32(until), np.int32(steps)
+            self._weights, self._state, np.int32(until), np.int32(steps)
         )
         return jax.device_get(seen)

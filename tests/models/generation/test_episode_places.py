@@ -8,6 +8,7 @@ import pytest
 import tiny
 import toys
 
+from rlhf_jax.models import cached_decoder
 from rlhf_jax.models.generation import decode, episodes
 from rlhf_jax.models.generation.episodes import Arrivals
 from rlhf_jax.roles import policy
@@ -18,10 +19,13 @@ OPTIONS = {"stop_ids": (), "temperature": 1.0}
 
 @functools.cache
 def programs(model):
+    layers = cached_decoder.layers_to_decode(
+        tiny.params(model), model=model, rows=PLACES
+    )
     static = {"model": model, **OPTIONS}
-    return (
-        toys.jit(functools.partial(episodes.read, **static)),
-        toys.jit(functools.partial(episodes.advance, **static)),
+    return tuple(
+        functools.partial(toys.jit(functools.partial(each, **static)), layers=layers)
+        for each in (episodes.read, episodes.advance)
     )
 
 
