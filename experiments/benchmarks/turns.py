@@ -4,7 +4,7 @@
 
 A GPT-2 of random weights draws turns of geometric length; a tool answers each with
 --observation-size tokens after --latencies seconds. Two loops draw the same episodes,
-but for a few in a hundred where rounding decides which token is drawn (checked):
+but for a few rows where rounding decides which token is drawn (checked):
 
 - `episodes`, the loop of `--environment`: a finished turn goes to its tool at once, the
   other places draw on, and of an observation only its own tokens are run.
