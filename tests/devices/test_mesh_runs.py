@@ -375,7 +375,7 @@ def test_pairs_whose_columns_are_shared(files, name, tmp_path):
                 "--placement.sampler=last:data=4",
                 "--recompute-logprobs",
             ),
-            "--placement.sampler: expected the policy's devices with --buckets",
+            "--recompute-logprobs: expected --sampler-weight-cap with it where",
         ),
         (
             ("--placement.critic=last:data=4", "--max-ratio-mean=10"),

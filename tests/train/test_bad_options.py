@@ -182,7 +182,7 @@ OWN = {
         ("--sample-reference --no-measure-kl --kl-coef=0", "--sample-reference, --num"),
         (
             "--num-alternatives=2 --placement.sampler=last:data=1",
-            "--num-alternatives 2: expected 0 with",
+            "--num-alternatives 2: expected 0 where",
         ),
         ("--num-alternatives=-1", "num_alternatives: .*-1"),
         ("--reference-storage.dtype=int4", "--reference-storage.dtype"),

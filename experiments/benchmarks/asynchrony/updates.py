@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
@@ -130,10 +131,10 @@ class Turns:
         tokens = rng.integers(1, VOCABULARY, (groups, options.prompt_length))
         tokens = tokens.repeat(options.group_size, axis=0).astype(np.int32)
         return Prompts(
-            tokens=tokens,
-            mask=np.ones(tokens.shape, bool),
-            index=np.arange(groups, dtype=np.int32).repeat(options.group_size),
-            sample=np.tile(np.arange(options.group_size, dtype=np.int32), groups),
+            tokens=jnp.asarray(tokens),
+            mask=jnp.ones(tokens.shape, bool),
+            index=jnp.arange(groups, dtype=jnp.int32).repeat(options.group_size),
+            sample=jnp.tile(jnp.arange(options.group_size, dtype=jnp.int32), groups),
         )
 
     def draw(

@@ -102,7 +102,8 @@ def _by_ppo(algorithm: ppo.PPO, *, options: Config) -> Trainer:
             kl=options.kl_control.controller(kl_coef, num_steps=options.num_steps),
         )
 
-    return _online(start, algorithm, samples_per_prompt=1, options=options)
+    iteration = functools.partial(ppo.iteration, recipe=algorithm)
+    return _online(start, iteration, algorithm, samples_per_prompt=1, options=options)
 
 
 def _by_groups(baseline: Baseline, algorithm: ppo.PPO, *, options: Config) -> Trainer:
@@ -143,13 +144,19 @@ def _by_groups(baseline: Baseline, algorithm: ppo.PPO, *, options: Config) -> Tr
             ),
         )
 
+    iteration = functools.partial(grpo.iteration, recipe=groups)
     return _online(
-        start, groups, samples_per_prompt=options.group_size, options=options
+        start,
+        iteration,
+        groups,
+        samples_per_prompt=options.group_size,
+        options=options,
     )
 
 
 def _online(
     start: Callable[[Params, float], TrainState],
+    iteration: Callable[..., tuple[TrainState, masked.Stats, Scored]],
     recipe: ppo.PPO | grpo.GRPO,
     *,
     samples_per_prompt: int,
@@ -163,13 +170,8 @@ def _online(
         reward: Reward,
         key: Array,
     ) -> tuple[TrainState, masked.Stats, Scored]:
-        return policy_gradient.iteration(
-            train,
-            prompts=batch,
-            reference=reference,
-            reward=reward,
-            key=key,
-            recipe=recipe,
+        return iteration(
+            train, prompts=batch, reference=reference, reward=reward, key=key
         )
 
     def learn(

@@ -88,9 +88,14 @@ def check_memory(options: Config) -> None:
         *parts,
     ]
     copies = []
-    if placement.sampler.apart or options.sampler_storage != frozen_models.COPY:
+    handed_over = placement.sampler.apart or options.staleness > 0
+    if handed_over or options.sampler_storage != frozen_models.COPY:
         shapes = options.sampler_storage.shapes(policy)
         copies = [Part("policy", shapes, sampler_mesh)]
+        parts += [
+            Part(f"policy for the batch {i} ahead", shapes, sampler_mesh)
+            for i in range(2, options.staleness + 1)
+        ]
     if placement.sampler.apart and lora is not None:
         parts += [Part("sampler's base", storage.shapes(params), sampler_mesh)]
 

@@ -17,8 +17,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -30,6 +28,7 @@ import jax.numpy as jnp
 from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.runs import metrics, report
+from rlhf_jax.train.rollouts.lanes import Lane, Waits
 
 Array = jax.Array
 Params = Any
@@ -59,36 +58,6 @@ class Draw(Protocol):
           version: i32[], of the policy, `TrainState.step`.
         """
         ...
-
-
-class Waits:
-    """Seconds that each side has waited for the other since they were last read."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._seconds = {"trainer": 0.0, "sampler": 0.0}
-        self._since: dict[str, float] = {}  # of the waits that are under way
-
-    @contextlib.contextmanager
-    def of(self, side: str) -> Iterator[None]:
-        """Adds the seconds spent inside."""
-        with self._lock:
-            self._since[side] = time.perf_counter()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._seconds[side] += time.perf_counter() - self._since.pop(side)
-
-    def read(self) -> dict[str, float]:
-        """The seconds, which begin again at 0."""
-        with self._lock:
-            seconds, now = self._seconds, time.perf_counter()
-            for side, since in self._since.items():
-                seconds[side] += now - since
-                self._since[side] = now
-            self._seconds = dict.fromkeys(seconds, 0.0)
-        return seconds
 
 
 def waited(run_folder: Path) -> dict[str, float]:
@@ -161,8 +130,8 @@ class RolloutQueue:
         self.waits = Waits()
         self._drawing = self._scoring = None
         if threaded:
-            self._drawing = _Lane("rollouts", waits=self.waits)
-            self._scoring = _Lane("scores")
+            self._drawing = Lane("rollouts", waits=self.waits)
+            self._scoring = Lane("scores")
 
     def __enter__(self) -> Self:
         for lane in (self._drawing, self._scoring):
@@ -286,46 +255,6 @@ class RolloutQueue:
         assert last is not None  # after `begin`
         filled = (*held, *[last] * (self.staleness - len(held)))
         return dict(zip(self._names, filled, strict=True))
-
-
-class _Lane:
-    """A thread that runs jobs in their order."""
-
-    def __init__(self, name: str, *, waits: Waits | None = None) -> None:
-        self._jobs: collections.deque[Callable[[], None]] = collections.deque()
-        self._changed = threading.Condition()
-        self._closed = False
-        self._waits = waits
-        # A daemon, as a draw that hangs must not keep the process.
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def append(self, job: Callable[[], None]) -> None:
-        with self._changed:
-            self._jobs.append(job)
-            self._changed.notify_all()
-
-    def close(self, patience: float) -> None:
-        with self._changed:
-            self._closed = True
-            self._jobs.clear()
-            self._changed.notify_all()
-        self._thread.join(patience)
-
-    def _work(self) -> None:
-        while True:
-            waiting = contextlib.nullcontext()
-            if self._waits is not None:
-                waiting = self._waits.of("sampler")
-            with self._changed, waiting:
-                self._changed.wait_for(lambda: self._jobs or self._closed)
-                if self._closed:
-                    return
-                job = self._jobs.popleft()
-            job()
-            del job  # and with it the parameters
 
 
 @contextlib.contextmanager
