@@ -53,13 +53,17 @@ def read_prompts(source: str | Path, *, field: str = "prompt") -> list[Row]:
 
 
 def read_demonstrations(
-    source: str | Path, *, prompt: str = "prompt", response: str = "response"
+    source: str | Path,
+    *,
+    prompt: str = "prompt",
+    response: str = "response",
+    turns: bool = False,
 ) -> list[Row]:
     """Rows with texts in the fields named by `prompt` and `response`, or messages.
 
     Rows with a whole conversation in `messages` instead of a response are cut before
-    its last turn, which is the response. Rows with `turns` instead of a response hold
-    responses and observations in turn, from the first response to the last.
+    its last turn, which is the response. With `turns` rows may have "turns" instead of
+    a response: responses and observations in turn, from the first response to the last.
 
     Raises:
       InputError: the file is empty or malformed, a row lacks one of the texts, its
@@ -68,7 +72,7 @@ def read_demonstrations(
     """
     rows = []
     for where, row in json_lines.read_located(source):
-        if row.get(response) is None and TURNS in row:
+        if turns and row.get(response) is None and TURNS in row:
             _check_encodable(where, TURNS, row[TURNS])
             asked = _asked(where, row, prompt)
             by_template = not isinstance(asked, str)

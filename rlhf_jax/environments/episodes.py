@@ -21,9 +21,9 @@ import numpy as np
 
 from rlhf_jax.algorithms.batch import Prompts
 from rlhf_jax.data.turns import TurnEncoder
-from rlhf_jax.environments import ended
+from rlhf_jax.environments import finished
 from rlhf_jax.environments.answers import Answer
-from rlhf_jax.environments.ended import Ended
+from rlhf_jax.environments.finished import Finished
 from rlhf_jax.environments.pool import EnvironmentPool
 from rlhf_jax.models.generation.episodes import Arrivals, Episodes
 
@@ -87,82 +87,42 @@ class _Episode:
     future: concurrent.futures.Future[Answer] | None = None
 
 
-def play(
-    device: Device,
-    *,
-    prompts: Prompts,
-    states: Sequence[bytes],
-    keys: Array,
-    pool: EnvironmentPool,
-    encoder: TurnEncoder,
-    decode: Callable[[list[int]], str],
-    stop_ids: tuple[int, ...],
-    limits: Limits,
-    steps: int = 32,
-) -> Ended:
-    """An episode from every row of prompts.
+@dataclasses.dataclass(kw_only=True)
+class Play:
+    """An episode from every row of prompts, once `run` is called."""
 
-    Args:
-      device: with places that are free.
-      prompts: Prompts[B, P], of NumPy arrays.
-      states: of the environment, by `prompts.index`.
-      keys: key[B], of the rows.
-      pool: that answers turns.
-      encoder: of observations.
-      decode: token ids -> text, of a turn, for the environment alone.
-      stop_ids: tokens that end a turn.
-      limits: of an episode.
-      steps: tokens that are drawn before the host looks for answers.
+    device: Device  # with places that are free
+    prompts: Prompts  # [B, P], of NumPy arrays
+    states: Sequence[bytes]  # of the environment, by `prompts.index`
+    keys: Array  # key[B], of the rows
+    pool: EnvironmentPool  # answers turns
+    encoder: TurnEncoder  # of observations
+    decode: Callable[[list[int]], str]  # of a turn, for the environment alone
+    stop_ids: tuple[int, ...]  # tokens that end a turn
+    limits: Limits
 
-    Returns:
-      Episodes[B, P + R] in the order of the prompts. One that a limit or a failure
-      ended keeps its tokens and rewards up to there.
-
-    Raises:
-      StopError: the environment failed, and the pool is to stop then.
-    """
-    return _Play(
-        device,
-        prompts=prompts,
-        states=states,
-        keys=keys,
-        pool=pool,
-        encoder=encoder,
-        decode=decode,
-        stop_ids=stop_ids,
-        limits=limits,
-    ).run(steps=steps)
-
-
-class _Play:
-    """One rollout."""
-
-    def __init__(
-        self,
-        device: Device,
-        *,
-        prompts: Prompts,
-        states: Sequence[bytes],
-        keys: Array,
-        pool: EnvironmentPool,
-        encoder: TurnEncoder,
-        decode: Callable[[list[int]], str],
-        stop_ids: tuple[int, ...],
-        limits: Limits,
-    ) -> None:
-        self._device, self._prompts, self._states = device, prompts, states
-        self._keys, self._pool, self._encoder = keys, pool, encoder
-        self._decode, self._stop_ids, self._limits = decode, stop_ids, limits
-        self._ended = ended.none(prompts, size=limits.tokens)
-        self._free = list(range(device.places))[::-1]
+    def __post_init__(self) -> None:
+        self._finished = finished.none(self.prompts, size=self.limits.tokens)
+        self._free = list(range(self.device.places))[::-1]
         self._live: list[_Episode] = []
         self._failures: list[Answer] = []
         self._view: Episodes | None = None
 
-    def run(self, *, steps: int) -> Ended:
-        """Until all have ended, or the time is over."""
-        began, seconds = time.monotonic(), self._limits.seconds
-        waiting = list(range(len(self._prompts.index)))[::-1]
+    def run(self, *, steps: int = 32) -> Finished:
+        """Plays until all have ended, or the time is over.
+
+        Args:
+          steps: tokens that are drawn before the host looks for answers.
+
+        Returns:
+          Episodes[B, P + R] in the order of the prompts. One that a limit or a failure
+          ended keeps its tokens and rewards up to there.
+
+        Raises:
+          StopError: the environment failed, and the pool is to stop then.
+        """
+        began, seconds = time.monotonic(), self.limits.seconds
+        waiting = list(range(len(self.prompts.index)))[::-1]
         try:
             while self._live or waiting:
                 if seconds is not None and time.monotonic() - began > seconds:
@@ -185,23 +145,23 @@ class _Play:
             for episode in self._live:
                 if episode.future is not None:
                     episode.future.cancel()
-        self._pool.warn(self._failures, num_episodes=len(self._prompts.index))
-        return self._ended
+        self.pool.warn(self._failures, num_episodes=len(self.prompts.index))
+        return self._finished
 
     def _begin(self, row: int) -> None:
-        tokens = self._prompts.tokens[row][self._prompts.mask[row]].tolist()
-        state = self._states[int(self._prompts.index[row])]
+        tokens = self.prompts.tokens[row][self.prompts.mask[row]].tolist()
+        state = self.states[int(self.prompts.index[row])]
         self._live.append(_Episode(row, self._free.pop(), state, tokens, len(tokens)))
 
     def _read(self) -> bool:
         """The next columns of what some episodes are to read; False if none are."""
-        size, chunk = self._device.arriving, self._device.chunk
+        size, chunk = self.device.arriving, self.device.chunk
         reading = [each for each in self._live if each.reading is not None][:size]
         if not reading:
             return False
         of_row = np.zeros(size, np.int32)
         arrays: dict[str, HostArray] = {
-            "place": np.full(size, self._device.places, np.int32),
+            "place": np.full(size, self.device.places, np.int32),
             "tokens": np.zeros((size, chunk), np.int32),
             **{name: np.zeros(size, np.int32) for name in ("count", "turn")},
             **{name: np.zeros(size, bool) for name in ("begins", "prompt", "draws")},
@@ -218,15 +178,15 @@ class _Play:
             if not of_prompt:
                 episode.size += len(part)
             arrays["draws"][at] = episode.drawing = episode.reading is None
-            room = self._limits.tokens - episode.size
-            arrays["turn"][at] = min(self._limits.turn_tokens, room)
-        self._device.read(Arrivals(**arrays, keys=self._keys[of_row]))
+            room = self.limits.tokens - episode.size
+            arrays["turn"][at] = min(self.limits.turn_tokens, room)
+        self.device.read(Arrivals(**arrays, keys=self.keys[of_row]))
         return True
 
     def _advance(self, steps: int) -> None:
         """Draws on, and hands the turns that ended to the pool."""
         drawing = [each for each in self._live if each.drawing]
-        self._view = view = self._device.advance(
+        self._view = view = self.device.advance(
             until=len(drawing) - max(1, len(drawing) // SHARE),
             steps=steps,
         )
@@ -237,10 +197,10 @@ class _Play:
             tokens = view.tokens[episode.place, start:end].tolist()
             episode.drawing = False
             episode.size = episode.kept = int(end) - episode.prompt
-            episode.stopped = tokens[-1] in self._stop_ids
-            said = self._decode(tokens[:-1] if episode.stopped else tokens)
-            where = f"row {int(self._prompts.index[episode.row])}"
-            episode.future = self._pool.step(episode.state, said, where=where)
+            episode.stopped = tokens[-1] in self.stop_ids
+            said = self.decode(tokens[:-1] if episode.stopped else tokens)
+            where = f"row {int(self.prompts.index[episode.row])}"
+            episode.future = self.pool.step(episode.state, said, where=where)
 
     def _take_answers(self) -> None:
         for episode in list(self._live):
@@ -255,34 +215,34 @@ class _Play:
                 self._end(episode, None if episode.stopped else "truncated")
             elif not episode.stopped:
                 self._end(episode, "truncated")
-            elif len(episode.rewards) >= self._limits.turns:
+            elif len(episode.rewards) >= self.limits.turns:
                 self._end(episode, "out_of_turns")
             else:
                 self._go_on(episode, answer)
 
     def _go_on(self, episode: _Episode, answer: Answer) -> None:
-        where = f"an observation of row {int(self._prompts.index[episode.row])}"
-        observed = self._encoder.observation(answer.observation, where=where)
-        if episode.size + len(observed) >= self._limits.tokens:
+        where = f"an observation of row {int(self.prompts.index[episode.row])}"
+        observed = self.encoder.observation(answer.observation, where=where)
+        if episode.size + len(observed) >= self.limits.tokens:
             self._end(episode, "out_of_room")
             return
         episode.state, episode.reading = answer.state, observed  # it may be of nothing
 
     def _end_late(self, waiting: list[int]) -> None:
         """Ends all episodes as they are; those that have not begun stay empty."""
-        self._view = self._device.advance(until=0, steps=0)
+        self._view = self.device.advance(until=0, steps=0)
         for episode in list(self._live):
             if episode.drawing:
                 length = int(self._view.length[episode.place])
                 episode.kept = length - episode.prompt
             self._end(episode, "late")
-        self._ended.parts["late"][waiting] = 1.0
+        self._finished.parts["late"][waiting] = 1.0
 
     def _end(self, episode: _Episode, why: str | None) -> None:
         """Keeps what the episode has come to, and frees its place."""
         if self._view is not None and episode.kept:
-            ended.keep(
-                self._ended,
+            finished.keep(
+                self._finished,
                 self._view,
                 row=episode.row,
                 place=episode.place,
@@ -291,7 +251,7 @@ class _Play:
                 rewards=episode.rewards,
             )
         if why is not None:
-            self._ended.parts[why][episode.row] = 1.0
+            self._finished.parts[why][episode.row] = 1.0
         if episode.future is not None:
             episode.future.cancel()
         self._live.remove(episode)

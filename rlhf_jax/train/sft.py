@@ -172,7 +172,10 @@ def read_examples(options: Config, start: Pretrained) -> Sequence[Text]:
         text = json_lines.read_text(options.data)
         return encoding.encode_text(start.tokenizer, text, block_size=longest)
     rows = files.read_demonstrations(
-        options.data, prompt=options.prompt_field, response=options.response_field
+        options.data,
+        prompt=options.prompt_field,
+        response=options.response_field,
+        turns=True,
     )
     limits: dict[str, Any] = {
         "max_length": longest,

@@ -45,8 +45,8 @@ class EnvironmentConfig(StartConfig):
 
         Args:
           max_new_tokens: the room of an episode.
-          replaced: options that the environment takes the place of, and their values
-            where they were set.
+          replaced: options that an environment takes the place of, or does not read,
+            with their values, where they were set.
         """
         own = {
             "max_turns": self.max_turns,
@@ -73,9 +73,8 @@ class EnvironmentConfig(StartConfig):
             )
         for flag, value in replaced.items():
             raise InputError(
-                f"{flag}: expected none with --environment {self.environment}, whose "
-                f"own rows, prompts and rewards take its place, got {value}; leave one "
-                f"of them out"
+                f"{flag}: expected none with --environment {self.environment}, "
+                f"which does not read it, got {value}; leave one of them out"
             )
 
 

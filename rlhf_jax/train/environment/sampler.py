@@ -13,7 +13,7 @@ import numpy as np
 from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.data.turns import TurnEncoder
-from rlhf_jax.environments.episodes import Limits, play
+from rlhf_jax.environments.episodes import Limits, Play
 from rlhf_jax.environments.pool import EnvironmentPool
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import cached_decoder
@@ -163,8 +163,8 @@ class EpisodeSampler:
             self._state = self._empty(key=sample_key)
         self._weights = self._weights_program(policy, self._base)
         try:
-            ended = play(
-                self,
+            ended = Play(
+                device=self,
                 prompts=mine,
                 states=states,
                 keys=keys,
@@ -173,7 +173,7 @@ class EpisodeSampler:
                 decode=self._decode,
                 stop_ids=self._stop_ids,
                 limits=self._limits,
-            )
+            ).run()
         except BaseException:
             self._state = None  # turns may be under way in it
             raise

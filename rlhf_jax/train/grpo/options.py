@@ -154,7 +154,8 @@ class VerifiedConfig(
         """What an environment takes the place of, or cannot use, where it was set."""
         fields = {each.name: each for each in dataclasses.fields(self)}
         names = ("verifier", "question_field", "answer_field", "template", "unmarked")
-        names += ("sampler_storage", "sampler_cache_pages", "prefill_chunk")
+        names += ("sampler_storage", "sampler_cache", "sampler_cache_pages")
+        names += ("prefill_chunk",)
         changed: dict[str, Any] = {
             f"--{name.replace('_', '-')}": value
             for name in names

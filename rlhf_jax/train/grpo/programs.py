@@ -98,7 +98,7 @@ class Programs:
         reference: Frozen | None,
         reward: PooledReward | None,
         key: Array,
-        scores: Scores | None = None,
+        scores: Scores | Callable[[], Scores] | None = None,
     ) -> dict[str, Any]:
         """Scores, and the references' log-probs, computed while processes verify.
 
@@ -107,7 +107,8 @@ class Programs:
           reference: the frozen policy, on its own devices; None for a run without.
           reward: that verifies, in processes.
           key: of this step.
-          scores: of `verify`; None verifies here.
+          scores: of `verify`, or of the draw, where they may be a function that waits
+            for them; None verifies here.
 
         Returns:
           Arguments of `learn`: with these how the models read the rollout packed, in
@@ -131,6 +132,8 @@ class Programs:
         further = self.further(rollout, packing)
         if pending is not None:
             scores = row_sharding.put_computed(pending.collect(), mesh=self._mesh)
+        if callable(scores):
+            scores = scores()
         assert scores is not None
         return {
             "scores": scores,

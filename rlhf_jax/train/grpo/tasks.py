@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
@@ -24,12 +25,13 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.generation.sampling import Shaping
 from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.train.environment.options import make_environment
+from rlhf_jax.train.environment.rows import BegunRows, read_begun
 from rlhf_jax.train.environment.sampler import EpisodeSampler
-from rlhf_jax.train.environment.tasks import Tasks, read_tasks
 from rlhf_jax.train.grpo.options import VerifiedConfig
 from rlhf_jax.train.grpo.programs import Programs, accuracy
 from rlhf_jax.train.grpo.questions import read_questions
 from rlhf_jax.train.grpo.verifier import make_verifier
+from rlhf_jax.train.rollouts.queue import Draw
 from rlhf_jax.verification.pool import PooledReward, VerifierPool
 
 Array = jax.Array
@@ -62,28 +64,12 @@ class Task(Protocol):
         """Of rollouts that are drawn without scores."""
         ...
 
-    def draw(
-        self,
-        policy: Params,
-        *,
-        programs: Programs,
-        prompts: Prompts,
-        key: Array,
-        version: Array,
-    ) -> tuple[Rollout, Scores | None]:
-        """A rollout, with its scores where they come with it."""
+    def draw(self, programs: Programs) -> Draw:
+        """What draws a rollout, with its scores where they come with it."""
         ...
 
-    def draw_ahead(
-        self,
-        policy: Params,
-        *,
-        programs: Programs,
-        prompts: Prompts,
-        key: Array,
-        version: Array,
-    ) -> tuple[Rollout, Scores | Callable[[], Scores]]:
-        """A draw of the queue, in its thread, with scores or what waits for them."""
+    def draw_ahead(self, programs: Programs) -> Draw:
+        """The same for a queue, always with scores."""
         ...
 
     def measure(self, policy: Params, *, programs: Programs) -> float:
@@ -91,7 +77,7 @@ class Task(Protocol):
         ...
 
 
-class Questions:
+class QuestionTask:
     """One response to each question, and a verifier."""
 
     measured = "accuracy"
@@ -126,33 +112,18 @@ class Questions:
         )
         self._start, self._options = start._replace(params=None), options
 
-    def draw(
-        self,
-        policy: Params,
-        *,
-        programs: Programs,
-        prompts: Prompts,
-        key: Array,
-        version: Array,
-    ) -> tuple[Rollout, Scores | None]:
-        """A rollout, which is to be verified."""
-        rollout = programs.sample(policy, prompts=prompts, key=key, version=version)
-        return rollout, None
+    def draw(self, programs: Programs) -> Draw:
+        """What draws rollouts, which are to be verified."""
 
-    def draw_ahead(
-        self,
-        policy: Params,
-        *,
-        programs: Programs,
-        prompts: Prompts,
-        key: Array,
-        version: Array,
-    ) -> tuple[Rollout, Scores | Callable[[], Scores]]:
-        """A rollout that is verified while the next one is drawn."""
+        def sampled(policy: Params, **of_step: Any) -> tuple[Rollout, None]:
+            return programs.sample(policy, **of_step), None
+
+        return sampled
+
+    def draw_ahead(self, programs: Programs) -> Draw:
+        """What draws rollouts that are verified while the next one is drawn."""
         assert self.reward is not None
-        return programs.draw(
-            policy, prompts=prompts, key=key, version=version, reward=self.reward
-        )
+        return functools.partial(programs.draw, reward=self.reward)
 
     def measure(self, policy: Params, *, programs: Programs) -> float:
         """Share of the held-out questions whose greedy response is right."""
@@ -166,7 +137,7 @@ class Questions:
         )
 
 
-class Episodes:
+class EpisodeTask:
     """Episodes of several turns in an environment."""
 
     measured = "held_out_score"
@@ -214,8 +185,8 @@ class Episodes:
             start.room(max_new_tokens=options.max_new_tokens),
             max_new_tokens=options.max_new_tokens,
         )
-        self._tasks, self._held_out = (
-            read_tasks(
+        self._begun, self._held_out = (
+            read_begun(
                 source,
                 pool=pool,
                 encoder=encoder,
@@ -227,10 +198,12 @@ class Episodes:
         )
         count = min(len(self._held_out.rows), options.eval_rows)
         rows, prompts, states = self._held_out
-        self._held_out = Tasks(rows[:count], prompts[:count], states[:count])
+        self._held_out = BegunRows(rows[:count], prompts[:count], states[:count])
         self._pad_id, self._mesh = start.pad_id, mesh
 
-        def sampler(tasks: Tasks, rows: int, shaping: Shaping | None) -> EpisodeSampler:
+        def sampler(
+            begun: BegunRows, rows: int, shaping: Shaping | None
+        ) -> EpisodeSampler:
             places = algorithm.continuous_batching or rows
             return EpisodeSampler(
                 algorithm,
@@ -243,46 +216,45 @@ class Episodes:
                     turns=options.max_turns,
                     seconds=options.episodes_timeout,
                 ),
-                prompt_size=max(map(len, tasks.prompts)),
+                prompt_size=max(map(len, begun.prompts)),
                 places=min(places, rows),
                 chunk=options.observation_chunk,
                 shaping=shaping,
             )
 
         self._size = min(options.batch_size, count)
-        self._sample = sampler(self._tasks, options.batch_size, None)
+        self._sample = sampler(self._begun, options.batch_size, None)
         self._greedy = sampler(self._held_out, self._size, Shaping(greedy=True))
 
     @property
     def rows(self) -> list[Row]:
         """To train on."""
-        return self._tasks.rows
+        return self._begun.rows
 
     @property
     def prompts(self) -> Sequence[Tokens]:
         """As the environment began with the rows."""
-        return self._tasks.prompts
+        return self._begun.prompts
 
     @property
     def held_out(self) -> Any:
         """Rows and prompts."""
         return self._held_out[:2]
 
-    def draw(
-        self,
-        policy: Params,
-        *,
-        programs: Programs,
-        prompts: Prompts,
-        key: Array,
-        version: Array,
-    ) -> tuple[Rollout, Scores]:
-        """Episodes, scored."""
+    def draw(self, programs: Programs) -> Draw:
+        """What draws episodes, which are scored."""
         del programs
+        return self._draw
+
+    draw_ahead = draw
+
+    def _draw(
+        self, policy: Params, *, prompts: Prompts, key: Array, version: Array
+    ) -> tuple[Rollout, Scores]:
         drawn = self._sample(
             policy,
             prompts=prompts,
-            states=self._tasks.states,
+            states=self._begun.states,
             key=key,
             version=version,
         )
@@ -290,8 +262,6 @@ class Episodes:
             row_sharding.put_rows(drawn.rollout, mesh=self._mesh),
             row_sharding.put_rows(drawn.scores, mesh=self._mesh),
         )
-
-    draw_ahead = draw
 
     def measure(self, policy: Params, *, programs: Programs) -> float:
         """Mean score of the held-out rows, with the most likely token everywhere."""
@@ -323,5 +293,7 @@ def make_task(
 ) -> Task:
     """The task of a run, by its options."""
     if options.environment is None:
-        return Questions(options, start=start, stack=stack)
-    return Episodes(options, start=start, algorithm=algorithm, mesh=mesh, stack=stack)
+        return QuestionTask(options, start=start, stack=stack)
+    return EpisodeTask(
+        options, start=start, algorithm=algorithm, mesh=mesh, stack=stack
+    )

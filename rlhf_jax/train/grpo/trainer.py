@@ -54,7 +54,7 @@ def improve(
 ) -> Params:
     """Trains on the score less β · KL to the reference; returns the policy."""
     train, reference = stage.state["train"], stage.state["reference"]
-    reward = task.reward
+    reward, draw = task.reward, task.draw(programs)
     if ahead is not None:
         stage.state |= ahead.begin(
             stage.state, start=stage.start, policy=train.policy, version=train.step
@@ -71,12 +71,8 @@ def improve(
             draw_stats = staleness(rollout, step=jnp.int32(step))
         else:
             with stage.user_code():  # of an environment
-                rollout, scores = task.draw(
-                    train.policy,
-                    programs=programs,
-                    prompts=prompts[step],
-                    key=key,
-                    version=train.step,
+                rollout, scores = draw(
+                    train.policy, prompts=prompts[step], key=key, version=train.step
                 )
         with stage.user_code():
             if options.redraws:
@@ -192,12 +188,8 @@ def run_task(options: VerifiedConfig, *, stack: contextlib.ExitStack) -> None:
     )
     reward = task.reward
     first_key = jax.random.fold_in(key, 0)
-    rollout, drawn_scores = task.draw(
-        train.policy,
-        programs=programs,
-        prompts=prompts[0],
-        key=first_key,
-        version=train.step,
+    rollout, drawn_scores = task.draw(programs)(
+        train.policy, prompts=prompts[0], key=first_key, version=train.step
     )
 
     def score(rollout: Rollout) -> dict[str, Any]:
@@ -233,7 +225,7 @@ def run_task(options: VerifiedConfig, *, stack: contextlib.ExitStack) -> None:
         assert isinstance(programs.sample, Sampler)  # as others refuse it
         refuse_processes(options.staleness)
         ahead = RolloutQueue(
-            functools.partial(task.draw_ahead, programs=programs),
+            task.draw_ahead(programs),
             hand_over=programs.sample.hand_over,
             prompts=prompts.__getitem__,
             key=key,

@@ -64,7 +64,7 @@ def make_verifier(options: VerifierOptions) -> Verifier:
 
 
 def require_some(scores: Scores, *, options: VerifiedConfig) -> None:
-    """Stops a run whose verifier scores no response of the first batch.
+    """Stops a run of whose first batch no response could be scored.
 
     Args:
       scores: of the first batch, with `parts["failed"]`.
@@ -74,13 +74,20 @@ def require_some(scores: Scores, *, options: VerifiedConfig) -> None:
       StopError: every response failed.
     """
     failed = processes.whole(scores.parts["failed"])
-    if failed.all():
+    if not failed.all():
+        return
+    if options.environment is not None:
         raise StopError(
-            f"--verifier {options.verifier}: expected a number for some response of "
-            f"the first batch, got none for {failed.size} of {failed.size} (the "
-            f"warning above says why); mend it: a function of your own is "
-            f"verify(prompt, response, row) -> float"
+            f"--environment {options.environment}: expected an answer to some response "
+            f"of the first batch, got none for {failed.size} of {failed.size} (the "
+            f"warning above says why); mend its step(state, response)"
         )
+    raise StopError(
+        f"--verifier {options.verifier}: expected a number for some response of "
+        f"the first batch, got none for {failed.size} of {failed.size} (the "
+        f"warning above says why); mend it: a function of your own is "
+        f"verify(prompt, response, row) -> float"
+    )
 
 
 def _refuse(options: VerifierOptions, option: str, value: Any, *, default: str) -> None:

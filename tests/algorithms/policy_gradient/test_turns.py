@@ -12,7 +12,6 @@ import oracles
 import pytest
 import toy_turns
 import toys
-from rlhf_jax.data.layout_arrays import Form
 from toy_turns import AFTER, MASK, OBSERVATIONS, SAMPLED, UNREAD
 
 from rlhf_jax import critic, frozen, grpo, kl_control, policy, ppo, rewards, state
@@ -23,6 +22,7 @@ from rlhf_jax.algorithms.policy_gradient.update import minibatches
 from rlhf_jax.algorithms.ppo import loss as value_loss
 from rlhf_jax.algorithms.reinforce import REINFORCE
 from rlhf_jax.data import layouts
+from rlhf_jax.data.layouts.arrays import Form
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.penalty import IN_LOSS, Penalty
 

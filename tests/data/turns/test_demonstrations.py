@@ -117,5 +117,16 @@ def test_turns_that_are_none_are_refused(tmp_path, turns, message):
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"prompt": "3 4", "turns": turns}) + "\n")
     with pytest.raises(InputError, match=message) as error:
-        files.read_demonstrations(file)
+        files.read_demonstrations(file, turns=True)
     assert f"{file}:1: " in str(error.value)
+
+
+def test_turns_are_read_where_episodes_are_learned_alone(tmp_path):
+    """A reward model's demonstrations are single responses, and the error says so."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"prompt": "3 4", "turns": TURNS}) + "\n")
+    assert len(files.read_demonstrations(file, turns=True)) == 1
+    with pytest.raises(
+        InputError, match=r":1: expected a field 'response', got 'promp"
+    ):
+        files.read_demonstrations(file)

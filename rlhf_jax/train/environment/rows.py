@@ -12,15 +12,15 @@ from rlhf_jax.data.turns import TurnEncoder
 from rlhf_jax.environments.pool import EnvironmentPool
 
 
-class Tasks(NamedTuple):
-    """What episodes begin with; number n of each list belongs together."""
+class BegunRows(NamedTuple):
+    """What episodes begin with; entry n of each list is of row n."""
 
     rows: list[Row]
     prompts: list[Tokens]
     states: list[bytes]  # of the environment, pickled
 
 
-def read_tasks(
+def read_begun(
     source: str,
     *,
     pool: EnvironmentPool,
@@ -28,7 +28,7 @@ def read_tasks(
     room: int,
     more: str,
     overlong: Overlong,
-) -> Tasks:
+) -> BegunRows:
     """The rows whose prompts leave room for an episode.
 
     Args:
@@ -57,7 +57,7 @@ def read_tasks(
         widest=None,
         more=more,
     )
-    return Tasks(
+    return BegunRows(
         [rows[n] for n in kept],
         [prompts[n] for n in kept],
         [begun[n].state for n in kept],

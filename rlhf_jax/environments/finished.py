@@ -13,10 +13,10 @@ from rlhf_jax.roles.rewards.scores import Scores
 
 HostArray = Any
 # How an episode ended before its environment was done with it.
-EARLY = (*("failed", "timed_out", "truncated", "out_of_turns", "out_of_room", "late"),)
+EARLY = ("failed", "timed_out", "truncated", "out_of_turns", "out_of_room", "late")
 
 
-class Ended(NamedTuple):
+class Finished(NamedTuple):
     """B rows of NumPy arrays, filled as episodes end."""
 
     rollout: Rollout
@@ -30,7 +30,7 @@ class Ended(NamedTuple):
         return Scores(total=self.total, parts=self.parts, turns=self.turns)
 
 
-def none(prompts: Prompts, *, size: int) -> Ended:
+def none(prompts: Prompts, *, size: int) -> Finished:
     """Rows of prompts alone.
 
     Args:
@@ -49,7 +49,7 @@ def none(prompts: Prompts, *, size: int) -> Ended:
         "index": np.asarray(prompts.index),
         "sample": np.asarray(prompts.sample),
     }
-    return Ended(
+    return Finished(
         Rollout(**arrays),
         first=columns,
         total=np.zeros(rows, np.float32),
@@ -59,7 +59,7 @@ def none(prompts: Prompts, *, size: int) -> Ended:
 
 
 def keep(
-    ended: Ended,
+    finished: Finished,
     view: Episodes,
     *,
     row: int,
@@ -76,8 +76,8 @@ def keep(
       size: tokens behind it.
       rewards: of each turn, with the number of its last token behind the prompt.
     """
-    rollout: Any = ended.rollout
-    first = ended.first
+    rollout: Any = finished.rollout
+    first = finished.first
     there, here = slice(start, start + size), slice(first, first + size)
     sampled = view.sampled[place, there]
     rollout.tokens[row, here] = view.tokens[place, there]
@@ -88,6 +88,6 @@ def keep(
     last = int(np.flatnonzero(sampled)[-1])
     for number, reward in rewards:
         if number < last:  # else it is the rest of the total
-            ended.turns[row, first + number] = reward
-    ended.total[row] = sum(reward for _, reward in rewards)
-    ended.parts["turns"][row] = len(rewards)
+            finished.turns[row, first + number] = reward
+    finished.total[row] = sum(reward for _, reward in rewards)
+    finished.parts["turns"][row] = len(rewards)
