@@ -77,16 +77,15 @@ def recipe_of(model, **options):
         model=model,
         policy_optimizer=None,
         max_new_tokens=ROOM,
-        stop_ids=(STOP,),
         group_size=2,
         temperature=1.0,
-        **options,
+        **{"stop_ids": (STOP,)} | options,
     )
 
 
-def sampler_of(model, pool, *, places=ROWS, chunk=3, limits=None):
+def sampler_of(model, pool, *, places=ROWS, chunk=3, limits=None, **options):
     return EpisodeSampler(
-        recipe_of(model),
+        recipe_of(model, **options),
         pool=pool,
         encoder=Encoder(),
         decode=shown,
@@ -244,3 +243,40 @@ def test_a_slow_answer_ends_its_episode_alone():
     kept = rollout.response_mask[1]
     assert 0 < kept.sum() <= whole.rollout.response_mask[1].sum()
     assert (rollout.tokens[1][kept] == whole.rollout.tokens[1][kept]).all()
+
+
+OFTEN = {"stop_ids": tuple(range(1, 11))}  # nearly every token ends a turn
+
+
+def test_the_room_of_an_episode_ends_it():
+    model = tiny.GPT2
+    limits = episodes.Limits(tokens=10, turn_tokens=3, turns=99)
+    rollout, scores = drawn(
+        model, params_of(model), Script(turns=99), limits=limits, **OFTEN
+    )
+    by_room = scores.parts["out_of_room"] > 0
+    assert by_room.any()
+    used = rollout.mask[:, PROMPT:].sum(axis=1)
+    assert used.max() <= 10
+    # What did not fit is not there: the row ends with its last turn.
+    last = rollout.response_mask.shape[1] - 1 - rollout.response_mask[:, ::-1].argmax(1)
+    assert (last[by_room] == PROMPT + used[by_room] - 1).all()
+
+
+def test_the_number_of_turns_ends_an_episode():
+    model = tiny.GPT2
+    limits = episodes.Limits(tokens=ROOM, turn_tokens=3, turns=2)
+    _, scores = drawn(model, params_of(model), Script(turns=99), limits=limits, **OFTEN)
+    assert scores.parts["turns"].max() == 2
+    assert (scores.parts["out_of_turns"] > 0).any()
+
+
+def test_episodes_that_had_no_time_to_begin_are_counted():
+    model = tiny.GPT2
+    pool = Script(latency=lambda row, turn: 1.0)
+    limits = episodes.Limits(tokens=ROOM, turn_tokens=3, turns=2, seconds=0.01)
+    rollout, scores = drawn(model, params_of(model), pool, limits=limits, places=2)
+    assert scores.parts["late"].tolist() == [1] * ROWS
+    begun = rollout.response_mask.any(axis=1)
+    assert not begun[2:].any()
+    assert not scores.total.any()

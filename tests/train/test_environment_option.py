@@ -29,6 +29,13 @@ class Hall:
         return Turn("door hall", reward, turn == 2, (start, turn + 1))
 
 
+class Broken(Hall):
+    """No turn is answered."""
+
+    def step(self, state, response):
+        raise KeyError("key")
+
+
 class Dark:
     """No environment."""
 
@@ -108,6 +115,7 @@ def test_reinforce_has_rewards_of_turns(files):
     ("options", "message"),
     [
         (["--verifier=exact"], "--verifier: expected none with --environment"),
+        (["--sampler-cache=int8"], "--sampler-cache: expected none with --environment"),
         (
             ["--environment=maze"],
             "expected calculator, guessing, programming, rooms or",
@@ -124,6 +132,15 @@ def test_what_is_refused(files, capsys, options, message):
         train(files, "run", *GROUPS, *options)
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
+    assert not (files / "run").exists()
+
+
+def test_an_environment_that_answers_nothing_stops_the_run(files, capsys):
+    with pytest.raises(SystemExit):
+        train(files, "run", *GROUPS, "--environment=test_environment_option:Broken")
+    told = " ".join(capsys.readouterr().err.split())
+    assert "--environment test_environment_option:Broken: expected an answer to" in told
+    assert "raised KeyError" in told
     assert not (files / "run").exists()
 
 
