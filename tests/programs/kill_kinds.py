@@ -19,6 +19,22 @@ VERIFIER = """
 def check(prompt, response, row):
     return float(len(response) % 3)
 """
+ENVIRONMENT = """
+import random
+import time
+
+from rlhf_jax.environments.protocol import Started, Turn
+
+class Hall:
+    def reset(self, row):
+        return Started(row["start"], (row["start"], 0))
+
+    def step(self, state, response):
+        time.sleep(random.expovariate(100))  # answers come in any order
+        start, turn = state
+        reward = float("good" in response.split()) + 0.5 * (start in response)
+        return Turn("the dog ran", reward, turn == 2, (start, turn + 1))
+"""
 
 
 class Kind(NamedTuple):
@@ -45,6 +61,12 @@ MOVED = (
     *(option for option in ON_GRPO if not option.startswith("--unmarked")),
     *("--verifier=their_verifiers:check", "--learning-rate=1e-3"),
 )  # scores differ, so that versions do
+EPISODES = (
+    *("--environment=their_environments:Hall", "--model=model", "--data=starts.jsonl"),
+    *("--held-out=starts.jsonl", "--batch-size=8", "--group-size=4"),
+    *("--max-new-tokens=14", "--max-turn-tokens=4", "--max-turns=3"),
+    *("--observation-chunk=2", "--learning-rate=1e-3", "--num-workers=2", *STEPS),
+)
 REWARDED = "--reward=their_rewards:score"
 KINDS = {
     "ppo": Kind("ppo", (*ON_PPO, REWARDED, "--kl-coef=0.1")),
@@ -77,6 +99,17 @@ KINDS = {
     "grpo": Kind("grpo", ON_GRPO),
     "grpo one step behind": Kind("grpo", (*MOVED, "--max-staleness=1")),
     "grpo three steps behind": Kind("grpo", (*MOVED, "--max-staleness=3")),
+    "grpo in an environment": Kind("grpo", EPISODES),
+    "grpo in an environment, one step behind": Kind(
+        "grpo", (*EPISODES, "--max-staleness=1")
+    ),
+    "grpo in an environment, four steps behind": Kind(
+        "grpo", (*EPISODES, "--max-staleness=4")
+    ),
+    "reinforce in an environment": Kind(
+        "reinforce",
+        tuple(o for o in EPISODES if not o.startswith("--group-size")),
+    ),
     "dpo": Kind(
         "dpo",
         ("--model=model", "--data=pairs.jsonl", "--batch-size=4", *STEPS),
@@ -100,6 +133,7 @@ def write_files(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "their_rewards.py").write_text(REWARD)
     (folder / "their_verifiers.py").write_text(VERIFIER)
+    (folder / "their_environments.py").write_text(ENVIRONMENT)
     toy_files.checkpoint(folder / "model")
     toy_files.reward_model(folder / "scorer")
     prompts = ("the cat", "a dog was", "it is so")
@@ -117,3 +151,5 @@ def write_files(folder: Path) -> None:
     asked = {"question": "the cat", "answer": "so it is #### 4"}
     toy_files.jsonl(folder / "questions.jsonl", *[asked] * 24)
     toy_files.jsonl(folder / "held_out.jsonl", asked)
+    starts = ("cat", "dog", "good", "bad")
+    toy_files.jsonl(folder / "starts.jsonl", *({"start": word} for word in starts))

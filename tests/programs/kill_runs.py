@@ -2,11 +2,11 @@
 
     PYTHONPATH=tests python tests/programs/kill_runs.py --kills 100 --out FOLDER
 
-Every kind of run in `kill_kinds` is played once without a kill. Then it is started with --resume,
-killed, and started again, until it has been killed its share of times and is left to
-end. What lies in its folder must then be the same bytes as in the other: no refusal to
-go on, no bit lost, no stray file. Prints a line for each kill and exits with status 1
-at the first difference. `test_kill.py` has a few kills for every test run.
+Every kind of run in `kill_kinds` is played once without a kill. Then it is started with
+--resume, killed, and started again, until it has been killed its share of times and is
+left to end. What lies in its folder must then be the same bytes as in the other: no
+refusal to go on, no bit lost, no stray file. Prints a line for each kill and exits with
+status 1 at the first difference. `test_kill.py` has a few kills for every test run.
 """
 
 from __future__ import annotations
