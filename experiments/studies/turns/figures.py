@@ -38,11 +38,11 @@ Figures = Mapping[str, float]
 EPISODES = 800
 BATCH = 200
 MEASURED = {
-    "success": "episodes that succeed",
+    "success": "success",
     "turns": "turns",
     "score": "score",
-    "kl": "KL [nats per episode]",
-    "kl_k3": "KL by k3",
+    "kl": "KL [nats]",
+    "kl_k3": "by k3 [nats]",
 }
 
 
@@ -174,7 +174,7 @@ def tell(figures: Mapping[str, Any]) -> None:
     """The figures of `summarise` as a table."""
     after = figures["after"]
     columns = {"reference": figures["before"]} | {
-        f"policy, β = {kl_coef}": of for kl_coef, of in after.items()
+        f"β = {kl_coef}": of for kl_coef, of in after.items()
     }
     report.table(
         f"Held-out rows, {EPISODES} sampled episodes: mean (range) over seeds",
