@@ -41,8 +41,8 @@ MEASURED = {
     "success": "success",
     "turns": "turns",
     "score": "score",
-    "kl": "KL [nats]",
-    "kl_k3": "by k3 [nats]",
+    "kl": "KL, nats",
+    "kl_k3": "by k3",
 }
 
 
