@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 from studies import finished
@@ -26,6 +27,7 @@ from studies.finished import Finished
 from rlhf_jax.algorithms.flow import score
 from rlhf_jax.data import batches
 from rlhf_jax.roles.reference import frozen
+from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.runs import folder, metrics, report, run_config
 from rlhf_jax.sweeps import statistics
 from rlhf_jax.train import grpo
@@ -33,7 +35,6 @@ from rlhf_jax.train.grpo.programs import make_algorithm
 from rlhf_jax.train.grpo.tasks import EpisodeTask
 from rlhf_jax.train.start import load_start
 
-Params = Any
 Figures = Mapping[str, float]
 EPISODES = 800
 BATCH = 200
@@ -106,9 +107,9 @@ class Player:
                 policy,
                 prompts=self._prompts[number],
                 key=jax.random.fold_in(jax.random.key(0), number),
-                version=np.int32(0),
+                version=jnp.int32(0),
             )
-            assert scores.parts is not None
+            assert isinstance(scores, Scores)  # which come with episodes
             ref_logprobs = self._reference_logprobs(frozen_reference, rollout=rollout)
             ratio = np.asarray(ref_logprobs - rollout.old_logprobs)
             ratio = np.where(rollout.response_mask, ratio, 0.0)
