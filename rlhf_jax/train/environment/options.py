@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 from rlhf_jax.environments.calculator import Calculator
 from rlhf_jax.environments.guessing import Guessing
@@ -16,6 +16,7 @@ from rlhf_jax.runs import command_line
 from rlhf_jax.train.start import StartConfig
 
 NAMES = "calculator, guessing, programming, rooms"
+TIMEOUT = 10.0  # seconds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,16 @@ class EnvironmentConfig(StartConfig):
     episodes_timeout: float | None = None
     """With --environment: seconds for the episodes of one iteration, after which those
     that are left end as they are; None waits for all."""
+    chat: bool = False
+    """With --environment: whether its texts are messages of the user, by the
+    tokenizer's chat template."""
+    num_workers: int | None = None
+    """With --environment: processes that run it; None is one per processor."""
+    timeout: float = TIMEOUT
+    """With --environment: seconds to answer one turn."""
+    on_failure: Literal["zero", "stop"] = "zero"
+    """With --environment: what happens where it fails: the turn's reward is 0 and the
+    episode ends, or the run stops."""
 
     def check_environment(
         self, *, max_new_tokens: int, replaced: dict[str, Any]
