@@ -1,12 +1,12 @@
 """Kills the trainers with SIGKILL at random moments, and compares what they leave.
 
-    python tests/kill_runs.py --kills 100 --out FOLDER
+    PYTHONPATH=tests python tests/programs/kill_runs.py --kills 100 --out FOLDER
 
-Every kind of run below is played once without a kill. Then it is started with --resume,
-killed, and started again, until it has been killed its share of times and is left to
-end. What lies in its folder must then be the same bytes as in the other: no refusal to
-go on, no bit lost, no stray file. Prints a line for each kill and exits with status 1
-at the first difference. `test_kill.py` has a few kills for every test run.
+Every kind of run in `kill_kinds` is played once without a kill. Then it is started with
+--resume, killed, and started again, until it has been killed its share of times and is
+left to end. What lies in its folder must then be the same bytes as in the other: no
+refusal to go on, no bit lost, no stray file. Prints a line for each kill and exits with
+status 1 at the first difference. `test_kill.py` has a few kills for every test run.
 """
 
 from __future__ import annotations
@@ -22,122 +22,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
 
+import kill_kinds
 import places
-import toy_files
+from kill_kinds import KINDS, Kind
 
-PAUSE = 0.03  # seconds that the reward takes, so that kills meet a run under way
-REWARD = f"""
-import time
-
-def score(prompts, responses, rows):
-    time.sleep({PAUSE})
-    return [float(len(set(response.split()))) for response in responses]
-"""
-VERIFIER = """
-def check(prompt, response, row):
-    return float(len(response) % 3)
-"""
 WITH_CLOCKS = {"timings.jsonl", "summary.json"}
-
-
-class Kind(NamedTuple):
-    """A kind of run, as its command line asks for it."""
-
-    trainer: str
-    options: tuple[str, ...]
-    devices: int = 1  # virtual ones of each process
-    processes: int = 1
-
-
-STEPS = ("--num-steps=60", "--snapshot-every=2")
-ON_PPO = (
-    *("--model=model", "--prompts=prompts.jsonl", "--batch-size=4", "--num-epochs=1"),
-    *("--max-new-tokens=4", "--num-minibatches=1", "--sample-every=1"),
-    *("--policy-learning-rate=1e-3", "--critic-learning-rate=1e-3", *STEPS),
-)
-ON_GRPO = (
-    *("--model=model", "--data=questions.jsonl", "--held-out=held_out.jsonl"),
-    *("--batch-size=8", "--group-size=4", "--max-new-tokens=3"),
-    *("--num-workers=1", "--unmarked=last_number", *STEPS),
-)
-MOVED = (
-    *(option for option in ON_GRPO if not option.startswith("--unmarked")),
-    *("--verifier=their_verifiers:check", "--learning-rate=1e-3"),
-)  # scores differ, so that versions do
-REWARDED = "--reward=their_rewards:score"
-KINDS = {
-    "ppo": Kind("ppo", (*ON_PPO, REWARDED, "--kl-coef=0.1")),
-    "ppo with a reward model and adaptive KL": Kind(
-        "ppo",
-        (
-            *(*ON_PPO, "--reward-model=scorer", "--kl-control.kind=adaptive"),
-            *("--kl-control.target=1", "--kl-control.unit=response"),
-            *("--lifecycle.reset-every=7", "--scores.normalise"),
-        ),
-    ),
-    "ppo with adapters": Kind("ppo", (*ON_PPO, REWARDED, "--lora.rank=2")),
-    "ppo with devices of their own": Kind(
-        "ppo",
-        (
-            *(*ON_PPO, REWARDED, "--placement.policy=data=2"),
-            *("--placement.sampler=last:data=2", "--placement.critic=last:data=2"),
-        ),
-        devices=4,
-    ),
-    "ppo on-policy": Kind("ppo", (*ON_PPO, REWARDED, "--max-staleness=0")),
-    "ppo one step behind": Kind("ppo", (*ON_PPO, REWARDED, "--max-staleness=1")),
-    "ppo three steps behind": Kind("ppo", (*ON_PPO, REWARDED, "--max-staleness=3")),
-    "ppo in two processes": Kind(
-        "ppo",
-        (*ON_PPO, REWARDED, "--placement.policy=data=2,fsdp=2"),
-        devices=2,
-        processes=2,
-    ),
-    "grpo": Kind("grpo", ON_GRPO),
-    "grpo one step behind": Kind("grpo", (*MOVED, "--max-staleness=1")),
-    "grpo three steps behind": Kind("grpo", (*MOVED, "--max-staleness=3")),
-    "dpo": Kind(
-        "dpo",
-        ("--model=model", "--data=pairs.jsonl", "--batch-size=4", *STEPS),
-    ),
-    "sft": Kind(
-        "sft",
-        ("--model=model", "--data=answers.jsonl", "--batch-size=4", *STEPS),
-    ),
-    "reward model": Kind(
-        "reward-model",
-        (
-            *("--model=model", "--data=pairs.jsonl", "--batch-size=4", *STEPS),
-            *("--max-new-tokens=4", "--num-samples=8"),
-        ),
-    ),
-}
-
-
-def write_files(folder: Path) -> None:
-    """A checkpoint, a reward model, a reward and data."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "their_rewards.py").write_text(REWARD)
-    (folder / "their_verifiers.py").write_text(VERIFIER)
-    toy_files.checkpoint(folder / "model")
-    toy_files.reward_model(folder / "scorer")
-    prompts = ("the cat", "a dog was", "it is so")
-    toy_files.jsonl(folder / "prompts.jsonl", *({"prompt": text} for text in prompts))
-    words = ("cat", "dog", "good", "bad", "very", "so", "and", "to")
-    answers = [
-        {"prompt": "a dog", "response": f"ran by the {word} ."} for word in words
-    ]
-    toy_files.jsonl(folder / "answers.jsonl", *answers * 3)
-    pairs = [
-        {"prompt": "the cat", "chosen": f"sat {word} good .", "rejected": "ran bad ."}
-        for word in words
-    ]
-    toy_files.jsonl(folder / "pairs.jsonl", *pairs * 3)
-    asked = {"question": "the cat", "answer": "so it is #### 4"}
-    toy_files.jsonl(folder / "questions.jsonl", *[asked] * 24)
-    toy_files.jsonl(folder / "held_out.jsonl", asked)
 
 
 class Running:
@@ -271,7 +161,7 @@ def main() -> None:
     options = parser.parse_args()
     rng = random.Random(options.seed)
     files = options.out.resolve() / "files"
-    write_files(files)
+    kill_kinds.write_files(files)
     total = 0
     for number, name in enumerate(options.kinds):
         share = (options.kills - total) // (len(options.kinds) - number)

@@ -7,6 +7,7 @@ import signal
 import sys
 
 import jax
+import kill_kinds
 import kill_runs
 import numpy as np
 import pytest
@@ -37,7 +38,7 @@ def score(prompts, responses, rows):
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
-    kill_runs.write_files(folder)
+    kill_kinds.write_files(folder)
     (folder / "stopping_rewards.py").write_text(STOPPING)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
@@ -52,7 +53,7 @@ def at_the_files(files, monkeypatch):
 
 
 def ppo_words(out, *argv, reward="their_rewards:score"):
-    options = [o for o in kill_runs.ON_PPO if not o.startswith("--num-steps")]
+    options = [o for o in kill_kinds.ON_PPO if not o.startswith("--num-steps")]
     steps = (f"--num-steps={STEPS}", f"--reward={reward}", "--kl-coef=0.1")
     return [*options, f"--out={out}", "--no-progress", *steps, *argv]
 
@@ -63,7 +64,7 @@ def run_ppo(out, *argv, reward="their_rewards:score"):
 
 
 def run_grpo(out, *argv):
-    options = [o for o in kill_runs.MOVED if not o.startswith("--num-steps")]
+    options = [o for o in kill_kinds.MOVED if not o.startswith("--num-steps")]
     words = [*options, f"--out={out}", "--no-progress", f"--num-steps={STEPS}", *argv]
     main.main(["grpo", *words])
     return metrics.read(out / "metrics.jsonl")
@@ -174,10 +175,10 @@ def test_a_stopped_run_goes_on_to_the_last_bit(files, tmp_path, staleness, capsy
 @pytest.mark.long
 @pytest.mark.parametrize(
     "name",
-    [name for name in kill_runs.KINDS if "behind" in name or name == "ppo on-policy"],
+    [name for name in kill_kinds.KINDS if "behind" in name or name == "ppo on-policy"],
 )
 def test_killed_runs_go_on_to_the_last_bit(files, tmp_path, name):
-    kind, rng = kill_runs.KINDS[name], random.Random(name)
+    kind, rng = kill_kinds.KINDS[name], random.Random(name)
     kill_runs.play(kind, files, tmp_path / "whole", kills=0, rng=rng)
     assert kill_runs.play(kind, files, tmp_path / "killed", kills=3, rng=rng) == 3
     whole, killed = (
