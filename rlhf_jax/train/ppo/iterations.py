@@ -13,24 +13,19 @@ from rlhf_jax.algorithms import ppo
 from rlhf_jax.algorithms.batch import Prompts, Rollout, Sequences
 from rlhf_jax.algorithms.policy_gradient.sampler_mismatch import staleness
 from rlhf_jax.checkpoints.pretrained import Pretrained
-from rlhf_jax.data import tokenization
 from rlhf_jax.data.batches import Batches
-from rlhf_jax.devices import row_sharding
 from rlhf_jax.functional.masked import Stats
-from rlhf_jax.inspection import sampled_tokens
-from rlhf_jax.roles import rewards
 from rlhf_jax.roles.reference import drift, lifecycle
 from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.runs import run
 from rlhf_jax.train import rehearsal
 from rlhf_jax.train.judge import Judge
 from rlhf_jax.train.ppo.models import Models, rounding_of
 from rlhf_jax.train.ppo.options import Config
 from rlhf_jax.train.ppo.programs import Programs
+from rlhf_jax.train.ppo.samples import sample_rows
 from rlhf_jax.train.rollouts.options import refuse_processes
 from rlhf_jax.train.rollouts.queue import RolloutQueue
-from rlhf_jax.train.sampler import versions
 
 Array = jax.Array
 Params = Any
@@ -95,64 +90,6 @@ def rehearse(
 def precedes_reward(models: Models) -> bool:
     """The critic runs before the reward, and not in one program with the update."""
     return not models.rewards or models.critic is not None
-
-
-def sample_rows(
-    rollout: Rollout,
-    scores: Array | Scores,
-    *,
-    ref_logprobs: Array | None,
-    policy: Pretrained,
-    count: int,
-    beside: Rollout | None = None,
-    likely: tuple[Array, Array, Array] | None = None,
-) -> list[dict[str, Any]]:
-    """The first responses of a batch, for samples.jsonl.
-
-    Args:
-      ref_logprobs: f32[B, S], nats, of the rollout; None leaves them out.
-      policy: that decodes.
-      count: of rows.
-      beside: the reference's responses to the same prompts; None leaves them out.
-      likely: of `sampled_tokens.likeliest`, of these rows; None leaves them out.
-    """
-    total = rewards.scores_of(scores).total
-    mine = row_sharding.local_rows((rollout, total, ref_logprobs, beside))
-    shown, total, ref_logprobs, beside = jax.tree.map(lambda leaf: leaf[:count], mine)
-    rows = [
-        {
-            "row": int(row),
-            "prompt": prompt,
-            "response": response,
-            "score": float(score),
-            "version": version,
-            **tokens,
-        }
-        for row, score, version, (prompt, response), tokens in zip(
-            shown.index,
-            total,
-            versions(shown),
-            tokenization.texts(shown, decode=policy.decode),
-            sampled_tokens.columns(
-                shown,
-                logprobs=shown.old_logprobs,
-                ref_logprobs=ref_logprobs,
-                decode=policy.decode,
-            ),
-            strict=True,
-        )
-    ]
-    if beside is not None:
-        texts = tokenization.texts(beside, decode=policy.decode)
-        for row, (_, text) in zip(rows, texts, strict=True):
-            row["reference"] = text
-    if likely is not None:
-        others = sampled_tokens.alternatives(
-            shown, jax.device_get(likely), decode=policy.decode
-        )
-        for row, each in zip(rows, others, strict=True):
-            row["alternatives"] = each
-    return rows
 
 
 def improve(
