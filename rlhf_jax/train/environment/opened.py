@@ -13,10 +13,10 @@ from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data.lengths import Overlong
 from rlhf_jax.data.turns import TurnEncoder
-from rlhf_jax.devices import row_sharding
+from rlhf_jax.devices import processes, row_sharding
 from rlhf_jax.environments.episodes import Limits
 from rlhf_jax.environments.pool import EnvironmentPool
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.models.generation.sampling import Shaping
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards.scores import Scores
@@ -128,6 +128,26 @@ class OpenedEnvironment:
             chunk=self._chunk,
             base=base,
             shaping=shaping,
+        )
+
+
+def require_some(scores: Scores, *, environment: str) -> None:
+    """Stops a run of whose first batch no response was answered.
+
+    Args:
+      scores: of the first batch of episodes.
+      environment: of --environment, for the message.
+
+    Raises:
+      StopError: the environment failed in every episode.
+    """
+    failed = processes.whole(scores.parts["failed"])
+    failed = failed + processes.whole(scores.parts["timed_out"])
+    if failed.all():
+        raise StopError(
+            f"--environment {environment}: expected an answer to some response of the "
+            f"first batch, got none for {failed.size} of {failed.size} (the warning "
+            f"above says why); mend its step(state, response)"
         )
 
 
