@@ -32,7 +32,7 @@ class Hall:
 
     def step(self, state, response):
         start, turn = state
-        reward = 0.25 * ("key" in response.split()) + 0.5 * (start in response)
+        reward = 0.25 * len(response.split()) + 0.5 * (start in response)
         return Turn("door hall", reward, turn == 2, (start, turn + 1))
 
 
@@ -148,20 +148,16 @@ def test_a_run_is_a_loop_of_episodes_and_learn(files):
     ],
     ids=" ".join,
 )
-def test_runs_repeat_and_resume_to_the_bit(files, options):
-    run, again = (train(files, out, *options) for out in ("run", "again"))
-    before = (run / "metrics.jsonl").read_bytes()
-    assert (again / "metrics.jsonl").read_bytes() == before
+def test_runs_resume_to_the_bit(files, options):
+    run, names = train(files, "run", *options), ("metrics.jsonl", "samples.jsonl")
+    before = [(run / name).read_bytes() for name in names]
     rows = metrics.read(run / "metrics.jsonl")
     assert abs(rows[0]["objective/kl"]) < 1e-4
     assert rows[-1]["objective/kl"] != 0
     for step in range(2, STEPS + 1):
         shutil.rmtree(run / "snapshots" / "ppo" / str(step))
     train(files, "run", *options, "--resume")
-    assert (run / "metrics.jsonl").read_bytes() == before
-    assert (run / "samples.jsonl").read_bytes() == (
-        again / "samples.jsonl"
-    ).read_bytes()
+    assert [(run / name).read_bytes() for name in names] == before
 
 
 @pytest.mark.parametrize(
