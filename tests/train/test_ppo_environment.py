@@ -1,4 +1,4 @@
-"""`rlhf-jax ppo --environment`: beside a loop by hand, killed, ahead; what is refused."""
+"""`rlhf-jax ppo --environment`: beside a loop by hand, resumed, ahead; refusals."""
 
 import contextlib
 import functools

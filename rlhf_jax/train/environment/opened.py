@@ -9,7 +9,6 @@ import jax
 from jax.sharding import Mesh
 
 from rlhf_jax.algorithms.batch import Prompts, Rollout
-from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data.lengths import Overlong
 from rlhf_jax.data.turns import TurnEncoder
@@ -22,7 +21,7 @@ from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.train.environment.options import EnvironmentConfig, make_environment
 from rlhf_jax.train.environment.rows import BegunRows, read_begun
-from rlhf_jax.train.environment.sampler import EpisodeSampler
+from rlhf_jax.train.environment.sampler import EpisodeRecipe, EpisodeSampler
 
 Array = jax.Array
 Params = Any
@@ -101,7 +100,7 @@ class OpenedEnvironment:
 
     def sampler(
         self,
-        recipe: PolicyGradient,
+        recipe: EpisodeRecipe,
         *,
         begun: BegunRows,
         rows: int,

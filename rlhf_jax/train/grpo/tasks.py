@@ -19,7 +19,6 @@ from rlhf_jax.data.examples import Tokens
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.models.generation.sampling import Shaping
 from rlhf_jax.train.environment.opened import EpisodeDraw, OpenedEnvironment
-from rlhf_jax.train.environment.rows import BegunRows
 from rlhf_jax.train.grpo.options import VerifiedConfig
 from rlhf_jax.train.grpo.programs import Programs, accuracy
 from rlhf_jax.train.grpo.questions import read_questions
@@ -173,8 +172,7 @@ class EpisodeTask:
             for source in (options.data, options.held_out)
         )
         count = min(len(self._held_out.rows), options.eval_rows)
-        rows, prompts, states = self._held_out
-        self._held_out = BegunRows(rows[:count], prompts[:count], states[:count])
+        self._held_out = self._held_out.first(count)
         self._pad_id, self._size = start.pad_id, min(options.batch_size, count)
         self._draw = EpisodeDraw(
             opened.sampler(algorithm, begun=self._begun, rows=options.batch_size),
