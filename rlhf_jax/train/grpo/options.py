@@ -21,7 +21,7 @@ from rlhf_jax.devices.placement import SamplerPlacement
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.train.environment.options import EnvironmentConfig
+from rlhf_jax.train.environment.options import OF_ONE_TURN, EnvironmentConfig
 from rlhf_jax.train.packed_rollouts import PackedConfig
 from rlhf_jax.train.references import ReferencesConfig, refuse_unused
 from rlhf_jax.train.rollouts.options import StalenessConfig
@@ -152,15 +152,8 @@ class VerifiedConfig(
 
     def _replaced(self) -> dict[str, Any]:
         """What an environment takes the place of, or cannot use, where it was set."""
-        fields = {each.name: each for each in dataclasses.fields(self)}
         names = ("verifier", "question_field", "answer_field", "template", "unmarked")
-        names += ("sampler_storage", "sampler_cache", "sampler_cache_pages")
-        names += ("prefill_chunk",)
-        changed: dict[str, Any] = {
-            f"--{name.replace('_', '-')}": value
-            for name in names
-            if (value := vars(self)[name]) != fields[name].default
-        }
+        changed = self.changed(*names, *OF_ONE_TURN)
         if self.placement.sampler.apart:
             changed["--placement.sampler"] = self.placement.sampler
         if self.redraws:
