@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import toy_files
+import toy_server
 
 import rlhf_jax.train.grpo
 import rlhf_jax.train.nash_md
@@ -101,6 +102,33 @@ def test_reinforce_and_redraws_take_a_process(files):
     options = (GROUPS, "--max-redraws=2", "--sampler=process")
     (rows, _) = bits(train(files, "redrawn", *options))
     assert "group/redraws" in rows[0]
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_stops_the_run_which_then_goes_on(files, capsys):
+    toy = toy_server.Toy()
+    options = (GROUPS, "--max-new-tokens=3")
+    with toy_server.serving(toy) as url:
+
+        def die(path, answer):
+            gone = path.endswith("/completions") and len(toy.loads) == 3
+            return None if gone else answer
+
+        toy.change = die
+        with pytest.raises(SystemExit) as stop:
+            train(files, "run", f"--sampler={url}", *options)
+        assert stop.value.code == 1
+        assert "/v1/completions: expected a server there, got" in capsys.readouterr().err
+        assert len(metrics.read(files / "run" / "metrics.jsonl")) == 2
+        toy.change = lambda path, answer: answer
+        run = train(files, "run", f"--sampler={url}", *options, "--resume")
+    rows = metrics.read(run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert all(0 <= row["policy/sampler_check"] < 1e-5 for row in rows)
+    assert all(row["response/length"] == 3 for row in rows)
+    # Of the rehearsal and every step; the one that resumes rehearses again.
+    names = [name for name, _ in toy.loads]
+    assert names == [f"version-{n}" for n in (0, 1, 2, 0, 2, 3)]
 
 
 URL = "--sampler=http://localhost:9"
