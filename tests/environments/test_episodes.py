@@ -2,11 +2,15 @@
 
 import concurrent.futures
 import functools
+import os
+import subprocess
+import sys
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import places
 import pytest
 import tiny
 
@@ -181,6 +185,25 @@ def test_bits_do_not_depend_on_latency_places_or_order(model):
     np.testing.assert_allclose(
         whole.rollout.old_logprobs, few.rollout.old_logprobs, atol=1e-5
     )
+
+
+@pytest.mark.slow
+def test_bits_do_not_depend_on_latency_with_optimised_kernels():
+    flags = ("XLA_FLAGS", "JAX_PLATFORMS")
+    told = subprocess.run(
+        [sys.executable, places.PROGRAMS / "late_answers.py"],
+        env={name: value for name, value in os.environ.items() if name not in flags}
+        | {
+            "JAX_PLATFORMS": "cpu",
+            "PYTHONPATH": os.pathsep.join(
+                (places.PYTHONPATH, str(places.TESTS / "environments"))
+            ),
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert told.returncode == 0, told.stdout + told.stderr
+    assert told.stdout == "0 numbers differ\n"
 
 
 def test_one_turn_is_what_a_sampler_draws(model):
