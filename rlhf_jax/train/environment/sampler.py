@@ -27,6 +27,7 @@ from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards.scores import Scores
 
 Array = jax.Array
+HostArray = Any
 Params = Any
 SHARE = 8  # one place in so many reads at a time
 
@@ -158,6 +159,7 @@ class EpisodeSampler:
         self._base = base
         self._weights_program = jax.jit(weights)
         self._read_program = jax.jit(read, donate_argnums=1)
+        self._copy_program = jax.jit(episodes.copied, donate_argnums=0)
         self._advance_program = jax.jit(advance, donate_argnums=1)
         self._state: Episodes | None = None
         self._weights: Weights | None = None
@@ -223,6 +225,12 @@ class EpisodeSampler:
         """Runs prompts and observations."""
         assert self._state is not None
         self._state = self._read_program(self._weights, self._state, arrivals)
+
+    def copy(self, *, source: HostArray, place: HostArray, keys: Array) -> None:
+        """Has what some places have read of a prompt in others, too."""
+        self._state = self._copy_program(
+            self._state, source=source, place=place, keys=keys
+        )
 
     def advance(self, *, until: int, steps: int) -> Episodes:
         """Draws on, and returns the places on the host, without their caches."""
