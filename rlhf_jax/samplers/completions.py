@@ -109,7 +109,7 @@ def response(
             "have the server change no prompt",
         )
     most, stops = asked["max_tokens"], asked["stop_token_ids"]
-    ended = len(tokens) == most or bool(tokens) and tokens[-1] in stops
+    ended = len(tokens) == most or (bool(tokens) and tokens[-1] in stops)
     whole = 1 <= len(tokens) <= most and ended
     if not whole or any(token in stops for token in tokens[:-1]):
         raise _wrong(

@@ -51,6 +51,7 @@ class ServerSampler:
         model: str | None = None,
         weights: Path | None = None,
         timeout: float = TIMEOUT,
+        save: Callable[..., None] = served.save,
     ) -> None:
         """Asks the server what it serves.
 
@@ -63,13 +64,14 @@ class ServerSampler:
           weights: folder that the server reads too; None is the system's temporary
             folder.
           timeout: seconds for an answer.
+          save: writes the checkpoint of a hand-over.
 
         Raises:
           InputError: nothing answers, there is no such model, its context is shorter
             than a response, or the folder cannot be written.
         """
         checks.positive(timeout=timeout, tolerance=tolerance)
-        self._recipe = recipe
+        self._recipe, self._save = recipe, save
         self._agreement = Agreement(recipe, tolerance=tolerance)
         self._server = Connection(url, timeout=timeout)
         self._model = self._served(model)
@@ -93,7 +95,7 @@ class ServerSampler:
         """
         recipe = self._recipe
         with self._folder.version(version) as path:
-            served.save(path, recipe.model, params, stop_ids=recipe.stop_ids)
+            self._save(path, recipe.model, params, stop_ids=recipe.stop_ids)
             body = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
             try:
                 self._server.post("/collective_rpc", body)

@@ -94,7 +94,9 @@ def test_weights_that_were_not_reloaded_are_told(toy, url):
     with sampler(url) as server:
         server.hand_over(PARAMS, version=0)
         moved = jax.tree.map(lambda leaf: leaf * 1.05, PARAMS)
-        with pytest.raises(SelfCheckError, match=r"after this hand-over.*samplers.serve"):
+        with pytest.raises(
+            SelfCheckError, match=r"after this hand-over.*samplers.serve"
+        ):
             server.hand_over(moved, version=1)
 
 

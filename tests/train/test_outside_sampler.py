@@ -62,7 +62,9 @@ def test_a_process_is_our_decoder_to_the_bit_and_resumes(files):
     outside = ("--sampler=process", weights, GROUPS)
     run = train(files, "run", *outside)
     assert bits(run) == bits(here)
-    checks = [row["policy/sampler_check"] for row in metrics.read(run / "metrics.jsonl")]
+    checks = [
+        row["policy/sampler_check"] for row in metrics.read(run / "metrics.jsonl")
+    ]
     assert checks == [0, 0, 0, 0]
     timings = metrics.read(run / "timings.jsonl")
     assert all(row["waits"].keys() == {"hand_over", "draw"} for row in timings)
@@ -118,7 +120,9 @@ def test_a_server_that_dies_stops_the_run_which_then_goes_on(files, capsys):
         with pytest.raises(SystemExit) as stop:
             train(files, "run", f"--sampler={url}", *options)
         assert stop.value.code == 1
-        assert "/v1/completions: expected a server there, got" in capsys.readouterr().err
+        assert (
+            "/v1/completions: expected a server there, got" in capsys.readouterr().err
+        )
         assert len(metrics.read(files / "run" / "metrics.jsonl")) == 2
         toy.change = lambda path, answer: answer
         run = train(files, "run", f"--sampler={url}", *options, "--resume")
@@ -144,7 +148,10 @@ URL = "--sampler=http://localhost:9"
             "--sampler-check-tolerance: expected --sampler with a server",
         ),
         ([URL, "--sampler-timeout=0"], "sampler_timeout: expected"),
-        (["--sampler=process", "--sampler-cache=int8"], "--sampler-cache: expected non"),
+        (
+            ["--sampler=process", "--sampler-cache=int8"],
+            "--sampler-cache: expected non",
+        ),
         ([URL, "--environment=rooms"], "--environment: expected none with --sampler"),
         (
             [URL, "--placement.policy=fsdp=2", "--placement.sampler=data=2"],
