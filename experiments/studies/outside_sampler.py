@@ -17,10 +17,10 @@ Measured: the share of all sums that greedy responses have right, the mean score
 last ten steps, the distance of the server's log-probs to the trainer's after every
 hand-over, and whether the runs with the process are those with our decoder to the bit.
 
-Expect of seeds 0 to 2 that every run with the process is that with our decoder, that the
-server's end within a standard deviation of them, with distances of at most 1e-5 nats per
-token, and that a tied head is not reloaded by vLLM 0.32: the check after the hand-over
-says so. Without --vllm the server is left out; nothing stands in for it.
+Expect of seeds 0 to 2 that every run with the process is that with our decoder, that
+the server's learn as much, with distances of at most 1e-5 nats per token, and that
+vLLM 0.32 does not reload a tied head, which the check after the hand-over sees. Without
+--vllm the server is left out; nothing stands in for it.
 """
 
 from __future__ import annotations
