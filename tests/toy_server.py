@@ -61,7 +61,8 @@ def serving(toy):
         def do_GET(self, body=None):
             answer = toy.change(self.path, toy.answer(self.path, body))
             if answer is None:
-                return self.connection.close()
+                self.connection.close()
+                return
             status, answer = answer if isinstance(answer, tuple) else (200, answer)
             data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
             self.send_response(status)

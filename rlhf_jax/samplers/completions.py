@@ -80,7 +80,7 @@ def response(
     choice = choices[0] if isinstance(choices, list) and choices else None
     if not isinstance(choice, dict):
         raise _wrong(url, "one choice", answer, "is it a server of completions?")
-    tokens = choice.get("token_ids")
+    tokens: Any = choice.get("token_ids")
     if not _all(tokens, int):
         raise _wrong(
             url,
@@ -89,7 +89,9 @@ def response(
             "serve with a version that returns them (vLLM 0.10.2 or newer)",
         )
     reported = choice.get("logprobs")
-    logprobs = reported.get("token_logprobs") if isinstance(reported, dict) else None
+    logprobs: Any = None
+    if isinstance(reported, dict):
+        logprobs = reported.get("token_logprobs")
     if not _all(logprobs, int, float) or len(logprobs) != len(tokens):
         raise _wrong(
             url,
@@ -109,7 +111,7 @@ def response(
             "have the server change no prompt",
         )
     most, stops = asked["max_tokens"], asked["stop_token_ids"]
-    ended = len(tokens) == most or bool(tokens) and tokens[-1] in stops
+    ended = len(tokens) == most or (bool(tokens) and tokens[-1] in stops)
     whole = 1 <= len(tokens) <= most and ended
     if not whole or any(token in stops for token in tokens[:-1]):
         raise _wrong(

@@ -85,13 +85,13 @@ class Connection:
             answered = None
         if not isinstance(answered, dict):
             raise ServerError(
-                f"{self.url}{path}: expected a JSON object, got {text[:SHOWN]!r}; is it "
-                f"another kind of server?"
+                f"{self.url}{path}: expected a JSON object, got {text[:SHOWN]!r}; is "
+                f"it another kind of server?"
             )
         return answered
 
     def _too_long(self, path: str) -> Unreachable:
         return Unreachable(
-            f"{self.url}{path}: expected an answer within {self.timeout:g} s, got none; "
-            f"see whether the server hangs, or raise --sampler-timeout"
+            f"{self.url}{path}: expected an answer within {self.timeout:g} s, got "
+            f"none; see whether the server hangs, or raise --sampler-timeout"
         )

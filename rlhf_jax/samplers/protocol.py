@@ -109,13 +109,16 @@ def rollout_of(prompts: Prompts, drawn: Drawn, *, version: int | None) -> Rollou
     stamped = None
     if version is not None:
         stamped = np.where(response_mask, version, 0).astype(np.int32)
+    arrays: dict[str, Any] = {
+        "index": np.asarray(prompts.index),
+        "sample": np.asarray(prompts.sample),
+        "version": stamped,
+    }
     return Rollout(
         tokens=beside(prompts.tokens, drawn.tokens).astype(np.int32),
         mask=beside(prompts.mask, response),
         response_mask=response_mask,
         old_logprobs=behind(drawn.sampler_logprobs),
         entropy=behind(entropy),
-        index=np.asarray(prompts.index),
-        sample=np.asarray(prompts.sample),
-        version=stamped,
+        **arrays,
     )

@@ -51,6 +51,7 @@ class ServerSampler:
         model: str | None = None,
         weights: Path | None = None,
         timeout: float = TIMEOUT,
+        save: Callable[..., None] = served.save,
     ) -> None:
         """Asks the server what it serves.
 
@@ -63,13 +64,14 @@ class ServerSampler:
           weights: folder that the server reads too; None is the system's temporary
             folder.
           timeout: seconds for an answer.
+          save: writes the checkpoint of a hand-over.
 
         Raises:
           InputError: nothing answers, there is no such model, its context is shorter
             than a response, or the folder cannot be written.
         """
         checks.positive(timeout=timeout, tolerance=tolerance)
-        self._recipe = recipe
+        self._recipe, self._save = recipe, save
         self._agreement = Agreement(recipe, tolerance=tolerance)
         self._server = Connection(url, timeout=timeout)
         self._model = self._served(model)
@@ -93,7 +95,7 @@ class ServerSampler:
         """
         recipe = self._recipe
         with self._folder.version(version) as path:
-            served.save(path, recipe.model, params, stop_ids=recipe.stop_ids)
+            self._save(path, recipe.model, params, stop_ids=recipe.stop_ids)
             body = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
             try:
                 self._server.post("/collective_rpc", body)
@@ -101,16 +103,16 @@ class ServerSampler:
                 raise
             except ServerError as error:
                 raise ServerError(
-                    f"{error}. It was to reload the weights in {path}: serve this model "
-                    f"with {HOW}, where that folder can be read (--sampler-weights), "
-                    f"and see what it printed"
+                    f"{error}. It was to reload the weights in {path}: serve this "
+                    f"model with {HOW}, where that folder can be read "
+                    f"(--sampler-weights), and see what it printed"
                 ) from error
         emptied = self._server.post("/reset_prefix_cache", {})
         if emptied.get("success") is False:
             raise ServerError(
                 f"{self._server.url}/reset_prefix_cache: expected an empty prefix "
-                f"cache, got {emptied}, as other requests are running; let nothing else "
-                f"use the server"
+                f"cache, got {emptied}, as other requests are running; let nothing "
+                f"else use the server"
             )
         drawn = self._draw(
             self._agreement.prompts,
@@ -143,8 +145,8 @@ class ServerSampler:
         if not lengths.all():
             raise InputError(
                 f"--sampler: expected prompts of a token or more, which a server "
-                f"needs, got none in row {int(lengths.argmin())} of a batch; leave such "
-                f"prompts out"
+                f"needs, got none in row {int(lengths.argmin())} of a batch; leave "
+                f"such prompts out"
             )
         seeds = jax.device_get(
             self._seeds(key, index=prompts.index, sample=prompts.sample)
@@ -211,7 +213,7 @@ class ServerSampler:
         }
         if name is None and len(models) == 1:
             (name,) = models
-        if name not in models:
+        if name is None or name not in models:
             wanted = "one model" if name is None else f"the model {name}"
             raise InputError(
                 f"--sampler-model: expected {wanted} at {self._server.url}, got "

@@ -150,7 +150,7 @@ URL = "--sampler=http://localhost:9"
         ([URL, "--sampler-timeout=0"], "sampler_timeout: expected"),
         (
             ["--sampler=process", "--sampler-cache=int8"],
-            "--sampler-cache: expected non",
+            "--sampler-cache: expected",
         ),
         ([URL, "--environment=rooms"], "--environment: expected none with --sampler"),
         (
