@@ -21,6 +21,7 @@ from rlhf_jax.runs import folder
 from rlhf_jax.sweeps.declaration import Cell, Sweep, words
 
 BEGUN = "sweep.json"
+SEED = "{seed}"  # in an option: the seed of the run stands there
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +81,11 @@ def runs_of(sweep: Sweep, *, out: Path) -> list[Planned]:
         for cell in sweep.cells:
             place = Path(cell.name) / f"seed_{seed}"
             own = [*sweep.options.items(), *cell.options]
-            options = [word for option in own for word in words(*option)]
+            options = [
+                word.replace(SEED, str(seed))
+                for option in own
+                for word in words(*option)
+            ]
             planned.append(
                 Planned(
                     cell=cell,

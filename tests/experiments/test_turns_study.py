@@ -1,13 +1,31 @@
 """The rows and models of the study of several turns, and that its sweeps read them."""
 
+import contextlib
 import json
 
 import places
 import pytest
-from studies.turns import preparation
+import toy_files
+from studies.finished import Finished
+from studies.turns import figures, preparation
 
 from rlhf_jax.data import tokenization
+from rlhf_jax.environments.protocol import Started, Turn
 from rlhf_jax.sweeps import declaration, planned
+from rlhf_jax.train import grpo
+
+WORDS = ["go", "left", "right", "key", "door", "hall"]
+
+
+class Twice:
+    """Two turns at most; the first is worth what the row says, whatever it is."""
+
+    def reset(self, row):
+        return Started(row["start"], (row["worth"], 0))
+
+    def step(self, state, response):
+        worth, turn = state
+        return Turn("door", worth * (1 - turn), turn == 1, (worth, 1))
 
 
 def test_every_character_of_the_environments_is_a_token():
@@ -23,20 +41,103 @@ def test_every_character_of_the_environments_is_a_token():
 def test_the_sweeps_are_of_options_that_there_are(name, tmp_path):
     file = places.EXPERIMENTS / "studies" / "turns" / f"{name}.toml"
     runs = planned.runs_of(declaration.read(file), out=tmp_path)
-    assert len(runs) == 3
-    assert all(f"--environment={name}" in run.arguments() for run in runs)
+    assert len(runs) == 6
+    for run in runs:
+        model = f"--model=runs/turns/sft/{name}/seed_{run.seed}/model"
+        assert {model, f"--environment={name}"} < set(run.arguments())
 
 
 @pytest.mark.slow
 def test_the_preparation_at_toy_size(tmp_path):
     preparation.main(
-        preparation.Options(out=tmp_path, calculator_steps=2, guessing_steps=2)
+        preparation.Options(
+            out=tmp_path, seeds=(4,), calculator_steps=2, guessing_steps=2
+        )
     )
     for name in ("calculator", "guessing"):
         data = tmp_path / "data" / name
         lines = (data / "demonstrations.jsonl").read_text().splitlines()
         rows = [json.loads(line) for line in lines]
         assert all(len(row["turns"]) % 2 for row in rows)
-        assert (tmp_path / "sft" / name / "model" / "config.json").exists()
+        assert (tmp_path / "sft" / name / "seed_4" / "model" / "config.json").exists()
     calculated = (data.parent / "calculator" / "demonstrations.jsonl").read_text()
     assert '"answer: ' in calculated
+
+
+@pytest.mark.slow
+def test_what_is_played_on_held_out_rows(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(__file__.rpartition("/")[0])
+    policy, reference = (
+        str(toy_files.checkpoint(tmp_path / name, words=WORDS, seed=seed))
+        for seed, name in enumerate(("policy", "reference"))
+    )
+    worth = (0.0, 0.5, 1.0, 0.5)
+    rows = [{"start": "left", "worth": each} for each in worth]
+    toy_files.jsonl(tmp_path / "rows.jsonl", *rows)
+    options = grpo.Config(
+        environment="test_turns_study:Twice",
+        model=reference,
+        data=f"{tmp_path}/other.jsonl",
+        held_out=f"{tmp_path}/rows.jsonl",
+        max_new_tokens=14,
+        num_workers=1,
+        out=tmp_path / "run",
+    )
+    with contextlib.ExitStack() as stack:
+        player = figures.Player(options, stack=stack, batch=8)
+        own = player.play(policy, reference=policy, episodes=8)
+        found = player.play(policy, reference=reference, episodes=16)
+    assert own["success"] == found["success"] == 0.75
+    assert own["score"] == found["score"] == 0.5
+    assert 1 <= own["turns"] <= 2
+    assert abs(own["kl"]) < 1e-4 > own["kl_k3"]
+    assert found["kl_k3"] > 0.01
+    assert found["kl"] == pytest.approx(found["kl_k3"], rel=1.0)
+
+
+@pytest.fixture
+def found():
+    """Three seeds, two β."""
+
+    def of(*shares):
+        rest = {"turns": 3.0, "score": 0.5, "kl": 1.0, "kl_k3": 1.0}
+        return {str(seed): {"success": s} | rest for seed, s in enumerate(shares)}
+
+    return {
+        "before": of(0.3, 0.4, 0.5),
+        "after": {"0": of(0.9, 0.9, 0.9), "0.1": of(0.6, 0.7, 0.8)},
+    }
+
+
+def test_how_much_the_success_rises(found, capsys):
+    summary = figures.summarise(found)
+    rise = summary["rise_of_success"]
+    assert rise["0"]["least"] == pytest.approx(0.4)
+    assert rise["0"]["mean"] == pytest.approx(0.5)
+    # t(0.975, 2) = 4.303, the standard deviation of 0.4, 0.5 and 0.6 is 0.1
+    half = 4.303 * 0.1 / 3**0.5
+    assert rise["0"]["interval"] == pytest.approx([0.5 - half, 0.5 + half], abs=1e-3)
+    assert rise["0.1"]["interval"] == pytest.approx([0.3, 0.3])
+    figures.tell(summary)
+    told = capsys.readouterr().out
+    assert "0.40 (0.30 to 0.50)" in told
+    assert "β = 0: success rises by 0.50 (95% interval 0.25 to 0.75)" in told
+
+
+def test_curves_have_a_line_for_each_run(tmp_path):
+    runs = []
+    for cell in ("kl_coef=0", "kl_coef=0.1"):
+        for seed in (0, 1):
+            folder = tmp_path / cell / f"seed_{seed}"
+            folder.mkdir(parents=True)
+            row = {"stage": "grpo", "objective/scores": 0.5}
+            row |= {"response/turns": 2, "objective/kl": 0.1}
+            toy_files.jsonl(
+                folder / "metrics.jsonl", *[row | {"step": n} for n in range(3)]
+            )
+            runs.append(Finished(cell, seed, {}, {}, folder))
+    for axis in figures.draw(runs).axes:
+        assert len(axis.lines) == 4
+    legend = figures.draw(runs).axes[0].get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == ["β = 0", "β = 0.1"]

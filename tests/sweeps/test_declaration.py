@@ -78,6 +78,22 @@ def test_a_toml_file_declares_runs(tmp_path):
     )
 
 
+def test_the_seed_of_a_run_may_stand_in_an_option(tmp_path):
+    fields = {
+        "trainer": "ppo",
+        "seeds": [3, 5],
+        "options": {"model": "sft/seed_{seed}/model"},
+        "grid": {"prompts": ["a", "{seed}/b"]},
+    }
+    runs = planned.runs_of(declaration.declared(fields, source="file"), out=tmp_path)
+    assert [run.options[:2] for run in runs] == [
+        ("--model=sft/seed_3/model", "--prompts=a"),
+        ("--model=sft/seed_3/model", "--prompts=3/b"),
+        ("--model=sft/seed_5/model", "--prompts=a"),
+        ("--model=sft/seed_5/model", "--prompts=5/b"),
+    ]
+
+
 def test_a_python_file_computes_its_grid(tmp_path):
     file = tmp_path / "sweep.py"
     file.write_text(PYTHON)

@@ -1,0 +1,257 @@
+"""What policies of several turns do on held-out rows, from their sweep.
+
+    python experiments studies.turns.figures runs/turns/calculator
+
+Plays held-out rows with the policy of every run and with its reference: 800 episodes
+each, sampled as in training. Writes figures.json and plots/learning.png into the
+sweep's folder: the share of episodes that succeed, turns, score, and the KL to the
+reference on the sampled tokens. It also tells whether the share rises with each β, by
+the 95% interval of the differences over seeds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from matplotlib.figure import Figure
+from studies import finished
+from studies.finished import Finished
+
+from rlhf_jax.algorithms.flow import score
+from rlhf_jax.data import batches
+from rlhf_jax.roles.reference import frozen
+from rlhf_jax.roles.rewards.scores import Scores
+from rlhf_jax.runs import folder, metrics, report, run_config
+from rlhf_jax.sweeps import statistics
+from rlhf_jax.train import grpo
+from rlhf_jax.train.grpo.programs import make_algorithm
+from rlhf_jax.train.grpo.tasks import EpisodeTask
+from rlhf_jax.train.start import load_start
+
+Figures = Mapping[str, float]
+EPISODES = 800
+BATCH = 200
+MEASURED = {
+    "success": "success",
+    "turns": "turns",
+    "score": "score",
+    "kl": "KL, nats",
+    "kl_k3": "by k3",
+}
+
+
+class Player:
+    """Plays the held-out rows of a sweep; its programs are compiled once."""
+
+    def __init__(
+        self, options: grpo.Config, *, stack: contextlib.ExitStack, batch: int
+    ) -> None:
+        """Compiles nothing yet.
+
+        Args:
+          options: of any run of the sweep.
+          stack: that ends the environment's processes.
+          batch: episodes at a time.
+        """
+        self._options = dataclasses.replace(
+            options, data=options.held_out, batch_size=batch
+        )
+        self._mesh = options.policy_mesh(options.placement)
+        start = self._load(options.model)
+        algorithm = make_algorithm(self._options, start=start)
+        self._task = EpisodeTask(
+            self._options,
+            start=start,
+            algorithm=algorithm,
+            mesh=self._mesh,
+            stack=stack,
+        )
+        self._prompts = batches.prompt_batches(
+            self._task.prompts, batch_size=batch, seed=0, pad_id=start.pad_id
+        )
+        self._reference_logprobs = jax.jit(
+            functools.partial(
+                score.reference_logprobs,
+                model=algorithm.model,
+                max_new_tokens=algorithm.max_new_tokens,
+                temperature=algorithm.temperature,
+            )
+        )
+
+    def play(self, model: str, *, reference: str, episodes: int) -> Figures:
+        """Means over episodes that a policy samples.
+
+        Args:
+          model: the policy's checkpoint.
+          reference: that of the reference.
+          episodes: at least as many, in whole batches.
+
+        Returns:
+          MEASURED. An episode succeeds where its score is above 0. The KL of an episode
+          is Σ (log π − log π_ref) over its sampled tokens, and kl_k3 Σ k3 over them.
+        """
+        policy = self._load(model).params
+        frozen_reference = frozen.freeze(self._load(reference).params)
+        unread: Any = None  # episodes have programs of their own
+        draw = self._task.draw(unread)
+        rows: dict[str, list[Any]] = {name: [] for name in MEASURED}
+        for number in range(-(-episodes // self._options.batch_size)):
+            rollout, scores = draw(
+                policy,
+                prompts=self._prompts[number],
+                key=jax.random.fold_in(jax.random.key(0), number),
+                version=jnp.int32(0),
+            )
+            assert isinstance(scores, Scores)  # which come with episodes
+            ref_logprobs = self._reference_logprobs(frozen_reference, rollout=rollout)
+            ratio = np.asarray(ref_logprobs - rollout.old_logprobs)
+            ratio = np.where(rollout.response_mask, ratio, 0.0)
+            rows["score"].append(scores.total)
+            rows["success"].append(np.asarray(scores.total) > 0)
+            rows["turns"].append(scores.parts["turns"])
+            rows["kl"].append(-ratio.sum(-1))
+            rows["kl_k3"].append((np.expm1(ratio) - ratio).sum(-1))
+        return {name: float(np.concatenate(of).mean()) for name, of in rows.items()}
+
+    def _load(self, model: str) -> Any:
+        return load_start(model, options=self._options, mesh=self._mesh)
+
+
+def played(
+    runs: Sequence[Finished], *, episodes: int = EPISODES, batch: int = BATCH
+) -> dict[str, Any]:
+    """{"before": {seed: figures}, "after": {β: {seed: figures}}} of a sweep's runs."""
+    every = {
+        run.folder: run_config.from_json(
+            grpo.Config, dict(run.config), source=run.folder / folder.CONFIG
+        )
+        for run in runs
+    }
+    before: dict[str, Figures] = {}
+    after: dict[str, dict[str, Figures]] = {}
+    with contextlib.ExitStack() as stack:
+        player = Player(every[runs[0].folder], stack=stack, batch=batch)
+        for run in runs:
+            options, seed = every[run.folder], str(run.seed)
+            play = functools.partial(
+                player.play, reference=options.model, episodes=episodes
+            )
+            if seed not in before:
+                before[seed] = play(options.model)
+            of_cell = after.setdefault(f"{options.beta:g}", {})
+            of_cell[seed] = play(str(run.folder / "model"))
+    return {"before": before, "after": after}
+
+
+def summarise(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Adds of each β how much the success rises, with its 95% interval over seeds.
+
+    Args:
+      found: of `played`.
+    """
+    rises = {}
+    for kl_coef, after in found["after"].items():
+        rise = [
+            of["success"] - found["before"][seed]["success"]
+            for seed, of in after.items()
+        ]
+        told = statistics.estimate(rise)
+        rises[kl_coef] = {
+            "least": min(rise),
+            "mean": told.mean,
+            "interval": told.interval and list(told.interval),
+        }
+    return {**found, "rise_of_success": rises}
+
+
+def tell(figures: Mapping[str, Any]) -> None:
+    """The figures of `summarise` as a table."""
+    after = figures["after"]
+    columns = {"reference": figures["before"]} | {
+        f"β = {kl_coef}": of for kl_coef, of in after.items()
+    }
+    report.table(
+        f"Held-out rows, {EPISODES} sampled episodes: mean (range) over seeds",
+        ("", *columns),
+        [
+            (
+                line,
+                *(
+                    _range([seed[name] for seed in of.values()])
+                    for of in columns.values()
+                ),
+            )
+            for name, line in MEASURED.items()
+        ],
+    )
+    for kl_coef, rise in figures["rise_of_success"].items():
+        interval = rise["interval"]
+        shown = interval and f" (95% interval {interval[0]:.2f} to {interval[1]:.2f})"
+        print(
+            f"β = {kl_coef}: success rises by {rise['mean']:.2f}{shown or ''}, "
+            f"at least {rise['least']:.2f} in a seed"
+        )
+
+
+def _range(values: Sequence[float]) -> str:
+    return f"{np.mean(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
+def draw(runs: Sequence[Finished]) -> Figure:
+    """Score, turns and KL along training: a line for each run, a colour for each β."""
+    figure = Figure(figsize=(10, 3), layout="constrained")
+    panels = {
+        "objective/scores": "score",
+        "response/turns": "turns",
+        "objective/kl": "KL [nats per episode]",
+    }
+    cells = list(dict.fromkeys(run.cell for run in runs))
+    for axis, (name, label) in zip(figure.subplots(1, 3), panels.items(), strict=True):
+        for run in runs:
+            values = [row[name] for row in metrics.read(run.folder / "metrics.jsonl")]
+            number = cells.index(run.cell)
+            axis.plot(
+                _smooth(values),
+                color=f"C{number}",
+                linewidth=0.9,
+                label=run.cell.replace("kl_coef=", "β = ")
+                if run.seed == runs[0].seed
+                else None,
+            )
+        axis.set_xlabel("iteration")
+        axis.set_ylabel(label)
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.axes[0].legend(frameon=False, fontsize="small")
+    return figure
+
+
+def _smooth(values: Sequence[float], *, width: int = 5) -> list[float]:
+    """Means of `width` values in a row, fewer at the start."""
+    return [
+        float(np.mean(values[max(0, n + 1 - width) : n + 1]))
+        for n in range(len(values))
+    ]
+
+
+def main(options: finished.Options) -> None:
+    """Plays, tells and draws what a sweep has come to."""
+    runs = finished.complete(finished.runs_of(options.sweep))
+    finished.check_apart(runs, option="kl_coef")
+    figures = summarise(played(runs))
+    tell(figures)
+    (options.sweep / "plots").mkdir(exist_ok=True)
+    draw(runs).savefig(options.sweep / "plots" / "learning.png", dpi=110)
+    folder.write_json(options.sweep / "figures.json", figures)
+    print(f"figures.json and plots are in {options.sweep}")
+
+
+if __name__ == "__main__":
+    finished.command(main, description=__doc__)
