@@ -27,8 +27,8 @@ ADVICE = (
     "The server does not sample with the weights that it was handed over. See that it "
     "serves this model in --dtype and reports processed log-probs (vLLM: "
     "--logprobs-mode processed_logprobs). Where the policy's output head is tied, "
-    "serve a checkpoint of `python -m rlhf_jax.samplers.served MODEL FOLDER`, whose head "
-    "is reloaded too. Or raise --sampler-check-tolerance"
+    "serve a checkpoint of `python -m rlhf_jax.samplers.served MODEL FOLDER`, whose "
+    "head is reloaded too. Or raise --sampler-check-tolerance"
 )
 
 
