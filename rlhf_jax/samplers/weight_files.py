@@ -1,13 +1,15 @@
 """Parameters that pass through files: whole or not there, and removed afterwards.
 
-FOLDER/rlhf-jax-hand-over-XXXX/version-3        a file, or the folder of a checkpoint
+FOLDER/rlhf-jax-hand-over-HOST-PID-XXXX/version-3       a file, or a checkpoint's folder
 """
 
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,9 +39,12 @@ class HandOverFolder:
           InputError: it cannot be made there.
         """
         try:
-            if parent is not None:
-                parent.mkdir(parents=True, exist_ok=True)
-            self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent)).absolute()
+            if parent is None:
+                parent = Path(tempfile.gettempdir())
+            parent.mkdir(parents=True, exist_ok=True)
+            _remove_left_behind(parent)
+            prefix = f"{_prefix()}{os.getpid()}-"
+            self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent)).absolute()
             os.chmod(self.path, 0o755)  # a server may be another user's
         except OSError as error:
             raise InputError(
@@ -97,6 +102,25 @@ def _flat(params: Params, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _flat(value, f"{prefix}{name}{SEPARATOR}")
         else:
             yield f"{prefix}{name}", np.ascontiguousarray(value)
+
+
+def _prefix() -> str:
+    """Of this machine's folders, as the folder may be shared with others."""
+    return f"{PREFIX}{socket.gethostname()}-"
+
+
+def _remove_left_behind(parent: Path) -> None:
+    """Removes the folders of processes of this machine that were killed."""
+    for path in parent.glob(f"{glob.escape(_prefix())}*"):
+        pid = path.name.removeprefix(_prefix()).partition("-")[0]
+        if not pid.isdecimal():
+            continue  # of another machine, whose name begins as this one's
+        try:
+            os.kill(int(pid), 0)
+        except ProcessLookupError:
+            _remove(path)
+        except OSError:
+            pass  # another user's, which is alive
 
 
 def _remove(path: Path) -> None:

@@ -104,6 +104,10 @@ KINDS = {
     "grpo": Kind("grpo", ON_GRPO),
     "grpo one step behind": Kind("grpo", (*MOVED, "--max-staleness=1")),
     "grpo three steps behind": Kind("grpo", (*MOVED, "--max-staleness=3")),
+    "grpo with a sampler in a process": Kind("grpo", (*MOVED, "--sampler=process")),
+    "grpo with a sampler in a process, two steps behind": Kind(
+        "grpo", (*MOVED, "--sampler=process", "--max-staleness=2")
+    ),
     "grpo in an environment": Kind("grpo", EPISODES),
     "grpo in an environment, one step behind": Kind(
         "grpo", (*EPISODES, "--max-staleness=1")

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import threading
 
 import jax
@@ -125,6 +126,19 @@ def test_parameters_as_a_file(tmp_path):
     found = weight_files.read(tmp_path / "one")
     jax.tree.map(np.testing.assert_array_equal, found, written)
     assert found["c"].dtype == jax.numpy.bfloat16
+
+
+def test_folders_of_killed_processes_are_removed(tmp_path):
+    before = weight_files.HandOverFolder(tmp_path)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    left = before.path.name.replace(f"-{os.getpid()}-", f"-{ended.pid}-")
+    (tmp_path / left / "version-3").mkdir(parents=True)
+    (tmp_path / f"{weight_files.PREFIX}elsewhere-{ended.pid}-x").mkdir()
+    after = weight_files.HandOverFolder(tmp_path)
+    kept = {path.name for path in tmp_path.iterdir()}
+    elsewhere = f"{weight_files.PREFIX}elsewhere-{ended.pid}-x"
+    assert kept == {before.path.name, after.path.name, elsewhere}
 
 
 def test_a_folder_that_cannot_be(tmp_path):

@@ -117,15 +117,15 @@ class VerifiedConfig(
         self.check_packing(
             max_new_tokens=self.max_new_tokens, mesh=self.placement.policy
         )
+        self.check_outside(
+            self.recipe, placement=self.placement, environment=self.environment
+        )
         self.check_sampler(
             self.recipe,
             max_new_tokens=self.max_new_tokens,
             placement=self.placement,
         )
         self.check_staleness(self.recipe)
-        self.check_outside(
-            self.recipe, placement=self.placement, environment=self.environment
-        )
         self.check_environment(
             max_new_tokens=self.max_new_tokens, replaced=self._replaced()
         )

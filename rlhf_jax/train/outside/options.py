@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from rlhf_jax.algorithms import self_check
 from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
 from rlhf_jax.devices.placement import SamplerPlacement
 from rlhf_jax.functional import checks
@@ -45,6 +46,15 @@ class OutsideConfig(SamplerConfig):
     def samples_outside(self) -> bool:
         """Whether a process or a server samples."""
         return self.sampler != "here"
+
+    @property
+    def sampler_tolerance(self) -> float:
+        """What sampling adds to the distance to the trainer, nats per token."""
+        further = 0.0
+        if self.sampler_check_tolerance is not None:
+            own = self_check.TOLERANCE[self.dtype]
+            further = max(0.0, self.sampler_check_tolerance - own)
+        return super().sampler_tolerance + further
 
     @property
     def served(self) -> bool:
