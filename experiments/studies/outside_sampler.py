@@ -13,9 +13,10 @@ and the first with a policy that is a step behind, too (--max-staleness 1). Then
 server is handed weights as a checkpoint without an output head of its own, as a tied
 model is usually written, and with one.
 
-Measured: the share of all sums that greedy responses have right, the mean score of the
-last ten steps, the distance of the server's log-probs to the trainer's after every
-hand-over, and whether the runs with the process are those with our decoder to the bit.
+Measured: the share of all sums that greedy responses have right, the scores of the
+first step and of the last ten, the distance of the server's log-probs to the trainer's
+after every hand-over, and whether the runs with the process are those with our decoder
+to the bit.
 
 Expect of seeds 0 to 2 that every run with the process is that with our decoder, that
 the server's learn as much, with distances of at most 1e-5 nats per token, and that
@@ -202,6 +203,7 @@ def measured(out: Path) -> Row:
     found: Row = {
         "before": summary["accuracy_before"],
         "right": summary["accuracy_after"],
+        "score_first": rows[0]["objective/scores"],
         "score": float(np.mean([row["objective/scores"] for row in rows[-LAST:]])),
         "mismatch": max(row["policy/sampler_mismatch"] for row in rows),
         "seconds": summary["seconds"],
@@ -305,10 +307,10 @@ def show(rows: list[Row], of_heads: list[Row]) -> None:
             return ""
         return f"{np.mean(values):.2f} ± {np.std(values):.2f}"
 
-    names = ("before", "right", "score", "hand_over_seconds")
+    names = ("before", "right", "score_first", "score", "hand_over_seconds")
     report.table(
-        "Sums that are right before and after, score of samples, seconds",
-        ("sampler, steps behind", "before", "right", "score", "hand-over [s]"),
+        "Sums right before and after, score of samples at first and at last",
+        ("sampler, steps behind", "before", "right", "first", "last", "hand-over [s]"),
         [
             (f"{way}, {behind}", *(spread((way, behind), name) for name in names))
             for way, behind in dict.fromkeys((r["sampler"], r["behind"]) for r in rows)
