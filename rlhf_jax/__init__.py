@@ -52,6 +52,7 @@ PACKAGES = (
     "checkpoints",
     "verification",
     "environments",
+    "samplers",
     "planning",
     "inspection",
     "sweeps",

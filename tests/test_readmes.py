@@ -33,8 +33,9 @@ GROUPS = (
     *("penalty", "pairwise", "dpo", "kto", "pair", "group", "eval", "judge", "reward"),
 )
 
-# Of tyro, pytest, JAX and XLA.
+# Of tyro, pytest, JAX, XLA and vLLM.
 OTHERS_OPTIONS = {"help", "help-all", "dist", "xla", "logdir", "project", "tasks"}
+OTHERS_OPTIONS |= {"generation-config", "load-format", "logprobs-mode"}
 
 
 def relative(file: Path) -> str:

@@ -62,6 +62,8 @@ class Config(RunConfig):
     """Of the model."""
     rows: int = 32
     """Episodes, and places."""
+    group_size: int = 1
+    """Episodes of one prompt, in neighbouring rows."""
     prompt_size: int = 64
     """Tokens of a prompt."""
     num_turns: int = 4
@@ -81,6 +83,7 @@ class Config(RunConfig):
         super().__post_init__()
         checks.positive(
             rows=self.rows,
+            group_size=self.group_size,
             prompt_size=self.prompt_size,
             num_turns=self.num_turns,
             turn_size=self.turn_size,
@@ -181,10 +184,12 @@ def prompts(options: Config) -> Prompts:
     """Of random tokens."""
     rng = np.random.default_rng(options.seed)
     shape = (options.rows, options.prompt_size)
-    tokens: Any = rng.integers(0, options.vocab_size, shape).astype(np.int32)
-    index: Any = np.arange(options.rows, dtype=np.int32)
+    number = np.arange(options.rows, dtype=np.int32)
+    index: Any = number // options.group_size
+    tokens: Any = rng.integers(0, options.vocab_size, shape).astype(np.int32)[index]
     mask: Any = np.ones(shape, bool)
-    return Prompts(tokens=tokens, mask=mask, index=index, sample=np.zeros_like(index))
+    sample: Any = number % options.group_size
+    return Prompts(tokens=tokens, mask=mask, index=index, sample=sample)
 
 
 def by_episodes(params: Any, *, options: Config, sampler: Timed) -> Measured:
@@ -247,7 +252,8 @@ class Whole:
                 behind[row] = tokens[row, options.prompt_size : lengths[row]].tolist()
                 sampled += len(behind[row]) - before
                 run += int(lengths[row]) - 1
-                futures[row] = self._tool.step(bytes([row, turn]), "")
+                begun = bytes([int(given.index[row]), turn])
+                futures[row] = self._tool.step(begun, "")
             answers = {row: future.result() for row, future in futures.items()}
             going = [
                 row

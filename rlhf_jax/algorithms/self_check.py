@@ -132,33 +132,34 @@ def require(
       SelfCheckError: says which pair differs, by how much and where most.
     """
     measured = jax.device_get(measured)
-    _compare(
+    compare(
         measured.trainer,
         measured.sampler,
         mask=measured.mask,
         tolerance=tolerance + sampler_tolerance,
         names=("the trainer's log-probs", "those kept while sampling"),
         advice=(
-            "the two must use one temperature, one mask, the same positions and the "
-            "same columns (column t is about tokens[:, t])"
+            "Nothing was updated: the two must use one temperature, one mask, the same "
+            "positions and the same columns (column t is about tokens[:, t])"
         ),
     )
     starts_equal = expect_equal or measured.starts_equal
     if measured.reference is not None and starts_equal:
-        _compare(
+        compare(
             measured.trainer,
             measured.reference,
             mask=measured.mask,
             tolerance=tolerance + storage_tolerance,
             names=("the policy's log-probs", "the reference's (KL must start at 0)"),
             advice=(
-                "the policy was to start as this reference, so another model is being "
-                "read, or the reference is read with another temperature or mask"
+                "Nothing was updated: the policy was to start as this reference, so "
+                "another model is being read, or the reference is read with another "
+                "temperature or mask"
             ),
         )
 
 
-def _compare(
+def compare(
     left: Any,
     right: Any,
     *,
@@ -166,17 +167,29 @@ def _compare(
     tolerance: float,
     names: tuple[str, str],
     advice: str,
-) -> None:
+) -> float:
+    """The largest mean |left - right| of a row, which must be within the tolerance.
+
+    Args:
+      left, right: f32[B, S], nats, on the host.
+      mask: bool[B, S], the tokens that are compared.
+      tolerance: nats per token.
+      names: of the two, for the error.
+      advice: its last sentence.
+
+    Raises:
+      SelfCheckError: a row is beyond the tolerance, or NaN.
+    """
     distance = np.where(mask, abs(left - right), 0.0)
     # By response, since a fault in how padding is treated may touch only a few.
     means = distance.sum(axis=1) / np.maximum(mask.sum(axis=1), 1)
     worst = int(means.argmax())  # a NaN counts as the largest
     if means[worst] <= tolerance:  # False for NaN
-        return
+        return float(means[worst])
     column = int(distance[worst].argmax())
     raise SelfCheckError(
         f"expected {names[0]} to equal {names[1]} within {tolerance:g} nats per token, "
         f"got a mean difference of {means[worst]:.3g} over the {mask[worst].sum()} "
         f"tokens of row {worst}; most at column {column}: {left[worst, column]:.5f} "
-        f"against {right[worst, column]:.5f}. Nothing was updated: {advice}"
+        f"against {right[worst, column]:.5f}. {advice}"
     )

@@ -64,6 +64,10 @@ class Device(Protocol):
         """Runs prompts and observations."""
         ...
 
+    def copy(self, *, source: HostArray, place: HostArray, keys: Array) -> None:
+        """Has what A places have read of a prompt in others, too; C is nowhere."""
+        ...
+
     def advance(self, *, until: int, steps: int) -> Episodes:
         """Draws on, and returns what stands in the places, on the host, cacheless."""
         ...
@@ -85,6 +89,9 @@ class _Episode:
     kept: int = 0  # tokens behind it up to the end of the turn that ended last
     rewards: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     future: concurrent.futures.Future[Answer] | None = None
+    # Begins with the same prompt, reads it first, and is copied; its last columns each
+    # reads by itself, so that the bits are those of reading all of it.
+    first: _Episode | None = None
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -150,13 +157,31 @@ class Play:
 
     def _begin(self, row: int) -> None:
         tokens = self.prompts.tokens[row][self.prompts.mask[row]].tolist()
-        state = self.states[int(self.prompts.index[row])]
-        self._live.append(_Episode(row, self._free.pop(), state, tokens, len(tokens)))
+        index = int(self.prompts.index[row])
+        episode = _Episode(
+            row, self._free.pop(), self.states[index], tokens, len(tokens)
+        )
+        if len(tokens) > self.device.chunk:
+            episode.first = next(
+                (
+                    each
+                    for each in self._live
+                    if each.begins
+                    and each.first is None
+                    and int(self.prompts.index[each.row]) == index
+                ),
+                None,
+            )
+        self._live.append(episode)
 
     def _read(self) -> bool:
         """The next columns of what some episodes are to read; False if none are."""
         size, chunk = self.device.arriving, self.device.chunk
-        reading = [each for each in self._live if each.reading is not None][:size]
+        reading = [
+            each
+            for each in self._live
+            if each.reading is not None and each.first is None
+        ][:size]
         if not reading:
             return False
         of_row = np.zeros(size, np.int32)
@@ -181,7 +206,28 @@ class Play:
             room = self.limits.tokens - episode.size
             arrays["turn"][at] = min(self.limits.turn_tokens, room)
         self.device.read(Arrivals(**arrays, keys=self.keys[of_row]))
+        self._copy()
         return True
+
+    def _copy(self) -> None:
+        """Copies what has been read of a prompt, but for its last columns."""
+        size, chunk = self.device.arriving, self.device.chunk
+        ready = [
+            each
+            for each in self._live
+            if each.first is not None
+            and not each.first.begins
+            and len(each.first.reading or ()) <= chunk
+        ]
+        for part in (ready[at : at + size] for at in range(0, len(ready), size)):
+            source, of_row = np.zeros((2, size), np.int32)
+            place = np.full(size, self.device.places, np.int32)
+            for at, episode in enumerate(part):
+                assert episode.first is not None
+                source[at], of_row[at] = episode.first.place, episode.row
+                place[at], episode.begins = episode.place, False
+                episode.reading, episode.first = episode.first.reading, None
+            self.device.copy(source=source, place=place, keys=self.keys[of_row])
 
     def _advance(self, steps: int) -> None:
         """Draws on, and hands the turns that ended to the pool."""

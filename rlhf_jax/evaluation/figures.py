@@ -22,8 +22,12 @@ from rlhf_jax.evaluation import comparison, success
 from rlhf_jax.evaluation.comparison import Verdict
 from rlhf_jax.sweeps import statistics
 
-Kind = Literal["verifier", "reward", "none"]  # what scores are
+Kind = Literal["verifier", "reward", "environment", "none"]  # what scores are
+CHECKED = ("verifier", "environment")  # a score of 1 is a success
+GRADED = ("reward", "environment")  # any score may be
 RIGHT = 1.0  # a verifier's score of a right response
+# How episodes of several turns end, as `Response.end` has it.
+ENDS = ("by_environment", "truncated", "out_of_turns", "out_of_room")
 
 
 class Figure(NamedTuple):
@@ -57,12 +61,17 @@ class Response:
     kl: float | None  # nats, Σ KL(π ‖ π_ref) over the vocabulary, of the policy's
     k1: float | None  # nats, Σ log π(token) - log π_ref(token), of the policy's
     verdict: tuple[float, float] | None  # `comparison.Verdict`, of the policy's
+    # Of an episode of several turns; else None. `length` is of what was sampled.
+    turns: int | None = None
+    observed: int | None = None  # tokens
+    end: str | None = None  # one of ENDS, or "failed" or "timed_out"
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Self:
         """The response of a row of samples.jsonl."""
         names = [field.name for field in dataclasses.fields(cls)]
-        values = {name: row[name] for name in names}
+        # Rows of before there were episodes have fewer.
+        values = {name: row[name] for name in names if name in row}
         if values["verdict"] is not None:
             values["verdict"] = tuple(values["verdict"])
         return cls(**values)
@@ -133,10 +142,10 @@ def of_model(
     figures: dict[str, Figure] = {}
     if kind != "none":
         figures["score"] = over_prompts(
-            _means(prompts, _score), trials=single and kind == "verifier"
+            _means(prompts, _score), trials=single and kind in CHECKED
         )
     for k in chosen:
-        if kind == "verifier":
+        if kind in CHECKED:
             figures[f"pass@{k}"] = over_prompts(
                 [
                     success.pass_at_k(
@@ -150,7 +159,7 @@ def of_model(
                 # Of all the samples of a prompt it is one outcome: some are right.
                 trials=all(len(samples) == k for samples in prompts),
             )
-        elif kind == "reward":
+        if kind in GRADED:
             figures[f"best@{k}"] = over_prompts(
                 [success.best_at_k(list(map(_score, p)), k=k) for p in prompts]
             )
@@ -168,10 +177,12 @@ def of_model(
                 share=True,
                 trials=single,
             )
-    if kind == "verifier":
+    if kind in CHECKED:
         figures["failed"] = over_prompts(
             _means(prompts, lambda each: each.failed), share=True, trials=single
         )
+    if kind == "environment":
+        figures |= _of_turns(prompts)
     figures["length"] = over_prompts(_means(prompts, lambda each: each.length))
     figures["ended"] = over_prompts(
         _means(prompts, lambda each: each.ended), share=True, trials=single
@@ -217,6 +228,25 @@ def compared(policy: PerPrompt, reference: PerPrompt, *, kind: Kind) -> dict[str
         )
         figures["judge_prefers_first"] = over_prompts(
             _means(policy, lambda each: _verdict(each).first),
+            share=True,
+            trials=single,
+        )
+    return figures
+
+
+def _of_turns(prompts: PerPrompt) -> dict[str, Figure]:
+    """Of episodes: their turns, what was observed, and how they ended."""
+    single = _single(prompts)
+    figures = {
+        "turns": over_prompts(_means(prompts, lambda each: _given(each.turns))),
+        "observed": over_prompts(_means(prompts, lambda each: _given(each.observed))),
+    }
+    for end in ENDS:
+        figures[end] = over_prompts(
+            [
+                float(np.mean([each.end == end for each in samples]))
+                for samples in prompts
+            ],
             share=True,
             trials=single,
         )

@@ -89,6 +89,7 @@ class RunConfig:
 # Of RunConfig, and as experiments call what does not change the numbers either.
 MAY_DIFFER = {f.name for f in dataclasses.fields(RunConfig)} - {"seed"}
 MAY_DIFFER |= {"judge_failure", "stop_timeout", "check_memory", "placement.policy"}
+MAY_DIFFER |= {"sampler_model", "sampler_weights", "sampler_timeout"}
 MAY_DIFFER |= {
     f"placement.{role}.{field}"
     for role in ("reference", "reward")
@@ -116,6 +117,15 @@ ADDED: dict[str, Any] = {
     "max_turn_tokens": None,
     "observation_chunk": 32,
     "episodes_timeout": None,
+    "chat": False,
+    "num_workers": None,
+    "timeout": 10.0,
+    "on_failure": "zero",
+    "sampler": "here",
+    "sampler_model": None,
+    "sampler_weights": None,
+    "sampler_timeout": 600.0,
+    "sampler_check_tolerance": None,
     "max_staleness": None,
     "staleness": 0,
     "correction": "truncate",

@@ -129,6 +129,11 @@ class Config(VerifiedConfig):
                 f"--environment: expected none for Nash-MD, whose mixture draws single "
                 f"responses, got {self.environment}; leave it out, or use rlhf-jax grpo"
             )
+        if self.samples_outside:
+            raise InputError(
+                f"--sampler: expected here for Nash-MD, whose mixture is sampled by "
+                f"policy and reference together, got {self.sampler}; leave it out"
+            )
         super().__post_init__()
         for role in ("sampler", "reference"):
             place = getattr(self.placement, role)

@@ -68,6 +68,11 @@ class Config(VerifiedConfig):
                 f"of single responses, got {self.environment}; leave it out, or use "
                 f"rlhf-jax grpo"
             )
+        if self.samples_outside:
+            raise InputError(
+                f"--sampler: expected here for online DPO, whose loss has no ratio to "
+                f"the log-probs of another sampler, got {self.sampler}; leave it out"
+            )
         super().__post_init__()
         checks.positive(kl_coef=self.beta)
         checks.groups(self.batch_size, group_size=self.online_dpo.group_size)

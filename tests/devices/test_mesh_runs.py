@@ -206,7 +206,7 @@ def one_step_behind(files):
     policy = pretrained.load(options.model)
     models = rlhf_jax.train.ppo.models.make_models(options, policy)
     rows = read_prompts(options.prompts)
-    rows, tokens = rlhf_jax.train.ppo.trainer.encode_prompts(
+    rows, tokens = rlhf_jax.train.ppo.prompts.encode_prompts(
         options, rows, policy=policy, context=policy.model.max_positions
     )
     prompts = batches.prompt_batches(tokens, batch_size=8, seed=0, pad_id=policy.pad_id)

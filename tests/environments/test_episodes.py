@@ -1,12 +1,17 @@
 """Episodes on a device, beside full passes, one-turn samples and other orders."""
 
 import concurrent.futures
+import dataclasses
 import functools
+import os
+import subprocess
+import sys
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import places
 import pytest
 import tiny
 
@@ -183,6 +188,25 @@ def test_bits_do_not_depend_on_latency_places_or_order(model):
     )
 
 
+@pytest.mark.slow
+def test_bits_do_not_depend_on_latency_with_optimised_kernels():
+    flags = ("XLA_FLAGS", "JAX_PLATFORMS")
+    told = subprocess.run(
+        [sys.executable, places.PROGRAMS / "late_answers.py"],
+        env={name: value for name, value in os.environ.items() if name not in flags}
+        | {
+            "JAX_PLATFORMS": "cpu",
+            "PYTHONPATH": os.pathsep.join(
+                (places.PYTHONPATH, str(places.TESTS / "environments"))
+            ),
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert told.returncode == 0, told.stdout + told.stderr
+    assert told.stdout == "0 numbers differ\n"
+
+
 def test_one_turn_is_what_a_sampler_draws(model):
     params = params_of(model)
     limits = episodes.Limits(tokens=ROOM, turn_tokens=ROOM, turns=1)
@@ -243,6 +267,49 @@ def test_a_slow_answer_ends_its_episode_alone():
     kept = rollout.response_mask[1]
     assert 0 < kept.sum() <= whole.rollout.response_mask[1].sum()
     assert (rollout.tokens[1][kept] == whole.rollout.tokens[1][kept]).all()
+
+
+def test_a_prompt_that_rows_share_is_read_once_to_the_same_bits(model, monkeypatch):
+    """Rows 0 to 3 are of one prompt; apart from each other each reads all of it."""
+    params, asked = params_of(model), prompts()
+    of_row = np.array([0, 0, 0, 0, 4, 5])
+    shared = dataclasses.replace(
+        asked,
+        tokens=asked.tokens[of_row],
+        mask=asked.mask[of_row],
+        index=of_row.astype(np.int32),
+        sample=np.array([0, 1, 2, 3, 0, 0], np.int32),
+    )
+
+    def play(*, places=ROWS):
+        sampler, read = sampler_of(model, Script(), places=places, chunk=2), []
+        whole = sampler.read
+        sampler.read = lambda each: read.append(each) or whole(each)
+        found = sampler(
+            params,
+            prompts=shared,
+            states=[bytes([row, 0]) for row in range(ROWS)],
+            key=jax.random.key(7),
+        )
+        return found, sum(int(np.sum(each.count[each.prompt])) for each in read)
+
+    (found, count), (few, count_of_few) = play(), play(places=4)
+    sizes = shared.mask.sum(axis=1)
+    # The first reads all, and of the other three each its last column of five.
+    assert count == sizes[0] + 3 * 1 + sizes[4] + sizes[5]
+    np.testing.assert_array_equal(few.rollout.tokens, found.rollout.tokens)
+    assert count_of_few == count
+    find = episodes.Play._begin
+
+    def begin_alone(self, row):
+        find(self, row)
+        self._live[-1].first = None
+
+    monkeypatch.setattr(episodes.Play, "_begin", begin_alone)
+    alone, count = play()
+    assert count == sizes.sum()
+    jax.tree.map(np.testing.assert_array_equal, found, alone)
+    assert len({tuple(row) for row in found.rollout.tokens[:4].tolist()}) == 4
 
 
 OFTEN = {"stop_ids": tuple(range(1, 11))}  # nearly every token ends a turn

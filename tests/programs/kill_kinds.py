@@ -67,6 +67,11 @@ EPISODES = (
     *("--max-new-tokens=14", "--max-turn-tokens=4", "--max-turns=3"),
     *("--observation-chunk=2", "--learning-rate=1e-3", "--num-workers=2", *STEPS),
 )
+EPISODES_OF_PPO = (
+    *("--environment=their_environments:Hall", "--prompts=starts.jsonl"),
+    *("--max-new-tokens=14", "--max-turn-tokens=4", "--max-turns=3"),
+    *("--observation-chunk=2", "--num-workers=2", "--kl-coef=0.1"),
+)
 REWARDED = "--reward=their_rewards:score"
 KINDS = {
     "ppo": Kind("ppo", (*ON_PPO, REWARDED, "--kl-coef=0.1")),
@@ -99,6 +104,10 @@ KINDS = {
     "grpo": Kind("grpo", ON_GRPO),
     "grpo one step behind": Kind("grpo", (*MOVED, "--max-staleness=1")),
     "grpo three steps behind": Kind("grpo", (*MOVED, "--max-staleness=3")),
+    "grpo with a sampler in a process": Kind("grpo", (*MOVED, "--sampler=process")),
+    "grpo with a sampler in a process, two steps behind": Kind(
+        "grpo", (*MOVED, "--sampler=process", "--max-staleness=2")
+    ),
     "grpo in an environment": Kind("grpo", EPISODES),
     "grpo in an environment, one step behind": Kind(
         "grpo", (*EPISODES, "--max-staleness=1")
@@ -109,6 +118,10 @@ KINDS = {
     "reinforce in an environment": Kind(
         "reinforce",
         tuple(o for o in EPISODES if not o.startswith("--group-size")),
+    ),
+    "ppo in an environment": Kind("ppo", (*ON_PPO, *EPISODES_OF_PPO)),
+    "ppo in an environment, one step behind": Kind(
+        "ppo", (*ON_PPO, *EPISODES_OF_PPO, "--max-staleness=1")
     ),
     "dpo": Kind(
         "dpo",

@@ -441,9 +441,12 @@ def refused(capsys, files, out, *argv, reference=None):
         ("--ks 1 5", "--ks: expected 1 to the 4 samples of --num-samples, got 5"),
         ("--ks 0", "--ks: expected 1 to the 4 samples of --num-samples, got 0"),
         ("--judge=measures:longer", "--judge measures:longer: expected --reference"),
-        ("--num-workers=2", "--num-workers: expected --verifier with it"),
-        ("--timeout=3", "--timeout: expected --verifier with it, which it belongs to"),
-        ("--on-failure=stop", "--on-failure: expected --verifier with it"),
+        ("--num-workers=2", "--num-workers: expected --verifier or --env"),
+        (
+            "--timeout=3",
+            "--timeout: expected --verifier or --environment with it, which",
+        ),
+        ("--on-failure=stop", "--on-failure: expected --verifier or --env"),
         (
             "--num-texts=7",
             "--num-texts: expected --texts with it, which it belongs to, got 7 without",

@@ -1,7 +1,9 @@
-"""The wall clock of GRPO at equal updates, with the sampler 0, 1 and 2 steps behind.
+r"""The wall clock of GRPO at equal updates, with the sampler 0, 1 and 2 steps behind.
 
     python experiments benchmarks.asynchrony.updates
     python experiments benchmarks.asynchrony.updates --latency 0.2 --output async.json
+    XLA_FLAGS=--xla_force_host_platform_device_count=2 \
+        python experiments benchmarks.asynchrony.updates --latency 0
 
 Each response is verified in a process that sleeps for --latency. On-policy the trainer
 waits for the verifiers; with a queue (`rlhf-jax grpo --max-staleness`) sampling and
@@ -10,8 +12,9 @@ responses meanwhile. One process runs all of them in turns, round after round, f
 state, with programs that are compiled before; the random model learns nothing of use.
 A ratio is the median over rounds of that within a round.
 
-On devices that both sides share only the host's time can be saved: the arithmetic of
-an update and of sampling is the same, and runs on the same cores.
+With several devices the last one samples, for every staleness, and the first one
+learns: on-policy one of them is idle at any time. On a device that both share only the
+host's time can be saved, as the arithmetic of an update and of sampling is the same.
 """
 
 from __future__ import annotations
@@ -71,6 +74,8 @@ class Config:
     """Width of the model."""
     num_layers: int = 3
     """Layers of the model."""
+    num_epochs: int = 1
+    """Passes over a batch of responses."""
     num_minibatches: int = 4
     """Optimizer steps per pass."""
     output: Path | None = None
@@ -89,6 +94,7 @@ class Turns:
 
     def __init__(self, options: Config, *, pool: VerifierPool) -> None:
         self._options = options
+        self._home, *_, self._away = jax.devices() * 2
         model = config.gpt2(
             vocab_size=VOCABULARY,
             hidden_size=options.hidden_size,
@@ -106,7 +112,7 @@ class Turns:
             stop_ids=(),
             temperature=1.0,
             group_size=options.group_size,
-            num_epochs=1,
+            num_epochs=options.num_epochs,
             num_minibatches=options.num_minibatches,
         )
         stale = dataclasses.replace(
@@ -140,8 +146,12 @@ class Turns:
     def draw(
         self, policy: Params, *, prompts: Prompts, key: Array, version: Array
     ) -> tuple[Rollout, Callable[[], Scores]]:
-        """Samples, and starts the verifiers."""
+        """Samples on the last device, and starts the verifiers."""
+        policy, prompts, key, version = jax.device_put(
+            (policy, prompts, key, version), self._away
+        )
         rollout = self._sample(policy, prompts=prompts, key=key, version=version)
+        rollout = jax.device_put(rollout, self._home)
         return rollout, self._reward.submit(rollout).collect
 
     def __call__(self, staleness: int) -> dict[str, float]:

@@ -13,7 +13,8 @@ PPO on the language of the quickstart, against its reward model. The sampler is 
     none        nothing: the responses are taken for the policy's own, which the
                 trainers refuse
 
-at three β, which make a frontier of gold against KL; 105 runs. It is not recorded yet.
+at three β, which make a frontier of gold against KL; 105 runs, recorded in
+recorded/staleness/large_steps. `small_steps` is the same at smaller learning rates.
 """
 
 KL_COEFS = (0.05, 0.2, 0.8)

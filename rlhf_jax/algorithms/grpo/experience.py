@@ -35,7 +35,8 @@ def group_experience(
 
     With R_i the sum of a response's token rewards, the score and -β·KL where that is
     in the reward, every token of response i has the advantage below. A response is the
-    whole episode where it has several turns, and its score that of all of them.
+    whole episode where it has several turns, and its score that of all of them; one
+    that has no token, as it never began, is left out of its group.
 
         group            R_i - mean(R), over std(R) where normalised by the group
         leave_one_out    R_i - mean of the others
@@ -83,9 +84,12 @@ def group_experience(
             turn_rewards=scored.turn_rewards,
         )
     finished, kept = None, None
+    if scored.turn_rewards is not None:
+        kept = mask.any(axis=1)  # an episode may not have begun in time
     if overlong_mask is not None:
         finished = ended(scored.rollout, stop_ids=stop_ids)
-        kept = finished if overlong_mask == "group" else None
+        if overlong_mask == "group":
+            kept = finished if kept is None else finished & kept
     if baseline == "group":
         of_rows = group_relative(
             totals, group_size=group_size, normalise=normalise == "group", kept=kept

@@ -168,6 +168,20 @@ def read(
     return jax.tree.map(lambda old, row: old.at[place].set(row, mode="drop"), state, of)
 
 
+def copied(state: Episodes, *, source: Array, place: Array, keys: Array) -> Episodes:
+    """The places with what some have read of a prompt in others, too.
+
+    Args:
+      state: Episodes[C].
+      source: i32[A], places that have read it.
+      place: i32[A], where it is to stand; C is nowhere.
+      keys: key[A], of the rows there.
+    """
+    of = jax.tree.map(lambda leaf: leaf[source], state)
+    of = dataclasses.replace(of, keys=keys)
+    return jax.tree.map(lambda old, row: old.at[place].set(row, mode="drop"), state, of)
+
+
 def advance(
     params: Params,
     state: Episodes,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 from rlhf_jax.environments.calculator import Calculator
 from rlhf_jax.environments.guessing import Guessing
@@ -16,6 +16,11 @@ from rlhf_jax.runs import command_line
 from rlhf_jax.train.start import StartConfig
 
 NAMES = "calculator, guessing, programming, rooms"
+TIMEOUT = 10.0  # seconds
+# Options of a sampler that episodes do not have.
+OF_ONE_TURN = (
+    *("sampler_storage", "sampler_cache", "sampler_cache_pages", "prefill_chunk"),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,9 +42,19 @@ class EnvironmentConfig(StartConfig):
     episodes_timeout: float | None = None
     """With --environment: seconds for the episodes of one iteration, after which those
     that are left end as they are; None waits for all."""
+    chat: bool = False
+    """With --environment: whether its texts are messages of the user, by the
+    tokenizer's chat template."""
+    num_workers: int | None = None
+    """With --environment: processes that run it; None is one per processor."""
+    timeout: float = TIMEOUT
+    """With --environment: seconds to answer one turn."""
+    on_failure: Literal["zero", "stop"] = "zero"
+    """With --environment: what happens where it fails: the turn's reward is 0 and the
+    episode ends, or the run stops."""
 
     def check_environment(
-        self, *, max_new_tokens: int, replaced: dict[str, Any]
+        self, *, max_new_tokens: int, replaced: dict[str, Any], alone: bool = False
     ) -> None:
         """Raises InputError for options that do not belong together.
 
@@ -47,13 +62,21 @@ class EnvironmentConfig(StartConfig):
           max_new_tokens: the room of an episode.
           replaced: options that an environment takes the place of, or does not read,
             with their values, where they were set.
+          alone: nothing but an environment reads the options of its processes.
         """
-        own = {
+        own: dict[str, Any] = {
             "max_turns": self.max_turns,
             "max_turn_tokens": self.max_turn_tokens,
             "observation_chunk": self.observation_chunk,
             "episodes_timeout": self.episodes_timeout,
         }
+        if alone:
+            own |= {
+                "chat": self.chat,
+                "num_workers": self.num_workers,
+                "timeout": self.timeout,
+                "on_failure": self.on_failure,
+            }
         if self.environment is None:
             defaults = {each.name: each.default for each in dataclasses.fields(self)}
             for name, value in own.items():
@@ -64,7 +87,12 @@ class EnvironmentConfig(StartConfig):
                         f"without; give both, or leave it out"
                     )
             return
-        checks.positive(**{name: n for name, n in own.items() if n is not None})
+        checks.positive(
+            max_turns=self.max_turns, observation_chunk=self.observation_chunk
+        )
+        for name in ("max_turn_tokens", "episodes_timeout"):
+            if own[name] is not None:
+                checks.positive(**{name: own[name]})
         if self.max_turn_tokens is not None and self.max_turn_tokens > max_new_tokens:
             raise InputError(
                 f"--max-turn-tokens: expected at most the {max_new_tokens} tokens of "
@@ -76,6 +104,19 @@ class EnvironmentConfig(StartConfig):
                 f"{flag}: expected none with --environment {self.environment}, "
                 f"which does not read it, got {value}; leave one of them out"
             )
+
+    def changed(self, *names: str) -> dict[str, Any]:
+        """{"--name": value} of the options that were set to something else.
+
+        Args:
+          names: of fields with a default.
+        """
+        defaults = {each.name: each.default for each in dataclasses.fields(self)}
+        return {
+            f"--{name.replace('_', '-')}": value
+            for name in names
+            if (value := vars(self)[name]) != defaults[name]
+        }
 
 
 def make_environment(name: str) -> Environment:

@@ -18,6 +18,17 @@ class BegunRows(NamedTuple):
     rows: list[Row]
     prompts: list[Tokens]
     states: list[bytes]  # of the environment, pickled
+    numbers: list[int]  # of the rows in their file, from 0
+    in_file: int  # rows, with those that are left out
+
+    def first(self, count: int) -> BegunRows:
+        """The first rows of these."""
+        return self._replace(
+            rows=self.rows[:count],
+            prompts=self.prompts[:count],
+            states=self.states[:count],
+            numbers=self.numbers[:count],
+        )
 
 
 def read_begun(
@@ -61,4 +72,6 @@ def read_begun(
         [rows[n] for n in kept],
         [prompts[n] for n in kept],
         [begun[n].state for n in kept],
+        list(kept),
+        len(rows),
     )

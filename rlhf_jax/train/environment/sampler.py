@@ -5,27 +5,29 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
 from rlhf_jax.algorithms.batch import Prompts, Rollout
-from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.data.turns import TurnEncoder
 from rlhf_jax.environments.episodes import Limits, Play
 from rlhf_jax.environments.pool import EnvironmentPool
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import cached_decoder
+from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.generation import decode as decoding
 from rlhf_jax.models.generation import episodes
 from rlhf_jax.models.generation.episodes import Arrivals, Episodes
 from rlhf_jax.models.generation.sampling import Shaping
+from rlhf_jax.models.lora import LoRA
 from rlhf_jax.roles import adapted
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards.scores import Scores
 
 Array = jax.Array
+HostArray = Any
 Params = Any
 SHARE = 8  # one place in so many reads at a time
 
@@ -44,6 +46,35 @@ class Drawn(NamedTuple):
     scores: Scores
 
 
+class EpisodeRecipe(Protocol):
+    """What episodes read of a recipe."""
+
+    @property
+    def model(self) -> ModelConfig:
+        """Of the policy, or of its base."""
+        ...
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Tokens that end a turn."""
+        ...
+
+    @property
+    def temperature(self) -> float:
+        """Divides the logits, dimensionless."""
+        ...
+
+    @property
+    def lora(self) -> LoRA | None:
+        """That adapters were made by."""
+        ...
+
+    @property
+    def continuous_batching(self) -> int | None:
+        """Episodes at a time; None is all."""
+        ...
+
+
 class EpisodeSampler:
     """The compiled programs of episodes, on one device.
 
@@ -53,7 +84,7 @@ class EpisodeSampler:
 
     def __init__(
         self,
-        recipe: PolicyGradient,
+        recipe: EpisodeRecipe,
         *,
         pool: EnvironmentPool,
         encoder: TurnEncoder,
@@ -128,6 +159,7 @@ class EpisodeSampler:
         self._base = base
         self._weights_program = jax.jit(weights)
         self._read_program = jax.jit(read, donate_argnums=1)
+        self._copy_program = jax.jit(episodes.copied, donate_argnums=0)
         self._advance_program = jax.jit(advance, donate_argnums=1)
         self._state: Episodes | None = None
         self._weights: Weights | None = None
@@ -185,10 +217,20 @@ class EpisodeSampler:
             rollout = dataclasses.replace(rollout, version=stamped.astype(np.int32))
         return Drawn(rollout, ended.scores())
 
+    def free(self) -> None:
+        """Lets the cache go, until the next call."""
+        self._state = None
+
     def read(self, arrivals: Arrivals) -> None:
         """Runs prompts and observations."""
         assert self._state is not None
         self._state = self._read_program(self._weights, self._state, arrivals)
+
+    def copy(self, *, source: HostArray, place: HostArray, keys: Array) -> None:
+        """Has what some places have read of a prompt in others, too."""
+        self._state = self._copy_program(
+            self._state, source=source, place=place, keys=keys
+        )
 
     def advance(self, *, until: int, steps: int) -> Episodes:
         """Draws on, and returns the places on the host, without their caches."""

@@ -7,6 +7,7 @@ Both models respond to every prompt, --num-samples times and once greedily. --ve
 --reward or --reward-model scores the responses: mean score, pass@k (best@k of rewards),
 majority@k, and the win rate against the reference. Without one of them the lengths, the
 KL to the reference, the perplexity under it and the distinct share remain.
+--environment plays episodes of several turns instead, by whose rewards it scores them.
 
 --judge my_judges:better compares pairs of responses, in both orders:
 

@@ -10,7 +10,7 @@ from rlhf_jax.devices.placement import PolicyPlacement
 from rlhf_jax.evaluation.figures import Kind
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.train.start import StartConfig
+from rlhf_jax.train.environment.options import EnvironmentConfig
 
 # Defaults of options that belong to another one.
 ANSWER_FIELD = "answer"
@@ -19,7 +19,7 @@ TIMEOUT = 10.0  # seconds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(StartConfig):
+class Config(EnvironmentConfig):
     """The options of `rlhf-jax evaluate`."""
 
     model: str
@@ -71,12 +71,12 @@ class Config(StartConfig):
     num_texts: int = NUM_TEXTS
     """Rows of --texts to read, from the beginning."""
     num_workers: int | None = None
-    """Processes that verify; None is one per processor."""
+    """Processes that verify, or run --environment; None is one per processor."""
     timeout: float = TIMEOUT
-    """Seconds to verify one response."""
+    """Seconds to verify one response, or to answer one turn."""
     on_failure: Literal["zero", "stop"] = "zero"
-    """What happens where a response could not be verified: it scores 0, or the run
-    stops."""
+    """What happens where a response could not be verified, or a turn answered: it
+    scores 0, or the run stops."""
     stop_timeout: float = 20.0
     """Seconds that sampling and scoring may still take after SIGTERM or Ctrl-C. Then
     the state from before this step is saved, and the run ends."""
@@ -115,6 +115,8 @@ class Config(StartConfig):
             "--verifier": self.verifier,
             "--reward-model": self.reward_model,
         }
+        if self.environment is not None:
+            self._check_episodes(scorers)
         given = [f"{name} {value}" for name, value in scorers.items() if value]
         if len(given) > 1:
             raise InputError(
@@ -136,7 +138,8 @@ class Config(StartConfig):
             "--timeout": (self.timeout, TIMEOUT),
             "--on-failure": (self.on_failure, "zero"),
         }
-        _check_read(of_verifier, by="--verifier", given=self.verifier is not None)
+        answers = self.verifier is not None or self.environment is not None
+        _check_read(of_verifier, by="--verifier or --environment", given=answers)
         of_texts = {"--num-texts": (self.num_texts, NUM_TEXTS)}
         _check_read(of_texts, by="--texts", given=self.texts is not None)
         if self.judge is not None and self.reference is None:
@@ -144,10 +147,30 @@ class Config(StartConfig):
                 f"--judge {self.judge}: expected --reference with it, whose responses "
                 f"the policy's are compared with, got none; give one, or leave it out"
             )
+        names = ("prompt_field", "template")
+        self.check_environment(
+            max_new_tokens=self.max_new_tokens, replaced=self.changed(*names)
+        )
         if "{question}" not in self.template:
             raise InputError(
                 f"--template: expected {{question}} where the prompt is to stand, got "
                 f"{self.template!r}; put it in"
+            )
+
+    def _check_episodes(self, scorers: Mapping[str, str | None]) -> None:
+        """Raises InputError for what does not go with an environment."""
+        for name, value in scorers.items():
+            if value is not None:
+                raise InputError(
+                    f"{name} {value}: expected none with --environment "
+                    f"{self.environment}, whose own rewards are the score of an "
+                    f"episode; leave one of them out"
+                )
+        if self.episodes_timeout is not None:
+            raise InputError(
+                f"--episodes-timeout: expected none, as figures would depend on the "
+                f"clock, got {self.episodes_timeout:g}; leave it out, or limit each "
+                f"turn with --timeout"
             )
 
     @property
@@ -161,6 +184,8 @@ class Config(StartConfig):
     @property
     def score_called(self) -> str:
         """What messages call the reward or verifier."""
+        if self.environment is not None:
+            return f"--environment {self.environment}"
         if self.verifier is not None:
             return f"--verifier {self.verifier}"
         if self.reward is not None:
@@ -170,6 +195,8 @@ class Config(StartConfig):
     @property
     def kind(self) -> Kind:
         """What scores are."""
+        if self.environment is not None:
+            return "environment"
         if self.verifier is not None:
             return "verifier"
         scored = self.reward is not None or self.reward_model is not None

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data.examples import Tokens
 from rlhf_jax.data.json_lines import Row
@@ -21,7 +22,10 @@ from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.functional.masked import Stats
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards import text
+from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.roles.rewards.verifiers import Answering
+from rlhf_jax.train.evaluate import episodes
+from rlhf_jax.train.evaluate.episodes import Played
 from rlhf_jax.train.evaluate.programs import Programs, prompts_of
 from rlhf_jax.train.evaluate.scoring import Score, first
 
@@ -43,6 +47,7 @@ class Evaluation:
     num_samples: int
     batch_size: int  # prompts
     score: Score | None
+    played: Played | None  # plays episodes, which it scores, in place of responses
     answers: Answering | None  # a verifier that reads answers
     judge: PairFunction | None
     judge_called: str
@@ -89,15 +94,17 @@ class Evaluation:
         asked = prompts_of(
             self.tokens, rows=rows, num_samples=num_samples, pad_id=self.start.pad_id
         )
-        rollout = self.programs.respond(
-            model, asked, key=self.keys[name], greedy=greedy
+        rollout, scores = self._drawn(
+            model, asked, key=self.keys[name], greedy=greedy, guard=guard
         )
         distance, reference = None, self.models.get("reference")
         if name == "policy" and reference is not None and not greedy:
             distance = self.programs.divergence(model, reference, rollout)
         count *= num_samples
         scored = None
-        if self.score is not None:
+        if scores is not None:
+            scored = episodes.scored(scores, count)
+        elif self.score is not None:
             with guard():
                 scored = self.score(rollout, count)
         kept = first(rollout, count)
@@ -138,7 +145,30 @@ class Evaluation:
                     verdict=None,
                 )
             )
+        if scores is not None:
+            return self._with_turns(responses, scores, observed=kept.observed)
         return responses
+
+    def _drawn(
+        self, model: Frozen, asked: Prompts, *, key: Array, greedy: bool, guard: Guard
+    ) -> tuple[Rollout, Scores | None]:
+        """Responses, or episodes with their scores."""
+        if self.played is None:
+            return self.programs.respond(model, asked, key=key, greedy=greedy), None
+        with guard():
+            return self.played(model, asked, key=key, greedy=greedy)
+
+    def _with_turns(
+        self, responses: Sequence[Response], scores: Scores, *, observed: Array
+    ) -> list[Response]:
+        turns, ends = np.asarray(scores.parts["turns"]), episodes.ends(scores)
+        read = np.asarray(observed).sum(axis=1)
+        return [
+            dataclasses.replace(
+                each, turns=int(turns[i]), observed=int(read[i]), end=ends[i]
+            )
+            for i, each in enumerate(responses)
+        ]
 
     def _check_finite(
         self, called: str, numbers: Sequence[Any], *, what: str, rows: Any
@@ -207,6 +237,7 @@ def stats(responses: Sequence[Response]) -> Stats:
         "objective/kl_exact": [each.kl for each in ours],
         "response/length": [each.length for each in ours],
         "response/eos_fraction": [each.ended for each in ours],
+        "response/turns": [each.turns for each in ours],
     }
     if any(each.failed for each in ours):
         numbers["reward/failed"] = [each.failed for each in ours]

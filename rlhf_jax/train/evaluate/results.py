@@ -14,6 +14,11 @@ from rlhf_jax.train.evaluate.options import Config
 DECODINGS = ("sampled", "greedy")
 SHOWN = {
     "failed": "without a score",
+    "observed": "observed [tokens]",
+    "by_environment": "ended by the environment",
+    "truncated": "ended within a turn",
+    "out_of_turns": "ended by --max-turns",
+    "out_of_room": "ended by --max-new-tokens",
     "length": "length [tokens]",
     "ended": "ended by a stop token",
     "distinct": "distinct, of a prompt",
@@ -48,7 +53,10 @@ def collected(
         "prompts": len(of["policy", "sampled"]),
         "num_samples": options.num_samples,
         "temperature": options.temperature,
-        "scored_by": options.verifier or options.reward or options.reward_model,
+        "scored_by": options.environment
+        or options.verifier
+        or options.reward
+        or options.reward_model,
     }
     for name in names:
         results[name] = {
@@ -83,7 +91,7 @@ def collected(
             "majority": f"{options.verifier} has no answer(response)"
         }
     graded = sum(each.score not in (0.0, 1.0) for each in responses)
-    if options.kind == "verifier" and graded:
+    if options.kind in figures.CHECKED and graded:
         results["graded"] = graded
     return results
 

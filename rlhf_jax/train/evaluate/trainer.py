@@ -29,6 +29,7 @@ from rlhf_jax.roles.rewards import verifiers
 from rlhf_jax.roles.rewards.verifiers import Verifier
 from rlhf_jax.runs import command_line, folder, lock, metrics, report, run
 from rlhf_jax.train.evaluate import responses, results, scoring
+from rlhf_jax.train.evaluate.episodes import begin_episodes
 from rlhf_jax.train.evaluate.options import Config
 from rlhf_jax.train.evaluate.programs import Programs
 from rlhf_jax.train.evaluate.responses import Evaluation, Model
@@ -45,6 +46,16 @@ def main(options: Config) -> None:
     Raises:
       InputError: an option, a file or a checkpoint is not what it should be.
     """
+    with contextlib.ExitStack() as stack:
+        run_evaluation(options, stack=stack)
+
+
+def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
+    """From the options to the results.
+
+    Args:
+      stack: that ends the processes of an environment.
+    """
     started, compiled = time.perf_counter(), compile_counts.so_far()
     if jax.process_count() > 1:
         raise InputError(
@@ -53,7 +64,13 @@ def main(options: Config) -> None:
         )
     verifier, judge = load_functions(options)
     reader = pretrained.described(options.model, tokenizer=options.tokenizer)
-    rows, tokens = read_prompts(options, reader=reader, verifier=verifier)
+    mesh, played = options.placement.policy_mesh(), None
+    if options.environment is None:
+        rows, tokens = read_prompts(options, reader=reader, verifier=verifier)
+    else:
+        played = begin_episodes(options, reader=reader, mesh=mesh, stack=stack)
+        rows, tokens = played.rows, played.tokens
+        tell_dropped(len(rows) - len(tokens), of=len(rows))
     texts = None
     if options.texts is not None:
         texts = pretrained.read_texts(
@@ -66,7 +83,6 @@ def main(options: Config) -> None:
         frozen_models.check_reference(options.reference, policy=reader)
     if options.reward_model is not None:
         hf.model_config(options.reward_model)
-    mesh = options.placement.policy_mesh()
     start = load_start(options.model, options=options, mesh=mesh)
     on_mesh: dict[str, Any] = {
         "policy": start,
@@ -108,6 +124,7 @@ def main(options: Config) -> None:
             num_samples=options.num_samples,
             batch_size=options.batch_size,
             score=score,
+            played=played,
             answers=answers,
             judge=judge,
             judge_called=f"--judge {options.judge}",
@@ -254,10 +271,15 @@ def read_prompts(
         overlong=options.overlong,
         more="lower --max-new-tokens",
     )
-    if len(kept) < len(rows):
-        print(
-            f"{len(rows) - len(kept)} of {len(rows)} prompts leave no room for a "
-            f"response and are dropped (--overlong drop)"
-        )
+    tell_dropped(len(rows) - len(kept), of=len(rows))
     numbers = (int(row["number"]) for row in kept)
     return rows, dict(zip(numbers, tokens, strict=True))
+
+
+def tell_dropped(count: int, *, of: int) -> None:
+    """Says how many prompts --overlong drop leaves out."""
+    if count:
+        print(
+            f"{count} of {of} prompts leave no room for a response and are dropped "
+            f"(--overlong drop)"
+        )

@@ -40,7 +40,8 @@ neither time nor accuracy was measured on a model that solves some of them.
 from collections.abc import Sequence
 
 from rlhf_jax.runs import command_line
-from rlhf_jax.train.grpo.options import PRESETS, SCREEN, Config
+from rlhf_jax.train.grpo.options import SCREEN, Config
+from rlhf_jax.train.grpo.presets import PRESETS
 from rlhf_jax.train.grpo.trainer import main
 
 __all__ = ["PRESETS", "Config", "command", "main"]

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from jax.sharding import Mesh
 
-from rlhf_jax.algorithms import grpo, self_check
+from rlhf_jax.algorithms import self_check
 from rlhf_jax.algorithms.batch import Rollout
 from rlhf_jax.algorithms.grpo import GRPO, GroupRecipe
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
@@ -21,7 +21,9 @@ from rlhf_jax.devices.placement import SamplerPlacement
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.train.environment.options import EnvironmentConfig
+from rlhf_jax.train.environment.options import OF_ONE_TURN, EnvironmentConfig
+from rlhf_jax.train.outside import samplers
+from rlhf_jax.train.outside.options import OutsideConfig
 from rlhf_jax.train.packed_rollouts import PackedConfig
 from rlhf_jax.train.references import ReferencesConfig, refuse_unused
 from rlhf_jax.train.rollouts.options import StalenessConfig
@@ -33,7 +35,12 @@ KL_COEF = 0.01  # with a reference, unless another is asked for
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VerifiedConfig(
-    ReferencesConfig, PackedConfig, StalenessConfig, EnvironmentConfig, abc.ABC
+    ReferencesConfig,
+    PackedConfig,
+    StalenessConfig,
+    OutsideConfig,
+    EnvironmentConfig,
+    abc.ABC,
 ):
     """What the trainers with a verifier share; each adds its recipe."""
 
@@ -110,6 +117,9 @@ class VerifiedConfig(
         self.check_packing(
             max_new_tokens=self.max_new_tokens, mesh=self.placement.policy
         )
+        self.check_outside(
+            self.recipe, placement=self.placement, environment=self.environment
+        )
         self.check_sampler(
             self.recipe,
             max_new_tokens=self.max_new_tokens,
@@ -152,15 +162,8 @@ class VerifiedConfig(
 
     def _replaced(self) -> dict[str, Any]:
         """What an environment takes the place of, or cannot use, where it was set."""
-        fields = {each.name: each for each in dataclasses.fields(self)}
         names = ("verifier", "question_field", "answer_field", "template", "unmarked")
-        names += ("sampler_storage", "sampler_cache", "sampler_cache_pages")
-        names += ("prefill_chunk",)
-        changed: dict[str, Any] = {
-            f"--{name.replace('_', '-')}": value
-            for name in names
-            if (value := vars(self)[name]) != fields[name].default
-        }
+        changed = self.changed(*names, *OF_ONE_TURN)
         if self.placement.sampler.apart:
             changed["--placement.sampler"] = self.placement.sampler
         if self.redraws:
@@ -180,6 +183,8 @@ class VerifiedConfig(
           reference: for an algorithm whose samples it takes part in.
         """
         del reference
+        if self.samples_outside:
+            return samplers.make_sampler(self, algorithm, home=mesh)
         place = self.placement.sampler
         there = place.mesh_beside(mesh) if place.apart else mesh
         assert there is not None  # the host is for frozen models
@@ -266,37 +271,3 @@ SCREEN = {
     "Run": ("out", "resume"),
 }
 """The options of --help."""
-
-WITHOUT_KL = {"reference": "none"}
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "deepseekmath": {
-        "grpo": grpo.PUBLISHED,
-        "kl_coef": 0.04,
-        "batch_size": 1024,
-        "max_new_tokens": 1024,
-        "learning_rate": 1e-6,
-    },
-    "rloo": {"grpo": dataclasses.replace(grpo.RLOO, temperature=1.0)},
-    "rloo-masked": {"grpo": grpo.RLOO_MASKED},
-    "gspo": {"grpo": grpo.GSPO, **WITHOUT_KL},
-    "cispo": {"grpo": grpo.CISPO, "batch_size": 8192, **WITHOUT_KL},
-    "sapo": {"grpo": grpo.SAPO, **WITHOUT_KL},
-    "dapo": {
-        "grpo": grpo.DAPO,
-        "batch_size": 8192,
-        "max_new_tokens": 20_480,
-        "learning_rate": 1e-6,
-        "max_redraws": 10,
-        **WITHOUT_KL,
-    },
-    "dr-grpo": {
-        "grpo": grpo.DR_GRPO,
-        "batch_size": 1024,
-        "max_new_tokens": 3000,
-        "learning_rate": 1e-6,
-        **WITHOUT_KL,
-    },
-    "reinforce++-baseline": {"grpo": grpo.REINFORCE_BASELINE},
-}
-"""--preset NAME: what was published, where it differs from the defaults."""

@@ -26,6 +26,7 @@ from rlhf_jax.roles.reference import frozen
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.train.grpo.options import VerifiedConfig
+from rlhf_jax.train.outside.sampler import OutsideSampler
 from rlhf_jax.train.packed_rollouts import RolloutPacker
 from rlhf_jax.train.references import FurtherPrograms
 from rlhf_jax.train.sampler import Sampler
@@ -153,7 +154,7 @@ class Programs:
         reward: PooledReward,
     ) -> tuple[Rollout, Callable[[], Scores]]:
         """A draw of the queue, verified while the next one is drawn."""
-        assert isinstance(self.sample, Sampler)  # as others refuse the queue
+        assert isinstance(self.sample, Sampler | OutsideSampler)  # as others refuse it
         rollout = self.sample.draw(policy, prompts=prompts, key=key, version=version)
         mine = row_sharding.local_rows(self._seen_by_reward(rollout))
         pending = reward.submit(mine)

@@ -11,22 +11,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from rlhf_jax.algorithms.batch import Prompts, Rollout
+from rlhf_jax.algorithms.batch import Rollout
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import batches
 from rlhf_jax.data.examples import Tokens
 from rlhf_jax.data.json_lines import Row
-from rlhf_jax.data.turns import TurnEncoder
-from rlhf_jax.devices import row_sharding
-from rlhf_jax.environments.episodes import Limits
-from rlhf_jax.environments.pool import EnvironmentPool
-from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.generation.sampling import Shaping
-from rlhf_jax.roles.rewards.scores import Scores
-from rlhf_jax.train.environment.options import make_environment
-from rlhf_jax.train.environment.rows import BegunRows, read_begun
-from rlhf_jax.train.environment.sampler import EpisodeSampler
+from rlhf_jax.train.environment.opened import EpisodeDraw, OpenedEnvironment
 from rlhf_jax.train.grpo.options import VerifiedConfig
 from rlhf_jax.train.grpo.programs import Programs, accuracy
 from rlhf_jax.train.grpo.questions import read_questions
@@ -164,67 +156,35 @@ class EpisodeTask:
           InputError: the environment cannot begin with a row, no prompt fits, or the
             mesh has several devices.
         """
-        assert options.environment is not None
-        if mesh.devices.size > 1:
-            raise InputError(
-                f"--environment: expected one device, on which episodes are drawn, got "
-                f"a mesh of {mesh.devices.size}; leave out --placement.policy, or "
-                f"--environment"
-            )
-        pool = stack.enter_context(
-            EnvironmentPool(
-                make_environment(options.environment),
-                num_workers=options.num_workers,
-                timeout=options.timeout,
-                on_failure=options.on_failure,
-            )
+        opened = OpenedEnvironment(
+            options,
+            max_new_tokens=options.max_new_tokens,
+            start=start,
+            mesh=mesh,
+            stack=stack,
         )
-        stop_ids = start.stop_ids
-        encoder = TurnEncoder(start.tokenizer, stop_ids=stop_ids, chat=options.chat)
         room, more = options.room(
             start.room(max_new_tokens=options.max_new_tokens),
             max_new_tokens=options.max_new_tokens,
         )
         self._begun, self._held_out = (
-            read_begun(
-                source,
-                pool=pool,
-                encoder=encoder,
-                room=room,
-                more=more,
-                overlong=options.overlong,
-            )
+            opened.read(source, room=room, more=more, overlong=options.overlong)
             for source in (options.data, options.held_out)
         )
         count = min(len(self._held_out.rows), options.eval_rows)
-        rows, prompts, states = self._held_out
-        self._held_out = BegunRows(rows[:count], prompts[:count], states[:count])
-        self._pad_id, self._mesh = start.pad_id, mesh
-
-        def sampler(
-            begun: BegunRows, rows: int, shaping: Shaping | None
-        ) -> EpisodeSampler:
-            places = algorithm.continuous_batching or rows
-            return EpisodeSampler(
-                algorithm,
-                pool=pool,
-                encoder=encoder,
-                decode=start.decode,
-                limits=Limits(
-                    tokens=options.max_new_tokens,
-                    turn_tokens=options.max_turn_tokens or options.max_new_tokens,
-                    turns=options.max_turns,
-                    seconds=options.episodes_timeout,
-                ),
-                prompt_size=max(map(len, begun.prompts)),
-                places=min(places, rows),
-                chunk=options.observation_chunk,
-                shaping=shaping,
-            )
-
-        self._size = min(options.batch_size, count)
-        self._sample = sampler(self._begun, options.batch_size, None)
-        self._greedy = sampler(self._held_out, self._size, Shaping(greedy=True))
+        self._held_out = self._held_out.first(count)
+        self._pad_id, self._size = start.pad_id, min(options.batch_size, count)
+        self._draw = EpisodeDraw(
+            opened.sampler(algorithm, begun=self._begun, rows=options.batch_size),
+            begun=self._begun,
+            mesh=mesh,
+        )
+        self._greedy = opened.sampler(
+            algorithm,
+            begun=self._held_out,
+            rows=self._size,
+            shaping=Shaping(greedy=True),
+        )
 
     @property
     def rows(self) -> list[Row]:
@@ -247,21 +207,6 @@ class EpisodeTask:
         return self._draw
 
     draw_ahead = draw
-
-    def _draw(
-        self, policy: Params, *, prompts: Prompts, key: Array, version: Array
-    ) -> tuple[Rollout, Scores]:
-        drawn = self._sample(
-            policy,
-            prompts=prompts,
-            states=self._begun.states,
-            key=key,
-            version=version,
-        )
-        return (
-            row_sharding.put_rows(drawn.rollout, mesh=self._mesh),
-            row_sharding.put_rows(drawn.scores, mesh=self._mesh),
-        )
 
     def measure(self, policy: Params, *, programs: Programs) -> float:
         """Mean score of the held-out rows, with the most likely token everywhere."""

@@ -29,6 +29,7 @@ from rlhf_jax.train.grpo.options import VerifiedConfig
 from rlhf_jax.train.grpo.programs import Programs, make_algorithm
 from rlhf_jax.train.grpo.tasks import Task, make_task
 from rlhf_jax.train.grpo.verifier import require_some
+from rlhf_jax.train.outside.sampler import OutsideSampler
 from rlhf_jax.train.rollouts.options import refuse_processes
 from rlhf_jax.train.rollouts.queue import RolloutQueue, waited
 from rlhf_jax.train.sampler import Sampler, versions
@@ -55,6 +56,7 @@ def improve(
     """Trains on the score less β · KL to the reference; returns the policy."""
     train, reference = stage.state["train"], stage.state["reference"]
     reward, draw = task.reward, task.draw(programs)
+    outside = programs.sample if isinstance(programs.sample, OutsideSampler) else None
     if ahead is not None:
         stage.state |= ahead.begin(
             stage.state, start=stage.start, policy=train.policy, version=train.step
@@ -70,14 +72,15 @@ def improve(
             )
             draw_stats = staleness(rollout, step=jnp.int32(step))
         else:
-            with stage.user_code():  # of an environment
+            with stage.user_code():  # of an environment, or a sampler outside
                 rollout, scores = draw(
                     train.policy, prompts=prompts[step], key=key, version=train.step
                 )
+            draw_stats = {} if outside is None else outside.stats()
         with stage.user_code():
             if options.redraws:
                 assert reward is not None  # as the options have it
-                rollout, scores, draw_stats = redraws.fill(
+                rollout, scores, redrawn = redraws.fill(
                     rollout,
                     policy=train.policy,
                     version=train.step,
@@ -89,6 +92,7 @@ def improve(
                     step=step,
                     root_key=stage.state["root_key"],
                 )
+                draw_stats = draw_stats | redrawn
             scored = programs.score(
                 rollout, reference=reference, reward=reward, key=key, scores=scores
             )
@@ -128,9 +132,19 @@ def improve(
             stats | draw_stats,
             samples,
             texts=[(rollout.mask, rollout.response_mask)],
-            waits=None if ahead is None else ahead.waits.read(),
+            waits=waits_of(ahead, outside),
         )
     return train.policy
+
+
+def waits_of(
+    ahead: RolloutQueue | None, outside: OutsideSampler | None
+) -> dict[str, float] | None:
+    """Seconds of this step for timings.jsonl; None where nobody waits."""
+    if ahead is None and outside is None:
+        return None
+    waits = {} if ahead is None else ahead.waits.read()
+    return waits | ({} if outside is None else outside.seconds())
 
 
 def main(options: VerifiedConfig) -> None:
@@ -186,6 +200,8 @@ def run_task(options: VerifiedConfig, *, stack: contextlib.ExitStack) -> None:
     programs = Programs(
         algorithm, mesh=mesh, options=options, reference=reference, further=further
     )
+    if isinstance(programs.sample, OutsideSampler):
+        stack.enter_context(programs.sample)
     reward = task.reward
     first_key = jax.random.fold_in(key, 0)
     rollout, drawn_scores = task.draw(programs)(
@@ -222,7 +238,7 @@ def run_task(options: VerifiedConfig, *, stack: contextlib.ExitStack) -> None:
     beside = {f"references/{name}": each for name, each in further.items()}
     ahead = None
     if options.staleness:
-        assert isinstance(programs.sample, Sampler)  # as others refuse it
+        assert isinstance(programs.sample, Sampler | OutsideSampler)  # as others refuse
         refuse_processes(options.staleness)
         ahead = RolloutQueue(
             task.draw_ahead(programs),

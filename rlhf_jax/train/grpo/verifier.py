@@ -10,6 +10,7 @@ from rlhf_jax.roles.rewards import verifiers
 from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.roles.rewards.verifiers import Verifier
 from rlhf_jax.runs import command_line
+from rlhf_jax.train.environment import opened as environment
 from rlhf_jax.train.grpo.options import VerifiedConfig
 
 
@@ -73,15 +74,12 @@ def require_some(scores: Scores, *, options: VerifiedConfig) -> None:
     Raises:
       StopError: every response failed.
     """
+    if options.environment is not None:
+        environment.require_some(scores, environment=options.environment)
+        return
     failed = processes.whole(scores.parts["failed"])
     if not failed.all():
         return
-    if options.environment is not None:
-        raise StopError(
-            f"--environment {options.environment}: expected an answer to some response "
-            f"of the first batch, got none for {failed.size} of {failed.size} (the "
-            f"warning above says why); mend its step(state, response)"
-        )
     raise StopError(
         f"--verifier {options.verifier}: expected a number for some response of "
         f"the first batch, got none for {failed.size} of {failed.size} (the "

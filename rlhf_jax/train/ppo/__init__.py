@@ -13,7 +13,7 @@ checkpoint of `rlhf-jax reward-model`, or a function
 
 of my_rewards.py in the working directory; rows are those of --prompts. The policy
 maximises score - kl_coef * KL(policy || reference). OUT/model is a Hugging Face
-checkpoint with its tokenizer.
+checkpoint with its tokenizer. --environment plays episodes of several turns instead.
 
 --lora.rank 16 trains adapters of policy and critic over one frozen base, which is also
 the reference; OUT/adapter is then a PEFT adapter, and OUT/model is merged.

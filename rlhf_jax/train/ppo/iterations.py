@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,24 +14,21 @@ from rlhf_jax.algorithms import ppo
 from rlhf_jax.algorithms.batch import Prompts, Rollout, Sequences
 from rlhf_jax.algorithms.policy_gradient.sampler_mismatch import staleness
 from rlhf_jax.checkpoints.pretrained import Pretrained
-from rlhf_jax.data import tokenization
 from rlhf_jax.data.batches import Batches
-from rlhf_jax.devices import row_sharding
 from rlhf_jax.functional.masked import Stats
-from rlhf_jax.inspection import sampled_tokens
-from rlhf_jax.roles import rewards
 from rlhf_jax.roles.reference import drift, lifecycle
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.runs import run
 from rlhf_jax.train import rehearsal
+from rlhf_jax.train.environment.opened import require_some
 from rlhf_jax.train.judge import Judge
 from rlhf_jax.train.ppo.models import Models, rounding_of
 from rlhf_jax.train.ppo.options import Config
 from rlhf_jax.train.ppo.programs import Programs
+from rlhf_jax.train.ppo.samples import sample_rows
 from rlhf_jax.train.rollouts.options import refuse_processes
-from rlhf_jax.train.rollouts.queue import RolloutQueue
-from rlhf_jax.train.sampler import versions
+from rlhf_jax.train.rollouts.queue import Draw, RolloutQueue
 
 Array = jax.Array
 Params = Any
@@ -42,7 +40,8 @@ def rehearse(
     *,
     prompts: Prompts,
     ptx: Batches[Sequences] | None,
-    reward: ppo.Reward,
+    reward: ppo.Reward | None,
+    episodes: Draw | None,
     judge: Judge | None,
     key: Array,
     options: Config,
@@ -50,12 +49,21 @@ def rehearse(
     """The first iteration up to its update, before there is a run folder.
 
     A reward function that fails stops the run now, and so does whatever does not fit.
+
+    Args:
+      reward: of rollouts that are drawn without scores.
+      episodes: draws rollouts with scores; None draws responses.
     """
     train, reference = models.train, models.reference
+    draw = programs.draw if episodes is None else episodes
+    rollout, drawn = draw(train.policy, prompts=prompts, key=key, version=train.step)
+    if options.environment is not None:
+        assert isinstance(drawn, Scores)  # as episodes have them
+        require_some(drawn, environment=options.environment)
 
     def score(rollout: Rollout) -> dict[str, Any]:
         shown = ppo.seen_by_reward(rollout, recipe=models.algorithm)
-        scores = reward(shown)
+        scores = scores_of(shown, drawn=drawn, reward=reward)
         if judge is not None:
             judge(shown)
         ref_logprobs, values, further = None, None, {}
@@ -74,7 +82,7 @@ def rehearse(
         }
 
     rehearsal.rehearse(
-        programs.sample(train.policy, prompts=prompts, key=key, version=train.step),
+        rollout,
         score=score,
         learn=functools.partial(
             programs.learn,
@@ -92,74 +100,36 @@ def rehearse(
     )
 
 
+def scores_of(
+    shown: Rollout,
+    *,
+    drawn: Scores | Callable[[], Scores] | None,
+    reward: ppo.Reward | None,
+) -> Array | Scores:
+    """The scores that came with a rollout, or those of the reward.
+
+    Args:
+      shown: what the reward sees of the rollout.
+      drawn: scores that it was drawn with, or what waits for them.
+      reward: for a rollout without.
+    """
+    if drawn is not None:
+        return drawn() if callable(drawn) else drawn
+    assert reward is not None  # of responses
+    return reward(shown)
+
+
 def precedes_reward(models: Models) -> bool:
     """The critic runs before the reward, and not in one program with the update."""
     return not models.rewards or models.critic is not None
-
-
-def sample_rows(
-    rollout: Rollout,
-    scores: Array | Scores,
-    *,
-    ref_logprobs: Array | None,
-    policy: Pretrained,
-    count: int,
-    beside: Rollout | None = None,
-    likely: tuple[Array, Array, Array] | None = None,
-) -> list[dict[str, Any]]:
-    """The first responses of a batch, for samples.jsonl.
-
-    Args:
-      ref_logprobs: f32[B, S], nats, of the rollout; None leaves them out.
-      policy: that decodes.
-      count: of rows.
-      beside: the reference's responses to the same prompts; None leaves them out.
-      likely: of `sampled_tokens.likeliest`, of these rows; None leaves them out.
-    """
-    total = rewards.scores_of(scores).total
-    mine = row_sharding.local_rows((rollout, total, ref_logprobs, beside))
-    shown, total, ref_logprobs, beside = jax.tree.map(lambda leaf: leaf[:count], mine)
-    rows = [
-        {
-            "row": int(row),
-            "prompt": prompt,
-            "response": response,
-            "score": float(score),
-            "version": version,
-            **tokens,
-        }
-        for row, score, version, (prompt, response), tokens in zip(
-            shown.index,
-            total,
-            versions(shown),
-            tokenization.texts(shown, decode=policy.decode),
-            sampled_tokens.columns(
-                shown,
-                logprobs=shown.old_logprobs,
-                ref_logprobs=ref_logprobs,
-                decode=policy.decode,
-            ),
-            strict=True,
-        )
-    ]
-    if beside is not None:
-        texts = tokenization.texts(beside, decode=policy.decode)
-        for row, (_, text) in zip(rows, texts, strict=True):
-            row["reference"] = text
-    if likely is not None:
-        others = sampled_tokens.alternatives(
-            shown, jax.device_get(likely), decode=policy.decode
-        )
-        for row, each in zip(rows, others, strict=True):
-            row["alternatives"] = each
-    return rows
 
 
 def improve(
     models: Models,
     programs: Programs,
     *,
-    reward: ppo.Reward,
+    reward: ppo.Reward | None,
+    episodes: Draw | None,
     judge: Judge | None,
     texts: dict[str, Sequences],
     prompts: Batches[Prompts],
@@ -170,7 +140,13 @@ def improve(
     policy: Pretrained,
     options: Config,
 ) -> tuple[Params, Frozen | None]:
-    """PPO, score - kl_coef · KL to the reference; policy and reference at the end."""
+    """PPO, score - kl_coef · KL to the reference; policy and reference at the end.
+
+    Args:
+      reward: of rollouts that are drawn without scores.
+      episodes: draws rollouts with scores; None draws responses.
+    """
+    draw = programs.draw if episodes is None else episodes
     base, reference = models.base, models.reference
     kept: dict[str, Any] = {"train": models.train, "root_key": key}
     if models.critic is not None:
@@ -187,7 +163,7 @@ def improve(
     if options.staleness:
         refuse_processes(options.staleness)
         ahead = RolloutQueue(
-            programs.draw,
+            programs.draw_ahead if episodes is None else episodes,
             hand_over=programs.sample.hand_over,
             prompts=prompts.__getitem__,
             key=key,
@@ -214,18 +190,19 @@ def improve(
             step_key, old = jax.random.fold_in(key, step), {}
             if ahead is not None:
                 with stage.user_code():
-                    rollout, _ = ahead.take()
+                    rollout, drawn = ahead.take()
                 stage.state |= ahead.submit(
                     step + options.staleness, train.policy, version=train.step
                 )
                 old = staleness(rollout, step=jnp.int32(step))
             else:
-                rollout = programs.sample(
-                    train.policy,
-                    prompts=prompts[step],
-                    key=step_key,
-                    version=train.step,
-                )
+                with stage.user_code():  # of an environment
+                    rollout, drawn = draw(
+                        train.policy,
+                        prompts=prompts[step],
+                        key=step_key,
+                        version=train.step,
+                    )
             shown = ppo.seen_by_reward(rollout, recipe=models.algorithm)
             ref_logprobs, values, further = None, None, {}
             packing = programs.pack(rollout, key=step_key)
@@ -236,7 +213,7 @@ def improve(
                 values = programs.values(train, critic, rollout, packing)
             watched = {}
             with stage.user_code():
-                scores = reward(shown)
+                scores = scores_of(shown, drawn=drawn, reward=reward)
                 if step % options.eval_every == 0:
                     watched = watch(programs, train.policy, texts, base, judge, shown)
             shows, likely = step % options.sample_every == 0, None

@@ -21,6 +21,7 @@ from rlhf_jax.roles.reference import lifecycle
 from rlhf_jax.roles.reference.lifecycle import Lifecycle
 from rlhf_jax.runs import alarms
 from rlhf_jax.runs.alarms import Limits
+from rlhf_jax.train.environment.options import OF_ONE_TURN, EnvironmentConfig
 from rlhf_jax.train.packed_rollouts import PackedConfig
 from rlhf_jax.train.references import ReferencesConfig, refuse_unused
 from rlhf_jax.train.reward_options import RewardModelConfig
@@ -30,7 +31,13 @@ RECIPE = Recipe(num_minibatches=4)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(RewardModelConfig, ReferencesConfig, PackedConfig, StalenessConfig):
+class Config(
+    RewardModelConfig,
+    ReferencesConfig,
+    PackedConfig,
+    StalenessConfig,
+    EnvironmentConfig,
+):
     """The options of `rlhf-jax ppo`."""
 
     model: str
@@ -38,7 +45,8 @@ class Config(RewardModelConfig, ReferencesConfig, PackedConfig, StalenessConfig)
     prompts: str
     """Prompts: JSONL, .txt, or hf:NAME:SPLIT."""
     reward: str | None = None
-    """Reward as a Python function of texts, module:function; or give --reward-model."""
+    """Reward as a Python function of texts, module:function; or give --reward-model, or
+    --environment, whose rewards are the score."""
     reference: str | None = None
     """Checkpoint that the KL is measured to, of any shape; None is --model at first."""
     prompt_field: str = "prompt"
@@ -130,9 +138,7 @@ class Config(RewardModelConfig, ReferencesConfig, PackedConfig, StalenessConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.reward is None) == (self.reward_model is None):
-            got = "neither" if self.reward is None else "both"
-            raise InputError(f"expected one of --reward and --reward-model, got {got}")
+        self._check_score()
         self.check_reward_models()
         if len(self.reward_models) > 1 and self.critic_from == "reward_model":
             raise InputError(
@@ -147,7 +153,8 @@ class Config(RewardModelConfig, ReferencesConfig, PackedConfig, StalenessConfig)
         if self.critic_from == "reward_model" and self.reward_model is None:
             raise InputError(
                 "--critic-from reward_model: expected a --reward-model to start from, "
-                "got a Python reward; start the critic from the policy"
+                f"got {'a Python reward' if self.reward else 'an environment'}; start "
+                f"the critic from the policy"
             )
         checks.rows(batch_size=self.batch_size)
         checks.positive(
@@ -284,6 +291,30 @@ class Config(RewardModelConfig, ReferencesConfig, PackedConfig, StalenessConfig)
                     f"{self.critic_from}; the critic's adapters are over the policy's "
                     f"base"
                 )
+
+    def _check_score(self) -> None:
+        """Raises InputError unless one thing scores, with the options that it reads."""
+        given = {"--reward": self.reward, "--reward-model": self.reward_model}
+        given = {name: value for name, value in given.items() if value is not None}
+        if self.environment is None and len(given) != 1:
+            got = "both" if given else "neither"
+            raise InputError(f"expected one of --reward and --reward-model, got {got}")
+        for name, value in given.items():
+            if self.environment is not None:
+                raise InputError(
+                    f"{name} {value}: expected none with --environment "
+                    f"{self.environment}, whose own rewards are the score of an "
+                    f"episode; leave one of them out"
+                )
+        names = ("prompt_field", "buckets", "sample_reference", "num_alternatives")
+        replaced = self.changed(*names, *OF_ONE_TURN)
+        if self.placement.sampler.apart:
+            replaced["--placement.sampler"] = self.placement.sampler
+        if self.ppo.fixed_length:
+            replaced["--fixed-length"] = True
+        self.check_environment(
+            max_new_tokens=self.max_new_tokens, replaced=replaced, alone=True
+        )
 
     def staleness_by_default(self) -> int:
         """k where --max-staleness is not given: 1 for a sampler of its own devices."""

@@ -130,6 +130,13 @@ class Programs:
     def draw(
         self, policy: Params, *, prompts: Prompts, key: Array, version: Array
     ) -> tuple[Rollout, None]:
+        """A draw of a step, whose rewards are then computed."""
+        of_step = {"prompts": prompts, "key": key, "version": version}
+        return self.sample(policy, **of_step), None
+
+    def draw_ahead(
+        self, policy: Params, *, prompts: Prompts, key: Array, version: Array
+    ) -> tuple[Rollout, None]:
         """A draw of the queue; its rewards are computed in the step that learns."""
         handed = {"prompts": prompts, "key": key, "version": version}
         return self.sample.draw(policy, **handed), None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import time
@@ -10,12 +11,8 @@ from typing import Any
 import jax
 
 from rlhf_jax.checkpoints import pretrained
-from rlhf_jax.checkpoints.pretrained import Pretrained
-from rlhf_jax.data import batches, digests, encoding, files
-from rlhf_jax.data.examples import Tokens
-from rlhf_jax.data.json_lines import Row
+from rlhf_jax.data import batches, digests, files
 from rlhf_jax.devices import compile_counts, processes, row_sharding, sharding
-from rlhf_jax.functional.checks import InputError
 from rlhf_jax.planning import profiled
 from rlhf_jax.roles.reference import frozen
 from rlhf_jax.runs import (
@@ -34,6 +31,7 @@ from rlhf_jax.train.ppo.memory import check_memory
 from rlhf_jax.train.ppo.models import make_models
 from rlhf_jax.train.ppo.options import Config
 from rlhf_jax.train.ppo.programs import Programs
+from rlhf_jax.train.ppo.prompts import begin_episodes, encode_prompts
 from rlhf_jax.train.rollouts.queue import waited
 from rlhf_jax.train.start import load_start
 from rlhf_jax.train.text_rewards import load_text_reward, model_reward, text_reward
@@ -42,43 +40,32 @@ MEASURED = {
     "objective/scores": "score",
     "objective/kl": "KL to the reference [nats]",
     "objective/entropy": "entropy [nats per token]",
+    "response/turns": "turns",
     "response/length": "length [tokens]",
     "response/eos_fraction": "ended (share of responses)",
     "response/distinct_fraction": "distinct (share of responses)",
 }
 
 
-def encode_prompts(
-    options: Config, rows: list[Row], *, policy: Pretrained, context: int
-) -> tuple[list[Row], list[Tokens]]:
-    """The rows whose prompts leave room for a response, and their tokens."""
-    room, more = options.room(
-        policy.room(max_new_tokens=options.max_new_tokens, context=context),
-        max_new_tokens=options.max_new_tokens,
-    )
-    if max(options.buckets or (0,)) > room:
-        raise InputError(
-            f"--buckets: expected at most {room} tokens, the context of {context} less "
-            f"--max-new-tokens, got {max(options.buckets or ())}; lower either"
-        )
-    return encoding.encode_prompts(
-        policy.tokenizer,
-        rows,
-        max_length=room,
-        field=options.prompt_field,
-        overlong=options.overlong,
-        widest=None if options.buckets is None else max(options.buckets, default=0),
-        more=more,
-    )
-
-
 def main(options: Config) -> None:
     """Runs `rlhf-jax ppo` with its options."""
+    with contextlib.ExitStack() as stack:
+        run_ppo(options, stack=stack)
+
+
+def run_ppo(options: Config, *, stack: contextlib.ExitStack) -> None:
+    """From the options to the summary.
+
+    Args:
+      stack: that ends the processes of an environment.
+    """
     started, compiled = time.perf_counter(), compile_counts.so_far()
     for spec in (options.reward, options.judge):  # before anything is loaded
         if spec is not None:
             command_line.load_function(spec)
-    rows = files.read_prompts(options.prompts, field=options.prompt_field)
+    rows = []
+    if options.environment is None:
+        rows = files.read_prompts(options.prompts, field=options.prompt_field)
     mesh = options.policy_mesh(options.placement)
     if options.check_memory:
         check_memory(options)
@@ -86,7 +73,14 @@ def main(options: Config) -> None:
     models = make_models(options, policy)
     contexts = [each.model.max_positions for each in models.rewards]
     context = min([policy.model.max_positions, *contexts])
-    rows, token_lists = encode_prompts(options, rows, policy=policy, context=context)
+    episodes = None
+    if options.environment is None:
+        rows, token_lists = encode_prompts(
+            options, rows, policy=policy, context=context
+        )
+    else:
+        begun, episodes = begin_episodes(options, models, policy=policy, stack=stack)
+        rows, token_lists = begun.rows, begun.prompts
     processes.agree("the prompts", json.dumps([rows, token_lists]))
     put_rows = functools.partial(row_sharding.put_rows, mesh=mesh)
     prompts = batches.prompt_batches(
@@ -109,7 +103,7 @@ def main(options: Config) -> None:
         if source is not None
     }
     meta = {"data_digest": digests.of_tokens(token_lists)}
-    if options.reward is not None or options.judge is not None:
+    if options.reward_model is None or options.judge is not None:
         meta["rows_digest"] = digests.of_rows(rows)  # all that they are given
     ptx = None
     if options.ptx is not None:
@@ -125,7 +119,7 @@ def main(options: Config) -> None:
             share=row_sharding.row_share(mesh),
         ).map(put_rows)
     policy = policy._replace(params=None)  # with LoRA the base is a copy: the only one
-    programs, judge = Programs(models, options=options), None
+    programs, judge, reward = Programs(models, options=options), None, None
     if options.judge is not None:
         judge = Judge(
             load_text_reward("--judge", options.judge, policy=policy, rows=rows),
@@ -137,7 +131,7 @@ def main(options: Config) -> None:
             load_text_reward("--reward", options.reward, policy=policy, rows=rows),
             mesh=mesh,
         )
-    else:
+    elif options.reward_model is not None:
         reward = model_reward(
             models.rewards,
             pack=programs.pack_ends,
@@ -151,6 +145,7 @@ def main(options: Config) -> None:
         prompts=prompts[0],
         ptx=ptx,
         reward=reward,
+        episodes=episodes,
         judge=judge,
         key=jax.random.fold_in(key, 0),
         options=options,
@@ -201,6 +196,7 @@ def main(options: Config) -> None:
             models,
             programs,
             reward=reward,
+            episodes=episodes,
             judge=judge,
             texts=texts,
             prompts=prompts,
@@ -230,7 +226,11 @@ def main(options: Config) -> None:
     report.table(
         "Responses to the prompts",
         ("", "first iteration", "last measured"),
-        [(name, first.get(at), last.get(at)) for at, name in MEASURED.items()],
+        [
+            (name, first.get(at), last.get(at))
+            for at, name in MEASURED.items()
+            if at != "response/turns" or options.environment is not None
+        ],
     )
     summary: dict[str, Any] = {
         "score_first": first["objective/scores"],
@@ -240,6 +240,9 @@ def main(options: Config) -> None:
         "alarms": job.alarms,
         "compiled": compile_counts.since(compiled),
     }
+    if options.environment is not None:
+        summary["turns_first"] = first["response/turns"]
+        summary["turns_last"] = last["response/turns"]
     if options.judge is not None and options.judge_failure == "warn":
         summary["judge_failures"] = judge_failures(measured)
     if reference is not None:

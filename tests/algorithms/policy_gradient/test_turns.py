@@ -471,6 +471,38 @@ def test_groups_compare_whole_episodes_however_turns_share_their_reward():
     np.testing.assert_allclose(made.token_rewards.sum(axis=1), totals, atol=1e-6)
 
 
+@pytest.mark.parametrize("baseline", ["group", "leave_one_out"])
+def test_an_episode_that_never_began_is_none_of_its_group(baseline):
+    """Rows 0 to 2 are one group, of which row 1 has no token; so are rows 3 to 5."""
+    scored = dataclasses.replace(
+        toy_turns.scored(), kl=None, scores=toys.array([1.0, 0.0, 4.0, 2.0, 0.0, 5.0])
+    )
+    begun = np.arange(6) != 1
+    rollout = dataclasses.replace(
+        scored.rollout,
+        response_mask=toys.array(SAMPLED & begun[:, None], bool),
+        index=toys.array(np.arange(6) // 3, np.int32),
+    )
+    scored = dataclasses.replace(
+        scored, rollout=rollout, turn_rewards=jnp.zeros_like(scored.turn_rewards)
+    )
+    recipe = grpo.GRPO(**SHAPE, group_size=3, baseline=baseline, normalise=None)
+    made, _ = recipe.experience(scored, kl_coef=jnp.float32(0.0))
+    of_rows = np.where(made.response_mask, made.advantages, 0).max(axis=1) + np.where(
+        made.response_mask, made.advantages, 0
+    ).min(axis=1)
+    expected = {
+        "group": [-1.5, 0, 1.5, 2 - 7 / 3, -7 / 3, 5 - 7 / 3],
+        "leave_one_out": [-3, 0, 3, 2 - 5 / 2, -7 / 2, 4],
+    }[baseline]
+    np.testing.assert_allclose(of_rows, expected, atol=1e-6)
+    stats = objective.objective_stats(
+        scored, kl_coef=jnp.float32(0.1), ended=jnp.ones(6, bool)
+    )
+    assert tuple(map(float, stats["objective/scores"])) == (12, 5)
+    assert tuple(map(float, stats["response/eos_fraction"])) == (5, 5)
+
+
 def test_only_the_state_after_the_last_turn_has_a_value():
     found = score.value_mask(toy_turns.rollout(), after_stop=True)
     expected = SAMPLED.copy()

@@ -77,7 +77,7 @@ def behind(staleness):
     )
     policy = pretrained.load(options.model)
     models = rlhf_jax.train.ppo.models.make_models(options, policy)
-    rows, tokens = rlhf_jax.train.ppo.trainer.encode_prompts(
+    rows, tokens = rlhf_jax.train.ppo.prompts.encode_prompts(
         options,
         read_prompts(options.prompts),
         policy=policy,

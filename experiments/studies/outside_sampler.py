@@ -1,0 +1,327 @@
+"""Does GRPO learn the same from a sampler outside of the trainer?
+
+    python experiments studies.outside_sampler --vllm VENV/bin/vllm --out runs/outside
+
+A model of two layers learns sums of two digits from few demonstrations, and then by
+`rlhf-jax grpo` and a verifier. The same runs are made with three samplers:
+
+here       our decoder in the trainer's program
+process    our decoder in a process of its own; weights pass through files
+server     vLLM, which reloads every version from safetensors; started by this study
+
+and the first with a policy that is a step behind, too (--max-staleness 1). Then the
+server is handed weights as a checkpoint without an output head of its own, as a tied
+model is usually written, and with one.
+
+Measured: the share of all sums that greedy responses have right, the scores of the
+first step and of the last ten, the distance of the server's log-probs to the trainer's
+after every hand-over, and whether the runs with the process are those with our decoder
+to the bit.
+
+Expect of seeds 0 to 2 that every run with the process is that with our decoder, that
+the server's learn as much, with distances of at most 1e-5 nats per token, and that
+vLLM 0.32 does not reload a tied head, which the check after the hand-over sees. Without
+--vllm the server is left out; nothing stands in for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from rlhf_jax import hf
+from rlhf_jax.algorithms.grpo import GRPO, GroupRecipe
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.checks import StopError
+from rlhf_jax.runs import command_line, folder, metrics, report, run, run_config
+from rlhf_jax.samplers import served
+from rlhf_jax.samplers.server import ServerSampler
+from rlhf_jax.train import sft
+from rlhf_jax.train.grpo import trainer
+from rlhf_jax.train.grpo.options import Config as GRPOConfig
+from studies.turns.preparation import characters, write
+
+Row = dict[str, Any]
+CONTEXT = 32
+SUMS = [(a, b) for a in range(10) for b in range(10)]
+LAST = 10  # steps whose scores are averaged
+GONE = 1e9  # nats per token, a tolerance that lets every distance pass
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(run_config.RunConfig):
+    vllm: str | None = None
+    """The program `vllm` of an environment that has it; None leaves the server out."""
+    num_seeds: int = 3
+    """Seeds of models and samples: --seed, the next, ..."""
+    num_steps: int = 80
+    """Iterations of GRPO."""
+    batch_size: int = 256
+    """Responses per iteration, in groups of 8."""
+    sft_steps: int = 160
+    """Updates on demonstrations, before."""
+    learning_rate: float = 1e-3
+    """Learning rate of GRPO at the start."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.positive(
+            num_seeds=self.num_seeds,
+            num_steps=self.num_steps,
+            sft_steps=self.sft_steps,
+            learning_rate=self.learning_rate,
+        )
+
+
+def prepare(options: Config) -> None:
+    """OUT/data, OUT/tokenizer and a model OUT/sft/SEED/model for each seed."""
+    data = options.out / "data"
+    data.mkdir()
+    characters().save_pretrained(options.out / "tokenizer")
+    write(
+        data / "demonstrations.jsonl",
+        [{"prompt": f"{a}+{b}=", "response": f"{a + b}"} for a, b in SUMS],
+    )
+    write(
+        data / "sums.jsonl",
+        [{"question": f"{a}+{b}=", "answer": f"{a + b}"} for a, b in SUMS],
+    )
+    for seed in range(options.seed, options.seed + options.num_seeds):
+        sft.main(
+            sft.Config(
+                tokenizer=str(options.out / "tokenizer"),
+                data=str(data / "demonstrations.jsonl"),
+                fresh_hidden_size=64,
+                fresh_num_layers=2,
+                fresh_num_heads=2,  # vLLM has no heads of 16 on a CPU
+                fresh_max_positions=CONTEXT,
+                learning_rate=1e-3,
+                batch_size=32,
+                num_steps=options.sft_steps,
+                seed=seed,
+                progress=False,
+                out=options.out / "sft" / f"{seed}",
+            )
+        )
+
+
+@contextlib.contextmanager
+def serving(vllm: str, model: Path, *, log: Path) -> Iterator[str]:
+    """The address of a vLLM server of a model, on the CPU; ends it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        *(vllm, "serve", str(model), "--served-model-name=policy"),
+        *("--host=127.0.0.1", f"--port={port}", "--dtype=float32", "--enforce-eager"),
+        *("--load-format=safetensors", "--logprobs-mode=processed_logprobs"),
+        *(f"--max-model-len={CONTEXT}", "--generation-config=vllm"),
+    ]
+    environment = os.environ | {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    environment.pop("PYTHONPATH", None)  # of this environment, not of the server's
+    url = f"http://127.0.0.1:{port}"
+    with log.open("wb") as stream:
+        server = subprocess.Popen(
+            command, env=environment, stdout=stream, stderr=subprocess.STDOUT
+        )
+        try:
+            while not answers(f"{url}/health"):
+                if server.poll() is not None:
+                    raise StopError(f"{vllm} ended; see {log}")
+                time.sleep(1)
+            yield url
+        finally:
+            server.terminate()
+            server.wait()
+
+
+def answers(url: str) -> bool:
+    """Whether a server is up."""
+    try:
+        with urllib.request.urlopen(url, timeout=5):
+            return True
+    except (OSError, urllib.error.URLError):
+        return False
+
+
+def train(
+    options: Config, *, seed: int, name: str, sampler: str, **further: Any
+) -> Path:
+    """A run of GRPO with a sampler; its folder."""
+    out = options.out / "runs" / f"{name}-{seed}"
+    sums = str(options.out / "data" / "sums.jsonl")
+    trainer.main(
+        GRPOConfig(
+            model=str(options.out / "sft" / f"{seed}" / "model"),
+            data=sums,
+            held_out=sums,
+            verifier="exact",
+            reference="none",
+            num_steps=options.num_steps,
+            batch_size=options.batch_size,
+            max_new_tokens=4,
+            learning_rate=options.learning_rate,
+            grpo=GroupRecipe(group_size=8, num_epochs=2, temperature=1.0),
+            num_workers=1,
+            eval_rows=len(SUMS),
+            seed=seed,
+            progress=False,
+            sampler=sampler,
+            out=out,
+            **further,
+        )
+    )
+    return out
+
+
+def measured(out: Path) -> Row:
+    """What a run has learned, and what its hand-overs took."""
+    rows = metrics.read(out / "metrics.jsonl")
+    waits = [row.get("waits") or {} for row in metrics.read(out / "timings.jsonl")]
+    summary = json.loads((out / "summary.json").read_text())
+    found: Row = {
+        "before": summary["accuracy_before"],
+        "right": summary["accuracy_after"],
+        "score_first": rows[0]["objective/scores"],
+        "score": float(np.mean([row["objective/scores"] for row in rows[-LAST:]])),
+        "mismatch": max(row["policy/sampler_mismatch"] for row in rows),
+        "seconds": summary["seconds"],
+    }
+    distances = [r["policy/sampler_check"] for r in rows if "policy/sampler_check" in r]
+    if distances:
+        found["largest_distance"] = max(distances)
+    for what in ("hand_over", "draw"):
+        if what in waits[-1]:
+            found[f"{what}_seconds"] = float(np.median([each[what] for each in waits]))
+    return found
+
+
+def bits(out: Path) -> Any:
+    """What of a run must be equal."""
+    rows = metrics.read(out / "metrics.jsonl")
+    for row in rows:
+        row.pop("policy/sampler_check", None)
+    return rows, (out / "model" / "model.safetensors").read_bytes()
+
+
+def heads(url: str, before: Path, after: Path) -> list[Row]:
+    """Distances after hand-overs of a tied policy, with and without a head written.
+
+    Args:
+      before, after: checkpoints of the start and of the end of a run.
+    """
+    model, start = hf.load(before)
+    _, end = hf.load(after)
+    recipe = GRPO(
+        model=model,
+        policy_optimizer=None,  # type: ignore[arg-type] (nothing is updated)
+        max_new_tokens=16,
+        stop_ids=(0,),
+        temperature=1.0,
+    )
+    rows = []
+    for name, save in {"no head": hf.save, "head": served.save}.items():
+        sampler = ServerSampler(url, recipe, tolerance=GONE, save=save)
+        with sampler:
+            with contextlib.closing(ServerSampler(url, recipe, tolerance=GONE)) as own:
+                own.hand_over(jax.device_get(start), version=0)
+            distance = sampler.hand_over(jax.device_get(end), version=1)
+        rows.append({"checkpoint": name, "tied": model.tied_head, "distance": distance})
+    return rows
+
+
+def main(options: Config) -> None:
+    """Prints mean and standard deviation over the seeds."""
+    started = time.perf_counter()
+    rows: list[Row] = []
+    of_heads: list[Row] = []
+    with run.Run(options, num_steps={}) as job, contextlib.ExitStack() as stack:
+        prepare(options)
+        ways = {"here": "here", "process": "process"}
+        last = options.seed + options.num_seeds - 1
+        model = options.out / "sft" / f"{last}" / "model"
+        if options.vllm is not None:
+            log = options.out / "server.log"
+            ways["server"] = stack.enter_context(serving(options.vllm, model, log=log))
+        for seed in range(options.seed, last + 1):
+            for behind in (0, 1):
+                further: Any = {} if not behind else {"max_staleness": behind}
+                for way, sampler in ways.items():
+                    name = f"{way}-{behind}"
+                    out = train(
+                        options, seed=seed, name=name, sampler=sampler, **further
+                    )
+                    row = {"seed": seed, "sampler": way, "behind": behind}
+                    row |= measured(out)
+                    if way == "process":
+                        ours = options.out / "runs" / f"here-{behind}-{seed}"
+                        row["equal_bits"] = bits(out) == bits(ours)
+                    rows.append(row)
+                    print(row, flush=True)
+        if options.vllm is not None:
+            ended = options.out / "runs" / f"here-0-{last}" / "model"
+            of_heads = heads(ways["server"], model, ended)
+    show(rows, of_heads)
+    seconds = time.perf_counter() - started
+    summary = {"rows": rows, "heads": of_heads, "seconds": seconds}
+    folder.write_summary(job.folder, summary)
+    print(f"{seconds:.0f} s; figures in {job.folder}")
+    if not all(row.get("equal_bits", True) for row in rows):
+        raise StopError(
+            "expected runs with --sampler process to be those with our decoder here to "
+            "the bit, got others; see the rows above"
+        )
+
+
+def show(rows: list[Row], of_heads: list[Row]) -> None:
+    """Mean ± standard deviation over the seeds."""
+
+    def spread(way: tuple[str, int], name: str) -> str:
+        values = [
+            row[name]
+            for row in rows
+            if (row["sampler"], row["behind"]) == way and name in row
+        ]
+        if not values:
+            return ""
+        return f"{np.mean(values):.2f} ± {np.std(values):.2f}"
+
+    names = ("before", "right", "score_first", "score", "hand_over_seconds")
+    report.table(
+        "Sums right before and after, score of samples at first and at last",
+        ("sampler, steps behind", "before", "right", "first", "last", "hand-over [s]"),
+        [
+            (f"{way}, {behind}", *(spread((way, behind), name) for name in names))
+            for way, behind in dict.fromkeys((r["sampler"], r["behind"]) for r in rows)
+        ],
+    )
+    for row in of_heads:
+        assert math.isfinite(row["distance"])
+        print(
+            f"checkpoint with {row['checkpoint']}: {row['distance']:.3g} nats per token"
+        )
+
+
+if __name__ == "__main__":
+    command_line.main(main, Config, description=__doc__)

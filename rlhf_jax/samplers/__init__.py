@@ -1,0 +1,1 @@
+"""Samplers behind one protocol: our decoder, here or in a process, and servers."""

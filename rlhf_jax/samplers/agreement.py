@@ -1,0 +1,92 @@
+"""Whether a server's log-probs are the trainer's, on prompts that never change.
+
+The server responds to them, and the trainer computes log-probs of the same tokens. A
+server that kept old weights, or a part of them, is at another distance, as is one that
+reports log-probs before the temperature.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from rlhf_jax.algorithms import self_check
+from rlhf_jax.algorithms.batch import Prompts
+from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
+from rlhf_jax.roles.policy import logprobs
+from rlhf_jax.samplers.protocol import Drawn, rollout_of
+
+Params = Any
+ROWS = 8
+PROMPT_COLUMNS = 16
+RESPONSE_COLUMNS = 16
+ADVICE = (
+    "The server does not sample with the weights that it was handed over. See that it "
+    "serves this model in --dtype and reports processed log-probs (vLLM: "
+    "--logprobs-mode processed_logprobs). Where the policy's output head is tied, "
+    "serve a checkpoint of `python -m rlhf_jax.samplers.served MODEL FOLDER`, whose "
+    "head is reloaded too. Or raise --sampler-check-tolerance"
+)
+
+
+class Agreement:
+    """The fixed prompts, and the trainer's program for responses to them."""
+
+    def __init__(self, recipe: PolicyGradient, *, tolerance: float) -> None:
+        """Compiles nothing yet.
+
+        Args:
+          recipe: static, without adapters.
+          tolerance: of the mean distance of a response, nats per token.
+        """
+        model = recipe.model
+        self.max_new_tokens = min(RESPONSE_COLUMNS, recipe.max_new_tokens)
+        width = min(PROMPT_COLUMNS, model.max_positions - self.max_new_tokens)
+        self.prompts = _prompts(width, vocab_size=model.vocab_size)
+        self._tolerance = tolerance
+        self._logprobs = jax.jit(
+            functools.partial(
+                logprobs,
+                model=model,
+                temperature=recipe.temperature,
+                first_column=width,
+            )
+        )
+
+    def require(self, params: Params, drawn: Drawn) -> float:
+        """The largest mean distance of a response, nats per token.
+
+        Args:
+          params: of the policy.
+          drawn: the server's responses to `prompts`.
+
+        Raises:
+          SelfCheckError: it is beyond the tolerance.
+        """
+        rollout = rollout_of(self.prompts, drawn, version=None)
+        trainers = self._logprobs(params, tokens=rollout.tokens, mask=rollout.mask)
+        return self_check.compare(
+            jax.device_get(trainers),
+            rollout.old_logprobs,
+            mask=rollout.response_mask,
+            tolerance=self._tolerance,
+            names=("the trainer's log-probs", "the server's after this hand-over"),
+            advice=ADVICE,
+        )
+
+
+def _prompts(width: int, *, vocab_size: int) -> Prompts:
+    """Prompts[ROWS, width] of random tokens, of 1 to `width` of them."""
+    random = np.random.default_rng(0)
+    lengths = np.linspace(1, width, ROWS).round().astype(np.int32)
+    mask = np.arange(width) >= width - lengths[:, None]
+    tokens = random.integers(vocab_size, size=(ROWS, width), dtype=np.int32)
+    return Prompts(
+        tokens=np.where(mask, tokens, 0),  # type: ignore[arg-type]
+        mask=mask,  # type: ignore[arg-type]
+        index=np.arange(ROWS, dtype=np.int32),  # type: ignore[arg-type]
+        sample=np.zeros(ROWS, np.int32),  # type: ignore[arg-type]
+    )

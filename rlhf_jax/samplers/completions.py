@@ -1,0 +1,140 @@
+"""One response of an OpenAI-compatible server: what is asked, and what came back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from rlhf_jax.samplers.connection import SHOWN, ServerError
+
+PATH = "/v1/completions"
+# The policy itself and no other shape of it, whatever the server's own defaults are.
+UNSHAPED = {
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+
+
+class Response(NamedTuple):
+    """Tokens of a response, a stop token included, and their log-probs."""
+
+    tokens: list[int]
+    logprobs: list[float]  # nats
+
+
+def request(
+    prompt: list[int],
+    *,
+    model: str,
+    max_new_tokens: int,
+    temperature: float,
+    stop_ids: Sequence[int],
+    seed: int,
+) -> dict[str, Any]:
+    """The body of a request for one response.
+
+    Args:
+      prompt: token ids.
+      model: its name at the server.
+      seed: 0 to 2^31 - 1.
+    """
+    return {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": max_new_tokens,
+        "temperature": temperature,
+        "seed": seed,
+        "stop_token_ids": list(stop_ids),
+        "ignore_eos": True,  # the stop ids alone end a response
+        "logprobs": 0,  # of the sampled token, and of no other
+        "return_token_ids": True,
+        "skip_special_tokens": False,
+        "add_special_tokens": False,
+        "n": 1,
+        "stream": False,
+        **UNSHAPED,
+    }
+
+
+def response(
+    answer: dict[str, Any], *, asked: dict[str, Any], vocab_size: int, url: str
+) -> Response:
+    """The response in an answer, if it is one to what was asked.
+
+    Args:
+      answer: to `request`.
+      asked: the request.
+      vocab_size: of the policy.
+      url: of the server, for messages.
+
+    Raises:
+      ServerError: it has no token ids or no log-probs, or tokens that were not asked
+        for.
+    """
+    choices = answer.get("choices")
+    choice = choices[0] if isinstance(choices, list) and choices else None
+    if not isinstance(choice, dict):
+        raise _wrong(url, "one choice", answer, "is it a server of completions?")
+    tokens: Any = choice.get("token_ids")
+    if not _all(tokens, int):
+        raise _wrong(
+            url,
+            "token_ids in a choice, as return_token_ids asks for",
+            choice,
+            "serve with a version that returns them (vLLM 0.10.2 or newer)",
+        )
+    reported = choice.get("logprobs")
+    logprobs: Any = None
+    if isinstance(reported, dict):
+        logprobs = reported.get("token_logprobs")
+    if not _all(logprobs, int, float) or len(logprobs) != len(tokens):
+        raise _wrong(
+            url,
+            f"a log-prob of each of the {len(tokens)} tokens in "
+            f"logprobs.token_logprobs",
+            choice,
+            "serve with log-probs (vLLM: --logprobs-mode processed_logprobs)",
+        )
+    if not all(math.isfinite(number) and number <= 1e-3 for number in logprobs):
+        raise _wrong(url, "finite log-probs of at most 0", choice, "see to its weights")
+    seen = choice.get("prompt_token_ids")
+    if seen is not None and seen != asked["prompt"]:
+        raise _wrong(
+            url,
+            f"a response to the prompt {asked['prompt']}",
+            {"prompt_token_ids": seen},
+            "have the server change no prompt",
+        )
+    most, stops = asked["max_tokens"], asked["stop_token_ids"]
+    ended = len(tokens) == most or (bool(tokens) and tokens[-1] in stops)
+    whole = 1 <= len(tokens) <= most and ended
+    if not whole or any(token in stops for token in tokens[:-1]):
+        raise _wrong(
+            url,
+            f"{most} tokens, or fewer and the last of them one of the stop ids {stops}",
+            choice,
+            "serve a longer context (vLLM: --max-model-len), and no other stop words",
+        )
+    if not all(0 <= token < vocab_size for token in tokens):
+        raise _wrong(
+            url,
+            f"tokens of a vocabulary of {vocab_size}",
+            choice,
+            "serve the model that is trained",
+        )
+    return Response(tokens, [float(number) for number in logprobs])
+
+
+def _all(values: Any, *kinds: type) -> bool:
+    return isinstance(values, list) and all(type(value) in kinds for value in values)
+
+
+def _wrong(url: str, expected: str, got: Any, remedy: str) -> ServerError:
+    return ServerError(
+        f"{url}{PATH}: expected {expected}, got {str(got)[:SHOWN]}; {remedy}"
+    )

@@ -1,0 +1,97 @@
+"""JSON to and from a server over HTTP, and what is told where there is none."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
+from rlhf_jax.functional.checks import StopError
+
+SHOWN = 300  # characters of an answer in a message
+HEADERS = {"Content-Type": "application/json"}
+
+
+class ServerError(StopError):
+    """A server did not do what it was asked for."""
+
+
+class Unreachable(ServerError):
+    """Nothing answers at the address, or it went away before it had answered."""
+
+
+class Connection:
+    """A server at one address; its methods may be called from several threads."""
+
+    def __init__(self, url: str, *, timeout: float) -> None:
+        """Asks for nothing yet.
+
+        Args:
+          url: http://HOST:PORT, with or without the "/v1" of OpenAI's interface.
+          timeout: seconds for an answer.
+        """
+        self.url, self.timeout = url.rstrip("/").removesuffix("/v1"), timeout
+
+    def get(self, path: str) -> dict[str, Any]:
+        """The JSON object at a path.
+
+        Raises:
+          ServerError: an error, or no JSON object. Unreachable: no answer.
+        """
+        return self._ask(urllib.request.Request(f"{self.url}{path}"))
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """What is answered to a JSON object; {} to an empty answer.
+
+        Raises:
+          ServerError: an error, or no JSON object. Unreachable: no answer.
+        """
+        data = json.dumps(body).encode()
+        return self._ask(
+            urllib.request.Request(f"{self.url}{path}", data=data, headers=HEADERS)
+        )
+
+    def _ask(self, request: urllib.request.Request) -> dict[str, Any]:
+        path = request.selector
+        try:
+            with urllib.request.urlopen(request, timeout=self.timeout) as answer:
+                text = answer.read().decode(errors="replace")
+        except urllib.error.HTTPError as error:
+            with error:
+                text = error.read().decode(errors="replace")
+            raise ServerError(
+                f"{self.url}{path}: expected an answer, got status {error.code}: "
+                f"{text[:SHOWN]}"
+            ) from error
+        except TimeoutError as error:
+            raise self._too_long(path) from error
+        except (OSError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", error)
+            if isinstance(reason, TimeoutError):
+                raise self._too_long(path) from error
+            why = str(reason) or type(reason).__name__
+            raise Unreachable(
+                f"{self.url}{path}: expected a server there, got: {why}; start it, or "
+                f"see what it printed last, and go on with --resume where the run has "
+                f"a folder"
+            ) from error
+        if not text.strip():
+            return {}
+        try:
+            answered = json.loads(text)
+        except ValueError:
+            answered = None
+        if not isinstance(answered, dict):
+            raise ServerError(
+                f"{self.url}{path}: expected a JSON object, got {text[:SHOWN]!r}; is "
+                f"it another kind of server?"
+            )
+        return answered
+
+    def _too_long(self, path: str) -> Unreachable:
+        return Unreachable(
+            f"{self.url}{path}: expected an answer within {self.timeout:g} s, got "
+            f"none; see whether the server hangs, or raise --sampler-timeout"
+        )

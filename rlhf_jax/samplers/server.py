@@ -1,0 +1,235 @@
+"""A server that samples: completions as OpenAI has them, weights as safetensors.
+
+    hand_over   FOLDER/version-3 ──reload_weights──> server, prefix cache emptied
+                responses to fixed prompts: its log-probs against the trainer's
+    draw        a request for each row ──> token ids and log-probs
+
+It speaks to vLLM's server in its development mode (VLLM_SERVER_DEV_MODE=1), whose
+`/collective_rpc` reloads weights from a path. The server reads that path itself, so it
+is on this machine or on a shared file system. Responses are seeded by key and row: a
+run asks for the same ones again, but whether it gets them is the server's to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlhf_jax.algorithms.batch import Prompts
+from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
+from rlhf_jax.functional import checks
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models.generation import decode
+from rlhf_jax.samplers import completions, served, weight_files
+from rlhf_jax.samplers.agreement import Agreement
+from rlhf_jax.samplers.connection import Connection, ServerError, Unreachable
+from rlhf_jax.samplers.protocol import Drawn
+
+Array = jax.Array
+Params = Any
+Result = TypeVar("Result")
+TIMEOUT = 600.0
+CONNECTIONS = 64  # requests at a time
+HOW = "VLLM_SERVER_DEV_MODE=1 vllm serve FOLDER --logprobs-mode processed_logprobs"
+
+
+class ServerSampler:
+    """A server at an address; a context manager that ends requests, not the server."""
+
+    def __init__(
+        self,
+        url: str,
+        recipe: PolicyGradient,
+        *,
+        tolerance: float,
+        model: str | None = None,
+        weights: Path | None = None,
+        timeout: float = TIMEOUT,
+        save: Callable[..., None] = served.save,
+    ) -> None:
+        """Asks the server what it serves.
+
+        Args:
+          url: http://HOST:PORT.
+          recipe: static, without adapters; responses end at its stop ids.
+          tolerance: of the distance of log-probs after a hand-over, mean of a response,
+            nats per token.
+          model: its name at the server; None is the only one there.
+          weights: folder that the server reads too; None is the system's temporary
+            folder.
+          timeout: seconds for an answer.
+          save: writes the checkpoint of a hand-over.
+
+        Raises:
+          InputError: nothing answers, there is no such model, its context is shorter
+            than a response, or the folder cannot be written.
+        """
+        checks.positive(timeout=timeout, tolerance=tolerance)
+        self._recipe, self._save = recipe, save
+        self._agreement = Agreement(recipe, tolerance=tolerance)
+        self._server = Connection(url, timeout=timeout)
+        self._model = self._served(model)
+        self._folder = weight_files.HandOverFolder(weights)
+        self._threads = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="draws")
+        self._seeds = jax.jit(_seeds)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def hand_over(self, params: Params, *, version: int) -> float:
+        """Has the server load these parameters, and compares its log-probs.
+
+        Raises:
+          ServerError: it cannot, or it is gone.
+          SelfCheckError: it samples with others.
+          WriteError: the checkpoint cannot be written.
+        """
+        recipe = self._recipe
+        with self._folder.version(version) as path:
+            self._save(path, recipe.model, params, stop_ids=recipe.stop_ids)
+            body = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
+            try:
+                self._server.post("/collective_rpc", body)
+            except Unreachable:
+                raise
+            except ServerError as error:
+                raise ServerError(
+                    f"{error}. It was to reload the weights in {path}: serve this "
+                    f"model with {HOW}, where that folder can be read "
+                    f"(--sampler-weights), and see what it printed"
+                ) from error
+        emptied = self._server.post("/reset_prefix_cache", {})
+        if emptied.get("success") is False:
+            raise ServerError(
+                f"{self._server.url}/reset_prefix_cache: expected an empty prefix "
+                f"cache, got {emptied}, as other requests are running; let nothing "
+                f"else use the server"
+            )
+        drawn = self._draw(
+            self._agreement.prompts,
+            key=jax.random.key(0),
+            max_new_tokens=self._agreement.max_new_tokens,
+        )
+        return self._agreement.require(params, drawn)
+
+    def draw(self, prompts: Prompts, *, key: Array, version: int) -> Drawn:
+        """A response to every prompt.
+
+        Raises:
+          ServerError: the server is gone, or its answers are no such responses.
+          InputError: a prompt has no tokens.
+        """
+        del version  # the last that was handed over
+        sample_key, _ = jax.random.split(key)  # as our decoder takes it
+        return self._draw(
+            prompts, key=sample_key, max_new_tokens=self._recipe.max_new_tokens
+        )
+
+    def close(self) -> None:
+        """Ends what is asked, and removes the files."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._folder.close()
+
+    def _draw(self, prompts: Prompts, *, key: Array, max_new_tokens: int) -> Drawn:
+        recipe = self._recipe
+        lengths = np.asarray(prompts.mask).sum(axis=1)
+        if not lengths.all():
+            raise InputError(
+                f"--sampler: expected prompts of a token or more, which a server "
+                f"needs, got none in row {int(lengths.argmin())} of a batch; leave "
+                f"such prompts out"
+            )
+        seeds = jax.device_get(
+            self._seeds(key, index=prompts.index, sample=prompts.sample)
+        )
+        asked = [
+            completions.request(
+                tokens[mask].tolist(),
+                model=self._model,
+                max_new_tokens=max_new_tokens,
+                temperature=recipe.temperature,
+                stop_ids=recipe.stop_ids,
+                seed=int(seed),
+            )
+            for tokens, mask, seed in zip(
+                np.asarray(prompts.tokens), np.asarray(prompts.mask), seeds, strict=True
+            )
+        ]
+        responses = self._every(self._respond, asked)
+        rows = len(responses)
+        tokens = np.zeros((rows, max_new_tokens), np.int32)
+        logprobs = np.zeros((rows, max_new_tokens), np.float32)
+        for row, each in enumerate(responses):
+            tokens[row, : len(each.tokens)] = each.tokens
+            logprobs[row, : len(each.tokens)] = each.logprobs
+        counts = np.array([len(each.tokens) for each in responses], np.int32)
+        return Drawn(tokens=tokens, sampler_logprobs=logprobs, lengths=counts)
+
+    def _respond(self, asked: dict[str, Any]) -> completions.Response:
+        answer = self._server.post(completions.PATH, asked)
+        return completions.response(
+            answer,
+            asked=asked,
+            vocab_size=self._recipe.model.vocab_size,
+            url=self._server.url,
+        )
+
+    def _every(
+        self, function: Callable[[dict[str, Any]], Result], asked: list[dict[str, Any]]
+    ) -> list[Result]:
+        """The results in order; after a failure no further request is begun."""
+        futures = [self._threads.submit(function, each) for each in asked]
+        try:
+            return [future.result() for future in futures]
+        finally:
+            for future in futures:
+                future.cancel()
+
+    def _served(self, name: str | None) -> str:
+        """The model's name at the server, whose context must hold a response."""
+        try:
+            answer = self._server.get("/v1/models")
+        except Unreachable as error:
+            raise InputError(f"--sampler {error}: {HOW}") from error
+        except ServerError as error:
+            raise InputError(
+                f"--sampler {error}. Expected the models of an OpenAI-compatible "
+                f"server: {HOW}"
+            ) from error
+        listed = answer.get("data")
+        models = {
+            each["id"]: each
+            for each in (listed if isinstance(listed, list) else [])
+            if isinstance(each, dict) and isinstance(each.get("id"), str)
+        }
+        if name is None and len(models) == 1:
+            (name,) = models
+        if name is None or name not in models:
+            wanted = "one model" if name is None else f"the model {name}"
+            raise InputError(
+                f"--sampler-model: expected {wanted} at {self._server.url}, got "
+                f"{', '.join(models) or 'none'}; name one of them"
+            )
+        context, needed = models[name].get("max_model_len"), self._recipe.max_new_tokens
+        if isinstance(context, int) and context <= needed:
+            raise InputError(
+                f"--sampler: expected a context beyond the {needed} tokens of a "
+                f"response at {self._server.url}, got {context}; serve a longer one "
+                f"(vLLM: --max-model-len), or lower --max-new-tokens"
+            )
+        return name
+
+
+def _seeds(key: Array, *, index: Array, sample: Array) -> Array:
+    """u32[B], below 2^31: of each row, whatever batch it stands in."""
+    keys = decode.row_keys(key, index=index, sample=sample)
+    return jax.vmap(lambda each: jax.random.bits(each, dtype=jnp.uint32) >> 1)(keys)

@@ -1,0 +1,130 @@
+"""Parameters that pass through files: whole or not there, and removed afterwards.
+
+FOLDER/rlhf-jax-hand-over-HOST-PID-XXXX/version-3       a file, or a checkpoint's folder
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhf_jax.checkpoints import shards
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runs import write_errors
+
+Params = Any
+PREFIX = "rlhf-jax-hand-over-"
+SEPARATOR = "/"
+
+
+class HandOverFolder:
+    """A folder of one sampler's, in which each version is written and removed."""
+
+    def __init__(self, parent: Path | None) -> None:
+        """Makes the folder.
+
+        Args:
+          parent: where it is made; None is the system's temporary folder.
+
+        Raises:
+          InputError: it cannot be made there.
+        """
+        try:
+            if parent is None:
+                parent = Path(tempfile.gettempdir())
+            parent.mkdir(parents=True, exist_ok=True)
+            _remove_left_behind(parent)
+            prefix = f"{_prefix()}{os.getpid()}-"
+            self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent)).absolute()
+            os.chmod(self.path, 0o755)  # a server may be another user's
+        except OSError as error:
+            raise InputError(
+                f"--sampler-weights: expected a folder that weights can be handed over "
+                f"in, got {parent}: {error.strerror}; choose another"
+            ) from error
+
+    @contextlib.contextmanager
+    def version(self, number: int) -> Iterator[Path]:
+        """The path of a version, which is removed with everything in it at the end."""
+        path = self.path / f"version-{number}"
+        _remove(path)  # of a hand-over that failed
+        try:
+            yield path
+        finally:
+            _remove(path)
+
+    def close(self) -> None:
+        """Removes the folder."""
+        _remove(self.path)
+
+
+def write(path: Path, params: Params) -> None:
+    """All leaves of nested dicts as one safetensors file, which appears whole.
+
+    Raises:
+      WriteError: it cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    with write_errors.writing(path):
+        shards.save(dict(_flat(params)), partial, metadata={})
+        os.replace(partial, path)
+
+
+def read(path: Path) -> Params:
+    """The nested dicts of `write`.
+
+    Raises:
+      InputError: the file is missing or truncated.
+    """
+    params: dict[str, Any] = {}
+    file = shards.open_file(path)
+    for name in file.keys():  # noqa: SIM118 (not a dict, and not iterable)
+        *groups, leaf = name.split(SEPARATOR)
+        place = params
+        for group in groups:
+            place = place.setdefault(group, {})
+        place[leaf] = file.get_tensor(name)
+    return params
+
+
+def _flat(params: Params, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in params.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}{SEPARATOR}")
+        else:
+            yield f"{prefix}{name}", np.ascontiguousarray(value)
+
+
+def _prefix() -> str:
+    """Of this machine's folders, as the folder may be shared with others."""
+    return f"{PREFIX}{socket.gethostname()}-"
+
+
+def _remove_left_behind(parent: Path) -> None:
+    """Removes the folders of processes of this machine that were killed."""
+    for path in parent.glob(f"{glob.escape(_prefix())}*"):
+        pid = path.name.removeprefix(_prefix()).partition("-")[0]
+        if not pid.isdecimal():
+            continue  # of another machine, whose name begins as this one's
+        try:
+            os.kill(int(pid), 0)
+        except ProcessLookupError:
+            _remove(path)
+        except OSError:
+            pass  # another user's, which is alive
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

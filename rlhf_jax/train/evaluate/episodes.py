@@ -1,0 +1,154 @@
+"""Episodes of the models that are evaluated, with their scores and how they ended."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from rlhf_jax.algorithms.batch import Prompts, Rollout
+from rlhf_jax.checkpoints.pretrained import Pretrained
+from rlhf_jax.data.examples import Tokens
+from rlhf_jax.data.json_lines import Row
+from rlhf_jax.devices import row_sharding
+from rlhf_jax.environments.finished import EARLY
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.generation.sampling import Shaping
+from rlhf_jax.roles.reference import frozen
+from rlhf_jax.roles.reference.frozen import Frozen
+from rlhf_jax.roles.rewards.scores import Scores
+from rlhf_jax.train.environment.opened import OpenedEnvironment
+from rlhf_jax.train.environment.rows import BegunRows
+from rlhf_jax.train.environment.sampler import EpisodeSampler
+from rlhf_jax.train.evaluate.options import Config
+from rlhf_jax.train.evaluate.scoring import Scored
+
+Array = jax.Array
+BY_ENVIRONMENT = "by_environment"  # how an episode ends that nothing cuts
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampled:
+    """What of a recipe an evaluation has."""
+
+    model: ModelConfig
+    stop_ids: tuple[int, ...]
+    temperature: float
+    lora: None = None
+    continuous_batching: None = None
+
+
+class Played:
+    """Episodes that begin with the held-out rows."""
+
+    def __init__(
+        self,
+        options: Config,
+        *,
+        opened: OpenedEnvironment,
+        begun: BegunRows,
+        start: Pretrained,
+        mesh: Mesh,
+    ) -> None:
+        """Compiles nothing yet.
+
+        Args:
+          opened: which answers.
+          begun: of its `read`.
+          start: the policy, whose params are not read.
+          mesh: of all models, one device.
+        """
+        self._options, self._opened, self._begun = options, opened, begun
+        self._start, self._mesh = start, mesh
+        self._samplers: dict[tuple[ModelConfig, bool], EpisodeSampler] = {}
+        self._states = [b""] * begun.in_file
+        for number, state in zip(begun.numbers, begun.states, strict=True):
+            self._states[number] = state
+
+    @property
+    def rows(self) -> list[Row]:
+        """Of the file; an empty one in place of each that was dropped."""
+        rows: list[Row] = [{} for _ in range(self._begun.in_file)]
+        for number, row in zip(self._begun.numbers, self._begun.rows, strict=True):
+            rows[number] = row
+        return rows
+
+    @property
+    def tokens(self) -> dict[int, Tokens]:
+        """Of the prompts that leave room, by their row in the file."""
+        return dict(zip(self._begun.numbers, self._begun.prompts, strict=True))
+
+    def __call__(
+        self, model: Frozen, prompts: Prompts, *, key: Array, greedy: bool
+    ) -> tuple[Rollout, Scores]:
+        """An episode from every row of prompts.
+
+        Args:
+          model, prompts, key, greedy: those of `Programs.respond`.
+
+        Raises:
+          StopError: the environment failed, with --on-failure stop.
+        """
+        shape = frozen.shape_of(model, policy=self._start.model)
+        if (shape, greedy) not in self._samplers:
+            self._samplers[shape, greedy] = self._opened.sampler(
+                Sampled(shape, self._start.stop_ids, self._options.temperature),
+                begun=self._begun,
+                rows=len(prompts.index),
+                shaping=Shaping(greedy=True) if greedy else None,
+            )
+        sampler = self._samplers[shape, greedy]
+        drawn = sampler(
+            frozen.read(model), prompts=prompts, states=self._states, key=key
+        )
+        sampler.free()  # one cache at a time
+        return row_sharding.put_rows(drawn.rollout, mesh=self._mesh), drawn.scores
+
+
+def scored(scores: Scores, count: int) -> Scored:
+    """Scores of the first episodes; those failed whose environment did, or was late."""
+    failed = np.asarray(scores.parts["failed"] + scores.parts["timed_out"], bool)
+    return Scored(np.asarray(scores.total)[:count], failed[:count])
+
+
+def ends(scores: Scores) -> Sequence[str]:
+    """How each episode ended: `BY_ENVIRONMENT`, or one of `EARLY`."""
+    names = np.full(len(scores.total), BY_ENVIRONMENT, object)
+    for name in EARLY:
+        names[np.asarray(scores.parts[name], bool)] = name
+    return names.tolist()
+
+
+def begin_episodes(
+    options: Config, *, reader: Pretrained, mesh: Mesh, stack: contextlib.ExitStack
+) -> Played:
+    """What plays episodes of the held-out rows.
+
+    Args:
+      options: with an environment.
+      reader: the policy, whose params are not read.
+      mesh: of all models, one device.
+      stack: that ends the processes of the environment.
+
+    Raises:
+      InputError: there is no such environment, it cannot begin with a row, a prompt is
+        too long, or there are several devices.
+    """
+    opened = OpenedEnvironment(
+        options,
+        max_new_tokens=options.max_new_tokens,
+        start=reader,
+        mesh=mesh,
+        stack=stack,
+    )
+    begun = opened.read(
+        options.prompts,
+        room=reader.room(max_new_tokens=options.max_new_tokens),
+        more="lower --max-new-tokens",
+        overlong=options.overlong,
+    )
+    return Played(options, opened=opened, begun=begun, start=reader, mesh=mesh)

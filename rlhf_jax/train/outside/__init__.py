@@ -1,0 +1,1 @@
+"""`--sampler`: responses that something outside of the trainer's programs draws."""

@@ -1,0 +1,110 @@
+"""A sampler of the protocol as a trainer calls it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from rlhf_jax.algorithms.batch import Prompts, Rollout
+from rlhf_jax.devices import row_sharding
+from rlhf_jax.functional import masked
+from rlhf_jax.samplers import protocol
+
+Array = jax.Array
+Params = Any
+
+
+class OutsideSampler:
+    """Hands parameters over once per version, and draws; ends the sampler on leaving.
+
+    It is called as `train.sampler.Sampler` is, by the trainer or by the thread of a
+    queue; draws come in the order of versions.
+    """
+
+    threaded = True  # one device, to which two threads may give programs
+
+    def __init__(self, sampler: protocol.Sampler, *, home: Mesh) -> None:
+        """Starts nothing yet.
+
+        Args:
+          sampler: that draws.
+          home: the policy's mesh, where rollouts are wanted.
+        """
+        self._sampler, self._home = sampler, home
+        self._version: int | None = None
+        self._distance: float | None = None
+        self._seconds = {"hand_over": 0.0, "draw": 0.0}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._sampler.close()
+
+    def __call__(
+        self, policy: Params, *, prompts: Prompts, key: Array, version: Array
+    ) -> Rollout:
+        """Responses, on the policy's mesh, as `draw`."""
+        return self.draw(policy, prompts=prompts, key=key, version=version)
+
+    def hand_over(self, policy: Params) -> Params:
+        """A copy of the parameters, which no update of the policy donates.
+
+        The sampler gets it with the first draw.
+        """
+        return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), policy)
+
+    def draw(
+        self, policy: Params, *, prompts: Prompts, key: Array, version: Array
+    ) -> Rollout:
+        """Responses, on the policy's mesh.
+
+        Args:
+          policy: handed over where it is of another version than the last one.
+          prompts: Prompts[B, P].
+          key: of this step.
+          version: i32[], of the policy, `TrainState.step`.
+
+        Raises:
+          StopError: the sampler failed.
+          SelfCheckError: it samples with other parameters.
+        """
+        number = int(version)
+        if number != self._version:
+            with self._timed("hand_over"):
+                self._version = None  # until it is known to have them
+                self._distance = self._sampler.hand_over(
+                    jax.device_get(policy), version=number
+                )
+                self._version = number
+        asked = jax.device_get(prompts)
+        with self._timed("draw"):
+            drawn = self._sampler.draw(asked, key=key, version=number)
+        rollout = protocol.rollout_of(asked, drawn, version=number)
+        return row_sharding.put_rows(rollout, mesh=self._home)
+
+    def stats(self) -> masked.Stats:
+        """`policy/sampler_check`: what the last hand-over returned, nats per token."""
+        if self._distance is None:
+            return {}
+        return {"policy/sampler_check": (jnp.float32(self._distance), None)}
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of hand-overs, checks included, and of draws, since the last call."""
+        seconds = self._seconds
+        self._seconds = dict.fromkeys(seconds, 0.0)
+        return seconds
+
+    @contextlib.contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[what] += time.perf_counter() - began

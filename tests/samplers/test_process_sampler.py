@@ -1,0 +1,160 @@
+"""Our decoder behind the protocol, here and in a process: the same bits."""
+
+import os
+import signal
+import subprocess
+import threading
+
+import jax
+import numpy as np
+import optax
+import pytest
+import toy_files
+
+from rlhf_jax.algorithms.batch import Prompts
+from rlhf_jax.algorithms.grpo import GRPO
+from rlhf_jax.algorithms.self_check import SelfCheckError
+from rlhf_jax.devices import row_sharding, sharding
+from rlhf_jax.devices.mesh_shape import ONE_DEVICE
+from rlhf_jax.functional.checks import InputError, StopError
+from rlhf_jax.samplers import process, protocol, weight_files
+from rlhf_jax.samplers.decoder import DecoderSampler
+from rlhf_jax.train.sampler import Sampler
+
+RECIPE = GRPO(
+    model=toy_files.MODEL,
+    policy_optimizer=optax.adam(1e-3),
+    max_new_tokens=6,
+    stop_ids=(1,),
+    group_size=2,
+    temperature=0.8,
+)
+MASK = np.array([[0, 1, 1], [0, 1, 1], [1, 1, 1], [1, 1, 1]], bool)
+PROMPTS = Prompts(
+    tokens=np.where(MASK, [[0, 5, 6], [0, 5, 6], [7, 8, 9], [7, 8, 9]], 0).astype("i4"),
+    mask=MASK,
+    index=np.array([3, 3, 0, 0], np.int32),
+    sample=np.array([0, 1, 0, 1], np.int32),
+)
+KEY = jax.random.key(4)
+
+
+@pytest.fixture(scope="module")
+def outside(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("weights")
+    with process.ProcessSampler(RECIPE, weights=folder) as sampler:
+        yield sampler, folder
+    assert not list(folder.iterdir())
+
+
+def params(seed):
+    return jax.device_get(toy_files.params(seed=seed))
+
+
+def test_both_draw_what_the_program_of_an_iteration_does(outside):
+    sampler, folder = outside
+    here = DecoderSampler(RECIPE)
+    mesh = ONE_DEVICE.make()
+    sample = Sampler(RECIPE, mesh=mesh, home=mesh)
+    seen = []
+    for version in (0, 7):
+        policy = params(version)
+        arguments = sharding.place((policy, KEY, np.int32(version)), mesh=mesh)
+        policy_there, key, stamp = arguments
+        asked = row_sharding.put_rows(PROMPTS, mesh=mesh)
+        expected = jax.device_get(
+            sample(policy_there, prompts=asked, key=key, version=stamp)
+        )
+        for each in (here, sampler):
+            assert each.hand_over(policy, version=version) == 0
+            drawn = each.draw(PROMPTS, key=KEY, version=version)
+            found = protocol.rollout_of(PROMPTS, drawn, version=version)
+            jax.tree.map(np.testing.assert_array_equal, found, expected)
+            for left, right in zip(*map(jax.tree.leaves, (found, expected)), strict=1):
+                assert left.dtype == right.dtype
+        seen.append(expected.tokens)
+        # Each version's file is gone once it was read.
+        (only,) = folder.iterdir()
+        assert not list(only.iterdir())
+    assert (seen[0] != seen[1]).any()
+
+
+def test_a_draw_of_another_version_is_refused(outside):
+    sampler, _ = outside
+    sampler.hand_over(params(0), version=2)
+    with pytest.raises(StopError, match=r"(?s)draw of version 2.* one of version 3"):
+        sampler.draw(PROMPTS, key=KEY, version=3)
+
+
+def test_other_parameters_than_were_written_are_told(outside, monkeypatch):
+    sampler, _ = outside
+    write = weight_files.write
+    monkeypatch.setattr(
+        weight_files, "write", lambda path, _: write(path, params(seed=3))
+    )
+    with pytest.raises(SelfCheckError, match=r"version 5 was written to .*, got"):
+        sampler.hand_over(params(0), version=5)
+
+
+def test_a_process_that_dies_or_hangs_is_told():
+    with process.ProcessSampler(RECIPE) as sampler:
+        sampler.hand_over(params(0), version=0)
+        sampler.timeout = 0.02  # too short to compile
+        with pytest.raises(StopError, match=r"took longer than 0.02 s; raise --samp"):
+            sampler.draw(PROMPTS, key=KEY, version=0)
+        sampler.timeout = 60.0
+        # Another process took its place, without parameters.
+        with pytest.raises(StopError, match="draw of version None"):
+            sampler.draw(PROMPTS, key=KEY, version=0)
+        (pid,) = list(sampler._pool._pool_manager.worker_manager.workers)
+        draws = threading.Timer(0.3, os.kill, (pid, signal.SIGKILL))
+        draws.start()
+
+        def until_it_dies():
+            for version in range(1000):
+                sampler.hand_over(params(0), version=version)
+
+        with pytest.raises(StopError, match=r"ended its process .*out of memory"):
+            until_it_dies()
+
+
+def test_parameters_as_a_file(tmp_path):
+    written = {"a": {"b": np.arange(6.0, dtype=np.float32).reshape(2, 3).T}, "c": KEY}
+    written["c"] = np.ones(2, jax.numpy.bfloat16)
+    weight_files.write(tmp_path / "one", written)
+    assert [file.name for file in tmp_path.iterdir()] == ["one"]
+    found = weight_files.read(tmp_path / "one")
+    jax.tree.map(np.testing.assert_array_equal, found, written)
+    assert found["c"].dtype == jax.numpy.bfloat16
+
+
+def test_folders_of_killed_processes_are_removed(tmp_path):
+    before = weight_files.HandOverFolder(tmp_path)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    left = before.path.name.replace(f"-{os.getpid()}-", f"-{ended.pid}-")
+    (tmp_path / left / "version-3").mkdir(parents=True)
+    (tmp_path / f"{weight_files.PREFIX}elsewhere-{ended.pid}-x").mkdir()
+    after = weight_files.HandOverFolder(tmp_path)
+    kept = {path.name for path in tmp_path.iterdir()}
+    elsewhere = f"{weight_files.PREFIX}elsewhere-{ended.pid}-x"
+    assert kept == {before.path.name, after.path.name, elsewhere}
+
+
+def test_a_folder_that_cannot_be(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="--sampler-weights: expected a folder"):
+        weight_files.HandOverFolder(tmp_path / "file" / "below")
+
+
+def test_an_entropy_that_a_sampler_lacks_is_estimated():
+    logprobs = np.array([[-1.0, -2.0, -9.0]] * 4, np.float32)
+    drawn = protocol.Drawn(
+        np.full((4, 3), 5), logprobs, lengths=np.array([2, 2, 1, 3], np.int32)
+    )
+    found = protocol.rollout_of(PROMPTS, drawn, version=None)
+    assert found.version is None
+    np.testing.assert_array_equal(found.entropy[0], [0, 0, 0, 1, 2, 0])
+    np.testing.assert_array_equal(found.old_logprobs[2], [0, 0, 0, -1, 0, 0])
+    np.testing.assert_array_equal(found.mask[0], [0, 1, 1, 1, 1, 0])
+    np.testing.assert_array_equal(found.response_mask.sum(axis=1), [2, 2, 1, 3])

@@ -1,0 +1,89 @@
+"""A server that responds with the same tokens to every prompt, and can be spoilt.
+
+It is for tests of errors: real servers are in `studies.outside_sampler`.
+"""
+
+import contextlib
+import http.server
+import json
+import threading
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from rlhf_jax import hf
+from rlhf_jax.roles import policy
+
+
+class Toy:
+    """Responds with the tokens 5, 6, 7, and their log-probs; `change` spoils it."""
+
+    def __init__(self):
+        self.params, self.model = None, None
+        self.asked, self.loads = [], []
+        self.change = lambda path, answer: answer
+        self.keeps_weights = False
+        self._logprobs = jax.jit(policy.logprobs, static_argnames=("model",))
+
+    def answer(self, path, body):
+        if path == "/v1/models":
+            return {"data": [{"id": "toy", "max_model_len": 16}]}
+        if path == "/collective_rpc":
+            self.load(body["kwargs"]["weights_path"])
+            return {"results": [None]}
+        if path == "/reset_prefix_cache":
+            return {"success": True}
+        self.asked.append(body)
+        drawn = [5, 6, 7][: body["max_tokens"]]
+        tokens = np.array([[0] * 12 + body["prompt"] + drawn])[:, -16:]
+        mask = np.arange(16) >= 16 - len(body["prompt"]) - len(drawn)
+        logprobs = self._logprobs(
+            self.params, model=self.model, tokens=tokens, mask=mask[None]
+        )
+        choice = {
+            "token_ids": drawn,
+            "logprobs": {"token_logprobs": logprobs[0, -len(drawn) :].tolist()},
+            "prompt_token_ids": body["prompt"],
+        }
+        return {"choices": [choice]}
+
+    def load(self, path):
+        files = sorted(file.name for file in Path(path).iterdir())
+        self.loads.append((Path(path).name, files))
+        if not self.keeps_weights or self.params is None:
+            self.model, self.params = hf.load(path)
+
+
+@contextlib.contextmanager
+def serving(toy):
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self, body=None):
+            answer = toy.change(self.path, toy.answer(self.path, body))
+            if answer is None:
+                self.connection.close()
+                return
+            status, answer = answer if isinstance(answer, tuple) else (200, answer)
+            data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def do_POST(self):
+            size = int(self.headers["Content-Length"])
+            self.do_GET(json.loads(self.rfile.read(size)))
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("localhost", 0), Handler)
+    server.handle_error = lambda *_: None
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    try:
+        yield f"http://localhost:{server.server_port}/v1"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

@@ -1,0 +1,166 @@
+"""`rlhf-jax evaluate --environment`: its figures, its resume, and what is refused."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import toy_files
+
+from rlhf_jax.environments.protocol import Started, Turn
+from rlhf_jax.environments.single_turn import SingleTurn
+from rlhf_jax.roles.rewards.verifiers import Matches
+from rlhf_jax.runs import metrics
+from rlhf_jax.train.evaluate import command
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+WORDS = ["go", "left", "right", "key", "door", "hall", "?"]
+says_key = Matches(r"\b(key|left)\b")
+
+
+def one_turn():
+    return SingleTurn(says_key)
+
+
+class Hall:
+    """A turn of one or two words ends it; it raises where the second goes left."""
+
+    def reset(self, row):
+        return Started(row["prompt"], 0)
+
+    def step(self, turn, response):
+        said = response.split()
+        if "left" in said and turn:
+            raise KeyError("left")
+        done = len(said) in (1, 2)
+        return Turn("door hall", 0.5 * ("key" in said), done, turn + 1)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    for name, seed in (("policy", 0), ("reference", 3)):
+        toy_files.checkpoint(folder / name, words=WORDS, seed=seed)
+    texts = ("left", "right go", "go", "hall door key key hall", "key")
+    toy_files.jsonl(folder / "rows.jsonl", *({"prompt": text} for text in texts))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(__file__.rpartition("/")[0])
+        yield folder
+
+
+def play(files, out, *options):
+    command(
+        [
+            *(f"--model={files}/policy", f"--reference={files}/reference"),
+            *(f"--prompts={files}/rows.jsonl", "--max-new-tokens=11"),
+            *("--num-samples=3", "--batch-size=2", "--snapshot-every=1"),
+            *("--num-workers=2", "--no-progress", f"--out={out}", *options),
+        ]
+    )
+    return json.loads((out / "results.json").read_text())
+
+
+HALL = (
+    *("--environment=test_evaluate_environment:Hall", "--max-turn-tokens=3"),
+    *("--max-turns=2", "--observation-chunk=2", "--overlong=drop"),
+)
+
+
+@pytest.fixture(scope="module")
+def whole(files, tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole") / "run"
+    return out, play(files, out, *HALL, "--max-new-tokens=12")
+
+
+def test_the_figures_are_those_of_the_episodes(whole):
+    out, results = whole
+    rows = metrics.read(out / "samples.jsonl")
+    assert results["dropped"] == 1  # the fourth has no room
+    assert {row["row"] for row in rows} == {0, 1, 2, 4}
+    ways = [(m, d) for m in ("policy", "reference") for d in ("sampled", "greedy")]
+    for model, decoding in ways:
+        of = [
+            row for row in rows if (row["model"], row["decoding"]) == (model, decoding)
+        ]
+        assert len(of) == 4 * (3 if decoding == "sampled" else 1)
+        told = results[model][decoding]
+        for name, number in {
+            "score": lambda row: row["score"],
+            "pass@1": lambda row: row["score"] == 1,
+            "best@1": lambda row: row["score"],
+            "failed": lambda row: row["failed"],
+            "turns": lambda row: row["turns"],
+            "observed": lambda row: row["observed"],
+            **{
+                end: lambda row, end=end: row["end"] == end
+                for end in ("by_environment", "truncated", "out_of_turns")
+            },
+        }.items():
+            mean = np.mean([number(row) for row in of])
+            assert told[name]["mean"] == pytest.approx(mean, abs=1e-12), name
+    sampled = [row for row in rows if row["decoding"] == "sampled"]
+    # Every way of ending is there, and what was read is no part of what was said.
+    assert {row["end"] for row in sampled} >= {"by_environment", "truncated"}
+    assert max(row["turns"] for row in sampled) == 2
+    for row in sampled:
+        assert row["observed"] == 2 * (row["turns"] - 1)
+        assert row["response"].count("⟦door hall⟧") == row["turns"] - 1
+        assert row["failed"] == (row["end"] == "failed")
+        assert row["length"] + row["observed"] <= 12
+    for row in sampled:
+        if row["model"] == "policy":  # of two passes, and of the sampler and one
+            assert row["k1"] == pytest.approx(
+                row["logprob"] - row["ref_logprob"], abs=1e-4
+            )
+            assert row["kl"] > 0
+    assert results["policy"]["sampled"]["score"]["low"] is not None
+
+
+def test_it_goes_on_to_the_same_results(files, whole, tmp_path):
+    out, _ = whole
+    run = tmp_path / "run"
+    shutil.copytree(out, run)
+    shutil.rmtree(run / "snapshots" / "evaluate" / "2")
+    play(files, run, *HALL, "--max-new-tokens=12", "--resume")
+    for name in ("results.json", "samples.jsonl", "metrics.jsonl"):
+        assert (run / name).read_bytes() == (out / name).read_bytes()
+
+
+@pytest.mark.slow
+def test_one_turn_is_a_verifier(files, tmp_path):
+    own = "test_evaluate_environment"
+    found = play(files, tmp_path / "turn", f"--environment={own}:one_turn")
+    expected = play(files, tmp_path / "verifier", f"--verifier={own}:says_key")
+    for model in ("policy", "reference"):
+        greedy = found[model]["greedy"]
+        for name, figure in expected[model]["greedy"].items():
+            assert greedy[name] == figure
+    said, wanted = (
+        [
+            (row["model"], row["row"], row["response"], row["score"])
+            for row in metrics.read(tmp_path / name / "samples.jsonl")
+            if row["decoding"] == "greedy"
+        ]
+        for name in ("turn", "verifier")
+    )
+    assert said == wanted
+    assert len({response for *_, response, _ in said}) > 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--verifier=exact"], "--verifier exact: expected none with --environment"),
+        (["--reward=m:f"], "--reward m:f: expected none with --environment"),
+        (["--template=a {question}"], "--template: expected none with --environment"),
+        (["--episodes-timeout=3"], "figures would depend on the clock, got 3"),
+        (["--max-turn-tokens=99"], "expected at most the 11 tokens of"),
+    ],
+)
+def test_what_an_evaluation_of_episodes_refuses(
+    files, tmp_path, capsys, options, message
+):
+    with pytest.raises(SystemExit):
+        play(files, tmp_path / "run", *HALL, *options)
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "run").exists()

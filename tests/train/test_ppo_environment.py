@@ -1,0 +1,191 @@
+"""`rlhf-jax ppo --environment`: beside a loop by hand, resumed, ahead; refusals."""
+
+import contextlib
+import functools
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import toy_files
+
+from rlhf_jax import hf, masked, ppo
+from rlhf_jax.checkpoints import pretrained
+from rlhf_jax.data import batches
+from rlhf_jax.environments.protocol import Started, Turn
+from rlhf_jax.runs import command_line, metrics
+from rlhf_jax.train.ppo import Config, command
+from rlhf_jax.train.ppo.models import make_models
+from rlhf_jax.train.ppo.prompts import begin_episodes
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+WORDS = ["go", "left", "right", "key", "door", "hall"]
+STEPS = 3
+
+
+class Hall:
+    """Three turns, each worth something."""
+
+    def reset(self, row):
+        return Started(row["start"], (row["start"], 0))
+
+    def step(self, state, response):
+        start, turn = state
+        reward = 0.25 * len(response.split()) + 0.5 * (start in response)
+        return Turn("door hall", reward, turn == 2, (start, turn + 1))
+
+
+class Late(Hall):
+    """No turn is answered in time."""
+
+    def step(self, state, response):
+        raise TimeoutError
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(__file__.rpartition("/")[0])
+    toy_files.checkpoint(tmp_path / "model", words=WORDS)
+    rows = [{"start": word} for word in ("left", "right", "go", "hall")]
+    toy_files.jsonl(tmp_path / "rows.jsonl", *rows)
+    return tmp_path
+
+
+def words_of(files, out, *options):
+    return [
+        *("--environment=test_ppo_environment:Hall", f"--model={files}/model"),
+        *(f"--prompts={files}/rows.jsonl", "--max-new-tokens=14"),
+        *("--max-turn-tokens=4", "--max-turns=3", "--observation-chunk=3"),
+        *("--batch-size=8", f"--num-steps={STEPS}", "--num-minibatches=2"),
+        *("--policy-learning-rate=1e-2", "--critic-learning-rate=1e-2"),
+        *("--kl-coef=0.1", "--gamma=0.9", "--sample-every=1", "--snapshot-every=1"),
+        *("--keep-snapshots=4", "--num-workers=2", "--no-progress"),
+        f"--out={files / out}",
+        *options,
+    ]
+
+
+def train(files, out, *options):
+    command(words_of(files, out, *options))
+    return files / out
+
+
+def by_hand(files):
+    """Episodes and `ppo.learn`, a step after the other."""
+    options = command_line.parse(
+        Config, description="", argv=words_of(files, "hand"), presets={}
+    )
+    start = pretrained.load(options.model)
+    models = make_models(options, start)
+    with contextlib.ExitStack() as stack:
+        begun, draw = begin_episodes(options, models, policy=start, stack=stack)
+        prompts = batches.prompt_batches(
+            begun.prompts, batch_size=8, seed=0, pad_id=start.pad_id
+        )
+        learn = jax.jit(functools.partial(ppo.learn, recipe=models.algorithm))
+        state, found = models.train, []
+        for step in range(STEPS):
+            key = jax.random.fold_in(jax.random.key(0), step)
+            rollout, scores = draw(
+                state.policy, prompts=prompts[step], key=key, version=state.step
+            )
+            state, stats, scored = learn(
+                state,
+                rollout=rollout,
+                scores=scores,
+                reference=models.reference,
+                key=key,
+            )
+            found.append((masked.mean_stats(stats), scored))
+    return found, state
+
+
+def test_a_run_is_a_loop_of_episodes_and_learn(files):
+    run = train(files, "run")
+    found, state = by_hand(files)
+    rows = metrics.read(run / "metrics.jsonl")
+    assert len(rows) == STEPS
+    for row, (stats, _) in zip(rows, found, strict=True):
+        assert {"value/explained_variance", "objective/kl", "reward/turns"} <= set(row)
+        for name, value in stats.items():
+            assert row[name] == pytest.approx(float(value), rel=1e-5, abs=1e-6), name
+        assert row["policy/sampler_mismatch"] < 1e-5
+    # Rewards before the last turn stand at their turns, and reach the run.
+    of_turns = np.concatenate([np.asarray(each.turn_rewards) for _, each in found])
+    assert (of_turns > 0).any()
+    assert max(row["response/observed"] for row in rows) > 0
+    _, params = hf.load(run / "model")
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), params, state.policy
+    )
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["score_last"] == rows[-1]["objective/scores"]
+    assert summary["turns_last"] == rows[-1]["response/turns"] > 1
+    assert summary["kl_last"] == rows[-1]["objective/kl"]
+    samples = metrics.read(run / "samples.jsonl")
+    first = np.asarray(found[0][1].scores[: len(samples) // STEPS])
+    np.testing.assert_allclose(
+        [row["score"] for row in samples if row["step"] == 0], first
+    )
+    assert any("⟦door hall⟧" in row["response"] for row in samples)
+    # And to the bit where it was killed.
+    before = (run / "metrics.jsonl").read_bytes()
+    shutil.rmtree(run / "snapshots" / "ppo" / str(STEPS))
+    train(files, "run", "--resume")
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--max-staleness=2",),
+        ("--lora.rank=2", "--max-staleness=1"),
+        ("--lora.rank=2", "--reference-storage.dtype=int8"),
+        ("--shared-trunk", "--packing=auto"),
+        ("--value-after-stop", "--continuous-batching=4"),
+    ],
+    ids=" ".join,
+)
+def test_runs_resume_to_the_bit(files, options):
+    run, names = train(files, "run", *options), ("metrics.jsonl", "samples.jsonl")
+    before = [(run / name).read_bytes() for name in names]
+    rows = metrics.read(run / "metrics.jsonl")
+    assert abs(rows[0]["objective/kl"]) < 1e-4
+    assert rows[-1]["objective/kl"] != 0
+    for step in range(2, STEPS + 1):
+        shutil.rmtree(run / "snapshots" / "ppo" / str(step))
+    train(files, "run", *options, "--resume")
+    assert [(run / name).read_bytes() for name in names] == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--reward=m:f"], "--reward m:f: expected none with --environment"),
+        (["--reward-model=m"], "--reward-model m: expected none with --environment"),
+        (["--buckets=4"], "--buckets: expected none with --environment"),
+        (["--prompt-field=start"], "--prompt-field: expected none with --environment"),
+        (["--fixed-length"], "--fixed-length: expected none with --environment"),
+        (["--critic-from=reward_model"], "to start from, got an environment"),
+        (
+            ["--environment=test_ppo_environment:Late"],
+            "expected an answer to some response",
+        ),
+    ],
+)
+def test_what_is_refused_beside_an_environment(files, capsys, options, message):
+    with pytest.raises(SystemExit):
+        train(files, "run", *options)
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not (files / "run").exists()
+
+
+def test_options_of_an_environment_without_one(files, capsys):
+    base = ["--model=m", "--prompts=p", "--reward=m:f", "--out=o"]
+    for option in ("--num-workers=2", "--chat", "--timeout=3", "--max-turns=3"):
+        with pytest.raises(SystemExit):
+            command([*base, option])
+        name = option.partition("=")[0]
+        assert f"{name}: expected --environment with it" in capsys.readouterr().err
