@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import statistics
 
 import places
 import pytest
@@ -141,3 +142,64 @@ def test_curves_have_a_line_for_each_run(tmp_path):
     legend = figures.draw(runs).axes[0].get_legend()
     assert legend is not None
     assert [text.get_text() for text in legend.get_texts()] == ["β = 0", "β = 0.1"]
+
+
+def recorded(*names):
+    return json.loads(places.RECORDED.joinpath("turns", *names).read_text())
+
+
+def mean_and_range(values):
+    values = [*values]
+    mean, least, most = statistics.mean(values), min(values), max(values)
+    return f"{mean:.2f} ({least:.2f} to {most:.2f})"
+
+
+@pytest.mark.parametrize("name", ["calculator", "guessing"])
+def test_the_table_is_what_was_recorded(name):
+    text = (places.EXPERIMENTS / "README.md").read_text(encoding="utf-8")
+    [_, after] = text.split(f"| {name}: success |")
+    told = [
+        [cell.strip() for cell in line.split("|")[-4:-1]]
+        for line in after.splitlines()[:4]
+    ]
+    found, greedy = recorded(name, "figures.json"), recorded("record.json")
+    columns = [found["before"], found["after"]["0"], found["after"]["0.1"]]
+    expected = [
+        [mean_and_range(seed[key] for seed in of.values()) for of in columns]
+        for key in ("success", "turns", "kl")
+    ]
+    expected[2][0] = "0"
+    of_betas = greedy["greedy_score"][name]
+    assert of_betas["0"]["before"] == of_betas["0.1"]["before"]
+    expected.append(
+        [
+            mean_and_range(of.values())
+            for of in (
+                of_betas["0"]["before"],
+                of_betas["0"]["after"],
+                of_betas["0.1"]["after"],
+            )
+        ]
+    )
+    assert told == expected
+
+
+@pytest.mark.parametrize("name", ["calculator", "guessing"])
+def test_what_is_claimed_holds_in_what_was_recorded(name):
+    found = recorded(name, "figures.json")
+    again = figures.summarise({key: found[key] for key in ("before", "after")})
+    rises = again["rise_of_success"]
+    for kl_coef, rise in found["rise_of_success"].items():
+        assert rises[kl_coef]["mean"] == pytest.approx(rise["mean"])
+        assert rises[kl_coef]["interval"] == pytest.approx(rise["interval"])
+    for kl_coef, after in found["after"].items():
+        assert rises[kl_coef]["least"] > 0.28
+        assert rises[kl_coef]["interval"][0] > 0.2
+        assert set(after) == set(found["before"]) == {"0", "1", "2"}
+    for seed, held in found["after"]["0.1"].items():
+        assert held["kl"] < found["after"]["0"][seed]["kl"]
+    assert {one["answer"] for one in recorded(name, "claims.json").values()} == {"yes"}
+    if name == "guessing":
+        for after in found["after"].values():
+            for seed, policy in after.items():
+                assert policy["turns"] < found["before"][seed]["turns"] - 0.4

@@ -201,7 +201,9 @@ def tell(figures: Mapping[str, Any]) -> None:
 
 
 def _range(values: Sequence[float]) -> str:
-    return f"{np.mean(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+    shown = [float(np.mean(values)), min(values), max(values)]
+    mean, least, most = (round(each, 2) + 0.0 for each in shown)  # no -0.00
+    return f"{mean:.2f} ({least:.2f} to {most:.2f})"
 
 
 def draw(runs: Sequence[Finished]) -> Figure:
