@@ -31,6 +31,11 @@ from rlhf_jax.train.start import StartConfig
 
 Array = jax.Array
 Params = Any
+# Options of our decoder, which neither episodes nor samplers outside read.
+OF_DECODER = (
+    *("sampler_storage", "sampler_cache", "sampler_cache_pages", "sampler_page_size"),
+    "prefill_chunk",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

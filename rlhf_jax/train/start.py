@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 from jax.sharding import Mesh
 
@@ -29,6 +29,19 @@ class StartConfig(run_config.RunConfig):
     attention: Attention = "auto"
     """What computes attention over whole sequences; auto takes the flash attention of
     the backend for long rows, and says so at the start."""
+
+    def changed(self, *names: str) -> dict[str, Any]:
+        """{"--name": value} of the options that were set to something else.
+
+        Args:
+          names: of fields with a default.
+        """
+        defaults = {each.name: each.default for each in dataclasses.fields(self)}
+        return {
+            f"--{name.replace('_', '-')}": value
+            for name in names
+            if (value := vars(self)[name]) != defaults[name]
+        }
 
 
 def load_start(path_or_repo_id: str, *, options: StartConfig, mesh: Mesh) -> Pretrained:

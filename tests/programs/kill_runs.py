@@ -6,7 +6,7 @@ Every kind of run in `kill_kinds` is played once without a kill. Then it is star
 --resume, killed, and started again, until it has been killed its share of times and is
 left to end. What lies in its folder must then be the same bytes as in the other: no
 refusal to go on, no bit lost, no stray file. Prints a line for each kill and exits with
-status 1 at the first difference. `test_kill.py` has a few kills for every test run.
+status 1 at the first difference. `test_ahead_runs.py` has a few kills of some kinds.
 """
 
 from __future__ import annotations

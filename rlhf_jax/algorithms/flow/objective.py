@@ -34,9 +34,7 @@ def objective_stats(scored: Scored, *, kl_coef: Array, ended: Array) -> masked.S
         counted = mask.any(axis=1).astype(jnp.float32)
 
     def per_response(values: Array) -> tuple[Array, Array]:
-        if scored.turn_rewards is not None:
-            values = jnp.where(counted > 0, values, 0.0)
-        return values.sum(), counted.sum()
+        return jnp.where(counted > 0, values, 0.0).sum(), counted.sum()
 
     def per_token(values: Array) -> tuple[Array, Array]:
         return masked.masked_sum(values, mask=mask), mask.sum(dtype=jnp.float32)

@@ -17,10 +17,6 @@ from rlhf_jax.train.start import StartConfig
 
 NAMES = "calculator, guessing, programming, rooms"
 TIMEOUT = 10.0  # seconds
-# Options of a sampler that episodes do not have.
-OF_ONE_TURN = (
-    *("sampler_storage", "sampler_cache", "sampler_cache_pages", "prefill_chunk"),
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,35 +60,22 @@ class EnvironmentConfig(StartConfig):
             with their values, where they were set.
           alone: nothing but an environment reads the options of its processes.
         """
-        own: dict[str, Any] = {
-            "max_turns": self.max_turns,
-            "max_turn_tokens": self.max_turn_tokens,
-            "observation_chunk": self.observation_chunk,
-            "episodes_timeout": self.episodes_timeout,
-        }
+        own = ["max_turns", "max_turn_tokens", "observation_chunk", "episodes_timeout"]
         if alone:
-            own |= {
-                "chat": self.chat,
-                "num_workers": self.num_workers,
-                "timeout": self.timeout,
-                "on_failure": self.on_failure,
-            }
+            own += ["chat", "num_workers", "timeout", "on_failure"]
         if self.environment is None:
-            defaults = {each.name: each.default for each in dataclasses.fields(self)}
-            for name, value in own.items():
-                if value != defaults[name]:
-                    flag = name.replace("_", "-")
-                    raise InputError(
-                        f"--{flag}: expected --environment with it, got {value} "
-                        f"without; give both, or leave it out"
-                    )
+            for flag, value in self.changed(*own).items():
+                raise InputError(
+                    f"{flag}: expected --environment with it, got {value} without; "
+                    f"give both, or leave it out"
+                )
             return
         checks.positive(
             max_turns=self.max_turns, observation_chunk=self.observation_chunk
         )
         for name in ("max_turn_tokens", "episodes_timeout"):
-            if own[name] is not None:
-                checks.positive(**{name: own[name]})
+            if (number := vars(self)[name]) is not None:
+                checks.positive(**{name: number})
         if self.max_turn_tokens is not None and self.max_turn_tokens > max_new_tokens:
             raise InputError(
                 f"--max-turn-tokens: expected at most the {max_new_tokens} tokens of "
@@ -104,19 +87,6 @@ class EnvironmentConfig(StartConfig):
                 f"{flag}: expected none with --environment {self.environment}, "
                 f"which does not read it, got {value}; leave one of them out"
             )
-
-    def changed(self, *names: str) -> dict[str, Any]:
-        """{"--name": value} of the options that were set to something else.
-
-        Args:
-          names: of fields with a default.
-        """
-        defaults = {each.name: each.default for each in dataclasses.fields(self)}
-        return {
-            f"--{name.replace('_', '-')}": value
-            for name in names
-            if (value := vars(self)[name]) != defaults[name]
-        }
 
 
 def make_environment(name: str) -> Environment:

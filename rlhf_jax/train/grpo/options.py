@@ -21,13 +21,13 @@ from rlhf_jax.devices.placement import SamplerPlacement
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.roles.reference.frozen import Frozen
-from rlhf_jax.train.environment.options import OF_ONE_TURN, EnvironmentConfig
+from rlhf_jax.train.environment.options import EnvironmentConfig
 from rlhf_jax.train.outside import samplers
 from rlhf_jax.train.outside.options import OutsideConfig
 from rlhf_jax.train.packed_rollouts import PackedConfig
 from rlhf_jax.train.references import ReferencesConfig, refuse_unused
 from rlhf_jax.train.rollouts.options import StalenessConfig
-from rlhf_jax.train.sampler import Sampler
+from rlhf_jax.train.sampler import OF_DECODER, Sampler
 
 RECIPE = GroupRecipe(temperature=1.0)
 KL_COEF = 0.01  # with a reference, unless another is asked for
@@ -163,7 +163,7 @@ class VerifiedConfig(
     def _replaced(self) -> dict[str, Any]:
         """What an environment takes the place of, or cannot use, where it was set."""
         names = ("verifier", "question_field", "answer_field", "template", "unmarked")
-        changed = self.changed(*names, *OF_ONE_TURN)
+        changed = self.changed(*names, *OF_DECODER)
         if self.placement.sampler.apart:
             changed["--placement.sampler"] = self.placement.sampler
         if self.redraws:

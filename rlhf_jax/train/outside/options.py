@@ -13,14 +13,9 @@ from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
 from rlhf_jax.devices.placement import SamplerPlacement
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.train.sampler import SamplerConfig
+from rlhf_jax.train.sampler import OF_DECODER, SamplerConfig
 
 TIMEOUT = 600.0
-# What our decoder on the trainer's devices alone reads.
-OF_DECODER = (
-    *("sampler_storage", "sampler_cache", "sampler_cache_pages", "sampler_page_size"),
-    "prefill_chunk",
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,20 +72,17 @@ class OutsideConfig(SamplerConfig):
         checks.positive(sampler_timeout=self.sampler_timeout)
         if self.sampler_check_tolerance is not None:
             checks.positive(sampler_check_tolerance=self.sampler_check_tolerance)
-        defaults = {each.name: each.default for each in dataclasses.fields(self)}
         unread = ["sampler_model", "sampler_check_tolerance"] * (not self.served)
         unread += ["sampler_weights", "sampler_timeout"] * (not self.samples_outside)
-        for name in unread:
-            if vars(self)[name] != defaults[name]:
-                raise InputError(
-                    f"--{name.replace('_', '-')}: expected --sampler with "
-                    f"{'a server' if self.samples_outside else 'process or a server'}, "
-                    f"got --sampler {self.sampler}, which does not read it; leave it "
-                    f"out"
-                )
+        needed = "a server" if self.samples_outside else "process or a server"
+        for flag in self.changed(*unread):
+            raise InputError(
+                f"{flag}: expected --sampler with {needed}, got --sampler "
+                f"{self.sampler}, which does not read it; leave it out"
+            )
         if not self.samples_outside:
             return
-        self._refuse({f"--{n.replace('_', '-')}": _set(self, n) for n in OF_DECODER})
+        self._refuse(self.changed(*OF_DECODER))
         self._refuse(
             {
                 "--environment": environment,
@@ -136,10 +128,3 @@ def refuse_devices(sampler: str, *, devices: int) -> None:
         f"--sampler {sampler}: expected a trainer of one process and one device, got "
         f"{got}; leave out --coordinator and --placement.policy, or --sampler"
     )
-
-
-def _set(options: OutsideConfig, name: str) -> Any:
-    """The value of an option where it was set, else None."""
-    default = next(f.default for f in dataclasses.fields(options) if f.name == name)
-    value = vars(options)[name]
-    return None if value == default else value

@@ -21,11 +21,12 @@ from rlhf_jax.roles.reference import lifecycle
 from rlhf_jax.roles.reference.lifecycle import Lifecycle
 from rlhf_jax.runs import alarms
 from rlhf_jax.runs.alarms import Limits
-from rlhf_jax.train.environment.options import OF_ONE_TURN, EnvironmentConfig
+from rlhf_jax.train.environment.options import EnvironmentConfig
 from rlhf_jax.train.packed_rollouts import PackedConfig
 from rlhf_jax.train.references import ReferencesConfig, refuse_unused
 from rlhf_jax.train.reward_options import RewardModelConfig
 from rlhf_jax.train.rollouts.options import StalenessConfig
+from rlhf_jax.train.sampler import OF_DECODER
 
 RECIPE = Recipe(num_minibatches=4)
 
@@ -307,7 +308,7 @@ class Config(
                     f"episode; leave one of them out"
                 )
         names = ("prompt_field", "buckets", "sample_reference", "num_alternatives")
-        replaced = self.changed(*names, *OF_ONE_TURN)
+        replaced = self.changed(*names, *OF_DECODER)
         if self.placement.sampler.apart:
             replaced["--placement.sampler"] = self.placement.sampler
         if self.ppo.fixed_length:
