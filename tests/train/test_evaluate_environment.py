@@ -26,14 +26,30 @@ class Hall:
     """A turn of one or two words ends it; it raises where the second goes left."""
 
     def reset(self, row):
-        return Started(row["prompt"], 0)
+        return Started(row["prompt"], (row["prompt"].split()[0], 0))
 
-    def step(self, turn, response):
-        said = response.split()
+    def step(self, state, response):
+        (start, turn), said = state, response.split()
         if "left" in said and turn:
             raise KeyError("left")
         done = len(said) in (1, 2)
-        return Turn("door hall", 0.5 * ("key" in said), done, turn + 1)
+        reward = 0.5 * ("key" in said) + 0.25 * (start in said)
+        return Turn("door hall", reward, done, (start, turn + 1))
+
+
+def replayed(row):
+    """Score, turns and end of an episode, from its text and the environment alone."""
+    state, score = Hall().reset(row).state, 0.0
+    said = row["response"].split("⟦door hall⟧")
+    for number, response in enumerate(said):
+        try:
+            _, reward, done, state = Hall().step(state, response)
+        except KeyError:
+            return score, number + 1, "failed"
+        score += reward
+    stopped = row["ended"]
+    early = "truncated" if not stopped else "out_of_turns"
+    return score, len(said), "by_environment" if done and stopped else early
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +79,7 @@ def play(files, out, *options):
 HALL = (
     *("--environment=test_evaluate_environment:Hall", "--max-turn-tokens=3"),
     *("--max-turns=2", "--observation-chunk=2", "--overlong=drop"),
+    "--num-samples=16",
 )
 
 
@@ -82,7 +99,7 @@ def test_the_figures_are_those_of_the_episodes(whole):
         of = [
             row for row in rows if (row["model"], row["decoding"]) == (model, decoding)
         ]
-        assert len(of) == 4 * (3 if decoding == "sampled" else 1)
+        assert len(of) == 4 * (16 if decoding == "sampled" else 1)
         told = results[model][decoding]
         for name, number in {
             "score": lambda row: row["score"],
@@ -100,7 +117,10 @@ def test_the_figures_are_those_of_the_episodes(whole):
             assert told[name]["mean"] == pytest.approx(mean, abs=1e-12), name
     sampled = [row for row in rows if row["decoding"] == "sampled"]
     # Every way of ending is there, and what was read is no part of what was said.
-    assert {row["end"] for row in sampled} >= {"by_environment", "truncated"}
+    ends = {"by_environment", "truncated", "out_of_turns", "failed"}
+    assert {row["end"] for row in sampled} == ends
+    for row in rows:
+        assert (row["score"], row["turns"], row["end"]) == replayed(row)
     assert max(row["turns"] for row in sampled) == 2
     for row in sampled:
         assert row["observed"] == 2 * (row["turns"] - 1)
