@@ -14,7 +14,7 @@ import concurrent.futures
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -23,9 +23,10 @@ from rlhf_jax.algorithms.batch import Prompts
 from rlhf_jax.data.turns import TurnEncoder
 from rlhf_jax.environments import finished
 from rlhf_jax.environments.answers import Answer
+from rlhf_jax.environments.device import Device
 from rlhf_jax.environments.finished import Finished
 from rlhf_jax.environments.pool import EnvironmentPool
-from rlhf_jax.models.generation.episodes import Arrivals, Episodes
+from rlhf_jax.models.generation.episode_places import Arrivals, Episodes
 
 Array = jax.Array
 HostArray = Any
@@ -40,37 +41,6 @@ class Limits(NamedTuple):
     turn_tokens: int  # of a turn; one without a stop token by then is the last
     turns: int
     seconds: float | None = None  # of all episodes of a rollout; None waits for them
-
-
-class Device(Protocol):
-    """What runs the policy: compiled programs and the places that they keep."""
-
-    @property
-    def places(self) -> int:
-        """C."""
-        ...
-
-    @property
-    def arriving(self) -> int:
-        """A, places that read at a time."""
-        ...
-
-    @property
-    def chunk(self) -> int:
-        """N, columns that they read at a time."""
-        ...
-
-    def read(self, arrivals: Arrivals) -> None:
-        """Runs prompts and observations."""
-        ...
-
-    def copy(self, *, source: HostArray, place: HostArray, keys: Array) -> None:
-        """Has what A places have read of a prompt in others, too; C is nowhere."""
-        ...
-
-    def advance(self, *, until: int, steps: int) -> Episodes:
-        """Draws on, and returns what stands in the places, on the host, cacheless."""
-        ...
 
 
 @dataclasses.dataclass

@@ -18,8 +18,8 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import cached_decoder
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.generation import decode as decoding
-from rlhf_jax.models.generation import episodes
-from rlhf_jax.models.generation.episodes import Arrivals, Episodes
+from rlhf_jax.models.generation import episode_places, episodes
+from rlhf_jax.models.generation.episode_places import Arrivals, Episodes
 from rlhf_jax.models.generation.sampling import Shaping
 from rlhf_jax.models.lora import LoRA
 from rlhf_jax.roles import adapted
@@ -124,7 +124,7 @@ class EpisodeSampler:
         self._pool, self._encoder, self._decode = pool, encoder, decode
         self._limits, self._stop_ids = limits, recipe.stop_ids
         self._empty = functools.partial(
-            episodes.empty, recipe.model, places=places, columns=size + chunk + 1
+            episode_places.empty, recipe.model, places=places, columns=size + chunk + 1
         )
         options: dict[str, Any] = {
             "model": recipe.model,
@@ -159,7 +159,7 @@ class EpisodeSampler:
         self._base = base
         self._weights_program = jax.jit(weights)
         self._read_program = jax.jit(read, donate_argnums=1)
-        self._copy_program = jax.jit(episodes.copied, donate_argnums=0)
+        self._copy_program = jax.jit(episode_places.copied, donate_argnums=0)
         self._advance_program = jax.jit(advance, donate_argnums=1)
         self._state: Episodes | None = None
         self._weights: Weights | None = None

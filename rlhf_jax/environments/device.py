@@ -1,0 +1,43 @@
+"""The device's part of a rollout of episodes, as the host's loop calls it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import jax
+
+from rlhf_jax.models.generation.episode_places import Arrivals, Episodes
+
+Array = jax.Array
+HostArray = Any
+
+
+class Device(Protocol):
+    """What runs the policy: compiled programs and the places that they keep."""
+
+    @property
+    def places(self) -> int:
+        """C."""
+        ...
+
+    @property
+    def arriving(self) -> int:
+        """A, places that read at a time."""
+        ...
+
+    @property
+    def chunk(self) -> int:
+        """N, columns that they read at a time."""
+        ...
+
+    def read(self, arrivals: Arrivals) -> None:
+        """Runs prompts and observations."""
+        ...
+
+    def copy(self, *, source: HostArray, place: HostArray, keys: Array) -> None:
+        """Has what A places have read of a prompt in others, too; C is nowhere."""
+        ...
+
+    def advance(self, *, until: int, steps: int) -> Episodes:
+        """Draws on, and returns what stands in the places, on the host, cacheless."""
+        ...
