@@ -97,6 +97,7 @@ class Play:
 
         Raises:
           StopError: the environment failed, and the pool is to stop then.
+          InputError: the chat template does not take an observation.
         """
         began, seconds = time.monotonic(), self.limits.seconds
         waiting = list(range(len(self.prompts.index)))[::-1]
@@ -111,6 +112,7 @@ class Play:
                 # All of it first: a step draws as many tokens as there are places.
                 while self._read():
                     pass
+                self._check_none_is_forgotten()
                 if any(each.drawing for each in self._live):
                     self._advance(steps)
                 elif self._live:
@@ -198,6 +200,17 @@ class Play:
                 place[at], episode.begins = episode.place, False
                 episode.reading, episode.first = episode.first.reading, None
             self.device.copy(source=source, place=place, keys=self.keys[of_row])
+
+    def _check_none_is_forgotten(self) -> None:
+        """RuntimeError if an episode would wait for ever: a mistake of this module."""
+        rows = [
+            each.row for each in self._live if not each.drawing and each.future is None
+        ]
+        if rows:
+            raise RuntimeError(
+                "expected every episode to draw or to wait for an answer once all have"
+                f" read, got rows {rows} that do neither; report this mistake"
+            )
 
     def _advance(self, steps: int) -> None:
         """Draws on, and hands the turns that ended to the pool."""
