@@ -1,5 +1,6 @@
 """Environments in processes: what they answer, and every way not to."""
 
+import os
 import pickle
 import signal
 import subprocess
@@ -182,6 +183,19 @@ def test_a_call_can_be_cancelled():
         futures = [pool.step(START, "hang") for _ in range(3)]
         assert [future.cancel() for future in futures] == [True] * 3
         assert pool.step(START, "a").result().observation == "1 a"
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_between_calls_stops_the_run():
+    with EnvironmentPool(toy_environment.Toy(), num_workers=1) as pool:
+        pid = int(pool.step(START, "pid").result().observation)
+        os.kill(pid, signal.SIGKILL)
+        why = r"do not work: BrokenProcessPool: .* memory, and resume the run"
+        with pytest.raises(StopError, match=why):  # it is not known yet
+            pool.step(START, "a").result()
+        why = r"do not work: RuntimeError: .* memory, and resume the run"
+        with pytest.raises(StopError, match=why):
+            pool.step(START, "a")
 
 
 LATE = """
