@@ -42,6 +42,15 @@ def test_states_go_from_turn_to_turn_as_bytes(pool):
     assert isinstance(two.state, bytes)
 
 
+def test_a_field_of_a_message_may_be_null(pool):
+    message = toy_environment.user("b")
+    (begun,) = pool.reset([{"prompt": [{**message, "tool_calls": None}]}])
+    assert begun.prompt == [message]
+    why = "returned None as the prompt, expected a text"
+    with pytest.raises(InputError, match=why):
+        pool.reset([{"prompt": [{"role": "user", "content": None}]}])
+
+
 def test_what_is_done_needs_no_state(pool):
     assert pool.step(START, "done 2").result() == Answer("", 2.0, True, b"")
 
