@@ -225,13 +225,13 @@ def test_a_snapshot_waits_no_longer_for_what_is_still_drawn(tmp_path, monkeypatc
     monkeypatch.setattr(deadline.os, "write", recorded(told))
     config = Config(out=tmp_path / "run", progress=False)
     with (
-        pytest.raises(command_line.Interrupted),
         run.Run(config, num_steps={"only": 8}, stop_timeout=0.05) as job,
         job.stage("only", {"ahead": jnp.zeros(9)}, meta={}) as stage,
     ):
         stage.state["ahead"] = ahead
         signal.raise_signal(signal.SIGTERM)
-        stage.end_step(0, {"score": (jnp.float32(0), jnp.float32(1))})
+        with pytest.raises(command_line.Interrupted):
+            stage.end_step(0, {"score": (jnp.float32(0), jnp.float32(1))})
     assert status == [128 + signal.SIGTERM]
     assert "its rollouts are not drawn; the snapshots before stay" in "".join(told)
 

@@ -119,9 +119,9 @@ def check_config(
                 f"  {name}: recorded {shown(before, name)}, given {shown(now, name)}"
                 for name in refused
             )
-            + f"\nonly {', '.join(sorted(MAY_CHANGE | {SAMPLER}))}, where it computes and how it "
-            f"saves may change; give the recorded values, or start a new run with "
-            f"another --out"
+            + f"\nonly {', '.join(sorted(MAY_CHANGE | {SAMPLER}))}, where it computes "
+            f"and how it saves may change; give the recorded values, or start a new "
+            f"run with another --out"
         )
     results = [name for name in FINISHED if (folder / name).exists()]
     if "num_steps" in names and results:
