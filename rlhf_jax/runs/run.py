@@ -267,7 +267,7 @@ class Stage:
 
     @contextlib.contextmanager
     def user_code(self) -> Iterator[None]:
-        """Around a reward or a judge, which may hang, before the step changes arrays.
+        """Around what may hang, as a reward or a judge, with a state that is whole.
 
         `stop_timeout` after a signal the state from before the step is saved and the
         process ends, with status 128 + the signal's number; a resume repeats the step.
@@ -320,7 +320,9 @@ class Stage:
             record.flush()
         divergence.check(record.latest, step=step, newest=self._snapshots.latest())
         if due:
-            self._save(done, self.state)
+            with self.user_code():  # rollouts that are still to come may hang, too
+                state = pending.settled(self.state)
+            self._save(done, state)
         if stop:
             self._run.interrupt.stop()
         self._begin_step(done)
@@ -329,7 +331,6 @@ class Stage:
         self._run.profiler.begin_step(self._name, step)
 
     def _save(self, done: int, state: PyTree) -> None:
-        state = pending.settled(state)
         meta = {**self._meta, proof.META: self._frozen.check(state)}
         # A copy, as the snapshot is written while the next steps run.
         meta[beginning.ROWS] = dict(self._run.record.rows)
@@ -350,7 +351,7 @@ class Stage:
         elif done:
             saved = f"saved as of step {done}"
             self._run.record.flush()
-            self._save(done, state)
+            self._save(done, pending.settled(state))
             self._snapshots.close()
         limit, config = self._run.deadline, self._run.config
         assert limit is not None  # as it calls this

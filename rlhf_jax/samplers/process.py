@@ -11,6 +11,7 @@ It draws what our decoder here draws, to the bit, on a machine of the same kind.
 from __future__ import annotations
 
 import signal
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, Self
 
@@ -121,6 +122,8 @@ class ProcessSampler:
             returned = future.result(timeout=self.timeout + STARTED)
         except Exception as error:
             ended = processes.ended(error, timeout=self.timeout)
+            if ended is None and isinstance(error, BrokenProcessPool):
+                ended = processes.Ended("was killed between two calls")
             if ended is None:
                 raise
             why, remedy = ended.why, "raise --sampler-timeout"
@@ -137,6 +140,7 @@ class ProcessSampler:
 
 
 def _remedy(error: Any) -> str:
-    if getattr(error, "exitcode", None) == -signal.SIGKILL:
+    killed = getattr(error, "exitcode", None) == -signal.SIGKILL
+    if killed or isinstance(error, BrokenProcessPool):
         return "it may be out of memory: lower --batch-size"
     return "read what it printed"

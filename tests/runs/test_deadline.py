@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import jax
@@ -211,6 +212,28 @@ def test_a_save_that_fails_is_told_and_ends_the_process_too(monkeypatch):
     status, told = ended(monkeypatch, save, late=False)
     assert status == [1]
     assert "expected to save, got OSError: no space left; the snapshots before" in told
+
+
+def test_a_snapshot_waits_no_longer_for_what_is_still_drawn(tmp_path, monkeypatch):
+    told, status, ahead = [], [], Future()
+
+    def leave(code):
+        status.append(code)
+        ahead.set_result(jnp.zeros(9))
+
+    monkeypatch.setattr(deadline.os, "_exit", leave)
+    monkeypatch.setattr(deadline.os, "write", recorded(told))
+    config = Config(out=tmp_path / "run", progress=False)
+    with (
+        run.Run(config, num_steps={"only": 8}, stop_timeout=0.05) as job,
+        job.stage("only", {"ahead": jnp.zeros(9)}, meta={}) as stage,
+    ):
+        stage.state["ahead"] = ahead
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(command_line.Interrupted):
+            stage.end_step(0, {"score": (jnp.float32(0), jnp.float32(1))})
+    assert status == [128 + signal.SIGTERM]
+    assert "its rollouts are not drawn; the snapshots before stay" in "".join(told)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])

@@ -125,7 +125,7 @@ class VerifiedConfig(
             max_new_tokens=self.max_new_tokens,
             placement=self.placement,
         )
-        self.check_staleness(self.recipe)
+        self.check_staleness(self.recipe, num_steps=self.num_steps)
         self.check_environment(
             max_new_tokens=self.max_new_tokens, replaced=self._replaced()
         )

@@ -223,7 +223,7 @@ class Config(
                 f"out"
             )
         place = self.placement.reference
-        self.check_staleness(self.ppo)
+        self.check_staleness(self.ppo, num_steps=self.num_steps)
         if self.staleness and self.buckets:
             raise InputError(
                 "--buckets: expected none where the sampler is behind "
@@ -333,6 +333,16 @@ SCREEN = {
     "Run": ("out", "resume"),
 }
 """The options of --help."""
+
+ELSEWHERE = dict.fromkeys(
+    (
+        *("--sampler", "--sampler-model", "--sampler-weights", "--sampler-timeout"),
+        "--sampler-check-tolerance",
+    ),
+    "rlhf-jax grpo and rlhf-jax reinforce, the trainers that take a sampler outside "
+    "of their programs; leave it out, or use one of them",
+)
+"""Options of other trainers, and what the message about them says."""
 
 PRESETS: dict[str, dict[str, Any]] = {
     "openai-2019": {

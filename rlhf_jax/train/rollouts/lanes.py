@@ -16,17 +16,29 @@ class Waits:
         self._lock = threading.Lock()
         self._seconds = {"trainer": 0.0, "sampler": 0.0}
         self._since: dict[str, float] = {}  # of the waits that are under way
+        self._ended: set[str] = set()  # sides whose waits count no more
 
     @contextlib.contextmanager
     def of(self, side: str) -> Iterator[None]:
         """Adds the seconds spent inside."""
         with self._lock:
-            self._since[side] = time.perf_counter()
+            if side not in self._ended:
+                self._since[side] = time.perf_counter()
         try:
             yield
         finally:
             with self._lock:
-                self._seconds[side] += time.perf_counter() - self._since.pop(side)
+                self._count(side)
+
+    def end(self, side: str) -> None:
+        """Counts no more: what this side waited for will not come."""
+        with self._lock:
+            self._count(side)
+            self._ended.add(side)
+
+    def _count(self, side: str) -> None:
+        now = time.perf_counter()
+        self._seconds[side] += now - self._since.pop(side, now)
 
     def read(self) -> dict[str, float]:
         """The seconds, which begin again at 0."""

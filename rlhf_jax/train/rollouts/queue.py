@@ -177,12 +177,29 @@ class RolloutQueue:
           The entries of the stage's state from now on.
         """
         if start:
-            self._held.extend(_done(state[name]) for name in self._names)
+            self._take_back(state, start=start, policy=policy, version=version)
         else:
             self._held.append(_done(state[self._names[0]]))
             for step in range(1, self.staleness):
                 self.submit(step, policy, version=version)
         return self._state()
+
+    def _take_back(
+        self, state: dict[str, Any], *, start: int, policy: Params, version: Array
+    ) -> None:
+        """The rollouts of a snapshot; those that it has none of are drawn now.
+
+        Where the run was to end before, the last rollout stands in their places, which
+        is older than a rollout of their steps would be.
+        """
+        self._last = _done(state[self._names[0]])
+        for step, name in enumerate(self._names, start):
+            rollout = _parts(state[name])[0]
+            oldest = max(0, step - self.staleness)
+            if rollout.version is None or int(rollout.version.max()) >= oldest:
+                self._held.append(_done(state[name]))
+            else:
+                self.submit(step, policy, version=version)
 
     def submit(
         self, step: int, policy: Params, *, version: Array
@@ -198,10 +215,11 @@ class RolloutQueue:
           The entries of the stage's state from now on.
         """
         if step >= self._num_steps:
+            self.waits.end("sampler")  # for a policy, as none will come
             return self._state()
         handed = self._hand_over(policy)
         arguments = self._of(step, version)
-        future: Future[Entry] = Future()
+        future = _Awaited(self.waits)
         self._held.append(future)
 
         def job() -> None:
@@ -233,9 +251,7 @@ class RolloutQueue:
           Whatever its draw raised.
         """
         self._last = self._held.popleft()
-        with self.waits.of("trainer"):
-            entry = self._last.result()
-        return entry if isinstance(entry, tuple) else (entry, None)
+        return _parts(self._last.result())
 
     def _of(self, step: int, version: Array) -> dict[str, Any]:
         """What a draw for a step is called with beside the parameters."""
@@ -257,6 +273,18 @@ class RolloutQueue:
         return dict(zip(self._names, filled, strict=True))
 
 
+class _Awaited(Future[Entry]):
+    """A rollout for which the trainer, or its snapshot, waits."""
+
+    def __init__(self, waits: Waits) -> None:
+        super().__init__()
+        self._waits = waits
+
+    def result(self, timeout: float | None = None) -> Entry:
+        with self._waits.of("trainer"):
+            return super().result(timeout)
+
+
 @contextlib.contextmanager
 def _told(future: Future[Entry]) -> Iterator[None]:
     """What is raised inside is the future's, and the main thread raises it."""
@@ -264,6 +292,10 @@ def _told(future: Future[Entry]) -> Iterator[None]:
         yield
     except BaseException as error:
         future.set_exception(error)
+
+
+def _parts(entry: Entry) -> tuple[Rollout, Scores | None]:
+    return entry if isinstance(entry, tuple) else (entry, None)
 
 
 def _entry(rollout: Rollout, scores: Scores | Callable[[], Scores] | None) -> Entry:

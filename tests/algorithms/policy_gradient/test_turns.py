@@ -487,7 +487,7 @@ def test_an_episode_that_never_began_is_none_of_its_group(baseline):
         scored, rollout=rollout, turn_rewards=jnp.zeros_like(scored.turn_rewards)
     )
     recipe = grpo.GRPO(**SHAPE, group_size=3, baseline=baseline, normalise=None)
-    made, _ = recipe.experience(scored, kl_coef=jnp.float32(0.0))
+    made, group_stats = recipe.experience(scored, kl_coef=jnp.float32(0.0))
     of_rows = np.where(made.response_mask, made.advantages, 0).max(axis=1) + np.where(
         made.response_mask, made.advantages, 0
     ).min(axis=1)
@@ -501,6 +501,36 @@ def test_an_episode_that_never_began_is_none_of_its_group(baseline):
     )
     assert tuple(map(float, stats["objective/scores"])) == (12, 5)
     assert tuple(map(float, stats["response/eos_fraction"])) == (5, 5)
+    spread = np.std([1, 4], ddof=1) + np.std([2, 0, 5], ddof=1)
+    np.testing.assert_allclose(group_stats["group/std"], (spread, 2), rtol=1e-6)
+    # Of a group of which one episode began there is no deviation.
+    begun = jnp.asarray(np.isin(np.arange(6), [0, 3, 4, 5]))[:, None]
+    rollout = dataclasses.replace(
+        rollout, response_mask=jnp.asarray(SAMPLED, bool) & begun
+    )
+    alone = dataclasses.replace(scored, rollout=rollout)
+    _, group_stats = recipe.experience(alone, kl_coef=jnp.float32(0.0))
+    spread = np.std([2, 0, 5], ddof=1)
+    np.testing.assert_allclose(group_stats["group/std"], (spread, 1), rtol=1e-6)
+
+
+def test_an_episode_that_never_began_is_in_no_moment():
+    recipe, scores = RECIPES["GRPO"], of_turns()
+    rollout = toy_turns.rollout()
+    begun = np.arange(6) != 1
+    state, *_ = make_experience(
+        fresh(recipe),
+        rollout=dataclasses.replace(
+            rollout, response_mask=toys.array(SAMPLED & begun[:, None], bool)
+        ),
+        scores=dataclasses.replace(scores, turns=jnp.zeros_like(scores.turns)),
+        reference=None,
+        recipe=recipe,
+    )
+    counted = np.asarray(scores.total)[begun]
+    assert float(state.scores.count) == 5
+    np.testing.assert_allclose(state.scores.mean, counted.mean(), rtol=1e-6)
+    np.testing.assert_allclose(state.scores.variance, counted.var(), rtol=1e-5)
 
 
 def test_only_the_state_after_the_last_turn_has_a_value():
