@@ -33,28 +33,6 @@ class Ended(NamedTuple):
     timed_out: bool = False
 
 
-class Pool(pebble.ProcessPool):
-    """Processes that say what became of them where they take no more calls.
-
-    One that is killed during a call fails that call, and is replaced. Where none had a
-    call, all of them end (pebble's `BrokenProcessPool`).
-    """
-
-    def schedule(self, *args: Any, **options: Any) -> Any:
-        """A future of a call.
-
-        Raises:
-          StopError: the processes have ended.
-        """
-        try:
-            return super().schedule(*args, **options)
-        except RuntimeError as error:
-            raise StopError(
-                f"expected processes that take calls, got: {error}; one was killed "
-                f"between two calls, as where memory runs out; go on with --resume"
-            ) from error
-
-
 def check_options(*, timeout: float, on_failure: OnFailure) -> None:
     """InputError unless they can be chosen."""
     checks.positive(timeout=timeout)
@@ -64,7 +42,7 @@ def check_options(*, timeout: float, on_failure: OnFailure) -> None:
         )
 
 
-def start(pickled: bytes, *, num_workers: int | None) -> Pool:
+def start(pickled: bytes, *, num_workers: int | None) -> pebble.ProcessPool:
     """Processes that hold what was pickled; none runs before the first call.
 
     Args:
@@ -77,7 +55,7 @@ def start(pickled: bytes, *, num_workers: int | None) -> Pool:
         raise InputError(
             f"num_workers: expected a whole number, got {num_workers}; choose one"
         )
-    return Pool(
+    return pebble.ProcessPool(
         max_workers=num_workers,
         initializer=worker.prepare,
         initargs=(pickled,),
