@@ -31,13 +31,18 @@ class Device(Protocol):
         ...
 
     def read(self, arrivals: Arrivals) -> None:
-        """Runs prompts and observations."""
+        """Runs prompts and observations, and draws the first token of turns."""
         ...
 
     def copy(self, *, source: HostArray, place: HostArray, keys: Array) -> None:
-        """Has what A places have read of a prompt in others, too; C is nowhere."""
+        """Copies what A places have read of a prompt to others; place C is none."""
         ...
 
     def advance(self, *, until: int, steps: int) -> Episodes:
-        """Draws on, and returns what stands in the places, on the host, cacheless."""
+        """Draws on; returns the places on the host, without their caches.
+
+        Args:
+          until: turns that may still go on when it returns.
+          steps: tokens that it draws at most, in each place.
+        """
         ...

@@ -59,8 +59,8 @@ class _Episode:
     kept: int = 0  # tokens behind it up to the end of the turn that ended last
     rewards: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     future: concurrent.futures.Future[Answer] | None = None
-    # Begins with the same prompt, reads it first, and is copied; its last columns each
-    # reads by itself, so that the bits are those of reading all of it.
+    # An episode of the same prompt, which reads it first. What it has read is copied to
+    # this one, but for the last columns: to read those gives the bits of reading all.
     first: _Episode | None = None
 
 

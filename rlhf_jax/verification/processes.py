@@ -113,7 +113,8 @@ def ended(error: BaseException, *, timeout: float) -> Ended | None:
     if isinstance(error, TimeoutError):
         return Ended(f"took longer than {timeout:g} s", timed_out=True)
     if isinstance(error, pebble.ProcessExpired):
-        return Ended(f"ended its process (status {error.exitcode})")
+        status = 0 if error.exitcode == worker.QUIETLY else error.exitcode
+        return Ended(f"ended its process (status {status})")
     return None
 
 

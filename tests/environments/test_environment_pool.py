@@ -234,6 +234,13 @@ def test_an_environment_that_cannot_be_imported(tmp_path, monkeypatch):
             pool.reset([{}])
         with pytest.raises(StopError, match=why):
             pool.step(START, "a").result()
+    # A process that ends without a word would be replaced without end.
+    file.write_text(LATE.format(body="import os; os._exit(0)"))
+    with (
+        EnvironmentPool(Late(), num_workers=1) as pool,
+        pytest.raises(StopError, match=r"do not work: .* or ended as it started"),
+    ):
+        pool.step(START, "a").result(timeout=60)
 
 
 KILLED = """

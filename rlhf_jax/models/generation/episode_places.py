@@ -75,13 +75,16 @@ def empty(model: ModelConfig, *, places: int, columns: int, key: Array) -> Episo
 
 
 def copied(state: Episodes, *, source: Array, place: Array, keys: Array) -> Episodes:
-    """The places with what some have read of a prompt in others, too.
+    """Copies what some places have read of a prompt to others.
 
     Args:
       state: Episodes[C].
       source: i32[A], places that have read it.
-      place: i32[A], where it is to stand; C is nowhere.
-      keys: key[A], of the rows there.
+      place: i32[A], places that get it; C is none.
+      keys: key[A], of the rows of the places that get it.
+
+    Returns:
+      Episodes[C], in which only the places of `place` have changed.
     """
     of = jax.tree.map(lambda leaf: leaf[source], state)
     of = dataclasses.replace(of, keys=keys)

@@ -55,6 +55,9 @@ def read(
       stop_ids: tokens that end a turn, themselves kept.
       temperature: divides the logits, dimensionless.
       shaping: for evaluation only.
+
+    Returns:
+      Episodes[C]. Places that nothing arrives in are as they were.
     """
     place, size = arrivals.place, arrivals.tokens.shape[1]
     inside = jnp.minimum(place, state.length.shape[0] - 1)
@@ -129,6 +132,10 @@ def advance(
       until: i32[], turns that go on.
       steps: i32[], tokens.
       layers, model, stop_ids, temperature, shaping: the arguments of `read`.
+
+    Returns:
+      Episodes[C]. Of a place that draws nothing, all but the last column of its cache
+      is as it was.
     """
 
     def more(carry: tuple[Episodes, Array]) -> Array:
