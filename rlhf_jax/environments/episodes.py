@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-import jax
 import numpy as np
 
 from rlhf_jax.algorithms.batch import Prompts
@@ -27,7 +26,6 @@ from rlhf_jax.environments.finished import Finished
 from rlhf_jax.environments.pool import EnvironmentPool
 from rlhf_jax.models.generation.episodes import Arrivals, Episodes
 
-Array = jax.Array
 HostArray = Any
 SHARE = 8  # the host looks when one turn in so many has ended
 POLL = 0.05  # seconds between looks at the clock while nothing else is to be done
@@ -61,10 +59,10 @@ class Device(Protocol):
         ...
 
     def read(self, arrivals: Arrivals) -> None:
-        """Runs prompts and observations."""
+        """Runs prompts and observations; `arrivals.keys` are data of keys."""
         ...
 
-    def copy(self, *, source: HostArray, place: HostArray, keys: Array) -> None:
+    def copy(self, *, source: HostArray, place: HostArray, keys: HostArray) -> None:
         """Has what A places have read of a prompt in others, too; C is nowhere."""
         ...
 
@@ -101,7 +99,7 @@ class Play:
     device: Device  # with places that are free
     prompts: Prompts  # [B, P], of NumPy arrays
     states: Sequence[bytes]  # of the environment, by `prompts.index`
-    keys: Array  # key[B], of the rows
+    keys: HostArray  # u32[B, ...], data of the rows' keys
     pool: EnvironmentPool  # answers turns
     encoder: TurnEncoder  # of observations
     decode: Callable[[list[int]], str]  # of a turn, for the environment alone

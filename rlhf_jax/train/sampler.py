@@ -157,15 +157,21 @@ class SamplerConfig(StartConfig):
         return tolerance
 
 
-def versions(rollout: Rollout) -> list[int]:
+def versions(rollout: Rollout) -> list[int | None]:
     """Which version of the policy drew each response; of several its oldest.
+
+    None drew an episode that never began.
 
     Args:
       rollout: on the host, with versions.
     """
     assert rollout.version is not None  # as trainers stamp every token
-    of_tokens = np.where(rollout.response_mask, rollout.version, np.iinfo(np.int32).max)
-    return of_tokens.min(axis=1).tolist()
+    return [
+        int(version[drawn].min()) if drawn.any() else None
+        for version, drawn in zip(
+            np.asarray(rollout.version), np.asarray(rollout.response_mask), strict=True
+        )
+    ]
 
 
 def threaded(sampling: Mesh, *, home: Mesh) -> bool:
