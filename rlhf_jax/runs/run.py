@@ -356,7 +356,7 @@ class Stage:
         limit, config = self._run.deadline, self._run.config
         assert limit is not None  # as it calls this
         return (
-            f"stopped: step {done} did not come through its reward or judge within "
-            f"{limit.seconds:g} s of {signal.Signals(signum).name} (--stop-timeout); "
+            f"stopped: step {done} did not come through its sampler, reward or judge "
+            f"within {limit.seconds:g} s of {signal.Signals(signum).name} (--stop-timeout); "
             f"{saved}; {command_line.go_on(config)}"
         )

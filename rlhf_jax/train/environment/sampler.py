@@ -250,7 +250,7 @@ class EpisodeSampler:
 
 
 def _row_keys(key: Array, index: Array, sample: Array) -> Array:
-    """u32[B, ...]: data of the rows' keys, of the first of two split from the step's."""
+    """u32[B, ...]: data of the rows' keys, from the first half of the step's key."""
     sample_key, _ = jax.random.split(key)
     return jax.random.key_data(
         decoding.row_keys(sample_key, index=index, sample=sample)

@@ -31,7 +31,8 @@ from rlhf_jax.train.grpo.tasks import Task, make_task
 from rlhf_jax.train.grpo.verifier import require_some
 from rlhf_jax.train.outside.sampler import OutsideSampler
 from rlhf_jax.train.rollouts.options import refuse_processes
-from rlhf_jax.train.rollouts.queue import RolloutQueue, waited
+from rlhf_jax.train.rollouts.queue import RolloutQueue
+from rlhf_jax.train.rollouts.waits import waited
 from rlhf_jax.train.sampler import Sampler, versions
 from rlhf_jax.train.start import load_start
 
