@@ -355,8 +355,9 @@ class Stage:
             self._snapshots.close()
         limit, config = self._run.deadline, self._run.config
         assert limit is not None  # as it calls this
+        asked = signal.Signals(signum).name
         return (
             f"stopped: step {done} did not come through its sampler, reward or judge "
-            f"within {limit.seconds:g} s of {signal.Signals(signum).name} (--stop-timeout); "
+            f"within {limit.seconds:g} s of {asked} (--stop-timeout); "
             f"{saved}; {command_line.go_on(config)}"
         )
