@@ -20,7 +20,7 @@ from rlhf_jax.train.grpo.programs import Programs
 from rlhf_jax.train.grpo.tasks import Task
 from rlhf_jax.train.outside.sampler import OutsideSampler
 from rlhf_jax.train.rollouts.queue import RolloutQueue
-from rlhf_jax.train.sampler import versions
+from rlhf_jax.train.sampling.sampler import versions
 
 Params = Any
 SAMPLE_EVERY = 10  # iterations between rows of samples.jsonl

@@ -29,7 +29,7 @@ from rlhf_jax.train.outside.sampler import OutsideSampler
 from rlhf_jax.train.rollouts.options import refuse_processes
 from rlhf_jax.train.rollouts.queue import RolloutQueue
 from rlhf_jax.train.rollouts.waits import waited
-from rlhf_jax.train.sampler import Sampler
+from rlhf_jax.train.sampling.sampler import Sampler
 from rlhf_jax.train.start import load_start
 
 Array = jax.Array

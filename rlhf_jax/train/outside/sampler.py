@@ -21,7 +21,7 @@ Params = Any
 class OutsideSampler:
     """Hands parameters over once per version, and draws; ends the sampler on leaving.
 
-    It is called as `train.sampler.Sampler` is, by the trainer or by the thread of a
+    It is called as `train.sampling.sampler.Sampler` is, by the trainer or by the thread of a
     queue; draws come in the order of versions.
     """
 

@@ -25,7 +25,7 @@ from rlhf_jax.train.ppo.watched import WatchedConfig
 from rlhf_jax.train.references import ReferencesConfig, refuse_unused
 from rlhf_jax.train.reward_options import RewardModelConfig
 from rlhf_jax.train.rollouts.options import StalenessConfig
-from rlhf_jax.train.sampler import OF_DECODER
+from rlhf_jax.train.sampling.options import OF_DECODER
 
 RECIPE = Recipe(num_minibatches=4)
 
