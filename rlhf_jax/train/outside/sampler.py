@@ -21,8 +21,8 @@ Params = Any
 class OutsideSampler:
     """Hands parameters over once per version, and draws; ends the sampler on leaving.
 
-    It is called as `train.sampling.sampler.Sampler` is, by the trainer or by the thread of a
-    queue; draws come in the order of versions.
+    It is called as `train.sampling.sampler.Sampler` is, by the trainer or by the thread
+    of a queue; draws come in the order of versions.
     """
 
     threaded = True  # one device, to which two threads may give programs
