@@ -294,7 +294,7 @@ SCREEN = {
 }
 """The options of --help."""
 
-ELSEWHERE = dict.fromkeys(
+ELSEWHERE: dict[str, str] = dict.fromkeys(
     (
         *("--sampler", "--sampler-model", "--sampler-weights", "--sampler-timeout"),
         "--sampler-check-tolerance",
