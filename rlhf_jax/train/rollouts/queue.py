@@ -117,10 +117,12 @@ class RolloutQueue:
                 lane.start()
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # A second Ctrl-C stops at once.
+        patience = 0.0 if kind is KeyboardInterrupt else self._patience
         for lane in (self._drawing, self._scoring):
             if lane is not None:
-                lane.close(self._patience)
+                lane.close(patience)
 
     @property
     def _names(self) -> tuple[str, ...]:
