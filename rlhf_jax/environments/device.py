@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-import jax
-
 from rlhf_jax.models.generation.episode_places import Arrivals, Episodes
 
-Array = jax.Array
 HostArray = Any
 
 
@@ -31,11 +28,21 @@ class Device(Protocol):
         ...
 
     def read(self, arrivals: Arrivals) -> None:
-        """Runs prompts and observations, and draws the first token of turns."""
+        """Runs prompts and observations, and draws the first token of turns.
+
+        Args:
+          arrivals: of NumPy arrays; its keys are their data, u32[A, ...].
+        """
         ...
 
-    def copy(self, *, source: HostArray, place: HostArray, keys: Array) -> None:
-        """Copies what A places have read of a prompt to others; place C is none."""
+    def copy(self, *, source: HostArray, place: HostArray, keys: HostArray) -> None:
+        """Copies what A places have read of a prompt to others.
+
+        Args:
+          source: i32[A], places that have read it.
+          place: i32[A], places that get it; C is none.
+          keys: u32[A, ...], data of the keys of the rows that get it.
+        """
         ...
 
     def advance(self, *, until: int, steps: int) -> Episodes:

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from rlhf_jax.algorithms.batch import Prompts
@@ -28,7 +27,6 @@ from rlhf_jax.environments.finished import Finished
 from rlhf_jax.environments.pool import EnvironmentPool
 from rlhf_jax.models.generation.episode_places import Arrivals, Episodes
 
-Array = jax.Array
 HostArray = Any
 SHARE = 8  # the host looks when one turn in so many has ended
 POLL = 0.05  # seconds between looks at the clock while nothing else is to be done
@@ -71,7 +69,7 @@ class Play:
     device: Device  # with places that are free
     prompts: Prompts  # [B, P], of NumPy arrays
     states: Sequence[bytes]  # of the environment, by `prompts.index`
-    keys: Array  # key[B], of the rows
+    keys: HostArray  # u32[B, ...], data of the rows' keys
     pool: EnvironmentPool  # answers turns
     encoder: TurnEncoder  # of observations
     decode: Callable[[list[int]], str]  # of a turn, for the environment alone

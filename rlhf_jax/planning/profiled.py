@@ -120,9 +120,7 @@ def summary(
         for step in profiled.texts:
             for scope, count in flops(step).items():
                 work[scope] += count
-    tokens = sum(
-        sum(text) for step in profiled.texts for text in step
-    )
+    tokens = sum(sum(text) for step in profiled.texts for text in step)
     seconds = _seconds(run_folder, profiled, times)
     chip = chips.of_kind(profiled.device)
 

@@ -20,7 +20,7 @@ from rlhf_jax.devices.mesh_shape import ONE_DEVICE
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.samplers import process, protocol, weight_files
 from rlhf_jax.samplers.decoder import DecoderSampler
-from rlhf_jax.train.sampler import Sampler
+from rlhf_jax.train.sampling.sampler import Sampler
 
 RECIPE = GRPO(
     model=toy_files.MODEL,

@@ -14,7 +14,7 @@ from rlhf_jax.devices.placement import SamplerPlacement
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.samplers import connection
-from rlhf_jax.train.sampler import OF_DECODER, SamplerConfig
+from rlhf_jax.train.sampling.options import OF_DECODER, SamplerConfig
 
 TIMEOUT = 600.0
 

@@ -37,7 +37,8 @@ reward: raise --kl-coef, or hold the KL with --kl-control.kind adaptive.
 from collections.abc import Sequence
 
 from rlhf_jax.runs import command_line
-from rlhf_jax.train.ppo.options import ELSEWHERE, PRESETS, SCREEN, Config
+from rlhf_jax.train.ppo.options import ELSEWHERE, SCREEN, Config
+from rlhf_jax.train.ppo.presets import PRESETS
 from rlhf_jax.train.ppo.trainer import main
 
 __all__ = ["PRESETS", "Config", "command", "main"]

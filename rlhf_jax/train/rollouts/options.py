@@ -11,7 +11,7 @@ import jax
 from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.train.sampler import SamplerConfig
+from rlhf_jax.train.sampling.options import SamplerConfig
 
 WEIGHT_CAP = 2.0
 Recipe = TypeVar("Recipe", bound=PolicyRecipe)

@@ -19,7 +19,6 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any, Protocol, Self
 
 import jax
@@ -27,8 +26,8 @@ import jax.numpy as jnp
 
 from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.roles.rewards.scores import Scores
-from rlhf_jax.runs import metrics, report
-from rlhf_jax.train.rollouts.lanes import Lane, Waits
+from rlhf_jax.train.rollouts.lanes import Lane
+from rlhf_jax.train.rollouts.waits import Waits
 
 Array = jax.Array
 Params = Any
@@ -58,27 +57,6 @@ class Draw(Protocol):
           version: i32[], of the policy, `TrainState.step`.
         """
         ...
-
-
-def waited(run_folder: Path) -> dict[str, float]:
-    """Seconds that each side of the queue waited in a run, for its summary.
-
-    Args:
-      run_folder: whose timings.jsonl is read.
-    """
-    total: dict[str, float] = {}
-    for row in metrics.read(run_folder / "timings.jsonl"):
-        for side, seconds in row.get("waits", {}).items():
-            total[side] = total.get(side, 0.0) + seconds
-    report.table(
-        "Seconds that one side of the queue waited for the other",
-        ("", "seconds"),
-        [
-            ("trainer, for its next rollout", total.get("trainer")),
-            ("sampler, for its next policy", total.get("sampler")),
-        ],
-    )
-    return total
 
 
 class RolloutQueue:
@@ -127,7 +105,7 @@ class RolloutQueue:
         self._patience = patience
         self._held: collections.deque[Future[Entry]] = collections.deque()
         self._last: Future[Entry] | None = None  # that was taken
-        self.waits = Waits()
+        self.waits = Waits("trainer", "sampler")
         self._drawing = self._scoring = None
         if threaded:
             self._drawing = Lane("rollouts", waits=self.waits)
@@ -139,10 +117,12 @@ class RolloutQueue:
                 lane.start()
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # A second Ctrl-C stops at once.
+        patience = 0.0 if kind is KeyboardInterrupt else self._patience
         for lane in (self._drawing, self._scoring):
             if lane is not None:
-                lane.close(self._patience)
+                lane.close(patience)
 
     @property
     def _names(self) -> tuple[str, ...]:

@@ -138,6 +138,31 @@ def test_a_draw_that_hangs_keeps_neither_the_trainer_nor_a_snapshot(update):
     released.set()
 
 
+def test_a_second_ctrl_c_waits_for_no_draw(update):
+    released = threading.Event()
+
+    def hanging(policy, *, prompts, key, version):
+        if prompts:
+            released.wait(20)
+        return drawn(policy, prompts=prompts, key=key, version=version)
+
+    policy, version = jnp.float32(0), jnp.int32(0)
+    queue = queue_of(2, draw=hanging)
+    state = queue.first(policy, version=version)
+    start = time.monotonic()
+
+    def interrupted():
+        with queue:
+            queue.begin(state, start=0, policy=policy, version=version)
+            time.sleep(0.1)  # for the draw to begin
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert time.monotonic() - start < 10
+    released.set()
+
+
 def test_both_waits_are_counted_also_while_they_last(update):
     def slow(policy, *, prompts, key, version):
         time.sleep(0.1 if prompts else 0)
