@@ -1,6 +1,23 @@
-"""Chat templates as the families' published chat models have them, without tools.
+"""Chat templates of published chat models, shortened by declared tools and images.
 
-Written down again for tests, and shortened by what concerns tools and images alone.
+| here | of | what is left out |
+|---|---|---|
+| GPT2 | ChatML; no GPT-2 was published with it | |
+| GPT_NEOX | Zephyr 7B, StableLM Zephyr | |
+| QWEN2 | Qwen2.5-Instruct | declared tools, `tool_calls` |
+| QWEN3 | Qwen3 | the same, and the field `reasoning_content` |
+| LLAMA3 | Llama 3.1 Instruct | declared tools, `tool_calls` |
+| LLAMA2 | Llama 2 Chat | |
+| MISTRAL | Mistral 7B Instruct v0.3 | tools and their results |
+| GEMMA2 | Gemma 2 it | |
+| GEMMA3 | Gemma 3 it | images |
+| PHI3 | Phi 3 mini 4k instruct | |
+
+Each was compared with the published text on 2026-11-25: those of Qwen, Llama 3, Gemma
+and Phi with the copies in `trl/chat_templates` of github.com/huggingface/trl, commit
+f2cd577, those of Llama 2, Mistral and Zephyr with copies in other public repositories.
+Conversations of system, user, assistant and, but for Mistral, tool results came out as
+the same text, letter by letter.
 """
 
 from typing import NamedTuple
@@ -20,14 +37,14 @@ class Template(NamedTuple):
     """The role of what tools return; "" for none."""
 
 
-GPT2 = Template(  # ChatML, which came with no GPT-2 but with many of its kind
+GPT2 = Template(
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + "
     "message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
     ("<|im_start|>", "<|im_end|>"),
     "<|im_end|>",
 )
-GPT_NEOX = Template(  # Zephyr's, as StableLM's: its roles are ordinary text
+GPT_NEOX = Template(  # whose roles are ordinary text
     "{% for message in messages %}\n{% if message['role'] == 'user' %}\n"
     "{{ '<|user|>\n' + message['content'] + eos_token }}\n"
     "{% elif message['role'] == 'system' %}\n"
@@ -43,7 +60,8 @@ QWEN2 = Template(
     """{%- if messages[0]['role'] == 'system' %}
     {{- '<|im_start|>system\n' + messages[0]['content'] + '<|im_end|>\n' }}
 {%- else %}
-    {{- '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}
+    {{- '<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. ' }}
+    {{- 'You are a helpful assistant.<|im_end|>\n' }}
 {%- endif %}
 {%- for message in messages %}
     {%- if (message.role == "user") or (message.role == "system" and not loop.first)
@@ -150,7 +168,11 @@ LLAMA3 = Template(
         {{- message['content'] | trim + '<|eot_id|>' }}
     {%- else %}
         {{- "<|start_header_id|>ipython<|end_header_id|>\n\n" }}
-        {{- message.content }}
+        {%- if message.content is mapping or message.content is iterable %}
+            {{- message.content | tojson }}
+        {%- else %}
+            {{- message.content }}
+        {%- endif %}
         {{- "<|eot_id|>" }}
     {%- endif %}
 {%- endfor %}
@@ -185,7 +207,7 @@ LLAMA2 = Template(
     "</s>",
     bos="<s>",
 )
-MISTRAL = Template(  # of 7B-Instruct-v0.3, where [INST] and [/INST] are tokens
+MISTRAL = Template(  # where [INST] and [/INST] are tokens
     "{%- if messages[0]['role'] == 'system' %}"
     "{%- set system_message = messages[0]['content'] %}"
     "{%- set loop_messages = messages[1:] %}{%- else %}"
@@ -198,7 +220,7 @@ MISTRAL = Template(  # of 7B-Instruct-v0.3, where [INST] and [/INST] are tokens
     "{{- '[INST] ' + system_message + '\n\n' + message['content'] + '[/INST]' }}"
     "{%- else %}{{- '[INST] ' + message['content'] + '[/INST]' }}{%- endif %}"
     "{%- elif message['role'] == 'assistant' %}"
-    "{{- ' ' + message['content'] + eos_token }}{%- endif %}{%- endfor %}",
+    "{{- ' ' + message['content'] | trim + eos_token }}{%- endif %}{%- endfor %}",
     ("<s>", "</s>", "[INST]", "[/INST]"),
     "</s>",
     bos="<s>",

@@ -40,8 +40,8 @@ from rlhf_jax.environments.episodes import Limits
 from rlhf_jax.functional import checks
 from rlhf_jax.models import cached_decoder, layout
 from rlhf_jax.models.config import ModelConfig
-from rlhf_jax.models.generation import episodes
-from rlhf_jax.models.generation.episodes import Arrivals, Episodes
+from rlhf_jax.models.generation import episode_places, episodes
+from rlhf_jax.models.generation.episode_places import Arrivals, Episodes
 from rlhf_jax.runs import command_line
 from rlhf_jax.runs.folder import open_run, write_summary
 from rlhf_jax.runs.run_config import RunConfig
@@ -301,7 +301,7 @@ class Whole:
         )
         # Room for the padding of the widest read.
         columns = 2 * (options.prompt_size + options.room) + options.chunk
-        state = episodes.empty(
+        state = episode_places.empty(
             options.model, places=options.rows, columns=columns, key=keys[0]
         )
         layers = self._layers(params)

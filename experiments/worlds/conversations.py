@@ -143,6 +143,18 @@ def rollout(
     )
 
 
+def sampled_logprobs(
+    params: Params, episodes: Episodes, *, model: ModelConfig, temperature: float
+) -> Array:
+    """f32[N, 6], log π of tokens in columns 1 to 6, from logits; 0 where observed."""
+    logits = policy.logits(
+        params, model=model, tokens=episodes.tokens, mask=episodes.mask
+    )
+    words = jax.nn.log_softmax(logits[:, :-1] / temperature)
+    taken = jnp.take_along_axis(words, episodes.tokens[:, 1:, None], axis=-1)
+    return jnp.where(episodes.response_mask[:, 1:], taken[..., 0], 0.0)
+
+
 def objective(
     params: Params,
     ref_params: Params,
@@ -154,16 +166,47 @@ def objective(
     temperature: float,
 ) -> Array:
     """J(π), reward units, as a sum over all episodes that reads logits alone."""
-
-    def taken(params: Params) -> Array:
-        words = jax.nn.log_softmax(
-            policy.logits(
-                params, model=model, tokens=episodes.tokens, mask=episodes.mask
-            )[:, :-1]
-            / temperature
-        )
-        chosen = jnp.take_along_axis(words, episodes.tokens[:, 1:, None], axis=-1)
-        return jnp.where(episodes.response_mask[:, 1:], chosen[..., 0], 0.0)
-
-    own, reference = taken(params).sum(axis=1), taken(ref_params).sum(axis=1)
+    own, reference = (
+        sampled_logprobs(each, episodes, model=model, temperature=temperature).sum(1)
+        for each in (params, ref_params)
+    )
     return (episodes.chance * jnp.exp(own)) @ (totals - beta * (own - reference))
+
+
+def discounted(
+    params: Params,
+    ref_params: Params,
+    episodes: Episodes,
+    *,
+    totals: Array,
+    of_turns: Array,
+    beta: float,
+    gamma: float,
+    model: ModelConfig,
+    temperature: float,
+) -> Array:
+    """What has the gradient E[Σ_t ∇log π(a_t) Σ_{s≥t} γ^{s-t}·r_s]; s, t count sampled.
+
+    r has the reward of the first turn at that turn's last token, what is left of the
+    total at the last token of all, and -β·log π/π_ref at each. The value means nothing.
+
+    Args:
+      of_turns: f32[N, 7], reward units, of first turns.
+      gamma: γ, per sampled token.
+    """
+    own, reference = (
+        sampled_logprobs(each, episodes, model=model, temperature=temperature)
+        for each in (params, ref_params)
+    )
+    sampled = episodes.response_mask[:, 1:]
+    number = jnp.cumsum(sampled, axis=1)
+    last = sampled & (number == number[:, -1:])
+    rest = totals - of_turns.sum(axis=1)
+    rewards = of_turns[:, 1:] + jnp.where(last, rest[:, None], 0.0)
+    rewards = rewards - beta * (own - reference)
+    ahead = number[:, None, :] - number[:, :, None]  # s - t
+    counted = sampled[:, None, :] & sampled[:, :, None] & (ahead >= 0)
+    weight = jnp.where(counted, gamma ** jnp.maximum(ahead, 0), 0.0)
+    to_go = jnp.einsum("nts,ns->nt", weight, rewards)
+    chance = episodes.chance * jnp.exp(own.sum(axis=1))
+    return jnp.sum(jax.lax.stop_gradient(chance[:, None] * to_go) * own)

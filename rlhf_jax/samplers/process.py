@@ -11,7 +11,6 @@ It draws what our decoder here draws, to the bit, on a machine of the same kind.
 from __future__ import annotations
 
 import signal
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,6 +32,7 @@ from rlhf_jax.verification.worker import Failed
 Array = jax.Array
 Params = Any
 TIMEOUT = 600.0
+OF = "that sample"  # whose processes they are, for messages
 STARTED = 60.0  # seconds for the process to start, beside the timeout
 
 
@@ -114,18 +114,20 @@ class ProcessSampler:
 
     def _call(self, function: Any, *args: Any) -> Any:
         what = "hand-over" if function is worker.load else "draw"
-        future = self._pool.schedule(
-            function, args=(self._pickled, *args), timeout=self.timeout
+        future = processes.schedule(
+            self._pool,
+            function,
+            args=(self._pickled, *args),
+            timeout=self.timeout,
+            of=OF,
         )
         try:
             # The pool counts from when the process takes the call.
             returned = future.result(timeout=self.timeout + STARTED)
         except Exception as error:
             ended = processes.ended(error, timeout=self.timeout)
-            if ended is None and isinstance(error, BrokenProcessPool):
-                ended = processes.Ended("was killed between two calls")
             if ended is None:
-                raise
+                raise processes.broken(error, of=OF) from error
             why, remedy = ended.why, "raise --sampler-timeout"
             if not ended.timed_out:
                 remedy = _remedy(error)
@@ -140,7 +142,6 @@ class ProcessSampler:
 
 
 def _remedy(error: Any) -> str:
-    killed = getattr(error, "exitcode", None) == -signal.SIGKILL
-    if killed or isinstance(error, BrokenProcessPool):
+    if getattr(error, "exitcode", None) == -signal.SIGKILL:
         return "it may be out of memory: lower --batch-size"
     return "read what it printed"

@@ -94,6 +94,20 @@ def test_advantages_that_end_with_a_turn_fail(case, monkeypatch):
 
 
 @pytest.mark.slow
+def test_rewards_of_turns_that_land_at_the_end_fail_with_a_discount(case):
+    claim = CLAIMS["PPO, discounted per sampled token"]
+    (finding,) = turns.certify(case, claims=[claim._replace(turns=False)])
+    assert finding.error > 0.01
+
+
+def test_without_a_discount_rewards_to_go_have_the_gradient_of_the_objective(case):
+    to_go = turns.expected_to_go(case, gamma=1.0)
+    np.testing.assert_allclose(
+        to_go, turns.expected(case, beta=turns.BETA), rtol=1e-4, atol=1e-6
+    )
+
+
+@pytest.mark.slow
 def test_another_share_fails(case):
     claim = CLAIMS["REINFORCE, KL in the reward"]
     (finding,) = turns.certify(case, claims=[claim._replace(share=0.5)])

@@ -2,11 +2,13 @@
 
     measured  Σ over every minibatch, by its probability, of the gradient of its loss,
               through `score`, the algorithm's `experience` and its `minibatch_loss`
-    expected  ∇J, or share·∇E[r] - β·∇KL, by autodiff of a sum over all episodes
+    expected  ∇J, or share·∇E[r] - β·∇KL, by autodiff of a sum over all episodes; with
+              γ below 1 that of rewards to go, discounted per sampled token
 
 A minibatch is one episode, or a group of two. Losses are sums over the sampled tokens
 of an episode (aggregation "constant" with a divisor of 1). The critic's values are
-noise.
+noise. With γ = 1 a reward that lands after its turn leaves the expectation as it is, so
+where rewards land is shown by a claim with γ below 1.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ Recipe = ppo.Recipe | grpo.GroupRecipe | ReinforceRecipe
 BETA = 0.3  # reward units per nat
 TEMPERATURE = 0.7
 GROUP = 2
+GAMMA = 0.8  # per sampled token
 SEEN = 1e-2  # the error of what is claimed to be no gradient of J is larger
 
 
@@ -101,6 +104,10 @@ CLAIMS = (
     Claim(
         "PPO, a value after the last turn",
         ppo.Recipe(penalty=IN_REWARD, value_after_stop=True, **WHOLE, **COMMON),
+    ),
+    Claim(
+        "PPO, discounted per sampled token",
+        ppo.Recipe(penalty=IN_REWARD, **(WHOLE | {"gamma": GAMMA}), **COMMON),
     ),
     Claim(
         "PPO, exact KL in reward and loss",
@@ -169,7 +176,10 @@ def certify(case: Case, *, claims: Iterable[Claim] = CLAIMS) -> Iterator[Finding
         ascent = measured(case, claim)
         share = 1.0 if claim.share is None else claim.share
         of_kl = share if claim.recipe.penalty.placement == "reward" else 1.0
-        wanted = share * of_reward - of_kl * of_penalty
+        if isinstance(claim.recipe, ppo.Recipe) and claim.recipe.gamma < 1:
+            wanted = expected_to_go(case, gamma=claim.recipe.gamma)
+        else:
+            wanted = share * of_reward - of_kl * of_penalty
         error = np.abs(ascent - wanted).max() / np.abs(of_objective).max()
         yield Finding(claim, float(error))
 
@@ -185,6 +195,25 @@ def expected(case: Case, *, beta: float) -> enumerable.Float64:
         case.episodes,
         totals=case.totals,
         beta=beta,
+        model=case.model,
+        temperature=TEMPERATURE,
+    )
+    return flat(gradient)
+
+
+def expected_to_go(case: Case, *, gamma: float) -> enumerable.Float64:
+    """E[Σ_t ∇log π(a_t)·(discounted rewards from t on)], from logits alone."""
+    gradient = jax.jit(
+        jax.grad(conversations.discounted),
+        static_argnames=("beta", "gamma", "model", "temperature"),
+    )(
+        case.policy,
+        frozen.read(case.reference),
+        case.episodes,
+        totals=case.totals,
+        of_turns=case.of_turns,
+        beta=BETA,
+        gamma=gamma,
         model=case.model,
         temperature=TEMPERATURE,
     )

@@ -18,8 +18,8 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import cached_decoder
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.generation import decode as decoding
-from rlhf_jax.models.generation import episodes
-from rlhf_jax.models.generation.episodes import Arrivals, Episodes
+from rlhf_jax.models.generation import episode_places, episodes
+from rlhf_jax.models.generation.episode_places import Arrivals, Episodes
 from rlhf_jax.models.generation.sampling import Shaping
 from rlhf_jax.models.lora import LoRA
 from rlhf_jax.roles import adapted
@@ -124,7 +124,7 @@ class EpisodeSampler:
         self._pool, self._encoder, self._decode = pool, encoder, decode
         self._limits, self._stop_ids = limits, recipe.stop_ids
         self._empty = functools.partial(
-            episodes.empty, recipe.model, places=places, columns=size + chunk + 1
+            episode_places.empty, recipe.model, places=places, columns=size + chunk + 1
         )
         options: dict[str, Any] = {
             "model": recipe.model,
@@ -153,7 +153,7 @@ class EpisodeSampler:
             state: Episodes, source: Array, place: Array, keys: Array
         ) -> Episodes:
             keys = _keys_like(state.keys, keys)
-            return episodes.copied(state, source=source, place=place, keys=keys)
+            return episode_places.copied(state, source=source, place=place, keys=keys)
 
         def advance(
             weights: Weights, state: Episodes, until: Array, steps: Array

@@ -15,6 +15,7 @@ import toys
 from toy_turns import AFTER, MASK, OBSERVATIONS, SAMPLED, UNREAD
 
 from rlhf_jax import critic, frozen, grpo, kl_control, policy, ppo, rewards, state
+from rlhf_jax.algorithms import flow
 from rlhf_jax.algorithms.flow import objective, score
 from rlhf_jax.algorithms.policy_gradient import loss as policy_loss
 from rlhf_jax.algorithms.policy_gradient.iteration import make_experience
@@ -25,6 +26,7 @@ from rlhf_jax.data import layouts
 from rlhf_jax.data.layouts.arrays import Form
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.penalty import IN_LOSS, Penalty
+from rlhf_jax.roles.reference.further import Further
 
 KL_COEF = 0.3
 KEY = jax.random.key(9)
@@ -531,6 +533,36 @@ def test_an_episode_that_never_began_is_in_no_moment():
     assert float(state.scores.count) == 5
     np.testing.assert_allclose(state.scores.mean, counted.mean(), rtol=1e-6)
     np.testing.assert_allclose(state.scores.variance, counted.var(), rtol=1e-5)
+
+
+def test_an_episode_that_never_began_is_in_no_mean_of_the_kl(monkeypatch):
+    """Exact KL, and that to a further reference: row 1 of six has no token."""
+    begun = toys.array(SAMPLED & (np.arange(6) != 1)[:, None], bool)
+    rollout = dataclasses.replace(toy_turns.rollout(), response_mask=begun)
+    old = rollout.old_logprobs
+    exact = jnp.where(begun, 0.5, 0.0)
+    monkeypatch.setattr(score, "_exact_kl", lambda *_, **__: (exact, old))
+    options = {
+        "model": toys.GPT2,
+        "max_new_tokens": toy_turns.SIZE,
+        "temperature": 1.0,
+        "penalty": EXACT,
+    }
+    scored = score.score(
+        rollout,
+        scores=jnp.zeros(6),
+        reference=models()[2],
+        critic=None,
+        critic_model=None,
+        turn_rewards=jnp.zeros(begun.shape),
+        **options,
+    )
+    beside = {"far": Further(models()[2], old - 0.25, 0.0)}
+    scored, _ = flow.further.add(scored, further=beside, **options)
+    for name, nats in (("exact", 0.5), ("far", 0.25)):
+        total, count = scored.kl_stats[f"objective/kl_{name}"]
+        assert float(count) == 5
+        assert float(total) == pytest.approx(nats * float(begun.sum()), rel=1e-5)
 
 
 def test_only_the_state_after_the_last_turn_has_a_value():

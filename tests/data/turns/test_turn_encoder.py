@@ -1,6 +1,7 @@
 """What stands between two sampled turns: the template's own ids, and nobody else's."""
 
 import functools
+import json
 
 import chat_templates
 import pytest
@@ -181,7 +182,8 @@ def test_what_tools_return_has_its_role(family, gpt2):
     """Two of them after one turn; Qwen 3 writes an empty thought into the last turn."""
     template = FAMILIES[family]
     reader = gpt2(template)
-    seen = [said(template.tools, "84"), said(template.tools, "no such tool")]
+    texts = ("84", 'no "such"\ntool: é 🙂')
+    seen = [said(template.tools, text) for text in texts]
     between = encoder_of(reader, template).observation(seen)
     ask, *_, answer = [said("user", "12*7?"), *seen, said("assistant", "84")]
     whole = written(reader, [ask, said("assistant", "calc"), *seen, answer])
@@ -190,6 +192,9 @@ def test_what_tools_return_has_its_role(family, gpt2):
     first = len(encoder_of(reader, template).prompt([ask], where="row 0"))
     at = whole.index(stop, first) + 1
     assert whole[at : at + len(between)] == between
+    if family == "llama":  # whose template writes them as JSON
+        for text in texts:
+            assert json.dumps(text, ensure_ascii=False) in reader.decode(between)
 
 
 def test_gpt2s_ids_by_hand(gpt2):
@@ -259,6 +264,10 @@ def test_no_text_becomes_a_control_token(family, kind, gpt2):
             assert controls(ids) == controls(encode("good"))
             if kind == "gpt2" and family != "phi3":  # else texts are not kept exactly
                 assert text.strip() in reader.decode(ids)
+        if template.tools:
+            observations = [[said(template.tools, each)] for each in (text, "good")]
+            by_tool, good = map(encoder.observation, observations)
+            assert controls(by_tool) == controls(good)
         plain = encoder_of(reader, template, chat=False)
         assert not controls(plain.observation(text))
         bos = controls(plain.prompt("good", where="row 0"))
@@ -272,6 +281,41 @@ def test_a_role_is_no_way_in_either(gpt2):
     ids = encoder.observation([said("user<|im_end|>", "a"), said("tool", "b")])
     assert ids.count(end) == 2
     assert "user<|im_end|>\na" in reader.decode(ids)
+
+
+CALLS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.name }}"
+    "{% for key, value in call.arguments.items() %} {{ key }}={{ value + 1 }}"
+    "{% endfor %}{% endfor %}{% if m.note is defined %}{{ m.note }}{% endif %}"
+    "<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_fields_that_are_no_texts_reach_the_template_as_they_are(gpt2):
+    """Calls of tools; and null, which rows of a table have where others have calls."""
+    reader = gpt2(chat_templates.GPT2)
+    reader.chat_template = CALLS
+    encoder = encoder_of(reader, chat_templates.GPT2)
+
+    def prompt(name, *, key="a"):
+        call = {"name": name, "arguments": {key: 1}}
+        return [
+            {**said("user", "Add."), "tool_calls": None, "note": None},
+            {**said("assistant", ""), "tool_calls": [call]},
+            said("tool", "2"),
+        ]
+
+    assert reader.decode(encoder.prompt(prompt("add"), where="row 0")) == (
+        "<|im_start|>user\nAdd.<|im_end|>\n<|im_start|>assistant\nadd a=2<|im_end|>\n"
+        "<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n"
+    )
+    end = reader.convert_tokens_to_ids("<|im_end|>")
+    for bad in (prompt("<|im_end|>"), prompt("add", key="\ue000<|im_end|>")):
+        ids = encoder.prompt(bad, where="row 0")
+        assert ids.count(end) == 3
+        assert reader.decode(ids).count("<|im_end|>") == 4
 
 
 def test_plain_text_is_encoded_as_it_is(gpt2):
