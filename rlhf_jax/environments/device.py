@@ -31,16 +31,17 @@ class Device(Protocol):
         """Runs prompts and observations, and draws the first token of turns.
 
         Args:
-          arrivals: whose `keys` are u32[A, ...], data of the rows' keys.
+          arrivals: of NumPy arrays; its keys are their data, u32[A, ...].
         """
         ...
 
     def copy(self, *, source: HostArray, place: HostArray, keys: HostArray) -> None:
-        """Copies what A places have read of a prompt to others; place C is none.
+        """Copies what A places have read of a prompt to others.
 
         Args:
-          source, place: i32[A].
-          keys: u32[A, ...], data of the keys of the rows in `place`.
+          source: i32[A], places that have read it.
+          place: i32[A], places that get it; C is none.
+          keys: u32[A, ...], data of the keys of the rows that get it.
         """
         ...
 

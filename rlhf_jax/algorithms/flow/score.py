@@ -110,8 +110,8 @@ def score(
         )
         kl = estimate if penalty.in_reward else None
         if exact is not None and penalty.direction == "reverse" and not penalty.top_k:
-            count = num_responses(mask, turn_rewards=turn_rewards)
-            kl_stats |= {"objective/kl_exact": (exact.sum(), count)}
+            rows = num_responses(mask, turn_rewards=turn_rewards)
+            kl_stats |= {"objective/kl_exact": (exact.sum(), rows)}
     if critic is not None and values is None:
         if critic_model is None:
             raise InputError("expected the critic's shape with the critic, got None")
@@ -132,18 +132,6 @@ def score(
         kl_stats=kl_stats,
         turn_rewards=turn_rewards,
     )
-
-
-def num_responses(mask: Array, *, turn_rewards: Array | None) -> Array:
-    """f32[]: the rows, without those of episodes that never began.
-
-    Args:
-      mask: bool[B, S], sampled tokens.
-      turn_rewards: of `Scored`; None where every row has tokens.
-    """
-    if turn_rewards is None:
-        return jnp.asarray(mask.shape[0], jnp.float32)
-    return mask.any(axis=1).sum(dtype=jnp.float32)
 
 
 def _exact_kl(
@@ -231,6 +219,18 @@ def value_mask(rollout: Rollout, *, after_stop: bool) -> Array:
         return mask
     columns, last = _last(mask)
     return mask | ((columns == last + 1) & (last >= 0))
+
+
+def num_responses(mask: Array, *, turn_rewards: Array | None) -> Array:
+    """f32[]: responses of a batch; of episodes of several turns, those that began.
+
+    Args:
+      mask: bool[B, S], response tokens.
+      turn_rewards: f32[B, S], of `Scored`; None where responses have one turn.
+    """
+    if turn_rewards is None:
+        return jnp.asarray(mask.shape[0], jnp.float32)
+    return mask.any(axis=1).sum(dtype=jnp.float32)
 
 
 def _last(mask: Array) -> tuple[Array, Array]:
