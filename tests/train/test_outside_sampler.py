@@ -10,6 +10,7 @@ import toy_server
 import rlhf_jax.train.grpo
 import rlhf_jax.train.nash_md
 import rlhf_jax.train.online_dpo
+import rlhf_jax.train.ppo
 import rlhf_jax.train.reinforce
 from rlhf_jax.runs import metrics
 
@@ -142,6 +143,9 @@ URL = "--sampler=http://localhost:9"
     ("options", "message"),
     [
         (["--sampler=elsewhere"], "--sampler: expected here, process or http://HOST"),
+        (["--sampler=http://[::1"], "--sampler: expected here, process or http://HOST"),
+        (["--sampler=http://h:x"], "--sampler: expected here, process or http://HOST"),
+        (["--sampler=http://"], "--sampler: expected here, process or http://HOST"),
         (["--sampler-model=m"], "--sampler-model: expected --sampler with process or"),
         (
             ["--sampler=process", "--sampler-check-tolerance=1"],
@@ -174,6 +178,18 @@ def test_what_is_refused(files, capsys, options, message):
     assert stop.value.code == 2
     assert message in " ".join(capsys.readouterr().err.split())
     assert not (files / "run").exists()
+
+
+@pytest.mark.parametrize("option", ["--sampler=process", "--sampler-timeout"])
+def test_ppo_says_who_takes_another_sampler(capsys, option):
+    with pytest.raises(SystemExit) as stop:
+        rlhf_jax.train.ppo.command([option, "9"])
+    assert stop.value.code == 2
+    name = option.partition("=")[0]
+    assert (
+        f"{name}: expected an option of this command, got one of rlhf-jax grpo and "
+        f"rlhf-jax reinforce"
+    ) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

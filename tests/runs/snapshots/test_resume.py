@@ -1,6 +1,7 @@
 """What a resumed run may differ in, and what it tells of files that changed."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 from pathlib import Path
@@ -93,6 +94,17 @@ def test_num_steps_and_reporting_may_change_and_are_told(begun, capsys):
     with pytest.raises(InputError, match="only: expected at least the 8 steps"):
         play(dataclasses.replace(longer, num_steps=7))
     assert recorded(begun)["num_steps"] == 8
+
+
+def test_the_sampler_may_change_and_no_option_whose_name_has_it():
+    before = {"sampler": "http://a:1", "placement": {"sampler": {"devices": None}}}
+    recorded = resume.Recorded("snapshot 4", before)
+    check = functools.partial(
+        resume.check_config, recorded, but=frozenset(), folder=Path("none")
+    )
+    assert check(before | {"sampler": "http://b:2"}) == ["sampler"]
+    with pytest.raises(InputError, match=r"sampler\.devices: recorded null"):
+        check(before | {"placement": {"sampler": {"devices": "last"}}})
 
 
 def test_a_finished_run_is_not_made_longer_around_its_model(begun):
