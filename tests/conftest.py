@@ -5,6 +5,7 @@ import ctypes
 import functools
 import gc
 import os
+import signal
 from importlib.metadata import version
 
 # The time of these tests is the compiler's: kernels are neither optimised, nor split
@@ -128,6 +129,26 @@ def draws_of_its_own(request):
     rng = getattr(request.module, "RNG", None)
     if rng is not None:
         rng.bit_generator.state = start_of(rng)
+
+
+QUICK_SECONDS = 300  # ten times what the slowest quick test takes
+
+
+@pytest.fixture(autouse=True)
+def time_limit(request):
+    """A quick test that would not end fails, with the line where it was."""
+    if any(request.node.get_closest_marker(name) for name in ("slow", "long")):
+        yield
+        return
+
+    def fail(signum, frame):
+        pytest.fail(f"expected a quick test to end within {QUICK_SECONDS} s")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.setitimer(signal.ITIMER_REAL, QUICK_SECONDS)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture(scope="session")

@@ -66,6 +66,8 @@ class Toy:
             case "spin":
                 while True:
                     pass
+            case "pid":
+                return Turn(str(os.getpid()), 0.0, False, count)
             case "secretive":
                 raise Secretive
             case "made":

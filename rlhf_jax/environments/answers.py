@@ -114,6 +114,8 @@ def _written(value: Any, *, called: str, most: int) -> Written:
             )
         message: Message = {}
         for key, said in one.items():
+            if said is None and key not in ("role", "content"):
+                continue  # as a table has it: templates know absent keys, not null
             name = _text(key, called=f"field of the {called}", most=100)
             message[name] = _text(said, called=called, most=left)
             left -= len(message[name])

@@ -14,20 +14,19 @@ import concurrent.futures
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from rlhf_jax.algorithms.batch import Prompts
 from rlhf_jax.data.turns import TurnEncoder
 from rlhf_jax.environments import finished
 from rlhf_jax.environments.answers import Answer
+from rlhf_jax.environments.device import Device
 from rlhf_jax.environments.finished import Finished
 from rlhf_jax.environments.pool import EnvironmentPool
-from rlhf_jax.models.generation.episodes import Arrivals, Episodes
+from rlhf_jax.models.generation.episode_places import Arrivals, Episodes
 
-Array = jax.Array
 HostArray = Any
 SHARE = 8  # the host looks when one turn in so many has ended
 POLL = 0.05  # seconds between looks at the clock while nothing else is to be done
@@ -40,37 +39,6 @@ class Limits(NamedTuple):
     turn_tokens: int  # of a turn; one without a stop token by then is the last
     turns: int
     seconds: float | None = None  # of all episodes of a rollout; None waits for them
-
-
-class Device(Protocol):
-    """What runs the policy: compiled programs and the places that they keep."""
-
-    @property
-    def places(self) -> int:
-        """C."""
-        ...
-
-    @property
-    def arriving(self) -> int:
-        """A, places that read at a time."""
-        ...
-
-    @property
-    def chunk(self) -> int:
-        """N, columns that they read at a time."""
-        ...
-
-    def read(self, arrivals: Arrivals) -> None:
-        """Runs prompts and observations."""
-        ...
-
-    def copy(self, *, source: HostArray, place: HostArray, keys: Array) -> None:
-        """Has what A places have read of a prompt in others, too; C is nowhere."""
-        ...
-
-    def advance(self, *, until: int, steps: int) -> Episodes:
-        """Draws on, and returns what stands in the places, on the host, cacheless."""
-        ...
 
 
 @dataclasses.dataclass
@@ -89,8 +57,8 @@ class _Episode:
     kept: int = 0  # tokens behind it up to the end of the turn that ended last
     rewards: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     future: concurrent.futures.Future[Answer] | None = None
-    # Begins with the same prompt, reads it first, and is copied; its last columns each
-    # reads by itself, so that the bits are those of reading all of it.
+    # An episode of the same prompt, which reads it first. What it has read is copied to
+    # this one, but for the last columns: to read those gives the bits of reading all.
     first: _Episode | None = None
 
 
@@ -101,7 +69,7 @@ class Play:
     device: Device  # with places that are free
     prompts: Prompts  # [B, P], of NumPy arrays
     states: Sequence[bytes]  # of the environment, by `prompts.index`
-    keys: Array  # key[B], of the rows
+    keys: HostArray  # u32[B, ...], data of the rows' keys
     pool: EnvironmentPool  # answers turns
     encoder: TurnEncoder  # of observations
     decode: Callable[[list[int]], str]  # of a turn, for the environment alone
@@ -127,6 +95,7 @@ class Play:
 
         Raises:
           StopError: the environment failed, and the pool is to stop then.
+          InputError: the chat template does not take an observation.
         """
         began, seconds = time.monotonic(), self.limits.seconds
         waiting = list(range(len(self.prompts.index)))[::-1]
@@ -141,6 +110,7 @@ class Play:
                 # All of it first: a step draws as many tokens as there are places.
                 while self._read():
                     pass
+                self._check_none_is_forgotten()
                 if any(each.drawing for each in self._live):
                     self._advance(steps)
                 elif self._live:
@@ -228,6 +198,17 @@ class Play:
                 place[at], episode.begins = episode.place, False
                 episode.reading, episode.first = episode.first.reading, None
             self.device.copy(source=source, place=place, keys=self.keys[of_row])
+
+    def _check_none_is_forgotten(self) -> None:
+        """RuntimeError if an episode would wait for ever: a mistake of this module."""
+        rows = [
+            each.row for each in self._live if not each.drawing and each.future is None
+        ]
+        if rows:
+            raise RuntimeError(
+                "expected every episode to draw or to wait for an answer once all have"
+                f" read, got rows {rows} that do neither; report this mistake"
+            )
 
     def _advance(self, steps: int) -> None:
         """Draws on, and hands the turns that ended to the pool."""

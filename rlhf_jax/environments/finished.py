@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlhf_jax.algorithms.batch import Prompts, Rollout
-from rlhf_jax.models.generation.episodes import Episodes
+from rlhf_jax.models.generation.episode_places import Episodes
 from rlhf_jax.roles.rewards.scores import Scores
 
 HostArray = Any

@@ -28,6 +28,7 @@ from rlhf_jax.verification import processes
 from rlhf_jax.verification.processes import OnFailure
 from rlhf_jax.verification.worker import Failed
 
+OF = "of the environment"  # whose processes they are, for messages
 SHOWN = 300  # characters of a response in a message
 IMPORTABLE = (
     "expected one that the processes of the pool can import, so set PYTHONPATH, or mend"
@@ -39,7 +40,7 @@ class EnvironmentPool:
     """Processes that run an environment; a context manager that ends them.
 
     They start with the first call, import the module of the environment and nothing of
-    this process, and one that hangs or dies is replaced.
+    this process, and one that hangs or dies in a call is replaced.
     """
 
     def __init__(
@@ -90,7 +91,8 @@ class EnvironmentPool:
 
         Raises:
           InputError: a row has no beginning; names its file and line.
-          StopError: the environment cannot be imported.
+          StopError: the environment cannot be imported, or the processes were killed
+            between two calls.
         """
         futures = [self._schedule(worker.reset, row) for row in rows]
         starts = []
@@ -113,6 +115,9 @@ class EnvironmentPool:
           What becomes an `Answer`. With on_failure="stop" its result is a StopError
           where the environment failed; and so it is where the environment cannot be
           imported, which is no response's fault.
+
+        Raises:
+          StopError: the processes were killed between two calls.
         """
         answered: Future[Answer] = Future()
         inner = self._schedule(worker.step, state, response)
@@ -149,10 +154,12 @@ class EnvironmentPool:
             )
 
     def _schedule(self, function: Any, *args: Any) -> Future[Any]:
-        return self._pool.schedule(
+        return processes.schedule(
+            self._pool,
             function,
             args=(self._pickled, *args, self.max_observation),
             timeout=self.timeout,
+            of=OF,
         )
 
     def _begun(self, future: Future[Any], row: dict[str, Any], place: int) -> Begun:
@@ -194,10 +201,7 @@ class EnvironmentPool:
         ended = processes.ended(error, timeout=self.timeout)
         if ended is None:
             # Not the environment's: the pool itself, or a row that cannot be sent.
-            raise StopError(
-                f"the processes of the environment do not work: {type(error).__name__}:"
-                f" {error}"
-            ) from error
+            raise processes.broken(error, of=OF) from error
         return ended
 
 

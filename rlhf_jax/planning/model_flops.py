@@ -27,11 +27,20 @@ class Texts(NamedTuple):
 
     prompt: int  # tokens of every prompt
     responses: tuple[int, ...]  # tokens of each
+    # Tokens that each read between its turns and behind them, which are not predicted
+    # and no other text shares; () is none.
+    observed: tuple[int, ...] = ()
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Of each text, behind its prompt."""
+        observed = self.observed or (0,) * len(self.responses)
+        return tuple(map(sum, zip(self.responses, observed, strict=True)))
 
     @property
     def tokens(self) -> int:
-        """Of prompts and responses."""
-        return len(self.responses) * self.prompt + sum(self.responses)
+        """Of prompts, responses and observations."""
+        return len(self.responses) * self.prompt + sum(self.lengths)
 
 
 def forward(
@@ -58,7 +67,7 @@ def forward(
     for window, layers in windows.items():
         pairs = sum(
             times * _pairs(texts.prompt + length, window=window)
-            for length, times in Counter(texts.responses).items()
+            for length, times in Counter(texts.lengths).items()
         )
         pairs -= shared * _pairs(texts.prompt, window=window)
         total += 4.0 * width * layers * pairs

@@ -43,7 +43,8 @@ def policy_gradient_flops(
     """Model FLOPs of an iteration by scope.
 
     Args:
-      texts: prompts and responses of the rollout.
+      texts: prompts and responses of the rollout; what episodes of several turns
+        observe is run for each of them, and not predicted.
       model: the policy's shape.
       num_epochs: of the update.
       group_size: responses of a prompt, which is run once for them.
@@ -119,9 +120,7 @@ def summary(
         for step in profiled.texts:
             for scope, count in flops(step).items():
                 work[scope] += count
-    tokens = sum(
-        text.prompt + text.response for step in profiled.texts for text in step
-    )
+    tokens = sum(sum(text) for step in profiled.texts for text in step)
     seconds = _seconds(run_folder, profiled, times)
     chip = chips.of_kind(profiled.device)
 
@@ -250,10 +249,17 @@ def _share(value: float | None) -> str | None:
 
 def _by_prompt(texts: Sequence[Text]) -> list[Texts]:
     """Texts whose prompts are equally long, together."""
-    responses: dict[int, list[int]] = defaultdict(list)
+    by_prompt: dict[int, list[Text]] = defaultdict(list)
     for text in texts:
-        responses[text.prompt].append(text.response)
-    return [Texts(prompt, tuple(each)) for prompt, each in responses.items()]
+        by_prompt[text.prompt].append(text)
+    return [
+        Texts(
+            prompt,
+            tuple(text.response for text in each),
+            tuple(text.observed for text in each),
+        )
+        for prompt, each in by_prompt.items()
+    ]
 
 
 def _forward(

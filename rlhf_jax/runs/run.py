@@ -15,22 +15,18 @@ last snapshot and has no steps left, so a pipeline goes on where it was.
 from __future__ import annotations
 
 import contextlib
-import json
-import signal
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any, Self
 
 import jax
 
-from rlhf_jax.devices import processes, program_cache
+from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.functional.masked import Stats
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.runs import (
     alarms,
     command_line,
     deadline,
-    divergence,
     lock,
     loggers,
     metrics,
@@ -38,17 +34,10 @@ from rlhf_jax.runs import (
 )
 from rlhf_jax.runs.folder import open_run, versions
 from rlhf_jax.runs.profile import window
-from rlhf_jax.runs.profile.profiler import Masks, Profiler
-from rlhf_jax.runs.profile.trace import HOST_SCOPE
-from rlhf_jax.runs.run_config import RunConfig, to_json
-from rlhf_jax.runs.snapshots import (
-    beginning,
-    files,
-    pending,
-    proof,
-    resume,
-    snapshots,
-)
+from rlhf_jax.runs.profile.profiler import Profiler
+from rlhf_jax.runs.run_config import RunConfig
+from rlhf_jax.runs.snapshots import files, proof, resume
+from rlhf_jax.runs.stage import Stage
 
 PyTree = Any
 
@@ -209,153 +198,4 @@ class Run:
             state,
             meta=meta,
             frozen=proof.Proof(state, beside=beside or {}, moving=moving),
-        )
-
-
-class Stage:
-    """One stage of a run; a context manager that closes its snapshots."""
-
-    def __init__(
-        self,
-        run: Run,
-        name: str,
-        state: PyTree,
-        *,
-        meta: Mapping[str, Any],
-        frozen: proof.Proof,
-    ) -> None:
-        processes.agree(f"the data of {name}", json.dumps(meta, sort_keys=True))
-        self._run = run
-        self._frozen = frozen
-        self._num_steps = run.num_steps[name]
-        self._meta = {
-            **meta,
-            "config": to_json(run.config),
-            "versions": run.versions,
-        }
-        self._name = name
-        self._snapshots = snapshots.Snapshots(
-            run.folder / "snapshots" / name, keep=run.config.keep_snapshots
-        )
-        begun = beginning.begin(
-            name,
-            state,
-            snapshots=self._snapshots,
-            folder=run.folder / "snapshots" / name,
-            meta=meta,
-            frozen=frozen,
-            resume_from=run.resume_from,
-            is_newest_stage=run.is_newest(name),
-        )
-        if begun.went_back:
-            run.resume_from = None
-        self.state, self.start = begun.state, begun.step
-        self._whole = self._kept(self.start)
-        run.record.begin(name, step=self.start, rows=begun.rows)
-
-    def __enter__(self) -> Self:
-        self._run.profiler.begin_stage(self._name, self.start)
-        self._begin_step(self.start)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._snapshots.close()
-
-    def steps(self) -> range:
-        """The steps that are left."""
-        return range(self.start, self._num_steps)
-
-    @contextlib.contextmanager
-    def user_code(self) -> Iterator[None]:
-        """Around a reward or a judge, which may hang, before the step changes arrays.
-
-        `stop_timeout` after a signal the state from before the step is saved and the
-        process ends, with status 128 + the signal's number; a resume repeats the step.
-        """
-        limit = contextlib.nullcontext()
-        if self._run.deadline is not None:
-            limit = self._run.deadline.limit(self._save_whole)
-        with limit, jax.profiler.TraceAnnotation(HOST_SCOPE):
-            yield
-
-    def end_step(
-        self,
-        step: int,
-        stats: Stats,
-        samples: Sequence[Mapping[str, Any]] = (),
-        *,
-        positions: Stats | None = None,
-        texts: Sequence[Masks] = (),
-        waits: Mapping[str, float] | None = None,
-    ) -> None:
-        """Records a step, and saves when it is time or a signal asks for it.
-
-        Args:
-          stats: {name: (sum, weight)}; read one step late, so the device never waits.
-          samples: rows for samples.jsonl.
-          positions: {name: (sums, weights)} by position in the response, for
-            positions.jsonl; read as late as stats.
-          texts: what the step read, (segments or mask [B, S], response tokens [B, S])
-            of each batch; for the tokens and FLOPs of a profile, and read for it alone.
-          waits: seconds that each side of a queue waited for the other, for
-            timings.jsonl; None is no queue.
-
-        Raises:
-          DivergedError: `MAX_SKIPPED` updates in a row were skipped, of all or of the
-            critic alone; the snapshots before them stay.
-          cli.Interrupted: after a signal, with everything saved.
-        """
-        record, config = self._run.record, self._run.config
-        self._run.profiler.end_step(step, texts)
-        if step == self.start:
-            # Whatever a step compiles it has compiled by now.
-            program_cache.give_back_memory()
-        record.write(step, stats, positions=positions, waits=waits)
-        record.write_samples(step, samples)
-        done = step + 1
-        self._whole = self._kept(done)
-        stop = self._run.vote(self._run.interrupt.requested)
-        due = stop or done == self._num_steps or done % config.snapshot_every == 0
-        if due:
-            record.flush()
-        divergence.check(record.latest, step=step, newest=self._snapshots.latest())
-        if due:
-            self._save(done, self.state)
-        if stop:
-            self._run.interrupt.stop()
-        self._begin_step(done)
-
-    def _begin_step(self, step: int) -> None:
-        self._run.profiler.begin_step(self._name, step)
-
-    def _save(self, done: int, state: PyTree) -> None:
-        state = pending.settled(state)
-        meta = {**self._meta, proof.META: self._frozen.check(state)}
-        # A copy, as the snapshot is written while the next steps run.
-        meta[beginning.ROWS] = dict(self._run.record.rows)
-        self._snapshots.save(done, arrays=state, meta=meta)
-
-    def _kept(self, done: int) -> tuple[int, PyTree]:
-        """The arrays of the state as it is now, in a tree that no step changes."""
-        if self._run.deadline is None:
-            return done, None
-        return done, jax.tree.map(lambda leaf: leaf, self.state)
-
-    def _save_whole(self, signum: int) -> str:
-        """Saves the state from before this step, in another thread; what to tell."""
-        done, state = self._whole
-        saved = "no step was done yet"
-        if done and not pending.is_settled(state):
-            saved = "its rollouts are not drawn; the snapshots before stay"
-        elif done:
-            saved = f"saved as of step {done}"
-            self._run.record.flush()
-            self._save(done, state)
-            self._snapshots.close()
-        limit, config = self._run.deadline, self._run.config
-        assert limit is not None  # as it calls this
-        return (
-            f"stopped: step {done} did not come through its reward or judge within "
-            f"{limit.seconds:g} s of {signal.Signals(signum).name} (--stop-timeout); "
-            f"{saved}; {command_line.go_on(config)}"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import urllib.error
+import urllib.parse
 import urllib.request
 from typing import Any
 
@@ -20,6 +21,15 @@ class ServerError(StopError):
 
 class Unreachable(ServerError):
     """Nothing answers at the address, or it went away before it had answered."""
+
+
+def is_address(url: str) -> bool:
+    """Whether a URL names a host, and a port that is a number or none."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        return bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets that do not close, or another port
+        return False
 
 
 class Connection:
@@ -73,9 +83,8 @@ class Connection:
                 raise self._too_long(path) from error
             why = str(reason) or type(reason).__name__
             raise Unreachable(
-                f"{self.url}{path}: expected a server there, got: {why}; start it, or "
-                f"see what it printed last, and go on with --resume where the run has "
-                f"a folder"
+                f"{self.url}{path}: expected a server there, got: {why}; start it "
+                f"(again), and go on with --resume where the run has a folder"
             ) from error
         if not text.strip():
             return {}

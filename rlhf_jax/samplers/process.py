@@ -32,6 +32,7 @@ from rlhf_jax.verification.worker import Failed
 Array = jax.Array
 Params = Any
 TIMEOUT = 600.0
+OF = "that sample"  # whose processes they are, for messages
 STARTED = 60.0  # seconds for the process to start, beside the timeout
 
 
@@ -113,8 +114,12 @@ class ProcessSampler:
 
     def _call(self, function: Any, *args: Any) -> Any:
         what = "hand-over" if function is worker.load else "draw"
-        future = self._pool.schedule(
-            function, args=(self._pickled, *args), timeout=self.timeout
+        future = processes.schedule(
+            self._pool,
+            function,
+            args=(self._pickled, *args),
+            timeout=self.timeout,
+            of=OF,
         )
         try:
             # The pool counts from when the process takes the call.
@@ -122,7 +127,7 @@ class ProcessSampler:
         except Exception as error:
             ended = processes.ended(error, timeout=self.timeout)
             if ended is None:
-                raise
+                raise processes.broken(error, of=OF) from error
             why, remedy = ended.why, "raise --sampler-timeout"
             if not ended.timed_out:
                 remedy = _remedy(error)

@@ -199,7 +199,7 @@ class ServerSampler:
         try:
             answer = self._server.get("/v1/models")
         except Unreachable as error:
-            raise InputError(f"--sampler {error}: {HOW}") from error
+            raise InputError(f"--sampler {error}. With vLLM: {HOW}") from error
         except ServerError as error:
             raise InputError(
                 f"--sampler {error}. Expected the models of an OpenAI-compatible "

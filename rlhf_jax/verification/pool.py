@@ -30,12 +30,14 @@ from rlhf_jax.verification import processes, worker
 from rlhf_jax.verification.processes import OnFailure
 from rlhf_jax.verification.worker import Answer
 
+OF = "that verify"  # whose processes they are, for messages
+
 
 class VerifierPool:
     """Processes that verify; a context manager that ends them.
 
     They start with the first response, import the module of the verifier and nothing
-    of this process, and one that hangs or dies is replaced.
+    of this process, and one that hangs or dies in a call is replaced.
     """
 
     def __init__(
@@ -82,12 +84,18 @@ class VerifierPool:
         return PooledReward(self, decode, rows)
 
     def submit(self, texts: Texts) -> Pending:
-        """Starts on a batch of texts and returns at once."""
+        """Starts on a batch of texts and returns at once.
+
+        Raises:
+          StopError: the processes were killed between two batches.
+        """
         futures = [
-            self._pool.schedule(
+            processes.schedule(
+                self._pool,
                 worker.verify,
                 args=(self._pickled, *one),
                 timeout=self.timeout,
+                of=OF,
             )
             for one in zip(*texts.lists, strict=True)
         ]
@@ -173,10 +181,7 @@ class Pending:
             ended = processes.ended(error, timeout=self.pool.timeout)
             if ended is None:
                 # Not the verifier's: the pool itself, or a row that cannot be sent.
-                raise StopError(
-                    f"the processes that verify do not work: {type(error).__name__}: "
-                    f"{error}"
-                ) from error
+                raise processes.broken(error, of=OF) from error
             return Answer(0.0, ended.why, timed_out=ended.timed_out)
 
     def _show(self, place: int) -> str:

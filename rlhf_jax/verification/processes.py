@@ -3,8 +3,8 @@
     pickled ──start──> processes ──schedule──> a result, or why there is none
 
 The object is a verifier (`pool`) or an environment. Processes are spawned with the
-first call, import its module and nothing of this process, and one that hangs or dies is
-replaced.
+first call, import its module and nothing of this process, and one that hangs or dies in
+a call is replaced. `pebble` gives up the pool of which one ends between two calls.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ from __future__ import annotations
 import os
 import pickle
 import types
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any, Literal, NamedTuple
 
 import pebble
 
 from rlhf_jax.functional import checks
-from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.verification import worker
 
 OnFailure = Literal["zero", "stop"]
@@ -60,6 +63,47 @@ def start(pickled: bytes, *, num_workers: int | None) -> pebble.ProcessPool:
     )
 
 
+def schedule(
+    pool: pebble.ProcessPool,
+    function: Callable[..., Any],
+    *,
+    args: tuple[Any, ...],
+    timeout: float,
+    of: str,
+) -> Future[Any]:
+    """Starts a call and returns at once.
+
+    Args:
+      timeout: seconds of the call, from when a process takes it.
+      of: whose processes they are, for messages, as "of the environment".
+
+    Returns:
+      What becomes the function's result, or one of the errors of `ended` and `broken`.
+
+    Raises:
+      StopError: the pool has been given up.
+    """
+    try:
+        return pool.schedule(function, args=args, timeout=timeout)
+    except RuntimeError as error:
+        raise broken(error, of=of) from error
+
+
+def broken(error: BaseException, *, of: str) -> StopError:
+    """The error for a pool that does not work, or for what cannot be sent to it.
+
+    Args:
+      of: as that of `schedule`.
+    """
+    told = f"the processes {of} do not work: {type(error).__name__}: {error}"
+    if isinstance(error, (BrokenProcessPool, RuntimeError)):
+        told += (
+            "; expected them to live between calls, and one was killed, or ended as it"
+            " started: see what ended it, such as a lack of memory, and resume the run"
+        )
+    return StopError(told)
+
+
 def ended(error: BaseException, *, timeout: float) -> Ended | None:
     """Why a call's process was ended, from what its future raised; None if it was not.
 
@@ -69,7 +113,8 @@ def ended(error: BaseException, *, timeout: float) -> Ended | None:
     if isinstance(error, TimeoutError):
         return Ended(f"took longer than {timeout:g} s", timed_out=True)
     if isinstance(error, pebble.ProcessExpired):
-        return Ended(f"ended its process (status {error.exitcode})")
+        status = 0 if error.exitcode == worker.QUIETLY else error.exitcode
+        return Ended(f"ended its process (status {status})")
     return None
 
 

@@ -25,6 +25,9 @@ from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any, NamedTuple, TypeVar
 
+QUIETLY = (
+    256  # in place of status 0, which `pebble` takes for an end that was asked for
+)
 GRACE_SECONDS = 2.0  # for a worker to end by itself
 Result = TypeVar("Result")
 
@@ -151,6 +154,12 @@ class Worker(SpawnProcess):
         """As ever, but for that."""
         with _without_a_script():
             super().start()
+
+    @property
+    def exitcode(self) -> int | None:
+        """As ever, but `QUIETLY` for 0: no worker is asked to end by itself."""
+        code = super().exitcode
+        return QUIETLY if code == 0 else code
 
 
 class Context(SpawnContext):

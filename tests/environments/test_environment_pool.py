@@ -1,5 +1,6 @@
 """Environments in processes: what they answer, and every way not to."""
 
+import os
 import pickle
 import signal
 import subprocess
@@ -39,6 +40,15 @@ def test_states_go_from_turn_to_turn_as_bytes(pool):
     # The state of before is as good as it was.
     assert pool.step(one.state, "y").result() == two
     assert isinstance(two.state, bytes)
+
+
+def test_a_field_of_a_message_may_be_null(pool):
+    message = toy_environment.user("b")
+    (begun,) = pool.reset([{"prompt": [{**message, "tool_calls": None}]}])
+    assert begun.prompt == [message]
+    why = "returned None as the prompt, expected a text"
+    with pytest.raises(InputError, match=why):
+        pool.reset([{"prompt": [{"role": "user", "content": None}]}])
 
 
 def test_what_is_done_needs_no_state(pool):
@@ -184,6 +194,19 @@ def test_a_call_can_be_cancelled():
         assert pool.step(START, "a").result().observation == "1 a"
 
 
+@pytest.mark.slow
+def test_a_process_that_is_killed_between_calls_stops_the_run():
+    with EnvironmentPool(toy_environment.Toy(), num_workers=1) as pool:
+        pid = int(pool.step(START, "pid").result().observation)
+        os.kill(pid, signal.SIGKILL)
+        why = r"do not work: BrokenProcessPool: .* memory, and resume the run"
+        with pytest.raises(StopError, match=why):  # it is not known yet
+            pool.step(START, "a").result()
+        why = r"do not work: RuntimeError: .* memory, and resume the run"
+        with pytest.raises(StopError, match=why):
+            pool.step(START, "a")
+
+
 LATE = """
 from rlhf_jax.environments.protocol import Started, Turn
 {body}
@@ -211,6 +234,13 @@ def test_an_environment_that_cannot_be_imported(tmp_path, monkeypatch):
             pool.reset([{}])
         with pytest.raises(StopError, match=why):
             pool.step(START, "a").result()
+    # A process that ends without a word would be replaced without end.
+    file.write_text(LATE.format(body="import os; os._exit(0)"))
+    with (
+        EnvironmentPool(Late(), num_workers=1) as pool,
+        pytest.raises(StopError, match=r"do not work: .* or ended as it started"),
+    ):
+        pool.step(START, "a").result(timeout=60)
 
 
 KILLED = """

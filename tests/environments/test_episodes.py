@@ -312,6 +312,28 @@ def test_a_prompt_that_rows_share_is_read_once_to_the_same_bits(model, monkeypat
     assert len({tuple(row) for row in found.rollout.tokens[:4].tolist()}) == 4
 
 
+def test_an_episode_that_nothing_moves_on_raises(monkeypatch):
+    """Row 1 begins with the prompt of row 0, which nobody copies: no endless loop."""
+    monkeypatch.setattr(episodes.Play, "_copy", lambda self: None)
+    asked, of_row = prompts(), np.array([0, 0])
+    shared = Prompts(
+        tokens=asked.tokens[of_row],
+        mask=asked.mask[of_row],
+        index=of_row.astype(np.int32),
+        sample=np.arange(2, dtype=np.int32),
+    )
+    sampler = sampler_of(tiny.GPT2, Script(), places=2, chunk=2)
+    with pytest.raises(
+        RuntimeError, match=r"draw or to wait .* got rows \[1\] that do"
+    ):
+        sampler(
+            params_of(tiny.GPT2),
+            prompts=shared,
+            states=[bytes([0, 0])],
+            key=jax.random.key(7),
+        )
+
+
 OFTEN = {"stop_ids": tuple(range(1, 11))}  # nearly every token ends a turn
 
 

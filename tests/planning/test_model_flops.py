@@ -50,6 +50,21 @@ def test_a_prompt_that_texts_share_is_run_once():
     assert found == prompt + rest
 
 
+def test_observed_tokens_are_run_for_each_text_and_not_predicted():
+    observed = (2, 0, 3, 1)
+    found = model_flops.forward(
+        tiny.GPT2, TEXTS._replace(observed=observed), head=True, group_size=2
+    )
+    # As one response, less the predictions of what was observed.
+    whole = tuple(map(sum, zip(TEXTS.responses, observed, strict=True)))
+    as_one = Texts(3, whole)
+    predictions = 2 * 6 * tiny.GPT2.hidden_size * tiny.GPT2.vocab_size
+    prompt = by_token(tiny.GPT2, Texts(3, (0, 0)), head=False)
+    rest = by_token(tiny.GPT2, as_one, head=True, first=3)
+    assert found == prompt + rest - predictions
+    assert TEXTS._replace(observed=observed).tokens == 4 * 3 + 18 + 6
+
+
 def test_a_gradient_is_two_passes_more_and_that_of_adapters_one():
     forward = model_flops.forward(tiny.GPT2, TEXTS, head=True)
     assert model_flops.training(

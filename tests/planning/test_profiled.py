@@ -24,9 +24,9 @@ MATRIX = np.zeros((6, 7))
 def forward(size, layers, *, head, texts=TEXTS, group_size=1):
     """A loop over tokens: kernels, (query, key) pairs, and predictions."""
     flops = 0
-    for row, (prompt, response) in enumerate(texts):
+    for row, (prompt, response, observed) in enumerate(texts):
         first = prompt if row % group_size else 0  # which its group has run
-        for token in range(first, prompt + response):
+        for token in range(first, prompt + response + observed):
             flops += 2 * layers * (4 * size * size + 2 * 4 * size * size)
             flops += layers * 2 * 2 * size * (token + 1)
         flops += 2 * size * 50 * response * head
@@ -60,9 +60,17 @@ def test_an_iteration_of_ppo_counts_every_pass():
 
 def test_groups_share_their_prompt_and_adapters_save_a_pass():
     flops = functools.partial(
-        profiled.policy_gradient_flops, TEXTS, model=MODEL, num_epochs=1, group_size=2
+        profiled.policy_gradient_flops,
+        texts=TEXTS,
+        model=MODEL,
+        num_epochs=1,
+        group_size=2,
     )
     whole = forward(8, 3, head=True)
+    turns = [Text(5, 3, 2), Text(5, 7, 0), Text(2, 4, 6), Text(2, 1, 1)]
+    assert flops(texts=turns)["rollout"] == pytest.approx(
+        forward(8, 3, head=True, group_size=2, texts=turns)
+    )
     assert flops()["rollout"] == pytest.approx(forward(8, 3, head=True, group_size=2))
     assert flops()["loss"] == pytest.approx(3 * whole)
     assert flops(trained=0.5)["loss"] == pytest.approx(1.5 * whole)

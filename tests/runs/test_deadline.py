@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import jax
@@ -117,8 +118,8 @@ def test_a_reward_that_hangs_is_ended_in_time_and_the_run_goes_on(tmp_path, hang
             process.kill()
     assert process.returncode == 128 + signal.SIGTERM
     assert SECONDS <= took < SECONDS + 15  # with a save, on a busy machine
-    given_up = f"step {HANGS_AT} did not come through its reward or judge within 1.5 s"
-    assert f"{given_up} of SIGTERM" in told
+    given_up = f"step {HANGS_AT} did not come through its sampler, reward or judge"
+    assert f"{given_up} within 1.5 s of SIGTERM" in told
     assert f"saved as of step {HANGS_AT}; go on with" in told
     assert "Traceback" not in told
     assert sorted(os.listdir(out / "snapshots" / "only")) == ["3", str(HANGS_AT)]
@@ -211,6 +212,28 @@ def test_a_save_that_fails_is_told_and_ends_the_process_too(monkeypatch):
     status, told = ended(monkeypatch, save, late=False)
     assert status == [1]
     assert "expected to save, got OSError: no space left; the snapshots before" in told
+
+
+def test_a_snapshot_waits_no_longer_for_what_is_still_drawn(tmp_path, monkeypatch):
+    told, status, ahead = [], [], Future()
+
+    def leave(code):
+        status.append(code)
+        ahead.set_result(jnp.zeros(9))
+
+    monkeypatch.setattr(deadline.os, "_exit", leave)
+    monkeypatch.setattr(deadline.os, "write", recorded(told))
+    config = Config(out=tmp_path / "run", progress=False)
+    with (
+        run.Run(config, num_steps={"only": 8}, stop_timeout=0.05) as job,
+        job.stage("only", {"ahead": jnp.zeros(9)}, meta={}) as stage,
+    ):
+        stage.state["ahead"] = ahead
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(command_line.Interrupted):
+            stage.end_step(0, {"score": (jnp.float32(0), jnp.float32(1))})
+    assert status == [128 + signal.SIGTERM]
+    assert "its rollouts are not drawn; the snapshots before stay" in "".join(told)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 
 import jax
 import numpy as np
@@ -19,7 +20,7 @@ from rlhf_jax.devices.mesh_shape import ONE_DEVICE
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.samplers import process, protocol, weight_files
 from rlhf_jax.samplers.decoder import DecoderSampler
-from rlhf_jax.train.sampler import Sampler
+from rlhf_jax.train.sampling.sampler import Sampler
 
 RECIPE = GRPO(
     model=toy_files.MODEL,
@@ -116,6 +117,17 @@ def test_a_process_that_dies_or_hangs_is_told():
 
         with pytest.raises(StopError, match=r"ended its process .*out of memory"):
             until_it_dies()
+
+
+@pytest.mark.parametrize("pause", [0.0, 1.0])
+def test_a_process_that_is_killed_between_two_calls_is_told(pause):
+    with process.ProcessSampler(RECIPE, timeout=60.0) as sampler:
+        sampler.hand_over(params(0), version=0)
+        (pid,) = list(sampler._pool._pool_manager.worker_manager.workers)
+        os.kill(pid, signal.SIGKILL)
+        time.sleep(pause)  # before or after the pool has seen it
+        with pytest.raises(StopError, match=r"memory"):
+            sampler.draw(PROMPTS, key=KEY, version=0)
 
 
 def test_parameters_as_a_file(tmp_path):

@@ -36,6 +36,15 @@ class Broken(Hall):
         raise KeyError("key")
 
 
+class Talk(Hall):
+    """Every word is worth something."""
+
+    def step(self, state, response):
+        start, turn = state
+        reward = 0.25 * len(response.split())
+        return Turn("door hall", reward, turn == 2, (start, turn + 1))
+
+
 class Dark:
     """No environment."""
 
@@ -142,6 +151,18 @@ def test_an_environment_that_answers_nothing_stops_the_run(files, capsys):
     assert "--environment test_environment_option:Broken: expected an answer to" in told
     assert "raised KeyError" in told
     assert not (files / "run").exists()
+
+
+def test_the_clock_ends_episodes_and_not_those_that_are_measured(files):
+    options = ("--environment=test_environment_option:Talk", "--num-steps=1")
+    run = train(files, "run", *GROUPS, *options, "--episodes-timeout=1e-9")
+    (row,) = rows_of(run)
+    assert row["reward/late"] == 1
+    assert row["objective/scores"] is row["group/std"] is None
+    samples = metrics.read(run / "samples.jsonl")
+    assert [sample["version"] for sample in samples] == [None] * 4
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["held_out_score_before"] > 0
 
 
 def test_turn_options_need_an_environment():

@@ -18,7 +18,7 @@ from rlhf_jax.checkpoints import frozen_models
 from rlhf_jax.checkpoints.frozen_models import Storage
 from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
-from rlhf_jax.train.sampler import Sampler
+from rlhf_jax.train.sampling.sampler import Sampler
 
 MODEL = dataclasses.replace(toys.LLAMA, num_heads=4, num_kv_heads=2, vocab_multiple=8)
 RECIPE = grpo.GRPO(

@@ -41,7 +41,7 @@ from benchmarks.turns.whole import Whole
 from rlhf_jax import decoder
 from rlhf_jax.algorithms.grpo import GRPO
 from rlhf_jax.environments.episodes import Limits
-from rlhf_jax.models.generation.episodes import Arrivals, Episodes
+from rlhf_jax.models.generation.episode_places import Arrivals, Episodes
 from rlhf_jax.runs import command_line
 from rlhf_jax.runs.folder import open_run, write_summary
 from rlhf_jax.train.environment.sampler import EpisodeSampler

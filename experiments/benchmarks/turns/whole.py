@@ -15,8 +15,8 @@ from benchmarks.turns.conversations import Config, Encoder, Measured, Tool, prom
 from rlhf_jax import decode
 from rlhf_jax.algorithms.batch import Prompts
 from rlhf_jax.models import cached_decoder
-from rlhf_jax.models.generation import episodes
-from rlhf_jax.models.generation.episodes import Arrivals, Episodes
+from rlhf_jax.models.generation import episode_places, episodes
+from rlhf_jax.models.generation.episode_places import Arrivals, Episodes
 
 
 class Whole:
@@ -110,7 +110,7 @@ class Whole:
         )
         # Room for the padding of the widest read.
         columns = 2 * (options.prompt_size + options.room) + options.chunk
-        state = episodes.empty(
+        state = episode_places.empty(
             options.model, places=options.rows, columns=columns, key=keys[0]
         )
         layers = self._layers(params)

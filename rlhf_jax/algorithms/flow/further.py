@@ -12,10 +12,9 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from rlhf_jax.algorithms.batch import Scored
-from rlhf_jax.algorithms.flow.score import score
+from rlhf_jax.algorithms.flow.score import num_responses, score
 from rlhf_jax.functional import kl, masked
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.penalty import Penalty
@@ -96,7 +95,7 @@ def add(
                 stats |= masked.add_stats({key: stats[key]}, {key: value})
         per_token = kl.k1(scored.rollout.old_logprobs, of_each.ref_logprobs)
         per_response = masked.masked_sum(per_token, mask=mask, axis=1)
-        rows = jnp.asarray(per_response.shape[0], jnp.float32)
+        rows = num_responses(mask, turn_rewards=scored.turn_rewards)
         stats[f"objective/kl_{name}"] = per_response.sum(), rows
         beside[name] = Further(None, of_each.ref_logprobs, each.weight)
     return dataclasses.replace(scored, kl=total, kl_stats=stats), beside

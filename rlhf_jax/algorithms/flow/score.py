@@ -110,7 +110,7 @@ def score(
         )
         kl = estimate if penalty.in_reward else None
         if exact is not None and penalty.direction == "reverse" and not penalty.top_k:
-            rows = jnp.asarray(exact.shape[0], jnp.float32)
+            rows = num_responses(mask, turn_rewards=turn_rewards)
             kl_stats |= {"objective/kl_exact": (exact.sum(), rows)}
     if critic is not None and values is None:
         if critic_model is None:
@@ -219,6 +219,18 @@ def value_mask(rollout: Rollout, *, after_stop: bool) -> Array:
         return mask
     columns, last = _last(mask)
     return mask | ((columns == last + 1) & (last >= 0))
+
+
+def num_responses(mask: Array, *, turn_rewards: Array | None) -> Array:
+    """f32[]: responses of a batch; of episodes of several turns, those that began.
+
+    Args:
+      mask: bool[B, S], response tokens.
+      turn_rewards: f32[B, S], of `Scored`; None where responses have one turn.
+    """
+    if turn_rewards is None:
+        return jnp.asarray(mask.shape[0], jnp.float32)
+    return mask.any(axis=1).sum(dtype=jnp.float32)
 
 
 def _last(mask: Array) -> tuple[Array, Array]:

@@ -133,16 +133,19 @@ def shape(
     return scores
 
 
-def next_moments(moments: RunningMoments, scores: Array) -> RunningMoments:
+def next_moments(
+    moments: RunningMoments, scores: Array, *, kept: Array | None = None
+) -> RunningMoments:
     """Moments with those of a batch, which does not count if a score is not finite.
 
     Args:
       moments: of the scores before.
       scores: f32[B], reward units, as the reward returned them.
+      kept: bool[B], scores that count, of episodes that began; None keeps all.
     """
     return jax.tree.map(
         lambda new, old: jnp.where(jnp.isfinite(scores).all(), new, old),
-        update_moments(moments, scores),
+        update_moments(moments, scores, kept=kept),
         moments,
     )
 

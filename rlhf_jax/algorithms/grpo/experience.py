@@ -59,7 +59,8 @@ def group_experience(
       PolicyExperience[B, S], whose `response_mask` is False where a response is left
       out, and {name: (sum, weight)}. `group/equal_fraction`: share of groups whose
       rewards are all the same, which teach nothing; `group/std`: mean standard
-      deviation (ddof 1) within a group, reward units; `response/masked`, where
+      deviation (ddof 1) within a group of two or more, reward units, of episodes
+      that began; `response/masked`, where
       responses may be left out: share of those that are.
 
     Raises:
@@ -83,9 +84,10 @@ def group_experience(
             kl_coef=kl_coef,
             turn_rewards=scored.turn_rewards,
         )
-    finished, kept = None, None
+    finished, began = None, None
     if scored.turn_rewards is not None:
-        kept = mask.any(axis=1)  # an episode may not have begun in time
+        began = mask.any(axis=1)  # an episode may not have, in time
+    kept = began
     if overlong_mask is not None:
         finished = ended(scored.rollout, stop_ids=stop_ids)
         if overlong_mask == "group":
@@ -97,7 +99,7 @@ def group_experience(
     else:
         of_rows = leave_one_out(totals, group_size=group_size, kept=kept)
     alike = equal_groups(totals, group_size=group_size, kept=kept)
-    stats = _group_stats(totals, alike, group_size=group_size)  # of all responses
+    stats = _group_stats(totals, alike, group_size=group_size, began=began)
     trained = finished
     if equal == "leave_out":
         mixed = jnp.repeat(~alike, group_size)
@@ -134,10 +136,22 @@ def _of_one_prompt(index: Array, group_size: int) -> Array:
     return jnp.repeat(same, group_size)
 
 
-def _group_stats(totals: Array, equal: Array, *, group_size: int) -> masked.Stats:
-    spread = jnp.std(totals.reshape(-1, group_size), axis=1, ddof=1)
-    count = jnp.asarray(equal.size, jnp.float32)
+def _group_stats(
+    totals: Array, equal: Array, *, group_size: int, began: Array | None
+) -> masked.Stats:
+    """Of all responses, or of the episodes that began, groups of two or more."""
+    groups = totals.reshape(-1, group_size)
+    count = spreading = jnp.asarray(equal.size, jnp.float32)
+    if began is None:
+        spread = jnp.std(groups, axis=1, ddof=1)
+    else:
+        within = began.reshape(groups.shape)
+        several = within.sum(axis=1) >= 2
+        # A group of one has no deviation: that of all its rows is not counted.
+        spread = jnp.std(groups, axis=1, ddof=1, where=within | ~several[:, None])
+        spread = jnp.where(several, spread, 0.0)
+        spreading = several.sum(dtype=jnp.float32)
     return {
         "group/equal_fraction": (equal.sum(dtype=jnp.float32), count),
-        "group/std": (spread.sum(), count),
+        "group/std": (spread.sum(), spreading),
     }

@@ -249,7 +249,10 @@ def make_experience(
     of_batch = None if packing is None else packing.batch
     returned = rewards.scores_of(scores, rows=rollout.tokens.shape[0])
     recipe.refuse_turns(returned.turns)
-    moments = flow.shaping.next_moments(state.scores, returned.total)
+    began = None  # an episode may not have, in time; its 0 is no score
+    if returned.turns is not None:
+        began = rollout.response_mask.any(axis=1)
+    moments = flow.shaping.next_moments(state.scores, returned.total, kept=began)
     rewarded = seen_by_reward(rollout, recipe=recipe)
     shaped = flow.shaping.shape(
         returned.total,

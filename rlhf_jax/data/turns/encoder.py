@@ -17,8 +17,9 @@ out). Without a chat template the observation is encoded as it is.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlhf_jax.data import chat, tokenization
 from rlhf_jax.data.turns.ordinary import Ordinary
@@ -131,19 +132,21 @@ class TurnEncoder:
         """Ids of what the template writes of messages, and of its request for more.
 
         Args:
+          messages: of texts, and of whatever else JSON has, such as calls of tools.
           behind: a turn of the assistant, whose text is left out.
         """
-        used = {
-            letter
-            for message in messages
-            for value in message.values()
-            for letter in str(value)
-        }
-        mark, cut = _unused(used)
-        turns = [
-            {key: cut.join(self._ordinary.pieces(str(said))) for key, said in each}
-            for each in map(dict.items, messages)
-        ]
+        mark, cut = _unused(set(json.dumps(messages, ensure_ascii=False)))
+
+        def apart(value: Any) -> Any:
+            if isinstance(value, str):
+                return cut.join(self._ordinary.pieces(value))
+            if isinstance(value, dict):  # as a call of a tool
+                return {apart(key): apart(said) for key, said in value.items()}
+            if isinstance(value, list):
+                return [apart(each) for each in value]
+            return value
+
+        turns = [{key: apart(said) for key, said in each.items()} for each in messages]
         if behind:
             turns = [OPENING, _said(mark), *turns]
         text = chat.render(self._tokenizer, turns, where=where)

@@ -19,77 +19,18 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
 from rlhf_jax.models import blocks, decoder, heads, leaves
-from rlhf_jax.models.attention import quantise
 from rlhf_jax.models.caches import Caches
 from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.generation.episode_places import Arrivals, Episodes
 from rlhf_jax.models.generation.sampling import Shaping, sample_token
 from rlhf_jax.models.positions import angles
 
 Array = jax.Array
 Params = Any
-
-
-@flax.struct.dataclass
-class Episodes:
-    """C places, each with the row of an episode; donate it."""
-
-    tokens: Array  # i32[C, W], without padding; no meaning from `length` on
-    sampled: Array  # bool[C, W], drawn here; else prompt or observed
-    logprobs: Array  # f32[C, W], nats, of the distribution each token was drawn from
-    entropy: Array  # f32[C, W], nats, of that distribution
-    length: Array  # i32[C], tokens so far
-    cached: Array  # i32[C], columns in the cache; of what was drawn last none is
-    prompt: Array  # i32[C], tokens of the prompt
-    limit: Array  # i32[C], length at which the turn is cut
-    drawing: Array  # bool[C], the turn goes on
-    keys: Array  # key[C], of the rows
-    caches: Caches  # of every layer, W columns each
-
-
-@flax.struct.dataclass
-class Arrivals:
-    """What A places are to read: N columns at most of each."""
-
-    place: Array  # i32[A]; C is nowhere
-    tokens: Array  # i32[A, N]
-    count: Array  # i32[A], tokens of these
-    begins: Array  # bool[A], a new episode begins with them
-    prompt: Array  # bool[A], they are of its prompt
-    draws: Array  # bool[A], a turn follows; else more columns do
-    turn: Array  # i32[A], most tokens of that turn
-    keys: Array  # key[A], of the rows
-
-
-def empty(model: ModelConfig, *, places: int, columns: int, key: Array) -> Episodes:
-    """Places without an episode.
-
-    Args:
-      places: C.
-      columns: W: of the longest row, and those that `read` takes at a time.
-      key: key[], of any row.
-    """
-    shape = (places, model.num_kv_heads, columns, model.head_dim)
-    one = jnp.zeros(shape, model.dtype)
-    cached: Any = quantise(one) if model.cache == "int8" else one
-    caches = tuple((cached, cached) for _ in range(model.num_layers))
-    return Episodes(
-        tokens=jnp.zeros((places, columns), jnp.int32),
-        sampled=jnp.zeros((places, columns), bool),
-        logprobs=jnp.zeros((places, columns), jnp.float32),
-        entropy=jnp.zeros((places, columns), jnp.float32),
-        length=jnp.ones(places, jnp.int32),
-        cached=jnp.zeros(places, jnp.int32),
-        prompt=jnp.zeros(places, jnp.int32),
-        limit=jnp.zeros(places, jnp.int32),
-        drawing=jnp.zeros(places, bool),
-        keys=jnp.broadcast_to(key, (places,)),
-        caches=jax.tree.map(jnp.array, caches),  # each of its own: they are donated
-    )
 
 
 def read(
@@ -114,6 +55,9 @@ def read(
       stop_ids: tokens that end a turn, themselves kept.
       temperature: divides the logits, dimensionless.
       shaping: for evaluation only.
+
+    Returns:
+      Episodes[C]. Places that nothing arrives in are as they were.
     """
     place, size = arrivals.place, arrivals.tokens.shape[1]
     inside = jnp.minimum(place, state.length.shape[0] - 1)
@@ -168,20 +112,6 @@ def read(
     return jax.tree.map(lambda old, row: old.at[place].set(row, mode="drop"), state, of)
 
 
-def copied(state: Episodes, *, source: Array, place: Array, keys: Array) -> Episodes:
-    """The places with what some have read of a prompt in others, too.
-
-    Args:
-      state: Episodes[C].
-      source: i32[A], places that have read it.
-      place: i32[A], where it is to stand; C is nowhere.
-      keys: key[A], of the rows there.
-    """
-    of = jax.tree.map(lambda leaf: leaf[source], state)
-    of = dataclasses.replace(of, keys=keys)
-    return jax.tree.map(lambda old, row: old.at[place].set(row, mode="drop"), state, of)
-
-
 def advance(
     params: Params,
     state: Episodes,
@@ -202,6 +132,10 @@ def advance(
       until: i32[], turns that go on.
       steps: i32[], tokens.
       layers, model, stop_ids, temperature, shaping: the arguments of `read`.
+
+    Returns:
+      Episodes[C]. Of a place that draws nothing, all but the last column of its cache
+      is as it was.
     """
 
     def more(carry: tuple[Episodes, Array]) -> Array:

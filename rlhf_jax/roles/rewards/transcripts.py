@@ -4,7 +4,9 @@
     response    4⟦higher⟧6⟦right⟧
 
 Of one turn the response is the text of its sampled tokens. Between and after turns,
-what the policy read stands in brackets, so that nobody takes it for its own words.
+what the policy read stands in brackets, so that nobody takes it for its own words. The
+policy can write such brackets itself: they mark observations for a reader, and are no
+proof of one for a reward. The tokens' masks are.
 """
 
 from __future__ import annotations
@@ -42,6 +44,9 @@ def transcript(
       mask: bool[S], not padding.
       response_mask: bool[S], sampled tokens.
       decode: token ids -> text.
+
+    Returns:
+      Texts; of several turns the response has observations in brackets.
     """
     observed = observed_of(mask, response_mask)
     followed = response_mask | observed

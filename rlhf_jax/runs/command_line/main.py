@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -32,6 +32,7 @@ def main(
     description: str | None,
     presets: Presets | None = None,
     screen: help_screen.Screen | None = None,
+    elsewhere: Mapping[str, str] | None = None,
     prog: str | None = None,
     argv: Sequence[str] | None = None,
 ) -> None:
@@ -58,6 +59,7 @@ def main(
             description=description,
             presets=presets,
             screen=screen,
+            elsewhere=elsewhere,
             prog=prog,
             argv=argv,
         )

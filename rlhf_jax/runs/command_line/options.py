@@ -31,6 +31,7 @@ def parse(
     description: str | None,
     presets: Presets | None = None,
     screen: help_screen.Screen | None = None,
+    elsewhere: Mapping[str, str] | None = None,
     prog: str | None = None,
     argv: Sequence[str] | None = None,
 ) -> Config:
@@ -39,12 +40,13 @@ def parse(
     `--config RUN/config.json` takes a recorded config for the defaults, with RUN
     itself, wherever it lies now, as --out. `--preset NAME` takes other defaults, those
     of `presets`. Unknown options exit with status 2. `--help-all` lists every option;
-    `--help` only those of `screen`, or every one without a screen.
+    `--help` only those of `screen`, or every one without a screen. `elsewhere` has
+    options of other commands, {option: which take it, and what to do}.
 
     Raises:
       InputError: the recorded config does not fit; names the fields. There is no such
         preset, or it is asked for with --config. An option is called something else
-        since version 0.1; names the new one.
+        since version 0.1; names the new one. An option is one of `elsewhere`.
     """
     presets = {} if presets is None else presets
     prog = prog or Path(sys.argv[0]).name
@@ -54,6 +56,7 @@ def parse(
         before.add_argument("--preset")
     arguments, options = before.parse_known_args(argv)
     renamed.refuse(config_class, options)
+    _refuse_elsewhere({} if elsewhere is None else elsewhere, options)
     preset = arguments.preset if presets else None
     defaults = tyro.MISSING_NONPROP
     if preset is not None:
@@ -115,6 +118,16 @@ def parse(
         if own_footer and stop.code == 2:
             print(f"For every option, run {prog} --help-all", file=sys.stderr)
         raise
+
+
+def _refuse_elsewhere(elsewhere: Mapping[str, str], options: Sequence[str]) -> None:
+    for text in options:
+        name = text.partition("=")[0].replace("_", "-")
+        if name in elsewhere:
+            raise InputError(
+                f"{name}: expected an option of this command, got one of "
+                f"{elsewhere[name]}"
+            )
 
 
 def _notes(presets: Presets) -> list[str]:

@@ -13,7 +13,6 @@ import json
 import shutil
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -37,6 +36,7 @@ class Text(NamedTuple):
 
     prompt: int
     response: int
+    observed: int = 0  # behind the first of the response, and none of its tokens
 
 
 class Profiled(NamedTuple):
@@ -215,9 +215,10 @@ def _lengths(masks: Sequence[Masks]) -> list[Text]:
     for which, responses in processes.whole(list(masks)):
         segments = np.asarray(which).astype(np.int32)
         for row, answered in zip(segments, np.asarray(responses), strict=True):
-            tokens, trained = Counter(row[row > 0]), Counter(row[answered & (row > 0)])
-            texts += [
-                Text(int(count - trained[segment]), int(trained[segment]))
-                for segment, count in sorted(tokens.items())
-            ]
+            began = answered & (row > 0)
+            for segment in np.unique(row[row > 0]):
+                trained = began[row == segment]
+                response, size = int(trained.sum()), trained.size
+                prompt = int(trained.argmax()) if response else size
+                texts.append(Text(prompt, response, size - prompt - response))
     return texts

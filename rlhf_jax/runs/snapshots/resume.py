@@ -27,6 +27,8 @@ MAY_CHANGE = frozenset(
         *("num_alternatives", "drift_every", "eval_every", "alarms"),
     )
 )
+# The option alone, and no `placement.sampler`: a server comes back at another address.
+SAMPLER = "sampler"
 FINISHED = ("model", "adapter", "summary.json")  # what a run writes at its end
 
 
@@ -104,7 +106,11 @@ def check_config(
     """
     before, now = flat(recorded.config), flat(current)
     names = differing(recorded.config, current, but=but)
-    refused = [name for name in names if MAY_CHANGE.isdisjoint(name.split("."))]
+    refused = [
+        name
+        for name in names
+        if name != SAMPLER and MAY_CHANGE.isdisjoint(name.split("."))
+    ]
     if refused:
         raise InputError(
             f"--resume: expected the config that {recorded.where} was made with, got "
@@ -113,9 +119,9 @@ def check_config(
                 f"  {name}: recorded {shown(before, name)}, given {shown(now, name)}"
                 for name in refused
             )
-            + f"\nonly {', '.join(sorted(MAY_CHANGE))}, where it computes and how it "
-            f"saves may change; give the recorded values, or start a new run with "
-            f"another --out"
+            + f"\nonly {', '.join(sorted(MAY_CHANGE | {SAMPLER}))}, where it computes "
+            f"and how it saves may change; give the recorded values, or start a new "
+            f"run with another --out"
         )
     results = [name for name in FINISHED if (folder / name).exists()]
     if "num_steps" in names and results:

@@ -13,7 +13,7 @@ from rlhf_jax.checkpoints.frozen_models import Storage
 from rlhf_jax.devices.placement import TeacherPlacement
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.train.sampler import SamplerConfig
+from rlhf_jax.train.sampling.options import SamplerConfig
 
 RECIPE = DistillRecipe()
 

@@ -28,7 +28,7 @@ from rlhf_jax.runs import command_line, folder, metrics, plots, report, run
 from rlhf_jax.train import rehearsal
 from rlhf_jax.train.distill.options import Config
 from rlhf_jax.train.ppo.samples import sample_rows
-from rlhf_jax.train.sampler import Sampler
+from rlhf_jax.train.sampling.sampler import Sampler
 from rlhf_jax.train.start import load_start
 from rlhf_jax.train.text_rewards import load_text_reward, text_reward
 

@@ -114,14 +114,18 @@ class OpenedEnvironment:
           begun: of `read`.
           rows: of a batch.
           base: the parameters that adapters adapt.
-          shaping: for evaluation only.
+          shaping: for evaluation only, which waits for all episodes, as its figures
+            would depend on the clock.
         """
+        limits = self._limits
+        if shaping is not None:
+            limits = limits._replace(seconds=None)
         return EpisodeSampler(
             recipe,
             pool=self._pool,
             encoder=self._encoder,
             decode=self._decode,
-            limits=self._limits,
+            limits=limits,
             prompt_size=max(map(len, begun.prompts)),
             places=min(recipe.continuous_batching or rows, rows),
             chunk=self._chunk,

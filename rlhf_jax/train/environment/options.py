@@ -37,7 +37,7 @@ class EnvironmentConfig(StartConfig):
     """With --environment: observed tokens that the model reads at a time."""
     episodes_timeout: float | None = None
     """With --environment: seconds for the episodes of one iteration, after which those
-    that are left end as they are; None waits for all."""
+    that are left end as they are; None waits for all, and so do held-out rows."""
     chat: bool = False
     """With --environment: whether its texts are messages of the user, by the
     tokenizer's chat template."""

@@ -18,8 +18,8 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import cached_decoder
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.generation import decode as decoding
-from rlhf_jax.models.generation import episodes
-from rlhf_jax.models.generation.episodes import Arrivals, Episodes
+from rlhf_jax.models.generation import episode_places, episodes
+from rlhf_jax.models.generation.episode_places import Arrivals, Episodes
 from rlhf_jax.models.generation.sampling import Shaping
 from rlhf_jax.models.lora import LoRA
 from rlhf_jax.roles import adapted
@@ -124,7 +124,7 @@ class EpisodeSampler:
         self._pool, self._encoder, self._decode = pool, encoder, decode
         self._limits, self._stop_ids = limits, recipe.stop_ids
         self._empty = functools.partial(
-            episodes.empty, recipe.model, places=places, columns=size + chunk + 1
+            episode_places.empty, recipe.model, places=places, columns=size + chunk + 1
         )
         options: dict[str, Any] = {
             "model": recipe.model,
@@ -145,7 +145,15 @@ class EpisodeSampler:
 
         def read(weights: Weights, state: Episodes, arrivals: Arrivals) -> Episodes:
             params, layers = weights
+            keys = _keys_like(state.keys, arrivals.keys)
+            arrivals = dataclasses.replace(arrivals, keys=keys)
             return episodes.read(params, state, arrivals, layers=layers, **options)
+
+        def copied(
+            state: Episodes, source: Array, place: Array, keys: Array
+        ) -> Episodes:
+            keys = _keys_like(state.keys, keys)
+            return episode_places.copied(state, source=source, place=place, keys=keys)
 
         def advance(
             weights: Weights, state: Episodes, until: Array, steps: Array
@@ -157,9 +165,10 @@ class EpisodeSampler:
             return state, dataclasses.replace(state, caches=())
 
         self._base = base
+        self._keys_program = jax.jit(_row_keys)
         self._weights_program = jax.jit(weights)
         self._read_program = jax.jit(read, donate_argnums=1)
-        self._copy_program = jax.jit(episodes.copied, donate_argnums=0)
+        self._copy_program = jax.jit(copied, donate_argnums=0)
         self._advance_program = jax.jit(advance, donate_argnums=1)
         self._state: Episodes | None = None
         self._weights: Weights | None = None
@@ -188,11 +197,11 @@ class EpisodeSampler:
         Raises:
           StopError: the environment failed, and the pool is to stop then.
         """
-        sample_key, _ = jax.random.split(key)
         mine = jax.device_get(prompts)
-        keys = decoding.row_keys(sample_key, index=mine.index, sample=mine.sample)
+        # On the host, where each read takes those of some rows.
+        keys = jax.device_get(self._keys_program(key, mine.index, mine.sample))
         if self._state is None:
-            self._state = self._empty(key=sample_key)
+            self._state = self._empty(key=key)
         self._weights = self._weights_program(policy, self._base)
         try:
             ended = Play(
@@ -226,7 +235,7 @@ class EpisodeSampler:
         assert self._state is not None
         self._state = self._read_program(self._weights, self._state, arrivals)
 
-    def copy(self, *, source: HostArray, place: HostArray, keys: Array) -> None:
+    def copy(self, *, source: HostArray, place: HostArray, keys: HostArray) -> None:
         """Has what some places have read of a prompt in others, too."""
         self._state = self._copy_program(
             self._state, source=source, place=place, keys=keys
@@ -238,3 +247,16 @@ class EpisodeSampler:
             self._weights, self._state, np.int32(until), np.int32(steps)
         )
         return jax.device_get(seen)
+
+
+def _row_keys(key: Array, index: Array, sample: Array) -> Array:
+    """u32[B, ...]: data of the rows' keys, from the first half of the step's key."""
+    sample_key, _ = jax.random.split(key)
+    return jax.random.key_data(
+        decoding.row_keys(sample_key, index=index, sample=sample)
+    )
+
+
+def _keys_like(keys: Array, data: Array) -> Array:
+    """The keys with such data, of the kind of others."""
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(keys))

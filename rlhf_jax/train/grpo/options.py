@@ -27,7 +27,8 @@ from rlhf_jax.train.outside.options import OutsideConfig
 from rlhf_jax.train.packed_rollouts import PackedConfig
 from rlhf_jax.train.references import ReferencesConfig, refuse_unused
 from rlhf_jax.train.rollouts.options import StalenessConfig
-from rlhf_jax.train.sampler import OF_DECODER, Sampler
+from rlhf_jax.train.sampling.options import OF_DECODER
+from rlhf_jax.train.sampling.sampler import Sampler
 
 RECIPE = GroupRecipe(temperature=1.0)
 KL_COEF = 0.01  # with a reference, unless another is asked for
@@ -125,7 +126,7 @@ class VerifiedConfig(
             max_new_tokens=self.max_new_tokens,
             placement=self.placement,
         )
-        self.check_staleness(self.recipe)
+        self.check_staleness(self.recipe, num_steps=self.num_steps)
         self.check_environment(
             max_new_tokens=self.max_new_tokens, replaced=self._replaced()
         )

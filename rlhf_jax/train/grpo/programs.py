@@ -29,7 +29,7 @@ from rlhf_jax.train.grpo.options import VerifiedConfig
 from rlhf_jax.train.outside.sampler import OutsideSampler
 from rlhf_jax.train.packed_rollouts import RolloutPacker
 from rlhf_jax.train.references import FurtherPrograms
-from rlhf_jax.train.sampler import Sampler
+from rlhf_jax.train.sampling.sampler import Sampler
 from rlhf_jax.verification.pool import PooledReward, VerifierPool
 
 Array = jax.Array

@@ -224,6 +224,7 @@ class EpisodeTask:
             ).scores.total
             for number in range(-(-count // self._size))
         ]
+        self._greedy.free()  # of its cache, until the end of the run
         # The last batch is filled with rows of the first ones.
         return float(np.concatenate(scores)[:count].mean())
 

@@ -13,7 +13,8 @@ from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
 from rlhf_jax.devices.placement import SamplerPlacement
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.train.sampler import OF_DECODER, SamplerConfig
+from rlhf_jax.samplers import connection
+from rlhf_jax.train.sampling.options import OF_DECODER, SamplerConfig
 
 TIMEOUT = 600.0
 
@@ -64,7 +65,8 @@ class OutsideConfig(SamplerConfig):
         environment: str | None,
     ) -> None:
         """Raises InputError for options that do not belong together."""
-        if not (self.served or self.sampler in ("here", "process")):
+        address = self.served and connection.is_address(self.sampler)
+        if not (address or self.sampler in ("here", "process")):
             raise InputError(
                 f"--sampler: expected here, process or http://HOST:PORT, got "
                 f"{self.sampler!r}; choose one"

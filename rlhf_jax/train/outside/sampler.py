@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Iterator
 from typing import Any, Self
 
 import jax
@@ -15,6 +12,7 @@ from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.devices import row_sharding
 from rlhf_jax.functional import masked
 from rlhf_jax.samplers import protocol
+from rlhf_jax.train.rollouts.waits import Waits
 
 Array = jax.Array
 Params = Any
@@ -23,8 +21,8 @@ Params = Any
 class OutsideSampler:
     """Hands parameters over once per version, and draws; ends the sampler on leaving.
 
-    It is called as `train.sampler.Sampler` is, by the trainer or by the thread of a
-    queue; draws come in the order of versions.
+    It is called as `train.sampling.sampler.Sampler` is, by the trainer or by the thread
+    of a queue; draws come in the order of versions.
     """
 
     threaded = True  # one device, to which two threads may give programs
@@ -39,7 +37,7 @@ class OutsideSampler:
         self._sampler, self._home = sampler, home
         self._version: int | None = None
         self._distance: float | None = None
-        self._seconds = {"hand_over": 0.0, "draw": 0.0}
+        self._waits = Waits("hand_over", "draw")
 
     def __enter__(self) -> Self:
         return self
@@ -77,14 +75,14 @@ class OutsideSampler:
         """
         number = int(version)
         if number != self._version:
-            with self._timed("hand_over"):
+            with self._waits.of("hand_over"):
                 self._version = None  # until it is known to have them
                 self._distance = self._sampler.hand_over(
                     jax.device_get(policy), version=number
                 )
                 self._version = number
         asked = jax.device_get(prompts)
-        with self._timed("draw"):
+        with self._waits.of("draw"):
             drawn = self._sampler.draw(asked, key=key, version=number)
         rollout = protocol.rollout_of(asked, drawn, version=number)
         return row_sharding.put_rows(rollout, mesh=self._home)
@@ -97,14 +95,4 @@ class OutsideSampler:
 
     def seconds(self) -> dict[str, float]:
         """Seconds of hand-overs, checks included, and of draws, since the last call."""
-        seconds = self._seconds
-        self._seconds = dict.fromkeys(seconds, 0.0)
-        return seconds
-
-    @contextlib.contextmanager
-    def _timed(self, what: str) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds[what] += time.perf_counter() - began
+        return self._waits.read()

@@ -37,7 +37,8 @@ reward: raise --kl-coef, or hold the KL with --kl-control.kind adaptive.
 from collections.abc import Sequence
 
 from rlhf_jax.runs import command_line
-from rlhf_jax.train.ppo.options import PRESETS, SCREEN, Config
+from rlhf_jax.train.ppo.options import ELSEWHERE, SCREEN, Config
+from rlhf_jax.train.ppo.presets import PRESETS
 from rlhf_jax.train.ppo.trainer import main
 
 __all__ = ["PRESETS", "Config", "command", "main"]
@@ -51,6 +52,7 @@ def command(argv: Sequence[str] | None = None) -> None:
         description=__doc__,
         presets=PRESETS,
         screen=SCREEN,
+        elsewhere=ELSEWHERE,
         prog="rlhf-jax ppo",
         argv=argv,
     )

@@ -1,14 +1,14 @@
-"""The options of `rlhf-jax ppo`, what does not fit together, and published presets."""
+"""The options of `rlhf-jax ppo`, and what does not fit together."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 
 from rlhf_jax.algorithms import optimizers
-from rlhf_jax.algorithms.ppo.recipe import N_PLUS, OPENAI_2019, Recipe
+from rlhf_jax.algorithms.ppo.recipe import Recipe
 from rlhf_jax.checkpoints import frozen_models, pretrained
 from rlhf_jax.checkpoints.frozen_models import Storage
 from rlhf_jax.checkpoints.pretrained import Adapters
@@ -19,14 +19,13 @@ from rlhf_jax.functional.kl.control import CONSTANT, Control
 from rlhf_jax.functional.kl.penalty import IN_REWARD
 from rlhf_jax.roles.reference import lifecycle
 from rlhf_jax.roles.reference.lifecycle import Lifecycle
-from rlhf_jax.runs import alarms
-from rlhf_jax.runs.alarms import Limits
 from rlhf_jax.train.environment.options import EnvironmentConfig
 from rlhf_jax.train.packed_rollouts import PackedConfig
+from rlhf_jax.train.ppo.watched import WatchedConfig
 from rlhf_jax.train.references import ReferencesConfig, refuse_unused
 from rlhf_jax.train.reward_options import RewardModelConfig
 from rlhf_jax.train.rollouts.options import StalenessConfig
-from rlhf_jax.train.sampler import OF_DECODER
+from rlhf_jax.train.sampling.options import OF_DECODER
 
 RECIPE = Recipe(num_minibatches=4)
 
@@ -38,6 +37,7 @@ class Config(
     PackedConfig,
     StalenessConfig,
     EnvironmentConfig,
+    WatchedConfig,
 ):
     """The options of `rlhf-jax ppo`."""
 
@@ -105,37 +105,9 @@ class Config(
     """Where each role is: devices, mesh and memory."""
     check_memory: bool = True
     """Whether a run that cannot fit is refused before weights are read."""
-    sample_every: int = 10
-    """Iterations between rows of samples.jsonl."""
-    num_shown: int = 4
-    """Responses in samples.jsonl each time."""
-    sample_reference: bool = False
-    """Whether the reference responds to the same prompts for samples.jsonl, with the
-    same keys; it costs the sampling of another batch each time."""
-    num_alternatives: int = 0
-    """Likeliest tokens at each place of the responses in samples.jsonl; two forward
-    passes of these few rows each time. 0 records none."""
-    drift_every: int = 1
-    """Iterations between measurements of the weight drift."""
-    held_out: str | None = None
-    """Text or demonstrations like those of SFT; its perplexity shows forgetting."""
-    out_of_domain: str | None = None
-    """Text of another kind; its perplexity shows the alignment tax."""
-    judge: str | None = None
-    """Second reward that is not trained on, module:function; it shows reward
-    hacking."""
-    judge_failure: Literal["stop", "warn"] = "stop"
-    """What happens to the run when the judge fails; warn leaves that judge/score
-    out."""
     stop_timeout: float = 20.0
     """Seconds that sampling, reward and judge may still take after SIGTERM or Ctrl-C.
     Then the state from before this step is saved, and the run ends."""
-    eval_every: int = 10
-    """Iterations between evaluations on --held-out, --out-of-domain and --judge."""
-    eval_rows: int = 64
-    """Rows of each text to evaluate on."""
-    alarms: Limits = alarms.LIMITS
-    """Limits beyond which the run asks for a look."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -146,11 +118,7 @@ class Config(
                 f"--critic-from reward_model: expected one --reward-model to start "
                 f"from, got {len(self.reward_models)}; start the critic from the policy"
             )
-        if self.judge is None and self.judge_failure != "stop":
-            raise InputError(
-                f"--judge-failure {self.judge_failure}: expected a --judge that may "
-                f"fail, got none; name one, or leave it out"
-            )
+        self.check_watched()
         if self.critic_from == "reward_model" and self.reward_model is None:
             raise InputError(
                 "--critic-from reward_model: expected a --reward-model to start from, "
@@ -162,17 +130,9 @@ class Config(
             num_steps=self.num_steps,
             policy_learning_rate=self.policy_learning_rate,
             critic_learning_rate=self.critic_learning_rate,
-            sample_every=self.sample_every,
-            drift_every=self.drift_every,
-            eval_every=self.eval_every,
-            eval_rows=self.eval_rows,
             stop_timeout=self.stop_timeout,
         )
-        checks.non_negative(
-            kl_coef=self.kl_coef,
-            num_shown=self.num_shown,
-            num_alternatives=self.num_alternatives,
-        )
+        checks.non_negative(kl_coef=self.kl_coef)
         self.check_packing(
             max_new_tokens=self.max_new_tokens, mesh=self.placement.policy
         )
@@ -223,7 +183,7 @@ class Config(
                 f"out"
             )
         place = self.placement.reference
-        self.check_staleness(self.ppo)
+        self.check_staleness(self.ppo, num_steps=self.num_steps)
         if self.staleness and self.buckets:
             raise InputError(
                 "--buckets: expected none where the sampler is behind "
@@ -334,31 +294,12 @@ SCREEN = {
 }
 """The options of --help."""
 
-PRESETS: dict[str, dict[str, Any]] = {
-    "openai-2019": {
-        "ppo": OPENAI_2019,
-        "kl_coef": 0.15,
-        "kl_control": Control(
-            kind="adaptive", target=6.0, unit="response", horizon=10_000
-        ),
-        "adam": "tf",
-        "num_steps": 1954,
-        "max_new_tokens": 24,
-        "batch_size": 512,
-        "policy_learning_rate": 1e-5,
-        "critic_learning_rate": 1e-5,
-        "max_grad_norm": None,
-    },
-    "n-plus": {
-        "ppo": N_PLUS,
-        "kl_coef": 0.05,
-        "critic_from": "reward_model",
-        "num_steps": 1953,
-        "max_new_tokens": 53,
-        "batch_size": 512,
-        "policy_learning_rate": 3e-6,
-        "critic_learning_rate": 3e-6,
-        "max_grad_norm": None,
-    },
-}
-"""--preset NAME: what the published runs set, where it differs from the defaults."""
+ELSEWHERE: dict[str, str] = dict.fromkeys(
+    (
+        *("--sampler", "--sampler-model", "--sampler-weights", "--sampler-timeout"),
+        "--sampler-check-tolerance",
+    ),
+    "rlhf-jax grpo and rlhf-jax reinforce, the trainers that take a sampler outside "
+    "of their programs; leave it out, or use one of them",
+)
+"""Options of other trainers, and what the message about them says."""

@@ -32,7 +32,7 @@ from rlhf_jax.train.packed_rollouts import EndPacker, RolloutPacker
 from rlhf_jax.train.ppo.models import Models
 from rlhf_jax.train.ppo.options import Config
 from rlhf_jax.train.references import FurtherPrograms
-from rlhf_jax.train.sampler import Sampler
+from rlhf_jax.train.sampling.sampler import Sampler
 
 Array = jax.Array
 Params = Any

@@ -13,7 +13,7 @@ from rlhf_jax.devices import row_sharding
 from rlhf_jax.inspection import sampled_tokens
 from rlhf_jax.roles import rewards
 from rlhf_jax.roles.rewards.scores import Scores
-from rlhf_jax.train.sampler import versions
+from rlhf_jax.train.sampling.sampler import versions
 
 Array = jax.Array
 

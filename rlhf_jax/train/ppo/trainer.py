@@ -32,7 +32,7 @@ from rlhf_jax.train.ppo.models import make_models
 from rlhf_jax.train.ppo.options import Config
 from rlhf_jax.train.ppo.programs import Programs
 from rlhf_jax.train.ppo.prompts import begin_episodes, encode_prompts
-from rlhf_jax.train.rollouts.queue import waited
+from rlhf_jax.train.rollouts.waits import waited
 from rlhf_jax.train.start import load_start
 from rlhf_jax.train.text_rewards import load_text_reward, model_reward, text_reward
 

@@ -1,42 +1,13 @@
-"""Threads that run jobs in their order, and the time that waiting takes."""
+"""Threads that run jobs in their order."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-
-class Waits:
-    """Seconds that each side has waited for the other since they were last read."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._seconds = {"trainer": 0.0, "sampler": 0.0}
-        self._since: dict[str, float] = {}  # of the waits that are under way
-
-    @contextlib.contextmanager
-    def of(self, side: str) -> Iterator[None]:
-        """Adds the seconds spent inside."""
-        with self._lock:
-            self._since[side] = time.perf_counter()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._seconds[side] += time.perf_counter() - self._since.pop(side)
-
-    def read(self) -> dict[str, float]:
-        """The seconds, which begin again at 0."""
-        with self._lock:
-            seconds, now = self._seconds, time.perf_counter()
-            for side, since in self._since.items():
-                seconds[side] += now - since
-                self._since[side] = now
-            self._seconds = dict.fromkeys(seconds, 0.0)
-        return seconds
+from rlhf_jax.train.rollouts.waits import Waits
 
 
 class Lane:

@@ -11,7 +11,7 @@ import jax
 from rlhf_jax.algorithms.policy_gradient.recipe import PolicyRecipe
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.train.sampler import SamplerConfig
+from rlhf_jax.train.sampling.options import SamplerConfig
 
 WEIGHT_CAP = 2.0
 Recipe = TypeVar("Recipe", bound=PolicyRecipe)
@@ -42,14 +42,21 @@ class StalenessConfig(SamplerConfig):
             return self.staleness_by_default()
         return self.max_staleness
 
-    def check_staleness(self, recipe: PolicyRecipe) -> None:
+    def check_staleness(self, recipe: PolicyRecipe, *, num_steps: int) -> None:
         """Raises InputError for a staleness that other options rule out.
 
         Args:
           recipe: as the command line has it.
+          num_steps: of the run.
         """
         if self.max_staleness is not None:
             checks.non_negative(max_staleness=self.max_staleness)
+            if self.max_staleness > max(0, num_steps - 1):
+                raise InputError(
+                    f"--max-staleness: expected less than the {num_steps} of "
+                    f"--num-steps, as no policy is older than the first, got "
+                    f"{self.max_staleness}; lower it"
+                )
         cap = self.staleness_weight_cap
         if cap != WEIGHT_CAP and (not self.max_staleness or self._corrects(recipe)):
             raise InputError(

@@ -19,7 +19,6 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any, Protocol, Self
 
 import jax
@@ -27,8 +26,8 @@ import jax.numpy as jnp
 
 from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.roles.rewards.scores import Scores
-from rlhf_jax.runs import metrics, report
-from rlhf_jax.train.rollouts.lanes import Lane, Waits
+from rlhf_jax.train.rollouts.lanes import Lane
+from rlhf_jax.train.rollouts.waits import Waits
 
 Array = jax.Array
 Params = Any
@@ -58,27 +57,6 @@ class Draw(Protocol):
           version: i32[], of the policy, `TrainState.step`.
         """
         ...
-
-
-def waited(run_folder: Path) -> dict[str, float]:
-    """Seconds that each side of the queue waited in a run, for its summary.
-
-    Args:
-      run_folder: whose timings.jsonl is read.
-    """
-    total: dict[str, float] = {}
-    for row in metrics.read(run_folder / "timings.jsonl"):
-        for side, seconds in row.get("waits", {}).items():
-            total[side] = total.get(side, 0.0) + seconds
-    report.table(
-        "Seconds that one side of the queue waited for the other",
-        ("", "seconds"),
-        [
-            ("trainer, for its next rollout", total.get("trainer")),
-            ("sampler, for its next policy", total.get("sampler")),
-        ],
-    )
-    return total
 
 
 class RolloutQueue:
@@ -127,7 +105,7 @@ class RolloutQueue:
         self._patience = patience
         self._held: collections.deque[Future[Entry]] = collections.deque()
         self._last: Future[Entry] | None = None  # that was taken
-        self.waits = Waits()
+        self.waits = Waits("trainer", "sampler")
         self._drawing = self._scoring = None
         if threaded:
             self._drawing = Lane("rollouts", waits=self.waits)
@@ -139,10 +117,12 @@ class RolloutQueue:
                 lane.start()
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # A second Ctrl-C stops at once.
+        patience = 0.0 if kind is KeyboardInterrupt else self._patience
         for lane in (self._drawing, self._scoring):
             if lane is not None:
-                lane.close(self._patience)
+                lane.close(patience)
 
     @property
     def _names(self) -> tuple[str, ...]:
@@ -177,12 +157,29 @@ class RolloutQueue:
           The entries of the stage's state from now on.
         """
         if start:
-            self._held.extend(_done(state[name]) for name in self._names)
+            self._take_back(state, start=start, policy=policy, version=version)
         else:
             self._held.append(_done(state[self._names[0]]))
             for step in range(1, self.staleness):
                 self.submit(step, policy, version=version)
         return self._state()
+
+    def _take_back(
+        self, state: dict[str, Any], *, start: int, policy: Params, version: Array
+    ) -> None:
+        """The rollouts of a snapshot; those that it has none of are drawn now.
+
+        Where the run was to end before, the last rollout stands in their places, which
+        is older than a rollout of their steps would be.
+        """
+        self._last = _done(state[self._names[0]])
+        for step, name in enumerate(self._names, start):
+            rollout = _parts(state[name])[0]
+            oldest = max(0, step - self.staleness)
+            if rollout.version is None or int(rollout.version.max()) >= oldest:
+                self._held.append(_done(state[name]))
+            else:
+                self.submit(step, policy, version=version)
 
     def submit(
         self, step: int, policy: Params, *, version: Array
@@ -198,10 +195,11 @@ class RolloutQueue:
           The entries of the stage's state from now on.
         """
         if step >= self._num_steps:
+            self.waits.end("sampler")  # for a policy, as none will come
             return self._state()
         handed = self._hand_over(policy)
         arguments = self._of(step, version)
-        future: Future[Entry] = Future()
+        future = _Awaited(self.waits)
         self._held.append(future)
 
         def job() -> None:
@@ -233,9 +231,7 @@ class RolloutQueue:
           Whatever its draw raised.
         """
         self._last = self._held.popleft()
-        with self.waits.of("trainer"):
-            entry = self._last.result()
-        return entry if isinstance(entry, tuple) else (entry, None)
+        return _parts(self._last.result())
 
     def _of(self, step: int, version: Array) -> dict[str, Any]:
         """What a draw for a step is called with beside the parameters."""
@@ -257,6 +253,18 @@ class RolloutQueue:
         return dict(zip(self._names, filled, strict=True))
 
 
+class _Awaited(Future[Entry]):
+    """A rollout for which the trainer, or its snapshot, waits."""
+
+    def __init__(self, waits: Waits) -> None:
+        super().__init__()
+        self._waits = waits
+
+    def result(self, timeout: float | None = None) -> Entry:
+        with self._waits.of("trainer"):
+            return super().result(timeout)
+
+
 @contextlib.contextmanager
 def _told(future: Future[Entry]) -> Iterator[None]:
     """What is raised inside is the future's, and the main thread raises it."""
@@ -264,6 +272,10 @@ def _told(future: Future[Entry]) -> Iterator[None]:
         yield
     except BaseException as error:
         future.set_exception(error)
+
+
+def _parts(entry: Entry) -> tuple[Rollout, Scores | None]:
+    return entry if isinstance(entry, tuple) else (entry, None)
 
 
 def _entry(rollout: Rollout, scores: Scores | Callable[[], Scores] | None) -> Entry:

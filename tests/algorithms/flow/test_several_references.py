@@ -52,6 +52,20 @@ def scored(penalty=IN_REWARD, *, ref_logprobs=FIRST):
     )
 
 
+def test_the_kl_to_each_is_of_the_episodes_that_began():
+    of_two = scored()
+    alone = jnp.asarray(MASK) & (jnp.arange(2) == 0)[:, None]
+    of_one = dataclasses.replace(
+        of_two,
+        rollout=dataclasses.replace(of_two.rollout, response_mask=alone),
+        turn_rewards=jnp.zeros(MASK.shape, jnp.float32),
+    )
+    found, _ = further.add(of_one, further=REFERENCES, penalty=IN_REWARD, **SHAPE)
+    total, count = found.kl_stats["objective/kl_b"]
+    assert float(count) == 1
+    assert float(total) == pytest.approx((LOGPROBS - SECOND)[0].sum(), abs=1e-5)
+
+
 def test_the_reward_gets_the_weighted_sum_and_each_kl_is_logged():
     penalty = Penalty(clip=0.7)
     found, beside = further.add(

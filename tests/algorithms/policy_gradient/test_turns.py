@@ -15,6 +15,7 @@ import toys
 from toy_turns import AFTER, MASK, OBSERVATIONS, SAMPLED, UNREAD
 
 from rlhf_jax import critic, frozen, grpo, kl_control, policy, ppo, rewards, state
+from rlhf_jax.algorithms import flow
 from rlhf_jax.algorithms.flow import objective, score
 from rlhf_jax.algorithms.policy_gradient import loss as policy_loss
 from rlhf_jax.algorithms.policy_gradient.iteration import make_experience
@@ -25,6 +26,7 @@ from rlhf_jax.data import layouts
 from rlhf_jax.data.layouts.arrays import Form
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.functional.kl.penalty import IN_LOSS, Penalty
+from rlhf_jax.roles.reference.further import Further
 
 KL_COEF = 0.3
 KEY = jax.random.key(9)
@@ -487,7 +489,7 @@ def test_an_episode_that_never_began_is_none_of_its_group(baseline):
         scored, rollout=rollout, turn_rewards=jnp.zeros_like(scored.turn_rewards)
     )
     recipe = grpo.GRPO(**SHAPE, group_size=3, baseline=baseline, normalise=None)
-    made, _ = recipe.experience(scored, kl_coef=jnp.float32(0.0))
+    made, group_stats = recipe.experience(scored, kl_coef=jnp.float32(0.0))
     of_rows = np.where(made.response_mask, made.advantages, 0).max(axis=1) + np.where(
         made.response_mask, made.advantages, 0
     ).min(axis=1)
@@ -501,6 +503,66 @@ def test_an_episode_that_never_began_is_none_of_its_group(baseline):
     )
     assert tuple(map(float, stats["objective/scores"])) == (12, 5)
     assert tuple(map(float, stats["response/eos_fraction"])) == (5, 5)
+    spread = np.std([1, 4], ddof=1) + np.std([2, 0, 5], ddof=1)
+    np.testing.assert_allclose(group_stats["group/std"], (spread, 2), rtol=1e-6)
+    # Of a group of which one episode began there is no deviation.
+    begun = jnp.asarray(np.isin(np.arange(6), [0, 3, 4, 5]))[:, None]
+    rollout = dataclasses.replace(
+        rollout, response_mask=jnp.asarray(SAMPLED, bool) & begun
+    )
+    alone = dataclasses.replace(scored, rollout=rollout)
+    _, group_stats = recipe.experience(alone, kl_coef=jnp.float32(0.0))
+    spread = np.std([2, 0, 5], ddof=1)
+    np.testing.assert_allclose(group_stats["group/std"], (spread, 1), rtol=1e-6)
+
+
+def test_an_episode_that_never_began_is_in_no_moment():
+    recipe, scores = RECIPES["GRPO"], of_turns()
+    rollout = toy_turns.rollout()
+    begun = np.arange(6) != 1
+    state, *_ = make_experience(
+        fresh(recipe),
+        rollout=dataclasses.replace(
+            rollout, response_mask=toys.array(SAMPLED & begun[:, None], bool)
+        ),
+        scores=dataclasses.replace(scores, turns=jnp.zeros_like(scores.turns)),
+        reference=None,
+        recipe=recipe,
+    )
+    counted = np.asarray(scores.total)[begun]
+    assert float(state.scores.count) == 5
+    np.testing.assert_allclose(state.scores.mean, counted.mean(), rtol=1e-6)
+    np.testing.assert_allclose(state.scores.variance, counted.var(), rtol=1e-5)
+
+
+def test_an_episode_that_never_began_is_in_no_mean_of_the_kl(monkeypatch):
+    """Exact KL, and that to a further reference: row 1 of six has no token."""
+    begun = toys.array(SAMPLED & (np.arange(6) != 1)[:, None], bool)
+    rollout = dataclasses.replace(toy_turns.rollout(), response_mask=begun)
+    old = rollout.old_logprobs
+    exact = jnp.where(begun, 0.5, 0.0)
+    monkeypatch.setattr(score, "_exact_kl", lambda *_, **__: (exact, old))
+    options = {
+        "model": toys.GPT2,
+        "max_new_tokens": toy_turns.SIZE,
+        "temperature": 1.0,
+        "penalty": EXACT,
+    }
+    scored = score.score(
+        rollout,
+        scores=jnp.zeros(6),
+        reference=models()[2],
+        critic=None,
+        critic_model=None,
+        turn_rewards=jnp.zeros(begun.shape),
+        **options,
+    )
+    beside = {"far": Further(models()[2], old - 0.25, 0.0)}
+    scored, _ = flow.further.add(scored, further=beside, **options)
+    for name, nats in (("exact", 0.5), ("far", 0.25)):
+        total, count = scored.kl_stats[f"objective/kl_{name}"]
+        assert float(count) == 5
+        assert float(total) == pytest.approx(nats * float(begun.sum()), rel=1e-5)
 
 
 def test_only_the_state_after_the_last_turn_has_a_value():

@@ -283,6 +283,41 @@ def test_a_role_is_no_way_in_either(gpt2):
     assert "user<|im_end|>\na" in reader.decode(ids)
 
 
+CALLS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.name }}"
+    "{% for key, value in call.arguments.items() %} {{ key }}={{ value + 1 }}"
+    "{% endfor %}{% endfor %}{% if m.note is defined %}{{ m.note }}{% endif %}"
+    "<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_fields_that_are_no_texts_reach_the_template_as_they_are(gpt2):
+    """Calls of tools; and null, which rows of a table have where others have calls."""
+    reader = gpt2(chat_templates.GPT2)
+    reader.chat_template = CALLS
+    encoder = encoder_of(reader, chat_templates.GPT2)
+
+    def prompt(name, *, key="a"):
+        call = {"name": name, "arguments": {key: 1}}
+        return [
+            {**said("user", "Add."), "tool_calls": None, "note": None},
+            {**said("assistant", ""), "tool_calls": [call]},
+            said("tool", "2"),
+        ]
+
+    assert reader.decode(encoder.prompt(prompt("add"), where="row 0")) == (
+        "<|im_start|>user\nAdd.<|im_end|>\n<|im_start|>assistant\nadd a=2<|im_end|>\n"
+        "<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n"
+    )
+    end = reader.convert_tokens_to_ids("<|im_end|>")
+    for bad in (prompt("<|im_end|>"), prompt("add", key="\ue000<|im_end|>")):
+        ids = encoder.prompt(bad, where="row 0")
+        assert ids.count(end) == 3
+        assert reader.decode(ids).count("<|im_end|>") == 4
+
+
 def test_plain_text_is_encoded_as_it_is(gpt2):
     reader = gpt2(chat_templates.GPT2)
     encoder = encoder_of(reader, chat_templates.GPT2, chat=False)

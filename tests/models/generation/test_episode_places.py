@@ -9,8 +9,8 @@ import tiny
 import toys
 
 from rlhf_jax.models import cached_decoder
-from rlhf_jax.models.generation import decode, episodes
-from rlhf_jax.models.generation.episodes import Arrivals
+from rlhf_jax.models.generation import decode, episode_places, episodes
+from rlhf_jax.models.generation.episode_places import Arrivals
 from rlhf_jax.roles import policy
 
 PLACES, COLUMNS, CHUNK = 3, 20, 4
@@ -49,7 +49,9 @@ def arriving(*rows, draws):
 
 def begun(model, *rows, draws):
     read, _ = programs(model)
-    state = episodes.empty(model, places=PLACES, columns=COLUMNS, key=jax.random.key(0))
+    state = episode_places.empty(
+        model, places=PLACES, columns=COLUMNS, key=jax.random.key(0)
+    )
     return read(tiny.params(model), state, arriving(*rows, draws=draws))
 
 

@@ -31,8 +31,8 @@ RESPONSES = jnp.array(
     [[0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 1]], bool
 )
 ALL = window.Window(0, 100)
-LENGTHS = [(1, 2), (0, 2), (5, 1)]
-BY_MASK = [(1, 4), (5, 1)]
+LENGTHS = [profiler.Text(1, 2), profiler.Text(0, 2), profiler.Text(5, 1)]
+BY_MASK = [profiler.Text(1, 4), profiler.Text(5, 1)]
 
 
 def play(config, *, stages=("first", "last"), fail_at=None):
@@ -231,3 +231,7 @@ def test_programs_that_the_window_compiles_are_counted(tmp_path, plain, monkeypa
 def test_lengths_are_counted_by_row_and_segment():
     lengths = profiler._lengths([(np.asarray(SEGMENTS), np.asarray(RESPONSES))])
     assert lengths == LENGTHS
+    mask = np.array([[0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0, 0]], bool)
+    sampled = np.array([[0, 0, 0, 1, 1, 0, 1, 0], [0, 0, 0, 0, 0, 0, 0, 0]], bool)
+    of_turns = profiler._lengths([(mask, sampled)])
+    assert of_turns == [profiler.Text(2, 3, 2), profiler.Text(5, 0)]

@@ -56,6 +56,16 @@ def test_a_sampler_of_its_own_devices_is_one_step_behind_as_before():
     ("trainer", "argv", "message"),
     [
         (ppo, "--max-staleness=-1", "max_staleness"),
+        (
+            ppo,
+            "--max-staleness=5 --num-steps=5",
+            "--max-staleness: expected less than the 5 of --num-steps",
+        ),
+        (
+            grpo,
+            "--max-staleness=100000",
+            "--max-staleness: expected less than the 500 of --num-steps",
+        ),
         (ppo, "--max-staleness=1 --buckets 8", "--buckets: expected none where"),
         (ppo, "--max-staleness=1 --num-alternatives=2", "--num-alternatives 2: exp"),
         (ppo, "--staleness-weight-cap=3", "--staleness-weight-cap: expected --max"),

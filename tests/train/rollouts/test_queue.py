@@ -4,9 +4,9 @@ import threading
 import time
 from concurrent.futures import Future
 
+import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from rlhf_jax.functional.checks import StopError
@@ -16,20 +16,34 @@ from rlhf_jax.train.rollouts.queue import RolloutQueue
 NUM_STEPS = 7
 
 
+@flax.struct.dataclass
+class Toy:
+    """In a rollout's place: prompt and policy that met in a draw, and the version."""
+
+    prompt: jax.Array
+    policy: jax.Array
+    version: jax.Array
+
+    @property
+    def parts(self):
+        return [float(self.prompt), float(self.policy), int(self.version)]
+
+
 def drawn(policy, *, prompts, key, version):
-    """An array in a rollout's place: prompt, policy and version that met in a draw."""
     del key
-    return jnp.stack([jnp.float32(prompts), policy, jnp.float32(version)]), None
+    return Toy(prompt=jnp.float32(prompts), policy=policy, version=version), None
 
 
-def queue_of(staleness, *, draw=drawn, threaded=True, patience=20.0):
+def queue_of(
+    staleness, *, draw=drawn, threaded=True, patience=20.0, num_steps=NUM_STEPS
+):
     return RolloutQueue(
         draw,
         hand_over=lambda policy: jnp.array(policy, copy=True),
         prompts=lambda step: step,
         key=jax.random.key(0),
         staleness=staleness,
-        num_steps=NUM_STEPS,
+        num_steps=num_steps,
         threaded=threaded,
         patience=patience,
     )
@@ -50,7 +64,7 @@ def played(queue, update, *, start=0, state=None, stop=NUM_STEPS):
         for step in range(start, stop):
             rollout, scores = queue.take()
             assert scores is None
-            learned.append(np.asarray(rollout).tolist())
+            learned.append(rollout.parts)
             state |= queue.submit(step + queue.staleness, policy, version=version)
             policy, version = update(policy, version)  # which donates what it reads
         return learned, pending.settled(state)
@@ -77,8 +91,19 @@ def test_what_a_snapshot_has_goes_on_as_if_nothing_had_been(update, stop):
     assert before + after == whole
     names = ["rollout", "rollout_1", "rollout_2"]
     assert sorted(state) == names
-    held = [float(state[name][0]) for name in names]
+    held = [float(state[name].prompt) for name in names]
     assert held == [min(stop + i, NUM_STEPS - 1) for i in range(3)]
+
+
+def test_a_run_that_is_made_longer_draws_what_its_snapshot_has_not(update):
+    before, state = played(queue_of(3, num_steps=5), update, stop=4)
+    assert [float(state[name].prompt) for name in sorted(state)] == [4, 4, 4]
+    after, _ = played(queue_of(3), update, start=4, state=state)
+    learned = before + after
+    assert [prompt for prompt, *_ in learned] == list(range(NUM_STEPS))
+    ages = [step - version for step, (_, _, version) in enumerate(learned)]
+    # The policies of the steps before are gone, so a newer one draws.
+    assert ages == [0, 1, 2, 3, 3, 1, 2]
 
 
 def test_what_a_draw_raises_reaches_the_trainer_with_its_message(update):
@@ -113,6 +138,31 @@ def test_a_draw_that_hangs_keeps_neither_the_trainer_nor_a_snapshot(update):
     released.set()
 
 
+def test_a_second_ctrl_c_waits_for_no_draw(update):
+    released = threading.Event()
+
+    def hanging(policy, *, prompts, key, version):
+        if prompts:
+            released.wait(20)
+        return drawn(policy, prompts=prompts, key=key, version=version)
+
+    policy, version = jnp.float32(0), jnp.int32(0)
+    queue = queue_of(2, draw=hanging)
+    state = queue.first(policy, version=version)
+    start = time.monotonic()
+
+    def interrupted():
+        with queue:
+            queue.begin(state, start=0, policy=policy, version=version)
+            time.sleep(0.1)  # for the draw to begin
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert time.monotonic() - start < 10
+    released.set()
+
+
 def test_both_waits_are_counted_also_while_they_last(update):
     def slow(policy, *, prompts, key, version):
         time.sleep(0.1 if prompts else 0)
@@ -134,6 +184,28 @@ def test_both_waits_are_counted_also_while_they_last(update):
         assert queue.waits.read()["sampler"] < 0.1
 
 
+def test_a_snapshot_waits_as_the_trainer_and_the_end_is_no_wait(update):
+    def slow(policy, *, prompts, key, version):
+        time.sleep(0.2 if prompts else 0)
+        return drawn(policy, prompts=prompts, key=key, version=version)
+
+    policy, version = jnp.float32(0), jnp.int32(0)
+    queue = queue_of(1, draw=slow, num_steps=2)
+    state = queue.first(policy, version=version)
+    with queue:
+        state = queue.begin(state, start=0, policy=policy, version=version)
+        queue.take()
+        state = queue.submit(1, policy, version=version)
+        queue.waits.read()
+        pending.settled(state)
+        assert 0.1 < queue.waits.read()["trainer"] < 1
+        queue.take()
+        queue.submit(2, policy, version=version)  # of which there is none
+        queue.waits.read()
+        time.sleep(0.2)
+        assert queue.waits.read()["sampler"] == 0
+
+
 def test_the_next_draw_begins_while_scores_are_waited_for():
     """Two scores of 0.3 s and draws of 0.3 s: 0.9 s, and not 1.2."""
 
@@ -145,7 +217,7 @@ def test_the_next_draw_begins_while_scores_are_waited_for():
             time.sleep(0.3 if prompts else 0)
             if prompts == 3:
                 raise StopError("no scores of step 3")
-            return rollout[:1]
+            return rollout.prompt
 
         return rollout, scores
 
@@ -158,7 +230,7 @@ def test_the_next_draw_begins_while_scores_are_waited_for():
         queue.submit(3, policy, version=version)
         taken += [queue.take(), queue.take()]
         assert 0.85 < time.perf_counter() - start < 1.15
-        assert [int(scores[0]) for _, scores in taken] == [0, 1, 2]
+        assert [int(scores) for _, scores in taken] == [0, 1, 2]
         with pytest.raises(StopError, match="no scores of step 3"):
             queue.take()
 

@@ -1,0 +1,91 @@
+"""Places of episodes: what stands in them, what arrives, and copies of a prompt."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.models.attention import quantise
+from rlhf_jax.models.caches import Caches
+from rlhf_jax.models.config import ModelConfig
+
+Array = jax.Array
+
+
+@flax.struct.dataclass
+class Episodes:
+    """C places, each with the row of an episode; donate it."""
+
+    tokens: Array  # i32[C, W], without padding; no meaning from `length` on
+    sampled: Array  # bool[C, W], drawn here; else prompt or observed
+    logprobs: Array  # f32[C, W], nats, of the distribution each token was drawn from
+    entropy: Array  # f32[C, W], nats, of that distribution
+    length: Array  # i32[C], tokens so far
+    cached: Array  # i32[C], columns in the cache; of what was drawn last none is
+    prompt: Array  # i32[C], tokens of the prompt
+    limit: Array  # i32[C], length at which the turn is cut
+    drawing: Array  # bool[C], the turn goes on
+    keys: Array  # key[C], of the rows
+    caches: Caches  # of every layer, W columns each
+
+
+@flax.struct.dataclass
+class Arrivals:
+    """What A places are to read: N columns at most of each."""
+
+    place: Array  # i32[A]; C is nowhere
+    tokens: Array  # i32[A, N]
+    count: Array  # i32[A], tokens of these
+    begins: Array  # bool[A], a new episode begins with them
+    prompt: Array  # bool[A], they are of its prompt
+    draws: Array  # bool[A], a turn follows; else more columns do
+    turn: Array  # i32[A], most tokens of that turn
+    keys: Array  # key[A], of the rows
+
+
+def empty(model: ModelConfig, *, places: int, columns: int, key: Array) -> Episodes:
+    """Places without an episode.
+
+    Args:
+      places: C.
+      columns: W: of the longest row, and those that `read` takes at a time.
+      key: key[], of any row.
+    """
+    shape = (places, model.num_kv_heads, columns, model.head_dim)
+    one = jnp.zeros(shape, model.dtype)
+    cached: Any = quantise(one) if model.cache == "int8" else one
+    caches = tuple((cached, cached) for _ in range(model.num_layers))
+    return Episodes(
+        tokens=jnp.zeros((places, columns), jnp.int32),
+        sampled=jnp.zeros((places, columns), bool),
+        logprobs=jnp.zeros((places, columns), jnp.float32),
+        entropy=jnp.zeros((places, columns), jnp.float32),
+        length=jnp.ones(places, jnp.int32),
+        cached=jnp.zeros(places, jnp.int32),
+        prompt=jnp.zeros(places, jnp.int32),
+        limit=jnp.zeros(places, jnp.int32),
+        drawing=jnp.zeros(places, bool),
+        keys=jnp.broadcast_to(key, (places,)),
+        caches=jax.tree.map(jnp.array, caches),  # each of its own: they are donated
+    )
+
+
+def copied(state: Episodes, *, source: Array, place: Array, keys: Array) -> Episodes:
+    """Copies what some places have read of a prompt to others.
+
+    Args:
+      state: Episodes[C].
+      source: i32[A], places that have read it.
+      place: i32[A], places that get it; C is none.
+      keys: key[A], of the rows of the places that get it.
+
+    Returns:
+      Episodes[C], in which only the places of `place` have changed.
+    """
+    of = jax.tree.map(lambda leaf: leaf[source], state)
+    of = dataclasses.replace(of, keys=keys)
+    return jax.tree.map(lambda old, row: old.at[place].set(row, mode="drop"), state, of)

@@ -1,0 +1,79 @@
+"""The time that the trainer and the sampler of a queue wait for each other."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from rlhf_jax.runs import metrics, report
+
+
+class Waits:
+    """Seconds that each side has waited since they were last read; of any threads."""
+
+    def __init__(self, *sides: str) -> None:
+        """Nobody has waited yet.
+
+        Args:
+          sides: names, as "trainer" and "sampler"; each waits once at a time.
+        """
+        self._lock = threading.Lock()
+        self._seconds = dict.fromkeys(sides, 0.0)
+        self._since: dict[str, float] = {}  # of the waits that are under way
+        self._ended: set[str] = set()  # sides whose waits count no more
+
+    @contextlib.contextmanager
+    def of(self, side: str) -> Iterator[None]:
+        """Adds the seconds spent inside."""
+        with self._lock:
+            if side not in self._ended:
+                self._since[side] = time.perf_counter()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._count(side)
+
+    def end(self, side: str) -> None:
+        """Counts no more: what this side waited for will not come."""
+        with self._lock:
+            self._count(side)
+            self._ended.add(side)
+
+    def _count(self, side: str) -> None:
+        now = time.perf_counter()
+        self._seconds[side] += now - self._since.pop(side, now)
+
+    def read(self) -> dict[str, float]:
+        """The seconds, which begin again at 0."""
+        with self._lock:
+            seconds, now = self._seconds, time.perf_counter()
+            for side, since in self._since.items():
+                seconds[side] += now - since
+                self._since[side] = now
+            self._seconds = dict.fromkeys(seconds, 0.0)
+        return seconds
+
+
+def waited(run_folder: Path) -> dict[str, float]:
+    """Seconds that each side of the queue waited in a run, for its summary.
+
+    Args:
+      run_folder: whose timings.jsonl is read.
+    """
+    total: dict[str, float] = {}
+    for row in metrics.read(run_folder / "timings.jsonl"):
+        for side, seconds in row.get("waits", {}).items():
+            total[side] = total.get(side, 0.0) + seconds
+    report.table(
+        "Seconds that one side of the queue waited for the other",
+        ("", "seconds"),
+        [
+            ("trainer, for its next rollout", total.get("trainer")),
+            ("sampler, for its next policy", total.get("sampler")),
+        ],
+    )
+    return total
