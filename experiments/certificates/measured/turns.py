@@ -140,7 +140,7 @@ CLAIMS = (
         None,
         turns=False,
         observed=True,
-        bias="a gradient through the chances of words that the policy did not draw",
+        bias="a gradient through the chances of tokens that the policy did not draw",
     ),
     Claim(
         "GRPO, observed tokens trained on",
@@ -148,7 +148,7 @@ CLAIMS = (
         None,
         turns=False,
         observed=True,
-        bias="the same",
+        bias="a gradient through the chances of tokens that the policy did not draw",
     ),
 )
 
