@@ -2,7 +2,7 @@
 
     python experiments certificates.certify_turns --out runs/certify_turns
 
-Four words of which one ends a turn, turns of 1 or 2 words, and an environment that
+Four tokens of which one ends a turn, turns of 1 or 2 tokens, and an environment that
 draws one of two observations with chances of its own: all 113 episodes are known
 (`conversations.py`), 9 of which end with their first turn. The exit status is 1 if one
 fails:

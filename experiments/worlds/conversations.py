@@ -1,4 +1,4 @@
-"""Episodes of two turns, all of them known: 4 words, and an observation between them.
+"""Episodes of two turns, all of them known: 4 tokens, an observation between turns.
 
     column          0  1  2  3  4  5  6
     tokens          0  1  3  2  0  1  3      the prompt is one 0; a 3 ends a turn
@@ -57,11 +57,11 @@ class Episodes(NamedTuple):
 
 
 def turns() -> list[Turn]:
-    """The 13 turns: a 3, a word and a 3, two words."""
+    """The 13 turns: a 3, or another token and then any."""
     alone = [(STOP,)]
-    words = range(enumerable.VOCABULARY)
-    pairs = itertools.product([word for word in words if word != STOP], words)
-    return alone + list(pairs)
+    every = range(enumerable.VOCABULARY)
+    others = [token for token in every if token != STOP]
+    return alone + list(itertools.product(others, every))
 
 
 def every_episode(*, seed: int) -> Episodes:
@@ -150,8 +150,8 @@ def sampled_logprobs(
     logits = policy.logits(
         params, model=model, tokens=episodes.tokens, mask=episodes.mask
     )
-    words = jax.nn.log_softmax(logits[:, :-1] / temperature)
-    taken = jnp.take_along_axis(words, episodes.tokens[:, 1:, None], axis=-1)
+    logprobs = jax.nn.log_softmax(logits[:, :-1] / temperature)
+    taken = jnp.take_along_axis(logprobs, episodes.tokens[:, 1:, None], axis=-1)
     return jnp.where(episodes.response_mask[:, 1:], taken[..., 0], 0.0)
 
 

@@ -8,15 +8,16 @@ import pytest
 from scipy import stats
 
 README = (places.EXPERIMENTS / "README.md").read_text(encoding="utf-8")
+GENERATION = places.ROOT / "rlhf_jax" / "models" / "generation" / "README.md"
 
 
 def recorded(*names):
     return json.loads(places.RECORDED.joinpath(*names).read_text(encoding="utf-8"))
 
 
-def table(heading):
+def table(heading, *, text=README):
     """The cells of the table whose first row begins so, without its heading."""
-    [_, after] = README.split(f"\n{heading}")
+    [_, after] = text.split(f"\n{heading}")
     rows = after.partition("\n\n")[0].splitlines()[2:]
     return [[cell.strip(" *") for cell in row.split("|")[1:-1]] for row in rows]
 
@@ -72,6 +73,22 @@ def test_what_older_samples_cost_at_large_steps():
     claim = claims["4 behind, truncation beats no correction, β = 0.2"]
     low, high = claim["interval"]
     check("0.81 ± 0.81", -claim["difference"], (high - low) / 2)
+
+
+def test_episodes_beside_whole_conversations():
+    found = recorded("benchmark_turns", "record.json")["turns"]
+    text = GENERATION.read_text(encoding="utf-8")
+    rows = table("| seconds of a tool |", text=text)
+    assert len(rows) == 3
+    for (latency, speeds, shares), episodes, whole in zip(
+        rows, found[::2], found[1::2], strict=True
+    ):
+        assert (episodes["loop"], whole["loop"]) == ("episodes", "whole")
+        check(latency, episodes["latency"])
+        for told, name in ((speeds, "tokens_per_second"), (shares, "waiting_share")):
+            check(told.replace(",", " "), episodes[name], whole[name])
+    ran = [row["run_per_sampled"] for row in found[:2]]
+    assert [round(each, 1) for each in ran] == [5.4, 13.3]
 
 
 def test_asynchrony():

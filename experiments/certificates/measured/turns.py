@@ -25,36 +25,19 @@ from worlds import conversations, enumerable
 from worlds.conversations import Episodes
 
 from certificates.cases import OPTIMIZER, flat
+from certificates.measured.turn_claims import BETA, CLAIMS, TEMPERATURE, Claim, Recipe
 from certificates.penalty_claims import TOLERANCE
 from rlhf_jax import critic, frozen, grpo, ppo
 from rlhf_jax.algorithms.batch import PolicyExperience, Scored
 from rlhf_jax.algorithms.flow import score
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
-from rlhf_jax.algorithms.reinforce import REINFORCE, ReinforceRecipe
-from rlhf_jax.functional.kl.penalty import IN_REWARD, Penalty
+from rlhf_jax.algorithms.reinforce import REINFORCE
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.reference.frozen import Frozen
 
 Array = jax.Array
 Params = Any
-Recipe = ppo.Recipe | grpo.GroupRecipe | ReinforceRecipe
-
-BETA = 0.3  # reward units per nat
-TEMPERATURE = 0.7
-GROUP = 2
-GAMMA = 0.8  # per sampled token
 SEEN = 1e-2  # the error of what is claimed to be no gradient of J is larger
-
-
-class Claim(NamedTuple):
-    """An estimator and its expectation, share·∇E[r] - β·∇KL (share·β in the reward)."""
-
-    name: str
-    recipe: Recipe
-    share: float | None = 1.0  # None: no gradient of J, for the reason in `bias`
-    turns: bool = True  # rewards of turns land at their turns, else all at the end
-    observed: bool = False  # observed tokens are taken for sampled ones, on purpose
-    bias: str = ""
 
 
 class Finding(NamedTuple):
@@ -81,76 +64,6 @@ class Case(NamedTuple):
     episodes: Episodes
     totals: Array  # f32[N], reward units
     of_turns: Array  # f32[N, S], reward units, a part of them
-
-
-COMMON: dict[str, Any] = {
-    "temperature": TEMPERATURE,
-    "aggregation": "constant",
-    "loss_scale_factor": 1.0,
-}
-WHOLE = {"gamma": 1.0, "lam": 1.0, "whiten_advantages": None}
-OTHERS = {"group_size": GROUP, "baseline": "leave_one_out", "normalise": None}
-MEAN = {"group_size": GROUP, "baseline": "group", "normalise": None}
-OWN_SHARE = (GROUP - 1) / GROUP  # a mean that holds the episode itself
-EXACT = Penalty("exact", placement="both")
-RESPONSE_K2 = Penalty("k2", placement="loss", per="response")
-CLAIMS = (
-    Claim("PPO, KL in the reward", ppo.Recipe(penalty=IN_REWARD, **WHOLE, **COMMON)),
-    Claim(
-        "PPO, all of the reward at the end",
-        ppo.Recipe(penalty=IN_REWARD, **WHOLE, **COMMON),
-        turns=False,
-    ),
-    Claim(
-        "PPO, a value after the last turn",
-        ppo.Recipe(penalty=IN_REWARD, value_after_stop=True, **WHOLE, **COMMON),
-    ),
-    Claim(
-        "PPO, discounted per sampled token",
-        ppo.Recipe(penalty=IN_REWARD, **(WHOLE | {"gamma": GAMMA}), **COMMON),
-    ),
-    Claim(
-        "PPO, exact KL in reward and loss",
-        ppo.Recipe(penalty=EXACT, **WHOLE, **COMMON),
-    ),
-    Claim(
-        "REINFORCE, KL in the reward",
-        ReinforceRecipe(penalty=IN_REWARD, whiten_advantages=False, **COMMON),
-    ),
-    Claim(
-        "RLOO, KL in the reward",
-        grpo.GroupRecipe(penalty=IN_REWARD, **OTHERS, **COMMON),
-    ),
-    Claim(
-        "RLOO by the ratio of the episode (GSPO)",
-        grpo.GroupRecipe(penalty=IN_REWARD, ratio_level="sequence", **OTHERS, **COMMON),
-    ),
-    Claim(
-        "RLOO, CISPO",
-        grpo.GroupRecipe(penalty=IN_REWARD, surrogate="cispo", **OTHERS, **COMMON),
-    ),
-    Claim(
-        "GRPO, k2 of episodes in the loss",
-        grpo.GroupRecipe(penalty=RESPONSE_K2, **MEAN, **COMMON),
-        OWN_SHARE,
-    ),
-    Claim(
-        "PPO, observed tokens trained on",
-        ppo.Recipe(penalty=IN_REWARD, **WHOLE, **COMMON),
-        None,
-        turns=False,
-        observed=True,
-        bias="a gradient through the chances of words that the policy did not draw",
-    ),
-    Claim(
-        "GRPO, observed tokens trained on",
-        grpo.GroupRecipe(penalty=RESPONSE_K2, **MEAN, **COMMON),
-        None,
-        turns=False,
-        observed=True,
-        bias="the same",
-    ),
-)
 
 
 def draw(seed: int, *, hidden_size: int = 16) -> Case:
