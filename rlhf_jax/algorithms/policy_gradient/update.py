@@ -151,21 +151,14 @@ def update(
         stats["policy/sampler_mismatch"] = jax.tree.map(lambda leaf: leaf[0], mismatch)
     kl_of_response = None
     mask = experience.response_mask
+    # Those that are left out, and episodes that never began, are none.
     responses = jnp.maximum(mask.any(axis=1).sum(dtype=jnp.float32), 1.0)
-
-    def per_response(total: Array) -> Array:
-        if recipe.leaves_out:
-            return total / responses
-        # Episodes may not have begun in time. Where all have, this is total / rows to
-        # the bit: a division by a constant, which XLA rounds as it likes, times 1.
-        return total / rows * (rows / responses)
-
     if experience.ref_logprobs is not None:
         per_token = k1(experience.old_logprobs, experience.ref_logprobs)
-        kl_of_response = per_response(masked.masked_sum(per_token, mask=mask))
+        kl_of_response = masked.masked_sum(per_token, mask=mask) / responses
     kl = state.kl.update(
         kl=kl_of_response,
-        mean_length=per_response(mask.sum(dtype=jnp.float32)),
+        mean_length=mask.sum(dtype=jnp.float32) / responses,
         num_episodes=rows * recipe.lifecycle.kl_every,
     )
     return dataclasses.replace(state, kl=kl, step=state.step + 1), stats
