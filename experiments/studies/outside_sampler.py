@@ -1,6 +1,7 @@
-"""Does GRPO learn the same from a sampler outside of the trainer?
+r"""Does GRPO learn the same from a sampler outside of the trainer?
 
-    python experiments studies.outside_sampler --vllm VENV/bin/vllm --out runs/outside
+    python experiments studies.outside_sampler --vllm VENV/bin/vllm \
+        --out runs/outside_sampler
 
 A model of two layers learns sums of two digits from few demonstrations, and then by
 `rlhf-jax grpo` and a verifier. The same runs are made with three samplers:
@@ -9,9 +10,9 @@ here       our decoder in the trainer's program
 process    our decoder in a process of its own; weights pass through files
 server     vLLM, which reloads every version from safetensors; started by this study
 
-and the first with a policy that is a step behind, too (--max-staleness 1). Then the
-server is handed weights as a checkpoint without an output head of its own, as a tied
-model is usually written, and with one.
+each also with a sampler that is a step behind (--max-staleness 1). Then the server is
+handed weights as a checkpoint without an output head of its own, as a tied model is
+usually written, and with one.
 
 Measured: the share of all sums that greedy responses have right, the scores of the
 first step and of the last ten, the distance of the server's log-probs to the trainer's
@@ -30,13 +31,7 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
-import socket
-import subprocess
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +49,7 @@ from rlhf_jax.train import sft
 from rlhf_jax.train.grpo import trainer
 from rlhf_jax.train.grpo.options import Config as GRPOConfig
 from studies.turns.preparation import characters, write
+from studies.vllm_server import serving
 
 Row = dict[str, Any]
 CONTEXT = 32
@@ -117,52 +113,6 @@ def prepare(options: Config) -> None:
                 out=options.out / "sft" / f"{seed}",
             )
         )
-
-
-@contextlib.contextmanager
-def serving(vllm: str, model: Path, *, log: Path) -> Iterator[str]:
-    """The address of a vLLM server of a model, on the CPU; ends it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [
-        *(vllm, "serve", str(model), "--served-model-name=policy"),
-        *("--host=127.0.0.1", f"--port={port}", "--dtype=float32", "--enforce-eager"),
-        *("--load-format=safetensors", "--logprobs-mode=processed_logprobs"),
-        *(f"--max-model-len={CONTEXT}", "--generation-config=vllm"),
-    ]
-    environment = os.environ | {
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    environment.pop("PYTHONPATH", None)  # of this environment, not of the server's
-    url = f"http://127.0.0.1:{port}"
-    with log.open("wb") as stream:
-        server = subprocess.Popen(
-            command, env=environment, stdout=stream, stderr=subprocess.STDOUT
-        )
-        try:
-            while not answers(f"{url}/health"):
-                if server.poll() is not None:
-                    raise StopError(f"{vllm} ended; see {log}")
-                time.sleep(1)
-            yield url
-        finally:
-            server.terminate()
-            server.wait()
-
-
-def answers(url: str) -> bool:
-    """Whether a server is up."""
-    try:
-        with urllib.request.urlopen(url, timeout=5):
-            return True
-    except (OSError, urllib.error.URLError):
-        return False
 
 
 def train(
@@ -263,7 +213,9 @@ def main(options: Config) -> None:
         model = options.out / "sft" / f"{last}" / "model"
         if options.vllm is not None:
             log = options.out / "server.log"
-            ways["server"] = stack.enter_context(serving(options.vllm, model, log=log))
+            ways["server"] = stack.enter_context(
+                serving(options.vllm, model, context=CONTEXT, log=log)
+            )
         for seed in range(options.seed, last + 1):
             for behind in (0, 1):
                 further: Any = {} if not behind else {"max_staleness": behind}

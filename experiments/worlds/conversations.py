@@ -146,7 +146,7 @@ def rollout(
 def sampled_logprobs(
     params: Params, episodes: Episodes, *, model: ModelConfig, temperature: float
 ) -> Array:
-    """f32[N, 6], log π of tokens in columns 1 to 6, from logits; 0 where observed."""
+    """f32[N, 6], log π of columns 1 to 6, from logits; 0 at tokens not sampled."""
     logits = policy.logits(
         params, model=model, tokens=episodes.tokens, mask=episodes.mask
     )

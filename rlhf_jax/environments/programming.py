@@ -20,7 +20,8 @@ from rlhf_jax.environments.protocol import Row, Started, Turn, Written
 from rlhf_jax.verification.code import verifier
 from rlhf_jax.verification.code.verifier import PythonTests
 
-_FINAL = re.compile(r"^[ \t]*FINAL\b", re.MULTILINE)
+# Not a variable of that name, in code that is to be run.
+_FINAL = re.compile(r"^[ \t]*FINAL\b(?![ \t]*=)", re.MULTILINE)
 HOW = (
     "\n\nA ```python block that you write is run, and you read what it prints. When you"
     " are done, write a line FINAL and a block with the whole solution.\n"

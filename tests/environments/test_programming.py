@@ -30,7 +30,7 @@ def test_code_is_run_and_read_until_it_is_final():
     said = [
         block("print('é', 1 + 1)"),
         block("print('a')\n1 / 0"),
-        block("x = 1"),
+        block("FINAL = 1"),
         "What now?",
         f"FINAL\n{RIGHT}",
     ]

@@ -1,10 +1,10 @@
-"""`experiments/benchmarks/turns.py` at toy size: both loops draw the same episodes."""
+"""`experiments/benchmarks/turns` at toy size: both loops draw the same episodes."""
 
 import json
 
 import numpy as np
 import pytest
-from benchmarks import turns
+from benchmarks.turns import throughput
 
 from rlhf_jax.runs import command_line
 
@@ -16,7 +16,7 @@ def test_every_figure_is_there(tmp_path):
     words += ["--num-heads=2", "--vocab-size=32", "--rows=4", "--prompt-size=3"]
     words += ["--num-turns=3", "--turn-size=8", "--observation-size=5", "--chunk=4"]
     words += ["--latencies", "0", "0.2", "--repeats=1"]
-    command_line.main(turns.main, turns.Config, description="", argv=words)
+    command_line.main(throughput.main, throughput.Config, description="", argv=words)
     rows = json.loads((tmp_path / "summary.json").read_text())["turns"]
     assert [(row["latency"], row["loop"]) for row in rows] == [
         (latency, loop) for latency in (0.0, 0.2) for loop in ("episodes", "whole")
@@ -30,7 +30,7 @@ def test_other_episodes_are_refused():
     wanted = np.zeros((40, 3), np.int32)
     found = wanted.copy()
     found[:1] = 1
-    turns.check_same(found, wanted)
+    throughput.check_same(found, wanted)
     found[:3] = 1
     with pytest.raises(RuntimeError, match="got 3 of 40 that differ"):
-        turns.check_same(found, wanted)
+        throughput.check_same(found, wanted)

@@ -142,7 +142,15 @@ def test_runs_are_as_stale_as_they_say_and_figures_tell(tmp_path, monkeypatch):
     ]
     assert [row["staleness_max"] for row in told] == [0, 2, 2, 1]
     summary = json.loads((runs / "none" / "seed_0" / "summary.json").read_text())
-    assert told[2]["gold"]["mean"] == summary["policy"]["gold"]
+    gold = summary["policy"]["gold"]
+    assert told[2]["gold"] == {"mean": gold, "interval": None, "by_seed": {"0": gold}}
+    monkeypatch.setattr(figures, "FROM", 3)  # of 0 to 3
+    finished_runs = finished.runs_of(tmp_path)
+    late = {row["sampler"]: row for row in figures.summarise(finished_runs)}
+    assert late["2 behind, truncate"]["policy/sampler_mismatch"] == pytest.approx(
+        whole[3]["policy/sampler_mismatch"]
+    )
+    assert late["2 behind, none"]["policy/sampler_ess"] is None
     assert (tmp_path / "plots" / "frontier.png").exists()
 
 

@@ -4,7 +4,9 @@
 
 Writes figures.json and plots/frontier.png into the sweep's folder: of every sampler at
 every β the means over seeds of gold, KL and fluency at the end with their 95%
-intervals, and the largest staleness that its metrics.jsonl has.
+intervals and the value of each seed; from its metrics.jsonl the largest staleness, and
+the means from step 5 on of the distance to the sampler and of the weights' effective
+size.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from studies import finished
 from studies.finished import Finished
 
 MEASURED = ("gold", "kl", "fluency")
+FROM = 5  # the step from which on a sampler 4 behind is at its distance
+OF_SAMPLERS = ("policy/sampler_mismatch", "policy/sampler_ess")
 ON_POLICY = "on-policy"
 
 
@@ -33,7 +37,7 @@ def sampler_of(run: Finished) -> str:
 
 
 def summarise(runs: Sequence[Finished]) -> list[dict[str, Any]]:
-    """Of each cell its sampler, β, largest staleness and the estimates of MEASURED.
+    """Of each cell its sampler, β, what metrics say of it and estimates of MEASURED.
 
     Args:
       runs: that are done, by cell.
@@ -43,25 +47,31 @@ def summarise(runs: Sequence[Finished]) -> list[dict[str, Any]]:
         cells.setdefault(run.cell, []).append(run)
     rows = []
     for of_cell in cells.values():
+        steps = [
+            step
+            for run in of_cell
+            for step in metrics.read(run.folder / "metrics.jsonl")
+        ]
+        oldest = (step.get("policy/staleness_max", 0.0) for step in steps)
         row: dict[str, Any] = {
             "sampler": sampler_of(of_cell[0]),
             "kl_coef": of_cell[0].config["kl_coef"],
-            "staleness_max": max(map(_oldest, of_cell)),
+            "staleness_max": max(oldest),
             "seeds": [run.seed for run in of_cell],
         }
+        for name in OF_SAMPLERS:
+            late = [s[name] for s in steps if s["step"] >= FROM and name in s]
+            row[name] = float(np.mean(late)) if late else None
         for name in MEASURED:
-            told = statistics.estimate([run.summary["policy"][name] for run in of_cell])
+            by_seed = {str(run.seed): run.summary["policy"][name] for run in of_cell}
+            told = statistics.estimate([*by_seed.values()])
             row[name] = {
                 "mean": told.mean,
                 "interval": told.interval and list(told.interval),
+                "by_seed": by_seed,
             }
         rows.append(row)
     return rows
-
-
-def _oldest(run: Finished) -> float:
-    rows = metrics.read(run.folder / "metrics.jsonl")
-    return max(row.get("policy/staleness_max", 0.0) for row in rows)
 
 
 def tell(rows: Sequence[dict[str, Any]]) -> None:

@@ -1,0 +1,1 @@
+"""Episodes of several turns beside a loop that runs whole conversations again."""

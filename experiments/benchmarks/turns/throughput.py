@@ -1,0 +1,159 @@
+"""Episodes of several turns: places that draw while others wait for their tools.
+
+    python experiments benchmarks.turns.throughput --out runs/benchmark_turns
+
+A GPT-2 of random weights draws turns of geometric length; a tool answers each with
+--observation-size tokens after --latencies seconds. Two loops draw the same episodes,
+but for a few rows where rounding decides which token is drawn (checked):
+
+- `episodes`, the loop of `--environment`: a finished turn goes to its tool at once, the
+  other places draw on, and of an observation only its own tokens are run.
+- `whole`: every turn runs the whole conversation again, draws until all rows have
+  finished the turn, then waits for all tools.
+
+For each latency it shows sampled tokens per second, the share of the time in which no
+program of the model ran, and tokens run per sampled token, padding left out. The tool
+sleeps in a thread: it takes none of the processors. Seconds are medians of --repeats
+after one that is not counted, the loops one after another in every round.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from benchmarks import decode as decode_benchmark
+from benchmarks.turns.conversations import (
+    Config,
+    Encoder,
+    HostArray,
+    Measured,
+    Tool,
+    prompts,
+)
+from benchmarks.turns.whole import Whole
+from rlhf_jax import decoder
+from rlhf_jax.algorithms.grpo import GRPO
+from rlhf_jax.environments.episodes import Limits
+from rlhf_jax.models.generation.episodes import Arrivals, Episodes
+from rlhf_jax.runs import command_line
+from rlhf_jax.runs.folder import open_run, write_summary
+from rlhf_jax.train.environment.sampler import EpisodeSampler
+
+
+class Timed(EpisodeSampler):
+    """The sampler of runs, with the seconds of its programs and the tokens run."""
+
+    seconds = 0.0
+    tokens_run = 0
+
+    def read(self, arrivals: Arrivals) -> None:
+        began = time.perf_counter()
+        super().read(arrivals)
+        self.seconds += time.perf_counter() - began
+        self.tokens_run += int(np.sum(arrivals.count))
+
+    def advance(self, *, until: int, steps: int) -> Episodes:
+        began = time.perf_counter()
+        view = super().advance(until=until, steps=steps)
+        self.seconds += time.perf_counter() - began
+        return view
+
+
+def by_episodes(params: Any, *, options: Config, sampler: Timed) -> Measured:
+    """The loop of a run."""
+    sampler.seconds, sampler.tokens_run = 0.0, 0
+    began = time.perf_counter()
+    drawn = sampler(
+        params,
+        prompts=prompts(options),
+        states=[bytes([row, 0]) for row in range(options.rows)],
+        key=jax.random.key(options.seed),
+    )
+    seconds = time.perf_counter() - began
+    sampled = int(np.sum(drawn.rollout.response_mask))
+    # The stop token of a turn is run with what is observed behind it.
+    run = sampler.tokens_run + sampled - options.rows
+    tokens = np.asarray(drawn.rollout.tokens)[:, options.prompt_size :]
+    return Measured(tokens, sampled, run, seconds, sampler.seconds)
+
+
+def check_same(found: HostArray, wanted: HostArray) -> None:
+    """That the loops drew the same episodes, but for a few that rounding parts.
+
+    Raises:
+      RuntimeError: more than one and 2 % of the rows differ.
+    """
+    apart = int((found != wanted).any(axis=1).sum())
+    if apart > 1 + len(found) // 50:
+        raise RuntimeError(
+            f"expected both loops to draw the same episodes, but for one and 2 % of "
+            f"them at most, got {apart} of {len(found)} that differ; the loop of "
+            f"episodes is at fault: please report it"
+        )
+
+
+def main(options: Config) -> None:
+    folder = open_run(options)
+    params = jax.jit(decoder.init, static_argnames="model")(
+        jax.random.key(options.seed), model=options.model
+    )
+    tool: Any = Tool(options)
+    encoder: Any = Encoder(options)
+    recipe = GRPO(
+        model=options.model,
+        policy_optimizer=optax.sgd(0.0),
+        max_new_tokens=options.room,
+        stop_ids=options.stop_ids,
+        group_size=2,
+        temperature=1.0,
+    )
+    sampler = Timed(
+        recipe,
+        pool=tool,
+        encoder=encoder,
+        decode=str,
+        limits=Limits(options.room, options.turn_size, options.num_turns),
+        prompt_size=options.prompt_size,
+        places=options.rows,
+        chunk=options.chunk,
+    )
+    loops = {
+        "episodes": functools.partial(
+            by_episodes, params, options=options, sampler=sampler
+        ),
+        "whole": functools.partial(Whole(options, tool=tool), params),
+    }
+    table = []
+    for latency in options.latencies:
+        tool.latency = latency
+        rounds: dict[str, list[Measured]] = {name: [] for name in loops}
+        for _ in range(1 + options.repeats):
+            for name, run in loops.items():
+                rounds[name].append(run())
+        check_same(rounds["episodes"][0].responses, rounds["whole"][0].responses)
+        for name, measured in rounds.items():
+            timed = measured[1:]
+            seconds = statistics.median(each.seconds for each in timed)
+            waits = [1 - each.device_seconds / each.seconds for each in timed]
+            table.append(
+                {
+                    "latency": latency,
+                    "loop": name,
+                    "tokens_per_second": timed[0].sampled / seconds,
+                    "waiting_share": statistics.median(waits),
+                    "run_per_sampled": timed[0].tokens_run / timed[0].sampled,
+                }
+            )
+    decode_benchmark.show("Episodes of several turns", table)
+    write_summary(folder, {"turns": table})
+
+
+if __name__ == "__main__":
+    command_line.main(main, Config, description=__doc__)

@@ -1,0 +1,187 @@
+"""Tables of experiments/README.md are what `recorded/` holds, number by number."""
+
+import json
+
+import numpy as np
+import places
+import pytest
+from scipy import stats
+
+README = (places.EXPERIMENTS / "README.md").read_text(encoding="utf-8")
+
+
+def recorded(*names):
+    return json.loads(places.RECORDED.joinpath(*names).read_text(encoding="utf-8"))
+
+
+def table(heading):
+    """The cells of the table whose first row begins so, without its heading."""
+    [_, after] = README.split(f"\n{heading}")
+    rows = after.partition("\n\n")[0].splitlines()[2:]
+    return [[cell.strip(" *") for cell in row.split("|")[1:-1]] for row in rows]
+
+
+def check(told, *values):
+    """Each number of a cell, rounded as it is told."""
+    numbers = told.replace("−", "-").replace("±", " ").replace(" to ", " ").split()
+    assert len(numbers) == len(values), told
+    for number, value in zip(numbers, values, strict=True):
+        half = 0.5 * 10.0 ** -len(number.partition(".")[2])
+        assert float(number) == pytest.approx(value, abs=half * 1.0001), told
+
+
+def test_a_wrong_number_is_seen():
+    check("−0.28 ±0.79", -0.2751, 0.794)
+    for wrong in ("0.28 ±0.79", "−0.27 ±0.79", "−0.28 ±0.80"):
+        with pytest.raises(AssertionError):
+            check(wrong, -0.2751, 0.794)
+    with pytest.raises(AssertionError, match=r"0\.28"):
+        check("0.28", 0.28, 0.79)
+
+
+def test_staleness():
+    columns = [("large_steps", 0.2), ("large_steps", 0.8)]
+    columns += [("small_steps", 0.2), ("small_steps", 0.8)]
+    cells = {
+        (steps, cell["sampler"], cell["kl_coef"]): cell["gold"]
+        for steps in ("large_steps", "small_steps")
+        for cell in recorded("staleness", steps, "figures.json")["cells"]
+    }
+    rows = table("| sampler | 1e-3, β = 0.2 |")
+    assert len(rows) == 6
+    for name, *told in rows:
+        sampler = name.replace("truncated", "truncate")
+        for (steps, kl_coef), each in zip(columns, told, strict=True):
+            gold = cells[steps, sampler, kl_coef]
+            low, high = gold["interval"]
+            check(each, gold["mean"], (high - low) / 2)
+
+
+def test_what_older_samples_cost_at_large_steps():
+    claims = recorded("staleness", "large_steps", "claims.json")
+    for kl_coef, told in {
+        0.05: "0.47 ± 0.99",
+        0.2: "0.89 ± 0.79",
+        0.8: "0.67 ± 0.75",
+    }.items():
+        claim = claims[f"4 behind, corrected, is within 0.1, β = {kl_coef}"]
+        low, high = claim["interval"]
+        check(told, 0.1 - claim["difference"], (high - low) / 2)
+        assert told in README
+        assert (high < 0.1) == (kl_coef == 0.2)  # of the difference without the 0.1
+    claim = claims["4 behind, truncation beats no correction, β = 0.2"]
+    low, high = claim["interval"]
+    check("0.81 ± 0.81", -claim["difference"], (high - low) / 2)
+
+
+def test_asynchrony():
+    rows = recorded("asynchrony", "slow_verifiers.json")["figures"]
+    for told, row in zip(
+        table("| steps behind | seconds | ratio to on-policy |"), rows, strict=True
+    ):
+        names = ("staleness", "seconds", "ratio", "trainer", "sampler")
+        for each, name in zip(told, names, strict=True):
+            check(each, row[name])
+    _, *others = recorded("asynchrony", "no_latency.json")["figures"]
+    assert [round(row["ratio"], 2) for row in others] == [1.17, 1.11]
+    assert "the ratios are 1.17 and 1.11" in README
+
+
+def test_samplers_outside_of_the_trainer():
+    every = recorded("outside_sampler", "record.json")["rows"]
+    rows = table("| sampler, steps behind |")
+    assert len(rows) == 6
+    for name, *told in rows:
+        way, behind = name.replace("vLLM", "server").split(", ")
+        runs = [
+            run
+            for run in every
+            if run["sampler"] == way and run["behind"] == int(behind)
+        ]
+        assert len(runs) == 3
+        if way == "process":
+            assert told[:3] == ["the same bits"] * 3
+            assert all(run["equal_bits"] for run in runs)
+        else:
+            for each, key in zip(told, ("score_first", "score", "right"), strict=False):
+                values = [run[key] for run in runs]
+                check(each, np.mean(values), np.std(values))
+        if way == "server":
+            for each, key in zip(
+                told[3:], ("hand_over_seconds", "draw_seconds"), strict=True
+            ):
+                values = [run[key] for run in runs]
+                check(each, min(values), max(values))
+    largest = max(
+        run.get("largest_distance", 0.0) for run in every if run["sampler"] == "server"
+    )
+    assert largest < 1.5e-6
+
+
+def half_of_interval(values):
+    """Of 95%, over seeds."""
+    error = np.std(values, ddof=1) / len(values) ** 0.5
+    return stats.t.ppf(0.975, len(values) - 1) * error
+
+
+def test_every_choice_of_the_kl():
+    rows = table("| choice | expected gradient | language, PPO: gold |")
+    assert len(rows) == 18
+    columns = [
+        (world, algorithm, measure)
+        for world in ("language", "arithmetic")
+        for algorithm in ("ppo", "grpo")
+        for measure in ("gold", "kl")
+    ]
+    cells = {
+        (world, cell["algorithm"], cell["choice"], cell["kl_coef"]): cell["by_seed"]
+        for world in ("language", "arithmetic")
+        for cell in recorded("kl_in_practice", world, "figures.json")["cells"].values()
+    }
+    for name, _, *told in rows:
+        choice = "none" if name.startswith("none") else name
+        for (world, algorithm, measure), each in zip(columns, told, strict=True):
+            kl_coef = {"language": 0.2, "arithmetic": 0.05}[world]
+            kl_coef = 0.0 if choice == "none" else kl_coef
+            by_seed = cells[world, algorithm, choice, kl_coef][measure]
+            values = [*by_seed.values()]
+            check(each, np.mean(values), half_of_interval(values))
+
+
+def test_what_the_field_has_published():
+    shown = {"yes": "yes", "no": "no", "not enough seeds": "–"}
+    for claim, *told in table("| claim | language, PPO | GRPO |"):
+        runs = [
+            (world, algorithm)
+            for world in ("language", "arithmetic")
+            for algorithm in ("ppo", "grpo")
+        ]
+        for (world, algorithm), each in zip(runs, told, strict=True):
+            answers = recorded("kl_in_practice", world, "claims.json")
+            betas = {"language": (0.05, 0.2, 0.8), "arithmetic": (0.01, 0.05, 0.2)}
+            names = [
+                f"{claim.removesuffix(')')}; {algorithm}, β = {beta:g})"
+                for beta in betas[world]
+            ]
+            found = [answers[name]["answer"] for name in names if name in answers]
+            assert each.split() == [shown[answer] for answer in found], claim
+
+
+def test_several_turns_are_certified():
+    found = recorded("certify_turns", "record.json")["summary"]
+    assert found["failed"] == []
+    assert f"All {found['certificates']}\ncertificates of seeds 0 to 2 hold" in README
+    rows = table("| certificate of `certify_turns` |")
+    of_rows = [[], [], [], []]
+    for each in found["findings"]:
+        if each["share"] is None:
+            of_rows[3].append(each["error"])
+        else:
+            number = 2 if "discount" in each["name"] else int(each["share"] < 1)
+            of_rows[number].append(each["error"])
+    for (*_, told), errors in zip(rows[:3], of_rows[:3], strict=True):
+        assert max(errors) <= float(told.split()[1])
+    assert "off by 0.34 to 22 times" in rows[3][-1]
+    assert [f"{each:.2g}" for each in (min(of_rows[3]), max(of_rows[3]))] == [
+        *("0.34", "22")
+    ]
