@@ -17,12 +17,12 @@ import tyro
 
 from rlhf_jax.algorithms.reinforce import REINFORCE, ReinforceRecipe
 from rlhf_jax.runs import command_line
-from rlhf_jax.train.grpo.options import VERIFIED_SCREEN, VerifiedConfig
+from rlhf_jax.train.grpo.options import WITH_TURNS, VerifiedConfig
 from rlhf_jax.train.grpo.trainer import main
 
 RECIPE = ReinforceRecipe(temperature=1.0)
 SCREEN = {
-    **VERIFIED_SCREEN,
+    **WITH_TURNS,
     "Training": (
         *("num_steps", "batch_size", "learning_rate", "reinforce.micro_batch_size"),
         "dtype",

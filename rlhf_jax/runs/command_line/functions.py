@@ -11,8 +11,12 @@ from typing import Any
 from rlhf_jax.functional.checks import InputError, StopError
 
 
-def load_function(spec: str) -> Callable[..., Any]:
+def load_function(spec: str, *, kind: str = "function") -> Callable[..., Any]:
     """The function of "module:function", installed or in the working directory.
+
+    Args:
+      spec: as above.
+      kind: what messages call it, as "class".
 
     Raises:
       InputError: `spec` is of another form, the module cannot be imported, or has no
@@ -21,7 +25,7 @@ def load_function(spec: str) -> Callable[..., Any]:
     """
     module_name, _, name = spec.partition(":")
     if not module_name or not name:
-        raise InputError(f"expected module:function, got {spec!r}")
+        raise InputError(f"expected module:{kind}, got {spec!r}")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
@@ -41,7 +45,7 @@ def load_function(spec: str) -> Callable[..., Any]:
     if not callable(function):
         got = "no such name" if function is None else type(function).__name__
         raise InputError(
-            f"{spec}: expected a function {name} in {module.__file__}, got {got}; "
+            f"{spec}: expected a {kind} {name} in {module.__file__}, got {got}; "
             f"define it there, or name another"
         )
     return function

@@ -39,7 +39,7 @@ class Config(SamplerConfig):
     kl_coef: float = 1.0
     """Coefficient β of the divergence, reward units per nat."""
     num_steps: int = 200
-    """Number of iterations: a batch of responses and the updates on it."""
+    """Iterations, each a batch of responses and the updates on it."""
     batch_size: int = 64
     """Responses per iteration."""
     max_new_tokens: int = 48

@@ -24,9 +24,8 @@ class EnvironmentConfig(StartConfig):
     """Options of episodes of several turns."""
 
     environment: str | None = None
-    """Environment that answers the model turn by turn: calculator, guessing,
-    programming, rooms, or module:name of a class of yours; None takes one response to
-    each prompt."""
+    """Environment that answers turn by turn: calculator, guessing, programming, rooms,
+    or module:name of a class of yours."""
     max_turns: int = 8
     """With --environment: most turns of an episode."""
     max_turn_tokens: int | None = None
@@ -112,7 +111,7 @@ def make_environment(name: str) -> Environment:
         raise InputError(
             f"--environment: expected {NAMES} or module:name, got {name!r}; choose one"
         )
-    make = command_line.load_function(name)
+    make = command_line.load_function(name, kind="class")
     try:
         environment = make()
     except Exception as error:  # whatever the user's own code raises

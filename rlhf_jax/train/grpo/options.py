@@ -75,9 +75,9 @@ class VerifiedConfig(
     reference_storage: Storage = frozen_models.COPY
     """Dtype in which the reference is stored."""
     kl_coef: float | None = None
-    """KL coefficient β, reward units per nat; None is 0.01 with a reference."""
+    """KL coefficient β, reward units per nat; None: 0.01 with a reference."""
     num_steps: int = 500
-    """Number of iterations: a batch of responses and the updates on it."""
+    """Iterations, each a batch of responses and the updates on it."""
     batch_size: int = 128
     """Responses per iteration."""
     max_new_tokens: int = 256
@@ -263,8 +263,11 @@ VERIFIED_SCREEN = {
     "Data": ("data", "held_out", "question_field", "template", "max_new_tokens"),
     "Reward": ("verifier", "answer_field", "kl_coef"),
 }
+WITH_TURNS = VERIFIED_SCREEN | {
+    "Reward": ("verifier", "answer_field", "environment", "kl_coef"),
+}
 SCREEN = {
-    **VERIFIED_SCREEN,
+    **WITH_TURNS,
     "Training": (
         *("num_steps", "batch_size", "grpo.group_size", "learning_rate"),
         *("grpo.micro_batch_size", "dtype"),

@@ -59,7 +59,7 @@ class Config(
     """Widths to which a batch of prompts may be padded, tokens; None is the longest
     prompt."""
     num_steps: int = 200
-    """Number of iterations: a batch of responses and the updates on it."""
+    """Iterations, each a batch of responses and the updates on it."""
     batch_size: int = 64
     """Responses per iteration."""
     max_new_tokens: int = 48
