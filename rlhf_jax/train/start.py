@@ -23,7 +23,7 @@ class StartConfig(run_config.RunConfig):
     tokenizer: str | None = None
     """Tokenizer, a folder or hub id; None takes the one in --model."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of activations; trained parameters stay float32."""
+    """Of activations; trained parameters stay float32."""
     remat: Remat = "none"
     """What of a layer the backward pass rematerialises, to save memory."""
     attention: Attention = "auto"

@@ -18,8 +18,8 @@ compares the last number, exact the whole text, and my_verifiers:check calls
     def check(prompt: str, response: str, row: dict) -> float
 
 of my_verifiers.py in the working directory, in processes of its own and with a time
-limit (--timeout); row is that of --data, and 1 is right. --environment plays episodes of
-several turns instead, and its rewards are the score.
+limit (--timeout); row is that of --data, and 1 is right. --environment plays episodes
+of several turns instead, and its rewards are the score.
 
 The reference is --model as it starts; --reference CHECKPOINT takes another one, of any
 shape, and --reference none leaves it out: it is neither loaded nor run. --template

@@ -60,7 +60,7 @@ class VerifiedConfig(
     """Field of the rows with the right answers; for gsm8k they end in #### and a
     number."""
     template: str = "{question}"
-    """Prompt, with {question} where the question stands."""
+    """Prompt; {question} stands for the question."""
     chat: bool = False
     """Whether the text is put as a message of the user, by the tokenizer's chat
     template."""
