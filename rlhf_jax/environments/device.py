@@ -18,8 +18,13 @@ class Device(Protocol):
         ...
 
     @property
+    def shares(self) -> int:
+        """D, devices, each with C / D places that follow each other."""
+        ...
+
+    @property
     def arriving(self) -> int:
-        """A, places that read at a time."""
+        """A, places that read at a time, A / D of each share."""
         ...
 
     @property
@@ -31,25 +36,26 @@ class Device(Protocol):
         """Runs prompts and observations, and draws the first token of turns.
 
         Args:
-          arrivals: of NumPy arrays; its keys are their data, u32[A, ...].
+          arrivals: of NumPy arrays, share by share; its keys are their data,
+            u32[A, ...].
         """
         ...
 
     def copy(self, *, source: HostArray, place: HostArray, keys: HostArray) -> None:
-        """Copies what A places have read of a prompt to others.
+        """Copies what A places have read of a prompt to others of the same share.
 
         Args:
-          source: i32[A], places that have read it.
+          source: i32[A], places that have read it, share by share.
           place: i32[A], places that get it; C is none.
           keys: u32[A, ...], data of the keys of the rows that get it.
         """
         ...
 
-    def advance(self, *, until: int, steps: int) -> Episodes:
+    def advance(self, *, until: HostArray, steps: int) -> Episodes:
         """Draws on; returns the places on the host, without their caches.
 
         Args:
-          until: turns that may still go on when it returns.
+          until: i32[D], turns of each share that may still go on when it returns.
           steps: tokens that it draws at most, in each place.
         """
         ...

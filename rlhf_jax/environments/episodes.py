@@ -13,7 +13,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -138,6 +138,7 @@ class Play:
                     for each in self._live
                     if each.begins
                     and each.first is None
+                    and self._share(each) == self._share(episode)
                     and int(self.prompts.index[each.row]) == index
                 ),
                 None,
@@ -147,11 +148,11 @@ class Play:
     def _read(self) -> bool:
         """The next columns of what some episodes are to read; False if none are."""
         size, chunk = self.device.arriving, self.device.chunk
-        reading = [
+        reading = self._slots(
             each
             for each in self._live
             if each.reading is not None and each.first is None
-        ][:size]
+        )
         if not reading:
             return False
         of_row = np.zeros(size, np.int32)
@@ -161,7 +162,7 @@ class Play:
             **{name: np.zeros(size, np.int32) for name in ("count", "turn")},
             **{name: np.zeros(size, bool) for name in ("begins", "prompt", "draws")},
         }
-        for at, episode in enumerate(reading):
+        for at, episode in reading:
             tokens = episode.reading or []
             part, episode.reading = tokens[:chunk], tokens[chunk:] or None
             of_row[at], arrays["place"][at] = episode.row, episode.place
@@ -182,22 +183,37 @@ class Play:
     def _copy(self) -> None:
         """Copies what has been read of a prompt, but for its last columns."""
         size, chunk = self.device.arriving, self.device.chunk
-        ready = [
+        while ready := self._slots(
             each
             for each in self._live
             if each.first is not None
             and not each.first.begins
             and len(each.first.reading or ()) <= chunk
-        ]
-        for part in (ready[at : at + size] for at in range(0, len(ready), size)):
+        ):
             source, of_row = np.zeros((2, size), np.int32)
             place = np.full(size, self.device.places, np.int32)
-            for at, episode in enumerate(part):
+            for at, episode in ready:
                 assert episode.first is not None
                 source[at], of_row[at] = episode.first.place, episode.row
                 place[at], episode.begins = episode.place, False
                 episode.reading, episode.first = episode.first.reading, None
             self.device.copy(source=source, place=place, keys=self.keys[of_row])
+
+    def _share(self, episode: _Episode) -> int:
+        """Which device has its place."""
+        return episode.place * self.device.shares // self.device.places
+
+    def _slots(self, episodes: Iterable[_Episode]) -> list[tuple[int, _Episode]]:
+        """The first of them, as many as are run at a time, at their numbers in it."""
+        size = self.device.arriving // self.device.shares
+        taken = [0] * self.device.shares
+        slots = []
+        for episode in episodes:
+            share = self._share(episode)
+            if taken[share] < size:
+                slots.append((share * size + taken[share], episode))
+                taken[share] += 1
+        return slots
 
     def _check_none_is_forgotten(self) -> None:
         """RuntimeError if an episode would wait for ever: a mistake of this module."""
@@ -213,10 +229,11 @@ class Play:
     def _advance(self, steps: int) -> None:
         """Draws on, and hands the turns that ended to the pool."""
         drawing = [each for each in self._live if each.drawing]
-        self._view = view = self.device.advance(
-            until=len(drawing) - max(1, len(drawing) // SHARE),
-            steps=steps,
-        )
+        count = np.zeros(self.device.shares, np.int32)
+        for episode in drawing:
+            count[self._share(episode)] += 1
+        until = np.maximum(count - np.maximum(1, count // SHARE), 0)
+        self._view = view = self.device.advance(until=until, steps=steps)
         for episode in drawing:
             if view.drawing[episode.place]:
                 continue
@@ -257,7 +274,8 @@ class Play:
 
     def _end_late(self, waiting: list[int]) -> None:
         """Ends all episodes as they are; those that have not begun stay empty."""
-        self._view = self.device.advance(until=0, steps=0)
+        nobody = np.zeros(self.device.shares, np.int32)
+        self._view = self.device.advance(until=nobody, steps=0)
         for episode in list(self._live):
             if episode.drawing:
                 length = int(self._view.length[episode.place])

@@ -22,6 +22,7 @@ from rlhf_jax.environments.answers import Answer
 from rlhf_jax.models import decoder
 from rlhf_jax.models.generation import decode
 from rlhf_jax.roles import policy
+from rlhf_jax.train.environment.programs import EpisodePrograms
 from rlhf_jax.train.environment.sampler import EpisodeSampler
 
 STOP = 1
@@ -88,16 +89,17 @@ def recipe_of(model, **options):
     )
 
 
-def sampler_of(model, pool, *, places=ROWS, chunk=3, limits=None, **options):
-    return EpisodeSampler(
+def sampler_of(model, pool, *, places=ROWS, chunk=3, limits=None, mesh=None, **options):
+    limits = limits or episodes.Limits(tokens=ROOM, turn_tokens=6, turns=4)
+    programs = EpisodePrograms(
         recipe_of(model, **options),
-        pool=pool,
-        encoder=Encoder(),
-        decode=shown,
-        limits=limits or episodes.Limits(tokens=ROOM, turn_tokens=6, turns=4),
-        prompt_size=PROMPT,
+        columns=PROMPT + limits.tokens,
         places=places,
         chunk=chunk,
+        mesh=mesh,
+    )
+    return EpisodeSampler(
+        programs, pool=pool, encoder=Encoder(), decode=shown, limits=limits
     )
 
 
@@ -283,8 +285,8 @@ def test_a_prompt_that_rows_share_is_read_once_to_the_same_bits(model, monkeypat
 
     def play(*, places=ROWS):
         sampler, read = sampler_of(model, Script(), places=places, chunk=2), []
-        whole = sampler.read
-        sampler.read = lambda each: read.append(each) or whole(each)
+        whole = sampler.programs.read
+        sampler.programs.read = lambda each: read.append(each) or whole(each)
         found = sampler(
             params,
             prompts=shared,

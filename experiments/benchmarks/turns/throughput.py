@@ -44,11 +44,12 @@ from rlhf_jax.environments.episodes import Limits
 from rlhf_jax.models.generation.episode_places import Arrivals, Episodes
 from rlhf_jax.runs import command_line
 from rlhf_jax.runs.folder import open_run, write_summary
+from rlhf_jax.train.environment.programs import EpisodePrograms
 from rlhf_jax.train.environment.sampler import EpisodeSampler
 
 
-class Timed(EpisodeSampler):
-    """The sampler of runs, with the seconds of its programs and the tokens run."""
+class Timed(EpisodePrograms):
+    """The programs of runs, with their seconds and the tokens run."""
 
     seconds = 0.0
     tokens_run = 0
@@ -59,16 +60,18 @@ class Timed(EpisodeSampler):
         self.seconds += time.perf_counter() - began
         self.tokens_run += int(np.sum(arrivals.count))
 
-    def advance(self, *, until: int, steps: int) -> Episodes:
+    def advance(self, *, until: HostArray, steps: int) -> Episodes:
         began = time.perf_counter()
         view = super().advance(until=until, steps=steps)
         self.seconds += time.perf_counter() - began
         return view
 
 
-def by_episodes(params: Any, *, options: Config, sampler: Timed) -> Measured:
+def by_episodes(params: Any, *, options: Config, sampler: EpisodeSampler) -> Measured:
     """The loop of a run."""
-    sampler.seconds, sampler.tokens_run = 0.0, 0
+    programs = sampler.programs
+    assert isinstance(programs, Timed)
+    programs.seconds, programs.tokens_run = 0.0, 0
     began = time.perf_counter()
     drawn = sampler(
         params,
@@ -79,9 +82,9 @@ def by_episodes(params: Any, *, options: Config, sampler: Timed) -> Measured:
     seconds = time.perf_counter() - began
     sampled = int(np.sum(drawn.rollout.response_mask))
     # The stop token of a turn is run with what is observed behind it.
-    run = sampler.tokens_run + sampled - options.rows
+    run = programs.tokens_run + sampled - options.rows
     tokens = np.asarray(drawn.rollout.tokens)[:, options.prompt_size :]
-    return Measured(tokens, sampled, run, seconds, sampler.seconds)
+    return Measured(tokens, sampled, run, seconds, programs.seconds)
 
 
 def check_same(found: HostArray, wanted: HostArray) -> None:
@@ -114,15 +117,18 @@ def main(options: Config) -> None:
         group_size=2,
         temperature=1.0,
     )
-    sampler = Timed(
+    programs = Timed(
         recipe,
+        columns=options.prompt_size + options.room,
+        places=options.rows,
+        chunk=options.chunk,
+    )
+    sampler = EpisodeSampler(
+        programs,
         pool=tool,
         encoder=encoder,
         decode=str,
         limits=Limits(options.room, options.turn_size, options.num_turns),
-        prompt_size=options.prompt_size,
-        places=options.rows,
-        chunk=options.chunk,
     )
     loops = {
         "episodes": functools.partial(

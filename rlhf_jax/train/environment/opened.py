@@ -20,8 +20,9 @@ from rlhf_jax.models.generation.sampling import Shaping
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.train.environment.options import EnvironmentConfig, make_environment
+from rlhf_jax.train.environment.programs import EpisodePrograms, EpisodeRecipe
 from rlhf_jax.train.environment.rows import BegunRows, read_begun
-from rlhf_jax.train.environment.sampler import EpisodeRecipe, EpisodeSampler
+from rlhf_jax.train.environment.sampler import EpisodeSampler
 
 Array = jax.Array
 Params = Any
@@ -45,17 +46,17 @@ class OpenedEnvironment:
           options: with an environment.
           max_new_tokens: the room of an episode.
           start: whose tokenizer encodes and decodes; its params are not kept.
-          mesh: of the policy, one device.
+          mesh: of the policy, each of whose devices draws episodes.
           stack: that ends the processes.
 
         Raises:
-          InputError: there is no such environment, or the mesh has several devices.
+          InputError: there is no such environment, or there are several processes.
         """
         assert options.environment is not None
-        if mesh.devices.size > 1:
+        if jax.process_count() > 1:
             raise InputError(
-                f"--environment: expected one device, on which episodes are drawn, got "
-                f"a mesh of {mesh.devices.size}; leave out --placement.policy, or "
+                f"--environment: expected one process, as an environment is asked by "
+                f"one, got {jax.process_count()}; leave out --coordinator, or "
                 f"--environment"
             )
         self._pool = stack.enter_context(
@@ -120,17 +121,21 @@ class OpenedEnvironment:
         limits = self._limits
         if shaping is not None:
             limits = limits._replace(seconds=None)
-        return EpisodeSampler(
+        programs = EpisodePrograms(
             recipe,
+            columns=max(map(len, begun.prompts)) + limits.tokens,
+            places=min(recipe.continuous_batching or rows, rows),
+            chunk=self._chunk,
+            mesh=self._mesh,
+            base=base,
+            shaping=shaping,
+        )
+        return EpisodeSampler(
+            programs,
             pool=self._pool,
             encoder=self._encoder,
             decode=self._decode,
             limits=limits,
-            prompt_size=max(map(len, begun.prompts)),
-            places=min(recipe.continuous_batching or rows, rows),
-            chunk=self._chunk,
-            base=base,
-            shaping=shaping,
         )
 
 

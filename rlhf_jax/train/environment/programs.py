@@ -1,0 +1,267 @@
+"""The compiled programs of episodes, and the places and weights on the devices."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models import cached_decoder
+from rlhf_jax.models.config import ModelConfig
+from rlhf_jax.models.generation import decode, episode_places, episodes
+from rlhf_jax.models.generation.episode_places import Arrivals, Episodes
+from rlhf_jax.models.generation.sampling import Shaping
+from rlhf_jax.models.lora import LoRA
+from rlhf_jax.roles import adapted
+from rlhf_jax.roles.reference.frozen import Frozen
+
+Array = jax.Array
+HostArray = Any
+Params = Any
+SHARE = 8  # one place in so many reads at a time
+AXIS = "data"  # of the devices, each with all weights and places of its own
+EVERYWHERE, BY_PLACE = PartitionSpec(), PartitionSpec(AXIS)
+
+
+class Weights(NamedTuple):
+    """What the programs of a rollout read."""
+
+    params: Params  # of the whole policy
+    layers: tuple[Params, ...]  # the same, as decoding reads them
+
+
+class EpisodeRecipe(Protocol):
+    """What episodes read of a recipe."""
+
+    @property
+    def model(self) -> ModelConfig:
+        """Of the policy, or of its base."""
+        ...
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Tokens that end a turn."""
+        ...
+
+    @property
+    def temperature(self) -> float:
+        """Divides the logits, dimensionless."""
+        ...
+
+    @property
+    def lora(self) -> LoRA | None:
+        """That adapters were made by."""
+        ...
+
+    @property
+    def continuous_batching(self) -> int | None:
+        """Episodes at a time; None is all."""
+        ...
+
+
+class EpisodePrograms:
+    """A `Device` of the devices of one process.
+
+        data=2     device 0   all weights   places 0 to 3
+                   device 1   all weights   places 4 to 7
+
+    A device draws in its own places and asks nothing of the others; an `advance` is
+    over when the last of them has returned. The cache stays on the devices from rollout
+    to rollout, and every program is compiled once.
+    """
+
+    def __init__(
+        self,
+        recipe: EpisodeRecipe,
+        *,
+        columns: int,
+        places: int,
+        chunk: int,
+        mesh: Mesh | None = None,
+        base: Frozen | None = None,
+        shaping: Shaping | None = None,
+    ) -> None:
+        """Compiles nothing yet.
+
+        Args:
+          recipe: static.
+          columns: P + R, tokens of the longest prompt and of what may follow it.
+          places: C, episodes at a time, and more where the devices do not divide them.
+          chunk: N, columns that are read at a time.
+          mesh: whose devices draw, whatever its axes; None is one.
+          base: the parameters that adapters adapt.
+          shaping: for evaluation only.
+
+        Raises:
+          InputError: an episode is longer than the model's context.
+        """
+        if columns > recipe.model.max_positions:
+            raise InputError(
+                f"expected prompt and episode within {recipe.model.max_positions} "
+                f"positions, got {columns}; shorten either"
+            )
+        self.stop_ids = recipe.stop_ids
+        self.shares = 1 if mesh is None else mesh.devices.size
+        own = -(-places // self.shares)  # of a share
+        self.places, self.chunk = own * self.shares, chunk
+        self.arriving = max(1, own // SHARE) * self.shares
+        self._home = self._where = None
+        if mesh is not None and self.shares > 1:
+            flat = Mesh(mesh.devices.reshape(-1), (AXIS,))
+            self._home = NamedSharding(flat, EVERYWHERE)
+            self._where = NamedSharding(flat, BY_PLACE)
+        options: dict[str, Any] = {
+            "model": recipe.model,
+            "stop_ids": recipe.stop_ids,
+            "temperature": recipe.temperature,
+            "shaping": shaping,
+        }
+
+        # Taken apart once per rollout: in every call it would copy all parameters.
+        def weights(policy: Params, base: Frozen | None) -> Weights:
+            params = adapted.params(policy, base=base, lora=recipe.lora)
+            return Weights(
+                params,
+                cached_decoder.layers_to_decode(params, model=recipe.model, rows=own),
+            )
+
+        def here(place: Array) -> Array:
+            """By their numbers on this device; what is beyond it is nowhere."""
+            first = 0 if self._where is None else own * jax.lax.axis_index(AXIS)
+            return jnp.clip(place - first, 0, own)
+
+        def read(weights: Weights, state: Episodes, arrivals: Arrivals) -> Episodes:
+            params, layers = weights
+            arrivals = dataclasses.replace(
+                arrivals,
+                place=here(arrivals.place),
+                keys=_keys_like(state.keys, arrivals.keys),
+            )
+            return episodes.read(params, state, arrivals, layers=layers, **options)
+
+        def copied(
+            state: Episodes, source: Array, place: Array, keys: Array
+        ) -> Episodes:
+            keys = _keys_like(state.keys, keys)
+            return episode_places.copied(
+                state, source=here(source), place=here(place), keys=keys
+            )
+
+        def advance(
+            weights: Weights, state: Episodes, until: Array, steps: Array
+        ) -> tuple[Episodes, Episodes]:
+            params, layers = weights
+            state = episodes.advance(
+                params, state, until=until[0], steps=steps, layers=layers, **options
+            )
+            return state, dataclasses.replace(state, caches=())
+
+        self._base = self._put(base)
+        self._keys_program = jax.jit(_row_keys)
+        self._empty_program = jax.jit(
+            functools.partial(
+                episode_places.empty,
+                recipe.model,
+                places=self.places,
+                columns=columns + chunk + 1,
+            ),
+            out_shardings=self._where,
+        )
+        self._weights_program = jax.jit(weights)
+        self._read_program = jax.jit(
+            self._split(read, EVERYWHERE, BY_PLACE, BY_PLACE), donate_argnums=1
+        )
+        self._copy_program = jax.jit(
+            self._split(copied, BY_PLACE, BY_PLACE, BY_PLACE, BY_PLACE),
+            donate_argnums=0,
+        )
+        self._advance_program = jax.jit(
+            self._split(advance, EVERYWHERE, BY_PLACE, BY_PLACE, EVERYWHERE),
+            donate_argnums=1,
+        )
+        self._state: Episodes | None = None
+        self._weights: Weights | None = None
+
+    @contextlib.contextmanager
+    def holding(self, policy: Params, *, key: Array) -> Iterator[None]:
+        """Has the weights, for the calls inside; what fails there frees the places.
+
+        Args:
+          policy: the policy's parameters, or its adapters.
+          key: key[], of any row.
+        """
+        if self._state is None:
+            self._state = self._empty_program(key=self._put(key))
+        self._weights = self._weights_program(self._put(policy), self._base)
+        try:
+            yield
+        except BaseException:
+            self._state = None  # turns may be under way in it
+            raise
+        finally:
+            self._weights = None  # the update takes the policy
+
+    def free(self) -> None:
+        """Lets the cache go, until the next rollout."""
+        self._state = None
+
+    def row_keys(self, key: Array, *, index: Array, sample: Array) -> HostArray:
+        """u32[B, ...]: data of the rows' keys, on the host; a read takes some of them.
+
+        Args:
+          key: of the step; rows take the first of the two keys split from it.
+          index, sample: i32[B], those of `Prompts`.
+        """
+        return jax.device_get(self._keys_program(key, index, sample))
+
+    def read(self, arrivals: Arrivals) -> None:
+        """Runs prompts and observations, and draws the first token of turns."""
+        assert self._state is not None
+        self._state = self._read_program(self._weights, self._state, arrivals)
+
+    def copy(self, *, source: HostArray, place: HostArray, keys: HostArray) -> None:
+        """Copies what some places have read of a prompt to others."""
+        self._state = self._copy_program(self._state, source, place, keys)
+
+    def advance(self, *, until: HostArray, steps: int) -> Episodes:
+        """Draws on, and returns the places on the host, without their caches."""
+        self._state, seen = self._advance_program(
+            self._weights, self._state, until, np.int32(steps)
+        )
+        return jax.device_get(seen)
+
+    def _put(self, tree: Any) -> Any:
+        """The same on every device; on one it is where it was."""
+        return tree if self._home is None else jax.device_put(tree, self._home)
+
+    def _split(
+        self, function: Callable[..., Any], *specs: PartitionSpec
+    ) -> Callable[..., Any]:
+        """On each device by itself, with its part of what has the spec of places."""
+        if self._where is None:
+            return function
+        return jax.shard_map(
+            function,
+            mesh=self._where.mesh,
+            in_specs=specs,
+            out_specs=BY_PLACE,
+            check_vma=False,
+        )
+
+
+def _row_keys(key: Array, index: Array, sample: Array) -> Array:
+    sample_key, _ = jax.random.split(key)
+    return jax.random.key_data(decode.row_keys(sample_key, index=index, sample=sample))
+
+
+def _keys_like(keys: Array, data: Array) -> Array:
+    """The keys with such data, of the kind of others."""
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(keys))
