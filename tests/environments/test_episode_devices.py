@@ -6,31 +6,93 @@ import jax
 import numpy as np
 import pytest
 import tiny
-from test_episodes import ROWS, Script, draw, drawn, params_of, prompts, sampler_of
+from toy_episodes import ROWS, Script, draw, drawn, params_of, prompts, sampler_of
 
-from rlhf_jax import sharding
+from rlhf_jax.devices import sharding
+from rlhf_jax.devices.mesh_shape import MeshShape
 
-LATENCIES = {
-    "none": lambda row, turn: 0.0,
-    "by row": lambda row, turn: 0.01 * (ROWS - row),
-}
+MESHES = [MeshShape(data=2), MeshShape(data=2, fsdp=2)]
 
 
-def meshes():
-    return {
-        "data=2": sharding.mesh(data=2),
-        "data=2, fsdp=2": sharding.mesh(data=2, fsdp=2),
-    }
+def made(shape):
+    return shape.make(jax.devices()[: shape.size])
 
 
-def close(one, several):
-    """Devices have fewer rows each, which XLA may round otherwise."""
-    np.testing.assert_array_equal(one.rollout.tokens, several.rollout.tokens)
-    np.testing.assert_array_equal(
-        one.rollout.response_mask, several.rollout.response_mask
+def check_equal(found, wanted):
+    """The same tokens; XLA may round a device's few rows otherwise than all rows."""
+    for name in ("tokens", "mask", "response_mask", "version", "index", "sample"):
+        np.testing.assert_array_equal(
+            getattr(found.rollout, name), getattr(wanted.rollout, name), err_msg=name
+        )
+    for name in ("old_logprobs", "entropy"):
+        np.testing.assert_allclose(
+            getattr(found.rollout, name), getattr(wanted.rollout, name), atol=2e-5
+        )
+    jax.tree.map(np.testing.assert_array_equal, found.scores, wanted.scores)
+
+
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+@pytest.mark.parametrize("places", [ROWS, 3])
+def test_episodes_are_those_of_one_device(shape, places):
+    """Four devices have 8 places for 6 rows, or 4 for them in turn."""
+    params, mesh = params_of(tiny.GPT2), made(shape)
+    wanted = drawn(tiny.GPT2, params, Script())
+    slow = Script(latency=lambda row, turn: 0.01 * (ROWS - row))
+    sampler = sampler_of(tiny.GPT2, slow, places=places, mesh=mesh)
+    assert sampler.programs.places == -(-places // mesh.size) * mesh.size
+    for _ in range(2):  # in the cache of the rollout before
+        check_equal(draw(sampler, sharding.place(params, mesh=mesh)), wanted)
+    assert wanted.rollout.response_mask.sum() > 2 * ROWS
+
+
+def test_a_device_reads_a_prompt_that_its_rows_share_once():
+    """Rows 0 to 4 have a prompt of five tokens, 0 to 2 of them on the first device."""
+    asked, params = prompts(), params_of(tiny.GPT2)
+    of_row = np.array([0, 0, 0, 0, 0, 3])
+    shared = dataclasses.replace(
+        asked,
+        tokens=asked.tokens[of_row],
+        mask=asked.mask[of_row],
+        index=of_row.astype(np.int32),
+        sample=np.array([0, 1, 2, 3, 4, 0], np.int32),
     )
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5),
-        (one.rollout.old_logprobs, one.rollout.entropy, one.scores),
-        (several.rollout.old_logprobs, several.rollout.entropy, several.scores),
-    )
+
+    def play(**options):
+        sampler, read = sampler_of(tiny.GPT2, Script(), chunk=2, **options), []
+        whole = sampler.programs.read
+        sampler.programs.read = lambda each: read.append(each) or whole(each)
+        found = sampler(
+            params,
+            prompts=shared,
+            states=[bytes([row, 0]) for row in range(ROWS)],
+            key=jax.random.key(7),
+            version=np.int32(0),
+        )
+        return found, sum(int(np.sum(each.count[each.prompt])) for each in read)
+
+    wanted, count_of_one = play()
+    found, count = play(mesh=made(MESHES[0]))
+    check_equal(found, wanted)
+    # Of each device one row reads all five, and the others their last column.
+    assert count_of_one == 5 + 4 * 1 + 4
+    assert count == (5 + 2 * 1) + (5 + 1 * 1) + 4
+
+
+def test_weights_lie_whole_on_every_device_and_places_apart():
+    mesh = made(MESHES[1])
+    params = sharding.place(params_of(tiny.GPT2), mesh=mesh)
+    programs = sampler_of(tiny.GPT2, Script(), mesh=mesh).programs
+    with programs.holding(params, key=jax.random.key(0)):
+        for leaf in jax.tree.leaves(programs._weights):
+            assert leaf.sharding.device_set == set(mesh.devices.flat)
+            assert leaf.sharding.is_fully_replicated
+        for leaf in jax.tree.leaves(programs._state):
+            assert {each.data.shape[0] for each in leaf.addressable_shards} == {2}
+            assert len(leaf.addressable_shards) == 4
+    assert programs._weights is None
+    with (
+        pytest.raises(KeyError),
+        programs.holding(params, key=jax.random.key(0)),
+    ):
+        raise KeyError
+    assert programs._state is None  # what was under way is not gone on with

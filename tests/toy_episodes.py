@@ -1,0 +1,114 @@
+"""Episodes of a script: what an environment answers without one, and a tiny sampler."""
+
+import concurrent.futures
+import functools
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlhf_jax.algorithms.batch import Prompts
+from rlhf_jax.algorithms.grpo import GRPO
+from rlhf_jax.environments import answers, episodes
+from rlhf_jax.environments.answers import Answer
+from rlhf_jax.models import decoder
+from rlhf_jax.train.environment.programs import EpisodePrograms
+from rlhf_jax.train.environment.sampler import EpisodeSampler
+
+STOP = 1
+ROWS, PROMPT, ROOM = 6, 5, 19
+
+
+class Script:
+    """A pool in threads: what it answers depends on what was said alone."""
+
+    def __init__(self, *, latency=lambda row, turn: 0.0, turns=3, fails=()):
+        self.threads = concurrent.futures.ThreadPoolExecutor(8)
+        self.latency, self.turns, self.fails = latency, turns, fails
+        self.said, self.warned = [], []
+
+    def step(self, state, response, *, where=""):
+        return self.threads.submit(self.answer, state, response)
+
+    def answer(self, state, response):
+        row, turn = state[0], state[1] + 1
+        time.sleep(self.latency(row, turn))
+        self.said.append((row, response))
+        if (row, turn) in self.fails:
+            return answers.failed("raised")
+        done = turn == 1 + row % self.turns
+        observed = "9" * ((3 * row + turn) % 5)  # none, too
+        return Answer(observed, turn / 4, done, bytes([row, turn]))
+
+    def warn(self, failures, *, num_episodes):
+        self.warned.append((len(failures), num_episodes))
+
+
+class Encoder:
+    def observation(self, written, *, where):
+        return [int(letter) for letter in written]
+
+
+def shown(ids):
+    return " ".join(map(str, ids))
+
+
+@functools.cache
+def prompts():
+    random = np.random.default_rng(0)
+    lengths = np.array([5, 3, 1, 4, 2, 5])
+    mask = np.arange(PROMPT)[None] >= PROMPT - lengths[:, None]
+    return Prompts(
+        tokens=np.where(mask, random.integers(2, 9, (ROWS, PROMPT)), 0).astype(
+            np.int32
+        ),
+        mask=mask,
+        index=np.arange(ROWS, dtype=np.int32),
+        sample=np.zeros(ROWS, np.int32),
+    )
+
+
+def recipe_of(model, **options):
+    return GRPO(
+        model=model,
+        policy_optimizer=None,
+        max_new_tokens=ROOM,
+        group_size=2,
+        temperature=1.0,
+        **{"stop_ids": (STOP,)} | options,
+    )
+
+
+def sampler_of(model, pool, *, places=ROWS, chunk=3, limits=None, mesh=None, **options):
+    limits = limits or episodes.Limits(tokens=ROOM, turn_tokens=6, turns=4)
+    programs = EpisodePrograms(
+        recipe_of(model, **options),
+        columns=PROMPT + limits.tokens,
+        places=places,
+        chunk=chunk,
+        mesh=mesh,
+    )
+    return EpisodeSampler(
+        programs, pool=pool, encoder=Encoder(), decode=shown, limits=limits
+    )
+
+
+def draw(sampler, params):
+    return sampler(
+        params,
+        prompts=prompts(),
+        states=[bytes([row, 0]) for row in range(ROWS)],
+        key=jax.random.key(7),
+        version=jnp.int32(3),
+    )
+
+
+def drawn(model, params, pool, **options):
+    return draw(sampler_of(model, pool, **options), params)
+
+
+@functools.cache
+def params_of(model):
+    params = decoder.init(jax.random.key(1), model=model)
+    return jax.tree.map(lambda leaf: 3 * leaf, params)  # far from uniform
