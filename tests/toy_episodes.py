@@ -13,6 +13,7 @@ from rlhf_jax.algorithms.grpo import GRPO
 from rlhf_jax.environments import answers, episodes
 from rlhf_jax.environments.answers import Answer
 from rlhf_jax.models import decoder
+from rlhf_jax.runs import metrics
 from rlhf_jax.train.environment.programs import EpisodePrograms
 from rlhf_jax.train.environment.sampler import EpisodeSampler
 
@@ -112,3 +113,18 @@ def drawn(model, params, pool, **options):
 def params_of(model):
     params = decoder.init(jax.random.key(1), model=model)
     return jax.tree.map(lambda leaf: 3 * leaf, params)  # far from uniform
+
+
+def assert_same_run(run, other):
+    """Samples and metrics of two runs, whose numbers may differ by rounding alone."""
+    for name in ("samples.jsonl", "metrics.jsonl"):
+        rows = metrics.read(run / name), metrics.read(other / name)
+        assert rows[1]
+        for here, there in zip(*rows, strict=True):
+            assert here.keys() == there.keys()
+            for key, value in there.items():
+                if isinstance(value, float) or key.endswith("logprobs"):
+                    found, wanted = (np.array(x, float) for x in (here[key], value))
+                    np.testing.assert_allclose(found, wanted, 1e-3, 2e-4, err_msg=key)
+                else:
+                    assert here[key] == value, key

@@ -89,6 +89,15 @@ def test_weights_lie_whole_on_every_device_and_places_apart():
         for leaf in jax.tree.leaves(programs._state):
             assert {each.data.shape[0] for each in leaf.addressable_shards} == {2}
             assert len(leaf.addressable_shards) == 4
+        # Nothing is asked of another device, which may have other turns to draw.
+        until = np.zeros(4, np.int32)
+        advance = programs._advance_program.lower(
+            programs._weights, programs._state, until, np.int32(1)
+        )
+        text = advance.compile().as_text()
+        assert "while(" in text
+        for exchange in ("all-", "collective", "reduce-scatter"):
+            assert exchange not in text
     assert programs._weights is None
     with (
         pytest.raises(KeyError),

@@ -1,10 +1,13 @@
 """--environment: runs of episodes, killed, resumed, ahead; and what is refused."""
 
+import contextlib
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import toy_episodes
 import toy_files
 
 import rlhf_jax.train.grpo
@@ -12,6 +15,7 @@ import rlhf_jax.train.reinforce
 from rlhf_jax.environments.protocol import Started, Turn
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import metrics
+from rlhf_jax.train.environment.opened import OpenedEnvironment
 from rlhf_jax.train.environment.options import make_environment
 
 WORDS = ["go", "left", "right", "key", "door", "hall"]
@@ -100,6 +104,23 @@ def test_a_run_of_episodes_and_its_resume(files):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("behind", [0, 1])
+def test_a_run_on_eight_devices_is_that_of_one(files, behind):
+    options = (*GROUPS, f"--max-staleness={behind}", "--keep-snapshots=4")
+    wanted = train(files, "one", *options)
+    found = train(files, "eight", *options, "--placement.policy=data=4,fsdp=2")
+    toy_episodes.assert_same_run(found, wanted)
+    summaries = [
+        json.loads((run / "summary.json").read_text()) for run in (found, wanted)
+    ]
+    assert summaries[0]["held_out_score_after"] == summaries[1]["held_out_score_after"]
+    before = (found / "metrics.jsonl").read_bytes()
+    shutil.rmtree(found / "snapshots" / "grpo" / "4")
+    train(files, "eight", *options, "--placement.policy=data=4,fsdp=2", "--resume")
+    assert (found / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.slow
 def test_a_queue_of_episodes_repeats_to_the_bit(files):
     options = (*GROUPS, "--max-staleness=2", "--keep-snapshots=4")
     run, again = train(files, "run", *options), train(files, "again", *options)
@@ -177,3 +198,15 @@ def test_turn_options_need_an_environment():
 def test_environments_by_name():
     assert type(make_environment("calculator")).__name__ == "Calculator"
     assert type(make_environment("rooms")).__name__ == "Rooms"
+
+
+def test_several_processes_are_refused(monkeypatch):
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    with contextlib.ExitStack() as stack, pytest.raises(InputError, match="one proc"):
+        OpenedEnvironment(
+            SimpleNamespace(environment="calculator"),
+            max_new_tokens=4,
+            start=None,
+            mesh=None,
+            stack=stack,
+        )

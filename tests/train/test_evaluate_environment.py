@@ -147,6 +147,18 @@ def test_it_goes_on_to_the_same_results(files, whole, tmp_path):
 
 
 @pytest.mark.slow
+def test_eight_devices_play_the_episodes_of_one(files, whole, tmp_path):
+    out, _ = whole
+    mesh = "--placement.policy=data=2,tensor=4"
+    play(files, tmp_path / "run", *HALL, "--max-new-tokens=12", mesh)
+    rows = [metrics.read(run / "samples.jsonl") for run in (tmp_path / "run", out)]
+    for here, there in zip(*rows, strict=True):
+        numbers = {key: v for key, v in there.items() if isinstance(v, float)}
+        assert {key: here[key] for key in numbers} == pytest.approx(numbers, abs=2e-5)
+        assert here == there | {key: here[key] for key in numbers}
+
+
+@pytest.mark.slow
 def test_one_turn_is_a_verifier(files, tmp_path):
     own = "test_evaluate_environment"
     found = play(files, tmp_path / "turn", f"--environment={own}:one_turn")

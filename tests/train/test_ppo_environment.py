@@ -8,6 +8,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+import toy_episodes
 import toy_files
 
 from rlhf_jax import hf, masked, ppo
@@ -22,6 +23,8 @@ from rlhf_jax.train.ppo.prompts import begin_episodes
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 WORDS = ["go", "left", "right", "key", "door", "hall"]
 STEPS = 3
+# Adam makes steps of the rounding of gradients that are nearly 0.
+LORA = ("--lora.rank=2", "--policy-learning-rate=1e-4")
 
 
 class Hall:
@@ -158,6 +161,14 @@ def test_runs_resume_to_the_bit(files, options):
         shutil.rmtree(run / "snapshots" / "ppo" / str(step))
     train(files, "run", *options, "--resume")
     assert [(run / name).read_bytes() for name in names] == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), LORA], ids=["all", "lora"])
+def test_a_run_on_eight_devices_is_that_of_one(files, options):
+    wanted = train(files, "one", *options)
+    found = train(files, "eight", *options, "--placement.policy=data=4,tensor=2")
+    toy_episodes.assert_same_run(found, wanted)
 
 
 @pytest.mark.parametrize(

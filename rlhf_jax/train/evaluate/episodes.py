@@ -60,7 +60,7 @@ class Played:
           opened: which answers.
           begun: of its `read`.
           start: the policy, whose params are not read.
-          mesh: of all models, one device.
+          mesh: of all models.
         """
         self._options, self._opened, self._begun = options, opened, begun
         self._start, self._mesh = start, mesh
@@ -131,12 +131,12 @@ def begin_episodes(
     Args:
       options: with an environment.
       reader: the policy, whose params are not read.
-      mesh: of all models, one device.
+      mesh: of all models.
       stack: that ends the processes of the environment.
 
     Raises:
       InputError: there is no such environment, it cannot begin with a row, a prompt is
-        too long, or there are several devices.
+        too long, or there are several processes.
     """
     opened = OpenedEnvironment(
         options,

@@ -149,12 +149,12 @@ class EpisodeTask:
         Args:
           start: whose tokenizer encodes and decodes.
           algorithm: static.
-          mesh: of the policy, one device.
+          mesh: of the policy.
           stack: that ends the processes.
 
         Raises:
-          InputError: the environment cannot begin with a row, no prompt fits, or the
-            mesh has several devices.
+          InputError: the environment cannot begin with a row, no prompt fits, or there
+            are several processes.
         """
         opened = OpenedEnvironment(
             options,

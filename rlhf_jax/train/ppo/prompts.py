@@ -51,7 +51,7 @@ def begin_episodes(
 
     Raises:
       InputError: there is no such environment, it cannot begin with a row, no prompt
-        fits, or the policy is on several devices.
+        fits, or there are several processes.
     """
     opened = OpenedEnvironment(
         options,
