@@ -115,6 +115,9 @@ KINDS = {
     "grpo in an environment, four steps behind": Kind(
         "grpo", (*EPISODES, "--max-staleness=4")
     ),
+    "grpo in an environment, on four devices": Kind(
+        "grpo", (*EPISODES, "--placement.policy=data=2,fsdp=2"), devices=4
+    ),
     "reinforce in an environment": Kind(
         "reinforce",
         tuple(o for o in EPISODES if not o.startswith("--group-size")),
