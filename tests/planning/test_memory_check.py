@@ -273,6 +273,21 @@ def test_a_model_on_its_own_devices_takes_nothing_of_the_others(monkeypatch):
     assert "gradients" in refused(held, passing)
 
 
+def test_episodes_have_all_weights_on_every_device(files, tmp_path, monkeypatch):
+    found = []
+    monkeypatch.setattr(memory_check, "check", lambda *a, **k: found.append(a))
+    mesh = "--placement.policy=fsdp=8"
+    ask(files, tmp_path / "run", "--environment=calculator", mesh, "--batch-size=8")
+    [(_, passing)] = found
+    (copy,) = passing()[0].beside
+    monkeypatch.undo()
+    has(monkeypatch, 8 * floats(NUMBERS))
+    memory_check.check([copy], list, change="")
+    has(monkeypatch, 8 * floats(NUMBERS) - 1)
+    with pytest.raises(InputError, match="policy on every device"):
+        memory_check.check([copy], list, change="")
+
+
 def test_what_the_host_has(tmp_path, monkeypatch):
     info, group = tmp_path / "meminfo", tmp_path / "memory.max"
     info.write_text("MemTotal: 90 kB\nMemAvailable:    50 kB\nSwapFree: 7 kB\n")

@@ -8,6 +8,7 @@ import functools
 import jax
 
 from rlhf_jax.checkpoints import frozen_models, hf
+from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.models.lora import init
 from rlhf_jax.planning import memory_check
 from rlhf_jax.planning.memory_check import Part
@@ -96,6 +97,9 @@ def check_memory(options: Config) -> None:
             Part(f"policy for the batch {i} ahead", shapes, sampler_mesh)
             for i in range(2, options.staleness + 1)
         ]
+    if options.environment is not None and mesh.size > 1:
+        sampler_mesh = MeshShape(data=mesh.size).make(list(mesh.devices.flat))
+        copies = [Part("policy on every device", params, sampler_mesh)]
     if placement.sampler.apart and lora is not None:
         parts += [Part("sampler's base", storage.shapes(params), sampler_mesh)]
 
