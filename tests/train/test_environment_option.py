@@ -104,7 +104,7 @@ def test_a_run_of_episodes_and_its_resume(files):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("behind", [0, 1])
+@pytest.mark.parametrize("behind", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_run_on_eight_devices_is_that_of_one(files, behind):
     options = (*GROUPS, f"--max-staleness={behind}", "--keep-snapshots=4")
     wanted = train(files, "one", *options)

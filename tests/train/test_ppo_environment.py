@@ -164,7 +164,7 @@ def test_runs_resume_to_the_bit(files, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [(), LORA], ids=["all", "lora"])
+@pytest.mark.parametrize("options", [pytest.param((), marks=pytest.mark.long), LORA])
 def test_a_run_on_eight_devices_is_that_of_one(files, options):
     wanted = train(files, "one", *options)
     found = train(files, "eight", *options, "--placement.policy=data=4,tensor=2")
