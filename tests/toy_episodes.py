@@ -70,6 +70,17 @@ def prompts():
     )
 
 
+def sharing(of_row, *, sample):
+    """Rows that have the prompts of these rows of `prompts`."""
+    asked, of_row = prompts(), np.array(of_row, np.int32)
+    return Prompts(
+        tokens=asked.tokens[of_row],
+        mask=asked.mask[of_row],
+        index=of_row,
+        sample=np.array(sample, np.int32),
+    )
+
+
 def recipe_of(model, **options):
     return GRPO(
         model=model,

@@ -28,7 +28,7 @@ from rlhf_jax.environments.pool import EnvironmentPool
 from rlhf_jax.models.generation.episode_places import Arrivals, Episodes
 
 HostArray = Any
-SHARE = 8  # the host looks when one turn in so many has ended
+ENDED = 8  # the host looks when one turn in so many has ended
 POLL = 0.05  # seconds between looks at the clock while nothing else is to be done
 
 
@@ -200,11 +200,11 @@ class Play:
             self.device.copy(source=source, place=place, keys=self.keys[of_row])
 
     def _share(self, episode: _Episode) -> int:
-        """Which device has its place."""
+        """Number of the device that has its place."""
         return episode.place * self.device.shares // self.device.places
 
     def _slots(self, episodes: Iterable[_Episode]) -> list[tuple[int, _Episode]]:
-        """The first of them, as many as are run at a time, at their numbers in it."""
+        """The first that one call takes, each with its number in the call's arrays."""
         size = self.device.arriving // self.device.shares
         taken = [0] * self.device.shares
         slots = []
@@ -232,7 +232,7 @@ class Play:
         count = np.zeros(self.device.shares, np.int32)
         for episode in drawing:
             count[self._share(episode)] += 1
-        until = np.maximum(count - np.maximum(1, count // SHARE), 0)
+        until = np.maximum(count - np.maximum(1, count // ENDED), 0)
         self._view = view = self.device.advance(until=until, steps=steps)
         for episode in drawing:
             if view.drawing[episode.place]:

@@ -1,12 +1,10 @@
 """Episodes on several devices: each draws in its own places what one device draws."""
 
-import dataclasses
-
 import jax
 import numpy as np
 import pytest
 import tiny
-from toy_episodes import ROWS, Script, draw, drawn, params_of, prompts, sampler_of
+from toy_episodes import ROWS, Script, draw, drawn, params_of, sampler_of, sharing
 
 from rlhf_jax.devices import sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
@@ -47,15 +45,8 @@ def test_episodes_are_those_of_one_device(shape, places):
 
 def test_a_device_reads_a_prompt_that_its_rows_share_once():
     """Rows 0 to 4 have a prompt of five tokens, 0 to 2 of them on the first device."""
-    asked, params = prompts(), params_of(tiny.GPT2)
-    of_row = np.array([0, 0, 0, 0, 0, 3])
-    shared = dataclasses.replace(
-        asked,
-        tokens=asked.tokens[of_row],
-        mask=asked.mask[of_row],
-        index=of_row.astype(np.int32),
-        sample=np.array([0, 1, 2, 3, 4, 0], np.int32),
-    )
+    params = params_of(tiny.GPT2)
+    shared = sharing([0, 0, 0, 0, 0, 3], sample=[0, 1, 2, 3, 4, 0])
 
     def play(**options):
         sampler, read = sampler_of(tiny.GPT2, Script(), chunk=2, **options), []

@@ -1,6 +1,5 @@
 """Episodes on a device, beside full passes, one-turn samples and other orders."""
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -22,9 +21,9 @@ from toy_episodes import (
     params_of,
     prompts,
     sampler_of,
+    sharing,
 )
 
-from rlhf_jax.algorithms.batch import Prompts
 from rlhf_jax.environments import episodes
 from rlhf_jax.models.generation import decode
 from rlhf_jax.roles import policy
@@ -179,15 +178,8 @@ def test_a_slow_answer_ends_its_episode_alone():
 
 def test_a_prompt_that_rows_share_is_read_once_to_the_same_bits(model, monkeypatch):
     """Rows 0 to 3 are of one prompt; apart from each other each reads all of it."""
-    params, asked = params_of(model), prompts()
-    of_row = np.array([0, 0, 0, 0, 4, 5])
-    shared = dataclasses.replace(
-        asked,
-        tokens=asked.tokens[of_row],
-        mask=asked.mask[of_row],
-        index=of_row.astype(np.int32),
-        sample=np.array([0, 1, 2, 3, 0, 0], np.int32),
-    )
+    params = params_of(model)
+    shared = sharing([0, 0, 0, 0, 4, 5], sample=[0, 1, 2, 3, 0, 0])
 
     def play(*, places=ROWS):
         sampler, read = sampler_of(model, Script(), places=places, chunk=2), []
@@ -223,13 +215,7 @@ def test_a_prompt_that_rows_share_is_read_once_to_the_same_bits(model, monkeypat
 def test_an_episode_that_nothing_moves_on_raises(monkeypatch):
     """Row 1 begins with the prompt of row 0, which nobody copies: no endless loop."""
     monkeypatch.setattr(episodes.Play, "_copy", lambda self: None)
-    asked, of_row = prompts(), np.array([0, 0])
-    shared = Prompts(
-        tokens=asked.tokens[of_row],
-        mask=asked.mask[of_row],
-        index=of_row.astype(np.int32),
-        sample=np.arange(2, dtype=np.int32),
-    )
+    shared = sharing([0, 0], sample=[0, 1])
     sampler = sampler_of(tiny.GPT2, Script(), places=2, chunk=2)
     with pytest.raises(
         RuntimeError, match=r"draw or to wait .* got rows \[1\] that do"

@@ -26,7 +26,7 @@ from rlhf_jax.roles.reference.frozen import Frozen
 Array = jax.Array
 HostArray = Any
 Params = Any
-SHARE = 8  # one place in so many reads at a time
+READERS = 8  # one place in so many reads at a time
 AXIS = "data"  # of the devices, each with all weights and places of its own
 EVERYWHERE, BY_PLACE = PartitionSpec(), PartitionSpec(AXIS)
 
@@ -112,7 +112,7 @@ class EpisodePrograms:
         self.shares = 1 if mesh is None else mesh.devices.size
         own = -(-places // self.shares)  # of a share
         self.places, self.chunk = own * self.shares, chunk
-        self.arriving = max(1, own // SHARE) * self.shares
+        self.arriving = max(1, own // READERS) * self.shares
         self._home = self._where = None
         if mesh is not None and self.shares > 1:
             flat = Mesh(mesh.devices.reshape(-1), (AXIS,))
@@ -134,7 +134,7 @@ class EpisodePrograms:
             )
 
         def here(place: Array) -> Array:
-            """By their numbers on this device; what is beyond it is nowhere."""
+            """Numbers on this device of places of its own; place C is nowhere."""
             first = 0 if self._where is None else own * jax.lax.axis_index(AXIS)
             return jnp.clip(place - first, 0, own)
 
