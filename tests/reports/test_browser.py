@@ -53,8 +53,10 @@ def browser(tmp_path_factory):
 def screen(browser, *, width=1280, height=1000, scheme="light", phone=False):
     size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": phone}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    feature = {"name": "prefers-color-scheme", "value": scheme}
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+    # A page that glides to a place would be clicked on its way there.
+    media = {"prefers-color-scheme": scheme, "prefers-reduced-motion": "reduce"}
+    features = [{"name": name, "value": value} for name, value in media.items()]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
 
 
 def until(browser, script, *, seconds=60):
