@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from rlhf_jax.devices import sharding
+from rlhf_jax.devices import processes, sharding
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import decoder
 from rlhf_jax.models.config import ModelConfig
@@ -127,7 +127,7 @@ def check(
     for one in passing():
         least = _account([*resident, *one.beside])
         share = one.size // one.mesh.size
-        for device in _local(one.mesh):
+        for device in processes.local_devices(one.mesh):
             _add(least, _place(device), one.name, share)
         _compare(least, change=change)
 
@@ -140,7 +140,7 @@ def _account(resident: Sequence[Part]) -> dict[Any, dict[str, int]]:
             _add(account, HOST, name, storage.nbytes(shapes))
             continue
         size = _on_each(shapes, mesh=mesh)
-        for device in _local(mesh):
+        for device in processes.local_devices(mesh):
             _add(account, _place(device), name, size)
     return account
 
@@ -157,11 +157,6 @@ def _on_each(shapes: PyTree, *, mesh: Mesh) -> int:
         math.prod(place.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf, place in zip(jax.tree.leaves(shapes), placed, strict=True)
     )
-
-
-def _local(mesh: Mesh) -> list[Any]:
-    here = jax.process_index()
-    return [device for device in mesh.devices.flat if device.process_index == here]
 
 
 def _place(device: Any) -> Any:

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import places
 import pytest
+import toy_episodes
 import toy_files
 from test_mesh_runs import assert_same
 
@@ -24,6 +25,7 @@ from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.devices.processes import Group
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.planning import compiled
+from rlhf_jax.runs import metrics
 from rlhf_jax.runs.snapshots.files import numbers
 
 REWARD = """
@@ -39,6 +41,18 @@ def score(prompts, responses, rows):
         signal.raise_signal(number)
     return [float(len(set(response.split()))) for response in responses]
 """
+ENVIRONMENT = """
+from rlhf_jax.environments.protocol import Started, Turn
+
+
+class Hall:
+    def reset(self, row):
+        return Started(row["prompt"], 0)
+
+    def step(self, turn, response):
+        return Turn("the dog", 0.25 * len(set(response.split())), turn == 2, turn + 1)
+"""
+LONG = pytest.mark.long
 MESH = "--placement.policy=data=2,fsdp=2"
 SFT = (
     *("--model=model", "--data=answers.jsonl", "--batch-size=8", "--num-steps=4"),
@@ -57,6 +71,7 @@ PPO = (
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     (folder / "their_rewards.py").write_text(REWARD)
+    (folder / "their_hall.py").write_text(ENVIRONMENT)
     toy_files.checkpoint(folder / "model")
     rows = [{"prompt": prompt} for prompt in ("the cat", "a dog was", "it is so")]
     toy_files.jsonl(folder / "prompts.jsonl", *rows)
@@ -187,6 +202,40 @@ def test_the_other_experiments(files, trainer, tmp_path):
         found,
         expected,
     )
+
+
+EPISODES = (
+    *("--model=model", "--environment=their_hall:Hall", "--batch-size=8"),
+    *("--max-new-tokens=12", "--max-turn-tokens=3", "--max-turns=3"),
+    *("--num-steps=3", "--num-workers=1", "--snapshot-every=2"),
+)
+PLAYED = {
+    "grpo": (
+        *("--data=prompts.jsonl", "--held-out=prompts.jsonl", "--group-size=4"),
+        *(*EPISODES, "--learning-rate=1e-3"),
+    ),
+    "ppo": ("--prompts=prompts.jsonl", "--sample-every=1", *EPISODES),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", ["grpo", pytest.param("ppo", marks=LONG)])
+@pytest.mark.parametrize(
+    "mesh", [MESH, pytest.param("--placement.policy=tensor=4", marks=LONG)]
+)
+def test_each_process_plays_episodes_of_its_own(files, trainer, mesh, tmp_path):
+    two, one = tmp_path / "two", tmp_path / "one"
+    run(trainer, files, two, *PLAYED[trainer], mesh)
+    alone(trainer, files, one, *PLAYED[trainer])
+    toy_episodes.assert_same_run(two, one)
+    observed = [row["response/observed"] for row in metrics.read(one / "metrics.jsonl")]
+    assert max(observed) > 0
+    if trainer == "grpo":
+        found, wanted = (
+            json.loads((out / "summary.json").read_text()) for out in (two, one)
+        )
+        for name in ("held_out_score_before", "held_out_score_after"):
+            assert found[name] == wanted[name] > 0
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,7 @@
 """--environment: runs of episodes, killed, resumed, ahead; and what is refused."""
 
-import contextlib
 import json
 import shutil
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +13,6 @@ import rlhf_jax.train.reinforce
 from rlhf_jax.environments.protocol import Started, Turn
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import metrics
-from rlhf_jax.train.environment.opened import OpenedEnvironment
 from rlhf_jax.train.environment.options import make_environment
 
 WORDS = ["go", "left", "right", "key", "door", "hall"]
@@ -198,15 +195,3 @@ def test_turn_options_need_an_environment():
 def test_environments_by_name():
     assert type(make_environment("calculator")).__name__ == "Calculator"
     assert type(make_environment("rooms")).__name__ == "Rooms"
-
-
-def test_several_processes_are_refused(monkeypatch):
-    monkeypatch.setattr("jax.process_count", lambda: 2)
-    with contextlib.ExitStack() as stack, pytest.raises(InputError, match="one proc"):
-        OpenedEnvironment(
-            SimpleNamespace(environment="calculator"),
-            max_new_tokens=4,
-            start=None,
-            mesh=None,
-            stack=stack,
-        )

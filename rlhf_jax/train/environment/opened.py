@@ -15,7 +15,7 @@ from rlhf_jax.data.turns import TurnEncoder
 from rlhf_jax.devices import processes, row_sharding
 from rlhf_jax.environments.episodes import Limits
 from rlhf_jax.environments.pool import EnvironmentPool
-from rlhf_jax.functional.checks import InputError, StopError
+from rlhf_jax.functional.checks import StopError
 from rlhf_jax.models.generation.sampling import Shaping
 from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.roles.rewards.scores import Scores
@@ -46,19 +46,14 @@ class OpenedEnvironment:
           options: with an environment.
           max_new_tokens: the room of an episode.
           start: whose tokenizer encodes and decodes; its params are not kept.
-          mesh: of the policy, each of whose devices draws episodes.
+          mesh: of the policy, each of whose devices draws episodes. Processes have
+            each their own rows of a batch, and ask an environment of their own.
           stack: that ends the processes.
 
         Raises:
-          InputError: there is no such environment, or there are several processes.
+          InputError: there is no such environment.
         """
         assert options.environment is not None
-        if jax.process_count() > 1:
-            raise InputError(
-                f"--environment: expected one process, as an environment is asked by "
-                f"one, got {jax.process_count()}; leave out --coordinator, or "
-                f"--environment"
-            )
         self._pool = stack.enter_context(
             EnvironmentPool(
                 make_environment(options.environment),
@@ -181,7 +176,4 @@ class EpisodeDraw:
         drawn = self._sampler(
             policy, prompts=prompts, states=self._states, key=key, version=version
         )
-        return (
-            row_sharding.put_rows(drawn.rollout, mesh=self._mesh),
-            row_sharding.put_rows(drawn.scores, mesh=self._mesh),
-        )
+        return row_sharding.put_computed(drawn, mesh=self._mesh)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from rlhf_jax.devices import processes, row_sharding
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import cached_decoder
 from rlhf_jax.models.config import ModelConfig
@@ -68,14 +69,15 @@ class EpisodeRecipe(Protocol):
 
 
 class EpisodePrograms:
-    """A `Device` of the devices of one process.
+    """A `Device` of this process's devices of a mesh.
 
         data=2     device 0   all weights   places 0 to 3
                    device 1   all weights   places 4 to 7
 
     A device draws in its own places and asks nothing of the others; an `advance` is
-    over when the last of them has returned. The cache stays on the devices from rollout
-    to rollout, and every program is compiled once.
+    over when the last of them has returned. Processes meet when `holding` begins, for
+    the weights, and then draw each by itself. The cache stays on the devices from
+    rollout to rollout, and every program is compiled once.
     """
 
     def __init__(
@@ -94,7 +96,8 @@ class EpisodePrograms:
         Args:
           recipe: static.
           columns: P + R, tokens of the longest prompt and of what may follow it.
-          places: C, episodes at a time, and more where the devices do not divide them.
+          places: episodes at a time, of all processes; C is this one's part of them,
+            and more where the devices do not divide it.
           chunk: N, columns that are read at a time.
           mesh: whose devices draw, whatever its axes; None is one.
           base: the parameters that adapters adapt.
@@ -109,15 +112,15 @@ class EpisodePrograms:
                 f"positions, got {columns}; shorten either"
             )
         self.stop_ids = recipe.stop_ids
-        self.shares = 1 if mesh is None else mesh.devices.size
-        own = -(-places // self.shares)  # of a share
+        self.shares, rows = 1, row_sharding.WHOLE
+        self._mesh = self._where = None
+        if mesh is not None and mesh.devices.size > 1:
+            devices, rows = processes.local_devices(mesh), row_sharding.row_share(mesh)
+            self.shares, self._mesh = len(devices), Mesh(devices, (AXIS,))
+            self._where = NamedSharding(self._mesh, BY_PLACE)
+        own = -(-places * len(rows.blocks) // (rows.count * self.shares))  # of a share
         self.places, self.chunk = own * self.shares, chunk
         self.arriving = max(1, own // READERS) * self.shares
-        self._home = self._where = None
-        if mesh is not None and self.shares > 1:
-            flat = Mesh(mesh.devices.reshape(-1), (AXIS,))
-            self._home = NamedSharding(flat, EVERYWHERE)
-            self._where = NamedSharding(flat, BY_PLACE)
         options: dict[str, Any] = {
             "model": recipe.model,
             "stop_ids": recipe.stop_ids,
@@ -135,7 +138,7 @@ class EpisodePrograms:
 
         def here(place: Array) -> Array:
             """Numbers on this device of places of its own; place C is nowhere."""
-            first = 0 if self._where is None else own * jax.lax.axis_index(AXIS)
+            first = 0 if self._mesh is None else own * jax.lax.axis_index(AXIS)
             return jnp.clip(place - first, 0, own)
 
         def read(weights: Weights, state: Episodes, arrivals: Arrivals) -> Episodes:
@@ -220,7 +223,7 @@ class EpisodePrograms:
           key: of the step; rows take the first of the two keys split from it.
           index, sample: i32[B], those of `Prompts`.
         """
-        return jax.device_get(self._keys_program(key, index, sample))
+        return jax.device_get(self._keys_program(self._put(key), index, sample))
 
     def read(self, arrivals: Arrivals) -> None:
         """Runs prompts and observations, and draws the first token of turns."""
@@ -240,17 +243,18 @@ class EpisodePrograms:
 
     def _put(self, tree: Any) -> Any:
         """The same on every device; on one it is where it was."""
-        return tree if self._home is None else jax.device_put(tree, self._home)
+        mesh = self._mesh
+        return tree if mesh is None else processes.put_whole(tree, mesh=mesh)
 
     def _split(
         self, function: Callable[..., Any], *specs: PartitionSpec
     ) -> Callable[..., Any]:
         """On each device by itself, with its part of what has the spec of places."""
-        if self._where is None:
+        if self._mesh is None:
             return function
         return jax.shard_map(
             function,
-            mesh=self._where.mesh,
+            mesh=self._mesh,
             in_specs=specs,
             out_specs=BY_PLACE,
             check_vma=False,

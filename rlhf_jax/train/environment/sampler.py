@@ -11,6 +11,7 @@ import numpy as np
 
 from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.data.turns import TurnEncoder
+from rlhf_jax.devices import row_sharding
 from rlhf_jax.environments.episodes import Limits, Play
 from rlhf_jax.environments.pool import EnvironmentPool
 from rlhf_jax.roles.rewards.scores import Scores
@@ -65,18 +66,18 @@ class EpisodeSampler:
 
         Args:
           policy: the policy's parameters, or its adapters.
-          prompts: Prompts[B, P].
+          prompts: Prompts[B, P], of several processes all rows or this one's, b.
           states: of the environment, by `prompts.index`.
           key: of this step; the sampler takes the first of the two keys split from it.
           version: i32[], of the policy; None stamps no token.
 
         Returns:
-          Rollout[B, P + R] and Scores[B] of NumPy arrays.
+          Rollout[b, P + R] and Scores[b] of NumPy arrays, of this process's rows.
 
         Raises:
           StopError: the environment failed, and the pool is to stop then.
         """
-        mine = jax.device_get(prompts)
+        mine = row_sharding.local_rows(prompts)
         keys = self.programs.row_keys(key, index=mine.index, sample=mine.sample)
         with self.programs.holding(policy, key=key):
             ended = Play(

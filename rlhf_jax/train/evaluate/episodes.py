@@ -135,8 +135,8 @@ def begin_episodes(
       stack: that ends the processes of the environment.
 
     Raises:
-      InputError: there is no such environment, it cannot begin with a row, a prompt is
-        too long, or there are several processes.
+      InputError: there is no such environment, it cannot begin with a row, or a prompt
+        is too long.
     """
     opened = OpenedEnvironment(
         options,

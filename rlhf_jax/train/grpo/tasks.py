@@ -17,6 +17,7 @@ from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import batches
 from rlhf_jax.data.examples import Tokens
 from rlhf_jax.data.json_lines import Row
+from rlhf_jax.devices import processes, row_sharding
 from rlhf_jax.models.generation.sampling import Shaping
 from rlhf_jax.train.environment.opened import EpisodeDraw, OpenedEnvironment
 from rlhf_jax.train.grpo.options import VerifiedConfig
@@ -153,8 +154,7 @@ class EpisodeTask:
           stack: that ends the processes.
 
         Raises:
-          InputError: the environment cannot begin with a row, no prompt fits, or there
-            are several processes.
+          InputError: the environment cannot begin with a row, or no prompt fits.
         """
         opened = OpenedEnvironment(
             options,
@@ -173,7 +173,10 @@ class EpisodeTask:
         )
         count = min(len(self._held_out.rows), options.eval_rows)
         self._held_out = self._held_out.first(count)
-        self._pad_id, self._size = start.pad_id, min(options.batch_size, count)
+        self._pad_id, self._mesh = start.pad_id, mesh
+        self._share = row_sharding.row_share(mesh)
+        blocks = self._share.count  # of rows, which divide every batch
+        self._size = min(options.batch_size, -(-count // blocks) * blocks)
         self._draw = EpisodeDraw(
             opened.sampler(algorithm, begun=self._begun, rows=options.batch_size),
             begun=self._begun,
@@ -213,18 +216,28 @@ class EpisodeTask:
         del programs
         count = len(self._held_out.rows)
         asked = batches.prompt_batches(
-            self._held_out.prompts, batch_size=self._size, seed=0, pad_id=self._pad_id
+            self._held_out.prompts,
+            batch_size=self._size,
+            seed=0,
+            pad_id=self._pad_id,
+            share=self._share,
         )
-        scores = [
+        drawn = [
             self._greedy(
                 policy,
                 prompts=asked[number],
                 states=self._held_out.states,
                 key=jax.random.key(0),  # greedy responses need none
-            ).scores.total
+            )
             for number in range(-(-count // self._size))
         ]
         self._greedy.free()  # of its cache, until the end of the run
+        scores = processes.whole(
+            [
+                row_sharding.put_computed(each.scores.total, mesh=self._mesh)
+                for each in drawn
+            ]
+        )
         # The last batch is filled with rows of the first ones.
         return float(np.concatenate(scores)[:count].mean())
 

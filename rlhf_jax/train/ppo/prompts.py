@@ -50,8 +50,8 @@ def begin_episodes(
       stack: that ends the processes of the environment.
 
     Raises:
-      InputError: there is no such environment, it cannot begin with a row, no prompt
-        fits, or there are several processes.
+      InputError: there is no such environment, it cannot begin with a row, or no
+        prompt fits.
     """
     opened = OpenedEnvironment(
         options,
