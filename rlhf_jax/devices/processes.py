@@ -192,6 +192,18 @@ def put_whole(tree: Any, *, mesh: Mesh) -> Any:
     return jax.tree.map(put, tree)
 
 
+def in_turn(tree: Any) -> Any:
+    """The same, once it is computed where several processes run on CPUs.
+
+    For what is computed leaf by leaf with an exchange: XLA:CPU has few threads, which
+    programs that were started at once may all keep waiting, in each process for others.
+    Other devices run programs one after the other, and nothing waits here.
+    """
+    if jax.process_count() > 1 and jax.default_backend() == "cpu":
+        return jax.block_until_ready(tree)
+    return tree
+
+
 def whole(tree: Any) -> Any:
     """Arrays as NumPy's in every process, all of them; waits for them.
 

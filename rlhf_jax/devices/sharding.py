@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import axes
 
@@ -231,10 +232,12 @@ def place(
 
 
 def _put(leaf: Array, where: NamedSharding) -> Array:
-    if where.is_fully_addressable or not leaf.is_fully_addressable:
+    if where.is_fully_addressable:
         return jax.device_put(leaf, where)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         data = _put(jax.random.key_data(leaf), where)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    if not leaf.is_fully_addressable:
+        return processes.in_turn(jax.device_put(leaf, where))
     array = np.asarray(leaf)
     return jax.make_array_from_callback(array.shape, where, lambda index: array[index])

@@ -49,7 +49,10 @@ def damaged(where: Path, faults: list[str]) -> DamagedError:
 
 def of_arrays(arrays: Mapping[str, Array]) -> dict[str, str]:
     """The digest of every array by path, in hex; all processes of a run call it."""
-    words = {path: fingerprint.digest(leaf, path=path) for path, leaf in arrays.items()}
+    words = {
+        path: processes.in_turn(fingerprint.digest(leaf, path=path))
+        for path, leaf in arrays.items()
+    }
     return {
         path: fingerprint.in_hex(pair) for path, pair in processes.whole(words).items()
     }
