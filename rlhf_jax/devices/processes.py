@@ -168,30 +168,6 @@ def local_devices(mesh: Mesh) -> list[Any]:
     return [device for device in mesh.devices.flat if device.process_index == here]
 
 
-def put_whole(tree: Any, *, mesh: Mesh) -> Any:
-    """Arrays whole on every device of a mesh that is this process's alone.
-
-    Args:
-      tree: arrays of this process, or of a mesh of several processes, where every one
-        of them calls this.
-      mesh: of devices of this process, on which the latter have a part.
-    """
-    everywhere = PartitionSpec()
-
-    def put(leaf: Array) -> Array:
-        where = NamedSharding(mesh, everywhere)
-        if leaf.is_fully_addressable:
-            return jax.device_put(leaf, where)
-        held: Any = leaf.sharding
-        leaf = jax.device_put(leaf, NamedSharding(held.mesh, everywhere))
-        parts = {shard.device: shard.data for shard in leaf.addressable_shards}
-        return jax.make_array_from_single_device_arrays(
-            leaf.shape, where, [parts[device] for device in mesh.devices.flat]
-        )
-
-    return jax.tree.map(put, tree)
-
-
 def in_turn(tree: Any) -> Any:
     """The same, once it is computed where several processes run on CPUs.
 

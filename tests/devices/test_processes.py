@@ -207,7 +207,7 @@ def test_the_other_experiments(files, trainer, tmp_path):
 EPISODES = (
     *("--model=model", "--environment=their_hall:Hall", "--batch-size=8"),
     *("--max-new-tokens=12", "--max-turn-tokens=3", "--max-turns=3"),
-    *("--num-steps=3", "--num-workers=1", "--snapshot-every=2"),
+    *("--num-steps=3", "--num-workers=1", "--snapshot-every=1"),
 )
 PLAYED = {
     "grpo": (
@@ -221,7 +221,7 @@ PLAYED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["grpo", pytest.param("ppo", marks=LONG)])
 @pytest.mark.parametrize(
-    "mesh", [MESH, pytest.param("--placement.policy=tensor=4", marks=LONG)]
+    "mesh", [MESH, pytest.param("--placement.policy=data=2,tensor=2", marks=LONG)]
 )
 def test_each_process_plays_episodes_of_its_own(files, trainer, mesh, tmp_path):
     two, one = tmp_path / "two", tmp_path / "one"

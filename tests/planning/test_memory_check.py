@@ -20,6 +20,8 @@ from rlhf_jax.runs import command_line
 MATRICES = 16 * 48 + 16 * 16 + 2 * 16 * 64
 BIASES = 48 + 16 + 64 + 16
 NUMBERS = 128 * 16 + 16 * 16 + MATRICES + BIASES + 2 * 32 + 32
+# What both devices along `tensor` have: biases of outputs, and norms.
+NOT_SPLIT = 16 + 16 + 2 * 32 + 32
 HEAD = 16 + 1
 # Of rank 2 at query, key, value, output, up and down.
 ADAPTERS = 2 * (4 * (16 + 16) + 2 * (16 + 64))
@@ -273,18 +275,25 @@ def test_a_model_on_its_own_devices_takes_nothing_of_the_others(monkeypatch):
     assert "gradients" in refused(held, passing)
 
 
-def test_episodes_have_all_weights_on_every_device(files, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("sampler", "copies"), [((), 8), (("--placement.sampler=data=4,tensor=2",), 4)]
+)
+def test_episodes_have_all_weights_in_every_group(
+    files, tmp_path, monkeypatch, sampler, copies
+):
     found = []
     monkeypatch.setattr(memory_check, "check", lambda *a, **k: found.append(a))
-    mesh = "--placement.policy=fsdp=8"
-    ask(files, tmp_path / "run", "--environment=calculator", mesh, "--batch-size=8")
+    options = ("--placement.policy=fsdp=8", *sampler, "--batch-size=8")
+    ask(files, tmp_path / "run", "--environment=calculator", *options)
     [(_, passing)] = found
     (copy,) = passing()[0].beside
     monkeypatch.undo()
-    has(monkeypatch, 8 * floats(NUMBERS))
+    # The biases of outputs and the norms are on both devices of a group.
+    size = floats(copies * NUMBERS + (8 - copies) * NOT_SPLIT)
+    has(monkeypatch, size)
     memory_check.check([copy], list, change="")
-    has(monkeypatch, 8 * floats(NUMBERS) - 1)
-    with pytest.raises(InputError, match="policy on every device"):
+    has(monkeypatch, size - 1)
+    with pytest.raises(InputError, match="policy that plays episodes"):
         memory_check.check([copy], list, change="")
 
 

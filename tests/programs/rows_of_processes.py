@@ -1,4 +1,6 @@
-"""Puts rows on a mesh whose processes do not hold neighbouring ones, and reads them.
+"""Puts rows and weights where each of two processes has its own, and reads them.
+
+Devices along the rows need not be neighbours of one process.
 
 A program by itself, two of which test_processes.py starts: processes join only once.
 """
@@ -8,7 +10,7 @@ import sys
 import jax
 import numpy as np
 
-from rlhf_jax.devices import row_sharding
+from rlhf_jax.devices import row_groups, row_sharding, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.devices.processes import Group
 
@@ -42,6 +44,25 @@ def main(coordinator, process_id):
         expected = mine[:, 0] + (0 if both else 100.0 * jax.process_index())
         np.testing.assert_array_equal(row_sharding.local_rows(agreed), expected)
         print(shape, share.blocks, "of", share.count)
+        if shape.tensor <= 2:
+            check_groups(mesh)
+
+
+def check_groups(mesh):
+    """Every group of this process has all weights, wherever they lay before."""
+    up = np.arange(2 * 8 * 16, dtype=np.float32).reshape(2, 8, 16)
+    params = {"layers": {"mlp": {"up": {"kernel": up}}}}
+    home = sharding.place(jax.tree.map(jax.numpy.asarray, params), mesh=mesh)
+    groups = row_groups.of_mesh(mesh)
+    placed = row_groups.place((home, jax.random.key(3)), groups=groups)
+    found, key = placed[0]["layers"]["mlp"]["up"]["kernel"], placed[1]
+    assert found.is_fully_addressable
+    np.testing.assert_array_equal(np.asarray(found), up)
+    assert found.addressable_shards[0].data.shape == (2, 8, 16 // groups.size)
+    assert jax.random.key_data(key).tolist() == [0, 3]
+    of_mesh = sharding.place(jax.random.key(3), mesh=mesh)  # as a run has its key
+    key = row_groups.place(of_mesh, groups=groups)
+    assert jax.random.key_data(key).tolist() == [0, 3]
 
 
 if __name__ == "__main__":

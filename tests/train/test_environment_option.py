@@ -100,12 +100,27 @@ def test_a_run_of_episodes_and_its_resume(files):
     assert (run / "metrics.jsonl").read_bytes() == before
 
 
+EIGHT = (
+    ("--placement.policy=data=4,fsdp=2",),
+    ("--placement.policy=fsdp=8", "--placement.sampler=data=4,tensor=2"),
+)
+LONG = pytest.mark.long
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("behind", [pytest.param(0, marks=pytest.mark.long), 1])
-def test_a_run_on_eight_devices_is_that_of_one(files, behind):
+@pytest.mark.parametrize(
+    ("behind", "meshes"),
+    [
+        pytest.param(0, EIGHT[0], marks=LONG),
+        (1, EIGHT[0]),
+        (0, EIGHT[1]),
+        pytest.param(1, EIGHT[1], marks=LONG),
+    ],
+)
+def test_a_run_on_eight_devices_is_that_of_one(files, behind, meshes):
     options = (*GROUPS, f"--max-staleness={behind}", "--keep-snapshots=4")
     wanted = train(files, "one", *options)
-    found = train(files, "eight", *options, "--placement.policy=data=4,fsdp=2")
+    found = train(files, "eight", *options, *meshes)
     toy_episodes.assert_same_run(found, wanted)
     summaries = [
         json.loads((run / "summary.json").read_text()) for run in (found, wanted)
@@ -113,7 +128,7 @@ def test_a_run_on_eight_devices_is_that_of_one(files, behind):
     assert summaries[0]["held_out_score_after"] == summaries[1]["held_out_score_after"]
     before = (found / "metrics.jsonl").read_bytes()
     shutil.rmtree(found / "snapshots" / "grpo" / "4")
-    train(files, "eight", *options, "--placement.policy=data=4,fsdp=2", "--resume")
+    train(files, "eight", *options, *meshes, "--resume")
     assert (found / "metrics.jsonl").read_bytes() == before
 
 

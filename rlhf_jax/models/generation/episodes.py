@@ -123,6 +123,7 @@ def advance(
     stop_ids: tuple[int, ...],
     temperature: float,
     shaping: Shaping | None = None,
+    axis: str | None = None,
 ) -> Episodes:
     """Draws on until at most so many turns go on, or for so many tokens.
 
@@ -132,18 +133,24 @@ def advance(
       until: i32[], turns that go on.
       steps: i32[], tokens.
       layers, model, stop_ids, temperature, shaping: the arguments of `read`.
+      axis: of a `shard_map`, along which all go on until none has too many turns, as
+        devices that exchange something must for every token; None is each by itself.
 
     Returns:
       Episodes[C]. Of a place that draws nothing, all but the last column of its cache
       is as it was.
     """
 
-    def more(carry: tuple[Episodes, Array]) -> Array:
-        state, step = carry
-        return (state.drawing.sum() > until) & (step < steps)
+    def too_many(state: Episodes) -> Array:
+        found = state.drawing.sum() > until
+        return found if axis is None else jax.lax.psum(found, axis) > 0
 
-    def draw(carry: tuple[Episodes, Array]) -> tuple[Episodes, Array]:
-        state, step = carry
+    def more(carry: tuple[Episodes, Array, Array]) -> Array:
+        _, step, wanted = carry
+        return wanted & (step < steps)
+
+    def draw(carry: tuple[Episodes, Array, Array]) -> tuple[Episodes, Array, Array]:
+        state, step, _ = carry
         # What was drawn last. A place that draws nothing writes where none attends: in
         # its own columns this step would round otherwise than `read`, which ran them.
         columns = state.tokens.shape[1]
@@ -169,9 +176,10 @@ def advance(
             temperature=temperature,
             shaping=shaping,
         )
-        return state, step + 1
+        return state, step + 1, too_many(state)
 
-    state, _ = jax.lax.while_loop(more, draw, (state, jnp.zeros((), jnp.int32)))
+    first = state, jnp.zeros((), jnp.int32), too_many(state)
+    state, _, _ = jax.lax.while_loop(more, draw, first)
     return state
 
 

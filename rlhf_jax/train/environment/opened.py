@@ -37,7 +37,7 @@ class OpenedEnvironment:
         *,
         max_new_tokens: int,
         start: Pretrained,
-        mesh: Mesh,
+        mesh: Mesh | None,
         stack: contextlib.ExitStack,
     ) -> None:
         """Processes start with the first row.
@@ -46,8 +46,9 @@ class OpenedEnvironment:
           options: with an environment.
           max_new_tokens: the room of an episode.
           start: whose tokenizer encodes and decodes; its params are not kept.
-          mesh: of the policy, each of whose devices draws episodes. Processes have
-            each their own rows of a batch, and ask an environment of their own.
+          mesh: of the sampler, whose devices along `tensor` draw episodes together;
+            None is one device. Processes have each their own rows of a batch, and ask
+            an environment of their own.
           stack: that ends the processes.
 
         Raises:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rlhf_jax.devices import processes, row_sharding
+from rlhf_jax.devices import row_groups
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import cached_decoder
 from rlhf_jax.models.config import ModelConfig
@@ -28,8 +28,8 @@ Array = jax.Array
 HostArray = Any
 Params = Any
 READERS = 8  # one place in so many reads at a time
-AXIS = "data"  # of the devices, each with all weights and places of its own
-EVERYWHERE, BY_PLACE = PartitionSpec(), PartitionSpec(AXIS)
+EVERYWHERE, BY_PLACE = PartitionSpec(), PartitionSpec(row_groups.AXIS)
+BY_HEAD = PartitionSpec(row_groups.AXIS, row_groups.TENSOR)
 
 
 class Weights(NamedTuple):
@@ -71,13 +71,13 @@ class EpisodeRecipe(Protocol):
 class EpisodePrograms:
     """A `Device` of this process's devices of a mesh.
 
-        data=2     device 0   all weights   places 0 to 3
-                   device 1   all weights   places 4 to 7
+        data=2,tensor=2     devices 0 and 1   all weights   places 0 to 3
+                            devices 2 and 3   all weights   places 4 to 7
 
-    A device draws in its own places and asks nothing of the others; an `advance` is
-    over when the last of them has returned. Processes meet when `holding` begins, for
-    the weights, and then draw each by itself. The cache stays on the devices from
-    rollout to rollout, and every program is compiled once.
+    A group of devices draws in its own places and asks nothing of the others; an
+    `advance` is over when the last of them has returned. Processes meet when `holding`
+    begins, for the weights, and then draw each by itself. The cache stays on the
+    devices from rollout to rollout, and every program is compiled once.
     """
 
     def __init__(
@@ -99,12 +99,14 @@ class EpisodePrograms:
           places: episodes at a time, of all processes; C is this one's part of them,
             and more where the devices do not divide it.
           chunk: N, columns that are read at a time.
-          mesh: whose devices draw, whatever its axes; None is one.
+          mesh: whose devices draw: those along `tensor` together, in places of their
+            own; None is one.
           base: the parameters that adapters adapt.
           shaping: for evaluation only.
 
         Raises:
-          InputError: an episode is longer than the model's context.
+          InputError: an episode is longer than the model's context, or devices that
+            draw together are of several processes.
         """
         if columns > recipe.model.max_positions:
             raise InputError(
@@ -112,13 +114,13 @@ class EpisodePrograms:
                 f"positions, got {columns}; shorten either"
             )
         self.stop_ids = recipe.stop_ids
-        self.shares, rows = 1, row_sharding.WHOLE
-        self._mesh = self._where = None
+        self._groups, self.shares, of_all, together = None, 1, 1, None
         if mesh is not None and mesh.devices.size > 1:
-            devices, rows = processes.local_devices(mesh), row_sharding.row_share(mesh)
-            self.shares, self._mesh = len(devices), Mesh(devices, (AXIS,))
-            self._where = NamedSharding(self._mesh, BY_PLACE)
-        own = -(-places * len(rows.blocks) // (rows.count * self.shares))  # of a share
+            self._groups = row_groups.of_mesh(mesh)
+            self.shares, of_all = self._groups.num_own, self._groups.num_of_all
+            # An exchange may be one operation of all groups, which would wait for it.
+            together = row_groups.AXIS if self._groups.size > 1 else None
+        own = -(-places // of_all)  # of a share
         self.places, self.chunk = own * self.shares, chunk
         self.arriving = max(1, own // READERS) * self.shares
         options: dict[str, Any] = {
@@ -138,7 +140,9 @@ class EpisodePrograms:
 
         def here(place: Array) -> Array:
             """Numbers on this device of places of its own; place C is nowhere."""
-            first = 0 if self._mesh is None else own * jax.lax.axis_index(AXIS)
+            first = 0
+            if self._groups is not None:
+                first = own * jax.lax.axis_index(row_groups.AXIS)
             return jnp.clip(place - first, 0, own)
 
         def read(weights: Weights, state: Episodes, arrivals: Arrivals) -> Episodes:
@@ -163,32 +167,41 @@ class EpisodePrograms:
         ) -> tuple[Episodes, Episodes]:
             params, layers = weights
             state = episodes.advance(
-                params, state, until=until[0], steps=steps, layers=layers, **options
+                params,
+                state,
+                until=until[0],
+                steps=steps,
+                layers=layers,
+                axis=together,
+                **options,
             )
             return state, dataclasses.replace(state, caches=())
 
         self._base = self._put(base)
         self._keys_program = jax.jit(_row_keys)
-        self._empty_program = jax.jit(
-            functools.partial(
-                episode_places.empty,
-                recipe.model,
-                places=self.places,
-                columns=columns + chunk + 1,
-            ),
-            out_shardings=self._where,
+        empty = functools.partial(
+            episode_places.empty,
+            recipe.model,
+            places=self.places,
+            columns=columns + chunk + 1,
         )
+        where, seen = self._where(empty, heads=recipe.model.num_kv_heads)
+        self._empty_program = jax.jit(empty, out_shardings=where)
         self._weights_program = jax.jit(weights)
         self._read_program = jax.jit(
-            self._split(read, EVERYWHERE, BY_PLACE, BY_PLACE), donate_argnums=1
+            self._split(read, EVERYWHERE, BY_PLACE, BY_PLACE),
+            donate_argnums=1,
+            out_shardings=where,
         )
         self._copy_program = jax.jit(
             self._split(copied, BY_PLACE, BY_PLACE, BY_PLACE, BY_PLACE),
             donate_argnums=0,
+            out_shardings=where,
         )
         self._advance_program = jax.jit(
             self._split(advance, EVERYWHERE, BY_PLACE, BY_PLACE, EVERYWHERE),
             donate_argnums=1,
+            out_shardings=(where, seen),
         )
         self._state: Episodes | None = None
         self._weights: Weights | None = None
@@ -242,21 +255,41 @@ class EpisodePrograms:
         return jax.device_get(seen)
 
     def _put(self, tree: Any) -> Any:
-        """The same on every device; on one it is where it was."""
-        mesh = self._mesh
-        return tree if mesh is None else processes.put_whole(tree, mesh=mesh)
+        """The same in every group; on one device it is where it was."""
+        if self._groups is None:
+            return tree
+        return row_groups.place(tree, groups=self._groups)
+
+    def _where(self, empty: Callable[..., Episodes], *, heads: int) -> tuple[Any, Any]:
+        """Shardings of the places, and of what `advance` returns to the host.
+
+        The devices of a group share the heads of the cache where they divide them.
+        """
+        if self._groups is None:
+            return None, None
+        mesh = self._groups.own
+        shared = heads % mesh.shape[row_groups.TENSOR] == 0
+        of_cache = NamedSharding(mesh, BY_HEAD if shared else BY_PLACE)
+        shapes = jax.eval_shape(empty, key=jax.random.key(0))
+        where = jax.tree.map(lambda _: NamedSharding(mesh, BY_PLACE), shapes)
+        caches = jax.tree.map(lambda _: of_cache, shapes.caches)
+        return (
+            dataclasses.replace(where, caches=caches),
+            dataclasses.replace(where, caches=()),
+        )
 
     def _split(
         self, function: Callable[..., Any], *specs: PartitionSpec
     ) -> Callable[..., Any]:
-        """On each device by itself, with its part of what has the spec of places."""
-        if self._mesh is None:
+        """In each group by itself, with its part of what has the spec of places."""
+        if self._groups is None:
             return function
         return jax.shard_map(
             function,
-            mesh=self._mesh,
+            mesh=self._groups.own,
             in_specs=specs,
             out_specs=BY_PLACE,
+            axis_names={row_groups.AXIS},
             check_vma=False,
         )
 

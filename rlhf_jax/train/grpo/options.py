@@ -165,8 +165,6 @@ class VerifiedConfig(
         """What an environment takes the place of, or cannot use, where it was set."""
         names = ("verifier", "question_field", "answer_field", "template", "unmarked")
         changed = self.changed(*names, *OF_DECODER)
-        if self.placement.sampler.apart:
-            changed["--placement.sampler"] = self.placement.sampler
         if self.redraws:
             changed["--max-redraws"] = self.redraws
         if self.recipe.fixed_length:

@@ -160,7 +160,7 @@ class EpisodeTask:
             options,
             max_new_tokens=options.max_new_tokens,
             start=start,
-            mesh=mesh,
+            mesh=options.placement.sampler.mesh_beside(mesh),
             stack=stack,
         )
         room, more = options.room(

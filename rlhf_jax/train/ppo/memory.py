@@ -8,7 +8,7 @@ import functools
 import jax
 
 from rlhf_jax.checkpoints import frozen_models, hf
-from rlhf_jax.devices.mesh_shape import MeshShape
+from rlhf_jax.devices import row_groups
 from rlhf_jax.models.lora import init
 from rlhf_jax.planning import memory_check
 from rlhf_jax.planning.memory_check import Part
@@ -97,10 +97,12 @@ def check_memory(options: Config) -> None:
             Part(f"policy for the batch {i} ahead", shapes, sampler_mesh)
             for i in range(2, options.staleness + 1)
         ]
-    if options.environment is not None and mesh.size > 1:
-        sampler_mesh = MeshShape(data=mesh.size).make(list(mesh.devices.flat))
-        copies = [Part("policy on every device", params, sampler_mesh)]
-    if placement.sampler.apart and lora is not None:
+    plays_apart = options.environment is not None and mesh.size > 1
+    if plays_apart:
+        handed = copies if options.staleness > 0 else []
+        sampler_mesh = row_groups.of_mesh(sampler_mesh).everyone
+        copies = [*handed, Part("policy that plays episodes", params, sampler_mesh)]
+    if (placement.sampler.apart or plays_apart) and lora is not None:
         parts += [Part("sampler's base", storage.shapes(params), sampler_mesh)]
 
     def passing() -> list[memory_check.Passing]:

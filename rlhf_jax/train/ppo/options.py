@@ -269,7 +269,7 @@ class Config(
                 )
         names = ("prompt_field", "buckets", "sample_reference", "num_alternatives")
         replaced = self.changed(*names, *OF_DECODER)
-        if self.placement.sampler.apart:
+        if self.placement.sampler.devices == "last":
             replaced["--placement.sampler"] = self.placement.sampler
         if self.ppo.fixed_length:
             replaced["--fixed-length"] = True

@@ -57,7 +57,7 @@ def begin_episodes(
         options,
         max_new_tokens=options.max_new_tokens,
         start=policy,
-        mesh=models.mesh,
+        mesh=options.placement.sampler.mesh_beside(models.mesh),
         stack=stack,
     )
     room, more = options.room(

@@ -1,0 +1,107 @@
+"""Groups of devices that run by themselves, each with rows of its own.
+
+    data=2,tensor=2      device 0   half of the weights      rows 0 to 3
+                         device 1   the other half
+                         device 2   half of the weights      rows 4 to 7
+                         device 3   the other half
+
+The devices along `tensor` are a group, and it has all weights. Every process runs its
+own groups, without asking anything of the others.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from rlhf_jax.devices import sharding
+from rlhf_jax.devices.mesh_shape import AXES
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.models import axes
+
+Array = jax.Array
+AXIS, TENSOR = "data", axes.VOCABULARY_AXIS  # of the meshes here
+
+
+class RowGroups(NamedTuple):
+    """Meshes with the groups on `data` and the devices of each on `tensor`."""
+
+    everyone: Mesh  # the groups of all processes
+    own: Mesh  # those of this process, in the same order
+
+    @property
+    def size(self) -> int:
+        """Devices of a group."""
+        return self.own.shape[TENSOR]
+
+    @property
+    def num_own(self) -> int:
+        """Groups of this process."""
+        return self.own.shape[AXIS]
+
+    @property
+    def num_of_all(self) -> int:
+        """Groups of all processes."""
+        return self.everyone.shape[AXIS]
+
+
+def of_mesh(mesh: Mesh) -> RowGroups:
+    """Groups as large as the mesh's `tensor`, whatever its other axes are.
+
+    On one process these are the devices along it. Each of several processes divides its
+    own devices, in their order: on a TPU slice axes follow the torus, not the hosts.
+
+    Raises:
+      InputError: the groups do not divide the devices of a process.
+    """
+    size, devices = dict(mesh.shape).get(TENSOR, 1), list(mesh.devices.flat)
+    of_process: dict[int, list[Any]] = {}
+    for device in devices:
+        of_process.setdefault(device.process_index, []).append(device)
+    for number, held in of_process.items():
+        if len(held) % size:
+            raise InputError(
+                f"expected {TENSOR} to divide the {len(held)} devices of process "
+                f"{number}, as each process draws rows of its own, got {size}; make it "
+                f"smaller, in --placement.policy or --placement.sampler"
+            )
+
+    def made(devices: list[Any]) -> Mesh:
+        array = np.reshape(np.array(devices), (-1, 1, 1, size))
+        return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+    everyone = [device for _, held in sorted(of_process.items()) for device in held]
+    return RowGroups(made(everyone), made(of_process[jax.process_index()]))
+
+
+def place(tree: Any, *, groups: RowGroups) -> Any:
+    """Parameters whole in every group; returns those of this process's groups.
+
+    Args:
+      tree: arrays of this process, the same in all of them; or of a mesh of all
+        processes, every one of which calls this.
+
+    Raises:
+      InputError: as `sharding.place`.
+    """
+    placed = sharding.place(tree, mesh=groups.everyone)
+    if groups.own.size == groups.everyone.size:
+        return placed
+
+    def of_own(leaf: Array) -> Array:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            data = of_own(jax.random.key_data(leaf))
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+        held: Any = leaf.sharding  # along `data` each group has the same
+        parts = {shard.device: shard.data for shard in leaf.addressable_shards}
+        return jax.make_array_from_single_device_arrays(
+            leaf.shape,
+            NamedSharding(groups.own, held.spec),
+            [parts[device] for device in groups.own.devices.flat],
+        )
+
+    return jax.tree.map(of_own, placed)

@@ -1,0 +1,68 @@
+"""Groups of devices that have all weights, on one process and on several."""
+
+import importlib.util
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from jax.sharding import PartitionSpec
+
+from rlhf_jax import decoder
+from rlhf_jax.devices import row_groups, sharding
+from rlhf_jax.devices.mesh_shape import MeshShape
+from rlhf_jax.functional.checks import InputError
+from rlhf_jax.planning import compiled
+
+
+def test_a_group_has_all_weights_and_its_devices_share_them():
+    mesh = MeshShape(fsdp=4, tensor=2).make()
+    groups = row_groups.of_mesh(mesh)
+    assert (groups.num_own, groups.num_of_all, groups.size) == (4, 4, 2)
+    assert (groups.own.devices.reshape(4, 2) == mesh.devices.reshape(4, 2)).all()
+    params = decoder.init(jax.random.key(0), model=tiny.LLAMA)
+    sharded = sharding.place(params, mesh=MeshShape(fsdp=8).make())
+    placed = row_groups.place(sharded, groups=groups)
+    up = placed["layers"]["mlp"]["up"]["kernel"]
+    assert up.sharding.spec == PartitionSpec(None, None, "tensor")
+    jax.tree.map(np.testing.assert_array_equal, placed, params)
+
+
+def test_every_process_divides_its_own_devices(monkeypatch):
+    """Devices of two processes, in turn."""
+    monkeypatch.setattr(row_groups, "Mesh", lambda array, *_, **__: array)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    devices = [SimpleNamespace(process_index=at // 2 % 2, id=at) for at in range(8)]
+
+    def groups(**shape):
+        array = np.array(devices).reshape(tuple(shape.values()))
+        return row_groups.of_mesh(SimpleNamespace(devices=array, shape=shape))
+
+    def numbers(found):
+        return [[device.id for device in group.flat] for group in found]
+
+    found = groups(data=4, tensor=2)
+    assert numbers(found.own) == [[2, 3], [6, 7]]
+    assert numbers(found.everyone) == [[0, 1], [4, 5], [2, 3], [6, 7]]
+    assert numbers(groups(data=8).own) == [[2], [3], [6], [7]]
+    assert numbers(groups(data=2, tensor=4).own) == [[2, 3, 6, 7]]
+    with pytest.raises(
+        InputError, match=r"divide the 4 devices of process 0, .* got 8"
+    ):
+        groups(data=1, tensor=8)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
+)
+@pytest.mark.parametrize("topology", ["v5e:4x4", "v5p:2x2x4"])
+def test_hosts_of_a_tpu_slice_have_groups(topology):
+    devices = compiled.slice_of(topology)
+    for tensor in (1, 2, 4):
+        groups = row_groups.of_mesh(
+            MeshShape(fsdp=16 // tensor, tensor=tensor).make(devices)
+        )
+        assert groups.num_of_all == 16 // tensor
+        assert groups.num_own * groups.size == 4
