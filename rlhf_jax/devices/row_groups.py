@@ -11,6 +11,7 @@ own groups, without asking anything of the others.
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NamedTuple
 
 import jax
@@ -81,14 +82,17 @@ def of_mesh(mesh: Mesh) -> RowGroups:
 def place(tree: Any, *, groups: RowGroups) -> Any:
     """Parameters whole in every group; returns those of this process's groups.
 
+    What no rule puts on `tensor`, as half of every adapter, is on every device of a
+    group, however large it is.
+
     Args:
       tree: arrays of this process, the same in all of them; or of a mesh of all
         processes, every one of which calls this.
 
     Raises:
-      InputError: as `sharding.place`.
+      InputError: `tensor` does not divide a dimension that lies on it; names the leaf.
     """
-    placed = sharding.place(tree, mesh=groups.everyone)
+    placed = sharding.place(tree, mesh=groups.everyone, small=sys.maxsize)
     if groups.own.size == groups.everyone.size:
         return placed
 
@@ -100,7 +104,7 @@ def place(tree: Any, *, groups: RowGroups) -> Any:
         parts = {shard.device: shard.data for shard in leaf.addressable_shards}
         return jax.make_array_from_single_device_arrays(
             leaf.shape,
-            NamedSharding(groups.own, held.spec),
+            NamedSharding(groups.own, held.spec, memory_kind=held.memory_kind),
             [parts[device] for device in groups.own.devices.flat],
         )
 

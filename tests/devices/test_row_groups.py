@@ -29,6 +29,16 @@ def test_a_group_has_all_weights_and_its_devices_share_them():
     jax.tree.map(np.testing.assert_array_equal, placed, params)
 
 
+def test_a_group_has_whole_what_no_tensor_axis_shares():
+    """Adapters that fsdp shared, however large: a group draws by itself."""
+    query = {"lora_a": jax.numpy.ones((1, 2**15, 48))}  # [L, D, r], above SMALL
+    params = {"layers": {"attention": {"query": query}}}
+    mesh = MeshShape(fsdp=4, tensor=2).make()
+    home = sharding.place(params, mesh=mesh)
+    placed = row_groups.place(home, groups=row_groups.of_mesh(mesh))
+    assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(placed))
+
+
 def test_every_process_divides_its_own_devices(monkeypatch):
     """Devices of two processes, in turn."""
     monkeypatch.setattr(row_groups, "Mesh", lambda array, *_, **__: array)

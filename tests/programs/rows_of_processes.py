@@ -12,6 +12,7 @@ import numpy as np
 
 from rlhf_jax.devices import row_groups, row_sharding, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
+from rlhf_jax.devices.placement import PINNED
 from rlhf_jax.devices.processes import Group
 
 
@@ -63,6 +64,12 @@ def check_groups(mesh):
     of_mesh = sharding.place(jax.random.key(3), mesh=mesh)  # as a run has its key
     key = row_groups.place(of_mesh, groups=groups)
     assert jax.random.key_data(key).tolist() == [0, 3]
+    kept = jax.tree.map(  # as a base in host memory
+        lambda leaf: jax.device_put(leaf, leaf.sharding.with_memory_kind(PINNED)), home
+    )
+    [leaf] = jax.tree.leaves(row_groups.place(kept, groups=groups))
+    assert leaf.sharding.memory_kind == PINNED
+    np.testing.assert_array_equal(np.asarray(leaf), up)
 
 
 if __name__ == "__main__":
