@@ -15,8 +15,9 @@ from rlhf_jax import hf, masked, ppo
 from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.data import batches
 from rlhf_jax.environments.protocol import Started, Turn
+from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import command_line, metrics
-from rlhf_jax.train.ppo import Config, command
+from rlhf_jax.train.ppo import Config, command, programs
 from rlhf_jax.train.ppo.models import make_models
 from rlhf_jax.train.ppo.prompts import begin_episodes
 
@@ -169,6 +170,21 @@ def test_a_run_on_eight_devices_is_that_of_one(files, options):
     wanted = train(files, "one", *options)
     found = train(files, "eight", *options, "--placement.policy=data=4,tensor=2")
     toy_episodes.assert_same_run(found, wanted)
+
+
+def test_the_base_is_copied_to_where_episodes_are_drawn_alone(files, monkeypatch):
+    """The sampler of responses, which draws none, has no copy of its own."""
+    found = []
+
+    def sampler(*_, base, **__):
+        found.append(base)
+        raise InputError("that is all")
+
+    monkeypatch.setattr(programs, "Sampler", sampler)
+    meshes = ("--placement.policy=fsdp=8", "--placement.sampler=data=8")
+    with pytest.raises(SystemExit):
+        train(files, "run", *LORA, *meshes)
+    assert found == [None]
 
 
 @pytest.mark.parametrize(

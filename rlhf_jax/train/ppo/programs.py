@@ -67,7 +67,8 @@ class Programs:
             algorithm,
             mesh=mesh if models.sampling is None else models.sampling,
             home=mesh,
-            base=models.base,
+            # Episodes are drawn by programs that have a copy of their own.
+            base=models.base if options.environment is None else None,
             storage=options.sampler_storage,
             cache=options.sampler_cache,
             cache_pages=options.sampler_cache_pages,
