@@ -74,10 +74,11 @@ class EpisodePrograms:
         data=2,tensor=2     devices 0 and 1   all weights   places 0 to 3
                             devices 2 and 3   all weights   places 4 to 7
 
-    A group of devices draws in its own places and asks nothing of the others; an
-    `advance` is over when the last of them has returned. Processes meet when `holding`
-    begins, for the weights, and then draw each by itself. The cache stays on the
-    devices from rollout to rollout, and every program is compiled once.
+    A group of devices reads and draws in its own places; an `advance` is over when the
+    last of them has returned. Groups of one device ask nothing of each other. Those of
+    several draw on until none has too many turns. Processes meet when `holding` begins,
+    for the weights, and then draw each by itself. The cache stays on the devices from
+    rollout to rollout, and every program is compiled once.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class EpisodePrograms:
             )
 
         def here(place: Array) -> Array:
-            """Numbers on this device of places of its own; place C is nowhere."""
+            """Numbers in this group of places of its own; place C is nowhere."""
             first = 0
             if self._groups is not None:
                 first = own * jax.lax.axis_index(row_groups.AXIS)
