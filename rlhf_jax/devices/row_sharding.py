@@ -20,7 +20,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rlhf_jax.devices import sharding
+from rlhf_jax.devices import processes, sharding
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import axes
 
@@ -117,7 +117,8 @@ def put_rows(batch: Tree, *, mesh: Mesh | None = None) -> Tree:
                 f"by itself"
             )
         if isinstance(leaf, Array):
-            return jax.device_put(leaf, _divided(mesh, rows=leaf.shape[0]))
+            where = _divided(mesh, rows=leaf.shape[0])
+            return processes.in_turn(jax.device_put(leaf, where))
         rows = leaf.shape[0] * share.count // len(share.blocks)
         where, array = _divided(mesh, rows=rows), np.asarray(leaf)
         place = {row: at for at, row in enumerate(share.of(rows))}

@@ -47,6 +47,17 @@ def main(coordinator, process_id):
         print(shape, share.blocks, "of", share.count)
         if shape.tensor <= 2:
             check_groups(mesh)
+    check_many_moves()
+
+
+def check_many_moves():
+    """Rows that move between meshes, many at once, do not wait for ever."""
+    meshes = [MeshShape(data=2, fsdp=2).make(), MeshShape(data=2, tensor=2).make()]
+    rows = {number: np.ones((2, 8), np.float32) for number in range(8)}
+    moved = row_sharding.put_rows(rows, mesh=meshes[0])
+    for at in range(80):
+        moved = row_sharding.put_rows(moved, mesh=meshes[(at + 1) % 2])
+    np.testing.assert_array_equal(row_sharding.local_rows(moved[0])[0], np.ones(8))
 
 
 def check_groups(mesh):
