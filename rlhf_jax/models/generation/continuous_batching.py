@@ -66,6 +66,7 @@ def respond(
     temperature: float,
     shaping: Shaping | None,
     group_size: int,
+    axis: str | None = None,
 ) -> Responses:
     """Samples a response to every prompt, `places` rows at a time.
 
@@ -81,6 +82,8 @@ def respond(
       temperature: of the draw, above 0.
       shaping: of the draw's logits; None draws from the policy.
       group_size: neighbouring rows of the same prompt, which is run once.
+      axis: of a `jax.shard_map`, whose shares make every step together, as devices that
+        exchange something must; None is each by itself. For caches in pages alone.
 
     Returns:
       Responses[N, R], the samples of a place for every row: each is drawn with keys
@@ -178,11 +181,15 @@ def respond(
         logits = heads.logits(params, last, model=model, spread=True)
         return draw(logits, state, predicted=mask[:, -1])
 
-    def advance(state: Places, column: Array) -> Places:
-        """Runs the token drawn last, in `column` or its page, and draws the next."""
+    def advance(state: Places, column: Array, *, busy: Array | None = None) -> Places:
+        """Runs the token drawn last, in `column` or its page, and draws the next.
+
+        Where not `busy`, a bool[], all stays as it is.
+        """
         pages, attend, going = state.pages, state.attend, None
         if pages is not None:
-            pages, going = page_table.grant(pages, alive=state.alive)
+            runs = state.alive if busy is None else state.alive & busy
+            pages, going = page_table.grant(pages, alive=runs)
             seen = paged_caches.seen(pages, model=model, longest=ring, going=going)
         else:
             assert attend is not None
@@ -228,8 +235,7 @@ def respond(
           waiting: i32[A], tokens of the prompts that come next, below 0 for none.
         """
 
-        def more(carry: tuple[Places, Array]) -> Array:
-            state, _ = carry
+        def more(state: Places) -> Array:
             full = state.alive.sum() > until
             if waiting is None or state.pages is None:
                 return full
@@ -238,11 +244,26 @@ def respond(
             )
             return full | ~fit
 
-        return jax.lax.while_loop(
-            more,
-            lambda carry: (advance(*carry), carry[1] + 1),
-            (state, column),
-        )
+        if axis is None:
+            return jax.lax.while_loop(
+                lambda carry: more(carry[0]),
+                lambda carry: (advance(*carry), carry[1] + 1),
+                (state, column),
+            )
+
+        def asked(state: Places, column: Array) -> tuple[Places, Array, Array, Array]:
+            """With whether this share goes on, and whether any does."""
+            busy = more(state)
+            any_busy = jax.lax.psum(busy.astype(jnp.int32), axis) > 0
+            return state, column, busy, any_busy
+
+        def step(carry: tuple[Places, Array, Array, Array]) -> Any:
+            state, column, busy, _ = carry
+            return asked(advance(state, column, busy=busy), column + 1)
+
+        carry = asked(state, column)
+        state, column, *_ = jax.lax.while_loop(lambda carry: carry[3], step, carry)
+        return state, column
 
     def turn(
         carry: tuple[Places, Responses, Array],
