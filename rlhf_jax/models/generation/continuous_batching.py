@@ -82,8 +82,9 @@ def respond(
       temperature: of the draw, above 0.
       shaping: of the draw's logits; None draws from the policy.
       group_size: neighbouring rows of the same prompt, which is run once.
-      axis: of a `jax.shard_map`, whose shares make every step together, as devices that
-        exchange something must; None is each by itself. For caches in pages alone.
+      axis: of a `jax.shard_map`, whose shares all go on until none has too many rows,
+        as devices that exchange something must for every token; None is each by itself.
+        For caches in pages alone.
 
     Returns:
       Responses[N, R], the samples of a place for every row: each is drawn with keys
@@ -181,15 +182,11 @@ def respond(
         logits = heads.logits(params, last, model=model, spread=True)
         return draw(logits, state, predicted=mask[:, -1])
 
-    def advance(state: Places, column: Array, *, busy: Array | None = None) -> Places:
-        """Runs the token drawn last, in `column` or its page, and draws the next.
-
-        Where not `busy`, a bool[], all stays as it is.
-        """
+    def advance(state: Places, column: Array) -> Places:
+        """Runs the token drawn last, in `column` or its page, and draws the next."""
         pages, attend, going = state.pages, state.attend, None
         if pages is not None:
-            runs = state.alive if busy is None else state.alive & busy
-            pages, going = page_table.grant(pages, alive=runs)
+            pages, going = page_table.grant(pages, alive=state.alive)
             seen = paged_caches.seen(pages, model=model, longest=ring, going=going)
         else:
             assert attend is not None
@@ -236,33 +233,21 @@ def respond(
         """
 
         def more(state: Places) -> Array:
-            full = state.alive.sum() > until
-            if waiting is None or state.pages is None:
-                return full
-            fit = page_table.admissible(
-                state.pages, lengths=waiting, new=max_new_tokens
-            )
-            return full | ~fit
+            wanted = state.alive.sum() > until
+            if waiting is not None and state.pages is not None:
+                fit = page_table.admissible(
+                    state.pages, lengths=waiting, new=max_new_tokens
+                )
+                wanted |= ~fit
+            return wanted if axis is None else jax.lax.psum(wanted, axis) > 0
 
-        if axis is None:
-            return jax.lax.while_loop(
-                lambda carry: more(carry[0]),
-                lambda carry: (advance(*carry), carry[1] + 1),
-                (state, column),
-            )
+        def step(carry: tuple[Places, Array, Array]) -> tuple[Places, Array, Array]:
+            state, column, _ = carry
+            state = advance(state, column)
+            return state, column + 1, more(state)
 
-        def asked(state: Places, column: Array) -> tuple[Places, Array, Array, Array]:
-            """With whether this share goes on, and whether any does."""
-            busy = more(state)
-            any_busy = jax.lax.psum(busy.astype(jnp.int32), axis) > 0
-            return state, column, busy, any_busy
-
-        def step(carry: tuple[Places, Array, Array, Array]) -> Any:
-            state, column, busy, _ = carry
-            return asked(advance(state, column, busy=busy), column + 1)
-
-        carry = asked(state, column)
-        state, column, *_ = jax.lax.while_loop(lambda carry: carry[3], step, carry)
+        carry = state, column, more(state)
+        state, column, _ = jax.lax.while_loop(lambda carry: carry[2], step, carry)
         return state, column
 
     def turn(

@@ -10,7 +10,7 @@ and waits for them at the end.
 
 The axes within a share, as `tensor`, share heads and vocabulary as everywhere. XLA may
 then make one operation of what the devices of all shares exchange. So all shares make
-every step together, and those that have had enough change nothing in it.
+every step together, and draw on while one of them waits for room.
 """
 
 from __future__ import annotations
