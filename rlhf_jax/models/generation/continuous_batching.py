@@ -66,6 +66,7 @@ def respond(
     temperature: float,
     shaping: Shaping | None,
     group_size: int,
+    axis: str | None = None,
 ) -> Responses:
     """Samples a response to every prompt, `places` rows at a time.
 
@@ -81,6 +82,9 @@ def respond(
       temperature: of the draw, above 0.
       shaping: of the draw's logits; None draws from the policy.
       group_size: neighbouring rows of the same prompt, which is run once.
+      axis: of a `jax.shard_map`, whose shares all go on until none has too many rows,
+        as devices that exchange something must for every token; None is each by itself.
+        For caches in pages alone.
 
     Returns:
       Responses[N, R], the samples of a place for every row: each is drawn with keys
@@ -228,21 +232,23 @@ def respond(
           waiting: i32[A], tokens of the prompts that come next, below 0 for none.
         """
 
-        def more(carry: tuple[Places, Array]) -> Array:
-            state, _ = carry
-            full = state.alive.sum() > until
-            if waiting is None or state.pages is None:
-                return full
-            fit = page_table.admissible(
-                state.pages, lengths=waiting, new=max_new_tokens
-            )
-            return full | ~fit
+        def more(state: Places) -> Array:
+            wanted = state.alive.sum() > until
+            if waiting is not None and state.pages is not None:
+                fit = page_table.admissible(
+                    state.pages, lengths=waiting, new=max_new_tokens
+                )
+                wanted |= ~fit
+            return wanted if axis is None else jax.lax.psum(wanted, axis) > 0
 
-        return jax.lax.while_loop(
-            more,
-            lambda carry: (advance(*carry), carry[1] + 1),
-            (state, column),
-        )
+        def step(carry: tuple[Places, Array, Array]) -> tuple[Places, Array, Array]:
+            state, column, _ = carry
+            state = advance(state, column)
+            return state, column + 1, more(state)
+
+        carry = state, column, more(state)
+        state, column, _ = jax.lax.while_loop(lambda carry: carry[2], step, carry)
+        return state, column
 
     def turn(
         carry: tuple[Places, Responses, Array],

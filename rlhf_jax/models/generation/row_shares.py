@@ -5,9 +5,12 @@
     devices 2 and 3                              pool of N/2 pages
 
 A page has one owner, and any row may have any page. So the devices of a share have a
-pool, places and a queue of their own: nothing is asked of other shares, and one that is
-done waits for the others at the end. The axes within a share, as `tensor`, share heads
-and vocabulary as everywhere.
+pool, places and a queue of their own. A share of one device asks nothing of the others,
+and waits for them at the end.
+
+The axes within a share, as `tensor`, share heads and vocabulary as everywhere. XLA may
+then make one operation of what the devices of all shares exchange. So all shares make
+every step together, and draw on while one of them waits for room.
 """
 
 from __future__ import annotations
@@ -67,6 +70,8 @@ def respond(
     """
     mesh = jax.sharding.get_abstract_mesh()
     shares, pages = dict(mesh.shape).get(AXIS, 1), model.cache_pages
+    # An exchange may be one operation of all shares, which would wait for it.
+    together = AXIS if mesh.size > shares else None
     own = functools.partial(
         continuous_batching.respond,
         max_new_tokens=max_new_tokens,
@@ -101,6 +106,7 @@ def respond(
             mask=mask,
             keys=keys,
             places=places // shares,
+            axis=together,
         )
 
     split = jax.shard_map(

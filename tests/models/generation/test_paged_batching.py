@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from places import FIXTURES
 
 from rlhf_jax import decode, hf, policy
-from rlhf_jax.devices import sharding
+from rlhf_jax.devices import compile_counts, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import attention
@@ -44,12 +44,12 @@ def in_pages(model, pages, size):
     return dataclasses.replace(model, cache_pages=pages, page_size=size)
 
 
-def assert_same(output, expected):
+def assert_same(output, expected, *, atol=1e-5):
     for name in ("tokens", "mask", "response_mask"):
         np.testing.assert_array_equal(getattr(output, name), getattr(expected, name))
     for name in ("logprobs", "entropy"):
         np.testing.assert_allclose(
-            getattr(output, name), getattr(expected, name), atol=1e-5
+            getattr(output, name), getattr(expected, name), atol=atol
         )
 
 
@@ -226,6 +226,49 @@ def test_each_share_of_the_rows_has_pages_of_its_own(mesh, model, engine):
             paged, sharding.place(tiny.params(model)), continuous_batching=6
         )
     assert_same(output, expected)
+
+
+ONE_LAYER = dataclasses.replace(
+    tiny.LLAMA, num_layers=1, num_kv_heads=1, vocab_multiple=4
+)
+
+
+@pytest.mark.cases(quick=1)
+@pytest.mark.parametrize(
+    ("mesh", "model"),
+    [
+        (MeshShape(data=2, tensor=2), ONE_LAYER),
+        (MeshShape(data=2, tensor=4), ONE_LAYER),
+        (
+            MeshShape(data=2, tensor=4),
+            dataclasses.replace(tiny.MIXED, vocab_multiple=4),
+        ),
+    ],
+    ids=["one head", "a head of four", "windows"],
+)
+def test_shares_that_exchange_heads_go_on_in_step(mesh, model):
+    """Heads that `tensor` does not divide: one exchange is of all devices."""
+    paged, params = in_pages(model, 18, 3), tiny.params(model)
+    givens = [inputs(model, (6, 3, 1, 5) * 4), inputs(model, (2, 5, 6, 1) * 4)]
+    wanted = [sampled(model, params, given=given) for given in givens]
+    run = jax.jit(
+        functools.partial(
+            decode.generate,
+            model=paged,
+            max_new_tokens=NEW,
+            stop_ids=STOPS,
+            continuous_batching=8,
+        )
+    )
+    with jax.set_mesh(mesh.make(jax.devices()[: mesh.size])):
+        params = sharding.place(params)
+        before = compile_counts.so_far()
+        for given, expected in zip(givens, wanted, strict=True):
+            lengths = np.asarray(expected.response_mask).sum(axis=1).reshape(2, -1)
+            assert lengths.sum(axis=1).std() > 0
+            # Sums over `tensor` round otherwise.
+            assert_same(run(params, **given), expected, atol=2e-5)
+    assert compile_counts.since(before)["generate"] == 1
 
 
 @pytest.mark.slow
