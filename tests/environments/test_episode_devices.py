@@ -59,9 +59,20 @@ def test_episodes_are_those_of_one_device(shape, places):
 @pytest.mark.parametrize("model", SPLIT, ids=["gpt2", "mixed"])
 def test_devices_along_tensor_draw_together(model, shape):
     before = compile_counts.so_far()
-    check_drawn(model, shape, places=ROWS, groups=shape.data)
+    programs = check_drawn(model, shape, places=ROWS, groups=shape.data)
     compiled = compile_counts.since(before)
     assert compiled["read"] == compiled["advance"] == 2  # one of one device
+    keys, _ = programs._state.caches[0]
+    heads = model.num_kv_heads
+    split = shape.tensor if heads % shape.tensor == 0 else 1
+    assert keys.sharding.shard_shape(keys.shape)[1] == heads // split
+    params = sharding.place(params_of(model), mesh=made(shape))
+    with programs.holding(params, key=jax.random.key(0)):
+        up = programs._weights.layers[0]["mlp"]["up"]["kernel"]
+        assert up.sharding.shard_shape(up.shape) == (
+            model.hidden_size,
+            up.shape[1] // shape.tensor,
+        )
 
 
 def test_a_device_reads_a_prompt_that_its_rows_share_once():

@@ -49,6 +49,7 @@ def run_task(options: VerifiedConfig, *, stack: contextlib.ExitStack) -> None:
       stack: that ends the processes of verifiers and environments.
     """
     started, compiled = time.perf_counter(), compile_counts.so_far()
+    refuse_processes(options.staleness)
     mesh = options.policy_mesh(options.placement)
     start = load_start(options.model, options=options, mesh=mesh)
     algorithm = make_algorithm(options, start=start)
@@ -128,7 +129,6 @@ def run_task(options: VerifiedConfig, *, stack: contextlib.ExitStack) -> None:
     ahead = None
     if options.staleness:
         assert isinstance(programs.sample, Sampler | OutsideSampler)  # as others refuse
-        refuse_processes(options.staleness)
         ahead = RolloutQueue(
             task.draw_ahead(programs),
             hand_over=programs.sample.hand_over,

@@ -27,7 +27,6 @@ from rlhf_jax.train.ppo.models import Models, rounding_of
 from rlhf_jax.train.ppo.options import Config
 from rlhf_jax.train.ppo.programs import Programs
 from rlhf_jax.train.ppo.samples import sample_rows
-from rlhf_jax.train.rollouts.options import refuse_processes
 from rlhf_jax.train.rollouts.queue import Draw, RolloutQueue
 
 Array = jax.Array
@@ -161,7 +160,6 @@ def improve(
         kept["reference"] = reference
     ahead = None
     if options.staleness:
-        refuse_processes(options.staleness)
         ahead = RolloutQueue(
             programs.draw_ahead if episodes is None else episodes,
             hand_over=programs.sample.hand_over,

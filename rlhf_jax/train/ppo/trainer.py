@@ -32,6 +32,7 @@ from rlhf_jax.train.ppo.models import make_models
 from rlhf_jax.train.ppo.options import Config
 from rlhf_jax.train.ppo.programs import Programs
 from rlhf_jax.train.ppo.prompts import begin_episodes, encode_prompts
+from rlhf_jax.train.rollouts.options import refuse_processes
 from rlhf_jax.train.rollouts.waits import waited
 from rlhf_jax.train.start import load_start
 from rlhf_jax.train.text_rewards import load_text_reward, model_reward, text_reward
@@ -60,6 +61,7 @@ def run_ppo(options: Config, *, stack: contextlib.ExitStack) -> None:
       stack: that ends the processes of an environment.
     """
     started, compiled = time.perf_counter(), compile_counts.so_far()
+    refuse_processes(options.staleness)
     for spec in (options.reward, options.judge):  # before anything is loaded
         if spec is not None:
             command_line.load_function(spec)
