@@ -19,7 +19,7 @@ class Device(Protocol):
 
     @property
     def shares(self) -> int:
-        """D, groups of devices, each with C / D places that follow each other."""
+        """D, replicas of the policy, each with C / D places that follow each other."""
         ...
 
     @property

@@ -200,7 +200,7 @@ class Play:
             self.device.copy(source=source, place=place, keys=self.keys[of_row])
 
     def _share(self, episode: _Episode) -> int:
-        """Number of the group of devices that has its place."""
+        """Number of the replica that has its place."""
         return episode.place * self.device.shares // self.device.places
 
     def _slots(self, episodes: Iterable[_Episode]) -> list[tuple[int, _Episode]]:

@@ -221,7 +221,7 @@ LORA = (
     *("--lora.rank=2", "--policy-learning-rate=1e-4"),
     "--reference-storage.dtype=int8",
 )
-GROUPS = "--placement.sampler=data=2,tensor=2"
+SPLIT = "--placement.sampler=data=2,tensor=2"
 
 
 @pytest.mark.slow
@@ -229,9 +229,9 @@ GROUPS = "--placement.sampler=data=2,tensor=2"
     ("trainer", "options", "meshes"),
     [
         ("grpo", (), (MESH,)),
-        pytest.param("grpo", (), ("--placement.policy=tensor=4", GROUPS), marks=LONG),
+        pytest.param("grpo", (), ("--placement.policy=tensor=4", SPLIT), marks=LONG),
         pytest.param("ppo", (), ("--placement.policy=data=2,tensor=2",), marks=LONG),
-        pytest.param("ppo", LORA, (MESH, GROUPS), marks=LONG),
+        pytest.param("ppo", LORA, (MESH, SPLIT), marks=LONG),
     ],
 )
 def test_each_process_plays_episodes_of_its_own(

@@ -12,7 +12,7 @@ from rlhf_jax.devices import compile_counts, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
 
 MESHES = [MeshShape(data=2), MeshShape(data=2, fsdp=2)]
-GROUPS = [MeshShape(tensor=2), MeshShape(data=2, tensor=2), MeshShape(tensor=4)]
+REPLICAS = [MeshShape(tensor=2), MeshShape(data=2, tensor=2), MeshShape(tensor=4)]
 SPLIT = [
     dataclasses.replace(each, vocab_multiple=4) for each in (tiny.GPT2, tiny.MIXED)
 ]
@@ -35,13 +35,13 @@ def check_equal(found, wanted):
     jax.tree.map(np.testing.assert_array_equal, found.scores, wanted.scores)
 
 
-def check_drawn(model, shape, *, places, groups):
+def check_drawn(model, shape, *, places, replicas):
     params, mesh = params_of(model), made(shape)
     wanted = drawn(model, params, Script())
     slow = Script(latency=lambda row, turn: 0.01 * (ROWS - row))
     sampler = sampler_of(model, slow, places=places, mesh=mesh)
-    assert sampler.programs.shares == groups
-    assert sampler.programs.places == -(-places // groups) * groups
+    assert sampler.programs.shares == replicas
+    assert sampler.programs.places == -(-places // replicas) * replicas
     for _ in range(2):  # in the cache of the rollout before
         check_equal(draw(sampler, sharding.place(params, mesh=mesh)), wanted)
     assert wanted.rollout.response_mask.sum() > 2 * ROWS
@@ -52,14 +52,14 @@ def check_drawn(model, shape, *, places, groups):
 @pytest.mark.parametrize("places", [ROWS, 3])
 def test_episodes_are_those_of_one_device(shape, places):
     """Four devices have 8 places for 6 rows, or 4 for them in turn."""
-    check_drawn(tiny.GPT2, shape, places=places, groups=shape.size)
+    check_drawn(tiny.GPT2, shape, places=places, replicas=shape.size)
 
 
-@pytest.mark.parametrize("shape", GROUPS, ids=str)
+@pytest.mark.parametrize("shape", REPLICAS, ids=str)
 @pytest.mark.parametrize("model", SPLIT, ids=["gpt2", "mixed"])
 def test_devices_along_tensor_draw_together(model, shape):
     before = compile_counts.so_far()
-    programs = check_drawn(model, shape, places=ROWS, groups=shape.data)
+    programs = check_drawn(model, shape, places=ROWS, replicas=shape.data)
     compiled = compile_counts.since(before)
     assert compiled["read"] == compiled["advance"] == 2  # one of one device
     keys, _ = programs._state.caches[0]

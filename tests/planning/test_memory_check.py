@@ -278,7 +278,7 @@ def test_a_model_on_its_own_devices_takes_nothing_of_the_others(monkeypatch):
 @pytest.mark.parametrize(
     ("sampler", "copies"), [((), 8), (("--placement.sampler=data=4,tensor=2",), 4)]
 )
-def test_episodes_have_all_weights_in_every_group(
+def test_episodes_have_all_weights_in_every_replica(
     files, tmp_path, monkeypatch, sampler, copies
 ):
     found = []
@@ -288,7 +288,7 @@ def test_episodes_have_all_weights_in_every_group(
     [(_, passing)] = found
     (copy,) = passing()[0].beside
     monkeypatch.undo()
-    # The biases of outputs and the norms are on both devices of a group.
+    # The biases of outputs and the norms are on both devices of a replica.
     size = floats(copies * NUMBERS + (8 - copies) * NOT_SPLIT)
     has(monkeypatch, size)
     memory_check.check([copy], list, change="")

@@ -10,7 +10,7 @@ import sys
 import jax
 import numpy as np
 
-from rlhf_jax.devices import row_groups, row_sharding, sharding
+from rlhf_jax.devices import replicas, row_sharding, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.devices.placement import PINNED
 from rlhf_jax.devices.processes import Group
@@ -46,7 +46,7 @@ def main(coordinator, process_id):
         np.testing.assert_array_equal(row_sharding.local_rows(agreed), expected)
         print(shape, share.blocks, "of", share.count)
         if shape.tensor <= 2:
-            check_groups(mesh)
+            check_replicas(mesh)
     check_many_moves()
 
 
@@ -60,25 +60,25 @@ def check_many_moves():
     np.testing.assert_array_equal(row_sharding.local_rows(moved[0])[0], np.ones(8))
 
 
-def check_groups(mesh):
-    """Every group of this process has all weights, wherever they lay before."""
+def check_replicas(mesh):
+    """Every replica of this process has all weights, wherever they lay before."""
     up = np.arange(2 * 8 * 16, dtype=np.float32).reshape(2, 8, 16)
     params = {"layers": {"mlp": {"up": {"kernel": up}}}}
     home = sharding.place(jax.tree.map(jax.numpy.asarray, params), mesh=mesh)
-    groups = row_groups.of_mesh(mesh)
-    placed = row_groups.place((home, jax.random.key(3)), groups=groups)
+    held = replicas.of_mesh(mesh)
+    placed = replicas.place((home, jax.random.key(3)), replicas=held)
     found, key = placed[0]["layers"]["mlp"]["up"]["kernel"], placed[1]
     assert found.is_fully_addressable
     np.testing.assert_array_equal(np.asarray(found), up)
-    assert found.addressable_shards[0].data.shape == (2, 8, 16 // groups.size)
+    assert found.addressable_shards[0].data.shape == (2, 8, 16 // held.size)
     assert jax.random.key_data(key).tolist() == [0, 3]
     of_mesh = sharding.place(jax.random.key(3), mesh=mesh)  # as a run has its key
-    key = row_groups.place(of_mesh, groups=groups)
+    key = replicas.place(of_mesh, replicas=held)
     assert jax.random.key_data(key).tolist() == [0, 3]
     kept = jax.tree.map(  # as a base in host memory
         lambda leaf: jax.device_put(leaf, leaf.sharding.with_memory_kind(PINNED)), home
     )
-    [leaf] = jax.tree.leaves(row_groups.place(kept, groups=groups))
+    [leaf] = jax.tree.leaves(replicas.place(kept, replicas=held))
     assert leaf.sharding.memory_kind == PINNED
     np.testing.assert_array_equal(np.asarray(leaf), up)
 

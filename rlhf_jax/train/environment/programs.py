@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rlhf_jax.devices import row_groups
+from rlhf_jax.devices import replicas
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import cached_decoder
 from rlhf_jax.models.config import ModelConfig
@@ -28,8 +28,8 @@ Array = jax.Array
 HostArray = Any
 Params = Any
 READERS = 8  # one place in so many reads at a time
-EVERYWHERE, BY_PLACE = PartitionSpec(), PartitionSpec(row_groups.AXIS)
-BY_HEAD = PartitionSpec(row_groups.AXIS, row_groups.TENSOR)
+EVERYWHERE, BY_PLACE = PartitionSpec(), PartitionSpec(replicas.AXIS)
+BY_HEAD = PartitionSpec(replicas.AXIS, replicas.TENSOR)
 
 
 class Weights(NamedTuple):
@@ -74,11 +74,11 @@ class EpisodePrograms:
         data=2,tensor=2     devices 0 and 1   all weights   places 0 to 3
                             devices 2 and 3   all weights   places 4 to 7
 
-    A group of devices reads and draws in its own places; an `advance` is over when the
-    last of them has returned. Groups of one device ask nothing of each other. Those of
-    several draw on until none has too many turns. Processes meet when `holding` begins,
-    for the weights, and then draw each by itself. The cache stays on the devices from
-    rollout to rollout, and every program is compiled once.
+    A replica of the policy reads and draws in its own places; an `advance` is over when
+    the last of them has returned. Replicas on one device ask nothing of each other.
+    Those on several draw on until none has too many turns. Processes meet when
+    `holding` begins, for the weights, and then draw each by itself. The cache stays on
+    the devices from rollout to rollout, and every program is compiled once.
     """
 
     def __init__(
@@ -115,12 +115,12 @@ class EpisodePrograms:
                 f"positions, got {columns}; shorten either"
             )
         self.stop_ids = recipe.stop_ids
-        self._groups, self.shares, of_all, together = None, 1, 1, None
+        self._replicas, self.shares, of_all, together = None, 1, 1, None
         if mesh is not None and mesh.devices.size > 1:
-            self._groups = row_groups.of_mesh(mesh)
-            self.shares, of_all = self._groups.num_own, self._groups.num_of_all
-            # An exchange may be one operation of all groups, which would wait for it.
-            together = row_groups.AXIS if self._groups.size > 1 else None
+            self._replicas = replicas.of_mesh(mesh)
+            self.shares, of_all = self._replicas.num_own, self._replicas.num_of_all
+            # An exchange may be one operation of all replicas, which would wait for it.
+            together = replicas.AXIS if self._replicas.size > 1 else None
         own = -(-places // of_all)  # of a share
         self.places, self.chunk = own * self.shares, chunk
         self.arriving = max(1, own // READERS) * self.shares
@@ -140,10 +140,10 @@ class EpisodePrograms:
             )
 
         def here(place: Array) -> Array:
-            """Numbers in this group of places of its own; place C is nowhere."""
+            """Numbers in this replica of places of its own; place C is nowhere."""
             first = 0
-            if self._groups is not None:
-                first = own * jax.lax.axis_index(row_groups.AXIS)
+            if self._replicas is not None:
+                first = own * jax.lax.axis_index(replicas.AXIS)
             return jnp.clip(place - first, 0, own)
 
         def read(weights: Weights, state: Episodes, arrivals: Arrivals) -> Episodes:
@@ -256,20 +256,20 @@ class EpisodePrograms:
         return jax.device_get(seen)
 
     def _put(self, tree: Any) -> Any:
-        """The same in every group; on one device it is where it was."""
-        if self._groups is None:
+        """The same in every replica; on one device it is where it was."""
+        if self._replicas is None:
             return tree
-        return row_groups.place(tree, groups=self._groups)
+        return replicas.place(tree, replicas=self._replicas)
 
     def _where(self, empty: Callable[..., Episodes], *, heads: int) -> tuple[Any, Any]:
         """Shardings of the places, and of what `advance` returns to the host.
 
-        The devices of a group share the heads of the cache where they divide them.
+        The devices of a replica share the heads of the cache where they divide them.
         """
-        if self._groups is None:
+        if self._replicas is None:
             return None, None
-        mesh = self._groups.own
-        shared = heads % mesh.shape[row_groups.TENSOR] == 0
+        mesh = self._replicas.own
+        shared = heads % mesh.shape[replicas.TENSOR] == 0
         of_cache = NamedSharding(mesh, BY_HEAD if shared else BY_PLACE)
         shapes = jax.eval_shape(empty, key=jax.random.key(0))
         where = jax.tree.map(lambda _: NamedSharding(mesh, BY_PLACE), shapes)
@@ -282,15 +282,15 @@ class EpisodePrograms:
     def _split(
         self, function: Callable[..., Any], *specs: PartitionSpec
     ) -> Callable[..., Any]:
-        """In each group by itself, with its part of what has the spec of places."""
-        if self._groups is None:
+        """In each replica by itself, with its part of what has the spec of places."""
+        if self._replicas is None:
             return function
         return jax.shard_map(
             function,
-            mesh=self._groups.own,
+            mesh=self._replicas.own,
             in_specs=specs,
             out_specs=BY_PLACE,
-            axis_names={row_groups.AXIS},
+            axis_names={replicas.AXIS},
             check_vma=False,
         )
 

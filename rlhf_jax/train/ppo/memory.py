@@ -8,7 +8,7 @@ import functools
 import jax
 
 from rlhf_jax.checkpoints import frozen_models, hf
-from rlhf_jax.devices import row_groups
+from rlhf_jax.devices import replicas
 from rlhf_jax.models.lora import init
 from rlhf_jax.planning import memory_check
 from rlhf_jax.planning.memory_check import Part
@@ -100,7 +100,7 @@ def check_memory(options: Config) -> None:
     plays_apart = options.environment is not None and mesh.size > 1
     if plays_apart:
         handed = copies if options.staleness > 0 else []
-        sampler_mesh = row_groups.of_mesh(sampler_mesh).everyone
+        sampler_mesh = replicas.of_mesh(sampler_mesh).everyone
         copies = [*handed, Part("policy that plays episodes", params, sampler_mesh)]
     if (placement.sampler.apart or plays_apart) and lora is not None:
         parts += [Part("sampler's base", storage.shapes(params), sampler_mesh)]

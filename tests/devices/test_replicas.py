@@ -1,4 +1,4 @@
-"""Groups of devices that have all weights, on one process and on several."""
+"""Replicas that have all weights, on one process and on several."""
 
 import importlib.util
 from types import SimpleNamespace
@@ -10,57 +10,57 @@ import tiny
 from jax.sharding import PartitionSpec
 
 from rlhf_jax import decoder
-from rlhf_jax.devices import row_groups, sharding
+from rlhf_jax.devices import replicas, sharding
 from rlhf_jax.devices.mesh_shape import MeshShape
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.planning import compiled
 
 
-def test_a_group_has_all_weights_and_its_devices_share_them():
+def test_a_replica_has_all_weights_and_its_devices_share_them():
     mesh = MeshShape(fsdp=4, tensor=2).make()
-    groups = row_groups.of_mesh(mesh)
-    assert (groups.num_own, groups.num_of_all, groups.size) == (4, 4, 2)
-    assert (groups.own.devices.reshape(4, 2) == mesh.devices.reshape(4, 2)).all()
+    found = replicas.of_mesh(mesh)
+    assert (found.num_own, found.num_of_all, found.size) == (4, 4, 2)
+    assert (found.own.devices.reshape(4, 2) == mesh.devices.reshape(4, 2)).all()
     params = decoder.init(jax.random.key(0), model=tiny.LLAMA)
     sharded = sharding.place(params, mesh=MeshShape(fsdp=8).make())
-    placed = row_groups.place(sharded, groups=groups)
+    placed = replicas.place(sharded, replicas=found)
     up = placed["layers"]["mlp"]["up"]["kernel"]
     assert up.sharding.spec == PartitionSpec(None, None, "tensor")
     jax.tree.map(np.testing.assert_array_equal, placed, params)
 
 
-def test_a_group_has_whole_what_no_tensor_axis_shares():
-    """Adapters that fsdp shared, however large: a group draws by itself."""
+def test_a_replica_has_whole_what_no_tensor_axis_shares():
+    """Adapters that fsdp shared, however large: a replica draws by itself."""
     query = {"lora_a": jax.numpy.ones((1, 2**15, 48))}  # [L, D, r], above SMALL
     params = {"layers": {"attention": {"query": query}}}
     mesh = MeshShape(fsdp=4, tensor=2).make()
     home = sharding.place(params, mesh=mesh)
-    placed = row_groups.place(home, groups=row_groups.of_mesh(mesh))
+    placed = replicas.place(home, replicas=replicas.of_mesh(mesh))
     assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(placed))
 
 
 def test_every_process_divides_its_own_devices(monkeypatch):
     """Devices of two processes, in turn."""
-    monkeypatch.setattr(row_groups, "Mesh", lambda array, *_, **__: array)
+    monkeypatch.setattr(replicas, "Mesh", lambda array, *_, **__: array)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     devices = [SimpleNamespace(process_index=at // 2 % 2, id=at) for at in range(8)]
 
-    def groups(**shape):
+    def made(**shape):
         array = np.array(devices).reshape(tuple(shape.values()))
-        return row_groups.of_mesh(SimpleNamespace(devices=array, shape=shape))
+        return replicas.of_mesh(SimpleNamespace(devices=array, shape=shape))
 
     def numbers(found):
-        return [[device.id for device in group.flat] for group in found]
+        return [[device.id for device in replica.flat] for replica in found]
 
-    found = groups(data=4, tensor=2)
+    found = made(data=4, tensor=2)
     assert numbers(found.own) == [[2, 3], [6, 7]]
     assert numbers(found.everyone) == [[0, 1], [4, 5], [2, 3], [6, 7]]
-    assert numbers(groups(data=8).own) == [[2], [3], [6], [7]]
-    assert numbers(groups(data=2, tensor=4).own) == [[2, 3, 6, 7]]
+    assert numbers(made(data=8).own) == [[2], [3], [6], [7]]
+    assert numbers(made(data=2, tensor=4).own) == [[2, 3, 6, 7]]
     with pytest.raises(
         InputError, match=r"divide the 4 devices of process 0, .* got 8"
     ):
-        groups(data=1, tensor=8)
+        made(data=1, tensor=8)
 
 
 @pytest.mark.slow
@@ -68,11 +68,11 @@ def test_every_process_divides_its_own_devices(monkeypatch):
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
 )
 @pytest.mark.parametrize("topology", ["v5e:4x4", "v5p:2x2x4"])
-def test_hosts_of_a_tpu_slice_have_groups(topology):
+def test_hosts_of_a_tpu_slice_have_replicas(topology):
     devices = compiled.slice_of(topology)
     for tensor in (1, 2, 4):
-        groups = row_groups.of_mesh(
+        found = replicas.of_mesh(
             MeshShape(fsdp=16 // tensor, tensor=tensor).make(devices)
         )
-        assert groups.num_of_all == 16 // tensor
-        assert groups.num_own * groups.size == 4
+        assert found.num_of_all == 16 // tensor
+        assert found.num_own * found.size == 4

@@ -1,12 +1,12 @@
-"""Groups of devices that run by themselves, each with rows of its own.
+"""Replicas of a model that run by themselves, each with rows of its own.
 
     data=2,tensor=2      device 0   half of the weights      rows 0 to 3
                          device 1   the other half
                          device 2   half of the weights      rows 4 to 7
                          device 3   the other half
 
-The devices along `tensor` are a group, and it has all weights. Every process runs its
-own groups, without asking anything of the others.
+The devices along `tensor` hold a replica together: all weights. Every process runs its
+own replicas, without asking anything of the others.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ Array = jax.Array
 AXIS, TENSOR = "data", axes.VOCABULARY_AXIS  # of the meshes here
 
 
-class RowGroups(NamedTuple):
-    """Meshes with the groups on `data` and the devices of each on `tensor`."""
+class Replicas(NamedTuple):
+    """Meshes with the replicas on `data` and the devices of each on `tensor`."""
 
-    everyone: Mesh  # the groups of all processes
+    everyone: Mesh  # the replicas of all processes
     own: Mesh  # those of this process, in the same order
 
     @property
     def size(self) -> int:
-        """Devices of a group."""
+        """Devices of a replica."""
         return self.own.shape[TENSOR]
 
     @property
     def num_own(self) -> int:
-        """Groups of this process."""
+        """Replicas of this process."""
         return self.own.shape[AXIS]
 
     @property
     def num_of_all(self) -> int:
-        """Groups of all processes."""
+        """Replicas of all processes."""
         return self.everyone.shape[AXIS]
 
 
-def of_mesh(mesh: Mesh) -> RowGroups:
-    """Groups as large as the mesh's `tensor`, whatever its other axes are.
+def of_mesh(mesh: Mesh) -> Replicas:
+    """Replicas as large as the mesh's `tensor`, whatever its other axes are.
 
     On one process these are the devices along it. Each of several processes divides its
     own devices, in their order: on a TPU slice axes follow the torus, not the hosts.
 
     Raises:
-      InputError: the groups do not divide the devices of a process.
+      InputError: the replicas do not divide the devices of a process.
     """
     size, devices = dict(mesh.shape).get(TENSOR, 1), list(mesh.devices.flat)
     of_process: dict[int, list[Any]] = {}
@@ -76,14 +76,14 @@ def of_mesh(mesh: Mesh) -> RowGroups:
         return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
     everyone = [device for _, held in sorted(of_process.items()) for device in held]
-    return RowGroups(made(everyone), made(of_process[jax.process_index()]))
+    return Replicas(made(everyone), made(of_process[jax.process_index()]))
 
 
-def place(tree: Any, *, groups: RowGroups) -> Any:
-    """Parameters whole in every group; returns those of this process's groups.
+def place(tree: Any, *, replicas: Replicas) -> Any:
+    """Parameters whole in every replica; returns those of this process's replicas.
 
     What no rule puts on `tensor`, as half of every adapter, is on every device of a
-    group, however large it is.
+    replica, however large it is.
 
     Args:
       tree: arrays of this process, the same in all of them; or of a mesh of all
@@ -92,20 +92,20 @@ def place(tree: Any, *, groups: RowGroups) -> Any:
     Raises:
       InputError: `tensor` does not divide a dimension that lies on it; names the leaf.
     """
-    placed = sharding.place(tree, mesh=groups.everyone, small=sys.maxsize)
-    if groups.own.size == groups.everyone.size:
+    placed = sharding.place(tree, mesh=replicas.everyone, small=sys.maxsize)
+    if replicas.own.size == replicas.everyone.size:
         return placed
 
     def of_own(leaf: Array) -> Array:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             data = of_own(jax.random.key_data(leaf))
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-        held: Any = leaf.sharding  # along `data` each group has the same
+        held: Any = leaf.sharding  # along `data` each replica has the same
         parts = {shard.device: shard.data for shard in leaf.addressable_shards}
         return jax.make_array_from_single_device_arrays(
             leaf.shape,
-            NamedSharding(groups.own, held.spec, memory_kind=held.memory_kind),
-            [parts[device] for device in groups.own.devices.flat],
+            NamedSharding(replicas.own, held.spec, memory_kind=held.memory_kind),
+            [parts[device] for device in replicas.own.devices.flat],
         )
 
     return jax.tree.map(of_own, placed)
