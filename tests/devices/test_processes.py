@@ -146,7 +146,7 @@ def alone(*args, **options):
     return run(*args, count=1, devices=1, **options)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_train_as_one_does(files, tmp_path):
     told = run("sft", files, tmp_path / "two", *SFT, MESH)
     alone("sft", files, tmp_path / "one", *SFT)

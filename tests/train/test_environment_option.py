@@ -112,7 +112,7 @@ LONG = pytest.mark.long
     ("behind", "meshes"),
     [
         pytest.param(0, EIGHT[0], marks=LONG),
-        (1, EIGHT[0]),
+        pytest.param(1, EIGHT[0], marks=LONG),
         (0, EIGHT[1]),
         pytest.param(1, EIGHT[1], marks=LONG),
     ],

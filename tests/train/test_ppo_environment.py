@@ -24,6 +24,7 @@ from rlhf_jax.train.ppo.prompts import begin_episodes
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 WORDS = ["go", "left", "right", "key", "door", "hall"]
 STEPS = 3
+LONG = pytest.mark.long
 # Adam makes steps of the rounding of gradients that are nearly 0.
 LORA = ("--lora.rank=2", "--policy-learning-rate=1e-4")
 
@@ -144,9 +145,9 @@ def test_a_run_is_a_loop_of_episodes_and_learn(files):
 @pytest.mark.parametrize(
     "options",
     [
-        ("--max-staleness=2",),
+        pytest.param(("--max-staleness=2",), marks=LONG),
         ("--lora.rank=2", "--max-staleness=1"),
-        ("--lora.rank=2", "--reference-storage.dtype=int8"),
+        pytest.param(("--lora.rank=2", "--reference-storage.dtype=int8"), marks=LONG),
         ("--shared-trunk", "--packing=auto"),
         ("--value-after-stop", "--continuous-batching=4"),
     ],
@@ -165,7 +166,7 @@ def test_runs_resume_to_the_bit(files, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [pytest.param((), marks=pytest.mark.long), LORA])
+@pytest.mark.parametrize("options", [pytest.param((), marks=LONG), LORA])
 def test_a_run_on_eight_devices_is_that_of_one(files, options):
     wanted = train(files, "one", *options)
     found = train(files, "eight", *options, "--placement.policy=data=4,tensor=2")
