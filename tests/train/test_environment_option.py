@@ -13,7 +13,9 @@ import rlhf_jax.train.reinforce
 from rlhf_jax.environments.protocol import Started, Turn
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.runs import metrics
+from rlhf_jax.train.environment import opened
 from rlhf_jax.train.environment.options import make_environment
+from rlhf_jax.train.environment.programs import EpisodePrograms
 
 WORDS = ["go", "left", "right", "key", "door", "hall"]
 
@@ -117,10 +119,18 @@ LONG = pytest.mark.long
         pytest.param(1, EIGHT[1], marks=LONG),
     ],
 )
-def test_a_run_on_eight_devices_is_that_of_one(files, behind, meshes):
+def test_a_run_on_eight_devices_is_that_of_one(files, behind, meshes, monkeypatch):
     options = (*GROUPS, f"--max-staleness={behind}", "--keep-snapshots=4")
-    wanted = train(files, "one", *options)
+    wanted, replicas = train(files, "one", *options), set()
+
+    def made(*args, **kwargs):
+        programs = EpisodePrograms(*args, **kwargs)
+        replicas.add(programs.shares)
+        return programs
+
+    monkeypatch.setattr(opened, "EpisodePrograms", made)
     found = train(files, "eight", *options, *meshes)
+    assert replicas == {8 if meshes == EIGHT[0] else 4}
     toy_episodes.assert_same_run(found, wanted)
     summaries = [
         json.loads((run / "summary.json").read_text()) for run in (found, wanted)
