@@ -171,9 +171,10 @@ def local_devices(mesh: Mesh) -> list[Any]:
 def in_turn(tree: Any) -> Any:
     """The same, once it is computed where several processes run on CPUs.
 
-    For what is computed leaf by leaf with an exchange. XLA:CPU has few threads: in each
-    process other programs may take them all, and wait for each other for ever. Other
-    devices run programs one after the other, and nothing waits here.
+    For what is computed leaf by leaf with an exchange. XLA:CPU has few threads, and
+    programs that wait for another process may take all of them, different ones in each
+    process: then none ever ends. Other devices run programs one after the other, and
+    nothing waits here.
     """
     if jax.process_count() > 1 and jax.default_backend() == "cpu":
         return jax.block_until_ready(tree)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from rlhf_jax.devices import sharding
+from rlhf_jax.devices import processes, sharding
 from rlhf_jax.devices.mesh_shape import AXES
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import axes
@@ -59,9 +59,9 @@ def of_mesh(mesh: Mesh) -> Replicas:
     Raises:
       InputError: the replicas do not divide the devices of a process.
     """
-    size, devices = dict(mesh.shape).get(TENSOR, 1), list(mesh.devices.flat)
+    size = dict(mesh.shape).get(TENSOR, 1)
     of_process: dict[int, list[Any]] = {}
-    for device in devices:
+    for device in mesh.devices.flat:
         of_process.setdefault(device.process_index, []).append(device)
     for number, held in of_process.items():
         if len(held) % size:
@@ -76,7 +76,7 @@ def of_mesh(mesh: Mesh) -> Replicas:
         return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
     everyone = [device for _, held in sorted(of_process.items()) for device in held]
-    return Replicas(made(everyone), made(of_process[jax.process_index()]))
+    return Replicas(made(everyone), made(processes.local_devices(mesh)))
 
 
 def place(tree: Any, *, replicas: Replicas) -> Any:

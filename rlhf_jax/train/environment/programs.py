@@ -106,8 +106,8 @@ class EpisodePrograms:
           shaping: for evaluation only.
 
         Raises:
-          InputError: an episode is longer than the model's context, or devices that
-            draw together are of several processes.
+          InputError: an episode is longer than the model's context, or `tensor` does
+            not divide the devices of a process.
         """
         if columns > recipe.model.max_positions:
             raise InputError(
