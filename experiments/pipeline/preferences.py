@@ -11,9 +11,10 @@ from pipeline.options import PROMPT_COLUMNS, TRAIN_PROMPTS, Config
 from worlds import reviews
 
 from rlhf_jax.algorithms.batch import Rollout
-from rlhf_jax.data import batches, tokenization
+from rlhf_jax.data import batches
 from rlhf_jax.data.examples import Pair
 from rlhf_jax.functional import checks
+from rlhf_jax.roles.rewards import transcripts
 
 Array = jax.Array
 Params = Any
@@ -72,7 +73,7 @@ def label_pairs(
 
 def answers_in(answered: Rollout) -> list[tuple[str, str]]:
     """(prompt, response) of every row, words separated by blanks."""
-    return tokenization.texts(answered, decode=text_of)
+    return transcripts.texts(answered, decode=text_of)
 
 
 def text_of(ids: list[int]) -> str:

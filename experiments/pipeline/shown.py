@@ -8,8 +8,8 @@ from typing import Any
 import jax
 
 from rlhf_jax.algorithms.batch import Scored
-from rlhf_jax.data import tokenization
 from rlhf_jax.inspection import sampled_tokens
+from rlhf_jax.roles.rewards import transcripts
 
 Row = dict[str, Any]
 
@@ -43,7 +43,7 @@ def rows_of(
         for index, score, (prompt, response), tokens in zip(
             rollout.index,
             scores,
-            tokenization.texts(rollout, decode=decode),
+            transcripts.texts(rollout, decode=decode),
             sampled_tokens.columns(
                 rollout,
                 logprobs=rollout.old_logprobs,

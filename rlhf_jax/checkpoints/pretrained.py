@@ -17,7 +17,8 @@ import numpy as np
 from rlhf_jax.algorithms.batch import Sequences
 from rlhf_jax.checkpoints import hf, peft
 from rlhf_jax.data import batches, encoding, files, json_lines, tokenization
-from rlhf_jax.data.examples import Example
+from rlhf_jax.data.examples import Text
+from rlhf_jax.data.text import TextContract
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import layout
 from rlhf_jax.models.config import Attention, ModelConfig, Remat
@@ -43,6 +44,11 @@ class Pretrained(NamedTuple):
     def pad_id(self) -> int:
         """The id that fills up rows."""
         return tokenization.pad_token_id(self.tokenizer)
+
+    @property
+    def contract(self) -> TextContract:
+        """What turns text into tokens and back."""
+        return TextContract(self.tokenizer, stop_ids=self.stop_ids)
 
     def limit(self, max_length: int | None) -> int:
         """Tokens that a row may have: `max_length`, or the context if None.
@@ -82,8 +88,11 @@ class Pretrained(NamedTuple):
         return context - max_new_tokens
 
     def decode(self, tokens: list[int]) -> str:
-        """Token ids -> text, special tokens left out."""
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        """Token ids -> text; padding, BOS and stop tokens are left out.
+
+        Every other special token is kept, as <think> where a model has one.
+        """
+        return tokenization.spoken(self.tokenizer, tokens, stop_ids=self.stop_ids)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,7 +226,7 @@ def save(
 
 def read_examples(
     start: Pretrained, source: str, *, max_length: int | None = None
-) -> list[Example]:
+) -> list[Text]:
     """Plain text (.txt), cut into blocks, or demonstrations (JSONL).
 
     Args:
@@ -230,7 +239,7 @@ def read_examples(
     longest = start.limit(max_length)
     if source.endswith(".txt"):
         text = json_lines.read_text(source)
-        return encoding.encode_text(start.tokenizer, text, block_size=longest)
+        return [*encoding.encode_text(start.tokenizer, text, block_size=longest)]
     return encoding.encode_demonstrations(
         start.tokenizer,
         files.read_demonstrations(source),

@@ -1,27 +1,22 @@
-"""Rows to token lists: tokenizers, lengths, blocks of plain text.
-
-Prompts get the tokenizer's special tokens, for instance Llama's BOS. Responses get none
-but EOS at the end. The two are encoded apart, as they are when a response is sampled.
-Messages are encoded as the tokenizer's chat template writes them (`chat`).
-"""
+"""Rows to token lists, by the text contract (`text`): lengths, blocks of plain text."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from rlhf_jax.data import chat, json_lines, lengths, tokenization
-from rlhf_jax.data.examples import Example, Pair, Tokens
+from rlhf_jax.data import json_lines, lengths
+from rlhf_jax.data.examples import Example, Pair, Text, Tokens
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.lengths import Overlong
+from rlhf_jax.data.text import Asked, TextContract, Written, asked, messages
+from rlhf_jax.data.text.messages import AssistantTurns
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Written = str | list[chat.Message]  # a text, or messages for the chat template
 
 
 def encode_prompts(
@@ -30,6 +25,7 @@ def encode_prompts(
     *,
     max_length: int,
     field: str = "prompt",
+    stop_ids: Sequence[int] | None = None,
     overlong: Overlong = "error",
     widest: int | None = None,
     more: str = "allow more",
@@ -38,6 +34,8 @@ def encode_prompts(
 
     Args:
       max_length: tokens, the context less the room for the response.
+      stop_ids: tokens that end a response, which no text of a prompt becomes; None is
+        the tokenizer's EOS.
       overlong: what becomes of a longer prompt: an error, or left out.
       widest: tokens of the largest bucket; None is no bucket.
       more: how a prompt may be longer, for the errors.
@@ -47,8 +45,8 @@ def encode_prompts(
         bucket, has no token, or none is left; or it is of messages that the tokenizer
         has no template for. Names the row's file and line.
     """
-    places = _places(rows)
-    prompts = _prompts(tokenizer, [row[field] for row in rows], places=places)
+    contract = TextContract(tokenizer, stop_ids=stop_ids)
+    places, prompts = _places(rows), contract.prompts(_asked(rows, field=field))
     for tokens, where, row in zip(prompts, places, rows, strict=True):
         if not tokens:
             raise InputError(
@@ -75,37 +73,44 @@ def encode_demonstrations(
     prompt: str = "prompt",
     response: str = "response",
     stop_ids: Sequence[int] | None = None,
+    assistant_turns: AssistantTurns = "last",
     overlong: Overlong = "error",
     widest: int | None = None,
-) -> list[Example]:
+) -> list[Text]:
     """Examples of at most `max_length` tokens, prompt and response together.
 
     Args:
       prompt, response: fields with texts or messages.
       stop_ids: tokens that end a response, of which the first is given to a text
         without one; None is the tokenizer's EOS.
+      assistant_turns: which turns of the assistant are learned in a conversation: the
+        last, all, or none but those that are marked. A mark of a message (`weight`,
+        `train` or `loss_mask`, 0 or 1) goes before it.
       widest: tokens of the largest bucket or of a packed row; None is no such limit.
+
+    Returns:
+      An `Episode` where several turns of a conversation are learned.
 
     Raises:
       InputError: an example is longer (with overlong="error") or beyond `widest`, or
-        none is left; or it is of messages that the template does not write as
-        `chat.response_tokens` asks. Names the row's file and line.
+        none is left; or the text contract does not take it. Names the row's file and
+        line.
     """
-    places = _places(rows)
-    prompts = _prompts(tokenizer, [row[prompt] for row in rows], places=places)
-    responses = _responses(
-        tokenizer,
-        [row[response] for row in rows],
-        asked=[row[prompt] for row in rows],
-        prompts=prompts,
-        places=places,
-        stop_ids=stop_ids,
+    contract = TextContract(tokenizer, stop_ids=stop_ids)
+    questions = _asked(rows, field=prompt)
+    written = [row[response] for row in rows]
+    examples = contract.examples(
+        questions,
+        written,
+        turns=[
+            _learned(each, text, which=assistant_turns)
+            for each, text in zip(questions, written, strict=True)
+        ],
     )
-    examples = list(map(Example, prompts, responses))
     fits = lengths.fits(
-        [len(example.prompt) + len(example.response) for example in examples],
+        [example.length for example in examples],
         texts=[row[prompt] for row in rows],
-        places=places,
+        places=[each.where for each in questions],
         max_length=max_length,
         overlong=overlong,
         widest=widest,
@@ -139,16 +144,15 @@ def encode_preferences(
         are the same tokens, or a margin is not a finite number; or as
         `encode_demonstrations`.
     """
-    asked, places = [row["prompt"] for row in rows], _places(rows)
-    prompts = _prompts(tokenizer, asked, places=places)
-    responses = functools.partial(
-        _responses,
-        tokenizer,
-        asked=asked,
-        prompts=prompts,
-        places=places,
-        stop_ids=stop_ids,
-    )
+    contract = TextContract(tokenizer, stop_ids=stop_ids)
+    questions, places = _asked(rows, field="prompt"), _places(rows)
+    for side in ("chosen", "rejected"):
+        for each, row in zip(questions, rows, strict=True):
+            if not isinstance(each.written, str):
+                turn = messages.as_turn(row[side])
+                messages.check_unmarked([*each.messages, *turn], where=each.where)
+    prompts = contract.prompts(questions)
+    responses = functools.partial(contract.responses, questions, prompts=prompts)
     chosen = responses([row["chosen"] for row in rows])
     rejected = responses([row["rejected"] for row in rows])
     margins = [
@@ -193,7 +197,7 @@ def encode_text(
     """
     if block_size < 2:
         raise InputError(f"expected a block size of at least 2, got {block_size}")
-    (tokens,) = tokenization.encode(tokenizer, [text], special=False)
+    tokens = TextContract(tokenizer).written(text, special=False)
     if len(tokens) < 2:
         raise InputError(f"expected a text of at least 2 tokens, got {len(tokens)}")
     stride = block_size - 1
@@ -207,57 +211,22 @@ def _places(rows: Sequence[Row]) -> list[str]:
     return [json_lines.place(row, i) for i, row in enumerate(rows)]
 
 
-def _prompts(
-    tokenizer: PreTrainedTokenizerBase,
-    asked: Sequence[Written],
-    *,
-    places: Sequence[str],
-) -> list[list[int]]:
-    texts = [text for text in asked if isinstance(text, str)]
-    chats = [
-        chat.render(tokenizer, messages, where=where)
-        for where, messages in zip(places, asked, strict=True)
-        if not isinstance(messages, str)
+def _asked(rows: Sequence[Row], *, field: str) -> list[Asked]:
+    return [
+        asked(row, field=field, where=where)
+        for row, where in zip(rows, _places(rows), strict=True)
     ]
-    # A template writes BOS itself, and so does a text that one was put to by hand.
-    bos = [tokenizer.bos_token_id]
-    twice = (
-        2 * bos if tokenization.encode(tokenizer, [""], special=True) == [bos] else None
-    )
-    of_texts = iter(
-        tokens[1:] if tokens[:2] == twice else tokens
-        for tokens in tokenization.encode(tokenizer, texts, special=True)
-    )
-    of_chats = iter(tokenization.encode(tokenizer, chats, special=False))
-    return [next(of_texts if isinstance(text, str) else of_chats) for text in asked]
 
 
-def _responses(
-    tokenizer: PreTrainedTokenizerBase,
-    written: Sequence[Written],
-    *,
-    asked: Sequence[Written],
-    prompts: Sequence[Tokens],
-    places: Sequence[str],
-    stop_ids: Sequence[int] | None,
-) -> list[list[int]]:
-    """The responses to `asked`, whose tokens are `prompts`; each ends once."""
-    stops = tuple(stop_ids) if stop_ids else (tokenization.eos_token_id(tokenizer),)
-    texts = [
-        cast("str", response)  # as `data` has checked
-        if isinstance(prompt, str)
-        else chat.render_with_response(tokenizer, prompt, response, where=where)
-        for prompt, response, where in zip(asked, written, places, strict=True)
-    ]
-    responses = []
-    for i, tokens in enumerate(tokenization.encode(tokenizer, texts, special=False)):
-        if isinstance(asked[i], str):
-            ended = bool(tokens) and tokens[-1] in stops
-            responses.append(tokens if ended else [*tokens, stops[0]])
-        else:
-            of = {"prompt": prompts[i], "stop_ids": stops, "where": places[i]}
-            responses.append(chat.response_tokens(tokenizer, tokens, **of))
-    return responses
+def _learned(
+    each: Asked, response: Written, *, which: AssistantTurns
+) -> list[int] | None:
+    """The messages of a conversation that are learned; None for its response alone."""
+    if isinstance(each.written, str):
+        return None
+    conversation = [*each.messages, *messages.as_turn(response)]
+    learned = messages.learned_turns(conversation, which=which, where=each.where)
+    return None if learned == [len(conversation) - 1] else learned
 
 
 def _check_packed(pair: Pair, row: Row, *, where: str, widest: int | None) -> None:

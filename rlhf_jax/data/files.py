@@ -16,8 +16,9 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from rlhf_jax.data import chat, json_lines
+from rlhf_jax.data import json_lines
 from rlhf_jax.data.json_lines import LocatedRow, Row
+from rlhf_jax.data.text import messages as chat
 from rlhf_jax.functional.checks import InputError
 
 Item = TypeVar("Item")

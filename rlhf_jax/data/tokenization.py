@@ -5,16 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-import jax
-
-from rlhf_jax.algorithms.batch import Rollout
 from rlhf_jax.data import hub
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.roles.rewards.transcripts import transcript
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -143,19 +139,6 @@ def eos_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return eos
 
 
-def texts(
-    rollout: Rollout, *, decode: Callable[[list[int]], str]
-) -> list[tuple[str, str]]:
-    """(prompt, response) of every row, as text; observations are marked as such."""
-    tokens, mask, response_mask = jax.device_get(
-        (rollout.tokens, rollout.mask, rollout.response_mask)
-    )
-    return [
-        transcript(*row, decode=decode)
-        for row in zip(tokens, mask, response_mask, strict=True)
-    ]
-
-
 def encode(
     tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bool
 ) -> list[list[int]]:
@@ -164,6 +147,29 @@ def encode(
         return []
     # verbose=False: lengths are checked here, against the context of the model.
     return tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"]
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """The text of token ids, special tokens included, with its spaces as they are."""
+    text = tokenizer.decode(
+        list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+    return cast(str, text)
+
+
+def spoken(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, stop_ids: Sequence[int]
+) -> str:
+    """The text of a prompt or a response as it is shown, and as a reward reads it.
+
+    Padding, BOS and stop tokens are left out, and every other special token is kept.
+
+    Args:
+      stop_ids: tokens that end a response.
+    """
+    special = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+    left_out = (*special, *stop_ids)
+    return decode(tokenizer, [number for number in ids if number not in left_out])
 
 
 def pieces(ids: list[int], *, decode: Callable[[list[int]], str]) -> list[str]:

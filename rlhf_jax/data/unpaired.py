@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from rlhf_jax.data import encoding, files, json_lines
-from rlhf_jax.data.examples import Pair, Tokens
+from rlhf_jax.data.examples import Example, Pair, Tokens
 from rlhf_jax.data.files import Blank
 from rlhf_jax.data.json_lines import LocatedRow, Row
 from rlhf_jax.data.lengths import Overlong
+from rlhf_jax.data.text import messages
 from rlhf_jax.functional.checks import InputError
 
 if TYPE_CHECKING:
@@ -106,8 +107,12 @@ def encode_labelled(
         the same tokens, or a row of `widest` tokens does not hold a text with its
         prompt twice.
     """
+    for index, row in enumerate(rows):
+        if not isinstance(row["prompt"], str):
+            turns = [*row["prompt"], *messages.as_turn(row["completion"])]
+            messages.check_unmarked(turns, where=json_lines.place(row, index))
     texts = [
-        (example, label)
+        (Example(example.prompt, example.response), label)
         for label in (True, False)
         for example in encoding.encode_demonstrations(
             tokenizer,

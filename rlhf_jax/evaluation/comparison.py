@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlhf_jax.functional.checks import InputError, StopError
+from rlhf_jax.roles.rewards.transcripts import Prompt
 
 Row = Mapping[str, Any]  # of the user's data
+# A prompt is a list of messages where the row holds one, and else a text.
 # (prompts, first responses, second responses, rows) -> the probability of each pair
 # that its first response is the better one.
-PairFunction = Callable[[list[str], list[str], list[str], list[Row]], Sequence[float]]
+PairFunction = Callable[[list[Any], list[str], list[str], list[Row]], Sequence[float]]
 
 
 def win_rate(scores: Sequence[float], ref_scores: Sequence[float]) -> float:
@@ -68,7 +70,7 @@ class Verdict(NamedTuple):
 def judged(
     judge: PairFunction,
     *,
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     responses: Sequence[str],
     ref_responses: Sequence[str],
     rows: Sequence[Row],
@@ -92,7 +94,10 @@ def judged(
     def ask(first: Sequence[str], second: Sequence[str]) -> list[float]:
         try:
             returned = judge(
-                [*prompts], [*first], [*second], [copy.deepcopy(row) for row in rows]
+                copy.deepcopy([*prompts]),
+                [*first],
+                [*second],
+                [copy.deepcopy(row) for row in rows],
             )
             if isinstance(returned, Iterator):  # whose code has not run yet
                 returned = list(returned)

@@ -49,7 +49,7 @@ class Response:
     decoding: Literal["sampled", "greedy"]
     row: int  # of the file of prompts, from 0
     sample: int  # which of the prompt's samples
-    prompt: str
+    prompt: str | list[dict[str, Any]]  # plain text, or the messages of a conversation
     response: str
     length: int  # tokens, the stop token included
     ended: bool  # by a stop token

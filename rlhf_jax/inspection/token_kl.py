@@ -10,6 +10,7 @@ that the policy finds most likely there.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from html import escape
@@ -259,10 +260,8 @@ def run(options: Options) -> None:
         ref_params,
         model=policy.model,
         ref_model=ref_model,
-        tokens=policy.tokenizer(text, verbose=False)["input_ids"],
-        decode=lambda ids: str(
-            policy.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-        ),
+        tokens=policy.contract.written(text),
+        decode=functools.partial(tokenization.decode, policy.tokenizer),
         temperature=options.temperature,
         alternatives=options.alternatives,
     )

@@ -31,6 +31,11 @@ def rows_of(run: Run) -> list[dict[str, Json]]:
     for row in run.samples:
         prompt = row.get("prompt", row.get("question"))
         response = row.get("response", row.get("answer"))
+        if isinstance(prompt, list):  # the messages of a conversation
+            prompt = "\n".join(
+                f"{message.get('role')}: {message.get('content') or ''}"
+                for message in prompt
+            )
         if not isinstance(prompt, str) or not isinstance(response, str):
             continue
         judge = finite(row.get("judge", row.get("gold")))

@@ -48,6 +48,7 @@ from rlhf_jax.data import (
 )
 from rlhf_jax.data.batches import Batches
 from rlhf_jax.data.examples import Text
+from rlhf_jax.data.text.messages import AssistantTurns
 from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.devices.placement import PolicyPlacement
 from rlhf_jax.functional import checks
@@ -81,6 +82,10 @@ class Config(StartConfig):
     """Field of --data with the prompts."""
     response_field: str = "response"
     """Field of --data with the responses."""
+    assistant_turns: AssistantTurns = "last"
+    """Turns of the assistant that are learned in a conversation: the last, all, or the
+    marked ones. A message's own mark (weight, train or loss_mask, 0 or 1) takes
+    precedence."""
     max_length: int | None = None
     """Longest example, or block of text, tokens; None is the model's context."""
     overlong: Literal["error", "drop"] = "error"
@@ -194,7 +199,11 @@ def read_examples(options: Config, start: Pretrained) -> Sequence[Text]:
     if of_turns:
         return turns.encode_episodes(start.tokenizer, rows, **limits)
     return encoding.encode_demonstrations(
-        start.tokenizer, rows, response=options.response_field, **limits
+        start.tokenizer,
+        rows,
+        response=options.response_field,
+        assistant_turns=options.assistant_turns,
+        **limits,
     )
 
 

@@ -14,6 +14,7 @@ from rlhf_jax.checkpoints import frozen_models
 from rlhf_jax.checkpoints.frozen_models import RewardModel
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data.json_lines import Row
+from rlhf_jax.data.text import Written
 from rlhf_jax.devices import row_sharding, sharding
 from rlhf_jax.roles import rewards
 from rlhf_jax.roles.reference import frozen
@@ -28,14 +29,24 @@ Array = jax.Array
 
 
 def load_text_reward(
-    option: str, spec: str, *, policy: Pretrained, rows: list[Row]
+    option: str,
+    spec: str,
+    *,
+    policy: Pretrained,
+    rows: list[Row],
+    asked: Sequence[Written] | None = None,
 ) -> TextReward:
-    """The Python function module:function that an option names."""
+    """The Python function module:function that an option names.
+
+    Args:
+      asked: the prompts of the rows as they were written; None decodes their tokens.
+    """
     return TextReward(
         function=command_line.load_function(spec),
         decode=policy.decode,
         rows=rows,
         called=f"{option} {spec}",
+        asked=asked,
     )
 
 

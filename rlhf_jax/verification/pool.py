@@ -24,7 +24,8 @@ import numpy as np
 from rlhf_jax.functional.checks import StopError
 from rlhf_jax.roles.rewards import text
 from rlhf_jax.roles.rewards.scores import Scores
-from rlhf_jax.roles.rewards.text import Decode, Responses, Row, Texts
+from rlhf_jax.roles.rewards.text import Row, Texts
+from rlhf_jax.roles.rewards.transcripts import Decode, Prompt, Responses
 from rlhf_jax.roles.rewards.verifiers import Verifier
 from rlhf_jax.verification import processes, worker
 from rlhf_jax.verification.processes import OnFailure
@@ -74,14 +75,22 @@ class VerifierPool:
         self._pool.stop()
         self._pool.join()
 
-    def reward(self, *, decode: Decode, rows: Sequence[Row]) -> PooledReward:
+    def reward(
+        self,
+        *,
+        decode: Decode,
+        rows: Sequence[Row],
+        asked: Sequence[Prompt] | None = None,
+    ) -> PooledReward:
         """This verifier as a reward of the responses to `rows`; any number of them.
 
         Args:
-          decode: token ids -> text; the tokenizer's, with special tokens left out.
+          decode: token ids -> text, as `transcripts.texts` takes it.
           rows: the data set that `rollout.index` points into.
+          asked: the prompts of these rows as they were written: texts, or messages;
+            None decodes their tokens.
         """
-        return PooledReward(self, decode, rows)
+        return PooledReward(self, decode, rows, asked)
 
     def submit(self, texts: Texts) -> Pending:
         """Starts on a batch of texts and returns at once.
@@ -109,6 +118,7 @@ class PooledReward:
     pool: VerifierPool
     decode: Decode
     rows: Sequence[Row]
+    asked: Sequence[Prompt] | None = None
 
     def __call__(self, rollout: Responses) -> Scores:
         """Scores f32[B] of the responses, once all are verified."""
@@ -116,7 +126,9 @@ class PooledReward:
 
     def submit(self, rollout: Responses) -> Pending:
         """Waits for the rollout, starts on its texts and returns."""
-        return self.pool.submit(text.read(rollout, decode=self.decode, rows=self.rows))
+        return self.pool.submit(
+            text.read(rollout, decode=self.decode, rows=self.rows, asked=self.asked)
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,17 +16,11 @@ from test_trainers import TOY_PPO, play
 
 import rlhf_jax.train.sft
 from rlhf_jax import config, sft
-from rlhf_jax.data import (
-    batches,
-    chat,
-    encoding,
-    files,
-    packing,
-    templates,
-    tokenization,
-)
+from rlhf_jax.data import batches, encoding, files, packing, tokenization
 from rlhf_jax.data.examples import Example, Pair
+from rlhf_jax.data.text import chat, templates
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.roles.rewards import transcripts
 from rlhf_jax.roles.rewards.text import read
 from rlhf_jax.runs import metrics
 from rlhf_jax.train import ppo
@@ -84,6 +78,11 @@ def spelt(*pieces):
         letters = piece.replace("\n", "Ċ").replace(" ", "Ġ")
         ids += [IDS[piece]] if piece in IDS else [IDS[letter] for letter in letters]
     return ids
+
+
+def letters(text):
+    """Ids of a text a letter at a time, whatever it says."""
+    return [IDS[letter] for letter in text.replace("\n", "Ċ").replace(" ", "Ġ")]
 
 
 def user(text):
@@ -185,11 +184,11 @@ def test_bos_is_never_doubled():
             assert tokens[1:] == [[bos, *hi], [bos, *hi] if adds else hi]
 
 
-def test_two_in_a_row_are_a_text_s_own_where_the_tokenizer_adds_none():
+def test_a_second_bos_is_text():
     _, [tokens] = encoding.encode_prompts(
         byte_tokenizer(), [{"prompt": "<bos><bos>Hi"}], max_length=99
     )
-    assert tokens == [IDS["<bos>"], IDS["<bos>"], *spelt("Hi")]
+    assert tokens == [IDS["<bos>"], *letters("<bos>Hi")]
 
 
 def test_a_prompt_is_the_same_on_another_day():
@@ -209,7 +208,8 @@ def test_an_answer_ends_once_with_any_of_the_stop_ids():
     )
     yes, eos, end = spelt("Yes"), *([i] for i in stop_ids)
     assert [example.response for example in plain] == [
-        *([*yes, *eos], [*yes, *end], [*yes, *eos], eos, [*end, *yes, *eos])
+        *([*yes, *eos], [*yes, *end], [*yes, *eos], eos),
+        [*letters("<|im_end|>Yes"), *eos],  # text, as it is not at the end
     ]
     # By hand in front of the template's; the tokenizer's own EOS is another one.
     row = {"prompt": [user("Hi")], "response": "Yes<|im_end|>"}
@@ -217,6 +217,7 @@ def test_an_answer_ends_once_with_any_of_the_stop_ids():
     assert example.response == [*yes, *end]
 
 
+OVER = "<|im_end|>Over.<|im_end|>"
 MESSY = {"prompt": [user("Hi")], "response": "Yes"}
 
 
@@ -235,10 +236,10 @@ MESSY = {"prompt": [user("Hi")], "response": "Yes"}
             "supported; change the messages",
         ),
         (
-            QWEN,
-            MESSY | {"response": "\nYes"},
-            r"row 1 .* begin with the tokens of its prompt, got '\\n\\nYes<\|im_end\|>"
-            r"\\n' where the chat template asks for a response with '\\n'; begin the",
+            byte_tokenizer(CHATML.replace("assistant\n", "model\n"), eos="<|im_end|>"),
+            MESSY,
+            r"row 1 .* begin as its prompt does, got 'assistant\\nYes<\|im_end\|>\\n' where"
+            r" the chat template asks for a response with 'model\\n'; use a",
         ),
         (
             byte_tokenizer(CHATML),
@@ -246,9 +247,14 @@ MESSY = {"prompt": [user("Hi")], "response": "Yes"}
             r"row 1 .* stop ids, '<eos>' \(1\), got 'es<\|im_end\|>\\n' at the end",
         ),
         (
-            QWEN,
-            MESSY | {"response": "Yes<|im_end|>No"},
-            r"row 1 .* got '<\|im_end\|>' \(4\) before 'No\\n'; remove it",
+            byte_tokenizer(
+                CHATML.replace(
+                    "'<|im_end|>\n' }}{% endfor", f"'{OVER}\n' }}}}{{% endfor"
+                ),
+                eos="<|im_end|>",
+            ),
+            MESSY,
+            r"row 1 .* got '<\|im_end\|>' \(4\) before 'Over.\\n'; remove it",
         ),
         (
             byte_tokenizer(
@@ -347,12 +353,14 @@ def test_a_python_reward_gets_the_messages_and_a_readable_text():
     )
 
     def decode(ids):
-        return QWEN.decode(ids, skip_special_tokens=True)
+        return tokenization.spoken(QWEN, ids, stop_ids=spelt("<|im_end|>"))
 
-    texts = read(answered, decode=decode, rows=rows)
-    asked = "system\nBe kind.\nuser\nHi\nassistant\n"
-    assert texts.lists == ([asked], ["Yes"], [row])
-    assert tokenization.texts(answered, decode=decode) == [(asked, "Yes")]
+    texts = read(answered, decode=decode, rows=rows, asked=[row["prompt"]])
+    assert texts.lists == ([[user("Hi")]], ["Yes"], [row])
+    shown = (
+        "<|im_start|>system\nBe kind.\n<|im_start|>user\nHi\n<|im_start|>assistant\n"
+    )
+    assert transcripts.texts(answered, decode=decode) == [(shown, "Yes")]
 
 
 def written(tmp_path, *rows):
@@ -500,9 +508,10 @@ def test_ppo_asks_with_messages(tuned, tmp_path, monkeypatch):
         *("--reward=judging:score", "--num-steps=1"),
     )
     samples = metrics.read(out / "samples.jsonl")
-    assert {row["prompt"] for row in samples} == {"? the cat .", "? a dog ."}
+    assert {row["prompt"][0]["content"] for row in samples} == {*TURNS}
     for row in samples:  # what it has learned, and where it ends
-        question = row["prompt"].strip("?. ")
+        [asked] = row["prompt"]
+        question = asked["content"]
         assert row["response"] == TURNS[question]
         expected = len(question) + len(row["response"]) / 100
         assert row["score"] == pytest.approx(expected)

@@ -18,6 +18,7 @@ from rlhf_jax.data import (
     tokenization,
 )
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.roles.rewards import transcripts
 
 WORDS = {"<pad>": 0, "<s>": 1, "</s>": 2, "a": 3, "b": 4, "c": 5, "d": 6}
 
@@ -176,7 +177,7 @@ def test_texts_of_a_rollout(tokenizer):
         index=jnp.arange(2),
         sample=jnp.zeros(2, jnp.int32),
     )
-    assert tokenization.texts(answered, decode=tokenizer.decode) == [
+    assert transcripts.texts(answered, decode=tokenizer.decode) == [
         ("a b", "c </s>"),
         ("a b c", "d a b"),
     ]

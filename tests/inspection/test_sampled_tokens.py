@@ -9,8 +9,8 @@ import pytest
 import toys
 
 from rlhf_jax import batch
-from rlhf_jax.data import tokenization
 from rlhf_jax.inspection import sampled_tokens
+from rlhf_jax.roles.rewards import transcripts
 
 WORDS = [
     *("pad", "<eos>", "<stop>", "it", "is", "a", "fine", "gift", "we", "love"),
@@ -33,7 +33,7 @@ def test_a_columns_entry_is_about_its_token(rollout):
     told = sampled_tokens.columns(
         rollout, logprobs=logprobs, ref_logprobs=-logprobs, decode=decode
     )
-    texts = tokenization.texts(rollout, decode=decode)
+    texts = transcripts.texts(rollout, decode=decode)
     assert len(told) == len(texts)
     for row, (each, (_, response)) in enumerate(zip(told, texts, strict=True)):
         assert "".join(each["tokens"]) == response
@@ -97,7 +97,7 @@ def test_observed_tokens_stand_in_their_places_without_numbers(two_turns):
 
 
 def test_texts_have_what_was_observed_in_its_place_and_not_in_the_prompt(two_turns):
-    assert tokenization.texts(two_turns, decode=decode) == [
+    assert transcripts.texts(two_turns, decode=decode) == [
         ("we love", "it is <stop>⟦a fine⟧gift <eos>"),
         ("we love love", "it <stop>⟦dull⟧"),
     ]

@@ -12,16 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rlhf_jax.data import chat, json_lines, lengths, tokenization
+from rlhf_jax.data import json_lines, lengths
 from rlhf_jax.data.examples import Episode
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.lengths import Overlong
-from rlhf_jax.data.turns.encoder import TurnEncoder
+from rlhf_jax.data.text import Asked, TextContract, Written, asked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-USER = [{"role": "user", "content": "Hi"}]  # to whom a turn responds, for its tokens
 
 
 def encode_episodes(
@@ -47,35 +45,19 @@ def encode_episodes(
     Raises:
       InputError: as `encoding.encode_demonstrations`.
     """
-    stops = tuple(stop_ids) if stop_ids else (tokenization.eos_token_id(tokenizer),)
-    encoders: dict[bool, TurnEncoder] = {}
-    episodes, places = [], []
-    for number, row in enumerate(rows):
-        where = json_lines.place(row, number)
-        by_template = not isinstance(row[prompt], str)
-        if by_template not in encoders:
-            encoders[by_template] = TurnEncoder(
-                tokenizer, stop_ids=stops, chat=by_template
-            )
-        encoder = encoders[by_template]
-        response: list[int] = []
-        observed: list[tuple[int, int]] = []
-        for place, turn in enumerate(row[turns]):
-            start = len(response)
-            if place % 2:
-                response += encoder.observation(turn, where=where)
-                observed.append((start, len(response)))
-            elif by_template:
-                response += _written(tokenizer, turn, stop_ids=stops, where=where)
-            else:
-                response += _plain(tokenizer, turn, stop_ids=stops)
-        asked = encoder.prompt(row[prompt], where=where)
-        episodes.append(Episode(asked, response, tuple(observed)))
-        places.append(where)
+    contract = TextContract(tokenizer, stop_ids=stop_ids)
+    begun = [
+        asked(row, field=prompt, where=json_lines.place(row, number))
+        for number, row in enumerate(rows)
+    ]
+    episodes = [
+        _episode(contract, each, row[turns], begins=begins)
+        for each, row, begins in zip(begun, rows, contract.prompts(begun), strict=True)
+    ]
     fits = lengths.fits(
         [episode.length for episode in episodes],
         texts=[row[prompt] for row in rows],
-        places=places,
+        places=[each.where for each in begun],
         max_length=max_length,
         overlong=overlong,
         widest=widest,
@@ -83,26 +65,21 @@ def encode_episodes(
     return [episodes[i] for i in fits]
 
 
-def _plain(
-    tokenizer: PreTrainedTokenizerBase, text: str, *, stop_ids: Sequence[int]
-) -> list[int]:
-    (tokens,) = tokenization.encode(tokenizer, [text], special=False)
-    return tokens if tokens and tokens[-1] in stop_ids else [*tokens, stop_ids[0]]
-
-
-def _written(
-    tokenizer: PreTrainedTokenizerBase,
-    text: str,
-    *,
-    stop_ids: Sequence[int],
-    where: str,
-) -> list[int]:
-    """A response as the template writes it, whatever stands before it."""
-    texts = [
-        chat.render(tokenizer, USER, where=where),
-        chat.render_with_response(tokenizer, USER, text, where=where),
-    ]
-    asked, whole = tokenization.encode(tokenizer, texts, special=False)
-    return chat.response_tokens(
-        tokenizer, whole, prompt=asked, stop_ids=stop_ids, where=where
-    )
+def _episode(
+    contract: TextContract, each: Asked, turns: Sequence[Written], *, begins: list[int]
+) -> Episode:
+    """An episode of responses and observations in turn, behind its prompt."""
+    chat = not isinstance(each.written, str)
+    ids, before = list(begins), "" if chat else str(each.written)
+    observed: list[tuple[int, int]] = []
+    for place, turn in enumerate(turns):
+        start = len(ids) - len(begins)
+        if place % 2:
+            ids += contract.between(turn, where=each.where, chat=chat)
+            observed.append((start, len(ids) - len(begins)))
+            before = "" if chat else str(turn)
+        elif chat:
+            ids += contract.chat_turn(str(turn), where=each.where)
+        else:
+            ids += contract.turn(str(turn), where=each.where, after=ids, before=before)
+    return Episode(begins, ids[len(begins) :], tuple(observed))

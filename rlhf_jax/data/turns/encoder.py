@@ -17,28 +17,21 @@ out). Without a chat template the observation is encoded as it is.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from rlhf_jax.data import chat, tokenization
-from rlhf_jax.data.turns.ordinary import Ordinary
+from rlhf_jax.data import tokenization
+from rlhf_jax.data.text import Asked, TextContract, Written, chat, messages
 from rlhf_jax.functional.checks import InputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rlhf_jax.data.encoding import Written
-
-PRIVATE = range(0xE000, 0x110000)  # where characters of no meaning begin
 OPENING = {"role": "user", "content": "Hi"}
 
 
 class TurnEncoder:
-    """Prompts and observations to token ids, for one tokenizer.
-
-    No text of theirs becomes a control token (`ordinary`): those are the template's.
-    """
+    """Prompts and observations of an environment to token ids, by the text contract."""
 
     def __init__(
         self,
@@ -58,9 +51,8 @@ class TurnEncoder:
           InputError: there is no chat template, or it does not end the assistant's
             turn with one of the stop ids.
         """
-        self._tokenizer, self._chat = tokenizer, chat
-        self._stop_ids = frozenset(stop_ids)
-        self._ordinary = Ordinary(tokenizer, stop_ids=stop_ids)
+        self.contract = TextContract(tokenizer, stop_ids=stop_ids)
+        self._chat = chat
         if chat:
             self._check_stop()
 
@@ -68,21 +60,17 @@ class TurnEncoder:
         """The ids of an episode's prompt, BOS included, up to the first response.
 
         Args:
-          where: the row's place, for messages.
+          where: the row's place, for errors.
 
         Raises:
           InputError: messages without chat=True, or that the template does not take.
         """
         if self._chat:
-            messages = _messages(written)
-            chat.check_prompt(messages, where=where, field="prompt")
-            return [*self._written(messages, where=where)]
-        text = self._plain(written, where=where)
-        (ids,) = tokenization.encode(self._tokenizer, [text], special=True)
-        pieces = self._ordinary.pieces(text)
-        if pieces != [text]:
-            (ids,) = tokenization.encode(self._tokenizer, [""], special=True)
-            ids += self._ordinary.encode(text)
+            written = messages.of_user(written)
+            messages.check_prompt(written, where=where, field="prompt")
+        else:
+            _check_plain(written, where=where)
+        (ids,) = self.contract.prompts([Asked(written, where)])
         return ids
 
     def observation(
@@ -91,7 +79,7 @@ class TurnEncoder:
         """The ids between a sampled stop token and the next response.
 
         Args:
-          where: whose observation it is, for messages.
+          where: whose observation it is, for errors.
 
         Returns:
           Ids; none of a plain text that is empty.
@@ -101,24 +89,18 @@ class TurnEncoder:
             after a turn of the assistant.
         """
         if not self._chat:
-            return self._ordinary.encode(self._plain(written, where=where))
-        ids = self._written(_messages(written), where=where, behind=True)
-        for number in ids:  # what the template writes up to its stop token is sampled
-            if number in self._stop_ids:
-                break
-        return [*ids]
+            _check_plain(written, where=where)
+        return self.contract.between(written, where=where, chat=self._chat)
 
     def _check_stop(self) -> None:
         """InputError unless the template ends the assistant's turn before the next."""
-        where = "the chat template"
-        turns = [OPENING, _said("\ue001"), {"role": "user", "content": "\ue002"}]
-        text = chat.render(self._tokenizer, turns, where=where)
+        where, tokenizer = "the chat template", self.contract.tokenizer
+        turns = [OPENING, messages.said("\ue001"), *messages.of_user("\ue002")]
+        text = chat.render(tokenizer, turns, where=where)
         between = text.partition("\ue001")[2].partition("\ue002")[0]
-        (ids,) = tokenization.encode(self._tokenizer, [between], special=False)
-        if self._stop_ids.isdisjoint(ids):
-            stops = ", ".join(
-                f"{self._tokenizer.decode([i])!r} ({i})" for i in sorted(self._stop_ids)
-            )
+        (ids,) = tokenization.encode(tokenizer, [between], special=False)
+        if set(self.contract.stop_ids).isdisjoint(ids):
+            stops = chat.shown(tokenizer, sorted(self.contract.stop_ids))
             raise InputError(
                 f"{where}: expected it to end a turn of the assistant with one of the"
                 f" model's stop ids, {stops}, got {between!r:.60} before the next turn;"
@@ -126,56 +108,11 @@ class TurnEncoder:
                 " to eos_token_id in generation_config.json"
             )
 
-    def _written(
-        self, messages: Sequence[chat.Message], *, where: str, behind: bool = False
-    ) -> Iterator[int]:
-        """Ids of what the template writes of messages, and of its request for more.
 
-        Args:
-          messages: of texts, and of whatever else JSON has, such as calls of tools.
-          behind: a turn of the assistant, whose text is left out.
-        """
-        mark, cut = _unused(set(json.dumps(messages, ensure_ascii=False)))
-
-        def apart(value: Any) -> Any:
-            if isinstance(value, str):
-                return cut.join(self._ordinary.pieces(value))
-            if isinstance(value, dict):  # as a call of a tool
-                return {apart(key): apart(said) for key, said in value.items()}
-            if isinstance(value, list):
-                return [apart(each) for each in value]
-            return value
-
-        turns = [{key: apart(said) for key, said in each.items()} for each in messages]
-        if behind:
-            turns = [OPENING, _said(mark), *turns]
-        text = chat.render(self._tokenizer, turns, where=where)
-        if behind:
-            text = text.rpartition(mark)[2]
-        pieces = tokenization.encode(self._tokenizer, text.split(cut), special=False)
-        return (number for piece in pieces for number in piece)
-
-    def _plain(self, written: Written, *, where: str) -> str:
-        if not isinstance(written, str):
-            raise InputError(
-                f"{where}: expected plain text, as this run has no chat template, got"
-                f" the messages {written!r:.60}; run with chat on a tokenizer with a"
-                " template, or let the environment write texts"
-            )
-        return written
-
-
-def _messages(written: Written) -> list[chat.Message]:
-    if isinstance(written, str):
-        return [{"role": "user", "content": written}]
-    return written
-
-
-def _said(text: str) -> chat.Message:
-    return {"role": chat.ASSISTANT, "content": text}
-
-
-def _unused(used: set[str]) -> tuple[str, str]:
-    """Two characters that stand in no text of these."""
-    free = (chr(number) for number in PRIVATE if chr(number) not in used)
-    return next(free), next(free)
+def _check_plain(written: Written, *, where: str) -> None:
+    if not isinstance(written, str):
+        raise InputError(
+            f"{where}: expected plain text, as this run has no chat template, got"
+            f" the messages {written!r:.60}; run with chat on a tokenizer with a"
+            " template, or let the environment write texts"
+        )

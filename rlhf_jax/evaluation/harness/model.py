@@ -158,9 +158,9 @@ class Policy(TemplateLM):
         del unread
         special = add_special_tokens
         if special is None:
-            prefix = cast(str, self.tokenizer.decode([self.prefix_token_id]))
+            prefix = tokenization.decode(self.tokenizer, [self.prefix_token_id])
             special = self._add_bos_token is not False and not string.startswith(prefix)
-        tokens = tokenization.encode(self.tokenizer, [string], special=special)[0]
+        tokens = self._start.contract.written(string, special=special)
         bos = cast("int | None", self.tokenizer.bos_token_id)
         if special and self._add_bos_token and bos is not None and tokens[:1] != [bos]:
             return [bos, *tokens]
@@ -331,11 +331,8 @@ class Policy(TemplateLM):
     @functools.cached_property
     def _token_texts(self) -> dict[int, str]:
         ids = sorted(self.tokenizer.get_vocab().values())
-        texts = self.tokenizer.batch_decode([[each] for each in ids])
-        return dict(zip(ids, texts, strict=True))
+        return {each: tokenization.decode(self.tokenizer, [each]) for each in ids}
 
     def _text(self, tokens: Tokens, *, until: Sequence[str]) -> str:
-        if tokens and tokens[-1] in self._start.stop_ids:
-            tokens = tokens[:-1]
-        text = cast(str, self.tokenizer.decode(tokens, skip_special_tokens=True))
+        text = self._start.decode([*tokens])
         return postprocess_generated_text(text, list(until), None)

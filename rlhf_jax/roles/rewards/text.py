@@ -12,57 +12,33 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
-import jax
 import numpy as np
 
 from rlhf_jax.functional.checks import InputError, StopError
-from rlhf_jax.roles.rewards.transcripts import Decode, transcript
+from rlhf_jax.roles.rewards import transcripts
+from rlhf_jax.roles.rewards.transcripts import Decode, Prompt, Responses
 
-Array = jax.Array
 HostArray = np.ndarray[Any, Any]
 Row = Mapping[str, Any]  # one row of the user's data, every field of it
 SHOWN = 300  # characters of a text in a message
 SHOWN_VALUE = 80  # characters of what a function returned
-TextFunction = Callable[[list[str], list[str], list[Row]], Sequence[float]]
-
-
-class Responses(Protocol):
-    """What a reward reads of `batch.Rollout`."""
-
-    @property
-    def tokens(self) -> Array:
-        """i32[B, S], prompt and response."""
-        ...
-
-    @property
-    def mask(self) -> Array:
-        """bool[B, S], not padding."""
-        ...
-
-    @property
-    def response_mask(self) -> Array:
-        """bool[B, S], the tokens of the response, its stop token included."""
-        ...
-
-    @property
-    def index(self) -> Array:
-        """i32[B], row of the data set."""
-        ...
+# A prompt is a list of messages where the row holds one, and else a text.
+TextFunction = Callable[[list[Any], list[str], list[Row]], Sequence[float]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
     """A rollout as a Python function sees it; one entry per response."""
 
-    prompts: list[str]
+    prompts: list[Prompt]
     responses: list[str]
     rows: list[Row]
     index: HostArray  # i32[B], row of the data set
 
     @property
-    def lists(self) -> tuple[list[str], list[str], list[Row]]:
+    def lists(self) -> tuple[list[Prompt], list[str], list[Row]]:
         """What a function of texts takes."""
         return self.prompts, self.responses, self.rows
 
@@ -76,33 +52,35 @@ class Texts:
     def show(self, place: int) -> str:
         """Which prompt it is, for a message."""
         where = f"row {int(self.index[place])} of the data"
-        return f"prompt {_cut(self.prompts[place])} ({where})"
+        prompt = self.prompts[place]
+        text = prompt if isinstance(prompt, str) else prompt[-1].get("content", "")
+        return f"prompt {_cut(str(text))} ({where})"
 
     def show_both(self, place: int) -> str:
         """Which prompt and response."""
         return f"{self.show(place)} and response {_cut(self.responses[place])}"
 
 
-def read(rollout: Responses, *, decode: Decode, rows: Sequence[Row]) -> Texts:
+def read(
+    rollout: Responses,
+    *,
+    decode: Decode,
+    rows: Sequence[Row],
+    asked: Sequence[Prompt] | None = None,
+) -> Texts:
     """The texts of a rollout, without padding, and the rows they belong to.
 
     The response of an episode of several turns is its `transcript`, observations marked
     as such.
 
     Args:
-      decode: token ids -> text; the tokenizer's, with special tokens left out.
+      decode: token ids -> text, as `transcripts.texts` takes it.
       rows: the data set that `rollout.index` points into.
+      asked: the prompts of these rows as they were written: texts, or messages; None
+        decodes their tokens.
     """
-    tokens, mask, response_mask, index = (
-        np.asarray(array)
-        for array in jax.device_get(
-            (rollout.tokens, rollout.mask, rollout.response_mask, rollout.index)
-        )
-    )
-    texts = [
-        transcript(*row, decode=decode)
-        for row in zip(tokens, mask, response_mask, strict=True)
-    ]
+    texts = transcripts.texts(rollout, decode=decode, asked=asked)
+    index = np.asarray(rollout.index)
     return Texts(
         prompts=[prompt for prompt, _ in texts],
         responses=[response for _, response in texts],
@@ -119,15 +97,17 @@ class TextReward:
       function: (prompts, responses, rows) -> one number per response; the three lists
         have one entry per response, rows hold every field of the user's data, and all
         of them are copies, made for this call.
-      decode: token ids -> text; the tokenizer's, with special tokens left out.
+      decode: token ids -> text, as `transcripts.texts` takes it.
       rows: the data set that `rollout.index` points into.
       called: what messages call the function, as "--judge my_judges:score".
+      asked: the prompts of these rows as they were written; None decodes their tokens.
     """
 
     function: TextFunction
     decode: Decode
     rows: Sequence[Row]
     called: str = "the reward function"
+    asked: Sequence[Prompt] | None = None
 
     def __call__(self, rollout: Responses) -> HostArray:
         """f32[B].
@@ -137,7 +117,7 @@ class TextReward:
             B finite numbers, and it names the first entry that is none.
           StopError: the function called `sys.exit`.
         """
-        texts = read(rollout, decode=self.decode, rows=self.rows)
+        texts = read(rollout, decode=self.decode, rows=self.rows, asked=self.asked)
         returned, error = self._call(texts)
         if error is not None:
             self._refuse(texts, error)
@@ -147,7 +127,8 @@ class TextReward:
         """What the function returned of copies, and what it raised."""
         rows = [copy.deepcopy(row) for row in texts.rows]  # one by one: none is shared
         try:
-            return self.function([*texts.prompts], [*texts.responses], rows), None
+            prompts = copy.deepcopy(texts.prompts)
+            return self.function(prompts, [*texts.responses], rows), None
         except (Exception, SystemExit) as error:
             return None, error
 

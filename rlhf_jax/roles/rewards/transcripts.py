@@ -11,14 +11,78 @@ proof of one for a reward. The tokens' masks are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, overload
 
+import jax
 import numpy as np
 
 HostArray = np.ndarray[Any, Any]
+Array = jax.Array
 Decode = Callable[[list[int]], str]
+Prompt = str | list[dict[str, Any]]  # plain text, or the messages of a conversation
 OPEN, CLOSE = "⟦", "⟧"  # around what was observed
+
+
+class Responses(Protocol):
+    """What is read of `batch.Rollout`."""
+
+    @property
+    def tokens(self) -> Array:
+        """i32[B, S], prompt and response."""
+        ...
+
+    @property
+    def mask(self) -> Array:
+        """bool[B, S], not padding."""
+        ...
+
+    @property
+    def response_mask(self) -> Array:
+        """bool[B, S], the tokens of the response, its stop token included."""
+        ...
+
+    @property
+    def index(self) -> Array:
+        """i32[B], row of the data set."""
+        ...
+
+
+@overload
+def texts(
+    rollout: Responses, *, decode: Decode, asked: None = None
+) -> list[tuple[str, str]]: ...
+
+
+@overload
+def texts(
+    rollout: Responses, *, decode: Decode, asked: Sequence[Prompt] | None
+) -> list[tuple[Prompt, str]]: ...
+
+
+def texts(
+    rollout: Responses, *, decode: Decode, asked: Sequence[Prompt] | None = None
+) -> list[Any]:
+    """(prompt, response) of every row, as a person or a reward reads them.
+
+    Args:
+      decode: token ids -> text; padding, BOS and stop tokens left out, and every other
+        special token kept.
+      asked: the prompts as they were written, by row of the data set; None decodes
+        their tokens.
+    """
+    tokens, mask, response_mask, index = (
+        np.asarray(array)
+        for array in jax.device_get(
+            (rollout.tokens, rollout.mask, rollout.response_mask, rollout.index)
+        )
+    )
+    return [
+        transcript(
+            *row, decode=decode, asked=None if asked is None else asked[int(number)]
+        )
+        for *row, number in zip(tokens, mask, response_mask, index, strict=True)
+    ]
 
 
 def observed_of(mask: HostArray, response_mask: HostArray) -> HostArray:
@@ -35,8 +99,13 @@ def observed_of(mask: HostArray, response_mask: HostArray) -> HostArray:
 
 
 def transcript(
-    tokens: HostArray, mask: HostArray, response_mask: HostArray, *, decode: Decode
-) -> tuple[str, str]:
+    tokens: HostArray,
+    mask: HostArray,
+    response_mask: HostArray,
+    *,
+    decode: Decode,
+    asked: Prompt | None = None,
+) -> tuple[Prompt, str]:
     """(prompt, response) of one row.
 
     Args:
@@ -44,13 +113,14 @@ def transcript(
       mask: bool[S], not padding.
       response_mask: bool[S], sampled tokens.
       decode: token ids -> text.
+      asked: the prompt as it was written; None decodes its tokens.
 
     Returns:
-      Texts; of several turns the response has observations in brackets.
+      A prompt and a text; of several turns the response has observations in brackets.
     """
     observed = observed_of(mask, response_mask)
     followed = response_mask | observed
-    prompt = decode(tokens[mask & ~followed].tolist())
+    prompt = decode(tokens[mask & ~followed].tolist()) if asked is None else asked
     if not observed.any():
         return prompt, decode(tokens[response_mask].tolist())
     said, read = tokens[followed], observed[followed]

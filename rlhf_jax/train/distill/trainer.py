@@ -116,9 +116,11 @@ def main(options: Config) -> None:
         rows,
         max_length=start.room(max_new_tokens=options.max_new_tokens),
         field=options.prompt_field,
+        stop_ids=start.stop_ids,
         overlong=options.overlong,
         more="lower --max-new-tokens",
     )
+    asked = [row[options.prompt_field] for row in rows]
     processes.agree("the prompts", json.dumps([rows, tokens]))
     prompts = batches.prompt_batches(
         tokens,
@@ -151,7 +153,9 @@ def main(options: Config) -> None:
     reward = no_reward
     if options.reward is not None:
         reward = text_reward(
-            load_text_reward("--reward", options.reward, policy=start, rows=rows),
+            load_text_reward(
+                "--reward", options.reward, policy=start, rows=rows, asked=asked
+            ),
             mesh=mesh,
         )
 
@@ -210,6 +214,7 @@ def main(options: Config) -> None:
                     scored["scores"],
                     ref_logprobs=scored["states"].logprobs,  # of the teacher
                     policy=start,
+                    asked=asked,
                     count=options.num_shown,
                 )
             stage.end_step(

@@ -8,6 +8,7 @@ from rlhf_jax.data import json_lines, lengths
 from rlhf_jax.data.examples import Tokens
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.lengths import Overlong
+from rlhf_jax.data.text import Written
 from rlhf_jax.data.turns import TurnEncoder
 from rlhf_jax.environments.pool import EnvironmentPool
 
@@ -19,6 +20,7 @@ class BegunRows(NamedTuple):
     prompts: list[Tokens]
     states: list[bytes]  # of the environment, pickled
     numbers: list[int]  # of the rows in their file, from 0
+    asked: list[Written]  # as the environment wrote them
     in_file: int  # rows, with those that are left out
 
     def first(self, count: int) -> BegunRows:
@@ -28,6 +30,7 @@ class BegunRows(NamedTuple):
             prompts=self.prompts[:count],
             states=self.states[:count],
             numbers=self.numbers[:count],
+            asked=self.asked[:count],
         )
 
 
@@ -73,5 +76,6 @@ def read_begun(
         [prompts[n] for n in kept],
         [begun[n].state for n in kept],
         list(kept),
+        [begun[n].prompt for n in kept],
         len(rows),
     )

@@ -14,6 +14,7 @@ from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data.examples import Tokens
 from rlhf_jax.data.json_lines import Row
+from rlhf_jax.data.text import Written
 from rlhf_jax.devices import row_sharding
 from rlhf_jax.environments.finished import EARLY
 from rlhf_jax.models.config import ModelConfig
@@ -76,6 +77,14 @@ class Played:
         for number, row in zip(self._begun.numbers, self._begun.rows, strict=True):
             rows[number] = row
         return rows
+
+    @property
+    def asked(self) -> list[Written]:
+        """The prompts as the environment wrote them; "" of rows that were dropped."""
+        asked: list[Written] = ["" for _ in range(self._begun.in_file)]
+        for number, prompt in zip(self._begun.numbers, self._begun.asked, strict=True):
+            asked[number] = prompt
+        return asked
 
     @property
     def tokens(self) -> dict[int, Tokens]:

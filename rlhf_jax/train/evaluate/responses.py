@@ -14,6 +14,7 @@ from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data.examples import Tokens
 from rlhf_jax.data.json_lines import Row
+from rlhf_jax.data.text import Written
 from rlhf_jax.devices import processes
 from rlhf_jax.evaluation import comparison
 from rlhf_jax.evaluation.comparison import PairFunction
@@ -43,6 +44,7 @@ class Evaluation:
     models: dict[Model, Frozen]  # the policy, and a reference if there is one
     keys: dict[Model, Array]  # one for each, so that equal models differ in samples
     rows: list[Row]  # of the file of prompts
+    asked: list[Written]  # their prompts as they were written
     tokens: dict[int, Tokens]  # of the prompts that leave room, by their row
     num_samples: int
     batch_size: int  # prompts
@@ -109,7 +111,9 @@ class Evaluation:
                 scored = self.score(rollout, count)
         kept = first(rollout, count)
         distance = jax.tree.map(lambda leaf: leaf[:count], processes.whole(distance))
-        texts = text.read(kept, decode=self.start.decode, rows=self.rows)
+        texts = text.read(
+            kept, decode=self.start.decode, rows=self.rows, asked=self.asked
+        )
         mask, tokens = np.asarray(kept.response_mask), np.asarray(kept.tokens)
         logprobs = np.asarray(kept.old_logprobs).sum(axis=1)
         of_models = [logprobs, *jax.tree.leaves(distance)]

@@ -13,6 +13,7 @@ from rlhf_jax.algorithms.batch import Rollout
 from rlhf_jax.checkpoints.frozen_models import RewardModel
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data.json_lines import Row
+from rlhf_jax.data.text import Written
 from rlhf_jax.devices import processes
 from rlhf_jax.roles.rewards.verifiers import Verifier
 from rlhf_jax.train.evaluate.options import Config
@@ -41,6 +42,7 @@ def opened(
     programs: Programs,
     start: Pretrained,
     rows: list[Row],
+    asked: list[Written],
     verifier: Verifier | None,
     reward_model: RewardModel | None,
 ) -> Iterator[Score | None]:
@@ -56,7 +58,7 @@ def opened(
             timeout=options.timeout,
             on_failure=options.on_failure,
         ) as pool:
-            verified = pool.reward(decode=start.decode, rows=rows)
+            verified = pool.reward(decode=start.decode, rows=rows, asked=asked)
 
             def verify(rollout: Rollout, count: int) -> Scored:
                 scores = verified(first(rollout, count))
@@ -65,7 +67,9 @@ def opened(
 
             yield verify
     elif options.reward is not None:
-        reward = load_text_reward("--reward", options.reward, policy=start, rows=rows)
+        reward = load_text_reward(
+            "--reward", options.reward, policy=start, rows=rows, asked=asked
+        )
         yield lambda rollout, count: _all(reward(first(rollout, count)))
     else:
         yield None

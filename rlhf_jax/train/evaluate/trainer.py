@@ -18,6 +18,7 @@ from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import digests, encoding, files, json_lines
 from rlhf_jax.data.examples import Tokens
 from rlhf_jax.data.json_lines import Row
+from rlhf_jax.data.text import Written
 from rlhf_jax.devices import compile_counts, sharding
 from rlhf_jax.evaluation.comparison import PairFunction
 from rlhf_jax.evaluation.figures import Response
@@ -66,10 +67,10 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
     reader = pretrained.described(options.model, tokenizer=options.tokenizer)
     mesh, played = options.placement.policy_mesh(), None
     if options.environment is None:
-        rows, tokens = read_prompts(options, reader=reader, verifier=verifier)
+        rows, asked, tokens = read_prompts(options, reader=reader, verifier=verifier)
     else:
         played = begin_episodes(options, reader=reader, mesh=mesh, stack=stack)
-        rows, tokens = played.rows, played.tokens
+        rows, asked, tokens = played.rows, played.asked, played.tokens
         tell_dropped(len(rows) - len(tokens), of=len(rows))
     texts = None
     if options.texts is not None:
@@ -108,6 +109,7 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
         programs=programs,
         start=start,
         rows=rows,
+        asked=asked,
         verifier=verifier,
         reward_model=reward_model,
     ) as score:
@@ -120,6 +122,7 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
                 for number, name in enumerate(models)
             },
             rows=rows,
+            asked=asked,
             tokens=tokens,
             num_samples=options.num_samples,
             batch_size=options.batch_size,
@@ -242,8 +245,8 @@ def load_functions(options: Config) -> tuple[Verifier | None, PairFunction | Non
 
 def read_prompts(
     options: Config, *, reader: Pretrained, verifier: Verifier | None
-) -> tuple[list[Row], dict[int, Tokens]]:
-    """The rows of the prompts, and the tokens of those that leave room, by row.
+) -> tuple[list[Row], list[Written], dict[int, Tokens]]:
+    """The rows, their prompts, and the tokens of those that leave room, by row.
 
     Args:
       options: of the run.
@@ -259,21 +262,22 @@ def read_prompts(
         located = json_lines.read_located(options.prompts)
         verifiers.check_answers(located, verifier=verifier)
     rows = files.read_prompts(options.prompts, field=field)
-    asked = [
-        row | {"asked": put(row[field], options=options), "number": number}
-        for number, row in enumerate(rows)
-    ]
+    asked = [put(row[field], options=options) for row in rows]
     kept, tokens = encoding.encode_prompts(
         reader.tokenizer,
-        asked,
+        [
+            row | {"asked": prompt, "number": number}
+            for number, (row, prompt) in enumerate(zip(rows, asked, strict=True))
+        ],
         max_length=reader.room(max_new_tokens=options.max_new_tokens),
         field="asked",
+        stop_ids=reader.stop_ids,
         overlong=options.overlong,
         more="lower --max-new-tokens",
     )
     tell_dropped(len(rows) - len(kept), of=len(rows))
     numbers = (int(row["number"]) for row in kept)
-    return rows, dict(zip(numbers, tokens, strict=True))
+    return rows, asked, dict(zip(numbers, tokens, strict=True))
 
 
 def tell_dropped(count: int, *, of: int) -> None:

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 
 from rlhf_jax.algorithms.batch import Prompts
 from rlhf_jax.algorithms.policy_gradient.sampler_mismatch import staleness
-from rlhf_jax.data import batches, tokenization
+from rlhf_jax.data import batches
 from rlhf_jax.devices import row_sharding
 from rlhf_jax.inspection import sampled_tokens
+from rlhf_jax.roles.rewards import transcripts
 from rlhf_jax.runs import run
 from rlhf_jax.train.grpo import redraws
 from rlhf_jax.train.grpo.options import VerifiedConfig
@@ -99,7 +100,7 @@ def improve(
                     **tokens,
                 }
                 for (question, answer), total, version, tokens in zip(
-                    tokenization.texts(shown, decode=decode),
+                    transcripts.texts(shown, decode=decode, asked=task.asked),
                     totals,
                     versions(shown),
                     sampled_tokens.columns(

@@ -182,7 +182,9 @@ def accuracy(
     rows, tokens = held_out
     count = min(len(rows), options.eval_rows)
     size = min(options.batch_size, count)
-    reward = pool.reward(decode=start.decode, rows=rows)
+    reward = pool.reward(
+        decode=start.decode, rows=rows, asked=[row["asked"] for row in rows]
+    )
     asked = batches.prompt_batches(
         tokens[:count], batch_size=size, seed=0, pad_id=start.pad_id
     )

@@ -6,9 +6,9 @@ from typing import Protocol
 
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import encoding, files, json_lines
-from rlhf_jax.data.encoding import Written
 from rlhf_jax.data.examples import Tokens
 from rlhf_jax.data.json_lines import Row
+from rlhf_jax.data.text import Written
 from rlhf_jax.roles.rewards import verifiers
 from rlhf_jax.roles.rewards.verifiers import Verifier
 from rlhf_jax.train.grpo.options import VerifiedConfig
@@ -68,5 +68,6 @@ def read_questions(
         max_length=room,
         more=more,
         field="asked",
+        stop_ids=start.stop_ids,
         overlong=options.overlong,
     )

@@ -17,6 +17,7 @@ from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import batches
 from rlhf_jax.data.examples import Tokens
 from rlhf_jax.data.json_lines import Row
+from rlhf_jax.data.text import Written
 from rlhf_jax.devices import processes, row_sharding
 from rlhf_jax.models.generation.sampling import Shaping
 from rlhf_jax.train.environment.opened import EpisodeDraw, OpenedEnvironment
@@ -45,6 +46,11 @@ class Task(Protocol):
     @property
     def prompts(self) -> Sequence[Tokens]:
         """Of the rows."""
+        ...
+
+    @property
+    def asked(self) -> Sequence[Written]:
+        """The prompts as they were written."""
         ...
 
     @property
@@ -92,6 +98,7 @@ class QuestionTask:
             read_questions(source, verifier=verifier, start=start, options=options)
             for source in (options.data, options.held_out)
         )
+        self.asked = [row["asked"] for row in self.rows]
         self._pool = stack.enter_context(
             VerifierPool(
                 verifier,
@@ -101,7 +108,7 @@ class QuestionTask:
             )
         )
         self.reward: PooledReward | None = self._pool.reward(
-            decode=start.decode, rows=self.rows
+            decode=start.decode, rows=self.rows, asked=self.asked
         )
         self._start, self._options = start._replace(params=None), options
 
@@ -198,6 +205,11 @@ class EpisodeTask:
     def prompts(self) -> Sequence[Tokens]:
         """As the environment began with the rows."""
         return self._begun.prompts
+
+    @property
+    def asked(self) -> Sequence[Written]:
+        """The prompts as the environment wrote them."""
+        return self._begun.asked
 
     @property
     def held_out(self) -> Any:

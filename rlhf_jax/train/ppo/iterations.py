@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from rlhf_jax.algorithms.batch import Prompts, Rollout, Sequences
 from rlhf_jax.algorithms.policy_gradient.sampler_mismatch import staleness
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data.batches import Batches
+from rlhf_jax.data.text import Written
 from rlhf_jax.functional.masked import Stats
 from rlhf_jax.roles.reference import drift, lifecycle
 from rlhf_jax.roles.reference.frozen import Frozen
@@ -137,6 +138,7 @@ def improve(
     job: run.Run,
     meta: dict[str, str],
     policy: Pretrained,
+    asked: Sequence[Written],
     options: Config,
 ) -> tuple[Params, Frozen | None]:
     """PPO, score - kl_coef · KL to the reference; policy and reference at the end.
@@ -144,6 +146,7 @@ def improve(
     Args:
       reward: of rollouts that are drawn without scores.
       episodes: draws rollouts with scores; None draws responses.
+      asked: the prompts as they were written, by row of the data set.
     """
     draw = programs.draw if episodes is None else episodes
     base, reference = models.base, models.reference
@@ -256,6 +259,7 @@ def improve(
                     scores,
                     ref_logprobs=ref_logprobs,
                     policy=policy,
+                    asked=asked,
                     count=options.num_shown,
                     beside=beside,
                     likely=likely,

@@ -34,6 +34,7 @@ def encode_prompts(
         rows,
         max_length=room,
         field=options.prompt_field,
+        stop_ids=policy.stop_ids,
         overlong=options.overlong,
         widest=None if options.buckets is None else max(options.buckets, default=0),
         more=more,

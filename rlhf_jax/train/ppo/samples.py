@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from rlhf_jax.algorithms.batch import Rollout
 from rlhf_jax.checkpoints.pretrained import Pretrained
-from rlhf_jax.data import tokenization
+from rlhf_jax.data.text import Written
 from rlhf_jax.devices import row_sharding
 from rlhf_jax.inspection import sampled_tokens
 from rlhf_jax.roles import rewards
+from rlhf_jax.roles.rewards import transcripts
 from rlhf_jax.roles.rewards.scores import Scores
 from rlhf_jax.train.sampling.sampler import versions
 
@@ -24,6 +26,7 @@ def sample_rows(
     *,
     ref_logprobs: Array | None,
     policy: Pretrained,
+    asked: Sequence[Written],
     count: int,
     beside: Rollout | None = None,
     likely: tuple[Array, Array, Array] | None = None,
@@ -33,6 +36,7 @@ def sample_rows(
     Args:
       ref_logprobs: f32[B, S], nats, of the rollout; None leaves them out.
       policy: that decodes.
+      asked: the prompts as they were written, by row of the data set.
       count: of rows.
       beside: the reference's responses to the same prompts; None leaves them out.
       likely: of `sampled_tokens.likeliest`, of these rows; None leaves them out.
@@ -53,7 +57,7 @@ def sample_rows(
             shown.index,
             total,
             versions(shown),
-            tokenization.texts(shown, decode=policy.decode),
+            transcripts.texts(shown, decode=policy.decode, asked=asked),
             sampled_tokens.columns(
                 shown,
                 logprobs=shown.old_logprobs,
@@ -64,7 +68,7 @@ def sample_rows(
         )
     ]
     if beside is not None:
-        texts = tokenization.texts(beside, decode=policy.decode)
+        texts = transcripts.texts(beside, decode=policy.decode, asked=asked)
         for row, (_, text) in zip(rows, texts, strict=True):
             row["reference"] = text
     if likely is not None:

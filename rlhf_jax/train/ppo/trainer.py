@@ -80,9 +80,10 @@ def run_ppo(options: Config, *, stack: contextlib.ExitStack) -> None:
         rows, token_lists = encode_prompts(
             options, rows, policy=policy, context=context
         )
+        asked = [row[options.prompt_field] for row in rows]
     else:
         begun, episodes = begin_episodes(options, models, policy=policy, stack=stack)
-        rows, token_lists = begun.rows, begun.prompts
+        rows, token_lists, asked = begun.rows, begun.prompts, begun.asked
     processes.agree("the prompts", json.dumps([rows, token_lists]))
     put_rows = functools.partial(row_sharding.put_rows, mesh=mesh)
     prompts = batches.prompt_batches(
@@ -124,13 +125,17 @@ def run_ppo(options: Config, *, stack: contextlib.ExitStack) -> None:
     programs, judge, reward = Programs(models, options=options), None, None
     if options.judge is not None:
         judge = Judge(
-            load_text_reward("--judge", options.judge, policy=policy, rows=rows),
+            load_text_reward(
+                "--judge", options.judge, policy=policy, rows=rows, asked=asked
+            ),
             mesh=mesh,
             may_fail=options.judge_failure == "warn",
         )
     if options.reward is not None:
         reward = text_reward(
-            load_text_reward("--reward", options.reward, policy=policy, rows=rows),
+            load_text_reward(
+                "--reward", options.reward, policy=policy, rows=rows, asked=asked
+            ),
             mesh=mesh,
         )
     elif options.reward_model is not None:
@@ -207,6 +212,7 @@ def run_ppo(options: Config, *, stack: contextlib.ExitStack) -> None:
             job=job,
             meta=meta,
             policy=policy,
+            asked=asked,
             options=options,
         )
     for model in (models.base, reference, *scorers.values()):

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_jax.data import template_worker
+from rlhf_jax.data.text import template_worker
 
 SECONDS = 10.0  # for a conversation, which takes some 0.1 ms
 

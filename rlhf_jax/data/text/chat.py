@@ -1,0 +1,163 @@
+"""The text that a chat template makes of a conversation.
+
+    prompt    [{"role": "user", "content": "Hi"}]
+    response  [{"role": "assistant", "content": "Hello"}], or "Hello"
+
+    tokens    <|im_start|>user⏎Hi<|im_end|>⏎<|im_start|>assistant⏎Hello<|im_end|>
+              |------------------- prompt -----------------------|-- response --|
+
+The tokens are the template's, BOS included, so the tokenizer adds none. A response ends
+where a sampled one does, with the first of the model's stop ids: what the template
+writes after it (⏎ here) begins the next turn, and no model is asked to write that.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rlhf_jax.data import tokenization
+from rlhf_jax.data.text import templates
+from rlhf_jax.data.text.messages import ASSISTANT, TOOLS, Message
+from rlhf_jax.functional.checks import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Templates write today's date, by a variable (Llama 3) or by a function: tomorrow the
+# same run would read other prompts. This is what Llama's falls back to.
+DATE = "26 Jul 2024"
+FIXED = f"{{% macro strftime_now(format) %}}{DATE}{{% endmacro %}}"
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    *,
+    where: str,
+    variables: Mapping[str, Any] | None = None,
+) -> str:
+    """The template's text; it asks for a response unless the last message is one.
+
+    Args:
+      variables: what the template reads besides, of `variables`.
+
+    Raises:
+      InputError: there is no template, or it does not take such messages.
+    """
+    if tokenizer.chat_template is None:
+        raise InputError(
+            f"{where}: expected a tokenizer with a chat template, as the row holds"
+            " messages, got one without; save the template as chat_template.jinja"
+            " beside tokenizer.json, name a tokenizer that has one with --tokenizer, or"
+            " give texts instead of messages"
+        )
+    try:
+        template = tokenizer.get_chat_template(tools=(variables or {}).get(TOOLS))
+    except ValueError:  # several with names, and none of them is the default
+        template = None
+    if not isinstance(template, str):
+        raise InputError(
+            f"{where}: expected chat_template in tokenizer_config.json to be a text, or"
+            f" texts by name with a default, got {tokenizer.chat_template!r:.40};"
+            " correct it, or name another tokenizer with --tokenizer"
+        )
+    for name in variables or ():
+        if name not in template:
+            raise InputError(
+                f"{where}: expected a chat template that reads {name!r}, which the row"
+                " gives it, got one that does not; use another template, or leave the"
+                " field out"
+            )
+    try:
+        return templates.write(
+            FIXED + template,
+            # As `apply_chat_template` has it: templates know absent keys, not null.
+            [
+                {key: value for key, value in message.items() if value is not None}
+                for message in messages
+            ],
+            add_generation_prompt=messages[-1]["role"] != ASSISTANT,
+            variables={
+                **tokenizer.special_tokens_map,
+                "date_string": DATE,
+                **(variables or {}),
+            },
+        )
+    except templates.TemplateError as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise InputError(
+            f"{where}: expected messages that the tokenizer's chat template takes, got"
+            f" the roles {roles:.200}, of which it says: {error}; change the messages,"
+            " or the template"
+        ) from error
+
+
+def check_written(whole: str, *, beginning: str, content: str, where: str) -> None:
+    """InputError unless the template writes a turn as it asks for one.
+
+    Args:
+      whole: its text of the conversation.
+      beginning: its text up to that turn, and its request for the turn.
+      content: what the assistant says in it.
+    """
+    if not whole.startswith(beginning):
+        at = len(os.path.commonprefix([whole, beginning]))  # noqa: RUF071
+        raise InputError(
+            f"{where}: expected the conversation with its response to begin as its"
+            f" prompt does, got {whole[at:]!r:.60} where the chat template asks for a"
+            f" response with {beginning[at:]!r:.60}; use a template that writes a"
+            " conversation with its response as it writes the prompt, and a turn as it"
+            " asks for one"
+        )
+    if content.strip() not in whole[len(beginning) :]:
+        raise InputError(
+            f"{where}: expected a chat template that writes the whole response, got one"
+            f" that leaves out a part of {content!r:.60}; use a template that keeps it,"
+            " or leave that part out of the response"
+        )
+
+
+def turn_size(
+    tokenizer: PreTrainedTokenizerBase,
+    tokens: Sequence[int],
+    *,
+    stop_ids: Sequence[int],
+    last: bool,
+    where: str,
+) -> int:
+    """How many tokens a turn of the assistant has, up to its first stop token.
+
+    Args:
+      tokens: from the turn on.
+      stop_ids: tokens that end a response.
+      last: whether nothing but white space may follow.
+
+    Raises:
+      InputError: the turn does not end with a stop token, or holds one inside.
+    """
+    end = next((i for i, token in enumerate(tokens, 1) if token in stop_ids), None)
+    if end is None:
+        raise InputError(
+            f"{where}: expected the chat template to end a response with one of the"
+            f" model's stop ids, {shown(tokenizer, stop_ids)}, got"
+            f" {tokenization.decode(tokenizer, tokens[-4:])!r} at the end of it, after"
+            " which no sampled response would stop; set that token as eos_token in"
+            " tokenizer_config.json, or add its id to eos_token_id in"
+            " generation_config.json"
+        )
+    later = [token for token in tokens[end:] if token not in stop_ids]
+    rest = tokenization.decode(tokenizer, later)
+    if last and rest.strip():
+        raise InputError(
+            f"{where}: expected a stop id at the end of a response alone, got"
+            f" {shown(tokenizer, tokens[end - 1 : end])} before {rest!r:.60}; remove"
+            " it from the response, or use a template that writes it at the end alone"
+        )
+    return end
+
+
+def shown(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """Tokens for a person: their texts and ids."""
+    return ", ".join(f"{tokenization.decode(tokenizer, [i])!r} ({i})" for i in ids)

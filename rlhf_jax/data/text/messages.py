@@ -1,0 +1,237 @@
+"""Messages of a conversation: their shape, what a row says of them, which are learned.
+
+    {"role": "user", "content": "Hi"}
+    {"role": "assistant", "content": "Hello", "weight": 0}
+
+A turn of the assistant with the weight 0 is not learned.
+
+Beside its messages a row may hold what the chat template reads: `tools`, `documents`,
+and its options in `chat_template_kwargs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from rlhf_jax.data.json_lines import Row
+from rlhf_jax.functional.checks import InputError
+
+Message = dict[str, Any]  # role and content, and whatever else the template reads
+AssistantTurns = Literal["last", "all", "marked"]
+ASSISTANT = "assistant"
+MARKS = ("weight", "train", "loss_mask")  # of a message: whether it is learned
+TOOLS, DOCUMENTS, OPTIONS = "tools", "documents", "chat_template_kwargs"
+CONTROL_TOKENS = "control_tokens"  # that a row asks for by name
+GIVEN = (  # to a template, by name
+    *("messages", "conversations", "chat_template", "add_generation_prompt", TOOLS),
+    *(DOCUMENTS, "continue_final_message", "return_assistant_tokens_mask"),
+)
+
+
+def variables(row: Row, *, where: str) -> dict[str, Any]:
+    """What a row gives the chat template besides messages.
+
+    They are its fields `tools` and `documents`, and the options in
+    `chat_template_kwargs`, such as {"enable_thinking": false}.
+
+    Raises:
+      InputError: one of them is of another kind, or an option has a name of something
+        that the template is given anyway.
+    """
+    found: dict[str, Any] = {}
+    for name in (TOOLS, DOCUMENTS):
+        value = row.get(name)
+        if value is None or value == []:  # as a table has it
+            continue
+        if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
+            raise InputError(
+                f"{where}: expected a list of objects in {name!r}, for the chat"
+                f" template, got {value!r:.60}; correct the row, or rename the field"
+            )
+        found[name] = value
+    options = row.get(OPTIONS)
+    if options is None:
+        return found
+    if not isinstance(options, dict):
+        raise InputError(
+            f"{where}: expected an object in {OPTIONS!r}, such as"
+            f' {{"enable_thinking": false}}, got {options!r:.60}; correct the row'
+        )
+    for name in options:
+        if name in GIVEN:
+            raise InputError(
+                f"{where}: expected options of the chat template in {OPTIONS!r}, got"
+                f" {name!r}, which it is given anyway; leave it out"
+            )
+    return found | {name: v for name, v in options.items() if v is not None}
+
+
+def said(text: str) -> Message:
+    """A turn of the assistant."""
+    return {"role": ASSISTANT, "content": text}
+
+
+def as_turn(response: str | list[Message]) -> list[Message]:
+    """A response as one message of the assistant."""
+    return [said(response)] if isinstance(response, str) else response
+
+
+def of_user(written: str | list[Message]) -> list[Message]:
+    """Messages; a text is one of the user."""
+    if isinstance(written, str):
+        return [{"role": "user", "content": written}]
+    return written
+
+
+def unmarked(message: Message) -> Message:
+    """A message without the fields that say whether it is learned."""
+    return {key: value for key, value in message.items() if key not in MARKS}
+
+
+def mark(message: Message, *, where: str) -> bool | None:
+    """Whether a message says that it is learned; None where it does not say.
+
+    Raises:
+      InputError: its marks are not 0 or 1, or they differ.
+    """
+    marks = {key: message[key] for key in MARKS if message.get(key) is not None}
+    for key, value in marks.items():
+        if value not in (0, 1):
+            raise InputError(
+                f"{where}: expected 0 or 1 in {key!r} of a message, got {value!r:.40};"
+                " a turn is learned or it is not"
+            )
+    if len(set(marks.values())) > 1:
+        raise InputError(
+            f"{where}: expected marks of a message that agree, got {marks}; leave one"
+        )
+    return next((bool(value) for value in marks.values()), None)
+
+
+def learned_turns(
+    messages: Sequence[Message], *, which: AssistantTurns, where: str
+) -> list[int]:
+    """Which messages of a conversation are learned, counted from its first.
+
+    Args:
+      messages: of which the last is the assistant's.
+      which: turns of the assistant that are learned without a mark: the last, all or
+        none.
+
+    Raises:
+      InputError: a turn of another is marked to be learned, or none is left.
+    """
+    learned = []
+    for number, message in enumerate(messages):
+        marked = mark(message, where=where)
+        own = message["role"] == ASSISTANT
+        if marked and not own:
+            raise InputError(
+                f"{where}: expected turns of the assistant to be marked as learned,"
+                f" got one of {message['role']!r:.40}; no model writes it"
+            )
+        if marked is None:
+            last = number == len(messages) - 1
+            marked = own and (which == "all" or (which == "last" and last))
+        if marked:
+            learned.append(number)
+    if not learned:
+        raise InputError(
+            f"{where}: expected a turn of the assistant that is learned, got none, by"
+            f" the marks of the row and --assistant-turns {which}; mark one, or remove"
+            " the row"
+        )
+    return learned
+
+
+def check_unmarked(messages: Sequence[Message], *, where: str) -> None:
+    """InputError where a mark asks for other turns than the response to be learned."""
+    *before, response = messages
+    if any(mark(message, where=where) for message in before):
+        raise InputError(
+            f"{where}: expected no earlier turn to be marked as learned, as of a pair"
+            " the responses alone are, got one; leave out the mark"
+        )
+    if mark(response, where=where) is False:
+        raise InputError(
+            f"{where}: expected a response that is learned, got one that is marked not"
+            " to be; leave out the mark, or remove the row"
+        )
+
+
+def check_messages(value: list[Any], *, where: str, field: str) -> None:
+    """InputError unless every message has a role and a content, both texts."""
+    if not value:
+        raise InputError(
+            f"{where}: expected text or messages in {field!r}, got an empty list;"
+            " remove the row"
+        )
+    for message in value:
+        for key in ("role", "content"):
+            if key == "content" and _calls_tools(message):
+                continue
+            if not isinstance(message, dict) or not isinstance(message.get(key), str):
+                raise InputError(
+                    f'{where}: expected messages as {{"role": "user", "content": '
+                    f'"Hi"}} in {field!r}, got {message!r:.60}, whose {key} is no text'
+                )
+
+
+def check_prompt(messages: Sequence[Message], *, where: str, field: str) -> None:
+    """InputError unless the last turn is another's than the assistant's."""
+    if messages[-1]["role"] == ASSISTANT:
+        raise InputError(
+            f"{where}: expected messages that wait for the assistant in {field!r}, got"
+            " its turn as the last one; move that turn to the field of the response"
+        )
+
+
+def check_response(messages: Sequence[Message], *, where: str, field: str) -> None:
+    """InputError unless it is one message of the assistant."""
+    roles = [message["role"] for message in messages]
+    if roles != [ASSISTANT]:
+        raise InputError(
+            f"{where}: expected text or one message of the assistant in {field!r}, got"
+            f" {', '.join(roles)}; its earlier turns belong to the prompt"
+        )
+
+
+def check_turns(turns: Any, *, where: str, by_template: bool) -> None:
+    """InputError unless turns are responses with observations between them.
+
+    Args:
+      by_template: whether the prompt is of messages, so that observations may be.
+    """
+    if not isinstance(turns, list) or len(turns) % 2 == 0:
+        count = f"{len(turns)} of them" if isinstance(turns, list) else repr(turns)
+        raise InputError(
+            f"{where}: expected a list in 'turns' that begins and ends with a response,"
+            f" with an observation between each two, got {count:.60}; correct the row"
+        )
+    for number, turn in enumerate(turns):
+        observed = number % 2 == 1
+        if observed and by_template and isinstance(turn, list):
+            check_messages(turn, where=where, field="turns")
+        elif not isinstance(turn, str):
+            kinds = "text or messages" if observed and by_template else "text"
+            what = "an observation" if observed else "a response"
+            raise InputError(
+                f"{where}: expected {kinds} as turn {number} (from 0) of 'turns',"
+                f" {what}, got {turn!r:.60}; correct the row"
+            )
+
+
+def content(text: str | list[Message]) -> str:
+    """What a text says, or the last of its messages."""
+    return text if isinstance(text, str) else text[-1].get("content") or ""
+
+
+def _calls_tools(message: Any) -> bool:
+    """Whether a message of the assistant may say nothing, as it calls a tool."""
+    return (
+        isinstance(message, dict)
+        and message.get("role") == ASSISTANT
+        and message.get("content") is None
+        and bool(message.get("tool_calls"))
+    )
