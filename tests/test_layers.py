@@ -216,3 +216,28 @@ def test_a_name_of_the_front_door_is_the_module_that_type_checkers_see(name):
 def test_a_name_the_package_does_not_have():
     with pytest.raises(AttributeError, match=r"no name 'klr'; it has masked"):
         _ = rlhf_jax.klr
+
+
+TEXT = ("data.tokenization", "data.text")  # where text becomes tokens, and back
+BY_TOKENIZERS = {
+    *("apply_chat_template", "batch_decode", "batch_encode_plus", "encode_plus"),
+    *("convert_tokens_to_ids", "convert_ids_to_tokens", "convert_tokens_to_string"),
+    "build_inputs_with_special_tokens",
+}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_one_module_turns_text_into_tokens_and_back(module):
+    """Whoever calls a tokenizer himself goes by rules of his own."""
+    if module.startswith(TEXT):
+        return
+    for node in ast.walk(tree_of(module)):
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        owner, _, name = called.rpartition(".")
+        of_tokenizer = owner.endswith(("tokenizer", "reader"))
+        assert not (of_tokenizer and name in ("encode", "decode", "tokenize")), called
+        assert name not in ("tokenizer", *BY_TOKENIZERS) or "load" in called, called
+        keywords = {keyword.arg for keyword in node.keywords}
+        assert not keywords & {"skip_special_tokens", "add_special_tokens"}, called

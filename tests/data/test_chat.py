@@ -238,8 +238,8 @@ MESSY = {"prompt": [user("Hi")], "response": "Yes"}
         (
             byte_tokenizer(CHATML.replace("assistant\n", "model\n"), eos="<|im_end|>"),
             MESSY,
-            r"row 1 .* begin as its prompt does, got 'assistant\\nYes<\|im_end\|>\\n' where"
-            r" the chat template asks for a response with 'model\\n'; use a",
+            r"row 1 .* begin as its prompt does, got 'assistant\\nYes<\|im_end\|>\\n' "
+            r"where the chat template asks for a response with 'model\\n'; use a",
         ),
         (
             byte_tokenizer(CHATML),

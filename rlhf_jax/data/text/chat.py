@@ -37,11 +37,13 @@ def render(
     *,
     where: str,
     variables: Mapping[str, Any] | None = None,
+    continued: bool = False,
 ) -> str:
     """The template's text; it asks for a response unless the last message is one.
 
     Args:
-      variables: what the template reads besides, of `variables`.
+      variables: what the template reads besides, of `messages.variables`.
+      continued: whether the last message goes on, so that nothing ends it.
 
     Raises:
       InputError: there is no template, or it does not take such messages.
@@ -78,11 +80,12 @@ def render(
                 {key: value for key, value in message.items() if value is not None}
                 for message in messages
             ],
-            add_generation_prompt=messages[-1]["role"] != ASSISTANT,
+            add_generation_prompt=messages[-1]["role"] != ASSISTANT and not continued,
             variables={
                 **tokenizer.special_tokens_map,
                 "date_string": DATE,
                 **(variables or {}),
+                **({"continue_final_message": True} if continued else {}),
             },
         )
     except templates.TemplateError as error:

@@ -258,10 +258,26 @@ class TextContract:
         separate their documents by such.
 
         Args:
-          special: whether the tokenizer puts its own tokens in front and behind.
+          special: whether the tokenizer's own tokens, as BOS, stand in front.
         """
-        (ids,) = tokenization.encode(self.tokenizer, [text], special=special)
-        return ids
+        (ids,) = tokenization.encode(self.tokenizer, [text], special=False)
+        return [*self.prefix, *ids] if special else ids
+
+    def rendered(
+        self, conversation: Sequence[Message], *, continued: bool = False
+    ) -> str:
+        """The chat template's text of a conversation, for `written`.
+
+        Args:
+          continued: whether the last message goes on; otherwise a response is asked
+            for, unless the last message is one.
+
+        Raises:
+          InputError: messages that the template does not take.
+        """
+        return chat.render(
+            self.tokenizer, conversation, where="a conversation", continued=continued
+        )
 
     def asks_for(self, each: Asked) -> frozenset[int]:
         """The control tokens that a row asks for by name.
@@ -425,10 +441,13 @@ class TextContract:
         if not text:
             return []
         context = list(after[-CONTEXT:])
-        expected = tokenization.decode(self.tokenizer, context) + text
+        # A template's control tokens may follow, which are not decoded to their text.
+        text_alone = text[: self.control.cutter().first(text)]
+        expected = tokenization.decode(self.tokenizer, context) + text_alone
         (alone,) = tokenization.encode(self.tokenizer, [text], special=False)
         for ids in (alone, *self._behind_anchors(text)):
-            if tokenization.decode(self.tokenizer, [*context, *ids]) == expected:
+            whole = tokenization.decode(self.tokenizer, [*context, *ids])
+            if whole.startswith(expected) and (text_alone != text or whole == expected):
                 return ids
         return alone  # of a tokenizer that does not keep texts
 

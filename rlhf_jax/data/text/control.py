@@ -112,6 +112,11 @@ class Cutter:
         # Looking ahead finds those that overlap, too.
         self._found = re.compile(f"(?={'|'.join(map(re.escape, longest)) or '(?!)'})")
 
+    def first(self, text: str) -> int:
+        """Where the first text of a token begins, or the text's length."""
+        match = self._found.search(text)
+        return len(text) if match is None else match.start()
+
     def pieces(self, text: str) -> list[str]:
         """The text in pieces that, encoded apart, hold none of the tokens.
 

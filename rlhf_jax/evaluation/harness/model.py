@@ -176,14 +176,8 @@ class Policy(TemplateLM):
           add_generation_prompt: whether the response comes next; otherwise the last
             message goes on.
         """
-        return cast(
-            str,
-            self.tokenizer.apply_chat_template(
-                chat_history,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            ),
+        return self._start.contract.rendered(
+            chat_history, continued=not add_generation_prompt
         )
 
     def loglikelihood_rolling(

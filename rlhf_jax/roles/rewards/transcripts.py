@@ -12,7 +12,7 @@ proof of one for a reward. The tokens' masks are.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, overload
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -48,21 +48,9 @@ class Responses(Protocol):
         ...
 
 
-@overload
-def texts(
-    rollout: Responses, *, decode: Decode, asked: None = None
-) -> list[tuple[str, str]]: ...
-
-
-@overload
-def texts(
-    rollout: Responses, *, decode: Decode, asked: Sequence[Prompt] | None
-) -> list[tuple[Prompt, str]]: ...
-
-
 def texts(
     rollout: Responses, *, decode: Decode, asked: Sequence[Prompt] | None = None
-) -> list[Any]:
+) -> list[tuple[Any, str]]:
     """(prompt, response) of every row, as a person or a reward reads them.
 
     Args:

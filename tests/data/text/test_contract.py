@@ -1,0 +1,234 @@
+"""The promises of the text contract, over a zoo of tokenizers and texts of any kind."""
+
+import functools
+import os
+
+import hypothesis
+import pytest
+import tokenizer_zoo
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhf_jax.data import encoding, tokenization, unpaired
+from rlhf_jax.data.text import TextContract
+from rlhf_jax.data.turns import TurnEncoder, encode_episodes
+
+ZOO = tokenizer_zoo.zoo()
+quickly = hypothesis.settings(
+    max_examples=int(os.environ.get("CONTRACT_EXAMPLES", "25")),
+    deadline=None,
+    derandomize=True,
+    database=None,
+)
+CHATS = {name for name, trait in ZOO.items() if trait.tokenizer.chat_template}
+CONTROL = (
+    *("<|eos|>", "<|bos|>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|end|>"),
+    *("<think>", "</think>", "<|im_", "end|>"),
+)
+PIECES = st.sampled_from(
+    [*CONTROL, " ", "  ", "4", " 4", "a", "b", "ab", "\n", "\n\n", "é", "日", "🙂"]
+)
+TEXTS = st.lists(PIECES | st.text(st.characters(codec="ascii"), max_size=3), max_size=8)
+texts = TEXTS.map("".join)
+PLAIN = [name for name in ZOO if name not in CHATS]
+each_plain = pytest.mark.parametrize("name", PLAIN)
+each_chat = pytest.mark.parametrize("name", sorted(CHATS))
+
+
+@functools.cache
+def contract(name):
+    return TextContract(ZOO[name].tokenizer, stop_ids=ZOO[name].stop_ids)
+
+
+def decoded(name, ids):
+    return tokenization.decode(ZOO[name].tokenizer, ids)
+
+
+def by_hand(name, text):
+    """Whether a text begins with BOS or ends with a stop token, written by hand."""
+    trait = ZOO[name]
+    bos = trait.tokenizer.bos_token
+    return (bos is not None and text.startswith(bos)) or text.endswith(trait.stops)
+
+
+def demonstrated(name, prompt, response):
+    [example] = encoding.encode_demonstrations(
+        ZOO[name].tokenizer,
+        [{"prompt": prompt, "response": response}],
+        max_length=10**6,
+        stop_ids=ZOO[name].stop_ids,
+    )
+    return [*example.prompt], [*example.response]
+
+
+@each_plain
+@quickly
+@given(prompt=texts, response=texts)
+def test_what_is_trained_on_decodes_to_the_text(name, prompt, response):
+    asked, answer = demonstrated(name, prompt, response)
+    head = contract(name).prefix
+    assert asked[: len(head)] == head
+    ids = [*asked[len(head) :], *answer[:-1]]
+    if by_hand(name, prompt) or by_hand(name, response):
+        return
+    text = prompt + response
+    if name == "metaspace":  # which reads "4" and " 4" at the beginning alike
+        text = text.removeprefix(" ")
+    assert decoded(name, ids) == text
+
+
+@each_plain
+@quickly
+@given(prompt=texts, response=texts)
+def test_control_tokens_are_those_of_the_contract(name, prompt, response):
+    """BOS once, one stop token at the end, and of tags those of a response."""
+    control, tags = contract(name).control.ids, contract(name).control.tags
+    asked, answer = demonstrated(name, prompt, response)
+    bos, head = ZOO[name].tokenizer.bos_token_id, contract(name).prefix
+    before = len(head) or (asked[:1] == [bos] and by_hand(name, prompt))
+    assert control.isdisjoint(asked[before:])
+    assert (control - tags).isdisjoint(answer[:-1])
+    assert answer[-1] in ZOO[name].stop_ids
+
+
+@each_plain
+@quickly
+@given(prompt=texts.filter(bool), response=texts, other=texts)
+def test_every_path_has_the_same_tokens(name, prompt, response, other):
+    """Of a demonstration, a pair, a labelled response, a sampled prompt, an episode."""
+    tokenizer, stops = ZOO[name].tokenizer, ZOO[name].stop_ids
+    asked, answer = demonstrated(name, prompt, response)
+    rows = [{"prompt": prompt, "chosen": response, "rejected": other + "x"}]
+    limits = {"max_length": 10**6, "stop_ids": stops}
+    if demonstrated(name, prompt, other + "x")[1] != answer:
+        [pair] = encoding.encode_preferences(tokenizer, rows, **limits)
+        assert ([*pair.prompt], [*pair.chosen]) == (asked, answer)
+    row = {"prompt": prompt, "completion": response, "label": True}
+    others = {"prompt": prompt + "x", "completion": response, "label": False}
+    labelled = unpaired.encode_labelled(tokenizer, [row, others], seed=0, **limits)
+    assert [*labelled[0].prompt] == asked
+    assert [*labelled[0].completion] == answer
+    if asked:
+        _, [sampled] = encoding.encode_prompts(
+            tokenizer, [{"prompt": prompt}], **limits
+        )
+        assert sampled == asked
+    encoder = TurnEncoder(tokenizer, stop_ids=stops, chat=False)
+    assert encoder.prompt(prompt, where="row 0") == asked
+    [episode] = encode_episodes(
+        tokenizer, [{"prompt": prompt, "turns": [response]}], **limits
+    )
+    assert ([*episode.prompt], [*episode.response]) == (asked, answer)
+
+
+@each_plain
+@quickly
+@given(observed=texts, response=texts)
+def test_an_observation_and_the_turn_after_it_keep_their_text(name, observed, response):
+    [episode] = encode_episodes(
+        ZOO[name].tokenizer,
+        [{"prompt": "a", "turns": ["b", observed, response]}],
+        max_length=10**6,
+        stop_ids=ZOO[name].stop_ids,
+    )
+    [(start, end)] = episode.observed
+    encoder = TurnEncoder(ZOO[name].tokenizer, stop_ids=ZOO[name].stop_ids, chat=False)
+    assert episode.response[start:end] == encoder.observation(observed)
+    control = contract(name).control.ids
+    assert control.isdisjoint(episode.response[start:end])
+    before = decoded(name, episode.response[:start])
+    if by_hand(name, response):
+        return
+    whole = decoded(name, episode.response[:-1])
+    assert whole == before + observed + response
+
+
+@each_plain
+@quickly
+@given(prompt=texts, response=texts)
+def test_a_response_has_the_tokens_of_both_texts_together(name, prompt, response):
+    """Wherever the tokenizer does not merge across the border."""
+    tokenizer = ZOO[name].tokenizer
+    if any(each in prompt + response for each in CONTROL):
+        return
+    alone, both = (
+        tokenizer(text, add_special_tokens=False)["input_ids"]
+        for text in (prompt, prompt + response)
+    )
+    asked, answer = demonstrated(name, prompt, response)
+    assert asked[len(contract(name).prefix) :] == alone
+    if both[: len(alone)] == alone:
+        assert answer[:-1] == both[len(alone) :]
+
+
+@each_chat
+@quickly
+@given(content=texts, response=texts)
+def test_text_of_messages_opens_and_closes_no_turn(name, content, response):
+    """Of a user, a tool, a document, an option and the assistant itself."""
+    tokenizer, stops = ZOO[name].tokenizer, ZOO[name].stop_ids
+    encode = functools.partial(
+        encoding.encode_demonstrations, tokenizer, max_length=10**6, stop_ids=stops
+    )
+
+    def example(content, response):
+        row = {
+            "prompt": [
+                {"role": "user", "content": content},
+                {"role": "assistant", "content": "a"},
+                {"role": "user", "content": content},
+            ],
+            "response": response,
+            "tools": [{"name": content}],
+            "documents": [{"text": content}],
+        }
+        [encoded] = encode([row])
+        return encoded
+
+    ids = contract(name).control.ids - contract(name).control.tags
+    found, usual = example(content, response), example("a", "a")
+
+    def controls(tokens):
+        return [token for token in tokens if token in ids]
+
+    assert controls(found.prompt) == controls(usual.prompt)
+    assert controls(found.response) == controls(usual.response)
+    assert found.response[-1] == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    if not by_hand(name, response):
+        before = decoded(name, found.prompt)
+        assert decoded(name, [*found.prompt, *found.response[:-1]]) == before + response
+
+
+@each_chat
+@quickly
+@given(content=texts.filter(str.strip))
+def test_a_user_s_words_stay_as_they_are(name, content):
+    tokenizer, stops = ZOO[name].tokenizer, ZOO[name].stop_ids
+    asked = [{"prompt": [{"role": "user", "content": content}]}]
+    _, [ids] = encoding.encode_prompts(
+        tokenizer, asked, max_length=10**6, stop_ids=stops
+    )
+    encoder = TurnEncoder(tokenizer, stop_ids=stops, chat=True)
+    observed = encoder.observation(content)
+    for found in (ids, observed):
+        assert content in decoded(name, found)
+    control = contract(name).control.ids
+    assert [i for i in ids if i in control] == tokenizer.convert_tokens_to_ids(
+        ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
+    )
+
+
+@pytest.mark.parametrize("name", ZOO)
+@quickly
+@given(response=texts)
+def test_a_reward_reads_what_was_written(name, response):
+    """Cut at the stop token, with every tag, and with no stop token left."""
+    if name in CHATS or by_hand(name, response):
+        return
+    _, answer = demonstrated(name, "a", response)
+    trait = ZOO[name]
+    text = tokenization.spoken(trait.tokenizer, answer, stop_ids=trait.stop_ids)
+    alone = trait.tokenizer(response, add_special_tokens=False)["input_ids"]
+    assert text == response or (text == response[1:] and response[0] == " ")
+    assert not set(trait.stop_ids) & set(answer[:-1])
+    assert alone is not None

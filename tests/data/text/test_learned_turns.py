@@ -1,0 +1,174 @@
+"""Which turns of a conversation are learned, and with which tokens."""
+
+import json
+
+import numpy as np
+import pytest
+import tokenizer_zoo
+
+from rlhf_jax.data import batches, encoding, files, packing, tokenization
+from rlhf_jax.data.examples import Episode, Example
+from rlhf_jax.functional.checks import InputError
+
+CHAT = tokenizer_zoo.zoo()["chat"]
+THINKING = tokenizer_zoo.zoo()["thinking"]
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def said(text, **mark):
+    return {"role": "assistant", "content": text} | mark
+
+
+TALK = [user("a"), said("FIRST"), user("b"), said("SECOND"), user("c"), said("THIRD")]
+
+
+def encoded(row, *, trait=CHAT, **options):
+    [example] = encoding.encode_demonstrations(
+        trait.tokenizer, [row], max_length=999, stop_ids=trait.stop_ids, **options
+    )
+    return example
+
+
+def row_of(messages):
+    return {"prompt": messages[:-1], "response": messages[-1:]}
+
+
+def learned(example, *, trait=CHAT):
+    """What is learned, run by run."""
+    tokens = np.array([*example.prompt, *example.response])
+    trained = np.array(example.trained)
+    starts = np.flatnonzero(trained[1:] != trained[:-1]) + 1
+    runs = zip(np.split(tokens, starts), np.split(trained, starts), strict=True)
+    return [
+        tokenization.decode(trait.tokenizer, run.tolist()) for run, on in runs if on[0]
+    ]
+
+
+def whole(messages, *, trait=CHAT):
+    ids = trait.tokenizer.apply_chat_template(
+        messages, tokenize=True, return_dict=False
+    )
+    return ids[:-1]  # but for the line end, which begins the next turn
+
+
+@pytest.mark.parametrize(
+    ("which", "expected"),
+    [("last", ["THIRD"]), ("all", ["FIRST", "SECOND", "THIRD"])],
+)
+def test_the_last_turn_or_all(which, expected):
+    example = encoded(row_of(TALK), assistant_turns=which)
+    assert learned(example) == [f"{text}<|im_end|>" for text in expected]
+    assert [*example.prompt, *example.response] == whole(TALK)
+    kind = Example if which == "last" else Episode
+    assert isinstance(example, kind)
+
+
+@pytest.mark.parametrize("mark", ["weight", "train", "loss_mask"])
+@pytest.mark.parametrize("which", ["last", "all", "marked"])
+def test_a_mark_goes_before_the_option(mark, which):
+    talk = [
+        *(user("a"), said("FIRST", **{mark: 1})),
+        *(user("b"), said("SECOND", **{mark: 0})),
+        *(user("c"), said("THIRD", **{mark: None})),
+    ]
+    example = encoded(row_of(talk), assistant_turns=which)
+    third = [] if which == "marked" else ["THIRD<|im_end|>"]
+    assert learned(example) == ["FIRST<|im_end|>", *third]
+    ids = [*example.prompt, *example.response]
+    assert ids == whole(TALK)[: len(ids)]  # the mark is not the template's
+
+
+def test_the_last_turn_may_be_marked_not_to_be_learned():
+    talk = [*TALK[:1], said("FIRST", train=True), user("b"), said("SECOND", weight=0)]
+    example = encoded(row_of(talk))
+    assert learned(example) == ["FIRST<|im_end|>"]
+    assert isinstance(example, Example)
+    assert [*example.prompt, *example.response] == whole(TALK[:2])
+
+
+@pytest.mark.parametrize(
+    ("talk", "which", "message"),
+    [
+        ([user("a"), said("A")], "marked", r"learned, got none, by .* marked; mark"),
+        ([user("a"), said("A", weight=0)], "all", r"got none, by the marks"),
+        ([user("a"), said("A", weight=0.5)], "last", r"0 or 1 in 'weight' .* got 0.5"),
+        ([user("a") | {"train": 1}, said("A")], "last", r"the assistant .* 'user'"),
+        ([user("a"), said("A", train=1, weight=0)], "last", r"marks .* that agree"),
+    ],
+)
+def test_marks_that_cannot_be_meant(talk, which, message):
+    with pytest.raises(InputError, match=rf"row 0 \(from 0\): .*{message}"):
+        encoded(row_of(talk), assistant_turns=which)
+
+
+def test_pairs_learn_their_responses_alone():
+    """A mark that says so is allowed; one that asks for more is told."""
+
+    def pair(prompt, **mark):
+        row = {"prompt": prompt, "chosen": [said("A", **mark)], "rejected": "B"}
+        return encoding.encode_preferences(
+            CHAT.tokenizer, [row], max_length=99, stop_ids=CHAT.stop_ids
+        )
+
+    [plain] = pair(TALK[:3])
+    assert pair([user("a"), said("FIRST", weight=0), user("b")], weight=1) == [plain]
+    with pytest.raises(InputError, match="no earlier turn to be marked as learned"):
+        pair([user("a"), said("FIRST", weight=1), user("b")])
+    with pytest.raises(InputError, match="a response that is learned, got one"):
+        pair(TALK[:3], weight=0)
+
+
+def test_a_template_that_leaves_out_what_is_to_be_learned():
+    """As Qwen3's, which writes what was thought in the last turn alone."""
+    thought = said("<think>hm</think>\nFIRST")
+    talk = [user("a"), thought, user("b"), said("SECOND")]
+    with pytest.raises(InputError, match="leaves out a part of '<think>hm</think>"):
+        encoded(row_of(talk), trait=THINKING, assistant_turns="all")
+    example = encoded(row_of(talk), trait=THINKING)
+    assert learned(example, trait=THINKING) == ["SECOND<|im_end|>"]
+    last = encoded(row_of(talk[:2]), trait=THINKING)
+    think = THINKING.tokenizer.convert_tokens_to_ids("<think>")
+    assert last.response[0] == think
+
+
+def test_a_turn_whose_beginning_merges_with_the_template_s_end():
+    """The prompt keeps the tokens that it has when a response is sampled: rule 1."""
+    talk = [user("a"), said("\n\nFIRST"), user("b"), said("\n\nSECOND")]
+    tokenizer = CHAT.tokenizer
+    example = encoded(row_of(talk), assistant_turns="all")
+    assert learned(example) == ["\n\nFIRST<|im_end|>", "\n\nSECOND<|im_end|>"]
+    ids = [*example.prompt, *example.response]
+    assert ids != whole(talk)
+    assert tokenization.decode(tokenizer, ids) == tokenizer.decode(whole(talk))
+    [prompt] = encoding.encode_prompts(
+        tokenizer, [{"prompt": talk[:1]}], max_length=99, stop_ids=CHAT.stop_ids
+    )[1]
+    assert [*example.prompt] == prompt
+    asked = len(prompt) + example.observed[0][1]
+    [second] = encoding.encode_prompts(
+        tokenizer, [{"prompt": talk[2:3]}], max_length=99, stop_ids=CHAT.stop_ids
+    )[1]
+    assert ids[asked - len(second) : asked] == second
+
+
+def test_batches_and_packed_rows_read_the_mask():
+    example = encoded(row_of(TALK), assistant_turns="all")
+    [batch] = batches.sequences_in_order([example], batch_size=1, pad_id=0)
+    np.testing.assert_array_equal(batch.response_mask[0], example.trained)
+    [row] = packing.pack_examples([example], width=200)
+    assert [bool(on) for on in row.response] == example.trained
+
+
+def test_whole_conversations_of_a_file(tmp_path):
+    file = tmp_path / "talks.jsonl"
+    file.write_text(json.dumps({"messages": TALK}) + "\n")
+    [example] = encoding.encode_demonstrations(
+        CHAT.tokenizer,
+        files.read_demonstrations(file),
+        max_length=999,
+        assistant_turns="all",
+    )
+    assert learned(example) == [f"{x}<|im_end|>" for x in ("FIRST", "SECOND", "THIRD")]
