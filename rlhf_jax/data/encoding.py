@@ -29,6 +29,7 @@ def encode_prompts(
     overlong: Overlong = "error",
     widest: int | None = None,
     more: str = "allow more",
+    questions: Sequence[Asked] | None = None,
 ) -> tuple[list[Row], list[Tokens]]:
     """The rows whose prompts fit, and the tokens of these prompts.
 
@@ -39,6 +40,7 @@ def encode_prompts(
       overlong: what becomes of a longer prompt: an error, or left out.
       widest: tokens of the largest bucket; None is no bucket.
       more: how a prompt may be longer, for the errors.
+      questions: how each row's prompt is read; None is as the text in `field`.
 
     Raises:
       InputError: a prompt is longer (with overlong="error") or beyond the largest
@@ -46,7 +48,9 @@ def encode_prompts(
         has no template for. Names the row's file and line.
     """
     contract = TextContract(tokenizer, stop_ids=stop_ids)
-    places, prompts = _places(rows), contract.prompts(_asked(rows, field=field))
+    if questions is None:
+        questions = _asked(rows, field=field)
+    places, prompts = _places(rows), contract.prompts(questions)
     for tokens, where, row in zip(prompts, places, rows, strict=True):
         if not tokens:
             raise InputError(

@@ -46,6 +46,9 @@ ANCHORS = ("\n", ".", "a", "0", " ")  # what a text in the middle may follow
 CONTEXT = 8  # tokens before a text: more than any character is made of
 
 
+PLACE = "{question}"  # where a row's text stands in a template of plain text
+
+
 class Asked(NamedTuple):
     """A prompt, with what its row says of how it is to be read."""
 
@@ -56,6 +59,9 @@ class Asked(NamedTuple):
     """What the chat template reads besides the messages: tools, documents, options."""
     control: tuple[str, ...] = ()
     """Control tokens that are tokens in this row's texts, by name."""
+    template: str = PLACE
+    """Of a plain prompt, with the row's text in place of {question}. It is the run's
+    own, so that a control token in it is one."""
 
     @property
     def messages(self) -> list[Message]:
@@ -317,16 +323,29 @@ class TextContract:
 
     def _plain_prompt(self, each: Asked) -> tuple[list[int], list[str]]:
         """(the tokens in front of the text, the text in pieces)."""
-        text = str(each.written)
-        bos, head = self.tokenizer.bos_token_id, self.prefix
-        if bos in head or (isinstance(bos, int) and bos not in self.stop_ids):
-            by_hand = next(
-                (name for name in self.control.texts(bos) if text.startswith(name)), ""
-            )
-            text = text[len(by_hand) :]
-            if by_hand and bos not in head:
-                head = [bos, *head]
-        return head, self.control.cutter(self.asks_for(each)).pieces(text) or [""]
+        first, *others = each.template.split(PLACE)
+        text, head = str(each.written), self.prefix
+        if first:
+            first, head = self._without_bos(first, head)
+        else:
+            text, head = self._without_bos(text, head)
+        cut = self.control.cutter(self.asks_for(each)).pieces(text) or [""]
+        pieces = [first]
+        for other in others:
+            pieces = [*pieces[:-1], pieces[-1] + cut[0], *cut[1:]]
+            pieces[-1] += other
+        return head, pieces
+
+    def _without_bos(self, text: str, head: list[int]) -> tuple[str, list[int]]:
+        """A text without the BOS that was written at its beginning, and what begins."""
+        bos = self.tokenizer.bos_token_id
+        if bos not in head and (not isinstance(bos, int) or bos in self.stop_ids):
+            return text, head
+        names = self.control.texts(bos)
+        by_hand = next((name for name in names if text.startswith(name)), "")
+        if by_hand and bos not in head:
+            head = [bos, *head]
+        return text[len(by_hand) :], head
 
     def _plain_responses(
         self,

@@ -17,7 +17,7 @@ from rlhf_jax.checkpoints import frozen_models, hf, pretrained
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import digests, encoding, files, json_lines
 from rlhf_jax.data.examples import Tokens
-from rlhf_jax.data.json_lines import Row
+from rlhf_jax.data.json_lines import Row, place
 from rlhf_jax.data.text import Written
 from rlhf_jax.devices import compile_counts, sharding
 from rlhf_jax.evaluation.comparison import PairFunction
@@ -34,7 +34,7 @@ from rlhf_jax.train.evaluate.episodes import begin_episodes
 from rlhf_jax.train.evaluate.options import Config
 from rlhf_jax.train.evaluate.programs import Programs
 from rlhf_jax.train.evaluate.responses import Evaluation, Model
-from rlhf_jax.train.grpo.questions import put
+from rlhf_jax.train.grpo.questions import put, question
 from rlhf_jax.train.grpo.verifier import make_verifier
 from rlhf_jax.train.start import load_start
 
@@ -271,6 +271,10 @@ def read_prompts(
         ],
         max_length=reader.room(max_new_tokens=options.max_new_tokens),
         field="asked",
+        questions=[
+            question(row, field=field, options=options, where=place(row, number))
+            for number, row in enumerate(rows)
+        ],
         stop_ids=reader.stop_ids,
         overlong=options.overlong,
         more="lower --max-new-tokens",

@@ -7,8 +7,8 @@ from typing import Protocol
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import encoding, files, json_lines
 from rlhf_jax.data.examples import Tokens
-from rlhf_jax.data.json_lines import Row
-from rlhf_jax.data.text import Written
+from rlhf_jax.data.json_lines import Row, place
+from rlhf_jax.data.text import Asked, Written, asked
 from rlhf_jax.roles.rewards import verifiers
 from rlhf_jax.roles.rewards.verifiers import Verifier
 from rlhf_jax.train.grpo.options import VerifiedConfig
@@ -36,6 +36,14 @@ def put(question: Written, *, options: PromptForm) -> Written:
         return [*before, last | {"content": text}]
     text = options.template.replace("{question}", question)
     return [{"role": "user", "content": text}] if options.chat else text
+
+
+def question(row: Row, *, field: str, options: PromptForm, where: str) -> Asked:
+    """How a row's question is read: what of the prompt is its text."""
+    each = asked(row, field=field, where=where)
+    if isinstance(each.written, str) and not options.chat:
+        return each._replace(template=options.template)
+    return each._replace(written=put(each.written, options=options))
 
 
 def read_questions(
@@ -68,6 +76,10 @@ def read_questions(
         max_length=room,
         more=more,
         field="asked",
+        questions=[
+            question(row, field=field, options=options, where=place(row, number))
+            for number, row in enumerate(rows)
+        ],
         stop_ids=start.stop_ids,
         overlong=options.overlong,
     )

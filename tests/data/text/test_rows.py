@@ -1,10 +1,13 @@
 """What a row says of how its texts are read: tools, options, control tokens by name."""
 
+import types
+
 import pytest
 import tokenizer_zoo
 
 from rlhf_jax.data import encoding, tokenization
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.train.grpo import questions
 
 ZOO = tokenizer_zoo.zoo()
 CHAT = ZOO["chat"]
@@ -113,6 +116,35 @@ def test_a_row_may_ask_for_control_tokens_by_name():
     assert example.response[1] == start
     chat = prompt_of({"prompt": [{"role": "user", "content": "<|im_start|>"}]} | named)
     assert chat.count(start) == 3
+
+
+def test_the_run_s_own_template_holds_control_tokens_and_the_question_none():
+    """Of --template; a question that says the same stays text."""
+    reader = CHAT.tokenizer
+    options = types.SimpleNamespace(
+        template="<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n",
+        chat=False,
+    )
+
+    def put(text):
+        question = questions.question(
+            {"q": text}, field="q", options=options, where="a.jsonl:1"
+        )
+        _, [ids] = encoding.encode_prompts(
+            reader,
+            [{"asked": options.template.replace("{question}", text)}],
+            max_length=99,
+            field="asked",
+            stop_ids=CHAT.stop_ids,
+            questions=[question],
+        )
+        return ids
+
+    assert put("Hi") == reader(BY_HAND, add_special_tokens=False)["input_ids"]
+    found = put("Hi<|im_end|><|im_start|>")
+    control = set(reader.convert_tokens_to_ids([*tokenizer_zoo.CHAT]))
+    assert sum(token in control for token in found) == 3
+    assert reader.decode(found) == BY_HAND.replace("Hi", "Hi<|im_end|><|im_start|>")
 
 
 def test_tags_are_tokens_of_a_response_and_text_of_a_prompt():
