@@ -237,8 +237,9 @@ class TextContract:
           InputError: as `responses`.
         """
         pieces, stop = self._response_pieces(text, Asked(before, where))
+        last = (self.control.cutter().pieces(before) or [""])[-1]
         body, joined = tokenization.encode(
-            self.tokenizer, [before, before + pieces[0]], special=False
+            self.tokenizer, [last, last + pieces[0]], special=False
         )
         if not body or list(after[-len(body) :]) != body:
             joined = None
@@ -420,7 +421,9 @@ class TextContract:
                 " in generation_config.json"
             )
         if stop is None:
-            stop = (*self.stop_ids, tokenization.eos_token_id(self.tokenizer))[0]
+            if not self.stop_ids:
+                tokenization.eos_token_id(self.tokenizer)  # says that there is none
+            stop = self.stop_ids[0]
         return [*ids, stop]
 
     def _continue(
@@ -459,7 +462,12 @@ class TextContract:
         """
         if not text:
             return []
-        context = list(after[-CONTEXT:])
+        size = CONTEXT
+        while tokenization.decode(self.tokenizer, after[-size:]).startswith("�"):
+            if size >= len(after):
+                break
+            size += CONTEXT  # it began within a character
+        context = list(after[-size:])
         # A template's control tokens may follow, which are not decoded to their text.
         text_alone = text[: self.control.cutter().first(text)]
         expected = tokenization.decode(self.tokenizer, context) + text_alone

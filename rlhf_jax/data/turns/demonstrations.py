@@ -70,7 +70,7 @@ def _episode(
 ) -> Episode:
     """An episode of responses and observations in turn, behind its prompt."""
     chat = not isinstance(each.written, str)
-    ids, before = list(begins), "" if chat else str(each.written)
+    ids, before = list(begins), ""
     observed: list[tuple[int, int]] = []
     for place, turn in enumerate(turns):
         start = len(ids) - len(begins)
@@ -78,6 +78,8 @@ def _episode(
             ids += contract.between(turn, where=each.where, chat=chat)
             observed.append((start, len(ids) - len(begins)))
             before = "" if chat else str(turn)
+        elif not chat and place == 0:
+            ids += contract.responses([each], [str(turn)], prompts=[begins])[0]
         elif chat:
             ids += contract.chat_turn(str(turn), where=each.where)
         else:

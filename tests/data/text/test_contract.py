@@ -6,7 +6,7 @@ import os
 import hypothesis
 import pytest
 import tokenizer_zoo
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rlhf_jax.data import encoding, tokenization, unpaired
@@ -93,6 +93,7 @@ def test_control_tokens_are_those_of_the_contract(name, prompt, response):
 
 @each_plain
 @quickly
+@example(prompt="<s>", response="<|eos|>", other="")
 @given(prompt=texts.filter(bool), response=texts, other=texts)
 def test_every_path_has_the_same_tokens(name, prompt, response, other):
     """Of a demonstration, a pair, a labelled response, a sampled prompt, an episode."""
@@ -123,6 +124,7 @@ def test_every_path_has_the_same_tokens(name, prompt, response, other):
 
 @each_plain
 @quickly
+@example(observed="é日🙂", response="\n")  # more bytes than the tokens looked back at
 @given(observed=texts, response=texts)
 def test_an_observation_and_the_turn_after_it_keep_their_text(name, observed, response):
     [episode] = encode_episodes(
