@@ -66,6 +66,7 @@ class Pretrained(NamedTuple):
             raise InputError(
                 f"max_length: expected at most the context of the model, {context} "
                 f"tokens, got {max_length}; ask for less, or leave it out"
+                f"{self._longer}"
             )
         return context if max_length is None else max_length
 
@@ -83,9 +84,19 @@ class Pretrained(NamedTuple):
             raise InputError(
                 f"--max-new-tokens: expected less than the context of the model, "
                 f"{context} tokens, so that a prompt has room too, got "
-                f"{max_new_tokens}; ask for less"
+                f"{max_new_tokens}; ask for less{self._longer}"
             )
         return context - max_new_tokens
+
+    @property
+    def _longer(self) -> str:
+        """How the context is made longer, for errors; learned positions have an end."""
+        if self.model.positions == "learned":
+            return ""
+        return (
+            "; a model that reads more says so in its config.json, by "
+            "max_position_embeddings or a rope_scaling of type yarn"
+        )
 
     def decode(self, tokens: list[int]) -> str:
         """Token ids -> text; padding, BOS and stop tokens are left out.
