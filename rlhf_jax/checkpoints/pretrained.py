@@ -16,7 +16,14 @@ import numpy as np
 
 from rlhf_jax.algorithms.batch import Sequences
 from rlhf_jax.checkpoints import hf, peft
-from rlhf_jax.data import batches, encoding, files, json_lines, tokenization
+from rlhf_jax.data import (
+    batches,
+    encoding,
+    files,
+    formats,
+    json_lines,
+    tokenization,
+)
 from rlhf_jax.data.examples import Text
 from rlhf_jax.data.text import TextContract
 from rlhf_jax.functional.checks import InputError
@@ -248,7 +255,7 @@ def read_examples(
       InputError: the file is unreadable, empty or has no row that is short enough.
     """
     longest = start.limit(max_length)
-    if source.endswith(".txt"):
+    if formats.is_text(source):
         text = json_lines.read_text(source)
         return [*encoding.encode_text(start.tokenizer, text, block_size=longest)]
     return encoding.encode_demonstrations(

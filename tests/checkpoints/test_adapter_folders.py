@@ -5,13 +5,14 @@ import re
 import shutil
 
 import huggingface_hub
+import numpy as np
 import pytest
 import toy_files
 from places import FIXTURES
 from safetensors.numpy import save_file
 
-from rlhf_jax import hf
-from rlhf_jax.checkpoints import frozen_models, pretrained
+from rlhf_jax import frozen, hf, lora, policy
+from rlhf_jax.checkpoints import frozen_models, peft, pretrained
 from rlhf_jax.functional.checks import InputError
 
 MERGE = re.escape(
@@ -51,6 +52,20 @@ def test_every_model_that_is_read(tmp_path, adapter):
     ):
         with pytest.raises(InputError, match=f"^checkpoint {adapter}: {MERGE}$"):
             read()
+
+
+def test_an_adapter_is_merged_without_pytorch(tmp_path, adapter):
+    """As checkpoints/README.md has it."""
+    model, base = hf.load(FIXTURES / "gpt2", dtype="float32")
+    made, adapters = peft.load(adapter, model=model, base=frozen.freeze(base))
+    hf.save(tmp_path / "merged", model, lora.merge(base, adapters, lora=made))
+    again, merged = hf.load(tmp_path / "merged")
+    assert again == model
+    texts = np.load(FIXTURES / "gpt2" / "recorded.npz")
+    tokens, mask = texts["left_tokens"][1:], texts["left_mask"][1:]
+    logits = np.asarray(policy.logits(merged, model=model, tokens=tokens, mask=mask))
+    expected = np.load(FIXTURES / "gpt2_lora" / "recorded.npz")["logits"]
+    np.testing.assert_allclose(logits[mask], expected, atol=1e-4)
 
 
 def test_the_merged_model_of_a_run_is_named(adapter):
