@@ -64,7 +64,7 @@ def test_the_limit_of_a_row(tmp_path):
 def test_the_limit_of_rotary_positions_is_said_to_be_an_option(tmp_path):
     longer = "says so in its config.json, by max_position_embeddings or a rope_scaling"
     model = config.llama(
-        vocab_size=len(toy_files.WORDS),
+        vocab_size=toy_files.MODEL.vocab_size,
         hidden_size=8,
         num_layers=1,
         num_heads=2,
