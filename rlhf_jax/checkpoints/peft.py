@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
-from rlhf_jax.checkpoints import finite, fused_adapters, shards
+from rlhf_jax.checkpoints import adapter_folders, finite, fused_adapters, shards
 from rlhf_jax.checkpoints.fused_adapters import Linear
 from rlhf_jax.checkpoints.hf import PathLike
 from rlhf_jax.devices import processes
@@ -39,7 +39,7 @@ from rlhf_jax.roles.reference.frozen import Frozen
 Params = Any
 Tensors = dict[str, np.ndarray]
 
-_CONFIG = "adapter_config.json"
+_CONFIG = adapter_folders.CONFIG
 _WEIGHTS = "adapter_model.safetensors"
 _SCORE = f"{fused_adapters.PREFIX}score.weight"
 # Options that say nothing of the numbers, or are read below. Dropout is of training

@@ -16,7 +16,14 @@ import numpy as np
 
 from rlhf_jax.algorithms.batch import Sequences
 from rlhf_jax.checkpoints import hf, peft
-from rlhf_jax.data import batches, encoding, files, json_lines, tokenization
+from rlhf_jax.data import (
+    batches,
+    encoding,
+    files,
+    formats,
+    json_lines,
+    tokenization,
+)
 from rlhf_jax.data.examples import Text
 from rlhf_jax.data.text import TextContract
 from rlhf_jax.functional.checks import InputError
@@ -66,6 +73,7 @@ class Pretrained(NamedTuple):
             raise InputError(
                 f"max_length: expected at most the context of the model, {context} "
                 f"tokens, got {max_length}; ask for less, or leave it out"
+                f"{self._longer}"
             )
         return context if max_length is None else max_length
 
@@ -83,9 +91,19 @@ class Pretrained(NamedTuple):
             raise InputError(
                 f"--max-new-tokens: expected less than the context of the model, "
                 f"{context} tokens, so that a prompt has room too, got "
-                f"{max_new_tokens}; ask for less"
+                f"{max_new_tokens}; ask for less{self._longer}"
             )
         return context - max_new_tokens
+
+    @property
+    def _longer(self) -> str:
+        """How the context is made longer, for errors; learned positions have an end."""
+        if self.model.positions == "learned":
+            return ""
+        return (
+            "; a model that reads more says so in its config.json, by "
+            "max_position_embeddings or a rope_scaling of type yarn"
+        )
 
     def decode(self, tokens: list[int]) -> str:
         """Token ids -> text; padding, BOS and stop tokens are left out.
@@ -237,7 +255,7 @@ def read_examples(
       InputError: the file is unreadable, empty or has no row that is short enough.
     """
     longest = start.limit(max_length)
-    if source.endswith(".txt"):
+    if formats.is_text(source):
         text = json_lines.read_text(source)
         return [*encoding.encode_text(start.tokenizer, text, block_size=longest)]
     return encoding.encode_demonstrations(

@@ -20,7 +20,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from rlhf_jax.checkpoints import finite
+from rlhf_jax.checkpoints import adapter_folders, finite
 from rlhf_jax.checkpoints.finite import NotFinite
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.families import mapping
@@ -28,6 +28,7 @@ from rlhf_jax.runs import write_errors
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_COMPARED = 2**24  # numbers at a time
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -115,6 +116,26 @@ class Tensors:
                 *map(sum, zip(before, not_finite, strict=True))
             )
         return part
+
+    def equal(self, name: str, other: str) -> bool:
+        """Whether two tensors hold the same numbers; read up to where they differ."""
+        first, second = self.headers[name], self.headers[other]
+        floats = {first.dtype, second.dtype} <= mapping.FLOATS.keys()
+        if not floats or first.shape != second.shape:
+            return False
+        size, *rest = first.shape or (1,)
+        rows = max(1, _COMPARED // max(1, math.prod(rest)))
+        for start in range(0, size, rows):
+            # Opened anew, as above.
+            one, two = (
+                open_file(self._files[each]).get_slice(each)[
+                    start : min(start + rows, size)
+                ]
+                for each in (name, other)
+            )
+            if not np.array_equal(one, two):
+                return False
+        return True
 
     def check_finite(self) -> None:
         """Raises InputError if an entry read so far was NaN or infinite."""
@@ -207,6 +228,9 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def _files(folder: Path) -> list[Path]:
+    """The files that hold the weights; transformers prefers the whole one, too."""
+    if (folder / WEIGHTS).exists():
+        return [folder / WEIGHTS]
     if (folder / INDEX).exists():
         weight_map = read_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not all(
@@ -224,8 +248,7 @@ def _files(folder: Path) -> list[Path]:
                 f"the checkpoint again"
             )
         return files
-    if (folder / WEIGHTS).exists():
-        return [folder / WEIGHTS]
+    adapter_folders.refuse(folder)
     raise InputError(
         f"expected {WEIGHTS} or {INDEX}, got {_listing(folder)}; to convert a "
         f"pytorch_model.bin (a pickle), load it with torch and transformers and call "

@@ -17,14 +17,19 @@ def of_tokens(rows: Sequence[Sequence[object]]) -> str:
 
 
 def of_rows(rows: Sequence[Row]) -> str:
-    """SHA-256 of all fields of rows, for what a reward function or a verifier reads.
+    """SHA-256 of all fields of rows, for what a reward function or a verifier reads."""
+    return of_values(rows)
 
-    What JSON does not hold, as an image of a Hugging Face data set, counts by its
-    pickle.
+
+def of_values(values: Any) -> str:
+    """SHA-256 of whatever JSON holds.
+
+    What it does not hold, as a date of a Parquet file or an image of a Hugging Face
+    data set, counts by its pickle.
     """
 
     def pickled(value: Any) -> str:
         return hashlib.sha256(pickle.dumps(value, protocol=4)).hexdigest()
 
-    text = json.dumps(rows, sort_keys=True, default=pickled)
+    text = json.dumps(values, sort_keys=True, default=pickled)
     return hashlib.sha256(text.encode()).hexdigest()

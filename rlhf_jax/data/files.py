@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from rlhf_jax.data import json_lines
+from rlhf_jax.data import formats, json_lines
 from rlhf_jax.data.json_lines import LocatedRow, Row
 from rlhf_jax.data.text import messages as chat
 from rlhf_jax.functional.checks import InputError
@@ -37,7 +37,7 @@ def read_prompts(source: str | Path, *, field: str = "prompt") -> list[Row]:
     Raises:
       InputError: the file is empty or malformed, or a row has no prompt in `field`.
     """
-    if str(source).endswith(".txt"):
+    if formats.is_text(source):
         located = [
             (where, LocatedRow({field: line}, where=where))
             for where, line in json_lines.lines(Path(source))

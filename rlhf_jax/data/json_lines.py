@@ -1,12 +1,14 @@
-"""Rows of a JSON Lines file, a text or a Hugging Face data set, with their places."""
+"""Rows of a JSON Lines file, a text or whatever `tables` reads, with their places."""
 
 from __future__ import annotations
 
-import importlib
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
+from rlhf_jax.data import formats, tables
+from rlhf_jax.data.formats import Format
 from rlhf_jax.functional.checks import InputError
 
 Row = dict[str, Any]
@@ -34,14 +36,15 @@ def place(row: Row, index: int) -> str:
 
 
 def read_jsonl(source: str | Path) -> list[Row]:
-    """JSON objects, one a line, or the rows of a Hugging Face data set.
+    """JSON objects, one a line, or the rows of another format or a data set.
 
     Args:
-      source: a file, or `hf:NAME` or `hf:NAME:SPLIT` (extra `datasets`; SPLIT is
-        train unless given).
+      source: a file, or `hf:NAME` or `hf:NAME:SPLIT` (SPLIT is train unless given). A
+        data set, a compressed file, a JSON array, Parquet, Arrow or CSV needs the
+        extra `datasets`.
 
     Raises:
-      InputError: names the file and line that cannot be read.
+      InputError: names the file and line that cannot be read, or its format.
     """
     return [row for _, row in read_located(source)]
 
@@ -50,45 +53,91 @@ def read_located(source: str | Path) -> list[tuple[str, Row]]:
     """(where it stands, row) of `read_jsonl`, so that a message can name the place.
 
     Raises:
-      InputError: names the file and line that cannot be read.
+      InputError: as `read_jsonl`.
     """
-    if str(source).startswith("hf:"):
-        return _hub_rows(str(source))
-    located = []
-    for where, line in lines(Path(source)):
-        row = _json(where, line)
-        if not isinstance(row, dict):
-            raise InputError(
-                f"{where}: expected a JSON object, got {type(row).__name__}"
-                f" {line[:40]!r}"
-            )
-        located.append((where, LocatedRow(row, where=where)))
-    return located
+    is_hub = str(source).startswith("hf:")
+    rows = tables.of_hub(str(source)) if is_hub else _rows(Path(source))
+    return [(where, LocatedRow(row, where=where)) for where, row in rows]
 
 
 def read_text(path: str | Path) -> str:
-    """The whole of a plain text file; InputError if it is empty."""
-    text = _read(Path(path))
+    """The whole of a plain text file; InputError if it is empty.
+
+    One that is compressed needs the extra `datasets`.
+    """
+    text = _text(Path(path))
     if not text.strip():
         raise InputError(f"{path}: expected text, got an empty file")
     return text
 
 
-def _json(where: str, line: str) -> Any:
-    """The value of a line of JSON Lines."""
-    got = f"{where}: expected one JSON object per line, got {line[:40]!r}"
+def lines(path: Path) -> list[tuple[str, str]]:
+    """The lines of a text that are not blank, each with its place."""
+    return _lines(path, _text(path))
+
+
+def _rows(path: Path) -> Iterator[tuple[str, Row]] | tables.Located:
+    """The rows of a file of any format."""
+    form, text = _read(path)
+    if text is None:
+        assert form is not None
+        if form not in formats.COMPRESSED:
+            return tables.of_table(path, form)
+        text = tables.unpacked(path, form)
+        head = text[: formats.HEAD].encode("utf-8", "replace")
+        form = formats.of(formats.unpacked_name(path), head)
+    if form is not None:
+        if form not in formats.WRITTEN:
+            raise form.refusal(path)
+        if form is not formats.ARRAY:
+            return tables.of_csv(path, text, form)
+        form.reader(path)
+        return _objects(_array(path, text))
+    return _objects((where, _json(where, line)) for where, line in _lines(path, text))
+
+
+def _objects(values: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Row]]:
+    for where, value in values:
+        if not isinstance(value, dict):
+            shown = json.dumps(value, ensure_ascii=False)
+            raise InputError(
+                f"{where}: expected a JSON object, got {type(value).__name__}"
+                f" {shown[:40]!r}"
+            )
+        yield where, value
+
+
+def _array(path: Path, text: str) -> Iterator[tuple[str, Any]]:
+    values = _json(str(path), text, expected="a JSON array", depth=MAX_DEPTH + 1)
+    if not values:
+        raise InputError(f"{path}: expected at least one row, got an empty list")
+    return ((f"{path}[{number}]", value) for number, value in enumerate(values))
+
+
+def _json(
+    where: str,
+    text: str,
+    *,
+    expected: str = "one JSON object per line",
+    depth: int = MAX_DEPTH,
+) -> Any:
+    """The value of a line of JSON Lines, or of a file."""
+    got = f"{where}: expected {expected}, got {text[:40]!r}"
     try:
-        value = json.loads(line)
-        if not _deeper_than(MAX_DEPTH, value):
+        value = json.loads(text)
+        if not _deeper_than(depth, value):
             return value
     except json.JSONDecodeError as error:
-        raise InputError(f"{got} ({error.msg}, column {error.colno})") from None
+        at = f"column {error.colno}"
+        if "\n" in text:
+            at = f"line {error.lineno}, {at}"
+        raise InputError(f"{got} ({error.msg}, {at})") from None
     except RecursionError:
         pass
     except ValueError as error:  # an integer of more digits than Python reads
         raise InputError(f"{got} ({str(error).partition(';')[0]})") from None
     raise InputError(
-        f"{got}, nested deeper than {MAX_DEPTH} objects or lists; flatten it, or"
+        f"{got}, nested deeper than {depth} objects or lists; flatten it, or"
         " remove the row"
     )
 
@@ -108,11 +157,11 @@ def _deeper_than(depth: int, value: Any) -> bool:
     return any(isinstance(inner, dict | list) for inner in level)
 
 
-def lines(path: Path) -> list[tuple[str, str]]:
+def _lines(path: Path, text: str) -> list[tuple[str, str]]:
     """The lines that are not blank; only "\\n" ends one, as JSON Lines has it."""
     lines = [
         (f"{path}:{number}", line)
-        for number, line in enumerate(_read(path).split("\n"), start=1)
+        for number, line in enumerate(text.split("\n"), start=1)
         if line.strip()
     ]
     if not lines:
@@ -120,47 +169,46 @@ def lines(path: Path) -> list[tuple[str, str]]:
     return lines
 
 
-def _read(path: Path) -> str:
-    """The text, without the byte order mark that some editors begin a file with."""
+def _text(path: Path) -> str:
+    """The text of a file that is to be one, compressed or not."""
+    form, text = _read(path, rows=False)
+    if text is not None:
+        return text
+    assert form is not None
+    if form not in formats.COMPRESSED:
+        raise form.refusal(path, expected="text")
+    return tables.unpacked(path, form)
+
+
+def _read(path: Path, *, rows: bool = True) -> tuple[Format | None, str | None]:
+    """The format of a file, and its text unless it is compressed or binary.
+
+    Args:
+      rows: of JSON Lines, or else of plain text, which may look like anything.
+    """
     try:
-        return path.read_text(encoding="utf-8-sig")
+        with path.open("rb") as file:  # once, as a pipe can be read
+            head = file.read(formats.HEAD)
+            form = formats.of(path, head) if rows else formats.of_bytes(head)
+            if form is not None and form not in formats.WRITTEN:
+                return form, None
+            data = head + file.read()
     except OSError as error:
         raise InputError(
             f"{path!s:.200}: expected a readable file, got {error.strerror}; check the"
             " path"
-        ) from None
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{path}: expected UTF-8 text, got byte 0x{error.object[error.start]:02x}"
-            f" at offset {error.start}; convert the file"
         ) from None
     except ValueError as error:  # a path with a NUL
         raise InputError(
             f"{str(path)!r:.200}: expected the path of a file, got one with an"
             f" {error}; check the path"
         ) from None
-
-
-def _hub_rows(source: str) -> list[tuple[str, Row]]:
-    name, _, split = source.removeprefix("hf:").partition(":")
     try:
-        datasets = importlib.import_module("datasets")
-    except ImportError:
+        # Without the byte order mark that some editors begin a file with.
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
         raise InputError(
-            f"{source}: a Hugging Face data set needs the package datasets; run"
-            " `pip install 'rlhf-jax[datasets]'`"
+            f"{path}: expected UTF-8 text, got byte 0x{error.object[error.start]:02x}"
+            f" at offset {error.start}; convert the file"
         ) from None
-    try:
-        table = datasets.load_dataset(name, split=split if split else "train")
-    except (OSError, ValueError) as error:  # what datasets raises derives from these
-        raise InputError(
-            f"{source}: expected a Hugging Face data set as hf:NAME or hf:NAME:SPLIT,"
-            f" got: {error}"
-        ) from error
-    if len(table) == 0:
-        raise InputError(f"{source}: expected at least one row, got none")
-    places = (f"{source}[{i}]" for i in range(len(table)))
-    return [
-        (where, LocatedRow(dict(row), where=where))
-        for where, row in zip(places, table, strict=True)
-    ]
+    return form, text.replace("\r\n", "\n").replace("\r", "\n")

@@ -41,6 +41,7 @@ from rlhf_jax.data import (
     digests,
     encoding,
     files,
+    formats,
     json_lines,
     packing,
     tokenization,
@@ -173,7 +174,7 @@ def starting_point(options: Config, *, mesh: Mesh) -> Pretrained:
 def read_examples(options: Config, start: Pretrained) -> Sequence[Text]:
     """Responses to prompts, episodes of several turns, or blocks of plain text."""
     longest = start.limit(options.max_length)
-    if options.data.endswith(".txt"):
+    if formats.is_text(options.data):
         text = json_lines.read_text(options.data)
         return encoding.encode_text(start.tokenizer, text, block_size=longest)
     rows = files.read_demonstrations(

@@ -1,11 +1,14 @@
 """A checkpoint with its tokenizer."""
 
+import json
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy_files
 
-from rlhf_jax import hf
+from rlhf_jax import config, decoder, hf
 from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import layout
@@ -50,8 +53,43 @@ def test_the_limit_of_a_row(tmp_path):
     assert start.limit(None) == 16
     assert start.limit(16) == 16
     assert start.limit(3) == 3
-    with pytest.raises(InputError, match="at most the context of the model, 16"):
+    told = (
+        "at most the context of the model, 16 tokens, got 17; ask for less, or leave it"
+    )
+    with pytest.raises(InputError, match=told) as learned:
         start.limit(17)
+    assert "max_position_embeddings" not in str(learned.value)
+
+
+def test_the_limit_of_rotary_positions_is_said_to_be_an_option(tmp_path):
+    longer = "says so in its config.json, by max_position_embeddings or a rope_scaling"
+    model = config.llama(
+        vocab_size=toy_files.MODEL.vocab_size,
+        hidden_size=8,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=2,
+        intermediate_size=8,
+        max_positions=16,
+    )
+    hf.save(
+        tmp_path / "model",
+        model,
+        decoder.init(jax.random.key(0), model=model),
+        tokenizer=toy_files.tokenizer(),
+    )
+    start = pretrained.described(str(tmp_path / "model"))
+    with pytest.raises(InputError, match=f"16 tokens, got 17.*{longer} of type yarn"):
+        start.limit(17)
+    with pytest.raises(InputError, match=f"so that a prompt has room.*{longer}"):
+        start.room(max_new_tokens=16)
+    file = tmp_path / "model" / "config.json"
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    options = json.loads(file.read_text()) | {"rope_scaling": yarn}
+    file.write_text(json.dumps(options))
+    start = pretrained.described(str(tmp_path / "model"))
+    assert start.limit(None) == start.limit(64) == 64
+    assert start.room(max_new_tokens=24) == 40
 
 
 def test_texts_to_watch(tmp_path):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,11 @@ from flax import traverse_util
 from jax.sharding import SingleDeviceSharding
 from jax.typing import DTypeLike
 
-from rlhf_jax.checkpoints import shards
+from rlhf_jax.checkpoints import adapter_folders, shards
 from rlhf_jax.checkpoints.hf import layout
 from rlhf_jax.checkpoints.hf.layout import Leaves, Params, PathLike
 from rlhf_jax.data import hub
+from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.models.families import keys, mapping
@@ -27,10 +30,14 @@ from rlhf_jax.models.families.options import types
 
 _GENERATION = "generation_config.json"
 _DOWNLOADED = [
-    *(layout.CONFIG, _GENERATION, "model*.safetensors", shards.INDEX),
+    *(layout.CONFIG, adapter_folders.CONFIG, _GENERATION),
+    *("model*.safetensors", shards.INDEX),
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.*", "merges.txt", "chat_template*"),
 ]
+
+
+_SHAPE = [layout.CONFIG, adapter_folders.CONFIG]
 
 
 def load(
@@ -68,10 +75,19 @@ def load(
             architecture=family.causal,
             elsewhere={family.classifier: "read it with hf.load_reward"},
         )
-        model = family.config_from_hf(config)
+        tensors = _tensors(folder, of=path_or_repo_id)
+        tied = family.config_from_hf(config)
+        model = _tied_as_stored(tied, family=family, tensors=tensors)
+        if model != tied:
+            head = family.key_table(tied).tied
+            _note(
+                f"checkpoint {path_or_repo_id}: {layout.CONFIG} says "
+                f"tie_word_embeddings{_by_default(config)}, but {head} is there and "
+                f"differs from the embedding; it is used as a head of its own, as "
+                f"transformers 5 does, and saved with tie_word_embeddings = false"
+            )
         shapes = layout.shapes_of(model)
         table = family.key_table(model)
-        tensors = shards.Tensors(folder)
         leaves = _read(tensors, table, model=model, shapes=shapes, dtype=dtype)
         params = _place(leaves, shapes=shapes, sharding=sharding)
         tensors.check_finite()
@@ -116,7 +132,7 @@ def load_reward(
         model = family.config_from_hf(config)
         shapes = layout.scalar_shapes_of(model)
         table = family.key_table(model).scalar()
-        tensors = shards.Tensors(folder)
+        tensors = _tensors(folder, of=path_or_repo_id)
         leaves = itertools.chain(
             _read(tensors, table, model=model, shapes=shapes, dtype=dtype),
             [("score/bias", _score_bias(tensors, config))],
@@ -127,14 +143,26 @@ def load_reward(
 
 
 def model_config(path_or_repo_id: PathLike) -> ModelConfig:
-    """The shape of a causal language model or reward model, from config.json alone.
+    """The shape of a causal language model or reward model, from config.json.
+
+    Of the weights, where they are on this machine, two tensors may be compared: whether
+    a head that config.json calls tied is one of its own, as `load` finds it.
 
     Raises:
       InputError: there is no such checkpoint, or the decoder does not implement it.
     """
-    with _reading(path_or_repo_id, patterns=[layout.CONFIG]) as folder:
+    with _reading(path_or_repo_id, patterns=_SHAPE) as folder:
         config = shards.read_json(folder / layout.CONFIG)
-        return layout.family_of(config).config_from_hf(config)
+        family = layout.family_of(config)
+        model = family.config_from_hf(config)
+        scores = family.classifier in (config.get("architectures") or ())
+        if scores or not model.tied_head:
+            return model
+        try:
+            tensors = shards.Tensors(folder)
+        except InputError:  # not there, or damaged, which `load` says
+            return model
+        return _tied_as_stored(model, family=family, tensors=tensors)
 
 
 def stop_ids(path_or_repo_id: PathLike) -> tuple[int, ...]:
@@ -157,9 +185,50 @@ def _reading(
     """The folder of a checkpoint; every InputError inside begins with its name."""
     folder = hub.folder(path_or_repo_id, patterns=patterns)
     try:
+        if not (folder / layout.CONFIG).exists():
+            adapter_folders.refuse(folder)
         yield folder
     except InputError as error:
         raise InputError(f"checkpoint {path_or_repo_id}: {error}") from error.__cause__
+
+
+def _tensors(folder: Path, *, of: PathLike) -> shards.Tensors:
+    """The tensors; what stands beside them and is not read is told."""
+    tensors = shards.Tensors(folder)
+    whole = (folder / shards.WEIGHTS).exists()
+    if whole and (folder / shards.INDEX).exists():
+        _note(
+            f"checkpoint {of}: {shards.WEIGHTS} is read, as transformers does, and "
+            f"{shards.INDEX} beside it is not; delete the one that is out of date"
+        )
+    if (folder / adapter_folders.CONFIG).exists():
+        _note(
+            f"checkpoint {of}: its whole model is read, without the adapter beside it "
+            f"({adapter_folders.CONFIG}); merge the adapter where it is meant"
+        )
+    return tensors
+
+
+def _tied_as_stored(
+    model: ModelConfig, *, family: keys.Family, tensors: shards.Tensors
+) -> ModelConfig:
+    """The model, untied if the checkpoint holds a head other than its embedding."""
+    table = family.key_table(model).as_stored(tensors.headers)
+    head, embedding = table.tied, table.embedding.name
+    if head is None or head == embedding or head not in tensors.headers:
+        return model
+    if tensors.equal(head, embedding):
+        return model
+    return dataclasses.replace(model, tied_head=False)
+
+
+def _by_default(config: Mapping[str, Any]) -> str:
+    return "" if config.get("tie_word_embeddings") else " (by its family's default)"
+
+
+def _note(text: str) -> None:
+    if processes.is_first():
+        print(f"note: {text}", file=sys.stderr)
 
 
 def _read(
@@ -174,8 +243,7 @@ def _read(
     if target is not None and not jnp.issubdtype(target, jnp.floating):
         raise TypeError(f"expected a float dtype for parameters, got {target}")
     headers = tensors.headers
-    if not any(name.startswith(table.prefix) for name in headers):
-        table = table.bare()
+    table = table.as_stored(headers)
     mapping.check(table, model=model, leaves=shapes, headers=headers)
     return mapping.read(
         table, model=model, leaves=shapes, headers=headers, tensor=tensors, dtype=target

@@ -90,8 +90,8 @@ def key_table(model: ModelConfig) -> keys.Table:
             # The causal mask, which older checkpoints store.
             f"{layer}.attn.bias",
             f"{layer}.attn.masked_bias",
-            *((head.name,) if model.tied_head else ()),
         ),
+        tied=head.name if model.tied_head else None,
     )
 
 

@@ -30,7 +30,7 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         num_kv_heads=num_heads,
         head_dim=head_dim,
         intermediate_size=values.required(config, "intermediate_size"),
-        max_positions=values.required(config, "max_position_embeddings"),
+        max_positions=rotary.max_positions(config, rope_scaling),
         norm="layernorm",
         norm_eps=values.option(config, "layer_norm_eps", 1e-5),
         positions="rope",
@@ -99,8 +99,8 @@ def key_table(model: ModelConfig) -> keys.Table:
             f"{attention}.bias",
             f"{attention}.masked_bias",
             f"{attention}.rotary_emb.inv_freq",
-            *((head.name,) if model.tied_head else ()),
         ),
+        tied=head.name if model.tied_head else None,
     )
 
 

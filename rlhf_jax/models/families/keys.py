@@ -12,7 +12,7 @@ parameter tree flattened to {"layers/mlp/up/kernel": leaf}.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -128,6 +128,28 @@ class Table:
     prefix: str  # of the trunk; a checkpoint of the trunk alone leaves it out
     keys: tuple[Key, ...]
     ignored: tuple[str, ...] = ()  # tensors of theirs that hold nothing of the model
+    tied: str | None = None  # name of the head that is the embedding; None: untied
+
+    @property
+    def embedding(self) -> Key:
+        """The token embedding."""
+        (key,) = (key for key in self.keys if key.paths[0].endswith("embed/tokens"))
+        return key
+
+    def as_stored(self, names: Collection[str]) -> Table:
+        """The table by the names that a checkpoint has chosen.
+
+        They may lack the prefix. One tensor is embedding and head of a tied model; its
+        name is that of the embedding, or, where only this is there, of the head.
+        """
+        prefixed = any(name.startswith(self.prefix) for name in names)
+        table = self if prefixed else self.bare()
+        embedding = table.embedding
+        if table.tied is None or table.tied not in names or embedding.name in names:
+            return table
+        named = dataclasses.replace(embedding, name=table.tied)
+        keys = (named if key is embedding else key for key in table.keys)
+        return dataclasses.replace(table, keys=tuple(keys))
 
     def bare(self) -> Table:
         """The same table as a checkpoint without the prefix names it."""

@@ -55,7 +55,7 @@ def decoder_from_hf(
         num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
         head_dim=head_dim,
         intermediate_size=values.required(config, "intermediate_size"),
-        max_positions=values.required(config, "max_position_embeddings"),
+        max_positions=rotary.max_positions(config, rope_scaling),
         norm="rmsnorm",
         norm_eps=values.option(config, "rms_norm_eps", 1e-6),
         positions="rope",
@@ -162,8 +162,8 @@ def table(
             # Frequencies that follow from the config; older checkpoints store them.
             f"{layer}.self_attn.rotary_emb.inv_freq",
             "model.rotary_emb.inv_freq",
-            *((head.name,) if model.tied_head else ()),
         ),
+        tied=head.name if model.tied_head else None,
     )
 
 

@@ -56,7 +56,7 @@ def check(
     }
     ignored = {
         name.format(layer=layer)
-        for name in table.ignored
+        for name in (*table.ignored, *([table.tied] if table.tied else []))
         for layer in range(model.num_layers)
     }
     problems = [f"missing: {name}" for name in expected if name not in headers]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import time
 from typing import Any
 
@@ -121,7 +120,7 @@ def main(options: Config) -> None:
         more="lower --max-new-tokens",
     )
     asked = [row[options.prompt_field] for row in rows]
-    processes.agree("the prompts", json.dumps([rows, tokens]))
+    processes.agree("the prompts", digests.of_values([rows, tokens]))
     prompts = batches.prompt_batches(
         tokens,
         batch_size=options.batch_size,

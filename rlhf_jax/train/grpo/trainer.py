@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import time
 from typing import Any
 
@@ -55,7 +54,7 @@ def run_task(options: VerifiedConfig, *, stack: contextlib.ExitStack) -> None:
     algorithm = make_algorithm(options, start=start)
     task = make_task(options, start=start, algorithm=algorithm, mesh=mesh, stack=stack)
     rows, tokens = task.rows, task.prompts
-    processes.agree("the questions", json.dumps([rows, tokens, task.held_out]))
+    processes.agree("the questions", digests.of_values([rows, tokens, task.held_out]))
     prompts = batches.prompt_batches(
         tokens,
         batch_size=options.batch_size,

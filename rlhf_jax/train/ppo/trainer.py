@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import time
 from typing import Any
 
@@ -84,7 +83,7 @@ def run_ppo(options: Config, *, stack: contextlib.ExitStack) -> None:
     else:
         begun, episodes = begin_episodes(options, models, policy=policy, stack=stack)
         rows, token_lists, asked = begun.rows, begun.prompts, begun.asked
-    processes.agree("the prompts", json.dumps([rows, token_lists]))
+    processes.agree("the prompts", digests.of_values([rows, token_lists]))
     put_rows = functools.partial(row_sharding.put_rows, mesh=mesh)
     prompts = batches.prompt_batches(
         token_lists,

@@ -323,12 +323,87 @@ def test_yarn_is_computed_as_theirs_and_written_back():
     for name in ("qwen2", "qwen3", "mistral", "gpt_neox", "gemma2", "gemma3"):
         plain = model_of(options_of(name))
         expected = dataclasses.replace(
-            plain, rope_scaling=read(truncate=False, beta_fast=7, beta_slow=2)
+            plain,
+            max_positions=192,
+            rope_scaling=read(truncate=False, beta_fast=7, beta_slow=2),
         )
         again = hf.FAMILIES[plain.family].config_to_hf(expected)
         assert model_of(again | {"model_type": plain.family}) == expected
         if name == "qwen2":
             assert again["rope_scaling"]["beta_fast"] == 7
+
+
+def scaled(name, *, spelling, stated=48, **scaling):
+    """The model of a config.json with that scaling, in one of the two spellings."""
+    options = options_of(name) | {"max_position_embeddings": stated}
+    base = {"rope_theta": 50.0}
+    options |= {"rope_parameters": None, "rope_scaling": None, "rotary_emb_base": 50}
+    if spelling == "rope_scaling":
+        return model_of(options | base | {"rope_scaling": scaling})
+    if name == "gemma3":
+        scaling = {"full_attention": scaling | base, "sliding_attention": base}
+        return model_of(options | {"rope_parameters": scaling})
+    return model_of(options | {"rope_parameters": scaling | base})
+
+
+@pytest.mark.parametrize("kind", ["type", "rope_type"])
+@pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen2", "qwen3", "mistral", "gpt_neox", "gemma2", "gemma3"]
+)
+def test_yarn_lengthens_the_context_and_nothing_else_does(name, spelling, kind):
+    if name == "llama":
+        name = "llama_sharded"
+
+    def context(type_, **options):
+        model = scaled(name, spelling=spelling, **{kind: type_}, **options)
+        assert model.rope_theta == 50.0
+        written = hf.FAMILIES[model.family].config_to_hf(model)
+        assert model_of(written | {"model_type": model.family}) == model
+        assert written["max_position_embeddings"] == model.max_positions
+        return model.max_positions
+
+    original = {"original_max_position_embeddings": 48}
+    assert context("yarn", factor=4.0, **original) == 192  # as Qwen says
+    assert context("yarn", factor=4.0) == 192
+    assert context("yarn", factor=4.0, stated=192, **original) == 192
+    assert context("yarn", factor=4.0, stated=200, **original) == 200
+    assert context("yarn", factor=2.55, **original) == 122
+    assert context("yarn", factor=0.5, **original) == 48
+    assert context("yarn", factor=None, stated=96, **original) == 96
+    assert context("linear", factor=4.0) == 48
+    bands = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    assert context("llama3", factor=32.0, **bands, **original) == 48
+    assert context("default") == 48
+    with pytest.raises(InputError, match=r"or remove the scaling to read max_posi"):
+        context("dynamic", factor=2.0)
+    with pytest.raises(InputError, match=r"or yarn, got 'longrope'"):
+        context("longrope", factor=2.0)
+    with pytest.raises(InputError, match=r"to be at most 2147483647, got 1e\+30 × 48"):
+        context("yarn", factor=1e30)
+
+
+def test_the_length_before_yarn_may_stand_beside_it():
+    options = options_of("qwen2") | {"max_position_embeddings": 48}
+    yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 50.0}
+    options |= {"rope_parameters": yarn | {"original_max_position_embeddings": 48}}
+    model = model_of(options | {"original_max_position_embeddings": 16})
+    assert model.rope_scaling.original_max_positions == 16
+    assert model.max_positions == 64
+
+
+def test_scaling_added_beside_another_base_is_refused():
+    """transformers takes rope_scaling alone, and the base 10 000."""
+    options = options_of("qwen2") | {"rope_theta": None, "rope_scaling": None}
+    options["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6}
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 48}
+    with pytest.raises(InputError, match=r"got rope_theta = 1e\+06 in rope_parameters"):
+        model_of(options | {"rope_scaling": yarn})
+    assert (
+        model_of(options | {"rope_scaling": yarn, "rope_theta": 1e6}).rope_theta == 1e6
+    )
+    model = model_of(options | {"rope_scaling": yarn | {"rope_theta": 1e6}})
+    assert (model.rope_theta, model.max_positions) == (1e6, 192)
 
 
 def test_windows_follow_each_family_s_options():

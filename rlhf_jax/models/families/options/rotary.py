@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import ModelConfig, RopeScaling
-from rlhf_jax.models.families.options import values
+from rlhf_jax.models.families.options import types, values
 
 
 def parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -32,6 +32,7 @@ def from_hf(
     bases = (scaling.get("rope_theta"), config.get(theta), 10_000.0)
     base = float(next(base for base in bases if base is not None))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
+    _refuse_two_bases(config, base=base)
     match kind:
         case "default":
             return base, None
@@ -49,10 +50,48 @@ def from_hf(
             )
         case "yarn":
             return base, _yarn(config, scaling)
+    remedy = "use another checkpoint"
+    if kind == "dynamic":  # plain up to there, and other frequencies for each length
+        remedy += ", or remove the scaling to read max_position_embeddings tokens"
     raise InputError(
         f"config.json: expected a rope_type of default, linear, llama3 or yarn, got "
-        f"{kind!r}; use another checkpoint"
+        f"{kind!r}; {remedy}"
     )
+
+
+def max_positions(config: Mapping[str, Any], scaling: RopeScaling | None) -> int:
+    """The context in tokens: `max_position_embeddings`, which yarn alone may lengthen.
+
+        rope_type     context                          as read elsewhere
+        default       max_position_embeddings          transformers, vLLM
+        yarn          factor × the original length,    vLLM; Qwen's recipe adds the
+                      if that is more                  scaling and nothing else
+        linear        max_position_embeddings          transformers; vLLM multiplies,
+                                                       but some files (DeepSeek Coder)
+                                                       state the long context already
+        llama3        max_position_embeddings          transformers, vLLM: it is the
+                                                       long context already
+        dynamic, longrope                              refused
+
+    What is saved states the context, and reads back as the same.
+
+    Args:
+      scaling: of `from_hf`.
+
+    Raises:
+      InputError: it is not stated, or longer than any.
+    """
+    stated = values.required(config, "max_position_embeddings")
+    if scaling is None or scaling.kind != "yarn":
+        return stated
+    context = max(stated, int(scaling.factor * scaling.original_max_positions))
+    if context > types.MAX_SIZE:
+        raise InputError(
+            f"config.json: expected factor × original_max_position_embeddings of yarn "
+            f"to be at most {types.MAX_SIZE}, got {scaling.factor:g} × "
+            f"{scaling.original_max_positions}; correct them"
+        )
+    return context
 
 
 def to_hf(model: ModelConfig, *, theta: str = "rope_theta") -> dict[str, Any]:
@@ -139,7 +178,24 @@ def _yarn(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> RopeScaling:
 def _original_max_positions(
     config: Mapping[str, Any], scaling: Mapping[str, Any]
 ) -> int:
-    original = scaling.get("original_max_position_embeddings")
+    name = "original_max_position_embeddings"
+    # Beside the scaling it goes first, as in transformers.
+    originals = (config.get(name), scaling.get(name))
+    original = next((each for each in originals if each is not None), None)
     if original is None:
         return values.required(config, "max_position_embeddings")
     return original
+
+
+def _refuse_two_bases(config: Mapping[str, Any], *, base: float) -> None:
+    """InputError if a base in `rope_parameters` is lost to a `rope_scaling` beside it.
+
+    transformers computes with 10 000 then.
+    """
+    other = (config.get("rope_parameters") or {}).get("rope_theta")
+    if other is not None and float(other) != base:
+        raise InputError(
+            f"config.json: expected one base of the rotary positions, got rope_theta = "
+            f"{other:g} in rope_parameters and {base:g} by rope_scaling, which goes "
+            f"first; put the options of rope_scaling into rope_parameters"
+        )

@@ -1,0 +1,167 @@
+"""Rows of what is not JSON Lines, through the package datasets (an extra)."""
+
+from __future__ import annotations
+
+import csv
+import glob
+import importlib
+import io
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rlhf_jax.data.formats import TSV, Format
+from rlhf_jax.functional.checks import InputError
+
+Located = list[tuple[str, dict[str, Any]]]
+
+_LABEL = "label"  # the one column of a CSV file that may hold true and false
+_FLAGS = {"true": True, "false": False}
+
+
+def of_hub(source: str) -> Located:
+    """Rows of a data set of the Hugging Face hub.
+
+    Args:
+      source: hf:NAME or hf:NAME:SPLIT.
+
+    Raises:
+      InputError: datasets is not installed, or there is no such data set.
+    """
+    name, _, split = source.removeprefix("hf:").partition(":")
+    try:
+        datasets = importlib.import_module("datasets")
+    except ImportError:
+        raise InputError(
+            f"{source}: a Hugging Face data set needs the package datasets; run"
+            " `pip install 'rlhf-jax[datasets]'`"
+        ) from None
+    try:
+        table = datasets.load_dataset(name, split=split if split else "train")
+    except Exception as error:  # of each of the packages that datasets reads by
+        raise InputError(
+            f"{source}: expected a Hugging Face data set as hf:NAME or hf:NAME:SPLIT,"
+            f" got: {error}"
+        ) from error
+    return _rows(source, table)
+
+
+def of_table(path: Path, form: Format) -> Located:
+    """Rows of a Parquet or Arrow file, as FILE[0], FILE[1], ...
+
+    Raises:
+      InputError: datasets is not installed, or the file is damaged or empty.
+    """
+    return _rows(path, _loaded(path, form))
+
+
+def unpacked(path: Path, form: Format) -> str:
+    """The text of a compressed file.
+
+    Raises:
+      InputError: datasets is not installed, or the file is damaged or not UTF-8.
+    """
+    # Lines, as one text of 2 GiB would be more than Arrow holds.
+    lines = _loaded(path, form, keep_linebreaks=True)["text"]
+    return "".join(lines).removeprefix("\ufeff")
+
+
+def of_csv(path: Path, text: str, form: Format) -> Located:
+    """Rows of a CSV file with a header, each with its first line.
+
+    A cell is a text, as it was written; in a column `label` true and false are values.
+    Python's csv reads it: datasets would make 7.0 of "007" and nothing of "NA".
+
+    Raises:
+      InputError: datasets is not installed, or the file is malformed.
+    """
+    form.reader(path)
+    # A text of any length; csv knows one limit for all its readers.
+    before = csv.field_size_limit(sys.maxsize)
+    try:
+        return _csv_rows(path, text, form)
+    except csv.Error as error:
+        raise InputError(
+            f"{path}: expected {form.name}, got: {error}; close every quote"
+        ) from None
+    finally:
+        csv.field_size_limit(before)
+
+
+def _csv_rows(path: Path, text: str, form: Format) -> Located:
+    first_line = text.partition("\n")[0]
+    semicolons = ";" in first_line and "," not in first_line
+    delimiter = "\t" if form is TSV else ";" if semicolons else ","
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    header = [name.strip() for name in next(reader, [])]
+    if "" in header or len(set(header)) < len(header):
+        raise InputError(
+            f"{path}:1: expected a header that names every column once, got"
+            f" {', '.join(map(repr, header))}; correct it"
+        )
+    rows, line = [], reader.line_num
+    for cells in reader:
+        where, line = f"{path}:{line + 1}", reader.line_num
+        if not cells:
+            continue
+        if len(cells) != len(header):
+            raise InputError(
+                f"{where}: expected {len(header)} values, as the header has, got"
+                f" {len(cells)}; put quotes around a text with {delimiter!r} in it"
+            )
+        row: dict[str, Any] = dict(zip(header, cells, strict=True))
+        if _LABEL in row:
+            label = row[_LABEL]
+            row[_LABEL] = _FLAGS.get(label.strip().lower(), label)
+        rows.append((where, row))
+    if not rows:
+        raise InputError(f"{path}: expected at least one row, got a header alone")
+    return rows
+
+
+def _loaded(path: Path, form: Format, **options: Any) -> Any:
+    datasets = form.reader(path)
+    try:
+        with tempfile.TemporaryDirectory() as cache:  # what is there now is read
+            return datasets.load_dataset(
+                form.builder,
+                data_files=glob.escape(str(path.absolute())),
+                split="train",
+                cache_dir=cache,
+                keep_in_memory=True,
+                **options,
+            )
+    except Exception as error:  # as above
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        raise InputError(
+            f"{path}: expected {form.name}, got what datasets does not read:"
+            f" {cause!s:.200}; is the file whole? or else, {form.remedy}"
+        ) from error
+
+
+def _rows(source: str | Path, table: Any) -> Located:
+    if len(table) == 0:
+        raise InputError(f"{source}: expected at least one row, got none")
+    return [
+        (f"{source}[{number}]", {name: _as_written(row[name]) for name in row})
+        for number, row in enumerate(table)
+    ]
+
+
+def _as_written(value: Any) -> Any:
+    """A value without the fields of objects that Arrow has filled up with nulls.
+
+    In a column of objects each has the fields of all: {"role": ..., "name": null}.
+    """
+    if isinstance(value, dict):
+        return {
+            name: _as_written(inner)
+            for name, inner in value.items()
+            if inner is not None
+        }
+    if isinstance(value, list):
+        return [_as_written(inner) for inner in value]
+    return value
