@@ -16,7 +16,14 @@ import numpy as np
 
 from rlhf_jax.algorithms.batch import Sequences
 from rlhf_jax.checkpoints import hf, peft
-from rlhf_jax.data import batches, encoding, files, json_lines, tokenization
+from rlhf_jax.data import (
+    batches,
+    encoding,
+    files,
+    json_lines,
+    token_ids,
+    tokenization,
+)
 from rlhf_jax.data.examples import Text
 from rlhf_jax.data.text import TextContract
 from rlhf_jax.functional.checks import InputError
@@ -128,6 +135,8 @@ ALL_PARAMETERS = Adapters()
 def described(path_or_repo_id: str, *, tokenizer: str | None = None) -> Pretrained:
     """A checkpoint by its small files: everything but its parameters, which are None.
 
+    Its model predicts no id that the tokenizer has no token for.
+
     Args:
       path_or_repo_id: a folder, or a hub id.
       tokenizer: where the tokenizer is; None for in the checkpoint.
@@ -141,10 +150,11 @@ def described(path_or_repo_id: str, *, tokenizer: str | None = None) -> Pretrain
         path_or_repo_id if tokenizer is None else tokenizer
     )
     tokenization.check_vocabulary(reader, vocab_size=model.vocab_size)
+    unused = token_ids.unused(reader, vocab_size=model.vocab_size)
     # A chat model may stop at more than the tokenizer's EOS, which may be None.
     stop_ids = [reader.eos_token_id, *hf.stop_ids(path_or_repo_id)]
     return Pretrained(
-        model=model,
+        model=dataclasses.replace(model, unused_ids=unused),
         params=None,
         tokenizer=reader,
         stop_ids=tuple(dict.fromkeys(i for i in stop_ids if i is not None)),
@@ -178,7 +188,13 @@ def load(
     model, params = hf.load(path_or_repo_id, dtype="float32", sharding=sharding)
     return start._replace(
         model=layout.fastest(
-            dataclasses.replace(model, dtype=dtype, remat=remat, attention=attention)
+            dataclasses.replace(
+                model,
+                unused_ids=start.model.unused_ids,
+                dtype=dtype,
+                remat=remat,
+                attention=attention,
+            )
         ),
         params=params,
     )
