@@ -8,6 +8,7 @@ pretrained.save(out, params, start=start, base=None, lora=None, name="gpt2")
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,6 +27,7 @@ from rlhf_jax.data import (
 )
 from rlhf_jax.data.examples import Text
 from rlhf_jax.data.text import TextContract
+from rlhf_jax.functional import unused_ids
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import layout
 from rlhf_jax.models.config import Attention, ModelConfig, Remat
@@ -153,6 +155,13 @@ def described(path_or_repo_id: str, *, tokenizer: str | None = None) -> Pretrain
     unused = token_ids.unused(reader, vocab_size=model.vocab_size)
     # A chat model may stop at more than the tokenizer's EOS, which may be None.
     stop_ids = [reader.eos_token_id, *hf.stop_ids(path_or_repo_id)]
+    never = sorted({*unused_ids.listed(unused)} & {*stop_ids})
+    if never:
+        print(
+            f"note: {path_or_repo_id}: no response will end with the stop ids "
+            f"{', '.join(map(str, never))}, for which its tokenizer has no token",
+            file=sys.stderr,
+        )
     return Pretrained(
         model=dataclasses.replace(model, unused_ids=unused),
         params=None,

@@ -76,6 +76,17 @@ def test_ids_that_the_tokenizer_lacks_are_never_predicted(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, params, start.params)
 
 
+def test_a_stop_id_without_a_token_is_named(tmp_path, capsys):
+    folder, params = tmp_path / "model", toy_files.params(PADDED)
+    ids = {"tokenizer": toy_files.tokenizer(), "stop_ids": (1, 27)}
+    hf.save(folder, PADDED, params, **ids)
+    assert pretrained.described(str(folder)).stop_ids == (1, 27)
+    assert "no response will end with the stop ids 27," in capsys.readouterr().err
+    toy_files.checkpoint(tmp_path / "whole")
+    pretrained.described(str(tmp_path / "whole"))
+    assert capsys.readouterr().err == ""
+
+
 def test_the_limit_of_a_row(tmp_path):
     start = pretrained.load(str(toy_files.checkpoint(tmp_path / "model")))
     assert start.limit(None) == 16
