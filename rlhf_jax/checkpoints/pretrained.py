@@ -17,14 +17,7 @@ import numpy as np
 
 from rlhf_jax.algorithms.batch import Sequences
 from rlhf_jax.checkpoints import hf, peft
-from rlhf_jax.data import (
-    batches,
-    encoding,
-    files,
-    json_lines,
-    token_ids,
-    tokenization,
-)
+from rlhf_jax.data import batches, encoding, files, json_lines, tokenization
 from rlhf_jax.data.examples import Text
 from rlhf_jax.data.text import TextContract
 from rlhf_jax.functional import unused_ids
@@ -152,7 +145,7 @@ def described(path_or_repo_id: str, *, tokenizer: str | None = None) -> Pretrain
         path_or_repo_id if tokenizer is None else tokenizer
     )
     tokenization.check_vocabulary(reader, vocab_size=model.vocab_size)
-    unused = token_ids.unused(reader, vocab_size=model.vocab_size)
+    unused = tokenization.ids_without_token(reader, vocab_size=model.vocab_size)
     # A chat model may stop at more than the tokenizer's EOS, which may be None.
     stop_ids = [reader.eos_token_id, *hf.stop_ids(path_or_repo_id)]
     never = sorted({*unused_ids.listed(unused)} & {*stop_ids})

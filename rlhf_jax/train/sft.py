@@ -43,7 +43,6 @@ from rlhf_jax.data import (
     files,
     json_lines,
     packing,
-    token_ids,
     tokenization,
     turns,
 )
@@ -168,7 +167,9 @@ def starting_point(options: Config, *, mesh: Mesh) -> Pretrained:
         model=layout.fastest(
             dataclasses.replace(
                 model,
-                unused_ids=token_ids.unused(tokenizer, vocab_size=vocab_size),
+                unused_ids=tokenization.ids_without_token(
+                    tokenizer, vocab_size=vocab_size
+                ),
                 attention=options.attention,
             )
         ),

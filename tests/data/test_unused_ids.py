@@ -9,7 +9,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_jax.data import token_ids
+from rlhf_jax.data import tokenization
 from rlhf_jax.functional import unused_ids
 
 
@@ -24,7 +24,7 @@ def test_ids_without_a_token_are_unused(others, room):
     used = {0, *others}
     reader = word_level({f"w{i}": i for i in used})
     size = 1 + max(used) + room
-    ranges = token_ids.unused(reader, vocab_size=size)
+    ranges = tokenization.ids_without_token(reader, vocab_size=size)
     assert unused_ids.listed(ranges) == [i for i in range(size) if i not in used]
 
 
@@ -35,7 +35,7 @@ def test_added_tokens_are_tokens_and_holes_are_not():
     reader.add_special_tokens({"eos_token": "<eos>"})
     tool, eos = reader.convert_tokens_to_ids(["<tool>", "<eos>"])
     used = {0, 1, 5, tool, eos}
-    ranges = token_ids.unused(reader, vocab_size=12)
+    ranges = tokenization.ids_without_token(reader, vocab_size=12)
     assert unused_ids.listed(ranges) == [i for i in range(12) if i not in used]
     assert len(reader) <= max(used)
 
@@ -45,16 +45,19 @@ def test_an_id_whose_text_another_id_has_too_is_a_token():
     backend = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, unk_id=0))
     reader = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
     assert sorted(reader.get_vocab().values()) == [0, 2, 3]
-    assert token_ids.unused(reader, vocab_size=6) == ((4, 6),)
+    assert tokenization.ids_without_token(reader, vocab_size=6) == ((4, 6),)
 
 
 def test_a_tokenizer_in_python_is_read_by_its_vocabulary():
     reader = types.SimpleNamespace(is_fast=False, get_vocab=lambda: {"a": 0, "b": 2})
-    assert token_ids.unused(reader, vocab_size=4) == ((1, 2), (3, 4))
+    assert tokenization.ids_without_token(reader, vocab_size=4) == ((1, 2), (3, 4))
 
 
 @pytest.mark.parametrize("more", [0, 1])
 def test_a_vocabulary_of_tokens_alone_has_none(more):
     size = toy_files.MODEL.vocab_size
     expected = ((size, size + more),) if more else ()
-    assert token_ids.unused(toy_files.tokenizer(), vocab_size=size + more) == expected
+    assert (
+        tokenization.ids_without_token(toy_files.tokenizer(), vocab_size=size + more)
+        == expected
+    )
