@@ -4,6 +4,7 @@ It is for tests of errors: real servers are in `studies.outside_sampler`.
 """
 
 import contextlib
+import dataclasses
 import http.server
 import json
 import threading
@@ -24,6 +25,7 @@ class Toy:
         self.asked, self.loads = [], []
         self.change = lambda path, answer: answer
         self.keeps_weights = False
+        self.unused = ()  # ids that it does not draw
         self._logprobs = jax.jit(policy.logprobs, static_argnames=("model",))
 
     def answer(self, path, body):
@@ -52,7 +54,8 @@ class Toy:
         files = sorted(file.name for file in Path(path).iterdir())
         self.loads.append((Path(path).name, files))
         if not self.keeps_weights or self.params is None:
-            self.model, self.params = hf.load(path)
+            model, self.params = hf.load(path)
+            self.model = dataclasses.replace(model, unused_ids=self.unused)
 
 
 @contextlib.contextmanager

@@ -152,14 +152,15 @@ def reference_shape(
     Returns:
       None where it is the policy's, but for how each computes. Otherwise its own, of
       any family, width and depth, computed as the policy is; ids beyond the policy's
-      vocabulary, which no token of a rollout has, are no part of its distribution.
+      vocabulary and ids that its tokenizer has no token for, which no token of a
+      rollout has, are no part of its distribution.
 
     Raises:
       InputError: it knows fewer ids or shorter texts than the policy.
     """
+    _check_sizes(f"reference {name}", model=model, policy=policy)
     if model.run_as(policy) == policy:
         return None
-    _check_sizes(f"reference {name}", model=model, policy=policy)
     return dataclasses.replace(
         run_beside_policy(model, policy=policy), vocab_size=policy.vocab_size
     )
@@ -238,10 +239,18 @@ def _check_files(
 
 
 def run_beside_policy(model: ModelConfig, *, policy: ModelConfig) -> ModelConfig:
-    """A frozen model of its own shape, in the policy's compute dtype and attention."""
+    """A frozen model of its own shape, in the policy's compute dtype and attention.
+
+    It has the policy's vocabulary or a larger one, and predicts no id that the policy's
+    tokenizer has no token for.
+    """
     return layout.fastest(
         dataclasses.replace(
-            model, dtype=policy.dtype, remat=policy.remat, attention=policy.attention
+            model,
+            unused_ids=policy.unused_ids,
+            dtype=policy.dtype,
+            remat=policy.remat,
+            attention=policy.attention,
         )
     )
 

@@ -8,6 +8,7 @@ pretrained.save(out, params, start=start, base=None, lora=None, name="gpt2")
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,6 +27,7 @@ from rlhf_jax.data import (
 )
 from rlhf_jax.data.examples import Text
 from rlhf_jax.data.text import TextContract
+from rlhf_jax.functional import unused_ids
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import layout
 from rlhf_jax.models.config import Attention, ModelConfig, Remat
@@ -146,6 +148,8 @@ ALL_PARAMETERS = Adapters()
 def described(path_or_repo_id: str, *, tokenizer: str | None = None) -> Pretrained:
     """A checkpoint by its small files: everything but its parameters, which are None.
 
+    Its model predicts no id that the tokenizer has no token for.
+
     Args:
       path_or_repo_id: a folder, or a hub id.
       tokenizer: where the tokenizer is; None for in the checkpoint.
@@ -159,10 +163,18 @@ def described(path_or_repo_id: str, *, tokenizer: str | None = None) -> Pretrain
         path_or_repo_id if tokenizer is None else tokenizer
     )
     tokenization.check_vocabulary(reader, vocab_size=model.vocab_size)
+    unused = tokenization.ids_without_token(reader, vocab_size=model.vocab_size)
     # A chat model may stop at more than the tokenizer's EOS, which may be None.
     stop_ids = [reader.eos_token_id, *hf.stop_ids(path_or_repo_id)]
+    never = sorted({*unused_ids.listed(unused)} & {*stop_ids})
+    if never:
+        print(
+            f"note: {path_or_repo_id}: no response will end with the stop ids "
+            f"{', '.join(map(str, never))}, for which its tokenizer has no token",
+            file=sys.stderr,
+        )
     return Pretrained(
-        model=model,
+        model=dataclasses.replace(model, unused_ids=unused),
         params=None,
         tokenizer=reader,
         stop_ids=tuple(dict.fromkeys(i for i in stop_ids if i is not None)),
@@ -196,7 +208,13 @@ def load(
     model, params = hf.load(path_or_repo_id, dtype="float32", sharding=sharding)
     return start._replace(
         model=layout.fastest(
-            dataclasses.replace(model, dtype=dtype, remat=remat, attention=attention)
+            dataclasses.replace(
+                model,
+                unused_ids=start.model.unused_ids,
+                dtype=dtype,
+                remat=remat,
+                attention=attention,
+            )
         ),
         params=params,
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from rlhf_jax.data import hub
+from rlhf_jax.functional import unused_ids
 from rlhf_jax.functional.checks import InputError
 
 if TYPE_CHECKING:
@@ -115,6 +116,23 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, *, vocab_size: int) -> 
             f" {vocab_size}, got id {largest} for {token!r}; use the tokenizer that the"
             " model was trained with"
         )
+
+
+def ids_without_token(
+    tokenizer: PreTrainedTokenizerBase, *, vocab_size: int
+) -> unused_ids.Ranges:
+    """The ids below `vocab_size` that no token has, as `ModelConfig.unused_ids`.
+
+    Added and reserved tokens are tokens. The number of tokens does not tell: ids may
+    have holes (`len(tokenizer)` is then below the largest id), and several ids may have
+    one text, of which `get_vocab` names one.
+    """
+    used = set(tokenizer.get_vocab().values())
+    if getattr(tokenizer, "is_fast", False):
+        missing = [i for i in range(vocab_size) if i not in used]
+        texts = tokenizer.convert_ids_to_tokens(missing)
+        used |= {i for i, text in zip(missing, texts, strict=True) if text is not None}
+    return unused_ids.beside(used, vocab_size=vocab_size)
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from rlhf_jax.functional import unused_ids
 from rlhf_jax.functional.custom_transpose import call, linear_call
 
 Array = jax.Array
@@ -50,6 +51,7 @@ class Plan(NamedTuple):
     size: int  # of a block, rows
     chunk: int  # rows of each block at a time, 1 to size
     softcap: float | None = None  # c, of c·tanh(logit / c); None leaves logits
+    unused: unused_ids.Ranges = ()  # ids that are left out as padding is
 
 
 class _Sums(NamedTuple):
@@ -79,13 +81,14 @@ def plan(
     positions: int,
     max_logits: int,
     softcap: float | None = None,
+    unused: unused_ids.Ranges = (),
 ) -> Plan:
     """Chunks of equal size, as few as leave no more than `max_logits` at a time."""
     blocks = math.gcd(rows, BLOCKS)
     size = rows // blocks
     num_chunks = -(-size // max(1, max_logits // (positions * blocks)))
     chunk = -(-size // num_chunks)
-    return Plan(vocab_size, blocks, size, chunk=chunk, softcap=softcap)
+    return Plan(vocab_size, blocks, size, chunk=chunk, softcap=softcap, unused=unused)
 
 
 def logprobs_and_entropy(
@@ -146,7 +149,8 @@ def _pass(
         rows, fresh = _rows(head, index, plan, hidden.dtype)
         z = jnp.where(fresh[None], _logits(hidden, rows, temperature, plan), NOWHERE)
         largest = jnp.maximum(sums.largest, jnp.max(z, axis=-1))
-        # Nothing is summed before the first chunk, which has a token, number 0.
+        # Nothing is summed before the first chunk. Where all of it is left out, its sum
+        # is of NOWHERE, and the first chunk that has a token shrinks it to 0.
         down = jnp.where(sums.total > 0, sums.largest - largest, 0.0)
         above = z - largest[:, None]
         terms = jnp.exp(above)
@@ -160,7 +164,7 @@ def _pass(
         return _Sums(largest, total, moment, picked), None
 
     zero = jnp.zeros(hidden.shape[:1], jnp.float32)
-    # A token from V on cannot come; one that is no row of the head is a mistake.
+    # A token that is left out cannot come; one that is no row of the head is a mistake.
     row = (tokens >= 0) & (tokens < head.shape[0])
     absent = jnp.where(row, -jnp.inf, jnp.nan)
     return _scan(step, _Sums(zero - jnp.inf, zero, zero, absent), plan)
@@ -262,13 +266,15 @@ def _start(index: Array, plan: Plan) -> Array:
 def _rows(
     head: Array, index: Array, plan: Plan, dtype: jnp.dtype
 ) -> tuple[Array, Array]:
-    """Rows [A·chunk, D] of the head; bool[A·chunk], those no earlier chunk has."""
+    """Rows [A·chunk, D] of the head; bool[A·chunk], tokens of no earlier chunk."""
     start = _start(index, plan)
     blocks = head.reshape(plan.blocks, plan.size, -1)
     rows = jax.lax.dynamic_slice_in_dim(blocks, start, plan.chunk, axis=1)
     place = start + jnp.arange(plan.chunk, dtype=jnp.int32)[None, :]
     first = plan.size * jnp.arange(plan.blocks, dtype=jnp.int32)[:, None]
     fresh = (first + place < plan.vocab_size) & (place >= index * plan.chunk)
+    if plan.unused:
+        fresh &= ~unused_ids.contain(plan.unused, first + place)
     return rows.astype(dtype).reshape(-1, rows.shape[-1]), fresh.reshape(-1)
 
 
@@ -276,6 +282,8 @@ def _drawn(tokens: Array, index: Array, plan: Plan) -> Array:
     """i32[N], where in chunk `index` the token is fresh; -1 where it is not."""
     block, place = jnp.divmod(tokens, plan.size)
     own = (place // plan.chunk == index) & (tokens >= 0) & (tokens < plan.vocab_size)
+    if plan.unused:
+        own &= ~unused_ids.contain(plan.unused, tokens)
     return jnp.where(own, block * plan.chunk + place - _start(index, plan), -1)
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Float32, Int32
 
-from rlhf_jax.functional import checks, logprob_chunks
+from rlhf_jax.functional import checks, logprob_chunks, unused_ids
 
 Array = jax.Array
 
@@ -94,6 +94,7 @@ def token_logprobs_from_hidden(
     softcap: float | None = None,
     first_column: int = 1,
     max_logits: int = MAX_LOGITS,
+    unused: unused_ids.Ranges = (),
 ) -> tuple[Float32[Array, "B S"], Float32[Array, "B S"]]:
     """Log-probs and entropies of logits = hidden·headᵀ, without an array [B, S, V].
 
@@ -115,6 +116,8 @@ def token_logprobs_from_hidden(
         P gives the response alone.
       max_logits: logits in memory at a time, on all devices together. The least is 16
         tokens of the vocabulary for every position (fewer if 16 does not divide V').
+      unused: ranges of ids below `vocab_size` that no token has; their rows have no
+        effect either, and their log-prob is -inf.
 
     Returns:
       f32[B, S] log-probs and f32[B, S] entropies, nats; column t of both is about the
@@ -124,8 +127,8 @@ def token_logprobs_from_hidden(
 
     Raises:
       ValueError: shapes do not belong together, temperature is not positive, or
-      vocab_size, first_column or max_logits is out of range. TypeError: hidden or
-      head are not floats or tokens not int32.
+      vocab_size, first_column, max_logits or unused is out of range. TypeError: hidden
+      or head are not floats or tokens not int32.
 
     >>> hidden = jnp.array([[[1.0, 0.0], [0.0, 2.0], [9.0, 9.0]]])
     >>> head = jnp.array([[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]])
@@ -155,6 +158,7 @@ def token_logprobs_from_hidden(
             f"vocab_size: expected 1 to {padded} (the rows of head), got {vocab_size}; "
             "pass the size of the true vocabulary"
         )
+    unused_ids.check(unused, vocab_size=vocab_size)
 
     before = ((0, 0), (min(first_column, columns), 0))
     if first_column >= columns or batch == 0:
@@ -173,6 +177,7 @@ def token_logprobs_from_hidden(
             positions=wanted.size,
             max_logits=max_logits,
             softcap=softcap,
+            unused=unused,
         ),
     )
     logprobs, entropies = (

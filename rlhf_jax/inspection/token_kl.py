@@ -255,6 +255,8 @@ def run(options: Options) -> None:
     policy = pretrained.load(options.policy, tokenizer=options.tokenizer)
     ref_model, ref_params = hf.load(options.reference, dtype="float32")
     _check_tokenizer(options.reference, ids=policy.tokenizer.get_vocab())
+    if ref_model.vocab_size == policy.model.vocab_size:  # or `compute` refuses it
+        ref_model = dataclasses.replace(ref_model, unused_ids=policy.model.unused_ids)
     tokens = token_logprobs.compute(
         policy.params,
         ref_params,

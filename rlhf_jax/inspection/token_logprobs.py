@@ -101,7 +101,7 @@ def compute(
                 model=model,
                 ref_model=ref_model,
                 temperature=temperature,
-                alternatives=min(alternatives, model.vocab_size),
+                alternatives=min(alternatives, model.num_tokens),
             )
         ),
     )

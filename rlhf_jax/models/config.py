@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, get_args
 
-from rlhf_jax.functional import checks
+from rlhf_jax.functional import checks, unused_ids
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.unused_ids import Ranges
 
 Remat = Literal["none", "dots", "full"]
 """What of a layer a gradient does not keep and computes again, from little to all.
@@ -98,6 +99,9 @@ class ModelConfig:
     logit_softcap: float | None = None  # the same of the logits over the vocabulary
     embed_scale: float = 1.0  # of token embeddings as they are read (Gemma)
     vocab_multiple: int = 128  # embedding rows are padded to a multiple of this
+    # Ids below vocab_size that the tokenizer has no token for, as (start, stop): never
+    # predicted, in any role. Of a run, as dtype is: no checkpoint has them.
+    unused_ids: Ranges = ()
     dtype: str = "float32"  # of activations; parameters keep their own
     remat: Remat = "none"  # what of a layer a gradient computes again
     unroll: bool = False  # layers one by one in the program, not as a loop over them
@@ -123,6 +127,7 @@ class ModelConfig:
             intermediate_size=self.intermediate_size,
             max_positions=self.max_positions,
         )
+        unused_ids.check(self.unused_ids, vocab_size=self.vocab_size)
         if self.num_heads % self.num_kv_heads:
             raise InputError(
                 f"expected num_kv_heads to divide num_heads, got "
@@ -192,9 +197,14 @@ class ModelConfig:
             )
 
     def run_as(self, other: ModelConfig) -> ModelConfig:
-        """This model by the other's compute dtype, attention, cache, remat, layout."""
+        """This model with what no checkpoint says, as the other has it.
+
+        That is how it computes (dtype, attention, cache, remat, layout), and which ids
+        have no token.
+        """
         return dataclasses.replace(
             self,
+            unused_ids=other.unused_ids,
             dtype=other.dtype,
             remat=other.remat,
             unroll=other.unroll,
@@ -209,6 +219,11 @@ class ModelConfig:
     def is_local(self, layer: int) -> bool:
         """Whether a layer, from 0, sees the sliding window alone."""
         return bool(self.local_layers) and self.local_layers[layer]
+
+    @property
+    def num_tokens(self) -> int:
+        """Ids that may be predicted: all of the vocabulary but the unused ones."""
+        return self.vocab_size - unused_ids.count(self.unused_ids)
 
     @property
     def padded_vocab_size(self) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rlhf_jax.functional import unused_ids
 from rlhf_jax.models import axes, layout, leaves
 from rlhf_jax.models.config import ModelConfig
 
@@ -26,6 +27,8 @@ def logits(
 ) -> Array:
     """f32[..., V] over the true vocabulary, accumulated in float32 and soft-capped.
 
+    Ids that no token has (`model.unused_ids`) are at -inf.
+
     Args:
       params: the decoder's.
       hidden: [..., D], after the final norm.
@@ -43,6 +46,7 @@ def logits(
     logits = padded[:, : model.vocab_size]
     if model.logit_softcap is not None:
         logits = model.logit_softcap * jnp.tanh(logits / model.logit_softcap)
+    logits = unused_ids.masked(logits, model.unused_ids)
     return logits.reshape(*hidden.shape[:-1], model.vocab_size)
 
 

@@ -22,7 +22,7 @@ Params = Any
 
 
 def logits(params: Params, *, model: ModelConfig, tokens: Array, mask: Array) -> Array:
-    """Logits over the true vocabulary, for inspection and tests.
+    """Logits over the true vocabulary, for inspection and tests; -inf at unused ids.
 
     Training never holds them: see `logprobs`.
 
@@ -162,6 +162,7 @@ def logprobs_from_hidden(
             temperature=temperature,
             vocab_size=model.vocab_size,
             softcap=model.logit_softcap,
+            unused=model.unused_ids,
             first_column=first_column,
             max_logits=shared * _max_logits(hidden),
         )
@@ -227,6 +228,7 @@ def exact_kl(
             "vocab_size": model.vocab_size,
             "softcap": model.logit_softcap,
             "ref_softcap": ref_model.logit_softcap,
+            "unused": model.unused_ids,
             "first_column": first_column,
             "max_logits": _max_logits(hidden),
         }

@@ -16,6 +16,8 @@ import numpy as np
 from rlhf_jax.algorithms import self_check
 from rlhf_jax.algorithms.batch import Prompts
 from rlhf_jax.algorithms.policy_gradient.algorithm import PolicyGradient
+from rlhf_jax.functional import unused_ids
+from rlhf_jax.models.config import ModelConfig
 from rlhf_jax.roles.policy import logprobs
 from rlhf_jax.samplers.protocol import Drawn, rollout_of
 
@@ -45,7 +47,7 @@ class Agreement:
         model = recipe.model
         self.max_new_tokens = min(RESPONSE_COLUMNS, recipe.max_new_tokens)
         width = min(PROMPT_COLUMNS, model.max_positions - self.max_new_tokens)
-        self.prompts = _prompts(width, vocab_size=model.vocab_size)
+        self.prompts = _prompts(width, model=model)
         self._tolerance = tolerance
         self._logprobs = jax.jit(
             functools.partial(
@@ -78,12 +80,16 @@ class Agreement:
         )
 
 
-def _prompts(width: int, *, vocab_size: int) -> Prompts:
+def _prompts(width: int, *, model: ModelConfig) -> Prompts:
     """Prompts[ROWS, width] of random tokens, of 1 to `width` of them."""
     random = np.random.default_rng(0)
     lengths = np.linspace(1, width, ROWS).round().astype(np.int32)
     mask = np.arange(width) >= width - lengths[:, None]
-    tokens = random.integers(vocab_size, size=(ROWS, width), dtype=np.int32)
+    ids = np.delete(  # a server may refuse a prompt of ids that no token has
+        np.arange(model.vocab_size, dtype=np.int32),
+        unused_ids.listed(model.unused_ids),
+    )
+    tokens = ids[random.integers(len(ids), size=(ROWS, width), dtype=np.int32)]
     return Prompts(
         tokens=np.where(mask, tokens, 0),  # type: ignore[arg-type]
         mask=mask,  # type: ignore[arg-type]

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from rlhf_jax.functional import unused_ids
+from rlhf_jax.functional.unused_ids import Ranges
 from rlhf_jax.samplers.connection import SHOWN, ServerError
 
 PATH = "/v1/completions"
@@ -18,6 +20,7 @@ UNSHAPED = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
 }
+NEVER = -100.0  # the least bias of a logit that servers take: e^-100 of a probability
 
 
 class Response(NamedTuple):
@@ -35,6 +38,7 @@ def request(
     temperature: float,
     stop_ids: Sequence[int],
     seed: int,
+    unused: Ranges = (),
 ) -> dict[str, Any]:
     """The body of a request for one response.
 
@@ -42,7 +46,9 @@ def request(
       prompt: token ids.
       model: its name at the server.
       seed: 0 to 2^31 - 1.
+      unused: ranges of ids that the policy never draws, as no token has them.
     """
+    forbidden = {str(i): NEVER for i in unused_ids.listed(unused)}
     return {
         "model": model,
         "prompt": prompt,
@@ -58,11 +64,17 @@ def request(
         "n": 1,
         "stream": False,
         **UNSHAPED,
+        **({"logit_bias": forbidden} if forbidden else {}),
     }
 
 
 def response(
-    answer: dict[str, Any], *, asked: dict[str, Any], vocab_size: int, url: str
+    answer: dict[str, Any],
+    *,
+    asked: dict[str, Any],
+    vocab_size: int,
+    url: str,
+    unused: Ranges = (),
 ) -> Response:
     """The response in an answer, if it is one to what was asked.
 
@@ -71,6 +83,7 @@ def response(
       asked: the request.
       vocab_size: of the policy.
       url: of the server, for messages.
+      unused: ranges of ids that no token has; the policy's log-prob of them is -inf.
 
     Raises:
       ServerError: it has no token ids or no log-probs, or tokens that were not asked
@@ -126,6 +139,15 @@ def response(
             f"tokens of a vocabulary of {vocab_size}",
             choice,
             "serve the model that is trained",
+        )
+    absent = sorted({*unused_ids.listed(unused)} & {*tokens})
+    if absent:
+        raise _wrong(
+            url,
+            f"tokens of the tokenizer, which has none of id {absent[0]}, as the "
+            f"request's logit_bias asks for",
+            choice,
+            "serve with a version that takes logit_bias",
         )
     return Response(tokens, [float(number) for number in logprobs])
 

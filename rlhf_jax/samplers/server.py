@@ -159,6 +159,7 @@ class ServerSampler:
                 temperature=recipe.temperature,
                 stop_ids=recipe.stop_ids,
                 seed=int(seed),
+                unused=recipe.model.unused_ids,
             )
             for tokens, mask, seed in zip(
                 np.asarray(prompts.tokens), np.asarray(prompts.mask), seeds, strict=True
@@ -181,6 +182,7 @@ class ServerSampler:
             asked=asked,
             vocab_size=self._recipe.model.vocab_size,
             url=self._server.url,
+            unused=self._recipe.model.unused_ids,
         )
 
     def _every(

@@ -153,8 +153,9 @@ def starting_point(options: Config, *, mesh: Mesh) -> Pretrained:
         return load_start(options.model, options=options, mesh=mesh)
     assert options.tokenizer is not None  # checked by Config
     tokenizer = tokenization.load_tokenizer(options.tokenizer)
+    vocab_size = 1 + max(tokenizer.get_vocab().values())
     model = config.gpt2(
-        vocab_size=1 + max(tokenizer.get_vocab().values()),
+        vocab_size=vocab_size,
         hidden_size=options.fresh_hidden_size,
         num_layers=options.fresh_num_layers,
         num_heads=options.fresh_num_heads,
@@ -164,7 +165,15 @@ def starting_point(options: Config, *, mesh: Mesh) -> Pretrained:
     )
     init = functools.partial(decoder.init, jax.random.key(options.seed), model=model)
     return Pretrained(
-        model=layout.fastest(dataclasses.replace(model, attention=options.attention)),
+        model=layout.fastest(
+            dataclasses.replace(
+                model,
+                unused_ids=tokenization.ids_without_token(
+                    tokenizer, vocab_size=vocab_size
+                ),
+                attention=options.attention,
+            )
+        ),
         params=sharding.create(init, mesh=mesh),
         tokenizer=tokenizer,
         stop_ids=(tokenization.eos_token_id(tokenizer),),

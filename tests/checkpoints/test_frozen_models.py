@@ -195,3 +195,24 @@ def test_a_machine_without_the_cpu_s_platform_is_told(policy, monkeypatch):
     monkeypatch.setattr(jax, "devices", none)
     with pytest.raises(InputError, match="expected cpu among the platforms of JAX, go"):
         frozen_models.COPY.freeze(policy.params, place=Place.parse("cpu"))
+
+
+def test_frozen_models_predict_the_ids_that_the_policy_predicts(tmp_path):
+    """The policy's tokenizer decides, also where theirs has more tokens."""
+    padded = gpt2(vocab_size=30)
+    start = pretrained.load(str(toy_files.checkpoint(tmp_path / "p", model=padded)))
+    assert start.model.unused_ids == ((24, 30),)
+    same = toy_files.checkpoint(tmp_path / "same", model=padded, seed=1)
+    assert load(same, start).model is None  # it runs in the policy's shape
+    words = [*WORDS, "bird"]
+    larger = dataclasses.replace(LLAMA, vocab_size=33)
+    reference = load(
+        toy_files.checkpoint(tmp_path / "larger", model=larger, words=words), start
+    )
+    assert reference.model is not None
+    assert reference.model.vocab_size == 30
+    assert reference.model.unused_ids == start.model.unused_ids
+    model, _ = frozen_models.load_critic(str(same), policy=start)
+    assert model == start.model
+    with pytest.raises(InputError, match="vocab_size 24 for 30"):
+        load(toy_files.checkpoint(tmp_path / "fewer"), start)

@@ -1,5 +1,6 @@
 """A checkpoint with its tokenizer."""
 
+import dataclasses
 import json
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import toy_files
 
-from rlhf_jax import config, decoder, hf
+from rlhf_jax import config, decoder, hf, policy
 from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import layout
@@ -46,6 +47,44 @@ def test_a_tokenizer_from_elsewhere_must_fit(tmp_path):
     toy_files.tokenizer(more).save_pretrained(tmp_path / "more")
     with pytest.raises(InputError, match=r"vocabulary size 24, got id 24 for 'bird'"):
         pretrained.load(model, tokenizer=str(tmp_path / "more"))
+
+
+PADDED = dataclasses.replace(toy_files.MODEL, vocab_size=30)  # for 24 tokens
+
+
+def test_ids_that_the_tokenizer_lacks_are_never_predicted(tmp_path):
+    """Only where the checkpoint meets its tokenizer; its files stay as they are."""
+    folder = toy_files.checkpoint(tmp_path / "model", model=PADDED)
+    unused = ((24, 30),)
+    assert pretrained.described(str(folder)).model.unused_ids == unused
+    start = pretrained.load(str(folder), dtype="bfloat16")
+    assert start.model.unused_ids == unused
+    assert start.model.num_tokens == 24
+    assert hf.load(str(folder))[0].unused_ids == ()
+    tokens = np.arange(8, dtype=np.int32)[None]
+    shown = {"tokens": tokens, "mask": np.ones((1, 8), bool)}
+    logits = policy.logits(start.params, model=start.model, **shown)
+    assert np.all(np.isneginf(logits[..., 24:]))
+    assert np.all(np.isfinite(logits[..., :24]))
+    how = {"start": start, "base": None, "lora": None, "name": "toy"}
+    pretrained.save(tmp_path / "out", start.params, **how)
+    written = json.loads((tmp_path / "out" / "model" / "config.json").read_text())
+    assert written["vocab_size"] == 30
+    assert "unused_ids" not in written
+    model, params = hf.load(str(tmp_path / "out" / "model"))
+    assert model == hf.load(str(folder))[0]
+    jax.tree.map(np.testing.assert_array_equal, params, start.params)
+
+
+def test_a_stop_id_without_a_token_is_named(tmp_path, capsys):
+    folder, params = tmp_path / "model", toy_files.params(PADDED)
+    ids = {"tokenizer": toy_files.tokenizer(), "stop_ids": (1, 27)}
+    hf.save(folder, PADDED, params, **ids)
+    assert pretrained.described(str(folder)).stop_ids == (1, 27)
+    assert "no response will end with the stop ids 27," in capsys.readouterr().err
+    toy_files.checkpoint(tmp_path / "whole")
+    pretrained.described(str(tmp_path / "whole"))
+    assert capsys.readouterr().err == ""
 
 
 def test_the_limit_of_a_row(tmp_path):

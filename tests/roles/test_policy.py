@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 
 import jax
@@ -7,7 +8,7 @@ import oracles
 import pytest
 import tiny
 
-from rlhf_jax import frozen, kl, policy
+from rlhf_jax import decoder, frozen, kl, policy
 
 LENGTHS, SIZE = (6, 4, 1, 5), 6
 logits_of = jax.jit(policy.logits, static_argnames="model")
@@ -82,3 +83,72 @@ def test_logits_show_the_true_vocabulary_alone():
             tiny.params(model),
         )
         assert shape.shape == (4, SIZE, tiny.VOCAB)
+
+
+UNUSED = ((0, 1), (4, 6), (11, 13))
+USED = [1, 2, 3, 6, 7, 8, 9, 10]
+
+
+def of_used(size):
+    tokens, mask = tiny.batch(LENGTHS, size, side="left")
+    return np.where(mask, np.array(USED)[tokens % len(USED)], 0).astype(np.int32), mask
+
+
+@each_family
+def test_ids_without_a_token_have_probability_0_in_every_role(model):
+    """By the logits; KL(π, π) is 0 and every KL is that of the used ids."""
+    model = dataclasses.replace(model, unused_ids=UNUSED)
+    params, other = tiny.params(model), tiny.params(model, seed=1)
+    tokens, mask = of_used(SIZE)
+    given = {"model": model, "tokens": tokens, "mask": mask}
+    every = np.asarray(logits_of(params, **given))
+    assert np.all(np.isneginf(np.delete(every, USED, axis=-1)))
+    logits, ref_logits = (
+        np.asarray(logits_of(each, **given))[..., USED] for each in (params, other)
+    )
+    places = np.searchsorted(USED, tokens).clip(0, len(USED) - 1)
+    ours, entropy = both(params, temperature=0.7, **given)
+    predicted = mask & np.pad(mask[:, :-1], ((0, 0), (1, 0)))
+    expected = np.where(predicted, oracles.token_logprobs(logits, places, 0.7), 0)
+    np.testing.assert_allclose(ours, expected, atol=1e-5)
+    after = np.pad(oracles.entropy(logits, 0.7)[:, :-1], ((0, 0), (1, 0)))
+    np.testing.assert_allclose(entropy, np.where(predicted, after, 0), atol=1e-5)
+    theirs, _ = both(frozen.read(frozen.freeze(params)), temperature=0.7, **given)
+    np.testing.assert_array_equal(kl.k1(ours, theirs), 0.0)
+
+    def exact(params, ref_params, **options):
+        hidden, ref_hidden = (
+            decoder.hidden_states(each, **given) for each in (params, ref_params)
+        )
+        sides = params, hidden, ref_params, ref_hidden
+        return policy.exact_kl(
+            *sides, model=model, mask=mask, temperature=0.7, **options
+        )
+
+    np.testing.assert_allclose(exact(params, params), 0, atol=1e-6)
+    divergence = oracles.exact_kl(logits, ref_logits, 0.7)[:, :-1]
+    divergence = np.where(predicted, np.pad(divergence, ((0, 0), (1, 0))), 0)
+    for options in ({}, {"top_k": 10}):
+        np.testing.assert_allclose(
+            exact(params, other, **options), divergence, rtol=1e-4, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_no_gradient_reaches_rows_of_ids_without_a_token(tied):
+    model = dataclasses.replace(tiny.GPT2, unused_ids=UNUSED, tied_head=tied)
+    tokens, mask = of_used(SIZE)
+    mask[:, -1], tokens[:, -1] = True, 7
+
+    def loss(params):
+        logprobs, entropy = policy.logprobs_and_entropy(
+            params, model=model, tokens=tokens, mask=mask
+        )
+        return jnp.sum(logprobs) + jnp.sum(entropy)
+
+    gradient = jax.jit(jax.grad(loss))(tiny.params(model))
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(gradient))
+    head = gradient["embed"]["tokens"] if tied else gradient["head"]["kernel"]
+    absent = np.delete(np.arange(model.padded_vocab_size), USED)
+    assert not np.any(np.asarray(head)[absent[1:]])  # id 0 is read at padding
+    assert np.all(np.any(np.asarray(head)[USED], axis=-1))

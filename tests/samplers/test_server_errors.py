@@ -21,6 +21,7 @@ from rlhf_jax.algorithms.self_check import SelfCheckError
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.roles import policy
 from rlhf_jax.samplers import completions, served
+from rlhf_jax.samplers.connection import ServerError
 from rlhf_jax.samplers.server import ServerSampler
 
 RECIPE = GRPO(
@@ -37,6 +38,13 @@ PROMPTS = Prompts(
     index=np.arange(2, dtype=np.int32),
     sample=np.zeros(2, np.int32),
 )
+REQUEST = {
+    "model": "toy",
+    "max_new_tokens": 3,
+    "temperature": 1.0,
+    "stop_ids": (1,),
+    "seed": 0,
+}
 KEY = jax.random.key(2)
 PARAMS = jax.device_get(toy_files.params())
 
@@ -77,6 +85,30 @@ def test_what_is_asked_and_handed_over(toy, url, tmp_path):
     assert all(0 <= each["seed"] < 2**31 for each in first)
     assert toy.loads == [("version-4", ["config.json", "model.safetensors"])]
     assert not list((tmp_path / "new").iterdir())
+
+
+UNUSED = dataclasses.replace(
+    RECIPE,
+    model=dataclasses.replace(toy_files.MODEL, unused_ids=((2, 4), (20, 24))),
+)
+
+
+def test_ids_without_a_token_are_forbidden_to_the_server(toy, url):
+    """By a bias in every request; the fixed prompts of the check have none of them."""
+    forbidden = {str(i): -100.0 for i in (2, 3, 20, 21, 22, 23)}
+    assert "logit_bias" not in completions.request([5], **REQUEST)
+    with ServerSampler(url, UNUSED, tolerance=1e-4, timeout=5.0) as server:
+        # The toy's log-probs are those of all ids, as of a server without the bias.
+        with pytest.raises(SelfCheckError, match="after this hand-over"):
+            server.hand_over(PARAMS, version=0)
+        toy.unused = UNUSED.model.unused_ids
+        assert server.hand_over(PARAMS, version=1) < 1e-5
+        assert all(each["logit_bias"] == forbidden for each in toy.asked)
+        shown = {token for each in toy.asked for token in each["prompt"]}
+        assert not shown & set(map(int, forbidden))
+        toy.change = spoilt("token_ids", [5, 21, 7])
+        with pytest.raises(ServerError, match=r"has none of id 21, as .* logit_bias"):
+            server.draw(PROMPTS, key=KEY, version=1)
 
 
 def test_a_tied_head_is_handed_over_untied(toy, url):

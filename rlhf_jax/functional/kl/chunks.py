@@ -29,10 +29,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from rlhf_jax.functional import unused_ids
 from rlhf_jax.functional.custom_transpose import call, linear_call
 from rlhf_jax.functional.kl import mixtures
 
 Array = jax.Array
+NOWHERE = -1e30  # a logit whose exp is 0, also where no other has come before it
 
 
 class Plan(NamedTuple):
@@ -45,6 +47,7 @@ class Plan(NamedTuple):
     softcap: float | None = None  # c, of the policy's c·tanh(logit / c); None is none
     ref_softcap: float | None = None  # of the reference's
     beta: float | None = None  # of a Jensen-Shannon divergence; None is a KL
+    unused: unused_ids.Ranges = ()  # ids that are no part of either distribution
 
 
 class _Model(NamedTuple):
@@ -130,15 +133,17 @@ def _pass(policy: _Model, reference: _Model, plan: Plan) -> _Result:
 
 
 def _exact(policy: _Model, reference: _Model, plan: Plan) -> _Result:
+    # The first chunks may have no token. Their sums are then of NOWHERE, and the first
+    # one that has a token shrinks them to 0; -inf - -inf would be NaN.
+    absent = NOWHERE if plan.unused else -jnp.inf
+
     def step(carry: tuple[_Sum, _Sum, Array], index: Array) -> tuple[Any, ...]:
         total, ref_total, moment = carry
         start, fresh = _tokens(index, plan)
         z, y = _both(policy, reference, start, plan)
         difference = jnp.where(fresh, z - y, 0.0)
-        grown, terms, shrink = _add(total, jnp.where(fresh, z, -jnp.inf))
-        ref_grown, ref_terms, ref_shrink = _add(
-            ref_total, jnp.where(fresh, y, -jnp.inf)
-        )
+        grown, terms, shrink = _add(total, jnp.where(fresh, z, absent))
+        ref_grown, ref_terms, ref_shrink = _add(ref_total, jnp.where(fresh, y, absent))
         if plan.forward:
             terms, shrink = ref_terms, ref_shrink
         moment = moment * shrink + jnp.sum(terms * difference, axis=-1)
@@ -309,6 +314,8 @@ def _backward(
         for_logits = jnp.where(live[..., None] & fresh, for_logits * slope, 0.0)
         for_logits = for_logits.astype(hidden.dtype)
         rows = jax.lax.dynamic_slice_in_dim(head, start, plan.chunk)
+        if plan.unused:  # they may hold anything; times 0 it must be 0
+            rows = jnp.where(fresh[0, 0, :, None], rows, jnp.zeros_like(rows))
         for_hidden += jnp.einsum(
             "btv,vd->btd",
             for_logits,
@@ -377,10 +384,13 @@ def _loop(step: Callable[[Any, Array], Any], carry: Any, plan: Plan) -> Any:
 
 
 def _tokens(index: Array, plan: Plan) -> tuple[Array, Array]:
-    """The first token of chunk `index`, and bool[1, 1, chunk]: not in one before it."""
+    """First id of chunk `index`, and bool[1, 1, chunk]: tokens not in one before."""
     wanted = index * plan.chunk
     start = jnp.minimum(wanted, plan.vocab_size - plan.chunk)
-    fresh = start + jnp.arange(plan.chunk, dtype=jnp.int32) >= wanted
+    ids = start + jnp.arange(plan.chunk, dtype=jnp.int32)
+    fresh = ids >= wanted
+    if plan.unused:
+        fresh &= ~unused_ids.contain(plan.unused, ids)
     return start, fresh[None, None, :]
 
 

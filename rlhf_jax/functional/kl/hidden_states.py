@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Float32
 
-from rlhf_jax.functional import checks
+from rlhf_jax.functional import checks, unused_ids
 from rlhf_jax.functional.kl import chunks, mixtures
 from rlhf_jax.functional.kl.estimators import Direction, check_k
 
@@ -29,6 +29,7 @@ def exact_from_hidden(
     first_column: int = 1,
     direction: Direction = "reverse",
     max_logits: int = 2**24,
+    unused: unused_ids.Ranges = (),
 ) -> Float32[Array, "B S"]:
     """Exact KL of logits = hidden·headᵀ, without an array [B, S, V] in either pass.
 
@@ -51,6 +52,8 @@ def exact_from_hidden(
       direction: "reverse" is KL(π ‖ π_ref), "forward" KL(π_ref ‖ π).
       max_logits: logits of both models in memory at a time. The least is one token of
         the vocabulary for every position (2·B·S).
+      unused: ranges of ids below `vocab_size` that no token has; they are no part of
+        either distribution.
 
     Returns:
       f32[B, S], nats; column t is about the distribution that tokens[:, t] was drawn
@@ -60,7 +63,8 @@ def exact_from_hidden(
 
     Raises:
       ValueError: shapes do not belong together, temperature is not positive, or
-      vocab_size, first_column or max_logits is out of range. TypeError: not floats.
+      vocab_size, first_column, max_logits or unused is out of range. TypeError: not
+      floats.
 
     Source: Cover and Thomas, Elements of Information Theory, eq. 2.26; the running sums
     are those of Milakov and Gimelshein 2018, arXiv:1805.02867.
@@ -84,6 +88,7 @@ def exact_from_hidden(
         first_column=first_column,
         direction=direction,
         max_logits=max_logits,
+        unused=unused,
     )
 
 
@@ -101,6 +106,7 @@ def top_k_from_hidden(
     first_column: int = 1,
     direction: Direction = "reverse",
     max_logits: int = 2**24,
+    unused: unused_ids.Ranges = (),
 ) -> Float32[Array, "B S"]:
     """KL over the policy's k most likely tokens and one bucket, from hidden states.
 
@@ -122,6 +128,8 @@ def top_k_from_hidden(
       direction: "reverse" is KL(π ‖ π_ref), "forward" KL(π_ref ‖ π).
       max_logits: logits of both models in memory at a time. The least is one token of
         the vocabulary for every position (2·B·S).
+      unused: ranges of ids below `vocab_size` that no token has; they are no part of
+        either distribution.
 
     Returns:
       f32[B, S], nats; column t is about the distribution that tokens[:, t] was drawn
@@ -131,7 +139,8 @@ def top_k_from_hidden(
 
     Raises:
       ValueError: shapes do not belong together, temperature is not positive, or k,
-      vocab_size, first_column or max_logits is out of range. TypeError: not floats.
+      vocab_size, first_column, max_logits or unused is out of range. TypeError: not
+      floats.
 
     Source: the log-sum inequality, Cover and Thomas, theorem 2.7.1.
 
@@ -153,6 +162,7 @@ def top_k_from_hidden(
         first_column=first_column,
         direction=direction,
         max_logits=max_logits,
+        unused=unused,
     )
 
 
@@ -170,6 +180,7 @@ def jensen_shannon_from_hidden(
     ref_softcap: float | None = None,
     first_column: int = 1,
     max_logits: int = 2**24,
+    unused: unused_ids.Ranges = (),
 ) -> Float32[Array, "B S"]:
     """Generalised Jensen-Shannon divergence, without an array [B, S, V] in either pass.
 
@@ -193,6 +204,8 @@ def jensen_shannon_from_hidden(
         P gives the response alone.
       max_logits: logits of both models in memory at a time. The least is one token of
         the vocabulary for every position (2·B·S).
+      unused: ranges of ids below `vocab_size` that no token has; they are no part of
+        either distribution.
 
     Returns:
       f32[B, S], nats; column t is about the distribution that tokens[:, t] was drawn
@@ -202,7 +215,7 @@ def jensen_shannon_from_hidden(
 
     Raises:
       ValueError: shapes do not belong together, or beta, k, temperature, vocab_size,
-      first_column or max_logits is out of range. TypeError: not floats.
+      first_column, max_logits or unused is out of range. TypeError: not floats.
 
     Source: Agarwal et al. 2023, arXiv:2306.13649, eq. 1.
 
@@ -227,6 +240,7 @@ def jensen_shannon_from_hidden(
         direction="reverse",
         max_logits=max_logits,
         beta=beta,
+        unused=unused,
     )
 
 
@@ -242,6 +256,7 @@ def _from_hidden(
     first_column: int,
     direction: Direction,
     max_logits: int,
+    unused: unused_ids.Ranges,
     beta: float | None = None,
 ) -> Array:
     (hidden, head), (ref_hidden, ref_head) = policy, reference
@@ -270,6 +285,7 @@ def _from_hidden(
             f"vocab_size: expected 1 to {min(padded, ref_padded)} (the rows of head "
             f"and of ref_head), got {vocab_size}; pass the size of the true vocabulary"
         )
+    unused_ids.check(unused, vocab_size=vocab_size)
     if k is not None:
         check_k(k, vocab_size)
     before = ((0, 0), (min(first_column, columns), 0))
@@ -289,6 +305,7 @@ def _from_hidden(
             softcap=softcap,
             ref_softcap=ref_softcap,
             beta=beta,
+            unused=unused,
         ),
     )
     return jnp.pad(divergences, before)

@@ -131,6 +131,7 @@ def respond(
             temperature=temperature,
             shaping=shaping,
             predicted=predicted,
+            unused=model.unused_ids,
         )
         here = drawn[:, None] & (jnp.arange(max_new_tokens)[None] == lengths[:, None])
         so_far = state.responses

@@ -231,6 +231,7 @@ def start(
         temperature=temperature,
         shaping=shaping,
         predicted=mask[:, -1],
+        unused=model.unused_ids,
     )
 
 

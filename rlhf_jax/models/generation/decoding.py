@@ -8,6 +8,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from rlhf_jax.functional.unused_ids import Ranges
 from rlhf_jax.models.caches import Caches
 from rlhf_jax.models.generation.sampling import Shaping, sample_token
 
@@ -45,8 +46,12 @@ def append(
     temperature: float,
     shaping: Shaping | None,
     predicted: Array | None = None,
+    unused: Ranges = (),
 ) -> Decoding:
-    """Draws a token for every row that has not finished and writes its column."""
+    """Draws a token for every row that has not finished and writes its column.
+
+    `predicted` and `unused` are those of `sample_token`.
+    """
     alive = ~state.finished
     column = state.prompt_size + state.step
     token, logprob, entropy = sample_token(
@@ -55,6 +60,7 @@ def append(
         temperature=temperature,
         shaping=shaping,
         predicted=predicted,
+        unused=unused,
     )
 
     def put(array: Array, values: Array) -> Array:

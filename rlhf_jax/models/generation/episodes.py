@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rlhf_jax.functional.unused_ids import Ranges
 from rlhf_jax.models import blocks, decoder, heads, leaves
 from rlhf_jax.models.caches import Caches
 from rlhf_jax.models.config import ModelConfig
@@ -108,6 +109,7 @@ def read(
         temperature=temperature,
         shaping=shaping,
         predicted=length > 0,
+        unused=model.unused_ids,
     )
     return jax.tree.map(lambda old, row: old.at[place].set(row, mode="drop"), state, of)
 
@@ -191,12 +193,14 @@ def _drawn(
     temperature: float,
     shaping: Shaping | None,
     predicted: Array | None = None,
+    unused: Ranges = (),
 ) -> Episodes:
     """A token more in every place whose turn goes on.
 
     Args:
       predicted: bool[C], a token stands before it; None is everywhere. Nothing predicts
         the first token of an empty prompt.
+      unused: ids that no token has, which it leaves out.
     """
     number = state.length - state.prompt
     token, logprob, entropy = sample_token(
@@ -205,6 +209,7 @@ def _drawn(
         temperature=temperature,
         shaping=shaping,
         predicted=predicted,
+        unused=unused,
     )
     columns = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)[None]
     here = state.drawing[:, None] & (columns == state.length[:, None])

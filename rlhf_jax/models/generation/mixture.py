@@ -85,7 +85,12 @@ def generate(
     sides, rows = (policy, other), tokens.shape[0]
     widths = growing_widths(size, first=tokens.shape[1])
     draw = functools.partial(
-        append, keys=keys, stop_ids=stop_ids, temperature=temperature, shaping=None
+        append,
+        keys=keys,
+        stop_ids=stop_ids,
+        temperature=temperature,
+        shaping=None,
+        unused=policy.model.unused_ids,
     )
 
     def mixed(hidden: list[Array]) -> Array:

@@ -8,8 +8,9 @@ import math
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.functional import logprobs
+from rlhf_jax.functional import logprobs, unused_ids
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.functional.unused_ids import Ranges
 from rlhf_jax.models import axes
 
 Array = jax.Array
@@ -46,6 +47,7 @@ def sample_token(
     temperature: float,
     shaping: Shaping | None = None,
     predicted: Array | None = None,
+    unused: Ranges = (),
 ) -> tuple[Array, Array, Array]:
     """Draws one token per row by the inverse of the cumulative distribution.
 
@@ -60,6 +62,8 @@ def sample_token(
       predicted: bool[B], rows in which a token stands before the one to draw; None is
         every row. Nothing predicts the first token of an empty prompt: it is drawn
         uniformly, and its log-probability is 0, as `policy.logprobs` has it.
+      unused: ranges of ids that no token has (`ModelConfig.unused_ids`), which are at
+        -inf in `logits`: that uniform draw leaves them out too.
 
     Returns:
       token i32[B], its log-probability f32[B] and the entropy f32[B], nats, of the
@@ -70,6 +74,7 @@ def sample_token(
     if predicted is not None:
         predicted = axes.rows_apart(predicted)
         logits = jnp.where(predicted[:, None], logits, 0.0)
+        logits = unused_ids.masked(logits, unused)
     logits = logits.astype(jnp.float32) / temperature
     if shaping is not None:
         logits = shape_logits(logits, shaping=shaping)

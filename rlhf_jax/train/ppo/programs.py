@@ -101,7 +101,7 @@ class Programs:
                 on(sampled_tokens.likeliest),
                 model=algorithm.model,
                 temperature=algorithm.temperature,
-                count=min(self._count, algorithm.model.vocab_size),
+                count=min(self._count, algorithm.model.num_tokens),
             )
         )
         self.positions = jax.jit(

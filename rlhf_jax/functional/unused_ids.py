@@ -1,0 +1,133 @@
+"""Ids of a vocabulary that no token has: their probability is 0 in every role.
+
+Embeddings often have more rows than the tokenizer has tokens (Qwen 2.5: 151,936 rows
+for 151,665 tokens), and some tokenizers leave holes between their ids. Such ids are
+ranges, (start, stop) of each, in order and apart: a static, hashable value. Under `jit`
+they are comparisons with an iota, and nothing at all where there are none.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Int32
+
+from rlhf_jax.functional.checks import InputError
+
+Array = jax.Array
+Ranges = tuple[tuple[int, int], ...]
+
+MOST_COMPARED = 8  # ranges; more are searched
+
+
+def beside(used: Iterable[int], *, vocab_size: int) -> Ranges:
+    """The ids below `vocab_size` that are not used, as ranges.
+
+    >>> beside([0, 1, 3], vocab_size=6)
+    ((2, 3), (4, 6))
+    >>> beside(range(6), vocab_size=6)
+    ()
+    """
+    missing = np.ones(vocab_size, np.bool_)
+    missing[[i for i in used if 0 <= i < vocab_size]] = False
+    edges = np.flatnonzero(np.diff(missing, prepend=False, append=False)).tolist()
+    return tuple(zip(edges[::2], edges[1::2], strict=True))
+
+
+def check(ranges: Ranges, *, vocab_size: int) -> None:
+    """Checks that ranges are in order, apart, and leave an id of the vocabulary.
+
+    Raises:
+      InputError: they are not.
+
+    >>> print(check(((2, 3), (4, 6)), vocab_size=6))
+    None
+    >>> check(((0, 6),), vocab_size=6)
+    Traceback (most recent call last):
+        ...
+    rlhf_jax.functional.number_checks.InputError: unused_ids: expected ranges (start,
+        stop) in order and apart, within 0 to 6 and not all of it, got ((0, 6),); make
+        them with unused_ids.beside
+    """
+    edges = [edge for each in ranges for edge in each]
+    in_order = all(a < b for a, b in itertools.pairwise(edges))
+    pairs = all(len(each) == 2 for each in ranges)
+    inside = not edges or (edges[0] >= 0 and edges[-1] <= vocab_size)
+    if not (pairs and in_order and inside and count(ranges) < vocab_size):
+        raise InputError(
+            f"unused_ids: expected ranges (start, stop) in order and apart, within 0 "
+            f"to {vocab_size} and not all of it, got {ranges!s:.200}; make them "
+            f"with unused_ids.beside"
+        )
+
+
+def listed(ranges: Ranges) -> list[int]:
+    """Every id in the ranges.
+
+    >>> listed(((2, 3), (4, 6)))
+    [2, 4, 5]
+    >>> listed(())
+    []
+    """
+    return [i for start, stop in ranges for i in range(start, stop)]
+
+
+def count(ranges: Ranges) -> int:
+    """How many ids the ranges have.
+
+    >>> count(((2, 3), (4, 6)))
+    3
+    >>> count(())
+    0
+    """
+    return sum(stop - start for start, stop in ranges)
+
+
+def contain(ranges: Ranges, ids: Int32[Array, "*shape"]) -> Bool[Array, "*shape"]:
+    """Whether each id is in one of the ranges.
+
+    Args:
+      ranges: in order and apart; static.
+      ids: i32[...].
+
+    Returns:
+      bool[...].
+
+    >>> print(contain(((2, 3), (4, 6)), jnp.arange(7)))
+    [False False  True False  True  True False]
+    >>> print(contain((), jnp.arange(2)))
+    [False False]
+    """
+    if len(ranges) > MOST_COMPARED:
+        edges = jnp.asarray([edge for each in ranges for edge in each], jnp.int32)
+        return jnp.searchsorted(edges, ids, side="right") % 2 == 1
+    found = jnp.zeros(ids.shape, jnp.bool_)
+    for start, stop in ranges:
+        found |= (ids >= start) & (ids < stop)
+    return found
+
+
+def masked(logits: Array, ranges: Ranges) -> Array:
+    """Logits with -inf at ids in the ranges; the same array where there are none.
+
+    Args:
+      logits: f32[..., V], one of every id of the vocabulary.
+      ranges: in order and apart; static.
+
+    Returns:
+      f32[..., V]. No gradient reaches an id in the ranges.
+
+    >>> print(masked(jnp.zeros(4), ((1, 2),)))
+    [  0. -inf   0.   0.]
+    >>> print(masked(jnp.zeros(2), ()))
+    [0. 0.]
+    """
+    if not ranges:
+        return logits
+    ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+    unused = contain(ranges, ids).reshape((1,) * (logits.ndim - 1) + ids.shape)
+    return jnp.where(unused, -jnp.inf, logits)
