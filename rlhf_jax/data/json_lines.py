@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib
 import json
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rlhf_jax.functional.checks import InputError
+
+if TYPE_CHECKING:  # it counts rows of these types
+    from rlhf_jax.data.receipts import Receipt
 
 Row = dict[str, Any]
 MAX_DEPTH = 100  # of JSON within JSON; json itself fails at a depth of its caller's
@@ -46,8 +49,13 @@ def read_jsonl(source: str | Path) -> list[Row]:
     return [row for _, row in read_located(source)]
 
 
-def read_located(source: str | Path) -> list[tuple[str, Row]]:
+def read_located(
+    source: str | Path, *, receipt: Receipt | None = None
+) -> list[tuple[str, Row]]:
     """(where it stands, row) of `read_jsonl`, so that a message can name the place.
+
+    Args:
+      receipt: is told of blank lines; of rows it is told by who reads their fields.
 
     Raises:
       InputError: names the file and line that cannot be read.
@@ -55,7 +63,7 @@ def read_located(source: str | Path) -> list[tuple[str, Row]]:
     if str(source).startswith("hf:"):
         return _hub_rows(str(source))
     located = []
-    for where, line in lines(Path(source)):
+    for where, line in lines(Path(source), receipt=receipt):
         row = _json(where, line)
         if not isinstance(row, dict):
             raise InputError(
@@ -108,13 +116,19 @@ def _deeper_than(depth: int, value: Any) -> bool:
     return any(isinstance(inner, dict | list) for inner in level)
 
 
-def lines(path: Path) -> list[tuple[str, str]]:
-    """The lines that are not blank; only "\\n" ends one, as JSON Lines has it."""
-    lines = [
-        (f"{path}:{number}", line)
-        for number, line in enumerate(_read(path).split("\n"), start=1)
-        if line.strip()
-    ]
+def lines(path: Path, *, receipt: Receipt | None = None) -> list[tuple[str, str]]:
+    """The lines that are not blank; only "\\n" ends one, as JSON Lines has it.
+
+    Args:
+      receipt: is told of those that are blank.
+    """
+    lines = []
+    # What follows the last "\n" is no line.
+    for number, line in enumerate(_read(path).removesuffix("\n").split("\n"), start=1):
+        if line.strip():
+            lines.append((f"{path}:{number}", line))
+        elif receipt is not None:
+            receipt.note("a blank line, which is no row", where=f"{path}:{number}")
     if not lines:
         raise InputError(f"{path}: expected at least one row, got an empty file")
     return lines
