@@ -129,6 +129,46 @@ def test_a_whole_conversation_is_read_from_messages(tmp_path):
     assert list(fields["unread"]) == ["prompt"]
 
 
+TOLD = {
+    "tools": [{"name": "add"}],
+    "documents": [{"title": "a"}],
+    "chat_template_kwargs": {"enable_thinking": False},
+    "control_tokens": ["<eos>"],
+    "id": 7,
+}
+SPOKEN = [{"role": "user", "content": "the cat"}]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "unread"),
+    [(SPOKEN, ["id"]), ("the cat", [*list(TOLD)[:3], "id"])],
+    ids=["messages", "text"],
+)
+def test_fields_beside_the_texts_are_read_where_a_template_is(tmp_path, prompt, unread):
+    """A text goes to the model without a template."""
+    row = {"prompt": prompt, **TOLD, "response": "sat", "chosen": "sat"}
+    row |= {"rejected": "ran", "completion": "sat", "label": True}
+    file = toy_files.jsonl(tmp_path / "rows.jsonl", row, row | {"label": False})
+    pairs = toy_files.jsonl(
+        tmp_path / "pairs.jsonl",
+        {name: value for name, value in row.items() if name != "completion"},
+    )
+    for read, source in (
+        (files.read_prompts, file),
+        (files.read_demonstrations, file),
+        (files.read_preferences, file),
+        (unpaired.read_labelled, file),
+        (unpaired.read_labelled, pairs),
+    ):
+        data = Receipts().source("--data", str(source))
+        rows = read(source, receipt=data)
+        assert all(row[name] == TOLD[name] for row in rows for name in TOLD)
+        for where in data.places:
+            data.drop("is not encoded here", where=where)
+        fields = data.to_json()["fields"]
+        assert [name for name in fields["unread"] if name in TOLD] == unread
+
+
 def test_episodes(tmp_path):
     receipts, data, file = one_source(
         tmp_path,
