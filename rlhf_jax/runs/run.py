@@ -26,7 +26,6 @@ from rlhf_jax.roles.reference.frozen import Frozen
 from rlhf_jax.runs import (
     alarms,
     command_line,
-    data_report,
     deadline,
     lock,
     loggers,
@@ -36,6 +35,7 @@ from rlhf_jax.runs import (
 from rlhf_jax.runs.folder import open_run, versions
 from rlhf_jax.runs.profile import window
 from rlhf_jax.runs.profile.profiler import Profiler
+from rlhf_jax.runs.receipt import kept, printed
 from rlhf_jax.runs.run_config import RunConfig
 from rlhf_jax.runs.snapshots import files, proof, resume
 from rlhf_jax.runs.stage import Stage
@@ -108,8 +108,8 @@ class Run:
             undone.push(self._lock)
             self.folder = open_run(config)
             if data is not None:
-                data_report.write(self.folder, data)
-                data_report.tell(data)
+                kept.write(self.folder, data)
+                printed.tell(data)
             self.record = metrics.Recorder(
                 self.folder,
                 sinks=report.sinks(config, num_steps=num_steps),

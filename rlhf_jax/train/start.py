@@ -12,6 +12,7 @@ from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import tokenization
 from rlhf_jax.data.receipts import Receipts
+from rlhf_jax.data.text import Asked
 from rlhf_jax.devices import sharding
 from rlhf_jax.models import axes, engine_choice
 from rlhf_jax.models.config import Attention, Remat
@@ -54,7 +55,8 @@ def receipt_of(receipts: Receipts, *, start: Pretrained) -> dict[str, Any]:
       start: whose tokenizer shows an example, its special tokens among them.
     """
     decode = functools.partial(tokenization.decode, start.tokenizer)
-    return receipts.to_json(decode=decode)
+    (unprompted,) = start.contract.prompts([Asked("")])
+    return receipts.to_json(decode=decode, unprompted=unprompted)
 
 
 def load_start(path_or_repo_id: str, *, options: StartConfig, mesh: Mesh) -> Pretrained:

@@ -6,7 +6,7 @@ import pytest
 import toy_files
 
 from rlhf_jax.environments.protocol import Started, Turn
-from rlhf_jax.runs import data_report
+from rlhf_jax.runs.receipt import printed
 from rlhf_jax.train import distill, dpo, evaluate, grpo, ppo, reward_model, sft
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -71,13 +71,13 @@ def begin(files, tmp_path, monkeypatch, capsys):
     """Runs a command until its first step; data.json by source, and what it printed."""
     monkeypatch.syspath_prepend(__file__.rpartition("/")[0])
     monkeypatch.syspath_prepend(files)
-    tell = data_report.tell
+    tell = printed.tell
 
     def stop(data):
         tell(data)
         raise Told
 
-    monkeypatch.setattr(data_report, "tell", stop)
+    monkeypatch.setattr(printed, "tell", stop)
 
     def run(command, *options):
         argv = [f"--model={files}/model", f"--out={tmp_path}/run", "--no-progress"]

@@ -89,13 +89,19 @@ def shown(text: Text, *, decode: Decode) -> dict[str, Any]:
     }
 
 
-def shared_prompts(training: Iterable[Part], held_out: Part) -> int:
+def shared_prompts(
+    training: Iterable[Part], held_out: Part, *, unprompted: Tokens = ()
+) -> int:
     """How many held-out rows have a prompt that is trained on.
 
     Rows without a prompt, as blocks of plain text, share none.
+
+    Args:
+      unprompted: tokens of a prompt without text, such as BOS.
     """
-    trained = {prompt for part in training for prompt in part.prompts}
-    return sum(prompt in trained for prompt in held_out.prompts if prompt is not None)
+    none = {None, _digest(unprompted)}
+    trained = {prompt for part in training for prompt in part.prompts} - none
+    return sum(prompt in trained for prompt in held_out.prompts)
 
 
 def _prompt(item: Item) -> Tokens:

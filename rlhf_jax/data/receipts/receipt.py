@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
+from rlhf_jax.data.examples import Tokens
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.receipts.items import Item
 from rlhf_jax.data.receipts.part import Decode, Part, shared_prompts
@@ -203,11 +204,13 @@ class Receipts:
         self._sources.append(receipt)
         return receipt
 
-    def to_json(self, *, decode: Decode) -> dict[str, Any]:
+    def to_json(self, *, decode: Decode, unprompted: Tokens = ()) -> dict[str, Any]:
         """What data.json holds.
 
         Args:
           decode: token ids to text, special tokens kept.
+          unprompted: tokens of a prompt without text, such as BOS, which rows do not
+            share.
         """
         training = [
             each.parts["training"] for each in self._sources if "training" in each.parts
@@ -219,7 +222,7 @@ class Receipts:
             ],
             "prompts_shared_with_training": {
                 f"{each.name}, {use}": {
-                    "shared": shared_prompts(training, part),
+                    "shared": shared_prompts(training, part, unprompted=unprompted),
                     "rows": part.rows,
                 }
                 for each in self._sources

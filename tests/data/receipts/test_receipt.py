@@ -360,6 +360,11 @@ def test_prompts_on_both_sides_are_counted_over_all_sources():
         "--held-out, held out": {"shared": 3, "rows": 4},
         "--texts, watched": {"shared": 1, "rows": 2},
     }
+    told_with_bos = receipts.to_json(decode=decode, unprompted=[4])
+    assert told_with_bos["prompts_shared_with_training"] == {
+        "--held-out, held out": {"shared": 1, "rows": 4},
+        "--texts, watched": {"shared": 1, "rows": 2},
+    }
 
 
 def test_rows_that_vanish_or_are_told_twice_are_errors():

@@ -1,15 +1,22 @@
 """data.json in the run folder, and what is printed of it."""
 
 import copy
+import dataclasses
 import io
 import json
 
 import pytest
-import test_run
 from rich.console import Console
 
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.runs import data_report, run
+from rlhf_jax.runs import run, run_config
+from rlhf_jax.runs.receipt import printed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(run_config.RunConfig):
+    progress: bool = False
+
 
 DATA = {
     "sources": [
@@ -60,17 +67,17 @@ DATA = {
 }
 
 
-def printed(data, monkeypatch, **options):
+def shown(data, monkeypatch, **options):
     """What a console of these options shows."""
     file = io.StringIO()
     console = Console(file=file, width=100, **options)
-    monkeypatch.setattr(data_report, "Console", lambda: console)
-    data_report.tell(data)
+    monkeypatch.setattr(printed, "Console", lambda: console)
+    printed.tell(data)
     return file.getvalue()
 
 
 def test_all_of_it_is_printed(monkeypatch, capsys):
-    text = printed(DATA, monkeypatch)
+    text = shown(DATA, monkeypatch)
     table = capsys.readouterr().out
     for cells in (
         ("rows", "10"),
@@ -96,7 +103,7 @@ def test_all_of_it_is_printed(monkeypatch, capsys):
 
 
 def test_nothing_that_is_read_controls_the_terminal(monkeypatch):
-    text = printed(DATA, monkeypatch, force_terminal=True, color_system="standard")
+    text = shown(DATA, monkeypatch, force_terminal=True, color_system="standard")
     assert "\x1b]0" not in text
     assert "\x07" not in text
     assert "⟪" not in text  # a colour says it
@@ -108,7 +115,7 @@ def test_rows_of_which_nothing_is_learned(monkeypatch):
     source = data["sources"][0]
     source["example"][0]["pieces"] = [{"text": "the cat", "learned": False}]
     source["fields"]["whole_rows_given_to"] = ["--reward lengths:shortness"]
-    text = printed(data, monkeypatch)
+    text = shown(data, monkeypatch)
     assert "A row of --data, text; nothing of it is learned" in text
     assert "  every field is given to --reward lengths:shortness\n" in text
 
@@ -119,7 +126,7 @@ def test_only_the_first_source_and_those_trained_on_show_an_example(monkeypatch)
         other = copy.deepcopy(DATA["sources"][0]) | {"name": name}
         other["uses"] = {use: other["uses"]["training"]}
         data["sources"].append(other)
-    text = printed(data, monkeypatch)
+    text = shown(data, monkeypatch)
     assert "A row of --data," in text
     assert "A row of --ptx," in text
     assert "A row of --held-out" not in text
@@ -131,12 +138,12 @@ def opened(config, data):
 
 
 def test_a_run_folder_has_it_and_a_resume_leaves_it(tmp_path, capsys):
-    config = test_run.Config(out=tmp_path / "run")
+    config = Config(out=tmp_path / "run")
     path = opened(config, DATA)
     before = path.read_bytes()
     assert json.loads(before) == DATA
-    assert before == opened(test_run.Config(out=tmp_path / "other"), DATA).read_bytes()
-    again = test_run.Config(out=tmp_path / "run", resume=True)
+    assert before == opened(Config(out=tmp_path / "other"), DATA).read_bytes()
+    again = Config(out=tmp_path / "run", resume=True)
     capsys.readouterr()
     assert opened(again, DATA).read_bytes() == before
     out = capsys.readouterr()
@@ -150,15 +157,15 @@ def test_a_run_folder_has_it_and_a_resume_leaves_it(tmp_path, capsys):
 
 
 def test_a_run_from_before_gets_one_at_its_resume(tmp_path):
-    with run.Run(test_run.Config(out=tmp_path / "run"), num_steps={"only": 10}) as job:
+    with run.Run(Config(out=tmp_path / "run"), num_steps={"only": 10}) as job:
         assert not (job.folder / "data.json").exists()
-    again = test_run.Config(out=tmp_path / "run", resume=True)
+    again = Config(out=tmp_path / "run", resume=True)
     assert json.loads(opened(again, DATA).read_text()) == DATA
 
 
 def test_a_file_that_is_not_a_receipt_is_left(tmp_path, capsys):
-    opened(test_run.Config(out=tmp_path / "run"), DATA).write_text("[")
-    again = test_run.Config(out=tmp_path / "run", resume=True)
+    opened(Config(out=tmp_path / "run"), DATA).write_text("[")
+    again = Config(out=tmp_path / "run", resume=True)
     assert opened(again, DATA).read_text() == "["
     assert "--data is read otherwise now" in capsys.readouterr().err
 
@@ -166,5 +173,5 @@ def test_a_file_that_is_not_a_receipt_is_left(tmp_path, capsys):
 def test_a_folder_that_is_refused_gets_none(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(InputError, match=r"already holds notes\.txt"):
-        opened(test_run.Config(out=tmp_path), DATA)
+        opened(Config(out=tmp_path), DATA)
     assert not (tmp_path / "data.json").exists()

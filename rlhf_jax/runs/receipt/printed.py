@@ -1,50 +1,18 @@
-"""data.json and its tables: what was read of each source, and what is learned of it."""
+"""What was read of each source and what is learned of it, for a person."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from rlhf_jax.devices import processes
-from rlhf_jax.runs import folder, report
+from rlhf_jax.runs import report
 
-NAME = "data.json"
 LEARNED, NOT_LEARNED = "bold green", "dim"
 FIELDS = 12  # names of unread fields to print; data.json has all
 MARKS = {"\t": "⇥", "\n": "⏎\n"}
-
-
-def write(run: Path, data: Mapping[str, Any]) -> None:
-    """Writes data.json, unless a run that goes on has it already.
-
-    That run's stays as it began. A line on stderr names the sources that are now read
-    otherwise.
-    """
-    path = run / NAME
-    if not processes.is_first():
-        return
-    if not path.exists():
-        folder.write_json(path, dict(data))
-        return
-    began = _read(path)
-    now = json.loads(json.dumps(data))
-    if began == now:
-        return
-    before = {each["name"]: each for each in began.get("sources", [])}
-    names = [
-        each["name"] for each in now["sources"] if before.get(each["name"]) != each
-    ]
-    print(
-        f"warning: {path} says how this run began, and {', '.join(names) or 'its data'}"
-        f" is read otherwise now",
-        file=sys.stderr,
-    )
 
 
 def tell(data: Mapping[str, Any]) -> None:
@@ -141,12 +109,3 @@ def _tell_example(text: Mapping[str, Any], *, source: str, console: Console) -> 
     if after:
         shown.append(f" [{after:,} tokens after]")
     console.print(shown, soft_wrap=True)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """What data.json holds; nothing where it is not what a run writes."""
-    try:
-        began = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return began if isinstance(began, dict) else {}
