@@ -437,7 +437,7 @@ def test_a_character_of_several_tokens_and_nothing_at_all():
 
 WORDS = st.lists(st.sampled_from(toy_files.WORDS[:-1]), min_size=1, max_size=14)
 TEXTS = WORDS.map(" ".join)
-RESPONSES = TEXTS | st.just(" ")
+RESPONSES = TEXTS.map("we {}".format) | st.just(" ")  # which no prompt begins
 FIT = [  # in every reader, with two prompts
     {"prompt": word, "chosen": "sat", "rejected": "ran", "turns": ["so", "a", "so"]}
     for word in ("the", "a")
@@ -530,7 +530,7 @@ def begun_of(file, receipt):
     rows=st.lists(
         st.fixed_dictionaries(
             {
-                "prompt": TEXTS,
+                "prompt": TEXTS.map("to {}".format),
                 "chosen": RESPONSES,
                 "rejected": RESPONSES,
                 "turns": st.tuples(TEXTS, TEXTS, TEXTS).map(list),
