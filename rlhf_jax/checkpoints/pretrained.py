@@ -26,6 +26,7 @@ from rlhf_jax.data import (
     tokenization,
 )
 from rlhf_jax.data.examples import Text
+from rlhf_jax.data.receipts import Receipt, items
 from rlhf_jax.data.text import TextContract
 from rlhf_jax.functional import unused_ids
 from rlhf_jax.functional.checks import InputError
@@ -261,13 +262,18 @@ def save(
 
 
 def read_examples(
-    start: Pretrained, source: str, *, max_length: int | None = None
+    start: Pretrained,
+    source: str,
+    *,
+    max_length: int | None = None,
+    receipt: Receipt | None = None,
 ) -> list[Text]:
     """Plain text (.txt), cut into blocks, or demonstrations (JSONL).
 
     Args:
       source: a file; demonstrations longer than `max_length` are left out.
       max_length: tokens of a row; None is the context.
+      receipt: is told of every row, and of those that are left out.
 
     Raises:
       InputError: the file is unreadable, empty or has no row that is short enough.
@@ -275,13 +281,17 @@ def read_examples(
     longest = start.limit(max_length)
     if formats.is_text(source):
         text = json_lines.read_text(source)
-        return [*encoding.encode_text(start.tokenizer, text, block_size=longest)]
+        blocks = encoding.encode_text(start.tokenizer, text, block_size=longest)
+        if receipt is not None:
+            receipt.text(len(blocks), size=longest)
+        return [*blocks]
     return encoding.encode_demonstrations(
         start.tokenizer,
-        files.read_demonstrations(source),
+        files.read_demonstrations(source, receipt=receipt),
         max_length=longest,
         stop_ids=start.stop_ids,
         overlong="drop",
+        receipt=receipt,
     )
 
 
@@ -292,6 +302,7 @@ def read_texts(
     batch_size: int,
     max_rows: int,
     max_length: int | None = None,
+    receipt: Receipt | None = None,
 ) -> Sequences:
     """Texts to watch the policy's perplexity on, `evaluation.text_stats`.
 
@@ -299,6 +310,7 @@ def read_texts(
       source, max_length: as `read_examples`; responses are read.
       batch_size: rows held at a time.
       max_rows: blocks or demonstrations, from the beginning.
+      receipt: as in `read_examples`, and of those beyond `max_rows`.
 
     Returns:
       Sequences[M, batch_size, S] of NumPy arrays.
@@ -306,8 +318,12 @@ def read_texts(
     Raises:
       InputError: as `read_examples`.
     """
-    examples = read_examples(start, source, max_length=max_length)
+    examples = read_examples(start, source, max_length=max_length, receipt=receipt)
+    examples = examples[:max_rows]
+    if receipt is not None:
+        receipt.keep(max_rows, reason=f"after the first {max_rows} asked for")
+        receipt.use("watched", items.of_texts(examples))
     rows = batches.sequences_in_order(
-        examples[:max_rows], batch_size=batch_size, pad_id=start.pad_id
+        examples, batch_size=batch_size, pad_id=start.pad_id
     )
     return jax.tree.map(lambda *leaves: np.stack(leaves), *rows)

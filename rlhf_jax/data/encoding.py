@@ -10,6 +10,7 @@ from rlhf_jax.data import json_lines, lengths
 from rlhf_jax.data.examples import Example, Pair, Text, Tokens
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.lengths import Overlong
+from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.data.text import Asked, TextContract, Written, asked, messages
 from rlhf_jax.data.text.messages import AssistantTurns
 from rlhf_jax.functional import checks
@@ -30,6 +31,7 @@ def encode_prompts(
     widest: int | None = None,
     more: str = "allow more",
     questions: Sequence[Asked] | None = None,
+    receipt: Receipt | None = None,
 ) -> tuple[list[Row], list[Tokens]]:
     """The rows whose prompts fit, and the tokens of these prompts.
 
@@ -41,6 +43,7 @@ def encode_prompts(
       widest: tokens of the largest bucket; None is no bucket.
       more: how a prompt may be longer, for the errors.
       questions: how each row's prompt is read; None is as the text in `field`.
+      receipt: is told of the rows that are left out.
 
     Raises:
       InputError: a prompt is longer (with overlong="error") or beyond the largest
@@ -65,6 +68,7 @@ def encode_prompts(
         overlong=overlong,
         widest=widest,
         more=more,
+        receipt=receipt,
     )
     return [rows[i] for i in fits], [prompts[i] for i in fits]
 
@@ -80,6 +84,7 @@ def encode_demonstrations(
     assistant_turns: AssistantTurns = "last",
     overlong: Overlong = "error",
     widest: int | None = None,
+    receipt: Receipt | None = None,
 ) -> list[Text]:
     """Examples of at most `max_length` tokens, prompt and response together.
 
@@ -91,6 +96,7 @@ def encode_demonstrations(
         last, all, or none but those that are marked. A mark of a message (`weight`,
         `train` or `loss_mask`, 0 or 1) goes before it.
       widest: tokens of the largest bucket or of a packed row; None is no such limit.
+      receipt: is told of the rows that are left out.
 
     Returns:
       An `Episode` where several turns of a conversation are learned.
@@ -118,6 +124,7 @@ def encode_demonstrations(
         max_length=max_length,
         overlong=overlong,
         widest=widest,
+        receipt=receipt,
     )
     return [examples[i] for i in fits]
 
@@ -132,6 +139,7 @@ def encode_preferences(
     overlong: Overlong = "error",
     widest: int | None = None,
     packed: bool = False,
+    receipt: Receipt | None = None,
 ) -> list[Pair]:
     """Pairs of at most `max_length` tokens, prompt and longer response together.
 
@@ -142,6 +150,7 @@ def encode_preferences(
       widest: tokens of the largest bucket or of a packed row; None is no such limit.
       packed: both texts of a pair, each with its prompt, stand in one row of `widest`
         tokens, where a prompt has at least one.
+      receipt: is told of the rows that are left out.
 
     Raises:
       InputError: a pair is longer (with overlong="error"), none is left, both responses
@@ -170,7 +179,10 @@ def encode_preferences(
         max_length=max_length,
         overlong=overlong,
         widest=None if packed else widest,
+        receipt=receipt,
     )
+    if receipt is not None and margin is not None:
+        receipt.reads(margin)
     for i in fits:
         if packed:
             _check_packed(pairs[i], rows[i], where=places[i], widest=widest)

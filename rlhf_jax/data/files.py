@@ -18,6 +18,7 @@ import numpy as np
 
 from rlhf_jax.data import formats, json_lines
 from rlhf_jax.data.json_lines import LocatedRow, Row
+from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.data.text import messages as chat
 from rlhf_jax.functional.checks import InputError
 
@@ -28,11 +29,17 @@ Blank = Literal["keep", "drop", "error"]
 ASSISTANT = "\n\nAssistant:"  # hh-rlhf: what stands before each response
 HUMAN = "\n\nHuman:"  # and before each turn of the other side
 SIDES = ("chosen", "rejected")
+BLANK = "a response of nothing but white space"  # why a row is left out
 TURNS = "turns"  # of a demonstration: responses, and what was observed between them
 
 
-def read_prompts(source: str | Path, *, field: str = "prompt") -> list[Row]:
+def read_prompts(
+    source: str | Path, *, field: str = "prompt", receipt: Receipt | None = None
+) -> list[Row]:
     """Rows with a text or messages in `field`; a .txt file has one prompt a line.
+
+    Args:
+      receipt: is told of every row and the fields that are read.
 
     Raises:
       InputError: the file is empty or malformed, or a row has no prompt in `field`.
@@ -40,16 +47,18 @@ def read_prompts(source: str | Path, *, field: str = "prompt") -> list[Row]:
     if formats.is_text(source):
         located = [
             (where, LocatedRow({field: line}, where=where))
-            for where, line in json_lines.lines(Path(source))
+            for where, line in json_lines.lines(Path(source), receipt=receipt)
         ]
     else:
-        located = json_lines.read_located(source)
+        located = json_lines.read_located(source, receipt=receipt)
     for where, row in located:
         if not chat.content(_asked(where, row, field)).strip():
             raise InputError(
                 f"{where}: expected a prompt in {field!r}, got an empty text; remove"
                 " the row"
             )
+        if receipt is not None:
+            receipt.row(where, row, reads=(field, *read_beside(row[field])))
     return [row for _, row in located]
 
 
@@ -59,6 +68,7 @@ def read_demonstrations(
     prompt: str = "prompt",
     response: str = "response",
     turns: bool = False,
+    receipt: Receipt | None = None,
 ) -> list[Row]:
     """Rows with texts in the fields named by `prompt` and `response`, or messages.
 
@@ -66,25 +76,32 @@ def read_demonstrations(
     its last turn, which is the response. With `turns` rows may have "turns" instead of
     a response: responses and observations in turn, from the first response to the last.
 
+    Args:
+      receipt: is told of every row and the fields that are read.
+
     Raises:
       InputError: the file is empty or malformed, a row lacks one of the texts, its
         messages are not a prompt and one response of the assistant, or its turns do
         not begin and end with a response.
     """
     rows = []
-    for where, row in json_lines.read_located(source):
+    for where, written in json_lines.read_located(source, receipt=receipt):
+        row, reads = written, (prompt, response)
         if turns and row.get(response) is None and TURNS in row:
             _check_encodable(where, TURNS, row[TURNS])
             asked = _asked(where, row, prompt)
             by_template = not isinstance(asked, str)
             chat.check_turns(row[TURNS], where=where, by_template=by_template)
-            rows.append(row)
-            continue
-        if row.get(response) is None and "messages" in row:
-            asked, last_turn = _last_turn(where, row, "messages")
-            row = row | {prompt: asked, response: last_turn}
-        _check_response(where, row, _asked(where, row, prompt), response)
+            reads = (prompt, TURNS)
+        else:
+            if row.get(response) is None and "messages" in row:
+                asked, last_turn = _last_turn(where, row, "messages")
+                row, reads = row | {prompt: asked, response: last_turn}, ("messages",)
+            _check_response(where, row, _asked(where, row, prompt), response)
         rows.append(row)
+        if receipt is not None:
+            reads = (*reads, *read_beside(row[prompt]))
+            receipt.row(where, written, reads=reads)
     return rows
 
 
@@ -129,7 +146,9 @@ def checked_preference(where: str, row: Row, *, blank: Blank = "keep") -> Row | 
     return _unless_blank(where, _preference(where, row), SIDES, blank=blank)
 
 
-def read_preferences(source: str | Path, *, blank: Blank = "keep") -> list[Row]:
+def read_preferences(
+    source: str | Path, *, blank: Blank = "keep", receipt: Receipt | None = None
+) -> list[Row]:
     """Rows with prompt, chosen and rejected: texts, or messages.
 
     Rows without a prompt are dialogues as in hh-rlhf: the prompt is what the two sides
@@ -138,6 +157,7 @@ def read_preferences(source: str | Path, *, blank: Blank = "keep") -> list[Row]:
 
     Args:
       blank: what becomes of a pair with a response of nothing but white space.
+      receipt: is told of every row, the fields that are read, and pairs left out.
 
     Raises:
       InputError: the file is empty or malformed, a text is missing, the sides are
@@ -146,13 +166,32 @@ def read_preferences(source: str | Path, *, blank: Blank = "keep") -> list[Row]:
         turns of the human; or no pair is left.
     """
     pairs = []
-    for where, row in json_lines.read_located(source):
+    for where, row in json_lines.read_located(source, receipt=receipt):
         pair = checked_preference(where, row, blank=blank)
+        if receipt is not None:
+            receipt.row(where, row, reads=of_preference(row))
         if pair is not None:
             pairs.append(pair)
+        elif receipt is not None:
+            receipt.drop(BLANK, where=where)
     if not pairs:
         raise InputError(f"{source}: expected a pair of two responses, got empty ones")
     return pairs
+
+
+def read_beside(prompt: str | list[Any]) -> tuple[str, ...]:
+    """Fields that the text contract reads of a row with this prompt beside its texts.
+
+    The chat template, which is asked for messages alone, reads all but the first.
+    """
+    if isinstance(prompt, str):
+        return (chat.CONTROL_TOKENS,)
+    return (chat.CONTROL_TOKENS, *chat.OF_TEMPLATE)
+
+
+def of_preference(row: Row) -> tuple[str, ...]:
+    """Fields that are read of a pair."""
+    return ("prompt", *SIDES, *read_beside(row.get("prompt", row["chosen"])))
 
 
 def hold_out(

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rlhf_jax.data import formats, tables
 from rlhf_jax.data.formats import Format
 from rlhf_jax.functional.checks import InputError
+
+if TYPE_CHECKING:  # it counts rows of these types
+    from rlhf_jax.data.receipts import Receipt
 
 Row = dict[str, Any]
 MAX_DEPTH = 100  # of JSON within JSON; json itself fails at a depth of its caller's
@@ -49,14 +52,22 @@ def read_jsonl(source: str | Path) -> list[Row]:
     return [row for _, row in read_located(source)]
 
 
-def read_located(source: str | Path) -> list[tuple[str, Row]]:
+def read_located(
+    source: str | Path, *, receipt: Receipt | None = None
+) -> list[tuple[str, Row]]:
     """(where it stands, row) of `read_jsonl`, so that a message can name the place.
+
+    Args:
+      receipt: is told of blank lines; of rows it is told by who reads their fields.
 
     Raises:
       InputError: as `read_jsonl`.
     """
     is_hub = str(source).startswith("hf:")
-    rows = tables.of_hub(str(source)) if is_hub else _rows(Path(source))
+    if is_hub:
+        rows = tables.of_hub(str(source))
+    else:
+        rows = _rows(Path(source), receipt=receipt)
     return [(where, LocatedRow(row, where=where)) for where, row in rows]
 
 
@@ -71,12 +82,18 @@ def read_text(path: str | Path) -> str:
     return text
 
 
-def lines(path: Path) -> list[tuple[str, str]]:
-    """The lines of a text that are not blank, each with its place."""
-    return _lines(path, _text(path))
+def lines(path: Path, *, receipt: Receipt | None = None) -> list[tuple[str, str]]:
+    """The lines of a text that are not blank, each with its place.
+
+    Args:
+      receipt: is told of those that are blank.
+    """
+    return _lines(path, _text(path), receipt=receipt)
 
 
-def _rows(path: Path) -> Iterator[tuple[str, Row]] | tables.Located:
+def _rows(
+    path: Path, *, receipt: Receipt | None
+) -> Iterator[tuple[str, Row]] | tables.Located:
     """The rows of a file of any format."""
     form, text = _read(path)
     if text is None:
@@ -93,7 +110,10 @@ def _rows(path: Path) -> Iterator[tuple[str, Row]] | tables.Located:
             return tables.of_csv(path, text, form)
         form.reader(path)
         return _objects(_array(path, text))
-    return _objects((where, _json(where, line)) for where, line in _lines(path, text))
+    return _objects(
+        (where, _json(where, line))
+        for where, line in _lines(path, text, receipt=receipt)
+    )
 
 
 def _objects(values: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Row]]:
@@ -157,13 +177,17 @@ def _deeper_than(depth: int, value: Any) -> bool:
     return any(isinstance(inner, dict | list) for inner in level)
 
 
-def _lines(path: Path, text: str) -> list[tuple[str, str]]:
+def _lines(
+    path: Path, text: str, *, receipt: Receipt | None = None
+) -> list[tuple[str, str]]:
     """The lines that are not blank; only "\\n" ends one, as JSON Lines has it."""
-    lines = [
-        (f"{path}:{number}", line)
-        for number, line in enumerate(text.split("\n"), start=1)
-        if line.strip()
-    ]
+    lines = []
+    # What follows the last "\n" is no line.
+    for number, line in enumerate(text.removesuffix("\n").split("\n"), start=1):
+        if line.strip():
+            lines.append((f"{path}:{number}", line))
+        elif receipt is not None:
+            receipt.note("a blank line, which is no row", where=f"{path}:{number}")
     if not lines:
         raise InputError(f"{path}: expected at least one row, got an empty file")
     return lines

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.functional.checks import InputError
 
 Overlong = Literal["error", "drop"]
@@ -19,11 +20,13 @@ def fits(
     overlong: Overlong,
     widest: int | None,
     more: str = "allow more",
+    receipt: Receipt | None = None,
 ) -> list[int]:
     """Which of `lengths` are at most `max_length`; none of these may be wider.
 
     Args:
       more: how a row may be longer, for the errors.
+      receipt: is told of the rows that are left out.
     """
     fits = [i for i, length in enumerate(lengths) if length <= max_length]
     if overlong == "error" and len(fits) < len(lengths):
@@ -46,4 +49,8 @@ def fits(
                 f" {texts[row]!r:.60}; add a larger bucket, make rows wider, or remove"
                 " the row"
             )
+    if receipt is not None:
+        for place, length in zip(places, lengths, strict=True):
+            if length > max_length:
+                receipt.drop(f"longer than {max_length} tokens", where=place)
     return fits

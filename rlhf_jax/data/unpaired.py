@@ -19,13 +19,16 @@ import numpy as np
 from rlhf_jax.data import encoding, files, json_lines
 from rlhf_jax.data.examples import Example, Pair, Tokens
 from rlhf_jax.data.files import Blank
-from rlhf_jax.data.json_lines import LocatedRow, Row
+from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.lengths import Overlong
+from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.data.text import messages
 from rlhf_jax.functional.checks import InputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+MISMATCHED = "the response to another prompt, beside a text, that is too long for it"
 
 
 class Labelled(NamedTuple):
@@ -42,7 +45,9 @@ class Labelled(NamedTuple):
         return Pair(self.prompt, self.completion, self.mismatched)
 
 
-def read_labelled(source: str | Path, *, blank: Blank = "keep") -> list[Row]:
+def read_labelled(
+    source: str | Path, *, blank: Blank = "keep", receipt: Receipt | None = None
+) -> list[Row]:
     """Rows with prompt, completion and label: a text or messages, and true or false.
 
     A row of `files.read_preferences` becomes two: its chosen response is desirable, its
@@ -50,22 +55,38 @@ def read_labelled(source: str | Path, *, blank: Blank = "keep") -> list[Row]:
 
     Args:
       blank: what becomes of a row with a response of nothing but white space.
+      receipt: is told of every row, of which a pair counts as two, of the fields that
+        are read, and of rows left out.
 
     Raises:
       InputError: the file is empty or malformed, a text, a side of a pair or a label
         is missing, or all labels are the same.
     """
     rows: list[Row] = []
-    for where, row in json_lines.read_located(source):
+    for where, row in json_lines.read_located(source, receipt=receipt):
         if "completion" not in row and {"chosen", "rejected"} <= row.keys():
+            pair = files.checked_preference(where, row, blank=blank)
+            if receipt is not None:
+                receipt.row(where, row, reads=files.of_preference(row), count=2)
+                if pair is None:
+                    receipt.drop(files.BLANK, where=where, count=2)
             for side, label in (("chosen", True), ("rejected", False)):
-                pair = files.checked_preference(where, row, blank=blank)
                 if pair is not None:
-                    fields = {"prompt": pair["prompt"], "completion": pair[side]}
-                    rows.append(LocatedRow(fields | {"label": label}, where=where))
+                    rows.append(pair | {"completion": pair[side], "label": label})
             continue
+        read = row
         row = files.checked_response(where, row, response="completion", blank=blank)
+        if receipt is not None:
+            reads = (
+                "prompt",
+                "completion",
+                "label",
+                *files.read_beside(read["prompt"]),
+            )
+            receipt.row(where, read, reads=reads)
         if row is None:
+            if receipt is not None:
+                receipt.drop(files.BLANK, where=where)
             continue
         if not isinstance(row.get("label"), bool):
             raise InputError(
@@ -93,6 +114,7 @@ def encode_labelled(
     stop_ids: Sequence[int] | None = None,
     overlong: Overlong = "error",
     widest: int | None = None,
+    receipt: Receipt | None = None,
 ) -> list[Labelled]:
     """Texts of at most `max_length` tokens, each with a response to another prompt.
 
@@ -101,6 +123,8 @@ def encode_labelled(
       seed: of the order in which the next response to another prompt is looked for.
       stop_ids: tokens that end a response; None is the tokenizer's EOS.
       widest: tokens of a packed row, which holds the prompt twice; None is no limit.
+      receipt: is told of the texts that are left out, and of the responses to another
+        prompt that are cut.
 
     Raises:
       InputError: a prompt or response is empty, a text is too long, all prompts are
@@ -121,6 +145,7 @@ def encode_labelled(
             response="completion",
             stop_ids=stop_ids,
             overlong=overlong,
+            receipt=receipt,
         )
     ]
     prompts = {tuple(example.prompt) for example, _ in texts}
@@ -149,6 +174,8 @@ def encode_labelled(
                 f" {2 * len(prompt) + len(completion) + 1}; make rows wider, or remove"
                 " such texts"
             )
+        if receipt is not None and room < len(others[place]):
+            receipt.cut(MISMATCHED)
         labelled.append(Labelled(prompt, completion, others[place][:room], label))
     return labelled
 

@@ -35,6 +35,7 @@ from rlhf_jax.runs import (
 from rlhf_jax.runs.folder import open_run, versions
 from rlhf_jax.runs.profile import window
 from rlhf_jax.runs.profile.profiler import Profiler
+from rlhf_jax.runs.receipt import kept, printed
 from rlhf_jax.runs.run_config import RunConfig
 from rlhf_jax.runs.snapshots import files, proof, resume
 from rlhf_jax.runs.stage import Stage
@@ -52,6 +53,7 @@ class Run:
         num_steps: Mapping[str, int],
         check: alarms.Check | None = None,
         stop_timeout: float | None = None,
+        data: Mapping[str, Any] | None = None,
     ) -> None:
         """Makes or continues `config.out`.
 
@@ -62,6 +64,8 @@ class Run:
           stop_timeout: seconds after a signal; a step that is in `Stage.user_code`
             then, or comes to it later, is given up. None waits for it, and so do
             several processes, which save together.
+          data: of `Receipts.to_json`, printed and kept as data.json; None of a program
+            that reads no data.
 
         Raises:
           InputError: a stage has no steps, or the last one not those of `profile`,
@@ -103,6 +107,9 @@ class Run:
         with contextlib.ExitStack() as undone:
             undone.push(self._lock)
             self.folder = open_run(config)
+            if data is not None:
+                kept.write(self.folder, data)
+                printed.tell(data)
             self.record = metrics.Recorder(
                 self.folder,
                 sinks=report.sinks(config, num_steps=num_steps),

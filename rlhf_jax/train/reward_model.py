@@ -40,6 +40,7 @@ from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import batches, digests, encoding, files
 from rlhf_jax.data.batches import Batches
 from rlhf_jax.data.examples import Example, Pair
+from rlhf_jax.data.receipts import Receipt, Receipts, items
 from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.devices.placement import PolicyPlacement
 from rlhf_jax.functional import checks
@@ -47,7 +48,7 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.planning import profiled
 from rlhf_jax.roles import rewards
 from rlhf_jax.runs import command_line, folder, plots, report, run
-from rlhf_jax.train.start import StartConfig, load_start
+from rlhf_jax.train.start import StartConfig, load_start, receipt_of
 
 Array = jax.Array
 Params = Any
@@ -136,9 +137,17 @@ SAMPLING = ("num_samples", "max_new_tokens", "temperature")
 
 
 def prompts_to_answer(
-    pairs: list[Pair], *, options: Config, start: Pretrained
+    pairs: list[Pair],
+    *,
+    options: Config,
+    start: Pretrained,
+    receipt: Receipt | None = None,
 ) -> Batches[Prompts]:
-    """The prompts of the pairs that leave room for a response."""
+    """The prompts of the pairs that leave room for a response.
+
+    Args:
+      receipt: of the same pairs; it is told of the others.
+    """
     room = start.room(max_new_tokens=options.max_new_tokens)
     short = [pair.prompt for pair in pairs if len(pair.prompt) <= room]
     if not short:
@@ -147,23 +156,36 @@ def prompts_to_answer(
             f"context of {start.model.max_positions} less --max-new-tokens), got none; "
             f"ask for fewer new tokens"
         )
+    if receipt is not None:
+        for where, pair in zip(receipt.places, pairs, strict=True):
+            if len(pair.prompt) > room:
+                asked = f"{options.max_new_tokens} tokens"
+                receipt.drop(f"no room for a response of {asked}", where=where)
+        receipt.use("normalised on", items.of_prompts(short))
     return batches.prompt_batches(
         short, batch_size=options.batch_size, seed=options.seed, pad_id=start.pad_id
     )
 
 
 def demonstrations_to_score(
-    options: Config, start: Pretrained
+    options: Config, start: Pretrained, *, receipt: Receipt | None = None
 ) -> tuple[list[Sequences], int]:
-    """What people wrote, in batches, and how many rows of them count."""
+    """What people wrote, in batches, and how many rows of them count.
+
+    Args:
+      receipt: is told of every row, and of those that are left out.
+    """
     assert options.demonstrations is not None  # checked by Config
     examples = encoding.encode_demonstrations(
         start.tokenizer,
-        files.read_demonstrations(options.demonstrations),
+        files.read_demonstrations(options.demonstrations, receipt=receipt),
         max_length=start.limit(options.max_length),
         stop_ids=start.stop_ids,
         overlong=options.overlong,
+        receipt=receipt,
     )
+    if receipt is not None:
+        receipt.use("normalised on", items.of_texts(examples))
     texts = batches.sequences_in_order(
         examples, batch_size=options.batch_size, pad_id=start.pad_id
     )
@@ -207,7 +229,9 @@ def main(options: Config) -> None:
     """Runs `rlhf-jax reward-model` with its options."""
     started = time.perf_counter()
     mesh = options.placement.policy_mesh()
-    rows = files.read_preferences(options.data)
+    receipts = Receipts()
+    data = receipts.source("--data", options.data, called="pairs")
+    rows = files.read_preferences(options.data, receipt=data)
     start = load_start(options.model, options=options, mesh=mesh)
     model = start.model
     everything = encoding.encode_preferences(
@@ -218,10 +242,13 @@ def main(options: Config) -> None:
         margin=options.margin_field,
         overlong=options.overlong,
         widest=None if options.buckets is None else max(options.buckets, default=0),
+        receipt=data,
     )
     pairs, held_out = files.hold_out(
         everything, share=options.held_out, seed=options.seed
     )
+    data.use("training", items.of_pairs(pairs))
+    data.use("held out", items.of_pairs(held_out))
     processes.agree("the pairs", digests.of_tokens(everything))
     preferences = batches.preference_batches(
         pairs,
@@ -270,12 +297,24 @@ def main(options: Config) -> None:
     texts, num_texts = [], 0  # to normalise on
     prompts = None
     if options.normalise == "samples":
-        prompts = prompts_to_answer(everything, options=options, start=start)
+        sampled = receipts.source(
+            "--data, to sample from", options.data, called="prompts"
+        )
+        sampled.rows_of(data)
+        prompts = prompts_to_answer(
+            everything, options=options, start=start, receipt=sampled
+        )
         jax.eval_shape(sample, start.params, prompts=prompts[0], key=sample_key)
     elif options.normalise == "demonstrations":
-        texts, num_texts = demonstrations_to_score(options, start)
+        assert options.demonstrations is not None  # checked by Config
+        texts, num_texts = demonstrations_to_score(
+            options,
+            start,
+            receipt=receipts.source("--demonstrations", options.demonstrations),
+        )
 
-    with run.Run(options, num_steps={"reward_model": num_steps}) as job:
+    told = receipt_of(receipts, start=start)
+    with run.Run(options, num_steps={"reward_model": num_steps}, data=told) as job:
         untrained = None
         if prompts is not None:
             num_batches = -(-options.num_samples // options.batch_size)

@@ -49,6 +49,7 @@ from rlhf_jax.data import (
 )
 from rlhf_jax.data.batches import Batches
 from rlhf_jax.data.examples import Text
+from rlhf_jax.data.receipts import Receipt, Receipts, items
 from rlhf_jax.data.text.messages import AssistantTurns
 from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.devices.placement import PolicyPlacement
@@ -57,7 +58,7 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import config, decoder, layout
 from rlhf_jax.planning import profiled
 from rlhf_jax.runs import command_line, folder, plots, report, run
-from rlhf_jax.train.start import StartConfig, load_start
+from rlhf_jax.train.start import StartConfig, load_start, receipt_of
 
 Params = Any
 
@@ -180,17 +181,27 @@ def starting_point(options: Config, *, mesh: Mesh) -> Pretrained:
     )
 
 
-def read_examples(options: Config, start: Pretrained) -> Sequence[Text]:
-    """Responses to prompts, episodes of several turns, or blocks of plain text."""
+def read_examples(
+    options: Config, start: Pretrained, *, receipt: Receipt | None = None
+) -> Sequence[Text]:
+    """Responses to prompts, episodes of several turns, or blocks of plain text.
+
+    Args:
+      receipt: is told of every row, and of those that are left out.
+    """
     longest = start.limit(options.max_length)
     if formats.is_text(options.data):
         text = json_lines.read_text(options.data)
-        return encoding.encode_text(start.tokenizer, text, block_size=longest)
+        blocks = encoding.encode_text(start.tokenizer, text, block_size=longest)
+        if receipt is not None:
+            receipt.text(len(blocks), size=longest)
+        return blocks
     rows = files.read_demonstrations(
         options.data,
         prompt=options.prompt_field,
         response=options.response_field,
         turns=True,
+        receipt=receipt,
     )
     limits: dict[str, Any] = {
         "max_length": longest,
@@ -198,6 +209,7 @@ def read_examples(options: Config, start: Pretrained) -> Sequence[Text]:
         "stop_ids": start.stop_ids,
         "overlong": options.overlong,
         "widest": widest(options),
+        "receipt": receipt,
     }
     of_turns = [row for row in rows if row.get(options.response_field) is None]
     if of_turns and len(of_turns) < len(rows):
@@ -263,9 +275,15 @@ def main(options: Config) -> None:
     mesh = options.placement.policy_mesh()
     start = starting_point(options, mesh=mesh)
     model = start.model
+    receipts = Receipts()
+    data = receipts.source("--data", options.data)
     examples, held_out = files.hold_out(
-        read_examples(options, start), share=options.held_out, seed=options.seed
+        read_examples(options, start, receipt=data),
+        share=options.held_out,
+        seed=options.seed,
     )
+    data.use("training", items.of_texts(examples))
+    data.use("held out", items.of_texts(held_out))
     processes.agree("the demonstrations", digests.of_tokens([*examples, *held_out]))
     demonstrations = make_batches(options, examples, start=start, mesh=mesh)
     num_steps = options.num_steps
@@ -298,7 +316,8 @@ def main(options: Config) -> None:
         held_out, batch_size=options.batch_size, pad_id=start.pad_id
     )
     before = mean_loss(start.params, in_order, measure=measure)
-    with run.Run(options, num_steps={"sft": num_steps}) as job:
+    told = receipt_of(receipts, start=start)
+    with run.Run(options, num_steps={"sft": num_steps}, data=told) as job:
         report.model_table([("policy", initial.params, True)])
         columns = demonstrations[0].tokens.shape[1]
         report.engine(model, columns=columns, mesh=mesh)

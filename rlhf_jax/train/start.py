@@ -10,6 +10,9 @@ from jax.sharding import Mesh
 
 from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.checkpoints.pretrained import Pretrained
+from rlhf_jax.data import tokenization
+from rlhf_jax.data.receipts import Receipts
+from rlhf_jax.data.text import Asked
 from rlhf_jax.devices import sharding
 from rlhf_jax.models import axes, engine_choice
 from rlhf_jax.models.config import Attention, Remat
@@ -42,6 +45,18 @@ class StartConfig(run_config.RunConfig):
             for name in names
             if (value := vars(self)[name]) != defaults[name]
         }
+
+
+def receipt_of(receipts: Receipts, *, start: Pretrained) -> dict[str, Any]:
+    """What a run prints of its data and keeps as data.json.
+
+    Args:
+      receipts: of all that was read.
+      start: whose tokenizer shows an example, its special tokens among them.
+    """
+    decode = functools.partial(tokenization.decode, start.tokenizer)
+    (unprompted,) = start.contract.prompts([Asked("")])
+    return receipts.to_json(decode=decode, unprompted=unprompted)
 
 
 def load_start(path_or_repo_id: str, *, options: StartConfig, mesh: Mesh) -> Pretrained:

@@ -23,6 +23,7 @@ ASSISTANT = "assistant"
 MARKS = ("weight", "train", "loss_mask")  # of a message: whether it is learned
 TOOLS, DOCUMENTS, OPTIONS = "tools", "documents", "chat_template_kwargs"
 CONTROL_TOKENS = "control_tokens"  # that a row asks for by name
+OF_TEMPLATE = (TOOLS, DOCUMENTS, OPTIONS)  # fields of a row that a template reads
 GIVEN = (  # to a template, by name
     *("messages", "conversations", "chat_template", "add_generation_prompt", TOOLS),
     *(DOCUMENTS, "continue_final_message", "return_assistant_tokens_mask"),

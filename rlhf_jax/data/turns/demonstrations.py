@@ -16,6 +16,7 @@ from rlhf_jax.data import json_lines, lengths
 from rlhf_jax.data.examples import Episode
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.lengths import Overlong
+from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.data.text import Asked, TextContract, Written, asked
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def encode_episodes(
     stop_ids: Sequence[int] | None = None,
     overlong: Overlong = "error",
     widest: int | None = None,
+    receipt: Receipt | None = None,
 ) -> list[Episode]:
     """Episodes of at most `max_length` tokens, whose responses are trained on.
 
@@ -41,6 +43,7 @@ def encode_episodes(
       stop_ids: tokens that end a response, of which the first is given to a text
         without one; None is the tokenizer's EOS.
       widest: tokens of the largest bucket or of a packed row; None is no such limit.
+      receipt: is told of the rows that are left out.
 
     Raises:
       InputError: as `encoding.encode_demonstrations`.
@@ -61,6 +64,7 @@ def encode_episodes(
         max_length=max_length,
         overlong=overlong,
         widest=widest,
+        receipt=receipt,
     )
     return [episodes[i] for i in fits]
 

@@ -18,6 +18,7 @@ from rlhf_jax.algorithms.flow.teacher import TeacherStates
 from rlhf_jax.checkpoints import frozen_models, pretrained
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import batches, digests, encoding, files
+from rlhf_jax.data.receipts import Receipts, items
 from rlhf_jax.devices import compile_counts, processes, row_sharding, sharding
 from rlhf_jax.functional.kl.control import fixed
 from rlhf_jax.planning import profiled
@@ -28,7 +29,7 @@ from rlhf_jax.train import rehearsal
 from rlhf_jax.train.distill.options import Config
 from rlhf_jax.train.ppo.samples import sample_rows
 from rlhf_jax.train.sampling.sampler import Sampler
-from rlhf_jax.train.start import load_start
+from rlhf_jax.train.start import load_start, receipt_of
 from rlhf_jax.train.text_rewards import load_text_reward, text_reward
 
 Array = jax.Array
@@ -106,7 +107,10 @@ def main(options: Config) -> None:
     frozen_models.check_teacher(
         options.teacher, student=options.model, tokenizer=options.tokenizer
     )
-    rows = files.read_prompts(options.prompts, field=options.prompt_field)
+    receipts = Receipts()
+    data = receipts.source("--prompts", options.prompts)
+    field = options.prompt_field
+    rows = files.read_prompts(options.prompts, field=field, receipt=data)
     mesh = options.placement.policy_mesh()
     start = load_start(options.model, options=options, mesh=mesh)
     algorithm = make_algorithm(options, start=start)
@@ -114,12 +118,16 @@ def main(options: Config) -> None:
         start.tokenizer,
         rows,
         max_length=start.room(max_new_tokens=options.max_new_tokens),
-        field=options.prompt_field,
+        field=field,
         stop_ids=start.stop_ids,
         overlong=options.overlong,
         more="lower --max-new-tokens",
+        receipt=data,
     )
     asked = [row[options.prompt_field] for row in rows]
+    data.use("training", items.of_prompts(tokens))
+    if options.reward is not None:
+        data.gives(f"--reward {options.reward}")
     processes.agree("the prompts", digests.of_values([rows, tokens]))
     prompts = batches.prompt_batches(
         tokens,
@@ -186,6 +194,7 @@ def main(options: Config) -> None:
             options,
             num_steps={"distill": options.num_steps},
             stop_timeout=options.stop_timeout,
+            data=receipt_of(receipts, start=start),
         ) as job,
         job.stage("distill", kept, meta=meta, beside=beside) as stage,
     ):

@@ -11,6 +11,7 @@ from rlhf_jax.data import encoding, files, packing, unpaired
 from rlhf_jax.data.examples import Pair
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.packing import PackedRow
+from rlhf_jax.data.receipts import Receipt, items
 from rlhf_jax.data.unpaired import Labelled
 from rlhf_jax.train.dpo.options import Config
 
@@ -28,21 +29,33 @@ class Packed(NamedTuple):
         return "pairs" if self.labels is None else "texts"
 
 
-def read(options: Config) -> list[Row]:
+def read(options: Config, *, receipt: Receipt | None = None) -> list[Row]:
     """The rows of --data, before a model is loaded.
+
+    Args:
+      receipt: is told of every row, and of those that are left out.
 
     Raises:
       InputError: the file is empty or malformed, or for KTO all labels are the same.
     """
     if options.dpo.kind == "kto":
-        return unpaired.read_labelled(options.data, blank=options.blank)
-    return files.read_preferences(options.data, blank=options.blank)
+        return unpaired.read_labelled(
+            options.data, blank=options.blank, receipt=receipt
+        )
+    return files.read_preferences(options.data, blank=options.blank, receipt=receipt)
 
 
 def encode(
-    rows: list[Row], *, options: Config, start: Pretrained
+    rows: list[Row],
+    *,
+    options: Config,
+    start: Pretrained,
+    receipt: Receipt | None = None,
 ) -> tuple[Packed, Packed]:
     """(what is trained on, what is held out), packed into rows.
+
+    Args:
+      receipt: of these rows; it is told of those that are left out, and of both uses.
 
     Raises:
       InputError: a text is too long or has no room in a row, or nothing is left to
@@ -59,9 +72,13 @@ def encode(
             stop_ids=start.stop_ids,
             overlong=options.overlong,
             widest=options.row_width,
+            receipt=receipt,
         )
         sides = files.hold_out(unpaired.by_prompt(texts), **hold_out)
         kept, held = (list(itertools.chain.from_iterable(side)) for side in sides)
+        if receipt is not None:
+            receipt.use("training", items.of_labelled(kept))
+            receipt.use("held out", items.of_labelled(held))
         return _pack_labelled(kept, options), _pack_labelled(held, options)
     pairs = encoding.encode_preferences(
         start.tokenizer,
@@ -71,8 +88,12 @@ def encode(
         overlong=options.overlong,
         widest=options.row_width,
         packed=True,
+        receipt=receipt,
     )
     kept, held = files.hold_out(pairs, **hold_out)
+    if receipt is not None:
+        receipt.use("training", items.of_pairs(kept))
+        receipt.use("held out", items.of_pairs(held))
     return (
         Packed(_pack(kept, options), kept, None),
         Packed(_pack(held, options), held, None),

@@ -20,6 +20,7 @@ from rlhf_jax.checkpoints import frozen_models, precomputed, pretrained
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import digests, packing
 from rlhf_jax.data.packing import PackedRow
+from rlhf_jax.data.receipts import Receipts
 from rlhf_jax.devices import processes, row_sharding, sharding
 from rlhf_jax.functional import masked
 from rlhf_jax.models.lora import init
@@ -30,7 +31,7 @@ from rlhf_jax.runs import plots, report, run
 from rlhf_jax.runs.folder import write_summary
 from rlhf_jax.train.dpo import pairs as pairs_of
 from rlhf_jax.train.dpo.options import Config
-from rlhf_jax.train.start import load_start
+from rlhf_jax.train.start import load_start, receipt_of
 
 Array = jax.Array
 Params = Any
@@ -144,9 +145,12 @@ def main(options: Config) -> None:
     """Runs `rlhf-jax dpo` with its options."""
     started = time.perf_counter()
     mesh = options.placement.policy_mesh()
-    read = pairs_of.read(options)
+    receipts = Receipts()
+    called = "texts" if options.dpo.kind == "kto" else "pairs"
+    data = receipts.source("--data", options.data, called=called)
+    read = pairs_of.read(options, receipt=data)
     start = load_start(options.model, options=options, mesh=mesh)
-    pairs, others = pairs_of.encode(read, options=options, start=start)
+    pairs, others = pairs_of.encode(read, options=options, start=start, receipt=data)
     processes.agree("the pairs", digests.of_tokens([*pairs.digested, *others.digested]))
     rows, other_rows = pairs.rows, others.rows
     shape = {"batch_size": options.batch_size, "pad_id": start.pad_id}
@@ -181,7 +185,8 @@ def main(options: Config) -> None:
     meta: dict[str, Any] = {"data_digest": digests.of_tokens(pairs.digested)}
     if reference is not None:
         meta["reference"] = frozen.fingerprint_of(reference).root
-    with run.Run(options, num_steps={"dpo": num_steps}) as job:
+    told = receipt_of(receipts, start=start)
+    with run.Run(options, num_steps={"dpo": num_steps}, data=told) as job:
         beside = {} if base is None else {"base": base}
         if reference is not None and reference is not base:
             beside["reference"] = reference

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data.lengths import Overlong
+from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.data.turns import TurnEncoder
 from rlhf_jax.devices import processes, row_sharding
 from rlhf_jax.environments.episodes import Limits
@@ -63,6 +64,7 @@ class OpenedEnvironment:
                 on_failure=options.on_failure,
             )
         )
+        self._name = options.environment
         self._encoder = TurnEncoder(
             start.tokenizer, stop_ids=start.stop_ids, chat=options.chat
         )
@@ -76,16 +78,24 @@ class OpenedEnvironment:
         self._chunk, self._mesh = options.observation_chunk, mesh
 
     def read(
-        self, source: str, *, room: int, more: str, overlong: Overlong
+        self,
+        source: str,
+        *,
+        room: int,
+        more: str,
+        overlong: Overlong,
+        receipt: Receipt | None = None,
     ) -> BegunRows:
         """The rows of a file, as the environment begins with them.
 
         Args:
-          source, room, more, overlong: those of `read_begun`.
+          source, room, more, overlong, receipt: those of `read_begun`.
 
         Raises:
           InputError: the environment cannot begin with a row, or no prompt fits.
         """
+        if receipt is not None:
+            receipt.gives(f"--environment {self._name}")
         return read_begun(
             source,
             pool=self._pool,
@@ -93,6 +103,7 @@ class OpenedEnvironment:
             room=room,
             more=more,
             overlong=overlong,
+            receipt=receipt,
         )
 
     def sampler(

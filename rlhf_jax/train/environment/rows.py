@@ -8,6 +8,7 @@ from rlhf_jax.data import json_lines, lengths
 from rlhf_jax.data.examples import Tokens
 from rlhf_jax.data.json_lines import Row
 from rlhf_jax.data.lengths import Overlong
+from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.data.text import Written
 from rlhf_jax.data.turns import TurnEncoder
 from rlhf_jax.environments.pool import EnvironmentPool
@@ -42,6 +43,7 @@ def read_begun(
     room: int,
     more: str,
     overlong: Overlong,
+    receipt: Receipt | None = None,
 ) -> BegunRows:
     """The rows whose prompts leave room for an episode.
 
@@ -50,13 +52,17 @@ def read_begun(
       room: tokens that a prompt may have.
       more: how a prompt may be longer, for the errors.
       overlong: what becomes of longer ones: an error, or left out.
+      receipt: is told of every row, and of those that are left out.
 
     Raises:
       InputError: the file is empty or malformed, the environment cannot begin with a
         row, or no prompt fits; names file and line.
     """
-    rows = [row for _, row in json_lines.read_located(source)]
+    rows = [row for _, row in json_lines.read_located(source, receipt=receipt)]
     places = [json_lines.place(row, number) for number, row in enumerate(rows)]
+    if receipt is not None:
+        for where, row in zip(places, rows, strict=True):
+            receipt.row(where, row)
     begun = pool.reset(rows)
     prompts = [
         encoder.prompt(each.prompt, where=where)
@@ -70,6 +76,7 @@ def read_begun(
         overlong=overlong,
         widest=None,
         more=more,
+        receipt=receipt,
     )
     return BegunRows(
         [rows[n] for n in kept],

@@ -14,6 +14,7 @@ from rlhf_jax.algorithms.batch import Prompts, Rollout
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data.examples import Tokens
 from rlhf_jax.data.json_lines import Row
+from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.data.text import Written
 from rlhf_jax.devices import row_sharding
 from rlhf_jax.environments.finished import EARLY
@@ -133,7 +134,12 @@ def ends(scores: Scores) -> Sequence[str]:
 
 
 def begin_episodes(
-    options: Config, *, reader: Pretrained, mesh: Mesh, stack: contextlib.ExitStack
+    options: Config,
+    *,
+    reader: Pretrained,
+    mesh: Mesh,
+    stack: contextlib.ExitStack,
+    receipt: Receipt | None = None,
 ) -> Played:
     """What plays episodes of the held-out rows.
 
@@ -142,6 +148,7 @@ def begin_episodes(
       reader: the policy, whose params are not read.
       mesh: of all models.
       stack: that ends the processes of the environment.
+      receipt: is told of every row, and of those that are left out.
 
     Raises:
       InputError: there is no such environment, it cannot begin with a row, or a prompt
@@ -159,5 +166,6 @@ def begin_episodes(
         room=reader.room(max_new_tokens=options.max_new_tokens),
         more="lower --max-new-tokens",
         overlong=options.overlong,
+        receipt=receipt,
     )
     return Played(options, opened=opened, begun=begun, start=reader, mesh=mesh)

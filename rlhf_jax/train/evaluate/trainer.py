@@ -18,7 +18,8 @@ from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import digests, encoding, files, json_lines
 from rlhf_jax.data.examples import Tokens
 from rlhf_jax.data.json_lines import Row, place
-from rlhf_jax.data.text import Written
+from rlhf_jax.data.receipts import Receipt, Receipts, items
+from rlhf_jax.data.text import Written, messages
 from rlhf_jax.devices import compile_counts, sharding
 from rlhf_jax.evaluation.comparison import PairFunction
 from rlhf_jax.evaluation.figures import Response
@@ -35,8 +36,8 @@ from rlhf_jax.train.evaluate.options import Config
 from rlhf_jax.train.evaluate.programs import Programs
 from rlhf_jax.train.evaluate.responses import Evaluation, Model
 from rlhf_jax.train.grpo.questions import put, question
-from rlhf_jax.train.grpo.verifier import make_verifier
-from rlhf_jax.train.start import load_start
+from rlhf_jax.train.grpo.verifier import make_verifier, read_by_verifier
+from rlhf_jax.train.start import load_start, receipt_of
 
 STAGE = "evaluate"
 
@@ -66,12 +67,19 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
     verifier, judge = load_functions(options)
     reader = pretrained.described(options.model, tokenizer=options.tokenizer)
     mesh, played = options.placement.policy_mesh(), None
+    receipts = Receipts()
+    data = receipts.source("--prompts", options.prompts)
     if options.environment is None:
-        rows, asked, tokens = read_prompts(options, reader=reader, verifier=verifier)
+        rows, asked, tokens = read_prompts(
+            options, reader=reader, verifier=verifier, receipt=data
+        )
     else:
-        played = begin_episodes(options, reader=reader, mesh=mesh, stack=stack)
+        played = begin_episodes(
+            options, reader=reader, mesh=mesh, stack=stack, receipt=data
+        )
         rows, asked, tokens = played.rows, played.asked, played.tokens
-        tell_dropped(len(rows) - len(tokens), of=len(rows))
+    data.use("evaluated", items.of_prompts(tokens.values()))
+    tell_dropped(len(rows) - len(tokens), of=len(rows))
     texts = None
     if options.texts is not None:
         texts = pretrained.read_texts(
@@ -79,6 +87,7 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
             options.texts,
             batch_size=min(options.batch_size, options.num_texts),
             max_rows=options.num_texts,
+            receipt=receipts.source("--texts", options.texts),
         )
     if options.reference is not None:
         frozen_models.check_reference(options.reference, policy=reader)
@@ -146,6 +155,7 @@ def run_evaluation(options: Config, *, stack: contextlib.ExitStack) -> None:
                 options,
                 num_steps={STAGE: evaluation.num_steps},
                 stop_timeout=options.stop_timeout,
+                data=receipt_of(receipts, start=start),
             ) as job,
             job.stage(STAGE, {"root_key": key}, meta=meta, beside=beside) as stage,
         ):
@@ -244,7 +254,11 @@ def load_functions(options: Config) -> tuple[Verifier | None, PairFunction | Non
 
 
 def read_prompts(
-    options: Config, *, reader: Pretrained, verifier: Verifier | None
+    options: Config,
+    *,
+    reader: Pretrained,
+    verifier: Verifier | None,
+    receipt: Receipt | None = None,
 ) -> tuple[list[Row], list[Written], dict[int, Tokens]]:
     """The rows, their prompts, and the tokens of those that leave room, by row.
 
@@ -252,6 +266,7 @@ def read_prompts(
       options: of the run.
       reader: the policy, whose params are not read.
       verifier: which will read the rows.
+      receipt: is told of every row, of what reads its fields, and of rows left out.
 
     Raises:
       InputError: the file cannot be read, a prompt is too long, or the verifier cannot
@@ -261,7 +276,14 @@ def read_prompts(
     if isinstance(verifier, verifiers.Readable):
         located = json_lines.read_located(options.prompts)
         verifiers.check_answers(located, verifier=verifier)
-    rows = files.read_prompts(options.prompts, field=field)
+    rows = files.read_prompts(options.prompts, field=field, receipt=receipt)
+    if receipt is not None:
+        read_by_verifier(receipt, options=options)
+        if options.chat:  # texts are put as messages
+            receipt.reads(*messages.OF_TEMPLATE)
+        for option, spec in (("--reward", options.reward), ("--judge", options.judge)):
+            if spec is not None:
+                receipt.gives(f"{option} {spec}")
     asked = [put(row[field], options=options) for row in rows]
     kept, tokens = encoding.encode_prompts(
         reader.tokenizer,
@@ -278,8 +300,8 @@ def read_prompts(
         stop_ids=reader.stop_ids,
         overlong=options.overlong,
         more="lower --max-new-tokens",
+        receipt=receipt,
     )
-    tell_dropped(len(rows) - len(kept), of=len(rows))
     numbers = (int(row["number"]) for row in kept)
     return rows, asked, dict(zip(numbers, tokens, strict=True))
 

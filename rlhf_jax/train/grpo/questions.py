@@ -8,10 +8,12 @@ from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import encoding, files, json_lines
 from rlhf_jax.data.examples import Tokens
 from rlhf_jax.data.json_lines import Row, place
-from rlhf_jax.data.text import Asked, Written, asked
+from rlhf_jax.data.receipts import Receipt
+from rlhf_jax.data.text import Asked, Written, asked, messages
 from rlhf_jax.roles.rewards import verifiers
 from rlhf_jax.roles.rewards.verifiers import Verifier
 from rlhf_jax.train.grpo.options import VerifiedConfig
+from rlhf_jax.train.grpo.verifier import read_by_verifier
 
 
 class PromptForm(Protocol):
@@ -52,8 +54,13 @@ def read_questions(
     verifier: Verifier,
     start: Pretrained,
     options: VerifiedConfig,
+    receipt: Receipt | None = None,
 ) -> tuple[list[Row], list[Tokens]]:
     """Rows whose questions leave room for a response, and what the model is asked.
+
+    Args:
+      receipt: is told of every row, of the fields that are read, and of rows that are
+        left out.
 
     Raises:
       InputError: the verifier cannot read the right answer of a row, or a row has no
@@ -64,8 +71,12 @@ def read_questions(
     field = options.question_field
     rows = [
         row | {"asked": put(row[field], options=options)}
-        for row in files.read_prompts(source, field=field)
+        for row in files.read_prompts(source, field=field, receipt=receipt)
     ]
+    if receipt is not None:
+        read_by_verifier(receipt, options=options)
+        if options.chat:  # texts are put as messages
+            receipt.reads(*messages.OF_TEMPLATE)
     room, more = options.room(
         start.room(max_new_tokens=options.max_new_tokens),
         max_new_tokens=options.max_new_tokens,
@@ -82,4 +93,5 @@ def read_questions(
         ],
         stop_ids=start.stop_ids,
         overlong=options.overlong,
+        receipt=receipt,
     )

@@ -17,6 +17,7 @@ from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import batches
 from rlhf_jax.data.examples import Tokens
 from rlhf_jax.data.json_lines import Row
+from rlhf_jax.data.receipts import Receipts, items
 from rlhf_jax.data.text import Written
 from rlhf_jax.devices import processes, row_sharding
 from rlhf_jax.models.generation.sampling import Shaping
@@ -82,23 +83,42 @@ class QuestionTask:
     measured = "accuracy"
 
     def __init__(
-        self, options: VerifiedConfig, *, start: Pretrained, stack: contextlib.ExitStack
+        self,
+        options: VerifiedConfig,
+        *,
+        start: Pretrained,
+        stack: contextlib.ExitStack,
+        receipts: Receipts | None = None,
     ) -> None:
         """Reads the questions; processes start with the first response.
 
         Args:
           start: whose tokenizer encodes and decodes.
           stack: that ends the processes.
+          receipts: are told of both sources.
 
         Raises:
           InputError: as `read_questions` and `make_verifier`.
         """
         verifier = make_verifier(options)
+        receipts = Receipts() if receipts is None else receipts
+        data = receipts.source("--data", options.data)
+        held_out = receipts.source("--held-out", options.held_out)
         (self.rows, self.prompts), self.held_out = (
-            read_questions(source, verifier=verifier, start=start, options=options)
-            for source in (options.data, options.held_out)
+            read_questions(
+                each.source,
+                verifier=verifier,
+                start=start,
+                options=options,
+                receipt=each,
+            )
+            for each in (data, held_out)
         )
         self.asked = [row["asked"] for row in self.rows]
+        count = options.eval_rows
+        data.use("training", items.of_prompts(self.prompts))
+        held_out.keep(count, reason=f"after the first {count} (--eval-rows)")
+        held_out.use("held out", items.of_prompts(self.held_out[1][:count]))
         self._pool = stack.enter_context(
             VerifierPool(
                 verifier,
@@ -151,6 +171,7 @@ class EpisodeTask:
         algorithm: PolicyGradient,
         mesh: Mesh,
         stack: contextlib.ExitStack,
+        receipts: Receipts | None = None,
     ) -> None:
         """Has the environment begin with every row.
 
@@ -159,6 +180,7 @@ class EpisodeTask:
           algorithm: static.
           mesh: of the policy.
           stack: that ends the processes.
+          receipts: are told of both sources.
 
         Raises:
           InputError: the environment cannot begin with a row, or no prompt fits.
@@ -174,12 +196,24 @@ class EpisodeTask:
             start.room(max_new_tokens=options.max_new_tokens),
             max_new_tokens=options.max_new_tokens,
         )
+        receipts = Receipts() if receipts is None else receipts
+        data = receipts.source("--data", options.data)
+        held_out = receipts.source("--held-out", options.held_out)
         self._begun, self._held_out = (
-            opened.read(source, room=room, more=more, overlong=options.overlong)
-            for source in (options.data, options.held_out)
+            opened.read(
+                each.source,
+                room=room,
+                more=more,
+                overlong=options.overlong,
+                receipt=each,
+            )
+            for each in (data, held_out)
         )
         count = min(len(self._held_out.rows), options.eval_rows)
         self._held_out = self._held_out.first(count)
+        data.use("training", items.of_prompts(self._begun.prompts))
+        held_out.keep(count, reason=f"after the first {count} (--eval-rows)")
+        held_out.use("held out", items.of_prompts(self._held_out.prompts))
         self._pad_id, self._mesh = start.pad_id, mesh
         self._share = row_sharding.row_share(mesh)
         blocks = self._share.count  # of rows, which divide every batch
@@ -261,10 +295,16 @@ def make_task(
     algorithm: PolicyGradient,
     mesh: Mesh,
     stack: contextlib.ExitStack,
+    receipts: Receipts | None = None,
 ) -> Task:
     """The task of a run, by its options."""
     if options.environment is None:
-        return QuestionTask(options, start=start, stack=stack)
+        return QuestionTask(options, start=start, stack=stack, receipts=receipts)
     return EpisodeTask(
-        options, start=start, algorithm=algorithm, mesh=mesh, stack=stack
+        options,
+        start=start,
+        algorithm=algorithm,
+        mesh=mesh,
+        stack=stack,
+        receipts=receipts,
     )

@@ -13,6 +13,7 @@ from rlhf_jax.algorithms import state
 from rlhf_jax.algorithms.batch import Rollout
 from rlhf_jax.checkpoints import frozen_models, further_references, pretrained
 from rlhf_jax.data import batches, digests
+from rlhf_jax.data.receipts import Receipts
 from rlhf_jax.devices import compile_counts, processes, row_sharding, sharding
 from rlhf_jax.functional.kl.control import fixed
 from rlhf_jax.planning import profiled
@@ -29,7 +30,7 @@ from rlhf_jax.train.rollouts.options import refuse_processes
 from rlhf_jax.train.rollouts.queue import RolloutQueue
 from rlhf_jax.train.rollouts.waits import waited
 from rlhf_jax.train.sampling.sampler import Sampler
-from rlhf_jax.train.start import load_start
+from rlhf_jax.train.start import load_start, receipt_of
 
 Array = jax.Array
 Params = Any
@@ -52,7 +53,15 @@ def run_task(options: VerifiedConfig, *, stack: contextlib.ExitStack) -> None:
     mesh = options.policy_mesh(options.placement)
     start = load_start(options.model, options=options, mesh=mesh)
     algorithm = make_algorithm(options, start=start)
-    task = make_task(options, start=start, algorithm=algorithm, mesh=mesh, stack=stack)
+    receipts = Receipts()
+    task = make_task(
+        options,
+        start=start,
+        algorithm=algorithm,
+        mesh=mesh,
+        stack=stack,
+        receipts=receipts,
+    )
     rows, tokens = task.rows, task.prompts
     processes.agree("the questions", digests.of_values([rows, tokens, task.held_out]))
     prompts = batches.prompt_batches(
@@ -144,6 +153,7 @@ def run_task(options: VerifiedConfig, *, stack: contextlib.ExitStack) -> None:
             options,
             num_steps={"grpo": options.num_steps},
             stop_timeout=options.stop_timeout,
+            data=receipt_of(receipts, start=start),
         ) as job,
         job.stage("grpo", kept, meta=meta, beside=beside) as stage,
         contextlib.nullcontext() if ahead is None else ahead,

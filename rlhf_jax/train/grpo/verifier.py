@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, Protocol
 
+from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import InputError, StopError
 from rlhf_jax.roles.rewards import verifiers
@@ -62,6 +63,15 @@ def make_verifier(options: VerifierOptions) -> Verifier:
         )
     _refuse(options, "--answer-field", field, default="answer")
     return command_line.load_function(name)
+
+
+def read_by_verifier(receipt: Receipt, *, options: VerifierOptions) -> None:
+    """Tells which fields --verifier reads: one by name, or all for a function."""
+    name = options.verifier
+    if name is not None and ":" in name:
+        receipt.gives(f"--verifier {name}")
+    elif name is not None:
+        receipt.reads(options.answer_field)
 
 
 def require_some(scores: Scores, *, options: VerifiedConfig) -> None:

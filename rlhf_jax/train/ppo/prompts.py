@@ -8,6 +8,7 @@ from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import encoding
 from rlhf_jax.data.examples import Tokens
 from rlhf_jax.data.json_lines import Row
+from rlhf_jax.data.receipts import Receipt
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.train.environment.opened import EpisodeDraw, OpenedEnvironment
 from rlhf_jax.train.environment.rows import BegunRows
@@ -17,7 +18,12 @@ from rlhf_jax.train.rollouts.queue import Draw
 
 
 def encode_prompts(
-    options: Config, rows: list[Row], *, policy: Pretrained, context: int
+    options: Config,
+    rows: list[Row],
+    *,
+    policy: Pretrained,
+    context: int,
+    receipt: Receipt | None = None,
 ) -> tuple[list[Row], list[Tokens]]:
     """The rows whose prompts leave room for a response, and their tokens."""
     room, more = options.room(
@@ -38,17 +44,24 @@ def encode_prompts(
         overlong=options.overlong,
         widest=None if options.buckets is None else max(options.buckets, default=0),
         more=more,
+        receipt=receipt,
     )
 
 
 def begin_episodes(
-    options: Config, models: Models, *, policy: Pretrained, stack: contextlib.ExitStack
+    options: Config,
+    models: Models,
+    *,
+    policy: Pretrained,
+    stack: contextlib.ExitStack,
+    receipt: Receipt | None = None,
 ) -> tuple[BegunRows, Draw]:
     """The rows of --prompts as the environment begins with them, and its episodes.
 
     Args:
       policy: whose tokenizer encodes and decodes.
       stack: that ends the processes of the environment.
+      receipt: is told of every row, and of those that are left out.
 
     Raises:
       InputError: there is no such environment, it cannot begin with a row, or no
@@ -66,7 +79,11 @@ def begin_episodes(
         max_new_tokens=options.max_new_tokens,
     )
     begun = opened.read(
-        options.prompts, room=room, more=more, overlong=options.overlong
+        options.prompts,
+        room=room,
+        more=more,
+        overlong=options.overlong,
+        receipt=receipt,
     )
     sampler = opened.sampler(
         models.algorithm, begun=begun, rows=options.batch_size, base=models.base

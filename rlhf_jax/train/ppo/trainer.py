@@ -11,6 +11,7 @@ import jax
 
 from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.data import batches, digests, files
+from rlhf_jax.data.receipts import Receipts, items
 from rlhf_jax.devices import compile_counts, processes, row_sharding, sharding
 from rlhf_jax.planning import profiled
 from rlhf_jax.roles.reference import frozen
@@ -33,7 +34,7 @@ from rlhf_jax.train.ppo.programs import Programs
 from rlhf_jax.train.ppo.prompts import begin_episodes, encode_prompts
 from rlhf_jax.train.rollouts.options import refuse_processes
 from rlhf_jax.train.rollouts.waits import waited
-from rlhf_jax.train.start import load_start
+from rlhf_jax.train.start import load_start, receipt_of
 from rlhf_jax.train.text_rewards import load_text_reward, model_reward, text_reward
 
 MEASURED = {
@@ -64,9 +65,11 @@ def run_ppo(options: Config, *, stack: contextlib.ExitStack) -> None:
     for spec in (options.reward, options.judge):  # before anything is loaded
         if spec is not None:
             command_line.load_function(spec)
-    rows = []
+    receipts, rows = Receipts(), []
+    data = receipts.source("--prompts", options.prompts)
     if options.environment is None:
-        rows = files.read_prompts(options.prompts, field=options.prompt_field)
+        field = options.prompt_field
+        rows = files.read_prompts(options.prompts, field=field, receipt=data)
     mesh = options.policy_mesh(options.placement)
     if options.check_memory:
         check_memory(options)
@@ -77,12 +80,18 @@ def run_ppo(options: Config, *, stack: contextlib.ExitStack) -> None:
     episodes = None
     if options.environment is None:
         rows, token_lists = encode_prompts(
-            options, rows, policy=policy, context=context
+            options, rows, policy=policy, context=context, receipt=data
         )
         asked = [row[options.prompt_field] for row in rows]
     else:
-        begun, episodes = begin_episodes(options, models, policy=policy, stack=stack)
+        begun, episodes = begin_episodes(
+            options, models, policy=policy, stack=stack, receipt=data
+        )
         rows, token_lists, asked = begun.rows, begun.prompts, begun.asked
+    data.use("training", items.of_prompts(token_lists))
+    for option, spec in (("--reward", options.reward), ("--judge", options.judge)):
+        if spec is not None:
+            data.gives(f"{option} {spec}")
     processes.agree("the prompts", digests.of_values([rows, token_lists]))
     put_rows = functools.partial(row_sharding.put_rows, mesh=mesh)
     prompts = batches.prompt_batches(
@@ -100,6 +109,7 @@ def run_ppo(options: Config, *, stack: contextlib.ExitStack) -> None:
             source,
             batch_size=min(8, options.eval_rows),
             max_rows=options.eval_rows,
+            receipt=receipts.source(f"--{name.replace('_', '-')}", source),
         )
         for name, source in sources.items()
         if source is not None
@@ -109,9 +119,11 @@ def run_ppo(options: Config, *, stack: contextlib.ExitStack) -> None:
         meta["rows_digest"] = digests.of_rows(rows)  # all that they are given
     ptx = None
     if options.ptx is not None:
+        mixed_in = receipts.source("--ptx", options.ptx)
         examples = pretrained.read_examples(
-            policy, options.ptx, max_length=options.ptx_max_length
+            policy, options.ptx, max_length=options.ptx_max_length, receipt=mixed_in
         )
+        mixed_in.use("training", items.of_texts(examples))
         meta["ptx_digest"] = digests.of_tokens(examples)
         ptx = batches.sequence_batches(
             examples,
@@ -167,6 +179,7 @@ def run_ppo(options: Config, *, stack: contextlib.ExitStack) -> None:
         num_steps={"ppo": options.num_steps},
         check=check,
         stop_timeout=options.stop_timeout,
+        data=receipt_of(receipts, start=policy),
     ) as job:
         reference, scorers = models.reference, models.frozen_rewards
         report.model_table(

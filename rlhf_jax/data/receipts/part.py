@@ -1,0 +1,127 @@
+"""What one use is made of the rows of a source: counts, lengths and an example."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlhf_jax.data.examples import Text, Tokens
+from rlhf_jax.data.receipts.items import Item
+from rlhf_jax.data.tokenization import CONTEXT
+
+Decode = Callable[[list[int]], str]
+SHOWN = 300  # tokens of an example
+
+
+class Part:
+    """The rows of a source that have one use, as training or held out."""
+
+    def __init__(self, items: Sequence[Item]) -> None:
+        """Takes what the rows have become."""
+        texts = [text for item in items for text in item.values()]
+        # A byte for each token, as there may be many: 1 where it is learned.
+        masks = [bytes(text.trained) for text in texts]
+        self.rows = len(items)
+        self.texts = Counter(title for item in items for title in item)
+        self.prompts = [_digest(_prompt(item)) for item in items]
+        self.turns_learned = sum((b"\0" + mask).count(b"\0\1") for mask in masks)
+        self.tokens_learned = sum(mask.count(1) for mask in masks)
+        self.tokens = sum(len(mask) for mask in masks)
+        self._lengths = {
+            "prompt": [len(_prompt(item)) for item in items],
+            "response": [len(text.response) for text in texts],
+            "text": [len(mask) for mask in masks],
+        }
+        self._first = items[0] if items else {}
+
+    def to_json(self) -> dict[str, Any]:
+        """Counts, and the median and the longest length in tokens."""
+        return {
+            "rows": self.rows,
+            "texts": dict(self.texts),
+            "turns_learned": self.turns_learned,
+            "tokens_learned": self.tokens_learned,
+            "tokens": self.tokens,
+            "lengths": {
+                name: {"median": float(np.median(lengths)), "longest": max(lengths)}
+                for name, lengths in self._lengths.items()
+                if lengths
+            },
+        }
+
+    def example(self, *, decode: Decode) -> list[dict[str, Any]]:
+        """The texts of the first row, in pieces that are learned or not."""
+        return [
+            {"title": title} | shown(text, decode=decode)
+            for title, text in self._first.items()
+        ]
+
+
+def shown(text: Text, *, decode: Decode) -> dict[str, Any]:
+    """A text in pieces that are learned or not, cut to `SHOWN` tokens.
+
+    The cut keeps the border between what is not learned and what is, or the end of a
+    text of which nothing is learned.
+
+    Args:
+      text: of which `trained` says what is learned.
+      decode: token ids to text, special tokens kept.
+    """
+    tokens = [*text.prompt, *text.response]
+    learned = [*map(bool, text.trained)]
+    border = learned.index(True) if True in learned else len(tokens)
+    start = max(0, min(border - SHOWN // 2, len(tokens) - SHOWN))
+    end = min(start + SHOWN, len(tokens))
+    changes = [at for at in range(start + 1, end) if learned[at] != learned[at - 1]]
+    borders = [start, *changes, end] if tokens else []
+    return {
+        "tokens": len(tokens),
+        "not_shown": {"before": start, "after": len(tokens) - end},
+        "pieces": [
+            {"text": _text(tokens, one, other, decode=decode), "learned": learned[one]}
+            for one, other in itertools.pairwise(borders)
+        ],
+    }
+
+
+def shared_prompts(
+    training: Iterable[Part], held_out: Part, *, unprompted: Tokens = ()
+) -> int:
+    """How many held-out rows have a prompt that is trained on.
+
+    Rows without a prompt, as blocks of plain text, share none.
+
+    Args:
+      unprompted: tokens of a prompt without text, such as BOS.
+    """
+    none = {None, _digest(unprompted)}
+    trained = {prompt for part in training for prompt in part.prompts} - none
+    return sum(prompt in trained for prompt in held_out.prompts)
+
+
+def _prompt(item: Item) -> Tokens:
+    return next(iter(item.values())).prompt
+
+
+def _digest(prompt: Tokens) -> bytes | None:
+    """A key of a prompt that is smaller than the prompt; None without a token."""
+    if not len(prompt):
+        return None
+    return hashlib.blake2b(np.asarray(prompt, np.int64).tobytes()).digest()
+
+
+def _text(tokens: list[int], start: int, end: int, *, decode: Decode) -> str:
+    """What tokens[start:end] add to the text of those before them.
+
+    As `tokenization.piece` does for one token: decoded alone they may lose a space.
+    """
+    before = tokens[max(0, start - CONTEXT) : start]
+    shorter, longer = decode(before), decode([*before, *tokens[start:end]])
+    if not longer.startswith(shorter):
+        shorter = shorter.rstrip("�")
+    return longer[len(shorter) :]

@@ -1,0 +1,111 @@
+"""What was read of each source and what is learned of it, for a person."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from rlhf_jax.runs import report
+
+LEARNED, NOT_LEARNED = "bold green", "dim"
+FIELDS = 12  # names of unread fields to print; data.json has all
+MARKS = {"\t": "⇥", "\n": "⏎\n"}
+
+
+def tell(data: Mapping[str, Any]) -> None:
+    """Prints what `Receipts.to_json` holds."""
+    console = Console()
+    uses = {
+        f"{each['name']}, {use}": of
+        for each in data["sources"]
+        for use, of in each["uses"].items()
+    }
+    counts = ("rows", "turns_learned", "tokens_learned", "tokens")
+    rows = [
+        (name.replace("_", " "), *(of[name] for of in uses.values())) for name in counts
+    ]
+    rows += [
+        (f"{name}, median / longest", *(_lengths(of, name) for of in uses.values()))
+        for name in ("prompt", "response", "text")
+    ]
+    report.table("Data [tokens]", ("", *uses), rows)
+    for each in data["sources"]:
+        for line in _lines(each):
+            console.print(Text(line), soft_wrap=True)
+    for name, shared in data["prompts_shared_with_training"].items():
+        line = f"{name}: {shared['shared']:,} of {shared['rows']:,} rows have a prompt"
+        console.print(Text(f"{line} that is trained on"), soft_wrap=True)
+    for number, each in enumerate(data["sources"]):
+        if number == 0 or "training" in each["uses"]:
+            for text in each["example"]:
+                _tell_example(text, source=each["name"], console=console)
+
+
+def visible(text: str) -> str:
+    """Line breaks and tabs with a mark, and what does not print by its number."""
+    return "".join(
+        MARKS.get(c, c if c.isprintable() else f"\\x{ord(c):02x}") for c in text
+    )
+
+
+def _lengths(of: Mapping[str, Any], name: str) -> str | None:
+    lengths = of["lengths"].get(name)
+    if lengths is None or not lengths["longest"]:
+        return None
+    return f"{lengths['median']:,g} / {lengths['longest']:,}"
+
+
+def _lines(source: Mapping[str, Any]) -> list[str]:
+    """What a source is told of beside the table, a line each."""
+    called, fields = source["called"], source["fields"]
+    lines = [
+        f"{source['name']} {source['source']}: {source['read']:,} {called} read, "
+        f"{source['used']:,} used, {source['read'] - source['used']:,} left out"
+    ]
+    for title in ("left_out", "cut", "notes"):
+        lines += [
+            f"  {title.replace('_', ' ')}: {of['count']:,} × {reason}{_first(of)}"
+            for reason, of in source[title].items()
+        ]
+    if fields["read"]:
+        lines.append(f"  fields read: {', '.join(fields['read'])}")
+    lines += [f"  every field is given to {to}" for to in fields["whole_rows_given_to"]]
+    if fields["unread"]:
+        names = [
+            f"{field} ({of['count']:,} rows{_first(of)})"
+            for field, of in fields["unread"].items()
+        ]
+        more = [f"and {len(names) - FIELDS} more"] if len(names) > FIELDS else []
+        lines.append(f"  fields that nobody reads: {', '.join(names[:FIELDS] + more)}")
+    return [visible(line) for line in lines]
+
+
+def _first(of: Mapping[str, Any]) -> str:
+    return "" if of["first"] is None else f", first {of['first']}"
+
+
+def _tell_example(text: Mapping[str, Any], *, source: str, console: Console) -> None:
+    """An example in colour; what is learned is in ⟪ ⟫ where there are no colours."""
+    pieces: Sequence[Mapping[str, Any]] = text["pieces"]
+    coloured = console.is_terminal and not console.no_color
+    shown = Text(f"A row of {source}, {text['title']}; ")
+    if not any(piece["learned"] for piece in pieces):
+        shown.append("nothing of it is learned")
+    elif coloured:
+        shown.append("green is learned", style=LEARNED)
+    else:
+        shown.append("what is learned is in ⟪ ⟫")
+    shown.append("\n")
+    before, after = (text["not_shown"][side] for side in ("before", "after"))
+    if before:
+        shown.append(f"[{before:,} tokens before] ")
+    for piece in pieces:
+        style = LEARNED if piece["learned"] else NOT_LEARNED
+        marks = ("⟪", "⟫") if piece["learned"] and not coloured else ("", "")
+        shown.append(f"{marks[0]}{visible(piece['text'])}{marks[1]}", style=style)
+    if after:
+        shown.append(f" [{after:,} tokens after]")
+    console.print(shown, soft_wrap=True)
