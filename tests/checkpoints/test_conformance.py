@@ -100,6 +100,7 @@ UNKNOWN: dict[str, dict[str, str]] = {
     "transformers-5": {},
     "vllm": {
         "gemma3_text-reward": "0.32 looks for the trunk's tensors without model.",
+        "llama-linear": "0.32 takes the context to be that before the scaling.",
     },
 }
 
