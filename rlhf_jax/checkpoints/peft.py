@@ -27,7 +27,7 @@ from flax import traverse_util
 
 from rlhf_jax.checkpoints import adapter_folders, finite, fused_adapters, shards
 from rlhf_jax.checkpoints.fused_adapters import Linear
-from rlhf_jax.checkpoints.hf import PathLike
+from rlhf_jax.checkpoints.hf import PathLike, SaveDtype, casting
 from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import decoder
@@ -64,6 +64,7 @@ def save(
     lora: LoRA,
     base_fingerprint: str,
     base_name: str | None = None,
+    dtype: SaveDtype | None = None,
 ) -> None:
     """Writes adapters that `peft.PeftModel.from_pretrained` loads: all, or nothing.
 
@@ -74,14 +75,19 @@ def save(
       lora: that they were made by.
       base_fingerprint: `frozen.source_fingerprint_of(base).root`, for `load`.
       base_name: folder or hub id of the base, where PEFT is to look for it.
+      dtype: of the file, to which adapters are rounded to nearest even, but for a
+        reward model's score; None is their own.
 
     Raises:
-      InputError: the folder is in use, or the adapters are not the model's.
+      InputError: the folder is in use, dtype cannot hold a weight, or the adapters are
+        not the model's.
     """
     shapes = jax.eval_shape(
         lambda key: decoder.init(key, model=model), jax.random.key(0)
     )
     jax.eval_shape(lambda base: attach(base, adapters, lora=lora), shapes)
+    trunk = adapters["trunk"] if "score" in adapters else adapters
+    casting.check(traverse_util.flatten_dict(trunk, sep="/"), dtype=dtype)
     adapters = processes.whole(adapters)
     if not processes.is_first():
         return
@@ -121,6 +127,7 @@ def save(
         "bias": "none",
         "inference_mode": True,
     }
+    tensors = dict(casting.cast_all(tensors.items(), dtype=dtype, but={_SCORE}))
     with shards.new_folder(Path(path)) as folder:
         shards.write_json(folder / _CONFIG, config)
         shards.save(tensors, folder / _WEIGHTS, metadata=metadata)

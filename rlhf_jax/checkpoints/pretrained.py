@@ -17,6 +17,7 @@ import numpy as np
 
 from rlhf_jax.algorithms.batch import Sequences
 from rlhf_jax.checkpoints import hf, peft
+from rlhf_jax.checkpoints.hf import SaveDtype
 from rlhf_jax.data import (
     batches,
     encoding,
@@ -28,6 +29,7 @@ from rlhf_jax.data import (
 from rlhf_jax.data.examples import Text
 from rlhf_jax.data.receipts import Receipt, items
 from rlhf_jax.data.text import TextContract
+from rlhf_jax.devices import processes
 from rlhf_jax.functional import unused_ids
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import layout
@@ -49,6 +51,7 @@ class Pretrained(NamedTuple):
     params: Params  # f32, to be trained
     tokenizer: PreTrainedTokenizerBase
     stop_ids: tuple[int, ...]  # that end a response
+    save_dtype: SaveDtype = "float32"  # of folders that are written: as it was read
 
     @property
     def pad_id(self) -> int:
@@ -179,6 +182,7 @@ def described(path_or_repo_id: str, *, tokenizer: str | None = None) -> Pretrain
         params=None,
         tokenizer=reader,
         stop_ids=tuple(dict.fromkeys(i for i in stop_ids if i is not None)),
+        save_dtype=hf.stored_dtype(path_or_repo_id),
     )
 
 
@@ -232,13 +236,17 @@ def save(
 ) -> None:
     """FOLDER/model, which `transformers` loads, and FOLDER/adapter, which PEFT does.
 
-    What is there already is left: it is whole, as a finished run is resumed.
+    Both are in `start.save_dtype`. What is there already is left: it is whole, as a
+    finished run is resumed.
 
     Args:
       trained: parameters, or adapters with a base.
       start: what they were trained from; its params are not read.
       base, lora: of the adapters, else None. The model is written with them merged.
       name: folder or hub id of the base, where PEFT is to look for it.
+
+    Raises:
+      InputError: start.save_dtype cannot hold a weight.
     """
     if base is not None and lora is not None:
         if not (folder / "adapter").exists():
@@ -249,16 +257,36 @@ def save(
                 lora=lora,
                 base_fingerprint=frozen.source_fingerprint_of(base).root,
                 base_name=name,
+                dtype=start.save_dtype,
             )
-        trained = merge(frozen.read(base), trained, lora=lora)
-    if not (folder / "model").exists():
+        trained = merge(
+            frozen.read(base), trained, lora=lora, rounded_to=start.save_dtype
+        )
+    if is_new(folder / "model", start=start):
         hf.save(
             folder / "model",
             start.model,
             trained,
             tokenizer=start.tokenizer,
             stop_ids=start.stop_ids,
+            dtype=start.save_dtype,
         )
+
+
+def is_new(folder: Path, *, start: Pretrained) -> bool:
+    """Whether a model is to be written; one that is there is whole, and stays.
+
+    Prints a line where it is in another dtype than is asked for.
+    """
+    if not folder.exists():
+        return True
+    stored = hf.stored_dtype(folder)
+    if stored != start.save_dtype and processes.is_first():
+        print(
+            f"{folder} stays as it is, in {stored}; to write it in {start.save_dtype}, "
+            f"move it away and give --resume again"
+        )
+    return False
 
 
 def read_examples(

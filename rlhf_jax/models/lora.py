@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import traverse_util
+from jax.typing import DTypeLike
 
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
@@ -160,13 +161,21 @@ def attach(base: Params, adapters: Params, *, lora: LoRA) -> Params:
     return _nested(_flat(base) | scaled)
 
 
-def merge(base: Params, adapters: Params, *, lora: LoRA) -> Params:
+def merge(
+    base: Params,
+    adapters: Params,
+    *,
+    lora: LoRA,
+    rounded_to: DTypeLike | None = None,
+) -> Params:
     """Plain parameters W + (alpha / rank) · A B, which `hf.save` can write.
 
     Args:
       base: a decoder's, stored in any way.
       adapters: a decoder's, or a scalar model's {"trunk", "score"}.
       lora: that they were made by.
+      rounded_to: dtype that the result is cast to next. Adapted kernels of a base of
+        another dtype are float32 then, so that they are rounded once.
 
     Raises:
       InputError: the adapters do not fit this base or `lora`; names every one.
@@ -176,9 +185,9 @@ def merge(base: Params, adapters: Params, *, lora: LoRA) -> Params:
       adapted are the base's own where it holds plain arrays: copy before donating.
     """
     if "score" in adapters:
-        trunk = merge(base, adapters["trunk"], lora=lora)
+        trunk = merge(base, adapters["trunk"], lora=lora, rounded_to=rounded_to)
         return {"trunk": trunk, "score": adapters["score"]}
-    return _moved(base, adapters, lora=lora, scale=lora.scale)
+    return _moved(base, adapters, lora=lora, scale=lora.scale, rounded_to=rounded_to)
 
 
 def unmerge(merged: Params, adapters: Params, *, lora: LoRA) -> Params:
@@ -217,7 +226,14 @@ def paths(adapters: Params) -> list[str]:
     ]
 
 
-def _moved(base: Params, adapters: Params, *, lora: LoRA, scale: float) -> Params:
+def _moved(
+    base: Params,
+    adapters: Params,
+    *,
+    lora: LoRA,
+    scale: float,
+    rounded_to: DTypeLike | None = None,
+) -> Params:
     _check(base, adapters, lora=lora)
     moved, flat = _flat(leaves.read(base)), _flat(adapters)
     for path in paths(adapters):
@@ -226,7 +242,10 @@ def _moved(base: Params, adapters: Params, *, lora: LoRA, scale: float) -> Param
         change = jnp.matmul(
             flat[f"{at}/lora_a"], flat[f"{at}/lora_b"], precision="highest"
         )
-        moved[at + _KERNEL] = (kernel + scale * change).astype(kernel.dtype)
+        kept = rounded_to is None or kernel.dtype == rounded_to
+        moved[at + _KERNEL] = (kernel + scale * change).astype(
+            kernel.dtype if kept else jnp.float32
+        )
     return _nested(moved)
 
 

@@ -90,7 +90,7 @@ class RunConfig:
 MAY_DIFFER = {f.name for f in dataclasses.fields(RunConfig)} - {"seed"}
 MAY_DIFFER |= {"judge_failure", "stop_timeout", "check_memory", "placement.policy"}
 MAY_DIFFER |= {"sampler_model", "sampler_weights", "sampler_timeout"}
-MAY_DIFFER |= {"sampler_check_tolerance"}
+MAY_DIFFER |= {"sampler_check_tolerance", "save_dtype"}
 MAY_DIFFER |= {
     f"placement.{role}.{field}"
     for role in ("reference", "reward")
@@ -103,6 +103,7 @@ RENAMED = {"slots": "continuous_batching", "reprice": "recompute_logprobs"}
 ADDED: dict[str, Any] = {
     "trackio": False,
     "profile": None,
+    "save_dtype": "float32",
     "verifier": "gsm8k",
     "packing": "off",
     "packing_width": None,

@@ -35,7 +35,7 @@ import optax
 from rlhf_jax.algorithms import reward_model, state
 from rlhf_jax.algorithms.batch import Prompts, Rollout, Sequences
 from rlhf_jax.algorithms.flow import rollout
-from rlhf_jax.checkpoints import hf
+from rlhf_jax.checkpoints import hf, pretrained
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import batches, digests, encoding, files
 from rlhf_jax.data.batches import Batches
@@ -48,14 +48,14 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.planning import profiled
 from rlhf_jax.roles import rewards
 from rlhf_jax.runs import command_line, folder, plots, report, run
-from rlhf_jax.train.start import StartConfig, load_start, receipt_of
+from rlhf_jax.train.start import TrainerConfig, load_start, receipt_of
 
 Array = jax.Array
 Params = Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(StartConfig):
+class Config(TrainerConfig):
     """The options of `rlhf-jax reward-model`."""
 
     model: str
@@ -339,7 +339,8 @@ def main(options: Config) -> None:
                 sides = (batch.chosen, batch.rejected)
                 texts_read = [(side.mask, side.response_mask) for side in sides]
                 stage.end_step(step, stats, texts=texts_read)
-    trained = stage.state.params
+    # What is saved is normalised, and measured.
+    trained = hf.rounded_reward(stage.state.params, dtype=start.save_dtype)
 
     scores = None
     if texts:
@@ -347,7 +348,7 @@ def main(options: Config) -> None:
         std = 1.0 if options.normalise == "samples" else None
         trained = rewards.normalise(trained, scores=jnp.asarray(scores), std=std)
     saved = job.folder / "model"
-    if not saved.exists():  # it is there, and whole, when a finished run is resumed
+    if pretrained.is_new(saved, start=start):
         hf.save_reward(
             saved,
             model,
@@ -355,6 +356,7 @@ def main(options: Config) -> None:
             tokenizer=start.tokenizer,
             stop_ids=start.stop_ids,
             pad_id=start.pad_id,
+            dtype=start.save_dtype,
         )
     held_out_accuracy = accuracy(
         trained,

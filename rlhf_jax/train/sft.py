@@ -34,7 +34,7 @@ from jax.sharding import Mesh
 
 from rlhf_jax.algorithms import sft, state
 from rlhf_jax.algorithms.batch import Sequences
-from rlhf_jax.checkpoints import hf
+from rlhf_jax.checkpoints import pretrained
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import (
     batches,
@@ -58,13 +58,13 @@ from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models import config, decoder, layout
 from rlhf_jax.planning import profiled
 from rlhf_jax.runs import command_line, folder, plots, report, run
-from rlhf_jax.train.start import StartConfig, load_start, receipt_of
+from rlhf_jax.train.start import TrainerConfig, load_start, receipt_of
 
 Params = Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(StartConfig):
+class Config(TrainerConfig):
     """The options of `rlhf-jax sft`."""
 
     data: str
@@ -165,7 +165,7 @@ def starting_point(options: Config, *, mesh: Mesh) -> Pretrained:
         remat=options.remat,
     )
     init = functools.partial(decoder.init, jax.random.key(options.seed), model=model)
-    return Pretrained(
+    start = Pretrained(
         model=layout.fastest(
             dataclasses.replace(
                 model,
@@ -179,6 +179,7 @@ def starting_point(options: Config, *, mesh: Mesh) -> Pretrained:
         tokenizer=tokenizer,
         stop_ids=(tokenization.eos_token_id(tokenizer),),
     )
+    return options.saved(start)
 
 
 def read_examples(
@@ -330,15 +331,9 @@ def main(options: Config) -> None:
                 stage.end_step(step, stats, texts=[(which, batch.response_mask)])
     trained = stage.state.params
 
-    saved = job.folder / "model"
-    if not saved.exists():  # it is there, and whole, when a finished run is resumed
-        hf.save(
-            saved,
-            model,
-            trained,
-            tokenizer=start.tokenizer,
-            stop_ids=start.stop_ids,
-        )
+    pretrained.save(
+        job.folder, trained, start=start, base=None, lora=None, name="fresh"
+    )
     after = mean_loss(trained, in_order, measure=measure)
     report.table(
         "Loss [nats per token]",
@@ -357,7 +352,7 @@ def main(options: Config) -> None:
         flops=functools.partial(profiled.supervised_flops, model=model, head=True),
     )
     folder.write_summary(job.folder, summary)
-    print(f"{summary['seconds']:.0f} s; go on with --model {saved}")
+    print(f"{summary['seconds']:.0f} s; go on with --model {job.folder / 'model'}")
 
 
 def command(argv: Sequence[str] | None = None) -> None:

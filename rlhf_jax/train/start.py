@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from jax.sharding import Mesh
 
-from rlhf_jax.checkpoints import pretrained
+from rlhf_jax.checkpoints import hf, pretrained
+from rlhf_jax.checkpoints.hf import SaveDtype
 from rlhf_jax.checkpoints.pretrained import Pretrained
 from rlhf_jax.data import tokenization
 from rlhf_jax.data.receipts import Receipts
@@ -21,7 +22,7 @@ from rlhf_jax.runs import run_config
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StartConfig(run_config.RunConfig):
-    """What every trainer asks for; each adds its own fields."""
+    """What every command with a model asks for; each adds its own fields."""
 
     tokenizer: str | None = None
     """Tokenizer, a folder or hub id; None takes the one in --model."""
@@ -47,6 +48,27 @@ class StartConfig(run_config.RunConfig):
         }
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainerConfig(StartConfig):
+    """What every trainer asks for beside: how OUT/model and OUT/adapter are written."""
+
+    save_dtype: SaveDtype | None = None
+    """Dtype of OUT/model and OUT/adapter; None is that of most weights of --model, and
+    float32 for a fresh model. Weights are trained in float32: 16 bits lose what is
+    smaller than a 256th (bfloat16) or a 2048th (float16) of a weight."""
+
+    def saved(self, start: Pretrained) -> Pretrained:
+        """`start`, whose folders are written as asked for.
+
+        Raises:
+          InputError: its parameters do not fit the dtype already.
+        """
+        if self.save_dtype is None:
+            return start
+        hf.check_dtype(start.params, dtype=self.save_dtype)
+        return start._replace(save_dtype=self.save_dtype)
+
+
 def receipt_of(receipts: Receipts, *, start: Pretrained) -> dict[str, Any]:
     """What a run prints of its data and keeps as data.json.
 
@@ -64,16 +86,17 @@ def load_start(path_or_repo_id: str, *, options: StartConfig, mesh: Mesh) -> Pre
 
     Args:
       path_or_repo_id: The checkpoint, usually --model.
-      options: Tokenizer, dtype, rematerialisation and attention.
+      options: Tokenizer, dtype, rematerialisation and attention; a trainer's dtype of
+        what it saves.
       mesh: The devices of the policy.
 
     Raises:
-      InputError: As `pretrained.load`, or the mesh shares columns, which the attention
-        that is asked for cannot.
+      InputError: As `pretrained.load`, the mesh shares columns, which the attention
+        that is asked for cannot, or --save-dtype does not hold the parameters.
     """
     if mesh.shape.get(axes.CONTEXT_AXIS, 1) > 1:
         engine_choice.refuse_context(options.attention)
-    return pretrained.load(
+    start = pretrained.load(
         path_or_repo_id,
         tokenizer=options.tokenizer,
         dtype=options.dtype,
@@ -81,3 +104,4 @@ def load_start(path_or_repo_id: str, *, options: StartConfig, mesh: Mesh) -> Pre
         attention=options.attention,
         sharding=functools.partial(sharding.shardings, mesh=mesh),
     )
+    return options.saved(start) if isinstance(options, TrainerConfig) else start

@@ -151,6 +151,7 @@ def test_every_option_of_a_saved_config_is_one_that_transformers_wrote(tmp_path,
         rope = saved.pop("rope_scaling") | {"rope_theta": saved.pop("rope_theta")}
         assert rope == theirs["rope_parameters"]
     assert saved.pop("bos_token_id") is None
+    assert saved.pop("torch_dtype") == theirs["dtype"]  # its older name
     assert saved == {option: theirs.get(option) for option in saved}
 
 

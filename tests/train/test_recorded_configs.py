@@ -15,7 +15,7 @@ from rlhf_jax.train.ppo.options import Config as PPO
 RECORDS = FIXTURES / "configs_before_placement"
 SHARED = (
     *("--model=model", "--batch-size=8", "--snapshot-every=2", "--no-progress"),
-    *("--attention=xla",),
+    *("--attention=xla", "--save-dtype=float32"),
 )
 # What the recorded runs were asked for, in the options of today.
 RUNS = {

@@ -19,7 +19,8 @@ from jax.sharding import SingleDeviceSharding
 from jax.typing import DTypeLike
 
 from rlhf_jax.checkpoints import adapter_folders, shards
-from rlhf_jax.checkpoints.hf import layout
+from rlhf_jax.checkpoints.hf import casting, layout
+from rlhf_jax.checkpoints.hf.casting import SaveDtype
 from rlhf_jax.checkpoints.hf.layout import Leaves, Params, PathLike
 from rlhf_jax.data import hub
 from rlhf_jax.devices import processes
@@ -163,6 +164,30 @@ def model_config(path_or_repo_id: PathLike) -> ModelConfig:
         except InputError:  # not there, or damaged, which `load` says
             return model
         return _tied_as_stored(model, family=family, tensors=tensors)
+
+
+def stored_dtype(path_or_repo_id: PathLike) -> SaveDtype:
+    """The dtype that a checkpoint is stored in: that of most of its weights.
+
+    Some have a few tensors in float32 beside bfloat16, such as norms or the score of a
+    reward model. Entries are counted, not tensors; of equal numbers float32 is taken
+    before bfloat16, and bfloat16 before float16. A folder without weights is of the
+    dtype that its config.json names, or else float32.
+
+    Raises:
+      InputError: there is no such checkpoint, or a file is unreadable.
+    """
+    with _reading(path_or_repo_id) as folder:
+        if not any(folder.glob("model*.safetensors")):
+            config = shards.read_json(folder / layout.CONFIG)
+            named = config.get("dtype", config.get("torch_dtype"))
+            return casting.of_most({str(named): 1})
+        sizes: dict[str, int] = {}
+        for header in shards.Tensors(folder).headers.values():
+            if header.dtype in mapping.FLOATS:
+                name = mapping.FLOATS[header.dtype].name
+                sizes[name] = sizes.get(name, 0) + math.prod(header.shape)
+        return casting.of_most(sizes)
 
 
 def stop_ids(path_or_repo_id: PathLike) -> tuple[int, ...]:

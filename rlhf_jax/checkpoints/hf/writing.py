@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlhf_jax.checkpoints import shards
-from rlhf_jax.checkpoints.hf import layout
+from rlhf_jax.checkpoints.hf import casting, layout, tokenizer_files
+from rlhf_jax.checkpoints.hf.casting import SaveDtype
 from rlhf_jax.checkpoints.hf.layout import Leaves, Params, PathLike
 from rlhf_jax.devices import processes
 from rlhf_jax.functional.checks import InputError
@@ -32,32 +33,43 @@ def save(
     stop_ids: Sequence[int] | None = None,
     pad_id: int | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    dtype: SaveDtype | None = None,
 ) -> None:
     """Writes a checkpoint that `transformers` loads: all of it, or nothing.
 
     Args:
       path: a folder that does not exist yet, or is empty.
-      params: in the dtype of the checkpoint to write.
       tokenizer: written beside the weights.
       stop_ids, pad_id: `eos_token_id` and `pad_token_id` of config.json; None takes the
         tokenizer's.
       max_shard_bytes: tensors beyond this many bytes go into a next file.
+      dtype: of the checkpoint, to which weights are rounded to nearest even; None is
+        that of the parameters.
 
     Raises:
-      InputError: the folder is in use, the parameters are not the model's, or the
-        family's config.json cannot express the model.
+      InputError: the folder is in use, the parameters are not the model's, dtype cannot
+        hold one of them, or the family's config.json cannot express the model.
     """
     family = layout.FAMILIES[model.family]
     leaves = _leaves_of(params, shapes=layout.shapes_of(model))
+    casting.check(leaves, dtype=dtype)
     config = {
         "architectures": [family.causal],
         **_config_to_hf(family, model),
         **_special_ids(tokenizer, stop_ids=stop_ids, pad_id=pad_id),
-        "dtype": leaves["embed/tokens"].dtype.name,
+        **_dtype(leaves["embed/tokens"].dtype.name if dtype is None else dtype),
     }
     table = family.key_table(model)
     tensors = mapping.write(table, model=model, leaves=leaves, fetch=processes.whole)
-    _write(path, config, tensors, tokenizer=tokenizer, max_shard_bytes=max_shard_bytes)
+    tensors = casting.cast_all(tensors, dtype=dtype)
+    _write(
+        path,
+        config,
+        tensors,
+        tokenizer=tokenizer,
+        max_positions=model.max_positions,
+        max_shard_bytes=max_shard_bytes,
+    )
 
 
 def save_reward(
@@ -69,39 +81,56 @@ def save_reward(
     stop_ids: Sequence[int] | None = None,
     pad_id: int | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    dtype: SaveDtype | None = None,
 ) -> None:
     """Writes a reward model as sequence classification with one label.
 
     The architecture of `transformers` has no bias. Ours is written as `score_bias` in
     config.json, and the scores of `transformers` are ours less that constant.
 
+    The score is not rounded to `dtype`: it is a row of numbers that were fitted to the
+    scores' mean and spread, and costs nothing. Readers that load all in one dtype round
+    it themselves.
+
     Args:
       path: a folder that does not exist yet, or is empty.
-      params: {"trunk": ..., "score": ...}, in the dtype of the checkpoint to write.
+      params: {"trunk": ..., "score": ...}.
       tokenizer: written beside the weights.
       stop_ids, pad_id: `eos_token_id` and `pad_token_id` of config.json; None takes the
         tokenizer's. `transformers` needs `pad_id` to score a batch.
       max_shard_bytes: tensors beyond this many bytes go into a next file.
+      dtype: of the trunk, to which its weights are rounded to nearest even; None is
+        that of the parameters.
 
     Raises:
-      InputError: the folder is in use, the parameters are not the model's, or the
-        family's config.json cannot express the model.
+      InputError: the folder is in use, the parameters are not the model's, dtype cannot
+        hold one of them, or the family's config.json cannot express the model.
     """
     family = layout.FAMILIES[model.family]
     leaves = _leaves_of(params, shapes=layout.scalar_shapes_of(model))
+    trunk = {path: x for path, x in leaves.items() if path.startswith("trunk/")}
+    casting.check(trunk, dtype=dtype)
     bias = float(leaves["score/bias"])
     config = {
         "architectures": [family.classifier],
         **_config_to_hf(family, model),
         **_special_ids(tokenizer, stop_ids=stop_ids, pad_id=pad_id),
-        "dtype": leaves["trunk/embed/tokens"].dtype.name,
+        **_dtype(leaves["trunk/embed/tokens"].dtype.name if dtype is None else dtype),
         "id2label": {"0": "LABEL_0"},
         "label2id": {"LABEL_0": 0},
         **({"score_bias": bias} if bias != 0.0 else {}),
     }
     table = family.key_table(model).scalar()
     tensors = mapping.write(table, model=model, leaves=leaves, fetch=processes.whole)
-    _write(path, config, tensors, tokenizer=tokenizer, max_shard_bytes=max_shard_bytes)
+    tensors = casting.cast_all(tensors, dtype=dtype, but={keys.SCORE})
+    _write(
+        path,
+        config,
+        tensors,
+        tokenizer=tokenizer,
+        max_positions=model.max_positions,
+        max_shard_bytes=max_shard_bytes,
+    )
 
 
 def _leaves_of(params: Params, *, shapes: Leaves) -> Leaves:
@@ -143,6 +172,11 @@ def _config_to_hf(family: keys.Family, model: ModelConfig) -> dict[str, Any]:
     return {"model_type": family.name, **config}
 
 
+def _dtype(name: str) -> dict[str, str]:
+    """As transformers calls it, and as its versions before 4.56 and servers do."""
+    return {"dtype": name, "torch_dtype": name}
+
+
 def _special_ids(
     tokenizer: PreTrainedTokenizerBase | None,
     *,
@@ -171,6 +205,7 @@ def _write(
     tensors: Iterable[tuple[str, np.ndarray]],
     *,
     tokenizer: PreTrainedTokenizerBase | None,
+    max_positions: int,
     max_shard_bytes: int,
 ) -> None:
     if not processes.is_first():
@@ -181,4 +216,4 @@ def _write(
         shards.write_json(folder / layout.CONFIG, config)
         shards.write(folder, tensors, max_shard_bytes=max_shard_bytes)
         if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
+            tokenizer_files.write(tokenizer, folder, max_positions=max_positions)

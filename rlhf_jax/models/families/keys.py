@@ -22,6 +22,7 @@ from rlhf_jax.models.config import ModelConfig
 Layout = Literal["same", "transposed", "vocabulary", "row"]
 
 
+SCORE = "score.weight"  # [1, D]
 SCORE_BIAS = "score.bias"  # [1]
 
 
@@ -174,7 +175,7 @@ class Table:
             for key in self.keys
             if key not in heads
         ]
-        score = Key("score.weight", ("score/kernel",), "row")
+        score = Key(SCORE, ("score/kernel",), "row")
         ignored = (*self.ignored, *(head.name for head in heads), SCORE_BIAS)
         return dataclasses.replace(self, keys=(*trunk, score), ignored=ignored)
 

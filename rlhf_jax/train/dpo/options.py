@@ -16,13 +16,13 @@ from rlhf_jax.data.files import Blank
 from rlhf_jax.devices.placement import WITH_POLICY, ReferencePlacement
 from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
-from rlhf_jax.train.start import StartConfig
+from rlhf_jax.train.start import TrainerConfig
 
 RECIPE = DPORecipe()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(StartConfig):
+class Config(TrainerConfig):
     """The options of `rlhf-jax dpo`."""
 
     model: str

@@ -14,7 +14,7 @@ from rlhf_jax.functional import checks
 from rlhf_jax.functional.checks import InputError
 from rlhf_jax.models.config import PAGE_SIZE, Cache
 from rlhf_jax.models.generation.page_table import pages_of
-from rlhf_jax.train.start import StartConfig
+from rlhf_jax.train.start import TrainerConfig
 
 # Options of our decoder, which neither episodes nor samplers outside read.
 OF_DECODER = (
@@ -24,7 +24,7 @@ OF_DECODER = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SamplerConfig(StartConfig):
+class SamplerConfig(TrainerConfig):
     """Options of how responses are sampled."""
 
     sampler_storage: Storage = frozen_models.COPY
