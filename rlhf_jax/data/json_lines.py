@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from rlhf_jax.functional.checks import InputError
+from rlhf_jax.runs import progress
 
 Row = dict[str, Any]
 MAX_DEPTH = 100  # of JSON within JSON; json itself fails at a depth of its caller's
@@ -55,7 +56,8 @@ def read_located(source: str | Path) -> list[tuple[str, Row]]:
     if str(source).startswith("hf:"):
         return _hub_rows(str(source))
     located = []
-    for where, line in lines(Path(source)):
+    written = lines(Path(source))
+    for where, line in progress.track(written, f"{source}: read", total=len(written)):
         row = _json(where, line)
         if not isinstance(row, dict):
             raise InputError(
@@ -160,7 +162,8 @@ def _hub_rows(source: str) -> list[tuple[str, Row]]:
     if len(table) == 0:
         raise InputError(f"{source}: expected at least one row, got none")
     places = (f"{source}[{i}]" for i in range(len(table)))
+    rows = progress.track(table, f"{source}: read", total=len(table))
     return [
         (where, LocatedRow(dict(row), where=where))
-        for where, row in zip(places, table, strict=True)
+        for where, row in zip(places, rows, strict=True)
     ]
