@@ -100,7 +100,7 @@ def write(path: Path, *, rows: int, chat: bool, seed: int) -> None:
             if chat:
                 asked = [{"role": "user", "content": asked}]
                 same = [{"role": "user", "content": same}]
-            chosen, rejected = f"{text(30)} w1", f"{text(30)} w2"
+            chosen, rejected = f" {text(30)} w1", f" {text(30)} w2"
             row = {"prompt": asked, "response": chosen}
             row |= {"chosen": chosen, "rejected": rejected}
             row |= {"same": same, "label": number % 3 == 0}
