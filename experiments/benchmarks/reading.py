@@ -9,7 +9,8 @@ Rows are packed to about two in a row, where first fit has the most rows to choo
 Measured: CPU seconds of this process for each stage and size, and the time per row of
 the largest size over that of the one before. A stage whose time is linear has a ratio
 near 1. Chat templates are written by a process of their own, so that their row has
-seconds of the wall. Expect ratios of 0.7 to 1.6: memory makes the large size slower.
+seconds of the wall. Expect ratios of 0.5 to 2 beside other work,
+of stages that take a tenth of a second or more.
 """
 
 from __future__ import annotations
